@@ -29,6 +29,7 @@ from svc_common.config import allowed_values, environment_name, make_parser, set
 from svc_common.metrics import COMMON, PREFIX, Spec
 from worker_svc.engine.families import ARCHITECTURES
 from worker_svc.engine.features import FEATURES, OF_BACKEND, features_of
+from worker_svc.engine.quantization_config import FORMATS
 
 ROOT = Path(__file__).resolve().parents[1]
 PARSERS = {
@@ -189,6 +190,13 @@ def architecture_rows() -> Iterator[list[str]]:
         yield [f"`{name}`", row.models, what, *(_served(backend, needed, row.may_need) for backend in OF_BACKEND)]
 
 
+def quantization_rows() -> Iterator[list[str]]:
+    """One row per format of quantized checkpoints."""
+    for method, what, how in FORMATS:
+        served = ("yes" if "quantized_weights" in features else "no" for features in OF_BACKEND.values())
+        yield [f"`{method}`", what, how, *served]
+
+
 def _served(backend: str, needed: Set[str], may_need: Set[str]) -> str:
     features = OF_BACKEND[backend]
     if needed - features:
@@ -212,6 +220,7 @@ def written() -> dict[Path, str]:
     tables |= {f"fields of {endpoint}": table(head, body_rows(rows)) for endpoint, rows in ENDPOINTS.items()}
     tables["refused body fields"] = table(("field", "value that is accepted", "endpoints"), refused_body_rows())
     tables["architectures"] = table(("architecture", "models", "needs", *OF_BACKEND), architecture_rows())
+    tables["quantized checkpoints"] = table(("`quant_method`", "read", "computed", *OF_BACKEND), quantization_rows())
     names = ("configuration.md", "http.md", "metrics.md", "models.md", "request-fields.md")
     pages = [ROOT / "docs" / name for name in names]
     return {page: _fill(page.read_text(encoding="utf-8"), tables) for page in pages}

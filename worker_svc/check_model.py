@@ -10,22 +10,24 @@ from pathlib import Path
 
 from worker_svc.engine.families import architecture_of
 from worker_svc.engine.model_folder import CheckpointError, check_weight_files, read_object
+from worker_svc.engine.quantization_config import QuantizationConfig, quantization_of
 
 
 def check_model(folder: Path) -> None:
     """Raises CheckpointError if the architecture is not supported or a weight file is missing or damaged."""
-    check_architecture(folder)
-    check_weight_files(folder)
+    quantization = check_config(folder)
+    check_weight_files(folder, is_quantized=quantization is not None)
 
 
-def check_architecture(folder: Path) -> None:
-    """Raises CheckpointError if the architecture in config.json is not supported."""
-    architecture_of(read_object(folder / "config.json"))
+def check_config(folder: Path) -> QuantizationConfig | None:
+    """Raises CheckpointError if the architecture or the quantization in config.json is not supported."""
+    config = read_object(folder / "config.json")
+    return quantization_of(config, architecture_of(config))
 
 
 def main(argv: list[str]) -> int:
     try:
-        check_architecture(Path(argv[0]))
+        check_config(Path(argv[0]))
     except CheckpointError as error:
         print(error, file=sys.stderr)
         return 2

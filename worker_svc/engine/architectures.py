@@ -10,6 +10,7 @@ from worker_svc.engine.backend import AttentionShape, HeadShape
 from worker_svc.engine.families import Architecture, Names, NormKind, architecture_of
 from worker_svc.engine.features import features_of
 from worker_svc.engine.model_folder import CheckpointError
+from worker_svc.engine.quantization_config import QuantizationConfig, quantization_of
 from worker_svc.engine.rotary import ORIGINAL_LENGTH, Rotary, parse_rotary, positive
 
 ACTIVATIONS = {
@@ -62,6 +63,7 @@ class ModelConfig:
     logit_soft_cap: float | None
     embedding_scale: float
     is_tied: bool
+    quantization: QuantizationConfig | None  # of the linear layers; None: they are stored in a float type
 
     @property
     def names(self) -> Names:
@@ -112,6 +114,7 @@ class ModelConfig:
             "partial_rotary": bool(rotary_dims - {self.heads.head_dim}),
             "sliding_window": self.window is not None,
             "soft_caps": self.attention_soft_cap is not None or self.logit_soft_cap is not None,
+            "quantized_weights": self.quantization is not None,
             "attention_scale": self.attention_scale != self.heads.head_dim**-0.5,
         }
         return features_of(self.architecture) | {name for name, is_needed in needed.items() if is_needed}
@@ -145,6 +148,7 @@ def parse_config(config: dict[str, Any]) -> ModelConfig:
         logit_soft_cap=_optional(config, "final_logit_softcapping"),
         embedding_scale=hidden_size**0.5 if architecture.scales_embedding else 1.0,
         is_tied=bool(config.get("tie_word_embeddings", architecture.is_tied)),
+        quantization=quantization_of(config, architecture),
     )
 
 

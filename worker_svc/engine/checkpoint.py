@@ -46,9 +46,18 @@ class Checkpoint:
         self._require(name)
         return tuple(self._file_of[name].get_slice(name).get_shape())
 
-    def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None) -> torch.Tensor:
+    def has(self, name: str) -> bool:
+        return name in self._file_of
+
+    def tensor(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        dtype: torch.dtype | None,
+        stored: tuple[torch.dtype, ...] = SUPPORTED_DTYPES,
+    ) -> torch.Tensor:
         """The tensor in `dtype`; None: in its stored dtype, still memory-mapped. Raises CheckpointError if its shape is
-        not `shape`."""
+        not `shape`, or its stored dtype not one of `stored`."""
         found = self.shape(name)
         if found != shape:
             raise CheckpointError(
@@ -56,10 +65,10 @@ class Checkpoint:
                 "the weights and config.json belong to different models"
             )
         tensor: torch.Tensor = self._file_of[name].get_tensor(name)
-        if tensor.dtype not in SUPPORTED_DTYPES:
+        if tensor.dtype not in stored:
             raise CheckpointError(
-                f"tensor {name} is stored as {_dtype_name(tensor.dtype)}; quantized checkpoints are not supported, "
-                "convert the model to bfloat16 or float32"
+                f"tensor {name} is stored as {_dtype_name(tensor.dtype)}, but config.json requires "
+                f"{' or '.join(map(_dtype_name, stored))}; the weights and config.json belong to different models"
             )
         if self._digest is not None:
             self._digest.add(name, tensor)

@@ -28,7 +28,7 @@ from worker_svc.engine.config import Quantization
 from worker_svc.engine.fused import ACTIVATIONS, NORM_KINDS, FusedModel, address_of, fuse, pointer
 from worker_svc.engine.kernel_linear import BFLOAT16, FLOAT32, INT8, KernelLinear
 from worker_svc.engine.kernels.build import load_kernels
-from worker_svc.engine.linear import check_int8_width
+from worker_svc.engine.linear import Int8Rows, check_int8_width
 from worker_svc.engine.processors import ProcessedRows
 
 if TYPE_CHECKING:
@@ -55,6 +55,7 @@ _SIGNATURES = {
     "quire_process_logits": [_POINTER, _LONG, _POINTER, _LONG, *[_POINTER] * 3, _INT],
     "quire_logprobs": [_INT, _POINTER, _POINTER, _LONG, _LONG, _POINTER, _LONG, *[_POINTER] * 4, _INT],
     "quire_linear_pack": [_INT, _INT, _POINTER, _LONG, _LONG, _POINTER, _POINTER, _INT],
+    "quire_linear_pack_steps": [_POINTER, _LONG, _LONG, _POINTER, _INT],
     "quire_linear": [_INT, _INT, *[_POINTER] * 5, *[_LONG] * 3, _INT],
     "quire_forward": [_POINTER] * 4,
     "quire_forward_logits": [_POINTER, _LONG, _LONG, _LONG, *[_POINTER] * 2],
@@ -122,6 +123,9 @@ class CpuBackend:
 
     def make_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         return KernelLinear(self._kernels, self._kind_of(weight), weight, bias, self._threads)
+
+    def make_int8_linear(self, rows: Int8Rows, bias: torch.Tensor | None) -> Linear:
+        return KernelLinear(self._kernels, INT8, rows, bias, self._threads)
 
     def _kind_of(self, weight: torch.Tensor) -> int:
         if self._quantize == "int8":

@@ -15,7 +15,7 @@ from worker_svc.engine.model_folder import CheckpointError
 
 NormKind = Literal["rms", "rms_offset", "layer"]
 WindowRule = Literal["none", "opt_in", "all", "even", "five_of_six"]
-Role = Literal["q", "k", "v", "o", "gate", "up", "down", "router"]
+Role = Literal["q", "k", "v", "o", "gate", "up", "down", "router", "head"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +172,4 @@ def architecture_of(config: dict[str, Any]) -> Architecture:
             f"architectures: {', '.join(map(str, names)) or 'not set'} is not supported; "
             f"use one of {', '.join(ARCHITECTURES)}"
         )
-    if config.get("quantization_config"):
-        raise CheckpointError("quantization_config: quantized checkpoints are not supported; use the original weights")
     return found

@@ -20,6 +20,7 @@ FEATURES = {
     "soft_caps": "soft caps of attention scores or logits",
     "embedding_scale": "scaled embeddings",
     "attention_scale": "a scale of attention scores other than head_dim^-0.5",
+    "quantized_weights": "quantized weights",
 }
 REFERENCE = frozenset(FEATURES)
 CPU = REFERENCE

@@ -172,14 +172,25 @@ def address_of(x: npt.NDArray[Any]) -> int:
 
 
 def fuse(kernels: ctypes.CDLL, parts: DecoderParts, pool: KVCachePool, threads: int) -> FusedModel | None:
-    """None unless all linear layers are KernelLinear, and gates fill whole panels."""
+    """None unless all linear layers are KernelLinear, the experts of each layer have the same number type, and gates
+    fill whole panels."""
     has_panels = not parts.config.is_gated or not any(layer.inner % PANEL for layer in parts.config.layers)
     if not has_panels:
         return None
     linears = [linear for layer in parts.layers for linear in _linears(layer)]
     if not all(isinstance(linear, KernelLinear) for linear in (*linears, parts.head)):
         return None
+    if not all(_have_one_kind(layer.feed_forward) for layer in parts.layers):
+        return None
     return FusedModel(kernels, parts, pool, threads)
+
+
+def _have_one_kind(part: FeedForward | RoutedExperts) -> bool:
+    """Whether the experts can be multiplied together: a checkpoint may quantize only some of them."""
+    if isinstance(part, FeedForward):
+        return True
+    sides = part.experts.gate_up, part.experts.down
+    return all(len({linear.kind for linear in side if isinstance(linear, KernelLinear)}) == 1 for side in sides)
 
 
 def pointer(x: torch.Tensor | None) -> int | None:

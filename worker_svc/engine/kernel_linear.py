@@ -6,6 +6,8 @@ import ctypes
 
 import torch
 
+from worker_svc.engine.linear import Int8Rows
+
 BFLOAT16, INT8, FLOAT32 = 0, 1, 2  # `Kind` of products.h
 PANEL = 32  # outputs that linear.cpp packs together
 
@@ -27,9 +29,9 @@ class KernelLinear:
     """A weight [out, in] with its bias, packed for linear.cpp, called on [n, in]. Rows do not affect each other."""
 
     def __init__(
-        self, kernels: ctypes.CDLL, kind: int, weight: torch.Tensor, bias: torch.Tensor | None, threads: int
+        self, kernels: ctypes.CDLL, kind: int, weight: torch.Tensor | Int8Rows, bias: torch.Tensor | None, threads: int
     ) -> None:
-        self._out_features, self._in_features = weight.shape
+        self._out_features, self._in_features = (weight.steps if isinstance(weight, Int8Rows) else weight).shape
         self._multiply = kernels.quire_linear
         self._kind = kind
         self._threads = threads
@@ -38,26 +40,43 @@ class KernelLinear:
             kernels.quire_linear_packed_bytes(kind, self._out_features, self._in_features), dtype=torch.uint8
         )
         self._scales = torch.zeros(self._out_features + (-self._out_features % PANEL))
-        weight = weight.contiguous()
-        kernels.quire_linear_pack(
-            kind,
-            int(weight.dtype is torch.bfloat16),
-            weight.data_ptr(),
-            self._out_features,
-            self._in_features,
-            self._scales.data_ptr(),
-            self._packed.data_ptr(),
-            threads,
-        )
+        if isinstance(weight, Int8Rows):
+            self._pack_steps(kernels, weight)
+        else:
+            self._pack(kernels, weight.contiguous())
         self._addresses = (
             self._packed.data_ptr(),
             self._scales.data_ptr(),
             None if bias is None else bias.data_ptr(),
         )
 
+    def _pack(self, kernels: ctypes.CDLL, weight: torch.Tensor) -> None:
+        kernels.quire_linear_pack(
+            self._kind,
+            int(weight.dtype is torch.bfloat16),
+            weight.data_ptr(),
+            self._out_features,
+            self._in_features,
+            self._scales.data_ptr(),
+            self._packed.data_ptr(),
+            self._threads,
+        )
+
+    def _pack_steps(self, kernels: ctypes.CDLL, weight: Int8Rows) -> None:
+        steps = weight.steps.contiguous()
+        kernels.quire_linear_pack_steps(
+            steps.data_ptr(), self._out_features, self._in_features, self._packed.data_ptr(), self._threads
+        )
+        self._scales[: self._out_features] = weight.scales
+
     def struct(self) -> LinearStruct:
         """This layer for forward.cpp, valid as long as this object exists."""
         return LinearStruct(self._kind, *self._addresses, self._in_features, self._out_features)
+
+    @property
+    def kind(self) -> int:
+        """`Kind` of products.h."""
+        return self._kind
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         n = x.shape[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -54,15 +55,25 @@ class FixedPointLinear:
         return (y if self._bias is None else y + self._bias).float().to(x.dtype)
 
 
+@dataclass(frozen=True, slots=True)
+class Int8Rows:
+    """A weight [out, in] in int8 with the scale of each output [out], as a checkpoint stores it."""
+
+    steps: torch.Tensor
+    scales: torch.Tensor
+
+
 class Int8Linear:
     """A weight [out, in] as int8 with one scale per output, called on [n, in] of any float type: the results of
     linear.cpp, bit for bit. Each row of x has its own scale, so it does not depend on the other rows.
     """
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        check_int8_width(weight.shape[1])
-        steps, self._scales = _quantize_rows(weight)
-        self._weight = steps.to(torch.int8)
+    def __init__(self, weight: torch.Tensor | Int8Rows, bias: torch.Tensor | None) -> None:
+        if isinstance(weight, torch.Tensor):
+            check_int8_width(weight.shape[1])
+            steps, scales = _quantize_rows(weight)
+            weight = Int8Rows(steps.to(torch.int8), scales)
+        self._weight, self._scales = weight.steps, weight.scales
         self._bias = None if bias is None else bias.float()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ INDEX_FILE = "model.safetensors.index.json"
 LENGTH_BYTES = 8  # a safetensors file starts with the length of its JSON header, little endian
 MAX_HEADER_BYTES = 100_000_000  # limit of the safetensors library
 WEIGHT_DTYPES = ("F32", "BF16", "F16")
+QUANTIZED_DTYPES = ("I8", "F8_E4M3")
 
 
 class CheckpointError(ValueError):
@@ -50,18 +51,19 @@ def weight_files(weight_map: dict[str, str]) -> list[str]:
     return sorted(set(weight_map.values())) or [SINGLE_FILE]
 
 
-def check_weight_files(folder: Path) -> None:
-    """Compare the size of every weight file with its header. Raises CheckpointError. Reads no weights."""
+def check_weight_files(folder: Path, *, is_quantized: bool) -> None:
+    """Compares the size of every weight file with its header. Raises CheckpointError. Reads no weights."""
+    dtypes = WEIGHT_DTYPES + (QUANTIZED_DTYPES if is_quantized else ())
     for name in weight_files(read_weight_map(folder)):
         try:
-            _check_file(folder / name)
+            _check_file(folder / name, dtypes)
         except FileNotFoundError as error:
             raise CheckpointError(f"{folder / name} is missing; download the model again") from error
         except OSError as error:
             raise CheckpointError(f"cannot read {folder / name}: {error.strerror}") from error
 
 
-def _check_file(path: Path) -> None:
+def _check_file(path: Path, dtypes: tuple[str, ...]) -> None:
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(LENGTH_BYTES), "little")
@@ -78,10 +80,10 @@ def _check_file(path: Path) -> None:
             f"{path} is damaged ({problem}: it has {size} bytes, its header requires {expected}); download it again"
         )
     for tensor, entry in header.items():
-        if tensor.endswith(".weight") and entry["dtype"] not in WEIGHT_DTYPES:
+        if tensor.endswith(".weight") and entry["dtype"] not in dtypes:
             raise CheckpointError(
-                f"tensor {tensor} is stored as {entry['dtype']}; quantized checkpoints are not supported; "
-                "convert the model to bfloat16 or float32"
+                f"tensor {tensor} is stored as {entry['dtype']}; with the quantization_config of config.json, if any, "
+                f"weights are stored as {', '.join(dtypes)}; download the model again"
             )
 
 

@@ -27,7 +27,7 @@ from worker_svc.engine.backend import (
     TopLogprobs,
 )
 from worker_svc.engine.config import Determinism, Quantization
-from worker_svc.engine.linear import FixedPointLinear, Int8Linear, PackedLinear
+from worker_svc.engine.linear import FixedPointLinear, Int8Linear, Int8Rows, PackedLinear
 from worker_svc.engine.noise import sample_token
 from worker_svc.engine.processors import ProcessedRows
 
@@ -51,6 +51,9 @@ class ReferenceBackend:
         if self._quantize == "int8":
             return Int8Linear(weight, bias)
         return self._linear_class(weight, bias)
+
+    def make_int8_linear(self, rows: Int8Rows, bias: torch.Tensor | None) -> Linear:
+        return Int8Linear(rows, bias)
 
     def add_norm(self, x: torch.Tensor, residual: torch.Tensor | None, norm: Norm, out: torch.Tensor) -> None:
         if residual is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -13,7 +13,10 @@ from worker_svc.engine.architectures import LayerSpec, ModelConfig
 from worker_svc.engine.backend import ExpertLinears, Linear, Norm
 from worker_svc.engine.checkpoint import Checkpoint
 from worker_svc.engine.families import Role
+from worker_svc.engine.linear import MAX_INT8_INPUTS, Int8Rows
 from worker_svc.engine.model_folder import CheckpointError
+from worker_svc.engine.quantization_config import Packed, Scaled, Scheme
+from worker_svc.engine.quantized import read_int8_rows, read_weight
 
 IGNORED_ENDINGS = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 
@@ -59,6 +62,13 @@ class LinearMaker(Protocol):
     def make_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear: ...
 
 
+@runtime_checkable
+class Int8LinearMaker(Protocol):
+    """A backend that computes with int8 weights as a checkpoint stores them."""
+
+    def make_int8_linear(self, rows: Int8Rows, bias: torch.Tensor | None) -> Linear: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Stored:
     """The tensors of one linear layer in a checkpoint: each has the outputs of one role, or a single one of all."""
@@ -67,6 +77,10 @@ class Stored:
     roles: tuple[tuple[Role, int], ...]  # with the number of outputs
     in_features: int
     has_bias: bool
+
+    def shape(self, roles: tuple[tuple[Role, int], ...]) -> tuple[int, int]:
+        """The shape [out, in] of a tensor with the outputs of `roles`."""
+        return sum(size for _, size in roles), self.in_features
 
     def tensors(self) -> Iterator[tuple[str, tuple[tuple[Role, int], ...]]]:
         """Names, each with its roles."""
@@ -118,8 +132,15 @@ class WeightLoader:
         return self._norm(self._names.final_norm, self._config.hidden_size)
 
     def head(self) -> Linear:
+        if not self._config.is_tied and self._scheme(self._names.head) is not None:
+            return self._linear(self._stored_head())
         name = self._names.embedding if self._config.is_tied else self._names.head
         return self._backend.make_linear(self._vocabulary(name), None)
+
+    def _stored_head(self) -> Stored:
+        return Stored(
+            (self._names.head,), (("head", self._config.vocab_size),), self._config.hidden_size, has_bias=False
+        )
 
     def layer(self, index: int) -> Layer:
         names, hidden, head_dim = self._names, self._config.hidden_size, self._config.heads.head_dim
@@ -152,6 +173,8 @@ class WeightLoader:
     def _expected_names(self) -> list[str]:
         names, linears = self._names, []
         norms = [names.final_norm]
+        if not self._config.is_tied:
+            linears += self._weight_names(self._stored_head())
         for index in range(self._config.num_layers):
             prefix = names.layer.format(index)
             inner = (names.input_norm, names.attended_norm, names.post_norm, names.fed_norm)
@@ -159,9 +182,9 @@ class WeightLoader:
             if self._config.has_qk_norm:
                 norms += [prefix + names.q_norm, prefix + names.k_norm]
             for stored in self._stored(index).values():
-                linears += [f"{name}.weight" for name in stored.names]
+                linears += self._weight_names(stored)
                 linears += [f"{name}.bias" for name in stored.names if stored.has_bias]
-        tables = [names.embedding, names.position_embedding, "" if self._config.is_tied else names.head]
+        tables = [names.embedding, names.position_embedding]
         expected = [f"{name}.weight" for name in (*tables, *norms) if name] + linears
         return expected + [f"{name}.bias" for name in norms if self._config.norm == "layer"]
 
@@ -197,19 +220,59 @@ class WeightLoader:
         return found
 
     def _linear(self, stored: Stored) -> Linear:
+        rows = self._int8_rows(stored)
         weights, biases = [], []
         for name, roles in stored.tensors():
-            shape = (sum(size for _, size in roles), stored.in_features)
-            weights += self._parts(roles, self._matrix(f"{name}.weight", shape))
+            shape = stored.shape(roles)
             if stored.has_bias:
                 biases += self._parts(roles, self._checkpoint.tensor(f"{name}.bias", shape[:1], None))
+            if rows is None:
+                weights += self._parts(roles, self._weight(name, shape))
+        bias = self._join(biases) if biases else None
+        if rows is not None and isinstance(self._backend, Int8LinearMaker):
+            return self._backend.make_int8_linear(rows, bias)
         joined = self._join_in_scratch(weights) if self._backend.copies_weights else self._join(weights)
-        return self._backend.make_linear(joined, self._join(biases) if biases else None)
+        return self._backend.make_linear(joined, bias)
 
     def _parts(self, roles: tuple[tuple[Role, int], ...], tensor: torch.Tensor) -> list[torch.Tensor]:
         """The part of each role that is kept, of a tensor with the outputs of `roles`."""
         split = torch.split(tensor, [size for _, size in roles])
         return [self._part(role, part) for (role, _), part in zip(roles, split, strict=True)]
+
+    def _int8_rows(self, stored: Stored) -> Int8Rows | None:
+        """The stored values, if the int8 kernel computes what they were quantized for."""
+        if not isinstance(self._backend, Int8LinearMaker) or stored.in_features > MAX_INT8_INPUTS:
+            return None
+        rows = []
+        for name, roles in stored.tensors():
+            scheme = self._scheme(name)
+            if not isinstance(scheme, Scaled) or not scheme.has_int8_rows:
+                return None
+            rows.append(read_int8_rows(self._checkpoint, name, scheme, stored.shape(roles)))
+        return Int8Rows(torch.cat([part.steps for part in rows]), torch.cat([part.scales for part in rows]))
+
+    def _scheme(self, name: str) -> Scheme | None:
+        """How a linear layer is stored. None: in a float type."""
+        quantization = self._config.quantization
+        scheme = None if quantization is None else quantization.scheme_of(name)
+        # config.json does not list all layers that GPTQ and AWQ leave in a float type
+        return None if isinstance(scheme, Packed) and self._checkpoint.has(f"{name}.weight") else scheme
+
+    def _weight(self, name: str, shape: tuple[int, int]) -> torch.Tensor:
+        """The weight [out, in] of a linear layer."""
+        scheme = self._scheme(name)
+        if scheme is None:
+            return self._matrix(f"{name}.weight", shape)
+        return read_weight(self._checkpoint, name, scheme, shape).to(self._dtype)
+
+    def _weight_names(self, stored: Stored) -> list[str]:
+        """The tensors of the weights of a linear layer."""
+        found = []
+        for name, roles in stored.tensors():
+            scheme = self._scheme(name)
+            suffixes = ["weight"] if scheme is None else list(scheme.parts(*stored.shape(roles)))
+            found += [f"{name}.{suffix}" for suffix in suffixes]
+        return found
 
     def _matrix(self, name: str, shape: tuple[int, int]) -> torch.Tensor:
         """A weight [out, in], memory-mapped."""

@@ -72,6 +72,21 @@ void pack_weight(int kind, const T* weight, int64_t out, int64_t in, float* scal
   });
 }
 
+// Packs int8 weights as they are; their scales are the caller's.
+void pack_steps(const int8_t* weight, int64_t out, int64_t in, uint8_t* packed, int threads) {
+  Pass(threads).run(ceil_div(out, kPanel), 1, [&](int64_t begin, int64_t end) {
+    for (int64_t p = begin; p < end; p++) {
+      const int64_t first = p * kPanel, outs = std::min<int64_t>(kPanel, out - first);
+      uint8_t* panel = packed + p * panel_bytes(kInt8, in);
+      memset(panel, 0, panel_bytes(kInt8, in));
+      for (int64_t o = 0; o < outs; o++)
+        for (int64_t i = 0; i < groups_of(kInt8, in) * kGroupBytes; i++)
+          panel[(i / kGroupBytes * kPanel + o) * kGroupBytes + i % kGroupBytes] =
+              uint8_t(i < in ? weight[(first + o) * in + i] + 128 : 128);
+    }
+  });
+}
+
 // ---------------------------------------------------------------------------------------------------------------
 // Multiplying.
 
@@ -273,6 +288,10 @@ void quire_linear_pack(int kind, int is_bf16, const void* weight, int64_t out, i
     pack_weight(kind, (const uint16_t*)weight, out, in, scales, (char*)packed, threads);
   else
     pack_weight(kind, (const float*)weight, out, in, scales, (char*)packed, threads);
+}
+
+void quire_linear_pack_steps(const int8_t* weight, int64_t out, int64_t in, void* packed, int threads) {
+  pack_steps(weight, out, in, (uint8_t*)packed, threads);
 }
 
 void quire_linear(int kind, int is_bf16, const void* x, const void* packed, const float* scales, const void* bias,
