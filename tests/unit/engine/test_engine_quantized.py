@@ -135,11 +135,6 @@ def test_given_int8_weights_are_multiplied_as_they_are(kernel_build, dtype):
         assert (found.double() - expected - bias.double()).abs().max() < tolerance
 
 
-def linear_types(runner):
-    layer = runner._model._parts.layers[0]
-    return layer.qkv.kind, layer.o.kind
-
-
 def test_int8_with_dynamic_inputs_uses_the_int8_kernel(tmp_path, monkeypatch):
     folder = make_model(tmp_path / "model", "qwen2")
     plain = quantize_model(folder, W8A8)
