@@ -199,7 +199,9 @@ def num_ready(scheduler: SchedulerStatus) -> int:
 
 
 def is_ready(schedulers: tuple[SchedulerStatus, ...], worker: Service) -> bool:
-    return any(w.worker_id == worker.name and w.state == "ready" for s in schedulers for w in s.workers)
+    """Whether a scheduler uses the worker. Its own state is `ready` before the scheduler has leased it."""
+    found = (w for s in schedulers for w in s.workers if w.worker_id == worker.name)
+    return any(w.state == "ready" and w.rows_total > 0 for w in found)
 
 
 def worker_status(schedulers: tuple[SchedulerStatus, ...], worker: Service) -> WorkerStatus:
