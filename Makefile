@@ -10,7 +10,7 @@ CHAOS_SEED ?= 0
 CHAOS_EXECUTOR ?= cpu
 HOSTILE_FLAGS ?=
 
-.PHONY: help demo test audit test-deep kernels chaos bench-core bench-cluster bench-replicas bench-scale chart bench-wire bench-gateway bench-http bench-requests bench-start bench-worker bench-attention bench-structured bench-serving peers check format lock wheels protos clean
+.PHONY: help demo test audit test-deep kernels chaos bench-core bench-cluster bench-replicas bench-scale chart bench-wire bench-gateway bench-http bench-requests bench-start bench-worker bench-attention bench-experts bench-structured bench-serving peers check format lock wheels protos clean
 
 help:  ## list targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -72,6 +72,9 @@ bench-worker: $(STAMP)  ## the CPU engine compared with a padded PyTorch loop an
 
 bench-attention: $(STAMP)  ## attention of the CPU engine by shape, compared with torch
 	$(BIN)/python bench/attention.py $(BENCH_FLAGS)
+
+bench-experts: $(STAMP)  ## decode speed of a model of experts against a dense model with the same active parameters
+	$(BIN)/python bench/experts.py $(BENCH_FLAGS)
 
 bench-structured: $(STAMP)  ## the cost of masks, and of rows with a grammar compared with rows without
 	$(BIN)/python bench/structured.py

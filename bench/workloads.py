@@ -126,8 +126,8 @@ def make_model(folder: Path, model: Model, dtype: str = "bfloat16") -> Path:
 
 
 def weight_shapes(model: Model) -> dict[str, tuple[int, ...]]:
-    """The shape of every tensor of the Qwen3 architecture with tied embeddings."""
-    hidden, inner, head_dim = model["hidden_size"], model["intermediate_size"], model["head_dim"]
+    """The shape of every tensor of the Qwen3 architecture, or of Qwen3-MoE, with tied embeddings."""
+    hidden, head_dim = model["hidden_size"], model["head_dim"]
     q_size = model["num_attention_heads"] * head_dim
     kv_size = model["num_key_value_heads"] * head_dim
     shapes: dict[str, tuple[int, ...]] = {"embed_tokens": (model["vocab_size"], hidden), "norm": (hidden,)}
@@ -141,9 +141,17 @@ def weight_shapes(model: Model) -> dict[str, tuple[int, ...]]:
             "self_attn.k_proj": (kv_size, hidden),
             "self_attn.v_proj": (kv_size, hidden),
             "self_attn.o_proj": (hidden, q_size),
-            "mlp.gate_proj": (inner, hidden),
-            "mlp.up_proj": (inner, hidden),
-            "mlp.down_proj": (hidden, inner),
         }
+        layer |= _feed_forward_shapes(model)
         shapes |= {f"layers.{index}.{name}": shape for name, shape in layer.items()}
     return shapes
+
+
+def _feed_forward_shapes(model: Model) -> dict[str, tuple[int, ...]]:
+    hidden, num_experts = model["hidden_size"], model.get("num_experts", 0)
+    inner = model["moe_intermediate_size"] if num_experts else model["intermediate_size"]
+    parts = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
+    if not num_experts:
+        return {f"mlp.{name}": shape for name, shape in parts.items()}
+    experts = {f"mlp.experts.{index}.{name}": shape for index in range(num_experts) for name, shape in parts.items()}
+    return {"mlp.gate": (num_experts, hidden)} | experts
