@@ -34,7 +34,7 @@ class ForwardBatch:
     """The rows of one forward pass: B rows, T tokens, all valid."""
 
     token_ids: I64  # [T]
-    positions: I32  # [T]
+    positions: I32  # [T] of the rotation or the learned positions
     slots: I64  # [T] destinations of keys and values
     rows: I32  # [B] rows of `tables`
     query_starts: I32  # [B + 1] first token of each row
@@ -83,6 +83,7 @@ class AttentionShape:
     scale: float
     soft_cap: float | None = None  # scores become cap * tanh(score / cap)
     window: int | None = None  # a token attends to this many tokens, itself included
+    is_causal: bool = True  # False: a token attends to all tokens of its row, also those after it; without window
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +170,7 @@ class Backend(Protocol):
         out: torch.Tensor,
         shape: AttentionShape,
     ) -> None:
-        """Causal attention of q [T, q_heads, dim] over each row's table, into out of the same shape."""
+        """Attention of q [T, q_heads, dim] over each row's table, into out of the same shape."""
         ...
 
     def gated_activation(self, gate_up: torch.Tensor, out: torch.Tensor, activation: str) -> None:

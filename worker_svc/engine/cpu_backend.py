@@ -49,7 +49,10 @@ _SIGNATURES = {
         *(_INT, _POINTER, _INT, *[_POINTER] * 4, _LONG),
         *([_POINTER] * 5 + [_LONG] * 5 + [_FLOAT, _INT]),
     ],
-    "quire_paged_attention": [_INT, *[_POINTER] * 5, _LONG, *[_POINTER] * 3, *[_LONG] * 5, _FLOAT, _FLOAT, _LONG, _INT],
+    "quire_paged_attention": [
+        *(_INT, *[_POINTER] * 5, _LONG, *[_POINTER] * 3),
+        *([_LONG] * 5 + [_FLOAT, _FLOAT, _LONG, _INT, _INT]),
+    ],
     "quire_copy_blocks": [*[_POINTER] * 3, *[_LONG] * 4],
     "quire_sample": [_INT, _POINTER, _LONG, _LONG, *[_POINTER] * 5, _INT],
     "quire_process_logits": [_POINTER, _LONG, _POINTER, _LONG, *[_POINTER] * 3, _INT],
@@ -216,6 +219,7 @@ class CpuBackend:
             shape.scale,
             shape.soft_cap or 0.0,
             shape.window or 0,
+            int(not shape.is_causal),
             self._threads,
         )
 

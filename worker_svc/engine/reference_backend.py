@@ -94,10 +94,10 @@ class ReferenceBackend:
     ) -> None:
         row_of_token = np.repeat(np.arange(len(batch.rows)), np.diff(batch.query_starts))
         tables = torch.from_numpy(batch.tables[batch.rows]).long()[torch.from_numpy(row_of_token)]
-        positions = torch.from_numpy(batch.positions).long()
-        for start in range(0, len(positions), TOKEN_TILE):
+        last_keys = torch.from_numpy(_last_keys(batch, row_of_token, is_causal=shape.is_causal))
+        for start in range(0, len(last_keys), TOKEN_TILE):
             end = start + TOKEN_TILE
-            out[start:end] = _attend(q[start:end], cache, tables[start:end], positions[start:end], shape)
+            out[start:end] = _attend(q[start:end], cache, tables[start:end], last_keys[start:end], shape)
 
     def gated_activation(self, gate_up: torch.Tensor, out: torch.Tensor, activation: str) -> None:
         gate, up = gate_up.float().chunk(2, dim=-1)
@@ -146,6 +146,14 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
     rest = 2 * cos.shape[-1]
     a, b = x[..., :rest].float().chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin, x[..., rest:].float()), dim=-1)
+
+
+def _last_keys(batch: ForwardBatch, row_of_token: I64, *, is_causal: bool) -> I64:
+    """The position in its row of the last key that each token sees."""
+    starts, ends = batch.query_starts[:-1].astype(np.int64), batch.query_starts[1:].astype(np.int64)
+    tokens = np.arange(ends[-1]) if is_causal else ends[row_of_token] - 1
+    last: I64 = tokens + (batch.context_lens - starts)[row_of_token]
+    return last
 
 
 def _attend(

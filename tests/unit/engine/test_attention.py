@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -69,7 +70,8 @@ def attend(backend, shape, chunks, block_size=16, shared=()):
     batch = ForwardBatch(unused, unused.astype(np.int32), unused, rows, starts, context, tables, unused)
     q = torch.cat([sequence.q[first:end] for sequence, first, end in chunks])
     out = torch.empty_like(q)
-    backend.paged_attention(q, kernel_layout(backend, keys, values), batch, out, shape)
+    cache = kernel_layout(backend, keys, values) if backend.name == "cpu" else (keys, values)
+    backend.paged_attention(q, cache, batch, out, shape)
     return list(out.split([end - first for _, first, end in chunks]))
 
 
@@ -82,7 +84,7 @@ def plain_attention(sequence, shape):
     if shape.soft_cap is not None:
         scores = shape.soft_cap * torch.tanh(scores / shape.soft_cap)
     distance = torch.arange(sequence.length)[:, None] - torch.arange(sequence.length)
-    is_seen = (distance >= 0) & (distance < (shape.window or sequence.length))
+    is_seen = (distance < (shape.window or sequence.length)) & ((distance >= 0) | (not shape.is_causal))
     return (scores.masked_fill(~is_seen, -torch.inf).softmax(-1) @ v).transpose(0, 1)
 
 
@@ -111,6 +113,27 @@ def test_a_token_does_not_depend_on_its_batch(kernel_build, dtype, shape):
     found = attend(other_threads, shape, crowd)
     assert torch.equal(found[2], whole[-1:])
     assert torch.equal(found[4], whole[200:261])
+
+
+@pytest.mark.parametrize("dim", [24, 80])
+def test_a_token_of_a_full_attention_sees_its_whole_row(kernel_build, dtype, dim):
+    check_full_attention("cpu", dtype, dim)
+
+
+def test_the_reference_computes_full_attention(dtype):
+    check_full_attention("reference", dtype, 24)
+
+
+def check_full_attention(name, dtype, dim):
+    shape = replace(shape_of(3, 3, dim), is_causal=False)
+    backend, other_threads = make_backend(name, 1, "exact"), make_backend(name, 2, "exact")
+    sequences = [Sequence(shape, length, dtype, length) for length in (150, 1, 64)]
+    alone = [attend(backend, shape, [(sequence, 0, sequence.length)])[0] for sequence in sequences]
+    tolerance = 2e-5 if dtype is torch.float32 else 2e-2
+    for sequence, whole in zip(sequences, alone, strict=True):
+        assert (whole.double() - plain_attention(sequence, shape)).abs().max() < tolerance
+    together = attend(other_threads, shape, [(sequence, 0, sequence.length) for sequence in sequences])
+    assert all(torch.equal(*pair) for pair in zip(together, alone, strict=True))
 
 
 @pytest.mark.parametrize(

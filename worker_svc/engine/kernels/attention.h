@@ -38,7 +38,7 @@ template <typename T> struct AttentionArgs {
     return ((rows.query_starts[row] + i / group()) * q_heads + head * group() + i % group()) * head_dim;
   }
   Sight sight(int64_t row, int64_t i) const {
-    const int64_t to = rows.context_lens[row] + i / group() + 1;
+    const int64_t to = rows.num_keys(row, i / group());
     return {scores.window ? std::max<int64_t>(0, to - scores.window) : 0, to};
   }
   // Start of the first tile of keys that a query vector of the span sees.

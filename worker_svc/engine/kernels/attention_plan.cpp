@@ -20,7 +20,7 @@ class Planner {
     const int64_t end = (first + count) * group_;
     for (int64_t i = first * group_; i < end; i += kQueryTile) {
       const int64_t queries = std::min<int64_t>(kQueryTile, end - i);
-      const Span span{row, int32_t(i), int32_t(queries), rows_.context_lens[row] + (i + queries - 1) / group_ + 1};
+      const Span span{row, int32_t(i), int32_t(queries), rows_.num_keys(row, (i + queries - 1) / group_)};
       can_share(span) ? sharing_.push_back(span) : add_task({span}, 0);
     }
   }

@@ -56,7 +56,12 @@ struct AttentionRows {
   int64_t table_stride;
   const int32_t *rows, *query_starts, *context_lens;  // [count] lines of `tables`, [count + 1], [count]
   int64_t count;
+  bool is_full = false;  // a token sees all tokens of its row, also those after it; without window
 
+  // Keys that query token `i` of a row sees.
+  int64_t num_keys(int64_t row, int64_t i) const {
+    return context_lens[row] + (is_full ? query_starts[row + 1] - query_starts[row] : i + 1);
+  }
   const int32_t* table(int64_t row) const { return tables + rows[row] * table_stride; }
 };
 
