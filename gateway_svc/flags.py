@@ -13,6 +13,8 @@ from request_fields.fields import MAX_LOGPROBS
 from svc_common import config
 from svc_common.channels import DEFAULT_MAX_BUNDLE
 from svc_common.redis_server import add_flags as add_redis_flags
+from svc_common.tracing import add_flags as add_trace_flags
+from svc_common.tracing import add_ratio_flag
 from svc_common.trust import add_flags
 
 EPILOG = """example:
@@ -180,6 +182,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add_admin_flags(parser)
     add_flags(parser)
+    add_ratio_flag(add_trace_flags(parser))
     parser.add_argument(
         "--scheduler-patience-s",
         type=config.in_range(float, 0.0, 3600.0),

@@ -109,7 +109,7 @@ class RequestMeter:
 
     def __init__(self, request_id: str, model: str, times: ModelTimes, now: Callable[[], float]) -> None:
         self._request_id = request_id
-        self._model = model
+        self.model = model
         self._times = times
         self._now = now
         self._started_at = now()
@@ -121,6 +121,11 @@ class RequestMeter:
         self.finish_reason = ""  # of the last sample that ended
         self._reason = "stop"  # for a continuation that is already complete
 
+    @property
+    def first_token_at(self) -> float | None:
+        """When the first token of any sample was sent; None before."""
+        return min(self._first_at.values(), default=None)
+
     def on_accepted(self, num_prompt: int, *, resumes: bool) -> None:
         self.num_prompt_tokens = num_prompt
         self._times.prompt_tokens += num_prompt
@@ -128,7 +133,7 @@ class RequestMeter:
         if not log.isEnabledFor(logging.DEBUG):
             return
         waited_s = self._now() - self._started_at
-        facts = {"model": self._model, "prompt_tokens": num_prompt, "seconds": round(waited_s, 4)}
+        facts = {"model": self.model, "prompt_tokens": num_prompt, "seconds": round(waited_s, 4)}
         log.debug(
             "request %s accepted after %.3f s: %d prompt tokens", self._request_id, waited_s, num_prompt, extra=facts
         )
@@ -168,7 +173,7 @@ class RequestMeter:
         if not log.isEnabledFor(logging.INFO):
             return
         total_s = now - self._started_at
-        first_s = min(self._first_at.values()) - self._started_at if self._first_at else None
+        first_s = None if self.first_token_at is None else self.first_token_at - self._started_at
         log.info(
             "request %s ended (%s): %d prompt tokens, %d output tokens, %.3f s",
             self._request_id,
@@ -178,7 +183,7 @@ class RequestMeter:
             total_s,
             extra={
                 "request_id": self._request_id,
-                "model": self._model,
+                "model": self.model,
                 "reason": reason,
                 "prompt_tokens": self.num_prompt_tokens,
                 "output_tokens": self.num_output_tokens,

@@ -36,6 +36,15 @@ class RequestOwner(Protocol):
         """The handler has ended: cancel the running samples and deliver nothing more."""
 
 
+class Trace(Protocol):
+    """Notes the moves of a request that is sampled for traces."""
+
+    @property
+    def traceparent(self) -> str: ...
+    def on_detached(self) -> None: ...
+    def on_accepted(self) -> None: ...
+
+
 class SampleJournal:
     """One sample: its whole output so far, and how it ended. `logprobs`: those of tokens that the handler has not read;
     None if not requested.
@@ -79,6 +88,7 @@ class SchedulerRequest:
         self.handle: int | None = None  # while a scheduler has the request
         self.is_resumed = resumes  # a stream was lost: the next Submit takes over from it and may wait for a scheduler
         self._submit = submit
+        self._trace: Trace | None = None
         self._deadline = deadline
         self._is_accepted = False
         self._is_aborted = False
@@ -117,6 +127,11 @@ class SchedulerRequest:
     def is_over(self) -> bool:
         """Nothing more is expected from a scheduler."""
         return self._error is not None or all(s.is_closed or s.finish is not None for s in self.samples)
+
+    def set_trace(self, trace: Trace) -> None:
+        """The request is sampled for traces, here and in the scheduler."""
+        self._trace = trace
+        self._submit.traceparent = trace.traceparent
 
     # -- called by the handler ----------------------------------------------------------------------------------------
 
@@ -216,6 +231,8 @@ class SchedulerRequest:
         """The request left its scheduler: finish the samples whose cancel has no answer yet."""
         self.handle = None
         self.is_resumed = True
+        if self._trace is not None:
+            self._trace.on_detached()
         if self._is_aborted:  # the cancel was lost with the stream, and no other scheduler may start the request
             self._finish_here(range(len(self.samples)), types.FINISH_REASON_ABORTED)
         closed = [i for i, s in enumerate(self.samples) if s.is_closed and s.finish is None]
@@ -223,6 +240,8 @@ class SchedulerRequest:
 
     def on_accepted(self) -> None:
         self._is_accepted = True
+        if self._trace is not None:
+            self._trace.on_accepted()
         self._wake()
 
     def on_token(self, sample_index: int, offset: int, token_id: int, scored: Entries | None = None) -> None:

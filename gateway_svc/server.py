@@ -35,6 +35,7 @@ from gateway_svc.prompts import PromptReader
 from gateway_svc.records.cipher import RecordKeyError, make_cipher
 from gateway_svc.records.recorder import Recorder
 from gateway_svc.records.store import RecordStore
+from gateway_svc.request_traces import RequestTraces
 from gateway_svc.scheduler_client import SchedulerClient
 from gateway_svc.servicer import InferenceServicer
 from gateway_svc.template_renderer import TemplateRenderer
@@ -51,6 +52,7 @@ from svc_common.redis_server import RedisServer, RedisSettingsError, redis_serve
 from svc_common.serve import BindError, GrpcServer, run_service, settle_gc
 from svc_common.tasks import cancel
 from svc_common.tls import TlsError, TlsFiles, server_credentials, ssl_context, tls_files
+from svc_common.tracing import TracingError, make_tracer
 from svc_common.trust import TrustError, make_trust
 
 if TYPE_CHECKING:
@@ -76,6 +78,7 @@ START_ERRORS = (
     LimitsError,
     TemplateFileError,
     ParserNameError,
+    TracingError,
 )
 
 
@@ -155,6 +158,7 @@ async def serve(
     trust = make_trust(args, "gateway")
     authenticator = make_authenticator(args)
     audit = None if args.audit_log is None else AuditLog(args.audit_log, gateway_id)
+    tracer = make_tracer(args, "gateway", gateway_id)
     server = GrpcServer(
         listen=args.listen,
         service_names=SERVICE_NAMES,
@@ -210,6 +214,7 @@ async def serve(
         limits=limits,
         isolates_tenants=isolates_tenants(args),
         shows_workers=is_public_for_operators(args),
+        traces=None if tracer is None else RequestTraces(tracer, args.trace_ratio),
     )
     read = GatewayReader(metrics, servicer, directory, lambda: dispatcher.num_moves, reader, audit)
     admin = make_admin(args, server, read)
@@ -258,6 +263,8 @@ async def serve(
         await grammars.close()
         await templates.close()
         await admin.close()
+        if tracer is not None:
+            await tracer.close()
         if audit is not None:
             await asyncio.to_thread(audit.close)
 
@@ -289,7 +296,14 @@ def make_http(
 
     handlers = Handlers(servicer, directory, prompts, lambda: server.is_serving)
     app = with_cors(
-        HttpApp(handlers.routes(), authenticator=authenticator, stats=server.rpc, audit=audit), args.http_allow_origin
+        HttpApp(
+            handlers.routes(),
+            authenticator=authenticator,
+            stats=server.rpc,
+            audit=audit,
+            is_traced=args.trace_endpoint is not None,
+        ),
+        args.http_allow_origin,
     )
     context = None if tls is None else ssl_context(tls)
     return HttpServer(

@@ -31,6 +31,7 @@ from gateway_svc.pacing import WakePacer
 from gateway_svc.prefix_hints import PrefixHints
 from gateway_svc.prompts import RETRY_FULL_S, PromptReader, detokenize
 from gateway_svc.records.recorder import Recorder, Recording
+from gateway_svc.request_traces import RequestTrace, RequestTraces
 from gateway_svc.resuming import Resumed, no_record, record_of, recorded
 from gateway_svc.scheduler_request import SchedulerRequest
 from gateway_svc.stream import GenerationStream
@@ -46,6 +47,7 @@ from svc_common.errors import (
 )
 from svc_common.logs import current_request_id
 from svc_common.memory import MemoryLimit
+from svc_common.tracing import HEADER, current_traceparent
 
 log = logging.getLogger(__name__)
 
@@ -92,6 +94,7 @@ class InferenceServicer(InferenceServiceServicer):
         limits: KeyLimits | None = None,
         isolates_tenants: bool = False,
         shows_workers: bool = True,
+        traces: RequestTraces | None = None,
     ) -> None:
         self._directory = directory
         self._dispatcher = dispatcher
@@ -109,6 +112,7 @@ class InferenceServicer(InferenceServiceServicer):
         self._limits = limits or KeyLimits()
         self._isolates_tenants = isolates_tenants
         self._shows_workers = shows_workers
+        self._traces = traces
         self._num_request_bytes = 0
         self._streams: dict[str, OpenStream] = {}
         self._is_draining = False
@@ -126,6 +130,7 @@ class InferenceServicer(InferenceServiceServicer):
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
         """Validate, tokenize, submit, stream."""
+        self._read_traceparent(context)
         events = self.generate(request, deadline=_deadline(context), on_open=_release_at_end(context))
         async with aclosing(events):
             async for event in events:
@@ -133,6 +138,7 @@ class InferenceServicer(InferenceServiceServicer):
 
     async def Resume(self, request: pb.ResumeRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
         """Continue a request from its record, after the output that the client has."""
+        self._read_traceparent(context)
         validation.check_resume(request)
         note_request_id(request.request_id)
         record = await self.recorder.records.load(scoped(request.request_id))
@@ -169,7 +175,11 @@ class InferenceServicer(InferenceServiceServicer):
         """The events of a request that continues from its record."""
         return self.generate(resumed.request, deadline=deadline, on_open=on_open, resumed=resumed)
 
-    async def generate(
+    def _read_traceparent(self, context: Context) -> None:
+        if self._traces is not None:
+            current_traceparent.set(str(dict(context.invocation_metadata() or ()).get(HEADER, "")))
+
+    def generate(
         self,
         request: pb.GenerateRequest,
         *,
@@ -181,6 +191,19 @@ class InferenceServicer(InferenceServiceServicer):
         """The events of one generation, for gRPC and HTTP. To end it early, cancel the task or close the generator.
         `on_open` is called with the request before it is submitted. `notes` are kept in the request's record.
         """
+        trace = None if self._traces is None else self._traces.begin()
+        events = self._generate(request, deadline, on_open, resumed, notes, trace)
+        return events if trace is None else trace.around(events)
+
+    async def _generate(
+        self,
+        request: pb.GenerateRequest,
+        deadline: float | None,
+        on_open: Callable[[SchedulerRequest], None],
+        resumed: Resumed | None,
+        notes: bytes,
+        trace: RequestTrace | None,
+    ) -> AsyncGenerator[pb.GenerateResponse, None]:
         validation.check_generate(request)
         note_request_id(request.request_id)
         if resumed is None:
@@ -198,6 +221,8 @@ class InferenceServicer(InferenceServiceServicer):
             current_request_id.set(stream.scoped_id)
             note_request_id(request_id)
             note_generation(meter)
+            if trace is not None:
+                trace.note_meter(stream.scoped_id, meter)
             validation.check_prompt_size(request, model)
             plan = await self._plan(request, model, request_id, grammar, resumed)
             resumes = request.HasField("continuation")
@@ -206,6 +231,9 @@ class InferenceServicer(InferenceServiceServicer):
             )
             hints = await self._hints.look_up(plan) if self._dispatcher.has_choice(model.info) else Hints()
             on_open(scheduler_request)
+            if trace is not None:
+                trace.on_prepared()
+                scheduler_request.set_trace(trace)
 
             def submit() -> None:
                 if not scheduler_request.is_over:

@@ -204,6 +204,10 @@ class SchedulerTimes:
         for finished in deltas.finished:
             self._note_end(finished, now)
 
+    def first_token_at(self, owner: int, handle: int, sample_index: int) -> float | None:
+        """When the first token of a live sample arrived; None before."""
+        return self._first_token_at.get((owner, handle, sample_index))
+
     def _note_first_tokens(self, deltas: Deltas, now: float, find: Callable[[int, int], SequenceGroup | None]) -> None:
         for i in np.flatnonzero(deltas.offsets == 0).tolist():
             group = find(int(deltas.owners[i]), int(deltas.handles[i]))

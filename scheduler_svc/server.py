@@ -12,7 +12,7 @@ import socket
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 from quire.internal.v1 import scheduler_pb2, scheduler_pb2_grpc
@@ -25,6 +25,7 @@ from prefix_index.redis_index import RedisPrefixIndex
 from scheduler_svc.core.config import MAX_BURST_S, SchedulerConfig
 from scheduler_svc.gateway_links import Gateways
 from scheduler_svc.metrics import SPECS, SchedulerReader
+from scheduler_svc.request_traces import RequestTraces
 from scheduler_svc.seals import read_block_keys
 from scheduler_svc.step_loop import StepLoop
 from scheduler_svc.worker_link import Dialer, LinkTimeouts
@@ -40,7 +41,12 @@ from svc_common.redis_server import add_flags as add_redis_flags
 from svc_common.redis_server import redis_server
 from svc_common.serve import BindError, GrpcServer, run_service, settle_gc
 from svc_common.tls import TlsError
+from svc_common.tracing import add_flags as add_trace_flags
+from svc_common.tracing import make_tracer
 from svc_common.trust import Trust, add_flags, check_reach, make_trust
+
+if TYPE_CHECKING:
+    from svc_common.otlp import Tracer
 
 log = logging.getLogger(__name__)
 
@@ -82,6 +88,7 @@ class Parts:
     gateways: Gateways
     pool: WorkerPool
     dialer: Dialer
+    tracer: Tracer | None = None
 
 
 class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
@@ -157,7 +164,7 @@ def describe(parts: Parts, listen_address: str) -> inference_pb2.SchedulerStatus
         status.pending_tokens, status.refused_deadline = stats.pending_tokens, counts.refused_deadline
         status.prefix_query_tokens = counts.prefix_cache_queries
         status.prefix_hit_tokens = counts.prefix_cache_hits
-        status.preemptions = counts.num_preemptions + counts.migrations.total()
+        status.preemptions = counts.num_requeued
         status.steps = counts.steps
     return status
 
@@ -249,6 +256,7 @@ def make_arguments() -> argparse.ArgumentParser:
         "refused",
     )
     add_flags(parser)
+    add_trace_flags(parser)
     parser.add_argument(
         "--internal-tls-worker-name",
         metavar="TEMPLATE",
@@ -281,14 +289,15 @@ def build(args: argparse.Namespace, trust: Trust) -> Parts:
     keys = read_block_keys(args.block_key_file)
     scheduler_id, epoch = args.scheduler_id or socket.gethostname(), secrets.randbits(64)
     index = make_index(args, make_owner(scheduler_id, epoch), lambda: step_loop.cached_prefixes())
-    step_loop = StepLoop(config, index)
+    tracer = make_tracer(args, "scheduler", scheduler_id)
+    step_loop = StepLoop(config, index, None if tracer is None else RequestTraces(tracer))
     gateways = Gateways(step_loop, epoch, args.gateway_heartbeat_s)
     timeouts = LinkTimeouts(heartbeat_s=args.heartbeat_timeout_s, step_s=args.step_timeout_s)
     dialer = Dialer(
         index, scheduler_id, timeouts, step_loop.times.steps, trust.open_worker, keys, args.max_bundle_bytes
     )
     pool = WorkerPool(step_loop, dialer, heartbeat_timeout_s=args.heartbeat_timeout_s, on_change=gateways.announce)
-    return Parts(step_loop, index, gateways, pool, dialer)
+    return Parts(step_loop, index, gateways, pool, dialer, tracer)
 
 
 def make_index(args: argparse.Namespace, owner: str, snapshot: Callable[[], Iterable[PrefixChanges]]) -> PrefixIndex:
@@ -325,6 +334,8 @@ async def serve(args: argparse.Namespace, parts: Parts, trust: Trust) -> int:
     await server.run_until_stopped(lambda: drain(parts, loop_task, args.drain_timeout_s))
     exit_code = await _finish(parts, loop_task)
     await admin.close()
+    if parts.tracer is not None:
+        await parts.tracer.close()
     return exit_code
 
 

@@ -21,7 +21,7 @@ from prefix_index.changes import PrefixChanges
 from prefix_index.index import PrefixIndex
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.errors import SchedulerError, UnexpectedStepError, WorkerMismatchError
-from scheduler_svc.core.messages import CachedBlock, Deltas, StepOutput, WorkerCapacity
+from scheduler_svc.core.messages import CachedBlock, Deltas, StepBatch, StepOutput, WorkerCapacity
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishReason, SequenceGroup
 from scheduler_svc.core.stats import Load, SchedulerStats
@@ -29,6 +29,7 @@ from scheduler_svc.links import GatewayLink, WorkerLink
 from scheduler_svc.metrics import SchedulerTimes
 from scheduler_svc.refusals import RETRY_NO_WORKER_S, RETRY_STOPPING_S, RetryAdvice, refusal_from
 from scheduler_svc.request_log import log_finished, log_queued
+from scheduler_svc.request_traces import RequestTraces
 from scheduler_svc.wire import split_deltas
 from svc_common.errors import AlreadyExistsError, QuireError, UnavailableError
 
@@ -51,9 +52,10 @@ class StepLoop:
     all workers have left and no request is live, a worker with another model may join.
     """
 
-    def __init__(self, config: SchedulerConfig, index: PrefixIndex) -> None:
+    def __init__(self, config: SchedulerConfig, index: PrefixIndex, traces: RequestTraces | None = None) -> None:
         self._config = config
         self._index = index
+        self._traces = traces
         self._now = 0.0  # time of the current turn
         self._alarm: asyncio.TimerHandle | None = None  # set while a request waits for a worker that can run it
         self._scheduler: Scheduler | None = None
@@ -201,8 +203,15 @@ class StepLoop:
             apply()
         if self._scheduler is None:
             return
-        for batch in self._scheduler.schedule(self._now):
+        is_traced = self._traces is not None and self._traces.is_active
+        if is_traced:
+            self._note_moves()
+        batches = self._scheduler.schedule(self._now)
+        for batch in batches:
             self._workers[batch.worker_id].send(batch)
+        if is_traced:
+            self._note_moves()
+            self._note_steps(batches)
         self._produce(self._scheduler.take_expired())
         self._set_alarm(self._scheduler.patience_ends_at)
         self._route()
@@ -210,6 +219,14 @@ class StepLoop:
             self._release_drained(self._scheduler)
         if changes := self._scheduler.take_prefix_events():
             self._index.publish(changes)
+
+    def _note_moves(self) -> None:
+        if self._traces is not None and self._scheduler is not None:
+            self._traces.note_moves(self._scheduler.num_requeued, self._now)
+
+    def _note_steps(self, batches: Sequence[StepBatch]) -> None:
+        if self._traces is not None:
+            self._traces.note_steps(batches, self._now)
 
     def _set_alarm(self, at: float) -> None:
         """Take a turn at time `at` even if no event arrives."""
@@ -225,6 +242,8 @@ class StepLoop:
         if not len(deltas.token_ids) and not deltas.finished and deltas.prompt is None:
             return
         self._produced.append(deltas)
+        if self._traces is not None and deltas.finished:
+            self._traces.note_ends(deltas.finished, self.times.first_token_at, self._now)
         self.times.note_deltas(deltas, self._now, self._find)
         # Drop finished requests at once: a late cancel must not find a request that another stream has taken over.
         for finished in deltas.finished:
@@ -256,17 +275,25 @@ class StepLoop:
         link = self._gateways.get(group.owner)
         if link is None:
             return
+        if self._traces is not None:
+            self._traces.begin(group, self._now)
         try:
             self._add(group)
         except QuireError as error:
             self.times.refusals[error.code.name] += 1
+            self._note_refused(group, error.code.name)
             link.reply(group.handle, error)
         except Exception:
             # One request must not end the scheduler: its gateway would then send it to the next scheduler.
             log.exception("request %s: the core failed to add it", group.request_id)
+            self._note_refused(group, QuireError.code.name)
             link.reply(group.handle, QuireError("internal error while queueing the request; see the scheduler's log"))
         else:
             link.reply(group.handle, None)
+
+    def _note_refused(self, group: SequenceGroup, code: str) -> None:
+        if self._traces is not None:
+            self._traces.refuse(group, code, self._now)
 
     def _add(self, group: SequenceGroup) -> None:
         if self._refusal is not None:

@@ -31,6 +31,7 @@ from request_fields.sizes import SizeLimits
 from scheduler_svc.columns import U32, WireError, u32_from_bytes, u32_to_bytes
 from scheduler_svc.core.sequence import SequenceGroup
 from svc_common.errors import InvalidRequestError, UnimplementedError
+from svc_common.tracing import valid_traceparent
 
 MAX_REQUEST_ID_CHARS = 256
 MAX_TENANT_ID_CHARS = 256
@@ -95,6 +96,7 @@ class SubmitReader:
             logprobs=_num_logprobs(submit, "logprobs", self._info),
             prompt_logprobs=_num_logprobs(submit, "prompt_logprobs", self._info),
             num_prompt_logprobs=max(1, submit.continuation.num_prompt_logprobs),
+            traceparent=valid_traceparent(submit.traceparent) if submit.traceparent else "",
         )
 
     def _parameters(self, submit: scheduler_pb2.Submit) -> Parameters:

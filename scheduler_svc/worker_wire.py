@@ -67,6 +67,9 @@ def step_batch_to_proto(
         message.beam_rows = u32_to_bytes(batch.beam_rows)
         message.beam_parents = u32_to_bytes(batch.beam_parents)
         message.beam_tokens = u32_to_bytes(batch.beam_tokens)
+    for row_open in batch.opens:
+        if row_open.group.traceparent:
+            message.traces.add(row=row_open.row, traceparent=row_open.group.traceparent)
     if keys is not None and batch.commit_digests:
         lease = LeaseIds(fence.worker_epoch, fence.scheduler_epoch)
         message.commit_tags = keys.tags(lease, batch.commit_blocks, batch.commit_digests)

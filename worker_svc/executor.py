@@ -26,6 +26,7 @@ from worker_svc.engine.batch import BadBatchError, StepBatch, StepOutput
 from worker_svc.engine.config import EngineInfo
 from worker_svc.metrics import StepMeter
 from worker_svc.row_log import RowLog
+from worker_svc.row_traces import RowTraces
 from worker_svc.runner import Launched, PipelinedRunner, Runner
 from worker_svc.seals import Seals
 from worker_svc.wire import blocks_to_proto, commit_tags, step_batch_from_proto, step_output_to_proto
@@ -127,13 +128,20 @@ class StepExecutor:
     again under the same id. Any other exception of the runner goes to `on_fatal`, which is not expected to return.
     """
 
-    def __init__(self, *, worker_epoch: int, on_fatal: Callable[[BaseException], None] = end_process) -> None:
+    def __init__(
+        self,
+        *,
+        worker_epoch: int,
+        on_fatal: Callable[[BaseException], None] = end_process,
+        row_traces: RowTraces | None = None,
+    ) -> None:
         self.worker_epoch = worker_epoch
         self.rows_used = 0
         self.num_orders = 0  # leases and steps so far
         self.num_leases = 0
         self.meter = StepMeter()
         self._row_log = RowLog()
+        self._row_traces = row_traces
         self._seals = Seals()
         self._on_fatal = on_fatal
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="model")
@@ -189,6 +197,8 @@ class StepExecutor:
         self.num_orders += 1
         self.num_leases += 1
         self._row_log.reset()
+        if self._row_traces is not None:
+            self._row_traces.reset()
         self.rows_used = 0
         self._thread.submit(self._reset_rows, runner)
         return lease
@@ -264,6 +274,8 @@ class StepExecutor:
     def _accept(self, lease: Lease, message: worker_pb2.StepBatch, queued: list[QueuedStep]) -> Answer:
         batch, tags = step_batch_from_proto(message), commit_tags(message)
         self._row_log.note(message, batch)
+        if self._row_traces is not None:
+            self._row_traces.note(message, batch)
         self._seals.note(lease.epoch, batch.commit_blocks, tags)
         answer: Answer = asyncio.get_running_loop().create_future()
         answer.add_done_callback(self._note_answered)
@@ -326,6 +338,8 @@ class StepExecutor:
 
     def _to_response(self, output: StepOutput, step: QueuedStep) -> worker_pb2.StepOutput:
         """The answer to a step. Failed rows are logged too: retries may hide the failure."""
+        if self._row_traces is not None and output.errors:
+            self._row_traces.note_output(output)
         for error in output.errors:
             log.error("step %d: row %d failed (%s): %s", output.step_id, error.row, error.code.name, error.message)
         return step_output_to_proto(output, worker_epoch=self.worker_epoch, queue_us=step.queue_us)

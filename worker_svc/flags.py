@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from svc_common import config
+from svc_common.tracing import add_flags as add_trace_flags
 from svc_common.trust import add_flags
 from worker_svc.engine.config import ATTENTION, CUDA_GRAPHS, DTYPES, KV_CACHE_DTYPES, EngineConfig
 from worker_svc.sim_executor import SimConfig
@@ -173,6 +174,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     net.add_argument("--worker-id", metavar="ID", help="name in logs and status; unset: host name and process id")
     add_flags(parser)
+    add_trace_flags(parser)
     life = parser.add_argument_group("steps and shutdown")
     life.add_argument(
         "--stuck-after-s",

@@ -22,6 +22,7 @@ from svc_common.logs import setup_logging
 from svc_common.metrics import ServiceMetrics, make_registry
 from svc_common.own_certificate import certificate_files
 from svc_common.serve import BindError, GrpcServer, run_service, settle_gc
+from svc_common.tracing import make_tracer
 from svc_common.trust import Trust, check_reach, make_trust
 from worker_svc.bundle import Bundle, ModelFolderError, read_bundle
 from worker_svc.check_model import check_model
@@ -31,6 +32,7 @@ from worker_svc.flags import engine_config, make_parser, scheduler_addresses, si
 from worker_svc.lifecycle import DRAINING, Lifecycle
 from worker_svc.metrics import SPECS, WorkerReader
 from worker_svc.registration import Registration
+from worker_svc.row_traces import RowTraces
 from worker_svc.runner import Runner
 from worker_svc.servicer import WorkerServicer
 from worker_svc.sim_executor import SimRunner
@@ -60,7 +62,9 @@ class Worker:
         self._settings = settings
         self._bundle = bundle
         self._lifecycle = Lifecycle()
-        self._executor = StepExecutor(worker_epoch=secrets.randbits(64))
+        self._tracer = make_tracer(args, "worker", args.worker_id)
+        row_traces = None if self._tracer is None else RowTraces(self._tracer, args.worker_id)
+        self._executor = StepExecutor(worker_epoch=secrets.randbits(64), row_traces=row_traces)
         self._servicer = WorkerServicer(
             executor=self._executor,
             lifecycle=self._lifecycle,
@@ -99,6 +103,8 @@ class Worker:
             self._executor.close()
             await _cancel(registering)
             await self._admin.close()
+            if self._tracer is not None:
+                await self._tracer.close()
         if self._exit_code:
             await self._server.grpc.stop(0)
             return self._exit_code

@@ -12,7 +12,7 @@ ARG TORCH=torch==2.13.0
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 RUN uv venv /opt/quire \
   && uv pip install --python /opt/quire/bin/python --index-url "$TORCH_INDEX" "$TORCH" \
-  && uv pip install --python /opt/quire/bin/python --constraint deploy/docker/constraints.txt ".[worker]" \
+  && uv pip install --python /opt/quire/bin/python --constraint deploy/docker/constraints.txt ".[worker,tracing]" \
   && ln -s lib/python3.11/site-packages/quire_client/demo_model /opt/quire/demo-model
 
 # torch from the package index includes the CUDA libraries. The driver is on the node.
@@ -20,7 +20,7 @@ FROM source AS build-cuda
 ARG TORCH=torch==2.13.0
 RUN uv venv /opt/quire \
   && uv pip install --python /opt/quire/bin/python "$TORCH" \
-  && uv pip install --python /opt/quire/bin/python --constraint deploy/docker/constraints.txt ".[cuda]" \
+  && uv pip install --python /opt/quire/bin/python --constraint deploy/docker/constraints.txt ".[cuda,tracing]" \
   && ln -s lib/python3.11/site-packages/quire_client/demo_model /opt/quire/demo-model
 
 # Includes a compiler, because kernels are compiled for the processor or GPU of the node.

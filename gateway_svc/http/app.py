@@ -29,6 +29,7 @@ from gateway_svc.http.errors import (
 from gateway_svc.validation import REQUEST_ID
 from svc_common.errors import NotFoundError, QuireError, RpcStats, shown_error
 from svc_common.tasks import cancel
+from svc_common.tracing import HEADER, current_traceparent
 
 MAX_BODY_BYTES = 16 << 20  # about three million token ids as JSON
 BODY_TIMEOUT_S = 60.0
@@ -71,17 +72,21 @@ class HttpApp:
         authenticator: Authenticator | None,
         stats: RpcStats,
         audit: AuditLog | None = None,
+        is_traced: bool = False,
     ) -> None:
         self._router = Router(routes)
         self._authenticator = authenticator
         self._stats = stats
         self._audit = audit
+        self._is_traced = is_traced
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["app"] = self  # so that the router raises for an unknown path instead of answering with plain text
         headers = Headers(scope=scope)
         answer = _Sender(send, headers.get(REQUEST_ID_HEADER, ""))
         scope["request_id"] = answer.request_id
+        if self._is_traced:
+            current_traceparent.set(headers.get(HEADER, ""))
         with self._audited(scope, answer):
             await self._answer(scope, headers, receive, answer)
 

@@ -24,3 +24,8 @@ class Counts:
     num_preemptions: int = counted("sequences requeued because blocks ran out or a more urgent sequence needed them")
     refused_deadline: int = 0  # requests whose first token would come too late
     migrations: Counter[MigrationReason] = field(default_factory=Counter)  # sequences requeued for another worker
+
+    @property
+    def num_requeued(self) -> int:
+        """Number of times that a sequence lost its row and was queued again."""
+        return self.num_preemptions + self.migrations.total()

@@ -378,6 +378,11 @@ class Scheduler:
         """The current load: waiting and running sequences, pending tokens."""
         return load_of(self._requests, self._workers.values())
 
+    @property
+    def num_requeued(self) -> int:
+        """See `Counts.num_requeued`."""
+        return self._counts.num_requeued
+
     def worker_stats(self, worker_id: str) -> WorkerStats:
         """Occupancy of one worker. The worker must have joined."""
         return worker_stats(self._workers[worker_id])

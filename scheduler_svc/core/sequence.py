@@ -89,6 +89,7 @@ class Sequence:
     num_recomputed_tokens: int = 0
     num_computed_peak: int = 0  # largest number of tokens computed so far, to count recomputed tokens
     num_preemptions: int = 0
+    requeue_reason: str = ""  # of the last preemption: "preempted", or the value of a MigrationReason
     is_admitted_before: bool = False
     admitted_at: float | None = None  # first admission
     failed_on: str | None = None  # the worker on which its row failed; a second failure ends the sequence
@@ -165,6 +166,7 @@ class SequenceGroup:
     logprobs: int | None = None  # number of most likely tokens to return with each output token; None: no logprobs
     prompt_logprobs: int | None = None  # the same for prompt tokens
     num_prompt_logprobs: int = 1  # delivered prompt positions, including the first, which has no value
+    traceparent: str = ""  # of the span that the spans of its rows are children of; empty: not sampled for traces
     arrival: float = 0.0
     deadline: float = math.inf
     tenant_slot: int = 0  # the core's own number for the tenant

@@ -222,6 +222,7 @@ class Requests:
 
     def requeue(self, seq: Sequence, migration: MigrationReason | None = None) -> None:
         """Queue a preempted sequence again."""
+        seq.requeue_reason = "preempted" if migration is None else migration.value
         if migration is None:
             self._counts.num_preemptions += 1
         else:

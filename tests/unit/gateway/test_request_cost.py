@@ -15,11 +15,16 @@ from types import FrameType
 from typing import Any
 
 import pytest
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from quire.internal.v1 import scheduler_pb2
 from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2 as types
 
 from gateway_svc.models import ServedModel, read_bundle
+from gateway_svc.request_traces import RequestTraces
+from svc_common.otlp import Tracer
 from tests.unit.gateway.fakes import LENGTH, TestGateway, make_bundle, make_info, u32
 
 NUM_REQUESTS = 20
@@ -74,6 +79,21 @@ async def serve_one(gateway: TestGateway) -> list[pb.GenerateResponse]:
     deltas.finished.add(handle=handle, reason=LENGTH)
     client._on_response(scheduler_pb2.AttachResponse(deltas=deltas))
     return await reader
+
+
+async def test_calls_of_a_request_that_is_not_sampled_for_traces(gateway: TestGateway) -> None:
+    """With 1 % sampling, 99 of 100 requests. The calls per token are the same."""
+    calls = {False: Counter[str](), True: Counter[str]()}
+    await serve_one(gateway)
+    for is_traced, counter in calls.items():
+        if is_traced:
+            tracer = Tracer(SimpleSpanProcessor(InMemorySpanExporter()), Resource({}))
+            gateway.servicer._traces = RequestTraces(tracer, 0.0)
+        with counted(counter):
+            for _ in range(NUM_REQUESTS):
+                await serve_one(gateway)
+    num_calls = {is_traced: counter["call"] + counter["c_call"] for is_traced, counter in calls.items()}
+    assert (num_calls[True] - num_calls[False]) / NUM_REQUESTS <= 5
 
 
 async def test_calls_of_a_short_request(gateway: TestGateway) -> None:

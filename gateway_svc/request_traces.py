@@ -1,0 +1,116 @@
+"""Spans of sampled requests: the whole request, its preparation until it is sent to a scheduler, and its moves."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from typing import TYPE_CHECKING
+
+from quire.v1 import inference_pb2 as pb
+
+from gateway_svc.metrics import RequestMeter
+from svc_common.errors import QuireError
+from svc_common.tracing import current_traceparent, is_traceparent, valid_traceparent
+
+if TYPE_CHECKING:
+    from svc_common.otlp import Attributes, OpenSpan, Tracer
+
+Events = AsyncGenerator[pb.GenerateResponse, None]
+
+
+class RequestTrace:
+    """The spans of one sampled request. Times are on the event loop's clock."""
+
+    def __init__(self, tracer: Tracer, parent: str) -> None:
+        self._tracer = tracer
+        self._started_at = time.monotonic()
+        self._span: OpenSpan = tracer.begin("generate", parent=parent, at=self._started_at, is_served=True)
+        self._meter: RequestMeter | None = None
+        self._detached_at: float | None = None  # while the request waits for another scheduler
+        self._facts: dict[str, str | bool | int] = {}
+
+    @property
+    def traceparent(self) -> str:
+        """Makes the spans of the scheduler children of the request's span."""
+        return self._span.traceparent
+
+    def note_meter(self, request_id: str, meter: RequestMeter) -> None:
+        """The request has its id and is measured by `meter`."""
+        self._meter = meter
+        self._facts = {"quire.request_id": request_id, "gen_ai.request.model": meter.model}
+
+    def on_prepared(self) -> None:
+        """The request is checked and tokenized."""
+        self._tracer.add("prepare", parent=self.traceparent, start=self._started_at, end=time.monotonic())
+
+    def on_detached(self) -> None:
+        """The request has lost its scheduler."""
+        if self._detached_at is None:
+            self._detached_at = time.monotonic()
+
+    def on_accepted(self) -> None:
+        """A scheduler has queued the request."""
+        self._end_move("")
+
+    async def around(self, events: Events) -> Events:
+        """The events of the request. Its span ends with them."""
+        try:
+            async with aclosing(events):
+                async for event in events:
+                    yield event
+        except Exception as error:
+            # The code only: the message may quote the request.
+            self._end(error.code.name if isinstance(error, QuireError) else type(error).__name__)
+            raise
+        except BaseException:  # the client left
+            self._facts["quire.is_cancelled"] = True
+            self._end("")
+            raise
+        self._end("error" if self._meter is not None and self._meter.finish_reason == "error" else "")
+
+    def _end(self, error: str) -> None:
+        self._end_move(error or "ended")
+        self._span.end(time.monotonic(), self._attributes(), error)
+
+    def _end_move(self, error: str) -> None:
+        if self._detached_at is not None:
+            self._tracer.add(
+                "move", parent=self.traceparent, start=self._detached_at, end=time.monotonic(), error=error
+            )
+            self._detached_at = None
+
+    def _attributes(self) -> Attributes:
+        meter = self._meter
+        if meter is None:
+            return self._facts
+        if meter.first_token_at is not None:
+            self._span.event("first token", meter.first_token_at)
+        return {
+            **self._facts,
+            "gen_ai.usage.input_tokens": meter.num_prompt_tokens,
+            "gen_ai.usage.output_tokens": meter.num_output_tokens,
+            "quire.cached_tokens": meter.num_cached_tokens,
+            "gen_ai.response.finish_reasons": [meter.finish_reason] if meter.finish_reason else [],
+        }
+
+
+class RequestTraces:
+    """Samples requests. `draw` returns a random number from 0 to 1."""
+
+    def __init__(self, tracer: Tracer, ratio: float, draw: Callable[[], float] = random.random) -> None:
+        self._tracer = tracer
+        self._ratio = ratio
+        self._draw = draw
+
+    def begin(self) -> RequestTrace | None:
+        """The trace of the request that the running task serves; None if it is not sampled.
+
+        If the client sent a traceparent, its flag decides; else the ratio decides.
+        """
+        given = current_traceparent.get()
+        if given and is_traceparent(given):
+            parent = valid_traceparent(given)
+            return RequestTrace(self._tracer, parent) if parent else None
+        return RequestTrace(self._tracer, "") if self._draw() < self._ratio else None

@@ -1,0 +1,167 @@
+"""Spans of sampled requests in the scheduler, made from the times at which the step loop acts.
+
+schedule                              from the Submit to the end of the last sample
+  queue | prefill | decode            of each sample
+  move                                from the loss of a row (worker lost or drained, row failed or preempted) to
+                                      the next row
+row                                   made by each worker that runs the sample
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from scheduler_svc.core.messages import Finished, StepBatch
+from scheduler_svc.core.sequence import FinishReason, SequenceGroup
+
+if TYPE_CHECKING:
+    from svc_common.otlp import Attributes, OpenSpan, Tracer
+
+FirstTokenAt = Callable[[int, int, int], float | None]
+
+
+@dataclass(slots=True)
+class SampleTrace:
+    """One sample: its rows so far."""
+
+    opened_at: float | None = None  # first row
+    worker_id: str = ""  # of the newest row
+    num_moves: int = 0
+    lost_at: float | None = None  # while it waits for a row again
+
+
+@dataclass(slots=True)
+class GroupTrace:
+    """One request with its open span."""
+
+    span: OpenSpan
+    group: SequenceGroup
+    samples: dict[int, SampleTrace] = field(default_factory=dict)
+
+    def sample(self, index: int) -> SampleTrace:
+        found = self.samples.get(index)
+        if found is None:
+            found = self.samples[index] = SampleTrace()
+        return found
+
+
+class RequestTraces:
+    """Owns the spans of open requests that are sampled. Called by the step loop, with its times."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        self._tracer = tracer
+        self._open: dict[int, GroupTrace] = {}  # by id(group)
+        self._num_moves = 0  # of all sequences of the scheduler, at the last check
+
+    @property
+    def is_active(self) -> bool:
+        """Whether a request is traced now."""
+        return bool(self._open)
+
+    def begin(self, group: SequenceGroup, now: float) -> None:
+        """A request has arrived. If it is sampled, its rows become children of its new span."""
+        if not group.traceparent:
+            return
+        facts: Attributes = {
+            "quire.request_id": group.request_id,
+            "quire.prompt_tokens": len(group.prompt),
+            "quire.samples": group.n,
+            "quire.takes_over": group.takes_over,
+        }
+        span = self._tracer.begin("schedule", parent=group.traceparent, at=now, attributes=facts, is_served=True)
+        group.traceparent = span.traceparent
+        self._open[id(group)] = GroupTrace(span, group)
+
+    def refuse(self, group: SequenceGroup, code: str, now: float) -> None:
+        """The request was refused with this status code."""
+        if (trace := self._open.pop(id(group), None)) is not None:
+            trace.span.end(now, error=code)
+
+    def note_moves(self, num_moves: int, now: float) -> None:
+        """`num_moves`: sequences that lost their row so far, of all requests. Finds those that are traced."""
+        if num_moves == self._num_moves:
+            return
+        self._num_moves = num_moves
+        for trace in self._open.values():
+            for sequence in trace.group.sequences:
+                sample = trace.sample(sequence.sample_index)
+                if sequence.num_preemptions > sample.num_moves:
+                    sample.num_moves = sequence.num_preemptions
+                    sample.lost_at = now if sample.lost_at is None else sample.lost_at
+
+    def note_steps(self, batches: Iterable[StepBatch], now: float) -> None:
+        """Rows were opened."""
+        for batch in batches:
+            for row_open in batch.opens:
+                trace = self._open.get(id(row_open.group))
+                if trace is not None:
+                    self._note_opened(trace, row_open.sample_index, batch.worker_id, now)
+
+    def _note_opened(self, trace: GroupTrace, sample_index: int, worker_id: str, now: float) -> None:
+        sample = trace.sample(sample_index)
+        if sample.opened_at is None:
+            sample.opened_at = now
+        if sample.lost_at is not None:
+            self._add_move(trace, sample_index, now, worker_id)
+        sample.worker_id = worker_id
+
+    def _add_move(self, trace: GroupTrace, sample_index: int, now: float, worker_id: str) -> None:
+        sample = trace.sample(sample_index)
+        if sample.lost_at is None:
+            return
+        reasons = [seq.requeue_reason for seq in trace.group.sequences if seq.sample_index == sample_index]
+        facts: Attributes = {
+            "quire.sample": sample_index,
+            "quire.reason": reasons[0] if reasons else "",
+            "quire.from_worker": sample.worker_id,
+            "quire.to_worker": worker_id,
+        }
+        error = "" if worker_id else "ended"
+        self._tracer.add(
+            "move", parent=trace.span.traceparent, start=sample.lost_at, end=now, attributes=facts, error=error
+        )
+        sample.lost_at = None
+
+    def note_ends(self, finished: Iterable[Finished], first_token_at: FirstTokenAt, now: float) -> None:
+        """Samples have ended. `first_token_at(owner, handle, sample)`: when an update before this one had its token."""
+        for end in finished:
+            trace = self._open.get(id(end.group))
+            if trace is not None:
+                group = end.group
+                self._add_sample(trace, end, first_token_at(group.owner, group.handle, end.sample_index), now)
+                if all(sequence.is_finished for sequence in group.sequences):
+                    self._end(trace, end.reason, now)
+
+    def _end(self, trace: GroupTrace, reason: FinishReason, now: float) -> None:
+        error = reason.value if reason is FinishReason.ERROR else ""
+        trace.span.end(now, {"quire.finish_reason": reason.value}, error)
+        del self._open[id(trace.group)]
+
+    def _add_sample(self, trace: GroupTrace, end: Finished, first_token_at: float | None, now: float) -> None:
+        sample = trace.sample(end.sample_index)
+        self._add_move(trace, end.sample_index, now, "")
+        error = end.reason.value if end.reason is FinishReason.ERROR else ""
+        opened_at = sample.opened_at
+        if opened_at is None:
+            self._add_stage(trace, "queue", end, trace.group.arrival, now, error)
+            return
+        self._add_stage(trace, "queue", end, trace.group.arrival, opened_at)
+        if first_token_at is None and (error or not end.num_output_tokens):
+            self._add_stage(trace, "prefill", end, opened_at, now, error)
+            return
+        first_token_at = now if first_token_at is None else first_token_at
+        self._add_stage(trace, "prefill", end, opened_at, first_token_at)
+        self._add_stage(trace, "decode", end, first_token_at, now, error)
+
+    def _add_stage(
+        self, trace: GroupTrace, name: str, end: Finished, start: float, stop: float, error: str = ""
+    ) -> None:
+        facts: dict[str, int | str] = {"quire.sample": end.sample_index}
+        if name == "prefill":
+            facts["quire.cached_tokens"] = end.num_cached_tokens
+        if name == "decode":
+            facts["quire.output_tokens"] = end.num_output_tokens
+            facts["quire.recomputed_tokens"] = end.num_recomputed_tokens
+        self._tracer.add(name, parent=trace.span.traceparent, start=start, end=stop, attributes=facts, error=error)

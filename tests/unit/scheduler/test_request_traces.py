@@ -1,0 +1,137 @@
+"""Spans of the scheduler and the worker for preempted, lost, refused and failed sequences."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from quire.internal.v1 import worker_pb2
+
+from scheduler_svc.core.messages import Finished, RowOpen, StepBatch
+from scheduler_svc.core.sequence import FinishReason, Sequence, SequenceData, SequenceGroup, SequenceStatus
+from scheduler_svc.request_traces import RequestTraces
+from svc_common.otlp import Tracer
+from tests.builders import make_group
+from worker_svc.engine.batch import RowError, RowErrorCode
+from worker_svc.row_traces import RowTraces
+
+PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+EMPTY = np.empty(0, np.uint32)
+
+
+@pytest.fixture
+def exporter() -> InMemorySpanExporter:
+    return InMemorySpanExporter()
+
+
+@pytest.fixture
+def tracer(exporter: InMemorySpanExporter) -> Tracer:
+    return Tracer(SimpleSpanProcessor(exporter), Resource({}))
+
+
+def traced_group() -> SequenceGroup:
+    group = make_group(8)
+    group.traceparent, group.arrival = PARENT, 0.0
+    group.sequences = [Sequence(group, 0, SequenceData(group.prompt, EMPTY), 0)]
+    return group
+
+
+def opened(group: SequenceGroup, worker_id: str) -> list[StepBatch]:
+    row_open = RowOpen(0, group, 0, group.prompt, len(group.prompt), EMPTY, 0)
+    return [StepBatch(worker_id, 1, EMPTY, EMPTY, EMPTY, np.empty(0, np.bool_), EMPTY, opens=[row_open])]
+
+
+def ended(group: SequenceGroup, reason: FinishReason, num_output: int) -> list[Finished]:
+    group.sequences[0].status = SequenceStatus.FINISHED
+    return [Finished(group, 0, reason, num_output, 0, 0, 0)]
+
+
+def spans_of(exporter: InMemorySpanExporter) -> dict[str, ReadableSpan]:
+    return {span.name: span for span in exporter.get_finished_spans()}
+
+
+def seconds(span: ReadableSpan) -> float:
+    return round(((span.end_time or 0) - (span.start_time or 0)) / 1e9, 2)
+
+
+def test_a_sequence_that_lost_its_worker(tracer: Tracer, exporter: InMemorySpanExporter) -> None:
+    traces, group = RequestTraces(tracer), traced_group()
+    traces.begin(group, 0.0)
+    assert group.traceparent != PARENT, "rows are children of the scheduler's span"
+    traces.note_steps(opened(group, "a"), 1.0)
+    group.sequences[0].num_preemptions, group.sequences[0].requeue_reason = 1, "lost"
+    traces.note_moves(1, 3.0)
+    traces.note_steps(opened(group, "b"), 3.5)
+    traces.note_ends(ended(group, FinishReason.LENGTH, 5), lambda *_: 2.0, 6.0)
+    spans = spans_of(exporter)
+    durations = {name: seconds(span) for name, span in spans.items()}
+    assert durations == {"queue": 1.0, "prefill": 1.0, "move": 0.5, "decode": 4.0, "schedule": 6.0}
+    move = spans["move"].attributes or {}
+    assert (move["quire.reason"], move["quire.from_worker"], move["quire.to_worker"]) == ("lost", "a", "b")
+    assert not traces.is_active
+
+
+def test_a_sequence_that_ends_while_it_waits_for_a_worker(tracer: Tracer, exporter: InMemorySpanExporter) -> None:
+    traces, group = RequestTraces(tracer), traced_group()
+    traces.begin(group, 0.0)
+    traces.note_steps(opened(group, "a"), 1.0)
+    group.sequences[0].num_preemptions = 1
+    traces.note_moves(1, 2.0)
+    traces.note_ends(ended(group, FinishReason.ERROR, 0), lambda *_: None, 9.0)
+    spans = spans_of(exporter)
+    assert {name for name, span in spans.items() if not span.status.is_ok} == {"move", "prefill", "schedule"}
+
+
+def test_a_sequence_that_never_got_a_row(tracer: Tracer, exporter: InMemorySpanExporter) -> None:
+    traces, group = RequestTraces(tracer), traced_group()
+    traces.begin(group, 0.0)
+    traces.note_ends(ended(group, FinishReason.ABORTED, 0), lambda *_: None, 4.0)
+    assert {name: seconds(span) for name, span in spans_of(exporter).items()} == {"queue": 4.0, "schedule": 4.0}
+
+
+def test_a_refused_request(tracer: Tracer, exporter: InMemorySpanExporter) -> None:
+    traces, group = RequestTraces(tracer), traced_group()
+    traces.begin(group, 0.0)
+    traces.refuse(group, "RESOURCE_EXHAUSTED", 0.1)
+    (span,) = exporter.get_finished_spans()
+    assert (span.name, (span.attributes or {})["error.type"]) == ("schedule", "RESOURCE_EXHAUSTED")
+    assert not traces.is_active
+
+
+def test_a_request_that_is_not_sampled(tracer: Tracer) -> None:
+    traces, group = RequestTraces(tracer), traced_group()
+    group.traceparent = ""
+    traces.begin(group, 0.0)
+    assert not traces.is_active
+
+
+def step(step_id: int, opens: int = 0, close: list[int] | None = None) -> tuple[worker_pb2.StepBatch, SimpleNamespace]:
+    """A message that opens rows, and the decoded step. Row 0 has an invalid traceparent."""
+    message = worker_pb2.StepBatch(step_id=step_id)
+    for row in range(opens):
+        message.opens.add(row=row, request_id=f"r{row}")
+        message.traces.add(row=row, traceparent=PARENT if row else "junk")
+    return message, SimpleNamespace(step_id=step_id, close_rows=np.array(close or [], np.uint32))
+
+
+def test_rows_of_a_worker(tracer: Tracer, exporter: InMemorySpanExporter) -> None:
+    rows = RowTraces(tracer, "w")
+    rows.note(*step(1, opens=4))  # type: ignore[arg-type]
+    rows.note_output(
+        SimpleNamespace(errors=[RowError(2, RowErrorCode.NAN, "secret"), RowError(9, RowErrorCode.NAN, "")])
+    )  # type: ignore[arg-type]
+    rows.note(*step(5, close=[0, 1, 2]))  # type: ignore[arg-type]
+    rows.reset()
+    spans = {str((span.attributes or {})["quire.request_id"]): span for span in exporter.get_finished_spans()}
+    assert {name: (span.attributes or {}).get("error.type") for name, span in spans.items()} == {
+        "r1": None,
+        "r2": "nan",
+        "r3": "lease ended",
+    }
+    assert (spans["r1"].attributes or {})["quire.steps"] == 4
+    assert "secret" not in spans["r2"].to_json()
