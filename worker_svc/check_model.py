@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from worker_svc.engine.families import architecture_of
-from worker_svc.engine.model_folder import CheckpointError, check_weight_files, read_object
+from worker_svc.engine.model_folder import CheckpointError, check_weight_files, decoder_config, read_object
 from worker_svc.engine.quantization_config import QuantizationConfig, quantization_of
 
 
@@ -21,7 +21,7 @@ def check_model(folder: Path) -> None:
 
 def check_config(folder: Path) -> QuantizationConfig | None:
     """Raises CheckpointError if the architecture or the quantization in config.json is not supported."""
-    config = read_object(folder / "config.json")
+    config = decoder_config(read_object(folder / "config.json"))
     return quantization_of(config, architecture_of(config))
 
 

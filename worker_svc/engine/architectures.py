@@ -11,7 +11,8 @@ from worker_svc.engine.families import Architecture, Names, NormKind, architectu
 from worker_svc.engine.features import features_of
 from worker_svc.engine.model_folder import CheckpointError
 from worker_svc.engine.quantization_config import QuantizationConfig, quantization_of
-from worker_svc.engine.rotary import ORIGINAL_LENGTH, Rotary, parse_rotary, positive
+from worker_svc.engine.rotary import ORIGINAL_LENGTH, Rotary, mrope_axes, parse_rotary, positive
+from worker_svc.engine.vision_config import VisionConfig, parse_vision
 
 ACTIVATIONS = {
     "silu": "silu",
@@ -63,6 +64,8 @@ class ModelConfig:
     logit_soft_cap: float | None
     embedding_scale: float
     is_tied: bool
+    vision: VisionConfig | None  # None: the model takes no images
+    image_token_id: int | None  # stands for an image in a prompt
     quantization: QuantizationConfig | None  # of the linear layers; None: they are stored in a float type
 
     @property
@@ -148,8 +151,20 @@ def parse_config(config: dict[str, Any]) -> ModelConfig:
         logit_soft_cap=_optional(config, "final_logit_softcapping"),
         embedding_scale=hidden_size**0.5 if architecture.scales_embedding else 1.0,
         is_tied=bool(config.get("tie_word_embeddings", architecture.is_tied)),
+        vision=_vision(config, architecture, hidden_size),
+        image_token_id=_image_token(config, architecture),
         quantization=quantization_of(config, architecture),
     )
+
+
+def _vision(config: dict[str, Any], architecture: Architecture, hidden_size: int) -> VisionConfig | None:
+    if architecture.tower is None:
+        return None
+    return parse_vision(config, architecture.tower, hidden_size, _size(config, "num_hidden_layers"))
+
+
+def _image_token(config: dict[str, Any], architecture: Architecture) -> int | None:
+    return None if architecture.tower is None else _size(config, "image_token_id")
 
 
 def _size(config: dict[str, Any], field: str) -> int:
@@ -198,6 +213,8 @@ def _rotaries(
     if ORIGINAL_LENGTH in config:
         rope[ORIGINAL_LENGTH] = config[ORIGINAL_LENGTH]
     whole = parse_rotary(config, rope, head_dim)
+    if architecture.mrope is not None:
+        whole = replace(whole, axes=mrope_axes(rope, architecture.mrope, len(whole.inv_freq)))
     if "rope_local_base_freq" not in config:
         return (whole,), {"full_attention": 0, SLIDING: 0}
     local = parse_rotary(config, {"rope_theta": positive(config, "rope_local_base_freq")}, head_dim)

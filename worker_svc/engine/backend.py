@@ -106,6 +106,7 @@ class RotaryTable:
 
     cos: torch.Tensor
     sin: torch.Tensor
+    axes: I64 | None = None  # [dims / 2] the axis whose position each frequency rotates by; None: there is one axis
 
 
 class Linear(Protocol):

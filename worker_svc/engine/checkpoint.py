@@ -11,7 +11,15 @@ import torch
 import xxhash
 from safetensors import SafetensorError, safe_open
 
-from worker_svc.engine.model_folder import INDEX_FILE, CheckpointError, read_object, read_weight_map, weight_files
+from worker_svc.engine.model_folder import (
+    INDEX_FILE,
+    CheckpointError,
+    decoder_config,
+    read_object,
+    read_weight_map,
+    tensor_name,
+    weight_files,
+)
 from worker_svc.engine.weights_digest import WeightsDigest
 
 SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -27,13 +35,15 @@ class Checkpoint:
         if not folder.is_dir():
             raise CheckpointError(f"{folder} is not a folder; give the folder that holds config.json")
         self.folder = folder
-        self.config = read_object(folder / "config.json")
+        self.config = decoder_config(read_object(folder / "config.json"))
         self.generation_config = (
             read_object(folder / "generation_config.json") if (folder / "generation_config.json").exists() else {}
         )
         self._weight_map = read_weight_map(folder)
         self._files = {name: _open(folder / name) for name in weight_files(self._weight_map)}
-        self._file_of = {tensor: file for file in self._files.values() for tensor in file.keys()}  # noqa: SIM118
+        stored = [(name, file) for file in self._files.values() for name in file.keys()]  # noqa: SIM118
+        self._file_of = {tensor_name(name): file for name, file in stored}
+        self._stored_name = {tensor_name(name): name for name, _ in stored}
         self._digest: WeightsDigest | None = None
         self._check_index()
 
@@ -44,7 +54,7 @@ class Checkpoint:
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor; raises CheckpointError if it is missing."""
         self._require(name)
-        return tuple(self._file_of[name].get_slice(name).get_shape())
+        return tuple(self._file_of[name].get_slice(self._stored_name[name]).get_shape())
 
     def has(self, name: str) -> bool:
         return name in self._file_of
@@ -64,7 +74,7 @@ class Checkpoint:
                 f"tensor {name} has shape {list(found)}, but config.json requires {list(shape)}; "
                 "the weights and config.json belong to different models"
             )
-        tensor: torch.Tensor = self._file_of[name].get_tensor(name)
+        tensor: torch.Tensor = self._file_of[name].get_tensor(self._stored_name[name])
         if tensor.dtype not in stored:
             raise CheckpointError(
                 f"tensor {name} is stored as {_dtype_name(tensor.dtype)}, but config.json requires "
@@ -101,7 +111,7 @@ class Checkpoint:
         if self._digest is None:
             return ""
         for name, file in self._file_of.items():
-            self._digest.add(name, file.get_tensor(name))
+            self._digest.add(name, file.get_tensor(self._stored_name[name]))
         return self._digest.result()
 
     def revision(
@@ -121,7 +131,7 @@ class Checkpoint:
     def stored_dtype(self) -> torch.dtype:
         """The dtype of the first tensor."""
         name = self.tensor_names[0]
-        dtype: torch.dtype = self._file_of[name].get_slice(name)[:0].dtype
+        dtype: torch.dtype = self._file_of[name].get_slice(self._stored_name[name])[:0].dtype
         return dtype
 
     def _require(self, name: str) -> None:

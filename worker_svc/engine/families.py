@@ -14,6 +14,8 @@ from typing import Any, Literal
 from worker_svc.engine.model_folder import CheckpointError
 
 NormKind = Literal["rms", "rms_offset", "layer"]
+TowerKind = Literal["qwen2_vl", "qwen2_5_vl", "qwen3_vl"]
+MropeKind = Literal["sections", "interleaved"]
 WindowRule = Literal["none", "opt_in", "all", "even", "five_of_six"]
 Role = Literal["q", "k", "v", "o", "gate", "up", "down", "router", "head"]
 
@@ -90,6 +92,8 @@ class Architecture:
     has_experts: bool = False
     normalizes_experts: bool | None = None  # None: `norm_topk_prob`
     scales_embedding: bool = False  # by the square root of hidden_size
+    tower: TowerKind | None = None  # of images; their tokens have positions on three axes (mrope.py)
+    mrope: MropeKind | None = None  # how the frequencies of a head are divided among the axes
     is_tied: bool = False  # if config.json has no `tie_word_embeddings`, as in transformers
     fields: Mapping[str, str] = field(default_factory=dict)  # other names of fields of config.json
     names: Names = LLAMA_NAMES
@@ -108,6 +112,7 @@ GEMMA2 = Architecture(
     fields={"hidden_act": "hidden_activation"},
     names=GEMMA_NAMES,
 )
+QWEN2_VL = Architecture("Qwen2-VL", WINDOWS, has_qkv_bias=True, has_o_bias=False, tower="qwen2_vl", mrope="sections")
 GPT2_FIELDS = {
     "hidden_size": "n_embd",
     "intermediate_size": "n_inner",
@@ -136,6 +141,11 @@ ARCHITECTURES = {
     "Gemma2ForCausalLM": GEMMA2,
     "Gemma3ForCausalLM": replace(GEMMA2, models="Gemma 3, text only", has_qk_norm=True, windows="five_of_six"),
     "Qwen3MoeForCausalLM": Architecture("Qwen3-MoE", WINDOWS, has_qk_norm=True, has_experts=True),
+    "Qwen2VLForConditionalGeneration": QWEN2_VL,
+    "Qwen2_5_VLForConditionalGeneration": replace(QWEN2_VL, models="Qwen2.5-VL", tower="qwen2_5_vl"),
+    "Qwen3VLForConditionalGeneration": Architecture(
+        "Qwen3-VL", has_qk_norm=True, windows="none", tower="qwen3_vl", mrope="interleaved"
+    ),
     "MixtralForCausalLM": Architecture(
         "Mixtral",
         WINDOWS,

@@ -21,6 +21,7 @@ FEATURES = {
     "embedding_scale": "scaled embeddings",
     "attention_scale": "a scale of attention scores other than head_dim^-0.5",
     "quantized_weights": "quantized weights",
+    "images": "images",
 }
 REFERENCE = frozenset(FEATURES)
 CPU = REFERENCE
@@ -39,6 +40,7 @@ def features_of(architecture: Architecture) -> set[str]:
         "learned_positions": bool(names.position_embedding),
         "plain_feed_forward": not architecture.is_gated,
         "embedding_scale": architecture.scales_embedding,
+        "images": architecture.tower is not None,
     }
     return {name for name, is_needed in needed.items() if is_needed}
 

@@ -14,6 +14,10 @@ WEIGHT_DTYPES = ("F32", "BF16", "F16")
 QUANTIZED_DTYPES = ("I8", "F8_E4M3")
 
 
+# A model with a tower nests the tensors of its decoder.
+NESTED = {"model.language_model.": "model.", "model.visual.": "visual."}
+
+
 class CheckpointError(ValueError):
     """A model folder that cannot be served. The message names the file, field or tensor and says what to do."""
 
@@ -31,6 +35,20 @@ def read_object(path: Path) -> dict[str, Any]:
     return content
 
 
+def decoder_config(config: dict[str, Any]) -> dict[str, Any]:
+    """config.json with the fields of `text_config`, where models with a tower have those of their decoder."""
+    text = config.get("text_config")
+    return {**text, **config} if isinstance(text, dict) else config
+
+
+def tensor_name(stored: str) -> str:
+    """The name of a tensor without the nesting of models with a tower."""
+    for prefix, short in NESTED.items():
+        if stored.startswith(prefix):
+            return short + stored.removeprefix(prefix)
+    return stored
+
+
 def read_weight_map(folder: Path) -> dict[str, str]:
     """The file of each tensor of a sharded checkpoint; empty for a single file. Raises CheckpointError."""
     if (folder / SINGLE_FILE).exists():
@@ -39,7 +57,7 @@ def read_weight_map(folder: Path) -> dict[str, str]:
         weight_map = read_object(folder / INDEX_FILE).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise CheckpointError(f"{folder / INDEX_FILE} has no weight_map; download it again")
-        return {str(tensor): str(file) for tensor, file in weight_map.items()}
+        return {tensor_name(str(tensor)): str(file) for tensor, file in weight_map.items()}
     raise CheckpointError(
         f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}; "
         "only safetensors checkpoints are supported; convert the model with save_pretrained"

@@ -7,13 +7,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
-from worker_svc.engine.backend import RotaryTable
+from worker_svc.engine.backend import I64, RotaryTable
 from worker_svc.engine.exact_ops import cos_sin
+from worker_svc.engine.families import MropeKind
 from worker_svc.engine.model_folder import CheckpointError
 
 ORIGINAL_LENGTH = "original_max_position_embeddings"
+MROPE_SECTIONS: dict[MropeKind, list[int]] = {
+    "sections": [16, 24, 24],
+    "interleaved": [24, 20, 20],
+}  # as in transformers
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,13 +30,22 @@ class Rotary:
     factor: float = 1.0  # of cos and sin
     long_inv_freq: torch.Tensor | None = None  # replaces inv_freq if the maximum length is above `original_length`
     original_length: int = 0
+    axes: I64 | None = None  # see RotaryTable
 
     def table(self, length: int) -> RotaryTable:
         """cos and sin of positions below `length`, as in transformers; the same on every machine."""
         is_long = self.long_inv_freq is not None and length > self.original_length
         inv_freq = self.long_inv_freq if self.long_inv_freq is not None and is_long else self.inv_freq
         cos, sin = cos_sin(torch.arange(length).float()[:, None] * inv_freq[None])
-        return RotaryTable(cos, sin) if self.factor == 1.0 else RotaryTable(cos * self.factor, sin * self.factor)
+        if self.factor != 1.0:
+            cos, sin = cos * self.factor, sin * self.factor
+        return RotaryTable(cos, sin, self.axes)
+
+
+def rotary_at(table: RotaryTable, positions: I64) -> RotaryTable:
+    """A table with a row for each of the positions [3, n] on three axes. Every number of it is one of `table`."""
+    rows = torch.from_numpy(positions[table.axes].T.copy())
+    return RotaryTable(table.cos.gather(0, rows), table.sin.gather(0, rows))
 
 
 def parse_rotary(config: dict[str, Any], rope: dict[str, Any], head_dim: int) -> Rotary:
@@ -49,6 +64,21 @@ def parse_rotary(config: dict[str, Any], rope: dict[str, Any], head_dim: int) ->
     theta = positive(rope if "rope_theta" in rope else {"rope_theta": 10000.0, **config}, "rope_theta")
     exponents = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
     return ROPE_SCALINGS[kind](theta**exponents, {"max_position_embeddings": 0, **config, **rope, "rope_theta": theta})
+
+
+def mrope_axes(rope: dict[str, Any], kind: MropeKind, count: int) -> I64:
+    """The axis (time, height, width) of each of `count` frequencies. Raises CheckpointError."""
+    sections = rope.get("mrope_section", MROPE_SECTIONS[kind])
+    if not isinstance(sections, list) or len(sections) != 3 or not all(isinstance(size, int) for size in sections):
+        raise CheckpointError(f"mrope_section: config.json must hold three integers, found {sections!r}")
+    if sum(sections) != count or min(sections) < 0:
+        raise CheckpointError(f"mrope_section: {sections} must add up to the {count} frequencies of a head")
+    if kind == "sections":
+        return np.repeat(np.arange(3), sections)
+    axes = np.zeros(count, np.int64)
+    for axis in (1, 2):
+        axes[axis : 3 * sections[axis] : 3] = axis
+    return axes
 
 
 def positive(rope: dict[str, Any], field: str) -> float:
@@ -131,6 +161,7 @@ def _longrope(wave: torch.Tensor, rope: dict[str, Any]) -> Rotary:
 
 ROPE_SCALINGS: dict[str, Callable[[torch.Tensor, dict[str, Any]], Rotary]] = {
     "default": _default,
+    "mrope": _default,
     "linear": _linear,
     "llama3": _llama3,
     "yarn": _yarn,

@@ -17,6 +17,7 @@ from worker_svc.engine.linear import MAX_INT8_INPUTS, Int8Rows
 from worker_svc.engine.model_folder import CheckpointError
 from worker_svc.engine.quantization_config import Packed, Scaled, Scheme
 from worker_svc.engine.quantized import read_int8_rows, read_weight
+from worker_svc.engine.vision_config import tower_tensors
 
 IGNORED_ENDINGS = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 
@@ -106,7 +107,10 @@ class WeightLoader:
         """Raises CheckpointError unless the checkpoint has all tensors and no others."""
         embedding, head = f"{self._names.embedding}.weight", f"{self._names.head}.weight"
         is_tied = self._config.is_tied
-        self._checkpoint.check_names(self._expected_names(), (*IGNORED_ENDINGS, *((head,) if is_tied else ())))
+        expected = self._expected_names()
+        if self._config.vision is not None:
+            expected += tower_tensors(self._config.vision)
+        self._checkpoint.check_names(expected, (*IGNORED_ENDINGS, *((head,) if is_tied else ())))
         if is_tied and head in self._checkpoint.tensor_names and not self._is_same(head, embedding):
             raise CheckpointError(
                 f"tie_word_embeddings is true, but {head} differs from {embedding}; set tie_word_embeddings to false "

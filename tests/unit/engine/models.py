@@ -70,7 +70,7 @@ def make_model(
         fields["head_dim"] = fields["hidden_size"] // fields["num_attention_heads"]
     torch.manual_seed(seed)
     model = model_class(config_class(**fields))
-    _randomize(model, torch.Generator().manual_seed(seed))
+    randomize(model, torch.Generator().manual_seed(seed))
     model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
     return folder
 
@@ -82,7 +82,7 @@ def load_reference(folder: Path, dtype: torch.dtype = torch.float32) -> torch.nn
 
 
 @torch.no_grad()
-def _randomize(model: torch.nn.Module, generator: torch.Generator) -> None:
+def randomize(model: torch.nn.Module, generator: torch.Generator) -> None:
     for name, parameter in model.named_parameters():
         if name.endswith(("q_norm.weight", "k_norm.weight")):
             parameter.uniform_(1.0, 2.0, generator=generator)

@@ -1,0 +1,78 @@
+"""Small random checkpoints with a vision tower, as transformers writes them, and images for them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+from tests.unit.engine.models import DEFAULTS, randomize
+from worker_svc.engine.vision import Pixels
+
+VOCAB = 211
+IMAGE, VIDEO, VISION_START, VISION_END = 200, 201, 202, 203
+MEAN, DEVIATION = (0.48, 0.45, 0.4), (0.27, 0.26, 0.28)
+
+CLASSES = {
+    "qwen2_vl": (transformers.Qwen2VLConfig, transformers.Qwen2VLForConditionalGeneration),
+    "qwen2_5_vl": (transformers.Qwen2_5_VLConfig, transformers.Qwen2_5_VLForConditionalGeneration),
+    "qwen3_vl": (transformers.Qwen3VLConfig, transformers.Qwen3VLForConditionalGeneration),
+}
+# Heads of 24 dimensions, windows of 2 x 2 tokens and a grid of 5 x 5 learned positions: no size divides another one.
+TOWERS: dict[str, dict[str, Any]] = {
+    "qwen2_vl": {"depth": 3, "embed_dim": 72, "hidden_size": 64, "num_heads": 3, "mlp_ratio": 2, "patch_size": 6},
+    "qwen2_5_vl": {"depth": 4, "hidden_size": 72, "out_hidden_size": 64, "num_heads": 3, "intermediate_size": 100,
+                   "patch_size": 6, "window_size": 24, "fullatt_block_indexes": [1, 3]},
+    "qwen3_vl": {"depth": 4, "hidden_size": 72, "out_hidden_size": 64, "num_heads": 3, "intermediate_size": 100,
+                 "patch_size": 6, "num_position_embeddings": 25, "deepstack_visual_indexes": [0, 2]},
+}  # fmt: skip
+SECTIONS = {"qwen2_vl": [2, 3, 3], "qwen2_5_vl": [2, 3, 3], "qwen3_vl": [4, 2, 2]}  # of 8 frequencies
+
+
+def make_vision_model(
+    folder: Path, architecture: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **overrides: Any
+) -> Path:
+    """Writes a checkpoint to `folder` and returns it. `overrides` are fields of its decoder."""
+    config_class, model_class = CLASSES[architecture]
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": SECTIONS[architecture]}
+    fields = DEFAULTS | {"vocab_size": VOCAB, "num_hidden_layers": 3, "rope_parameters": rope} | overrides
+    if architecture == "qwen3_vl":
+        fields |= {"head_dim": 16}
+    ids = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": VISION_START,
+           "vision_end_token_id": VISION_END}  # fmt: skip
+    torch.manual_seed(seed)
+    model = model_class(config_class(text_config=fields, vision_config=TOWERS[architecture], **ids))
+    randomize(model, torch.Generator().manual_seed(seed))
+    model.to(dtype).save_pretrained(folder)
+    return folder
+
+
+def load_vision_reference(folder: Path) -> Any:
+    """The checkpoint as transformers runs it, in float32."""
+    found = transformers.AutoModelForImageTextToText.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
+    return found.eval()
+
+
+def make_image(height: int, width: int, seed: int, patch_size: int = 6) -> Pixels:
+    """A random image of height x width patches."""
+    rng = np.random.default_rng(seed)
+    patches = rng.integers(0, 256, (height * width, 3 * patch_size**2), np.uint8)
+    levels = np.arange(256, dtype=np.float32)[None] / np.float32(255)
+    values = (levels - np.float32(MEAN)[:, None]) / np.float32(DEVIATION)[:, None]
+    return Pixels(patches, values.astype(np.float32), height, width)
+
+
+def pixel_values(image: Pixels, frames: int = 2) -> torch.Tensor:
+    """The image as transformers takes it."""
+    patches = image.patches.reshape(len(image.patches), 3, 1, -1)
+    values = image.values[np.arange(3)[:, None, None], patches].repeat(frames, axis=2)
+    return torch.from_numpy(values.reshape(len(values), -1))
+
+
+def grid_of(image: Pixels) -> torch.Tensor:
+    return torch.tensor([[1, image.height, image.width]])
