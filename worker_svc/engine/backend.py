@@ -41,6 +41,7 @@ class ForwardBatch:
     context_lens: I32  # [B] tokens in the pool before this step
     tables: I32  # [max_num_seqs, max_blocks] block tables of all rows
     head_tokens: I64  # [S] tokens that need logits, ascending
+    key_lens: I32 | None = None  # [B] if not causal: keys that each row sees. None: those of its tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,14 +77,25 @@ class HeadShape:
 
 
 @dataclass(frozen=True, slots=True)
+class PositionBias:
+    """Biases of attention scores that depend on the distance of key and query: the score of query position p and key
+    position k gets values[head, zero + k - p]."""
+
+    values: torch.Tensor  # float32 [q_heads, width]; 127 numbers more than the largest distance needs
+    zero: int
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionShape:
     """The attention of one layer."""
 
     heads: HeadShape
     scale: float
     soft_cap: float | None = None  # scores become cap * tanh(score / cap)
-    window: int | None = None  # a token attends to this many tokens, itself included
-    is_causal: bool = True  # False: a token attends to all tokens of its row, also those after it; without window
+    # A token attends to this many tokens, itself included. If not causal: to those at most window // 2 away.
+    window: int | None = None
+    is_causal: bool = True  # False: a token attends to all tokens of its row, also those after it
+    bias: PositionBias | None = None  # added to scores after the soft cap
 
 
 @dataclass(frozen=True, slots=True)

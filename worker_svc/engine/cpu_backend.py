@@ -50,8 +50,8 @@ _SIGNATURES = {
         *([_POINTER] * 5 + [_LONG] * 5 + [_FLOAT, _INT]),
     ],
     "quire_paged_attention": [
-        *(_INT, *[_POINTER] * 5, _LONG, *[_POINTER] * 3),
-        *([_LONG] * 5 + [_FLOAT, _FLOAT, _LONG, _INT, _INT]),
+        *(_INT, *[_POINTER] * 5, _LONG, *[_POINTER] * 4, *[_LONG] * 5),
+        *(_FLOAT, _FLOAT, _LONG, _INT, _POINTER, _LONG, _LONG, _INT),
     ],
     "quire_copy_blocks": [*[_POINTER] * 3, *[_LONG] * 4],
     "quire_sample": [_INT, _POINTER, _LONG, _LONG, *[_POINTER] * 5, _INT],
@@ -101,6 +101,7 @@ class _Addresses:
         self.rows = address_of(batch.rows)
         self.query_starts = address_of(batch.query_starts)
         self.context_lens = address_of(batch.context_lens)
+        self.key_lens = None if batch.key_lens is None else address_of(batch.key_lens)
 
 
 class CpuBackend:
@@ -199,7 +200,7 @@ class CpuBackend:
         out: torch.Tensor,
         shape: AttentionShape,
     ) -> None:
-        addresses, heads = self._addresses_of(batch), shape.heads
+        addresses, heads, bias = self._addresses_of(batch), shape.heads, shape.bias
         self._kernels.quire_paged_attention(
             _is_bf16(q),
             q.data_ptr(),
@@ -211,6 +212,7 @@ class CpuBackend:
             addresses.rows,
             addresses.query_starts,
             addresses.context_lens,
+            addresses.key_lens,
             len(batch.rows),
             heads.num_q_heads,
             heads.num_kv_heads,
@@ -220,6 +222,9 @@ class CpuBackend:
             shape.soft_cap or 0.0,
             shape.window or 0,
             int(not shape.is_causal),
+            None if bias is None else bias.values.data_ptr(),
+            0 if bias is None else bias.zero,
+            0 if bias is None else bias.values.shape[1],
             self._threads,
         )
 

@@ -94,10 +94,13 @@ class ReferenceBackend:
     ) -> None:
         row_of_token = np.repeat(np.arange(len(batch.rows)), np.diff(batch.query_starts))
         tables = torch.from_numpy(batch.tables[batch.rows]).long()[torch.from_numpy(row_of_token)]
-        last_keys = torch.from_numpy(_last_keys(batch, row_of_token, is_causal=shape.is_causal))
-        for start in range(0, len(last_keys), TOKEN_TILE):
+        in_row = np.arange(len(row_of_token)) - batch.query_starts[row_of_token]
+        positions = torch.from_numpy(batch.context_lens[row_of_token] + in_row).long()
+        key_lens = None if shape.is_causal else torch.from_numpy(_key_lens(batch)[row_of_token]).long()
+        for start in range(0, len(positions), TOKEN_TILE):
             end = start + TOKEN_TILE
-            out[start:end] = _attend(q[start:end], cache, tables[start:end], last_keys[start:end], shape)
+            lens = None if key_lens is None else key_lens[start:end]
+            out[start:end] = _attend(q[start:end], cache, tables[start:end], positions[start:end], lens, shape)
 
     def gated_activation(self, gate_up: torch.Tensor, out: torch.Tensor, activation: str) -> None:
         gate, up = gate_up.float().chunk(2, dim=-1)
@@ -148,12 +151,9 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
     return torch.cat((a * cos - b * sin, b * cos + a * sin, x[..., rest:].float()), dim=-1)
 
 
-def _last_keys(batch: ForwardBatch, row_of_token: I64, *, is_causal: bool) -> I64:
-    """The position in its row of the last key that each token sees."""
-    starts, ends = batch.query_starts[:-1].astype(np.int64), batch.query_starts[1:].astype(np.int64)
-    tokens = np.arange(ends[-1]) if is_causal else ends[row_of_token] - 1
-    last: I64 = tokens + (batch.context_lens - starts)[row_of_token]
-    return last
+def _key_lens(batch: ForwardBatch) -> npt.NDArray[np.int32]:
+    """Number of keys that each row sees if attention is not causal."""
+    return batch.context_lens + np.diff(batch.query_starts) if batch.key_lens is None else batch.key_lens
 
 
 def _attend(
@@ -161,27 +161,30 @@ def _attend(
     cache: tuple[torch.Tensor, torch.Tensor],
     tables: torch.Tensor,
     positions: torch.Tensor,
+    key_lens: torch.Tensor | None,
     shape: AttentionShape,
 ) -> torch.Tensor:
     """Attention of up to TOKEN_TILE tokens, each with its own table, by online softmax over tiles of keys."""
-    count, last = len(q), int(positions.max())
-    missing = TOKEN_TILE - count
+    count, missing = len(q), TOKEN_TILE - len(q)
     q, tables = F.pad(q, (0, 0, 0, 0, 0, missing)), F.pad(tables, (0, 0, 0, missing))
-    positions = F.pad(positions, (0, missing), value=-1)
+    first, ends = _sights(positions, key_lens, shape.window)
+    first, ends, positions = (F.pad(column, (0, missing)) for column in (first, ends, positions))
     heads = shape.heads
     group, dim = heads.num_q_heads // heads.num_kv_heads, heads.head_dim
     grouped = q.float().view(TOKEN_TILE, heads.num_kv_heads, group, dim) * shape.scale
     best = torch.full((TOKEN_TILE, heads.num_kv_heads, group, 1), -torch.inf)
     total, acc = torch.zeros_like(best), torch.zeros_like(grouped)
-    for start in range(0, last + 1, KEY_TILE):
+    for start in range(0, int(ends.max()), KEY_TILE):
         keys = torch.arange(start, start + KEY_TILE)
-        is_visible = keys <= positions[:, None]  # [TOKEN_TILE, KEY_TILE]
-        if shape.window is not None:
-            is_visible &= keys > positions[:, None] - shape.window
+        is_visible = (keys >= first[:, None]) & (keys < ends[:, None])  # [TOKEN_TILE, KEY_TILE]
         k, v = _gather(cache, tables, keys, is_visible)
         scores = exact_ops.matmul(grouped, k)
         if shape.soft_cap is not None:
             scores = torch_ops.soft_cap(scores, shape.soft_cap)
+        if shape.bias is not None:
+            values = shape.bias.values
+            distances = (shape.bias.zero + keys - positions[:, None]).clamp(0, values.shape[1] - 1)
+            scores += values[:, distances].transpose(0, 1).reshape(scores.shape)
         scores = scores.masked_fill(~is_visible[:, None, None], -torch.inf)
         top = torch.maximum(best, scores.amax(-1, keepdim=True))
         safe = top.masked_fill(top == -torch.inf, 0.0)
@@ -190,6 +193,19 @@ def _attend(
         acc = acc * shrink + exact_ops.matmul(weights, v)
         best = top
     return (acc / total)[:count].reshape(count, heads.num_q_heads, dim).to(q.dtype)
+
+
+def _sights(
+    positions: torch.Tensor, key_lens: torch.Tensor | None, window: int | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first key that each token sees, and one past the last."""
+    ends = positions + 1 if key_lens is None else key_lens
+    if window is None:
+        return torch.zeros_like(ends), ends
+    if key_lens is None:
+        return (ends - window).clamp_min(0), ends
+    reach = window // 2
+    return (positions - reach).clamp_min(0), torch.minimum(positions + reach + 1, key_lens)
 
 
 def _gather(

@@ -11,7 +11,7 @@ import torch
 
 from tests.unit.engine.test_engine_kernels import kernel_layout
 from worker_svc.engine import cpu_backend
-from worker_svc.engine.backend import AttentionShape, ForwardBatch, HeadShape
+from worker_svc.engine.backend import AttentionShape, ForwardBatch, HeadShape, PositionBias
 from worker_svc.engine.backends import make_backend
 from worker_svc.engine.kernels.build import load_kernels_built_with, native_flags
 from worker_svc.engine.machine import instruction_sets
@@ -48,18 +48,19 @@ class Sequence:
 
 def attend(backend, shape, chunks, block_size=16, shared=()):
     """Outputs of each chunk (sequence, first position, end) in one call over scattered blocks. The first shared[i]
-    tokens of sequence i are in the blocks of the first sequence. What no token has written is NaN."""
+    tokens of sequence i are in the blocks of the first sequence. What no token has written is NaN. Without `is_causal`
+    of the shape, each token sees its whole sequence."""
     dtype, heads = chunks[0][0].q.dtype, shape.heads
-    ends = [end for _, _, end in chunks]
-    per_row = -(-max(ends) // block_size)
+    stored = [end if shape.is_causal else sequence.length for sequence, _, end in chunks]
+    per_row = -(-max(stored) // block_size)
     order = np.random.default_rng(1).permutation(per_row * len(chunks)).astype(np.int32)
     tables = order.reshape(len(chunks), per_row)
     for table, num_tokens in zip(tables, shared, strict=False):
         table[: num_tokens // block_size] = tables[0, : num_tokens // block_size]
     keys = torch.full((len(order), heads.num_kv_heads, heads.head_dim, block_size), float("nan"), dtype=dtype)
     values = torch.full((len(order), heads.num_kv_heads, block_size, heads.head_dim), float("nan"), dtype=dtype)
-    for table, (sequence, _, end) in zip(tables, chunks, strict=True):
-        for position in range(end):
+    for table, (sequence, _, _), count in zip(tables, chunks, stored, strict=True):
+        for position in range(count):
             block, offset = int(table[position // block_size]), position % block_size
             keys[block, :, :, offset] = sequence.k[position]
             values[block, :, offset] = sequence.v[position]
@@ -67,7 +68,8 @@ def attend(backend, shape, chunks, block_size=16, shared=()):
     context = np.array([first for _, first, _ in chunks], np.int32)
     unused = np.zeros(starts[-1], np.int64)
     rows = np.arange(len(chunks), dtype=np.int32)
-    batch = ForwardBatch(unused, unused.astype(np.int32), unused, rows, starts, context, tables, unused)
+    key_lens = None if shape.is_causal else np.array(stored, np.int32)
+    batch = ForwardBatch(unused, unused.astype(np.int32), unused, rows, starts, context, tables, unused, key_lens)
     q = torch.cat([sequence.q[first:end] for sequence, first, end in chunks])
     out = torch.empty_like(q)
     cache = kernel_layout(backend, keys, values) if backend.name == "cpu" else (keys, values)
@@ -84,7 +86,11 @@ def plain_attention(sequence, shape):
     if shape.soft_cap is not None:
         scores = shape.soft_cap * torch.tanh(scores / shape.soft_cap)
     distance = torch.arange(sequence.length)[:, None] - torch.arange(sequence.length)
-    is_seen = (distance < (shape.window or sequence.length)) & ((distance >= 0) | (not shape.is_causal))
+    if shape.bias is not None:
+        scores = scores + shape.bias.values[:, shape.bias.zero - distance].double()
+    is_seen = (distance >= 0) & (distance < (shape.window or sequence.length))
+    if not shape.is_causal:
+        is_seen = distance.abs() <= (shape.window or 2 * sequence.length) // 2
     return (scores.masked_fill(~is_seen, -torch.inf).softmax(-1) @ v).transpose(0, 1)
 
 
@@ -134,6 +140,50 @@ def check_full_attention(name, dtype, dim):
         assert (whole.double() - plain_attention(sequence, shape)).abs().max() < tolerance
     together = attend(other_threads, shape, [(sequence, 0, sequence.length) for sequence in sequences])
     assert all(torch.equal(*pair) for pair in zip(together, alone, strict=True))
+
+
+def biased(shape, length):
+    values = torch.randn(shape.heads.num_q_heads, 2 * length + 127, generator=torch.Generator().manual_seed(3))
+    return replace(shape, bias=PositionBias(values, length))
+
+
+@pytest.mark.parametrize("name", ["4x2", "3x1", "2x1", "window", "cap", "bias"])
+def test_a_token_that_sees_its_whole_text_does_not_depend_on_the_batch(kernel_build, dtype, name):
+    backend, other_threads = make_backend("cpu", 1, "exact"), make_backend("cpu", 2, "exact")
+    shape = biased(SHAPES["4x2"], LENGTH) if name == "bias" else SHAPES[name]
+    shape = replace(shape, is_causal=False)
+    sequence, short = Sequence(shape, LENGTH, dtype), Sequence(shape, 7, dtype, 4)
+    broken = Sequence(shape, 150, dtype, 1, float("nan"))
+    (whole,) = attend(backend, shape, [(sequence, 0, LENGTH)])
+    tolerance = 3e-5 if dtype is torch.float32 else 3e-2
+    assert (whole.double() - plain_attention(sequence, shape)).abs().max() < tolerance
+    crowd = [(broken, 0, 150), (short, 0, 7), (sequence, 0, LENGTH), (broken, 20, 21), (sequence, 100, 161)]
+    found = attend(other_threads, shape, crowd)
+    assert torch.equal(found[2], whole)
+    assert torch.equal(found[4], whole[100:161])
+    assert torch.equal(found[1], attend(backend, shape, [(short, 0, 7)])[0])
+
+
+@pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "whole"])
+@pytest.mark.parametrize("name", ["bias", "window"])
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_biases_and_windows_of_each_backend(backend, dtype, name, is_causal):
+    shape = replace(biased(SHAPES["4x2"], 140) if name == "bias" else SHAPES[name], is_causal=is_causal)
+    sequence = Sequence(shape, 140, dtype)
+    (found,) = attend(make_backend(backend, 1, "exact"), shape, [(sequence, 0, 140)])
+    difference = found.double() - plain_attention(sequence, shape)
+    assert difference.abs().max() < (3e-5 if dtype is torch.float32 else 3e-2)
+
+
+def test_rows_that_see_shared_keys_compute_as_if_alone(kernel_build, dtype):
+    """Tokens of several rows over the same keys, as the beams of an encoder-decoder model."""
+    shape = replace(shape_of(4, 2, 32), is_causal=False)
+    backend, sequence = make_backend("cpu", 1, "exact"), Sequence(shape, LENGTH, dtype)
+    (whole,) = attend(backend, shape, [(sequence, 0, LENGTH)])
+    chunks = [(sequence, i, i + 1) for i in range(0, 90, 10)]
+    found = attend(backend, shape, chunks, shared=[LENGTH // 16 * 16] * len(chunks))
+    for output, (_, first, end) in zip(found, chunks, strict=True):
+        assert torch.equal(output, whole[first:end])
 
 
 @pytest.mark.parametrize(

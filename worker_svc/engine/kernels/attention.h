@@ -12,9 +12,13 @@ constexpr int kKeyTile = 128;   // keys per online-softmax step
 constexpr int kQueryTile = QUIRE_HAS_TILES ? 64 : 32;  // query vectors (tokens x heads of one KV head) per span
 constexpr int kSharingQueries = 16;  // query vectors of spans that share keys
 
-// The keys `from` to `to` that a query vector sees, relative to a tile or from position 0.
+// The keys `from` to `to` that a query vector sees, relative to a tile or from position 0, and their biases; null: none.
 struct Sight {
   int64_t from, to;
+  const float* bias = nullptr;
+
+  // The same, relative to the tile that begins with `key`.
+  Sight in_tile(int64_t key) const { return {from - key, to - key, bias ? bias + key : nullptr}; }
 };
 
 typedef AttentionSpan Span;
@@ -37,12 +41,25 @@ template <typename T> struct AttentionArgs {
   int64_t query(int64_t row, int64_t head, int64_t i) const {
     return ((rows.query_starts[row] + i / group()) * q_heads + head * group() + i % group()) * head_dim;
   }
-  Sight sight(int64_t row, int64_t i) const {
-    const int64_t to = rows.num_keys(row, i / group());
-    return {scores.window ? std::max<int64_t>(0, to - scores.window) : 0, to};
+  Sight sight(int64_t row, int64_t head, int64_t i) const {
+    const int64_t token = i / group(), position = rows.context_lens[row] + token, to = rows.num_keys(row, token);
+    Sight seen{0, to};
+    if (scores.window && rows.is_full) {
+      const int64_t reach = scores.window / 2;
+      seen = {std::clamp<int64_t>(position - reach, 0, to), std::min(position + reach + 1, to)};
+    } else if (scores.window) {
+      seen.from = std::max<int64_t>(0, to - scores.window);
+    }
+    const PositionBias& bias = scores.bias;
+    if (bias.values) seen.bias = bias.values + (head * group() + i % group()) * bias.stride + bias.zero - position;
+    return seen;
   }
   // Start of the first tile of keys that a query vector of the span sees.
-  int64_t first_key(const Span& span) const { return sight(span.row, span.first).from / kKeyTile * kKeyTile; }
+  int64_t first_key(const Span& span) const { return sight(span.row, 0, span.first).from / kKeyTile * kKeyTile; }
+  // One past the last key that a query vector of the span sees.
+  int64_t end_key(const Span& span) const { return sight(span.row, 0, span.first + span.queries - 1).to; }
+  // Windows begin at other keys in each row, and biases depend on the position of the query.
+  bool can_share_keys() const { return !scores.window && !scores.bias.values; }
 };
 
 }  // namespace

@@ -155,6 +155,7 @@ INLINE void softmax_lanes(float* scores, Sight sight, float cap, int groups, flo
   for (int v = 0; v < groups; v++) {
     v16 s = load16(scores + v * kLanes);
     if (cap != 0.f) s = soft_cap16(s, cap);
+    if (sight.bias) s = s + load16(sight.bias + v * kLanes);
     s = ((lane >= from - v * kLanes) & (lane < to - v * kLanes)) ? s : splat(kNegInf);
     store16(scores + v * kLanes, s);
     top = vmax(s, top);
@@ -187,15 +188,16 @@ void attend_span(const AttentionArgs<T>& a, const Span& span, int64_t head, int6
   }
   std::fill(acc, acc + queries * padded_dim, 0.f);
   KeyTile<T> tile;
-  for (int64_t key = a.first_key(span); key < span.num_keys; key += kKeyTile) {
-    const int count = int(std::min<int64_t>(kKeyTile, span.num_keys - key));
+  const int64_t end = a.end_key(span);
+  for (int64_t key = a.first_key(span); key < end; key += kKeyTile) {
+    const int count = int(std::min<int64_t>(kKeyTile, end - key));
     const int groups = (count + kLanes - 1) / kLanes;
     gather_tile(a, table, head, key, count, padded_dim, scratch, tile);
     score_tile(q, queries, dim, tile, groups, scores);
     for (int r = 0; r < queries; r++) {
-      const Sight sight = a.sight(span.row, first + r);
-      softmax_lanes(scores + r * kKeyTile, {sight.from - key, sight.to - key}, a.scores.cap, groups, scratch.row_max[r],
-                    scratch.row_sum[r], acc + r * padded_dim, padded_dim);
+      const Sight sight = a.sight(span.row, head, first + r).in_tile(key);
+      softmax_lanes(scores + r * kKeyTile, sight, a.scores.cap, groups, scratch.row_max[r], scratch.row_sum[r],
+                    acc + r * padded_dim, padded_dim);
     }
     value_tile(scores, queries, tile, count, padded_dim, acc);
   }

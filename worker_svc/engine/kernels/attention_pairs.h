@@ -203,10 +203,15 @@ template <bool kMasked> INLINE void softmax_row(PairedScratch& s, int r, Sight s
   for (int64_t d = 0; d < s.padded_dim; d += kLanes) store16(acc + d, load16(acc + d) * shrink);
 }
 
-INLINE void cap_row(PairedScratch& s, int r, int groups, const Scores& scores) {
+// Scales the scores of row `r`, caps them and adds the biases.
+INLINE void scale_row(PairedScratch& s, int r, Sight sight, int groups, const Scores& scores) {
   float* row = s.scores.data() + r * kKeyTile;
-  for (int v = 0; v < groups; v++)
-    store16(row + v * kLanes, soft_cap16(load16(row + v * kLanes) * scores.scale, scores.cap));
+  for (int v = 0; v < groups; v++) {
+    v16 x = load16(row + v * kLanes) * scores.scale;
+    if (scores.cap != 0.f) x = soft_cap16(x, scores.cap);
+    if (sight.bias) x = x + load16(sight.bias + v * kLanes);
+    store16(row + v * kLanes, x);
+  }
 }
 
 // Row `r` sees the keys `sight` of the tile, if any.
@@ -214,8 +219,9 @@ INLINE void softmax_pairs(PairedScratch& s, int r, Sight sight, int groups, cons
   constexpr float kLog2E = 1.44269504088896341f;  // exp(x) = 2^(x log2 e)
   const Sight inside{std::max<int64_t>(sight.from, 0), std::min<int64_t>(sight.to, groups * kLanes)};
   if (inside.from >= inside.to) return (void)std::fill_n(s.probs.data() + r * kPairs, groups * kGroupPairs, 0u);
-  if (scores.cap != 0.f) cap_row(s, r, groups, scores);
-  const float scale = scores.cap != 0.f ? kLog2E : scores.scale * kLog2E;
+  const bool is_scaled = scores.cap != 0.f || sight.bias;
+  if (is_scaled) scale_row(s, r, sight, groups, scores);
+  const float scale = is_scaled ? kLog2E : scores.scale * kLog2E;
   if (inside.to - inside.from == groups * kLanes)
     softmax_row<false>(s, r, inside, groups, scale);
   else
@@ -244,7 +250,7 @@ void attend_range(const PairedArgs& a, const KeyRange& range, const KeyRange& ne
     if (in_place) ahead = is_last ? gather_pairs(a, next, next.from, s) : gather_pairs(a, range, key + kKeyTile, s);
     zero_tail(tile, s);
     Sight of_tile[kQueryTile];
-    for (int i = 0; i < count; i++) of_tile[i] = {sights[i].from - key, sights[i].to - key};
+    for (int i = 0; i < count; i++) of_tile[i] = sights[i].in_tile(key);
     products.attend(s, first, count, tile, ahead, of_tile, a.scores);
     if (!is_last) tile = in_place ? ahead : gather_pairs(a, range, key + kKeyTile, s);
   }
@@ -276,13 +282,13 @@ void move_row(int from, int to, PairedScratch& s) {
 
 // Keys of a span from `from` on.
 KeyRange keys_of(const PairedArgs& a, const Span& span, const Task& task, int64_t from) {
-  return {a.rows.table(span.row), task.head, from, span.num_keys};
+  return {a.rows.table(span.row), task.head, from, a.end_key(span)};
 }
 
 KeyRange first_keys(const PairedArgs& a, const AttentionPlan& plan, const Task& task) {
   const Span& span = plan.spans[task.first_span];
   const KeyRange own = keys_of(a, span, task, a.first_key(span));
-  return task.shared_keys && !a.scores.window ? KeyRange{own.table, own.head, 0, task.shared_keys} : own;
+  return task.shared_keys && a.can_share_keys() ? KeyRange{own.table, own.head, 0, task.shared_keys} : own;
 }
 
 // Rows `first` on of the scratch memory, which hold the query vectors of a span, over its keys from `from` on.
@@ -290,7 +296,7 @@ template <typename Products>
 void attend_span(const PairedArgs& a, const Span& span, const Task& task, int64_t from, const KeyRange& next, int first,
                  Products& products, PairedScratch& s) {
   Sight sights[kQueryTile];
-  for (int i = 0; i < span.queries; i++) sights[i] = a.sight(span.row, span.first + i);
+  for (int i = 0; i < span.queries; i++) sights[i] = a.sight(span.row, task.head, span.first + i);
   attend_range(a, keys_of(a, span, task, from), next, first, span.queries, sights, products, s);
   for (int i = 0; i < span.queries; i++)
     finish_row(a, first + i, a.out + a.query(span.row, task.head, span.first + i), s);
@@ -314,8 +320,7 @@ void paired_task(const PairedArgs& a, const AttentionPlan& plan, const Task& tas
                  Products& products, PairedScratch& s) {
   const Span* spans = plan.spans.data() + task.first_span;
   const KeyRange after = first_keys(a, plan, following);
-  // Windows begin at other keys in each row, so they share none.
-  if (!task.shared_keys || a.scores.window) return attend_spans(a, spans, task, after, products, s);
+  if (!task.shared_keys || !a.can_share_keys()) return attend_spans(a, spans, task, after, products, s);
   int count = 0;
   for (int64_t i = 0; i < task.num_spans; i++)
     for (int j = 0; j < spans[i].queries; j++)

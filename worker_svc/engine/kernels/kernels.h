@@ -56,10 +56,12 @@ struct AttentionRows {
   int64_t table_stride;
   const int32_t *rows, *query_starts, *context_lens;  // [count] lines of `tables`, [count + 1], [count]
   int64_t count;
-  bool is_full = false;  // a token sees all tokens of its row, also those after it; without window
+  bool is_full = false;  // a token sees all tokens of its row, also those after it
+  const int32_t* key_lens = nullptr;  // [count] with `is_full`: a token sees this many keys, e.g. those of an encoder
 
   // Keys that query token `i` of a row sees.
   int64_t num_keys(int64_t row, int64_t i) const {
+    if (key_lens) return key_lens[row];
     return context_lens[row] + (is_full ? query_starts[row + 1] - query_starts[row] : i + 1);
   }
   const int32_t* table(int64_t row) const { return tables + rows[row] * table_stride; }
@@ -140,11 +142,20 @@ AttentionPlan plan_attention(const AttentionRows& rows, const QkvShape& shape, i
 AttentionPlan plan_attention(const AttentionRows& rows, const QkvShape& shape, int threads, const int64_t* tokens,
                              int64_t num_tokens);
 
+// Added to the scores of query head h: values[h * stride + zero + position of key - position of query]. Tiles read up to
+// 127 numbers beyond the last key. Null: none.
+struct PositionBias {
+  const float* values;
+  int64_t zero, stride;
+};
+
 // How products of queries and keys become scores, and which keys a token sees.
 struct Scores {
   float scale;
   float cap;       // scores become cap * tanh(score / cap); 0: they stay
-  int64_t window;  // a token sees this many keys, its own included; 0: all up to its own
+  // A token sees this many keys, its own included; with `is_full` those at most window / 2 positions away. 0: no window.
+  int64_t window;
+  PositionBias bias = {};
 };
 
 // Writes the outputs of the tokens of `plan` only.
