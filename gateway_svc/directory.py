@@ -10,10 +10,10 @@ from svc_common.errors import InvalidRequestError, NotFoundError, UnavailableErr
 
 
 class ModelDirectory:
-    """The models behind this gateway, by name. Schedulers with the same model are replicas."""
+    """The models behind this gateway, by name. Schedulers with the same model are replicas. `clients` may change."""
 
     def __init__(self, clients: Sequence[SchedulerClient]) -> None:
-        self.clients = list(clients)
+        self.clients = clients
 
     @property
     def is_ready(self) -> bool:
@@ -56,7 +56,7 @@ class ModelDirectory:
     def _resolve(self, name: str, known: dict[str, tuple[SchedulerClient, ServedModel]]) -> str:
         have = ", ".join(repr(model) for model in sorted(known))
         if not known:
-            problems = "; ".join(client.shown_problem for client in self.clients)
+            problems = "; ".join(client.shown_problem for client in self.clients) or "no scheduler has been found"
             raise UnavailableError(f"no model is ready yet ({problems}); retry later", retry_after_s=RETRY_AFTER_S)
         if not name:
             if len(known) > 1:

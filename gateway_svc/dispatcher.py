@@ -63,7 +63,10 @@ class Placement:
 
 
 class Dispatcher:
-    """Owns every open request of this gateway: assigns it to a scheduler, and moves it when that scheduler is lost."""
+    """Owns every open request of this gateway: assigns it to a scheduler, and moves it when that scheduler is lost.
+
+    `clients` may change while the gateway runs.
+    """
 
     def __init__(
         self,
@@ -72,7 +75,7 @@ class Dispatcher:
         patience_s: float,
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
-        self._clients = list(clients)
+        self._clients = clients
         self._patience_s = patience_s
         self._on_change = on_change
         self._open: dict[SchedulerRequest, Placement] = {}

@@ -54,12 +54,12 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--scheduler",
-        type=config.address,
+        type=config.scheduler_address,
         action="append",
         required=True,
         metavar="HOST:PORT",
         help="address of a scheduler; repeat the flag for replicas and for other models (in the environment variable, "
-        "separate addresses by commas)",
+        "separate addresses by commas); dns:///NAME:PORT: all addresses of NAME, looked up again every few seconds",
     )
     parser.add_argument(
         "--processes",

@@ -37,6 +37,7 @@ from gateway_svc.records.recorder import Recorder
 from gateway_svc.records.store import RecordStore
 from gateway_svc.request_traces import RequestTraces
 from gateway_svc.scheduler_client import SchedulerClient
+from gateway_svc.scheduler_clients import SchedulerClients
 from gateway_svc.servicer import InferenceServicer
 from gateway_svc.template_renderer import TemplateRenderer
 from gateway_svc.text.chat_format import ParserNameError
@@ -49,6 +50,7 @@ from svc_common.memory import MemoryLimit
 from svc_common.metrics import ServiceMetrics, make_registry
 from svc_common.own_certificate import certificate_files
 from svc_common.redis_server import RedisServer, RedisSettingsError, redis_server
+from svc_common.scheduler_names import SchedulerNames
 from svc_common.serve import BindError, GrpcServer, run_service, settle_gc
 from svc_common.tasks import cancel
 from svc_common.tls import TlsError, TlsFiles, server_credentials, ssl_context, tls_files
@@ -179,8 +181,8 @@ async def serve(
     changed = asyncio.Event()
     bundles, parsers = BundleCache(chat_templates(args)), parser_names(args)
     chunk_interval_s = args.chunk_interval_ms / 1000
-    clients = [
-        SchedulerClient(
+    clients = SchedulerClients(
+        lambda address: SchedulerClient(
             address,
             gateway_id=gateway_id,
             bundles=bundles,
@@ -190,12 +192,12 @@ async def serve(
             max_bundle_bytes=args.max_bundle_bytes,
             shows_address=is_public_for_operators(args),
         )
-        for address in dict.fromkeys(args.scheduler)
-    ]
-    dispatcher = Dispatcher(clients, patience_s=args.scheduler_patience_s, on_change=changed.set)
+    )
+    clients.events = dispatcher = Dispatcher(clients.all, patience_s=args.scheduler_patience_s, on_change=changed.set)
+    names = SchedulerNames(args.scheduler, clients.update)
     templates = TemplateRenderer()
     prompts = PromptReader(templates, args.max_tokenize_bytes)
-    directory, metrics = ModelDirectory(clients), GatewayMetrics()
+    directory, metrics = ModelDirectory(clients.all), GatewayMetrics()
     grammars = GrammarChecker()
     servicer = InferenceServicer(
         directory,
@@ -230,7 +232,8 @@ async def serve(
     limits.start()
     if authenticator is not None:
         await authenticator.start()
-    tasks = [asyncio.create_task(client.run()) for client in clients]
+    names.start()
+    tasks = [asyncio.create_task(clients.run()), asyncio.create_task(names.run())]
     try:
         await _wait_ready(directory, changed, ready_within_s)
         await server.start()
@@ -240,7 +243,7 @@ async def serve(
         if http is not None:
             log.info("HTTP API at %s", await http.start())
         settle_gc()
-        schedulers = ", ".join(c.address for c in clients)
+        schedulers = ", ".join(dict.fromkeys(args.scheduler))
         log.info("%s listens on %s (%s); schedulers: %s", gateway_id, server.address, _security(tls), schedulers)
         tasks.append(asyncio.create_task(_keep_health(server, directory, changed)))
         await server.run_until_stopped(lambda: servicer.drain(args.drain_timeout_s))

@@ -24,6 +24,7 @@ N = TypeVar("N", int, float)
 
 SERVICES = ("gateway", "scheduler", "worker")
 OFF = "off"
+NAME_SCHEME = "dns:///"  # of a name whose addresses are all meant
 NO_SETTINGS = ("help", "config", "print-config")  # flags that a file cannot hold
 EPILOG = """
 Every flag can be set by environment and file: --max-waiting is QUIRE_MAX_WAITING in the environment, and max-waiting
@@ -308,6 +309,14 @@ def _address(text: str) -> str:
     return text
 
 
+def _scheduler_address(text: str) -> str:
+    if "://" in text or text.startswith(("dns:", "unix:")):
+        if not text.startswith(NAME_SCHEME) or "/" in text.removeprefix(NAME_SCHEME):
+            raise argparse.ArgumentTypeError(f"{text!r} is not host:port or {NAME_SCHEME}name:port")
+        return NAME_SCHEME + _address(text.removeprefix(NAME_SCHEME))
+    return _address(text)
+
+
 def _address_or_off(text: str) -> str:
     return OFF if text.lower() in (OFF, "") else _address(text)
 
@@ -325,5 +334,6 @@ def _size_bytes(text: str) -> int:
 
 
 address = Kind(_address, "host:port")
+scheduler_address = Kind(_scheduler_address, f"host:port, or {NAME_SCHEME}name:port for all addresses of a name")
 address_or_off = Kind(_address_or_off, "host:port or off")
 size_bytes = Kind(_size_bytes, "bytes, or with K, M, G, T for powers of 1024 (512M, 2G)")

@@ -14,15 +14,16 @@ from worker_svc.sim_executor import SimConfig
 EPILOG = """examples:
   quire-worker --model ./Qwen3-0.6B --scheduler 127.0.0.1:50052 --dtype bfloat16 --kv-cache-memory 2G
   quire-worker --model ./Qwen3-0.6B --scheduler sched-0:50052,sched-1:50052
+  quire-worker --model ./Qwen3-0.6B --scheduler dns:///schedulers.example.com:50052
   quire-worker --model ./Qwen3-0.6B --scheduler 127.0.0.1:50052 --executor sim --sim-step-ms 20
 """
 
 
 def _addresses(text: str) -> list[str]:
-    return [config.address(part.strip()) for part in text.split(",")]
+    return [config.scheduler_address(part.strip()) for part in text.split(",")]
 
 
-_ADDRESSES = config.Kind(_addresses, "host:port")
+_ADDRESSES = config.Kind(_addresses, config.scheduler_address.allowed)
 
 _AT_LEAST_0 = config.in_range(float, 0.0, 1e9)
 _AT_LEAST_1 = config.in_range(int, 1, 2**31 - 1)
@@ -163,7 +164,8 @@ def make_parser() -> argparse.ArgumentParser:
         action="append",
         metavar="HOST:PORT",
         help="scheduler to register with; several (repeat the flag or use commas) are replicas, and one leases this "
-        "worker; unset: wait until a scheduler leases this worker",
+        "worker; dns:///NAME:PORT: all addresses of NAME, looked up again every few seconds; unset: wait until a "
+        "scheduler leases this worker",
     )
     net.add_argument(
         "--advertise",

@@ -9,6 +9,7 @@ spreads workers over schedulers (rendezvous hashing of its id and their addresse
     all schedulers fail in this way                                       -> a growing pause, then the first again
     another scheduler has fewer workers (balance.py)                      -> drain here, then register there
 
+The schedulers may change at any time (svc_common/scheduler_names.py).
 The lease of a new scheduler fences the old lease. The new scheduler adopts the pool with its committed blocks.
 """
 
@@ -18,11 +19,10 @@ import asyncio
 import logging
 import random
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NoReturn, Protocol, TypeVar
 
 import grpc
-import xxhash
 from quire.internal.v1 import scheduler_pb2, scheduler_pb2_grpc
 from quire.v1 import types_pb2
 
@@ -31,12 +31,12 @@ from svc_common.silence import wait_for_peer
 from svc_common.tasks import cancel
 from svc_common.trust import certificate_problem
 from worker_svc.balance import Share, count_workers
+from worker_svc.candidates import FIRST_PAUSE_S, Candidate, Candidates
 from worker_svc.lifecycle import DRAINING, READY, Lifecycle
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-FIRST_PAUSE_S = 0.1
 MAX_PAUSE_S = 2.0
 REFUSED_PAUSE_S = 15.0
 OPEN_TIMEOUT_S = 3.0
@@ -80,17 +80,6 @@ class StreamEndedError(Exception):
     """The scheduler ended the stream without an error."""
 
 
-@dataclass(slots=True, eq=False)
-class Candidate:
-    """One scheduler, and when to try it again. Times are the event loop's."""
-
-    address: str
-    next_try_at: float = 0.0
-    next_return_at: float = 0.0
-    pause_s: float = FIRST_PAUSE_S
-    logged: set[str] = field(default_factory=set)
-
-
 @dataclass(frozen=True, slots=True)
 class End:
     """The end of a session. `was_used`: the session was steady, and its scheduler leased or stepped the worker."""
@@ -110,22 +99,18 @@ class End:
         return self.was_used and not self.is_silent and not self.is_refusal
 
 
-def preference(worker_id: str, schedulers: Sequence[str]) -> list[str]:
-    """The schedulers in this worker's order, which differs between workers. Adding one does not reorder the others."""
-    return sorted(set(schedulers), key=lambda address: xxhash.xxh3_64_intdigest(f"{worker_id}\n{address}".encode()))
-
-
 class Registration:
     """One worker's Register stream, to one scheduler at a time.
 
-    `run` lasts until its owner cancels it, or until the scheduler has released a draining worker.
+    `run` lasts until its owner cancels it, or until the scheduler has released a draining worker. `update` may add and
+    remove schedulers meanwhile; a session with a removed scheduler lasts until that scheduler ends it.
     `address_towards(scheduler)` gives the address where that scheduler reaches this worker; it may block.
     """
 
     def __init__(
         self,
         *,
-        schedulers: Sequence[str],
+        schedulers: Sequence[str] = (),
         worker_id: str,
         address_towards: Callable[[str], str],
         worker_epoch: int,
@@ -135,8 +120,9 @@ class Registration:
         busy_move_s: float = BUSY_MOVE_S,
         rng: random.Random | None = None,
         open_channel: OpenChannel = open_channel,
+        on_unavailable: Callable[[], None] = lambda: None,
     ) -> None:
-        self._candidates = [Candidate(address) for address in preference(worker_id, schedulers)]
+        self._candidates = Candidates(worker_id, schedulers)
         self._worker_id = worker_id
         self._address_towards = address_towards
         self._worker_epoch = worker_epoch
@@ -146,6 +132,7 @@ class Registration:
         self._busy_move_s = busy_move_s
         self._rng = rng or random.Random()
         self._open_channel = open_channel
+        self._on_unavailable = on_unavailable  # a scheduler was lost, or could not be reached
         self._acknowledgement = asyncio.Condition()
         self._acknowledged_state: types_pb2.WorkerState.ValueType = types_pb2.WORKER_STATE_UNSPECIFIED
         self._share = Share()
@@ -157,9 +144,13 @@ class Registration:
         """Registered somewhere."""
         return self.scheduler is not None
 
+    def update(self, schedulers: Sequence[str]) -> None:
+        """These are the schedulers of this worker now."""
+        self._candidates.update(schedulers)
+
     async def run(self) -> None:
         """Register, send heartbeats, and change schedulers."""
-        candidate = self._candidates[0]
+        candidate = await self._candidates.choose()
         while True:
             outcome = await self._session(candidate)
             async with self._acknowledgement:
@@ -183,15 +174,11 @@ class Registration:
 
     async def _next(self, candidate: Candidate, end: End) -> Candidate:
         """The next scheduler to try, after a pause if all must wait."""
-        now = asyncio.get_running_loop().time()
-        self._note_end(candidate, end, now)
-        if end.may_retry_first:
+        self._note_end(candidate, end, asyncio.get_running_loop().time())
+        if end.may_retry_first and candidate in self._candidates:
             return candidate  # it may have sequences that need this worker or its cached blocks
-        chosen = next((c for c in self._candidates if c.next_try_at <= now), None)
-        if chosen is None:
-            chosen = min(self._candidates, key=lambda c: c.next_try_at)
-            await asyncio.sleep(chosen.next_try_at - now)
-        return chosen
+        self._on_unavailable()
+        return await self._candidates.choose()
 
     def _note_end(self, candidate: Candidate, end: End, now: float) -> None:
         """Log the end unless it repeats an earlier one; set when to try this scheduler again."""

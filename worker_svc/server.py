@@ -21,7 +21,9 @@ from svc_common.errors import UnavailableError
 from svc_common.logs import setup_logging
 from svc_common.metrics import ServiceMetrics, make_registry
 from svc_common.own_certificate import certificate_files
+from svc_common.scheduler_names import SchedulerNames
 from svc_common.serve import BindError, GrpcServer, run_service, settle_gc
+from svc_common.tasks import cancel
 from svc_common.tracing import make_tracer
 from svc_common.trust import Trust, check_reach, make_trust
 from worker_svc.bundle import Bundle, ModelFolderError, read_bundle
@@ -139,16 +141,22 @@ class Worker:
         schedulers = scheduler_addresses(self._args)
         if not schedulers:
             return
-        self._registration = Registration(
-            schedulers=schedulers,
+        names = SchedulerNames(schedulers, lambda addresses: registration.update(addresses))
+        registration = self._registration = Registration(
             worker_id=self._args.worker_id,
             address_towards=lambda scheduler: self._args.advertise or reachable_address(address, towards=scheduler),
             worker_epoch=self._executor.worker_epoch,
             lifecycle=self._lifecycle,
             work=self._executor,
             open_channel=self._trust.channels_to("scheduler"),
+            on_unavailable=names.hurry,
         )
-        await self._registration.run()
+        names.start()
+        looking_up = asyncio.ensure_future(names.run())
+        try:
+            await registration.run()
+        finally:
+            await cancel(looking_up)
 
     def _cancel_if_failed(self, registering: asyncio.Future[None], serving: asyncio.Future[None]) -> None:
         if registering.cancelled() or (error := registering.exception()) is None:

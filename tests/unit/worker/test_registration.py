@@ -18,8 +18,9 @@ from svc_common.errors import ErrorInterceptor, StaleEpochError, UnavailableErro
 from worker_svc import balance as balance_module
 from worker_svc import registration as registration_module
 from worker_svc.balance import count_workers
+from worker_svc.candidates import preference
 from worker_svc.lifecycle import DRAINING, LOADING, READY, Lifecycle
-from worker_svc.registration import Registration, preference
+from worker_svc.registration import Registration
 
 HEARTBEAT_S = 0.05
 
@@ -388,3 +389,29 @@ async def test_unreachable_and_frozen_schedulers_report_no_number(impatient: Non
     frozen = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
     async with frozen:
         assert await count_workers(f"127.0.0.1:{frozen.sockets[0].getsockname()[1]}") is None
+
+
+async def test_schedulers_may_be_added_and_removed_while_the_worker_is_registered() -> None:
+    first, second = FakeScheduler(), FakeScheduler()
+    async with serve(second) as port_2, registered([], Lifecycle()) as registration:
+        async with serve(first) as port_1:
+            await asyncio.sleep(0.05)
+            assert registration.scheduler is None  # it waits for a scheduler, and does not end
+            registration.update([f"127.0.0.1:{port_1}"])
+            await until(lambda: registration.is_connected)
+            registration.update([f"127.0.0.1:{port_2}"])
+            await asyncio.sleep(3 * HEARTBEAT_S)
+            assert registration.scheduler == f"127.0.0.1:{port_1}"  # its session goes on
+        await until(lambda: registration.scheduler == f"127.0.0.1:{port_2}")
+        assert first.num_streams == 1
+
+
+async def test_a_lost_scheduler_is_reported() -> None:
+    reports: list[str] = []
+    scheduler = FakeScheduler()
+    options = {"on_unavailable": lambda: reports.append("lost")}
+    async with serve(scheduler) as port, registered(port, Lifecycle(), **options) as registration:
+        await until(lambda: registration.is_connected)
+        assert not reports
+        scheduler.refusal = "not this worker"
+        await until(lambda: bool(reports))
