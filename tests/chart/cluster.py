@@ -6,7 +6,7 @@
         cluster.address("r-quire-gateway", 50051) # address of a Service
 
 A pod of a StatefulSet keeps its address as long as the set exists, because the address represents its DNS name. Each
-new pod of a Deployment gets a new address.
+new pod of a Deployment gets a new address. The name of a headless Service has the addresses of its pods.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import asyncio
 import base64
 import functools
 import itertools
+import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -58,6 +59,7 @@ class Cluster:
         self._node = Node(folder, secrets or {})
         self._workloads: dict[str, Workload] = {}
         self._proxies: dict[str, ServiceProxy] = {}
+        self._headless: dict[str, Manifest] = {}  # specs of Services by name
         self._stable_addresses: dict[str, str] = {}
         self._addresses = (f"127.{64 + os.getpid() % 128}.{i // 250}.{i % 250 + 2}" for i in itertools.count())
         self._serial = itertools.count()
@@ -70,6 +72,15 @@ class Cluster:
             await proxy.close()
         for pod in self.pods():
             pod.kill()
+
+    async def lose_node(self, pod: Pod) -> None:
+        """The node of this pod is lost: the pod ends without notice, and its controller makes another one."""
+        pod.kill()
+        workload = next(w for w in self._workloads.values() if pod.name in w.pods)
+        del workload.pods[pod.name]
+        self._publish_names()
+        if workload.kind == "Deployment":  # a StatefulSet waits until the pod object is deleted
+            await self._scale(workload)
 
     @property
     def problems(self) -> list[str]:
@@ -111,12 +122,30 @@ class Cluster:
 
     async def _apply_service(self, service: Manifest) -> None:
         name = service["metadata"]["name"]
+        if service["spec"].get("clusterIP") == "None":
+            self._headless[f"{name}.{DOMAIN}"] = service["spec"]
+            self._publish_names()
         if service["spec"].get("clusterIP") == "None" or name in self._proxies:
             return
         proxy = ServiceProxy(service, self.pods)
         self._node.dns[f"{name}.{DOMAIN}"] = ip = next(self._addresses)
         self._proxies[name] = proxy
         await proxy.start(ip)
+
+    def _publish_names(self) -> None:
+        """Write the addresses of headless Services for the processes. A reader sees the old or the new file."""
+        names = {
+            name: [pod.ip for pod in self.pods() if self._is_in(pod, spec)] for name, spec in self._headless.items()
+        }
+        new = self._node.names_path.with_suffix(".new")
+        new.write_text(json.dumps(names))
+        new.replace(self._node.names_path)
+
+    @staticmethod
+    def _is_in(pod: Pod, spec: Manifest) -> bool:
+        return pod.labels.items() >= spec["selector"].items() and (
+            pod.is_ready or spec.get("publishNotReadyAddresses", False)
+        )
 
     def _name_pods(self, manifest: Manifest) -> None:
         """Registers DNS names of StatefulSet pods before the pods exist."""
@@ -164,11 +193,14 @@ class Cluster:
         ip = self._stable_addresses.get(name) or next(self._addresses)
         pod = workload.pods[name] = Pod(name, ip, workload.template, self._node)
         await pod.start()
+        self._publish_names()
         await pod.wait_ready()
+        self._publish_names()
 
     async def _stop(self, workload: Workload, name: str) -> None:
         await workload.pods[name].terminate()
         del workload.pods[name]
+        self._publish_names()
 
 
 class ServiceProxy:

@@ -8,7 +8,8 @@
 Replacements:
 
     pod network              a loopback address per pod instead of 0.0.0.0; ports do not change
-    cluster DNS              names ending in .svc.cluster.local are replaced by addresses from `Node.dns`
+    cluster DNS              names ending in .svc.cluster.local are replaced by addresses from `Node.dns`; those after
+                             dns:/// stay, and processes look them up in the file `Node.names_path`
     mounts                   a folder per volume; its mount path is replaced in arguments and variables
     images                   IMAGE_COMMANDS and IMAGE_PATHS; the environment has only our search paths
 
@@ -44,7 +45,8 @@ PROBE_S = 0.1
 EXIT_POLL_S = 0.02
 ENDPOINT_LAG_S = 0.5  # time for which a terminating pod still gets new connections
 IMAGE_PATHS = {"/opt/quire/demo-model": str(demo_model_dir())}
-DNS_NAME = re.compile(r"[a-z0-9.-]+\.svc\.cluster\.local")
+DNS_NAME = re.compile(r"(?P<kept>dns:///)?(?P<name>[a-z0-9.-]+\.svc\.cluster\.local)")
+NAMES_FOLDER = Path(__file__).resolve().parents[1] / "processes" / "names"
 VARIABLE = re.compile(r"\$\(([A-Za-z_][A-Za-z0-9_]*)\)")
 
 
@@ -57,6 +59,11 @@ class Node:
     config_maps: dict[str, dict[str, str]] = field(default_factory=dict)
     dns: dict[str, str] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
+
+    @property
+    def names_path(self) -> Path:
+        """The names that processes look up, with their addresses."""
+        return self.folder / "names.json"
 
 
 class Pod:
@@ -136,6 +143,11 @@ class Pod:
             return self.is_ready
         return asyncio.get_running_loop().time() - self.left_at < ENDPOINT_LAG_S
 
+    @property
+    def pids(self) -> list[int]:
+        """The processes of its containers."""
+        return [process.pid for process in self._processes.values()]
+
     def log(self) -> str:
         return "\n".join(path.read_text(errors="replace") for path in sorted(self._folder.glob("*.log")))
 
@@ -194,9 +206,14 @@ class Pod:
         variables = self._variables(container, mounts)
         words = [*container["command"], *container.get("args", [])]
         command = [self._translate(_expand(word, variables), mounts) for word in words]
-        environment = [f"{name}={value}" for name, value in (image_environment() | variables).items()]
+        environment = [f"{name}={value}" for name, value in self._environment(variables).items()]
         command = ["env", "-i", *environment, image_command(command[0]), *command[1:]]
         return start_child(command, self._folder / f"{container['name']}.log")
+
+    def _environment(self, variables: dict[str, str]) -> dict[str, str]:
+        search = ":".join(filter(None, (str(NAMES_FOLDER), os.environ.get("PYTHONPATH"))))
+        names = {"PYTHONPATH": search, "QUIRE_TEST_NAMES": str(self._node.names_path)}
+        return image_environment() | names | variables
 
     def _variables(self, container: Json, mounts: dict[str, str]) -> dict[str, str]:
         variables: dict[str, str] = {}
@@ -239,7 +256,7 @@ class Pod:
 
     def _translate(self, text: str, mounts: dict[str, str]) -> str:
         """Replaces addresses and paths of the cluster by local ones."""
-        text = DNS_NAME.sub(lambda name: self._resolve(name[0]), text)
+        text = DNS_NAME.sub(lambda found: found[0] if found["kept"] else self._resolve(found["name"]), text)
         paths = "|".join(map(re.escape, sorted(mounts, key=len, reverse=True)))
         text = re.sub(rf"(?<![\w/.-])({paths})(?![\w.-])", lambda path: mounts[path[0]], text)
         return re.sub(r"\b0\.0\.0\.0\b", self.ip, text)
@@ -318,8 +335,8 @@ def image_command(name: str) -> str:
 
 
 def image_environment() -> dict[str, str]:
-    """Search paths for programs and modules. Containers inherit no other variables of this process."""
-    return {name: os.environ[name] for name in ("PATH", "PYTHONPATH") if name in os.environ}
+    """The search path for programs. Containers inherit no other variables of this process."""
+    return {name: os.environ[name] for name in ("PATH",) if name in os.environ}
 
 
 def _expand(text: str, variables: dict[str, str]) -> str:

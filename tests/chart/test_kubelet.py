@@ -123,6 +123,55 @@ async def test_a_release_answers_scales_and_rolls_without_losing_a_token(tmp_pat
         assert [words for words in BUG_WORDS if words in cluster.logs()] == []
 
 
+ONE_GATEWAY: Values = {
+    "gateway": {
+        "replicas": 1,
+        "apiKeys": {"existingSecret": "", "testEntry": ""},
+        "tls": {"existingSecret": "", "clientCaSecret": ""},
+    },
+    "redis": {"enabled": False, "auth": {"existingSecret": ""}},
+    "trust": {"mode": "none"},
+}
+
+
+def with_schedulers(replicas: int) -> Objects:
+    return objects(pool(3), ONE_GATEWAY, {"scheduler": {"replicas": replicas}})
+
+
+async def test_schedulers_scale_and_a_lost_scheduler_node_is_replaced_without_a_worker_restart(tmp_path: Path) -> None:
+    async with Cluster(tmp_path) as cluster:
+        await cluster.apply(with_schedulers(1))
+        address = cluster.address("r-quire-gateway", PORTS["gateway"])
+        processes = pids(cluster)
+        async with await AsyncClient.connect(address, timeout_s=120.0) as client:
+            await until_ready(client, 3)
+            async with streaming(client):
+                await cluster.lose_node(cluster.pods("scheduler")[0])  # the only one
+                await until_spread(client, [3])
+                await cluster.apply(with_schedulers(2))
+                await until_spread(client, [1, 2])
+                await cluster.apply(with_schedulers(1))
+                await until_spread(client, [3])
+        assert pids(cluster) == processes
+        assert [p for p in cluster.problems if "scheduler" not in p] == [], cluster.logs()
+        assert [words for words in BUG_WORDS if words in cluster.logs()] == []
+
+
+def pids(cluster: Cluster) -> dict[str, list[int]]:
+    """The processes of gateways and workers."""
+    return {pod.name: pod.pids for pod in cluster.pods() if "scheduler" not in pod.name}
+
+
+async def until_spread(client: AsyncClient, counts: list[int]) -> None:
+    """Waits until exactly these numbers of workers are leased by the schedulers that the gateway knows."""
+    async with asyncio.timeout(60.0):
+        while True:
+            schedulers = (await client.status()).schedulers
+            if sorted(sum(w.state == "ready" for w in s.workers) for s in schedulers) == counts:
+                return
+            await asyncio.sleep(0.1)
+
+
 async def strangers(cluster: Cluster) -> AsyncIterator[str]:
     """The code that a process without a role gets from each scheduler and worker."""
     for part, module, method in (("scheduler", scheduler_pb2, "GetSchedulerStatus"), ("worker", worker_pb2, "Lease")):
@@ -315,9 +364,10 @@ async def tls_in_front_of(redis: RedisServer, authority: trustme.CA, port: int) 
 async def test_a_pod_that_fails_to_start_reports_its_log(tmp_path: Path) -> None:
     wrong: Any = objects({"gateway": {"extraArgs": ["--max-streams=0"]}})
     async with Cluster(tmp_path, {"redis-password": {"password": PASSWORD}}) as cluster:
+        gateway = wrong.get("Deployment", "gateway")
         with pytest.raises(ExceptionGroup) as failed:
-            await cluster.apply(Objects(tuple(m for m in wrong.manifests if m["kind"] != "StatefulSet"), ""))
-        assert failed.group_contains(LookupError, match="the cluster has no name r-quire-scheduler-demo-0")
+            await cluster.apply(Objects((gateway, *wrong.all("Service"), *wrong.all("Secret")), ""))
+        assert failed.group_contains(RuntimeError, match="--max-streams: 0 is outside")
 
 
 STUBBORN = """

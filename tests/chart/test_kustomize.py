@@ -11,7 +11,7 @@ from deploy.k8s.generate import BASE
 from svc_common.trust import ROLES
 from tests.chart.chart import NAMESPACE
 
-ADDRESS = re.compile(r"(?:--scheduler=|redis://)([^:/]+):")
+ADDRESS = re.compile(r"(?:--scheduler=dns:///|redis://)([a-z0-9.-]+):\d+")
 
 
 def read_base() -> list[dict[str, Any]]:
@@ -23,19 +23,14 @@ def read_base() -> list[dict[str, Any]]:
 
 def names_of(objects: list[dict[str, Any]]) -> set[str]:
     """The DNS names of these objects in their namespace."""
-    names = {manifest["metadata"]["name"] for manifest in objects if manifest["kind"] == "Service"}
-    for manifest in objects:
-        if manifest["kind"] == "StatefulSet":
-            pods = [f"{manifest['metadata']['name']}-{i}" for i in range(manifest["spec"]["replicas"])]
-            names |= {f"{pod}.{manifest['spec']['serviceName']}" for pod in pods}
-    return names
+    return {manifest["metadata"]["name"] for manifest in objects if manifest["kind"] == "Service"}
 
 
 def test_addresses_resolve_in_any_namespace() -> None:
     objects = read_base()
     text = yaml.safe_dump_all(objects)
     addresses = ADDRESS.findall(text)
-    assert set(addresses) == {"quire-scheduler-demo-0.quire-scheduler-demo", "quire-redis"}
+    assert set(addresses) == {"quire-scheduler-demo", "quire-redis"}
     assert set(addresses) <= names_of(objects)
     assert "default.svc" not in text
     assert "cluster.local" not in text

@@ -113,20 +113,44 @@ def test_ports_have_names_that_services_and_policies_use(path: Path) -> None:
 
 
 @every_scenario
-def test_schedulers_are_addressed_by_the_names_of_their_pods(path: Path) -> None:
+def test_schedulers_are_addressed_by_the_name_of_their_headless_service(path: Path) -> None:
     objects = render(read_values(path))
-    real = {
-        f"{s['metadata']['name']}-{i}.{s['spec']['serviceName']}.{NAMESPACE}.svc.cluster.local:50052"
-        for s in objects.all("StatefulSet")
+    services = {
+        f"dns:///{s['metadata']['name']}.{NAMESPACE}.svc.cluster.local:50052": s
+        for s in objects.all("Service")
         if s["metadata"]["labels"]["app.kubernetes.io/component"] == "scheduler"
-        for i in range(s["spec"]["replicas"])
     }
-    gateway = objects.get("Deployment", "gateway")
-    assert set(schedulers_of(gateway)) == real
+    assert all(s["spec"]["clusterIP"] == "None" and s["spec"]["publishNotReadyAddresses"] for s in services.values())
+    assert set(schedulers_of(objects.get("Deployment", "gateway"))) == services.keys()
     for worker in objects.all("StatefulSet"):
-        if worker["metadata"]["labels"]["app.kubernetes.io/component"] == "worker":
-            model = worker["metadata"]["labels"]["quire/model"]
-            assert set(schedulers_of(worker)) == {a for a in real if f"-scheduler-{model}-" in a}
+        model = worker["metadata"]["labels"]["quire/model"]
+        (address,) = schedulers_of(worker)
+        assert services[address]["spec"]["selector"]["quire/model"] == model
+
+
+def test_the_number_of_schedulers_is_in_no_other_pod() -> None:
+    """scheduler.replicas restarts no gateway and no worker."""
+    one, three = (render({"scheduler": {"replicas": replicas}}) for replicas in (1, 3))
+    assert one.get("Deployment", "scheduler-demo")["spec"].pop("replicas") == 1
+    assert three.get("Deployment", "scheduler-demo")["spec"].pop("replicas") == 3
+    assert list(one.pods()) == list(three.pods())
+
+
+def test_schedulers_and_gateways_leave_a_lost_node_soon() -> None:
+    """Pods without these tolerations stay bound to an unreachable node for five minutes."""
+    own = {"key": "node.kubernetes.io/unreachable", "operator": "Exists", "effect": "NoExecute"}
+    values = {"scheduler": {"nodeLostSeconds": 7}, "gateway": {"tolerations": [own]}}
+    objects = render(values)
+    lost = pod_of(objects.get("Deployment", "scheduler-demo"))["tolerations"]
+    assert {t["key"].rpartition("/")[2]: t["tolerationSeconds"] for t in lost} == {"unreachable": 7, "not-ready": 7}
+    kept = pod_of(objects.get("Deployment", "gateway"))["tolerations"]
+    assert [t for t in kept if t["key"] == own["key"]] == [own]  # the user's own toleration wins
+    (worker,) = objects.all("StatefulSet")
+    assert "tolerations" not in pod_of(worker)  # a StatefulSet does not replace them
+
+
+def pod_of(owner: dict[str, Any]) -> dict[str, Any]:
+    return dict(owner["spec"]["template"]["spec"])
 
 
 def schedulers_of(owner: dict[str, Any]) -> list[str]:

@@ -17,7 +17,7 @@ from tests.chart.chart import CHART, NAMESPACE, Manifest, Values, dig, render
 
 GATEWAY, SCHEDULER, WORKER, REDIS = (
     "Deployment gateway",
-    "StatefulSet scheduler-demo",
+    "Deployment scheduler-demo",
     "StatefulSet worker-cpu",
     "Deployment redis",
 )
@@ -88,7 +88,7 @@ COMMON = [
         "corp",
         GATEWAY,
         "arg --scheduler",
-        f"r-quire-scheduler-demo-0.r-quire-scheduler-demo.{NAMESPACE}.svc.corp:50052",
+        f"dns:///r-quire-scheduler-demo.{NAMESPACE}.svc.corp:50052",
     ),
     Case("ipFamily", "IPv6", GATEWAY, "arg --listen", "[::]:50051"),
     Case("ipFamily", "IPv6", SCHEDULER, "arg --health-listen", "[::]:50090"),
@@ -492,7 +492,7 @@ GATEWAYS = [
 
 SCHEDULERS = [
     Case("scheduler.replicas", 3, SCHEDULER, "spec.replicas", 3),
-    Case("scheduler.replicas", 3, WORKER, "count --scheduler", 3),
+    Case("scheduler.replicas", 3, WORKER, "count --scheduler", 1),
     Case("scheduler.drainSeconds", 11, SCHEDULER, "arg --drain-timeout-s", "11"),
     Case("scheduler.drainSeconds", 11, SCHEDULER, "pod.terminationGracePeriodSeconds", 26),
     Case("scheduler.image", "reg/s@sha256:0", SCHEDULER, "container.image", "reg/s@sha256:0"),
@@ -507,7 +507,7 @@ SCHEDULERS = [
 PLACEMENT = [
     ("resources", RESOURCES, "container.resources", RESOURCES),
     ("nodeSelector", {"n": "1"}, "pod.nodeSelector", {"n": "1"}),
-    ("tolerations", [TOLERATION], "pod.tolerations", [TOLERATION]),
+    ("tolerations", [TOLERATION], "pod.tolerations.0", TOLERATION),
     ("affinity", AFFINITY, "pod.affinity", AFFINITY),
     ("topologySpread", SPREAD, "pod.topologySpreadConstraints.0.topologyKey", "zone"),
     ("topologySpread", {"topologyKey": ""}, "pod.topologySpreadConstraints", None),
@@ -524,8 +524,13 @@ PLACED = [
     for name, value, path, expected in PLACEMENT
 ]
 
+PLACED += [
+    Case(f"{section}.nodeLostSeconds", 7, where, "pod.tolerations.0.tolerationSeconds", 7)
+    for section, where in (("gateway", GATEWAY), ("scheduler", SCHEDULER))
+]
+
 MODELS = [
-    Case("modelDefaults.name", "other", "StatefulSet scheduler-demo", "metadata.name", "r-quire-scheduler-demo"),
+    Case("modelDefaults.name", "other", SCHEDULER, "metadata.name", "r-quire-scheduler-demo"),
     Case("modelDefaults.servedName", "Org/Model", WORKER, "arg --model-name", "Org/Model"),
     Case("modelDefaults.servedName", "Org/Model", "Pod test", "spec.containers.0.args.1", "--model=Org/Model"),
     Case("modelDefaults.path", "/baked/in", WORKER, "arg --model", "/baked/in"),
@@ -886,7 +891,7 @@ def test_two_pools_of_one_model_differ() -> None:
     assert look(values, "StatefulSet worker-a", "pod.nodeSelector") == {"gpu": "a"}
     assert look(values, "StatefulSet worker-b", "pod.nodeSelector") is None
     assert look(values, "StatefulSet worker-b", "arg --max-num-seqs") == "8"
-    assert look(values, "StatefulSet scheduler-demo", "spec.replicas") == 1
+    assert look(values, SCHEDULER, "spec.replicas") == 1
 
 
 def test_null_in_an_entry_removes_a_key_of_the_defaults() -> None:

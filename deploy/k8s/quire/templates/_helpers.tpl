@@ -112,15 +112,10 @@ quire/{{ ternary "pool" "model" (eq $.component "worker") }}: {{ . | quote }}
 {{ toJson $pools }}
 {{- end -}}
 
-{{/* Addresses of a model's schedulers, as a JSON list. Pods of a StatefulSet have stable names. */}}
-{{- define "quire.schedulerAddresses" -}}
-{{- $set := printf "%s-scheduler-%s" (include "quire.fullname" .root) .model.name -}}
-{{- $addresses := list -}}
-{{- range until (int .model.scheduler.replicas) -}}
-{{- $host := printf "%s-%d.%s.%s.svc.%s" $set . $set $.root.Release.Namespace $.root.Values.clusterDomain -}}
-{{- $addresses = append $addresses (printf "%s:%d" $host (int $.root.Values.ports.scheduler)) -}}
-{{- end -}}
-{{ toJson $addresses }}
+{{/* The schedulers of a model: all addresses of their headless Service. Their number may change without a new flag. */}}
+{{- define "quire.schedulerAddress" -}}
+{{- $service := printf "%s-scheduler-%s" (include "quire.fullname" .root) .model.name -}}
+{{ printf "dns:///%s.%s.svc.%s:%d" $service .root.Release.Namespace .root.Values.clusterDomain (int .root.Values.ports.scheduler) }}
 {{- end -}}
 
 {{/* Shutdown times, all computed from drainSeconds. */}}

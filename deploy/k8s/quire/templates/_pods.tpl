@@ -30,7 +30,7 @@ priorityClassName: {{ . | quote }}
 nodeSelector:
   {{- toYaml . | nindent 2 }}
 {{- end }}
-{{- with .spec.tolerations }}
+{{- with include "quire.tolerations" .spec | fromJsonArray }}
 tolerations:
   {{- toYaml . | nindent 2 }}
 {{- end }}
@@ -49,6 +49,21 @@ topologySpreadConstraints:
         {{- include "quire.selectorLabels" $ | nindent 8 }}
 {{- end }}
 {{- end }}
+{{- end -}}
+
+{{/* The user's tolerations, and those that limit the time on a lost node, as a JSON list. */}}
+{{- define "quire.tolerations" -}}
+{{- $tolerations := .tolerations | default list -}}
+{{- $keys := list -}}
+{{- range $tolerations }}{{ $keys = append $keys .key }}{{ end -}}
+{{- if not (kindIs "invalid" .nodeLostSeconds) -}}
+{{- range list "node.kubernetes.io/not-ready" "node.kubernetes.io/unreachable" -}}
+{{- if not (has . $keys) -}}
+{{- $tolerations = append $tolerations (dict "key" . "operator" "Exists" "effect" "NoExecute" "tolerationSeconds" (int $.nodeLostSeconds)) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{ toJson $tolerations }}
 {{- end -}}
 
 {{/* Flags of all services. */}}
