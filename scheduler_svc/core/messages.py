@@ -42,6 +42,11 @@ class WorkerCapacity:
         """The largest sequence that an idle worker could run."""
         return SizeLimits(self.max_model_len, self.num_blocks * self.block_size)
 
+    @property
+    def max_encoder_tokens(self) -> int:
+        """The most encoder positions of a sequence: they fit in one step beside a decode of every other row."""
+        return self.max_num_batched_tokens - self.max_num_seqs + 1
+
 
 @dataclass(frozen=True, slots=True)
 class CachedBlock:

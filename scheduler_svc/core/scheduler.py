@@ -261,6 +261,8 @@ class Scheduler:
             if smallest is None or entry.num_needed_tokens < smallest[0]:
                 found = worker.find_room(entry.seq, self.config.watermark, self._measures.mean_output)
                 if not isinstance(found, Refusal):
+                    if plan.budget < entry.seq.group.num_encoder_tokens and not len(found.hits):
+                        break  # one step must hold all encoder positions; it is the first to get tokens of the next one
                     late = entry.seq.forks[found.num_forks :]
                     entry.seq.forks = entry.seq.forks[: found.num_forks]
                     planner.admit(entry.seq, found.hits, plan)

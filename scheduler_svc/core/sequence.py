@@ -136,8 +136,11 @@ class SequenceGroup:
 
     `owner` and `handle` identify the request for the caller (the gateway and the gateway's request) and are returned
     in Deltas. `sampling`, `banned_ids` and `bad_words_ids` are opaque to the core and reach the worker in RowOpen.
-    `root_key` separates digest chains (cache salt, adapter). `outputs` is the Continuation: the output tokens that each
-    sample already has.
+    `root_key` separates digest chains (cache salt, adapter, encoder input). `outputs` is the Continuation: the output
+    tokens that each sample already has.
+    With an encoder, the prompt begins with `num_encoder_tokens` positions, a whole number of blocks, that hold the keys
+    and values of cross-attention. One chunk computes all of them, and a prefix hit has all of them or none
+    (docs/adr/0052-encoder-positions.md). `encoder` is opaque and reaches the worker in RowOpen.
     `takes_over`: the request was accepted before and its stream was lost. It replaces a live group with the same
     request_id, unless the live group also took over and has another origin; then this request belongs to an older,
     delayed stream. `tenant_id`: the tenant whose share of the work the request counts against. With `beam_params`, the
@@ -156,6 +159,8 @@ class SequenceGroup:
     banned_ids: bytes = b""  # packed ids that cannot be sampled at output positions below `banned_before`
     banned_before: int = 0
     bad_words_ids: Seq[Any] = ()
+    num_encoder_tokens: int = 0  # 0: the model has no encoder
+    encoder: Any = None
     outputs: Seq[U32] = ()
     finished_samples: frozenset[int] = frozenset()  # samples of a Continuation that are complete
     takes_over: bool = False

@@ -52,6 +52,7 @@ class Request:
     ended_by_us: set[int] = field(default_factory=set)  # samples that the gateway ended
     num_cached: dict[int, int] = field(default_factory=dict)  # per sample, at its first admission
     beams: BeamParams | None = None
+    num_encoder_tokens: int = 0
 
     @property
     def is_done(self) -> bool:
@@ -116,6 +117,7 @@ class Cluster:
         root_key: bytes = b"",
         owner: int = 0,
         beams: BeamParams | None = None,
+        num_encoder_tokens: int = 0,
     ) -> Request:
         """A request with the answer of the oracle."""
         eos = self.config.eos_token_ids
@@ -136,6 +138,7 @@ class Cluster:
             priority=priority,
             expected=expected,
             beams=beams,
+            num_encoder_tokens=num_encoder_tokens,
             delivered=[[] for _ in range(n)],
             finished=[None] * n,
         )
@@ -171,6 +174,7 @@ class Cluster:
             outputs=[np.array(tokens, dtype=np.uint32) for tokens in request.delivered],
             finished_samples=frozenset(i for i, reason in enumerate(request.finished) if reason is not None),
             beam_params=request.beams,
+            num_encoder_tokens=request.num_encoder_tokens,
         )
 
     def _check_refusal(self, request: Request, error: Exception) -> None:
@@ -187,6 +191,7 @@ class Cluster:
         return (
             request.num_tokens <= c.max_model_len
             and ceil_div(request.num_tokens, c.block_size) <= c.num_blocks
+            and request.num_encoder_tokens <= c.max_encoder_tokens
             and request.num_sequences <= c.max_num_seqs
             and (request.beams is None or self._beam_blocks(request) <= c.num_blocks)
         )

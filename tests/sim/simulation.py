@@ -8,6 +8,7 @@ Everything random comes from the seed: the sizes, the requests, the order of eve
 
 from __future__ import annotations
 
+import hashlib
 import sys
 import time
 from collections import Counter
@@ -59,6 +60,8 @@ class Simulation:
         self.rng = rng = Random(seed)
         self._beam_rng = Random(f"beams {seed}")
         self._beam_rate = self._beam_rng.choice((0.0, 0.2, 0.6))
+        self._encoder_rng = Random(f"encoder {seed}")
+        self._encoder_rate = self._encoder_rng.choice((0.0, 0.0, 0.3, 1.0))
         self.num_events = self._num_arrived = self._next_epoch = 0
         self.setup = replace(self._choose_setup(), **changes)
         block_size = rng.choice((1, 2, 2, 3, 4, 4, 4, 8, 16))
@@ -113,6 +116,8 @@ class Simulation:
         num_blocks = rng.choice((rng.randint(2, longest), longest, longest + rng.randint(0, longest), 6 * longest))
         max_num_seqs = rng.randint(1, 8)
         budget = max_num_seqs + rng.choice((0, 1, 5, 20, 100))
+        if self._encoder_rate:
+            budget = max(budget, self._encoder_rng.choice((0, max_len)))
         self._next_epoch += 1
         return WorkerCapacity(
             worker_id, self._next_epoch, num_blocks, bs, max_num_seqs, budget, max_len,
@@ -148,6 +153,19 @@ class Simulation:
             return None
         width = rng.randint(2, 5)
         return BeamParams(width, rng.randint(1, width), rng.choice((0.0, 1.0, 2.0)), rng.choice(list(EarlyStopping)))
+
+    def _choose_encoder(self) -> list[int]:
+        """The encoder input of a request, often that of an earlier one. From a separate source, as `_choose_beams`."""
+        rng, bs = self._encoder_rng, self.cluster.block_size
+        if rng.random() >= self._encoder_rate:
+            return []
+        num_blocks = rng.randint(1, max(1, (self.cluster.max_model_len // bs) // 2))
+        tokens = [rng.randrange(self.cluster.vocab_size) for _ in range(num_blocks * bs)]
+        earlier = [request for request in self.cluster.requests.values() if request.num_encoder_tokens]
+        if earlier and rng.random() < 0.6:
+            request = rng.choice(earlier)
+            tokens = request.prompt[: request.num_encoder_tokens]
+        return tokens
 
     def _random_worker(self) -> SymbolicWorker:
         return self.rng.choice(list(self.cluster.workers.values()))
@@ -195,7 +213,9 @@ class Simulation:
     def _arrive(self) -> None:
         rng = self.rng
         self._num_arrived += 1
-        prompt = self._choose_prompt()
+        prompt, encoder = self._choose_prompt(), self._choose_encoder()
+        if encoder:
+            prompt = encoder + prompt[: max(1, self.cluster.max_model_len - 2 * len(encoder))]
         stop = self._choose_stop(len(prompt))
         beams = self._choose_beams(stop)
         request = self.cluster.make_request(
@@ -204,9 +224,10 @@ class Simulation:
             seed=rng.choice((7, rng.randrange(1 << 32))),
             n=rng.choice((1, 1, rng.randint(1, self.setup.max_n))),
             priority=rng.choice((0, 0, 0, -1, 1, 5)),
-            root_key=rng.choice(self._roots),
+            root_key=_root_key(rng.choice(self._roots), encoder),
             owner=rng.randrange(NUM_OWNERS),
             beams=beams,
+            num_encoder_tokens=len(encoder),
         )
         if rng.random() < 0.15 and beams is None:  # another scheduler served it until now
             request.delivered = [e.tokens[: rng.randint(0, len(e.tokens))] for e in request.expected]
@@ -260,9 +281,10 @@ class Simulation:
         self._next_epoch += 1
         width = max((request.num_sequences for request in c.open.values() if request.beams is not None), default=1)
         rows = max(4, width)
+        budget = rows + max((request.num_encoder_tokens for request in c.open.values()), default=0)
         c.join(
             WorkerCapacity(
-                "ample", self._next_epoch, longest * width, c.block_size, rows, rows + self.rng.randint(0, 20),
+                "ample", self._next_epoch, longest * width, c.block_size, rows, budget + self.rng.randint(0, 20),
                 c.max_model_len, vocab_size=c.vocab_size,
             ),
             is_lazy=self.setup.is_lazy,
@@ -275,6 +297,10 @@ class Simulation:
         lines = [f"seed {self.seed}: {self.setup}", f"config: {self.cluster.config}"]
         lines += [describe(event) for event in self.cluster.trace[-last:]]
         return "\n".join(lines)
+
+
+def _root_key(root: bytes, encoder: list[int]) -> bytes:
+    return hashlib.blake2b(bytes(encoder), key=root, digest_size=8).digest() if encoder else root
 
 
 def run_seed(

@@ -206,6 +206,9 @@ class SymbolicWorker:
         if (blocks >= self.capacity.num_blocks).any() or len(set(blocks.tolist())) != len(blocks):
             raise Violation(f"row {row} opens with a bad table {blocks.tolist()}")
         num_shared = -(-opened.num_computed_tokens // bs)
+        num_encoder = opened.group.num_encoder_tokens
+        if opened.fork_of_row is None and 0 < opened.num_computed_tokens < num_encoder:
+            raise Violation(f"row {row} starts from {opened.num_computed_tokens} of {num_encoder} encoder positions")
         if num_shared > len(blocks):
             raise Violation(f"row {row}: {opened.num_computed_tokens} computed tokens in {len(blocks)} blocks")
         self.is_open[row], self.group[row] = True, opened
@@ -353,7 +356,15 @@ class SymbolicWorker:
             raise Violation(f"rows {rows[beyond].tolist()} compute tokens that do not exist")
         if (ends > self.table_len[rows] * c.block_size).any():
             raise Violation(f"rows {rows.tolist()} compute tokens beyond their tables")
+        self._check_encoders(rows, ends)
         self._check_masks(batch, rows, (ends == self.history_len[rows]) | self.is_broken[rows])
+
+    def _check_encoders(self, rows: np.ndarray, ends: np.ndarray) -> None:
+        """An encoder is bidirectional: one chunk computes all its positions, and nothing else."""
+        for row, start, end in zip(rows.tolist(), self.num_computed_tokens[rows].tolist(), ends.tolist(), strict=True):
+            num_encoder = self.group[row].group.num_encoder_tokens
+            if start < num_encoder and (start, end) != (0, num_encoder):
+                raise Violation(f"row {row} computes positions {start} to {end}, its encoder has {num_encoder}")
 
     def _check_masks(self, batch: StepBatch, rows: np.ndarray, reaches_end: np.ndarray) -> None:
         if (batch.sample_mask & ~reaches_end).any():

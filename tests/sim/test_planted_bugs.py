@@ -242,7 +242,7 @@ def committed_before_the_answer(patch: Patch) -> None:
 
 @bug("opens with nothing to compute|was never opened for it")
 def whole_prompt_taken_from_the_cache(patch: Patch) -> None:
-    def match(original: Any, pool: BlockManager, digests: list[bytes], tokens: np.ndarray, limit: int) -> list[int]:
+    def match(original: Any, pool: BlockManager, digests: list[bytes], tokens: np.ndarray, *limits: int) -> list[int]:
         return original(pool, digests, tokens, len(tokens) // pool.block_size)
 
     wrap(patch, BlockManager, "match", match)
@@ -473,6 +473,37 @@ def scores_lost_at_a_preemption(patch: Patch) -> None:
 @bug("belongs to another request|no candidate of row|the oracle has|reads the wrong content|no progress")
 def moves_not_sent(patch: Patch) -> None:
     change_batches(patch, lambda b: replace(b, beam_rows=b.beam_rows[:0], beam_parents=b.beam_parents[:0]))
+
+
+# -- encoder positions -------------------------------------------------------------------------------------------------
+
+
+@bug("which another open row has|which other rows share|reads the wrong content|evicts a block before|no LRU queue")
+def encoder_blocks_freed_with_the_first_sample(patch: Patch) -> None:
+    def close(original: Any, worker: WorkerBooks, row: int) -> None:
+        group = worker.rows.sequence(row).group
+        blocks = worker.rows.table[row, : group.num_encoder_tokens // worker.capacity.block_size].astype(np.int64)
+        if len(blocks):
+            worker.pool.refs[blocks] = 1
+        original(worker, row)
+
+    wrap(patch, WorkerBooks, "_close", close)
+
+
+@bug("its encoder has")
+def encoder_computed_in_chunks(patch: Patch) -> None:
+    def chunk(original: Any, planner: StepPlanner, row: int, plan: StepPlan, num_encoder_tokens: int = 0) -> None:
+        original(planner, row, plan)
+
+    wrap(patch, StepPlanner, "_plan_chunk", chunk)
+
+
+@bug("starts from .* encoder positions")
+def part_of_the_encoder_positions_hit(patch: Patch) -> None:
+    def match(original: Any, pool: BlockManager, digests: list[bytes], tokens: np.ndarray, *limits: int) -> Any:
+        return original(pool, digests, tokens, limits[0])
+
+    wrap(patch, BlockManager, "match", match)
 
 
 # -- the tests ---------------------------------------------------------------------------------------------------------

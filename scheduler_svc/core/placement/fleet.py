@@ -84,6 +84,7 @@ class Fleet:
         lengths = [c.max_model_len for c in sizes]
         # Sequences within these limits could run on every worker.
         self._size_limits = SizeLimits(min(lengths, default=0), min(self._pool_tokens.tolist(), default=0))
+        self.most_encoder_tokens = max((c.max_encoder_tokens for c in sizes), default=0)
         steps = self._config.max_pending_prefill_steps
         self._max_pending = np.array([steps * c.max_num_batched_tokens for c in sizes], dtype=np.int64)
         self._is_open = np.array([not worker.is_draining for worker in workers], dtype=np.bool_)
@@ -200,7 +201,8 @@ class Fleet:
         """Workers that could run the sequence if they were idle."""
         eligible = self._is_open
         group = seq.group
-        if group.beam_params is not None or not self._size_limits.fits(len(group.prompt), group.stop.max_tokens):
+        is_special = group.beam_params is not None or group.num_encoder_tokens > 0
+        if is_special or not self._size_limits.fits(len(group.prompt), group.stop.max_tokens):
             eligible = eligible & np.array(
                 [could_run(seq, worker.capacity) for worker in self._workers], dtype=np.bool_
             )
@@ -250,7 +252,7 @@ class Fleet:
         version, last_pass, when = entry.cached_as_of
         if version != self._version:
             self.extend_digests(seq.digests, seq.data.token_ids(), seq.group.root_key)
-            entry.set_cached(self._num_cached(seq.digests, seq.max_cached_tokens))
+            entry.set_cached(self._num_cached(seq))
         elif now - when >= MAX_LOOKUP_AGE_S:
             self._recount(entry, range(len(self._workers)))
         else:
@@ -262,18 +264,20 @@ class Fleet:
     def _recount(self, entry: QueueEntry, positions: Iterable[int]) -> None:
         """Look up the cached tokens on these workers again. They seldom differ from those of the last lookup."""
         found, digests, max_cached = entry.num_cached_at, entry.seq.digests, entry.seq.max_cached_tokens
+        least = entry.seq.group.num_encoder_tokens
         has_changed = False
         for i in positions:
             before = int(found[i])
-            found[i] = count = self._workers[i].num_cached(digests, max_cached, before)
+            found[i] = count = self._workers[i].num_cached(digests, max_cached, before, least)
             has_changed |= count != before
         if has_changed:
             entry.set_cached(found)
 
-    def _num_cached(self, digests: list[bytes], max_cached: int) -> I64:
+    def _num_cached(self, seq: Sequence) -> I64:
         """Number of cached leading tokens on each worker. Most workers do not even hold the first block."""
+        digests, max_cached, least = seq.digests, seq.max_cached_tokens, seq.group.num_encoder_tokens
         first, at = digests[0] if digests else b"", zip(self._held, self._workers, strict=True)
-        counts = [worker.num_cached(digests, max_cached) if first in held else 0 for held, worker in at]
+        counts = [worker.num_cached(digests, max_cached, 0, least) if first in held else 0 for held, worker in at]
         return np.array(counts, dtype=np.int64)
 
     def extend_digests(self, digests: list[bytes], token_ids: U32, root_key: bytes) -> None:

@@ -112,6 +112,13 @@ class AdmissionControl:
                 f"sampling.n is {group.n}; must be at most {self._fleet.most_rows}, max_num_seqs of the largest worker",
                 field="sampling.n",
             )
+        if has_workers and group.num_encoder_tokens > (most := self._fleet.most_encoder_tokens):
+            raise NeverFitsError(
+                f"the encoder input takes {group.num_encoder_tokens} positions; must be at most {most}, because one "
+                "step computes all of them: send less, or start the workers with a higher --max-num-batched-tokens "
+                "(it must also hold a token of each other row, --max-num-seqs)",
+                field="prompt",
+            )
         if has_workers and group.beam_params is not None:
             self._check_beams(group, first.block_size)
 
@@ -145,7 +152,8 @@ class AdmissionControl:
         digests: list[bytes] = []
         self._fleet.extend_digests(digests, group.prompt, group.root_key)
         max_cached = group.max_cached_tokens(len(group.prompt))
-        num_cached = max(worker.num_cached(digests, max_cached) for worker in workers)
+        least = group.num_encoder_tokens
+        num_cached = max(worker.num_cached(digests, max_cached, 0, least) for worker in workers)
         own -= num_cached
         own_arrival = virtual_arrival(now, len(group.prompt) - num_cached, self._config.aging_tokens_per_s)
         ahead = queue.tokens_ahead(slot, group.priority, own_arrival)

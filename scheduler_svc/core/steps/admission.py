@@ -16,6 +16,7 @@ def could_run(seq: Sequence, capacity: WorkerCapacity) -> bool:
     """Whether an idle worker of this capacity could run the sequence. For a beam: all beams of its search."""
     group = seq.group
     fits = capacity.size_limits.fits(len(group.prompt), group.stop.max_tokens)
+    fits = fits and group.num_encoder_tokens <= capacity.max_encoder_tokens
     if group.beam_params is None:
         return fits
     most_blocks = beam_blocks(len(group.prompt), group.stop.max_tokens, group.num_sequences, capacity.block_size)

@@ -181,8 +181,9 @@ class StepPlanner:
         r.table[row, index] = block
         plan.tables.append((np.array([row]), np.array([index]), np.array([block])))
 
-    def _plan_chunk(self, row: int, plan: StepPlan) -> None:
-        count = min(self._rows.todo_of(row), plan.budget)
+    def _plan_chunk(self, row: int, plan: StepPlan, num_encoder_tokens: int = 0) -> None:
+        """Plan the next tokens of a row. `num_encoder_tokens`: the encoder positions, if the row begins with them."""
+        count = num_encoder_tokens or min(self._rows.todo_of(row), plan.budget)
         if count < 1:
             return
         plan.add(np.array([row]), np.array([count]), count)
@@ -251,14 +252,16 @@ class StepPlanner:
         tokens that it has in common with the first beam.
         """
         for beam in self._waiting_beams():
-            if plan.budget < 1 or self._num_unshared(beam) > self._pool.num_free:
+            hits = self._hits(beam)
+            num_first = 1 if len(hits) else max(1, beam.group.num_encoder_tokens)
+            if plan.budget < num_first or self._num_unshared(beam) > self._pool.num_free:
                 return
             first = beam.group.sequences[0]
             first.forks.remove(beam)
             self.books.num_reserved_rows -= 1
             if not first.forks and first.row is not None:
                 self.books.beams_to_open.discard(first.row)
-            self.admit(beam, self._hits(beam), plan)
+            self.admit(beam, hits, plan)
 
     def _waiting_beams(self) -> list[Sequence]:
         return [beam for row in self.books.beams_to_open for beam in self._rows.sequence(row).forks]
@@ -266,7 +269,8 @@ class StepPlanner:
     def _hits(self, seq: Sequence) -> I64:
         token_ids = seq.data.token_ids()
         self.books.extend_digests(seq)
-        return self._pool.match(seq.digests, token_ids, (len(token_ids) - 1) // self._capacity.block_size)
+        bs = self._capacity.block_size
+        return self._pool.match(seq.digests, token_ids, (len(token_ids) - 1) // bs, seq.group.num_encoder_tokens // bs)
 
     def _num_unshared(self, seq: Sequence) -> int:
         hits = self._hits(seq)
@@ -365,14 +369,14 @@ class StepPlanner:
 
     def admit(self, seq: Sequence, hits: I64, plan: StepPlan) -> None:
         """Give a waiting sequence a row and blocks after the cached `hits`, and plan its first tokens in this step."""
-        bs, token_ids = self._capacity.block_size, seq.data.token_ids()
+        bs, token_ids, num_hits = self._capacity.block_size, seq.data.token_ids(), len(hits)
         self._pool.hit(hits)
-        new_blocks = self._pool.allocate(ceil_div(len(token_ids), bs) - len(hits))
+        new_blocks = self._pool.allocate(ceil_div(len(token_ids), bs) - num_hits)
         blocks = np.concatenate((hits, new_blocks), dtype=np.uint32, casting="unsafe")
-        row = self._open_row(seq, token_ids, blocks, len(hits) * bs, plan)
+        row = self._open_row(seq, token_ids, blocks, num_hits * bs, plan)
         self.books.num_reserved_rows += len(seq.forks)
-        seq.count_cached(len(hits) * bs)
-        self._plan_chunk(row, plan)
+        seq.count_cached(num_hits * bs)
+        self._plan_chunk(row, plan, 0 if num_hits else seq.group.num_encoder_tokens)
 
     def _open_row(self, seq: Sequence, token_ids: U32, blocks: U32, num_computed: int, plan: StepPlan) -> int:
         limit = len(seq.group.prompt) + seq.group.stop.max_tokens

@@ -136,12 +136,13 @@ class WorkerBooks:
             ids = np.array([block.block_id for block in listed], dtype=np.int64)
             self.pool.adopt(ids, [block.digest for block in listed], np.array([block.token_ids for block in listed]))
 
-    def num_cached(self, digests: Seq[bytes], max_tokens: int, before: int = 0) -> int:
-        """Number of leading tokens of a sequence that are cached here; at most `max_tokens`. `before`: the result of an
-        earlier call.
+    def num_cached(self, digests: Seq[bytes], max_tokens: int, before: int = 0, least: int = 0) -> int:
+        """Number of leading tokens of a sequence that are cached here; at most `max_tokens`, and 0 if below `least`.
+        `before`: the result of an earlier call.
         """
         bs = self.capacity.block_size
-        return bs * self.pool.match_len(digests, max_tokens // bs, before // bs)
+        count = bs * self.pool.match_len(digests, max_tokens // bs, before // bs)
+        return count if count >= least else 0
 
     def extend_digests(self, seq: Sequence) -> None:
         """Compute the missing digests of a waiting sequence that is not in the queue."""
@@ -160,7 +161,8 @@ class WorkerBooks:
         if num_forks < num_forks_needed(seq):  # -1: no row is free
             return self.refuse()
         token_ids = seq.data.token_ids()
-        hits = self.pool.match(seq.digests, token_ids, seq.max_cached_tokens // bs)
+        least = seq.group.num_encoder_tokens // bs
+        hits = self.pool.match(seq.digests, token_ids, seq.max_cached_tokens // bs, least)
         num_saved = len(hits) - self.pool.num_unused(hits) if len(hits) else 0
         if ceil_div(len(token_ids), bs) - num_saved > self.pool.num_free:
             return self.refuse()
@@ -175,9 +177,10 @@ class WorkerBooks:
         rows = r.active()
         rows = rows[r.priority[rows] <= seq.group.priority]
         is_held = r.are_held(rows, self.capacity.num_blocks)
-        hits = self.pool.match(seq.digests, token_ids, seq.max_cached_tokens // self.capacity.block_size)
+        bs, least = self.capacity.block_size, seq.group.num_encoder_tokens // self.capacity.block_size
+        hits = self.pool.match(seq.digests, token_ids, seq.max_cached_tokens // bs, least)
         num_saved = int(np.count_nonzero(is_held[hits]))
-        num_blocks = ceil_div(len(token_ids), self.capacity.block_size) - num_saved + int(np.count_nonzero(is_held))
+        num_blocks = ceil_div(len(token_ids), bs) - num_saved + int(np.count_nonzero(is_held))
         num_rows = sum(1 + len(r.sequence(row).forks) for row in rows.tolist())
         num_forks = num_forks_needed(seq)
         if num_rows + num_forks >= self.capacity.max_num_seqs or num_blocks > self.capacity.num_blocks:

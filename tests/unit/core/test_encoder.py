@@ -1,0 +1,104 @@
+"""Requests whose prompt begins with encoder positions: one chunk computes them, and they are shared as a whole."""
+
+from __future__ import annotations
+
+import pytest
+
+from scheduler_svc.core.errors import NeverFitsError
+from scheduler_svc.core.messages import StepBatch
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.sequence import SequenceGroup
+from tests.builders import make_capacity, make_group, make_scheduler
+from tests.unit.core.test_scheduler import answer
+
+ENCODER = range(100, 116)  # 4 blocks of 4 tokens
+START = [7]
+
+
+def encoder_group(request_id: str, decoder: list[int] = START, **fields: object) -> SequenceGroup:
+    root_key = fields.pop("root_key", b"encoder")
+    options = {"max_tokens": 4, "ignore_eos": True} | fields
+    prompt = [*ENCODER, *decoder]
+    return make_group(prompt, request_id, num_encoder_tokens=len(ENCODER), root_key=root_key, **options)
+
+
+def step(scheduler: Scheduler) -> StepBatch:
+    """The next step of the only worker, answered."""
+    (batch,) = scheduler.schedule(0.0)
+    scheduler.update(answer(batch), 0.0)
+    scheduler.check_invariants()
+    return batch
+
+
+def query_lens(batch: StepBatch) -> dict[int, int]:
+    return dict(zip(batch.rows.tolist(), batch.query_lens.tolist(), strict=True))
+
+
+def test_the_encoder_is_a_chunk_of_its_own() -> None:
+    scheduler = make_scheduler()
+    scheduler.add_group(encoder_group("a", [7, 8, 9]), 0.0)
+    first, second = step(scheduler), step(scheduler)
+    assert query_lens(first) == {0: 16}
+    assert not first.sample_mask.any()
+    assert query_lens(second) == {0: 3}
+    assert second.sample_mask.all()
+
+
+def test_the_encoder_waits_for_a_step_that_holds_all_of_it() -> None:
+    scheduler = make_scheduler(make_capacity(max_num_seqs=4, max_num_batched_tokens=20))
+    scheduler.add_group(make_group(range(1, 31), "long", max_tokens=8, ignore_eos=True), 0.0)
+    first = step(scheduler)
+    scheduler.add_group(encoder_group("a"), 0.0)
+    assert [query_lens(batch) for batch in (first, step(scheduler), step(scheduler))] == [
+        {0: 20},
+        {0: 10},
+        {0: 1, 1: 16},
+    ]
+
+
+def test_samples_share_the_encoder_positions() -> None:
+    scheduler = make_scheduler()
+    scheduler.add_group(encoder_group("a", n=3), 0.0)
+    assert query_lens(step(scheduler)) == {0: 16}
+    second = step(scheduler)
+    assert [opened.block_table[:4].tolist() for opened in second.opens] == [[0, 1, 2, 3]] * 2
+    while scheduler.has_work:
+        assert max(step(scheduler).query_lens) == 1
+
+
+def test_a_request_with_the_same_encoder_input_does_not_compute_it() -> None:
+    scheduler = make_scheduler()
+    scheduler.add_group(encoder_group("a"), 0.0)
+    step(scheduler)
+    scheduler.add_group(encoder_group("b", [8, 9]), 0.0)
+    scheduler.add_group(encoder_group("c", root_key=b"another"), 0.0)
+    assert query_lens(step(scheduler)) == {0: 1, 1: 2, 2: 16}
+
+
+def test_a_part_of_the_encoder_positions_is_no_hit() -> None:
+    scheduler = make_scheduler(make_capacity(num_blocks=9), watermark=0.0)
+    scheduler.add_group(encoder_group("a", max_tokens=1), 0.0)
+    step(scheduler), step(scheduler)
+    scheduler.add_group(make_group(25, "evicts", max_tokens=1), 0.0)  # 7 of 9 blocks, so 2 of the 4 cached ones
+    step(scheduler)
+    scheduler.add_group(encoder_group("b", max_tokens=1), 0.0)
+    assert query_lens(step(scheduler)) == {0: 16}
+
+
+def test_an_encoder_input_that_no_step_holds_is_refused() -> None:
+    scheduler = make_scheduler(make_capacity(max_num_seqs=8, max_num_batched_tokens=20))
+    with pytest.raises(NeverFitsError, match="takes 16 positions; must be at most 13, ") as found:
+        scheduler.add_group(encoder_group("a"), 0.0)
+    assert found.value.field == "prompt"
+
+
+def test_a_preempted_request_computes_its_encoder_again_if_its_blocks_are_gone() -> None:
+    scheduler = make_scheduler(make_capacity(num_blocks=7), watermark=0.0)
+    scheduler.add_group(encoder_group("a", priority=5, max_tokens=8), 0.0)
+    step(scheduler), step(scheduler)
+    scheduler.add_group(make_group(27, "urgent", max_tokens=1), 0.0)
+    batches = []
+    while scheduler.has_work:
+        batches.append(query_lens(step(scheduler)))
+    assert scheduler.stats().counts.num_preemptions == 1
+    assert 16 in [max(lens.values(), default=0) for lens in batches]
