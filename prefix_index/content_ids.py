@@ -8,6 +8,7 @@ token ids in digests of prefixes and in comparisons of tokens: prefixes with dif
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 DIGEST_BYTES = 16
 FIRST_CONTENT_ID = 1 << 31
@@ -21,6 +22,12 @@ def content_digest(*parts: bytes) -> bytes:
         digest.update(len(part).to_bytes(8, "little"))
         digest.update(part)
     return digest.digest()
+
+
+def input_digest(kind: str, dtype: str, shape: Sequence[int], data: bytes) -> bytes:
+    """The digest of a carried input. `kind` and `dtype` are the lower-case names of the protocol."""
+    dimensions = b"".join(size.to_bytes(4, "little") for size in shape)
+    return content_digest(kind.encode(), dtype.encode(), dimensions, data)
 
 
 def content_ids(digest: bytes, length: int) -> bytes:

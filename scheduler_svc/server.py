@@ -188,6 +188,14 @@ def make_arguments() -> argparse.ArgumentParser:
         help="limit of tokens in the queue (prompts plus expected outputs); further requests get RESOURCE_EXHAUSTED",
     )
     parser.add_argument(
+        "--max-input-bytes",
+        type=size_bytes,
+        default="1G",
+        metavar="SIZE",
+        help="limit of the data of inputs that are not tokens (embeddings) of all open requests; further requests with "
+        "such inputs get RESOURCE_EXHAUSTED",
+    )
+    parser.add_argument(
         "--watermark",
         type=in_range(float, 0.0, 0.5),
         default=0.01,
@@ -279,6 +287,7 @@ def build(args: argparse.Namespace, trust: Trust) -> Parts:
     config = SchedulerConfig(
         max_waiting=args.max_waiting,
         max_waiting_tokens=args.max_waiting_tokens,
+        max_input_bytes=args.max_input_bytes,
         watermark=args.watermark,
         aging_s=args.aging_s,
         aging_tokens_per_s=args.aging_tokens_per_s,

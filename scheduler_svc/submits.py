@@ -30,6 +30,7 @@ from request_fields.grammar import has_grammar
 from request_fields.sizes import SizeLimits
 from scheduler_svc.columns import U32, WireError, u32_from_bytes, u32_to_bytes
 from scheduler_svc.core.sequence import SequenceGroup
+from scheduler_svc.inputs import check_inputs, check_vocab
 from svc_common.errors import InvalidRequestError, UnimplementedError
 from svc_common.tracing import valid_traceparent
 
@@ -67,7 +68,8 @@ class SubmitReader:
         """
         _check_request_id(submit.request_id)
         given = self._parameters(submit)
-        prompt = _prompt(submit.prompt_token_ids, self._vocab_size)
+        prompt = _prompt(submit.prompt_token_ids)
+        num_input_bytes = check_inputs(submit.inputs, prompt, self._info)
         with _field_errors():
             self._limits.resolve(len(prompt), given.stop.max_tokens)
         outputs, finished = _continuation(submit.continuation, given.n, given.stop.max_tokens, self._vocab_size)
@@ -86,6 +88,8 @@ class SubmitReader:
             banned_ids=given.banned_ids,
             banned_before=given.stop.min_tokens,
             bad_words_ids=given.bad_words_ids,
+            inputs=submit.inputs,
+            num_input_bytes=num_input_bytes,
             beam_params=given.beams,
             outputs=outputs,
             finished_samples=finished,
@@ -94,7 +98,7 @@ class SubmitReader:
             tenant_id=_tenant_id(submit.tenant_id),
             timeout_s=submit.deadline_ms / 1000 if submit.HasField("deadline_ms") else None,
             logprobs=_num_logprobs(submit, "logprobs", self._info),
-            prompt_logprobs=_num_logprobs(submit, "prompt_logprobs", self._info),
+            prompt_logprobs=_num_prompt_logprobs(submit, self._info),
             num_prompt_logprobs=max(1, submit.continuation.num_prompt_logprobs),
             traceparent=valid_traceparent(submit.traceparent) if submit.traceparent else "",
         )
@@ -147,23 +151,15 @@ def _field_errors() -> Iterator[None]:
         raise kind(str(error), field=error.field) from None
 
 
-def _prompt(data: bytes, vocab_size: int) -> U32:
+def _prompt(data: bytes) -> U32:
     if not data:
         raise InvalidRequestError(
             "prompt_token_ids is empty; a prompt needs at least 1 token", field="prompt_token_ids"
         )
     try:
-        prompt = u32_from_bytes(data, "prompt_token_ids")
+        return u32_from_bytes(data, "prompt_token_ids")
     except WireError as error:
         raise InvalidRequestError(str(error), field="prompt_token_ids") from None
-    _check_vocab(prompt, vocab_size, "prompt_token_ids")
-    return prompt
-
-
-def _check_vocab(token_ids: U32, vocab_size: int, field: str) -> None:
-    highest = int(token_ids.max(initial=0))
-    if highest >= vocab_size:
-        raise InvalidRequestError(f"{field} contains {highest}; ids must be below vocab_size {vocab_size}", field=field)
 
 
 def _root_key(cache_salt: str) -> bytes:
@@ -203,6 +199,15 @@ def _num_logprobs(
     num_top: int = getattr(submit, name)
     if num_top > (most := min(MAX_LOGPROBS, info.vocab_size)):
         raise InvalidRequestError(f"{name} is {num_top}; must be at most {most}", field=name)
+    return num_top
+
+
+def _num_prompt_logprobs(submit: scheduler_pb2.Submit, info: types_pb2.ModelInfo) -> int | None:
+    num_top = _num_logprobs(submit, "prompt_logprobs", info)
+    if num_top is not None and submit.inputs:
+        raise InvalidRequestError(
+            "prompt_logprobs cannot be combined with inputs: their positions have no token", field="prompt_logprobs"
+        )
     return num_top
 
 
@@ -268,7 +273,7 @@ def _continuation(
         _check_sample(sample, n, max_tokens, seen)
         seen.add(sample.index)
         outputs[sample.index] = np.array(sample.output_token_ids, dtype=np.uint32)
-        _check_vocab(outputs[sample.index], vocab_size, "continuation.samples.output_token_ids")
+        check_vocab(outputs[sample.index], vocab_size, "continuation.samples.output_token_ids")
     finished = frozenset(sample.index for sample in continuation.samples if sample.finished)
     if len(finished) == n:
         raise InvalidRequestError(

@@ -93,6 +93,7 @@ def _row_open_to_proto(row_open: RowOpen) -> worker_pb2.RowOpen:
         bad_words_ids=row_open.group.bad_words_ids,
         logprobs=row_open.group.logprobs,
         prompt_logprobs=row_open.prompt_logprobs,
+        inputs=row_open.inputs,
     )
 
 

@@ -11,13 +11,14 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from prefix_index.content_ids import content_ids, input_digest
 from request_fields.checks import default_sampling
 from worker_svc.engine.backend import I64
 from worker_svc.engine.batch import (
@@ -26,6 +27,7 @@ from worker_svc.engine.batch import (
     U32,
     Bools,
     Candidates,
+    CarriedInput,
     LogprobColumns,
     PromptLogprobs,
     RowErrorCode,
@@ -102,8 +104,9 @@ class SimRunner:
         self.info = info = _make_info(config)
         grammars = compiled_grammars(config.model_dir, info.vocab_size, info.eos_token_ids)
         self._rows = RowTable(
-            info.max_num_seqs, info.max_model_len, info.block_size, info.num_blocks, info.vocab_size, grammars
-        )
+            info.max_num_seqs, info.max_model_len, info.block_size, info.num_blocks, info.vocab_size, grammars,
+            hidden_size=info.hidden_size,
+        )  # fmt: skip
         self._planner = StepPlanner(self._rows, info)
         self._pool = SimPool(info.num_blocks, info.block_size)
         self._histories = Histories(info.max_num_seqs, info.max_model_len, info.block_size)
@@ -148,7 +151,7 @@ class SimRunner:
         self._rows.open(batch.opens, errors)
         for item in batch.opens:
             if item.row not in errors:
-                self._start_history(item.row)
+                self._start_history(item.row, item.inputs)
         self._rows.change_tables(batch.table_rows, batch.table_indices, batch.table_blocks, errors)
         self._pool.copy(batch.copy_src, batch.copy_dst)
         self._pool.commit(batch.commit_blocks, batch.commit_hashes)
@@ -157,9 +160,16 @@ class SimRunner:
             if row not in errors:
                 self._start_history(row)
 
-    def _start_history(self, row: int) -> None:
+    def _start_history(self, row: int, inputs: Sequence[CarriedInput] = ()) -> None:
+        """Sets the history of a row to its tokens. The positions of inputs follow from the data of the inputs, so that
+        KV of another input with the same ids differs.
+        """
         num_tokens = int(self._rows.num_tokens(np.array([row]))[0])
-        self._histories.set(row, self._rows.token_ids(np.full(num_tokens, row), np.arange(num_tokens)))
+        token_ids = self._rows.token_ids(np.full(num_tokens, row), np.arange(num_tokens))
+        for item in inputs:
+            found = content_ids(input_digest(item.kind, item.dtype, item.shape, item.data), item.length)
+            token_ids[item.start : item.start + item.length] = np.frombuffer(found, "<u4")
+        self._histories.set(row, token_ids)
 
     def _compute(
         self, plan: StepPlan, errors: RowErrors
@@ -412,4 +422,5 @@ def _make_info(config: EngineConfig) -> EngineInfo:
         numerics="sim",
         build="sim",
         quantize=config.quantize,
+        hidden_size=int(model.get("hidden_size") or 0),
     )

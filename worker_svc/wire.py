@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
-from quire.internal.v1 import logprobs_pb2, scheduler_pb2, worker_pb2
+from quire.internal.v1 import inputs_pb2, logprobs_pb2, scheduler_pb2, worker_pb2
 from quire.v1 import types_pb2
 
 from request_fields import checks
@@ -22,6 +22,7 @@ from worker_svc.engine.batch import (
     NO_RULES,
     U32,
     Bools,
+    CarriedInput,
     LogprobColumns,
     RowError,
     RowErrorCode,
@@ -39,6 +40,12 @@ ROW_ERROR_CODES = {
     RowErrorCode.NAN: worker_pb2.ROW_ERROR_CODE_NAN,
     RowErrorCode.BAD_INPUT: worker_pb2.ROW_ERROR_CODE_BAD_INPUT,
     RowErrorCode.INTERNAL: worker_pb2.ROW_ERROR_CODE_INTERNAL,
+}
+INPUT_KINDS = {inputs_pb2.INPUT_KIND_EMBEDDINGS: "embeddings"}
+INPUT_DTYPES = {
+    inputs_pb2.INPUT_DTYPE_FLOAT32: "float32",
+    inputs_pb2.INPUT_DTYPE_BFLOAT16: "bfloat16",
+    inputs_pb2.INPUT_DTYPE_FLOAT16: "float16",
 }
 DETERMINISM = {"exact": types_pb2.DETERMINISM_EXACT, "best_effort": types_pb2.DETERMINISM_BEST_EFFORT}
 
@@ -164,6 +171,20 @@ def _row_open_from_proto(field: str, row_open: worker_pb2.RowOpen) -> RowOpen:
         logprobs=row_open.logprobs if row_open.HasField("logprobs") else None,
         prompt_logprobs=row_open.prompt_logprobs if row_open.HasField("prompt_logprobs") else None,
         num_candidates=row_open.num_candidates,
+        inputs=tuple(map(_input_from_proto, row_open.inputs)),
+    )
+
+
+def _input_from_proto(carried: inputs_pb2.CarriedInput) -> CarriedInput:
+    """One input. The engine checks it, so that a bad input is an error of its row and not of the step."""
+    return CarriedInput(
+        kind=INPUT_KINDS.get(carried.kind, str(carried.kind)),
+        digest=carried.digest,
+        start=carried.start,
+        length=carried.length,
+        dtype=INPUT_DTYPES.get(carried.dtype, str(carried.dtype)),
+        shape=tuple(carried.shape),
+        data=carried.data,
     )
 
 
@@ -259,6 +280,7 @@ def model_info_to_proto(info: EngineInfo, bundle_digest: bytes) -> types_pb2.Mod
         numerics=info.numerics,
         kv_cache_dtype="" if info.kv_cache_dtype == "auto" else info.kv_cache_dtype,
         build=info.build,
+        hidden_size=info.hidden_size,
     )
 
 

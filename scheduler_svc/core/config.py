@@ -13,6 +13,7 @@ class SchedulerConfig:
 
     max_waiting: int = 1024  # sequences that may wait before new requests are refused
     max_waiting_tokens: int = 4 << 20  # tokens of prompts and expected outputs that may wait
+    max_input_bytes: int = 1 << 30  # data of inputs (images, embeddings) of all open requests
     watermark: float = 0.01  # fraction of a pool that admissions leave free, rounded down to whole blocks
     aging_s: float = 2.0  # a sequence passed over for longer reserves the workers that could run it
     max_bypass: int = 16  # sequences that may be passed over in one scan of the queue
@@ -37,6 +38,8 @@ class SchedulerConfig:
             raise ValueError(f"max_waiting is {self.max_waiting}; must be at least 1")
         if self.max_waiting_tokens < 1:
             raise ValueError(f"max_waiting_tokens is {self.max_waiting_tokens}; must be at least 1")
+        if self.max_input_bytes < 0:
+            raise ValueError(f"max_input_bytes is {self.max_input_bytes}; must be at least 0")
         if not 0 <= self.watermark < 1:
             raise ValueError(f"watermark is {self.watermark}; must be from 0 to below 1")
         if not self.aging_tokens_per_s > 0:

@@ -5,8 +5,10 @@ Arrays are numpy columns. Row, block and slot numbers are only meaningful for on
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -71,6 +73,7 @@ class RowOpen:
     fork_of_row: int | None = None
     num_candidates: int = 0  # above 0: the row is a beam; number of best continuations to return
     prompt_logprobs: int | None = None  # as in SequenceGroup, while prompt positions remain to be delivered
+    inputs: Seq[Any] = ()  # those whose positions are not all computed
 
 
 @dataclass(frozen=True, slots=True)

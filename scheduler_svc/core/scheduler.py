@@ -258,6 +258,9 @@ class Scheduler:
         for entry in candidates:
             if plan.budget < 1 or num_refused >= MAX_REFUSALS:
                 break
+            num_input_bytes = entry.seq.group.num_input_bytes
+            if num_input_bytes and not plan.has_room_for(num_input_bytes):
+                break
             if smallest is None or entry.num_needed_tokens < smallest[0]:
                 found = worker.find_room(entry.seq, self.config.watermark, self._measures.mean_output)
                 if not isinstance(found, Refusal):

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -53,6 +53,18 @@ TRANSITIONS: dict[SequenceStatus, set[SequenceStatus]] = {
 
 class IllegalTransitionError(RuntimeError):
     """A status change that the table does not allow: a bug in the scheduler."""
+
+
+class Carried(Protocol):
+    """An input that takes positions of a prompt in place of tokens. The core does not read its data."""
+
+    @property
+    def start(self) -> int:
+        """Its first position."""
+
+    @property
+    def length(self) -> int:
+        """Its number of positions."""
 
 
 @dataclass(slots=True)
@@ -141,6 +153,8 @@ class SequenceGroup:
     With an encoder, the prompt begins with `num_encoder_tokens` positions, a whole number of blocks, that hold the keys
     and values of cross-attention. One chunk computes all of them, and a prefix hit has all of them or none
     (docs/adr/0052-encoder-positions.md). `encoder` is opaque and reaches the worker in RowOpen.
+    `inputs` reach it in the same way, as far as their positions are not computed; `prompt` has content ids at these
+    positions.
     `takes_over`: the request was accepted before and its stream was lost. It replaces a live group with the same
     request_id, unless the live group also took over and has another origin; then this request belongs to an older,
     delayed stream. `tenant_id`: the tenant whose share of the work the request counts against. With `beam_params`, the
@@ -161,6 +175,8 @@ class SequenceGroup:
     bad_words_ids: Seq[Any] = ()
     num_encoder_tokens: int = 0  # 0: the model has no encoder
     encoder: Any = None
+    inputs: Seq[Carried] = ()  # in the order of their positions
+    num_input_bytes: int = 0  # size of their data
     outputs: Seq[U32] = ()
     finished_samples: frozenset[int] = frozenset()  # samples of a Continuation that are complete
     takes_over: bool = False
@@ -187,6 +203,10 @@ class SequenceGroup:
     def pending_prompt_logprobs(self) -> int | None:
         """`prompt_logprobs` while prompt positions remain to be delivered, else None."""
         return self.prompt_logprobs if self.num_prompt_logprobs < len(self.prompt) else None
+
+    def inputs_after(self, num_computed_tokens: int) -> Seq[Carried]:
+        """The inputs that are needed to compute the positions from `num_computed_tokens` on."""
+        return [carried for carried in self.inputs if carried.start + carried.length > num_computed_tokens]
 
     def max_cached_tokens(self, num_tokens: int) -> int:
         """The largest number of leading tokens that a sequence of `num_tokens` may take from the prefix cache. It must

@@ -30,10 +30,18 @@ class BackendUnavailableError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
+class Embedded:
+    """Input embeddings of some tokens of a step that are not those of the vocabulary."""
+
+    tokens: I64  # [E] ascending indices of the tokens
+    rows: torch.Tensor  # [E, hidden] in the number type of the model
+
+
+@dataclass(frozen=True, slots=True)
 class ForwardBatch:
     """The rows of one forward pass: B rows, T tokens, all valid."""
 
-    token_ids: I64  # [T]
+    token_ids: I64  # [T] a valid id also for tokens that `embedded` replaces
     positions: I32  # [T] of the rotation or the learned positions
     slots: I64  # [T] destinations of keys and values
     rows: I32  # [B] rows of `tables`
@@ -42,6 +50,7 @@ class ForwardBatch:
     tables: I32  # [max_num_seqs, max_blocks] block tables of all rows
     head_tokens: I64  # [S] tokens that need logits, ascending
     key_lens: I32 | None = None  # [B] if not causal: keys that each row sees. None: those of its tokens
+    embedded: Embedded | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,11 +42,24 @@ NO_RULES = TokenRules()
 
 
 @dataclass(frozen=True, slots=True)
+class CarriedInput:
+    """An input that takes positions of a prompt in place of vocabulary tokens. inputs.py checks it."""
+
+    kind: str  # embeddings: [length, hidden size]
+    digest: bytes
+    start: int  # first position
+    length: int  # number of positions
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes  # little-endian
+
+
+@dataclass(frozen=True, slots=True)
 class RowOpen:
     """Opens a row for a sequence, with everything that the engine needs to know about it."""
 
     row: int
-    token_ids: U32  # [num_tokens] prompt, then output; empty for a fork
+    token_ids: U32  # [num_tokens] prompt (content ids at positions of inputs), then output; empty for a fork
     prompt_len: int
     block_table: U32
     num_computed_tokens: int
@@ -60,6 +73,7 @@ class RowOpen:
     logprobs: int | None = None  # number of most likely tokens to return with each sampled token; None: no logprobs
     prompt_logprobs: int | None = None  # the same for prompt tokens that follow computed tokens
     num_candidates: int = 0  # above 0: the row is a beam; number of most likely tokens in each answer
+    inputs: tuple[CarriedInput, ...] = ()  # those whose positions are not all computed
 
 
 @dataclass(frozen=True, slots=True)

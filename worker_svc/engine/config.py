@@ -116,3 +116,4 @@ class EngineInfo:
     quantize: Quantization | None = None
     weights_digest: str = ""  # digest of the tensors' content; empty if no weights are loaded
     kv_cache_dtype: KvCacheDtype = "auto"  # auto: same as `dtype`
+    hidden_size: int = 0  # width of input embeddings that requests may carry; 0: none are accepted

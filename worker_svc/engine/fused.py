@@ -74,8 +74,8 @@ class _ModelStruct(ctypes.Structure):
 class _BatchStruct(ctypes.Structure):
     _fields_ = (
         *((name, _POINTER) for name in ("token_ids", "positions", "slots", "tables", "rows")),
-        *((name, _POINTER) for name in ("query_starts", "context_lens", "heads")),
-        *((name, _LONG) for name in ("num_tokens", "num_rows", "num_heads", "table_stride")),
+        *((name, _POINTER) for name in ("query_starts", "context_lens", "heads", "embedded_tokens", "embedded")),
+        *((name, _LONG) for name in ("num_tokens", "num_rows", "num_heads", "num_embedded", "table_stride")),
     )
 
 
@@ -149,7 +149,7 @@ class FusedModel:
             self._logits = self._logits.new_empty(num_logits, self._logits.shape[1])
 
     def _compute(self, batch: ForwardBatch, logits: int | None) -> None:
-        num_tokens, num_heads = len(batch.token_ids), len(batch.head_tokens)
+        num_tokens, num_heads, given = len(batch.token_ids), len(batch.head_tokens), batch.embedded
         if len(self._workspace) < num_tokens * self._workspace_bytes:
             self._workspace = torch.empty(num_tokens * self._workspace_bytes, dtype=torch.uint8)
         addresses = (
@@ -161,8 +161,10 @@ class FusedModel:
             address_of(batch.query_starts),
             address_of(batch.context_lens),
             address_of(batch.head_tokens),
+            *((None, None) if given is None else (address_of(given.tokens), given.rows.data_ptr())),
         )
-        struct = _BatchStruct(*addresses, num_tokens, len(batch.rows), num_heads, batch.tables.shape[1])
+        counts = num_tokens, len(batch.rows), num_heads, 0 if given is None else len(given.tokens)
+        struct = _BatchStruct(*addresses, *counts, batch.tables.shape[1])
         self._run(ctypes.byref(self._model), ctypes.byref(struct), logits, self._workspace.data_ptr())
 
 

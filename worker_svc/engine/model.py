@@ -123,6 +123,8 @@ class DecoderModel:
         x = self._parts.embedding[torch.from_numpy(batch.token_ids)]
         if self._config.embedding_scale != 1.0:
             x *= torch.tensor(self._config.embedding_scale, dtype=x.dtype)
+        if batch.embedded is not None:
+            x[torch.from_numpy(batch.embedded.tokens)] = batch.embedded.rows
         if self._parts.position_embedding is not None:
             x += self._parts.position_embedding[torch.from_numpy(batch.positions).long()]
         return x

@@ -30,6 +30,7 @@ from worker_svc.engine.batch import (
 from worker_svc.engine.beams import best_candidates, take_log_softmax
 from worker_svc.engine.checkpoint import Checkpoint
 from worker_svc.engine.config import ComputeDtype, EngineConfig, EngineInfo
+from worker_svc.engine.embedder import InputEmbedder
 from worker_svc.engine.features import check_features
 from worker_svc.engine.generation_config import eos_token_ids
 from worker_svc.engine.grammars import PendingMasks, compiled_grammars
@@ -118,8 +119,10 @@ class ModelRunner:
         self._model.fuse(self._pool)
         grammars = compiled_grammars(config.model_dir, model.vocab_size, eos_ids)
         self._rows = RowTable(
-            config.max_num_seqs, max_model_len, config.block_size, num_blocks, model.vocab_size, grammars
-        )
+            config.max_num_seqs, max_model_len, config.block_size, num_blocks, model.vocab_size, grammars,
+            hidden_size=model.hidden_size,
+        )  # fmt: skip
+        self._embedder = InputEmbedder(model.hidden_size, DTYPES[dtype])
         weights_digest = checkpoint.weights_digest()
         kind = cpu_numerics(self._backend.name, self._backend.arithmetic)
         self.info = EngineInfo(
@@ -142,6 +145,7 @@ class ModelRunner:
             numerics=kind,
             build=build(),
             quantize=config.quantize,
+            hidden_size=model.hidden_size,
         )
         self._planner = StepPlanner(self._rows, self.info)
         self._num_out_of_memory = 0  # consecutive steps
@@ -221,8 +225,13 @@ class ModelRunner:
         heads, logits_index = plan.sources, None
         if plan.has_forks:
             heads, logits_index = np.unique(plan.sources, return_inverse=True)
+        token_ids = self._rows.token_ids(plan.token_rows, plan.positions)
+        self._pool.write_tokens(plan.slots, token_ids)
+        embedded = self._embedder.embed(self._rows.input_spans(plan.rows, plan.context_lens, plan.ends, plan.starts))
+        if embedded is not None:
+            token_ids[embedded.tokens] = 0  # in place of content ids, which the vocabulary does not have
         forward = ForwardBatch(
-            token_ids=self._rows.token_ids(plan.token_rows, plan.positions),
+            token_ids=token_ids,
             positions=plan.positions.astype(np.int32),
             slots=plan.slots,
             rows=plan.rows.astype(np.int32),
@@ -230,8 +239,8 @@ class ModelRunner:
             context_lens=plan.context_lens.astype(np.int32),
             tables=self._rows.tables,
             head_tokens=plan.starts[heads + 1] - 1,
+            embedded=embedded,
         )
-        self._pool.write_tokens(forward.slots, forward.token_ids)
         masks = self._rows.start_masks(plan.sampling_rows, plan.sampled_positions)
         targets = self._rows.prompt_targets(plan.token_rows, plan.positions)
         prompts = None if targets is None else self._score_prompts(forward, targets, errors)

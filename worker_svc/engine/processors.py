@@ -8,7 +8,8 @@ same prompt and output gets the same logits. The steps in this order, all in flo
     3. bad_words           the last id of a sequence gets minus infinity if the output ends with the ids before it
     4. banned_ids          minus infinity at output positions below `banned_before` (min_tokens)
     5. logit_bias          added
-    6. repetition_penalty  for each id in prompt or output: divides a positive logit, multiplies others
+    6. repetition_penalty  for each id in prompt or output: divides a positive logit, multiplies others; content ids of
+                           the prompt are no ids of the vocabulary and have no effect
     7. frequency_penalty   for each id in the output: penalty * number of occurrences is subtracted
     8. presence_penalty    for each id in the output: penalty is subtracted once
 
@@ -98,7 +99,7 @@ def process_logits(logits: F32, asked: RowProcessing, prompt: U32, output: U32) 
 
 def _penalize(logits: F32, params: SamplingParams, prompt: U32, output: U32) -> None:
     repetition = np.float32(params.repetition_penalty)
-    seen = np.union1d(prompt, output)
+    seen = np.union1d(prompt[prompt < len(logits)], output)
     values = logits[seen]
     logits[seen] = np.where(values > 0, values / repetition, values * repetition)
     ids, counts = np.unique(output, return_counts=True)

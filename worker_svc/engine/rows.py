@@ -18,6 +18,7 @@ from worker_svc.engine.backend import I32, I64, SamplingColumns
 from worker_svc.engine.batch import U32, Bools, RowError, RowErrorCode, RowOpen, StepBatch
 from worker_svc.engine.beams import BeamLines
 from worker_svc.engine.grammars import CompiledGrammars, PendingMasks, RowGrammars
+from worker_svc.engine.inputs import InputSpan, InputTable
 from worker_svc.engine.logprobs import Asked, LogprobTable, PromptTargets
 from worker_svc.engine.processors import ProcessedRows, ProcessorTable
 
@@ -67,8 +68,9 @@ class RowTable:
         compiled: CompiledGrammars | None = None,
         *,
         serves_beams: bool = True,
+        hidden_size: int = 0,
     ) -> None:
-        """Without `compiled`, rows with a grammar are rejected."""
+        """Without `compiled`, rows with a grammar are rejected; without `hidden_size`, rows with inputs are."""
         self._serves_beams = serves_beams
         self._max_num_seqs = max_num_seqs
         self._max_model_len = max_model_len
@@ -89,6 +91,7 @@ class RowTable:
         self._processors = ProcessorTable(self._tokens, vocab_size)
         self._grammars = None if compiled is None else RowGrammars(compiled, self._tokens, vocab_size)
         self._logprobs = LogprobTable(max_num_seqs, vocab_size)
+        self._inputs = InputTable(max_num_seqs, vocab_size, hidden_size)
         self._generations: I64 = np.zeros(max_num_seqs, np.int64)  # number of times that each row was opened
         self._nth_in_batch: I64 = np.zeros(max_num_seqs, np.int64)  # valid for rows that were just written
         self._indices: I64 = np.arange(max_num_seqs)
@@ -104,6 +107,7 @@ class RowTable:
         if self._grammars is not None:
             self._grammars.reset()
         self._logprobs.reset()
+        self._inputs.reset()
 
     def close(self, rows: U32) -> None:
         """Closes rows; a closed row stays closed."""
@@ -112,6 +116,7 @@ class RowTable:
         if self._grammars is not None:
             self._grammars.close(rows)
         self._logprobs.close(rows)
+        self._inputs.close(rows)
 
     # Opening
 
@@ -132,6 +137,7 @@ class RowTable:
             return f"row {item.row} is already open; close it first"
         return (
             self._history_refusal(item)
+            or self._inputs.refusal(item)
             or self._table_refusal(item.block_table)
             or self._candidates_refusal(item)
             or self._processors.refusal(item)
@@ -157,8 +163,6 @@ class RowTable:
             return f"prompt_len {item.prompt_len} is beyond the {num_tokens} known tokens"
         if not 0 <= item.num_computed_tokens <= num_tokens:
             return f"num_computed_tokens {item.num_computed_tokens} is beyond the {num_tokens} known tokens"
-        if len(item.token_ids) and int(item.token_ids.max()) >= self._vocab_size:
-            return f"token id {int(item.token_ids.max())} is not below the vocabulary size {self._vocab_size}"
         return None
 
     def _table_refusal(self, table: U32) -> str | None:
@@ -203,6 +207,7 @@ class RowTable:
         if self._grammars is not None:
             self._grammars.open(item)
         self._logprobs.open(item)
+        self._inputs.open(item)
 
     # Table changes
 
@@ -355,6 +360,10 @@ class RowTable:
     def token_ids(self, rows: I64, positions: I64) -> I64:
         """The known tokens at (row, position)."""
         return self._tokens[rows, positions].astype(np.int64)
+
+    def input_spans(self, rows: I64, context_lens: I64, ends: I64, starts: I64) -> list[InputSpan]:
+        """The inputs at the positions that a step computes; see `InputTable.spans`."""
+        return self._inputs.spans(rows, context_lens, ends, starts)
 
     def num_tokens(self, rows: I64) -> I64:
         """The number of known tokens of each row."""

@@ -69,6 +69,8 @@ class AdmissionControl:
                 f"request_id {group.request_id!r} is in flight; use another request_id or wait until it ends"
             )
         self._check_queue(group)
+        if group.num_input_bytes:
+            self._check_inputs(group)
         if not len(group.prompt):
             raise NeverFitsError("the prompt is empty; send at least one token", field="prompt")
         self._check_size(group)
@@ -96,6 +98,16 @@ class AdmissionControl:
             raise QueueFullError(
                 f"the queue is full: {queue.expected_tokens} tokens are waiting, this request adds {new}, and the "
                 f"limit is {self._config.max_waiting_tokens}; retry later"
+            )
+
+    def _check_inputs(self, group: SequenceGroup) -> None:
+        """The scheduler keeps the inputs of a request until it ends, because a worker may fail at any time."""
+        held, limit = self._requests.num_input_bytes, self._config.max_input_bytes
+        factor = RETURNING_FACTOR if group.takes_over else 1
+        if held + group.num_input_bytes > factor * limit:
+            raise QueueFullError(
+                f"the inputs of open requests have {held} bytes, this request adds {group.num_input_bytes}, and the "
+                f"limit is {limit} (--max-input-bytes of the scheduler); retry later"
             )
 
     def _check_size(self, group: SequenceGroup) -> None:

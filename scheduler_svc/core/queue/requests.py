@@ -42,6 +42,7 @@ class Requests:
         self.share = FairShare()
         self.waiting = WaitingQueue(self.share)
         self.priorities: Counter[int] = Counter()  # number of live groups per priority
+        self.num_input_bytes = 0  # data of the inputs of live groups
         self._config = config
         self._workers = workers
         self._fleet = fleet
@@ -63,6 +64,7 @@ class Requests:
             group.search = BeamSearch(group.beam_params, group.stop, self._config.eos_token_ids)
         self.groups[group.request_id] = group
         self.priorities[group.priority] += 1
+        self.num_input_bytes += group.num_input_bytes
         finished = [self._end_early(seq) for seq in group.sequences if self._stops.is_complete(seq)]
         fresh = [seq for seq in group.sequences if not seq.is_finished and not len(seq.data.output)]
         if fresh:
@@ -214,6 +216,7 @@ class Requests:
         if not all(seq.is_finished for seq in group.sequences) or self.groups.pop(group.request_id, None) is None:
             return
         self.share.leave(group.tenant_slot)
+        self.num_input_bytes -= group.num_input_bytes
         self.priorities[group.priority] -= 1
         if not self.priorities[group.priority]:
             del self.priorities[group.priority]

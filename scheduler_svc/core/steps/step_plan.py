@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from request_fields.inputs import MAX_INPUT_BYTES
 from scheduler_svc.core.blocks.block_manager import Fill
 from scheduler_svc.core.messages import EMPTY, RowOpen, StepBatch
 from scheduler_svc.core.steps.decode_run import Members
@@ -35,6 +36,7 @@ class StepPlan:
     copies: list[tuple[int, int]] = field(default_factory=list)  # (from, to)
     fills: list[tuple[int, list[Fill]]] = field(default_factory=list)  # per row, the blocks that its chunk completes
     num_prompt_tokens: int = 0  # in chunks of several tokens
+    num_input_bytes: int = 0  # data of the inputs of opened rows
     run: Members | None = None  # its rows precede all other rows, and its table changes all others
     num_decode: int = 0  # number of rows with one token each that are not in the run; they precede the remaining rows
 
@@ -42,6 +44,10 @@ class StepPlan:
         self.rows.append(rows)
         self.query_lens.append(query_lens)
         self.budget -= num_tokens
+
+    def has_room_for(self, num_input_bytes: int) -> bool:
+        """Whether the message of the step has room for inputs of this size. The inputs of the first row always fit."""
+        return not self.num_input_bytes or self.num_input_bytes + num_input_bytes <= MAX_INPUT_BYTES
 
 
 class BeamMoves(NamedTuple):

@@ -254,7 +254,9 @@ class StepPlanner:
         for beam in self._waiting_beams():
             hits = self._hits(beam)
             num_first = 1 if len(hits) else max(1, beam.group.num_encoder_tokens)
-            if plan.budget < num_first or self._num_unshared(beam) > self._pool.num_free:
+            if plan.budget < num_first or not plan.has_room_for(beam.group.num_input_bytes):
+                return
+            if self._num_unshared(beam) > self._pool.num_free:
                 return
             first = beam.group.sequences[0]
             first.forks.remove(beam)
@@ -381,6 +383,8 @@ class StepPlanner:
     def _open_row(self, seq: Sequence, token_ids: U32, blocks: U32, num_computed: int, plan: StepPlan) -> int:
         limit = len(seq.group.prompt) + seq.group.stop.max_tokens
         row = self._rows.open(seq, token_ids, blocks, num_computed, limit)
+        inputs = seq.group.inputs_after(num_computed) if seq.group.num_input_bytes else ()
+        plan.num_input_bytes += seq.group.num_input_bytes if inputs else 0
         self.books.prefilling.add(row)
         seq.move_to(SequenceStatus.RUNNING)
         seq.worker_id, seq.row = self._capacity.worker_id, row
@@ -395,6 +399,7 @@ class StepPlanner:
                 num_computed_tokens=num_computed,
                 num_candidates=self._num_candidates(seq),
                 prompt_logprobs=seq.group.pending_prompt_logprobs,
+                inputs=inputs,
             )
         )
         return row

@@ -10,7 +10,17 @@ import torch
 
 from request_fields.fields import SamplingParams
 from request_fields.grammar import Grammar
-from worker_svc.engine.batch import NO_RULES, U32, LogprobColumns, RowError, RowOpen, StepBatch, StepOutput, TokenRules
+from worker_svc.engine.batch import (
+    NO_RULES,
+    U32,
+    CarriedInput,
+    LogprobColumns,
+    RowError,
+    RowOpen,
+    StepBatch,
+    StepOutput,
+    TokenRules,
+)
 from worker_svc.engine.model_runner import ModelRunner
 
 GREEDY = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
@@ -97,6 +107,7 @@ class Driver:
         grammar: Grammar | None = None,
         logprobs: int | None = None,
         prompt_logprobs: int | None = None,
+        inputs: tuple[CarriedInput, ...] = (),
     ) -> Row:
         """Opens a row in the next step. `shared` are full blocks whose keys and values are already computed."""
         tokens, blocks = [*prompt, *output], list(shared or ())
@@ -105,7 +116,7 @@ class Driver:
         self._opens.append(
             RowOpen(row, np.array(tokens, np.uint32), len(prompt), np.array(state.blocks, np.uint32), state.computed,
                     sampling, sample_index, banned_ids=u32(*banned), banned_before=banned_before,
-                    rules=rules, grammar=grammar, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+                    rules=rules, grammar=grammar, logprobs=logprobs, prompt_logprobs=prompt_logprobs, inputs=inputs)
         )  # fmt: skip
         self.rows[row] = state
         return state

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import re
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,17 @@ from tokenizers import Tokenizer
 
 from request_fields.fields import SamplingParams
 from request_fields.grammar import Grammar, GrammarKind
-from worker_svc.engine.batch import EMPTY, NO_RULES, RowErrorCode, RowOpen, StepBatch, StepOutput, TokenRules
+from tests.carried import random_embeddings, with_content_ids
+from worker_svc.engine.batch import (
+    EMPTY,
+    NO_RULES,
+    CarriedInput,
+    RowErrorCode,
+    RowOpen,
+    StepBatch,
+    StepOutput,
+    TokenRules,
+)
 from worker_svc.engine.config import EngineConfig
 from worker_svc.sim_executor import SimConfig, SimRunner, digest_terms, mix
 from worker_svc.sim_tokens import (
@@ -64,6 +74,7 @@ class Row:
     rules: TokenRules = NO_RULES
     penalties: tuple[float, float, float] = (1.0, 0.0, 0.0)
     grammar: Grammar | None = None
+    inputs: tuple[CarriedInput, ...] = ()
 
     def __post_init__(self) -> None:
         self.prompt_len = self.prompt_len or len(self.tokens)
@@ -74,7 +85,7 @@ class Row:
         return RowOpen(
             self.row, u32(self.tokens), self.prompt_len, blocks, self.computed, sampling, self.sample_index,
             banned_ids=u32(list(self.banned)), banned_before=self.banned_before, rules=self.rules,
-            grammar=self.grammar,
+            grammar=self.grammar, inputs=self.inputs,
         )  # fmt: skip
 
 
@@ -371,3 +382,42 @@ def test_a_grammar_constrains_only_its_row() -> None:
     again = Driver()
     moved = Row(1, [5, 6, 7, *ids[:2]], list(range(8)), prompt_len=3, grammar=words)
     assert again.generate(moved, len(ids)) == ids
+
+
+# -- inputs besides tokens ---------------------------------------------------------------------------------------------
+
+
+def test_a_prefix_with_an_input_is_shared_by_rows_with_the_same_input() -> None:
+    driver = Driver()
+    hidden = driver.runner.info.hidden_size
+    item = random_embeddings(9, hidden, start=2)
+    prompt = with_content_ids(make_prompt(18), item)
+    first = Row(0, list(prompt), list(range(8)), inputs=(item,))
+    expected = sim_output(prompt, 6, VOCABULARY, seed=7)
+    assert driver.generate(first, 6) == expected
+    hit = Row(1, list(prompt), [0, 1, 2, 20, 21, 22], computed=12)
+    partial = Row(2, list(prompt), [0, 30, 31, 32, 33, 34], computed=4, inputs=(item,))
+    assert driver.generate(hit, 6) == driver.generate(partial, 6) == expected
+
+
+def test_a_hit_on_the_blocks_of_another_input_is_detected() -> None:
+    """As if content ids did not depend on the content: another input has the ids of the first one."""
+    driver = Driver()
+    hidden = driver.runner.info.hidden_size
+    item, other = (random_embeddings(9, hidden, seed=seed, start=2) for seed in (0, 1))
+    prompt = with_content_ids(make_prompt(18), item)
+    driver.generate(Row(0, list(prompt), list(range(8)), inputs=(replace(other, digest=item.digest),)), 2)
+    row = Row(1, list(prompt), [0, 1, 2, 20, 21, 22], computed=12)
+    (error,) = driver.step([(row, 6)], [row.open()]).errors
+    assert (error.row, error.code) == (1, RowErrorCode.INTERNAL)
+    assert "differs from this row's prefix at position 2" in error.message
+
+
+def test_a_row_whose_input_is_lost_fails() -> None:
+    """As if a preempted row were opened again without its inputs."""
+    driver = Driver()
+    prompt = with_content_ids(make_prompt(18), random_embeddings(9, driver.runner.info.hidden_size, start=2))
+    row = Row(1, list(prompt), [0, 1, 2, 20, 21], computed=8)
+    (error,) = driver.step([(row, 10)], [row.open()]).errors
+    assert (error.row, error.code) == (1, RowErrorCode.BAD_INPUT)
+    assert "no input has this position" in error.message

@@ -40,8 +40,10 @@ struct Batch {
   const int32_t* positions;
   const int64_t* slots;
   const int32_t *tables, *rows, *query_starts, *context_lens;
-  const int64_t* heads;  // tokens that need logits, ascending
-  int64_t num_tokens, num_rows, num_heads, table_stride;
+  const int64_t* heads;            // tokens that need logits, ascending
+  const int64_t* embedded_tokens;  // tokens whose embeddings are given
+  const void* embedded;            // [num_embedded, hidden]
+  int64_t num_tokens, num_rows, num_heads, num_embedded, table_stride;
 };
 
 // The workspace of a step: contiguous parts, each with num_tokens rows.
@@ -97,6 +99,8 @@ struct Forward {
     for (int64_t t = 0; t < b.num_tokens; t++)
       memcpy(p.x + t * bytes, (const char*)m.embedding + b.token_ids[t] * bytes, bytes);
     if (m.embedding_scale != 1.f) scale_rows(pass, int(m.is_bf16), p.x, b.num_tokens, m.hidden, m.embedding_scale);
+    for (int64_t i = 0; i < b.num_embedded; i++)
+      memcpy(p.x + b.embedded_tokens[i] * bytes, (const char*)b.embedded + i * bytes, bytes);
     if (m.position_embedding)
       add_positions(pass, int(m.is_bf16), p.x, m.position_embedding, b.positions, b.num_tokens, m.hidden);
   }

@@ -46,15 +46,16 @@ void ban_bad_words(float* logits, const ProcessorRow& row, int64_t num_tokens) {
   }
 }
 
-// `counts` [vocab] is zero before and after.
-void penalize(float* logits, const ProcessorRow& row, int64_t num_tokens, uint32_t* counts) {
+// `counts` [vocab] is zero before and after. Content ids of the prompt, which are not below `vocab`, have no effect.
+void penalize(float* logits, int64_t vocab, const ProcessorRow& row, int64_t num_tokens, uint32_t* counts) {
   const float repetition = row.repetition_penalty;
   const int64_t first = repetition == 1.f ? row.prompt_len : 0;  // the prompt matters for repetition only
-  for (int64_t i = first; i < row.prompt_len; i++) counts[row.tokens[i]] = kInPrompt;
+  for (int64_t i = first; i < row.prompt_len; i++)
+    if (row.tokens[i] < vocab) counts[row.tokens[i]] = kInPrompt;
   for (int64_t i = row.prompt_len; i < num_tokens; i++) counts[row.tokens[i]]++;
   for (int64_t i = first; i < num_tokens; i++) {
     const uint32_t id = row.tokens[i];
-    if (!counts[id]) continue;  // done at an earlier occurrence
+    if (id >= vocab || !counts[id]) continue;  // a content id, or done at an earlier occurrence
     const uint32_t count = counts[id] & ~kInPrompt;
     counts[id] = 0;
     float x = logits[id];
@@ -76,7 +77,7 @@ void process_row(float* logits, int64_t vocab, const ProcessorRow& row, int64_t 
   if (row.repetition_penalty == 1.f && row.frequency_penalty == 0.f && row.presence_penalty == 0.f) return;
   static thread_local std::vector<uint32_t> counts;
   if (int64_t(counts.size()) < vocab) counts.resize(vocab);
-  penalize(logits, row, num_tokens, counts.data());
+  penalize(logits, vocab, row, num_tokens, counts.data());
 }
 
 }  // namespace

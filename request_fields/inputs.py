@@ -1,0 +1,8 @@
+"""Limits of the inputs of a request that are not tokens (CarriedInput). Gateways and schedulers check them."""
+
+from __future__ import annotations
+
+MAX_INPUTS = 256
+# Of one request, and of all requests that one step opens: a message between services holds 64 MiB.
+MAX_INPUT_BYTES = 48 << 20
+INPUT_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}

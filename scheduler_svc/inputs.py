@@ -1,0 +1,76 @@
+"""Checks of the inputs of a Submit that are not tokens. A bad input refuses its request and nothing else."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from quire.internal.v1 import inputs_pb2 as pb
+from quire.v1 import types_pb2
+
+from prefix_index.content_ids import DIGEST_BYTES, content_ids
+from request_fields.inputs import INPUT_DTYPE_BYTES, MAX_INPUT_BYTES, MAX_INPUTS
+from scheduler_svc.columns import U32
+from svc_common.errors import InvalidRequestError
+
+# Bytes per element, by number of the dtype.
+DTYPE_BYTES = {pb.InputDtype.Value(f"INPUT_DTYPE_{name.upper()}"): size for name, size in INPUT_DTYPE_BYTES.items()}
+
+
+def check_inputs(inputs: Sequence[pb.CarriedInput], prompt: U32, info: types_pb2.ModelInfo) -> int:
+    """Check the inputs, and that all other ids of the prompt are below vocab_size. Returns the bytes of their data.
+
+    Raises InvalidRequestError with field, value and limit.
+    """
+    if len(inputs) > MAX_INPUTS:
+        raise _invalid("", f"has {len(inputs)} inputs; at most {MAX_INPUTS} are allowed")
+    if inputs and not info.hidden_size:
+        raise _invalid("", f"has {len(inputs)} inputs, but the workers of model {info.model!r} take tokens only")
+    is_token = np.ones(len(prompt), np.bool_)
+    first = num_bytes = 0
+    for i, carried in enumerate(inputs):
+        num_bytes += _check_input(f"[{i}]", carried, first, prompt, info)
+        first = carried.start + carried.length
+        is_token[carried.start : first] = False
+    if num_bytes > MAX_INPUT_BYTES:
+        raise _invalid("", f"have {num_bytes} bytes of data; at most {MAX_INPUT_BYTES} are allowed in one request")
+    check_vocab(prompt[is_token], info.vocab_size, "prompt_token_ids")
+    return num_bytes
+
+
+def check_vocab(token_ids: U32, vocab_size: int, field: str) -> None:
+    """Check that all ids are tokens of the vocabulary."""
+    highest = int(token_ids.max(initial=0))
+    if highest >= vocab_size:
+        raise InvalidRequestError(f"{field} contains {highest}; ids must be below vocab_size {vocab_size}", field=field)
+
+
+def _check_input(index: str, carried: pb.CarriedInput, first: int, prompt: U32, info: types_pb2.ModelInfo) -> int:
+    """Check one input, which must not start before position `first`. Returns the bytes of its data."""
+    end = carried.start + carried.length
+    if not first <= carried.start < end <= len(prompt):
+        raise _invalid(
+            index,
+            f"has start {carried.start} and length {carried.length}; its positions must be after those of the inputs "
+            f"before it, which end at {first}, and in the prompt of {len(prompt)} positions",
+        )
+    if carried.kind != pb.INPUT_KIND_EMBEDDINGS:
+        raise _invalid(index, f"has kind {carried.kind}; this scheduler knows {pb.INPUT_KIND_EMBEDDINGS} (embeddings)")
+    if carried.dtype not in DTYPE_BYTES:
+        raise _invalid(index, f"has dtype {carried.dtype}; must be one of {', '.join(map(str, DTYPE_BYTES))}")
+    expected = [carried.length, info.hidden_size]
+    if list(carried.shape) != expected:
+        raise _invalid(index, f"has shape {list(carried.shape)}; must be {expected} (length and hidden_size)")
+    num_bytes = math.prod(expected) * DTYPE_BYTES[carried.dtype]
+    if len(carried.data) != num_bytes:
+        raise _invalid(index, f"has {len(carried.data)} bytes of data; its shape and dtype need {num_bytes}")
+    if len(carried.digest) != DIGEST_BYTES:
+        raise _invalid(index, f"has a digest of {len(carried.digest)} bytes; must have {DIGEST_BYTES}")
+    if prompt[carried.start : end].astype("<u4").tobytes() != content_ids(carried.digest, carried.length):
+        raise _invalid(index, "has positions in prompt_token_ids that are not the content ids of its digest")
+    return num_bytes
+
+
+def _invalid(index: str, words: str) -> InvalidRequestError:
+    return InvalidRequestError(f"inputs{index} {words}", field=f"inputs{index}")

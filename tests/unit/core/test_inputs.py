@@ -1,0 +1,109 @@
+"""Inputs besides tokens in the core: which rows carry them, how many fit one step, and how many are kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+from request_fields.inputs import MAX_INPUT_BYTES
+from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.errors import QueueFullError
+from scheduler_svc.core.messages import StepBatch, StepOutput
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.sequence import FinishReason, SequenceGroup
+from tests.builders import make_capacity, make_group, make_scheduler, run_to_end
+
+
+@dataclass(frozen=True)
+class Carried:
+    start: int
+    length: int
+
+
+def request(name: str, prompt: Any = 20, *spans: tuple[int, int], num_bytes: int = 100, **fields: Any) -> SequenceGroup:
+    inputs = [Carried(*span) for span in spans]
+    return make_group(prompt, name, inputs=inputs, num_input_bytes=num_bytes, **fields)
+
+
+def answer(scheduler: Scheduler, batch: StepBatch) -> None:
+    rows = np.concatenate((batch.rows[batch.sample_mask], batch.fork_rows))
+    scheduler.update(StepOutput(batch.worker_id, batch.step_id, rows, np.full_like(rows, 9)), 0.0)
+
+
+def inputs_of(batch: StepBatch) -> dict[str, list[tuple[int, int]]]:
+    return {item.group.request_id: [(c.start, c.length) for c in item.inputs] for item in batch.opens}
+
+
+def test_a_row_carries_the_inputs_that_are_not_computed() -> None:
+    """Of the second request, blocks of 4 cover positions 0 to 15: the first two inputs are computed."""
+    scheduler = make_scheduler()
+    spans = (0, 3), (8, 8), (14, 5)
+    scheduler.add_group(request("first", 20, *spans), 0.0)
+    (batch,) = scheduler.schedule(0.0)
+    assert inputs_of(batch) == {"first": list(spans)}
+    answer(scheduler, batch)
+    scheduler.add_group(request("second", 20, *spans), 0.0)
+    (batch,) = scheduler.schedule(0.0)
+    assert inputs_of(batch) == {"second": [(14, 5)]}
+    assert batch.opens[0].num_computed_tokens == 16
+
+
+def test_a_preempted_row_carries_its_inputs_again() -> None:
+    scheduler = make_scheduler(make_capacity(num_blocks=8, max_num_seqs=2), prefix_caching=False)
+    scheduler.add_group(request("late", 12, (2, 9), max_tokens=12), 0.0)
+    (batch,) = scheduler.schedule(0.0)
+    answer(scheduler, batch)
+    scheduler.add_group(request("urgent", 20, priority=-1, max_tokens=8, num_bytes=0), 0.0)
+    carried: list[dict[str, list[tuple[int, int]]]] = []
+    while scheduler.has_work:
+        for batch in scheduler.schedule(0.0):
+            carried += [inputs_of(batch)] if batch.opens else []
+            answer(scheduler, batch)
+    assert carried == [{"urgent": []}, {"late": [(2, 9)]}]
+
+
+def test_samples_that_fork_carry_no_inputs() -> None:
+    scheduler = make_scheduler()
+    scheduler.add_group(request("r", 20, (0, 20), n=3), 0.0)
+    (batch,) = scheduler.schedule(0.0)
+    assert [len(item.inputs) for item in batch.opens] == [1, 0, 0]
+
+
+def test_the_inputs_of_a_step_fit_one_message() -> None:
+    """The first request of a step may have any size; requests without inputs are not delayed behind the others."""
+    scheduler = make_scheduler(make_capacity(max_num_batched_tokens=256))
+    sizes = [MAX_INPUT_BYTES, 1, MAX_INPUT_BYTES // 2, MAX_INPUT_BYTES // 2 + 1]
+    for i, size in enumerate(sizes):
+        scheduler.add_group(request(f"r{i}", range(100 * i, 100 * i + 8), (0, 8), num_bytes=size), 0.0)
+    opened = []
+    while sum(map(len, opened)) < len(sizes):
+        (batch,) = scheduler.schedule(0.0)
+        opened.append([item.group.request_id for item in batch.opens])
+        answer(scheduler, batch)
+    assert opened == [["r0"], ["r1", "r2"], ["r3"]]
+    scheduler.check_invariants()
+
+
+def test_the_inputs_of_open_requests_are_limited() -> None:
+    scheduler = make_scheduler(max_input_bytes=250)
+    scheduler.add_group(request("a", 8, (0, 8)), 0.0)
+    scheduler.add_group(request("b", 8, (0, 8)), 0.0)
+    with pytest.raises(QueueFullError, match=r"have 200 bytes, this request adds 100, and the limit is 250"):
+        scheduler.add_group(request("c", 8, (0, 8)), 0.0)
+    scheduler.add_group(request("text", 8, num_bytes=0), 0.0)
+    scheduler.add_group(request("c", 8, (0, 8), takes_over=True), 0.0)  # it was accepted before
+    scheduler.check_invariants()
+    scheduler.abort_group("a", FinishReason.ABORTED)
+    scheduler.abort_group("c", FinishReason.ABORTED)
+    scheduler.add_group(request("d", 8, (0, 8)), 0.0)
+    run_to_end(scheduler)
+    scheduler.check_invariants()
+    scheduler.add_group(request("e", 8, (0, 8), num_bytes=250), 0.0)
+
+
+def test_a_negative_limit_is_refused() -> None:
+    with pytest.raises(ValueError, match="max_input_bytes"):
+        SchedulerConfig(max_input_bytes=-1)

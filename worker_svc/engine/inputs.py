@@ -1,0 +1,126 @@
+"""Inputs of open rows that are not vocabulary tokens: their checks, and the tokens of a step that they provide.
+
+A position of an input has a content id in the row's token history. Its embedding comes from the input, which is needed
+until the position is computed.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from prefix_index.content_ids import DIGEST_BYTES, FIRST_CONTENT_ID, content_ids
+from request_fields.inputs import INPUT_DTYPE_BYTES
+from worker_svc.engine.backend import I64
+from worker_svc.engine.batch import U32, CarriedInput, RowOpen
+
+
+@dataclass(frozen=True, slots=True)
+class InputSpan:
+    """The part of an input that a step computes."""
+
+    item: CarriedInput
+    first: int  # index in the input of its first position in this step
+    count: int  # number of positions
+    token: int  # index of the first position among the tokens of the step
+
+
+class InputTable:
+    """The inputs of each open row, as far as they are not computed. All its state comes from RowOpen."""
+
+    def __init__(self, max_num_seqs: int, vocab_size: int, hidden_size: int) -> None:
+        """`hidden_size` 0: the backend computes no inputs, so rows with inputs are refused."""
+        self._vocab_size = vocab_size
+        self._hidden_size = hidden_size
+        self._inputs: dict[int, tuple[CarriedInput, ...]] = {}
+        self._has_inputs = np.zeros(max_num_seqs, np.bool_)
+
+    def refusal(self, item: RowOpen) -> str | None:
+        """The error in the inputs of a row, or in its token ids beyond the vocabulary; None if there is none."""
+        beyond = np.flatnonzero(item.token_ids >= self._vocab_size)
+        if not len(beyond) and not item.inputs:
+            return None
+        if item.inputs and not self._hidden_size:
+            return "this worker's backend computes no inputs besides tokens; send the request without them"
+        if item.prompt_logprobs is not None:
+            return "prompt_logprobs cannot be combined with inputs: their positions have no token"
+        refusals = (self._input_refusal(item, index) for index in range(len(item.inputs)))
+        return next((refusal for refusal in refusals if refusal is not None), None) or self._id_refusal(item, beyond)
+
+    def _input_refusal(self, item: RowOpen, index: int) -> str | None:
+        carried, name = item.inputs[index], f"inputs[{index}]"
+        before = item.inputs[index - 1] if index else None
+        first = 0 if before is None else before.start + before.length
+        end = carried.start + carried.length
+        if not first <= carried.start < end <= item.prompt_len:
+            return f"{name} has positions {carried.start} to {end - 1}, expected some from {first} to the prompt's last"
+        if carried.kind != "embeddings":
+            return f"{name} has kind {carried.kind!r}, expected 'embeddings'"
+        if carried.shape != (carried.length, self._hidden_size):
+            return f"{name} has shape {carried.shape}, expected ({carried.length}, {self._hidden_size})"
+        if carried.dtype not in INPUT_DTYPE_BYTES:
+            return f"{name} has dtype {carried.dtype!r}, expected one of {', '.join(INPUT_DTYPE_BYTES)}"
+        num_bytes = math.prod(carried.shape) * INPUT_DTYPE_BYTES[carried.dtype]
+        if len(carried.data) != num_bytes:
+            return f"{name} has {len(carried.data)} bytes of data, expected {num_bytes}"
+        found = item.token_ids[carried.start : end].astype("<u4").tobytes()
+        if len(carried.digest) != DIGEST_BYTES or found != content_ids(carried.digest, carried.length):
+            return f"the token ids at the positions of {name} are not the content ids of its digest"
+        return None
+
+    def _id_refusal(self, item: RowOpen, beyond: I64) -> str | None:
+        """The error if an id beyond the vocabulary has no input and must still be computed, or is no content id."""
+        is_known = np.zeros(len(item.token_ids), np.bool_)
+        for carried in item.inputs:
+            is_known[carried.start : carried.start + carried.length] = True
+        num_computed = min(item.prompt_len, item.num_computed_tokens)
+        is_known[:num_computed] |= item.token_ids[:num_computed] >= FIRST_CONTENT_ID
+        unknown = beyond[~is_known[beyond]]
+        if not len(unknown):
+            return None
+        found = f"token id {item.token_ids[unknown[0]]} at position {unknown[0]}"
+        return f"{found} is not below the vocabulary size {self._vocab_size}, and no input has this position"
+
+    def open(self, item: RowOpen) -> None:
+        """Sets the inputs of an opened row."""
+        self._drop(item.row)
+        if item.inputs:
+            self._inputs[item.row] = item.inputs
+            self._has_inputs[item.row] = True
+
+    def close(self, rows: U32) -> None:
+        """Rows without inputs are ignored."""
+        if self._inputs:
+            for row in rows.tolist():
+                self._drop(row)
+
+    def reset(self) -> None:
+        """Closes all rows."""
+        self._inputs.clear()
+        self._has_inputs[:] = False
+
+    def _drop(self, row: int) -> None:
+        if self._inputs.pop(row, None) is not None:
+            self._has_inputs[row] = False
+
+    def spans(self, rows: I64, context_lens: I64, ends: I64, starts: I64) -> list[InputSpan]:
+        """The inputs at the positions that a step computes: row i computes its positions from `context_lens[i]` to
+        `ends[i]`, whose first is token `starts[i]` of the step. Inputs that are computed before are dropped.
+        """
+        if not self._inputs:
+            return []
+        found: list[InputSpan] = []
+        for i in np.flatnonzero(self._has_inputs[rows]).tolist():
+            row, begin, end = int(rows[i]), int(context_lens[i]), int(ends[i])
+            left = tuple(item for item in self._inputs[row] if item.start + item.length > begin)
+            if not left:
+                self._drop(row)
+                continue
+            self._inputs[row] = left
+            for item in left:
+                first, last = max(begin, item.start), min(end, item.start + item.length)
+                if first < last:
+                    found.append(InputSpan(item, first - item.start, last - first, int(starts[i]) + first - begin))
+        return found
