@@ -24,6 +24,7 @@ MODEL = ("model_name",)
 WORKER = ("model_name", "worker_id")
 WORKER_STATES = {
     types_pb2.WORKER_STATE_LOADING: "loading",
+    types_pb2.WORKER_STATE_JOINING: "joining",
     types_pb2.WORKER_STATE_READY: "ready",
     types_pb2.WORKER_STATE_DRAINING: "draining",
     types_pb2.WORKER_STATE_LOST: "lost",
@@ -121,7 +122,7 @@ SPECS = (
     Spec(
         "workers",
         "gauge",
-        "known workers by state; a lost worker is listed for five minutes",
+        "known workers by state; joining: loaded but not leased yet; a lost worker is listed for five minutes",
         "",
         ("model_name", "state"),
     ),

@@ -385,7 +385,12 @@ async def _next(stream: AsyncIterator[scheduler_pb2.RegisterRequest]) -> schedul
 
 
 def _state_of(worker: WorkerRecord) -> types_pb2.WorkerState.ValueType:
-    return types_pb2.WORKER_STATE_LOST if worker.lost_at is not None else worker.state
+    """The state for operators: a worker is ready when it is leased, not when it says that it has loaded its model."""
+    if worker.lost_at is not None:
+        return types_pb2.WORKER_STATE_LOST
+    if worker.state == READY and worker.link is None:
+        return types_pb2.WORKER_STATE_JOINING
+    return worker.state
 
 
 def _describe(worker: WorkerRecord, occupancy: WorkerStats | None) -> inference_pb2.WorkerInfo:

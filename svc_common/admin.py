@@ -1,10 +1,11 @@
 """The ports of a service for operators: metrics over HTTP, health for a kubelet. Both without TLS and off by default.
 
-    --metrics-listen   GET /metrics, /livez, /readyz
-    --health-listen    grpc.health.v1: `liveness` and `readiness` ("" is readiness)
+    --metrics-listen   GET /metrics, /startupz, /livez, /readyz
+    --health-listen    grpc.health.v1: `startup`, `liveness` and `readiness` ("" is readiness)
 
-`liveness` fails when only a restart can help. `readiness` fails while the service should get no requests. Both run on
-the service's event loop, so any answer shows that the loop is running.
+`startup` fails until the service has loaded what it needs. `liveness` fails when only a restart can help. `readiness`
+fails while the service should get no requests. All run on the service's event loop, so any answer shows that the loop
+is running. None but `readiness` depends on another service: the loss of one service must not restart others.
 """
 
 from __future__ import annotations
@@ -64,7 +65,14 @@ class AdminServer:
     """Owns both ports. `start` binds the ports that are not off. Call `close` after everything else has stopped."""
 
     def __init__(
-        self, *, metrics_listen: str, health_listen: str, registry: CollectorRegistry, is_alive: Check, is_ready: Check
+        self,
+        *,
+        metrics_listen: str,
+        health_listen: str,
+        registry: CollectorRegistry,
+        is_alive: Check,
+        is_ready: Check,
+        is_started: Check = lambda: True,
     ) -> None:
         self.metrics_address = ""
         self.health_address = ""
@@ -73,6 +81,7 @@ class AdminServer:
         self._registry = registry
         self._is_alive = is_alive
         self._is_ready = is_ready
+        self._is_started = is_started
         self._http: asyncio.Server | None = None
         self._grpc: grpc.aio.Server | None = None
 
@@ -105,7 +114,12 @@ class AdminServer:
         options = dict(SERVER_OPTIONS) | ConnectionLimits().options()
         options["grpc.max_receive_message_length"] = MAX_PROBE_BYTES
         self._grpc = grpc.aio.server(interceptors=[ErrorInterceptor()], options=list(options.items()))
-        checks = {"": self._is_ready, "liveness": self._is_alive, "readiness": self._is_ready}
+        checks = {
+            "": self._is_ready,
+            "startup": self._is_started,
+            "liveness": self._is_alive,
+            "readiness": self._is_ready,
+        }
         health_pb2_grpc.add_HealthServicer_to_server(HealthServicer(checks), self._grpc)
         try:
             port = self._grpc.add_insecure_port(listen)
@@ -142,9 +156,10 @@ class AdminServer:
         if path == "/metrics":
             encode, content_type = choose_encoder("" if BAD_VERSION.search(accept) else accept)
             return 200, content_type, encode(self._registry)
-        check = {"/livez": self._is_alive, "/readyz": self._is_ready}.get(path)
+        checks = {"/startupz": self._is_started, "/livez": self._is_alive, "/readyz": self._is_ready}
+        check = checks.get(path)
         if check is None:
-            return 404, PLAIN, b"not found; use /metrics, /livez or /readyz\n"
+            return 404, PLAIN, b"not found; use /metrics, /startupz, /livez or /readyz\n"
         return (200, PLAIN, b"ok\n") if check() else (503, PLAIN, b"not ok\n")
 
 

@@ -77,7 +77,7 @@ def make_parser(service: str, description: str, epilog: str = "") -> argparse.Ar
         type=address_or_off,
         default=OFF,
         metavar="HOST:PORT",
-        help="address for /metrics, /livez and /readyz over HTTP; port 0: any free port, shown in the log",
+        help="address for /metrics, /startupz, /livez and /readyz over HTTP; port 0: any free port, shown in the log",
     )
     common.add_argument(
         "--metrics-compat",
@@ -90,7 +90,7 @@ def make_parser(service: str, description: str, epilog: str = "") -> argparse.Ar
         type=address_or_off,
         default=OFF,
         metavar="HOST:PORT",
-        help="address for grpc.health without TLS (services `liveness` and `readiness`), for kubelet probes",
+        help="address for grpc.health without TLS (services `startup`, `liveness` and `readiness`), for kubelet probes",
     )
     return parser
 

@@ -153,7 +153,7 @@ class StepExecutor:
         self._lease: Lease | None = None
         self._last_epoch = 0
         self._in_flight: set[Answer] = set()
-        self._idle_since = time.monotonic()
+        self._busy_since = self._idle_since = time.monotonic()
 
     # -- the model -------------------------------------------------------------------------------------------------
 
@@ -279,6 +279,8 @@ class StepExecutor:
         self._seals.note(lease.epoch, batch.commit_blocks, tags)
         answer: Answer = asyncio.get_running_loop().create_future()
         answer.add_done_callback(self._note_answered)
+        if not self._in_flight:
+            self._busy_since = time.monotonic()
         self._in_flight.add(answer)
         self.num_orders += 1
         lease.accept(batch.step_id, answer)
@@ -394,6 +396,13 @@ class StepExecutor:
     def idle_s(self) -> float:
         """Seconds since the last step ended; 0 while one is queued or runs."""
         return 0.0 if self._in_flight else time.monotonic() - self._idle_since
+
+    @property
+    def stalled_s(self) -> float:
+        """Seconds for which steps were in flight and none has ended: large if the engine hangs, not if it is busy."""
+        if not self._in_flight:
+            return 0.0
+        return time.monotonic() - max(self._busy_since, self._idle_since)
 
     # -- blocks ----------------------------------------------------------------------------------------------------
 

@@ -183,7 +183,8 @@ def make_parser() -> argparse.ArgumentParser:
         type=config.in_range(float, 1.0, 86400.0),
         default=600.0,
         metavar="S",
-        help="a step that runs for longer counts as a hang: liveness fails, so that the kubelet restarts the worker",
+        help="steps are in flight, but none has ended for this long: the engine hangs. Liveness fails, so that the "
+        "kubelet restarts the worker; a busy worker ends steps",
     )
     life.add_argument(
         "--pipeline-depth",

@@ -84,11 +84,6 @@ class StepMeter:
         self.decode_tokens += num_decode
         self.prefill_tokens += num_tokens - num_decode
 
-    def running_s(self) -> float:
-        """Seconds since the running step began; 0 if none runs."""
-        since = self._running_since
-        return 0.0 if since is None else time.monotonic() - since
-
 
 class Executor(Protocol):
     """The parts of the executor that metrics read."""

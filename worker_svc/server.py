@@ -117,7 +117,7 @@ class Worker:
         return 0
 
     def _make_admin(self) -> AdminServer:
-        """Metrics; liveness: no hanging model thread; readiness: the model is loaded and a scheduler leases it."""
+        """Metrics; startup: the model is loaded; liveness: steps make progress; readiness: a scheduler leases it."""
         read = WorkerReader(self._executor, lambda: self._lifecycle.load_progress, self._is_ready, lambda: self._info)
         has_vllm = self._args.metrics_compat == "vllm"
         metrics = ServiceMetrics("worker", SPECS, read, self._server.rpc, has_vllm, certificate_files(self._args))
@@ -125,8 +125,9 @@ class Worker:
             metrics_listen=self._args.metrics_listen,
             health_listen=self._args.health_listen,
             registry=make_registry(metrics),
-            is_alive=lambda: self._executor.meter.running_s() < self._args.stuck_after_s,
+            is_alive=lambda: self._executor.stalled_s < self._args.stuck_after_s,
             is_ready=self._is_ready,
+            is_started=lambda: self._info is not None,
         )
 
     def _is_ready(self) -> bool:

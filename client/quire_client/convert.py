@@ -34,6 +34,7 @@ WORKER_STATES = {
     types_pb2.WORKER_STATE_READY: "ready",
     types_pb2.WORKER_STATE_DRAINING: "draining",
     types_pb2.WORKER_STATE_LOST: "lost",
+    types_pb2.WORKER_STATE_JOINING: "joining",
 }
 
 

@@ -248,7 +248,7 @@ class WorkerStatus(Result):
 
     worker_id: str
     address: str
-    state: str  # loading, ready, draining or lost
+    state: str  # loading, joining (not leased yet), ready, draining or lost
     rows_used: int
     rows_total: int
     blocks_free: int

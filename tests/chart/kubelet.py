@@ -72,7 +72,7 @@ class Pod:
     def __init__(self, name: str, ip: str, template: Json, node: Node) -> None:
         self.name, self.ip, self.template = name, ip, template
         self.labels: dict[str, str] = template["metadata"]["labels"]
-        self.is_ready = False
+        self.is_started = self.is_ready = False
         self.left_at: float | None = None
         self.was_killed = False
         self._spec: Json = template["spec"]
@@ -163,6 +163,7 @@ class Pod:
                 ask, container.get("startupProbe"), limit_of(container.get("startupProbe"))
             ):
                 return self._problem("the startup probe failed")
+            self.is_started = True
             last_alive = asyncio.get_running_loop().time()
             while True:
                 now = asyncio.get_running_loop().time()

@@ -172,6 +172,26 @@ async def until_spread(client: AsyncClient, counts: list[int]) -> None:
             await asyncio.sleep(0.1)
 
 
+async def test_workers_without_a_scheduler_outlive_their_startup_limit(tmp_path: Path) -> None:
+    """Nothing restarts a worker that has loaded its model: it waits, and is leased when a scheduler comes."""
+    limit_s = 3
+    everything = with_schedulers(1)
+    probe = everything.get("StatefulSet", "worker-cpu")["spec"]["template"]["spec"]["containers"][0]["startupProbe"]
+    probe |= {"periodSeconds": limit_s, "failureThreshold": 1}
+    workers = (*everything.all("StatefulSet"), *everything.all("Service"), *everything.all("Secret"))
+    async with Cluster(tmp_path) as cluster:
+        installing = asyncio.create_task(cluster.apply(Objects(workers, "")))
+        await asyncio.sleep(2 * limit_s)  # the time is what is tested
+        pods = cluster.pods("worker")
+        assert [(pod.is_started, pod.is_ready) for pod in pods] == [(True, False)] * 3
+        assert cluster.problems == []
+        processes = pids(cluster)
+        await cluster.apply(Objects(tuple(everything.all("Deployment")), ""))
+        await installing
+        assert all(pod.is_ready for pod in pods)
+        assert pids(cluster).items() >= processes.items()
+
+
 async def strangers(cluster: Cluster) -> AsyncIterator[str]:
     """The code that a process without a role gets from each scheduler and worker."""
     for part, module, method in (("scheduler", scheduler_pb2, "GetSchedulerStatus"), ("worker", worker_pb2, "Lease")):

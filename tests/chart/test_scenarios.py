@@ -179,6 +179,15 @@ def test_every_pod_is_hardened(path: Path) -> None:
 
 
 @every_scenario
+def test_only_readiness_depends_on_other_services(path: Path) -> None:
+    for owner, pod in render(read_values(path)).pods():
+        if owner["metadata"]["labels"]["app.kubernetes.io/component"] in ("gateway", "scheduler", "worker"):
+            (container,) = pod["spec"]["containers"]
+            probes = [container[f"{name}Probe"]["grpc"]["service"] for name in ("startup", "liveness", "readiness")]
+            assert probes == ["startup", "liveness", "readiness"]
+
+
+@every_scenario
 def test_shutdown_fits_into_the_grace_period(path: Path) -> None:
     for owner, pod in render(read_values(path)).pods():
         if owner["metadata"]["labels"]["app.kubernetes.io/component"] in ("gateway", "scheduler", "worker"):

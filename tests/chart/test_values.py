@@ -656,6 +656,8 @@ POOLS = [
     Case("workerDefaults.shmSize", "2Gi", WORKER, "volume shm", {"emptyDir": {"medium": "Memory", "sizeLimit": "2Gi"}}),
     Case("workerDefaults.startupSeconds", 1800, WORKER, "container.startupProbe.failureThreshold", 360),
     Case("workerDefaults.startupSeconds", 600, WORKER, "container.startupProbe.failureThreshold", 120),
+    Case("workerDefaults.startupSeconds", 1800, GATEWAY, "spec.progressDeadlineSeconds", 2100),
+    Case("workerDefaults.stuckSeconds", 90, WORKER, "arg --stuck-after-s", "90"),
     Case("workerDefaults.drainSeconds", 20, WORKER, "arg --drain-timeout-s", "20"),
     Case("workerDefaults.drainSeconds", 20, WORKER, "pod.terminationGracePeriodSeconds", 40),
     Case("workerDefaults.autoscaling.enabled", True, WORKER, "spec.replicas", None, SCALED),

@@ -450,3 +450,20 @@ async def until(is_true: Callable[[], bool]) -> None:
     async with asyncio.timeout(30):
         while not is_true():  # noqa: ASYNC110
             await asyncio.sleep(0.005)
+
+
+async def test_a_busy_engine_makes_progress_and_a_frozen_one_does_not() -> None:
+    async with serve_worker(FakeRunner()) as worker:
+        assert worker.executor.stalled_s == 0.0
+        await worker.lease()
+        row = Row(row=0, token_ids=[5, 6, 7], blocks=[0, 1, 2, 3])
+        await worker.step(worker.batch([row], opens=[row]))
+        assert worker.executor.stalled_s == 0.0  # idle
+        worker.runner.gate.clear()
+        sending = asyncio.ensure_future(worker.step(worker.batch([row])))
+        async with asyncio.timeout(30):
+            while not worker.executor.stalled_s > 0.2:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        worker.runner.gate.set()
+        await sending
+        assert worker.executor.stalled_s == 0.0

@@ -85,7 +85,7 @@ class Probed:
     """An AdminServer and the results of its checks."""
 
     def __init__(self) -> None:
-        self.is_alive = self.is_ready = True
+        self.is_started = self.is_alive = self.is_ready = True
         metrics = ServiceMetrics("test", SPECS, rows)
         self.server = AdminServer(
             metrics_listen="127.0.0.1:0",
@@ -93,6 +93,7 @@ class Probed:
             registry=make_registry(metrics),
             is_alive=lambda: self.is_alive,
             is_ready=lambda: self.is_ready,
+            is_started=lambda: self.is_started,
         )
 
     async def send(self, request: bytes) -> tuple[int, str]:
@@ -121,9 +122,10 @@ async def test_http_answers_metrics_and_probes(probed: Probed) -> None:
     assert read_scrape(text)["quire_gateways"] == {(): 1.0}
     status, text = await probed.send(b"GET /metrics HTTP/1.1\r\nAccept: application/openmetrics-text\r\n\r\n")
     assert text.endswith("# EOF\n")
-    assert [await probed.get(path) for path in ("/livez", "/readyz")] == [(200, "ok\n")] * 2
-    probed.is_alive = probed.is_ready = False
-    assert [await probed.get(path) for path in ("/livez", "/readyz")] == [(503, "not ok\n")] * 2
+    checks = ("/startupz", "/livez", "/readyz")
+    assert [await probed.get(path) for path in checks] == [(200, "ok\n")] * 3
+    probed.is_started = probed.is_alive = probed.is_ready = False
+    assert [await probed.get(path) for path in checks] == [(503, "not ok\n")] * 3
 
 
 @pytest.mark.parametrize(
@@ -172,8 +174,8 @@ async def test_grpc_health_runs_the_check_each_time(probed: Probed) -> None:
         assert [await status(name) for name in ("liveness", "readiness", "")] == [1, 1, 1]
         probed.is_ready = False
         assert [await status(name) for name in ("liveness", "readiness", "")] == [1, 2, 2]
-        with pytest.raises(grpc.aio.AioRpcError, match="known services: liveness, readiness"):
-            await status("startup")
+        with pytest.raises(grpc.aio.AioRpcError, match="known services: startup, liveness, readiness"):
+            await status("shutdown")
 
 
 async def test_the_port_for_probes_refuses_other_calls_without_a_traceback(

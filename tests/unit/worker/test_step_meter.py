@@ -43,17 +43,6 @@ def test_tokens_are_counted_by_stage() -> None:
     assert sum(meter.queue.counts) == 3
 
 
-def test_a_step_that_hangs_is_measured() -> None:
-    meter = StepMeter()
-    assert meter.running_s() == 0.0
-    meter.begin(make_batch(1), time.monotonic())
-    first = meter.running_s()
-    assert meter.running_s() >= first >= 0.0
-    assert meter.running_s() > 0.0
-    meter.end(make_batch(1), is_done=True)
-    assert meter.running_s() == 0.0
-
-
 def test_debug_lines_name_the_request_of_each_row(caplog: pytest.LogCaptureFixture) -> None:
     row_log = RowLog()
     message = worker_pb2.StepBatch(opens=[worker_pb2.RowOpen(row=3, request_id="r", prompt_len=9)])

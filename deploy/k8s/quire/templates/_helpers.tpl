@@ -127,6 +127,13 @@ quire/{{ ternary "pool" "model" (eq $.component "worker") }}: {{ . | quote }}
 {{ add (div (mul 3 (int .drainSeconds)) 2) 10 (default 0 .preStop) }}
 {{- end -}}
 
+{{/* Time for a rollout of gateways to progress: the longest start of a worker, and five minutes for its node. */}}
+{{- define "quire.progressSeconds" -}}
+{{- $longest := 600 -}}
+{{- range include "quire.pools" . | fromJsonArray }}{{ $longest = max $longest (int .startupSeconds) }}{{ end -}}
+{{ add $longest 300 }}
+{{- end -}}
+
 {{/* PromQL: waiting requests per ready worker of the pool's model. */}}
 {{- define "quire.waitingQuery" -}}
 {{- $labels := printf "namespace=%q, model_name=%q" .root.Release.Namespace .pool.modelSpec.servedName -}}

@@ -84,25 +84,27 @@ topologySpreadConstraints:
   containerPort: {{ .root.Values.ports.metrics }}
 {{- end -}}
 
-{{/* Probes on the plaintext health port. `startup` is the health service of the startup probe, `startupSeconds` its limit. */}}
+{{/* Probes on the plaintext health port. startup: the service has loaded what it needs, within `startupSeconds`. liveness:
+     it is not hanging. readiness: it can take requests; only this one depends on other services. */}}
 {{- define "quire.probes" -}}
+{{- $port := .root.Values.ports.health -}}
 startupProbe:
   grpc:
-    port: {{ .root.Values.ports.health }}
-    service: {{ .startup }}
+    port: {{ $port }}
+    service: startup
   periodSeconds: 5
   timeoutSeconds: 5
   failureThreshold: {{ max 1 (div (int .startupSeconds) 5) }}
 livenessProbe:
   grpc:
-    port: {{ .root.Values.ports.health }}
+    port: {{ $port }}
     service: liveness
   periodSeconds: 10
   timeoutSeconds: 5
   failureThreshold: 6
 readinessProbe:
   grpc:
-    port: {{ .root.Values.ports.health }}
+    port: {{ $port }}
     service: readiness
   periodSeconds: 5
   timeoutSeconds: 2
