@@ -15,6 +15,8 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     import torch  # rows and plans use these types even if torch is not installed
 
+    from worker_svc.engine.adapters.adapter import Adapter
+    from worker_svc.engine.adapters.packed import AdapterRows, PackedAdapter
     from worker_svc.engine.families import NormKind
     from worker_svc.engine.processors import ProcessedRows
 
@@ -51,6 +53,7 @@ class ForwardBatch:
     head_tokens: I64  # [S] tokens that need logits, ascending
     key_lens: I32 | None = None  # [B] if not causal: keys that each row sees. None: those of its tokens
     embedded: Embedded | None = None
+    adapters: Sequence[AdapterRows] = ()  # no token has two
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +167,17 @@ class Backend(Protocol):
 
     def make_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         """Prepares a weight [out, in]. Without `copies_weights` the result may refer to it, so it must not change."""
+        ...
+
+    def pack_adapter(self, adapter: Adapter, num_layers: int) -> PackedAdapter:
+        """Prepares an adapter. May be called by any thread."""
+        ...
+
+    def add_adapters(
+        self, layer: int, site: int, rows: Sequence[tuple[PackedAdapter, I32]], x: torch.Tensor, y: torch.Tensor
+    ) -> None:
+        """y [n, out] += what each adapter adds to its rows of x [n, in] at one site: b(a(x)), rounded after a, and once
+        more with y. No row has two adapters."""
         ...
 
     def add_norm(self, x: torch.Tensor, residual: torch.Tensor | None, norm: Norm, out: torch.Tensor) -> None:

@@ -16,6 +16,8 @@ from request_fields.fields import SamplingParams
 from request_fields.grammar import Grammar
 
 U32 = npt.NDArray[np.uint32]
+I32 = npt.NDArray[np.int32]
+I64 = npt.NDArray[np.int64]
 F32 = npt.NDArray[np.float32]
 Bools = npt.NDArray[np.bool_]
 
@@ -74,6 +76,7 @@ class RowOpen:
     prompt_logprobs: int | None = None  # the same for prompt tokens that follow computed tokens
     num_candidates: int = 0  # above 0: the row is a beam; number of most likely tokens in each answer
     inputs: tuple[CarriedInput, ...] = ()  # those whose positions are not all computed
+    adapter: bytes = b""  # digest of the row's adapter; empty: none
 
 
 @dataclass(frozen=True, slots=True)

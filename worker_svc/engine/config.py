@@ -31,6 +31,10 @@ class EngineConfig:
     kv_cache_memory None: 1 GiB, or half of the free RAM if that is less.
     max_model_len None: the model's limit, capped by the size of the pool.
     threads None: one per core that this process may use.
+    adapters: names and PEFT folders that are loaded at the start (docs/adapters.md).
+    max_adapters: adapters that rows may use at the same time; 0: none can be loaded.
+    max_adapter_rank: their largest rank. Their memory is reserved for this rank.
+    max_loaded_adapters: adapters in host memory.
     quantize int8: weights and inputs of linear layers are int8 (docs/adr/0009-int8.md). None: weights stay in `dtype`.
 
     Only backend cuda (docs/adr/0013-gpu-engine.md) uses attention, tensor_parallel_size, dtype float16, and:
@@ -53,6 +57,10 @@ class EngineConfig:
     quantize: Quantization | None = None
     kv_cache_memory: int | None = None
     model_name: str | None = None
+    adapters: tuple[tuple[str, Path], ...] = ()
+    max_adapters: int = 0
+    max_adapter_rank: int = 64
+    max_loaded_adapters: int = 256
     attention: str = "auto"
     gpu_memory_utilization: float = 0.9
     tensor_parallel_size: int = 1
@@ -80,6 +88,11 @@ class EngineConfig:
         for name in ("max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.max_adapters < 0 or self.max_adapter_rank < 1 or self.max_loaded_adapters < 1:
+            raise ValueError(
+                "max_adapters must be 0 or more, max_adapter_rank and max_loaded_adapters at least 1, got "
+                f"{self.max_adapters}, {self.max_adapter_rank} and {self.max_loaded_adapters}"
+            )
         if self.dtype == "float16":
             _check_choice("backend with dtype=float16", self.backend, ("cuda",))
         if self.kv_cache_dtype != "auto":
@@ -117,3 +130,4 @@ class EngineInfo:
     weights_digest: str = ""  # digest of the tensors' content; empty if no weights are loaded
     kv_cache_dtype: KvCacheDtype = "auto"  # auto: same as `dtype`
     hidden_size: int = 0  # width of input embeddings that requests may carry; 0: none are accepted
+    max_adapters: int = 0  # adapters that rows may use at the same time

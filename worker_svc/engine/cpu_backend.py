@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,7 +11,11 @@ import numpy.typing as npt
 import torch
 
 from worker_svc.engine import features, torch_ops
+from worker_svc.engine.adapters.adapter import Adapter
+from worker_svc.engine.adapters.kernel_adapter import KernelAdapter, site_rows
+from worker_svc.engine.adapters.packed import PackedAdapter
 from worker_svc.engine.backend import (
+    I32,
     I64,
     U32,
     AttentionShape,
@@ -25,8 +29,8 @@ from worker_svc.engine.backend import (
     TopLogprobs,
 )
 from worker_svc.engine.config import Quantization
-from worker_svc.engine.fused import ACTIVATIONS, NORM_KINDS, FusedModel, address_of, fuse, pointer
-from worker_svc.engine.kernel_linear import BFLOAT16, FLOAT32, INT8, KernelLinear
+from worker_svc.engine.fused import ACTIVATIONS, NORM_KINDS, FusedModel, fuse, pointer
+from worker_svc.engine.kernel_linear import BFLOAT16, FLOAT32, INT8, KernelLinear, address_of
 from worker_svc.engine.kernels.build import load_kernels
 from worker_svc.engine.linear import Int8Rows, check_int8_width
 from worker_svc.engine.processors import ProcessedRows
@@ -62,6 +66,7 @@ _SIGNATURES = {
     "quire_linear": [_INT, _INT, *[_POINTER] * 5, *[_LONG] * 3, _INT],
     "quire_forward": [_POINTER] * 4,
     "quire_forward_logits": [_POINTER, _LONG, _LONG, _LONG, *[_POINTER] * 2],
+    "quire_add_adapters": [_INT, _POINTER, _LONG, _POINTER, _POINTER, _LONG, _INT],
     "quire_gumbel_noise": [ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint32, _POINTER, _LONG, _POINTER],
 }
 
@@ -140,6 +145,17 @@ class CpuBackend:
     def fuse(self, parts: DecoderParts, pool: KVCachePool) -> FusedModel | None:
         """The whole forward pass in one call; see fused.py."""
         return fuse(self._kernels, parts, pool, self._threads)
+
+    def pack_adapter(self, adapter: Adapter, num_layers: int) -> PackedAdapter:
+        return KernelAdapter(self._kernels, adapter, num_layers)
+
+    def add_adapters(
+        self, layer: int, site: int, rows: Sequence[tuple[PackedAdapter, I32]], x: torch.Tensor, y: torch.Tensor
+    ) -> None:
+        parts = site_rows(layer, site, rows)
+        self._kernels.quire_add_adapters(
+            _is_bf16(x), ctypes.addressof(parts), len(parts), x.data_ptr(), y.data_ptr(), y.shape[1], self._threads
+        )
 
     def add_norm(self, x: torch.Tensor, residual: torch.Tensor | None, norm: Norm, out: torch.Tensor) -> None:
         n, dim = x.shape

@@ -22,6 +22,7 @@ FEATURES = {
     "attention_scale": "a scale of attention scores other than head_dim^-0.5",
     "quantized_weights": "quantized weights",
     "images": "images",
+    "adapters": "LoRA adapters",
 }
 REFERENCE = frozenset(FEATURES)
 CPU = REFERENCE

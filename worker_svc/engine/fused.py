@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import numpy.typing as npt
 import torch
 
+from worker_svc.engine.adapters.kernel_adapter import adapter_structs
 from worker_svc.engine.backend import ForwardBatch, Linear, Norm, RotaryTable
-from worker_svc.engine.kernel_linear import PANEL, KernelLinear, LinearStruct
+from worker_svc.engine.kernel_linear import PANEL, KernelLinear, LinearStruct, address_of
 from worker_svc.engine.weights import FeedForward, Layer, RoutedExperts
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 _POINTER = ctypes.c_void_p
 _LONG = ctypes.c_int64
 
-_Bytes = ctypes.c_char * 0
 Structs = ctypes.Array[LinearStruct]
 
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
@@ -75,7 +74,9 @@ class _BatchStruct(ctypes.Structure):
     _fields_ = (
         *((name, _POINTER) for name in ("token_ids", "positions", "slots", "tables", "rows")),
         *((name, _POINTER) for name in ("query_starts", "context_lens", "heads", "embedded_tokens", "embedded")),
+        ("adapters", _POINTER),
         *((name, _LONG) for name in ("num_tokens", "num_rows", "num_heads", "num_embedded", "table_stride")),
+        ("num_adapters", _LONG),
     )
 
 
@@ -163,14 +164,11 @@ class FusedModel:
             address_of(batch.head_tokens),
             *((None, None) if given is None else (address_of(given.tokens), given.rows.data_ptr())),
         )
+        adapters = adapter_structs(batch.adapters)
         counts = num_tokens, len(batch.rows), num_heads, 0 if given is None else len(given.tokens)
-        struct = _BatchStruct(*addresses, *counts, batch.tables.shape[1])
+        sizes = *counts, batch.tables.shape[1], len(adapters)
+        struct = _BatchStruct(*addresses, ctypes.addressof(adapters), *sizes)
         self._run(ctypes.byref(self._model), ctypes.byref(struct), logits, self._workspace.data_ptr())
-
-
-def address_of(x: npt.NDArray[Any]) -> int:
-    """The address of a writable array. Takes a third of the time of `array.ctypes`."""
-    return ctypes.addressof(_Bytes.from_buffer(x.data))
 
 
 def fuse(kernels: ctypes.CDLL, parts: DecoderParts, pool: KVCachePool, threads: int) -> FusedModel | None:

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import ctypes
+from typing import Any
 
+import numpy.typing as npt
 import torch
 
 from worker_svc.engine.linear import Int8Rows
 
 BFLOAT16, INT8, FLOAT32 = 0, 1, 2  # `Kind` of products.h
 PANEL = 32  # outputs that linear.cpp packs together
+
+
+_Bytes = ctypes.c_char * 0
+
+
+def address_of(x: npt.NDArray[Any]) -> int:
+    """The address of a writable array. Takes a third of the time of `array.ctypes`."""
+    return ctypes.addressof(_Bytes.from_buffer(x.data))
 
 
 class LinearStruct(ctypes.Structure):

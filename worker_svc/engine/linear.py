@@ -49,10 +49,14 @@ class FixedPointLinear:
         self._bias = None if bias is None else bias.double()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.wide(x).to(x.dtype)
+
+    def wide(self, x: torch.Tensor) -> torch.Tensor:
+        """The result in float32."""
         rows = to_fixed_point(x, self._bits)
         parts = (FixedPoint(high.double(), low.double(), *rest) for high, low, *rest in self._weights)
         y = torch.cat([fixed_point_product(rows, part, self._bits) for part in parts], dim=1)
-        return (y if self._bias is None else y + self._bias).float().to(x.dtype)
+        return (y if self._bias is None else y + self._bias).float()
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
 
+from worker_svc.engine.adapters.packed import PackedAdapter
+from worker_svc.engine.adapters.targets import SITES
 from worker_svc.engine.architectures import ModelConfig
-from worker_svc.engine.backend import Backend, ForwardBatch, Linear, Norm, RotaryTable
+from worker_svc.engine.backend import I32, Backend, ForwardBatch, Linear, Norm, RotaryTable
 from worker_svc.engine.kv_cache import KVCachePool
-from worker_svc.engine.weights import FeedForward, Layer, RoutedExperts, WeightLoader
+from worker_svc.engine.weights import Layer, RoutedExperts, WeightLoader
 
 Progress = Callable[[float], None]
+QKV, OUT, GATE_UP, DOWN = range(len(SITES))
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +119,19 @@ class DecoderModel:
                 x, attended = x[heads], attended[heads]  # the remaining operations need only these tokens
             if not len(x):
                 return x, None
-            residual = self._feed(x, self._normed(layer.o(attended), layer.attended_norm), layer)
+            rows = _adapter_rows(batch, of_heads=index == last)
+            attended = self._adapted(layer.o, OUT, index, rows, attended)
+            residual = self._feed(x, self._normed(attended, layer.attended_norm), index, rows)
         return x, residual
+
+    def _adapted(
+        self, linear: Linear, site: int, index: int, rows: Sequence[tuple[PackedAdapter, I32]], x: torch.Tensor
+    ) -> torch.Tensor:
+        """The output of a linear layer, with what adapters add to their rows of it."""
+        y = linear(x)
+        if rows:
+            self._backend.add_adapters(index, site, rows, x, y)
+        return y
 
     def _embed(self, batch: ForwardBatch) -> torch.Tensor:
         x = self._parts.embedding[torch.from_numpy(batch.token_ids)]
@@ -141,29 +155,32 @@ class DecoderModel:
         backend, heads, layer = self._backend, self._config.heads, self._parts.layers[index]
         normed = torch.empty_like(x)
         backend.add_norm(x, residual, layer.input_norm, normed)
-        qkv = layer.qkv(normed)
+        qkv = self._adapted(layer.qkv, QKV, index, _adapter_rows(batch, of_heads=False), normed)
         q = x.new_empty(len(x), heads.num_q_heads, heads.head_dim)
         backend.qk_norm_rope_store(qkv, layer.qk_norms, self._parts.rotary(index), batch, cache, q, heads)
         attended = torch.empty_like(q)
         backend.paged_attention(q, cache, batch, attended, self._config.attention(index))
         return attended.view(len(x), -1)
 
-    def _feed(self, x: torch.Tensor, residual: torch.Tensor, layer: Layer) -> torch.Tensor:
+    def _feed(
+        self, x: torch.Tensor, residual: torch.Tensor, index: int, rows: Sequence[tuple[PackedAdapter, I32]]
+    ) -> torch.Tensor:
         """Adds the residual to x; returns the output of the feed-forward part [n, hidden]."""
-        normed = torch.empty_like(x)
+        normed, layer = torch.empty_like(x), self._parts.layers[index]
         self._backend.add_norm(x, residual, layer.post_norm, normed)
         part = layer.feed_forward
-        fed = self._expert(normed, part) if isinstance(part, RoutedExperts) else self._dense(normed, part)
-        return self._normed(fed, layer.fed_norm)
+        if isinstance(part, RoutedExperts):
+            return self._normed(self._expert(normed, part), layer.fed_norm)
+        hidden = self._activated(self._adapted(part.gate_up, GATE_UP, index, rows, normed))
+        return self._normed(self._adapted(part.down, DOWN, index, rows, hidden), layer.fed_norm)
 
-    def _dense(self, normed: torch.Tensor, part: FeedForward) -> torch.Tensor:
-        hidden = part.gate_up(normed)
+    def _activated(self, hidden: torch.Tensor) -> torch.Tensor:
         if not self._config.is_gated:
             self._backend.activation(hidden, self._config.activation)
-            return part.down(hidden)
+            return hidden
         activated = hidden.new_empty(len(hidden), hidden.shape[1] // 2)
         self._backend.gated_activation(hidden, activated, self._config.activation)
-        return part.down(activated)
+        return activated
 
     def _expert(self, normed: torch.Tensor, part: RoutedExperts) -> torch.Tensor:
         out = torch.empty_like(normed)
@@ -184,3 +201,8 @@ class DecoderModel:
         if self._config.logit_soft_cap is not None:
             self._backend.soft_cap(logits, self._config.logit_soft_cap)
         return logits
+
+
+def _adapter_rows(batch: ForwardBatch, *, of_heads: bool) -> list[tuple[PackedAdapter, I32]]:
+    """The adapters of a step, with their rows among all tokens or among the head tokens."""
+    return [(part.adapter, part.heads if of_heads else part.tokens) for part in batch.adapters]

@@ -13,6 +13,10 @@ import torch
 
 from request_fields.checks import default_sampling
 from request_fields.sizes import largest_pool
+from worker_svc.engine.adapters.adapter import Adapter, load_adapter, reserved_bytes
+from worker_svc.engine.adapters.packed import PackedAdapter, rows_of_step
+from worker_svc.engine.adapters.rows import RowAdapters
+from worker_svc.engine.adapters.store import AdapterStore
 from worker_svc.engine.architectures import ModelConfig, parse_config
 from worker_svc.engine.backend import I64, ForwardBatch
 from worker_svc.engine.backends import make_backend
@@ -100,10 +104,13 @@ class ModelRunner:
         sampling = default_sampling(checkpoint.generation_config)
         self._backend = make_backend(config.backend, self._threads, config.determinism, config.quantize)
         dtype = _choose_dtype(config, checkpoint)
-        num_blocks = config.num_blocks or _fitting_blocks(config, model, DTYPES[dtype])
+        loader = WeightLoader(checkpoint, model, self._backend, DTYPES[dtype])
+        modules = loader.modules()
+        reserved = config.max_adapters * reserved_bytes(modules, config.max_adapter_rank, DTYPES[dtype])
+        num_blocks = config.num_blocks or _fitting_blocks(config, model, DTYPES[dtype], reserved)
         max_model_len = choose_max_model_len(config, model, num_blocks, self._backend.features)
         model = model.within(max_model_len)
-        check_features(model.features(), self._backend.name)
+        check_features(model.features() | ({"adapters"} if config.max_adapters else set()), self._backend.name)
         loader = WeightLoader(checkpoint, model, self._backend, DTYPES[dtype])
         loader.check()
         checkpoint.start_digest(self._threads)
@@ -118,9 +125,18 @@ class ModelRunner:
         )
         self._model.fuse(self._pool)
         grammars = compiled_grammars(config.model_dir, model.vocab_size, eos_ids)
+        self.adapters: AdapterStore[Adapter, PackedAdapter] = AdapterStore(
+            lambda folder: load_adapter(folder, modules, model.names, DTYPES[dtype], config.max_adapter_rank),
+            lambda adapter: self._backend.pack_adapter(adapter, model.num_layers),
+            max_resident=config.max_adapters,
+            max_loaded=config.max_loaded_adapters if config.max_adapters else 0,
+        )
+        for name, folder in config.adapters:
+            self.adapters.load(name, folder)
+        self._row_adapters = RowAdapters(config.max_num_seqs, self.adapters.find)
         self._rows = RowTable(
             config.max_num_seqs, max_model_len, config.block_size, num_blocks, model.vocab_size, grammars,
-            hidden_size=model.hidden_size,
+            hidden_size=model.hidden_size, adapters=self._row_adapters,
         )  # fmt: skip
         self._embedder = InputEmbedder(model.hidden_size, DTYPES[dtype])
         weights_digest = checkpoint.weights_digest()
@@ -146,6 +162,7 @@ class ModelRunner:
             build=build(),
             quantize=config.quantize,
             hidden_size=model.hidden_size,
+            max_adapters=config.max_adapters,
         )
         self._planner = StepPlanner(self._rows, self.info)
         self._num_out_of_memory = 0  # consecutive steps
@@ -241,9 +258,10 @@ class ModelRunner:
             head_tokens=plan.starts[heads + 1] - 1,
             embedded=embedded,
         )
+        forward = self._with_adapters(forward, plan.token_rows)
         masks = self._rows.start_masks(plan.sampling_rows, plan.sampled_positions)
         targets = self._rows.prompt_targets(plan.token_rows, plan.positions)
-        prompts = None if targets is None else self._score_prompts(forward, targets, errors)
+        prompts = None if targets is None else self._score_prompts(forward, plan.token_rows, targets, errors)
         logits = self._model.forward(forward, self._pool) if prompts is None else prompts.logits
         self._rows.mark_computed(plan.rows, plan.ends)
         found = NOTHING
@@ -253,10 +271,20 @@ class ModelRunner:
             found = self._sample(plan, logits, masks, errors)
         return found if prompts is None else replace(found, prompt_logprobs=prompts.prompt_logprobs)
 
-    def _score_prompts(self, forward: ForwardBatch, targets: PromptTargets, errors: RowErrors) -> ScoredPrompts:
+    def _with_adapters(self, forward: ForwardBatch, token_rows: I64) -> ForwardBatch:
+        """The same batch with the adapters of its rows."""
+        if not self._row_adapters.in_use:
+            return forward
+        numbers = self._row_adapters.numbers[token_rows]
+        return replace(forward, adapters=rows_of_step(self._row_adapters.in_use, numbers, forward.head_tokens))
+
+    def _score_prompts(
+        self, forward: ForwardBatch, token_rows: I64, targets: PromptTargets, errors: RowErrors
+    ) -> ScoredPrompts:
         """Runs the forward pass and scores the prompt tokens that follow computed tokens, for rows that ask."""
         heads = forward.head_tokens
         forward = replace(forward, head_tokens=heads_with_prompts(heads, targets))
+        forward = self._with_adapters(forward, token_rows)
         slices = self._model.forward_in_slices(forward, self._pool, LOGITS_AT_ONCE)
         prompts = score_prompts(self._backend, slices, heads, targets)
         for row in prompts.bad_rows.tolist():
@@ -309,8 +337,9 @@ def _choose_dtype(config: EngineConfig, checkpoint: Checkpoint) -> ComputeDtype:
     return "float32" if checkpoint.stored_dtype() is torch.float32 else "bfloat16"
 
 
-def _fitting_blocks(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> int:
-    memory = config.kv_cache_memory or min(DEFAULT_MEMORY, available_memory() // 2)
+def _fitting_blocks(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, reserved: int) -> int:
+    """`reserved`: memory for adapters, which the default size of the pool leaves free."""
+    memory = config.kv_cache_memory or min(DEFAULT_MEMORY, max(available_memory() - reserved, 0) // 2)
     heads = model.heads
     per_block = KVCachePool.bytes_per_block(
         model.num_layers, config.block_size, heads.num_kv_heads, heads.head_dim, dtype

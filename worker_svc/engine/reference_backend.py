@@ -6,6 +6,8 @@ exact_ops.py: the result of a row depends neither on other rows nor on threads o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -13,7 +15,10 @@ import torch.nn.functional as F
 
 from request_fields.fields import SAMPLER_FIELDS, sampling_params
 from worker_svc.engine import exact_ops, features, torch_ops
+from worker_svc.engine.adapters.adapter import Adapter
+from worker_svc.engine.adapters.packed import PackedAdapter
 from worker_svc.engine.backend import (
+    I32,
     I64,
     U32,
     AttentionShape,
@@ -54,6 +59,23 @@ class ReferenceBackend:
 
     def make_int8_linear(self, rows: Int8Rows, bias: torch.Tensor | None) -> Linear:
         return Int8Linear(rows, bias)
+
+    def pack_adapter(self, adapter: Adapter, num_layers: int) -> PackedAdapter:
+        return PackedAdapter(adapter, num_layers, lambda weight: FixedPointLinear(weight, None))
+
+    def add_adapters(
+        self, layer: int, site: int, rows: Sequence[tuple[PackedAdapter, I32]], x: torch.Tensor, y: torch.Tensor
+    ) -> None:
+        for adapter, indices in rows:
+            low_rank, at = adapter.at(layer, site), torch.from_numpy(indices).long()
+            if low_rank is None or not len(at):
+                continue
+            shrunk = low_rank.shrink(x[at])
+            for part in low_rank.expansions:
+                ranks = slice(part.first_rank, part.first_rank + part.rank)
+                outputs = slice(part.first_output, part.first_output + part.num_outputs)
+                added = FixedPointLinear.wide(part.linear, shrunk[:, ranks])  # type: ignore[arg-type]
+                y[at, outputs] = (y[at, outputs].float() + added).to(y.dtype)
 
     def add_norm(self, x: torch.Tensor, residual: torch.Tensor | None, norm: Norm, out: torch.Tensor) -> None:
         if residual is not None:

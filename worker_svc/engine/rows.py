@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from request_fields.checks import check_sampling
 from request_fields.fields import SAMPLER_FIELDS, FieldError, Kind
+from worker_svc.engine.adapters.rows import RowAdapters
 from worker_svc.engine.backend import I32, I64, SamplingColumns
 from worker_svc.engine.batch import U32, Bools, RowError, RowErrorCode, RowOpen, StepBatch
 from worker_svc.engine.beams import BeamLines
@@ -69,8 +70,11 @@ class RowTable:
         *,
         serves_beams: bool = True,
         hidden_size: int = 0,
+        adapters: RowAdapters[Any] | None = None,
     ) -> None:
-        """Without `compiled`, rows with a grammar are rejected; without `hidden_size`, rows with inputs are."""
+        """Without `compiled`, rows with a grammar are rejected; without `hidden_size`, rows with inputs are; without
+        `adapters`, rows with an adapter are."""
+        self.adapters = adapters
         self._serves_beams = serves_beams
         self._max_num_seqs = max_num_seqs
         self._max_model_len = max_model_len
@@ -108,6 +112,8 @@ class RowTable:
             self._grammars.reset()
         self._logprobs.reset()
         self._inputs.reset()
+        if self.adapters is not None:
+            self.adapters.reset()
 
     def close(self, rows: U32) -> None:
         """Closes rows; a closed row stays closed."""
@@ -117,6 +123,8 @@ class RowTable:
             self._grammars.close(rows)
         self._logprobs.close(rows)
         self._inputs.close(rows)
+        if self.adapters is not None:
+            self.adapters.close(rows)
 
     # Opening
 
@@ -143,6 +151,7 @@ class RowTable:
             or self._processors.refusal(item)
             or self._grammar_refusal(item)
             or self._logprobs.refusal(item)
+            or self._adapter_refusal(item)
             or _sampling_refusal(item)
         )
 
@@ -184,6 +193,11 @@ class RowTable:
             return f"num_candidates is {item.num_candidates}, expected at most the vocabulary size {self._vocab_size}"
         return None
 
+    def _adapter_refusal(self, item: RowOpen) -> str | None:
+        if self.adapters is not None:
+            return self.adapters.refusal(item)
+        return "this worker computes no adapters" if item.adapter else None
+
     def _open_one(self, item: RowOpen) -> None:
         row = item.row
         history = item.token_ids
@@ -208,6 +222,8 @@ class RowTable:
             self._grammars.open(item)
         self._logprobs.open(item)
         self._inputs.open(item)
+        if self.adapters is not None:
+            self.adapters.open(item)
 
     # Table changes
 

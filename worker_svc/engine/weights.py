@@ -9,6 +9,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
+from worker_svc.engine.adapters.targets import Module, modules_of
 from worker_svc.engine.architectures import LayerSpec, ModelConfig
 from worker_svc.engine.backend import ExpertLinears, Linear, Norm
 from worker_svc.engine.checkpoint import Checkpoint
@@ -163,6 +164,10 @@ class WeightLoader:
             feed_forward=self._feed_forward(self._config.layers[index], stored),
             fed_norm=self._norm(prefix + names.fed_norm, hidden) if names.fed_norm else None,
         )
+
+    def modules(self) -> dict[str, Module]:
+        """The linear layers that adapters may change, by name."""
+        return modules_of(self._stored(index) for index in range(self._config.num_layers))
 
     def _feed_forward(self, spec: LayerSpec, stored: dict[str, Stored]) -> FeedForward | RoutedExperts:
         if spec.experts is None:

@@ -108,6 +108,7 @@ class Driver:
         logprobs: int | None = None,
         prompt_logprobs: int | None = None,
         inputs: tuple[CarriedInput, ...] = (),
+        adapter: bytes = b"",
     ) -> Row:
         """Opens a row in the next step. `shared` are full blocks whose keys and values are already computed."""
         tokens, blocks = [*prompt, *output], list(shared or ())
@@ -116,7 +117,8 @@ class Driver:
         self._opens.append(
             RowOpen(row, np.array(tokens, np.uint32), len(prompt), np.array(state.blocks, np.uint32), state.computed,
                     sampling, sample_index, banned_ids=u32(*banned), banned_before=banned_before,
-                    rules=rules, grammar=grammar, logprobs=logprobs, prompt_logprobs=prompt_logprobs, inputs=inputs)
+                    rules=rules, grammar=grammar, logprobs=logprobs, prompt_logprobs=prompt_logprobs, inputs=inputs,
+                    adapter=adapter)
         )  # fmt: skip
         self.rows[row] = state
         return state

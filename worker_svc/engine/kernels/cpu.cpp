@@ -55,13 +55,6 @@ void gated_activation_row(const T* gate, const T* up, T* out, int64_t dim, Activ
   for (int64_t j = i; j < dim; j++) out[j] = from_float<T>(y[j - i]);
 }
 
-template <typename T>
-void gated_activation(const T* gate_up, T* out, int64_t n, int64_t dim, Activation activation, int threads) {
-  Pass(threads_for(n * dim, kSerialWork, threads)).run(n, 4, [&](int64_t first, int64_t last) {
-    for (int64_t i = first; i < last; i++)
-      gated_activation_row(gate_up + i * 2 * dim, gate_up + i * 2 * dim + dim, out + i * dim, dim, activation);
-  });
-}
 
 // ---------------------------------------------------------------------------------------------------------------
 // One fused QKV row per token: norm of q and k heads (optional), rotary embedding, q out, k and v into the pool.
@@ -187,6 +180,17 @@ void activate(Pass& pass, int is_bf16, void* x, int64_t n, int64_t dim, Activati
   map_rows(pass, is_bf16, x, n, dim, [&](v16 lanes) { return activate16(lanes, activation); });
 }
 
+void gated_activation(Pass& pass, int is_bf16, const void* gate_up, void* out, int64_t n, int64_t dim,
+                      Activation activation) {
+  over_rows(pass, is_bf16, n, [&](int64_t first, int64_t last, auto type) {
+    typedef decltype(type) T;
+    for (int64_t i = first; i < last; i++) {
+      const T* gate = (const T*)gate_up + i * 2 * dim;
+      gated_activation_row(gate, gate + dim, (T*)out + i * dim, dim, activation);
+    }
+  });
+}
+
 void soft_cap(Pass& pass, int is_bf16, void* x, int64_t n, int64_t dim, float cap) {
   map_rows(pass, is_bf16, x, n, dim, [&](v16 lanes) { return soft_cap16(lanes, cap); });
 }
@@ -207,7 +211,7 @@ void qk_norm_rope_store(Pass& pass, int is_bf16, const void* qkv, const QkNorms&
 
 extern "C" {
 
-int quire_abi_version() { return 15; }
+int quire_abi_version() { return 16; }
 
 // The instructions that this build computes with, as words. The first three affect results, vector widths do not.
 const char* quire_arithmetic() {
@@ -251,10 +255,8 @@ void quire_soft_cap(int is_bf16, void* x, int64_t n, int64_t dim, float cap, int
 
 void quire_gated_activation(int is_bf16, const void* gate_up, void* out, int64_t n, int64_t dim, int activation,
                             int threads) {
-  if (is_bf16)
-    gated_activation((const uint16_t*)gate_up, (uint16_t*)out, n, dim, Activation(activation), threads);
-  else
-    gated_activation((const float*)gate_up, (float*)out, n, dim, Activation(activation), threads);
+  Pass pass(threads_for(n * dim, kSerialWork, threads));
+  gated_activation(pass, is_bf16, gate_up, out, n, dim, Activation(activation));
 }
 
 void quire_qk_norm_rope_store(int is_bf16, const void* qkv, int norm_kind, const void* q_norm, const void* k_norm,

@@ -35,6 +35,16 @@ struct Model {
   }
 };
 
+// The layers that an adapter may change, of each layer of the model.
+enum Site { kSiteQkv = 0, kSiteO = 1, kSiteGateUp = 2, kSiteDown = 3, kNumSites = 4 };
+
+// An adapter that a batch uses, and its rows.
+struct Adapter {
+  const LowRank* sites;                 // [num_layers, kNumSites]
+  const int32_t *tokens, *heads;        // which tokens, and which of the head tokens
+  int64_t num_tokens, num_heads;
+};
+
 struct Batch {
   const int64_t* token_ids;
   const int32_t* positions;
@@ -43,7 +53,8 @@ struct Batch {
   const int64_t* heads;            // tokens that need logits, ascending
   const int64_t* embedded_tokens;  // tokens whose embeddings are given
   const void* embedded;            // [num_embedded, hidden]
-  int64_t num_tokens, num_rows, num_heads, num_embedded, table_stride;
+  const Adapter* adapters;
+  int64_t num_tokens, num_rows, num_heads, num_embedded, table_stride, num_adapters;
 };
 
 // The workspace of a step: contiguous parts, each with num_tokens rows.
@@ -71,6 +82,17 @@ void head(Pass& pass, const Model& m, void* x, const void* residual, void* logit
   linear_of_norm(pass, int(m.is_bf16), m.head, m.norm(x, residual, m.final_norm), logits, n);
   if (m.logit_cap != 0.f) soft_cap(pass, int(m.is_bf16), logits, n, m.head.out, m.logit_cap);
 }
+
+// Rows before a linear layer that adapters change, and [gate | up] rows after it. Memory of a thread, kept between steps.
+struct AdaptedRows {
+  std::vector<char> normed, gate_up;
+
+  static char* at_least(std::vector<char>& memory, int64_t bytes) {
+    if (int64_t(memory.size()) < bytes) memory.resize(bytes);
+    return memory.data();
+  }
+};
+thread_local AdaptedRows adapted_rows;
 
 // One forward pass.
 struct Forward {
@@ -105,29 +127,73 @@ struct Forward {
       add_positions(pass, int(m.is_bf16), p.x, m.position_embedding, b.positions, b.num_tokens, m.hidden);
   }
 
-  // `added`: the residual of the previous layer, to be added to x; null: none.
-  void attend(const Layer& layer, const void* added, const AttentionPlan& plan) {
+  // The adapters that change a site of layer `index`, with their rows of the batch or, if `of_heads`, of the head tokens.
+  std::vector<LowRankRows> adapters_of(int64_t index, Site site, bool of_heads) const {
+    std::vector<LowRankRows> found;
+    for (int64_t i = 0; i < b.num_adapters; i++) {
+      const Adapter& a = b.adapters[i];
+      const LowRank* low_rank = a.sites + index * kNumSites + site;
+      const int64_t n = of_heads ? a.num_heads : a.num_tokens;
+      if (low_rank->shrink.out && n) found.push_back({low_rank, of_heads ? a.heads : a.tokens, n});
+    }
+    return found;
+  }
+
+  // The rows of a norm, for a linear layer and its adapters.
+  char* normed_rows(const Norm& norm, int64_t n) {
+    char* normed = AdaptedRows::at_least(adapted_rows.normed, n * m.hidden * (m.is_bf16 ? 2 : 4));
+    add_norm(pass, int(m.is_bf16), norm, normed, n, m.hidden);
+    return normed;
+  }
+
+  void adapted_linear(const Linear& layer, const std::vector<LowRankRows>& adapters, const void* x, void* y, int64_t n) {
+    linear(pass, int(m.is_bf16), layer, x, y, n);
+    add_adapters(pass, int(m.is_bf16), adapters, x, y, layer.out);
+  }
+
+  void adapted_linear_of_norm(const Linear& layer, const std::vector<LowRankRows>& adapters, const Norm& norm, void* y,
+                              int64_t n) {
+    if (adapters.empty()) return linear_of_norm(pass, int(m.is_bf16), layer, norm, y, n);
+    adapted_linear(layer, adapters, normed_rows(norm, n), y, n);
+  }
+
+  void adapted_gated_linear_of_norm(const Linear& layer, const std::vector<LowRankRows>& adapters, const Norm& norm,
+                                    void* y, int64_t n) {
     const int is_bf16 = int(m.is_bf16);
-    linear_of_norm(pass, is_bf16, layer.qkv, m.norm(p.x, added, layer.input_norm), p.qkv, b.num_tokens);
+    if (adapters.empty()) return gated_linear_of_norm(pass, is_bf16, layer, norm, Activation(m.activation), y, n);
+    char* gate_up = AdaptedRows::at_least(adapted_rows.gate_up, n * layer.out * (is_bf16 ? 2 : 4));
+    adapted_linear(layer, adapters, normed_rows(norm, n), gate_up, n);
+    gated_activation(pass, is_bf16, gate_up, y, n, layer.out / 2, Activation(m.activation));
+  }
+
+  // `added`: the residual of the previous layer, to be added to x; null: none.
+  void attend(int64_t index, const void* added, const AttentionPlan& plan) {
+    const int is_bf16 = int(m.is_bf16);
+    const Layer& layer = m.layers[index];
+    adapted_linear_of_norm(layer.qkv, adapters_of(index, kSiteQkv, false), m.norm(p.x, added, layer.input_norm), p.qkv,
+                           b.num_tokens);
     qk_norm_rope_store(pass, is_bf16, p.qkv, {layer.q_norm, layer.k_norm, NormKind(m.norm_kind), m.eps}, layer.rotary,
                        b.positions, b.slots, layer.k_cache, layer.v_cache, p.q, b.num_tokens, shape);
     paged_attention(pass, is_bf16, plan, rows, shape, p.q, layer.k_cache, layer.v_cache, p.attended,
                     {m.scale, m.attention_cap, layer.window});
   }
 
-  void feed_forward(const Layer& layer, int64_t n) {
+  // `of_heads`: the rows are those of the head tokens.
+  void feed_forward(int64_t index, int64_t n, bool of_heads) {
     const int is_bf16 = int(m.is_bf16);
+    const Layer& layer = m.layers[index];
     const Norm norm = m.norm(p.x, p.residual, layer.post_norm);
-    linear(pass, is_bf16, layer.o, p.attended, p.residual, n);
+    adapted_linear(layer.o, adapters_of(index, kSiteO, of_heads), p.attended, p.residual, n);
     norm_output(layer.attended_norm, n);
     if (layer.experts.count) return route(layer, norm, n);
+    const std::vector<LowRankRows> adapters = adapters_of(index, kSiteGateUp, of_heads);
     if (m.is_gated) {
-      gated_linear_of_norm(pass, is_bf16, layer.gate_up, norm, Activation(m.activation), p.activated, n);
+      adapted_gated_linear_of_norm(layer.gate_up, adapters, norm, p.activated, n);
     } else {
-      linear_of_norm(pass, is_bf16, layer.gate_up, norm, p.activated, n);
+      adapted_linear_of_norm(layer.gate_up, adapters, norm, p.activated, n);
       activate(pass, is_bf16, p.activated, n, layer.gate_up.out, Activation(m.activation));
     }
-    linear(pass, is_bf16, layer.down, p.activated, p.residual, n);
+    adapted_linear(layer.down, adapters_of(index, kSiteDown, of_heads), p.activated, p.residual, n);
     norm_output(layer.fed_norm, n);
   }
 
@@ -148,13 +214,13 @@ struct Forward {
     embed();
     for (int64_t i = 0; i < m.num_layers; i++) {
       const bool is_last = i == m.num_layers - 1;
-      attend(m.layers[i], i ? p.residual : nullptr, is_last ? heads : all);
+      attend(i, i ? p.residual : nullptr, is_last ? heads : all);
       if (is_last) {
         keep_heads(p.x, m.hidden * element);
         keep_heads(p.attended, m.q_heads * m.head_dim * element);
       }
       const int64_t n = is_last ? b.num_heads : b.num_tokens;
-      if (n) feed_forward(m.layers[i], n);
+      if (n) feed_forward(i, n, is_last);
     }
     if (b.num_heads && logits) head(pass, m, p.x, p.residual, logits, b.num_heads);
   }

@@ -92,18 +92,41 @@ void linear_of_norm(Pass& pass, int is_bf16, const Linear& layer, const Norm& no
 void gated_linear_of_norm(Pass& pass, int is_bf16, const Linear& layer, const Norm& norm, Activation activation, void* y,
                           int64_t n);
 
-// Rows of x for one of several layers of the same shape and kind.
+// Rows of x for one of several layers of the same kind.
 struct LinearRows {
   const Linear* layer;
   const void* x;
   const int32_t* rows;  // [n] which rows of x; null: the first n
   void* y;              // [n, out]
   int64_t n;
+  int64_t x_stride = 0, y_stride = 0;  // from row to row, in numbers; 0: the layer's inputs, outputs
+  const int32_t* y_rows = nullptr;     // [n] which rows of y; null: the first n
+  bool adds = false;                   // to y, instead of replacing it
 };
 
 // `parts`: at least one, each with at least one row.
 void grouped_linear(Pass& pass, int is_bf16, const std::vector<LinearRows>& parts);
 void grouped_gated_linear(Pass& pass, int is_bf16, const std::vector<LinearRows>& parts, Activation activation);
+
+// What an adapter adds to a linear layer: expand(shrink(x)), rounded once in between and once at the end. Each part of
+// `expand` takes some of the outputs of `shrink` and adds to some of the layer's outputs.
+constexpr int kAdapterParts = 3;
+struct LowRank {
+  Linear shrink;  // out 0: the adapter does not change this layer
+  int64_t num_parts;
+  Linear expand[kAdapterParts];
+  int64_t first_rank[kAdapterParts], first_output[kAdapterParts];
+};
+
+// Rows of x and y that one adapter changes.
+struct LowRankRows {
+  const LowRank* layer;
+  const int32_t* rows;
+  int64_t n;
+};
+
+// y [.., width] += what the adapters add for x. No row is in two parts.
+void add_adapters(Pass& pass, int is_bf16, const std::vector<LowRankRows>& parts, const void* x, void* y, int64_t width);
 
 // A feed-forward part of experts. gate_up and down have `count` entries.
 struct Experts {
@@ -129,6 +152,10 @@ void add_positions(Pass& pass, int is_bf16, void* x, const void* table, const in
 
 // x = activation(x), x [n, dim].
 void activate(Pass& pass, int is_bf16, void* x, int64_t n, int64_t dim, Activation activation);
+
+// out [n, dim] = activation(gate) * up, for gate_up [n, 2 * dim].
+void gated_activation(Pass& pass, int is_bf16, const void* gate_up, void* out, int64_t n, int64_t dim,
+                      Activation activation);
 
 // x = cap * tanh(x / cap), x [n, dim].
 void soft_cap(Pass& pass, int is_bf16, void* x, int64_t n, int64_t dim, float cap);

@@ -98,13 +98,13 @@ template <typename T> T* buffer_of_thread(int64_t count) {
 }
 
 template <typename T> const T* row_of(const Call<T>& c, int64_t row) {
-  if (!c.norm) return c.x + (c.rows ? c.rows[row] : row) * c.in;
+  if (!c.norm) return c.x + (c.rows ? c.rows[row] : row) * c.x_stride;
   T* normed = buffer_of_thread<T>(c.in);
   add_norm_row(*c.norm, row, normed, c.in);
   return normed;
 }
 
-// Calls with the same numbers of inputs and outputs. More than one: the experts of a layer, each with its own rows.
+// Calls that run in the same phases. More than one: the experts of a layer, or adapters, each with its own rows.
 template <typename T> using Calls = std::vector<Call<T>>;
 
 // Numbers the parts of several calls.
@@ -154,22 +154,34 @@ std::vector<Packed> pack_rows(Pass& pass, const Calls<T>& calls, std::vector<Row
   return packed;
 }
 
-// Calls run(call, first_tile, last_tile, panel) for every panel, one block of rows at a time.
-template <typename K, typename Run>
-void over_panels(Pass& pass, const std::vector<Packed>& packed, int64_t in, int64_t panels, const Run& run) {
-  const int64_t fitting = K::kBlockBytes / (K::words_per_row(in) * int64_t(sizeof(int32_t)) * K::kTileRows);
-  const int64_t block = std::clamp<int64_t>(fitting, 1, kBlockTiles);
-  const int64_t grain = std::max<int64_t>(1, panels / (8 * pass.threads));
-  const int64_t parts = ceil_div(panels, grain);
+// The parts of a call: blocks of at most `block` row tiles, times groups of at most `grain` panels.
+struct Division {
+  int64_t block, grain, panels;
+
+  int64_t groups() const { return ceil_div(panels, grain); }
+};
+
+// Calls run(call, first_tile, last_tile, panel) for all panels of each call, one block of rows at a time.
+template <typename K, typename T, typename Run>
+void over_panels(Pass& pass, const Calls<T>& calls, const std::vector<Packed>& packed, int64_t outputs_per_panel,
+                 const Run& run) {
   Numbers numbers;
-  for (const Packed& p : packed) numbers.add(ceil_div(p.tiles.count, block) * parts);
+  std::vector<Division> divisions;
+  for (size_t i = 0; i < calls.size(); i++) {
+    const int64_t tile_bytes = K::words_per_row(calls[i].in) * int64_t(sizeof(int32_t)) * K::kTileRows;
+    const int64_t panels = ceil_div(calls[i].out, outputs_per_panel);
+    divisions.push_back({std::clamp<int64_t>(K::kBlockBytes / tile_bytes, 1, kBlockTiles),
+                         std::max<int64_t>(1, panels / (8 * pass.threads)), panels});
+    numbers.add(ceil_div(packed[i].tiles.count, divisions[i].block) * divisions[i].groups());
+  }
   pass.run(numbers.total(), 1, [&](int64_t begin, int64_t end) {
     [[maybe_unused]] const typename K::Scope scope{};
     for (int64_t part = begin; part < end; part++) {
       const int64_t call = numbers.call_of(part), i = part - numbers.first(call);
-      const int64_t first = i / parts * block, last = std::min(first + block, packed[call].tiles.count);
-      const int64_t start = i % parts * grain;
-      for (int64_t panel = start; panel < std::min(start + grain, panels); panel++) run(call, first, last, panel);
+      const Division d = divisions[call];
+      const int64_t first = i / d.groups() * d.block, last = std::min(first + d.block, packed[call].tiles.count);
+      const int64_t start = i % d.groups() * d.grain;
+      for (int64_t panel = start; panel < std::min(start + d.grain, d.panels); panel++) run(call, first, last, panel);
     }
     end_stream();
   });
@@ -183,11 +195,11 @@ template <typename K, typename T> bool is_streamed(const Call<T>& c, int64_t wid
 template <typename K, typename T> void multiply_all(Pass& pass, const Calls<T>& calls) {
   std::vector<RowScale> scales;
   const std::vector<Packed> packed = pack_rows<K>(pass, calls, scales);
-  const int64_t out = calls[0].out, panels = ceil_div(out, kPanel);
-  over_panels<K>(pass, packed, calls[0].in, panels, [&](int64_t call, int64_t first, int64_t last, int64_t panel) {
+  over_panels<K>(pass, calls, packed, kPanel, [&](int64_t call, int64_t first, int64_t last, int64_t panel) {
     const Call<T>& c = calls[call];
-    const int64_t count = std::min<int64_t>(kPanel, out - panel * kPanel);
-    const Target<T> target{c.y + panel * kPanel, out, count, nullptr, kSilu, is_streamed<K>(c, out)};
+    const int64_t count = std::min<int64_t>(kPanel, c.out - panel * kPanel);
+    const bool is_past_caches = !c.adds && is_streamed<K>(c, c.out);
+    const Target<T> target{c.y + panel * kPanel, c.y_stride, count, nullptr, kSilu, is_past_caches, c.y_rows, c.adds};
     multiply_panel(K(), c, packed[call], first, last, {panel, panel + 1}, target);
   });
 }
@@ -197,7 +209,7 @@ template <typename K, typename T> void multiply_gated(Pass& pass, const Calls<T>
   std::vector<RowScale> scales;
   const std::vector<Packed> packed = pack_rows<K>(pass, calls, scales);
   const int64_t inner = calls[0].out / 2, panels = inner / kPanel;
-  over_panels<K>(pass, packed, calls[0].in, panels, [&](int64_t call, int64_t first, int64_t last, int64_t panel) {
+  over_panels<K>(pass, calls, packed, 2 * kPanel, [&](int64_t call, int64_t first, int64_t last, int64_t panel) {
     const Call<T>& c = calls[call];
     const RowTiles& tiles = packed[call].tiles;
     const int64_t start = tiles.start(first), rows = tiles.start(last) - start;
@@ -223,15 +235,15 @@ template <typename Run> void with_kind(int64_t kind, int is_bf16, const Run& run
   return is_bf16 ? run(OfInt8(), uint16_t()) : run(OfInt8(), float());
 }
 
-template <typename T>
-Call<T> make_call(const Linear& layer, const void* x, const Norm* norm, const int32_t* rows, void* y, int64_t n) {
-  return {(const T*)x, norm, rows, (const char*)layer.packed, layer.scales, (const T*)layer.bias, (T*)y, n, layer.in,
-          layer.out};
+template <typename T> Call<T> call_of(const LinearRows& p, const Norm* norm = nullptr) {
+  const Linear& layer = *p.layer;
+  return {(const T*)p.x, norm, p.rows, (const char*)layer.packed, layer.scales, (const T*)layer.bias, (T*)p.y, p.n,
+          layer.in, layer.out, p.x_stride ? p.x_stride : layer.in, p.y_stride ? p.y_stride : layer.out, p.y_rows, p.adds};
 }
 
 template <typename T> Calls<T> calls_of(const std::vector<LinearRows>& parts) {
   Calls<T> calls;
-  for (const LinearRows& p : parts) calls.push_back(make_call<T>(*p.layer, p.x, nullptr, p.rows, p.y, p.n));
+  for (const LinearRows& p : parts) calls.push_back(call_of<T>(p));
   return calls;
 }
 
@@ -242,13 +254,13 @@ template <typename T> Calls<T> calls_of(const std::vector<LinearRows>& parts) {
 
 void linear(Pass& pass, int is_bf16, const Linear& layer, const void* x, void* y, int64_t n) {
   with_kind(layer.kind, is_bf16, [&](auto kind, auto type) {
-    multiply_all<decltype(kind)>(pass, Calls<decltype(type)>{make_call<decltype(type)>(layer, x, nullptr, nullptr, y, n)});
+    multiply_all<decltype(kind)>(pass, Calls<decltype(type)>{call_of<decltype(type)>({&layer, x, nullptr, y, n})});
   });
 }
 
 void linear_of_norm(Pass& pass, int is_bf16, const Linear& layer, const Norm& norm, void* y, int64_t n) {
   with_kind(layer.kind, is_bf16, [&](auto kind, auto type) {
-    multiply_all<decltype(kind)>(pass, Calls<decltype(type)>{make_call<decltype(type)>(layer, nullptr, &norm, nullptr, y, n)});
+    multiply_all<decltype(kind)>(pass, Calls<decltype(type)>{call_of<decltype(type)>({&layer, nullptr, nullptr, y, n}, &norm)});
   });
 }
 
@@ -256,7 +268,7 @@ void gated_linear_of_norm(Pass& pass, int is_bf16, const Linear& layer, const No
                           int64_t n) {
   with_kind(layer.kind, is_bf16, [&](auto kind, auto type) {
     multiply_gated<decltype(kind)>(
-        pass, Calls<decltype(type)>{make_call<decltype(type)>(layer, nullptr, &norm, nullptr, y, n)}, activation);
+        pass, Calls<decltype(type)>{call_of<decltype(type)>({&layer, nullptr, nullptr, y, n}, &norm)}, activation);
   });
 }
 

@@ -20,6 +20,9 @@ template <typename T> struct Call {
   const T* bias;        // [out] or null
   T* y;
   int64_t n, in, out;
+  int64_t x_stride, y_stride;  // from row to row
+  const int32_t* y_rows;       // [n] which rows of y; null: the first n
+  bool adds;                   // to y, instead of replacing it
 };
 
 // Destination of a panel's outputs.
@@ -30,6 +33,10 @@ template <typename T> struct Target {
   const T* gates;  // [rows, kPanel]: y is multiplied by their activation; null: no gates
   Activation activation;
   bool is_streamed;
+  const int32_t* rows = nullptr;  // as `y_rows` of Call
+  bool adds = false;
+
+  T* row(int64_t r) const { return y + (rows ? rows[r] : r) * stride; }
 };
 
 // Rows of x cut into tiles of at most `height` rows, and of nearly equal heights.
@@ -52,6 +59,12 @@ struct Packed {
 struct Panels {
   int64_t panel, following;
 };
+
+template <typename T> INLINE void add_outputs(const T* out, v16* y, int64_t count) {
+  T part[kPanel] = {};
+  memcpy(part, out, count * sizeof(T));
+  for (int half = 0; half < 2; half++) y[half] += load16(part + half * kLanes);
+}
 
 template <typename T> INLINE void store_outputs(T* out, v16 low, v16 high, int64_t count, bool is_streamed) {
   if (count == kPanel) return store32(out, low, high, is_streamed);
@@ -79,7 +92,8 @@ INLINE void store_tile(const Call<T> c, const Target<T> target, const int32_t* s
         y[half] = activate16(gate, target.activation) * round16<T>(y[half]);
       }
     }
-    store_outputs(target.y + r * target.stride, y[0], y[1], target.count, target.is_streamed);
+    if (target.adds) add_outputs(target.row(r), y, target.count);
+    store_outputs(target.row(r), y[0], y[1], target.count, target.is_streamed);
   }
 }
 

@@ -1,0 +1,1 @@
+"""LoRA adapters: reading PEFT folders, and their weights for a backend."""

@@ -1,0 +1,97 @@
+"""An adapter in host memory: its tensors, checked against the decoder, and the digest of its content."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from safetensors import SafetensorError, safe_open
+
+from worker_svc.engine.adapters.config import WEIGHTS_FILE, AdapterError, read_adapter_config
+from worker_svc.engine.adapters.targets import Module, Target, find_targets
+from worker_svc.engine.families import Names
+from worker_svc.engine.kernel_linear import PANEL
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterPart:
+    """What an adapter adds to some outputs of a site: b @ (a @ x)."""
+
+    module: Module
+    a: torch.Tensor  # [rank, inputs]
+    b: torch.Tensor  # [outputs, rank], times the scale
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """A loaded adapter. `digest` identifies its content: equal adapters have equal digests."""
+
+    digest: bytes  # 16 bytes
+    max_rank: int
+    parts: tuple[AdapterPart, ...]  # in the order of layers and sites
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of its tensors."""
+        return sum(tensor.nbytes for part in self.parts for tensor in (part.a, part.b))
+
+
+def load_adapter(
+    folder: Path, modules: Mapping[str, Module], names: Names, dtype: torch.dtype, max_rank: int
+) -> Adapter:
+    """Reads a PEFT folder. Raises AdapterError unless all of it can be computed."""
+    config = read_adapter_config(folder)
+    with _open(folder / WEIGHTS_FILE) as file:
+        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        targets = find_targets(config, shapes, modules, names)
+        rank = max(target.rank for target in targets)
+        if rank > max_rank:
+            raise AdapterError(
+                f"rank: {folder} has rank {rank}, but this worker allows at most {max_rank}; raise --max-adapter-rank"
+            )
+        digest = xxhash.xxh3_128()
+        parts = tuple(_part(file, target, dtype, digest) for target in targets)
+    return Adapter(digest.digest(), rank, parts)
+
+
+def reserved_bytes(modules: Mapping[str, Module], rank: int, dtype: torch.dtype) -> int:
+    """Memory of one resident adapter of this rank that changes all modules. Kernels pad ranks to whole panels."""
+    padded = -(-rank // PANEL) * PANEL
+    return sum(padded * (m.num_inputs + m.num_outputs) for m in modules.values()) * dtype.itemsize
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except FileNotFoundError:
+        raise AdapterError(
+            f"{path} is missing; only adapters in safetensors are read: save it with save_pretrained of PEFT"
+        ) from None
+    except (SafetensorError, OSError) as error:
+        raise AdapterError(f"{path} is damaged ({error}); copy it again") from None
+
+
+def _part(file: Any, target: Target, dtype: torch.dtype, digest: xxhash.xxh3_128) -> AdapterPart:
+    """Reads the tensors of a target and adds them to the digest."""
+    digest.update(repr((target.module, target.scale)).encode())
+    a, b = (_tensor(file, name, digest) for name in (target.a, target.b))
+    return AdapterPart(target.module, a.to(dtype), (b.float() * target.scale).to(dtype))
+
+
+def _tensor(file: Any, name: str, digest: xxhash.xxh3_128) -> torch.Tensor:
+    tensor: torch.Tensor = file.get_tensor(name)
+    if tensor.dtype not in DTYPES:
+        kind = str(tensor.dtype).removeprefix("torch.")
+        raise AdapterError(f"tensor {name} is stored as {kind}; use float32, bfloat16 or float16")
+    if not bool(tensor.isfinite().all()):
+        raise AdapterError(f"tensor {name} contains NaN or infinity; the adapter is damaged")
+    content = tensor.contiguous()
+    digest.update(f"{content.dtype}|".encode())
+    digest.update(content.reshape(-1).view(torch.uint8).numpy().data)
+    return content.clone()  # not memory-mapped: the file may change

@@ -1,0 +1,61 @@
+"""Which adapter each open row uses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+import numpy as np
+
+from worker_svc.engine.batch import I64, U32, RowOpen
+
+A = TypeVar("A")
+Find = Callable[[bytes], A | None]
+
+
+class RowAdapters(Generic[A]):
+    """The adapters of rows, as a column of numbers. A row keeps its adapter until it closes, even if the adapter is
+    swapped out meanwhile."""
+
+    def __init__(self, max_num_seqs: int, find: Find[A]) -> None:
+        """`find` returns the resident adapter with a digest."""
+        self._find = find
+        self.numbers: I64 = np.zeros(max_num_seqs, np.int64)  # 0: none
+        self.in_use: dict[int, A] = {}  # by number
+        self._number_of: dict[bytes, int] = {}
+        self._last_number = 0
+
+    def refusal(self, item: RowOpen) -> str | None:
+        """Why a row cannot be opened; None if it can."""
+        if not item.adapter or item.adapter in self._number_of or self._find(item.adapter) is not None:
+            return None
+        return f"adapter {item.adapter.hex()} is not in use by this worker; place it first"
+
+    def open(self, item: RowOpen) -> None:
+        if not item.adapter:
+            return
+        number = self._number_of.get(item.adapter) or self._start(item.adapter)
+        self.numbers[item.row] = number
+
+    def _start(self, digest: bytes) -> int:
+        adapter = self._find(digest)
+        if adapter is None:
+            raise LookupError(f"adapter {digest.hex()} was not checked")
+        self._last_number += 1
+        self._number_of[digest], self.in_use[self._last_number] = self._last_number, adapter
+        return self._last_number
+
+    def close(self, rows: U32) -> None:
+        if not self.in_use:
+            return
+        self.numbers[rows[rows < len(self.numbers)]] = 0
+        self._forget_unused()
+
+    def reset(self) -> None:
+        self.numbers[:] = 0
+        self._forget_unused()
+
+    def _forget_unused(self) -> None:
+        used = set(self.numbers.tolist())
+        self.in_use = {number: adapter for number, adapter in self.in_use.items() if number in used}
+        self._number_of = {digest: number for digest, number in self._number_of.items() if number in used}
