@@ -18,18 +18,20 @@ from pathlib import Path
 from typing import Any
 
 import redis.asyncio
-from redis.asyncio.connection import SSLConnection
+from redis.asyncio.connection import Connection, SSLConnection
 from redis.asyncio.retry import Retry
+from redis.asyncio.sentinel import SentinelManagedConnection
 from redis.backoff import NoBackoff
 from redis.credentials import CredentialProvider
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from svc_common.config import without_password
+from svc_common.redis_sentinel import FORM, SentinelUrl, is_sentinel_url, parse_sentinel_url, sentinel_client
 
 log = logging.getLogger(__name__)
 
 CA, CERT, KEY = "--redis-tls-ca-file", "--redis-tls-cert-file", "--redis-tls-key-file"
-PASSWORD = "--redis-password-file"
+PASSWORD, SENTINEL_PASSWORD = "--redis-password-file", "--redis-sentinel-password-file"
 
 
 class RedisSettingsError(ValueError):
@@ -49,6 +51,11 @@ class RedisServer:
     cert: Path | None = None
     key: Path | None = None
     password: Path | None = None
+    sentinel_password: Path | None = None
+
+    @property
+    def uses_tls(self) -> bool:
+        return self.url.startswith("rediss")
 
 
 def add_flags(parser: argparse.ArgumentParser, purpose: str) -> None:
@@ -57,7 +64,8 @@ def add_flags(parser: argparse.ArgumentParser, purpose: str) -> None:
     group.add_argument(
         "--redis",
         metavar="URL",
-        help="redis://[:password@]host:port/db, rediss:// for TLS, or unix:///path, the same for gateways and "
+        help="redis://[:password@]host:port/db, rediss:// for TLS, unix:///path, or with Sentinels "
+        "redis+sentinel://host:port,host:port/MASTER/db, the same for gateways and "
         f"schedulers: {purpose}",
     )
     group.add_argument("--redis-namespace", default="quire", help="prefix of all Redis keys; use one per deployment")
@@ -72,15 +80,21 @@ def add_flags(parser: argparse.ArgumentParser, purpose: str) -> None:
         metavar="FILE",
         help="file with the password of Redis; a password in the URL of a flag is visible in the process list",
     )
+    group.add_argument(
+        SENTINEL_PASSWORD, type=Path, metavar="FILE", help="file with the password of the Sentinels. Unset: none"
+    )
 
 
 def redis_server(args: argparse.Namespace) -> RedisServer | None:
     """The server of the flags; None without --redis. Raises RedisSettingsError."""
     server = RedisServer(
         args.redis or "", args.redis_tls_ca_file, args.redis_tls_cert_file, args.redis_tls_key_file,
-        args.redis_password_file,
+        args.redis_password_file, args.redis_sentinel_password_file,
     )  # fmt: skip
-    given = {CA: server.ca, CERT: server.cert, KEY: server.key, PASSWORD: server.password}
+    given = {
+        CA: server.ca, CERT: server.cert, KEY: server.key, PASSWORD: server.password,
+        SENTINEL_PASSWORD: server.sentinel_password,
+    }  # fmt: skip
     if not server.url:
         for flag in (flag for flag, path in given.items() if path):
             raise RedisSettingsError(f"{flag} needs --redis URL")
@@ -92,55 +106,85 @@ def redis_server(args: argparse.Namespace) -> RedisServer | None:
 def _check(server: RedisServer) -> None:
     """Raise RedisSettingsError if the settings do not fit together or a file cannot be read."""
     try:
-        redis.asyncio.connection.parse_url(server.url)
-        parts = urllib.parse.urlsplit(server.url)
+        has_password = _has_password(server.url)
+        query = urllib.parse.urlsplit(server.url).query
     except ValueError:
         raise RedisSettingsError(bad_url(server.url)) from None
     shown = without_password(server.url)
     for flag, path in ((CA, server.ca), (CERT, server.cert), (KEY, server.key)):
-        if path and parts.scheme != "rediss":
+        if path and not server.uses_tls:
             raise RedisSettingsError(f"{flag} is set, but --redis {shown} is not TLS; write rediss://host:port/db")
-        if path and "ssl_" in parts.query:
+        if path and "ssl_" in query:
             raise RedisSettingsError(f"{flag} is set, and --redis {shown} has ssl_ parameters too; remove them")
     if bool(server.cert) != bool(server.key):
         raise RedisSettingsError(f"{CERT} and {KEY} must be set together")
-    if server.password and "password" in redis.asyncio.connection.parse_url(server.url):
+    if server.sentinel_password and not is_sentinel_url(server.url):
+        raise RedisSettingsError(f"{SENTINEL_PASSWORD} is set, but --redis {shown} names no Sentinels; write {FORM}")
+    if server.password and has_password:
         raise RedisSettingsError(f"{PASSWORD} is set, and --redis {shown} has a password too; remove one of them")
     try:
         _tls_context(server)
-        _PasswordFile(server.password, None).get_credentials() if server.password else None
+        for flag, path in ((PASSWORD, server.password), (SENTINEL_PASSWORD, server.sentinel_password)):
+            _PasswordFile(path, None, flag).get_credentials() if path else None
     except RedisFileError as error:
         raise RedisSettingsError(str(error)) from None
+
+
+def _has_password(url: str) -> bool:
+    """Raises ValueError for a malformed URL."""
+    if is_sentinel_url(url):
+        return parse_sentinel_url(url).password is not None
+    return "password" in redis.asyncio.connection.parse_url(url)
 
 
 def bad_url(url: str) -> str:
     """The error for a malformed --redis. The URL parser's own message may quote part of the password."""
     return (
         f"--redis {without_password(url)!r} is not the URL of a Redis server; write redis://[:password@]host:port/db, "
-        "rediss:// for TLS, or unix:///path; in the password write %2F for /, %3F for ?, %40 for @"
+        f"rediss:// for TLS, unix:///path, or {FORM}; in the password write %2F for /, %3F for ?, %40 for @"
     )
 
 
 def connect(server: RedisServer | str, timeout_s: float) -> redis.asyncio.Redis:
     """A client that never retries by itself. A URL is a server without files. Raises ValueError for a malformed URL."""
     server = RedisServer(server) if isinstance(server, str) else server
-    client = redis.asyncio.Redis.from_url(
-        server.url,
-        protocol=2,
-        socket_timeout=timeout_s,
-        socket_connect_timeout=timeout_s,
-        retry=Retry(NoBackoff(), 0),
-        health_check_interval=0,
-    )
-    if server.url.startswith("rediss://"):
-        pool = client.connection_pool
+    options: dict[str, Any] = {
+        "protocol": 2,
+        "socket_timeout": timeout_s,
+        "socket_connect_timeout": timeout_s,
+        "retry": Retry(NoBackoff(), 0),
+        "health_check_interval": 0,
+    }
+    if is_sentinel_url(server.url):
+        return _connect_by_sentinels(server, parse_sentinel_url(server.url), options)
+    client = redis.asyncio.Redis.from_url(server.url, **options)
+    pool = client.connection_pool
+    if server.uses_tls:
         pool.connection_class = _TlsConnection
         pool.connection_kwargs["files"] = _TlsFiles(server)
     if server.password is not None:
-        pool = client.connection_pool
         username = pool.connection_kwargs.pop("username", None)
         pool.connection_kwargs["credential_provider"] = _PasswordFile(server.password, username)
     return client
+
+
+def _connect_by_sentinels(server: RedisServer, url: SentinelUrl, options: dict[str, Any]) -> redis.asyncio.Redis:
+    """Sentinels and Redis have the same CA and client certificate."""
+    credentials: dict[str, Any] = {"username": url.username, "password": url.password}
+    if server.password is not None:
+        credentials = {"credential_provider": _PasswordFile(server.password, url.username)}
+    sentinel_credentials = {}
+    if server.sentinel_password is not None:
+        provider = _PasswordFile(server.sentinel_password, None, SENTINEL_PASSWORD)
+        sentinel_credentials = {"credential_provider": provider}
+    return sentinel_client(
+        url,
+        of_sentinels=_TlsConnection if url.uses_tls else Connection,
+        of_redis=_TlsConnectionToMaster if url.uses_tls else SentinelManagedConnection,
+        options=options | ({"files": _TlsFiles(server)} if url.uses_tls else {}),
+        credentials_of_sentinels=sentinel_credentials,
+        credentials_of_redis=credentials,
+    )
 
 
 class _TlsConnection(SSLConnection):
@@ -165,6 +209,10 @@ class _TlsConnection(SSLConnection):
         self.ssl_context.context = self._files.context()
         await super()._connect()  # type: ignore[no-untyped-call]
         self._has_shaken_hands = True
+
+
+class _TlsConnectionToMaster(SentinelManagedConnection, _TlsConnection):
+    """A TLS connection whose address comes from a Sentinel."""
 
 
 class _TlsFiles:
@@ -224,17 +272,18 @@ def _no_password() -> str:
 class _PasswordFile(CredentialProvider):
     """Reads the password whenever redis-py opens a connection."""
 
-    def __init__(self, path: Path, username: str | None) -> None:
+    def __init__(self, path: Path, username: str | None, flag: str = PASSWORD) -> None:
         self._path = path
         self._username = username
+        self._flag = flag
 
     def get_credentials(self) -> tuple[str] | tuple[str, str]:
         try:
             password = self._path.read_text(encoding="utf-8").rstrip("\r\n")
         except (OSError, UnicodeDecodeError) as error:
-            raise RedisFileError(f"{PASSWORD} {self._path}: {getattr(error, 'strerror', None) or error}") from None
+            raise RedisFileError(f"{self._flag} {self._path}: {getattr(error, 'strerror', None) or error}") from None
         if not password:
-            raise RedisFileError(f"{PASSWORD} {self._path} is empty; write the password into it")
+            raise RedisFileError(f"{self._flag} {self._path} is empty; write the password into it")
         return (password,) if self._username is None else (self._username, password)
 
 

@@ -33,7 +33,8 @@ class RedisServer:
     Use as a context manager. `stop` and `start` may be called in any order, and the port stays the same.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *flags: str) -> None:
+        self._flags = flags
         self.port = free_port()
         self.url = f"redis://127.0.0.1:{self.port}/0"
         self._folder = folder
@@ -58,7 +59,7 @@ class RedisServer:
         if not with_saved:
             (self._folder / DUMP).unlink(missing_ok=True)
         command = [redis_executable(), "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--dir"]
-        self._process = start_child([*command, str(self._folder)], self._folder / "redis.log")
+        self._process = start_child([*command, str(self._folder), *self._flags], self._folder / "redis.log")
 
     def wait_ready(self) -> None:
         """Wait until it answers. Raises RuntimeError with its log."""
@@ -108,3 +109,31 @@ class RedisServer:
                 return bool(client.ping())
         except redis.exceptions.ConnectionError:
             return False
+
+
+class RedisSentinel(RedisServer):
+    """One redis-sentinel that watches the master `name`. `password` is that of the master, `own_password` its own."""
+
+    def __init__(self, folder: Path, name: str, master: RedisServer, *, password: str, own_password: str) -> None:
+        super().__init__(folder)
+        self._own_password = own_password
+        lines = [
+            f"port {self.port}",
+            "bind 127.0.0.1",
+            f"dir {folder}",
+            f"sentinel monitor {name} 127.0.0.1 {master.port} 1",
+            f"sentinel down-after-milliseconds {name} 300",
+            f"sentinel failover-timeout {name} 2000",
+            f"sentinel auth-pass {name} {password}",
+            f"requirepass {own_password}",
+        ]
+        self._config = folder / "sentinel.conf"
+        self._config.write_text("\n".join(lines) + "\n")
+
+    def launch(self, *, with_saved: bool = False) -> None:
+        """`start` without the wait."""
+        command = [redis_executable(), str(self._config), "--sentinel"]
+        self._process = start_child(command, self._folder / "redis.log")
+
+    def client(self) -> redis.Redis:
+        return redis.Redis(port=self.port, password=self._own_password, socket_timeout=5.0)

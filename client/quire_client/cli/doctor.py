@@ -174,7 +174,7 @@ def check_redis(url: str | None) -> Finding:
     parts = urllib.parse.urlsplit(url)
     name = parts._replace(netloc=parts.netloc.rpartition("@")[2], query="").geturl()  # without the password
     try:
-        _ping_redis(parts)
+        _ping_any(_servers_of(parts))
     except OSError as error:  # before ValueError: the error of a certificate is both
         return Finding("redis", FALLBACK, f"{name} does not answer ({error}); services run without it, with fewer hits")
     except ValueError:
@@ -203,6 +203,25 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def _servers_of(parts: urllib.parse.SplitResult) -> list[urllib.parse.SplitResult]:
+    """The servers of a URL: one Redis, or its Sentinels."""
+    scheme, _, kind = parts.scheme.partition("+")
+    if kind != "sentinel":
+        return [parts]
+    places = parts.netloc.rpartition("@")[2].split(",")
+    return [parts._replace(scheme=scheme, netloc=place if ":" in place else f"{place}:26379") for place in places]
+
+
+def _ping_any(servers: list[urllib.parse.SplitResult]) -> None:
+    """Raises the last error if no server answers."""
+    *others, last = servers
+    for server in others:
+        with contextlib.suppress(OSError):
+            _ping_redis(server)
+            return
+    _ping_redis(last)
 
 
 def _ping_redis(parts: urllib.parse.SplitResult) -> None:
