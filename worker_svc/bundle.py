@@ -16,6 +16,8 @@ BUNDLE_FILES = (
     "chat_template.json",
     "config.json",
     "generation_config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
     "special_tokens_map.json",
     "tokenizer.json",
     "tokenizer_config.json",

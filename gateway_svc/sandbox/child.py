@@ -1,7 +1,8 @@
 """The main loop of a sandbox process, and the limits that the kernel enforces on it.
 
 A process answers one message at a time until its stdin ends, so it also ends with its gateway. `cpu_s` of a message is
-the limit on CPU time for its answer. `error` of an answer is empty if the message succeeded.
+the limit on CPU time for its answer. `error` of an answer is empty if the message succeeded; `data`, if any, is
+bytes.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from gateway_svc.sandbox.frames import read_frame, to_frame
+from gateway_svc.sandbox.frames import DATA, read_frame, to_frame
 
 OOM_SCORE = Path("/proc/self/oom_score_adj")
 Answer = Callable[[dict[str, Any]], dict[str, Any]]
@@ -60,7 +61,8 @@ def _limit_cpu(seconds: float) -> None:
 
 def _answer_frame(answer: Answer, request: dict[str, Any]) -> bytes:
     try:
-        return to_frame(answer(request))
+        content = answer(request)
+        return to_frame(content, content.pop(DATA, None))
     except UnicodeEncodeError:
         return to_frame({"error": "the result has half of a surrogate pair, which is not valid Unicode"})
 

@@ -1,4 +1,7 @@
-"""Messages between the gateway and its sandbox processes: the length in 4 bytes, then JSON."""
+"""Messages between the gateway and its sandbox processes: the length in 4 bytes, then JSON.
+
+A message may also carry bytes: a line break follows its JSON, which has none, then the bytes. They are its entry `data`.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,22 @@ from collections.abc import Mapping
 from typing import IO, Any
 
 LENGTH = struct.Struct(">I")
+DATA = "data"
 
 
-def to_frame(content: Mapping[str, Any]) -> bytes:
+def to_frame(content: Mapping[str, Any], data: bytes | None = None) -> bytes:
     """A message as bytes. Raises ValueError for content that JSON cannot represent."""
-    data = json.dumps(content, ensure_ascii=False).encode()
-    return LENGTH.pack(len(data)) + data
+    text = json.dumps(content, ensure_ascii=False).encode()
+    if data is None:
+        return LENGTH.pack(len(text)) + text
+    return b"".join((LENGTH.pack(len(text) + 1 + len(data)), text, b"\n", data))
+
+
+def parse_frame(payload: bytes) -> dict[str, Any]:
+    """The content of a message, without its length."""
+    text, line_break, data = payload.partition(b"\n")
+    content: dict[str, Any] = json.loads(text)
+    return content | {DATA: data} if line_break else content
 
 
 def read_frame(stream: IO[bytes]) -> dict[str, Any] | None:
@@ -21,5 +34,4 @@ def read_frame(stream: IO[bytes]) -> dict[str, Any] | None:
     header = stream.read(LENGTH.size)
     if len(header) < LENGTH.size:
         return None
-    content: dict[str, Any] = json.loads(stream.read(LENGTH.unpack(header)[0]))
-    return content
+    return parse_frame(stream.read(LENGTH.unpack(header)[0]))

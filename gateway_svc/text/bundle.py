@@ -5,6 +5,7 @@
     special_tokens_map.json      special tokens of older checkpoints
     chat_template.jinja          overrides chat_template.json, which overrides tokenizer_config.json
     additional_chat_templates/   named templates, e.g. tool_use
+    preprocessor_config.json     settings of the image processor; overrides `image_processor` of processor_config.json
     generation_config.json       read for unsupported settings only; the worker reads the sampling defaults
 
 Files are read as transformers reads them, so that token ids are the same.
@@ -53,6 +54,7 @@ class ModelText:
     unserved: tuple[str, ...] = ()  # settings of generation_config.json that are not supported
     special_tokens: Mapping[str, str] = field(default_factory=dict)  # texts of bos_token, eos_token and so on
     tokenizer_json: bytes = b""
+    preprocessor: str = ""  # settings of the image processor as JSON; empty: the model has none
 
 
 def model_text_from_files(files: Mapping[str, bytes], templates: Mapping[str, str] | None = None) -> ModelText:
@@ -61,7 +63,13 @@ def model_text_from_files(files: Mapping[str, bytes], templates: Mapping[str, st
     """
     tokenizer = Tokenizer.from_files(files, templates) if "tokenizer.json" in files else None
     unserved = tuple(unserved_settings(_json_object(files, "generation_config.json")))
-    return ModelText(tokenizer, unserved, _named_tokens(_token_settings(files)), files.get("tokenizer.json", b""))
+    return ModelText(tokenizer, unserved, _named_tokens(_token_settings(files)), files.get("tokenizer.json", b""), _preprocessor(files))
+
+
+def _preprocessor(files: Mapping[str, bytes]) -> str:
+    settings = _json_object(files, "preprocessor_config.json")
+    settings = settings or _json_object(files, "processor_config.json").get("image_processor")
+    return json.dumps(settings) if isinstance(settings, dict) and settings else ""
 
 
 class Tokenizer:

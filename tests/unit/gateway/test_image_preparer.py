@@ -1,0 +1,118 @@
+"""Images become what the model's image processor makes of them; hostile ones are the caller's error."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+from collections.abc import AsyncIterator
+from typing import Any
+
+import numpy as np
+import pytest
+import transformers
+from PIL import Image
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from gateway_svc import image_preparer
+from gateway_svc.image_preparer import GivenImage, ImageLimits, ImagePreparer, PreparedImage
+from svc_common.errors import InvalidRequestError, OverloadedError
+from tests.unit.gateway.images import IMAGE_INFO, PREPROCESSOR, bomb, encoded, image_model, picture
+
+LIMITS = ImageLimits(max_images=2, max_bytes=200_000, max_pixels=1_000_000)
+
+
+@pytest.fixture
+async def preparer() -> AsyncIterator[ImagePreparer]:
+    preparer = ImagePreparer(LIMITS)
+    yield preparer
+    await preparer.close()
+
+
+def given(*images: bytes) -> list[GivenImage]:
+    return [GivenImage(data, f"media[{i}]") for i, data in enumerate(images)]
+
+
+def pixel_values(image: PreparedImage) -> Any:
+    """The image as the processor returns it."""
+    count = image.height * image.width
+    patches = np.frombuffer(image.data, np.uint8, count * 108).reshape(count, 3, 1, 36).repeat(2, axis=2)
+    levels = np.frombuffer(image.data, "<f4", offset=count * 108).reshape(3, 256)
+    return levels[np.arange(3)[:, None, None], patches].reshape(count, -1)
+
+
+async def test_pixels_equal_those_of_the_image_processor(preparer: ImagePreparer) -> None:
+    settings = {name: value for name, value in PREPROCESSOR.items() if not name.endswith(("_type", "_class"))}
+    processor = Qwen2VLImageProcessorPil(**settings)
+    assert isinstance(processor, transformers.BaseImageProcessor)
+    turned = Image.Exif()
+    turned[0x0112] = 6  # orientation
+    images = [
+        encoded(picture(70, 50)),
+        encoded(picture(300, 41), "JPEG", quality=80, exif=turned),
+        encoded(picture(33, 90, "RGBA"), "WEBP"),
+        encoded(picture(40, 40, "L"), "PNG"),
+        encoded(picture(64, 64, "L").convert("P"), "GIF", save_all=True, append_images=[picture(64, 64, "L", 1)]),
+        encoded(picture(12, 7), "PNG"),  # is enlarged
+    ]
+    model = image_model(PREPROCESSOR)
+    for data in images:
+        (found,) = await preparer.prepare(given(data), model)
+        with Image.open(io.BytesIO(data)) as opened:
+            expected = processor(images=[transformers.image_utils.load_image(opened)], return_tensors="np")
+        assert [1, found.height, found.width] == expected["image_grid_thw"][0].tolist()
+        assert np.array_equal(pixel_values(found), expected["pixel_values"])
+        assert found.num_tokens(IMAGE_INFO) == found.height * found.width // 4
+
+
+BAD = {
+    "no image": (b"GIF, said the file", "media\\[0\\] of 18 bytes is not an image in one of the formats PNG, JPEG"),
+    "empty": (b"", "is not an image"),
+    "truncated": (encoded(picture(200, 200))[:-400], "is damaged"),
+    "truncated jpeg": (encoded(picture(200, 200), "JPEG")[:600], "is damaged"),
+    "bomb": (bomb(50_000, 50_000)[:100_000], "has 50000 x 50000 pixels; at most 1000000 are allowed"),
+    "other format": (encoded(picture(20, 20), "BMP"), "is not an image in one of the formats"),
+    "ratio": (encoded(picture(3000, 1)), "cannot be prepared: .*aspect ratio"),
+    "large": (bytes(200_001), "has 200001 bytes; at most 200000 are allowed"),
+}
+
+
+async def test_a_bad_image_is_the_callers_error(preparer: ImagePreparer) -> None:
+    for data, words in BAD.values():
+        with pytest.raises(InvalidRequestError, match=words) as caught:
+            await preparer.prepare(given(data), image_model(PREPROCESSOR))
+        assert caught.value.field == "media[0]"
+    assert len(preparer.pids) == 1
+
+
+async def test_models_and_counts_are_checked(preparer: ImagePreparer) -> None:
+    good = encoded(picture(20, 20))
+    with pytest.raises(InvalidRequestError, match="one of 3 images; at most 2") as caught:
+        await preparer.prepare(given(good, good, good), image_model(PREPROCESSOR))
+    assert caught.value.field == "media[2]"
+    with pytest.raises(InvalidRequestError, match="takes none; use another model"):
+        await preparer.prepare(given(good), image_model(PREPROCESSOR, takes_images=False))
+    with pytest.raises(InvalidRequestError, match="has no preprocessor_config.json"):
+        await preparer.prepare(given(good), image_model())
+    with pytest.raises(InvalidRequestError, match="image_processor_type 'CLIPImageProcessor'"):
+        await preparer.prepare(given(good), image_model({"image_processor_type": "CLIPImageProcessor"}))
+    assert preparer.pids
+
+
+async def test_a_killed_process_is_replaced(preparer: ImagePreparer) -> None:
+    model, good = image_model(PREPROCESSOR), given(encoded(picture(20, 20)))
+    await preparer.prepare(good, model)
+    os.kill(preparer.pids[0], signal.SIGKILL)
+    (found,) = await preparer.prepare(good, model)
+    assert found.height
+
+
+async def test_limits_on_time(preparer: ImagePreparer, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, large = image_model(PREPROCESSOR), given(encoded(picture(990, 990), "JPEG", quality=30))
+    await preparer.prepare(large, model)
+    monkeypatch.setattr(image_preparer, "CPU_S", 0.001)
+    with pytest.raises(InvalidRequestError, match="CPU time"):
+        await preparer.prepare(large, model)
+    monkeypatch.setattr(image_preparer, "TIMEOUT_S", 0.0)
+    with pytest.raises(OverloadedError, match="not prepared within 0 s"):
+        await preparer.prepare(large, model)
