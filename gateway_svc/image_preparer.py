@@ -92,7 +92,8 @@ class ImagePreparer:
         if len(images) > limits.max_images:
             raise _refused(
                 images[limits.max_images],
-                f"is one of {len(images)} images; at most {limits.max_images} are allowed (--max-images of the gateway)",
+                f"is one of {len(images)} images; at most {limits.max_images} are allowed in one request (--max-images "
+                "of the gateway)",
             )
         for image in images:
             if len(image.data) > limits.max_bytes:

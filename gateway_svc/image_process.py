@@ -7,10 +7,10 @@ Messages (sandbox/frames.py); `error` is empty if the message succeeded:
     {"key": ..., "preprocessor": {...}}                      -> {"error": ...}
     {"key": ..., "max_pixels": ..., "data": encoded image}   -> {"error": ..., "height": ..., "width": ..., "data": ...}
 
-`data` of an answer: the patches u8[height * width, channels * patch_size^2], in the order of the model's image processor,
-then the normalized value of each value of a channel, f32[channels, 256]. The processor resizes, so the patches are its
-result before it normalizes; the table is what it makes of the values from 0 to 255. Together they are exactly its result,
-in a fraction of the bytes.
+`data` of an answer: the patches u8[height * width, channels * patch_size^2], in the order of the model's image
+processor, then the normalized value of each value of a channel, f32[channels, 256]. The patches are the result of the
+processor before it normalizes, and the table is what it makes of the values from 0 to 255. Together they are exactly
+its result, in a fraction of the bytes.
 """
 
 from __future__ import annotations
@@ -64,7 +64,9 @@ def _processor_of(settings: dict[str, Any]) -> Any:
     name = settings.get("image_processor_type")
     if name not in PROCESSORS:
         raise BadImageError(f"preprocessor_config.json has image_processor_type {name!r}; {PROCESSORS[0]} is supported")
-    fields = {name: value for name, value in settings.items() if name not in ("image_processor_type", "processor_class")}
+    fields = {
+        name: value for name, value in settings.items() if name not in ("image_processor_type", "processor_class")
+    }
     try:
         return Qwen2VLImageProcessorPil(**fields)
     except (TypeError, ValueError) as error:

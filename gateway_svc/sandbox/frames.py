@@ -1,6 +1,6 @@
 """Messages between the gateway and its sandbox processes: the length in 4 bytes, then JSON.
 
-A message may also carry bytes: a line break follows its JSON, which has none, then the bytes. They are its entry `data`.
+A message may also carry bytes, its entry `data`: they follow a line break after the JSON, which has none.
 """
 
 from __future__ import annotations

@@ -63,7 +63,13 @@ def model_text_from_files(files: Mapping[str, bytes], templates: Mapping[str, st
     """
     tokenizer = Tokenizer.from_files(files, templates) if "tokenizer.json" in files else None
     unserved = tuple(unserved_settings(_json_object(files, "generation_config.json")))
-    return ModelText(tokenizer, unserved, _named_tokens(_token_settings(files)), files.get("tokenizer.json", b""), _preprocessor(files))
+    return ModelText(
+        tokenizer,
+        unserved,
+        _named_tokens(_token_settings(files)),
+        files.get("tokenizer.json", b""),
+        _preprocessor(files),
+    )
 
 
 def _preprocessor(files: Mapping[str, bytes]) -> str:

@@ -92,7 +92,7 @@ async def test_models_and_counts_are_checked(preparer: ImagePreparer) -> None:
     assert caught.value.field == "media[2]"
     with pytest.raises(InvalidRequestError, match="takes none; use another model"):
         await preparer.prepare(given(good), image_model(PREPROCESSOR, takes_images=False))
-    with pytest.raises(InvalidRequestError, match="has no preprocessor_config.json"):
+    with pytest.raises(InvalidRequestError, match=r"has no preprocessor_config\.json"):
         await preparer.prepare(given(good), image_model())
     with pytest.raises(InvalidRequestError, match="image_processor_type 'CLIPImageProcessor'"):
         await preparer.prepare(given(good), image_model({"image_processor_type": "CLIPImageProcessor"}))
