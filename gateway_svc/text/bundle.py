@@ -73,8 +73,8 @@ def model_text_from_files(files: Mapping[str, bytes], templates: Mapping[str, st
 
 
 def _preprocessor(files: Mapping[str, bytes]) -> str:
-    settings = _json_object(files, "preprocessor_config.json")
-    settings = settings or _json_object(files, "processor_config.json").get("image_processor")
+    own: Any = _json_object(files, "preprocessor_config.json")
+    settings = own or _json_object(files, "processor_config.json").get("image_processor")
     return json.dumps(settings) if isinstance(settings, dict) and settings else ""
 
 
