@@ -8,7 +8,7 @@ import torch
 
 from worker_svc.engine.backend import HeadShape
 from worker_svc.engine.gpu.kernels import fp8
-from worker_svc.engine.gpu.kernels.attention import ITEM_WORDS, Parts, Queries, WorkList
+from worker_svc.engine.gpu.kernels.attention import Parts, Queries, WorkList
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
@@ -80,14 +80,14 @@ class AttentionCase:
             placed = tuple(fp8.reference(pool, scale[:, None]).to(DEVICE) for pool, scale in parts)
         return cls(q.to(dtype).to(DEVICE), placed, queries, ints(len(rows)), shape, scales)
 
-    def empty_work(self, items: int = 4096) -> WorkList:
-        return WorkList(torch.full((items, ITEM_WORDS), -1, dtype=torch.int32, device=DEVICE), ints(-1))
+    def empty_work(self, num_items: int = 4096) -> WorkList:
+        work = WorkList.empty(num_items, self.q.device)
+        work.items.fill_(-1)
+        work.sizes.fill_(-1)
+        return work
 
-    def empty_parts(self, max_splits: int) -> Parts:
-        lines, (_, heads, dim) = len(self.queries.rows) * max_splits, self.q.shape
-        nan = float("nan")
-        return Parts(
-            torch.full((lines, heads, dim), nan, device=DEVICE),
-            torch.full((lines, heads), nan, device=DEVICE),
-            max_splits,
-        )
+    def empty_parts(self, num_parts: int = 4096) -> Parts:
+        parts = Parts.empty(num_parts, len(self.queries.rows), self.shape, self.q.device)
+        parts.out.fill_(torch.nan)
+        parts.log_sum.fill_(torch.nan)
+        return parts

@@ -9,6 +9,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from worker_svc.engine.gpu.aot import loop_waits
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -40,3 +44,24 @@ def test_kernels_compile_within_bounds():
     assert kernels["attention 0.6b prefill page 256"]["mma"]["HGMMA"] > 0
     assert kernels["attention 0.6b exact page 256"]["mma"]["HGMMA"] > 0
     assert kernels["attention 0.6b decode page 256"]["mma"]["LDGSTS"] > 0  # asynchronous loads through the block table
+    waits = {name: kernel["waits"] for name, kernel in kernels.items() if name.startswith("attention")}
+    assert waits
+    assert all(waits.values())
+    assert all(min(each) > 0 for each in waits.values())  # no loop waits for the loads that it has just issued
+
+
+LOOP = """
+        /*0000*/                   LDGSTS.E.BYPASS.128 [R1], desc[UR4][R2.64] ;
+        /*0010*/                   DEPBAR.LE SB0, 0x7 ;
+        /*0020*/                   DEPBAR.LE SB0, {wait} ;
+        /*0030*/                   HMMA.16816.F32.BF16 R4, R8, R10, R4 ;
+        /*0040*/                   LDGSTS.E.BYPASS.128 [R1], desc[UR4][R2.64] ;
+        /*0050*/                   DEPBAR.LE SB0, 0x5 ;
+        /*0060*/              @!P0 BRA 0x20 ;
+        /*0070*/                   BRA 0x0 ;
+"""
+
+
+@pytest.mark.parametrize(("wait", "expected"), [("0x0", 0), ("0x3", 3)])
+def test_the_first_wait_of_the_innermost_loop_is_found(wait, expected):
+    assert loop_waits(LOOP.format(wait=wait)) == (expected,)

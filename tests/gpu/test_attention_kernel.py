@@ -11,38 +11,37 @@ from tests.gpu.builders import DEVICE, DTYPES, TOLERANCE, AttentionCase, relativ
 from worker_svc.engine.backend import HeadShape
 from worker_svc.engine.gpu.kernels import attention
 from worker_svc.engine.gpu.kernels.attention import Tiles
-from worker_svc.engine.gpu.kernels.work_list import MAX_QUERIES, make_work_list
+from worker_svc.engine.gpu.kernels.work_list import Splits, make_work_list
 from worker_svc.engine.gpu.kernels.work_list import reference as expected_items
 
-DECODE = Tiles(block_m=16, block_n=16, split=32, num_warps=4, num_stages=3)
-PREFILL = Tiles(block_m=32, block_n=16, split=0, num_warps=4, num_stages=3)
-EXACT = Tiles(block_m=16, block_n=16, split=0, num_warps=4, num_stages=3, one_loop=True)
+DECODE = Tiles(block_m=16, block_n=16, min_split=32, num_warps=4, num_stages=3)
+PREFILL = Tiles(block_m=32, block_n=16, min_split=0, num_warps=4, num_stages=3)
+EXACT = Tiles(block_m=16, block_n=16, min_split=0, num_warps=4, num_stages=3, one_loop=True)
+
+SHORT = Splits(0.0, 1000)  # as short as they may be
 
 PAIRS = HeadShape(4, 2, 16)
 MIXED = [(40, 1), (0, 21), (31, 1), (17, 13), (32, 1), (0, 1), (5, 2)]
 
 
-def run(case, *passes, num_programs=3):
-    """Attention in one launch per (tiles, min_queries, max_queries)."""
+def run(case, *passes, num_programs=3, splits=SHORT):
+    """Attention in one launch per (tiles, min_queries)."""
     out = torch.full_like(case.q, float("nan"))
-    longest = int((case.queries.contexts + 64).max())
-    for tiles, min_queries, max_queries in passes:
-        work, parts = case.empty_work(), case.empty_parts(-(-longest // tiles.split) if tiles.split else 1)
+    parts = case.empty_parts()
+    for tiles, min_queries in passes:
+        work = case.empty_work()
         make_work_list(
-            case.queries, case.num_rows, work,
-            queries_per_tile=tiles.queries(case.shape), split=tiles.split,
-            min_queries=min_queries, max_queries=max_queries,
+            case.queries, case.num_rows, work, tiles,
+            queries_per_tile=tiles.queries(case.shape), splits=splits, min_queries=min_queries,
         )  # fmt: skip
         attention.paged_attention(
             case.q, case.cache, case.queries, work, parts, out, case.shape, tiles, num_programs, case.scales
         )
-        if tiles.split:
-            attention.combine(case.queries, case.num_rows, parts, out, case.shape, tiles)
     return out
 
 
 def fast(case, **options):
-    return run(case, (DECODE, 1, 1), (PREFILL, 2, MAX_QUERIES), **options)
+    return run(case, (DECODE, 1), (PREFILL, 2), **options)
 
 
 def error_of(case, out):
@@ -69,7 +68,7 @@ def test_head_sizes_that_are_not_powers_of_two(dim):
     rows = [(40, 1), (17, 5), (31, 1)]
     case = AttentionCase.make(HeadShape(4, 2, dim), rows, dtype=torch.float32, block_size=16, padding=1)
     assert error_of(case, fast(case)) < TOLERANCE[torch.float32]
-    assert error_of(case, run(case, (EXACT, 1, MAX_QUERIES))) < TOLERANCE[torch.float32]
+    assert error_of(case, run(case, (EXACT, 1))) < TOLERANCE[torch.float32]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -80,7 +79,7 @@ def test_fp8_keys_and_values(dtype, dim):
     rows = [(40, 1), (17, 5), (0, 3)]
     case = AttentionCase.make(HeadShape(4, 2, dim), rows, dtype=dtype, block_size=16, padding=2, scales=scales)
     assert error_of(case, fast(case)) < TOLERANCE[dtype]
-    assert error_of(case, run(case, (EXACT, 1, MAX_QUERIES))) < TOLERANCE[dtype]
+    assert error_of(case, run(case, (EXACT, 1))) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -98,7 +97,7 @@ def test_random_shapes(seed):
 
 def test_one_list_for_all_rows():
     case = AttentionCase.make(PAIRS, MIXED, dtype=torch.float32, block_size=16)
-    assert error_of(case, run(case, (EXACT, 1, MAX_QUERIES))) < TOLERANCE[torch.float32]
+    assert error_of(case, run(case, (EXACT, 1))) < TOLERANCE[torch.float32]
 
 
 @pytest.mark.parametrize("rows", [[(0, 1)], [(63, 1), (64, 1), (65, 1)], [(0, 16), (16, 16)]])
@@ -113,19 +112,45 @@ def test_an_empty_batch_writes_nothing():
     assert torch.isnan(fast(case)).all()
 
 
-@pytest.mark.parametrize(("min_queries", "max_queries"), [(1, 1), (2, MAX_QUERIES), (1, MAX_QUERIES)])
-@pytest.mark.parametrize("split", [0, 16])
-def test_work_list(min_queries, max_queries, split):
-    case = AttentionCase.make(PAIRS, [*MIXED, (3, 300)], dtype=torch.float32, block_size=16, padding=5)
+@pytest.mark.parametrize(
+    ("min_split", "splits", "min_queries"),
+    [(0, SHORT, 1), (0, SHORT, 2), (16, SHORT, 1), (16, Splits(0.0, 1), 1), (16, Splits(3.0, 100), 1)],
+)
+def test_work_list(min_split, splits, min_queries):
+    case = AttentionCase.make(PAIRS, [*MIXED, (3, 300), (90, 1)], dtype=torch.float32, block_size=16, padding=5)
     work = case.empty_work()
-    options = {"queries_per_tile": 4, "split": split, "min_queries": min_queries, "max_queries": max_queries}
-    make_work_list(case.queries, case.num_rows, work, **options)
+    options = {"queries_per_tile": 4, "splits": splits, "min_queries": min_queries}
+    make_work_list(case.queries, case.num_rows, work, replace(DECODE, min_split=min_split), **options)
     num_rows = int(case.num_rows)
     starts, contexts = case.queries.starts.tolist(), case.queries.contexts.tolist()
-    expected = expected_items(starts[: num_rows + 1], contexts[:num_rows], **options)
-    assert int(work.count) == len(expected)
-    assert [tuple(item) for item in work.items[: len(expected), :3].tolist()] == expected
+    expected, split = expected_items(starts[: num_rows + 1], contexts[:num_rows], min_split=min_split, **options)
+    assert work.sizes.tolist() == [len(expected), split]
+    assert [tuple(item) for item in work.items[: len(expected)].tolist()] == expected
     assert (work.items[len(expected) :] == -1).all()
+
+
+@pytest.mark.parametrize("splits", [Splits(0.0, 1), Splits(0.0, 4), Splits(1.5, 100), SHORT])
+def test_any_number_of_splits(splits):
+    rows = [(90, 1), (200, 1), (9, 1), (31, 1), (32, 1), (0, 1), (12, 3)]
+    case = AttentionCase.make(PAIRS, rows, dtype=torch.float32, block_size=16)
+    assert error_of(case, fast(case, splits=splits)) < TOLERANCE[torch.float32]
+
+
+def test_launches_share_their_counters():
+    """Each launch resets the counters, so every layer and every replay of a graph starts from zeros."""
+    case = AttentionCase.make(PAIRS, [(90, 1), (9, 1), (40, 1)], dtype=torch.float32, block_size=16)
+    work, parts, outs = case.empty_work(), case.empty_parts(), []
+    make_work_list(case.queries, case.num_rows, work, DECODE, queries_per_tile=DECODE.queries(PAIRS), splits=SHORT)
+    for num_programs in (1, 3, 50):
+        outs.append(torch.full_like(case.q, torch.nan))
+        attention.paged_attention(
+            case.q, case.cache, case.queries, work, parts, outs[-1], PAIRS, DECODE, num_programs, None
+        )
+        assert not work.tickets.any()
+        assert not parts.arrived.any()
+    assert torch.equal(outs[0], outs[1])
+    assert torch.equal(outs[0], outs[2])
+    assert error_of(case, outs[0]) < TOLERANCE[torch.float32]
 
 
 def swap_blocks(case):
@@ -159,26 +184,30 @@ MUTATIONS = [
         "seen_by_all = tl.minimum(end, context + first_query + 16)",
     ),
     ("head = kv_head * G + line % GROUP", "head = kv_head + line % GROUP"),
-    ("begin = split * SPLIT", "begin = split * (SPLIT - 1)"),
+    ("begin = tl.load(item + 2) * split_keys", "begin = tl.load(item + 2) * (split_keys - 1)"),
     ("shrink = tl.exp2(best - top)\n    total", "shrink = tl.exp2(top - top)\n    total"),
     ("block * PAGE + key % PAGE", "block * PAGE + (key + 1) % PAGE"),
-    ("for split in range((num_keys + SPLIT - 1) // SPLIT)", "for split in range(num_keys // SPLIT)"),
+    ("for split in range(num_splits)", "for split in range(num_splits - 1)"),
+    ('sem="acq_rel") == num_splits - 1', 'sem="acq_rel") == num_splits - 2'),
+    ("first_part + tl.load(item + 2)", "tl.load(item + 2)"),
 ]
 
 
 @pytest.mark.parametrize(("old", "new"), MUTATIONS, ids=[old for old, _ in MUTATIONS])
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_mutants_are_caught(plant_mutant, old, new):
-    case = AttentionCase.make(PAIRS, MIXED, dtype=torch.float32, block_size=16)
+    rows = [*MIXED, (70, 1)]  # the last row has three splits
+    case = AttentionCase.make(PAIRS, rows, dtype=torch.float32, block_size=16)
     plant_mutant(attention, old, new)
-    assert relative_error(fast(case), attention.reference(case.q, case.cache, case.queries, len(MIXED), PAIRS)) > 1e-4
+    error = relative_error(fast(case), attention.reference(case.q, case.cache, case.queries, len(rows), PAIRS))
+    assert not error < 1e-4
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_exact_tiles_do_not_depend_on_chunks_or_other_rows(dtype):
     """The same query over the same keys gives the same bits alone, in a chunk and in a batch."""
     whole = AttentionCase.make(PAIRS, [(0, 37), (9, 3), (20, 1)], dtype=dtype, block_size=16)
-    expected = run(whole, (EXACT, 1, MAX_QUERIES))
+    expected = run(whole, (EXACT, 1))
     for context, count in [(36, 1), (30, 7), (16, 21), (5, 20)]:
         queries = replace(
             whole.queries,
@@ -193,15 +222,4 @@ def test_exact_tiles_do_not_depend_on_chunks_or_other_rows(dtype):
             whole.num_rows.clone().fill_(1),
             PAIRS,
         )
-        assert torch.equal(run(part, (EXACT, 1, MAX_QUERIES)), expected[context : context + count])
-
-
-def test_a_split_row_does_not_depend_on_other_rows():
-    case = AttentionCase.make(PAIRS, [(90, 1), (9, 1), (40, 1)], dtype=torch.float32, block_size=16)
-    alone = AttentionCase(
-        case.q[:1], case.cache,
-        replace(case.queries, rows=case.queries.rows[:1], starts=case.queries.starts[:2],
-                contexts=case.queries.contexts[:1]),
-        case.num_rows.clone().fill_(1), PAIRS,
-    )  # fmt: skip
-    assert torch.equal(fast(alone), fast(case)[:1])
+        assert torch.equal(run(part, (EXACT, 1)), expected[context : context + count])

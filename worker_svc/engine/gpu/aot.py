@@ -1,13 +1,17 @@
-"""Compiles every kernel for sm_90 without a GPU and reports registers, spills and shared memory.
+"""Compiles every kernel for a GPU without one and reports registers, spills, shared memory, waits and occupancy.
 
     python -m worker_svc.engine.gpu.aot            # a table, then one line of JSON; exit 1 if a bound is exceeded
     python -m worker_svc.engine.gpu.aot --short    # one model, two block sizes
+    python -m worker_svc.engine.gpu.aot --attention --arch 80    # attention only, for sm_80
 
-It finds errors of shape and type that the interpreter accepts. Run it without TRITON_INTERPRET.
+It finds errors of shape and type that the interpreter accepts. Run it without TRITON_INTERPRET. `waits` are the
+numbers of groups of asynchronous loads that may be outstanding where the loops over keys wait: 0 means that a loop
+waits for the loads that it has just issued.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import subprocess
@@ -40,14 +44,34 @@ from worker_svc.engine.gpu.kernels import (
     threshold,
     work_list,
 )
-from worker_svc.engine.gpu.tiles import DECODE_TILES, EXACT_TILES, PREFILL_TILES, for_heads
+from worker_svc.engine.gpu.tiles import DECODE_TILES, EXACT_TILES, PREFILL_TILES, Processors, for_heads
 
-TARGET = GPUTarget("cuda", 90, 32)
-MAX_SHARED_BYTES = 227 * 1024
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """A compute capability and its limits."""
+
+    number: int  # 90 is sm_90
+    processors: Processors
+    max_shared_bytes: int  # of one program
+    max_spills: int  # instructions; a few outside of loops cost nothing
+
+
+ARCHITECTURES = {
+    arch.number: arch
+    for arch in (
+        Architecture(80, Processors(108, 65536, 164 << 10, 2048), 163 << 10, 8),
+        Architecture(89, Processors(128, 65536, 100 << 10, 1536), 99 << 10, 32),
+        Architecture(90, Processors(132, 65536, 228 << 10, 2048), 227 << 10, 4),
+        Architecture(100, Processors(148, 65536, 228 << 10, 2048), 227 << 10, 32),
+    )
+}
+HOPPER = ARCHITECTURES[90]
+FIRST_WITH_FP8 = 89
 MAX_REGISTERS = 255
 # --short omits small kernels (bench/gpu/dry_run.py compiles them) and variants that differ little from a kept variant.
 LEFT_OUT = (
-    "rms_norm", "silu", "deltas", "prepare", "start", "descend", "work_list", "combine", "gelu", "bias=True",
+    "rms_norm", "silu", "deltas", "prepare", "start", "descend", "work_list", "gelu", "bias=True",
     "norm=False", "sums 0", "filter=False part=True", "float32", "dim 80", "dim 112", "dim 256", "dim 96 exact",
     "fp8 exact",
 )  # fmt: skip
@@ -79,12 +103,16 @@ class Report:
     spill_instructions: int
     shared_bytes: int
     mma: dict[str, int] = field(default_factory=dict)
+    waits: tuple[int, ...] = ()  # of loops that multiply and load asynchronously
+    programs: int = 0  # that run at once on a processor
     seconds: float = 0.0
 
-    @property
-    def is_within_bounds(self) -> bool:
+    def is_within(self, arch: Architecture) -> bool:
+        """Whether a program of it can run on this architecture, without many spills."""
         return (
-            self.spill_instructions == 0 and self.shared_bytes <= MAX_SHARED_BYTES and self.registers <= MAX_REGISTERS
+            self.spill_instructions <= arch.max_spills
+            and self.shared_bytes <= arch.max_shared_bytes
+            and self.registers <= MAX_REGISTERS
         )
 
 
@@ -140,18 +168,17 @@ def _head_variants(model: str, shape: HeadShape, dtype: str, kv_dtype: str, page
         for page in pages:
             constants = heads | {
                 "PAGE": page, "GROUP": attention.group_lines(shape), "BLOCK_M": tiles.block_m,
-                "BLOCK_N": tiles.block_n, "BLOCK_D": width, "SPLIT": tiles.split, "ONE_LOOP": tiles.one_loop,
-                "SCALED": is_scaled,
+                "BLOCK_N": tiles.block_n, "BLOCK_D": width, "MIN_SPLIT": tiles.min_split,
+                "ONE_LOOP": tiles.one_loop, "SCALED": is_scaled,
             }  # fmt: skip
-            types = f"{t} {kv} {kv} {f} {i} i32 {i} {i} {i} {i} {i} {t} {f} {f} i32 fp32 i32"
+            types = f"{t} {kv} {kv} {f} {i} i32 {i} {i} {i} {i} {i} {i} {t} {f} {f} {i} fp32 i32"
             name = f"attention {model} {use} page {page}"
             yield Variant(name, attention.paged_attention_kernel, types, constants, tiles.num_warps, tiles.num_stages)
         constants = {
-            "QUERIES": tiles.queries(shape), "SPLIT": tiles.split, "ROWS": work_list.MIN_ROWS, "BLOCK": 64,
+            "QUERIES": tiles.queries(shape), "MIN_SPLIT": tiles.min_split, "ROWS": work_list.MIN_ROWS, "BLOCK": 64,
         }  # fmt: skip
-        yield Variant(f"work_list {model} {use}", work_list.work_list_kernel, f"{i} {i} {i} {i} {i} i32 i32", constants)
-    constants = {"HQ": shape.num_q_heads, "D": shape.head_dim, "BLOCK_D": width, "SPLIT": DECODE_TILES.split}
-    yield Variant(f"combine {model}", attention.combine_kernel, f"{f} {f} {i} {i} {i} {t} i32", constants, 1)
+        types = f"{i} {i} {i} {i} {i} i32 i32 i32 fp32"
+        yield Variant(f"work_list {model} {use}", work_list.work_list_kernel, types, constants)
 
 
 def _sampling_variants(t: str, i: str, f: str) -> Iterator[Variant]:
@@ -186,7 +213,7 @@ def _sampling_variants(t: str, i: str, f: str) -> Iterator[Variant]:
     yield Variant("read_keys", sample.read_keys_kernel, f"*i64 {i} i32 {i} {i} {i} i32", {"BLOCK": sample.KEYS})
 
 
-def compile_variant(variant: Variant) -> Report:
+def compile_variant(variant: Variant, arch: Architecture = HOPPER) -> Report:
     """Compiles one variant. Raises errors of the compiler."""
     started = time.perf_counter()
     types = iter(variant.types.split())
@@ -198,19 +225,39 @@ def compile_variant(variant: Variant) -> Report:
     }
     source = ASTSource(fn=variant.kernel, signature=signature, constexprs=variant.constants, attrs=attrs)
     options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages}
-    compiled = triton.compile(source, target=TARGET, options=options)
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch.number, 32), options=options)
     usage, sass = _disassemble(compiled.asm["cubin"])
     found = re.search(r"REG:(\d+)", usage)
     if found is None:
         raise RuntimeError(f"cuobjdump reports no register count: {usage[:200]}")
+    registers, shared = int(found[1]), int(compiled.metadata.shared)
     return Report(
         name=variant.name,
-        registers=int(found[1]),
+        registers=registers,
         spill_instructions=len(re.findall(r"\b(?:LDL|STL)\b", sass)),
-        shared_bytes=int(compiled.metadata.shared),
+        shared_bytes=shared,
         mma={kind: len(re.findall(rf"\b{kind}", sass)) for kind in ("HGMMA", "HMMA", "LDGSTS")},
+        waits=loop_waits(sass),
+        programs=arch.processors.programs_per_processor(registers, shared, variant.num_warps),
         seconds=round(time.perf_counter() - started, 2),
     )
+
+
+def loop_waits(sass: str) -> tuple[int, ...]:
+    """For each innermost loop with matrix products and asynchronous loads: the groups of loads that may be outstanding
+    after its first wait. The groups are committed in order, so 0 waits for the newest ones."""
+    code = [(int(place, 16), text) for place, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+([^;]*);", sass)]
+    jumps = ((place, re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", text)) for place, text in code)
+    loops = [(int(found[1], 16), place) for place, found in jumps if found and int(found[1], 16) < place]
+    waits = []
+    for first, last in loops:
+        if any(first <= other[0] and other[1] <= last for other in loops if other != (first, last)):
+            continue
+        body = [text for place, text in code if first <= place <= last]
+        outstanding = [found[1] for text in body if (found := re.search(r"\bDEPBAR\.LE SB\d+, (0x[0-9a-f]+)", text))]
+        if outstanding and any("MMA" in text for text in body) and any("LDGSTS" in text for text in body):
+            waits.append(int(outstanding[0], 16))
+    return tuple(waits)
 
 
 def _disassemble(cubin: bytes) -> tuple[str, str]:
@@ -228,25 +275,44 @@ def _disassemble(cubin: bytes) -> tuple[str, str]:
 
 def main() -> None:
     """Prints the table; exits with 1 if a kernel exceeds a bound."""
+    args = _arguments()
+    arch = ARCHITECTURES[args.arch]
     reports, failed = [], []
-    print(f"triton {triton.__version__}, sm_{TARGET.arch}")
-    is_short = "--short" in sys.argv
-    for variant in variants(models=["0.6b"], pages=[16, 256]) if is_short else variants():
-        if is_short and any(part in variant.name for part in (*LEFT_OUT, *LEFT_OUT_PAGES)):
-            continue
-        report = compile_variant(variant)
+    print(f"triton {triton.__version__}, sm_{args.arch}")
+    for variant in chosen_variants(arch, is_short=args.short, is_attention_only=args.attention):
+        report = compile_variant(variant, arch)
         reports.append(report)
-        verdict = "" if report.is_within_bounds else "  EXCEEDS A BOUND"
-        failed += [] if report.is_within_bounds else [report.name]
+        verdict = "" if report.is_within(arch) else "  EXCEEDS A BOUND"
+        failed += [] if report.is_within(arch) else [report.name]
         print(
             f"{report.name:32s} {report.registers:4d} registers {report.spill_instructions:4d} spills "
-            f"{report.shared_bytes:7d} B shared {report.mma}{verdict}",
+            f"{report.shared_bytes:7d} B shared {report.programs:2d} programs waits {report.waits} "
+            f"{report.mma}{verdict}",
             flush=True,
         )
     print(
         json.dumps({"triton": triton.__version__, "failed": failed, "kernels": [asdict(report) for report in reports]})
     )
     sys.exit(1 if failed else 0)
+
+
+def chosen_variants(arch: Architecture, *, is_short: bool, is_attention_only: bool = False) -> Iterator[Variant]:
+    """All variants, or those of one model, or those of attention."""
+    for variant in variants(models=["0.6b"], pages=[16, 256]) if is_short else variants():
+        if is_short and any(part in variant.name for part in (*LEFT_OUT, *LEFT_OUT_PAGES)):
+            continue
+        if "fp8" in variant.name and arch.number < FIRST_WITH_FP8:
+            continue
+        if not is_attention_only or variant.kernel is attention.paged_attention_kernel:
+            yield variant
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--short", action="store_true", help="one model, two block sizes")
+    parser.add_argument("--attention", action="store_true", help="attention only")
+    parser.add_argument("--arch", type=int, choices=ARCHITECTURES, default=90, help="90 is sm_90 (default)")
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -10,12 +10,10 @@ import torch.nn.functional as F
 
 from worker_svc.engine.backend import HeadShape
 from worker_svc.engine.config import Determinism
-from worker_svc.engine.gpu.kernels.attention import ITEM_WORDS, Parts, Tiles, WorkList, combine, paged_attention
-from worker_svc.engine.gpu.kernels.work_list import MAX_QUERIES, make_work_list
+from worker_svc.engine.gpu.kernels.attention import Parts, Tiles, WorkList, paged_attention
+from worker_svc.engine.gpu.kernels.work_list import make_work_list
 from worker_svc.engine.gpu.step_buffer import HostStep, StepColumns
-from worker_svc.engine.gpu.tiles import DECODE_TILES, EXACT_TILES, PREFILL_TILES, PROGRAMS_PER_SM, for_heads
-
-INTERPRETER_PROGRAMS = 4
+from worker_svc.engine.gpu.tiles import DECODE_TILES, EXACT_TILES, PREFILL_TILES, Processors, for_heads, splits_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,51 +63,44 @@ class TritonAttention:
     ) -> None:
         self._shape = shape
         self._is_exact = determinism == "exact"
-        self._num_programs = _num_programs(device)
+        self._processors = Processors.of(device)
+        self._programs: dict[Tiles, int] = {}  # of each kernel that was launched
         number_bytes = dtype.itemsize if device.type == "cuda" else 2  # the interpreter has no limits on tiles
         many = for_heads(EXACT_TILES if self._is_exact else PREFILL_TILES, shape, number_bytes)
-        max_splits = 1 if self._is_exact else -(-max_model_len // DECODE_TILES.split)
         self._many, self._single = many, for_heads(DECODE_TILES, shape, number_bytes)
-        self._many_work = _empty_work(-(-max_tokens // many.queries(shape)) + max_rows, device)
-        self._single_work = _empty_work(max_rows * max_splits, device)
-        lines = 1 if self._is_exact else max_rows * max_splits
-        self._parts = Parts(
-            torch.zeros(lines, shape.num_q_heads, shape.head_dim, device=device),
-            torch.zeros(lines, shape.num_q_heads, device=device),
-            max_splits,
-        )
+        self._splits = splits_for(shape, self._processors)
+        num_splits = 0 if self._is_exact else self._splits.most + max_rows
+        self._many_work = WorkList.empty(-(-max_tokens // many.queries(shape)) + max_rows, device)
+        self._single_work = WorkList.empty(num_splits, device)
+        self._parts = Parts.empty(num_splits, max_rows, shape, device)
 
     def can_capture(self, *, is_decode: bool) -> bool:
         return True
 
     def begin(self, columns: StepColumns) -> None:
         if self._is_exact:
-            self._list(columns, self._many_work, self._many, 1, MAX_QUERIES)
+            self._list(columns, self._many_work, self._many, 1)
             return
-        self._list(columns, self._single_work, self._single, 1, 1)
+        self._list(columns, self._single_work, self._single, 1)
         if not columns.bucket.is_decode:
-            self._list(columns, self._many_work, self._many, 2, MAX_QUERIES)
+            self._list(columns, self._many_work, self._many, 2)
 
     def attend(self, q: torch.Tensor, cache: LayerCache, columns: StepColumns, out: torch.Tensor) -> None:
-        if self._is_exact:
-            self._attend(q, cache, columns, self._many_work, self._many, out)
-            return
-        self._attend(q, cache, columns, self._single_work, self._single, out)
-        combine(columns.queries, columns.num_rows, self._parts, out, self._shape, self._single)
-        if not columns.bucket.is_decode:
+        if not self._is_exact:
+            self._attend(q, cache, columns, self._single_work, self._single, out)
+        if self._is_exact or not columns.bucket.is_decode:
             self._attend(q, cache, columns, self._many_work, self._many, out)
 
-    def _list(self, columns: StepColumns, work: WorkList, tiles: Tiles, min_queries: int, max_queries: int) -> None:
+    def _list(self, columns: StepColumns, work: WorkList, tiles: Tiles, min_queries: int) -> None:
         make_work_list(
-            columns.queries, columns.num_rows, work,
-            queries_per_tile=tiles.queries(self._shape), split=tiles.split,
-            min_queries=min_queries, max_queries=max_queries,
+            columns.queries, columns.num_rows, work, tiles,
+            queries_per_tile=tiles.queries(self._shape), splits=self._splits, min_queries=min_queries,
         )  # fmt: skip
 
     def _attend(
         self, q: torch.Tensor, cache: LayerCache, columns: StepColumns, work: WorkList, tiles: Tiles, out: torch.Tensor
     ) -> None:
-        paged_attention(
+        compiled = paged_attention(
             q,
             cache.pools,
             columns.queries,
@@ -118,9 +109,11 @@ class TritonAttention:
             out,
             self._shape,
             tiles,
-            self._num_programs,
+            self._programs.get(tiles, self._processors.count),
             cache.scales,
         )
+        if tiles not in self._programs:
+            self._programs[tiles] = self._processors.num_programs(compiled, tiles.num_warps)
 
 
 class TorchAttention:
@@ -168,16 +161,3 @@ def host_lengths(columns: StepColumns) -> HostStep:
     if columns.host is None:
         raise RuntimeError("this attention needs lengths on the host, so it cannot run in a CUDA graph")
     return columns.host
-
-
-def _num_programs(device: torch.device) -> int:
-    if device.type != "cuda":
-        return INTERPRETER_PROGRAMS
-    return PROGRAMS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def _empty_work(size: int, device: torch.device) -> WorkList:
-    return WorkList(
-        torch.zeros(size, ITEM_WORDS, dtype=torch.int32, device=device),
-        torch.zeros(1, dtype=torch.int32, device=device),
-    )

@@ -1,20 +1,23 @@
 """Paged attention over a work list: decode, chunks of a prompt, and both in one batch.
 
-A work item is (row of the batch, first query of a tile, split of its keys). A fixed number of programs loops over
-items x KV heads, so one launch, and one CUDA graph, serves every length. Query heads that share a KV head are packed
-into one tile: line m of a tile is query m // GROUP, head m % GROUP of the group.
+A work item is (row of the batch, first query of a tile, split of its keys). A fixed number of programs takes items x KV
+heads from a common counter, the longest first, so one launch, and one CUDA graph, serves every length, and all programs
+end at about the same time. Query heads that share a KV head are packed into one tile: line m of a tile is query
+m // GROUP, head m % GROUP of the group.
 
 A head_dim that is not a power of two is padded with zeros to the next one. Keys and values in fp8 are converted to the
 model's dtype as they are read; `scales` [2, kv_heads] float32 are the divisors with which they were stored.
 
-A split has a fixed number of keys, so the result of a row does not depend on the other rows. Only rows with a single
-query are split; `combine_kernel` merges their splits in order. SPLIT 0 means that keys are not split.
+Only rows with a single query are split (flash-decoding). All splits of a step have the same number of keys, which the
+work list chooses. The program that ends last with a split of a row and KV head merges their results in order. MIN_SPLIT
+0 means that keys are not split: then the result of a row does not depend on the other rows.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -23,7 +26,7 @@ import triton.language as tl
 from worker_svc.engine.backend import HeadShape
 
 LOG2_E = math.log2(math.e)
-ITEM_WORDS = 4  # row, first query, split, unused: 16 bytes
+ITEM_WORDS = 4  # row, first query, split, first part of the row: 16 bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +35,7 @@ class Tiles:
 
     block_m: int  # lines of a tile: queries x heads of a group
     block_n: int  # keys of a tile
-    split: int  # keys of a split; 0: all
+    min_split: int  # least keys of a split; 0: keys are not split
     num_warps: int
     num_stages: int
     # True: one loop masks every key tile. This halves the code, and all chunks of a prompt run the same instructions.
@@ -50,10 +53,17 @@ def group_lines(shape: HeadShape) -> int:
 
 @dataclass(frozen=True, slots=True)
 class WorkList:
-    """Items [n, ITEM_WORDS] int32 and their number [1], both on the device."""
+    """The items of one launch, all on the device. Programs reset `tickets` at the end of a launch."""
 
-    items: torch.Tensor
-    count: torch.Tensor
+    items: torch.Tensor  # int32 [n, ITEM_WORDS]
+    sizes: torch.Tensor  # int32 [2]: items, keys of a split
+    tickets: torch.Tensor  # int32 [2], zeros: units that are taken, programs that have ended
+
+    @classmethod
+    def empty(cls, num_items: int, device: torch.device) -> WorkList:
+        """A list with room for that many items."""
+        items = torch.zeros(num_items, ITEM_WORDS, dtype=torch.int32, device=device)
+        return cls(items, *torch.zeros(2, 2, dtype=torch.int32, device=device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +82,18 @@ class Queries:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Results of splits: float32 outputs [B * max_splits, q_heads, dim] and log-sums [B * max_splits, q_heads]."""
+    """Results of splits until they are merged. A row with one split has none."""
 
-    out: torch.Tensor
-    log_sum: torch.Tensor
-    max_splits: int
+    out: torch.Tensor  # float32 [n, q_heads, dim]
+    log_sum: torch.Tensor  # float32 [n, q_heads]
+    arrived: torch.Tensor  # int32 [rows, kv_heads], zeros: splits whose result is there. The last one resets it.
+
+    @classmethod
+    def empty(cls, num_parts: int, max_rows: int, shape: HeadShape, device: torch.device) -> Parts:
+        """Room for that many splits."""
+        out = torch.zeros(num_parts, shape.num_q_heads, shape.head_dim, device=device)
+        arrived = torch.zeros(max_rows, shape.num_kv_heads, dtype=torch.int32, device=device)
+        return cls(out, torch.zeros(num_parts, shape.num_q_heads, device=device), arrived)
 
 
 @triton.jit
@@ -127,20 +144,44 @@ def _attend_tile(
 
 
 @triton.jit
+def _merge_splits(
+    part_ptr, log_sum_ptr, first_part, num_splits, head, column, is_line, is_there, HQ: tl.constexpr, D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """The output [BLOCK_M, BLOCK_D] of a row and KV head whose splits are all stored."""
+    best = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for split in range(num_splits):
+        part = (first_part + split).to(tl.int64) * HQ + head
+        # From the L2 cache: other programs have stored them.
+        log_sum = tl.load(log_sum_ptr + part, mask=is_line, other=0.0, cache_modifier=".cg")
+        found = tl.load(part_ptr + part[:, None] * D + column[None, :], mask=is_there, other=0.0, cache_modifier=".cg")
+        top = tl.maximum(best, log_sum)
+        shrink, weight = tl.exp2(best - top), tl.exp2(log_sum - top)
+        acc = acc * shrink[:, None] + weight[:, None] * found
+        total = total * shrink + weight
+        best = top
+    return acc / total[:, None]
+
+
+@triton.jit
 def paged_attention_kernel(
-    q_ptr, k_ptr, v_ptr, kv_scale_ptr, table_ptr, table_stride, row_ptr, start_ptr, context_ptr, item_ptr, count_ptr,
-    out_ptr, part_ptr, log_sum_ptr, max_splits, softmax_scale_log2, num_programs,
+    q_ptr, k_ptr, v_ptr, kv_scale_ptr, table_ptr, table_stride, row_ptr, start_ptr, context_ptr, item_ptr, size_ptr,
+    ticket_ptr, out_ptr, part_ptr, log_sum_ptr, arrived_ptr, softmax_scale_log2, num_programs,
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SPLIT: tl.constexpr, ONE_LOOP: tl.constexpr,
-    SCALED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, MIN_SPLIT: tl.constexpr,
+    ONE_LOOP: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     G: tl.constexpr = HQ // HKV
     line = tl.arange(0, BLOCK_M)
     column = tl.arange(0, BLOCK_D)
-    for unit in range(tl.program_id(0), tl.load(count_ptr) * HKV, num_programs):
+    num_units = tl.load(size_ptr) * HKV
+    unit = tl.atomic_add(ticket_ptr, 1)
+    while unit < num_units:
         item = item_ptr + (unit // HKV) * 4
         kv_head = unit % HKV
-        batch_row, first_query, split = tl.load(item), tl.load(item + 1), tl.load(item + 2)
+        batch_row, first_query = tl.load(item), tl.load(item + 1)
         first_token = tl.load(start_ptr + batch_row)
         num_queries = tl.load(start_ptr + batch_row + 1) - first_token
         context = tl.load(context_ptr + batch_row)
@@ -156,10 +197,12 @@ def paged_attention_kernel(
         if SCALED:
             scale_log2 *= tl.load(kv_scale_ptr + kv_head)
 
-        begin = split * SPLIT
+        begin = 0
         end = context + tl.minimum(first_query + BLOCK_M // GROUP, num_queries)
-        if SPLIT > 0:
-            end = tl.minimum(end, begin + SPLIT)
+        if MIN_SPLIT > 0:
+            split_keys = tl.load(size_ptr + 1)
+            begin = tl.load(item + 2) * split_keys
+            end = tl.minimum(end, begin + split_keys)
         seen_by_all = tl.minimum(end, context + first_query + 1)
         unmasked = begin if ONE_LOOP else begin + (tl.maximum(seen_by_all - begin, 0) // BLOCK_N) * BLOCK_N
 
@@ -180,40 +223,32 @@ def paged_attention_kernel(
         result = acc / total[:, None]
         if SCALED:
             result *= tl.load(kv_scale_ptr + HKV + kv_head)
-        if (SPLIT > 0) and (context + num_queries > SPLIT):
-            part = (batch_row * max_splits + split).to(tl.int64) * HQ + head
-            tl.store(part_ptr + part[:, None] * D + column[None, :], result, mask=is_there)
-            tl.store(log_sum_ptr + part, best + tl.log2(total), mask=is_line)
+        if MIN_SPLIT > 0:
+            num_splits = (context + split_keys) // split_keys  # of context + 1 keys
+            is_last = num_splits == 1
+            if num_splits > 1:
+                first_part = tl.load(item + 3)
+                part = (first_part + tl.load(item + 2)).to(tl.int64) * HQ + head
+                tl.store(part_ptr + part[:, None] * D + column[None, :], result, mask=is_there)
+                tl.store(log_sum_ptr + part, best + tl.log2(total), mask=is_line)
+                tl.debug_barrier()  # all threads have stored before one of them announces it
+                counter = arrived_ptr + batch_row * HKV + kv_head
+                is_last = tl.atomic_add(counter, 1, sem="acq_rel") == num_splits - 1
+                if is_last:
+                    tl.store(counter, 0)
+                    result = _merge_splits(
+                        part_ptr, log_sum_ptr, first_part, num_splits, head, column, is_line, is_there,
+                        HQ, D, BLOCK_M, BLOCK_D,
+                    )  # fmt: skip
+            if is_last:
+                tl.store(out_ptr + q_offsets, result.to(out_ptr.dtype.element_ty), mask=is_there)
         else:
             tl.store(out_ptr + q_offsets, result.to(out_ptr.dtype.element_ty), mask=is_there)
+        unit = tl.atomic_add(ticket_ptr, 1)
 
-
-@triton.jit
-def combine_kernel(
-    part_ptr, log_sum_ptr, num_rows_ptr, start_ptr, context_ptr, out_ptr, max_splits,
-    HQ: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, SPLIT: tl.constexpr,
-):  # fmt: skip
-    batch_row, head = tl.program_id(0), tl.program_id(1)
-    if batch_row >= tl.load(num_rows_ptr):
-        return
-    first_token = tl.load(start_ptr + batch_row)
-    num_keys = tl.load(context_ptr + batch_row) + 1
-    if (tl.load(start_ptr + batch_row + 1) - first_token != 1) | (num_keys <= SPLIT):
-        return
-    column = tl.arange(0, BLOCK_D)
-    best = -float("inf")
-    total = 0.0
-    acc = tl.zeros([BLOCK_D], tl.float32)
-    for split in range((num_keys + SPLIT - 1) // SPLIT):
-        part = (batch_row * max_splits + split).to(tl.int64) * HQ + head
-        log_sum = tl.load(log_sum_ptr + part)
-        top = tl.maximum(best, log_sum)
-        shrink, weight = tl.exp2(best - top), tl.exp2(log_sum - top)
-        acc = acc * shrink + weight * tl.load(part_ptr + part * D + column, mask=column < D, other=0.0)
-        total = total * shrink + weight
-        best = top
-    target = out_ptr + (first_token.to(tl.int64) * HQ + head) * D + column
-    tl.store(target, (acc / total).to(out_ptr.dtype.element_ty), mask=column < D)
+    if tl.atomic_add(ticket_ptr + 1, 1, sem="acq_rel") == num_programs - 1:
+        tl.store(ticket_ptr, 0)
+        tl.store(ticket_ptr + 1, 0)
 
 
 def paged_attention(
@@ -227,34 +262,17 @@ def paged_attention(
     tiles: Tiles,
     num_programs: int,
     scales: torch.Tensor | None = None,
-) -> None:
-    """Causal attention of the queries q [T, q_heads, dim] of the work list. Writes to `out`, or to `parts` if keys
-    are split."""
-    paged_attention_kernel[(num_programs,)](
+) -> Any:
+    """Causal attention of the queries q [T, q_heads, dim] of the work list. Returns the compiled kernel."""
+    return paged_attention_kernel[(num_programs,)](
         q, *cache, q if scales is None else scales, queries.tables, queries.tables.stride(0),
         queries.rows, queries.starts, queries.contexts,
-        work.items, work.count, out, parts.out, parts.log_sum, parts.max_splits,
+        work.items, work.sizes, work.tickets, out, parts.out, parts.log_sum, parts.arrived,
         shape.head_dim**-0.5 * LOG2_E, num_programs,
         HQ=shape.num_q_heads, HKV=shape.num_kv_heads, D=shape.head_dim, PAGE=cache[0].shape[1],
         GROUP=group_lines(shape), BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
-        BLOCK_D=triton.next_power_of_2(shape.head_dim), SPLIT=tiles.split, ONE_LOOP=tiles.one_loop,
+        BLOCK_D=triton.next_power_of_2(shape.head_dim), MIN_SPLIT=tiles.min_split, ONE_LOOP=tiles.one_loop,
         SCALED=scales is not None, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
-    )  # fmt: skip
-
-
-def combine(
-    queries: Queries,
-    num_rows: torch.Tensor,
-    parts: Parts,
-    out: torch.Tensor,
-    shape: HeadShape,
-    tiles: Tiles,
-) -> None:
-    """Merges the splits of rows with one query. `num_rows` [1] int32 is the number of rows that are not padding."""
-    combine_kernel[(len(queries.rows), shape.num_q_heads)](
-        parts.out, parts.log_sum, num_rows, queries.starts, queries.contexts, out, parts.max_splits,
-        HQ=shape.num_q_heads, D=shape.head_dim, BLOCK_D=triton.next_power_of_2(shape.head_dim), SPLIT=tiles.split,
-        num_warps=1,
     )  # fmt: skip
 
 

@@ -2,77 +2,136 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 
-from worker_svc.engine.gpu.kernels.attention import Queries, WorkList
+from worker_svc.engine.gpu.kernels.attention import Queries, Tiles, WorkList
 
 MAX_QUERIES = 2**31 - 1
 MIN_ROWS = 256  # rows that each program reads: few distinct sizes mean few kernels to compile before the first step
 
 
-@triton.jit(do_not_specialize=["min_queries", "max_queries"])
+@dataclass(frozen=True, slots=True)
+class Splits:
+    """How a step divides keys: a split has sqrt(keys of all rows x factor) keys, or more if there would be more than
+    `most` splits beside one per row."""
+
+    factor: float
+    most: int
+
+    def keys(self, total: int, min_split: int) -> int:
+        """Keys of a split, a multiple of min_split."""
+        wanted = int(np.ceil(np.sqrt(np.float32(total) * np.float32(self.factor))))
+        return -(-max(wanted, -(-total // self.most), 1) // min_split) * min_split
+
+
+@triton.jit(do_not_specialize=["min_queries", "max_queries", "most_splits"])
 def work_list_kernel(
-    num_rows_ptr, start_ptr, context_ptr, item_ptr, count_ptr, min_queries, max_queries,
-    QUERIES: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    num_rows_ptr, start_ptr, context_ptr, item_ptr, size_ptr, min_queries, max_queries, most_splits, factor,
+    QUERIES: tl.constexpr, MIN_SPLIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     batch_row = tl.program_id(0)
-    num_rows = tl.load(num_rows_ptr)
     row = tl.arange(0, ROWS)
-    is_row = row < num_rows
+    is_row = row < tl.load(num_rows_ptr)
     start = tl.load(start_ptr + row, mask=is_row, other=0)
     num_queries = tl.load(start_ptr + row + 1, mask=is_row, other=0) - start
-    num_keys = tl.load(context_ptr + row, mask=is_row, other=0) + num_queries
     is_row = is_row & (num_queries >= min_queries) & (num_queries <= max_queries)
-    num_tiles = (num_queries + QUERIES - 1) // QUERIES
-    num_splits = num_tiles * 0 + 1
-    if SPLIT > 0:
-        num_splits = (num_keys + SPLIT - 1) // SPLIT
-    num_items = tl.where(is_row, num_tiles * num_splits, 0)
-    if batch_row == 0:
-        tl.store(count_ptr, tl.sum(num_items, 0))
-    own_tiles = tl.sum(tl.where(row == batch_row, num_tiles, 0), 0)
-    own_items = tl.sum(tl.where(row == batch_row, num_items, 0), 0)
-    first_item = item_ptr + tl.sum(tl.where(row < batch_row, num_items, 0), 0) * 4
-    for begin in range(0, own_items, BLOCK):
-        item = begin + tl.arange(0, BLOCK)
-        is_item = item < own_items
-        # The last tile of a prompt has the most keys, so it comes first.
-        tile = own_tiles - 1 - item % tl.maximum(own_tiles, 1)
-        tl.store(first_item + item * 4, item * 0 + batch_row, mask=is_item)
-        tl.store(first_item + item * 4 + 1, tile * QUERIES, mask=is_item)
-        tl.store(first_item + item * 4 + 2, item // tl.maximum(own_tiles, 1), mask=is_item)
+    num_keys = tl.where(is_row, tl.load(context_ptr + row, mask=is_row, other=0) + num_queries, 0)
+    is_own = row == batch_row
+    if MIN_SPLIT == 0:
+        num_tiles = tl.where(is_row, (num_queries + QUERIES - 1) // QUERIES, 0)
+        own_tiles = tl.sum(tl.where(is_own, num_tiles, 0), 0)
+        own_keys = tl.sum(tl.where(is_own, num_keys, 0), 0)
+        is_before = (num_keys > own_keys) | ((num_keys == own_keys) & (row < batch_row))
+        first_item = item_ptr + tl.sum(tl.where(is_before, num_tiles, 0), 0) * 4
+        for begin in range(0, own_tiles, BLOCK):
+            item = begin + tl.arange(0, BLOCK)
+            is_item = item < own_tiles
+            tl.store(first_item + item * 4, item * 0 + batch_row, mask=is_item)
+            # The last tile of a prompt has the most keys.
+            tl.store(first_item + item * 4 + 1, (own_tiles - 1 - item) * QUERIES, mask=is_item)
+            tl.store(first_item + item * 4 + 2, item * 0, mask=is_item)
+            tl.store(first_item + item * 4 + 3, item * 0, mask=is_item)
+        if batch_row == 0:
+            tl.store(size_ptr, tl.sum(num_tiles, 0))
+            tl.store(size_ptr + 1, 0)
+    else:
+        total = tl.sum(num_keys, 0)
+        least = (total + most_splits - 1) // most_splits
+        wanted = tl.ceil(tl.sqrt_rn(total.to(tl.float32) * factor)).to(tl.int32)
+        split = (tl.maximum(tl.maximum(wanted, least), 1) + MIN_SPLIT - 1) // MIN_SPLIT * MIN_SPLIT
+        num_full = num_keys // split
+        tail = num_keys - num_full * split
+        own_full = tl.sum(tl.where(is_own, num_full, 0), 0)
+        own_tail = tl.sum(tl.where(is_own, tail, 0), 0)
+        is_earlier = row < batch_row
+        first_part = tl.sum(tl.where(is_earlier, num_full + (tail > 0).to(tl.int32), 0), 0)
+        first_item = item_ptr + tl.sum(tl.where(is_earlier, num_full, 0), 0) * 4
+        for begin in range(0, own_full, BLOCK):
+            item = begin + tl.arange(0, BLOCK)
+            is_item = item < own_full
+            tl.store(first_item + item * 4, item * 0 + batch_row, mask=is_item)
+            tl.store(first_item + item * 4 + 1, item * 0, mask=is_item)
+            tl.store(first_item + item * 4 + 2, item, mask=is_item)
+            tl.store(first_item + item * 4 + 3, item * 0 + first_part, mask=is_item)
+        all_full = tl.sum(num_full, 0)
+        if own_tail > 0:  # the last split of a row is shorter: after all full ones, the longest first
+            is_before = (tail > own_tail) | ((tail == own_tail) & is_earlier)
+            place = item_ptr + (all_full + tl.sum(is_before.to(tl.int32), 0)) * 4
+            tl.store(place, batch_row)
+            tl.store(place + 1, 0)
+            tl.store(place + 2, own_full)
+            tl.store(place + 3, first_part)
+        if batch_row == 0:
+            tl.store(size_ptr, all_full + tl.sum((tail > 0).to(tl.int32), 0))
+            tl.store(size_ptr + 1, split)
 
 
 def make_work_list(
     queries: Queries,
     num_rows: torch.Tensor,
     work: WorkList,
+    tiles: Tiles,
     *,
     queries_per_tile: int,
-    split: int,
+    splits: Splits,
     min_queries: int = 1,
-    max_queries: int = MAX_QUERIES,
 ) -> None:
-    """Fills `work` with every tile and split of the rows that have min_queries to max_queries queries."""
+    """Fills `work` with the tiles of the rows that have at least min_queries queries.
+
+    If tiles.min_split is set: with the splits of the rows that have one query. Their number of keys is a multiple of
+    min_split.
+    """
     bound = len(queries.rows)
+    max_queries = 1 if tiles.min_split else MAX_QUERIES
     work_list_kernel[(bound,)](
-        num_rows, queries.starts, queries.contexts, work.items, work.count, min_queries, max_queries,
-        QUERIES=queries_per_tile, SPLIT=split, ROWS=max(MIN_ROWS, triton.next_power_of_2(bound)), BLOCK=64, num_warps=4,
+        num_rows, queries.starts, queries.contexts, work.items, work.sizes, min_queries, max_queries,
+        splits.most, splits.factor,
+        QUERIES=queries_per_tile, MIN_SPLIT=tiles.min_split, ROWS=max(MIN_ROWS, triton.next_power_of_2(bound)),
+        BLOCK=64, num_warps=4,
     )  # fmt: skip
 
 
 def reference(
-    starts: list[int], contexts: list[int], *, queries_per_tile: int, split: int, min_queries: int, max_queries: int
-) -> list[tuple[int, int, int]]:
-    """The work items in order."""
-    items = []
-    for row, context in enumerate(contexts):
-        count = starts[row + 1] - starts[row]
-        if not min_queries <= count <= max_queries:
-            continue
-        num_splits = -(-(context + count) // split) if split else 1
-        tiles = range(0, count, queries_per_tile)
-        items += [(row, first, part) for part in range(num_splits) for first in reversed(tiles)]
-    return items
+    starts: list[int], contexts: list[int], *, queries_per_tile: int, min_split: int, splits: Splits, min_queries: int
+) -> tuple[list[tuple[int, int, int, int]], int]:
+    """The work items in order, and the keys of a split."""
+    counts = [after - before for before, after in itertools.pairwise(starts)]
+    keys = {row: contexts[row] + count for row, count in enumerate(counts)}
+    if not min_split:
+        rows = sorted((row for row in keys if counts[row] >= min_queries), key=lambda row: (-keys[row], row))
+        return [(row, q, 0, 0) for row in rows for q in reversed(range(0, counts[row], queries_per_tile))], 0
+    rows = [row for row in keys if counts[row] == 1]
+    split = splits.keys(sum(keys[row] for row in rows), min_split)
+    full, tails, part = [], [], 0
+    for row in rows:
+        num_full, tail = divmod(keys[row], split)
+        full += [(row, 0, index, part) for index in range(num_full)]
+        tails += [(-tail, (row, 0, num_full, part))] if tail else []
+        part += num_full + bool(tail)
+    return full + [item for _, item in sorted(tails)], split

@@ -1,0 +1,43 @@
+"""The programs of a decode step's attention end at about the same time, for the lengths of real batches."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from bench.gpu.distribution import distribute
+from worker_svc.engine.backend import HeadShape
+from worker_svc.engine.gpu.aot import HOPPER
+from worker_svc.engine.gpu.tiles import DECODE_TILES, splits_for
+
+
+def lengths(count: int, seed: int) -> list[int]:
+    """Of nano-vllm's benchmark while it runs: 100 to 1,024 prompt tokens, and part of as many output tokens."""
+    rng = random.Random(seed)
+    return [rng.randint(100, 1024) + rng.randint(0, rng.randint(100, 1024)) for _ in range(count)]
+
+
+@pytest.mark.parametrize("shape", [HeadShape(16, 8, 128), HeadShape(32, 8, 128)])
+@pytest.mark.parametrize(("count", "most"), [(64, 1.1), (128, 1.05), (256, 1.03)])
+def test_programs_end_at_about_the_same_time(shape, count, most):
+    for seed in range(3):
+        assert distribute(lengths(count, seed), shape, HOPPER.processors).longest_to_mean <= most
+
+
+def test_long_rows_do_not_occupy_single_programs():
+    shape = HeadShape(16, 8, 128)
+    for rows in ([30_000, *[200] * 63], [131_072]):
+        found = distribute(rows, shape, HOPPER.processors)
+        assert found.longest_to_mean <= 1.15
+        assert found.overhead <= 1.6
+
+
+@pytest.mark.parametrize("count", [1, 8, 256])
+def test_scratch_memory_is_bounded(count):
+    """A step has a bounded number of splits, however long its rows are."""
+    shape = HeadShape(32, 8, 128)
+    splits = splits_for(shape, HOPPER.processors)
+    keys = splits.keys(count * 131_072, DECODE_TILES.min_split)
+    assert count * -(-131_072 // keys) <= splits.most + count
+    assert (splits.most + 256) * shape.num_q_heads * shape.head_dim * 4 < 64 << 20
