@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import NamedTuple
 
 from svc_common import config
 from svc_common.tracing import add_flags as add_trace_flags
@@ -24,6 +25,18 @@ def _addresses(text: str) -> list[str]:
 
 
 _ADDRESSES = config.Kind(_addresses, config.scheduler_address.allowed)
+
+
+class Sizes(NamedTuple):
+    """Sizes that are not set by flags."""
+
+    block_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+
+CPU_SIZES = Sizes(16, 64, 1024)
+CUDA_SIZES = Sizes(64, 256, 8192)  # a GPU needs large steps, and blocks that hold a whole tile of keys
 
 _AT_LEAST_0 = config.in_range(float, 0.0, 1e9)
 _AT_LEAST_1 = config.in_range(int, 1, 2**31 - 1)
@@ -68,7 +81,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     pool = parser.add_argument_group("KV pool and batches")
     pool.add_argument(
-        "--block-size", type=_AT_LEAST_1, default=16, metavar="N", help="tokens per block, a power of two"
+        "--block-size", type=_AT_LEAST_1, metavar="N", help="tokens per block, a power of two; unset: 16, cuda: 64"
     )
     pool.add_argument("--num-blocks", type=_AT_LEAST_1, metavar="N", help="blocks; overrides --kv-cache-memory")
     pool.add_argument(
@@ -84,8 +97,12 @@ def make_parser() -> argparse.ArgumentParser:
         help="cuda: fp8 stores keys and values in 8 bits: twice as many fit, and reading them takes half as long; "
         "all workers of a model must agree; auto: same as --dtype",
     )
-    pool.add_argument("--max-num-seqs", type=_AT_LEAST_1, default=64, metavar="N", help="sequences that run at once")
-    pool.add_argument("--max-num-batched-tokens", type=_AT_LEAST_1, default=1024, metavar="N", help="tokens per step")
+    pool.add_argument(
+        "--max-num-seqs", type=_AT_LEAST_1, metavar="N", help="sequences that run at once; unset: 64, cuda: 256"
+    )
+    pool.add_argument(
+        "--max-num-batched-tokens", type=_AT_LEAST_1, metavar="N", help="tokens per step; unset: 1024, cuda: 8192"
+    )
     compute = parser.add_argument_group("compute")
     compute.add_argument("--backend", default="cpu", metavar="NAME", help="cpu, cuda, or reference (plain torch, slow)")
     compute.add_argument(
@@ -117,7 +134,7 @@ def make_parser() -> argparse.ArgumentParser:
     compute.add_argument(
         "--cuda-graph-tokens",
         type=_TOKENS_OR_0,
-        default=4096,
+        default=8192,
         metavar="N",
         help="cuda: largest step with prompts that is recorded as a graph; 0: decode steps only",
     )
@@ -210,15 +227,16 @@ def scheduler_addresses(args: argparse.Namespace) -> list[str]:
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
     """Settings of the engine. Raises ValueError with the field's name."""
+    sizes = CUDA_SIZES if args.backend == "cuda" else CPU_SIZES
     return EngineConfig(
         model_dir=args.model,
         model_name=args.model_name or args.model.resolve().name,
         dtype=args.dtype,
-        block_size=args.block_size,
+        block_size=args.block_size or sizes.block_size,
         num_blocks=args.num_blocks,
         kv_cache_memory=args.kv_cache_memory,
-        max_num_seqs=args.max_num_seqs,
-        max_num_batched_tokens=args.max_num_batched_tokens,
+        max_num_seqs=args.max_num_seqs or sizes.max_num_seqs,
+        max_num_batched_tokens=args.max_num_batched_tokens or sizes.max_num_batched_tokens,
         max_model_len=args.max_model_len,
         determinism=args.determinism,
         threads=args.threads,

@@ -132,8 +132,9 @@ ONE_WRONG_ELEMENT = [
         "tl.store(lowest_ptr + sample, (bits + (sample == 1).to(tl.int32)).to",
     ),
     (
-        paged_attention_cases, FP8, attention, "tl.store(target, (acc / total)",
-        "tl.store(target, tl.where((batch_row == 3) & (head == 1) & (column == 5), 0.0, acc / total)",
+        paged_attention_cases, FP8, attention, "return acc / total[:, None]",
+        "is_wrong = (head == 1)[:, None] & (column == 5)[None, :] & (num_splits > 3)\n"
+        "    return tl.where(is_wrong, 0.0, acc / total[:, None])",
     ),
     (
         paged_attention_cases, EXACT, attention, "<= query_position[:, None]",
@@ -161,7 +162,7 @@ ONE_OF_MANY = [
     (sampling.noise_cases, sample, "tl.store(token_ptr + sample, token)",
      "tl.store(token_ptr + sample, token + (tl.num_programs(0) == 1))"),
     (paged_attention_cases, attention, "result = acc / total[:, None]",
-     "result = acc / total[:, None] * (1 + 1e-6 * tl.load(count_ptr))"),
+     "result = acc / total[:, None] * (1 + 1e-6 * tl.load(size_ptr))"),
 ]  # fmt: skip
 
 

@@ -65,7 +65,7 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     tensor_parallel_size: int = 1
     cuda_graphs: CudaGraphs = "start"
-    cuda_graph_tokens: int = 4096
+    cuda_graph_tokens: int = 8192
     kv_cache_dtype: KvCacheDtype = "auto"
 
     def __post_init__(self) -> None:

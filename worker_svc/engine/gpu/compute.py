@@ -90,10 +90,12 @@ class StepCompute:
         self._cache = cache
 
     def buckets(self) -> list[Bucket]:
-        """All buckets that may get a graph, largest first."""
-        found = [self._mixed_bucket(size, is_filtered=False) for size in reversed(self._mixed_sizes)]
+        """All buckets that may get a graph. Decode steps come first, because most steps are of this kind and memory may
+        not suffice for all; the largest first, because later graphs of a kind use its memory again."""
+        found = []
         if self._attention.can_capture(is_decode=True):
             found += [self._decode_bucket(size, is_filtered=False) for size in reversed(self._sizes)]
+        found += [self._mixed_bucket(size, is_filtered=False) for size in reversed(self._mixed_sizes)]
         return [replace(bucket, is_filtered=is_filtered) for bucket in found for is_filtered in (False, True)]
 
     def _rare_buckets(self) -> list[Bucket]:

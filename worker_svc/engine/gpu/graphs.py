@@ -79,8 +79,8 @@ def make_recorder(device: torch.device) -> Recorder | None:
 class Graphs:
     """Graphs by bucket, each recording `compute(bucket)`. All ranks record the same buckets in the same order.
 
-    `buckets` are sorted largest first, so that later graphs reuse the memory of the first. Graphs of `rare_buckets` are
-    recorded on first use.
+    `buckets` are in the order of recording; within a kind, the largest comes first, so that later graphs use its memory
+    again. Graphs of `rare_buckets` are recorded on first use.
     """
 
     def __init__(
