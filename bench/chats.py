@@ -53,12 +53,12 @@ async def measure(repeats: int) -> None:
     reader = PromptReader(templates)
     for size in SIZES:
         prompt = make_prompt(*size)
-        await reader.token_ids(prompt, model)
+        await reader.read(prompt, model)
         loop_us, wall_us, child_at = [], [], child_s()
         for _ in range(repeats):
             cpu, wall = time.thread_time(), time.perf_counter()
             for _ in range(NUM_CHATS):
-                await reader.token_ids(prompt, model)
+                await reader.read(prompt, model)
             loop_us.append((time.thread_time() - cpu) / NUM_CHATS * 1e6)
             wall_us.append((time.perf_counter() - wall) / NUM_CHATS * 1e6)
         child_us = (child_s() - child_at) / repeats / NUM_CHATS * 1e6

@@ -14,6 +14,7 @@ from quire.v1 import inference_pb2 as pb
 from gateway_svc.chat_request import chat_frame
 from gateway_svc.models import ServedModel
 from gateway_svc.parameters import check_token_ids
+from gateway_svc.prompt_input import PromptInput
 from gateway_svc.template_renderer import TemplateRenderer, rendered_text
 from svc_common.errors import InvalidRequestError, OverloadedError
 
@@ -50,9 +51,15 @@ class PromptReader:
         with self._call(size):
             return await _run_in(self._call_threads, size, lambda: function(*args, **kwargs))
 
-    async def token_ids(self, prompt: pb.Prompt, model: ServedModel) -> Sequence[int]:
-        """The token ids of a generation's prompt. Raises InvalidRequestError."""
-        return await self._token_ids(prompt, model, is_call=False)
+    async def read(self, prompt: pb.Prompt, model: ServedModel) -> PromptInput:
+        """The prompt of a generation. Raises InvalidRequestError."""
+        if prompt.WhichOneof("kind") == "embeddings":
+            return await _run_in(self._threads, len(prompt.embeddings), lambda: _read_embeddings(prompt, model))
+        return PromptInput(await self._token_ids(prompt, model, is_call=False))
+
+    async def reread(self, prompt: pb.Prompt, ids: Sequence[int], model: ServedModel) -> PromptInput:
+        """The prompt of a generation whose ids are known from its record."""
+        return await self.read(prompt, model) if prompt.WhichOneof("kind") == "embeddings" else PromptInput(ids)
 
     async def tokenize(self, request: pb.TokenizeRequest, model: ServedModel) -> pb.TokenizeResponse:
         """Token ids of a prompt. Raises InvalidRequestError, or OverloadedError as `run_call`."""
@@ -109,6 +116,12 @@ class PromptReader:
         if not ids:
             raise InvalidRequestError(f"prompt.{kind} gives no tokens; send more text", field=f"prompt.{kind}")
         return ids
+
+
+def _read_embeddings(prompt: pb.Prompt, model: ServedModel) -> PromptInput:
+    from gateway_svc.prompt_embeddings import read_embeddings  # safetensors is loaded for the first such prompt only
+
+    return read_embeddings(prompt.embeddings, model)
 
 
 async def _run_in(threads: ThreadPoolExecutor, size: int, function: Callable[[], T]) -> T:

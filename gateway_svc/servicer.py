@@ -294,18 +294,18 @@ class InferenceServicer(InferenceServiceServicer):
         if grammar is not None:
             grammar = await self._grammars.check(grammar, model)
         if resumed is None:
-            prompt_ids = await self._prompts.token_ids(request.prompt, model)
+            prompt = await self._prompts.read(request.prompt, model)
             size = len(request.prompt.chat.tools_json)
-            calls = await self._prompts.run(size, call_grammar, request, model, prompt_ids)
+            calls = await self._prompts.run(size, call_grammar, request, model, prompt.ids)
             grammar = grammar if calls is None else await self._grammars.check(calls, model)
         else:
-            prompt_ids = resumed.prompt_ids
+            prompt = await self._prompts.reread(request.prompt, resumed.prompt_ids, model)
         plan = await self._prompts.run(
             request.continuation.ByteSize() + request.sampling.ByteSize() + len(request.prompt.chat.tools_json),
             validation.plan_generation,
             request,
             model,
-            prompt_ids,
+            prompt,
             request_id=request_id,
             drawn_seed=secrets.randbits(64),
             grammar=grammar,

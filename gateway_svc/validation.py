@@ -12,13 +12,14 @@ from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from quire.internal.v1 import scheduler_pb2
+from quire.internal.v1 import inputs_pb2, scheduler_pb2
 from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2 as types
 
 from gateway_svc.chat_request import AnswerPlan, answer_plan, check_chat
 from gateway_svc.models import ServedModel
 from gateway_svc.parameters import FieldErrors, check_token_ids, invalid, parameters_of
+from gateway_svc.prompt_input import PromptInput, check_embeddings
 from request_fields import checks
 from request_fields.beams import BeamParams
 from request_fields.fields import StopCondition
@@ -58,6 +59,7 @@ class GenerationPlan:
     request_id: str
     model: ServedModel
     prompt_ids: array[int]
+    inputs: tuple[inputs_pb2.CarriedInput, ...]  # the prompt's positions without a token
     sampling: types.SamplingParams  # every served field set
     bad_words_ids: tuple[tuple[int, ...], ...]  # token ids of sampling.bad_words
     stop: types.StopParams  # max_tokens set
@@ -159,6 +161,8 @@ def check_tokenize(prompt: pb.Prompt) -> None:
     if size > MAX_TOKENIZE_BYTES:
         raise invalid("prompt", f"has {size} bytes; Tokenize accepts at most {MAX_TOKENIZE_BYTES}: send it in parts")
     check_prompt(prompt)
+    if prompt.WhichOneof("kind") == "embeddings":
+        raise invalid("prompt.embeddings", "is set, but embeddings have no tokens; send text or a chat")
 
 
 def check_detokenize(ids: Sequence[int]) -> None:
@@ -171,11 +175,13 @@ def check_prompt(prompt: pb.Prompt) -> None:
     """Check the form of an input: one kind, not empty, known roles."""
     kind = prompt.WhichOneof("kind")
     if kind is None:
-        raise invalid("prompt", "is not set; send prompt.text, prompt.tokens or prompt.chat")
+        raise invalid("prompt", "is not set; send prompt.text, tokens, chat or embeddings")
     if kind == "text" and not prompt.text:
         raise invalid("prompt.text", "is empty; send at least one character")
     if kind == "tokens" and not prompt.tokens.ids:
         raise invalid("prompt.tokens.ids", "is empty; send at least one token id")
+    if kind == "embeddings" and not prompt.embeddings:
+        raise invalid("prompt.embeddings", "is empty; send a file in the safetensors format")
     if kind == "chat":
         check_chat(prompt.chat)
 
@@ -189,7 +195,7 @@ def grammar_of(sampling: types.SamplingParams) -> Grammar | None:
 def plan_generation(
     request: pb.GenerateRequest,
     model: ServedModel,
-    prompt_ids: Sequence[int],
+    prompt: PromptInput,
     *,
     request_id: str,
     drawn_seed: int,
@@ -201,9 +207,13 @@ def plan_generation(
 
     Raises InvalidRequestError with the invalid field.
     """
-    if request.HasField("truncate_prompt_tokens"):
-        prompt_ids = prompt_ids[-request.truncate_prompt_tokens :]
-    check_token_ids("prompt", prompt_ids, model)
+    prompt_ids = prompt.ids
+    if prompt.inputs:
+        _check_with_inputs(request, prompt, model)
+    else:
+        if request.HasField("truncate_prompt_tokens"):
+            prompt_ids = prompt_ids[-request.truncate_prompt_tokens :]
+        check_token_ids("prompt", prompt_ids, model)
     _check_determinism(request.scheduling.determinism, model)
     given = parameters_of(request, model, resolve_max_tokens(request.stop, len(prompt_ids), model), grammar)
     sampling = given.sampling_with(request.sampling.seed if request.sampling.HasField("seed") else drawn_seed)
@@ -215,6 +225,7 @@ def plan_generation(
         request_id=request_id,
         model=model,
         prompt_ids=array("I", prompt_ids),
+        inputs=prompt.inputs,
         sampling=sampling,
         bad_words_ids=given.bad_words_ids,
         stop=given.stop,
@@ -234,6 +245,21 @@ def plan_generation(
         beams=given.beams,
     )
     return _as_best_of(plan) if sampling.HasField("best_of") else plan
+
+
+def _check_with_inputs(request: pb.GenerateRequest, prompt: PromptInput, model: ServedModel) -> None:
+    """Check the tokens between the inputs, and fields that need a token at each position."""
+    for field, is_set in (
+        ("truncate_prompt_tokens", request.HasField("truncate_prompt_tokens")),
+        ("output.prompt_logprobs", request.output.HasField("prompt_logprobs")),
+    ):
+        if is_set:
+            raise invalid(field, "is set, but the prompt has positions without a token; leave the field unset")
+    first = 0
+    for carried in prompt.inputs:
+        check_token_ids("prompt", prompt.ids[first : carried.start], model)
+        first = carried.start + carried.length
+    check_token_ids("prompt", prompt.ids[first:], model)
 
 
 def _as_best_of(plan: GenerationPlan) -> GenerationPlan:
@@ -263,6 +289,9 @@ def check_prompt_size(request: pb.GenerateRequest, model: ServedModel) -> None:
             raise invalid("prompt", words)
         return
     kind = prompt.WhichOneof("kind")
+    if kind == "embeddings":
+        check_embeddings(len(prompt.embeddings), model)
+        return
     if kind == "tokens":
         if len(prompt.tokens.ids) > model.limits.max_tokens:
             resolve_max_tokens(types.StopParams(), len(prompt.tokens.ids), model)

@@ -2,6 +2,7 @@
 
 from quire_client.aio import AsyncClient, AsyncGenerateStream
 from quire_client.chat_requests import ChatOptions
+from quire_client.embeddings import PromptEmbeddings
 from quire_client.errors import (
     AlreadyExists,
     Cancelled,
@@ -73,6 +74,7 @@ __all__ = [
     "Overloaded",
     "PartialSample",
     "PermissionDenied",
+    "PromptEmbeddings",
     "QuireError",
     "RequestNotFound",
     "RetryPolicy",

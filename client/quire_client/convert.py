@@ -118,6 +118,7 @@ def model_info(model: pb.Model) -> ModelInfo:
         dtype=info.dtype,
         determinism="exact" if info.determinism == types_pb2.DETERMINISM_EXACT else "best_effort",
         quantization=info.quantization or None,
+        hidden_size=info.hidden_size,
     )
 
 

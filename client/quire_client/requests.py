@@ -11,10 +11,11 @@ from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2
 
 from quire_client.chat_requests import ChatOptions, Messages, fill_chat
+from quire_client.embeddings import PromptEmbeddings
 from quire_client.errors import invalid
 from request_fields.fields import FIELDS, Field, Kind
 
-Prompt = str | Iterable[int]  # text, or token ids
+Prompt = str | Iterable[int] | PromptEmbeddings  # text, token ids, or input embeddings
 
 MAX_CHARS_SHOWN = 80
 ENUMS: Mapping[str, Mapping[Any, int]] = {  # option -> value -> number in the protocol
@@ -157,8 +158,10 @@ def prompt_message(
     messages: Messages | None,
     options: Mapping[str, Any],
 ) -> pb.Prompt:
-    """A Prompt from exactly one of its three forms. A `prompt` that is not a str is a list of token ids."""
-    if prompt is not None and not isinstance(prompt, str) and token_ids is None:
+    """A Prompt from exactly one of `prompt`, `token_ids` and `messages`. `prompt` may also be a list of token ids, or
+    PromptEmbeddings.
+    """
+    if prompt is not None and not isinstance(prompt, str | PromptEmbeddings) and token_ids is None:
         prompt, token_ids = None, _token_ids(prompt)
     given = [
         name
@@ -178,6 +181,8 @@ def prompt_message(
     elif token_ids is not None:
         request.tokens.SetInParent()
         _extend(request.tokens, "ids", token_ids, "token_ids")
+    elif isinstance(prompt, PromptEmbeddings):
+        request.embeddings = prompt.data
     else:
         _assign(request, "text", {"prompt": prompt}, "prompt")
     return request
@@ -191,7 +196,8 @@ def _token_ids(prompt: Any) -> list[int]:
     if all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
         return ids
     hint = "; for a conversation use messages= or chat()" if any(isinstance(token, Mapping) for token in ids) else ""
-    raise invalid("prompt", f"prompt must be a str or a list of token ids; got {prompt!r:.80}{hint}")
+    kinds = "a str, a list of token ids or PromptEmbeddings"
+    raise invalid("prompt", f"prompt must be {kinds}; got {prompt!r:.80}{hint}")
 
 
 def tokenize_request(

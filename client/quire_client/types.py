@@ -240,6 +240,7 @@ class ModelInfo(Result):
     dtype: str  # float32 or bfloat16
     determinism: str  # exact or best_effort
     quantization: str | None = None  # int8: weights are quantized to 8 bits
+    hidden_size: int = 0  # width of prompt embeddings; 0: the workers take tokens only
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -100,7 +101,7 @@ def chat_generation(data: bytes) -> Generation:
 def completion_generation(data: bytes) -> Generation:
     """Parse a body of /v1/completions. Raises InvalidRequestError."""
     body = body_of(data)
-    asked = _generation(fields.COMPLETION, body, _prompts_of(body.get("prompt")))
+    asked = _generation(fields.COMPLETION, body, _completion_prompts(body))
     for request in asked.requests:
         if not request.stop.HasField("max_tokens"):
             request.stop.max_tokens = COMPLETION_MAX_TOKENS
@@ -170,7 +171,7 @@ def _generation(
         has_continuous_usage=is_continuous,
         timeout_s=_timeout_of(body),
         ignored=(*ignored_names(rows, body), *ignored),
-        names=path_names(rows, body) | names,
+        names={"prompt.embeddings": "prompt_embeds"} | path_names(rows, body) | names,
     )
 
 
@@ -246,6 +247,29 @@ def _string(name: str, value: Any) -> str:
     if not isinstance(value, str):
         raise invalid(name, f"is {shown(value)}; must be a string")
     return value
+
+
+def _completion_prompts(body: Mapping[str, Any]) -> list[pb.Prompt]:
+    """The prompts of `prompt_embeds`, then those of `prompt`."""
+    embeds, prompt = body.get("prompt_embeds"), body.get("prompt")
+    if embeds is None:
+        return _prompts_of(prompt)
+    if flag(body, "echo", default=False):
+        raise invalid("echo", "is true, but prompt_embeds have no text; set echo to false")
+    if not isinstance(embeds, str | list) or not embeds:
+        raise invalid("prompt_embeds", "must be a base64 string or a list of base64 strings")
+    prompts = [_embeddings_prompt(embeds)] if isinstance(embeds, str) else [_embeddings_prompt(one) for one in embeds]
+    prompts += [] if prompt is None or prompt == "" else _prompts_of(prompt)
+    if len(prompts) > MAX_PROMPTS:
+        raise invalid("prompt_embeds", f"and prompt have {len(prompts)} prompts; at most {MAX_PROMPTS} are allowed")
+    return prompts
+
+
+def _embeddings_prompt(value: Any) -> pb.Prompt:
+    try:
+        return pb.Prompt(embeddings=base64.b64decode(_string("prompt_embeds", value), validate=True))
+    except ValueError as error:
+        raise invalid("prompt_embeds", f"is not base64: {error}") from None
 
 
 def _prompts_of(prompt: Any) -> list[pb.Prompt]:

@@ -181,7 +181,12 @@ CHAT = (
 COMPLETION = (
     MODEL,
     BodyField("prompt", doc="A string, a list of strings, a list of token ids, or a list of such lists."),
-    BodyField("echo", doc="Return the prompt in front of the output."),
+    BodyField(
+        "prompt_embeds",
+        doc="Prompts as input embeddings: a base64 string, or a list of such strings, of a safetensors file with one "
+        "tensor [positions, hidden_size]. These prompts come before those of `prompt`, which may then be left out.",
+    ),
+    BodyField("echo", doc="Return the prompt in front of the output. Not with `prompt_embeds`."),
     *SAMPLING,
     BEAMS,
     *STRUCTURED,
@@ -192,7 +197,6 @@ COMPLETION = (
     TIMEOUT,
     *UNSERVED,
     BodyField("suffix", only=("",)),
-    BodyField("prompt_embeds", only=()),
 )
 TOKENIZE = (
     MODEL,

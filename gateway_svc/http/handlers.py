@@ -157,7 +157,7 @@ class Handlers:
     async def _parts_of(self, request: pb.GenerateRequest, asked: Generation) -> PromptParts:
         """The parts of the prompt that the answer repeats: text for echo, token ids for return_token_ids."""
         echo = await self._text_of(request) if asked.has_echo else ""
-        if not asked.returns_token_ids:
+        if not asked.returns_token_ids or request.prompt.HasField("embeddings"):
             return PromptParts(echo)
         tokens = await self._servicer.Tokenize(pb.TokenizeRequest(model=request.model, prompt=request.prompt))
         return PromptParts(echo, list(tokens.ids))

@@ -4,6 +4,7 @@ answer without it. A field that the gateway, the scheduler or the worker ignores
 
 from __future__ import annotations
 
+import base64
 import json
 import urllib.error
 import urllib.request
@@ -11,7 +12,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pytest
+from quire_client import PromptEmbeddings
 
 from gateway_svc.http.fields import ENDPOINTS
 from tests.processes.field_stack import MODEL, FieldStack
@@ -48,6 +51,7 @@ CALLING: Json = {"tools": TOOLS, "tool_choice": "required", "temperature": 1, "s
 FUNCTIONS: list[Json] = [{"type": "function", "name": name, "parameters": NO_ARGUMENTS} for name in ("look", "wait")]
 RESPONSE_CALLING: Json = {"tools": FUNCTIONS, "tool_choice": "required", "temperature": 1, "seed": 7}
 RESPONSE_CALLING |= {"max_tokens": 120}
+EMBEDDINGS = base64.b64encode(PromptEmbeddings.of(np.eye(3, 128, dtype=np.float32)).data).decode()
 
 
 @dataclass(frozen=True)
@@ -94,6 +98,7 @@ EFFECTS: Mapping[str, Effect] = {
     "tool_choice": Effect("none", CALLING),
     "parallel_tool_calls": Effect(False, CALLING),
     "prompt": Effect("import"),
+    "prompt_embeds": Effect(EMBEDDINGS),
     "echo": Effect(True),
     "best_of": Effect(6, SAMPLED),
     "temperature": Effect(1, {"seed": 1, **LONG}),

@@ -7,16 +7,18 @@ The fields are those of tests/field_coverage.py that name this file.
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 from google.protobuf.json_format import ParseDict
 from quire.v1 import inference_pb2 as pb
-from quire_client import AsyncClient
+from quire_client import AsyncClient, PromptEmbeddings
 
 from tests.processes.field_stack import MAX_NUM_SEQS, MODEL, FieldStack
 from tests.processes.redis_server import RedisServer
@@ -82,6 +84,7 @@ ASK: Json = {"role": "user", "content": "What does len do?"}
 SAY: Json = {"role": "assistant", "content": "It"}
 CALL: Json = {"id": "c1", "name": "look", "arguments": "{}"}
 SCHEMA = json.dumps({"enum": ["yes"]})
+EMBEDDINGS = base64.b64encode(PromptEmbeddings.of(np.eye(3, 128, dtype=np.float32)).data).decode()
 TOOLS = json.dumps(
     [
         {
@@ -116,6 +119,7 @@ GENERATE: Mapping[str, Effect] = {
     "Prompt.text": effect({"prompt": text("import")}),
     "Prompt.tokens": effect({"prompt": {"tokens": {"ids": [9]}}}, prompt=text("a")),
     "TokenIds.ids": effect({"prompt": {"tokens": {"ids": [9]}}}, prompt={"tokens": {"ids": [8, 9]}}),
+    "Prompt.embeddings": effect({"prompt": {"embeddings": EMBEDDINGS}}, prompt=text("a")),
     "Prompt.chat": effect({"prompt": chat(SAY)}, prompt=chat(ASK)),
     "Chat.messages": effect({"prompt": chat(ASK, SAY, ASK)}, prompt=chat(ASK)),
     "Chat.template_kwargs_json": effect({"prompt": chat(ASK, templateKwargsJson='{"extra": "abc"}')}, prompt=chat(ASK)),

@@ -18,6 +18,7 @@ from gateway_svc.callers.flags import isolates_tenants
 from gateway_svc.callers.isolation import tenant_salt
 from gateway_svc.flags import make_parser
 from gateway_svc.prefix_hints import chain_of
+from gateway_svc.prompt_input import PromptInput
 from gateway_svc.records.recorder import Recorder
 from gateway_svc.records.store import RecordStore
 from gateway_svc.validation import plan_generation
@@ -125,7 +126,9 @@ async def test_prefixes_are_looked_up_under_the_salt_that_schedulers_get(
 ) -> None:
     request, model = pb.GenerateRequest(prompt=PROMPT), gateway.directory.find("demo", "")
     plans = [
-        plan_generation(request, model, PROMPT["tokens"]["ids"], request_id="r", drawn_seed=1, cache_salt=salt)
+        plan_generation(
+            request, model, PromptInput(PROMPT["tokens"]["ids"]), request_id="r", drawn_seed=1, cache_salt=salt
+        )
         for salt in ("", tenant_salt("team-a", ""), tenant_salt("team-b", ""))
     ]
     chains = [tuple(chain_of(plan)) for plan in plans]

@@ -64,7 +64,7 @@ async def reader(templates: TemplateRenderer) -> AsyncIterator[PromptReader]:
 
 
 async def text_of(reader: PromptReader, model: ServedModel) -> str:
-    return model.require_tokenizer("").decode(await reader.token_ids(CHAT, model), skip_special_tokens=False)
+    return model.require_tokenizer("").decode((await reader.read(CHAT, model)).ids, skip_special_tokens=False)
 
 
 @pytest.mark.parametrize(("template", "words"), HOSTILE)
@@ -72,7 +72,7 @@ async def test_a_hostile_template_is_the_callers_error(reader: PromptReader, tem
     bad, good = model_with(template), model_with(GOOD)
     assert await text_of(reader, good) == "hello"
     with pytest.raises(InvalidRequestError, match=words) as caught:
-        await reader.token_ids(CHAT, bad)
+        await reader.read(CHAT, bad)
     assert caught.value.field == "prompt.chat"
     with pytest.raises(InvalidRequestError, match=words):
         await reader.tokenize(pb.TokenizeRequest(prompt=CHAT), bad)
@@ -84,13 +84,13 @@ async def test_a_template_that_never_ends_delays_only_its_own_model(
 ) -> None:
     monkeypatch.setattr(template_renderer, "CPU_S", 60.0)
     bad, good = model_with(FOREVER), model_with(GOOD)
-    waiting = [asyncio.create_task(reader.token_ids(CHAT, bad)) for _ in range(5)]
+    waiting = [asyncio.create_task(reader.read(CHAT, bad)) for _ in range(5)]
     await asyncio.sleep(0)
     assert [await text_of(reader, good) for _ in range(20)] == ["hello"] * 20
     assert not any(task.done() for task in waiting)
     monkeypatch.setattr(template_renderer, "WAIT_TIMEOUT_S", 0.05)
     with pytest.raises(OverloadedError, match="all processes that render chats of model 'demo' are busy") as caught:
-        await reader.token_ids(CHAT, bad)
+        await reader.read(CHAT, bad)
     assert caught.value.retry_after_s
     for task in waiting:
         task.cancel()
@@ -102,12 +102,12 @@ async def test_a_template_that_only_waits_is_stopped(
 ) -> None:
     """A template that escapes from Jinja's sandbox could wait without using CPU time."""
     model = model_with(GOOD)
-    await reader.token_ids(CHAT, model)
+    await reader.read(CHAT, model)
     (pid,) = pids(templates)
     monkeypatch.setattr(template_renderer, "TIMEOUT_S", 0.2)
     os.kill(pid, signal.SIGSTOP)
     with pytest.raises(OverloadedError, match=r"did not finish within 0\.2 s; retry later"):
-        await reader.token_ids(CHAT, model)
+        await reader.read(CHAT, model)
     monkeypatch.undo()
     assert await text_of(reader, model) == "hello"
     assert pids(templates) != [pid]
@@ -126,10 +126,10 @@ async def test_a_killed_process_is_replaced_unseen_by_the_chat(
 
 async def test_a_client_that_disconnects_ends_no_process(reader: PromptReader, templates: TemplateRenderer) -> None:
     model = model_with(GOOD)
-    await reader.token_ids(CHAT, model)
+    await reader.read(CHAT, model)
     before = pids(templates)
     for _ in range(20):
-        task = asyncio.create_task(reader.token_ids(CHAT, model))
+        task = asyncio.create_task(reader.read(CHAT, model))
         await asyncio.sleep(0)
         task.cancel()
     await until(lambda: all(pool.is_idle for pool in templates._pools.values()))
@@ -141,7 +141,7 @@ async def test_the_process_cannot_open_files_and_has_no_passwords(
     reader: PromptReader, templates: TemplateRenderer
 ) -> None:
     """The limits of the process hold even for code that escapes from Jinja's sandbox."""
-    await reader.token_ids(CHAT, model_with(GOOD))
+    await reader.read(CHAT, model_with(GOOD))
     (pid,) = pids(templates)
     assert limit_of(pid, "Max open files") == limit_of(pid, "Max file size") == 0
     assert oom_score_of(pid) == 1000

@@ -13,6 +13,7 @@ from quire.v1 import types_pb2 as types
 
 from gateway_svc import parameters, validation
 from gateway_svc.models import ServedModel, read_bundle
+from gateway_svc.prompt_input import PromptInput
 from gateway_svc.text.bundle import ModelText
 from svc_common.errors import InvalidRequestError, QuireError
 from tests.unit.gateway.fakes import FakeScheduler, TestGateway, make_bundle, make_info, refused
@@ -225,7 +226,9 @@ def plan(fields: dict[str, Any], model: ServedModel) -> validation.GenerationPla
     validation.check_combinations(request)
     validation.grammar_of(request.sampling)
     validation.check_prompt_size(request, model)
-    return validation.plan_generation(request, model, prompt_ids(request.prompt, model), request_id="r", drawn_seed=99)
+    return validation.plan_generation(
+        request, model, PromptInput(prompt_ids(request.prompt, model)), request_id="r", drawn_seed=99
+    )
 
 
 @pytest.mark.parametrize(("fields", "field", "words"), BAD, ids=[f"{row[1]}-{i}" for i, row in enumerate(BAD)])
