@@ -7,6 +7,7 @@ When the collector is slow or away, the queue drops spans; requests never wait f
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -23,6 +24,7 @@ from opentelemetry.trace import NonRecordingSpan, SpanContext, SpanKind, Status,
 from svc_common.metrics import quire_version
 
 CLOSE_TIMEOUT_S = 3.0
+RECHECK_S = 30.0
 
 Attributes = Mapping[str, str | bool | int | float | Sequence[str]]
 
@@ -30,20 +32,17 @@ Attributes = Mapping[str, str | bool | int | float | Sequence[str]]
 class OpenSpan:
     """A span that has begun. `traceparent` makes other spans its children. Call `end` once."""
 
-    __slots__ = ("_span", "traceparent")
+    __slots__ = ("_clock", "_span", "traceparent")
 
-    def __init__(self, span: trace.Span) -> None:
+    def __init__(self, span: trace.Span, clock: UnixClock) -> None:
         self._span = span
+        self._clock = clock
         context = span.get_span_context()
         self.traceparent = f"00-{context.trace_id:032x}-{context.span_id:016x}-01"  # sampled
 
-    @property
-    def trace_id(self) -> str:
-        return self.traceparent[3:35]
-
     def event(self, name: str, at: float) -> None:
         """Record an event of the span at time `at`."""
-        self._span.add_event(name, timestamp=to_unix_ns(at))
+        self._span.add_event(name, timestamp=self._clock.unix_ns(at))
 
     def end(self, at: float, attributes: Attributes | None = None, error: str = "") -> None:
         """End the span at time `at`. With `error`, the code or class of an error, it has failed."""
@@ -52,7 +51,7 @@ class OpenSpan:
         if error:
             self._span.set_attribute("error.type", error)
             self._span.set_status(Status(StatusCode.ERROR, error))
-        self._span.end(to_unix_ns(at))
+        self._span.end(self._clock.unix_ns(at))
 
 
 class Tracer:
@@ -62,6 +61,7 @@ class Tracer:
         # The gateway has sampled the request, so that every span is recorded. At exit, `close` has a time limit.
         self._provider = TracerProvider(sampler=ALWAYS_ON, resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(processor)
+        self._clock = UnixClock()
         self._tracer = self._provider.get_tracer("quire", quire_version())
 
     def begin(
@@ -76,9 +76,9 @@ class Tracer:
             _context(parent),
             kind=SpanKind.SERVER if is_served else SpanKind.INTERNAL,
             attributes=attributes,
-            start_time=to_unix_ns(at),
+            start_time=self._clock.unix_ns(at),
         )
-        return OpenSpan(span)
+        return OpenSpan(span, self._clock)
 
     def add(
         self,
@@ -114,9 +114,20 @@ def make_tracer(endpoint: str, service: str, instance: str) -> Tracer:
     return Tracer(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)), own.merge(OTELResourceDetector().detect()))
 
 
-def to_unix_ns(at: float) -> int:
-    """Time `at` of the monotonic clock as nanoseconds since 1970."""
-    return time.time_ns() - int((time.monotonic() - at) * 1e9)
+class UnixClock:
+    """Converts times of the monotonic clock. Both clocks are compared again every RECHECK_S."""
+
+    def __init__(self) -> None:
+        self._checked_at = -math.inf
+        self._offset_ns = 0
+
+    def unix_ns(self, at: float) -> int:
+        """Time `at` as nanoseconds since 1970."""
+        if time.monotonic() > self._checked_at + RECHECK_S:
+            # The highest of several: the thread may lose the processor between the two calls.
+            self._offset_ns = max(time.time_ns() - time.monotonic_ns() for _ in range(10))
+            self._checked_at = time.monotonic()
+        return self._offset_ns + int(at * 1e9)
 
 
 def _context(parent: str) -> Context:

@@ -24,6 +24,7 @@ TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 CALLER_SPAN = "b7ad6b7169203331"
 SAMPLED, UNSAMPLED = f"00-{TRACE_ID}-{CALLER_SPAN}-01", f"00-{TRACE_ID}-{CALLER_SPAN}-00"
 NUM_TOKENS = 40
+CLOCK_NS = 50_000_000  # the clock of an event loop shows when its turn began
 SLOW = ("--executor", "sim", "--sim-step-ms", "25", "--sim-eos-probability", "0", "--num-blocks", "64")
 
 
@@ -111,9 +112,10 @@ async def test_spans_of_a_request_join_in_all_services_after_its_worker_was_kill
     )
     assert root.attributes["gen_ai.usage.output_tokens"] == NUM_TOKENS
     assert not any(span.is_failed for span in spans.values())
-    assert root.start_ns <= schedule.start_ns <= spans["queue"].end_ns <= spans["prefill"].end_ns
-    assert spans["prefill"].end_ns <= spans["move"].start_ns <= spans["move"].end_ns <= spans["decode"].end_ns
-    assert spans["decode"].end_ns <= root.end_ns
+    queue, prefill, decode, moved = (spans[name] for name in ("queue", "prefill", "decode", "move"))
+    assert schedule.start_ns == queue.start_ns <= queue.end_ns == prefill.start_ns <= prefill.end_ns == decode.start_ns
+    assert decode.start_ns <= moved.start_ns <= moved.end_ns <= decode.end_ns == schedule.end_ns
+    assert root.start_ns - CLOCK_NS <= schedule.start_ns <= schedule.end_ns <= root.end_ns + CLOCK_NS
 
 
 def running_worker(traced: TracedStack, request_id: str) -> Service:
@@ -153,7 +155,7 @@ async def test_the_traceparent_of_an_http_request(traced: TracedStack) -> None:
     answer = await asyncio.to_thread(lambda: urllib.request.urlopen(request, timeout=30).read())
     assert json.loads(answer)["usage"]["completion_tokens"] == 2
     spans = traced.collector.wait(
-        lambda spans: {"generate", "row"} <= {span.name for span in spans if span.trace_id == trace_id}
+        lambda spans: {"generate", "schedule", "row"} <= {span.name for span in spans if span.trace_id == trace_id}
     )
     assert {s.service for s in spans if s.trace_id == trace_id} == {"quire-gateway", "quire-scheduler", "quire-worker"}
 
