@@ -132,6 +132,15 @@ SPECS = (
     Spec("scheduler_step_rows_total", "counter", "rows computed by answered steps", "", MODEL),
     Spec("scheduler_turn_seconds", "histogram", "time of one turn of the step loop", "seconds"),
     Spec("scheduler_idle_seconds_total", "counter", "time between turns of the step loop", "seconds"),
+    Spec("scheduler_output_tokens_total", "counter", "output tokens that workers returned", "tokens", MODEL),
+    Spec("scheduler_sequences_ended_total", "counter", "sequences that ended, for any reason", "", MODEL),
+    Spec(
+        "scheduler_first_token_seconds",
+        "histogram",
+        "time from a request's arrival at the scheduler to its first token",
+        "seconds",
+        MODEL,
+    ),
     Spec(
         "request_queue_time_seconds",
         "histogram",
@@ -186,6 +195,9 @@ class SchedulerTimes:
         self.queue = Buckets(LATENCIES_S)
         self.prefill = Buckets(LATENCIES_S)
         self.decode = Buckets(LATENCIES_S)
+        self.first_token = Buckets(LATENCIES_S)
+        self.output_tokens = 0
+        self.num_finished = 0
         self.idle_s = 0.0
         self.refusals: Counter[str] = Counter()  # by status code
         self._turn_ended_at: float | None = None
@@ -200,6 +212,8 @@ class SchedulerTimes:
 
     def note_deltas(self, deltas: Deltas, now: float, find: Callable[[int, int], SequenceGroup | None]) -> None:
         """Record the first tokens and finishes of one update. `find(owner, handle)` returns the request."""
+        self.output_tokens += len(deltas.token_ids)
+        self.num_finished += len(deltas.finished)
         if np.count_nonzero(deltas.offsets) < len(deltas.offsets):
             self._note_first_tokens(deltas, now, find)
         for finished in deltas.finished:
@@ -217,6 +231,7 @@ class SchedulerTimes:
 
     def _note_first_token(self, group: SequenceGroup, sample_index: int, now: float) -> None:
         self._first_token_at[(group.owner, group.handle, sample_index)] = now
+        self.first_token.observe(now - group.arrival)
         admitted_at = next((seq.admitted_at for seq in group.sequences if seq.sample_index == sample_index), None)
         if admitted_at is not None:
             self.queue.observe(admitted_at - group.arrival)
@@ -294,6 +309,9 @@ class SchedulerReader:
         yield "step_round_trip_seconds", (model,), times.steps.round_trip
         yield "scheduler_step_bytes", (model,), times.steps.num_bytes
         yield "scheduler_step_rows_total", (model,), times.steps.num_rows
+        yield "scheduler_output_tokens_total", (model,), times.output_tokens
+        yield "scheduler_sequences_ended_total", (model,), times.num_finished
+        yield "scheduler_first_token_seconds", (model,), times.first_token
         yield "request_queue_time_seconds", (model,), times.queue
         yield "request_prefill_time_seconds", (model,), times.prefill
         yield "request_decode_time_seconds", (model,), times.decode

@@ -9,6 +9,7 @@ import logging
 import math
 import secrets
 import socket
+import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,10 +24,12 @@ from prefix_index.index import NoPrefixIndex, PrefixIndex
 from prefix_index.keys import make_owner
 from prefix_index.redis_index import RedisPrefixIndex
 from scheduler_svc.core.config import MAX_BURST_S, SchedulerConfig
+from scheduler_svc.core.snapshot import OpenSequence
 from scheduler_svc.gateway_links import Gateways
 from scheduler_svc.metrics import SPECS, SchedulerReader
 from scheduler_svc.request_traces import RequestTraces
 from scheduler_svc.seals import read_block_keys
+from scheduler_svc.snapshots import Snapshots
 from scheduler_svc.step_loop import StepLoop
 from scheduler_svc.worker_link import Dialer, LinkTimeouts
 from scheduler_svc.worker_pool import WorkerPool
@@ -58,6 +61,7 @@ CALLERS = {
         "GetBundle": "gateway",
         "AbortRequests": "gateway",
         "GetSchedulerStatus": "gateway",
+        "GetPools": "gateway",
         "ReleaseWorker": "gateway",
         "Register": "worker",
         "CountWorkers": "worker",
@@ -96,6 +100,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
 
     def __init__(self, parts: Parts, trust: Trust) -> None:
         self._parts = parts
+        self._snapshots = Snapshots(parts.step_loop, time.monotonic)
         self._trust = trust
         self.address = ""
 
@@ -146,6 +151,11 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     ) -> scheduler_pb2.GetSchedulerStatusResponse:
         return scheduler_pb2.GetSchedulerStatusResponse(status=describe(self._parts, self.address))
 
+    async def GetPools(
+        self, request: scheduler_pb2.GetPoolsRequest, context: Context
+    ) -> scheduler_pb2.GetPoolsResponse:
+        return self._snapshots.newest()
+
 
 def describe(parts: Parts, listen_address: str) -> inference_pb2.SchedulerStatus:
     """The scheduler's status: queue, prefix hits and workers. The gateway sets `connected`."""
@@ -166,7 +176,24 @@ def describe(parts: Parts, listen_address: str) -> inference_pb2.SchedulerStatus
         status.prefix_hit_tokens = counts.prefix_cache_hits
         status.preemptions = counts.num_requeued
         status.steps = counts.steps
+        status.slowest.extend(map(_open_request_to_proto, parts.step_loop.slowest()))
+    times = parts.step_loop.times
+    status.output_tokens, status.finished = times.output_tokens, times.num_finished
+    status.first_token.bounds_s.extend(times.first_token.bounds)
+    status.first_token.counts.extend(times.first_token.counts)
+    status.first_token.sum_s = times.first_token.total
     return status
+
+
+def _open_request_to_proto(open_sequence: OpenSequence) -> inference_pb2.OpenRequest:
+    sequence = open_sequence.sequence
+    return inference_pb2.OpenRequest(
+        request_id=sequence.group.request_id,
+        worker_id=sequence.worker_id or "",
+        age_s=max(0.0, open_sequence.age_s),
+        prompt_tokens=len(sequence.group.prompt),
+        output_tokens=max(0, open_sequence.num_output_tokens),
+    )
 
 
 def make_arguments() -> argparse.ArgumentParser:

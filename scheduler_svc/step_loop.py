@@ -24,6 +24,7 @@ from scheduler_svc.core.errors import SchedulerError, UnexpectedStepError, Worke
 from scheduler_svc.core.messages import CachedBlock, Deltas, StepBatch, StepOutput, WorkerCapacity
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishReason, SequenceGroup
+from scheduler_svc.core.snapshot import OpenSequence, PoolSnapshot
 from scheduler_svc.core.stats import Load, SchedulerStats
 from scheduler_svc.links import GatewayLink, WorkerLink
 from scheduler_svc.metrics import SchedulerTimes
@@ -180,6 +181,19 @@ class StepLoop:
     def stats(self) -> SchedulerStats | None:
         """Counters and occupancy; None before the first worker."""
         return None if self._scheduler is None else self._scheduler.stats()
+
+    def pool_snapshots(self) -> list[PoolSnapshot]:
+        """The blocks and rows of each worker."""
+        return [] if self._scheduler is None else self._scheduler.pool_snapshots()
+
+    def waiting_snapshot(self) -> list[OpenSequence]:
+        """The first waiting sequences."""
+        now = asyncio.get_running_loop().time()
+        return [] if self._scheduler is None else self._scheduler.waiting_snapshot(now)
+
+    def slowest(self) -> list[OpenSequence]:
+        """The oldest open requests."""
+        return [] if self._scheduler is None else self._scheduler.slowest(asyncio.get_running_loop().time())
 
     def num_rows(self, worker_id: str) -> int:
         """Number of sequences that a worker runs; 0 for a worker that has left."""

@@ -42,6 +42,7 @@ from scheduler_svc.core.queue.requests import Requests
 from scheduler_svc.core.queue.scan import QueueScan
 from scheduler_svc.core.queue_entry import QueueEntry, Refusal
 from scheduler_svc.core.sequence import FinishReason, Sequence, SequenceGroup
+from scheduler_svc.core.snapshot import OpenSequence, PoolSnapshot, pool_snapshot, slowest, waiting_snapshot
 from scheduler_svc.core.stats import Load, SchedulerStats, WorkerStats, load_of, scheduler_stats, worker_stats
 from scheduler_svc.core.steps.admission import could_run
 from scheduler_svc.core.steps.answers import append_tokens, check_answer
@@ -51,6 +52,7 @@ from scheduler_svc.core.steps.step_planner import StepPlanner
 from scheduler_svc.core.steps.stops import Stops
 from scheduler_svc.core.steps.worker_books import WorkerBooks
 
+MAX_POOLS = 32  # in one snapshot
 MAX_REFUSALS = 4  # per worker and step, because each check reads all rows of the worker
 
 
@@ -391,6 +393,18 @@ class Scheduler:
     def worker_stats(self, worker_id: str) -> WorkerStats:
         """Occupancy of one worker. The worker must have joined."""
         return worker_stats(self._workers[worker_id])
+
+    def pool_snapshots(self) -> list[PoolSnapshot]:
+        """The blocks and rows of each worker."""
+        return [pool_snapshot(worker) for worker in islice(self._workers.values(), MAX_POOLS)]
+
+    def waiting_snapshot(self, now: float) -> list[OpenSequence]:
+        """The first waiting sequences."""
+        return waiting_snapshot(self._requests, now)
+
+    def slowest(self, now: float) -> list[OpenSequence]:
+        """The oldest open requests."""
+        return slowest(self._requests, self._workers.values(), now)
 
     def stats(self) -> SchedulerStats:
         """Load, occupancy of each worker, and counters since the start."""

@@ -149,6 +149,7 @@ def _streams() -> dict[str, list[list[Message]]]:
         "ReleaseWorker": [[scheduler_pb2.ReleaseWorkerRequest(worker_id=WORKER_ID, timeout_s=1.0)]],
         "AbortRequests": [[scheduler_pb2.AbortRequestsRequest(request_ids=[REQUEST_ID, "b"])]],
         "GetSchedulerStatus": [[scheduler_pb2.GetSchedulerStatusRequest()]],
+        "GetPools": [[scheduler_pb2.GetPoolsRequest()]],
         "Lease": [[worker_pb2.LeaseRequest(scheduler_epoch=5, scheduler_id="example", protocol_version=1)]],
         "StepStream": [[worker_pb2.StepStreamRequest(batch=step_batch(), then=[step_batch(step_id=2)])]],
         "StepBatch": [[worker_pb2.StepBatchRequest(batch=step_batch())]],

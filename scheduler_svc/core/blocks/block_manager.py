@@ -32,6 +32,8 @@ BlockEvent = tuple[bytes, bool]  # a digest, and True when its block is cached, 
 Fill = tuple[int, bytes]  # a block and the digest of its new content
 NO_BLOCKS: I64 = np.empty(0, dtype=np.int64)
 
+EMPTY, CACHED, USED, SHARED = range(4)  # states of a block; SHARED: several sequences use it
+
 
 class BlockManager:
     """Owns ref counts, free lists and the digest map of one pool.
@@ -96,6 +98,13 @@ class BlockManager:
     def num_unused(self, blocks: I64) -> int:
         """Number of these hits that no sequence uses. Taking them reduces `num_free`."""
         return len(blocks) - int(np.count_nonzero(self.refs[blocks]))
+
+    def states(self) -> npt.NDArray[np.uint8]:
+        """The state of every block."""
+        states = np.minimum(self.refs, 2).astype(np.uint8)
+        states[states > 0] += USED - 1
+        states[self._put_back_at > 0] = CACHED
+        return states
 
     # -- the prefix cache ---------------------------------------------------------------------------------------------
 

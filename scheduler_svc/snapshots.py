@@ -1,0 +1,69 @@
+"""Answers of GetPools. However many callers there are, the core is read at most once per MIN_INTERVAL_S."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from quire.internal.v1 import scheduler_pb2
+
+from scheduler_svc.columns import u32_to_bytes
+from scheduler_svc.core.sequence import Sequence
+from scheduler_svc.core.snapshot import OpenSequence, PoolSnapshot
+from scheduler_svc.step_loop import StepLoop
+
+MIN_INTERVAL_S = 0.2
+
+
+class Snapshots:
+    """Owns the newest answer. `now` is the event loop's clock."""
+
+    def __init__(self, step_loop: StepLoop, now: Callable[[], float]) -> None:
+        self._step_loop = step_loop
+        self._now = now
+        self._newest = scheduler_pb2.GetPoolsResponse()
+        self._made_at: float | None = None
+
+    def newest(self) -> scheduler_pb2.GetPoolsResponse:
+        """The state of all pools, at most MIN_INTERVAL_S old."""
+        now = self._now()
+        if self._made_at is None or now - self._made_at >= MIN_INTERVAL_S:
+            self._made_at = now
+            self._newest = scheduler_pb2.GetPoolsResponse(
+                pools=[_pool_to_proto(pool, now) for pool in self._step_loop.pool_snapshots()],
+                waiting=[_waiting_to_proto(waiting) for waiting in self._step_loop.waiting_snapshot()],
+            )
+        return self._newest
+
+
+def _pool_to_proto(pool: PoolSnapshot, now: float) -> scheduler_pb2.PoolState:
+    message = scheduler_pb2.PoolState(
+        worker_id=pool.worker_id,
+        num_blocks=pool.num_blocks,
+        block_size=pool.block_size,
+        blocks_per_cell=pool.blocks_per_cell,
+        num_shared=pool.num_shared,
+        states=pool.states.tobytes(),
+        owners=u32_to_bytes(pool.owners),
+    )
+    for row in pool.rows:
+        state = _sequence_to_proto(row.sequence, now - row.sequence.group.arrival, row.num_tokens)
+        state.row, state.num_computed_tokens = row.row, row.num_computed_tokens
+        state.num_blocks, state.is_prefill = row.num_blocks, row.is_prefill
+        message.rows.append(state)
+    return message
+
+
+def _waiting_to_proto(waiting: OpenSequence) -> scheduler_pb2.SequenceState:
+    return _sequence_to_proto(waiting.sequence, waiting.age_s, waiting.sequence.data.num_tokens)
+
+
+def _sequence_to_proto(sequence: Sequence, age_s: float, num_tokens: int) -> scheduler_pb2.SequenceState:
+    return scheduler_pb2.SequenceState(
+        request_id=sequence.group.request_id,
+        sample_index=sequence.sample_index,
+        prompt_tokens=len(sequence.group.prompt),
+        num_tokens=num_tokens,
+        num_cached_tokens=sequence.num_cached_tokens,
+        age_s=max(0.0, age_s),
+        preemptions=sequence.num_preemptions,
+    )

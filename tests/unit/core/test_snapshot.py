@@ -1,0 +1,72 @@
+"""Snapshots of pools: states, owners, bounds, and that reading changes nothing."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from scheduler_svc.core import snapshot
+from scheduler_svc.core.blocks.block_manager import CACHED, EMPTY, SHARED, USED
+from scheduler_svc.core.messages import StepBatch, StepOutput
+from scheduler_svc.core.scheduler import Scheduler
+from tests.builders import make_capacity, make_group, make_scheduler, run_to_end
+
+
+def answer(scheduler: Scheduler, batch: StepBatch) -> None:
+    """Each sample gets token 9."""
+    rows = np.concatenate((batch.rows[batch.sample_mask], batch.fork_rows))
+    scheduler.update(StepOutput(batch.worker_id, batch.step_id, rows, np.full_like(rows, 9)), 10.0)
+
+
+def running(num_blocks: int = 32, **sizes: int) -> Scheduler:
+    """One request of 10 tokens with two samples has run; then one with the same prompt starts."""
+    scheduler = make_scheduler(make_capacity(num_blocks=num_blocks, block_size=4, **sizes))
+    scheduler.add_group(make_group(10, "first", max_tokens=2, ignore_eos=True), 0.0)
+    run_to_end(scheduler)
+    scheduler.add_group(make_group(10, "second", n=2, max_tokens=8, ignore_eos=True), 9.0)
+    for batch in scheduler.schedule(10.0):
+        answer(scheduler, batch)
+    return scheduler
+
+
+def test_states_and_owners_of_blocks() -> None:
+    scheduler = running()
+    (pool,) = scheduler.pool_snapshots()
+    (stats,) = scheduler.stats().workers
+    counts = {state: int((pool.states == state).sum()) for state in (EMPTY, CACHED, USED, SHARED)}
+    assert counts[USED] + counts[SHARED] == stats.blocks_used
+    assert (counts[EMPTY], counts[CACHED]) == (stats.blocks_free, stats.blocks_cached)
+    assert counts[SHARED] == pool.num_shared == 3, "the prompt's blocks; the last one is copied before a write"
+    assert [(row.sequence.group.request_id, row.sequence.sample_index) for row in pool.rows] == [
+        ("second", 0),
+        ("second", 1),
+    ]
+    assert ((pool.owners > 0) == (pool.states >= USED)).all()
+    scheduler.check_invariants()
+
+
+def test_a_large_pool_is_shown_in_cells(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = running(30).pool_snapshots()[0]
+    monkeypatch.setattr(snapshot, "MAX_CELLS", 8)
+    cells = running(30).pool_snapshots()[0]
+    assert (cells.blocks_per_cell, len(cells.states), len(cells.owners)) == (4, 8, 8)
+    padded = np.pad(whole.states, (0, 2)).reshape(8, 4)
+    assert cells.states.tolist() == padded.max(axis=1).tolist()
+
+
+def test_lists_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshot, "MAX_ROWS", 1)
+    monkeypatch.setattr(snapshot, "MAX_WAITING", 3)
+    monkeypatch.setattr(snapshot, "MAX_SLOWEST", 2)
+    scheduler = running(max_num_seqs=2)
+    for i in range(5):
+        scheduler.add_group(make_group(10, f"w{i}"), 11.0 + i)
+    assert len(scheduler.pool_snapshots()[0].rows) == 1
+    waiting = scheduler.waiting_snapshot(20.0)
+    assert [(w.sequence.group.request_id, w.age_s) for w in waiting] == [("w0", 9.0), ("w1", 8.0), ("w2", 7.0)]
+    assert [s.sequence.group.request_id for s in scheduler.slowest(20.0)] == ["second", "w0"]
+
+
+def test_the_oldest_requests_with_their_output() -> None:
+    (oldest,) = running().slowest(12.0)
+    assert (oldest.age_s, oldest.num_output_tokens, oldest.sequence.worker_id) == (3.0, 1, "w0")
