@@ -28,6 +28,7 @@ def main() -> None:
     args.metrics_listen = port_of_child(args.metrics_listen, index)
     args.health_listen = port_of_child(args.health_listen, index)
     args.admin_listen = port_of_child(args.admin_listen, index)
+    args.console_listen = port_of_child(args.console_listen, index)
     end_with_parent(parent)
     # After a restart, other processes are serving already: accept connections only when this process is ready as well.
     try:

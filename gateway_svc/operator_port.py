@@ -45,13 +45,33 @@ def add_admin_flags(parser: argparse.ArgumentParser) -> None:
         "--admin-keys",
         type=Path,
         metavar="DIR",
-        help="folder of the keys for --admin-listen, like that of --api-keys; required if other machines can connect",
+        help="folder of the keys for --admin-listen and --console-listen, like that of --api-keys; required if other "
+        "machines can connect",
+    )
+    group.add_argument(
+        "--console-listen",
+        type=config.address_or_off,
+        default=config.OFF,
+        metavar="HOST:PORT",
+        help="address of the console, a page for browsers (docs/console.md), with the TLS files of --listen. Its state "
+        "needs a key of --admin-keys, its playground a key for inference",
     )
 
 
 def is_public_for_operators(args: argparse.Namespace) -> bool:
     """Whether the port for inference also serves operators."""
     return args.admin_listen == config.OFF and not identifies_callers(args)
+
+
+def operators_of(args: argparse.Namespace, flag: str, listen: str) -> Authenticator | None:
+    """Accepts the keys of operators at this address; None if it needs none. Raises CallersError or TrustError."""
+    keys = None if args.admin_keys is None else ApiKeys(args.admin_keys, flag="--admin-keys")
+    if keys is None and not is_loopback(listen) and not args.insecure:
+        raise TrustError(
+            f"other machines can connect to {flag} {listen}: set --admin-keys, listen on 127.0.0.1, or set --insecure "
+            "if the network is trusted"
+        )
+    return None if keys is None else Authenticator(keys)
 
 
 def add_admin_service(
@@ -72,17 +92,12 @@ def add_admin_service(
     add_AdminServiceServicer_to_server(servicer if is_public else Elsewhere(), public.grpc)
     if args.admin_listen == config.OFF:
         return None
-    keys = None if args.admin_keys is None else ApiKeys(args.admin_keys, flag="--admin-keys")
-    if keys is None and not is_loopback(args.admin_listen) and not args.insecure:
-        raise TrustError(
-            f"other machines can connect to --admin-listen {args.admin_listen}: set --admin-keys, listen on 127.0.0.1, "
-            "or set --insecure if the network is trusted"
-        )
+    operators = operators_of(args, "--admin-listen", args.admin_listen)
     server = GrpcServer(
         listen=args.admin_listen,
         service_names=[SERVICE_NAME],
         credentials=None if tls is None else server_credentials(tls),
-        interceptors=[] if keys is None else [CallerInterceptor(Authenticator(keys))],
+        interceptors=[] if operators is None else [CallerInterceptor(operators)],
         on_call=None if audit is None else audit.on_call,
     )
     add_AdminServiceServicer_to_server(servicer, server.grpc)

@@ -439,6 +439,13 @@ class SchedulerClient:
         response.status.connected = self.is_connected
         return response.status
 
+    async def get_pools(self) -> pb.GetPoolsResponse:
+        """The blocks, rows and waiting sequences of the scheduler; nothing if it does not answer in time."""
+        try:
+            return await self._stub.GetPools(pb.GetPoolsRequest(), timeout=STATUS_TIMEOUT_S)
+        except grpc.aio.AioRpcError:
+            return pb.GetPoolsResponse()
+
     async def abort_requests(self, request_ids: Sequence[str]) -> Sequence[str]:
         """End requests by id, from any gateway. Returns the ids that the scheduler had; none if it does not answer."""
         request = pb.AbortRequestsRequest(request_ids=request_ids)

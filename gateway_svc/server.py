@@ -19,6 +19,7 @@ from gateway_svc.callers.authenticator import Authenticator, CallerInterceptor
 from gateway_svc.callers.caller import CallersError
 from gateway_svc.callers.flags import identifies_callers, isolates_tenants, make_authenticator, min_priority
 from gateway_svc.chat_flags import TemplateFileError, chat_templates, parser_names
+from gateway_svc.console_state import ConsoleState
 from gateway_svc.directory import ModelDirectory
 from gateway_svc.dispatcher import Dispatcher
 from gateway_svc.flags import make_parser
@@ -28,7 +29,7 @@ from gateway_svc.limits.key_limits import KeyLimits
 from gateway_svc.limits.settings import LimitsError, LimitsFile
 from gateway_svc.metrics import SPECS, GatewayMetrics, GatewayReader
 from gateway_svc.models import BundleCache
-from gateway_svc.operator_port import add_admin_service, is_public_for_operators
+from gateway_svc.operator_port import add_admin_service, is_public_for_operators, operators_of
 from gateway_svc.prefix_hints import PrefixHints
 from gateway_svc.processes import supervise
 from gateway_svc.prompts import PromptReader
@@ -58,6 +59,8 @@ from svc_common.tracing import TracingError, make_tracer
 from svc_common.trust import TrustError, make_trust
 
 if TYPE_CHECKING:
+    from starlette.types import ASGIApp
+
     from gateway_svc.http.server import HttpServer
 
 log = logging.getLogger(__name__)
@@ -67,6 +70,7 @@ SERVICE_NAMES = ("quire.v1.InferenceService", "quire.v1.AdminService")
 # of 3 bytes (vocabularies below 2 Mi), and a prompt of 4 MiB. A request is decoded before its content is checked.
 MAX_RECEIVE_BYTES = 16 << 20
 MIN_CONNECTION_CALLS = 1024
+MAX_OPERATORS = 256  # connections to the console
 
 
 START_ERRORS = (
@@ -220,7 +224,9 @@ async def serve(
     )
     read = GatewayReader(metrics, servicer, directory, lambda: dispatcher.num_moves, reader, audit)
     admin = make_admin(args, server, read)
-    http = make_http(args, servicer, directory, prompts, server, authenticator, audit, tls, shares_port=shares_port)
+    app = make_http_app(args, servicer, directory, prompts, server, authenticator, audit)
+    http = make_http(args, app, tls, shares_port=shares_port)
+    console = make_console(args, app, ConsoleState(servicer.full_status, directory), server, tls)
     add_InferenceServiceServicer_to_server(servicer, server.grpc)
     operations = add_admin_service(args, AdminServicer(directory), servicer.full_status, server, tls, audit)
     await admin.start()
@@ -242,15 +248,18 @@ async def serve(
             operations.set_serving(True)
         if http is not None:
             log.info("HTTP API at %s", await http.start())
+        if console is not None:
+            log.info("console at %s/console/", await console.start())
         settle_gc()
         schedulers = ", ".join(dict.fromkeys(args.scheduler))
         log.info("%s listens on %s (%s); schedulers: %s", gateway_id, server.address, _security(tls), schedulers)
         tasks.append(asyncio.create_task(_keep_health(server, directory, changed)))
         await server.run_until_stopped(lambda: servicer.drain(args.drain_timeout_s))
     finally:
-        if http is not None:
-            servicer.end_streams()  # streams are still open here only after a second signal
-            await http.stop()
+        servicer.end_streams()  # streams are still open here only after a second signal
+        for port in (http, console):
+            if port is not None:
+                await port.stop()
         if operations is not None:
             await operations.grpc.stop(None)
         dispatcher.close()
@@ -278,7 +287,7 @@ def _security(files: TlsFiles | None) -> str:
     return "TLS" if files.client_ca is None else "TLS with client certificates"
 
 
-def make_http(
+def make_http_app(
     args: argparse.Namespace,
     servicer: InferenceServicer,
     directory: ModelDirectory,
@@ -286,19 +295,15 @@ def make_http(
     server: GrpcServer,
     authenticator: Authenticator | None,
     audit: AuditLog | None,
-    tls: TlsFiles | None,
-    *,
-    shares_port: bool,
-) -> HttpServer | None:
-    """The HTTP API, if it is on. Its packages are imported only then. Raises TlsError."""
-    if args.http_listen == config.OFF:
+) -> ASGIApp | None:
+    """The HTTP API, if a port serves it. Its packages are imported only then."""
+    if args.http_listen == args.console_listen == config.OFF:
         return None
     from gateway_svc.http.app import HttpApp, with_cors
     from gateway_svc.http.handlers import Handlers
-    from gateway_svc.http.server import HttpServer
 
     handlers = Handlers(servicer, directory, prompts, lambda: server.is_serving)
-    app = with_cors(
+    return with_cors(
         HttpApp(
             handlers.routes(),
             authenticator=authenticator,
@@ -308,9 +313,35 @@ def make_http(
         ),
         args.http_allow_origin,
     )
+
+
+def make_http(
+    args: argparse.Namespace, app: ASGIApp | None, tls: TlsFiles | None, *, shares_port: bool
+) -> HttpServer | None:
+    """The port of the HTTP API, if it is on. Raises TlsError."""
+    if app is None or args.http_listen == config.OFF:
+        return None
+    from gateway_svc.http.server import HttpServer
+
     context = None if tls is None else ssl_context(tls)
     return HttpServer(
         app, args.http_listen, max_connections=args.http_max_connections, shares_port=shares_port, tls=context
+    )
+
+
+def make_console(
+    args: argparse.Namespace, app: ASGIApp | None, state: ConsoleState, server: GrpcServer, tls: TlsFiles | None
+) -> HttpServer | None:
+    """The port of the console, if it is on. Raises CallersError, TlsError or TrustError."""
+    if app is None or args.console_listen == config.OFF:
+        return None
+    from gateway_svc.http.console.app import console_app
+    from gateway_svc.http.server import HttpServer
+
+    operators = operators_of(args, "--console-listen", args.console_listen)
+    context = None if tls is None else ssl_context(tls)
+    return HttpServer(
+        console_app(app, state, operators, server.rpc), args.console_listen, max_connections=MAX_OPERATORS, tls=context
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Collection, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -73,12 +73,14 @@ class HttpApp:
         stats: RpcStats,
         audit: AuditLog | None = None,
         is_traced: bool = False,
+        open_paths: Collection[str] = OPEN_PATHS,
     ) -> None:
         self._router = Router(routes)
         self._authenticator = authenticator
         self._stats = stats
         self._audit = audit
         self._is_traced = is_traced
+        self._open_paths = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["app"] = self  # so that the router raises for an unknown path instead of answering with plain text
@@ -105,7 +107,7 @@ class HttpApp:
     @contextmanager
     def _audited(self, scope: Scope, answer: _Sender) -> Iterator[None]:
         """Write the line of this request to the audit log. Probes have none."""
-        if self._audit is None or scope["path"] in OPEN_PATHS:
+        if self._audit is None or scope["path"] in self._open_paths:
             yield
             return
         host, port = scope.get("client") or ("", 0)
@@ -118,7 +120,7 @@ class HttpApp:
             entry.end(OK if answer.is_complete else CANCELLED)
 
     async def _authenticate(self, path: str, headers: Headers) -> None:
-        if self._authenticator is None or path in OPEN_PATHS:
+        if self._authenticator is None or path in self._open_paths:
             return
         await self._authenticator.authenticate(headers.get("authorization"))
 

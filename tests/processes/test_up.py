@@ -136,8 +136,12 @@ def test_up_encrypts_every_connection(tmp_path: Path) -> None:
 
 
 def test_the_bundled_model_answers_a_chat(tmp_path: Path) -> None:
-    with quire_up(tmp_path, "--threads", "1", "--metrics") as (process, ready):
+    with quire_up(tmp_path, "--threads", "1", "--metrics", "--console") as (process, ready):
         assert ready["model"] == "demo"
+        console = re.search(r"http://\S+/console/", (tmp_path / "up.txt").read_text())
+        assert console is not None
+        with urllib.request.urlopen(f"{console[0]}api/state", timeout=5.0) as page:
+            assert json.load(page)["schedulers"][0]["model"] == "demo"
         for service in ready["services"]:
             kind = service["name"].partition("-")[0]
             with urllib.request.urlopen(service["metrics"], timeout=5.0) as page:

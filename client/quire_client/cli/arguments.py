@@ -147,6 +147,7 @@ def _add_up_flags(parser: argparse.ArgumentParser) -> None:
         help="encrypt all connections with certificates that are made for this run; prints --tls-ca for clients",
     )
     add("--metrics", action="store_true", help="serve /metrics of every service on free ports of 127.0.0.1")
+    add("--console", action="store_true", help="serve the console, a page for browsers, on a free port of 127.0.0.1")
     add(
         "--log-dir",
         metavar="DIR",

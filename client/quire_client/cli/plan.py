@@ -91,11 +91,13 @@ def make_plan(args: argparse.Namespace, say: Callable[[str], None] = print) -> P
         if args.metrics
         else [_quiet(spec) for spec in specs]
     )
+    specs, console = _with_console(specs, excluded=[*ports, *http_ports, *others]) if args.console else (specs, "")
     specs = [trust.added_to(spec) for spec in specs]
     notes = (
         _model_note(args.model, folder, name),
         _backend_note(args, threads),
         _index_note(args.redis, args.schedulers),
+        *([f"console    {'https' if args.tls else 'http'}://{console}/console/"] if console else []),
         *(f"metrics    http://{spec.metrics}/metrics ({spec.name})" for spec in specs if spec.metrics),
     )
     target = ",".join(f"{_reachable(args.host)}:{port}" for port in ports)
@@ -121,6 +123,15 @@ def _with_metrics(specs: Sequence[ServiceSpec], *, excluded: Sequence[int]) -> l
         replace(spec, arguments=(*spec.arguments, *flag), metrics=address)
         for spec, flag, address in zip(specs, flags, addresses, strict=True)
     ]
+
+
+def _with_console(specs: Sequence[ServiceSpec], *, excluded: Sequence[int]) -> tuple[list[ServiceSpec], str]:
+    """The services, of which the first gateway serves the console at the returned address."""
+    taken = [*excluded, *(int(spec.metrics.rpartition(":")[2]) for spec in specs if spec.metrics)]
+    address = f"127.0.0.1:{free_ports(1, excluded=taken)[0]}"
+    first = next(spec for spec in specs if spec.module == "gateway_svc.server")
+    shown = replace(first, arguments=(*first.arguments, "--console-listen", address))
+    return [shown if spec is first else spec for spec in specs], address
 
 
 def resolve_model(model: str, name: str | None, say: Callable[[str], None]) -> tuple[Path, str]:

@@ -1,0 +1,106 @@
+"""The ASGI application of --console-listen.
+
+    /console/            the page and its files: constant, without data, so they need no key
+    /console/api/state   the state; needs a key of operators, if there are keys
+    everything else      the HTTP API, for the playground; needs a key for inference, if there are keys
+
+The page sends keys in a header, never in cookies, so that no other page can use them.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import mimetypes
+from importlib.resources import files
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from gateway_svc.callers.authenticator import Authenticator
+from gateway_svc.console_state import ConsoleState
+from gateway_svc.http.app import HttpApp
+from svc_common.errors import PermissionDeniedError, RpcStats
+
+FOLDER = "/console/"
+STATE = "/console/api/state"
+HEADERS = {
+    # No inline code and no other host: text of models and clients cannot become code.
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cache-control": "no-store",
+}
+
+
+def console_app(api: ASGIApp, state: ConsoleState, operators: Authenticator | None, stats: RpcStats) -> ASGIApp:
+    """The page with its state, in front of the HTTP API. `operators` None: any caller may read the state."""
+    assets = read_assets()
+
+    async def console_state(request: Request) -> Response:
+        return Response(await state.newest(), media_type="application/json")
+
+    async def console_file(request: Request) -> Response:
+        name = request.url.path.removeprefix(FOLDER) or "index.html"
+        return Response(assets[name], media_type=mimetypes.guess_type(name)[0])
+
+    async def console_start(request: Request) -> Response:
+        return RedirectResponse(FOLDER)
+
+    paths = [FOLDER, *(FOLDER + name for name in assets)]
+    starts = ["/", FOLDER.rstrip("/")]
+    routes = [
+        Route(STATE, console_state, methods=["GET"]),
+        *(Route(path, console_file, methods=["GET"]) for path in paths),
+        *(Route(path, console_start, methods=["GET"]) for path in starts),
+    ]
+    page = HttpApp(routes, authenticator=operators, stats=stats, open_paths=[*paths, *starts])
+    refused = HttpApp([Route("/{path:path}", console_refused)], authenticator=None, stats=stats)
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        if operators is None and not is_host_of_machine(Headers(scope=scope).get("host", "")):
+            await refused(scope, receive, _with_headers(send))
+        elif scope["path"] in starts or scope["path"].startswith(FOLDER):
+            await page(scope, receive, _with_headers(send))
+        else:
+            await api(scope, receive, send)
+
+    return app
+
+
+async def console_refused(request: Request) -> Response:
+    """Refuse a request that names another host."""
+    raise PermissionDeniedError(
+        "the console has no keys, so it answers only at an IP address or localhost, not at "
+        f"{request.headers.get('host', '')[:200]!r}; set --admin-keys, or open it by its address"
+    )
+
+
+def is_host_of_machine(host: str) -> bool:
+    """Whether a Host header has an IP address or localhost. Without keys, a page of another site could otherwise point
+    its own name to this address and read the answers (DNS rebinding).
+    """
+    name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
+    try:
+        return name == "localhost" or bool(ipaddress.ip_address(name.strip("[]")))
+    except ValueError:
+        return False
+
+
+def read_assets() -> dict[str, bytes]:
+    """The files of the page by name."""
+    folder = files("gateway_svc.http.console") / "static"
+    return {entry.name: entry.read_bytes() for entry in folder.iterdir() if entry.is_file()}
+
+
+def _with_headers(send: Send) -> Send:
+    async def send_with_headers(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            MutableHeaders(scope=message).update(HEADERS)
+        await send(message)
+
+    return send_with_headers

@@ -1,0 +1,125 @@
+// The page: asks for the state twice per second while it is visible, and hands it to its parts.
+
+import { ApiError, keys, readState } from "./api.js";
+import { Counters, draw, Series } from "./charts.js";
+import { colour, make } from "./draw.js";
+import { Playground } from "./playground.js";
+import { PoolBoard } from "./pools.js";
+import { Lanes } from "./sequences.js";
+
+const INTERVAL_MS = 500;
+const RETRY_MS = 2000;
+const field = (id) => document.getElementById(id);
+
+const counters = new Counters();
+const series = Object.fromEntries(["rate", "ttft", "high", "running", "waiting"].map((name) => [name, new Series()]));
+const lanes = new Lanes();
+const pools = new PoolBoard(field("pools"));
+const playground = new Playground();
+let models = "";
+
+function total(schedulers, name) {
+  return schedulers.reduce((sum, scheduler) => sum + Number(scheduler[name] ?? 0), 0);
+}
+
+// Histograms of all schedulers have the same bounds.
+function firstTokens(schedulers) {
+  const histograms = schedulers.map((scheduler) => scheduler.first_token).filter((found) => found?.counts.length);
+  const counts = histograms[0]?.counts.map((_, i) => histograms.reduce((sum, one) => sum + Number(one.counts[i]), 0));
+  return { counts: counts ?? [], bounds: histograms[0]?.bounds_s ?? [] };
+}
+
+function seconds(value) {
+  if (value === null) return "–";
+  return value < 1 ? `${Math.round(1000 * value)} ms` : `${value.toFixed(2)} s`;
+}
+
+function number(value) {
+  return value >= 10000 ? `${(value / 1000).toFixed(value >= 1e5 ? 0 : 1)}k` : String(Math.round(value));
+}
+
+function showModels(schedulers) {
+  const ready = new Map();
+  for (const scheduler of schedulers) {
+    const workers = scheduler.workers.filter((worker) => worker.state === "WORKER_STATE_READY").length;
+    if (scheduler.model) ready.set(scheduler.model, (ready.get(scheduler.model) ?? 0) + workers);
+  }
+  const items = [...ready].map(([name, count]) => {
+    const item = make("li", name);
+    item.append(make("span", ` ${count} ${count === 1 ? "worker" : "workers"}`));
+    return item;
+  });
+  field("models").replaceChildren(...items);
+  const names = JSON.stringify([...ready.keys()]);
+  if (names !== models) {
+    models = names;
+    playground.loadModels().catch(askForKeys);
+  }
+}
+
+function showNumbers(state) {
+  const { schedulers, time } = state;
+  counters.add(time, { tokens: total(schedulers, "output_tokens"), ...firstTokens(schedulers) });
+  const [rate, low, high] = [counters.rate(), counters.quantile(0.5), counters.quantile(0.95)];
+  const [running, waiting] = [total(schedulers, "num_running"), total(schedulers, "num_waiting")];
+  for (const [name, value] of Object.entries({ rate, ttft: low, high, running, waiting })) series[name].add(time, value);
+  field("rate").textContent = number(rate);
+  field("ttft").textContent = seconds(low);
+  field("ttft-high").textContent = seconds(high);
+  field("running").textContent = running;
+  field("waiting").textContent = waiting;
+  const [asked, hit] = [total(schedulers, "prefix_query_tokens"), total(schedulers, "prefix_hit_tokens")];
+  field("hits").textContent = asked ? `${Math.round((100 * hit) / asked)} %` : "–";
+  field("pending").textContent = number(total(schedulers, "pending_tokens"));
+  field("preemptions").textContent = total(schedulers, "preemptions");
+  field("streams").textContent = state.open_streams;
+}
+
+function drawCharts() {
+  const [first, second] = [colour("--accent"), colour("--second")];
+  draw(field("chart-rate"), [{ series: series.rate, colour: first }], number);
+  draw(field("chart-ttft"), [{ series: series.high, colour: second }, { series: series.ttft, colour: first }], seconds);
+  draw(field("chart-queue"), [{ series: series.running, colour: first }, { series: series.waiting, colour: second }], number);
+}
+
+function show(state) {
+  showModels(state.schedulers);
+  showNumbers(state);
+  drawCharts();
+  pools.update(state.schedulers);
+  lanes.update(state.schedulers);
+  const away = state.schedulers.filter((scheduler) => !scheduler.connected).length;
+  field("connection").className = away ? "" : "live";
+  field("connection").textContent = away ? `${away} of ${state.schedulers.length} schedulers not connected` : "live";
+}
+
+function askForKeys(error) {
+  if (!(error instanceof ApiError) || ![401, 403].includes(error.status) || field("keys").open) return;
+  field("keys-note").textContent = `${error.message}. Keys are kept in this tab only.`;
+  field("keys").showModal();
+}
+
+async function poll() {
+  if (document.hidden) return setTimeout(poll, RETRY_MS);
+  let pause = INTERVAL_MS;
+  try {
+    show(await readState());
+  } catch (error) {
+    field("connection").className = "";
+    field("connection").textContent = error.message;
+    askForKeys(error);
+    pause = RETRY_MS;
+  }
+  return setTimeout(poll, pause);
+}
+
+field("keys-button").addEventListener("click", () => {
+  field("operator-key").value = keys.operator;
+  field("inference-key").value = keys.inference;
+  field("keys").showModal();
+});
+field("keys-form").addEventListener("submit", () => {
+  keys.set(field("operator-key").value.trim(), field("inference-key").value.trim());
+  models = "";
+});
+poll();

@@ -1,0 +1,214 @@
+"""The console of a real gateway: who may read what, and the page in headless Chromium."""
+
+from __future__ import annotations
+
+import base64
+import json
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from quire_client import Client
+from quire_client.cli.key import digest_line
+from quire_client.demo import demo_model_dir
+from selenium.webdriver.common.by import By
+from selenium.webdriver.remote.webdriver import WebDriver
+
+from tests.processes.browser import needs_browser, open_browser, wait_for
+from tests.processes.ports import free_port
+from tests.processes.stack import Stack
+
+USER, OPERATOR = "key-of-a-user-0123", "key-of-an-operator-0123"
+PROMPT = "words-that-only-the-client-knows"
+# A tenth of a second per step: slow enough to be seen.
+SLOW = ("--executor", "sim", "--sim-step-ms", "100", "--sim-eos-probability", "0", "--num-blocks", "200")
+BODY = {"messages": [{"role": "user", "content": PROMPT}], "ignore_eos": True}
+
+
+class Console:
+    """Addresses of a stack with a console."""
+
+    def __init__(self, stack: Stack, folder: Path, *flags: str) -> None:
+        self.url = f"http://127.0.0.1:{free_port()}"
+        scheduler = stack.start_scheduler()
+        self.worker = stack.start_worker(scheduler, demo_model_dir(), *SLOW, "--model-name", "demo")
+        flags = (f"--console-listen={self.url.removeprefix('http://')}", *flags)
+        self.gateway = stack.start_gateway(scheduler, flags=flags)
+        self.worker.wait_ready()
+        self.gateway.wait_ready()
+
+    def get(self, path: str, key: str = "", body: dict[str, Any] | None = None, **headers: str) -> tuple[int, Any, str]:
+        """Status, headers and text of an answer."""
+        if key:
+            headers["authorization"] = f"Bearer {key}"
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(f"{self.url}{path}", data=data, headers=headers)
+        try:
+            with urllib.request.urlopen(request, timeout=30) as answer:
+                return answer.status, answer.headers, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, error.headers, error.read().decode()
+
+    @contextmanager
+    def running(self, request_id: str, key: str | None, num_tokens: int = 300) -> Iterator[None]:
+        """A request that decodes meanwhile."""
+        ended = threading.Event()
+
+        def read() -> None:
+            with Client.connect(self.gateway.address, api_key=key) as client:
+                options: dict[str, Any] = {"max_tokens": num_tokens, "ignore_eos": True, "request_id": request_id}
+                with client.stream(token_ids=range(5, 69), **options) as stream:
+                    for _ in stream:
+                        if ended.is_set():
+                            return
+
+        thread = threading.Thread(target=read)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join(20)
+
+
+@pytest.fixture(scope="module")
+def console(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Console]:
+    """With keys for users and operators."""
+    folders = {name: tmp_path_factory.mktemp(name) for name in ("users", "operators")}
+    (folders["users"] / "team").write_text(USER)
+    (folders["operators"] / "ops").write_text(digest_line(OPERATOR))
+    keys = (f"--api-keys={folders['users']}", f"--admin-keys={folders['operators']}")
+    with Stack(tmp_path_factory.mktemp("stack")) as stack:
+        yield Console(stack, tmp_path_factory.mktemp("console"), *keys)
+
+
+@pytest.fixture(scope="module")
+def open_console(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Console]:
+    """Without keys."""
+    with Stack(tmp_path_factory.mktemp("stack")) as stack:
+        yield Console(stack, tmp_path_factory.mktemp("console"))
+
+
+def test_the_state_is_for_operators_and_the_api_for_users(console: Console) -> None:
+    assert console.get("/console/api/state")[0] == 401
+    assert console.get("/console/api/state", USER)[0] == 401
+    status, headers, text = console.get("/console/api/state", OPERATOR)
+    assert (status, headers["cache-control"]) == (200, "no-store")
+    assert json.loads(text)["schedulers"][0]["model"] == "demo"
+    assert console.get("/v1/models", OPERATOR)[0] == 401, "a key of an operator does not permit inference"
+    assert console.get("/v1/models", USER)[0] == 200
+    for path in ("/console/api/none", "/console/none.js", "/console/../server.py"):
+        assert console.get(path, OPERATOR)[0] == 404
+    assert console.get("/console/api/state", OPERATOR, body={})[0] == 405, "read-only"
+
+
+def test_the_page_needs_no_key_and_allows_no_foreign_code(console: Console) -> None:
+    status, headers, text = console.get("/")
+    assert (status, "<title>Quire console</title>" in text) == (200, True)
+    policy = headers["content-security-policy"]
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+    assert headers["x-content-type-options"] == "nosniff"
+    status, headers, _ = console.get("/console/app.js")
+    assert (status, headers.get_content_type()) == (200, "text/javascript")
+
+
+def test_the_state_shows_a_running_request_and_no_text(console: Console) -> None:
+    def row() -> dict[str, Any] | None:
+        pools = json.loads(console.get("/console/api/state", OPERATOR)[2])["schedulers"][0]["pools"]
+        rows = [row for pool in pools for row in pool["rows"] if row["request_id"].endswith("seen")]
+        return {**rows[0], "states": base64.b64decode(pools[0]["states"])} if rows else None
+
+    with console.running("seen", USER):
+        found = wait_for("a row", row)
+        grown = wait_for("more tokens", lambda: (new := row()) and new["num_tokens"] > found["num_tokens"] + 2 and new)
+    assert (found["prompt_tokens"], found["is_prefill"]) == (64, False)
+    assert sum(state >= 2 for state in grown["states"]) == grown["num_blocks"]
+    wait_for("its end", lambda: row() is None)
+    console.get("/v1/chat/completions", USER, {**BODY, "max_tokens": 2})
+    assert PROMPT not in console.get("/console/api/state", OPERATOR)[2]
+
+
+def test_without_keys_other_host_names_are_refused(open_console: Console) -> None:
+    for path in ("/console/", "/console/api/state", "/v1/models"):
+        assert open_console.get(path)[0] == 200
+        status, _, text = open_console.get(path, host="evil.example:80")
+        assert (status, "not at 'evil.example:80'" in text) == (403, True)
+
+
+def lane(browser: WebDriver, name: str) -> list[str]:
+    return [item.get_attribute("title") or "" for item in browser.find_elements(By.CSS_SELECTOR, f"#lane-{name} li")]
+
+
+def picture(browser: WebDriver, selector: str) -> str:
+    """The pixels of a canvas."""
+    return str(browser.execute_script("return document.querySelector(arguments[0]).toDataURL()", selector))
+
+
+def text_of(browser: WebDriver, selector: str) -> str:
+    return browser.find_element(By.CSS_SELECTOR, selector).text
+
+
+def problems(browser: WebDriver) -> list[Any]:
+    """Errors and warnings in the log, such as blocked code or a failed request."""
+    return [entry for entry in browser.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")]
+
+
+@needs_browser()
+def test_the_page_shows_a_request_its_blocks_and_a_chat(open_console: Console) -> None:
+    with open_browser() as browser:
+        browser.get(f"{open_console.url}/console/")
+        wait_for("the state", lambda: text_of(browser, "#connection") == "live")
+        assert text_of(browser, "#models") == "demo 1 worker"
+        with open_console.running("shown", None):
+            wait_for("the request runs", lambda: "shown" in lane(browser, "running"))
+            wait_for("its row", lambda: "decode" in text_of(browser, ".pool .rows"))
+            before = picture(browser, ".pool > canvas")
+            wait_for("changed blocks", lambda: picture(browser, ".pool > canvas") != before)
+            wait_for("a rate", lambda: text_of(browser, "#rate") not in ("–", "0"))
+        wait_for("the request has finished", lambda: "shown" in lane(browser, "finished"))
+        stream_a_chat(browser)
+        assert problems(browser) == []
+
+
+def stream_a_chat(browser: WebDriver) -> None:
+    browser.find_element(By.ID, "max-tokens").clear()
+    browser.find_element(By.ID, "max-tokens").send_keys("12")
+    browser.find_element(By.ID, "message").send_keys("What does os.path.join do?")
+    browser.find_element(By.ID, "send").click()
+
+    def num_tokens() -> int:
+        return len(browser.find_elements(By.CSS_SELECTOR, "#chat .assistant .token"))
+
+    early = wait_for("the first tokens", num_tokens)
+    assert early < 12, "tokens appear while the others are computed"
+    assert wait_for("the answer", lambda: "12 tokens (length)" in text_of(browser, "#answer-note"))
+    assert num_tokens() == 12
+    token = browser.find_element(By.CSS_SELECTOR, "#chat .assistant .token")
+    browser.execute_script("arguments[0].focus()", token)
+    assert "%" in text_of(browser, "#tip"), "the token's probability"
+    wait_for("the prompt", lambda: "from the prefix cache" in text_of(browser, "#prompt-note"))
+    assert "What does os.path.join do?" in text_of(browser, "#prompt-text")
+
+
+@needs_browser()
+def test_the_page_asks_for_keys_and_uses_them(console: Console) -> None:
+    with open_browser(is_dark=True, width=500) as browser:
+        browser.get(f"{console.url}/console/")
+        wait_for("the dialog", lambda: browser.find_element(By.ID, "keys").is_displayed())
+        assert "an API key is required" in text_of(browser, "#keys-note")
+        browser.find_element(By.ID, "operator-key").send_keys(OPERATOR)
+        browser.find_element(By.ID, "inference-key").send_keys(USER)
+        browser.find_element(By.CSS_SELECTOR, "#keys button").click()
+        wait_for("the state", lambda: text_of(browser, "#connection") == "live")
+        wait_for("the models", lambda: text_of(browser, "#model") == "demo")
+        unexpected = [entry for entry in problems(browser) if "401" not in entry["message"]]
+        assert unexpected == []
+        wide = browser.execute_script("return document.documentElement.scrollWidth <= innerWidth")
+        assert wide, "no horizontal scrolling on a narrow screen"

@@ -1,0 +1,85 @@
+"""The state that the console reads, and the hosts at which it answers without keys."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from quire.internal.v1 import scheduler_pb2
+from quire.v1 import inference_pb2 as pb
+
+from gateway_svc import console_state
+from gateway_svc.console_state import ConsoleState
+from gateway_svc.http.console.app import is_host_of_machine, read_assets
+
+
+class Client:
+    """A scheduler with one pool."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+
+    async def get_pools(self) -> scheduler_pb2.GetPoolsResponse:
+        self.num_calls += 1
+        await asyncio.sleep(0)
+        pool = scheduler_pb2.PoolState(worker_id="w", num_blocks=3, blocks_per_cell=1, states=bytes([0, 2, 3]))
+        return scheduler_pb2.GetPoolsResponse(pools=[pool])
+
+
+async def status() -> pb.GetStatusResponse:
+    return pb.GetStatusResponse(schedulers=[pb.SchedulerStatus(address="s:1", output_tokens=1 << 40)], open_streams=2)
+
+
+def make_state(client: Client) -> ConsoleState:
+    directory: Any = SimpleNamespace(clients=[client])
+    return ConsoleState(status, directory)
+
+
+async def test_the_state_joins_status_and_pools() -> None:
+    state = json.loads(await make_state(Client()).newest())
+    (scheduler,) = state["schedulers"]
+    assert (scheduler["address"], int(scheduler["output_tokens"])) == ("s:1", 1 << 40)
+    assert base64.b64decode(scheduler["pools"][0]["states"]) == bytes([0, 2, 3])
+    assert (scheduler["waiting"], state["open_streams"]) == ([], 2), "empty lists are present"
+
+
+async def test_many_pages_cause_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(console_state, "time", SimpleNamespace(monotonic=lambda: now, time=lambda: 0.0))
+    client = Client()
+    state = make_state(client)
+    await asyncio.gather(*(state.newest() for _ in range(10)))
+    assert client.num_calls == 1
+    now = console_state.MIN_INTERVAL_S
+    await state.newest()
+    assert client.num_calls == 2
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1:8080", "localhost", "localhost:1", "[::1]:8080", "10.0.0.3"])
+def test_hosts_of_this_machine(host: str) -> None:
+    assert is_host_of_machine(host)
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example:8080", "evil.example", "", "localhost.evil.example:1", "127.0.0.1.evil"]
+)
+def test_other_hosts(host: str) -> None:
+    assert not is_host_of_machine(host)
+
+
+def test_the_page_has_no_inline_code_and_no_other_hosts() -> None:
+    assets = {name: data.decode() for name, data in read_assets().items()}
+    assert {"index.html", "style.css", "app.js", "icon.svg"} <= set(assets)
+    page = assets["index.html"]
+    assert "<style" not in page
+    assert " style=" not in page
+    assert not re.search(r"\son\w+=", page)
+    for name, text in assets.items():
+        assert "//" not in text.replace("// ", "").replace("http://www.w3.org/2000/svg", ""), name
+        assert "innerHTML" not in text, f"{name}: text of models must not become elements"
+        assert "eval(" not in text, name
