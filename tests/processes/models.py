@@ -154,3 +154,14 @@ class Reference:
         with torch.no_grad():
             logits = self._model(torch.tensor([prompt + output])).logits[0]
         return logits[len(prompt) - 1 : -1].argmax(-1).tolist()
+
+    def embed(self, token_ids: list[int]) -> torch.Tensor:
+        """The input embeddings [tokens, hidden_size]."""
+        return self._model.get_input_embeddings()(torch.tensor(token_ids)).detach()
+
+    def greedy_after_embeddings(self, prompt: torch.Tensor, output: list[int]) -> list[int]:
+        """`greedy_after` for a prompt of input embeddings."""
+        inputs = torch.cat((prompt, self.embed(output))).unsqueeze(0)
+        with torch.no_grad():
+            logits = self._model(inputs_embeds=inputs).logits[0]
+        return logits[len(prompt) - 1 : -1].argmax(-1).tolist()

@@ -6,9 +6,11 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
 
 import grpc
+import numpy as np
 import pytest
 from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2 as types
+from quire_client import PromptEmbeddings
 
 from gateway_svc.callers.caller import Caller, current_caller, scoped
 from gateway_svc.records.recorder import Recorder
@@ -33,6 +35,7 @@ from tests.unit.gateway.tokenizer_kinds import byte_level
 TOKENIZER = byte_level()
 TEXT = "Hello wörld 😀, and more"
 CALL_TIMEOUT_S = 60.0
+HIDDEN = 8
 
 
 def encode(text: str) -> list[int]:
@@ -52,7 +55,7 @@ class Recorded:
     """A gateway with records, in front of its own fake scheduler."""
 
     def __init__(self, bundle: bytes, redis_url: str) -> None:
-        self.scheduler = FakeScheduler(make_info(bundle), bundle)
+        self.scheduler = FakeScheduler(make_info(bundle, hidden_size=HIDDEN), bundle)
         self.recorder = Recorder(RecordStore(redis_url))
 
     async def __aenter__(self) -> Recorded:
@@ -142,6 +145,21 @@ async def test_a_running_request_moves_to_the_gateway_that_resumes_it(first: Rec
     assert submit.stop == first.scheduler.submits[0].stop
     assert (again.ids(), again.finished[0].output_digest) == (IDS[2:], digest_of(IDS))
     again.check_offsets(start=2, text_start=again.chunks[0].text_offset)
+    call.cancel()
+
+
+async def test_the_record_of_a_request_has_its_prompt_embeddings(first: Recorded, second: Recorded) -> None:
+    prompt = pb.Prompt(embeddings=PromptEmbeddings.of(np.ones((20, HIDDEN), np.float32)).data)
+    call = first.gateway.generate(request_id="r", resumable=True, prompt=prompt)
+    await until(lambda: first.scheduler.submits)
+    first.scheduler.send(first.scheduler.submits[0].handle, IDS[:5])
+    await stored(first.recorder, "r", 5)
+    second.scheduler.play(IDS)
+    assert (await second.resumed("r", 2)).ids() == IDS[2:]
+    (sent,), (again,) = first.scheduler.submits, second.scheduler.submits
+    assert len(sent.inputs) == 1
+    assert list(again.inputs) == list(sent.inputs)
+    assert again.prompt_token_ids == sent.prompt_token_ids
     call.cancel()
 
 
