@@ -48,8 +48,9 @@ class Sequence:
 
 def attend(backend, shape, chunks, block_size=16, shared=()):
     """Outputs of each chunk (sequence, first position, end) in one call over scattered blocks. The first shared[i]
-    tokens of sequence i are in the blocks of the first sequence. What no token has written is NaN. Without `is_causal`
-    of the shape, each token sees its whole sequence."""
+    tokens of sequence i are in the blocks of the first sequence. What no token has written is NaN, and so are blocks
+    before the window of a chunk's first token: they may belong to other rows. Without `is_causal` of the shape, each
+    token sees its whole sequence."""
     dtype, heads = chunks[0][0].q.dtype, shape.heads
     stored = [end if shape.is_causal else sequence.length for sequence, _, end in chunks]
     per_row = -(-max(stored) // block_size)
@@ -59,8 +60,9 @@ def attend(backend, shape, chunks, block_size=16, shared=()):
         table[: num_tokens // block_size] = tables[0, : num_tokens // block_size]
     keys = torch.full((len(order), heads.num_kv_heads, heads.head_dim, block_size), float("nan"), dtype=dtype)
     values = torch.full((len(order), heads.num_kv_heads, block_size, heads.head_dim), float("nan"), dtype=dtype)
-    for table, (sequence, _, _), count in zip(tables, chunks, stored, strict=True):
-        for position in range(count):
+    for table, (sequence, first, _), count in zip(tables, chunks, stored, strict=True):
+        first_seen = max(0, first - shape.window + 1) if shape.window is not None and shape.is_causal else 0
+        for position in range(first_seen // block_size * block_size, count):
             block, offset = int(table[position // block_size]), position % block_size
             keys[block, :, :, offset] = sequence.k[position]
             values[block, :, offset] = sequence.v[position]

@@ -101,17 +101,22 @@ void score_tile(const float* q, int queries, int64_t dim, const KeyTile<T>& tile
   for (; r < queries; r++) score_rows<T, 1, 8>(q + r * dim, dim, tile, groups, scores + r * kKeyTile);
 }
 
+// The keys of a tile whose values are read. Values before and after them may be NaN, which a weight of 0 would not remove.
+struct ValueRange {
+  int from, to;
+};
+
 // acc[r][first ..] += probs[r][j] * value[j], for R query vectors and 16 * V dimensions, keys strictly in order.
 template <typename T, int R, int V>
-INLINE void value_block(const float* probs, const KeyTile<T>& tile, int count, int64_t first, int64_t stride,
+INLINE void value_block(const float* probs, const KeyTile<T>& tile, ValueRange range, int64_t first, int64_t stride,
                         float* out) {
   v16 acc[R][V];
   for (int r = 0; r < R; r++)
     for (int v = 0; v < V; v++) acc[r][v] = load16(out + r * stride + first + v * kLanes);
-  for (int start = 0; start < count; start += kLanes) {
-    const T* value = tile.values[start / kLanes] + first;
-    const int in_group = std::min(kLanes, count - start);
-    for (int j = 0; j < in_group; j++, value += tile.value_stride) {
+  for (int start = range.from / kLanes * kLanes; start < range.to; start += kLanes) {
+    const int skipped = std::max(0, range.from - start), end = std::min(kLanes, range.to - start);
+    const T* value = tile.values[start / kLanes] + first + skipped * tile.value_stride;
+    for (int j = skipped; j < end; j++, value += tile.value_stride) {
       v16 x[V];
       for (int v = 0; v < V; v++) x[v] = load16(value + v * kLanes);
       for (int r = 0; r < R; r++) {
@@ -125,21 +130,21 @@ INLINE void value_block(const float* probs, const KeyTile<T>& tile, int count, i
 }
 
 template <typename T, int R>
-void value_rows(const float* probs, const KeyTile<T>& tile, int count, int64_t dim, float* out) {
+void value_rows(const float* probs, const KeyTile<T>& tile, ValueRange range, int64_t dim, float* out) {
   constexpr int V = R >= 8 ? 2 : 4;
   int64_t d = 0;
-  for (; d + V * kLanes <= dim; d += V * kLanes) value_block<T, R, V>(probs, tile, count, d, dim, out);
-  for (; d + 2 * kLanes <= dim; d += 2 * kLanes) value_block<T, R, 2>(probs, tile, count, d, dim, out);
-  for (; d < dim; d += kLanes) value_block<T, R, 1>(probs, tile, count, d, dim, out);
+  for (; d + V * kLanes <= dim; d += V * kLanes) value_block<T, R, V>(probs, tile, range, d, dim, out);
+  for (; d + 2 * kLanes <= dim; d += 2 * kLanes) value_block<T, R, 2>(probs, tile, range, d, dim, out);
+  for (; d < dim; d += kLanes) value_block<T, R, 1>(probs, tile, range, d, dim, out);
 }
 
 template <typename T>
-void value_tile(const float* probs, int queries, const KeyTile<T>& tile, int count, int64_t dim, float* out) {
+void value_tile(const float* probs, int queries, const KeyTile<T>& tile, ValueRange range, int64_t dim, float* out) {
   int r = 0;
-  for (; r + 8 <= queries; r += 8) value_rows<T, 8>(probs + r * kKeyTile, tile, count, dim, out + r * dim);
-  for (; r + 4 <= queries; r += 4) value_rows<T, 4>(probs + r * kKeyTile, tile, count, dim, out + r * dim);
-  for (; r + 2 <= queries; r += 2) value_rows<T, 2>(probs + r * kKeyTile, tile, count, dim, out + r * dim);
-  for (; r < queries; r++) value_rows<T, 1>(probs + r * kKeyTile, tile, count, dim, out + r * dim);
+  for (; r + 8 <= queries; r += 8) value_rows<T, 8>(probs + r * kKeyTile, tile, range, dim, out + r * dim);
+  for (; r + 4 <= queries; r += 4) value_rows<T, 4>(probs + r * kKeyTile, tile, range, dim, out + r * dim);
+  for (; r + 2 <= queries; r += 2) value_rows<T, 2>(probs + r * kKeyTile, tile, range, dim, out + r * dim);
+  for (; r < queries; r++) value_rows<T, 1>(probs + r * kKeyTile, tile, range, dim, out + r * dim);
 }
 
 // Turns one row of scores into weights. Keys of the tile outside `sight` get weight 0.
@@ -199,7 +204,8 @@ void attend_span(const AttentionArgs<T>& a, const Span& span, int64_t head, int6
       softmax_lanes(scores + r * kKeyTile, sight, a.scores.cap, groups, scratch.row_max[r], scratch.row_sum[r],
                     acc + r * padded_dim, padded_dim);
     }
-    value_tile(scores, queries, tile, count, padded_dim, acc);
+    const int unseen = int(std::max<int64_t>(0, a.sight(span.row, head, first).from - key));
+    value_tile(scores, queries, tile, {unseen, count}, padded_dim, acc);
   }
   for (int r = 0; r < queries; r++) {
     T* out = a.out + a.query(span.row, head, first + r);

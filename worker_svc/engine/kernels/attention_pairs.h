@@ -2,7 +2,8 @@
 // Here: the loop over tiles of keys, and the softmax. attention_dots.h and attention_tiles.h compute scores and outputs.
 //
 // Softmax weights are rounded to bfloat16 before they are summed and applied. A key that a query does not see has weight
-// 0, and values after the last key are read as 0. Such products add zeros only, so a result does not depend on the other
+// 0. Values after the last key, and before the first key that any query of the task sees, are read as 0: their blocks may
+// be those of other rows, and hold NaN. Such products add zeros only, so a result does not depend on the other
 // queries of its task: `finished` hides that adding 0 may flush a denormal sum or change the sign of a 0.
 #pragma once
 #include <algorithm>
@@ -33,7 +34,8 @@ struct PairedScratch {
   const int64_t key_pairs, padded_dim;
   Lines<uint32_t> q, probs;                // [kScratchRows, key_pairs], [kScratchRows, kPairs]
   Lines<float> scores, acc;                // [kScratchRows, kKeyTile], [kScratchRows, padded_dim]
-  Lines<uint32_t> k_pack, v_pack, v_tail;  // [key_pairs, kKeyTile], [kPairs, padded_dim], [kGroupPairs, padded_dim]
+  Lines<uint32_t> k_pack, v_pack;          // [key_pairs, kKeyTile], [kPairs, padded_dim]
+  Lines<uint32_t> v_head, v_tail, zeros;   // [kGroupPairs, padded_dim]
   Lines<v16> row_sum;                      // [kScratchRows] 16 sums, which are added at the end
   float row_max[kScratchRows];
 
@@ -46,7 +48,9 @@ struct PairedScratch {
         acc(kScratchRows * padded_dim),
         k_pack(key_pairs * kKeyTile),
         v_pack(kPairs * padded_dim),
+        v_head(kGroupPairs * padded_dim),
         v_tail(kGroupPairs * padded_dim),
+        zeros(kGroupPairs * padded_dim),
         row_sum(kScratchRows) {}
 };
 
@@ -121,16 +125,31 @@ PairedTile gather_pairs(const PairedArgs& a, const KeyRange& range, int64_t star
   return tile;
 }
 
-// Replaces the last group of values by a copy with zeros after the last key, where the block holds old values.
+// Replaces a group of values by a copy with zeros outside the keys `first` to `end` of the group.
+void zero_outside(PairedTile& tile, int group, int first, int end, uint32_t* to, const PairedScratch& s) {
+  const uint32_t* from = tile.values[group];
+  tile.values[group] = to;
+  auto is_inside = [&](int key) { return key >= first && key < end; };
+  for (int p = 0; p < kGroupPairs; p++, to += s.padded_dim, from += tile.value_stride) {
+    const uint32_t mask = (is_inside(2 * p) ? 0x0000ffffu : 0) | (is_inside(2 * p + 1) ? 0xffff0000u : 0);
+    for (int64_t d = 0; d < s.padded_dim; d++) to[d] = from[d] & mask;
+  }
+}
+
+// Makes the values after the last key 0.
 void zero_tail(PairedTile& tile, PairedScratch& s) {
   const int last = tile.groups() - 1, count = tile.count - last * kLanes;
-  if (count == kLanes) return;
-  const uint32_t* from = tile.values[last];
-  uint32_t* to = s.v_tail.data();
-  tile.values[last] = to;
-  for (int p = 0; p < kGroupPairs; p++, to += s.padded_dim, from += tile.value_stride) {
-    const uint32_t mask = 2 * p + 1 < count ? 0xffffffffu : 2 * p < count ? 0x0000ffffu : 0;
-    for (int64_t d = 0; d < s.padded_dim; d++) to[d] = from[d] & mask;
+  if (count < kLanes) zero_outside(tile, last, 0, count, s.v_tail.data(), s);
+}
+
+// Makes the values before key `first` of the tile 0.
+void zero_head(PairedTile& tile, int64_t first, PairedScratch& s) {
+  for (int v = 0; v < tile.groups() && v * kLanes < first; v++) {
+    const int unseen = int(first) - v * kLanes;
+    if (unseen < kLanes)
+      zero_outside(tile, v, unseen, kLanes, s.v_head.data(), s);
+    else
+      tile.values[v] = s.zeros.data();
   }
 }
 
@@ -249,6 +268,7 @@ void attend_range(const PairedArgs& a, const KeyRange& range, const KeyRange& ne
     PairedTile ahead = tile;
     if (in_place) ahead = is_last ? gather_pairs(a, next, next.from, s) : gather_pairs(a, range, key + kKeyTile, s);
     zero_tail(tile, s);
+    zero_head(tile, sights[0].from - key, s);  // no other row sees earlier keys
     Sight of_tile[kQueryTile];
     for (int i = 0; i < count; i++) of_tile[i] = sights[i].in_tile(key);
     products.attend(s, first, count, tile, ahead, of_tile, a.scores);
