@@ -5,7 +5,8 @@
 
 A step is everything between a worker's answer and its next step: `update()`, the message for the gateway, `schedule()`,
 the message for the worker; in steady decode, staggered so that N / block_size rows open a block in each step.
-`step_us_core` is the same without the messages. `step_us_churn`: in every step one sequence ends and another, whose
+`step_us_core` is the same without the messages. `step_us_window`: all rows have left a sliding window of 256 tokens, so
+they free a block for each one that they take. `step_us_churn`: in every step one sequence ends and another, whose
 prompt of 64 tokens is new, takes its place. `admit_us_full` is `admit_us` with pools full of cached prefixes,
 as they are after the first minutes, so that each prompt evicts some. Figures are floors: the lowest of several tenth
 percentiles of thread CPU time. The last line is one JSON object.
@@ -31,14 +32,16 @@ from scheduler_svc.core.sequence import SequenceGroup, StopCondition
 STEPS = 200
 FILLS_POOLS = 400  # number of prompts that fill the pools; every later prompt evicts blocks
 EOS = 2
+WINDOW = 256
 FENCE = worker_pb2.Fence(worker_epoch=1, scheduler_epoch=1)
 
 
-def make_scheduler(num_seqs: int, block_size: int, num_workers: int = 1) -> Scheduler:
+def make_scheduler(num_seqs: int, block_size: int, num_workers: int = 1, window: int | None = None) -> Scheduler:
     scheduler = Scheduler(SchedulerConfig(eos_token_ids=frozenset({EOS}), max_waiting=10_000))
     for i in range(num_workers):
+        num_blocks = num_seqs * 8192 // block_size
         scheduler.add_worker(
-            WorkerCapacity(f"w{i}", 1, num_seqs * 8192 // block_size, block_size, num_seqs, 1 << 20, 8192, 2)
+            WorkerCapacity(f"w{i}", 1, num_blocks, block_size, num_seqs, 1 << 20, 8192, 2, attention_window=window)
         )
     return scheduler
 
@@ -50,9 +53,9 @@ def add(scheduler: Scheduler, name: str, prompt: np.ndarray, max_tokens: int = 4
 class SteadyDecode:
     """`num_seqs` sequences in steady decode with two steps in flight; `step` answers the older one."""
 
-    def __init__(self, num_seqs: int, block_size: int) -> None:
+    def __init__(self, num_seqs: int, block_size: int, window: int | None = None) -> None:
         self._rng = np.random.default_rng(0)
-        self.scheduler = make_scheduler(num_seqs, block_size)
+        self.scheduler = make_scheduler(num_seqs, block_size, window=window)
         for i in range(num_seqs):
             self._add(str(i), 512 + i % block_size)
         self._in_flight = self.scheduler.schedule(0.0)
@@ -94,9 +97,17 @@ def floor_us(spent_ns: list[int]) -> float:
     return float(np.percentile(spent_ns, 10)) / 1000
 
 
-def step_us(num_seqs: int, block_size: int, repeats: int, *, has_messages: bool, has_churn: bool = False) -> float:
+def step_us(
+    num_seqs: int,
+    block_size: int,
+    repeats: int,
+    *,
+    has_messages: bool,
+    has_churn: bool = False,
+    window: int | None = None,
+) -> float:
     """Floor of one step."""
-    decode = SteadyDecode(num_seqs, block_size)
+    decode = SteadyDecode(num_seqs, block_size, window)
     floors = []
     gc.collect()
     gc.freeze()
@@ -149,17 +160,20 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5, help="number of repeats; the lowest figure counts")
     repeats = parser.parse_args().repeats
     meter = StealMeter()
-    names = ("step_us", "step_us_block_256", "step_us_core", "step_us_churn")
+    names = ("step_us", "step_us_block_256", "step_us_core", "step_us_window", "step_us_churn")
     figures: dict[str, dict[str, float]] = {name: {} for name in names}
     for num_seqs in (1, 32, 256, 1024):
         key = str(num_seqs)
         figures["step_us"][key] = step_us(num_seqs, 16, repeats, has_messages=True)
         figures["step_us_block_256"][key] = step_us(num_seqs, 256, repeats, has_messages=True)
         figures["step_us_core"][key] = step_us(num_seqs, 16, repeats, has_messages=False)
+        figures["step_us_window"][key] = step_us(num_seqs, 16, repeats, has_messages=True, window=WINDOW)
         figures["step_us_churn"][key] = step_us(num_seqs, 16, repeats, has_messages=True, has_churn=True)
+        at = {name: figures[name][key] for name in names}
         print(
-            f"N={num_seqs}: {figures['step_us'][key]} us a step at block 16, {figures['step_us_block_256'][key]} at "
-            f"block 256, {figures['step_us_core'][key]} without messages, {figures['step_us_churn'][key]} with churn",
+            f"N={num_seqs}: {at['step_us']} us a step at block 16, {at['step_us_block_256']} at block 256, "
+            f"{at['step_us_core']} without messages, {at['step_us_window']} with a window, "
+            f"{at['step_us_churn']} with churn",
             flush=True,
         )
     per_sequence = (figures["step_us"]["1024"] - figures["step_us"]["256"]) / (1024 - 256)

@@ -27,7 +27,9 @@ SMALL_PROMPT_BYTES = 4096  # prompts up to this size are tokenized before their 
 
 def size_limits_of(info: types.ModelInfo) -> SizeLimits:
     """Limits of the largest worker of a scheduler. Before a worker has registered, the pool size is unknown."""
-    return SizeLimits(info.max_model_len, info.max_num_blocks * info.block_size or info.max_model_len)
+    if not info.max_num_blocks:
+        return SizeLimits(info.max_model_len, info.max_model_len)
+    return SizeLimits.of_pool(info.max_model_len, info.max_num_blocks, info.block_size, info.attention_window or None)
 
 
 @dataclass(frozen=True)

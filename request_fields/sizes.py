@@ -17,6 +17,11 @@ def largest_pool(block_size: int) -> int:
     return min(MAX_POOL_BLOCKS, MAX_POOL_TOKENS // block_size)
 
 
+def blocks_before(window: int, block_size: int) -> int:
+    """The most blocks before the block of a token that it attends to: to `window` tokens, itself included."""
+    return -(-(window - 1) // block_size)
+
+
 class LengthError(FieldError):
     """Prompt and output are longer than `limit` tokens together."""
 
@@ -30,7 +35,16 @@ class SizeLimits:
     """The largest sequence that the workers of a model can hold, in tokens."""
 
     max_model_len: int
-    pool_tokens: int  # slots of the largest KV pool
+    pool_tokens: int  # slots of the largest KV pool; `max_model_len` if the tokens of a sequence need not all have one
+
+    @classmethod
+    def of_pool(cls, max_model_len: int, num_blocks: int, block_size: int, window: int | None) -> SizeLimits:
+        """The limits of a worker with this pool. With an attention window (of all layers), the blocks before the window
+        are freed: a pool that holds the window holds a sequence of any length.
+        """
+        if window is not None and num_blocks > blocks_before(window, block_size):
+            return cls(max_model_len, max(max_model_len, num_blocks * block_size))
+        return cls(max_model_len, num_blocks * block_size)
 
     @property
     def max_tokens(self) -> int:

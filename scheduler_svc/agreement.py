@@ -23,6 +23,7 @@ SHARED_FACTS = (
     "revision",
     "block_size",
     "max_model_len",
+    "attention_window",
     "vocab_size",
     "bundle_digest",
     "eos_token_ids",

@@ -57,7 +57,8 @@ class SubmitReader:
 
     def __init__(self, info: types_pb2.ModelInfo) -> None:
         self._info = info
-        self._limits = SizeLimits(info.max_model_len, info.max_num_blocks * info.block_size)
+        window = info.attention_window or None
+        self._limits = SizeLimits.of_pool(info.max_model_len, info.max_num_blocks, info.block_size, window)
         self._vocab_size = info.vocab_size
         self._kept: dict[tuple[bytes, bytes], Parameters] = {}
 

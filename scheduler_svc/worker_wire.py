@@ -217,6 +217,7 @@ def capacity_from_proto(request: scheduler_pb2.RegisterRequest) -> WorkerCapacit
         max_model_len=capacity.info.max_model_len,
         pipeline_depth=capacity.pipeline_depth,
         vocab_size=capacity.info.vocab_size,
+        attention_window=capacity.info.attention_window or None,
     )
 
 

@@ -25,6 +25,7 @@ def make_capacity(
     max_model_len: int = 256,
     pipeline_depth: int = 1,
     worker_epoch: int = 1,
+    attention_window: int | None = None,
 ) -> WorkerCapacity:
     """The capacity of a small worker with one step in flight."""
     return WorkerCapacity(
@@ -36,6 +37,7 @@ def make_capacity(
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=max_model_len,
         pipeline_depth=pipeline_depth,
+        attention_window=attention_window,
     )
 
 

@@ -1,9 +1,9 @@
 """A runner without a model, for load tests, failure tests and capacity studies.
 
 Every slot of its KV pool holds a 64-bit digest of the token prefix that produced it. Each step of a row first compares
-all slots of its table with the row's history: a wrong block, a stale block or a bad prefix hit is a RowError that names
-the first wrong position. The next token is a function of that digest (`sim_tokens`), so any other error shows in the
-output. Time is simulated too: a step sleeps for its configured duration.
+the slots of its table that the model would read with the row's history: a wrong block, a stale block or a bad prefix
+hit is a RowError that names the first wrong position. The next token is a function of that digest (`sim_tokens`), so
+any other error shows in the output. Time is simulated too: a step sleeps for its configured duration.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,8 @@ import xxhash
 
 from prefix_index.content_ids import content_ids, input_digest
 from request_fields.checks import default_sampling
+from request_fields.sizes import SizeLimits
+from worker_svc.engine.architectures import parse_config
 from worker_svc.engine.backend import I64
 from worker_svc.engine.batch import (
     F32,
@@ -38,6 +41,7 @@ from worker_svc.engine.beams import BeamLines
 from worker_svc.engine.config import ComputeDtype, EngineConfig, EngineInfo
 from worker_svc.engine.generation_config import eos_token_ids
 from worker_svc.engine.grammars import RowMasks, compiled_grammars
+from worker_svc.engine.model_folder import CheckpointError
 from worker_svc.engine.plan import HASH_BYTES, StepPlan, StepPlanner
 from worker_svc.engine.processors import ProcessedRows
 from worker_svc.engine.rows import RowErrors, RowTable
@@ -229,7 +233,7 @@ class SimRunner:
             if not found.any():
                 return is_wrong
             for i in np.flatnonzero(found):
-                message = self._describe(int(plan.rows[i]), int(plan.ends[i]))
+                message = self._describe(int(plan.rows[i]), int(plan.context_lens[i]), int(plan.ends[i]))
                 log.error("row %d: %s", plan.rows[i], message)  # a retry on another worker may hide it
                 errors.add(int(plan.rows[i]), message, RowErrorCode.INTERNAL)
             is_wrong |= found
@@ -245,6 +249,8 @@ class SimRunner:
         width = int(num_full.max(initial=0))
         tables = self._rows.tables[plan.rows]
         is_full = np.arange(width) < num_full[:, None]
+        if self.info.attention_window is not None:
+            is_full &= np.arange(width) >= self._first_read(plan.context_lens)[:, None] // size
         blocks = np.where(is_full, tables[:, :width], 0)
         is_other = self._pool.sums[blocks] != self._histories.sums[plan.rows, :width]
         differs: Bools = (is_other & is_full).any(axis=1)
@@ -258,15 +264,21 @@ class SimRunner:
         differs[rest] |= ((found != self._histories.digests[rows[:, None], positions + 1]) & is_used).any(axis=1)
         return differs
 
-    def _describe(self, row: int, end: int) -> str:
-        positions = np.arange(end)
-        slots = self._rows.expected_slots(np.full(end, row), positions)
-        wrong = np.flatnonzero(self._pool.digests[slots] != self._histories.digests[row, 1 : end + 1])
-        position, slot = int(wrong[0]), int(slots[wrong[0]])
+    def _first_read(self, context_lens: I64) -> I64:
+        """[B] The first position that the next token of each row attends to."""
+        window = self.info.attention_window
+        return np.zeros_like(context_lens) if window is None else np.maximum(context_lens - window + 1, 0)
+
+    def _describe(self, row: int, start: int, end: int) -> str:
+        first = int(self._first_read(np.array([start]))[0]) // self.info.block_size * self.info.block_size
+        positions = np.arange(first, end)
+        slots = self._rows.expected_slots(np.full(len(positions), row), positions)
+        wrong = np.flatnonzero(self._pool.digests[slots] != self._histories.digests[row, first + 1 : end + 1])
+        position, slot = int(positions[wrong[0]]), int(slots[wrong[0]])
         block, offset = divmod(slot, self.info.block_size)
         return (
             f"block {block} differs from this row's prefix at position {position} (offset {offset}): "
-            f"{len(wrong)} of {end} positions are wrong"
+            f"{len(wrong)} of {len(positions)} positions are wrong"
         )
 
     def _sample(self, rows: I64, positions: I64, masks: RowMasks | None) -> U32:
@@ -405,10 +417,13 @@ def _make_info(config: EngineConfig) -> EngineInfo:
     num_blocks = config.num_blocks or DEFAULT_NUM_BLOCKS
     limit = int(model.get("max_position_embeddings") or num_blocks * config.block_size)
     dtype: ComputeDtype = "float32" if config.dtype == "auto" else config.dtype
+    window = _attention_window(model)
+    pool_tokens = SizeLimits.of_pool(limit, num_blocks, config.block_size, window).pool_tokens
+    max_model_len = config.max_model_len or min(limit, pool_tokens)
     return EngineInfo(
         model=config.model_name or folder.resolve().name,
         revision="sim-" + xxhash.xxh3_128_hexdigest(json.dumps([model, config.quantize], sort_keys=True).encode()),
-        max_model_len=config.max_model_len or min(limit, num_blocks * config.block_size),
+        max_model_len=max_model_len,
         vocab_size=model["vocab_size"],
         num_blocks=num_blocks,
         block_size=config.block_size,
@@ -423,4 +438,15 @@ def _make_info(config: EngineConfig) -> EngineInfo:
         build="sim",
         quantize=config.quantize,
         hidden_size=int(model.get("hidden_size") or 0),
+        attention_window=window if window is not None and window < max_model_len else None,
     )
+
+
+def _attention_window(model: dict[str, Any]) -> int | None:
+    """The window of a decoder whose layers all have one. None for other models, also those that no backend serves."""
+    if not model.get("sliding_window"):
+        return None
+    try:
+        return parse_config(model).attention_window
+    except CheckpointError:
+        return None

@@ -281,6 +281,7 @@ def model_info_to_proto(info: EngineInfo, bundle_digest: bytes) -> types_pb2.Mod
         kv_cache_dtype="" if info.kv_cache_dtype == "auto" else info.kv_cache_dtype,
         build=info.build,
         hidden_size=info.hidden_size,
+        attention_window=info.attention_window or 0,
     )
 
 

@@ -31,7 +31,7 @@ def check_worker(worker: WorkerBooks) -> None:
     refs = np.zeros(worker.capacity.num_blocks, dtype=np.int64)
     for row in rows.tolist():
         _check_row(worker, row)
-        np.add.at(refs, r.blocks(row), 1)
+        np.add.at(refs, r.held_blocks(row), 1)
     for step in worker.in_flight:
         for blocks in step.releases:
             np.add.at(refs, blocks, 1)
@@ -44,14 +44,16 @@ def _check_row(worker: WorkerBooks, row: int) -> None:
     r, seq = worker.rows, worker.rows.sequence(row)
     assert seq.status is SequenceStatus.RUNNING, f"row {row} holds a {seq.status.name} sequence"
     assert (seq.worker_id, seq.row) == (worker.capacity.worker_id, row), f"row {row}: its sequence is elsewhere"
-    assert len(set(r.blocks(row))) == r.num_blocks[row], f"row {row}: a block is in its table twice"
+    held, first = r.held_blocks(row), int(r.first_block[row])
+    assert len(set(held.tolist())) == len(held), f"row {row}: a block is in its table twice"
+    assert first <= r.first_needed(int(r.num_computed_tokens[row])), f"row {row}: freed a block that it needs"
     assert r.num_computed_tokens[row] <= r.num_blocks[row] * r.block_size, f"row {row}: computed beyond its blocks"
     assert r.num_computed_tokens[row] <= r.num_tokens[row] + r.pending[row], f"row {row}: computed beyond its tokens"
     assert r.num_tokens[row] + r.pending[row] <= max(r.limit[row], r.prompt_len[row]), (
         f"row {row}: more tokens than its limit"
     )
     write = int(r.num_computed_tokens[row]) // r.block_size
-    shared = (worker.pool.refs[r.table[row, : r.num_blocks[row]]] > 1).nonzero()[0]
+    shared = (worker.pool.refs[held] > 1).nonzero()[0] + first
     assert not len(shared) or shared.max() <= write, f"row {row}: shares a block that it will write to"
 
 

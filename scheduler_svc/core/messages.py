@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from request_fields.sizes import SizeLimits
+from request_fields.sizes import SizeLimits, blocks_before
 from scheduler_svc.core.logprobs import LogprobColumns, PromptDeltas, PromptLogprobs
 from scheduler_svc.core.sequence import FinishReason, SequenceGroup
 
@@ -38,16 +38,24 @@ class WorkerCapacity:
     max_model_len: int
     pipeline_depth: int = 2
     vocab_size: int = 1 << 32  # its token ids are below
+    attention_window: int | None = None  # tokens that a token attends to, itself included; None: all
 
     @property
     def size_limits(self) -> SizeLimits:
         """The largest sequence that an idle worker could run."""
-        return SizeLimits(self.max_model_len, self.num_blocks * self.block_size)
+        return SizeLimits.of_pool(self.max_model_len, self.num_blocks, self.block_size, self.attention_window)
+
+    @property
+    def blocks_before(self) -> int | None:
+        """The most blocks before the block of a token that the token attends to; None: all."""
+        return None if self.attention_window is None else blocks_before(self.attention_window, self.block_size)
 
     @property
     def max_encoder_tokens(self) -> int:
-        """The most encoder positions of a sequence: they fit in one step beside a decode of every other row."""
-        return self.max_num_batched_tokens - self.max_num_seqs + 1
+        """The most encoder positions of a sequence: they fit in one step beside a decode of every other row. 0 with an
+        attention window, because a row would free them.
+        """
+        return 0 if self.attention_window is not None else self.max_num_batched_tokens - self.max_num_seqs + 1
 
 
 @dataclass(frozen=True, slots=True)

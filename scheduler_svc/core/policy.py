@@ -34,17 +34,19 @@ def projected_peak(num_tokens: I64, remaining: I64, saved_blocks: I64, block_siz
     return int((num_now + num_whole + num_more).max())
 
 
-def final_blocks(num_tokens: I64, remaining: I64, block_size: int) -> int:
-    """Number of blocks of these sequences when each has grown by `remaining` tokens, if they share no block."""
-    return int(((num_tokens + _growth(remaining) + block_size - 1) // block_size).sum())
+def final_blocks(num_tokens: I64, remaining: I64, block_size: int) -> I64:
+    """Number of blocks of each sequence when it has grown by `remaining` tokens, if it frees none before."""
+    count: I64 = (num_tokens + _growth(remaining) + block_size - 1) // block_size
+    return count
 
 
-def beam_blocks(num_prompt: int, max_tokens: int, width: int, block_size: int) -> int:
+def beam_blocks(num_prompt: int, max_tokens: int, width: int, block_size: int, blocks_before: int | None = None) -> int:
     """The largest number of blocks that the beams of one search use in total. The beams always share the full blocks
-    of the prompt, and the last token of each beam needs no KV.
+    of the prompt, and the last token of each beam needs no KV. `blocks_before`: see `WorkerCapacity`.
     """
     shared = num_prompt // block_size
-    return shared + width * (ceil_div(num_prompt + max_tokens - 1, block_size) - shared)
+    most = shared + width * (ceil_div(num_prompt + max_tokens - 1, block_size) - shared)
+    return most if blocks_before is None else min(most, width * (blocks_before + 1))
 
 
 def _growth(remaining: I64) -> I64:

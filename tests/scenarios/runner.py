@@ -158,9 +158,8 @@ class Transcript:
             for row in worker.rows.active().tolist():
                 seq = worker.rows.sequence(row)
                 label = f"{seq.group.request_id}.{seq.sample_index}"
-                lines.append(
-                    f"{name} {label} {seq.status.value} {worker.rows.stage(row).value} {worker.rows.blocks(row)}"
-                )
+                blocks = worker.rows.held_blocks(row).tolist()
+                lines.append(f"{name} {label} {seq.status.value} {worker.rows.stage(row).value} {blocks}")
         return "\n".join(lines) or "no rows"
 
     def do_refs(self, worker_id: str = "w") -> str:

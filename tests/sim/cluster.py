@@ -188,16 +188,19 @@ class Cluster:
 
     def _can_hold(self, worker: SymbolicWorker, request: Request) -> bool:
         c = worker.capacity
+        num_blocks = most = ceil_div(request.num_tokens, c.block_size)
+        if c.attention_window is not None:
+            most = 1 + ceil_div(c.attention_window - 1, c.block_size)
+        if request.beams is not None:
+            width, prompt_len = request.num_sequences, len(request.prompt)
+            num_blocks = beam_blocks(prompt_len, request.stop.max_tokens, width, self.block_size)
+            most *= width
         return (
             request.num_tokens <= c.max_model_len
-            and ceil_div(request.num_tokens, c.block_size) <= c.num_blocks
             and request.num_encoder_tokens <= c.max_encoder_tokens
             and request.num_sequences <= c.max_num_seqs
-            and (request.beams is None or self._beam_blocks(request) <= c.num_blocks)
+            and min(num_blocks, most if c.attention_window is not None else num_blocks) <= c.num_blocks
         )
-
-    def _beam_blocks(self, request: Request) -> int:
-        return beam_blocks(len(request.prompt), request.stop.max_tokens, request.num_sequences, self.block_size)
 
     def abort(self, request: Request) -> None:
         """The client has cancelled."""
@@ -421,6 +424,8 @@ class Cluster:
         held.remove(digest)
         if worker is None or digest in worker.duplicates:
             return
+        if worker.capacity.attention_window is not None:
+            return  # a row frees its first blocks before the others
         if any(self.chains.parent.get(other) == digest for other in held):
             raise Violation(f"worker {holder.worker_id} evicts a block before the blocks that continue it")
 

@@ -65,6 +65,10 @@ class Simulation:
         self.num_events = self._num_arrived = self._next_epoch = 0
         self.setup = replace(self._choose_setup(), **changes)
         block_size = rng.choice((1, 2, 2, 3, 4, 4, 4, 8, 16))
+        # From separate sources, so that seeds of old bugs give the same runs.
+        self.window = Random(f"window {seed}").choice(
+            (None, None, 1, 2, block_size, block_size + 2, 3 * block_size + 1)
+        )
         self.cluster = Cluster(
             self._choose_config(),
             block_size=block_size,
@@ -121,7 +125,7 @@ class Simulation:
         self._next_epoch += 1
         return WorkerCapacity(
             worker_id, self._next_epoch, num_blocks, bs, max_num_seqs, budget, max_len,
-            pipeline_depth=rng.randint(1, 6), vocab_size=self.cluster.vocab_size,
+            pipeline_depth=rng.randint(1, 6), vocab_size=self.cluster.vocab_size, attention_window=self.window,
         )  # fmt: skip
 
     def _choose_prompt(self) -> list[int]:
@@ -157,7 +161,7 @@ class Simulation:
     def _choose_encoder(self) -> list[int]:
         """The encoder input of a request, often that of an earlier one. From a separate source, as `_choose_beams`."""
         rng, bs = self._encoder_rng, self.cluster.block_size
-        if rng.random() >= self._encoder_rate:
+        if rng.random() >= self._encoder_rate or self.window is not None:
             return []
         num_blocks = rng.randint(1, max(1, (self.cluster.max_model_len // bs) // 2))
         tokens = [rng.randrange(self.cluster.vocab_size) for _ in range(num_blocks * bs)]
@@ -285,7 +289,7 @@ class Simulation:
         c.join(
             WorkerCapacity(
                 "ample", self._next_epoch, longest * width, c.block_size, rows, budget + self.rng.randint(0, 20),
-                c.max_model_len, vocab_size=c.vocab_size,
+                c.max_model_len, vocab_size=c.vocab_size, attention_window=self.window,
             ),
             is_lazy=self.setup.is_lazy,
         )  # fmt: skip

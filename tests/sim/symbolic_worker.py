@@ -11,6 +11,7 @@ bad prefix hit and a block freed early are all one mismatch. Beyond that it chec
     commits     full blocks, written by acknowledged steps, with the digest of their whole chain
     forks       off a prompt that completes in this very step
     beams       continue a beam of their request by one of its candidates; they share its blocks or copy the last one
+    windows     a row holds the blocks that its next token attends to; blocks before them may get new content
 
 Everything per token is a numpy column; Python loops run over rows that open or blocks that fill only.
 """
@@ -115,6 +116,7 @@ class SymbolicWorker:
         self.digests = np.zeros((rows, max_len + 1), dtype=np.uint64)
         self.table = np.zeros((rows, width), dtype=np.int64)
         self.table_len = np.zeros(rows, dtype=np.int64)
+        self.num_dead = np.zeros(rows, dtype=np.int64)  # leading entries that no later token attends to
         self.slots = np.zeros((rows, width * self.capacity.block_size), dtype=np.int64)
         self.refs = np.zeros(self.capacity.num_blocks, dtype=np.int64)  # open rows that name the block
         self._positions = np.arange(max_len + 1)
@@ -164,6 +166,8 @@ class SymbolicWorker:
         if batch.step_id != self._next_step or batch.worker_id != self.capacity.worker_id:
             raise Violation(f"step {batch.step_id} for {batch.worker_id}, expected {self._next_step}")
         self._next_step += 1
+        if self.capacity.attention_window is not None:
+            self._leave_dead_blocks()
         if len(batch.close_rows):
             self._close(batch.close_rows)
         fresh: list[tuple[int, int]] = []
@@ -182,10 +186,21 @@ class SymbolicWorker:
         rows, broken = self._forward(batch)
         return self._sample(batch, rows, broken)
 
+    def _first_seen(self, positions: np.ndarray) -> np.ndarray:
+        """The first position that the token at each of these positions attends to."""
+        window = self.capacity.attention_window
+        return positions * 0 if window is None else np.maximum(positions - window + 1, 0)
+
+    def _leave_dead_blocks(self) -> None:
+        dead = np.minimum(self._first_seen(self.num_computed_tokens) // self.capacity.block_size, self.table_len)
+        for row in np.flatnonzero(self.is_open & (dead > self.num_dead)).tolist():
+            self.refs[self.table[row, self.num_dead[row] : dead[row]]] -= 1
+            self.num_dead[row] = dead[row]
+
     def _close(self, rows: np.ndarray) -> None:
         for row in rows.tolist():
             self._need_open(row, "closes")
-            self.refs[self.table[row, : self.table_len[row]]] -= 1
+            self.refs[self.table[row, self.num_dead[row] : self.table_len[row]]] -= 1
             self.is_open[row] = self.is_broken[row] = self.is_sticky[row] = self.is_silent[row] = False
 
     def _need_open(self, row: int, verb: str) -> None:
@@ -203,7 +218,9 @@ class SymbolicWorker:
             raise Violation(f"row {row} opens with {count} tokens, its prompt has {opened.prompt_len}")
         if opened.fork_of_row is None and opened.num_computed_tokens >= count:
             raise Violation(f"row {row} opens with nothing to compute")
-        if (blocks >= self.capacity.num_blocks).any() or len(set(blocks.tolist())) != len(blocks):
+        num_dead = int(self._first_seen(np.array(opened.num_computed_tokens))) // bs
+        held = blocks[num_dead:]
+        if (blocks >= self.capacity.num_blocks).any() or len(set(held.tolist())) != len(held):
             raise Violation(f"row {row} opens with a bad table {blocks.tolist()}")
         num_shared = -(-opened.num_computed_tokens // bs)
         num_encoder = opened.group.num_encoder_tokens
@@ -222,8 +239,9 @@ class SymbolicWorker:
         self.table_len[row] = len(blocks)
         self.table[row, : len(blocks)] = blocks
         self.slots[row, : len(blocks) * bs] = (blocks[:, None] * bs + np.arange(bs)).reshape(-1)
-        self.refs[blocks] += 1
-        self._claims[blocks[:num_shared]] += 1
+        self.num_dead[row] = num_dead
+        self.refs[held] += 1
+        self._claims[blocks[num_dead:num_shared]] += 1
         fresh += [(row, block) for block in blocks[num_shared:].tolist()]
 
     def _opening_tokens(self, opened: RowOpen) -> np.ndarray:
@@ -258,9 +276,11 @@ class SymbolicWorker:
                         raise Violation(f"beam {row}: block {block} is neither its parent's nor a copy of it")
                 elif copied.get(block) != old:
                     raise Violation(f"row {row}: block {old} is replaced by {block} without a copy")
-                self.refs[old] -= 1
+                self.refs[old] -= index >= self.num_dead[row]
             self.table[row, index] = block
             self.slots[row, index * bs : (index + 1) * bs] = np.arange(block * bs, (block + 1) * bs)
+            if index < self.num_dead[row]:
+                continue
             self.refs[block] += 1
             if block not in taken.get(row, ())[index:]:
                 fresh.append((row, block))
@@ -419,14 +439,16 @@ class SymbolicWorker:
         self.kv[self.slots[row, start : self.num_computed_tokens[row]]] = POISON
 
     def _read_back(self, rows: np.ndarray, starts: np.ndarray) -> None:
-        """Every slot of an open row must hold its own prefix. Content that depends on a failed row is garbage."""
+        """Every slot that a row reads must hold the row's prefix. Content that depends on a failed row is garbage."""
+        reads_from = self._first_seen(self.num_computed_tokens)
+        reads_from[rows] = self._first_seen(starts)
         while True:
             opened = np.flatnonzero(self.is_open)
             width = int(self.num_computed_tokens[opened].max(initial=0))
             seen = self.kv[self.slots[opened, :width]]
-            wrong = (seen != self.digests[opened, :width]) & (
-                self._positions[:width] < self.num_computed_tokens[opened, None]
-            )
+            places = self._positions[:width]
+            wrong = (seen != self.digests[opened, :width]) & (places < self.num_computed_tokens[opened, None])
+            wrong &= places >= reads_from[opened, None]
             if not wrong.any():
                 return
             bad = wrong & (seen != POISON)

@@ -212,7 +212,7 @@ def wrong_digest_committed(patch: Patch) -> None:
     change_batches(patch, lambda b: replace(b, commit_digests=[digest[::-1] for digest in b.commit_digests]))
 
 
-@bug("reads the wrong content|the oracle has")
+@bug("reads the wrong content|the oracle has|two changes in a row")
 def shared_before_its_step_was_sent(patch: Patch) -> None:
     def register(original: Any, planner: StepPlanner, row: int, count: int, plan: StepPlan) -> None:
         original(
@@ -273,6 +273,17 @@ def evictions_not_announced(patch: Patch) -> None:
             pool._events.pop()
 
     wrap(patch, BlockManager, "forget", forget)
+
+
+@bug("which another open row has|reads the wrong content|which other rows share|opens with a bad table")
+def window_frees_one_block_early(patch: Patch) -> None:
+    def free(original: Any, worker: WorkerBooks, rows: np.ndarray) -> None:
+        before = worker.rows.blocks_before
+        worker.rows.blocks_before = before and before - 1
+        original(worker, rows)
+        worker.rows.blocks_before = before
+
+    wrap(patch, WorkerBooks, "free_unneeded", free)
 
 
 # -- rows and answers --------------------------------------------------------------------------------------------------

@@ -94,6 +94,12 @@ class ModelConfig:
         return min((layer.window for layer in self.layers if layer.window is not None), default=None)
 
     @property
+    def attention_window(self) -> int | None:
+        """The widest sliding window if all layers have one: no token attends further back. None otherwise."""
+        windows = [layer.window for layer in self.layers if layer.window is not None]
+        return max(windows) if len(windows) == len(self.layers) else None
+
+    @property
     def widest_inner(self) -> int:
         """Width of the widest feed-forward part."""
         return max(layer.inner for layer in self.layers)

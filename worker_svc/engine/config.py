@@ -131,3 +131,4 @@ class EngineInfo:
     kv_cache_dtype: KvCacheDtype = "auto"  # auto: same as `dtype`
     hidden_size: int = 0  # width of input embeddings that requests may carry; 0: none are accepted
     max_adapters: int = 0  # adapters that rows may use at the same time
+    attention_window: int | None = None  # a token attends to so many tokens, itself included; None: to all

@@ -163,6 +163,7 @@ class ModelRunner:
             quantize=config.quantize,
             hidden_size=model.hidden_size,
             max_adapters=config.max_adapters,
+            attention_window=model.attention_window,
         )
         self._planner = StepPlanner(self._rows, self.info)
         self._num_out_of_memory = 0  # consecutive steps

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+from request_fields.sizes import SizeLimits
 from worker_svc.engine.architectures import ModelConfig
 from worker_svc.engine.config import EngineConfig
 
@@ -22,7 +23,8 @@ def choose_max_model_len(config: EngineConfig, model: ModelConfig, num_blocks: i
     if model.window is not None and model.window < chosen and "sliding_window" not in features:
         logger.warning("max_model_len is capped to the model's sliding window of %d tokens", model.window)
         chosen = model.window
-    capacity = num_blocks * config.block_size
+    window = model.within(chosen).attention_window if "sliding_window" in features else None
+    capacity = SizeLimits.of_pool(chosen, num_blocks, config.block_size, window).pool_tokens
     if capacity >= chosen or config.max_model_len is not None:
         return chosen  # workers of a model must have the same configured length; their pool sizes may differ
     logger.warning("max_model_len is capped to the %d tokens that %d KV blocks hold", capacity, num_blocks)

@@ -27,6 +27,7 @@ from scheduler_svc.core.blocks.lru_queue import LruQueue
 
 I64 = npt.NDArray[np.int64]
 U32 = npt.NDArray[np.uint32]
+Bools = npt.NDArray[np.bool_]
 
 BlockEvent = tuple[bytes, bool]  # a digest, and True when its block is cached, False when it is evicted or reused
 Fill = tuple[int, bytes]  # a block and the digest of its new content
@@ -106,6 +107,10 @@ class BlockManager:
         states[self._put_back_at > 0] = CACHED
         return states
 
+    def are_committed(self, blocks: I64) -> Bools:
+        """Whether each of these blocks has a committed prefix."""
+        return self._is_committed[blocks]
+
     # -- the prefix cache ---------------------------------------------------------------------------------------------
 
     def match(self, digests: Sequence[bytes], token_ids: U32, max_blocks: int, least: int = 0) -> I64:
@@ -117,7 +122,7 @@ class BlockManager:
             return NO_BLOCKS
         try:
             blocks = np.fromiter(map(self.held.__getitem__, digests[:count]), dtype=np.int64, count=count)
-        except KeyError:  # a failed step has removed a block from the chain
+        except KeyError:  # a block is missing in the chain
             held = list(takewhile(self.held.__contains__, digests[:count]))
             blocks = np.array([self.held[digest] for digest in held], dtype=np.int64)
         wanted = token_ids[: len(blocks) * self.block_size].reshape(-1, self.block_size)
@@ -128,7 +133,8 @@ class BlockManager:
         return blocks[:num_equal] if num_equal >= least else NO_BLOCKS
 
     def match_len(self, digests: Sequence[bytes], max_blocks: int, before: int = 0) -> int:
-        """Number of leading digests that blocks hold: an estimate for placement, exact unless a step has failed.
+        """Number of leading digests that blocks hold: an estimate for placement. Exact unless a step has failed or
+        a row has freed blocks behind an attention window.
 
         A block is evicted after the blocks that continue it. So the held digests are a prefix, and bisection finds its
         end. `before`: the result of an earlier call, which is checked first.

@@ -80,10 +80,14 @@ class Fleet:
         sizes = [worker.capacity for worker in workers]
         self._pool_tokens = np.array([c.num_blocks * c.block_size for c in sizes], dtype=np.int64)
         self.largest_pool = int(self._pool_tokens.max(initial=0))  # tokens
+        limits = [c.size_limits for c in sizes]
+        self.longest = max((limit.pool_tokens for limit in limits), default=0)  # slots that one sequence may need
         self.most_rows = max((c.max_num_seqs for c in sizes), default=0)
-        lengths = [c.max_model_len for c in sizes]
         # Sequences within these limits could run on every worker.
-        self._size_limits = SizeLimits(min(lengths, default=0), min(self._pool_tokens.tolist(), default=0))
+        self._size_limits = SizeLimits(
+            min((limit.max_model_len for limit in limits), default=0),
+            min((limit.pool_tokens for limit in limits), default=0),
+        )
         self.most_encoder_tokens = max((c.max_encoder_tokens for c in sizes), default=0)
         steps = self._config.max_pending_prefill_steps
         self._max_pending = np.array([steps * c.max_num_batched_tokens for c in sizes], dtype=np.int64)

@@ -58,6 +58,7 @@ class AdmissionControl:
         if first is not None and (self._fleet.workers or self._requests.groups):
             _check_same("block_size", capacity, first)
             _check_same("max_model_len", capacity, first)
+            _check_same("attention_window", capacity, first)
 
     def check_group(self, group: SequenceGroup, now: float) -> None:
         """Raises a SchedulerError with the reason if the request is refused."""
@@ -114,7 +115,7 @@ class AdmissionControl:
         first, has_workers = self._fleet.first, bool(self._fleet.workers)
         if first is None:
             return
-        limits = SizeLimits(first.max_model_len, self._fleet.largest_pool if has_workers else sys.maxsize)
+        limits = SizeLimits(first.max_model_len, self._fleet.longest if has_workers else sys.maxsize)
         try:
             limits.resolve(len(group.prompt), group.stop.max_tokens)
         except FieldError as error:
@@ -132,9 +133,9 @@ class AdmissionControl:
                 field="prompt",
             )
         if has_workers and group.beam_params is not None:
-            self._check_beams(group, first.block_size)
+            self._check_beams(group, first)
 
-    def _check_beams(self, group: SequenceGroup, block_size: int) -> None:
+    def _check_beams(self, group: SequenceGroup, first: WorkerCapacity) -> None:
         width, num_prompt, max_tokens = group.num_sequences, len(group.prompt), group.stop.max_tokens
         if width > self._fleet.most_rows:
             raise NeverFitsError(
@@ -142,7 +143,9 @@ class AdmissionControl:
                 "worker",
                 field="sampling.beam_width",
             )
-        num_needed = block_size * beam_blocks(num_prompt, max_tokens, width, block_size)
+        num_needed = first.block_size * beam_blocks(
+            num_prompt, max_tokens, width, first.block_size, first.blocks_before
+        )
         if num_needed > self._fleet.largest_pool:
             raise NeverFitsError(
                 f"sampling.beam_width is {width}; with {num_prompt} prompt tokens and max_tokens {max_tokens} the "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from scheduler_svc.core.policy import ceil_div
 from scheduler_svc.core.queue.requests import Requests
 from scheduler_svc.core.queue_entry import QueueEntry
 from scheduler_svc.core.sequence import Sequence
@@ -22,7 +21,8 @@ def plan_running(planner: StepPlanner, plan: StepPlan, requests: Requests) -> bo
     worker = planner.books
     if not worker.rows.num_used:
         return False
-    num_free, num_for_run = worker.pool.num_free, planner.update_run()
+    num_for_run = planner.update_run()
+    num_free = worker.pool.num_free
     if num_for_run <= num_free and not worker.rows.outside:
         planner.plan_run(plan)
         return False
@@ -30,7 +30,7 @@ def plan_running(planner: StepPlanner, plan: StepPlan, requests: Requests) -> bo
     while True:
         decode, prefill = planner.split_by_stage()
         needy = planner.rows_that_need_a_block(decode) if len(decode) else decode
-        num_needed = planner.num_blocks_for(needy)
+        num_needed = planner.num_blocks_for(needy) + planner.num_without_block(prefill)
         if worker.beams_to_open:
             num_needed += planner.num_blocks_to_open()
         if num_for_run and num_needed + num_for_run > num_free:
@@ -38,6 +38,8 @@ def plan_running(planner: StepPlanner, plan: StepPlan, requests: Requests) -> bo
             continue
         if num_needed <= worker.pool.num_free + worker.num_pending_free:
             break
+        if worker.free_unneeded(worker.rows.active()):
+            continue
         has_preempted = True
         _preempt_one(worker, requests)
         planner.shrink_run()
@@ -69,7 +71,8 @@ def displace(worker: WorkerBooks, entry: QueueEntry, requests: Requests, waterma
 
 
 def _has_space(seq: Sequence, worker: WorkerBooks) -> bool:
-    return worker.has_space(1 + num_forks_needed(seq), ceil_div(seq.data.num_tokens, worker.capacity.block_size))
+    _, num_blocks = worker.rows.opening_blocks(seq.data.num_tokens, 0)
+    return worker.has_space(1 + num_forks_needed(seq), num_blocks)
 
 
 def _may_displace(seq: Sequence, worker: WorkerBooks) -> bool:

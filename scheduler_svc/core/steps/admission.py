@@ -19,7 +19,9 @@ def could_run(seq: Sequence, capacity: WorkerCapacity) -> bool:
     fits = fits and group.num_encoder_tokens <= capacity.max_encoder_tokens
     if group.beam_params is None:
         return fits
-    most_blocks = beam_blocks(len(group.prompt), group.stop.max_tokens, group.num_sequences, capacity.block_size)
+    most_blocks = beam_blocks(
+        len(group.prompt), group.stop.max_tokens, group.num_sequences, capacity.block_size, capacity.blocks_before
+    )
     return fits and group.num_sequences <= capacity.max_num_seqs and most_blocks <= capacity.num_blocks
 
 
@@ -52,13 +54,24 @@ def excess_blocks(
     stops = ~table.ignore_eos[rows] | table.has_stop_ids[rows]
     may_stop = np.concatenate((stops, [_may_stop(group)] * num_new))
     remaining = expected_remaining(limits, outputs, may_stop, mean_output)
-    num_saved = len(hits) - pool.num_unused(hits) + num_forks * (len(group.prompt) // table.block_size)
-    num_opened = final_blocks(tokens, remaining, table.block_size) - int(table.num_blocks[rows].sum()) - num_saved
-    if pool.num_used + num_opened + _num_copies(table, pool, rows) <= max_blocks:
-        return 0
+    final, shared_prompt = final_blocks(tokens, remaining, table.block_size), len(group.prompt) // table.block_size
+    if table.blocks_before is None:
+        num_saved = len(hits) - pool.num_unused(hits) + num_forks * shared_prompt
+        num_opened = int(final.sum()) - int(table.num_blocks[rows].sum()) - num_saved
+        if pool.num_used + num_opened + _num_copies(table, pool, rows) <= max_blocks:
+            return 0
+    else:
+        # A sequence that outgrows the window holds about the same number of blocks from then on. It counts with this
+        # number from the start, and as if it shared none: it frees shared blocks before the others do.
+        most = table.blocks_before + 1
+        if np.minimum(final, most).sum() <= max_blocks:
+            return 0
+        stays = final <= most
+        max_blocks -= most * int(np.count_nonzero(~stays))
+        hits = hits if stays[-1] else hits[:0]
+        rows, tokens, remaining = rows[stays[: len(rows)]], tokens[stays], remaining[stays]
     order = np.argsort(-remaining, kind="stable")
-    shared_prompt = len(group.prompt) // table.block_size
-    saved = np.append(shared_before(table, pool, rows, hits, order), [shared_prompt] * num_forks)
+    saved = np.append(shared_before(table, pool, rows, hits, order), [shared_prompt] * num_forks)[: len(tokens)]
     return max(0, projected_peak(tokens[order], remaining[order], saved[order], table.block_size) - max_blocks)
 
 

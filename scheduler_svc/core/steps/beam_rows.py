@@ -52,13 +52,16 @@ class BeamRows:
         width = int(r.num_blocks[rows[0]])  # equal for all beams
         before = r.table[rows, :width].astype(np.int64)
         after = r.table[parents, :width].astype(np.int64)
-        differs = before != after
+        places, firsts = np.arange(width), r.first_block[parents]
+        had, has = places >= r.first_block[rows, None], places >= firsts[:, None]
+        stays = (before == after) & had & has
         for i in range(len(rows)):
-            self._pool.share(after[i, differs[i]])
+            self._pool.share(after[i, has[i] & ~stays[i]])
         for i, row in enumerate(rows.tolist()):
-            self._pool.free(before[i, differs[i]][::-1])
-            self._tables[row] = differs[i].nonzero()[0], after[i, differs[i]]
-        r.table[rows, :width] = after
+            self._pool.free(before[i, had[i] & ~stays[i]][::-1])
+            changes = has[i] & (before[i] != after[i])
+            self._tables[row] = changes.nonzero()[0], after[i, changes]
+        r.table[rows, :width], r.first_block[rows] = np.where(has, after, before), firsts
 
     def _take_tokens(self, rows: I64, parents: I64) -> None:
         r = self._table

@@ -53,8 +53,11 @@ def _forks_of(worker: WorkerBooks, bad: set[int], steps: tuple[InFlightStep, ...
 
 
 def _reads(worker: WorkerBooks, row: int, lost: dict[int, int | None]) -> bool:
-    """Whether the row's table has a lost block that another row was to fill."""
-    return any(lost.get(block, row) != row for block in worker.rows.blocks(row))
+    """Whether the row's table has a lost block that another row was to fill. Freed entries count too: the row may have
+    read their blocks. If they are blocks of other rows now, the row is computed again without need.
+    """
+    r = worker.rows
+    return any(lost.get(block, row) != row for block in r.table[row, : r.num_blocks[row]].tolist())
 
 
 def _has_ended(worker: WorkerBooks, row: int, step: InFlightStep) -> bool:

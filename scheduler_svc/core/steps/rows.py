@@ -9,6 +9,12 @@ A *row* is a slot of the worker's persistent batch. For a row in use:
 `num_computed_tokens` includes the tokens of steps in flight. `pending` counts the samples of steps in flight. In steady
 decode `todo` is 1: the newest token, which the scheduler may not know yet (the worker continues with its own sample).
 Above 1 the row is in prefill. At 0 nothing is left to compute, and an answer in flight ends the sequence.
+
+If all layers of the model have attention windows, a row frees the blocks that its next tokens do not attend to:
+
+    table   | freed | freed | held | held | held |      first_block = 2, num_blocks = 5
+
+Entries before `first_block` keep their last value, which may be a block of another row now. Nothing reads them.
 """
 
 from __future__ import annotations
@@ -36,7 +42,9 @@ class RowTable:
         self.generation = np.zeros(rows, dtype=np.int64)  # +1 when a row is closed; answers to older steps are ignored
         self.tokens = np.zeros((rows, length), dtype=np.uint32)
         self.table = np.zeros((rows, ceil_div(length, capacity.block_size)), dtype=np.uint32)
-        self.num_blocks = np.zeros(rows, dtype=np.int64)
+        self.num_blocks = np.zeros(rows, dtype=np.int64)  # length of the table
+        self.blocks_before = capacity.blocks_before  # blocks that a row keeps before the one it writes to; None: all
+        self.first_block = np.zeros(rows, dtype=np.int64)  # index of the first entry of the table that is not freed
         self.num_tokens = np.zeros(rows, dtype=np.int64)
         self.num_computed_tokens = np.zeros(rows, dtype=np.int64)
         self.pending = np.zeros(rows, dtype=np.int64)
@@ -116,6 +124,7 @@ class RowTable:
         self.tokens[row, : len(token_ids)] = token_ids
         self.table[row, : len(blocks)] = blocks
         self.num_blocks[row] = len(blocks)
+        self.first_block[row] = 0
         self.num_tokens[row] = len(token_ids)
         self.num_computed_tokens[row] = num_computed
         self.pending[row] = 0
@@ -140,7 +149,22 @@ class RowTable:
 
     def most_blocks_of(self, limit: int) -> int:
         """An upper bound of the blocks of a sequence with this limit, including the copy of a shared block."""
-        return limit // self.block_size + 2
+        most = limit // self.block_size + 2
+        return most if self.blocks_before is None else min(most, self.blocks_before + 2)
+
+    def opening_blocks(self, num_tokens: int, num_cached: int) -> tuple[int, int]:
+        """Start and end of the table entries whose blocks a row needs when it opens with so many tokens, of which
+        `num_cached` are cached. It gets the blocks after the end as it computes its prompt.
+        """
+        end = -(-num_tokens // self.block_size)
+        if self.blocks_before is None:
+            return 0, end
+        first = self.first_needed(num_cached)
+        return first, min(end, first + self.blocks_before + 1)
+
+    def first_needed(self, num_computed: int) -> int:
+        """Index of the first block that the tokens after so many computed tokens attend to."""
+        return 0 if self.blocks_before is None else max(0, num_computed // self.block_size - self.blocks_before)
 
     def close(self, row: int) -> None:
         self.generation = self.generation.copy()  # steps in flight keep the array that they were sent with
@@ -162,18 +186,24 @@ class RowTable:
             raise RuntimeError(f"row {row} has no sequence: a bug in the scheduler")
         return seq
 
-    def blocks(self, row: int) -> list[int]:
-        """The row's block table."""
-        table: list[int] = self.table[row, : self.num_blocks[row]].tolist()
-        return table
+    def held_blocks(self, row: int) -> I64:
+        """The blocks of the row's table that are not freed."""
+        return self.table[row, self.first_block[row] : self.num_blocks[row]].astype(np.int64)
 
-    def are_held(self, rows: I64, num_blocks: int) -> Bools:
-        """For each block of the pool, whether it is in a table of these rows."""
-        is_held = np.zeros(num_blocks, dtype=np.bool_)
-        counts = self.num_blocks[rows]
-        width = int(counts.max(initial=0))
-        is_held[self.table[rows, :width][np.arange(width) < counts[:, None]]] = True
-        return is_held
+    def entries(self, rows: I64, starts: I64, ends: I64) -> I64:
+        """The blocks of each row from index `starts` to before `ends`, which is above."""
+        counts = ends - starts
+        if counts.max() > 1:
+            rows, offsets = np.repeat(rows, counts), np.repeat(np.cumsum(counts) - counts, counts)
+            starts = np.repeat(starts, counts) + np.arange(len(rows)) - offsets
+        return self.table[rows, starts].astype(np.int64)
+
+    def num_holders(self, rows: I64, num_blocks: int) -> I64:
+        """For each block of the pool, the number of these rows that hold it."""
+        starts, ends = self.first_block[rows, None], self.num_blocks[rows, None]
+        places = np.arange(int(ends.max(initial=0)))
+        held = self.table[rows, : len(places)][(starts <= places) & (places < ends)]
+        return np.bincount(held, minlength=num_blocks)
 
     def chunk_slots(self, row: int, start: int, count: int) -> U32:
         """Slots of `count` consecutive positions of one row."""

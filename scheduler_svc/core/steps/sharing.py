@@ -24,6 +24,8 @@ def shared_before(table: RowTable, pool: BlockManager, rows: I64, hits: I64, ord
     rank = np.empty(len(order), dtype=np.int64)
     rank[order] = np.arange(len(order))
     num_holders = pool.refs.astype(np.int64)
+    if table.blocks_before is not None:  # rows that are not in `rows` may hold blocks without those before
+        num_holders = table.num_holders(rows, pool.num_blocks)
     num_holders[hits] += 1
     saved = np.zeros(len(rows) + 1, dtype=np.int64)
     i = np.flatnonzero(num_holders[table.table[rows, 0]] > 1)

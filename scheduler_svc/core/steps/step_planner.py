@@ -49,8 +49,11 @@ class StepPlanner:
         """Remove rows that have ended from the run, and add rows that decode now. Returns the number of blocks that the
         run needs for its next step.
         """
-        self._run.update(self._joining() if self._rows.outside else [])
-        return len(self._run.full)
+        run = self._run
+        run.update(self._joining() if self._rows.outside else [])
+        if self._rows.blocks_before is not None and run.members is not None:
+            self.books.free_unneeded(run.members.rows[run.full])
+        return len(run.full)
 
     def leave_run(self) -> int:
         """Take the rows that need a block out of the run, because the pool has too few blocks. Returns the number of
@@ -137,8 +140,21 @@ class StepPlanner:
         r = self._rows
         index = r.num_computed_tokens[decode] // self._capacity.block_size
         opens = index >= r.num_blocks[decode]
+        if r.blocks_before is not None:
+            self.books.free_unneeded(decode[opens])
         tail = r.table[decode, np.minimum(index, r.num_blocks[decode] - 1)]
         return decode[opens | (self._pool.refs[tail] > 1)]
+
+    def num_without_block(self, prefill: I64) -> int:
+        """Number of rows with a part of their prompt left that have no block for its next token. Each of them needs one
+        block at least. They exist only with attention windows: other rows get all blocks of their prompt at once.
+        """
+        r = self._rows
+        if r.blocks_before is None:
+            return 0
+        waiting = prefill[r.num_computed_tokens[prefill] >= r.num_blocks[prefill] * self._capacity.block_size]
+        self.books.free_unneeded(waiting)
+        return len(waiting)
 
     def num_blocks_for(self, needy: I64) -> int:
         """Number of blocks that these rows take. The last of the rows that share a block keeps it."""
@@ -184,6 +200,8 @@ class StepPlanner:
     def _plan_chunk(self, row: int, plan: StepPlan, num_encoder_tokens: int = 0) -> None:
         """Plan the next tokens of a row. `num_encoder_tokens`: the encoder positions, if the row begins with them."""
         count = num_encoder_tokens or min(self._rows.todo_of(row), plan.budget)
+        if self._rows.blocks_before is not None:
+            count = self._give_prompt_blocks(row, count, plan)
         if count < 1:
             return
         plan.add(np.array([row]), np.array([count]), count)
@@ -194,6 +212,25 @@ class StepPlanner:
         self._register_fills(row, count, plan)
         if self.books.num_reserved_rows:
             self._fork_if_complete(row, count, plan)
+
+    def _give_prompt_blocks(self, row: int, count: int, plan: StepPlan) -> int:
+        """Append the blocks for the next `count` tokens of a row's prompt to its table. Returns the number of tokens
+        that have a block: fewer than `count` if the pool has too few. Leaves one block for each other row if it can.
+        """
+        r, bs = self._rows, self._capacity.block_size
+        start, num_blocks = int(r.num_computed_tokens[row]), int(r.num_blocks[row])
+        num_missing = ceil_div(start + count, bs) - num_blocks
+        if num_missing < 1:
+            return count
+        self.books.free_unneeded(np.array([row]))
+        num_free = self._pool.num_free
+        num_new = min(num_missing, max(num_free - r.num_used, min(1, num_free)))
+        if num_new:
+            indices, blocks = np.arange(num_blocks, num_blocks + num_new), self._pool.allocate(num_new)
+            r.table[row, indices] = blocks
+            r.num_blocks[row] += num_new
+            plan.tables.append((np.full(num_new, row), indices, blocks))
+        return min(count, (num_blocks + num_new) * bs - start)
 
     def _register_fills(self, row: int, count: int, plan: StepPlan) -> None:
         """Register the blocks that this chunk fills with known tokens: they may be shared from now on."""
@@ -215,12 +252,13 @@ class StepPlanner:
         if len(seq.data.output):  # the forks are beams that are computed again
             self.books.beams_to_open.add(row)
             return
-        prompt, blocks = seq.group.prompt, r.table[row, : r.num_blocks[row]].astype(np.int64)
-        table = blocks.astype(np.uint32)
+        prompt, blocks = seq.group.prompt, r.held_blocks(row)
+        table = r.table[row, : r.num_blocks[row]].copy()
         for sample in seq.forks:
             sample.digests = list(seq.digests)
             self._pool.share(blocks)
             child = r.open(sample, prompt, table, len(prompt), int(r.limit[row]))
+            r.first_block[child] = r.first_block[row]
             r.pending[child] = 1 if r.limit[row] > len(prompt) and not r.is_beam[child] else 0
             sample.move_to(SequenceStatus.RUNNING)
             sample.worker_id, sample.row, sample.is_admitted_before = self._capacity.worker_id, child, True
@@ -275,8 +313,7 @@ class StepPlanner:
         return self._pool.match(seq.digests, token_ids, (len(token_ids) - 1) // bs, seq.group.num_encoder_tokens // bs)
 
     def _num_unshared(self, seq: Sequence) -> int:
-        hits = self._hits(seq)
-        return ceil_div(seq.data.num_tokens, self._capacity.block_size) - len(hits) + self._pool.num_unused(hits)
+        return self.books.num_missing(seq.data.num_tokens, self._hits(seq))
 
     def _num_candidates(self, seq: Sequence) -> int:
         search = seq.group.search
@@ -372,10 +409,11 @@ class StepPlanner:
     def admit(self, seq: Sequence, hits: I64, plan: StepPlan) -> None:
         """Give a waiting sequence a row and blocks after the cached `hits`, and plan its first tokens in this step."""
         bs, token_ids, num_hits = self._capacity.block_size, seq.data.token_ids(), len(hits)
-        self._pool.hit(hits)
-        new_blocks = self._pool.allocate(ceil_div(len(token_ids), bs) - num_hits)
-        blocks = np.concatenate((hits, new_blocks), dtype=np.uint32, casting="unsafe")
+        first, end = self._rows.opening_blocks(len(token_ids), num_hits * bs)
+        self._pool.hit(hits[first:])
+        blocks = np.concatenate((hits, self._pool.allocate(end - num_hits)), dtype=np.uint32, casting="unsafe")
         row = self._open_row(seq, token_ids, blocks, num_hits * bs, plan)
+        self._rows.first_block[row] = first
         self.books.num_reserved_rows += len(seq.forks)
         seq.count_cached(num_hits * bs)
         self._plan_chunk(row, plan, 0 if num_hits else seq.group.num_encoder_tokens)

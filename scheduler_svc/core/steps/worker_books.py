@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
@@ -12,7 +12,6 @@ import numpy as np
 from prefix_index.hashing import block_bytes, chained, extend_digests, root_digest, token_bytes
 from scheduler_svc.core.blocks.block_manager import BlockManager
 from scheduler_svc.core.messages import CachedBlock, WorkerCapacity
-from scheduler_svc.core.policy import ceil_div
 from scheduler_svc.core.queue_entry import NEVER, QueueEntry, Refusal
 from scheduler_svc.core.sequence import Sequence, SequenceStatus
 from scheduler_svc.core.steps.admission import excess_blocks, steps_to_retry
@@ -163,24 +162,31 @@ class WorkerBooks:
         token_ids = seq.data.token_ids()
         least = seq.group.num_encoder_tokens // bs
         hits = self.pool.match(seq.digests, token_ids, seq.max_cached_tokens // bs, least)
-        num_saved = len(hits) - self.pool.num_unused(hits) if len(hits) else 0
-        if ceil_div(len(token_ids), bs) - num_saved > self.pool.num_free:
+        if self.num_missing(len(token_ids), hits) > self.pool.num_free:
             return self.refuse()
         num_excess = self._excess_blocks(seq, hits, num_forks, watermark, mean_output)
         if num_excess and num_forks > num_forks_needed(seq):
             num_forks, num_excess = 0, self._excess_blocks(seq, hits, 0, watermark, mean_output)
         return self._refuse_for(num_excess) if num_excess else Room(hits, num_forks)
 
+    def num_missing(self, num_tokens: int, hits: I64) -> int:
+        """Number of free blocks that a sequence takes when it opens a row with so many tokens and these cached blocks:
+        new ones, and those of the hits that no sequence uses.
+        """
+        first, end = self.rows.opening_blocks(num_tokens, len(hits) * self.capacity.block_size)
+        needed = hits[first:]
+        return end - first - len(needed) + (self.pool.num_unused(needed) if len(needed) else 0)
+
     def check_preempting(self, seq: Sequence, watermark: float, mean_output: float) -> Refusal | None:
         """A refusal if the sequence, without its forks, would not fit even after preempting all less urgent rows."""
         r, token_ids = self.rows, seq.data.token_ids()
         rows = r.active()
         rows = rows[r.priority[rows] <= seq.group.priority]
-        is_held = r.are_held(rows, self.capacity.num_blocks)
+        is_held = r.num_holders(rows, self.capacity.num_blocks) > 0
         bs, least = self.capacity.block_size, seq.group.num_encoder_tokens // self.capacity.block_size
         hits = self.pool.match(seq.digests, token_ids, seq.max_cached_tokens // bs, least)
-        num_saved = int(np.count_nonzero(is_held[hits]))
-        num_blocks = ceil_div(len(token_ids), bs) - num_saved + int(np.count_nonzero(is_held))
+        first, end = r.opening_blocks(len(token_ids), len(hits) * bs)
+        num_blocks = end - first - int(np.count_nonzero(is_held[hits[first:]])) + int(np.count_nonzero(is_held))
         num_rows = sum(1 + len(r.sequence(row).forks) for row in rows.tolist())
         num_forks = num_forks_needed(seq)
         if num_rows + num_forks >= self.capacity.max_num_seqs or num_blocks > self.capacity.num_blocks:
@@ -302,7 +308,8 @@ class WorkerBooks:
         seq = self.rows.sequence(row)
         self.num_reserved_rows -= len(seq.forks)
         seq.worker_id = seq.row = None
-        self._release(self.rows.table[row, : self.rows.num_blocks[row]][::-1].astype(np.int64))
+        blocks = self.rows.held_blocks(row)[::-1]
+        self._release(np.concatenate((blocks, self._cached_again(row))) if self.rows.first_block[row] else blocks)
         self.rows.close(row)
         self.prefilling.discard(row)
         self.beams_to_open.discard(row)
@@ -310,11 +317,56 @@ class WorkerBooks:
         self.room_version += 1
         self._closed.append(row)
 
+    def _cached_again(self, row: int) -> I64:
+        """Takes back the blocks that the row has freed and that are still cached, the last one first. Freed again after
+        the row's other blocks, they are evicted after them: a hit needs all blocks of a prefix.
+        """
+        r = self.rows
+        cached = self.pool.match(r.digests[row], r.known_tokens(row), int(r.first_block[row]))
+        self.pool.share(cached)
+        return cached[::-1]
+
+    def free_unneeded(self, rows: I64) -> int:
+        """Free the blocks that the next tokens of these rows, and later ones, do not attend to. Returns their number.
+        Called for rows that are about to take a block: steps in which no row takes one do nothing here.
+
+        Cached blocks can be allocated at once, because steps run in order. Other blocks are kept until the step that
+        fills them is answered, which may commit them.
+        """
+        r = self.rows
+        if r.blocks_before is None:
+            return 0
+        firsts, needed = r.first_block[rows], r.num_computed_tokens[rows] // self.capacity.block_size - r.blocks_before
+        frees = needed > firsts
+        if not np.count_nonzero(frees):
+            return 0
+        r.first_block[rows] = np.maximum(firsts, needed)
+        blocks = r.entries(rows[frees], firsts[frees], needed[frees])
+        for part in _without_repeats(blocks):
+            is_committed = self.pool.are_committed(part)
+            if np.count_nonzero(is_committed) < len(part):
+                self._release(part[~is_committed])
+                part = part[is_committed]
+            self.pool.free(part)
+        if len(blocks) > len(rows):  # else the rows take as many blocks as they free
+            self.room_version += 1
+        return len(blocks)
+
     def _release(self, blocks: I64) -> None:
         if self.in_flight:
             self.in_flight[-1].releases.append(blocks)
         else:
             self.pool.free(blocks)
+
+
+def _without_repeats(blocks: I64) -> Iterator[I64]:
+    """The blocks in parts without repeats: several rows may free a shared block at once."""
+    while len(set(blocks.tolist())) < len(blocks):
+        _, places = np.unique(blocks, return_index=True)
+        places.sort()
+        yield blocks[places]
+        blocks = np.delete(blocks, places)
+    yield blocks
 
 
 def num_forks_needed(seq: Sequence) -> int:

@@ -57,6 +57,7 @@ class Simulation:
         block_size = rng.choice((2, 4, 8))
         num_workers = rng.choice((1, 2, 2, 3))
         max_len = 96
+        window = Random(f"window {self.seed}").choice((None, None, 11))
         capacities = []
         for i in range(num_workers):
             rows = rng.randint(2, 6)
@@ -70,6 +71,7 @@ class Simulation:
                     max_num_batched_tokens=rows + rng.choice((4, 16, 64)),
                     max_model_len=max_len,
                     pipeline_depth=rng.randint(1, 3),
+                    attention_window=window,
                 )
             )
         return Setup(

@@ -161,4 +161,5 @@ def engine_info(capacity: messages.WorkerCapacity, vocab_size: int, eos_token_id
         backend="symbolic",
         numerics="symbolic",
         build="symbolic",
+        attention_window=capacity.attention_window,
     )

@@ -35,9 +35,9 @@ def test_runs_count_as_much_as_single_blocks() -> None:
         rng = random.Random(seed)
         table, pool = make_table(rng)
         rows = table.active()
-        source = table.blocks(rng.choice(rows.tolist()))
+        source = table.held_blocks(rng.choice(rows.tolist())).tolist()
         hits = np.array(source[: rng.randint(0, len(source))], dtype=np.int64)
-        tables = [*(table.blocks(row) for row in rows), hits.tolist()]
+        tables = [*(table.held_blocks(row).tolist() for row in rows), hits.tolist()]
         order = rng.sample(range(len(tables)), len(tables))
         before: set[int] = set()
         expected = [0] * len(tables)

@@ -36,11 +36,11 @@ def mean(calls: Counter[str], num_steps: int) -> Counter[str]:
     return Counter({event: round(total / num_steps) for event, total in calls.items()})
 
 
-def calls_per_step(num_seqs: int, *, has_churn: bool = False) -> Counter[str]:
+def calls_per_step(num_seqs: int, *, has_churn: bool = False, window: int | None = None) -> Counter[str]:
     """Mean calls of a step, messages included, over one cycle in which every row opens one block. `has_churn`: in each
-    step one sequence ends and another begins.
+    step one sequence ends and another begins. `window`: an attention window that all rows have left.
     """
-    decode, calls = SteadyDecode(num_seqs, BLOCK_SIZE), Counter[str]()
+    decode, calls = SteadyDecode(num_seqs, BLOCK_SIZE, window), Counter[str]()
     for _ in range(4):
         decode.step(decode.answer(), has_messages=True)
     for i in range(BLOCK_SIZE):
@@ -72,7 +72,14 @@ def test_calls_of_a_steady_step(num_seqs: int, python_calls: int, c_calls: int) 
     assert calls["c_call"] <= c_calls, "calls of C functions"
 
 
-@pytest.mark.parametrize(("num_seqs", "python_calls", "c_calls"), [(32, 257, 302), (256, 260, 402)])
+@pytest.mark.parametrize(("num_seqs", "python_calls", "c_calls"), [(1, 64, 65), (256, 101, 232)])
+def test_calls_of_a_step_with_a_window(num_seqs: int, python_calls: int, c_calls: int) -> None:
+    calls = calls_per_step(num_seqs, window=256)
+    assert calls["call"] <= python_calls, "Python calls"
+    assert calls["c_call"] <= c_calls, "calls of C functions"
+
+
+@pytest.mark.parametrize(("num_seqs", "python_calls", "c_calls"), [(32, 259, 306), (256, 262, 406)])
 def test_calls_of_a_step_with_churn(num_seqs: int, python_calls: int, c_calls: int) -> None:
     calls = calls_per_step(num_seqs, has_churn=True)
     assert calls["call"] <= python_calls, "Python calls"
@@ -80,7 +87,7 @@ def test_calls_of_a_step_with_churn(num_seqs: int, python_calls: int, c_calls: i
 
 
 @pytest.mark.parametrize(
-    ("num_workers", "num_tokens", "python_calls", "c_calls"), [(8, 128, 228, 221), (64, 128, 228, 221)]
+    ("num_workers", "num_tokens", "python_calls", "c_calls"), [(8, 128, 229, 224), (64, 128, 229, 224)]
 )
 def test_calls_of_an_admission(num_workers: int, num_tokens: int, python_calls: int, c_calls: int) -> None:
     calls = calls_per_admission(num_workers, num_tokens)

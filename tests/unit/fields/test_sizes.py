@@ -21,6 +21,8 @@ BY_MODEL, BY_POOL = SizeLimits(256, 1000), SizeLimits(256, 64)
         (BY_POOL, 64, 0, 0),
         (BY_POOL, 64, 1, 1),
         (SizeLimits(64, 64), 3, None, 61),
+        (SizeLimits.of_pool(256, 4, 16, 49), 3, None, 253),  # the window fits, so the pool is no limit
+        (SizeLimits.of_pool(256, 4, 16, 50), 3, None, 62),
     ],
 )
 def test_what_fits(limits: SizeLimits, num_prompt: int, max_tokens: int | None, resolved: int) -> None:

@@ -286,6 +286,8 @@ def test_a_pool_smaller_than_the_model_length_is_the_limit(bundle: bytes, model:
     with pytest.raises(InvalidRequestError, match=r"KV pool .* is 65: ask for at most 62"):
         plan({"stop": ST(max_tokens=63)}, small)
     assert plan({}, small).stop.max_tokens == 62
+    in_window = ServedModel(make_info(bundle, max_num_blocks=4, attention_window=49), model.text)
+    assert plan({"stop": ST(max_tokens=63)}, in_window).stop.max_tokens == 63
 
 
 def test_defaults_come_from_request_then_model_then_protocol(bundle: bytes) -> None:

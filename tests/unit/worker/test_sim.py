@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
+import shutil
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -129,8 +131,34 @@ class Driver:
         assert not output.errors
 
 
+def window_runner(folder: Path, window: int) -> SimRunner:
+    """A runner of the demo model's folder with a window in all layers."""
+    shutil.copytree(demo_model_dir(), folder)
+    config = json.loads((folder / "config.json").read_text())
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    mistral = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": window}
+    (folder / "config.json").write_text(json.dumps(config | sizes | mistral))
+    settings = EngineConfig(model_dir=folder, block_size=SIZE, num_blocks=8, max_num_seqs=2, max_num_batched_tokens=64)
+    return SimRunner(settings, SimConfig(step_ms=0.0))
+
+
 def make_prompt(length: int, seed: int = 0) -> list[int]:
     return random.Random(seed).choices(range(3, 2000), k=length)
+
+
+def test_blocks_behind_the_window_may_have_other_content(tmp_path: Path) -> None:
+    runner = window_runner(tmp_path / "model", window=6)  # two blocks before that of a token
+    assert runner.info.attention_window == 6
+    assert runner.info.max_model_len > 8 * SIZE  # more than the pool holds
+    driver = Driver(runner)
+    row = Row(0, make_prompt(13), [0, 1, 2, 3])
+    driver.check(driver.step([(row, 13)], [row.open()]))
+    other = Row(1, make_prompt(6, seed=1), [0, 1])
+    driver.check(driver.step([(other, 6), (row, 1)], [other.open()]))  # position 13 attends to 8 and later
+    spoilt = Row(1, make_prompt(2, seed=2), [2])
+    output = driver.step([(spoilt, 2), (row, 1)], [replace(spoilt.open(), row=1)], close_rows=u32([1]))
+    assert [error.row for error in output.errors] == [0]
+    assert "block 2 differs from this row's prefix at position 8" in output.errors[0].message
 
 
 # -- the specification -------------------------------------------------------------------------------------------------

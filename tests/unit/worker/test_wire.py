@@ -190,9 +190,9 @@ def test_capacity_has_the_facts_of_the_engine() -> None:
     assert (list(info.eos_token_ids), info.bundle_digest, info.block_size) == ([2], b"d" * 16, 4)
     assert (info.max_num_blocks, info.max_num_seqs, info.dtype) == (32, 8, "float32")
     assert info.determinism == types_pb2.DETERMINISM_EXACT
-    assert info.quantization == ""
-    quantized = capacity_to_proto(make_info(quantize="int8"), bundle_digest=b"", pipeline_depth=1)
-    assert quantized.info.quantization == "int8"
+    assert (info.quantization, info.attention_window) == ("", 0)
+    other = capacity_to_proto(make_info(quantize="int8", attention_window=9), bundle_digest=b"", pipeline_depth=1)
+    assert (other.info.quantization, other.info.attention_window) == ("int8", 9)
     sampling = info.default_sampling
     assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (0.5, 20, 0.75, 0.0)
     assert not sampling.HasField("seed")
