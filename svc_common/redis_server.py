@@ -158,13 +158,12 @@ def connect(server: RedisServer | str, timeout_s: float) -> redis.asyncio.Redis:
     if is_sentinel_url(server.url):
         return _connect_by_sentinels(server, parse_sentinel_url(server.url), options)
     client = redis.asyncio.Redis.from_url(server.url, **options)
-    pool = client.connection_pool
     if server.uses_tls:
-        pool.connection_class = _TlsConnection
-        pool.connection_kwargs["files"] = _TlsFiles(server)
+        client.connection_pool.connection_class = _TlsConnection
+        client.connection_pool.connection_kwargs["files"] = _TlsFiles(server)
     if server.password is not None:
-        username = pool.connection_kwargs.pop("username", None)
-        pool.connection_kwargs["credential_provider"] = _PasswordFile(server.password, username)
+        settings = client.connection_pool.connection_kwargs
+        settings["credential_provider"] = _PasswordFile(server.password, settings.pop("username", None))
     return client
 
 
