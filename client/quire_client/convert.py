@@ -10,7 +10,9 @@ from quire.v1 import types_pb2
 from quire_client.types import (
     AbortResult,
     FinishReason,
+    LatencyHistogram,
     ModelInfo,
+    OpenRequest,
     Sample,
     SchedulerStatus,
     Status,
@@ -147,6 +149,14 @@ def scheduler_status(message: pb.SchedulerStatus) -> SchedulerStatus:
         pending_tokens=message.pending_tokens,
         max_waiting_tokens=message.max_waiting_tokens,
         refused_deadline=message.refused_deadline,
+        output_tokens=message.output_tokens,
+        finished=message.finished,
+        first_token=LatencyHistogram(
+            tuple(message.first_token.bounds_s), tuple(message.first_token.counts), message.first_token.sum_s
+        ),
+        slowest=tuple(
+            OpenRequest(r.request_id, r.worker_id, r.age_s, r.prompt_tokens, r.output_tokens) for r in message.slowest
+        ),
     )
 
 

@@ -260,6 +260,26 @@ class WorkerStatus(Result):
 
 
 @dataclass(frozen=True, slots=True)
+class LatencyHistogram(Result):
+    """Counts of durations. `counts` has one more item than `bounds_s`: the last bucket has no upper bound."""
+
+    bounds_s: tuple[float, ...] = ()
+    counts: tuple[int, ...] = ()
+    sum_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class OpenRequest(Result):
+    """A request that has not ended."""
+
+    request_id: str
+    worker_id: str  # empty: it waits
+    age_s: float
+    prompt_tokens: int
+    output_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class SchedulerStatus(Result):
     """A scheduler and its workers."""
 
@@ -278,6 +298,10 @@ class SchedulerStatus(Result):
     pending_tokens: int = 0  # prompt tokens not computed yet, in the queue and on workers
     max_waiting_tokens: int = 0  # limit of tokens in the queue (prompts plus expected outputs); 0: no limit
     refused_deadline: int = 0  # requests refused because they could not meet their deadline
+    output_tokens: int = 0  # since the scheduler started
+    finished: int = 0  # sequences that ended since the scheduler started
+    first_token: LatencyHistogram = LatencyHistogram()
+    slowest: tuple[OpenRequest, ...] = ()  # the oldest open requests, the oldest first; at most 10
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,6 +66,8 @@ def test_quire_commands_run(line: str, target: str, tmp_path: Path, monkeypatch,
     words = [LOAD.get(before, word) for before, word in zip(["", *words], words, strict=False)]
     if words[0] == "bench" and "--num-prompts" not in words:
         words += ["--num-prompts", LOAD["--num-prompts"]]
+    if words[0] == "top":
+        words += ["--count", "2", "--interval-s", "0.1"]
     with openai_server() as server:
         code = cli.main([word.replace("http://localhost:8000", server.url) for word in words])
     assert (code, capsys.readouterr().out != "") == (0, True)

@@ -19,6 +19,7 @@ examples:
   quire up                                   start all services here with the bundled demo model
   quire chat "What does os.path.join do?"    one question (without one: a conversation)
   quire status                               workers, blocks, queue, cache hits
+  quire top                                  the same, live, with rates and the oldest requests
   quire up --model ~/models/Qwen3-0.6B --workers 2 --dtype bfloat16
 
 The gateway is --target, else $QUIRE_TARGET, else localhost:50051. For several gateways write host:port,host:port: if
@@ -259,6 +260,11 @@ def _add_inspection(commands: argparse._SubParsersAction[Parser]) -> None:
     status.add_argument("--json", action="store_true", help="one JSON line (with --watch: one per second)")
     status.add_argument("--watch", action="store_true", help="repeat every second until Ctrl-C")
     _add_target(status)
+    top = _command(commands, "top", "top", "top", "live load of schedulers and workers, like top")
+    top.add_argument("--interval-s", type=positive, default=1.0, metavar="S", help="seconds between views (default 1)")
+    top.add_argument("--text", action="store_true", help="print plain text (default without a terminal)")
+    top.add_argument("--count", type=at_least(1), default=0, metavar="N", help="print N views as plain text, then exit")
+    _add_target(top)
     tokenize = _command(commands, "tokenize", "show", "tokenize", "token ids of a text")
     tokenize.add_argument("text", nargs="?", metavar="TEXT", help="text (default: read stdin)")
     tokenize.add_argument(

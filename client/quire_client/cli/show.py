@@ -8,6 +8,8 @@ import time
 
 from quire_client.cli.generate import connect
 from quire_client.cli.output import complain, count, read_stdin, to_json, write
+from quire_client.cli.top_text import seconds_text
+from quire_client.rates import RateMeter, Rates
 from quire_client.tables import table
 from quire_client.types import ModelInfo, SchedulerStatus, Status, WorkerStatus
 
@@ -32,12 +34,15 @@ def models(args: argparse.Namespace) -> int:
 
 
 def status(args: argparse.Namespace) -> int:
+    meter = RateMeter()
     with connect(args) as client:
         while True:
             found = client.status(timeout_s=args.timeout_s)
+            rates = meter.add(found, time.monotonic())
             if args.watch and not args.json and sys.stdout.isatty():
                 write(CLEAR_SCREEN)
-            print(to_json(found) if args.json else status_text(found), flush=True)
+            text = to_json(found) if args.json else status_text(found)
+            print(text if args.json or not args.watch else f"{text}\n{rates_text(rates)}", flush=True)
             if not args.watch:
                 return 0
             time.sleep(WATCH_INTERVAL_S)
@@ -88,6 +93,15 @@ def status_text(status: Status) -> str:
         return summary_text(status)
     parts = [scheduler_text(scheduler) for scheduler in status.schedulers] or ["no scheduler is configured"]
     return "\n\n".join([*parts, f"open streams: {status.open_streams}"])
+
+
+def rates_text(rates: Rates) -> str:
+    """The rates of all schedulers in one line."""
+    first = f"{seconds_text(rates.first_token_p50_s)} p50, {seconds_text(rates.first_token_p95_s)} p95"
+    return (
+        f"rates: {rates.output_tokens_per_s:.0f} tokens/s, {rates.ended_per_s:.1f} sequences/s, "
+        f"first token after {first} (30 s)"
+    )
 
 
 def summary_text(status: Status) -> str:
