@@ -5,7 +5,7 @@ from __future__ import annotations
 from gateway_svc.dispatcher import Hints
 from gateway_svc.prompts import PromptReader
 from gateway_svc.validation import GenerationPlan
-from prefix_index.hashing import extend_digests, model_salt, root_digest
+from prefix_index.hashing import encoder_digest, extend_digests, model_salt, root_digest, root_key
 from prefix_index.reader import RedisPrefixReader
 
 MIN_BLOCKS_TO_LOOK_UP = 2  # computing a shorter prefix takes less time than the lookup
@@ -37,6 +37,8 @@ def chain_of(plan: GenerationPlan) -> list[bytes]:
     digests: list[bytes] = []
     if info.block_size:
         salt = model_salt(info.revision, info.dtype, info.determinism)
-        root = root_digest(salt, info.block_size, plan.cache_salt.encode())
-        extend_digests(digests, root, plan.prompt_ids, info.block_size)
+        encoder = b"" if plan.encoder is None else encoder_digest(plan.prompt_ids)
+        key = root_key(cache_salt=plan.cache_salt.encode(), encoder=encoder)
+        root = root_digest(salt, info.block_size, key)
+        extend_digests(digests, root, plan.column, info.block_size)
     return digests

@@ -16,7 +16,9 @@ from quire.internal.v1 import inputs_pb2, scheduler_pb2
 from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2 as types
 
+from gateway_svc import encoder
 from gateway_svc.chat_request import AnswerPlan, answer_plan, check_chat
+from gateway_svc.encoder import EncoderPlan, decoder_start, encoder_plan
 from gateway_svc.models import ServedModel
 from gateway_svc.parameters import FieldErrors, check_token_ids, invalid, parameters_of
 from gateway_svc.prompt_input import PromptInput, check_embeddings
@@ -79,6 +81,12 @@ class GenerationPlan:
     cumulative_logprobs: tuple[float, ...] = ()  # [n] sums over `outputs`
     num_prompt_logprobs: int = 0  # prompt tokens whose log probabilities the client has, the first token included
     best_of: BestOf | None = None  # None: all computed samples are sent
+    encoder: EncoderPlan | None = None  # set if `prompt_ids` are the input of an encoder
+
+    @property
+    def column(self) -> array[int]:
+        """The prompt that schedulers get."""
+        return self.prompt_ids if self.encoder is None else self.encoder.column(self.prompt_ids)
 
     @property
     def computed(self) -> tuple[Sequence[array[int]], Sequence[bool]]:
@@ -215,7 +223,13 @@ def plan_generation(
             prompt_ids = prompt_ids[-request.truncate_prompt_tokens :]
         check_token_ids("prompt", prompt_ids, model)
     _check_determinism(request.scheduling.determinism, model)
-    given = parameters_of(request, model, resolve_max_tokens(request.stop, len(prompt_ids), model), grammar)
+    start = decoder_start(model)
+    if start is None:
+        max_tokens = resolve_max_tokens(request.stop, len(prompt_ids), model)
+    else:
+        max_tokens = encoder.resolve_max_tokens(request.stop, len(prompt_ids), start, model)
+        encoder.check_output(request.output)
+    given = parameters_of(request, model, max_tokens, grammar)
     sampling = given.sampling_with(request.sampling.seed if request.sampling.HasField("seed") else drawn_seed)
     outputs, finished = _read_continuation(request, model, sampling, given.condition.max_tokens)
     output = request.output
@@ -243,6 +257,7 @@ def plan_generation(
         cumulative_logprobs=_sums_of(request.continuation, sampling.n),
         num_prompt_logprobs=_num_prompt_logprobs(request.continuation, len(prompt_ids)),
         beams=given.beams,
+        encoder=None if start is None else encoder_plan(len(prompt_ids), max_tokens, start, grammar, model),
     )
     return _as_best_of(plan) if sampling.HasField("best_of") else plan
 

@@ -62,8 +62,9 @@ def submit_from_plan(plan: GenerationPlan, *, request_id: str) -> pb.Submit:
     """
     return pb.Submit(
         request_id=request_id,
-        prompt_token_ids=u32_to_bytes(plan.prompt_ids),
         inputs=plan.inputs,
+        prompt_token_ids=u32_to_bytes(plan.column),
+        encoder=None if plan.encoder is None else plan.encoder.message,
         sampling=_for_scheduler(plan),
         bad_words_ids=[types.TokenIds(ids=ids) for ids in plan.bad_words_ids],
         stop=_without_strings(plan.stop),

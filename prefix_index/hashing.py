@@ -31,6 +31,22 @@ def model_salt(revision: str, dtype: str, determinism: int) -> bytes:
     return f"{revision}|{dtype}|{determinism}".encode()
 
 
+def root_key(*, cache_salt: bytes = b"", encoder: bytes = b"") -> bytes:
+    """The properties of a request on which KV depends, besides its tokens.
+
+    Each part has its name and length, so that different parts never give the same bytes.
+    """
+    parts = {b"cache_salt": cache_salt, b"encoder": encoder}
+    return b"".join(b"%s:%d:%s|" % (name, len(value), value) for name, value in parts.items() if value)
+
+
+def encoder_digest(token_ids: U32Column) -> bytes:
+    """The digest of a whole encoder input. An encoder is bidirectional: KV of its first block depends on its last
+    id.
+    """
+    return xxh3_128_digest(token_bytes(token_ids))
+
+
 @lru_cache(maxsize=4096)  # one per cache salt
 def root_digest(root_salt: bytes, block_size: int, root_key: bytes) -> bytes:
     """The parent digest of every first block. It covers the lengths too, so different inputs give different bytes."""

@@ -27,6 +27,7 @@ SHARED_FACTS = (
     "vocab_size",
     "bundle_digest",
     "eos_token_ids",
+    "encoder",
 )
 SETTINGS = {"weights_digest": "checkpoint (--model)"}  # the setting to change, if it is not named like the fact
 

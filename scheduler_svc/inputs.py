@@ -25,7 +25,7 @@ def check_inputs(inputs: Sequence[pb.CarriedInput], prompt: U32, info: types_pb2
     """
     if len(inputs) > MAX_INPUTS:
         raise _invalid("", f"has {len(inputs)} inputs; at most {MAX_INPUTS} are allowed")
-    if inputs and not info.hidden_size:
+    if inputs and not (info.hidden_size or info.encoder.HasField("audio")):
         raise _invalid("", f"has {len(inputs)} inputs, but the workers of model {info.model!r} take tokens only")
     is_token = np.ones(len(prompt), np.bool_)
     first = num_bytes = 0
@@ -55,14 +55,13 @@ def _check_input(index: str, carried: pb.CarriedInput, first: int, prompt: U32, 
             f"has start {carried.start} and length {carried.length}; its positions must be after those of the inputs "
             f"before it, which end at {first}, and in the prompt of {len(prompt)} positions",
         )
-    if carried.kind != pb.INPUT_KIND_EMBEDDINGS:
-        raise _invalid(index, f"has kind {carried.kind}; this scheduler knows {pb.INPUT_KIND_EMBEDDINGS} (embeddings)")
     if carried.dtype not in DTYPE_BYTES:
         raise _invalid(index, f"has dtype {carried.dtype}; must be one of {', '.join(map(str, DTYPE_BYTES))}")
-    expected = [carried.length, info.hidden_size]
-    if list(carried.shape) != expected:
-        raise _invalid(index, f"has shape {list(carried.shape)}; must be {expected} (length and hidden_size)")
-    num_bytes = math.prod(expected) * DTYPE_BYTES[carried.dtype]
+    if info.encoder.HasField("audio"):
+        _check_audio(index, carried, info.encoder)
+    else:
+        _check_embeddings(index, carried, info)
+    num_bytes = math.prod(carried.shape) * DTYPE_BYTES[carried.dtype]
     if len(carried.data) != num_bytes:
         raise _invalid(index, f"has {len(carried.data)} bytes of data; its shape and dtype need {num_bytes}")
     if len(carried.digest) != DIGEST_BYTES:
@@ -70,6 +69,31 @@ def _check_input(index: str, carried: pb.CarriedInput, first: int, prompt: U32, 
     if prompt[carried.start : end].astype("<u4").tobytes() != content_ids(carried.digest, carried.length):
         raise _invalid(index, "has positions in prompt_token_ids that are not the content ids of its digest")
     return num_bytes
+
+
+def _check_embeddings(index: str, carried: pb.CarriedInput, info: types_pb2.ModelInfo) -> None:
+    if carried.kind != pb.INPUT_KIND_EMBEDDINGS:
+        raise _invalid(index, f"has kind {carried.kind}; this scheduler knows {pb.INPUT_KIND_EMBEDDINGS} (embeddings)")
+    expected = [carried.length, info.hidden_size]
+    if list(carried.shape) != expected:
+        raise _invalid(index, f"has shape {list(carried.shape)}; must be {expected} (length and hidden_size)")
+
+
+def _check_audio(index: str, carried: pb.CarriedInput, info: types_pb2.EncoderInfo) -> None:
+    if carried.kind != pb.INPUT_KIND_AUDIO or carried.dtype != pb.INPUT_DTYPE_FLOAT32:
+        raise _invalid(
+            index,
+            f"has kind {carried.kind} and dtype {carried.dtype}; the model takes kind {pb.INPUT_KIND_AUDIO} (audio) "
+            f"with dtype {pb.INPUT_DTYPE_FLOAT32} (float32)",
+        )
+    if (carried.start, carried.length) != (0, info.max_tokens):
+        raise _invalid(
+            index,
+            f"has start {carried.start} and length {carried.length}; audio has positions 0 to {info.max_tokens - 1}",
+        )
+    most = info.audio.max_samples
+    if len(carried.shape) != 1 or not 1 <= carried.shape[0] <= most:
+        raise _invalid(index, f"has shape {list(carried.shape)}; must be [samples], with 1 to {most} samples")
 
 
 def _invalid(index: str, words: str) -> InvalidRequestError:

@@ -15,6 +15,7 @@ import numpy as np
 from quire.internal.v1 import scheduler_pb2
 from quire.v1 import types_pb2
 
+from prefix_index.hashing import root_key
 from request_fields import checks
 from request_fields.beams import BeamParams, beam_params
 from request_fields.fields import (
@@ -30,6 +31,7 @@ from request_fields.grammar import has_grammar
 from request_fields.sizes import SizeLimits
 from scheduler_svc.columns import U32, WireError, u32_from_bytes, u32_to_bytes
 from scheduler_svc.core.sequence import SequenceGroup
+from scheduler_svc.encoders import check_encoder
 from scheduler_svc.inputs import check_inputs, check_vocab
 from svc_common.errors import InvalidRequestError, UnimplementedError
 from svc_common.tracing import valid_traceparent
@@ -71,6 +73,7 @@ class SubmitReader:
         given = self._parameters(submit)
         prompt = _prompt(submit.prompt_token_ids)
         num_input_bytes = check_inputs(submit.inputs, prompt, self._info)
+        num_encoder_tokens, encoder = check_encoder(submit, prompt, given.stop.max_tokens, self._info)
         with _field_errors():
             self._limits.resolve(len(prompt), given.stop.max_tokens)
         outputs, finished = _continuation(submit.continuation, given.n, given.stop.max_tokens, self._vocab_size)
@@ -84,11 +87,13 @@ class SubmitReader:
             handle=submit.handle,
             n=given.n,
             priority=submit.priority,
-            root_key=_root_key(submit.cache_salt),
+            root_key=_root_key(submit.cache_salt, encoder),
             sampling=submit.sampling,
             banned_ids=given.banned_ids,
             banned_before=given.stop.min_tokens,
             bad_words_ids=given.bad_words_ids,
+            num_encoder_tokens=num_encoder_tokens,
+            encoder=submit.encoder if num_encoder_tokens else None,
             inputs=submit.inputs,
             num_input_bytes=num_input_bytes,
             beam_params=given.beams,
@@ -163,13 +168,13 @@ def _prompt(data: bytes) -> U32:
         raise InvalidRequestError(str(error), field="prompt_token_ids") from None
 
 
-def _root_key(cache_salt: str) -> bytes:
-    key = cache_salt.encode()
-    if len(key) > MAX_CACHE_SALT_BYTES:
+def _root_key(cache_salt: str, encoder: bytes) -> bytes:
+    salt = cache_salt.encode()
+    if len(salt) > MAX_CACHE_SALT_BYTES:
         raise InvalidRequestError(
-            f"cache_salt has {len(key)} bytes; at most {MAX_CACHE_SALT_BYTES} are allowed", field="cache_salt"
+            f"cache_salt has {len(salt)} bytes; at most {MAX_CACHE_SALT_BYTES} are allowed", field="cache_salt"
         )
-    return key
+    return root_key(cache_salt=salt, encoder=encoder)
 
 
 def _tenant_id(tenant_id: str) -> str:

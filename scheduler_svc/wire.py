@@ -11,7 +11,7 @@ from quire.v1 import types_pb2
 from scheduler_svc.columns import u32_to_bytes
 from scheduler_svc.core.logprobs import LogprobColumns, concat_columns, concat_prompts, no_logprobs
 from scheduler_svc.core.messages import Deltas, Finished
-from scheduler_svc.core.sequence import FinishReason
+from scheduler_svc.core.sequence import FinishReason, SequenceGroup
 from scheduler_svc.logprob_wire import columns_to_proto
 from svc_common.errors import QuireError
 
@@ -119,6 +119,11 @@ def _of_owner(deltas: Deltas, owner: int) -> Deltas:
     )
 
 
+def _num_prompt_tokens(group: SequenceGroup) -> int:
+    """Tokens of the prompt. That of an encoder-decoder model is the encoder input: no padding, no decoder prompt."""
+    return group.encoder.num_tokens if group.num_encoder_tokens else len(group.prompt)
+
+
 def _finished_to_proto(finished: Finished) -> scheduler_pb2.SampleFinished:
     return scheduler_pb2.SampleFinished(
         handle=finished.group.handle,
@@ -126,8 +131,8 @@ def _finished_to_proto(finished: Finished) -> scheduler_pb2.SampleFinished:
         reason=REASON_TO_PROTO[finished.reason],
         stop_token_id=finished.stop_token_id,
         usage=types_pb2.Usage(
-            prompt_tokens=len(finished.group.prompt),
-            cached_tokens=finished.num_cached_tokens,
+            prompt_tokens=_num_prompt_tokens(finished.group),
+            cached_tokens=min(finished.num_cached_tokens, _num_prompt_tokens(finished.group)),
             output_tokens=finished.num_output_tokens,
             recomputed_tokens=finished.num_recomputed_tokens,
         ),

@@ -94,6 +94,7 @@ def _row_open_to_proto(row_open: RowOpen) -> worker_pb2.RowOpen:
         logprobs=row_open.group.logprobs,
         prompt_logprobs=row_open.prompt_logprobs,
         inputs=row_open.inputs,
+        encoder=row_open.group.encoder,
     )
 
 

@@ -27,6 +27,7 @@ from gateway_svc.http.fields import ENDPOINTS, BodyField
 from request_fields.fields import BY_PATH, FIELDS, Field, Kind, Side
 from svc_common.config import allowed_values, environment_name, make_parser, settings_of
 from svc_common.metrics import COMMON, PREFIX, Spec
+from worker_svc.engine.encoder_decoder import CROSS_ATTENTION, ENCODER_DECODERS
 from worker_svc.engine.families import ARCHITECTURES
 from worker_svc.engine.features import FEATURES, OF_BACKEND, features_of
 from worker_svc.engine.quantization_config import FORMATS
@@ -188,6 +189,9 @@ def architecture_rows() -> Iterator[list[str]]:
         needed = features_of(row)
         what = ", ".join(FEATURES[feature] for feature in sorted(needed | row.may_need))
         yield [f"`{name}`", row.models, what, *(_served(backend, needed, row.may_need) for backend in OF_BACKEND)]
+    for name, family in ENCODER_DECODERS.items():
+        served = (_served(backend, {CROSS_ATTENTION}, set()) for backend in OF_BACKEND)
+        yield [f"`{name}`", family.models, FEATURES[CROSS_ATTENTION], *served]
 
 
 def quantization_rows() -> Iterator[list[str]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from worker_svc.engine.encoder_decoder import is_encoder_decoder, parse_encoder_decoder
 from worker_svc.engine.families import architecture_of
 from worker_svc.engine.model_folder import CheckpointError, check_weight_files, decoder_config, read_object
 from worker_svc.engine.quantization_config import QuantizationConfig, quantization_of
@@ -21,7 +22,11 @@ def check_model(folder: Path) -> None:
 
 def check_config(folder: Path) -> QuantizationConfig | None:
     """Raises CheckpointError if the architecture or the quantization in config.json is not supported."""
-    config = decoder_config(read_object(folder / "config.json"))
+    config = read_object(folder / "config.json")
+    if is_encoder_decoder(config):
+        parse_encoder_decoder(config)
+        return None
+    config = decoder_config(config)
     return quantization_of(config, architecture_of(config))
 
 

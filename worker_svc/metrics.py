@@ -36,6 +36,7 @@ SPECS = (
         "tokens",
         ("stage",),
     ),
+    Spec("worker_encoder_inputs_total", "counter", "encoder inputs computed; cached ones are not computed again"),
     Spec(
         "worker_idle_seconds",
         "histogram",
@@ -54,6 +55,7 @@ class StepMeter:
         self.rows = Buckets(ROW_COUNTS)
         self.prefill_tokens = 0
         self.decode_tokens = 0
+        self.encoder_inputs = 0
         self.idle = Buckets(IDLE_TIMES_S)
         self._running_since: float | None = None
         self._ended_at: float | None = None  # end of the last step with rows
@@ -83,6 +85,7 @@ class StepMeter:
         self.rows.observe(num_rows)
         self.decode_tokens += num_decode
         self.prefill_tokens += num_tokens - num_decode
+        self.encoder_inputs += sum(row_open.computes_encoder for row_open in batch.opens)
 
 
 class Executor(Protocol):
@@ -127,4 +130,5 @@ class WorkerReader:
         yield "worker_step_rows", (), meter.rows
         yield "worker_tokens_total", ("prefill",), meter.prefill_tokens
         yield "worker_tokens_total", ("decode",), meter.decode_tokens
+        yield "worker_encoder_inputs_total", (), meter.encoder_inputs
         yield "worker_idle_seconds", (), meter.idle

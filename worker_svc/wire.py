@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
-from quire.internal.v1 import inputs_pb2, logprobs_pb2, scheduler_pb2, worker_pb2
+from quire.internal.v1 import encoder_pb2, inputs_pb2, logprobs_pb2, scheduler_pb2, worker_pb2
 from quire.v1 import types_pb2
 
 from request_fields import checks
@@ -23,6 +23,7 @@ from worker_svc.engine.batch import (
     U32,
     Bools,
     CarriedInput,
+    EncoderInput,
     LogprobColumns,
     RowError,
     RowErrorCode,
@@ -31,7 +32,7 @@ from worker_svc.engine.batch import (
     StepOutput,
     TokenRules,
 )
-from worker_svc.engine.config import EngineInfo
+from worker_svc.engine.config import EncoderInfo, EngineInfo
 from worker_svc.seals import TAG_BYTES, Seals
 
 HASH_BYTES = 16
@@ -41,7 +42,7 @@ ROW_ERROR_CODES = {
     RowErrorCode.BAD_INPUT: worker_pb2.ROW_ERROR_CODE_BAD_INPUT,
     RowErrorCode.INTERNAL: worker_pb2.ROW_ERROR_CODE_INTERNAL,
 }
-INPUT_KINDS = {inputs_pb2.INPUT_KIND_EMBEDDINGS: "embeddings"}
+INPUT_KINDS = {inputs_pb2.INPUT_KIND_EMBEDDINGS: "embeddings", inputs_pb2.INPUT_KIND_AUDIO: "audio"}
 INPUT_DTYPES = {
     inputs_pb2.INPUT_DTYPE_FLOAT32: "float32",
     inputs_pb2.INPUT_DTYPE_BFLOAT16: "bfloat16",
@@ -172,6 +173,16 @@ def _row_open_from_proto(field: str, row_open: worker_pb2.RowOpen) -> RowOpen:
         prompt_logprobs=row_open.prompt_logprobs if row_open.HasField("prompt_logprobs") else None,
         num_candidates=row_open.num_candidates,
         inputs=tuple(map(_input_from_proto, row_open.inputs)),
+        encoder=_encoder_from_proto(row_open.encoder) if row_open.HasField("encoder") else None,
+    )
+
+
+def _encoder_from_proto(encoder: encoder_pb2.EncoderInput) -> EncoderInput:
+    return EncoderInput(
+        num_tokens=encoder.num_tokens,
+        allowed={entry.position: np.array(entry.ids, np.uint32) for entry in encoder.allowed},
+        banned_ids=np.array(encoder.banned_ids, np.uint32),
+        first_banned_ids=np.array(encoder.first_banned_ids, np.uint32),
     )
 
 
@@ -282,7 +293,32 @@ def model_info_to_proto(info: EngineInfo, bundle_digest: bytes) -> types_pb2.Mod
         build=info.build,
         hidden_size=info.hidden_size,
         attention_window=info.attention_window or 0,
+        encoder=None if info.encoder is None else encoder_info_to_proto(info.encoder),
     )
+
+
+def encoder_info_to_proto(info: EncoderInfo) -> types_pb2.EncoderInfo:
+    """The encoder of a model."""
+    message = types_pb2.EncoderInfo(
+        max_tokens=info.max_tokens,
+        max_decoder_tokens=info.max_decoder_tokens,
+        decoder_start_ids=info.decoder_start_ids,
+        forced_bos_token_id=info.forced_bos_token_id,
+        forced_eos_token_id=info.forced_eos_token_id,
+        suppress_ids=info.suppress_ids,
+        begin_suppress_ids=info.begin_suppress_ids,
+    )
+    if info.audio is not None:
+        message.audio.CopyFrom(
+            types_pb2.AudioInfo(
+                sampling_rate=info.audio.sampling_rate,
+                max_samples=info.audio.max_samples,
+                language_ids=info.audio.language_ids,
+                task_ids=info.audio.task_ids,
+                no_timestamps_id=info.audio.no_timestamps_id,
+            )
+        )
+    return message
 
 
 def capacity_to_proto(info: EngineInfo, *, bundle_digest: bytes, pipeline_depth: int) -> scheduler_pb2.WorkerCapacity:

@@ -87,13 +87,13 @@ def make_checkpoint(
     )
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    _randomize(model)
+    randomize(model)
     model.save_pretrained(folder)
-    _write_tokenizer(folder)
+    write_tokenizer(folder)
     return folder
 
 
-def _randomize(model: torch.nn.Module) -> None:
+def randomize(model: torch.nn.Module) -> None:
     """Fill every tensor so that ignoring it changes the output: norms are not 1, biases are not 0."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -105,7 +105,7 @@ def _randomize(model: torch.nn.Module) -> None:
                 parameter.normal_(0, 0.15)
 
 
-def _write_tokenizer(folder: Path) -> None:
+def write_tokenizer(folder: Path) -> None:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

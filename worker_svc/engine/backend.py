@@ -40,6 +40,15 @@ class Embedded:
 
 
 @dataclass(frozen=True, slots=True)
+class EncoderColumns:
+    """The encoder positions at the head of each row of an encoder-decoder model."""
+
+    lens: I32  # [B] positions with keys and values of cross-attention
+    ends: I32  # [B] where the decoder's positions begin: `lens`, padded to whole blocks
+    inputs: Mapping[int, torch.Tensor]  # row -> log-mel features [num_mel_bins, frames] of an audio input
+
+
+@dataclass(frozen=True, slots=True)
 class ForwardBatch:
     """The rows of one forward pass: B rows, T tokens, all valid."""
 
@@ -51,6 +60,7 @@ class ForwardBatch:
     context_lens: I32  # [B] tokens in the pool before this step
     tables: I32  # [max_num_seqs, max_blocks] block tables of all rows
     head_tokens: I64  # [S] tokens that need logits, ascending
+    encoders: EncoderColumns | None = None  # of an encoder-decoder model
     key_lens: I32 | None = None  # [B] if not causal: keys that each row sees. None: those of its tokens
     embedded: Embedded | None = None
     adapters: Sequence[AdapterRows] = ()  # no token has two

@@ -57,6 +57,16 @@ class CarriedInput:
 
 
 @dataclass(frozen=True, slots=True)
+class EncoderInput:
+    """The encoder positions at the head of a row's tokens, and rules for the ids of its output."""
+
+    num_tokens: int  # without padding to a whole block
+    allowed: dict[int, U32] = field(default_factory=dict)  # output position -> the only ids that can be sampled there
+    banned_ids: U32 = field(default_factory=lambda: EMPTY)  # at all other positions
+    first_banned_ids: U32 = field(default_factory=lambda: EMPTY)  # at output position 0
+
+
+@dataclass(frozen=True, slots=True)
 class RowOpen:
     """Opens a row for a sequence, with everything that the engine needs to know about it."""
 
@@ -77,6 +87,12 @@ class RowOpen:
     num_candidates: int = 0  # above 0: the row is a beam; number of most likely tokens in each answer
     inputs: tuple[CarriedInput, ...] = ()  # those whose positions are not all computed
     adapter: bytes = b""  # digest of the row's adapter; empty: none
+    encoder: EncoderInput | None = None  # set if the model has an encoder
+
+    @property
+    def computes_encoder(self) -> bool:
+        """Whether the row computes its encoder input, in the step that opens it."""
+        return self.encoder is not None and self.fork_of_row is None and not self.num_computed_tokens
 
 
 @dataclass(frozen=True, slots=True)

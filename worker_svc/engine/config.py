@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -107,6 +108,31 @@ def _check_choice(field: str, value: str, choices: tuple[str, ...]) -> None:
         raise ValueError(f"{field} must be one of {', '.join(choices)}, got {value!r}")
 
 
+@dataclass(frozen=True, slots=True)
+class AudioInfo:
+    """Audio inputs of a model; as `AudioInfo` of the protocol."""
+
+    sampling_rate: int
+    max_samples: int
+    language_ids: Mapping[str, int]
+    task_ids: Mapping[str, int]
+    no_timestamps_id: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderInfo:
+    """The encoder of a model, and how its decoder starts and ends; as `EncoderInfo` of the protocol."""
+
+    max_tokens: int
+    max_decoder_tokens: int
+    decoder_start_ids: tuple[int, ...]
+    forced_bos_token_id: int | None
+    forced_eos_token_id: int | None
+    suppress_ids: tuple[int, ...]
+    begin_suppress_ids: tuple[int, ...]
+    audio: AudioInfo | None  # None: the encoder reads tokens
+
+
 @dataclass(frozen=True)
 class EngineInfo:
     """Facts about a loaded engine. They are announced at registration, and callers may rely on them."""
@@ -132,3 +158,4 @@ class EngineInfo:
     hidden_size: int = 0  # width of input embeddings that requests may carry; 0: none are accepted
     max_adapters: int = 0  # adapters that rows may use at the same time
     attention_window: int | None = None  # a token attends to so many tokens, itself included; None: to all
+    encoder: EncoderInfo | None = None  # of an encoder-decoder model

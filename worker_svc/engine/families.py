@@ -173,6 +173,14 @@ ARCHITECTURES = {
 }
 
 
+ENCODER_DECODER_NAMES = (  # described in encoder_decoder.py
+    "T5ForConditionalGeneration",
+    "BartForConditionalGeneration",
+    "MBartForConditionalGeneration",
+    "WhisperForConditionalGeneration",
+)
+
+
 def architecture_of(config: dict[str, Any]) -> Architecture:
     """The architecture in config.json. Raises CheckpointError if it is not supported."""
     names = config.get("architectures") or []
@@ -180,6 +188,6 @@ def architecture_of(config: dict[str, Any]) -> Architecture:
     if found is None:
         raise CheckpointError(
             f"architectures: {', '.join(map(str, names)) or 'not set'} is not supported; "
-            f"use one of {', '.join(ARCHITECTURES)}"
+            f"use one of {', '.join((*ARCHITECTURES, *ENCODER_DECODER_NAMES))}"
         )
     return found

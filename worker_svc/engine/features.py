@@ -21,6 +21,7 @@ FEATURES = {
     "embedding_scale": "scaled embeddings",
     "attention_scale": "a scale of attention scores other than head_dim^-0.5",
     "quantized_weights": "quantized weights",
+    "cross_attention": "an encoder and cross-attention",
     "images": "images",
     "adapters": "LoRA adapters",
 }

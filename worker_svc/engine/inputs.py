@@ -30,10 +30,13 @@ class InputSpan:
 class InputTable:
     """The inputs of each open row, as far as they are not computed. All its state comes from RowOpen."""
 
-    def __init__(self, max_num_seqs: int, vocab_size: int, hidden_size: int) -> None:
-        """`hidden_size` 0: the backend computes no inputs, so rows with inputs are refused."""
+    def __init__(self, max_num_seqs: int, vocab_size: int, hidden_size: int, max_samples: int = 0) -> None:
+        """`hidden_size` 0: the backend computes no inputs, so rows with inputs are refused. `max_samples` above 0: the
+        model takes audio of at most this length, and no other inputs.
+        """
         self._vocab_size = vocab_size
         self._hidden_size = hidden_size
+        self._max_samples = max_samples
         self._inputs: dict[int, tuple[CarriedInput, ...]] = {}
         self._has_inputs = np.zeros(max_num_seqs, np.bool_)
 
@@ -56,10 +59,8 @@ class InputTable:
         end = carried.start + carried.length
         if not first <= carried.start < end <= item.prompt_len:
             return f"{name} has positions {carried.start} to {end - 1}, expected some from {first} to the prompt's last"
-        if carried.kind != "embeddings":
-            return f"{name} has kind {carried.kind!r}, expected 'embeddings'"
-        if carried.shape != (carried.length, self._hidden_size):
-            return f"{name} has shape {carried.shape}, expected ({carried.length}, {self._hidden_size})"
+        if (refusal := self._shape_refusal(carried, name)) is not None:
+            return refusal
         if carried.dtype not in INPUT_DTYPE_BYTES:
             return f"{name} has dtype {carried.dtype!r}, expected one of {', '.join(INPUT_DTYPE_BYTES)}"
         num_bytes = math.prod(carried.shape) * INPUT_DTYPE_BYTES[carried.dtype]
@@ -68,6 +69,18 @@ class InputTable:
         found = item.token_ids[carried.start : end].astype("<u4").tobytes()
         if len(carried.digest) != DIGEST_BYTES or found != content_ids(carried.digest, carried.length):
             return f"the token ids at the positions of {name} are not the content ids of its digest"
+        return None
+
+    def _shape_refusal(self, carried: CarriedInput, name: str) -> str | None:
+        kind = "audio" if self._max_samples else "embeddings"
+        if carried.kind != kind:
+            return f"{name} has kind {carried.kind!r}, expected {kind!r}"
+        if kind == "audio" and carried.dtype != "float32":
+            return f"{name} has dtype {carried.dtype!r}, expected 'float32'"
+        if kind == "audio" and not (len(carried.shape) == 1 and 1 <= carried.shape[0] <= self._max_samples):
+            return f"{name} has shape {carried.shape}, expected (1,) to ({self._max_samples},)"
+        if kind == "embeddings" and carried.shape != (carried.length, self._hidden_size):
+            return f"{name} has shape {carried.shape}, expected ({carried.length}, {self._hidden_size})"
         return None
 
     def _id_refusal(self, item: RowOpen, beyond: I64) -> str | None:

@@ -17,6 +17,7 @@ from worker_svc.engine.adapters.adapter import Adapter, load_adapter, reserved_b
 from worker_svc.engine.adapters.packed import PackedAdapter, rows_of_step
 from worker_svc.engine.adapters.rows import RowAdapters
 from worker_svc.engine.adapters.store import AdapterStore
+from worker_svc.engine.adapters.targets import Module
 from worker_svc.engine.architectures import ModelConfig, parse_config
 from worker_svc.engine.backend import I64, ForwardBatch
 from worker_svc.engine.backends import make_backend
@@ -35,6 +36,10 @@ from worker_svc.engine.beams import best_candidates, take_log_softmax
 from worker_svc.engine.checkpoint import Checkpoint
 from worker_svc.engine.config import ComputeDtype, EngineConfig, EngineInfo
 from worker_svc.engine.embedder import InputEmbedder
+from worker_svc.engine.encoder_decoder import EncoderDecoderConfig, is_encoder_decoder, parse_encoder_decoder
+from worker_svc.engine.encoder_decoder_load import EncoderDecoder, load_encoder_decoder
+from worker_svc.engine.encoder_decoder_model import EncoderDecoderModel
+from worker_svc.engine.families import Names
 from worker_svc.engine.features import check_features
 from worker_svc.engine.generation_config import eos_token_ids
 from worker_svc.engine.grammars import PendingMasks, compiled_grammars
@@ -99,22 +104,25 @@ class ModelRunner:
         self._bound_thread: int | None = None
         self._bind_thread()
         checkpoint = Checkpoint(config.model_dir)
-        model = parse_config(checkpoint.config)
+        model = _parse_model(checkpoint)
         eos_ids = eos_token_ids(checkpoint.generation_config, checkpoint.config)
         sampling = default_sampling(checkpoint.generation_config)
         self._backend = make_backend(config.backend, self._threads, config.determinism, config.quantize)
         dtype = _choose_dtype(config, checkpoint)
-        loader = WeightLoader(checkpoint, model, self._backend, DTYPES[dtype])
-        modules = loader.modules()
+        names, modules = Names(), dict[str, Module]()
+        if isinstance(model, ModelConfig):
+            names, modules = model.names, WeightLoader(checkpoint, model, self._backend, DTYPES[dtype]).modules()
         reserved = config.max_adapters * reserved_bytes(modules, config.max_adapter_rank, DTYPES[dtype])
         num_blocks = config.num_blocks or _fitting_blocks(config, model, DTYPES[dtype], reserved)
-        max_model_len = choose_max_model_len(config, model, num_blocks, self._backend.features)
-        model = model.within(max_model_len)
         check_features(model.features() | ({"adapters"} if config.max_adapters else set()), self._backend.name)
-        loader = WeightLoader(checkpoint, model, self._backend, DTYPES[dtype])
-        loader.check()
-        checkpoint.start_digest(self._threads)
-        self._model = DecoderModel(loader, model, self._backend, max_model_len, progress)
+        self._encoder: EncoderDecoder | None = None
+        self._model: DecoderModel | EncoderDecoderModel
+        if isinstance(model, EncoderDecoderConfig):
+            self._encoder = load_encoder_decoder(config, checkpoint, model, self._backend, DTYPES[dtype], progress)
+            self._model, max_model_len = self._encoder.model, self._encoder.max_model_len
+        else:
+            max_model_len = choose_max_model_len(config, model, num_blocks, self._backend.features)
+            self._model = self._load_decoder(model, checkpoint, DTYPES[dtype], max_model_len, progress)
         self._pool = KVCachePool(
             model.num_layers,
             num_blocks,
@@ -126,7 +134,7 @@ class ModelRunner:
         self._model.fuse(self._pool)
         grammars = compiled_grammars(config.model_dir, model.vocab_size, eos_ids)
         self.adapters: AdapterStore[Adapter, PackedAdapter] = AdapterStore(
-            lambda folder: load_adapter(folder, modules, model.names, DTYPES[dtype], config.max_adapter_rank),
+            lambda folder: load_adapter(folder, modules, names, DTYPES[dtype], config.max_adapter_rank),
             lambda adapter: self._backend.pack_adapter(adapter, model.num_layers),
             max_resident=config.max_adapters,
             max_loaded=config.max_loaded_adapters if config.max_adapters else 0,
@@ -136,7 +144,10 @@ class ModelRunner:
         self._row_adapters = RowAdapters(config.max_num_seqs, self.adapters.find)
         self._rows = RowTable(
             config.max_num_seqs, max_model_len, config.block_size, num_blocks, model.vocab_size, grammars,
-            hidden_size=model.hidden_size, adapters=self._row_adapters,
+            adapters=self._row_adapters,
+            hidden_size=model.hidden_size if self._encoder is None or self._encoder.max_samples else 0,
+            max_encoder_tokens=0 if self._encoder is None else self._encoder.info.max_tokens,
+            max_samples=0 if self._encoder is None else self._encoder.max_samples,
         )  # fmt: skip
         self._embedder = InputEmbedder(model.hidden_size, DTYPES[dtype])
         weights_digest = checkpoint.weights_digest()
@@ -152,7 +163,9 @@ class ModelRunner:
             num_blocks=num_blocks,
             block_size=config.block_size,
             max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_batched_tokens=config.max_num_batched_tokens
+            if self._encoder is None
+            else self._encoder.max_num_batched_tokens,
             eos_token_ids=eos_ids,
             default_sampling=sampling,
             dtype=dtype,
@@ -161,12 +174,32 @@ class ModelRunner:
             numerics=kind,
             build=build(),
             quantize=config.quantize,
-            hidden_size=model.hidden_size,
             max_adapters=config.max_adapters,
             attention_window=model.attention_window,
+            hidden_size=model.hidden_size if self._encoder is None else 0,
+            encoder=None if self._encoder is None else self._encoder.info,
         )
         self._planner = StepPlanner(self._rows, self.info)
         self._num_out_of_memory = 0  # consecutive steps
+
+    def _load_decoder(
+        self,
+        model: ModelConfig,
+        checkpoint: Checkpoint,
+        dtype: torch.dtype,
+        max_model_len: int,
+        progress: Callable[[float], None] | None,
+    ) -> DecoderModel:
+        model = model.within(max_model_len)
+        loader = WeightLoader(checkpoint, model, self._backend, dtype)
+        loader.check()
+        checkpoint.start_digest(self._threads)
+        return DecoderModel(loader, model, self._backend, max_model_len, progress)
+
+    @property
+    def num_encoder_runs(self) -> int:
+        """Encoder inputs computed since the start."""
+        return 0 if self._encoder is None else self._encoder.model.num_encoder_runs
 
     def execute(self, batch: StepBatch) -> StepOutput:
         """Applies and runs one step. A bad row becomes a RowError and affects no other row.
@@ -245,7 +278,9 @@ class ModelRunner:
             heads, logits_index = np.unique(plan.sources, return_inverse=True)
         token_ids = self._rows.token_ids(plan.token_rows, plan.positions)
         self._pool.write_tokens(plan.slots, token_ids)
-        embedded = self._embedder.embed(self._rows.input_spans(plan.rows, plan.context_lens, plan.ends, plan.starts))
+        spans = self._rows.input_spans(plan.rows, plan.context_lens, plan.ends, plan.starts)
+        encoders = None if self._encoder is None else self._encoder.columns(self._rows, plan, spans)
+        embedded = None if self._encoder is not None else self._embedder.embed(spans)
         if embedded is not None:
             token_ids[embedded.tokens] = 0  # in place of content ids, which the vocabulary does not have
         forward = ForwardBatch(
@@ -258,6 +293,7 @@ class ModelRunner:
             tables=self._rows.tables,
             head_tokens=plan.starts[heads + 1] - 1,
             embedded=embedded,
+            encoders=encoders,
         )
         forward = self._with_adapters(forward, plan.token_rows)
         masks = self._rows.start_masks(plan.sampling_rows, plan.sampled_positions)
@@ -297,7 +333,8 @@ class ModelRunner:
         columns = self._rows.sampling_columns(plan.sampling_rows, plan.sampled_positions)
         processed = self._rows.processed_rows(plan.sampling_rows, plan.sampled_positions)
         beams = self._rows.beam_lines(plan.sampling_rows)
-        is_changed = processed is not None or masks is not None or beams is not None
+        rules = self._rows.output_rules(plan.sampling_rows, plan.sampled_positions)
+        is_changed = processed is not None or masks is not None or beams is not None or len(rules) > 0
         raw = None if asked is None else RawLogits.of(logits, asked, is_changed=is_changed)
         if beams is not None:
             logits = logits.float()
@@ -309,6 +346,10 @@ class ModelRunner:
             found = masks.result()
             errors.add_all(found.errors(plan.sampling_rows))
             apply_masks(logits, found, self.info.eos_token_ids, has_rules=processed is not None)
+        if rules:
+            logits = logits.float()
+        for line, output_rules, position in rules:
+            output_rules.apply(logits[line], position)
         candidates = NO_CANDIDATES if beams is None else best_candidates(logits, beams)
         token_ids, is_bad = self._backend.sample(logits, columns)
         rows, positions = plan.sampling_rows, plan.sampled_positions
@@ -332,13 +373,21 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(text in str(error) for text in OUT_OF_MEMORY)
 
 
+def _parse_model(checkpoint: Checkpoint) -> ModelConfig | EncoderDecoderConfig:
+    if is_encoder_decoder(checkpoint.config):
+        return parse_encoder_decoder(checkpoint.config)
+    return parse_config(checkpoint.config)
+
+
 def _choose_dtype(config: EngineConfig, checkpoint: Checkpoint) -> ComputeDtype:
     if config.dtype != "auto":
         return config.dtype
     return "float32" if checkpoint.stored_dtype() is torch.float32 else "bfloat16"
 
 
-def _fitting_blocks(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, reserved: int) -> int:
+def _fitting_blocks(
+    config: EngineConfig, model: ModelConfig | EncoderDecoderConfig, dtype: torch.dtype, reserved: int
+) -> int:
     """`reserved`: memory for adapters, which the default size of the pool leaves free."""
     memory = config.kv_cache_memory or min(DEFAULT_MEMORY, max(available_memory() - reserved, 0) // 2)
     heads = model.heads

@@ -135,6 +135,7 @@ class ProcessorTable:
         self._vocab_size = vocab_size
         self._asked: dict[int, tuple[RowProcessing, object]] = {}  # with the arrays of its record
         self._asks_before: I64 = np.zeros(len(tokens), np.int64)
+        self._starts: I64 = np.zeros(len(tokens), np.int64)  # the tokens before have no effect: encoder positions
         self.records = np.zeros(len(tokens), RECORD)
 
     def refusal(self, item: RowOpen) -> str | None:
@@ -168,15 +169,18 @@ class ProcessorTable:
             return f"{name} has id {int(ids.max())}, which is not below the vocabulary size {self._vocab_size}"
         return None
 
-    def open(self, item: RowOpen) -> None:
-        """Sets what an opened row requests. Replaces what the row requested before it was opened."""
+    def open(self, item: RowOpen, start: int = 0) -> None:
+        """Sets what an opened row requests. Replaces what the row requested before it was opened. `start`: position of
+        the first token that has an effect.
+        """
         if self._asked.pop(item.row, None) is not None:
             self._asks_before[item.row] = 0
         asked = RowProcessing(item.sampling, item.rules, item.banned_ids, item.banned_before)
         if not asked.asks_before:
             return
         self._asks_before[item.row] = asked.asks_before
-        self._asked[item.row] = asked, self._write_record(item.row, asked, item.prompt_len)
+        self._starts[item.row] = start
+        self._asked[item.row] = asked, self._write_record(item.row, asked, item.prompt_len - start)
 
     def close(self, rows: U32) -> None:
         """Rows that are not open are ignored."""
@@ -200,7 +204,9 @@ class ProcessorTable:
         """The rows of a step that ask for processing before they sample the token at these sequence and output
         positions; None if there are none."""
         lines = np.flatnonzero(output_positions < self._asks_before[rows])
-        return ProcessedRows(lines, rows[lines], positions[lines], self) if len(lines) else None
+        if not len(lines):
+            return None
+        return ProcessedRows(lines, rows[lines], positions[lines] - self._starts[rows[lines]], self)
 
     def asks_always(self, rows: I64) -> npt.NDArray[np.bool_]:
         """Whether each row asks for processing at every output position."""
@@ -210,7 +216,7 @@ class ProcessorTable:
     def process(self, logits: F32, row: int, num_tokens: int) -> None:
         """Processes the logits [vocab] of one row in place, as `process_logits` specifies."""
         prompt_len = int(self.records["prompt_len"][row])
-        tokens = self._tokens[row]
+        tokens = self._tokens[row, self._starts[row] :]
         process_logits(logits, self._asked[row][0], tokens[:prompt_len], tokens[prompt_len:num_tokens])
 
     def _write_record(self, row: int, asked: RowProcessing, prompt_len: int) -> object:
@@ -232,7 +238,7 @@ class ProcessorTable:
         for name in ("repetition_penalty", "frequency_penalty", "presence_penalty"):
             record[name] = getattr(asked.sampling, name)
         record["prompt_len"], record["banned_before"] = prompt_len, asked.banned_before
-        record["tokens"] = self._tokens[row].ctypes.data
+        record["tokens"] = self._tokens[row, self._starts[row] :].ctypes.data
         for name, array in arrays.items():
             record[name] = array.ctypes.data
         counts = {"num_allowed": "allowed", "num_banned": "banned", "num_early": "early", "num_biases": "bias_ids"}

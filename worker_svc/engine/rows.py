@@ -18,6 +18,7 @@ from worker_svc.engine.adapters.rows import RowAdapters
 from worker_svc.engine.backend import I32, I64, SamplingColumns
 from worker_svc.engine.batch import U32, Bools, RowError, RowErrorCode, RowOpen, StepBatch
 from worker_svc.engine.beams import BeamLines
+from worker_svc.engine.encoder_rows import EncoderTable, OutputRules
 from worker_svc.engine.grammars import CompiledGrammars, PendingMasks, RowGrammars
 from worker_svc.engine.inputs import InputSpan, InputTable
 from worker_svc.engine.logprobs import Asked, LogprobTable, PromptTargets
@@ -71,6 +72,8 @@ class RowTable:
         serves_beams: bool = True,
         hidden_size: int = 0,
         adapters: RowAdapters[Any] | None = None,
+        max_encoder_tokens: int = 0,
+        max_samples: int = 0,
     ) -> None:
         """Without `compiled`, rows with a grammar are rejected; without `hidden_size`, rows with inputs are; without
         `adapters`, rows with an adapter are."""
@@ -95,7 +98,10 @@ class RowTable:
         self._processors = ProcessorTable(self._tokens, vocab_size)
         self._grammars = None if compiled is None else RowGrammars(compiled, self._tokens, vocab_size)
         self._logprobs = LogprobTable(max_num_seqs, vocab_size)
-        self._inputs = InputTable(max_num_seqs, vocab_size, hidden_size)
+        self._inputs = InputTable(max_num_seqs, vocab_size, hidden_size, max_samples)
+        self._encoders = EncoderTable(
+            max_num_seqs, block_size, vocab_size, max_encoder_tokens, is_audio=max_samples > 0
+        )
         self._generations: I64 = np.zeros(max_num_seqs, np.int64)  # number of times that each row was opened
         self._nth_in_batch: I64 = np.zeros(max_num_seqs, np.int64)  # valid for rows that were just written
         self._indices: I64 = np.arange(max_num_seqs)
@@ -114,6 +120,7 @@ class RowTable:
         self._inputs.reset()
         if self.adapters is not None:
             self.adapters.reset()
+        self._encoders.reset()
 
     def close(self, rows: U32) -> None:
         """Closes rows; a closed row stays closed."""
@@ -125,6 +132,7 @@ class RowTable:
         self._inputs.close(rows)
         if self.adapters is not None:
             self.adapters.close(rows)
+        self._encoders.close(rows)
 
     # Opening
 
@@ -146,6 +154,7 @@ class RowTable:
         return (
             self._history_refusal(item)
             or self._inputs.refusal(item)
+            or self._encoders.refusal(item)
             or self._table_refusal(item.block_table)
             or self._candidates_refusal(item)
             or self._processors.refusal(item)
@@ -217,7 +226,8 @@ class RowTable:
         self._sampling["sample_index"][row] = item.sample_index
         self._num_candidates[row] = item.num_candidates
         self._has_beams |= item.num_candidates > 0
-        self._processors.open(item)
+        self._encoders.open(item)
+        self._processors.open(item, self._encoders.start(row))
         if self._grammars is not None:
             self._grammars.open(item)
         self._logprobs.open(item)
@@ -309,6 +319,11 @@ class RowTable:
             return None
         return self._find_bad_one_by_one(batch, errors)
 
+    def _are_bad_chunks(self, rows: I64, batch: StepBatch, ends: I64) -> Bools:
+        if not self._encoders.is_on:
+            return np.zeros(len(rows), np.bool_)
+        return self._encoders.are_bad_chunks(rows, batch.context_lens, ends)
+
     def _are_all_good(self, batch: StepBatch) -> bool:
         """The checks of `_find_bad_one_by_one` over the whole batch: nearly every step passes, and its cost is mainly
         the number of numpy calls."""
@@ -327,6 +342,8 @@ class RowTable:
         ends = context_lens + batch.query_lens
         limits = np.minimum(self._num_tokens[rows], self.table_lens[rows] * self._block_size)
         if (ends > limits).any() or ends.max() > self._max_model_len or (context_lens > self._num_computed[rows]).any():
+            return False
+        if self._encoders.is_on and self._encoders.are_bad_chunks(rows, batch.context_lens, ends).any():
             return False
         return not (batch.sample_mask & (ends < self._prompt_lens[rows])).any()
 
@@ -357,6 +374,10 @@ class RowTable:
                 lambda i: f"context_len is {batch.context_lens[i]}, but {computed[i]} tokens are computed",
             ),
             (ends > room, lambda i: f"{ends[i]} tokens do not fit the {room[i]} slots of the row's table"),
+            (
+                self._are_bad_chunks(rows, batch, ends),
+                lambda i: f"positions {batch.context_lens[i]} to {ends[i] - 1} are not all encoder positions or none",
+            ),
             (
                 batch.sample_mask & (ends < first_output),
                 lambda i: f"cannot sample at {ends[i]}, inside the prompt of {first_output[i]} tokens",
@@ -395,6 +416,20 @@ class RowTable:
         if not self._processors.has_rows:
             return None
         return self._processors.select(rows, positions, positions - self._prompt_lens[rows])
+
+    @property
+    def has_encoders(self) -> bool:
+        """Whether rows begin with encoder positions."""
+        return self._encoders.is_on
+
+    def encoder_columns(self, rows: I64) -> tuple[I32, I32]:
+        """Encoder positions of each row, without and with their padding."""
+        return self._encoders.columns(rows)
+
+    def output_rules(self, rows: I64, positions: I64) -> list[tuple[int, OutputRules, int]]:
+        """The rules of encoder inputs for the tokens at these sequence positions: index in `rows`, rules and output
+        position."""
+        return self._encoders.rules(rows, positions - self._prompt_lens[rows])
 
     def has_grammars(self, rows: I64) -> bool:
         """Whether any of these rows has a grammar."""

@@ -161,7 +161,13 @@ def test_reads_a_request() -> None:
     )
     submit.stop.stop_token_ids.append(7)
     group = SubmitReader(info()).group(submit, owner=2)
-    assert (group.owner, group.handle, group.n, group.priority, group.root_key) == (2, 5, 2, -3, b"tenant")
+    assert (group.owner, group.handle, group.n, group.priority, group.root_key) == (
+        2,
+        5,
+        2,
+        -3,
+        b"cache_salt:6:tenant|",
+    )
     assert group.prompt.tolist() == [1, 2, 3]
     assert (group.stop.max_tokens, group.stop.stop_token_ids) == (9, {7})
     assert [output.tolist() for output in group.outputs] == [[], [4, 5]]

@@ -1,0 +1,193 @@
+"""Encoder-decoder models of the engine: logits equal those of transformers, whatever else runs in a step."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForSeq2SeqLM
+
+from tests.processes.encoder_models import MAX_LEN, TEXT_SHAPES, make_text_checkpoint
+from tests.processes.models import VOCAB_SIZE
+from tests.unit.engine.driver import GREEDY
+from worker_svc.engine.batch import EncoderInput, RowOpen, StepBatch, StepOutput
+from worker_svc.engine.config import EngineConfig
+from worker_svc.engine.encoder_decoder import ENCODER_DECODERS
+from worker_svc.engine.families import ENCODER_DECODER_NAMES
+from worker_svc.engine.model_runner import ModelRunner
+
+BLOCK_SIZE = 16
+NUM_BLOCKS = 64
+Chunks = tuple[int, ...]
+
+
+class Steps:
+    """Runs steps of one engine with rows of an encoder input and a decoder prompt, and keeps all logits."""
+
+    def __init__(self, folder: Path, backend: str, threads: int = 1) -> None:
+        self.runner = ModelRunner(
+            EngineConfig(
+                folder, dtype="float32", block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS, max_num_seqs=4,
+                max_num_batched_tokens=2 * MAX_LEN, backend=backend, threads=threads,
+            )
+        )  # fmt: skip
+        self.logits: list[torch.Tensor] = []
+        self._record()
+        self._step_id = 0
+        self._next_block = 0
+
+    def _record(self) -> None:
+        model = self.runner._model
+        forward = model.forward
+
+        def recorded(*args: Any) -> torch.Tensor:
+            logits = forward(*args)
+            self.logits.append(logits.clone())
+            return logits
+
+        model.forward = recorded  # type: ignore[method-assign]
+
+    def open(self, row: int, given: list[int], decoder: list[int], **options: Any) -> RowOpen:
+        padding = [0] * (-len(given) % BLOCK_SIZE)
+        tokens = np.array([*given, *padding, *decoder], np.uint32)
+        count = -(-(len(tokens) + 32) // BLOCK_SIZE)
+        blocks = np.arange(self._next_block, self._next_block + count, dtype=np.uint32)[::-1]
+        self._next_block += count
+        fields = {"encoder": EncoderInput(len(given))} | options
+        return RowOpen(row, tokens, len(tokens), blocks, 0, GREEDY, 0, **fields)
+
+    def run(self, opens: list[RowOpen], chunks: dict[int, tuple[int, int, bool]]) -> StepOutput:
+        """A step in which each row computes positions from `start` to `end`, and may sample."""
+        self._step_id += 1
+        tables = {item.row: item.block_table for item in opens} | getattr(self, "_tables", {})
+        self._tables = tables
+        slots = [
+            int(tables[row][position // BLOCK_SIZE]) * BLOCK_SIZE + position % BLOCK_SIZE
+            for row, (start, end, _) in chunks.items()
+            for position in range(start, end)
+        ]
+        spans = list(chunks.values())
+        return self.runner.execute(
+            StepBatch(
+                self._step_id,
+                np.array(list(chunks), np.uint32),
+                np.array([end - start for start, end, _ in spans], np.uint32),
+                np.array([start for start, _, _ in spans], np.uint32),
+                np.array([samples for _, _, samples in spans], np.bool_),
+                np.array(slots, np.uint32),
+                opens=opens,
+            )
+        )
+
+
+def inputs(seed: int, *lengths: int) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(10, VOCAB_SIZE) for _ in range(length)] for length in lengths]
+
+
+def reference_logits(folder: Path, encoder: list[int], decoder: list[int]) -> torch.Tensor:
+    model = AutoModelForSeq2SeqLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        found = model(
+            input_ids=torch.tensor([encoder]),
+            attention_mask=torch.ones(1, len(encoder)),
+            decoder_input_ids=torch.tensor([decoder]),
+        )
+    logits: torch.Tensor = found.logits[0, -1]
+    return logits
+
+
+def last_logits(steps: Steps, encoder: list[int], decoder: list[int], chunks: Chunks, row: int = 0) -> torch.Tensor:
+    """Logits after the decoder's prompt, computed in chunks of these sizes."""
+    end = len(encoder) + -len(encoder) % BLOCK_SIZE
+    output = steps.run([steps.open(row, encoder, decoder)], {row: (0, end, False)})
+    assert not output.errors
+    for size in chunks:
+        start, end = end, end + size
+        output = steps.run([], {row: (start, end, end == start + size and size == chunks[-1])})
+        assert not output.errors
+    return steps.logits[-1][-1]
+
+
+def test_errors_name_all_architectures() -> None:
+    assert tuple(ENCODER_DECODERS) == ENCODER_DECODER_NAMES
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("shape", TEXT_SHAPES, ids=lambda shape: shape.name)
+def test_logits_equal_transformers(shape: Any, backend: str, tmp_path: Path) -> None:
+    folder = make_text_checkpoint(tmp_path, shape)
+    encoder, decoder = inputs(1, 45, 23)
+    found = last_logits(Steps(folder, backend), encoder, decoder, (3, 1, 19))
+    torch.testing.assert_close(found, reference_logits(folder, encoder, decoder), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", TEXT_SHAPES[1:3], ids=lambda shape: shape.name)
+def test_bits_depend_neither_on_the_batch_nor_on_chunks_nor_on_threads(shape: Any, tmp_path: Path) -> None:
+    folder = make_text_checkpoint(tmp_path, shape)
+    encoder, decoder, other, more = inputs(2, 70, 20, 130, 9)
+    alone = last_logits(Steps(folder, "cpu"), encoder, decoder, (20,))
+    in_chunks = last_logits(Steps(folder, "cpu", threads=2), encoder, decoder, (1, 7, 12))
+    steps = Steps(folder, "cpu")
+    opens = [steps.open(0, encoder, decoder), steps.open(2, other, more), steps.open(1, other[:5], more)]
+    steps.run(opens, {2: (0, 144, False), 0: (0, 80, False), 1: (0, 16, False)})
+    steps.run([], {1: (16, 25, True), 0: (80, 100, True), 2: (144, 153, True)})
+    assert torch.equal(alone, in_chunks)
+    assert torch.equal(alone, steps.logits[-1][1])
+    assert steps.runner.num_encoder_runs == 3
+
+
+def test_a_row_reads_an_encoder_input_that_another_row_computes_in_the_same_step(tmp_path: Path) -> None:
+    folder = make_text_checkpoint(tmp_path, TEXT_SHAPES[2])
+    encoder, decoder = inputs(3, 40, 6)
+    expected = last_logits(Steps(folder, "cpu"), encoder, decoder, (6,))
+    steps = Steps(folder, "cpu")
+    first = steps.open(0, encoder, decoder)
+    second = steps.open(1, encoder, decoder)
+    shared = np.concatenate((first.block_table[:3], second.block_table[3:]))
+    opens = [first, RowOpen(1, second.token_ids, second.prompt_len, shared, 48, GREEDY, 0, encoder=second.encoder)]
+    steps.run(opens, {1: (48, 54, True), 0: (0, 48, False)})
+    assert torch.equal(steps.logits[-1][-1], expected)
+    assert steps.runner.num_encoder_runs == 1
+
+
+def test_rows_with_a_bad_encoder_input_fail_alone(tmp_path: Path) -> None:
+    steps = Steps(make_text_checkpoint(tmp_path, TEXT_SHAPES[0]), "cpu")
+    encoder, decoder = inputs(4, 20, 3)
+    good = steps.open(0, encoder, decoder)
+    bad = steps.open(1, encoder, decoder, encoder=None)
+    long = steps.open(2, encoder, decoder, encoder=EncoderInput(MAX_LEN + 1))
+    banned = steps.open(3, encoder, decoder, encoder=EncoderInput(20, banned_ids=np.array([VOCAB_SIZE], np.uint32)))
+    output = steps.run([good, bad, long, banned], {0: (0, 32, False)})
+    assert {error.row: error.message for error in output.errors} == {
+        1: "the model has an encoder, but the row has no encoder input",
+        2: f"encoder.num_tokens is {MAX_LEN + 1}, expected 1 to {MAX_LEN}",
+        3: "encoder has more than 1024 ids in one rule, or an id beyond the vocabulary",
+    }
+    assert not steps.run([], {0: (32, 35, True)}).errors
+
+
+@pytest.mark.parametrize("chunk", [(0, 16), (0, 33)])
+def test_a_chunk_with_a_part_of_the_encoder_positions_fails(chunk: tuple[int, int], tmp_path: Path) -> None:
+    steps = Steps(make_text_checkpoint(tmp_path, TEXT_SHAPES[0]), "cpu")
+    output = steps.run([steps.open(0, *inputs(5, 20, 3))], {0: (*chunk, False)})
+    assert [error.message for error in output.errors] == [
+        f"positions 0 to {chunk[1] - 1} are not all encoder positions or none"
+    ]
+
+
+def test_forced_and_banned_ids_apply_at_their_positions(tmp_path: Path) -> None:
+    steps = Steps(make_text_checkpoint(tmp_path, TEXT_SHAPES[0]), "cpu")
+    encoder, decoder = inputs(6, 5, 1)
+    likely = int(last_logits(Steps(tmp_path, "cpu"), encoder, decoder, (1,)).argmax())
+    banned = np.array([likely], np.uint32)
+    for row, rules in enumerate(
+        (EncoderInput(5, allowed={0: np.array([77], np.uint32)}), EncoderInput(5, first_banned_ids=banned))
+    ):
+        steps.run([steps.open(row, encoder, decoder, encoder=rules)], {row: (0, 16, False)})
+        (token,) = steps.run([], {row: (16, 17, True)}).token_ids.tolist()
+        assert token == 77 if row == 0 else token != likely

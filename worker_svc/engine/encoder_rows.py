@@ -1,0 +1,143 @@
+"""The encoder inputs of open rows: how many positions they take, and which ids their outputs can begin and end with."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from worker_svc.engine.backend import I32, I64
+from worker_svc.engine.batch import U32, Bools, RowOpen
+
+if TYPE_CHECKING:
+    import torch  # rows use this type even if torch is not installed
+
+MAX_RULE_IDS = 1024
+
+
+class EncoderTable:
+    """The encoder input of each open row. All its state comes from RowOpen."""
+
+    def __init__(
+        self, max_num_seqs: int, block_size: int, vocab_size: int, max_tokens: int, *, is_audio: bool = False
+    ) -> None:
+        """`max_tokens`: the longest encoder input; 0: the model has no encoder."""
+        self._is_audio = is_audio
+        self._block_size = block_size
+        self._vocab_size = vocab_size
+        self._max_tokens = max_tokens
+        self._lens: I32 = np.zeros(max_num_seqs, np.int32)
+        self._ends: I32 = np.zeros(max_num_seqs, np.int32)
+        self._rules: dict[int, OutputRules] = {}
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the model has an encoder."""
+        return self._max_tokens > 0
+
+    def refusal(self, item: RowOpen) -> str | None:
+        """The error in the encoder input of a row; None if there is none."""
+        if item.encoder is None:
+            return "the model has an encoder, but the row has no encoder input" if self.is_on else None
+        if not self.is_on:
+            return "the row has an encoder input, but the model has no encoder"
+        num, end = item.encoder.num_tokens, self._end_of(item.encoder.num_tokens)
+        if not 1 <= num <= self._max_tokens:
+            return f"encoder.num_tokens is {num}, expected 1 to {self._max_tokens}"
+        if end >= item.prompt_len:
+            return f"the encoder input takes {end} positions, but the prompt has {item.prompt_len}"
+        if 0 < item.num_computed_tokens < end:
+            return f"num_computed_tokens is {item.num_computed_tokens}, inside the {end} encoder positions"
+        if self._is_audio and item.computes_encoder and not item.inputs:
+            return "the model takes audio, but the row has none"
+        if item.prompt_logprobs is not None:
+            return "prompt_logprobs cannot be combined with an encoder input"
+        ids = [item.encoder.banned_ids, item.encoder.first_banned_ids, *item.encoder.allowed.values()]
+        if any(len(some) > MAX_RULE_IDS or (len(some) and int(some.max()) >= self._vocab_size) for some in ids):
+            return f"encoder has more than {MAX_RULE_IDS} ids in one rule, or an id beyond the vocabulary"
+        return None
+
+    def _end_of(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._block_size) * self._block_size
+
+    def open(self, item: RowOpen) -> None:
+        """Sets the encoder input of an opened row."""
+        if item.encoder is None:
+            return
+        self._lens[item.row] = item.encoder.num_tokens
+        self._ends[item.row] = self._end_of(item.encoder.num_tokens)
+        rules = OutputRules(item.encoder.allowed, item.encoder.banned_ids, item.encoder.first_banned_ids)
+        self._rules.pop(item.row, None)
+        if rules.has_any:
+            self._rules[item.row] = rules
+
+    def close(self, rows: U32) -> None:
+        """Rows without rules are ignored."""
+        if self._rules:
+            for row in rows.tolist():
+                self._rules.pop(row, None)
+
+    def reset(self) -> None:
+        """Closes all rows."""
+        self._rules.clear()
+
+    def start(self, row: int) -> int:
+        """Where the decoder's positions of a row begin."""
+        return int(self._ends[row]) if self.is_on else 0
+
+    def columns(self, rows: I64) -> tuple[I32, I32]:
+        """Encoder positions of each row, without and with their padding."""
+        return self._lens[rows], self._ends[rows]
+
+    def are_bad_chunks(self, rows: U32 | I64, context_lens: U32, ends: I64) -> Bools:
+        """Rows whose chunk has encoder positions, but not all of them and no others."""
+        own = self._ends[rows]
+        is_whole = (context_lens == 0) & (ends == own)
+        bad: Bools = (context_lens < own) & ~is_whole
+        return bad
+
+    def rules(self, rows: I64, positions: I64) -> list[tuple[int, OutputRules, int]]:
+        """For each row with rules at its output position: its index in `rows`, its rules and the position."""
+        if not self._rules:
+            return []
+        found = []
+        for line, (row, position) in enumerate(zip(rows.tolist(), positions.tolist(), strict=True)):
+            rules = self._rules.get(row)
+            if rules is not None and rules.applies_at(position):
+                found.append((line, rules, position))
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class OutputRules:
+    """Which ids a row can sample, by output position."""
+
+    allowed: dict[int, U32]
+    banned_ids: U32
+    first_banned_ids: U32
+
+    @property
+    def has_any(self) -> bool:
+        return bool(self.allowed or len(self.banned_ids) or len(self.first_banned_ids))
+
+    def applies_at(self, position: int) -> bool:
+        """Whether there is a rule at this output position."""
+        return (
+            len(self.banned_ids) > 0 or position in self.allowed or (position == 0 and len(self.first_banned_ids) > 0)
+        )
+
+    def apply(self, logits: torch.Tensor, position: int) -> None:
+        """Changes float32 logits [vocab] in place. As in transformers, a forced id gets 0 and all others minus
+        infinity, after all other processing."""
+        allowed = self.allowed.get(position)
+        if allowed is None:
+            logits[self.banned_ids.tolist()] = -math.inf
+            if position == 0:
+                logits[self.first_banned_ids.tolist()] = -math.inf
+            return
+        ids = allowed.tolist()
+        kept = logits[ids] if len(ids) > 1 else logits.new_zeros(1)
+        logits.fill_(-math.inf)
+        logits[ids] = kept
