@@ -12,8 +12,9 @@ import triton
 
 from bench.gpu.report import Report, relative_error
 from worker_svc.engine.backend import HeadShape, RotaryTable
-from worker_svc.engine.gpu.kernels import activation, linear, rms_norm, rope_store, sample, threshold
+from worker_svc.engine.gpu.kernels import activation, linear, rms_norm, rope_store, sample
 from worker_svc.engine.gpu.kernels.attention import Parts, Queries, Tiles, WorkList, paged_attention
+from worker_svc.engine.gpu.kernels.filters import Filters
 from worker_svc.engine.gpu.kernels.work_list import make_work_list
 from worker_svc.engine.gpu.tiles import DECODE_TILES, EXACT_TILES, PREFILL_TILES, Processors, for_heads, splits_for
 
@@ -316,11 +317,11 @@ def _sampler(report: Report, num_rows: int, vocab: int) -> None:
         for i, row in enumerate(params):
             state[i] = torch.from_numpy(sampling_words(row, 1))
         state = state.to(report.device)
-        search = threshold.Scratch.make(num_rows, vocab, report.device)
+        filters = Filters(num_rows, vocab, report.device)
         scratch = sample.scratch_for(num_rows, vocab, report.device)
 
-        def run(state=state, search=search, scratch=scratch, is_filtered=name == "filtered"):
-            lowest = threshold.find_thresholds(logits, state, rows, search) if is_filtered else None
+        def run(state=state, filters=filters, scratch=scratch, is_filtered=name == "filtered"):
+            lowest = filters.thresholds(logits, state, rows) if is_filtered else None
             sample.sample(logits, state, rows, positions, lowest, scratch, out)
 
         run()

@@ -24,6 +24,7 @@ from worker_svc.engine.gpu.kernels import (
     activation,
     attention,
     banned,
+    candidates,
     deltas,
     linear,
     prepare,
@@ -31,7 +32,6 @@ from worker_svc.engine.gpu.kernels import (
     rms_norm,
     rope_store,
     sample,
-    threshold,
 )
 from worker_svc.engine.gpu.parallel import Group
 
@@ -128,8 +128,8 @@ ONE_WRONG_ELEMENT = [
         "tl.load(state + SEED_HIGH), tl.load(position_ptr + sample) + (sample == 1).to(tl.int32),",
     ),
     (
-        sampling.filtered_cases, FP8, threshold, "tl.store(lowest_ptr + sample, bits.to",
-        "tl.store(lowest_ptr + sample, (bits + (sample == 1).to(tl.int32)).to",
+        sampling.filtered_cases, FP8, candidates, "    tl.store(lowest_ptr + sample, lowest)\n\n\ndef",
+        "    tl.store(lowest_ptr + sample, lowest + (sample == 1).to(tl.float32) * 1e-6)\n\n\ndef",
     ),
     (
         paged_attention_cases, FP8, attention, "return acc / total[:, None]",

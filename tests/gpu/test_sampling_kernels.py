@@ -14,7 +14,8 @@ from request_fields.fields import MAX_BANNED_IDS, SamplingParams
 from tests.gpu.builders import DEVICE, ints
 from tests.gpu.ranks import Meeting, Rank
 from worker_svc.engine.gpu.device_rows import HEAD_WORDS, sampling_words
-from worker_svc.engine.gpu.kernels import banned, noise, record, sample, threshold
+from worker_svc.engine.gpu.kernels import banned, candidates, noise, record, sample, threshold
+from worker_svc.engine.gpu.kernels.filters import Filters
 from worker_svc.engine.gpu.kernels.threshold import Scratch, find_thresholds
 from worker_svc.engine.gpu.parallel import Group
 from worker_svc.engine.noise import gumbel_noise
@@ -34,7 +35,7 @@ def state_of(params, sample_indices):
 def run(logits, params, positions, *, sample_indices=None, has_filters=True):
     state, rows = state_of(params, sample_indices or [0] * len(params))
     count = len(params)
-    lowest = find_thresholds(logits, state, rows, Scratch.make(count, logits.shape[1], DEVICE)) if has_filters else None
+    lowest = Filters(count, logits.shape[1], DEVICE).thresholds(logits, state, rows) if has_filters else None
     out = (ints(*[-5] * count), ints(*[-5] * count))
     scratch = sample.scratch_for(count, logits.shape[1], DEVICE)
     sample.sample(logits, state, rows, ints(*positions), lowest, scratch, out)
@@ -82,14 +83,50 @@ def test_tokens_match_the_specification(dtype):
     assert not any(statuses)
 
 
+def found_thresholds(kind, logits, state, rows):
+    if kind == "digits":
+        return find_thresholds(logits, state, rows, Scratch.make(len(logits), logits.shape[1], DEVICE))
+    scratch = candidates.Scratch.make(len(logits), logits.shape[1], DEVICE)
+    return candidates.find_thresholds(logits, state, rows, scratch)
+
+
+@pytest.mark.parametrize("kind", ["digits", "candidates", "too many candidates"])
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
-def test_thresholds(filters):
+def test_thresholds(kind, filters, monkeypatch):
+    if kind == "too many candidates":
+        monkeypatch.setattr(candidates, "MOST", 1024)  # the ids of a row that are read at once
+        monkeypatch.setattr(candidates, "collect_kernel", count_as_too_many(candidates.collect_kernel))
     params = [params_of(1, temperature, **filters) for temperature in (0.7, 1.3)]
     logits = randn(2, seed=3)
     logits[1] = (logits[1] * 2).round() / 2  # many equal values
     state, rows = state_of(params, [0, 0])
-    found = find_thresholds(logits, state, rows, Scratch.make(2, VOCAB, DEVICE)).tolist()
+    found = found_thresholds(kind, logits, state, rows).tolist()
     assert found == [float(threshold.reference(row, p)) for row, p in zip(logits.cpu(), params, strict=True)]
+
+
+class count_as_too_many:
+    """Launches the kernel that collects candidates, and reports more than a row can hold."""
+
+    def __init__(self, kernel):
+        self.kernel = kernel
+
+    def __getitem__(self, grid):
+        def launch(*args, **options):
+            self.kernel[grid](*args, **options)
+            args[9].fill_(candidates.MOST + 1)
+
+        return launch
+
+
+@pytest.mark.parametrize("filters", [{"top_k": 1}, {"top_k": 5}, {"top_k": 3, "top_p": 0.4}, {"min_p": 0.1}], ids=str)
+def test_few_ids_are_candidates(filters):
+    """Chunks of a real vocabulary: the k-th largest maximum is a close bound."""
+    logits = randn(2, vocab=16 * candidates.CHUNK)
+    state, rows = state_of([params_of(1, **filters)] * 2, [0, 0])
+    scratch = candidates.Scratch.make(2, logits.shape[1], DEVICE)
+    candidates.find_thresholds(logits, state, rows, scratch)
+    assert (scratch.count > 0).all()
+    assert (scratch.count < 30).all()
 
 
 def test_tokens_without_filters_match_the_specification():
@@ -246,20 +283,23 @@ def test_the_error_bound_of_the_approximation_holds_at_the_ends():
     [
         (sample, "if top > best:", "if top < best:"),
         (sample, "tl.load(score_ptr + sample * chunks + index) >= enough", "index == 0"),
+        (candidates, ".to(tl.int32), 0) >= k:", ".to(tl.int32), 0) > k:"),
+        (candidates, "is_kept = (id < vocab_size) &", "is_kept = (id < vocab_size // 2) &"),
+        (candidates, "bound = tl.maximum(bound, _largest(", "bound = tl.maximum(bound, 9 + _largest("),
         (threshold, "tl.where(from_here >= need,", "tl.where(from_here > need,"),
         (threshold, "tl.where(value > digit, sums", "tl.where(value >= digit, sums"),
         (threshold, "tl.where(bits < 0, ~bits,", "tl.where(bits < 0, bits,"),
     ],
 )  # fmt: skip
 def test_mutants_are_caught(plant_mutant, module, old, new):
-    params = [params_of(0), params_of(1, top_k=50), params_of(2, top_p=0.9)]
+    params = [params_of(0), params_of(1, top_k=50 if module is threshold else 3), params_of(2, top_p=0.9)]
     logits = randn(3, seed=5)
     logits[:, 2048:] += 4  # the sampled ids are not in the first chunk
     wanted = expected(logits, params, [3] * 3)
     thresholds = [float(threshold.reference(row, p)) for row, p in zip(logits.cpu(), params, strict=True)]
     plant_mutant(module, old, new)
     state, rows = state_of(params, [0] * 3)
-    lowest = find_thresholds(logits, state, rows, Scratch.make(3, VOCAB, DEVICE))
+    lowest = found_thresholds("digits" if module is threshold else "candidates", logits, state, rows)
     out, scratch = (ints(*[-5] * 3), ints(*[-5] * 3)), sample.scratch_for(3, VOCAB, DEVICE)
     sample.sample(logits, state, rows, ints(3, 3, 3), lowest, scratch, out)
     assert lowest.tolist() != thresholds or out[0].tolist() != wanted

@@ -32,6 +32,7 @@ from worker_svc.engine.gpu.kernels import (
     activation,
     attention,
     banned,
+    candidates,
     deltas,
     linear,
     noise,
@@ -183,8 +184,18 @@ def _head_variants(model: str, shape: HeadShape, dtype: str, kv_dtype: str, page
 
 def _sampling_variants(t: str, i: str, f: str) -> Iterator[Variant]:
     source = f"{t} i32 i32 {i} i32 {i}"
+    chunks = triton.next_power_of_2(triton.cdiv(151_936, candidates.CHUNK))
+    yield Variant("chunk_top", threshold.chunk_top_kernel, f"{source} {f} i32", {"CHUNK": candidates.CHUNK})
+    yield Variant("bound", candidates.bound_kernel, f"{i} i32 {i} {f} {f} {f} {i} *i64 i32 i32", {"CHUNKS": chunks}, 1)
+    yield Variant(
+        "collect", candidates.collect_kernel, f"{source} {f} {f} {f} {i} *i64 {f} i32",
+        {"CHUNK": candidates.CHUNK, "MOST": candidates.MOST},
+    )  # fmt: skip
+    yield Variant(
+        "select", candidates.select_kernel, f"{source} {f} {f} {f} {i} *i64 {f} i32", {"MOST": candidates.MOST}, 4
+    )
     chunks = triton.next_power_of_2(triton.cdiv(151_936, threshold.CHUNK))
-    yield Variant("chunk_top", threshold.chunk_top_kernel, f"{source} {f} i32", {"CHUNK": threshold.CHUNK}, 8)
+    yield Variant("chunk_top of ranks", threshold.chunk_top_kernel, f"{source} {f} i32", {"CHUNK": threshold.CHUNK}, 8)
     yield Variant("start", threshold.start_kernel, f"{i} i32 {i} {f} {f} i32", {"CHUNKS": chunks}, 1)
     for kind in (threshold.COUNT, threshold.WEIGH):
         yield Variant(

@@ -19,8 +19,8 @@ from worker_svc.engine.gpu.graphs import Graphs, Recorder
 from worker_svc.engine.gpu.kernels import sample
 from worker_svc.engine.gpu.kernels.banned import mask_banned
 from worker_svc.engine.gpu.kernels.deltas import apply_deltas
+from worker_svc.engine.gpu.kernels.filters import Filters
 from worker_svc.engine.gpu.kernels.prepare import prepare
-from worker_svc.engine.gpu.kernels.threshold import Scratch, find_thresholds
 from worker_svc.engine.gpu.model import DeviceDecoder
 from worker_svc.engine.gpu.parallel import Group
 from worker_svc.engine.gpu.processing import DeviceProcessing
@@ -74,7 +74,7 @@ class StepCompute:
         self._group = group
         self._sizes = decode_sizes(max_rows)
         self._vocab = vocab
-        self._thresholds = Scratch.make(max_rows, len(vocab), device)
+        self._filters = Filters(max_rows, len(vocab), device, group)
         self._scores, self._faults = sample.scratch_for(max_rows, len(vocab), device)
         self._mixed_sizes = mixed_sizes(graph_tokens) if attention.can_capture(is_decode=False) else []
         self._graphs: Graphs | None = None
@@ -255,7 +255,7 @@ class StepCompute:
     def _sample(self, columns: StepColumns, logits: torch.Tensor, *, is_filtered: bool) -> None:
         lowest = None
         if is_filtered:
-            lowest = find_thresholds(logits, self._state, columns.sample_rows, self._thresholds, self._group)
+            lowest = self._filters.thresholds(logits, self._state, columns.sample_rows)
         sample.sample(
             logits, self._state, columns.sample_rows, columns.output_positions, lowest,
             (self._scores, self._faults), (self.results[0], self.results[1]), self._vocab.start, self._group,

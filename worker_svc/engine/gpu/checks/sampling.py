@@ -14,6 +14,7 @@ from worker_svc.engine.gpu.checks.case import Case, Outputs, Setup
 from worker_svc.engine.gpu.device_rows import HEAD_WORDS, sampling_words
 from worker_svc.engine.gpu.kernels import sample, threshold
 from worker_svc.engine.gpu.kernels.banned import mask_banned
+from worker_svc.engine.gpu.kernels.filters import Filters
 from worker_svc.engine.gpu.kernels.record import WORDS
 from worker_svc.engine.gpu.processing import DeviceProcessing
 from worker_svc.engine.processors import RowProcessing, process_logits
@@ -160,8 +161,7 @@ def _sample(
     positions = setup.ints(*(position(first + i) for i in range(count)))
     lowest = None
     if is_filtered:
-        scratch = threshold.Scratch.make(count, size, setup.device)
-        lowest = threshold.find_thresholds(logits, state, rows, scratch, setup.group)
+        lowest = Filters(count, size, setup.device, setup.group).thresholds(logits, state, rows)
     out = setup.ints(*[-1] * count), setup.ints(*[-1] * count)
     first_id = setup.group.vocab_part(setup.vocab_size).start
     sample.sample(

@@ -67,7 +67,7 @@ def load_z(logits_ptr, stride, sample, vocab_size, id, temperature):
 
 
 @triton.jit
-def _order(z):
+def order_of(z):
     """An int64 with the same order as the float32."""
     bits = z.to(tl.int32, bitcast=True)
     flipped = tl.where(bits < 0, ~bits, bits ^ -2147483648)
@@ -129,7 +129,7 @@ def digit_sums_kernel(
     temperature = tl.load(state + TEMPERATURE).to(tl.float32, bitcast=True)
     z = load_z(logits_ptr, stride, sample, vocab_size, chunk * CHUNK + tl.arange(0, CHUNK), temperature)
     is_in = chunk * CHUNK + tl.arange(0, CHUNK) < vocab_size
-    order = _order(z)
+    order = order_of(z)
     is_kept = is_in & (z >= tl.load(lowest_ptr + sample))
     prefix = tl.load(prefix_ptr + sample, mask=shift < TOP_SHIFT, other=0)  # before the first digit every id matches
     is_kept = is_kept & ((order >> (shift + 4)) == prefix)
