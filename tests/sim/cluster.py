@@ -27,6 +27,7 @@ from scheduler_svc.core.messages import EMPTY, Deltas, Finished, RowOpen, StepOu
 from scheduler_svc.core.policy import beam_blocks, ceil_div
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishReason, SequenceGroup, StopCondition
+from tests.sim.inputs import SimInput, inputs_of
 from tests.sim.oracle import Expected, expected_beams, expected_output
 from tests.sim.symbolic_worker import Chains, SymbolicWorker, Violation
 
@@ -53,6 +54,7 @@ class Request:
     num_cached: dict[int, int] = field(default_factory=dict)  # per sample, at its first admission
     beams: BeamParams | None = None
     num_encoder_tokens: int = 0
+    inputs: list[SimInput] = field(default_factory=list)  # their content ids are in `prompt`
 
     @property
     def is_done(self) -> bool:
@@ -139,6 +141,7 @@ class Cluster:
             expected=expected,
             beams=beams,
             num_encoder_tokens=num_encoder_tokens,
+            inputs=inputs_of(prompt),
             delivered=[[] for _ in range(n)],
             finished=[None] * n,
         )
@@ -163,7 +166,7 @@ class Cluster:
     def _group(self, request: Request) -> SequenceGroup:
         return SequenceGroup(
             request_id=request.request_id,
-            prompt=np.array(request.prompt, dtype=np.uint32),
+            prompt=self._sent_ids(request),
             stop=request.stop,
             owner=request.owner,
             handle=request.handle,
@@ -175,7 +178,13 @@ class Cluster:
             finished_samples=frozenset(i for i, reason in enumerate(request.finished) if reason is not None),
             beam_params=request.beams,
             num_encoder_tokens=request.num_encoder_tokens,
+            inputs=request.inputs,
+            num_input_bytes=sum(item.length for item in request.inputs),
         )
+
+    def _sent_ids(self, request: Request) -> np.ndarray:
+        """The prompt as the gateway sends it."""
+        return np.array(request.prompt, dtype=np.uint32)
 
     def _check_refusal(self, request: Request, error: Exception) -> None:
         self.trace.append(("refused", request.request_id, str(error)))

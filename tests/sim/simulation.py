@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
+from prefix_index.content_ids import FIRST_CONTENT_ID
 from request_fields.beams import BeamParams, EarlyStopping
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.messages import WorkerCapacity
@@ -24,6 +25,7 @@ from scheduler_svc.core.policy import ceil_div
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import StopCondition
 from tests.sim.cluster import ROOT_SALT, Cluster
+from tests.sim.inputs import NUM_CONTENTS, SimInput
 from tests.sim.symbolic_worker import SymbolicWorker
 from tests.sim.transcript import describe
 
@@ -62,6 +64,8 @@ class Simulation:
         self._beam_rate = self._beam_rng.choice((0.0, 0.2, 0.6))
         self._encoder_rng = Random(f"encoder {seed}")
         self._encoder_rate = self._encoder_rng.choice((0.0, 0.0, 0.3, 1.0))
+        self._input_rng = Random(f"inputs {seed}")
+        self._input_rate = self._input_rng.choice((0.0, 0.0, 0.3, 1.0))
         self.num_events = self._num_arrived = self._next_epoch = 0
         self.setup = replace(self._choose_setup(), **changes)
         block_size = rng.choice((1, 2, 2, 3, 4, 4, 4, 8, 16))
@@ -158,6 +162,18 @@ class Simulation:
         width = rng.randint(2, 5)
         return BeamParams(width, rng.randint(1, width), rng.choice((0.0, 1.0, 2.0)), rng.choice(list(EarlyStopping)))
 
+    def _put_input(self, prompt: list[int]) -> list[int]:
+        """The prompt with content ids at some positions, often with the same content at the same positions as in
+        earlier prompts. From a separate source, as `_choose_beams`.
+        """
+        rng = self._input_rng
+        if rng.random() >= self._input_rate or max(prompt) >= FIRST_CONTENT_ID:
+            return prompt
+        start = rng.randrange(len(prompt)) if rng.random() < 0.3 else min(rng.choice((0, 1, 5)), len(prompt) - 1)
+        length = min(rng.choice((1, 3, self.cluster.block_size, 20)), len(prompt) - start)
+        item = SimInput(start, length, rng.randrange(NUM_CONTENTS))
+        return [*prompt[:start], *item.ids, *prompt[item.end :]]
+
     def _choose_encoder(self) -> list[int]:
         """The encoder input of a request, often that of an earlier one. From a separate source, as `_choose_beams`."""
         rng, bs = self._encoder_rng, self.cluster.block_size
@@ -217,7 +233,7 @@ class Simulation:
     def _arrive(self) -> None:
         rng = self.rng
         self._num_arrived += 1
-        prompt, encoder = self._choose_prompt(), self._choose_encoder()
+        prompt, encoder = self._put_input(self._choose_prompt()), self._choose_encoder()
         if encoder:
             prompt = encoder + prompt[: max(1, self.cluster.max_model_len - 2 * len(encoder))]
         stop = self._choose_stop(len(prompt))

@@ -10,6 +10,7 @@ bad prefix hit and a block freed early are all one mismatch. Beyond that it chec
     writes      slots follow from the table, no slot twice, never into a shared or a committed block
     commits     full blocks, written by acknowledged steps, with the digest of their whole chain
     forks       off a prompt that completes in this very step
+    inputs      a row has each input whose positions it computes, and no other
     beams       continue a beam of their request by one of its candidates; they share its blocks or copy the last one
     windows     a row holds the blocks that its next token attends to; blocks before them may get new content
 
@@ -24,8 +25,10 @@ from dataclasses import dataclass
 import numpy as np
 from xxhash import xxh3_128_digest
 
+from prefix_index.content_ids import FIRST_CONTENT_ID
 from scheduler_svc.core.messages import CachedBlock, RowFailure, RowOpen, StepBatch, StepOutput, WorkerCapacity
 from tests.sim import symbolic_model
+from tests.sim.inputs import with_contents
 
 POISON = np.uint64(0xDEAD)  # what a failed row leaves in its slots
 
@@ -113,6 +116,7 @@ class SymbolicWorker:
         self.history_len = np.zeros(rows, dtype=np.int64)
         self.num_computed_tokens = np.zeros(rows, dtype=np.int64)
         self.tokens = np.zeros((rows, max_len + 1), dtype=np.uint32)
+        self.has_input = np.zeros((rows, max_len + 1), dtype=np.bool_)  # an input provides the position
         self.digests = np.zeros((rows, max_len + 1), dtype=np.uint64)
         self.table = np.zeros((rows, width), dtype=np.int64)
         self.table_len = np.zeros(rows, dtype=np.int64)
@@ -234,7 +238,9 @@ class SymbolicWorker:
         self.num_computed_tokens[row] = opened.num_computed_tokens
         self.num_candidates[row] = opened.num_candidates
         self.tokens[row, :count] = tokens
-        terms = symbolic_model.term_column(tokens.astype(np.uint64), self._places[:count])
+        self._give_inputs(opened)
+        contents = with_contents(tokens, opened.group.inputs).astype(np.uint64)
+        terms = symbolic_model.term_column(contents, self._places[:count])
         self.digests[row, :count] = np.cumsum(terms) + np.uint64(symbolic_model.root(opened.group.root_key))
         self.table_len[row] = len(blocks)
         self.table[row, : len(blocks)] = blocks
@@ -243,6 +249,14 @@ class SymbolicWorker:
         self.refs[held] += 1
         self._claims[blocks[num_dead:num_shared]] += 1
         fresh += [(row, block) for block in blocks[num_shared:].tolist()]
+
+    def _give_inputs(self, opened: RowOpen) -> None:
+        """The row can compute the positions of these inputs from now on."""
+        self.has_input[opened.row] = False
+        for item in opened.inputs:
+            if item.end <= opened.num_computed_tokens:
+                raise Violation(f"row {opened.row} gets an input whose positions are computed")
+            self.has_input[opened.row, item.start : item.end] = True
 
     def _opening_tokens(self, opened: RowOpen) -> np.ndarray:
         prompt = opened.group.prompt
@@ -349,6 +363,7 @@ class SymbolicWorker:
         flat_positions = np.arange(len(flat_rows)) + np.repeat(starts - (np.cumsum(lens) - lens), lens)
         slots = self._checked_slots(batch, flat_rows, flat_positions)
         self._check_writable(slots)
+        self._check_inputs(flat_rows, flat_positions)
         self.kv[slots] = self.digests[flat_rows, flat_positions]
         self.kv_token[slots] = self.tokens[flat_rows, flat_positions]
         self.fill_step[slots // self.capacity.block_size] = batch.step_id
@@ -385,6 +400,12 @@ class SymbolicWorker:
             num_encoder = self.group[row].group.num_encoder_tokens
             if start < num_encoder and (start, end) != (0, num_encoder):
                 raise Violation(f"row {row} computes positions {start} to {end}, its encoder has {num_encoder}")
+
+    def _check_inputs(self, rows: np.ndarray, positions: np.ndarray) -> None:
+        is_known = self.has_input[rows, positions] | (positions >= self.history_len[rows])  # a broken row goes on
+        is_missing = (self.tokens[rows, positions] >= FIRST_CONTENT_ID) & ~is_known
+        if is_missing.any():
+            raise Violation(f"rows {np.unique(rows[is_missing]).tolist()} compute an input that they do not have")
 
     def _check_masks(self, batch: StepBatch, rows: np.ndarray, reaches_end: np.ndarray) -> None:
         if (batch.sample_mask & ~reaches_end).any():

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from prefix_index import hashing
+from prefix_index.content_ids import FIRST_CONTENT_ID
 from scheduler_svc.core import scheduler
 from scheduler_svc.core.beams import BeamSearch
 from scheduler_svc.core.blocks import prompt_digests
@@ -22,7 +23,7 @@ from scheduler_svc.core.blocks.block_manager import BlockManager
 from scheduler_svc.core.blocks.lru_queue import LruQueue
 from scheduler_svc.core.messages import StepBatch
 from scheduler_svc.core.queue.scan import QueueScan
-from scheduler_svc.core.sequence import Sequence
+from scheduler_svc.core.sequence import Sequence, SequenceGroup
 from scheduler_svc.core.steps import failures, step_planner, worker_books
 from scheduler_svc.core.steps.beam_rows import BeamRows
 from scheduler_svc.core.steps.decode_run import DecodeRun
@@ -515,6 +516,43 @@ def part_of_the_encoder_positions_hit(patch: Patch) -> None:
         return original(pool, digests, tokens, limits[0])
 
     wrap(patch, BlockManager, "match", match)
+
+
+# -- inputs besides tokens --------------------------------------------------------------------------------------------
+
+
+@bug("reads the wrong content")
+def content_ids_without_the_content(patch: Patch) -> None:
+    """All inputs have the same placeholder id, so that another image hits the blocks of the first one."""
+
+    def sent(original: Any, cluster: Cluster, request: Any) -> np.ndarray:
+        ids = original(cluster, request)
+        return np.where(ids >= FIRST_CONTENT_ID, np.uint32(FIRST_CONTENT_ID), ids)
+
+    wrap(patch, Cluster, "_sent_ids", sent)
+    trust_digests(patch)
+
+
+@bug("compute an input that they do not have")
+def inputs_lost_when_a_row_is_computed_again(patch: Patch) -> None:
+    def without(batch: StepBatch) -> StepBatch:
+        opens = [replace(o, inputs=() if len(o.token_ids) > o.prompt_len else o.inputs) for o in batch.opens]
+        return replace(batch, opens=opens)
+
+    change_batches(patch, without)
+
+
+@bug("compute an input that they do not have")
+def inputs_lost_when_a_hit_ends_inside(patch: Patch) -> None:
+    def after(original: Any, group: SequenceGroup, num_computed: int) -> Any:
+        return [item for item in group.inputs if item.start >= num_computed]
+
+    wrap(patch, SequenceGroup, "inputs_after", after)
+
+
+@bug("gets an input whose positions are computed")
+def all_inputs_sent_after_a_hit(patch: Patch) -> None:
+    wrap(patch, SequenceGroup, "inputs_after", lambda original, group, num_computed: group.inputs)
 
 
 # -- the tests ---------------------------------------------------------------------------------------------------------
