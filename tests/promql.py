@@ -44,6 +44,13 @@ COMPARISONS: dict[str, Callable[[float, float], bool]] = {
     "==": operator.eq,
 }
 
+# The vectors of these operators have equal label names here, or none (`on()`).
+SETS: dict[str, Callable[[Vector, Vector], Vector]] = {
+    "and": lambda left, right: {labels: value for labels, value in left.items() if labels in right},
+    "or": lambda left, right: right | left,
+    "unless": lambda left, right: {labels: value for labels, value in left.items() if labels not in right},
+}
+
 
 def read_scrape(text: str, **target: str) -> Samples:
     """The samples of one /metrics page, with the labels that Prometheus adds for the target."""
@@ -106,8 +113,11 @@ class History:
         raise NotImplementedError(f"{node}: {type(node).__name__}")
 
     def _call(self, name: str, arguments: list[Any]) -> Vector:
-        if name == "rate":
-            return self._rate(arguments[0].vector_selector)
+        if name in ("rate", "increase"):
+            rates = self._rate(arguments[0].vector_selector)
+            return rates if name == "rate" else {labels: rate * self.seconds for labels, rate in rates.items()}
+        if name == "vector":
+            return {(): self._value(arguments[0])}
         if name == "absent":
             return _absent(arguments[0], self._value(arguments[0]))
         values = [self._value(argument) for argument in arguments]
@@ -157,6 +167,8 @@ def _combine(op: str, left: Any, right: Any) -> Any:
         return ARITHMETIC[op](left, right)
     if isinstance(left, float):
         return {labels: ARITHMETIC[op](left, value) for labels, value in right.items()}
+    if op in SETS:
+        return SETS[op](left, right)
     pairs = {labels: right if isinstance(right, float) else right.get(labels) for labels in left}
     if op in COMPARISONS:
         return {k: left[k] for k, other in pairs.items() if other is not None and COMPARISONS[op](left[k], other)}

@@ -29,11 +29,11 @@ BASE = HERE / "kustomize" / "base"
 TABLE_BEGIN, TABLE_END = "<!-- values: written by deploy/k8s/generate.py -->\n", "<!-- end of values -->\n"
 MARK = "@schema "
 NAMESPACE = "default"  # the namespace in which the base is rendered
-# Files cannot hold tokens, so the base refers to a Secret that the user creates (docs/trust.md).
-BASE_VALUES = {"trust": {"existingSecret": "quire-tokens"}}
+# Files cannot hold tokens and passwords, so the base refers to Secrets that the user creates (docs/deployment.md).
+BASE_VALUES = {"trust": {"existingSecret": "quire-tokens"}, "redis": {"auth": {"existingSecret": "quire-redis"}}}
 HELM_LABELS = ("helm.sh/chart", "app.kubernetes.io/managed-by")
 
-FREE = {"type": "object", "additionalProperties": True}
+FREE: dict[str, Any] = {"type": "object", "additionalProperties": True}
 
 
 def resources(*types: str) -> dict[str, Any]:
@@ -48,6 +48,13 @@ def resources(*types: str) -> dict[str, Any]:
                 "additionalProperties": {"type": list(types)},
             }
             for kind in ("requests", "limits")
+        }
+        | {
+            "claims": {
+                "type": "array",
+                "description": "Names of resourceClaims that the container uses.",
+                "items": FREE,
+            }
         },
     }
 
@@ -57,28 +64,14 @@ DEFINITIONS: dict[str, Any] = {
     "strings": {"type": "object", "additionalProperties": {"type": "string"}},
     "object": FREE,
     "objects": {"type": "array", "items": FREE},
-    "quantity": {"type": "string", "pattern": "^([0-9.]+([EPTGMk]i?)?)?$"},
+    "quantity": {"type": "string"},  # checked by a template, whose error says what to write
     "name": {"type": "string", "pattern": "^([a-z0-9]([-a-z0-9]{0,28}[a-z0-9])?)?$"},
-    "resources": resources("string", "number"),
-    "topologySpread": {
-        "type": "object",
-        "additionalProperties": False,
-        "properties": {
-            "topologyKey": {"type": "string", "description": "Node label whose values are the topology domains."},
-            "whenUnsatisfiable": {
-                "enum": ["ScheduleAnyway", "DoNotSchedule"],
-                "type": "string",
-                "description": "How a pod that cannot be spread evenly is scheduled.",
-            },
-            "maxSkew": {"type": "integer", "minimum": 1, "description": "Maximum difference in pods between domains."},
-        },
-    },
+    "resources": resources("string", "number", "null"),
 }
 
 # null in a list entry removes a key of the defaults. Elsewhere Helm removes it before it validates the schema.
 IN_ENTRIES = {
     "strings": {"type": "object", "additionalProperties": {"type": ["string", "null"]}},
-    "resources": resources("string", "number", "null"),
 }
 
 

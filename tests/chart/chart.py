@@ -85,17 +85,18 @@ def chart_of_upgrade() -> Chart:
     """The chart with `lookup`, which needs a cluster, replaced by the Secrets in the value global.secrets."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(shutil.copytree(CHART, Path(folder) / "chart"))
-        template = copy / "templates" / "trust-secrets.yaml"
-        text = template.read_text()
-        assert text.count("lookup") == text.count(LOOKUP) == 1
-        template.write_text(text.replace(LOOKUP, "get $.Values.global.secrets "))
+        for name in ("trust-secrets.yaml", "redis-secret.yaml"):
+            template = copy / "templates" / name
+            text = template.read_text()
+            assert text.count("lookup") == text.count(LOOKUP) == 1
+            template.write_text(text.replace(LOOKUP, "get $.Values.global.secrets "))
         return Chart.load(copy)
 
 
 def render_upgrade(values: Values, before: Objects) -> Objects:
     """The objects of an upgrade in a cluster that has the Secrets of the release before."""
     # `lookup` returns an empty map if the object does not exist.
-    missing: Values = {f"{RELEASE}-quire-tokens-{role}": {} for role in ROLES}
+    missing: Values = {f"{RELEASE}-quire-{name}": {} for name in (*(f"tokens-{role}" for role in ROLES), "redis")}
     secrets = missing | {manifest["metadata"]["name"]: manifest for manifest in before.all("Secret")}
     return render(values | {"global": {"secrets": secrets}}, chart=chart_of_upgrade())
 

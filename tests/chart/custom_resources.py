@@ -1,7 +1,7 @@
 """Schemas of the custom resources that the chart creates, with only the fields that the chart may use.
 
-Fields and types match the definitions of KEDA 2.16, the Prometheus operator 0.80, Gateway API 1.2 and cert-manager
-1.17.
+Fields and types match the definitions of KEDA 2.17, the Prometheus operator 0.80, Gateway API 1.4, its Inference
+Extension 1.0 and cert-manager 1.17.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ SCALING_RULES = _closed(
 TRIGGER = _closed(
     ("type", "metadata"),
     type={"type": "string"},
+    name={"type": "string"},
     metricType={"enum": ["AverageValue", "Value", "Utilization"]},
     metadata=STRINGS,
     authenticationRef=_closed(("name",), name={"type": "string"}),
@@ -51,8 +52,15 @@ SCALED_OBJECT = _closed(
     ("scaleTargetRef", "triggers"),
     scaleTargetRef=_closed(("name",), apiVersion={"type": "string"}, kind={"type": "string"}, name={"type": "string"}),
     pollingInterval=INTEGER,
+    cooldownPeriod=INTEGER,
     minReplicaCount=INTEGER,
     maxReplicaCount=INTEGER,
+    fallback=_closed(
+        ("failureThreshold", "replicas"),
+        failureThreshold=INTEGER,
+        replicas=INTEGER,
+        behavior={"enum": ["static", "currentReplicas", "currentReplicasIfHigher", "currentReplicasIfLower"]},
+    ),
     advanced=_closed(horizontalPodAutoscalerConfig=_closed(behavior=_closed(scaleDown=SCALING_RULES))),
     triggers={"type": "array", "minItems": 1, "items": TRIGGER},
 )
@@ -129,6 +137,26 @@ CERTIFICATE = _closed(
     issuerRef=_closed(("name",), name={"type": "string"}, kind={"type": "string"}, group={"type": "string"}),
 )
 
+LOCAL_REFERENCE = _closed(("group", "kind", "name"), **{name: {"type": "string"} for name in ("group", "kind", "name")})
+BACKEND_TLS_POLICY = _closed(
+    ("targetRefs", "validation"),
+    targetRefs={"type": "array", "minItems": 1, "maxItems": 16, "items": LOCAL_REFERENCE},
+    validation=_closed(
+        ("hostname",),
+        hostname=HOSTNAME,
+        caCertificateRefs={"type": "array", "maxItems": 8, "items": LOCAL_REFERENCE},
+        wellKnownCACertificates={"const": "System"},
+    ),
+)
+INFERENCE_POOL = _closed(
+    ("selector", "targetPorts", "endpointPickerRef"),
+    selector=_closed(("matchLabels",), matchLabels=STRINGS),
+    targetPorts={"type": "array", "minItems": 1, "maxItems": 8, "items": _closed(("number",), number=PORT)},
+    endpointPickerRef=_closed(
+        ("name", "port"), name={"type": "string", "minLength": 1}, port=_closed(("number",), number=PORT)
+    ),
+)
+
 SCHEMAS: dict[tuple[str, str], Schema] = {
     ("keda.sh/v1alpha1", "ScaledObject"): _resource("keda.sh/v1alpha1", "ScaledObject", SCALED_OBJECT),
     ("monitoring.coreos.com/v1", "ServiceMonitor"): _resource(
@@ -138,6 +166,12 @@ SCHEMAS: dict[tuple[str, str], Schema] = {
         "monitoring.coreos.com/v1", "PrometheusRule", PROMETHEUS_RULE
     ),
     ("cert-manager.io/v1", "Certificate"): _resource("cert-manager.io/v1", "Certificate", CERTIFICATE),
+    ("gateway.networking.k8s.io/v1", "BackendTLSPolicy"): _resource(
+        "gateway.networking.k8s.io/v1", "BackendTLSPolicy", BACKEND_TLS_POLICY
+    ),
+    ("inference.networking.k8s.io/v1", "InferencePool"): _resource(
+        "inference.networking.k8s.io/v1", "InferencePool", INFERENCE_POOL
+    ),
     ("gateway.networking.k8s.io/v1", "GRPCRoute"): _resource("gateway.networking.k8s.io/v1", "GRPCRoute", GRPC_ROUTE),
     ("gateway.networking.k8s.io/v1", "HTTPRoute"): _resource("gateway.networking.k8s.io/v1", "HTTPRoute", HTTP_ROUTE),
 }

@@ -329,7 +329,13 @@ def cpus(quantity: str) -> int:
 def image_command(name: str) -> str:
     """The local program for a command of an image."""
     beside = Path(sys.executable).with_name(name)
-    found = redis_executable() if name == "redis-server" else str(beside) if beside.exists() else shutil.which(name)
+    found = (
+        redis_executable()
+        if name in ("redis-server", "valkey-server")
+        else str(beside)
+        if beside.exists()
+        else shutil.which(name)
+    )
     if not found:
         raise LookupError(f"no image has a command {name}; add it to IMAGE_COMMANDS")
     return found

@@ -5,13 +5,15 @@ tests/processes/test_metrics.py evaluates the same expressions on real scrapes.
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
 import pytest
 
-from tests.chart.chart import NAMESPACE, ROOT, render
-from tests.promql import History, read_scrape
+from svc_common.metrics import LATENCIES_S
+from tests.chart.chart import CHART, NAMESPACE, ROOT, render
+from tests.promql import History, Samples, read_scrape
 
 RUNBOOK = (ROOT / "docs" / "operations.md").read_text()
 ROW = re.compile(r"^\| `(Quire\w+)` \| `(.+?)` \| (\w+) \| .+ \| .+ \|$", re.MULTILINE)
@@ -31,9 +33,13 @@ quire_num_requests_waiting{model_name="m"} 40
 quire_kv_cache_usage_perc{model_name="m"} 0.95
 quire_migrations_total{model_name="m",reason="drain"} 4
 quire_migrations_total{model_name="m",reason="lost"} 4
-quire_audit_lost_lines_total{service="r-quire-gateway"} 2
+quire_audit_lost_lines_total{service="r-quire-gateway-headless"} 2
 quire_certificate_remaining_fraction{link="internal",service="r-quire-scheduler-m"} 0.34
-quire_certificate_remaining_fraction{link="public",service="r-quire-gateway"} 0.9
+quire_time_to_first_token_seconds_bucket{le="5.0",model_name="m"} 99
+quire_time_to_first_token_seconds_count{model_name="m"} 100
+quire_inter_token_latency_seconds_bucket{le="0.25",model_name="m"} 99
+quire_inter_token_latency_seconds_count{model_name="m"} 100
+quire_certificate_remaining_fraction{link="public",service="r-quire-gateway-headless"} 0.9
 """
 SCHEDULERS = """quire_gateway_schedulers{state="ready"} 1
 quire_gateway_schedulers{state="away"} 0"""
@@ -47,13 +53,20 @@ BAD = [
     ("QuireRequestsWait", 'quire_num_requests_waiting{model_name="m"} 40', "41"),
     ("QuirePoolsFull", 'quire_kv_cache_usage_perc{model_name="m"} 0.95', "0.96"),
     ("QuireWorkersLost", 'quire_migrations_total{model_name="m",reason="lost"} 4', "5"),
-    ("QuireAuditLinesLost", 'quire_audit_lost_lines_total{service="r-quire-gateway"} 2', "3"),
+    ("QuireAuditLinesLost", 'quire_audit_lost_lines_total{service="r-quire-gateway-headless"} 2', "3"),
     (
         "QuireCertificateExpires",
         'quire_certificate_remaining_fraction{link="internal",service="r-quire-scheduler-m"} 0.34',
         "0.09",
     ),
 ]
+BURNS = [
+    (f"Quire{name}BudgetBurns{speed}", histogram)
+    for name, histogram in (("Ttft", "quire_time_to_first_token_seconds"), ("Itl", "quire_inter_token_latency_seconds"))
+    for speed in ("Fast", "Slow")
+]
+SERVICE = "r-quire-scheduler-demo"
+SERVICES = "r-quire-(gateway-headless|scheduler-demo|scheduler-m|scheduler-other|worker-demo|worker-m|worker-other)"
 # Changes that must not alert: invalid requests of clients, drained workers.
 HARMLESS = [
     ('quire_rpc_errors_total{code="INVALID_ARGUMENT",method="Generate"} 9', "10"),
@@ -64,8 +77,16 @@ HARMLESS = [
 
 def rules() -> dict[str, dict[str, Any]]:
     """The chart's alerts by name."""
-    (rule,) = render({"metrics": {"prometheusRule": {"enabled": True}}}).all("PrometheusRule")
+    names = ("demo", "m", "other")
+    models = {"models": [{"name": n} for n in names], "workers": [{"name": n, "model": n} for n in names]}
+    (rule,) = render({"metrics": {"prometheusRule": {"enabled": True}}} | models).all("PrometheusRule")
     return {alert["alert"]: alert for group in rule["spec"]["groups"] for alert in group["rules"]}
+
+
+def scrape(text: str) -> Samples:
+    """The samples of a release. Lines without a service are those of a scheduler."""
+    lines = [line if "service=" in line else line.replace("{", f'{{service="{SERVICE}",') for line in text.splitlines()]
+    return read_scrape("\n".join(lines) + "\n", namespace=NAMESPACE)
 
 
 def firing(history: History) -> set[str]:
@@ -77,17 +98,71 @@ def after(line: str, value: str) -> History:
     """Normal operation, except for the value of one line or for missing lines."""
     assert line in NORMAL
     worse = NORMAL.replace(line, f"{line.rpartition(' ')[0]} {value}" if value else "")
-    older, newer = (read_scrape(text, namespace=NAMESPACE) for text in (NORMAL, worse))
-    return History(older, newer, 15.0)
+    return History(scrape(NORMAL), scrape(worse), 15.0)
 
 
 def test_every_alert_has_a_case() -> None:
-    assert [name for name, _, _ in BAD] == list(rules())
+    assert [name for name, _, _ in BAD] + [name for name, _ in BURNS] == list(rules())
 
 
 @pytest.mark.parametrize(("name", "line", "value"), BAD, ids=[name for name, _, _ in BAD])
 def test_only_the_expected_alert_fires(name: str, line: str, value: str) -> None:
     assert firing(after(line, value)) == {name}
+
+
+def burning(histogram: str, num_slow: int) -> History:
+    """100 more requests or tokens, of which this number was too slow."""
+    count = f'{histogram}_count{{model_name="m"}} '
+    bucket = next(line for line in NORMAL.splitlines() if line.startswith(f"{histogram}_bucket"))
+    worse = NORMAL.replace(f"{count}100", f"{count}200").replace(bucket, f"{bucket[:-2]}{99 + 100 - num_slow}")
+    return History(scrape(NORMAL), scrape(worse), 15.0)
+
+
+@pytest.mark.parametrize(("name", "histogram"), BURNS)
+def test_latency_objectives_alert_by_burn_rate(name: str, histogram: str) -> None:
+    """The budget is 1 % slow: 14.4 times as many alert fast, 6 times as many alert slowly, 5 times do not alert."""
+    slow, fast = (name.replace("Fast", kind).replace("Slow", kind) for kind in ("Slow", "Fast"))
+    assert firing(burning(histogram, 5)) == set()
+    assert firing(burning(histogram, 7)) == {slow}
+    assert firing(burning(histogram, 15)) == {slow, fast}
+
+
+def test_objectives_follow_the_values() -> None:
+    """The limit, the target, and an objective that is off."""
+    objectives = {"target": 0.9, "ttftSeconds": 2.5, "itlSeconds": 0}
+    values = {"metrics": {"prometheusRule": {"enabled": True, "objectives": objectives}}}
+    (rule,) = render(values).all("PrometheusRule")
+    burns = [r for group in rule["spec"]["groups"] for r in group["rules"] if "Burns" in r["alert"]]
+    assert [r["alert"] for r in burns] == ["QuireTtftBudgetBurnsFast", "QuireTtftBudgetBurnsSlow"]
+    assert all('le=~"2[.]5"' in r["expr"] for r in burns)
+    assert "> 14.4 * (1 - 0.9)" in burns[0]["expr"]
+    assert "longer than 2.5 s" in burns[0]["annotations"]["summary"]
+
+
+def test_limits_of_objectives_are_bounds_of_buckets() -> None:
+    schema = json.loads((CHART / "values.schema.json").read_text())["properties"]["metrics"]["properties"]
+    objectives = schema["prometheusRule"]["properties"]["objectives"]["properties"]
+    for name in ("ttftSeconds", "itlSeconds"):
+        assert set(objectives[name]["enum"]) - {0} <= set(LATENCIES_S)
+
+
+def test_two_releases_in_a_namespace_have_rules_and_queries_of_their_own() -> None:
+    values = {
+        "metrics": {"prometheusRule": {"enabled": True}},
+        "keda": {"enabled": True, "prometheusAddress": "http://p:9090"},
+        "workerDefaults": {"autoscaling": {"enabled": True, "minReplicas": 0}},
+    }
+    releases = [render(values, name=name) for name in ("a", "ab")]
+    for one, other in (releases, releases[::-1]):
+        services = {s["metadata"]["name"] for s in other.all("Service")}
+        expressions = [
+            r["expr"] for rule in one.all("PrometheusRule") for g in rule["spec"]["groups"] for r in g["rules"]
+        ]
+        expressions += [t["metadata"]["query"] for s in one.all("ScaledObject") for t in s["spec"]["triggers"]]
+        for expression in expressions:
+            matchers = re.findall(r'service=~?"([^"]+)"', expression)
+            assert len(matchers) == len(re.findall(r"quire_\w+\{", expression))
+            assert not [s for s in services for m in matchers if re.fullmatch(m, s)]
 
 
 @pytest.mark.parametrize(("line", "value"), HARMLESS)
@@ -97,6 +172,8 @@ def test_harmless_changes_do_not_alert(line: str, value: str) -> None:
 
 def test_summaries_use_labels_of_the_result() -> None:
     for name, rule in rules().items():
+        if "Burns" in name:
+            continue  # by model_name, as the test above shows
         labels = set(re.findall(r"\$labels\.(\w+)", rule["annotations"]["summary"]))
         (answer,) = firing_labels(name)
         assert labels <= answer
@@ -109,7 +186,7 @@ def firing_labels(name: str) -> list[set[str]]:
 
 
 def test_the_runbook_has_all_alerts() -> None:
-    here = f'namespace="{NAMESPACE}"'
+    here = f'namespace="{NAMESPACE}", service=~"{SERVICES}"'
     documented = {name: (expression.replace("\\|", "|"), wait) for name, expression, wait in ROW.findall(RUNBOOK)}
     wanted = {
         name: (rule["expr"].replace(f"{{{here}, ", "{").replace(f"{{{here}}}", ""), rule["for"])

@@ -40,14 +40,18 @@ def test_no_file_contains_a_namespace() -> None:
     assert [path.name for path in BASE.glob("*.yaml") if "namespace:" in path.read_text()] == []
 
 
-def test_the_base_needs_only_the_secret_of_the_guide() -> None:
-    """docs/trust.md creates quire-tokens with an entry per role; each pod mounts only its own entry."""
+def test_the_base_needs_only_the_secrets_of_the_guides() -> None:
+    """docs/trust.md creates quire-tokens with an entry per role; each pod mounts only its own entry. docs/deployment.md
+    creates quire-redis.
+    """
     mounted = {}
     for manifest in read_base():
         if manifest["kind"] in ("Deployment", "StatefulSet"):
             spec = manifest["spec"]["template"]["spec"]
             mounted[spec["containers"][0]["name"]] = [v["secret"] for v in spec.get("volumes", []) if "secret" in v]
     tokens = {role: [secret_of(role)] for role in ROLES}
+    for role in ("gateway", "scheduler"):
+        tokens[role].insert(0, {"secretName": "quire-redis"})
     assert mounted == tokens | {"redis": []}
     assert "insecure" not in yaml.safe_dump_all(read_base())
 

@@ -29,7 +29,11 @@ def named(word: str, text: str) -> Objects:
         "shmSize": "1000",
         "podLabels": {"own": word},
         "nodeSelector": {"own": word},
-        "topologySpread": {"topologyKey": word},
+        "topologySpreadConstraints": [{"topologyKey": word, "maxSkew": 1, "whenUnsatisfiable": "ScheduleAnyway"}],
+        "schedulerName": word,
+        "serviceAccountName": word,
+        "labels": {"own": word},
+        "annotations": {"own": word},
         "autoscaling": {"enabled": True},
     }
     model = {
@@ -46,7 +50,7 @@ def named(word: str, text: str) -> Objects:
         "image": {"tag": word, "pullSecrets": [{"name": word}]},
         "gateway": {
             "image": word,
-            "tls": {"existingSecret": word, "clientCaSecret": word, "serverName": text},
+            "tls": {"existingSecret": word, "clientCaSecret": word, "serverName": word, "caConfigMap": word},
             "apiKeys": {"existingSecret": word, "testEntry": word},
             "records": {"existingSecret": word},
             "jwt": {"issuer": text, "audiences": [text], "jwksUrl": text, "tenantClaim": text, "scope": text},
@@ -123,7 +127,7 @@ def test_versions_with_build_metadata_are_valid_labels(tmp_path: Path, build: st
     assert labels["helm.sh/chart"].startswith("quire-0.1.0_")
     for manifest in objects.manifests:
         assert [v for v in manifest["metadata"]["labels"].values() if not LABEL.fullmatch(v)] == []
-    assert all(f":0.1.0_{build}" in image for image in images(objects) if "redis" not in image)
+    assert all(f":0.1.0_{build}" in image for image in images(objects) if "valkey" not in image)
 
 
 def images(objects: Objects) -> list[str]:

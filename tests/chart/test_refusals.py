@@ -8,7 +8,7 @@ import pytest
 from helm_python.errors import HelmError
 
 from tests.chart.chart import Values, render
-from tests.chart.test_values import ADMIN, ISSUER, JWT, KEYS, MONITOR, merged
+from tests.chart.test_values import ADMIN, EGRESS, ENV, IMAGE, ISSUER, JWT, KEYS, MONITOR, SOURCE, merged
 
 
 def models(*entries: dict[str, Any]) -> Values:
@@ -42,8 +42,8 @@ COMBINATIONS = [
         "set path to a folder under /models",
     ),
     ({"models": [{"name": "demo", "path": "/models/m"}]}, "has path /models/m but no storage"),
-    (stored(emptyDirSize="1Gi"), "but no download: set download.command"),
-    (stored(claimSize="1Gi"), "but no download: set download.command"),
+    (stored(emptyDirSize="1Gi"), "but no download: set source or download.command"),
+    (stored(claimSize="1Gi"), "but no download: set source or download.command"),
     (stored(existingClaim="c", storageClass="fast"), "set storage.claimSize too"),
     (pools({}, {}), 'two pools named "cpu"'),
     (pools({"model": "nope"}, {"name": "b"}), 'model "nope", which is not a name in models (demo)'),
@@ -61,12 +61,15 @@ COMBINATIONS = [
         'have determinism "exact" and "best_effort"',
     ),
     (
-        pools({"kvCacheMemory": "48G"}, {"name": "b", "kvCacheMemory": "4G"}),
-        'have kvCacheMemory "48G", numBlocks 0, gpuCount 0 and kvCacheMemory "4G", numBlocks 0, gpuCount 0, so '
+        pools({"kvCacheMemory": "5G"}, {"name": "b", "kvCacheMemory": "4G"}),
+        'have kvCacheMemory "5G", numBlocks 0, gpuCount 0 and kvCacheMemory "4G", numBlocks 0, gpuCount 0, so '
         "the maximum sequence length of their workers may differ: set maxModelLen in all of them",
     ),
     (pools({"numBlocks": 8}, {"name": "b"}), "set maxModelLen in all of them"),
-    (pools({"kvCacheMemory": ""}, {"name": "b", "kvCacheMemory": ""}), "leave the size of the KV cache to the workers"),
+    (
+        pools({"gpuCount": 1}, {"name": "b", "gpuCount": 1}),
+        "leave the size of the KV cache to the workers",
+    ),
     (pools({"kvCacheDtype": "fp8"}), "float16 and fp8 need gpuCount 1 or more"),
     (pools({"gpuCount": 1, "backend": "cpu"}), "set gpuCount to 0, or leave backend empty"),
     (pools({"backend": "cuda"}), "set gpuCount to 1 or more"),
@@ -193,6 +196,91 @@ COMBINATIONS = [
         {"gateway": {"service": {"type": "NodePort", "loadBalancerSourceRanges": ["203.0.113.0/24"]}}},
         "gateway.service.type is NodePort: set gateway.service.type to LoadBalancer",
     ),
+    # -- values as users wrote them, which Kubernetes or a service accepted with another meaning or refused later
+    ({"image": {"registry": "https://reg.example.com"}}, "write a host and a path, such as registry.example.com/quire"),
+    (
+        pools({"kvCacheMemory": "8G"}),
+        "kvCacheMemory is 8G, but the pod's memory limit is 8Gi, which must hold the weights",
+    ),
+    (pools({"kvCacheMemory": "512MB"}), 'kvCacheMemory is "512MB", which is not an amount of memory: write 8G or 8Gi'),
+    (
+        stored(emptyDirSize="512MB"),
+        'storage.emptyDirSize is "512MB", which is not an amount of memory or storage: write',
+    ),
+    (pools({"resources": {"limits": {"memory": "8GB"}}}), 'resources.limits.memory is "8GB", which is not an amount'),
+    (pools({"tmpSize": "1 Gi"}), 'tmpSize is "1 Gi", which is not an amount'),
+    (pools({"gpuCount": 2, "shmSize": "64Gi"}), "it counts towards the pod's memory, whose limit is 64Gi"),
+    (
+        pools({"gpuCount": 1, "resources": {"limits": {"nvidia.com/mig-1g.10gb": 1}}}),
+        "set gpuCount instead, and gpuResource to nvidia.com/mig-1g.10gb",
+    ),
+    (
+        pools({"gpuCount": 2, "gpuResource": "nvidia.com/mig-3g.40gb"}),
+        "GPUs cannot exchange data between MIG slices, so set gpuCount to 1",
+    ),
+    ({"commonLabels": {"team": "llm team"}}, 'commonLabels.team is "llm team", which is not a label value'),
+    ({"gateway": {"podLabels": {"a": "x" * 64}}}, "which is not a label value: write at most 63 letters"),
+    ({"scheduler": {"nodeSelector": {"a": "-x"}}}, 'models[demo].scheduler.nodeSelector.a is "-x"'),
+    (pools({"labels": {"bad key": "x"}}), 'has the key "bad key", which is not a label key'),
+    (
+        {"gateway": {"extraEnv": [{"name": "HOME", "value": "/"}]}},
+        "gateway.extraEnv has the name HOME, which the chart",
+    ),
+    (
+        pools({"extraEnv": [{"name": "QUIRE_THREADS", "value": "1"}]}),
+        "workers[cpu].extraEnv has the name QUIRE_THREADS",
+    ),
+    (
+        {"scheduler": {"extraEnv": [ENV, ENV]}},
+        "scheduler.extraEnv has the name A, which the chart or another entry uses",
+    ),
+    ({"gateway": {"extraVolumes": [{"name": "tmp", "emptyDir": {}}]}}, "gateway.extraVolumes has the name tmp"),
+    (
+        pools({"extraVolumes": [{"name": "cache", "emptyDir": {}}]}),
+        "workers[cpu].extraVolumes has the name cache, which the chart or another entry uses",
+    ),
+    (
+        {"scheduler": {"extraVolumeMounts": [{"name": "x", "mountPath": "/tmp"}]}},
+        "scheduler.extraVolumeMounts has the mountPath /tmp",
+    ),
+    ({"gateway": {"podSpec": {"containers": []}}}, "podSpec of the gateways sets containers, which the chart sets"),
+    (
+        {"gateway": {"service": {"externalTrafficPolicy": "Local"}}},
+        "set gateway.service.type to NodePort or LoadBalancer",
+    ),
+    ({"gateway": {"service": {"loadBalancerClass": "x"}}}, "gateway.service.type is ClusterIP: set it to LoadBalancer"),
+    (
+        {"gateway": {"inferencePool": {"enabled": True}}},
+        "gateway.inferencePool.enabled needs gateway.inferencePool.endpoint",
+    ),
+    (
+        {"gateway": {"podDisruptionBudget": {"maxUnavailable": 0}}},
+        "so nodes could never be drained: set it to 1 or more",
+    ),
+    (
+        merged(EGRESS, {"tracing": {"otlpEndpoint": "http://o:1"}}),
+        "networkPolicy.egress blocks the export of traces",
+    ),
+    (
+        {"models": [{"name": "demo", "source": "hf://o/m@main"}]},
+        "with the 40 hexadecimal digits of a commit, because a",
+    ),
+    (
+        {"models": [{"name": "demo", "source": SOURCE, "download": GET}]},
+        "has source and download.command: set only one",
+    ),
+    ({"models": [{"name": "demo", "source": SOURCE, "path": "/models/m"}]}, "remove path, because source determines"),
+    ({"models": [{"name": "demo", "source": SOURCE}]}, "has source but no storage to download to"),
+    (stored(image="reg/m:1"), "has storage.image reg/m:1: add its digest, @sha256:..., because a tag may change"),
+    (
+        {"models": [{"name": "demo", "source": SOURCE, "storage": {"image": IMAGE}}]},
+        "has storage.image, which is read-only, and a download",
+    ),
+    (
+        {"redis": {"enabled": False, "external": {"url": "redis://h:1", "sentinelPasswordSecret": "s"}}},
+        "redis.external.url names no Sentinels: write redis+sentinel://HOST:26379",
+    ),
+    ({"redis": {"enabled": False, "external": {"url": "redis+sentinel://:p@h:1/m"}}}, "contains a password"),
     ({"fullnameOverride": "Quire"}, 'would begin with "Quire"'),
     ({"nameOverride": "Q"}, 'would begin with "r-Q"'),
     ({"ports": {"health": 9090}}, "ports.health and ports.metrics are both 9090"),
@@ -219,7 +307,6 @@ BAD_VALUES = [
     ({"workers": [{"name": "a"}]}, "missing property 'model'"),
     ({"workers": [{"name": "a", "model": "demo", "gpus": 1}]}, "additional properties 'gpus' not allowed"),
     ({"workers": [{"name": "a", "model": "demo", "blockSize": 24}]}, "/workers/0/blockSize"),
-    ({"workers": [{"name": "a", "model": "demo", "kvCacheMemory": "8Gi"}]}, "/workers/0/kvCacheMemory"),
     ({"workers": [{"name": "a", "model": "demo", "dtype": "int4"}]}, "/workers/0/dtype"),
     ({"redis": {"maxMemory": "1 gigabyte"}}, "/redis/maxMemory"),
     ({"redis": {"external": {"url": "http://h"}}}, "/redis/external/url"),

@@ -7,6 +7,7 @@ from functools import reduce
 from typing import Any
 
 import pytest
+import yaml
 
 import gateway_svc.flags
 import scheduler_svc.server
@@ -23,6 +24,9 @@ GATEWAY, SCHEDULER, WORKER, REDIS = (
 )
 SERVICES = (GATEWAY, SCHEDULER, WORKER)
 SPREAD = {"topologyKey": "zone", "whenUnsatisfiable": "DoNotSchedule", "maxSkew": 2}
+SIDECAR = {"name": "s", "image": "s:1"}
+CLAIM_OF_DEVICE = {"name": "gpu", "resourceClaimTemplateName": "t"}
+DELETED = {"type": "OnDelete"}
 RESOURCES = {"requests": {"cpu": "3", "memory": "1Gi"}, "limits": {"memory": "2Gi"}}
 TOLERATION = {"key": "gpu", "operator": "Exists"}
 AFFINITY = {"nodeAffinity": {}}
@@ -31,10 +35,24 @@ EXTERNAL = {"enabled": False}
 CLAIM = {"modelDefaults": {"path": "/models/m", "storage": {"existingClaim": "c"}}}
 EMPTY = {"modelDefaults": {"path": "/models/m", "storage": {"emptyDirSize": "1Gi"}, "download": {"command": ["get"]}}}
 PER_POD = {"modelDefaults": {"path": "/models/m", "storage": {"claimSize": "1Gi"}, "download": {"command": ["get"]}}}
+SOURCE, STORED = f"hf://o/m@{'a' * 40}", {"modelDefaults": {"storage": {"claimSize": "1Gi"}}}
+IMAGE = f"reg/m@sha256:{'b' * 64}"
+VOLUME = {"image": {"reference": IMAGE, "pullPolicy": "IfNotPresent"}}
+IDLE = {"autoscaling": {"enabled": True, "minReplicas": 0}}
 SCALED = {
     "keda": {"enabled": True, "prometheusAddress": "http://p:9090"},
     "workerDefaults": {"autoscaling": {"enabled": True}},
 }
+CRON = {"type": "cron", "metadata": {"start": "0 8 * * *", "end": "0 18 * * *", "desiredReplicas": "4"}}
+OWN_TRIGGER = {"workerDefaults": {"autoscaling": {"triggers": [CRON]}}}
+EXTRA = {
+    "apiVersion": "v1",
+    "kind": "ConfigMap",
+    "metadata": {"name": "x-{{ .Release.Name }}", "namespace": NAMESPACE},
+    "data": {"a": "{{ .Release.Namespace }}"},
+}
+POOL_OF_PODS = {"gateway": {"http": {"enabled": True}, "inferencePool": {"enabled": True, "endpointPicker": "epp"}}}
+POOL_OF_PODS["metrics"] = {"compat": "vllm"}
 POLICY = {"networkPolicy": {"enabled": True}}
 MONITOR = {"metrics": {"serviceMonitor": {"enabled": True}}}
 DASHBOARD = {"metrics": {"dashboard": {"enabled": True}}}
@@ -96,6 +114,7 @@ COMMON = [
     Case("ipFamily", "IPv6", REDIS, "container.args.1", "::"),
     Case("commonLabels", {"team": "x"}, "Service gateway", "metadata.labels.team", "x"),
     Case("image.registry", "reg/q", GATEWAY, "container.image", "reg/q/quire-gateway:0.1.0"),
+    Case("image.registry", "reg/q/", GATEWAY, "container.image", "reg/q/quire-gateway:0.1.0"),
     Case("image.tag", "v9", WORKER, "container.image", "quire-worker:v9-cpu"),
     Case("image.pullPolicy", "Always", SCHEDULER, "container.imagePullPolicy", "Always"),
     Case("image.pullSecrets", [{"name": "login"}], WORKER, "pod.imagePullSecrets", [{"name": "login"}]),
@@ -126,6 +145,32 @@ COMMON = [
     Case("networkPolicy.metricsClients", [TEAM], "NetworkPolicy worker", "spec.ingress.1.from.0", TEAM, POLICY),
     Case("networkPolicy.egress.enabled", False, "NetworkPolicy worker", "spec.egress", None, POLICY),
     Case("networkPolicy.egress.enabled", True, "NetworkPolicy redis", "spec.egress", [], POLICY),
+    *(
+        Case(f"networkPolicy.egress.{part}", [OUTSIDE], f"NetworkPolicy {part}", "spec.egress.3", OUTSIDE, EGRESS)
+        for part in ("gateway", "scheduler")
+    ),
+    Case("networkPolicy.egress.worker", [OUTSIDE], "NetworkPolicy worker", "spec.egress.2", OUTSIDE, EGRESS),
+    *(
+        Case("tracing.otlpEndpoint", "http://otel:4317", part, "arg --trace-endpoint", "http://otel:4317")
+        for part in SERVICES
+    ),
+    Case("tracing.samplingRatio", 0.5, GATEWAY, "arg --trace-ratio", None),
+    Case(
+        "tracing.samplingRatio", 0.5, GATEWAY, "arg --trace-ratio", "0.5", {"tracing": {"otlpEndpoint": "http://o:1"}}
+    ),
+    Case("extraObjects", [EXTRA], "ConfigMap =x-r", "data", {"a": NAMESPACE}),
+    Case("extraObjects", [yaml.dump(EXTRA)], "ConfigMap =x-r", "data", {"a": NAMESPACE}),
+    *(
+        Case(
+            f"metrics.prometheusRule.objectives.{name}",
+            value,
+            "PrometheusRule =r-quire",
+            "spec.groups.0.name",
+            "r-quire",
+            RULES,
+        )
+        for name, value in (("target", 0.9), ("ttftSeconds", 1), ("itlSeconds", 0.1))  # see test_alerts.py
+    ),
     Case("networkPolicy.egress.extra", [OUTSIDE], "NetworkPolicy worker", "spec.egress.2", OUTSIDE, EGRESS),
     Case("metrics.prometheusRule.enabled", True, "PrometheusRule =r-quire", "spec.groups.0.name", "r-quire"),
     Case("metrics.prometheusRule.labels", {"p": "q"}, "PrometheusRule =r-quire", "metadata.labels.p", "q", RULES),
@@ -314,6 +359,59 @@ GATEWAYS = [
     Case("gateway.maxStreams", 2_000_000, GATEWAY, "arg --max-streams", "2000000"),
     Case("gateway.maxConnectionAgeSeconds", 60, GATEWAY, "arg --max-connection-age-s", "60"),
     Case("gateway.service.type", "LoadBalancer", "Service gateway", "spec.type", "LoadBalancer"),
+    *(
+        Case(
+            f"gateway.service.{name}",
+            value,
+            "Service gateway",
+            f"spec.{name}",
+            value,
+            {"gateway": {"service": {"type": "LoadBalancer"}}},
+        )
+        for name, value in (("externalTrafficPolicy", "Local"), ("loadBalancerClass", "metal"))
+    ),
+    Case(
+        "gateway.tls.serverName",
+        "a.b",
+        "BackendTLSPolicy gateway",
+        "spec.validation",
+        {"wellKnownCACertificates": "System", "hostname": "a.b"},
+        merged(TLS, ROUTE),
+    ),
+    Case(
+        "gateway.tls.caConfigMap",
+        "ca",
+        "BackendTLSPolicy gateway",
+        "spec.validation.caCertificateRefs",
+        [{"group": "", "kind": "ConfigMap", "name": "ca"}],
+        merged(TLS, HTTP_ROUTE),
+    ),
+    Case("gateway.tls.existingSecret", "", "BackendTLSPolicy gateway", "", None, ROUTE),
+    Case("gateway.inferencePool.enabled", False, "InferencePool =r-quire", "", None),
+    Case(
+        "gateway.inferencePool.enabled",
+        True,
+        "InferencePool =r-quire",
+        "spec.targetPorts",
+        [{"number": 8000}],
+        POOL_OF_PODS,
+    ),
+    Case(
+        "gateway.inferencePool.endpointPicker",
+        "epp",
+        "InferencePool =r-quire",
+        "spec.endpointPickerRef",
+        {"name": "epp", "port": {"number": 9002}},
+        POOL_OF_PODS,
+    ),
+    Case(
+        "gateway.inferencePool.endpointPickerPort",
+        7,
+        "InferencePool =r-quire",
+        "spec.endpointPickerRef.port.number",
+        7,
+        POOL_OF_PODS,
+    ),
     Case("gateway.service.type", "LoadBalancer", "Service gateway", "spec.ports.0.appProtocol", None, TLS),
     Case("gateway.service.type", "NodePort", "Service gateway", "spec.ports.0.appProtocol", "https", TLS),
     Case("gateway.service.annotations", {"a": "b"}, "Service gateway", "metadata.annotations", {"a": "b"}),
@@ -486,7 +584,6 @@ GATEWAYS = [
         55,
         {"gateway": {"autoscaling": {"enabled": True}}},
     ),
-    Case("gateway.podDisruptionBudget", False, "PodDisruptionBudget gateway", "", None),
     Case("gateway.extraArgs", ["--max-request-bytes=1G"], GATEWAY, "arg --max-request-bytes", "1G"),
 ]
 
@@ -499,7 +596,6 @@ SCHEDULERS = [
     Case("scheduler.maxWaiting", 1_048_576, SCHEDULER, "arg --max-waiting", "1048576"),
     Case("scheduler.blockKey.existingSecret", "s", SCHEDULER, "arg --block-key-file", "/etc/quire/block-key/keys"),
     Case("scheduler.blockKey.existingSecret", "s", SCHEDULER, "volume block-key", {"secret": {"secretName": "s"}}),
-    Case("scheduler.podDisruptionBudget", False, "PodDisruptionBudget scheduler-demo", "", None),
     Case("scheduler.extraArgs", ["--aging-s=1"], SCHEDULER, "arg --aging-s", "1"),
 ]
 
@@ -509,8 +605,31 @@ PLACEMENT = [
     ("nodeSelector", {"n": "1"}, "pod.nodeSelector", {"n": "1"}),
     ("tolerations", [TOLERATION], "pod.tolerations.0", TOLERATION),
     ("affinity", AFFINITY, "pod.affinity", AFFINITY),
-    ("topologySpread", SPREAD, "pod.topologySpreadConstraints.0.topologyKey", "zone"),
-    ("topologySpread", {"topologyKey": ""}, "pod.topologySpreadConstraints", None),
+    ("topologySpreadConstraints", [SPREAD], "pod.topologySpreadConstraints.0.topologyKey", "zone"),
+    ("topologySpreadConstraints", [SPREAD, SPREAD], "pod.topologySpreadConstraints.1.maxSkew", 2),
+    ("topologySpreadConstraints", [], "pod.topologySpreadConstraints", None),
+    (
+        "topologySpreadConstraints",
+        [SPREAD | {"labelSelector": {}}],
+        "pod.topologySpreadConstraints.0.labelSelector",
+        {},
+    ),
+    ("schedulerName", "kueue", "pod.schedulerName", "kueue"),
+    ("serviceAccountName", "own", "pod.serviceAccountName", "own"),
+    ("resourceClaims", [CLAIM_OF_DEVICE], "pod.resourceClaims", [CLAIM_OF_DEVICE]),
+    ("labels", {"kueue.x-k8s.io/queue-name": "q"}, "metadata.labels.kueue~x-k8s~io/queue-name", "q"),
+    ("annotations", {"a": "b"}, "metadata.annotations", {"a": "b"}),
+    (
+        "lifecycle",
+        {"preStop": {"exec": {"command": ["x"]}}},
+        "container.lifecycle.preStop",
+        {"exec": {"command": ["x"]}},
+    ),
+    ("initContainers", [SIDECAR], "pod.initContainers.0", SIDECAR),
+    ("extraContainers", [SIDECAR], "pod.containers.1", SIDECAR),
+    ("podSpec", {"hostAliases": [{"ip": "10.0.0.1"}]}, "pod.hostAliases", [{"ip": "10.0.0.1"}]),
+    ("tmpSize", "1Gi", "volume tmp", {"emptyDir": {"sizeLimit": "1Gi"}}),
+    ("tmpSize", "", "volume tmp", {"emptyDir": {}}),
     ("priorityClassName", "high", "pod.priorityClassName", "high"),
     ("podAnnotations", {"a": "b"}, "spec.template.metadata.annotations", {"a": "b"}),
     ("podLabels", {"l": "m"}, "spec.template.metadata.labels.l", "m"),
@@ -524,6 +643,20 @@ PLACED = [
     for name, value, path, expected in PLACEMENT
 ]
 
+STRATEGY = {"Deployment": "strategy", "StatefulSet": "updateStrategy"}
+OF_COMPONENTS = (("gateway", GATEWAY, "gateway"), ("scheduler", SCHEDULER, "scheduler-demo"))
+OF_COMPONENTS += (("workerDefaults", WORKER, "worker-cpu"),)
+for section, where, name in OF_COMPONENTS:
+    kind = where.partition(" ")[0]
+    budget = f"PodDisruptionBudget {name}"
+    PLACED += [
+        Case(f"{section}.updateStrategy", DELETED, where, f"spec.{STRATEGY[kind]}", DELETED),
+        Case(f"{section}.podDisruptionBudget.enabled", False, budget, "", None),
+        Case(f"{section}.podDisruptionBudget.maxUnavailable", "25%", budget, "spec.maxUnavailable", "25%"),
+        Case(f"{section}.podDisruptionBudget.minAvailable", 2, budget, "spec.minAvailable", 2),
+        Case(f"{section}.podDisruptionBudget.minAvailable", "50%", budget, "spec.maxUnavailable", None),
+        Case(f"{section}.podDisruptionBudget.minAvailable", "", budget, "spec.maxUnavailable", 1),
+    ]
 PLACED += [
     Case(f"{section}.nodeLostSeconds", 7, where, "pod.tolerations.0.tolerationSeconds", 7)
     for section, where in (("gateway", GATEWAY), ("scheduler", SCHEDULER))
@@ -531,6 +664,11 @@ PLACED += [
 
 MODELS = [
     Case("modelDefaults.name", "other", SCHEDULER, "metadata.name", "r-quire-scheduler-demo"),
+    Case("modelDefaults.source", SOURCE, WORKER, "pod.initContainers.0.args.0", SOURCE.removeprefix("hf://"), STORED),
+    Case("modelDefaults.source", SOURCE, WORKER, "arg --model", f"/models/models--o--m/snapshots/{'a' * 40}", STORED),
+    Case(
+        "modelDefaults.storage.image", IMAGE, WORKER, "volume models", VOLUME, {"modelDefaults": {"path": "/models/m"}}
+    ),
     Case("modelDefaults.servedName", "Org/Model", WORKER, "arg --model-name", "Org/Model"),
     Case("modelDefaults.servedName", "Org/Model", "Pod test", "spec.containers.0.args.1", "--model=Org/Model"),
     Case("modelDefaults.path", "/baked/in", WORKER, "arg --model", "/baked/in"),
@@ -539,7 +677,7 @@ MODELS = [
         "c",
         WORKER,
         "volume models",
-        {"persistentVolumeClaim": {"claimName": "c"}},
+        {"persistentVolumeClaim": {"claimName": "c", "readOnly": True}},
         {"modelDefaults": {"path": "/models/m"}},
     ),
     Case(
@@ -615,8 +753,25 @@ POOLS = [
     Case("workerDefaults.blockSize", 32, WORKER, "arg --block-size", "32"),
     Case("workerDefaults.numBlocks", 4_000_000, WORKER, "arg --num-blocks", "4000000"),
     Case("workerDefaults.numBlocks", 0, WORKER, "arg --num-blocks", None),
-    Case("workerDefaults.kvCacheMemory", "8G", WORKER, "arg --kv-cache-memory", "8G"),
-    Case("workerDefaults.kvCacheMemory", "", WORKER, "arg --kv-cache-memory", None),
+    Case("workerDefaults.kvCacheMemory", "7G", WORKER, "arg --kv-cache-memory", "7G"),
+    Case("workerDefaults.kvCacheMemory", "7Gi", WORKER, "arg --kv-cache-memory", "7G"),
+    Case("workerDefaults.kvCacheMemory", "", WORKER, "arg --kv-cache-memory", "1G"),
+    Case(
+        "workerDefaults.kvCacheMemory", "", WORKER, "arg --kv-cache-memory", None, {"workerDefaults": {"gpuCount": 1}}
+    ),
+    Case("workerDefaults.gpuMemoryUtilization", 0.5, WORKER, "arg --gpu-memory-utilization", None),
+    Case(
+        "workerDefaults.gpuMemoryUtilization",
+        0.5,
+        WORKER,
+        "arg --gpu-memory-utilization",
+        "0.5",
+        {"workerDefaults": {"gpuCount": 1}},
+    ),
+    Case("workerDefaults.blockSize", 0, WORKER, "arg --block-size", None),
+    Case("workerDefaults.maxNumSeqs", 0, WORKER, "arg --max-num-seqs", None),
+    Case("workerDefaults.maxNumBatchedTokens", 0, WORKER, "arg --max-num-batched-tokens", None),
+    Case("workerDefaults.cacheSize", "2Gi", WORKER, "volume cache", {"emptyDir": {"sizeLimit": "2Gi"}}),
     Case("workerDefaults.maxModelLen", 4096, WORKER, "arg --max-model-len", "4096"),
     Case("workerDefaults.maxNumSeqs", 256, WORKER, "arg --max-num-seqs", "256"),
     Case("workerDefaults.maxNumBatchedTokens", 8192, WORKER, "arg --max-num-batched-tokens", "8192"),
@@ -643,7 +798,7 @@ POOLS = [
     Case("workerDefaults.gpuCount", 1, WORKER, "arg --tensor-parallel-size", None),
     Case("workerDefaults.gpuCount", 4, WORKER, "arg --tensor-parallel-size", "4"),
     Case("workerDefaults.gpuCount", 1, WORKER, "volume shm", {}),
-    Case("workerDefaults.gpuCount", 4, WORKER, "volume shm", {"emptyDir": {"medium": "Memory", "sizeLimit": "1Gi"}}),
+    Case("workerDefaults.gpuCount", 4, WORKER, "volume shm", {"emptyDir": {"medium": "Memory", "sizeLimit": "4Gi"}}),
     Case(
         "workerDefaults.gpuResource",
         "amd~com/gpu".replace("~", "."),
@@ -663,7 +818,6 @@ POOLS = [
     Case("workerDefaults.autoscaling.enabled", True, WORKER, "spec.replicas", None, SCALED),
     Case("workerDefaults.autoscaling.minReplicas", 2, "ScaledObject worker-cpu", "spec.minReplicaCount", 2, SCALED),
     Case("workerDefaults.autoscaling.maxReplicas", 7, "ScaledObject worker-cpu", "spec.maxReplicaCount", 7, SCALED),
-    Case("workerDefaults.podDisruptionBudget", False, "PodDisruptionBudget worker-cpu", "", None),
     Case("workerDefaults.extraArgs", ["--sim-step-ms=20"], WORKER, "arg --sim-step-ms", "20"),
 ]
 ENTRY_ONLY = [
@@ -672,6 +826,17 @@ ENTRY_ONLY = [
     Case("models", [{"name": "demo", "servedName": "d"}], WORKER, "arg --model-name", "d"),
     Case("workers", [{"name": "p", "model": "demo"}], "StatefulSet worker-p", "spec.replicas", 1),
 ]
+
+
+def needed_workers(busy: str, worth: str) -> str:
+    """The query of the only pool's trigger."""
+    labels = f'namespace="{NAMESPACE}", service="r-quire-scheduler-demo"'
+    rows = f'{labels}, worker_id=~"r-quire-worker-cpu-[0-9]+"'
+    return (
+        f"sum(quire_rows_used{{{rows}}} / (quire_rows_limit{{{rows}}} * {busy}) or vector(0)) + "
+        f"sum(quire_num_requests_waiting{{{labels}}}) * {worth}"
+    )
+
 
 KEDA = [
     Case("keda.enabled", True, "ScaledObject worker-cpu", "spec.scaleTargetRef.kind", "StatefulSet", SCALED),
@@ -687,13 +852,38 @@ KEDA = [
         "keda.authenticationRef",
         "token",
         "ScaledObject worker-cpu",
-        "spec.triggers.1.authenticationRef",
+        "spec.triggers.0.authenticationRef",
         {"name": "token"},
         SCALED,
     ),
     Case("keda.enabled", True, "ScaledObject worker-cpu", "spec.triggers.0.metadata.ignoreNullValues", "false", SCALED),
-    Case("keda.waitingPerWorker", 3, "ScaledObject worker-cpu", "spec.triggers.0.metadata.threshold", "3", SCALED),
-    Case("keda.busyRowsPercent", 50, "ScaledObject worker-cpu", "spec.triggers.1.metadata.threshold", "32", SCALED),
+    *(
+        Case(f"keda.{name}", value, "ScaledObject worker-cpu", "spec.triggers.0.metadata.query", query, SCALED)
+        for name, value, query in (
+            ("waitingPerWorker", 3, needed_workers("0.75", "1 / 3")),
+            ("busyRowsPercent", 50, needed_workers("0.5", "1 / 5")),
+        )
+    ),
+    Case("keda.cooldownSeconds", 99, "ScaledObject worker-cpu", "spec.cooldownPeriod", 99, SCALED),
+    Case(
+        "workerDefaults.autoscaling.fallbackReplicas", 3, "ScaledObject worker-cpu", "spec.fallback.replicas", 3, SCALED
+    ),
+    Case(
+        "workerDefaults.autoscaling.fallbackReplicas", 0, "ScaledObject worker-cpu", "spec.fallback.replicas", 1, SCALED
+    ),
+    Case("workerDefaults.autoscaling.minReplicas", 0, "ScaledObject worker-cpu", "spec.minReplicaCount", 0, SCALED),
+    Case("workerDefaults.autoscaling.triggers", [CRON], "ScaledObject worker-cpu", "spec.triggers.1", CRON, SCALED),
+    Case("keda.prometheusAddress", "", "ScaledObject worker-cpu", "spec.triggers", [CRON], merged(SCALED, OWN_TRIGGER)),
+    Case("scheduler.workerPatienceSeconds", 5, SCHEDULER, "arg --worker-patience-s", "5"),
+    Case("scheduler.workerPatienceSeconds", "", SCHEDULER, "arg --worker-patience-s", "60"),
+    Case(
+        "scheduler.workerPatienceSeconds",
+        "",
+        SCHEDULER,
+        "arg --worker-patience-s",
+        "2100",
+        merged(SCALED, {"workerDefaults": IDLE}),
+    ),
     Case("keda.pollingSeconds", 9, "ScaledObject worker-cpu", "spec.pollingInterval", 9, SCALED),
     Case(
         "keda.scaleDownSeconds",
@@ -712,13 +902,48 @@ REDISES = [
     Case("redis.enabled", False, GATEWAY, "env QUIRE_REDIS", None),
     Case("redis.image", "redis:6.2", REDIS, "container.image", "redis:6.2"),
     Case("redis.maxMemory", "1gb", REDIS, "container.args.9", "1gb"),
-    Case("redis.auth.existingSecret", "s", REDIS, "container.args.14", "--requirepass"),
+    Case("redis.image", "docker.io/a/b:1", REDIS, "container.image", "reg/q/a/b:1", {"image": {"registry": "reg/q/"}}),
+    Case("redis.image", "own/b:1", REDIS, "container.image", "own/b:1", {"image": {"registry": "reg/q"}}),
+    Case("redis.command", "redis-server", REDIS, "container.command", ["redis-server"]),
+    Case("redis.networkPolicy", True, "NetworkPolicy redis", "spec.policyTypes", ["Ingress"]),
+    Case("redis.networkPolicy", False, "NetworkPolicy redis", "", None),
+    Case("redis.networkPolicy", False, "NetworkPolicy redis", "spec.policyTypes", ["Ingress"], POLICY),
+    Case("redis.auth.existingSecret", "s", "Secret redis", "", None),
+    Case("redis.auth.existingSecret", "", REDIS, "container.args.14", "--requirepass"),
     Case(
-        "redis.auth.existingSecret",
-        "s",
-        SCHEDULER,
+        "redis.auth.existingSecret", "", SCHEDULER, "volume redis-password", {"secret": {"secretName": "r-quire-redis"}}
+    ),
+    Case("redis.auth.existingSecret", "s", SCHEDULER, "volume redis-password", {"secret": {"secretName": "s"}}),
+    Case(
+        "redis.auth.key",
+        "k",
+        GATEWAY,
+        "env QUIRE_REDIS_PASSWORD_FILE",
+        "/etc/quire/redis-password/k",
+    ),
+    Case(
+        "redis.external.url",
+        "redis+sentinel://a:1,b:2/m/0",
+        GATEWAY,
         "env QUIRE_REDIS",
-        f"redis://:$(REDIS_PASSWORD)@r-quire-redis.{NAMESPACE}.svc.cluster.local:6379/0",
+        "redis+sentinel://a:1,b:2/m/0",
+        {"redis": EXTERNAL},
+    ),
+    Case(
+        "redis.external.sentinelPasswordSecret",
+        "s",
+        GATEWAY,
+        "volume redis-sentinel",
+        {"secret": {"secretName": "s"}},
+        {"redis": EXTERNAL | {"external": {"url": "redis+sentinel://a:1/m"}}},
+    ),
+    Case(
+        "redis.external.sentinelPasswordKey",
+        "k",
+        GATEWAY,
+        "env QUIRE_REDIS_SENTINEL_PASSWORD_FILE",
+        "/etc/quire/redis-sentinel/k",
+        {"redis": EXTERNAL | {"external": {"url": "redis+sentinel://a:1/m", "sentinelPasswordSecret": "s"}}},
     ),
     Case(
         "redis.auth.key",

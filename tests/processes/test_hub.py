@@ -63,6 +63,28 @@ def test_up_downloads_a_model_once(tmp_path: Path, repository: Path, monkeypatch
     assert said[0] == f"{REPO} is in the local cache: {snapshot}"
 
 
+def test_fetch_downloads_a_pinned_model_once(tmp_path: Path, repository: Path) -> None:
+    """The init container of the chart. The second pod with this storage needs no Hub."""
+    to = tmp_path / "models"
+
+    def fetch(name: str, hub: HubServer | None) -> subprocess.CompletedProcess[str]:
+        command = [*QUIRE, "fetch", name, "--to", str(to)]
+        variables = os.environ | environment(tmp_path / "unused", hub)
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, env=variables)
+
+    folder = str(to / "models--acme--tiny" / "snapshots" / COMMIT)
+    with hub_server(REPO, repository) as hub:
+        assert "is not pinned: write ORG/NAME@COMMIT" in fetch(f"{REPO}@main", hub).stderr
+        done = fetch(f"{REPO}@{COMMIT}", hub)
+        assert (done.returncode, done.stdout.splitlines()[-1]) == (0, folder), done.stderr
+    again = fetch(f"{REPO}@{COMMIT}", None)
+    assert (again.returncode, again.stdout.splitlines()[-1]) == (0, folder), again.stderr
+    (to / "models--acme--tiny" / "snapshots" / COMMIT / "model.safetensors").unlink()
+    broken = fetch(f"{REPO}@{COMMIT}", None)
+    assert broken.returncode == 1
+    assert "has no model.safetensors" in broken.stderr
+
+
 def serve(model: str, cache: Path, hub: HubServer | None = None) -> str:
     """The error of `quire serve MODEL`."""
     variables = os.environ | environment(cache, hub)

@@ -27,7 +27,7 @@ from quire_client.demo import demo_model_dir
 from quire_client.retry import RetryPolicy
 
 from tests.chart.chart import NAMESPACE, render
-from tests.chart.test_alerts import firing
+from tests.chart.test_alerts import SERVICE, firing
 from tests.processes.metrics_page import read_expressions, read_tables
 from tests.processes.ports import free_port
 from tests.processes.redis_server import RedisServer
@@ -92,7 +92,7 @@ class Observed:
     async def samples(self) -> Samples:
         """All metrics, with the labels that a Prometheus in the cluster adds."""
         pages = await self.pages()
-        return merge(read_scrape(text, namespace=NAMESPACE, pod=name) for name, text in pages.items())
+        return merge(read_scrape(text, namespace=NAMESPACE, pod=name, service=SERVICE) for name, text in pages.items())
 
     async def value(self, name: str, **labels: str) -> float:
         """The sum of a metric's series with these labels."""
@@ -147,7 +147,9 @@ async def test_every_metric_exists_and_moves(tmp_path: Path) -> None:
                 "a full queue must not alert before it refuses a request"
             )
             pages = await observed.pages()
-            later = merge(read_scrape(text, namespace=NAMESPACE, pod=name) for name, text in pages.items())
+            later = merge(
+                read_scrape(text, namespace=NAMESPACE, pod=name, service=SERVICE) for name, text in pages.items()
+            )
             assert firing(History(older, later, seconds=10.0)) == {"QuireRequestsRefused", "QuireWorkersLost"}
             await check_scheduler_restart(observed, client)
             await check_errors_and_resumes(observed, client)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 import quire_client
@@ -84,6 +85,7 @@ def make_parser() -> Parser:
     _add_abort(commands)
     _add_drain(commands)
     _add_doctor(commands)
+    _add_fetch(commands)
     _add_credentials(commands)
     _add_batch(commands)
     _add_bench(commands)
@@ -326,6 +328,13 @@ def _add_credentials(commands: argparse._SubParsersAction[Parser]) -> None:
     add_key_flags(_command(commands, "key", "key", "run", summary, KEY_EXAMPLES))
     summary = "make the certificates of the services, signed by a CA of their own"
     add_cert_flags(_command(commands, "cert", "cert", "run", summary, CERT_EXAMPLES))
+
+
+def _add_fetch(commands: argparse._SubParsersAction[Parser]) -> None:
+    summary = "download a model of the Hugging Face Hub once, pinned to a commit"
+    fetch = _command(commands, "fetch", "fetch", "run", summary)
+    fetch.add_argument("model", metavar="ORG/NAME@COMMIT", help="the model and the 40 digits of its commit")
+    fetch.add_argument("--to", type=Path, required=True, metavar="DIR", help="folder of the downloads, as a Hub cache")
 
 
 def _add_batch(commands: argparse._SubParsersAction[Parser]) -> None:

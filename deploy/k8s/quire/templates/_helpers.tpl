@@ -2,14 +2,23 @@
 
 {{- define "quire.fullname" -}}
 {{- if .Values.fullnameOverride -}}
-{{ .Values.fullnameOverride | trunc 40 | trimSuffix "-" }}
+{{ include "quire.shortened" .Values.fullnameOverride }}
 {{- else -}}
 {{- $name := default .Chart.Name .Values.nameOverride -}}
 {{- if contains $name .Release.Name -}}
-{{ .Release.Name | trunc 40 | trimSuffix "-" }}
+{{ include "quire.shortened" .Release.Name }}
 {{- else -}}
-{{ printf "%s-%s" .Release.Name $name | trunc 40 | trimSuffix "-" }}
+{{ include "quire.shortened" (printf "%s-%s" .Release.Name $name) }}
 {{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* At most 40 characters. Long names that begin alike stay different, because they end with a digest of the whole name. */}}
+{{- define "quire.shortened" -}}
+{{- if gt (len .) 40 -}}
+{{ printf "%s-%s" (trunc 31 . | trimSuffix "-") (sha256sum . | trunc 8) }}
+{{- else -}}
+{{ trimSuffix "-" . }}
 {{- end -}}
 {{- end -}}
 
@@ -55,9 +64,23 @@ quire/{{ ternary "pool" "model" (eq $.component "worker") }}: {{ . | quote }}
 
 {{/* Image of a component. `own`: the complete image, if set. */}}
 {{- define "quire.image" -}}
-{{- $registry := empty .root.Values.image.registry | ternary "" (printf "%s/" .root.Values.image.registry) -}}
 {{- $tag := default (replace "+" "_" .root.Chart.AppVersion) .root.Values.image.tag -}}
-{{ default (printf "%squire-%s:%s%s" $registry .service $tag (.suffix | default "")) .own }}
+{{ default (printf "%squire-%s:%s%s" (include "quire.registry" .root) .service $tag (.suffix | default "")) .own }}
+{{- end -}}
+
+{{/* image.registry with a slash; empty without a registry. */}}
+{{- define "quire.registry" -}}
+{{- with .Values.image.registry | trimSuffix "/" }}{{ . }}/{{ end -}}
+{{- end -}}
+
+{{/* An image of Docker Hub, from image.registry if it is set. */}}
+{{- define "quire.mirrored" -}}
+{{- $registry := include "quire.registry" .root -}}
+{{- if and $registry (hasPrefix "docker.io/" .image) -}}
+{{ printf "%s%s" $registry (trimPrefix "docker.io/" .image) }}
+{{- else -}}
+{{ .image }}
+{{- end -}}
 {{- end -}}
 
 {{- define "quire.serviceAccountName" -}}
@@ -101,21 +124,43 @@ quire/{{ ternary "pool" "model" (eq $.component "worker") }}: {{ . | quote }}
 {{- end -}}
 {{- $pools := list -}}
 {{- range .Values.workers -}}
-{{- $pool := include "quire.over" (dict "defaults" $.Values.workerDefaults "entry" .) | fromJson -}}
+{{- $gpuCount := default $.Values.workerDefaults.gpuCount .gpuCount | int -}}
+{{- $kind := dict "resources" (include "quire.resourcesOfKind" $gpuCount | fromJson) -}}
+{{- $defaults := include "quire.over" (dict "defaults" $kind "entry" $.Values.workerDefaults) | fromJson -}}
+{{- $pool := include "quire.over" (dict "defaults" $defaults "entry" .) | fromJson -}}
 {{- $_ := set $pool "backend" (default (ternary "cuda" "cpu" (gt (int $pool.gpuCount) 0)) $pool.backend) -}}
 {{- if not (hasKey $byName $pool.model) -}}
 {{- fail (printf "pool %q has model %q, which is not a name in models (%s): add it to models, or correct it" $pool.name $pool.model (keys $byName | sortAlpha | join ", ")) -}}
 {{- end -}}
 {{- $_ := set $pool "modelSpec" (get $byName $pool.model) -}}
+{{- if and (not $pool.kvCacheMemory) (eq $pool.backend "cpu") (not (int $pool.numBlocks)) -}}
+{{- $_ := set $pool "kvCacheMemory" "1G" -}}
+{{- end -}}
 {{- $pools = append $pools $pool -}}
 {{- end -}}
 {{ toJson $pools }}
+{{- end -}}
+
+{{/* Requests and limits of a worker pod that sets none, as JSON. Each GPU has a process of its own. */}}
+{{- define "quire.resourcesOfKind" -}}
+{{- if . -}}
+{{- $requests := dict "cpu" (mul 4 . | toString) "memory" (printf "%dGi" (mul 16 .)) -}}
+{{ dict "requests" $requests "limits" (dict "memory" (printf "%dGi" (mul 32 .))) | toJson }}
+{{- else -}}
+{{ dict "requests" (dict "cpu" "2" "memory" "4Gi") "limits" (dict "memory" "8Gi") | toJson }}
+{{- end -}}
 {{- end -}}
 
 {{/* The schedulers of a model: all addresses of their headless Service. Their number may change without a new flag. */}}
 {{- define "quire.schedulerAddress" -}}
 {{- $service := printf "%s-scheduler-%s" (include "quire.fullname" .root) .model.name -}}
 {{ printf "dns:///%s.%s.svc.%s:%d" $service .root.Release.Namespace .root.Values.clusterDomain (int .root.Values.ports.scheduler) }}
+{{- end -}}
+
+{{/* The update strategy of a Deployment: new pods start before old ones are terminated. */}}
+{{- define "quire.strategy" -}}
+{{- $own := dict "type" "RollingUpdate" "rollingUpdate" (dict "maxUnavailable" 0 "maxSurge" 1) -}}
+{{ default $own .updateStrategy | toYaml }}
 {{- end -}}
 
 {{/* Shutdown times, all computed from drainSeconds. */}}
@@ -134,21 +179,24 @@ quire/{{ ternary "pool" "model" (eq $.component "worker") }}: {{ . | quote }}
 {{ add $longest 300 }}
 {{- end -}}
 
-{{/* PromQL: waiting requests per ready worker of the pool's model. */}}
-{{- define "quire.waitingQuery" -}}
-{{- $labels := printf "namespace=%q, model_name=%q" .root.Release.Namespace .pool.modelSpec.servedName -}}
-sum(quire_num_requests_waiting{ {{- $labels -}} }) / clamp_min(sum(quire_workers{ {{- $labels -}} , state="ready"}), 1)
-{{- end -}}
-
-{{/* PromQL: used rows on the pool's workers. */}}
-{{- define "quire.rowsQuery" -}}
-sum(quire_rows_used{namespace="{{ .root.Release.Namespace }}", worker_id=~"{{ include "quire.fullname" .root }}-worker-{{ .pool.name }}-[0-9]+"})
-{{- end -}}
-
 {{- define "quire.triggerAuthentication" -}}
 {{- with .Values.keda.authenticationRef -}}
 authenticationRef:
   name: {{ . | quote }}
+{{- end -}}
+{{- end -}}
+
+{{/* Bytes of a quantity of Kubernetes (`8Gi`, `500M`, `1.5G`). With `binary` K, M, G and T are powers of 1024, as in Quire's
+     flags. Empty if it is not a quantity: (dict "text" "8Gi"). */}}
+{{- define "quire.bytes" -}}
+{{- $powers := dict "" 0 "k" 1 "K" 1 "M" 2 "G" 3 "T" 4 "P" 5 "E" 6 -}}
+{{- $text := toString .text -}}
+{{- if regexMatch "^[0-9]+([.][0-9]+)?([kKMGTPE]i?)?$" $text -}}
+{{- $unit := regexFind "[kKMGTPE]?i?$" $text -}}
+{{- $base := ternary 1024.0 1000.0 (or (hasSuffix "i" $unit) (.binary | default false)) -}}
+{{- $bytes := trimSuffix $unit $text | float64 -}}
+{{- range until (get $powers (trimSuffix "i" $unit) | int) }}{{ $bytes = mulf $bytes $base }}{{ end -}}
+{{ $bytes | int64 }}
 {{- end -}}
 {{- end -}}
 

@@ -12,9 +12,20 @@ annotations:
 {{- end }}
 {{- end -}}
 
+{{/* Labels and annotations of a workload object: those of all objects, and the user's for this one (Kueue). */}}
+{{- define "quire.workloadMetadata" -}}
+{{- $part := merge (dict "labels" (.spec.labels | default dict)) . -}}
+labels:
+  {{- include "quire.labels" $part | nindent 2 }}
+{{- with .spec.annotations }}
+annotations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end -}}
+
 {{/* Identity and placement of a pod. Service links are off, because QUIRE_* environment variables are read as settings. */}}
 {{- define "quire.podPlacement" -}}
-serviceAccountName: {{ include "quire.serviceAccountName" .root | quote }}
+serviceAccountName: {{ default (include "quire.serviceAccountName" .root) .spec.serviceAccountName | quote }}
 automountServiceAccountToken: false
 enableServiceLinks: false
 securityContext:
@@ -25,6 +36,12 @@ imagePullSecrets:
 {{- end }}
 {{- with .spec.priorityClassName }}
 priorityClassName: {{ . | quote }}
+{{- end }}
+{{- with .spec.schedulerName }}
+schedulerName: {{ . | quote }}
+{{- end }}
+{{- with .spec.runtimeClassName }}
+runtimeClassName: {{ . | quote }}
 {{- end }}
 {{- with .spec.nodeSelector }}
 nodeSelector:
@@ -38,17 +55,54 @@ tolerations:
 affinity:
   {{- toYaml . | nindent 2 }}
 {{- end }}
-{{- with .spec.topologySpread }}
-{{- if .topologyKey }}
+{{- with .spec.resourceClaims }}
+resourceClaims:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .spec.topologySpreadConstraints }}
 topologySpreadConstraints:
-  - topologyKey: {{ .topologyKey | quote }}
-    whenUnsatisfiable: {{ .whenUnsatisfiable }}
-    maxSkew: {{ .maxSkew }}
-    labelSelector:
-      matchLabels:
-        {{- include "quire.selectorLabels" $ | nindent 8 }}
+  {{- range . }}
+  {{- $selector := dict "labelSelector" (dict "matchLabels" (include "quire.selectorLabels" $ | fromYaml)) }}
+  - {{ ternary . (merge (deepCopy .) $selector) (hasKey . "labelSelector") | toYaml | nindent 4 | trim }}
+  {{- end }}
 {{- end }}
+{{- with .spec.podSpec }}
+{{- include "quire.validatePodSpec" (dict "podSpec" . "component" $.component) }}
+{{ toYaml . }}
 {{- end }}
+{{- end -}}
+
+{{/* A field that the chart sets would be in the object twice. */}}
+{{- define "quire.validatePodSpec" -}}
+{{- $own := list "serviceAccountName" "automountServiceAccountToken" "enableServiceLinks" "securityContext" "imagePullSecrets" "priorityClassName" "schedulerName" "runtimeClassName" "nodeSelector" "tolerations" "affinity" "resourceClaims" "topologySpreadConstraints" "terminationGracePeriodSeconds" "initContainers" "containers" "volumes" "restartPolicy" -}}
+{{- range $field, $_ := .podSpec -}}
+{{- if has $field $own -}}
+{{- fail (printf "podSpec of the %ss sets %s, which the chart sets: use the value of the chart for it" $.component $field) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* The chart's list (`own`, YAML text) and the user's (`extra`). Two items with one name would be one of them at random, so a
+     name of the chart is refused: (dict "own" "..." "extra" list "key" "name" "value" "gateway.extraEnv"). */}}
+{{- define "quire.joined" -}}
+{{- $items := .own | fromYamlArray -}}
+{{- $names := dict -}}
+{{- range $items }}{{ $_ := set $names (get . $.key | toString) true }}{{ end -}}
+{{- range .extra -}}
+{{- $name := get . $.key | toString -}}
+{{- if hasKey $names $name -}}
+{{- fail (printf "%s has the %s %s, which the chart or another entry uses: choose another, or set the chart's value for it" $.value $.key $name) -}}
+{{- end -}}
+{{- $_ := set $names $name true -}}
+{{- $items = append $items . -}}
+{{- end -}}
+{{ toYaml $items }}
+{{- end -}}
+
+{{/* A writable folder on the node's disk, or in memory. */}}
+{{- define "quire.emptyDir" -}}
+- name: {{ .name }}
+  emptyDir: {{ ternary dict (dict "sizeLimit" .size) (empty .size) | toJson }}
 {{- end -}}
 
 {{/* The user's tolerations, and those that limit the time on a lost node, as a JSON list. */}}
@@ -68,6 +122,9 @@ topologySpreadConstraints:
 
 {{/* Flags of all services. */}}
 {{- define "quire.commonArgs" -}}
+{{- with .Values.tracing.otlpEndpoint }}
+- {{ printf "--trace-endpoint=%s" . | quote }}
+{{- end }}
 - --log-format={{ .Values.log.format }}
 - --log-level={{ .Values.log.level }}
 - --health-listen={{ include "quire.anyHost" . }}:{{ .Values.ports.health }}
@@ -111,19 +168,12 @@ readinessProbe:
   failureThreshold: {{ .unreadyAfter | default 1 }}
 {{- end -}}
 
-{{/* QUIRE_REDIS of gateways and schedulers; empty without Redis. */}}
+{{/* QUIRE_REDIS of gateways and schedulers; empty without Redis. Passwords are files, which follow a change of a Secret. */}}
 {{- define "quire.redisEnv" -}}
 {{- $redis := .Values.redis -}}
 {{- if $redis.enabled }}
-{{- with $redis.auth.existingSecret }}
-- name: REDIS_PASSWORD
-  valueFrom:
-    secretKeyRef:
-      name: {{ . | quote }}
-      key: {{ $redis.auth.key | quote }}
-{{- end }}
 - name: QUIRE_REDIS
-  value: redis://{{ if $redis.auth.existingSecret }}:$(REDIS_PASSWORD)@{{ end }}{{ include "quire.fullname" . }}-redis.{{ .Release.Namespace }}.svc.{{ .Values.clusterDomain }}:6379/0
+  value: redis://{{ include "quire.fullname" . }}-redis.{{ .Release.Namespace }}.svc.{{ .Values.clusterDomain }}:6379/0
 {{- else if $redis.external.existingSecret }}
 - name: QUIRE_REDIS
   valueFrom:
@@ -138,19 +188,11 @@ readinessProbe:
 - name: QUIRE_REDIS_NAMESPACE
   value: {{ $redis.namespace | quote }}
 {{- end }}
-{{- with $redis.external.passwordSecret }}
-- name: QUIRE_REDIS_PASSWORD_FILE
-  value: /etc/quire/redis-password/{{ $redis.external.passwordKey }}
+{{- range $folder, $secret := include "quire.redisSecrets" . | fromJson }}
+{{- range $setting, $entry := $secret.files }}
+- name: QUIRE_REDIS_{{ $setting }}_FILE
+  value: /etc/quire/redis-{{ $folder }}/{{ $entry }}
 {{- end }}
-{{- with $redis.external.caSecret }}
-- name: QUIRE_REDIS_TLS_CA_FILE
-  value: /etc/quire/redis-ca/{{ $redis.external.caKey }}
-{{- end }}
-{{- with $redis.external.certSecret }}
-- name: QUIRE_REDIS_TLS_CERT_FILE
-  value: /etc/quire/redis-cert/tls.crt
-- name: QUIRE_REDIS_TLS_KEY_FILE
-  value: /etc/quire/redis-cert/tls.key
 {{- end }}
 {{- end -}}
 
@@ -158,13 +200,22 @@ readinessProbe:
 {{- if or .Values.redis.enabled .Values.redis.external.url .Values.redis.external.existingSecret }}true{{ end -}}
 {{- end -}}
 
-{{/* The Secrets of an external Redis that pods mount, by folder. Files follow a change of a Secret, variables do not. */}}
+{{/* The Secret with the password of the bundled Redis. */}}
+{{- define "quire.redisPasswordSecret" -}}
+{{ default (printf "%s-redis" (include "quire.fullname" .)) .Values.redis.auth.existingSecret }}
+{{- end -}}
+
+{{/* The Secrets of Redis that pods mount, by folder: their name, and the entry of each setting. */}}
 {{- define "quire.redisSecrets" -}}
 {{- $external := .Values.redis.external -}}
 {{- $secrets := dict -}}
-{{- with $external.caSecret }}{{ $_ := set $secrets "ca" . }}{{ end -}}
-{{- with $external.certSecret }}{{ $_ := set $secrets "cert" . }}{{ end -}}
-{{- with $external.passwordSecret }}{{ $_ := set $secrets "password" . }}{{ end -}}
+{{- if .Values.redis.enabled -}}
+{{- $_ := set $secrets "password" (dict "name" (include "quire.redisPasswordSecret" .) "files" (dict "PASSWORD" .Values.redis.auth.key)) -}}
+{{- end -}}
+{{- with $external.passwordSecret }}{{ $_ := set $secrets "password" (dict "name" . "files" (dict "PASSWORD" $external.passwordKey)) }}{{ end -}}
+{{- with $external.sentinelPasswordSecret }}{{ $_ := set $secrets "sentinel" (dict "name" . "files" (dict "SENTINEL_PASSWORD" $external.sentinelPasswordKey)) }}{{ end -}}
+{{- with $external.caSecret }}{{ $_ := set $secrets "ca" (dict "name" . "files" (dict "TLS_CA" $external.caKey)) }}{{ end -}}
+{{- with $external.certSecret }}{{ $_ := set $secrets "cert" (dict "name" . "files" (dict "TLS_CERT" "tls.crt" "TLS_KEY" "tls.key")) }}{{ end -}}
 {{ $secrets | toJson }}
 {{- end -}}
 
@@ -179,16 +230,14 @@ readinessProbe:
 {{- end -}}
 
 {{- define "quire.redisVolumes" -}}
-- name: tmp
-  emptyDir: {}
 {{- range $name, $secret := include "quire.redisSecrets" . | fromJson }}
 - name: redis-{{ $name }}
   secret:
-    secretName: {{ $secret | quote }}
+    secretName: {{ $secret.name | quote }}
 {{- end }}
 {{- end -}}
 
-{{/* Evicts one pod at a time. Pods that are not ready never block a node drain. */}}
+{{/* Pods that are not ready never block a node drain. `budget` has the values. */}}
 {{- define "quire.podDisruptionBudget" }}
 apiVersion: policy/v1
 kind: PodDisruptionBudget
@@ -198,7 +247,11 @@ metadata:
   labels:
     {{- include "quire.labels" . | nindent 4 }}
 spec:
-  maxUnavailable: 1
+  {{- if ne (toString .budget.minAvailable) "" }}
+  minAvailable: {{ .budget.minAvailable }}
+  {{- else }}
+  maxUnavailable: {{ .budget.maxUnavailable }}
+  {{- end }}
   unhealthyPodEvictionPolicy: AlwaysAllow
   selector:
     matchLabels:
@@ -303,7 +356,7 @@ egress:
           matchLabels:
             {{- include "quire.selectorLabels" (dict "root" $.root "component" .) | nindent 12 }}
   {{- end }}
-  {{- with .root.Values.networkPolicy.egress.extra }}
+  {{- with concat .root.Values.networkPolicy.egress.extra (get .root.Values.networkPolicy.egress .component) }}
   {{- toYaml . | nindent 2 }}
   {{- end }}
 {{- else -}}

@@ -4,6 +4,7 @@
 {{- include "quire.validateFullname" . -}}
 {{- include "quire.validateModels" . -}}
 {{- include "quire.validatePools" . -}}
+{{- include "quire.validatePods" . -}}
 {{- include "quire.validateAgreement" . -}}
 {{- include "quire.validateRedis" . -}}
 {{- include "quire.validateScaling" . -}}
@@ -56,21 +57,41 @@
 {{- define "quire.validateStorage" -}}
 {{- $storage := .storage -}}
 {{- $kinds := list -}}
-{{- range list "existingClaim" "hostPath" "emptyDirSize" "claimSize" }}{{ if get $storage . }}{{ $kinds = append $kinds . }}{{ end }}{{ end -}}
+{{- range list "existingClaim" "image" "hostPath" "emptyDirSize" "claimSize" }}{{ if get $storage . }}{{ $kinds = append $kinds . }}{{ end }}{{ end -}}
+{{- $downloads := include "quire.downloads" . -}}
+{{- range list "emptyDirSize" "claimSize" -}}
+{{- include "quire.validateQuantity" (dict "text" (get $storage .) "value" (printf "models[%s].storage.%s" $.name .)) -}}
+{{- end -}}
 {{- if gt (len $kinds) 1 -}}
 {{- fail (printf "model %q has storage.%s: set only one of them" .name (join " and storage." $kinds)) -}}
 {{- end -}}
-{{- if and .download.command (not $kinds) -}}
-{{- fail (printf "model %q has download.command but no storage to download to: set storage.emptyDirSize, storage.claimSize, storage.existingClaim or storage.hostPath" .name) -}}
+{{- if and .source (not (regexMatch "^hf://[A-Za-z0-9][-A-Za-z0-9_.]*/[A-Za-z0-9][-A-Za-z0-9_.]*@[0-9a-f]{40}$" .source)) -}}
+{{- fail (printf "model %q has source %q: write hf://ORGANIZATION/NAME@COMMIT, with the 40 hexadecimal digits of a commit, because a branch or tag may change" .name .source) -}}
 {{- end -}}
-{{- if and $kinds (not (hasPrefix "/models/" (printf "%s/" .path))) -}}
+{{- if and .source .download.command -}}
+{{- fail (printf "model %q has source and download.command: set only one of them" .name) -}}
+{{- end -}}
+{{- if and .source (ne .path "/opt/quire/demo-model") -}}
+{{- fail (printf "model %q has source and path %s: remove path, because source determines the folder" .name .path) -}}
+{{- end -}}
+{{- if and $storage.image (not (regexMatch "@sha256:[0-9a-f]{64}$" $storage.image)) -}}
+{{- fail (printf "model %q has storage.image %s: add its digest, @sha256:..., because a tag may change" .name $storage.image) -}}
+{{- end -}}
+{{- if and $storage.image $downloads -}}
+{{- fail (printf "model %q has storage.image, which is read-only, and a download: set only one of them" .name) -}}
+{{- end -}}
+{{- if and $downloads (not $kinds) -}}
+{{- fail (printf "model %q has %s but no storage to download to: set storage.emptyDirSize, storage.claimSize, storage.existingClaim or storage.hostPath" .name (ternary "source" "download.command" (not (empty .source)))) -}}
+{{- end -}}
+{{- $path := include "quire.modelPath" . -}}
+{{- if and $kinds (not (hasPrefix "/models/" (printf "%s/" $path))) -}}
 {{- fail (printf "model %q has storage, which is mounted at /models, but its path is %s: set path to a folder under /models" .name .path) -}}
 {{- end -}}
-{{- if and (not $kinds) (hasPrefix "/models/" (printf "%s/" .path)) -}}
-{{- fail (printf "model %q has path %s but no storage, so nothing is mounted there: set one of storage.existingClaim, storage.hostPath, storage.emptyDirSize, storage.claimSize" .name .path) -}}
+{{- if and (not $kinds) (hasPrefix "/models/" (printf "%s/" $path)) -}}
+{{- fail (printf "model %q has path %s but no storage, so nothing is mounted there: set one of storage.existingClaim, storage.image, storage.hostPath, storage.emptyDirSize, storage.claimSize" .name .path) -}}
 {{- end -}}
-{{- if and (or $storage.emptyDirSize $storage.claimSize) (not .download.command) -}}
-{{- fail (printf "model %q has an empty volume as storage, but no download: set download.command, or use storage.existingClaim" .name) -}}
+{{- if and (or $storage.emptyDirSize $storage.claimSize) (not $downloads) -}}
+{{- fail (printf "model %q has an empty volume as storage, but no download: set source or download.command, or use storage.existingClaim" .name) -}}
 {{- end -}}
 {{- if and $storage.storageClass (not $storage.claimSize) -}}
 {{- fail (printf "model %q has storage.storageClass without storage.claimSize: set storage.claimSize too" .name) -}}
@@ -97,12 +118,6 @@
 {{- end -}}
 {{- if and (eq .executor "sim") (int .gpuCount) -}}
 {{- fail (printf "pool %q has executor sim, which uses no GPU: set gpuCount to 0" .name) -}}
-{{- end -}}
-{{- $pool := . -}}
-{{- range $kind, $amounts := .resources -}}
-{{- if hasKey $amounts $pool.gpuResource -}}
-{{- fail (printf "pool %q has %s in resources.%s: set gpuCount instead" $pool.name $pool.gpuResource $kind) -}}
-{{- end -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
@@ -161,22 +176,33 @@
 {{- if and .Values.redis.auth.existingSecret (not .Values.redis.enabled) -}}
 {{- fail "redis.auth is for the bundled Redis, but redis.enabled is false: set redis.external.passwordSecret to the password of the external Redis" -}}
 {{- end -}}
-{{- range list "caSecret" "certSecret" "passwordSecret" -}}
+{{- range list "caSecret" "certSecret" "passwordSecret" "sentinelPasswordSecret" -}}
 {{- if and (get $external .) (not (or $external.url $external.existingSecret)) -}}
 {{- fail (printf "redis.external.%s is set without an external Redis: set redis.external.url or redis.external.existingSecret" .) -}}
 {{- end -}}
 {{- end -}}
 {{- range list "caSecret" "certSecret" -}}
-{{- if and (get $external .) $external.url (not (hasPrefix "rediss://" $external.url)) -}}
+{{- if and (get $external .) $external.url (not (hasPrefix "rediss" $external.url)) -}}
 {{- fail (printf "redis.external.%s is set, but redis.external.url does not begin with rediss://: use a rediss:// URL, or remove %s" . .) -}}
 {{- end -}}
 {{- end -}}
-{{- if regexMatch "^rediss?://[^/]*:[^/]*@" $external.url -}}
+{{- if and $external.sentinelPasswordSecret $external.url (not (contains "+sentinel://" $external.url)) -}}
+{{- fail "redis.external.sentinelPasswordSecret is set, but redis.external.url names no Sentinels: write redis+sentinel://HOST:26379,HOST:26379/MASTER/0" -}}
+{{- end -}}
+{{- if regexMatch "^rediss?([+]sentinel)?://[^/]*:[^/]*@" $external.url -}}
 {{- fail "redis.external.url contains a password: put the password into a secret and set redis.external.passwordSecret" -}}
 {{- end -}}
 {{- end -}}
 
 {{- define "quire.validateScaling" -}}
+{{- $budgets := dict "gateway" .Values.gateway.podDisruptionBudget -}}
+{{- range include "quire.models" . | fromJsonArray }}{{ $_ := set $budgets (printf "models[%s].scheduler" .name) .scheduler.podDisruptionBudget }}{{ end -}}
+{{- range include "quire.pools" . | fromJsonArray }}{{ $_ := set $budgets (printf "workers[%s]" .name) .podDisruptionBudget }}{{ end -}}
+{{- range $name, $budget := $budgets -}}
+{{- if and $budget.enabled (has (toString $budget.maxUnavailable) (list "0" "0%")) (eq (toString $budget.minAvailable) "") -}}
+{{- fail (printf "%s.podDisruptionBudget.maxUnavailable is 0, so nodes could never be drained: set it to 1 or more" $name) -}}
+{{- end -}}
+{{- end -}}
 {{- $hpa := .Values.gateway.autoscaling -}}
 {{- if and $hpa.enabled (gt (int $hpa.minReplicas) (int $hpa.maxReplicas)) -}}
 {{- fail (printf "gateway.autoscaling.minReplicas is %d, but maxReplicas is %d: set maxReplicas to %d or more" (int $hpa.minReplicas) (int $hpa.maxReplicas) (int $hpa.minReplicas)) -}}
@@ -188,6 +214,9 @@
 {{- range include "quire.pools" . | fromJsonArray -}}
 {{- if .autoscaling.enabled -}}
 {{- $isScaled = true -}}
+{{- if and $.Values.keda.enabled (not $.Values.keda.prometheusAddress) (not .autoscaling.triggers) -}}
+{{- fail (printf "pool %q has nothing to scale on: set keda.prometheusAddress, for example to http://prometheus-operated.monitoring:9090, or autoscaling.triggers" .name) -}}
+{{- end -}}
 {{- if not $.Values.keda.enabled -}}
 {{- fail (printf "pool %q has autoscaling.enabled, but keda.enabled is false: set keda.enabled and keda.prometheusAddress" .name) -}}
 {{- end -}}
@@ -195,9 +224,6 @@
 {{- fail (printf "pool %q has autoscaling.minReplicas %d but maxReplicas %d: set maxReplicas to %d or more" .name (int .autoscaling.minReplicas) (int .autoscaling.maxReplicas) (int .autoscaling.minReplicas)) -}}
 {{- end -}}
 {{- end -}}
-{{- end -}}
-{{- if and .Values.keda.enabled (not .Values.keda.prometheusAddress) -}}
-{{- fail "keda.enabled is true, but keda.prometheusAddress is empty: set keda.prometheusAddress, for example to http://prometheus-operated.monitoring:9090" -}}
 {{- end -}}
 {{- if and .Values.keda.enabled (not $isScaled) -}}
 {{- fail "keda.enabled is true, but no pool has autoscaling: set autoscaling.enabled in an entry of workers" -}}
@@ -263,8 +289,8 @@
 {{- fail "networkPolicy.egress blocks the external Redis: add its address to networkPolicy.egress.extra" -}}
 {{- end -}}
 {{- range include "quire.models" . | fromJsonArray -}}
-{{- if and $egress.enabled (not $egress.extra) .download.command -}}
-{{- fail (printf "networkPolicy.egress blocks the download of model %q: add the address of its source to networkPolicy.egress.extra" .name) -}}
+{{- if and $egress.enabled (not $egress.extra) (not $egress.worker) (include "quire.downloads" .) -}}
+{{- fail (printf "networkPolicy.egress blocks the download of model %q: add the address of its source to networkPolicy.egress.extra or networkPolicy.egress.worker" .name) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}

@@ -1,0 +1,30 @@
+{{/* PromQL for KEDA. The labels namespace and service are those of the targets of a ServiceMonitor. */}}
+
+{{- define "quire.schedulerLabels" -}}
+namespace="{{ .root.Release.Namespace }}", service="{{ include "quire.fullname" .root }}-scheduler-{{ .pool.model }}"
+{{- end -}}
+
+{{/* Workers that a pool needs now: those that its used rows fill, and those that its part of the queue is worth. */}}
+{{- define "quire.neededWorkersQuery" -}}
+{{- $labels := include "quire.schedulerLabels" . -}}
+{{- $ids := printf "%s-worker-%s-[0-9]+" (include "quire.fullname" .root) .pool.name -}}
+{{- $rows := printf "sum(quire_rows_used{%s, worker_id=~%q} / (quire_rows_limit{%s, worker_id=~%q} * %s) or vector(0))" $labels $ids $labels $ids (divf (float64 .root.Values.keda.busyRowsPercent) 100 | toString) -}}
+{{- $waiting := printf "sum(quire_num_requests_waiting{%s}) * %s / %d" $labels (include "quire.queueFraction" .) (int .root.Values.keda.waitingPerWorker) -}}
+{{ $rows }} + {{ $waiting }}
+{{- end -}}
+
+{{/* The fraction of the model's queue that this pool adds workers for, so that two pools do not both add them. */}}
+{{- define "quire.queueFraction" -}}
+{{- $sum := 0 -}}
+{{- range include "quire.pools" .root | fromJsonArray -}}
+{{- if and (eq .model $.pool.model) .autoscaling.enabled }}{{ $sum = add $sum (int .autoscaling.maxReplicas) }}{{ end -}}
+{{- end -}}
+{{ divf (int .pool.autoscaling.maxReplicas) $sum | toString | trunc 6 }}
+{{- end -}}
+
+{{/* Requests that gateways refused while the model has no worker: a scheduler that has started since does not know its model and
+     queues nothing. */}}
+{{- define "quire.refusedQuery" -}}
+{{- $gateways := printf "namespace=%q, service=%q" .root.Release.Namespace (printf "%s-gateway-headless" (include "quire.fullname" .root)) -}}
+sum(increase(quire_rpc_errors_total{ {{- $gateways }}, code="UNAVAILABLE"}[2m])) unless on() sum(quire_workers{ {{- include "quire.schedulerLabels" . }}, state=~"loading|joining|ready"}) > 0
+{{- end -}}
