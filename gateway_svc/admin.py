@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import grpc
@@ -14,13 +15,15 @@ from quire.v1.inference_pb2_grpc import AdminServiceServicer
 
 from gateway_svc.audit.entry import note_target
 from gateway_svc.directory import ModelDirectory
-from gateway_svc.scheduler_client import SchedulerClient
-from svc_common.errors import InvalidRequestError, NotFoundError
+from gateway_svc.scheduler_client import RETRY_AFTER_S, SchedulerClient
+from svc_common.errors import InvalidRequestError, NotFoundError, UnavailableError
 
 log = logging.getLogger(__name__)
 
 MAX_DRAIN_S = 86_400.0
 MAX_IDS_SHOWN = 50
+MAX_NAME_CHARS = 128
+MAX_PATH_CHARS = 4096
 
 Found = tuple[SchedulerClient, pb.WorkerInfo]
 
@@ -46,6 +49,69 @@ class AdminServicer(AdminServiceServicer):
         log.info("worker %s of scheduler %s drains %d sequences", worker.worker_id, client.address, num_moved)
         return pb.DrainWorkerResponse(num_moved=num_moved)
 
+    async def LoadAdapter(
+        self, request: pb.LoadAdapterRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pb.LoadAdapterResponse:
+        """Load an adapter on all workers of a model. Raises QuireError."""
+        if not 0 < len(request.name) <= MAX_NAME_CHARS or not request.name.isprintable():
+            words = f"name is {request.name[:MAX_NAME_CHARS]!r}; use 1 to {MAX_NAME_CHARS} printable characters"
+            raise InvalidRequestError(words, field="name")
+        if not 0 < len(request.path) <= MAX_PATH_CHARS:
+            raise InvalidRequestError(
+                f"path has {len(request.path)} characters; name a folder below the workers' --adapter-dir", field="path"
+            )
+        if any(model.name == request.name for model, _ in self._directory.models()):
+            raise InvalidRequestError(
+                f"name is {request.name!r}, which is the name of a model; use another", field="name"
+            )
+        note_target(request.name)
+        clients = self._schedulers_of(request.model)
+        found = [await client.add_adapter(request.name, request.path) for client in clients]
+        digests = {adapter.digest for adapter in found}
+        if len(digests) > 1:
+            raise InvalidRequestError(
+                f"adapter {request.name!r} has different content at different schedulers (digests "
+                f"{', '.join(sorted(digests))}); unload it, and copy the same folder to all workers",
+                field="path",
+            )
+        return pb.LoadAdapterResponse(adapter=_merged(found)[0])
+
+    async def UnloadAdapter(
+        self, request: pb.UnloadAdapterRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pb.UnloadAdapterResponse:
+        """Unload an adapter. Raises NotFoundError, or the scheduler's error while requests use it."""
+        note_target(request.name)
+        clients = self._schedulers_of(request.model)
+        were_loaded = [await client.remove_adapter(request.name) for client in clients]
+        if not any(were_loaded):
+            known = sorted({adapter.name for model, _ in self._directory.models() for adapter in model.info.adapters})
+            raise NotFoundError(
+                f"no adapter {request.name[:200]!r} is loaded; loaded adapters: {', '.join(known) or 'none'}",
+                field="name",
+            )
+        return pb.UnloadAdapterResponse()
+
+    async def ListAdapters(
+        self, request: pb.ListAdaptersRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pb.ListAdaptersResponse:
+        """The adapters of one model or of all models."""
+        clients = self._schedulers_of(request.model) if request.model else self._directory.clients
+        connected = [client for client in clients if client.is_connected]
+        found = await asyncio.gather(*(client.adapters() for client in connected))
+        return pb.ListAdaptersResponse(adapters=_merged([adapter for part in found for adapter in part]))
+
+    def _schedulers_of(self, name: str) -> list[SchedulerClient]:
+        """The schedulers of a model. Empty name: of the only model. Raises NotFoundError or UnavailableError."""
+        model = self._directory.find_text(name).info.model
+        clients = [client for client in self._directory.clients if client.model and client.model.info.model == model]
+        lost = [client.address for client in clients if not client.is_connected]
+        if lost:
+            raise UnavailableError(
+                f"not connected to scheduler {', '.join(lost)} of model {model!r}; retry when all are connected",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        return clients
+
     async def _find(self, worker_id: str, model: str) -> Found:
         """The worker and its scheduler. If several schedulers list it, prefer one that has not lost it."""
         clients = self._directory.clients
@@ -60,6 +126,19 @@ class AdminServicer(AdminServiceServicer):
         if not found:
             raise NotFoundError(_not_found(worker_id, model, workers), field="worker_id")
         return min(found, key=lambda pair: pair[1].state == types_pb2.WORKER_STATE_LOST)
+
+
+def _merged(adapters: Iterable[pb.Adapter]) -> list[pb.Adapter]:
+    """One entry per adapter, with the workers of all schedulers."""
+    merged: dict[tuple[str, str, str], pb.Adapter] = {}
+    for adapter in adapters:
+        key = adapter.model, adapter.name, adapter.digest
+        if key in merged:
+            merged[key].num_workers += adapter.num_workers
+            merged[key].num_resident += adapter.num_resident
+        else:
+            merged[key] = adapter
+    return [merged[key] for key in sorted(merged)]
 
 
 def _not_found(worker_id: str, model: str, workers: list[Found]) -> str:

@@ -22,6 +22,7 @@ from svc_common.errors import InvalidRequestError
 log = logging.getLogger(__name__)
 
 MAX_CACHED_BUNDLES = 16
+ADAPTER_MARK = "+"  # in a revision, before the digest of the adapter
 SMALL_PROMPT_BYTES = 4096  # prompts up to this size are tokenized before their length is checked
 
 
@@ -42,9 +43,22 @@ class ServedModel:
     # Results of gateway_svc/parameters.py, which adds and removes them.
     parameters: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
+    adapter: types.AdapterInfo | None = None  # requests for it name it instead of the model
+
     @cached_property
     def name(self) -> str:
-        return self.info.model
+        """The name in requests: of the adapter, if there is one, else of the model."""
+        return self.info.model if self.adapter is None else self.adapter.name
+
+    @property
+    def adapter_digest(self) -> bytes:
+        """Empty: no adapter."""
+        return b"" if self.adapter is None else self.adapter.digest
+
+    @property
+    def revision(self) -> str:
+        """Everything besides the request that determines the tokens: that of the model, and the adapter's content."""
+        return self.info.revision + (f"{ADAPTER_MARK}{self.adapter.digest.hex()}" if self.adapter else "")
 
     @cached_property
     def limits(self) -> SizeLimits:

@@ -126,3 +126,5 @@ class Elsewhere(AdminServiceServicer):
         raise PermissionDeniedError(
             "AdminService is not served on the port for inference; use the address of the gateway's --admin-listen"
         )
+
+    LoadAdapter = UnloadAdapter = ListAdapters = DrainWorker

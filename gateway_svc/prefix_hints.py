@@ -38,7 +38,8 @@ def chain_of(plan: GenerationPlan) -> list[bytes]:
     if info.block_size:
         salt = model_salt(info.revision, info.dtype, info.determinism)
         encoder = b"" if plan.encoder is None else encoder_digest(plan.prompt_ids)
-        key = root_key(cache_salt=plan.cache_salt.encode(), encoder=encoder)
+        adapter = plan.model.adapter_digest
+        key = root_key(cache_salt=plan.cache_salt.encode(), encoder=encoder, adapter=adapter)
         root = root_digest(salt, info.block_size, key)
         extend_digests(digests, root, plan.column, info.block_size)
     return digests

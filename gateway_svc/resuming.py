@@ -59,11 +59,11 @@ def record_of(request: pb.GenerateRequest, plan: GenerationPlan, notes: bytes) -
     kept = pb.GenerateRequest()
     kept.CopyFrom(request)
     kept.request_id = plan.request_id
-    kept.model = plan.model.name
+    kept.model, kept.adapter = plan.model.info.model, "" if plan.model.adapter is None else plan.model.name
     kept.sampling.CopyFrom(plan.sampling)
     kept.stop.CopyFrom(plan.stop)
     kept.continuation.Clear()
-    kept.continuation.revision = plan.model.info.revision
+    kept.continuation.revision = plan.model.revision
     return record_pb2.RequestRecord(request=kept, prompt_token_ids=u32_to_bytes(plan.prompt_ids), notes=notes)
 
 

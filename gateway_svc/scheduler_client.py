@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 PROTOCOL_VERSION = 1
 HANDSHAKE_TIMEOUT_S = 10.0
 BUNDLE_TIMEOUT_S = 120.0
+ADAPTER_TIMEOUT_S = 180.0  # all workers load it
 STATUS_TIMEOUT_S = 2.0
 RELEASE_TIMEOUT_S = 10.0
 BACKOFF_FIRST_S = 0.1
@@ -456,16 +457,44 @@ class SchedulerClient:
             return ()
         return response.aborted_ids
 
+    async def add_adapter(self, name: str, path: str) -> public.Adapter:
+        """Load an adapter on all workers. Raises QuireError."""
+        request = pb.AddAdapterRequest(name=name, path=path)
+        try:
+            return (await self._stub.AddAdapter(request, timeout=ADAPTER_TIMEOUT_S)).adapter
+        except grpc.aio.AioRpcError as error:
+            raise self._error(error) from None
+
+    async def remove_adapter(self, name: str) -> bool:
+        """Unload an adapter from all workers. False if none had it. Raises QuireError."""
+        request = pb.RemoveAdapterRequest(name=name)
+        try:
+            return (await self._stub.RemoveAdapter(request, timeout=ADAPTER_TIMEOUT_S)).was_loaded
+        except grpc.aio.AioRpcError as error:
+            raise self._error(error) from None
+
+    async def adapters(self) -> list[public.Adapter]:
+        """All adapters; none if the scheduler does not answer."""
+        try:
+            response = await self._stub.GetAdapters(pb.GetAdaptersRequest(), timeout=STATUS_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            log.warning("scheduler %s failed to list adapters: %s", self.address, error.details())
+            return []
+        return list(response.adapters)
+
+    def _error(self, error: grpc.aio.AioRpcError) -> QuireError:
+        words = f"scheduler {self.address}: {error.details()}"
+        if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+            return UnavailableError(words, retry_after_s=RETRY_AFTER_S)
+        return error_from_code(error.code().value[0], words)
+
     async def release_worker(self, worker_id: str, timeout_s: float) -> int:
         """Drain a worker within `timeout_s` (0: its own limit). Returns its number of sequences. Raises QuireError."""
         request = pb.ReleaseWorkerRequest(worker_id=worker_id, timeout_s=timeout_s)
         try:
             response = await self._stub.ReleaseWorker(request, timeout=RELEASE_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
-            words = f"scheduler {self.address}: {error.details()}"
-            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-                raise UnavailableError(words, retry_after_s=RETRY_AFTER_S) from None
-            raise error_from_code(error.code().value[0], words) from None
+            raise self._error(error) from None
         return response.num_moved
 
 

@@ -211,7 +211,7 @@ class InferenceServicer(InferenceServiceServicer):
         validation.check_priority(request.scheduling.priority, self._min_priority)
         grammar = validation.grammar_of(request.sampling)
         validation.check_logprobs(request.output, self._max_logprobs)
-        model = self._directory.find(request.model, request.continuation.revision)
+        model = self._directory.find(request.model, request.continuation.revision, request.adapter)
         note(model=model.name)
         self._limits.check(current_caller.get().owner, model.name, request.scheduling.priority)
         with (

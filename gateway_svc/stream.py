@@ -314,7 +314,7 @@ class GenerationStream:
             seed=plan.sampling.seed,
             model=plan.model.name,
             prompt_tokens=len(plan.prompt_ids),
-            revision=plan.model.info.revision,
+            revision=plan.model.revision,
             n=plan.sampling.n,
         )
 

@@ -70,6 +70,7 @@ def submit_from_plan(plan: GenerationPlan, *, request_id: str) -> pb.Submit:
         stop=_without_strings(plan.stop),
         priority=plan.scheduling.priority,
         cache_salt=plan.cache_salt,
+        adapter_digest=plan.model.adapter_digest,
         tenant_id=current_caller.get().owner or plan.scheduling.tenant_id,
         logprobs=0 if plan.logprobs is None and plan.best_of is not None else plan.logprobs,
         prompt_logprobs=plan.prompt_logprobs,

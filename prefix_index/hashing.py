@@ -31,12 +31,12 @@ def model_salt(revision: str, dtype: str, determinism: int) -> bytes:
     return f"{revision}|{dtype}|{determinism}".encode()
 
 
-def root_key(*, cache_salt: bytes = b"", encoder: bytes = b"") -> bytes:
+def root_key(*, cache_salt: bytes = b"", encoder: bytes = b"", adapter: bytes = b"") -> bytes:
     """The properties of a request on which KV depends, besides its tokens.
 
     Each part has its name and length, so that different parts never give the same bytes.
     """
-    parts = {b"cache_salt": cache_salt, b"encoder": encoder}
+    parts = {b"cache_salt": cache_salt, b"encoder": encoder, b"adapter": adapter}
     return b"".join(b"%s:%d:%s|" % (name, len(value), value) for name, value in parts.items() if value)
 
 

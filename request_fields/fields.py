@@ -302,7 +302,11 @@ FIELDS = (
         "Keep a record of the request, so that a client can continue the request by its id (docs/resume.md).",
         Side.GATEWAY, default=False, has_flag=True,
     ),
-    Field("adapter", Kind.STRING, "", off=""),
+    Field(
+        "adapter", Kind.STRING, "Name of a LoRA adapter of the model (docs/adapters.md). Empty: none, or the adapter "
+        "that `model` names.",
+        Side.GATEWAY, default="", max_bytes=512, has_flag=True,
+    ),
     Field("media", Kind.BLOBS, ""),
 )  # fmt: skip
 

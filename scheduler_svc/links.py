@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from scheduler_svc.core.messages import Deltas, StepBatch
+from scheduler_svc.core.steps.adapter_slots import AdapterSwap
 from svc_common.errors import QuireError
 
 
@@ -22,6 +23,9 @@ class WorkerLink(Protocol):
 
     def send(self, batch: StepBatch) -> None:
         """Queue a step for the worker. A failure is reported with `StepLoop.worker_lost`."""
+
+    def swap_adapter(self, swap: AdapterSwap) -> None:
+        """Make an adapter resident. The end is reported with `StepLoop.adapter_swapped`."""
 
     def close(self, reason: str) -> None:
         """End the lease, because the worker is drained, broke the protocol or was refused."""

@@ -62,13 +62,16 @@ CALLERS = {
         "AbortRequests": "gateway",
         "GetSchedulerStatus": "gateway",
         "GetPools": "gateway",
+        "AddAdapter": "gateway",
+        "RemoveAdapter": "gateway",
+        "GetAdapters": "gateway",
         "ReleaseWorker": "gateway",
         "Register": "worker",
         "CountWorkers": "worker",
     }.items()
 }
 BUNDLE_PIECE_BYTES = 1 << 20
-MAX_REGISTER_BYTES = 64 << 10  # of one message of a worker
+MAX_REGISTER_BYTES = 256 << 10  # of one message of a worker, with the names and paths of its adapters
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -139,6 +142,21 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     ) -> scheduler_pb2.ReleaseWorkerResponse:
         num_moved = await self._parts.pool.release(request.worker_id, request.timeout_s)
         return scheduler_pb2.ReleaseWorkerResponse(num_moved=num_moved)
+
+    async def AddAdapter(
+        self, request: scheduler_pb2.AddAdapterRequest, context: Context
+    ) -> scheduler_pb2.AddAdapterResponse:
+        return scheduler_pb2.AddAdapterResponse(adapter=await self._parts.pool.add_adapter(request.name, request.path))
+
+    async def RemoveAdapter(
+        self, request: scheduler_pb2.RemoveAdapterRequest, context: Context
+    ) -> scheduler_pb2.RemoveAdapterResponse:
+        return scheduler_pb2.RemoveAdapterResponse(was_loaded=await self._parts.pool.remove_adapter(request.name))
+
+    async def GetAdapters(
+        self, request: scheduler_pb2.GetAdaptersRequest, context: Context
+    ) -> scheduler_pb2.GetAdaptersResponse:
+        return scheduler_pb2.GetAdaptersResponse(adapters=self._parts.pool.describe_adapters())
 
     async def AbortRequests(
         self, request: scheduler_pb2.AbortRequestsRequest, context: Context

@@ -129,6 +129,22 @@ class StepLoop:
         """Remove a worker whose lease has ended. Its sequences keep their tokens and wait again."""
         self._post(partial(self._apply_lost, link, reason))
 
+    def adapters_changed(self, link: WorkerLink, digests: frozenset[bytes]) -> None:
+        """Report the adapters in a worker's memory."""
+        self._post(partial(self._apply_adapters, link, digests))
+
+    def adapter_swapped(self, link: WorkerLink, digest: bytes, *, is_resident: bool) -> None:
+        """Report the end of a swap."""
+        self._post(partial(self._apply_swapped, link, digest, is_resident))
+
+    def is_resident(self, worker_id: str, adapter: bytes) -> bool:
+        """Whether rows of a worker can use an adapter now."""
+        return self._scheduler is not None and self._scheduler.is_resident(worker_id, adapter)
+
+    def num_requests_with(self, adapter: bytes) -> int:
+        """Number of open requests that use an adapter."""
+        return 0 if self._scheduler is None else self._scheduler.num_requests_with(adapter)
+
     # -- start, stop, drain -------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
@@ -223,6 +239,8 @@ class StepLoop:
         batches = self._scheduler.schedule(self._now)
         for batch in batches:
             self._workers[batch.worker_id].send(batch)
+        for swap in self._scheduler.take_adapter_swaps():
+            self._workers[swap.worker_id].swap_adapter(swap)
         if is_traced:
             self._note_moves()
             self._note_steps(batches)
@@ -412,6 +430,14 @@ class StepLoop:
             return
         self._scheduler.drain_worker(link.worker_id)
         self._draining.add(link.worker_id)
+
+    def _apply_adapters(self, link: WorkerLink, digests: frozenset[bytes]) -> None:
+        if self._workers.get(link.worker_id) is link and self._scheduler is not None:
+            self._scheduler.set_adapters(link.worker_id, digests)
+
+    def _apply_swapped(self, link: WorkerLink, digest: bytes, is_resident: bool) -> None:
+        if self._workers.get(link.worker_id) is link and self._scheduler is not None:
+            self._scheduler.end_adapter_swap(link.worker_id, digest, is_resident=is_resident)
 
     def _apply_lost(self, link: WorkerLink, reason: str) -> None:
         if self._workers.get(link.worker_id) is link:

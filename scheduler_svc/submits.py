@@ -36,6 +36,7 @@ from scheduler_svc.inputs import check_inputs, check_vocab
 from svc_common.errors import InvalidRequestError, UnimplementedError
 from svc_common.tracing import valid_traceparent
 
+DIGEST_BYTES = 16
 MAX_REQUEST_ID_CHARS = 256
 MAX_TENANT_ID_CHARS = 256
 MAX_CACHE_SALT_BYTES = 4096
@@ -87,7 +88,8 @@ class SubmitReader:
             handle=submit.handle,
             n=given.n,
             priority=submit.priority,
-            root_key=_root_key(submit.cache_salt, encoder),
+            root_key=_root_key(submit, encoder),
+            adapter=_adapter(submit.adapter_digest),
             sampling=submit.sampling,
             banned_ids=given.banned_ids,
             banned_before=given.stop.min_tokens,
@@ -168,13 +170,21 @@ def _prompt(data: bytes) -> U32:
         raise InvalidRequestError(str(error), field="prompt_token_ids") from None
 
 
-def _root_key(cache_salt: str, encoder: bytes) -> bytes:
-    salt = cache_salt.encode()
+def _root_key(submit: scheduler_pb2.Submit, encoder: bytes) -> bytes:
+    salt = submit.cache_salt.encode()
     if len(salt) > MAX_CACHE_SALT_BYTES:
         raise InvalidRequestError(
             f"cache_salt has {len(salt)} bytes; at most {MAX_CACHE_SALT_BYTES} are allowed", field="cache_salt"
         )
-    return root_key(cache_salt=salt, encoder=encoder)
+    return root_key(cache_salt=salt, encoder=encoder, adapter=submit.adapter_digest)
+
+
+def _adapter(digest: bytes) -> bytes:
+    if digest and len(digest) != DIGEST_BYTES:
+        raise InvalidRequestError(
+            f"adapter_digest has {len(digest)} bytes; expected {DIGEST_BYTES}", field="adapter_digest"
+        )
+    return digest
 
 
 def _tenant_id(tenant_id: str) -> str:

@@ -21,7 +21,9 @@ from xxhash import xxh3_128_digest
 
 from prefix_index.index import PrefixIndex
 from scheduler_svc import columns, worker_wire
+from scheduler_svc.adapter_calls import AdapterCalls
 from scheduler_svc.core.messages import CachedBlock, StepBatch, StepOutput, WorkerCapacity
+from scheduler_svc.core.steps.adapter_slots import AdapterSwap
 from scheduler_svc.metrics import StepMeter
 from scheduler_svc.seals import BlockKeys
 from svc_common.channels import MAX_BUNDLE_BYTES, ReceiveError, read_bundle
@@ -73,8 +75,11 @@ class LeasedWorker:
         timeouts: LinkTimeouts,
         meter: StepMeter,
         keys: BlockKeys | None = None,
+        stub: worker_pb2_grpc.WorkerServiceAsyncStub | None = None,
     ) -> None:
+        """Without `stub`, the worker's adapters cannot be changed."""
         self.capacity = capacity
+        self.adapters = None if stub is None else AdapterCalls(stub, fence, capacity.worker_id)
         self._address = address
         self._fence = fence
         self._call = call
@@ -112,6 +117,10 @@ class LeasedWorker:
         self._in_flight.append(SentStep(batch.step_id, self._loop.time(), message.ByteSize(), len(batch.rows)))
         return message
 
+    def swap_adapter(self, swap: AdapterSwap) -> None:
+        if self.adapters is not None and not self._closed.done():
+            self.adapters.swap(swap)
+
     def close(self, reason: str) -> None:
         if not self._closed.done():
             self._closed.set_result(reason)
@@ -131,6 +140,8 @@ class LeasedWorker:
             done, _ = await asyncio.wait([*tasks, self._closed], return_when=asyncio.FIRST_COMPLETED)
         finally:
             self.close("the scheduler is stopping")
+            if self.adapters is not None:
+                self.adapters.close()
             await cancel(*tasks)
             self._call.cancel()
         # If both tasks have ended, prefer the reader's reason: it is more precise than the writer's.
@@ -253,7 +264,7 @@ class Dialer:
                 ) from error
             except columns.WireError as error:
                 raise QuireError(f"worker {capacity.worker_id} at {address}: {error}") from error
-            link = LeasedWorker(capacity, address, granted.fence, call, self._timeouts, self._meter, self._keys)
+            link = LeasedWorker(capacity, address, granted.fence, call, self._timeouts, self._meter, self._keys, stub)
             log.info("worker %s: leased with scheduler_epoch %d", capacity.worker_id, granted.fence.scheduler_epoch)
             yield link, blocks, granted.next_step_id
 

@@ -15,10 +15,11 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from quire.internal.v1 import scheduler_pb2
+from quire.internal.v1 import scheduler_pb2, worker_pb2
 from quire.v1 import inference_pb2, types_pb2
 
 from scheduler_svc import worker_wire
+from scheduler_svc.adapters import Adapters
 from scheduler_svc.agreement import Agreement, WorkerRefusedError
 from scheduler_svc.core.messages import WorkerCapacity
 from scheduler_svc.core.stats import SchedulerStats, WorkerStats
@@ -64,6 +65,7 @@ class WorkerRecord:
     lease_task: asyncio.Task[None] | None = None
     info: types_pb2.ModelInfo | None = None
     lost_at: float | None = None
+    adapters: tuple[worker_pb2.WorkerAdapter, ...] = ()  # in its memory, as of its last heartbeat
 
     @property
     def is_ready(self) -> bool:
@@ -90,6 +92,7 @@ class WorkerPool:
         self._on_change = on_change
         self._workers: dict[str, WorkerRecord] = {}
         self._agreement = Agreement()
+        self.adapters = Adapters(step_loop)
         self._info: types_pb2.ModelInfo | None = None
         self._releases: set[asyncio.Task[int]] = set()
         self._is_closed = False
@@ -225,8 +228,11 @@ class WorkerPool:
         """Handle a heartbeat, which may bring a new state."""
         was_draining = worker.state == DRAINING
         worker.state, worker.load_progress = request.state, request.load_progress
+        worker.adapters = tuple(request.adapters)
         if worker.link is not None:
             worker.link.note_alive()
+            if self.adapters.hear(worker.link, worker.adapters):
+                self._changed()
         if request.state == READY and worker.lease_task is None:
             self._start_lease(worker, request)
         if request.state == DRAINING and not was_draining and worker.link is not None:
@@ -275,6 +281,7 @@ class WorkerPool:
                 field="capacity.block_size",
             )
         self._check_agreement(worker.worker_id, info)
+        self.adapters.check(worker.worker_id, worker.adapters)
         worker.info = types_pb2.ModelInfo()
         worker.info.CopyFrom(info)
         worker.info.max_num_blocks = capacity.num_blocks
@@ -291,6 +298,7 @@ class WorkerPool:
         try:
             async with self._dialer.lease(capacity, info.bundle_digest, worker.address) as (link, blocks, next_step_id):
                 self._check_agreement(worker.worker_id, info)
+                self.adapters.check(worker.worker_id, worker.adapters)
                 facts = ModelFacts(frozenset(info.eos_token_ids), worker_wire.root_salt(info))
                 self._step_loop.worker_joined(link, capacity, facts, blocks, next_step_id)
                 self._joined(worker, link, info, len(blocks))
@@ -299,6 +307,8 @@ class WorkerPool:
             log.error("worker %s is refused: %s", worker.worker_id, refused.message)
             error = refused
         finally:
+            if worker.link is not None:
+                self.adapters.leave(worker.link)
             worker.link = worker.lease_task = None
             self._mark_lost(worker)
             if worker.registration is not None:
@@ -318,8 +328,11 @@ class WorkerPool:
 
     def _joined(self, worker: WorkerRecord, link: LeasedWorker, info: types_pb2.ModelInfo, num_blocks: int) -> None:
         if not self._has_links:
+            if self._agreement.info is not None and self._agreement.info.revision != info.revision:
+                self.adapters.reset()
             self._agreement.start_with(worker.worker_id, info)
         worker.link = link
+        self.adapters.join(link, worker.adapters)
         log.info("worker %s is ready: %s, %d cached blocks adopted", worker.worker_id, info.model, num_blocks)
         self._agreement.warn_numerics_mismatch(worker.worker_id, info)
         if worker.state == DRAINING:  # it began draining during the handshake
@@ -350,6 +363,8 @@ class WorkerPool:
             self._info.CopyFrom(self._agreement.info)
             self._info.max_num_blocks = max(info.max_num_blocks for info in infos)
             self._info.max_num_seqs = max(info.max_num_seqs for info in infos)
+            self._info.ClearField("adapters")
+            self._info.adapters.extend(self.adapters.infos())
         self._on_change(self._info, self.num_ready)
 
     async def close(self) -> None:
@@ -367,6 +382,28 @@ class WorkerPool:
             elif worker.lease_task is not None:
                 worker.lease_task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+    # -- adapters -----------------------------------------------------------------------------------------------------
+
+    async def add_adapter(self, name: str, path: str) -> inference_pb2.Adapter:
+        """Load an adapter on all workers. Raises QuireError."""
+        adapter = await self.adapters.add(name, path, self._model_name)
+        self._changed()
+        return adapter
+
+    async def remove_adapter(self, name: str) -> bool:
+        """Unload an adapter from all workers. Raises QuireError."""
+        was_known = await self.adapters.remove(name)
+        self._changed()
+        return was_known
+
+    def describe_adapters(self) -> list[inference_pb2.Adapter]:
+        """All adapters."""
+        return self.adapters.describe(self._model_name)
+
+    @property
+    def _model_name(self) -> str:
+        return "" if self._info is None else self._info.model
 
     # -- status -------------------------------------------------------------------------------------------------------
 
@@ -405,4 +442,6 @@ def _describe(worker: WorkerRecord, occupancy: WorkerStats | None) -> inference_
         info.rows_used, info.rows_total = occupancy.rows_used, occupancy.rows_total
         info.blocks_free, info.blocks_cached = occupancy.blocks_free, occupancy.blocks_cached
         info.blocks_used = occupancy.blocks_used
+        info.adapters_loaded, info.adapters_resident = len(worker.adapters), occupancy.adapters_resident
+        info.adapter_swaps = occupancy.adapter_swaps
     return info

@@ -95,6 +95,7 @@ def _row_open_to_proto(row_open: RowOpen) -> worker_pb2.RowOpen:
         prompt_logprobs=row_open.prompt_logprobs,
         inputs=row_open.inputs,
         encoder=row_open.group.encoder,
+        adapter=row_open.group.adapter,
     )
 
 
@@ -219,6 +220,7 @@ def capacity_from_proto(request: scheduler_pb2.RegisterRequest) -> WorkerCapacit
         pipeline_depth=capacity.pipeline_depth,
         vocab_size=capacity.info.vocab_size,
         attention_window=capacity.info.attention_window or None,
+        max_adapters=capacity.max_adapters,
     )
 
 

@@ -13,6 +13,8 @@ from collections.abc import Mapping
 FIELDS = "tests/processes/test_request_fields.py::"
 RESUME = "tests/processes/test_resume.py::"
 
+ADAPTERS = "tests/processes/test_adapters.py::test_loading_unloading_and_refusals"
+
 OWN_TESTS: Mapping[str, str] = {
     "GenerateRequest.request_id": FIELDS + "test_a_request_id_and_a_seed_are_in_the_answer",
     "GenerateRequest.resumable": FIELDS + "test_a_resumable_request_has_a_record",
@@ -26,5 +28,11 @@ OWN_TESTS: Mapping[str, str] = {
     "AbortRequest.request_ids": "tests/processes/test_cancel.py::test_abort_ends_streams_with_their_tokens_so_far",
     "DrainWorkerRequest.worker_id": FIELDS + "test_a_worker_is_drained_by_id_and_model_within_its_time",
     "DrainWorkerRequest.model": FIELDS + "test_a_worker_is_drained_by_id_and_model_within_its_time",
+    "LoadAdapterRequest.name": ADAPTERS,
+    "LoadAdapterRequest.path": ADAPTERS,
+    "LoadAdapterRequest.model": ADAPTERS,
+    "UnloadAdapterRequest.name": ADAPTERS,
+    "UnloadAdapterRequest.model": ADAPTERS,
+    "ListAdaptersRequest.model": ADAPTERS,
     "DrainWorkerRequest.timeout_s": FIELDS + "test_a_worker_is_drained_by_id_and_model_within_its_time",
 }

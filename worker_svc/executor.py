@@ -17,11 +17,12 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from quire.internal.v1 import worker_pb2
 
 from svc_common.errors import InvalidRequestError, QuireError, StaleEpochError, UnavailableError
+from worker_svc.engine.adapters.store import AdapterStore
 from worker_svc.engine.batch import BadBatchError, StepBatch, StepOutput
 from worker_svc.engine.config import EngineInfo
 from worker_svc.metrics import StepMeter
@@ -176,6 +177,11 @@ class StepExecutor:
             raise UnavailableError("the worker is still loading its weights; retry later", retry_after_s=1.0)
         return self._runner
 
+    @property
+    def adapters(self) -> AdapterStore[Any, Any] | None:
+        """The adapters of the model. None: it is not loaded yet, or its backend computes none."""
+        return None if self._runner is None else self._runner.adapters
+
     # -- leases ----------------------------------------------------------------------------------------------------
 
     def lease(self, epoch: int, scheduler_id: str) -> Lease:
@@ -200,6 +206,8 @@ class StepExecutor:
         if self._row_traces is not None:
             self._row_traces.reset()
         self.rows_used = 0
+        if runner.adapters is not None:
+            runner.adapters.reset()
         self._thread.submit(self._reset_rows, runner)
         return lease
 

@@ -24,6 +24,14 @@ def _addresses(text: str) -> list[str]:
     return [config.scheduler_address(part.strip()) for part in text.split(",")]
 
 
+def _adapter(text: str) -> tuple[str, Path]:
+    name, _, folder = text.partition("=")
+    if not name or not folder:
+        raise ValueError("must be NAME=DIR")
+    return name, Path(folder)
+
+
+_ADAPTER = config.Kind(_adapter, "NAME=DIR")
 _ADDRESSES = config.Kind(_addresses, config.scheduler_address.allowed)
 
 
@@ -79,6 +87,7 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="longest prompt + output; unset: the limit of model and pool",
     )
+    _add_adapter_flags(parser)
     pool = parser.add_argument_group("KV pool and batches")
     pool.add_argument(
         "--block-size", type=_AT_LEAST_1, metavar="N", help="tokens per block, a power of two; unset: 16, cuda: 64"
@@ -220,6 +229,36 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_adapter_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("LoRA adapters", "see docs/adapters.md")
+    group.add_argument(
+        "--adapter",
+        type=_ADAPTER,
+        action="append",
+        metavar="NAME=DIR",
+        help="a PEFT folder to load at the start, and its name in requests (repeat the flag for more)",
+    )
+    group.add_argument(
+        "--adapter-dir",
+        type=Path,
+        metavar="DIR",
+        help="folder below which LoadAdapter finds adapters; unset: adapters are loaded at the start only",
+    )
+    group.add_argument(
+        "--max-adapters",
+        type=_AT_LEAST_1,
+        default=8,
+        metavar="N",
+        help="adapters that rows may use at the same time; more are swapped from host memory",
+    )
+    group.add_argument(
+        "--max-adapter-rank", type=_AT_LEAST_1, default=64, metavar="N", help="largest rank of an adapter"
+    )
+    group.add_argument(
+        "--max-loaded-adapters", type=_AT_LEAST_1, default=256, metavar="N", help="adapters in host memory"
+    )
+
+
 def scheduler_addresses(args: argparse.Namespace) -> list[str]:
     """All addresses of all --scheduler flags."""
     return [scheduler for part in args.scheduler or () for scheduler in part]
@@ -231,6 +270,10 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
     return EngineConfig(
         model_dir=args.model,
         model_name=args.model_name or args.model.resolve().name,
+        adapters=tuple(args.adapter or ()),
+        max_adapters=args.max_adapters if args.adapter or args.adapter_dir else 0,
+        max_adapter_rank=args.max_adapter_rank,
+        max_loaded_adapters=args.max_loaded_adapters,
         dtype=args.dtype,
         block_size=args.block_size or sizes.block_size,
         num_blocks=args.num_blocks,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from quire.internal.v1 import scheduler_pb2
+from quire.internal.v1 import scheduler_pb2, worker_pb2
 from quire.v1 import types_pb2
 
 LOADING = types_pb2.WORKER_STATE_LOADING
@@ -23,6 +24,7 @@ class Lifecycle:
     state: types_pb2.WorkerState.ValueType = LOADING
     load_progress: float = 0.0
     capacity: scheduler_pb2.WorkerCapacity | None = None
+    adapters: Sequence[worker_pb2.WorkerAdapter] = ()  # in the worker's memory
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -39,6 +41,11 @@ class Lifecycle:
         self.load_progress, self.capacity = 1.0, capacity
         if not self.is_draining:
             self.state = READY
+        self.changed.set()
+
+    def set_adapters(self, adapters: Sequence[worker_pb2.WorkerAdapter]) -> None:
+        """The adapters in the worker's memory."""
+        self.adapters = adapters
         self.changed.set()
 
     def set_draining(self) -> None:

@@ -296,6 +296,7 @@ class Registration:
             state=DRAINING if self._is_moving else self._lifecycle.state,
             load_progress=self._lifecycle.load_progress,
             capacity=self._lifecycle.capacity,
+            adapters=self._lifecycle.adapters,
         )
 
     async def _wait_for_update(self, interval_s: float) -> None:

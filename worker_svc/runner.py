@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
+from worker_svc.engine.adapters.store import AdapterStore
 from worker_svc.engine.batch import U32, StepBatch, StepOutput
 from worker_svc.engine.config import EngineInfo
 
@@ -14,6 +15,8 @@ class Runner(Protocol):
 
     @property
     def info(self) -> EngineInfo: ...
+    @property
+    def adapters(self) -> AdapterStore[Any, Any] | None: ...
     def execute(self, batch: StepBatch) -> StepOutput: ...
     def committed_blocks(self) -> Iterable[tuple[U32, list[bytes], U32]]: ...
     def reset_rows(self) -> None: ...

@@ -26,6 +26,7 @@ from svc_common.serve import BindError, GrpcServer, run_service, settle_gc
 from svc_common.tasks import cancel
 from svc_common.tracing import make_tracer
 from svc_common.trust import Trust, check_reach, make_trust
+from worker_svc.adapters import WorkerAdapters
 from worker_svc.bundle import Bundle, ModelFolderError, read_bundle
 from worker_svc.check_model import check_model
 from worker_svc.engine.config import EngineConfig, EngineInfo
@@ -43,7 +44,10 @@ from worker_svc.wire import capacity_to_proto
 log = logging.getLogger(__name__)
 
 SERVICE_NAME = "quire.internal.v1.WorkerService"
-METHODS = ("Lease", "StepStream", "StepBatch", "ListBlocks", "Drain", "GetWorkerBundle")
+METHODS = (
+    *("Lease", "StepStream", "StepBatch", "ListBlocks", "Drain", "GetWorkerBundle"),
+    *("LoadWorkerAdapter", "UnloadWorkerAdapter", "SwapWorkerAdapter"),
+)
 CALLERS = {f"/{SERVICE_NAME}/{method}": {"scheduler"} for method in METHODS}
 EXIT_FAILED = 1
 EXIT_BAD_SETTING = 2
@@ -67,12 +71,14 @@ class Worker:
         self._tracer = make_tracer(args, "worker", args.worker_id)
         row_traces = None if self._tracer is None else RowTraces(self._tracer, args.worker_id)
         self._executor = StepExecutor(worker_epoch=secrets.randbits(64), row_traces=row_traces)
+        self._adapters = WorkerAdapters(lambda: self._executor.adapters, self._lifecycle, args.adapter_dir)
         self._servicer = WorkerServicer(
             executor=self._executor,
             lifecycle=self._lifecycle,
             bundle=bundle,
             drain=self._drain_for,
             pipeline_depth=args.pipeline_depth,
+            adapters=self._adapters,
         )
         self._server = GrpcServer(
             listen=args.listen,
@@ -103,6 +109,7 @@ class Worker:
             await asyncio.wait([serving])
         finally:
             self._executor.close()
+            self._adapters.close()
             await _cancel(registering)
             await self._admin.close()
             if self._tracer is not None:
@@ -196,6 +203,7 @@ class Worker:
         info = await self._executor.load(lambda: _make_runner(self._args, self._settings, progress))
         self._info = info
         settle_gc()
+        self._adapters.announce()
         depth = self._args.pipeline_depth
         self._lifecycle.set_ready(capacity_to_proto(info, bundle_digest=self._bundle.digest, pipeline_depth=depth))
         if not self._lifecycle.is_draining:

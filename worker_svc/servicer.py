@@ -12,10 +12,11 @@ import grpc
 from quire.internal.v1 import worker_pb2, worker_pb2_grpc
 
 from svc_common.errors import InvalidRequestError, QuireError, UnavailableError
+from worker_svc.adapters import WorkerAdapters
 from worker_svc.bundle import Bundle
 from worker_svc.executor import Answer, StepExecutor
 from worker_svc.lifecycle import Lifecycle
-from worker_svc.wire import pieces
+from worker_svc.wire import adapters_to_proto, pieces
 
 log = logging.getLogger(__name__)
 
@@ -87,8 +88,10 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         bundle: Bundle,
         drain: Callable[[float], Awaitable[int]],
         pipeline_depth: int = 2,
+        adapters: WorkerAdapters | None = None,
     ) -> None:
         self._executor = executor
+        self._adapters = adapters or WorkerAdapters(lambda: executor.adapters, lifecycle, None)
         self._lifecycle = lifecycle
         self._bundle = bundle
         self._drain = drain
@@ -135,6 +138,26 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     ) -> AsyncIterator[worker_pb2.ListBlocksResponse]:
         for response in await self._executor.list_blocks(request.fence):
             yield response
+
+    async def LoadWorkerAdapter(
+        self, request: worker_pb2.LoadWorkerAdapterRequest, context: Context
+    ) -> worker_pb2.LoadWorkerAdapterResponse:
+        self._executor.check_fence(request.fence)
+        entry = await self._adapters.load(request.name, request.path)
+        return worker_pb2.LoadWorkerAdapterResponse(adapter=adapters_to_proto([entry])[0])
+
+    async def UnloadWorkerAdapter(
+        self, request: worker_pb2.UnloadWorkerAdapterRequest, context: Context
+    ) -> worker_pb2.UnloadWorkerAdapterResponse:
+        self._executor.check_fence(request.fence)
+        return worker_pb2.UnloadWorkerAdapterResponse(was_loaded=await self._adapters.unload(request.name))
+
+    async def SwapWorkerAdapter(
+        self, request: worker_pb2.SwapWorkerAdapterRequest, context: Context
+    ) -> worker_pb2.SwapWorkerAdapterResponse:
+        self._executor.check_fence(request.fence)
+        await self._adapters.swap(request.digest, request.kept)
+        return worker_pb2.SwapWorkerAdapterResponse()
 
     async def Drain(self, request: worker_pb2.DrainRequest, context: Context) -> worker_pb2.DrainResponse:
         if not 0 <= request.timeout_s < float("inf"):

@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,9 @@ import xxhash
 from prefix_index.content_ids import content_ids, input_digest
 from request_fields.checks import default_sampling
 from request_fields.sizes import SizeLimits
+from worker_svc.engine.adapters.config import CONFIG_FILE, WEIGHTS_FILE, AdapterError, read_adapter_config
+from worker_svc.engine.adapters.rows import RowAdapters
+from worker_svc.engine.adapters.store import AdapterStore
 from worker_svc.engine.architectures import parse_config
 from worker_svc.engine.backend import I64
 from worker_svc.engine.batch import (
@@ -46,7 +50,7 @@ from worker_svc.engine.plan import HASH_BYTES, StepPlan, StepPlanner
 from worker_svc.engine.processors import ProcessedRows
 from worker_svc.engine.rows import RowErrors, RowTable
 from worker_svc.sim_logprobs import prompt_columns, sampled_columns
-from worker_svc.sim_tokens import GOLDEN, GREEDY_BELOW, MIX_1, MIX_2, read_json, read_vocabulary
+from worker_svc.sim_tokens import GOLDEN, GREEDY_BELOW, MIX_1, MIX_2, read_json, read_vocabulary, start_digest
 
 log = logging.getLogger(__name__)
 
@@ -107,9 +111,18 @@ class SimRunner:
         self._printable = np.array(self._vocabulary.printable_ids, np.uint32)
         self.info = info = _make_info(config)
         grammars = compiled_grammars(config.model_dir, info.vocab_size, info.eos_token_ids)
+        self.adapters: AdapterStore[SimAdapter, SimAdapter] = AdapterStore(
+            read_sim_adapter,
+            lambda adapter: adapter,
+            max_resident=config.max_adapters,
+            max_loaded=config.max_loaded_adapters if config.max_adapters else 0,
+        )
+        for name, folder in config.adapters:
+            self.adapters.load(name, folder)
+        self._row_adapters = RowAdapters(info.max_num_seqs, self.adapters.find)
         self._rows = RowTable(
             info.max_num_seqs, info.max_model_len, info.block_size, info.num_blocks, info.vocab_size, grammars,
-            hidden_size=info.hidden_size,
+            hidden_size=info.hidden_size, adapters=self._row_adapters,
         )  # fmt: skip
         self._planner = StepPlanner(self._rows, info)
         self._pool = SimPool(info.num_blocks, info.block_size)
@@ -173,7 +186,8 @@ class SimRunner:
         for item in inputs:
             found = content_ids(input_digest(item.kind, item.dtype, item.shape, item.data), item.length)
             token_ids[item.start : item.start + item.length] = np.frombuffer(found, "<u4")
-        self._histories.set(row, token_ids)
+        adapter = self._row_adapters.in_use.get(int(self._row_adapters.numbers[row]))
+        self._histories.set(row, token_ids, 0 if adapter is None else start_digest(adapter.digest))
 
     def _compute(
         self, plan: StepPlan, errors: RowErrors
@@ -342,10 +356,12 @@ class Histories:
         self.digests: U64 = np.zeros((max_num_seqs, width + 2), np.uint64)
         self.sums: U64 = np.zeros((max_num_seqs, width // block_size), np.uint64)
 
-    def set(self, row: int, token_ids: I64) -> None:
-        """Replaces the tokens of a row."""
+    def set(self, row: int, token_ids: I64, start: int = 0) -> None:
+        """Replaces the tokens of a row. `start`: digest of the empty context."""
         num_tokens, size = len(token_ids), self._block_size
-        self.digests[row, 1 : num_tokens + 1] = np.cumsum(digest_terms(np.arange(num_tokens), token_ids))
+        self.digests[row, 0] = start
+        terms = np.cumsum(digest_terms(np.arange(num_tokens), token_ids))
+        self.digests[row, 1 : num_tokens + 1] = np.uint64(start) + terms
         num_full = num_tokens // size
         full = self.digests[row, 1 : num_full * size + 1].reshape(num_full, size)
         self.sums[row, :num_full] = (full * self._weights).sum(axis=1)
@@ -438,6 +454,7 @@ def _make_info(config: EngineConfig) -> EngineInfo:
         build="sim",
         quantize=config.quantize,
         hidden_size=int(model.get("hidden_size") or 0),
+        max_adapters=config.max_adapters,
         attention_window=window if window is not None and window < max_model_len else None,
     )
 
@@ -450,3 +467,21 @@ def _attention_window(model: dict[str, Any]) -> int | None:
         return parse_config(model).attention_window
     except CheckpointError:
         return None
+
+
+@dataclass(frozen=True, slots=True)
+class SimAdapter:
+    """An adapter without tensors. Its digest is part of the digests of its rows' contexts."""
+
+    digest: bytes
+    num_bytes: int = 0
+
+
+def read_sim_adapter(folder: Path) -> SimAdapter:
+    """An adapter whose digest follows from the files of its folder. Raises AdapterError."""
+    read_adapter_config(folder)
+    try:
+        content = (folder / WEIGHTS_FILE).read_bytes() + (folder / CONFIG_FILE).read_bytes()
+    except OSError as error:
+        raise AdapterError(f"cannot read {folder / WEIGHTS_FILE}: {error.strerror}; copy the adapter again") from None
+    return SimAdapter(xxhash.xxh3_128_digest(content), len(content))

@@ -1,6 +1,7 @@
 """The specification of a simulated worker's output, in plain Python, so that tests and clients can compute it.
 
-    digest of a context      sum over its tokens of mix(position << 32 | token_id), modulo 2**64; 0 for no token
+    digest of a context      sum over its tokens of mix(position << 32 | token_id), modulo 2**64; 0 for no token.
+                             With an adapter, the first 8 bytes of the adapter's digest are added
     draw                     mix(digest ^ mix(seed ^ mix(output_position << 32 | sample_index)))
     token                    printable_ids[draw % len(printable_ids)], or the end-of-sequence id with its probability
     log probabilities        token r of the ranking has -r / 8; the ranking is all ids in order, starting at
@@ -64,6 +65,11 @@ def mix(value: int) -> int:
 def extend_digest(digest: int, position: int, token_id: int) -> int:
     """Digest of a context of `position` tokens after appending `token_id`."""
     return (digest + mix(position << 32 | token_id)) & MASK
+
+
+def start_digest(adapter: bytes) -> int:
+    """The digest of the empty context for rows with this adapter."""
+    return int.from_bytes(adapter[:8], "little")
 
 
 def context_digest(token_ids: Sequence[int]) -> int:

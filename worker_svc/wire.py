@@ -6,7 +6,7 @@ here changes nothing. The engine checks rows, blocks and slots.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,7 @@ from request_fields import checks
 from request_fields.fields import FieldError, sampling_params
 from request_fields.grammar import Grammar, grammar_of
 from svc_common.errors import InvalidRequestError
+from worker_svc.engine.adapters.store import AdapterEntry
 from worker_svc.engine.batch import (
     EMPTY,
     NO_RULES,
@@ -172,6 +173,7 @@ def _row_open_from_proto(field: str, row_open: worker_pb2.RowOpen) -> RowOpen:
         logprobs=row_open.logprobs if row_open.HasField("logprobs") else None,
         prompt_logprobs=row_open.prompt_logprobs if row_open.HasField("prompt_logprobs") else None,
         num_candidates=row_open.num_candidates,
+        adapter=_adapter_digest(field, row_open.adapter),
         inputs=tuple(map(_input_from_proto, row_open.inputs)),
         encoder=_encoder_from_proto(row_open.encoder) if row_open.HasField("encoder") else None,
     )
@@ -197,6 +199,12 @@ def _input_from_proto(carried: inputs_pb2.CarriedInput) -> CarriedInput:
         shape=tuple(carried.shape),
         data=carried.data,
     )
+
+
+def _adapter_digest(field: str, digest: bytes) -> bytes:
+    if digest and len(digest) != HASH_BYTES:
+        raise _invalid(f"{field}.adapter", f"is {len(digest)} bytes, expected {HASH_BYTES} or none")
+    return digest
 
 
 def _rules_from_proto(row_open: worker_pb2.RowOpen) -> TokenRules:
@@ -330,7 +338,13 @@ def capacity_to_proto(info: EngineInfo, *, bundle_digest: bytes, pipeline_depth:
         max_num_seqs=info.max_num_seqs,
         max_num_batched_tokens=info.max_num_batched_tokens,
         pipeline_depth=pipeline_depth,
+        max_adapters=info.max_adapters,
     )
+
+
+def adapters_to_proto(entries: Sequence[AdapterEntry]) -> list[worker_pb2.WorkerAdapter]:
+    """The adapters of this worker, for its registration."""
+    return [worker_pb2.WorkerAdapter(name=entry.name, digest=entry.digest, path=entry.path) for entry in entries]
 
 
 def pieces(data: bytes, size: int) -> Iterator[bytes]:

@@ -9,6 +9,7 @@ from quire.v1 import types_pb2
 
 from quire_client.types import (
     AbortResult,
+    AdapterStatus,
     FinishReason,
     LatencyHistogram,
     ModelInfo,
@@ -121,6 +122,18 @@ def model_info(model: pb.Model) -> ModelInfo:
         determinism="exact" if info.determinism == types_pb2.DETERMINISM_EXACT else "best_effort",
         quantization=info.quantization or None,
         hidden_size=info.hidden_size,
+        adapters=tuple(adapter.name for adapter in info.adapters),
+    )
+
+
+def adapter(message: pb.Adapter) -> AdapterStatus:
+    return AdapterStatus(
+        name=message.name,
+        model=message.model,
+        digest=message.digest,
+        path=message.path,
+        num_workers=message.num_workers,
+        num_resident=message.num_resident,
     )
 
 
@@ -172,4 +185,7 @@ def worker_status(message: pb.WorkerInfo) -> WorkerStatus:
         blocks_used=message.blocks_used,
         steps=message.steps,
         worker_epoch=message.worker_epoch,
+        adapters_loaded=message.adapters_loaded,
+        adapters_resident=message.adapters_resident,
+        adapter_swaps=message.adapter_swaps,
     )

@@ -34,7 +34,8 @@ ENUMS: Mapping[str, Mapping[Any, int]] = {  # option -> value -> number in the p
 class GenerateOptions(ChatOptions, total=False):
     """Keyword options of every generation. An unset option takes the model's default, then the server's."""
 
-    model: str  # optional if the gateway serves one model
+    model: str  # name of a model or of an adapter; optional if the gateway serves one model
+    adapter: str  # name of a LoRA adapter of the model
     request_id: str  # at most 64 characters of [A-Za-z0-9._:-]; default: chosen by the server
     # Sampling
     temperature: float  # 0 is greedy; range [0, 2]

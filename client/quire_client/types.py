@@ -241,6 +241,19 @@ class ModelInfo(Result):
     determinism: str  # exact or best_effort
     quantization: str | None = None  # int8: weights are quantized to 8 bits
     hidden_size: int = 0  # width of prompt embeddings; 0: the workers take tokens only
+    adapters: tuple[str, ...] = ()  # names of its LoRA adapters
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterStatus(Result):
+    """A LoRA adapter of a model."""
+
+    name: str
+    model: str
+    digest: str  # of its content, in hex
+    path: str  # of its folder on the workers' disks
+    num_workers: int  # that have it in memory
+    num_resident: int  # workers whose rows can use it without a swap
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,6 +270,9 @@ class WorkerStatus(Result):
     blocks_used: int
     steps: int
     worker_epoch: int
+    adapters_loaded: int = 0
+    adapters_resident: int = 0  # adapters that rows can use without a swap
+    adapter_swaps: int = 0
 
 
 @dataclass(frozen=True, slots=True)

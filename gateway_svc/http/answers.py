@@ -364,7 +364,13 @@ class WholeAnswer(Answer):
         return {"index": choice, **own, "logprobs": found, **ids, **self._ends[choice]}
 
 
-def model_of(model: pb.Model, created: int) -> Json:
+def models_of(model: pb.Model, created: int) -> list[Json]:
+    """The entries of a model and of its adapters in /v1/models."""
+    own = _entry_of(model, created)
+    return [own, *(own | {"id": adapter.name, "parent": model.info.model} for adapter in model.info.adapters)]
+
+
+def _entry_of(model: pb.Model, created: int) -> Json:
     """One entry of /v1/models. The length has three names, because clients read different ones."""
     length = model.info.max_model_len
     return {

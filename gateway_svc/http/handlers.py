@@ -19,7 +19,7 @@ from starlette.types import Scope
 from gateway_svc.audit.entry import note, note_request_id
 from gateway_svc.directory import ModelDirectory
 from gateway_svc.http import answers, bodies, openapi
-from gateway_svc.http.answers import PromptParts, Shape, StreamAnswer, WholeAnswer, model_of, sse
+from gateway_svc.http.answers import PromptParts, Shape, StreamAnswer, WholeAnswer, models_of, sse
 from gateway_svc.http.bodies import Generation
 from gateway_svc.http.errors import error_body
 from gateway_svc.http.merge import Numbered, merged, within
@@ -82,12 +82,14 @@ class Handlers:
     async def models(self, request: Request) -> Response:
         """All models."""
         listed = await self._servicer.ListModels(pb.ListModelsRequest())
-        return json_reply({"object": "list", "data": [model_of(model, self._created) for model in listed.models]})
+        return json_reply({"object": "list", "data": [e for m in listed.models for e in models_of(m, self._created)]})
 
     async def model(self, request: Request) -> Response:
         """One model."""
-        found = await self._servicer.GetModel(pb.GetModelRequest(model=request.path_params["model"]))
-        return json_reply(model_of(found.model, self._created))
+        name = request.path_params["model"]
+        found = await self._servicer.GetModel(pb.GetModelRequest(model=name))
+        entries = models_of(found.model, self._created)
+        return json_reply(next((entry for entry in entries if entry["id"] == name), entries[0]))
 
     async def tokenize(self, request: Request) -> Response:
         """Token ids of a text or a chat."""

@@ -39,6 +39,7 @@ class WorkerCapacity:
     pipeline_depth: int = 2
     vocab_size: int = 1 << 32  # its token ids are below
     attention_window: int | None = None  # tokens that a token attends to, itself included; None: all
+    max_adapters: int = 0  # adapters that its rows may use at the same time
 
     @property
     def size_limits(self) -> SizeLimits:

@@ -44,7 +44,7 @@ from scheduler_svc.core.queue_entry import QueueEntry, Refusal
 from scheduler_svc.core.sequence import FinishReason, Sequence, SequenceGroup
 from scheduler_svc.core.snapshot import OpenSequence, PoolSnapshot, pool_snapshot, slowest, waiting_snapshot
 from scheduler_svc.core.stats import Load, SchedulerStats, WorkerStats, load_of, scheduler_stats, worker_stats
-from scheduler_svc.core.steps.admission import could_run
+from scheduler_svc.core.steps.adapter_slots import AdapterSwap
 from scheduler_svc.core.steps.answers import append_tokens, check_answer
 from scheduler_svc.core.steps.failures import taint_of
 from scheduler_svc.core.steps.step_plan import I64, InFlightStep, StepPlan
@@ -136,8 +136,40 @@ class Scheduler:
         takers = [worker for worker in workers if not worker.is_draining]
         for worker in workers:
             for seq in worker.running() if worker.is_draining else ():
-                if seq.row is not None and any(could_run(seq, taker.capacity) for taker in takers):
+                if seq.row is not None and any(taker.could_run(seq) for taker in takers):
                     self._requests.requeue(worker.preempt(seq.row), MigrationReason.DRAIN)
+
+    # -- adapters -----------------------------------------------------------------------------------------------------
+
+    def set_adapters(self, worker_id: str, digests: Iterable[bytes]) -> None:
+        """The adapters in a worker's memory have changed."""
+        worker = self._workers.get(worker_id)
+        if worker is not None:
+            worker.adapters.set_loaded(digests)
+            self._requests.update_schedulable()
+
+    def take_adapter_swaps(self) -> list[AdapterSwap]:
+        """Adapters that workers must make resident for waiting sequences. The caller reports each one's end with
+        `end_adapter_swap`.
+        """
+        swaps = (worker.take_adapter_swap() for worker in self._workers.values())
+        return [swap for swap in swaps if swap is not None]
+
+    def end_adapter_swap(self, worker_id: str, digest: bytes, *, is_resident: bool) -> None:
+        """A worker has made an adapter resident, or failed to."""
+        worker = self._workers.get(worker_id)
+        if worker is not None:
+            worker.adapters.end_swap(digest, is_resident=is_resident)
+            self._requests.update_schedulable()
+
+    def is_resident(self, worker_id: str, adapter: bytes) -> bool:
+        """Whether rows of a worker can use an adapter now."""
+        worker = self._workers.get(worker_id)
+        return worker is not None and worker.adapters.is_ready(adapter)
+
+    def num_requests_with(self, adapter: bytes) -> int:
+        """Number of open requests that use an adapter."""
+        return sum(group.adapter == adapter for group in self._requests.groups.values())
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
@@ -365,7 +397,7 @@ class Scheduler:
         if seq.group.search is not None:
             seq = seq.group.sequences[0]
         others = [other for other in self._workers.values() if other is not worker and not other.is_draining]
-        if seq.failed_on is not None or not any(could_run(seq, other.capacity) for other in others):
+        if seq.failed_on is not None or not any(other.could_run(seq) for other in others):
             return self._requests.end_failed(seq, failure.message)
         seq.failed_on = worker.capacity.worker_id
         self._requests.requeue(worker.preempt(failure.row), MigrationReason.FAILED)

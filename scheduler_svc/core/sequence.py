@@ -169,6 +169,7 @@ class SequenceGroup:
     n: int = 1
     priority: int = 0
     root_key: bytes = b""
+    adapter: bytes = b""  # digest; part of `root_key` too. Empty: none
     sampling: Any = None
     banned_ids: bytes = b""  # packed ids that cannot be sampled at output positions below `banned_before`
     banned_before: int = 0

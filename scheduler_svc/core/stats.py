@@ -30,6 +30,8 @@ class WorkerStats:
     blocks_cached: int
     blocks_used: int
     steps_in_flight: int
+    adapters_resident: int = 0
+    adapter_swaps: int = 0
 
     @property
     def blocks_total(self) -> int:
@@ -64,6 +66,8 @@ def worker_stats(worker: WorkerBooks) -> WorkerStats:
         blocks_cached=worker.pool.num_cached,
         blocks_used=worker.pool.num_used,
         steps_in_flight=len(worker.in_flight),
+        adapters_resident=worker.adapters.num_resident,
+        adapter_swaps=worker.adapters.num_swaps,
     )
 
 

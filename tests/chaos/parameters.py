@@ -70,6 +70,7 @@ PARAMETERS = (
 )
 # The other options, with the reason why the workload does not draw them from the table above.
 NOT_DRAWN = {
+    "adapter": "tests/processes/test_adapters.py kills processes that serve adapters",
     "temperature": "drawn for every request by workload.py",
     "seed": "drawn for every sampled request by workload.py",
     "n": "drawn for every sampled request by workload.py",

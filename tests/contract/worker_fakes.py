@@ -62,6 +62,8 @@ def make_info(**changes: object) -> EngineInfo:
 class FakeRunner:
     """The engine's contract without a model: a row's next token is a hash of all tokens before it."""
 
+    adapters = None
+
     def __init__(self) -> None:
         self.info = make_info()
         self._rows: dict[int, list[int]] = {}
@@ -126,6 +128,8 @@ class FakeRunner:
 
 class GatedRunner:
     """Wraps a runner: counts its steps, and blocks before a step while `gate` is closed."""
+
+    adapters = None
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner

@@ -26,6 +26,8 @@ class SlowDevice:
         self.has_launched = threading.Semaphore(0)
         self.fault: Exception | None = None
 
+    adapters = None
+
     def launch(self, batch):
         if batch.step_id == 99:
             raise BadBatchError("no")

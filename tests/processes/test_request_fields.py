@@ -212,7 +212,7 @@ GENERATE: Mapping[str, Effect] = {
         {"continuation": {"numPromptLogprobs": 2}}, output={"promptLogprobs": 0}, continuation={}
     ),
     "GenerateRequest.truncate_prompt_tokens": effect({"truncatePromptTokens": 1}),
-    "GenerateRequest.adapter": effect({"adapter": "a"}, "UNIMPLEMENTED"),
+    "GenerateRequest.adapter": effect({"adapter": "a"}, "NOT_FOUND"),
     "GenerateRequest.media": effect({"media": ["AA=="]}, "UNIMPLEMENTED"),
 }
 # Requests of the other RPCs.

@@ -22,7 +22,7 @@ from quire_client.resume import ResumePolicy, policy_of_call
 from quire_client.retry import RetryPolicy, abort_timeout_s
 from quire_client.structured import schema_of, with_parsed
 from quire_client.tls import Tls
-from quire_client.types import AbortResult, GenerateResult, ModelInfo, Status, TokenizeResult
+from quire_client.types import AbortResult, AdapterStatus, GenerateResult, ModelInfo, Status, TokenizeResult
 
 if TYPE_CHECKING:
     from quire.v1.inference_pb2_grpc import InferenceServiceAsyncStub
@@ -262,6 +262,23 @@ class AsyncClient:
         request = pb.DrainWorkerRequest(worker_id=worker_id, model=model, timeout_s=timeout_s or 0.0)
         response = await self._unary(lambda gateway: gateway.admin.DrainWorker, request, None)
         return response.num_moved
+
+    async def load_adapter(self, name: str, path: str, *, model: str = "") -> AdapterStatus:
+        """Load a LoRA adapter on all workers of a model. `path`: its folder, below the workers' --adapter-dir."""
+        request = pb.LoadAdapterRequest(name=name, path=path, model=model)
+        response = await self._unary(lambda gateway: gateway.admin.LoadAdapter, request, None)
+        return convert.adapter(response.adapter)
+
+    async def unload_adapter(self, name: str, *, model: str = "") -> None:
+        """Unload an adapter. Refused while requests use it."""
+        request = pb.UnloadAdapterRequest(name=name, model=model)
+        await self._unary(lambda gateway: gateway.admin.UnloadAdapter, request, None)
+
+    async def adapters(self, *, model: str = "") -> tuple[AdapterStatus, ...]:
+        """The adapters of one model, or of all models."""
+        request = pb.ListAdaptersRequest(model=model)
+        response = await self._unary(lambda gateway: gateway.admin.ListAdapters, request, None)
+        return tuple(map(convert.adapter, response.adapters))
 
     async def abort(self, *request_ids: str, timeout_s: float | None = None) -> AbortResult:
         """Abort requests by id; their streams finish with ABORTED. Calls every gateway: each knows its own streams."""

@@ -64,6 +64,14 @@ examples:
   quire completion fish > ~/.config/fish/completions/quire.fish
 """
 
+ADAPTER_EXAMPLES = """\
+examples:
+  quire adapter load sql ./sql-lora          a folder below --adapter-dir of the workers
+  quire adapter list
+  quire generate "SELECT" --adapter sql
+  quire adapter unload sql
+"""
+
 CHAT_EXAMPLES = """\
 examples:
   quire chat                                 a conversation: Ctrl-C stops an answer, /quit exits, /new resets
@@ -84,6 +92,7 @@ def make_parser() -> Parser:
     _add_inspection(commands)
     _add_abort(commands)
     _add_drain(commands)
+    _add_adapter(commands)
     _add_doctor(commands)
     _add_fetch(commands)
     _add_credentials(commands)
@@ -195,6 +204,9 @@ def _add_worker_flags(group: argparse._ArgumentGroup) -> None:
         metavar="N",
         help="GPUs per worker; they share one copy of the model",
     )
+    add("--adapter", action="append", metavar="NAME=DIR", help="LoRA adapter to load; repeat the flag for more")
+    add("--adapter-dir", metavar="DIR", help="folder below which `quire adapter load` finds adapters")
+    add("--max-adapters", type=at_least(1), metavar="N", help="adapters that sequences may use at the same time")
     add(
         "--threads",
         type=at_least(1),
@@ -295,6 +307,21 @@ def _add_completion(commands: argparse._SubParsersAction[Parser], whole_parser: 
     )
     parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="the shell")
     parser.set_defaults(whole_parser=whole_parser)
+
+
+def _add_adapter(commands: argparse._SubParsersAction[Parser]) -> None:
+    parser = commands.add_parser("adapter", help="load, unload and list LoRA adapters", epilog=ADAPTER_EXAMPLES)
+    actions = parser.add_subparsers(metavar="ACTION", required=True)
+    load = _command(actions, "load", "adapter", "load", "load an adapter on all workers of a model")
+    load.add_argument("name", metavar="NAME", help="the adapter's name in requests")
+    load.add_argument("path", metavar="PATH", help="its folder, below the workers' --adapter-dir")
+    unload = _command(actions, "unload", "adapter", "unload", "unload an adapter; refused while requests use it")
+    unload.add_argument("name", metavar="NAME", help="the adapter's name")
+    listing = _command(actions, "list", "adapter", "show", "the adapters of one model or of all models")
+    for command in (load, unload, listing):
+        command.add_argument("--model", default="", metavar="NAME", help="the model (default: the only one, or all)")
+        command.add_argument("--json", action="store_true", help="one JSON line")
+        _add_target(command)
 
 
 def _add_drain(commands: argparse._SubParsersAction[Parser]) -> None:

@@ -268,10 +268,21 @@ def _worker_spec(
         ("attention", args.attention),
         ("gpu-memory-utilization", args.gpu_memory_utilization),
         ("tensor-parallel-size", args.tensor_parallel_size),
+        *(("adapter", _resolved_adapter(adapter)) for adapter in args.adapter or ()),
+        ("adapter-dir", None if args.adapter_dir is None else Path(args.adapter_dir).resolve()),
+        ("max-adapters", args.max_adapters),
     ]
     return ServiceSpec(
         worker_id, "worker_svc.server", flag_arguments(flags), address, WORKER_PHASE, environment=environment
     )
+
+
+def _resolved_adapter(text: str) -> str:
+    """NAME=DIR with the whole path. Raises SetupError if it has another form."""
+    name, _, folder = text.partition("=")
+    if not name or not folder:
+        raise SetupError(f"--adapter {text}: must be NAME=DIR")
+    return f"{name}={Path(folder).resolve()}"
 
 
 def _gateway_spec(

@@ -125,8 +125,10 @@ def scheduler_text(scheduler: SchedulerStatus) -> str:
     ]
     if not scheduler.workers:
         return "\n".join([*lines, "  no worker has registered yet"])
-    headers = ("worker", "state", "rows", "of", "free", "cached", "used", "steps", "address")
-    workers = table(headers, map(_worker_row, scheduler.workers))
+    has_adapters = any(worker.adapters_loaded for worker in scheduler.workers)
+    headers = ["worker", "state", "rows", "of", "free", "cached", "used", "steps", "address"]
+    headers += ["adapters", "resident", "swaps"] if has_adapters else []
+    workers = table(headers, (_worker_row(worker, has_adapters=has_adapters) for worker in scheduler.workers))
     return "\n".join([*lines, *(f"  {line}" for line in workers.splitlines())])
 
 
@@ -144,9 +146,11 @@ def _hit_rate(scheduler: SchedulerStatus) -> str:
     )
 
 
-def _worker_row(worker: WorkerStatus) -> tuple[object, ...]:
+def _worker_row(worker: WorkerStatus, *, has_adapters: bool) -> tuple[object, ...]:
     blocks = (worker.blocks_free, worker.blocks_cached, worker.blocks_used)
-    return (worker.worker_id, worker.state, worker.rows_used, worker.rows_total, *blocks, worker.steps, worker.address)
+    adapters = (worker.adapters_loaded, worker.adapters_resident, worker.adapter_swaps) if has_adapters else ()
+    rows = worker.rows_used, worker.rows_total
+    return (worker.worker_id, worker.state, *rows, *blocks, worker.steps, worker.address, *adapters)
 
 
 def _model_row(model: ModelInfo) -> tuple[object, ...]:

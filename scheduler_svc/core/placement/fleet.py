@@ -19,7 +19,6 @@ from scheduler_svc.core.messages import WorkerCapacity
 from scheduler_svc.core.policy import best_place, is_worth_leaving, placement_scores
 from scheduler_svc.core.queue_entry import QueueEntry, Refusal
 from scheduler_svc.core.sequence import Sequence
-from scheduler_svc.core.steps.admission import could_run
 from scheduler_svc.core.steps.worker_books import WorkerBooks
 
 I64 = npt.NDArray[np.int64]
@@ -37,7 +36,8 @@ class Placement(NamedTuple):
     worker: WorkerBooks
     has_room: bool  # the worker has room in its next step
     is_now: bool  # the step is being planned now
-    is_held: bool  # other workers have room, but it is better to wait for this worker
+    is_held: bool  # it is better to wait for this worker, even if others have room
+    waits_for_adapter: bool = False  # the worker must swap its adapter in first
 
 
 class Fleet:
@@ -170,12 +170,17 @@ class Fleet:
         slack = self._config.placement_slack * self._config.placement_alpha * seq.data.num_tokens
         best = best_place(scores, slack, self._pressure, eligible)
         room = eligible & self._room(entry)
+        if seq.group.adapter:
+            room &= np.array([worker.adapters.is_ready(seq.group.adapter) for worker in self._workers], dtype=np.bool_)
         is_held = False
         if not room[best] and np.count_nonzero(room):
             other = best_place(scores, slack, self._pressure, room)
             is_held = self._should_wait(entry, int(uncached[other] - uncached[best]), now, tokens_per_s)
             best = best if is_held else other
         has_room = bool(room[best])
+        if seq.group.adapter and self._waits_for_adapter(best, seq.group.adapter):
+            is_loading = self._workers[best].adapters.is_loading(seq.group.adapter)
+            return Placement(self._workers[best], False, False, is_loading, waits_for_adapter=True)
         self._count_in(best, int(uncached[best]), entry.num_rows)
         return Placement(self._workers[best], has_room, has_room and bool(self._is_ready[best]), is_held)
 
@@ -196,6 +201,12 @@ class Fleet:
             self._accepts[i] = False
             self.num_accepting -= 1
 
+    def _waits_for_adapter(self, i: int, adapter: bytes) -> bool:
+        """Record that a waiting sequence should run on a worker. True if its adapter is not resident there."""
+        adapters = self._workers[i].adapters
+        adapters.want(adapter)
+        return not adapters.is_ready(adapter)
+
     def _should_wait(self, entry: QueueEntry, extra_tokens: int, now: float, tokens_per_s: float | None) -> bool:
         if entry.held_since is None:
             entry.held_since = now
@@ -205,11 +216,9 @@ class Fleet:
         """Workers that could run the sequence if they were idle."""
         eligible = self._is_open
         group = seq.group
-        is_special = group.beam_params is not None or group.num_encoder_tokens > 0
+        is_special = group.beam_params is not None or group.num_encoder_tokens > 0 or bool(group.adapter)
         if is_special or not self._size_limits.fits(len(group.prompt), group.stop.max_tokens):
-            eligible = eligible & np.array(
-                [could_run(seq, worker.capacity) for worker in self._workers], dtype=np.bool_
-            )
+            eligible = eligible & np.array([worker.could_run(seq) for worker in self._workers], dtype=np.bool_)
         failed = self._position.get(seq.failed_on) if seq.failed_on is not None else None
         if failed is not None and np.count_nonzero(eligible) > eligible[failed]:
             eligible = eligible.copy()

@@ -69,6 +69,11 @@ class AdmissionControl:
             raise DuplicateRequestError(
                 f"request_id {group.request_id!r} is in flight; use another request_id or wait until it ends"
             )
+        if group.adapter and not any(worker.adapters.has(group.adapter) for worker in self._fleet.workers):
+            raise NoWorkerError(
+                f"no worker of this scheduler has the adapter with digest {group.adapter.hex()}; retry later or on "
+                "another scheduler"
+            )
         self._check_queue(group)
         if group.num_input_bytes:
             self._check_inputs(group)

@@ -12,6 +12,8 @@ from scheduler_svc.core.queue.requests import Requests
 from scheduler_svc.core.queue_entry import QueueEntry
 from scheduler_svc.core.steps.step_planner import StepPlanner
 
+MAX_SWAP_WAITS = 256  # sequences per pass that wait until their adapter is swapped in
+
 
 class QueueScan:
     """Assigns waiting sequences to workers. Sequences stay in the queue until a step admits them."""
@@ -35,7 +37,7 @@ class QueueScan:
             return placed
         self._fleet.begin_pass(ready.keys(), is_mixed=is_mixed)
         moved: list[tuple[QueueEntry, float]] = []
-        num_passed = 0
+        num_passed = num_swaps = 0
         for entry in self._waiting if self._fleet.num_accepting else ():
             placement = self._fleet.place(entry, now, self._measures.prefill.per_s)
             virtual_arrival = self._requests.virtual_arrival(entry)
@@ -43,11 +45,13 @@ class QueueScan:
                 moved.append((entry, virtual_arrival))
             if placement.is_now:
                 placed.setdefault(placement.worker.capacity.worker_id, []).append(entry)
+            elif placement.waits_for_adapter:
+                num_swaps += 1  # it takes no place from later sequences
             else:
                 num_passed += 1
             if self._is_starved(entry, placement, now):
                 self._fleet.reserve_for(entry)
-            if not self._fleet.num_accepting or num_passed > self._config.max_bypass:
+            if not self._fleet.num_accepting or num_passed > self._config.max_bypass or num_swaps > MAX_SWAP_WAITS:
                 break
         for entry, virtual_arrival in moved:
             self._waiting.move(entry, virtual_arrival)

@@ -14,7 +14,8 @@ from scheduler_svc.core.blocks.block_manager import BlockManager
 from scheduler_svc.core.messages import CachedBlock, WorkerCapacity
 from scheduler_svc.core.queue_entry import NEVER, QueueEntry, Refusal
 from scheduler_svc.core.sequence import Sequence, SequenceStatus
-from scheduler_svc.core.steps.admission import excess_blocks, steps_to_retry
+from scheduler_svc.core.steps.adapter_slots import AdapterSlots, AdapterSwap
+from scheduler_svc.core.steps.admission import could_run, excess_blocks, steps_to_retry
 from scheduler_svc.core.steps.beam_rows import BeamRows
 from scheduler_svc.core.steps.rows import I64, U32, RowTable
 from scheduler_svc.core.steps.step_plan import Changes, InFlightStep
@@ -64,6 +65,18 @@ class WorkerBooks:
         self.prefilling: set[int] = set()  # rows with more tokens to plan than their newest
         self.beams_to_open: set[int] = set()  # rows of computed first beams; their other beams wait for rows
         self._closed: list[int] = []
+        self.adapters = AdapterSlots(capacity.max_adapters)
+
+    def could_run(self, seq: Sequence) -> bool:
+        """Whether this worker could run the sequence if it were idle."""
+        return could_run(seq, self.capacity) and self.adapters.has(seq.group.adapter)
+
+    def take_adapter_swap(self) -> AdapterSwap | None:
+        """The next swap of adapters, if one is needed and possible."""
+        if not self.adapters.has_wants:
+            return None
+        found = self.adapters.take_swap({seq.group.adapter for seq in self.running()})
+        return None if found is None else AdapterSwap(self.capacity.worker_id, *found)
 
     def running(self) -> list[Sequence]:
         """The sequences that have a row, in order of admission."""

@@ -69,6 +69,8 @@ class SymbolicRunner:
     and `step_s(query_lens)` the duration of a step.
     """
 
+    adapters = None
+
     def __init__(
         self,
         symbolic: SymbolicWorker,

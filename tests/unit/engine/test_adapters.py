@@ -28,8 +28,9 @@ def load(folder, **settings):
 
 
 def place(runner, name, folder):
-    digest = runner.adapters.load(name, folder).digest
-    runner.adapters.swap(digest)
+    store = runner.adapters
+    digest = store.load(name, folder).digest
+    store.swap(digest, kept=[entry.digest for entry in store.entries()])
     return digest
 
 
@@ -336,8 +337,8 @@ def test_a_row_needs_a_resident_adapter_and_keeps_it(tmp_path, qwen3):
     driver.prefill(0)
     other = make_adapter(folder, tmp_path / "other", seed=5, target_modules=["q_proj"])
     with pytest.raises(AdapterError, match=r"1 adapters are resident, the limit of --max-adapters"):
-        store.swap(store.load("two", other).digest)
-    store.swap(store.load("two", other).digest, evicted=digest)
+        store.swap(store.load("two", other).digest, kept=[digest])
+    store.swap(store.load("two", other).digest, kept=())
     assert store.find(digest) is None
     assert store.num_swaps == 2
     driver.decode([0], 3)

@@ -48,6 +48,7 @@ EXAMPLES: dict[Kind, tuple[Any, Any]] = {
 }
 # Supported over gRPC only: a body has no field for them.
 WITHOUT_BODY_FIELD = {
+    "adapter",  # `model` names it
     "resumable",
     "output.text",
     "output.token_ids",

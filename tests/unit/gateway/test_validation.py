@@ -184,7 +184,6 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ),
 ]
 UNSERVED: list[tuple[dict[str, Any], str]] = [
-    ({"adapter": "lora"}, "adapter"),
     ({"media": [b"png"]}, "media"),
 ]
 GOOD: list[dict[str, Any]] = [
@@ -323,7 +322,7 @@ def test_the_error_of_a_chat_template_is_quoted() -> None:
 
 @pytest.mark.parametrize(
     "fields",
-    [{"sampling": SP(top_p=2)}, {"adapter": "lora"}, {"prompt": ids(300)}],
+    [{"sampling": SP(top_p=2)}, {"media": [b"png"]}, {"prompt": ids(300)}],
     ids=["bad", "new", "long"],
 )
 async def test_refused_requests_reach_no_scheduler_and_affect_no_other_request(

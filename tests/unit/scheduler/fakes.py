@@ -12,6 +12,7 @@ from prefix_index.changes import PrefixChanges
 from prefix_index.index import NoPrefixIndex, PrefixIndex
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.messages import Deltas, StepBatch, StepOutput
+from scheduler_svc.core.steps.adapter_slots import AdapterSwap
 from scheduler_svc.step_loop import ModelFacts, StepLoop
 from svc_common.errors import QuireError
 from tests.builders import make_capacity
@@ -41,9 +42,13 @@ class FakeWorker:
         self.sent: list[StepBatch] = []
         self.num_answered = 0
         self.closed: str | None = None
+        self.swaps: list[AdapterSwap] = []
 
     def send(self, batch: StepBatch) -> None:
         self.sent.append(batch)
+
+    def swap_adapter(self, swap: AdapterSwap) -> None:
+        self.swaps.append(swap)
 
     def close(self, reason: str) -> None:
         self.closed = reason

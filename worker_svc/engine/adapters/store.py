@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
@@ -52,6 +52,7 @@ class AdapterStore(Generic[L, P]):
         self._lock = threading.Lock()
         self._loaded: dict[str, tuple[AdapterEntry, L]] = {}
         self._resident: dict[bytes, P] = {}
+        self._generation = 0  # incremented by `reset`; a swap that began before it has no effect
         self.num_swaps = 0  # number of times that an adapter became resident
 
     def load(self, name: str, path: Path) -> AdapterEntry:
@@ -88,10 +89,11 @@ class AdapterStore(Generic[L, P]):
                 self._resident.pop(digest, None)
             return True
 
-    def swap(self, digest: bytes, evicted: bytes = b"") -> None:
-        """Makes an adapter resident, after `evicted` is not any more. Raises AdapterError."""
+    def swap(self, digest: bytes, kept: Collection[bytes] = ()) -> None:
+        """Makes an adapter resident; of the others, only those in `kept` stay resident. Raises AdapterError."""
         with self._lock:
-            self._resident.pop(evicted, None)
+            self._resident = {other: packed for other, packed in self._resident.items() if other in (digest, *kept)}
+            generation = self._generation
             adapter = next((a for entry, a in self._loaded.values() if entry.digest == digest), None)
             if adapter is None:
                 raise AdapterError(f"no adapter with digest {digest.hex()} is loaded on this worker")
@@ -101,7 +103,8 @@ class AdapterStore(Generic[L, P]):
                 raise AdapterError(f"{self.max_resident} adapters are resident, the limit of --max-adapters")
         packed = self._pack(adapter)
         with self._lock:
-            if any(entry.digest == digest for entry, _ in self._loaded.values()):
+            is_loaded = any(entry.digest == digest for entry, _ in self._loaded.values())
+            if is_loaded and generation == self._generation:
                 self._resident[digest] = packed
                 self.num_swaps += 1
 
@@ -112,6 +115,7 @@ class AdapterStore(Generic[L, P]):
     def reset(self) -> None:
         """No adapter is resident any more, for a new lease."""
         with self._lock:
+            self._generation += 1
             self._resident.clear()
 
     def entries(self) -> list[AdapterEntry]:

@@ -72,6 +72,8 @@ class DeviceRunner:
     cannot serve it, ValueError for settings that contradict the model.
     """
 
+    adapters = None  # it computes none
+
     def __init__(
         self, config: EngineConfig, progress: Callable[[float], None] | None = None, group: Group | None = None
     ) -> None:
@@ -82,7 +84,8 @@ class DeviceRunner:
         eos_ids = eos_token_ids(checkpoint.generation_config, checkpoint.config)
         sampling = default_sampling(checkpoint.generation_config)
         # Sequences are no longer than a window (settings.py), so no token leaves it.
-        check_features(whole.within(whole.window or 0).features(), "cuda")
+        needed = whole.within(whole.window or 0).features() | ({"adapters"} if config.max_adapters else set())
+        check_features(needed, "cuda")
         model = shard_config(whole, self._group)
         _check_heads(model)
         dtype = _choose_dtype(config, checkpoint, self._device)
