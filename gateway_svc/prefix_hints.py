@@ -5,7 +5,7 @@ from __future__ import annotations
 from gateway_svc.dispatcher import Hints
 from gateway_svc.prompts import PromptReader
 from gateway_svc.validation import GenerationPlan
-from prefix_index.hashing import encoder_digest, extend_digests, model_salt, root_digest, root_key
+from prefix_index.hashing import encoder_digest, extend_digests, extra_keys, model_salt, root_digest, root_key
 from prefix_index.reader import RedisPrefixReader
 
 MIN_BLOCKS_TO_LOOK_UP = 2  # computing a shorter prefix takes less time than the lookup
@@ -41,5 +41,5 @@ def chain_of(plan: GenerationPlan) -> list[bytes]:
         adapter = plan.model.adapter_digest
         key = root_key(cache_salt=plan.cache_salt.encode(), encoder=encoder, adapter=adapter)
         root = root_digest(salt, info.block_size, key)
-        extend_digests(digests, root, plan.column, info.block_size)
+        extend_digests(digests, root, plan.column, info.block_size, extra_keys(plan.inputs, info.block_size))
     return digests

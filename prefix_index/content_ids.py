@@ -2,7 +2,8 @@
 
 Bit 31 of a content id is set. Token ids are below vocab_size, which is at most 2**24, so the two never coincide.
 The other bits are word i of SHAKE-128 of the input's digest, for position i of the input. Content ids take the place of
-token ids in digests of prefixes and in comparisons of tokens: prefixes with different inputs have different ids.
+token ids in digests of prefixes and in comparisons of tokens. Digests also cover the whole digests of the inputs
+(`hashing.extra_keys`), so that prefixes with different inputs have different digests.
 """
 
 from __future__ import annotations

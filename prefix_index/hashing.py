@@ -1,7 +1,7 @@
 """Chained block digests: equal digests mean equal tokens *and* an equal prefix.
 
-digest_i = xxh3_128(digest_{i-1} + tokens of block i as little-endian uint32); digest_{-1} is the root, which covers
-everything else that KV depends on: model revision, dtype, block size, cache salt.
+digest_i = xxh3_128(digest_{i-1} + tokens of block i as little-endian uint32 + its extra keys); digest_{-1} is the root,
+which covers everything else that KV depends on: model revision, dtype, block size, cache salt.
 A digest is only a key: on a hit the tokens are compared.
 """
 
@@ -9,11 +9,26 @@ from __future__ import annotations
 
 import sys
 from array import array
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from struct import iter_unpack
 from typing import Protocol
 
 from xxhash import xxh3_128_digest
+
+NO_KEYS: Mapping[int, bytes] = {}
+
+
+class CarriedInput(Protocol):
+    """An input of a prompt that is not a token."""
+
+    @property
+    def start(self) -> int:
+        """Its first position in the prompt."""
+
+    @property
+    def digest(self) -> bytes:
+        """16 bytes that depend on its content."""
 
 
 class U32Column(Protocol):
@@ -55,13 +70,31 @@ def root_digest(root_salt: bytes, block_size: int, root_key: bytes) -> bytes:
 
 
 chained = xxh3_128_digest
-"""Digest of one full block: its parent's digest and its tokens as `block_bytes` gives them, concatenated."""
+"""Digest of one full block: its parent's digest, its tokens as `block_bytes` gives them, and its extra keys if it has
+some, concatenated.
+"""
 
 
-def extend_digests(digests: list[bytes], root: bytes, token_ids: U32Column, block_size: int) -> None:
-    """Append to `digests` the missing digests of the full blocks of `token_ids`."""
+def extra_keys(inputs: Iterable[CarriedInput], block_size: int) -> dict[int, bytes]:
+    """The keys that digests of blocks cover besides their tokens, by index of the block: the digests of the inputs that
+    begin in the block. A content id has 31 bits, too few where a block has only the first positions of an input.
+    """
+    keys: dict[int, bytes] = {}
+    for carried in inputs:
+        index = carried.start // block_size
+        keys[index] = keys.get(index, b"") + carried.digest
+    return keys
+
+
+def extend_digests(
+    digests: list[bytes], root: bytes, token_ids: U32Column, block_size: int, keys: Mapping[int, bytes] = NO_KEYS
+) -> None:
+    """Append to `digests` the missing digests of the full blocks of `token_ids`. `keys`: those of `extra_keys`."""
     parent = digests[-1] if digests else root
-    for block in block_bytes(token_bytes(token_ids[block_size * len(digests) :]), block_size):
+    blocks = block_bytes(token_bytes(token_ids[block_size * len(digests) :]), block_size)
+    if keys:
+        blocks = [block + keys.get(index, b"") for index, block in enumerate(blocks, len(digests))]
+    for block in blocks:
         parent = chained(parent + block)
         digests.append(parent)
 

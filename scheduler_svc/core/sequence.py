@@ -66,6 +66,10 @@ class Carried(Protocol):
     def length(self) -> int:
         """Its number of positions."""
 
+    @property
+    def digest(self) -> bytes:
+        """16 bytes that depend on its content."""
+
 
 @dataclass(slots=True)
 class SequenceData:

@@ -26,12 +26,16 @@ class SimInput:
         return IDS[self.content][: self.length]
 
     @property
+    def digest(self) -> bytes:
+        return content_digest(bytes([self.content]))
+
+    @property
     def end(self) -> int:
         return self.start + self.length
 
 
 def _ids_of(content: int) -> list[int]:
-    return np.frombuffer(content_ids(content_digest(bytes([content])), MAX_LENGTH), "<u4").tolist()
+    return np.frombuffer(content_ids(SimInput(0, 0, content).digest, MAX_LENGTH), "<u4").tolist()
 
 
 IDS = [_ids_of(content) for content in range(NUM_CONTENTS)]

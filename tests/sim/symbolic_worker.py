@@ -27,6 +27,7 @@ from xxhash import xxh3_128_digest
 
 from prefix_index.content_ids import FIRST_CONTENT_ID
 from scheduler_svc.core.messages import CachedBlock, RowFailure, RowOpen, StepBatch, StepOutput, WorkerCapacity
+from scheduler_svc.core.sequence import SequenceGroup
 from tests.sim import symbolic_model
 from tests.sim.inputs import with_contents
 
@@ -59,16 +60,17 @@ class Chains:
         head = f"{self.block_size}|{len(self.root_salt)}|{len(root_key)}|".encode()
         return xxh3_128_digest(head + self.root_salt + root_key)
 
-    def of_block(self, tokens: np.ndarray, digests: np.ndarray, index: int, root_key: bytes) -> bytes:
+    def of_block(self, tokens: np.ndarray, digests: np.ndarray, index: int, group: SequenceGroup) -> bytes:
         """Digest of block `index` of a sequence with these tokens and prefix digests."""
         end = (index + 1) * self.block_size
         prefix = int(digests[end - 1])
         known = self.by_prefix.get(prefix)
         if known is not None:
             return known
-        parent = self.of_block(tokens, digests, index - 1, root_key) if index else self.root(root_key)
+        parent = self.of_block(tokens, digests, index - 1, group) if index else self.root(group.root_key)
         content = b"".join(int(token).to_bytes(4, "little") for token in tokens[end - self.block_size : end])
-        digest = xxh3_128_digest(parent + content)
+        keys = b"".join(item.digest for item in group.inputs if item.start // self.block_size == index)
+        digest = xxh3_128_digest(parent + content + keys)
         self.by_prefix[prefix] = digest
         self.parent[digest] = parent
         return digest
@@ -504,8 +506,7 @@ class SymbolicWorker:
         bs, block = self.capacity.block_size, int(self.table[row, index])
         if (self.kv[block * bs : (block + 1) * bs] == POISON).any():
             return
-        root_key = self.group[row].group.root_key
-        digest = self.chains.of_block(self.tokens[row], self.digests[row], index, root_key)
+        digest = self.chains.of_block(self.tokens[row], self.digests[row], index, self.group[row].group)
         other = self.holder.get(digest)
         if other is not None and other != block:
             self.duplicates.add(digest)

@@ -22,9 +22,10 @@ from scheduler_svc.core.blocks import prompt_digests
 from scheduler_svc.core.blocks.block_manager import BlockManager
 from scheduler_svc.core.blocks.lru_queue import LruQueue
 from scheduler_svc.core.messages import StepBatch
+from scheduler_svc.core.placement import fleet
 from scheduler_svc.core.queue.scan import QueueScan
 from scheduler_svc.core.sequence import Sequence, SequenceGroup
-from scheduler_svc.core.steps import failures, step_planner, worker_books
+from scheduler_svc.core.steps import failures, rows, step_planner, worker_books
 from scheduler_svc.core.steps.beam_rows import BeamRows
 from scheduler_svc.core.steps.decode_run import DecodeRun
 from scheduler_svc.core.steps.failures import Taint
@@ -192,7 +193,9 @@ def copy_in_the_wrong_direction(patch: Patch) -> None:
 
 @bug("reads the wrong content|opens with a bad table")
 def digest_without_parent(patch: Patch) -> None:
-    def extend(original: Any, digests: list[bytes], root: bytes, tokens: np.ndarray, block_size: int) -> None:
+    def extend(
+        original: Any, digests: list[bytes], root: bytes, tokens: np.ndarray, block_size: int, keys: Any = ()
+    ) -> None:
         while (len(digests) + 1) * block_size <= len(tokens):
             start = len(digests) * block_size
             digests.append(hashing.chained(root + hashing.token_bytes(tokens[start : start + block_size])))
@@ -522,7 +525,7 @@ def part_of_the_encoder_positions_hit(patch: Patch) -> None:
 
 
 @bug("reads the wrong content")
-def content_ids_without_the_content(patch: Patch) -> None:
+def inputs_missing_in_the_digest(patch: Patch) -> None:
     """All inputs have the same placeholder id, so that another image hits the blocks of the first one."""
 
     def sent(original: Any, cluster: Cluster, request: Any) -> np.ndarray:
@@ -530,7 +533,15 @@ def content_ids_without_the_content(patch: Patch) -> None:
         return np.where(ids >= FIRST_CONTENT_ID, np.uint32(FIRST_CONTENT_ID), ids)
 
     wrap(patch, Cluster, "_sent_ids", sent)
+    for module in (fleet, rows, worker_books):
+        patch.setattr(module, "extra_keys", lambda inputs, block_size: {})
     trust_digests(patch)
+
+
+@bug("not that of its chain|no acknowledged step has computed")
+def extra_keys_of_the_last_prompt_block_forgotten(patch: Patch) -> None:
+    """The digest of the block that the first output tokens complete: an input may begin in it."""
+    patch.setattr(rows, "extra_keys", lambda inputs, block_size: {})
 
 
 @bug("compute an input that they do not have")

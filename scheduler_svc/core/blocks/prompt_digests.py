@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Mapping
 
 import numpy as np
 import numpy.typing as npt
 
-from prefix_index.hashing import extend_digests, root_digest
+from prefix_index.hashing import NO_KEYS, extend_digests, root_digest
 
 U32 = npt.NDArray[np.uint32]
 
@@ -30,11 +31,20 @@ class PromptDigests:
         self._entries: OrderedDict[bytes, tuple[U32, tuple[bytes, ...]]] = OrderedDict()
         self._num_bytes = 0
 
-    def extend(self, digests: list[bytes], token_ids: U32, root_key: bytes, block_size: int) -> None:
-        """Append to `digests` the missing digests of the full blocks of `token_ids`."""
+    def extend(
+        self,
+        digests: list[bytes],
+        token_ids: U32,
+        root_key: bytes,
+        block_size: int,
+        keys: Mapping[int, bytes] = NO_KEYS,
+    ) -> None:
+        """Append to `digests` the missing digests of the full blocks of `token_ids`. Prompts with extra keys are not
+        remembered: equal tokens do not make their digests equal.
+        """
         root = root_digest(self._root_salt, block_size, root_key)
-        if digests or len(token_ids) < block_size:
-            extend_digests(digests, root, token_ids, block_size)
+        if keys or digests or len(token_ids) < block_size:
+            extend_digests(digests, root, token_ids, block_size, keys)
             return
         extend_digests(digests, root, token_ids[:block_size], block_size)
         self._copy_common(digests, token_ids, block_size)

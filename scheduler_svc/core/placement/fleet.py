@@ -12,13 +12,14 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from prefix_index.hashing import NO_KEYS, extra_keys
 from request_fields.sizes import SizeLimits
 from scheduler_svc.core.blocks.prompt_digests import PromptDigests
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.messages import WorkerCapacity
 from scheduler_svc.core.policy import best_place, is_worth_leaving, placement_scores
 from scheduler_svc.core.queue_entry import QueueEntry, Refusal
-from scheduler_svc.core.sequence import Sequence
+from scheduler_svc.core.sequence import Sequence, SequenceGroup
 from scheduler_svc.core.steps.worker_books import WorkerBooks
 
 I64 = npt.NDArray[np.int64]
@@ -264,7 +265,7 @@ class Fleet:
         seq = entry.seq
         version, last_pass, when = entry.cached_as_of
         if version != self._version:
-            self.extend_digests(seq.digests, seq.data.token_ids(), seq.group.root_key)
+            self.extend_digests(seq.digests, seq.data.token_ids(), seq.group)
             entry.set_cached(self._num_cached(seq))
         elif now - when >= MAX_LOOKUP_AGE_S:
             self._recount(entry, range(len(self._workers)))
@@ -293,10 +294,11 @@ class Fleet:
         counts = [worker.num_cached(digests, max_cached, 0, least) if first in held else 0 for held, worker in at]
         return np.array(counts, dtype=np.int64)
 
-    def extend_digests(self, digests: list[bytes], token_ids: U32, root_key: bytes) -> None:
+    def extend_digests(self, digests: list[bytes], token_ids: U32, group: SequenceGroup) -> None:
         """Append to `digests` the missing digests of a sequence's full blocks."""
         block_size = self._workers[0].capacity.block_size  # equal on all workers
-        self._digests.extend(digests, token_ids, root_key, block_size)
+        keys = extra_keys(group.inputs, block_size) if group.num_input_bytes else NO_KEYS
+        self._digests.extend(digests, token_ids, group.root_key, block_size, keys)
 
 
 def _least_urgent(worker: WorkerBooks) -> int:

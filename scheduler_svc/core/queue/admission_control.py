@@ -170,7 +170,7 @@ class AdmissionControl:
         if not is_too_late(first_token_wait_s(ahead, paces[0], own, paces[1]), timeout_s):
             return
         digests: list[bytes] = []
-        self._fleet.extend_digests(digests, group.prompt, group.root_key)
+        self._fleet.extend_digests(digests, group.prompt, group)
         max_cached = group.max_cached_tokens(len(group.prompt))
         least = group.num_encoder_tokens
         num_cached = max(worker.num_cached(digests, max_cached, 0, least) for worker in workers)

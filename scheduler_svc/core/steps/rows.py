@@ -19,9 +19,12 @@ Entries before `first_block` keep their last value, which may be a block of anot
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import numpy.typing as npt
 
+from prefix_index.hashing import extra_keys
 from scheduler_svc.core.messages import WorkerCapacity
 from scheduler_svc.core.policy import ceil_div
 from scheduler_svc.core.sequence import Sequence, SequenceStage
@@ -39,6 +42,7 @@ class RowTable:
         self.block_size = capacity.block_size
         self.sequences: list[Sequence | None] = [None] * rows
         self.digests: list[list[bytes]] = [[]] * rows  # `Sequence.digests` itself, not a copy
+        self.extra_keys: dict[int, Mapping[int, bytes]] = {}  # of rows with inputs, for digests of their blocks
         self.generation = np.zeros(rows, dtype=np.int64)  # +1 when a row is closed; answers to older steps are ignored
         self.tokens = np.zeros((rows, length), dtype=np.uint32)
         self.table = np.zeros((rows, ceil_div(length, capacity.block_size)), dtype=np.uint32)
@@ -121,6 +125,8 @@ class RowTable:
         group = seq.group
         self.sequences[row] = seq
         self.digests[row] = seq.digests
+        if group.num_input_bytes:
+            self.extra_keys[row] = extra_keys(group.inputs, self.block_size)
         self.tokens[row, : len(token_ids)] = token_ids
         self.table[row, : len(blocks)] = blocks
         self.num_blocks[row] = len(blocks)
@@ -173,6 +179,8 @@ class RowTable:
         self.num_with_stop_ids -= int(self.has_stop_ids[row])
         self.most_blocks -= self.most_blocks_of(int(self.limit[row]))
         self.sequences[row] = None
+        if self.extra_keys:
+            self.extra_keys.pop(row, None)
         del self._order[row]
         self.outside.pop(row, None)
         if self.in_run[row]:

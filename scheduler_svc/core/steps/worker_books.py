@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from prefix_index.hashing import block_bytes, chained, extend_digests, root_digest, token_bytes
+from prefix_index.hashing import NO_KEYS, block_bytes, chained, extend_digests, extra_keys, root_digest, token_bytes
 from scheduler_svc.core.blocks.block_manager import BlockManager
 from scheduler_svc.core.messages import CachedBlock, WorkerCapacity
 from scheduler_svc.core.queue_entry import NEVER, QueueEntry, Refusal
@@ -158,7 +158,8 @@ class WorkerBooks:
 
     def extend_digests(self, seq: Sequence) -> None:
         """Compute the missing digests of a waiting sequence that is not in the queue."""
-        extend_digests(seq.digests, self._root(seq), seq.data.token_ids(), self.capacity.block_size)
+        bs, inputs = self.capacity.block_size, seq.group.inputs
+        extend_digests(seq.digests, self._root(seq), seq.data.token_ids(), bs, extra_keys(inputs, bs))
 
     def _root(self, seq: Sequence) -> bytes:
         return root_digest(self._root_salt, self.capacity.block_size, seq.group.root_key)
@@ -274,6 +275,10 @@ class WorkerBooks:
         for row, index, block in zip(rows.tolist(), indices.tolist(), blocks, strict=True):
             known = r.digests[row]
             if index == len(known):  # the digest was unknown until the block's last token was sampled
+                if r.extra_keys:
+                    block += r.extra_keys.get(row, NO_KEYS).get(
+                        index, b""
+                    )  # an input may begin in the prompt's last block
                 known.append(chained((known[-1] if known else self._root(r.sequence(row))) + block))
             digests.append(known[index])
         self.pool.commit(self.pool.register(r.table[rows, indices], digests, tokens))

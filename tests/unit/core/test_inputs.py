@@ -21,6 +21,7 @@ from tests.builders import make_capacity, make_group, make_scheduler, run_to_end
 class Carried:
     start: int
     length: int
+    digest: bytes = b"d" * 16
 
 
 def request(name: str, prompt: Any = 20, *spans: tuple[int, int], num_bytes: int = 100, **fields: Any) -> SequenceGroup:
@@ -107,3 +108,24 @@ def test_the_inputs_of_open_requests_are_limited() -> None:
 def test_a_negative_limit_is_refused() -> None:
     with pytest.raises(ValueError, match="max_input_bytes"):
         SchedulerConfig(max_input_bytes=-1)
+
+
+def digests_of(group: SequenceGroup) -> list[bytes]:
+    """The digests of the blocks that the scheduler commits for a request."""
+    scheduler = make_scheduler()
+    scheduler.add_group(group, 0.0)
+    run_to_end(scheduler)
+    return [digest for changes in scheduler.take_prefix_events() for digest, is_cached in changes.blocks if is_cached]
+
+
+def test_digests_cover_the_digests_of_inputs() -> None:
+    """Two inputs whose content ids are equal, which 31 bits do not exclude. Output completes the third block."""
+
+    def request_with(start: int, digest: bytes) -> SequenceGroup:
+        return make_group(10, inputs=[Carried(start, 1, digest)], num_input_bytes=4, max_tokens=8)
+
+    for start, num_shared in ((0, 0), (3, 0), (4, 1), (7, 1), (8, 2), (9, 2)):
+        first, second = (digests_of(request_with(start, letter * 16)) for letter in (b"a", b"b"))
+        assert len(first) == len(second) == 4
+        assert len(set(first) & set(second)) == num_shared
+        assert digests_of(request_with(start, b"a" * 16)) == first
