@@ -38,7 +38,7 @@ test-deep: $(STAMP)  ## more seeds, longer chaos, stock clients: an hour or more
 	$(BIN)/python -m pytest -m deep -n logical --dist worksteal
 
 kernels: $(STAMP)  ## the GPU engine without a GPU: interpreter, compiler, tensor parallel
-	$(BIN)/python -m pytest tests/gpu
+	scripts/kernels $(BIN)
 
 chaos: $(STAMP)  ## kill, freeze, restart and drain everything under load (CHAOS_SECONDS, CHAOS_SEED, CHAOS_EXECUTOR)
 	$(BIN)/python -m tests.chaos.run --seconds $(CHAOS_SECONDS) --seed $(CHAOS_SEED) --executor $(CHAOS_EXECUTOR)
