@@ -15,7 +15,7 @@ HOSTILE_FLAGS ?=
 help:  ## list targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
 
-$(STAMP): pyproject.toml scripts/gen_protos.py scripts/install_torch scripts/install_dev constraints-dev.txt $(wildcard protos/quire/v1/*.proto protos/quire/internal/v1/*.proto)
+$(STAMP): pyproject.toml scripts/gen_protos.py scripts/install_torch scripts/install_dev scripts/install_promtool constraints-dev.txt $(wildcard protos/quire/v1/*.proto protos/quire/internal/v1/*.proto)
 	@$(PYTHON) -c 'import sys; sys.exit("Quire needs Python 3.11 or newer; this is " + sys.version.split()[0] + ". Set PYTHON=python3.11") if sys.version_info < (3, 11) else 0'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints-dev.txt --upgrade pip
@@ -35,6 +35,7 @@ audit: $(STAMP)  ## published vulnerabilities of the locked versions
 
 test-deep: $(STAMP)  ## more seeds, longer chaos, stock clients: an hour or more on two cores, not part of CI
 	scripts/install_clients $(BIN)
+	scripts/install_checkov $(BIN)
 	$(BIN)/python -m pytest -m deep -n logical --dist worksteal
 
 kernels: $(STAMP)  ## the GPU engine without a GPU: interpreter, compiler, tensor parallel

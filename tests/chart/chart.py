@@ -18,6 +18,7 @@ from helm_python.chart import Chart
 
 from svc_common.trust import ROLES
 from tests.chart.custom_resources import SCHEMAS
+from tests.chart.merge_keys import duplicates
 
 ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "deploy" / "k8s" / "quire"
@@ -121,12 +122,16 @@ def read_values(path: Path) -> Values:
 
 
 def validate(manifest: Manifest, version: str) -> None:
-    """Validates as an API server of this version would, refusing unknown fields. Raises ValidationError."""
+    """Validates as an API server of this version would: unknown fields, and items of a list with one merge key, are
+    refused. Raises ValidationError or ValueError.
+    """
     custom = SCHEMAS.get((manifest["apiVersion"], manifest["kind"]))
     if custom is not None:
         jsonschema.validate(manifest, custom)
-    else:
-        kubernetes_validate.validate(manifest, version, strict=True)
+        return
+    kubernetes_validate.validate(manifest, version, strict=True)
+    if found := duplicates(manifest, version):
+        raise ValueError("; ".join(found))
 
 
 def dig(document: Any, path: str) -> Any:

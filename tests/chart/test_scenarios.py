@@ -38,6 +38,14 @@ def test_the_validator_refuses_invalid_objects() -> None:
     gateway["spec"]["template"]["spec"]["containers"][0]["redinessProbe"] = {}
     with pytest.raises(kubernetes_validate.ValidationError, match="redinessProbe"):
         validate(gateway, VERSIONS[0])
+    twice = render().get("Deployment", "gateway")
+    container = twice["spec"]["template"]["spec"]["containers"][0]
+    container["env"].append({"name": "HOME", "value": "/"})
+    container["ports"].append({"name": "more", "containerPort": 9090})
+    with pytest.raises(
+        ValueError, match=r"env has two items with name HOME; .*ports has two items with containerPort 9090"
+    ):
+        validate(twice, VERSIONS[0])
     scaled = render(read_values(CHART / "ci" / "gpu-values.yaml")).all("ScaledObject")[0]
     scaled["spec"]["minReplicas"] = 1
     with pytest.raises(jsonschema.ValidationError, match="minReplicas"):

@@ -606,7 +606,12 @@ PLACEMENT = [
     ("tolerations", [TOLERATION], "pod.tolerations.0", TOLERATION),
     ("affinity", AFFINITY, "pod.affinity", AFFINITY),
     ("topologySpreadConstraints", [SPREAD], "pod.topologySpreadConstraints.0.topologyKey", "zone"),
-    ("topologySpreadConstraints", [SPREAD, SPREAD], "pod.topologySpreadConstraints.1.maxSkew", 2),
+    (
+        "topologySpreadConstraints",
+        [SPREAD | {"topologyKey": "rack"}, SPREAD],
+        "pod.topologySpreadConstraints.1.maxSkew",
+        2,
+    ),
     ("topologySpreadConstraints", [], "pod.topologySpreadConstraints", None),
     (
         "topologySpreadConstraints",
