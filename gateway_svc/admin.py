@@ -1,4 +1,4 @@
-"""AdminService: operations on the workers behind this gateway."""
+"""AdminService: operations on the services of this deployment."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from gateway_svc.audit.entry import note_target
 from gateway_svc.directory import ModelDirectory
 from gateway_svc.scheduler_client import RETRY_AFTER_S, SchedulerClient
 from svc_common.errors import InvalidRequestError, NotFoundError, UnavailableError
+from svc_common.inspection import Inspector, checked_times
 
 log = logging.getLogger(__name__)
 
@@ -29,10 +30,11 @@ Found = tuple[SchedulerClient, pb.WorkerInfo]
 
 
 class AdminServicer(AdminServiceServicer):
-    """Finds the worker's scheduler and forwards the call."""
+    """Finds the worker's scheduler and forwards the call. `inspector` is that of this gateway."""
 
-    def __init__(self, directory: ModelDirectory) -> None:
+    def __init__(self, directory: ModelDirectory, inspector: Inspector) -> None:
         self._directory = directory
+        self._inspector = inspector
 
     async def DrainWorker(
         self, request: pb.DrainWorkerRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -112,16 +114,50 @@ class AdminServicer(AdminServiceServicer):
             )
         return clients
 
-    async def _find(self, worker_id: str, model: str) -> Found:
-        """The worker and its scheduler. If several schedulers list it, prefer one that has not lost it."""
+    async def Inspect(
+        self, request: pb.InspectRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pb.InspectResponse:
+        """A profile or a report of a service. Raises InvalidRequestError, NotFoundError, or the service's error."""
+        note_target(request.service)
+        if request.kind == pb.INSPECT_KIND_PROFILE:
+            checked_times(request.seconds, request.hz)
+        if request.service == "gateway":
+            data = await self._inspector.inspect(request.kind, request.seconds, request.hz)
+        else:
+            client, worker_id = await self._service(request.service)
+            data = await client.inspect(request.kind, worker_id, request.seconds, request.hz)
+        return pb.InspectResponse(data=data)
+
+    async def _service(self, name: str) -> tuple[SchedulerClient, str]:
+        """The scheduler to ask, and the id of its worker; empty for the scheduler itself. Raises NotFoundError."""
+        clients = self._directory.clients
+        for client in clients:
+            if name == client.address or (name == "scheduler" and len(clients) == 1):
+                return client, ""
+        workers = [pair for pair in await self._workers("") if pair[1].state != types_pb2.WORKER_STATE_LOST]
+        found = [pair for pair in workers if name == pair[1].worker_id or (name == "worker" and len(workers) == 1)]
+        if not found:
+            known = ["gateway", *(client.address for client in clients), *(worker.worker_id for _, worker in workers)]
+            shown = ", ".join(known[:MAX_IDS_SHOWN]) + (" and more" if len(known) > MAX_IDS_SHOWN else "")
+            raise NotFoundError(
+                f"no service {name[:200]!r}, or it is not the only one; services: {shown}", field="service"
+            )
+        client, worker = found[0]
+        return client, worker.worker_id
+
+    async def _workers(self, model: str) -> list[Found]:
         clients = self._directory.clients
         statuses = await asyncio.gather(*(client.get_status() for client in clients))
-        workers = [
+        return [
             (client, worker)
             for client, status in zip(clients, statuses, strict=True)
             if not model or status.model == model
             for worker in status.workers
         ]
+
+    async def _find(self, worker_id: str, model: str) -> Found:
+        """The worker and its scheduler. If several schedulers list it, prefer one that has not lost it."""
+        workers = await self._workers(model)
         found = [(client, worker) for client, worker in workers if worker.worker_id == worker_id]
         if not found:
             raise NotFoundError(_not_found(worker_id, model, workers), field="worker_id")

@@ -127,4 +127,4 @@ class Elsewhere(AdminServiceServicer):
             "AdminService is not served on the port for inference; use the address of the gateway's --admin-listen"
         )
 
-    LoadAdapter = UnloadAdapter = ListAdapters = DrainWorker
+    Inspect = LoadAdapter = UnloadAdapter = ListAdapters = DrainWorker

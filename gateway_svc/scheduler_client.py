@@ -29,6 +29,7 @@ from gateway_svc.text.chat_format import DETECTED, ParserNames
 from gateway_svc.wire import ProtocolError, error_from_refusal, tokens_from_deltas, u32_from_bytes
 from svc_common.channels import MAX_BUNDLE_BYTES, ReceiveError, read_bundle
 from svc_common.errors import InvalidRequestError, QuireError, UnavailableError, error_from_code
+from svc_common.inspection import answer_timeout_s
 from svc_common.serve import MAX_MESSAGE_BYTES, OpenChannel, open_channel
 from svc_common.silence import SilenceWatch
 from svc_common.tasks import cancel
@@ -446,6 +447,15 @@ class SchedulerClient:
             return await self._stub.GetPools(pb.GetPoolsRequest(), timeout=STATUS_TIMEOUT_S)
         except grpc.aio.AioRpcError:
             return pb.GetPoolsResponse()
+
+    async def inspect(self, kind: public.InspectKind.ValueType, worker_id: str, seconds: float, hz: int) -> bytes:
+        """A profile or a report of the scheduler, or of one of its workers. Raises QuireError."""
+        request = pb.InspectSchedulerRequest(kind=kind, worker_id=worker_id, seconds=seconds, hz=hz)
+        try:
+            response = await self._stub.InspectScheduler(request, timeout=2 * answer_timeout_s(kind, seconds))
+        except grpc.aio.AioRpcError as error:
+            raise error_from_code(error.code().value[0], f"scheduler {self.address}: {error.details()}") from None
+        return response.data
 
     async def abort_requests(self, request_ids: Sequence[str]) -> Sequence[str]:
         """End requests by id, from any gateway. Returns the ids that the scheduler had; none if it does not answer."""

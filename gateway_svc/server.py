@@ -46,6 +46,7 @@ from prefix_index.reader import RedisPrefixReader
 from svc_common import config
 from svc_common.admin import AdminServer
 from svc_common.connections import ConnectionLimits
+from svc_common.inspection import Inspector
 from svc_common.logs import setup_logging
 from svc_common.memory import MemoryLimit
 from svc_common.metrics import ServiceMetrics, make_registry
@@ -228,7 +229,8 @@ async def serve(
     http = make_http(args, app, tls, shares_port=shares_port)
     console = make_console(args, app, ConsoleState(servicer.full_status, directory), server, tls)
     add_InferenceServiceServicer_to_server(servicer, server.grpc)
-    operations = add_admin_service(args, AdminServicer(directory), servicer.full_status, server, tls, audit)
+    inspector = Inspector("gateway", gateway_id, args.shown_settings, admin.metrics_text)
+    operations = add_admin_service(args, AdminServicer(directory, inspector), servicer.full_status, server, tls, audit)
     await admin.start()
     templates.start()
     if reader is not None:

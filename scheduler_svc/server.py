@@ -37,6 +37,7 @@ from svc_common.admin import AdminServer
 from svc_common.channels import DEFAULT_MAX_BUNDLE
 from svc_common.config import address, in_range, make_parser, parse, size_bytes
 from svc_common.errors import NotFoundError
+from svc_common.inspection import Inspector
 from svc_common.logs import setup_logging
 from svc_common.metrics import ServiceMetrics, make_registry
 from svc_common.own_certificate import certificate_files
@@ -65,6 +66,7 @@ CALLERS = {
         "AddAdapter": "gateway",
         "RemoveAdapter": "gateway",
         "GetAdapters": "gateway",
+        "InspectScheduler": "gateway",
         "ReleaseWorker": "gateway",
         "Register": "worker",
         "CountWorkers": "worker",
@@ -101,8 +103,9 @@ class Parts:
 class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     """Implements SchedulerService: decodes a request, calls one component, encodes the response."""
 
-    def __init__(self, parts: Parts, trust: Trust) -> None:
+    def __init__(self, parts: Parts, trust: Trust, inspector: Inspector) -> None:
         self._parts = parts
+        self._inspector = inspector
         self._snapshots = Snapshots(parts.step_loop, time.monotonic)
         self._trust = trust
         self.address = ""
@@ -173,6 +176,16 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self, request: scheduler_pb2.GetPoolsRequest, context: Context
     ) -> scheduler_pb2.GetPoolsResponse:
         return self._snapshots.newest()
+
+    async def InspectScheduler(
+        self, request: scheduler_pb2.InspectSchedulerRequest, context: Context
+    ) -> scheduler_pb2.InspectSchedulerResponse:
+        times = request.seconds, request.hz
+        if request.worker_id:
+            data = await self._parts.pool.inspect(request.worker_id, request.kind, *times)
+        else:
+            data = await self._inspector.inspect(request.kind, *times)
+        return scheduler_pb2.InspectSchedulerResponse(data=data)
 
 
 def describe(parts: Parts, listen_address: str) -> inference_pb2.SchedulerStatus:
@@ -372,9 +385,12 @@ async def serve(args: argparse.Namespace, parts: Parts, trust: Trust) -> int:
         max_bytes={f"{SERVICE_NAME}/Register": MAX_REGISTER_BYTES},
         interceptors=trust.interceptors(CALLERS),
     )
-    servicer = SchedulerServicer(parts, trust)
-    scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(servicer, server.grpc)
     admin = make_admin(args, parts, server)
+    instance = args.scheduler_id or socket.gethostname()
+    servicer = SchedulerServicer(
+        parts, trust, Inspector("scheduler", instance, args.shown_settings, admin.metrics_text)
+    )
+    scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(servicer, server.grpc)
     await admin.start()
     servicer.address = await server.start()
     if isinstance(parts.index, RedisPrefixIndex):

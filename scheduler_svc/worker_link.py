@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import grpc
 from quire.internal.v1 import worker_pb2, worker_pb2_grpc
+from quire.v1 import inference_pb2
 from xxhash import xxh3_128_digest
 
 from prefix_index.index import PrefixIndex
@@ -28,6 +29,7 @@ from scheduler_svc.metrics import StepMeter
 from scheduler_svc.seals import BlockKeys
 from svc_common.channels import MAX_BUNDLE_BYTES, ReceiveError, read_bundle
 from svc_common.errors import InvalidRequestError, QuireError, StaleEpochError, UnavailableError, error_from_code
+from svc_common.inspection import answer_timeout_s
 from svc_common.serve import open_channel
 from svc_common.silence import SilenceWatch
 from svc_common.tasks import cancel
@@ -282,6 +284,20 @@ class Dialer:
                 details = f"the worker at {address} did not drain: {error.code().name}: {error.details()}"
                 raise error_from_code(error.code().value[0], details) from error
             return response.rows_left
+
+    async def inspect(
+        self, address: str, worker_id: str, kind: inference_pb2.InspectKind.ValueType, seconds: float, hz: int
+    ) -> bytes:
+        """A profile or a report of a worker. Raises QuireError if the worker refuses or cannot be reached."""
+        request = worker_pb2.InspectWorkerRequest(kind=kind, seconds=seconds, hz=hz)
+        async with self._open_worker(address, worker_id) as channel:
+            try:
+                response = await worker_pb2_grpc.WorkerServiceStub(channel).InspectWorker(
+                    request, timeout=answer_timeout_s(kind, seconds)
+                )
+            except grpc.aio.AioRpcError as error:
+                raise error_from_code(error.code().value[0], f"worker {worker_id}: {error.details()}") from error
+            return response.data
 
     async def _take_lease(self, stub: worker_pb2_grpc.WorkerServiceAsyncStub) -> worker_pb2.LeaseResponse:
         epoch = await self._index.next_scheduler_epoch()

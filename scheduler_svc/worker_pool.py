@@ -239,24 +239,35 @@ class WorkerPool:
             self._step_loop.worker_draining(worker.link)
             self._changed()
 
-    async def release(self, worker_id: str, timeout_s: float) -> int:
-        """Start to drain a worker, here and in its own process. Returns the number of sequences that it was running.
+    async def inspect(
+        self, worker_id: str, kind: inference_pb2.InspectKind.ValueType, seconds: float, hz: int
+    ) -> bytes:
+        """A profile or a report of a worker. Raises QuireError."""
+        worker, _ = self._leased(worker_id)
+        return await self._dialer.inspect(worker.address, worker_id, kind, seconds, hz)
 
-        The worker has `timeout_s` (0: its own limit) to drain; this method does not wait for that. Raises QuireError if
-        the worker refuses or cannot be reached.
-        """
+    def _leased(self, worker_id: str) -> tuple[WorkerRecord, LeasedWorker]:
         worker = self._workers.get(worker_id)
         if worker is None or worker.link is None:
             known = ", ".join(w.worker_id for w in self._workers.values() if w.link is not None) or "none"
             raise NotFoundError(
                 f"no worker {worker_id!r} is leased by this scheduler; leased workers: {known}", field="worker_id"
             )
+        return worker, worker.link
+
+    async def release(self, worker_id: str, timeout_s: float) -> int:
+        """Start to drain a worker, here and in its own process. Returns the number of sequences that it was running.
+
+        The worker has `timeout_s` (0: its own limit) to drain; this method does not wait for that. Raises QuireError if
+        the worker refuses or cannot be reached.
+        """
+        worker, link = self._leased(worker_id)
         if not 0 <= timeout_s <= MAX_RELEASE_S:
             raise InvalidRequestError(
                 f"timeout_s is {timeout_s:g}; must be from 0 to {MAX_RELEASE_S:g}", field="timeout_s"
             )
         num_rows = self._step_loop.num_rows(worker_id)
-        self._step_loop.worker_draining(worker.link)
+        self._step_loop.worker_draining(link)
         draining = asyncio.create_task(self._dialer.drain(worker.address, worker_id, timeout_s))
         self._releases.add(draining)
         draining.add_done_callback(self._released)

@@ -85,6 +85,10 @@ class AdminServer:
         self._http: asyncio.Server | None = None
         self._grpc: grpc.aio.Server | None = None
 
+    def metrics_text(self) -> bytes:
+        """All metrics in the Prometheus text format."""
+        return choose_encoder("")[0](self._registry)
+
     async def start(self) -> None:
         """Bind and serve. Raises BindError."""
         if self._metrics_listen != OFF:

@@ -106,7 +106,10 @@ class _Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescription
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse all sources. Exits with status 2 and the setting's name if one is invalid."""
+    """Parse all sources. Exits with status 2 and the setting's name if one is invalid.
+
+    `shown_settings` of the result is the text of --print-config.
+    """
     words = sys.argv[1:] if argv is None else list(argv)
     flags = {word.partition("=")[0] for word in words}
     in_file = _read_file(parser, words)
@@ -120,8 +123,9 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) ->
         elif given is not None and _is_list(action):
             action.default = None  # a list of flags replaces the default; argparse would append to it
     args = parser.parse_args(words)
+    args.shown_settings = describe(parser, args, sources)
     if args.print_config:
-        print(describe(parser, args, sources))
+        print(args.shown_settings)
         raise SystemExit(0)
     return args
 

@@ -11,10 +11,15 @@ import logging
 import re
 import sys
 import time
+from collections import deque
 from contextvars import ContextVar
+from typing import TextIO
 
 # The request that the running task serves. Set by code that handles one request per task; other code uses `extra`.
 current_request_id: ContextVar[str | None] = ContextVar("current_request_id", default=None)
+
+NUM_KEPT_LINES = 2000
+MAX_KEPT_CHARS = 4000
 
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 RESERVED = set(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}
@@ -81,9 +86,28 @@ class HangUpFilter(logging.Filter):
         return "CancelledError" not in message and not message.startswith("ExecuteBatchError raised in core")
 
 
+class KeepingHandler(logging.StreamHandler[TextIO]):
+    """Writes to stderr, and keeps the last lines for a report."""
+
+    def __init__(self) -> None:
+        super().__init__(sys.stderr)
+        self.lines: deque[str] = deque(maxlen=NUM_KEPT_LINES)
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = super().format(record)
+        self.lines.append(line[:MAX_KEPT_CHARS])
+        return line
+
+
+def recent_lines() -> list[str]:
+    """The last lines of this process's log; none before `setup_logging`."""
+    handlers = (handler for handler in logging.getLogger().handlers if isinstance(handler, KeepingHandler))
+    return [line for handler in handlers for line in list(handler.lines)]
+
+
 def setup_logging(service: str, log_format: str = "text", level: str = "INFO", *, instance: str = "") -> None:
     """Configure the root logger of a service process. `log_format` is text or json; `instance` names the process."""
-    handler = logging.StreamHandler(sys.stderr)
+    handler = KeepingHandler()
     if log_format == "json":
         handler.setFormatter(JsonFormatter(service, instance))
     else:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 FIELDS = "tests/processes/test_request_fields.py::"
+SUPPORT = "tests/processes/test_support.py::"
 RESUME = "tests/processes/test_resume.py::"
 
 ADAPTERS = "tests/processes/test_adapters.py::test_loading_unloading_and_refusals"
@@ -26,6 +27,10 @@ OWN_TESTS: Mapping[str, str] = {
     "ResumePosition.index": RESUME + "test_resume_takes_over_a_request_that_still_runs",
     "ResumePosition.num_tokens": RESUME + "test_resume_takes_over_a_request_that_still_runs",
     "AbortRequest.request_ids": "tests/processes/test_cancel.py::test_abort_ends_streams_with_their_tokens_so_far",
+    "InspectRequest.kind": SUPPORT + "test_a_bundle_has_everything_but_secrets",
+    "InspectRequest.service": SUPPORT + "test_services_are_named_by_address_and_id",
+    "InspectRequest.seconds": SUPPORT + "test_a_profile_of_each_service",
+    "InspectRequest.hz": SUPPORT + "test_services_are_named_by_address_and_id",
     "DrainWorkerRequest.worker_id": FIELDS + "test_a_worker_is_drained_by_id_and_model_within_its_time",
     "DrainWorkerRequest.model": FIELDS + "test_a_worker_is_drained_by_id_and_model_within_its_time",
     "LoadAdapterRequest.name": ADAPTERS,

@@ -18,6 +18,7 @@ from quire.internal.v1 import worker_pb2_grpc
 from svc_common import config
 from svc_common.admin import AdminServer
 from svc_common.errors import UnavailableError
+from svc_common.inspection import Inspector
 from svc_common.logs import setup_logging
 from svc_common.metrics import ServiceMetrics, make_registry
 from svc_common.own_certificate import certificate_files
@@ -45,7 +46,7 @@ log = logging.getLogger(__name__)
 
 SERVICE_NAME = "quire.internal.v1.WorkerService"
 METHODS = (
-    *("Lease", "StepStream", "StepBatch", "ListBlocks", "Drain", "GetWorkerBundle"),
+    *("Lease", "StepStream", "StepBatch", "ListBlocks", "Drain", "GetWorkerBundle", "InspectWorker"),
     *("LoadWorkerAdapter", "UnloadWorkerAdapter", "SwapWorkerAdapter"),
 )
 CALLERS = {f"/{SERVICE_NAME}/{method}": {"scheduler"} for method in METHODS}
@@ -77,6 +78,7 @@ class Worker:
             lifecycle=self._lifecycle,
             bundle=bundle,
             drain=self._drain_for,
+            inspector=Inspector("worker", args.worker_id, args.shown_settings, lambda: self._admin.metrics_text()),
             pipeline_depth=args.pipeline_depth,
             adapters=self._adapters,
         )

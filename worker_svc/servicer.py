@@ -12,6 +12,7 @@ import grpc
 from quire.internal.v1 import worker_pb2, worker_pb2_grpc
 
 from svc_common.errors import InvalidRequestError, QuireError, UnavailableError
+from svc_common.inspection import Inspector
 from worker_svc.adapters import WorkerAdapters
 from worker_svc.bundle import Bundle
 from worker_svc.executor import Answer, StepExecutor
@@ -87,6 +88,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         lifecycle: Lifecycle,
         bundle: Bundle,
         drain: Callable[[float], Awaitable[int]],
+        inspector: Inspector,
         pipeline_depth: int = 2,
         adapters: WorkerAdapters | None = None,
     ) -> None:
@@ -95,6 +97,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._lifecycle = lifecycle
         self._bundle = bundle
         self._drain = drain
+        self._inspector = inspector
         self._pipeline_depth = pipeline_depth
         self._inboxes: set[StepInbox] = set()
         self._end_error: QuireError | None = None
@@ -169,6 +172,12 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     ) -> AsyncIterator[worker_pb2.GetWorkerBundleResponse]:
         for data in pieces(self._bundle.data, BUNDLE_PIECE_BYTES):
             yield worker_pb2.GetWorkerBundleResponse(data=data)
+
+    async def InspectWorker(
+        self, request: worker_pb2.InspectWorkerRequest, context: Context
+    ) -> worker_pb2.InspectWorkerResponse:
+        data = await self._inspector.inspect(request.kind, request.seconds, request.hz)
+        return worker_pb2.InspectWorkerResponse(data=data)
 
     def end_streams(self, error: QuireError) -> None:
         """End every open StepStream with `error` after the answers that it still owes; end later streams at once."""

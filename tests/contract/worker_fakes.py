@@ -14,6 +14,7 @@ from quire.internal.v1 import worker_pb2, worker_pb2_grpc
 from quire.v1 import types_pb2
 
 from request_fields.fields import SamplingParams
+from svc_common.inspection import Inspector
 from svc_common.serve import GrpcServer, open_channel
 from worker_svc.bundle import Bundle
 from worker_svc.engine.batch import (
@@ -286,6 +287,7 @@ async def serve_worker(runner: Runner | None, *, pipeline_depth: int = 2) -> Asy
         lifecycle=lifecycle,
         bundle=Bundle(data=bytes(range(256)) * 10_000, digest=b"d" * 16, names=()),
         drain=drain,
+        inspector=Inspector("worker", "test", "", lambda: b""),
         pipeline_depth=pipeline_depth,
     )
     server = GrpcServer(listen="127.0.0.1:0", service_names=["quire.internal.v1.WorkerService"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack, cast
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from quire.v1.inference_pb2_grpc import InferenceServiceAsyncStub
 
 T = TypeVar("T")
+INSPECT_TIMEOUT_S = 60.0  # besides the duration of a profile
 
 
 class AsyncClient:
@@ -279,6 +281,24 @@ class AsyncClient:
         request = pb.ListAdaptersRequest(model=model)
         response = await self._unary(lambda gateway: gateway.admin.ListAdapters, request, None)
         return tuple(map(convert.adapter, response.adapters))
+
+    async def profile(self, service: str = "gateway", *, seconds: float = 10.0, hz: int = 200) -> bytes:
+        """Where the threads of a service spend their time: a trace in Chrome's JSON format, compressed with gzip.
+
+        `service`: "gateway"; "scheduler" or "worker" if there is one; the address of a scheduler; the id of a worker.
+        """
+        kind = pb.INSPECT_KIND_PROFILE
+        return await self._inspect(pb.InspectRequest(kind=kind, service=service, seconds=seconds, hz=hz), seconds)
+
+    async def report(self, service: str = "gateway") -> dict[str, Any]:
+        """Versions, settings without secrets, metrics and the last log lines of a service (named as in `profile`)."""
+        data = await self._inspect(pb.InspectRequest(kind=pb.INSPECT_KIND_REPORT, service=service), 0.0)
+        return dict(json.loads(data))
+
+    async def _inspect(self, request: pb.InspectRequest, seconds: float) -> bytes:
+        timeout_s = INSPECT_TIMEOUT_S + 2 * seconds  # the services in between have shorter limits
+        response = await self._unary(lambda gateway: gateway.admin.Inspect, request, timeout_s)
+        return response.data
 
     async def abort(self, *request_ids: str, timeout_s: float | None = None) -> AbortResult:
         """Abort requests by id; their streams finish with ABORTED. Calls every gateway: each knows its own streams."""

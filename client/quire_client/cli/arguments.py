@@ -95,6 +95,7 @@ def make_parser() -> Parser:
     _add_adapter(commands)
     _add_doctor(commands)
     _add_fetch(commands)
+    _add_support(commands)
     _add_credentials(commands)
     _add_batch(commands)
     _add_bench(commands)
@@ -348,6 +349,27 @@ def _add_doctor(commands: argparse._SubParsersAction[Parser]) -> None:
     doctor.add_argument("--redis", metavar="URL", help="Redis to check (default: $QUIRE_REDIS)")
     doctor.add_argument("--json", action="store_true", help="one JSON line")
     _add_target(doctor)
+
+
+def _add_support(commands: argparse._SubParsersAction[Parser]) -> None:
+    profile = _command(commands, "profile", "support", "profile", "where a service spends its time, for Perfetto")
+    profile.add_argument(
+        "service",
+        metavar="SERVICE",
+        help="gateway; scheduler or worker, if there is one; the address of a scheduler; the id of a worker",
+    )
+    profile.add_argument(
+        "--seconds", type=positive, default=10.0, metavar="S", help="duration, at most 60 (default 10)"
+    )
+    profile.add_argument("--hz", type=at_least(1), default=200, metavar="N", help="samples per second (default 200)")
+    profile.add_argument("-o", "--output", metavar="FILE", help="file to write (default: SERVICE.trace.json.gz)")
+    _add_target(profile)
+    debug = _command(commands, "debug", "support", "debug", "collect what support needs into one file")
+    debug.add_argument(
+        "action", choices=("bundle",), help="bundle: status, versions, settings without secrets, metrics and logs"
+    )
+    debug.add_argument("-o", "--output", metavar="FILE", help="file to write (default: quire-bundle-TIME.tar.gz)")
+    _add_target(debug)
 
 
 def _add_credentials(commands: argparse._SubParsersAction[Parser]) -> None:

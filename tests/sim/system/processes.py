@@ -30,6 +30,7 @@ from scheduler_svc.server import drain as drain_scheduler
 from scheduler_svc.step_loop import StepLoop
 from scheduler_svc.worker_link import Dialer, LinkTimeouts
 from scheduler_svc.worker_pool import WorkerPool
+from svc_common.inspection import Inspector
 from svc_common.trust import Trust
 from tests.sim.symbolic_worker import SymbolicWorker
 from tests.sim.system.network import Server
@@ -45,6 +46,8 @@ from worker_svc.wire import capacity_to_proto
 
 if TYPE_CHECKING:
     from tests.sim.system.world import World
+
+NO_INSPECTOR = Inspector("simulated", "", "", lambda: b"")
 
 
 class Health(health_pb2_grpc.HealthServicer):
@@ -119,7 +122,7 @@ class SchedulerService(Service):
         )
         self.parts = Parts(self.step_loop, index, self.gateways, self.pool, dialer)
         scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(
-            SchedulerServicer(self.parts, Trust("scheduler")), self.server
+            SchedulerServicer(self.parts, Trust("scheduler"), NO_INSPECTOR), self.server
         )
         self.loop_task = self.process.start(self.step_loop.run())
 
@@ -170,6 +173,7 @@ class WorkerService(Service):
             lifecycle=self.lifecycle,
             bundle=bundle,
             drain=self._leave,
+            inspector=NO_INSPECTOR,
             pipeline_depth=self.capacity.pipeline_depth,
         )
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self.servicer, self.server)

@@ -33,6 +33,7 @@ from gateway_svc.scheduler_client import SchedulerClient
 from gateway_svc.server import MAX_RECEIVE_BYTES
 from gateway_svc.servicer import InferenceServicer
 from gateway_svc.template_renderer import TemplateRenderer
+from svc_common.inspection import Inspector
 from svc_common.memory import MemoryLimit
 from svc_common.serve import GrpcServer, open_channel
 from tests.unit.gateway.tokenizer_kinds import bundle_files, byte_level
@@ -324,7 +325,9 @@ class TestGateway:
             on_call=on_call,
         )
         add_InferenceServiceServicer_to_server(self.servicer, self._server.grpc)
-        add_AdminServiceServicer_to_server(AdminServicer(self.directory), self._server.grpc)
+        add_AdminServiceServicer_to_server(
+            AdminServicer(self.directory, Inspector("gateway", "test", "", lambda: b"")), self._server.grpc
+        )
         self._tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> TestGateway:

@@ -13,6 +13,7 @@ from quire.internal.v1 import scheduler_pb2_grpc
 
 from scheduler_svc.server import SERVICE_NAME, Parts, SchedulerServicer, build, make_arguments
 from svc_common.config import parse
+from svc_common.inspection import Inspector
 from svc_common.serve import GrpcServer
 from svc_common.trust import Trust
 from tests.unit.scheduler.toy_worker import ToyGateway, ToyWorker
@@ -51,7 +52,8 @@ async def make_stack() -> AsyncIterator[MakeStack]:
             parts = build(args, Trust("scheduler"))
             server = GrpcServer(listen="127.0.0.1:0", service_names=[SERVICE_NAME])
             scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(
-                SchedulerServicer(parts, Trust("scheduler")), server.grpc
+                SchedulerServicer(parts, Trust("scheduler"), Inspector("scheduler", "test", "", lambda: b"")),
+                server.grpc,
             )
             address = await server.start()
             task = asyncio.create_task(parts.step_loop.run())

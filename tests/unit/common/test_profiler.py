@@ -1,0 +1,144 @@
+"""Profiles: slices from samples, the trace that Perfetto reads, and limits."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import sys
+import threading
+import time
+from types import FrameType
+from typing import Any
+
+import pytest
+from quire.v1 import inference_pb2 as pb
+
+from svc_common import profiler
+from svc_common.errors import InvalidRequestError, OverloadedError
+from svc_common.inspection import Inspector, answer_timeout_s, checked_times, without_secrets
+
+
+def outer(depth: int) -> FrameType:
+    """A frame below `depth` frames of this function."""
+    return outer(depth - 1) if depth else sys._getframe()
+
+
+def inner() -> FrameType:
+    return sys._getframe()
+
+
+def caller() -> FrameType:
+    return inner()
+
+
+def slices(trace: dict[str, Any], name: str) -> list[tuple[int, int]]:
+    """Start and duration of the slices of one function."""
+    return [(e["ts"], e["dur"]) for e in trace["traceEvents"] if e["ph"] == "X" and e["name"] == name]
+
+
+def test_consecutive_samples_become_slices() -> None:
+    recorder = profiler.StackRecorder()
+    first, second = caller(), inner()
+    for at, frame in ((0, first), (10, first), (20, second), (30, first)):
+        recorder.sample({1: frame}, {1: "main"}, at)
+    trace = recorder.finish("test", 40)
+    assert slices(trace, "caller") == [(0, 20), (30, 10)]
+    assert slices(trace, "inner") == [(0, 20), (20, 10), (30, 10)]
+    names = {e["name"]: e["args"]["name"] for e in trace["traceEvents"] if e["ph"] == "M"}
+    assert names == {"process_name": "test", "thread_name": "main"}
+    test_name = "test_consecutive_samples_become_slices"
+    assert slices(trace, test_name) == [(0, 40)], "a function that stays on the stack is one slice"
+    files = {e["args"]["file"].partition(":")[0] for e in trace["traceEvents"] if e["ph"] == "X"}
+    assert "tests/unit/common/test_profiler.py" in files
+
+
+def test_a_thread_that_ends() -> None:
+    recorder = profiler.StackRecorder()
+    recorder.sample({1: inner(), 2: inner()}, {1: "a", 2: "b"}, 0)
+    recorder.sample({1: inner()}, {1: "a"}, 10)
+    trace = recorder.finish("test", 20)
+    assert sorted(duration for _, duration in slices(trace, "inner")) == [10, 20]
+
+
+def test_deep_stacks_and_long_profiles_are_bounded() -> None:
+    assert len(profiler.stack_of(outer(500))) == profiler.MAX_DEPTH
+    recorder = profiler.StackRecorder(max_slices=10)
+    at = 0
+    while not recorder.is_full:
+        recorder.sample({1: inner() if at % 2 else caller()}, {}, at)
+        at += 1
+    assert at < 20
+
+
+def test_the_running_function_is_in_the_profile() -> None:
+    stop = threading.Event()
+
+    def work_for_the_profile() -> None:
+        while not stop.is_set():
+            time.sleep(0.001)
+
+    thread = threading.Thread(target=work_for_the_profile, name="worker-thread")
+    thread.start()
+    try:
+        data = profiler.record("quire-test", 0.2, 200, threading.Event())
+    finally:
+        stop.set()
+        thread.join()
+    trace = json.loads(gzip.decompress(data))
+    assert any(name.endswith("work_for_the_profile") for name in {e["name"] for e in trace["traceEvents"]})
+    assert not slices(trace, "record"), "the sampling thread is left out"
+
+
+def inspector() -> Inspector:
+    return Inspector("gateway", "g", 'redis = "redis://user:secret@host"', lambda: b"quire_x 1\n")
+
+
+async def test_one_profile_at_a_time_and_it_ends_with_its_caller() -> None:
+    running = inspector()
+    first = asyncio.create_task(running.inspect(pb.INSPECT_KIND_PROFILE, 30.0, 100))
+    await asyncio.sleep(0.05)
+    with pytest.raises(OverloadedError, match="is being profiled"):
+        await running.inspect(pb.INSPECT_KIND_PROFILE, 0.1, 100)
+    first.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    deadline = time.monotonic() + 10.0
+    while any(thread.name.startswith("asyncio_") and is_recording(thread) for thread in threading.enumerate()):
+        assert time.monotonic() < deadline, "the thread still records"
+        await asyncio.sleep(0.01)
+    assert gzip.decompress(await running.inspect(pb.INSPECT_KIND_PROFILE, 0.1, 100))
+
+
+def is_recording(thread: threading.Thread) -> bool:
+    frame = sys._current_frames().get(thread.ident or 0)
+    return any(code is profiler.record.__code__ for code in profiler.stack_of(frame))
+
+
+@pytest.mark.parametrize(("seconds", "hz", "field"), [(0.01, 10, "seconds"), (61.0, 10, "seconds"),
+                                                       (float("nan"), 10, "seconds"), (1.0, 1001, "hz")])  # fmt: skip
+def test_limits(seconds: float, hz: int, field: str) -> None:
+    with pytest.raises(InvalidRequestError) as refused:
+        checked_times(seconds, hz)
+    assert refused.value.field == field
+
+
+def test_defaults_and_timeouts() -> None:
+    assert checked_times(0.0, 0) == (10.0, 200)
+    assert answer_timeout_s(pb.INSPECT_KIND_REPORT, 60.0) < answer_timeout_s(pb.INSPECT_KIND_PROFILE, 0.0)
+    assert answer_timeout_s(pb.INSPECT_KIND_PROFILE, float("inf")) < 60
+
+
+async def test_a_report_has_no_secrets() -> None:
+    report = json.loads(await inspector().inspect(pb.INSPECT_KIND_REPORT, 0.0, 0))
+    assert report["metrics"] == "quire_x 1\n"
+    assert report["versions"]["python"] == sys.version.split()[0]
+    assert "secret" not in json.dumps(report)
+    assert without_secrets("Authorization: Bearer abc.def-1 redis://:p@ss@h rest") == (
+        "Authorization: Bearer *** redis://***@h rest"
+    )
+
+
+async def test_an_unknown_kind() -> None:
+    with pytest.raises(InvalidRequestError, match="kind is 0"):
+        await inspector().inspect(pb.INSPECT_KIND_UNSPECIFIED, 0.0, 0)
