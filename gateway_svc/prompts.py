@@ -55,11 +55,14 @@ class PromptReader:
         """The prompt of a generation. Raises InvalidRequestError."""
         if prompt.WhichOneof("kind") == "embeddings":
             return await _run_in(self._threads, len(prompt.embeddings), lambda: _read_embeddings(prompt, model))
+        if prompt.HasField("audio"):
+            return await _run_in(self._threads, len(prompt.audio.data), lambda: _read_audio(prompt, model))
         return PromptInput(await self._token_ids(prompt, model, is_call=False))
 
     async def reread(self, prompt: pb.Prompt, ids: Sequence[int], model: ServedModel) -> PromptInput:
         """The prompt of a generation whose ids are known from its record."""
-        return await self.read(prompt, model) if prompt.WhichOneof("kind") == "embeddings" else PromptInput(ids)
+        has_inputs = prompt.WhichOneof("kind") in ("embeddings", "audio")
+        return await self.read(prompt, model) if has_inputs else PromptInput(ids)
 
     async def tokenize(self, request: pb.TokenizeRequest, model: ServedModel) -> pb.TokenizeResponse:
         """Token ids of a prompt. Raises InvalidRequestError, or OverloadedError as `run_call`."""
@@ -122,6 +125,12 @@ def _read_embeddings(prompt: pb.Prompt, model: ServedModel) -> PromptInput:
     from gateway_svc.prompt_embeddings import read_embeddings  # safetensors is loaded for the first such prompt only
 
     return read_embeddings(prompt.embeddings, model)
+
+
+def _read_audio(prompt: pb.Prompt, model: ServedModel) -> PromptInput:
+    from gateway_svc.audio import read_audio  # it imports this module's callers
+
+    return read_audio(prompt.audio, model)
 
 
 async def _run_in(threads: ThreadPoolExecutor, size: int, function: Callable[[], T]) -> T:

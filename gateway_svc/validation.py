@@ -169,8 +169,8 @@ def check_tokenize(prompt: pb.Prompt) -> None:
     if size > MAX_TOKENIZE_BYTES:
         raise invalid("prompt", f"has {size} bytes; Tokenize accepts at most {MAX_TOKENIZE_BYTES}: send it in parts")
     check_prompt(prompt)
-    if prompt.WhichOneof("kind") == "embeddings":
-        raise invalid("prompt.embeddings", "is set, but embeddings have no tokens; send text or a chat")
+    if (kind := prompt.WhichOneof("kind")) in ("embeddings", "audio"):
+        raise invalid(f"prompt.{kind}", f"is set, but {kind} has no tokens; send text or a chat")
 
 
 def check_detokenize(ids: Sequence[int]) -> None:
@@ -183,13 +183,15 @@ def check_prompt(prompt: pb.Prompt) -> None:
     """Check the form of an input: one kind, not empty, known roles."""
     kind = prompt.WhichOneof("kind")
     if kind is None:
-        raise invalid("prompt", "is not set; send prompt.text, tokens, chat or embeddings")
+        raise invalid("prompt", "is not set; send prompt.text, tokens, chat, embeddings or audio")
     if kind == "text" and not prompt.text:
         raise invalid("prompt.text", "is empty; send at least one character")
     if kind == "tokens" and not prompt.tokens.ids:
         raise invalid("prompt.tokens.ids", "is empty; send at least one token id")
     if kind == "embeddings" and not prompt.embeddings:
         raise invalid("prompt.embeddings", "is empty; send a file in the safetensors format")
+    if kind == "audio" and not prompt.audio.data:
+        raise invalid("prompt.audio.data", "is empty; send a WAV file, or samples with format PCM_F32")
     if kind == "chat":
         check_chat(prompt.chat)
 
@@ -223,7 +225,7 @@ def plan_generation(
             prompt_ids = prompt_ids[-request.truncate_prompt_tokens :]
         check_token_ids("prompt", prompt_ids, model)
     _check_determinism(request.scheduling.determinism, model)
-    start = decoder_start(model)
+    start = decoder_start(request.prompt, model)
     if start is None:
         max_tokens = resolve_max_tokens(request.stop, len(prompt_ids), model)
     else:
@@ -298,6 +300,11 @@ def resolve_max_tokens(stop: types.StopParams, num_prompt: int, model: ServedMod
 def check_prompt_size(request: pb.GenerateRequest, model: ServedModel) -> None:
     """Refuse a prompt that is certainly too long, before it is tokenized."""
     prompt = request.prompt
+    if model.info.encoder.HasField("audio") and not prompt.HasField("audio"):
+        raise invalid("prompt", f"has no audio, but model {model.name!r} turns speech into text; send prompt.audio")
+    if prompt.HasField("audio"):
+        encoder.check_audio(prompt.audio, model)
+        return
     if request.HasField("truncate_prompt_tokens"):
         if (size := prompt.ByteSize()) > MAX_TOKENIZE_BYTES:
             words = f"has {size} bytes; with truncate_prompt_tokens at most {MAX_TOKENIZE_BYTES} are allowed: send less"

@@ -5,4 +5,6 @@ from __future__ import annotations
 MAX_INPUTS = 256
 # Of one request, and of all requests that one step opens: a message between services holds 64 MiB.
 MAX_INPUT_BYTES = 48 << 20
-INPUT_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+INPUT_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int16": 2}
+EMBEDDING_DTYPES = ("float32", "bfloat16", "float16")
+AUDIO_DTYPES = ("float32", "int16")

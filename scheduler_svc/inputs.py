@@ -10,12 +10,22 @@ from quire.internal.v1 import inputs_pb2 as pb
 from quire.v1 import types_pb2
 
 from prefix_index.content_ids import DIGEST_BYTES, content_ids
-from request_fields.inputs import INPUT_DTYPE_BYTES, MAX_INPUT_BYTES, MAX_INPUTS
+from request_fields.inputs import (
+    AUDIO_DTYPES,
+    EMBEDDING_DTYPES,
+    INPUT_DTYPE_BYTES,
+    MAX_INPUT_BYTES,
+    MAX_INPUTS,
+)
 from scheduler_svc.columns import U32
 from svc_common.errors import InvalidRequestError
 
 # Bytes per element, by number of the dtype.
 DTYPE_BYTES = {pb.InputDtype.Value(f"INPUT_DTYPE_{name.upper()}"): size for name, size in INPUT_DTYPE_BYTES.items()}
+DTYPES_OF_EMBEDDINGS, DTYPES_OF_AUDIO = (
+    tuple(pb.InputDtype.Value(f"INPUT_DTYPE_{name.upper()}") for name in names)
+    for names in (EMBEDDING_DTYPES, AUDIO_DTYPES)
+)
 
 
 def check_inputs(inputs: Sequence[pb.CarriedInput], prompt: U32, info: types_pb2.ModelInfo) -> int:
@@ -74,17 +84,19 @@ def _check_input(index: str, carried: pb.CarriedInput, first: int, prompt: U32, 
 def _check_embeddings(index: str, carried: pb.CarriedInput, info: types_pb2.ModelInfo) -> None:
     if carried.kind != pb.INPUT_KIND_EMBEDDINGS:
         raise _invalid(index, f"has kind {carried.kind}; this scheduler knows {pb.INPUT_KIND_EMBEDDINGS} (embeddings)")
+    if carried.dtype not in DTYPES_OF_EMBEDDINGS:
+        raise _invalid(index, f"has dtype {carried.dtype}; embeddings are one of {', '.join(EMBEDDING_DTYPES)}")
     expected = [carried.length, info.hidden_size]
     if list(carried.shape) != expected:
         raise _invalid(index, f"has shape {list(carried.shape)}; must be {expected} (length and hidden_size)")
 
 
 def _check_audio(index: str, carried: pb.CarriedInput, info: types_pb2.EncoderInfo) -> None:
-    if carried.kind != pb.INPUT_KIND_AUDIO or carried.dtype != pb.INPUT_DTYPE_FLOAT32:
+    if carried.kind != pb.INPUT_KIND_AUDIO or carried.dtype not in DTYPES_OF_AUDIO:
         raise _invalid(
             index,
             f"has kind {carried.kind} and dtype {carried.dtype}; the model takes kind {pb.INPUT_KIND_AUDIO} (audio) "
-            f"with dtype {pb.INPUT_DTYPE_FLOAT32} (float32)",
+            f"with dtype {' or '.join(map(str, DTYPES_OF_AUDIO))} ({' or '.join(AUDIO_DTYPES)})",
         )
     if (carried.start, carried.length) != (0, info.max_tokens):
         raise _invalid(

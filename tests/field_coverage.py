@@ -12,6 +12,7 @@ from collections.abc import Mapping
 
 FIELDS = "tests/processes/test_request_fields.py::"
 SUPPORT = "tests/processes/test_support.py::"
+SPEECH = "tests/processes/test_speech.py::"
 RESUME = "tests/processes/test_resume.py::"
 
 ADAPTERS = "tests/processes/test_adapters.py::test_loading_unloading_and_refusals"
@@ -22,6 +23,11 @@ OWN_TESTS: Mapping[str, str] = {
     "SchedulingParams.priority": FIELDS + "test_priority_and_tenant_order_the_queue",
     "SchedulingParams.tenant_id": FIELDS + "test_priority_and_tenant_order_the_queue",
     "SchedulingParams.cache_salt": FIELDS + "test_requests_with_different_salts_share_no_blocks",
+    "Prompt.audio": SPEECH + "test_outputs_equal_transformers_also_after_a_kill",
+    "Audio.data": SPEECH + "test_outputs_equal_transformers_also_after_a_kill",
+    "Audio.format": SPEECH + "test_outputs_equal_transformers_also_after_a_kill",
+    "Audio.language": SPEECH + "test_outputs_equal_transformers_also_after_a_kill",
+    "Audio.task": SPEECH + "test_outputs_equal_transformers_also_after_a_kill",
     "ResumeRequest.request_id": RESUME + "test_a_client_with_only_the_id_continues_after_its_gateway_was_killed",
     "ResumeRequest.after": RESUME + "test_resume_takes_over_a_request_that_still_runs",
     "ResumePosition.index": RESUME + "test_resume_takes_over_a_request_that_still_runs",

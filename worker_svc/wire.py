@@ -48,6 +48,7 @@ INPUT_DTYPES = {
     inputs_pb2.INPUT_DTYPE_FLOAT32: "float32",
     inputs_pb2.INPUT_DTYPE_BFLOAT16: "bfloat16",
     inputs_pb2.INPUT_DTYPE_FLOAT16: "float16",
+    inputs_pb2.INPUT_DTYPE_INT16: "int16",
 }
 DETERMINISM = {"exact": types_pb2.DETERMINISM_EXACT, "best_effort": types_pb2.DETERMINISM_BEST_EFFORT}
 
@@ -185,6 +186,7 @@ def _encoder_from_proto(encoder: encoder_pb2.EncoderInput) -> EncoderInput:
         allowed={entry.position: np.array(entry.ids, np.uint32) for entry in encoder.allowed},
         banned_ids=np.array(encoder.banned_ids, np.uint32),
         first_banned_ids=np.array(encoder.first_banned_ids, np.uint32),
+        first_banned_at=encoder.first_banned_at,
     )
 
 

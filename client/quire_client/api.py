@@ -1,6 +1,7 @@
 """All public names of the SDK. `quire_client` exports them."""
 
 from quire_client.aio import AsyncClient, AsyncGenerateStream
+from quire_client.audio import Audio
 from quire_client.chat_requests import ChatOptions
 from quire_client.embeddings import PromptEmbeddings
 from quire_client.errors import (
@@ -53,6 +54,7 @@ __all__ = [
     "AlreadyExists",
     "AsyncClient",
     "AsyncGenerateStream",
+    "Audio",
     "Cancelled",
     "ChatOptions",
     "Client",

@@ -10,14 +10,16 @@ from google.protobuf.message import Message as ProtoMessage
 from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2
 
+from quire_client.audio import Audio
 from quire_client.chat_requests import ChatOptions, Messages, fill_chat
 from quire_client.embeddings import PromptEmbeddings
 from quire_client.errors import invalid
 from request_fields.fields import FIELDS, Field, Kind
 
-Prompt = str | Iterable[int] | PromptEmbeddings  # text, token ids, or input embeddings
+Prompt = str | Iterable[int] | PromptEmbeddings | Audio  # text, token ids, input embeddings, or speech
 
 MAX_CHARS_SHOWN = 80
+AUDIO_FORMATS = {"wav": pb.AUDIO_FORMAT_WAV, "pcm_f32": pb.AUDIO_FORMAT_PCM_F32}
 ENUMS: Mapping[str, Mapping[Any, int]] = {  # option -> value -> number in the protocol
     "determinism": {
         "best_effort": types_pb2.DETERMINISM_BEST_EFFORT,
@@ -159,10 +161,10 @@ def prompt_message(
     messages: Messages | None,
     options: Mapping[str, Any],
 ) -> pb.Prompt:
-    """A Prompt from exactly one of `prompt`, `token_ids` and `messages`. `prompt` may also be a list of token ids, or
-    PromptEmbeddings.
+    """A Prompt from exactly one of `prompt`, `token_ids` and `messages`. `prompt` may also be a list of token ids,
+    PromptEmbeddings or Audio.
     """
-    if prompt is not None and not isinstance(prompt, str | PromptEmbeddings) and token_ids is None:
+    if prompt is not None and not isinstance(prompt, str | PromptEmbeddings | Audio) and token_ids is None:
         prompt, token_ids = None, _token_ids(prompt)
     given = [
         name
@@ -184,9 +186,18 @@ def prompt_message(
         _extend(request.tokens, "ids", token_ids, "token_ids")
     elif isinstance(prompt, PromptEmbeddings):
         request.embeddings = prompt.data
+    elif isinstance(prompt, Audio):
+        _set_audio(request.audio, prompt)
     else:
         _assign(request, "text", {"prompt": prompt}, "prompt")
     return request
+
+
+def _set_audio(message: pb.Audio, audio: Audio) -> None:
+    if audio.format not in AUDIO_FORMATS:
+        raise invalid("prompt", f"the format of audio is {audio.format!r}; must be one of {', '.join(AUDIO_FORMATS)}")
+    message.data, message.format = audio.data, AUDIO_FORMATS[audio.format]
+    message.language, message.task = audio.language or "", audio.task or ""
 
 
 def _token_ids(prompt: Any) -> list[int]:
@@ -197,7 +208,7 @@ def _token_ids(prompt: Any) -> list[int]:
     if all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
         return ids
     hint = "; for a conversation use messages= or chat()" if any(isinstance(token, Mapping) for token in ids) else ""
-    kinds = "a str, a list of token ids or PromptEmbeddings"
+    kinds = "a str, a list of token ids, PromptEmbeddings or Audio"
     raise invalid("prompt", f"prompt must be {kinds}; got {prompt!r:.80}{hint}")
 
 

@@ -20,6 +20,7 @@ from gateway_svc.audit.entry import note, note_request_id
 from gateway_svc.directory import ModelDirectory
 from gateway_svc.http import answers, bodies, openapi
 from gateway_svc.http.answers import PromptParts, Shape, StreamAnswer, WholeAnswer, models_of, sse
+from gateway_svc.http.audio import AudioHandlers
 from gateway_svc.http.bodies import Generation
 from gateway_svc.http.errors import error_body
 from gateway_svc.http.merge import Numbered, merged, within
@@ -52,6 +53,7 @@ class Handlers:
         self._is_serving = is_serving
         self._created = int(time.time())
         self._responses = ResponsesHandlers(servicer, directory, self._read)
+        self._audio = AudioHandlers(servicer, prompts)
 
     def routes(self) -> list[Route]:
         """All endpoints."""
@@ -59,6 +61,7 @@ class Handlers:
             Route("/v1/chat/completions", self.chat_completions, methods=["POST"]),
             Route("/v1/completions", self.completions, methods=["POST"]),
             *self._responses.routes(),
+            *self._audio.routes(),
             Route("/v1/models", self.models, methods=["GET"]),
             Route("/v1/models/{model:path}", self.model, methods=["GET"]),
             Route("/tokenize", self.tokenize, methods=["POST"]),

@@ -100,6 +100,19 @@ OWN: Mapping[str, Schema] = {
     "tool_choice": {"anyOf": [{"enum": ["none", "auto", "required"]}, OBJECT]},
     "parallel_tool_calls": FLAG,
 }
+# Bodies that are forms.
+AUDIO_FORM: Schema = {
+    "type": "object",
+    "required": ["file"],
+    "properties": {
+        "file": {**TEXT, "format": "binary"},
+        "model": TEXT,
+        "language": TEXT,
+        "response_format": {"enum": ["json", "text"]},
+        "temperature": {"type": "number", "minimum": 0, "maximum": 2},
+    },
+}
+FORMS: Mapping[str, Schema] = {"/v1/audio/transcriptions": AUDIO_FORM, "/v1/audio/translations": AUDIO_FORM}
 REQUIRED: Mapping[str, Sequence[str]] = {
     "/v1/chat/completions": ["messages"],
     "/v1/completions": ["prompt"],
@@ -168,6 +181,8 @@ ANSWERS: Mapping[str, Schema] = {
     "/tokenizer_info": _object(
         eos_token=OPTIONAL_TEXT, bos_token=OPTIONAL_TEXT, pad_token=OPTIONAL_TEXT, chat_template=OPTIONAL_TEXT
     ),
+    "/v1/audio/transcriptions": _object(text=TEXT, usage=OBJECT),
+    "/v1/audio/translations": _object(text=TEXT, usage=OBJECT),
     "/health": _object(status=TEXT),
     "/version": _object(version=TEXT),
 }
@@ -212,7 +227,9 @@ def _operation(path: str, method: str, meaning: str) -> Schema:
     if path in OPEN:
         operation["security"] = []
     if method == "POST":
-        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": _body(path)}}}
+        content_type = "multipart/form-data" if path in FORMS else "application/json"
+        schema = FORMS[path] if path in FORMS else _body(path)
+        operation["requestBody"] = {"required": True, "content": {content_type: {"schema": schema}}}
     return operation
 
 

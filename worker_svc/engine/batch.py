@@ -63,7 +63,8 @@ class EncoderInput:
     num_tokens: int  # without padding to a whole block
     allowed: dict[int, U32] = field(default_factory=dict)  # output position -> the only ids that can be sampled there
     banned_ids: U32 = field(default_factory=lambda: EMPTY)  # at all other positions
-    first_banned_ids: U32 = field(default_factory=lambda: EMPTY)  # at output position 0
+    first_banned_ids: U32 = field(default_factory=lambda: EMPTY)  # at output position `first_banned_at`
+    first_banned_at: int = 0
 
 
 @dataclass(frozen=True, slots=True)

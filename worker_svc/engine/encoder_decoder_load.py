@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from worker_svc.engine.backend import I64, Backend, EncoderColumns
+from worker_svc.engine.batch import F32, CarriedInput
 from worker_svc.engine.checkpoint import Checkpoint
 from worker_svc.engine.config import EncoderInfo, EngineConfig
 from worker_svc.engine.encoder_decoder import EncoderDecoderConfig
@@ -45,9 +46,16 @@ class EncoderDecoder:
         features: dict[int, torch.Tensor] = {}
         if self.log_mel is not None:
             for span in spans:
-                waveform = np.frombuffer(span.item.data, "<f4").astype(np.float32)
+                waveform = waveform_of(span.item)
                 features[_row_of(span.token, plan.rows, plan.starts)] = torch.from_numpy(self.log_mel(waveform))
         return EncoderColumns(*rows.encoder_columns(plan.rows), features)
+
+
+def waveform_of(item: CarriedInput) -> F32:
+    """The samples of an audio input, from -1 to 1."""
+    if item.dtype == "int16":
+        return np.frombuffer(item.data, "<i2").astype(np.float32) / np.float32(32768)
+    return np.frombuffer(item.data, "<f4").astype(np.float32)
 
 
 def _row_of(token: int, rows: I64, starts: I64) -> int:

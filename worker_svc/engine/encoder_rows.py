@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from worker_svc.engine.backend import I32, I64
-from worker_svc.engine.batch import U32, Bools, RowOpen
+from worker_svc.engine.batch import U32, Bools, EncoderInput, RowOpen
 
 if TYPE_CHECKING:
     import torch  # rows use this type even if torch is not installed
@@ -68,7 +68,7 @@ class EncoderTable:
             return
         self._lens[item.row] = item.encoder.num_tokens
         self._ends[item.row] = self._end_of(item.encoder.num_tokens)
-        rules = OutputRules(item.encoder.allowed, item.encoder.banned_ids, item.encoder.first_banned_ids)
+        rules = OutputRules(item.encoder)
         self._rules.pop(item.row, None)
         if rules.has_any:
             self._rules[item.row] = rules
@@ -114,28 +114,28 @@ class EncoderTable:
 class OutputRules:
     """Which ids a row can sample, by output position."""
 
-    allowed: dict[int, U32]
-    banned_ids: U32
-    first_banned_ids: U32
+    given: EncoderInput
 
     @property
     def has_any(self) -> bool:
-        return bool(self.allowed or len(self.banned_ids) or len(self.first_banned_ids))
+        given = self.given
+        return bool(given.allowed or len(given.banned_ids) or len(given.first_banned_ids))
 
     def applies_at(self, position: int) -> bool:
         """Whether there is a rule at this output position."""
-        return (
-            len(self.banned_ids) > 0 or position in self.allowed or (position == 0 and len(self.first_banned_ids) > 0)
-        )
+        given = self.given
+        is_first = position == given.first_banned_at and len(given.first_banned_ids) > 0
+        return len(given.banned_ids) > 0 or position in given.allowed or is_first
 
     def apply(self, logits: torch.Tensor, position: int) -> None:
         """Changes float32 logits [vocab] in place. As in transformers, a forced id gets 0 and all others minus
         infinity, after all other processing."""
-        allowed = self.allowed.get(position)
+        given = self.given
+        allowed = given.allowed.get(position)
         if allowed is None:
-            logits[self.banned_ids.tolist()] = -math.inf
-            if position == 0:
-                logits[self.first_banned_ids.tolist()] = -math.inf
+            logits[given.banned_ids.tolist()] = -math.inf
+            if position == given.first_banned_at:
+                logits[given.first_banned_ids.tolist()] = -math.inf
             return
         ids = allowed.tolist()
         kept = logits[ids] if len(ids) > 1 else logits.new_zeros(1)

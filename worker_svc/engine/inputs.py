@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from prefix_index.content_ids import DIGEST_BYTES, FIRST_CONTENT_ID, content_ids
-from request_fields.inputs import INPUT_DTYPE_BYTES
+from request_fields.inputs import AUDIO_DTYPES, EMBEDDING_DTYPES, INPUT_DTYPE_BYTES
 from worker_svc.engine.backend import I64
 from worker_svc.engine.batch import U32, CarriedInput, RowOpen
 
@@ -61,8 +61,6 @@ class InputTable:
             return f"{name} has positions {carried.start} to {end - 1}, expected some from {first} to the prompt's last"
         if (refusal := self._shape_refusal(carried, name)) is not None:
             return refusal
-        if carried.dtype not in INPUT_DTYPE_BYTES:
-            return f"{name} has dtype {carried.dtype!r}, expected one of {', '.join(INPUT_DTYPE_BYTES)}"
         num_bytes = math.prod(carried.shape) * INPUT_DTYPE_BYTES[carried.dtype]
         if len(carried.data) != num_bytes:
             return f"{name} has {len(carried.data)} bytes of data, expected {num_bytes}"
@@ -75,8 +73,9 @@ class InputTable:
         kind = "audio" if self._max_samples else "embeddings"
         if carried.kind != kind:
             return f"{name} has kind {carried.kind!r}, expected {kind!r}"
-        if kind == "audio" and carried.dtype != "float32":
-            return f"{name} has dtype {carried.dtype!r}, expected 'float32'"
+        dtypes = AUDIO_DTYPES if self._max_samples else EMBEDDING_DTYPES
+        if carried.dtype not in dtypes:
+            return f"{name} has dtype {carried.dtype!r}, expected one of {', '.join(dtypes)}"
         if kind == "audio" and not (len(carried.shape) == 1 and 1 <= carried.shape[0] <= self._max_samples):
             return f"{name} has shape {carried.shape}, expected (1,) to ({self._max_samples},)"
         if kind == "embeddings" and carried.shape != (carried.length, self._hidden_size):

@@ -52,7 +52,7 @@ def test_a_list_of_token_ids_is_a_prompt(client, gateway):
 
 @pytest.mark.parametrize("prompt", [["hi"], 7, [{"role": "user", "content": "hi"}], [True]])
 def test_other_prompts_are_refused(client, prompt):
-    with pytest.raises(InvalidRequest, match="prompt must be a str, a list of token ids or PromptEmbeddings"):
+    with pytest.raises(InvalidRequest, match="prompt must be a str, a list of token ids, PromptEmbeddings or Audio"):
         client.generate(prompt)
 
 

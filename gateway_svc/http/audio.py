@@ -1,0 +1,127 @@
+"""The endpoints that turn speech into text: a form becomes a request, and its events become the answer."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from quire.v1 import inference_pb2 as pb
+from quire.v1 import types_pb2 as types
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+
+from gateway_svc.audit.entry import note_request_id
+from gateway_svc.http.fields import invalid
+from gateway_svc.http.multipart import Form, parse_form
+from gateway_svc.http.replies import ignored_headers, json_reply
+from gateway_svc.prompts import PromptReader
+from gateway_svc.servicer import InferenceServicer
+from svc_common.errors import QuireError
+
+FORMATS = ("json", "text")
+NAMES = {  # paths of request fields -> fields of the form
+    "prompt.audio": "file",
+    "prompt.audio.data": "file",
+    "prompt.audio.language": "language",
+    "prompt.audio.task": "model",
+    "prompt": "model",
+    "sampling.temperature": "temperature",
+}
+UNSERVED = {"stream": ("false",), "prompt": ("",), "timestamp_granularities[]": ()}  # values without an effect
+SERVED = ("file", "model", "language", "response_format", "temperature")
+
+
+@dataclass(frozen=True, slots=True)
+class Speech:
+    """A form as a request."""
+
+    request: pb.GenerateRequest
+    is_text: bool  # the answer is plain text
+    ignored: tuple[str, ...]
+
+
+class AudioHandlers:
+    """One method per endpoint. All raise QuireError."""
+
+    def __init__(self, servicer: InferenceServicer, prompts: PromptReader) -> None:
+        self._servicer = servicer
+        self._prompts = prompts
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/v1/audio/transcriptions", self.transcriptions, methods=["POST"]),
+            Route("/v1/audio/translations", self.translations, methods=["POST"]),
+        ]
+
+    async def transcriptions(self, request: Request) -> Response:
+        """The text of speech, in its language."""
+        return await self._answer(request, "transcribe")
+
+    async def translations(self, request: Request) -> Response:
+        """The text of speech, in English."""
+        return await self._answer(request, "translate")
+
+    async def _answer(self, request: Request, task: str) -> Response:
+        data = await request.body()
+        content_type = request.headers.get("content-type", "")
+        asked: Speech = await self._prompts.run(len(data), _speech_of, data, content_type, task)
+        request.scope["names"] = NAMES
+        asked.request.request_id = f"audio-{secrets.token_hex(12)}"
+        note_request_id(asked.request.request_id)
+        text, usage = await _text_of(self._servicer.generate(asked.request))
+        if asked.is_text:
+            return PlainTextResponse(text + "\n", headers=ignored_headers(asked.ignored))
+        return json_reply({"text": text, "usage": usage}, asked.ignored)
+
+
+def _speech_of(data: bytes, content_type: str, task: str) -> Speech:
+    form = parse_form(data, content_type)
+    if "file" not in form.files:
+        raise invalid("file", "is not set; send a WAV file")
+    for name, neutral in UNSERVED.items():
+        if name in form.values and form.value(name) not in neutral:
+            raise invalid(name, f"is {form.value(name)!r:.80}; this server does not support it: leave it unset")
+    answer = form.value("response_format") or "json"
+    if answer not in FORMATS:
+        raise invalid("response_format", f"is {answer!r:.40}; must be one of {', '.join(FORMATS)} (no timestamps)")
+    audio = pb.Audio(data=form.files["file"], language=form.value("language") or "", task=task)
+    request = pb.GenerateRequest(
+        model=form.value("model") or "",
+        prompt=pb.Prompt(audio=audio),
+        sampling=types.SamplingParams(temperature=_temperature(form)),
+        output=pb.OutputParams(token_ids=False),
+    )
+    ignored = tuple(sorted(name for name in {*form.values, *form.files} if name not in (*SERVED, *UNSERVED)))
+    return Speech(request, answer == "text", ignored)
+
+
+def _temperature(form: Form) -> float:
+    value = form.value("temperature")
+    try:
+        return float(value or 0)
+    except ValueError:
+        raise invalid("temperature", f"is {value!r:.40}; must be a number from 0 to 2") from None
+
+
+async def _text_of(events: AsyncIterator[pb.GenerateResponse]) -> tuple[str, dict[str, Any]]:
+    """The whole text of the only sample, and its usage."""
+    parts: list[str] = []
+    usage: dict[str, Any] = {}
+    async with aclosing(events):  # type: ignore[type-var]
+        async for event in events:
+            if event.HasField("chunk"):
+                parts.append(event.chunk.text)
+            if event.HasField("finished"):
+                usage = _usage_of(event.finished)
+    return "".join(parts).strip(), usage
+
+
+def _usage_of(finished: pb.Finished) -> dict[str, Any]:
+    if finished.reason in (types.FINISH_REASON_ERROR, types.FINISH_REASON_ABORTED):
+        raise QuireError(f"the request ended early: {finished.message}")
+    given, made = finished.usage.prompt_tokens, finished.usage.output_tokens
+    return {"type": "tokens", "input_tokens": given, "output_tokens": made, "total_tokens": given + made}
