@@ -26,7 +26,7 @@ from gateway_svc.replicas import REQUEST_TOKENS
 from gateway_svc.scheduler_request import SchedulerRequest
 from gateway_svc.text.bundle import BundleError
 from gateway_svc.text.chat_format import DETECTED, ParserNames
-from gateway_svc.wire import ProtocolError, error_from_refusal, tokens_from_deltas, u32_from_bytes
+from gateway_svc.wire import ProtocolError, error_from_refusal, pooled_from_deltas, tokens_from_deltas, u32_from_bytes
 from svc_common.channels import MAX_BUNDLE_BYTES, ReceiveError, read_bundle
 from svc_common.errors import InvalidRequestError, QuireError, UnavailableError, error_from_code
 from svc_common.inspection import answer_timeout_s
@@ -327,6 +327,10 @@ class SchedulerClient:
                 request = requests.get(handle)
                 if request is not None:  # else the request was withdrawn before this message arrived
                     request.on_token(sample_index, offset, token_id)
+        if deltas.pooled_handles:
+            for handle, numbers in pooled_from_deltas(deltas):
+                if (request := requests.get(handle)) is not None:
+                    request.on_pooled(numbers)
         for finish in deltas.finished:
             request = requests.get(finish.handle)
             if request is None:

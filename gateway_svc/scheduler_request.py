@@ -85,6 +85,7 @@ class SchedulerRequest:
         for index, sample in enumerate(self.samples):
             if finished[index]:
                 sample.finish = pb.SampleFinished(sample_index=index)
+        self.pooled: array[float] | None = None  # the numbers of a pooled request
         self.handle: int | None = None  # while a scheduler has the request
         self.is_resumed = resumes  # a stream was lost: the next Submit takes over from it and may wait for a scheduler
         self._submit = submit
@@ -279,6 +280,11 @@ class SchedulerRequest:
             self.wake()
         else:
             self._pacer.wake(self)
+
+    def on_pooled(self, numbers: array[float]) -> None:
+        """The numbers of a pooled request. Its end follows."""
+        if self.pooled is None:
+            self.pooled = numbers
 
     def on_finished(self, finish: pb.SampleFinished) -> None:
         if finish.sample_index >= len(self.samples):

@@ -8,6 +8,7 @@ import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import grpc
@@ -28,6 +29,7 @@ from gateway_svc.metrics import GatewayMetrics
 from gateway_svc.models import ServedModel
 from gateway_svc.open_stream import OpenStream
 from gateway_svc.pacing import WakePacer
+from gateway_svc.pooling.calls import PooledCalls
 from gateway_svc.prefix_hints import PrefixHints
 from gateway_svc.prompts import RETRY_FULL_S, PromptReader, detokenize
 from gateway_svc.records.recorder import Recorder, Recording
@@ -117,6 +119,10 @@ class InferenceServicer(InferenceServiceServicer):
         self._streams: dict[str, OpenStream] = {}
         self._is_draining = False
         self._all_closed = asyncio.Event()
+        self._pooled = PooledCalls(
+            directory, dispatcher, prompts, self._metrics, self._limits, partial(self._open_stream, kind="emb"),
+            self._cache_salt, min_priority,
+        )  # fmt: skip
 
     @property
     def num_streams(self) -> int:
@@ -214,8 +220,12 @@ class InferenceServicer(InferenceServiceServicer):
         model = self._directory.find(request.model, request.continuation.revision, request.adapter)
         note(model=model.name)
         self._limits.check(current_caller.get().owner, model.name, request.scheduling.priority)
+        resumes = request.HasField("continuation")
         with (
-            self._open_stream(request) as (request_id, stream),
+            self._open_stream(request.request_id, request.ByteSize(), resumes=resumes) as (
+                request_id,
+                stream,
+            ),
             self._metrics.request(stream.scoped_id, model.name) as meter,
         ):
             current_request_id.set(stream.scoped_id)
@@ -225,7 +235,6 @@ class InferenceServicer(InferenceServiceServicer):
                 trace.note_meter(stream.scoped_id, meter)
             validation.check_prompt_size(request, model)
             plan = await self._plan(request, model, request_id, grammar, resumed)
-            resumes = request.HasField("continuation")
             generation, scheduler_request = await self._prepare(
                 plan, stream.scoped_id, resumes=resumes, deadline=deadline
             )
@@ -309,16 +318,16 @@ class InferenceServicer(InferenceServiceServicer):
             request_id=request_id,
             drawn_seed=secrets.randbits(64),
             grammar=grammar,
-            cache_salt=self._cache_salt(request),
+            cache_salt=self._cache_salt(request.scheduling),
         )
         if resumed is None:
             return plan
         num_prompt_logprobs = len(plan.prompt_ids) if any(resumed.sent) else 0
         return replace(plan, replay=resumed.replay, num_prompt_logprobs=num_prompt_logprobs)
 
-    def _cache_salt(self, request: pb.GenerateRequest) -> str:
+    def _cache_salt(self, scheduling: pb.SchedulingParams) -> str:
         """A record keeps the salt of the request, so a resumed request gets the same salt again."""
-        salt = request.scheduling.cache_salt
+        salt = scheduling.cache_salt
         return tenant_salt(current_caller.get().owner, salt) if self._isolates_tenants else salt
 
     async def _prepare(
@@ -345,13 +354,14 @@ class InferenceServicer(InferenceServiceServicer):
         return generation, scheduler_request
 
     @contextmanager
-    def _open_stream(self, request: pb.GenerateRequest) -> Iterator[tuple[str, OpenStream]]:
+    def _open_stream(
+        self, request_id: str, num_bytes: int, *, resumes: bool = False, kind: str = "gen"
+    ) -> Iterator[tuple[str, OpenStream]]:
         """Count the request among the open streams. Raises if the gateway drains or is full, or the id is in use."""
-        num_bytes = request.ByteSize()
         self._check_room(num_bytes)
-        request_id = request.request_id or f"gen-{secrets.token_hex(12)}"
+        request_id = request_id or f"{kind}-{secrets.token_hex(12)}"
         scoped_id = scoped(request_id)
-        self._end_former(request, scoped_id)
+        self._end_former(request_id, scoped_id, resumes=resumes)
         stream = self._streams[scoped_id] = OpenStream(scoped_id, num_bytes)
         self._num_request_bytes += num_bytes
         try:
@@ -386,13 +396,12 @@ class InferenceServicer(InferenceServiceServicer):
                 retry_after_s=RETRY_FULL_S,
             )
 
-    def _end_former(self, request: pb.GenerateRequest, scoped_id: str) -> None:
+    def _end_former(self, request_id: str, scoped_id: str, *, resumes: bool) -> None:
         """End the former stream of a request that its client resumes. It may still be open on this gateway."""
         former = self._streams.get(scoped_id)
         if former is None:
             return
-        request_id = request.request_id
-        if not request.HasField("continuation"):
+        if not resumes:
             words = f"request_id {request_id!r} is in use on this gateway; choose another or wait for that request"
             raise AlreadyExistsError(words, field="request_id")
         log.info("request %s was resumed in another stream", request_id)
@@ -441,6 +450,21 @@ class InferenceServicer(InferenceServiceServicer):
         """End all open streams with UNAVAILABLE."""
         for stream in list(self._streams.values()):
             stream.end(UnavailableError("this gateway is shutting down; resume on another gateway"))
+
+    # -- embeddings and scores ----------------------------------------------------------------------------------------
+
+    async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
+        """One vector per input."""
+        return await self._pooled.embed(request, _deadline(context))
+
+    async def Score(self, request: pb.ScoreRequest, context: Context) -> pb.ScoreResponse:
+        """One score per pair of texts."""
+        return await self._pooled.score(request, _deadline(context))
+
+    @property
+    def pooled(self) -> PooledCalls:
+        """Embed and Score without a gRPC context, for HTTP."""
+        return self._pooled
 
     # -- text ---------------------------------------------------------------------------------------------------------
 

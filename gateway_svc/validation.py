@@ -179,19 +179,19 @@ def check_detokenize(ids: Sequence[int]) -> None:
         raise invalid("ids", f"has {len(ids)} ids; Detokenize accepts at most {MAX_DETOKENIZE_IDS}: send them in parts")
 
 
-def check_prompt(prompt: pb.Prompt) -> None:
+def check_prompt(prompt: pb.Prompt, field: str = "prompt") -> None:
     """Check the form of an input: one kind, not empty, known roles."""
     kind = prompt.WhichOneof("kind")
     if kind is None:
-        raise invalid("prompt", "is not set; send prompt.text, tokens, chat, embeddings or audio")
+        raise invalid(field, "is not set; send prompt.text, tokens, chat, embeddings or audio")
     if kind == "text" and not prompt.text:
-        raise invalid("prompt.text", "is empty; send at least one character")
+        raise invalid(f"{field}.text", "is empty; send at least one character")
     if kind == "tokens" and not prompt.tokens.ids:
-        raise invalid("prompt.tokens.ids", "is empty; send at least one token id")
+        raise invalid(f"{field}.tokens.ids", "is empty; send at least one token id")
     if kind == "embeddings" and not prompt.embeddings:
-        raise invalid("prompt.embeddings", "is empty; send a file in the safetensors format")
+        raise invalid(f"{field}.embeddings", "is empty; send a file in the safetensors format")
     if kind == "audio" and not prompt.audio.data:
-        raise invalid("prompt.audio.data", "is empty; send a WAV file, or samples with format PCM_F32")
+        raise invalid(f"{field}.audio.data", "is empty; send a WAV file, or samples with format PCM_F32")
     if kind == "chat":
         check_chat(prompt.chat)
 
@@ -224,7 +224,7 @@ def plan_generation(
         if request.HasField("truncate_prompt_tokens"):
             prompt_ids = prompt_ids[-request.truncate_prompt_tokens :]
         check_token_ids("prompt", prompt_ids, model)
-    _check_determinism(request.scheduling.determinism, model)
+    check_determinism(request.scheduling.determinism, model)
     start = decoder_start(request.prompt, model)
     if start is None:
         max_tokens = resolve_max_tokens(request.stop, len(prompt_ids), model)
@@ -336,7 +336,8 @@ def _check_id(field: str, request_id: str) -> None:
         raise invalid(field, f"is {shown!r}; must be 1 to 64 characters of A-Z a-z 0-9 . _ : -")
 
 
-def _check_determinism(asked: int, model: ServedModel) -> None:
+def check_determinism(asked: int, model: ServedModel) -> None:
+    """Refuse EXACT for a model whose workers run BEST_EFFORT."""
     if asked == types.DETERMINISM_EXACT and model.info.determinism != types.DETERMINISM_EXACT:
         raise invalid(
             "scheduling.determinism",

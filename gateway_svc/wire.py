@@ -113,3 +113,21 @@ def error_from_refusal(refusal: pb.Refusal) -> QuireError:
     """A scheduler's refusal as an error with the same code, field and retry delay."""
     retry_after_s = refusal.retry_after_ms / 1000 if refusal.retry_after_ms else None
     return error_from_code(refusal.code, refusal.message, field=refusal.field, retry_after_s=retry_after_s)
+
+
+def pooled_from_deltas(deltas: pb.Deltas) -> Iterator[tuple[int, array[float]]]:
+    """Handles of pooled requests and their numbers. Raises ProtocolError if the columns disagree."""
+    handles, lens = u32_from_bytes(deltas.pooled_handles), u32_from_bytes(deltas.pooled_lens)
+    if len(handles) != len(lens) or 4 * sum(lens) != len(deltas.pooled_values):
+        raise ProtocolError(
+            f"Deltas have {len(handles)} pooled_handles, {len(lens)} pooled_lens and {len(deltas.pooled_values)} bytes "
+            "of pooled_values"
+        )
+    values = array("f")
+    values.frombytes(deltas.pooled_values)
+    if sys.byteorder == "big":
+        values.byteswap()
+    start = 0
+    for handle, count in zip(handles, lens, strict=True):
+        yield handle, values[start : start + count]
+        start += count

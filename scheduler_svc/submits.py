@@ -33,6 +33,7 @@ from scheduler_svc.columns import U32, WireError, u32_from_bytes, u32_to_bytes
 from scheduler_svc.core.sequence import SequenceGroup
 from scheduler_svc.encoders import check_encoder
 from scheduler_svc.inputs import check_inputs, check_vocab
+from scheduler_svc.pooled_wire import pooling_of
 from svc_common.errors import InvalidRequestError, UnimplementedError
 from svc_common.tracing import valid_traceparent
 
@@ -80,6 +81,7 @@ class SubmitReader:
         outputs, finished = _continuation(submit.continuation, given.n, given.stop.max_tokens, self._vocab_size)
         if given.beams is not None:  # the search starts again: the client does not have all beams
             outputs, finished = (), frozenset()
+        pooling = pooling_of(submit, self._info)
         return SequenceGroup(
             request_id=submit.request_id,
             prompt=prompt,
@@ -94,7 +96,7 @@ class SubmitReader:
             banned_ids=given.banned_ids,
             banned_before=given.stop.min_tokens,
             bad_words_ids=given.bad_words_ids,
-            num_encoder_tokens=num_encoder_tokens,
+            num_encoder_tokens=len(prompt) if self._info.is_encoder else num_encoder_tokens,
             encoder=submit.encoder if num_encoder_tokens else None,
             inputs=submit.inputs,
             num_input_bytes=num_input_bytes,
@@ -107,6 +109,7 @@ class SubmitReader:
             timeout_s=submit.deadline_ms / 1000 if submit.HasField("deadline_ms") else None,
             logprobs=_num_logprobs(submit, "logprobs", self._info),
             prompt_logprobs=_num_prompt_logprobs(submit, self._info),
+            pooling=pooling,
             num_prompt_logprobs=max(1, submit.continuation.num_prompt_logprobs),
             traceparent=valid_traceparent(submit.traceparent) if submit.traceparent else "",
         )

@@ -11,8 +11,10 @@ from quire.v1 import types_pb2
 from scheduler_svc.columns import u32_to_bytes
 from scheduler_svc.core.logprobs import LogprobColumns, concat_columns, concat_prompts, no_logprobs
 from scheduler_svc.core.messages import Deltas, Finished
+from scheduler_svc.core.pooled import concat_pooled
 from scheduler_svc.core.sequence import FinishReason, SequenceGroup
 from scheduler_svc.logprob_wire import columns_to_proto
+from scheduler_svc.pooled_wire import pooled_to_proto
 from svc_common.errors import QuireError
 
 REASON_TO_PROTO = {
@@ -63,6 +65,8 @@ def deltas_to_proto(parts: Sequence[Deltas]) -> scheduler_pb2.Deltas:
         message.prompt_handles = u32_to_bytes(deltas.prompt.handles)
         message.prompt_positions = u32_to_bytes(deltas.prompt.positions)
         message.prompt_logprobs.CopyFrom(columns_to_proto(deltas.prompt.columns))
+    if deltas.pooled is not None:
+        pooled_to_proto(deltas.pooled, message)
     return message
 
 
@@ -77,6 +81,7 @@ def merge_deltas(parts: Sequence[Deltas]) -> Deltas:
         finished=[finished for part in parts for finished in part.finished],
         logprobs=_merge_logprobs(parts),
         prompt=concat_prompts([part.prompt for part in parts if part.prompt is not None]),
+        pooled=concat_pooled([part.pooled for part in parts if part.pooled is not None]),
     )
 
 
@@ -107,6 +112,10 @@ def _of_owner(deltas: Deltas, owner: int) -> Deltas:
     if prompt is not None:
         is_mine = prompt.owners == owner
         prompt = prompt.select(is_mine) if is_mine.any() else None
+    pooled = deltas.pooled
+    if pooled is not None:
+        is_mine = pooled.owners == owner
+        pooled = pooled.select(is_mine) if is_mine.any() else None
     return Deltas(
         owners=deltas.owners[mine],
         handles=deltas.handles[mine],
@@ -116,12 +125,13 @@ def _of_owner(deltas: Deltas, owner: int) -> Deltas:
         finished=[finished for finished in deltas.finished if finished.group.owner == owner],
         logprobs=None if deltas.logprobs is None else deltas.logprobs.select(mine),
         prompt=prompt,
+        pooled=pooled,
     )
 
 
 def _num_prompt_tokens(group: SequenceGroup) -> int:
     """Tokens of the prompt. That of an encoder-decoder model is the encoder input: no padding, no decoder prompt."""
-    return group.encoder.num_tokens if group.num_encoder_tokens else len(group.prompt)
+    return group.encoder.num_tokens if group.encoder is not None else len(group.prompt)
 
 
 def _finished_to_proto(finished: Finished) -> scheduler_pb2.SampleFinished:

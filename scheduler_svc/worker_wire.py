@@ -26,6 +26,7 @@ from scheduler_svc.core.messages import (
     WorkerCapacity,
 )
 from scheduler_svc.logprob_wire import columns_from_proto, prompt_from_proto
+from scheduler_svc.pooled_wire import pooled_from_proto
 from scheduler_svc.seals import SEAL_BYTES, BlockKeys, LeaseIds
 from svc_common.errors import InvalidRequestError
 
@@ -93,6 +94,7 @@ def _row_open_to_proto(row_open: RowOpen) -> worker_pb2.RowOpen:
         bad_words_ids=row_open.group.bad_words_ids,
         logprobs=row_open.group.logprobs,
         prompt_logprobs=row_open.prompt_logprobs,
+        pooling=None if row_open.group.pooling is None else row_open.group.pooling.message,
         inputs=row_open.inputs,
         encoder=row_open.group.encoder,
         adapter=row_open.group.adapter,
@@ -125,7 +127,7 @@ def step_output_from_proto(
         logprobs = None if logprobs is None else logprobs.select(is_valid)
     return StepOutput(
         worker_id, step_id, rows, token_ids, failures, *_candidates(message, vocab_size),
-        logprobs=logprobs, prompt_logprobs=prompt_logprobs,
+        logprobs=logprobs, prompt_logprobs=prompt_logprobs, pooled=pooled_from_proto(message),
     )  # fmt: skip
 
 

@@ -28,6 +28,7 @@ from request_fields.fields import BY_PATH, FIELDS, Field, Kind, Side
 from svc_common.config import allowed_values, environment_name, make_parser, settings_of
 from svc_common.metrics import COMMON, PREFIX, Spec
 from worker_svc.engine.encoder_decoder import CROSS_ATTENTION, ENCODER_DECODERS
+from worker_svc.engine.encoder_families import ENCODERS
 from worker_svc.engine.families import ARCHITECTURES
 from worker_svc.engine.features import FEATURES, OF_BACKEND, features_of
 from worker_svc.engine.quantization_config import FORMATS
@@ -192,6 +193,9 @@ def architecture_rows() -> Iterator[list[str]]:
     for name, family in ENCODER_DECODERS.items():
         served = (_served(backend, {CROSS_ATTENTION}, set()) for backend in OF_BACKEND)
         yield [f"`{name}`", family.models, FEATURES[CROSS_ATTENTION], *served]
+    for name, family in ENCODERS.items():
+        served = (_served(backend, {"encoder"}, set()) for backend in OF_BACKEND)
+        yield [f"`{name}Model`", family.models, FEATURES["encoder"], *served]
 
 
 def quantization_rows() -> Iterator[list[str]]:

@@ -102,6 +102,11 @@ class TakenOverError(QuireError):
     http_status = 409
 
 
+class AbortedError(QuireError):
+    code = grpc.StatusCode.ABORTED
+    http_status = 409
+
+
 class UnauthenticatedError(QuireError):
     code = grpc.StatusCode.UNAUTHENTICATED
     http_status = 401

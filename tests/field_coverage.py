@@ -16,8 +16,33 @@ SPEECH = "tests/processes/test_speech.py::"
 RESUME = "tests/processes/test_resume.py::"
 
 ADAPTERS = "tests/processes/test_adapters.py::test_loading_unloading_and_refusals"
+EMBED = "tests/processes/test_embeddings.py::"
+POOLING = EMBED + "test_a_request_can_change_how_texts_are_pooled"
+ANSWERS = EMBED + "test_answers_of_a_causal_reranker_are_scores"
+REFUSALS = EMBED + "test_a_decoder_without_configuration_scores_nothing"
+HTTP_BODIES = EMBED + "test_every_field_of_an_http_body_has_an_effect"
+
+# Endpoints whose fields one test of their own covers: the model of the other fields computes no scores.
+OWN_ENDPOINTS: Mapping[str, str] = dict.fromkeys(("/v1/embeddings", "/v1/score", "/v1/rerank"), HTTP_BODIES)
 
 OWN_TESTS: Mapping[str, str] = {
+    "EmbedRequest.request_id": POOLING,
+    "EmbedRequest.model": POOLING,
+    "EmbedRequest.inputs": EMBED + "test_embeddings_equal_those_of_sentence_transformers",
+    "EmbedRequest.pooling": POOLING,
+    "EmbedRequest.normalize": POOLING,
+    "EmbedRequest.dimensions": POOLING,
+    "EmbedRequest.prompt_name": POOLING,
+    "EmbedRequest.truncate": POOLING,
+    "EmbedRequest.scheduling": REFUSALS,
+    "ScoreRequest.request_id": ANSWERS,
+    "ScoreRequest.model": ANSWERS,
+    "ScoreRequest.pairs": EMBED + "test_scores_equal_those_of_cross_encoders",
+    "ScoreRequest.instruction": ANSWERS,
+    "ScoreRequest.truncate": EMBED + "test_scores_equal_those_of_cross_encoders",
+    "ScoreRequest.scheduling": REFUSALS,
+    "TextPair.query": EMBED + "test_scores_equal_those_of_cross_encoders",
+    "TextPair.document": EMBED + "test_scores_equal_those_of_cross_encoders",
     "GenerateRequest.request_id": FIELDS + "test_a_request_id_and_a_seed_are_in_the_answer",
     "GenerateRequest.resumable": FIELDS + "test_a_resumable_request_has_a_record",
     "SchedulingParams.priority": FIELDS + "test_priority_and_tenant_order_the_queue",

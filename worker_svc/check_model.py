@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from worker_svc.engine.encoder_decoder import is_encoder_decoder, parse_encoder_decoder
+from worker_svc.engine.encoder_families import check_encoder, encoder_of
 from worker_svc.engine.families import architecture_of
 from worker_svc.engine.model_folder import CheckpointError, check_weight_files, decoder_config, read_object
 from worker_svc.engine.quantization_config import QuantizationConfig, quantization_of
@@ -27,6 +28,9 @@ def check_config(folder: Path) -> QuantizationConfig | None:
         parse_encoder_decoder(config)
         return None
     config = decoder_config(config)
+    if encoder_of(config) is not None:
+        check_encoder(config)
+        return None
     return quantization_of(config, architecture_of(config))
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
-from quire.internal.v1 import encoder_pb2, inputs_pb2, logprobs_pb2, scheduler_pb2, worker_pb2
+from quire.internal.v1 import encoder_pb2, inputs_pb2, logprobs_pb2, pooling_pb2, scheduler_pb2, worker_pb2
 from quire.v1 import types_pb2
 
 from request_fields import checks
@@ -26,6 +26,9 @@ from worker_svc.engine.batch import (
     CarriedInput,
     EncoderInput,
     LogprobColumns,
+    Pooling,
+    PoolingKind,
+    PoolingTask,
     RowError,
     RowErrorCode,
     RowOpen,
@@ -33,7 +36,7 @@ from worker_svc.engine.batch import (
     StepOutput,
     TokenRules,
 )
-from worker_svc.engine.config import EncoderInfo, EngineInfo
+from worker_svc.engine.config import EncoderInfo, EngineInfo, PoolingInfo
 from worker_svc.seals import TAG_BYTES, Seals
 
 HASH_BYTES = 16
@@ -50,6 +53,17 @@ INPUT_DTYPES = {
     inputs_pb2.INPUT_DTYPE_FLOAT16: "float16",
     inputs_pb2.INPUT_DTYPE_INT16: "int16",
 }
+POOLING_TASKS: dict[int, PoolingTask] = {
+    pooling_pb2.POOLING_TASK_VECTOR: PoolingTask.VECTOR,
+    pooling_pb2.POOLING_TASK_LOGITS: PoolingTask.LOGITS,
+    pooling_pb2.POOLING_TASK_CLASSES: PoolingTask.CLASSES,
+}
+POOLING_KINDS: dict[int, PoolingKind] = {
+    types_pb2.POOLING_KIND_LAST: PoolingKind.LAST,
+    types_pb2.POOLING_KIND_MEAN: PoolingKind.MEAN,
+    types_pb2.POOLING_KIND_CLS: PoolingKind.CLS,
+}
+KIND_NUMBERS = {kind: types_pb2.PoolingKind.ValueType(number) for number, kind in POOLING_KINDS.items()}
 DETERMINISM = {"exact": types_pb2.DETERMINISM_EXACT, "best_effort": types_pb2.DETERMINISM_BEST_EFFORT}
 
 
@@ -175,6 +189,7 @@ def _row_open_from_proto(field: str, row_open: worker_pb2.RowOpen) -> RowOpen:
         prompt_logprobs=row_open.prompt_logprobs if row_open.HasField("prompt_logprobs") else None,
         num_candidates=row_open.num_candidates,
         adapter=_adapter_digest(field, row_open.adapter),
+        pooling=_pooling_of(field, row_open),
         inputs=tuple(map(_input_from_proto, row_open.inputs)),
         encoder=_encoder_from_proto(row_open.encoder) if row_open.HasField("encoder") else None,
     )
@@ -207,6 +222,24 @@ def _adapter_digest(field: str, digest: bytes) -> bytes:
     if digest and len(digest) != HASH_BYTES:
         raise _invalid(f"{field}.adapter", f"is {len(digest)} bytes, expected {HASH_BYTES} or none")
     return digest
+
+
+def _pooling_of(field: str, row_open: worker_pb2.RowOpen) -> Pooling | None:
+    if not row_open.HasField("pooling"):
+        return None
+    given = row_open.pooling
+    if given.task not in POOLING_TASKS:
+        raise _invalid(f"{field}.pooling.task", f"is {given.task}, expected one of {list(POOLING_TASKS)}")
+    if given.task == pooling_pb2.POOLING_TASK_VECTOR and given.kind not in POOLING_KINDS:
+        raise _invalid(f"{field}.pooling.kind", f"is {given.kind}, expected one of {list(POOLING_KINDS)}")
+    return Pooling(
+        task=POOLING_TASKS[given.task],
+        kind=POOLING_KINDS.get(given.kind, PoolingKind.LAST),
+        normalize=given.normalize,
+        dimensions=given.dimensions,
+        token_ids=np.array(given.token_ids, np.uint32),
+        second_text=given.second_text,
+    )
 
 
 def _rules_from_proto(row_open: worker_pb2.RowOpen) -> TokenRules:
@@ -252,6 +285,10 @@ def step_output_to_proto(output: StepOutput, *, worker_epoch: int, queue_us: int
         message.prompt_rows = u32_to_bytes(output.prompt_logprobs.rows)
         message.prompt_positions = u32_to_bytes(output.prompt_logprobs.positions)
         message.prompt_logprobs.CopyFrom(_logprobs_to_proto(output.prompt_logprobs.columns))
+    if output.pooled is not None:
+        message.pooled_rows = u32_to_bytes(output.pooled.rows)
+        message.pooled_lens = u32_to_bytes(output.pooled.lens)
+        message.pooled_values = output.pooled.values.astype("<f4", copy=False).tobytes()
     return message
 
 
@@ -300,6 +337,8 @@ def model_info_to_proto(info: EngineInfo, bundle_digest: bytes) -> types_pb2.Mod
         quantization=info.quantize or "",
         numerics=info.numerics,
         kv_cache_dtype="" if info.kv_cache_dtype == "auto" else info.kv_cache_dtype,
+        pooling=_pooling_info_to_proto(info.pooling),
+        is_encoder=info.is_encoder,
         build=info.build,
         hidden_size=info.hidden_size,
         attention_window=info.attention_window or 0,
@@ -329,6 +368,22 @@ def encoder_info_to_proto(info: EncoderInfo) -> types_pb2.EncoderInfo:
             )
         )
     return message
+
+
+def _pooling_info_to_proto(info: PoolingInfo | None) -> types_pb2.PoolingInfo | None:
+    if info is None:
+        return None
+    return types_pb2.PoolingInfo(
+        kind=KIND_NUMBERS[info.kind],
+        normalize=info.normalize,
+        dimensions=info.dimensions,
+        max_length=info.max_length,
+        num_classes=info.num_classes,
+        answer_token_ids=info.answer_token_ids,
+        has_sigmoid=info.has_sigmoid,
+        generates=info.generates,
+        embeds=info.embeds,
+    )
 
 
 def capacity_to_proto(info: EngineInfo, *, bundle_digest: bytes, pipeline_depth: int) -> scheduler_pb2.WorkerCapacity:

@@ -10,12 +10,14 @@ from quire.v1 import types_pb2
 from quire_client.types import (
     AbortResult,
     AdapterStatus,
+    EmbedResult,
     FinishReason,
     LatencyHistogram,
     ModelInfo,
     OpenRequest,
     Sample,
     SchedulerStatus,
+    ScoreResult,
     Status,
     TokenizeResult,
     TokenLogprob,
@@ -93,6 +95,17 @@ def usage(message: types_pb2.Usage) -> Usage:
         reasoning_tokens=message.reasoning_tokens,
         discarded_tokens=message.discarded_tokens,
     )
+
+
+def embed_result(response: pb.EmbedResponse) -> EmbedResult:
+    vectors = tuple(tuple(item.values) for item in response.embeddings)
+    counts = tuple(item.prompt_tokens for item in response.embeddings)
+    return EmbedResult(vectors, counts, response.model, response.revision, response.request_id)
+
+
+def score_result(response: pb.ScoreResponse) -> ScoreResult:
+    scores, counts = tuple(response.scores), tuple(response.prompt_tokens)
+    return ScoreResult(scores, counts, response.model, response.revision, response.request_id)
 
 
 def tokenize_result(response: pb.TokenizeResponse) -> TokenizeResult:

@@ -119,8 +119,8 @@ def generate_request(
     check_options(options)
     request = pb.GenerateRequest()
     request.prompt.CopyFrom(prompt_message(prompt, token_ids, messages, options))
-    _assign(request, "model", options)
-    _assign(request, "request_id", options)
+    assign(request, "model", options)
+    assign(request, "request_id", options)
     if messages is not None:
         request.output.parse_chat = True
     for field in FIELDS:
@@ -141,17 +141,17 @@ def _set_field(message: ProtoMessage, field: Field, options: Mapping[str, Any]) 
     elif field.name == "json_schema" and isinstance(value, Mapping):
         setattr(message, field.name, _schema_text(value))
     else:
-        _assign(message, field.name, options, field.option)
+        assign(message, field.name, options, field.option)
 
 
 def resume_request(request_id: str, after: int | Mapping[int, int]) -> pb.ResumeRequest:
     """A ResumeRequest. Raises InvalidRequest for a value of the wrong type."""
     request = pb.ResumeRequest()
-    _assign(request, "request_id", {"request_id": request_id})
+    assign(request, "request_id", {"request_id": request_id})
     for index, num_tokens in ({0: after} if isinstance(after, int) else after).items():
         position = request.after.add()
-        _assign(position, "index", {"after": index}, "after")
-        _assign(position, "num_tokens", {"after": num_tokens}, "after")
+        assign(position, "index", {"after": index}, "after")
+        assign(position, "num_tokens", {"after": num_tokens}, "after")
     return request
 
 
@@ -189,7 +189,7 @@ def prompt_message(
     elif isinstance(prompt, Audio):
         _set_audio(request.audio, prompt)
     else:
-        _assign(request, "text", {"prompt": prompt}, "prompt")
+        assign(request, "text", {"prompt": prompt}, "prompt")
     return request
 
 
@@ -240,7 +240,7 @@ def _enum_number(option: str, value: Any) -> int:
     return values[value]
 
 
-def _assign(message: ProtoMessage, name: str, options: Mapping[str, Any], option: str = "") -> None:
+def assign(message: ProtoMessage, name: str, options: Mapping[str, Any], option: str = "") -> None:
     """Set a scalar field if the option is set. protobuf rejects values outside the field's type (-1, a str, ...)."""
     option = option or name
     value = options.get(option)

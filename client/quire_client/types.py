@@ -217,6 +217,28 @@ class GenerateResult(Result):
 
 
 @dataclass(frozen=True, slots=True)
+class EmbedResult(Result):
+    """Embeddings of several inputs, in order."""
+
+    embeddings: tuple[tuple[float, ...], ...]
+    prompt_tokens: tuple[int, ...]  # of each input
+    model: str
+    revision: str
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreResult(Result):
+    """Scores of pairs of texts, in order. A higher score is a better match."""
+
+    scores: tuple[float, ...]
+    prompt_tokens: tuple[int, ...]  # of each pair
+    model: str
+    revision: str
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class TokenizeResult(Result):
     """Token ids of a prompt, and the model's limit for prompt + output."""
 

@@ -30,6 +30,7 @@ from svc_common.errors import InvalidRequestError
 COMPLETION_MAX_TOKENS = 16  # default max_tokens of /v1/completions, as in OpenAI's API
 LOGPROBS = BodyField("logprobs", "output.logprobs")
 MAX_TIMEOUT_S = 86400
+MAX_INPUTS = 2048
 MAX_PROMPTS = 1024  # number of prompts in one body
 MAX_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 MAX_IGNORED_SHOWN = 32
@@ -114,13 +115,13 @@ def tokenize_request(data: bytes) -> tuple[pb.TokenizeRequest, list[str]]:
     """Parse a body of /tokenize. Also returns the names of ignored fields. Raises InvalidRequestError."""
     body = body_of(data)
     request = pb.TokenizeRequest(
-        model=_model_of(body),
+        model=model_name(body),
         add_special_tokens=flag(body, "add_special_tokens", default=True),
         token_strings=flag(body, "return_token_strs", default=False),
     )
     ignored: list[str] = []
     if body.get("messages") is None:
-        request.prompt.text = _string("prompt", body.get("prompt"))
+        request.prompt.text = text_value("prompt", body.get("prompt"))
     else:
         chat, ignored = chat_of(body)
         request.prompt.chat.CopyFrom(chat)
@@ -133,7 +134,7 @@ def detokenize_request(data: bytes) -> tuple[pb.DetokenizeRequest, list[str]]:
     tokens = body.get("tokens")
     if not isinstance(tokens, list):
         raise invalid("tokens", f"is {shown(tokens)}; must be a list of token ids")
-    request = pb.DetokenizeRequest(model=_model_of(body), ids=token_ids("tokens", tokens))
+    request = pb.DetokenizeRequest(model=model_name(body), ids=token_ids("tokens", tokens))
     return request, ignored_names(fields.DETOKENIZE, body)
 
 
@@ -150,7 +151,7 @@ def _generation(
     *,
     ignored: Sequence[str] = (),
 ) -> Generation:
-    request = pb.GenerateRequest(model=_model_of(body))
+    request = pb.GenerateRequest(model=model_name(body))
     set_parameters(rows, body, request)
     names = set_grammar(body, request)
     _set_beam_search(body, request)
@@ -238,12 +239,14 @@ def _timeout_of(body: Mapping[str, Any]) -> float | None:
     return float(value)
 
 
-def _model_of(body: Mapping[str, Any]) -> str:
+def model_name(body: Mapping[str, Any]) -> str:
+    """The model of a body; empty: the only one."""
     model = body.get("model")
-    return "" if model is None else _string("model", model)
+    return "" if model is None else text_value("model", model)
 
 
-def _string(name: str, value: Any) -> str:
+def text_value(name: str, value: Any) -> str:
+    """The value of a field, which must be a string."""
     if not isinstance(value, str):
         raise invalid(name, f"is {shown(value)}; must be a string")
     return value
@@ -267,22 +270,27 @@ def _completion_prompts(body: Mapping[str, Any]) -> list[pb.Prompt]:
 
 def _embeddings_prompt(value: Any) -> pb.Prompt:
     try:
-        return pb.Prompt(embeddings=base64.b64decode(_string("prompt_embeds", value), validate=True))
+        return pb.Prompt(embeddings=base64.b64decode(text_value("prompt_embeds", value), validate=True))
     except ValueError as error:
         raise invalid("prompt_embeds", f"is not base64: {error}") from None
 
 
-def _prompts_of(prompt: Any) -> list[pb.Prompt]:
+def pooled_inputs(value: Any) -> list[pb.Prompt]:
+    """The `input` of embeddings: as a prompt, with more items."""
+    return _prompts_of(value, "input", MAX_INPUTS)
+
+
+def _prompts_of(prompt: Any, name: str = "prompt", most: int = MAX_PROMPTS) -> list[pb.Prompt]:
     """A string, a list of strings, a list of ids or a list of lists of ids."""
     if isinstance(prompt, str):
         return [pb.Prompt(text=prompt)]
     if not isinstance(prompt, list) or not prompt:
-        raise invalid("prompt", "must be a string, a list of strings, a list of token ids, or a list of such lists")
+        raise invalid(name, "must be a string, a list of strings, a list of token ids, or a list of such lists")
     if not isinstance(prompt[0], str | list):
-        return [_ids_prompt("prompt", prompt)]
-    if len(prompt) > MAX_PROMPTS:
-        raise invalid("prompt", f"has {len(prompt)} prompts; at most {MAX_PROMPTS} are allowed: send them in parts")
-    return [_one_prompt(f"prompt[{i}]", item) for i, item in enumerate(prompt)]
+        return [_ids_prompt(name, prompt)]
+    if len(prompt) > most:
+        raise invalid(name, f"has {len(prompt)} items; at most {most} are allowed: send them in parts")
+    return [_one_prompt(f"{name}[{i}]", item) for i, item in enumerate(prompt)]
 
 
 def _one_prompt(where: str, item: Any) -> pb.Prompt:

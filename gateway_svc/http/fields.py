@@ -208,6 +208,37 @@ TOKENIZE = (
 )
 DETOKENIZE = (MODEL, BodyField("tokens", doc="Token ids."))
 
+POOLED = (
+    MODEL,
+    BodyField("truncate", doc="Cut inputs that are longer than the model accepts. Default false: they are refused."),
+    BodyField("truncate_prompt_tokens", doc="-1 is `truncate`; other numbers are refused."),
+    BodyField("priority", doc="Lower runs first; from -1000 to 1000."),
+    BodyField("user", doc="No effect."),
+)
+EMBEDDINGS = (
+    *POOLED,
+    BodyField("input", doc="A string, a list of strings, a list of token ids, or a list of such lists; at most 2048."),
+    BodyField("encoding_format", doc="`float` (the default) or `base64`: little-endian float32."),
+    BodyField("dimensions", doc="Keep the first numbers of each embedding."),
+    BodyField("pooling", doc="`last`, `mean` or `cls`. Default: the setting of the model."),
+    BodyField("normalize", doc="Scale embeddings to length 1. Default: the setting of the model."),
+    BodyField("prompt_name", doc="Name of a prompt of the model, which precedes each text."),
+)
+SCORE = (
+    *POOLED,
+    BodyField("text_1", doc="A string, or a list of as many strings as `text_2`."),
+    BodyField("text_2", doc="A string or a list of strings; at most 1024."),
+    BodyField("instruction", doc="What makes a document match, for models that take an instruction."),
+)
+RERANK = (
+    *POOLED,
+    BodyField("query", doc="A string."),
+    BodyField("documents", doc="Strings, or objects with `text`; at most 1024."),
+    BodyField("top_n", doc="Return this many documents. Default: all."),
+    BodyField("return_documents", doc="Return the texts too. Default true."),
+    BodyField("instruction", doc="What makes a document match, for models that take an instruction."),
+)
+
 RESPONSES = (
     MODEL,
     BodyField("input", doc="A string, or a list of items: messages, function calls and their outputs, reasoning."),
@@ -241,6 +272,9 @@ ENDPOINTS: Mapping[str, tuple[BodyField, ...]] = {
     "/v1/chat/completions": CHAT,
     "/v1/completions": COMPLETION,
     "/v1/responses": RESPONSES,
+    "/v1/embeddings": EMBEDDINGS,
+    "/v1/score": SCORE,
+    "/v1/rerank": RERANK,
     "/tokenize": TOKENIZE,
     "/detokenize": DETOKENIZE,
 }

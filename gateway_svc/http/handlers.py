@@ -18,7 +18,7 @@ from starlette.types import Scope
 
 from gateway_svc.audit.entry import note, note_request_id
 from gateway_svc.directory import ModelDirectory
-from gateway_svc.http import answers, bodies, openapi
+from gateway_svc.http import answers, bodies, openapi, pooling
 from gateway_svc.http.answers import PromptParts, Shape, StreamAnswer, WholeAnswer, models_of, sse
 from gateway_svc.http.audio import AudioHandlers
 from gateway_svc.http.bodies import Generation
@@ -34,6 +34,7 @@ from svc_common.metrics import quire_version
 log = logging.getLogger(__name__)
 
 DEADLINE_MARGIN_S = 0.5
+EMBED_NAMES = {"inputs": "input"}  # names of fields in a body, for errors
 PARSE_BYTES = 16  # parsing this many bytes of JSON takes as long as tokenizing one byte of text
 
 
@@ -62,6 +63,9 @@ class Handlers:
             Route("/v1/completions", self.completions, methods=["POST"]),
             *self._responses.routes(),
             *self._audio.routes(),
+            Route("/v1/embeddings", self.embeddings, methods=["POST"]),
+            Route("/v1/score", self.score, methods=["POST"]),
+            Route("/v1/rerank", self.rerank, methods=["POST"]),
             Route("/v1/models", self.models, methods=["GET"]),
             Route("/v1/models/{model:path}", self.model, methods=["GET"]),
             Route("/tokenize", self.tokenize, methods=["POST"]),
@@ -81,6 +85,27 @@ class Handlers:
         """Continue one or more prompts."""
         asked = await self._read(request, bodies.completion_generation)
         return await self._generate(request, asked, answers.COMPLETION)
+
+    async def embeddings(self, request: Request) -> Response:
+        """Embed one or more inputs."""
+        request.scope["names"] = EMBED_NAMES
+        asked = await self._read(request, pooling.embeddings_of)
+        reply = await self._servicer.pooled.embed(asked.request)
+        size = 8 * sum(len(item.values) for item in reply.embeddings)
+        answer = await self._prompts.run(size, pooling.embeddings_answer, reply, is_base64=asked.is_base64)
+        return json_reply(answer, asked.ignored)
+
+    async def score(self, request: Request) -> Response:
+        """Score pairs of texts."""
+        asked = await self._read(request, pooling.score_of)
+        reply = await self._servicer.pooled.score(asked.request)
+        return json_reply(pooling.score_answer(reply, int(time.time())), asked.ignored)
+
+    async def rerank(self, request: Request) -> Response:
+        """Sort documents by how well they match a query."""
+        asked = await self._read(request, pooling.rerank_of)
+        reply = await self._servicer.pooled.score(asked.request)
+        return json_reply(pooling.rerank_answer(reply, asked), asked.ignored)
 
     async def models(self, request: Request) -> Response:
         """All models."""

@@ -47,6 +47,15 @@ class BundleError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
+class PoolingText:
+    """What sentence-transformers adds to the texts of a model."""
+
+    prompts: Mapping[str, str] = field(default_factory=dict)  # by name; they precede a text
+    default_prompt: str = ""  # name of the prompt of a request without one; empty: none
+    adds_generation_prompt: bool = False  # in chat templates of pairs
+
+
+@dataclass(frozen=True, slots=True)
 class ModelText:
     """The content of a bundle. `tokenizer` is None for a checkpoint without tokenizer.json."""
 
@@ -54,6 +63,7 @@ class ModelText:
     unserved: tuple[str, ...] = ()  # settings of generation_config.json that are not supported
     special_tokens: Mapping[str, str] = field(default_factory=dict)  # texts of bos_token, eos_token and so on
     tokenizer_json: bytes = b""
+    pooling: PoolingText = field(default_factory=PoolingText)
     preprocessor: str = ""  # settings of the image processor as JSON; empty: the model has none
 
 
@@ -68,6 +78,7 @@ def model_text_from_files(files: Mapping[str, bytes], templates: Mapping[str, st
         unserved,
         _named_tokens(_token_settings(files)),
         files.get("tokenizer.json", b""),
+        _pooling_text(files),
         _preprocessor(files),
     )
 
@@ -78,11 +89,24 @@ def _preprocessor(files: Mapping[str, bytes]) -> str:
     return json.dumps(settings) if isinstance(settings, dict) and settings else ""
 
 
+def _pooling_text(files: Mapping[str, bytes]) -> PoolingText:
+    config = _json_object(files, "config_sentence_transformers.json")
+    prompts = config.get("prompts") or {}
+    given = _json_object(files, "sentence_bert_config.json").get("processing_kwargs") or {}
+    template = given.get("chat_template") or {}
+    return PoolingText(
+        {str(name): str(text) for name, text in prompts.items()},
+        str(config.get("default_prompt_name") or ""),
+        bool(template.get("add_generation_prompt", False)),
+    )
+
+
 class Tokenizer:
     """Converts between text and token ids for one model. Thread-safe."""
 
     def __init__(self, backend: Backend, templates: Mapping[str, str]) -> None:
         self._backend = backend
+        self._cutting: dict[int, Backend] = {}
         self.templates = dict(templates)  # sources of the chat templates, by name
         self._formats = {name: detect_format(source, self.has_token) for name, source in templates.items()}
         self._bare_format = detect_format("", self.has_token)
@@ -124,6 +148,27 @@ class Tokenizer:
         """Token ids of a text. Special tokens in the text become their ids, as in transformers."""
         # Only the library's batch calls release the GIL, and a long text takes seconds.
         return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+
+    def encode_cut(self, text: str, limit: int | None) -> list[int]:
+        """Token ids of a text with special tokens. `limit`: it is cut to this many, and keeps its special tokens."""
+        backend = self._backend if limit is None else self._cut_to(limit)
+        return backend.encode_batch_fast([text])[0].ids
+
+    def encode_pair(self, first: str, second: str, limit: int | None) -> tuple[list[int], int]:
+        """Token ids of two texts with special tokens, and the position of the first token of type 1; 0: there is none.
+        `limit`: the longer text is cut until both fit.
+        """
+        backend = self._backend if limit is None else self._cut_to(limit)
+        found = backend.encode_batch([(first, second)])[0]
+        return found.ids, found.type_ids.index(1) if 1 in found.type_ids else 0
+
+    def _cut_to(self, limit: int) -> Backend:
+        """A copy of the tokenizer that cuts texts: the limit is a setting of the whole tokenizer."""
+        if limit not in self._cutting:
+            backend = Backend.from_str(self._backend.to_str())
+            backend.enable_truncation(limit)
+            self._cutting = {limit: backend}
+        return self._cutting[limit]
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """Text of token ids. Incomplete characters become U+FFFD; ids without a token are skipped."""

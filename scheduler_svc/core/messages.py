@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from request_fields.sizes import SizeLimits, blocks_before
 from scheduler_svc.core.logprobs import LogprobColumns, PromptDeltas, PromptLogprobs
+from scheduler_svc.core.pooled import PooledDeltas, PooledRows
 from scheduler_svc.core.sequence import FinishReason, SequenceGroup
 
 U32 = npt.NDArray[np.uint32]
@@ -140,6 +141,7 @@ class StepOutput:
     candidate_logprobs: F32 = field(default_factory=lambda: NO_LOGPROBS)  # [C]
     logprobs: LogprobColumns | None = None  # of `token_ids`; None: no row requests them
     prompt_logprobs: PromptLogprobs | None = None
+    pooled: PooledRows | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,13 +178,15 @@ class Deltas:
     owner: int | None = None  # the owner of all tokens; None if unknown or if there are several
     logprobs: LogprobColumns | None = None  # of `token_ids`; None: no request sets `logprobs`
     prompt: PromptDeltas | None = None  # the gateway handles them before `token_ids`
+    pooled: PooledDeltas | None = None  # of requests that end with this message
 
     @property
     def size(self) -> int:
         """Size of the columns, in units of 16 bytes (one token)."""
         num_entries = 0 if self.logprobs is None else len(self.logprobs.logprobs)
         num_entries += 0 if self.prompt is None else len(self.prompt.columns.logprobs)
-        return len(self.token_ids) + num_entries // 2
+        num_numbers = 0 if self.pooled is None else len(self.pooled.values)
+        return len(self.token_ids) + num_entries // 2 + num_numbers // 4
 
 
 class MigrationReason(Enum):

@@ -15,6 +15,7 @@ Decodes are planned first, then chunks of prompts, within the worker's token bud
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import islice
 
 from prefix_index.changes import PrefixChanges
@@ -33,6 +34,7 @@ from scheduler_svc.core.messages import (
     WorkerCapacity,
 )
 from scheduler_svc.core.placement.fleet import Fleet
+from scheduler_svc.core.pooled import pooled_deltas
 from scheduler_svc.core.prefix_events import PrefixEvents, cached_prefixes
 from scheduler_svc.core.queue.admission_control import AdmissionControl
 from scheduler_svc.core.queue.beam_answers import BeamAnswers
@@ -352,7 +354,7 @@ class Scheduler:
         if ending := self._stops.ending(worker.rows, rows, deltas.token_ids, may_reach_limit=may_reach_limit):
             self._finish_rows(worker, rows, deltas, ending)
         if step.prompt_only:
-            self._finish_prompt_only(worker, step, deltas)
+            deltas = self._finish_prompt_only(worker, step, output, deltas)
         if step.releases:
             worker.free_released(step)
         return self._beams.update(worker, step, output, deltas) if step.has_beams else deltas
@@ -371,10 +373,24 @@ class Scheduler:
             if reason is not FinishReason.LENGTH:
                 self._measures.note_output(len(seq.data.output))
 
-    def _finish_prompt_only(self, worker: WorkerBooks, step: InFlightStep, deltas: Deltas) -> None:
+    def _finish_prompt_only(
+        self, worker: WorkerBooks, step: InFlightStep, output: StepOutput, deltas: Deltas
+    ) -> Deltas:
+        """End the requests without output whose prompts are complete. Adds the numbers of pooled ones."""
+        numbers = {} if output.pooled is None else output.pooled.of_row()
+        pooled = []
         for row in step.prompt_only:
-            if step.generation[row] == worker.rows.generation[row] and worker.rows.sequences[row] is not None:
-                deltas.finished.append(self._requests.end(worker.rows.sequence(row), FinishReason.LENGTH))
+            if step.generation[row] != worker.rows.generation[row] or worker.rows.sequences[row] is None:
+                continue
+            group = worker.rows.sequence(row).group
+            if group.pooling is not None and row not in numbers:
+                failure = RowFailure(row, "the worker returned no numbers for this row")
+                deltas.finished.extend(self._retry_or_end(worker, failure))
+                continue
+            if group.pooling is not None:
+                pooled.append((group.owner, group.handle, numbers[row]))
+            deltas.finished.append(self._requests.end(worker.rows.sequence(row), FinishReason.LENGTH))
+        return replace(deltas, pooled=pooled_deltas(pooled)) if pooled else deltas
 
     def _fail_rows(self, worker: WorkerBooks, step: InFlightStep, failures: list[RowFailure]) -> list[Finished]:
         """Retry a failed row once on another worker, because the machine may have caused the failure. End the sequence

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from request_fields.beams import BeamParams
 from request_fields.fields import StopCondition as StopCondition
 from scheduler_svc.core.beams import BeamSearch
+from scheduler_svc.core.pooled import Pooling
 
 I64 = npt.NDArray[np.int64]
 U32 = npt.NDArray[np.uint32]
@@ -128,8 +129,10 @@ class Sequence:
     @property
     def max_cached_tokens(self) -> int:
         """See `SequenceGroup.max_cached_tokens`."""
-        num_tokens = len(self.data.prompt) + len(self.data.output)
-        return num_tokens - 1 if self.group.prompt_logprobs is None else self.group.max_cached_tokens(num_tokens)
+        num_tokens, group = len(self.data.prompt) + len(self.data.output), self.group
+        if group.prompt_logprobs is None and group.pooling is None:
+            return num_tokens - 1
+        return group.max_cached_tokens(num_tokens)
 
     @property
     def is_finished(self) -> bool:
@@ -191,6 +194,7 @@ class SequenceGroup:
     beam_params: BeamParams | None = None
     logprobs: int | None = None  # number of most likely tokens to return with each output token; None: no logprobs
     prompt_logprobs: int | None = None  # the same for prompt tokens
+    pooling: Pooling | None = None  # the request returns these numbers instead of tokens
     num_prompt_logprobs: int = 1  # delivered prompt positions, including the first, which has no value
     traceparent: str = ""  # of the span that the spans of its rows are children of; empty: not sampled for traces
     arrival: float = 0.0
@@ -215,6 +219,9 @@ class SequenceGroup:
 
     def max_cached_tokens(self, num_tokens: int) -> int:
         """The largest number of leading tokens that a sequence of `num_tokens` may take from the prefix cache. It must
-        compute the newest token, and each token before a prompt position that remains to be delivered.
+        compute the newest token, each token before a prompt position that remains to be delivered, and all tokens whose
+        states are pooled.
         """
+        if self.pooling is not None and not self.pooling.may_hit:
+            return 0
         return num_tokens - 1 if self.pending_prompt_logprobs is None else self.num_prompt_logprobs - 1

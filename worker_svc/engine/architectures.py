@@ -7,8 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from worker_svc.engine.backend import AttentionShape, HeadShape
-from worker_svc.engine.families import Architecture, Names, NormKind, architecture_of
+from worker_svc.engine.batch import PoolingKind
+from worker_svc.engine.families import Architecture, HeadKind, Names, NormKind, architecture_of, head_of, without_prefix
 from worker_svc.engine.features import features_of
+from worker_svc.engine.heads import HeadPart, HeadSpec
 from worker_svc.engine.model_folder import CheckpointError
 from worker_svc.engine.quantization_config import QuantizationConfig, quantization_of
 from worker_svc.engine.rotary import ORIGINAL_LENGTH, Rotary, mrope_axes, parse_rotary, positive
@@ -22,6 +24,7 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
 }
 SLIDING = "sliding_attention"
+PREFIX = "model."
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +70,7 @@ class ModelConfig:
     vision: VisionConfig | None  # None: the model takes no images
     image_token_id: int | None  # stands for an image in a prompt
     quantization: QuantizationConfig | None  # of the linear layers; None: they are stored in a float type
+    head: HeadKind = "tokens"
 
     @property
     def names(self) -> Names:
@@ -112,6 +116,20 @@ class ModelConfig:
         )
         return replace(self, layers=layers)
 
+    def named_in(self, has_tensor: Callable[[str], bool]) -> ModelConfig:
+        """The same decoder with the names of its tensors in a checkpoint."""
+        names = self.names
+        if has_tensor(f"{names.embedding}.weight") or not names.embedding.startswith(PREFIX):
+            return self
+        return replace(self, architecture=replace(self.architecture, names=without_prefix(names, PREFIX)))
+
+    def classes(self, num_classes: int) -> HeadSpec | None:
+        """The classification head; None if the model has none."""
+        if self.head != "classes":
+            return None
+        part = HeadPart("score", self.hidden_size, num_classes, has_bias=False)
+        return HeadSpec(PoolingKind.LAST, (part,))
+
     def attention(self, index: int) -> AttentionShape:
         """The attention of a layer."""
         return AttentionShape(self.heads, self.attention_scale, self.attention_soft_cap, self.layers[index].window)
@@ -124,6 +142,7 @@ class ModelConfig:
             "sliding_window": self.window is not None,
             "soft_caps": self.attention_soft_cap is not None or self.logit_soft_cap is not None,
             "quantized_weights": self.quantization is not None,
+            "no_logits": self.head != "tokens",
             "attention_scale": self.attention_scale != self.heads.head_dim**-0.5,
         }
         return features_of(self.architecture) | {name for name, is_needed in needed.items() if is_needed}
@@ -160,6 +179,7 @@ def parse_config(config: dict[str, Any]) -> ModelConfig:
         vision=_vision(config, architecture, hidden_size),
         image_token_id=_image_token(config, architecture),
         quantization=quantization_of(config, architecture),
+        head=head_of(config),
     )
 
 

@@ -61,9 +61,18 @@ class ForwardBatch:
     tables: I32  # [max_num_seqs, max_blocks] block tables of all rows
     head_tokens: I64  # [S] tokens that need logits, ascending
     encoders: EncoderColumns | None = None  # of an encoder-decoder model
+    hidden_tokens: I64 | None = None  # [H] tokens whose hidden states are returned, ascending; none is a head token
+    token_types: I64 | None = None  # [T] for models with token types. None: all 0
     key_lens: I32 | None = None  # [B] if not causal: keys that each row sees. None: those of its tokens
     embedded: Embedded | None = None
     adapters: Sequence[AdapterRows] = ()  # no token has two
+
+    def merged_heads(self) -> tuple[I64, Bools]:
+        """Head tokens and hidden tokens together, ascending, and which of them are hidden tokens."""
+        if self.hidden_tokens is None:
+            return self.head_tokens, np.zeros(len(self.head_tokens), np.bool_)
+        heads: I64 = np.union1d(self.head_tokens, self.hidden_tokens)
+        return heads, np.isin(heads, self.hidden_tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,6 +43,43 @@ class TokenRules:
 NO_RULES = TokenRules()
 
 
+class PoolingTask(Enum):
+    """What a pooled row returns."""
+
+    VECTOR = "vector"  # an embedding
+    LOGITS = "logits"  # the logits of some token ids after the last token
+    CLASSES = "classes"  # the outputs of the classification head
+
+
+class PoolingKind(Enum):
+    """How the hidden states of a text become one vector."""
+
+    LAST = "last"
+    MEAN = "mean"
+    CLS = "cls"  # the first token
+
+
+@dataclass(frozen=True, slots=True)
+class Pooling:
+    """The numbers that a row returns when its prompt is complete, instead of tokens."""
+
+    task: PoolingTask
+    kind: PoolingKind = PoolingKind.LAST  # of a vector
+    normalize: bool = False
+    dimensions: int = 0  # of the vector; 0: all
+    token_ids: U32 = field(default_factory=lambda: EMPTY)  # of LOGITS
+    second_text: int = 0  # position of the first token of the second text; 0: there is one text
+
+
+@dataclass(frozen=True, slots=True)
+class PooledRows:
+    """The numbers of the pooled rows that a step completes."""
+
+    rows: U32  # [P]
+    lens: U32  # [P]
+    values: F32  # [sum(lens)]
+
+
 @dataclass(frozen=True, slots=True)
 class CarriedInput:
     """An input that takes positions of a prompt in place of vocabulary tokens. inputs.py checks it."""
@@ -86,6 +123,7 @@ class RowOpen:
     logprobs: int | None = None  # number of most likely tokens to return with each sampled token; None: no logprobs
     prompt_logprobs: int | None = None  # the same for prompt tokens that follow computed tokens
     num_candidates: int = 0  # above 0: the row is a beam; number of most likely tokens in each answer
+    pooling: Pooling | None = None  # None: the row samples
     inputs: tuple[CarriedInput, ...] = ()  # those whose positions are not all computed
     adapter: bytes = b""  # digest of the row's adapter; empty: none
     encoder: EncoderInput | None = None  # set if the model has an encoder
@@ -198,3 +236,4 @@ class StepOutput:
     logprobs: LogprobColumns | None = None  # of `token_ids`; None: no row requests them
     prompt_logprobs: PromptLogprobs | None = None
     candidates: Candidates = NO_CANDIDATES
+    pooled: PooledRows | None = None

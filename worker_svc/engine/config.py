@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from request_fields.fields import SamplingParams
+from worker_svc.engine.batch import PoolingKind
 
 ComputeDtype = Literal["float32", "bfloat16", "float16"]
 Dtype = Literal[ComputeDtype, "auto"]
@@ -133,6 +134,21 @@ class EncoderInfo:
     audio: AudioInfo | None  # None: the encoder reads tokens
 
 
+@dataclass(frozen=True, slots=True)
+class PoolingInfo:
+    """What a model computes for embeddings and scores."""
+
+    kind: PoolingKind
+    normalize: bool
+    dimensions: int
+    max_length: int  # of a text in tokens
+    num_classes: int = 0  # outputs of the classification head; 0: none
+    answer_token_ids: tuple[int, ...] = ()  # of a reranker without head: yes, then no
+    has_sigmoid: bool = True  # scores are probabilities
+    generates: bool = True  # the model has logits
+    embeds: bool = False  # the model is meant for embeddings
+
+
 @dataclass(frozen=True)
 class EngineInfo:
     """Facts about a loaded engine. They are announced at registration, and callers may rely on them."""
@@ -155,6 +171,8 @@ class EngineInfo:
     quantize: Quantization | None = None
     weights_digest: str = ""  # digest of the tensors' content; empty if no weights are loaded
     kv_cache_dtype: KvCacheDtype = "auto"  # auto: same as `dtype`
+    pooling: PoolingInfo | None = None  # None: embeddings and scores are refused
+    is_encoder: bool = False  # a text is computed in one step, and nothing is generated
     hidden_size: int = 0  # width of input embeddings that requests may carry; 0: none are accepted
     max_adapters: int = 0  # adapters that rows may use at the same time
     attention_window: int | None = None  # a token attends to so many tokens, itself included; None: to all

@@ -67,6 +67,7 @@ _SIGNATURES = {
     "quire_forward": [_POINTER] * 4,
     "quire_forward_logits": [_POINTER, _LONG, _LONG, _LONG, *[_POINTER] * 2],
     "quire_add_adapters": [_INT, _POINTER, _LONG, _POINTER, _POINTER, _LONG, _INT],
+    "quire_forward_hidden": [_POINTER, _LONG, _LONG, _LONG, *[_POINTER] * 2],
     "quire_gumbel_noise": [ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint32, _POINTER, _LONG, _POINTER],
 }
 

@@ -42,6 +42,11 @@ class EncoderDecoderModel:
         self.num_encoder_runs = 0
         report(1.0)
 
+    @property
+    def hidden(self) -> torch.Tensor:
+        """Nothing: rows that need hidden states are refused."""
+        return torch.empty(0)
+
     def fuse(self, pool: KVCachePool) -> None:
         """The operations run one by one."""
 

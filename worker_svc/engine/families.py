@@ -179,15 +179,37 @@ ENCODER_DECODER_NAMES = (  # described in encoder_decoder.py
     "MBartForConditionalGeneration",
     "WhisperForConditionalGeneration",
 )
+HeadKind = Literal["tokens", "classes", "none"]
+HEADS: Mapping[str, HeadKind] = {"ForCausalLM": "tokens", "ForSequenceClassification": "classes", "Model": "none"}
 
 
 def architecture_of(config: dict[str, Any]) -> Architecture:
     """The architecture in config.json. Raises CheckpointError if it is not supported."""
     names = config.get("architectures") or []
-    found = next((ARCHITECTURES[name] for name in names if name in ARCHITECTURES), None)
+    found = next((ARCHITECTURES[name] for name in map(_with_tokens, names) if name in ARCHITECTURES), None)
     if found is None:
         raise CheckpointError(
             f"architectures: {', '.join(map(str, names)) or 'not set'} is not supported; "
             f"use one of {', '.join((*ARCHITECTURES, *ENCODER_DECODER_NAMES))}"
         )
     return found
+
+
+def head_of(config: dict[str, Any]) -> HeadKind:
+    """What the model computes from hidden states: the name of its architecture says it."""
+    name = str((config.get("architectures") or [""])[0])
+    return next((head for ending, head in HEADS.items() if name.endswith(ending)), "tokens")
+
+
+def _with_tokens(name: str) -> str:
+    """The name of the same decoder with a language-model head."""
+    for ending in HEADS:
+        if str(name).endswith(ending):
+            return str(name).removesuffix(ending) + "ForCausalLM"
+    return str(name)
+
+
+def without_prefix(names: Names, prefix: str) -> Names:
+    """The names of a checkpoint that was saved without its head: they lack the prefix of the decoder."""
+    shortened = {name: getattr(names, name).removeprefix(prefix) for name in ("embedding", "layer", "final_norm")}
+    return replace(names, **shortened)

@@ -22,6 +22,8 @@ FEATURES = {
     "attention_scale": "a scale of attention scores other than head_dim^-0.5",
     "quantized_weights": "quantized weights",
     "cross_attention": "an encoder and cross-attention",
+    "encoder": "attention of encoders",
+    "no_logits": "a model without language-model head",
     "images": "images",
     "adapters": "LoRA adapters",
 }

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from worker_svc.engine.adapters.kernel_adapter import adapter_structs
@@ -87,6 +90,7 @@ class FusedModel:
         config, heads = parts.config, parts.config.heads
         self._run = kernels.quire_forward
         self._run_logits = kernels.quire_forward_logits
+        self._run_hidden = kernels.quire_forward_hidden
         experts = [_expert_arrays(layer.feed_forward) for layer in parts.layers]
         self._kept = (parts, pool, experts)  # keeps alive the memory that the structs point to
         self._layers = (_LayerStruct * len(parts.layers))(
@@ -101,7 +105,7 @@ class FusedModel:
             parts.embedding.data_ptr(),
             pointer(parts.position_embedding),
             _norm_struct(parts.final_norm),
-            _linear_struct(parts.head),
+            LinearStruct() if parts.head is None else _linear_struct(parts.head),
             len(parts.layers),
             config.hidden_size,
             max(config.widest_inner, config.hidden_size if num_experts else 0),
@@ -125,25 +129,39 @@ class FusedModel:
         # Kept between steps: allocating would release the interpreter lock and fault in fresh pages.
         self._workspace = torch.empty(0, dtype=torch.uint8)
         self._logits = parts.embedding.new_empty(0, config.vocab_size)
+        self.hidden = torch.empty(0, config.hidden_size)  # float32 states of the hidden tokens of the last step
 
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:
         num_heads = len(batch.head_tokens)
         self._make_room(num_heads)
+        if batch.hidden_tokens is not None:
+            parts = [part.clone() for part in self.in_slices(batch, max(1, num_heads))]
+            return torch.cat(parts) if parts else self._logits[:0]
         self._compute(batch, self._logits.data_ptr())
         return self._logits[:num_heads]
 
     def in_slices(self, batch: ForwardBatch, size: int) -> Iterator[torch.Tensor]:
         """The same logits, `size` rows at a time. Each slice overwrites the previous one."""
         self._make_room(size)
-        self._compute(batch, None)
-        num_heads = len(batch.head_tokens)
-        for first in range(0, num_heads, size):
-            count = min(size, num_heads - first)
-            self._run_logits(
-                ctypes.byref(self._model), len(batch.token_ids), first, count, self._logits.data_ptr(),
-                self._workspace.data_ptr(),
-            )  # fmt: skip
-            yield self._logits[:count]
+        heads, is_hidden = batch.merged_heads()
+        self._compute(replace(batch, head_tokens=heads), None)
+        if batch.hidden_tokens is not None:
+            self.hidden = torch.empty(len(batch.hidden_tokens), self.hidden.shape[1])
+        num_hidden, num_tokens = 0, len(batch.token_ids)
+        for start, end in pairwise((0, *(np.flatnonzero(np.diff(is_hidden)) + 1).tolist(), len(heads))):
+            if start < end and is_hidden[start]:
+                self._run_part(self._run_hidden, num_tokens, start, end - start, self.hidden[num_hidden:])
+                num_hidden += end - start
+                continue
+            for first in range(start, end, size):
+                count = min(size, end - first)
+                self._run_part(self._run_logits, num_tokens, first, count, self._logits)
+                yield self._logits[:count]
+
+    def _run_part(self, function: Any, num_tokens: int, first: int, count: int, out: torch.Tensor) -> None:
+        """Computes `count` rows from the states that the last `_compute` left in the workspace."""
+        address = self._workspace.data_ptr()
+        function(ctypes.byref(self._model), num_tokens, first, count, out.data_ptr(), address)
 
     def _make_room(self, num_logits: int) -> None:
         if len(self._logits) < num_logits:
@@ -178,7 +196,7 @@ def fuse(kernels: ctypes.CDLL, parts: DecoderParts, pool: KVCachePool, threads: 
     if not has_panels:
         return None
     linears = [linear for layer in parts.layers for linear in _linears(layer)]
-    if not all(isinstance(linear, KernelLinear) for linear in (*linears, parts.head)):
+    if not all(linear is None or isinstance(linear, KernelLinear) for linear in (*linears, parts.head)):
         return None
     if not all(_have_one_kind(layer.feed_forward) for layer in parts.layers):
         return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -28,7 +28,7 @@ class DecoderParts:
     position_embedding: torch.Tensor | None
     layers: list[Layer]
     final_norm: Norm
-    head: Linear
+    head: Linear | None  # None: the model has no logits
     rotaries: list[RotaryTable]
 
     def rotary(self, index: int) -> RotaryTable | None:
@@ -44,8 +44,13 @@ class FusedForward(Protocol):
         """Logits [S, vocab], valid until the next call."""
         ...
 
+    @property
+    def hidden(self) -> torch.Tensor:
+        """See `DecoderModel.hidden`."""
+        ...
+
     def in_slices(self, batch: ForwardBatch, size: int) -> Iterator[torch.Tensor]:
-        """The same logits, `size` rows at a time. Each slice overwrites the previous one."""
+        """The same logits, at most `size` rows at a time. Each slice overwrites the previous one."""
         ...
 
 
@@ -82,7 +87,13 @@ class DecoderModel:
             report((index + 1) / total)
         self._parts = DecoderParts(config, *tables, layers, final_norm, loader.head(), rotaries)
         self._fused: FusedForward | None = None
+        self._hidden_states = torch.empty(0)
         report(1.0)
+
+    @property
+    def hidden(self) -> torch.Tensor:
+        """The float32 states [H, hidden] of the hidden tokens of the last step, after the final norm."""
+        return self._hidden_states if self._fused is None else self._fused.hidden
 
     def fuse(self, pool: KVCachePool) -> None:
         """Makes each forward pass one call, if the backend supports it. `forward` must then be called with this pool,
@@ -94,17 +105,32 @@ class DecoderModel:
         """Stores keys and values of all tokens; returns logits [S, vocab] of the head tokens."""
         if self._fused is not None:
             return self._fused(batch)
-        return self._logits(*self._hidden(batch, pool))
+        return self._logits(*self._head_states(batch, pool))
 
     def forward_in_slices(self, batch: ForwardBatch, pool: KVCachePool, size: int) -> Iterator[torch.Tensor]:
         """As `forward`, but returns the logits `size` rows at a time. Each slice may overwrite the previous one."""
         if self._fused is not None:
             yield from self._fused.in_slices(batch, size)
             return
-        x, residual = self._hidden(batch, pool)
+        x, residual = self._head_states(batch, pool)
         for start in range(0, len(x), size):
             end = start + size
             yield self._logits(x[start:end], None if residual is None else residual[start:end])
+
+    def _head_states(self, batch: ForwardBatch, pool: KVCachePool) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`_hidden` of the head tokens. Keeps the states of the hidden tokens."""
+        if batch.hidden_tokens is None:
+            return self._hidden(batch, pool)
+        heads, is_hidden = batch.merged_heads()
+        x, residual = self._hidden(replace(batch, head_tokens=heads), pool)
+        hidden, others = torch.from_numpy(is_hidden), torch.from_numpy(~is_hidden)
+        self._hidden_states = self._final(x[hidden], None if residual is None else residual[hidden]).float()
+        return x[others], None if residual is None else residual[others]
+
+    def _final(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        normed = torch.empty_like(x)
+        self._backend.add_norm(x, residual, self._parts.final_norm, normed)
+        return normed
 
     def _hidden(self, batch: ForwardBatch, pool: KVCachePool) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Stores keys and values of all tokens; returns the output of the last layer for the head tokens, [S, hidden],
@@ -193,11 +219,9 @@ class DecoderModel:
         return x
 
     def _logits(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
-        if not len(x):
+        if not len(x) or self._parts.head is None:
             return x.new_empty(0, self._config.vocab_size)
-        normed = torch.empty_like(x)
-        self._backend.add_norm(x, residual, self._parts.final_norm, normed)
-        logits = self._parts.head(normed)
+        logits = self._parts.head(self._final(x, residual))
         if self._config.logit_soft_cap is not None:
             self._backend.soft_cap(logits, self._config.logit_soft_cap)
         return logits

@@ -35,6 +35,17 @@ def read_object(path: Path) -> dict[str, Any]:
     return content
 
 
+def read_objects(path: Path) -> list[dict[str, Any]]:
+    """A JSON file with a list of objects. Raises CheckpointError."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(content, list) or not all(isinstance(item, dict) for item in content):
+        raise CheckpointError(f"{path} must contain a JSON list of objects")
+    return content
+
+
 def decoder_config(config: dict[str, Any]) -> dict[str, Any]:
     """config.json with the fields of `text_config`, where models with a tower have those of their decoder."""
     text = config.get("text_config")

@@ -12,13 +12,8 @@ import numpy as np
 import torch
 
 from request_fields.checks import default_sampling
-from request_fields.sizes import largest_pool
-from worker_svc.engine.adapters.adapter import Adapter, load_adapter, reserved_bytes
-from worker_svc.engine.adapters.packed import PackedAdapter, rows_of_step
+from worker_svc.engine.adapters.packed import rows_of_step
 from worker_svc.engine.adapters.rows import RowAdapters
-from worker_svc.engine.adapters.store import AdapterStore
-from worker_svc.engine.adapters.targets import Module
-from worker_svc.engine.architectures import ModelConfig, parse_config
 from worker_svc.engine.backend import I64, ForwardBatch
 from worker_svc.engine.backends import make_backend
 from worker_svc.engine.batch import (
@@ -27,6 +22,8 @@ from worker_svc.engine.batch import (
     U32,
     Candidates,
     LogprobColumns,
+    PooledRows,
+    PoolingTask,
     PromptLogprobs,
     RowErrorCode,
     StepBatch,
@@ -36,20 +33,15 @@ from worker_svc.engine.beams import best_candidates, take_log_softmax
 from worker_svc.engine.checkpoint import Checkpoint
 from worker_svc.engine.config import ComputeDtype, EngineConfig, EngineInfo
 from worker_svc.engine.embedder import InputEmbedder
-from worker_svc.engine.encoder_decoder import EncoderDecoderConfig, is_encoder_decoder, parse_encoder_decoder
-from worker_svc.engine.encoder_decoder_load import EncoderDecoder, load_encoder_decoder
-from worker_svc.engine.encoder_decoder_model import EncoderDecoderModel
-from worker_svc.engine.families import Names
-from worker_svc.engine.features import check_features
 from worker_svc.engine.generation_config import eos_token_ids
 from worker_svc.engine.grammars import PendingMasks, compiled_grammars
-from worker_svc.engine.kv_cache import DEFAULT_MEMORY, KVCachePool
+from worker_svc.engine.loading import Report, load_model
 from worker_svc.engine.logprobs import PromptTargets
-from worker_svc.engine.machine import available_cores, available_memory
+from worker_svc.engine.machine import available_cores
 from worker_svc.engine.masking import apply_masks
-from worker_svc.engine.model import DecoderModel
 from worker_svc.engine.numerics import build, cpu_numerics
 from worker_svc.engine.plan import StepPlan, StepPlanner
+from worker_svc.engine.pooling import PooledChunk, PoolingTable, hidden_tokens, logit_tokens, to_columns
 from worker_svc.engine.rows import RowErrors, RowTable
 from worker_svc.engine.scoring import (
     LOGITS_AT_ONCE,
@@ -59,8 +51,6 @@ from worker_svc.engine.scoring import (
     score_prompts,
     score_sampled,
 )
-from worker_svc.engine.settings import choose_max_model_len
-from worker_svc.engine.weights import WeightLoader
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +76,7 @@ class Computed:
     logprobs: LogprobColumns | None = None
     prompt_logprobs: PromptLogprobs | None = None
     candidates: Candidates = NO_CANDIDATES
+    pooled: PooledRows | None = None
 
 
 NOTHING = Computed(np.empty(0, np.int64), EMPTY)
@@ -104,52 +95,28 @@ class ModelRunner:
         self._bound_thread: int | None = None
         self._bind_thread()
         checkpoint = Checkpoint(config.model_dir)
-        model = _parse_model(checkpoint)
         eos_ids = eos_token_ids(checkpoint.generation_config, checkpoint.config)
         sampling = default_sampling(checkpoint.generation_config)
         self._backend = make_backend(config.backend, self._threads, config.determinism, config.quantize)
         dtype = _choose_dtype(config, checkpoint)
-        names, modules = Names(), dict[str, Module]()
-        if isinstance(model, ModelConfig):
-            names, modules = model.names, WeightLoader(checkpoint, model, self._backend, DTYPES[dtype]).modules()
-        reserved = config.max_adapters * reserved_bytes(modules, config.max_adapter_rank, DTYPES[dtype])
-        num_blocks = config.num_blocks or _fitting_blocks(config, model, DTYPES[dtype], reserved)
-        check_features(model.features() | ({"adapters"} if config.max_adapters else set()), self._backend.name)
-        self._encoder: EncoderDecoder | None = None
-        self._model: DecoderModel | EncoderDecoderModel
-        if isinstance(model, EncoderDecoderConfig):
-            self._encoder = load_encoder_decoder(config, checkpoint, model, self._backend, DTYPES[dtype], progress)
-            self._model, max_model_len = self._encoder.model, self._encoder.max_model_len
-        else:
-            max_model_len = choose_max_model_len(config, model, num_blocks, self._backend.features)
-            self._model = self._load_decoder(model, checkpoint, DTYPES[dtype], max_model_len, progress)
-        self._pool = KVCachePool(
-            model.num_layers,
-            num_blocks,
-            config.block_size,
-            model.heads.num_kv_heads,
-            model.heads.head_dim,
-            DTYPES[dtype],
-        )
+        loaded = load_model(checkpoint, config, self._backend, DTYPES[dtype], Report(self._threads, progress))
+        self._model, self._pool, self._encoder = loaded.model, loaded.pool, loaded.encoder
         self._model.fuse(self._pool)
-        grammars = compiled_grammars(config.model_dir, model.vocab_size, eos_ids)
-        self.adapters: AdapterStore[Adapter, PackedAdapter] = AdapterStore(
-            lambda folder: load_adapter(folder, modules, names, DTYPES[dtype], config.max_adapter_rank),
-            lambda adapter: self._backend.pack_adapter(adapter, model.num_layers),
-            max_resident=config.max_adapters,
-            max_loaded=config.max_loaded_adapters if config.max_adapters else 0,
-        )
+        generates = loaded.pooling is None or loaded.pooling.generates
+        grammars = compiled_grammars(config.model_dir, loaded.vocab_size, eos_ids) if generates else None
+        self.adapters = loaded.adapters
         for name, folder in config.adapters:
             self.adapters.load(name, folder)
         self._row_adapters = RowAdapters(config.max_num_seqs, self.adapters.find)
         self._rows = RowTable(
-            config.max_num_seqs, max_model_len, config.block_size, num_blocks, model.vocab_size, grammars,
-            adapters=self._row_adapters,
-            hidden_size=model.hidden_size if self._encoder is None or self._encoder.max_samples else 0,
+            config.max_num_seqs, loaded.max_model_len, config.block_size, loaded.num_blocks, loaded.vocab_size,
+            grammars, adapters=self._row_adapters,
+            hidden_size=loaded.input_size,
             max_encoder_tokens=0 if self._encoder is None else self._encoder.info.max_tokens,
             max_samples=0 if self._encoder is None else self._encoder.max_samples,
+            pooling=PoolingTable(loaded.pooling),
         )  # fmt: skip
-        self._embedder = InputEmbedder(model.hidden_size, DTYPES[dtype])
+        self._embedder = InputEmbedder(loaded.hidden_size, DTYPES[dtype])
         weights_digest = checkpoint.weights_digest()
         kind = cpu_numerics(self._backend.name, self._backend.arithmetic)
         self.info = EngineInfo(
@@ -158,9 +125,9 @@ class ModelRunner:
                 weights_digest, DTYPES[dtype], config.quantize, kind if config.determinism == "exact" else None
             ),
             weights_digest=weights_digest,
-            max_model_len=max_model_len,
-            vocab_size=model.vocab_size,
-            num_blocks=num_blocks,
+            max_model_len=loaded.max_model_len,
+            vocab_size=loaded.vocab_size,
+            num_blocks=loaded.num_blocks,
             block_size=config.block_size,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens
@@ -175,26 +142,14 @@ class ModelRunner:
             build=build(),
             quantize=config.quantize,
             max_adapters=config.max_adapters,
-            attention_window=model.attention_window,
-            hidden_size=model.hidden_size if self._encoder is None else 0,
+            attention_window=loaded.attention_window,
+            hidden_size=0 if self._encoder is not None else loaded.input_size,
             encoder=None if self._encoder is None else self._encoder.info,
+            pooling=loaded.pooling_info,
+            is_encoder=loaded.is_encoder,
         )
         self._planner = StepPlanner(self._rows, self.info)
         self._num_out_of_memory = 0  # consecutive steps
-
-    def _load_decoder(
-        self,
-        model: ModelConfig,
-        checkpoint: Checkpoint,
-        dtype: torch.dtype,
-        max_model_len: int,
-        progress: Callable[[float], None] | None,
-    ) -> DecoderModel:
-        model = model.within(max_model_len)
-        loader = WeightLoader(checkpoint, model, self._backend, dtype)
-        loader.check()
-        checkpoint.start_digest(self._threads)
-        return DecoderModel(loader, model, self._backend, max_model_len, progress)
 
     @property
     def num_encoder_runs(self) -> int:
@@ -224,6 +179,7 @@ class ModelRunner:
             found.logprobs,
             found.prompt_logprobs,
             found.candidates,
+            found.pooled,
         )
 
     def committed_blocks(self) -> Iterator[tuple[U32, list[bytes], U32]]:
@@ -283,6 +239,8 @@ class ModelRunner:
         embedded = None if self._encoder is not None else self._embedder.embed(spans)
         if embedded is not None:
             token_ids[embedded.tokens] = 0  # in place of content ids, which the vocabulary does not have
+        chunks = self._rows.pooled_chunks(plan.rows, plan.starts, plan.context_lens, plan.ends)
+        samplers = plan.starts[heads + 1] - 1
         forward = ForwardBatch(
             token_ids=token_ids,
             positions=plan.positions.astype(np.int32),
@@ -291,9 +249,11 @@ class ModelRunner:
             query_starts=plan.starts.astype(np.int32),
             context_lens=plan.context_lens.astype(np.int32),
             tables=self._rows.tables,
-            head_tokens=plan.starts[heads + 1] - 1,
+            head_tokens=np.union1d(samplers, logit_tokens(chunks)) if chunks else samplers,
             embedded=embedded,
             encoders=encoders,
+            hidden_tokens=hidden_tokens(chunks) if chunks else None,
+            token_types=self._token_types(plan, chunks),
         )
         forward = self._with_adapters(forward, plan.token_rows)
         masks = self._rows.start_masks(plan.sampling_rows, plan.sampled_positions)
@@ -302,18 +262,57 @@ class ModelRunner:
         logits = self._model.forward(forward, self._pool) if prompts is None else prompts.logits
         self._rows.mark_computed(plan.rows, plan.ends)
         found = NOTHING
+        pooled = None
+        if chunks:
+            pooled = self._pool_rows(chunks, forward, logits, plan, errors)
+            logits = logits[torch.from_numpy(np.searchsorted(forward.head_tokens, samplers))]
         if len(plan.sampling_rows):
             if logits_index is not None:
                 logits = logits[torch.from_numpy(logits_index)]
             found = self._sample(plan, logits, masks, errors)
-        return found if prompts is None else replace(found, prompt_logprobs=prompts.prompt_logprobs)
+        if prompts is None and pooled is None:
+            return found
+        return replace(found, prompt_logprobs=None if prompts is None else prompts.prompt_logprobs, pooled=pooled)
+
+    def _token_types(self, plan: StepPlan, chunks: list[PooledChunk]) -> I64 | None:
+        """The type of each token, for models with token types: 1 in the second text of a row."""
+        if not any(chunk.pooling.second_text for chunk in chunks):
+            return None
+        types = np.zeros(len(plan.positions), np.int64)
+        for chunk in chunks:
+            if second := chunk.pooling.second_text:
+                types[chunk.first : chunk.end] = plan.positions[chunk.first : chunk.end] >= second
+        return types
+
+    def _pool_rows(
+        self, chunks: list[PooledChunk], forward: ForwardBatch, logits: torch.Tensor, plan: StepPlan, errors: RowErrors
+    ) -> PooledRows | None:
+        """The numbers of the pooled rows whose prompts are complete."""
+        found, hidden, first = [], self._model.hidden, 0
+        ends = dict(zip(plan.rows.tolist(), plan.ends.tolist(), strict=True))
+        for chunk in chunks:
+            if chunk.pooling.task is PoolingTask.LOGITS:
+                if chunk.is_last:
+                    line = logits[int(np.searchsorted(forward.head_tokens, chunk.end - 1))]
+                    ids = torch.from_numpy(chunk.pooling.token_ids.astype(np.int64))
+                    found.append((chunk.row, line[ids].float().numpy()))
+                continue
+            count = len(chunk.hidden_tokens())
+            vector = self._rows.pooling.pool(chunk, hidden[first : first + count])
+            first += count
+            if vector is not None:
+                found.append((chunk.row, self._rows.pooling.finish(chunk, vector, ends[chunk.row])))
+        bad = [row for row, values in found if not np.isfinite(values).all()]
+        for row in bad:
+            errors.add(row, "the numbers of this row contain NaN or infinity", RowErrorCode.NAN)
+        return to_columns([(row, values) for row, values in found if row not in bad])
 
     def _with_adapters(self, forward: ForwardBatch, token_rows: I64) -> ForwardBatch:
         """The same batch with the adapters of its rows."""
         if not self._row_adapters.in_use:
             return forward
         numbers = self._row_adapters.numbers[token_rows]
-        return replace(forward, adapters=rows_of_step(self._row_adapters.in_use, numbers, forward.head_tokens))
+        return replace(forward, adapters=rows_of_step(self._row_adapters.in_use, numbers, forward.merged_heads()[0]))
 
     def _score_prompts(
         self, forward: ForwardBatch, token_rows: I64, targets: PromptTargets, errors: RowErrors
@@ -373,29 +372,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(text in str(error) for text in OUT_OF_MEMORY)
 
 
-def _parse_model(checkpoint: Checkpoint) -> ModelConfig | EncoderDecoderConfig:
-    if is_encoder_decoder(checkpoint.config):
-        return parse_encoder_decoder(checkpoint.config)
-    return parse_config(checkpoint.config)
-
-
 def _choose_dtype(config: EngineConfig, checkpoint: Checkpoint) -> ComputeDtype:
     if config.dtype != "auto":
         return config.dtype
     return "float32" if checkpoint.stored_dtype() is torch.float32 else "bfloat16"
-
-
-def _fitting_blocks(
-    config: EngineConfig, model: ModelConfig | EncoderDecoderConfig, dtype: torch.dtype, reserved: int
-) -> int:
-    """`reserved`: memory for adapters, which the default size of the pool leaves free."""
-    memory = config.kv_cache_memory or min(DEFAULT_MEMORY, max(available_memory() - reserved, 0) // 2)
-    heads = model.heads
-    per_block = KVCachePool.bytes_per_block(
-        model.num_layers, config.block_size, heads.num_kv_heads, heads.head_dim, dtype
-    )
-    if memory < per_block:
-        raise ValueError(
-            f"kv_cache_memory of {memory} bytes is below one block of {per_block} bytes; raise kv_cache_memory"
-        )
-    return min(memory // per_block, largest_pool(config.block_size))

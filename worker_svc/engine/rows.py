@@ -22,6 +22,7 @@ from worker_svc.engine.encoder_rows import EncoderTable, OutputRules
 from worker_svc.engine.grammars import CompiledGrammars, PendingMasks, RowGrammars
 from worker_svc.engine.inputs import InputSpan, InputTable
 from worker_svc.engine.logprobs import Asked, LogprobTable, PromptTargets
+from worker_svc.engine.pooling import PooledChunk, PoolingTable
 from worker_svc.engine.processors import ProcessedRows, ProcessorTable
 
 NO_BLOCK = -1
@@ -70,6 +71,7 @@ class RowTable:
         compiled: CompiledGrammars | None = None,
         *,
         serves_beams: bool = True,
+        pooling: PoolingTable | None = None,
         hidden_size: int = 0,
         adapters: RowAdapters[Any] | None = None,
         max_encoder_tokens: int = 0,
@@ -98,6 +100,7 @@ class RowTable:
         self._processors = ProcessorTable(self._tokens, vocab_size)
         self._grammars = None if compiled is None else RowGrammars(compiled, self._tokens, vocab_size)
         self._logprobs = LogprobTable(max_num_seqs, vocab_size)
+        self.pooling = pooling or PoolingTable(None)
         self._inputs = InputTable(max_num_seqs, vocab_size, hidden_size, max_samples)
         self._encoders = EncoderTable(
             max_num_seqs, block_size, vocab_size, max_encoder_tokens, is_audio=max_samples > 0
@@ -117,6 +120,7 @@ class RowTable:
         if self._grammars is not None:
             self._grammars.reset()
         self._logprobs.reset()
+        self.pooling.reset()
         self._inputs.reset()
         if self.adapters is not None:
             self.adapters.reset()
@@ -129,6 +133,7 @@ class RowTable:
         if self._grammars is not None:
             self._grammars.close(rows)
         self._logprobs.close(rows)
+        self.pooling.close(rows)
         self._inputs.close(rows)
         if self.adapters is not None:
             self.adapters.close(rows)
@@ -161,6 +166,7 @@ class RowTable:
             or self._grammar_refusal(item)
             or self._logprobs.refusal(item)
             or self._adapter_refusal(item)
+            or self.pooling.refusal(item)
             or _sampling_refusal(item)
         )
 
@@ -231,6 +237,7 @@ class RowTable:
         if self._grammars is not None:
             self._grammars.open(item)
         self._logprobs.open(item)
+        self.pooling.open(item)
         self._inputs.open(item)
         if self.adapters is not None:
             self.adapters.open(item)
@@ -456,6 +463,10 @@ class RowTable:
     def prompt_targets(self, rows: I64, positions: I64) -> PromptTargets | None:
         """The prompt tokens to score, which follow the computed tokens at (row, position); None if there are none."""
         return self._logprobs.prompt_targets(rows, positions, self._prompt_lens, self._tokens)
+
+    def pooled_chunks(self, rows: I64, starts: I64, context_lens: I64, ends: I64) -> list[PooledChunk]:
+        """The pooled ones among the rows of a step; `starts` [B + 1] are their first tokens."""
+        return self.pooling.chunks(rows, starts, context_lens, ends, self._prompt_lens)
 
     def mark_computed(self, rows: I64, ends: I64) -> None:
         """Records that keys and values of each row are computed up to that sequence position."""

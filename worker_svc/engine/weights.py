@@ -111,7 +111,8 @@ class WeightLoader:
         expected = self._expected_names()
         if self._config.vision is not None:
             expected += tower_tensors(self._config.vision)
-        self._checkpoint.check_names(expected, (*IGNORED_ENDINGS, *((head,) if is_tied else ())))
+        has_ignored_head = is_tied or self._config.head != "tokens"
+        self._checkpoint.check_names(expected, (*IGNORED_ENDINGS, *((head,) if has_ignored_head else ())))
         if is_tied and head in self._checkpoint.tensor_names and not self._is_same(head, embedding):
             raise CheckpointError(
                 f"tie_word_embeddings is true, but {head} differs from {embedding}; set tie_word_embeddings to false "
@@ -136,7 +137,10 @@ class WeightLoader:
     def final_norm(self) -> Norm:
         return self._norm(self._names.final_norm, self._config.hidden_size)
 
-    def head(self) -> Linear:
+    def head(self) -> Linear | None:
+        """The layer from hidden states to logits; None if the model has none."""
+        if self._config.head != "tokens":
+            return None
         if not self._config.is_tied and self._scheme(self._names.head) is not None:
             return self._linear(self._stored_head())
         name = self._names.embedding if self._config.is_tied else self._names.head
@@ -182,8 +186,10 @@ class WeightLoader:
     def _expected_names(self) -> list[str]:
         names, linears = self._names, []
         norms = [names.final_norm]
-        if not self._config.is_tied:
+        if not self._config.is_tied and self._config.head == "tokens":
             linears += self._weight_names(self._stored_head())
+        if self._config.head == "classes":
+            linears.append("score.weight")
         for index in range(self._config.num_layers):
             prefix = names.layer.format(index)
             inner = (names.input_norm, names.attended_norm, names.post_norm, names.fed_norm)

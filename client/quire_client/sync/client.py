@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack, cast
 import grpc
 from quire.v1 import inference_pb2 as pb
 
-from quire_client import convert, requests
+from quire_client import convert, pooled_requests, requests
 from quire_client.channel import Metadata, call_metadata, extra_metadata, health_request, health_state
 from quire_client.chat_requests import ChatOptions, Messages
 from quire_client.errors import ModelNotFound
+from quire_client.pooled_requests import EmbedInput, EmbedOptions, ScoreOptions
 from quire_client.requests import GenerateOptions
 from quire_client.resume import ResumePolicy, policy_of_call
 from quire_client.retry import RetryPolicy, abort_timeout_s
@@ -23,7 +24,16 @@ from quire_client.sync.calls import Calls
 from quire_client.sync.stream import GenerateStream
 from quire_client.sync.transport import Gateway, channel_openers
 from quire_client.tls import Tls
-from quire_client.types import AbortResult, AdapterStatus, GenerateResult, ModelInfo, Status, TokenizeResult
+from quire_client.types import (
+    AbortResult,
+    AdapterStatus,
+    EmbedResult,
+    GenerateResult,
+    ModelInfo,
+    ScoreResult,
+    Status,
+    TokenizeResult,
+)
 
 if TYPE_CHECKING:
     from quire.v1.inference_pb2_grpc import InferenceServiceStub
@@ -211,6 +221,33 @@ class Client:
     def stream_chat(self, messages: Messages, **options: Unpack[GenerateOptions]) -> GenerateStream:
         """Answer a conversation and receive the output as it is produced."""
         return self.stream(messages=messages, **options)
+
+    def embed(
+        self,
+        inputs: str | Sequence[EmbedInput],
+        *,
+        model: str = "",
+        timeout_s: float | None = None,
+        **options: Unpack[EmbedOptions],
+    ) -> EmbedResult:
+        """Embeddings of one text, or of a list of texts, token ids and conversations."""
+        request = pooled_requests.embed_request(inputs, model or self._model, options)
+        response = self._unary(lambda gateway: gateway.stub.Embed, request, timeout_s)
+        return convert.embed_result(response)
+
+    def score(
+        self,
+        query: str | Sequence[str],
+        documents: str | Sequence[str],
+        *,
+        model: str = "",
+        timeout_s: float | None = None,
+        **options: Unpack[ScoreOptions],
+    ) -> ScoreResult:
+        """How well each document matches the query."""
+        request = pooled_requests.score_request(query, documents, model or self._model, options)
+        response = self._unary(lambda gateway: gateway.stub.Score, request, timeout_s)
+        return convert.score_result(response)
 
     def tokenize(
         self,

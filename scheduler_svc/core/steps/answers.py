@@ -10,6 +10,7 @@ import numpy.typing as npt
 from scheduler_svc.core.errors import UnexpectedStepError
 from scheduler_svc.core.logprobs import PromptDeltas, PromptLogprobs
 from scheduler_svc.core.messages import Deltas, RowFailure, StepOutput
+from scheduler_svc.core.pooled import PooledRows
 from scheduler_svc.core.steps.decode_run import Members
 from scheduler_svc.core.steps.rows import RowTable
 from scheduler_svc.core.steps.step_plan import InFlightStep
@@ -30,6 +31,8 @@ def check_answer(in_flight: Sequence[InFlightStep], output: StepOutput) -> tuple
         raise UnexpectedStepError(f"worker {output.worker_id} answered step {output.step_id}, expected {expected}")
     if output.prompt_logprobs is not None:
         _check_prompt_rows(step, output.prompt_logprobs, output.worker_id)
+    if output.pooled is not None:
+        _check_pooled_rows(step, output.pooled, output.worker_id)
     if not output.failures and output.rows.tobytes() == step.sampled.tobytes():
         return step, []
     return step, _failures(step, output)
@@ -55,6 +58,15 @@ def _check_prompt_rows(step: InFlightStep, found: PromptLogprobs, worker_id: str
         raise UnexpectedStepError(
             f"worker {worker_id} answered step {step.step_id} with prompt_logprobs of row "
             f"{found.rows[~is_known][0]}, which the step did not compute"
+        )
+
+
+def _check_pooled_rows(step: InFlightStep, found: PooledRows, worker_id: str) -> None:
+    unknown = set(found.rows.tolist()) - set(step.prompt_only)
+    if unknown:
+        raise UnexpectedStepError(
+            f"worker {worker_id} answered step {step.step_id} with numbers of row {min(unknown)}, whose prompt the "
+            "step does not complete"
         )
 
 

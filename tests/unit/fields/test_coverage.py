@@ -14,7 +14,7 @@ from quire.v1 import inference_pb2 as pb
 from gateway_svc.http.fields import ENDPOINTS
 from request_fields.fields import BY_PATH, FIELDS
 from tests.chaos.parameters import NOT_DRAWN, PARAMETERS
-from tests.field_coverage import OWN_TESTS
+from tests.field_coverage import OWN_ENDPOINTS, OWN_TESTS
 from tests.processes import test_http_fields, test_request_fields
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -56,7 +56,7 @@ def test_every_field_of_the_protocol_has_a_test_through_real_processes() -> None
     assert sorted(covered) == sorted(fields)
 
 
-@pytest.mark.parametrize("node", sorted(set(OWN_TESTS.values())))
+@pytest.mark.parametrize("node", sorted({*OWN_TESTS.values(), *OWN_ENDPOINTS.values()}))
 def test_a_named_test_exists(node: str) -> None:
     path, _, function = node.partition("::")
     assert function in functions_of(path)
@@ -64,8 +64,11 @@ def test_a_named_test_exists(node: str) -> None:
 
 def test_every_field_of_a_body_has_a_test_through_real_processes() -> None:
     served = {(path, row.name) for path, rows in ENDPOINTS.items() for row in rows if row.is_served}
-    assert set(test_http_fields.CASES) == served
-    assert {case for case in served if test_http_fields.effect_of(*case) is None} == set()
+    assert set(test_http_fields.CASES) == {case for case in served if case[0] not in OWN_ENDPOINTS}
+    for path, name in served - set(test_http_fields.CASES):
+        test = OWN_ENDPOINTS[path].partition("::")[0]
+        assert f'"{name}"' in (ROOT / test).read_text("utf-8"), f"{path} {name}"
+    assert {case for case in test_http_fields.CASES if test_http_fields.effect_of(*case) is None} == set()
     unused = {name for name in test_http_fields.EFFECTS if name not in {name for _, name in served}}
     assert unused == set()
     assert set(test_http_fields.OWN) <= served

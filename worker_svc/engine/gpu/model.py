@@ -60,6 +60,8 @@ class DeviceDecoder:
 
     def logits(self, normed: torch.Tensor) -> torch.Tensor:
         """Logits [n, this rank's part of the vocabulary] of hidden states [n, dim]."""
+        if self._head is None:
+            raise RuntimeError("a model without logits was loaded; check_features refuses it")
         return self._head(normed)
 
     def hidden(

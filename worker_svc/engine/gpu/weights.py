@@ -119,7 +119,7 @@ class ShardLoader(WeightLoader):
             self._embedding = super().embedding()
         return self._embedding
 
-    def head(self) -> Linear:
+    def head(self) -> Linear | None:
         return self._backend.make_linear(self.embedding(), None) if self._config.is_tied else super().head()
 
     def _vocabulary(self, name: str) -> torch.Tensor:

@@ -176,6 +176,12 @@ void add_positions(Pass& pass, int is_bf16, void* x, const void* table, const in
   });
 }
 
+void widen(Pass& pass, int is_bf16, const void* x, int64_t n, int64_t dim, float* out) {
+  over_rows(pass, is_bf16, n, [&](int64_t first, int64_t last, auto type) {
+    for (int64_t i = first * dim; i < last * dim; i++) out[i] = to_float(((const decltype(type)*)x)[i]);
+  });
+}
+
 void activate(Pass& pass, int is_bf16, void* x, int64_t n, int64_t dim, Activation activation) {
   map_rows(pass, is_bf16, x, n, dim, [&](v16 lanes) { return activate16(lanes, activation); });
 }
@@ -211,7 +217,7 @@ void qk_norm_rope_store(Pass& pass, int is_bf16, const void* qkv, const QkNorms&
 
 extern "C" {
 
-int quire_abi_version() { return 16; }
+int quire_abi_version() { return 17; }
 
 // The instructions that this build computes with, as words. The first three affect results, vector widths do not.
 const char* quire_arithmetic() {

@@ -150,6 +150,9 @@ void scale_rows(Pass& pass, int is_bf16, void* x, int64_t n, int64_t dim, float 
 void add_positions(Pass& pass, int is_bf16, void* x, const void* table, const int32_t* positions, int64_t n,
                    int64_t dim);
 
+// out = x [n, dim] as float.
+void widen(Pass& pass, int is_bf16, const void* x, int64_t n, int64_t dim, float* out);
+
 // x = activation(x), x [n, dim].
 void activate(Pass& pass, int is_bf16, void* x, int64_t n, int64_t dim, Activation activation);
 

@@ -1,0 +1,180 @@
+"""Bodies and answers of /v1/embeddings, /v1/score and /v1/rerank."""
+
+from __future__ import annotations
+
+import base64
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from quire.v1 import inference_pb2 as pb
+from quire.v1 import types_pb2 as types
+
+from gateway_svc.http import fields
+from gateway_svc.http.bodies import body_of, model_name, pooled_inputs, text_value
+from gateway_svc.http.chat import flag
+from gateway_svc.http.fields import ignored_names, invalid, shown
+from request_fields.fields import MAX_UINT32
+
+POOLING = {
+    "last": types.POOLING_KIND_LAST,
+    "mean": types.POOLING_KIND_MEAN,
+    "cls": types.POOLING_KIND_CLS,
+}
+FORMATS = ("float", "base64")
+
+
+@dataclass(frozen=True, slots=True)
+class Embeddings:
+    """A body of /v1/embeddings."""
+
+    request: pb.EmbedRequest
+    is_base64: bool
+    ignored: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """A body of /v1/score or /v1/rerank. `documents`: those to return; none for /v1/score."""
+
+    request: pb.ScoreRequest
+    ignored: list[str]
+    top_n: int = 0
+    documents: Sequence[str] = ()
+
+
+def embeddings_of(data: bytes) -> Embeddings:
+    """Parse a body of /v1/embeddings. Raises InvalidRequestError."""
+    body = body_of(data)
+    encoding = body.get("encoding_format") or "float"
+    if encoding not in FORMATS:
+        raise invalid("encoding_format", f"is {shown(encoding)}; must be one of {', '.join(FORMATS)}")
+    request = pb.EmbedRequest(
+        model=model_name(body),
+        inputs=pooled_inputs(body.get("input")),
+        prompt_name=_optional_text(body, "prompt_name"),
+        truncate=_truncates(body),
+        scheduling=_scheduling(body),
+    )
+    if (pooling := body.get("pooling")) is not None:
+        if pooling not in POOLING:
+            raise invalid("pooling", f"is {shown(pooling)}; must be one of {', '.join(POOLING)}")
+        request.pooling = POOLING[pooling]
+    if body.get("normalize") is not None:
+        request.normalize = flag(body, "normalize", default=True)
+    if body.get("dimensions") is not None:
+        request.dimensions = _number(body, "dimensions")
+    return Embeddings(request, encoding == "base64", ignored_names(fields.EMBEDDINGS, body))
+
+
+def score_of(data: bytes) -> Scores:
+    """Parse a body of /v1/score: one or more `text_1` against one or more `text_2`. Raises InvalidRequestError."""
+    body = body_of(data)
+    first, second = _texts("text_1", body.get("text_1")), _texts("text_2", body.get("text_2"))
+    if len(first) == 1:
+        first = first * len(second)
+    if len(first) != len(second):
+        raise invalid("text_1", f"has {len(first)} texts and text_2 has {len(second)}; send one, or as many")
+    request = _score_request(body, zip(first, second, strict=True))
+    return Scores(request, ignored_names(fields.SCORE, body))
+
+
+def rerank_of(data: bytes) -> Scores:
+    """Parse a body of /v1/rerank, in the shape of Jina and Cohere. Raises InvalidRequestError."""
+    body = body_of(data)
+    query = text_value("query", body.get("query"))
+    given = body.get("documents")
+    if not isinstance(given, list) or not given:
+        raise invalid("documents", "must be a list of strings, or of objects with `text`")
+    documents = [_document(f"documents[{i}]", item) for i, item in enumerate(given)]
+    top_n = _number(body, "top_n") if body.get("top_n") is not None else 0
+    kept = documents if flag(body, "return_documents", default=True) else ()
+    request = _score_request(body, ((query, document) for document in documents))
+    return Scores(request, ignored_names(fields.RERANK, body), top_n, kept)
+
+
+def embeddings_answer(reply: pb.EmbedResponse, *, is_base64: bool) -> dict[str, Any]:
+    """The answer in OpenAI's shape."""
+    data = [
+        {"object": "embedding", "index": i, "embedding": _encoded(item.values) if is_base64 else list(item.values)}
+        for i, item in enumerate(reply.embeddings)
+    ]
+    used = sum(item.prompt_tokens for item in reply.embeddings)
+    return {"object": "list", "data": data, "model": reply.model, "usage": _usage(used), "id": reply.request_id}
+
+
+def score_answer(reply: pb.ScoreResponse, created: int) -> dict[str, Any]:
+    """The answer of /v1/score, as vLLM's."""
+    data = [{"index": i, "object": "score", "score": score} for i, score in enumerate(reply.scores)]
+    usage = _usage(sum(reply.prompt_tokens))
+    head = {"id": reply.request_id, "object": "list", "created": created, "model": reply.model}
+    return {**head, "data": data, "usage": usage}
+
+
+def rerank_answer(reply: pb.ScoreResponse, asked: Scores) -> dict[str, Any]:
+    """The documents by descending score; equal ones by index."""
+    order = sorted(range(len(reply.scores)), key=lambda i: (-reply.scores[i], i))
+    results = []
+    for i in order[: asked.top_n or len(order)]:
+        result: dict[str, Any] = {"index": i, "relevance_score": reply.scores[i]}
+        if asked.documents:
+            result["document"] = {"text": asked.documents[i]}
+        results.append(result)
+    usage = {"total_tokens": sum(reply.prompt_tokens), "prompt_tokens": sum(reply.prompt_tokens)}
+    return {"id": reply.request_id, "model": reply.model, "usage": usage, "results": results}
+
+
+def _encoded(values: Sequence[float]) -> str:
+    """float32, little-endian, as base64."""
+    return base64.b64encode(array("f", values).tobytes()).decode()
+
+
+def _usage(num_tokens: int) -> dict[str, int]:
+    return {"prompt_tokens": num_tokens, "total_tokens": num_tokens, "completion_tokens": 0}
+
+
+def _score_request(body: Mapping[str, Any], pairs: Any) -> pb.ScoreRequest:
+    return pb.ScoreRequest(
+        model=model_name(body),
+        pairs=[pb.TextPair(query=query, document=document) for query, document in pairs],
+        instruction=_optional_text(body, "instruction"),
+        truncate=_truncates(body),
+        scheduling=_scheduling(body),
+    )
+
+
+def _scheduling(body: Mapping[str, Any]) -> pb.SchedulingParams:
+    priority = body.get("priority")
+    if priority is not None and (not isinstance(priority, int) or isinstance(priority, bool) or abs(priority) > 1000):
+        raise invalid("priority", f"is {shown(priority)}; must be an integer from -1000 to 1000")
+    return pb.SchedulingParams(priority=priority or 0)
+
+
+def _truncates(body: Mapping[str, Any]) -> bool:
+    """`truncate`, or vLLM's `truncate_prompt_tokens` with -1: the model's limit."""
+    tokens = body.get("truncate_prompt_tokens")
+    if tokens not in (None, -1):
+        raise invalid("truncate_prompt_tokens", f"is {shown(tokens)}; must be -1, the limit of the model")
+    return flag(body, "truncate", default=False) or tokens == -1
+
+
+def _optional_text(body: Mapping[str, Any], name: str) -> str:
+    return "" if body.get(name) is None else text_value(name, body[name])
+
+
+def _number(body: Mapping[str, Any], name: str) -> int:
+    value = body[name]
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= MAX_UINT32:
+        raise invalid(name, f"is {shown(value)}; must be a positive integer")
+    return value
+
+
+def _texts(name: str, value: Any) -> list[str]:
+    if isinstance(value, list) and value:
+        return [text_value(f"{name}[{i}]", item) for i, item in enumerate(value)]
+    return [text_value(name, value)]
+
+
+def _document(name: str, value: Any) -> str:
+    return text_value(f"{name}.text", value.get("text")) if isinstance(value, dict) else text_value(name, value)

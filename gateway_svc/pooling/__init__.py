@@ -1,0 +1,1 @@
+"""Embed and Score: requests whose texts are pooled instead of continued."""

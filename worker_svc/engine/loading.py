@@ -1,0 +1,255 @@
+"""Loads the model of a folder with its KV pool: a decoder, or an encoder whose pool has one layer."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from request_fields.sizes import largest_pool
+from worker_svc.engine.adapters.adapter import Adapter, load_adapter, reserved_bytes
+from worker_svc.engine.adapters.packed import PackedAdapter
+from worker_svc.engine.adapters.store import AdapterStore
+from worker_svc.engine.architectures import ModelConfig, parse_config
+from worker_svc.engine.backend import Backend, ForwardBatch
+from worker_svc.engine.batch import PoolingKind
+from worker_svc.engine.checkpoint import Checkpoint
+from worker_svc.engine.config import EngineConfig, PoolingInfo
+from worker_svc.engine.encoder import EncoderLoader, EncoderModel
+from worker_svc.engine.encoder_config import EncoderConfig, parse_encoder
+from worker_svc.engine.encoder_decoder import EncoderDecoderConfig, is_encoder_decoder, parse_encoder_decoder
+from worker_svc.engine.encoder_decoder_load import EncoderDecoder, load_encoder_decoder
+from worker_svc.engine.encoder_families import encoder_of
+from worker_svc.engine.features import check_features
+from worker_svc.engine.kv_cache import DEFAULT_MEMORY, KVCachePool
+from worker_svc.engine.machine import available_memory
+from worker_svc.engine.model import DecoderModel, Progress
+from worker_svc.engine.pooling_config import PoolingConfig, read_pooling
+from worker_svc.engine.pooling_weights import PoolingWeights, load_pooling
+from worker_svc.engine.settings import choose_max_model_len
+from worker_svc.engine.weights import WeightLoader
+
+logger = logging.getLogger(__name__)
+
+Adapters = AdapterStore[Adapter, PackedAdapter]
+
+STEPS_IN_FLIGHT = 3  # whose texts have blocks at the same time
+
+
+class Model(Protocol):
+    """A loaded decoder or encoder; see DecoderModel."""
+
+    @property
+    def hidden(self) -> torch.Tensor: ...
+
+    def fuse(self, pool: KVCachePool) -> None: ...
+
+    def forward(self, batch: ForwardBatch, pool: KVCachePool) -> torch.Tensor: ...
+
+    def forward_in_slices(self, batch: ForwardBatch, pool: KVCachePool, size: int) -> Iterator[torch.Tensor]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """How loading reports its progress, and the threads that compute the digest of the weights meanwhile."""
+
+    threads: int
+    progress: Progress | None
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A model with everything that belongs to it."""
+
+    model: Model
+    pool: KVCachePool
+    num_blocks: int
+    max_model_len: int
+    vocab_size: int
+    hidden_size: int
+    pooling: PoolingWeights | None  # None: the model computes no embeddings
+    pooling_info: PoolingInfo | None
+    is_encoder: bool
+    adapters: Adapters
+    input_size: int = 0  # width of input embeddings that rows may carry; 0: none
+    encoder: EncoderDecoder | None = None
+    attention_window: int | None = None  # as in EngineInfo
+
+
+def load_model(
+    checkpoint: Checkpoint,
+    config: EngineConfig,
+    backend: Backend,
+    dtype: torch.dtype,
+    report: Report,
+) -> Loaded:
+    """Raises CheckpointError for a folder that cannot be served, ValueError for settings that contradict the model."""
+    if is_encoder_decoder(checkpoint.config):
+        return _load_encoder_decoder(checkpoint, config, backend, dtype, report)
+    family = encoder_of(checkpoint.config)
+    load = _load_decoder if family is None else _load_encoder
+    return load(checkpoint, config, backend, dtype, report)
+
+
+def _load_decoder(
+    checkpoint: Checkpoint,
+    config: EngineConfig,
+    backend: Backend,
+    dtype: torch.dtype,
+    report: Report,
+) -> Loaded:
+    model = parse_config(checkpoint.config).named_in(checkpoint.has)
+    modules = WeightLoader(checkpoint, model, backend, dtype).modules()
+    reserved = config.max_adapters * reserved_bytes(modules, config.max_adapter_rank, dtype)
+    num_blocks = config.num_blocks or _fitting_blocks(config, model, dtype, reserved)
+    max_model_len = choose_max_model_len(config, model, num_blocks, backend.features)
+    model = model.within(max_model_len)
+    check_features(model.features() | ({"adapters"} if config.max_adapters else set()), backend.name)
+    loader = WeightLoader(checkpoint, model, backend, dtype)
+    loader.check()
+    settings = read_pooling(checkpoint.folder, checkpoint.config, PoolingKind.LAST)
+    checkpoint.start_digest(report.threads)
+    decoder = DecoderModel(loader, model, backend, max_model_len, report.progress)
+    head = model.classes(settings.num_classes)
+    sizes, generates = (model.hidden_size, model.vocab_size), model.head == "tokens"
+    pooling = load_pooling(checkpoint, settings, head, backend, sizes=sizes, generates=generates)
+    heads = model.heads
+    pool = KVCachePool(model.num_layers, num_blocks, config.block_size, heads.num_kv_heads, heads.head_dim, dtype)
+    adapters: Adapters = AdapterStore(
+        lambda folder: load_adapter(folder, modules, model.names, dtype, config.max_adapter_rank),
+        lambda adapter: backend.pack_adapter(adapter, model.num_layers),
+        max_resident=config.max_adapters,
+        max_loaded=config.max_loaded_adapters if config.max_adapters else 0,
+    )
+    info = _pooling_info(settings, pooling, max_model_len)
+    return Loaded(
+        decoder,
+        pool,
+        num_blocks,
+        max_model_len,
+        *sizes[::-1],
+        pooling,
+        info,
+        is_encoder=False,
+        adapters=adapters,
+        attention_window=model.attention_window,
+        input_size=model.hidden_size,
+    )
+
+
+def _load_encoder(
+    checkpoint: Checkpoint,
+    config: EngineConfig,
+    backend: Backend,
+    dtype: torch.dtype,
+    report: Report,
+) -> Loaded:
+    family = encoder_of(checkpoint.config)
+    assert family is not None
+    check_features({"encoder"}, backend.name)
+    if config.max_adapters:
+        raise ValueError(f"max_adapters is {config.max_adapters}, but encoders take no adapters; set it to 0")
+    settings = read_pooling(checkpoint.folder, checkpoint.config, PoolingKind.MEAN)
+    model = parse_encoder(checkpoint.config, family, settings.num_classes).named_in(checkpoint.has)
+    max_length = _longest_text(config, model, settings)
+    num_blocks = config.num_blocks or _blocks_of_texts(config, max_length)
+    loader = EncoderLoader(checkpoint, model, backend, dtype)
+    loader.check()
+    checkpoint.start_digest(report.threads)
+    encoder = EncoderModel(loader, model, backend, max_length, report.progress)
+    sizes = (model.hidden_size, model.vocab_size)
+    pooling = load_pooling(checkpoint, settings, model.head, backend, sizes=sizes, generates=False)
+    heads = model.heads
+    pool = KVCachePool(1, num_blocks, config.block_size, heads.num_kv_heads, heads.head_dim, dtype)
+    info = _pooling_info(settings, pooling, max_length)
+    return Loaded(
+        encoder, pool, num_blocks, max_length, *sizes[::-1], pooling, info, is_encoder=True, adapters=_no_adapters()
+    )
+
+
+def _load_encoder_decoder(
+    checkpoint: Checkpoint,
+    config: EngineConfig,
+    backend: Backend,
+    dtype: torch.dtype,
+    report: Report,
+) -> Loaded:
+    model = parse_encoder_decoder(checkpoint.config)
+    num_blocks = config.num_blocks or _fitting_blocks(config, model, dtype, 0)
+    check_features(model.features() | ({"adapters"} if config.max_adapters else set()), backend.name)
+    encoder = load_encoder_decoder(config, checkpoint, model, backend, dtype, report.progress)
+    heads = model.heads
+    pool = KVCachePool(model.num_layers, num_blocks, config.block_size, heads.num_kv_heads, heads.head_dim, dtype)
+    return Loaded(
+        encoder.model, pool, num_blocks, encoder.max_model_len, model.vocab_size, model.hidden_size, None, None,
+        is_encoder=False, adapters=_no_adapters(), input_size=model.hidden_size if encoder.max_samples else 0,
+        encoder=encoder, attention_window=model.attention_window,
+    )  # fmt: skip
+
+
+def _no_adapters() -> Adapters:
+    def refuse(folder: Path) -> Adapter:
+        raise ValueError(f"adapter {folder}: encoders take no adapters")
+
+    def pack(adapter: Adapter) -> PackedAdapter:
+        raise ValueError("encoders take no adapters")
+
+    return AdapterStore(refuse, pack, max_resident=0, max_loaded=0)
+
+
+def _pooling_info(settings: PoolingConfig, weights: PoolingWeights, max_model_len: int) -> PoolingInfo:
+    return PoolingInfo(
+        kind=settings.kind,
+        normalize=settings.normalize,
+        dimensions=weights.dimensions,
+        max_length=min(settings.max_length or max_model_len, max_model_len),
+        num_classes=settings.num_classes,
+        answer_token_ids=settings.answer_token_ids if weights.generates else (),
+        has_sigmoid=settings.has_sigmoid,
+        generates=weights.generates,
+        embeds=settings.is_configured or not weights.generates,
+    )
+
+
+def _longest_text(config: EngineConfig, model: EncoderConfig, settings: PoolingConfig) -> int:
+    """A whole text is computed in one step, beside a token of each other row (docs/adr/0050-pooled-rows.md)."""
+    limit = min(model.max_length, settings.max_length or model.max_length)
+    if config.max_model_len is not None and config.max_model_len > limit:
+        raise ValueError(f"max_model_len {config.max_model_len} is above the model's {limit}")
+    in_one_step = config.max_num_batched_tokens - config.max_num_seqs + 1
+    wanted = config.max_model_len or limit
+    if wanted <= in_one_step:
+        return wanted
+    if config.max_model_len is not None or in_one_step < 1:
+        raise ValueError(
+            f"max_model_len {wanted} is above the {in_one_step} tokens that a step holds for one text; raise "
+            f"max_num_batched_tokens to at least {wanted + config.max_num_seqs - 1}"
+        )
+    logger.warning("max_model_len is capped to %d tokens, of max_num_batched_tokens and max_num_seqs", in_one_step)
+    return in_one_step
+
+
+def _blocks_of_texts(config: EngineConfig, max_length: int) -> int:
+    """Blocks for the texts of all steps in flight. They hold one layer."""
+    num_tokens = STEPS_IN_FLIGHT * max(config.max_num_batched_tokens, max_length)
+    return num_tokens // config.block_size + STEPS_IN_FLIGHT * config.max_num_seqs
+
+
+def _fitting_blocks(
+    config: EngineConfig, model: ModelConfig | EncoderDecoderConfig, dtype: torch.dtype, reserved: int
+) -> int:
+    """`reserved`: memory for adapters, which the default size of the pool leaves free."""
+    memory = config.kv_cache_memory or min(DEFAULT_MEMORY, max(available_memory() - reserved, 0) // 2)
+    heads = model.heads
+    per_block = KVCachePool.bytes_per_block(
+        model.num_layers, config.block_size, heads.num_kv_heads, heads.head_dim, dtype
+    )
+    if memory < per_block:
+        raise ValueError(
+            f"kv_cache_memory of {memory} bytes is below one block of {per_block} bytes; raise kv_cache_memory"
+        )
+    return min(memory // per_block, largest_pool(config.block_size))

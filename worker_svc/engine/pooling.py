@@ -1,0 +1,163 @@
+"""Pooled rows: which hidden states they need, and the numbers that follow from them.
+
+The chunks of a prompt may be computed in several steps. A mean is then a sum over all of them, in the order of the
+tokens and in float64, so that chunks do not change it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from worker_svc.engine.backend import I64, U32
+from worker_svc.engine.batch import PooledRows, Pooling, PoolingKind, PoolingTask, RowOpen
+from worker_svc.engine.pooling_weights import PoolingWeights
+
+F64 = npt.NDArray[np.float64]
+MAX_LOGITS = 64  # token ids of one row
+
+
+@dataclass(frozen=True, slots=True)
+class PooledChunk:
+    """The tokens of a pooled row in one step."""
+
+    row: int
+    pooling: Pooling
+    kind: PoolingKind
+    first: int  # index of its first token in the step
+    end: int
+    is_first: bool  # the step computes the row's first token
+    is_last: bool  # the step completes the row's prompt
+
+    def hidden_tokens(self) -> range:
+        """The tokens whose hidden states the row needs."""
+        if self.pooling.task is PoolingTask.LOGITS:
+            return range(0)
+        if self.kind is PoolingKind.MEAN:
+            return range(self.first, self.end)
+        if self.kind is PoolingKind.CLS:
+            return range(self.first, self.first + self.is_first)
+        return range(self.end - self.is_last, self.end)
+
+
+class PoolingTable:
+    """The pooled ones among the open rows. Its state comes from RowOpen and from the hidden states of earlier steps."""
+
+    def __init__(self, weights: PoolingWeights | None) -> None:
+        """Without `weights`, pooled rows are refused."""
+        self._weights = weights
+        self._rows: dict[int, Pooling] = {}
+        self._sums: dict[int, F64] = {}  # of MEAN; the state of CLS
+
+    def refusal(self, item: RowOpen) -> str | None:
+        """Why this row cannot be opened; None if it can."""
+        pooling, weights = item.pooling, self._weights
+        if pooling is None:
+            return None if weights is None or weights.generates else "this model generates no tokens"
+        if weights is None:
+            return "this worker's backend does not compute pooled rows"
+        if pooling.task is PoolingTask.CLASSES and weights.head is None:
+            return "the model has no classification head"
+        if pooling.task is PoolingTask.LOGITS:
+            return self._logits_refusal(pooling, weights)
+        if item.num_computed_tokens and not reads_last_token(weights.kind_of(pooling)):
+            return f"num_computed_tokens is {item.num_computed_tokens}, but this pooling needs the states of all tokens"
+        if pooling.dimensions > weights.dimensions:
+            return f"dimensions is {pooling.dimensions}, expected at most {weights.dimensions}"
+        return None
+
+    def _logits_refusal(self, pooling: Pooling, weights: PoolingWeights) -> str | None:
+        count = len(pooling.token_ids)
+        if not weights.generates:
+            return "the model has no logits"
+        if not 1 <= count <= MAX_LOGITS:
+            return f"token_ids has {count} ids, expected 1 to {MAX_LOGITS}"
+        if (highest := int(pooling.token_ids.max())) >= weights.vocab_size:
+            return f"token_ids has {highest}, expected ids below the vocabulary size {weights.vocab_size}"
+        return None
+
+    def open(self, item: RowOpen) -> None:
+        """Sets what an opened row returns. Replaces what the row returned before it was opened."""
+        self._forget(item.row)
+        if item.pooling is not None:
+            self._rows[item.row] = item.pooling
+
+    def close(self, rows: U32) -> None:
+        if self._rows:
+            for row in rows.tolist():
+                self._forget(row)
+
+    def reset(self) -> None:
+        """Closes all rows."""
+        self._rows.clear()
+        self._sums.clear()
+
+    def _forget(self, row: int) -> None:
+        self._rows.pop(row, None)
+        self._sums.pop(row, None)
+
+    def chunks(self, rows: I64, starts: I64, context_lens: I64, ends: I64, prompt_lens: I64) -> list[PooledChunk]:
+        """The pooled ones among the rows of a step. `prompt_lens`: of all rows of the table."""
+        if not self._rows:
+            return []
+        found = []
+        for i, row in enumerate(rows.tolist()):
+            pooling = self._rows.get(row)
+            if pooling is not None:
+                is_last = int(ends[i]) == int(prompt_lens[row])
+                first, end = int(starts[i]), int(starts[i + 1])
+                kind = self._weights.kind_of(pooling) if self._weights is not None else pooling.kind
+                found.append(PooledChunk(row, pooling, kind, first, end, not context_lens[i], is_last))
+        return found
+
+    def pool(self, chunk: PooledChunk, hidden: torch.Tensor) -> torch.Tensor | None:
+        """The float32 vector [hidden_size] of a row from the hidden states of its `hidden_tokens` [n, hidden_size] in
+        this step, and earlier steps. None: its prompt is not complete."""
+        if chunk.kind is PoolingKind.LAST:
+            return hidden[0] if chunk.is_last else None
+        total = hidden.numpy().astype(np.float64)
+        if chunk.row in self._sums:
+            total = np.concatenate((self._sums[chunk.row][None], total))
+        self._sums[chunk.row] = np.add.reduce(total, axis=0)  # row by row
+        if not chunk.is_last:
+            return None
+        found = self._sums.pop(chunk.row)
+        return torch.from_numpy(found)
+
+    def finish(self, chunk: PooledChunk, vector: torch.Tensor, num_tokens: int) -> npt.NDArray[np.float32]:
+        """The numbers of a row whose prompt is complete."""
+        if self._weights is None:
+            raise RuntimeError("a pooled row was opened without weights")
+        if chunk.kind is PoolingKind.MEAN:
+            vector = vector / num_tokens
+        return self._weights.numbers(chunk.pooling, vector.float())
+
+
+def reads_last_token(kind: PoolingKind) -> bool:
+    """Whether the numbers depend on the state of the last token only."""
+    return kind is PoolingKind.LAST
+
+
+def hidden_tokens(chunks: Sequence[PooledChunk]) -> I64:
+    """The tokens of a step whose hidden states pooled rows need, ascending."""
+    return np.array([token for chunk in chunks for token in chunk.hidden_tokens()], np.int64)
+
+
+def logit_tokens(chunks: Sequence[PooledChunk]) -> I64:
+    """The tokens of a step whose logits pooled rows need, ascending."""
+    wanted = [chunk.end - 1 for chunk in chunks if chunk.is_last and chunk.pooling.task is PoolingTask.LOGITS]
+    return np.array(wanted, np.int64)
+
+
+def to_columns(found: Sequence[tuple[int, npt.NDArray[np.float32]]]) -> PooledRows | None:
+    """Rows and their numbers as columns; None if there are none."""
+    if not found:
+        return None
+    rows, values = zip(*found, strict=True)
+    return PooledRows(
+        np.array(rows, np.uint32), np.array([len(one) for one in values], np.uint32), np.concatenate(values)
+    )
