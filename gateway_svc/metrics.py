@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -79,6 +80,17 @@ SPECS = (
     Spec("gateway_schedulers", "gauge", "schedulers by state: ready, attached (no model yet), away", "", ("state",)),
     Spec("gateway_ready_workers", "gauge", "ready workers of all schedulers", "", MODEL),
     Spec(
+        "gateway_requests_waiting", "gauge", "sequences in the queues of all schedulers, by their heartbeats", "", MODEL
+    ),
+    Spec("gateway_requests_running", "gauge", "sequences running on all workers, by the same heartbeats", "", MODEL),
+    Spec(
+        "gateway_kv_cache_usage_perc",
+        "gauge",
+        "fraction of the blocks of the workers of the fullest scheduler that sequences use, 0 to 1",
+        "",
+        MODEL,
+    ),
+    Spec(
         "audit_lost_lines_total",
         "counter",
         "lines of the audit log that were dropped because it could not be written; absent without --audit-log",
@@ -86,6 +98,18 @@ SPECS = (
     Spec("redis_up", "gauge", "1 if the last call to Redis succeeded; absent without --redis"),
     Spec("redis_errors_total", "counter", "failed calls to Redis; absent without --redis"),
 )
+
+# The endpoint picker of an InferencePool asks the pods that serve requests, so gateways answer for their schedulers.
+PICKED = {
+    "gateway_requests_waiting": ("num_requests_waiting",),
+    "gateway_requests_running": ("num_requests_running",),
+    "gateway_kv_cache_usage_perc": ("kv_cache_usage_perc", "gpu_cache_usage_perc"),
+}
+
+
+def specs_for_picker() -> tuple[Spec, ...]:
+    """SPECS with the names that an endpoint picker reads."""
+    return tuple(dataclasses.replace(spec, vllm=PICKED.get(spec.name, spec.vllm)) for spec in SPECS)
 
 
 @dataclass(slots=True)
@@ -255,6 +279,7 @@ class GatewayReader:
             yield "gateway_schedulers", (state,), states[state]
         for model, num_workers in self._directory.models():
             yield "gateway_ready_workers", (model.name,), num_workers
+            yield from self._queue_rows(model.name)
         for name, times in list(self._metrics.models.items()):
             yield from model_rows(name, times)
         if self._audit is not None:
@@ -262,6 +287,13 @@ class GatewayReader:
         if self._redis is not None:
             yield "redis_up", (), float(self._redis.is_up)
             yield "redis_errors_total", (), self._redis.num_errors
+
+    def _queue_rows(self, model: str) -> Iterator[Row]:
+        clients = [c for c in self._directory.clients if c.model is not None and c.model.name == model]
+        beats = [c.heartbeat for c in clients if c.heartbeat is not None]
+        yield "gateway_requests_waiting", (model,), sum(beat.num_waiting for beat in beats)
+        yield "gateway_requests_running", (model,), sum(beat.num_running for beat in beats)
+        yield "gateway_kv_cache_usage_perc", (model,), max((beat.kv_cache_usage for beat in beats), default=0.0)
 
 
 def _state_of(client: SchedulerClient) -> str:

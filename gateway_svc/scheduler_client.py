@@ -121,7 +121,7 @@ class SchedulerClient:
         self._loader: asyncio.Task[None] | None = None
         self._by_handle: dict[int, SchedulerRequest] = {}
         self._last_handle = 0
-        self._heartbeat: pb.SchedulerHeartbeat | None = None
+        self.heartbeat: pb.SchedulerHeartbeat | None = None  # the last one of the current stream
         self._sent_tokens = 0  # number of tokens in Submits since the last heartbeat
 
     @property
@@ -139,9 +139,9 @@ class SchedulerClient:
     @property
     def load_tokens(self) -> int:
         """Load of the scheduler: its last heartbeat plus the requests sent since; before a heartbeat, our requests."""
-        if self._heartbeat is None:
+        if self.heartbeat is None:
             return REQUEST_TOKENS * len(self._by_handle)
-        beat = self._heartbeat
+        beat = self.heartbeat
         return beat.pending_tokens + REQUEST_TOKENS * (beat.num_waiting + beat.num_running) + self._sent_tokens
 
     def serves(self, name: str, revision: str) -> bool:
@@ -290,7 +290,7 @@ class SchedulerClient:
             log.info("cannot reach scheduler %s yet: %s", self.address, problem)
         self.is_connected, self.ready_workers, self.problem, self.info = False, 0, problem, None
         self._takes_batches, self._served = False, None
-        self._heartbeat, self._sent_tokens = None, 0
+        self.heartbeat, self._sent_tokens = None, 0
         self._stop_loading()
         self._by_handle.clear()
         for request in requests:
@@ -388,7 +388,7 @@ class SchedulerClient:
         self.events.on_changed(self)
 
     def _on_heartbeat(self, heartbeat: pb.SchedulerHeartbeat) -> None:
-        self._heartbeat, self._sent_tokens = heartbeat, 0
+        self.heartbeat, self._sent_tokens = heartbeat, 0
         if self.ready_workers != heartbeat.ready_workers:
             self.ready_workers = heartbeat.ready_workers
             self.events.on_changed(self)

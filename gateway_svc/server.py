@@ -27,7 +27,7 @@ from gateway_svc.grammar_checker import GrammarChecker
 from gateway_svc.limits.buckets import LocalBuckets, RedisBuckets
 from gateway_svc.limits.key_limits import KeyLimits
 from gateway_svc.limits.settings import LimitsError, LimitsFile
-from gateway_svc.metrics import SPECS, GatewayMetrics, GatewayReader
+from gateway_svc.metrics import SPECS, GatewayMetrics, GatewayReader, specs_for_picker
 from gateway_svc.models import BundleCache
 from gateway_svc.operator_port import add_admin_service, is_public_for_operators, operators_of
 from gateway_svc.prefix_hints import PrefixHints
@@ -349,8 +349,9 @@ def make_console(
 
 def make_admin(args: argparse.Namespace, server: GrpcServer, read: GatewayReader) -> AdminServer:
     """Metrics, liveness and readiness. Ready: at least one model can take requests."""
-    has_vllm = args.metrics_compat == "vllm"
-    metrics = ServiceMetrics("gateway", SPECS, read, server.rpc, has_vllm, certificate_files(args))
+    has_vllm = args.metrics_compat != "none"
+    specs = specs_for_picker() if args.metrics_compat == "inference-pool" else SPECS
+    metrics = ServiceMetrics("gateway", specs, read, server.rpc, has_vllm, certificate_files(args))
     return AdminServer(
         metrics_listen=args.metrics_listen,
         health_listen=args.health_listen,

@@ -309,12 +309,13 @@ class Gateways:
         attached.outbox.cut_off(UnavailableError(f"no heartbeat from this gateway for {timeout_s:g} s; attach again"))
 
     def _heartbeat(self) -> scheduler_pb2.SchedulerHeartbeat:
-        load = self._step_loop.load()
+        load, stats = self._step_loop.load(), self._step_loop.stats()
         return scheduler_pb2.SchedulerHeartbeat(
             num_waiting=load.num_waiting,
             num_running=load.num_running,
             pending_tokens=load.pending_tokens,
             ready_workers=self._welcome.ready_workers,
+            kv_cache_usage=0.0 if stats is None else stats.kv_cache_usage,
         )
 
     def _take_request(self, request: scheduler_pb2.AttachRequest, attached: Attached) -> None:

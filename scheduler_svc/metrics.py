@@ -34,11 +34,6 @@ Sample = tuple[int, int, int]  # owner, handle, sample index
 STEP_BYTES = tuple(64 * 4**power for power in range(10))  # bucket bounds from 64 bytes to 16 MiB
 
 
-def _kv_usage(stats: SchedulerStats) -> float:
-    used = sum(worker.blocks_used for worker in stats.workers)
-    return used / max(1, sum(worker.blocks_total for worker in stats.workers))
-
-
 # One value per model.
 GAUGES: tuple[tuple[Spec, Callable[[SchedulerStats], float]], ...] = (
     (
@@ -72,7 +67,7 @@ GAUGES: tuple[tuple[Spec, Callable[[SchedulerStats], float]], ...] = (
             MODEL,
             ("kv_cache_usage_perc", "gpu_cache_usage_perc"),
         ),
-        _kv_usage,
+        lambda stats: stats.kv_cache_usage,
     ),
 )
 

@@ -413,7 +413,7 @@ def make_admin(args: argparse.Namespace, parts: Parts, server: GrpcServer) -> Ad
     """Metrics and probes. The scheduler is ready until it drains."""
     redis = parts.index if isinstance(parts.index, RedisPrefixIndex) else None
     read = SchedulerReader(parts.step_loop, parts.pool, lambda: parts.gateways.num_attached, redis)
-    has_vllm = args.metrics_compat == "vllm"
+    has_vllm = args.metrics_compat != "none"
     metrics = ServiceMetrics("scheduler", SPECS, read, server.rpc, has_vllm, certificate_files(args))
     return AdminServer(
         metrics_listen=args.metrics_listen,

@@ -81,9 +81,11 @@ def make_parser(service: str, description: str, epilog: str = "") -> argparse.Ar
     )
     common.add_argument(
         "--metrics-compat",
-        choices=("none", "vllm"),
+        choices=("none", "vllm", "inference-pool"),
         default="none",
-        help="vllm: export metrics under vLLM's names too, for dashboards and autoscalers made for vLLM",
+        help="vllm: export metrics under vLLM's names too, for dashboards and autoscalers made for vLLM; "
+        "inference-pool: gateways also export the queue and KV use of their schedulers under these names, for the "
+        "endpoint picker of Kubernetes, so sums over all services count them several times",
     )
     common.add_argument(
         "--health-listen",

@@ -128,7 +128,7 @@ class Worker:
     def _make_admin(self) -> AdminServer:
         """Metrics; startup: the model is loaded; liveness: steps make progress; readiness: a scheduler leases it."""
         read = WorkerReader(self._executor, lambda: self._lifecycle.load_progress, self._is_ready, lambda: self._info)
-        has_vllm = self._args.metrics_compat == "vllm"
+        has_vllm = self._args.metrics_compat != "none"
         metrics = ServiceMetrics("worker", SPECS, read, self._server.rpc, has_vllm, certificate_files(self._args))
         return AdminServer(
             metrics_listen=self._args.metrics_listen,

@@ -46,6 +46,12 @@ class SchedulerStats(Load):
     counts: Counts = field(default_factory=Counts)
     num_unschedulable: int = 0  # sequences in the queue that no present worker could run
 
+    @property
+    def kv_cache_usage(self) -> float:
+        """Fraction of all workers' blocks that sequences use, 0 to 1."""
+        used = sum(worker.blocks_used for worker in self.workers)
+        return used / max(1, sum(worker.blocks_total for worker in self.workers))
+
 
 def load_of(requests: Requests, workers: Collection[WorkerBooks]) -> Load:
     """The load of a scheduler with these requests and workers."""

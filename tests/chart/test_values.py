@@ -52,7 +52,6 @@ EXTRA = {
     "data": {"a": "{{ .Release.Namespace }}"},
 }
 POOL_OF_PODS = {"gateway": {"http": {"enabled": True}, "inferencePool": {"enabled": True, "endpointPicker": "epp"}}}
-POOL_OF_PODS["metrics"] = {"compat": "vllm"}
 POLICY = {"networkPolicy": {"enabled": True}}
 MONITOR = {"metrics": {"serviceMonitor": {"enabled": True}}}
 DASHBOARD = {"metrics": {"dashboard": {"enabled": True}}}
@@ -388,6 +387,7 @@ GATEWAYS = [
     ),
     Case("gateway.tls.existingSecret", "", "BackendTLSPolicy gateway", "", None, ROUTE),
     Case("gateway.inferencePool.enabled", False, "InferencePool =r-quire", "", None),
+    Case("gateway.inferencePool.enabled", True, GATEWAY, "arg --metrics-compat", "inference-pool", POOL_OF_PODS),
     Case(
         "gateway.inferencePool.enabled",
         True,

@@ -129,7 +129,7 @@ topologySpreadConstraints:
 - --log-level={{ .Values.log.level }}
 - --health-listen={{ include "quire.anyHost" . }}:{{ .Values.ports.health }}
 - --metrics-listen={{ include "quire.anyHost" . }}:{{ .Values.ports.metrics }}
-- --metrics-compat={{ .Values.metrics.compat }}
+- --metrics-compat={{ ternary "inference-pool" .Values.metrics.compat .Values.gateway.inferencePool.enabled }}
 {{- end -}}
 
 {{- define "quire.containerPorts" -}}

@@ -96,8 +96,8 @@
 {{- fail (printf "gateway.service.loadBalancerClass is set, but gateway.service.type is %s: set it to LoadBalancer" $service.type) -}}
 {{- end -}}
 {{- $pool := .Values.gateway.inferencePool -}}
-{{- if and $pool.enabled (or (not $pool.endpointPicker) (ne .Values.metrics.compat "vllm") (not .Values.gateway.http.enabled)) -}}
-{{- fail "gateway.inferencePool.enabled needs gateway.inferencePool.endpointPicker (a Service), gateway.http.enabled, and metrics.compat vllm, whose metrics the endpoint picker reads" -}}
+{{- if and $pool.enabled (or (not $pool.endpointPicker) (not .Values.gateway.http.enabled)) -}}
+{{- fail "gateway.inferencePool.enabled needs gateway.inferencePool.endpointPicker (a Service) and gateway.http.enabled" -}}
 {{- end -}}
 {{- if and .Values.tracing.otlpEndpoint .Values.networkPolicy.egress.enabled (not .Values.networkPolicy.egress.extra) -}}
 {{- fail "networkPolicy.egress blocks the export of traces: add the address of tracing.otlpEndpoint to networkPolicy.egress.extra" -}}
