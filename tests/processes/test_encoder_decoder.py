@@ -120,7 +120,9 @@ async def test_the_encoder_runs_once_for_samples_beams_and_repeated_inputs(tmp_p
     torch.set_num_threads(1)
     model_dir = make_text_checkpoint(tmp_path / "model", TEXT_SHAPES[2])
     port = free_port()
-    prompt = [random.Random(5).randrange(10, VOCAB_SIZE) for _ in range(70)]
+    rng = random.Random(5)
+    prompt = [rng.randrange(10, VOCAB_SIZE) for _ in range(70)]
+    penalized = TextReference(model_dir).generate(prompt, 10, repetition_penalty=1.7, eos_token_id=None)[0]
     with Stack(tmp_path) as stack:
         scheduler = stack.start_scheduler()
         start_worker(stack, scheduler, model_dir, "--metrics-listen", f"127.0.0.1:{port}")
@@ -132,6 +134,8 @@ async def test_the_encoder_runs_once_for_samples_beams_and_repeated_inputs(tmp_p
             assert encoder_inputs(port) == 1
             other = await client.generate(token_ids=[*prompt[:-1], 11], max_tokens=10)
             assert encoder_inputs(port) == 2
+            options = {"max_tokens": 10, "temperature": 0.0, "repetition_penalty": 1.7, "ignore_eos": True}
+            assert list((await client.generate(token_ids=prompt, **options)).token_ids) == penalized
     assert first.samples[0].usage.cached_tokens == 0
     assert again.usage.cached_tokens == 70
     assert other.usage.cached_tokens == 0

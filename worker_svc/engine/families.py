@@ -187,6 +187,11 @@ def architecture_of(config: dict[str, Any]) -> Architecture:
     """The architecture in config.json. Raises CheckpointError if it is not supported."""
     names = config.get("architectures") or []
     found = next((ARCHITECTURES[name] for name in map(_with_tokens, names) if name in ARCHITECTURES), None)
+    if found is None and any(name in ENCODER_DECODER_NAMES for name in names):
+        raise CheckpointError(
+            f"architectures: {', '.join(names)} has an encoder and cross-attention, which this backend does not "
+            "compute; use --backend cpu"
+        )
     if found is None:
         raise CheckpointError(
             f"architectures: {', '.join(map(str, names)) or 'not set'} is not supported; "

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from transformers import AutoModelForSeq2SeqLM
 
@@ -16,8 +18,9 @@ from tests.processes.models import VOCAB_SIZE
 from tests.unit.engine.driver import GREEDY
 from worker_svc.engine.batch import EncoderInput, RowOpen, StepBatch, StepOutput
 from worker_svc.engine.config import EngineConfig
-from worker_svc.engine.encoder_decoder import ENCODER_DECODERS
-from worker_svc.engine.families import ENCODER_DECODER_NAMES
+from worker_svc.engine.encoder_decoder import ENCODER_DECODERS, parse_encoder_decoder
+from worker_svc.engine.families import ENCODER_DECODER_NAMES, architecture_of
+from worker_svc.engine.model_folder import CheckpointError
 from worker_svc.engine.model_runner import ModelRunner
 
 BLOCK_SIZE = 16
@@ -115,6 +118,42 @@ def last_logits(steps: Steps, encoder: list[int], decoder: list[int], chunks: Ch
 
 def test_errors_name_all_architectures() -> None:
     assert tuple(ENCODER_DECODERS) == ENCODER_DECODER_NAMES
+
+
+@pytest.mark.parametrize("name", ENCODER_DECODER_NAMES)
+def test_backends_for_decoders_refuse_the_model_by_name(name: str) -> None:
+    with pytest.raises(CheckpointError, match=f"{name} has an encoder and cross-attention.*use --backend cpu"):
+        architecture_of({"architectures": [name]})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"encoder_attention_heads": 2}, "encoder_attention_heads: 2 differs from decoder_attention_heads 4"),
+        ({"activation_function": "tanh"}, "activation: 'tanh' is not supported; use one of relu, "),
+        ({"decoder_layers": 0}, "decoder_layers: config.json must hold a positive integer, found 0"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantized encoder-decoder checkpoints are not supported"),
+    ],
+)
+def test_configurations_that_are_not_supported_are_refused(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    config = json.loads((make_text_checkpoint(tmp_path, TEXT_SHAPES[2]) / "config.json").read_text())
+    with pytest.raises(CheckpointError, match=message):
+        parse_encoder_decoder(config | changes)
+
+
+def test_a_checkpoint_with_other_tensors_is_refused(tmp_path: Path) -> None:
+    folder = make_text_checkpoint(tmp_path, TEXT_SHAPES[2])
+    tensors = safetensors.torch.load_file(folder / "model.safetensors")
+    shared = tensors["model.shared.weight"]
+    for name, tensor, message in (
+        ("model.encoder.embed_tokens.weight", shared + 1, "have different embeddings are not supported"),
+        ("model.encoder.other.weight", shared.clone(), "1 tensors are unexpected, first model.encoder.other.weight"),
+    ):
+        safetensors.torch.save_file(tensors | {name: tensor}, folder / "model.safetensors")
+        with pytest.raises(CheckpointError, match=message):
+            Steps(folder, "cpu")
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
