@@ -95,17 +95,24 @@ def placement_scores(expected_prefill: I64, uncached_tokens: I64, alpha: float) 
     return expected_prefill + alpha * uncached_tokens
 
 
-def best_place(scores: F64, slack: float, pressure: F64, allowed: Bools) -> int:
-    """Position of the best allowed worker. At least one must be allowed. Scores within `slack` of the best are ties,
-    which the lowest pool pressure breaks.
+def places_near_best(scores: F64, slack: float, load: I64, allowed: Bools) -> I64:
+    """Positions of the allowed workers that tie: their scores are within `slack` of the best, and their load is not
+    above that of the worker with the best score. At least one must be allowed.
 
     Without the slack, a short prefix that all requests share would keep idle workers idle: they do not hold the prefix,
-    so they would never get a request, while the other workers evict blocks.
+    so they would never get a request, while the other workers evict blocks. The slack is for cached tokens only: it
+    depends on the length of the prompt, so for load it would let long prompts wait behind others.
     """
     if np.count_nonzero(allowed) < len(allowed):
         scores = np.where(allowed, scores, np.inf)
-    near = (scores <= scores[scores.argmin()] + slack).nonzero()[0]
-    return int(near[pressure[near].argmin()] if len(near) > 1 else near[0])
+    best = scores.argmin()
+    near: I64 = ((scores <= scores[best] + slack) & (load <= load[best])).nonzero()[0]
+    return near
+
+
+def least_pressed(places: I64, pressure: F64) -> int:
+    """The one of these positions whose pool is under the lowest pressure, which breaks ties."""
+    return int(places[pressure[places].argmin()] if len(places) > 1 else places[0])
 
 
 def virtual_arrival(arrival: float, uncached_tokens: int, aging_tokens_per_s: float) -> float:

@@ -493,7 +493,9 @@ def moves_not_sent(patch: Patch) -> None:
 # -- encoder positions -------------------------------------------------------------------------------------------------
 
 
-@bug("which another open row has|which other rows share|reads the wrong content|evicts a block before|no LRU queue")
+@bug(
+    "which another open row has|which other rows share|reads the wrong content|evicts a block before|no LRU queue|leaks"
+)
 def encoder_blocks_freed_with_the_first_sample(patch: Patch) -> None:
     def close(original: Any, worker: WorkerBooks, row: int) -> None:
         group = worker.rows.sequence(row).group

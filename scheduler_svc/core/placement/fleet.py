@@ -17,7 +17,7 @@ from request_fields.sizes import SizeLimits
 from scheduler_svc.core.blocks.prompt_digests import PromptDigests
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.messages import WorkerCapacity
-from scheduler_svc.core.policy import best_place, is_worth_leaving, placement_scores
+from scheduler_svc.core.policy import is_worth_leaving, least_pressed, placement_scores, places_near_best
 from scheduler_svc.core.queue_entry import QueueEntry, Refusal
 from scheduler_svc.core.sequence import Sequence, SequenceGroup
 from scheduler_svc.core.steps.worker_books import WorkerBooks
@@ -31,6 +31,17 @@ MAX_LOOKUP_AGE_S = 0.5  # age at which a lookup of cached tokens is repeated on 
 NOTHING_RUNS = np.iinfo(np.int64).min  # below every priority number: there is no row to preempt
 
 
+class Wait(NamedTuple):
+    """A sequence waits for a worker that has room, but whose next step is not planned now."""
+
+    entry: QueueEntry
+    version: int  # of the fleet
+    near: list[int]  # positions of that worker, and of workers that would be chosen if they were under less pressure
+    score: float  # the best one; another worker with a lower score would be chosen
+    slack: float  # a worker with a score above by more than this would not be chosen
+    load: int  # of the worker with the best score; a worker with a higher load is chosen for a lower score only
+
+
 class Placement(NamedTuple):
     """The decision for one waiting sequence."""
 
@@ -39,6 +50,7 @@ class Placement(NamedTuple):
     is_now: bool  # the step is being planned now
     is_held: bool  # it is better to wait for this worker, even if others have room
     waits_for_adapter: bool = False  # the worker must swap its adapter in first
+    wait: Wait | None = None
 
 
 class Fleet:
@@ -104,12 +116,13 @@ class Fleet:
         self._ready: list[int] = []  # positions of the ready workers
         self._is_mixed = False
         self._stale = dict(zip(self._position, workers, strict=True))
+        self._unchecked = dict(self._stale)  # changed since the last pass, or since `would_wait`
         self.changed = set(self._position)  # workers that may have work; the caller removes idle workers
 
     def mark_changed(self, worker: WorkerBooks) -> None:
         """Read the worker's values again at the next pass."""
         name = worker.capacity.worker_id
-        self._stale[name] = worker
+        self._stale[name] = self._unchecked[name] = worker
         self.changed.add(name)
 
     def drain(self, worker: WorkerBooks) -> None:
@@ -141,7 +154,7 @@ class Fleet:
         self._is_mixed = is_mixed
         for name, worker in self._stale.items():
             self._read(self._position[name], worker)
-        self._stale = {}
+        self._stale, self._unchecked = {}, {}
         self._reserved = None
         self._load, self._free_rows = self._expected_prefill.copy(), self._rows.copy()
         has_rows, is_little = self._free_rows > 0, self._load < self._max_pending
@@ -169,21 +182,51 @@ class Fleet:
         uncached = entry.uncached_at
         scores = placement_scores(self._load, uncached, self._config.placement_alpha)
         slack = self._config.placement_slack * self._config.placement_alpha * seq.data.num_tokens
-        best = best_place(scores, slack, self._pressure, eligible)
+        near = places_near_best(scores, slack, self._load, eligible)
+        best = least_pressed(near, self._pressure)
         room = eligible & self._room(entry)
         if seq.group.adapter:
             room &= np.array([worker.adapters.is_ready(seq.group.adapter) for worker in self._workers], dtype=np.bool_)
-        is_held = False
+        is_held, wait = False, None
         if not room[best] and np.count_nonzero(room):
-            other = best_place(scores, slack, self._pressure, room)
+            other = least_pressed(places_near_best(scores, slack, self._load, room), self._pressure)
             is_held = self._should_wait(entry, int(uncached[other] - uncached[best]), now, tokens_per_s)
             best = best if is_held else other
+        elif room[best] and not self._is_ready[best] and not seq.group.adapter:
+            score, load = scores[near].min(), self._load[near].max()
+            wait = Wait(entry, self._version, near.tolist(), float(score), slack, int(load))
         has_room = bool(room[best])
         if seq.group.adapter and self._waits_for_adapter(best, seq.group.adapter):
             is_loading = self._workers[best].adapters.is_loading(seq.group.adapter)
             return Placement(self._workers[best], False, False, is_loading, waits_for_adapter=True)
         self._count_in(best, int(uncached[best]), entry.num_rows)
-        return Placement(self._workers[best], has_room, has_room and bool(self._is_ready[best]), is_held)
+        return Placement(self._workers[best], has_room, has_room and bool(self._is_ready[best]), is_held, wait=wait)
+
+    def would_wait(self, waits: list[Wait], now: float) -> bool:
+        """Whether `place` would choose as in the last pass, in which the first sequences of the queue got these waits.
+        Only the workers that have changed since could change a choice. Not for live requests of different priorities.
+        """
+        changed, self._unchecked = self._unchecked, {}
+        return all(
+            wait.version == self._version
+            and now - wait.entry.cached_as_of[2] < MAX_LOOKUP_AGE_S
+            and all(self._stays_worse(self._position[name], worker, wait) for name, worker in changed.items())
+            for wait in waits
+        )
+
+    def _stays_worse(self, i: int, worker: WorkerBooks, wait: Wait) -> bool:
+        """Whether this worker was not among those that could be chosen, and still is not."""
+        if i in wait.near:
+            return False
+        seq, num_cached = wait.entry.seq, int(wait.entry.num_cached_at[i])
+        if (
+            worker.num_cached(seq.digests, seq.max_cached_tokens, num_cached, seq.group.num_encoder_tokens)
+            != num_cached
+        ):
+            return False
+        load = worker.expected_prefill
+        score = load + self._config.placement_alpha * int(wait.entry.uncached_at[i])
+        return score > wait.score + wait.slack or (score > wait.score and load > wait.load)
 
     def reserve_for(self, entry: QueueEntry) -> None:
         """Reserve the eligible workers of a starved sequence: they accept no other sequence in this pass."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import islice
+from operator import is_
 
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.placement.fleet import Fleet, Placement
+from scheduler_svc.core.placement.fleet import Fleet, Placement, Wait
 from scheduler_svc.core.queue.pace import Measures
 from scheduler_svc.core.queue.requests import Requests
 from scheduler_svc.core.queue_entry import QueueEntry
@@ -24,22 +25,28 @@ class QueueScan:
         self._waiting = requests.waiting
         self._fleet = fleet
         self._measures = measures
+        self._waits: list[Wait] = []  # of the last pass, if all its sequences got one
 
     def place(self, ready: Mapping[str, StepPlanner], now: float) -> dict[str, list[QueueEntry]]:
         """For each ready worker, the sequences to admit in its next step, in order. The assignment holds for this step
         only.
 
-        The pass ends when no worker accepts more, so thousands of waiting sequences cost no more than a few.
+        The pass ends when no worker accepts more, so thousands of waiting sequences cost no more than a few. Most
+        answers change one worker, while most sequences wait for another: then the result of the last pass is kept.
         """
         placed: dict[str, list[QueueEntry]] = {}
         is_mixed = len(self._requests.priorities) > 1
         if not self._waiting.num_schedulable or not self._may_admit(ready, is_mixed=is_mixed):
             return placed
+        if self._waits and not is_mixed and self._are_first(self._waits) and self._fleet.would_wait(self._waits, now):
+            return placed
         self._fleet.begin_pass(ready.keys(), is_mixed=is_mixed)
+        waits: list[Wait | None] = []
         moved: list[tuple[QueueEntry, float]] = []
         num_passed = num_swaps = 0
         for entry in self._waiting if self._fleet.num_accepting else ():
             placement = self._fleet.place(entry, now, self._measures.prefill.per_s)
+            waits.append(placement.wait)
             virtual_arrival = self._requests.virtual_arrival(entry)
             if virtual_arrival != entry.key[2]:
                 moved.append((entry, virtual_arrival))
@@ -55,7 +62,13 @@ class QueueScan:
                 break
         for entry, virtual_arrival in moved:
             self._waiting.move(entry, virtual_arrival)
+        self._waits = [] if is_mixed or None in waits else [wait for wait in waits if wait is not None]
         return placed
+
+    def _are_first(self, waits: list[Wait]) -> bool:
+        """Whether a pass would choose for the sequences of these waits, in this order, and for no others."""
+        entries = list(islice(self._waiting, self._config.max_bypass + 1))
+        return len(entries) == len(waits) and all(map(is_, entries, (wait.entry for wait in waits)))
 
     def _may_admit(self, ready: Mapping[str, StepPlanner], *, is_mixed: bool) -> bool:
         """Whether some ready worker has not refused some sequence that may be admitted next.

@@ -12,13 +12,11 @@ from request_fields.inputs import MAX_INPUT_BYTES
 from scheduler_svc.core.blocks.block_manager import Fill
 from scheduler_svc.core.messages import EMPTY, RowOpen, StepBatch
 from scheduler_svc.core.steps.decode_run import Members
-from scheduler_svc.core.steps.rows import RowTable
 
 I64 = npt.NDArray[np.int64]
 U32 = npt.NDArray[np.uint32]
 Bools = npt.NDArray[np.bool_]
 Column = npt.NDArray[Any]
-NO_ROWS: I64 = np.empty(0, dtype=np.int64)
 
 
 @dataclass(slots=True)
@@ -28,8 +26,9 @@ class StepPlan:
     budget: int  # tokens that can still be added
     now: float
     joins_message: bool = False  # the step is sent in the message of the previous step
-    rows: list[I64] = field(default_factory=list)
-    query_lens: list[Column] = field(default_factory=list)
+    run: Members | None = None  # its rows precede all other rows, and its table changes all others
+    decodes: I64 | None = None  # other rows that compute one token; they precede the chunks
+    chunks: list[tuple[int, int]] = field(default_factory=list)  # (row, number of prompt tokens)
     opens: list[RowOpen] = field(default_factory=list)
     forks: list[tuple[int, int]] = field(default_factory=list)  # (row, parent)
     tables: list[tuple[I64, I64, I64]] = field(default_factory=list)  # columns: row, index, block
@@ -37,13 +36,6 @@ class StepPlan:
     fills: list[tuple[int, list[Fill]]] = field(default_factory=list)  # per row, the blocks that its chunk completes
     num_prompt_tokens: int = 0  # in chunks of several tokens
     num_input_bytes: int = 0  # data of the inputs of opened rows
-    run: Members | None = None  # its rows precede all other rows, and its table changes all others
-    num_decode: int = 0  # number of rows with one token each that are not in the run; they precede the remaining rows
-
-    def add(self, rows: I64, query_lens: Column, num_tokens: int) -> None:
-        self.rows.append(rows)
-        self.query_lens.append(query_lens)
-        self.budget -= num_tokens
 
     def has_room_for(self, num_input_bytes: int) -> bool:
         """Whether the message of the step has room for inputs of this size. The inputs of the first row always fit."""
@@ -78,22 +70,13 @@ class InFlightStep:
     may_reach_limit: bool
     fills: list[tuple[int, list[Fill]]]  # per row
     forks: list[tuple[int, int]]  # (row, parent)
-    prompt_only: list[int]  # rows with max_tokens 0 whose prompt this step completes
+    prompt_only: tuple[int, ...]  # rows with max_tokens 0 whose prompt this step completes
     is_full: bool  # the step uses the whole token budget
     burst_len: int = 1  # steps of the message that this step ends; 0: more steps follow in the message
     num_prompt_tokens: int = 0  # in chunks of several tokens
     has_beams: bool = False  # some of the rows are beams
     sent_at: float = 0.0
     releases: list[I64] = field(default_factory=list)  # block tables of ended rows, freed when the step is answered
-
-
-def slot_mapping(table: RowTable, rows: I64, query_lens: Column, context_lens: I64, num_decode: int) -> U32:
-    """Slots of all tokens of a step. The first `num_decode` rows have one token each."""
-    columns = (column[num_decode:].tolist() for column in (rows, context_lens, query_lens))
-    parts = [table.chunk_slots(row, start, count) for row, start, count in zip(*columns, strict=True)]
-    if num_decode:
-        parts.insert(0, table.slots(rows[:num_decode], context_lens[:num_decode]))
-    return concatenated(parts, EMPTY)
 
 
 def make_batch(
@@ -137,18 +120,6 @@ def make_batch(
         beam_parents=EMPTY if moves is None else moves.parents,
         beam_tokens=EMPTY if moves is None else moves.token_ids,
     )
-
-
-def with_forks(rows: I64, forks: list[tuple[int, int]]) -> I64:
-    """The rows, then the rows that fork from them."""
-    return np.concatenate((rows, [row for row, _ in forks])) if forks else rows
-
-
-def concatenated(parts: list[Column], nothing: Column) -> Column:
-    """The parts in one array, without a copy if there is only one part."""
-    if not parts:
-        return nothing
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def _columns(pairs: list[tuple[int, int]]) -> tuple[U32, U32]:

@@ -7,18 +7,17 @@ import numpy as np
 from scheduler_svc.core.messages import EMPTY, RowOpen, StepBatch
 from scheduler_svc.core.policy import ceil_div
 from scheduler_svc.core.sequence import Sequence, SequenceStatus
-from scheduler_svc.core.steps.decode_run import DecodeRun, Members
-from scheduler_svc.core.steps.rows import I64, U32
-from scheduler_svc.core.steps.step_plan import (
+from scheduler_svc.core.steps.columns import (
     NO_ROWS,
-    Bools,
-    InFlightStep,
-    StepPlan,
-    concatenated,
-    make_batch,
-    slot_mapping,
-    with_forks,
+    Columns,
+    all_columns,
+    columns_of_chunks,
+    columns_of_decodes,
+    columns_of_run,
 )
+from scheduler_svc.core.steps.decode_run import DecodeRun
+from scheduler_svc.core.steps.rows import I64, U32
+from scheduler_svc.core.steps.step_plan import Bools, InFlightStep, StepPlan, make_batch
 from scheduler_svc.core.steps.worker_books import WorkerBooks
 
 MAX_BURST = 16  # maximum number of steps in one message
@@ -73,8 +72,8 @@ class StepPlanner:
             return
         if len(run.full):
             self._append_blocks(members.rows[run.full], plan)
-        plan.add(members.rows, self._rows.ones[: len(members.rows)], len(members.rows))
         plan.run = members
+        plan.budget -= len(members.rows)
 
     def _joining(self) -> list[int]:
         """Rows outside the run that may join it."""
@@ -116,8 +115,8 @@ class StepPlanner:
     def plan_running(self, plan: StepPlan, decode: I64, prefill: I64) -> None:
         """Add the decodes, then chunks of prompts."""
         if len(decode):
-            plan.add(decode, np.ones(len(decode), dtype=np.int64), len(decode))
-            plan.num_decode = len(decode)
+            plan.decodes = decode
+            plan.budget -= len(decode)
             if self.books.num_reserved_rows:  # a prompt with a single uncached token completes here
                 for row in decode.tolist():
                     self._fork_if_complete(row, 1, plan)
@@ -204,7 +203,8 @@ class StepPlanner:
             count = self._give_prompt_blocks(row, count, plan)
         if count < 1:
             return
-        plan.add(np.array([row]), np.array([count]), count)
+        plan.chunks.append((row, count))
+        plan.budget -= count
         if count > 1:
             plan.num_prompt_tokens += count
         if count >= self._rows.todo_of(row) - 1:
@@ -325,80 +325,44 @@ class StepPlanner:
 
     def finish_plan(self, plan: StepPlan) -> StepBatch | None:
         """Make the message of the planned step and report it to the books; None if there is nothing to send."""
-        if not plan.rows and (self.books.in_flight or not self.books.has_changes):
+        is_empty = plan.run is None and plan.decodes is None and not plan.chunks
+        if is_empty and (self.books.in_flight or not self.books.has_changes):
             return None
-        run = plan.run
-        if run is not None and len(plan.rows) == 1:
-            return self._finish_run(plan, run)
-        r, others = self._rows, slice(run is not None, None)
-        rows, query_lens = concatenated(plan.rows[others], NO_ROWS), concatenated(plan.query_lens[others], NO_ROWS)
-        context_lens = r.num_computed_tokens[rows]
-        slots = slot_mapping(r, rows, query_lens, context_lens, plan.num_decode)
-        full = r.fills_block(context_lens[: plan.num_decode]) if plan.num_decode else NO_ROWS
-        pending, ends = r.pending[rows], context_lens + query_lens
-        known = r.num_tokens[rows] + pending
-        left = r.limit[rows] - known
-        may_reach_limit = np.count_nonzero(left <= 1) > 0
-        reaches_end = ends == known
-        sample_mask = reaches_end & (left > 0)
-        r.num_computed_tokens[rows] = ends
-        r.pending[rows] = pending + (sample_mask & ~r.is_beam[rows] if r.num_beams else sample_mask)
-        num_sampled, num_ends = np.count_nonzero(sample_mask), np.count_nonzero(reaches_end)
-        prompt_only = rows[reaches_end & ~sample_mask].tolist() if num_sampled < num_ends else []
-        self.may_continue = bool(plan.budget < 1 or plan.forks or num_ends < len(rows) or np.count_nonzero(left > 1))
-        sampling_forks = [(row, parent) for row, parent in plan.forks if parent not in prompt_only]
+        r, run = self._rows, plan.run
+        parts: list[Columns] = []
         if run is not None:
-            run_lens, run_slots = self._run.advance(run, plan.tables[0][2] if len(self._run.full) else None)
-            num_run = len(run.rows)
-            rows, slots = np.concatenate((run.rows, rows)), np.concatenate((run_slots, slots))
-            full = np.concatenate((self._run.full, full + num_run)) if len(full) else self._run.full
-            context_lens = np.concatenate((run_lens, context_lens))
-            query_lens = np.concatenate((plan.query_lens[0], query_lens))
-            sample_mask = np.concatenate((r.trues[:num_run], sample_mask))
-            may_reach_limit |= not self._run.steps_left
-            self.may_continue = True
+            parts.append(columns_of_run(r, self._run, run, plan.tables[0][2] if len(self._run.full) else None))
+        if plan.decodes is not None:
+            parts.append(columns_of_decodes(r, plan.decodes))
+        if plan.chunks or not parts:
+            parts.append(columns_of_chunks(r, plan.chunks))
+        is_single = len(parts) == 1
+        columns = parts[0] if is_single else all_columns(parts)
+        self.may_continue = bool(columns.continues or plan.budget < 1 or plan.forks)
+        prompt_only, forks = columns.prompt_only, plan.forks
+        if prompt_only and forks:
+            plan.forks = [(row, parent) for row, parent in forks if parent not in prompt_only]
+            prompt_only += tuple(row for row, parent in forks if parent in prompt_only)
+        sampled = _sampled(columns, plan.forks) if run is None or not is_single else run.sent_rows
         step = InFlightStep(
             step_id=self._next_step_id,
-            rows=rows,
-            context_lens=context_lens.astype(np.uint32),
-            query_lens=query_lens.astype(np.uint32),
-            sampled=with_forks(rows[sample_mask], sampling_forks).astype(np.uint32),
+            rows=columns.rows,
+            context_lens=columns.context_lens,
+            query_lens=columns.query_lens,
+            sampled=sampled,
             generation=r.generation,
-            full=full,
-            run=None,
-            may_reach_limit=bool(may_reach_limit),
+            full=columns.full,
+            run=run if is_single else None,
+            may_reach_limit=columns.may_reach_limit,
             fills=plan.fills,
-            forks=plan.forks,
-            prompt_only=prompt_only + [row for row, parent in plan.forks if parent in prompt_only],
+            forks=forks,
+            prompt_only=prompt_only,
             is_full=plan.budget < 1,
             num_prompt_tokens=plan.num_prompt_tokens,
             has_beams=r.num_beams > 0,
             sent_at=plan.now,
         )
-        plan.forks = sampling_forks
-        return self._send(plan, step, sample_mask, slots)
-
-    def _finish_run(self, plan: StepPlan, run: Members) -> StepBatch:
-        """Finish a step that consists of the run."""
-        self.may_continue = True
-        context_lens, slots = self._run.advance(run, plan.tables[0][2] if len(self._run.full) else None)
-        step = InFlightStep(
-            step_id=self._next_step_id,
-            rows=run.rows,
-            context_lens=context_lens,
-            query_lens=plan.query_lens[0],
-            sampled=run.sent_rows,
-            generation=self._rows.generation,
-            full=self._run.full,
-            run=run,
-            may_reach_limit=not self._run.steps_left,
-            fills=[],
-            forks=[],
-            prompt_only=[],
-            is_full=False,
-            sent_at=plan.now,
-        )
-        return self._send(plan, step, self._rows.trues[: len(run.rows)], slots)
+        return self._send(plan, step, columns.sample_mask, columns.slots)
 
     def _send(self, plan: StepPlan, step: InFlightStep, sample_mask: Bools, slots: U32) -> StepBatch:
         batch = make_batch(self._capacity.worker_id, plan, step, sample_mask, slots, self.books.take_changes())
@@ -443,3 +407,9 @@ class StepPlanner:
             )
         )
         return row
+
+
+def _sampled(columns: Columns, forks: list[tuple[int, int]]) -> U32:
+    """The rows that sample, then the rows that fork from them."""
+    rows = columns.rows[columns.sample_mask].astype(np.uint32)
+    return np.append(rows, np.array([row for row, _ in forks], dtype=np.uint32)) if forks else rows

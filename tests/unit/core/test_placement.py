@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
+import numpy as np
 import pytest
 
-from scheduler_svc.core.messages import StepBatch
-from scheduler_svc.core.placement.fleet import Fleet
+from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.messages import StepBatch, StepOutput
+from scheduler_svc.core.placement.fleet import Fleet, Placement, Wait
+from scheduler_svc.core.queue_entry import QueueEntry
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishReason
 from scheduler_svc.core.steps.step_plan import StepPlan
@@ -184,3 +188,55 @@ def test_a_waiting_request_ends_at_its_deadline_anywhere_in_the_queue() -> None:
     scheduler.schedule(1.0)
     assert [end.group.request_id for end in scheduler.take_expired().finished] == ["r49"]
     assert scheduler.stats().num_waiting == 49
+
+
+class Recorder(Fleet):
+    """Counts choices, or chooses again for every waiting sequence in every step."""
+
+    def __init__(self, config: SchedulerConfig, *, keeps: bool) -> None:
+        super().__init__(config)
+        self._keeps, self.num_choices = keeps, 0
+
+    def place(self, entry: QueueEntry, now: float, tokens_per_s: float | None) -> Placement:
+        self.num_choices += 1
+        return super().place(entry, now, tokens_per_s)
+
+    def would_wait(self, waits: list[Wait], now: float) -> bool:
+        return self._keeps and super().would_wait(waits, now)
+
+
+def run_busy_workers(seed: int, *, keeps: bool) -> tuple[list[tuple[float, str, list[str]]], int]:
+    """Which worker admits which requests when, and the number of choices, in a queue that is seldom empty."""
+    rng, config = random.Random(seed), SchedulerConfig(max_pending_prefill_steps=1, aging_s=0.5)
+    fleet = Recorder(config, keeps=keeps)
+    scheduler = Scheduler(config, fleet)
+    for i in range(4):
+        sizes = {"num_blocks": rng.choice((40, 80)), "max_num_batched_tokens": 24, "pipeline_depth": 2}
+        scheduler.add_worker(make_capacity(f"w{i}", **sizes))
+    prefixes = [[rng.randrange(100) for _ in range(40)] for _ in range(4)]
+    in_flight: dict[str, list[StepBatch]] = {f"w{i}": [] for i in range(4)}
+    admitted, now = [], 0.0
+    for event in range(500):
+        now += rng.random() * 0.02
+        if rng.random() < 0.25:
+            prompt = rng.choice(prefixes)[: rng.randrange(41)] + [rng.randrange(100) for _ in range(rng.randint(1, 30))]
+            scheduler.add_group(make_group(prompt, str(event), max_tokens=rng.randint(1, 12), ignore_eos=True), now)
+        busy = [name for name, batches in in_flight.items() if batches]
+        if busy:
+            batch = in_flight[rng.choice(busy)].pop(0)
+            rows = batch.rows[batch.sample_mask]
+            scheduler.update(StepOutput(batch.worker_id, batch.step_id, rows, np.full_like(rows, 9)), now)
+        for batch in scheduler.schedule(now):
+            in_flight[batch.worker_id].append(batch)
+            admitted.append((now, batch.worker_id, [opened.group.request_id for opened in batch.opens]))
+    return admitted, fleet.num_choices
+
+
+def test_kept_choices_are_those_that_would_be_made_again() -> None:
+    num_kept = num_made = 0
+    for seed in range(12):
+        admitted, num_choices = run_busy_workers(seed, keeps=True)
+        expected, num_without = run_busy_workers(seed, keeps=False)
+        assert admitted == expected, f"seed {seed}"
+        num_kept, num_made = num_kept + num_without - num_choices, num_made + num_choices
+    assert num_kept > num_made / 4

@@ -1,12 +1,13 @@
 """Pure choices: the projected peak against a step-by-step count, expected lengths."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from scheduler_svc.core.policy import (
-    best_place,
     ceil_div,
     count_within,
     expected_remaining,
@@ -16,7 +17,9 @@ from scheduler_svc.core.policy import (
     is_queue_full,
     is_too_late,
     is_worth_leaving,
+    least_pressed,
     placement_scores,
+    places_near_best,
     projected_peak,
     virtual_arrival,
 )
@@ -103,21 +106,31 @@ def test_a_pace_is_unknown_until_it_was_busy_and_follows_what_changes() -> None:
     assert idle.per_s is None
 
 
+def best_place(load: list[int], uncached: list[int], pressure: list[float], alpha: float = 3.0, **options: Any) -> int:
+    loads, scores = np.array(load), placement_scores(np.array(load), np.array(uncached), alpha)
+    allowed = np.array(options.get("allowed", [True] * len(load)))
+    near = places_near_best(scores, options.get("slack", 0.0), loads, allowed)
+    return least_pressed(near, np.array(pressure))
+
+
 def test_a_prefix_draws_a_request_until_too_much_waits_there() -> None:
-    uncached = np.array([100, 1000])
-    idle, busy = np.array([0, 0]), np.array([2800, 0])
-    allowed, pressure = np.array([True, True]), np.array([0.5, 0.5])
-    assert best_place(placement_scores(idle, uncached, 3.0), 0.0, pressure, allowed) == 0
-    assert best_place(placement_scores(busy, uncached, 3.0), 0.0, pressure, allowed) == 1
-    assert best_place(placement_scores(busy, uncached, 4.0), 0.0, pressure, allowed) == 0
+    uncached, pressure = [100, 1000], [0.5, 0.5]
+    assert best_place([0, 0], uncached, pressure) == 0
+    assert best_place([2800, 0], uncached, pressure) == 1
+    assert best_place([2800, 0], uncached, pressure, alpha=4.0) == 0
 
 
-def test_among_those_as_good_the_pool_under_least_strain_is_chosen_if_it_is_allowed() -> None:
-    scores, pressure = np.array([5.0, 5.0, 6.0, 9.0]), np.array([0.3, 0.2, 0.1, 0.0])
-    assert best_place(scores, 0.0, pressure, np.array([True, True, True, True])) == 1
-    assert best_place(scores, 1.0, pressure, np.array([True, True, True, True])) == 2
-    assert best_place(scores, 1.0, pressure, np.array([True, False, False, True])) == 0
-    assert best_place(scores, 0.0, pressure, np.array([False, False, False, True])) == 3
+def test_among_those_as_good_the_pool_under_least_pressure_is_chosen_if_it_is_allowed() -> None:
+    columns = [0, 0, 0, 0], [5, 5, 6, 9], [0.3, 0.2, 0.1, 0.0]
+    assert best_place(*columns) == 1
+    assert best_place(*columns, slack=3.0) == 2
+    assert best_place(*columns, slack=3.0, allowed=[True, False, False, True]) == 0
+    assert best_place(*columns, allowed=[False, False, False, True]) == 3
+
+
+def test_a_lower_pressure_is_not_worth_waiting_for() -> None:
+    assert best_place([0, 0], [500, 490], [0.1, 0.9], slack=60.0) == 0
+    assert best_place([20, 0], [500, 500], [0.1, 0.9], slack=60.0) == 1
 
 
 def test_short_work_comes_first_until_the_long_one_has_waited_enough() -> None:
