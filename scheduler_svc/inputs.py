@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from quire.internal.v1 import inputs_pb2 as pb
@@ -16,6 +17,7 @@ from request_fields.inputs import (
     INPUT_DTYPE_BYTES,
     MAX_INPUT_BYTES,
     MAX_INPUTS,
+    ImageShape,
 )
 from scheduler_svc.columns import U32
 from svc_common.errors import InvalidRequestError
@@ -26,6 +28,28 @@ DTYPES_OF_EMBEDDINGS, DTYPES_OF_AUDIO = (
     tuple(pb.InputDtype.Value(f"INPUT_DTYPE_{name.upper()}") for name in names)
     for names in (EMBEDDING_DTYPES, AUDIO_DTYPES)
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Images:
+    """The images of a prompt."""
+
+    spans: bytes = b""  # u32[3 x N]: start, height and width in positions, for workers
+    work: tuple[tuple[int, int], ...] = ()  # per image: its start, and its work as a number of tokens
+
+
+NO_IMAGES = Images()
+
+
+def images_of(inputs: Sequence[pb.CarriedInput], info: types_pb2.ModelInfo) -> Images:
+    """The images among inputs that passed `check_inputs`."""
+    images = [carried for carried in inputs if carried.kind == pb.INPUT_KIND_IMAGE]
+    if not images:
+        return NO_IMAGES
+    merge = info.images.merge_size
+    spans = [(carried.start, carried.shape[0] // merge, carried.shape[1] // merge) for carried in images]
+    work = tuple((carried.start, math.ceil(carried.length * info.images.token_cost)) for carried in images)
+    return Images(np.array(spans, "<u4").tobytes(), work)
 
 
 def check_inputs(inputs: Sequence[pb.CarriedInput], prompt: U32, info: types_pb2.ModelInfo) -> int:
@@ -65,6 +89,31 @@ def _check_input(index: str, carried: pb.CarriedInput, first: int, prompt: U32, 
             f"has start {carried.start} and length {carried.length}; its positions must be after those of the inputs "
             f"before it, which end at {first}, and in the prompt of {len(prompt)} positions",
         )
+    if carried.kind == pb.INPUT_KIND_IMAGE:
+        _check_image(index, carried, info)
+    else:
+        _check_numbers(index, carried, info)
+    if len(carried.digest) != DIGEST_BYTES:
+        raise _invalid(index, f"has a digest of {len(carried.digest)} bytes; must have {DIGEST_BYTES}")
+    if prompt[carried.start : end].astype("<u4").tobytes() != content_ids(carried.digest, carried.length):
+        raise _invalid(index, "has positions in prompt_token_ids that are not the content ids of its digest")
+    return len(carried.data)
+
+
+def _check_image(index: str, carried: pb.CarriedInput, info: types_pb2.ModelInfo) -> None:
+    if not info.HasField("images"):
+        raise _invalid(index, f"is an image, but model {info.model!r} takes none")
+    if carried.dtype != pb.INPUT_DTYPE_UINT8:
+        raise _invalid(index, f"has dtype {carried.dtype}; an image has {pb.INPUT_DTYPE_UINT8} (uint8)")
+    images = info.images
+    shape = ImageShape(images.token_id, images.merge_size, images.patch_values, images.channels)
+    refusal = shape.refusal(carried.shape, carried.length, len(carried.data))
+    if refusal is not None:
+        raise _invalid(index, f"has {refusal}")
+
+
+def _check_numbers(index: str, carried: pb.CarriedInput, info: types_pb2.ModelInfo) -> None:
+    """Check embeddings or audio."""
     if carried.dtype not in DTYPE_BYTES:
         raise _invalid(index, f"has dtype {carried.dtype}; must be one of {', '.join(map(str, DTYPE_BYTES))}")
     if info.encoder.HasField("audio"):
@@ -74,11 +123,6 @@ def _check_input(index: str, carried: pb.CarriedInput, first: int, prompt: U32, 
     num_bytes = math.prod(carried.shape) * DTYPE_BYTES[carried.dtype]
     if len(carried.data) != num_bytes:
         raise _invalid(index, f"has {len(carried.data)} bytes of data; its shape and dtype need {num_bytes}")
-    if len(carried.digest) != DIGEST_BYTES:
-        raise _invalid(index, f"has a digest of {len(carried.digest)} bytes; must have {DIGEST_BYTES}")
-    if prompt[carried.start : end].astype("<u4").tobytes() != content_ids(carried.digest, carried.length):
-        raise _invalid(index, "has positions in prompt_token_ids that are not the content ids of its digest")
-    return num_bytes
 
 
 def _check_embeddings(index: str, carried: pb.CarriedInput, info: types_pb2.ModelInfo) -> None:

@@ -98,6 +98,7 @@ def _row_open_to_proto(row_open: RowOpen) -> worker_pb2.RowOpen:
         inputs=row_open.inputs,
         encoder=row_open.group.encoder,
         adapter=row_open.group.adapter,
+        images=row_open.group.images,
     )
 
 

@@ -22,6 +22,7 @@ import xxhash
 
 from prefix_index.content_ids import content_ids, input_digest
 from request_fields.checks import default_sampling
+from request_fields.inputs import ImageShape
 from request_fields.sizes import SizeLimits
 from worker_svc.engine.adapters.config import CONFIG_FILE, WEIGHTS_FILE, AdapterError, read_adapter_config
 from worker_svc.engine.adapters.rows import RowAdapters
@@ -122,7 +123,7 @@ class SimRunner:
         self._row_adapters = RowAdapters(info.max_num_seqs, self.adapters.find)
         self._rows = RowTable(
             info.max_num_seqs, info.max_model_len, info.block_size, info.num_blocks, info.vocab_size, grammars,
-            hidden_size=info.hidden_size, adapters=self._row_adapters,
+            hidden_size=info.hidden_size, adapters=self._row_adapters, images=info.images,
         )  # fmt: skip
         self._planner = StepPlanner(self._rows, info)
         self._pool = SimPool(info.num_blocks, info.block_size)
@@ -187,7 +188,20 @@ class SimRunner:
             found = content_ids(input_digest(item.kind, item.dtype, item.shape, item.data), item.length)
             token_ids[item.start : item.start + item.length] = np.frombuffer(found, "<u4")
         adapter = self._row_adapters.in_use.get(int(self._row_adapters.numbers[row]))
-        self._histories.set(row, token_ids, 0 if adapter is None else start_digest(adapter.digest))
+        start = 0 if adapter is None else start_digest(adapter.digest)
+        self._histories.set(row, self._places(row, num_tokens), token_ids, start)
+
+    def _places(self, row: int, num_tokens: int) -> I64:
+        """For each token of a row, a number that identifies its position on all axes: its index, if there are no
+        images before it."""
+        rows, indices = np.array([row]), np.arange(num_tokens)
+        positions = self._rows.positions
+        axes = positions.on_axes(rows, np.array([0, num_tokens]), indices)
+        if axes is None:
+            return positions.shifted(np.full(num_tokens, row), indices)
+        time, height, width = axes
+        places: I64 = time ^ ((height - time) << 16) ^ ((width - time) << 24)
+        return places
 
     def _compute(
         self, plan: StepPlan, errors: RowErrors
@@ -208,7 +222,7 @@ class SimRunner:
         candidates = NO_CANDIDATES if beams is None else self._candidates(beams, rows, positions)
         token_ids = self._sample(rows, positions, None if masks is None else masks.result().without_failed())
         self._rows.append(rows, positions, token_ids)
-        self._histories.append(rows, positions, token_ids)
+        self._histories.append(rows, positions, self._rows.positions.shifted(rows, positions), token_ids)
         logprobs = self._logprobs(rows, positions, token_ids)
         return rows, token_ids, logprobs, self._prompt_logprobs(plan, plan.rows[is_wrong]), candidates
 
@@ -356,20 +370,19 @@ class Histories:
         self.digests: U64 = np.zeros((max_num_seqs, width + 2), np.uint64)
         self.sums: U64 = np.zeros((max_num_seqs, width // block_size), np.uint64)
 
-    def set(self, row: int, token_ids: I64, start: int = 0) -> None:
-        """Replaces the tokens of a row. `start`: digest of the empty context."""
+    def set(self, row: int, places: I64, token_ids: I64, start: int = 0) -> None:
+        """Replaces the tokens of a row, and their positions. `start`: digest of the empty context."""
         num_tokens, size = len(token_ids), self._block_size
         self.digests[row, 0] = start
-        terms = np.cumsum(digest_terms(np.arange(num_tokens), token_ids))
-        self.digests[row, 1 : num_tokens + 1] = np.uint64(start) + terms
+        self.digests[row, 1 : num_tokens + 1] = np.uint64(start) + np.cumsum(digest_terms(places, token_ids))
         num_full = num_tokens // size
         full = self.digests[row, 1 : num_full * size + 1].reshape(num_full, size)
         self.sums[row, :num_full] = (full * self._weights).sum(axis=1)
 
-    def append(self, rows: I64, positions: I64, token_ids: U32) -> None:
-        """Appends a token at this position to the history of each row."""
+    def append(self, rows: I64, positions: I64, places: I64, token_ids: U32) -> None:
+        """Appends a token at this index, and this position, to the history of each row."""
         self.digests[rows, positions + 1] = self.digests[rows, positions] + digest_terms(
-            positions, token_ids.astype(np.int64)
+            places, token_ids.astype(np.int64)
         )
         is_last = (positions + 1) % self._block_size == 0
         rows, ends = rows[is_last], positions[is_last] + 1
@@ -456,6 +469,7 @@ def _make_info(config: EngineConfig) -> EngineInfo:
         hidden_size=int(model.get("hidden_size") or 0),
         max_adapters=config.max_adapters,
         attention_window=window if window is not None and window < max_model_len else None,
+        images=_image_shape(model),
     )
 
 
@@ -485,3 +499,13 @@ def read_sim_adapter(folder: Path) -> SimAdapter:
     except OSError as error:
         raise AdapterError(f"cannot read {folder / WEIGHTS_FILE}: {error.strerror}; copy the adapter again") from None
     return SimAdapter(xxhash.xxh3_128_digest(content), len(content))
+
+
+def _image_shape(model: dict[str, Any]) -> ImageShape | None:
+    """How images become positions, from config.json; None: the model takes none."""
+    vision = model.get("vision_config")
+    if not isinstance(vision, dict) or "image_token_id" not in model:
+        return None
+    channels = int(vision.get("in_channels", 3))
+    merge_size, patch_size = int(vision.get("spatial_merge_size", 2)), int(vision.get("patch_size", 14))
+    return ImageShape(int(model["image_token_id"]), merge_size, channels * patch_size**2, channels)

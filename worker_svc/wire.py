@@ -7,6 +7,7 @@ here changes nothing. The engine checks rows, blocks and slots.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +38,7 @@ from worker_svc.engine.batch import (
     TokenRules,
 )
 from worker_svc.engine.config import EncoderInfo, EngineInfo, PoolingInfo
+from worker_svc.engine.mrope import ImageSpan
 from worker_svc.seals import TAG_BYTES, Seals
 
 HASH_BYTES = 16
@@ -46,12 +48,17 @@ ROW_ERROR_CODES = {
     RowErrorCode.BAD_INPUT: worker_pb2.ROW_ERROR_CODE_BAD_INPUT,
     RowErrorCode.INTERNAL: worker_pb2.ROW_ERROR_CODE_INTERNAL,
 }
-INPUT_KINDS = {inputs_pb2.INPUT_KIND_EMBEDDINGS: "embeddings", inputs_pb2.INPUT_KIND_AUDIO: "audio"}
+INPUT_KINDS = {
+    inputs_pb2.INPUT_KIND_EMBEDDINGS: "embeddings",
+    inputs_pb2.INPUT_KIND_IMAGE: "image",
+    inputs_pb2.INPUT_KIND_AUDIO: "audio",
+}
 INPUT_DTYPES = {
     inputs_pb2.INPUT_DTYPE_FLOAT32: "float32",
     inputs_pb2.INPUT_DTYPE_BFLOAT16: "bfloat16",
     inputs_pb2.INPUT_DTYPE_FLOAT16: "float16",
     inputs_pb2.INPUT_DTYPE_INT16: "int16",
+    inputs_pb2.INPUT_DTYPE_UINT8: "uint8",
 }
 POOLING_TASKS: dict[int, PoolingTask] = {
     pooling_pb2.POOLING_TASK_VECTOR: PoolingTask.VECTOR,
@@ -192,6 +199,7 @@ def _row_open_from_proto(field: str, row_open: worker_pb2.RowOpen) -> RowOpen:
         pooling=_pooling_of(field, row_open),
         inputs=tuple(map(_input_from_proto, row_open.inputs)),
         encoder=_encoder_from_proto(row_open.encoder) if row_open.HasField("encoder") else None,
+        images=_spans_from_proto(f"{field}.images", row_open.images),
     )
 
 
@@ -240,6 +248,13 @@ def _pooling_of(field: str, row_open: worker_pb2.RowOpen) -> Pooling | None:
         token_ids=np.array(given.token_ids, np.uint32),
         second_text=given.second_text,
     )
+
+
+def _spans_from_proto(field: str, column: bytes) -> tuple[ImageSpan, ...]:
+    values = u32_from_bytes(field, column)
+    if len(values) % 3:
+        raise _invalid(field, f"has {len(values)} numbers; must have three per image")
+    return tuple(ImageSpan(*span) for span in values.reshape(-1, 3).tolist())
 
 
 def _rules_from_proto(row_open: worker_pb2.RowOpen) -> TokenRules:
@@ -343,6 +358,7 @@ def model_info_to_proto(info: EngineInfo, bundle_digest: bytes) -> types_pb2.Mod
         hidden_size=info.hidden_size,
         attention_window=info.attention_window or 0,
         encoder=None if info.encoder is None else encoder_info_to_proto(info.encoder),
+        images=None if info.images is None else types_pb2.ImageInfo(**asdict(info.images)),
     )
 
 

@@ -185,6 +185,8 @@ class SequenceGroup:
     encoder: Any = None
     inputs: Seq[Carried] = ()  # in the order of their positions
     num_input_bytes: int = 0  # size of their data
+    images: bytes = b""  # the places of the images among them; opaque
+    image_work: Seq[tuple[int, int]] = ()  # per image: its first position, and its work as a number of tokens
     outputs: Seq[U32] = ()
     finished_samples: frozenset[int] = frozenset()  # samples of a Continuation that are complete
     takes_over: bool = False

@@ -108,6 +108,15 @@ class ModelConfig:
         """Width of the widest feed-forward part."""
         return max(layer.inner for layer in self.layers)
 
+    def num_linear_parameters(self) -> int:
+        """Weights that a token is multiplied with, without the head."""
+        heads, hidden = self.heads, self.hidden_size
+        attention = hidden * heads.head_dim * (2 * heads.num_q_heads + 2 * heads.num_kv_heads)
+        parts = 3 if self.is_gated else 2
+        uses = [layer.experts.top_k if layer.experts else 1 for layer in self.layers]
+        inner = sum(layer.inner * used for layer, used in zip(self.layers, uses, strict=True))
+        return self.num_layers * attention + parts * hidden * inner
+
     def within(self, max_model_len: int) -> ModelConfig:
         """The same decoder without windows that no sequence of at most `max_model_len` tokens leaves."""
         layers = tuple(

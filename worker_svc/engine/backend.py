@@ -49,6 +49,14 @@ class EncoderColumns:
 
 
 @dataclass(frozen=True, slots=True)
+class DeepRows:
+    """What is added to some tokens of a step after each of the first layers (DeepStack)."""
+
+    tokens: I64  # [V] ascending indices of the tokens
+    rows: torch.Tensor  # [num_layers, V, hidden] in the number type of the model
+
+
+@dataclass(frozen=True, slots=True)
 class ForwardBatch:
     """The rows of one forward pass: B rows, T tokens, all valid."""
 
@@ -65,6 +73,8 @@ class ForwardBatch:
     token_types: I64 | None = None  # [T] for models with token types. None: all 0
     key_lens: I32 | None = None  # [B] if not causal: keys that each row sees. None: those of its tokens
     embedded: Embedded | None = None
+    deep: DeepRows | None = None
+    rotary: RotaryTable | None = None  # in place of that of the layers; `positions` are rows of it
     adapters: Sequence[AdapterRows] = ()  # no token has two
 
     def merged_heads(self) -> tuple[I64, Bools]:

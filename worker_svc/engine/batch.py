@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from request_fields.fields import SamplingParams
 from request_fields.grammar import Grammar
+from worker_svc.engine.mrope import ImageSpan
 
 U32 = npt.NDArray[np.uint32]
 I32 = npt.NDArray[np.int32]
@@ -84,7 +85,7 @@ class PooledRows:
 class CarriedInput:
     """An input that takes positions of a prompt in place of vocabulary tokens. inputs.py checks it."""
 
-    kind: str  # embeddings: [length, hidden size]
+    kind: str  # embeddings: [length, hidden size]; image: [height, width, channels * patch_size^2], see inputs.proto
     digest: bytes
     start: int  # first position
     length: int  # number of positions
@@ -125,6 +126,7 @@ class RowOpen:
     num_candidates: int = 0  # above 0: the row is a beam; number of most likely tokens in each answer
     pooling: Pooling | None = None  # None: the row samples
     inputs: tuple[CarriedInput, ...] = ()  # those whose positions are not all computed
+    images: tuple[ImageSpan, ...] = ()  # all images of the prompt; those at computed positions too
     adapter: bytes = b""  # digest of the row's adapter; empty: none
     encoder: EncoderInput | None = None  # set if the model has an encoder
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from request_fields.fields import SamplingParams
+from request_fields.inputs import ImageShape
 from worker_svc.engine.batch import PoolingKind
 
 ComputeDtype = Literal["float32", "bfloat16", "float16"]
@@ -35,6 +36,7 @@ class EngineConfig:
     threads None: one per core that this process may use.
     adapters: names and PEFT folders that are loaded at the start (docs/adapters.md).
     max_adapters: adapters that rows may use at the same time; 0: none can be loaded.
+    image_cache_memory: bytes of embeddings of images that are kept. The default size of the pool leaves them free.
     max_adapter_rank: their largest rank. Their memory is reserved for this rank.
     max_loaded_adapters: adapters in host memory.
     quantize int8: weights and inputs of linear layers are int8 (docs/adr/0009-int8.md). None: weights stay in `dtype`.
@@ -59,6 +61,7 @@ class EngineConfig:
     quantize: Quantization | None = None
     kv_cache_memory: int | None = None
     model_name: str | None = None
+    image_cache_memory: int = 256 << 20
     adapters: tuple[tuple[str, Path], ...] = ()
     max_adapters: int = 0
     max_adapter_rank: int = 64
@@ -90,6 +93,8 @@ class EngineConfig:
         for name in ("max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.image_cache_memory < 0:
+            raise ValueError(f"image_cache_memory must be 0 or more, got {self.image_cache_memory}")
         if self.max_adapters < 0 or self.max_adapter_rank < 1 or self.max_loaded_adapters < 1:
             raise ValueError(
                 "max_adapters must be 0 or more, max_adapter_rank and max_loaded_adapters at least 1, got "
@@ -173,6 +178,7 @@ class EngineInfo:
     kv_cache_dtype: KvCacheDtype = "auto"  # auto: same as `dtype`
     pooling: PoolingInfo | None = None  # None: embeddings and scores are refused
     is_encoder: bool = False  # a text is computed in one step, and nothing is generated
+    images: ImageShape | None = None  # None: requests cannot have images
     hidden_size: int = 0  # width of input embeddings that requests may carry; 0: none are accepted
     max_adapters: int = 0  # adapters that rows may use at the same time
     attention_window: int | None = None  # a token attends to so many tokens, itself included; None: to all

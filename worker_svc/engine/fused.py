@@ -77,9 +77,9 @@ class _BatchStruct(ctypes.Structure):
     _fields_ = (
         *((name, _POINTER) for name in ("token_ids", "positions", "slots", "tables", "rows")),
         *((name, _POINTER) for name in ("query_starts", "context_lens", "heads", "embedded_tokens", "embedded")),
-        ("adapters", _POINTER),
+        *((name, _POINTER) for name in ("adapters", "cos", "sin", "deep_tokens", "deep")),
         *((name, _LONG) for name in ("num_tokens", "num_rows", "num_heads", "num_embedded", "table_stride")),
-        ("num_adapters", _LONG),
+        *((name, _LONG) for name in ("num_adapters", "num_deep_tokens", "num_deep_layers")),
     )
 
 
@@ -184,8 +184,14 @@ class FusedModel:
         )
         adapters = adapter_structs(batch.adapters)
         counts = num_tokens, len(batch.rows), num_heads, 0 if given is None else len(given.tokens)
-        sizes = *counts, batch.tables.shape[1], len(adapters)
-        struct = _BatchStruct(*addresses, ctypes.addressof(adapters), *sizes)
+        rotary, deep = batch.rotary, batch.deep
+        images = (
+            *((None, None) if rotary is None else (rotary.cos.data_ptr(), rotary.sin.data_ptr())),
+            *((None, None) if deep is None else (address_of(deep.tokens), deep.rows.data_ptr())),
+        )
+        deep_sizes = (0, 0) if deep is None else (len(deep.tokens), len(deep.rows))
+        sizes = *counts, batch.tables.shape[1], len(adapters), *deep_sizes
+        struct = _BatchStruct(*addresses, ctypes.addressof(adapters), *images, *sizes)
         self._run(ctypes.byref(self._model), ctypes.byref(struct), logits, self._workspace.data_ptr())
 
 

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from prefix_index.content_ids import DIGEST_BYTES, FIRST_CONTENT_ID, content_ids
-from request_fields.inputs import AUDIO_DTYPES, EMBEDDING_DTYPES, INPUT_DTYPE_BYTES
+from request_fields.inputs import AUDIO_DTYPES, EMBEDDING_DTYPES, INPUT_DTYPE_BYTES, ImageShape
 from worker_svc.engine.backend import I64
 from worker_svc.engine.batch import U32, CarriedInput, RowOpen
+from worker_svc.engine.mrope import ImageSpan
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +31,18 @@ class InputSpan:
 class InputTable:
     """The inputs of each open row, as far as they are not computed. All its state comes from RowOpen."""
 
-    def __init__(self, max_num_seqs: int, vocab_size: int, hidden_size: int, max_samples: int = 0) -> None:
+    def __init__(
+        self,
+        max_num_seqs: int,
+        vocab_size: int,
+        hidden_size: int,
+        max_samples: int = 0,
+        images: ImageShape | None = None,
+    ) -> None:
         """`hidden_size` 0: the backend computes no inputs, so rows with inputs are refused. `max_samples` above 0: the
-        model takes audio of at most this length, and no other inputs.
+        model takes audio of at most this length, and no other inputs. Without `images`, rows with images are refused.
         """
+        self._images = images
         self._vocab_size = vocab_size
         self._hidden_size = hidden_size
         self._max_samples = max_samples
@@ -43,8 +52,10 @@ class InputTable:
     def refusal(self, item: RowOpen) -> str | None:
         """The error in the inputs of a row, or in its token ids beyond the vocabulary; None if there is none."""
         beyond = np.flatnonzero(item.token_ids >= self._vocab_size)
-        if not len(beyond) and not item.inputs:
+        if not len(beyond) and not item.inputs and not item.images:
             return None
+        if item.images and (refusal := self._spans_refusal(item)) is not None:
+            return refusal
         if item.inputs and not self._hidden_size:
             return "this worker's backend computes no inputs besides tokens; send the request without them"
         if item.prompt_logprobs is not None:
@@ -59,14 +70,36 @@ class InputTable:
         end = carried.start + carried.length
         if not first <= carried.start < end <= item.prompt_len:
             return f"{name} has positions {carried.start} to {end - 1}, expected some from {first} to the prompt's last"
+        if carried.kind == "image":
+            return self._image_refusal(item, carried, name) or _ids_refusal(item, carried, name)
         if (refusal := self._shape_refusal(carried, name)) is not None:
             return refusal
         num_bytes = math.prod(carried.shape) * INPUT_DTYPE_BYTES[carried.dtype]
         if len(carried.data) != num_bytes:
             return f"{name} has {len(carried.data)} bytes of data, expected {num_bytes}"
-        found = item.token_ids[carried.start : end].astype("<u4").tobytes()
-        if len(carried.digest) != DIGEST_BYTES or found != content_ids(carried.digest, carried.length):
-            return f"the token ids at the positions of {name} are not the content ids of its digest"
+        return _ids_refusal(item, carried, name)
+
+    def _image_refusal(self, item: RowOpen, carried: CarriedInput, name: str) -> str | None:
+        if self._images is None or carried.dtype != "uint8":
+            return f"{name} is an image of {carried.dtype}; this worker's model takes " + (
+                "none" if self._images is None else "uint8"
+            )
+        refusal = self._images.refusal(carried.shape, carried.length, len(carried.data))
+        if refusal is not None:
+            return f"{name} has {refusal}"
+        height, width = (size // self._images.merge_size for size in carried.shape[:2])
+        if ImageSpan(carried.start, height, width) not in item.images:
+            return f"{name} is not one of the images {item.images}"
+        return None
+
+    def _spans_refusal(self, item: RowOpen) -> str | None:
+        if self._images is None:
+            return "the row has images, but this worker's model takes none"
+        first = 0
+        for span in item.images:
+            if span.start < first or span.height < 1 or span.width < 1 or span.end > item.prompt_len:
+                return f"image {span} must follow the one before it and end in the prompt of {item.prompt_len} tokens"
+            first = span.end
         return None
 
     def _shape_refusal(self, carried: CarriedInput, name: str) -> str | None:
@@ -136,3 +169,10 @@ class InputTable:
                 if first < last:
                     found.append(InputSpan(item, first - item.start, last - first, int(starts[i]) + first - begin))
         return found
+
+
+def _ids_refusal(item: RowOpen, carried: CarriedInput, name: str) -> str | None:
+    found = item.token_ids[carried.start : carried.start + carried.length].astype("<u4").tobytes()
+    if len(carried.digest) != DIGEST_BYTES or found != content_ids(carried.digest, carried.length):
+        return f"the token ids at the positions of {name} are not the content ids of its digest"
+    return None

@@ -10,12 +10,14 @@ from typing import Protocol
 
 import torch
 
+from request_fields.inputs import ImageShape
 from request_fields.sizes import largest_pool
 from worker_svc.engine.adapters.adapter import Adapter, load_adapter, reserved_bytes
 from worker_svc.engine.adapters.packed import PackedAdapter
 from worker_svc.engine.adapters.store import AdapterStore
 from worker_svc.engine.architectures import ModelConfig, parse_config
 from worker_svc.engine.backend import Backend, ForwardBatch
+from worker_svc.engine.backends import make_backend
 from worker_svc.engine.batch import PoolingKind
 from worker_svc.engine.checkpoint import Checkpoint
 from worker_svc.engine.config import EngineConfig, PoolingInfo
@@ -25,12 +27,14 @@ from worker_svc.engine.encoder_decoder import EncoderDecoderConfig, is_encoder_d
 from worker_svc.engine.encoder_decoder_load import EncoderDecoder, load_encoder_decoder
 from worker_svc.engine.encoder_families import encoder_of
 from worker_svc.engine.features import check_features
+from worker_svc.engine.images import ImageEncoder, image_shape
 from worker_svc.engine.kv_cache import DEFAULT_MEMORY, KVCachePool
 from worker_svc.engine.machine import available_memory
 from worker_svc.engine.model import DecoderModel, Progress
 from worker_svc.engine.pooling_config import PoolingConfig, read_pooling
 from worker_svc.engine.pooling_weights import PoolingWeights, load_pooling
 from worker_svc.engine.settings import choose_max_model_len
+from worker_svc.engine.vision import VisionTower
 from worker_svc.engine.weights import WeightLoader
 
 logger = logging.getLogger(__name__)
@@ -78,6 +82,8 @@ class Loaded:
     input_size: int = 0  # width of input embeddings that rows may carry; 0: none
     encoder: EncoderDecoder | None = None
     attention_window: int | None = None  # as in EngineInfo
+    images: ImageEncoder | None = None  # None: the model takes no images
+    image_shape: ImageShape | None = None
 
 
 def load_model(
@@ -105,6 +111,7 @@ def _load_decoder(
     model = parse_config(checkpoint.config).named_in(checkpoint.has)
     modules = WeightLoader(checkpoint, model, backend, dtype).modules()
     reserved = config.max_adapters * reserved_bytes(modules, config.max_adapter_rank, dtype)
+    reserved += 0 if model.vision is None else config.image_cache_memory
     num_blocks = config.num_blocks or _fitting_blocks(config, model, dtype, reserved)
     max_model_len = choose_max_model_len(config, model, num_blocks, backend.features)
     model = model.within(max_model_len)
@@ -138,7 +145,19 @@ def _load_decoder(
         adapters=adapters,
         attention_window=model.attention_window,
         input_size=model.hidden_size,
+        images=_load_images(checkpoint, config, model, dtype, report),
+        image_shape=image_shape(model),
     )
+
+
+def _load_images(
+    checkpoint: Checkpoint, config: EngineConfig, model: ModelConfig, dtype: torch.dtype, report: Report
+) -> ImageEncoder | None:
+    """None if the model takes no images. The tower is never quantized."""
+    if model.vision is None:
+        return None
+    backend = make_backend(config.backend, report.threads, config.determinism)
+    return ImageEncoder(VisionTower(checkpoint, model.vision, backend, dtype), config.image_cache_memory)
 
 
 def _load_encoder(
@@ -242,7 +261,7 @@ def _blocks_of_texts(config: EngineConfig, max_length: int) -> int:
 def _fitting_blocks(
     config: EngineConfig, model: ModelConfig | EncoderDecoderConfig, dtype: torch.dtype, reserved: int
 ) -> int:
-    """`reserved`: memory for adapters, which the default size of the pool leaves free."""
+    """`reserved`: memory for adapters and images, which the default size of the pool leaves free."""
     memory = config.kv_cache_memory or min(DEFAULT_MEMORY, max(available_memory() - reserved, 0) // 2)
     heads = model.heads
     per_block = KVCachePool.bytes_per_block(

@@ -6,13 +6,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
+import numpy as np
 import torch
 
 from worker_svc.engine.adapters.packed import PackedAdapter
 from worker_svc.engine.adapters.targets import SITES
 from worker_svc.engine.architectures import ModelConfig
-from worker_svc.engine.backend import I32, Backend, ForwardBatch, Linear, Norm, RotaryTable
+from worker_svc.engine.backend import I32, I64, Backend, ForwardBatch, Linear, Norm, RotaryTable
 from worker_svc.engine.kv_cache import KVCachePool
+from worker_svc.engine.rotary import rotary_at
 from worker_svc.engine.weights import Layer, RoutedExperts, WeightLoader
 
 Progress = Callable[[float], None]
@@ -101,6 +103,11 @@ class DecoderModel:
         if isinstance(self._backend, Fuser):
             self._fused = self._backend.fuse(self._parts, pool)
 
+    def at(self, batch: ForwardBatch, positions: I64) -> ForwardBatch:
+        """The same batch with tokens at these positions [3, T] on three axes."""
+        rows = np.arange(positions.shape[1], dtype=np.int32)
+        return replace(batch, positions=rows, rotary=rotary_at(self._parts.rotaries[0], positions))
+
     def forward(self, batch: ForwardBatch, pool: KVCachePool) -> torch.Tensor:
         """Stores keys and values of all tokens; returns logits [S, vocab] of the head tokens."""
         if self._fused is not None:
@@ -148,6 +155,8 @@ class DecoderModel:
             rows = _adapter_rows(batch, of_heads=index == last)
             attended = self._adapted(layer.o, OUT, index, rows, attended)
             residual = self._feed(x, self._normed(attended, layer.attended_norm), index, rows)
+            if batch.deep is not None and index < len(batch.deep.rows):
+                _add_deep(x, residual, torch.from_numpy(batch.deep.tokens), batch.deep.rows[index])
         return x, residual
 
     def _adapted(
@@ -183,7 +192,8 @@ class DecoderModel:
         backend.add_norm(x, residual, layer.input_norm, normed)
         qkv = self._adapted(layer.qkv, QKV, index, _adapter_rows(batch, of_heads=False), normed)
         q = x.new_empty(len(x), heads.num_q_heads, heads.head_dim)
-        backend.qk_norm_rope_store(qkv, layer.qk_norms, self._parts.rotary(index), batch, cache, q, heads)
+        rotary = batch.rotary or self._parts.rotary(index)
+        backend.qk_norm_rope_store(qkv, layer.qk_norms, rotary, batch, cache, q, heads)
         attended = torch.empty_like(q)
         backend.paged_attention(q, cache, batch, attended, self._config.attention(index))
         return attended.view(len(x), -1)
@@ -230,3 +240,9 @@ class DecoderModel:
 def _adapter_rows(batch: ForwardBatch, *, of_heads: bool) -> list[tuple[PackedAdapter, I32]]:
     """The adapters of a step, with their rows among all tokens or among the head tokens."""
     return [(part.adapter, part.heads if of_heads else part.tokens) for part in batch.adapters]
+
+
+def _add_deep(x: torch.Tensor, residual: torch.Tensor, tokens: torch.Tensor, rows: torch.Tensor) -> None:
+    """Adds the residual and `rows` to some tokens of x; their residual is 0 then. Other tokens stay as they are."""
+    x[tokens] = x[tokens] + residual[tokens] + rows
+    residual[tokens] = 0

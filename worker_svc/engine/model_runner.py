@@ -104,7 +104,7 @@ class ModelRunner:
         self._model.fuse(self._pool)
         generates = loaded.pooling is None or loaded.pooling.generates
         grammars = compiled_grammars(config.model_dir, loaded.vocab_size, eos_ids) if generates else None
-        self.adapters = loaded.adapters
+        self.adapters, self.images = loaded.adapters, loaded.images
         for name, folder in config.adapters:
             self.adapters.load(name, folder)
         self._row_adapters = RowAdapters(config.max_num_seqs, self.adapters.find)
@@ -115,8 +115,9 @@ class ModelRunner:
             max_encoder_tokens=0 if self._encoder is None else self._encoder.info.max_tokens,
             max_samples=0 if self._encoder is None else self._encoder.max_samples,
             pooling=PoolingTable(loaded.pooling),
+            images=loaded.image_shape,
         )  # fmt: skip
-        self._embedder = InputEmbedder(loaded.hidden_size, DTYPES[dtype])
+        self._embedder = InputEmbedder(loaded.hidden_size, DTYPES[dtype], self.images)
         weights_digest = checkpoint.weights_digest()
         kind = cpu_numerics(self._backend.name, self._backend.arithmetic)
         self.info = EngineInfo(
@@ -141,6 +142,7 @@ class ModelRunner:
             numerics=kind,
             build=build(),
             quantize=config.quantize,
+            images=loaded.image_shape,
             max_adapters=config.max_adapters,
             attention_window=loaded.attention_window,
             hidden_size=0 if self._encoder is not None else loaded.input_size,
@@ -236,14 +238,14 @@ class ModelRunner:
         self._pool.write_tokens(plan.slots, token_ids)
         spans = self._rows.input_spans(plan.rows, plan.context_lens, plan.ends, plan.starts)
         encoders = None if self._encoder is None else self._encoder.columns(self._rows, plan, spans)
-        embedded = None if self._encoder is not None else self._embedder.embed(spans)
+        embedded, deep = (None, None) if self._encoder is not None else self._embedder.embed(spans)
         if embedded is not None:
             token_ids[embedded.tokens] = 0  # in place of content ids, which the vocabulary does not have
         chunks = self._rows.pooled_chunks(plan.rows, plan.starts, plan.context_lens, plan.ends)
         samplers = plan.starts[heads + 1] - 1
         forward = ForwardBatch(
             token_ids=token_ids,
-            positions=plan.positions.astype(np.int32),
+            positions=self._rows.positions.shifted(plan.token_rows, plan.positions).astype(np.int32),
             slots=plan.slots,
             rows=plan.rows.astype(np.int32),
             query_starts=plan.starts.astype(np.int32),
@@ -254,7 +256,11 @@ class ModelRunner:
             encoders=encoders,
             hidden_tokens=hidden_tokens(chunks) if chunks else None,
             token_types=self._token_types(plan, chunks),
+            deep=deep,
         )
+        on_axes = self._rows.positions.on_axes(plan.rows, plan.starts, plan.positions)
+        if on_axes is not None and isinstance(self._model, DecoderModel):
+            forward = self._model.at(forward, on_axes)
         forward = self._with_adapters(forward, plan.token_rows)
         masks = self._rows.start_masks(plan.sampling_rows, plan.sampled_positions)
         targets = self._rows.prompt_targets(plan.token_rows, plan.positions)

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from request_fields.checks import check_sampling
 from request_fields.fields import SAMPLER_FIELDS, FieldError, Kind
+from request_fields.inputs import ImageShape
 from worker_svc.engine.adapters.rows import RowAdapters
 from worker_svc.engine.backend import I32, I64, SamplingColumns
 from worker_svc.engine.batch import U32, Bools, RowError, RowErrorCode, RowOpen, StepBatch
@@ -22,6 +23,7 @@ from worker_svc.engine.encoder_rows import EncoderTable, OutputRules
 from worker_svc.engine.grammars import CompiledGrammars, PendingMasks, RowGrammars
 from worker_svc.engine.inputs import InputSpan, InputTable
 from worker_svc.engine.logprobs import Asked, LogprobTable, PromptTargets
+from worker_svc.engine.mrope import RowPositions
 from worker_svc.engine.pooling import PooledChunk, PoolingTable
 from worker_svc.engine.processors import ProcessedRows, ProcessorTable
 
@@ -73,6 +75,7 @@ class RowTable:
         serves_beams: bool = True,
         pooling: PoolingTable | None = None,
         hidden_size: int = 0,
+        images: ImageShape | None = None,
         adapters: RowAdapters[Any] | None = None,
         max_encoder_tokens: int = 0,
         max_samples: int = 0,
@@ -101,10 +104,11 @@ class RowTable:
         self._grammars = None if compiled is None else RowGrammars(compiled, self._tokens, vocab_size)
         self._logprobs = LogprobTable(max_num_seqs, vocab_size)
         self.pooling = pooling or PoolingTable(None)
-        self._inputs = InputTable(max_num_seqs, vocab_size, hidden_size, max_samples)
+        self._inputs = InputTable(max_num_seqs, vocab_size, hidden_size, max_samples, images)
         self._encoders = EncoderTable(
             max_num_seqs, block_size, vocab_size, max_encoder_tokens, is_audio=max_samples > 0
         )
+        self.positions = RowPositions(max_num_seqs)
         self._generations: I64 = np.zeros(max_num_seqs, np.int64)  # number of times that each row was opened
         self._nth_in_batch: I64 = np.zeros(max_num_seqs, np.int64)  # valid for rows that were just written
         self._indices: I64 = np.arange(max_num_seqs)
@@ -122,6 +126,7 @@ class RowTable:
         self._logprobs.reset()
         self.pooling.reset()
         self._inputs.reset()
+        self.positions.reset()
         if self.adapters is not None:
             self.adapters.reset()
         self._encoders.reset()
@@ -135,6 +140,7 @@ class RowTable:
         self._logprobs.close(rows)
         self.pooling.close(rows)
         self._inputs.close(rows)
+        self.positions.close(rows)
         if self.adapters is not None:
             self.adapters.close(rows)
         self._encoders.close(rows)
@@ -239,6 +245,7 @@ class RowTable:
         self._logprobs.open(item)
         self.pooling.open(item)
         self._inputs.open(item)
+        self.positions.open(row, item.images)
         if self.adapters is not None:
             self.adapters.open(item)
 

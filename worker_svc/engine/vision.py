@@ -153,10 +153,10 @@ class TowerRun:
         """Whether all layers have run."""
         return self._next_layer == self._tower.config.num_layers
 
-    def advance(self, num_layers: int) -> None:
-        """Runs up to `num_layers` more layers."""
+    def advance_to(self, num_layers: int) -> None:
+        """Runs layers until this number of them has run."""
         config = self._tower.config
-        for index in range(self._next_layer, min(self._next_layer + num_layers, config.num_layers)):
+        for index in range(self._next_layer, min(num_layers, config.num_layers)):
             self._residual = self._tower.run_layer(index, self._x, self._residual, self._layout)
             if index in config.deep_layers:
                 self._finish_layer()

@@ -22,6 +22,7 @@ from worker_svc.engine.batch import (
     TokenRules,
 )
 from worker_svc.engine.model_runner import ModelRunner
+from worker_svc.engine.mrope import ImageSpan
 
 GREEDY = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
 
@@ -108,6 +109,7 @@ class Driver:
         logprobs: int | None = None,
         prompt_logprobs: int | None = None,
         inputs: tuple[CarriedInput, ...] = (),
+        images: tuple[ImageSpan, ...] = (),
         adapter: bytes = b"",
     ) -> Row:
         """Opens a row in the next step. `shared` are full blocks whose keys and values are already computed."""
@@ -118,7 +120,7 @@ class Driver:
             RowOpen(row, np.array(tokens, np.uint32), len(prompt), np.array(state.blocks, np.uint32), state.computed,
                     sampling, sample_index, banned_ids=u32(*banned), banned_before=banned_before,
                     rules=rules, grammar=grammar, logprobs=logprobs, prompt_logprobs=prompt_logprobs, inputs=inputs,
-                    adapter=adapter)
+                    images=images, adapter=adapter)
         )  # fmt: skip
         self.rows[row] = state
         return state

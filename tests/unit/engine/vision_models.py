@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,11 @@ import numpy as np
 import torch
 import transformers
 
+from prefix_index.content_ids import input_digest
+from tests.carried import with_content_ids
 from tests.unit.engine.models import DEFAULTS, randomize
+from worker_svc.engine.batch import CarriedInput
+from worker_svc.engine.mrope import ImageSpan
 from worker_svc.engine.vision import Pixels
 
 VOCAB = 211
@@ -76,3 +81,75 @@ def pixel_values(image: Pixels, frames: int = 2) -> torch.Tensor:
 
 def grid_of(image: Pixels) -> torch.Tensor:
     return torch.tensor([[1, image.height, image.width]])
+
+
+@dataclass(frozen=True)
+class Picture:
+    """An image at a place of a prompt."""
+
+    start: int
+    pixels: Pixels
+
+    @property
+    def carried(self) -> CarriedInput:
+        """The image as workers get it."""
+        pixels = self.pixels
+        shape = (pixels.height, pixels.width, pixels.patches.shape[1])
+        data = pixels.patches.tobytes() + pixels.values.astype("<f4").tobytes()
+        length = pixels.height * pixels.width // 4
+        return CarriedInput(
+            "image", input_digest("image", "uint8", shape, data), self.start, length, "uint8", shape, data
+        )
+
+    @property
+    def span(self) -> ImageSpan:
+        return ImageSpan(self.start, self.pixels.height // 2, self.pixels.width // 2)
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A prompt with images, as workers and as transformers take it."""
+
+    tokens: list[int]  # with image tokens
+    pictures: tuple[Picture, ...]
+
+    @property
+    def prompt(self) -> list[int]:
+        """With content ids."""
+        return with_content_ids(self.tokens, *self.inputs)
+
+    @property
+    def inputs(self) -> tuple[CarriedInput, ...]:
+        return tuple(picture.carried for picture in self.pictures)
+
+    @property
+    def spans(self) -> tuple[ImageSpan, ...]:
+        return tuple(picture.span for picture in self.pictures)
+
+    def logits(self, reference: Any, output: list[int]) -> torch.Tensor:
+        """The logits of transformers for the prompt and this output."""
+        ids = torch.tensor([self.tokens + output])
+        images: dict[str, torch.Tensor] = {}
+        if self.pictures:
+            images["pixel_values"] = torch.cat([pixel_values(picture.pixels) for picture in self.pictures])
+            images["image_grid_thw"] = torch.cat([grid_of(picture.pixels) for picture in self.pictures])
+        with torch.no_grad():
+            found: torch.Tensor = reference(ids, mm_token_type_ids=(ids == IMAGE).int(), **images).logits[0]
+        return found
+
+
+def scene(*pieces: int | tuple[int, int] | Pixels, seed: int = 0) -> Scene:
+    """A prompt of random text of these lengths and images of these sizes in tokens (or given), between markers."""
+    rng = np.random.default_rng(seed)
+    tokens: list[int] = []
+    pictures: list[Picture] = []
+    for index, piece in enumerate(pieces):
+        if isinstance(piece, int):
+            tokens += rng.integers(3, 199, piece).tolist()
+            continue
+        pixels = make_image(2 * piece[0], 2 * piece[1], 1000 * seed + index) if isinstance(piece, tuple) else piece
+        tokens.append(VISION_START)
+        pictures.append(Picture(len(tokens), pixels))
+        tokens += [IMAGE] * pictures[-1].span.length
+        tokens.append(VISION_END)
+    return Scene(tokens, tuple(pictures))

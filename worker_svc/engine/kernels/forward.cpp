@@ -1,9 +1,11 @@
 // A decoder from token ids to logits in one call and one pass of the team. The operations are those of the other files, in
 // the order of model.py. One call avoids a return to Python after each operation, which takes a small model longer than
 // the operations, and avoids waking the helpers for each of them.
+#include <algorithm>
 #include <cstring>
 
 #include "kernels.h"
+#include "rows.h"
 
 namespace {
 
@@ -54,7 +56,10 @@ struct Batch {
   const int64_t* embedded_tokens;  // tokens whose embeddings are given
   const void* embedded;            // [num_embedded, hidden]
   const Adapter* adapters;
-  int64_t num_tokens, num_rows, num_heads, num_embedded, table_stride, num_adapters;
+  const float *cos, *sin;      // in place of those of the layers; null: none. `positions` are rows of them
+  const int64_t* deep_tokens;  // tokens to which `deep` is added after each of the first layers
+  const void* deep;            // [num_deep_layers, num_deep_tokens, hidden]
+  int64_t num_tokens, num_rows, num_heads, num_embedded, table_stride, num_adapters, num_deep_tokens, num_deep_layers;
 };
 
 // The workspace of a step: contiguous parts, each with num_tokens rows.
@@ -172,7 +177,8 @@ struct Forward {
     const Layer& layer = m.layers[index];
     adapted_linear_of_norm(layer.qkv, adapters_of(index, kSiteQkv, false), m.norm(p.x, added, layer.input_norm), p.qkv,
                            b.num_tokens);
-    qk_norm_rope_store(pass, is_bf16, p.qkv, {layer.q_norm, layer.k_norm, NormKind(m.norm_kind), m.eps}, layer.rotary,
+    const Rotary rotary = b.cos ? Rotary{b.cos, b.sin, layer.rotary.dims} : layer.rotary;
+    qk_norm_rope_store(pass, is_bf16, p.qkv, {layer.q_norm, layer.k_norm, NormKind(m.norm_kind), m.eps}, rotary,
                        b.positions, b.slots, layer.k_cache, layer.v_cache, p.q, b.num_tokens, shape);
     paged_attention(pass, is_bf16, plan, rows, shape, p.q, layer.k_cache, layer.v_cache, p.attended,
                     {m.scale, m.attention_cap, layer.window});
@@ -221,8 +227,20 @@ struct Forward {
       }
       const int64_t n = is_last ? b.num_heads : b.num_tokens;
       if (n) feed_forward(i, n, is_last);
+      if (i < b.num_deep_layers) m.is_bf16 ? add_deep<uint16_t>(i) : add_deep<float>(i);
     }
     if (b.num_heads && logits) head(pass, m, p.x, p.residual, logits, b.num_heads);
+  }
+
+  // Adds the residual and the rows of layer `index` of `deep` to their tokens, whose residual is 0 then.
+  template <typename T> void add_deep(int64_t index) {
+    for (int64_t i = 0; i < b.num_deep_tokens; i++) {
+      T* x = (T*)p.x + b.deep_tokens[i] * m.hidden;
+      T* residual = (T*)p.residual + b.deep_tokens[i] * m.hidden;
+      add_row(x, residual, m.hidden);
+      add_row(x, (const T*)b.deep + (index * b.num_deep_tokens + i) * m.hidden, m.hidden);
+      std::fill_n(residual, m.hidden, T(0));
+    }
   }
 
   // Moves the rows of the head tokens to the front.
