@@ -72,6 +72,8 @@ def check_chat(chat: pb.Chat) -> None:
     if must_call(chat) and not chat.tools_json:
         field_name = "tool_name" if chat.tool_name else "tool_choice"
         raise _invalid(field_name, "requires a call, but the chat has no tools; send the tools")
+    if chat.continue_final_message and any(part.HasField("image") for part in chat.messages[-1].parts):
+        raise _invalid("continue_final_message", "is true, but the last message has an image; only text is continued")
     if chat.continue_final_message and chat.add_generation_prompt:
         raise _invalid("add_generation_prompt", "is true with continue_final_message; set only one of them")
 
@@ -95,11 +97,16 @@ def _check_message(where: str, message: pb.ChatMessage) -> None:
     if message.content and message.parts:
         raise _invalid(f"{where}.parts", "is set, and content too; set only one of them")
     for i, part in enumerate(message.parts):
-        if not part.HasField("text"):
-            raise _invalid(f"{where}.parts[{i}]", "has no text; text is the only kind of content that is supported")
+        if part.WhichOneof("kind") is None:
+            raise _invalid(f"{where}.parts[{i}]", "has neither text nor image; set one of them")
     for i, call in enumerate(message.tool_calls):
         if not call.name:
             raise _invalid(f"{where}.tool_calls[{i}].name", "is empty; send the name of the tool")
+
+
+def images_size(chat: pb.Chat) -> int:
+    """Bytes of the images of a chat."""
+    return sum(len(part.image) for message in chat.messages for part in message.parts)
 
 
 def chat_frame(chat: pb.Chat, model: ServedModel) -> bytes:
@@ -115,12 +122,17 @@ def chat_frame(chat: pb.Chat, model: ServedModel) -> bytes:
         template = tokenizer.template_name(chat.chat_template, has_tools=bool(options["tools"]))
     except ChatTemplateError as error:
         raise InvalidRequestError(f"{CHAT}: {error}", field=CHAT) from None
-    return render_frame(template, [_message_variables(message) for message in chat.messages], options, chat.ByteSize())
+    messages = [_message_variables(message) for message in chat.messages]
+    return render_frame(template, messages, options, chat.ByteSize() - images_size(chat))
 
 
 def _message_variables(message: pb.ChatMessage) -> dict[str, Any]:
     """The message as templates expect it. Fields that are not set are missing, because templates test for them."""
-    content = "\n".join(part.text for part in message.parts) if message.parts else message.content
+    content: Any = message.content
+    if any(part.HasField("image") for part in message.parts):
+        content = [_part_variables(part) for part in message.parts]
+    elif message.parts:
+        content = "\n".join(part.text for part in message.parts)
     variables: dict[str, Any] = {"role": message.role, "content": content}
     if message.tool_calls:
         variables["tool_calls"] = [_call_variables(call) for call in message.tool_calls]
@@ -128,6 +140,10 @@ def _message_variables(message: pb.ChatMessage) -> dict[str, Any]:
         variables |= {"reasoning": message.reasoning, "reasoning_content": message.reasoning}
     given = {"tool_call_id": message.tool_call_id, "name": message.name}
     return variables | {name: value for name, value in given.items() if value}
+
+
+def _part_variables(part: pb.ContentPart) -> dict[str, Any]:
+    return {"type": "image"} if part.HasField("image") else {"type": "text", "text": part.text}
 
 
 def _call_variables(call: pb.ToolCall) -> dict[str, Any]:

@@ -7,9 +7,11 @@ from pathlib import Path
 
 from gateway_svc.callers.flags import add_caller_flags
 from gateway_svc.chat_flags import add_chat_flags
+from gateway_svc.image_preparer import ImageLimits
 from gateway_svc.operator_port import add_admin_flags
 from gateway_svc.servicer import DEFAULT_MAX_LOGPROBS
 from request_fields.fields import MAX_LOGPROBS
+from request_fields.inputs import MAX_INPUTS
 from svc_common import config
 from svc_common.channels import DEFAULT_MAX_BUNDLE
 from svc_common.redis_server import add_flags as add_redis_flags
@@ -91,6 +93,26 @@ def make_parser() -> argparse.ArgumentParser:
         default="512M",
         metavar="SIZE",
         help="limit on the total size of open requests; further ones are refused with RESOURCE_EXHAUSTED",
+    )
+    images = parser.add_argument_group("images of requests (docs/images.md); they need the extra quire-server[images]")
+    images.add_argument(
+        "--max-images",
+        type=config.in_range(int, 0, MAX_INPUTS),
+        default=ImageLimits.max_images,
+        help="limit of images in one request",
+    )
+    images.add_argument(
+        "--max-image-bytes",
+        type=config.size_bytes,
+        default="10M",
+        metavar="SIZE",
+        help="limit on the size of one encoded image; a request has at most 16 MiB",
+    )
+    images.add_argument(
+        "--max-image-pixels",
+        type=config.in_range(int, 1, 1 << 28),
+        default=ImageLimits.max_pixels,
+        help="limit of width x height of one image, which is checked before the image is decoded",
     )
     parser.add_argument(
         "--max-tokenize-bytes",

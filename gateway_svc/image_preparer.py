@@ -31,7 +31,7 @@ PROCESS = "gateway_svc.image_process"
 PACKAGES = ("transformers", "PIL", "numpy")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ImageLimits:
     """Limits of the images of one request."""
 
@@ -77,14 +77,15 @@ class ImagePreparer:
         """The images as the model's image processor prepares them. Raises InvalidRequestError, UnimplementedError if
         this gateway cannot prepare images, or OverloadedError if the processes are busy.
         """
-        self._check(images, model)
+        self.check(images, model)
         return [await self._prepare(image, model) for image in images]
 
     async def close(self) -> None:
         """End the processes."""
         await self._pool.close()
 
-    def _check(self, images: Sequence[GivenImage], model: ServedModel) -> None:
+    def check(self, images: Sequence[GivenImage], model: ServedModel) -> None:
+        """The checks that do not decode the images. Raises the errors of `prepare`."""
         first, limits = images[0], self._limits
         if not model.info.HasField("images"):
             words = "has an image, but model {name!r} takes none; use another model, or send text only"

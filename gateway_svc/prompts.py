@@ -12,6 +12,8 @@ from typing import ParamSpec, TypeVar
 from quire.v1 import inference_pb2 as pb
 
 from gateway_svc.chat_request import chat_frame
+from gateway_svc.image_preparer import ImageLimits, ImagePreparer, PreparedImage
+from gateway_svc.image_prompt import check_placeholders, images_of, text_size, with_images, with_images_again
 from gateway_svc.models import ServedModel
 from gateway_svc.parameters import check_token_ids
 from gateway_svc.prompt_input import PromptInput
@@ -34,9 +36,12 @@ class PromptReader:
     never delay the prompt of a generation.
     """
 
-    def __init__(self, templates: TemplateRenderer, max_call_bytes: int = 16 << 20) -> None:
+    def __init__(
+        self, templates: TemplateRenderer, max_call_bytes: int = 16 << 20, images: ImagePreparer | None = None
+    ) -> None:
         num_cores = os.cpu_count() or 2
         self._templates = templates
+        self._images = images or ImagePreparer(ImageLimits())
         self._threads = ThreadPoolExecutor(min(8, max(2, num_cores)), thread_name_prefix="tokenize")
         self._call_threads = ThreadPoolExecutor(min(4, max(1, num_cores // 4)), thread_name_prefix="tokenize-call")
         self._max_call_bytes = max_call_bytes
@@ -51,18 +56,34 @@ class PromptReader:
         with self._call(size):
             return await _run_in(self._call_threads, size, lambda: function(*args, **kwargs))
 
-    async def read(self, prompt: pb.Prompt, model: ServedModel) -> PromptInput:
-        """The prompt of a generation. Raises InvalidRequestError."""
+    async def read(self, prompt: pb.Prompt, model: ServedModel, media: Sequence[bytes] = ()) -> PromptInput:
+        """The prompt of a generation with its images, `media` or those of its chat. Raises InvalidRequestError."""
         if prompt.WhichOneof("kind") == "embeddings":
             return await _run_in(self._threads, len(prompt.embeddings), lambda: _read_embeddings(prompt, model))
         if prompt.HasField("audio"):
             return await _run_in(self._threads, len(prompt.audio.data), lambda: _read_audio(prompt, model))
-        return PromptInput(await self._token_ids(prompt, model, is_call=False))
+        given = images_of(prompt, media)
+        if given:
+            self._images.check(given, model)
+        ids = await self._token_ids(prompt, model, is_call=False)
+        if model.info.HasField("images"):
+            check_placeholders(ids, len(given), model)
+        if not given:
+            return PromptInput(ids)
+        images = await self._images.prepare(given, model)
+        return await _run_in(self._threads, _size_of(images), lambda: with_images(ids, images, model))
 
-    async def reread(self, prompt: pb.Prompt, ids: Sequence[int], model: ServedModel) -> PromptInput:
+    async def reread(
+        self, prompt: pb.Prompt, ids: Sequence[int], model: ServedModel, media: Sequence[bytes] = ()
+    ) -> PromptInput:
         """The prompt of a generation whose ids are known from its record."""
-        has_inputs = prompt.WhichOneof("kind") in ("embeddings", "audio")
-        return await self.read(prompt, model) if has_inputs else PromptInput(ids)
+        if prompt.WhichOneof("kind") in ("embeddings", "audio"):
+            return await self.read(prompt, model)
+        given = images_of(prompt, media)
+        if not given:
+            return PromptInput(ids)
+        images = await self._images.prepare(given, model)
+        return await _run_in(self._threads, _size_of(images), lambda: with_images_again(ids, images, model))
 
     async def tokenize(self, request: pb.TokenizeRequest, model: ServedModel) -> pb.TokenizeResponse:
         """Token ids of a prompt. Raises InvalidRequestError, or OverloadedError as `run_call`."""
@@ -98,7 +119,7 @@ class PromptReader:
     async def _token_ids(
         self, prompt: pb.Prompt, model: ServedModel, *, is_call: bool, add_special_tokens: bool = True
     ) -> Sequence[int]:
-        kind, size = prompt.WhichOneof("kind"), prompt.ByteSize()
+        kind, size = prompt.WhichOneof("kind"), text_size(prompt)
         threads = self._call_threads if is_call else self._threads
         if kind == "tokens":
             inline = size <= INLINE_ID_BYTES
@@ -119,6 +140,10 @@ class PromptReader:
         if not ids:
             raise InvalidRequestError(f"prompt.{kind} gives no tokens; send more text", field=f"prompt.{kind}")
         return ids
+
+
+def _size_of(images: Sequence[PreparedImage]) -> int:
+    return sum(len(image.data) for image in images)
 
 
 def _read_embeddings(prompt: pb.Prompt, model: ServedModel) -> PromptInput:

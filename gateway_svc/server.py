@@ -24,6 +24,7 @@ from gateway_svc.directory import ModelDirectory
 from gateway_svc.dispatcher import Dispatcher
 from gateway_svc.flags import make_parser
 from gateway_svc.grammar_checker import GrammarChecker
+from gateway_svc.image_preparer import ImageLimits, ImagePreparer
 from gateway_svc.limits.buckets import LocalBuckets, RedisBuckets
 from gateway_svc.limits.key_limits import KeyLimits
 from gateway_svc.limits.settings import LimitsError, LimitsFile
@@ -201,7 +202,8 @@ async def serve(
     clients.events = dispatcher = Dispatcher(clients.all, patience_s=args.scheduler_patience_s, on_change=changed.set)
     names = SchedulerNames(args.scheduler, clients.update)
     templates = TemplateRenderer()
-    prompts = PromptReader(templates, args.max_tokenize_bytes)
+    images = ImagePreparer(ImageLimits(args.max_images, args.max_image_bytes, args.max_image_pixels))
+    prompts = PromptReader(templates, args.max_tokenize_bytes, images)
     directory, metrics = ModelDirectory(clients.all), GatewayMetrics()
     grammars = GrammarChecker()
     servicer = InferenceServicer(
@@ -276,6 +278,7 @@ async def serve(
         prompts.close()
         await grammars.close()
         await templates.close()
+        await images.close()
         await admin.close()
         if tracer is not None:
             await tracer.close()

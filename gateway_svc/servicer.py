@@ -235,6 +235,7 @@ class InferenceServicer(InferenceServiceServicer):
                 trace.note_meter(stream.scoped_id, meter)
             validation.check_prompt_size(request, model)
             plan = await self._plan(request, model, request_id, grammar, resumed)
+            self._count_inputs(stream, plan)
             generation, scheduler_request = await self._prepare(
                 plan, stream.scoped_id, resumes=resumes, deadline=deadline
             )
@@ -303,12 +304,12 @@ class InferenceServicer(InferenceServiceServicer):
         if grammar is not None:
             grammar = await self._grammars.check(grammar, model)
         if resumed is None:
-            prompt = await self._prompts.read(request.prompt, model)
+            prompt = await self._prompts.read(request.prompt, model, request.media)
             size = len(request.prompt.chat.tools_json)
             calls = await self._prompts.run(size, call_grammar, request, model, prompt.ids)
             grammar = grammar if calls is None else await self._grammars.check(calls, model)
         else:
-            prompt = await self._prompts.reread(request.prompt, resumed.prompt_ids, model)
+            prompt = await self._prompts.reread(request.prompt, resumed.prompt_ids, model, request.media)
         plan = await self._prompts.run(
             request.continuation.ByteSize() + request.sampling.ByteSize() + len(request.prompt.chat.tools_json),
             validation.plan_generation,
@@ -367,11 +368,18 @@ class InferenceServicer(InferenceServiceServicer):
         try:
             yield request_id, stream
         finally:
-            self._num_request_bytes -= num_bytes
+            self._num_request_bytes -= stream.num_bytes
             if self._streams.get(scoped_id) is stream:  # else a resumed stream has taken over
                 del self._streams[scoped_id]
             if not self._streams:
                 self._all_closed.set()
+
+    def _count_inputs(self, stream: OpenStream, plan: GenerationPlan) -> None:
+        """Count the inputs that were made of the request, which are kept as long as its stream is open."""
+        num_bytes = sum(len(carried.data) for carried in plan.inputs)
+        self._check_bytes(num_bytes)
+        stream.num_bytes += num_bytes
+        self._num_request_bytes += num_bytes
 
     def _check_room(self, num_bytes: int) -> None:
         if self._is_draining:
@@ -389,6 +397,9 @@ class InferenceServicer(InferenceServiceServicer):
                 "(--max-memory-bytes); retry later",
                 retry_after_s=RETRY_FULL_S,
             )
+        self._check_bytes(num_bytes)
+
+    def _check_bytes(self, num_bytes: int) -> None:
         if self._num_request_bytes and self._num_request_bytes + num_bytes > self._max_request_bytes:
             raise OverloadedError(
                 f"open requests on this gateway hold {self._num_request_bytes} bytes and this one has {num_bytes}; "

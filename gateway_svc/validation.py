@@ -19,6 +19,7 @@ from quire.v1 import types_pb2 as types
 from gateway_svc import encoder
 from gateway_svc.chat_request import AnswerPlan, answer_plan, check_chat
 from gateway_svc.encoder import EncoderPlan, decoder_start, encoder_plan
+from gateway_svc.image_prompt import has_images, text_size
 from gateway_svc.models import ServedModel
 from gateway_svc.parameters import FieldErrors, check_token_ids, invalid, parameters_of
 from gateway_svc.prompt_input import PromptInput, check_embeddings
@@ -101,6 +102,8 @@ def check_generate(request: pb.GenerateRequest) -> None:
     """All checks that do not depend on the model. Raises InvalidRequestError or UnimplementedError."""
     check_request_id(request.request_id)
     check_prompt(request.prompt)
+    if request.media and request.prompt.WhichOneof("kind") not in ("text", "tokens"):
+        raise invalid("media", "is for prompt.text and prompt.tokens; send the images of a chat in its parts")
     with FieldErrors():
         checks.check_fields(request)
 
@@ -171,6 +174,8 @@ def check_tokenize(prompt: pb.Prompt) -> None:
     check_prompt(prompt)
     if (kind := prompt.WhichOneof("kind")) in ("embeddings", "audio"):
         raise invalid(f"prompt.{kind}", f"is set, but {kind} has no tokens; send text or a chat")
+    if has_images(prompt.chat):
+        raise invalid("prompt.chat", "has images, which have no tokens; send the chat without them")
 
 
 def check_detokenize(ids: Sequence[int]) -> None:
@@ -306,7 +311,7 @@ def check_prompt_size(request: pb.GenerateRequest, model: ServedModel) -> None:
         encoder.check_audio(prompt.audio, model)
         return
     if request.HasField("truncate_prompt_tokens"):
-        if (size := prompt.ByteSize()) > MAX_TOKENIZE_BYTES:
+        if (size := text_size(prompt)) > MAX_TOKENIZE_BYTES:
             words = f"has {size} bytes; with truncate_prompt_tokens at most {MAX_TOKENIZE_BYTES} are allowed: send less"
             raise invalid("prompt", words)
         return
@@ -318,7 +323,7 @@ def check_prompt_size(request: pb.GenerateRequest, model: ServedModel) -> None:
         if len(prompt.tokens.ids) > model.limits.max_tokens:
             resolve_max_tokens(types.StopParams(), len(prompt.tokens.ids), model)
         return
-    size, limit = prompt.ByteSize(), model.max_prompt_bytes
+    size, limit = text_size(prompt), model.max_prompt_bytes
     if kind == "chat":
         limit = max(limit, MIN_CHAT_LIMIT_BYTES)
     if size > limit:

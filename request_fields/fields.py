@@ -307,7 +307,10 @@ FIELDS = (
         "that `model` names.",
         Side.GATEWAY, default="", max_bytes=512, has_flag=True,
     ),
-    Field("media", Kind.BLOBS, ""),
+    Field(
+        "media", Kind.BLOBS, "Encoded images, one for each placeholder of the prompt, in order (docs/images.md).",
+        Side.GATEWAY, sdk_option="images",
+    ),
 )  # fmt: skip
 
 BY_PATH = {field.path: field for field in FIELDS}

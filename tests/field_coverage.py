@@ -16,6 +16,7 @@ SPEECH = "tests/processes/test_speech.py::"
 RESUME = "tests/processes/test_resume.py::"
 
 ADAPTERS = "tests/processes/test_adapters.py::test_loading_unloading_and_refusals"
+IMAGES = "tests/processes/test_images.py::test_images_equal_transformers_when_a_worker_is_killed"
 EMBED = "tests/processes/test_embeddings.py::"
 POOLING = EMBED + "test_a_request_can_change_how_texts_are_pooled"
 ANSWERS = EMBED + "test_answers_of_a_causal_reranker_are_scores"
@@ -43,6 +44,8 @@ OWN_TESTS: Mapping[str, str] = {
     "ScoreRequest.scheduling": REFUSALS,
     "TextPair.query": EMBED + "test_scores_equal_those_of_cross_encoders",
     "TextPair.document": EMBED + "test_scores_equal_those_of_cross_encoders",
+    "ContentPart.image": IMAGES,
+    "GenerateRequest.media": IMAGES,
     "GenerateRequest.request_id": FIELDS + "test_a_request_id_and_a_seed_are_in_the_answer",
     "GenerateRequest.resumable": FIELDS + "test_a_resumable_request_has_a_record",
     "SchedulingParams.priority": FIELDS + "test_priority_and_tenant_order_the_queue",

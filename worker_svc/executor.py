@@ -25,10 +25,10 @@ from svc_common.errors import InvalidRequestError, QuireError, StaleEpochError, 
 from worker_svc.engine.adapters.store import AdapterStore
 from worker_svc.engine.batch import BadBatchError, StepBatch, StepOutput
 from worker_svc.engine.config import EngineInfo
-from worker_svc.metrics import StepMeter
+from worker_svc.metrics import ImageCounts, StepMeter
 from worker_svc.row_log import RowLog
 from worker_svc.row_traces import RowTraces
-from worker_svc.runner import Launched, PipelinedRunner, Runner
+from worker_svc.runner import ImageRunner, Launched, PipelinedRunner, Runner
 from worker_svc.seals import Seals
 from worker_svc.wire import blocks_to_proto, commit_tags, step_batch_from_proto, step_output_to_proto
 
@@ -394,6 +394,11 @@ class StepExecutor:
     def num_in_flight(self) -> int:
         """Steps that are accepted and not yet answered."""
         return len(self._in_flight)
+
+    @property
+    def images(self) -> ImageCounts | None:
+        """Counts of images; None if the model takes none."""
+        return self._runner.images if isinstance(self._runner, ImageRunner) else None
 
     @property
     def is_leased(self) -> bool:

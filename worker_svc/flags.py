@@ -100,6 +100,14 @@ def make_parser() -> argparse.ArgumentParser:
         help="memory for blocks (2G, 512M); unset: 1G, or half of the free memory if that is less",
     )
     pool.add_argument(
+        "--image-cache-memory",
+        type=config.size_bytes,
+        default="256M",
+        metavar="SIZE",
+        help="memory for embeddings of images, so that an image of a later turn is not computed again; the default "
+        "size of the pool leaves it free. Only for models that take images",
+    )
+    pool.add_argument(
         "--kv-cache-dtype",
         choices=KV_CACHE_DTYPES,
         default="auto",
@@ -291,6 +299,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         kv_cache_dtype=args.kv_cache_dtype,
         cuda_graph_tokens=args.cuda_graph_tokens,
         quantize=args.quantize,
+        image_cache_memory=args.image_cache_memory,
     )
 
 

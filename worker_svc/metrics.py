@@ -43,6 +43,9 @@ SPECS = (
         "idle time of the model before a step while rows were open: the cost of scheduling and network",
         "seconds",
     ),
+    Spec("worker_images_encoded_total", "counter", "images that the vision tower computed"),
+    Spec("worker_image_cache_hits_total", "counter", "images of rows that were computed before and still kept"),
+    Spec("worker_image_cache_bytes", "gauge", "embeddings of images that are kept", "bytes"),
 )
 
 
@@ -88,6 +91,14 @@ class StepMeter:
         self.encoder_inputs += sum(row_open.computes_encoder for row_open in batch.opens)
 
 
+class ImageCounts(Protocol):
+    """The parts of an image encoder that metrics read."""
+
+    num_encoded: int
+    num_hits: int
+    num_bytes: int
+
+
 class Executor(Protocol):
     """The parts of the executor that metrics read."""
 
@@ -97,6 +108,9 @@ class Executor(Protocol):
 
     @property
     def num_in_flight(self) -> int: ...
+
+    @property
+    def images(self) -> ImageCounts | None: ...
 
 
 class WorkerReader:
@@ -132,3 +146,7 @@ class WorkerReader:
         yield "worker_tokens_total", ("decode",), meter.decode_tokens
         yield "worker_encoder_inputs_total", (), meter.encoder_inputs
         yield "worker_idle_seconds", (), meter.idle
+        images = executor.images
+        yield "worker_images_encoded_total", (), 0 if images is None else images.num_encoded
+        yield "worker_image_cache_hits_total", (), 0 if images is None else images.num_hits
+        yield "worker_image_cache_bytes", (), 0 if images is None else images.num_bytes

@@ -8,6 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 from worker_svc.engine.adapters.store import AdapterStore
 from worker_svc.engine.batch import U32, StepBatch, StepOutput
 from worker_svc.engine.config import EngineInfo
+from worker_svc.metrics import ImageCounts
 
 
 class Runner(Protocol):
@@ -36,3 +37,13 @@ class PipelinedRunner(Runner, Protocol):
     """A runner that starts a step on its device while the previous one still runs."""
 
     def launch(self, batch: StepBatch) -> Launched: ...
+
+
+@runtime_checkable
+class ImageRunner(Protocol):
+    """A runner whose model may take images."""
+
+    @property
+    def images(self) -> ImageCounts | None:
+        """What it counts; None if its model takes none."""
+        ...

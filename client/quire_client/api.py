@@ -25,6 +25,7 @@ from quire_client.errors import (
     UnexpectedOutput,
     Unimplemented,
 )
+from quire_client.images import Image
 from quire_client.requests import GenerateOptions
 from quire_client.retry import RetryPolicy
 from quire_client.sync import Client, GenerateStream
@@ -70,6 +71,7 @@ __all__ = [
     "GenerateResult",
     "GenerateStream",
     "GenerationFailed",
+    "Image",
     "InternalError",
     "InvalidRequest",
     "Message",

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from os import PathLike
 from typing import Any, TypedDict
 
 from quire.v1 import inference_pb2 as pb
 
 from quire_client.errors import invalid
+from quire_client.images import Image, encoded_image
 from quire_client.types import Message, ToolCall
 
 MessageLike = Message | Mapping[str, Any] | tuple[str, str]
@@ -78,6 +80,8 @@ def _set_tool_choice(chat: pb.Chat, choice: str | Mapping[str, Any] | None) -> N
 
 def _fill_message(entry: pb.ChatMessage, message: Message) -> None:
     entry.role, entry.content = message.role, message.content
+    for part in message.parts:
+        entry.parts.append(pb.ContentPart(text=part) if isinstance(part, str) else pb.ContentPart(image=part.data))
     entry.tool_call_id, entry.name, entry.reasoning = message.tool_call_id, message.name, message.reasoning
     for call in message.tool_calls:
         entry.tool_calls.add(id=call.id, name=call.name, arguments=call.arguments)
@@ -97,9 +101,11 @@ def _as_message(message: MessageLike) -> Message:
             'a message must be {"role": ..., "content": ...} (also tool_calls, tool_call_id, name, reasoning), a pair '
             f"or a Message; got {message!r}",
         )
+    parts = _parts(message.get("content"))
     return Message(
         role=message["role"],
-        content=_text(message.get("content")),
+        content="" if parts else _text(message.get("content")),
+        parts=parts,
         tool_calls=tuple(_as_call(call) for call in message.get("tool_calls") or ()),
         tool_call_id=message.get("tool_call_id") or "",
         name=message.get("name") or "",
@@ -116,11 +122,34 @@ def _text(content: Any) -> str:
     """A string, or OpenAI's parts of type text, joined by line breaks."""
     if content is None or isinstance(content, str):
         return content or ""
-    parts = [dict(part) for part in content]
-    wrong = next((part.get("type") for part in parts if part.get("type") != "text"), None)
-    if wrong is not None:
-        raise invalid("messages", f"messages: content of type {wrong!r} is not supported; only text is")
-    return "\n".join(str(part["text"]) for part in parts)
+    return "\n".join(str(_part(part)) for part in content)
+
+
+def _parts(content: Any) -> tuple[str | Image, ...]:
+    """OpenAI's parts, if one of them is an image."""
+    if content is None or isinstance(content, str):
+        return ()
+    parts = tuple(_part(part) for part in content)
+    return parts if any(isinstance(part, Image) for part in parts) else ()
+
+
+def read_image(image: Image | bytes | str | PathLike[str], option: str) -> Image:
+    """An image from bytes, a path or a data: URL. Raises InvalidRequest."""
+    try:
+        return Image.of(image)
+    except (OSError, ValueError) as error:
+        raise invalid(option, f"{option}: the image cannot be read: {error}") from None
+
+
+def _part(part: Any) -> str | Image:
+    if isinstance(part, str | Image):
+        return part
+    image = encoded_image(part)
+    if image is not None:
+        return read_image(image, "messages")
+    if part.get("type") != "text":
+        raise invalid("messages", f"messages: content of type {part.get('type')!r} is not supported; use text or image")
+    return str(part["text"])
 
 
 def _as_call(call: Any) -> ToolCall:

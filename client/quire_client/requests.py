@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from os import PathLike
 from typing import Any
 
 from google.protobuf.message import Message as ProtoMessage
@@ -11,9 +12,10 @@ from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2
 
 from quire_client.audio import Audio
-from quire_client.chat_requests import ChatOptions, Messages, fill_chat
+from quire_client.chat_requests import ChatOptions, Messages, fill_chat, read_image
 from quire_client.embeddings import PromptEmbeddings
 from quire_client.errors import invalid
+from quire_client.images import Image
 from request_fields.fields import FIELDS, Field, Kind
 
 Prompt = str | Iterable[int] | PromptEmbeddings | Audio  # text, token ids, input embeddings, or speech
@@ -65,6 +67,7 @@ class GenerateOptions(ChatOptions, total=False):
     grammar: str  # text of this grammar, in llguidance's variant of Lark or in GBNF
     # Prompt
     truncate_prompt_tokens: int  # keep only the last tokens of the prompt
+    images: Sequence[Image | bytes | str | PathLike[str]]  # for the placeholders of a text or token prompt, in order
     # Stopping
     max_tokens: int  # default: the rest of the model's length
     min_tokens: int  # minimum number of output tokens; range [0, max_tokens]
@@ -132,7 +135,9 @@ def generate_request(
 def _set_field(message: ProtoMessage, field: Field, options: Mapping[str, Any]) -> None:
     """Set one supported field from its option."""
     value = options[field.option]
-    if field.kind in LISTS:
+    if field.kind is Kind.BLOBS:
+        _extend(message, field.name, [read_image(image, field.option).data for image in value], field.option)
+    elif field.kind in LISTS:
         _extend(message, field.name, [value] if isinstance(value, str) else value)
     elif field.kind is Kind.BIASES:
         _update(message, field.name, value)

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from quire_client.images import Image
+
 
 class Result:
     """Base of all results."""
@@ -72,6 +74,7 @@ class Message(Result):
     tool_call_id: str = ""  # of a tool message: the id of the call that it answers
     name: str = ""
     reasoning: str = ""  # of an assistant message
+    parts: tuple[str | Image, ...] = ()  # texts and images in order, instead of content
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quire.v1 import inference_pb2 as pb
@@ -50,7 +51,7 @@ def _add_message(message: pb.ChatMessage, where: str, body: Mapping[str, Any]) -
     if not isinstance(role, str):
         raise invalid(f"{where}.role", f"is {shown(role)}; must be a string")
     message.role = role
-    message.content = _text_of(f"{where}.content", body.get("content"))
+    _set_content(message, f"{where}.content", body.get("content"))
     message.tool_call_id = text(body, "tool_call_id", where)
     message.name = text(body, "name", where)
     message.reasoning = text(body, "reasoning", where) or text(body, "reasoning_content", where)
@@ -82,27 +83,54 @@ def text(body: Mapping[str, Any], name: str, where: str = "") -> str:
     return value or ""
 
 
-def _text_of(where: str, content: Any) -> str:
-    """The text of a message's content: a string, or text parts joined by line breaks (as in vLLM)."""
+def _set_content(message: pb.ChatMessage, where: str, content: Any) -> None:
+    """A string, or a list of parts. Texts without an image are joined by line breaks (as in vLLM)."""
     if content is None:
-        return ""
+        return
     if isinstance(content, str):
-        return content
+        message.content = content
+        return
     if not isinstance(content, list):
         raise invalid(where, f"is {shown(content)}; must be a string or a list of parts")
-    return "\n".join(_part_text(f"{where}[{i}]", part) for i, part in enumerate(content))
+    set_parts(message, [_part_of(f"{where}[{i}]", part) for i, part in enumerate(content)])
 
 
-def _part_text(where: str, part: Any) -> str:
+def set_parts(message: pb.ChatMessage, parts: Sequence[pb.ContentPart]) -> None:
+    """The content of a message: its parts if one is an image, else their text."""
+    if any(part.HasField("image") for part in parts):
+        message.parts.extend(parts)
+    else:
+        message.content = "\n".join(part.text for part in parts)
+
+
+def _part_of(where: str, part: Any) -> pb.ContentPart:
     if isinstance(part, str):
-        return part
+        return pb.ContentPart(text=part)
     if not isinstance(part, dict):
         raise invalid(where, f"is {shown(part)}; must be an object")
+    if part.get("type") == "image_url":
+        image = part.get("image_url")
+        return image_part(f"{where}.image_url", image.get("url") if isinstance(image, dict) else image)
     if part.get("type") != "text":
-        raise invalid(f"{where}.type", f"is {shown(part.get('type'))}; must be 'text', the only supported type")
+        raise invalid(f"{where}.type", f"is {shown(part.get('type'))}; must be 'text' or 'image_url'")
     if not isinstance(part.get("text"), str):
         raise invalid(f"{where}.text", f"is {shown(part.get('text'))}; must be a string")
-    return str(part["text"])
+    return pb.ContentPart(text=part["text"])
+
+
+def image_part(where: str, url: Any) -> pb.ContentPart:
+    """The image of a data URL: data:image/png;base64,... Raises InvalidRequestError; nothing is fetched."""
+    if not isinstance(url, str):
+        raise invalid(where, f"is {shown(url)}; must be a URL that begins with data:")
+    head, comma, data = url.partition(",")
+    if not head.startswith("data:"):
+        raise invalid(where, f"is {shown(url)}; images are not fetched: send a URL that begins with data:image/")
+    if not comma or not head.endswith(";base64"):
+        raise invalid(where, f"begins with {shown(head)}; must be data:image/TYPE;base64, and the image in base64")
+    try:
+        return pb.ContentPart(image=base64.b64decode(data, validate=True))
+    except ValueError as error:
+        raise invalid(where, f"is not base64: {error}") from None
 
 
 def _set_template(chat: pb.Chat, body: Mapping[str, Any]) -> None:

@@ -26,6 +26,7 @@ from gateway_svc.http.errors import error_body
 from gateway_svc.http.merge import Numbered, merged, within
 from gateway_svc.http.replies import EventStream, ignored_headers, json_reply
 from gateway_svc.http.responses.handlers import ResponsesHandlers
+from gateway_svc.image_prompt import has_images
 from gateway_svc.prompts import PromptReader
 from gateway_svc.servicer import InferenceServicer
 from svc_common.errors import InvalidRequestError, UnavailableError, shown_error
@@ -187,7 +188,7 @@ class Handlers:
     async def _parts_of(self, request: pb.GenerateRequest, asked: Generation) -> PromptParts:
         """The parts of the prompt that the answer repeats: text for echo, token ids for return_token_ids."""
         echo = await self._text_of(request) if asked.has_echo else ""
-        if not asked.returns_token_ids or request.prompt.HasField("embeddings"):
+        if not asked.returns_token_ids or request.prompt.HasField("embeddings") or has_images(request.prompt.chat):
             return PromptParts(echo)
         tokens = await self._servicer.Tokenize(pb.TokenizeRequest(model=request.model, prompt=request.prompt))
         return PromptParts(echo, list(tokens.ids))

@@ -83,6 +83,7 @@ NOT_DRAWN = {
     "send_text": "the verdict compares the text",
     "send_token_ids": "the verdict compares the token ids",
     "priority": "changes no token",
+    "images": "the model of this workload takes none",
     "tenant_id": "changes no token",
     "cache_salt": "changes no token; set for some streams by streams.py",
     "determinism": "changes no token: a request is accepted or refused",

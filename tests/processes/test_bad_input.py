@@ -140,7 +140,7 @@ BAD_REQUESTS: list[tuple[str, dict[str, Any], grpc.StatusCode, str, str]] = [
     ("logprobs", {"output": {"logprobs": 21}}, CODES.INVALID_ARGUMENT, "output.logprobs", "at most 20"),
     ("min_tokens", {"stop": {"min_tokens": 9, "max_tokens": 8}}, CODES.INVALID_ARGUMENT, "stop.min_tokens", "8"),
     ("adapter", {"adapter": "lora"}, CODES.UNIMPLEMENTED, "adapter", "not served"),
-    ("media", {"media": [b"png"]}, CODES.UNIMPLEMENTED, "media", "not served"),
+    ("media", {"media": [b"png"]}, CODES.INVALID_ARGUMENT, "media[0]", "takes none"),
 ]
 
 

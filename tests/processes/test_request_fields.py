@@ -213,7 +213,6 @@ GENERATE: Mapping[str, Effect] = {
     ),
     "GenerateRequest.truncate_prompt_tokens": effect({"truncatePromptTokens": 1}),
     "GenerateRequest.adapter": effect({"adapter": "a"}, "NOT_FOUND"),
-    "GenerateRequest.media": effect({"media": ["AA=="]}, "UNIMPLEMENTED"),
 }
 # Requests of the other RPCs.
 CALLS: Mapping[str, tuple[str, Effect]] = {

@@ -30,7 +30,7 @@ class ImageEncoder:
         self._tower = tower
         self._max_bytes = max_bytes
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
-        self._num_bytes = 0
+        self.num_bytes = 0  # of the entries
         self._started: OrderedDict[bytes, TowerRun] = OrderedDict()
         self.num_encoded = 0  # images that the tower computed
         self.num_hits = 0  # images of rows that were in the cache when their first position was computed
@@ -63,9 +63,9 @@ class ImageEncoder:
     def _keep(self, digest: bytes, outputs: torch.Tensor) -> None:
         self.num_encoded += 1
         self._entries[digest] = _Entry(outputs)
-        self._num_bytes += outputs.nbytes
-        while self._num_bytes > self._max_bytes and len(self._entries) > 1:
-            self._num_bytes -= self._entries.popitem(last=False)[1].outputs.nbytes
+        self.num_bytes += outputs.nbytes
+        while self.num_bytes > self._max_bytes and len(self._entries) > 1:
+            self.num_bytes -= self._entries.popitem(last=False)[1].outputs.nbytes
 
 
 def image_shape(model: ModelConfig) -> ImageShape | None:

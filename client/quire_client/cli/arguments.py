@@ -239,6 +239,14 @@ def _add_generate(commands: argparse._SubParsersAction[Parser]) -> None:
     parser = _command(commands, "generate", "generate", "run", "continue a prompt", GENERATE_EXAMPLES)
     parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="text to continue (default: read stdin)")
     parser.add_argument("--tokens", type=token_ids, metavar="1,2,3", help="token ids instead of text")
+    parser.add_argument(
+        "--image",
+        action="append",
+        default=[],
+        dest="images",
+        metavar="FILE",
+        help="image for a placeholder of the prompt; repeat the flag for several",
+    )
     parser.add_argument("--n", type=at_least(1), metavar="N", help="number of samples (default 1)")
     parser.add_argument("--request-id", metavar="ID", help="id of the request (default: chosen by the server)")
     parser.add_argument("--json", action="store_true", help="no stream: one JSON line at the end")
@@ -262,6 +270,13 @@ def _add_chat(commands: argparse._SubParsersAction[Parser]) -> None:
     parser = _command(commands, "chat", "chat", "run", "chat with a model", CHAT_EXAMPLES)
     parser.add_argument("question", nargs="?", metavar="QUESTION", help="a single question (default: a conversation)")
     parser.add_argument("--system", metavar="TEXT", help="system message")
+    parser.add_argument(
+        "--image",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="image before the first question; repeat the flag for several",
+    )
     parser.add_argument("--json", action="store_true", help="with QUESTION: no stream, one JSON line at the end")
     _add_sampling(parser)
     _add_target(parser)

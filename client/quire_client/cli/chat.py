@@ -7,6 +7,7 @@ import contextlib
 import sys
 import time
 
+from quire_client.chat_requests import read_image
 from quire_client.cli import describe
 from quire_client.cli.generate import (
     connect,
@@ -37,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _ask_once(client: Client, args: argparse.Namespace) -> int:
-    messages = [*_system(args), Message("user", args.question)]
+    messages = [*_system(args), _question(args.question, args.image)]
     started = time.monotonic()
     with client.stream_chat(messages, **sampling_options(args)) as stream:
         result = stream.result() if args.json else show_stream(stream)
@@ -46,6 +47,15 @@ def _ask_once(client: Client, args: argparse.Namespace) -> int:
         return 0
     show_cost(result, time.monotonic() - started)
     return 0
+
+
+def _question(text: str, images: list[str]) -> Message:
+    """A question about images, which come before its text."""
+    return (
+        Message("user", parts=(*(read_image(image, "--image") for image in images), text))
+        if images
+        else Message("user", text)
+    )
 
 
 def _system(args: argparse.Namespace) -> list[Message]:
@@ -80,7 +90,8 @@ class Conversation:
         return 0
 
     def _turn(self, question: str) -> None:
-        messages = [*self._messages, Message("user", question)]
+        images = self._args.image if self._messages == _system(self._args) else []  # of the first turn
+        messages = [*self._messages, _question(question, images)]
         try:
             result = self._answer(messages)
         except KeyboardInterrupt:

@@ -19,7 +19,7 @@ from request_fields.fields import FIELDS
 CONNECT_TIMEOUT_S = 2.0
 MODEL_TIMEOUT_S = 120.0
 POLL_S = 0.2
-OPTIONS = ("model", "n", "request_id", "json_schema", *(field.option for field in FIELDS if field.has_flag))
+OPTIONS = ("model", "n", "request_id", "json_schema", "images", *(field.option for field in FIELDS if field.has_flag))
 
 
 def run(args: argparse.Namespace) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 
 from quire.v1 import inference_pb2 as pb
 
+from gateway_svc.http.chat import image_part, set_parts
 from gateway_svc.http.fields import invalid, shown
 from gateway_svc.http.responses.events import CALL, MESSAGE, REASONING, Json, item_id
 
@@ -60,7 +61,8 @@ def _add(messages: list[pb.ChatMessage], where: str, item: Json) -> None:
     """Append an item. Reasoning, text and calls of one turn become one assistant message."""
     kind = item.get("type")
     if kind == MESSAGE and item["role"] != "assistant":
-        messages.append(pb.ChatMessage(role=item["role"], content=_text_of(f"{where}.content", item["content"])))
+        messages.append(pb.ChatMessage(role=item["role"]))
+        _set_content(messages[-1], f"{where}.content", item["content"])
     elif kind == MESSAGE:
         turn = _turn(messages, is_taken=lambda last: bool(last.content or last.tool_calls))
         turn.content = _text_of(f"{where}.content", item["content"])
@@ -71,8 +73,8 @@ def _add(messages: list[pb.ChatMessage], where: str, item: Json) -> None:
         call.id, call.name = _string(where, item, "call_id"), _string(where, item, "name")
         call.arguments = _string(where, item, "arguments")
     elif kind == OUTPUT:
-        content = _text_of(f"{where}.output", item.get("output"))
-        messages.append(pb.ChatMessage(role="tool", content=content, tool_call_id=_string(where, item, "call_id")))
+        messages.append(pb.ChatMessage(role="tool", tool_call_id=_string(where, item, "call_id")))
+        _set_content(messages[-1], f"{where}.output", item.get("output"))
     else:
         raise invalid(f"{where}.type", f"is {shown(kind)}; must be one of {', '.join(KINDS)}")
 
@@ -95,6 +97,22 @@ def _string(where: str, item: Json, name: str) -> str:
     return str(item[name])
 
 
+def _set_content(message: pb.ChatMessage, where: str, parts: Any) -> None:
+    """The content of a message that may have images."""
+    if not isinstance(parts, list):
+        message.content = _text_of(where, parts)
+        return
+    set_parts(message, [_part_of(f"{where}[{i}]", part) for i, part in enumerate(parts)])
+
+
+def _part_of(where: str, part: Any) -> pb.ContentPart:
+    if not isinstance(part, Mapping) or part.get("type") != "input_image":
+        return pb.ContentPart(text=_part_text(where, part))
+    if part.get("file_id"):
+        raise invalid(f"{where}.file_id", "is set, but there are no files; send image_url with a data: URL")
+    return image_part(f"{where}.image_url", part.get("image_url"))
+
+
 def _text_of(where: str, parts: Any) -> str:
     if isinstance(parts, str):
         return parts
@@ -109,7 +127,7 @@ def _part_text(where: str, part: Any) -> str:
     if part.get("type") == "refusal" and isinstance(part.get("refusal"), str):
         return str(part["refusal"])
     if part.get("type") not in TEXT_PARTS:
-        words = f"is {shown(part.get('type'))}; must be one of {', '.join(TEXT_PARTS)}"
+        words = f"is {shown(part.get('type'))}; must be one of {', '.join(TEXT_PARTS)}, or input_image of a user"
         raise invalid(f"{where}.type", words)
     if not isinstance(part.get("text"), str):
         raise invalid(f"{where}.text", f"is {shown(part.get('text'))}; must be a string")

@@ -252,7 +252,10 @@ USER = pb.ChatMessage(role="user", content="Hi")
         (chat_of(pb.ChatMessage(role="assistant", tool_calls=[pb.ToolCall()])), "tool_calls[0].name is empty"),
         (chat_of(pb.ChatMessage(role="user", reasoning="x")), "messages[0].reasoning is set"),
         (chat_of(pb.ChatMessage(role="user", tool_call_id="x")), "messages[0].tool_call_id is set"),
-        (chat_of(pb.ChatMessage(role="user", parts=[pb.ContentPart()])), "messages[0].parts[0] has no text"),
+        (
+            chat_of(pb.ChatMessage(role="user", parts=[pb.ContentPart()])),
+            "messages[0].parts[0] has neither text nor image",
+        ),
         (
             chat_of(pb.ChatMessage(role="user", content="a", parts=[pb.ContentPart(text="b")])),
             "messages[0].parts is set, and content too",

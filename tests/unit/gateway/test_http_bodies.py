@@ -49,6 +49,7 @@ EXAMPLES: dict[Kind, tuple[Any, Any]] = {
 # Supported over gRPC only: a body has no field for them.
 WITHOUT_BODY_FIELD = {
     "adapter",  # `model` names it
+    "media",
     "resumable",
     "output.text",
     "output.token_ids",
@@ -56,6 +57,10 @@ WITHOUT_BODY_FIELD = {
     "scheduling.determinism",
     "scheduling.tenant_id",
 }
+
+
+def image_url(url: str) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": url}}
 
 
 def chat(**body: Any) -> Generation:
@@ -243,7 +248,11 @@ def test_messages() -> None:
         (["hello"], "messages[0]"),
         ([{"content": "a"}], "messages[0].role"),
         ([*HELLO, {"role": "user", "content": 5}], "messages[1].content"),
-        ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "messages[0].content[0].type"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "messages[0].content[0].image_url"),
+        ([{"role": "user", "content": [image_url("https://x/a.png")]}], "messages[0].content[0].image_url"),
+        ([{"role": "user", "content": [image_url("data:image/png,abc")]}], "messages[0].content[0].image_url"),
+        ([{"role": "user", "content": [image_url("data:image/png;base64,?")]}], "messages[0].content[0].image_url"),
+        ([{"role": "user", "content": [{"type": "input_audio"}]}], "messages[0].content[0].type"),
         ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text"),
         ([{"role": "assistant", "tool_calls": 1}], "messages[0].tool_calls"),
         ([{"role": "assistant", "tool_calls": [1]}], "messages[0].tool_calls[0]"),

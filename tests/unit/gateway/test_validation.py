@@ -184,7 +184,6 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ),
 ]
 UNSERVED: list[tuple[dict[str, Any], str]] = [
-    ({"media": [b"png"]}, "media"),
 ]
 GOOD: list[dict[str, Any]] = [
     {"request_id": "A-z.0_9:" * 8},
