@@ -125,7 +125,7 @@ def test_prompt_positions_without_a_token_have_no_penalty(tmp_path):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"kind": "audio"}, "inputs[0] has kind 'audio', expected 'embeddings' or 'image'"),
+        ({"kind": "audio"}, "inputs[0] has kind 'audio', expected 'embeddings'"),
         ({"kind": "image"}, "inputs[0] is an image of float32; this worker's model takes none"),
         ({"dtype": "int8"}, "inputs[0] has dtype 'int8', expected one of float32, bfloat16, float16"),
         ({"shape": (8, 63)}, "inputs[0] has shape (8, 63), expected (8, 64)"),
