@@ -15,7 +15,7 @@ from gateway_svc import parameters, validation
 from gateway_svc.models import ServedModel, read_bundle
 from gateway_svc.prompt_input import PromptInput
 from gateway_svc.text.bundle import ModelText
-from svc_common.errors import InvalidRequestError, QuireError
+from svc_common.errors import InvalidRequestError
 from tests.unit.gateway.fakes import FakeScheduler, TestGateway, make_bundle, make_info, refused
 from tests.unit.gateway.rendering import prompt_ids
 
@@ -183,8 +183,6 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
         "is 257; must be at most 256, the length of the prompt",
     ),
 ]
-UNSERVED: list[tuple[dict[str, Any], str]] = [
-]
 GOOD: list[dict[str, Any]] = [
     {"request_id": "A-z.0_9:" * 8},
     {"sampling": SP(temperature=0, top_p=1, top_k=0, min_p=0, n=8, seed=2**64 - 1)},
@@ -237,13 +235,6 @@ def test_a_bad_value_is_refused_with_field_and_limit(
         plan(fields, model)
     assert caught.value.field == field
     assert caught.value.message.startswith(field)
-
-
-@pytest.mark.parametrize(("fields", "field"), UNSERVED, ids=[f"{row[1]}-{i}" for i, row in enumerate(UNSERVED)])
-def test_an_unsupported_field_is_named(model: ServedModel, fields: dict[str, Any], field: str) -> None:
-    with pytest.raises(QuireError, match=field.replace(".", r"\.")) as caught:
-        plan(fields, model)
-    assert (caught.value.code, caught.value.field) == (UNIMPLEMENTED, field)
 
 
 @pytest.mark.parametrize("fields", GOOD, ids=range(len(GOOD)))
