@@ -39,6 +39,7 @@ from worker_svc.engine.loading import Report, load_model
 from worker_svc.engine.logprobs import PromptTargets
 from worker_svc.engine.machine import available_cores
 from worker_svc.engine.masking import apply_masks
+from worker_svc.engine.model import DecoderModel
 from worker_svc.engine.numerics import build, cpu_numerics
 from worker_svc.engine.plan import StepPlan, StepPlanner
 from worker_svc.engine.pooling import PooledChunk, PoolingTable, hidden_tokens, logit_tokens, to_columns
