@@ -1,0 +1,76 @@
+"""Every decoder and every kind of quantized weights through all services: greedy tokens equal those of transformers,
+with prompts in chunks, prefix hits, preemption and kill -9 of the worker in one run.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.processes.killed_run import Request, run, run_with_kill
+from tests.processes.models import Reference
+from tests.processes.stack import Stack, wait_idle
+from tests.unit.engine.models import ARCHITECTURES, make_model
+from tests.unit.engine.quantized import FORMATS, quantize_model
+
+BUDGET, BLOCK_SIZE, NUM_BLOCKS = 32, 16, 32
+WORKER_FLAGS = (
+    *("--dtype", "float32", "--block-size", str(BLOCK_SIZE), "--num-blocks", str(NUM_BLOCKS)),
+    *("--max-num-seqs", "8", "--max-num-batched-tokens", str(BUDGET), "--max-model-len", "512"),
+)
+PATIENT_TOKENS, URGENT_TOKENS = 100, 12
+PATIENT_LENGTHS, URGENT_LENGTHS = (60, 33, 97), (300, 5, 90)
+SHARED_PREFIX = 48
+QUANTIZED = ("gptq-int4-act-order", "awq", "fp8-block", "compressed-int8-channel", "compressed-int4")
+NOT_DEEP = ("gemma3", "awq")  # each takes several seconds; test_architectures.py has others
+
+
+def make_case(name: str, folder: Path) -> tuple[Path, Path]:
+    """The folder of a model, and one with the same weights that transformers can read."""
+    if name in ARCHITECTURES:
+        model_dir = make_model(folder, name)
+        return model_dir, model_dir
+    model_dir = make_model(folder, "llama", intermediate_size=104)
+    return model_dir, quantize_model(model_dir, FORMATS[name])
+
+
+def mixed_requests() -> list[Request]:
+    rng = random.Random(5)
+    shared = [rng.randrange(3, 211) for _ in range(SHARED_PREFIX)]
+
+    def prompt(length: int) -> list[int]:
+        own = [rng.randrange(3, 211) for _ in range(length)]
+        return own if length <= SHARED_PREFIX else shared + own[SHARED_PREFIX:]
+
+    patient = [Request(prompt(length), PATIENT_TOKENS, is_patient=True) for length in PATIENT_LENGTHS]
+    return patient + [Request(prompt(length), URGENT_TOKENS) for length in URGENT_LENGTHS]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=() if n in NOT_DEEP else pytest.mark.deep) for n in (*ARCHITECTURES, *QUANTIZED)],
+)
+async def test_greedy_tokens_equal_transformers(name: str, tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    model_dir, reference_dir = make_case(name, tmp_path / "model")
+    requests = mixed_requests()
+    with Stack(tmp_path) as stack:
+        scheduler = stack.start_scheduler()
+        worker = stack.start_worker(scheduler, model_dir, *WORKER_FLAGS)
+        gateway = stack.start_gateway(scheduler)
+        reference = Reference(reference_dir)
+        async with await stack.connect(gateway) as client:
+            results = await run_with_kill(stack, client, worker, requests)
+            results += [await run(client, requests[0]), await run(client, requests[-1])]
+            (status,) = await wait_idle(stack, client)
+    for request, result in zip((*requests, requests[0], requests[-1]), results, strict=True):
+        assert isinstance(request.prompt, list)
+        tokens = list(result.token_ids)
+        assert len(tokens) == request.max_tokens
+        assert tokens == reference.greedy_after(request.prompt, tokens), f"prompt of {len(request.prompt)} tokens"
+    assert status.preemptions >= 1
+    assert sum(result.usage.recomputed_tokens for result in results) > 0
+    assert results[-1].usage.cached_tokens >= BLOCK_SIZE
