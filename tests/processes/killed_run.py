@@ -6,7 +6,7 @@ import asyncio
 import signal
 from dataclasses import dataclass
 
-from quire_client import AsyncClient, GenerateResult, PromptEmbeddings
+from quire_client import AsyncClient, GenerateResult, PromptEmbeddings, SchedulerStatus
 
 from tests.processes.stack import Service, Stack
 
@@ -41,14 +41,19 @@ async def run_with_kill(
     patient = [asyncio.create_task(run(client, r)) for r in requests[1:] if r.is_patient]
     seen = asyncio.Event()
     first = asyncio.create_task(_streamed(client, requests[0], seen))
-    await stack.until(client, lambda all_: all_[0].num_running > 0)
+    num_patient = 1 + len(patient)
+    await stack.until(client, lambda all_: all_[0].num_running > 0 and _num_open(all_) == num_patient)
     urgent = [asyncio.create_task(run(client, r)) for r in requests if not r.is_patient]
-    await stack.until(client, lambda all_: all_[0].num_running + all_[0].num_waiting == len(requests))
+    await stack.until(client, lambda all_: _num_open(all_) == len(requests))
     worker.signal(signal.SIGCONT)
     await asyncio.wait_for(seen.wait(), 60)
     worker.kill()
     worker.start()
     return await asyncio.gather(first, *patient, *urgent)
+
+
+def _num_open(schedulers: tuple[SchedulerStatus, ...]) -> int:
+    return schedulers[0].num_running + schedulers[0].num_waiting
 
 
 async def _streamed(client: AsyncClient, request: Request, seen: asyncio.Event) -> GenerateResult:

@@ -16,11 +16,12 @@ from tests.processes.stack import Stack, wait_idle
 from tests.unit.engine.models import ARCHITECTURES, make_model
 from tests.unit.engine.quantized import FORMATS, quantize_model
 
-BUDGET, BLOCK_SIZE, NUM_BLOCKS = 32, 16, 32
+BUDGET, BLOCK_SIZE, NUM_BLOCKS = 32, 16, 22
 WORKER_FLAGS = (
     *("--dtype", "float32", "--block-size", str(BLOCK_SIZE), "--num-blocks", str(NUM_BLOCKS)),
     *("--max-num-seqs", "8", "--max-num-batched-tokens", str(BUDGET), "--max-model-len", "512"),
 )
+# The pool holds the longest urgent request and little else, so it preempts whatever runs.
 PATIENT_TOKENS, URGENT_TOKENS = 100, 12
 PATIENT_LENGTHS, URGENT_LENGTHS = (60, 33, 97), (300, 5, 90)
 SHARED_PREFIX = 48

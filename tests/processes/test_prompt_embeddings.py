@@ -20,7 +20,7 @@ from tests.processes.models import SHAPES, Reference, Shape, make_checkpoint
 from tests.processes.ports import free_port
 from tests.processes.stack import Stack, wait_idle
 
-BUDGET, BLOCK_SIZE, NUM_BLOCKS = 32, 16, 40
+BUDGET, BLOCK_SIZE, NUM_BLOCKS = 32, 16, 24  # the pool holds little beside the longest request
 WORKER_FLAGS = (
     *("--dtype", "float32", "--block-size", str(BLOCK_SIZE), "--num-blocks", str(NUM_BLOCKS)),
     *("--max-num-seqs", "8", "--max-num-batched-tokens", str(BUDGET), "--determinism", "exact"),
