@@ -58,10 +58,17 @@ def make_parser() -> argparse.ArgumentParser:
     )
     model = parser.add_argument_group("model")
     model.add_argument(
-        "--model", type=Path, required=True, metavar="DIR", help="folder with config.json, *.safetensors"
+        "--model",
+        type=Path,
+        required=True,
+        metavar="DIR|ORG/NAME[@REVISION]",
+        help="folder with config.json, *.safetensors; or a model of the Hugging Face Hub, which is downloaded unless "
+        "the local cache (HF_HUB_CACHE) has it",
     )
     model.add_argument(
-        "--model-name", metavar="NAME", help="name that clients use in requests; unset: the folder's name"
+        "--model-name",
+        metavar="NAME",
+        help="name that clients use in requests; unset: the folder's name, or ORG/NAME of the Hub",
     )
     model.add_argument(
         "--dtype",

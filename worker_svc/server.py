@@ -15,6 +15,7 @@ from typing import NoReturn
 
 from quire.internal.v1 import worker_pb2_grpc
 
+from hub_models.find import HubError
 from svc_common import config
 from svc_common.admin import AdminServer
 from svc_common.errors import UnavailableError
@@ -35,6 +36,7 @@ from worker_svc.executor import StepExecutor
 from worker_svc.flags import engine_config, make_parser, scheduler_addresses, sim_config
 from worker_svc.lifecycle import DRAINING, Lifecycle
 from worker_svc.metrics import SPECS, WorkerReader
+from worker_svc.model_source import resolve_model
 from worker_svc.registration import Registration
 from worker_svc.row_traces import RowTraces
 from worker_svc.runner import Runner
@@ -323,13 +325,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         trust = make_trust(args, "worker")
         check_reach(args, trust, args.listen)
+        resolve_model(args)
         settings, bundle = engine_config(args), read_bundle(args.model)
         if args.executor == "model":
             check_model(args.model)
         if not bundle.has_tokenizer:
             log.warning("%s has no tokenizer.json: requests must use token ids, text is not served", args.model)
         sys.exit(run_service(_run(args, settings, bundle, trust)))
-    except (ValueError, ModelFolderError, BindError) as error:
+    except (ValueError, HubError, ModelFolderError, BindError) as error:
         log.error("%s", error)
         sys.exit(EXIT_BAD_SETTING)
 

@@ -133,7 +133,7 @@ class Stack:
         return self._start("scheduler", "scheduler_svc.server", [*flags])
 
     def start_worker(
-        self, scheduler: Service, model_dir: Path, *flags: str, module: str = "worker_svc.server"
+        self, scheduler: Service, model_dir: Path | str, *flags: str, module: str = "worker_svc.server"
     ) -> Service:
         """Start a worker with one compute thread. Its worker id is its name: worker-0, worker-1, ..."""
         compile_kernels()

@@ -12,11 +12,11 @@ import time
 from pathlib import Path
 
 import pytest
-from quire_client.cli.hub import HubModel, find_model
 from quire_client.demo import demo_model_dir
 
+from hub_models.find import HubModel, find_model
 from tests.processes.hub_server import COMMIT, HubServer, hub_server
-from tests.processes.stack import ROOT, compile_kernels
+from tests.processes.stack import ROOT, Stack, compile_kernels
 from tests.processes.test_up import QUIRE, quire, quire_up
 
 REPO = "acme/tiny"
@@ -83,6 +83,42 @@ def test_fetch_downloads_a_pinned_model_once(tmp_path: Path, repository: Path) -
     broken = fetch(f"{REPO}@{COMMIT}", None)
     assert broken.returncode == 1
     assert "has no model.safetensors" in broken.stderr
+
+
+def worker_error(model: str, cache: Path, hub: HubServer | None = None) -> str:
+    """The log of `quire-worker --model MODEL` that cannot start."""
+    variables = os.environ | environment(cache, hub)
+    command = [sys.executable, "-m", "worker_svc.server", "--model", model, "--scheduler", "127.0.0.1:1"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, env=variables)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stdout + done.stderr
+
+
+async def test_a_worker_downloads_its_model(tmp_path: Path, repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = tmp_path / "cache"
+    with hub_server(REPO, repository) as hub, Stack(tmp_path) as stack:
+        for name, value in environment(cache, hub).items():
+            monkeypatch.setenv(name, value)
+        scheduler = stack.start_scheduler()
+        stack.start_worker(scheduler, f"{REPO}@main", "--kv-cache-memory", "64M")
+        gateway = stack.start_gateway(scheduler)
+        async with await stack.connect(gateway) as client:
+            assert [model.name for model in await client.models()] == [REPO]
+            assert (await client.generate("import", max_tokens=2)).text
+    assert "model.safetensors" in hub.downloaded
+
+
+def test_a_worker_without_its_model_names_what_is_missing(tmp_path: Path, repository: Path) -> None:
+    cache = tmp_path / "cache"
+    said = worker_error(REPO, cache)
+    assert f"--model {REPO}: there is no such folder, and {REPO} is not in the local cache {cache}" in said
+    config = json.loads((repository / "config.json").read_text())
+    (repository / "config.json").write_text(json.dumps(config | {"architectures": ["MambaForCausalLM"]}))
+    with hub_server(REPO, repository) as hub:
+        said = worker_error(REPO, cache, hub)
+    assert "its weights were not downloaded: architectures: MambaForCausalLM is not supported" in said
+    assert "model.safetensors" not in hub.downloaded
 
 
 def serve(model: str, cache: Path, hub: HubServer | None = None) -> str:

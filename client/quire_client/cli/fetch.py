@@ -6,7 +6,7 @@ import argparse
 import os
 import re
 
-from quire_client.cli.hub import HubError, find_model, parse_name
+from hub_models.find import HubError, find_model, parse_name
 from quire_client.cli.output import complain
 
 COMMIT = re.compile(r"[0-9a-f]{40}")

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
-from quire_client.cli.hub import HubError, find_model, parse_name
+from hub_models.find import HubError, find_model, parse_name
 from quire_client.cli.install import SERVICES, install_command, is_installed
 from quire_client.cli.local_trust import LocalTrust, make_trust
 from quire_client.cli.stack import ServiceSpec, flag_arguments, free_ports, is_free, threads_each
