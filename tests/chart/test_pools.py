@@ -46,6 +46,8 @@ VALUES_OF_FACTS = {
     "vocab_size": (),
     "bundle_digest": (),
     "eos_token_ids": (),
+    "attention_window": (),
+    "encoder": (),
 }
 
 
@@ -103,7 +105,7 @@ def downloads() -> list[Any]:
         pytest.param(model["download"]["command"], model["path"], id=name)
         for name, values in texts.items()
         for model in values.get("models", [])
-        if "download" in model
+        if "command" in model.get("download", {})
     ]
 
 
