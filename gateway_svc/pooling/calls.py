@@ -141,6 +141,11 @@ class PooledCalls:
         model = self._directory.find(request.model, "")
         note(model=model.name)
         self._limits.check(current_caller.get().owner, model.name, request.scheduling.priority)
+        if model.info.HasField("encoder"):
+            raise NotConfiguredError(
+                f"model {model.name!r} has an encoder and a decoder: it generates text, no embeddings or scores",
+                field="model",
+            )
         if not model.info.HasField("pooling"):
             raise NotConfiguredError(
                 f"model {model.name!r}: its workers compute no embeddings and no scores; start them with --backend cpu",

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from quire_client import AsyncClient, GenerateResult, InvalidRequest
+from quire_client import AsyncClient, GenerateResult, InvalidRequest, NotConfigured
 from quire_client.types import SchedulerStatus
 
 from tests.processes.encoder_models import MAX_LEN, TEXT_SHAPES, TextReference, TextShape, make_text_checkpoint
@@ -158,4 +158,6 @@ async def test_requests_that_do_not_fit_are_refused_with_the_limit(tmp_path: Pat
                     await client.generate(token_ids=[7] * length, **{"max_tokens": 4} | options)
             with pytest.raises(InvalidRequest, match="no chat template"):
                 await client.chat([{"role": "user", "content": "hello"}], max_tokens=4)
+            with pytest.raises(NotConfigured, match="has an encoder and a decoder: it generates text"):
+                await client.embed(["the quick brown fox"])
             assert (await client.generate("the quick brown fox", max_tokens=4)).text is not None

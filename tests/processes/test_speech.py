@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import numpy as np
 import openai
 import pytest
 import torch
-from quire_client import AsyncClient, Audio, InvalidRequest
+from quire_client import AsyncClient, AsyncGenerateStream, Audio, InvalidRequest
 
 from tests.processes.encoder_models import (
     CHUNK_S,
@@ -24,6 +25,7 @@ from tests.processes.encoder_models import (
     wav,
 )
 from tests.processes.ports import free_port
+from tests.processes.redis_server import RedisServer
 from tests.processes.stack import Service, Stack, wait_idle
 
 FLAGS = ("--dtype", "float32", "--block-size", "16", "--num-blocks", "40", "--max-num-seqs", "6")
@@ -78,7 +80,8 @@ async def test_outputs_equal_transformers_also_after_a_kill(
     beams = await client.generate(Audio(wav(samples), language="en"), max_tokens=12, beam_width=3, n=2)
     found = [list(sample.token_ids) for sample in beams.samples]
     assert found == reference.generate(samples, "en", "transcribe", 12, num_beams=3, num_return_sequences=2)
-    assert beams.usage.cached_tokens == 50 * CHUNK_S  # the encoder did not run again
+    again = await client.generate(Audio(wav(samples), language="de"), max_tokens=2)
+    assert again.usage.cached_tokens == 50 * CHUNK_S  # the encoder did not run again
 
     raw = Audio(samples.tobytes(), format="pcm_f32")
     detected = await client.generate(raw, max_tokens=MAX_TOKENS, temperature=0.0)
@@ -101,6 +104,54 @@ async def test_outputs_equal_transformers_also_after_a_kill(
             await other.audio.transcriptions.create(model="", file=("speech.mp3", b"ID3" + bytes(100)))
         assert refused.value.param == "file"
     await wait_idle(services, client)
+
+
+async def test_streams_survive_the_loss_of_a_gateway_and_of_a_scheduler(model_dir: Path, tmp_path: Path) -> None:
+    speech = {"prompt": Audio(wav(TONES[3])), "max_tokens": 50, "ignore_eos": True, "seed": 5, "temperature": 0.8}
+    with RedisServer(tmp_path) as redis, Stack(tmp_path) as stack:
+        schedulers = [stack.start_scheduler("--redis", redis.url) for _ in range(2)]
+        workers = [stack.start_worker(scheduler, model_dir, *FLAGS) for scheduler in schedulers]
+        first, second = (stack.start_gateway(*schedulers, flags=("--redis", redis.url)) for _ in range(2))
+        async with await stack.connect(first) as client, await stack.connect(second) as other:
+            await stack.until(other, lambda found: all(scheduler.workers for scheduler in found))
+            expected = list((await other.generate(**speech)).token_ids)
+
+            async with client.stream(**speech, resumable=True, request_id="r", resume=False) as stream:
+                begun = await read(stream, 3)
+                stop(workers)
+                first.kill()
+            resume(workers)
+            async with other.resume("r", after=len(begun)) as stream:
+                rest = await stream.result()
+            assert begun + list(rest.token_ids) == expected
+
+            async with other.stream(**speech) as stream:
+                begun = await read(stream, 3)
+                stop(workers)
+                (status, _) = (await other.status()).schedulers
+                lost = 0 if status.num_running else 1
+                schedulers[lost].kill()
+                resume(workers)
+                rest = await stream.result()
+            assert list(rest.token_ids) == expected
+
+
+async def read(stream: AsyncGenerateStream, num_tokens: int) -> list[int]:
+    """Tokens until there are at least this many."""
+    token_ids: list[int] = []
+    while len(token_ids) < num_tokens:
+        token_ids += (await anext(stream)).token_ids
+    return token_ids
+
+
+def stop(workers: list[Service]) -> None:
+    for worker in workers:
+        worker.signal(signal.SIGSTOP)
+
+
+def resume(workers: list[Service]) -> None:
+    for worker in workers:
+        worker.signal(signal.SIGCONT)
 
 
 async def test_bad_audio_is_refused_with_what_to_do(stack: tuple[Stack, list[Service], AsyncClient, str]) -> None:
