@@ -212,8 +212,8 @@ async def test_the_http_endpoints_with_the_openai_client(stack: Stack, tmp_path:
     inputs, port = texts(3, 20), free_port()
     expected = model.encode(inputs)
     flags = ("--http-listen", f"127.0.0.1:{port}")
-    async with served(stack, tmp_path / "model", *ENCODER, gateway_flags=flags):
-        api = openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
+    api_of = openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
+    async with served(stack, tmp_path / "model", *ENCODER, gateway_flags=flags), api_of as api:
         default = await api.embeddings.create(model="model", input=inputs)  # the package asks for base64
         check([item.embedding for item in default.data], expected)
         assert default.usage.total_tokens == sum(len(ids) for ids in model.tokenizer(inputs)["input_ids"])
@@ -268,8 +268,8 @@ async def test_every_field_of_an_http_body_has_an_effect(stack: Stack, tmp_path:
     make_embedder(tmp_path / "model", "bert", "mean")
     port = free_port()
     flags = ("--http-listen", f"127.0.0.1:{port}")
-    async with served(stack, tmp_path / "model", *ENCODER, gateway_flags=flags):
-        api = openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
+    api_of = openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
+    async with served(stack, tmp_path / "model", *ENCODER, gateway_flags=flags), api_of as api:
 
         async def numbers(path: str, body: dict[str, Any]) -> str:
             answer: Any = await api.post(path, body=body, cast_to=object)
