@@ -25,10 +25,12 @@ from scheduler_svc.core.errors import (
 )
 from scheduler_svc.core.messages import EMPTY, Deltas, Finished, RowOpen, StepOutput, WorkerCapacity
 from scheduler_svc.core.policy import beam_blocks, ceil_div
+from scheduler_svc.core.pooled import Pooling
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishReason, SequenceGroup, StopCondition
 from tests.sim.inputs import SimInput, inputs_of
 from tests.sim.oracle import Expected, expected_beams, expected_output
+from tests.sim.symbolic_model import pooled_number
 from tests.sim.symbolic_worker import Chains, SymbolicWorker, Violation
 
 ROOT_SALT = b"sim"
@@ -54,6 +56,8 @@ class Request:
     num_cached: dict[int, int] = field(default_factory=dict)  # per sample, at its first admission
     beams: BeamParams | None = None
     num_encoder_tokens: int = 0
+    pooling: str = ""  # last or mean: the request returns a number instead of tokens
+    number: float | None = None  # delivered
     inputs: list[SimInput] = field(default_factory=list)  # their content ids are in `prompt`
 
     @property
@@ -120,6 +124,7 @@ class Cluster:
         owner: int = 0,
         beams: BeamParams | None = None,
         num_encoder_tokens: int = 0,
+        pooling: str = "",
     ) -> Request:
         """A request with the answer of the oracle."""
         eos = self.config.eos_token_ids
@@ -141,6 +146,7 @@ class Cluster:
             expected=expected,
             beams=beams,
             num_encoder_tokens=num_encoder_tokens,
+            pooling=pooling,
             inputs=inputs_of(prompt),
             delivered=[[] for _ in range(n)],
             finished=[None] * n,
@@ -178,6 +184,7 @@ class Cluster:
             finished_samples=frozenset(i for i, reason in enumerate(request.finished) if reason is not None),
             beam_params=request.beams,
             num_encoder_tokens=request.num_encoder_tokens,
+            pooling=Pooling(request.pooling, may_hit=request.pooling == "last") if request.pooling else None,
             inputs=request.inputs,
             num_input_bytes=sum(item.length for item in request.inputs),
         )
@@ -305,6 +312,10 @@ class Cluster:
         columns = (deltas.owners, deltas.handles, deltas.sample_indices, deltas.offsets, deltas.token_ids)
         for owner, handle, sample, offset, token in zip(*(c.tolist() for c in columns), strict=True):
             self._receive(self._by_handle[owner, handle], sample, offset, token)
+        if deltas.pooled is not None:
+            columns = deltas.pooled.owners.tolist(), deltas.pooled.handles.tolist(), deltas.pooled.values.tolist()
+            for owner, handle, number in zip(*columns, strict=True):
+                self._by_handle[owner, handle].number = number
         for finished in deltas.finished:
             self._finish(finished)
 
@@ -345,6 +356,10 @@ class Cluster:
             if request.request_id not in self._failed_requests:
                 raise Violation(f"{name}: {finished.message}")
             return
+        if request.pooling and finished.reason is FinishReason.LENGTH:
+            expected = pooled_number(request.prompt, request.root_key, request.pooling)
+            if request.number != expected:
+                raise Violation(f"{name}: the number {request.number}, the oracle has {expected}")
         got = Expected(request.delivered[sample], finished.reason, finished.stop_token_id)
         if sample not in request.ended_by_us and got != request.expected[sample]:
             raise Violation(f"{name}: {got}, the oracle has {request.expected[sample]}")

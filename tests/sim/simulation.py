@@ -64,6 +64,8 @@ class Simulation:
         self._beam_rate = self._beam_rng.choice((0.0, 0.2, 0.6))
         self._encoder_rng = Random(f"encoder {seed}")
         self._encoder_rate = self._encoder_rng.choice((0.0, 0.0, 0.3, 1.0))
+        self._pooling_rng = Random(f"pooling {seed}")
+        self._pooling_rate = self._pooling_rng.choice((0.0, 0.2, 0.5))
         self._input_rng = Random(f"inputs {seed}")
         self._input_rate = self._input_rng.choice((0.0, 0.0, 0.3, 1.0))
         self.num_events = self._num_arrived = self._next_epoch = 0
@@ -174,6 +176,12 @@ class Simulation:
         item = SimInput(start, length, rng.randrange(NUM_CONTENTS))
         return [*prompt[:start], *item.ids, *prompt[item.end :]]
 
+    def _choose_pooling(self, prompt: list[int], encoder: list[int]) -> str:
+        """How the request pools its prompt; empty: it generates. From a separate source, as `_choose_beams`."""
+        if self._pooling_rng.random() >= self._pooling_rate or encoder or max(prompt) >= FIRST_CONTENT_ID:
+            return ""
+        return self._pooling_rng.choice(("last", "mean", "mean"))
+
     def _choose_encoder(self) -> list[int]:
         """The encoder input of a request, often that of an earlier one. From a separate source, as `_choose_beams`."""
         rng, bs = self._encoder_rng, self.cluster.block_size
@@ -238,11 +246,16 @@ class Simulation:
             prompt = encoder + prompt[: max(1, self.cluster.max_model_len - 2 * len(encoder))]
         stop = self._choose_stop(len(prompt))
         beams = self._choose_beams(stop)
+        pooling = self._choose_pooling(prompt, encoder)
+        if pooling:
+            stop, beams = StopCondition(0), None
+        seed, n = rng.choice((7, rng.randrange(1 << 32))), rng.choice((1, 1, rng.randint(1, self.setup.max_n)))
         request = self.cluster.make_request(
             prompt,
             stop,
-            seed=rng.choice((7, rng.randrange(1 << 32))),
-            n=rng.choice((1, 1, rng.randint(1, self.setup.max_n))),
+            seed=seed,
+            n=1 if pooling else n,
+            pooling=pooling,
             priority=rng.choice((0, 0, 0, -1, 1, 5)),
             root_key=_root_key(rng.choice(self._roots), encoder),
             owner=rng.randrange(NUM_OWNERS),

@@ -6,6 +6,8 @@ depends on every token and its place, and it is cheap both one at a time and as 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -42,6 +44,20 @@ def mix_column(x: U64) -> U64:
 def root(root_key: bytes) -> int:
     """Digest of the empty prefix; another cache salt or adapter is another root."""
     return mix(int.from_bytes(root_key, "little") * _ROOT + 1 & MASK)
+
+
+def number_of(state: int) -> float:
+    """A number that float32 holds exactly."""
+    return float(mix(state & MASK) >> 40)
+
+
+def pooled_number(prompt: Sequence[int], root_key: bytes, kind: str) -> float:
+    """The number of a prompt: of its last state, or for `mean` of the sum of all states."""
+    states, state = [], root(root_key)
+    for position, token in enumerate(prompt):
+        state = (state + term(token, position)) & MASK
+        states.append(state)
+    return number_of(sum(states) if kind == "mean" else states[-1])
 
 
 def term(token: int, position: int) -> int:

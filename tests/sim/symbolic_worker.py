@@ -12,6 +12,7 @@ bad prefix hit and a block freed early are all one mismatch. Beyond that it chec
     forks       off a prompt that completes in this very step
     inputs      a row has each input whose positions it computes, and no other
     beams       continue a beam of their request by one of its candidates; they share its blocks or copy the last one
+    pooled      rows start from position 0 if they pool all states; their blocks are never committed
     windows     a row holds the blocks that its next token attends to; blocks before them may get new content
 
 Everything per token is a numpy column; Python loops run over rows that open or blocks that fill only.
@@ -27,6 +28,7 @@ from xxhash import xxh3_128_digest
 
 from prefix_index.content_ids import FIRST_CONTENT_ID
 from scheduler_svc.core.messages import CachedBlock, RowFailure, RowOpen, StepBatch, StepOutput, WorkerCapacity
+from scheduler_svc.core.pooled import PooledRows
 from scheduler_svc.core.sequence import SequenceGroup
 from tests.sim import symbolic_model
 from tests.sim.inputs import with_contents
@@ -124,6 +126,7 @@ class SymbolicWorker:
         self.table_len = np.zeros(rows, dtype=np.int64)
         self.num_dead = np.zeros(rows, dtype=np.int64)  # leading entries that no later token attends to
         self.slots = np.zeros((rows, width * self.capacity.block_size), dtype=np.int64)
+        self.sums = np.zeros(rows, dtype=np.uint64)  # of the states that pooled rows have computed
         self.refs = np.zeros(self.capacity.num_blocks, dtype=np.int64)  # open rows that name the block
         self._positions = np.arange(max_len + 1)
         self._places = np.arange(max_len + 1, dtype=np.uint64)
@@ -234,6 +237,9 @@ class SymbolicWorker:
             raise Violation(f"row {row} starts from {opened.num_computed_tokens} of {num_encoder} encoder positions")
         if num_shared > len(blocks):
             raise Violation(f"row {row}: {opened.num_computed_tokens} computed tokens in {len(blocks)} blocks")
+        if opened.group.pooling is not None and opened.group.pooling.message == "mean" and opened.num_computed_tokens:
+            raise Violation(f"row {row} pools all states, but {opened.num_computed_tokens} of them are cached")
+        self.sums[row] = 0
         self.is_open[row], self.group[row] = True, opened
         self.seed[row], self.sample[row] = opened.group.sampling, opened.sample_index
         self.prompt_len[row], self.history_len[row] = opened.prompt_len, count
@@ -372,6 +378,7 @@ class SymbolicWorker:
         self.num_computed_tokens[rows] = starts + lens
         broken = self._break_rows(rows, starts) if self.fail_next or self.is_broken.any() else []
         self._read_back(rows, starts)
+        np.add.at(self.sums, flat_rows, self.kv[slots])
         self._note_full_blocks(rows, starts)
         return rows, broken
 
@@ -506,6 +513,8 @@ class SymbolicWorker:
         bs, block = self.capacity.block_size, int(self.table[row, index])
         if (self.kv[block * bs : (block + 1) * bs] == POISON).any():
             return
+        if self.group[row].group.pooling is not None:
+            return  # a commit of it is a violation
         digest = self.chains.of_block(self.tokens[row], self.digests[row], index, self.group[row].group)
         other = self.holder.get(digest)
         if other is not None and other != block:
@@ -537,7 +546,22 @@ class SymbolicWorker:
             candidate_rows=candidates[0],
             candidate_ids=candidates[1],
             candidate_logprobs=candidates[2],
+            pooled=self._pooled([row for row in rows.tolist() if row not in broken]),
         )
+
+    def _pooled(self, rows: list[int]) -> PooledRows | None:
+        """The numbers of the pooled rows whose prompts are complete."""
+        found = [
+            (row, self.group[row].group.pooling.message)
+            for row in rows
+            if self.group[row].group.pooling is not None and self.num_computed_tokens[row] == self.prompt_len[row]
+        ]
+        if not found:
+            return None
+        last = [int(self.kv[self.slots[row, self.num_computed_tokens[row] - 1]]) for row, _ in found]
+        numbers = [int(self.sums[row]) if kind == "mean" else end for (row, kind), end in zip(found, last, strict=True)]
+        values = np.array([symbolic_model.number_of(value) for value in numbers], np.float32)
+        return PooledRows(np.array([row for row, _ in found], np.uint32), np.ones(len(found), np.uint32), values)
 
     def _candidates(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The most likely tokens after the computed tokens of each beam. Wrong KV gives other tokens."""

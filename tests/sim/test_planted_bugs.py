@@ -23,6 +23,7 @@ from scheduler_svc.core.blocks.block_manager import BlockManager
 from scheduler_svc.core.blocks.lru_queue import LruQueue
 from scheduler_svc.core.messages import StepBatch
 from scheduler_svc.core.placement import fleet
+from scheduler_svc.core.pooled import PooledRows
 from scheduler_svc.core.queue.scan import QueueScan
 from scheduler_svc.core.sequence import Sequence, SequenceGroup
 from scheduler_svc.core.steps import failures, rows, step_planner, worker_books
@@ -442,6 +443,31 @@ def last_block_of_a_beam_not_copied(patch: Patch) -> None:
             original(planner, row, plan)
 
     wrap(patch, StepPlanner, "_copy_block", copy)
+
+
+@bug("pools all states, but .* of them are cached|the oracle has")
+def mean_pooling_with_a_prefix_hit(patch: Patch) -> None:
+    patch.setattr(Sequence, "max_cached_tokens", property(lambda seq: seq.data.num_tokens - 1))
+
+
+@bug("commits block .*, which is not full|no acknowledged step has computed")
+def blocks_of_a_pooled_row_stay(patch: Patch) -> None:
+    def open_row(original: Any, table: RowTable, *args: Any) -> int:
+        row: int = original(table, *args)
+        table.num_pooled -= int(table.is_pooled[row])
+        table.is_pooled[row] = False
+        return row
+
+    wrap(patch, RowTable, "open", open_row)
+
+
+@bug("the oracle has")
+def numbers_of_another_request(patch: Patch) -> None:
+    def of_row(original: Any, pooled: PooledRows) -> dict[int, np.ndarray]:
+        found = original(pooled)
+        return dict(zip(found, reversed(found.values()), strict=True))
+
+    wrap(patch, PooledRows, "of_row", of_row)
 
 
 @bug("reads the wrong content|which other rows share")

@@ -49,7 +49,9 @@ def columns_of_decodes(table: RowTable, rows: I64) -> Columns:
     known = table.num_tokens[rows] + pending
     left, reaches_end = table.limit[rows] - known, context_lens + 1 == known
     sample_mask = reaches_end & (left > 0)
-    slots = table.slots(rows, context_lens)
+    slots, full = table.slots(rows, context_lens), table.fills_block(context_lens)
+    if table.num_pooled:
+        full = full[~table.is_pooled[rows[full]]]
     table.num_computed_tokens[rows] = context_lens + 1
     table.pending[rows] = pending + (sample_mask & ~table.is_beam[rows] if table.num_beams else sample_mask)
     return Columns(
@@ -58,7 +60,7 @@ def columns_of_decodes(table: RowTable, rows: I64) -> Columns:
         context_lens.astype(np.uint32),
         sample_mask,
         slots,
-        table.fills_block(context_lens),
+        full,
         tuple(rows[reaches_end & ~sample_mask].tolist()),
         may_reach_limit=bool(np.count_nonzero(left <= 1)),
         continues=bool(np.count_nonzero((left > 1) | ~reaches_end)),

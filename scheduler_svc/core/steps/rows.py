@@ -64,6 +64,8 @@ class RowTable:
         self.has_stop_ids = np.zeros(rows, dtype=np.bool_)
         self.is_beam = np.zeros(rows, dtype=np.bool_)  # `group.search` chooses its tokens; it is not pipelined
         self.num_beams = 0  # rows in use that are beams
+        self.is_pooled = np.zeros(rows, dtype=np.bool_)  # its blocks do not become cached prefixes
+        self.num_pooled = 0  # rows in use that are pooled
         self.num_with_stop_ids = 0  # rows in use that have stop ids
         self.most_blocks = 0  # an upper bound of the blocks that the rows in use hold if all reach their limits
         self.ones = np.ones(rows, dtype=np.uint32)
@@ -146,6 +148,9 @@ class RowTable:
         is_beam = group.beam_params is not None
         self.is_beam[row] = is_beam
         self.num_beams += is_beam
+        is_pooled = group.pooling is not None
+        self.is_pooled[row] = is_pooled
+        self.num_pooled += is_pooled
         self.ignore_eos[row] = group.stop.ignore_eos or is_beam
         has_stop_ids = bool(group.stop.stop_token_ids) and not is_beam
         self.has_stop_ids[row] = has_stop_ids
@@ -176,6 +181,7 @@ class RowTable:
         self.generation = self.generation.copy()  # steps in flight keep the array that they were sent with
         self.generation[row] += 1
         self.num_beams -= int(self.is_beam[row])
+        self.num_pooled -= int(self.is_pooled[row])
         self.num_with_stop_ids -= int(self.has_stop_ids[row])
         self.most_blocks -= self.most_blocks_of(int(self.limit[row]))
         self.sequences[row] = None

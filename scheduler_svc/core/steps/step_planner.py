@@ -235,7 +235,7 @@ class StepPlanner:
     def _register_fills(self, row: int, count: int, plan: StepPlan) -> None:
         """Register the blocks that this chunk fills with known tokens: they may be shared from now on."""
         r, bs, seq = self._rows, self._capacity.block_size, self._rows.sequence(row)
-        if seq.group.pooling is not None:
+        if r.is_pooled[row]:
             return  # nothing of it stays in the pool
         first, digests = int(r.num_computed_tokens[row]) // bs, seq.digests
         end = min((int(r.num_computed_tokens[row]) + count) // bs, len(digests))
