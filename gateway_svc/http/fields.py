@@ -134,7 +134,8 @@ UNSERVED = (
 TEMPLATE = (
     BodyField(
         "messages",
-        doc="Roles system, developer, user, assistant and tool; content as text or as parts of type text. Assistant "
+        doc="Roles system, developer, user, assistant and tool; content as text or as parts of type text or "
+        "image_url (docs/images.md). Assistant "
         "messages may have `tool_calls` and `reasoning` (also as `reasoning_content`), tool messages `tool_call_id`.",
     ),
     BodyField(

@@ -139,7 +139,7 @@ BAD_REQUESTS: list[tuple[str, dict[str, Any], grpc.StatusCode, str, str]] = [
     ("schema", sampling(json_schema="{"), CODES.INVALID_ARGUMENT, "sampling.json_schema", "is not JSON"),
     ("logprobs", {"output": {"logprobs": 21}}, CODES.INVALID_ARGUMENT, "output.logprobs", "at most 20"),
     ("min_tokens", {"stop": {"min_tokens": 9, "max_tokens": 8}}, CODES.INVALID_ARGUMENT, "stop.min_tokens", "8"),
-    ("adapter", {"adapter": "lora"}, CODES.UNIMPLEMENTED, "adapter", "not served"),
+    ("adapter", {"adapter": "lora"}, CODES.NOT_FOUND, "adapter", "has no adapter"),
     ("media", {"media": [b"png"]}, CODES.INVALID_ARGUMENT, "media[0]", "takes none"),
 ]
 

@@ -81,6 +81,7 @@ async def test_images_equal_transformers_when_a_worker_is_killed(tmp_path: Path,
 
 async def check_sharing(client: AsyncClient, reference: VisionReference, page: int) -> None:
     """The same image in a later turn is cached and not computed again; another image shares nothing from it on."""
+    await client.chat([message(CHATS["two"])], temperature=0, max_tokens=2)  # its blocks may have been evicted
     encoded_before = num_encoded(page)
     turns: list[Parts] = [CHATS["two"], ("w40 w41",), ("w50",)]
     answer = await client.chat([message(turn) for turn in turns], temperature=0, max_tokens=8, ignore_eos=True)
