@@ -28,12 +28,16 @@ from scheduler_svc.core.policy import beam_blocks, ceil_div
 from scheduler_svc.core.pooled import Pooling
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishReason, SequenceGroup, StopCondition
+from scheduler_svc.core.steps.adapter_slots import AdapterSwap
+from tests.sim import symbolic_model
 from tests.sim.inputs import SimInput, inputs_of
 from tests.sim.oracle import Expected, expected_beams, expected_output
 from tests.sim.symbolic_model import pooled_number
 from tests.sim.symbolic_worker import Chains, SymbolicWorker, Violation
 
 ROOT_SALT = b"sim"
+
+ADAPTERS = tuple(bytes([number]) * 16 for number in range(1, 5))
 
 
 @dataclass(slots=True)
@@ -59,6 +63,7 @@ class Request:
     pooling: str = ""  # last or mean: the request returns a number instead of tokens
     number: float | None = None  # delivered
     inputs: list[SimInput] = field(default_factory=list)  # their content ids are in `prompt`
+    adapter: bytes = b""
 
     @property
     def is_done(self) -> bool:
@@ -94,7 +99,7 @@ class Cluster:
         self.open: dict[str, Request] = {}
         self.workers: dict[str, SymbolicWorker] = {}
         self.trace: list[tuple[Any, ...]] = []
-        self.num_steps = self.num_tokens = self.num_preemptions = self.num_cached_tokens = 0
+        self.num_steps = self.num_tokens = self.num_preemptions = self.num_cached_tokens = self.num_swaps = 0
         self.scheduler = make_scheduler(config)
         self._make_scheduler = make_scheduler
         self._checks_invariants = checks_invariants
@@ -104,6 +109,7 @@ class Cluster:
         self._published: dict[str, set[bytes]] = {}
         self._failed_requests: set[str] = set()
         self._has_seen_worker = False
+        self.swaps: list[AdapterSwap] = []  # that workers have not ended
 
     def check(self) -> None:
         """The core's own invariants."""
@@ -125,13 +131,14 @@ class Cluster:
         beams: BeamParams | None = None,
         num_encoder_tokens: int = 0,
         pooling: str = "",
+        adapter: bytes = b"",
     ) -> Request:
         """A request with the answer of the oracle."""
-        eos = self.config.eos_token_ids
+        eos, model_key = self.config.eos_token_ids, symbolic_model.key(root_key, adapter)
         if beams is None:
-            expected = [expected_output(prompt, root_key, seed, i, stop, eos, self.vocab_size) for i in range(n)]
+            expected = [expected_output(prompt, model_key, seed, i, stop, eos, self.vocab_size) for i in range(n)]
         else:
-            n, expected = beams.num_returned, expected_beams(prompt, root_key, beams, stop, eos, self.vocab_size)
+            n, expected = beams.num_returned, expected_beams(prompt, model_key, beams, stop, eos, self.vocab_size)
         number = len(self.requests) + 1
         return Request(
             request_id=f"r{number}",
@@ -148,6 +155,7 @@ class Cluster:
             num_encoder_tokens=num_encoder_tokens,
             pooling=pooling,
             inputs=inputs_of(prompt),
+            adapter=adapter,
             delivered=[[] for _ in range(n)],
             finished=[None] * n,
         )
@@ -179,6 +187,7 @@ class Cluster:
             n=request.n,
             priority=request.priority,
             root_key=request.root_key,
+            adapter=request.adapter,
             sampling=request.seed,
             outputs=[np.array(tokens, dtype=np.uint32) for tokens in request.delivered],
             finished_samples=frozenset(i for i, reason in enumerate(request.finished) if reason is not None),
@@ -273,11 +282,36 @@ class Cluster:
                 self._opened_for.pop((batch.worker_id, row), None)
             for opened in batch.opens:
                 self._note_cached(batch.worker_id, opened)
+                if opened.group.adapter and opened.group.adapter not in worker.resident:
+                    raise Violation(f"row {opened.row} of {batch.worker_id} opens with an adapter that is not resident")
             worker.send(batch)
+        self._begin_swaps()
         self.num_steps += len(batches)
         self.check()
         self._check_rows()
         return len(batches)
+
+    def _begin_swaps(self) -> None:
+        for swap in self.scheduler.take_adapter_swaps():
+            self.trace.append(("swap", swap))
+            worker = self.workers[swap.worker_id]
+            worker.resident &= set(swap.kept)
+            if len(worker.resident) >= worker.capacity.max_adapters:
+                raise Violation(f"worker {swap.worker_id} has no place for the adapter that it must swap in")
+            if swap.digest in worker.resident or swap.digest in (s.digest for s in self.swaps_of(worker)):
+                raise Violation(f"worker {swap.worker_id} swaps an adapter in twice")
+            self.swaps.append(swap)
+
+    def swaps_of(self, worker: SymbolicWorker) -> list[AdapterSwap]:
+        return [swap for swap in self.swaps if swap.worker_id == worker.capacity.worker_id]
+
+    def end_swap(self, swap: AdapterSwap) -> None:
+        """A worker has made an adapter resident."""
+        self.swaps.remove(swap)
+        self.trace.append(("swapped", swap))
+        self.num_swaps += 1
+        self.workers[swap.worker_id].resident.add(swap.digest)
+        self.scheduler.end_adapter_swap(swap.worker_id, swap.digest, is_resident=True)
 
     def _check_rows(self) -> None:
         """Every running sequence was opened on its worker: a row that only the books know never gets a token."""
@@ -357,7 +391,9 @@ class Cluster:
                 raise Violation(f"{name}: {finished.message}")
             return
         if request.pooling and finished.reason is FinishReason.LENGTH:
-            expected = pooled_number(request.prompt, request.root_key, request.pooling)
+            expected = pooled_number(
+                request.prompt, symbolic_model.key(request.root_key, request.adapter), request.pooling
+            )
             if request.number != expected:
                 raise Violation(f"{name}: the number {request.number}, the oracle has {expected}")
         got = Expected(request.delivered[sample], finished.reason, finished.stop_token_id)
@@ -383,6 +419,7 @@ class Cluster:
         }
         self._published[c.worker_id] = set()
         self.scheduler.add_worker(c, blocks, next_step_id=worker.next_step_id)
+        self.scheduler.set_adapters(c.worker_id, ADAPTERS if c.max_adapters else ())
         self._follow_prefixes()
 
     def lose(self, worker: SymbolicWorker) -> None:
@@ -401,6 +438,7 @@ class Cluster:
         name = worker.capacity.worker_id
         self.trace.append(("remove", name))
         self.scheduler.remove_worker(name)
+        self.swaps = [swap for swap in self.swaps if swap.worker_id != name]
         del self.workers[name]
         self._follow_prefixes()
         if self._published.pop(name):
@@ -417,6 +455,7 @@ class Cluster:
         self.trace.append(("restart",))
         self.scheduler = self._make_scheduler(self.config)
         self.open, workers, self.workers = {}, self.workers, {}
+        self.swaps.clear()
         for request in self.requests.values():
             request.num_cached.clear()
         for worker in workers.values():
@@ -470,7 +509,9 @@ class Cluster:
         while self.schedule() or self.busy_workers() or self.scheduler.has_work:
             self.now += 1.0
             busy = self.busy_workers()
-            num_idle = 0 if busy else num_idle + 1
+            num_idle = 0 if busy or self.swaps else num_idle + 1
+            if self.swaps:
+                self.end_swap(self.swaps[0])
             if busy:
                 self.answer(choose(busy))
                 self.check()

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
+from prefix_index import hashing
 from prefix_index.content_ids import FIRST_CONTENT_ID
 from request_fields.beams import BeamParams, EarlyStopping
 from scheduler_svc.core.config import SchedulerConfig
@@ -24,7 +25,7 @@ from scheduler_svc.core.messages import WorkerCapacity
 from scheduler_svc.core.policy import ceil_div
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import StopCondition
-from tests.sim.cluster import ROOT_SALT, Cluster
+from tests.sim.cluster import ADAPTERS, ROOT_SALT, Cluster
 from tests.sim.inputs import NUM_CONTENTS, SimInput
 from tests.sim.symbolic_worker import SymbolicWorker
 from tests.sim.transcript import describe
@@ -68,6 +69,8 @@ class Simulation:
         self._pooling_rate = self._pooling_rng.choice((0.0, 0.2, 0.5))
         self._input_rng = Random(f"inputs {seed}")
         self._input_rate = self._input_rng.choice((0.0, 0.0, 0.3, 1.0))
+        self._adapter_rng = Random(f"adapters {seed}")
+        self._adapter_rate = self._adapter_rng.choice((0.0, 0.0, 0.5, 0.9))
         self.num_events = self._num_arrived = self._next_epoch = 0
         self.setup = replace(self._choose_setup(), **changes)
         block_size = rng.choice((1, 2, 2, 3, 4, 4, 4, 8, 16))
@@ -132,6 +135,7 @@ class Simulation:
         return WorkerCapacity(
             worker_id, self._next_epoch, num_blocks, bs, max_num_seqs, budget, max_len,
             pipeline_depth=rng.randint(1, 6), vocab_size=self.cluster.vocab_size, attention_window=self.window,
+            max_adapters=self._adapter_rng.randint(1, 3),
         )  # fmt: skip
 
     def _choose_prompt(self) -> list[int]:
@@ -195,6 +199,11 @@ class Simulation:
             tokens = request.prompt[: request.num_encoder_tokens]
         return tokens
 
+    def _choose_adapter(self) -> bytes:
+        """From a separate source, as `_choose_beams`."""
+        rng = self._adapter_rng
+        return rng.choice(ADAPTERS) if rng.random() < self._adapter_rate else b""
+
     def _random_worker(self) -> SymbolicWorker:
         return self.rng.choice(list(self.cluster.workers.values()))
 
@@ -234,6 +243,8 @@ class Simulation:
             return rng.choice((self._abort, self._stop_sample))
         if rng.random() < 0.02:
             return rng.choice((self._join, self.cluster.talk_nonsense))
+        if self.cluster.swaps and self._adapter_rng.random() < 0.3:
+            return self._end_swap
         if not self.cluster.busy_workers() and self._num_arrived < s.num_requests:
             return self._arrive
         return self._answer
@@ -245,7 +256,7 @@ class Simulation:
         if encoder:
             prompt = encoder + prompt[: max(1, self.cluster.max_model_len - 2 * len(encoder))]
         stop = self._choose_stop(len(prompt))
-        beams = self._choose_beams(stop)
+        beams, adapter = self._choose_beams(stop), self._choose_adapter()
         pooling = self._choose_pooling(prompt, encoder)
         if pooling:
             stop, beams = StopCondition(0), None
@@ -257,7 +268,8 @@ class Simulation:
             n=1 if pooling else n,
             pooling=pooling,
             priority=rng.choice((0, 0, 0, -1, 1, 5)),
-            root_key=_root_key(rng.choice(self._roots), encoder),
+            root_key=_root_key(rng.choice(self._roots), encoder, adapter),
+            adapter=adapter,
             owner=rng.randrange(NUM_OWNERS),
             beams=beams,
             num_encoder_tokens=len(encoder),
@@ -280,6 +292,9 @@ class Simulation:
         busy = self.cluster.busy_workers()
         if busy:
             self.cluster.answer(self.rng.choice(busy))
+
+    def _end_swap(self) -> None:
+        self.cluster.end_swap(self._adapter_rng.choice(self.cluster.swaps))
 
     def _join(self) -> None:
         """A new worker, or another one with the id of an earlier one."""
@@ -318,7 +333,7 @@ class Simulation:
         c.join(
             WorkerCapacity(
                 "ample", self._next_epoch, longest * width, c.block_size, rows, budget + self.rng.randint(0, 20),
-                c.max_model_len, vocab_size=c.vocab_size, attention_window=self.window,
+                c.max_model_len, vocab_size=c.vocab_size, attention_window=self.window, max_adapters=1,
             ),
             is_lazy=self.setup.is_lazy,
         )  # fmt: skip
@@ -332,8 +347,9 @@ class Simulation:
         return "\n".join(lines)
 
 
-def _root_key(root: bytes, encoder: list[int]) -> bytes:
-    return hashlib.blake2b(bytes(encoder), key=root, digest_size=8).digest() if encoder else root
+def _root_key(root: bytes, encoder: list[int], adapter: bytes) -> bytes:
+    salt = hashlib.blake2b(bytes(encoder), key=root, digest_size=8).digest() if encoder else root
+    return hashing.root_key(cache_salt=salt, adapter=adapter) if adapter else salt
 
 
 def run_seed(

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
+from xxhash import xxh3_64_digest
 
 U64 = npt.NDArray[np.uint64]
 
@@ -58,6 +59,11 @@ def pooled_number(prompt: Sequence[int], root_key: bytes, kind: str) -> float:
         state = (state + term(token, position)) & MASK
         states.append(state)
     return number_of(sum(states) if kind == "mean" else states[-1])
+
+
+def key(root_key: bytes, adapter: bytes) -> bytes:
+    """What KV depends on besides tokens: the adapter itself, whatever the scheduler has put into the root key."""
+    return xxh3_64_digest(root_key + adapter) if adapter else root_key
 
 
 def term(token: int, position: int) -> int:

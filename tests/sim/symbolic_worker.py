@@ -93,6 +93,7 @@ class SymbolicWorker:
             None  # "nan" keeps the row's KV, "lost" leaves garbage, "silent" reports nothing either
         )
         self.failed_requests: set[str] = set()
+        self.resident: set[bytes] = set()  # adapters that rows may use
         bs, rows = capacity.block_size, capacity.max_num_seqs
         width = -(-capacity.max_model_len // bs)
         self.kv = np.zeros(capacity.num_blocks * bs, dtype=np.uint64)
@@ -155,6 +156,7 @@ class SymbolicWorker:
     def lease(self) -> None:
         """Another scheduler takes the worker: unread answers and rows are gone, committed blocks stay."""
         self.queue.clear()
+        self.resident.clear()
         self._columns(len(self.is_open), self.table.shape[1], self.capacity.max_model_len)
         self.num_acked = self._next_step - 1
         self.is_draining, self.fail_next = False, None
@@ -247,9 +249,10 @@ class SymbolicWorker:
         self.num_candidates[row] = opened.num_candidates
         self.tokens[row, :count] = tokens
         self._give_inputs(opened)
+        model_key = symbolic_model.key(opened.group.root_key, opened.group.adapter)
         contents = with_contents(tokens, opened.group.inputs).astype(np.uint64)
         terms = symbolic_model.term_column(contents, self._places[:count])
-        self.digests[row, :count] = np.cumsum(terms) + np.uint64(symbolic_model.root(opened.group.root_key))
+        self.digests[row, :count] = np.cumsum(terms) + np.uint64(symbolic_model.root(model_key))
         self.table_len[row] = len(blocks)
         self.table[row, : len(blocks)] = blocks
         self.slots[row, : len(blocks) * bs] = (blocks[:, None] * bs + np.arange(bs)).reshape(-1)

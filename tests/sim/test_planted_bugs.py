@@ -27,6 +27,7 @@ from scheduler_svc.core.pooled import PooledRows
 from scheduler_svc.core.queue.scan import QueueScan
 from scheduler_svc.core.sequence import Sequence, SequenceGroup
 from scheduler_svc.core.steps import failures, rows, step_planner, worker_books
+from scheduler_svc.core.steps.adapter_slots import AdapterSlots
 from scheduler_svc.core.steps.beam_rows import BeamRows
 from scheduler_svc.core.steps.decode_run import DecodeRun
 from scheduler_svc.core.steps.failures import Taint
@@ -86,6 +87,31 @@ def trust_digests(patch: Patch) -> None:
     change_batches(patch, lambda b: replace(b, commit_blocks=b.commit_blocks[:0], commit_digests=[]))
     patch.setattr(Cluster, "_check_published", lambda *args: None)
     patch.setattr(Cluster, "_check_worker_end", lambda *args: None)
+
+
+# -- adapters ----------------------------------------------------------------------------------------------------------
+
+
+@bug("reads the wrong content|differs|digest")
+def adapter_missing_in_the_root(patch: Patch) -> None:
+    trust_digests(patch)
+    wrap(patch, hashing, "root_key", lambda root_key, **parts: root_key(**(parts | {"adapter": b""})))
+
+
+@bug("opens with an adapter that is not resident")
+def adapter_used_before_its_swap_ends(patch: Patch) -> None:
+    patch.setattr(AdapterSlots, "is_ready", lambda self, digest: self.has(digest))
+
+
+@bug("opens with an adapter that is not resident|has no place")
+def adapter_evicted_and_still_ready(patch: Patch) -> None:
+    def take_swap(original: Callable[..., Any], self: AdapterSlots, in_use: set[bytes]) -> Any:
+        before = dict(self._resident)
+        found = original(self, in_use)
+        self._resident |= {digest: None for digest in before if digest not in self._resident}
+        return found
+
+    wrap(patch, AdapterSlots, "take_swap", take_swap)
 
 
 # -- slots and tables --------------------------------------------------------------------------------------------------

@@ -69,7 +69,8 @@ class AdmissionControl:
             raise DuplicateRequestError(
                 f"request_id {group.request_id!r} is in flight; use another request_id or wait until it ends"
             )
-        if group.adapter and not any(worker.adapters.has(group.adapter) for worker in self._fleet.workers):
+        workers = self._fleet.workers
+        if group.adapter and workers and not any(worker.adapters.has(group.adapter) for worker in workers):
             raise NoWorkerError(
                 f"no worker of this scheduler has the adapter with digest {group.adapter.hex()}; retry later or on "
                 "another scheduler"
