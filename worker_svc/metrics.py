@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 from svc_common.metrics import SHORT_TIMES_S, Buckets, Row, Spec
+from worker_svc.engine.adapters.store import AdapterStore
 from worker_svc.engine.batch import StepBatch
 from worker_svc.engine.config import EngineInfo
 
@@ -37,6 +38,9 @@ SPECS = (
         ("stage",),
     ),
     Spec("worker_encoder_inputs_total", "counter", "encoder inputs computed; cached ones are not computed again"),
+    Spec("worker_adapters_loaded", "gauge", "LoRA adapters in host memory"),
+    Spec("worker_adapters_resident", "gauge", "LoRA adapters that rows can use without a swap"),
+    Spec("worker_adapter_swaps_total", "counter", "times that a LoRA adapter became resident"),
     Spec(
         "worker_idle_seconds",
         "histogram",
@@ -108,6 +112,8 @@ class Executor(Protocol):
 
     @property
     def num_in_flight(self) -> int: ...
+    @property
+    def adapters(self) -> AdapterStore[Any, Any] | None: ...
 
     @property
     def images(self) -> ImageCounts | None: ...
@@ -145,6 +151,10 @@ class WorkerReader:
         yield "worker_tokens_total", ("prefill",), meter.prefill_tokens
         yield "worker_tokens_total", ("decode",), meter.decode_tokens
         yield "worker_encoder_inputs_total", (), meter.encoder_inputs
+        if (adapters := executor.adapters) is not None:
+            yield "worker_adapters_loaded", (), len(adapters.entries())
+            yield "worker_adapters_resident", (), adapters.num_resident
+            yield "worker_adapter_swaps_total", (), adapters.num_swaps
         yield "worker_idle_seconds", (), meter.idle
         images = executor.images
         yield "worker_images_encoded_total", (), 0 if images is None else images.num_encoded

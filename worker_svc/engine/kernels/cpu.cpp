@@ -217,7 +217,7 @@ void qk_norm_rope_store(Pass& pass, int is_bf16, const void* qkv, const QkNorms&
 
 extern "C" {
 
-int quire_abi_version() { return 18; }
+int quire_abi_version() { return 19; }
 
 // The instructions that this build computes with, as words. The first three affect results, vector widths do not.
 const char* quire_arithmetic() {

@@ -27,6 +27,7 @@ constexpr int64_t kSerialWork = 1 << 20;    // multiply-adds below which waking 
 INLINE int64_t groups_of(int64_t kind, int64_t in) {
   const int64_t groups = ceil_div(in, group_of(kind));
 #if QUIRE_HAS_TILES
+  if (kind == kBfloat16 && has_few_groups(in)) return tiles::kFewGroups;
   if (kind != kFloat32) return ceil_div(groups, tiles::kGroups) * tiles::kGroups;
 #endif
   return groups;
@@ -175,10 +176,12 @@ void over_panels(Pass& pass, const Calls<T>& calls, const std::vector<Packed>& p
     numbers.add(ceil_div(packed[i].tiles.count, divisions[i].block) * divisions[i].groups());
   }
   pass.run(numbers.total(), 1, [&](int64_t begin, int64_t end) {
-    [[maybe_unused]] const typename K::Scope scope{};
+    [[maybe_unused]] typename K::Scope scope{};
+    [[maybe_unused]] bool has_few = false;
     for (int64_t part = begin; part < end; part++) {
       const int64_t call = numbers.call_of(part), i = part - numbers.first(call);
       const Division d = divisions[call];
+      K::configure(scope, calls[call].in, has_few);
       const int64_t first = i / d.groups() * d.block, last = std::min(first + d.block, packed[call].tiles.count);
       const int64_t start = i % d.groups() * d.grain;
       for (int64_t panel = start; panel < std::min(start + d.grain, d.panels); panel++) run(call, first, last, panel);
@@ -200,7 +203,8 @@ template <typename K, typename T> void multiply_all(Pass& pass, const Calls<T>& 
     const int64_t count = std::min<int64_t>(kPanel, c.out - panel * kPanel);
     const bool is_past_caches = !c.adds && is_streamed<K>(c, c.out);
     const Target<T> target{c.y + panel * kPanel, c.y_stride, count, nullptr, kSilu, is_past_caches, c.y_rows, c.adds};
-    multiply_panel(K(), c, packed[call], first, last, {panel, panel + 1}, target);
+    const int64_t following = (panel + 1) * kPanel < c.out ? panel + 1 : kNoPanel;
+    multiply_panel(K(), c, packed[call], first, last, {panel, following}, target);
   });
 }
 

@@ -55,12 +55,17 @@ struct Packed {
   const RowScale* scales;
 };
 
-// The next panel is fetched while one is multiplied: `panel` and `following` are numbers of panels.
+// The next panel is fetched while one is multiplied: `panel` and `following` (kNoPanel: none) are numbers of panels.
+constexpr int64_t kNoPanel = -1;
 struct Panels {
   int64_t panel, following;
 };
 
 template <typename T> INLINE void add_outputs(const T* out, v16* y, int64_t count) {
+  if (count == kPanel) {
+    y[0] += load16(out), y[1] += load16(out + kLanes);
+    return;
+  }
   T part[kPanel] = {};
   memcpy(part, out, count * sizeof(T));
   for (int half = 0; half < 2; half++) y[half] += load16(part + half * kLanes);

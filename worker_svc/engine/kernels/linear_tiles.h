@@ -16,11 +16,16 @@ constexpr int kPanelStride = kPanel * kGroupBytes;           // between the rows
 constexpr int kSumTile = tiles::kRows * kPanel;              // sums of a row tile and a panel
 constexpr int64_t kChunk = 8;  // steps of a panel that stay in the first-level cache while all rows use them
 
+// Whether a bfloat16 layer, like that of an adapter with a low rank, has at most half a step of inputs: its panels and tiles
+// have 8 groups.
+INLINE bool has_few_groups(int64_t in) { return in <= 2 * tiles::kFewGroups; }
+
 // The 16 groups of a row and a step.
 INLINE int32_t* step_of_row(int32_t* row, int64_t step) { return row + step * kTileWords; }
 
 struct TiledBfloat16 {
   static constexpr int kGroup = 2;
+  static constexpr bool kHasFewGroups = true;
   static RowScale pack(const uint16_t* x, int64_t in, int64_t steps, int32_t* row) {
     constexpr int64_t kInputs = kGroup * tiles::kGroups;
     const int64_t whole = in / kInputs;
@@ -41,6 +46,7 @@ struct TiledBfloat16 {
 
 struct TiledInt8 {
   static constexpr int kGroup = 4;
+  static constexpr bool kHasFewGroups = false;
   template <typename T> static RowScale pack(const T* x, int64_t in, int64_t steps, int32_t* row) {
     constexpr int64_t kInputs = kGroup * tiles::kGroups;
     memset(step_of_row(row, steps - 1), 0, tiles::kRowBytes);
@@ -63,6 +69,17 @@ template <typename K> struct OnTiles : K {
   static constexpr int64_t kStreamedBytes = 2 << 20;
   typedef tiles::Scope Scope;
 
+  // Changes the sizes of the tiles for a layer with `in` inputs; `has_few`: the sizes are those for few groups.
+  static void configure(Scope& scope, int64_t in, bool& has_few) {
+    if (!K::kHasFewGroups || has_few_groups(in) == has_few) return;
+    has_few = !has_few;
+    scope.change(has_few ? tiles::kFew : tiles::kWhole);
+  }
+
+  static int64_t panel_bytes(int64_t in) {
+    return K::kHasFewGroups && has_few_groups(in) ? kStepBytes / 2 : steps(in) * kStepBytes;
+  }
+
   static int64_t steps(int64_t in) { return ceil_div(in, K::kGroup * tiles::kGroups); }
   static int64_t words_per_row(int64_t in) { return steps(in) * tiles::kGroups; }
   static int64_t packed_rows(const RowTiles& tiles) { return tiles.count * kTileRows; }
@@ -73,13 +90,12 @@ template <typename K> struct OnTiles : K {
   }
 };
 
-template <typename K, int R> INLINE void multiply_tiles() {
+// R row tiles times H halves of a panel. The sums of a second half that is left out stay 0 and are not stored.
+template <typename K, int R, int H> INLINE void multiply_tiles() {
   K::template multiply<0, 4, 6>();
-  K::template multiply<1, 4, 7>();
-  if constexpr (R == 2) {
-    K::template multiply<2, 5, 6>();
-    K::template multiply<3, 5, 7>();
-  }
+  if constexpr (H == 2) K::template multiply<1, 4, 7>();
+  if constexpr (R == 2) K::template multiply<2, 5, 6>();
+  if constexpr (R == 2 && H == 2) K::template multiply<3, 5, 7>();
 }
 
 template <int R> INLINE void load_sums(const int32_t* sums) {
@@ -121,25 +137,27 @@ struct Steps {
 };
 
 // R row tiles times a panel, added to sums [R][16][kPanel]. kFetched bytes per step are fetched from `ahead`.
-template <typename K, int R, int kFetched> void multiply_steps(Steps s, int32_t* sums) {
+template <typename K, int R, int kFetched, int H = 2> void multiply_steps(Steps s, int32_t* sums) {
   s.is_first ? zero_sums<R>() : load_sums<R>(sums);
   for (int64_t i = 0; i < s.count; i++) {
     tiles::load<4>(s.x, tiles::kRowBytes);
     if constexpr (R == 2) tiles::load<5>(s.x + s.stride, tiles::kRowBytes);
     tiles::load<6>(s.w, kPanelStride);
-    tiles::load<7>(s.w + tiles::kRowBytes, kPanelStride);
+    if constexpr (H == 2) tiles::load<7>(s.w + tiles::kRowBytes, kPanelStride);
     for (int line = 0; line < kFetched; line += tiles::kRowBytes) __builtin_prefetch(s.ahead + line, 0, 2);
-    multiply_tiles<K, R>();
+    multiply_tiles<K, R, H>();
     s.x += kTileWords;
     s.w += kStepBytes;
-    s.ahead += kStepBytes;
+    if constexpr (kFetched > 0) s.ahead += kStepBytes;
   }
   store_sums<R>(sums);
 }
 
 // The row tiles `tile` and, if R is 2, the next one. The first two passes over a panel each fetch half of the next panel;
 // a single pass fetches all of it.
-template <typename K, int R> void multiply_pair(Steps s, int64_t tile, int64_t tiles, int32_t* sums) {
+template <typename K, int R> void multiply_pair(Steps s, int64_t tile, int64_t tiles, bool is_half, int32_t* sums) {
+  if (is_half) return multiply_steps<K, R, 0, 1>(s, sums);
+  if (!s.ahead) return multiply_steps<K, R, 0>(s, sums);
   if (tiles <= 2) return multiply_steps<K, R, kStepBytes>(s, sums);
   if (tile >= 4) return multiply_steps<K, R, 0>(s, sums);
   s.ahead += tile / 2 * (kStepBytes / 2);
@@ -152,7 +170,10 @@ template <typename K, typename T>
 void multiply_panel(OnTiles<K>, const Call<T>& c, const Packed& packed, int64_t first_tile, int64_t last_tile,
                     Panels panels, const Target<T>& target) {
   const int64_t steps = OnTiles<K>::steps(c.in), count = last_tile - first_tile, stride = steps * kTileWords;
-  const char *w = c.weight + panels.panel * steps * kStepBytes, *ahead = c.weight + panels.following * steps * kStepBytes;
+  const int64_t bytes = OnTiles<K>::panel_bytes(c.in);
+  const char* w = c.weight + panels.panel * bytes;
+  const char* ahead = panels.following == kNoPanel ? nullptr : c.weight + panels.following * bytes;
+  const bool is_half = target.count <= tiles::kColumns;
   const int64_t chunk = count > 2 ? kChunk : steps;
   alignas(64) int32_t sums[kBlockTiles * kSumTile];
   const auto store = [&](int64_t t, const int32_t* from) {
@@ -163,14 +184,14 @@ void multiply_panel(OnTiles<K>, const Call<T>& c, const Packed& packed, int64_t 
   for (int64_t first = 0; first < steps; first += chunk)
     for (int64_t t = 0; t < count; t += 2) {
       const Steps part{packed.x + (first_tile + t) * stride + first * kTileWords, stride,
-                       w + first * kStepBytes, ahead + first * kStepBytes,
+                       w + first * kStepBytes, ahead ? ahead + first * kStepBytes : nullptr,
                        std::min(chunk, steps - first), first == 0};
       int32_t* pair = sums + (steps > chunk ? t * kSumTile : 0);
       const bool has_two = t + 1 < count, is_last = first + chunk >= steps;
       if (has_two)
-        multiply_pair<K, 2>(part, t, count, pair);
+        multiply_pair<K, 2>(part, t, count, is_half, pair);
       else
-        multiply_pair<K, 1>(part, t, count, pair);
+        multiply_pair<K, 1>(part, t, count, is_half, pair);
       if (is_last) store(t, pair);
       if (is_last && has_two) store(t + 1, pair + kSumTile);
     }

@@ -15,6 +15,7 @@ template <typename K> struct OnVectors : K {
   static constexpr int64_t kBlockBytes = 512 << 10;         // half of an L2 cache
   static constexpr int64_t kStreamedBytes = std::numeric_limits<int64_t>::max();  // multiplying takes longer
   struct Scope {};
+  static void configure(Scope&, int64_t, bool&) {}
 
   static int64_t words_per_row(int64_t in) { return ceil_div(in, K::kGroup) * K::kWords; }
   static int64_t packed_rows(const RowTiles& tiles) { return tiles.n; }
@@ -86,7 +87,8 @@ void multiply_panel(OnVectors<K>, const Call<T>& c, const Packed& packed, int64_
                     Panels panels, const Target<T>& target) {
   typedef OnVectors<K> Kind;
   const int64_t groups = ceil_div(c.in, K::kGroup), bytes = groups * kPanel * kGroupBytes;
-  const char *w = c.weight + panels.panel * bytes, *ahead = c.weight + panels.following * bytes;
+  const char* w = c.weight + panels.panel * bytes;
+  const char* ahead = panels.following == kNoPanel ? w : c.weight + panels.following * bytes;
   int32_t sums[Kind::kTileRows * kPanel];
   for (int64_t t = first_tile; t < last_tile; t++) {
     const int rows = packed.tiles.rows(t);

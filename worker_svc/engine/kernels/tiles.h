@@ -35,6 +35,12 @@ struct alignas(64) Config {
   }
 };
 inline constexpr Config kWhole;
+// Products of 8 groups: row tiles in tiles 4 and 5, weight tiles in 6 and 7.
+constexpr int kFewGroups = 8;
+inline constexpr Config kFew = kWhole.with(4, kRows, kRowBytes / 2)
+                                   .with(5, kRows, kRowBytes / 2)
+                                   .with(6, kFewGroups, kRowBytes)
+                                   .with(7, kFewGroups, kRowBytes);
 
 #if defined(QUIRE_EMULATED_TILES)
 
