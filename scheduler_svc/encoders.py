@@ -30,8 +30,9 @@ def check_encoder(
     limits, encoder = info.encoder, submit.encoder
     if limits.HasField("audio") and not submit.inputs:
         raise InvalidRequestError(f"model {info.model!r} takes audio, but the request has none", field="inputs")
-    if not 1 <= encoder.num_tokens <= limits.max_tokens:
-        raise _invalid("num_tokens", f"is {encoder.num_tokens}; must be from 1 to {limits.max_tokens}")
+    least = limits.max_tokens if limits.HasField("audio") else 1
+    if not least <= encoder.num_tokens <= limits.max_tokens:
+        raise _invalid("num_tokens", f"is {encoder.num_tokens}; must be from {least} to {limits.max_tokens}")
     padded = -(-encoder.num_tokens // info.block_size) * info.block_size
     num_decoder = len(prompt) - padded
     if num_decoder < 1:

@@ -10,6 +10,7 @@ import numpy as np
 
 from worker_svc.engine.backend import I32, I64
 from worker_svc.engine.batch import U32, Bools, EncoderInput, RowOpen
+from worker_svc.engine.config import EncoderInfo
 
 if TYPE_CHECKING:
     import torch  # rows use this type even if torch is not installed
@@ -20,14 +21,11 @@ MAX_RULE_IDS = 1024
 class EncoderTable:
     """The encoder input of each open row. All its state comes from RowOpen."""
 
-    def __init__(
-        self, max_num_seqs: int, block_size: int, vocab_size: int, max_tokens: int, *, is_audio: bool = False
-    ) -> None:
-        """`max_tokens`: the longest encoder input; 0: the model has no encoder."""
-        self._is_audio = is_audio
+    def __init__(self, max_num_seqs: int, block_size: int, vocab_size: int, info: EncoderInfo | None) -> None:
+        """`info` None: the model has no encoder."""
+        self._info = info
         self._block_size = block_size
         self._vocab_size = vocab_size
-        self._max_tokens = max_tokens
         self._lens: I32 = np.zeros(max_num_seqs, np.int32)
         self._ends: I32 = np.zeros(max_num_seqs, np.int32)
         self._rules: dict[int, OutputRules] = {}
@@ -35,22 +33,23 @@ class EncoderTable:
     @property
     def is_on(self) -> bool:
         """Whether the model has an encoder."""
-        return self._max_tokens > 0
+        return self._info is not None
 
     def refusal(self, item: RowOpen) -> str | None:
         """The error in the encoder input of a row; None if there is none."""
         if item.encoder is None:
-            return "the model has an encoder, but the row has no encoder input" if self.is_on else None
-        if not self.is_on:
+            return None if self._info is None else "the model has an encoder, but the row has no encoder input"
+        if self._info is None:
             return "the row has an encoder input, but the model has no encoder"
         num, end = item.encoder.num_tokens, self._end_of(item.encoder.num_tokens)
-        if not 1 <= num <= self._max_tokens:
-            return f"encoder.num_tokens is {num}, expected 1 to {self._max_tokens}"
+        least, most = 1 if self._info.audio is None else self._info.max_tokens, self._info.max_tokens
+        if not least <= num <= most:
+            return f"encoder.num_tokens is {num}, expected {least} to {most}"
         if end >= item.prompt_len:
             return f"the encoder input takes {end} positions, but the prompt has {item.prompt_len}"
         if 0 < item.num_computed_tokens < end:
             return f"num_computed_tokens is {item.num_computed_tokens}, inside the {end} encoder positions"
-        if self._is_audio and item.computes_encoder and not item.inputs:
+        if self._info.audio is not None and not item.num_computed_tokens and not item.inputs:
             return "the model takes audio, but the row has none"
         if item.prompt_logprobs is not None:
             return "prompt_logprobs cannot be combined with an encoder input"
@@ -91,11 +90,15 @@ class EncoderTable:
         """Encoder positions of each row, without and with their padding."""
         return self._lens[rows], self._ends[rows]
 
-    def are_bad_chunks(self, rows: U32 | I64, context_lens: U32, ends: I64) -> Bools:
-        """Rows whose chunk has encoder positions, but not all of them and no others."""
+    def are_bad_chunks(self, rows: U32 | I64, context_lens: U32, ends: I64, num_computed: I64) -> Bools:
+        """Rows whose chunk has encoder positions, but not all of them and no others; rows whose encoder positions are
+        computed already; and rows whose chunk is longer than the decoder allows.
+        """
+        if self._info is None:
+            return np.zeros(len(rows), np.bool_)
         own = self._ends[rows]
-        is_whole = (context_lens == 0) & (ends == own)
-        bad: Bools = (context_lens < own) & ~is_whole
+        is_whole = (context_lens == 0) & (ends == own) & (num_computed == 0)
+        bad: Bools = ((context_lens < own) & ~is_whole) | (ends - own > self._info.max_decoder_tokens)
         return bad
 
     def rules(self, rows: I64, positions: I64) -> list[tuple[int, OutputRules, int]]:

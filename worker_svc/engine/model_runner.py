@@ -113,8 +113,7 @@ class ModelRunner:
             config.max_num_seqs, loaded.max_model_len, config.block_size, loaded.num_blocks, loaded.vocab_size,
             grammars, adapters=self._row_adapters,
             hidden_size=loaded.input_size,
-            max_encoder_tokens=0 if self._encoder is None else self._encoder.info.max_tokens,
-            max_samples=0 if self._encoder is None else self._encoder.max_samples,
+            encoder=None if self._encoder is None else self._encoder.info,
             pooling=PoolingTable(loaded.pooling),
             images=loaded.image_shape,
         )  # fmt: skip

@@ -19,6 +19,7 @@ from worker_svc.engine.adapters.rows import RowAdapters
 from worker_svc.engine.backend import I32, I64, SamplingColumns
 from worker_svc.engine.batch import U32, Bools, RowError, RowErrorCode, RowOpen, StepBatch
 from worker_svc.engine.beams import BeamLines
+from worker_svc.engine.config import EncoderInfo
 from worker_svc.engine.encoder_rows import EncoderTable, OutputRules
 from worker_svc.engine.grammars import CompiledGrammars, PendingMasks, RowGrammars
 from worker_svc.engine.inputs import InputSpan, InputTable
@@ -77,8 +78,7 @@ class RowTable:
         hidden_size: int = 0,
         images: ImageShape | None = None,
         adapters: RowAdapters[Any] | None = None,
-        max_encoder_tokens: int = 0,
-        max_samples: int = 0,
+        encoder: EncoderInfo | None = None,
     ) -> None:
         """Without `compiled`, rows with a grammar are rejected; without `hidden_size`, rows with inputs are; without
         `adapters`, rows with an adapter are."""
@@ -104,10 +104,9 @@ class RowTable:
         self._grammars = None if compiled is None else RowGrammars(compiled, self._tokens, vocab_size)
         self._logprobs = LogprobTable(max_num_seqs, vocab_size)
         self.pooling = pooling or PoolingTable(None)
+        max_samples = 0 if encoder is None or encoder.audio is None else encoder.audio.max_samples
         self._inputs = InputTable(max_num_seqs, vocab_size, hidden_size, max_samples, images)
-        self._encoders = EncoderTable(
-            max_num_seqs, block_size, vocab_size, max_encoder_tokens, is_audio=max_samples > 0
-        )
+        self._encoders = EncoderTable(max_num_seqs, block_size, vocab_size, encoder)
         self.positions = RowPositions(max_num_seqs)
         self._generations: I64 = np.zeros(max_num_seqs, np.int64)  # number of times that each row was opened
         self._nth_in_batch: I64 = np.zeros(max_num_seqs, np.int64)  # valid for rows that were just written
@@ -333,11 +332,6 @@ class RowTable:
             return None
         return self._find_bad_one_by_one(batch, errors)
 
-    def _are_bad_chunks(self, rows: I64, batch: StepBatch, ends: I64) -> Bools:
-        if not self._encoders.is_on:
-            return np.zeros(len(rows), np.bool_)
-        return self._encoders.are_bad_chunks(rows, batch.context_lens, ends)
-
     def _are_all_good(self, batch: StepBatch) -> bool:
         """The checks of `_find_bad_one_by_one` over the whole batch: nearly every step passes, and its cost is mainly
         the number of numpy calls."""
@@ -357,8 +351,10 @@ class RowTable:
         limits = np.minimum(self._num_tokens[rows], self.table_lens[rows] * self._block_size)
         if (ends > limits).any() or ends.max() > self._max_model_len or (context_lens > self._num_computed[rows]).any():
             return False
-        if self._encoders.is_on and self._encoders.are_bad_chunks(rows, batch.context_lens, ends).any():
-            return False
+        if self._encoders.is_on:
+            computed = self._num_computed[rows]
+            if self._encoders.are_bad_chunks(rows, batch.context_lens, ends, computed).any():
+                return False
         return not (batch.sample_mask & (ends < self._prompt_lens[rows])).any()
 
     def _find_bad_one_by_one(self, batch: StepBatch, errors: RowErrors) -> Bools:
@@ -389,8 +385,8 @@ class RowTable:
             ),
             (ends > room, lambda i: f"{ends[i]} tokens do not fit the {room[i]} slots of the row's table"),
             (
-                self._are_bad_chunks(rows, batch, ends),
-                lambda i: f"positions {batch.context_lens[i]} to {ends[i] - 1} are not all encoder positions or none",
+                self._encoders.are_bad_chunks(rows, batch.context_lens, ends, computed),
+                lambda i: f"positions {batch.context_lens[i]} to {ends[i] - 1} are no chunk of an encoder or a decoder",
             ),
             (
                 batch.sample_mask & (ends < first_output),

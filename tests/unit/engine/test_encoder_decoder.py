@@ -13,10 +13,11 @@ import safetensors.torch
 import torch
 from transformers import AutoModelForSeq2SeqLM
 
-from tests.processes.encoder_models import MAX_LEN, TEXT_SHAPES, make_text_checkpoint
+from prefix_index.content_ids import content_ids, input_digest
+from tests.processes.encoder_models import MAX_LEN, TEXT_SHAPES, make_speech_checkpoint, make_text_checkpoint, tone
 from tests.processes.models import VOCAB_SIZE
 from tests.unit.engine.driver import GREEDY
-from worker_svc.engine.batch import EncoderInput, RowOpen, StepBatch, StepOutput
+from worker_svc.engine.batch import CarriedInput, EncoderInput, RowOpen, StepBatch, StepOutput
 from worker_svc.engine.config import EngineConfig
 from worker_svc.engine.encoder_decoder import ENCODER_DECODERS, parse_encoder_decoder
 from worker_svc.engine.families import ENCODER_DECODER_NAMES, architecture_of
@@ -215,8 +216,38 @@ def test_a_chunk_with_a_part_of_the_encoder_positions_fails(chunk: tuple[int, in
     steps = Steps(make_text_checkpoint(tmp_path, TEXT_SHAPES[0]), "cpu")
     output = steps.run([steps.open(0, *inputs(5, 20, 3))], {0: (*chunk, False)})
     assert [error.message for error in output.errors] == [
-        f"positions 0 to {chunk[1] - 1} are not all encoder positions or none"
+        f"positions 0 to {chunk[1] - 1} are no chunk of an encoder or a decoder"
     ]
+
+
+def test_chunks_that_no_scheduler_sends_fail_their_row(tmp_path: Path) -> None:
+    steps = Steps(make_text_checkpoint(tmp_path, TEXT_SHAPES[0]), "cpu")
+    steps.run([steps.open(0, *inputs(5, 20, MAX_LEN + 1))], {0: (0, 32, False)})
+    for chunk in ((0, 32), (32, 32 + MAX_LEN + 1)):
+        (error,) = steps.run([], {0: (*chunk, False)}).errors
+        assert error.message == f"positions {chunk[0]} to {chunk[1] - 1} are no chunk of an encoder or a decoder"
+    assert not steps.run([], {0: (32, 32 + MAX_LEN, False)}).errors
+
+
+@pytest.mark.parametrize("change", ["no audio", "other length", "fork without audio"])
+def test_rows_of_speech_without_a_whole_input_are_refused(change: str, tmp_path: Path) -> None:
+    steps = Steps(make_speech_checkpoint(tmp_path), "cpu")
+    samples = tone(0, 0.5).tobytes()
+    digest = input_digest("audio", "float32", (8000,), samples)
+    ids = np.frombuffer(content_ids(digest, 100), np.uint32).tolist()
+    carried = CarriedInput("audio", digest, 0, 100, "float32", (8000,), samples)
+    good = steps.open(0, ids, [3, 20], inputs=(carried,))
+    assert not steps.run([good], {0: (0, 112, False)}).errors
+    assert not steps.run([], {0: (112, 114, True)}).errors
+    bad = {
+        "no audio": steps.open(1, ids, [3]),
+        "other length": steps.open(1, ids, [3], inputs=(carried,), encoder=EncoderInput(99)),
+        "fork without audio": RowOpen(
+            1, np.empty(0, np.uint32), 113, good.block_table, 0, GREEDY, 0, fork_of_row=0, encoder=good.encoder
+        ),
+    }[change]
+    (error,) = steps.run([bad], {1: (0, 112, False)}).errors
+    assert error.row == 1
 
 
 def test_forced_and_banned_ids_apply_at_their_positions(tmp_path: Path) -> None:
