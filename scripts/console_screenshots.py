@@ -24,7 +24,7 @@ from tests.processes.stack import Stack
 
 IMAGES = Path(__file__).resolve().parents[1] / "docs/images"
 HEIGHT = 1010
-LOAD_S = 25.0  # before a picture, so that the charts have a history
+LOAD_S = 20.0  # before a picture, so that the charts have a history
 CHATS_AT_ONCE = 15
 SYSTEM = "You answer questions about Python's standard library. Be short, and name the module."
 QUESTIONS = (
