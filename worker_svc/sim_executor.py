@@ -27,7 +27,6 @@ from request_fields.sizes import SizeLimits
 from worker_svc.engine.adapters.config import CONFIG_FILE, WEIGHTS_FILE, AdapterError, read_adapter_config
 from worker_svc.engine.adapters.rows import RowAdapters
 from worker_svc.engine.adapters.store import AdapterStore
-from worker_svc.engine.architectures import parse_config
 from worker_svc.engine.backend import I64
 from worker_svc.engine.batch import (
     F32,
@@ -477,6 +476,8 @@ def _attention_window(model: dict[str, Any]) -> int | None:
     """The window of a decoder whose layers all have one. None for other models, also those that no backend serves."""
     if not model.get("sliding_window"):
         return None
+    from worker_svc.engine.architectures import parse_config  # it imports torch, which other models do not need
+
     try:
         return parse_config(model).attention_window
     except CheckpointError:

@@ -7,8 +7,8 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from operator import mul
 
-import numpy as np
 from quire.internal.v1 import pooling_pb2
 from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2 as types
@@ -127,9 +127,9 @@ class PooledCalls:
         texts = list(dict.fromkeys(text for pair in request.pairs for text in (pair.query, pair.document)))
         inputs = await reader.inputs([pb.Prompt(text=text) for text in texts], "")
         vectors = await call.run(inputs, embed_pooling(pb.EmbedRequest(normalize=True), call.model.info))
-        by_text = {text: np.array(vector, np.float64) for text, vector in zip(texts, vectors, strict=True)}
+        by_text = dict(zip(texts, vectors, strict=True))
         sizes = {text: len(item.ids) for text, item in zip(texts, inputs, strict=True)}
-        scores = [float(by_text[pair.query] @ by_text[pair.document]) for pair in request.pairs]
+        scores = [sum(map(mul, by_text[pair.query], by_text[pair.document])) for pair in request.pairs]
         return scores, [sizes[pair.query] + sizes[pair.document] for pair in request.pairs]
 
     def _model(self, request: pb.EmbedRequest | pb.ScoreRequest) -> ServedModel:

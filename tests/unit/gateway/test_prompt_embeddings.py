@@ -127,7 +127,7 @@ def test_fields_that_need_prompt_tokens_are_refused(fields: dict[str, Any], fiel
 
 
 def test_embeddings_cannot_be_tokenized() -> None:
-    with pytest.raises(InvalidRequestError, match="embeddings have no tokens"):
+    with pytest.raises(InvalidRequestError, match="embeddings has no tokens"):
         validation.check_tokenize(pb.Prompt(embeddings=saved(rows())))
 
 
