@@ -160,6 +160,42 @@ async def test_schedulers_scale_and_a_lost_scheduler_node_is_replaced_without_a_
         assert [words for words in BUG_WORDS if words in cluster.logs()] == []
 
 
+async def test_the_queue_holds_requests_while_a_pool_has_no_worker(tmp_path: Path) -> None:
+    """Scale to zero: KEDA's query is above zero for a waiting request, which runs when a worker has started."""
+
+    def scaled_to(replicas: int) -> Objects:
+        idle = {"workerDefaults": {"autoscaling": {"enabled": True, "minReplicas": 0}}}
+        rendered = objects(pool(replicas), ONE_GATEWAY, {"scheduler": {"replicas": 1}}, SCALED, idle)
+        rendered.get("StatefulSet", "worker-cpu")["spec"]["replicas"] = replicas  # as KEDA sets it
+        return rendered
+
+    (trigger, _) = scaled_to(0).get("ScaledObject", "worker-cpu")["spec"]["triggers"]
+
+    async def needed_workers() -> float:
+        texts = await scrape_all(cluster)
+        now = merge(read_scrape(text, namespace=NAMESPACE, service=service_of(name)) for name, text in texts.items())
+        answer = History(now, now, 1.0).evaluate(trigger["metadata"]["query"])
+        assert isinstance(answer, dict)
+        return answer[()]
+
+    async with Cluster(tmp_path) as cluster:
+        await cluster.apply(scaled_to(1))
+        address = cluster.address("r-quire-gateway", PORTS["gateway"])
+        async with await AsyncClient.connect(address, timeout_s=120.0) as client:
+            await until_ready(client, 1)
+            assert await needed_workers() == 0.0
+            await cluster.apply(scaled_to(0))
+            await until_ready(client, 0)
+            waiting = asyncio.create_task(client.generate(token_ids=[1, 2, 3], max_tokens=4, ignore_eos=True))
+            async with asyncio.timeout(30.0):
+                while not await needed_workers() > 0.0:  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)
+            assert not waiting.done()
+            await cluster.apply(scaled_to(1))
+            assert len((await waiting).samples[0].token_ids) == 4
+        assert cluster.problems == [], cluster.logs()
+
+
 async def until_picker_sees_load(cluster: Cluster) -> None:
     """Waits until the pods of the InferencePool export load under the names that an endpoint picker reads."""
     pool = with_schedulers(2).all("InferencePool")[0]["spec"]

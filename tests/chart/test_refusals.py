@@ -31,8 +31,8 @@ COMBINATIONS = [
     (models({"name": "a", "servedName": "x"}, {"name": "b", "servedName": "x"}), "set another servedName"),
     ({"models": [{"name": "demo"}, {"name": "b"}]}, "add a pool with model: b"),
     (
-        {"fullnameOverride": "a" * 40} | models({"name": "b" * 10}),
-        f"the name of StatefulSet {'a' * 40}-scheduler-{'b' * 10} would have 61 characters, but the limit is 52",
+        {"fullnameOverride": "a" * 40} | models({"name": "b" * 20}),
+        f"the name of Service {'a' * 40}-scheduler-{'b' * 20} would have 71 characters, but the limit is 63",
     ),
     ({"fullnameOverride": "a" * 30} | pools({"name": "c" * 20}), "or the name of the pool"),
     (stored(existingClaim="c", hostPath="/d"), "storage.existingClaim and storage.hostPath: set only one"),

@@ -21,7 +21,7 @@ from helm_python import chart as helm
 
 from gateway_svc.server import SERVICE_NAMES
 from tests.chart.chart import CHART, NAMESPACE, SCENARIOS, VERSIONS, Objects, read_values, render, validate
-from tests.chart.test_values import EGRESS, INGRESS, ROUTE, merged
+from tests.chart.test_values import EGRESS, INGRESS, ROUTE, SOURCE, merged
 
 every_scenario = pytest.mark.parametrize("path", SCENARIOS, ids=lambda path: path.stem.removesuffix("-values"))
 
@@ -241,6 +241,51 @@ def test_network_policies_allow_required_ingress() -> None:
         "redis": {"gateway", "scheduler"},
         "test": set(pods),  # no policy selects it, and it has no port
     }
+
+
+def test_the_bundled_redis_is_maintained_pinned_and_closed_by_default() -> None:
+    """Redis 7.4.2 had CVE-2025-49844 and CVE-2025-21605, no password and no policy, and ignored image.registry."""
+    objects = render({"image": {"registry": "registry.example.com/quire/"}})
+    (container,) = pod_of(objects.get("Deployment", "redis"))["containers"]
+    image = r"registry\.example\.com/quire/valkey/valkey:8\.1\.(\d+)-alpine@sha256:[0-9a-f]{64}"
+    found = re.fullmatch(image, container["image"])
+    assert found is not None
+    assert int(found[1]) >= 4  # the first release of 8.1 with both fixes
+    (policy,) = objects.all("NetworkPolicy")  # although networkPolicy.enabled is false
+    assert policy["spec"]["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == "redis"
+    (rule,) = policy["spec"]["ingress"]
+    peers = {peer["podSelector"]["matchLabels"]["app.kubernetes.io/component"] for peer in rule["from"]}
+    assert peers == {"gateway", "scheduler"}
+
+
+def test_gpu_pools_have_memory_and_shm_by_ranks_and_no_kv_size_of_cpus() -> None:
+    """Four ranks got 8Gi of memory and a KV cache of 1G, the defaults of CPU pools."""
+    objects = render({"workers": [{"name": "tp", "model": "demo", "gpuCount": 4}]})
+    spec = pod_of(objects.get("StatefulSet", "worker-tp"))
+    (container,) = spec["containers"]
+    assert container["resources"] == {
+        "requests": {"cpu": "16", "memory": "64Gi", "nvidia.com/gpu": 4},
+        "limits": {"memory": "128Gi", "nvidia.com/gpu": 4},
+    }
+    assert {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "4Gi"}} in spec["volumes"]
+    assert "--gpu-memory-utilization=0.9" in container["args"]
+    left_to_the_backend = ("kv-cache-memory", "block-size", "max-num-seqs", "max-num-batched-tokens")
+    assert not [arg for arg in container["args"] if arg.startswith(tuple(f"--{name}=" for name in left_to_the_backend))]
+
+
+def test_long_release_names_that_begin_alike_have_names_of_their_own() -> None:
+    names = [f"{'inference-platform-of-team-a-for-testing'}-{suffix}" for suffix in ("blue", "green")]
+    blue, green = ({m["metadata"]["name"] for m in render(name=name).manifests} for name in names)
+    assert not blue & green
+    assert all(len(name) <= 63 for name in blue | green)
+
+
+def test_an_existing_claim_is_read_only_unless_a_download_fills_it() -> None:
+    storage = {"storage": {"existingClaim": "c"}}
+    for model, read_only in ((storage | {"path": "/models/m"}, True), (storage | {"source": SOURCE}, None)):
+        objects = render({"models": [{"name": "demo"} | model]})
+        (volume,) = (v for v in pod_of(objects.get("StatefulSet", "worker-cpu"))["volumes"] if v["name"] == "models")
+        assert volume["persistentVolumeClaim"].get("readOnly") is read_only
 
 
 def test_egress_policies_match_ingress_policies() -> None:

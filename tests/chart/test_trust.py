@@ -50,6 +50,17 @@ def test_an_upgrade_keeps_the_tokens() -> None:
     assert token_files(render_upgrade({}, installed)) == token_files(installed)
 
 
+def password(objects: Objects) -> str:
+    return base64.b64decode(objects.get("Secret", "redis")["data"]["password"]).decode()
+
+
+def test_the_bundled_redis_has_a_password_that_an_upgrade_keeps() -> None:
+    installed = render()
+    assert len(password(installed)) >= 32
+    assert password(render()) != password(installed)
+    assert password(render_upgrade({}, installed)) == password(installed)
+
+
 def test_an_upgrade_generates_only_a_missing_token(tmp_path: Path) -> None:
     installed = render()
     left = Objects(tuple(m for m in installed.manifests if not m["metadata"]["name"].endswith("tokens-worker")), "")

@@ -103,8 +103,15 @@ quire/{{ ternary "pool" "model" (eq $.component "worker") }}: {{ . | quote }}
 {{ toJson $merged }}
 {{- end -}}
 
-{{/* Entries of `models` with defaults, as a JSON list. */}}
+{{/* Entries of `models` with defaults, as a JSON list. They are computed once for all templates of a rendering. */}}
 {{- define "quire.models" -}}
+{{- if not (hasKey .Values "computedModels") -}}
+{{- $_ := include "quire.computedModels" . | set .Values "computedModels" -}}
+{{- end -}}
+{{ get .Values "computedModels" }}
+{{- end -}}
+
+{{- define "quire.computedModels" -}}
 {{- $models := list -}}
 {{- $scheduler := include "quire.over" (dict "defaults" .Values.scheduler "entry" .Values.modelDefaults.scheduler) | fromJson -}}
 {{- range .Values.models -}}
@@ -118,6 +125,13 @@ quire/{{ ternary "pool" "model" (eq $.component "worker") }}: {{ . | quote }}
 
 {{/* Entries of `workers` with defaults, as a JSON list. `modelSpec` is the entry of their model. */}}
 {{- define "quire.pools" -}}
+{{- if not (hasKey .Values "computedPools") -}}
+{{- $_ := include "quire.computedPools" . | set .Values "computedPools" -}}
+{{- end -}}
+{{ get .Values "computedPools" }}
+{{- end -}}
+
+{{- define "quire.computedPools" -}}
 {{- $byName := dict -}}
 {{- range include "quire.models" . | fromJsonArray -}}
 {{- $_ := set $byName .name . -}}

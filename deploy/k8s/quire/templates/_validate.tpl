@@ -47,10 +47,11 @@
 {{- end -}}
 {{- end -}}
 
-{{/* The name of a StatefulSet plus a hash becomes a pod label, which is limited to 63 characters. */}}
+{{/* The name of a StatefulSet plus a hash becomes a pod label, which is limited to 63 characters, as is that of a Service. */}}
 {{- define "quire.validateName" -}}
-{{- if gt (len .name) 52 -}}
-{{- fail (printf "the name of StatefulSet %s would have %d characters, but the limit is 52: shorten fullnameOverride or the release name (%s), or the name of the %s" .name (len .name) .fullname .what) -}}
+{{- $limit := ternary 52 63 (eq .what "pool") -}}
+{{- if gt (len .name) $limit -}}
+{{- fail (printf "the name of %s %s would have %d characters, but the limit is %d: shorten fullnameOverride or the release name (%s), or the name of the %s" (ternary "StatefulSet" "Service" (eq .what "pool")) .name (len .name) $limit .fullname .what) -}}
 {{- end -}}
 {{- end -}}
 
