@@ -210,7 +210,7 @@ class BoundOnArrival(Fleet):
         has_room = bool(self._room(entry)[i])
         if has_room:
             self._count_in(i, entry.seq.data.num_tokens, 1)
-        return Placement(self._workers[i], has_room, has_room and bool(self._is_ready[i]), not has_room)
+        return Placement(self._workers[i], has_room, has_room and i in self._ready, not has_room)
 
 
 class LeastBacklog(Fleet):
@@ -222,7 +222,7 @@ class LeastBacklog(Fleet):
         scores = self._load + uncached
         i = int(np.where(room, scores, np.inf).argmin() if room.any() else scores.argmin())
         self._count_in(i, int(uncached[i]), entry.num_rows)
-        return Placement(self._workers[i], bool(room[i]), bool(room[i] and self._is_ready[i]), False)
+        return Placement(self._workers[i], bool(room[i]), bool(room[i] and i in self._ready), False)
 
 
 class Policy:

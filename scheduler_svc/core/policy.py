@@ -95,18 +95,21 @@ def placement_scores(expected_prefill: I64, uncached_tokens: I64, alpha: float) 
     return expected_prefill + alpha * uncached_tokens
 
 
+LOAD_PART = 0.1  # part of the slack by which the load of a worker may be higher
+
+
 def places_near_best(scores: F64, slack: float, load: I64, allowed: Bools) -> I64:
-    """Positions of the allowed workers that tie: their scores are within `slack` of the best, and their load is not
+    """Positions of the allowed workers that tie: their scores are within `slack` of the best, and their load is hardly
     above that of the worker with the best score. At least one must be allowed.
 
     Without the slack, a short prefix that all requests share would keep idle workers idle: they do not hold the prefix,
-    so they would never get a request, while the other workers evict blocks. The slack is for cached tokens only: it
-    depends on the length of the prompt, so for load it would let long prompts wait behind others.
+    so they would never get a request, while the other workers evict blocks. Little of the slack is for load: it
+    depends on the length of the prompt, so it would let long prompts wait behind others.
     """
     if np.count_nonzero(allowed) < len(allowed):
         scores = np.where(allowed, scores, np.inf)
     best = scores.argmin()
-    near: I64 = ((scores <= scores[best] + slack) & (load <= load[best])).nonzero()[0]
+    near: I64 = ((scores <= scores[best] + slack) & (load <= load[best] + LOAD_PART * slack)).nonzero()[0]
     return near
 
 

@@ -17,7 +17,7 @@ from request_fields.sizes import SizeLimits
 from scheduler_svc.core.blocks.prompt_digests import PromptDigests
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.messages import WorkerCapacity
-from scheduler_svc.core.policy import is_worth_leaving, least_pressed, placement_scores, places_near_best
+from scheduler_svc.core.policy import LOAD_PART, is_worth_leaving, least_pressed, placement_scores, places_near_best
 from scheduler_svc.core.queue_entry import QueueEntry, Refusal
 from scheduler_svc.core.sequence import Sequence, SequenceGroup
 from scheduler_svc.core.steps.worker_books import WorkerBooks
@@ -32,14 +32,18 @@ NOTHING_RUNS = np.iinfo(np.int64).min  # below every priority number: there is n
 
 
 class Wait(NamedTuple):
-    """A sequence waits for a worker that has room, but whose next step is not planned now."""
+    """A sequence waits for its best worker, which has room but whose next step is not planned now, or which has no room
+    while another one has.
+    """
 
     entry: QueueEntry
     version: int  # of the fleet
     near: list[int]  # positions of that worker, and of workers that would be chosen if they were under less pressure
     score: float  # the best one; another worker with a lower score would be chosen
     slack: float  # a worker with a score above by more than this would not be chosen
-    load: int  # of the worker with the best score; a worker with a higher load is chosen for a lower score only
+    load: float  # a worker with a higher load is chosen for a lower score only
+    other: int | None = None  # position of a worker that has room while the best one has none
+    extra_tokens: int = 0  # the fewest tokens that any other worker would have to compute more
 
 
 class Placement(NamedTuple):
@@ -107,13 +111,15 @@ class Fleet:
         self._is_open = np.array([not worker.is_draining for worker in workers], dtype=np.bool_)
         self._expected_prefill = np.zeros(len(workers), dtype=np.int64)
         self._rows = np.zeros(len(workers), dtype=np.int64)
-        self._is_ready = np.zeros(len(workers), dtype=np.bool_)
         self._least_urgent = np.full(len(workers), NOTHING_RUNS)
         # Tokens in use plus tokens ever written, as a multiple of the pool's size
         self._pressure = np.zeros(len(workers))
-        self._load, self._free_rows, self._accepts = self._expected_prefill, self._rows, self._is_open
-        self._has_room = self._is_open  # free rows and little expected prefill
-        self._ready: list[int] = []  # positions of the ready workers
+        self._load, self._free_rows = self._expected_prefill, self._rows
+        self._had_room = np.zeros(len(workers), dtype=np.bool_)  # free rows and little expected prefill
+        self._has_room = self._had_room  # the same, with what the current pass adds
+        self._can_take = [False] * len(workers)  # has room, also by preempting, and does not drain
+        self._ready: set[int] = set()  # positions of the ready workers
+        self._accepts: set[int] = set()  # positions of the ready workers that accept more sequences in this pass
         self._is_mixed = False
         self._stale = dict(zip(self._position, workers, strict=True))
         self._unchecked = dict(self._stale)  # changed since the last pass, or since `would_wait`
@@ -145,32 +151,28 @@ class Fleet:
         priority.
         """
         self._pass += 1
-        self._is_ready.fill(len(ready) == len(self._workers))
-        if len(ready) < len(self._workers):
-            self._is_ready[[self._position[name] for name in ready]] = True
-        self._ready = self._is_ready.nonzero()[0].tolist()
-        if is_mixed and not self._is_mixed:
-            self._stale = dict(zip(self._position, self._workers, strict=True))
-        self._is_mixed = is_mixed
+        self._ready = {self._position[name] for name in ready}
+        if is_mixed != self._is_mixed:
+            self._stale, self._is_mixed = dict(zip(self._position, self._workers, strict=True)), is_mixed
         for name, worker in self._stale.items():
             self._read(self._position[name], worker)
         self._stale, self._unchecked = {}, {}
         self._reserved = None
         self._load, self._free_rows = self._expected_prefill.copy(), self._rows.copy()
-        has_rows, is_little = self._free_rows > 0, self._load < self._max_pending
-        self._has_room = has_rows & is_little
-        if is_mixed:
-            has_rows = has_rows | (self._least_urgent > NOTHING_RUNS)
-        self._accepts = self._is_ready & self._is_open & has_rows & is_little
-        self.num_accepting = int(np.count_nonzero(self._accepts))
+        self._has_room = self._had_room.copy()
+        self._accepts = {i for i in self._ready if self._can_take[i]}
+        self.num_accepting = len(self._accepts)
 
     def _read(self, i: int, worker: WorkerBooks) -> None:
-        self._is_open[i] = not worker.is_draining
-        self._expected_prefill[i] = worker.expected_prefill
-        self._rows[i] = worker.num_free_rows
+        expected_prefill, num_rows, is_open = worker.expected_prefill, worker.num_free_rows, not worker.is_draining
+        is_little = expected_prefill < self._max_pending[i]
+        self._is_open[i] = is_open
+        self._expected_prefill[i], self._rows[i] = expected_prefill, num_rows
         used = worker.pool.num_used * worker.capacity.block_size
         self._pressure[i] = (self._written[i] + used) / self._pool_tokens[i]
-        self._least_urgent[i] = _least_urgent(worker) if self._is_mixed else NOTHING_RUNS
+        self._least_urgent[i] = least_urgent = _least_urgent(worker) if self._is_mixed else NOTHING_RUNS
+        self._had_room[i] = num_rows > 0 and is_little
+        self._can_take[i] = bool(is_open and is_little and (num_rows > 0 or least_urgent > NOTHING_RUNS))
 
     def place(self, entry: QueueEntry, now: float, tokens_per_s: float | None) -> Placement:
         """Choose the worker for a sequence, now or later. At least one worker is eligible, because the sequence is
@@ -191,18 +193,29 @@ class Fleet:
         if not room[best] and np.count_nonzero(room):
             other = least_pressed(places_near_best(scores, slack, self._load, room), self._pressure)
             is_held = self._should_wait(entry, int(uncached[other] - uncached[best]), now, tokens_per_s)
-            best = best if is_held else other
-        elif room[best] and not self._is_ready[best] and not seq.group.adapter:
-            score, load = scores[near].min(), self._load[near].max()
-            wait = Wait(entry, self._version, near.tolist(), float(score), slack, int(load))
+            if is_held:
+                more = uncached - uncached[best]
+                more[best] = more.max()
+                wait = self._wait(entry, near, scores, slack)._replace(other=other, extra_tokens=int(more.min()))
+            else:
+                best = other
+        elif room[best] and best not in self._ready:
+            wait = self._wait(entry, near, scores, slack)
+        if seq.group.adapter:
+            wait = None  # each pass counts the sequences that want an adapter
         has_room = bool(room[best])
         if seq.group.adapter and self._waits_for_adapter(best, seq.group.adapter):
             is_loading = self._workers[best].adapters.is_loading(seq.group.adapter)
             return Placement(self._workers[best], False, False, is_loading, waits_for_adapter=True)
         self._count_in(best, int(uncached[best]), entry.num_rows)
-        return Placement(self._workers[best], has_room, has_room and bool(self._is_ready[best]), is_held, wait=wait)
+        return Placement(self._workers[best], has_room, has_room and best in self._ready, is_held, wait=wait)
 
-    def would_wait(self, waits: list[Wait], now: float) -> bool:
+    def _wait(self, entry: QueueEntry, near: I64, scores: F64, slack: float) -> Wait:
+        best = near[scores[near].argmin()]
+        load = float(self._load[best]) + LOAD_PART * slack
+        return Wait(entry, self._version, near.tolist(), float(scores[best]), slack, load)
+
+    def would_wait(self, waits: list[Wait], now: float, tokens_per_s: float | None) -> bool:
         """Whether `place` would choose as in the last pass, in which the first sequences of the queue got these waits.
         Only the workers that have changed since could change a choice. Not for live requests of different priorities.
         """
@@ -210,6 +223,7 @@ class Fleet:
         return all(
             wait.version == self._version
             and now - wait.entry.cached_as_of[2] < MAX_LOOKUP_AGE_S
+            and (wait.other is None or self._should_wait(wait.entry, wait.extra_tokens, now, tokens_per_s))
             and all(self._stays_worse(self._position[name], worker, wait) for name, worker in changed.items())
             for wait in waits
         )
@@ -225,6 +239,8 @@ class Fleet:
         ):
             return False
         load = worker.expected_prefill
+        if i == wait.other and (worker.num_free_rows < 1 or load >= self._max_pending[i]):
+            return False
         score = load + self._config.placement_alpha * int(wait.entry.uncached_at[i])
         return score > wait.score + wait.slack or (score > wait.score and load > wait.load)
 
@@ -232,8 +248,8 @@ class Fleet:
         """Reserve the eligible workers of a starved sequence: they accept no other sequence in this pass."""
         eligible = self._eligible(entry.seq)
         self._reserved = eligible if self._reserved is None else self._reserved | eligible
-        self._accepts &= ~eligible
-        self.num_accepting = int(np.count_nonzero(self._accepts))
+        self._accepts = {i for i in self._accepts if not eligible[i]}
+        self.num_accepting = len(self._accepts)
 
     def _count_in(self, i: int, num_tokens: int, num_rows: int) -> None:
         load, free_rows = self._load[i] + num_tokens, self._free_rows[i] - num_rows
@@ -241,8 +257,8 @@ class Fleet:
         is_full = load >= self._max_pending[i]
         if is_full or free_rows <= 0:
             self._has_room[i] = False
-        if self._accepts[i] and (is_full or (free_rows <= 0 and self._least_urgent[i] == NOTHING_RUNS)):
-            self._accepts[i] = False
+        if i in self._accepts and (is_full or (free_rows <= 0 and self._least_urgent[i] == NOTHING_RUNS)):
+            self._accepts.remove(i)
             self.num_accepting -= 1
 
     def _waits_for_adapter(self, i: int, adapter: bytes) -> bool:

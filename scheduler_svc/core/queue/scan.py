@@ -38,15 +38,16 @@ class QueueScan:
         is_mixed = len(self._requests.priorities) > 1
         if not self._waiting.num_schedulable or not self._may_admit(ready, is_mixed=is_mixed):
             return placed
-        if self._waits and not is_mixed and self._are_first(self._waits) and self._fleet.would_wait(self._waits, now):
+        tokens_per_s, waits = self._measures.prefill.per_s, self._waits
+        if waits and not is_mixed and self._are_first(waits) and self._fleet.would_wait(waits, now, tokens_per_s):
             return placed
         self._fleet.begin_pass(ready.keys(), is_mixed=is_mixed)
-        waits: list[Wait | None] = []
+        found: list[Wait | None] = []
         moved: list[tuple[QueueEntry, float]] = []
         num_passed = num_swaps = 0
         for entry in self._waiting if self._fleet.num_accepting else ():
-            placement = self._fleet.place(entry, now, self._measures.prefill.per_s)
-            waits.append(placement.wait)
+            placement = self._fleet.place(entry, now, tokens_per_s)
+            found.append(placement.wait)
             virtual_arrival = self._requests.virtual_arrival(entry)
             if virtual_arrival != entry.key[2]:
                 moved.append((entry, virtual_arrival))
@@ -62,7 +63,7 @@ class QueueScan:
                 break
         for entry, virtual_arrival in moved:
             self._waiting.move(entry, virtual_arrival)
-        self._waits = [] if is_mixed or None in waits else [wait for wait in waits if wait is not None]
+        self._waits = [] if is_mixed or None in found else [wait for wait in found if wait is not None]
         return placed
 
     def _are_first(self, waits: list[Wait]) -> bool:

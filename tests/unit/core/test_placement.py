@@ -201,8 +201,8 @@ class Recorder(Fleet):
         self.num_choices += 1
         return super().place(entry, now, tokens_per_s)
 
-    def would_wait(self, waits: list[Wait], now: float) -> bool:
-        return self._keeps and super().would_wait(waits, now)
+    def would_wait(self, waits: list[Wait], now: float, tokens_per_s: float | None) -> bool:
+        return self._keeps and super().would_wait(waits, now, tokens_per_s)
 
 
 def run_busy_workers(seed: int, *, keeps: bool) -> tuple[list[tuple[float, str, list[str]]], int]:
@@ -210,6 +210,7 @@ def run_busy_workers(seed: int, *, keeps: bool) -> tuple[list[tuple[float, str, 
     rng, config = random.Random(seed), SchedulerConfig(max_pending_prefill_steps=1, aging_s=0.5)
     fleet = Recorder(config, keeps=keeps)
     scheduler = Scheduler(config, fleet)
+    know_pace(scheduler, 200.0)
     for i in range(4):
         sizes = {"num_blocks": rng.choice((40, 80)), "max_num_batched_tokens": 24, "pipeline_depth": 2}
         scheduler.add_worker(make_capacity(f"w{i}", **sizes))

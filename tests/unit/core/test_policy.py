@@ -130,6 +130,7 @@ def test_among_those_as_good_the_pool_under_least_pressure_is_chosen_if_it_is_al
 
 def test_a_lower_pressure_is_not_worth_waiting_for() -> None:
     assert best_place([0, 0], [500, 490], [0.1, 0.9], slack=60.0) == 0
+    assert best_place([6, 0], [500, 500], [0.1, 0.9], slack=60.0) == 0
     assert best_place([20, 0], [500, 500], [0.1, 0.9], slack=60.0) == 1
 
 
