@@ -7,7 +7,7 @@ import asyncio
 import logging
 import secrets
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -64,6 +64,8 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
     from gateway_svc.http.server import HttpServer
+
+    MakeApp = Callable[[Authenticator | None], ASGIApp]
 
 log = logging.getLogger(__name__)
 
@@ -227,9 +229,10 @@ async def serve(
     )
     read = GatewayReader(metrics, servicer, directory, lambda: dispatcher.num_moves, reader, audit)
     admin = make_admin(args, server, read)
-    app = make_http_app(args, servicer, directory, prompts, server, authenticator, audit)
-    http = make_http(args, app, tls, shares_port=shares_port)
-    console = make_console(args, app, ConsoleState(servicer.full_status, directory), server, tls)
+    make_app = make_http_apps(args, servicer, directory, prompts, server, audit)
+    http = make_http(args, make_app, authenticator, tls, shares_port=shares_port)
+    state = ConsoleState(servicer.full_status, directory)
+    console = make_console(args, make_app, authenticator, state, server, tls)
     add_InferenceServiceServicer_to_server(servicer, server.grpc)
     inspector = Inspector("gateway", gateway_id, args.shown_settings, admin.metrics_text)
     operations = add_admin_service(args, AdminServicer(directory, inspector), servicer.full_status, server, tls, audit)
@@ -292,62 +295,74 @@ def _security(files: TlsFiles | None) -> str:
     return "TLS" if files.client_ca is None else "TLS with client certificates"
 
 
-def make_http_app(
+def make_http_apps(
     args: argparse.Namespace,
     servicer: InferenceServicer,
     directory: ModelDirectory,
     prompts: PromptReader,
     server: GrpcServer,
-    authenticator: Authenticator | None,
     audit: AuditLog | None,
-) -> ASGIApp | None:
-    """The HTTP API, if a port serves it. Its packages are imported only then."""
+) -> MakeApp | None:
+    """Makes the HTTP API for the callers of an authenticator; None if no port serves it. Its packages are imported
+    only if one does.
+    """
     if args.http_listen == args.console_listen == config.OFF:
         return None
     from gateway_svc.http.app import HttpApp, with_cors
     from gateway_svc.http.handlers import Handlers
 
-    handlers = Handlers(servicer, directory, prompts, lambda: server.is_serving)
-    return with_cors(
-        HttpApp(
-            handlers.routes(),
-            authenticator=authenticator,
-            stats=server.rpc,
-            audit=audit,
-            is_traced=args.trace_endpoint is not None,
-        ),
-        args.http_allow_origin,
-    )
+    routes = Handlers(servicer, directory, prompts, lambda: server.is_serving).routes()
+    is_traced = args.trace_endpoint is not None
+
+    def make_app(authenticator: Authenticator | None) -> ASGIApp:
+        app = HttpApp(routes, authenticator=authenticator, stats=server.rpc, audit=audit, is_traced=is_traced)
+        return with_cors(app, args.http_allow_origin)
+
+    return make_app
 
 
 def make_http(
-    args: argparse.Namespace, app: ASGIApp | None, tls: TlsFiles | None, *, shares_port: bool
+    args: argparse.Namespace,
+    make_app: MakeApp | None,
+    authenticator: Authenticator | None,
+    tls: TlsFiles | None,
+    *,
+    shares_port: bool,
 ) -> HttpServer | None:
     """The port of the HTTP API, if it is on. Raises TlsError."""
-    if app is None or args.http_listen == config.OFF:
+    if make_app is None or args.http_listen == config.OFF:
         return None
     from gateway_svc.http.server import HttpServer
 
     context = None if tls is None else ssl_context(tls)
     return HttpServer(
-        app, args.http_listen, max_connections=args.http_max_connections, shares_port=shares_port, tls=context
+        make_app(authenticator),
+        args.http_listen,
+        max_connections=args.http_max_connections,
+        shares_port=shares_port,
+        tls=context,
     )
 
 
 def make_console(
-    args: argparse.Namespace, app: ASGIApp | None, state: ConsoleState, server: GrpcServer, tls: TlsFiles | None
+    args: argparse.Namespace,
+    make_app: MakeApp | None,
+    authenticator: Authenticator | None,
+    state: ConsoleState,
+    server: GrpcServer,
+    tls: TlsFiles | None,
 ) -> HttpServer | None:
     """The port of the console, if it is on. Raises CallersError, TlsError or TrustError."""
-    if app is None or args.console_listen == config.OFF:
+    if make_app is None or args.console_listen == config.OFF:
         return None
     from gateway_svc.http.console.app import console_app
     from gateway_svc.http.server import HttpServer
 
     operators = operators_of(args, "--console-listen", args.console_listen)
     context = None if tls is None else ssl_context(tls)
-    return HttpServer(
-        console_app(app, state, operators, server.rpc), args.console_listen, max_connections=MAX_OPERATORS, tls=context
-    )
+    # Where clients need no keys, the playground needs one of operators: the port must not serve strangers.
+    app = console_app(make_app(authenticator or operators), state, operators, server.rpc)
+    return HttpServer(app, args.console_listen, max_connections=MAX_OPERATORS, tls=context)
 
 
 def make_admin(args: argparse.Namespace, server: GrpcServer, read: GatewayReader) -> AdminServer:

@@ -21,13 +21,28 @@ from selenium.webdriver.remote.webdriver import WebDriver
 
 from tests.processes.browser import needs_browser, open_browser, wait_for
 from tests.processes.ports import free_port
-from tests.processes.stack import Stack
+from tests.processes.stack import Service, Stack
 
 USER, OPERATOR = "key-of-a-user-0123", "key-of-an-operator-0123"
+NO_SCHEDULER = Service("none", [], "127.0.0.1:1", Path("none"))  # no scheduler listens here
 PROMPT = "words-that-only-the-client-knows"
 # A tenth of a second per step: slow enough to be seen.
 SLOW = ("--executor", "sim", "--sim-step-ms", "100", "--sim-eos-probability", "0", "--num-blocks", "200")
 BODY = {"messages": [{"role": "user", "content": PROMPT}], "ignore_eos": True}
+
+
+def get(url: str, key: str = "", body: dict[str, Any] | None = None, **headers: str) -> tuple[int, Any, str]:
+    """Status, headers and text of an answer."""
+    if key:
+        headers["authorization"] = f"Bearer {key}"
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data=data, headers=headers)
+    try:
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return answer.status, answer.headers, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.headers, error.read().decode()
 
 
 class Console:
@@ -44,16 +59,7 @@ class Console:
 
     def get(self, path: str, key: str = "", body: dict[str, Any] | None = None, **headers: str) -> tuple[int, Any, str]:
         """Status, headers and text of an answer."""
-        if key:
-            headers["authorization"] = f"Bearer {key}"
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(f"{self.url}{path}", data=data, headers=headers)
-        try:
-            with urllib.request.urlopen(request, timeout=30) as answer:
-                return answer.status, answer.headers, answer.read().decode()
-        except urllib.error.HTTPError as error:
-            with error:
-                return error.code, error.headers, error.read().decode()
+        return get(f"{self.url}{path}", key, body, **headers)
 
     @contextmanager
     def running(self, request_id: str, key: str | None, num_tokens: int = 300) -> Iterator[None]:
@@ -133,6 +139,18 @@ def test_the_state_shows_a_running_request_and_no_text(console: Console) -> None
     wait_for("its end", lambda: row() is None)
     console.get("/v1/chat/completions", USER, {**BODY, "max_tokens": 2})
     assert PROMPT not in console.get("/console/api/state", OPERATOR)[2]
+
+
+def test_where_clients_need_no_keys_the_playground_needs_one_of_operators(tmp_path: Path) -> None:
+    (tmp_path / "ops").write_text(digest_line(OPERATOR))
+    http, listen = (f"127.0.0.1:{free_port()}" for _ in range(2))
+    flags = (f"--console-listen={listen}", f"--http-listen={http}", f"--admin-keys={tmp_path}")
+    with Stack(tmp_path) as stack:
+        gateway = stack.start_gateway(NO_SCHEDULER, flags=flags)
+        wait_for("the console", lambda: "console at" in gateway.log())
+        assert get(f"http://{http}/v1/models")[0] == 200
+        assert get(f"http://{listen}/v1/models")[0] == 401
+        assert get(f"http://{listen}/v1/models", OPERATOR)[0] == 200
 
 
 def test_without_keys_other_host_names_are_refused(open_console: Console) -> None:

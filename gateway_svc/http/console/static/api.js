@@ -32,14 +32,14 @@ export async function readState() {
 }
 
 export async function readModels() {
-  const response = await fetch("/v1/models", { headers: headers(keys.inference) });
+  const response = await fetch("/v1/models", { headers: headers(keys.inference || keys.operator) });
   return (await (await checked(response)).json()).data.map((model) => model.id);
 }
 
 async function post(path, body, signal) {
   const response = await fetch(path, {
     method: "POST",
-    headers: { "content-type": "application/json", ...headers(keys.inference) },
+    headers: { "content-type": "application/json", ...headers(keys.inference || keys.operator) },
     body: JSON.stringify(body),
     signal,
   });
