@@ -203,12 +203,14 @@ def architecture_of(config: dict[str, Any]) -> Architecture:
 def head_of(config: dict[str, Any]) -> HeadKind:
     """What the model computes from hidden states: the name of its architecture says it."""
     name = str((config.get("architectures") or [""])[0])
+    if name in ARCHITECTURES:  # the name of one ends like that of a model without a head: GPT2LMHeadModel
+        return "tokens"
     return next((head for ending, head in HEADS.items() if name.endswith(ending)), "tokens")
 
 
 def _with_tokens(name: str) -> str:
     """The name of the same decoder with a language-model head."""
-    for ending in HEADS:
+    for ending in HEADS if name not in ARCHITECTURES else ():
         if str(name).endswith(ending):
             return str(name).removesuffix(ending) + "ForCausalLM"
     return str(name)
