@@ -16,6 +16,7 @@ import pytest
 from quire_client.demo import demo_model_dir
 from tokenizers import Tokenizer
 
+from prefix_index.content_ids import input_digest
 from request_fields.fields import SamplingParams
 from request_fields.grammar import Grammar, GrammarKind
 from tests.carried import random_embeddings, with_content_ids
@@ -30,6 +31,7 @@ from worker_svc.engine.batch import (
     TokenRules,
 )
 from worker_svc.engine.config import EngineConfig
+from worker_svc.engine.mrope import ImageSpan
 from worker_svc.sim_executor import SimConfig, SimRunner, digest_terms, mix
 from worker_svc.sim_tokens import (
     SimVocabulary,
@@ -49,9 +51,9 @@ def u32(values: list[int]) -> np.ndarray:
     return np.array(values, np.uint32)
 
 
-def make_runner(**sim: Any) -> SimRunner:
+def make_runner(model_dir: Path | None = None, **sim: Any) -> SimRunner:
     config = EngineConfig(
-        model_dir=demo_model_dir(),
+        model_dir=model_dir or demo_model_dir(),
         block_size=SIZE,
         num_blocks=64,
         max_num_seqs=8,
@@ -77,6 +79,7 @@ class Row:
     penalties: tuple[float, float, float] = (1.0, 0.0, 0.0)
     grammar: Grammar | None = None
     inputs: tuple[CarriedInput, ...] = ()
+    images: tuple[ImageSpan, ...] = ()
 
     def __post_init__(self) -> None:
         self.prompt_len = self.prompt_len or len(self.tokens)
@@ -87,7 +90,7 @@ class Row:
         return RowOpen(
             self.row, u32(self.tokens), self.prompt_len, blocks, self.computed, sampling, self.sample_index,
             banned_ids=u32(list(self.banned)), banned_before=self.banned_before, rules=self.rules,
-            grammar=self.grammar, inputs=self.inputs,
+            grammar=self.grammar, inputs=self.inputs, images=self.images,
         )  # fmt: skip
 
 
@@ -449,3 +452,44 @@ def test_a_row_whose_input_is_lost_fails() -> None:
     (error,) = driver.step([(row, 10)], [row.open()]).errors
     assert (error.row, error.code) == (1, RowErrorCode.BAD_INPUT)
     assert "no input has this position" in error.message
+
+
+# -- images ------------------------------------------------------------------------------------------------------------
+
+
+def image_runner(folder: Path) -> SimRunner:
+    """A runner of the demo model's folder whose model takes images of patches with 12 numbers."""
+    shutil.copytree(demo_model_dir(), folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    config = json.loads((folder / "config.json").read_text())
+    vision = {"patch_size": 2, "in_channels": 3, "spatial_merge_size": 2}
+    (folder / "config.json").write_text(json.dumps(config | {"image_token_id": 9, "vision_config": vision}))
+    return make_runner(model_dir=folder)
+
+
+def image_at(start: int) -> tuple[CarriedInput, ImageSpan]:
+    """An image of 3 x 4 positions, which takes 4 positions of the rotation."""
+    shape, data = (6, 8, 12), bytes(6 * 8 * 12 + 4 * 256 * 3)
+    digest = input_digest("image", "uint8", shape, data)
+    return CarriedInput("image", digest, start, 12, "uint8", shape, data), ImageSpan(start, 3, 4)
+
+
+def test_a_row_with_an_image_returns_with_its_positions(tmp_path: Path) -> None:
+    driver = Driver(image_runner(tmp_path / "model"))
+    item, span = image_at(2)
+    prompt = with_content_ids(make_prompt(18), item)
+    output = driver.generate(Row(0, list(prompt), list(range(8)), inputs=(item,), images=(span,)), 8)
+    known = [*prompt, *output[:3]]
+    hit = Row(1, list(known), [0, 1, 2, 3, 20, 21, 22], computed=16, prompt_len=18, images=(span,))
+    again = Row(2, list(known), list(range(30, 38)), prompt_len=18, inputs=(item,), images=(span,))
+    assert driver.generate(hit, 8) == driver.generate(again, 8) == output
+
+
+def test_a_lost_delta_is_detected(tmp_path: Path) -> None:
+    """As if a row whose image is computed were opened again without the place of the image."""
+    driver = Driver(image_runner(tmp_path / "model"))
+    item, span = image_at(2)
+    prompt = with_content_ids(make_prompt(18), item)
+    output = driver.generate(Row(0, list(prompt), list(range(8)), inputs=(item,), images=(span,)), 8)
+    lost = Row(1, [*prompt, *output[:3]], [0, 1, 2, 3, 20, 21, 22], computed=16, prompt_len=18)
+    (error,) = driver.step([(lost, 5)], [lost.open()]).errors
+    assert (error.row, error.code) == (1, RowErrorCode.INTERNAL)
