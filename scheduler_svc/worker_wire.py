@@ -68,6 +68,8 @@ def step_batch_to_proto(
         message.beam_rows = u32_to_bytes(batch.beam_rows)
         message.beam_parents = u32_to_bytes(batch.beam_parents)
         message.beam_tokens = u32_to_bytes(batch.beam_tokens)
+    if batch.images:
+        message.images = u32_to_bytes(np.array(batch.images, np.uint32))
     for row_open in batch.opens:
         if row_open.group.traceparent:
             message.traces.add(row=row_open.row, traceparent=row_open.group.traceparent)

@@ -26,6 +26,7 @@ from worker_svc.engine.batch import (
     Bools,
     CarriedInput,
     EncoderInput,
+    ImageWork,
     LogprobColumns,
     Pooling,
     PoolingKind,
@@ -136,7 +137,18 @@ def step_batch_from_proto(batch: worker_pb2.StepBatch) -> StepBatch:
         beam_rows=beam_rows,
         beam_parents=_column("beam_parents", batch.beam_parents, len(beam_rows), "one per item of beam_rows"),
         beam_tokens=_column("beam_tokens", batch.beam_tokens, len(beam_rows), "one per item of beam_rows"),
+        images=_image_work(batch.images),
     )
+
+
+def _image_work(data: bytes) -> tuple[ImageWork, ...]:
+    values = u32_from_bytes("images", data)
+    if len(values) % 4:
+        raise _invalid("images", f"has {len(values)} numbers, expected four per image")
+    work = tuple(ImageWork(*item) for item in values.reshape(-1, 4).tolist())
+    if any(not 0 < item.done <= item.total for item in work):
+        raise _invalid("images", "has work that is 0, or beyond all work of its image")
+    return work
 
 
 def _query_lens(data: bytes, num_rows: int) -> U32:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -86,6 +86,15 @@ class RowOpen:
     inputs: Seq[Any] = ()  # those whose positions are not all computed
 
 
+class ImageWork(NamedTuple):
+    """A part of the work on one image of a row, as a number of tokens."""
+
+    row: int
+    start: int  # first position of the image
+    done: int  # after this step
+    total: int
+
+
 @dataclass(frozen=True, slots=True)
 class StepBatch:
     """One step of one worker: columns of length B over rows, and the changes since the previous step.
@@ -115,6 +124,7 @@ class StepBatch:
     beam_rows: U32 = field(default_factory=lambda: EMPTY)  # [M] beams that get new tokens, all at once
     beam_parents: U32 = field(default_factory=lambda: EMPTY)  # [M] rows whose computed tokens they take
     beam_tokens: U32 = field(default_factory=lambda: EMPTY)  # [M] tokens to append, chosen by the search
+    images: Seq[ImageWork] = ()  # work on images, before the forward pass
     then: list[StepBatch] = field(default_factory=list)  # further steps of the same message, answered together
 
 

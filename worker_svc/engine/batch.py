@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -136,6 +137,15 @@ class RowOpen:
         return self.encoder is not None and self.fork_of_row is None and not self.num_computed_tokens
 
 
+class ImageWork(NamedTuple):
+    """A part of the work on one image of a row."""
+
+    row: int
+    start: int  # first position of the image
+    done: int  # after this step
+    total: int
+
+
 @dataclass(frozen=True, slots=True)
 class StepBatch:
     """One step: columns of length B over rows, and the changes since the previous step.
@@ -163,6 +173,7 @@ class StepBatch:
     beam_rows: U32 = field(default_factory=lambda: EMPTY)  # [M] beams that get new tokens, all at once
     beam_parents: U32 = field(default_factory=lambda: EMPTY)  # [M] rows whose computed tokens they take
     beam_tokens: U32 = field(default_factory=lambda: EMPTY)  # [M] tokens to append
+    images: tuple[ImageWork, ...] = ()  # before the forward pass
 
 
 class RowErrorCode(Enum):

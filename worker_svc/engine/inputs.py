@@ -135,6 +135,10 @@ class InputTable:
             self._inputs[item.row] = item.inputs
             self._has_inputs[item.row] = True
 
+    def find(self, row: int, start: int) -> CarriedInput | None:
+        """The input of a row that begins at this position, if its positions are not all computed."""
+        return next((item for item in self._inputs.get(row, ()) if item.start == start), None)
+
     def close(self, rows: U32) -> None:
         """Rows without inputs are ignored."""
         if self._inputs:

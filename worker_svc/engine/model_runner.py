@@ -215,6 +215,7 @@ class ModelRunner:
     def _run_or_fail(self, batch: StepBatch, errors: RowErrors) -> Computed:
         """Runs a step whose changes are applied. If memory runs out, only its rows fail: it writes to no others."""
         try:
+            self._advance_images(batch)
             plan = self._planner.plan(batch, errors)
             found = self._run(plan, errors) if len(plan.rows) else NOTHING
         except (MemoryError, RuntimeError) as error:
@@ -228,6 +229,13 @@ class ModelRunner:
         for row in np.concatenate((batch.rows, batch.fork_rows)).tolist():
             errors.add(row, "the worker ran out of memory in this step", RowErrorCode.INTERNAL)
         return NOTHING
+
+    def _advance_images(self, batch: StepBatch) -> None:
+        """Does the work on images that this step has. A row that is closed, or that failed, has none."""
+        for work in batch.images:
+            item = self._rows.input_at(work.row, work.start)
+            if self.images is not None and item is not None and item.kind == "image":
+                self.images.advance(item, work.done / work.total)
 
     def _run(self, plan: StepPlan, errors: RowErrors) -> Computed:
         """Runs the forward pass, then samples and scores."""

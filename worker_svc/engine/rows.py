@@ -17,7 +17,7 @@ from request_fields.fields import SAMPLER_FIELDS, FieldError, Kind
 from request_fields.inputs import ImageShape
 from worker_svc.engine.adapters.rows import RowAdapters
 from worker_svc.engine.backend import I32, I64, SamplingColumns
-from worker_svc.engine.batch import U32, Bools, RowError, RowErrorCode, RowOpen, StepBatch
+from worker_svc.engine.batch import U32, Bools, CarriedInput, RowError, RowErrorCode, RowOpen, StepBatch
 from worker_svc.engine.beams import BeamLines
 from worker_svc.engine.config import EncoderInfo
 from worker_svc.engine.encoder_rows import EncoderTable, OutputRules
@@ -407,6 +407,10 @@ class RowTable:
     def token_ids(self, rows: I64, positions: I64) -> I64:
         """The known tokens at (row, position)."""
         return self._tokens[rows, positions].astype(np.int64)
+
+    def input_at(self, row: int, start: int) -> CarriedInput | None:
+        """The input of a row that begins at this position; None if the row is closed or has computed it."""
+        return self._inputs.find(row, start)
 
     def input_spans(self, rows: I64, context_lens: I64, ends: I64, starts: I64) -> list[InputSpan]:
         """The inputs at the positions that a step computes; see `InputTable.spans`."""

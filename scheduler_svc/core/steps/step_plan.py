@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from request_fields.inputs import MAX_INPUT_BYTES
 from scheduler_svc.core.blocks.block_manager import Fill
-from scheduler_svc.core.messages import EMPTY, RowOpen, StepBatch
+from scheduler_svc.core.messages import EMPTY, ImageWork, RowOpen, StepBatch
 from scheduler_svc.core.steps.decode_run import Members
 
 I64 = npt.NDArray[np.int64]
@@ -36,6 +36,7 @@ class StepPlan:
     fills: list[tuple[int, list[Fill]]] = field(default_factory=list)  # per row, the blocks that its chunk completes
     num_prompt_tokens: int = 0  # in chunks of several tokens
     num_input_bytes: int = 0  # data of the inputs of opened rows
+    images: list[ImageWork] = field(default_factory=list)
 
     def has_room_for(self, num_input_bytes: int) -> bool:
         """Whether the message of the step has room for inputs of this size. The inputs of the first row always fit."""
@@ -119,6 +120,7 @@ def make_batch(
         beam_rows=EMPTY if moves is None else moves.rows,
         beam_parents=EMPTY if moves is None else moves.parents,
         beam_tokens=EMPTY if moves is None else moves.token_ids,
+        images=plan.images,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from scheduler_svc.core.messages import EMPTY, RowOpen, StepBatch
+from scheduler_svc.core.messages import EMPTY, ImageWork, RowOpen, StepBatch
 from scheduler_svc.core.policy import ceil_div
 from scheduler_svc.core.sequence import Sequence, SequenceStatus
 from scheduler_svc.core.steps.columns import (
@@ -199,6 +199,8 @@ class StepPlanner:
     def _plan_chunk(self, row: int, plan: StepPlan, num_encoder_tokens: int = 0) -> None:
         """Plan the next tokens of a row. `num_encoder_tokens`: the encoder positions, if the row begins with them."""
         count = num_encoder_tokens or min(self._rows.todo_of(row), plan.budget)
+        if row in self.books.image_work:
+            count = self._plan_images(row, count, plan)
         if self._rows.blocks_before is not None:
             count = self._give_prompt_blocks(row, count, plan)
         if count < 1:
@@ -231,6 +233,25 @@ class StepPlanner:
             r.num_blocks[row] += num_new
             plan.tables.append((np.full(num_new, row), indices, blocks))
         return min(count, (num_blocks + num_new) * bs - start)
+
+    def _plan_images(self, row: int, count: int, plan: StepPlan) -> int:
+        """Plan the work on images that begin among the next `count` tokens of a row. Returns how many of these tokens
+        the step computes: a token of an image waits until all work on the image is planned.
+        """
+        begin, waiting = int(self._rows.num_computed_tokens[row]), self.books.image_work[row]
+        while waiting and count > 0:
+            image = waiting[0]
+            if image.start > begin:
+                return min(count, image.start - begin)
+            part = min(image.total - image.done, plan.budget)
+            plan.budget -= part
+            waiting[0] = image._replace(done=image.done + part)
+            plan.images.append(waiting[0])
+            if waiting[0].done < image.total:
+                return 0
+            waiting.pop(0)
+            count = min(count, plan.budget)
+        return count
 
     def _register_fills(self, row: int, count: int, plan: StepPlan) -> None:
         """Register the blocks that this chunk fills with known tokens: they may be shared from now on."""
@@ -325,7 +346,7 @@ class StepPlanner:
 
     def finish_plan(self, plan: StepPlan) -> StepBatch | None:
         """Make the message of the planned step and report it to the books; None if there is nothing to send."""
-        is_empty = plan.run is None and plan.decodes is None and not plan.chunks
+        is_empty = plan.run is None and plan.decodes is None and not (plan.chunks or plan.images)
         if is_empty and (self.books.in_flight or not self.books.has_changes):
             return None
         r, run = self._rows, plan.run
@@ -338,7 +359,7 @@ class StepPlanner:
             parts.append(columns_of_chunks(r, plan.chunks))
         is_single = len(parts) == 1
         columns = parts[0] if is_single else all_columns(parts)
-        self.may_continue = bool(columns.continues or plan.budget < 1 or plan.forks)
+        self.may_continue = bool(columns.continues or plan.budget < 1 or plan.forks or plan.images)
         prompt_only, forks = columns.prompt_only, plan.forks
         if prompt_only and forks:
             plan.forks = [(row, parent) for row, parent in forks if parent not in prompt_only]
@@ -389,6 +410,10 @@ class StepPlanner:
         row = self._rows.open(seq, token_ids, blocks, num_computed, limit)
         inputs = seq.group.inputs_after(num_computed) if seq.group.num_input_bytes else ()
         plan.num_input_bytes += seq.group.num_input_bytes if inputs else 0
+        if seq.group.image_work and inputs:
+            starts = {carried.start for carried in inputs}
+            work = [ImageWork(row, start, 0, total) for start, total in seq.group.image_work if start in starts]
+            self.books.image_work[row] = work
         self.books.prefilling.add(row)
         seq.move_to(SequenceStatus.RUNNING)
         seq.worker_id, seq.row = self._capacity.worker_id, row

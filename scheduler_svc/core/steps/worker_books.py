@@ -11,7 +11,7 @@ import numpy as np
 
 from prefix_index.hashing import NO_KEYS, block_bytes, chained, extend_digests, extra_keys, root_digest, token_bytes
 from scheduler_svc.core.blocks.block_manager import BlockManager
-from scheduler_svc.core.messages import CachedBlock, WorkerCapacity
+from scheduler_svc.core.messages import CachedBlock, ImageWork, WorkerCapacity
 from scheduler_svc.core.queue_entry import NEVER, QueueEntry, Refusal
 from scheduler_svc.core.sequence import Sequence, SequenceStatus
 from scheduler_svc.core.steps.adapter_slots import AdapterSlots, AdapterSwap
@@ -64,6 +64,7 @@ class WorkerBooks:
         self._root_salt = root_salt
         self.prefilling: set[int] = set()  # rows with more tokens to plan than their newest
         self.beams_to_open: set[int] = set()  # rows of computed first beams; their other beams wait for rows
+        self.image_work: dict[int, list[ImageWork]] = {}  # by row: images that are not computed, in order
         self._closed: list[int] = []
         self.adapters = AdapterSlots(capacity.max_adapters)
 
@@ -330,6 +331,8 @@ class WorkerBooks:
         self._release(np.concatenate((blocks, self._cached_again(row))) if self.rows.first_block[row] else blocks)
         self.rows.close(row)
         self.prefilling.discard(row)
+        if self.image_work:
+            self.image_work.pop(row, None)
         self.beams_to_open.discard(row)
         self.beams.drop(row)
         self.room_version += 1

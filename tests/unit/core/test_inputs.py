@@ -129,3 +129,49 @@ def test_digests_cover_the_digests_of_inputs() -> None:
         assert len(first) == len(second) == 4
         assert len(set(first) & set(second)) == num_shared
         assert digests_of(request_with(start, b"a" * 16)) == first
+
+
+# -- images ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_work_on_an_image_takes_the_tokens_of_steps() -> None:
+    """Positions of an image follow all of its work, and text rows beside it decode in every step."""
+    scheduler = make_scheduler(make_capacity(max_num_batched_tokens=16))
+    scheduler.add_group(make_group(4, "text", max_tokens=20), 0.0)
+    (batch,) = scheduler.schedule(0.0)
+    answer(scheduler, batch)
+    scheduler.add_group(request("image", 24, (3, 12), (17, 4), image_work=((3, 40), (17, 5))), 0.0)
+    steps = []
+    for _ in range(7):
+        (batch,) = scheduler.schedule(0.0)
+        rows = dict(zip(batch.rows.tolist(), batch.query_lens.tolist(), strict=True))
+        assert rows.pop(0) == 1
+        steps.append((rows.get(1, 0), [(work.start, work.done) for work in batch.images]))
+        assert sum(rows.values()) + 1 <= 16
+        answer(scheduler, batch)
+    assert steps[:6] == [
+        (3, []),
+        (0, [(3, 15)]),
+        (0, [(3, 30)]),
+        (5, [(3, 40)]),
+        (9, []),
+        (7, [(17, 5)]),
+    ]
+    run_to_end(scheduler)
+
+
+def test_a_row_with_an_image_alone_is_computed() -> None:
+    """Steps without tokens are sent, and a preempted or cached row does no work on computed images."""
+    scheduler = make_scheduler(make_capacity(max_num_batched_tokens=8, pipeline_depth=2))
+    group = request("image", 20, (0, 12), image_work=((0, 30),), max_tokens=4)
+    scheduler.add_group(group, 0.0)
+    first = scheduler.schedule(0.0) + scheduler.schedule(0.0)
+    assert [[work.done for work in batch.images] for batch in first] == [[8], [16]]
+    for batch in first:
+        answer(scheduler, batch)
+    run_to_end(scheduler)
+    scheduler.add_group(request("again", 20, (0, 12), image_work=((0, 30),)), 0.0)
+    for batch in scheduler.schedule(0.0):
+        assert not batch.images
+        answer(scheduler, batch)
+    run_to_end(scheduler)

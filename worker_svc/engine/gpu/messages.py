@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import struct
 from enum import IntEnum
+from typing import Any
 
 import numpy as np
 
@@ -68,7 +69,7 @@ def step_from_bytes(message: bytes) -> StepBatch:
     """The inverse of `step_to_bytes`."""
     _, step_id, *counts, num_hashes, num_opens = HEAD.unpack_from(message)
     reader = _Reader(message, HEAD.size)
-    columns = {name: reader.words(count) for name, count in zip(COLUMNS, counts, strict=True)}
+    columns: dict[str, Any] = {name: reader.words(count) for name, count in zip(COLUMNS, counts, strict=True)}
     mask = np.frombuffer(reader.take(len(columns["rows"])), np.bool_)
     hashes = [reader.take(HASH_BYTES) for _ in range(num_hashes)]
     opens = [reader.open() for _ in range(num_opens)]
