@@ -744,6 +744,8 @@ POOLS = [
     Case("workerDefaults.executor", "sim", WORKER, "arg --executor", "sim"),
     Case("workerDefaults.dtype", "bfloat16", WORKER, "arg --dtype", "bfloat16"),
     Case("workerDefaults.quantize", "int8", WORKER, "arg --quantize", "int8"),
+    Case("workerDefaults.adapters", [{"name": "sql", "path": "/a/sql"}], WORKER, "arg --adapter", "sql=/a/sql"),
+    Case("workerDefaults.adapterDir", "/adapters", WORKER, "arg --adapter-dir", "/adapters"),
     Case("workerDefaults.dtype", "float16", WORKER, "arg --dtype", "float16", {"workerDefaults": {"gpuCount": 1}}),
     Case(
         "workerDefaults.kvCacheDtype",

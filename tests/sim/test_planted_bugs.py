@@ -149,7 +149,7 @@ def last_partial_block_not_allocated(patch: Patch) -> None:
 # -- blocks ------------------------------------------------------------------------------------------------------------
 
 
-@bug("which another open row has|which other rows share|reads the wrong content")
+@bug("which another open row has|which other rows share|reads the wrong content|leaks")
 def block_freed_while_one_user_is_left(patch: Patch) -> None:
     def free(original: Any, pool: BlockManager, blocks: Any) -> None:
         for block in blocks:
@@ -161,7 +161,7 @@ def block_freed_while_one_user_is_left(patch: Patch) -> None:
     wrap(patch, BlockManager, "free", free)
 
 
-@bug("which another open row has|writes into|evicts a block before")
+@bug("which another open row has|writes into|evicts a block before|leaks")
 def hit_stays_in_the_free_list(patch: Patch) -> None:
     def share(original: Any, pool: BlockManager, blocks: np.ndarray) -> None:
         pool.refs[blocks] += 1
@@ -218,7 +218,7 @@ def copy_in_the_wrong_direction(patch: Patch) -> None:
 # -- the prefix cache --------------------------------------------------------------------------------------------------
 
 
-@bug("reads the wrong content|opens with a bad table")
+@bug("reads the wrong content|opens with a bad table|which another open row has")
 def digest_without_parent(patch: Patch) -> None:
     def extend(
         original: Any, digests: list[bytes], root: bytes, tokens: np.ndarray, block_size: int, keys: Any = ()
@@ -396,7 +396,7 @@ def budget_ignored(patch: Patch) -> None:
     wrap(patch, StepPlanner, "begin_step", begin)
 
 
-@bug("beyond|rows are at|closed|not open|has no sequence")
+@bug("beyond|rows are at|closed|not open|has no sequence|must be distinct")
 def ended_row_stays_in_the_decode_run(patch: Patch) -> None:
     def close(original: Any, table: RowTable, row: int) -> None:
         in_run = table.in_run[row]
@@ -537,7 +537,10 @@ def scores_lost_at_a_preemption(patch: Patch) -> None:
     wrap(patch, BeamSearch, "forget_candidates", forget)
 
 
-@bug("belongs to another request|no candidate of row|the oracle has|reads the wrong content|no progress")
+@bug(
+    "belongs to another request|no candidate of row|the oracle has|reads the wrong content|no progress"
+    "|published a prefix"
+)
 def moves_not_sent(patch: Patch) -> None:
     change_batches(patch, lambda b: replace(b, beam_rows=b.beam_rows[:0], beam_parents=b.beam_parents[:0]))
 
