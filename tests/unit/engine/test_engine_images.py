@@ -9,7 +9,7 @@ import torch
 
 from tests.unit.engine.driver import GREEDY, Driver, u32
 from tests.unit.engine.vision_models import TOWERS, load_vision_reference, make_vision_model, scene
-from worker_svc.engine.batch import RowOpen
+from worker_svc.engine.batch import ImageWork, RowOpen
 from worker_svc.engine.config import EngineConfig
 from worker_svc.engine.model_runner import ModelRunner
 from worker_svc.engine.mrope import ImageSpan
@@ -130,6 +130,25 @@ def test_the_cache_keeps_the_images_used_last(folder):
         large.prefill(row, 10)
     assert (large.runner.images.num_encoded, large.runner.images.num_hits) == (1, 2)
     assert large.rows[2].tokens == driver.rows[2].tokens
+
+
+def test_work_in_slices_gives_the_same_bits(folder):
+    driver = Driver(load(folder))
+    open_row(driver, 0, ONE)
+    driver.prefill(0)
+    whole = Driver(load(folder))
+    open_row(whole, 0, ONE)
+    start = ONE.spans[0].start
+    whole.add(images=(ImageWork(0, start, 1, 30),))
+    whole.step({0: start})
+    for done in (11, 29, 30):
+        whole.add(images=(ImageWork(0, start, done, 30), ImageWork(5, 0, 1, 1)))  # row 5 is not open
+        whole.step({})
+    assert whole.runner.images.num_encoded == 1
+    whole.prefill(0)
+    assert whole.errors == []
+    assert torch.equal(whole.logits[0, len(ONE.tokens)], driver.logits[0, len(ONE.tokens)])
+    assert whole.runner.images.num_encoded == 1
 
 
 def test_bad_images_fail_their_row_only(folder):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from typing import Any
 
@@ -429,3 +430,12 @@ def test_status_type_code_and_retry(error: QuireError, status: int, kind: str, c
     assert headers["x-should-retry"] == retry
     if error.retry_after_s:
         assert (headers["retry-after-ms"], headers["retry-after"]) == ("250", "1")
+
+
+def test_images_of_a_chat_become_parts() -> None:
+    url = "data:image/png;base64," + base64.b64encode(b"png").decode()
+    content = [{"type": "text", "text": "look"}, image_url(url), {"type": "image_url", "image_url": url}]
+    (request,) = chat(messages=[{"role": "user", "content": content}]).requests
+    (message,) = request.prompt.chat.messages
+    assert [part.WhichOneof("kind") for part in message.parts] == ["text", "image", "image"]
+    assert (message.content, message.parts[1].image, message.parts[2].image) == ("", b"png", b"png")

@@ -112,3 +112,13 @@ async def test_tool_choice_and_formats_reach_the_request() -> None:
             assert (status, answer["text"]["format"]) == (200, form)
         for submit in scheduler.submits[-2:]:
             assert json.loads(submit.sampling.json_schema) == {"type": "object"}
+
+
+def test_images_of_an_item_become_parts() -> None:
+    content = [
+        {"type": "input_text", "text": "look"},
+        {"type": "input_image", "image_url": "data:image/png;base64,cG5n"},
+    ]
+    (message,) = messages_of(items_of([{"role": "user", "content": content}]))
+    assert [part.WhichOneof("kind") for part in message.parts] == ["text", "image"]
+    assert message.parts[1].image == b"png"
