@@ -61,7 +61,7 @@ async def run_all(
     for worker in workers:
         worker.signal(signal.SIGSTOP)
     patient = [run(request) for request in requests if request.priority]
-    await stack.until(client, lambda schedulers: num_open(schedulers) == len(patient) and schedulers[0].num_running > 0)
+    await stack.until(client, lambda schedulers: num_open(schedulers) == len(patient) and are_full(schedulers[0]))
     urgent = [run(request) for request in requests if not request.priority]
     (before,) = await stack.until(client, lambda schedulers: num_open(schedulers) == len(requests))
     for worker in workers:
@@ -69,6 +69,11 @@ async def run_all(
     await stack.until(client, lambda schedulers: schedulers[0].steps >= before.steps + 15)
     workers[0].kill()
     return await asyncio.gather(*patient, *urgent)
+
+
+def are_full(scheduler: SchedulerStatus) -> bool:
+    """Whether no pool has room for the longest urgent request."""
+    return all(worker.blocks_free + worker.blocks_cached < MAX_LEN // BLOCK_SIZE for worker in scheduler.workers)
 
 
 def num_open(schedulers: tuple[SchedulerStatus, ...]) -> int:
