@@ -51,16 +51,22 @@ template <typename T> void add_norm_row(const Norm& norm, int64_t row, T* out, i
   layer_norm_row(x, weight, bias, out, dim, norm.eps);
 }
 
-INLINE float gelu1(float x, Activation activation) {
-  if (activation == kGelu) return 0.5f * x * (1.f + erff(x * 0.70710678118654752f));
-  const float inner = 0.79788456080286536f * (x + 0.044715f * x * x * x);
-  return 0.5f * x * (1.f + tanhf(inner));
+// The error function to 2e-7: Abramowitz and Stegun 7.1.26, as erf of exact_ops.py.
+INLINE v16 erf16(v16 x) {
+  const u16v sign = (u16v)x & 0x80000000u;
+  const v16 size = (v16)((u16v)x & 0x7fffffffu), t = 1.f / fma16(size, splat(0.3275911f), splat(1.f));
+  v16 y = fma16(splat(1.061405429f), t, splat(-1.453152027f));
+  y = fma16(y, t, splat(1.421413741f));
+  y = fma16(y, t, splat(-0.284496736f));
+  y = fma16(y, t, splat(0.254829592f));
+  return (v16)((u16v)(1.f - y * t * exp16(-size * size)) | sign);
 }
 
 INLINE v16 activate16(v16 x, Activation activation) {
   if (activation == kSilu) return x / (1.f + exp16(-x));
-  for (int i = 0; i < kLanes; i++) x[i] = gelu1(x[i], activation);
-  return x;
+  if (activation == kGelu) return 0.5f * x * (1.f + erf16(x * 0.70710678118654752f));
+  const v16 inner = 0.79788456080286536f * (x + 0.044715f * x * x * x);
+  return x * (1.f - 1.f / (exp16(2.f * inner) + 1.f));
 }
 
 // cap * tanh(x / cap)
