@@ -1,0 +1,122 @@
+"""Adapters in the core: which are resident, who waits for a swap, and what is not delayed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from prefix_index.hashing import root_key
+from scheduler_svc.core.errors import NoWorkerError
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.sequence import SequenceGroup
+from scheduler_svc.core.steps.adapter_slots import AdapterSlots, AdapterSwap
+from tests.builders import make_capacity, make_group, make_scheduler
+
+A, B, C = (bytes([number]) * 16 for number in (1, 2, 3))
+
+
+def with_adapter(group: SequenceGroup, adapter: bytes) -> SequenceGroup:
+    group.adapter, group.root_key = adapter, root_key(adapter=adapter)
+    return group
+
+
+def scheduler_with(*adapters: bytes, num_slots: int = 1, names: tuple[str, ...] = ("w0",)) -> Scheduler:
+    capacities = [replace(make_capacity(name), max_adapters=num_slots) for name in names]
+    scheduler = make_scheduler(*capacities)
+    for name in names:
+        scheduler.set_adapters(name, adapters)
+    return scheduler
+
+
+def test_a_swap_delays_only_the_requests_of_its_adapter() -> None:
+    scheduler = scheduler_with(A)
+    scheduler.add_group(with_adapter(make_group(10, "adapted"), A), 0.0)
+    scheduler.add_group(make_group(10, "base"), 0.0)
+    (batch,) = scheduler.schedule(0.0)
+    assert [opened.group.request_id for opened in batch.opens] == ["base"]
+    assert scheduler.take_adapter_swaps() == [AdapterSwap("w0", A)]
+    assert scheduler.take_adapter_swaps() == []
+    scheduler.end_adapter_swap("w0", A, is_resident=True)
+    assert scheduler.is_resident("w0", A)
+    scheduler.check_invariants()
+
+
+def test_the_least_recently_used_adapter_without_rows_is_replaced() -> None:
+    slots = AdapterSlots(2)
+    slots.set_loaded([A, B, C])
+    for adapter in (A, B):
+        slots.want(adapter)
+        assert slots.take_swap(()) is not None
+        slots.end_swap(adapter, is_resident=True)
+    slots.want(A)  # used again: B is older
+    assert slots.take_swap(()) is None
+    slots.want(C)
+    assert slots.take_swap({B}) == (C, (B,))  # B is older, but has rows
+    slots.end_swap(C, is_resident=True)
+    slots.want(A)
+    assert slots.take_swap({B, C}) is None
+    assert (slots.num_resident, slots.num_swaps) == (2, 3)
+
+
+def test_a_failed_swap_counts_as_not_loaded_until_the_worker_reports_it() -> None:
+    slots = AdapterSlots(1)
+    slots.set_loaded([A])
+    slots.want(A)
+    assert slots.take_swap(()) == (A, ())
+    assert slots.is_loading(A)
+    slots.end_swap(A, is_resident=False)
+    assert not slots.has(A)
+    slots.set_loaded([A])
+    slots.want(A)
+    assert slots.take_swap(()) == (A, ())
+
+
+def test_an_unloaded_adapter_is_not_resident() -> None:
+    slots = AdapterSlots(1)
+    slots.set_loaded([A])
+    slots.want(A)
+    slots.take_swap(())
+    slots.set_loaded([])
+    slots.end_swap(A, is_resident=True)
+    assert not slots.is_ready(A)
+    assert slots.is_ready(b"")
+
+
+def test_requests_run_only_where_their_adapter_is() -> None:
+    scheduler = scheduler_with(names=("w0", "w1"))
+    with pytest.raises(NoWorkerError, match=rf"no worker of this scheduler has the adapter with digest {A.hex()}"):
+        scheduler.add_group(with_adapter(make_group(10), A), 0.0)
+    scheduler.set_adapters("w1", [A])
+    scheduler.add_group(with_adapter(make_group(10), A), 0.0)
+    assert scheduler.num_requests_with(A) == 1
+    scheduler.schedule(0.0)
+    (swap,) = scheduler.take_adapter_swaps()
+    assert swap.worker_id == "w1"
+    scheduler.end_adapter_swap("w1", A, is_resident=True)
+    (batch,) = scheduler.schedule(0.0)
+    assert batch.worker_id == "w1"
+    scheduler.check_invariants()
+
+
+def test_a_request_waits_until_a_worker_has_its_adapter_again() -> None:
+    scheduler = scheduler_with(A)
+    scheduler.add_group(with_adapter(make_group(10), A), 0.0)
+    scheduler.set_adapters("w0", [])
+    assert scheduler.schedule(0.0) == []
+    assert scheduler.stats().num_unschedulable == 1
+    scheduler.set_adapters("w0", [A])
+    scheduler.schedule(0.0)
+    assert scheduler.take_adapter_swaps() == [AdapterSwap("w0", A)]
+
+
+def test_parts_of_a_root_key_cannot_be_confused() -> None:
+    keys = [
+        root_key(),
+        root_key(cache_salt=b"x"),
+        root_key(adapter=A),
+        root_key(adapter=B),
+        root_key(cache_salt=b"x", adapter=A),
+        root_key(cache_salt=root_key(adapter=A)),
+    ]
+    assert len(set(keys)) == len(keys)
