@@ -105,6 +105,11 @@ class Checkpoint:
         """Adds each tensor that is read from now on to the digest of the weights."""
         self._digest = WeightsDigest(threads)
 
+    def add_to_digest(self, name: str, tensor: torch.Tensor) -> None:
+        """Adds a tensor of another file of the folder to the digest of the weights."""
+        if self._digest is not None:
+            self._digest.add(name, tensor)
+
     def weights_digest(self) -> str:
         """The digest of all tensors in hex, including tensors that were not read since `start_digest`. Empty if
         `start_digest` was not called."""

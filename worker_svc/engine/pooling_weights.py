@@ -112,6 +112,8 @@ def load_pooling(
 def _load_dense(checkpoint: Checkpoint, layer: DenseLayer, maker: LinearMaker) -> Part:
     path = checkpoint.folder / layer.folder / "model.safetensors"
     tensors = load_file(path)
+    for name, tensor in sorted(tensors.items()):
+        checkpoint.add_to_digest(f"{layer.folder}.{name}", tensor)
     weight, bias = tensors.get("linear.weight"), tensors.get("linear.bias") if layer.has_bias else None
     shape = (layer.out_features, layer.in_features)
     if weight is None or tuple(weight.shape) != shape or (layer.has_bias and bias is None):
