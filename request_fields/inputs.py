@@ -23,6 +23,7 @@ class ImageShape:
     patch_values: int
     channels: int
     token_cost: float = 1.0
+    attention_cost: float = 0.0
 
     def refusal(self, shape: Sequence[int], length: int, num_bytes: int) -> str | None:
         """The error in the shape of an image [height, width, patch_values], its number of positions or of bytes."""

@@ -48,8 +48,13 @@ def images_of(inputs: Sequence[pb.CarriedInput], info: types_pb2.ModelInfo) -> I
         return NO_IMAGES
     merge = info.images.merge_size
     spans = [(carried.start, carried.shape[0] // merge, carried.shape[1] // merge) for carried in images]
-    work = tuple((carried.start, math.ceil(carried.length * info.images.token_cost)) for carried in images)
+    work = tuple((carried.start, _work_of(carried, info.images)) for carried in images)
     return Images(np.array(spans, "<u4").tobytes(), work)
+
+
+def _work_of(carried: pb.CarriedInput, info: types_pb2.ImageInfo) -> int:
+    num_patches = carried.length * info.merge_size**2
+    return max(1, math.ceil(carried.length * (info.token_cost + info.attention_cost * num_patches)))
 
 
 def check_inputs(inputs: Sequence[pb.CarriedInput], prompt: U32, info: types_pb2.ModelInfo) -> int:

@@ -14,6 +14,7 @@ from worker_svc.engine.batch import CarriedInput
 from worker_svc.engine.vision import Pixels, TowerRun, VisionTower
 from worker_svc.engine.vision_config import VisionConfig
 
+ATTENTION_FACTOR = 4  # a product of attention takes about this many times as long as one of a linear layer (AMX)
 MAX_STARTED = 4  # images whose computation was begun and not finished; the oldest one begins again
 
 
@@ -74,8 +75,11 @@ def image_shape(model: ModelConfig) -> ImageShape | None:
         return None
     vision = model.vision
     patch_values = vision.channels * vision.patch_size**2
-    cost = vision.merge_size**2 * vision.num_parameters() / model.num_linear_parameters()
-    return ImageShape(model.image_token_id, vision.merge_size, patch_values, vision.channels, cost)
+    share = vision.merge_size**2 / model.num_linear_parameters()
+    token_cost, attention_cost = share * vision.num_parameters(), share * ATTENTION_FACTOR * vision.num_pair_products()
+    return ImageShape(
+        model.image_token_id, vision.merge_size, patch_values, vision.channels, token_cost, attention_cost
+    )
 
 
 def _pixels_of(item: CarriedInput, vision: VisionConfig) -> Pixels:

@@ -110,6 +110,11 @@ class VisionConfig:
         """Embeddings per token: one that replaces the token's, and one per layer of DeepStack."""
         return 1 + len(self.deep_layers)
 
+    def num_pair_products(self) -> int:
+        """Products for the attention of one patch to another one, in all layers that attend to the whole image."""
+        num_full = self.num_layers if self.window is None else len(self.full_layers)
+        return 2 * num_full * self.hidden
+
     def num_parameters(self) -> int:
         """Weights of the linear layers, without those of the mergers."""
         parts = 2 + self.family.is_gated
