@@ -570,7 +570,7 @@ def encoder_computed_in_chunks(patch: Patch) -> None:
     wrap(patch, StepPlanner, "_plan_chunk", chunk)
 
 
-@bug("starts from .* encoder positions|neither its parent's nor a copy")
+@bug("starts from .* encoder positions")
 def part_of_the_encoder_positions_hit(patch: Patch) -> None:
     def match(original: Any, pool: BlockManager, digests: list[bytes], tokens: np.ndarray, *limits: int) -> Any:
         return original(pool, digests, tokens, limits[0])
