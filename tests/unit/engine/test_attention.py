@@ -71,7 +71,7 @@ def attend(backend, shape, chunks, block_size=16, shared=()):
     unused = np.zeros(starts[-1], np.int64)
     rows = np.arange(len(chunks), dtype=np.int32)
     key_lens = None if shape.is_causal else np.array(stored, np.int32)
-    batch = ForwardBatch(unused, unused.astype(np.int32), unused, rows, starts, context, tables, unused, key_lens)
+    batch = ForwardBatch(unused, unused.astype(np.int32), unused, rows, starts, context, tables, unused, key_lens=key_lens)
     q = torch.cat([sequence.q[first:end] for sequence, first, end in chunks])
     out = torch.empty_like(q)
     cache = kernel_layout(backend, keys, values) if backend.name == "cpu" else (keys, values)
