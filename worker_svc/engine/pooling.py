@@ -8,15 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from worker_svc.engine.backend import I64, U32
 from worker_svc.engine.batch import PooledRows, Pooling, PoolingKind, PoolingTask, RowOpen
-from worker_svc.engine.pooling_weights import PoolingWeights
 
+if TYPE_CHECKING:  # simulated workers have no torch
+    import torch
+
+    from worker_svc.engine.pooling_weights import PoolingWeights
+
+Vector = npt.NDArray[np.floating[Any]]
 F64 = npt.NDArray[np.float64]
 MAX_LOGITS = 64  # token ids of one row
 
@@ -114,27 +119,26 @@ class PoolingTable:
                 found.append(PooledChunk(row, pooling, kind, first, end, not context_lens[i], is_last))
         return found
 
-    def pool(self, chunk: PooledChunk, hidden: torch.Tensor) -> torch.Tensor | None:
-        """The float32 vector [hidden_size] of a row from the hidden states of its `hidden_tokens` [n, hidden_size] in
+    def pool(self, chunk: PooledChunk, hidden: torch.Tensor) -> Vector | None:
+        """The vector [hidden_size] of a row from the hidden states of its `hidden_tokens`, float32 [n, hidden_size], in
         this step, and earlier steps. None: its prompt is not complete."""
         if chunk.kind is PoolingKind.LAST:
-            return hidden[0] if chunk.is_last else None
+            return hidden[0].numpy() if chunk.is_last else None
         total = hidden.numpy().astype(np.float64)
         if chunk.row in self._sums:
             total = np.concatenate((self._sums[chunk.row][None], total))
         self._sums[chunk.row] = np.add.reduce(total, axis=0)  # row by row
         if not chunk.is_last:
             return None
-        found = self._sums.pop(chunk.row)
-        return torch.from_numpy(found)
+        return self._sums.pop(chunk.row)
 
-    def finish(self, chunk: PooledChunk, vector: torch.Tensor, num_tokens: int) -> npt.NDArray[np.float32]:
+    def finish(self, chunk: PooledChunk, vector: Vector, num_tokens: int) -> npt.NDArray[np.float32]:
         """The numbers of a row whose prompt is complete."""
         if self._weights is None:
             raise RuntimeError("a pooled row was opened without weights")
         if chunk.kind is PoolingKind.MEAN:
             vector = vector / num_tokens
-        return self._weights.numbers(chunk.pooling, vector.float())
+        return self._weights.numbers(chunk.pooling, vector.astype(np.float32))
 
 
 def reads_last_token(kind: PoolingKind) -> bool:

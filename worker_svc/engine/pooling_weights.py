@@ -73,9 +73,9 @@ class PoolingWeights:
             return PoolingKind.LAST
         return self.head_kind if pooling.task is PoolingTask.CLASSES else pooling.kind
 
-    def numbers(self, pooling: Pooling, vector: torch.Tensor) -> F32:
+    def numbers(self, pooling: Pooling, vector: F32) -> F32:
         """The numbers of a row from its float32 vector [hidden_size]."""
-        x = vector[None].contiguous()
+        x = torch.from_numpy(vector)[None]
         for part in (self.head or ()) if pooling.task is PoolingTask.CLASSES else self.dense:
             x = part(x)
         found: F32 = x[0].numpy()
