@@ -75,9 +75,8 @@ class Simulation:
         self.setup = replace(self._choose_setup(), **changes)
         block_size = rng.choice((1, 2, 2, 3, 4, 4, 4, 8, 16))
         # From separate sources, so that seeds of old bugs give the same runs.
-        self.window = Random(f"window {seed}").choice(
-            (None, None, 1, 2, block_size, block_size + 2, 3 * block_size + 1)
-        )
+        windows = (None, 1, 2, block_size, block_size + 2, 3 * block_size + 1)
+        self.window = None if self._encoder_rate else Random(f"window {seed}").choice(windows)
         self.cluster = Cluster(
             self._choose_config(),
             block_size=block_size,
@@ -189,7 +188,7 @@ class Simulation:
     def _choose_encoder(self) -> list[int]:
         """The encoder input of a request, often that of an earlier one. From a separate source, as `_choose_beams`."""
         rng, bs = self._encoder_rng, self.cluster.block_size
-        if rng.random() >= self._encoder_rate or self.window is not None:
+        if rng.random() >= self._encoder_rate:
             return []
         num_blocks = rng.randint(1, max(1, (self.cluster.max_model_len // bs) // 2))
         tokens = [rng.randrange(self.cluster.vocab_size) for _ in range(num_blocks * bs)]

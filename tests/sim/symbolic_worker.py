@@ -292,6 +292,10 @@ class SymbolicWorker:
             self._need_open(row, "changes the table of")
             if index > self.table_len[row] or index >= self.table.shape[1] or block >= self.capacity.num_blocks:
                 raise Violation(f"row {row}: table[{index}] = {block} with {self.table_len[row]} blocks")
+            if index < self.num_dead[row]:
+                self.table[row, index] = block  # no token attends to it, so it may be any block
+                self.slots[row, index * bs : (index + 1) * bs] = np.arange(block * bs, (block + 1) * bs)
+                continue
             if index == self.table_len[row]:
                 self.table_len[row] += 1
             else:
@@ -301,11 +305,9 @@ class SymbolicWorker:
                         raise Violation(f"beam {row}: block {block} is neither its parent's nor a copy of it")
                 elif copied.get(block) != old:
                     raise Violation(f"row {row}: block {old} is replaced by {block} without a copy")
-                self.refs[old] -= index >= self.num_dead[row]
+                self.refs[old] -= 1
             self.table[row, index] = block
             self.slots[row, index * bs : (index + 1) * bs] = np.arange(block * bs, (block + 1) * bs)
-            if index < self.num_dead[row]:
-                continue
             self.refs[block] += 1
             if block not in taken.get(row, ())[index:]:
                 fresh.append((row, block))
