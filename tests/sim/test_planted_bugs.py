@@ -149,7 +149,7 @@ def last_partial_block_not_allocated(patch: Patch) -> None:
 # -- blocks ------------------------------------------------------------------------------------------------------------
 
 
-@bug("which another open row has|which other rows share|reads the wrong content|leaks")
+@bug("which another open row has|which other rows share|reads the wrong content|leaks|which is in use")
 def block_freed_while_one_user_is_left(patch: Patch) -> None:
     def free(original: Any, pool: BlockManager, blocks: Any) -> None:
         for block in blocks:
@@ -396,7 +396,7 @@ def budget_ignored(patch: Patch) -> None:
     wrap(patch, StepPlanner, "begin_step", begin)
 
 
-@bug("beyond|rows are at|closed|not open|has no sequence|must be distinct")
+@bug("beyond|rows are at|closed|not open|has no sequence|must be distinct|with .* blocks")
 def ended_row_stays_in_the_decode_run(patch: Patch) -> None:
     def close(original: Any, table: RowTable, row: int) -> None:
         in_run = table.in_run[row]
@@ -406,7 +406,7 @@ def ended_row_stays_in_the_decode_run(patch: Patch) -> None:
     wrap(patch, RowTable, "close", close)
 
 
-@bug("beyond|rows are at|more tokens than its limit")
+@bug("beyond|rows are at|more tokens than its limit|the oracle has")
 def row_at_its_limit_stays_in_the_decode_run(patch: Patch) -> None:
     def renew(original: Any, run: DecodeRun) -> None:
         original(run)
@@ -539,7 +539,7 @@ def scores_lost_at_a_preemption(patch: Patch) -> None:
 
 @bug(
     "belongs to another request|no candidate of row|the oracle has|reads the wrong content|no progress"
-    "|published a prefix"
+    "|published a prefix|without a copy"
 )
 def moves_not_sent(patch: Patch) -> None:
     change_batches(patch, lambda b: replace(b, beam_rows=b.beam_rows[:0], beam_parents=b.beam_parents[:0]))
