@@ -199,7 +199,7 @@ def test_invalid_prompts(prompt: Any, field: str) -> None:
 
 
 def test_too_many_prompts() -> None:
-    with pytest.raises(InvalidRequestError, match="prompt has 1025 prompts; at most 1024"):
+    with pytest.raises(InvalidRequestError, match="prompt has 1025 items; at most 1024"):
         completion(prompt=["a"] * 1025)
 
 
