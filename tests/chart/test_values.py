@@ -356,6 +356,9 @@ GATEWAYS = [
     Case("gateway.drainSeconds", 3, GATEWAY, "container.lifecycle.preStop.sleep.seconds", 1),
     Case("gateway.drainSeconds", 60, GATEWAY, "pod.terminationGracePeriodSeconds", 110),
     Case("gateway.maxStreams", 2_000_000, GATEWAY, "arg --max-streams", "2000000"),
+    Case("gateway.images.maxCount", 3, GATEWAY, "arg --max-images", "3"),
+    Case("gateway.images.maxBytes", "4M", GATEWAY, "arg --max-image-bytes", "4M"),
+    Case("gateway.images.maxPixels", 1_000_000, GATEWAY, "arg --max-image-pixels", "1000000"),
     Case("gateway.maxConnectionAgeSeconds", 60, GATEWAY, "arg --max-connection-age-s", "60"),
     Case("gateway.service.type", "LoadBalancer", "Service gateway", "spec.type", "LoadBalancer"),
     *(
@@ -745,6 +748,7 @@ POOLS = [
     Case("workerDefaults.dtype", "bfloat16", WORKER, "arg --dtype", "bfloat16"),
     Case("workerDefaults.quantize", "int8", WORKER, "arg --quantize", "int8"),
     Case("workerDefaults.adapters", [{"name": "sql", "path": "/a/sql"}], WORKER, "arg --adapter", "sql=/a/sql"),
+    Case("workerDefaults.imageCacheMemory", "64M", WORKER, "arg --image-cache-memory", "64M"),
     Case("workerDefaults.adapterDir", "/adapters", WORKER, "arg --adapter-dir", "/adapters"),
     Case("workerDefaults.dtype", "float16", WORKER, "arg --dtype", "float16", {"workerDefaults": {"gpuCount": 1}}),
     Case(
