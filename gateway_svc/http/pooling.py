@@ -58,7 +58,7 @@ def embeddings_of(data: bytes) -> Embeddings:
         scheduling=_scheduling(body),
     )
     if (pooling := body.get("pooling")) is not None:
-        if pooling not in POOLING:
+        if not isinstance(pooling, str) or pooling not in POOLING:
             raise invalid("pooling", f"is {shown(pooling)}; must be one of {', '.join(POOLING)}")
         request.pooling = POOLING[pooling]
     if body.get("normalize") is not None:
