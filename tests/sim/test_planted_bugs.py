@@ -169,7 +169,7 @@ def hit_stays_in_the_free_list(patch: Patch) -> None:
     wrap(patch, BlockManager, "share", share)
 
 
-@bug("which another open row has|which other rows share|written to one slot")
+@bug("leaks|which another open row has|which other rows share|written to one slot")
 def fork_takes_no_reference(patch: Patch) -> None:
     def fork(original: Any, planner: StepPlanner, row: int, count: int, plan: StepPlan) -> None:
         num_opens = len(plan.opens)
@@ -210,7 +210,7 @@ def copy_not_sent(patch: Patch) -> None:
     change_batches(patch, lambda b: replace(b, copy_src=b.copy_src[:0], copy_dst=b.copy_dst[:0]))
 
 
-@bug("without a copy|which is in use")
+@bug("neither its parent's nor a copy|without a copy|which is in use")
 def copy_in_the_wrong_direction(patch: Patch) -> None:
     change_batches(patch, lambda b: replace(b, copy_src=b.copy_dst, copy_dst=b.copy_src))
 
@@ -284,7 +284,7 @@ def heads_evicted_before_tails(patch: Patch) -> None:
     wrap(patch, BlockManager, "free", lambda free, pool, blocks: free(pool, blocks[::-1]))
 
 
-@bug("evicts a block before the blocks that continue it")
+@bug("opens with a bad table|evicts a block before the blocks that continue it")
 def most_recently_used_evicted_first(patch: Patch) -> None:
     def take(original: Any, line: LruQueue, count: int, until: int) -> np.ndarray:
         places = line._live(line._head, line._tail)

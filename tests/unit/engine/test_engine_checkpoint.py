@@ -181,7 +181,7 @@ def test_a_window_caps_the_length_where_no_token_may_leave_it(tmp_path, caplog):
     model = parse_config(json.loads((folder / "config.json").read_text()))
     assert choose_max_model_len(config, model, 8, features.CUDA) == 64
     assert "sliding window of 64" in caplog.text
-    assert choose_max_model_len(config, model, 8, features.CPU) == 128
+    assert choose_max_model_len(config, model, 8, features.CPU) == 1024
 
 
 def test_window_fields(tmp_path):
