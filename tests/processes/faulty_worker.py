@@ -38,6 +38,7 @@ class FaultyDevice:
         self._fault = fault
         self._num_steps = 0
         self.info = runner.info
+        self.adapters = runner.adapters
         self.execute = runner.execute
         self.committed_blocks = runner.committed_blocks
         self.reset_rows = runner.reset_rows

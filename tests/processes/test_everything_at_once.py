@@ -26,6 +26,9 @@ REACHED = 25  # tokens of a sample after which the process is killed
 MAX_STREAMS = 20
 
 
+MAX_KILLS = 4  # on a busy machine all streams of the killed gateway may have ended
+
+
 class System:
     """Two gateways with HTTP, a scheduler and two slow workers."""
 
@@ -125,12 +128,14 @@ def check_that_everything_has_an_effect(answers: Answers) -> None:
 async def test_a_kill_changes_nothing_over_grpc(system: System, client: AsyncClient, kind: str) -> None:
     expected, _ = await over_grpc(client, no_kill)
     check_that_everything_has_an_effect(expected)
-    killer = Killer(system, kind)
-    streams = [over_grpc(client, killer.on_tokens) for _ in range(4)]
-    results = await asyncio.gather(*streams)
-    assert killer.task is not None
-    await killer.task
-    assert [answers for answers, _ in results] == [expected] * 4
+    for _ in range(MAX_KILLS):
+        killer = Killer(system, kind)
+        results = await asyncio.gather(*(over_grpc(client, killer.on_tokens) for _ in range(4)))
+        assert killer.task is not None
+        await killer.task
+        assert [answers for answers, _ in results] == [expected] * 4
+        if kind != "gateway" or any(resumes for _, resumes in results):
+            break
     if kind == "gateway":
         assert any(resumes for _, resumes in results), "no stream was open on the gateway"
 

@@ -25,6 +25,7 @@ from scheduler_svc.core.messages import StepBatch
 from scheduler_svc.core.placement import fleet
 from scheduler_svc.core.pooled import PooledRows
 from scheduler_svc.core.queue.scan import QueueScan
+from scheduler_svc.core.queue_entry import QueueEntry
 from scheduler_svc.core.sequence import Sequence, SequenceGroup
 from scheduler_svc.core.steps import failures, rows, step_planner, worker_books
 from scheduler_svc.core.steps.adapter_slots import AdapterSlots
@@ -437,12 +438,10 @@ def forks_of_a_failed_prompt_trusted(patch: Patch) -> None:
 
 @bug("no progress")
 def refused_once_and_never_checked_again(patch: Patch) -> None:
-    def room(original: Any, worker: WorkerBooks, step: InFlightStep) -> None:
-        version = worker.room_version
-        original(worker, step)
-        worker.room_version = version
+    def refusal(original: Any, worker: WorkerBooks, entry: QueueEntry) -> Any:
+        return entry.refusals.get(worker.capacity.worker_id)
 
-    wrap(patch, WorkerBooks, "free_released", room)
+    wrap(patch, WorkerBooks, "refusal", refusal)
 
 
 @bug("is draining and gets a new row")

@@ -104,5 +104,5 @@ async def test_calls_of_a_short_request(gateway: TestGateway) -> None:
     with counted(calls):
         for _ in range(NUM_REQUESTS):
             await serve_one(gateway)
-    assert calls["call"] / NUM_REQUESTS <= 375, "Python calls"
+    assert calls["call"] / NUM_REQUESTS <= 380, "Python calls"
     assert calls["c_call"] / NUM_REQUESTS <= 265, "calls of C functions"

@@ -360,7 +360,7 @@ def test_adapters_need_a_backend_that_computes_them(tmp_path, qwen3, monkeypatch
 
 def test_memory_of_adapters_is_left_free(tmp_path, qwen3, monkeypatch):
     folder, _ = qwen3
-    monkeypatch.setattr("worker_svc.engine.model_runner.available_memory", lambda: 64 << 20)
+    monkeypatch.setattr("worker_svc.engine.loading.available_memory", lambda: 64 << 20)
     config = EngineConfig(folder, "float32", threads=1, max_num_seqs=2)
     sizes = [
         ModelRunner(replace(config, max_adapters=count, max_adapter_rank=256)).info.num_blocks for count in (0, 8, 30)
