@@ -20,6 +20,7 @@ from tests.processes.models import VOCAB_SIZE
 from tests.processes.ports import free_port
 from tests.processes.stack import Service, Stack, wait_idle
 
+NOT_DEEP = {"t5", "bart"}
 BLOCK_SIZE = 16
 WORKER_FLAGS = (
     *("--dtype", "float32", "--block-size", str(BLOCK_SIZE), "--num-blocks", "44"),
@@ -96,7 +97,13 @@ def encoder_inputs(port: int) -> int:
     return int(float(found[1]))
 
 
-@pytest.mark.parametrize("shape", TEXT_SHAPES, ids=lambda shape: shape.name)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param(shape, marks=() if shape.name in NOT_DEEP else pytest.mark.deep, id=shape.name)
+        for shape in TEXT_SHAPES
+    ],
+)
 async def test_outputs_equal_transformers_also_after_preemption_and_a_kill(shape: TextShape, tmp_path: Path) -> None:
     torch.set_num_threads(1)
     model_dir = make_text_checkpoint(tmp_path / "model", shape)

@@ -42,7 +42,9 @@ async def run_chat(client: AsyncClient, parts: Parts, started: asyncio.Semaphore
         return list((await deltas.result()).samples[0].token_ids)
 
 
-@pytest.mark.parametrize("architecture", TOWERS)
+@pytest.mark.parametrize(
+    "architecture", [pytest.param(name, marks=pytest.mark.deep) if name == "qwen2_vl" else name for name in TOWERS]
+)
 async def test_images_equal_transformers_when_a_worker_is_killed(tmp_path: Path, architecture: str) -> None:
     folder = make_folder(tmp_path / "model", architecture)
     reference = VisionReference(folder)
