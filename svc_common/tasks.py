@@ -5,9 +5,18 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+REPEAT_S = 5.0  # longer than tasks need to clean up
+
 
 async def cancel(*tasks: asyncio.Future[Any]) -> None:
-    """Cancel tasks and wait until they have ended. Their results and exceptions are ignored."""
-    for task in tasks:
-        task.cancel()
+    """Cancel tasks and wait until they have ended. Their results and exceptions are ignored.
+
+    A cancellation can be lost: if it arrives when a timeout inside the task ends, e.g. one of a Redis client, the task
+    sees the timeout only. So it is repeated.
+    """
+    running = set(tasks)
+    while running:
+        for task in running:
+            task.cancel()
+        _, running = await asyncio.wait(running, timeout=REPEAT_S)
     await asyncio.gather(*tasks, return_exceptions=True)
