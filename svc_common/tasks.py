@@ -19,4 +19,6 @@ async def cancel(*tasks: asyncio.Future[Any]) -> None:
         for task in running:
             task.cancel()
         _, running = await asyncio.wait(running, timeout=REPEAT_S)
-    await asyncio.gather(*tasks, return_exceptions=True)
+    for task in tasks:
+        if not task.cancelled():
+            task.exception()  # else asyncio logs that it was never read
