@@ -15,7 +15,16 @@ import triton
 import triton.language as tl
 
 from worker_svc.engine.gpu.kernels.record import TEMPERATURE
-from worker_svc.engine.gpu.kernels.threshold import LOG_MIN_P, TOP_K, TOP_P, chunk_top_kernel, load_z, order_of
+from worker_svc.engine.gpu.kernels.threshold import (
+    LOG_MIN_P,
+    TOP_K,
+    TOP_P,
+    chunk_top_kernel,
+    float_of,
+    load_z,
+    order_of,
+    weight_of,
+)
 
 CHUNK = 1024
 MOST = 4096  # candidates of a row
@@ -49,21 +58,6 @@ class Scratch:
 
 
 @triton.jit
-def _weight(z, top):
-    """The integer weights of top_p."""
-    distance = tl.maximum(z.to(tl.float64) - top.to(tl.float64), -100.0)
-    return tl.floor(tl.exp(distance) * 1099511627776.0 + 0.5).to(tl.int64)
-
-
-@triton.jit
-def _float_of(order):
-    """The float32 of an ordered integer, the inverse of `order_of`."""
-    flipped = order.to(tl.uint32).to(tl.int32, bitcast=True)
-    bits = tl.where(flipped < 0, flipped ^ -2147483648, ~flipped)
-    return bits.to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def _largest(z, is_in, k):
     """The k-th largest of at least k values."""
     order = order_of(z)
@@ -72,7 +66,7 @@ def _largest(z, is_in, k):
         tried = found | (tl.full([], 1, tl.int64) << (31 - bit))
         if tl.sum((is_in & (order >= tried)).to(tl.int32), 0) >= k:
             found = tried
-    return _float_of(found)
+    return float_of(found)
 
 
 @triton.jit
@@ -129,7 +123,7 @@ def collect_kernel(
         z = load_z(logits_ptr, stride, sample, vocab_size, id, temperature)
         if needs_total:
             is_kept = (id < vocab_size) & (z >= tl.load(lowest_ptr + sample))
-            tl.atomic_add(total_ptr + sample, tl.sum(tl.where(is_kept, _weight(z, top), 0), 0))
+            tl.atomic_add(total_ptr + sample, tl.sum(tl.where(is_kept, weight_of(z, top), 0), 0))
         is_found = (id < vocab_size) & (z >= bound)
         found = is_found.to(tl.int32)
         num_found = tl.sum(found, 0)
@@ -148,7 +142,7 @@ def _search_candidates(z, is_in, lowest, bound, top, total, top_k, top_p):
             lowest = _largest(z, is_in, top_k)
     if top_p < 1.0:
         is_in = is_in & (z >= lowest)
-        weight = tl.where(is_in, _weight(z, top), 0)
+        weight = tl.where(is_in, weight_of(z, top), 0)
         if top_k > 0:
             total = tl.sum(weight, 0)
         need = tl.maximum(tl.ceil(top_p.to(tl.float64) * total.to(tl.float64)).to(tl.int64), 1)
@@ -157,7 +151,7 @@ def _search_candidates(z, is_in, lowest, bound, top, total, top_k, top_p):
             tried = found | (tl.full([], 1, tl.int64) << (31 - bit))
             if tl.sum(tl.where(order_of(z) >= tried, weight, 0), 0) >= need:
                 found = tried
-        lowest = _float_of(found)
+        lowest = float_of(found)
     return lowest
 
 
@@ -175,7 +169,7 @@ def _measure(
         if IS_COUNT:
             total += tl.sum(is_in.to(tl.int64), 0)
         else:
-            total += tl.sum(tl.where(is_in, _weight(z, top), 0), 0)
+            total += tl.sum(tl.where(is_in, weight_of(z, top), 0), 0)
     return total
 
 
@@ -192,7 +186,7 @@ def _search_logits(logits_ptr, stride, vocab_size, sample, temperature, lowest, 
                 count = _measure(logits_ptr, stride, vocab_size, sample, temperature, lowest, top, tried, True, BLOCK)
                 if count >= top_k:
                     found = tried
-            lowest = _float_of(found)
+            lowest = float_of(found)
     if top_p < 1.0:
         total = _measure(logits_ptr, stride, vocab_size, sample, temperature, lowest, top, none, False, BLOCK)
         need = tl.maximum(tl.ceil(top_p.to(tl.float64) * total.to(tl.float64)).to(tl.int64), 1)
@@ -201,7 +195,7 @@ def _search_logits(logits_ptr, stride, vocab_size, sample, temperature, lowest, 
             tried = found | (tl.full([], 1, tl.int64) << (31 - bit))
             if _measure(logits_ptr, stride, vocab_size, sample, temperature, lowest, top, tried, False, BLOCK) >= need:
                 found = tried
-        lowest = _float_of(found)
+        lowest = float_of(found)
     return lowest
 
 

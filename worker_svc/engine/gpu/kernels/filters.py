@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 
 from worker_svc.engine.gpu.kernels import candidates, threshold
@@ -13,15 +16,15 @@ class Filters:
 
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device, group: Group = ALONE) -> None:
         """`vocab_size` is the part of this rank."""
-        self._group = group
-        self._alone = candidates.Scratch.make(max_rows, vocab_size, device) if group.size == 1 else None
-        self._shared = threshold.Scratch.make(max_rows, vocab_size, device) if group.size > 1 else None
+        self._find: Callable[..., torch.Tensor]
+        if group.size == 1:
+            scratch = candidates.Scratch.make(max_rows, vocab_size, device)
+            self._find = partial(candidates.find_thresholds, scratch=scratch)
+        else:
+            sums = threshold.Scratch.make(max_rows, vocab_size, device)
+            self._find = partial(threshold.find_thresholds, scratch=sums, group=group)
 
     def thresholds(self, logits: torch.Tensor, state: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """The smallest z = logits / temperature that each of the S rows keeps, float32 [S]. `rows` are records of
         `state`, -1 is padding."""
-        if self._alone is not None:
-            return candidates.find_thresholds(logits, state, rows, self._alone)
-        if self._shared is None:
-            raise RuntimeError("a group has at least one rank")
-        return threshold.find_thresholds(logits, state, rows, self._shared, self._group)
+        return self._find(logits, state, rows)

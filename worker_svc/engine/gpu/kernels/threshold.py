@@ -75,6 +75,21 @@ def order_of(z):
 
 
 @triton.jit
+def float_of(order):
+    """The float32 of an ordered integer, the inverse of `order_of`."""
+    flipped = order.to(tl.uint32).to(tl.int32, bitcast=True)
+    bits = tl.where(flipped < 0, flipped ^ -2147483648, ~flipped)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def weight_of(z, top):
+    """The integer weights of top_p."""
+    distance = tl.maximum(z.to(tl.float64) - top.to(tl.float64), -100.0)
+    return tl.floor(tl.exp(distance) * 1099511627776.0 + 0.5).to(tl.int64)
+
+
+@triton.jit
 def chunk_top_kernel(
     logits_ptr, stride, vocab_size, state_ptr, state_stride, row_ptr, top_ptr, chunks, CHUNK: tl.constexpr
 ):
@@ -136,9 +151,7 @@ def digit_sums_kernel(
     if KIND == 0:
         weight = is_kept.to(tl.int64)
     else:
-        distance = z.to(tl.float64) - tl.load(top_ptr + sample * chunks).to(tl.float64)
-        mass = tl.floor(tl.exp(tl.where(is_kept, distance, -100.0)) * 1099511627776.0 + 0.5)
-        weight = mass.to(tl.int64)
+        weight = tl.where(is_kept, weight_of(z, tl.load(top_ptr + sample * chunks)), 0)
     digit = (order >> shift) & 15
     sums = sums_ptr + (sample * chunks + chunk) * 16
     for value in tl.static_range(16):
@@ -183,9 +196,7 @@ def descend_kernel(
     tl.store(need_ptr + sample, need)
     tl.store(prefix_ptr + sample, prefix)
     if (shift == 0) & (need > 0):
-        flipped = prefix.to(tl.uint32).to(tl.int32, bitcast=True)
-        bits = tl.where(flipped < 0, flipped ^ -2147483648, ~flipped)
-        tl.store(lowest_ptr + sample, bits.to(tl.float32, bitcast=True))
+        tl.store(lowest_ptr + sample, float_of(prefix))
 
 
 def is_needed(columns: SamplingColumns) -> bool:
