@@ -1,4 +1,4 @@
-"""The console of a real gateway: who may read what, and the page in headless Chromium."""
+"""The console of a real gateway: what each caller may read, and the page in headless Chromium."""
 
 from __future__ import annotations
 

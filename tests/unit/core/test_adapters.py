@@ -1,4 +1,4 @@
-"""Adapters in the core: which are resident, who waits for a swap, and what is not delayed."""
+"""Adapters in the core: which are resident, which request waits for a swap, and what is not delayed."""
 
 from __future__ import annotations
 
