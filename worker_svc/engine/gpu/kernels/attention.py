@@ -165,7 +165,8 @@ def _merge_splits(
     return acc / total[:, None]
 
 
-@triton.jit
+# Otherwise a grid that is a multiple of 16 would need a kernel of its own.
+@triton.jit(do_not_specialize=["num_programs"])
 def paged_attention_kernel(
     q_ptr, k_ptr, v_ptr, kv_scale_ptr, table_ptr, table_stride, row_ptr, start_ptr, context_ptr, item_ptr, size_ptr,
     ticket_ptr, out_ptr, part_ptr, log_sum_ptr, arrived_ptr, softmax_scale_log2, num_programs,
