@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
+from multiprocessing import Pipe
 
 import numpy as np
 import pytest
@@ -11,9 +12,8 @@ import pytest
 from request_fields.fields import SamplingParams
 from request_fields.grammar import Grammar, GrammarKind
 from worker_svc.engine.batch import RowOpen, StepBatch, TokenRules
-from worker_svc.engine.gpu import parallel
 from worker_svc.engine.gpu.messages import RESET_ROWS, STOP, step_from_bytes, step_to_bytes
-from worker_svc.engine.gpu.parallel import FIRST_PIECE, LENGTH, Group
+from worker_svc.engine.gpu.parallel import Group
 
 
 def columns(*lengths):
@@ -69,26 +69,13 @@ def test_a_step_round_trips(batch):
         assert plain(getattr(found, field.name)) == plain(getattr(batch, field.name)), field.name
 
 
-def test_messages_of_all_lengths_arrive(monkeypatch):
-    sent = deque()
-
-    def broadcast(tensor, source, group):
-        if is_sending:
-            sent.append(tensor.clone())
-        else:
-            tensor.copy_(sent.popleft())  # fails for another length
-
-    monkeypatch.setattr(parallel.dist, "broadcast", broadcast)
-    room = FIRST_PIECE - LENGTH.size
-    for message in (
-        STOP,
-        RESET_ROWS,
-        b"",
-        *(bytes(range(256)) * 64 for _ in (1,)),
-        *(b"x" * n for n in (room, room + 1)),
-    ):
-        is_sending = True
-        Group(0, 2).send(message)
-        is_sending = False
-        assert Group(1, 2).receive() == message
-        assert not sent
+def test_messages_of_all_lengths_arrive():
+    pipes = [Pipe(duplex=False) for _ in range(2)]
+    sender = Group(0, 3, outboxes=[outbox for _, outbox in pipes])
+    messages = [STOP, RESET_ROWS, b"x", bytes(range(256)) * 64, b"y" * 300_000]  # a pipe holds 64 KiB
+    with ThreadPoolExecutor() as pool:
+        sending = pool.submit(lambda: [sender.send(message) for message in messages])
+        followers = [Group(rank, 3, inbox=inbox) for rank, (inbox, _) in enumerate(pipes, 1)]
+        received = [pool.submit(lambda group=group: [group.receive() for _ in messages]) for group in followers]
+        sending.result()
+        assert [found.result() for found in received] == [messages] * 2

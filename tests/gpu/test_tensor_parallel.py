@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
-import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -23,8 +23,10 @@ from tests.unit.engine.models import make_model
 from tests.unit.engine.processor_cases import f32
 from worker_svc.engine.backend import BackendUnavailableError, HeadShape
 from worker_svc.engine.batch import NO_RULES, TokenRules
+from worker_svc.engine.gpu.local_ranks import EXIT_BAD_SETTING, EXIT_RANK_LOST, LocalRanks
 from worker_svc.engine.gpu.parallel import Group
-from worker_svc.engine.gpu.ranks import EXIT_BAD_SETTING, EXIT_RANK_LOST, ParallelRunner
+from worker_svc.engine.gpu.ranks import ParallelRunner
+from worker_svc.engine.gpu.rendezvous import make_store, open_store
 from worker_svc.engine.gpu.weights import shard_config
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::FutureWarning", "ignore::UserWarning")
@@ -72,7 +74,7 @@ def test_two_ranks_give_the_results_of_one(folder):
         assert driver.rows[0].tokens == tokens[1][:21]
     finally:
         runner.close()
-    assert [process.exitcode for process in runner._followers] == [0]
+    assert [process.exitcode for process in runner._followers.processes] == [0]
 
 
 HURT_A_RANK = """
@@ -84,7 +86,7 @@ from worker_svc.engine.gpu import ranks
 if __name__ == "__main__":
     ranks.STUCK_AFTER_S = 1.0
     leader = load(Path(sys.argv[1]), tensor_parallel_size=2, make=ranks.ParallelRunner)
-    follower = leader._followers[0].pid
+    follower = leader._followers.processes[0].pid
     print("follower", follower, flush=True)
     if sys.argv[2] == "lead":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -126,24 +128,25 @@ def test_a_stuck_rank_ends_the_worker(hurt_a_rank):
 
 
 @pytest.mark.parametrize(
-    ("refusal", "exit_code", "message"),
+    ("refusal", "expected"),
     [
-        ("the GPU is too small", EXIT_BAD_SETTING, "rank-1: the GPU is too small; this worker exits with code 2"),
-        (None, EXIT_RANK_LOST, "rank-1 ended (exit code -9); this worker exits with code 70"),
+        ("the GPU is too small", ("rank-1: the GPU is too small", EXIT_BAD_SETTING)),
+        (None, ("rank-1 ended (exit code -9)", EXIT_RANK_LOST)),
     ],
 )
-def test_the_error_of_a_rank_is_the_logged_reason(monkeypatch, caplog, refusal, exit_code, message):
-    runner = object.__new__(ParallelRunner)
-    runner._store = torch.distributed.TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)
-    runner._is_closing = threading.Event()
-    runner._followers = [SimpleNamespace(name="rank-1", exitcode=-9, join=lambda: None, kill=lambda: None)]
+def test_the_error_of_a_rank_is_the_reported_reason(refusal, expected):
+    ranks = LocalRanks(None, (), make_store(2))
     if refusal:
-        runner._store.set("rank-1", refusal)
-    monkeypatch.setattr(os, "_exit", sys.exit)
-    with pytest.raises(SystemExit) as left:
-        runner._end_with(runner._followers)
-    assert left.value.code == exit_code
-    assert message in caplog.text
+        open_store(ranks._store.port, 2).set("rank-1", refusal)
+    assert ranks._reason([SimpleNamespace(name="rank-1", exitcode=-9, join=lambda: None)]) == expected
+
+
+def test_the_store_listens_on_the_loopback_interface_only():
+    """A process of another host could otherwise change what the ranks tell each other."""
+    port = make_store(2).port
+    for family, host in ((socket.AF_INET, "127.0.0.2"), (socket.AF_INET6, "::1")):
+        with socket.socket(family) as client, pytest.raises(ConnectionRefusedError):
+            client.connect((host, port))
 
 
 def test_no_rank_outlives_rank_0(hurt_a_rank):

@@ -6,25 +6,53 @@ maximum over ranks decides; logits are not gathered.
 
 from __future__ import annotations
 
-import struct
-from typing import Any
+from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
 NOISE_IDS = 4  # token ids per call of the noise
-LENGTH = struct.Struct("<Q")  # precedes each message
-FIRST_PIECE = 8192  # bytes of the first broadcast; a decode step of 256 rows fits
+CPU = torch.device("cpu")
+
+
+class Outbox(Protocol):
+    """Carries messages of rank 0 to ranks; also the sending end of a pipe."""
+
+    def send_bytes(self, message: bytes, /) -> None: ...
+
+
+class Inbox(Protocol):
+    """Receives messages of rank 0; also the receiving end of a pipe."""
+
+    def recv_bytes(self) -> bytes: ...
 
 
 class Group:
-    """The ranks of one worker. With one rank every operation is the identity."""
+    """The ranks of one worker. With one rank every operation is the identity.
 
-    def __init__(self, rank: int = 0, size: int = 1, control: Any = None, *, is_exact: bool = False) -> None:
+    `local_rank` counts the ranks of one host and is the number of the rank's GPU. Rank 0 has outboxes, the other ranks
+    have an inbox.
+    """
+
+    def __init__(
+        self,
+        rank: int = 0,
+        size: int = 1,
+        *,
+        local_rank: int | None = None,
+        device: torch.device = CPU,
+        is_exact: bool = False,
+        outboxes: Sequence[Outbox] = (),
+        inbox: Inbox | None = None,
+    ) -> None:
         self.rank = rank
         self.size = size
+        self.local_rank = rank if local_rank is None else local_rank
+        self._device = device
         self._is_exact = is_exact
-        self._control = control  # process group for CPU tensors
+        self._outboxes = outboxes
+        self._inbox = inbox
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over ranks, in place."""
@@ -63,31 +91,21 @@ class Group:
         return range(vocab_size)[self.rank * part : (self.rank + 1) * part]
 
     def send(self, message: bytes) -> None:
-        """Broadcasts a message of rank 0; the other ranks `receive` it. A short message takes one broadcast."""
-        if self.size == 1:
-            return
-        framed = bytearray(LENGTH.pack(len(message)) + message)
-        framed += bytes(max(FIRST_PIECE - len(framed), 0))
-        for piece in torch.frombuffer(framed, dtype=torch.uint8).tensor_split((FIRST_PIECE,)):
-            if len(piece):
-                dist.broadcast(piece, 0, self._control)
+        """Sends a message of rank 0 to all other ranks, which `receive` it."""
+        for outbox in self._outboxes:
+            outbox.send_bytes(message)
 
     def receive(self) -> bytes:
         """Waits for the next message of rank 0."""
-        pieces = [torch.empty(FIRST_PIECE, dtype=torch.uint8)]
-        dist.broadcast(pieces[0], 0, self._control)
-        (length,) = LENGTH.unpack(pieces[0][: LENGTH.size].numpy().tobytes())
-        end = LENGTH.size + length
-        if end > FIRST_PIECE:
-            pieces.append(torch.empty(end - FIRST_PIECE, dtype=torch.uint8))
-            dist.broadcast(pieces[1], 0, self._control)
-        return b"".join(piece.numpy().tobytes() for piece in pieces)[LENGTH.size : end]
+        if self._inbox is None:
+            raise RuntimeError("rank 0 receives no messages: a bug in the engine")
+        return self._inbox.recv_bytes()
 
     def all_reduce_min(self, value: int) -> int:
         """The smallest value of all ranks."""
-        found = torch.tensor([value])
+        found = torch.tensor([value], device=self._device)
         if self.size > 1:
-            dist.all_reduce(found, dist.ReduceOp.MIN, group=self._control)
+            dist.all_reduce(found, dist.ReduceOp.MIN)
         return int(found)
 
 

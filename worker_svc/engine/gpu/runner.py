@@ -78,7 +78,7 @@ class DeviceRunner:
         self, config: EngineConfig, progress: Callable[[float], None] | None = None, group: Group | None = None
     ) -> None:
         self._group = group or Group()
-        self._device = find_device(self._group.rank)
+        self._device = find_device(self._group.local_rank)
         checkpoint = Checkpoint(config.model_dir)
         whole = parse_config(checkpoint.config)
         eos_ids = eos_token_ids(checkpoint.generation_config, checkpoint.config)
