@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,6 +24,7 @@ from svc_common.errors import InvalidRequestError, QuireError, StaleEpochError, 
 from worker_svc.engine.adapters.store import AdapterStore
 from worker_svc.engine.batch import BadBatchError, StepBatch, StepOutput
 from worker_svc.engine.config import EngineInfo
+from worker_svc.lease import MAX_EPOCH_JUMP, Answer, Lease, StepOrderError, bad_epoch, superseded
 from worker_svc.metrics import ImageCounts, StepMeter
 from worker_svc.row_log import RowLog
 from worker_svc.row_traces import RowTraces
@@ -34,17 +34,9 @@ from worker_svc.wire import blocks_to_proto, commit_tags, step_batch_from_proto,
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-Answer = asyncio.Future[worker_pb2.StepOutput]
 Outcome = worker_pb2.StepOutput | Exception
 
-NUM_KEPT_ANSWERS = 64
-FIRST_STEP_ID = 1
-MAX_EPOCH_JUMP = 1 << 32  # so that one Lease cannot use up the epochs; far above the leases of any deployment
 EXIT_CORRUPT = 70  # EX_SOFTWARE: the pool may be corrupt
-
-
-class StepOrderError(StaleEpochError):
-    """The step is neither the next one nor a retry of a step whose answer is still kept."""
 
 
 def end_process(error: BaseException) -> None:
@@ -53,60 +45,6 @@ def end_process(error: BaseException) -> None:
     for handler in logging.getLogger().handlers:
         handler.flush()
     os._exit(EXIT_CORRUPT)
-
-
-class Lease:
-    """One scheduler's lease of this worker: its fence, step numbers and last answers."""
-
-    def __init__(self, epoch: int, worker_epoch: int, scheduler_id: str) -> None:
-        nonce = secrets.randbits(64)
-        self.fence = worker_pb2.Fence(scheduler_epoch=epoch, worker_epoch=worker_epoch, nonce=nonce)
-        self.scheduler_id = scheduler_id
-        self.next_step_id = FIRST_STEP_ID  # next id to accept; owned by the event loop
-        self.next_to_run = FIRST_STEP_ID  # next id to run; owned by the model thread
-        self.end_error: QuireError | None = None
-        self._answers: dict[int, Answer] = {}
-        self._on_end: set[Callable[[QuireError], None]] = set()
-
-    @property
-    def epoch(self) -> int:
-        return self.fence.scheduler_epoch
-
-    def answer_of(self, step_id: int) -> Answer | None:
-        """The kept (or pending) answer to a repeated step id; None for the next step id. StepOrderError otherwise."""
-        if step_id == self.next_step_id:
-            return None
-        if step_id in self._answers:
-            return self._answers[step_id]
-        kept = f"; answers to steps {min(self._answers)} to {max(self._answers)} are kept" if self._answers else ""
-        raise StepOrderError(f"expected step {self.next_step_id}, got {step_id}{kept}", field="batch.step_id")
-
-    def accept(self, step_id: int, answer: Answer) -> None:
-        """Step `step_id` is queued; its answer is kept for repetitions."""
-        self.next_step_id = step_id + 1
-        self._answers[step_id] = answer
-        self._answers.pop(step_id - NUM_KEPT_ANSWERS, None)
-        answer.add_done_callback(lambda done: self._undo_if_refused(step_id, done))
-
-    def _undo_if_refused(self, step_id: int, answer: Answer) -> None:
-        is_refused = not answer.cancelled() and answer.exception() is not None
-        if not is_refused or self._answers.get(step_id) is not answer:
-            return
-        self.next_step_id = step_id
-        self._answers = {kept: value for kept, value in self._answers.items() if kept < step_id}
-
-    def watch(self, on_end: Callable[[QuireError], None]) -> Callable[[], None]:
-        """Call `on_end` once when this lease ends. Returns a function that stops watching."""
-        if self.end_error is not None:
-            on_end(self.end_error)
-        self._on_end.add(on_end)
-        return lambda: self._on_end.discard(on_end)
-
-    def end(self, error: QuireError) -> None:
-        """End the lease; its streams end with `error`."""
-        self.end_error = error
-        for on_end in list(self._on_end):
-            on_end(error)
 
 
 @dataclass(slots=True)
@@ -195,11 +133,11 @@ class StepExecutor:
         last = self._last_epoch
         epoch = epoch or last + 1
         if not last < epoch <= last + MAX_EPOCH_JUMP:
-            raise _bad_epoch(epoch, last)
+            raise bad_epoch(epoch, last)
         lease = Lease(epoch, self.worker_epoch, scheduler_id)
         older, self._lease, self._last_epoch = self._lease, lease, epoch
         if older is not None:
-            older.end(_superseded(older, lease))
+            older.end(superseded(older, lease))
         self.num_orders += 1
         self.num_leases += 1
         self._row_log.reset()
@@ -255,7 +193,7 @@ class StepExecutor:
                 f"the lease of scheduler_epoch {lease.epoch} has ended", field="fence.scheduler_epoch"
             )
         if current is not lease:
-            raise _superseded(lease, current)
+            raise superseded(lease, current)
 
     # -- steps -----------------------------------------------------------------------------------------------------
 
@@ -450,19 +388,3 @@ def _settle(steps: Sequence[QueuedStep], done: asyncio.Future[list[Outcome]]) ->
 
 def _blocks(runner: Runner, seals: Seals) -> Iterator[worker_pb2.ListBlocksResponse]:
     return (blocks_to_proto(*columns, seals) for columns in runner.committed_blocks())
-
-
-def _bad_epoch(epoch: int, last: int) -> StaleEpochError:
-    what = "is stale" if epoch <= last else f"is more than {MAX_EPOCH_JUMP} above the last epoch"
-    return StaleEpochError(
-        f"scheduler_epoch {epoch} {what}: this worker was leased with {last}; use a higher epoch, or 0 for the next",
-        field="scheduler_epoch",
-    )
-
-
-def _superseded(older: Lease, newer: Lease) -> StaleEpochError:
-    return StaleEpochError(
-        f"the lease of scheduler_epoch {older.epoch} has ended: {newer.scheduler_id or 'another scheduler'} "
-        f"leased this worker with {newer.epoch}",
-        field="fence.scheduler_epoch",
-    )

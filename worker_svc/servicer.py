@@ -15,7 +15,8 @@ from svc_common.errors import InvalidRequestError, QuireError, UnavailableError
 from svc_common.inspection import Inspector
 from worker_svc.adapters import WorkerAdapters
 from worker_svc.bundle import Bundle
-from worker_svc.executor import Answer, StepExecutor
+from worker_svc.executor import StepExecutor
+from worker_svc.lease import Answer
 from worker_svc.lifecycle import Lifecycle
 from worker_svc.wire import adapters_to_proto, pieces
 

@@ -8,23 +8,14 @@ any other error shows in the output. Time is simulated too: a step sleeps for it
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
-import xxhash
 
 from prefix_index.content_ids import content_ids, input_digest
-from request_fields.checks import default_sampling
-from request_fields.inputs import ImageShape
-from request_fields.sizes import SizeLimits
-from worker_svc.engine.adapters.config import CONFIG_FILE, WEIGHTS_FILE, AdapterError, read_adapter_config
 from worker_svc.engine.adapters.rows import RowAdapters
 from worker_svc.engine.adapters.store import AdapterStore
 from worker_svc.engine.backend import I64
@@ -42,22 +33,19 @@ from worker_svc.engine.batch import (
     StepOutput,
 )
 from worker_svc.engine.beams import BeamLines
-from worker_svc.engine.config import ComputeDtype, EngineConfig, EngineInfo
-from worker_svc.engine.generation_config import eos_token_ids
+from worker_svc.engine.config import EngineConfig
 from worker_svc.engine.grammars import RowMasks, compiled_grammars
-from worker_svc.engine.model_folder import CheckpointError
-from worker_svc.engine.plan import HASH_BYTES, StepPlan, StepPlanner
+from worker_svc.engine.plan import StepPlan, StepPlanner
 from worker_svc.engine.processors import ProcessedRows
-from worker_svc.engine.rows import RowErrors, RowTable
+from worker_svc.engine.row_errors import RowErrors
+from worker_svc.engine.rows import RowTable
 from worker_svc.sim_logprobs import prompt_columns, sampled_columns
-from worker_svc.sim_tokens import GOLDEN, GREEDY_BELOW, MIX_1, MIX_2, read_json, read_vocabulary, start_digest
+from worker_svc.sim_model import SimAdapter, read_info, read_sim_adapter
+from worker_svc.sim_pool import U64, Histories, SimPool, mix
+from worker_svc.sim_tokens import GOLDEN, GREEDY_BELOW, read_vocabulary, start_digest
 
 log = logging.getLogger(__name__)
 
-U64 = npt.NDArray[np.uint64]
-
-DEFAULT_NUM_BLOCKS = 4096
-LIST_CHUNK = 1024
 POISON = np.uint64(GOLDEN)  # written by rows with a wrong context: matches no prefix
 
 
@@ -86,19 +74,6 @@ class SimConfig:
         return self.step_ms / 1e3 + num_prefill_tokens / self.prefill_tokens_per_s + num_decodes * self.token_us / 1e6
 
 
-def mix(values: U64) -> U64:
-    """`sim_tokens.mix` of each value."""
-    values = values + np.uint64(GOLDEN)
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(MIX_1)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(MIX_2)
-    return values ^ (values >> np.uint64(31))
-
-
-def digest_terms(positions: I64, token_ids: I64) -> U64:
-    """The term that each token at its position adds to the digest of a context."""
-    return mix((positions.astype(np.uint64) << np.uint64(32)) | token_ids.astype(np.uint64))
-
-
 class SimRunner:
     """Implements `executor.Runner`. It reads config.json and the tokenizer of the model folder, never weights.
 
@@ -109,7 +84,7 @@ class SimRunner:
         self._sim = sim
         self._vocabulary = read_vocabulary(config.model_dir, eos_probability=sim.eos_probability)
         self._printable = np.array(self._vocabulary.printable_ids, np.uint32)
-        self.info = info = _make_info(config)
+        self.info = info = read_info(config)
         grammars = compiled_grammars(config.model_dir, info.vocab_size, info.eos_token_ids)
         self.adapters: AdapterStore[SimAdapter, SimAdapter] = AdapterStore(
             read_sim_adapter,
@@ -356,157 +331,3 @@ def _without_failed(rows: I64, positions: I64, masks: RowMasks, errors: RowError
     errors.add_all(masks.errors(rows))
     failed = list(masks.failures)
     return np.delete(rows, failed), np.delete(positions, failed)
-
-
-class Histories:
-    """Digests of the prefixes of every row's tokens, and their sums per full block."""
-
-    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
-        width = -(-(max_model_len + 1) // block_size) * block_size
-        self._block_size = block_size
-        self._weights = block_weights(block_size)
-        # [r, p]: digest of the first p tokens of row r. One column more than tokens, and one for a row's last sample.
-        self.digests: U64 = np.zeros((max_num_seqs, width + 2), np.uint64)
-        self.sums: U64 = np.zeros((max_num_seqs, width // block_size), np.uint64)
-
-    def set(self, row: int, places: I64, token_ids: I64, start: int = 0) -> None:
-        """Replaces the tokens of a row, and their positions. `start`: digest of the empty context."""
-        num_tokens, size = len(token_ids), self._block_size
-        self.digests[row, 0] = start
-        self.digests[row, 1 : num_tokens + 1] = np.uint64(start) + np.cumsum(digest_terms(places, token_ids))
-        num_full = num_tokens // size
-        full = self.digests[row, 1 : num_full * size + 1].reshape(num_full, size)
-        self.sums[row, :num_full] = (full * self._weights).sum(axis=1)
-
-    def append(self, rows: I64, positions: I64, places: I64, token_ids: U32) -> None:
-        """Appends a token at this index, and this position, to the history of each row."""
-        self.digests[rows, positions + 1] = self.digests[rows, positions] + digest_terms(
-            places, token_ids.astype(np.int64)
-        )
-        is_last = (positions + 1) % self._block_size == 0
-        rows, ends = rows[is_last], positions[is_last] + 1
-        columns = ends[:, None] + np.arange(1 - self._block_size, 1)
-        sums = (self.digests[rows[:, None], columns] * self._weights).sum(axis=1)
-        self.sums[rows, ends // self._block_size - 1] = sums
-
-
-class SimPool:
-    """Blocks whose content is a digest per slot. Any write to a block makes it uncommitted."""
-
-    def __init__(self, num_blocks: int, block_size: int) -> None:
-        self._block_size = block_size
-        self._weights = block_weights(block_size)
-        self.digests: U64 = np.zeros(num_blocks * block_size, np.uint64)
-        self.sums: U64 = np.zeros(num_blocks, np.uint64)  # weighted, to detect exchanged slots
-        self._tokens: U32 = np.zeros((num_blocks, block_size), np.uint32)
-        self._is_committed: Bools = np.zeros(num_blocks, np.bool_)
-        self._hashes: npt.NDArray[np.uint8] = np.zeros((num_blocks, HASH_BYTES), np.uint8)
-
-    def write(self, slots: I64, token_ids: I64, digests: U64) -> None:
-        """Stores the tokens and digests of computed slots."""
-        self.digests[slots] = digests
-        self._tokens.reshape(-1)[slots] = token_ids
-        blocks = np.unique(slots // self._block_size)
-        self._is_committed[blocks] = False
-        self.sums[blocks] = (self.digests.reshape(-1, self._block_size)[blocks] * self._weights).sum(axis=1)
-
-    def copy(self, src: U32, dst: U32) -> None:
-        """Copies blocks, one pair after the other; the copies are not committed."""
-        content = self.digests.reshape(-1, self._block_size)
-        for source, target in zip(src.tolist(), dst.tolist(), strict=True):
-            content[target] = content[source]
-            self.sums[target] = self.sums[source]
-            self._tokens[target] = self._tokens[source]
-            self._is_committed[target] = False
-
-    def commit(self, block_ids: U32, hashes: list[bytes]) -> None:
-        """Marks full blocks as cached prefixes with these digests."""
-        self._is_committed[block_ids] = True
-        self._hashes[block_ids] = np.frombuffer(b"".join(hashes), np.uint8).reshape(-1, HASH_BYTES)
-
-    def committed_blocks(self) -> Iterator[tuple[U32, list[bytes], U32]]:
-        """Block ids [N], their digests, and their tokens [N, block_size], in pieces."""
-        ids = np.flatnonzero(self._is_committed).astype(np.uint32)
-        for start in range(0, len(ids), LIST_CHUNK):
-            part = ids[start : start + LIST_CHUNK]
-            yield part, [row.tobytes() for row in self._hashes[part]], self._tokens[part]
-
-
-def block_weights(block_size: int) -> U64:
-    """An odd weight per offset."""
-    return np.arange(1, 2 * block_size, 2, dtype=np.uint64)
-
-
-def _make_info(config: EngineConfig) -> EngineInfo:
-    """Facts about the folder's model. Its revision never equals that of a loaded model."""
-    folder = config.model_dir
-    model = read_json(folder / "config.json")
-    given = read_json(folder / "generation_config.json") if (folder / "generation_config.json").is_file() else {}
-    num_blocks = config.num_blocks or DEFAULT_NUM_BLOCKS
-    limit = int(model.get("max_position_embeddings") or num_blocks * config.block_size)
-    dtype: ComputeDtype = "float32" if config.dtype == "auto" else config.dtype
-    window = _attention_window(model)
-    pool_tokens = SizeLimits.of_pool(limit, num_blocks, config.block_size, window).pool_tokens
-    max_model_len = config.max_model_len or min(limit, pool_tokens)
-    return EngineInfo(
-        model=config.model_name or folder.resolve().name,
-        revision="sim-" + xxhash.xxh3_128_hexdigest(json.dumps([model, config.quantize], sort_keys=True).encode()),
-        max_model_len=max_model_len,
-        vocab_size=model["vocab_size"],
-        num_blocks=num_blocks,
-        block_size=config.block_size,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        eos_token_ids=eos_token_ids(given, model),
-        default_sampling=default_sampling(given),
-        dtype=dtype,
-        determinism=config.determinism,
-        backend="sim",
-        numerics="sim",
-        build="sim",
-        quantize=config.quantize,
-        hidden_size=int(model.get("hidden_size") or 0),
-        max_adapters=config.max_adapters,
-        attention_window=window if window is not None and window < max_model_len else None,
-        images=_image_shape(model),
-    )
-
-
-def _attention_window(model: dict[str, Any]) -> int | None:
-    """The window of a decoder whose layers all have one. None for other models, also those that no backend serves."""
-    if not model.get("sliding_window"):
-        return None
-    from worker_svc.engine.architectures import parse_config  # it imports torch, which other models do not need
-
-    try:
-        return parse_config(model).attention_window
-    except CheckpointError:
-        return None
-
-
-@dataclass(frozen=True, slots=True)
-class SimAdapter:
-    """An adapter without tensors. Its digest is part of the digests of its rows' contexts."""
-
-    digest: bytes
-    num_bytes: int = 0
-
-
-def read_sim_adapter(folder: Path) -> SimAdapter:
-    """An adapter whose digest follows from the files of its folder. Raises AdapterError."""
-    read_adapter_config(folder)
-    try:
-        content = (folder / WEIGHTS_FILE).read_bytes() + (folder / CONFIG_FILE).read_bytes()
-    except OSError as error:
-        raise AdapterError(f"cannot read {folder / WEIGHTS_FILE}: {error.strerror}; copy the adapter again") from None
-    return SimAdapter(xxhash.xxh3_128_digest(content), len(content))
-
-
-def _image_shape(model: dict[str, Any]) -> ImageShape | None:
-    """How images become positions, from config.json; None: the model takes none."""
-    vision = model.get("vision_config")
-    if not isinstance(vision, dict) or "image_token_id" not in model:
-        return None
-    channels = int(vision.get("in_channels", 3))
-    merge_size, patch_size = int(vision.get("spatial_merge_size", 2)), int(vision.get("patch_size", 14))
-    return ImageShape(int(model["image_token_id"]), merge_size, channels * patch_size**2, channels)

@@ -22,7 +22,7 @@ from tests.contract.worker_fakes import (
     serve_worker,
 )
 from worker_svc.engine.config import EngineConfig
-from worker_svc.executor import NUM_KEPT_ANSWERS
+from worker_svc.lease import NUM_KEPT_ANSWERS
 from worker_svc.runner import Runner
 from worker_svc.sim_executor import SimConfig, SimRunner
 from worker_svc.wire import u32_from_bytes

@@ -43,7 +43,8 @@ from worker_svc.engine.model import DecoderModel
 from worker_svc.engine.numerics import build, cpu_numerics
 from worker_svc.engine.plan import StepPlan, StepPlanner
 from worker_svc.engine.pooling import PooledChunk, PoolingTable, hidden_tokens, logit_tokens, to_columns
-from worker_svc.engine.rows import RowErrors, RowTable
+from worker_svc.engine.row_errors import RowErrors
+from worker_svc.engine.rows import RowTable
 from worker_svc.engine.scoring import (
     LOGITS_AT_ONCE,
     RawLogits,

@@ -7,7 +7,7 @@ positions, and the position of a token is its index plus a delta that only the i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -65,53 +65,3 @@ class MropePositions:
         positions[1, in_image] += offsets // self._widths[image]
         positions[2, in_image] += offsets % self._widths[image]
         return positions
-
-
-class RowPositions:
-    """The positions of all rows. A row without images has positions equal to indices."""
-
-    def __init__(self, max_num_seqs: int) -> None:
-        self._rows: dict[int, MropePositions] = {}  # rows with images
-        self._deltas = np.zeros(max_num_seqs, np.int64)
-
-    def open(self, row: int, spans: Sequence[ImageSpan]) -> None:
-        """Sets the images of a row."""
-        self._close_one(row)
-        if spans:
-            self._rows[row] = MropePositions(spans)
-            self._deltas[row] = self._rows[row].delta
-
-    def close(self, rows: npt.NDArray[np.uint32]) -> None:
-        """Rows without images are ignored."""
-        if self._rows:
-            for row in rows.tolist():
-                self._close_one(row)
-
-    def reset(self) -> None:
-        """Closes all rows."""
-        self._rows.clear()
-        self._deltas[:] = 0
-
-    def _close_one(self, row: int) -> None:
-        if self._rows.pop(row, None) is not None:
-            self._deltas[row] = 0
-
-    def shifted(self, rows: I64, indices: I64) -> I64:
-        """The positions of tokens after the images of their rows."""
-        return indices + self._deltas[rows] if self._rows else indices
-
-    def on_axes(self, rows: I64, starts: I64, indices: I64) -> I64 | None:
-        """The positions [3, T] of the tokens of a step; None if none of them is before the end of an image. Row i of
-        the step has the tokens from `starts[i]` on, with these indices.
-        """
-        if not self._rows:
-            return None
-        found: I64 | None = None
-        for i, row in enumerate(rows.tolist()):
-            images, tokens = self._rows.get(row), slice(int(starts[i]), int(starts[i + 1]))
-            if images is None or indices[tokens.start] >= images.last_end:
-                continue
-            if found is None:
-                found = np.tile(self.shifted(np.repeat(rows, np.diff(starts)), indices), (3, 1))
-            found[:, tokens] = images.of(indices[tokens])
-        return found

@@ -9,7 +9,8 @@ import numpy as np
 from worker_svc.engine.backend import I64
 from worker_svc.engine.batch import BadBatchError, Bools, StepBatch
 from worker_svc.engine.config import EngineInfo
-from worker_svc.engine.rows import RowErrors, RowTable
+from worker_svc.engine.row_errors import RowErrors
+from worker_svc.engine.rows import RowTable
 
 HASH_BYTES = 16
 

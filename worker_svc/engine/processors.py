@@ -18,6 +18,7 @@ Sampling (noise.py) follows.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -129,9 +130,12 @@ class ProcessedRows:
 class ProcessorTable:
     """The processing that each open row requests. All its state comes from RowOpen and the row's tokens."""
 
-    def __init__(self, tokens: U32, vocab_size: int) -> None:
-        """`tokens` [max_num_seqs, width] are the token histories of all rows; the row table writes them."""
+    def __init__(self, tokens: U32, vocab_size: int, start_of: Callable[[int], int] = lambda _row: 0) -> None:
+        """`tokens` [max_num_seqs, width] are the token histories of all rows; the row table writes them. `start_of`
+        returns the position of a row's first token that has an effect.
+        """
         self._tokens = tokens
+        self._start_of = start_of
         self._vocab_size = vocab_size
         self._asked: dict[int, tuple[RowProcessing, object]] = {}  # with the arrays of its record
         self._asks_before: I64 = np.zeros(len(tokens), np.int64)
@@ -169,17 +173,15 @@ class ProcessorTable:
             return f"{name} has id {int(ids.max())}, which is not below the vocabulary size {self._vocab_size}"
         return None
 
-    def open(self, item: RowOpen, start: int = 0) -> None:
-        """Sets what an opened row requests. Replaces what the row requested before it was opened. `start`: position of
-        the first token that has an effect.
-        """
+    def open(self, item: RowOpen) -> None:
+        """Sets what an opened row requests. Replaces what the row requested before it was opened."""
         if self._asked.pop(item.row, None) is not None:
             self._asks_before[item.row] = 0
         asked = RowProcessing(item.sampling, item.rules, item.banned_ids, item.banned_before)
         if not asked.asks_before:
             return
         self._asks_before[item.row] = asked.asks_before
-        self._starts[item.row] = start
+        start = self._starts[item.row] = self._start_of(item.row)
         self._asked[item.row] = asked, self._write_record(item.row, asked, item.prompt_len - start)
 
     def close(self, rows: U32) -> None:

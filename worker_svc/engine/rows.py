@@ -7,7 +7,7 @@ of a step at once.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -17,16 +17,17 @@ from request_fields.fields import SAMPLER_FIELDS, FieldError, Kind
 from request_fields.inputs import ImageShape
 from worker_svc.engine.adapters.rows import RowAdapters
 from worker_svc.engine.backend import I32, I64, SamplingColumns
-from worker_svc.engine.batch import U32, Bools, CarriedInput, RowError, RowErrorCode, RowOpen, StepBatch
+from worker_svc.engine.batch import U32, Bools, CarriedInput, RowOpen, StepBatch
 from worker_svc.engine.beams import BeamLines
 from worker_svc.engine.config import EncoderInfo
 from worker_svc.engine.encoder_rows import EncoderTable, OutputRules
 from worker_svc.engine.grammars import CompiledGrammars, PendingMasks, RowGrammars
 from worker_svc.engine.inputs import InputSpan, InputTable
 from worker_svc.engine.logprobs import Asked, LogprobTable, PromptTargets
-from worker_svc.engine.mrope import RowPositions
 from worker_svc.engine.pooling import PooledChunk, PoolingTable
 from worker_svc.engine.processors import ProcessedRows, ProcessorTable
+from worker_svc.engine.row_errors import RowErrors
+from worker_svc.engine.row_positions import RowPositions
 
 NO_BLOCK = -1
 COLUMN_TYPES = {Kind.FLOAT: np.float32, Kind.UINT32: np.uint32, Kind.UINT64: np.uint64}
@@ -38,27 +39,17 @@ def sampling_columns(num_rows: int) -> dict[str, npt.NDArray[Any]]:
     return columns | {"sample_index": np.zeros(num_rows, np.uint32)}
 
 
-class RowErrors:
-    """The first failure of each row in one step."""
+class RowPart(Protocol):
+    """One kind of state of all rows. All of it comes from RowOpen and the row's tokens."""
 
-    def __init__(self) -> None:
-        self._errors: dict[int, RowError] = {}
+    def open(self, item: RowOpen, /) -> None:
+        """Sets the state of an opened row, in place of what the row had before."""
 
-    def add(self, row: int, message: str, code: RowErrorCode = RowErrorCode.BAD_INPUT) -> None:
-        self._errors.setdefault(row, RowError(row, code, message))
+    def close(self, rows: U32, /) -> None:
+        """Rows that are not open are ignored."""
 
-    def add_all(self, errors: list[RowError]) -> None:
-        for error in errors:
-            self._errors.setdefault(error.row, error)
-
-    def __contains__(self, row: int) -> bool:
-        return row in self._errors
-
-    def __len__(self) -> int:
-        return len(self._errors)
-
-    def to_list(self) -> list[RowError]:
-        return list(self._errors.values())
+    def reset(self) -> None:
+        """Closes all rows."""
 
 
 class RowTable:
@@ -100,17 +91,40 @@ class RowTable:
         self._sampling = sampling_columns(max_num_seqs)
         self._num_candidates: I64 = np.zeros(max_num_seqs, np.int64)  # 0: no beam
         self._has_beams = False  # some row opened since the last reset was a beam
-        self._processors = ProcessorTable(self._tokens, vocab_size)
         self._grammars = None if compiled is None else RowGrammars(compiled, self._tokens, vocab_size)
         self._logprobs = LogprobTable(max_num_seqs, vocab_size)
         self.pooling = pooling or PoolingTable(None)
         max_samples = 0 if encoder is None or encoder.audio is None else encoder.audio.max_samples
         self._inputs = InputTable(max_num_seqs, vocab_size, hidden_size, max_samples, images)
         self._encoders = EncoderTable(max_num_seqs, block_size, vocab_size, encoder)
+        self._processors = ProcessorTable(self._tokens, vocab_size, self._encoders.start)
         self.positions = RowPositions(max_num_seqs)
         self._generations: I64 = np.zeros(max_num_seqs, np.int64)  # number of times that each row was opened
         self._nth_in_batch: I64 = np.zeros(max_num_seqs, np.int64)  # valid for rows that were just written
         self._indices: I64 = np.arange(max_num_seqs)
+        optional: list[RowPart | None] = [self._grammars, adapters]
+        self._parts: list[RowPart] = [
+            self._encoders,  # before the processors, which read where the outputs of a row begin
+            self._processors,
+            self._logprobs,
+            self.pooling,
+            self._inputs,
+            self.positions,
+            *(part for part in optional if part is not None),
+        ]
+        self._checks = (
+            self._history_refusal,
+            self._inputs.refusal,
+            self._encoders.refusal,
+            self._table_refusal,
+            self._candidates_refusal,
+            self._processors.refusal,
+            self._grammar_refusal,
+            self._logprobs.refusal,
+            self._adapter_refusal,
+            self.pooling.refusal,
+            _sampling_refusal,
+        )
 
     def rows_used(self) -> int:
         return int(self.is_open.sum())
@@ -119,30 +133,14 @@ class RowTable:
         """Closes all rows."""
         self.is_open[:] = False
         self._has_beams = False
-        self._processors.reset()
-        if self._grammars is not None:
-            self._grammars.reset()
-        self._logprobs.reset()
-        self.pooling.reset()
-        self._inputs.reset()
-        self.positions.reset()
-        if self.adapters is not None:
-            self.adapters.reset()
-        self._encoders.reset()
+        for part in self._parts:
+            part.reset()
 
     def close(self, rows: U32) -> None:
         """Closes rows; a closed row stays closed."""
         self.is_open[rows[rows < self._max_num_seqs]] = False
-        self._processors.close(rows)
-        if self._grammars is not None:
-            self._grammars.close(rows)
-        self._logprobs.close(rows)
-        self.pooling.close(rows)
-        self._inputs.close(rows)
-        self.positions.close(rows)
-        if self.adapters is not None:
-            self.adapters.close(rows)
-        self._encoders.close(rows)
+        for part in self._parts:
+            part.close(rows)
 
     # Opening
 
@@ -161,19 +159,7 @@ class RowTable:
             return f"row {item.row} is beyond max_num_seqs {self._max_num_seqs}"
         if self.is_open[item.row]:
             return f"row {item.row} is already open; close it first"
-        return (
-            self._history_refusal(item)
-            or self._inputs.refusal(item)
-            or self._encoders.refusal(item)
-            or self._table_refusal(item.block_table)
-            or self._candidates_refusal(item)
-            or self._processors.refusal(item)
-            or self._grammar_refusal(item)
-            or self._logprobs.refusal(item)
-            or self._adapter_refusal(item)
-            or self.pooling.refusal(item)
-            or _sampling_refusal(item)
-        )
+        return next((refusal for check in self._checks if (refusal := check(item)) is not None), None)
 
     def _history_refusal(self, item: RowOpen) -> str | None:
         num_tokens = len(item.token_ids)
@@ -194,7 +180,8 @@ class RowTable:
             return f"num_computed_tokens {item.num_computed_tokens} is beyond the {num_tokens} known tokens"
         return None
 
-    def _table_refusal(self, table: U32) -> str | None:
+    def _table_refusal(self, item: RowOpen) -> str | None:
+        table = item.block_table
         if len(table) > self.tables.shape[1]:
             return f"block_table has {len(table)} blocks, max_model_len needs at most {self.tables.shape[1]}"
         if len(table) and int(table.max()) >= self._num_blocks:
@@ -237,16 +224,8 @@ class RowTable:
         self._sampling["sample_index"][row] = item.sample_index
         self._num_candidates[row] = item.num_candidates
         self._has_beams |= item.num_candidates > 0
-        self._encoders.open(item)
-        self._processors.open(item, self._encoders.start(row))
-        if self._grammars is not None:
-            self._grammars.open(item)
-        self._logprobs.open(item)
-        self.pooling.open(item)
-        self._inputs.open(item)
-        self.positions.open(row, item.images)
-        if self.adapters is not None:
-            self.adapters.open(item)
+        for part in self._parts:
+            part.open(item)
 
     # Table changes
 

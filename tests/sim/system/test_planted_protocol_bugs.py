@@ -25,7 +25,8 @@ from scheduler_svc.core.steps.step_planner import StepPlanner
 from scheduler_svc.core.steps.worker_books import WorkerBooks
 from scheduler_svc.worker_link import LeasedWorker
 from tests.sim.system.simulation import FAULTS, run_seed
-from worker_svc.executor import Lease, StepExecutor
+from worker_svc.executor import StepExecutor
+from worker_svc.lease import Lease
 
 MAX_SEEDS = 400
 

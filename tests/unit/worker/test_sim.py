@@ -32,7 +32,8 @@ from worker_svc.engine.batch import (
 )
 from worker_svc.engine.config import EngineConfig
 from worker_svc.engine.mrope import ImageSpan
-from worker_svc.sim_executor import SimConfig, SimRunner, digest_terms, mix
+from worker_svc.sim_executor import SimConfig, SimRunner
+from worker_svc.sim_pool import digest_terms, mix
 from worker_svc.sim_tokens import (
     SimVocabulary,
     context_digest,

@@ -51,7 +51,8 @@ from worker_svc.engine.masking import apply_masks
 from worker_svc.engine.model_runner import MAX_OUT_OF_MEMORY_STEPS, is_out_of_memory
 from worker_svc.engine.numerics import build, device_numerics
 from worker_svc.engine.plan import StepPlan, StepPlanner
-from worker_svc.engine.rows import RowErrors, RowTable
+from worker_svc.engine.row_errors import RowErrors
+from worker_svc.engine.rows import RowTable
 from worker_svc.engine.settings import choose_max_model_len
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,8 @@ from worker_svc.engine.gpu.kernels.filters import Filters
 from worker_svc.engine.gpu.kernels.record import WORDS
 from worker_svc.engine.gpu.processing import DeviceProcessing
 from worker_svc.engine.processors import RowProcessing, process_logits
-from worker_svc.engine.rows import RowErrors, RowTable
+from worker_svc.engine.row_errors import RowErrors
+from worker_svc.engine.rows import RowTable
 
 GREEDY = sampling_params({"temperature": 0.0})
 NOISE = [

@@ -1,0 +1,109 @@
+"""The KV pool and the row histories of a simulated worker: digests of token prefixes in place of keys and values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from worker_svc.engine.backend import I64
+from worker_svc.engine.batch import U32, Bools
+from worker_svc.engine.plan import HASH_BYTES
+from worker_svc.sim_tokens import GOLDEN, MIX_1, MIX_2
+
+U64 = npt.NDArray[np.uint64]
+
+LIST_CHUNK = 1024
+
+
+def mix(values: U64) -> U64:
+    """`sim_tokens.mix` of each value."""
+    values = values + np.uint64(GOLDEN)
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(MIX_1)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(MIX_2)
+    return values ^ (values >> np.uint64(31))
+
+
+def digest_terms(positions: I64, token_ids: I64) -> U64:
+    """The term that each token at its position adds to the digest of a context."""
+    return mix((positions.astype(np.uint64) << np.uint64(32)) | token_ids.astype(np.uint64))
+
+
+class Histories:
+    """Digests of the prefixes of every row's tokens, and their sums per full block."""
+
+    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
+        width = -(-(max_model_len + 1) // block_size) * block_size
+        self._block_size = block_size
+        self._weights = block_weights(block_size)
+        # [r, p]: digest of the first p tokens of row r. One column more than tokens, and one for a row's last sample.
+        self.digests: U64 = np.zeros((max_num_seqs, width + 2), np.uint64)
+        self.sums: U64 = np.zeros((max_num_seqs, width // block_size), np.uint64)
+
+    def set(self, row: int, places: I64, token_ids: I64, start: int = 0) -> None:
+        """Replaces the tokens of a row, and their positions. `start`: digest of the empty context."""
+        num_tokens, size = len(token_ids), self._block_size
+        self.digests[row, 0] = start
+        self.digests[row, 1 : num_tokens + 1] = np.uint64(start) + np.cumsum(digest_terms(places, token_ids))
+        num_full = num_tokens // size
+        full = self.digests[row, 1 : num_full * size + 1].reshape(num_full, size)
+        self.sums[row, :num_full] = (full * self._weights).sum(axis=1)
+
+    def append(self, rows: I64, positions: I64, places: I64, token_ids: U32) -> None:
+        """Appends a token at this index, and this position, to the history of each row."""
+        self.digests[rows, positions + 1] = self.digests[rows, positions] + digest_terms(
+            places, token_ids.astype(np.int64)
+        )
+        is_last = (positions + 1) % self._block_size == 0
+        rows, ends = rows[is_last], positions[is_last] + 1
+        columns = ends[:, None] + np.arange(1 - self._block_size, 1)
+        sums = (self.digests[rows[:, None], columns] * self._weights).sum(axis=1)
+        self.sums[rows, ends // self._block_size - 1] = sums
+
+
+class SimPool:
+    """Blocks whose content is a digest per slot. Any write to a block makes it uncommitted."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self._block_size = block_size
+        self._weights = block_weights(block_size)
+        self.digests: U64 = np.zeros(num_blocks * block_size, np.uint64)
+        self.sums: U64 = np.zeros(num_blocks, np.uint64)  # weighted, to detect exchanged slots
+        self._tokens: U32 = np.zeros((num_blocks, block_size), np.uint32)
+        self._is_committed: Bools = np.zeros(num_blocks, np.bool_)
+        self._hashes: npt.NDArray[np.uint8] = np.zeros((num_blocks, HASH_BYTES), np.uint8)
+
+    def write(self, slots: I64, token_ids: I64, digests: U64) -> None:
+        """Stores the tokens and digests of computed slots."""
+        self.digests[slots] = digests
+        self._tokens.reshape(-1)[slots] = token_ids
+        blocks = np.unique(slots // self._block_size)
+        self._is_committed[blocks] = False
+        self.sums[blocks] = (self.digests.reshape(-1, self._block_size)[blocks] * self._weights).sum(axis=1)
+
+    def copy(self, src: U32, dst: U32) -> None:
+        """Copies blocks, one pair after the other; the copies are not committed."""
+        content = self.digests.reshape(-1, self._block_size)
+        for source, target in zip(src.tolist(), dst.tolist(), strict=True):
+            content[target] = content[source]
+            self.sums[target] = self.sums[source]
+            self._tokens[target] = self._tokens[source]
+            self._is_committed[target] = False
+
+    def commit(self, block_ids: U32, hashes: list[bytes]) -> None:
+        """Marks full blocks as cached prefixes with these digests."""
+        self._is_committed[block_ids] = True
+        self._hashes[block_ids] = np.frombuffer(b"".join(hashes), np.uint8).reshape(-1, HASH_BYTES)
+
+    def committed_blocks(self) -> Iterator[tuple[U32, list[bytes], U32]]:
+        """Block ids [N], their digests, and their tokens [N, block_size], in pieces."""
+        ids = np.flatnonzero(self._is_committed).astype(np.uint32)
+        for start in range(0, len(ids), LIST_CHUNK):
+            part = ids[start : start + LIST_CHUNK]
+            yield part, [row.tobytes() for row in self._hashes[part]], self._tokens[part]
+
+
+def block_weights(block_size: int) -> U64:
+    """An odd weight per offset."""
+    return np.arange(1, 2 * block_size, 2, dtype=np.uint64)
