@@ -200,9 +200,8 @@ def architecture_rows() -> Iterator[list[str]]:
 
 def quantization_rows() -> Iterator[list[str]]:
     """One row per format of quantized checkpoints."""
-    for method, what, how in FORMATS:
-        served = ("yes" if "quantized_weights" in features else "no" for features in OF_BACKEND.values())
-        yield [f"`{method}`", what, how, *served]
+    for method, *cells in FORMATS:
+        yield [f"`{method}`", *cells]
 
 
 def _served(backend: str, needed: Set[str], may_need: Set[str]) -> str:
@@ -228,7 +227,9 @@ def written() -> dict[Path, str]:
     tables |= {f"fields of {endpoint}": table(head, body_rows(rows)) for endpoint, rows in ENDPOINTS.items()}
     tables["refused body fields"] = table(("field", "value that is accepted", "endpoints"), refused_body_rows())
     tables["architectures"] = table(("architecture", "models", "needs", *OF_BACKEND), architecture_rows())
-    tables["quantized checkpoints"] = table(("`quant_method`", "read", "computed", *OF_BACKEND), quantization_rows())
+    tables["quantized checkpoints"] = table(
+        ("`quant_method`", "read", "computed by `cpu` and `reference`", "computed by `cuda`"), quantization_rows()
+    )
     names = ("configuration.md", "http.md", "metrics.md", "models.md", "request-fields.md")
     pages = [ROOT / "docs" / name for name in names]
     return {page: _fill(page.read_text(encoding="utf-8"), tables) for page in pages}

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from svc_common import config
 from svc_common.tracing import add_flags as add_trace_flags
 from svc_common.trust import add_flags
-from worker_svc.engine.config import ATTENTION, CUDA_GRAPHS, DTYPES, KV_CACHE_DTYPES, EngineConfig
+from worker_svc.engine.config import ATTENTION, CUDA_GRAPHS, DTYPES, KV_CACHE_DTYPES, QUANTIZING_BACKENDS, EngineConfig
 from worker_svc.sim_executor import SimConfig
 
 EPILOG = """examples:
@@ -78,9 +78,9 @@ def make_parser() -> argparse.ArgumentParser:
     )
     model.add_argument(
         "--quantize",
-        choices=("int8",),
-        help="int8: round weights and the inputs of linear layers to 8 bits; faster, less accurate; all workers of a "
-        "model must agree; unset: no rounding",
+        choices=tuple(QUANTIZING_BACKENDS),
+        help="round weights and the inputs of linear layers to 8 bits: int8 on CPUs, fp8 on GPUs (cuda); faster, less "
+        "accurate; all workers of a model must agree; unset: no rounding",
     )
     model.add_argument(
         "--determinism",

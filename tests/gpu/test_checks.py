@@ -16,7 +16,7 @@ from tests.unit.engine.models import make_model
 from worker_svc.engine.architectures import parse_config
 from worker_svc.engine.backend import BackendUnavailableError
 from worker_svc.engine.gpu.attention import TritonAttention
-from worker_svc.engine.gpu.checks import layers, sampling, steps
+from worker_svc.engine.gpu.checks import layers, sampling, steps, weights
 from worker_svc.engine.gpu.checks.attention import MAX_ROWS, MAX_TOKENS, attention_cases
 from worker_svc.engine.gpu.checks.case import Case, Setup, verify
 from worker_svc.engine.gpu.checks.start import CHECKS
@@ -32,6 +32,7 @@ from worker_svc.engine.gpu.kernels import (
     rms_norm,
     rope_store,
     sample,
+    scaled_linear,
 )
 from worker_svc.engine.gpu.parallel import Group
 
@@ -43,7 +44,8 @@ CONFIG = {
     "max_position_embeddings": 700, "mlp_bias": True,
 }  # fmt: skip
 EXACT = Setup(
-    parse_config(CONFIG), 97, torch.float32, 16, 700, DEVICE, Group(), "exact", has_scaled_cache=False
+    parse_config(CONFIG), 97, torch.float32, 16, 700, DEVICE, Group(), "exact", has_scaled_cache=False,
+    formats=frozenset({"fp8"}),
 )  # fmt: skip
 FP8 = replace(EXACT, dtype=torch.float16, determinism="best_effort", has_scaled_cache=True)
 BIASED = replace(EXACT, model=parse_config(CONFIG | {"architectures": ["LlamaForCausalLM"]}), block_size=1)
@@ -110,6 +112,11 @@ ONE_WRONG_ELEMENT = [
         layers.rope_store_cases, EXACT, rope_store, "tl.store(values + HALF, second, mask=is_v)",
         "tl.store(values + HALF + (token == 2) * HKV * D, second, mask=is_v)",
     ),
+    (
+        weights.fp8_cases, EXACT, scaled_linear, "round_e4m3(x * inverse[:, None])",
+        "round_e4m3(x * tl.where(column == 71, 0.5, inverse[:, None]))",
+    ),
+    (weights.fp8_cases, FP8, scaled_linear, "if BIAS:", "total = tl.where(column == 131, 0.0, total)\n    if BIAS:"),
     (steps.deltas_cases, EXACT, deltas, "index, value,", "index, value + (item == 299),"),
     (steps.prepare_cases, EXACT, prepare, "position = context + token - first", "position = context + token // 4 * 4"),
     (steps.prepare_cases, EXACT, prepare, "token * 0 - 1", "token * 0 - (token != 7).to(tl.int32)"),
@@ -153,6 +160,7 @@ def test_one_wrong_element_fails(plant_mutant, cases, setup, module, old, new):
 FACTOR = "(1 + 1e-6 * tl.num_programs(0))"
 ONE_OF_MANY = [
     (layers.linear_cases, linear, "if BIAS:", "total *= 1 + 1e-7 * M\n    if BIAS:"),
+    (weights.fp8_cases, scaled_linear, "if BIAS:", "total *= 1 + 1e-7 * M\n    if BIAS:"),
     (layers.norm_cases, rms_norm, "/ N + eps)", f"/ N * {FACTOR} + eps)"),
     (layers.activation_cases, activation, "(gate * up).to(out", f"(gate * up * {FACTOR}).to(out"),
     (layers.rope_store_cases, rope_store, "position * HALF + column, mask=is_column, other=0.0)\n    turned_a",

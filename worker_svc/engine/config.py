@@ -15,7 +15,7 @@ ComputeDtype = Literal["float32", "bfloat16", "float16"]
 Dtype = Literal[ComputeDtype, "auto"]
 KvCacheDtype = Literal["auto", "fp8"]
 Determinism = Literal["exact", "best_effort"]
-Quantization = Literal["int8"]
+Quantization = Literal["int8", "fp8"]
 CudaGraphs = Literal["start", "lazy", "off"]
 
 MAX_BLOCK_SIZE = 256
@@ -23,7 +23,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = ("auto", "fp8")
 ATTENTION = ("auto", "triton", "flash", "torch")
 CUDA_GRAPHS = ("start", "lazy", "off")
-QUANTIZING_BACKENDS = ("cpu", "reference")
+QUANTIZING_BACKENDS: Mapping[Quantization, tuple[str, ...]] = {"int8": ("cpu", "reference"), "fp8": ("cuda",)}
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,8 @@ class EngineConfig:
     image_cache_memory: bytes of embeddings of images that are kept. The default size of the pool leaves them free.
     max_adapter_rank: their largest rank. Their memory is reserved for this rank.
     max_loaded_adapters: adapters in host memory.
-    quantize int8: weights and inputs of linear layers are int8 (docs/adr/0009-int8.md). None: weights stay in `dtype`.
+    quantize: weights and inputs of linear layers are rounded to int8 (CPUs, docs/adr/0009-int8.md) or to fp8 (backend
+    cuda, docs/adr/0072-quantized-weights-on-gpus.md). None: they are not.
 
     Only backend cuda (docs/adr/0013-gpu-engine.md) uses attention, tensor_parallel_size, dtype float16, and:
     gpu_memory_utilization: a fraction of the memory of the whole device.
@@ -105,8 +106,8 @@ class EngineConfig:
         if self.kv_cache_dtype != "auto":
             _check_choice(f"backend with kv_cache_dtype={self.kv_cache_dtype}", self.backend, ("cuda",))
         if self.quantize is not None:
-            _check_choice("quantize", self.quantize, ("int8",))
-            _check_choice(f"backend with quantize={self.quantize}", self.backend, QUANTIZING_BACKENDS)
+            _check_choice("quantize", self.quantize, tuple(QUANTIZING_BACKENDS))
+            _check_choice(f"backend with quantize={self.quantize}", self.backend, QUANTIZING_BACKENDS[self.quantize])
 
 
 def _check_choice(field: str, value: str, choices: tuple[str, ...]) -> None:

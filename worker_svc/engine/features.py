@@ -29,7 +29,7 @@ FEATURES = {
 }
 REFERENCE = frozenset(FEATURES)
 CPU = REFERENCE
-CUDA: frozenset[str] = frozenset()
+CUDA = frozenset({"quantized_weights"})
 OF_BACKEND = {"cpu": CPU, "cuda": CUDA, "reference": REFERENCE}
 
 

@@ -7,6 +7,7 @@ revision, and a scheduler refuses workers of another kind. Builds differ during 
 from __future__ import annotations
 
 import platform
+from collections.abc import Collection
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -33,13 +34,15 @@ def cpu_numerics(backend: str, arithmetic: str, cpuinfo: Path = CPUINFO) -> str:
     return ", ".join((backend, " ".join((platform.machine(), *sets)), arithmetic))
 
 
-def device_numerics(backend: str, device: torch.device, num_ranks: int) -> str:
-    """The kind of a GPU worker. Ranks sum partial results, so their number changes roundings."""
+def device_numerics(backend: str, device: torch.device, num_ranks: int, formats: Collection[str] = ()) -> str:
+    """The kind of a GPU worker. Ranks sum partial results, so their number changes roundings. `formats`: of
+    quantized weights that are multiplied as they are stored."""
     kind = "interpreted"
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         kind = f"sm_{major}{minor}"
-    return ", ".join((backend, kind, f"{num_ranks} rank{'s' if num_ranks > 1 else ''}"))
+    weights = [f"{name} weights" for name in sorted(formats)]
+    return ", ".join((backend, kind, f"{num_ranks} rank{'s' if num_ranks > 1 else ''}", *weights))
 
 
 @cache

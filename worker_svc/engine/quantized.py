@@ -31,6 +31,19 @@ def read_int8_rows(checkpoint: Checkpoint, name: str, scheme: Scaled, shape: tup
     return Int8Rows(parts["weight"], parts[scheme.scale].float().reshape(-1).expand(shape[0]))
 
 
+def read_fp8_rows(
+    checkpoint: Checkpoint, name: str, scheme: Scaled, shape: tuple[int, int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The stored values [out, in] of a layer in fp8, and the scales of each output [out, groups of inputs]."""
+    parts = _read(checkpoint, name, scheme, shape)
+    rows, scales = scheme.block[0], parts[scheme.scale].float()
+    if rows is None:
+        return parts["weight"], scales.reshape(1, 1).expand(shape[0], 1)
+    if rows > 1:
+        scales = scales.repeat_interleave(rows, 0)[: shape[0]]
+    return parts["weight"], scales.reshape(shape[0], -1)
+
+
 def _read(checkpoint: Checkpoint, name: str, scheme: Scheme, shape: tuple[int, int]) -> dict[str, torch.Tensor]:
     """The tensors of a layer, checked."""
     found = {}

@@ -235,19 +235,22 @@ class WeightLoader:
         return found
 
     def _linear(self, stored: Stored) -> Linear:
-        rows = self._int8_rows(stored)
-        weights, biases = [], []
-        for name, roles in stored.tensors():
-            shape = stored.shape(roles)
-            if stored.has_bias:
-                biases += self._parts(roles, self._checkpoint.tensor(f"{name}.bias", shape[:1], None))
-            if rows is None:
-                weights += self._parts(roles, self._weight(name, shape))
-        bias = self._join(biases) if biases else None
+        rows, bias = self._int8_rows(stored), self._bias(stored)
         if rows is not None and isinstance(self._backend, Int8LinearMaker):
             return self._backend.make_int8_linear(rows, bias)
+        weights = []
+        for name, roles in stored.tensors():
+            weights += self._parts(roles, self._weight(name, stored.shape(roles)))
         joined = self._join_in_scratch(weights) if self._backend.copies_weights else self._join(weights)
         return self._backend.make_linear(joined, bias)
+
+    def _bias(self, stored: Stored) -> torch.Tensor | None:
+        if not stored.has_bias:
+            return None
+        biases = []
+        for name, roles in stored.tensors():
+            biases += self._parts(roles, self._checkpoint.tensor(f"{name}.bias", stored.shape(roles)[:1], None))
+        return self._join(biases)
 
     def _parts(self, roles: tuple[tuple[Role, int], ...], tensor: torch.Tensor) -> list[torch.Tensor]:
         """The part of each role that is kept, of a tensor with the outputs of `roles`."""

@@ -45,6 +45,7 @@ def test_ranks_are_part_of_the_kind_of_a_gpu_worker(monkeypatch):
     device = torch.device("cuda", 0)
     assert device_numerics("cuda/triton", device, 1) == "cuda/triton, sm_90, 1 rank"
     assert device_numerics("cuda/triton", device, 2) == "cuda/triton, sm_90, 2 ranks"
+    assert device_numerics("cuda/triton", device, 1, {"fp8"}) == "cuda/triton, sm_90, 1 rank, fp8 weights"
 
 
 def test_a_build_names_sources_and_libraries():

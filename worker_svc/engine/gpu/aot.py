@@ -42,6 +42,7 @@ from worker_svc.engine.gpu.kernels import (
     rms_norm,
     rope_store,
     sample,
+    scaled_linear,
     threshold,
     work_list,
 )
@@ -74,7 +75,7 @@ MAX_REGISTERS = 255
 LEFT_OUT = (
     "rms_norm", "silu", "deltas", "prepare", "start", "descend", "work_list", "gelu", "bias=True",
     "norm=False", "sums 0", "filter=False part=True", "float32", "dim 80", "dim 112", "dim 256", "dim 96 exact",
-    "fp8 exact",
+    "fp8 exact", "fp8 rows", "fp8 linear few", "fp8 linear many",
 )  # fmt: skip
 LEFT_OUT_PAGES = ("prefill page 16", "exact page 16", "dim 96 decode page 256", "fp8 decode page 16")
 
@@ -134,6 +135,7 @@ def variants(
     for bias in (False, True):
         yield _linear(f"linear bias={bias}", t, linear.BLOCK_K, linear.WARPS, linear.STAGES, has_bias=bias)
     yield _linear("linear float32", f, linear.WIDE_BLOCK_K, linear.WIDE_WARPS, linear.WIDE_STAGES)
+    yield from _fp8_variants(t)
     yield Variant("deltas", deltas.deltas_kernel, f"{i} {i} i32", {"BLOCK": deltas.BLOCK})
     constants = {"TABLE": record.TABLE, "PAGE": 256, "BLOCK": prepare.BLOCK}
     yield Variant("prepare", prepare.prepare_kernel, f"{i} i32 {i} {i} {i} {i} {i} {i} {i} {i} i32", constants)
@@ -151,6 +153,32 @@ def _linear(name: str, t: str, block_k: int, num_warps: int, num_stages: int, *,
     constants = {"BIAS": has_bias, "BLOCK_M": linear.BLOCK_M, "BLOCK_N": linear.BLOCK_N, "BLOCK_K": block_k}
     types = f"{t} {t} {t} {t} i32 i32 i32"
     return Variant(name, linear.linear_kernel, types, constants, num_warps, num_stages, ("N", "K"))
+
+
+def _fp8_variants(t: str) -> Iterator[Variant]:
+    values = "*fp8e4nv"
+    for size, group in ((4096, 4096), (4096, 128), (28672, 28672)):
+        block = min(triton.next_power_of_2(group), scaled_linear.WIDEST)
+        at_once = max(scaled_linear.AT_ONCE // block, 1)
+        constants = {
+            "GROUP": group, "GROUPS_AT_ONCE": at_once, "BLOCK": block, "SMALLEST": scaled_linear.SMALLEST,
+        }  # fmt: skip
+        name = f"fp8 rows {size} group {group}"
+        yield Variant(
+            name, scaled_linear.quantize_rows_kernel, f"{t} {values} *fp32 i32 i32", constants, at_once * block // 512
+        )
+    tiles = {"exact": scaled_linear.EXACT, "few rows": scaled_linear.FEW_ROWS, "many rows": scaled_linear.MANY_ROWS}
+    for use, tile in tiles.items():
+        for group in (0, 128):
+            sizes = {
+                "GROUP": group, "BIAS": False, "BLOCK_M": tile.rows, "BLOCK_N": tile.columns,
+                "BLOCK_K": scaled_linear.WIDEST_K,
+            }  # fmt: skip
+            yield Variant(
+                f"fp8 linear {use} group {group}", scaled_linear.scaled_linear_kernel,
+                f"{values} *fp32 {values} *fp32 {t} {t} i32 i32 i32 i32", sizes, tile.num_warps, tile.num_stages,
+                ("N", "K"),
+            )  # fmt: skip
 
 
 def _head_variants(model: str, shape: HeadShape, dtype: str, kv_dtype: str, pages: Iterable[int]) -> Iterator[Variant]:
@@ -247,7 +275,7 @@ def compile_variant(variant: Variant, arch: Architecture = HOPPER) -> Report:
         registers=registers,
         spill_instructions=len(re.findall(r"\b(?:LDL|STL)\b", sass)),
         shared_bytes=shared,
-        mma={kind: len(re.findall(rf"\b{kind}", sass)) for kind in ("HGMMA", "HMMA", "LDGSTS")},
+        mma={kind: len(re.findall(rf"\b{kind}", sass)) for kind in ("HGMMA", "QGMMA", "HMMA", "LDGSTS")},
         waits=loop_waits(sass),
         programs=arch.processors.programs_per_processor(registers, shared, variant.num_warps),
         seconds=round(time.perf_counter() - started, 2),

@@ -37,6 +37,7 @@ from worker_svc.engine.gpu.device_rows import changed_words, make_state
 from worker_svc.engine.gpu.graphs import GraphError, make_recorder
 from worker_svc.engine.gpu.kernels import threshold
 from worker_svc.engine.gpu.kernels.deltas import apply_deltas
+from worker_svc.engine.gpu.linears import FP8_CAPABILITY, DeviceLinears, has_fp8
 from worker_svc.engine.gpu.memory import Shares, divide_memory, fitting, make_pool
 from worker_svc.engine.gpu.messages import RESET_ROWS, STOP, step_from_bytes, step_to_bytes
 from worker_svc.engine.gpu.model import DeviceDecoder
@@ -44,7 +45,7 @@ from worker_svc.engine.gpu.parallel import Group
 from worker_svc.engine.gpu.pending_step import NO_IDS, PendingStep, Writes
 from worker_svc.engine.gpu.scores import StepScores, WantedScores
 from worker_svc.engine.gpu.step_buffer import HostStep, Staging, StepBuffer
-from worker_svc.engine.gpu.weights import DeviceLinears, ShardLoader, shard_config
+from worker_svc.engine.gpu.weights import ShardLoader, formats_of, shard_config
 from worker_svc.engine.grammars import compiled_grammars
 from worker_svc.engine.machine import available_cores
 from worker_svc.engine.masking import apply_masks
@@ -63,7 +64,6 @@ DTYPES: dict[ComputeDtype, torch.dtype] = {
 STORED = {dtype: name for name, dtype in DTYPES.items()}
 PENDING = 2**32 - 1  # in the history: a sampled token that the host does not know yet
 HEAD_DIMS = (16, 256)  # lower limit: tensor cores; upper limit: registers and shared memory
-FP8_CAPABILITY = (8, 9)  # first compute capability with e4m3 conversion
 
 
 class DeviceRunner:
@@ -91,8 +91,9 @@ class DeviceRunner:
         _check_heads(model)
         dtype = _choose_dtype(config, checkpoint, self._device)
         loader = ShardLoader(
-            checkpoint, whole, DeviceLinears(config.determinism), DTYPES[dtype], self._device, self._group
-        )
+            checkpoint, whole, DeviceLinears(config.determinism, DTYPES[dtype]), DTYPES[dtype], self._device,
+            self._group, config.quantize,
+        )  # fmt: skip
         loader.check()
         if self._group.rank == 0:  # only rank 0 announces a digest; for the other ranks it stays empty
             checkpoint.start_digest(available_cores())
@@ -100,6 +101,7 @@ class DeviceRunner:
             model, whole.vocab_size, DTYPES[dtype], config.block_size,
             config.max_model_len or whole.max_position_embeddings, self._device, self._group, config.determinism,
             has_scaled_cache=config.kv_cache_dtype == "fp8",
+            formats=formats_of(whole, config.quantize, self._device),
         )  # fmt: skip
         with torch.inference_mode():
             attention = _choose_checked(config, setup)
@@ -121,13 +123,17 @@ class DeviceRunner:
         self._in_flight: deque[PendingStep] = deque()
         self._num_out_of_memory = 0  # consecutive steps
         backend = f"cuda/{attention.name}"
-        numerics = device_numerics(backend, self._device, self._group.size)
+        numerics = device_numerics(backend, self._device, self._group.size, loader.formats)
         weights_digest = checkpoint.weights_digest()
         shared_numerics = numerics if config.determinism == "exact" else None
         self.info = EngineInfo(
             model=config.model_name or config.model_dir.resolve().name,
             revision=checkpoint.revision(
-                weights_digest, DTYPES[dtype], numerics=shared_numerics, kv_cache_dtype=config.kv_cache_dtype
+                weights_digest,
+                DTYPES[dtype],
+                config.quantize,
+                numerics=shared_numerics,
+                kv_cache_dtype=config.kv_cache_dtype,
             ),
             weights_digest=weights_digest,
             max_model_len=max_model_len,
@@ -144,6 +150,7 @@ class DeviceRunner:
             numerics=numerics,
             build=build(),
             kv_cache_dtype=config.kv_cache_dtype,
+            quantize=config.quantize,
         )
         self._planner = StepPlanner(self._rows, self.info)
 
@@ -372,7 +379,9 @@ class _Stages:
 def _choose_checked(config: EngineConfig, setup: Setup) -> Attention:
     """The attention to use, after the start-up checks of all kernels."""
     if setup.has_scaled_cache:
-        _check_fp8(setup.device)
+        _check_fp8(setup.device, "kv_cache_dtype fp8", "use --kv-cache-dtype auto")
+    if config.quantize == "fp8":
+        _check_fp8(setup.device, "quantize fp8", "start the worker without --quantize")
     attention = choose_attention(
         config.attention, setup, max_rows=config.max_num_seqs, max_tokens=config.max_num_batched_tokens
     )
@@ -405,12 +414,10 @@ def _check_heads(model: ModelConfig) -> None:
         )
 
 
-def _check_fp8(device: torch.device) -> None:
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
+def _check_fp8(device: torch.device, setting: str, advice: str) -> None:
+    if not has_fp8(device):
         major, minor = FP8_CAPABILITY
-        raise BackendUnavailableError(
-            f"kv_cache_dtype fp8 needs a GPU of compute capability {major}.{minor} or newer; use --kv-cache-dtype auto"
-        )
+        raise BackendUnavailableError(f"{setting} needs a GPU of compute capability {major}.{minor} or newer; {advice}")
 
 
 def _choose_dtype(config: EngineConfig, checkpoint: Checkpoint, device: torch.device) -> ComputeDtype:

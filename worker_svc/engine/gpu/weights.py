@@ -2,50 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import cached_property
 
 import torch
-import torch.nn.functional as F
 
 from worker_svc.engine.architectures import ModelConfig
 from worker_svc.engine.backend import BackendUnavailableError, HeadShape, Linear
 from worker_svc.engine.checkpoint import Checkpoint
-from worker_svc.engine.config import Determinism
+from worker_svc.engine.config import Quantization
 from worker_svc.engine.families import Role
-from worker_svc.engine.gpu.kernels import linear
 from worker_svc.engine.gpu.kernels.fp8 import scale_for
+from worker_svc.engine.gpu.kernels.scaled_linear import FP8, SMALLEST_GROUP, Fp8Weight, quantized
+from worker_svc.engine.gpu.linears import DeviceLinears, StoredWeight, WeightFormat, has_fp8
 from worker_svc.engine.gpu.parallel import Group
 from worker_svc.engine.gpu.uploads import Uploader
-from worker_svc.engine.weights import Layer, WeightLoader
+from worker_svc.engine.quantization_config import Scaled
+from worker_svc.engine.quantized import read_fp8_rows
+from worker_svc.engine.weights import Layer, Stored, WeightLoader
 
 COLUMN_PARALLEL = ("q", "gate", "up")  # each rank computes a shard of the output
 KEY_VALUE = ("k", "v")  # the same, but several ranks may hold the same head
 ROW_PARALLEL = ("o", "down")  # each rank multiplies a shard of the input; outputs are added
-
-
-class DeviceLinears:
-    """Linear layers on the device: cuBLAS, or in exact mode the Triton kernel, whose rows are independent."""
-
-    copies_weights = False
-
-    def __init__(self, determinism: Determinism) -> None:
-        self._product = linear.linear if determinism == "exact" else F.linear
-
-    def make_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-        return DeviceLinear(self._product, weight, bias)
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceLinear:
-    """A weight [out, in] on the device and the function that multiplies by it."""
-
-    product: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self.product(x, self.weight, self.bias)
+FP8_NAME = "float8_e4m3fn"  # in quantization_config.py
+KEPT = ("router", "head")  # not rounded by `quantize`: a small error there changes experts and tokens
 
 
 def kv_scales(layer: Layer, heads: HeadShape) -> torch.Tensor:
@@ -54,9 +34,9 @@ def kv_scales(layer: Layer, heads: HeadShape) -> torch.Tensor:
 
     A normed input has about unit variance, so the norm of a projection row estimates the size of its output.
     """
-    if not isinstance(layer.qkv, DeviceLinear):
-        raise TypeError(f"layer.qkv is a {type(layer.qkv).__name__}; estimating fp8 scales needs a DeviceLinear")
-    gained = layer.qkv.weight.double() * layer.input_norm.weight.double()
+    if not isinstance(layer.qkv, StoredWeight):
+        raise TypeError(f"layer.qkv is a {type(layer.qkv).__name__}; estimating fp8 scales needs its weight")
+    gained = layer.qkv.widened().double() * layer.input_norm.weight.double()
     squares = gained.square().sum(1)
     if layer.qkv.bias is not None:
         squares += layer.qkv.bias.double().square()
@@ -65,6 +45,15 @@ def kv_scales(layer: Layer, heads: HeadShape) -> torch.Tensor:
     if layer.qk_norms is not None:
         parts[0] = layer.qk_norms[1].weight.double().square()
     return scale_for(parts.mean(-1).sqrt())
+
+
+def formats_of(config: ModelConfig, quantize: Quantization | None, device: torch.device) -> frozenset[WeightFormat]:
+    """The formats that quantized weights of a model may have on the device."""
+    schemes = () if config.quantization is None else config.quantization.schemes
+    found: set[WeightFormat] = {"fp8"} if quantize == "fp8" else set()
+    if has_fp8(device) and any(isinstance(scheme, Scaled) and scheme.dtype == FP8_NAME for _, scheme in schemes):
+        found.add("fp8")
+    return frozenset(found)
 
 
 def shard_config(config: ModelConfig, group: Group) -> ModelConfig:
@@ -96,7 +85,8 @@ def shard_config(config: ModelConfig, group: Group) -> ModelConfig:
 
 
 class ShardLoader(WeightLoader):
-    """Loads one rank's shard to the device."""
+    """Loads one rank's shard to the device. `formats` are those of the quantized weights that it has made so far; the
+    others are in a float type."""
 
     def __init__(
         self,
@@ -106,8 +96,12 @@ class ShardLoader(WeightLoader):
         dtype: torch.dtype,
         device: torch.device,
         group: Group,
+        quantize: Quantization | None = None,
     ) -> None:
         super().__init__(checkpoint, config, linears, dtype)
+        self.formats: set[WeightFormat] = set()
+        self._linears = linears
+        self._quantize = quantize
         self._device = device
         self._group = group
         self._uploader = Uploader(dtype, device)
@@ -122,17 +116,66 @@ class ShardLoader(WeightLoader):
     def head(self) -> Linear | None:
         return self._backend.make_linear(self.embedding(), None) if self._config.is_tied else super().head()
 
+    def _linear(self, stored: Stored) -> Linear:
+        weight = self._fp8_weight(stored)
+        if weight is None:
+            return super()._linear(stored)
+        self.formats.add("fp8")
+        return self._linears.make_fp8_linear(weight, self._bias(stored))
+
+    def _fp8_weight(self, stored: Stored) -> Fp8Weight | None:
+        """The weight as it is stored, or rounded to fp8. None: it is used in a float type."""
+        found = self._stored_fp8(stored)
+        if found is not None or self._quantize != "fp8" or stored.roles[0][0] in KEPT:
+            return found
+        weights = []
+        for name, roles in stored.tensors():
+            weights += self._parts(roles, self._weight(name, stored.shape(roles)))
+        return quantized(self._join(weights))
+
+    def _stored_fp8(self, stored: Stored) -> Fp8Weight | None:
+        schemes = {self._scheme(name) for name in stored.names}
+        if len(schemes) != 1 or not has_fp8(self._device):
+            return None
+        (scheme,) = schemes
+        if not isinstance(scheme, Scaled) or scheme.dtype != FP8_NAME:
+            return None
+        columns = scheme.block[1]
+        if columns is not None and not self._may_divide(stored, columns):
+            return None
+        steps, scales = [], []
+        for name, roles in stored.tensors():
+            shape = stored.shape(roles)
+            stored_steps, stored_scales = read_fp8_rows(self._checkpoint, name, scheme, shape)
+            steps += self._parts(roles, stored_steps.view(torch.uint8))
+            spread = stored_scales if columns else stored_scales.expand(shape[0], self._group.size)
+            scales += self._parts(roles, spread)
+        whole = self._join(steps, self._bytes_uploader, torch.uint8).view(FP8)
+        placed = torch.cat(scales)[:, : None if columns else 1].T.contiguous().to(self._device)
+        return Fp8Weight(whole, placed, columns or whole.shape[1])
+
+    def _may_divide(self, stored: Stored, columns: int) -> bool:
+        """Whether the kernel can compute groups of `columns` inputs, none of which belongs to two ranks."""
+        is_divided = self._group.size > 1 and stored.roles[0][0] in ROW_PARALLEL
+        return columns % SMALLEST_GROUP == 0 and not (is_divided and stored.in_features % (self._group.size * columns))
+
+    @cached_property
+    def _bytes_uploader(self) -> Uploader:
+        return Uploader(torch.uint8, self._device)
+
     def _vocabulary(self, name: str) -> torch.Tensor:
         whole = self._checkpoint.tensor(f"{name}.weight", (self._config.vocab_size, self._config.hidden_size), None)
         part = self._group.vocab_part(self._config.vocab_size)
         return self._join([whole[part.start : part.stop]])
 
-    def _join(self, parts: list[torch.Tensor]) -> torch.Tensor:
+    def _join(
+        self, parts: list[torch.Tensor], uploader: Uploader | None = None, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
         """Concatenates the rows of `parts` on the device."""
         sizes = [len(part) for part in parts]
-        whole = torch.empty(sum(sizes), *parts[0].shape[1:], dtype=self._dtype, device=self._device)
+        whole = torch.empty(sum(sizes), *parts[0].shape[1:], dtype=dtype or self._dtype, device=self._device)
         for part, place in zip(parts, torch.split(whole, sizes), strict=True):
-            self._uploader.copy(part, place)
+            (uploader or self._uploader).copy(part, place)
         return whole
 
     def _part(self, role: Role, tensor: torch.Tensor) -> torch.Tensor:
@@ -147,6 +190,9 @@ class ShardLoader(WeightLoader):
             return tensor.chunk(parts)[rank * parts // size]
         if role in ROW_PARALLEL and tensor.dim() == 2:
             return tensor.chunk(size, dim=1)[rank]
+        if role == "head":
+            part = self._group.vocab_part(self._config.vocab_size)
+            return tensor[part.start : part.stop]
         if role in ROW_PARALLEL and rank > 0:
             return torch.zeros_like(tensor)  # only rank 0 adds the bias
         return tensor

@@ -11,6 +11,7 @@ from worker_svc.engine.architectures import ModelConfig
 from worker_svc.engine.backend import BackendUnavailableError
 from worker_svc.engine.config import Determinism
 from worker_svc.engine.gpu.device_rows import make_state
+from worker_svc.engine.gpu.linears import WeightFormat
 from worker_svc.engine.gpu.parallel import Group
 
 Outputs = dict[str, torch.Tensor]
@@ -39,6 +40,7 @@ class Setup:
     group: Group
     determinism: Determinism
     has_scaled_cache: bool  # KV cache in fp8
+    formats: frozenset[WeightFormat] = frozenset()  # of quantized weights
 
     @property
     def is_exact(self) -> bool:

@@ -14,10 +14,12 @@ from worker_svc.engine.gpu.checks.sampling import (
     processed_cases,
 )
 from worker_svc.engine.gpu.checks.steps import deltas_cases, prepare_cases
+from worker_svc.engine.gpu.checks.weights import fp8_cases
 
 OTHER_TRITON = "install another version of Triton, or use --backend cpu"
 CHECKS: tuple[tuple[Callable[[Setup], Iterator[Case]], str], ...] = (
     (linear_cases, "install another version of Triton, or use --determinism best_effort (linear layers by cuBLAS)"),
+    (fp8_cases, OTHER_TRITON),
     (norm_cases, OTHER_TRITON),
     (rope_store_cases, OTHER_TRITON),
     (activation_cases, OTHER_TRITON),

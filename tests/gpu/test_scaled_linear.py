@@ -1,0 +1,103 @@
+"""Products with fp8 weights: the kernels against torch, the library's product, and rows that depend on no others."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.gpu.builders import DEVICE, relative_error
+from worker_svc.engine.gpu.kernels import scaled_linear
+from worker_svc.engine.gpu.kernels.scaled_linear import (
+    Fp8Weight,
+    quantize_rows,
+    quantized,
+    reference,
+    reference_rows,
+)
+from worker_svc.engine.gpu.linears import DeviceLinears, Fp8Linear, LibraryFp8Linear, library_serves
+
+SIZES = {"one group": (200, 72, 200), "groups": (160, 40, 32), "a short group": (200, 130, 64)}
+
+
+def random(*size, seed=0, dtype=torch.float32):
+    return torch.randn(*size, generator=torch.Generator().manual_seed(seed)).to(dtype).to(DEVICE)
+
+
+def weight_of(outputs, inputs, group):
+    rows = reference_rows(random(outputs, inputs, seed=1), group)
+    return Fp8Weight(rows.steps, rows.scales.T.contiguous(), group)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("name", SIZES)
+def test_rows_are_rounded_as_in_torch(monkeypatch, name, dtype):
+    monkeypatch.setattr(scaled_linear, "WIDEST", 128)
+    inputs, _, group = SIZES[name]
+    x = random(5, inputs, dtype=dtype)
+    x[1] = 0
+    x[2, :group] = 0
+    x[3] *= 1e4
+    found, expected = quantize_rows(x, group), reference_rows(x, group)
+    assert torch.equal(found.steps.float(), expected.steps.float())
+    assert torch.equal(found.scales, expected.scales)
+    assert not found.steps[1].float().any()
+
+
+def test_a_row_with_nan_has_no_result_and_others_have_theirs():
+    x = random(3, 64)
+    layer = Fp8Linear(weight_of(40, 64, 64), None, is_exact=True)
+    expected = layer(x)
+    x[1, 5] = torch.nan
+    found = layer(x)
+    assert found[1].isnan().all()
+    assert torch.equal(found[[0, 2]], expected[[0, 2]])
+
+
+@pytest.mark.parametrize("is_exact", [True, False])
+@pytest.mark.parametrize("name", SIZES)
+def test_products_match_float64(name, is_exact):
+    inputs, outputs, group = SIZES[name]
+    weight, bias = weight_of(outputs, inputs, group), random(outputs, seed=2)
+    rows = reference_rows(random(67, inputs), group)
+    found = scaled_linear.scaled_linear(rows, weight, bias, torch.float32, is_exact=is_exact)
+    assert relative_error(found, reference(rows, weight, bias)) < 1e-6
+
+
+def test_rows_have_the_same_bits_alone_in_exact_mode():
+    layer = Fp8Linear(weight_of(40, 160, 32), None, is_exact=True)
+    x = random(67, 160)
+    whole = layer(x)
+    for row in (0, 66):
+        assert torch.equal(layer(x[row : row + 1]), whole[row : row + 1])
+
+
+def test_one_scale_for_the_library_and_the_kernel():
+    """A weight that is stored with one scale per output is multiplied by torch._scaled_mm, unless the mode is exact."""
+    weight = quantized(random(48, 64, seed=1))
+    bias, x = random(48, seed=2), random(7, 64)
+    made = {mode: DeviceLinears(mode, torch.float32).make_fp8_linear(weight, bias) for mode in ("exact", "best_effort")}
+    assert isinstance(made["best_effort"], LibraryFp8Linear)
+    assert isinstance(made["exact"], Fp8Linear)
+    expected = reference(reference_rows(x, 64), weight, bias)
+    for layer in made.values():
+        assert relative_error(layer(x), expected) < 1e-6
+        assert layer(x[:0]).shape == (0, 48)
+        assert torch.equal(layer.widened(), weight.widened())
+    assert isinstance(
+        DeviceLinears("best_effort", torch.float32).make_fp8_linear(weight_of(40, 72, 72), None), Fp8Linear
+    )
+
+
+@pytest.mark.parametrize("fault", [RuntimeError("not implemented"), None])
+def test_a_library_that_fails_or_is_wrong_is_not_used(monkeypatch, fault):
+    def product(x, weight, **options):
+        if fault is not None:
+            raise fault
+        return torch.zeros(len(x), weight.shape[1], dtype=options["out_dtype"])
+
+    monkeypatch.setattr(torch, "_scaled_mm", product)
+    library_serves.cache_clear()
+    try:
+        assert not library_serves(torch.float32, DEVICE)
+    finally:
+        library_serves.cache_clear()
