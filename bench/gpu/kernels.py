@@ -11,7 +11,7 @@ import torch.nn.functional as F
 import triton
 
 from bench.gpu.report import Report, relative_error
-from worker_svc.engine.backend import HeadShape, RotaryTable
+from worker_svc.engine.backend import AttentionShape, HeadShape, RotaryTable
 from worker_svc.engine.gpu.kernels import activation, linear, rms_norm, rope_store, sample
 from worker_svc.engine.gpu.kernels.attention import Parts, Queries, Tiles, WorkList, paged_attention
 from worker_svc.engine.gpu.kernels.filters import Filters
@@ -116,7 +116,16 @@ class Case:
 
         def run():
             return paged_attention(
-                self.q, self.cache, self.queries, work, parts, out, self.shape, tiles, num_programs, self.scales
+                self.q,
+                self.cache,
+                self.queries,
+                work,
+                parts,
+                out,
+                AttentionShape.plain(self.shape),
+                tiles,
+                num_programs,
+                self.scales,
             )
 
         if per_processor is None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from worker_svc.engine.backend import HeadShape
+from worker_svc.engine.backend import AttentionShape, HeadShape
 from worker_svc.engine.gpu.kernels import fp8
 from worker_svc.engine.gpu.kernels.attention import Parts, Queries, WorkList
 
@@ -37,6 +37,11 @@ class AttentionCase:
     num_rows: torch.Tensor
     shape: HeadShape
     scales: torch.Tensor | None = None  # scales of an fp8 pool
+    layer: AttentionShape | None = None  # None: plain
+
+    @property
+    def attention(self) -> AttentionShape:
+        return self.layer or AttentionShape.plain(self.shape)
 
     @classmethod
     def make(
@@ -49,7 +54,9 @@ class AttentionCase:
         padding: int = 0,
         seed: int = 0,
         scales: torch.Tensor | None = None,
+        layer: AttentionShape | None = None,
     ) -> AttentionCase:
+        """Keys that no query of their row sees, because of the window of `layer`, are NaN too."""
         generator = torch.Generator().manual_seed(seed)
         lengths = [context + count for context, count in rows]
         blocks = [-(-length // block_size) for length in lengths]
@@ -58,11 +65,13 @@ class AttentionCase:
         lines = torch.randperm(len(tables), generator=generator)[: len(rows)].int()
         size = (len(order), block_size, shape.num_kv_heads, shape.head_dim)
         cache = (torch.full(size, torch.nan), torch.full(size, torch.nan))
-        for line, length, count in zip(lines.tolist(), lengths, blocks, strict=True):
+        for line, length, count, (context, _) in zip(lines.tolist(), lengths, blocks, rows, strict=True):
             tables[line, :count] = torch.tensor([order.pop() for _ in range(count)])
-            keys = torch.arange(length)
+            lowest = 0 if layer is None or layer.window is None else max(context + 1 - layer.window, 0)
+            tables[line, : lowest // block_size] = order[0]  # blocks that are freed have no keys of the row
+            keys = torch.arange(lowest, length)
             for pool in cache:
-                values = torch.randn(length, *size[2:], generator=generator)
+                values = torch.randn(len(keys), *size[2:], generator=generator)
                 pool[tables[line].long()[keys // block_size], keys % block_size] = values
         starts = torch.tensor([0] + [count for _, count in rows]).cumsum(0)
         q = torch.randn(int(starts[-1]) + padding, shape.num_q_heads, shape.head_dim, generator=generator)
@@ -78,7 +87,7 @@ class AttentionCase:
         if scales is not None:
             parts = zip(cache, scales, strict=True)
             placed = tuple(fp8.reference(pool, scale[:, None]).to(DEVICE) for pool, scale in parts)
-        return cls(q.to(dtype).to(DEVICE), placed, queries, ints(len(rows)), shape, scales)
+        return cls(q.to(dtype).to(DEVICE), placed, queries, ints(len(rows)), shape, scales, layer)
 
     def empty_work(self, num_items: int = 4096) -> WorkList:
         work = WorkList.empty(num_items, self.q.device)

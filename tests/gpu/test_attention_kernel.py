@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.gpu.builders import DEVICE, DTYPES, TOLERANCE, AttentionCase, relative_error
-from worker_svc.engine.backend import HeadShape
+from worker_svc.engine.backend import AttentionShape, HeadShape
 from worker_svc.engine.gpu.kernels import attention
 from worker_svc.engine.gpu.kernels.attention import Tiles
 from worker_svc.engine.gpu.kernels.work_list import Splits, make_work_list
@@ -33,9 +33,10 @@ def run(case, *passes, num_programs=3, splits=SHORT):
         make_work_list(
             case.queries, case.num_rows, work, tiles,
             queries_per_tile=tiles.queries(case.shape), splits=splits, min_queries=min_queries,
+            window=case.attention.window,
         )  # fmt: skip
         attention.paged_attention(
-            case.q, case.cache, case.queries, work, parts, out, case.shape, tiles, num_programs, case.scales
+            case.q, case.cache, case.queries, work, parts, out, case.attention, tiles, num_programs, case.scales
         )
     return out
 
@@ -47,7 +48,7 @@ def fast(case, **options):
 def error_of(case, out):
     num_rows = int(case.num_rows)
     end = int(case.queries.starts[num_rows])
-    expected = attention.reference(case.q, case.cache, case.queries, num_rows, case.shape, case.scales)
+    expected = attention.reference(case.q, case.cache, case.queries, num_rows, case.attention, case.scales)
     assert torch.isnan(out[end:]).all()  # padding is not written
     return relative_error(out[:end], expected[:end])
 
@@ -144,7 +145,7 @@ def test_launches_share_their_counters():
     for num_programs in (1, 3, 50):
         outs.append(torch.full_like(case.q, torch.nan))
         attention.paged_attention(
-            case.q, case.cache, case.queries, work, parts, outs[-1], PAIRS, DECODE, num_programs, None
+            case.q, case.cache, case.queries, work, parts, outs[-1], case.attention, DECODE, num_programs, None
         )
         assert not work.tickets.any()
         assert not parts.arrived.any()
@@ -171,7 +172,7 @@ def wrong_line(case):
 def test_planted_faults_are_found(plant):
     """A wrong table, length or row causes an error far beyond the tolerance."""
     case = AttentionCase.make(PAIRS, MIXED, dtype=torch.float32, block_size=16)
-    expected = attention.reference(case.q, case.cache, case.queries, len(MIXED), PAIRS)
+    expected = attention.reference(case.q, case.cache, case.queries, len(MIXED), case.attention)
     plant(case)
     assert relative_error(fast(case), expected) > 1000 * TOLERANCE[torch.float32]
 
@@ -184,8 +185,8 @@ MUTATIONS = [
         "seen_by_all = tl.minimum(end, context + first_query + 16)",
     ),
     ("head = kv_head * G + line % GROUP", "head = kv_head + line % GROUP"),
-    ("begin = tl.load(item + 2) * split_keys", "begin = tl.load(item + 2) * (split_keys - 1)"),
-    ("shrink = tl.exp2(best - top)\n    total", "shrink = tl.exp2(top - top)\n    total"),
+    ("first_key + tl.load(item + 2) * split_keys", "first_key + tl.load(item + 2) * (split_keys - 1)"),
+    ("shrink = tl.exp2(best - zero)\n    total", "shrink = tl.exp2(zero - zero)\n    total"),
     ("block * PAGE + key % PAGE", "block * PAGE + (key + 1) % PAGE"),
     ("for split in range(num_splits)", "for split in range(num_splits - 1)"),
     ('sem="acq_rel") == num_splits - 1', 'sem="acq_rel") == num_splits - 2'),
@@ -199,8 +200,20 @@ def test_mutants_are_caught(plant_mutant, old, new):
     rows = [*MIXED, (70, 1)]  # the last row has three splits
     case = AttentionCase.make(PAIRS, rows, dtype=torch.float32, block_size=16)
     plant_mutant(attention, old, new)
-    error = relative_error(fast(case), attention.reference(case.q, case.cache, case.queries, len(rows), PAIRS))
+    error = relative_error(fast(case), attention.reference(case.q, case.cache, case.queries, len(rows), case.attention))
     assert not error < 1e-4
+
+
+def part_of(whole, context, count):
+    """The queries [context, context + count) of the first row alone."""
+    queries = replace(
+        whole.queries,
+        rows=whole.queries.rows[:1],
+        starts=torch.tensor([0, count], dtype=torch.int32, device=whole.q.device),
+        contexts=torch.tensor([context], dtype=torch.int32, device=whole.q.device),
+    )
+    q, one = whole.q[context : context + count].contiguous(), whole.num_rows.clone().fill_(1)
+    return replace(whole, q=q, queries=queries, num_rows=one)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -209,17 +222,82 @@ def test_exact_tiles_do_not_depend_on_chunks_or_other_rows(dtype):
     whole = AttentionCase.make(PAIRS, [(0, 37), (9, 3), (20, 1)], dtype=dtype, block_size=16)
     expected = run(whole, (EXACT, 1))
     for context, count in [(36, 1), (30, 7), (16, 21), (5, 20)]:
-        queries = replace(
-            whole.queries,
-            rows=whole.queries.rows[:1],
-            starts=torch.tensor([0, count], dtype=torch.int32, device=whole.q.device),
-            contexts=torch.tensor([context], dtype=torch.int32, device=whole.q.device),
-        )
-        part = AttentionCase(
-            whole.q[context : context + count].contiguous(),
-            whole.cache,
-            queries,
-            whole.num_rows.clone().fill_(1),
-            PAIRS,
-        )
+        part = part_of(whole, context, count)
         assert torch.equal(run(part, (EXACT, 1)), expected[context : context + count])
+
+
+def masked(shape, window=None, soft_cap=None, scale=0.5):
+    return AttentionShape(shape, scale, soft_cap, window)
+
+
+WINDOWED = [(40, 1), (0, 21), (31, 1), (70, 23), (130, 1), (24, 2)]  # (tokens in the pool, queries)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layer", [
+    masked(PAIRS, window=1), masked(PAIRS, window=33), masked(PAIRS, soft_cap=0.7),
+    masked(PAIRS, window=17, soft_cap=0.7),
+], ids=lambda layer: f"window {layer.window} cap {layer.soft_cap}")  # fmt: skip
+@pytest.mark.parametrize("block_size", [16, pytest.param(4, marks=pytest.mark.deep)])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # padding lines may see no key
+def test_windows_and_soft_caps(layer, block_size, dtype):
+    """Slots before the windows hold NaN, as blocks may that the scheduler has freed."""
+    case = AttentionCase.make(PAIRS, WINDOWED, dtype=dtype, block_size=block_size, padding=3, layer=layer)
+    assert error_of(case, fast(case)) < TOLERANCE[dtype]
+    assert error_of(case, run(case, (EXACT, 1))) < TOLERANCE[dtype]
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_windows_over_an_fp8_cache():
+    scales = torch.tensor([[0.5, 2.0], [1.0, 0.125]], device=DEVICE)
+    layer = masked(PAIRS, window=18, soft_cap=2.0)
+    case = AttentionCase.make(PAIRS, WINDOWED, dtype=torch.float32, block_size=16, scales=scales, layer=layer)
+    assert error_of(case, fast(case)) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # infinity is the limit that the kernel needs
+def test_large_scores_saturate_at_the_soft_cap():
+    case = AttentionCase.make(PAIRS, [(40, 1), (3, 9)], dtype=torch.float32, block_size=16, layer=masked(PAIRS, 9, 3.0))
+    case.q.mul_(1e4)
+    assert error_of(case, fast(case)) < TOLERANCE[torch.float32]
+
+
+def test_a_window_skips_the_keys_before_it():
+    """The work of a row is bounded by the window: its splits begin where the window does."""
+    case = AttentionCase.make(PAIRS, [(500, 1), (20, 1)], dtype=torch.float32, block_size=16)
+    for window, expected in [(None, 16 + 1), (40, 2 + 1), (22, 2 + 1), (21, 1 + 1)]:
+        work = case.empty_work()
+        make_work_list(
+            case.queries, case.num_rows, work, DECODE, queries_per_tile=DECODE.queries(PAIRS), splits=SHORT,
+            window=window,
+        )  # fmt: skip
+        assert work.sizes.tolist() == [expected, 32]
+
+
+WINDOW_MUTATIONS = [
+    ("key[None, :] > query_position[:, None] - window", "key[None, :] > query_position[:, None] - window - 1"),
+    ("is_in = is_in & (key >= lowest)", "is_in = is_in & (key >= 0)"),
+    ('zero = tl.where(top == -float("inf"), 0.0, top)', "zero = top"),
+    ("lowest = tl.maximum(context + first_query + 1 - window, 0)", "lowest = tl.maximum(context + 1 - window, 0) + 1"),
+    ("first_key = lowest // MIN_SPLIT * MIN_SPLIT", "first_key = 0"),
+    ("(1.0 - 2.0 / (doubled + 1.0))", "(1.0 - 2.0 / (doubled + 2.0))"),
+]
+
+
+@pytest.mark.parametrize(("old", "new"), WINDOW_MUTATIONS, ids=[old for old, _ in WINDOW_MUTATIONS])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_mutants_of_windows_are_caught(plant_mutant, old, new):
+    case = AttentionCase.make(
+        PAIRS, WINDOWED, dtype=torch.float32, block_size=16, layer=masked(PAIRS, window=17, soft_cap=2.0)
+    )
+    plant_mutant(attention, old, new)
+    expected = attention.reference(case.q, case.cache, case.queries, len(WINDOWED), case.attention)
+    assert not relative_error(fast(case), expected) < 1e-4
+
+
+def test_exact_tiles_with_a_window_do_not_depend_on_chunks():
+    whole = AttentionCase.make(PAIRS, [(0, 57)], dtype=torch.float32, block_size=16, layer=masked(PAIRS, window=19))
+    whole.cache[0].nan_to_num_(0.5), whole.cache[1].nan_to_num_(0.5)
+    expected = run(whole, (EXACT, 1))
+    for context, count in [(56, 1), (30, 7), (16, 21), (47, 10)]:
+        assert torch.equal(run(part_of(whole, context, count), (EXACT, 1)), expected[context : context + count])

@@ -53,7 +53,7 @@ BIASED = replace(EXACT, model=parse_config(CONFIG | {"architectures": ["LlamaFor
 
 def paged_attention_cases(setup):
     made = TritonAttention(
-        setup.model.heads, setup.determinism, max_rows=MAX_ROWS, max_tokens=MAX_TOKENS,
+        setup.model.heads, setup.determinism, windows=[None], max_rows=MAX_ROWS, max_tokens=MAX_TOKENS,
         max_model_len=setup.max_model_len, dtype=setup.dtype, device=DEVICE,
     )  # fmt: skip
     return attention_cases(made, "paged_attention", setup)

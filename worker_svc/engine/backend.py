@@ -138,6 +138,11 @@ class AttentionShape:
     is_causal: bool = True  # False: a token attends to all tokens of its row, also those after it
     bias: PositionBias | None = None  # added to scores after the soft cap
 
+    @classmethod
+    def plain(cls, heads: HeadShape) -> AttentionShape:
+        """Causal attention with the usual scale."""
+        return cls(heads, heads.head_dim**-0.5)
+
 
 @dataclass(frozen=True, slots=True)
 class Norm:

@@ -12,6 +12,7 @@ waits for the loads that it has just issued.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import re
 import subprocess
@@ -76,10 +77,20 @@ LEFT_OUT = (
     "rms_norm", "silu", "deltas", "prepare", "start", "descend", "work_list", "gelu", "bias=True",
     "norm=False", "sums 0", "filter=False part=True", "float32", "dim 80", "dim 112", "dim 256", "dim 96 exact",
     "fp8 exact", "fp8 rows", "fp8 linear few", "fp8 linear many",
+    "gemma2", "mistral exact", "store mistral",
 )  # fmt: skip
-LEFT_OUT_PAGES = ("prefill page 16", "exact page 16", "dim 96 decode page 256", "fp8 decode page 16")
+LEFT_OUT_PAGES = (
+    "prefill page 16", "exact page 16", "dim 96 decode page 256", "fp8 decode page 16", "mistral decode page 16",
+)  # fmt: skip
 
 SHAPES = {"0.6b": HeadShape(16, 8, 128), "8b": HeadShape(32, 8, 128), "0.5b": HeadShape(14, 2, 64)}
+# Layers with and without a sliding window or a soft cap, as attention is compiled for them
+PLAIN: dict[str, dict[str, Any]] = {"": {"WINDOW": False, "CAPPED": False}}
+WINDOWS: dict[str, dict[str, Any]] = {" window": {"WINDOW": True, "CAPPED": False}}
+CAPS: dict[str, dict[str, Any]] = {
+    " cap": {"WINDOW": False, "CAPPED": True}, " window cap": {"WINDOW": True, "CAPPED": True},
+}  # fmt: skip
+MASKED_SHAPES = {"mistral": (HeadShape(32, 8, 128), WINDOWS), "gemma2": (HeadShape(16, 8, 256), CAPS)}
 ODD_SHAPES = {f"dim {dim}": HeadShape(32, 8, dim) for dim in (80, 96, 112, 256)}
 
 
@@ -141,6 +152,8 @@ def variants(
     yield Variant("prepare", prepare.prepare_kernel, f"{i} i32 {i} {i} {i} {i} {i} {i} {i} {i} i32", constants)
     for model in models:
         yield from _head_variants(model, SHAPES[model], dtype, dtype, pages)
+    for model, (shape, all_masks) in MASKED_SHAPES.items():
+        yield from _head_variants(model, shape, dtype, dtype, (16, 64), all_masks)
     for model, shape in ODD_SHAPES.items():
         yield from _head_variants(model, shape, dtype, dtype, (16, 256))
     yield from _head_variants("0.6b fp8", SHAPES["0.6b"], dtype, "fp8e4nv", pages)
@@ -181,7 +194,14 @@ def _fp8_variants(t: str) -> Iterator[Variant]:
             )  # fmt: skip
 
 
-def _head_variants(model: str, shape: HeadShape, dtype: str, kv_dtype: str, pages: Iterable[int]) -> Iterator[Variant]:
+def _head_variants(
+    model: str,
+    shape: HeadShape,
+    dtype: str,
+    kv_dtype: str,
+    pages: Iterable[int],
+    all_masks: dict[str, dict[str, Any]] = PLAIN,
+) -> Iterator[Variant]:
     t, kv, i, f = f"*{dtype}", f"*{kv_dtype}", "*i32", "*fp32"
     width, is_scaled = triton.next_power_of_2(shape.head_dim), kv_dtype != dtype
     heads = {"HQ": shape.num_q_heads, "HKV": shape.num_kv_heads, "D": shape.head_dim}
@@ -194,19 +214,19 @@ def _head_variants(model: str, shape: HeadShape, dtype: str, kv_dtype: str, page
         )  # fmt: skip
     for use, all_tiles in (("decode", DECODE_TILES), ("prefill", PREFILL_TILES), ("exact", EXACT_TILES)):
         tiles = for_heads(all_tiles, shape, 4 if dtype == "fp32" else 2)
-        for page in pages:
-            constants = heads | {
+        for page, (suffix, masks) in itertools.product(pages, all_masks.items()):
+            constants = heads | masks | {
                 "PAGE": page, "GROUP": attention.group_lines(shape), "BLOCK_M": tiles.block_m,
                 "BLOCK_N": tiles.block_n, "BLOCK_D": width, "MIN_SPLIT": tiles.min_split,
                 "ONE_LOOP": tiles.one_loop, "SCALED": is_scaled,
             }  # fmt: skip
-            types = f"{t} {kv} {kv} {f} {i} i32 {i} {i} {i} {i} {i} {i} {t} {f} {f} {i} fp32 i32"
-            name = f"attention {model} {use} page {page}"
+            types = f"{t} {kv} {kv} {f} {i} i32 {i} {i} {i} {i} {i} {i} {t} {f} {f} {i} fp32 i32 i32 fp32"
+            name = f"attention {model} {use} page {page}{suffix}"
             yield Variant(name, attention.paged_attention_kernel, types, constants, tiles.num_warps, tiles.num_stages)
         constants = {
             "QUERIES": tiles.queries(shape), "MIN_SPLIT": tiles.min_split, "ROWS": work_list.MIN_ROWS, "BLOCK": 64,
         }  # fmt: skip
-        types = f"{i} {i} {i} {i} {i} i32 i32 i32 fp32"
+        types = f"{i} {i} {i} {i} {i} i32 i32 i32 fp32 i32"
         yield Variant(f"work_list {model} {use}", work_list.work_list_kernel, types, constants)
 
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 
-from worker_svc.engine.backend import HeadShape
+from worker_svc.engine.backend import AttentionShape, HeadShape
 from worker_svc.engine.config import Determinism
-from worker_svc.engine.gpu.kernels.attention import Parts, Tiles, WorkList, paged_attention
+from worker_svc.engine.gpu.kernels.attention import Parts, Tiles, WorkList, paged_attention, visible
 from worker_svc.engine.gpu.kernels.work_list import make_work_list
 from worker_svc.engine.gpu.step_buffer import HostStep, StepColumns
 from worker_svc.engine.gpu.tiles import DECODE_TILES, EXACT_TILES, PREFILL_TILES, Processors, for_heads, splits_for
@@ -40,8 +41,10 @@ class Attention(Protocol):
 
     def begin(self, columns: StepColumns) -> None: ...
 
-    def attend(self, q: torch.Tensor, cache: LayerCache, columns: StepColumns, out: torch.Tensor) -> None:
-        """Causal attention of q [T, q_heads, dim] over each row's blocks."""
+    def attend(
+        self, q: torch.Tensor, cache: LayerCache, columns: StepColumns, shape: AttentionShape, out: torch.Tensor
+    ) -> None:
+        """Causal attention of q [T, q_heads, dim] over each row's blocks. `shape` is that of a layer of the model."""
         ...
 
 
@@ -55,6 +58,7 @@ class TritonAttention:
         shape: HeadShape,
         determinism: Determinism,
         *,
+        windows: Iterable[int | None],
         max_rows: int,
         max_tokens: int,
         max_model_len: int,
@@ -64,14 +68,14 @@ class TritonAttention:
         self._shape = shape
         self._is_exact = determinism == "exact"
         self._processors = Processors.of(device)
-        self._programs: dict[Tiles, int] = {}  # of each kernel that was launched
+        self._programs: dict[tuple[Tiles, bool, bool], int] = {}  # of each kernel that was launched
         number_bytes = dtype.itemsize if device.type == "cuda" else 2  # the interpreter has no limits on tiles
         many = for_heads(EXACT_TILES if self._is_exact else PREFILL_TILES, shape, number_bytes)
         self._many, self._single = many, for_heads(DECODE_TILES, shape, number_bytes)
         self._splits = splits_for(shape, self._processors)
         num_splits = 0 if self._is_exact else self._splits.most + max_rows
         self._many_work = WorkList.empty(-(-max_tokens // many.queries(shape)) + max_rows, device)
-        self._single_work = WorkList.empty(num_splits, device)
+        self._single_work = {window: WorkList.empty(num_splits, device) for window in set(windows)}
         self._parts = Parts.empty(num_splits, max_rows, shape, device)
 
     def can_capture(self, *, is_decode: bool) -> bool:
@@ -81,25 +85,38 @@ class TritonAttention:
         if self._is_exact:
             self._list(columns, self._many_work, self._many, 1)
             return
-        self._list(columns, self._single_work, self._single, 1)
+        for window, work in self._single_work.items():
+            self._list(columns, work, self._single, 1, window)
         if not columns.bucket.is_decode:
             self._list(columns, self._many_work, self._many, 2)
 
-    def attend(self, q: torch.Tensor, cache: LayerCache, columns: StepColumns, out: torch.Tensor) -> None:
+    def attend(
+        self, q: torch.Tensor, cache: LayerCache, columns: StepColumns, shape: AttentionShape, out: torch.Tensor
+    ) -> None:
         if not self._is_exact:
-            self._attend(q, cache, columns, self._single_work, self._single, out)
+            self._attend(q, cache, columns, shape, self._single_work[shape.window], self._single, out)
         if self._is_exact or not columns.bucket.is_decode:
-            self._attend(q, cache, columns, self._many_work, self._many, out)
+            self._attend(q, cache, columns, shape, self._many_work, self._many, out)
 
-    def _list(self, columns: StepColumns, work: WorkList, tiles: Tiles, min_queries: int) -> None:
+    def _list(
+        self, columns: StepColumns, work: WorkList, tiles: Tiles, min_queries: int, window: int | None = None
+    ) -> None:
         make_work_list(
-            columns.queries, columns.num_rows, work, tiles,
-            queries_per_tile=tiles.queries(self._shape), splits=self._splits, min_queries=min_queries,
+            columns.queries, columns.num_rows, work, tiles, queries_per_tile=tiles.queries(self._shape),
+            splits=self._splits, min_queries=min_queries, window=window,
         )  # fmt: skip
 
     def _attend(
-        self, q: torch.Tensor, cache: LayerCache, columns: StepColumns, work: WorkList, tiles: Tiles, out: torch.Tensor
+        self,
+        q: torch.Tensor,
+        cache: LayerCache,
+        columns: StepColumns,
+        shape: AttentionShape,
+        work: WorkList,
+        tiles: Tiles,
+        out: torch.Tensor,
     ) -> None:
+        kernel = tiles, shape.window is None, shape.soft_cap is None
         compiled = paged_attention(
             q,
             cache.pools,
@@ -107,13 +124,13 @@ class TritonAttention:
             work,
             self._parts,
             out,
-            self._shape,
+            shape,
             tiles,
-            self._programs.get(tiles, self._processors.count),
+            self._programs.get(kernel, self._processors.count),
             cache.scales,
         )
-        if tiles not in self._programs:
-            self._programs[tiles] = self._processors.num_programs(compiled, tiles.num_warps)
+        if kernel not in self._programs:
+            self._programs[kernel] = self._processors.num_programs(compiled, tiles.num_warps)
 
 
 class TorchAttention:
@@ -121,34 +138,45 @@ class TorchAttention:
 
     name = "torch"
 
-    def __init__(self, shape: HeadShape) -> None:
-        self._shape = shape
-
     def can_capture(self, *, is_decode: bool) -> bool:
         return False
 
     def begin(self, columns: StepColumns) -> None:
         pass
 
-    def attend(self, q: torch.Tensor, cache: LayerCache, columns: StepColumns, out: torch.Tensor) -> None:
+    def attend(
+        self, q: torch.Tensor, cache: LayerCache, columns: StepColumns, shape: AttentionShape, out: torch.Tensor
+    ) -> None:
         host, queries = host_lengths(columns), columns.queries
         block_size = cache.keys.shape[1]
         for i, context in enumerate(host.contexts.tolist()):
             first, last = int(host.starts[i]), int(host.starts[i + 1])
-            num_keys = context + last - first
-            blocks = queries.tables[queries.rows[i], : -(-num_keys // block_size)].long()
-            k, v = (_gather(pool, blocks).flatten(0, 1)[:num_keys] for pool in cache.pools)
+            lowest = 0 if shape.window is None else max(context + 1 - shape.window, 0)
+            first_block = lowest // block_size
+            num_keys = context + last - first - first_block * block_size
+            blocks = queries.tables[queries.rows[i], first_block : first_block + -(-num_keys // block_size)].long()
+            k, v = (_gather(pool, blocks).flatten(0, 1)[:num_keys].to(q.dtype) for pool in cache.pools)
             if cache.scales is not None:
-                k, v = (
-                    x.to(q.dtype) * scale[:, None].to(q.dtype) for x, scale in zip((k, v), cache.scales, strict=True)
-                )
-            k, v = k.transpose(0, 1)[None], v.transpose(0, 1)[None]
-            keys = torch.arange(num_keys, device=q.device)
-            is_visible = keys[None] <= context + torch.arange(last - first, device=q.device)[:, None]
-            found = F.scaled_dot_product_attention(
-                q[first:last].transpose(0, 1)[None], k, v, attn_mask=is_visible, enable_gqa=True
-            )
-            out[first:last] = found[0].transpose(0, 1)
+                k, v = (x * scale[:, None].to(q.dtype) for x, scale in zip((k, v), cache.scales, strict=True))
+            keys = first_block * block_size + torch.arange(num_keys, device=q.device)
+            k, v = (x.masked_fill((keys < lowest)[:, None, None], 0.0) for x in (k, v))
+            is_visible = visible(shape, keys, context + torch.arange(last - first, device=q.device))
+            out[first:last] = _attend(q[first:last], k, v, is_visible, shape)
+
+
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_visible: torch.Tensor, shape: AttentionShape
+) -> torch.Tensor:
+    """Attention of q [n, q_heads, dim] over k and v [m, kv_heads, dim], where is_visible [n, m]."""
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    if shape.soft_cap is None:
+        found = F.scaled_dot_product_attention(q, k, v, attn_mask=is_visible, scale=shape.scale, enable_gqa=True)
+        return found[0].transpose(0, 1)
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    scores = shape.soft_cap * torch.tanh((q @ k.transpose(2, 3)).float() * (shape.scale / shape.soft_cap))
+    weights = scores.masked_fill(~is_visible, -torch.inf).softmax(-1)
+    return (weights.to(v.dtype) @ v)[0].transpose(0, 1)
 
 
 def _gather(pool: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:

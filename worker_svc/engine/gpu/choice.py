@@ -27,7 +27,7 @@ def choose_attention(name: str, setup: Setup, *, max_rows: int, max_tokens: int)
     """
     if name == "torch":
         _refuse_exact(name, setup)
-        return TorchAttention(setup.model.heads)
+        return TorchAttention()
     if name == "flash":
         return _make_flash(setup)
     if name == "auto" and is_flash_first(setup.device) and not setup.is_exact:
@@ -36,8 +36,9 @@ def choose_attention(name: str, setup: Setup, *, max_rows: int, max_tokens: int)
         except BackendUnavailableError as error:
             logger.warning("--attention auto uses triton: %s", error)
     make = partial(
-        TritonAttention, setup.model.heads, setup.determinism, max_model_len=setup.max_model_len, dtype=setup.dtype,
-        device=setup.device,
+        TritonAttention, setup.model.heads, setup.determinism,
+        windows=[shape.window for shape in setup.attention_shapes], max_model_len=setup.max_model_len,
+        dtype=setup.dtype, device=setup.device,
     )  # fmt: skip
     if setup.is_compiled:
         attention = make(max_rows=MAX_ROWS, max_tokens=MAX_TOKENS)
@@ -59,7 +60,7 @@ def _make_flash(setup: Setup) -> Attention:
             f"attention flash needs a block_size that is a multiple of {FLASH_BLOCK}, got {setup.block_size}; "
             f"use --block-size {FLASH_BLOCK} or --attention triton"
         )
-    attention = FlashAttention(setup.model.heads, flash_package())
+    attention = FlashAttention(flash_package())
     _check(attention, "flash-attn", "install another version of flash-attn, or use --attention triton", setup)
     return attention
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import importlib
 from types import ModuleType
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from worker_svc.engine.backend import BackendUnavailableError, HeadShape
+from worker_svc.engine.backend import AttentionShape, BackendUnavailableError
 from worker_svc.engine.gpu.attention import LayerCache, host_lengths
 from worker_svc.engine.gpu.step_buffer import StepColumns
 
@@ -18,8 +19,7 @@ class FlashAttention:
 
     name = "flash"
 
-    def __init__(self, shape: HeadShape, package: ModuleType) -> None:
-        self._scale = shape.head_dim**-0.5
+    def __init__(self, package: ModuleType) -> None:
         self._varlen = package.flash_attn_varlen_func
         self._with_kvcache = package.flash_attn_with_kvcache
         self._tables = self._key_lens = self._key_starts = torch.empty(0)
@@ -36,11 +36,13 @@ class FlashAttention:
             return
         self._key_starts = F.pad(self._key_lens.cumsum(0), (1, 0)).to(torch.int32)
 
-    def attend(self, q: torch.Tensor, cache: LayerCache, columns: StepColumns, out: torch.Tensor) -> None:
+    def attend(
+        self, q: torch.Tensor, cache: LayerCache, columns: StepColumns, shape: AttentionShape, out: torch.Tensor
+    ) -> None:
         if columns.bucket.is_decode:
             found = self._with_kvcache(
                 q[:, None], *cache.pools, cache_seqlens=self._key_lens, block_table=self._tables,
-                softmax_scale=self._scale, causal=True,
+                **mask_and_scale(shape),
             )  # fmt: skip
             out.copy_(found[:, 0])
             return
@@ -49,9 +51,15 @@ class FlashAttention:
         found = self._varlen(
             q, *cache.pools, cu_seqlens_q=columns.queries.starts, cu_seqlens_k=self._key_starts,
             max_seqlen_q=int(lens.max(initial=1)), max_seqlen_k=int((host.contexts + lens).max(initial=1)),
-            softmax_scale=self._scale, causal=True, block_table=self._tables,
+            block_table=self._tables, **mask_and_scale(shape),
         )  # fmt: skip
         out.copy_(found)
+
+
+def mask_and_scale(shape: AttentionShape) -> dict[str, Any]:
+    """Arguments of flash-attn 2 and 3 for the attention of a layer."""
+    window = (-1, -1) if shape.window is None else (shape.window - 1, 0)  # keys before and after a query
+    return {"softmax_scale": shape.scale, "causal": True, "window_size": window, "softcap": shape.soft_cap or 0.0}
 
 
 def flash_package() -> ModuleType:

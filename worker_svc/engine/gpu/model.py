@@ -74,7 +74,7 @@ class DeviceDecoder:
         residual = None
         for index, layer in enumerate(self._layers):
             pools = LayerCache(cache[index, 0], cache[index, 1], self._kv_scales[index])
-            attended = self._attend(x, residual, layer, columns, attention, pools)
+            attended = self._attend(x, residual, index, columns, attention, pools)
             if index == len(self._layers) - 1:
                 # From here on only these tokens are needed.
                 x, attended = (y.index_select(0, tokens) for y in (x, attended))
@@ -97,13 +97,13 @@ class DeviceDecoder:
         self,
         x: torch.Tensor,
         residual: torch.Tensor | None,
-        layer: Layer,
+        index: int,
         columns: StepColumns,
         attention: Attention,
         cache: LayerCache,
     ) -> torch.Tensor:
         """Adds the residual to x; returns the attention output [T, q_heads * head_dim]."""
-        heads = self._config.heads
+        heads, layer = self._config.heads, self._layers[index]
         normed = torch.empty_like(x)
         _add_norm(x, residual, layer.input_norm, normed)
         q = x.new_empty(len(x), heads.num_q_heads, heads.head_dim)
@@ -112,7 +112,7 @@ class DeviceDecoder:
             heads, self._config.norm_eps, cache.scales,
         )  # fmt: skip
         attended = torch.empty_like(q)
-        attention.attend(q, cache, columns, attended)
+        attention.attend(q, cache, columns, self._config.attention(index), attended)
         return attended.view(len(x), -1)
 
     def _feed_forward(self, x: torch.Tensor, residual: torch.Tensor, layer: Layer) -> torch.Tensor:

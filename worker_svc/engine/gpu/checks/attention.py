@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from functools import partial
 
 import torch
 
+from worker_svc.engine.backend import AttentionShape
 from worker_svc.engine.gpu.attention import Attention, LayerCache
 from worker_svc.engine.gpu.checks.case import TOLERANCES, Case, Outputs, Setup
 from worker_svc.engine.gpu.device_rows import HEAD_WORDS
@@ -21,9 +23,9 @@ SCALE = 0.5  # divisor of keys and values in fp8
 
 
 def attention_cases(attention: Attention, name: str, setup: Setup) -> Iterator[Case]:
-    """Both kinds of batches: decode rows only, and a mix with prompts."""
-    for rows in (DECODE_ROWS, MIXED_ROWS):
-        yield _case(attention, name, setup, [_shortened(row, setup.max_model_len) for row in rows])
+    """Both kinds of batches, decode rows only and a mix with prompts, for each different attention of the layers."""
+    for shape, rows in itertools.product(setup.attention_shapes, (DECODE_ROWS, MIXED_ROWS)):
+        yield _case(attention, name, setup, shape, [_shortened(row, setup.max_model_len) for row in rows])
 
 
 def _shortened(row: tuple[int, int], max_model_len: int) -> tuple[int, int]:
@@ -31,14 +33,14 @@ def _shortened(row: tuple[int, int], max_model_len: int) -> tuple[int, int]:
     return min(context, max(max_model_len - count, 0)), count
 
 
-def _case(attention: Attention, name: str, setup: Setup, rows: list[tuple[int, int]]) -> Case:
-    shape, block_size = setup.model.heads, setup.block_size
+def _case(attention: Attention, name: str, setup: Setup, shape: AttentionShape, rows: list[tuple[int, int]]) -> Case:
+    heads, block_size = shape.heads, setup.block_size
     starts = [sum(count for _, count in rows[:i]) for i in range(len(rows) + 1)]
     num_blocks = -(-max(context + count for context, count in rows) // block_size)
     records = setup.records(len(rows), num_blocks)
     records[:, HEAD_WORDS:][:, :num_blocks] = torch.arange(len(rows) * num_blocks).flip(0).view(len(rows), num_blocks)
-    pool = (len(rows) * num_blocks, block_size, shape.num_kv_heads, shape.head_dim)
-    q = setup.random(starts[-1], shape.num_q_heads, shape.head_dim)
+    pool = (len(rows) * num_blocks, block_size, heads.num_kv_heads, heads.head_dim)
+    q = setup.random(starts[-1], heads.num_q_heads, heads.head_dim)
     keys, values = setup.random(*pool, seed=1), setup.random(*pool, seed=2)
     cache = LayerCache(keys, values, None)
     if setup.has_scaled_cache:
@@ -46,10 +48,10 @@ def _case(attention: Attention, name: str, setup: Setup, rows: list[tuple[int, i
     queries = _queries(rows, records)
     return Case(
         name,
-        f"rows of (tokens before, queries) {rows}, {shape.num_q_heads} query heads, {shape.num_kv_heads} KV heads, "
-        f"head_dim {shape.head_dim}, block_size {block_size}",
+        f"rows of (tokens before, queries) {rows}, {heads.num_q_heads} query heads, {heads.num_kv_heads} KV heads, "
+        f"head_dim {heads.head_dim}, window {shape.window}, soft cap {shape.soft_cap}, block_size {block_size}",
         starts,
-        partial(_attend, attention, rows, records, q, starts, cache),
+        partial(_attend, attention, shape, rows, records, q, starts, cache),
         {"output": reference(q, (keys, values), queries, len(rows), shape)},
         {"output": TOLERANCES[setup.dtype]},
     )
@@ -57,6 +59,7 @@ def _case(attention: Attention, name: str, setup: Setup, rows: list[tuple[int, i
 
 def _attend(
     attention: Attention,
+    shape: AttentionShape,
     rows: list[tuple[int, int]],
     records: torch.Tensor,
     q: torch.Tensor,
@@ -68,7 +71,7 @@ def _attend(
     chosen = q[starts[first] : starts[last]].clone()
     columns, out = _columns(rows[first:last], records[first:last].clone()), torch.full_like(chosen, torch.nan)
     attention.begin(columns)
-    attention.attend(chosen, cache, columns, out)
+    attention.attend(chosen, cache, columns, shape, out)
     return {"output": out}
 
 

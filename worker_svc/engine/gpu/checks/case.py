@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from worker_svc.engine.architectures import ModelConfig
-from worker_svc.engine.backend import BackendUnavailableError
+from worker_svc.engine.backend import AttentionShape, BackendUnavailableError
 from worker_svc.engine.config import Determinism
 from worker_svc.engine.gpu.device_rows import make_state
 from worker_svc.engine.gpu.linears import WeightFormat
@@ -50,6 +50,11 @@ class Setup:
     def is_compiled(self) -> bool:
         """Whether kernels are compiled. Elsewhere they are interpreted, which tests cover."""
         return self.device.type == "cuda"
+
+    @property
+    def attention_shapes(self) -> list[AttentionShape]:
+        """The different attentions of the layers."""
+        return list(dict.fromkeys(self.model.attention(index) for index in range(self.model.num_layers)))
 
     def random(self, *size: int, seed: int = 0) -> torch.Tensor:
         """Numbers of variance 1 without outliers, in the model's dtype; the same on every machine."""

@@ -11,6 +11,9 @@ model's dtype as they are read; `scales` [2, kv_heads] float32 are the divisors 
 Only rows with a single query are split (flash-decoding). All splits of a step have the same number of keys, which the
 work list chooses. The program that ends last with a split of a row and KV head merges their results in order. MIN_SPLIT
 0 means that keys are not split: then the result of a row does not depend on the other rows.
+
+With a sliding window, key tiles before the window of a tile's first query are skipped, and keys before it are read as
+0: their blocks may belong to another row by now. A query of the tile may see no key of a tile that another one sees.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ import torch
 import triton
 import triton.language as tl
 
-from worker_svc.engine.backend import HeadShape
+from worker_svc.engine.backend import AttentionShape, HeadShape
 
 LOG2_E = math.log2(math.e)
 ITEM_WORDS = 4  # row, first query, split, first part of the row: 16 bytes
@@ -108,13 +111,16 @@ def _key_offsets(table_ptr, start, key, is_in, kv_head, PAGE: tl.constexpr, HKV:
 
 @triton.jit
 def _attend_tile(
-    q, best, total, acc, table_ptr, k_ptr, v_ptr, start, end, query_position, kv_head, scale_log2,
-    MASKED: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    q, best, total, acc, table_ptr, k_ptr, v_ptr, start, lowest, end, query_position, kv_head, scale_log2, window,
+    soft_cap,
+    MASKED: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Adds one tile of keys to the running softmax."""
+    """Adds one tile of keys to the running softmax. Keys before `lowest` and from `end` on are not read."""
     key = start + tl.arange(0, BLOCK_N)
     is_in = key < end
+    if WINDOW:
+        is_in = is_in & (key >= lowest)
     column = tl.arange(0, BLOCK_D)
     offsets = _key_offsets(table_ptr, start, key, is_in, kv_head, PAGE, HKV, BLOCK_N)[:, None] * D + column[None, :]
     if MASKED and D < BLOCK_D:
@@ -132,12 +138,21 @@ def _attend_tile(
     k = k.to(q.dtype)
     v = v.to(q.dtype)
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+    if CAPPED:  # cap * tanh(score / cap); tanh(x) = 1 - 2 / (exp(2x) + 1), because the interpreter lacks libdevice.tanh
+        doubled = tl.exp2(scores * (2.0 * scale_log2 / soft_cap))
+        scores = soft_cap * 1.4426950408889634 * (1.0 - 2.0 / (doubled + 1.0))
+        scale_log2 = 1.0
     if MASKED:
         is_visible = is_in[None, :] & (key[None, :] <= query_position[:, None])
+        if WINDOW:
+            is_visible = is_visible & (key[None, :] > query_position[:, None] - window)
         scores = tl.where(is_visible, scores, -float("inf"))
     top = tl.maximum(best, tl.max(scores, 1) * scale_log2)
-    weights = tl.exp2(scores * scale_log2 - top[:, None])
-    shrink = tl.exp2(best - top)
+    zero = top
+    if WINDOW:  # a query may have seen no key yet
+        zero = tl.where(top == -float("inf"), 0.0, top)
+    weights = tl.exp2(scores * scale_log2 - zero[:, None])
+    shrink = tl.exp2(best - zero)
     total = total * shrink + tl.sum(weights, 1)
     acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
     return top, total, acc
@@ -169,10 +184,10 @@ def _merge_splits(
 @triton.jit(do_not_specialize=["num_programs"])
 def paged_attention_kernel(
     q_ptr, k_ptr, v_ptr, kv_scale_ptr, table_ptr, table_stride, row_ptr, start_ptr, context_ptr, item_ptr, size_ptr,
-    ticket_ptr, out_ptr, part_ptr, log_sum_ptr, arrived_ptr, softmax_scale_log2, num_programs,
+    ticket_ptr, out_ptr, part_ptr, log_sum_ptr, arrived_ptr, softmax_scale_log2, num_programs, window, soft_cap,
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, MIN_SPLIT: tl.constexpr,
-    ONE_LOOP: tl.constexpr, SCALED: tl.constexpr,
+    ONE_LOOP: tl.constexpr, SCALED: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
     G: tl.constexpr = HQ // HKV
     line = tl.arange(0, BLOCK_M)
@@ -198,34 +213,41 @@ def paged_attention_kernel(
         if SCALED:
             scale_log2 *= tl.load(kv_scale_ptr + kv_head)
 
-        begin = 0
+        lowest = 0
+        if WINDOW:
+            lowest = tl.maximum(context + first_query + 1 - window, 0)
+        begin = lowest // BLOCK_N * BLOCK_N
         end = context + tl.minimum(first_query + BLOCK_M // GROUP, num_queries)
         if MIN_SPLIT > 0:
+            first_key = lowest // MIN_SPLIT * MIN_SPLIT  # of the first split, as in the work list
             split_keys = tl.load(size_ptr + 1)
-            begin = tl.load(item + 2) * split_keys
-            end = tl.minimum(end, begin + split_keys)
+            split_begin = first_key + tl.load(item + 2) * split_keys
+            begin = tl.maximum(begin, split_begin)
+            end = tl.minimum(end, split_begin + split_keys)
         seen_by_all = tl.minimum(end, context + first_query + 1)
-        unmasked = begin if ONE_LOOP else begin + (tl.maximum(seen_by_all - begin, 0) // BLOCK_N) * BLOCK_N
+        unmasked = begin
+        if not ONE_LOOP and not WINDOW:
+            unmasked = begin + (tl.maximum(seen_by_all - begin, 0) // BLOCK_N) * BLOCK_N
 
         best = tl.full([BLOCK_M], -float("inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         for start in range(begin, unmasked, BLOCK_N):
             best, total, acc = _attend_tile(
-                q, best, total, acc, table, k_ptr, v_ptr, start, end, context + query, kv_head, scale_log2,
-                False, HKV, D, PAGE, BLOCK_N, BLOCK_D,
+                q, best, total, acc, table, k_ptr, v_ptr, start, lowest, end, context + query, kv_head, scale_log2,
+                window, soft_cap, False, WINDOW, CAPPED, HKV, D, PAGE, BLOCK_N, BLOCK_D,
             )  # fmt: skip
         for start in range(unmasked, end, BLOCK_N):
             best, total, acc = _attend_tile(
-                q, best, total, acc, table, k_ptr, v_ptr, start, end, context + query, kv_head, scale_log2,
-                True, HKV, D, PAGE, BLOCK_N, BLOCK_D,
+                q, best, total, acc, table, k_ptr, v_ptr, start, lowest, end, context + query, kv_head, scale_log2,
+                window, soft_cap, True, WINDOW, CAPPED, HKV, D, PAGE, BLOCK_N, BLOCK_D,
             )  # fmt: skip
 
         result = acc / total[:, None]
         if SCALED:
             result *= tl.load(kv_scale_ptr + HKV + kv_head)
         if MIN_SPLIT > 0:
-            num_splits = (context + split_keys) // split_keys  # of context + 1 keys
+            num_splits = (context - first_key + split_keys) // split_keys  # of context + 1 - first_key keys
             is_last = num_splits == 1
             if num_splits > 1:
                 first_part = tl.load(item + 3)
@@ -259,21 +281,24 @@ def paged_attention(
     work: WorkList,
     parts: Parts,
     out: torch.Tensor,
-    shape: HeadShape,
+    shape: AttentionShape,
     tiles: Tiles,
     num_programs: int,
     scales: torch.Tensor | None = None,
 ) -> Any:
-    """Causal attention of the queries q [T, q_heads, dim] of the work list. Returns the compiled kernel."""
+    """Causal attention of the queries q [T, q_heads, dim] of the work list, made for the window of `shape` if keys are
+    split. Returns the compiled kernel."""
+    heads = shape.heads
     return paged_attention_kernel[(num_programs,)](
         q, *cache, q if scales is None else scales, queries.tables, queries.tables.stride(0),
         queries.rows, queries.starts, queries.contexts,
         work.items, work.sizes, work.tickets, out, parts.out, parts.log_sum, parts.arrived,
-        shape.head_dim**-0.5 * LOG2_E, num_programs,
-        HQ=shape.num_q_heads, HKV=shape.num_kv_heads, D=shape.head_dim, PAGE=cache[0].shape[1],
-        GROUP=group_lines(shape), BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
-        BLOCK_D=triton.next_power_of_2(shape.head_dim), MIN_SPLIT=tiles.min_split, ONE_LOOP=tiles.one_loop,
-        SCALED=scales is not None, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        shape.scale * LOG2_E, num_programs, shape.window or 0, shape.soft_cap or 1.0,
+        HQ=heads.num_q_heads, HKV=heads.num_kv_heads, D=heads.head_dim, PAGE=cache[0].shape[1],
+        GROUP=group_lines(heads), BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
+        BLOCK_D=triton.next_power_of_2(heads.head_dim), MIN_SPLIT=tiles.min_split, ONE_LOOP=tiles.one_loop,
+        SCALED=scales is not None, WINDOW=shape.window is not None, CAPPED=shape.soft_cap is not None,
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
 
 
@@ -282,23 +307,32 @@ def reference(
     cache: tuple[torch.Tensor, torch.Tensor],
     queries: Queries,
     num_rows: int,
-    shape: HeadShape,
+    shape: AttentionShape,
     scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention in float64, row by row over gathered pages."""
+    """Attention in float64, row by row over gathered pages. It reads no key that no query sees."""
     out = torch.empty(q.shape, dtype=torch.float64)
-    block_size, group = cache[0].shape[1], shape.num_q_heads // shape.num_kv_heads
+    block_size, group = cache[0].shape[1], shape.heads.num_q_heads // shape.heads.num_kv_heads
     for i in range(num_rows):
         first, last = int(queries.starts[i]), int(queries.starts[i + 1])
-        num_keys = int(queries.contexts[i]) + last - first
-        keys = torch.arange(num_keys, device=q.device)
+        context = int(queries.contexts[i])
+        lowest = 0 if shape.window is None else max(context + 1 - shape.window, 0)
+        keys = torch.arange(lowest, context + last - first, device=q.device)
         blocks = queries.tables[int(queries.rows[i])].long()[keys // block_size]
         k, v = (pool[blocks, keys % block_size].double() for pool in cache)
         if scales is not None:
             k, v = k * scales[0, :, None], v * scales[1, :, None]
         k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-        scores = torch.einsum("qhd,khd->hqk", q[first:last].double(), k) * shape.head_dim**-0.5
-        is_visible = keys[None] <= num_keys - last + first + torch.arange(last - first, device=q.device)[:, None]
-        weights = scores.masked_fill(~is_visible, -torch.inf).softmax(-1)
+        scores = torch.einsum("qhd,khd->hqk", q[first:last].double(), k) * shape.scale
+        if shape.soft_cap is not None:
+            scores = shape.soft_cap * torch.tanh(scores / shape.soft_cap)
+        positions = context + torch.arange(last - first, device=q.device)
+        weights = scores.masked_fill(~visible(shape, keys, positions), -torch.inf).softmax(-1)
         out[first:last] = torch.einsum("hqk,khd->qhd", weights, v).to(out.device)
     return out
+
+
+def visible(shape: AttentionShape, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Which key positions [k] the queries at these positions [q] see, [q, k]."""
+    is_visible = keys[None] <= positions[:, None]
+    return is_visible if shape.window is None else is_visible & (keys[None] > positions[:, None] - shape.window)

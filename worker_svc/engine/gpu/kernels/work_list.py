@@ -12,7 +12,7 @@ import triton.language as tl
 
 from worker_svc.engine.gpu.kernels.attention import Queries, Tiles, WorkList
 
-MAX_QUERIES = 2**31 - 1
+MAX_QUERIES = NO_WINDOW = 2**31 - 1
 MIN_ROWS = 256  # rows that each program reads: few distinct sizes mean few kernels to compile before the first step
 
 
@@ -30,9 +30,9 @@ class Splits:
         return -(-max(wanted, -(-total // self.most), 1) // min_split) * min_split
 
 
-@triton.jit(do_not_specialize=["min_queries", "max_queries", "most_splits"])
+@triton.jit(do_not_specialize=["min_queries", "max_queries", "most_splits", "window"])
 def work_list_kernel(
-    num_rows_ptr, start_ptr, context_ptr, item_ptr, size_ptr, min_queries, max_queries, most_splits, factor,
+    num_rows_ptr, start_ptr, context_ptr, item_ptr, size_ptr, min_queries, max_queries, most_splits, factor, window,
     QUERIES: tl.constexpr, MIN_SPLIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     batch_row = tl.program_id(0)
@@ -41,7 +41,8 @@ def work_list_kernel(
     start = tl.load(start_ptr + row, mask=is_row, other=0)
     num_queries = tl.load(start_ptr + row + 1, mask=is_row, other=0) - start
     is_row = is_row & (num_queries >= min_queries) & (num_queries <= max_queries)
-    num_keys = tl.where(is_row, tl.load(context_ptr + row, mask=is_row, other=0) + num_queries, 0)
+    context = tl.load(context_ptr + row, mask=is_row, other=0)
+    num_keys = tl.where(is_row, context + num_queries, 0)
     is_own = row == batch_row
     if MIN_SPLIT == 0:
         num_tiles = tl.where(is_row, (num_queries + QUERIES - 1) // QUERIES, 0)
@@ -61,6 +62,9 @@ def work_list_kernel(
             tl.store(size_ptr, tl.sum(num_tiles, 0))
             tl.store(size_ptr + 1, 0)
     else:
+        # Splits begin at the first one that the window reaches.
+        first_key = tl.maximum(context + 1 - window, 0) // MIN_SPLIT * MIN_SPLIT
+        num_keys = tl.where(is_row, num_keys - first_key, 0)
         total = tl.sum(num_keys, 0)
         least = (total + most_splits - 1) // most_splits
         wanted = tl.ceil(tl.sqrt_rn(total.to(tl.float32) * factor)).to(tl.int32)
@@ -101,24 +105,32 @@ def make_work_list(
     queries_per_tile: int,
     splits: Splits,
     min_queries: int = 1,
+    window: int | None = None,
 ) -> None:
     """Fills `work` with the tiles of the rows that have at least min_queries queries.
 
-    If tiles.min_split is set: with the splits of the rows that have one query. Their number of keys is a multiple of
-    min_split.
+    If tiles.min_split is set: with the splits of the rows that have one query, without keys before `window`. Their
+    number of keys is a multiple of min_split.
     """
     bound = len(queries.rows)
     max_queries = 1 if tiles.min_split else MAX_QUERIES
     work_list_kernel[(bound,)](
         num_rows, queries.starts, queries.contexts, work.items, work.sizes, min_queries, max_queries,
-        splits.most, splits.factor,
+        splits.most, splits.factor, window or NO_WINDOW,
         QUERIES=queries_per_tile, MIN_SPLIT=tiles.min_split, ROWS=max(MIN_ROWS, triton.next_power_of_2(bound)),
         BLOCK=64, num_warps=4,
     )  # fmt: skip
 
 
 def reference(
-    starts: list[int], contexts: list[int], *, queries_per_tile: int, min_split: int, splits: Splits, min_queries: int
+    starts: list[int],
+    contexts: list[int],
+    *,
+    queries_per_tile: int,
+    min_split: int,
+    splits: Splits,
+    min_queries: int,
+    window: int | None = None,
 ) -> tuple[list[tuple[int, int, int, int]], int]:
     """The work items in order, and the keys of a split."""
     counts = [after - before for before, after in itertools.pairwise(starts)]
@@ -127,6 +139,8 @@ def reference(
         rows = sorted((row for row in keys if counts[row] >= min_queries), key=lambda row: (-keys[row], row))
         return [(row, q, 0, 0) for row in rows for q in reversed(range(0, counts[row], queries_per_tile))], 0
     rows = [row for row in keys if counts[row] == 1]
+    if window is not None:
+        keys = {row: count - max(count - window, 0) // min_split * min_split for row, count in keys.items()}
     split = splits.keys(sum(keys[row] for row in rows), min_split)
     full, tails, part = [], [], 0
     for row in rows:
