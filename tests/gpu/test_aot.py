@@ -48,6 +48,19 @@ def test_kernels_compile_within_bounds():
     assert waits
     assert all(waits.values())
     assert all(min(each) > 0 for each in waits.values())  # no loop waits for the loads that it has just issued
+    check_early_reads(kernels)
+
+
+def check_early_reads(kernels: dict[str, Any]) -> None:
+    """Kernels wait for their predecessor before they read anything but weights."""
+    early = {name: kernel["early"] for name, kernel in kernels.items() if kernel["early"] is not None}
+    norms = {name for name in early if name.startswith("rope_store") and "norm=True" in name}
+    assert len(norms) > 1
+    assert all(early[name] == ["k_norm_ptr", "q_norm_ptr"] for name in norms)
+    assert early["rms_norm"] == ["weight_ptr"]
+    others = early.keys() - norms - {"rms_norm"}
+    assert sum(name.startswith("attention") for name in others) > 1
+    assert not any(early[name] for name in others)
 
 
 LOOP = """

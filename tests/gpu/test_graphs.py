@@ -80,6 +80,7 @@ def test_launches_of_a_step(folder, recorder):
     layers = SMALL["num_hidden_layers"]
     expected = Counter(once) + Counter({name: layers * count for name, count in per_layer.items()})
     assert decode == expected
+    assert all(names[0] == "prepare_kernel" for names in recorder.recordings)  # it waits for everything before the step
     assert mixed == expected + Counter({"paged_attention_kernel": layers, "work_list_kernel": 1})
 
 

@@ -6,7 +6,8 @@
 
 It finds errors of shape and type that the interpreter accepts. Run it without TRITON_INTERPRET. `waits` are the
 numbers of groups of asynchronous loads that may be outstanding where the loops over keys wait: 0 means that a loop
-waits for the loads that it has just issued.
+waits for the loads that it has just issued. `early` are the pointer arguments through which a kernel reads before it
+waits for its predecessor (kernels/launch.py), in an architecture with programmatic dependent launch.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ from worker_svc.engine.gpu.kernels import (
     threshold,
     work_list,
 )
+from worker_svc.engine.gpu.kernels.launch import FIRST_ARCHITECTURE
 from worker_svc.engine.gpu.tiles import DECODE_TILES, EXACT_TILES, PREFILL_TILES, Processors, for_heads
 
 
@@ -74,7 +76,7 @@ FIRST_WITH_FP8 = 89
 MAX_REGISTERS = 255
 # --short omits small kernels (bench/gpu/dry_run.py compiles them) and variants that differ little from a kept variant.
 LEFT_OUT = (
-    "rms_norm", "silu", "deltas", "prepare", "start", "descend", "work_list", "gelu", "bias=True",
+    "rms_norm 4096", "silu", "deltas", "prepare", "start", "descend", "work_list", "gelu", "bias=True",
     "norm=False", "sums 0", "filter=False part=True", "float32", "dim 80", "dim 112", "dim 256", "dim 96 exact",
     "fp8 exact", "fp8 rows", "fp8 linear few", "fp8 linear many",
     "gemma2", "mistral exact", "store mistral",
@@ -118,6 +120,7 @@ class Report:
     mma: dict[str, int] = field(default_factory=dict)
     waits: tuple[int, ...] = ()  # of loops that multiply and load asynchronously
     programs: int = 0  # that run at once on a processor
+    early: tuple[str, ...] | None = None  # arguments read before the wait for the predecessor; None: no wait
     seconds: float = 0.0
 
     def is_within(self, arch: Architecture) -> bool:
@@ -277,13 +280,17 @@ def compile_variant(variant: Variant, arch: Architecture = HOPPER) -> Report:
     started = time.perf_counter()
     types = iter(variant.types.split())
     names = variant.kernel.arg_names
-    signature = {name: "constexpr" if name in variant.constants else next(types) for name in names}
+    constants = variant.constants
+    is_dependent = "PDL" in names and arch.number >= FIRST_ARCHITECTURE
+    if "PDL" in names:
+        constants = constants | {"PDL": is_dependent}
+    signature = {name: "constexpr" if name in constants else next(types) for name in names}
     aligned = [["tt.divisibility", 16]]
     attrs = {
         (n,): aligned for n, name in enumerate(names) if signature[name].startswith("*") or name in variant.divisible
     }
-    source = ASTSource(fn=variant.kernel, signature=signature, constexprs=variant.constants, attrs=attrs)
-    options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages}
+    source = ASTSource(fn=variant.kernel, signature=signature, constexprs=constants, attrs=attrs)
+    options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages, "launch_pdl": is_dependent}
     compiled = triton.compile(source, target=GPUTarget("cuda", arch.number, 32), options=options)
     usage, sass = _disassemble(compiled.asm["cubin"])
     found = re.search(r"REG:(\d+)", usage)
@@ -298,6 +305,9 @@ def compile_variant(variant: Variant, arch: Architecture = HOPPER) -> Report:
         mma={kind: len(re.findall(rf"\b{kind}", sass)) for kind in ("HGMMA", "QGMMA", "HMMA", "LDGSTS")},
         waits=loop_waits(sass),
         programs=arch.processors.programs_per_processor(registers, shared, variant.num_warps),
+        early=early_arguments(compiled.asm["ptx"], [name for name in names if name not in constants])
+        if is_dependent
+        else None,
         seconds=round(time.perf_counter() - started, 2),
     )
 
@@ -317,6 +327,29 @@ def loop_waits(sass: str) -> tuple[int, ...]:
         if outstanding and any("MMA" in text for text in body) and any("LDGSTS" in text for text in body):
             waits.append(int(outstanding[0], 16))
     return tuple(waits)
+
+
+def early_arguments(ptx: str, names: list[str]) -> tuple[str, ...]:
+    """The arguments through which the kernel reads memory before it waits for its predecessor.
+
+    Raises ValueError if it never waits, writes before that, or waits in a branch. `names` are the run-time arguments.
+    """
+    before, wait, after = ptx[ptx.index("\n{\n") :].partition("griddepcontrol.wait")
+    if not wait or "griddepcontrol.launch_dependents" not in after:
+        raise ValueError("a kernel with PDL does not call after_predecessor")
+    if re.search(r"\bbra\b|\$L__BB\d|\b(?:st|red|atom)\.global|\bcp\.async", before):
+        raise ValueError("a kernel with PDL branches or writes before after_predecessor")
+    sources: dict[str, set[str]] = {}  # the arguments that each register was computed from
+    read: set[str] = set()
+    for line in re.split(r"[;\n]", before):
+        registers = re.findall(r"%[a-z]+\d+", line)
+        found = {names[int(number)] for number in re.findall(r"_param_(\d+)\]", line)}
+        found = found.union(*(sources.get(register, set()) for register in registers))
+        if "ld.global" in line:
+            read |= set().union(*(sources[register] for register in re.findall(r"\[ ?(%rd\d+)", line)))
+        if registers and "ld.global" not in line:
+            sources[registers[0]] = found
+    return tuple(sorted(read))
 
 
 def _disassemble(cubin: bytes) -> tuple[str, str]:

@@ -7,12 +7,16 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from worker_svc.engine.gpu.kernels.launch import after_predecessor, dependent
+
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 BLOCK = 1024
 
 
 @triton.jit
-def gated_activation_kernel(gate_up_ptr, out_ptr, N, BLOCK: tl.constexpr, KIND: tl.constexpr):
+def gated_activation_kernel(gate_up_ptr, out_ptr, N, BLOCK: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        after_predecessor()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_in = column < N
@@ -32,7 +36,7 @@ def gated_activation(gate_up: torch.Tensor, out: torch.Tensor, activation: str) 
     """out [n, dim] = activation(gate) * up, for gate_up [n, 2 * dim]."""
     n, dim = out.shape
     gated_activation_kernel[(n, triton.cdiv(dim, BLOCK))](
-        gate_up, out, dim, BLOCK=BLOCK, KIND=ACTIVATIONS.index(activation), num_warps=4
+        gate_up, out, dim, BLOCK=BLOCK, KIND=ACTIVATIONS.index(activation), num_warps=4, **dependent()
     )
 
 

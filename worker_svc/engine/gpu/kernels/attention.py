@@ -27,6 +27,7 @@ import triton
 import triton.language as tl
 
 from worker_svc.engine.backend import AttentionShape, HeadShape
+from worker_svc.engine.gpu.kernels.launch import after_predecessor, dependent
 
 LOG2_E = math.log2(math.e)
 ITEM_WORDS = 4  # row, first query, split, first part of the row: 16 bytes
@@ -60,7 +61,7 @@ class WorkList:
 
     items: torch.Tensor  # int32 [n, ITEM_WORDS]
     sizes: torch.Tensor  # int32 [2]: items, keys of a split
-    tickets: torch.Tensor  # int32 [2], zeros: units that are taken, programs that have ended
+    tickets: torch.Tensor  # int32 [2], zeros: units taken after each program's first, programs that have ended
 
     @classmethod
     def empty(cls, num_items: int, device: torch.device) -> WorkList:
@@ -188,12 +189,15 @@ def paged_attention_kernel(
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, MIN_SPLIT: tl.constexpr,
     ONE_LOOP: tl.constexpr, SCALED: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        after_predecessor()
     G: tl.constexpr = HQ // HKV
     line = tl.arange(0, BLOCK_M)
     column = tl.arange(0, BLOCK_D)
     num_units = tl.load(size_ptr) * HKV
-    unit = tl.atomic_add(ticket_ptr, 1)
+    unit = tl.program_id(0)
     while unit < num_units:
         item = item_ptr + (unit // HKV) * 4
         kv_head = unit % HKV
@@ -267,7 +271,7 @@ def paged_attention_kernel(
                 tl.store(out_ptr + q_offsets, result.to(out_ptr.dtype.element_ty), mask=is_there)
         else:
             tl.store(out_ptr + q_offsets, result.to(out_ptr.dtype.element_ty), mask=is_there)
-        unit = tl.atomic_add(ticket_ptr, 1)
+        unit = num_programs + tl.atomic_add(ticket_ptr, 1)
 
     if tl.atomic_add(ticket_ptr + 1, 1, sem="acq_rel") == num_programs - 1:
         tl.store(ticket_ptr, 0)
@@ -298,7 +302,7 @@ def paged_attention(
         GROUP=group_lines(heads), BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
         BLOCK_D=triton.next_power_of_2(heads.head_dim), MIN_SPLIT=tiles.min_split, ONE_LOOP=tiles.one_loop,
         SCALED=scales is not None, WINDOW=shape.window is not None, CAPPED=shape.soft_cap is not None,
-        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages, **dependent(),
     )  # fmt: skip
 
 

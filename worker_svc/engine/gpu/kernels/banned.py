@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from request_fields.fields import MAX_BANNED_IDS
+from worker_svc.engine.gpu.kernels.launch import after_predecessor, dependent
 from worker_svc.engine.gpu.kernels.record import WORDS
 
 NUM_BANNED = tl.constexpr(WORDS["num_banned"])
@@ -17,8 +18,10 @@ BLOCK = 64
 @triton.jit
 def banned_kernel(
     logits_ptr, stride, vocab_size, state_ptr, state_stride, row_ptr, position_ptr, ids_at, first_id,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        after_predecessor()
     sample = tl.program_id(0)
     row = tl.load(row_ptr + sample)
     if row < 0:
@@ -42,5 +45,5 @@ def mask_banned(
     num_samples, vocab_size = logits.shape
     banned_kernel[(num_samples,)](
         logits, logits.stride(0), vocab_size, state, state.stride(0), rows, positions,
-        state.shape[1] - MAX_BANNED_IDS, first_id, BLOCK=BLOCK, num_warps=2,
+        state.shape[1] - MAX_BANNED_IDS, first_id, BLOCK=BLOCK, num_warps=2, **dependent(),
     )  # fmt: skip

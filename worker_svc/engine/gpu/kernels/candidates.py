@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from worker_svc.engine.gpu.kernels.launch import after_predecessor, dependent
 from worker_svc.engine.gpu.kernels.record import TEMPERATURE
 from worker_svc.engine.gpu.kernels.threshold import (
     LOG_MIN_P,
@@ -72,8 +73,10 @@ def _largest(z, is_in, k):
 @triton.jit
 def bound_kernel(
     state_ptr, state_stride, row_ptr, top_ptr, lowest_ptr, bound_ptr, count_ptr, total_ptr, chunks, vocab_size,
-    CHUNKS: tl.constexpr,
+    CHUNKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        after_predecessor()
     sample = tl.program_id(0)
     row = tl.load(row_ptr + sample)
     lowest = -float("inf")
@@ -103,8 +106,10 @@ def bound_kernel(
 @triton.jit
 def collect_kernel(
     logits_ptr, stride, vocab_size, state_ptr, state_stride, row_ptr, top_ptr, lowest_ptr, bound_ptr, count_ptr,
-    total_ptr, z_ptr, chunks, CHUNK: tl.constexpr, MOST: tl.constexpr,
+    total_ptr, z_ptr, chunks, CHUNK: tl.constexpr, MOST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        after_predecessor()
     sample, chunk = tl.program_id(0), tl.program_id(1)
     row = tl.load(row_ptr + sample)
     if row < 0:
@@ -202,8 +207,10 @@ def _search_logits(logits_ptr, stride, vocab_size, sample, temperature, lowest, 
 @triton.jit
 def select_kernel(
     logits_ptr, stride, vocab_size, state_ptr, state_stride, row_ptr, top_ptr, lowest_ptr, bound_ptr, count_ptr,
-    total_ptr, z_ptr, chunks, MOST: tl.constexpr,
+    total_ptr, z_ptr, chunks, MOST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        after_predecessor()
     sample = tl.program_id(0)
     row = tl.load(row_ptr + sample)
     if row < 0:
@@ -233,17 +240,17 @@ def find_thresholds(logits: torch.Tensor, state: torch.Tensor, rows: torch.Tenso
     chunks = triton.cdiv(vocab_size, CHUNK)
     common = (state, state.stride(0), rows)
     source = (logits, logits.stride(0), vocab_size, *common)
-    chunk_top_kernel[(num_samples, chunks)](*source, scratch.top, chunks, CHUNK=CHUNK, num_warps=4)
+    chunk_top_kernel[(num_samples, chunks)](*source, scratch.top, chunks, CHUNK=CHUNK, num_warps=4, **dependent())
     bound_kernel[(num_samples,)](
         *common, scratch.top, scratch.lowest, scratch.bound, scratch.count, scratch.total, chunks, vocab_size,
-        CHUNKS=triton.next_power_of_2(chunks), num_warps=1,
+        CHUNKS=triton.next_power_of_2(chunks), num_warps=1, **dependent(),
     )  # fmt: skip
     collect_kernel[(num_samples, chunks)](
         *source, scratch.top, scratch.lowest, scratch.bound, scratch.count, scratch.total, scratch.z, chunks,
-        CHUNK=CHUNK, MOST=MOST, num_warps=4,
+        CHUNK=CHUNK, MOST=MOST, num_warps=4, **dependent(),
     )  # fmt: skip
     select_kernel[(num_samples,)](
         *source, scratch.top, scratch.lowest, scratch.bound, scratch.count, scratch.total, scratch.z, chunks, MOST=MOST,
-        num_warps=4,
+        num_warps=4, **dependent(),
     )  # fmt: skip
     return scratch.lowest

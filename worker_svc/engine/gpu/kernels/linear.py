@@ -10,6 +10,8 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from worker_svc.engine.gpu.kernels.launch import after_predecessor, dependent
+
 BLOCK_M, BLOCK_N, BLOCK_K = 64, 128, 64  # 64 rows: one row uses the same MMA instruction as thousands
 WARPS, STAGES = 4, 4
 WIDE_BLOCK_K, WIDE_WARPS, WIDE_STAGES = 32, 8, 3  # float32 on a GPU: see tiles.py
@@ -19,7 +21,10 @@ WIDE_BLOCK_K, WIDE_WARPS, WIDE_STAGES = 32, 8, 3  # float32 on a GPU: see tiles.
 def linear_kernel(
     x_ptr, weight_ptr, bias_ptr, out_ptr, M, N, K,
     BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        after_predecessor()
     row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     k = tl.arange(0, BLOCK_K)
@@ -50,6 +55,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
     linear_kernel[(triton.cdiv(out_size, BLOCK_N), triton.cdiv(n, BLOCK_M))](
         x, weight, weight if bias is None else bias, out, n, out_size, in_size,
         BIAS=bias is not None, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=block_k, num_warps=warps, num_stages=stages,
+        **dependent(),
     )  # fmt: skip
     return out
 

@@ -11,6 +11,7 @@ import triton.language as tl
 
 from worker_svc.engine.backend import HeadShape, RotaryTable
 from worker_svc.engine.gpu.kernels.fp8 import round_e4m3
+from worker_svc.engine.gpu.kernels.launch import after_predecessor, dependent
 
 
 @triton.jit
@@ -18,7 +19,7 @@ def rope_store_kernel(
     qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, position_ptr, slot_ptr, q_out_ptr, k_pool_ptr, v_pool_ptr,
     kv_scale_ptr, eps,
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, HALVES: tl.constexpr,
-    NORM: tl.constexpr, SCALED: tl.constexpr,
+    NORM: tl.constexpr, SCALED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     HALF: tl.constexpr = D // 2
@@ -28,25 +29,30 @@ def rope_store_kernel(
     is_q = (head < HQ) & is_column
     is_k = (head >= HQ) & (head < HQ + HKV) & is_column
     is_v = (head >= HQ + HKV) & (head < HQ + 2 * HKV) & is_column
-    source = qkv_ptr + (token * (HQ + 2 * HKV) + head) * D + column
-    first = tl.load(source, mask=(head < HQ + 2 * HKV) & is_column, other=0.0)
-    second = tl.load(source + HALF, mask=(head < HQ + 2 * HKV) & is_column, other=0.0)
-    a, b = first.to(tl.float32), second.to(tl.float32)
     if NORM:
-        square = (tl.sum(a * a, 1) + tl.sum(b * b, 1)) / D
-        scale = tl.rsqrt(square + eps)[:, None]
-        # Rounded to the model's dtype before and after the multiplication by the weight, as in transformers.
         q_weight = tl.load(q_norm_ptr + column, mask=is_column, other=0.0)
         k_weight = tl.load(k_norm_ptr + column, mask=is_column, other=0.0)
         a_weight = tl.where(head < HQ, q_weight, k_weight).to(tl.float32)
         q_weight = tl.load(q_norm_ptr + HALF + column, mask=is_column, other=0.0)
         k_weight = tl.load(k_norm_ptr + HALF + column, mask=is_column, other=0.0)
         b_weight = tl.where(head < HQ, q_weight, k_weight).to(tl.float32)
-        a = ((a * scale).to(first.dtype).to(tl.float32) * a_weight).to(first.dtype).to(tl.float32)
-        b = ((b * scale).to(first.dtype).to(tl.float32) * b_weight).to(first.dtype).to(tl.float32)
+    if PDL:
+        after_predecessor()
+    # All loads come first, so that their latencies overlap.
     position = tl.load(position_ptr + token).to(tl.int64)
+    slot = tl.load(slot_ptr + token).to(tl.int64)  # -1: padding, not stored
+    source = qkv_ptr + (token * (HQ + 2 * HKV) + head) * D + column
+    first = tl.load(source, mask=(head < HQ + 2 * HKV) & is_column, other=0.0)
+    second = tl.load(source + HALF, mask=(head < HQ + 2 * HKV) & is_column, other=0.0)
     cos = tl.load(cos_ptr + position * HALF + column, mask=is_column, other=0.0)
     sin = tl.load(sin_ptr + position * HALF + column, mask=is_column, other=0.0)
+    a, b = first.to(tl.float32), second.to(tl.float32)
+    if NORM:
+        square = (tl.sum(a * a, 1) + tl.sum(b * b, 1)) / D
+        scale = tl.rsqrt(square + eps)[:, None]
+        # Rounded to the model's dtype before and after the multiplication by the weight, as in transformers.
+        a = ((a * scale).to(first.dtype).to(tl.float32) * a_weight).to(first.dtype).to(tl.float32)
+        b = ((b * scale).to(first.dtype).to(tl.float32) * b_weight).to(first.dtype).to(tl.float32)
     turned_a = (a * cos - b * sin).to(first.dtype)
     turned_b = (b * cos + a * sin).to(first.dtype)
     target = q_out_ptr + (token * HQ + head) * D + column
@@ -60,7 +66,6 @@ def rope_store_kernel(
         turned_b = round_e4m3(turned_b.to(tl.float32) / scale).to(pool_type)
         first = round_e4m3(first.to(tl.float32) / scale).to(pool_type)
         second = round_e4m3(second.to(tl.float32) / scale).to(pool_type)
-    slot = tl.load(slot_ptr + token).to(tl.int64)  # -1: padding, not stored
     if slot >= 0:
         keys = k_pool_ptr + (slot * HKV + head - HQ) * D + column
         tl.store(keys, turned_a, mask=is_k)
@@ -94,7 +99,7 @@ def rope_store(
         HQ=shape.num_q_heads, HKV=shape.num_kv_heads, D=shape.head_dim,
         HEADS=triton.next_power_of_2(shape.num_q_heads + 2 * shape.num_kv_heads),
         HALVES=triton.next_power_of_2(shape.head_dim // 2), NORM=norms is not None, SCALED=scales is not None,
-        num_warps=4,
+        num_warps=4, **dependent(),
     )  # fmt: skip
 
 

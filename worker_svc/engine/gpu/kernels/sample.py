@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from request_fields.fields import SamplingParams
+from worker_svc.engine.gpu.kernels.launch import after_predecessor, dependent
 from worker_svc.engine.gpu.kernels.noise import APPROXIMATION_ERROR, approximate_noise, exact_noise, philox_words
 from worker_svc.engine.gpu.kernels.record import LAST_TOKEN, TEMPERATURE, WORDS
 from worker_svc.engine.gpu.kernels.threshold import load_z
@@ -33,8 +34,10 @@ KEYS = 128  # per program
 @triton.jit
 def chunk_scores_kernel(
     logits_ptr, stride, vocab_size, state_ptr, state_stride, row_ptr, position_ptr, lowest_ptr, score_ptr, bad_ptr,
-    chunks, first_id, FILTER: tl.constexpr, CHUNK: tl.constexpr,
+    chunks, first_id, FILTER: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        after_predecessor()
     sample, chunk = tl.program_id(0), tl.program_id(1)
     row = tl.load(row_ptr + sample)
     if row < 0:
@@ -65,8 +68,10 @@ def chunk_scores_kernel(
 def pick_kernel(
     logits_ptr, stride, vocab_size, state_ptr, state_stride, row_ptr, position_ptr, lowest_ptr, score_ptr, bad_ptr,
     chunks, first_id, token_ptr, status_ptr, key_ptr, ERROR: tl.constexpr, FILTER: tl.constexpr, CHUNK: tl.constexpr,
-    CHUNKS: tl.constexpr, IS_PART: tl.constexpr,
+    CHUNKS: tl.constexpr, IS_PART: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        after_predecessor()
     sample = tl.program_id(0)
     row = tl.load(row_ptr + sample)
     if row < 0:
@@ -157,10 +162,10 @@ def sample(
     )  # fmt: skip
     is_part = group.size > 1
     keys = torch.empty(num_samples, dtype=torch.int64, device=logits.device) if is_part else out[0]
-    chunk_scores_kernel[(num_samples, chunks)](*source, FILTER=is_filtered, CHUNK=CHUNK, num_warps=4)
+    chunk_scores_kernel[(num_samples, chunks)](*source, FILTER=is_filtered, CHUNK=CHUNK, num_warps=4, **dependent())
     pick_kernel[(num_samples,)](
         *source, *out, keys, ERROR=APPROXIMATION_ERROR, FILTER=is_filtered, CHUNK=CHUNK,
-        CHUNKS=triton.next_power_of_2(chunks), IS_PART=is_part, num_warps=4,
+        CHUNKS=triton.next_power_of_2(chunks), IS_PART=is_part, num_warps=4, **dependent(),
     )  # fmt: skip
     if is_part:
         read_keys_kernel[(triton.cdiv(num_samples, KEYS),)](

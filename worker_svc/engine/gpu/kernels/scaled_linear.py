@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from worker_svc.engine.gpu.kernels.fp8 import LARGEST, reference_widened, round_e4m3
+from worker_svc.engine.gpu.kernels.launch import after_predecessor, dependent
 
 FP8 = torch.float8_e4m3fn
 SMALLEST = 1e-30  # groups up to this magnitude become 0, because the inverse of the scale overflows
@@ -51,7 +52,10 @@ class Fp8Weight:
 def quantize_rows_kernel(
     x_ptr, steps_ptr, scale_ptr, K, NUM_GROUPS,
     GROUP: tl.constexpr, GROUPS_AT_ONCE: tl.constexpr, BLOCK: tl.constexpr, SMALLEST: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        after_predecessor()
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * GROUPS_AT_ONCE + tl.arange(0, GROUPS_AT_ONCE)
     within = tl.arange(0, BLOCK)[None, :]
@@ -78,8 +82,11 @@ def quantize_rows_kernel(
 def scaled_linear_kernel(
     x_ptr, x_scale_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, M, N, K, NUM_GROUPS,
     GROUP: tl.constexpr, BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """GROUP 0: one scale for all inputs."""
+    if PDL:
+        after_predecessor()
     row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     k = tl.arange(0, BLOCK_K)
@@ -146,7 +153,7 @@ def quantize_rows(x: torch.Tensor, group: int) -> ScaledRows:
     at_once = min(max(AT_ONCE // block, 1), triton.next_power_of_2(num_groups))
     quantize_rows_kernel[(n, triton.cdiv(num_groups, at_once))](
         x, steps, scales, in_size, num_groups, GROUP=group, GROUPS_AT_ONCE=at_once, BLOCK=block, SMALLEST=SMALLEST,
-        num_warps=max(1, at_once * block // 512),
+        num_warps=max(1, at_once * block // 512), **dependent(),
     )  # fmt: skip
     return ScaledRows(steps, scales)
 
@@ -165,7 +172,7 @@ def scaled_linear(
         n, out_size, in_size, len(weight.scales),
         GROUP=weight.group if weight.is_grouped else 0, BIAS=bias is not None, BLOCK_M=tile.rows, BLOCK_N=tile.columns,
         BLOCK_K=depth_for(weight.group) if weight.is_grouped else WIDEST_K,
-        num_warps=tile.num_warps, num_stages=tile.num_stages,
+        num_warps=tile.num_warps, num_stages=tile.num_stages, **dependent(),
     )  # fmt: skip
     return out
 

@@ -16,6 +16,7 @@ import triton.language as tl
 
 from request_fields.fields import SamplingParams
 from worker_svc.engine.backend import SamplingColumns
+from worker_svc.engine.gpu.kernels.launch import after_predecessor, dependent
 from worker_svc.engine.gpu.kernels.record import TEMPERATURE, WORDS
 from worker_svc.engine.gpu.parallel import ALONE, Group
 from worker_svc.engine.noise import GREEDY_BELOW, keep_threshold
@@ -91,8 +92,11 @@ def weight_of(z, top):
 
 @triton.jit
 def chunk_top_kernel(
-    logits_ptr, stride, vocab_size, state_ptr, state_stride, row_ptr, top_ptr, chunks, CHUNK: tl.constexpr
-):
+    logits_ptr, stride, vocab_size, state_ptr, state_stride, row_ptr, top_ptr, chunks,
+    CHUNK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        after_predecessor()
     sample, chunk = tl.program_id(0), tl.program_id(1)
     row = tl.load(row_ptr + sample)
     if row < 0:
@@ -219,7 +223,7 @@ def find_thresholds(
     lines = triton.next_power_of_2(chunks)
     common = (state, state.stride(0), rows)
     source = (logits, logits.stride(0), vocab_size, *common)
-    chunk_top_kernel[grid](*source, scratch.top, chunks, CHUNK=CHUNK, num_warps=8)
+    chunk_top_kernel[grid](*source, scratch.top, chunks, CHUNK=CHUNK, num_warps=8, **dependent())
     if group.size > 1:
         top = scratch.top[:num_samples]
         top[:, 0] = group.all_reduce_max(top.amax(1))

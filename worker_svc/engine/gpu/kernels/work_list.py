@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from worker_svc.engine.gpu.kernels.attention import Queries, Tiles, WorkList
+from worker_svc.engine.gpu.kernels.launch import after_predecessor, dependent
 
 MAX_QUERIES = NO_WINDOW = 2**31 - 1
 MIN_ROWS = 256  # rows that each program reads: few distinct sizes mean few kernels to compile before the first step
@@ -33,8 +34,10 @@ class Splits:
 @triton.jit(do_not_specialize=["min_queries", "max_queries", "most_splits", "window"])
 def work_list_kernel(
     num_rows_ptr, start_ptr, context_ptr, item_ptr, size_ptr, min_queries, max_queries, most_splits, factor, window,
-    QUERIES: tl.constexpr, MIN_SPLIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    QUERIES: tl.constexpr, MIN_SPLIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        after_predecessor()
     batch_row = tl.program_id(0)
     row = tl.arange(0, ROWS)
     is_row = row < tl.load(num_rows_ptr)
@@ -118,7 +121,7 @@ def make_work_list(
         num_rows, queries.starts, queries.contexts, work.items, work.sizes, min_queries, max_queries,
         splits.most, splits.factor, window or NO_WINDOW,
         QUERIES=queries_per_tile, MIN_SPLIT=tiles.min_split, ROWS=max(MIN_ROWS, triton.next_power_of_2(bound)),
-        BLOCK=64, num_warps=4,
+        BLOCK=64, num_warps=4, **dependent(),
     )  # fmt: skip
 
 

@@ -1,0 +1,130 @@
+"""Kernels that start early wait for their predecessor before they touch anything that a kernel of a step writes."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import pkgutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import triton
+from triton.backends.compiler import GPUTarget
+
+from worker_svc.engine.gpu import kernels
+from worker_svc.engine.gpu.aot import early_arguments
+from worker_svc.engine.gpu.kernels import launch
+
+OF_LAYERS = {
+    "rms_norm_kernel", "linear_kernel", "scaled_linear_kernel", "quantize_rows_kernel", "rope_store_kernel",
+    "paged_attention_kernel", "gated_activation_kernel",
+}  # fmt: skip
+OF_SAMPLER = {
+    "banned_kernel", "chunk_top_kernel", "bound_kernel", "collect_kernel", "select_kernel", "chunk_scores_kernel",
+    "pick_kernel",
+}  # fmt: skip
+FIRST = {"deltas_kernel", "prepare_kernel"}  # of a step
+WAIT = "if PDL:\n    after_predecessor()"
+
+
+def functions():
+    for module in pkgutil.iter_modules(kernels.__path__):
+        source = Path(importlib.import_module(f"{kernels.__name__}.{module.name}").__file__).read_text()
+        yield from (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef))
+
+
+KERNELS = {node.name: node for node in functions() if node.name.endswith("_kernel")}
+DEPENDENT = {name for name, node in KERNELS.items() if "PDL" in [arg.arg for arg in node.args.args]}
+
+
+def names_in(nodes):
+    return {
+        ast.unparse(part) for node in nodes for part in ast.walk(node) if isinstance(part, ast.Attribute | ast.Name)
+    }
+
+
+def test_kernels_of_layers_and_sampler_are_dependent_and_the_first_of_a_step_are_not():
+    assert OF_LAYERS | OF_SAMPLER | {"work_list_kernel"} <= DEPENDENT
+    assert KERNELS.keys() - DEPENDENT >= FIRST
+
+
+@pytest.mark.parametrize("name", sorted(DEPENDENT))
+def test_nothing_but_weights_is_read_before_the_wait(name):
+    statements = KERNELS[name].body
+    before = statements[: [ast.unparse(node) for node in statements].index(WAIT)]
+    assert not any(isinstance(part, ast.Return) for node in before for part in ast.walk(node))
+    used = names_in(before)
+    assert not any(used & {"tl.store", "tl.atomic_add"})
+    assert {use for use in used if use.endswith("_ptr")} <= {"weight_ptr", "q_norm_ptr", "k_norm_ptr"}
+
+
+def test_kernels_are_launched_as_they_are_written():
+    """A kernel that waits is launched with `dependent()`, another one without it: then it would not wait."""
+    launches = {}
+    for node in functions():
+        for call in (part for part in ast.walk(node) if isinstance(part, ast.Call)):
+            if isinstance(call.func, ast.Subscript) and ast.unparse(call.func.value) in KERNELS:
+                is_dependent = any(ast.unparse(word.value) == "dependent()" for word in call.keywords if not word.arg)
+                launches.setdefault(ast.unparse(call.func.value), set()).add(is_dependent)
+    assert launches == {name: {name in DEPENDENT} for name in KERNELS}
+
+
+@pytest.fixture
+def available(monkeypatch):
+    """Whether kernels are dependent on a GPU of the given architecture."""
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+
+    def on(architecture: int, backend: str = "cuda") -> bool:
+        active = SimpleNamespace(get_current_target=lambda: GPUTarget(backend, architecture, 32))
+        monkeypatch.setattr(launch, "driver", SimpleNamespace(active=active))
+        launch._is_available.cache_clear()
+        return launch.dependent() == {"PDL": True, "launch_pdl": True}
+
+    yield on
+    launch._is_available.cache_clear()
+
+
+def test_hopper_and_newer_gpus_start_kernels_early(available):
+    assert [available(architecture) for architecture in (80, 89, 90, 100)] == [False, False, True, True]
+    assert not available(942, "hip")
+    assert launch.dependent() == {"PDL": False}
+
+
+def test_the_environment_turns_it_off(available, monkeypatch):
+    monkeypatch.setenv(launch.DISABLE, "1")
+    assert not available(90)
+    monkeypatch.setenv(launch.DISABLE, "0")
+    assert available(90)
+
+
+PTX = """.visible .entry k(
+	.param .u64 k_param_0,
+	.param .u64 k_param_1
+)
+{{
+	ld.param.b64 	%rd9, [k_param_{number}];
+	add.s64 	%rd1, %rd9, 1024;
+	{early}
+	@%p1 ld.global.v4.b32 {{ %r1, %r2 }}, [ %rd1 + 0 ];
+	griddepcontrol.wait; // dummy %r10
+	{trigger}; // dummy %r11
+	st.global.b32 [ %rd3 + 0 ], {{ %r1 }};
+}}
+"""
+TRIGGER = "griddepcontrol.launch_dependents"
+
+
+@pytest.mark.parametrize(("number", "found"), [(0, "x"), (1, "weight")])
+def test_reads_before_the_wait_are_traced_to_their_argument(number, found):
+    assert early_arguments(PTX.format(number=number, early="", trigger=TRIGGER), ["x", "weight"]) == (found,)
+
+
+@pytest.mark.parametrize(("early", "trigger"), [
+    ("st.global.b32 [ %rd1 + 0 ], { %r1 };", TRIGGER), ("atom.global.gpu.add.u32 %r1, [ %rd1 + 0 ], 1;", TRIGGER),
+    ("cp.async.cg.shared.global [ %r0 + 0 ], [ %rd1 + 0 ], 0x10;", TRIGGER), ("@%p1 bra $L__BB0_2;", TRIGGER),
+    ("$L__BB0_1:", TRIGGER), ("", "nop"),
+])  # fmt: skip
+def test_code_that_writes_branches_or_gives_no_signal_is_refused(early, trigger):
+    with pytest.raises(ValueError, match="a kernel with PDL"):
+        early_arguments(PTX.format(number=0, early=early, trigger=trigger), ["x", "weight"])
