@@ -7,9 +7,10 @@ A step is everything between a worker's answer and its next step: `update()`, th
 the message for the worker; in steady decode, staggered so that N / block_size rows open a block in each step.
 `step_us_core` is the same without the messages. `step_us_window`: all rows have left a sliding window of 256 tokens, so
 they free a block for each one that they take. `step_us_churn`: in every step one sequence ends and another, whose
-prompt of 64 tokens is new, takes its place. `admit_us_full` is `admit_us` with pools full of cached prefixes,
-as they are after the first minutes, so that each prompt evicts some. Figures are floors: the lowest of several tenth
-percentiles of thread CPU time. The last line is one JSON object.
+prompt of 64 tokens is new, takes its place. `short_us`: time per request of short requests on one worker, of which 8
+begin and 8 end in every step (64 new prompt tokens, one output token), messages included. `admit_us_full` is `admit_us`
+with pools full of cached prefixes, as they are after the first minutes, so that each prompt evicts some. Figures are
+floors: the lowest of several tenth percentiles of thread CPU time. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -124,8 +125,8 @@ def step_us(
     return round(min(floors), 1)
 
 
-def admit_us(cached_tokens: int, repeats: int, *, is_full: bool = False) -> float:
-    """Floor of add_group() + the schedule() that admits it: a prompt of 4,096 tokens, 8 workers, blocks of 16.
+def admit_us(cached_tokens: int, repeats: int, *, num_tokens: int = 4096, is_full: bool = False) -> float:
+    """Floor of add_group() + the schedule() that admits it: a prompt of `num_tokens`, 8 workers, blocks of 16.
 
     With `is_full`, each prompt evicts cached blocks of earlier prompts.
     """
@@ -137,7 +138,7 @@ def admit_us(cached_tokens: int, repeats: int, *, is_full: bool = False) -> floa
         shared = rng.integers(3, 50_000, cached_tokens, dtype=np.uint32)
         num_before = FILLS_POOLS if is_full else 1  # not measured
         for i in range(num_before + 30):
-            prompt = np.concatenate((shared, rng.integers(3, 50_000, 4096 - cached_tokens, dtype=np.uint32)))
+            prompt = np.concatenate((shared, rng.integers(3, 50_000, num_tokens - cached_tokens, dtype=np.uint32)))
             start = time.thread_time_ns()
             add(scheduler, str(i), prompt, max_tokens=1)
             batches = scheduler.schedule(0.0)
@@ -145,6 +146,53 @@ def admit_us(cached_tokens: int, repeats: int, *, is_full: bool = False) -> floa
             answer_all(scheduler, batches)
         floors.append(floor_us(spent[num_before:]))
     return round(min(floors), 1)
+
+
+class ShortRequests:
+    """In each step of one worker, `NUM_ARRIVALS` requests with 64 new prompt tokens and one output token begin and as
+    many end. Two steps are in flight.
+    """
+
+    NUM_ARRIVALS = 8
+
+    def __init__(self) -> None:
+        self.scheduler = make_scheduler(256, 16)
+        self._rng = np.random.default_rng(0)
+        self._num_added = 0
+        self._in_flight: list[StepBatch] = []
+
+    def step(self) -> None:
+        """Add requests, answer the oldest step if two are in flight, and send the next one."""
+        for _ in range(self.NUM_ARRIVALS):
+            self._num_added += 1
+            add(self.scheduler, str(self._num_added), self._prompts.pop(), max_tokens=1)
+        if len(self._in_flight) > 1:
+            batch = self._in_flight.pop(0)
+            deltas = self.scheduler.update(StepOutput(batch.worker_id, batch.step_id, batch.rows, batch.rows), 0.0)
+            for part in wire.split_deltas(deltas).values():
+                wire.deltas_to_proto([part])
+        batches = self.scheduler.schedule(0.0)
+        for batch in batches:
+            worker_wire.step_batch_to_proto(batch, FENCE)
+        self._in_flight += batches
+
+    def draw(self) -> None:
+        """Draw the prompts of the next step."""
+        self._prompts = list(self._rng.integers(3, 50_000, (self.NUM_ARRIVALS, 64), dtype=np.uint32))
+
+
+def short_us(repeats: int) -> float:
+    """Floor per request of `ShortRequests`."""
+    requests, floors = ShortRequests(), []
+    for _ in range(repeats):
+        spent = []
+        for _ in range(STEPS):
+            requests.draw()
+            start = time.thread_time_ns()
+            requests.step()
+            spent.append(time.thread_time_ns() - start)
+        floors.append(floor_us(spent))
+    return round(min(floors) / ShortRequests.NUM_ARRIVALS, 1)
 
 
 def answer_all(scheduler: Scheduler, batches: list[StepBatch]) -> None:
@@ -177,7 +225,12 @@ def main() -> None:
             flush=True,
         )
     per_sequence = (figures["step_us"]["1024"] - figures["step_us"]["256"]) / (1024 - 256)
-    figures["admit_us"] = {"cold": admit_us(0, repeats), "hit90": admit_us(3680, repeats)}
+    figures["short_us"] = {"1": short_us(repeats)}
+    figures["admit_us"] = {
+        "cold": admit_us(0, repeats),
+        "hit90": admit_us(3680, repeats),
+        "128_tokens": admit_us(0, repeats, num_tokens=128),
+    }
     figures["admit_us_full"] = {key: admit_us(n, repeats, is_full=True) for key, n in (("cold", 0), ("hit90", 3680))}
     print(json.dumps({**figures, "us_per_sequence": round(per_sequence, 3), **describe(), "steal_pct": meter.pct()}))
 

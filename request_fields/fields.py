@@ -352,6 +352,8 @@ class End(Enum):
     STOP = "stop"
     LENGTH = "length"
 
+    __hash__ = object.__hash__  # a key of dicts in hot paths; the hash of Enum is a Python function
+
 
 @dataclass(frozen=True, slots=True)
 class StopCondition:

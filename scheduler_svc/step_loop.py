@@ -281,7 +281,7 @@ class StepLoop:
         for finished in deltas.finished:
             group = finished.group
             log_finished(finished, self._now)
-            if all(sequence.is_finished for sequence in group.sequences):
+            if group.is_finished:
                 self._requests.pop((group.owner, group.handle), None)
                 self._advice.note_end(self._now)
 

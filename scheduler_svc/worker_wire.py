@@ -50,20 +50,22 @@ def step_batch_to_proto(
     message = worker_pb2.StepBatch(
         step_id=batch.step_id,
         fence=fence,
-        opens=[_row_open_to_proto(row_open) for row_open in batch.opens],
-        commit_hashes=b"".join(batch.commit_digests),
         rows=u32_to_bytes(batch.rows),
         context_lens=u32_to_bytes(batch.context_lens),
         slot_mapping=u32_to_bytes(batch.slot_mapping),
     )
-    if not batch.is_decode and (batch.query_lens != 1).any():
-        message.query_lens = u32_to_bytes(batch.query_lens)
-    if not (batch.is_decode or batch.sample_mask.all()):
-        message.sample_mask = batch.sample_mask.tobytes()
     for names in CHANGES:
         if len(getattr(batch, names[0])):
             for name in names:
                 setattr(message, name, u32_to_bytes(getattr(batch, name)))
+    if batch.opens:
+        message.opens.extend([_row_open_to_proto(row_open) for row_open in batch.opens])
+    if batch.commit_digests:
+        message.commit_hashes = b"".join(batch.commit_digests)
+    if len(batch.slot_mapping) > len(batch.rows):  # some row computes several tokens
+        message.query_lens = u32_to_bytes(batch.query_lens)
+    if not batch.is_decode and np.count_nonzero(batch.sample_mask) < len(batch.sample_mask):
+        message.sample_mask = batch.sample_mask.tobytes()
     if batch.beam_rows is not EMPTY:
         message.beam_rows = u32_to_bytes(batch.beam_rows)
         message.beam_parents = u32_to_bytes(batch.beam_parents)
@@ -80,28 +82,43 @@ def step_batch_to_proto(
 
 
 def _row_open_to_proto(row_open: RowOpen) -> worker_pb2.RowOpen:
-    return worker_pb2.RowOpen(
+    """Unset fields are not passed: most requests use few of them."""
+    group = row_open.group
+    message = worker_pb2.RowOpen(
         row=row_open.row,
         token_ids=u32_to_bytes(row_open.token_ids),
         prompt_len=row_open.prompt_len,
         block_table=u32_to_bytes(row_open.block_table),
         num_computed_tokens=row_open.num_computed_tokens,
-        sampling=row_open.group.sampling,
+        sampling=group.sampling,
         sample_index=row_open.sample_index,
-        fork_of_row=row_open.fork_of_row,
-        request_id=row_open.group.request_id,
-        banned_ids=row_open.group.banned_ids,
-        banned_before=row_open.group.banned_before,
-        num_candidates=row_open.num_candidates,
-        bad_words_ids=row_open.group.bad_words_ids,
-        logprobs=row_open.group.logprobs,
-        prompt_logprobs=row_open.prompt_logprobs,
-        pooling=None if row_open.group.pooling is None else row_open.group.pooling.message,
-        inputs=row_open.inputs,
-        encoder=row_open.group.encoder,
-        adapter=row_open.group.adapter,
-        images=row_open.group.images,
+        request_id=group.request_id,
     )
+    if row_open.fork_of_row is not None:
+        message.fork_of_row = row_open.fork_of_row
+    if group.banned_ids:
+        message.banned_ids = group.banned_ids
+    if group.banned_before:
+        message.banned_before = group.banned_before
+    if group.bad_words_ids:
+        message.bad_words_ids.extend(group.bad_words_ids)
+    if row_open.num_candidates:
+        message.num_candidates = row_open.num_candidates
+    if group.logprobs is not None:
+        message.logprobs = group.logprobs
+    if row_open.prompt_logprobs is not None:
+        message.prompt_logprobs = row_open.prompt_logprobs
+    if group.pooling is not None:
+        message.pooling.CopyFrom(group.pooling.message)
+    if row_open.inputs:
+        message.inputs.extend(row_open.inputs)
+    if group.images:
+        message.images = group.images
+    if group.encoder is not None:
+        message.encoder.CopyFrom(group.encoder)
+    if group.adapter:
+        message.adapter = group.adapter
+    return message
 
 
 def step_output_from_proto(

@@ -1,6 +1,8 @@
 """The inputs and outputs of the core: plain data, no protobuf.
 
-Arrays are numpy columns. Row, block and slot numbers are only meaningful for one worker in one epoch.
+Arrays are numpy columns. Row, block and slot numbers are only meaningful for one worker in one epoch. Messages are not
+changed once they are made, except that finishes are added to `Deltas`. Those of each step and request are not frozen,
+because `__init__` of a frozen class takes three times as long.
 """
 
 from __future__ import annotations
@@ -69,7 +71,7 @@ class CachedBlock:
     token_ids: U32  # [block_size]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RowOpen:
     """Gives a sequence a row of a worker. `group` has the sampling parameters, which the core does not read."""
 
@@ -95,7 +97,7 @@ class ImageWork(NamedTuple):
     total: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepBatch:
     """One step of one worker: columns of length B over rows, and the changes since the previous step.
 
@@ -136,7 +138,7 @@ class RowFailure:
     message: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepOutput:
     """A worker's answer to one StepBatch."""
 
@@ -154,7 +156,7 @@ class StepOutput:
     pooled: PooledRows | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Finished:
     """The end of a sample. The counters have the meaning of Usage in the protocol."""
 
@@ -171,7 +173,7 @@ class Finished:
     score: float | None = None  # of a sequence from beam search
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Deltas:
     """The result of an `update` or an abort: columns of length N with one new token each, and the samples that ended.
 

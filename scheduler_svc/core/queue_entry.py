@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -25,27 +25,31 @@ class Refusal:
     can_preempt: bool  # preempting less urgent rows could make room
 
 
-@dataclass(slots=True, eq=False)
 class QueueEntry:
     """State of a waiting sequence. Created when the sequence joins the queue, dropped when it leaves."""
 
-    seq: Sequence
-    num_expected_tokens: int  # known tokens and expected output, including samples that will fork from it
-    key: Key = (0, True, 0.0, 0)  # sort key in the queue, set by `WaitingQueue.add`
-    blocked_since: float | None = None  # first time it was passed over for lack of room
-    held_since: float | None = None  # first time it waited for its best worker while others had room
-    refusals: dict[str, Refusal] = field(default_factory=dict)  # worker id -> its newest refusal
-    num_cached_at: I64 = field(
-        default_factory=lambda: NO_WORKERS
-    )  # number of leading tokens cached on each worker, in the fleet's order
-    uncached_at: I64 = field(default_factory=lambda: NO_WORKERS)  # number of tokens to compute on each worker
-    most_cached: int = 0  # the largest value in `num_cached_at`
-    cached_as_of: tuple[int, int, float] = (0, 0, 0.0)  # fleet version, fleet pass and time of the newest lookup
+    __slots__ = (
+        "blocked_since", "cached_as_of", "held_since", "key", "most_cached", "num_cached_at", "num_expected_tokens",
+        "num_tokens", "refusals", "seq", "uncached_at",
+    )  # fmt: skip
+
+    def __init__(self, seq: Sequence, num_expected_tokens: int) -> None:
+        self.seq = seq
+        self.num_tokens = seq.data.num_tokens
+        self.num_expected_tokens = num_expected_tokens  # with expected output, and with samples that will fork from it
+        self.key: Key = (0, True, 0.0, 0)  # sort key in the queue, set by `WaitingQueue.add`
+        self.blocked_since: float | None = None  # first time it was passed over for lack of room
+        self.held_since: float | None = None  # first time it waited for its best worker while others had room
+        self.refusals: dict[str, Refusal] = {}  # worker id -> its newest refusal
+        self.num_cached_at = NO_WORKERS  # number of leading tokens cached on each worker, in the fleet's order
+        self.uncached_at = NO_WORKERS  # number of tokens to compute on each worker
+        self.most_cached = 0  # the largest value in `num_cached_at`
+        self.cached_as_of = (0, 0, 0.0)  # fleet version, fleet pass and time of the newest lookup
 
     def set_cached(self, num_cached_at: I64) -> None:
         """Set the number of leading tokens cached on each worker."""
-        self.num_cached_at, self.uncached_at = num_cached_at, self.seq.data.num_tokens - num_cached_at
-        self.most_cached = int(num_cached_at.max())
+        self.num_cached_at, self.uncached_at = num_cached_at, self.num_tokens - num_cached_at
+        self.most_cached = int(num_cached_at[num_cached_at.argmax()])
 
     def forget_refusals(self, worker_id: str) -> None:
         """Drop the refusal of an earlier worker process with the same id."""
@@ -64,4 +68,4 @@ class QueueEntry:
     @property
     def num_uncached(self) -> int:
         """Number of tokens to compute on the worker that has most of them cached, as of the newest lookup."""
-        return self.seq.data.num_tokens - self.most_cached
+        return self.num_tokens - self.most_cached

@@ -351,8 +351,8 @@ class Scheduler:
         worker.commit_fills(step)
         deltas.finished.extend(failed)
         may_reach_limit = step.may_reach_limit
-        if ending := self._stops.ending(worker.rows, rows, deltas.token_ids, may_reach_limit=may_reach_limit):
-            self._finish_rows(worker, rows, deltas, ending)
+        if places := self._stops.may_end(worker.rows, rows, deltas.token_ids, may_reach_limit=may_reach_limit):
+            self._finish_rows(worker, rows, deltas, places)
         if step.prompt_only:
             deltas = self._finish_prompt_only(worker, step, output, deltas)
         if step.releases:
@@ -363,14 +363,16 @@ class Scheduler:
         """Measure the pace from full steps only: in other steps the worker could have computed more tokens."""
         self._measures.prefill.note(step.num_prompt_tokens, now - max(step.sent_at, planner.answered_at))
 
-    def _finish_rows(self, worker: WorkerBooks, rows: I64, deltas: Deltas, ending: list[int]) -> None:
-        """End the rows at these indices: their newest token is their last one."""
-        for i in ending:
-            seq = worker.rows.sequence(int(rows[i]))
-            num_output = int(deltas.offsets[i]) + 1
-            reason, stop_id = self._stops.why(seq.group.stop, int(deltas.token_ids[i]), num_output)
-            deltas.finished.append(self._requests.end(seq, reason, stop_token_id=stop_id))
-            if reason is not FinishReason.LENGTH:
+    def _finish_rows(self, worker: WorkerBooks, rows: I64, deltas: Deltas, places: list[int]) -> None:
+        """End the rows at these indices whose newest token is their last one."""
+        for i in places:
+            row = int(rows[i])
+            end = self._stops.end_of(worker.rows, row, int(deltas.token_ids[i]))
+            if end is None:
+                continue
+            seq = worker.rows.sequence(row)
+            deltas.finished.append(self._requests.end(seq, end[0], stop_token_id=end[1]))
+            if end[0] is not FinishReason.LENGTH:
                 self._measures.note_output(len(seq.data.output))
 
     def _finish_prompt_only(
@@ -380,7 +382,7 @@ class Scheduler:
         numbers = {} if output.pooled is None else output.pooled.of_row()
         pooled = []
         for row in step.prompt_only:
-            if step.generation[row] != worker.rows.generation[row] or worker.rows.sequences[row] is None:
+            if row in step.closed:
                 continue
             group = worker.rows.sequence(row).group
             if group.pooling is not None and row not in numbers:
@@ -397,7 +399,7 @@ class Scheduler:
         if it has failed before or no other worker could run it. Rows that read blocks of a failed row are computed
         again, even if they failed too.
         """
-        live = [f for f in failures if step.generation[f.row] == worker.rows.generation[f.row]]
+        live = [failure for failure in failures if failure.row not in step.closed]
         taint = taint_of(worker, {failure.row for failure in live}, step)
         worker.pool.forget(taint.blocks)
         for row in taint.rows:

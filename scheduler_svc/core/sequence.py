@@ -27,6 +27,8 @@ class SequenceStatus(Enum):
     RUNNING = "running"
     FINISHED = "finished"
 
+    __hash__ = object.__hash__  # a key of dicts in hot paths; the hash of Enum is a Python function
+
 
 class SequenceStage(Enum):
     """DECODE when only the newest token remains to be computed, else PREFILL."""
@@ -43,6 +45,8 @@ class FinishReason(Enum):
     LENGTH = "length"
     ABORTED = "aborted"
     ERROR = "error"
+
+    __hash__ = object.__hash__  # see SequenceStatus
 
 
 TRANSITIONS: dict[SequenceStatus, set[SequenceStatus]] = {
@@ -204,6 +208,12 @@ class SequenceGroup:
     tenant_slot: int = 0  # the core's own number for the tenant
     sequences: list[Sequence] = field(default_factory=list)
     search: BeamSearch | None = None  # set at arrival if `beam_params` is set
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether all its sequences have ended."""
+        live = [seq for seq in self.sequences if seq.status is not SequenceStatus.FINISHED]
+        return not live
 
     @property
     def num_sequences(self) -> int:

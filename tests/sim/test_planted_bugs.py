@@ -324,7 +324,7 @@ def window_frees_one_block_early(patch: Patch) -> None:
 @bug("the oracle has|a token after the end|token at offset|Error")
 def late_answer_of_a_closed_row_accepted(patch: Patch) -> None:
     def append(original: Any, table: RowTable, flight: InFlightStep, output: Any, share: Any) -> Any:
-        return original(table, replace(flight, generation=table.generation.copy()), output, share)
+        return original(table, replace(flight, closed=set()), output, share)
 
     wrap(patch, scheduler, "append_tokens", append)
 
@@ -433,7 +433,7 @@ def failed_row_keeps_its_blocks_trusted(patch: Patch) -> None:
 
 @bug("the oracle has", failure_rate=0.2)
 def forks_of_a_failed_prompt_trusted(patch: Patch) -> None:
-    wrap(patch, failures, "_forks_of", lambda original, worker, bad, steps: set())
+    wrap(patch, failures, "_forks_of", lambda original, bad, steps: set())
 
 
 @bug("no progress")

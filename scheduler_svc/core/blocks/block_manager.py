@@ -155,29 +155,26 @@ class BlockManager:
         if not self._prefix_caching:
             return []
         held, digest_of = self.held, self._digest_of
-        taken = []
-        for fill in zip(blocks.tolist(), digests, strict=True):
-            block, digest = fill
-            if digest not in held:
-                held[digest] = block
-                digest_of[block] = digest
-                taken.append(fill)
-        if len(taken) == len(blocks):
-            self._tokens[blocks] = block_tokens
-        elif taken:
-            is_holder = [held[digest] == block for block, digest in zip(blocks.tolist(), digests, strict=True)]
-            self._tokens[blocks[is_holder]] = block_tokens[is_holder]
-        return taken
+        if len(set(digests)) < len(digests) or not held.keys().isdisjoint(digests):
+            firsts = {digest: len(digests) - i for i, digest in enumerate(reversed(digests), 1)}
+            places = sorted(i for digest, i in firsts.items() if digest not in held)
+            blocks, digests, block_tokens = blocks[places], [digests[i] for i in places], block_tokens[places]
+        ids = blocks.tolist()
+        fills = list(zip(ids, digests, strict=True))
+        held.update(zip(digests, ids, strict=True))
+        for block, digest in fills:
+            digest_of[block] = digest
+        self._tokens[blocks] = block_tokens
+        return fills
 
     def commit(self, fills: Iterable[Fill]) -> None:
         """Announce the blocks that still have this digest. The step that fills them has been answered."""
         digest_of, committed = self._digest_of, self._committed
-        for fill in fills:
-            block, digest = fill
-            if digest_of[block] == digest and not committed[block]:
-                committed[block] = 1
-                self.commits.append(fill)
-                self._events.append((digest, True))
+        new = [fill for fill in fills if digest_of[fill[0]] == fill[1] and not committed[fill[0]]]
+        for block, _ in new:
+            committed[block] = 1
+        self.commits += new
+        self._events += [(digest, True) for _, digest in new]
 
     def take_commits(self) -> list[Fill]:
         """Returns the blocks committed since the last call that still hold this prefix."""
@@ -254,7 +251,6 @@ class BlockManager:
         if num_empty < count:
             blocks = np.concatenate((blocks, self._evict(count - num_empty)))
         self.refs[blocks] = 1
-        self._was_hit[blocks] = False
         return blocks
 
     def _evict(self, count: int) -> I64:

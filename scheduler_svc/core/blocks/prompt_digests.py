@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 
-from prefix_index.hashing import NO_KEYS, extend_digests, root_digest
+from prefix_index.hashing import NO_KEYS, chained, extend_digests, root_digest, token_bytes
 
 U32 = npt.NDArray[np.uint32]
 
@@ -46,21 +46,12 @@ class PromptDigests:
         if keys or digests or len(token_ids) < block_size:
             extend_digests(digests, root, token_ids, block_size, keys)
             return
-        extend_digests(digests, root, token_ids[:block_size], block_size)
-        self._copy_common(digests, token_ids, block_size)
+        digests.append(chained(root + token_bytes(token_ids[:block_size])))
+        entry = self._entries.get(digests[0])
+        if entry is not None:
+            _copy_common(digests, *entry, token_ids, block_size)
         extend_digests(digests, root, token_ids, block_size)
         self._remember(token_ids, digests)
-
-    def _copy_common(self, digests: list[bytes], token_ids: U32, block_size: int) -> None:
-        entry = self._entries.get(digests[0])
-        if entry is None:
-            return
-        tokens, known = entry
-        length = min(len(tokens), len(token_ids))
-        differs = tokens[:length] != token_ids[:length]
-        first = int(differs.argmax())
-        num_common = first if differs[first] else length
-        digests += known[1 : num_common // block_size]
 
     def _remember(self, token_ids: U32, digests: list[bytes]) -> None:
         """Store a prompt, replacing the prompt with the same first block. Evicts the oldest prompts over the limit."""
@@ -73,6 +64,15 @@ class PromptDigests:
         while self._num_bytes > self._max_bytes:
             _, evicted = self._entries.popitem(last=False)
             self._num_bytes -= _num_bytes(*evicted)
+
+
+def _copy_common(digests: list[bytes], tokens: U32, known: tuple[bytes, ...], token_ids: U32, block_size: int) -> None:
+    """Append the digests, but the first, of the blocks that `token_ids` have in common with an earlier prompt."""
+    length = min(len(tokens), len(token_ids))
+    differs = tokens[:length] != token_ids[:length]
+    first = int(differs.argmax())
+    num_common = first if differs[first] else length
+    digests += known[1 : num_common // block_size]
 
 
 def _num_bytes(token_ids: U32, digests: tuple[bytes, ...]) -> int:

@@ -138,7 +138,8 @@ class Fleet:
 
     def could_run(self, seq: Sequence) -> bool:
         """Whether some worker could run the sequence if it were idle. Always true while every worker drains."""
-        return bool(np.count_nonzero(self._eligible(seq)) or not np.count_nonzero(self._is_open))
+        eligible = self._eligible(seq)
+        return eligible is self._is_open or bool(np.count_nonzero(eligible) or not np.count_nonzero(self._is_open))
 
     def note_written(self, worker: WorkerBooks, num_tokens: int) -> None:
         """Count tokens for which new blocks of the worker's pool are allocated."""
@@ -183,7 +184,7 @@ class Fleet:
         self._update_cached(entry, now)
         uncached = entry.uncached_at
         scores = placement_scores(self._load, uncached, self._config.placement_alpha)
-        slack = self._config.placement_slack * self._config.placement_alpha * seq.data.num_tokens
+        slack = self._config.placement_slack * self._config.placement_alpha * entry.num_tokens
         near = places_near_best(scores, slack, self._load, eligible)
         best = least_pressed(near, self._pressure)
         room = eligible & self._room(entry)
@@ -348,10 +349,12 @@ class Fleet:
 
     def _num_cached(self, seq: Sequence) -> I64:
         """Number of cached leading tokens on each worker. Most workers do not even hold the first block."""
-        digests, max_cached, least = seq.digests, seq.max_cached_tokens, seq.group.num_encoder_tokens
-        first, at = digests[0] if digests else b"", zip(self._held, self._workers, strict=True)
-        counts = [worker.num_cached(digests, max_cached, 0, least) if first in held else 0 for held, worker in at]
-        return np.array(counts, dtype=np.int64)
+        digests, counts = seq.digests, np.zeros(len(self._workers), dtype=np.int64)
+        if digests:
+            for i in [i for i, held in enumerate(self._held) if digests[0] in held]:
+                least = seq.group.num_encoder_tokens
+                counts[i] = self._workers[i].num_cached(digests, seq.max_cached_tokens, 0, least)
+        return counts
 
     def extend_digests(self, digests: list[bytes], token_ids: U32, group: SequenceGroup) -> None:
         """Append to `digests` the missing digests of a sequence's full blocks."""

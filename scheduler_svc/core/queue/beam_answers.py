@@ -36,7 +36,7 @@ class BeamAnswers:
         """Apply the candidates of an answer. Returns `deltas` with the results of the searches that end."""
         r, ready = worker.rows, list[SequenceGroup]()
         for row in output.rows[r.is_beam[output.rows]].tolist():
-            if step.generation[row] != r.generation[row]:
+            if row in step.closed:
                 continue
             seq = r.sequence(row)
             problem = self._put(worker, seq, output)

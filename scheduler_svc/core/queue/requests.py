@@ -213,7 +213,7 @@ class Requests:
                     self._fleet.mark_changed(worker)
 
     def _forget_if_done(self, group: SequenceGroup) -> None:
-        if not all(seq.is_finished for seq in group.sequences) or self.groups.pop(group.request_id, None) is None:
+        if not group.is_finished or self.groups.pop(group.request_id, None) is None:
             return
         self.share.leave(group.tenant_slot)
         self.num_input_bytes -= group.num_input_bytes

@@ -99,7 +99,7 @@ class WaitingQueue:
         self.add(entry, virtual_arrival)
 
     def _count(self, entry: QueueEntry, sign: int) -> None:
-        slot, num_tokens = entry.seq.group.tenant_slot, sign * entry.seq.data.num_tokens
+        slot, num_tokens = entry.seq.group.tenant_slot, sign * entry.num_tokens
         self.pending_tokens += num_tokens
         self.expected_tokens += sign * entry.num_expected_tokens
         self._expected[slot] += sign * entry.num_expected_tokens
@@ -123,7 +123,7 @@ class WaitingQueue:
         else:
             entries = self._by_tenant.get(slot, [])
             end = bisect_left(entries, (priority, True, virtual_arrival, 0), key=_key)
-            own = sum(entry.seq.data.num_tokens for entry in entries[:end])
+            own = sum(entry.num_tokens for entry in entries[:end])
         return min(sum(tokens for _, tokens in urgent), own * self.num_tenants_with(slot))
 
     def __iter__(self) -> Iterator[QueueEntry]:
@@ -142,7 +142,7 @@ class WaitingQueue:
             _, slot, index = heads[0]
             entries = self._by_tenant[slot]
             yield entries[index]
-            served[slot] += INPUT_WEIGHT * entries[index].seq.data.num_tokens
+            served[slot] += INPUT_WEIGHT * entries[index].num_tokens
             if index + 1 == len(entries):
                 heappop(heads)
                 continue

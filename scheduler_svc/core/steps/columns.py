@@ -25,7 +25,7 @@ NO_ROWS: I64 = np.empty(0, dtype=np.int64)
 class Columns(NamedTuple):
     """Some rows of a step."""
 
-    rows: I64  # [N]
+    rows: U32  # [N]
     query_lens: U32  # [N]
     context_lens: U32  # [N]
     sample_mask: Bools  # [N]
@@ -36,11 +36,14 @@ class Columns(NamedTuple):
     continues: bool = True  # some row has a token to compute in the next step, even before an answer
 
 
+NO_COLUMNS = Columns(EMPTY, EMPTY, EMPTY, np.empty(0, dtype=np.bool_), EMPTY, continues=False)
+
+
 def columns_of_run(table: RowTable, run: DecodeRun, members: Members, new_blocks: I64 | None) -> Columns:
     """Advance the decode run. `new_blocks` has a block for each row whose previous block is full."""
     context_lens, slots = run.advance(members, new_blocks)
     ones, trues = table.ones[: len(members.rows)], table.trues[: len(members.rows)]
-    return Columns(members.rows, ones, context_lens, trues, slots, run.full, may_reach_limit=not run.steps_left)
+    return Columns(members.sent_rows, ones, context_lens, trues, slots, run.full, may_reach_limit=not run.steps_left)
 
 
 def columns_of_decodes(table: RowTable, rows: I64) -> Columns:
@@ -55,7 +58,7 @@ def columns_of_decodes(table: RowTable, rows: I64) -> Columns:
     table.num_computed_tokens[rows] = context_lens + 1
     table.pending[rows] = pending + (sample_mask & ~table.is_beam[rows] if table.num_beams else sample_mask)
     return Columns(
-        rows,
+        rows.astype(np.uint32),
         table.ones[: len(rows)],
         context_lens.astype(np.uint32),
         sample_mask,
@@ -67,11 +70,12 @@ def columns_of_decodes(table: RowTable, rows: I64) -> Columns:
     )
 
 
-def columns_of_chunks(table: RowTable, chunks: list[tuple[int, int]]) -> Columns:
-    """Advance rows by chunks of their prompts: pairs of a row and its number of tokens."""
-    rows, counts = zip(*chunks, strict=True) if chunks else ((), ())
-    starts, samples, slots, prompt_only = [], [], [], []
-    may_reach_limit = continues = False
+def with_chunks(table: RowTable, head: Columns, chunks: list[tuple[int, int]]) -> Columns:
+    """Advance rows by chunks of their prompts: pairs of a row and its number of tokens. Returns the columns of `head`
+    and, behind them, of these rows.
+    """
+    starts, samples, slots, prompt_only = [], [], [head.slots], []
+    may_reach_limit, continues = head.may_reach_limit, head.continues
     for row, count in chunks:
         start, known = int(table.num_computed_tokens[row]), int(table.num_tokens[row] + table.pending[row])
         left, reaches_end = int(table.limit[row]) - known, start + count == known
@@ -86,38 +90,37 @@ def columns_of_chunks(table: RowTable, chunks: list[tuple[int, int]]) -> Columns
         may_reach_limit |= left <= 1
         continues |= left > 1 or not reaches_end
     return Columns(
-        np.array(rows, dtype=np.int64),
-        np.array(counts, dtype=np.uint32),
-        np.array(starts, dtype=np.uint32),
-        np.array(samples, dtype=np.bool_),
-        _joined(slots or [EMPTY]),
-        prompt_only=tuple(prompt_only),
-        may_reach_limit=may_reach_limit,
-        continues=continues,
-    )
-
-
-def all_columns(parts: list[Columns]) -> Columns:
-    """The columns of all rows, in this order. Indices in `full` count from the first row."""
-    rows, query_lens, context_lens, sample_mask, slots, _, prompt_only, limits, continues = zip(*parts, strict=True)
-    full, num_rows = list[I64](), 0
-    for part in parts:
-        if len(part.full):
-            full.append(part.full + num_rows)
-        num_rows += len(part.rows)
-    return Columns(
-        np.concatenate(rows),
-        np.concatenate(query_lens),
-        np.concatenate(context_lens),
-        np.concatenate(sample_mask),
+        _extended(head.rows, [row for row, _ in chunks]),
+        _extended(head.query_lens, [count for _, count in chunks]),
+        _extended(head.context_lens, starts),
+        _extended(head.sample_mask, samples),
         np.concatenate(slots),
-        _joined(full or [NO_ROWS]),
-        sum(prompt_only, ()),
-        may_reach_limit=True in limits,
-        continues=True in continues,
+        head.full,
+        (*head.prompt_only, *prompt_only),
+        may_reach_limit,
+        continues,
     )
 
 
-def _joined(arrays: list[npt.NDArray[Any]]) -> npt.NDArray[Any]:
-    """The arrays in one, without a copy if there is only one."""
-    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+def _extended(column: npt.NDArray[Any], values: list[int] | list[bool]) -> npt.NDArray[Any]:
+    """The column with these values at its end."""
+    size = len(column)
+    extended = np.empty(size + len(values), dtype=column.dtype)
+    extended[:size] = column
+    extended[size:] = values
+    return extended
+
+
+def concatenated(first: Columns, second: Columns) -> Columns:
+    """The columns of all rows, in this order. Indices in `full` count from the first row."""
+    return Columns(
+        np.concatenate((first.rows, second.rows)),
+        np.concatenate((first.query_lens, second.query_lens)),
+        np.concatenate((first.context_lens, second.context_lens)),
+        np.concatenate((first.sample_mask, second.sample_mask)),
+        np.concatenate((first.slots, second.slots)),
+        np.concatenate((first.full, second.full + len(first.rows))),
+        first.prompt_only + second.prompt_only,
+        first.may_reach_limit or second.may_reach_limit,
+        first.continues or second.continues,
+    )

@@ -71,7 +71,8 @@ class DecodeRun:
         self._table = table
         self._slots = np.zeros(num_rows, dtype=np.int64)  # of the newest step, per row
         self._phases = np.zeros(num_rows, dtype=np.int64)  # phase of the steps that fill the row's block, per row
-        self._phase = 0  # the newest step, counted from the start of the run, modulo block_size
+        self._ends = np.zeros(num_rows, dtype=np.int64)  # number of the step in which the row reaches its limit
+        self._num_steps = 0  # of the run; the phase of a step is its number modulo block_size
         self.steps_left = 0  # until a row reaches its limit
         self.members: Members | None = None  # None: no row decodes
         self.full: I64 = NO_MEMBERS  # indices of members that need a block in the next step
@@ -83,7 +84,7 @@ class DecodeRun:
             return
         if self.members is not None and not self.steps_left:
             rows = self.members.rows
-            r.in_run[rows[r.num_tokens[rows] + r.pending[rows] >= r.limit[rows]]] = 0
+            r.in_run[rows[self._ends[rows] <= self._num_steps]] = 0
         for row in joining:
             self._join(row)
         self._renew()
@@ -98,9 +99,10 @@ class DecodeRun:
 
     def _join(self, row: int) -> None:
         r, bs = self._table, self._table.block_size
-        end = int(r.num_computed_tokens[row])
+        end, known = int(r.num_computed_tokens[row]), int(r.num_tokens[row] + r.pending[row])
         self._slots[row] = int(r.table[row, (end - 1) // bs]) * bs + (end - 1) % bs
-        self._phases[row] = (self._phase - end) % bs
+        self._phases[row] = (self._num_steps - end) % bs
+        self._ends[row] = self._num_steps + int(r.limit[row]) - known
         r.in_run[row] = 1
         del r.outside[row]
 
@@ -113,8 +115,9 @@ class DecodeRun:
             self.members, self.full, self.steps_left = None, NO_MEMBERS, 0
             return
         self.members = Members(rows, rows.astype(np.uint32), r.in_run.copy(), self._phases[rows])
-        self.steps_left = int((r.limit[rows] - r.num_tokens[rows] - r.pending[rows]).min())
-        self.full = (self.members.phases == self._phase).nonzero()[0]
+        ends = self._ends[rows]
+        self.steps_left = int(ends[ends.argmin()]) - self._num_steps
+        self.full = (self.members.phases == self._num_steps % r.block_size).nonzero()[0]
 
     def advance(self, members: Members, new_blocks: I64 | None) -> tuple[U32, U32]:
         """Advance by one step. `new_blocks` has a block for each row whose previous block is full. Returns the context
@@ -127,7 +130,7 @@ class DecodeRun:
         self._slots += members.in_run
         if new_blocks is not None:
             self._slots[rows[self.full]] = new_blocks * r.block_size
-        self._phase = (self._phase + 1) % r.block_size
-        self.full = (members.phases == self._phase).nonzero()[0]
+        self._num_steps += 1
+        self.full = (members.phases == self._num_steps % r.block_size).nonzero()[0]
         self.steps_left -= 1
         return context_lens, self._slots[rows].astype(np.uint32)

@@ -23,32 +23,32 @@ def taint_of(worker: WorkerBooks, failed: set[int], step: InFlightStep) -> Taint
     """
     bad, steps = set(failed), (step, *worker.in_flight)
     while True:
-        lost = _lost_blocks(worker, bad, steps)
-        forked = _forks_of(worker, bad, steps)
+        lost = _lost_blocks(bad, steps)
+        forked = _forks_of(bad, steps)
         tainted = {row for row in worker.rows.active().tolist() if row in forked or _reads(worker, row, lost)}
         if tainted <= bad:
             return Taint(sorted(tainted), list(lost))
         bad |= tainted
 
 
-def _lost_blocks(worker: WorkerBooks, bad: set[int], steps: tuple[InFlightStep, ...]) -> dict[int, int | None]:
+def _lost_blocks(bad: set[int], steps: tuple[InFlightStep, ...]) -> dict[int, int | None]:
     """The blocks that bad and ended rows would have filled, each with its row, or None if the row has ended."""
     return {
-        block: None if _has_ended(worker, row, step) else row
+        block: None if row in step.closed else row
         for step in steps
         for row, fills in step.fills
-        if row in bad or _has_ended(worker, row, step)
+        if row in bad or row in step.closed
         for block, _ in fills
     }
 
 
-def _forks_of(worker: WorkerBooks, bad: set[int], steps: tuple[InFlightStep, ...]) -> set[int]:
+def _forks_of(bad: set[int], steps: tuple[InFlightStep, ...]) -> set[int]:
     """Live rows that forked from a bad or ended row."""
     return {
         child
         for step in steps
         for child, parent in step.forks
-        if (parent in bad or _has_ended(worker, parent, step)) and not _has_ended(worker, child, step)
+        if (parent in bad or parent in step.closed) and child not in step.closed
     }
 
 
@@ -58,7 +58,3 @@ def _reads(worker: WorkerBooks, row: int, lost: dict[int, int | None]) -> bool:
     """
     r = worker.rows
     return any(lost.get(block, row) != row for block in r.table[row, : r.num_blocks[row]].tolist())
-
-
-def _has_ended(worker: WorkerBooks, row: int, step: InFlightStep) -> bool:
-    return bool(step.generation[row] != worker.rows.generation[row])

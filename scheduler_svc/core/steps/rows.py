@@ -19,7 +19,7 @@ Entries before `first_block` keep their last value, which may be a block of anot
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -43,9 +43,9 @@ class RowTable:
         self.sequences: list[Sequence | None] = [None] * rows
         self.digests: list[list[bytes]] = [[]] * rows  # `Sequence.digests` itself, not a copy
         self.extra_keys: dict[int, Mapping[int, bytes]] = {}  # of rows with inputs, for digests of their blocks
-        self.generation = np.zeros(rows, dtype=np.int64)  # +1 when a row is closed; answers to older steps are ignored
-        self.tokens = np.zeros((rows, length), dtype=np.uint32)
-        self.table = np.zeros((rows, ceil_div(length, capacity.block_size)), dtype=np.uint32)
+        blocks = ceil_div(length, capacity.block_size)
+        self.tokens = np.zeros((rows, blocks * capacity.block_size), dtype=np.uint32)
+        self.table = np.zeros((rows, blocks), dtype=np.uint32)
         self.num_blocks = np.zeros(rows, dtype=np.int64)  # length of the table
         self.blocks_before = capacity.blocks_before  # blocks that a row keeps before the one it writes to; None: all
         self.first_block = np.zeros(rows, dtype=np.int64)  # index of the first entry of the table that is not freed
@@ -70,8 +70,11 @@ class RowTable:
         self.most_blocks = 0  # an upper bound of the blocks that the rows in use hold if all reach their limits
         self.ones = np.ones(rows, dtype=np.uint32)
         self.trues = np.ones(rows, dtype=np.bool_)
+        self.zeros = np.zeros(rows, dtype=np.int64)
         self._offsets = np.arange(self.block_size, dtype=np.uint32)
+        self._stride = np.uint32(self.block_size)
         self.flat_tokens = self.tokens.reshape(-1)  # a view: row * length + position
+        self.token_blocks = self.tokens.reshape(rows, blocks, self.block_size)  # a view: row, index, offset
         self._free = list(range(rows - 1, -1, -1))
         self._order: dict[int, None] = {}  # rows in use, in order of admission
         self.outside: dict[int, None] = {}  # of these, the rows that the planner's decode run has not taken
@@ -178,8 +181,6 @@ class RowTable:
         return 0 if self.blocks_before is None else max(0, num_computed // self.block_size - self.blocks_before)
 
     def close(self, row: int) -> None:
-        self.generation = self.generation.copy()  # steps in flight keep the array that they were sent with
-        self.generation[row] += 1
         self.num_beams -= int(self.is_beam[row])
         self.num_pooled -= int(self.is_pooled[row])
         self.num_with_stop_ids -= int(self.has_stop_ids[row])
@@ -193,6 +194,12 @@ class RowTable:
             self.in_run[row], self.has_left_run = 0, True
         self._active = None
         self._free.append(row)
+
+    def are_open(self, rows: I64, closed: Collection[int]) -> Bools:
+        """Whether each of these rows is not in `closed`."""
+        is_open = self.trues.copy()
+        is_open[list(closed)] = False
+        return is_open[rows]
 
     def sequence(self, row: int) -> Sequence:
         seq = self.sequences[row]
@@ -221,10 +228,10 @@ class RowTable:
 
     def chunk_slots(self, row: int, start: int, count: int) -> U32:
         """Slots of `count` consecutive positions of one row."""
-        first, end = start // self.block_size, ceil_div(start + count, self.block_size)
-        heads = self.table[row, first:end] * np.uint32(self.block_size)
-        slots: U32 = (heads[:, None] + self._offsets).reshape(-1)
-        return slots[start - first * self.block_size :][:count]
+        bs = self.block_size
+        first, end = start // bs, -(-(start + count) // bs)
+        slots: U32 = np.add.outer(self.table[row, first:end] * self._stride, self._offsets).reshape(-1)
+        return slots[start - first * bs : start - first * bs + count]
 
     def fills_block(self, context_lens: I64) -> I64:
         """Indices of the rows whose next token fills a block."""
@@ -234,11 +241,6 @@ class RowTable:
     def known_tokens(self, row: int) -> U32:
         """Prompt and output so far, as a view."""
         return self.tokens[row, : self.num_tokens[row]]
-
-    def last_tokens(self, rows: I64, ends: U32) -> U32:
-        """Tokens of the block that ends just before each of these positions: [len(rows), block_size]."""
-        starts = rows * self.tokens.shape[1] + ends - self.block_size
-        return self.flat_tokens.take(starts[:, None] + self._offsets)
 
     def output_tokens(self, row: int) -> U32:
         """Output so far, as a copy that outlives the row."""

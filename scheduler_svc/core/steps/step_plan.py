@@ -61,11 +61,10 @@ class InFlightStep:
     """A step that was sent but not answered yet, with all data to check and apply its answer."""
 
     step_id: int
-    rows: I64
+    rows: U32
     context_lens: U32
     query_lens: U32
     sampled: U32  # rows whose tokens the answer must contain, in this order
-    generation: I64  # `RowTable.generation` when the step was sent: closing a row replaces the array
     full: I64  # indices of the decoding rows that fill a block (prompt chunks are in `fills`)
     run: Members | None  # its rows, if all of them are in the decode run
     may_reach_limit: bool
@@ -77,6 +76,7 @@ class InFlightStep:
     num_prompt_tokens: int = 0  # in chunks of several tokens
     has_beams: bool = False  # some of the rows are beams
     sent_at: float = 0.0
+    closed: set[int] = field(default_factory=set)  # rows closed since the step was sent: their answers are ignored
     releases: list[I64] = field(default_factory=list)  # block tables of ended rows, freed when the step is answered
 
 
@@ -100,7 +100,7 @@ def make_batch(
     return StepBatch(
         worker_id=worker_id,
         step_id=step.step_id,
-        rows=step.sampled if step.run is not None else step.rows.astype(np.uint32),
+        rows=step.rows,
         query_lens=step.query_lens,
         context_lens=step.context_lens,
         sample_mask=sample_mask,

@@ -8,12 +8,13 @@ from scheduler_svc.core.messages import EMPTY, ImageWork, RowOpen, StepBatch
 from scheduler_svc.core.policy import ceil_div
 from scheduler_svc.core.sequence import Sequence, SequenceStatus
 from scheduler_svc.core.steps.columns import (
+    NO_COLUMNS,
     NO_ROWS,
     Columns,
-    all_columns,
-    columns_of_chunks,
     columns_of_decodes,
     columns_of_run,
+    concatenated,
+    with_chunks,
 )
 from scheduler_svc.core.steps.decode_run import DecodeRun
 from scheduler_svc.core.steps.rows import I64, U32
@@ -262,8 +263,8 @@ class StepPlanner:
         end = min((int(r.num_computed_tokens[row]) + count) // bs, len(digests))
         if first >= end:
             return
-        tokens = r.tokens[row, first * bs : end * bs].reshape(-1, bs)
-        plan.fills.append((row, self._pool.register(r.table[row, first:end], digests[first:end], tokens)))
+        fills = self._pool.register(r.table[row, first:end], digests[first:end], r.token_blocks[row, first:end])
+        plan.fills.append((row, fills))
 
     def _fork_if_complete(self, row: int, count: int, plan: StepPlan) -> None:
         """If this chunk completes the prompt, open the other samples of the group. They share its blocks, and each
@@ -349,41 +350,41 @@ class StepPlanner:
         is_empty = plan.run is None and plan.decodes is None and not (plan.chunks or plan.images)
         if is_empty and (self.books.in_flight or not self.books.has_changes):
             return None
-        r, run = self._rows, plan.run
-        parts: list[Columns] = []
-        if run is not None:
-            parts.append(columns_of_run(r, self._run, run, plan.tables[0][2] if len(self._run.full) else None))
-        if plan.decodes is not None:
-            parts.append(columns_of_decodes(r, plan.decodes))
-        if plan.chunks or not parts:
-            parts.append(columns_of_chunks(r, plan.chunks))
-        is_single = len(parts) == 1
-        columns = parts[0] if is_single else all_columns(parts)
+        columns = self._make_columns(plan)
+        is_run = plan.run is not None and len(columns.rows) == len(plan.run.rows)
         self.may_continue = bool(columns.continues or plan.budget < 1 or plan.forks or plan.images)
         prompt_only, forks = columns.prompt_only, plan.forks
         if prompt_only and forks:
             plan.forks = [(row, parent) for row, parent in forks if parent not in prompt_only]
             prompt_only += tuple(row for row, parent in forks if parent in prompt_only)
-        sampled = _sampled(columns, plan.forks) if run is None or not is_single else run.sent_rows
         step = InFlightStep(
             step_id=self._next_step_id,
             rows=columns.rows,
             context_lens=columns.context_lens,
             query_lens=columns.query_lens,
-            sampled=sampled,
-            generation=r.generation,
+            sampled=columns.rows if is_run else _sampled(columns, plan.forks),
             full=columns.full,
-            run=run if is_single else None,
+            run=plan.run if is_run else None,
             may_reach_limit=columns.may_reach_limit,
             fills=plan.fills,
             forks=forks,
             prompt_only=prompt_only,
             is_full=plan.budget < 1,
             num_prompt_tokens=plan.num_prompt_tokens,
-            has_beams=r.num_beams > 0,
+            has_beams=self._rows.num_beams > 0,
             sent_at=plan.now,
         )
         return self._send(plan, step, columns.sample_mask, columns.slots)
+
+    def _make_columns(self, plan: StepPlan) -> Columns:
+        """Advance the planned rows: those of the run, then other decoding rows, then prompts."""
+        r, columns = self._rows, NO_COLUMNS
+        if plan.run is not None:
+            columns = columns_of_run(r, self._run, plan.run, plan.tables[0][2] if len(self._run.full) else None)
+        if plan.decodes is not None:
+            decodes = columns_of_decodes(r, plan.decodes)
+            columns = decodes if plan.run is None else concatenated(columns, decodes)
+        return with_chunks(r, columns, plan.chunks) if plan.chunks else columns
 
     def _send(self, plan: StepPlan, step: InFlightStep, sample_mask: Bools, slots: U32) -> StepBatch:
         batch = make_batch(self._capacity.worker_id, plan, step, sample_mask, slots, self.books.take_changes())
@@ -397,8 +398,11 @@ class StepPlanner:
         """Give a waiting sequence a row and blocks after the cached `hits`, and plan its first tokens in this step."""
         bs, token_ids, num_hits = self._capacity.block_size, seq.data.token_ids(), len(hits)
         first, end = self._rows.opening_blocks(len(token_ids), num_hits * bs)
-        self._pool.hit(hits[first:])
-        blocks = np.concatenate((hits, self._pool.allocate(end - num_hits)), dtype=np.uint32, casting="unsafe")
+        if num_hits:
+            self._pool.hit(hits[first:])
+        blocks = self._pool.allocate(end - num_hits).astype(np.uint32)
+        if num_hits:
+            blocks = np.concatenate((hits.astype(np.uint32), blocks))
         row = self._open_row(seq, token_ids, blocks, num_hits * bs, plan)
         self._rows.first_block[row] = first
         self.books.num_reserved_rows += len(seq.forks)
@@ -436,5 +440,6 @@ class StepPlanner:
 
 def _sampled(columns: Columns, forks: list[tuple[int, int]]) -> U32:
     """The rows that sample, then the rows that fork from them."""
-    rows = columns.rows[columns.sample_mask].astype(np.uint32)
+    mask = columns.sample_mask
+    rows = columns.rows if np.count_nonzero(mask) == len(mask) else columns.rows[mask]
     return np.append(rows, np.array([row for row, _ in forks], dtype=np.uint32)) if forks else rows

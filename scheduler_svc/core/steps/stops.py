@@ -12,6 +12,8 @@ from scheduler_svc.core.steps.rows import RowTable
 I64 = npt.NDArray[np.int64]
 U32 = npt.NDArray[np.uint32]
 
+REASONS = {End.EOS: FinishReason.EOS, End.STOP: FinishReason.STOP, End.LENGTH: FinishReason.LENGTH}
+
 
 class Stops:
     """The stop rules of one model, for columns of new tokens and for a single token."""
@@ -20,25 +22,26 @@ class Stops:
         self._eos_token_ids = eos_token_ids
         self._eos = np.array(sorted(eos_token_ids), dtype=np.uint32)
 
-    def ending(self, table: RowTable, rows: I64, token_ids: U32, *, may_reach_limit: bool) -> list[int]:
-        """Indices of the rows that end with their newest token. `may_reach_limit`: some row may have max_tokens."""
-        may_end: set[int] = set()
+    def may_end(self, table: RowTable, rows: I64, token_ids: U32, *, may_reach_limit: bool) -> list[int]:
+        """Indices of the rows that may end with their newest token: `end_of` decides. `may_reach_limit`: some row may
+        have max_tokens.
+        """
+        found: list[int] = []
         for eos in self._eos:
-            may_end.update((token_ids == eos).nonzero()[0].tolist())
+            found += (token_ids == eos).nonzero()[0].tolist()
         if table.num_with_stop_ids:
-            may_end.update(table.has_stop_ids[rows].nonzero()[0].tolist())
-        if not may_end and not may_reach_limit:
-            return []
-        ending = {i for i in may_end if self._ends(table, int(rows[i]), int(token_ids[i]))}
+            found += table.has_stop_ids[rows].nonzero()[0].tolist()
         if may_reach_limit:
-            ending.update((table.num_tokens[rows] >= table.limit[rows]).nonzero()[0].tolist())
-        return sorted(ending)
+            found += (table.num_tokens[rows] >= table.limit[rows]).nonzero()[0].tolist()
+        return sorted(set(found)) if len(found) > 1 else found
 
-    def _ends(self, table: RowTable, row: int, token_id: int) -> bool:
-        if table.ignore_eos[row] and not table.has_stop_ids[row]:
-            return False
-        num_output = int(table.num_tokens[row] - table.prompt_len[row])
-        return table.sequence(row).group.stop.end_of(token_id, num_output, self._eos_token_ids) is not None
+    def end_of(self, table: RowTable, row: int, token_id: int) -> tuple[FinishReason, int | None] | None:
+        """Why a row ends with its newest token, and the token if it is a stop id; None if it continues."""
+        stop, num_output = table.sequence(row).group.stop, int(table.num_tokens[row] - table.prompt_len[row])
+        end = stop.end_of(token_id, num_output, self._eos_token_ids)
+        if end is None and table.num_tokens[row] < table.limit[row]:
+            return None
+        return REASONS[end or End.LENGTH], token_id if end is End.STOP else None
 
     def is_complete(self, seq: Sequence) -> bool:
         """Whether a Continuation already ends with the token that ends the sequence."""
@@ -50,4 +53,4 @@ class Stops:
     def why(self, stop: StopCondition, last_token: int, num_output: int) -> tuple[FinishReason, int | None]:
         """The reason to end with this output token, and the token if it is a stop id. LENGTH: a limit is reached."""
         end = stop.end_of(last_token, num_output, self._eos_token_ids) or End.LENGTH
-        return FinishReason(end.value), last_token if end is End.STOP else None
+        return REASONS[end], last_token if end is End.STOP else None

@@ -55,6 +55,7 @@ class WorkerBooks:
         self.rows = RowTable(capacity)
         self.beams = BeamRows(self.rows, self.pool)
         self.in_flight: deque[InFlightStep] = deque()
+        self._answered: InFlightStep | None = None  # the newest one; its answer is being applied
         self.num_messages = 0  # in flight; each carries one step, or a burst of steps
         self.is_draining = False
         self.num_reserved_rows = 0  # for samples that will fork from a running prompt
@@ -248,7 +249,7 @@ class WorkerBooks:
 
     def note_answered(self) -> None:
         """Record that the oldest step is answered. The last step of a message frees its place in the pipeline."""
-        step = self.in_flight.popleft()
+        self._answered = step = self.in_flight.popleft()
         self._num_answered += 1
         self._prefill_in_flight -= step.num_prompt_tokens
         self.num_messages -= step.burst_len > 0
@@ -259,27 +260,23 @@ class WorkerBooks:
             self.pool.commit(fills)
         if not len(step.full):
             return
-        rows, ends = step.rows[step.full], step.context_lens[step.full] + 1
-        if step.generation is not self.rows.generation:
-            is_open = step.generation[rows] == self.rows.generation[rows]
-            if np.count_nonzero(is_open) < len(is_open):
-                rows, ends = rows[is_open], ends[is_open]
+        rows, indices = step.rows[step.full].astype(np.int64), step.context_lens[step.full] // self.capacity.block_size
+        if step.closed:
+            is_open = self.rows.are_open(rows, step.closed)
+            rows, indices = rows[is_open], indices[is_open]
         if len(rows):
-            self._commit_decoded(rows, ends)
+            self._commit_decoded(rows, indices)
 
-    def _commit_decoded(self, rows: I64, ends: U32) -> None:
-        """Commit the block that ends before position `ends` of each row. Most of its tokens were sampled."""
-        r, bs = self.rows, self.capacity.block_size
-        tokens = r.last_tokens(rows, ends)
-        indices = ends // bs - 1
-        blocks, digests = block_bytes(token_bytes(tokens), bs), []
+    def _commit_decoded(self, rows: I64, indices: U32) -> None:
+        """Commit the block at this index of each row's table. Most of its tokens were sampled."""
+        r, digests = self.rows, []
+        tokens = r.token_blocks[rows, indices]
+        blocks = block_bytes(token_bytes(tokens), self.capacity.block_size)
         for row, index, block in zip(rows.tolist(), indices.tolist(), blocks, strict=True):
             known = r.digests[row]
             if index == len(known):  # the digest was unknown until the block's last token was sampled
-                if r.extra_keys:
-                    block += r.extra_keys.get(row, NO_KEYS).get(
-                        index, b""
-                    )  # an input may begin in the prompt's last block
+                if r.extra_keys:  # an input may begin in the prompt's last block
+                    block += r.extra_keys.get(row, NO_KEYS).get(index, b"")
                 known.append(chained((known[-1] if known else self._root(r.sequence(row))) + block))
             digests.append(known[index])
         self.pool.commit(self.pool.register(r.table[rows, indices], digests, tokens))
@@ -327,6 +324,10 @@ class WorkerBooks:
         seq = self.rows.sequence(row)
         self.num_reserved_rows -= len(seq.forks)
         seq.worker_id = seq.row = None
+        if self._answered is not None:
+            self._answered.closed.add(row)
+        for step in self.in_flight:
+            step.closed.add(row)
         blocks = self.rows.held_blocks(row)[::-1]
         self._release(np.concatenate((blocks, self._cached_again(row))) if self.rows.first_block[row] else blocks)
         self.rows.close(row)
