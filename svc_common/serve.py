@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-import os
 import signal
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
@@ -34,7 +33,6 @@ T = TypeVar("T")
 
 MAX_MESSAGE_BYTES = 64 << 20  # between services: a step that opens 128 rows of 128 K tokens, 4 bytes each
 ONLY_IDENTITY = 1 << 0  # bit set of compression algorithms with only GRPC_COMPRESS_NONE
-OLDER_POLLER = "-event_engine_client,-event_engine_listener,-event_engine_for_all_other_endpoints"
 
 SERVER_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.so_reuseport", 0),  # otherwise a second server could bind the same port without an error
@@ -78,10 +76,9 @@ class _Loop(uvloop.Loop):
 def run_service(main: Coroutine[Any, Any, T]) -> T:
     """`asyncio.run` for a service, tuned for cheap messages (docs/adr/0014-fewer-wakes.md).
 
-    Uses uvloop and gRPC's older poller: per message it wakes one thread before the event loop, while the event engine
-    wakes four. Call it before the first channel or server is made. $GRPC_EXPERIMENTS overrides the poller.
+    Uses uvloop. `svc_common` selects gRPC's older poller: per message it wakes one thread before the event loop, while
+    the event engine wakes four.
     """
-    os.environ.setdefault("GRPC_EXPERIMENTS", OLDER_POLLER)
     raise_file_limit()
     with asyncio.Runner(loop_factory=_Loop) as runner:
         return runner.run(main)
