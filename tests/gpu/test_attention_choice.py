@@ -52,7 +52,7 @@ def test_flash_attention_needs_its_package(folder, monkeypatch):
         load(folder, attention="flash", block_size=256)
 
 
-@pytest.mark.parametrize("name", ["flash", "torch"])
+@pytest.mark.parametrize("name", ["flash", "flash3", "torch"])
 def test_batch_dependent_attention_is_refused_in_exact_mode(folder, name):
     with pytest.raises(BackendUnavailableError, match=f"attention {name} cannot be exact"):
         load(folder, attention=name, determinism="exact", block_size=256)
@@ -91,14 +91,14 @@ def test_flash_attention_is_checked_at_start_up(folder, monkeypatch, caplog, nam
     monkeypatch.setitem(sys.modules, "flash_attn", broken_package)
     with pytest.raises(BackendUnavailableError, match=message):
         load(folder, attention="flash", block_size=256, num_blocks=8)
-    monkeypatch.setattr(choice, "is_flash_first", lambda device: True)
+    monkeypatch.setattr(choice, "preferred_library", lambda setup: "flash")
     assert load(folder, attention="auto", block_size=256, num_blocks=8).info.backend == "cuda/triton"
     assert "--attention auto uses triton: flash-attn" in caplog.text
 
 
 def test_auto_uses_flash_attention_that_passes_its_check(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn", fake_flash_attn)
-    monkeypatch.setattr(choice, "is_flash_first", lambda device: True)
+    monkeypatch.setattr(choice, "preferred_library", lambda setup: "flash")
     assert load(folder, attention="auto", block_size=256, num_blocks=8).info.backend == "cuda/flash"
 
 

@@ -21,7 +21,7 @@ CudaGraphs = Literal["start", "lazy", "off"]
 MAX_BLOCK_SIZE = 256
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = ("auto", "fp8")
-ATTENTION = ("auto", "triton", "flash", "torch")
+ATTENTION = ("auto", "triton", "flash", "flash3", "torch")
 CUDA_GRAPHS = ("start", "lazy", "off")
 QUANTIZING_BACKENDS: Mapping[Quantization, tuple[str, ...]] = {"int8": ("cpu", "reference"), "fp8": ("cuda",)}
 

@@ -23,7 +23,8 @@ class LayerCache:
 
     keys: torch.Tensor
     values: torch.Tensor
-    scales: torch.Tensor | None  # float32 [2, kv_heads] if the cache is fp8
+    # If the cache is fp8: float32 [3, kv_heads], of keys, values, and the queries that share a KV head.
+    scales: torch.Tensor | None
 
     @property
     def pools(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -157,7 +158,7 @@ class TorchAttention:
             blocks = queries.tables[queries.rows[i], first_block : first_block + -(-num_keys // block_size)].long()
             k, v = (_gather(pool, blocks).flatten(0, 1)[:num_keys].to(q.dtype) for pool in cache.pools)
             if cache.scales is not None:
-                k, v = (x * scale[:, None].to(q.dtype) for x, scale in zip((k, v), cache.scales, strict=True))
+                k, v = (x * scale[:, None].to(q.dtype) for x, scale in zip((k, v), cache.scales[:2], strict=True))
             keys = first_block * block_size + torch.arange(num_keys, device=q.device)
             k, v = (x.masked_fill((keys < lowest)[:, None, None], 0.0) for x in (k, v))
             is_visible = visible(shape, keys, context + torch.arange(last - first, device=q.device))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -10,31 +11,36 @@ import torch
 from worker_svc.engine.backend import BackendUnavailableError
 from worker_svc.engine.gpu.attention import Attention, TorchAttention, TritonAttention
 from worker_svc.engine.gpu.checks.attention import MAX_ROWS, MAX_TOKENS, attention_cases
-from worker_svc.engine.gpu.checks.case import Setup, verify
+from worker_svc.engine.gpu.checks.case import TOLERANCES, Setup, verify
 from worker_svc.engine.gpu.flash import FlashAttention, flash_package
+from worker_svc.engine.gpu.flash3 import Flash3Attention, flash3_package
 
 logger = logging.getLogger(__name__)
 
 FLASH_BLOCK = 256
-HOPPER = (9, 0)  # on this and newer GPUs the Triton kernel is as fast as flash-attn 2
+HOPPER = (9, 0)  # here the Triton kernel is as fast as flash-attn 2, and flash-attn 3 is faster for prompts
+BLACKWELL = (10, 0)  # first compute capability without kernels in flash-attn 3
+FP8_TOLERANCE = 2 * TOLERANCES[torch.float8_e4m3fn]  # queries and softmax weights are rounded as well
 OTHER_ATTENTION = "install another version of Triton, or use --attention flash or torch with --determinism best_effort"
 
 
 def choose_attention(name: str, setup: Setup, *, max_rows: int, max_tokens: int) -> Attention:
-    """The requested attention. `auto` selects flash-attn on GPUs older than Hopper if it can serve, otherwise Triton.
+    """The requested attention. `auto` selects a library that is better on this GPU if it can serve, otherwise Triton.
 
     Raises BackendUnavailableError if it cannot serve these settings or fails its start-up check.
     """
     if name == "torch":
         _refuse_exact(name, setup)
         return TorchAttention()
-    if name == "flash":
-        return _make_flash(setup)
-    if name == "auto" and is_flash_first(setup.device) and not setup.is_exact:
+    if name in LIBRARIES:
+        return LIBRARIES[name](setup)
+    library = preferred_library(setup) if name == "auto" and not setup.is_exact else None
+    if library is not None:
         try:
-            return _make_flash(setup)
+            return LIBRARIES[library](setup)
         except BackendUnavailableError as error:
-            logger.warning("--attention auto uses triton: %s", error)
+            is_missing = isinstance(error.__cause__, ImportError)
+            logger.log(logging.INFO if is_missing else logging.WARNING, "--attention auto uses triton: %s", error)
     make = partial(
         TritonAttention, setup.model.heads, setup.determinism,
         windows=[shape.window for shape in setup.attention_shapes], max_model_len=setup.max_model_len,
@@ -46,9 +52,17 @@ def choose_attention(name: str, setup: Setup, *, max_rows: int, max_tokens: int)
     return make(max_rows=max_rows, max_tokens=max_tokens)
 
 
-def is_flash_first(device: torch.device) -> bool:
-    """Whether `auto` prefers flash-attn on this device."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) < HOPPER
+def preferred_library(setup: Setup) -> str | None:
+    """The library that `auto` prefers to Triton on this device. None: no library.
+
+    flash-attn 3 is not preferred for an fp8 cache, because it also rounds queries and softmax weights to fp8.
+    """
+    if setup.device.type != "cuda":
+        return None
+    capability = torch.cuda.get_device_capability(setup.device)
+    if capability < HOPPER:
+        return "flash"
+    return "flash3" if capability < BLACKWELL and not setup.has_scaled_cache else None
 
 
 def _make_flash(setup: Setup) -> Attention:
@@ -65,8 +79,20 @@ def _make_flash(setup: Setup) -> Attention:
     return attention
 
 
-def _check(attention: Attention, name: str, advice: str, setup: Setup) -> None:
-    for case in attention_cases(attention, name, setup):
+def _make_flash3(setup: Setup) -> Attention:
+    _refuse_exact("flash3", setup)
+    dtype = torch.float8_e4m3fn if setup.has_scaled_cache else setup.dtype
+    attention = Flash3Attention(flash3_package(), setup.attention_shapes, setup.block_size, dtype)
+    advice = "install another version of flash-attn 3, or use --attention triton"
+    _check(attention, "flash-attn 3", advice, setup, FP8_TOLERANCE if setup.has_scaled_cache else None)
+    return attention
+
+
+LIBRARIES: dict[str, Callable[[Setup], Attention]] = {"flash": _make_flash, "flash3": _make_flash3}
+
+
+def _check(attention: Attention, name: str, advice: str, setup: Setup, tolerance: float | None = None) -> None:
+    for case in attention_cases(attention, name, setup, tolerance):
         verify(case, advice, is_exact=setup.is_exact)
 
 

@@ -29,8 +29,8 @@ KEPT = ("router", "head")  # not rounded by `quantize`: a small error there chan
 
 
 def kv_scales(layer: Layer, heads: HeadShape) -> torch.Tensor:
-    """Scales of a layer's keys and values in fp8, float32 [2, kv_heads]. They are computed from the weights alone, so
-    all workers of a model use the same scales and no calibration is needed.
+    """Scales in fp8 of a layer's keys, values, and queries that share a KV head, float32 [3, kv_heads]. They are
+    computed from the weights alone, so all workers of a model use the same scales and no calibration is needed.
 
     A normed input has about unit variance, so the norm of a projection row estimates the size of its output.
     """
@@ -40,11 +40,14 @@ def kv_scales(layer: Layer, heads: HeadShape) -> torch.Tensor:
     squares = gained.square().sum(1)
     if layer.qkv.bias is not None:
         squares += layer.qkv.bias.double().square()
-    size = heads.num_kv_heads * heads.head_dim
-    parts = squares[-2 * size :].view(2, heads.num_kv_heads, heads.head_dim)
+    group = heads.num_q_heads // heads.num_kv_heads
+    sizes = [rows * heads.num_kv_heads * heads.head_dim for rows in (group, 1, 1)]
+    queries, keys, values = (
+        part.view(heads.num_kv_heads, -1, heads.head_dim).mean(1) for part in torch.split(squares, sizes)
+    )
     if layer.qk_norms is not None:
-        parts[0] = layer.qk_norms[1].weight.double().square()
-    return scale_for(parts.mean(-1).sqrt())
+        queries, keys = (norm.weight.double().square().expand_as(keys) for norm in layer.qk_norms)
+    return scale_for(torch.stack((keys, values, queries)).mean(-1).sqrt())
 
 
 def formats_of(config: ModelConfig, quantize: Quantization | None, device: torch.device) -> frozenset[WeightFormat]:

@@ -19,13 +19,17 @@ from worker_svc.engine.gpu.step_buffer import Bucket, HostStep, StepColumns
 DECODE_ROWS = [(0, 1), (5, 1), (300, 1), (600, 1)]
 MIXED_ROWS = [(0, 7), (260, 3), (31, 1)]
 MAX_ROWS, MAX_TOKENS = 4, 128  # the capacity that `Attention` needs for these cases
-SCALE = 0.5  # divisor of keys and values in fp8
+SCALE = 0.5  # divisor of keys, values and queries in fp8
 
 
-def attention_cases(attention: Attention, name: str, setup: Setup) -> Iterator[Case]:
-    """Both kinds of batches, decode rows only and a mix with prompts, for each different attention of the layers."""
+def attention_cases(attention: Attention, name: str, setup: Setup, tolerance: float | None = None) -> Iterator[Case]:
+    """Both kinds of batches, decode rows only and a mix with prompts, for each different attention of the layers.
+
+    `tolerance`: None for that of the model's dtype.
+    """
     for shape, rows in itertools.product(setup.attention_shapes, (DECODE_ROWS, MIXED_ROWS)):
-        yield _case(attention, name, setup, shape, [_shortened(row, setup.max_model_len) for row in rows])
+        shortened = [_shortened(row, setup.max_model_len) for row in rows]
+        yield _case(attention, name, setup, shape, shortened, tolerance or TOLERANCES[setup.dtype])
 
 
 def _shortened(row: tuple[int, int], max_model_len: int) -> tuple[int, int]:
@@ -33,7 +37,14 @@ def _shortened(row: tuple[int, int], max_model_len: int) -> tuple[int, int]:
     return min(context, max(max_model_len - count, 0)), count
 
 
-def _case(attention: Attention, name: str, setup: Setup, shape: AttentionShape, rows: list[tuple[int, int]]) -> Case:
+def _case(
+    attention: Attention,
+    name: str,
+    setup: Setup,
+    shape: AttentionShape,
+    rows: list[tuple[int, int]],
+    tolerance: float,
+) -> Case:
     heads, block_size = shape.heads, setup.block_size
     starts = [sum(count for _, count in rows[:i]) for i in range(len(rows) + 1)]
     num_blocks = -(-max(context + count for context, count in rows) // block_size)
@@ -53,7 +64,7 @@ def _case(attention: Attention, name: str, setup: Setup, shape: AttentionShape, 
         starts,
         partial(_attend, attention, shape, rows, records, q, starts, cache),
         {"output": reference(q, (keys, values), queries, len(rows), shape)},
-        {"output": TOLERANCES[setup.dtype]},
+        {"output": tolerance},
     )
 
 
@@ -77,7 +88,7 @@ def _attend(
 
 def _scaled(keys: torch.Tensor, values: torch.Tensor) -> tuple[LayerCache, torch.Tensor, torch.Tensor]:
     """The cache in fp8, and the keys and values that it represents."""
-    scales = torch.full((2, keys.shape[2]), SCALE, device=keys.device)
+    scales = torch.full((3, keys.shape[2]), SCALE, device=keys.device)
     narrow_keys, narrow_values = ((pool / SCALE).to(torch.float8_e4m3fn) for pool in (keys, values))
     cache = LayerCache(narrow_keys, narrow_values, scales)
     return cache, narrow_keys.to(keys.dtype) * SCALE, narrow_values.to(keys.dtype) * SCALE
