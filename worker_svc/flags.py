@@ -169,6 +169,7 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="compute threads; unset: one per core that this process may use",
     )
+    _add_node_flags(parser)
     sim = parser.add_argument_group("simulation", "for load and failure tests: no weights are read, no model runs")
     sim.add_argument(
         "--executor",
@@ -245,6 +246,53 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_node_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "several hosts", "cuda: the ranks of one worker on several hosts, see docs/gpu.md"
+    )
+    group.add_argument("--nnodes", type=_AT_LEAST_1, default=1, metavar="N", help="hosts that share the model")
+    group.add_argument(
+        "--node-rank",
+        type=config.in_range(int, 0, 2**31 - 1),
+        default=0,
+        metavar="N",
+        help="number of this host; 0 is the leader: it serves, and has no --leader-address",
+    )
+    group.add_argument(
+        "--node-listen", type=config.address, metavar="HOST:PORT", help="of the leader: where the other hosts connect"
+    )
+    group.add_argument(
+        "--leader-address",
+        type=config.address,
+        metavar="HOST:PORT",
+        help="of the other hosts: the leader's --node-listen",
+    )
+    group.add_argument(
+        "--node-timeout-s",
+        type=config.in_range(float, 1.0, 86400.0),
+        default=600.0,
+        metavar="S",
+        help="a host that is missing for so long at the start ends this process, with exit code 2",
+    )
+
+
+def check_node_flags(args: argparse.Namespace) -> None:
+    """Raises ValueError if the addresses do not fit the number of this host."""
+    is_leader, is_other = args.nnodes > 1 and args.node_rank == 0, args.node_rank > 0
+    for flag, value, is_needed, whom in (
+        ("--node-listen", args.node_listen, is_leader, "--node-rank 0 with --nnodes of 2 or more"),
+        ("--leader-address", args.leader_address, is_other, "--node-rank 1 or more"),
+    ):
+        if is_needed and value is None:
+            raise ValueError(f"{flag} is required for {whom}")
+        if value is not None and not is_needed:
+            raise ValueError(
+                f"{flag} {value} is only for {whom}; got --node-rank {args.node_rank}, --nnodes {args.nnodes}"
+            )
+    if args.nnodes > 1 and args.executor == "sim":
+        raise ValueError(f"--nnodes {args.nnodes} needs --executor model: the simulation has one process")
+
+
 def _add_adapter_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("LoRA adapters", "see docs/adapters.md")
     group.add_argument(
@@ -303,6 +351,8 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         attention=args.attention,
         gpu_memory_utilization=args.gpu_memory_utilization,
         tensor_parallel_size=args.tensor_parallel_size,
+        nnodes=args.nnodes,
+        node_rank=args.node_rank,
         cuda_graphs=args.cuda_graphs,
         kv_cache_dtype=args.kv_cache_dtype,
         cuda_graph_tokens=args.cuda_graph_tokens,

@@ -28,15 +28,17 @@ from svc_common.serve import BindError, GrpcServer, run_service, settle_gc
 from svc_common.tasks import cancel
 from svc_common.tracing import make_tracer
 from svc_common.trust import Trust, check_reach, make_trust
+from worker_svc import node
 from worker_svc.adapters import WorkerAdapters
 from worker_svc.bundle import Bundle, ModelFolderError, read_bundle
 from worker_svc.check_model import check_model
 from worker_svc.engine.config import EngineConfig, EngineInfo
 from worker_svc.executor import StepExecutor
-from worker_svc.flags import engine_config, make_parser, scheduler_addresses, sim_config
+from worker_svc.flags import check_node_flags, engine_config, make_parser, scheduler_addresses, sim_config
 from worker_svc.lifecycle import DRAINING, Lifecycle
 from worker_svc.metrics import SPECS, WorkerReader
 from worker_svc.model_source import resolve_model
+from worker_svc.node_links.node_server import NodeServer
 from worker_svc.registration import Registration
 from worker_svc.row_traces import RowTraces
 from worker_svc.runner import Runner
@@ -92,15 +94,18 @@ class Worker:
             interceptors=trust.interceptors(CALLERS),
         )
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self._servicer, self._server.grpc)
+        self._nodes = None if args.nnodes == 1 else _make_nodes(args, trust, self._stop_soon)
         self._admin = self._make_admin()
         self._registration: Registration | None = None
         self._info: EngineInfo | None = None
         self._drain_timeout_s: float = args.drain_timeout_s
         self._drained = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._exit_code = 0
 
     async def run(self) -> int:
         """Serve until SIGTERM or a Drain RPC. Returns the exit code of the process; raises BindError."""
+        self._loop = asyncio.get_running_loop()
         await self._admin.start()
         address = await self._server.start()
         folder = self._settings.model_dir
@@ -114,6 +119,8 @@ class Worker:
         finally:
             self._executor.close()
             self._adapters.close()
+            if self._nodes is not None:
+                self._nodes.stop()
             await _cancel(registering)
             await self._admin.close()
             if self._tracer is not None:
@@ -204,7 +211,7 @@ class Worker:
             write_log(fraction)
 
         started_at = loop.time()
-        info = await self._executor.load(lambda: _make_runner(self._args, self._settings, progress))
+        info = await self._executor.load(lambda: _make_runner(self._args, self._settings, progress, self._nodes))
         self._info = info
         settle_gc()
         self._adapters.announce()
@@ -224,6 +231,11 @@ class Worker:
         await self._drained.wait()
         return self._executor.rows_used
 
+    def _stop_soon(self) -> None:
+        """Like SIGTERM; any thread may call it."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._server.stopping.set)
+
     async def _drain(self) -> None:
         self._lifecycle.set_draining()
         with suppress(TimeoutError):
@@ -242,7 +254,13 @@ class Worker:
             await asyncio.sleep(DRAIN_POLL_S)
 
 
-def _make_runner(args: argparse.Namespace, settings: EngineConfig, progress: Callable[[float], None]) -> Runner:
+def _make_nodes(args: argparse.Namespace, trust: Trust, drain: Callable[[], None]) -> NodeServer:
+    return NodeServer(args.node_listen, trust, args.nnodes, args.node_timeout_s, drain)
+
+
+def _make_runner(
+    args: argparse.Namespace, settings: EngineConfig, progress: Callable[[float], None], nodes: NodeServer | None
+) -> Runner:
     if args.executor == "sim":
         return SimRunner(settings, sim_config(args))
     # After the flags are checked and the port is bound: importing torch takes seconds.
@@ -251,7 +269,7 @@ def _make_runner(args: argparse.Namespace, settings: EngineConfig, progress: Cal
     from worker_svc.engine.load import load_runner
 
     try:
-        return load_runner(settings, progress)
+        return load_runner(settings, progress, nodes)
     except BackendUnavailableError as error:
         raise ValueError(f"--backend {settings.backend}: {error}") from error
 
@@ -324,13 +342,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     set_thread_environment(args.threads)
     try:
         trust = make_trust(args, "worker")
-        check_reach(args, trust, args.listen)
+        check_node_flags(args)
+        check_reach(args, trust, *(address for address in (args.listen, args.node_listen) if address))
         resolve_model(args)
         settings, bundle = engine_config(args), read_bundle(args.model)
         if args.executor == "model":
             check_model(args.model)
         if not bundle.has_tokenizer:
             log.warning("%s has no tokenizer.json: requests must use token ids, text is not served", args.model)
+        if args.node_rank:
+            sys.exit(node.run(args, settings, trust))
         sys.exit(run_service(_run(args, settings, bundle, trust)))
     except (ValueError, HubError, ModelFolderError, BindError) as error:
         log.error("%s", error)

@@ -1,9 +1,11 @@
-"""Tensor-parallel workers in the real system: a rank dies under load, a worker drains, other kinds are refused."""
+"""Tensor-parallel workers on one and two hosts in the real system: ranks die under load, a worker drains, other kinds
+are refused."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -11,7 +13,7 @@ from pathlib import Path
 import pytest
 from quire_client import AsyncClient
 
-from tests.gpu.test_tensor_parallel import is_alive
+from tests.processes.ports import free_port
 from tests.processes.stack import Service, Stack, is_ready
 from tests.unit.engine.models import make_model
 from worker_svc.engine.gpu.local_ranks import EXIT_RANK_LOST
@@ -59,29 +61,50 @@ def follower_of(worker: Service) -> int:
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks children up in /proc")
-async def test_a_rank_may_die_under_load(tmp_path: Path) -> None:
+async def test_ranks_may_die_under_load(tmp_path: Path) -> None:
+    """A worker with both ranks on this host, and one whose second rank is a node of its own: each loses a rank while
+    the other takes its streams over. All tokens are equal, and the two nodes come back when they are started again."""
     model = make_model(tmp_path / "model", "qwen3", **TINY)
     with Stack(tmp_path) as stack:
         scheduler = stack.start_scheduler()
-        workers = [stack.start_worker(scheduler, model, *TWO_RANKS) for _ in range(2)]
+        on_one_host = stack.start_worker(scheduler, model, *TWO_RANKS)
+        leader, node = start_two_nodes(stack, scheduler, model)
         gateway = stack.start_gateway(scheduler)
-        for worker in workers:
+        for worker in (on_one_host, leader):
             worker.wait_ready(START_DEADLINE_S)
         async with await stack.connect(gateway, workers=2) as client:
             streams = Streams(client)
             other = stack.start_worker(scheduler, model, "--backend", "reference", *FLAGS)
             await streams.reach(2)
-            os.kill(follower_of(workers[0]), signal.SIGKILL)
-            assert workers[0].wait() == EXIT_RANK_LOST
-            assert "rank-1 ended (exit code -9); this worker exits with code 70" in workers[0].log()
+            node.kill()
+            assert leader.wait() == EXIT_RANK_LOST
+            assert re.search(r"node 1 \(127\.\S+\) is lost: .*; this worker exits with code 70", leader.log())
             found = await asyncio.gather(*streams.tasks)
             assert [len(tokens) for tokens in found] == [MAX_TOKENS] * 3
-            assert await asyncio.gather(*Streams(client).tasks) == found
+            node.start()  # waits for its leader
+            leader.start()
+            await stack.until(client, lambda schedulers: is_ready(schedulers, leader), START_DEADLINE_S)
+
+            streams = Streams(client)
+            await streams.reach(2)
+            os.kill(follower_of(on_one_host), signal.SIGKILL)
+            assert on_one_host.wait() == EXIT_RANK_LOST
+            assert "rank-1 ended (exit code -9); this worker exits with code 70" in on_one_host.log()
+            assert await asyncio.gather(*streams.tasks) == found
+            assert await asyncio.gather(*Streams(client).tasks) == found  # on two hosts alone
             check_other_kind_was_refused(scheduler, other)
             assert not is_ready((await client.status()).schedulers, other)
-            follower = follower_of(workers[1])
-            assert workers[1].terminate() == 0
-            assert not is_alive(follower)
+            assert node.terminate() == 0  # the leader drains first
+            assert leader.wait() == 0
+            assert "has to stop, so this worker drains" in leader.log()
+
+
+def start_two_nodes(stack: Stack, scheduler: Service, model: Path) -> tuple[Service, Service]:
+    """The leader, which listens at an address of its own, and the other node. The node starts first."""
+    address = f"127.0.0.2:{free_port()}"
+    flags = (*TWO_RANKS, "--nnodes", "2")
+    node = stack.start_worker(scheduler, model, *flags, "--node-rank", "1", "--leader-address", address)
+    return stack.start_worker(scheduler, model, *flags, "--node-listen", address), node
 
 
 def check_other_kind_was_refused(scheduler: Service, other: Service) -> None:

@@ -47,6 +47,7 @@ class EngineConfig:
     cuda_graphs: recorded at start-up (start), when a size first occurs (lazy), or never (off).
     cuda_graph_tokens: the largest step with prompts that is recorded as a graph; 0: decode steps only.
     kv_cache_dtype fp8: keys and values in 8 bits.
+    nnodes: hosts that share the model; node_rank: the number of this one. Each has an equal share of the ranks.
     """
 
     model_dir: Path
@@ -70,6 +71,8 @@ class EngineConfig:
     attention: str = "auto"
     gpu_memory_utilization: float = 0.9
     tensor_parallel_size: int = 1
+    nnodes: int = 1
+    node_rank: int = 0
     cuda_graphs: CudaGraphs = "start"
     cuda_graph_tokens: int = 8192
     kv_cache_dtype: KvCacheDtype = "auto"
@@ -94,6 +97,7 @@ class EngineConfig:
         for name in ("max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        self._check_nodes()
         if self.image_cache_memory < 0:
             raise ValueError(f"image_cache_memory must be 0 or more, got {self.image_cache_memory}")
         if self.max_adapters < 0 or self.max_adapter_rank < 1 or self.max_loaded_adapters < 1:
@@ -108,6 +112,20 @@ class EngineConfig:
         if self.quantize is not None:
             _check_choice("quantize", self.quantize, tuple(QUANTIZING_BACKENDS))
             _check_choice(f"backend with quantize={self.quantize}", self.backend, QUANTIZING_BACKENDS[self.quantize])
+
+    def _check_nodes(self) -> None:
+        if not 0 <= self.node_rank < self.nnodes:
+            raise ValueError(f"node_rank must be from 0 to nnodes - 1 = {self.nnodes - 1}, got {self.node_rank}")
+        if self.tensor_parallel_size % self.nnodes:
+            raise ValueError(
+                f"tensor_parallel_size must be a multiple of nnodes {self.nnodes}, got {self.tensor_parallel_size}"
+            )
+        if self.nnodes > 1:
+            _check_choice(f"backend with nnodes={self.nnodes}", self.backend, ("cuda",))
+
+    @property
+    def ranks_per_node(self) -> int:
+        return self.tensor_parallel_size // self.nnodes
 
 
 def _check_choice(field: str, value: str, choices: tuple[str, ...]) -> None:

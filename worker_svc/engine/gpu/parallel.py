@@ -7,25 +7,14 @@ maximum over ranks decides; logits are not gathered.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
+from worker_svc.engine.nodes import Inbox, Outbox
+
 NOISE_IDS = 4  # token ids per call of the noise
 CPU = torch.device("cpu")
-
-
-class Outbox(Protocol):
-    """Carries messages of rank 0 to ranks; also the sending end of a pipe."""
-
-    def send_bytes(self, message: bytes, /) -> None: ...
-
-
-class Inbox(Protocol):
-    """Receives messages of rank 0; also the receiving end of a pipe."""
-
-    def recv_bytes(self) -> bytes: ...
 
 
 class Group:

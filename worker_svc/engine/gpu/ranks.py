@@ -2,8 +2,8 @@
 
     rank 0: launch(batch) -> send -> own shard        followers: receive -> own shard, until STOP
 
-A rank that dies cannot be replaced, because its shard of the pool is lost. So the worker exits when a rank dies or a
-step does not finish, and followers exit with rank 0.
+Followers are child processes, or on other hosts (node.py). A rank that dies cannot be replaced, because its shard of
+the pool is lost. So the worker exits when a rank dies or a step does not finish, and followers exit with rank 0.
 """
 
 from __future__ import annotations
@@ -13,15 +13,17 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 
 import torch
+import xxhash
 
 from worker_svc.engine.architectures import parse_config
 from worker_svc.engine.backend import BackendUnavailableError
 from worker_svc.engine.batch import StepBatch
 from worker_svc.engine.checkpoint import Checkpoint
-from worker_svc.engine.config import EngineConfig
+from worker_svc.engine.config import EngineConfig, EngineInfo
 from worker_svc.engine.gpu.local_ranks import EXIT_RANK_LOST, LocalRanks
 from worker_svc.engine.gpu.messages import STOP
 from worker_svc.engine.gpu.parallel import Group
@@ -29,34 +31,48 @@ from worker_svc.engine.gpu.pending_step import PendingStep
 from worker_svc.engine.gpu.rendezvous import join, leave, make_store
 from worker_svc.engine.gpu.runner import DeviceRunner
 from worker_svc.engine.gpu.weights import shard_config
+from worker_svc.engine.nodes import Facts, Nodes, Outbox
+from worker_svc.engine.numerics import build
 
 logger = logging.getLogger(__name__)
 
 STUCK_AFTER_S = 60.0  # NCCL has no timeout in graph replays; the scheduler's step timeout is 120 s
 WATCH_INTERVAL_S = 1.0
 DIED_WITHIN_S = 2.0  # a connection breaks shortly before its process exits
+OF_ONE_NODE = ("model_dir", "model_name", "node_rank", "adapters", "threads")  # may differ between nodes
 OVERSLEPT_S = 5.0  # after a longer sleep (suspended process) time limits of steps restart
 
 
 class ParallelRunner(DeviceRunner):
-    """Rank 0 and its followers."""
+    """Rank 0 and its followers. `nodes`: the links to other hosts, if nnodes is 2 or more."""
 
-    def __init__(self, config: EngineConfig, progress: Callable[[float], None] | None = None) -> None:
+    def __init__(
+        self, config: EngineConfig, progress: Callable[[float], None] | None = None, nodes: Nodes | None = None
+    ) -> None:
         check_shares(config)
         self._is_closing = threading.Event()
         self._ending = threading.Lock()
         self._launching_since: float | None = None
         self._is_loaded = False
         store = make_store(config.tensor_parallel_size)
-        self._followers = LocalRanks(config, range(1, config.tensor_parallel_size), store)
+        self._followers = LocalRanks(config, range(1, config.ranks_per_node), store)
         atexit.register(self._kill_followers)
         threading.Thread(target=self._watch, name="ranks", daemon=True).start()
         try:
-            super().__init__(config, progress, join(config, 0, store, outboxes=self._followers.outboxes))
+            outboxes = [*self._followers.outboxes, *self._join_nodes(config, nodes, store.port)]
+            super().__init__(config, progress, join(config, 0, store, outboxes=outboxes))
+            if nodes is not None:
+                nodes.wait_loaded(loaded_facts(self.info))
             self._is_loaded = True
         except BaseException:
             self._kill_followers()
             raise
+
+    def _join_nodes(self, config: EngineConfig, nodes: Nodes | None, store_port: int) -> Sequence[Outbox]:
+        if nodes is None:
+            return ()
+        nodes.start(store_port, start_facts(config), self._end)
+        return nodes.wait_joined()
 
     def launch(self, batch: StepBatch) -> PendingStep:
         self._launching_since = time.perf_counter()
@@ -115,11 +131,27 @@ class ParallelRunner(DeviceRunner):
 
 
 def check_shares(config: EngineConfig) -> None:
-    """Checks, before any process starts, that there is a GPU for each rank and that the model can be sharded."""
-    size = config.tensor_parallel_size
-    if torch.cuda.is_available() and size > torch.cuda.device_count():
+    """Checks, before any process starts, that this host has a GPU for each of its ranks and that the model can be
+    sharded."""
+    size, needed = config.tensor_parallel_size, config.ranks_per_node
+    if torch.cuda.is_available() and needed > torch.cuda.device_count():
+        where = f" on each of {config.nnodes} nodes" if config.nnodes > 1 else ""
         raise BackendUnavailableError(
-            f"tensor_parallel_size {size} needs {size} GPUs, but {torch.cuda.device_count()} are visible; "
+            f"tensor_parallel_size {size} needs {needed} GPUs{where}, but {torch.cuda.device_count()} are visible; "
             "lower tensor_parallel_size, or change CUDA_VISIBLE_DEVICES"
         )
     shard_config(parse_config(Checkpoint(config.model_dir).config), Group(0, size))
+
+
+def start_facts(config: EngineConfig) -> Facts:
+    """What must be equal on all nodes before they load: settings, version, and the model's configuration and shapes."""
+    checkpoint = Checkpoint(config.model_dir)
+    names = checkpoint.tensor_names
+    shapes = xxhash.xxh3_128_hexdigest("".join(f"{name}{checkpoint.shape(name)}" for name in names).encode())
+    settings = {name: str(value) for name, value in asdict(config).items() if name not in OF_ONE_NODE}
+    return {"version": build(), **settings, "config.json": checkpoint.revision("", torch.float32), "tensors": shapes}
+
+
+def loaded_facts(info: EngineInfo) -> Facts:
+    """What must be equal on all nodes after they have loaded."""
+    return {"weights_digest": info.weights_digest, "numerics": info.numerics}

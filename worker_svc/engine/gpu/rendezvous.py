@@ -1,4 +1,7 @@
-"""How the ranks of a worker find each other: a store on the loopback interface, then NCCL, or gloo without GPUs."""
+"""How the ranks of a worker find each other: a store on the loopback interface, then NCCL, or gloo without GPUs.
+
+Ranks on other hosts reach the store through the links between the nodes.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 from worker_svc.engine.config import EngineConfig
-from worker_svc.engine.gpu.parallel import CPU, Group, Inbox, Outbox
+from worker_svc.engine.gpu.parallel import CPU, Group
+from worker_svc.engine.nodes import Inbox, Outbox
 
 HOST = "127.0.0.1"
 LOAD_LIMIT = timedelta(hours=1)  # ranks may finish reading weights at very different times
@@ -29,7 +33,7 @@ def make_store(size: int) -> Any:
 
 
 def open_store(port: int, size: int) -> Any:
-    """The store of rank 0, for another rank."""
+    """The store of rank 0, for another rank. `port` is on this host, also if the store is on another."""
     return dist.TCPStore(HOST, port, size, is_master=False, wait_for_workers=False)  # type: ignore[attr-defined]
 
 
@@ -37,17 +41,18 @@ def join(
     config: EngineConfig, rank: int, store: Any, *, outboxes: Sequence[Outbox] = (), inbox: Inbox | None = None
 ) -> Group:
     """Joins the other ranks: over NCCL between GPUs, else over gloo."""
-    size, device = config.tensor_parallel_size, None
+    size, device, local_rank = config.tensor_parallel_size, None, rank % config.ranks_per_node
     if torch.cuda.is_available():
-        device = torch.device("cuda", rank)
+        device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
     dist.init_process_group(
         "gloo" if device is None else "nccl", store=store, rank=rank, world_size=size, timeout=LOAD_LIMIT,
         device_id=device,
     )  # fmt: skip
     return Group(
-        rank, size, device=device or CPU, is_exact=config.determinism == "exact", outboxes=outboxes, inbox=inbox
-    )
+        rank, size, local_rank=local_rank, device=device or CPU, is_exact=config.determinism == "exact",
+        outboxes=outboxes, inbox=inbox,
+    )  # fmt: skip
 
 
 def leave() -> None:

@@ -95,7 +95,7 @@ class DeviceRunner:
             self._group, config.quantize,
         )  # fmt: skip
         loader.check()
-        if self._group.rank == 0:  # only rank 0 announces a digest; for the other ranks it stays empty
+        if self._group.local_rank == 0:  # hosts compare their digests; for the other ranks it stays empty
             checkpoint.start_digest(available_cores())
         setup = Setup(
             model, whole.vocab_size, DTYPES[dtype], config.block_size,
@@ -395,7 +395,8 @@ def find_device(rank: int = 0) -> torch.device:
     if torch.cuda.is_available():
         if rank >= torch.cuda.device_count():
             raise BackendUnavailableError(
-                f"rank {rank} has no GPU: {torch.cuda.device_count()} are visible; lower tensor_parallel_size"
+                f"rank {rank} of this host has no GPU: {torch.cuda.device_count()} are visible; lower "
+                "tensor_parallel_size"
             )
         torch.cuda.set_device(rank)
         return torch.device("cuda", rank)

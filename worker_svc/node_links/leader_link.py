@@ -1,0 +1,114 @@
+"""A node's end of the links to the leader."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import socket
+import threading
+import time
+from contextlib import suppress
+from typing import Any
+
+from svc_common.trust import Trust
+from worker_svc.engine.nodes import Facts, NodesError
+from worker_svc.node_links.frames import MAX_MESSAGE, LinkError, prepare, receive_frame, receive_text, send_text
+from worker_svc.node_links.identity import Identity
+from worker_svc.node_links.tunnel import StoreDoor
+
+log = logging.getLogger(__name__)
+
+HANDSHAKE_S = 10.0
+RETRY_S = 0.5
+
+
+class LeaderLink:
+    """The connections to the leader: node_server.py names them."""
+
+    def __init__(self, address: str, trust: Trust, node_rank: int) -> None:
+        self._address = address
+        self._identity = Identity(trust)
+        self._hello = {"node_rank": node_rank, "session": secrets.token_hex(16)}
+        self._reporting = threading.Lock()
+        self._reports: socket.socket | None = None
+        self._steps: socket.socket | None = None
+        self._door: StoreDoor | None = None
+
+    # -- joining ------------------------------------------------------------------------------------------------------
+
+    def join(self, facts: Facts, timeout_s: float) -> None:
+        """Joins the leader, which may start later than this node. Raises NodesError if it refuses this node or does not
+        answer."""
+        deadline, last = time.monotonic() + timeout_s, ""
+        while True:
+            try:
+                self._join(facts)
+                return
+            except OSError as error:
+                if str(error) != last:
+                    log.info("no connection to the leader at %s yet: %s", self._address, error)
+                last = str(error)
+            if time.monotonic() > deadline:
+                raise NodesError(
+                    f"--leader-address {self._address}: no connection within {timeout_s:g} s (--node-timeout-s): {last}"
+                )
+            time.sleep(RETRY_S)
+
+    def _join(self, facts: Facts) -> None:
+        reports = self._open("reports", facts=dict(facts))
+        try:
+            self._steps = self._open("steps")
+        except BaseException:
+            reports.close()
+            raise
+        self._reports = reports
+        self._door = StoreDoor(lambda: self._open("store"))
+
+    def _open(self, purpose: str, **more: Any) -> socket.socket:
+        deadline = time.monotonic() + HANDSHAKE_S
+        host, _, port = self._address.rpartition(":")
+        connection = socket.create_connection((host.strip("[]"), int(port)), HANDSHAKE_S)
+        try:
+            prepare(connection)
+            connection = self._identity.connect(connection, deadline)
+            send_text(connection, {**self._hello, "purpose": purpose, **more})
+            if refused := receive_text(connection, deadline).get("refused", "no reason"):
+                raise NodesError(f"the leader at {self._address} refused this node: {refused}")
+        except BaseException:
+            connection.close()
+            raise
+        connection.settimeout(None)
+        return connection
+
+    # -- as the engine sees it ----------------------------------------------------------------------------------------
+
+    @property
+    def store_port(self) -> int:
+        if self._door is None:
+            raise LinkError("this node has not joined")
+        return self._door.port
+
+    def recv_bytes(self) -> bytes:
+        if self._steps is None:
+            raise LinkError("this node has not joined")
+        if message := receive_frame(self._steps, MAX_MESSAGE):
+            return message
+        raise EOFError
+
+    def report_loaded(self, facts: Facts) -> None:
+        self._report({"loaded": dict(facts)})
+
+    def report_end(self, reason: str, exit_code: int) -> None:
+        with suppress(OSError):
+            self._report({"end": reason, "exit_code": exit_code})
+
+    def report_drain(self) -> None:
+        """Asks the leader to drain the worker, because this node has to stop."""
+        with suppress(OSError):
+            self._report({"drain": True})
+
+    def _report(self, report: dict[str, Any]) -> None:
+        if self._reports is None:
+            raise LinkError("this node has not joined")
+        with self._reporting:
+            send_text(self._reports, report)
