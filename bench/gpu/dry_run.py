@@ -12,7 +12,8 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -50,8 +51,9 @@ SHARED_BYTES, MAX_GRID_Y = 227 * 1024, 65_535
 class Device:
     """A fake Triton driver. `loaded` lists the kernels in the order of their first launch."""
 
-    def __init__(self) -> None:
+    def __init__(self, capability: int = 90) -> None:
         self.loaded: list[str] = []
+        self.capability = capability
         self.utils = self
         self.launcher_cls = Launcher
 
@@ -71,7 +73,7 @@ class Device:
         return 0
 
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", self.capability, 32)
 
 
 class Launcher:
@@ -110,10 +112,9 @@ def measure(config: EngineConfig, compute: Any, device: torch.device) -> tuple[i
     return 0, 1
 
 
-def run(kind: dict[str, Any], folder: Path, device: Device) -> dict[str, Any]:
-    """Counts the kernels that a worker of this kind compiles at start-up, and names those it compiles too late."""
-    before, recorder = len(device.loaded), Recorder(device)
-    config = EngineConfig(folder, **(SETTINGS | kind))
+@contextmanager
+def without_gpu(recorder: Recorder) -> Iterator[None]:
+    """Engines that are made here start as on a GPU."""
     with (
         mock.patch.object(runner, "find_device", return_value=torch.device("cpu")),
         mock.patch.object(runner, "_choose_dtype", lambda config, *_: config.dtype),
@@ -122,7 +123,14 @@ def run(kind: dict[str, Any], folder: Path, device: Device) -> dict[str, Any]:
         mock.patch.object(case.Setup, "is_compiled", True),
         mock.patch.object(case, "find_fault", return_value=None),  # nothing is computed
     ):
-        engine = runner.DeviceRunner(config)
+        yield
+
+
+def run(kind: dict[str, Any], folder: Path, device: Device) -> dict[str, Any]:
+    """Counts the kernels that a worker of this kind compiles at start-up, and names those it compiles too late."""
+    before, recorder = len(device.loaded), Recorder(device)
+    with without_gpu(recorder):
+        engine = runner.DeviceRunner(EngineConfig(folder, **(SETTINGS | kind)))
     at_start = len(device.loaded)
     take_steps(engine)
     return {

@@ -1,43 +1,37 @@
-"""Single kernels: error against float32, and speed relative to a copy and a large matrix product of the same run."""
+"""Attention alone: error against float32, and speed relative to a copy and a large matrix product of the same run."""
 
 from __future__ import annotations
 
-import importlib
-import platform
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
+from unittest import mock
 
+import numpy as np
 import torch
 import torch.nn.functional as F
-import triton
 
 from bench.gpu.report import Report, relative_error
-from worker_svc.engine.backend import AttentionShape, HeadShape, RotaryTable
-from worker_svc.engine.gpu.kernels import activation, linear, rms_norm, rope_store, sample
-from worker_svc.engine.gpu.kernels.attention import Parts, Queries, Tiles, WorkList, paged_attention
-from worker_svc.engine.gpu.kernels.filters import Filters
-from worker_svc.engine.gpu.kernels.work_list import make_work_list
-from worker_svc.engine.gpu.tiles import DECODE_TILES, EXACT_TILES, PREFILL_TILES, Processors, for_heads, splits_for
+from worker_svc.engine.backend import AttentionShape, HeadShape
+from worker_svc.engine.config import Determinism
+from worker_svc.engine.gpu import attention as engine_attention
+from worker_svc.engine.gpu.attention import Attention, LayerCache, TritonAttention
+from worker_svc.engine.gpu.kernels.attention import Queries, Tiles
+from worker_svc.engine.gpu.step_buffer import Bucket, HostStep, StepColumns
 
-EPS = 1e-6
-VOCAB = 151_936
+QWEN3_HEADS = HeadShape(16, 8, 128)
+SMOKE_HEADS = HeadShape(4, 2, 16)
+LINE = 16  # words; a kernel is compiled for tables whose rows are whole lines, and for others
+DECODE_SIZES = [(1, 512), (1, 4096), (32, 512), (32, 4096), (256, 512), (256, 4096)]
+NANO = "lengths of nano-vllm"
 
 
-def environment(report: Report) -> None:
-    names = ["torch", "triton", "transformers", "grpc", "google.protobuf", "xxhash", "flash_attn"]
-    for name in names:
-        try:
-            module = importlib.import_module(name)
-            report.row("environment", name, note=str(getattr(module, "__version__", "there")))
-        except ImportError as error:
-            report.row("environment", name, note=f"missing: {error}")
-    report.figures["python"] = platform.python_version()
-    report.figures["torch"], report.figures["triton"] = torch.__version__, triton.__version__
-    if report.is_smoke:
-        report.figures["device"] = "cpu (smoke)"
-        return
-    device = torch.cuda.get_device_properties(0)  # raises an error with the cause if there is no GPU
-    report.figures |= {"device": device.name, "memory_gib": round(device.total_memory / 2**30, 1)}
-    report.row("environment", device.name, note=f"{report.figures['memory_gib']} GiB, CUDA {torch.version.cuda}")
+def nano_contexts(num_rows: int = 256) -> list[int]:
+    """Tokens of the rows of nano-vllm's benchmark halfway: a prompt of 100 to 1,024, and a part of as many outputs."""
+    rng = np.random.default_rng(0)
+    outputs = rng.integers(100, 1025, num_rows)
+    return (rng.integers(100, 1025, num_rows) + (outputs * rng.random(num_rows)).astype(int)).tolist()
 
 
 def ceilings(report: Report) -> None:
@@ -57,315 +51,228 @@ def ceilings(report: Report) -> None:
 
 @dataclass
 class Case:
-    """Rows over a pool of random keys, for attention."""
+    """Rows with random keys and values in one layer's pool, and queries for them."""
 
     q: torch.Tensor
-    cache: tuple[torch.Tensor, torch.Tensor]
-    queries: Queries
-    num_rows: torch.Tensor
-    shape: HeadShape
-    scales: torch.Tensor | None = None
+    cache: LayerCache
+    columns: StepColumns
+    layer: AttentionShape
 
     @classmethod
     def make(
         cls,
         report: Report,
-        num_rows: int,
-        context: int,
-        num_queries: int,
+        contexts: Sequence[int],
+        num_queries: int = 1,
         block_size: int = 256,
         head_dim: int = 128,
         *,
         is_fp8: bool = False,
+        window: int | None = None,
+        soft_cap: float | None = None,
     ) -> Case:
+        """`contexts`: for each row the tokens in the pool before its `num_queries` new ones."""
         shape = HeadShape(4, 2, head_dim // 8) if report.is_smoke else HeadShape(16, 8, head_dim)
         block_size = 16 if report.is_smoke else block_size
-        blocks = -(-(context + num_queries) // block_size)
-        size = (num_rows * blocks, block_size, shape.num_kv_heads, shape.head_dim)
-        cache = tuple(torch.randn(size, device=report.device, dtype=report.dtype) for _ in range(2))
-        tables = torch.randperm(num_rows * blocks, device=report.device).int().view(num_rows, blocks)
-        ints = {"dtype": torch.int32, "device": report.device}
-        queries = Queries(
-            rows=torch.arange(num_rows, **ints),
-            starts=torch.arange(num_rows + 1, **ints) * num_queries,
-            contexts=torch.full((num_rows,), context, **ints),
-            tables=tables,
-        )
-        tokens = num_rows * num_queries
-        q = torch.randn(tokens, shape.num_q_heads, shape.head_dim, device=report.device).to(report.dtype)
-        count = torch.tensor([num_rows], **ints)
-        if not is_fp8:
-            return cls(q, cache, queries, count, shape)
-        scales = torch.full((2, shape.num_kv_heads), 0.25, device=report.device)
-        cache = tuple((pool / 0.25).clamp(-448, 448).to(torch.float8_e4m3fn) for pool in cache)
-        return cls(q, cache, queries, count, shape, scales)
+        counts = [-(-(context + num_queries) // block_size) for context in contexts]
+        pool = (sum(counts), block_size, shape.num_kv_heads, shape.head_dim)
+        keys, values = (torch.randn(pool, device=report.device, dtype=report.dtype) for _ in range(2))
+        scales = None
+        if is_fp8:
+            scales = torch.full((2, shape.num_kv_heads), 0.25, device=report.device)
+            keys, values = ((x / 0.25).clamp(-448, 448).to(torch.float8_e4m3fn) for x in (keys, values))
+        q = torch.randn(len(contexts) * num_queries, shape.num_q_heads, shape.head_dim, device=report.device)
+        columns = _columns(_tables(counts), contexts, num_queries, report.device)
+        layer = replace(AttentionShape.plain(shape), window=window, soft_cap=soft_cap)
+        return cls(q.to(report.dtype), LayerCache(keys, values, scales), columns, layer)
 
-    def attention(self, tiles: Tiles, per_processor: int | None = None):
-        """A function that runs the kernel, and its output. The work list is made once. Without `per_processor`, as many
-        programs run on a processor as fit."""
-        num_rows, device = len(self.queries.rows), self.q.device
-        processors = Processors.of(device)
-        splits = splits_for(self.shape, processors)
-        most = splits.most + num_rows if tiles.min_split else num_rows * (len(self.q) // num_rows + 1)
-        work, parts = WorkList.empty(most, device), Parts.empty(most, num_rows, self.shape, device)
+    @property
+    def shape(self) -> HeadShape:
+        return self.layer.heads
+
+    def row(self, index: int) -> Case:
+        """One of the rows alone, over the same pool. Cases with one query per row only."""
+        tables = self.columns.queries.tables[index : index + 1].clone()
+        columns = _columns(tables, self.contexts[index : index + 1], 1, self.q.device)
+        return Case(self.q[index : index + 1].clone(), self.cache, columns, self.layer)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.contexts)
+
+    @property
+    def contexts(self) -> list[int]:
+        return [int(context) for context in self._host.contexts]
+
+    @property
+    def _host(self) -> HostStep:
+        if self.columns.host is None:
+            raise RuntimeError("a case has its lengths on the host")
+        return self.columns.host
+
+    def triton(self, determinism: Determinism = "best_effort") -> TritonAttention:
+        """The engine's own attention."""
+        return TritonAttention(
+            self.shape, determinism, windows=[self.layer.window], max_rows=self.num_rows, max_tokens=len(self.q),
+            max_model_len=max(self.contexts) + len(self.q), dtype=self.q.dtype, device=self.q.device,
+        )  # fmt: skip
+
+    def run(self, attention: Attention) -> tuple[Callable[[], None], torch.Tensor]:
+        """A function that computes a layer, after its first run, and its output."""
         out = torch.full_like(self.q, float("nan"))
-        make_work_list(
-            self.queries, self.num_rows, work, tiles, queries_per_tile=tiles.queries(self.shape), splits=splits
-        )
-        num_programs = processors.count * (per_processor or 1)
+        attention.begin(self.columns)
 
-        def run():
-            return paged_attention(
-                self.q,
-                self.cache,
-                self.queries,
-                work,
-                parts,
-                out,
-                AttentionShape.plain(self.shape),
-                tiles,
-                num_programs,
-                self.scales,
-            )
+        def run() -> None:
+            attention.attend(self.q, self.cache, self.columns, self.layer, out)
 
-        if per_processor is None:
-            num_programs = processors.num_programs(run(), tiles.num_warps)
+        run()
         return run, out
 
     def expected(self, row: int) -> torch.Tensor:
         """Attention of one row in float32."""
-        first, last = int(self.queries.starts[row]), int(self.queries.starts[row + 1])
-        num_keys = int(self.queries.contexts[row]) + last - first
-        k, v = (self._gathered(pool, row)[:num_keys] for pool in self.cache)
-        if self.scales is not None:
-            k, v = k * self.scales[0, :, None], v * self.scales[1, :, None]
+        first, last = (int(start) for start in self._host.starts[row : row + 2])
+        num_keys = self.contexts[row] + last - first
+        k, v = (self._gathered(pool, row)[:num_keys] for pool in self.cache.pools)
+        if self.cache.scales is not None:
+            k, v = k * self.cache.scales[0, :, None], v * self.cache.scales[1, :, None]
         keys = torch.arange(num_keys, device=k.device)
-        is_visible = keys[None] <= num_keys - last + first + torch.arange(last - first, device=k.device)[:, None]
+        place = num_keys - last + first + torch.arange(last - first, device=k.device)[:, None]
+        is_visible = keys[None] <= place
+        if self.layer.window is not None:
+            is_visible &= keys[None] > place - self.layer.window
         q, k, v = (x.transpose(0, 1)[None] for x in (self.q[first:last].float(), k, v))
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=is_visible, enable_gqa=True)[0].transpose(0, 1)
+        if self.layer.soft_cap is None:
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=is_visible, enable_gqa=True)[0].transpose(0, 1)
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        scores = q @ k.transpose(2, 3) * self.layer.scale / self.layer.soft_cap
+        weights = (self.layer.soft_cap * scores.tanh()).masked_fill(~is_visible, -torch.inf).softmax(-1)
+        return (weights @ v)[0].transpose(0, 1)
 
     def _gathered(self, pool: torch.Tensor, row: int) -> torch.Tensor:
-        blocks = self.queries.tables[row].long()
-        found = pool[blocks] if self.scales is None else pool.view(torch.uint8)[blocks].view(pool.dtype)
+        blocks = self.columns.queries.tables[row].long()
+        found = pool[blocks] if pool.itemsize > 1 else pool.view(torch.uint8)[blocks].view(pool.dtype)
         return found.flatten(0, 1).float()
 
     def error(self, out: torch.Tensor) -> float:
         """The largest error of the first, the middle and the last row."""
-        num_rows = len(self.queries.rows)
         worst = 0.0
-        for row in {0, num_rows // 2, num_rows - 1}:
-            first, last = int(self.queries.starts[row]), int(self.queries.starts[row + 1])
+        for row in {0, self.num_rows // 2, self.num_rows - 1}:
+            first, last = (int(start) for start in self._host.starts[row : row + 2])
             worst = max(worst, relative_error(out[first:last], self.expected(row)))
         return worst
 
     @property
     def key_bytes(self) -> int:
-        """Bytes of keys and values that a decode step reads."""
-        keys = int(self.queries.contexts.sum()) + len(self.q)
-        return 2 * keys * self.shape.num_kv_heads * self.shape.head_dim * self.cache[0].element_size()
+        """Bytes of keys and values that a layer of a decode step reads."""
+        most = self.layer.window or max(self.contexts) + 1
+        num_keys = sum(min(context + 1, most) for context in self.contexts)
+        return 2 * num_keys * self.shape.num_kv_heads * self.shape.head_dim * self.cache.keys.itemsize
+
+
+def _tables(counts: list[int]) -> torch.Tensor:
+    """Block tables of rows with these numbers of blocks, in random order. Their stride is no multiple of a line."""
+    tables = torch.zeros(len(counts), -(-max(counts) // LINE) * LINE + 1, dtype=torch.int32)
+    blocks = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(0)).int()
+    for row, found in enumerate(blocks.split(counts)):
+        tables[row, : len(found)] = found
+    return tables
+
+
+def _columns(tables: torch.Tensor, contexts: Sequence[int], num_queries: int, device: torch.device) -> StepColumns:
+    num_rows = len(contexts)
+    host = HostStep(np.arange(num_rows + 1) * num_queries, np.array(contexts, np.int64))
+    ints = {"dtype": torch.int32, "device": device}
+    queries = Queries(
+        rows=torch.arange(num_rows, **ints),
+        starts=torch.tensor(host.starts, **ints),
+        contexts=torch.tensor(host.contexts, **ints),
+        tables=tables.to(device),
+    )
+    size = num_rows * num_queries
+    bucket = Bucket(size, num_rows, num_rows, is_decode=num_queries == 1, is_filtered=False)
+    unused = torch.zeros(1, **ints)
+    return StepColumns(
+        bucket=bucket, num_rows=torch.tensor([num_rows], **ints), queries=queries, sample_rows=unused,
+        sample_tokens=unused, output_positions=unused, known=unused, token_ids=unused, positions=unused, slots=unused,
+        host=host,
+    )  # fmt: skip
+
+
+@contextmanager
+def using(use: str, tiles: Tiles) -> Iterator[None]:
+    """Attention that is made here uses these tiles for decode or prefill."""
+    with mock.patch.object(engine_attention, f"{use.upper()}_TILES", tiles):
+        yield
+
+
+def measure(
+    report: Report, section: str, name: str, case: Case, attention: Attention, *, flop: float = 0, repeats: int = 20
+) -> float:
+    """A row with the error and the time of a layer; returns milliseconds, infinite if it is wrong."""
+    run, out = case.run(attention)
+    error = case.error(out)
+    ms = report.time_ms([run], repeats)
+    num_bytes = 0 if flop else case.key_bytes
+    ok = error < report.tolerance
+    report.row(section, name, ok=ok, ms=ms, num_bytes=num_bytes, flop=flop, note=f"error {error:.1e}")
+    return ms if ok else float("inf")
 
 
 def decode_attention(report: Report) -> None:
-    sizes = [(3, 40)] if report.is_smoke else [(1, 512), (1, 4096), (32, 512), (32, 4096), (256, 512), (256, 4096)]
-    for num_rows, context in sizes:
-        for block_size in (256,) if num_rows < 256 else (16, 64, 256):
-            case = Case.make(report, num_rows, context - 1, 1, block_size)
-            for name, tiles in (("", DECODE_TILES), ("exact ", EXACT_TILES)):
-                run, out = case.attention(tiles)
-                run()
-                error = case.error(out)
-                ms = report.time_ms([run])
-                label = f"{name}B {num_rows} ctx {context} block {case.cache[0].shape[1]}"
-                report.row(
-                    "decode_attention", label, ok=error < report.tolerance, ms=ms,
-                    num_bytes=case.key_bytes, note=f"error {error:.1e}",
-                )  # fmt: skip
-                if (num_rows, context, block_size, name) == (256, 4096, 256, ""):
-                    report.figures["decode_of_copy"] = case.key_bytes / ms * 1e3 / report.bandwidth
+    """Equal rows, and the lengths of nano-vllm's benchmark."""
+    sizes = [(f"B {rows} ctx {context}", [context - 1] * rows) for rows, context in DECODE_SIZES]
+    sizes.append((NANO, nano_contexts()))
+    if report.is_smoke:
+        sizes = [("B 3 ctx 40", [39] * 3), (NANO, [5, 40, 17])]
+    for name, contexts in sizes:
+        for block_size in (256,) if len(contexts) < 256 else (16, 64, 256):
+            case = Case.make(report, contexts, block_size=block_size)
+            label = f"{name} block {case.cache.keys.shape[1]}"
+            ms = measure(report, "decode_attention", label, case, case.triton())
+            measure(report, "decode_attention", f"exact {label}", case, case.triton("exact"))
+            if name == NANO and block_size == 256:
+                report.figures["decode_of_copy"] = case.key_bytes / ms * 1e3 / report.bandwidth
             del case
             report.release()
 
 
-def other_caches(report: Report) -> None:
-    """fp8 keys and values, and head sizes that are not powers of two: prompts and single queries."""
-    rows = (3, 40) if report.is_smoke else (256, 2048)
-    kinds = [("fp8", 128, True), ("dim 80", 80, False), ("dim 96", 96, False), ("dim 112", 112, False)]
-    if not report.is_smoke:
-        kinds.append(("dim 256", 256, False))
-    for name, dim, is_fp8 in kinds:
-        for use, tiles, num_rows, context, count in (
-            ("decode", DECODE_TILES, *rows, 1),
-            ("prefill", PREFILL_TILES, 2, rows[1], 20 if report.is_smoke else 1024),
-        ):
-            case = Case.make(report, num_rows, context, count, head_dim=dim, is_fp8=is_fp8)
-            run, out = case.attention(for_heads(tiles, case.shape))
-            run()
-            error = case.error(out)
-            ms = report.time_ms([run], 10)
-            num_bytes = case.key_bytes if use == "decode" else 0
-            label = f"{name} {use} {num_rows} x {count} after {context}"
-            report.row(
-                "other_caches", label, ok=error < report.tolerance, ms=ms, num_bytes=num_bytes,
-                note=f"error {error:.1e}",
-            )  # fmt: skip
-            if name == "fp8" and use == "decode":
-                report.figures["fp8_decode_of_copy"] = num_bytes / ms * 1e3 / report.bandwidth
-            del case
-            report.release()
+def prefill_flop(case: Case, num_queries: int) -> float:
+    """FLOP of causal attention."""
+    keys = sum(num_queries * context + num_queries**2 / 2 for context in case.contexts)
+    return 4 * case.shape.num_q_heads * case.shape.head_dim * keys
 
 
 def prefill_attention(report: Report) -> None:
     sizes = [(2, 0, 20)] if report.is_smoke else [(32, 0, 256), (8, 0, 1024), (1, 0, 8192), (4, 3072, 1024)]
     for num_rows, context, count in sizes:
-        case = Case.make(report, num_rows, context, count)
-        heads, dim = case.shape.num_q_heads, case.shape.head_dim
-        flop = 4 * heads * dim * num_rows * (count * context + count * count / 2)
-        for name, tiles in (("", PREFILL_TILES), ("exact ", EXACT_TILES)):
-            run, out = case.attention(tiles)
-            run()
-            error = case.error(out)
-            report.row(
-                "prefill_attention", f"{name}{num_rows} x {count} after {context}", ok=error < report.tolerance,
-                ms=report.time_ms([run], 10), flop=flop, note=f"error {error:.1e}",
+        case = Case.make(report, [context] * num_rows, count)
+        for name, determinism in (("", "best_effort"), ("exact ", "exact")):
+            measure(
+                report, "prefill_attention", f"{name}{num_rows} x {count} after {context}", case,
+                case.triton(determinism), flop=prefill_flop(case, count), repeats=10,
             )  # fmt: skip
 
 
-def tile_sweep(report: Report) -> None:
-    """Other tiles and grids, for the table in tiles.py."""
-    case = Case.make(report, 2, 0, 20) if report.is_smoke else Case.make(report, 8, 0, 1024)
-    for stages, warps, per_sm in [(3, 8, 1), (3, 8, 2), (5, 8, 1), (5, 8, 3)]:
-        tiles = replace(PREFILL_TILES, num_stages=stages, num_warps=warps)
-        _sweep(report, case, tiles, per_sm, f"prefill stages {stages} warps {warps} per SM {per_sm}")
-    for num_rows, context in [(3, 40)] if report.is_smoke else [(256, 1024), (32, 4096)]:
-        case = Case.make(report, num_rows, context - 1, 1)
-        for split, stages, warps, per_sm, keys in [
-            (64, 3, 4, 3, 64), (64, 5, 4, 3, 64), (64, 5, 4, 2, 64), (64, 7, 4, 2, 64), (64, 5, 4, 4, 32),
-            (128, 5, 4, 3, 128), (64, 5, 4, 4, 64), (256, 5, 4, 3, 64), (64, 5, 8, 2, 64),
-        ]:  # fmt: skip
-            tiles = replace(DECODE_TILES, min_split=split, num_stages=stages, num_warps=warps, block_n=keys)
-            shape = f"least split {split} stages {stages} warps {warps} per SM {per_sm} keys {keys}"
-            label = f"B {num_rows} ctx {context} {shape}"
-            _sweep(report, case, tiles, per_sm, label, num_bytes=case.key_bytes)
-
-
-def _sweep(report: Report, case: Case, tiles: Tiles, per_sm: int, label: str, num_bytes: int = 0) -> None:
-    """Measures a variant and its error, to find a correct variant if the compiler miscompiles the one in the table."""
-    run, out = case.attention(tiles, per_sm)
-    run()
-    error = case.error(out)
-    report.row(
-        "tile_sweep", label, ok=error < report.tolerance, ms=report.time_ms([run], 10), num_bytes=num_bytes,
-        note=f"error {error:.1e}",
-    )  # fmt: skip
-
-
-def small_kernels(report: Report) -> None:
-    num_rows, hidden, inner = (3, 64, 96) if report.is_smoke else (256, 1024, 3072)
-    vocab = 5000 if report.is_smoke else VOCAB
-    make = lambda *size: torch.randn(*size, device=report.device).to(report.dtype)  # noqa: E731
-    x, residual, weight = make(num_rows, hidden), make(num_rows, hidden), make(hidden)
-    total, expected = rms_norm.reference(x, residual, weight, EPS)
-    out = torch.empty_like(x)
-    added = x.clone()
-    rms_norm.add_rms_norm(added, residual, weight, out, EPS)
-    error = max(relative_error(out, expected), relative_error(added, total))
-    scratch = x.clone()
-    ms = report.time_ms([lambda: rms_norm.add_rms_norm(scratch, residual, weight, out, EPS)])
-    report.row("small_kernels", "rms_norm", ok=error < report.tolerance, ms=ms, note=f"error {error:.1e}")
-
-    gate_up = make(num_rows, 2 * inner)
-    gated = torch.empty(num_rows, inner, device=report.device, dtype=report.dtype)
-    ms = report.time_ms([lambda: activation.gated_activation(gate_up, gated, "silu")])
-    error = relative_error(gated, activation.reference(gate_up, "silu"))
-    report.row("small_kernels", "silu_mul", ok=error < report.tolerance, ms=ms, note=f"error {error:.1e}")
-    _rope(report, num_rows)
-    _sampler(report, num_rows, vocab)
-
-
-def _rope(report: Report, num_rows: int) -> None:
-    shape = HeadShape(4, 2, 16) if report.is_smoke else HeadShape(16, 8, 128)
-    dim, heads = shape.head_dim, shape.num_q_heads + 2 * shape.num_kv_heads
-    qkv = torch.randn(num_rows, heads * dim, device=report.device).to(report.dtype)
-    norms = tuple(torch.rand(dim, device=report.device).add(0.5).to(report.dtype) for _ in range(2))
-    angles = torch.arange(4096, device=report.device).float()[:, None] * 1e6 ** -(
-        torch.arange(0, dim, 2, device=report.device) / dim
-    )
-    rotary = RotaryTable(angles.cos(), angles.sin())
-    positions = torch.randint(0, 4096, (num_rows,), device=report.device).int()
-    slots = torch.randperm(num_rows, device=report.device).int()
-    cache = tuple(
-        torch.zeros(num_rows, 1, shape.num_kv_heads, dim, device=report.device, dtype=report.dtype) for _ in "kv"
-    )
-    q = torch.empty(num_rows, shape.num_q_heads, dim, device=report.device, dtype=report.dtype)
-    run = lambda: rope_store.rope_store(qkv, norms, rotary, positions, slots, cache, q, shape, EPS)  # noqa: E731
-    run()
-    expected = rope_store.reference(qkv, norms, rotary, positions, shape, EPS)
-    stored = [pool[slots.long(), 0] for pool in cache]
-    error = max(map(relative_error, [q, *stored], expected))
-    report.row(
-        "small_kernels", "rope_store", ok=error < report.tolerance, ms=report.time_ms([run]), note=f"error {error:.1e}"
-    )
-
-
-def _sampler(report: Report, num_rows: int, vocab: int) -> None:
-    """Tokens of a few rows against the specification in numpy; times for all rows."""
-    from request_fields.fields import SamplingParams
-    from worker_svc.engine.gpu.device_rows import HEAD_WORDS, sampling_words
-
-    logits = (3 * torch.randn(num_rows, vocab, device=report.device)).to(report.dtype)
-    rows = torch.arange(num_rows, dtype=torch.int32, device=report.device)
-    out = tuple(torch.zeros(num_rows, dtype=torch.int32, device=report.device) for _ in range(2))
-    positions = rows * 3
-    for name, fields in (
-        ("greedy", (0.0, 0, 1.0, 0.0)),
-        ("plain", (0.6, 0, 1.0, 0.0)),
-        ("filtered", (0.6, 20, 0.95, 0.0)),
-    ):
-        params = [SamplingParams(*fields, seed=2**40 + i) for i in range(num_rows)]
-        state = torch.zeros(num_rows, HEAD_WORDS, dtype=torch.int32)
-        for i, row in enumerate(params):
-            state[i] = torch.from_numpy(sampling_words(row, 1))
-        state = state.to(report.device)
-        filters = Filters(num_rows, vocab, report.device)
-        scratch = sample.scratch_for(num_rows, vocab, report.device)
-
-        def run(state=state, filters=filters, scratch=scratch, is_filtered=name == "filtered"):
-            lowest = filters.thresholds(logits, state, rows) if is_filtered else None
-            sample.sample(logits, state, rows, positions, lowest, scratch, out)
-
-        run()
-        found = out[0].tolist()
-        checked = range(0, num_rows, max(1, num_rows // 8))
-        wrong = [i for i in checked if found[i] != sample.reference(logits[i].cpu(), params[i], 1, 3 * i)]
-        ms = report.time_ms([run])
-        report.row("small_kernels", f"sample {name}", ok=not wrong, ms=ms, note=f"rows that differ from numpy: {wrong}")
-
-
-def invariance(report: Report) -> None:
-    """Checks what exact mode relies on: a row has the same bits alone and in a batch."""
-    shapes = [(130, 64)] if report.is_smoke else [(4096, 1024), (1024, 3072), (VOCAB, 1024)]
-    for out_size, in_size in shapes:
-        x = torch.randn(256, in_size, device=report.device).to(report.dtype)
-        weight = torch.randn(out_size, in_size, device=report.device).to(report.dtype)
-        for name, product, is_ours in (("ours", linear.linear, True), ("library", F.linear, False)):
-            whole = product(x, weight, None)
-            counts = (1, 3, 17, 64, 100) if not report.is_smoke else (1, 70)
-            wrong = [n for n in counts if not torch.equal(product(x[:n].contiguous(), weight, None), whole[:n])]
-            note = f"row counts that differ: {wrong}"
-            report.row("invariance", f"{name} {out_size} x {in_size}", ok=not wrong if is_ours else None, note=note)
-        ms = report.time_ms([lambda x=x, weight=weight: linear.linear(x, weight, None)], 5)
-        report.row(
-            "invariance", f"speed of ours {out_size} x {in_size}, 256 rows", ms=ms, flop=2 * 256 * out_size * in_size
-        )
-    num_rows, context = (3, 40) if report.is_smoke else (64, 1500)
-    case = Case.make(report, num_rows, context, 1)
-    one = replace(
-        case.queries, rows=case.queries.rows[1:2], starts=case.queries.starts[:2], contexts=case.queries.contexts[1:2]
-    )
-    single = Case(case.q[1:2].contiguous(), case.cache, one, case.num_rows.clone().fill_(1), case.shape)
-    results = []
-    for part in (case, single):
-        run, out = part.attention(EXACT_TILES)
-        run()
-        results.append(out)
-    report.row("invariance", f"attention exact: alone = among {num_rows}", ok=torch.equal(results[1][0], results[0][1]))
+def other_caches(report: Report) -> None:
+    """fp8 keys and values, windows, soft caps, head sizes that are not powers of two: prompts and single queries."""
+    num_rows, context = (3, 40) if report.is_smoke else (256, 2048)
+    kinds: dict[str, dict[str, Any]] = {
+        "fp8": {"is_fp8": True}, "window": {"window": 30 if report.is_smoke else 1024}, "soft cap": {"soft_cap": 50.0},
+        "dim 80": {"head_dim": 80}, "dim 96": {"head_dim": 96}, "dim 112": {"head_dim": 112},
+    }  # fmt: skip
+    if not report.is_smoke:
+        kinds["dim 256"] = {"head_dim": 256}
+    for name, fields in kinds.items():
+        for use, contexts, count in (
+            ("decode", [context] * num_rows, 1),
+            ("prefill", [context] * 2, 20 if report.is_smoke else 1024),
+        ):
+            case = Case.make(report, contexts, count, **fields)
+            label = f"{name} {use} {len(contexts)} x {count} after {context}"
+            flop = 0.0 if use == "decode" else prefill_flop(case, count)
+            ms = measure(report, "other_caches", label, case, case.triton(), flop=flop, repeats=10)
+            report.figures[f"attention_ms_{use}_{name.replace(' ', '_')}"] = ms
+            if name == "fp8" and use == "decode":
+                report.figures["fp8_decode_of_copy"] = case.key_bytes / ms * 1e3 / report.bandwidth
+            del case
+            report.release()

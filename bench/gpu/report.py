@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 REPEATS = 20
+UNCHANGED = ("baseline", "tile_sweep")  # sections that use the engine's own tiles
 COLUMNS = (
     ("ms", "{:.4f}"),
     ("gb_s", "{:.0f}"),
@@ -32,18 +33,43 @@ class Report:
     """Collects and prints rows, and relates them to the measured ceilings of the device. It does not initialize the
     device, so that forked processes can."""
 
-    def __init__(self, *, is_smoke: bool, scratch: Path | None = None) -> None:
+    def __init__(self, *, is_smoke: bool, is_baseline: bool = False, scratch: Path | None = None) -> None:
         self.is_smoke = is_smoke
+        self.out = Path()  # for other files than the table
         self.scratch = scratch or Path(tempfile.gettempdir())  # files that sections share
         self.ends_at = math.inf  # by the monotonic clock
         self.tell: Callable[[dict[str, Any]], None] = lambda row: None
         self.device = torch.device("cpu" if is_smoke else "cuda")
         self.dtype = torch.float32 if is_smoke else torch.bfloat16
         self.tolerance = 1e-5 if is_smoke else 8e-3  # against float32 references
+        self.is_baseline = is_baseline
         self.rows: list[dict[str, Any]] = []
         self.figures: dict[str, Any] = {}
+        self.done: list[str] = []  # sections that need not run again
+        self.section = ""
+        self.was_cut = False  # whether the section left out rows for lack of time
         self.bandwidth = self.tflops = float("nan")  # bytes/s and FLOP/s, of this run
-        self.seconds = 0.0
+        self.seconds = 0.0  # of all commands
+        self.started = time.monotonic()
+
+    def begin(self, section: str) -> None:
+        """Starts a section: its rows of an earlier command are removed."""
+        self.section, self.was_cut = section, False
+        self.rows = [row for row in self.rows if row["by"] != section]
+
+    def tiles(self) -> dict[str, Any]:
+        """The tiles that this section uses instead of those of the engine's table."""
+        is_unchanged = self.is_baseline or self.section in UNCHANGED
+        return {} if is_unchanged else dict(self.figures.get("tiles", {}))
+
+    def message(self, row: dict[str, Any]) -> tuple[Any, ...]:
+        """What the process of a section sends with every row."""
+        return row, self.figures, self.bandwidth, self.tflops, self.was_cut
+
+    def receive(self, message: tuple[Any, ...]) -> dict[str, Any]:
+        """Takes over such a message; returns the row."""
+        row, self.figures, self.bandwidth, self.tflops, self.was_cut = message
+        return dict(row)
 
     @property
     def failed(self) -> list[str]:
@@ -62,7 +88,7 @@ class Report:
     ) -> None:
         """Adds a row; bytes and FLOP are also reported as fractions of the device's ceilings. Raises OutOfTimeError
         afterwards if the time of the section is over."""
-        found = {"section": section, "name": name, "ok": ok, "ms": ms, "note": note}
+        found = {"section": section, "name": name, "ok": ok, "ms": ms, "note": note, "by": self.section or section}
         if ms and num_bytes:
             found |= {"gb_s": num_bytes / ms / 1e6, "of_bandwidth": num_bytes / ms * 1e3 / self.bandwidth}
         if ms and flop:
@@ -73,7 +99,8 @@ class Report:
         extra = " ".join(
             f"{key} {found[key]:.3g}" for key in ("gb_s", "of_bandwidth", "tflops", "of_matmul") if key in found
         )
-        print(f"{section:18s} {name:44s} {verdict:5s}{time_text} {extra} {note}", flush=True)
+        elapsed = time.monotonic() - self.started
+        print(f"{elapsed:6.1f} s {section:18s} {name:44s} {verdict:5s}{time_text} {extra} {note}", flush=True)
         self.tell(found)
         if self.seconds_left() < 0:
             raise OutOfTimeError
@@ -122,15 +149,28 @@ class Report:
         return {**self.figures, "failed": self.failed, "num_rows": len(self.rows), "seconds": self.seconds}
 
     def write(self, folder: Path, name: str) -> None:
-        """Writes NAME.json with everything and NAME.md with the table."""
+        """Writes NAME.json with everything and NAME.md with the table. A file is never seen half-written."""
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{name}.json").write_text(json.dumps({"summary": self.summary(), "rows": self.rows}, indent=1))
+        state = {"summary": self.summary(), "rows": self.rows, "figures": self.figures, "done": self.done,
+                 "bandwidth": self.bandwidth, "tflops": self.tflops}  # fmt: skip
         lines = ["| section | what | | ms | GB/s | of copy | TFLOP/s | of matmul | note |", "|" + " --- |" * 9]
         for row in self.rows:
             cells = [row["section"], row["name"], {None: "", True: "ok", False: "**FAIL**"}[row["ok"]]]
             cells += [_number(row.get(key), text) for key, text in COLUMNS]
             lines.append("| " + " | ".join([*cells, row["note"]]) + " |")
-        (folder / f"{name}.md").write_text("\n".join(lines) + "\n")
+        for suffix, text in ((".json", json.dumps(state, indent=1)), (".md", "\n".join(lines) + "\n")):
+            unfinished = folder / f"{name}{suffix}.new"
+            unfinished.write_text(text)
+            unfinished.replace(folder / f"{name}{suffix}")
+
+    def restore(self, file: Path) -> None:
+        """Continues from the results of an earlier command, if there are any."""
+        if not file.exists():
+            return
+        state = json.loads(file.read_text())
+        self.rows, self.figures, self.done = state["rows"], state["figures"], state["done"]
+        self.bandwidth, self.tflops = state["bandwidth"], state["tflops"]
+        self.seconds = state["summary"]["seconds"]
 
 
 def _number(value: float | None, text: str) -> str:

@@ -1,14 +1,18 @@
 """Benchmark of the GPU engine on one device: correctness, speed, fraction of the device's limits. Needs no network.
 
-    bench/gpu/pack                       # first, on a machine with a network: stubs and small wheels
-    bench/gpu/start --part 1             # kernels and model: errors, bandwidth, step times
-    bench/gpu/start --part 2             # the 256-request workload, in-process and through gRPC
-    bench/gpu/start                      # both, within the budget
-    bench/gpu/start --smoke              # tiny sizes on a CPU with Triton's interpreter
+    bench/gpu/pack                # first, on a machine with a network: stubs and small wheels
+    bench/gpu/start 1             # compile, check results, measure the engine as it is, choose tiles
+    bench/gpu/start 2             # the goals: decode steps, 256 requests in-process and through gRPC
+    bench/gpu/start 3             # exact mode, fp8, mixed steps, long contexts, other libraries
+    bench/gpu/start               # whatever is not measured yet, within the budget
+    bench/gpu/start sanitize      # compute-sanitizer over all kernels
+    bench/gpu/start predict       # the model of a step, for several GPUs; needs no GPU
+    bench/gpu/start --smoke       # tiny sizes on a CPU with Triton's interpreter
 
+Each command takes at most --budget seconds and continues from the results of the earlier ones, which --state keeps.
 Each section runs in its own process with a time limit. A section that fails, hangs or dies is reported, and the next
-one runs. Sections that do not fit into --budget seconds are skipped and reported. Rows are printed when measured, and
-gpu-part1.json and gpu-part1.md in $OUT (or --out) are updated after every row. The last line is one JSON object.
+one runs. Rows are printed when measured; gpu.json and gpu.md in $OUT (or --out) are updated after every row. SIGTERM
+ends the run with what was measured so far. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -16,25 +20,34 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 SMOKE_SLOWER = 5  # time limits of the interpreter relative to a GPU
-sys.path.insert(0, str(ROOT))
+END_S = 15.0  # of the budget: for ending the last section and for the summary
+# Without this file's folder, whose modules would hide others of the same name.
+sys.path[:] = [str(ROOT), *(place for place in sys.path if Path(place or ".").resolve() != ROOT / "bench/gpu")]
 
+from bench.gpu.stand_ins import install_stand_ins  # noqa: E402
 from bench.gpu.toolchain import prepare_toolchain  # noqa: E402
 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", type=int, choices=(1, 2))
+    parser.add_argument("what", nargs="?", default="all", choices=("all", "1", "2", "3", "sanitize", "predict"))
     parser.add_argument("--only", default="", help="sections by name, comma separated")
-    parser.add_argument("--budget", type=float, default=560.0, help="seconds; sections that do not fit are skipped")
+    parser.add_argument("--baseline", action="store_true", help="the engine as it is: without other tiles")
+    parser.add_argument("--again", action="store_true", help="also sections that were measured before")
+    parser.add_argument("--budget", type=float, default=540.0, help="seconds of this command (default 540)")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".")), help="folder for the results")
+    state = ROOT / ".cache/gpu-bench"
+    parser.add_argument("--state", type=Path, default=state, help="folder for results, checkpoints, compiled kernels")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes on a CPU")
     return parser
 
@@ -42,64 +55,91 @@ def make_parser() -> argparse.ArgumentParser:
 def main() -> None:
     started = time.monotonic()
     args = make_parser().parse_args()
-    if args.smoke:
-        os.environ |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    else:
-        print(f"C compiler: {prepare_toolchain()}", flush=True)
-    from bench.gpu.report import Report  # torch and triton: after the environment is set
+    signal.signal(signal.SIGTERM, _stop)
+    if args.what == "predict":
+        from bench.gpu import step_model
+
+        step_model.main()
+        return
+    with tempfile.TemporaryDirectory() as temporary:
+        if args.smoke:
+            args.state = Path(temporary)
+            os.environ |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+        else:
+            os.environ.setdefault("TRITON_CACHE_DIR", str(args.state / "triton"))
+            print(f"C compiler: {prepare_toolchain()}", flush=True)
+        if missing := install_stand_ins():
+            print(f"missing packages, replaced for the engine's sections: {', '.join(missing)}", flush=True)
+        if args.what == "sanitize":
+            from bench.gpu import sanitize
+
+            sys.exit(sanitize.run(args.out, args.budget - (time.monotonic() - started)))
+        sys.exit(1 if measure(args, started) else 0)
+
+
+def measure(args: argparse.Namespace, started: float) -> list[str]:
+    """Runs the sections; returns the failed rows."""
+    from bench.gpu.parts import chosen_sections
+    from bench.gpu.report import Report  # torch: after the environment is set
     from bench.gpu.sections import run_all
 
-    name = f"gpu-part{args.part}" if args.part else "gpu"
-    with tempfile.TemporaryDirectory() as scratch:
-        report = Report(is_smoke=args.smoke, scratch=Path(scratch))
+    name = "gpu-baseline" if args.baseline else "gpu"
+    report = Report(is_smoke=args.smoke, is_baseline=args.baseline, scratch=args.state)
+    report.started, report.out = started, args.out
+    report.restore(args.state / f"{name}.json")
+    before = report.seconds
 
-        def save() -> None:
-            report.seconds = round(time.monotonic() - started, 1)
-            report.write(args.out, name)
+    def save() -> None:
+        report.seconds = round(before + time.monotonic() - started, 1)
+        report.write(args.out, name)
+        report.write(args.state, name)
 
-        sections = chosen_sections(args.part, args.only)
-        if args.smoke:
-            sections = [replace(section, limit_s=SMOKE_SLOWER * section.limit_s) for section in sections]
-        run_all(sections, report, args.budget - (time.monotonic() - started), save)
+    try:
+        part = int(args.what) if args.what.isdigit() else None
+        sections = chosen_sections(part, args.only, is_baseline=args.baseline)
+    except ValueError as error:
+        sys.exit(str(error))
+    if not args.again and not args.only:
+        sections = [section for section in sections if section.name not in report.done]
+    if args.smoke:
+        sections = [replace(section, limit_s=SMOKE_SLOWER * section.limit_s) for section in sections]
+    import_libraries()
+    try:
+        run_all(sections, report, args.budget - END_S - (time.monotonic() - started), save)
+    except Stopped:
+        print("\nstopped by SIGTERM: the results so far are written", flush=True)
+    save()
+    finish(report)
+    return report.failed
+
+
+def import_libraries() -> None:
+    """Imports what all sections need, once: sections are forked from this process. The engine is not imported here."""
+    import torch  # noqa: F401
+    import triton  # noqa: F401
+
+    try:
+        import transformers  # noqa: F401
+    except ImportError as error:
+        print(f"transformers is missing: the section logits will fail ({error})", flush=True)
+
+
+def finish(report: Any) -> None:
+    """Prints failed rows, and the figures beside the model's predictions."""
+    from bench.gpu.step_model import comparison
+
+    for failed in report.failed:
+        print(f"FAIL {failed}")
+    print("\n".join(comparison(report.figures)))
     print(json.dumps(report.summary()))
-    sys.exit(1 if report.failed else 0)
 
 
-def chosen_sections(part: int | None, only: str) -> list:
-    """The requested sections, the most informative first."""
-    from bench.gpu import kernels, model, serving
-    from bench.gpu.sections import Section
+class Stopped(BaseException):
+    """SIGTERM."""
 
-    first = [
-        Section("environment", 15.0, kernels.environment),
-        Section("ceilings", 15.0, kernels.ceilings),
-    ]
-    parts = {
-        1: [
-            Section("logits", 110.0, model.logits),
-            Section("decode_steps", 70.0, model.decode_steps),
-            Section("small_kernels", 35.0, kernels.small_kernels),
-            Section("decode_attention", 60.0, kernels.decode_attention),
-            Section("prefill_attention", 40.0, kernels.prefill_attention),
-            Section("invariance", 25.0, kernels.invariance),
-            Section("exact_cost", 45.0, model.exact_cost),
-            Section("mixed_steps", 60.0, model.mixed_steps),
-            Section("other_caches", 40.0, kernels.other_caches),
-            Section("tile_sweep", 30.0, kernels.tile_sweep),
-        ],
-        2: [
-            Section("in_process", 130.0, serving.in_process),
-            Section("through_grpc", 240.0, serving.through_grpc),
-            Section("in_process_fp8", 90.0, serving.in_process_fp8),
-        ],
-    }
-    sections = first + [section for number, found in parts.items() if part in (None, number) for section in found]
-    names = set(filter(None, only.split(",")))
-    if unknown := names - {section.name for section in sections}:
-        sys.exit(
-            f"--only: unknown section {', '.join(sorted(unknown))}; known are {', '.join(s.name for s in sections)}"
-        )
-    return [section for section in sections if not names or section.name in names]
+
+def _stop(number: int, frame: object) -> None:
+    raise Stopped
 
 
 if __name__ == "__main__":

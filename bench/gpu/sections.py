@@ -3,6 +3,8 @@ crash costs only the section's remaining rows."""
 
 from __future__ import annotations
 
+import importlib
+import json
 import math
 import multiprocessing
 import os
@@ -20,15 +22,22 @@ CONTEXT = multiprocessing.get_context("fork")  # so that torch is imported once
 SOFT = 0.85  # fraction of its time limit after which a section stops at its next row
 END_S = 10.0  # time limit for the exit of a process that has sent all rows
 LEAST = 0.3  # a section starts only if this fraction of its time limit remains
+TILES_VARIABLE = "QUIRE_ATTENTION_TILES"  # as in worker_svc.engine.gpu.tiles, which is imported only in sections
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Section:
-    """A measurement and its time limit."""
+    """A measurement and its time limit. `function` is MODULE:NAME. It is imported in the section's process, so that the
+    engine reads the tiles that an earlier section has chosen."""
 
     name: str
     limit_s: float
-    measure: Callable[[Report], None]
+    function: str
+
+    def load(self) -> Callable[[Report], None]:
+        module, name = self.function.split(":")
+        function: Callable[[Report], None] = getattr(importlib.import_module(module), name)
+        return function
 
 
 def run_all(sections: list[Section], report: Report, budget_s: float, save: Callable[[], None]) -> None:
@@ -36,49 +45,64 @@ def run_all(sections: list[Section], report: Report, budget_s: float, save: Call
     started = time.monotonic()
     for section in sections:
         left = budget_s - (time.monotonic() - started)
+        report.begin(section.name)
         if left < section.limit_s * LEAST:
             report.row(section.name, "skipped", note=f"{left:.0f} s are left, but it may take {section.limit_s:.0f} s")
         else:
-            run_section(section, report, min(section.limit_s, left), save)
+            is_cut = run_section(section, report, min(section.limit_s, left), save)
+            if not (is_cut and left < section.limit_s):  # with more time it may do better
+                report.done.append(section.name)
         save()
 
 
-def run_section(section: Section, report: Report, limit_s: float, save: Callable[[], None]) -> None:
-    """Adds the rows of the section to the report, and an error row if the section was killed or crashed."""
+def run_section(section: Section, report: Report, limit_s: float, save: Callable[[], None]) -> bool:
+    """Adds the rows of the section to the report, and an error row if the section was killed or crashed.
+
+    Returns whether it ran out of time.
+    """
     print(f"\n== {section.name}", flush=True)
     started = time.monotonic()
     receiver, sender = CONTEXT.Pipe(duplex=False)
     process = CONTEXT.Process(target=_work, args=(section, report, limit_s, sender), name=section.name)
     process.start()
     sender.close()
-    while receiver.poll(max(started + limit_s - time.monotonic(), 0)):
-        try:
-            row, report.figures, report.bandwidth, report.tflops = receiver.recv()
-        except EOFError:
-            process.join(END_S)
-            break
-        report.rows += [row] if row else []
-        save()
-    is_late = process.is_alive()
-    with suppress(ProcessLookupError):  # its process group is already gone
-        os.killpg(process.pid, signal.SIGKILL)
-    process.join(END_S)  # a driver may keep it alive
+    is_late = True
+    try:
+        while receiver.poll(max(started + limit_s - time.monotonic(), 0)):
+            try:
+                row = report.receive(receiver.recv())
+            except EOFError:
+                process.join(END_S)
+                is_late = process.is_alive()
+                break
+            report.rows += [row] if row else []
+            save()
+    finally:
+        if process.pid is not None:
+            with suppress(ProcessLookupError):  # its process group is already gone
+                os.killpg(process.pid, signal.SIGKILL)
+        process.join(END_S)  # a driver may keep it alive
     if is_late:
         report.row(section.name, "killed", ok=False, note=f"it did not finish within {limit_s:.0f} s")
     elif process.exitcode:
         report.row(section.name, "died", ok=False, note=f"exit code {process.exitcode}")
     print(f"   {time.monotonic() - started:.1f} s", flush=True)
+    return is_late or report.was_cut
 
 
 def _work(section: Section, report: Report, limit_s: float, sender: Connection) -> None:
     """Main function of a section's process. It leads a process group, so that its children can be killed with it."""
     os.setpgid(0, 0)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     report.ends_at = time.monotonic() + SOFT * limit_s
-    report.tell = lambda row: sender.send((row, report.figures, report.bandwidth, report.tflops))
+    report.tell = lambda row: sender.send(report.message(row))
+    if tiles := report.tiles():
+        os.environ[TILES_VARIABLE] = json.dumps(tiles)
     try:
-        section.measure(report)
+        section.load()(report)
     except OutOfTimeError:
         report.ends_at = math.inf
+        report.was_cut = True
         report.row(section.name, "remaining rows", note="skipped: the time of the section is over")
     except Exception as error:  # the other sections are still useful
         traceback.print_exc()

@@ -11,13 +11,15 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from bench.gpu.model import load, make_checkpoint, model_of
+from bench.gpu.model import GREEDY, NANO_SETTINGS, check_graphs, load, make_checkpoint, model_of
 from bench.gpu.report import Report
 from bench.workloads import Request, Workload, nano
 from request_fields.fields import SamplingParams
@@ -25,10 +27,14 @@ from worker_svc.engine.batch import EMPTY, RowOpen, StepBatch, StepOutput
 from worker_svc.engine.gpu.runner import DeviceRunner
 
 ROOT = Path(__file__).resolve().parents[2]
-TEMPERATURE = 0.6
+NANO = SamplingParams(0.6, 0, 1.0, 0.0, 0)  # nano-vllm's benchmark
+QWEN3 = SamplingParams(0.6, 20, 0.95, 0.0, 0)  # generation_config.json of every Qwen3 checkpoint
+DEFAULTS = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95}
 DEPTH = 2
-MAX_BATCHED_TOKENS = 16_384
+NO_GPU = "-1"  # names a device, as `quire up` requires, that does not exist
 TARGET_TOK_S = 25_000
+TARGET_GRPC = 0.97  # of in-process
+TARGET_FILTERED = 0.9  # of greedy
 
 
 def workload_of(report: Report) -> Workload:
@@ -39,30 +45,54 @@ def workload_of(report: Report) -> Workload:
     return Workload(requests, model_of(report), 0)
 
 
+def baseline(report: Report) -> None:
+    """The engine with the tiles of its table, before other tiles are chosen: one run."""
+    loop = _loop(report)
+    report.figures["baseline_tok_s"] = _measure(report, "baseline", "nano-vllm's sampling", loop, NANO, runs=1)
+    check_graphs(report, "baseline", loop.runner)
+
+
 def in_process(report: Report) -> None:
-    """Steps as a scheduler would send them, two in flight, without scheduler and RPCs."""
-    tok_s = _drive(report, "in_process")
-    report.figures["in_process_tok_s"] = round(tok_s, 1)
+    """Steps as a scheduler would send them, two in flight, without scheduler and RPCs: greedy, with nano-vllm's
+    sampling, and with the defaults of every Qwen3 checkpoint."""
+    loop = _loop(report)
+    figures = report.figures
+    figures["in_process_tok_s"] = _measure(report, "in_process", "nano-vllm's sampling", loop, NANO)
+    figures["in_process_greedy_tok_s"] = _measure(report, "in_process", "greedy", loop, GREEDY, runs=2)
+    figures["in_process_qwen3_tok_s"] = _measure(report, "in_process", "Qwen3's sampling", loop, QWEN3, runs=2)
+    ratio = figures["in_process_qwen3_tok_s"] / figures["in_process_greedy_tok_s"]
+    figures["qwen3_of_greedy"] = round(ratio, 3)
+    ok = None if report.is_smoke else ratio >= TARGET_FILTERED
+    report.row("in_process", "Qwen3's sampling / greedy", ok=ok, note=f"{ratio:.1%} (target {TARGET_FILTERED:.0%})")
 
 
 def in_process_fp8(report: Report) -> None:
-    """The same with an fp8 cache."""
-    report.figures["in_process_fp8_tok_s"] = round(_drive(report, "in_process_fp8", kv_cache_dtype="fp8"), 1)
+    """With an fp8 cache."""
+    loop = _loop(report, kv_cache_dtype="fp8")
+    report.figures["in_process_fp8_tok_s"] = _measure(report, "in_process_fp8", "fp8 cache", loop, NANO, runs=2)
 
 
-def _drive(report: Report, section: str, **fields: str) -> float:
-    """Tokens per second of the best of three runs."""
-    workload = workload_of(report)
-    settings = {} if report.is_smoke else {"max_num_batched_tokens": MAX_BATCHED_TOKENS, "max_model_len": 4096}
-    loop = Loop(load(make_checkpoint(report), report, **(settings | fields)), workload)
+def in_process_exact(report: Report) -> None:
+    """In exact mode."""
+    loop = _loop(report, determinism="exact")
+    report.figures["in_process_exact_tok_s"] = _measure(report, "in_process_exact", "exact", loop, NANO, runs=1)
+
+
+def _loop(report: Report, **fields: Any) -> Loop:
+    return Loop(load(make_checkpoint(report), report, **(NANO_SETTINGS | fields)), workload_of(report))
+
+
+def _measure(report: Report, section: str, name: str, loop: Loop, sampling: SamplingParams, runs: int = 3) -> float:
+    """Tokens per second of the best run, after one that is not counted."""
+    loop.sampling = sampling
     loop.run()
-    seconds = [loop.run() for _ in range(1 if report.is_smoke else 3)]
-    tok_s = workload.num_output / min(seconds)
+    seconds = min(loop.run() for _ in range(1 if report.is_smoke else runs))
+    tok_s = loop.num_output / seconds
     report.figures[f"{section}_steps"] = loop.num_steps
     note = f"{tok_s:.0f} tok/s, {loop.num_steps} steps, host {loop.launch_s / loop.num_steps * 1e3:.2f} ms a launch"
-    name = f"{len(workload.requests)} requests"
-    report.row(section, name, ok=_is_fast(report, tok_s), ms=min(seconds) * 1e3, note=note)
-    return tok_s
+    ok = _is_fast(report, tok_s) if section == "in_process" else None
+    report.row(section, f"{len(loop.requests)} requests, {name}", ok=ok, ms=seconds * 1e3, note=note)
+    return round(tok_s, 1)
 
 
 def _is_fast(report: Report, tok_s: float) -> bool | None:
@@ -75,6 +105,8 @@ class Loop:
     def __init__(self, runner: DeviceRunner, workload: Workload) -> None:
         self.runner = runner
         self.requests = workload.requests
+        self.num_output = workload.num_output
+        self.sampling = NANO
         self.size = runner.info.block_size
         self.prompt_lens = np.array([len(request.prompt) for request in self.requests])
         self.total_lens = self.prompt_lens + np.array([request.num_output for request in self.requests]) - 1
@@ -107,7 +139,7 @@ class Loop:
     def _open(self, i: int) -> RowOpen:
         prompt = np.array(self.requests[i].prompt, np.uint32)
         table = np.arange(self.first_blocks[i], self.first_blocks[i] + self.num_blocks[i]).astype(np.uint32)
-        return RowOpen(i, prompt, len(prompt), table, 0, SamplingParams(TEMPERATURE, 0, 1.0, 0.0, i), 0)
+        return RowOpen(i, prompt, len(prompt), table, 0, replace(self.sampling, seed=i), 0)
 
     def _choose(self, computed: np.ndarray) -> np.ndarray:
         """Query lengths of all rows."""
@@ -136,30 +168,77 @@ class Loop:
 
 
 def through_grpc(report: Report) -> None:
-    """`quire up` (gateway, scheduler, worker) and `quire bench` on this machine over loopback."""
-    workload = workload_of(report)
-    folder = make_checkpoint(report)
+    """`quire up` (gateway, scheduler, worker) and `quire bench` on this machine over loopback, with nano-vllm's
+    sampling."""
     with tempfile.TemporaryDirectory() as scratch:
-        requests = Path(scratch) / "requests.jsonl"
-        lines = [json.dumps({"token_ids": r.prompt, "max_tokens": r.num_output}) for r in workload.requests]
-        requests.write_text("\n".join(lines))
-        with running_stack(folder, Path(scratch), report) as target:
+        requests = _write_requests(report, Path(scratch))
+        with running_stack(make_checkpoint(report), Path(scratch), report) as target:
             ask(requests, target, "warm-up", report)
             found = [ask(requests, target, str(i), report) for i in range(1 if report.is_smoke else 3)]
-    best = max(found, key=lambda result: result["output_tokens_per_s"])
-    tok_s = best["output_tokens_per_s"]
+    best = max(found, key=_tok_s)
+    tok_s = _tok_s(best)
     report.figures |= {
         "grpc_tok_s": round(tok_s, 1),
         "grpc_ttft_ms": best["ttft_ms"],
         "grpc_itl_ms": best.get("itl_ms"),
     }
-    note = f"{tok_s:.0f} tok/s"
+    _grpc_row(report, "through_grpc", "nano-vllm's sampling", best, ok=_is_fast(report, tok_s))
     inside = report.figures.get("in_process_tok_s")
     if inside:
         report.figures["grpc_of_in_process"] = round(tok_s / inside, 3)
-        note += f", {tok_s / inside:.1%} of in-process"
-    name = f"{len(workload.requests)} requests"
-    report.row("through_grpc", name, ok=_is_fast(report, tok_s), ms=best["duration_s"] * 1e3, note=note)
+        ok = None if report.is_smoke else tok_s >= TARGET_GRPC * inside
+        report.row("through_grpc", "gRPC / in-process", ok=ok, note=f"{tok_s / inside:.1%} (target {TARGET_GRPC:.0%})")
+
+
+def filtered_through_grpc(report: Report) -> None:
+    """The same for a checkpoint with Qwen3's generation_config.json: greedy, its defaults, and requests in bursts."""
+    folder = _with_defaults(make_checkpoint(report), report.scratch / "with_defaults")
+    with tempfile.TemporaryDirectory() as scratch:
+        requests = _write_requests(report, Path(scratch))
+        with running_stack(folder, Path(scratch), report) as target:
+            for name in ("warm-up", "greedy", "defaults", "greedy 2", "defaults 2", "bursts"):
+                flags = BURSTS if name == "bursts" else []
+                temperature = 0.0 if name.startswith("greedy") else QWEN3.temperature
+                found = ask(requests, target, name, report, temperature, flags)
+                if name != "warm-up":
+                    _grpc_row(report, "filtered_through_grpc", name, found)
+                    key = f"grpc_{name.split()[0]}_tok_s"
+                    report.figures[key] = round(max(_tok_s(found), report.figures.get(key, 0.0)), 1)
+                    report.figures[f"grpc_{name.split()[0]}_ttft_ms"] = found["ttft_ms"]
+    ratio = report.figures["grpc_defaults_tok_s"] / report.figures["grpc_greedy_tok_s"]
+    report.figures["grpc_filtered_of_greedy"] = round(ratio, 3)
+    ok = None if report.is_smoke else ratio >= TARGET_FILTERED
+    note = f"{ratio:.1%} (target {TARGET_FILTERED:.0%})"
+    report.row("filtered_through_grpc", "Qwen3's sampling / greedy", ok=ok, note=note)
+
+
+BURSTS = ["--request-rate", "60", "--burstiness", "0.1"]  # groups of requests, about four seconds in all
+
+
+def _with_defaults(source: Path, folder: Path) -> Path:
+    """The checkpoint with sampling defaults; its files are links."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in source.iterdir():
+        if not (folder / file.name).exists():
+            (folder / file.name).symlink_to(file.resolve())
+    (folder / "generation_config.json").write_text(json.dumps(DEFAULTS))
+    return folder
+
+
+def _write_requests(report: Report, folder: Path) -> Path:
+    requests = folder / "requests.jsonl"
+    found = workload_of(report).requests
+    requests.write_text("\n".join(json.dumps({"token_ids": r.prompt, "max_tokens": r.num_output}) for r in found))
+    return requests
+
+
+def _tok_s(result: dict[str, Any]) -> float:
+    return float(result["output_tokens_per_s"])
+
+
+def _grpc_row(report: Report, section: str, name: str, result: dict[str, Any], ok: bool | None = None) -> None:
+    note = f"{_tok_s(result):.0f} tok/s, TTFT {result['ttft_ms']}, ITL {result.get('itl_ms')}"
+    report.row(section, name, ok=ok, ms=result["duration_s"] * 1e3, note=note)
 
 
 @contextmanager
@@ -170,9 +249,11 @@ def running_stack(folder: Path, scratch: Path, report: Report) -> Iterator[str]:
     if report.is_smoke:
         flags += ["--dtype", "float32", "--num-blocks", 40, "--max-num-seqs", 8, "--max-model-len", 256]
     else:
-        flags += ["--block-size", 256, "--max-num-seqs", 256, "--max-num-batched-tokens", MAX_BATCHED_TOKENS]
-        flags += ["--max-model-len", 4096]
+        flags += ["--block-size", 256, "--max-num-seqs", 256]
+        flags += ["--max-num-batched-tokens", NANO_SETTINGS["max_num_batched_tokens"]]
+        flags += ["--max-model-len", NANO_SETTINGS["max_model_len"]]
     environment = os.environ | ({"QUIRE_CUDA_GRAPHS": "off"} if report.figures.get("has_no_graphs") else {})
+    environment |= {"CUDA_VISIBLE_DEVICES": NO_GPU} if report.is_smoke else {}
     command = [sys.executable, "-m", "quire_client.cli", "up", *map(str, flags), "--log-dir", str(scratch)]
     with log.open("w") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, cwd=ROOT, env=environment)
@@ -192,21 +273,18 @@ def _when_ready(process: subprocess.Popen[bytes], ready: Path, scratch: Path, re
     return str(json.loads(ready.read_text())["target"])
 
 
-def ask(requests: Path, target: str, salt: str, report: Report) -> dict:
-    """One run of the client with all requests at once, with a cache salt of its own so that runs share no prefixes."""
-    flags = [
-        "--dataset",
-        "file",
-        "--path",
-        str(requests),
-        "--warmup",
-        "0",
-        "--json",
-        "--no-progress",
-        "--target",
-        target,
-    ]
-    flags += ["--temperature", str(TEMPERATURE), "--cache-salt", salt]
+def ask(
+    requests: Path,
+    target: str,
+    salt: str,
+    report: Report,
+    temperature: float = NANO.temperature,
+    load_flags: Sequence[str] = (),
+) -> dict[str, Any]:
+    """One run of the client, with all requests at once unless `load_flags` say otherwise. The cache salt is one of its
+    own, so that runs share no prefixes."""
+    flags = ["--dataset", "file", "--path", str(requests), "--warmup", "0", "--json", "--no-progress"]
+    flags += ["--target", target, "--temperature", str(temperature), "--cache-salt", salt, *load_flags]
     command = [sys.executable, "-m", "quire_client.cli", "bench", *flags]
     left = min(report.seconds_left(), threading.TIMEOUT_MAX)
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=left, env=os.environ)

@@ -1,4 +1,4 @@
-"""The GPU benchmark keeps to its time budget, and a failing section does not affect the others."""
+"""The GPU benchmark keeps to its time budget, continues where it stopped, and survives failing sections."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from bench.gpu.parts import PARTS, chosen_sections
 from bench.gpu.report import Report
-from bench.gpu.run import chosen_sections, make_parser
-from bench.gpu.sections import Section, run_all
+from bench.gpu.run import END_S, make_parser
+from bench.gpu.sections import TILES_VARIABLE, Section, run_all
+from worker_svc.engine.gpu import tiles
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -42,35 +45,116 @@ def takes_long(report):
     report.row("takes_long", "second")
 
 
+def chooses(report):
+    report.figures["tiles"] = {"decode": {"num_stages": 3}}
+    report.row("chooses", "tiles")
+
+
+def shows_tiles(report):
+    report.row("shows_tiles", os.environ.get(TILES_VARIABLE, "none"))
+
+
+def section(function, limit_s: float = 60.0, name: str = "") -> Section:
+    return Section(name or function.__name__, limit_s, f"{__name__}:{function.__name__}")
+
+
+def run(report: Report, sections: list[Section], budget_s: float = 100.0) -> list[tuple]:
+    run_all(sections, report, budget_s, lambda: None)
+    return [(row["section"], row["name"], row["ok"]) for row in report.rows]
+
+
 def test_a_failing_section_does_not_affect_the_others(tmp_path):
     report = Report(is_smoke=True)
-    sections = [Section(f.__name__, 60.0, f) for f in (fine, fails, dies, takes_long)]
-    sections += [Section("hangs", 1.0, hangs), Section("late", 9000.0, fine), Section("fine", 60.0, fine)]
-    run_all(sections, report, 100.0, lambda: report.write(tmp_path, "gpu"))
-    rows = [(row["section"], row["name"], row["ok"]) for row in json.loads((tmp_path / "gpu.json").read_text())["rows"]]
-    assert rows == [
+    sections = [section(f) for f in (fine, fails, dies, takes_long)]
+    sections += [section(hangs, 1.0), section(fine, 9000.0, "late"), section(fine, name="again")]
+    assert run(report, sections) == [
         ("fine", "a row", True), ("fails", "failed", False), ("dies", "died", False), ("takes_long", "first", None),
         ("takes_long", "remaining rows", None), ("hangs", "before", None), ("hangs", "killed", False),
         ("late", "skipped", None), ("fine", "a row", True),
     ]  # fmt: skip
     assert report.rows[1]["note"] == "RuntimeError: no device, but 7"
+    # A section that had too little time may run again, one that used all of its own time may not.
+    assert report.done == ["fine", "fails", "dies", "takes_long", "hangs", "again"]
 
 
-@pytest.mark.parametrize("part", [1, 2])
+def test_a_later_command_continues(tmp_path):
+    first = Report(is_smoke=True)
+    run(first, [section(fine, 2.0), section(hangs, 5.0)], budget_s=3.0)
+    first.write(tmp_path, "gpu")
+    second = Report(is_smoke=True)
+    second.restore(tmp_path / "gpu.json")
+    assert second.done == ["fine"]
+    assert second.figures["found"] == 7
+    assert [row["name"] for row in second.rows] == ["a row", "before", "killed"]
+    assert run(second, [section(fine, name="hangs")])[-1] == ("fine", "a row", True)
+    assert len(second.rows) == 2  # the rows of the earlier attempt are gone
+
+
+@pytest.mark.parametrize(("is_baseline", "expected"), [(False, '{"decode": {"num_stages": 3}}'), (True, "none")])
+def test_later_sections_use_the_chosen_tiles(is_baseline, expected):
+    assert TILES_VARIABLE == tiles.TILES_VARIABLE
+    report = Report(is_smoke=True, is_baseline=is_baseline)
+    run(report, [section(chooses), section(shows_tiles), section(shows_tiles, name="baseline")])
+    assert [row["name"] for row in report.rows] == ["tiles", expected, "none"]
+
+
+@pytest.mark.parametrize("part", PARTS)
 def test_the_sections_of_a_part_fit_its_budget(part):
-    starting = 15.0  # imports and process exits
-    assert sum(section.limit_s for section in chosen_sections(part, "")) + starting <= make_parser().get_default(
-        "budget"
-    )
+    starting = 10.0  # imports
+    budget = make_parser().get_default("budget")
+    assert sum(section.limit_s for section in chosen_sections(part, "")) + starting + END_S <= budget <= 600 - 30
 
 
-def test_a_smoke_run_writes_its_results(tmp_path):
-    command = [sys.executable, ROOT / "bench/gpu/run.py", "--smoke", "--out", tmp_path]
-    done = subprocess.run(
-        [*command, "--only", "environment,ceilings,prefill_attention"], capture_output=True, text=True, timeout=120
-    )
+def test_all_sections_exist():
+    for found in chosen_sections(None, ""):
+        assert callable(found.load())
+    with pytest.raises(ValueError, match="unknown section decode_step; known are compile, "):
+        chosen_sections(None, "decode_step")
+
+
+BLOCK = """
+import importlib.util, runpy, sys
+missing = {"xxhash", "redis", "uvloop"}
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in missing:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Blocked())
+find_spec = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *args: None if name in missing else find_spec(name, *args)
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def smoke(tmp_path: Path, *flags: str) -> list[str]:
+    run_py = str(ROOT / "bench/gpu/run.py")
+    return [sys.executable, "-c", BLOCK, run_py, "--smoke", "--out", str(tmp_path), *flags]
+
+
+def test_a_smoke_run_writes_its_results_without_small_packages(tmp_path):
+    only = "environment,ceilings,prefill_attention,decode_steps"
+    done = subprocess.run(smoke(tmp_path, "--only", only), capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
     summary = json.loads(done.stdout.splitlines()[-1])
     assert summary["failed"] == []
     assert summary["device"] == "cpu (smoke)"
+    assert "step_ms_b3_ctx30" in summary
     assert "prefill_attention" in (tmp_path / "gpu.md").read_text()
+    assert "replaced for the engine's sections: xxhash" in done.stdout
+
+
+def test_sigterm_keeps_what_was_measured(tmp_path):
+    process = subprocess.Popen(smoke(tmp_path, "--only", "environment,self_checks,decode_attention"), text=True,
+                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
+    deadline = time.monotonic() + 100
+    table = tmp_path / "gpu.md"
+    while process.poll() is None and not (table.exists() and "self_checks" in table.read_text()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=30)
+    assert "stopped by SIGTERM" in output
+    rows = json.loads((tmp_path / "gpu.json").read_text())["rows"]
+    assert {"environment", "self_checks"} <= {row["section"] for row in rows}
+    assert json.loads(output.splitlines()[-1])["num_rows"] == len(rows)

@@ -1,0 +1,57 @@
+"""The sections of the benchmark in the order in which they run, the most informative first.
+
+Part 1 compiles, checks results, measures the engine as it is committed, and chooses tiles. Part 2 measures the goals
+with these tiles. Part 3 measures other settings and other libraries.
+"""
+
+from __future__ import annotations
+
+from bench.gpu.sections import Section
+
+PARTS: dict[int, tuple[Section, ...]] = {
+    1: (
+        Section("compile", 100.0, "bench.gpu.precompile:compile_all"),
+        Section("environment", 15.0, "bench.gpu.machine:environment"),
+        Section("ceilings", 15.0, "bench.gpu.kernels:ceilings"),
+        Section("self_checks", 45.0, "bench.gpu.self_checks:self_checks"),
+        Section("baseline", 75.0, "bench.gpu.serving:baseline"),
+        Section("tile_sweep", 40.0, "bench.gpu.tile_sweep:tile_sweep"),
+        Section("decode_attention", 45.0, "bench.gpu.kernels:decode_attention"),
+        Section("prefill_attention", 25.0, "bench.gpu.kernels:prefill_attention"),
+        Section("small_kernels", 25.0, "bench.gpu.small_kernels:small_kernels"),
+        Section("logits", 90.0, "bench.gpu.model:logits"),
+    ),
+    2: (
+        Section("decode_steps", 60.0, "bench.gpu.model:decode_steps"),
+        Section("in_process", 100.0, "bench.gpu.serving:in_process"),
+        Section("through_grpc", 120.0, "bench.gpu.serving:through_grpc"),
+        Section("filtered_through_grpc", 110.0, "bench.gpu.serving:filtered_through_grpc"),
+        Section("profile", 60.0, "bench.gpu.kernel_times:profile"),
+    ),
+    3: (
+        Section("other_settings", 45.0, "bench.gpu.model:other_settings"),
+        Section("without_early_starts", 25.0, "bench.gpu.model:without_early_starts"),
+        Section("exact_cost", 45.0, "bench.gpu.model:exact_cost"),
+        Section("in_process_exact", 70.0, "bench.gpu.serving:in_process_exact"),
+        Section("in_process_fp8", 60.0, "bench.gpu.serving:in_process_fp8"),
+        Section("mixed_steps", 50.0, "bench.gpu.model:mixed_steps"),
+        Section("long_contexts", 40.0, "bench.gpu.model:long_contexts"),
+        Section("other_caches", 35.0, "bench.gpu.kernels:other_caches"),
+        Section("invariance", 25.0, "bench.gpu.small_kernels:invariance"),
+        Section("libraries", 30.0, "bench.gpu.libraries:libraries"),
+        Section("vllm", 80.0, "bench.gpu.libraries:vllm_workload"),
+    ),
+}
+SECTIONS = [section for part in PARTS.values() for section in part]
+
+
+def chosen_sections(part: int | None, only: str, *, is_baseline: bool = False) -> list[Section]:
+    """The requested sections. Raises ValueError for an unknown name."""
+    names = set(filter(None, only.split(",")))
+    if unknown := names - {section.name for section in SECTIONS}:
+        known = ", ".join(section.name for section in SECTIONS)
+        raise ValueError(f"--only: unknown section {', '.join(sorted(unknown))}; known are {known}")
+    if names:
+        return [section for section in SECTIONS if section.name in names]
+    chosen = SECTIONS if part is None else list(PARTS[part])
+    return [section for section in chosen if not (is_baseline and section.name in ("tile_sweep", "baseline"))]

@@ -1,0 +1,120 @@
+"""compute-sanitizer over all kernels with small shapes: memory errors, races, uninitialized reads, wrong barriers.
+
+    bench/gpu/start sanitize
+
+Without a tool, the kernels run once, which compiles them into the cache and shows that they work at all. Each tool
+then runs the same program and checks only Triton's kernels. torch allocates every tensor on its own, so that an access
+beyond a tensor is an error.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+PLACES = ("/usr/local/cuda/bin", "/usr/local/cuda/compute-sanitizer", "/opt/nvidia/compute-sanitizer")
+SHARE = {"memcheck": 0.3, "racecheck": 0.4, "initcheck": 0.5}  # of the time that is left; the last tool gets the rest
+LEAST_S = 20.0
+MOST_LINES = 30  # of a tool's messages
+ERROR_CODE = 99  # of a program in which a tool found an error
+SUMMARY = re.compile(r"=+ (?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)")
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """The result of one tool."""
+
+    tool: str
+    verdict: str  # clean, errors, failed, out of time, skipped
+    num_errors: int
+    seconds: float
+    messages: str
+
+
+def run(out: Path, budget_s: float) -> int:
+    """Prints a table and writes sanitizer.json. Returns an exit code: 0 only if every tool ran and found nothing."""
+    ends = time.monotonic() + budget_s
+    out.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "bench.gpu.sanitized"]
+    findings = [_run("without a tool", command, ends - time.monotonic())]
+    sanitizer = find_sanitizer()
+    if sanitizer is None:
+        text = f"compute-sanitizer was not found on PATH or in {', '.join(PLACES)}; it is part of the CUDA toolkit"
+        findings.append(Finding("compute-sanitizer", "failed", 0, 0.0, text))
+    elif findings[0].verdict == "clean":
+        for tool in TOOLS:
+            left = ends - time.monotonic()
+            limit = left * SHARE.get(tool, 1.0)
+            findings.append(_run(tool, [*tool_command(sanitizer, tool), *command], limit))
+            (out / "sanitizer.json").write_text(json.dumps([asdict(finding) for finding in findings], indent=1))
+    (out / "sanitizer.json").write_text(json.dumps([asdict(finding) for finding in findings], indent=1))
+    print("\n| tool | result | errors | s |\n| --- | --- | --- | --- |")
+    for finding in findings:
+        print(f"| {finding.tool} | {finding.verdict} | {finding.num_errors} | {finding.seconds:.0f} |")
+    return 0 if all(finding.verdict == "clean" for finding in findings) else 1
+
+
+def find_sanitizer() -> str | None:
+    return shutil.which("compute-sanitizer", path=os.pathsep.join([os.environ.get("PATH", ""), *PLACES]))
+
+
+def kernel_filter(sanitizer: str) -> list[str]:
+    """Flags that select Triton's kernels, whose names end in _kernel. Kernels of libraries take most of the time. The
+    flag has changed its name between versions."""
+    text = subprocess.run([sanitizer, "--help"], capture_output=True, text=True, timeout=60).stdout
+    flag = next((flag for flag in ("--kernel-name", "--filter") if flag in text), None)
+    return [flag, "kernel_substring=_kernel"] if flag else []
+
+
+def tool_command(sanitizer: str, tool: str) -> list[str]:
+    return [
+        sanitizer, "--tool", tool, "--error-exitcode", str(ERROR_CODE), "--print-limit", "20",
+        "--target-processes", "application-only", *kernel_filter(sanitizer),
+    ]  # fmt: skip
+
+
+def _run(name: str, command: list[str], limit_s: float) -> Finding:
+    if limit_s < LEAST_S:
+        return Finding(name, "skipped", 0, 0.0, f"{limit_s:.0f} s are left")
+    print(f"== {name}", flush=True)
+    started = time.monotonic()
+    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": python_path()}
+    try:
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=limit_s)
+    except subprocess.TimeoutExpired as error:
+        text = error.stdout.decode(errors="replace") if isinstance(error.stdout, bytes) else str(error.stdout or "")
+        finding = Finding(name, "out of time", count_errors(text), limit_s, last_lines(text))
+    else:
+        finding = judge(name, done.returncode, done.stdout + done.stderr, time.monotonic() - started)
+    print(finding.messages, flush=True)
+    return finding
+
+
+def judge(name: str, code: int, text: str, seconds: float) -> Finding:
+    """A program that ends badly without errors of the tool has failed by itself."""
+    count = count_errors(text)
+    verdict = "errors" if count or code == ERROR_CODE else "failed" if code else "clean"
+    return Finding(name, verdict, count, round(seconds, 1), last_lines(text))
+
+
+def count_errors(text: str) -> int:
+    return sum(int(number) for match in SUMMARY.findall(text) for number in match if number)
+
+
+def last_lines(text: str) -> str:
+    """The tool's messages, else the end of the output."""
+    lines = [line for line in text.splitlines() if line.startswith("=====")] or text.splitlines()
+    return "\n".join(lines[:MOST_LINES] if len(lines) > 2 * MOST_LINES else lines[-MOST_LINES:])
+
+
+def python_path() -> str:
+    return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))

@@ -1,0 +1,67 @@
+"""The program that compute-sanitizer checks: every kernel once on small inputs, then steps of a tiny model.
+
+It launches everything eagerly, because CUDA graphs need memory of torch's cache. A wrong result is an error too.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import triton
+
+from bench.gpu.dry_run import take_steps
+from bench.gpu.model import SETTINGS, SMOKE_SETTINGS, TINY, make_checkpoint
+from bench.gpu.report import Report
+from bench.gpu.stand_ins import install_stand_ins
+from bench.workloads import COMMON
+from worker_svc.engine.architectures import parse_config
+from worker_svc.engine.config import EngineConfig
+from worker_svc.engine.gpu.checks.case import Setup, verify
+from worker_svc.engine.gpu.checks.start import CHECKS
+from worker_svc.engine.gpu.parallel import Group
+from worker_svc.engine.gpu.runner import DeviceRunner
+
+KINDS = [
+    {"determinism": "best_effort"},
+    {"determinism": "exact"},
+    {"determinism": "best_effort", "kv_cache_dtype": "fp8"},
+]
+
+
+def main() -> None:
+    install_stand_ins()
+    interprets = bool(triton.knobs.runtime.interpret)
+    report = Report(is_smoke=True)
+    report.device = torch.device("cpu" if interprets else "cuda")
+    report.dtype = torch.float32 if interprets else torch.bfloat16
+    with tempfile.TemporaryDirectory() as scratch:
+        report.scratch = Path(scratch)
+        folder = make_checkpoint(report)
+        for fields in KINDS[: 1 if "--short" in sys.argv else None]:
+            check_kernels(report, fields["determinism"])
+            config = EngineConfig(folder, **(SETTINGS | SMOKE_SETTINGS | {"cuda_graphs": "off"} | fields))
+            with torch.inference_mode():
+                take_steps(DeviceRunner(config))
+            print(f"{fields}: steps done", flush=True)
+
+
+def check_kernels(report: Report, determinism: str) -> None:
+    """The start-up checks of the kernels, for a tiny model."""
+    model = parse_config(COMMON | TINY)
+    setup = Setup(
+        model, model.vocab_size, report.dtype, 16, 256, report.device, Group(), determinism,
+        has_scaled_cache=False,
+    )  # fmt: skip
+    for cases, _ in CHECKS:
+        for case in cases(setup):
+            verify(case, "", is_exact=setup.is_exact)
+    print(f"{determinism}: checks done", flush=True)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
+    main()

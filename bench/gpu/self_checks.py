@@ -1,0 +1,78 @@
+"""Every start-up check of a worker, as a table: the kernels in the settings in which workers use them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any, get_args
+
+import torch
+
+from bench.gpu.model import model_of
+from bench.gpu.report import OutOfTimeError, Report
+from bench.workloads import COMMON
+from worker_svc.engine.architectures import parse_config
+from worker_svc.engine.gpu.attention import TritonAttention
+from worker_svc.engine.gpu.checks import case as checks
+from worker_svc.engine.gpu.checks.attention import MAX_ROWS, MAX_TOKENS, attention_cases
+from worker_svc.engine.gpu.checks.start import CHECKS
+from worker_svc.engine.gpu.linears import WeightFormat
+from worker_svc.engine.gpu.parallel import Group
+
+FORMATS = frozenset(get_args(WeightFormat))  # every kind of quantized weights
+SETTINGS: list[dict[str, Any]] = [
+    {"dtype": torch.bfloat16, "determinism": "best_effort", "formats": FORMATS},
+    {"dtype": torch.bfloat16, "determinism": "exact", "formats": FORMATS},
+    {"dtype": torch.float16, "determinism": "best_effort", "has_scaled_cache": True},
+    {"dtype": torch.bfloat16, "determinism": "best_effort", "block_size": 16},
+    {"dtype": torch.float32, "determinism": "exact"},
+]
+
+
+def self_checks(report: Report) -> None:
+    """A check that cannot run counts as failed; the others still run."""
+    for fields in SETTINGS[-1:] if report.is_smoke else SETTINGS:
+        setup = _setup(report, fields)
+        name = f"{setup.dtype} {setup.determinism} block {setup.block_size}".removeprefix("torch.")
+        name += " fp8 cache" if setup.has_scaled_cache else ""
+        for kernel, cases in _cases(setup):
+            started = time.perf_counter()
+            fault, count = None, 0
+            try:
+                for case in cases:
+                    count += 1
+                    checks.verify(case, "", is_exact=setup.is_exact)
+            except OutOfTimeError:
+                raise
+            except Exception as error:  # the table should be complete
+                fault = str(error)
+            ms = (time.perf_counter() - started) * 1e3
+            note = f"{count} cases" if fault is None else fault[:300]
+            report.row("self_checks", f"{kernel}, {name}", ok=fault is None, ms=ms, note=note)
+
+
+def _setup(report: Report, fields: dict[str, Any]) -> checks.Setup:
+    model = parse_config(COMMON | model_of(report))
+    defaults: dict[str, Any] = {
+        "model": model, "vocab_size": model.vocab_size, "block_size": 16 if report.is_smoke else 256,
+        "max_model_len": 4096, "device": report.device, "group": Group(), "has_scaled_cache": False,
+    }  # fmt: skip
+    if report.is_smoke:
+        defaults["formats"] = FORMATS
+    return checks.Setup(**(defaults | fields))
+
+
+def _cases(setup: checks.Setup) -> Iterator[tuple[str, Iterator[checks.Case]]]:
+    """The name of each check and its cases."""
+    yield "attention", _attention_cases(setup)
+    for cases, _ in CHECKS:
+        yield cases.__name__.removesuffix("_cases"), cases(setup)
+
+
+def _attention_cases(setup: checks.Setup) -> Iterator[checks.Case]:
+    attention = TritonAttention(
+        setup.model.heads, setup.determinism, windows=[shape.window for shape in setup.attention_shapes],
+        max_rows=MAX_ROWS, max_tokens=MAX_TOKENS,
+        max_model_len=setup.max_model_len, dtype=setup.dtype, device=setup.device,
+    )  # fmt: skip
+    yield from attention_cases(attention, "attention", setup)

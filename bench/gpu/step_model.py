@@ -1,0 +1,258 @@
+"""A model of a step's time: bytes and FLOP over the device's measured limits, launches, and the host.
+
+    bench/gpu/start predict       # the rows of the benchmark, for several GPUs
+
+A step's kernels run one after the other, so their times add up. Each takes the larger of its memory and its arithmetic
+time, plus a fixed time for its launch, its first loads and its last program. `costs.py` has the constants and their
+sources. tests/gpu/test_step_model.py compares bytes with the engine's tensors, and launches with recorded steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from bench.gpu.costs import GPUS, Gpu
+from bench.gpu.distribution import distribute
+from bench.workloads import QWEN3_06B, Model, nano
+from worker_svc.engine.backend import HeadShape
+
+NUMBER_BYTES = 2  # of weights and activations
+LAYER_LAUNCHES = {"add_rms_norm": 2, "linear": 4, "rope_store": 1, "attention": 1, "gated_activation": 1}
+MOST_GRAPH_TOKENS = 8192  # larger steps are launched kernel by kernel
+NANO_BUDGET = 16_384  # tokens of a step in nano-vllm's benchmark
+SAMPLED_STEPS = 24  # decode steps whose distribution is computed; the others are interpolated
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The sizes of a dense decoder with tied embeddings."""
+
+    hidden: int
+    layers: int
+    heads: HeadShape
+    inner: int
+    vocab: int
+
+    @classmethod
+    def of(cls, model: Model) -> Shape:
+        heads = HeadShape(model["num_attention_heads"], model["num_key_value_heads"], model["head_dim"])
+        return cls(
+            model["hidden_size"], model["num_hidden_layers"], heads, model["intermediate_size"], model["vocab_size"]
+        )
+
+    def layer_linears(self) -> dict[str, tuple[int, int]]:
+        """Outputs and inputs of a layer's matrices."""
+        q_size, kv_size = self.heads.num_q_heads * self.heads.head_dim, self.heads.num_kv_heads * self.heads.head_dim
+        return {
+            "qkv": (q_size + 2 * kv_size, self.hidden), "o": (self.hidden, q_size),
+            "gate_up": (2 * self.inner, self.hidden), "down": (self.hidden, self.inner),
+        }  # fmt: skip
+
+    def weight_bytes(self) -> int:
+        """Bytes of all matrices that a step reads: those of the layers, and the head."""
+        layer = sum(outputs * inputs for outputs, inputs in self.layer_linears().values())
+        return NUMBER_BYTES * (self.layers * layer + self.vocab * self.hidden)
+
+    def token_bytes(self, number_bytes: int = NUMBER_BYTES) -> int:
+        """Bytes of a token's keys and values in all layers."""
+        return 2 * self.layers * self.heads.num_kv_heads * self.heads.head_dim * number_bytes
+
+    def activation_bytes(self) -> int:
+        """Bytes that the kernels of a layer read and write per token, without weights and the KV pool."""
+        q_size = self.heads.num_q_heads * self.heads.head_dim
+        linears = sum(outputs + inputs for outputs, inputs in self.layer_linears().values())
+        norms, rope, activation = 2 * 4 * self.hidden, self.layer_linears()["qkv"][0] + q_size, 3 * self.inner
+        return NUMBER_BYTES * (linears + norms + rope + activation + 2 * q_size)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The rows of a step."""
+
+    contexts: tuple[int, ...]  # tokens in the pool before it
+    queries: tuple[int, ...]  # new tokens
+    sampling: str = "plain"  # greedy, plain (noise) or filtered (top_k and top_p, with noise)
+    cache_bytes: int = NUMBER_BYTES  # of a number in the KV pool
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.queries)
+
+    @property
+    def is_decode(self) -> bool:
+        return max(self.queries) == 1
+
+
+def launches(shape: Shape, *, is_decode: bool, is_filtered: bool) -> dict[str, int]:
+    """Kernels of a step that has a graph, by kind."""
+    found = {name: count * shape.layers for name, count in LAYER_LAUNCHES.items()}
+    found["add_rms_norm"] += 1
+    found["linear"] += 1
+    found |= {"prepare": 1, "embedding": 1, "work_list": 1, "index_select": 2, "scores": 1, "pick": 1}
+    if not is_decode:
+        found["attention"] += shape.layers
+        found["work_list"] += 1
+    if is_filtered:
+        found |= {"banned": 1, "chunk_top": 1, "bound": 1, "collect": 1, "select": 1}
+    return found
+
+
+def step_ms(shape: Shape, step: Step, gpu: Gpu, *, has_pdl: bool = False, overhead: float | None = None) -> float:
+    """Milliseconds of a step when steps follow each other closely. `overhead`: of attention, if it is known."""
+    found = parts_ms(shape, step, gpu, has_pdl=has_pdl, overhead=overhead)
+    count = sum(launches(shape, is_decode=step.is_decode, is_filtered=step.sampling == "filtered").values())
+    host = gpu.host_ms + gpu.host_row_us * len(step.queries) / 1e3
+    if step.num_tokens > MOST_GRAPH_TOKENS:
+        host += count * gpu.eager_us / 1e3
+    return max(sum(found.values()), host)
+
+
+def parts_ms(
+    shape: Shape, step: Step, gpu: Gpu, *, has_pdl: bool = False, overhead: float | None = None
+) -> dict[str, float]:
+    """What the device does in a step, in milliseconds."""
+    tokens, samples = step.num_tokens, len(step.queries)
+    count = sum(launches(shape, is_decode=step.is_decode, is_filtered=step.sampling == "filtered").values())
+    linears = sum(_product_s(gpu, tokens, *size) for size in shape.layer_linears().values()) * shape.layers
+    passes, operations = gpu.sampler[step.sampling]
+    logit_bytes = samples * shape.vocab * NUMBER_BYTES
+    numbers_per_s = gpu.processors * gpu.clock_hz * gpu.lanes
+    return {
+        "linear layers": 1e3 * linears,
+        "head": 1e3 * _product_s(gpu, samples, shape.vocab, shape.hidden),
+        "attention": 1e3 * _attention_s(shape, step, gpu, overhead),
+        "activations": 1e3 * tokens * shape.layers * shape.activation_bytes() / gpu.l2_bandwidth,
+        "sampler": 1e3 * max(passes * logit_bytes / gpu.bandwidth, samples * shape.vocab * operations / numbers_per_s),
+        "launches": (gpu.pdl_launch_us if has_pdl else gpu.launch_us) * count / 1e3,
+        "between steps": gpu.step_gap_us / 1e3,
+    }
+
+
+def _product_s(gpu: Gpu, rows: int, outputs: int, inputs: int) -> float:
+    """Seconds of a matrix product: its weights or its arithmetic, in whole tiles of 64 rows."""
+    flop = 2 * -(-rows // 64) * 64 * outputs * inputs
+    return max(NUMBER_BYTES * outputs * inputs / (gpu.bandwidth * gpu.gemm_bandwidth), flop / gpu.flops)
+
+
+def _attention_s(shape: Shape, step: Step, gpu: Gpu, overhead: float | None) -> float:
+    """Seconds of all layers: keys and values of single queries, arithmetic of prompts."""
+    single = [context + 1 for context, queries in zip(step.contexts, step.queries, strict=True) if queries == 1]
+    seconds = 0.0
+    if single:
+        if overhead is None:
+            overhead = decode_overhead(single, shape, gpu)
+        seconds += sum(single) * shape.token_bytes(step.cache_bytes) / gpu.bandwidth * overhead
+    pairs = sum(
+        queries * context + queries**2 / 2
+        for context, queries in zip(step.contexts, step.queries, strict=True)
+        if queries > 1
+    )
+    flop = 4 * shape.heads.num_q_heads * shape.heads.head_dim * pairs * shape.layers
+    return seconds + flop / (gpu.flops * gpu.prefill_of_matmul)
+
+
+def decode_overhead(lengths: list[int], shape: Shape, gpu: Gpu) -> float:
+    """Time of a layer's attention for rows of these lengths / time to read their keys and values evenly."""
+    found = distribute(lengths, shape.heads, gpu.counts)
+    idle = max(found.longest_to_mean / 1.2, 1.0)  # few units leave programs idle, so the others get more bandwidth
+    return found.overhead / min(idle, gpu.most_share)
+
+
+def workload_s(
+    shape: Shape, gpu: Gpu, *, sampling: str = "plain", cache_bytes: int = NUMBER_BYTES, has_pdl: bool = False
+) -> tuple[float, int]:
+    """Seconds of nano-vllm's benchmark (256 requests at once), and its output tokens."""
+    requests = nano().requests
+    prompts, outputs = [len(request.prompt) for request in requests], [request.num_output for request in requests]
+    seconds, computed, overhead = 0.0, [0] * len(prompts), 1.0
+    every = max(1, max(outputs) // SAMPLED_STEPS)
+    number = 0
+    while queries := _next_queries(prompts, outputs, computed):
+        step = Step(tuple(computed[i] for i in queries), tuple(queries.values()), sampling, cache_bytes)
+        if number % every == 0 and step.is_decode:
+            overhead = decode_overhead([context + 1 for context in step.contexts], shape, gpu)
+        seconds += step_ms(shape, step, gpu, has_pdl=has_pdl, overhead=overhead) / 1e3
+        for i, count in queries.items():
+            computed[i] += count
+        number += 1
+    return seconds, sum(outputs)
+
+
+def _next_queries(prompts: list[int], outputs: list[int], computed: list[int]) -> dict[int, int]:
+    """Tokens of each row in the next step: running rows first, then prompts within the budget."""
+    rows = range(len(prompts))
+    running = [i for i in rows if prompts[i] <= computed[i] < prompts[i] + outputs[i] - 1]
+    chosen, budget = dict.fromkeys(running, 1), NANO_BUDGET - len(running)
+    for i in rows:
+        if computed[i] < prompts[i] and budget > 0:
+            chosen[i] = min(prompts[i] - computed[i], budget)
+            budget -= chosen[i]
+    return chosen
+
+
+def predictions(gpu: Gpu, *, has_pdl: bool = False) -> dict[str, float]:
+    """The benchmark's figures by name: milliseconds, and tokens per second."""
+    shape = Shape.of(QWEN3_06B)
+    found = {}
+    for rows, context in SIZES:
+        step = Step((context - 1,) * rows, (1,) * rows, "greedy")
+        found[f"step_ms_b{rows}_ctx{context}"] = step_ms(shape, step, gpu, has_pdl=has_pdl)
+    for length in (32_768, 131_072):
+        chunks = [Step((first,), (8192,), "greedy") for first in range(0, length, 8192)]
+        found[f"prompt_ms_{length}"] = sum(step_ms(shape, step, gpu, has_pdl=has_pdl) for step in chunks)
+    for name, fields in WORKLOADS.items():
+        seconds, tokens = workload_s(shape, gpu, has_pdl=has_pdl, **fields)
+        found[name] = tokens / seconds
+    return found
+
+
+SIZES = [
+    (1, 512), (1, 4096), (8, 512), (32, 512), (32, 4096), (64, 512), (256, 512), (256, 4096),
+    (1, 32_768), (8, 32_768), (32, 32_768), (1, 131_072), (8, 131_072),
+]  # fmt: skip
+WORKLOADS: dict[str, dict[str, Any]] = {
+    "in_process_tok_s": {},
+    "in_process_greedy_tok_s": {"sampling": "greedy"},
+    "in_process_qwen3_tok_s": {"sampling": "filtered"},
+    "in_process_fp8_tok_s": {"cache_bytes": 1},
+}
+
+
+def comparison(figures: dict[str, Any]) -> list[str]:
+    """Lines of predicted, measured, and their ratio, for the figures that were measured."""
+    gpu = next((gpu for name, gpu in GPUS.items() if name in str(figures.get("device", ""))), None)
+    names = [name for name in figures if name.startswith(("step_ms_", "prompt_ms_")) or name in WORKLOADS]
+    if gpu is None or not names:
+        return []
+    predicted = predictions(gpu)
+    lines = [f"{'':28s} {'predicted':>10s} {'measured':>10s} {'ratio':>6s}"]
+    for name in names:
+        if name in predicted:
+            measured = float(figures[name])
+            lines.append(f"{name:28s} {predicted[name]:10.2f} {measured:10.2f} {measured / predicted[name]:6.2f}")
+    return lines
+
+
+def main() -> None:
+    """Prints predictions for all GPUs, without and with programmatic dependent launch."""
+    columns = {
+        f"{name}{' PDL' if has_pdl else ''}": predictions(gpu, has_pdl=has_pdl)
+        for name, gpu in GPUS.items()
+        for has_pdl in ((False, True) if gpu.has_pdl else (False,))
+    }
+    print("| | " + " | ".join(columns) + " |")
+    print("|" + " --- |" * (len(columns) + 1))
+    for name in next(iter(columns.values())):
+        cells = [f"{found[name]:,.0f}" if found[name] > 100 else f"{found[name]:.2f}" for found in columns.values()]
+        print(f"| {name} | " + " | ".join(cells) + " |")
+    shape, gpu = Shape.of(QWEN3_06B), GPUS["H200"]
+    for rows, context in ((1, 512), (256, 1024)):
+        parts = parts_ms(shape, Step((context,) * rows, (1,) * rows), gpu)
+        print(
+            f"\nH200, {rows} rows after {context} tokens: " + ", ".join(f"{n} {ms:.3f} ms" for n, ms in parts.items())
+        )
+
+
+if __name__ == "__main__":
+    main()
