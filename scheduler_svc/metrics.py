@@ -227,10 +227,10 @@ class SchedulerTimes:
     def _note_first_token(self, group: SequenceGroup, sample_index: int, now: float) -> None:
         self._first_token_at[(group.owner, group.handle, sample_index)] = now
         self.first_token.observe(now - group.arrival)
-        admitted_at = next((seq.admitted_at for seq in group.sequences if seq.sample_index == sample_index), None)
-        if admitted_at is not None:
-            self.queue.observe(admitted_at - group.arrival)
-            self.prefill.observe(now - admitted_at)
+        for seq in group.sequences:
+            if seq.sample_index == sample_index and seq.admitted_at is not None:
+                self.queue.observe(seq.admitted_at - group.arrival)
+                self.prefill.observe(now - seq.admitted_at)
 
     def _note_end(self, finished: Finished, now: float) -> None:
         group = finished.group

@@ -77,8 +77,9 @@ class SubmitReader:
         num_input_bytes = check_inputs(submit.inputs, prompt, self._info)
         num_encoder_tokens, encoder = check_encoder(submit, prompt, given.stop.max_tokens, self._info)
         images = images_of(submit.inputs, self._info)
-        with _field_errors():
-            self._limits.resolve(len(prompt), given.stop.max_tokens)
+        if not self._limits.fits(len(prompt), given.stop.max_tokens):
+            with _field_errors():
+                self._limits.resolve(len(prompt), given.stop.max_tokens)
         outputs, finished = _continuation(submit.continuation, given.n, given.stop.max_tokens, self._vocab_size)
         if given.beams is not None:  # the search starts again: the client does not have all beams
             outputs, finished = (), frozenset()
@@ -122,10 +123,11 @@ class SubmitReader:
             raise InvalidRequestError("sampling.seed is unset; the gateway must set it", field="sampling.seed")
         if submit.bad_words_ids:
             return self._check(submit)
-        sampling = types_pb2.SamplingParams()
-        sampling.CopyFrom(submit.sampling)
+        sampling = submit.sampling
+        seed = sampling.seed
         sampling.ClearField("seed")  # it may have any value
         key = (sampling.SerializeToString(), submit.stop.SerializeToString())
+        sampling.seed = seed
         found = self._kept.get(key)
         if found is not None:
             return found

@@ -18,6 +18,7 @@ from request_fields.sizes import MAX_POOL_BLOCKS, MAX_POOL_TOKENS
 from scheduler_svc.columns import F32, U32, WireError, f32_from_bytes, u32_from_bytes, u32_to_bytes
 from scheduler_svc.core.messages import (
     EMPTY,
+    NO_LOGPROBS,
     CachedBlock,
     RowFailure,
     RowOpen,
@@ -139,7 +140,7 @@ def step_output_from_proto(
     logprobs = columns_from_proto(message.logprobs, len(rows)) if message.HasField("logprobs") else None
     prompt_logprobs = prompt_from_proto(message) if message.HasField("prompt_logprobs") else None
     failures = [RowFailure(error.row, _row_error_text(error)) for error in message.errors]
-    if int(token_ids.max(initial=0)) >= vocab_size:
+    if len(token_ids) and int(token_ids[token_ids.argmax()]) >= vocab_size:  # faster than max()
         is_valid = token_ids < vocab_size
         bad = zip(rows[~is_valid].tolist(), token_ids[~is_valid].tolist(), strict=True)
         failures += [RowFailure(row, f"token id {id_} is not below vocab_size {vocab_size}") for row, id_ in bad]
@@ -153,6 +154,8 @@ def step_output_from_proto(
 
 def _candidates(message: worker_pb2.StepOutput, vocab_size: int) -> tuple[U32, U32, F32]:
     """The candidates of beams. Those of a row with an invalid candidate are left out, so that the row fails."""
+    if not (message.candidate_rows or message.candidate_ids or message.candidate_logprobs):
+        return EMPTY, EMPTY, NO_LOGPROBS
     rows = u32_from_bytes(message.candidate_rows, "candidate_rows")
     token_ids = u32_from_bytes(message.candidate_ids, "candidate_ids")
     logprobs = f32_from_bytes(message.candidate_logprobs, "candidate_logprobs")

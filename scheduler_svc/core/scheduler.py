@@ -317,13 +317,14 @@ class Scheduler:
 
     def _note_admitted(self, worker: WorkerBooks, seq: Sequence, now: float) -> None:
         self._waiting.remove(seq)
-        self._fleet.note_written(worker, seq.data.num_tokens - seq.num_cached_tokens)
-        self._measures.note_admitted(seq.data.num_tokens)
+        num_tokens, num_cached = seq.data.num_tokens, seq.num_cached_tokens
+        self._fleet.note_written(worker, num_tokens - num_cached)
+        self._measures.note_admitted(num_tokens)
         if not seq.num_preemptions:
             seq.admitted_at = now
-            self._counts.prefix_cache_queries += seq.data.num_tokens
-            self._counts.prefix_cache_hits += seq.num_cached_tokens
-            self._share.charge_prompt(seq.group.tenant_slot, seq.data.num_tokens - seq.num_cached_tokens)
+            self._counts.prefix_cache_queries += num_tokens
+            self._counts.prefix_cache_hits += num_cached
+            self._share.charge_prompt(seq.group.tenant_slot, num_tokens - num_cached)
 
     # -- answers ------------------------------------------------------------------------------------------------------
 

@@ -282,6 +282,16 @@ class BlockManager:
         self.refs[blocks] = refs
         self._put_back(blocks[refs == 0] if np.count_nonzero(refs) else blocks)
 
+    def free_tables(self, tables: Sequence[I64]) -> None:
+        """Free the blocks of several sequences, in order. Blocks that no other sequence uses are freed at once: none of
+        them is in two tables.
+        """
+        if len(tables) > 1:
+            blocks = np.concatenate(tables)
+            tables = tables if np.count_nonzero(self.refs[blocks] > 1) else [blocks]
+        for table in tables:
+            self.free(table)
+
     def _put_back(self, blocks: I64) -> None:
         """Return blocks that no sequence uses any more to a queue or to the empty list."""
         is_cached = self._is_committed[blocks]

@@ -179,9 +179,11 @@ class Fleet:
         """Choose the worker for a sequence, now or later. At least one worker is eligible, because the sequence is
         schedulable.
         """
+        self._update_cached(entry, now)
+        if len(self._workers) == 1 and not self._is_mixed and not entry.seq.group.adapter:
+            return self._place_alone(entry)
         seq = entry.seq
         eligible = self._eligible(seq)
-        self._update_cached(entry, now)
         uncached = entry.uncached_at
         scores = placement_scores(self._load, uncached, self._config.placement_alpha)
         slack = self._config.placement_slack * self._config.placement_alpha * entry.num_tokens
@@ -210,6 +212,12 @@ class Fleet:
             return Placement(self._workers[best], False, False, is_loading, waits_for_adapter=True)
         self._count_in(best, int(uncached[best]), entry.num_rows)
         return Placement(self._workers[best], has_room, has_room and best in self._ready, is_held, wait=wait)
+
+    def _place_alone(self, entry: QueueEntry) -> Placement:
+        """`place` for the only worker, which needs no scores. They would cost three times as much as the rest."""
+        has_room = bool(self._is_open[0] and self._room(entry)[0])
+        self._count_in(0, int(entry.uncached_at[0]), entry.num_rows)
+        return Placement(self._workers[0], has_room, has_room and 0 in self._ready, is_held=False)
 
     def _wait(self, entry: QueueEntry, near: I64, scores: F64, slack: float) -> Wait:
         best = near[scores[near].argmin()]

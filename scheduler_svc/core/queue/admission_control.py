@@ -88,10 +88,11 @@ class AdmissionControl:
         """The queue has a limit of sequences and a limit of tokens. Both are higher for a request that was accepted
         before: it must not fail because the queue is full after the loss of a scheduler.
         """
-        queue, slot = self._requests.waiting, self._requests.share.slot_of(group.tenant_id)
+        queue = self._requests.waiting
         num_waiting = queue.num_schedulable
         if not num_waiting:
             return
+        slot = self._requests.share.slot_of(group.tenant_id)
         factor = RETURNING_FACTOR if group.takes_over else 1
         num_tenants = queue.num_tenants_with(slot)
         if is_queue_full(num_waiting, queue.num_of(slot), num_tenants, factor * self._config.max_waiting):
@@ -121,11 +122,13 @@ class AdmissionControl:
         first, has_workers = self._fleet.first, bool(self._fleet.workers)
         if first is None:
             return
-        limits = SizeLimits(first.max_model_len, self._fleet.longest if has_workers else sys.maxsize)
-        try:
-            limits.resolve(len(group.prompt), group.stop.max_tokens)
-        except FieldError as error:
-            raise NeverFitsError(str(error), field=error.field) from None
+        num_prompt, max_tokens, longest = len(group.prompt), group.stop.max_tokens, self._fleet.longest
+        if num_prompt + max_tokens > min(first.max_model_len, longest):  # else it fits
+            limits = SizeLimits(first.max_model_len, longest if has_workers else sys.maxsize)
+            try:
+                limits.resolve(num_prompt, max_tokens)
+            except FieldError as error:
+                raise NeverFitsError(str(error), field=error.field) from None
         if has_workers and group.n > self._fleet.most_rows:
             raise NeverFitsError(
                 f"sampling.n is {group.n}; must be at most {self._fleet.most_rows}, max_num_seqs of the largest worker",

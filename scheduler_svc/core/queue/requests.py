@@ -58,21 +58,24 @@ class Requests:
         group.arrival = now
         group.deadline = math.inf if group.timeout_s is None else now + group.timeout_s
         group.tenant_slot = self.share.join(group.tenant_id)
-        live = (i for i in range(group.num_sequences) if i not in group.finished_samples)
+        live = [i for i in range(group.num_sequences) if i not in group.finished_samples]
         group.sequences = [self._make_sequence(group, i) for i in live]
         if group.beam_params is not None:
             group.search = BeamSearch(group.beam_params, group.stop, self._config.eos_token_ids)
         self.groups[group.request_id] = group
         self.priorities[group.priority] += 1
         self.num_input_bytes += group.num_input_bytes
-        finished = [self._end_early(seq) for seq in group.sequences if self._stops.is_complete(seq)]
-        fresh = [seq for seq in group.sequences if not seq.is_finished and not len(seq.data.output)]
-        if fresh:
-            fresh[0].forks = fresh[1:]
-        queued = [seq for seq in group.sequences if not seq.is_finished and seq not in fresh[1:]]
-        for seq in queued:
-            self._enqueue(seq)
-        if not queued:
+        finished: list[Finished] = []
+        fresh: list[Sequence] = []
+        for seq in group.sequences:
+            if not len(seq.data.output):
+                fresh.append(seq)
+            elif self._stops.is_complete(seq):
+                finished.append(self._end_early(seq))
+            else:
+                self._enqueue(seq)
+        self.enqueue_samples(fresh)
+        if len(finished) == len(group.sequences):
             self._forget_if_done(group)
         return finished
 
@@ -256,8 +259,9 @@ class Requests:
         if not self._fleet.could_run(seq):
             self.waiting.add_unschedulable(seq)
             return
-        remaining = seq.group.stop.max_tokens - len(seq.data.output)
-        expected = expected_tokens(seq.data.num_tokens, remaining, 1 + len(seq.forks), self._measures.mean_output)
+        data = seq.data
+        remaining, num_samples = seq.group.stop.max_tokens - len(data.output), 1 + len(seq.forks)
+        expected = expected_tokens(data.num_tokens, remaining, num_samples, self._measures.mean_output)
         entry = QueueEntry(seq, expected)
         if seq.is_new:
             self._fleet.look_up_cached(entry, seq.group.arrival)

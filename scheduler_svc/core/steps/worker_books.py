@@ -283,8 +283,7 @@ class WorkerBooks:
 
     def free_released(self, step: InFlightStep) -> None:
         """Free the blocks of `step.releases`: no later step uses them."""
-        for blocks in step.releases:
-            self.pool.free(blocks)
+        self.pool.free_tables(step.releases)
         self.room_version += 1
 
     # -- rows end -----------------------------------------------------------------------------------------------------
