@@ -92,7 +92,7 @@ def _run(name: str, command: list[str], limit_s: float) -> Finding:
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=limit_s)
     except subprocess.TimeoutExpired as error:
         text = error.stdout.decode(errors="replace") if isinstance(error.stdout, bytes) else str(error.stdout or "")
-        finding = Finding(name, "out of time", count_errors(text), limit_s, last_lines(text))
+        finding = Finding(name, "out of time", count_errors(text), limit_s, messages(text))
     else:
         finding = judge(name, done.returncode, done.stdout + done.stderr, time.monotonic() - started)
     print(finding.messages, flush=True)
@@ -103,17 +103,18 @@ def judge(name: str, code: int, text: str, seconds: float) -> Finding:
     """A program that ends badly without errors of the tool has failed by itself."""
     count = count_errors(text)
     verdict = "errors" if count or code == ERROR_CODE else "failed" if code else "clean"
-    return Finding(name, verdict, count, round(seconds, 1), last_lines(text))
+    lines = text.splitlines()[-MOST_LINES:]
+    return Finding(name, verdict, count, round(seconds, 1), "\n".join(lines) if verdict == "failed" else messages(text))
 
 
 def count_errors(text: str) -> int:
     return sum(int(number) for match in SUMMARY.findall(text) for number in match if number)
 
 
-def last_lines(text: str) -> str:
-    """The tool's messages, else the end of the output."""
-    lines = [line for line in text.splitlines() if line.startswith("=====")] or text.splitlines()
-    return "\n".join(lines[:MOST_LINES] if len(lines) > 2 * MOST_LINES else lines[-MOST_LINES:])
+def messages(text: str) -> str:
+    """The first messages of the tool, and its summary."""
+    lines = [line for line in text.splitlines() if line.startswith("=====")]
+    return "\n".join([*lines[: MOST_LINES - 1], lines[-1]] if len(lines) > MOST_LINES else lines)
 
 
 def python_path() -> str:

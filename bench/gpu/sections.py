@@ -11,10 +11,14 @@ import os
 import signal
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from typing import Any
+
+import triton
 
 from bench.gpu.report import OutOfTimeError, Report
 
@@ -90,6 +94,22 @@ def run_section(section: Section, report: Report, limit_s: float, save: Callable
     return is_late or report.was_cut
 
 
+class _LateCompilations:
+    """Triton's listener: kernels that were not in the cache, and so took time of this section."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def __call__(self, *, src: Any, cache_hit: bool, **_: object) -> None:
+        if not cache_hit:
+            self.names.append(str(src.name))
+
+    def tell(self, section: Section, report: Report) -> None:
+        if self.names:
+            counts = ", ".join(f"{count} x {name}" for name, count in Counter(self.names).items())
+            report.row(section.name, "compiled late", note=counts)
+
+
 def _work(section: Section, report: Report, limit_s: float, sender: Connection) -> None:
     """Main function of a section's process. It leads a process group, so that its children can be killed with it."""
     os.setpgid(0, 0)
@@ -98,8 +118,11 @@ def _work(section: Section, report: Report, limit_s: float, sender: Connection) 
     report.tell = lambda row: sender.send(report.message(row))
     if tiles := report.tiles():
         os.environ[TILES_VARIABLE] = json.dumps(tiles)
+    late = _LateCompilations()
+    triton.knobs.compilation.listener = late
     try:
         section.load()(report)
+        late.tell(section, report)
     except OutOfTimeError:
         report.ends_at = math.inf
         report.was_cut = True

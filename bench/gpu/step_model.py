@@ -9,16 +9,25 @@ sources. tests/gpu/test_step_model.py compares bytes with the engine's tensors, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
 from typing import Any
 
-from bench.gpu.costs import GPUS, Gpu
+from bench.gpu.costs import ACHIEVED_BANDWIDTH, ACHIEVED_FLOPS, GPUS, Gpu
 from bench.gpu.distribution import distribute
 from bench.workloads import QWEN3_06B, Model, nano
 from worker_svc.engine.backend import HeadShape
 
 NUMBER_BYTES = 2  # of weights and activations
-LAYER_LAUNCHES = {"add_rms_norm": 2, "linear": 4, "rope_store": 1, "attention": 1, "gated_activation": 1}
+PRODUCT = "linear.default"
+LAYER_LAUNCHES = {
+    "rms_norm_kernel": 2, PRODUCT: 4, "rope_store_kernel": 1, "paged_attention_kernel": 1, "gated_activation_kernel": 1,
+}  # fmt: skip
+STEP_LAUNCHES = {
+    "prepare_kernel": 1, "embedding.default": 1, "work_list_kernel": 1, "index_select.default": 2, "rms_norm_kernel": 1,
+    PRODUCT: 1, "chunk_scores_kernel": 1, "pick_kernel": 1,
+}  # fmt: skip
+FILTER_LAUNCHES = ("banned_kernel", "chunk_top_kernel", "bound_kernel", "collect_kernel", "select_kernel")
 MOST_GRAPH_TOKENS = 8192  # larger steps are launched kernel by kernel
 NANO_BUDGET = 16_384  # tokens of a step in nano-vllm's benchmark
 SAMPLED_STEPS = 24  # decode steps whose distribution is computed; the others are interpolated
@@ -85,17 +94,23 @@ class Step:
 
 
 def launches(shape: Shape, *, is_decode: bool, is_filtered: bool) -> dict[str, int]:
-    """Kernels of a step that has a graph, by kind."""
-    found = {name: count * shape.layers for name, count in LAYER_LAUNCHES.items()}
-    found["add_rms_norm"] += 1
-    found["linear"] += 1
-    found |= {"prepare": 1, "embedding": 1, "work_list": 1, "index_select": 2, "scores": 1, "pick": 1}
+    """Kernels of a step that has a graph, by name. Products are those of a library."""
+    found = Counter(STEP_LAUNCHES)
+    for name, count in LAYER_LAUNCHES.items():
+        found[name] += count * shape.layers
     if not is_decode:
-        found["attention"] += shape.layers
-        found["work_list"] += 1
+        found["paged_attention_kernel"] += shape.layers
+        found["work_list_kernel"] += 1
     if is_filtered:
-        found |= {"banned": 1, "chunk_top": 1, "bound": 1, "collect": 1, "select": 1}
-    return found
+        found.update(FILTER_LAUNCHES)
+    return dict(found)
+
+
+def launch_ms(counts: dict[str, int], gpu: Gpu, *, has_pdl: bool) -> float:
+    """Fixed time of these kernels. Those of libraries do not start early."""
+    ours = sum(count for name, count in counts.items() if name.endswith("_kernel"))
+    others = sum(counts.values()) - ours
+    return (ours * (gpu.pdl_launch_us if has_pdl else gpu.launch_us) + others * gpu.launch_us) / 1e3
 
 
 def step_ms(shape: Shape, step: Step, gpu: Gpu, *, has_pdl: bool = False, overhead: float | None = None) -> float:
@@ -113,7 +128,7 @@ def parts_ms(
 ) -> dict[str, float]:
     """What the device does in a step, in milliseconds."""
     tokens, samples = step.num_tokens, len(step.queries)
-    count = sum(launches(shape, is_decode=step.is_decode, is_filtered=step.sampling == "filtered").values())
+    counts = launches(shape, is_decode=step.is_decode, is_filtered=step.sampling == "filtered")
     linears = sum(_product_s(gpu, tokens, *size) for size in shape.layer_linears().values()) * shape.layers
     passes, operations = gpu.sampler[step.sampling]
     logit_bytes = samples * shape.vocab * NUMBER_BYTES
@@ -124,7 +139,7 @@ def parts_ms(
         "attention": 1e3 * _attention_s(shape, step, gpu, overhead),
         "activations": 1e3 * tokens * shape.layers * shape.activation_bytes() / gpu.l2_bandwidth,
         "sampler": 1e3 * max(passes * logit_bytes / gpu.bandwidth, samples * shape.vocab * operations / numbers_per_s),
-        "launches": (gpu.pdl_launch_us if has_pdl else gpu.launch_us) * count / 1e3,
+        "launches": launch_ms(counts, gpu, has_pdl=has_pdl),
         "between steps": gpu.step_gap_us / 1e3,
     }
 
@@ -220,18 +235,33 @@ WORKLOADS: dict[str, dict[str, Any]] = {
 
 
 def comparison(figures: dict[str, Any]) -> list[str]:
-    """Lines of predicted, measured, and their ratio, for the figures that were measured."""
+    """Lines with predicted and measured figures, and predictions with the constants that were measured."""
     gpu = next((gpu for name, gpu in GPUS.items() if name in str(figures.get("device", ""))), None)
     names = [name for name in figures if name.startswith(("step_ms_", "prompt_ms_")) or name in WORKLOADS]
     if gpu is None or not names:
         return []
-    predicted = predictions(gpu)
-    lines = [f"{'':28s} {'predicted':>10s} {'measured':>10s} {'ratio':>6s}"]
-    for name in names:
-        if name in predicted:
-            measured = float(figures[name])
-            lines.append(f"{name:28s} {predicted[name]:10.2f} {measured:10.2f} {measured / predicted[name]:6.2f}")
+    before = predictions(gpu, has_pdl=gpu.has_pdl)
+    after = predictions(calibrated(gpu, figures), has_pdl=gpu.has_pdl)
+    lines = [f"{'':28s} {'predicted':>10s} {'calibrated':>10s} {'measured':>10s} {'measured/predicted':>18s}"]
+    for name in sorted({*names} & {*before}):
+        found = float(figures[name])
+        lines.append(f"{name:28s} {before[name]:10.2f} {after[name]:10.2f} {found:10.2f} {found / before[name]:18.2f}")
     return lines
+
+
+def calibrated(gpu: Gpu, figures: dict[str, Any]) -> Gpu:
+    """With the bandwidth, the rate and the times of launches that the same run has measured."""
+    fields = {
+        name: float(figures[key]) * factor
+        for name, key, factor in (
+            ("sheet_bandwidth", "copy_gb_s", 1e9 / ACHIEVED_BANDWIDTH),
+            ("sheet_flops", "matmul_tflops", 1e12 / ACHIEVED_FLOPS),
+            ("launch_us", "launch_us", 1.0),
+            ("pdl_launch_us", "pdl_launch_us", 1.0),
+        )
+        if key in figures
+    }
+    return replace(gpu, **fields)
 
 
 def main() -> None:

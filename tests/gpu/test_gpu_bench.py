@@ -9,8 +9,10 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import triton
 
 from bench.gpu.parts import PARTS, chosen_sections
 from bench.gpu.report import Report
@@ -105,6 +107,18 @@ def test_the_sections_of_a_part_fit_its_budget(part):
     assert sum(section.limit_s for section in chosen_sections(part, "")) + starting + END_S <= budget <= 600 - 30
 
 
+def compiles(report):
+    report.row("compiles", "a row")
+    for name, is_hit in (("cached_kernel", True), ("late_kernel", False), ("late_kernel", False)):
+        triton.knobs.compilation.listener(src=SimpleNamespace(name=name), cache_hit=is_hit, metadata={})
+
+
+def test_kernels_that_a_section_compiles_are_reported():
+    report = Report(is_smoke=True)
+    run(report, [section(compiles)])
+    assert [(row["name"], row["note"]) for row in report.rows] == [("a row", ""), ("compiled late", "2 x late_kernel")]
+
+
 def test_all_sections_exist():
     for found in chosen_sections(None, ""):
         assert callable(found.load())
@@ -133,13 +147,13 @@ def smoke(tmp_path: Path, *flags: str) -> list[str]:
 
 
 def test_a_smoke_run_writes_its_results_without_small_packages(tmp_path):
-    only = "environment,ceilings,prefill_attention,decode_steps"
+    only = "environment,ceilings,prefill_attention,without_early_starts"
     done = subprocess.run(smoke(tmp_path, "--only", only), capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
     summary = json.loads(done.stdout.splitlines()[-1])
     assert summary["failed"] == []
     assert summary["device"] == "cpu (smoke)"
-    assert "step_ms_b3_ctx30" in summary
+    assert "without_early_starts_ms_b3_ctx30" in summary
     assert "prefill_attention" in (tmp_path / "gpu.md").read_text()
     assert "replaced for the engine's sections: xxhash" in done.stdout
 
