@@ -9,7 +9,15 @@ from typing import NamedTuple
 from svc_common import config
 from svc_common.tracing import add_flags as add_trace_flags
 from svc_common.trust import add_flags
-from worker_svc.engine.config import ATTENTION, CUDA_GRAPHS, DTYPES, KV_CACHE_DTYPES, QUANTIZING_BACKENDS, EngineConfig
+from worker_svc.engine.config import (
+    ALL_REDUCE,
+    ATTENTION,
+    CUDA_GRAPHS,
+    DTYPES,
+    KV_CACHE_DTYPES,
+    QUANTIZING_BACKENDS,
+    EngineConfig,
+)
 from worker_svc.sim_executor import SimConfig
 
 EPILOG = """examples:
@@ -149,6 +157,13 @@ def make_parser() -> argparse.ArgumentParser:
         default=1,
         metavar="N",
         help="cuda: number of devices that share one model",
+    )
+    compute.add_argument(
+        "--all-reduce",
+        choices=ALL_REDUCE,
+        default="auto",
+        help="cuda, several devices: auto adds up small messages in memory that the devices of a host share, if NVLink "
+        "connects them; nccl: NCCL adds up all",
     )
     compute.add_argument(
         "--cuda-graphs",
@@ -351,6 +366,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         attention=args.attention,
         gpu_memory_utilization=args.gpu_memory_utilization,
         tensor_parallel_size=args.tensor_parallel_size,
+        all_reduce=args.all_reduce,
         nnodes=args.nnodes,
         node_rank=args.node_rank,
         cuda_graphs=args.cuda_graphs,

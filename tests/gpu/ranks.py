@@ -15,19 +15,16 @@ class Meeting:
     def __init__(self, size):
         self.size = size
         self.turn = threading.Condition()
-        self.brought = []
+        self.brought = {}
         self.results = []
 
-    def reduce(self, x, operation):
-        return x.copy_(self.meet(x, operation))
-
-    def meet(self, x, operation):
-        """The result of the operation on the stacked tensors of all ranks."""
+    def meet(self, rank, x, operation):
+        """The result of the operation on the tensors of all ranks, stacked in the order of ranks."""
         place = len(self.results)
-        self.brought.append(x)
+        self.brought[rank] = x
         if len(self.brought) == self.size:
-            self.results.append(operation(torch.stack(self.brought)))
-            self.brought = []
+            self.results.append(operation(torch.stack([self.brought[rank] for rank in range(self.size)])))
+            self.brought = {}
             self.turn.notify_all()
         assert self.turn.wait_for(lambda: len(self.results) > place, 60)
         return self.results[place]
@@ -39,10 +36,13 @@ class Rank(Group):
         self.meeting = meeting
 
     def all_reduce(self, x):
-        return self.meeting.reduce(x, lambda all: all.sum(0))
+        return x.copy_(self.meeting.meet(self.rank, x, lambda all: all.sum(0)))
 
     def all_gather(self, x):
-        return self.meeting.meet(x, lambda all: all)
+        return self.meeting.meet(self.rank, x, lambda all: all)
 
     def all_reduce_max(self, x):
-        return self.meeting.reduce(x, lambda all: all.amax(0))
+        return x.copy_(self.meeting.meet(self.rank, x, lambda all: all.amax(0)))
+
+    def all_reduce_min(self, value):
+        return int(self.meeting.meet(self.rank, torch.tensor([value]), lambda all: all.amin(0)))

@@ -17,12 +17,14 @@ KvCacheDtype = Literal["auto", "fp8"]
 Determinism = Literal["exact", "best_effort"]
 Quantization = Literal["int8", "fp8"]
 CudaGraphs = Literal["start", "lazy", "off"]
+AllReduce = Literal["auto", "nccl"]
 
 MAX_BLOCK_SIZE = 256
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = ("auto", "fp8")
 ATTENTION = ("auto", "triton", "flash", "flash3", "torch")
 CUDA_GRAPHS = ("start", "lazy", "off")
+ALL_REDUCE = ("auto", "nccl")
 QUANTIZING_BACKENDS: Mapping[Quantization, tuple[str, ...]] = {"int8": ("cpu", "reference"), "fp8": ("cuda",)}
 
 
@@ -47,6 +49,7 @@ class EngineConfig:
     cuda_graphs: recorded at start-up (start), when a size first occurs (lazy), or never (off).
     cuda_graph_tokens: the largest step with prompts that is recorded as a graph; 0: decode steps only.
     kv_cache_dtype fp8: keys and values in 8 bits.
+    all_reduce nccl: NCCL adds up all messages between ranks; auto: small ones are added up in shared memory.
     nnodes: hosts that share the model; node_rank: the number of this one. Each has an equal share of the ranks.
     """
 
@@ -71,6 +74,7 @@ class EngineConfig:
     attention: str = "auto"
     gpu_memory_utilization: float = 0.9
     tensor_parallel_size: int = 1
+    all_reduce: AllReduce = "auto"
     nnodes: int = 1
     node_rank: int = 0
     cuda_graphs: CudaGraphs = "start"
@@ -83,6 +87,7 @@ class EngineConfig:
         _check_choice("determinism", self.determinism, ("exact", "best_effort"))
         _check_choice("attention", self.attention, ATTENTION)
         _check_choice("cuda_graphs", self.cuda_graphs, CUDA_GRAPHS)
+        _check_choice("all_reduce", self.all_reduce, ALL_REDUCE)
         if self.cuda_graph_tokens < 0:
             raise ValueError(f"cuda_graph_tokens must be 0 (none) or more, got {self.cuda_graph_tokens}")
         if not 0 < self.gpu_memory_utilization <= 1:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from worker_svc.engine.config import EngineConfig
 from worker_svc.engine.gpu.parallel import CPU, Group
+from worker_svc.engine.gpu.shared_sum import share_sums
 from worker_svc.engine.nodes import Inbox, Outbox
 
 HOST = "127.0.0.1"
@@ -49,10 +50,13 @@ def join(
         "gloo" if device is None else "nccl", store=store, rank=rank, world_size=size, timeout=LOAD_LIMIT,
         device_id=device,
     )  # fmt: skip
-    return Group(
+    group = Group(
         rank, size, local_rank=local_rank, device=device or CPU, is_exact=config.determinism == "exact",
         outboxes=outboxes, inbox=inbox,
     )  # fmt: skip
+    if device is not None:
+        share_sums(config, group, dist.distributed_c10d._get_default_group().group_name, device)
+    return group
 
 
 def leave() -> None:
