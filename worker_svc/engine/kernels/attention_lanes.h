@@ -2,6 +2,7 @@
 #pragma once
 #include <algorithm>
 #include <cmath>
+#include <type_traits>
 #include <vector>
 
 #include "attention.h"
@@ -67,6 +68,18 @@ void gather_tile(const AttentionArgs<T>& a, const int32_t* table, int64_t head, 
   }
 }
 
+// Sums of 16 lanes that are computed at once: as many as the registers hold beside the other operands.
+constexpr int kMostSums = std::min(kSums / kRegisters, 16);
+// Query vectors that are computed at once, if there are as many, and groups of keys or dimensions for R of them.
+constexpr int kMostQueries = std::min(kMostSums, 8);
+constexpr int groups_at_once(int queries) { return std::max(kMostSums / queries, 1); }
+
+// Calls run(R, first) for blocks of R query vectors, R a constant of at most `R`, the largest first.
+template <int R = kMostQueries, typename Run> INLINE void over_queries(int queries, const Run& run, int first = 0) {
+  for (; first + R <= queries; first += R) run(std::integral_constant<int, R>(), first);
+  if constexpr (R > 1) over_queries<(R > 4 ? 4 : R > 2 ? 2 : 1)>(queries, run, first);
+}
+
 // scores[r][16 * v ..] = q[r] . key, for R query vectors and V groups of keys, dimensions strictly in order.
 template <typename T, int R, int V>
 INLINE void score_block(const float* q, int64_t dim, const KeyTile<T>& tile, int first, float* scores) {
@@ -85,8 +98,9 @@ INLINE void score_block(const float* q, int64_t dim, const KeyTile<T>& tile, int
     for (int v = 0; v < V; v++) store16(scores + r * kKeyTile + (first + v) * kLanes, acc[r][v]);
 }
 
-template <typename T, int R, int V>
+template <typename T, int R>
 void score_rows(const float* q, int64_t dim, const KeyTile<T>& tile, int groups, float* scores) {
+  constexpr int V = groups_at_once(R);
   int v = 0;
   for (; v + V <= groups; v += V) score_block<T, R, V>(q, dim, tile, v, scores);
   for (; v < groups; v++) score_block<T, R, 1>(q, dim, tile, v, scores);
@@ -94,11 +108,9 @@ void score_rows(const float* q, int64_t dim, const KeyTile<T>& tile, int groups,
 
 template <typename T>
 void score_tile(const float* q, int queries, int64_t dim, const KeyTile<T>& tile, int groups, float* scores) {
-  int r = 0;
-  for (; r + 8 <= queries; r += 8) score_rows<T, 8, 2>(q + r * dim, dim, tile, groups, scores + r * kKeyTile);
-  for (; r + 4 <= queries; r += 4) score_rows<T, 4, 4>(q + r * dim, dim, tile, groups, scores + r * kKeyTile);
-  for (; r + 2 <= queries; r += 2) score_rows<T, 2, 4>(q + r * dim, dim, tile, groups, scores + r * kKeyTile);
-  for (; r < queries; r++) score_rows<T, 1, 8>(q + r * dim, dim, tile, groups, scores + r * kKeyTile);
+  over_queries(queries, [&](auto rows, int r) {
+    score_rows<T, decltype(rows)::value>(q + r * dim, dim, tile, groups, scores + r * kKeyTile);
+  });
 }
 
 // The keys of a tile whose values are read. Values before and after them may be NaN, which a weight of 0 would not remove.
@@ -131,20 +143,21 @@ INLINE void value_block(const float* probs, const KeyTile<T>& tile, ValueRange r
 
 template <typename T, int R>
 void value_rows(const float* probs, const KeyTile<T>& tile, ValueRange range, int64_t dim, float* out) {
-  constexpr int V = R >= 8 ? 2 : 4;
+  constexpr int V = std::min(groups_at_once(R), 4);
   int64_t d = 0;
   for (; d + V * kLanes <= dim; d += V * kLanes) value_block<T, R, V>(probs, tile, range, d, dim, out);
-  for (; d + 2 * kLanes <= dim; d += 2 * kLanes) value_block<T, R, 2>(probs, tile, range, d, dim, out);
+  if (V > 2 && d + 2 * kLanes <= dim) {
+    value_block<T, R, 2>(probs, tile, range, d, dim, out);
+    d += 2 * kLanes;
+  }
   for (; d < dim; d += kLanes) value_block<T, R, 1>(probs, tile, range, d, dim, out);
 }
 
 template <typename T>
 void value_tile(const float* probs, int queries, const KeyTile<T>& tile, ValueRange range, int64_t dim, float* out) {
-  int r = 0;
-  for (; r + 8 <= queries; r += 8) value_rows<T, 8>(probs + r * kKeyTile, tile, range, dim, out + r * dim);
-  for (; r + 4 <= queries; r += 4) value_rows<T, 4>(probs + r * kKeyTile, tile, range, dim, out + r * dim);
-  for (; r + 2 <= queries; r += 2) value_rows<T, 2>(probs + r * kKeyTile, tile, range, dim, out + r * dim);
-  for (; r < queries; r++) value_rows<T, 1>(probs + r * kKeyTile, tile, range, dim, out + r * dim);
+  over_queries(queries, [&](auto rows, int r) {
+    value_rows<T, decltype(rows)::value>(probs + r * kKeyTile, tile, range, dim, out + r * dim);
+  });
 }
 
 // Turns one row of scores into weights. Keys of the tile outside `sight` get weight 0.
@@ -155,13 +168,13 @@ INLINE void softmax_lanes(float* scores, Sight sight, float cap, int groups, flo
     for (int v = 0; v < groups; v++) store16(scores + v * kLanes, v16{});
     return;
   }
-  const i16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  const i16 lane = lane_numbers();
   v16 top = splat(row_max);
   for (int v = 0; v < groups; v++) {
     v16 s = load16(scores + v * kLanes);
     if (cap != 0.f) s = soft_cap16(s, cap);
     if (sight.bias) s = s + load16(sight.bias + v * kLanes);
-    s = ((lane >= from - v * kLanes) & (lane < to - v * kLanes)) ? s : splat(kNegInf);
+    s = select((lane >= from - v * kLanes) & (lane < to - v * kLanes), s, splat(kNegInf));
     store16(scores + v * kLanes, s);
     top = vmax(s, top);
   }

@@ -23,11 +23,14 @@ constexpr int kScratchRows = kQueryTile + kSharingQueries;
 // Memory that starts at a cache line.
 template <typename T> class Lines {
  public:
-  explicit Lines(int64_t count) : lines_((count * sizeof(T) + sizeof(v16) - 1) / sizeof(v16)) {}
+  explicit Lines(int64_t count) : lines_((count * sizeof(T) + sizeof(Line) - 1) / sizeof(Line)) {}
   T* data() { return (T*)lines_.data(); }
 
  private:
-  std::vector<v16> lines_;
+  struct alignas(64) Line {
+    char bytes[64];
+  };
+  std::vector<Line> lines_;
 };
 
 struct PairedScratch {
@@ -163,8 +166,8 @@ INLINE v16 exp2_below(v16 x) {
   const v16 r = (v16)_mm512_reduce_ps((__m512)x, kFloor);  // x - floor(x); 0 for -inf
 #else
   const v16 low = splat(-200.f), magic = splat(12582912.f);  // adding it rounds to an integer
-  x = x < low ? low : x;
-  const v16 nearest = (x + magic) - magic, n = nearest > x ? nearest - 1.f : nearest, r = x - n;
+  x = select(x < low, low, x);
+  const v16 nearest = (x + magic) - magic, n = select(nearest > x, nearest - 1.f, nearest), r = x - n;
 #endif
   v16 p = splat(7.70670387e-2f);
   p = fma16(p, r, splat(2.27644995e-1f));
@@ -173,7 +176,7 @@ INLINE v16 exp2_below(v16 x) {
 #if defined(__AVX512DQ__)
   return (v16)_mm512_scalef_ps((__m512)p, (__m512)x);  // times 2^floor(x)
 #else
-  const i16 shift = __builtin_convertvector(n == n ? n : v16{}, i16) << 23, is_zero = n < splat(-126.f);
+  const i16 shift = to_ints(select(n == n, n, v16{})) << 23, is_zero = n < splat(-126.f);
   return (v16)(((i16)p + shift) & ~is_zero);
 #endif
 }
@@ -197,12 +200,12 @@ INLINE v16 store_weights(v16 low, v16 high, uint32_t* probs, v16 sum) {
 template <bool kMasked> INLINE void softmax_row(PairedScratch& s, int r, Sight sight, int groups, float scale) {
   const float* scores = s.scores.data() + r * kKeyTile;
   uint32_t* probs = s.probs.data() + r * kPairs;
-  const i16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  const i16 lane = lane_numbers();
   auto score = [&](int v) __attribute__((always_inline)) {
     const v16 x = load16(scores + v * kLanes);
     if (!kMasked) return x;
     const int from = int(sight.from) - v * kLanes, to = int(sight.to) - v * kLanes;
-    return ((lane >= from) & (lane < to)) ? x : splat(kNegInf);
+    return select((lane >= from) & (lane < to), x, splat(kNegInf));
   };
   const float old_max = s.row_max[r];
   v16 top = splat(old_max);

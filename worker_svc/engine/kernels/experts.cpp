@@ -25,8 +25,8 @@ template <typename T> void route(const T* logits, const Experts& e, float* weigh
     float lanes[kLanes] = {};
     const int64_t width = std::min<int64_t>(kLanes, e.count - i);
     for (int64_t j = 0; j < width; j++) lanes[j] = to_float(logits[i + j]) - top;
-    v16 x = exp16(load16(lanes));
-    memcpy(weights + i, &x, width * sizeof(float));
+    store16(lanes, exp16(load16(lanes)));
+    memcpy(weights + i, lanes, width * sizeof(float));
   }
   for (int64_t i = 0; i < e.count; i++) total += weights[i];
   float sum = 0.f;

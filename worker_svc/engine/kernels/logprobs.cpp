@@ -1,5 +1,6 @@
 // Log probabilities of chosen and of the most likely tokens, as logprobs.py specifies them. One thread computes a whole
 // row, and every sum has a fixed order, so a row's values depend on its logits alone.
+#include <algorithm>
 #include <cmath>
 
 #include "kernels.h"
@@ -40,9 +41,10 @@ template <typename T> double log_sum(const T* x, int64_t vocab, float highest) {
     v16 acc{};
     int64_t i = start;
     for (; i + kLanes <= end; i += kLanes) acc += exp16(load16(x + i) - highest);
-    v16 rest = splat(kNegInf);
+    float rest[kLanes];
+    std::fill_n(rest, kLanes, kNegInf);
     for (int lane = 0; i < end; i++, lane++) rest[lane] = to_float(x[i]) - highest;
-    sum += double(sum_lanes(acc + exp16(rest)));
+    sum += double(sum_lanes(acc + exp16(load16(rest))));
   }
   return log(sum);
 }

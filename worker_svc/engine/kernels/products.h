@@ -21,38 +21,12 @@ INLINE int group_of(int64_t kind) { return kind == kInt8 ? 4 : kind == kBfloat16
 INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 INLINE float int8_steps_per_unit(float largest) { return largest > kInt8Smallest ? kInt8Max / largest : 0.f; }
 
-// kSums: vectors of sums that fit the registers beside weights and inputs.
-#if defined(__AVX512F__)
-constexpr int kWidth = 16, kSums = 24;
-#elif defined(__AVX2__)
-constexpr int kWidth = 8, kSums = 12;
-#elif defined(__ARM_NEON)
-constexpr int kWidth = 4, kSums = 24;
-#else
-constexpr int kWidth = 4, kSums = 12;
-#endif
-typedef float Floats __attribute__((vector_size(4 * kWidth)));
-typedef int32_t Ints __attribute__((vector_size(4 * kWidth)));
-typedef uint32_t Words __attribute__((vector_size(4 * kWidth)));
-
 INLINE Floats splat_floats(int32_t bits) { return (Floats)(bits + Ints{}); }
 
 INLINE Words load_words(const char* p) {
   Words words;
   memcpy(&words, p, sizeof words);
   return words;
-}
-
-INLINE Floats fma_floats(Floats a, Floats b, Floats c) {
-#if defined(__AVX512F__)
-  return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif defined(__AVX2__) && defined(__FMA__)
-  return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
-#elif defined(__ARM_NEON)
-  return (Floats)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
-#else
-  return a * b + c;
-#endif
 }
 
 // Per lane: product of the low halves plus product of the high halves, as signed 16-bit numbers.
@@ -65,6 +39,20 @@ INLINE Ints multiply_halves(Ints a, Ints b) {
   return (Ints)_mm_madd_epi16((__m128i)a, (__m128i)b);
 #else
   return (a << 16 >> 16) * (b << 16 >> 16) + (a >> 16) * (b >> 16);
+#endif
+}
+
+// Stores 16 numbers that are small enough as bytes.
+INLINE void store_bytes(int8_t* p, i16 x) {
+#if defined(__AVX512F__)
+  const __m128i bytes = _mm512_cvtepi32_epi8((__m512i)x);
+  memcpy(p, &bytes, sizeof bytes);
+#else
+  typedef int8_t Bytes __attribute__((vector_size(kWidth)));
+  QUIRE_EACH_REGISTER {
+    const Bytes bytes = __builtin_convertvector(x.part[i], Bytes);
+    memcpy(p + i * kWidth, &bytes, sizeof bytes);
+  }
 #endif
 }
 
@@ -190,12 +178,10 @@ struct Int8 {
     i16 total = {};
     for (int64_t i = 0; i < in; i += kLanes) {
       const v16 v = (i < whole ? load16(x + i) : tail) * inverse;
-      const i16 q = __builtin_convertvector((v + magic) - magic, i16) & (v == v);
+      const i16 q = to_ints((v + magic) - magic) & (v == v);
       total += q;
-      typedef int8_t b16 __attribute__((vector_size(16)));
-      const b16 narrow = __builtin_convertvector(q, b16);
       int8_t values[kLanes];
-      memcpy(values, &narrow, sizeof values);
+      store_bytes(values, q);
       store(i, values);
     }
     int32_t sum = 0;
@@ -211,9 +197,8 @@ struct Int8 {
   }
 
   static INLINE v16 finish(const int32_t* sums, RowScale row, const float* scales) {
-    i16 sum;
-    memcpy(&sum, sums, sizeof sum);
-    return __builtin_convertvector(sum - row.offset, v16) * (row.scale * load16(scales));
+    const i16 sum = (i16)load16((const float*)sums);
+    return to_floats(sum - row.offset) * (row.scale * load16(scales));
   }
 };
 

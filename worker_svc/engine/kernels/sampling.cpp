@@ -21,17 +21,18 @@ struct NoiseKey {
 
 // 16 counters at once; word w of lane i is the random word of vocabulary id 4 * (first + i) + w.
 INLINE void philox16(const NoiseKey& key, uint32_t first, uint32_t out[4][kLanes]) {
-  u16v c0, c1 = u16v{} + key.position, c2 = u16v{} + key.sample_index, c3 = {};
+  typedef uint32_t u16 __attribute__((vector_size(64)));  // the compiler divides it better than `u16v` below AVX512
+  u16 c0, c1 = u16{} + key.position, c2 = u16{} + key.sample_index, c3 = {};
   for (int i = 0; i < kLanes; i++) c0[i] = first + i;
   uint32_t k0 = key.k0, k1 = key.k1;
   typedef uint64_t w16 __attribute__((vector_size(128)));
   for (int round = 0; round < 10; round++) {
     const w16 p0 = __builtin_convertvector(c0, w16) * uint64_t(0xD2511F53);
     const w16 p1 = __builtin_convertvector(c2, w16) * uint64_t(0xCD9E8D57);
-    c0 = __builtin_convertvector(p1 >> 32, u16v) ^ c1 ^ k0;
-    c1 = __builtin_convertvector(p1, u16v);
-    c2 = __builtin_convertvector(p0 >> 32, u16v) ^ c3 ^ k1;
-    c3 = __builtin_convertvector(p0, u16v);
+    c0 = __builtin_convertvector(p1 >> 32, u16) ^ c1 ^ k0;
+    c1 = __builtin_convertvector(p1, u16);
+    c2 = __builtin_convertvector(p0 >> 32, u16) ^ c3 ^ k1;
+    c3 = __builtin_convertvector(p0, u16);
     k0 += 0x9E3779B9;
     k1 += 0xBB67AE85;
   }
@@ -235,8 +236,8 @@ template <typename T> bool greedy_token(const T* logits, int64_t vocab, uint32_t
       const v16 x = load16(logits + i + c * kLanes);
       const i16 is_higher = x > top[c];
       is_nan |= x != x;
-      top[c] = is_higher ? x : top[c];
-      found_at[c] = is_higher ? i16{} + int32_t(i) : found_at[c];
+      top[c] = select(is_higher, x, top[c]);
+      found_at[c] = select(is_higher, i16{} + int32_t(i), found_at[c]);
     }
   }
   float highest = kNegInf;

@@ -78,22 +78,23 @@ template <int kTile> void store(void* to, int64_t stride) {
 }
 
 INLINE v16 size_of(v16 x) { return (v16)((i16)x & 0x7fffffff); }
-INLINE v16 flush(v16 x) { return size_of(x) < splat(0x1p-126f) ? (v16)((i16)x & int32_t(0x80000000)) : x; }
+INLINE v16 flush(v16 x) { return select(size_of(x) < splat(0x1p-126f), (v16)((i16)x & int32_t(0x80000000)), x); }
 
 // Fused on every processor: the product of two small numbers is inexact in float.
 INLINE v16 fused(v16 a, v16 b, v16 c) {
 #if defined(__FMA__) || defined(__ARM_NEON)
   return fma16(a, b, c);
 #else
-  for (int lane = 0; lane < kLanes; lane++) c[lane] = __builtin_fmaf(a[lane], b[lane], c[lane]);
-  return c;
+  float y[kLanes];
+  for (int lane = 0; lane < kLanes; lane++) y[lane] = __builtin_fmaf(a[lane], b[lane], c[lane]);
+  return load16(y);
 #endif
 }
 
 // a * b + c. A result is a denormal if it is one after rounding with an unlimited exponent, hence the second product.
 INLINE v16 flushed_fma(v16 a, v16 b, v16 c) {
   const v16 y = fused(a, b, c), scaled = fused(a * 0x1p32f, b * 0x1p32f, c * 0x1p64f);
-  return size_of(scaled) < splat(0x1p-62f) ? (v16)((i16)y & int32_t(0x80000000)) : y;
+  return select(size_of(scaled) < splat(0x1p-62f), (v16)((i16)y & int32_t(0x80000000)), y);
 }
 
 template <int kSum, int kRow, int kWeight> void multiply_bf16() {
@@ -106,7 +107,7 @@ template <int kSum, int kRow, int kWeight> void multiply_bf16() {
         memcpy(&pairs, s.tiles[kWeight][g], kRowBytes);
         uint16_t x;
         memcpy(&x, s.tiles[kRow][r] + g * 4 + odd * 2, 2);
-        const v16 w = (v16)(odd ? pairs & 0xffff0000u : pairs << 16);
+        const v16 w = odd ? (v16)(pairs & 0xffff0000u) : (v16)(pairs << 16);
         chains[odd] = flushed_fma(flush(splat(to_float(x))), flush(w), chains[odd]);
       }
     v16 sum;

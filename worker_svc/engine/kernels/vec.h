@@ -1,15 +1,10 @@
-// Vectors of 16 floats, and their storage as float or bfloat16, for all kernel files.
+// Arithmetic of 16 floats, and their storage as float or bfloat16, for all kernel files.
 //
 // Sums of 16 lanes have one fixed tree, and a multiply-add is fused only where `fma16` and `fma1` say so.
 #pragma once
-#include <cstdint>
-#include <cstring>
 #include <limits>
-#if defined(__SSE2__)
-#include <immintrin.h>
-#elif defined(__ARM_NEON)
-#include <arm_neon.h>
-#endif
+
+#include "lanes.h"
 
 // Whether products of bfloat16 use AMX tiles (tiles.h), and whether `vdpbf16ps` is there.
 #if defined(QUIRE_NO_TILES)
@@ -28,15 +23,7 @@
 
 namespace {
 
-constexpr int kLanes = 16;
 constexpr float kNegInf = -std::numeric_limits<float>::infinity();
-
-typedef float v16 __attribute__((vector_size(64)));
-typedef int32_t i16 __attribute__((vector_size(64)));
-typedef uint32_t u16v __attribute__((vector_size(64)));
-typedef uint16_t h16 __attribute__((vector_size(32)));
-
-#define INLINE inline __attribute__((always_inline))
 
 INLINE float fma1(float a, float b, float c) {
 #if defined(__FMA__) || defined(__ARM_NEON)
@@ -48,23 +35,14 @@ INLINE float fma1(float a, float b, float c) {
 
 INLINE v16 fma16(v16 a, v16 b, v16 c) {
 #if defined(__AVX512F__)
-  return (v16)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif defined(__AVX2__) && defined(__FMA__)
-  union { v16 v; __m256 h[2]; } x{a}, y{b}, z{c};
-  z.h[0] = _mm256_fmadd_ps(x.h[0], y.h[0], z.h[0]);
-  z.h[1] = _mm256_fmadd_ps(x.h[1], y.h[1], z.h[1]);
-  return z.v;
-#elif defined(__ARM_NEON)
-  union { v16 v; float32x4_t q[4]; } x{a}, y{b}, z{c};
-  for (int i = 0; i < 4; i++) z.q[i] = vfmaq_f32(z.q[i], x.q[i], y.q[i]);
-  return z.v;
+  return fma_floats(a, b, c);
 #else
-  return a * b + c;
+  QUIRE_EACH_REGISTER c.part[i] = fma_floats(a.part[i], b.part[i], c.part[i]);
+  return c;
 #endif
 }
 
-INLINE v16 splat(float x) { return x - v16{}; }
-INLINE v16 vmax(v16 a, v16 b) { return a > b ? a : b; }
+INLINE v16 vmax(v16 a, v16 b) { return select(a > b, a, b); }
 
 INLINE float to_float(float x) { return x; }
 INLINE float to_float(uint16_t x) {
@@ -87,18 +65,27 @@ template <> INLINE uint16_t from_float<uint16_t>(float x) {
 // The value of x after it is stored as T and loaded.
 template <typename T> INLINE float round_to(float x) { return to_float(from_float<T>(x)); }
 
-INLINE v16 load16(const float* p) {
-  v16 x;
+INLINE Floats load_floats(const float* p) {
+  Floats x;
   memcpy(&x, p, sizeof x);
   return x;
 }
-INLINE v16 load16(const uint16_t* p) {
-  h16 h;
-  memcpy(&h, p, sizeof h);
-  u16v bits = __builtin_convertvector(h, u16v) << 16;
-  return (v16)bits;
+INLINE Floats load_floats(const uint16_t* p) {
+  Halves x;
+  memcpy(&x, p, sizeof x);
+  return (Floats)(__builtin_convertvector(x, Words) << 16);
 }
-INLINE void store16(float* p, v16 x) { memcpy(p, &x, sizeof x); }
+INLINE void store_floats(float* p, Floats x) { memcpy(p, &x, sizeof x); }
+
+#if defined(__AVX512F__)
+template <typename T> INLINE v16 load16(const T* p) { return load_floats(p); }
+#else
+template <typename T> INLINE v16 load16(const T* p) {
+  v16 x;
+  QUIRE_EACH_REGISTER x.part[i] = load_floats(p + i * kWidth);
+  return x;
+}
+#endif
 #if defined(__AVX512BF16__) && defined(__AVX512DQ__)
 // Numbers that vcvtneps2bf16 does not round as from_float does: it flushes denormals and keeps the payload of a NaN.
 INLINE int rounds_otherwise(v16 x) {
@@ -106,20 +93,25 @@ INLINE int rounds_otherwise(v16 x) {
   return _mm512_fpclass_ps_mask((__m512)x, kDenormalOrNan);
 }
 #endif
-INLINE h16 narrow16(v16 x) {
+INLINE void store_floats(uint16_t* p, Floats x) {
+  Halves result;
 #if defined(__AVX512BF16__) && defined(__AVX512DQ__)
-  if (__builtin_expect(rounds_otherwise(x) == 0, 1)) return (h16)_mm512_cvtneps_pbh((__m512)x);
+  if (__builtin_expect(rounds_otherwise(x) == 0, 1)) {
+    result = (Halves)_mm512_cvtneps_pbh((__m512)x);
+    return (void)memcpy(p, &result, sizeof result);
+  }
 #endif
-  u16v bits = (u16v)x;
-  u16v rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-  i16 is_number = x == x;
-  u16v result = (rounded & (u16v)is_number) | (0x7fc0u & ~(u16v)is_number);
-  return __builtin_convertvector(result, h16);
+  const Words bits = (Words)x, is_number = (Words)(x == x);
+  const Words rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  result = __builtin_convertvector((rounded & is_number) | (0x7fc0u & ~is_number), Halves);
+  memcpy(p, &result, sizeof result);
 }
-INLINE void store16(uint16_t* p, v16 x) {
-  const h16 h = narrow16(x);
-  memcpy(p, &h, sizeof h);
-}
+
+#if defined(__AVX512F__)
+template <typename T> INLINE void store16(T* p, v16 x) { store_floats(p, x); }
+#else
+template <typename T> INLINE void store16(T* p, v16 x) { QUIRE_EACH_REGISTER store_floats(p + i * kWidth, x.part[i]); }
+#endif
 
 // Stores 32 numbers as store16 does. `is_streamed`: past the caches where possible, which saves reading lines that are
 // written as a whole; another thread may read them after an `end_stream` of this one.
@@ -153,14 +145,16 @@ template <typename T> INLINE v16 round16(v16 x) {
   return load16(rounded);
 }
 
-// Sums 16 lanes in one fixed tree order.
+// Sums 16 lanes in one fixed tree order: lane i plus lane i + 8, then i + 4, i + 2 and i + 1.
 INLINE float sum_lanes(v16 x) {
 #if defined(__AVX512F__)
-  return _mm512_reduce_add_ps((__m512)x);  // the same tree as below
+  return _mm512_reduce_add_ps((__m512)x);  // the same tree
 #else
-  float a[kLanes];
-  memcpy(a, &x, sizeof a);
-  for (int half = 8; half > 0; half /= 2)
+  for (int half = kRegisters / 2; half > 0; half /= 2)
+    for (int i = 0; i < half; i++) x.part[i] += x.part[i + half];
+  float a[kWidth];
+  store_floats(a, x.part[0]);
+  for (int half = kWidth / 2; half > 0; half /= 2)
     for (int i = 0; i < half; i++) a[i] += a[i + half];
   return a[0];
 #endif
@@ -169,9 +163,11 @@ INLINE float max_lanes(v16 x) {
 #if defined(__AVX512F__)
   return _mm512_reduce_max_ps((__m512)x);
 #else
-  float a[kLanes];
-  memcpy(a, &x, sizeof a);
-  for (int half = 8; half > 0; half /= 2)
+  for (int half = kRegisters / 2; half > 0; half /= 2)
+    for (int i = 0; i < half; i++) x.part[i] = x.part[i] > x.part[i + half] ? x.part[i] : x.part[i + half];
+  float a[kWidth];
+  store_floats(a, x.part[0]);
+  for (int half = kWidth / 2; half > 0; half /= 2)
     for (int i = 0; i < half; i++) a[i] = a[i] > a[i + half] ? a[i] : a[i + half];
   return a[0];
 #endif
@@ -181,8 +177,8 @@ INLINE float max_lanes(v16 x) {
 INLINE v16 exp16(v16 x) {
   const v16 hi = splat(88.3f), lo = splat(-87.3f);
   i16 is_zero = x < lo;
-  x = x > hi ? hi : x;
-  x = x < lo ? lo : x;
+  x = select(x > hi, hi, x);
+  x = select(x < lo, lo, x);
   const v16 magic = splat(12582912.f);  // adding it rounds to an integer
   v16 n = fma16(x, splat(1.44269504088896341f), magic) - magic;
   v16 r = fma16(n, splat(-0.693145751953125f), x);
@@ -194,7 +190,7 @@ INLINE v16 exp16(v16 x) {
   p = fma16(p, r, splat(1.6666665459e-1f));
   p = fma16(p, r, splat(5.0000001201e-1f));
   v16 e = fma16(p * r, r, r + 1.f);
-  i16 shift = (__builtin_convertvector(n, i16) + 127) << 23;
+  i16 shift = (to_ints(n) + 127) << 23;
   e = e * (v16)shift;
   return (v16)((i16)e & ~is_zero);
 }
