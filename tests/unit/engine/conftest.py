@@ -41,6 +41,8 @@ BUILDS = {
     "avx2": (("-mavx2", "-mfma", "-O1"), ("avx2", "fma")),
     "generic": (("-O1",), ()),
 }
+# Builds of single tests.
+MORE_BUILDS = {"avx_vnni": (("-mavx2", "-mfma", "-mavxvnni", "-O1"), ("avx2", "fma", "avx_vnni"))}
 
 
 @pytest.fixture(scope="session")
@@ -48,7 +50,7 @@ def kernel_builds():
     """A function that compiles the kernels of a build by name, and skips the test if this processor cannot run them."""
 
     def load(name):
-        flags, needed = BUILDS[name]
+        flags, needed = (BUILDS | MORE_BUILDS)[name]
         if missing := set(needed) - instruction_sets():
             pytest.skip(f"this processor has no {', '.join(sorted(missing))}")
         return load_kernels_built_with(*flags) if flags else load_kernels()

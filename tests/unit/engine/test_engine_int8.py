@@ -10,6 +10,7 @@ from transformers import AutoTokenizer
 from tests.unit.engine.driver import Driver
 from tests.unit.engine.models import make_model
 from tests.unit.engine.test_engine_models import prompts
+from worker_svc.engine import cpu_backend
 from worker_svc.engine.backends import make_backend
 from worker_svc.engine.config import EngineConfig
 from worker_svc.engine.linear import Int8Linear
@@ -37,6 +38,15 @@ def test_int8_kernel_equals_plain_torch_bit_for_bit(kernel_build, out_size, in_s
     weight[0], weight[1], x[5], x[6] = 0, 1e-37, 0, 1e-37
     for threads in (1, 2):
         linear = make_backend("cpu", threads, "exact", "int8").make_linear(weight, bias)
+        assert torch.equal(linear(x), Int8Linear(weight, bias)(x))
+
+
+def test_int8_kernel_with_avx_vnni_equals_plain_torch(kernel_builds, monkeypatch):
+    kernels = kernel_builds("avx_vnni")
+    monkeypatch.setattr(cpu_backend, "load_kernels", lambda: kernels)
+    for out_size, in_size in SHAPES[:4]:
+        weight, bias, x = make_layer(out_size, in_size, torch.bfloat16)
+        linear = make_backend("cpu", 1, "exact", "int8").make_linear(weight, bias)
         assert torch.equal(linear(x), Int8Linear(weight, bias)(x))
 
 

@@ -53,13 +53,13 @@ def _widen_flushed(x: F32) -> F64:
 
 def _rounded_sum(a: F64, b: F64) -> F64:
     """a + b, rounded once to the nearest float32, ties to even; a result that is a denormal becomes 0."""
-    total = _to_odd(a, b)
+    total = to_odd(a, b)
     scaled = (total * 2.0**64).astype(np.float32)  # small results are normal here, so rounded to 24 bits
     small = np.where(np.abs(scaled) < 2.0**-62, np.copysign(0.0, total), scaled * 2.0**-64)
     return np.where(np.abs(total) < 2.0**-100, small, total.astype(np.float32)).astype(np.float64)
 
 
-def _to_odd(a: F64, b: F64) -> F64:
+def to_odd(a: F64, b: F64) -> F64:
     """a + b in float64, rounded to odd: rounding that to float32 gives the same as rounding the exact sum."""
     total = a + b
     rest = total - a

@@ -217,9 +217,9 @@ void qk_norm_rope_store(Pass& pass, int is_bf16, const void* qkv, const QkNorms&
 
 extern "C" {
 
-int quire_abi_version() { return 19; }
+int quire_abi_version() { return 20; }
 
-// The instructions that this build computes with, as words. The first three affect results, vector widths do not.
+// The instructions that this build computes with, as words. The last one, the width of vectors, affects no result.
 const char* quire_arithmetic() {
   return ""
 #if defined(__FMA__) || defined(__ARM_NEON)
@@ -230,6 +230,9 @@ const char* quire_arithmetic() {
 #endif
 #if QUIRE_HAS_TILES
          " tiles"
+#endif
+#if QUIRE_HAS_MATRICES
+         " bfloat16-matrices"
 #endif
 #if defined(__AVX512F__)
          " avx512f"

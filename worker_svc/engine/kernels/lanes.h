@@ -24,7 +24,7 @@ constexpr int kWidth = 16, kSums = 24;
 #elif defined(__AVX2__)
 constexpr int kWidth = 8, kSums = 12;
 #elif defined(__ARM_NEON)
-constexpr int kWidth = 4, kSums = 24;
+constexpr int kWidth = 4, kSums = 20;
 #else
 constexpr int kWidth = 4, kSums = 12;
 #endif

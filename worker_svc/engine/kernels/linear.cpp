@@ -2,8 +2,8 @@
 //
 // W is packed once into panels of kPanel outputs: [out / kPanel][in / group][kPanel][group], where a group is the
 // inputs that 4 bytes hold. A call packs x into row tiles, whose form depends on the instructions: linear_vectors.h,
-// linear_tiles.h. An output is one chain of additions, the same for every number of rows: the result of a row depends
-// neither on its position among them nor on the threads.
+// linear_tiles.h, linear_matrices.h. An output is one chain of additions, the same for every number of rows: the result of
+// a row depends neither on its position among them nor on the threads.
 //
 // A call can norm its input rows first, and can combine outputs that are gates and values into one.
 //
@@ -14,6 +14,7 @@
 #include <memory>
 #include <vector>
 
+#include "linear_matrices.h"
 #include "linear_tiles.h"
 #include "linear_vectors.h"
 
@@ -23,12 +24,14 @@ constexpr int64_t kAlignment = 64;         // of packed rows
 constexpr int64_t kAlignedWords = kAlignment / int64_t(sizeof(int32_t));
 constexpr int64_t kSerialWork = 1 << 20;    // multiply-adds below which waking other threads costs more than they save
 
-// Groups of a panel: whole weight tiles where the kind is multiplied on tiles.
+// Groups of a panel: whole weight tiles, or pairs, where the kind is multiplied on tiles or matrices.
 INLINE int64_t groups_of(int64_t kind, int64_t in) {
   const int64_t groups = ceil_div(in, group_of(kind));
 #if QUIRE_HAS_TILES
   if (kind == kBfloat16 && has_few_groups(in)) return tiles::kFewGroups;
   if (kind != kFloat32) return ceil_div(groups, tiles::kGroups) * tiles::kGroups;
+#elif QUIRE_HAS_MATRICES
+  if (kind != kFloat32) return ceil_div(groups, 2) * 2;
 #endif
   return groups;
 }
@@ -230,6 +233,9 @@ template <typename Run> void with_kind(int64_t kind, int is_bf16, const Run& run
 #if QUIRE_HAS_TILES
   typedef OnTiles<TiledBfloat16> OfBfloat16;
   typedef OnTiles<TiledInt8> OfInt8;
+#elif QUIRE_HAS_MATRICES
+  typedef OnMatrices<MatrixBfloat16> OfBfloat16;
+  typedef OnMatrices<MatrixInt8> OfInt8;
 #else
   typedef OnVectors<Bfloat16> OfBfloat16;
   typedef OnVectors<Int8> OfInt8;

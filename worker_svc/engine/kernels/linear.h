@@ -1,4 +1,4 @@
-// Shared by both ways to multiply, linear_vectors.h and linear_tiles.h.
+// Shared by the ways to multiply: linear_vectors.h, linear_tiles.h and linear_matrices.h.
 #pragma once
 #include <algorithm>
 

@@ -11,7 +11,7 @@ constexpr int kLine = 64;
 
 // K: a kind of products.h.
 template <typename K> struct OnVectors : K {
-  static constexpr int kTileRows = kWidth == 16 ? 12 : 6;  // with two or more vectors of outputs: kSums sums
+  static constexpr int kTileRows = kWidth == 16 ? 12 : kSums == 20 ? 5 : 6;  // with two or four vectors: kSums sums
   static constexpr int64_t kBlockBytes = 512 << 10;         // half of an L2 cache
   static constexpr int64_t kStreamedBytes = std::numeric_limits<int64_t>::max();  // multiplying takes longer
   struct Scope {};

@@ -17,6 +17,13 @@ constexpr int kGroupBytes = 4;  // size of a weight's group, for every kind
 constexpr float kInt8Max = 127.f;
 constexpr float kInt8Smallest = 1e-35f;  // rows and weights up to this become 0: the inverse overflows
 
+// Whether one instruction multiplies groups of four int8.
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__) || (defined(__aarch64__) && defined(__ARM_FEATURE_DOTPROD))
+#define QUIRE_HAS_QUADS 1
+#else
+#define QUIRE_HAS_QUADS 0
+#endif
+
 INLINE int group_of(int64_t kind) { return kind == kInt8 ? 4 : kind == kBfloat16 ? 2 : 1; }
 INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 INLINE float int8_steps_per_unit(float largest) { return largest > kInt8Smallest ? kInt8Max / largest : 0.f; }
@@ -37,6 +44,9 @@ INLINE Ints multiply_halves(Ints a, Ints b) {
   return (Ints)_mm256_madd_epi16((__m256i)a, (__m256i)b);
 #elif defined(__SSE2__) && !defined(__AVX2__)
   return (Ints)_mm_madd_epi16((__m128i)a, (__m128i)b);
+#elif defined(__aarch64__)
+  const int16x8_t x = (int16x8_t)a, y = (int16x8_t)b;
+  return (Ints)vpaddq_s32(vmull_s16(vget_low_s16(x), vget_low_s16(y)), vmull_high_s16(x, y));
 #else
   return (a << 16 >> 16) * (b << 16 >> 16) + (a >> 16) * (b >> 16);
 #endif
@@ -59,7 +69,7 @@ INLINE void store_bytes(int8_t* p, i16 x) {
 // Scale and offset that turn the sums of a row of x into results.
 struct RowScale {
   float scale;
-  int32_t offset;  // the excess of 128 in every weight
+  int32_t offset;  // the sum of the excess in every weight
 };
 
 // Each kind K has
@@ -127,15 +137,29 @@ struct Bfloat16 {
 struct Int8 {
   typedef Ints Sum;
   static constexpr int kGroup = 4;
-#if defined(__AVX512VNNI__)
+#if QUIRE_HAS_QUADS
   typedef Words Weights;
   static constexpr int kWords = 1;
+#if defined(__aarch64__)
+  // Weights become signed, so their sums have no excess.
+  static constexpr int kExcess = 0;
+  static INLINE Weights load(const char* w) { return load_words(w) ^ 0x80808080u; }
+#else
+  static constexpr int kExcess = 128;
   static INLINE Weights load(const char* w) { return load_words(w); }
+#endif
   static INLINE Sum add(Sum sum, Weights w, const int32_t* x) {
+#if defined(__aarch64__)
+    return (Ints)vdotq_s32((int32x4_t)sum, (int8x16_t)w, (int8x16_t)vdupq_n_s32(*x));
+#elif defined(__AVX512VNNI__)
     return (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, _mm512_set1_epi32(*x));
+#else
+    return (Ints)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)w, _mm256_set1_epi32(*x));
+#endif
   }
   static INLINE void store_group(const int8_t* q, int32_t* packed) { memcpy(packed, q, 4); }
 #else
+  static constexpr int kExcess = 128;
   // Inputs 0 and 2 of a group, and inputs 1 and 3, as 16-bit numbers.
   struct Weights {
     Ints even, odd;
@@ -186,7 +210,7 @@ struct Int8 {
     }
     int32_t sum = 0;
     for (int lane = 0; lane < kLanes; lane++) sum += total[lane];
-    return {top / kInt8Max, 128 * sum};
+    return {top / kInt8Max, kExcess * sum};
   }
 
   template <typename T> static RowScale pack_row(const T* x, int64_t in, int64_t stride, int32_t* packed) {

@@ -20,6 +20,13 @@
 #define QUIRE_HAS_DOTS 0
 #endif
 #define QUIRE_HAS_PAIRS (QUIRE_HAS_TILES || QUIRE_HAS_DOTS)
+// Whether the matrix instructions of ARM are used (linear_matrices.h).
+#if defined(__aarch64__) && defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC) && defined(__ARM_FEATURE_MATMUL_INT8) && \
+    !defined(QUIRE_NO_MATRICES)
+#define QUIRE_HAS_MATRICES 1
+#else
+#define QUIRE_HAS_MATRICES 0
+#endif
 
 namespace {
 
