@@ -7,8 +7,8 @@ import torch.nn.functional as F
 
 from bench.gpu.kernels import Case
 from bench.gpu.report import Report, relative_error
-from worker_svc.engine.backend import HeadShape, RotaryTable
-from worker_svc.engine.gpu.kernels import activation, linear, rms_norm, rope_store, sample
+from worker_svc.engine.backend import HeadShape, Norm, RotaryTable
+from worker_svc.engine.gpu.kernels import activation, linear, norm, rope_store, sample
 from worker_svc.engine.gpu.kernels.filters import Filters
 
 EPS = 1e-6
@@ -20,13 +20,14 @@ def small_kernels(report: Report) -> None:
     vocab = 5000 if report.is_smoke else VOCAB
     make = lambda *size: torch.randn(*size, device=report.device).to(report.dtype)  # noqa: E731
     x, residual, weight = make(num_rows, hidden), make(num_rows, hidden), make(hidden)
-    total, expected = rms_norm.reference(x, residual, weight, EPS)
+    rms = Norm(weight, None, EPS)
+    total, expected = norm.reference(x, residual, rms)
     out = torch.empty_like(x)
     added = x.clone()
-    rms_norm.add_rms_norm(added, residual, weight, out, EPS)
+    norm.add_norm(added, residual, rms, out)
     error = max(relative_error(out, expected), relative_error(added, total))
     scratch = x.clone()
-    ms = report.time_ms([lambda: rms_norm.add_rms_norm(scratch, residual, weight, out, EPS)])
+    ms = report.time_ms([lambda: norm.add_norm(scratch, residual, rms, out)])
     report.row("small_kernels", "rms_norm", ok=error < report.tolerance, ms=ms, note=f"error {error:.1e}")
 
     gate_up = make(num_rows, 2 * inner)
@@ -42,7 +43,7 @@ def _rope(report: Report, num_rows: int) -> None:
     shape = HeadShape(4, 2, 16) if report.is_smoke else HeadShape(16, 8, 128)
     dim, heads = shape.head_dim, shape.num_q_heads + 2 * shape.num_kv_heads
     qkv = torch.randn(num_rows, heads * dim, device=report.device).to(report.dtype)
-    norms = tuple(torch.rand(dim, device=report.device).add(0.5).to(report.dtype) for _ in range(2))
+    norms = tuple(Norm(torch.rand(dim, device=report.device).add(0.5).to(report.dtype), None, EPS) for _ in range(2))
     angles = torch.arange(4096, device=report.device).float()[:, None] * 1e6 ** -(
         torch.arange(0, dim, 2, device=report.device) / dim
     )
@@ -53,9 +54,9 @@ def _rope(report: Report, num_rows: int) -> None:
         torch.zeros(num_rows, 1, shape.num_kv_heads, dim, device=report.device, dtype=report.dtype) for _ in "kv"
     )
     q = torch.empty(num_rows, shape.num_q_heads, dim, device=report.device, dtype=report.dtype)
-    run = lambda: rope_store.rope_store(qkv, norms, rotary, positions, slots, cache, q, shape, EPS)  # noqa: E731
+    run = lambda: rope_store.rope_store(qkv, norms, rotary, positions, slots, cache, q, shape)  # noqa: E731
     run()
-    expected = rope_store.reference(qkv, norms, rotary, positions, shape, EPS)
+    expected = rope_store.reference(qkv, norms, rotary, positions, shape)
     stored = [pool[slots.long(), 0] for pool in cache]
     error = max(map(relative_error, [q, *stored], expected))
     report.row(

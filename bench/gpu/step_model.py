@@ -21,10 +21,10 @@ from worker_svc.engine.backend import HeadShape
 NUMBER_BYTES = 2  # of weights and activations
 PRODUCT = "linear.default"
 LAYER_LAUNCHES = {
-    "rms_norm_kernel": 2, PRODUCT: 4, "rope_store_kernel": 1, "paged_attention_kernel": 1, "gated_activation_kernel": 1,
+    "norm_kernel": 2, PRODUCT: 4, "rope_store_kernel": 1, "paged_attention_kernel": 1, "gated_activation_kernel": 1,
 }  # fmt: skip
 STEP_LAUNCHES = {
-    "prepare_kernel": 1, "embedding.default": 1, "work_list_kernel": 1, "index_select.default": 2, "rms_norm_kernel": 1,
+    "prepare_kernel": 1, "embedding.default": 1, "work_list_kernel": 1, "index_select.default": 2, "norm_kernel": 1,
     PRODUCT: 1, "chunk_scores_kernel": 1, "pick_kernel": 1,
 }  # fmt: skip
 FILTER_LAUNCHES = ("banned_kernel", "chunk_top_kernel", "bound_kernel", "collect_kernel", "select_kernel")

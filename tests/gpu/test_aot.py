@@ -57,8 +57,9 @@ def check_early_reads(kernels: dict[str, Any]) -> None:
     norms = {name for name in early if name.startswith("rope_store") and "norm=True" in name}
     assert len(norms) > 1
     assert all(early[name] == ["k_norm_ptr", "q_norm_ptr"] for name in norms)
-    assert early["rms_norm"] == ["weight_ptr"]
-    others = early.keys() - norms - {"rms_norm"}
+    assert early["norm"] == ["weight_ptr"]
+    assert early["norm layer"] == ["bias_ptr", "weight_ptr"]
+    others = early.keys() - norms - {"norm", "norm layer"}
     assert sum(name.startswith("attention") for name in others) > 1
     assert not any(early[name] for name in others)
 

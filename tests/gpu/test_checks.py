@@ -27,9 +27,9 @@ from worker_svc.engine.gpu.kernels import (
     candidates,
     deltas,
     linear,
+    norm,
     prepare,
     process,
-    rms_norm,
     rope_store,
     sample,
     scaled_linear,
@@ -86,18 +86,18 @@ def names(faults):
 ONE_WRONG_ELEMENT = [
     (layers.linear_cases, EXACT, linear, "total.to(", "tl.where((row == 64) & (column == 3), 0.0, total).to("),
     (layers.linear_cases, BIASED, linear, "mask=column < N, other=0.0).to(", "mask=column < N - 1, other=0.0).to("),
-    (layers.norm_cases, EXACT, rms_norm, "(normed * weight)", "(normed * tl.where(column == 70, 1.0, weight))"),
+    (layers.norm_cases, EXACT, norm, "to(tl.float32) * weight", "to(tl.float32) * tl.where(column == 70, 1.0, weight)"),
     (
-        layers.norm_cases, EXACT, rms_norm, "residual.to(tl.float32)",
+        layers.norm_cases, EXACT, norm, "residual.to(tl.float32)",
         "tl.where(column == 71, 0.0, residual.to(tl.float32))",
     ),
     (
-        layers.activation_cases, EXACT, activation, "(gate * up).to(out",
-        "(gate * tl.where(column == 39, 1.0, up)).to(out",
+        layers.activation_cases, EXACT, activation, "(_activate(gate, KIND) * up).to(out",
+        "(_activate(gate, KIND) * tl.where(column == 39, 1.0, up)).to(out",
     ),
     (
-        layers.rope_store_cases, EXACT, rope_store, "tl.store(target, turned_a,",
-        "tl.store(target, tl.where((token == 1) & (head == 2) & (column == 5), a, turned_a),",
+        layers.rope_store_cases, EXACT, rope_store, "tl.store(target + left, turned_a,",
+        "tl.store(target + left, tl.where((token == 1) & (head == 2) & (column == 5), a, turned_a),",
     ),
     (
         layers.rope_store_cases, EXACT, rope_store, "b_weight = tl.where(head < HQ,",
@@ -109,8 +109,8 @@ ONE_WRONG_ELEMENT = [
     ),
     (layers.rope_store_cases, FP8, rope_store, "if slot >= 0:", "if slot >= -1:"),
     (
-        layers.rope_store_cases, EXACT, rope_store, "tl.store(values + HALF, second, mask=is_v)",
-        "tl.store(values + HALF + (token == 2) * HKV * D, second, mask=is_v)",
+        layers.rope_store_cases, EXACT, rope_store, "tl.store(values + right, second, mask=is_v)",
+        "tl.store(values + right + (token == 2) * HKV * D, second, mask=is_v)",
     ),
     (
         weights.fp8_cases, EXACT, scaled_linear, "round_e4m3(x * inverse[:, None])",
@@ -161,10 +161,11 @@ FACTOR = "(1 + 1e-6 * tl.num_programs(0))"
 ONE_OF_MANY = [
     (layers.linear_cases, linear, "if BIAS:", "total *= 1 + 1e-7 * M\n    if BIAS:"),
     (weights.fp8_cases, scaled_linear, "if BIAS:", "total *= 1 + 1e-7 * M\n    if BIAS:"),
-    (layers.norm_cases, rms_norm, "/ N + eps)", f"/ N * {FACTOR} + eps)"),
-    (layers.activation_cases, activation, "(gate * up).to(out", f"(gate * up * {FACTOR}).to(out"),
-    (layers.rope_store_cases, rope_store, "position * HALF + column, mask=is_column, other=0.0)\n    turned_a",
-     f"position * HALF + column, mask=is_column, other=0.0) * {FACTOR}\n    turned_a"),
+    (layers.norm_cases, norm, "/ N + eps)", f"/ N * {FACTOR} + eps)"),
+    (layers.activation_cases, activation, "(_activate(gate, KIND) * up).to(out",
+     f"(_activate(gate, KIND) * up * {FACTOR}).to(out"),
+    (layers.rope_store_cases, rope_store, "position * TURNED + column, mask=is_turned, other=0.0)\n    a, b",
+     f"position * TURNED + column, mask=is_turned, other=0.0) * {FACTOR}\n    a, b"),
     (steps.prepare_cases, prepare, "tl.where(known < 0, sampled_last, known)",
      "tl.where((known < 0) & (num_rows > 1), sampled_last, known)"),
     (sampling.noise_cases, sample, "tl.store(token_ptr + sample, token)",

@@ -69,12 +69,12 @@ def test_launches_of_a_step(folder, recorder):
     load(folder, cuda_graphs="lazy", cuda_graph_tokens=16)
     decode, mixed = (Counter(names) for names in recorder.recordings)
     per_layer = {
-        "rms_norm_kernel": 2, "linear.default": 4, "rope_store_kernel": 1, "paged_attention_kernel": 1,
+        "norm_kernel": 2, "linear.default": 4, "rope_store_kernel": 1, "paged_attention_kernel": 1,
         "gated_activation_kernel": 1,
     }  # fmt: skip
     once = {
         "prepare_kernel": 1, "embedding.default": 1, "work_list_kernel": 1, "index_select.default": 2,
-        "rms_norm_kernel": 1, "linear.default": 1, "chunk_scores_kernel": 1, "pick_kernel": 1,
+        "norm_kernel": 1, "linear.default": 1, "chunk_scores_kernel": 1, "pick_kernel": 1,
     }  # fmt: skip
     assert sum(per_layer.values()) == 9
     layers = SMALL["num_hidden_layers"]

@@ -17,8 +17,8 @@ from worker_svc.engine.gpu.aot import early_arguments
 from worker_svc.engine.gpu.kernels import launch
 
 OF_LAYERS = {
-    "rms_norm_kernel", "linear_kernel", "scaled_linear_kernel", "quantize_rows_kernel", "rope_store_kernel",
-    "paged_attention_kernel", "gated_activation_kernel",
+    "norm_kernel", "linear_kernel", "scaled_linear_kernel", "quantize_rows_kernel", "rope_store_kernel",
+    "paged_attention_kernel", "gated_activation_kernel", "activation_kernel", "soft_cap_kernel",
 }  # fmt: skip
 OF_SAMPLER = {
     "banned_kernel", "chunk_top_kernel", "bound_kernel", "collect_kernel", "select_kernel", "chunk_scores_kernel",
@@ -56,7 +56,7 @@ def test_nothing_but_weights_is_read_before_the_wait(name):
     assert not any(isinstance(part, ast.Return) for node in before for part in ast.walk(node))
     used = names_in(before)
     assert not any(used & {"tl.store", "tl.atomic_add"})
-    assert {use for use in used if use.endswith("_ptr")} <= {"weight_ptr", "q_norm_ptr", "k_norm_ptr"}
+    assert {use for use in used if use.endswith("_ptr")} <= {"weight_ptr", "bias_ptr", "q_norm_ptr", "k_norm_ptr"}
 
 
 def test_kernels_are_launched_as_they_are_written():

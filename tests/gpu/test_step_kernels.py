@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 
 from tests.gpu.builders import DEVICE, DTYPES, TOLERANCE, ints, relative_error
-from worker_svc.engine.backend import HeadShape, RotaryTable
-from worker_svc.engine.gpu.kernels import activation, deltas, fp8, linear, prepare, record, rms_norm, rope_store
+from worker_svc.engine.backend import HeadShape, Norm, RotaryTable
+from worker_svc.engine.gpu.kernels import activation, deltas, fp8, linear, norm, prepare, record, rope_store
 
 EPS = 1e-6
 
@@ -21,17 +21,18 @@ def randn(*size, dtype=torch.float32, seed=0):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "dim"), [(1, 64), (9, 100), (3, 1024)])
 @pytest.mark.parametrize("adds", [True, False])
-def test_rms_norm(rows, dim, dtype, adds):
-    x, residual, weight = (
-        randn(rows, dim, dtype=dtype),
-        randn(rows, dim, dtype=dtype, seed=1),
-        randn(dim, dtype=dtype, seed=2),
-    )
-    total, expected = rms_norm.reference(x, residual if adds else None, weight, EPS)
+@pytest.mark.parametrize("kind", norm.KINDS)
+def test_norms(rows, dim, dtype, adds, kind):
+    x, residual = randn(rows, dim, dtype=dtype) + 0.5, randn(rows, dim, dtype=dtype, seed=1)
+    bias = randn(dim, dtype=dtype, seed=3) if kind == "layer" else None
+    chosen = Norm(randn(dim, dtype=dtype, seed=2), bias, EPS, kind)
+    total, expected = norm.reference(x, residual if adds else None, chosen)
     out = torch.full_like(x, float("nan"))
-    rms_norm.add_rms_norm(x, residual if adds else None, weight, out, EPS)
+    norm.add_norm(x, residual if adds else None, chosen, out)
     assert torch.equal(x, total)
     assert relative_error(out, expected) < TOLERANCE[dtype]
+    norm.add_norm(x, None, chosen, x)  # in place
+    assert torch.equal(x, out)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -43,20 +44,38 @@ def test_gated_activation(name, dtype):
     assert relative_error(out, activation.reference(gate_up, name)) < TOLERANCE[dtype]
 
 
-def run_rope(shape, dtype, *, has_norms):
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", activation.ACTIVATIONS)
+def test_activation_without_a_gate(name, dtype):
+    x = randn(5, 1100, dtype=dtype)
+    expected = activation.reference_activate(x, name)
+    activation.activate(x, name)
+    assert relative_error(x, expected) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_soft_cap(dtype):
+    x = 20 * randn(3, 1100, dtype=dtype)
+    expected = 7.5 * torch.tanh(x.double() / 7.5)
+    activation.soft_cap(x, 7.5)
+    assert relative_error(x, expected) < TOLERANCE[dtype]
+
+
+def run_rope(shape, dtype, *, has_norms, turned=None, kind="rms"):
     """Actual and expected q, k, v of seven tokens, one without a slot, and the pools with guard blocks."""
     dim, block_size, num_blocks = shape.head_dim, 4, 5
     qkv = randn(7, (shape.num_q_heads + 2 * shape.num_kv_heads) * dim, dtype=dtype)
     angles = torch.arange(50, device=DEVICE).float()[:, None] * 1e4 ** -(torch.arange(0, dim, 2, device=DEVICE) / dim)
-    rotary = RotaryTable(angles.cos(), angles.sin())
-    norms = (randn(dim, dtype=dtype, seed=1), randn(dim, dtype=dtype, seed=2)) if has_norms else None
+    angles = angles[:, :turned].contiguous()
+    rotary = RotaryTable(angles.cos(), angles.sin()) if turned != 0 else None
+    norms = tuple(Norm(randn(dim, dtype=dtype, seed=i), None, EPS, kind) for i in (1, 2)) if has_norms else None
     positions, slots = ints(0, 7, 49, 3, 8, 1, 30), ints(3, 19, 0, -1, 7, 8, 12)
     size = (block_size, shape.num_kv_heads, dim)
     guarded = [torch.full((num_blocks + 2, *size), float("nan"), dtype=dtype, device=DEVICE) for _ in range(2)]
     pools = tuple(blocks[1:-1] for blocks in guarded)
     q = torch.full((7, shape.num_q_heads, dim), float("nan"), dtype=dtype, device=DEVICE)
-    rope_store.rope_store(qkv, norms, rotary, positions, slots, pools, q, shape, EPS)
-    expected = rope_store.reference(qkv, norms, rotary, positions, shape, EPS)
+    rope_store.rope_store(qkv, norms, rotary, positions, slots, pools, q, shape)
+    expected = rope_store.reference(qkv, norms, rotary, positions, shape)
     return q, guarded, slots + block_size, expected
 
 
@@ -79,14 +98,23 @@ def test_rope_store(shape, dtype, has_norms):
     assert rope_error(*run_rope(shape, dtype, has_norms=has_norms)) < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("turned", [0, 3, 8, 19])
+@pytest.mark.parametrize("kind", ["rms", "rms_offset"])
+def test_rotation_of_a_part_of_each_head(turned, kind, dtype):
+    """`turned` is half of the numbers that are rotated; 0: positions are learned."""
+    run = run_rope(HeadShape(4, 2, 40), dtype, has_norms=True, turned=turned, kind=kind)
+    assert rope_error(*run) < TOLERANCE[dtype]
+
+
 @pytest.mark.parametrize(
     ("old", "new"),
     [
         ("turned_b = (b * cos + a * sin)", "turned_b = (b * cos - a * sin)"),
-        ("cos_ptr + position * HALF", "cos_ptr + (position + 1) * HALF"),
+        ("cos_ptr + position * TURNED", "cos_ptr + (position + 1) * TURNED"),
         ("slot * HKV + head - HQ) * D", "slot * HKV + head - HQ + 1) * D"),
         ("if slot >= 0:", "if slot >= -1:"),
-        ("tl.store(values, first, mask=is_v)", "tl.store(values, turned_a, mask=is_v)"),
+        ("tl.store(values + left, first, mask=is_v)", "tl.store(values + left, turned_a, mask=is_v)"),
     ],
 )
 def test_rope_mutants_are_caught(plant_mutant, old, new):
@@ -121,8 +149,8 @@ def test_rope_store_in_fp8(dim, dtype):
     rotary, positions, slots = RotaryTable(angles.cos(), angles.sin()), ints(0, 7, 49, 3, 8), ints(3, 7, 0, -1, 5)
     pools = tuple(torch.zeros(2, 4, 2, dim, device=DEVICE).to(torch.float8_e4m3fn) for _ in range(2))
     q = torch.empty(5, 4, dim, dtype=dtype, device=DEVICE)
-    rope_store.rope_store(qkv, None, rotary, positions, slots, pools, q, shape, EPS, scales)
-    wanted = rope_store.reference(qkv, None, rotary, positions, shape, EPS)
+    rope_store.rope_store(qkv, None, rotary, positions, slots, pools, q, shape, scales)
+    wanted = rope_store.reference(qkv, None, rotary, positions, shape)
     assert relative_error(q, wanted[0]) < TOLERANCE[dtype]
     stored, places = slots >= 0, slots[slots >= 0].long()
     for pool, exact, scale in zip(pools, wanted[1:], scales, strict=True):

@@ -29,7 +29,21 @@ FEATURES = {
 }
 REFERENCE = frozenset(FEATURES)
 CPU = REFERENCE
-CUDA = frozenset({"quantized_weights"})
+CUDA = frozenset(
+    {
+        "attention_scale",
+        "embedding_scale",
+        "layer_norm",
+        "learned_positions",
+        "offset_norm",
+        "output_norms",
+        "partial_rotary",
+        "plain_feed_forward",
+        "quantized_weights",
+        "sliding_window",
+        "soft_caps",
+    }
+)
 OF_BACKEND = {"cpu": CPU, "cuda": CUDA, "reference": REFERENCE}
 
 

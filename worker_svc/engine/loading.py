@@ -113,7 +113,7 @@ def _load_decoder(
     reserved = config.max_adapters * reserved_bytes(modules, config.max_adapter_rank, dtype)
     reserved += 0 if model.vision is None else config.image_cache_memory
     num_blocks = config.num_blocks or _fitting_blocks(config, model, dtype, reserved)
-    max_model_len = choose_max_model_len(config, model, num_blocks, backend.features)
+    max_model_len = choose_max_model_len(config, model, num_blocks)
     model = model.within(max_model_len)
     check_features(model.features() | ({"adapters"} if config.max_adapters else set()), backend.name)
     loader = WeightLoader(checkpoint, model, backend, dtype)

@@ -11,19 +11,13 @@ from worker_svc.engine.config import EngineConfig
 logger = logging.getLogger(__name__)
 
 
-def choose_max_model_len(config: EngineConfig, model: ModelConfig, num_blocks: int, features: frozenset[str]) -> int:
-    """The longest sequence: as configured, or the limit of model and pool. ValueError above the model's limit.
-
-    `features`: of the backend. Without sliding windows, sequences end where the first token would leave a window.
-    """
+def choose_max_model_len(config: EngineConfig, model: ModelConfig, num_blocks: int) -> int:
+    """The longest sequence: as configured, or the limit of model and pool. ValueError above the model's limit."""
     limit = model.max_position_embeddings
     if config.max_model_len is not None and config.max_model_len > limit:
         raise ValueError(f"max_model_len {config.max_model_len} is above the model's {limit}")
     chosen = config.max_model_len or limit
-    if model.window is not None and model.window < chosen and "sliding_window" not in features:
-        logger.warning("max_model_len is capped to the model's sliding window of %d tokens", model.window)
-        chosen = model.window
-    window = model.within(chosen).attention_window if "sliding_window" in features else None
+    window = model.within(chosen).attention_window
     capacity = SizeLimits.of_pool(chosen, num_blocks, config.block_size, window).pool_tokens
     if capacity >= chosen or config.max_model_len is not None:
         return chosen  # workers of a model must have the same configured length; their pool sizes may differ

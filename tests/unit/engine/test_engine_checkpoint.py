@@ -13,7 +13,6 @@ from transformers import MistralConfig
 
 from request_fields.fields import SamplingParams
 from tests.unit.engine.models import make_model
-from worker_svc.engine import features
 from worker_svc.engine.architectures import parse_config
 from worker_svc.engine.backend import BackendUnavailableError
 from worker_svc.engine.checkpoint import Checkpoint
@@ -174,14 +173,11 @@ def test_max_model_len(folder, rewrite_config, caplog):
         load(folder, max_model_len=2000)
 
 
-def test_a_window_caps_the_length_where_no_token_may_leave_it(tmp_path, caplog):
+def test_a_pool_that_holds_a_window_does_not_cap_the_length(tmp_path):
     folder = make_model(tmp_path, "mistral", sliding_window=64)
     assert load(folder).info.max_model_len == 1024  # of the model: the pool holds more than a window
-    config = EngineConfig(folder, num_blocks=8)
     model = parse_config(json.loads((folder / "config.json").read_text()))
-    assert choose_max_model_len(config, model, 8, features.CUDA) == 64
-    assert "sliding window of 64" in caplog.text
-    assert choose_max_model_len(config, model, 8, features.CPU) == 1024
+    assert choose_max_model_len(EngineConfig(folder, num_blocks=8), model, 8) == 1024
 
 
 def test_window_fields(tmp_path):

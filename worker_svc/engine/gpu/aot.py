@@ -38,10 +38,10 @@ from worker_svc.engine.gpu.kernels import (
     deltas,
     linear,
     noise,
+    norm,
     prepare,
     process,
     record,
-    rms_norm,
     rope_store,
     sample,
     scaled_linear,
@@ -76,7 +76,7 @@ FIRST_WITH_FP8 = 89
 MAX_REGISTERS = 255
 # --short omits small kernels (bench/gpu/dry_run.py compiles them) and variants that differ little from a kept variant.
 LEFT_OUT = (
-    "rms_norm 4096", "silu", "deltas", "prepare", "start", "descend", "work_list", "gelu", "bias=True",
+    "norm 4096", "soft_cap", "silu", "deltas", "prepare", "start", "descend", "work_list", "gelu", "bias=True",
     "norm=False", "sums 0", "filter=False part=True", "float32", "dim 80", "dim 112", "dim 256", "dim 96 exact",
     "fp8 exact", "fp8 rows", "fp8 linear few", "fp8 linear many",
     "gemma2", "mistral exact", "store mistral",
@@ -137,15 +137,14 @@ def variants(
 ) -> Iterator[Variant]:
     """Every kernel in the configurations that a worker launches for these models and block sizes."""
     t, i, f = f"*{dtype}", "*i32", "*fp32"
-    yield Variant(
-        "rms_norm", rms_norm.rms_norm_kernel, f"{t} {t} {t} {t} fp32", {"N": 1024, "BLOCK": 1024, "ADD": True}, 2
-    )
-    yield Variant(
-        "rms_norm 4096", rms_norm.rms_norm_kernel, f"{t} {t} {t} {t} fp32", {"N": 4096, "BLOCK": 4096, "ADD": True}, 8
-    )
+    for name, size, norm_kind in (("", 1024, "rms"), (" 4096", 4096, "rms"), (" layer", 1024, "layer")):
+        constants = {"N": size, "BLOCK": size, "ADD": True, "KIND": norm.KINDS[norm_kind]}
+        yield Variant(f"norm{name}", norm.norm_kernel, f"{t} {t} {t} {t} {t} fp32", constants, size // 512)
     for kind, name in enumerate(activation.ACTIVATIONS):
         constants = {"BLOCK": activation.BLOCK, "KIND": kind}
         yield Variant(name, activation.gated_activation_kernel, f"{t} {t} i32", constants)
+        yield Variant(f"{name} without gate", activation.activation_kernel, f"{t} i32", constants)
+    yield Variant("soft_cap", activation.soft_cap_kernel, f"{t} fp32 i32", {"BLOCK": activation.BLOCK})
     for bias in (False, True):
         yield _linear(f"linear bias={bias}", t, linear.BLOCK_K, linear.WARPS, linear.STAGES, has_bias=bias)
     yield _linear("linear float32", f, linear.WIDE_BLOCK_K, linear.WIDE_WARPS, linear.WIDE_STAGES)
@@ -213,7 +212,10 @@ def _head_variants(
         yield Variant(
             f"rope_store {model} norm={has_norm}", rope_store.rope_store_kernel,
             f"{t} {t} {t} {f} {f} {i} {i} {t} {kv} {kv} {f} fp32",
-            heads | {"HEADS": lines, "HALVES": width // 2, "NORM": has_norm, "SCALED": is_scaled},
+            heads | {
+                "HEADS": lines, "HALVES": width // 2, "TURNED": shape.head_dim // 2, "NORM": int(has_norm),
+                "SCALED": is_scaled,
+            },
         )  # fmt: skip
     for use, all_tiles in (("decode", DECODE_TILES), ("prefill", PREFILL_TILES), ("exact", EXACT_TILES)):
         tiles = for_heads(all_tiles, shape, 4 if dtype == "fp32" else 2)

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from worker_svc.engine.architectures import ModelConfig
 from worker_svc.engine.backend import Norm, RotaryTable
 from worker_svc.engine.gpu.attention import Attention, LayerCache
-from worker_svc.engine.gpu.kernels.activation import gated_activation
-from worker_svc.engine.gpu.kernels.rms_norm import add_rms_norm
+from worker_svc.engine.gpu.kernels.activation import activate, gated_activation, soft_cap
+from worker_svc.engine.gpu.kernels.norm import add_norm
 from worker_svc.engine.gpu.kernels.rope_store import rope_store
 from worker_svc.engine.gpu.parallel import Group
 from worker_svc.engine.gpu.step_buffer import StepColumns
@@ -35,10 +35,13 @@ class DeviceDecoder:
     ) -> None:
         self._config = config
         self._group = group
-        rotary = config.rotaries[0].table(max_positions)
-        self._rotary = RotaryTable(rotary.cos.to(device), rotary.sin.to(device))
+        tables = (rotary.table(max_positions) for rotary in config.rotaries)
+        self._rotaries = [RotaryTable(table.cos.to(device), table.sin.to(device)) for table in tables]
         self._vocab = group.vocab_part(config.vocab_size)
         self._embedding = loader.embedding()
+        self._position_embedding = loader.position_embedding()
+        # Rounded to the model's dtype before it multiplies, as in transformers.
+        self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=self._embedding.dtype))
         self._final_norm = loader.final_norm()
         self._layers: list[Layer] = []
         self._kv_scales: list[torch.Tensor | None] = []
@@ -62,14 +65,17 @@ class DeviceDecoder:
         """Logits [n, this rank's part of the vocabulary] of hidden states [n, dim]."""
         if self._head is None:
             raise RuntimeError("a model without logits was loaded; check_features refuses it")
-        return self._head(normed)
+        logits = self._head(normed)
+        if self._config.logit_soft_cap is not None:
+            soft_cap(logits, self._config.logit_soft_cap)
+        return logits
 
     def hidden(
         self, columns: StepColumns, attention: Attention, cache: torch.Tensor, tokens: torch.Tensor
     ) -> torch.Tensor | None:
         """As `forward`, but returns the normalized hidden states [n, dim] of `tokens`, indices [n] of tokens of the
         step; None if n is 0."""
-        x = self._embed(columns.token_ids)
+        x = self._embed(columns)
         attention.begin(columns)
         residual = None
         for index, layer in enumerate(self._layers):
@@ -80,12 +86,21 @@ class DeviceDecoder:
                 x, attended = (y.index_select(0, tokens) for y in (x, attended))
             if not len(x):
                 return None
-            residual = self._feed_forward(x, self._group.all_reduce(layer.o(attended)), layer)
+            output = _normed(self._group.all_reduce(layer.o(attended)), layer.attended_norm)
+            residual = self._feed_forward(x, output, layer)
         normed = torch.empty_like(x)
-        _add_norm(x, residual, self._final_norm, normed)
+        add_norm(x, residual, self._final_norm, normed)
         return normed
 
-    def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+    def _embed(self, columns: StepColumns) -> torch.Tensor:
+        x = self._look_up(columns.token_ids)
+        if self._embedding_scale != 1.0:
+            x = x * self._embedding_scale
+        if self._position_embedding is not None:
+            x = x + F.embedding(columns.positions, self._position_embedding)
+        return x
+
+    def _look_up(self, token_ids: torch.Tensor) -> torch.Tensor:
         if self._group.size == 1:
             return F.embedding(token_ids, self._embedding)
         local = token_ids - self._vocab.start
@@ -105,11 +120,12 @@ class DeviceDecoder:
         """Adds the residual to x; returns the attention output [T, q_heads * head_dim]."""
         heads, layer = self._config.heads, self._layers[index]
         normed = torch.empty_like(x)
-        _add_norm(x, residual, layer.input_norm, normed)
+        add_norm(x, residual, layer.input_norm, normed)
         q = x.new_empty(len(x), heads.num_q_heads, heads.head_dim)
+        rotary = self._config.layers[index].rotary
         rope_store(
-            layer.qkv(normed), _weights(layer.qk_norms), self._rotary, columns.positions, columns.slots, cache.pools, q,
-            heads, self._config.norm_eps, cache.scales,
+            layer.qkv(normed), layer.qk_norms, None if rotary is None else self._rotaries[rotary], columns.positions,
+            columns.slots, cache.pools, q, heads, cache.scales,
         )  # fmt: skip
         attended = torch.empty_like(q)
         attention.attend(q, cache, columns, self._config.attention(index), attended)
@@ -118,19 +134,25 @@ class DeviceDecoder:
     def _feed_forward(self, x: torch.Tensor, residual: torch.Tensor, layer: Layer) -> torch.Tensor:
         """Adds the residual to x; returns the MLP output [n, hidden]."""
         normed = torch.empty_like(x)
-        _add_norm(x, residual, layer.post_norm, normed)
+        add_norm(x, residual, layer.post_norm, normed)
         part = layer.feed_forward
         if not isinstance(part, FeedForward):
             raise TypeError("the device computes dense feed-forward parts; see features.py")
-        gate_up = part.gate_up(normed)
+        fed = self._group.all_reduce(part.down(self._activated(part.gate_up(normed))))
+        return _normed(fed, layer.fed_norm)
+
+    def _activated(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """The activation of [gate | up], or of up alone."""
+        if not self._config.is_gated:
+            activate(gate_up, self._config.activation)
+            return gate_up
         activated = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
         gated_activation(gate_up, activated, self._config.activation)
-        return self._group.all_reduce(part.down(activated))
+        return activated
 
 
-def _add_norm(x: torch.Tensor, residual: torch.Tensor | None, norm: Norm, out: torch.Tensor) -> None:
-    add_rms_norm(x, residual, norm.weight, out, norm.eps)
-
-
-def _weights(norms: tuple[Norm, Norm] | None) -> tuple[torch.Tensor, torch.Tensor] | None:
-    return None if norms is None else (norms[0].weight, norms[1].weight)
+def _normed(x: torch.Tensor, norm: Norm | None) -> torch.Tensor:
+    """x after a norm of outputs, in place, if the model has one."""
+    if norm is not None:
+        add_norm(x, None, norm, x)
+    return x

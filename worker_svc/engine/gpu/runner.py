@@ -19,7 +19,6 @@ import numpy as np
 import torch
 
 from request_fields.checks import default_sampling
-from worker_svc.engine import features
 from worker_svc.engine.architectures import ModelConfig, parse_config
 from worker_svc.engine.backend import I64, BackendUnavailableError
 from worker_svc.engine.batch import U32, RowErrorCode, StepBatch, StepOutput
@@ -82,10 +81,10 @@ class DeviceRunner:
         self._device = find_device(self._group.local_rank)
         checkpoint = Checkpoint(config.model_dir)
         whole = parse_config(checkpoint.config)
+        whole = whole.within(config.max_model_len or whole.max_position_embeddings)
         eos_ids = eos_token_ids(checkpoint.generation_config, checkpoint.config)
         sampling = default_sampling(checkpoint.generation_config)
-        # Sequences are no longer than a window (settings.py), so no token leaves it.
-        needed = whole.within(whole.window or 0).features() | ({"adapters"} if config.max_adapters else set())
+        needed = whole.features() | ({"adapters"} if config.max_adapters else set())
         check_features(needed, "cuda")
         model = shard_config(whole, self._group)
         _check_heads(model)
@@ -107,7 +106,7 @@ class DeviceRunner:
             attention = _choose_checked(config, setup)
             num_blocks = self._load(config, setup, loader, attention, progress)
         logger.info("%d CUDA graphs, %d blocks, attention %s", self._compute.num_graphs, num_blocks, attention.name)
-        max_model_len = choose_max_model_len(config, whole, num_blocks, features.CUDA)
+        max_model_len = choose_max_model_len(config, whole, num_blocks)
         self._contents = BlockContents(num_blocks, config.block_size)
         grammars = compiled_grammars(config.model_dir, whole.vocab_size, eos_ids)
         self._rows = RowTable(
@@ -151,6 +150,7 @@ class DeviceRunner:
             build=build(),
             kv_cache_dtype=config.kv_cache_dtype,
             quantize=config.quantize,
+            attention_window=whole.within(max_model_len).attention_window,
         )
         self._planner = StepPlanner(self._rows, self.info)
 

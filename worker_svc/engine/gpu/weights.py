@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 
 from worker_svc.engine.architectures import ModelConfig
-from worker_svc.engine.backend import BackendUnavailableError, HeadShape, Linear
+from worker_svc.engine.backend import BackendUnavailableError, HeadShape, Linear, Norm
 from worker_svc.engine.checkpoint import Checkpoint
 from worker_svc.engine.config import Quantization
 from worker_svc.engine.families import Role
@@ -36,18 +36,22 @@ def kv_scales(layer: Layer, heads: HeadShape) -> torch.Tensor:
     """
     if not isinstance(layer.qkv, StoredWeight):
         raise TypeError(f"layer.qkv is a {type(layer.qkv).__name__}; estimating fp8 scales needs its weight")
-    gained = layer.qkv.widened().double() * layer.input_norm.weight.double()
-    squares = gained.square().sum(1)
-    if layer.qkv.bias is not None:
-        squares += layer.qkv.bias.double().square()
+    weight, norm = layer.qkv.widened().double(), layer.input_norm
+    squares = (weight * _gain(norm)).square().sum(1)
+    for shift in (layer.qkv.bias, None if norm.bias is None else weight @ norm.bias.double()):
+        squares += 0.0 if shift is None else shift.double().square()
     group = heads.num_q_heads // heads.num_kv_heads
     sizes = [rows * heads.num_kv_heads * heads.head_dim for rows in (group, 1, 1)]
     queries, keys, values = (
         part.view(heads.num_kv_heads, -1, heads.head_dim).mean(1) for part in torch.split(squares, sizes)
     )
     if layer.qk_norms is not None:
-        queries, keys = (norm.weight.double().square().expand_as(keys) for norm in layer.qk_norms)
+        queries, keys = (_gain(norm).square().expand_as(keys) for norm in layer.qk_norms)
     return scale_for(torch.stack((keys, values, queries)).mean(-1).sqrt())
+
+
+def _gain(norm: Norm) -> torch.Tensor:
+    return norm.weight.double() + (norm.kind == "rms_offset")
 
 
 def formats_of(config: ModelConfig, quantize: Quantization | None, device: torch.device) -> frozenset[WeightFormat]:

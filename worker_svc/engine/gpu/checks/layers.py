@@ -7,9 +7,9 @@ from functools import partial
 
 import torch
 
-from worker_svc.engine.backend import RotaryTable
+from worker_svc.engine.backend import Norm, RotaryTable
 from worker_svc.engine.gpu.checks.case import TOLERANCES, Case, Outputs, Setup
-from worker_svc.engine.gpu.kernels import activation, fp8, linear, rms_norm, rope_store
+from worker_svc.engine.gpu.kernels import activation, fp8, linear, norm, rope_store
 
 NUM_ROWS = 3
 LINEAR_ROWS = linear.BLOCK_M + 1  # two tiles; the second has one row
@@ -27,7 +27,7 @@ def linear_cases(setup: Setup) -> Iterator[Case]:
     shapes = {
         (model.hidden_size, q_size + 2 * kv_size, model.has_qkv_bias),
         (q_size, model.hidden_size, model.has_o_bias),
-        (model.hidden_size, 2 * model.widest_inner, model.has_mlp_bias),
+        (model.hidden_size, model.widest_inner * (2 if model.is_gated else 1), model.has_mlp_bias),
         (model.widest_inner, model.hidden_size, model.has_mlp_bias),
         (model.hidden_size, len(setup.group.vocab_part(setup.vocab_size)), False),
     }
@@ -53,32 +53,42 @@ def _linear_case(setup: Setup, in_size: int, out_size: int, *, has_bias: bool) -
 
 def norm_cases(setup: Setup) -> Iterator[Case]:
     """A norm with a residual and one without."""
-    dim, eps = setup.model.hidden_size, setup.model.norm_eps
-    x, residual, weight = (setup.random(*size, seed=i) for i, size in enumerate([(NUM_ROWS, dim)] * 2 + [(dim,)]))
+    dim = setup.model.hidden_size
+    x, residual = (setup.random(NUM_ROWS, dim, seed=i) for i in range(2))
+    chosen = _random_norm(setup, dim, seed=2)
     for added in (None, residual):
-        total, normed = rms_norm.reference(x, added, weight, eps)
+        total, normed = norm.reference(x, added, chosen)
         yield Case(
-            "rms_norm",
-            f"[{NUM_ROWS}, {dim}] {'without' if added is None else 'with'} residual, {setup.dtype}",
+            "norm",
+            f"{chosen.kind}, [{NUM_ROWS}, {dim}] {'without' if added is None else 'with'} residual, {setup.dtype}",
             range(NUM_ROWS + 1),
-            partial(_norm, x, added, weight, eps),
+            partial(_norm, x, added, chosen),
             {"residual": total, "output": normed},
             {"output": TOLERANCES[setup.dtype]},
         )
 
 
-def _norm(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, first: int, last: int
-) -> Outputs:
+def _random_norm(setup: Setup, dim: int, *, seed: int) -> Norm:
+    """A norm of the model's kind."""
+    kind = setup.model.norm
+    bias = setup.random(dim, seed=seed + 1) if kind == "layer" else None
+    weight = 0.2 * setup.random(dim, seed=seed) + (0.0 if kind == "rms_offset" else 1.0)
+    return Norm(weight, bias, setup.model.norm_eps, kind)
+
+
+def _norm(x: torch.Tensor, residual: torch.Tensor | None, chosen: Norm, first: int, last: int) -> Outputs:
     total = x[first:last].clone()
     out = torch.full_like(total, torch.nan)
-    rms_norm.add_rms_norm(total, None if residual is None else residual[first:last].clone(), weight, out, eps)
+    norm.add_norm(total, None if residual is None else residual[first:last].clone(), chosen, out)
     return {"residual": total, "output": out}
 
 
 def activation_cases(setup: Setup) -> Iterator[Case]:
     """The activation that the model uses."""
     dim, name = setup.model.widest_inner, setup.model.activation
+    if not setup.model.is_gated:
+        yield _plain_activation_case(setup, 3 * setup.random(NUM_ROWS, dim), name)
+        return
     gate_up = 3 * setup.random(NUM_ROWS, 2 * dim)
 
     def run(first: int, last: int) -> Outputs:
@@ -96,12 +106,45 @@ def activation_cases(setup: Setup) -> Iterator[Case]:
     )
 
 
+def _plain_activation_case(setup: Setup, x: torch.Tensor, name: str) -> Case:
+    def run(first: int, last: int) -> Outputs:
+        out = x[first:last].clone()
+        activation.activate(out, name)
+        return {"output": out}
+
+    return Case(
+        "activation",
+        f"{name}, {list(x.shape)}, {setup.dtype}",
+        range(NUM_ROWS + 1),
+        run,
+        {"output": activation.reference_activate(x, name)},
+        {"output": TOLERANCES[setup.dtype]},
+    )
+
+
+def soft_cap_cases(setup: Setup) -> Iterator[Case]:
+    """The soft cap of logits, if the model has one."""
+    cap = setup.model.logit_soft_cap
+    if cap is None:
+        return
+    x = 2 * cap * setup.random(NUM_ROWS, len(setup.group.vocab_part(setup.vocab_size)))
+
+    def run(first: int, last: int) -> Outputs:
+        out = x[first:last].clone()
+        activation.soft_cap(out, cap)
+        return {"output": out}
+
+    expected = {"output": cap * torch.tanh(x.float() / cap)}
+    inputs = f"cap {cap}, {list(x.shape)}, {setup.dtype}"
+    yield Case("soft_cap", inputs, range(NUM_ROWS + 1), run, expected, {"output": TOLERANCES[setup.dtype]})
+
+
 def rope_store_cases(setup: Setup) -> Iterator[Case]:
     """Includes the norms of queries and keys if the model has them, and rounding to fp8 if the cache is fp8."""
-    heads, eps, count = setup.model.heads, setup.model.norm_eps, len(POSITIONS)
+    heads, count = setup.model.heads, len(POSITIONS)
     qkv = setup.random(count, (heads.num_q_heads + 2 * heads.num_kv_heads) * heads.head_dim)
     norms, rotary, positions = _qk_norms(setup), _rotary(setup), setup.ints(*POSITIONS)
-    q, *stored = rope_store.reference(qkv, norms, rotary, positions, heads, eps)
+    q, *stored = rope_store.reference(qkv, norms, rotary, positions, heads)
     scales = None
     if setup.has_scaled_cache:
         scales = 2.0 ** (torch.arange(2 * heads.num_kv_heads, device=setup.device).view(2, -1) % 3 - 1.0)
@@ -113,7 +156,7 @@ def rope_store_cases(setup: Setup) -> Iterator[Case]:
         out = qkv.new_full((last - first, heads.num_q_heads, heads.head_dim), torch.nan)
         rope_store.rope_store(
             qkv[first:last].clone(), norms, rotary, positions[first:last].clone(), pools.slots[first:last].clone(),
-            pools.served, out, heads, eps, scales,
+            pools.served, out, heads, scales,
         )  # fmt: skip
         return {"queries": out, **pools.read(first, last)}
 
@@ -128,14 +171,16 @@ def rope_store_cases(setup: Setup) -> Iterator[Case]:
     )
 
 
-def _qk_norms(setup: Setup) -> tuple[torch.Tensor, torch.Tensor] | None:
+def _qk_norms(setup: Setup) -> tuple[Norm, Norm] | None:
     if not setup.model.has_qk_norm:
         return None
     dim = setup.model.heads.head_dim
-    return 1 + 0.2 * setup.random(dim, seed=1), 1 + 0.2 * setup.random(dim, seed=2)
+    return _random_norm(setup, dim, seed=1), _random_norm(setup, dim, seed=2)
 
 
-def _rotary(setup: Setup) -> RotaryTable:
+def _rotary(setup: Setup) -> RotaryTable | None:
+    if not setup.model.rotaries:
+        return None
     table = setup.model.rotaries[0].table(max(POSITIONS) + 1)
     return RotaryTable(table.cos.to(setup.device), table.sin.to(setup.device))
 

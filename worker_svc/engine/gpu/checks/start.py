@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from worker_svc.engine.gpu.checks.case import Case, Setup, verify
-from worker_svc.engine.gpu.checks.layers import activation_cases, linear_cases, norm_cases, rope_store_cases
+from worker_svc.engine.gpu.checks.layers import (
+    activation_cases,
+    linear_cases,
+    norm_cases,
+    rope_store_cases,
+    soft_cap_cases,
+)
 from worker_svc.engine.gpu.checks.sampling import (
     banned_cases,
     filtered_cases,
@@ -23,6 +29,7 @@ CHECKS: tuple[tuple[Callable[[Setup], Iterator[Case]], str], ...] = (
     (norm_cases, OTHER_TRITON),
     (rope_store_cases, OTHER_TRITON),
     (activation_cases, OTHER_TRITON),
+    (soft_cap_cases, OTHER_TRITON),
     (deltas_cases, OTHER_TRITON),
     (prepare_cases, OTHER_TRITON),
     (banned_cases, OTHER_TRITON),

@@ -1,4 +1,4 @@
-"""Gated activation of the MLP: activation(gate) * up, from fused rows [gate | up]."""
+"""Activations of the MLP, from fused rows [gate | up]: activation(gate) * up, or without a gate; and soft caps."""
 
 from __future__ import annotations
 
@@ -14,6 +14,18 @@ BLOCK = 1024
 
 
 @triton.jit
+def _activate(x, KIND: tl.constexpr):
+    if KIND == 0:
+        x = x / (1.0 + tl.exp(-x))
+    elif KIND == 1:
+        x = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    else:  # tanh(y) = 2 / (1 + exp(-2y)) - 1, because the interpreter lacks libdevice.tanh
+        inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
+        x = x / (1.0 + tl.exp(-2.0 * inner))
+    return x
+
+
+@triton.jit
 def gated_activation_kernel(gate_up_ptr, out_ptr, N, BLOCK: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr):
     if PDL:
         after_predecessor()
@@ -22,14 +34,28 @@ def gated_activation_kernel(gate_up_ptr, out_ptr, N, BLOCK: tl.constexpr, KIND: 
     is_in = column < N
     gate = tl.load(gate_up_ptr + row * 2 * N + column, mask=is_in, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + row * 2 * N + N + column, mask=is_in, other=0.0).to(tl.float32)
-    if KIND == 0:
-        gate = gate / (1.0 + tl.exp(-gate))
-    elif KIND == 1:
-        gate = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
-    else:  # tanh(y) = 2 / (1 + exp(-2y)) - 1, because the interpreter lacks libdevice.tanh
-        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
-        gate = gate / (1.0 + tl.exp(-2.0 * inner))
-    tl.store(out_ptr + row * N + column, (gate * up).to(out_ptr.dtype.element_ty), mask=is_in)
+    tl.store(out_ptr + row * N + column, (_activate(gate, KIND) * up).to(out_ptr.dtype.element_ty), mask=is_in)
+
+
+@triton.jit
+def activation_kernel(x_ptr, N, BLOCK: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        after_predecessor()
+    x_ptr += tl.program_id(0).to(tl.int64) * N
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + column, mask=column < N, other=0.0)
+    tl.store(x_ptr + column, _activate(x.to(tl.float32), KIND).to(x.dtype), mask=column < N)
+
+
+@triton.jit
+def soft_cap_kernel(x_ptr, cap, N, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        after_predecessor()
+    x_ptr += tl.program_id(0).to(tl.int64) * N
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + column, mask=column < N, other=0.0)
+    capped = cap * (1.0 - 2.0 / (1.0 + tl.exp(x.to(tl.float32) * (2.0 / cap))))
+    tl.store(x_ptr + column, capped.to(x.dtype), mask=column < N)
 
 
 def gated_activation(gate_up: torch.Tensor, out: torch.Tensor, activation: str) -> None:
@@ -40,10 +66,32 @@ def gated_activation(gate_up: torch.Tensor, out: torch.Tensor, activation: str) 
     )
 
 
+def activate(x: torch.Tensor, activation: str) -> None:
+    """x [n, dim] = activation(x)."""
+    n, dim = x.shape
+    activation_kernel[(n, triton.cdiv(dim, BLOCK))](
+        x, dim, BLOCK=BLOCK, KIND=ACTIVATIONS.index(activation), num_warps=4, **dependent()
+    )
+
+
+def soft_cap(x: torch.Tensor, cap: float) -> None:
+    """x [n, dim] = cap * tanh(x / cap)."""
+    n, dim = x.shape
+    soft_cap_kernel[(n, triton.cdiv(dim, BLOCK))](x, cap, dim, BLOCK=BLOCK, num_warps=4, **dependent())
+
+
 def reference(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+    """`gated_activation`."""
     gate, up = gate_up.float().chunk(2, dim=-1)
+    return (_activated(gate, activation) * up).to(gate_up.dtype)
+
+
+def reference_activate(x: torch.Tensor, activation: str) -> torch.Tensor:
+    """`activate`."""
+    return _activated(x.float(), activation).to(x.dtype)
+
+
+def _activated(x: torch.Tensor, activation: str) -> torch.Tensor:
     if activation == "silu":
-        gate = F.silu(gate)
-    else:
-        gate = F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none")
-    return (gate * up).to(gate_up.dtype)
+        return F.silu(x)
+    return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")

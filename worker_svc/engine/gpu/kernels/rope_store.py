@@ -1,6 +1,8 @@
 """The step between QKV projection and attention: q/k norm, rotary positions, and the store of k and v into the pool.
 
-One program per token computes all heads of its fused row [q | k | v].
+One program per token computes all heads of its fused row [q | k | v]. It holds a head as pairs of numbers c and
+HALF + c, which are rotated. If only the first 2 * TURNED numbers of a head are rotated, the pairs are c and TURNED + c
+for c < TURNED, and otherwise TURNED + c and HALF + c.
 """
 
 from __future__ import annotations
@@ -9,9 +11,12 @@ import torch
 import triton
 import triton.language as tl
 
-from worker_svc.engine.backend import HeadShape, RotaryTable
+from worker_svc.engine.backend import HeadShape, Norm, RotaryTable
 from worker_svc.engine.gpu.kernels.fp8 import round_e4m3
 from worker_svc.engine.gpu.kernels.launch import after_predecessor, dependent
+from worker_svc.engine.gpu.kernels.norm import normed
+
+NORMS = {"rms": 1, "rms_offset": 2}  # 0: none
 
 
 @triton.jit
@@ -19,45 +24,56 @@ def rope_store_kernel(
     qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, position_ptr, slot_ptr, q_out_ptr, k_pool_ptr, v_pool_ptr,
     kv_scale_ptr, eps,
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, HALVES: tl.constexpr,
-    NORM: tl.constexpr, SCALED: tl.constexpr, PDL: tl.constexpr,
+    TURNED: tl.constexpr, NORM: tl.constexpr, SCALED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     HALF: tl.constexpr = D // 2
     head = tl.arange(0, HEADS)[:, None]
     column = tl.arange(0, HALVES)[None, :]
     is_column = column < HALF
+    left, right = column, HALF + column  # the numbers of a pair
+    is_turned = is_column
+    if TURNED < HALF:
+        is_turned = column < TURNED
+        left = tl.where(is_turned, column, TURNED + column)
+        right = tl.where(is_turned, TURNED + column, HALF + column)
     is_q = (head < HQ) & is_column
     is_k = (head >= HQ) & (head < HQ + HKV) & is_column
     is_v = (head >= HQ + HKV) & (head < HQ + 2 * HKV) & is_column
     if NORM:
-        q_weight = tl.load(q_norm_ptr + column, mask=is_column, other=0.0)
-        k_weight = tl.load(k_norm_ptr + column, mask=is_column, other=0.0)
+        q_weight = tl.load(q_norm_ptr + left, mask=is_column, other=0.0)
+        k_weight = tl.load(k_norm_ptr + left, mask=is_column, other=0.0)
         a_weight = tl.where(head < HQ, q_weight, k_weight).to(tl.float32)
-        q_weight = tl.load(q_norm_ptr + HALF + column, mask=is_column, other=0.0)
-        k_weight = tl.load(k_norm_ptr + HALF + column, mask=is_column, other=0.0)
+        q_weight = tl.load(q_norm_ptr + right, mask=is_column, other=0.0)
+        k_weight = tl.load(k_norm_ptr + right, mask=is_column, other=0.0)
         b_weight = tl.where(head < HQ, q_weight, k_weight).to(tl.float32)
     if PDL:
         after_predecessor()
     # All loads come first, so that their latencies overlap.
     position = tl.load(position_ptr + token).to(tl.int64)
     slot = tl.load(slot_ptr + token).to(tl.int64)  # -1: padding, not stored
-    source = qkv_ptr + (token * (HQ + 2 * HKV) + head) * D + column
-    first = tl.load(source, mask=(head < HQ + 2 * HKV) & is_column, other=0.0)
-    second = tl.load(source + HALF, mask=(head < HQ + 2 * HKV) & is_column, other=0.0)
-    cos = tl.load(cos_ptr + position * HALF + column, mask=is_column, other=0.0)
-    sin = tl.load(sin_ptr + position * HALF + column, mask=is_column, other=0.0)
+    source = qkv_ptr + (token * (HQ + 2 * HKV) + head) * D
+    first = tl.load(source + left, mask=(head < HQ + 2 * HKV) & is_column, other=0.0)
+    second = tl.load(source + right, mask=(head < HQ + 2 * HKV) & is_column, other=0.0)
+    cos = tl.load(cos_ptr + position * TURNED + column, mask=is_turned, other=1.0)
+    sin = tl.load(sin_ptr + position * TURNED + column, mask=is_turned, other=0.0)
     a, b = first.to(tl.float32), second.to(tl.float32)
     if NORM:
         square = (tl.sum(a * a, 1) + tl.sum(b * b, 1)) / D
         scale = tl.rsqrt(square + eps)[:, None]
-        # Rounded to the model's dtype before and after the multiplication by the weight, as in transformers.
-        a = ((a * scale).to(first.dtype).to(tl.float32) * a_weight).to(first.dtype).to(tl.float32)
-        b = ((b * scale).to(first.dtype).to(tl.float32) * b_weight).to(first.dtype).to(tl.float32)
+        if NORM == 1:  # rounded to the model's dtype before and after the multiplication, as in transformers
+            a = (a * scale).to(first.dtype).to(tl.float32) * a_weight
+            b = (b * scale).to(first.dtype).to(tl.float32) * b_weight
+        else:
+            a = a * scale * (1.0 + a_weight)
+            b = b * scale * (1.0 + b_weight)
+        a = a.to(first.dtype).to(tl.float32)
+        b = b.to(first.dtype).to(tl.float32)
     turned_a = (a * cos - b * sin).to(first.dtype)
     turned_b = (b * cos + a * sin).to(first.dtype)
-    target = q_out_ptr + (token * HQ + head) * D + column
-    tl.store(target, turned_a, mask=is_q)
-    tl.store(target + HALF, turned_b, mask=is_q)
+    target = q_out_ptr + (token * HQ + head) * D
+    tl.store(target + left, turned_a, mask=is_q)
+    tl.store(target + right, turned_b, mask=is_q)
     if SCALED:
         is_kv = (head >= HQ) & (head < HQ + 2 * HKV)
         scale = tl.load(kv_scale_ptr + head - HQ, mask=is_kv, other=1.0)  # key heads, then value heads
@@ -67,64 +83,64 @@ def rope_store_kernel(
         first = round_e4m3(first.to(tl.float32) / scale).to(pool_type)
         second = round_e4m3(second.to(tl.float32) / scale).to(pool_type)
     if slot >= 0:
-        keys = k_pool_ptr + (slot * HKV + head - HQ) * D + column
-        tl.store(keys, turned_a, mask=is_k)
-        tl.store(keys + HALF, turned_b, mask=is_k)
-        values = v_pool_ptr + (slot * HKV + head - HQ - HKV) * D + column
-        tl.store(values, first, mask=is_v)
-        tl.store(values + HALF, second, mask=is_v)
+        keys = k_pool_ptr + (slot * HKV + head - HQ) * D
+        tl.store(keys + left, turned_a, mask=is_k)
+        tl.store(keys + right, turned_b, mask=is_k)
+        values = v_pool_ptr + (slot * HKV + head - HQ - HKV) * D
+        tl.store(values + left, first, mask=is_v)
+        tl.store(values + right, second, mask=is_v)
 
 
 def rope_store(
     qkv: torch.Tensor,
-    norms: tuple[torch.Tensor, torch.Tensor] | None,
-    rotary: RotaryTable,
+    norms: tuple[Norm, Norm] | None,
+    rotary: RotaryTable | None,
     positions: torch.Tensor,
     slots: torch.Tensor,
     cache: tuple[torch.Tensor, torch.Tensor],
     q_out: torch.Tensor,
     shape: HeadShape,
-    eps: float,
     scales: torch.Tensor | None = None,
 ) -> None:
-    """Splits fused qkv [T, heads * dim], applies `norms` (if given) and rotary positions to q and k, and writes q to
+    """Splits fused qkv [T, heads * dim], applies `norms` and rotary positions (if given) to q and k, and writes q to
     q_out [T, q_heads, dim], k and v to the slots [T] of the pools [num_blocks, block_size, kv_heads, dim].
 
-    With `scales` [2, kv_heads], k and v are divided by them and rounded to e4m3. Slot -1 is not stored.
+    With `scales` [2 or more, kv_heads], k and v are divided by the first two and rounded to e4m3. Slot -1 is not
+    stored.
     """
-    q_norm, k_norm = norms or (qkv, qkv)
+    q_norm, k_norm, eps, kind = qkv, qkv, 0.0, 0
+    if norms is not None:
+        q_norm, k_norm, eps, kind = norms[0].weight, norms[1].weight, norms[0].eps, NORMS[norms[0].kind]
+    cos, sin, turned = (qkv, qkv, 0) if rotary is None else (rotary.cos, rotary.sin, rotary.cos.shape[1])
     rope_store_kernel[(len(positions),)](
-        qkv, q_norm, k_norm, rotary.cos, rotary.sin, positions, slots, q_out, *cache,
-        qkv if scales is None else scales, eps,
+        qkv, q_norm, k_norm, cos, sin, positions, slots, q_out, *cache, qkv if scales is None else scales, eps,
         HQ=shape.num_q_heads, HKV=shape.num_kv_heads, D=shape.head_dim,
         HEADS=triton.next_power_of_2(shape.num_q_heads + 2 * shape.num_kv_heads),
-        HALVES=triton.next_power_of_2(shape.head_dim // 2), NORM=norms is not None, SCALED=scales is not None,
+        HALVES=triton.next_power_of_2(shape.head_dim // 2), TURNED=turned, NORM=kind, SCALED=scales is not None,
         num_warps=4, **dependent(),
     )  # fmt: skip
 
 
 def reference(
     qkv: torch.Tensor,
-    norms: tuple[torch.Tensor, torch.Tensor] | None,
-    rotary: RotaryTable,
+    norms: tuple[Norm, Norm] | None,
+    rotary: RotaryTable | None,
     positions: torch.Tensor,
     shape: HeadShape,
-    eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """q, k and v [T, heads, dim] as attention reads them."""
     heads = [shape.num_q_heads, shape.num_kv_heads, shape.num_kv_heads]
     q, k, v = torch.split(qkv.view(len(positions), -1, shape.head_dim), heads, dim=1)
     if norms is not None:
-        q, k = _rms_norm(q, norms[0], eps), _rms_norm(k, norms[1], eps)
-    cos, sin = rotary.cos[positions.long()][:, None], rotary.sin[positions.long()][:, None]
-    return _rotate(q, cos, sin), _rotate(k, cos, sin), v
-
-
-def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    wide = x.float()
-    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
+        q, k = normed(q, norms[0]), normed(k, norms[1])
+    if rotary is not None:
+        cos, sin = rotary.cos[positions.long()][:, None], rotary.sin[positions.long()][:, None]
+        q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+    return q, k, v
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    a, b = x.float().chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+    dims = 2 * cos.shape[-1]
+    a, b = x[..., :dims].float().chunk(2, dim=-1)
+    turned = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+    return torch.cat((turned, x[..., dims:]), dim=-1)

@@ -1,0 +1,74 @@
+"""Residual addition and a norm: RMSNorm or LayerNorm. One row per program, so a row does not depend on the others."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from worker_svc.engine.backend import Norm
+from worker_svc.engine.gpu.kernels.launch import after_predecessor, dependent
+
+KINDS = {"rms": 0, "rms_offset": 1, "layer": 2}
+
+
+@triton.jit
+def norm_kernel(
+    x_ptr, residual_ptr, weight_ptr, bias_ptr, out_ptr, eps,
+    N: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * N
+    column = tl.arange(0, BLOCK)
+    is_in = column < N
+    weight = tl.load(weight_ptr + column, mask=is_in, other=0.0).to(tl.float32)
+    if KIND == 2:
+        bias = tl.load(bias_ptr + column, mask=is_in, other=0.0).to(tl.float32)
+    if PDL:
+        after_predecessor()
+    x = tl.load(x_ptr + row + column, mask=is_in, other=0.0)
+    if ADD:
+        residual = tl.load(residual_ptr + row + column, mask=is_in, other=0.0)
+        x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
+        tl.store(x_ptr + row + column, x, mask=is_in)
+    wide = x.to(tl.float32)
+    if KIND == 2:
+        wide = tl.where(is_in, wide - tl.sum(wide, 0) / N, 0.0)
+    normed = wide * tl.rsqrt(tl.sum(wide * wide, 0) / N + eps)
+    if KIND == 0:
+        normed = normed.to(x.dtype).to(tl.float32) * weight  # rounded before the weight, as in transformers
+    elif KIND == 1:
+        normed = normed * (1.0 + weight)
+    else:
+        normed = normed * weight + bias
+    tl.store(out_ptr + row + column, normed.to(x.dtype), mask=is_in)
+
+
+def add_norm(x: torch.Tensor, residual: torch.Tensor | None, norm: Norm, out: torch.Tensor) -> None:
+    """x [n, dim] += residual (if any), out = norm of x. `out` may be x."""
+    n, dim = x.shape
+    block = triton.next_power_of_2(dim)
+    norm_kernel[(n,)](
+        x, x if residual is None else residual, norm.weight, norm.weight if norm.bias is None else norm.bias, out,
+        norm.eps, N=dim, BLOCK=block, ADD=residual is not None, KIND=KINDS[norm.kind],
+        num_warps=min(8, max(1, block // 512)), **dependent(),
+    )  # fmt: skip
+
+
+def reference(x: torch.Tensor, residual: torch.Tensor | None, norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sum and its norm."""
+    total = x if residual is None else x + residual
+    return total, normed(total, norm)
+
+
+def normed(x: torch.Tensor, norm: Norm) -> torch.Tensor:
+    """`norm` of x [.., dim]."""
+    wide = x.float()
+    if norm.kind == "layer":
+        wide = wide - wide.mean(-1, keepdim=True)
+    scaled = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + norm.eps)
+    if norm.kind == "rms":
+        return scaled.to(x.dtype) * norm.weight
+    if norm.kind == "rms_offset":
+        return (scaled * (1.0 + norm.weight.float())).to(x.dtype)
+    bias = 0.0 if norm.bias is None else norm.bias.float()
+    return (scaled * norm.weight.float() + bias).to(x.dtype)
