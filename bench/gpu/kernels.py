@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 
 from bench.gpu.report import Report, relative_error
-from worker_svc.engine.backend import AttentionShape, HeadShape
+from worker_svc.engine.backend import AttentionShape, HeadShape, Norm
 from worker_svc.engine.config import Determinism
 from worker_svc.engine.gpu import attention as engine_attention
 from worker_svc.engine.gpu.attention import Attention, LayerCache, TritonAttention
-from worker_svc.engine.gpu.kernels import rms_norm
+from worker_svc.engine.gpu.kernels import norm
 from worker_svc.engine.gpu.kernels.attention import Queries, Tiles
 from worker_svc.engine.gpu.step_buffer import Bucket, HostStep, StepColumns
 
@@ -54,11 +54,11 @@ def ceilings(report: Report) -> None:
 def _launches(report: Report) -> None:
     """Time per short kernel when many follow each other in a graph, with and without an early start."""
     x = torch.randn(1, 64 if report.is_smoke else 1024, device=report.device).to(report.dtype)
-    out, weight = torch.empty_like(x), torch.ones_like(x[0])
-    run = lambda: rms_norm.add_rms_norm(x, None, weight, out, 1e-6)  # noqa: E731
-    kinds = {"pdl_launch_us": rms_norm.dependent, "launch_us": lambda: {"PDL": False}}
+    out, rms = torch.empty_like(x), Norm(torch.ones_like(x[0]), None, 1e-6)
+    run = lambda: norm.add_norm(x, None, rms, out)  # noqa: E731
+    kinds = {"pdl_launch_us": norm.dependent, "launch_us": lambda: {"PDL": False}}
     for key, arguments in kinds.items():
-        with mock.patch.object(rms_norm, "dependent", arguments):
+        with mock.patch.object(norm, "dependent", arguments):
             ms = report.time_ms([run] * (2 if report.is_smoke else 200))
         name = "a short kernel that starts early" if key.startswith("pdl") else "a short kernel"
         report.row("ceilings", name, ms=ms, note=f"{ms * 1e3:.2f} us")
