@@ -1,7 +1,8 @@
 """Runs the engine's launches without a GPU: through Triton's compiler for sm_90 into a driver that launches nothing.
 
 It finds errors that neither the interpreter nor `aot` finds: call sites whose types do not compile, grids and shared
-memory beyond the limits, kernels that are first compiled during graph recording or for a request.
+memory beyond the limits, kernels that are first compiled during graph recording or for a request, and kernels that are
+launched with other types than they were compiled for in parallel.
 
     python -m bench.gpu.dry_run            # without TRITON_INTERPRET; a line per kind of worker, then a line of JSON
     python -m bench.gpu.dry_run --short    # the first kind only
@@ -20,6 +21,7 @@ from unittest import mock
 
 import numpy as np
 import torch
+import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
@@ -28,7 +30,7 @@ from bench.gpu.report import Report
 from request_fields.fields import SamplingParams
 from worker_svc.engine.batch import NO_RULES, RowOpen, StepBatch, TokenRules
 from worker_svc.engine.config import EngineConfig
-from worker_svc.engine.gpu import memory, runner
+from worker_svc.engine.gpu import compilation, memory, runner
 from worker_svc.engine.gpu.checks import case
 
 KINDS: list[dict[str, Any]] = [
@@ -127,16 +129,36 @@ def without_gpu(recorder: Recorder) -> Iterator[None]:
 
 
 def run(kind: dict[str, Any], folder: Path, device: Device) -> dict[str, Any]:
-    """Counts the kernels that a worker of this kind compiles at start-up, and names those it compiles too late."""
-    before, recorder = len(device.loaded), Recorder(device)
-    with without_gpu(recorder):
+    """Counts the kernels that a worker of this kind loads at start-up and those among them that processes compiled, and
+    names those that are compiled later."""
+    before, recorder, in_processes = len(device.loaded), Recorder(device), counting_compilations()
+    with without_gpu(recorder), compiling() as by_launches, in_processes as ahead:
         engine = runner.DeviceRunner(EngineConfig(folder, **(SETTINGS | kind)))
     at_start = len(device.loaded)
     take_steps(engine)
     return {
-        "kernels": at_start - before, "while_recording": recorder.compiled, "by_requests": device.loaded[at_start:],
+        "kernels": at_start - before, "in_processes": sum(len(call.args[0]) for call in ahead.call_args_list),
+        "by_launches": by_launches, "while_recording": recorder.compiled, "by_requests": device.loaded[at_start:],
         "graphs": engine._compute.num_graphs,
     }  # fmt: skip
+
+
+def counting_compilations() -> Any:
+    """Records the calls that compile kernels in processes."""
+    return mock.patch.object(compilation, "compile_in_processes", wraps=compilation.compile_in_processes)
+
+
+@contextmanager
+def compiling() -> Iterator[list[str]]:
+    """The list gets the kernels that this process compiles."""
+    names: list[str] = []
+
+    def listen(*, src: Any, cache_hit: bool, **_: object) -> None:
+        if not cache_hit:
+            names.append(src.name)
+
+    with mock.patch.object(triton.knobs.compilation, "listener", listen):
+        yield names
 
 
 def take_steps(engine: runner.DeviceRunner) -> None:
@@ -167,7 +189,7 @@ def main() -> None:
             found.append(kind | run(kind, folder, device))
             print(found[-1], flush=True)
     print(json.dumps(found))
-    sys.exit(any(kind["while_recording"] or kind["by_requests"] for kind in found))
+    sys.exit(any(kind["by_launches"] or kind["while_recording"] or kind["by_requests"] for kind in found))
 
 
 if __name__ == "__main__":

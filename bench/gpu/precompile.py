@@ -32,6 +32,7 @@ from bench.gpu.dry_run import Device, Recorder, take_steps, without_gpu
 from bench.gpu.report import Report
 from bench.workloads import COMMON, QWEN3_06B, weight_shapes
 from worker_svc.engine.config import EngineConfig
+from worker_svc.engine.gpu import compilation
 from worker_svc.engine.gpu.aot import ARCHITECTURES
 from worker_svc.engine.gpu.kernels import sample
 from worker_svc.engine.gpu.runner import DeviceRunner
@@ -139,6 +140,7 @@ def listing(wanted: Wanted, capability: int) -> Iterator[None]:
 
     patches = [
         mock.patch.object(triton.knobs.runtime, "jit_cache_hook", wanted),
+        mock.patch.object(compilation, "compile_in_processes"),  # engines compile what they list
         mock.patch.object(Processors, "of", return_value=processors),
         mock.patch.object(Processors, "num_programs", return_value=processors.count),
         mock.patch.object(F, "linear", lambda x, weight, bias=None: x.new_empty(*x.shape[:-1], len(weight))),

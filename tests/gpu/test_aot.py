@@ -16,9 +16,9 @@ from worker_svc.engine.gpu.aot import loop_waits
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def compiled(module: str) -> Any:
+def compiled(module: str, **variables: str) -> Any:
     """The JSON in the last line of the module's output."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | variables
     done = subprocess.run(
         [sys.executable, "-m", module, "--short"],
         cwd=ROOT,
@@ -32,11 +32,13 @@ def compiled(module: str) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_a_worker_compiles_all_kernels_at_start_up():
-    (worker,) = compiled("bench.gpu.dry_run")
-    assert worker["kernels"] > 0
-    assert worker["graphs"] > 0
-    assert worker["while_recording"] == worker["by_requests"] == []
+def test_a_worker_compiles_all_kernels_in_processes_and_its_next_start_none(tmp_path):
+    (first,) = compiled("bench.gpu.dry_run", TRITON_CACHE_DIR=str(tmp_path))
+    assert first["graphs"] > 0
+    assert first["in_processes"] == first["kernels"] > 0
+    (second,) = compiled("bench.gpu.dry_run", TRITON_CACHE_DIR=str(tmp_path))
+    assert second == first | {"in_processes": 0}
+    assert first["by_launches"] == first["while_recording"] == first["by_requests"] == []
 
 
 def test_kernels_compile_within_bounds():

@@ -130,7 +130,7 @@ class TritonAttention:
             self._programs.get(kernel, self._processors.count),
             cache.scales,
         )
-        if kernel not in self._programs:
+        if kernel not in self._programs and compiled is not None:  # None: its launch was only collected
             self._programs[kernel] = self._processors.num_programs(compiled, tiles.num_warps)
 
 

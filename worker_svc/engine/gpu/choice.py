@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator
 
 import torch
 
 from worker_svc.engine.backend import BackendUnavailableError
 from worker_svc.engine.gpu.attention import Attention, TorchAttention, TritonAttention
 from worker_svc.engine.gpu.checks.attention import MAX_ROWS, MAX_TOKENS, attention_cases
-from worker_svc.engine.gpu.checks.case import TOLERANCES, Setup, verify
+from worker_svc.engine.gpu.checks.case import TOLERANCES, Case, Setup, verify
 from worker_svc.engine.gpu.flash import FlashAttention, flash_package
 from worker_svc.engine.gpu.flash3 import Flash3Attention, flash3_package
 
@@ -41,15 +40,23 @@ def choose_attention(name: str, setup: Setup, *, max_rows: int, max_tokens: int)
         except BackendUnavailableError as error:
             is_missing = isinstance(error.__cause__, ImportError)
             logger.log(logging.INFO if is_missing else logging.WARNING, "--attention auto uses triton: %s", error)
-    make = partial(
-        TritonAttention, setup.model.heads, setup.determinism,
+    if setup.is_compiled:
+        for case in triton_cases(setup):
+            verify(case, OTHER_ATTENTION, is_exact=setup.is_exact)
+    return _make_triton(setup, max_rows, max_tokens)
+
+
+def triton_cases(setup: Setup) -> Iterator[Case]:
+    """The cases that check the Triton kernel."""
+    return attention_cases(_make_triton(setup, MAX_ROWS, MAX_TOKENS), "paged_attention", setup)
+
+
+def _make_triton(setup: Setup, max_rows: int, max_tokens: int) -> TritonAttention:
+    return TritonAttention(
+        setup.model.heads, setup.determinism, max_rows=max_rows, max_tokens=max_tokens,
         windows=[shape.window for shape in setup.attention_shapes], max_model_len=setup.max_model_len,
         dtype=setup.dtype, device=setup.device,
     )  # fmt: skip
-    if setup.is_compiled:
-        attention = make(max_rows=MAX_ROWS, max_tokens=MAX_TOKENS)
-        _check(attention, "paged_attention", OTHER_ATTENTION, setup)
-    return make(max_rows=max_rows, max_tokens=max_tokens)
 
 
 def preferred_library(setup: Setup) -> str | None:

@@ -12,7 +12,9 @@ import torch
 from request_fields.sizes import largest_pool
 from worker_svc.engine.architectures import ModelConfig
 from worker_svc.engine.config import EngineConfig
+from worker_svc.engine.gpu.compilation import compile_first
 from worker_svc.engine.gpu.compute import StepCompute
+from worker_svc.engine.gpu.parallel import ALONE, Group
 from worker_svc.engine.gpu.step_buffer import Bucket
 from worker_svc.engine.kv_cache import DEFAULT_MEMORY, KVCachePool
 
@@ -48,14 +50,22 @@ def make_pool(
 
 
 def divide_memory(
-    config: EngineConfig, model: ModelConfig, dtype: torch.dtype, compute: StepCompute, device: torch.device
+    config: EngineConfig,
+    model: ModelConfig,
+    dtype: torch.dtype,
+    compute: StepCompute,
+    device: torch.device,
+    group: Group = ALONE,
 ) -> Shares:
     """Sizes the pool by num_blocks, else kv_cache_memory, else free device memory. ValueError if no block fits.
 
-    Runs the largest steps on a pool of one block, which compiles all kernels of mixed steps.
+    Runs the largest steps on a pool of one block. Before, their kernels are compiled.
     """
     compute.use_cache(make_pool(1, config.block_size, model, dtype, device))
     largest = f"a step of max_num_batched_tokens {config.max_num_batched_tokens}, max_num_seqs {config.max_num_seqs}"
+    steps = [partial(compute.warm_up, config.max_num_batched_tokens)]
+    steps += [partial(compute.run_empty, bucket) for bucket in _largest(compute.buckets())]
+    compile_first(steps, group)
     with fitting(largest, "lower one of them, or raise tensor_parallel_size"):
         peak, graph_bytes = _measure(config, compute, device)
     if config.num_blocks is not None:

@@ -28,9 +28,10 @@ from worker_svc.engine.config import ComputeDtype, EngineConfig, EngineInfo
 from worker_svc.engine.features import check_features
 from worker_svc.engine.generation_config import eos_token_ids
 from worker_svc.engine.gpu.attention import Attention
-from worker_svc.engine.gpu.checks.case import Setup
-from worker_svc.engine.gpu.checks.start import check_kernels
-from worker_svc.engine.gpu.choice import choose_attention
+from worker_svc.engine.gpu.checks.case import Setup, launch
+from worker_svc.engine.gpu.checks.start import check_kernels, kernel_checks
+from worker_svc.engine.gpu.choice import choose_attention, triton_cases
+from worker_svc.engine.gpu.compilation import compile_first
 from worker_svc.engine.gpu.compute import StepCompute
 from worker_svc.engine.gpu.device_rows import changed_words, make_state
 from worker_svc.engine.gpu.graphs import GraphError, make_recorder
@@ -178,7 +179,7 @@ class DeviceRunner:
                 self._group.vocab_part(setup.vocab_size), self._group, min(config.cuda_graph_tokens, max_tokens),
             )  # fmt: skip
         kv_dtype = torch.float8_e4m3fn if setup.has_scaled_cache else setup.dtype
-        shares = divide_memory(config, setup.model, kv_dtype, self._compute, self._device)
+        shares = divide_memory(config, setup.model, kv_dtype, self._compute, self._device, self._group)
         num_blocks = self._group.all_reduce_min(shares.num_blocks)
         with fitting(f"{num_blocks} blocks", "lower num_blocks or kv_cache_memory"):
             self._pool = make_pool(num_blocks, config.block_size, setup.model, kv_dtype, self._device)
@@ -382,11 +383,15 @@ def _choose_checked(config: EngineConfig, setup: Setup) -> Attention:
         _check_fp8(setup.device, "kv_cache_dtype fp8", "use --kv-cache-dtype auto")
     if config.quantize == "fp8":
         _check_fp8(setup.device, "quantize fp8", "start the worker without --quantize")
+    checks = kernel_checks(setup) if setup.is_compiled else []
+    cases = [case for case, _ in checks]
+    if setup.is_compiled and config.attention in ("auto", "triton"):
+        cases = [*triton_cases(setup), *cases]  # first what takes longest to compile
+    compile_first([partial(launch, case, is_exact=setup.is_exact) for case in cases], setup.group)
     attention = choose_attention(
         config.attention, setup, max_rows=config.max_num_seqs, max_tokens=config.max_num_batched_tokens
     )
-    if setup.is_compiled:
-        check_kernels(setup)
+    check_kernels(checks, setup)
     return attention
 
 

@@ -96,8 +96,7 @@ def verify(case: Case, advice: str, *, is_exact: bool) -> None:
     `is_exact`: rows must also have the same bits when they are computed alone.
     """
     try:
-        whole = _on_host(case.run(0, case.num_rows))
-        parts = {rows: _on_host(case.run(*rows)) for rows in (_parts(case.num_rows) if is_exact else [])}
+        whole, parts = launch(case, is_exact=is_exact)
     except Exception as error:
         raise BackendUnavailableError(
             f"{case.kernel} failed in the start-up check ({case.inputs}): {error}; {advice}"
@@ -105,6 +104,12 @@ def verify(case: Case, advice: str, *, is_exact: bool) -> None:
     fault = find_fault(case, whole, parts)
     if fault is not None:
         raise BackendUnavailableError(f"{case.kernel} failed the start-up check ({case.inputs}): {fault}; {advice}")
+
+
+def launch(case: Case, *, is_exact: bool) -> tuple[Outputs, dict[tuple[int, int], Outputs]]:
+    """The outputs of all rows and, in exact mode, of parts of them."""
+    whole = _on_host(case.run(0, case.num_rows))
+    return whole, {rows: _on_host(case.run(*rows)) for rows in (_parts(case.num_rows) if is_exact else [])}
 
 
 def find_fault(case: Case, whole: Outputs, parts: dict[tuple[int, int], Outputs]) -> str | None:

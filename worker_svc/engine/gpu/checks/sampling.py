@@ -46,11 +46,13 @@ def greedy_cases(setup: Setup) -> Iterator[Case]:
 
 
 def noise_cases(setup: Setup) -> Iterator[Case]:
-    yield _case("sample (noise)", setup, _logits(setup, len(NOISE)), NOISE)
+    for logits in _both_dtypes(setup, len(NOISE)):
+        yield _case("sample (noise)", setup, logits, NOISE)
 
 
 def filtered_cases(setup: Setup) -> Iterator[Case]:
-    yield _case("sample (filtered)", setup, _logits(setup, len(FILTERED)), FILTERED, is_filtered=True)
+    for logits in _both_dtypes(setup, len(FILTERED)):
+        yield _case("sample (filtered)", setup, logits, FILTERED, is_filtered=True)
 
 
 def banned_cases(setup: Setup) -> Iterator[Case]:
@@ -127,6 +129,12 @@ def _logits(setup: Setup, count: int) -> torch.Tensor:
     return (SPREAD * torch.randn(count, setup.vocab_size, generator=generator)).to(setup.dtype)
 
 
+def _both_dtypes(setup: Setup, count: int) -> Iterator[torch.Tensor]:
+    """The same logits as they come from the output layer, and from processing, which makes them float32."""
+    logits = _logits(setup, count)
+    return (logits.to(dtype) for dtype in dict.fromkeys((setup.dtype, torch.float32)))
+
+
 def _case(
     name: str, setup: Setup, logits: torch.Tensor, params: Sequence[SamplingParams], *, is_filtered: bool = False
 ) -> Case:
@@ -143,7 +151,7 @@ def _case(
     def run(first: int, last: int) -> Outputs:
         return _sample(setup, own[first:last].clone(), params[first:last], first, is_filtered=is_filtered)
 
-    inputs = f"{len(params)} rows, vocab_size {setup.vocab_size}, this rank's ids {part}, {setup.dtype}"
+    inputs = f"{len(params)} rows, vocab_size {setup.vocab_size}, this rank's ids {part}, {logits.dtype}"
     return Case(name, inputs, range(len(params) + 1), run, expected)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from worker_svc.engine.gpu.checks.case import Case, Setup, verify
 from worker_svc.engine.gpu.checks.layers import (
@@ -40,8 +40,12 @@ CHECKS: tuple[tuple[Callable[[Setup], Iterator[Case]], str], ...] = (
 )
 
 
-def check_kernels(setup: Setup) -> None:
+def kernel_checks(setup: Setup) -> list[tuple[Case, str]]:
+    """All cases, each with the advice for its failure."""
+    return [(case, advice) for cases, advice in CHECKS for case in cases(setup)]
+
+
+def check_kernels(checks: Sequence[tuple[Case, str]], setup: Setup) -> None:
     """Raises BackendUnavailableError for the first kernel that is wrong on this device. All ranks call it together."""
-    for cases, advice in CHECKS:
-        for case in cases(setup):
-            verify(case, advice, is_exact=setup.is_exact)
+    for case, advice in checks:
+        verify(case, advice, is_exact=setup.is_exact)

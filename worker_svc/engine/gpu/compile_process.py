@@ -1,0 +1,62 @@
+"""Compiles kernels into Triton's cache in forked processes. compilation.py starts it.
+
+It reads one task from stdin: target, number of processes, and kernels as (module, name, specialization). It writes a
+line (name, error or null) for each kernel to stdout. It has its own process, because a worker has threads and a CUDA
+context and so must not fork. If the worker dies, it ends at its next line.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import multiprocessing
+import os
+import sys
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from typing import Any
+
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia import driver as nvidia
+from triton.runtime.driver import driver
+
+
+class Target:
+    """A Triton driver that only names its target, so no GPU is used."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        self._target = target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+
+def compile_kernel(module: str, name: str, specialization: str) -> str | None:
+    """Returns the error, if any."""
+    try:
+        compiled = getattr(importlib.import_module(module), name).preload(specialization)
+        if hasattr(nvidia, "make_launcher"):  # Triton 3.6 compiles a C function for each signature
+            nvidia.CudaLauncher(compiled.src, compiled.metadata)
+    except Exception as error:  # Any error of the compiler: the launch of this kernel reports it.
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # compilers may print
+    task: dict[str, Any] = json.load(sys.stdin)
+    driver.set_active(Target(GPUTarget(*task["target"])))
+    for module, _, _ in task["kernels"]:
+        importlib.import_module(module)  # once, before the fork
+    fork = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(task["processes"], mp_context=fork) as pool:
+        names = {pool.submit(compile_kernel, *kernel): kernel[1] for kernel in task["kernels"]}
+        for done in as_completed(names):
+            print(json.dumps((names[done], done.result())), file=answers)
+
+
+if __name__ == "__main__":
+    main()
