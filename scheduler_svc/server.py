@@ -73,6 +73,7 @@ CALLERS = {
     }.items()
 }
 BUNDLE_PIECE_BYTES = 1 << 20
+CHANGES_WAIT_S = 0.02  # see SchedulerConfig
 MAX_REGISTER_BYTES = 256 << 10  # of one message of a worker, with the names and paths of its adapters
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -350,6 +351,7 @@ def build(args: argparse.Namespace, trust: Trust) -> Parts:
         aging_s=args.aging_s,
         aging_tokens_per_s=args.aging_tokens_per_s,
         burst_s=args.burst_ms / 1000,
+        changes_wait_s=CHANGES_WAIT_S,
         worker_patience_s=args.worker_patience_s,
         prefix_caching=not args.no_prefix_caching,
     )

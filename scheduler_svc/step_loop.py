@@ -58,7 +58,7 @@ class StepLoop:
         self._index = index
         self._traces = traces
         self._now = 0.0  # time of the current turn
-        self._alarm: asyncio.TimerHandle | None = None  # set while a request waits for a worker that can run it
+        self._alarm: asyncio.TimerHandle | None = None  # of the next turn that needs no event
         self._scheduler: Scheduler | None = None
         self._facts: ModelFacts | None = None
         self._workers: dict[str, WorkerLink] = {}
@@ -245,7 +245,7 @@ class StepLoop:
             self._note_moves()
             self._note_steps(batches)
         self._produce(self._scheduler.take_expired())
-        self._set_alarm(self._scheduler.patience_ends_at)
+        self._set_alarm(min(self._scheduler.patience_ends_at, self._scheduler.changes_due_at))
         self._route()
         if self._draining:
             self._release_drained(self._scheduler)
@@ -262,8 +262,11 @@ class StepLoop:
 
     def _set_alarm(self, at: float) -> None:
         """Take a turn at time `at` even if no event arrives."""
-        if at < math.inf and self._alarm is None:
-            self._alarm = asyncio.get_running_loop().call_at(at, self._ring)
+        if at == math.inf or (self._alarm is not None and self._alarm.when() <= at):
+            return
+        if self._alarm is not None:
+            self._alarm.cancel()
+        self._alarm = asyncio.get_running_loop().call_at(at, self._ring)
 
     def _ring(self) -> None:
         self._alarm = None

@@ -26,6 +26,8 @@ class SchedulerConfig:
     leave_fraction: float = 0.3  # leave a cached prefix if recomputing it takes at most this fraction of the wait saved
     max_pending_prefill_steps: int = 2  # steps of expected prefill at which a worker accepts no more
     burst_s: float = 0.0  # longest time that a worker may decode per message; 0: one step per message
+    # how long an idle worker's closed rows and committed blocks wait for a step that computes something; 0: not at all
+    changes_wait_s: float = 0.0
     worker_patience_s: float = 60.0  # how long a sequence waits for an eligible worker to join
     expected_output_tokens: int = 256  # initial estimate of the mean output length
     eos_token_ids: frozenset[int] = frozenset()
@@ -55,6 +57,8 @@ class SchedulerConfig:
             raise ValueError(f"leave_fraction is {self.leave_fraction}; must be at least 0")
         if not 0 <= self.burst_s <= MAX_BURST_S:
             raise ValueError(f"burst_s is {self.burst_s}; must be from 0 to {MAX_BURST_S:g}")
+        if not self.changes_wait_s >= 0:
+            raise ValueError(f"changes_wait_s is {self.changes_wait_s}; must be at least 0")
         if not self.worker_patience_s >= 0:
             raise ValueError(f"worker_patience_s is {self.worker_patience_s}; must be at least 0")
         if self.max_pending_prefill_steps < 1:

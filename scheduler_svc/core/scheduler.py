@@ -14,6 +14,7 @@ Decodes are planned first, then chunks of prompts, within the worker's token bud
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import islice
@@ -69,6 +70,7 @@ class Scheduler:
         self._workers: dict[str, WorkerBooks] = {}
         self._planners: dict[str, StepPlanner] = {}
         self._ready: dict[str, StepPlanner] = {}  # the workers whose pipeline has room for a step
+        self._changes_due: dict[str, float] = {}  # idle workers with changes -> when these are sent, earliest first
         self._fleet = fleet or Fleet(config)
         self._measures = Measures(config.expected_output_tokens)
         self._stops = Stops(config.eos_token_ids)
@@ -100,7 +102,7 @@ class Scheduler:
             keeps_events=self.config.publishes_prefixes,
         )
         worker.adopt(blocks)
-        planner = StepPlanner(worker, next_step_id)
+        planner = StepPlanner(worker, next_step_id, self.config.changes_wait_s)
         self._workers[capacity.worker_id] = worker
         self._planners[capacity.worker_id] = self._ready[capacity.worker_id] = planner
         self._fleet.join(worker)
@@ -118,6 +120,7 @@ class Scheduler:
         self._fleet.leave(worker)
         del self._planners[worker_id]
         self._ready.pop(worker_id, None)
+        self._changes_due.pop(worker_id, None)
         self._requests.update_schedulable()
         while worker.rows.num_used:
             self._requests.requeue(worker.preempt(int(worker.rows.active()[0])), MigrationReason.LOST)
@@ -213,6 +216,8 @@ class Scheduler:
             self._expired += self._requests.give_up(now)
         batches: list[StepBatch] = []
         changed = self._fleet.changed
+        if self._changes_due:
+            changed.update(name for name, due_at in self._changes_due.items() if due_at <= now)
         while self._ready and (changed or self._waiting.num_schedulable) and (new := self._schedule_once(now)):
             batches += new
         changed.clear()
@@ -226,6 +231,11 @@ class Scheduler:
         """
         expired, self._expired = self._expired, []
         return _finishes(expired)
+
+    @property
+    def changes_due_at(self) -> float:
+        """When `schedule` sends the next changes of an idle worker; inf if there are none."""
+        return next(iter(self._changes_due.values()), math.inf)
 
     @property
     def patience_ends_at(self) -> float:
@@ -262,6 +272,10 @@ class Scheduler:
         if candidates and not has_preempted:
             self._admit(planner, plan, candidates, now)
         batch = planner.finish_plan(plan)
+        if planner.changes_due_at is not None:
+            self._changes_due[worker.capacity.worker_id] = planner.changes_due_at
+        elif self._changes_due:
+            self._changes_due.pop(worker.capacity.worker_id, None)
         if batch is not None:
             if self.config.burst_s and not candidates:
                 planner.plan_burst(batch, self.config.burst_s, now)

@@ -7,6 +7,7 @@ is wrong raises Violation.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -506,7 +507,12 @@ class Cluster:
         """No more requests or faults: all open requests must end within a bounded number of steps."""
         work = sum(request.num_tokens * request.num_sequences for request in self.open.values())
         bound, num_idle = self.num_steps + 200 + 20 * work, 0
-        while self.schedule() or self.busy_workers() or self.scheduler.has_work:
+        while (
+            self.schedule()
+            or self.busy_workers()
+            or self.scheduler.has_work
+            or self.scheduler.changes_due_at < math.inf
+        ):
             self.now += 1.0
             busy = self.busy_workers()
             num_idle = 0 if busy or self.swaps else num_idle + 1

@@ -115,6 +115,7 @@ class Simulation:
             expected_output_tokens=rng.choice((1, 8, 256)),
             eos_token_ids=frozenset(rng.choice(((), (0,), (0,), (0, 1)))),
             burst_s=Random(f"burst {self.seed}").choice((0.0, 0.0, 0.3, 1.0)),
+            changes_wait_s=Random(f"changes {self.seed}").choice((0.0, 0.3)),
             root_salt=ROOT_SALT,
         )
 

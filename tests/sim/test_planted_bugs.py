@@ -272,7 +272,7 @@ def committed_before_the_answer(patch: Patch) -> None:
     wrap(patch, StepPlanner, "finish_plan", finish)
 
 
-@bug("opens with nothing to compute|was never opened for it")
+@bug("opens with nothing to compute|was never opened for it|leaks")
 def whole_prompt_taken_from_the_cache(patch: Patch) -> None:
     def match(original: Any, pool: BlockManager, digests: list[bytes], tokens: np.ndarray, *limits: int) -> list[int]:
         return original(pool, digests, tokens, len(tokens) // pool.block_size)
@@ -352,7 +352,7 @@ def closed_row_not_reported(patch: Patch) -> None:
     change_batches(patch, lambda b: replace(b, close_rows=b.close_rows[:0]))
 
 
-@bug("token at offset|the oracle has")
+@bug("token at offset|the oracle has|reports .* tokens, delivered")
 def newest_token_lost_in_preemption(patch: Patch) -> None:
     def preempt(original: Any, worker: WorkerBooks, row: int) -> Sequence:
         seq = original(worker, row)

@@ -30,9 +30,11 @@ class StepPlanner:
     `finish_plan`, which makes the message and reports the step to the books.
     """
 
-    def __init__(self, books: WorkerBooks, next_step_id: int) -> None:
+    def __init__(self, books: WorkerBooks, next_step_id: int, changes_wait_s: float = 0.0) -> None:
         self.books = books
         self.answered_at = 0.0  # time of the newest answer
+        self.changes_due_at: float | None = None  # when a step without rows carries the changes of an idle worker
+        self._changes_wait_s = changes_wait_s
         self.may_continue = True  # the next step may have tokens to compute, even before an answer arrives
         self._capacity = books.capacity
         self._rows = books.rows
@@ -346,9 +348,9 @@ class StepPlanner:
     # -- sending ------------------------------------------------------------------------------------------------------
 
     def finish_plan(self, plan: StepPlan) -> StepBatch | None:
-        """Make the message of the planned step and report it to the books; None if there is nothing to send."""
+        """Make the message of the planned step and report it to the books; None if there is nothing to send yet."""
         is_empty = plan.run is None and plan.decodes is None and not (plan.chunks or plan.images)
-        if is_empty and (self.books.in_flight or not self.books.has_changes):
+        if is_empty and (self.books.in_flight or not self.books.has_changes or self._may_wait(plan.now)):
             return None
         columns = self._make_columns(plan)
         is_run = plan.run is not None and len(columns.rows) == len(plan.run.rows)
@@ -376,6 +378,14 @@ class StepPlanner:
         )
         return self._send(plan, step, columns.sample_mask, columns.slots)
 
+    def _may_wait(self, now: float) -> bool:
+        """Whether the changes may wait for a step that computes something. On an idle system a step of their own would
+        compete with the next request. A draining worker may leave at any time.
+        """
+        if self.changes_due_at is None:
+            self.changes_due_at = now + self._changes_wait_s
+        return now < self.changes_due_at and not self.books.is_draining
+
     def _make_columns(self, plan: StepPlan) -> Columns:
         """Advance the planned rows: those of the run, then other decoding rows, then prompts."""
         r, columns = self._rows, NO_COLUMNS
@@ -389,6 +399,7 @@ class StepPlanner:
     def _send(self, plan: StepPlan, step: InFlightStep, sample_mask: Bools, slots: U32) -> StepBatch:
         batch = make_batch(self._capacity.worker_id, plan, step, sample_mask, slots, self.books.take_changes())
         self.books.note_sent(step, joins_message=plan.joins_message)
+        self.changes_due_at = None
         self._next_step_id += 1
         return batch
 

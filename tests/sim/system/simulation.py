@@ -87,6 +87,7 @@ class Simulation:
                 watermark=0.0,
                 expected_output_tokens=rng.choice((4, 64)),
                 burst_s=Random(f"burst {self.seed}").choice((0.0, 0.0, 0.05, 1.0)),
+                changes_wait_s=Random(f"changes {self.seed}").choice((0.0, 0.02)),
             ),
         )
 

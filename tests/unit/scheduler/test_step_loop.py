@@ -466,3 +466,32 @@ def test_retry_advice_follows_the_rate_of_ends() -> None:
     assert 0.1 <= advice.seconds(30, 1.0) <= 0.2
     assert 2.0 < advice.seconds(900, 1.0) < 4.0
     assert advice.seconds(10**6, 1.0) == 30.0
+
+
+async def test_changes_of_an_idle_worker_are_sent_without_another_fact() -> None:
+    async with running_loop(changes_wait_s=0.05) as loop:
+        gateway, worker = FakeGateway(), FakeWorker(loop)
+        worker.join()
+        submit(loop, loop.attach(gateway), 1, max_tokens=1)
+        await worker.answer_all()
+        assert gateway.reasons() == {(1, 0): "length"}
+        assert len(worker.sent) == 1
+        await until(lambda: len(worker.sent) == 2)
+        assert len(worker.sent[1].close_rows) == 1
+        assert not len(worker.sent[1].rows)
+
+
+async def test_an_alarm_is_set_again_for_an_earlier_time() -> None:
+    async with running_loop(worker_patience_s=60.0, changes_wait_s=0.05) as loop:
+        gateway, big, small = FakeGateway(), FakeWorker(loop), FakeWorker(loop, "small")
+        big.join(num_blocks=64)
+        owner = loop.attach(gateway)
+        submit(loop, owner, 1, prompt=40)
+        await settle()
+        small.join(num_blocks=4)
+        loop.worker_lost(big, "gone")  # request 1 waits for a worker, for a minute
+        await settle()
+        submit(loop, owner, 2, prompt=4, max_tokens=1)
+        await small.answer_all()
+        await until(lambda: len(small.sent) == 2)
+        assert gateway.reasons() == {(2, 0): "length"}

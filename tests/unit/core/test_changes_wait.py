@@ -1,0 +1,81 @@
+"""Closed rows and committed blocks of an idle worker wait for the next step, but not for long."""
+
+import math
+
+import numpy as np
+
+from scheduler_svc.core.messages import StepBatch, StepOutput
+from scheduler_svc.core.scheduler import Scheduler
+from tests.builders import make_group, make_scheduler
+
+WAIT_S = 0.5
+
+
+def serve_one(scheduler: Scheduler, now: float) -> None:
+    """Serve a request with one output token, whose prompt fills a block, to its end."""
+    scheduler.add_group(make_group(6, f"at {now}", max_tokens=1), now)
+    [batch] = scheduler.schedule(now)
+    answer(scheduler, batch, now)
+    assert not scheduler.has_work
+
+
+def answer(scheduler: Scheduler, batch: StepBatch, now: float) -> None:
+    rows = batch.rows[batch.sample_mask]
+    scheduler.update(StepOutput(batch.worker_id, batch.step_id, rows, np.full_like(rows, 9)), now)
+
+
+def has_changes(batch: StepBatch) -> bool:
+    return len(batch.close_rows) == len(batch.commit_blocks) == 1
+
+
+def test_the_next_step_carries_the_changes() -> None:
+    scheduler = make_scheduler(changes_wait_s=WAIT_S)
+    serve_one(scheduler, 1.0)
+    assert not scheduler.schedule(1.0)
+    assert scheduler.changes_due_at == 1.0 + WAIT_S
+    scheduler.add_group(make_group([7] * 5), 1.4)
+    [batch] = scheduler.schedule(1.4)
+    assert has_changes(batch)
+    assert len(batch.rows) == 1
+    assert scheduler.changes_due_at == math.inf
+    scheduler.check_invariants()
+
+
+def test_a_step_without_rows_carries_changes_that_are_due() -> None:
+    scheduler = make_scheduler(changes_wait_s=WAIT_S)
+    serve_one(scheduler, 1.0)
+    assert not scheduler.schedule(1.0)
+    assert not scheduler.schedule(1.4)
+    [batch] = scheduler.schedule(1.5)
+    assert has_changes(batch)
+    assert not len(batch.rows)
+    answer(scheduler, batch, 1.6)
+    assert not scheduler.schedule(9.0)
+    assert scheduler.changes_due_at == math.inf
+
+
+def test_a_later_wait_starts_again() -> None:
+    scheduler = make_scheduler(changes_wait_s=WAIT_S)
+    for now in (1.0, 1.2):
+        serve_one(scheduler, now)
+        assert not scheduler.schedule(now)
+        assert scheduler.changes_due_at == now + WAIT_S
+
+
+def test_changes_of_a_draining_worker_do_not_wait() -> None:
+    scheduler = make_scheduler(changes_wait_s=WAIT_S)
+    serve_one(scheduler, 1.0)
+    assert not scheduler.schedule(1.0)
+    scheduler.drain_worker("w0")
+    [batch] = scheduler.schedule(1.1)
+    assert has_changes(batch)
+    assert scheduler.changes_due_at == math.inf
+
+
+def test_changes_of_a_lost_worker_are_forgotten() -> None:
+    scheduler = make_scheduler(changes_wait_s=WAIT_S)
+    serve_one(scheduler, 1.0)
+    assert not scheduler.schedule(1.0)
+    scheduler.remove_worker("w0")
+    assert scheduler.changes_due_at == math.inf
+    assert not scheduler.schedule(9.0)
