@@ -16,7 +16,7 @@ from tests.unit.engine.models import make_model
 from worker_svc.engine.architectures import parse_config
 from worker_svc.engine.backend import BackendUnavailableError
 from worker_svc.engine.gpu.attention import TritonAttention
-from worker_svc.engine.gpu.checks import layers, sampling, steps, weights
+from worker_svc.engine.gpu.checks import experts, layers, sampling, steps, weights
 from worker_svc.engine.gpu.checks.attention import MAX_ROWS, MAX_TOKENS, attention_cases
 from worker_svc.engine.gpu.checks.case import Case, Setup, verify
 from worker_svc.engine.gpu.checks.start import CHECKS
@@ -26,11 +26,13 @@ from worker_svc.engine.gpu.kernels import (
     banned,
     candidates,
     deltas,
+    expert_linear,
     linear,
     norm,
     prepare,
     process,
     rope_store,
+    route,
     sample,
     scaled_linear,
 )
@@ -47,6 +49,10 @@ EXACT = Setup(
     parse_config(CONFIG), 97, torch.float32, 16, 700, DEVICE, Group(), "exact", has_scaled_cache=False,
     formats=frozenset({"fp8"}),
 )  # fmt: skip
+MOE = CONFIG | {
+    "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+}  # fmt: skip
+EXPERTS = replace(EXACT, model=parse_config(MOE))
 FP8 = replace(EXACT, dtype=torch.float16, determinism="best_effort", has_scaled_cache=True)
 BIASED = replace(EXACT, model=parse_config(CONFIG | {"architectures": ["LlamaForCausalLM"]}), block_size=1)
 
@@ -73,6 +79,12 @@ def test_correct_kernels_pass(cases, setup):
     check(cases, setup)
 
 
+@pytest.mark.parametrize("determinism", ["exact", "best_effort"])
+def test_correct_kernels_of_experts_pass(determinism):
+    assert list(experts.expert_cases(EXPERTS))
+    check(experts.expert_cases, replace(EXPERTS, determinism=determinism))
+
+
 @pytest.mark.parametrize("cases", [layers.linear_cases, layers.rope_store_cases, steps.prepare_cases])
 def test_correct_kernels_pass_with_bias_without_qk_norm_and_with_blocks_of_one_token(cases):
     check(cases, BIASED)
@@ -92,8 +104,8 @@ ONE_WRONG_ELEMENT = [
         "tl.where(column == 71, 0.0, residual.to(tl.float32))",
     ),
     (
-        layers.activation_cases, EXACT, activation, "(_activate(gate, KIND) * up).to(out",
-        "(_activate(gate, KIND) * tl.where(column == 39, 1.0, up)).to(out",
+        layers.activation_cases, EXACT, activation, "KIND) * up).to(out",
+        "KIND) * tl.where(column == 39, 1.0, up)).to(out",
     ),
     (
         layers.rope_store_cases, EXACT, rope_store, "tl.store(target + left, turned_a,",
@@ -117,6 +129,15 @@ ONE_WRONG_ELEMENT = [
         "round_e4m3(x * tl.where(column == 71, 0.5, inverse[:, None]))",
     ),
     (weights.fp8_cases, FP8, scaled_linear, "if BIAS:", "total = tl.where(column == 131, 0.0, total)\n    if BIAS:"),
+    (
+        experts.expert_cases, EXPERTS, route, "left = tl.where(expert == best, -1.0, left)",
+        "left = tl.where(expert <= best, -1.0, left)",
+    ),
+    (experts.expert_cases, EXPERTS, route, "place += tl.sum(is_mine, 0)", "place += 0"),
+    (
+        experts.expert_cases, EXPERTS, expert_linear, "activation_of(total, KIND) * up_total",
+        "activation_of(total, KIND) * tl.where(column == 79, 0.0, up_total)",
+    ),
     (steps.deltas_cases, EXACT, deltas, "index, value,", "index, value + (item == 299),"),
     (steps.prepare_cases, EXACT, prepare, "position = context + token - first", "position = context + token // 4 * 4"),
     (steps.prepare_cases, EXACT, prepare, "token * 0 - 1", "token * 0 - (token != 7).to(tl.int32)"),
@@ -162,8 +183,8 @@ ONE_OF_MANY = [
     (layers.linear_cases, linear, "if BIAS:", "total *= 1 + 1e-7 * M\n    if BIAS:"),
     (weights.fp8_cases, scaled_linear, "if BIAS:", "total *= 1 + 1e-7 * M\n    if BIAS:"),
     (layers.norm_cases, norm, "/ N + eps)", f"/ N * {FACTOR} + eps)"),
-    (layers.activation_cases, activation, "(_activate(gate, KIND) * up).to(out",
-     f"(_activate(gate, KIND) * up * {FACTOR}).to(out"),
+    (experts.expert_cases, expert_linear, "total += term *", f"total += {FACTOR} * term *"),
+    (layers.activation_cases, activation, "KIND) * up).to(out", f"KIND) * up * {FACTOR}).to(out"),
     (layers.rope_store_cases, rope_store, "position * TURNED + column, mask=is_turned, other=0.0)\n    a, b",
      f"position * TURNED + column, mask=is_turned, other=0.0) * {FACTOR}\n    a, b"),
     (steps.prepare_cases, prepare, "tl.where(known < 0, sampled_last, known)",
@@ -178,9 +199,10 @@ ONE_OF_MANY = [
 @pytest.mark.parametrize(("cases", "module", "old", "new"), ONE_OF_MANY, ids=names(ONE_OF_MANY))
 def test_exact_mode_refuses_rows_that_depend_on_their_number(plant_mutant, cases, module, old, new):
     plant_mutant(module, old, new)
+    setup = EXPERTS if cases is experts.expert_cases else EXACT
     with pytest.raises(BackendUnavailableError, match=r"rows \d to \d+ depend on the number of rows: the largest diff"):
-        check(cases, EXACT)
-    check(cases, replace(EXACT, determinism="best_effort"))
+        check(cases, setup)
+    check(cases, replace(setup, determinism="best_effort"))
 
 
 def case_of(run, expected, **tolerances):

@@ -33,6 +33,7 @@ CUDA = frozenset(
     {
         "attention_scale",
         "embedding_scale",
+        "experts",
         "layer_norm",
         "learned_positions",
         "offset_norm",

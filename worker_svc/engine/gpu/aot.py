@@ -44,12 +44,13 @@ from worker_svc.engine.gpu.kernels import (
     record,
     rope_store,
     sample,
-    scaled_linear,
     threshold,
     work_list,
 )
 from worker_svc.engine.gpu.kernels.launch import FIRST_ARCHITECTURE
 from worker_svc.engine.gpu.tiles import DECODE_TILES, EXACT_TILES, PREFILL_TILES, Processors, for_heads
+from worker_svc.engine.gpu.variant import Variant
+from worker_svc.engine.gpu.weight_variants import weight_variants
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,8 @@ MAX_REGISTERS = 255
 LEFT_OUT = (
     "norm 4096", "soft_cap", "silu", "deltas", "prepare", "start", "descend", "work_list", "gelu", "bias=True",
     "norm=False", "sums 0", "filter=False part=True", "float32", "dim 80", "dim 112", "dim 256", "dim 96 exact",
-    "fp8 exact", "fp8 rows", "fp8 linear few", "fp8 linear many",
+    "fp8 exact", "fp8 rows", "fp8 linear few", "fp8 linear many", "experts many", "experts fp8 few",
+    "experts count", "experts group", "experts add", "gated=False",
     "gemma2", "mistral exact", "store mistral",
 )  # fmt: skip
 LEFT_OUT_PAGES = (
@@ -94,19 +96,6 @@ CAPS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 MASKED_SHAPES = {"mistral": (HeadShape(32, 8, 128), WINDOWS), "gemma2": (HeadShape(16, 8, 256), CAPS)}
 ODD_SHAPES = {f"dim {dim}": HeadShape(32, 8, dim) for dim in (80, 96, 112, 256)}
-
-
-@dataclass(frozen=True, slots=True)
-class Variant:
-    """One kernel with the argument types and constants of a launch."""
-
-    name: str
-    kernel: Any
-    types: str  # types of the non-constant arguments, in order
-    constants: dict[str, Any]
-    num_warps: int = 4
-    num_stages: int = 3
-    divisible: tuple[str, ...] = ()  # arguments that are multiples of 16 in every model
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +137,7 @@ def variants(
     for bias in (False, True):
         yield _linear(f"linear bias={bias}", t, linear.BLOCK_K, linear.WARPS, linear.STAGES, has_bias=bias)
     yield _linear("linear float32", f, linear.WIDE_BLOCK_K, linear.WIDE_WARPS, linear.WIDE_STAGES)
-    yield from _fp8_variants(t)
+    yield from weight_variants(t)
     yield Variant("deltas", deltas.deltas_kernel, f"{i} {i} i32", {"BLOCK": deltas.BLOCK})
     constants = {"TABLE": record.TABLE, "PAGE": 256, "BLOCK": prepare.BLOCK}
     yield Variant("prepare", prepare.prepare_kernel, f"{i} i32 {i} {i} {i} {i} {i} {i} {i} {i} i32", constants)
@@ -168,32 +157,6 @@ def _linear(name: str, t: str, block_k: int, num_warps: int, num_stages: int, *,
     constants = {"BIAS": has_bias, "BLOCK_M": linear.BLOCK_M, "BLOCK_N": linear.BLOCK_N, "BLOCK_K": block_k}
     types = f"{t} {t} {t} {t} i32 i32 i32"
     return Variant(name, linear.linear_kernel, types, constants, num_warps, num_stages, ("N", "K"))
-
-
-def _fp8_variants(t: str) -> Iterator[Variant]:
-    values = "*fp8e4nv"
-    for size, group in ((4096, 4096), (4096, 128), (28672, 28672)):
-        block = min(triton.next_power_of_2(group), scaled_linear.WIDEST)
-        at_once = max(scaled_linear.AT_ONCE // block, 1)
-        constants = {
-            "GROUP": group, "GROUPS_AT_ONCE": at_once, "BLOCK": block, "SMALLEST": scaled_linear.SMALLEST,
-        }  # fmt: skip
-        name = f"fp8 rows {size} group {group}"
-        yield Variant(
-            name, scaled_linear.quantize_rows_kernel, f"{t} {values} *fp32 i32 i32", constants, at_once * block // 512
-        )
-    tiles = {"exact": scaled_linear.EXACT, "few rows": scaled_linear.FEW_ROWS, "many rows": scaled_linear.MANY_ROWS}
-    for use, tile in tiles.items():
-        for group in (0, 128):
-            sizes = {
-                "GROUP": group, "BIAS": False, "BLOCK_M": tile.rows, "BLOCK_N": tile.columns,
-                "BLOCK_K": scaled_linear.WIDEST_K,
-            }  # fmt: skip
-            yield Variant(
-                f"fp8 linear {use} group {group}", scaled_linear.scaled_linear_kernel,
-                f"{values} *fp32 {values} *fp32 {t} {t} i32 i32 i32 i32", sizes, tile.num_warps, tile.num_stages,
-                ("N", "K"),
-            )  # fmt: skip
 
 
 def _head_variants(

@@ -49,6 +49,15 @@ def mixed_sizes(max_tokens: int) -> list[int]:
     return [*(size for size in sizes if size < max_tokens), max_tokens] if max_tokens else []
 
 
+def shorter_sizes(max_tokens: int) -> list[int]:
+    """Token counts that use every tile of linear layers and experts: those tiles change at least fourfold apart."""
+    sizes, size = [], 1
+    while size < max_tokens:
+        sizes.append(size)
+        size *= 4
+    return sizes
+
+
 class StepCompute:
     """Runs the step in a step buffer. `results` int32 [2, max_rows] are its tokens and statuses in sampling order."""
 
@@ -262,7 +271,8 @@ class StepCompute:
         )  # fmt: skip
 
     def warm_up(self, max_tokens: int) -> None:
-        """Runs a step of the largest size, but without rows: this compiles all kernels and allocates their memory.
+        """Runs steps without rows, the largest and some shorter ones: this compiles all kernels, whose tiles depend on
+        the number of tokens, and allocates their memory.
 
         Call it only at start-up, because it writes to a row record.
         """
@@ -272,6 +282,9 @@ class StepCompute:
             bucket = Bucket(max_tokens, rows, rows, is_decode=False, is_filtered=is_filtered)
             self.run_empty(bucket)
             self.run_empty(replace(bucket, ends_at_logits=True))
+        for size in shorter_sizes(max_tokens):
+            rows = min(size, self._max_rows)
+            self.run_empty(Bucket(size, rows, rows, is_decode=False, is_filtered=False))
 
     def run_empty(self, bucket: Bucket) -> None:
         """Runs a step of this bucket without rows."""

@@ -59,8 +59,8 @@ class DeviceLinears:
     copies_weights = False
 
     def __init__(self, determinism: Determinism, dtype: torch.dtype) -> None:
-        self._is_exact = determinism == "exact"
-        self._product = linear.linear if self._is_exact else F.linear
+        self.is_exact = determinism == "exact"
+        self._product = linear.linear if self.is_exact else F.linear
         self._dtype = dtype
 
     def make_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
@@ -68,11 +68,11 @@ class DeviceLinears:
 
     def make_fp8_linear(self, weight: Fp8Weight, bias: torch.Tensor | None) -> Linear:
         may_use_library = not (
-            self._is_exact or weight.is_grouped or any(size % LIBRARY_MULTIPLE for size in weight.steps.shape)
+            self.is_exact or weight.is_grouped or any(size % LIBRARY_MULTIPLE for size in weight.steps.shape)
         )
         if may_use_library and library_serves(self._dtype, weight.steps.device):
             return LibraryFp8Linear(weight, bias)
-        return Fp8Linear(weight, bias, self._is_exact)
+        return Fp8Linear(weight, bias, self.is_exact)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,13 +10,14 @@ import torch.nn.functional as F
 from worker_svc.engine.architectures import ModelConfig
 from worker_svc.engine.backend import Norm, RotaryTable
 from worker_svc.engine.gpu.attention import Attention, LayerCache
+from worker_svc.engine.gpu.experts import StackedExperts, compute_experts
 from worker_svc.engine.gpu.kernels.activation import activate, gated_activation, soft_cap
 from worker_svc.engine.gpu.kernels.norm import add_norm
 from worker_svc.engine.gpu.kernels.rope_store import rope_store
 from worker_svc.engine.gpu.parallel import Group
 from worker_svc.engine.gpu.step_buffer import StepColumns
 from worker_svc.engine.gpu.weights import kv_scales
-from worker_svc.engine.weights import FeedForward, Layer, WeightLoader
+from worker_svc.engine.weights import FeedForward, Layer, RoutedExperts, WeightLoader
 
 
 class DeviceDecoder:
@@ -137,9 +138,10 @@ class DeviceDecoder:
         add_norm(x, residual, layer.post_norm, normed)
         part = layer.feed_forward
         if not isinstance(part, FeedForward):
-            raise TypeError("the device computes dense feed-forward parts; see features.py")
-        fed = self._group.all_reduce(part.down(self._activated(part.gate_up(normed))))
-        return _normed(fed, layer.fed_norm)
+            fed = self._experts(normed, part)
+        else:
+            fed = part.down(self._activated(part.gate_up(normed)))
+        return _normed(self._group.all_reduce(fed), layer.fed_norm)
 
     def _activated(self, gate_up: torch.Tensor) -> torch.Tensor:
         """The activation of [gate | up], or of up alone."""
@@ -149,6 +151,11 @@ class DeviceDecoder:
         activated = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
         gated_activation(gate_up, activated, self._config.activation)
         return activated
+
+    def _experts(self, normed: torch.Tensor, part: RoutedExperts) -> torch.Tensor:
+        if not isinstance(part.experts, StackedExperts):
+            raise TypeError(f"experts are {type(part.experts).__name__}; the device computes StackedExperts")
+        return compute_experts(normed, part.router(normed), part.experts, self._config.activation)
 
 
 def _normed(x: torch.Tensor, norm: Norm | None) -> torch.Tensor:

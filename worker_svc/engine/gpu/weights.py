@@ -7,11 +7,13 @@ from functools import cached_property
 
 import torch
 
-from worker_svc.engine.architectures import ModelConfig
+from worker_svc.engine.architectures import LayerSpec, ModelConfig
 from worker_svc.engine.backend import BackendUnavailableError, HeadShape, Linear, Norm
 from worker_svc.engine.checkpoint import Checkpoint
 from worker_svc.engine.config import Quantization
 from worker_svc.engine.families import Role
+from worker_svc.engine.gpu.experts import StackedExperts
+from worker_svc.engine.gpu.kernels.expert_linear import ExpertWeights
 from worker_svc.engine.gpu.kernels.fp8 import scale_for
 from worker_svc.engine.gpu.kernels.scaled_linear import FP8, SMALLEST_GROUP, Fp8Weight, quantized
 from worker_svc.engine.gpu.linears import DeviceLinears, StoredWeight, WeightFormat, has_fp8
@@ -19,7 +21,7 @@ from worker_svc.engine.gpu.parallel import Group
 from worker_svc.engine.gpu.uploads import Uploader
 from worker_svc.engine.quantization_config import Scaled
 from worker_svc.engine.quantized import read_fp8_rows
-from worker_svc.engine.weights import Layer, Stored, WeightLoader
+from worker_svc.engine.weights import FeedForward, Layer, RoutedExperts, Stored, WeightLoader
 
 COLUMN_PARALLEL = ("q", "gate", "up")  # each rank computes a shard of the output
 KEY_VALUE = ("k", "v")  # the same, but several ranks may hold the same head
@@ -127,20 +129,62 @@ class ShardLoader(WeightLoader):
         weight = self._fp8_weight(stored)
         if weight is None:
             return super()._linear(stored)
-        self.formats.add("fp8")
         return self._linears.make_fp8_linear(weight, self._bias(stored))
 
-    def _fp8_weight(self, stored: Stored) -> Fp8Weight | None:
-        """The weight as it is stored, or rounded to fp8. None: it is used in a float type."""
-        found = self._stored_fp8(stored)
-        if found is not None or self._quantize != "fp8" or stored.roles[0][0] in KEPT:
-            return found
+    def _feed_forward(self, spec: LayerSpec, stored: dict[str, Stored]) -> FeedForward | RoutedExperts:
+        if spec.experts is None:
+            return super()._feed_forward(spec, stored)
+        numbers = range(spec.experts.num_experts)
+        gate_up = self._stack([stored[f"gate_up{number}"] for number in numbers])
+        down = self._stack([stored[f"down{number}"] for number in numbers])
+        experts = StackedExperts(
+            self._views(gate_up), self._views(down), spec.experts.top_k, spec.experts.is_normalized, gate_up, down,
+            self._linears.is_exact,
+        )  # fmt: skip
+        return RoutedExperts(self._linear(stored["router"]), experts)
+
+    def _stack(self, experts: list[Stored]) -> ExpertWeights:
+        """One weight of all experts. It is in fp8 only if all are, with equal groups."""
+        if len({self._fp8_scheme(expert) for expert in experts}) > 1:
+            return ExpertWeights(torch.stack([self._float_weight(expert) for expert in experts]))
+        steps, group = torch.empty(0), 0
+        scales: list[torch.Tensor] = []
+        for number, expert in enumerate(experts):
+            weight = self._fp8_weight(expert)
+            part = self._float_weight(expert) if weight is None else weight.steps
+            steps = part.new_empty(len(experts), *part.shape) if number == 0 else steps
+            steps[number].copy_(part)
+            if weight is not None:
+                scales, group = [*scales, weight.scales], weight.group
+        return ExpertWeights(steps, torch.stack(scales) if scales else None, group)
+
+    def _views(self, stacked: ExpertWeights) -> list[Linear]:
+        """The linear layer of each expert."""
+        if stacked.scales is None:
+            return [self._linears.make_linear(weight, None) for weight in stacked.steps]
+        parts = zip(stacked.steps, stacked.scales, strict=True)
+        return [self._linears.make_fp8_linear(Fp8Weight(*part, stacked.group), None) for part in parts]
+
+    def _float_weight(self, stored: Stored) -> torch.Tensor:
+        """The weight [out, in] in the dtype of the model."""
         weights = []
         for name, roles in stored.tensors():
             weights += self._parts(roles, self._weight(name, stored.shape(roles)))
-        return quantized(self._join(weights))
+        return self._join(weights)
 
-    def _stored_fp8(self, stored: Stored) -> Fp8Weight | None:
+    def _fp8_weight(self, stored: Stored) -> Fp8Weight | None:
+        """The weight as it is stored, or rounded to fp8. None: it is used in a float type."""
+        scheme = self._fp8_scheme(stored)
+        if scheme is not None:
+            self.formats.add("fp8")
+            return self._stored_fp8(stored, scheme)
+        if self._quantize != "fp8" or stored.roles[0][0] in KEPT:
+            return None
+        self.formats.add("fp8")
+        return quantized(self._float_weight(stored))
+
+    def _fp8_scheme(self, stored: Stored) -> Scaled | None:
+        """How a layer is stored whose weight can be multiplied in fp8."""
         schemes = {self._scheme(name) for name in stored.names}
         if len(schemes) != 1 or not has_fp8(self._device):
             return None
@@ -148,13 +192,16 @@ class ShardLoader(WeightLoader):
         if not isinstance(scheme, Scaled) or scheme.dtype != FP8_NAME:
             return None
         columns = scheme.block[1]
-        if columns is not None and not self._may_divide(stored, columns):
-            return None
+        return scheme if columns is None or self._may_divide(stored, columns) else None
+
+    def _stored_fp8(self, stored: Stored, scheme: Scaled) -> Fp8Weight:
+        columns = scheme.block[1]
         steps, scales = [], []
         for name, roles in stored.tensors():
             shape = stored.shape(roles)
             stored_steps, stored_scales = read_fp8_rows(self._checkpoint, name, scheme, shape)
             steps += self._parts(roles, stored_steps.view(torch.uint8))
+            # A scale of all inputs is repeated, so that each rank finds it in its part
             spread = stored_scales if columns else stored_scales.expand(shape[0], self._group.size)
             scales += self._parts(roles, spread)
         whole = self._join(steps, self._bytes_uploader, torch.uint8).view(FP8)

@@ -14,7 +14,8 @@ BLOCK = 1024
 
 
 @triton.jit
-def _activate(x, KIND: tl.constexpr):
+def activation_of(x, KIND: tl.constexpr):
+    """The activation of float32 numbers; KIND is an index of ACTIVATIONS."""
     if KIND == 0:
         x = x / (1.0 + tl.exp(-x))
     elif KIND == 1:
@@ -34,7 +35,7 @@ def gated_activation_kernel(gate_up_ptr, out_ptr, N, BLOCK: tl.constexpr, KIND: 
     is_in = column < N
     gate = tl.load(gate_up_ptr + row * 2 * N + column, mask=is_in, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + row * 2 * N + N + column, mask=is_in, other=0.0).to(tl.float32)
-    tl.store(out_ptr + row * N + column, (_activate(gate, KIND) * up).to(out_ptr.dtype.element_ty), mask=is_in)
+    tl.store(out_ptr + row * N + column, (activation_of(gate, KIND) * up).to(out_ptr.dtype.element_ty), mask=is_in)
 
 
 @triton.jit
@@ -44,7 +45,7 @@ def activation_kernel(x_ptr, N, BLOCK: tl.constexpr, KIND: tl.constexpr, PDL: tl
     x_ptr += tl.program_id(0).to(tl.int64) * N
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + column, mask=column < N, other=0.0)
-    tl.store(x_ptr + column, _activate(x.to(tl.float32), KIND).to(x.dtype), mask=column < N)
+    tl.store(x_ptr + column, activation_of(x.to(tl.float32), KIND).to(x.dtype), mask=column < N)
 
 
 @triton.jit

@@ -48,7 +48,7 @@ class Fp8Weight:
         return reference_widened(self.steps, spread)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["NUM_GROUPS"])
 def quantize_rows_kernel(
     x_ptr, steps_ptr, scale_ptr, K, NUM_GROUPS,
     GROUP: tl.constexpr, GROUPS_AT_ONCE: tl.constexpr, BLOCK: tl.constexpr, SMALLEST: tl.constexpr,
@@ -78,7 +78,7 @@ def quantize_rows_kernel(
     tl.store(scale_ptr + row * NUM_GROUPS + group, scale, mask=group < NUM_GROUPS)
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["M", "NUM_GROUPS"])
 def scaled_linear_kernel(
     x_ptr, x_scale_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, M, N, K, NUM_GROUPS,
     GROUP: tl.constexpr, BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,

@@ -1,0 +1,42 @@
+"""A feed-forward part of experts on the device: route, group, multiply, add. No step waits for the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from worker_svc.engine.backend import ExpertLinears
+from worker_svc.engine.gpu.kernels.expert_linear import ExpertWeights, add_experts, expert_linear, shape_for
+from worker_svc.engine.gpu.kernels.route import group, route
+from worker_svc.engine.gpu.kernels.scaled_linear import ScaledRows, quantize_rows
+
+
+@dataclass(frozen=True, slots=True)
+class StackedExperts(ExpertLinears):
+    """Experts whose weights are stacked, so that one launch multiplies by all of them. The linear layers of the base
+    class are views of the stacked weights."""
+
+    gate_up_weights: ExpertWeights
+    down_weights: ExpertWeights
+    is_exact: bool
+
+
+def compute_experts(
+    x: torch.Tensor, router_logits: torch.Tensor, experts: StackedExperts, activation: str
+) -> torch.Tensor:
+    """The sum of the outputs of each token's experts, for x [n, hidden] and logits [n, num_experts]. Of a rank's shard,
+    the sum over ranks is still missing."""
+    num_experts = len(experts.gate_up_weights.steps)
+    routes = route(router_logits, experts.top_k, is_normalized=experts.is_normalized)
+    shape = shape_for(routes.experts.numel(), num_experts, x.dtype, x.device, is_exact=experts.is_exact)
+    tiles = group(routes.experts, num_experts, shape.rows)
+    inner = expert_linear(
+        _inputs(x, experts.gate_up_weights), experts.gate_up_weights, tiles, shape, x.dtype, activation
+    )
+    terms = expert_linear(_inputs(inner, experts.down_weights), experts.down_weights, tiles, shape, x.dtype, None)
+    return add_experts(terms, routes)
+
+
+def _inputs(x: torch.Tensor, weights: ExpertWeights) -> torch.Tensor | ScaledRows:
+    return x if weights.scales is None else quantize_rows(x, weights.group)
