@@ -1,0 +1,43 @@
+"""bench/gpu/pack collects every package that the services import and that the GPU machine may lack."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+OWN = {"quire", "grammars", "hub_models", "prefix_index", "request_fields", "quire_client"}
+ROOTS = (*(ROOT / name for name in OWN - {"quire", "quire_client"}), ROOT / "client/quire_client", *ROOT.glob("*_svc"))
+ON_THE_MACHINE = {"torch", "triton", "numpy", "safetensors", "tokenizers"}  # safetensors, tokenizers: by transformers
+ONLY_IF_ASKED_FOR = {"opentelemetry"}  # imported with --trace-endpoint
+MODULES = {
+    "protobuf": "google", "googleapis-common-protos": "google", "grpcio": "grpc",
+    "grpcio-health-checking": "grpc_health", "grpcio-reflection": "grpc_reflection",
+}  # fmt: skip
+
+
+def imported(path: Path) -> Iterator[str]:
+    """Packages that a module imports when it is imported itself."""
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Import):
+            yield from (alias.name.split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module.split(".")[0]
+
+
+def packed() -> set[str]:
+    script = (ROOT / "bench/gpu/pack").read_text()
+    command = next(part for part in script.split("\n\n") + script.split("\npython ") if "'grpcio>=" in part)
+    names = re.findall(r"(?<=[ '])([a-z][\w-]*)(?=[>' ][=']|$)", command, re.M)
+    return {MODULES.get(name, name.replace("-", "_")) for name in names}
+
+
+def test_all_imports_are_packed():
+    needed = {name for root in ROOTS for path in root.rglob("*.py") for name in imported(path)}
+    own = OWN | {path.name for path in ROOT.glob("*_svc")} | {"svc_common", "worker_svc"}
+    needed -= own | set(sys.stdlib_module_names) | ON_THE_MACHINE | ONLY_IF_ASKED_FOR
+    assert {"grpc", "llguidance", "starlette", "redis"} <= needed
+    assert needed - packed() == set()
