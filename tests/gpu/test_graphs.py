@@ -123,6 +123,21 @@ def test_recording_at_start_up_stops_at_its_memory_limit(caplog):
     assert not made.replay(bucket(1))
 
 
+def test_short_decode_steps_are_recorded_first_after_the_largest(folder, recorder):
+    """So memory that does not suffice for all graphs costs those that gain least."""
+    order = load(folder, cuda_graphs="off", cuda_graph_tokens=40)._compute.buckets()
+    sizes = [(bucket.is_decode, bucket.tokens) for bucket in order if not bucket.is_filtered]
+    assert sizes == [(True, 5), (True, 1), (True, 2), (True, 4), (False, 40), (False, 16), (False, 24), (False, 32)]
+    assert [bucket.is_filtered for bucket in order] == [False, True] * len(sizes)
+
+
+@pytest.mark.parametrize(("taken", "reserved", "expected"), [
+    (30, 20, 30), (20, 20, 20), (0, 20, 20), (-500, 0, 0), (5 << 30, 20, 20 + graphs.MOST_DRIVER_BYTES),
+])  # fmt: skip
+def test_memory_of_other_processes_is_not_counted_as_that_of_a_graph(taken, reserved, expected):
+    assert graphs.bytes_of_graph(taken, reserved) == expected
+
+
 def test_recording_at_start_up_stops_at_its_time_limit(monkeypatch):
     monkeypatch.setattr(graphs, "MAX_RECORDING_S", 0.0)
     _, made = make_graphs(FakeRecorder(), 1)

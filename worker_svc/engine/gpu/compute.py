@@ -58,6 +58,11 @@ def shorter_sizes(max_tokens: int) -> list[int]:
     return sizes
 
 
+def _largest_first(sizes: list[int]) -> list[int]:
+    """The largest size, then the others from the smallest."""
+    return [*sizes[-1:], *sizes[:-1]]
+
+
 class StepCompute:
     """Runs the step in a step buffer. `results` int32 [2, max_rows] are its tokens and statuses in sampling order."""
 
@@ -99,12 +104,15 @@ class StepCompute:
         self._cache = cache
 
     def buckets(self) -> list[Bucket]:
-        """All buckets that may get a graph. Decode steps come first, because most steps are of this kind and memory may
-        not suffice for all; the largest first, because later graphs of a kind use its memory again."""
+        """All buckets that may get a graph, the most useful first, because memory or time may not suffice for all.
+
+        Most steps are decode steps, and short steps gain most. But the largest of a kind comes first: later graphs use
+        its memory again.
+        """
         found = []
         if self._attention.can_capture(is_decode=True):
-            found += [self._decode_bucket(size, is_filtered=False) for size in reversed(self._sizes)]
-        found += [self._mixed_bucket(size, is_filtered=False) for size in reversed(self._mixed_sizes)]
+            found += [self._decode_bucket(size, is_filtered=False) for size in _largest_first(self._sizes)]
+        found += [self._mixed_bucket(size, is_filtered=False) for size in _largest_first(self._mixed_sizes)]
         return [replace(bucket, is_filtered=is_filtered) for bucket in found for is_filtered in (False, True)]
 
     def _rare_buckets(self) -> list[Bucket]:

@@ -18,6 +18,7 @@ from worker_svc.engine.gpu.step_buffer import Bucket
 logger = logging.getLogger(__name__)
 
 MAX_RECORDING_S = 120.0  # at start-up; buckets not recorded by then stay eager
+MOST_DRIVER_BYTES = 64 << 20  # of one graph: its nodes and their parameters
 
 Step = Callable[[], None]
 
@@ -49,7 +50,7 @@ class CudaRecorder:
     def record(self, step: Step) -> Step:
         """Raises GraphError, with the current stream restored, if a call in `step` cannot be recorded."""
         stream = torch.cuda.current_stream(self._device)
-        free = self._free()
+        free, reserved = self._free(), torch.cuda.memory_reserved(self._device)
         graph = torch.cuda.CUDAGraph()
         try:
             # thread_local: other threads may wait for events during the capture.
@@ -58,7 +59,7 @@ class CudaRecorder:
         except RuntimeError as error:
             torch.cuda.set_stream(stream)  # torch does not restore the stream if ending the capture fails
             raise GraphError(f"a CUDA graph cannot be recorded: {error.__context__ or error}") from error
-        self._bytes_taken += free - self._free()
+        self._bytes_taken += bytes_of_graph(free - self._free(), torch.cuda.memory_reserved(self._device) - reserved)
         return graph.replay
 
     def bytes_taken(self) -> int:
@@ -71,6 +72,12 @@ class CudaRecorder:
         return int(torch.cuda.mem_get_info(self._device)[0])
 
 
+def bytes_of_graph(taken: int, reserved: int) -> int:
+    """Memory that a graph takes, of the bytes that the device lost and those that torch reserved meanwhile. The rest is
+    the driver's, unless it is more than a graph can need: then another process has taken or returned memory."""
+    return reserved + min(max(taken - reserved, 0), MOST_DRIVER_BYTES)
+
+
 def make_recorder(device: torch.device) -> Recorder | None:
     """None on devices without graphs."""
     return CudaRecorder(device) if device.type == "cuda" else None
@@ -79,7 +86,7 @@ def make_recorder(device: torch.device) -> Recorder | None:
 class Graphs:
     """Graphs by bucket, each recording `compute(bucket)`. All ranks record the same buckets in the same order.
 
-    `buckets` are in the order of recording; within a kind, the largest comes first, so that later graphs use its memory
+    `buckets` are in the order of recording; the first of a kind is the largest, so that later graphs use its memory
     again. Graphs of `rare_buckets` are recorded on first use.
     """
 
