@@ -68,6 +68,8 @@ class Objects:
         for manifest in self.manifests:
             if manifest["kind"] in ("Deployment", "StatefulSet"):
                 yield manifest, manifest["spec"]["template"]
+            elif manifest["kind"] == "LeaderWorkerSet":
+                yield from ((manifest, template) for template in templates_of(manifest))
             elif manifest["kind"] == "Pod":
                 yield manifest, manifest
 
@@ -121,6 +123,14 @@ def read_values(path: Path) -> Values:
     return dict(yaml.safe_load(path.read_text()))
 
 
+def templates_of(manifest: Manifest) -> list[Manifest]:
+    """The pod templates of a LeaderWorkerSet: of the leader, of the others. Other kinds have none."""
+    if manifest["kind"] != "LeaderWorkerSet":
+        return []
+    templates = manifest["spec"]["leaderWorkerTemplate"]
+    return [templates["leaderTemplate"], templates["workerTemplate"]]
+
+
 def validate(manifest: Manifest, version: str) -> None:
     """Validates as an API server of this version would: unknown fields, and items of a list with one merge key, are
     refused. Raises ValidationError or ValueError.
@@ -128,6 +138,9 @@ def validate(manifest: Manifest, version: str) -> None:
     custom = SCHEMAS.get((manifest["apiVersion"], manifest["kind"]))
     if custom is not None:
         jsonschema.validate(manifest, custom)
+        for template in templates_of(manifest):
+            pod = {"apiVersion": "v1", "kind": "Pod", "metadata": template["metadata"], "spec": template["spec"]}
+            validate(pod, version)
         return
     kubernetes_validate.validate(manifest, version, strict=True)
     if found := duplicates(manifest, version):

@@ -1,7 +1,7 @@
 """Schemas of the custom resources that the chart creates, with only the fields that the chart may use.
 
 Fields and types match the definitions of KEDA 2.17, the Prometheus operator 0.80, Gateway API 1.4, its Inference
-Extension 1.0 and cert-manager 1.17.
+Extension 1.0, cert-manager 1.17 and LeaderWorkerSet v1.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ def _closed(required: tuple[str, ...] = (), **properties: Schema) -> Schema:
 
 
 def _resource(api_version: str, kind: str, spec: Schema) -> Schema:
-    metadata = _closed(("name",), name={"type": "string"}, namespace={"type": "string"}, labels=STRINGS)
+    metadata = _closed(
+        ("name",), name={"type": "string"}, namespace={"type": "string"}, labels=STRINGS, annotations=STRINGS
+    )
     return _closed(
         ("apiVersion", "kind", "metadata", "spec"),
         apiVersion={"const": api_version},
@@ -157,7 +159,32 @@ INFERENCE_POOL = _closed(
     ),
 )
 
+LEADER_WORKER_SET = _closed(
+    ("leaderWorkerTemplate",),
+    replicas={"type": "integer", "minimum": 0},
+    startupPolicy={"enum": ["LeaderCreated", "LeaderReady"]},
+    networkConfig=_closed(("subdomainPolicy",), subdomainPolicy={"enum": ["Shared", "UniquePerReplica"]}),
+    rolloutStrategy=_closed(
+        ("type",),
+        type={"const": "RollingUpdate"},
+        rollingUpdateConfiguration=_closed(
+            partition=INTEGER, maxUnavailable={"type": ["integer", "string"]}, maxSurge={"type": ["integer", "string"]}
+        ),
+    ),
+    leaderWorkerTemplate=_closed(
+        ("size", "leaderTemplate", "workerTemplate"),
+        size={"type": "integer", "minimum": 1},
+        restartPolicy={"enum": ["RecreateGroupOnPodRestart", "RecreateGroupAfterStart", "None"]},
+        # pod templates, which chart.validate compares with the schema of pods
+        leaderTemplate={"type": "object"},
+        workerTemplate={"type": "object"},
+    ),
+)
+
 SCHEMAS: dict[tuple[str, str], Schema] = {
+    ("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet"): _resource(
+        "leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet", LEADER_WORKER_SET
+    ),
     ("keda.sh/v1alpha1", "ScaledObject"): _resource("keda.sh/v1alpha1", "ScaledObject", SCALED_OBJECT),
     ("monitoring.coreos.com/v1", "ServiceMonitor"): _resource(
         "monitoring.coreos.com/v1", "ServiceMonitor", SERVICE_MONITOR

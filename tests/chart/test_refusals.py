@@ -8,7 +8,7 @@ import pytest
 from helm_python.errors import HelmError
 
 from tests.chart.chart import Values, render
-from tests.chart.test_values import ADMIN, EGRESS, ENV, IMAGE, ISSUER, JWT, KEYS, MONITOR, SOURCE, merged
+from tests.chart.test_values import ADMIN, EGRESS, ENV, IMAGE, ISSUER, JWT, KEYS, MONITOR, PER_POD, SOURCE, merged
 
 
 def models(*entries: dict[str, Any]) -> Values:
@@ -74,6 +74,17 @@ COMBINATIONS = [
     (pools({"gpuCount": 1, "backend": "cpu"}), "set gpuCount to 0, or leave backend empty"),
     (pools({"backend": "cuda"}), "set gpuCount to 1 or more"),
     (pools({"gpuCount": 1, "executor": "sim"}), "executor sim, which uses no GPU"),
+    (pools({"nodesPerWorker": 2}), "several nodes need GPUs, so set gpuCount to the GPUs of each node"),
+    ({"ports": {"nodes": 50061}}, "ports.nodes and ports.worker are both 50061"),
+    ({"ports": {"nodes": 9090}}, "ports.nodes is 9090, the same as ports.metrics"),
+    (
+        pools({"gpuCount": 1, "nodesPerWorker": 2}) | PER_POD,
+        "has storage.claimSize, a volume per pod of a StatefulSet: use storage.existingClaim",
+    ),
+    (
+        {"fullnameOverride": "a" * 30} | pools({"gpuCount": 1, "nodesPerWorker": 2, "name": "c" * 12}),
+        f"the name of LeaderWorkerSet {'a' * 30}-worker-{'c' * 12} would have 50 characters, but the limit is 48",
+    ),
     (
         {"workers": [{"name": "a", "model": "demo"}, {"name": "b", "model": "demo", "gpuCount": 2}]},
         'pools of model "demo" have backend cpu, gpuCount 0 and backend cuda, gpuCount 2, which give different tokens',

@@ -23,6 +23,8 @@ GATEWAY, SCHEDULER, WORKER, REDIS = (
     "Deployment redis",
 )
 SERVICES = (GATEWAY, SCHEDULER, WORKER)
+LARGE, LEADER = "LeaderWorkerSet worker-cpu", "spec.leaderWorkerTemplate.leaderTemplate.spec.containers.0"
+TWO_NODES = {"workerDefaults": {"gpuCount": 4, "nodesPerWorker": 2}}
 SPREAD = {"topologyKey": "zone", "whenUnsatisfiable": "DoNotSchedule", "maxSkew": 2}
 SIDECAR = {"name": "s", "image": "s:1"}
 CLAIM_OF_DEVICE = {"name": "gpu", "resourceClaimTemplateName": "t"}
@@ -123,6 +125,7 @@ COMMON = [
     Case("ports.gateway", 7001, "Service gateway", "spec.ports.0.port", 7001),
     Case("ports.scheduler", 7002, SCHEDULER, "arg --listen", "0.0.0.0:7002"),
     Case("ports.worker", 7003, WORKER, "arg --advertise", "$(POD_IP):7003"),
+    Case("ports.nodes", 7006, LARGE, f"{LEADER}.ports.3", {"name": "nodes", "containerPort": 7006}, TWO_NODES),
     Case("ports.health", 7004, WORKER, "arg --health-listen", "0.0.0.0:7004"),
     Case("ports.health", 7004, GATEWAY, "container.readinessProbe.grpc", {"port": 7004, "service": "readiness"}),
     Case("ports.metrics", 7005, SCHEDULER, "arg --metrics-listen", "0.0.0.0:7005"),
@@ -808,6 +811,16 @@ POOLS = [
     Case("workerDefaults.gpuCount", 1, WORKER, "arg --backend", "cuda"),
     Case("workerDefaults.gpuCount", 1, WORKER, "arg --tensor-parallel-size", None),
     Case("workerDefaults.gpuCount", 4, WORKER, "arg --tensor-parallel-size", "4"),
+    Case("workerDefaults.nodesPerWorker", 1, LARGE, "", None),
+    Case("workerDefaults.nodesPerWorker", 3, WORKER, "", None, {"workerDefaults": {"gpuCount": 4}}),
+    Case(
+        "workerDefaults.nodesPerWorker",
+        3,
+        LARGE,
+        "spec.leaderWorkerTemplate.size",
+        3,
+        {"workerDefaults": {"gpuCount": 4}},
+    ),
     Case("workerDefaults.gpuCount", 1, WORKER, "volume shm", {}),
     Case("workerDefaults.gpuCount", 4, WORKER, "volume shm", {"emptyDir": {"medium": "Memory", "sizeLimit": "4Gi"}}),
     Case(

@@ -120,13 +120,18 @@ topologySpreadConstraints:
 {{ toJson $tolerations }}
 {{- end -}}
 
+{{/* Flags of all processes. */}}
+{{- define "quire.logArgs" -}}
+- --log-format={{ .Values.log.format }}
+- --log-level={{ .Values.log.level }}
+{{- end -}}
+
 {{/* Flags of all services. */}}
 {{- define "quire.commonArgs" -}}
 {{- with .Values.tracing.otlpEndpoint }}
 - {{ printf "--trace-endpoint=%s" . | quote }}
 {{- end }}
-- --log-format={{ .Values.log.format }}
-- --log-level={{ .Values.log.level }}
+{{ include "quire.logArgs" . }}
 - --health-listen={{ include "quire.anyHost" . }}:{{ .Values.ports.health }}
 - --metrics-listen={{ include "quire.anyHost" . }}:{{ .Values.ports.metrics }}
 - --metrics-compat={{ ternary "inference-pool" .Values.metrics.compat .Values.gateway.inferencePool.enabled }}
@@ -258,7 +263,8 @@ spec:
       {{- include "quire.selectorLabels" . | nindent 6 }}
 {{- end }}
 
-{{/* The headless Service of a StatefulSet. It includes pods that are not ready, because peers check readiness themselves. */}}
+{{/* The headless Service of a StatefulSet. It includes pods that are not ready, because peers check readiness themselves.
+     `isLeader`: of workers on several nodes only the leaders' pods, which have the ports. */}}
 {{- define "quire.headlessService" }}
 apiVersion: v1
 kind: Service
@@ -273,6 +279,9 @@ spec:
   publishNotReadyAddresses: true
   selector:
     {{- include "quire.selectorLabels" . | nindent 4 }}
+    {{- if .isLeader }}
+    leaderworkerset.sigs.k8s.io/worker-index: "0"
+    {{- end }}
   ports:
     - name: grpc
       port: {{ .port }}
@@ -363,3 +372,31 @@ egress:
 egress: []
 {{- end -}}
 {{- end -}}
+
+{{/* The nodes of a pool's workers connect to each other, also on ports that NCCL chooses. */}}
+{{- define "quire.nodesNetworkPolicy" }}
+apiVersion: networking.k8s.io/v1
+kind: NetworkPolicy
+metadata:
+  name: {{ include "quire.fullname" .root }}-worker-{{ .name }}-nodes
+  namespace: {{ .root.Release.Namespace | quote }}
+  labels:
+    {{- include "quire.labels" . | nindent 4 }}
+spec:
+  podSelector:
+    matchLabels:
+      {{- include "quire.selectorLabels" . | nindent 6 }}
+  policyTypes: [Ingress{{ if .root.Values.networkPolicy.egress.enabled }}, Egress{{ end }}]
+  ingress:
+    - from:
+        - podSelector:
+            matchLabels:
+              {{- include "quire.selectorLabels" . | nindent 14 }}
+  {{- if .root.Values.networkPolicy.egress.enabled }}
+  egress:
+    - to:
+        - podSelector:
+            matchLabels:
+              {{- include "quire.selectorLabels" . | nindent 14 }}
+  {{- end }}
+{{- end }}

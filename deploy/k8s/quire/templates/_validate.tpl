@@ -47,11 +47,13 @@
 {{- end -}}
 {{- end -}}
 
-{{/* The name of a StatefulSet plus a hash becomes a pod label, which is limited to 63 characters, as is that of a Service. */}}
+{{/* The name of a StatefulSet plus a hash becomes a pod label, which is limited to 63 characters, as is that of a Service. A
+     LeaderWorkerSet has a StatefulSet per replica, with the number of the replica in its name. */}}
 {{- define "quire.validateName" -}}
-{{- $limit := ternary 52 63 (eq .what "pool") -}}
+{{- $kind := .kind | default "Service" -}}
+{{- $limit := dict "Service" 63 "StatefulSet" 52 "LeaderWorkerSet" 48 | dig $kind 0 -}}
 {{- if gt (len .name) $limit -}}
-{{- fail (printf "the name of %s %s would have %d characters, but the limit is %d: shorten fullnameOverride or the release name (%s), or the name of the %s" (ternary "StatefulSet" "Service" (eq .what "pool")) .name (len .name) $limit .fullname .what) -}}
+{{- fail (printf "the name of %s %s would have %d characters, but the limit is %d: shorten fullnameOverride or the release name (%s), or the name of the %s" $kind .name (len .name) $limit .fullname .what) -}}
 {{- end -}}
 {{- end -}}
 
@@ -107,12 +109,18 @@
 {{- fail (printf "workers has two pools named %q: give each its own name" .name) -}}
 {{- end -}}
 {{- $_ := set $names .name true -}}
-{{- include "quire.validateName" (dict "name" (printf "%s-worker-%s" $fullname .name) "fullname" $fullname "what" "pool") -}}
+{{- include "quire.validateName" (dict "name" (printf "%s-worker-%s" $fullname .name) "fullname" $fullname "what" "pool" "kind" (ternary "LeaderWorkerSet" "StatefulSet" (gt (int .nodesPerWorker) 1))) -}}
 {{- if and (eq .backend "cpu") (int .gpuCount) -}}
 {{- fail (printf "pool %q has gpuCount %d but backend cpu: set gpuCount to 0, or leave backend empty" .name (int .gpuCount)) -}}
 {{- end -}}
 {{- if and (eq .backend "cuda") (not (int .gpuCount)) -}}
 {{- fail (printf "pool %q has backend cuda but gpuCount 0: set gpuCount to 1 or more" .name) -}}
+{{- end -}}
+{{- if and (gt (int .nodesPerWorker) 1) (ne .backend "cuda") -}}
+{{- fail (printf "pool %q has nodesPerWorker %d but backend %s: several nodes need GPUs, so set gpuCount to the GPUs of each node" .name (int .nodesPerWorker) .backend) -}}
+{{- end -}}
+{{- if and (gt (int .nodesPerWorker) 1) .modelSpec.storage.claimSize -}}
+{{- fail (printf "pool %q has nodesPerWorker %d, but its model has storage.claimSize, a volume per pod of a StatefulSet: use storage.existingClaim, image, hostPath or emptyDirSize" .name (int .nodesPerWorker)) -}}
 {{- end -}}
 {{- if and (ne .backend "cuda") (or (eq .dtype "float16") (eq .kvCacheDtype "fp8")) -}}
 {{- fail (printf "pool %q has dtype %s and kvCacheDtype %s but no GPU: float16 and fp8 need gpuCount 1 or more" .name .dtype .kvCacheDtype) -}}
@@ -158,12 +166,16 @@
 {{- end -}}
 
 {{- define "quire.poolKind" -}}
-{{ printf "backend %s, gpuCount %d" .backend (int .gpuCount) }}
+{{ printf "backend %s, %s" .backend (include "quire.gpusOfWorker" .) }}
 {{- end -}}
 
 {{/* The values that limit a worker's maximum sequence length if maxModelLen is 0. */}}
 {{- define "quire.poolSize" -}}
-{{ printf "kvCacheMemory %q, numBlocks %d, gpuCount %d" .kvCacheMemory (int .numBlocks) (int .gpuCount) }}
+{{ printf "kvCacheMemory %q, numBlocks %d, %s" .kvCacheMemory (int .numBlocks) (include "quire.gpusOfWorker" .) }}
+{{- end -}}
+
+{{- define "quire.gpusOfWorker" -}}
+{{ printf "gpuCount %d" (int .gpuCount) }}{{ if gt (int .nodesPerWorker) 1 }}{{ printf " x nodesPerWorker %d" (int .nodesPerWorker) }}{{ end }}
 {{- end -}}
 
 {{- define "quire.validateRedis" -}}
@@ -237,7 +249,10 @@
 {{- if eq (int $ports.health) (int $ports.metrics) -}}
 {{- fail (printf "ports.health and ports.metrics are both %d: set different ports" (int $ports.health)) -}}
 {{- end -}}
-{{- range list "gateway" "scheduler" "worker" -}}
+{{- if eq (int $ports.nodes) (int $ports.worker) -}}
+{{- fail (printf "ports.nodes and ports.worker are both %d: set different ports" (int $ports.nodes)) -}}
+{{- end -}}
+{{- range list "gateway" "scheduler" "worker" "nodes" -}}
 {{- $port := get $ports . | int -}}
 {{- if or (eq $port (int $ports.health)) (eq $port (int $ports.metrics)) -}}
 {{- fail (printf "ports.%s is %d, the same as ports.%s: set different ports" . $port (ternary "health" "metrics" (eq $port (int $ports.health)))) -}}

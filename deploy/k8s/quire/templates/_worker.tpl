@@ -26,6 +26,11 @@
   value: /tmp
 {{- end -}}
 
+{{/* GPUs of one worker, each with a process (rank) of its own. */}}
+{{- define "quire.numRanks" -}}
+{{ mul (int .gpuCount) (int .nodesPerWorker) }}
+{{- end -}}
+
 {{/* Size of /dev/shm, which NCCL uses between GPUs without peer-to-peer access; empty: that of the container runtime. */}}
 {{- define "quire.shmSize" -}}
 {{- $ranks := int .gpuCount -}}

@@ -1,7 +1,9 @@
-{{/* The template of a pool's pods: (dict "root" $ "pool" . "part" $part). */}}
+{{/* The template of a pool's pods: (dict "root" $ "pool" . "part" $part "node" ""). `node`: of a worker on several nodes
+     "leader" or "follower". A follower has ranks only: no gRPC port, no probes, no scheduler. */}}
 
 {{- define "quire.workerPod" -}}
 {{- $root := .root }}
+{{- $node := .node }}
 {{- $part := .part }}
 {{- $trust := dict "root" $root "role" "worker" }}
 {{- with .pool }}
@@ -30,17 +32,31 @@ spec:
       imagePullPolicy: {{ $root.Values.image.pullPolicy }}
       command: [quire-worker]
       args:
+        {{- if eq $node "follower" }}
+        - --node-rank=$(LWS_WORKER_INDEX)
+        - --leader-address=$(LWS_LEADER_ADDRESS):{{ $root.Values.ports.nodes }}
+        {{- else }}
         - --listen={{ include "quire.anyHost" $root }}:{{ $root.Values.ports.worker }}
         - --advertise={{ ternary "[$(POD_IP)]" "$(POD_IP)" (eq $root.Values.ipFamily "IPv6") }}:{{ $root.Values.ports.worker }}
+        {{- end }}
+        {{- if eq $node "leader" }}
+        - --node-listen={{ include "quire.anyHost" $root }}:{{ $root.Values.ports.nodes }}
+        {{- end }}
+        {{- if $node }}
+        - --nnodes={{ .nodesPerWorker }}
+        - --node-timeout-s={{ .startupSeconds }}
+        {{- end }}
         {{- include "quire.trustArgs" $trust | nindent 8 }}
         - --worker-id=$(POD_NAME)
+        {{- if ne $node "follower" }}
         - --scheduler={{ include "quire.schedulerAddress" (dict "root" $root "model" .modelSpec) }}
+        {{- end }}
         - {{ printf "--model=%s" (include "quire.modelPath" .modelSpec) | quote }}
         - {{ printf "--model-name=%s" .modelSpec.servedName | quote }}
         - --executor={{ .executor }}
         - {{ printf "--backend=%s" .backend | quote }}
-        {{- if gt (int .gpuCount) 1 }}
-        - --tensor-parallel-size={{ .gpuCount | int }}
+        {{- if gt (include "quire.numRanks" . | int) 1 }}
+        - --tensor-parallel-size={{ include "quire.numRanks" . }}
         {{- end }}
         - --dtype={{ .dtype }}
         {{- if ne .kvCacheDtype "auto" }}
@@ -82,16 +98,22 @@ spec:
         {{- end }}
         - --stuck-after-s={{ .stuckSeconds | int }}
         - --drain-timeout-s={{ .drainSeconds }}
-        {{- include "quire.commonArgs" $root | nindent 8 }}
+        {{- include (ternary "quire.logArgs" "quire.commonArgs" (eq $node "follower")) $root | nindent 8 }}
         {{- with .extraArgs }}
         {{- toYaml . | nindent 8 }}
         {{- end }}
       env:
         {{- include "quire.joined" (dict "own" (include "quire.workerEnv" $own) "extra" .extraEnv "key" "name" "value" (printf "%s.extraEnv" $where)) | nindent 8 }}
+      {{- if ne $node "follower" }}
       ports:
         {{- include "quire.containerPorts" (dict "root" $root "port" $root.Values.ports.worker) | nindent 8 }}
+        {{- if eq $node "leader" }}
+        - name: nodes
+          containerPort: {{ $root.Values.ports.nodes }}
+        {{- end }}
       {{- /* Not ready: not leased. unreadyAfter: while the only scheduler restarts, no pod may count as disrupted. */}}
       {{- include "quire.probes" (dict "root" $root "startupSeconds" .startupSeconds "unreadyAfter" 6) | nindent 6 }}
+      {{- end }}
       {{- with .lifecycle }}
       lifecycle:
         {{- toYaml . | nindent 8 }}
