@@ -13,6 +13,7 @@ import pytest
 from tests.gpu.test_runner import HEADS_4_2, SMALL
 from tests.unit.engine.models import make_model
 from worker_svc.engine.config import EngineConfig
+from worker_svc.engine.gpu import node as node_module
 from worker_svc.engine.gpu.local_ranks import EXIT_RANK_LOST, LocalRanks
 from worker_svc.engine.gpu.messages import RESET_ROWS, STOP
 from worker_svc.engine.gpu.node import _Node
@@ -57,6 +58,8 @@ def test_messages_go_to_all_ranks_of_the_host(make_node):
     node = make_node(FakeLeader(b"first", RESET_ROWS, EOFError()))
     inbox, outbox = Pipe(duplex=False)
     node._others.outboxes.append(outbox)
+    node._is_loaded = True
+    node._has_finished.set()
     node._relay()
     for receive in (node._messages.recv_bytes, inbox.recv_bytes):
         assert [receive() for _ in range(3)] == [b"first", RESET_ROWS, STOP]
@@ -67,6 +70,22 @@ def test_a_lost_leader_ends_the_host(make_node, caplog):
         make_node(FakeLeader(OSError("the connection was closed")))._relay()
     assert left.value.code == EXIT_RANK_LOST
     assert "the leader is lost: the connection was closed; this node exits with code 70" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("is_loaded", "exit_code", "message"),
+    [(False, 0, "was still loading"), (True, EXIT_RANK_LOST, "a step did not finish within 0.01 s")],
+)
+def test_a_stopped_leader_never_leaves_a_host_waiting(make_node, monkeypatch, caplog, is_loaded, exit_code, message):
+    """Its rank waits in a collective for ranks that are gone."""
+    caplog.set_level("INFO")
+    monkeypatch.setattr(node_module, "JOIN_TIMEOUT_S", 0.01)
+    node = make_node(FakeLeader(EOFError()))
+    node._is_loaded = is_loaded
+    with pytest.raises(SystemExit) as left:
+        node._relay()
+    assert left.value.code == exit_code
+    assert message in caplog.text
 
 
 def test_a_lost_rank_is_reported_and_ends_the_host(make_node, monkeypatch):

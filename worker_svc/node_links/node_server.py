@@ -60,11 +60,14 @@ class NodeLink:
 
     def stop(self) -> None:
         """After the last message."""
-        if self.steps is None:
+        if self.steps is None or not self._sending.acquire(timeout=STOP_TIMEOUT_S):
             return
-        with suppress(OSError):
-            self.steps.settimeout(STOP_TIMEOUT_S)
-            self.send_bytes(b"")
+        try:
+            with suppress(OSError):
+                self.steps.settimeout(STOP_TIMEOUT_S)
+                send_frame(self.steps, b"")
+        finally:
+            self._sending.release()
 
 
 class NodeServer:

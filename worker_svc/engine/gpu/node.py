@@ -15,7 +15,7 @@ from queue import SimpleQueue
 
 from worker_svc.engine.backend import BackendUnavailableError
 from worker_svc.engine.config import EngineConfig
-from worker_svc.engine.gpu.local_ranks import EXIT_BAD_SETTING, EXIT_RANK_LOST, LocalRanks
+from worker_svc.engine.gpu.local_ranks import EXIT_BAD_SETTING, EXIT_RANK_LOST, JOIN_TIMEOUT_S, LocalRanks
 from worker_svc.engine.gpu.messages import STOP
 from worker_svc.engine.gpu.ranks import DIED_WITHIN_S, WATCH_INTERVAL_S, check_shares, loaded_facts, start_facts
 from worker_svc.engine.gpu.rendezvous import join, leave, open_store
@@ -46,7 +46,9 @@ class _Node:
         ranks = range(self._first + 1, self._first + config.ranks_per_node)
         self._others = LocalRanks(config, ranks, self._store)
         self._messages = _Messages()
+        self._is_loaded = False
         self._is_stopping = threading.Event()
+        self._has_finished = threading.Event()
 
     def run(self) -> None:
         for target in (self._relay, self._watch):
@@ -54,8 +56,10 @@ class _Node:
         try:
             group = join(self._config, self._first, self._store, inbox=self._messages)
             runner = DeviceRunner(self._config, None, group)
+            self._is_loaded = True
             self._leader.report_loaded(loaded_facts(runner.info))
             runner.follow()
+            self._has_finished.set()
         except (ValueError, BackendUnavailableError) as error:
             self._leader.report_end(str(error), EXIT_BAD_SETTING)
             self._others.kill()
@@ -72,20 +76,23 @@ class _Node:
         leave()
 
     def _relay(self) -> None:
-        """Passes the leader's messages on, to the child processes first."""
-        message = b""
-        while message != STOP:
-            try:
-                message = self._leader.recv_bytes()
-            except EOFError:
-                message = STOP
-            except OSError as error:
-                self._end(f"the leader is lost: {error}", EXIT_RANK_LOST)
-            if message == STOP:
-                self._is_stopping.set()
-            self._pass_on(message)
+        """Passes the leader's messages on until it stops this node."""
+        try:
+            while (message := self._leader.recv_bytes()) != STOP:
+                self._pass_on(message)
+        except EOFError:
+            pass
+        except OSError as error:
+            self._end(f"the leader is lost: {error}", EXIT_RANK_LOST)
+        self._is_stopping.set()
+        self._pass_on(STOP)
+        if not self._is_loaded:
+            self._end("the leader has stopped this node, which was still loading", 0)
+        if not self._has_finished.wait(JOIN_TIMEOUT_S):
+            self._end(f"the leader has stopped, but a step did not finish within {JOIN_TIMEOUT_S:g} s", EXIT_RANK_LOST)
 
     def _pass_on(self, message: bytes) -> None:
+        """To the child processes first, so that their ranks start no later than this one."""
         try:
             for outbox in self._others.outboxes:
                 outbox.send_bytes(message)
@@ -101,7 +108,8 @@ class _Node:
                 self._end(*ended)
 
     def _end(self, reason: str, exit_code: int) -> None:
-        logger.critical("%s; this node exits with code %d", reason, exit_code)
+        level = logging.CRITICAL if exit_code else logging.INFO
+        logger.log(level, "%s; this node exits with code %d", reason, exit_code)
         for handler in logging.getLogger().handlers:
             handler.flush()
         self._others.kill()
