@@ -39,10 +39,16 @@ SMOKE_SETTINGS: dict[str, Any] = {
 NANO_SETTINGS: dict[str, Any] = {"max_num_batched_tokens": 16_384, "max_model_len": 4096}
 LONGEST = 163_840  # tokens; Qwen3's own limit is 40,960, but the time of a step does not depend on it
 LONG_SETTINGS: dict[str, Any] = {"max_num_seqs": 32, "max_model_len": 132_096, "cuda_graph_tokens": 0}
+EXPERTS: Model = {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 128, "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
+}  # fmt: skip
+FEW_EXPERTS: Model = EXPERTS | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 OTHER_SETTINGS: dict[str, dict[str, Any]] = {
     "fp8 weights": {"quantize": "fp8"},
     "fp8 weights exact": {"quantize": "fp8", "determinism": "exact"},
-    "flash-attn": {"attention": "flash"},
+    "flash-attn 2": {"attention": "flash"},
+    "flash-attn 3": {"attention": "flash3"},
 }
 TARGET_B1_MS = 1.0
 LONG_CONTEXTS = [(1, 32_768), (8, 32_768), (32, 32_768), (1, 131_072), (8, 131_072)]
@@ -57,13 +63,16 @@ def model_of(report: Report) -> Model:
 
 
 def make_checkpoint(report: Report) -> Path:
-    """The folder of the model of all sections. Linear layers have unit gain, norms are around 1, and q/k norms are
-    large, which makes attention peaked so that an error in it shows."""
-    folder = report.scratch / "checkpoint"
+    """The folder of the model of all sections."""
+    return write_checkpoint(report, report.scratch / "checkpoint", model_of(report))
+
+
+def write_checkpoint(report: Report, folder: Path, model: Model) -> Path:
+    """A checkpoint with random weights, unless it exists. Linear layers have unit gain, norms are around 1, and q/k
+    norms are large, which makes attention peaked so that an error in it shows."""
     if (folder / "config.json").exists():  # written last
         return folder
     generator = torch.Generator(device=report.device).manual_seed(0)
-    model = model_of(report)
     tensors = {}
     for name, shape in weight_shapes(model).items():
         weight = torch.empty(shape, device=report.device)

@@ -1,7 +1,7 @@
 """The sections of the benchmark in the order in which they run, the most informative first.
 
 Part 1 compiles, checks results, measures the engine as it is committed, and chooses tiles. Part 2 measures the goals
-with these tiles. Part 3 measures other settings and other libraries.
+with these tiles. Part 3 measures other settings, part 4 other libraries and models.
 """
 
 from __future__ import annotations
@@ -29,17 +29,20 @@ PARTS: dict[int, tuple[Section, ...]] = {
         Section("profile", 60.0, "bench.gpu.kernel_times:profile"),
     ),
     3: (
-        Section("other_settings", 45.0, "bench.gpu.model:other_settings"),
+        Section("other_settings", 60.0, "bench.gpu.model:other_settings"),
         Section("without_early_starts", 25.0, "bench.gpu.model:without_early_starts"),
         Section("exact_cost", 45.0, "bench.gpu.model:exact_cost"),
-        Section("in_process_exact", 70.0, "bench.gpu.serving:in_process_exact"),
+        Section("in_process_exact", 80.0, "bench.gpu.serving:in_process_exact"),
         Section("in_process_fp8", 60.0, "bench.gpu.serving:in_process_fp8"),
         Section("mixed_steps", 50.0, "bench.gpu.model:mixed_steps"),
         Section("long_contexts", 40.0, "bench.gpu.model:long_contexts"),
         Section("other_caches", 35.0, "bench.gpu.kernels:other_caches"),
         Section("invariance", 25.0, "bench.gpu.small_kernels:invariance"),
-        Section("libraries", 30.0, "bench.gpu.libraries:libraries"),
-        Section("vllm", 80.0, "bench.gpu.libraries:vllm_workload"),
+    ),
+    4: (
+        Section("libraries", 40.0, "bench.gpu.libraries:libraries"),
+        Section("experts", 60.0, "bench.gpu.other_models:experts"),
+        Section("vllm", 150.0, "bench.gpu.libraries:vllm_workload"),
     ),
 }
 SECTIONS = [section for part in PARTS.values() for section in part]

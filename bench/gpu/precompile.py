@@ -7,7 +7,6 @@ sections and the workers share.
 
 from __future__ import annotations
 
-import importlib
 import json
 import multiprocessing
 import os
@@ -15,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
-import triton
 from safetensors.torch import save_file
 from triton.runtime.driver import driver
 
@@ -32,7 +30,7 @@ from bench.gpu.dry_run import Device, Recorder, take_steps, without_gpu
 from bench.gpu.report import Report
 from bench.workloads import COMMON, QWEN3_06B, weight_shapes
 from worker_svc.engine.config import EngineConfig
-from worker_svc.engine.gpu import compilation
+from worker_svc.engine.gpu import compilation, compile_process
 from worker_svc.engine.gpu.aot import ARCHITECTURES
 from worker_svc.engine.gpu.kernels import sample
 from worker_svc.engine.gpu.runner import DeviceRunner
@@ -58,18 +56,6 @@ LONG = ("paged_attention", "linear", "collect", "select", "pick")  # compilation
 
 
 Kernel = tuple[str, str, str]  # module, name, specialization: what a launch would compile
-
-
-class Wanted:
-    """The kernels that the launches of a program would compile, each once."""
-
-    def __init__(self) -> None:
-        self.found: set[Kernel] = set()
-
-    def __call__(self, *, fn: Any, compile: dict[str, Any], **_: object) -> bool:
-        """Triton's hook before a compilation. True: Triton does not compile."""
-        self.found.add((fn.jit_function.fn.__module__, fn.jit_function.fn.__name__, compile["specialization_data"]))
-        return True
 
 
 def compile_all(report: Report) -> None:
@@ -123,15 +109,14 @@ def run_section(section: Callable[[Report], None]) -> None:
 
 def list_kernels(program: Callable[[], None]) -> set[Kernel]:
     """What the program would compile."""
-    wanted = Wanted()
-    with listing(wanted, driver.active.get_current_target().arch):
+    with compilation.collecting() as launches, listing(driver.active.get_current_target().arch):
         program()
-    return wanted.found
+    return {(launch.kernel.module, launch.name, launch.specialization) for launch in launches}
 
 
 @contextmanager
-def listing(wanted: Wanted, capability: int) -> Iterator[None]:
-    """Launches are listed, and nothing is computed."""
+def listing(capability: int) -> Iterator[None]:
+    """Nothing is computed, and engines compile nothing."""
     processors = ARCHITECTURES.get(capability, ARCHITECTURES[90]).processors
     make_case = kernels.Case.make
 
@@ -139,8 +124,7 @@ def listing(wanted: Wanted, capability: int) -> Iterator[None]:
         return make_case(report, [min(c, 300) for c in contexts[:3]], min(num_queries, 40), *args, **fields)
 
     patches = [
-        mock.patch.object(triton.knobs.runtime, "jit_cache_hook", wanted),
-        mock.patch.object(compilation, "compile_in_processes"),  # engines compile what they list
+        mock.patch.object(compilation, "compile_in_processes"),
         mock.patch.object(Processors, "of", return_value=processors),
         mock.patch.object(Processors, "num_programs", return_value=processors.count),
         mock.patch.object(F, "linear", lambda x, weight, bias=None: x.new_empty(*x.shape[:-1], len(weight))),
@@ -189,12 +173,12 @@ def compile_in_pool(report: Report, wanted: set[Kernel], capability: int) -> Non
     longest_first = sorted(wanted, key=lambda kernel: (not kernel[1].startswith(LONG), kernel))
     seconds: list[float] = []
     with _pool(capability, len(wanted)) as pool:
-        jobs = {pool.submit(compile_kernel, kernel): kernel for kernel in longest_first}
+        jobs = {pool.submit(timed_compilation, kernel): kernel for kernel in longest_first}
         for job in as_completed(jobs):
             try:
                 seconds.append(job.result())
             except Exception as error:  # the other kernels are still useful
-                report.row("compile", jobs[job][1], ok=False, note=f"{type(error).__name__}: {str(error)[:200]}")
+                report.row("compile", jobs[job][1], ok=False, note=str(error)[:200])
             if len(seconds) % 25 == 0:
                 print(f"   {len(seconds)} of {len(wanted)} compiled", flush=True)
     note = f"{sum(seconds):.0f} s in all processes, the longest {max(seconds, default=0):.1f} s"
@@ -202,13 +186,10 @@ def compile_in_pool(report: Report, wanted: set[Kernel], capability: int) -> Non
     report.figures["kernels_compiled"] = len(seconds)
 
 
-def compile_kernel(kernel: Kernel) -> float:
-    """Compiles it into Triton's cache and, with Triton 3.6, its launcher too. Returns seconds."""
+def timed_compilation(kernel: Kernel) -> float:
+    """Compiles into Triton's cache; returns seconds. Raises RuntimeError if the kernel does not compile."""
     started = time.perf_counter()
-    module, name, specialization = kernel
-    compiled = getattr(importlib.import_module(module), name).preload(specialization)
-    nvidia = importlib.import_module("triton.backends.nvidia.driver")
-    if hasattr(nvidia, "make_launcher"):
-        with suppress(AssertionError):  # without libcuda there is no GPU to launch on
-            nvidia.CudaLauncher(compiled.src, compiled.metadata)
+    error = compile_process.compile_kernel(*kernel)
+    if error is not None and "libcuda.so cannot found" not in error:  # without it there is no GPU to launch on
+        raise RuntimeError(error)
     return time.perf_counter() - started

@@ -3,7 +3,8 @@
     bench/gpu/pack                # first, on a machine with a network: stubs and small wheels
     bench/gpu/start 1             # compile, check results, measure the engine as it is, choose tiles
     bench/gpu/start 2             # the goals: decode steps, 256 requests in-process and through gRPC
-    bench/gpu/start 3             # exact mode, fp8, mixed steps, long contexts, other libraries
+    bench/gpu/start 3             # exact mode, fp8, mixed steps, long contexts
+    bench/gpu/start 4             # flash-attn, FlashInfer and vLLM, if they are there; experts
     bench/gpu/start               # whatever is not measured yet, within the budget
     bench/gpu/start sanitize      # compute-sanitizer over all kernels
     bench/gpu/start predict       # the model of a step, for several GPUs; needs no GPU
@@ -40,7 +41,7 @@ from bench.gpu.toolchain import prepare_toolchain  # noqa: E402
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="?", default="all", choices=("all", "1", "2", "3", "sanitize", "predict"))
+    parser.add_argument("what", nargs="?", default="all", choices=("all", "1", "2", "3", "4", "sanitize", "predict"))
     parser.add_argument("--only", default="", help="sections by name, comma separated")
     parser.add_argument("--baseline", action="store_true", help="the engine as it is: without other tiles")
     parser.add_argument("--again", action="store_true", help="also sections that were measured before")

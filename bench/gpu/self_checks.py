@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 import torch
 
-from bench.gpu.model import model_of
+from bench.gpu.model import EXPERTS, FEW_EXPERTS, model_of
 from bench.gpu.report import OutOfTimeError, Report
 from bench.workloads import COMMON
 from worker_svc.engine.architectures import parse_config
@@ -25,15 +25,23 @@ SETTINGS: list[dict[str, Any]] = [
     {"dtype": torch.bfloat16, "determinism": "exact", "formats": FORMATS},
     {"dtype": torch.float16, "determinism": "best_effort", "has_scaled_cache": True},
     {"dtype": torch.bfloat16, "determinism": "best_effort", "block_size": 16},
+    {"dtype": torch.bfloat16, "determinism": "best_effort", "model": EXPERTS},
+    {"dtype": torch.bfloat16, "determinism": "exact", "model": EXPERTS},
     {"dtype": torch.float32, "determinism": "exact"},
+]
+
+SMOKE_SETTINGS: list[dict[str, Any]] = [
+    {"dtype": torch.float32, "determinism": "exact", "formats": FORMATS},
+    {"dtype": torch.float32, "determinism": "best_effort", "model": FEW_EXPERTS},
 ]
 
 
 def self_checks(report: Report) -> None:
     """A check that cannot run counts as failed; the others still run."""
-    for fields in SETTINGS[-1:] if report.is_smoke else SETTINGS:
+    for fields in SMOKE_SETTINGS if report.is_smoke else SETTINGS:
         setup = _setup(report, fields)
         name = f"{setup.dtype} {setup.determinism} block {setup.block_size}".removeprefix("torch.")
+        name += " experts" if "model" in fields else ""
         name += " fp8 cache" if setup.has_scaled_cache else ""
         for kernel, cases in _cases(setup):
             started = time.perf_counter()
@@ -46,19 +54,20 @@ def self_checks(report: Report) -> None:
                 raise
             except Exception as error:  # the table should be complete
                 fault = str(error)
+            if not count:
+                continue  # the settings do not use this kernel
             ms = (time.perf_counter() - started) * 1e3
             note = f"{count} cases" if fault is None else fault[:300]
             report.row("self_checks", f"{kernel}, {name}", ok=fault is None, ms=ms, note=note)
 
 
 def _setup(report: Report, fields: dict[str, Any]) -> checks.Setup:
-    model = parse_config(COMMON | model_of(report))
+    fields = dict(fields)
+    model = parse_config(COMMON | model_of(report) | fields.pop("model", {}))
     defaults: dict[str, Any] = {
         "model": model, "vocab_size": model.vocab_size, "block_size": 16 if report.is_smoke else 256,
         "max_model_len": 4096, "device": report.device, "group": Group(), "has_scaled_cache": False,
     }  # fmt: skip
-    if report.is_smoke:
-        defaults["formats"] = FORMATS
     return checks.Setup(**(defaults | fields))
 
 
