@@ -3,6 +3,8 @@
     python bench/attention.py                      # about a minute
     python bench/attention.py --against ../other/worker_svc/engine/kernels --cases w3
     python bench/attention.py --numbers float32
+    QUIRE_CPU_PATH=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 \
+        python bench/attention.py
 
 --against also compiles the kernels of another checkout and measures both in turns. torch's scaled dot product attention
 gets contiguous keys and values of rows that all have the same lengths, so it does less work than paged attention.

@@ -1,13 +1,14 @@
-"""All linear layers of a step on one core: our kernels on tiles and on vectors, and oneDNN, by number of rows.
+"""All linear layers of a step on one core: our kernels on the paths of this processor, and oneDNN, by number of rows.
 
     python bench/linear.py                                 # both models; a few minutes
     python bench/linear.py --models small --rows 1,36,256  # half a minute
     python bench/linear.py --layers                        # every layer by itself
+    ONEDNN_MAX_CPU_ISA=AVX2 python bench/linear.py --paths avx2,avx512 --numbers float32
 
 Milliseconds of thread CPU time, the least of several rounds in which all implementations take turns. Each layer has
 several copies of its weights, which take turns too, so that weights come from where they would in a model. The
-vocabulary head is counted for at most 64 rows. Columns of tiles are left out on processors without AMX. oneDNN is
-called as torch calls it, which takes some microseconds a call.
+vocabulary head is counted for at most 64 rows. Paths that this processor lacks are left out. oneDNN is called as torch
+calls it, which takes some microseconds a call.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ import torch
 
 from bench.workloads import QWEN3_06B, SMALL, Model
 from worker_svc.engine.cpu_backend import declare
-from worker_svc.engine.kernel_linear import BFLOAT16, INT8, KernelLinear
-from worker_svc.engine.kernels.build import NO_TILES, load_kernels, load_kernels_built_with, native_flags
+from worker_svc.engine.kernel_linear import BFLOAT16, FLOAT32, INT8, KernelLinear
+from worker_svc.engine.kernels.build import load_kernels_of
+from worker_svc.engine.kernels.paths import available_paths
 from worker_svc.engine.linear import PackedLinear
 
 MODELS: dict[str, tuple[Model, int]] = {"small": (SMALL, 8 << 20), "qwen3-0.6b": (QWEN3_06B, 128 << 20)}
@@ -59,16 +61,14 @@ def layers_of(model: Model) -> list[Layer]:
     ]
 
 
-def implementations() -> dict[str, Maker]:
-    """Constructors by name."""
-    builds = {"vectors": declare(load_kernels_built_with(*native_flags(), NO_TILES))}
-    fastest = declare(load_kernels())
-    if "tiles" in fastest.quire_arithmetic().decode().split():
-        builds = {"tiles": fastest, **builds}
+def implementations(names: list[str], number: str) -> dict[str, Maker]:
+    """Constructors by name: of the given paths, and oneDNN. int8 beside bfloat16 only."""
+    builds = {path.name: declare(load_kernels_of(path)) for path in available_paths() if path.name in names}
     makers: dict[str, Maker] = {}
     for name, build in builds.items():
-        makers[name] = partial(_kernel_linear, build, BFLOAT16)
-        makers[f"{name} int8"] = partial(_kernel_linear, build, INT8)
+        makers[name] = partial(_kernel_linear, build, BFLOAT16 if number == "bfloat16" else FLOAT32)
+        if number == "bfloat16":
+            makers[f"{name} int8"] = partial(_kernel_linear, build, INT8)
     makers["oneDNN"] = partial(PackedLinear, bias=None)
     return makers
 
@@ -90,19 +90,19 @@ def thread_seconds(copies: list[Call], x: torch.Tensor) -> float:
             return spent / calls
 
 
-def measure(
-    layer: Layer, rows: tuple[int, ...], working_set: int, rounds: int
-) -> Iterator[tuple[int, dict[str, float]]]:
+def measure(layer: Layer, working_set: int, args: argparse.Namespace) -> Iterator[tuple[int, dict[str, float]]]:
     """The least milliseconds of one call by implementation, for each number of rows."""
-    weight = (torch.randn(layer.out_features, layer.in_features) / layer.in_features**0.5).bfloat16()
+    dtype = getattr(torch, args.numbers)
+    weight = (torch.randn(layer.out_features, layer.in_features) / layer.in_features**0.5).to(dtype)
     num_copies = max(1, working_set // (weight.numel() * weight.element_size()))
-    copies = {name: [make(weight) for _ in range(num_copies)] for name, make in implementations().items()}
-    for n in rows:
+    makers = implementations(args.paths.split(","), args.numbers)
+    copies = {name: [make(weight) for _ in range(num_copies)] for name, make in makers.items()}
+    for n in map(int, args.rows.split(",")):
         if layer.name == "head" and n > MAX_HEAD_ROWS:
             continue
-        x = torch.randn(n, layer.in_features).bfloat16()
+        x = torch.randn(n, layer.in_features).to(dtype)
         best = dict.fromkeys(copies, float("inf"))
-        for _ in range(rounds):
+        for _ in range(args.rounds):
             for name, calls in copies.items():
                 best[name] = min(best[name], 1e3 * thread_seconds(calls, x))
         yield n, best
@@ -125,17 +125,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=",".join(MODELS), help="comma-separated: " + ", ".join(MODELS))
     parser.add_argument("--rows", default=",".join(map(str, ROWS)), help="comma-separated numbers of rows")
+    parser.add_argument("--paths", default="amx,avx512_bf16", help="comma-separated paths (docs/configuration.md)")
+    parser.add_argument("--numbers", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--rounds", type=int, default=12, help="the least of this many rounds counts (default 12)")
     parser.add_argument("--layers", action="store_true", help="print every layer too")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    rows = tuple(int(n) for n in args.rows.split(","))
-    print(f"{processor()}; milliseconds of one thread, bfloat16 except where noted")
+    print(f"{processor()}; milliseconds of one thread, {args.numbers} except where noted")
     for name in args.models.split(","):
         model, working_set = MODELS[name]
         total: dict[int, dict[str, float]] = {}
         for layer in layers_of(model):
-            times = dict(measure(layer, rows, working_set, args.rounds))
+            times = dict(measure(layer, working_set, args))
             gc.collect()
             if args.layers:
                 print_rows(f"{name} {layer.name} {layer.out_features} x {layer.in_features}: rows", times)

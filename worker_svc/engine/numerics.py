@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 import xxhash
 
+from worker_svc.engine.kernels.paths import chosen_path
 from worker_svc.engine.machine import CPUINFO, instruction_sets
 
 # Instruction sets with which our kernels, oneDNN or the C library may compute differently.
@@ -28,8 +29,10 @@ SOURCES = Path(__file__).parent
 
 def cpu_numerics(backend: str, arithmetic: str, cpuinfo: Path = CPUINFO) -> str:
     """The numerics of a CPU worker. `arithmetic` names the instruction sets that its backend uses: kernels may be
-    compiled for fewer instruction sets than the processor has."""
-    found = instruction_sets(cpuinfo)
+    compiled for fewer instruction sets than the processor has. If QUIRE_CPU_PATH chose a path, only the sets of this
+    path count, so workers on different processors can be of the same kind."""
+    path = chosen_path(cpuinfo) if backend == "cpu" else None
+    found = instruction_sets(cpuinfo) if path is None else frozenset(path.sets)
     sets = [name for name in INSTRUCTION_SETS if name in found]
     return ", ".join((backend, " ".join((platform.machine(), *sets)), arithmetic))
 

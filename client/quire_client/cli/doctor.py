@@ -46,6 +46,8 @@ SERVICE_PACKAGES = {
     "worker": ("torch", "numpy", "safetensors", "xxhash"),
 }
 PROBE_TIMEOUT_S = 300.0  # compiles the kernels on a new machine
+KINDS = ("bfloat16", "int8", "float32")
+NOT_FASTEST = "QUIRE_DISABLE_AMX is set, the compiler does not know it, or the system refuses it (see a worker's log)"
 REDIS_TIMEOUT_S = 2.0
 TARGET_TIMEOUT_S = 2.0
 
@@ -81,7 +83,7 @@ def examine(
         yield check_service(service, packages)
     yield check_backend()
     yield check_compiler()
-    yield check_kernels()
+    yield from check_kernels()
     yield check_demo_model()
     yield check_redis(redis)
     is_named = bool(target or os.environ.get(TARGET_ENV))
@@ -133,24 +135,49 @@ def check_compiler() -> Finding:
     )
 
 
-def check_kernels() -> Finding:
-    """The instructions that a CPU worker would use here, and how fast they are."""
+def check_kernels() -> Iterable[Finding]:
+    """The path that a CPU worker would take here, what it costs, and what the other paths would cost."""
     if not is_installed(SERVICES["worker"]):
-        return Finding("kernels", FALLBACK, "not measured: the worker is not installed")
+        yield Finding("kernels", FALLBACK, "not measured: the worker is not installed")
+        return
     found = probe_kernels()
     if error := found.get("error"):
-        return Finding("kernels", FALLBACK, f"workers use plain torch, which is slower: {error}")
-    speeds = (f"{name} {speed:,.0f} GOP/s ({found['paths'][name]})" for name, speed in found["giga_operations"].items())
-    detail = f"on one core, 256 rows: {', '.join(speeds)}"
-    if not found["has_unused_amx"]:
+        if found.get("is_fatal"):
+            yield Finding("kernels", MISSING, f"CPU workers do not start: {error}")
+        else:
+            yield Finding("kernels", FALLBACK, f"workers use plain torch, which is slower: {error}")
+        return
+    yield describe_path(found)
+    if others := found["others"]:
+        speeds = ", ".join(f"{other['path']} {' / '.join(map(_speed, _ordered(other)))}" for other in others)
+        yield Finding("paths", OK, f"QUIRE_CPU_PATH can select: {speeds} GOP/s ({' / '.join(KINDS)})")
+
+
+def describe_path(found: dict[str, Any]) -> Finding:
+    """The finding for the line of worker_svc.engine.probe."""
+    used, names = found["path"], found["instructions"]
+    speeds = ", ".join(f"{kind} {_speed(found['giga_operations'][kind])} GOP/s ({names[kind]})" for kind in KINDS)
+    detail = (
+        f"{used}; on one core, 256 rows: {speeds}; one row reads weights at {found['read_gb_s']:g} GB/s, "
+        f"a copy of memory runs at {found['copy_gb_s']:g} GB/s"
+    )
+    if used == found["fastest"]:
         return Finding("kernels", OK, detail)
-    reason = "QUIRE_DISABLE_AMX is set, the compiler does not know it, or the system refuses it (see a worker's log)"
-    return Finding("kernels", FALLBACK, f"{detail}; AMX, about 7 times as fast for prompts, is not used: {reason}")
+    reason = "QUIRE_CPU_PATH" if found["is_chosen"] else NOT_FASTEST
+    return Finding("kernels", FALLBACK, f"{detail}; {found['fastest']}, the fastest path here, is not used: {reason}")
+
+
+def _ordered(found: dict[str, Any]) -> list[float]:
+    return [found["giga_operations"][kind] for kind in KINDS]
+
+
+def _speed(giga_operations: float) -> str:
+    return f"{giga_operations:,.0f}"
 
 
 def probe_kernels() -> dict[str, Any]:
     """The line of worker_svc.engine.probe, or the field `error`."""
-    command = [sys.executable, "-m", "worker_svc.engine.probe"]
+    command = [sys.executable, "-m", "worker_svc.engine.probe", "--all"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=PROBE_TIMEOUT_S)
         found: dict[str, Any] = json.loads(done.stdout)

@@ -15,10 +15,18 @@ from quire_client.testing import FakeGateway
 from gateway_svc.callers.api_keys import ApiKeys
 
 KERNELS = {
-    "paths": {"bfloat16": "AMX", "float32": "AVX512"},
-    "giga_operations": {"bfloat16": 1214.4, "float32": 120.3},
-    "has_unused_amx": False,
+    "path": "amx",
+    "instructions": {"bfloat16": "AMX", "int8": "AMX", "float32": "AVX512"},
+    "giga_operations": {"bfloat16": 1214.4, "int8": 1890.3, "float32": 120.3},
+    "read_gb_s": 24.5,
+    "copy_gb_s": 17.0,
+    "fastest": "amx",
+    "is_chosen": False,
+    "others": [],
 }
+SPEEDS = "bfloat16 1,214 GOP/s (AMX), int8 1,890 GOP/s (AMX), float32 120 GOP/s (AVX512)"
+RATES = "one row reads weights at 24.5 GB/s, a copy of memory runs at 17 GB/s"
+AVX2 = {"path": "avx2", "giga_operations": {"bfloat16": 94.2, "int8": 381.2, "float32": 108.6}}
 
 
 @pytest.fixture(autouse=True)
@@ -455,11 +463,17 @@ def test_doctor_names_an_invalid_redis_url(gateway, capsys):
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
-        ({}, "ok    kernels    on one core, 256 rows: bfloat16 1,214 GOP/s (AMX), float32 120 GOP/s (AVX512)\n"),
+        ({}, f"ok    kernels    amx; on one core, 256 rows: {SPEEDS}; {RATES}\n"),
         (
-            {"has_unused_amx": True},
-            "(AVX512); AMX, about 7 times as fast for prompts, is not used: QUIRE_DISABLE_AMX is",
+            {"others": [AVX2]},
+            "ok    paths      QUIRE_CPU_PATH can select: avx2 94 / 381 / 109 GOP/s (bfloat16 / int8 / float32)\n",
         ),
+        (
+            {"fastest": "amx2"},
+            f"note  kernels    amx; on one core, 256 rows: {SPEEDS}; {RATES}; amx2, the fastest path",
+        ),
+        ({"fastest": "amx2"}, "is not used: QUIRE_DISABLE_AMX is set"),
+        ({"fastest": "amx2", "is_chosen": True}, "is not used: QUIRE_CPU_PATH\n"),
         ({"error": "no C++ compiler"}, "note  kernels    workers use plain torch, which is slower: no C++ compiler\n"),
     ],
 )
@@ -468,6 +482,13 @@ def test_doctor_names_the_instructions_of_the_kernels(gateway, capsys, monkeypat
     code, out, _ = run(capsys, "doctor")
     assert code == 0
     assert text in out
+
+
+def test_doctor_fails_where_the_chosen_path_cannot_run(gateway, capsys, monkeypatch):
+    monkeypatch.setattr(doctor, "probe_kernels", lambda: {"error": "QUIRE_CPU_PATH = x", "is_fatal": True})
+    code, out, _ = run(capsys, "doctor")
+    assert code == 1
+    assert "FAIL  kernels    CPU workers do not start: QUIRE_CPU_PATH = x\n" in out
 
 
 def test_doctor_without_a_compiler(gateway, capsys, monkeypatch):

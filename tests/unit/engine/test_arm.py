@@ -22,8 +22,9 @@ DRIVER = Path(__file__).parent / "kernel_driver" / "driver.cpp"
 CROSS_COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 SMALLEST_NORMAL = np.float32(2.0**-126)
 # Of a Neoverse V1 or later, an N1, and a Cortex-A72.
+MATRICES = "armv8.2-a+dotprod+bf16+i8mm"
 PROCESSORS = {
-    "armv8.6-a": "fma bfloat16-matrices neon",
+    MATRICES: "fma bfloat16-matrices neon",
     "armv8.2-a+dotprod": "fma neon",
     "armv8-a": "fma neon",
 }
@@ -71,9 +72,7 @@ def x86_digests(tmp_path_factory):
     return subprocess.run([driver, "digests"], capture_output=True, text=True, check=True).stdout.splitlines()
 
 
-@pytest.mark.parametrize(
-    "processor", ["armv8.6-a", "armv8-a", pytest.param("armv8.2-a+dotprod", marks=pytest.mark.deep)]
-)
+@pytest.mark.parametrize("processor", [MATRICES, "armv8-a", pytest.param("armv8.2-a+dotprod", marks=pytest.mark.deep)])
 def test_arm_gives_the_bits_of_x86_and_a_row_depends_on_no_other_row(run_arm, x86_digests, processor):
     """Except for layers in bfloat16 on matrix instructions, which have a test of their own."""
     found = run_arm(processor, "digests")
@@ -131,7 +130,7 @@ def test_a_layer_on_matrix_instructions_has_the_bits_of_the_model(run_arm, tmp_p
     x, weight = np.hstack([x, x]), np.hstack([weight, -weight])
     (tmp_path / "x").write_bytes(to_bits(x).tobytes())
     (tmp_path / "w").write_bytes(to_bits(weight).tobytes())
-    run_arm("armv8.6-a", "linear", BFLOAT16, n, 2 * half, out_size, *(tmp_path / name for name in "xwy"))
+    run_arm(MATRICES, "linear", BFLOAT16, n, 2 * half, out_size, *(tmp_path / name for name in "xwy"))
     found = np.frombuffer((tmp_path / "y").read_bytes(), np.uint16).reshape(n, out_size)
     assert np.count_nonzero(found) > found.size // 2
     assert np.array_equal(found, round_to_bits(matrix_linear(x, weight)))
@@ -145,6 +144,6 @@ def test_int8_products_are_exact(run_arm, tmp_path):
     x[:, 0], weight[:, 0] = 127, -127
     for name, values in (("x", x), ("w", weight)):
         (tmp_path / name).write_bytes(to_bits(values).tobytes())
-    run_arm("armv8.6-a", "linear", INT8, n, in_size, out_size, *(tmp_path / name for name in "xwy"))
+    run_arm(MATRICES, "linear", INT8, n, in_size, out_size, *(tmp_path / name for name in "xwy"))
     found = np.frombuffer((tmp_path / "y").read_bytes(), np.uint16).reshape(n, out_size)
     assert np.array_equal(found, round_to_bits((x.astype(np.int64) @ weight.astype(np.int64).T).astype(np.float32)))

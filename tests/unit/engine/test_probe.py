@@ -9,22 +9,24 @@ import sys
 
 import pytest
 
-from worker_svc.engine.machine import instruction_sets
-from worker_svc.engine.probe import paths
+from worker_svc.engine.kernels.paths import available_paths, path_of
+from worker_svc.engine.probe import instructions, measure_path
 
 
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ("fma bfloat16-pairs tiles avx512f", ("AMX", "AMX", "AVX512")),
-        ("fma bfloat16-pairs avx512f", ("AVX512-BF16", "AVX512", "AVX512")),
-        ("fma avx2", ("AVX2", "AVX2", "AVX2")),
-        ("fma neon", ("NEON", "NEON", "NEON")),
-        ("generic", ("no vector instructions",) * 3),
+        ("fma bfloat16-pairs tiles avx512f", ("amx", "AMX", "AMX", "AVX512")),
+        ("fma bfloat16-pairs avx512f", ("avx512_bf16", "AVX512-BF16", "AVX512", "AVX512")),
+        ("fma avx512f", ("avx512", "AVX512", "AVX512", "AVX512")),
+        ("fma avx2", ("avx2", "AVX2", "AVX2", "AVX2")),
+        ("fma bfloat16-matrices neon", ("neon_bf16", "BFMMLA", "SMMLA", "NEON")),
+        ("fma neon", ("neon", "NEON", "NEON", "NEON")),
+        ("generic", ("generic", *("no vector instructions",) * 3)),
     ],
 )
-def test_paths_by_number_type(words, expected):
-    assert tuple(paths(words.split()).values()) == expected
+def test_path_and_instructions_by_number_type(words, expected):
+    assert (path_of(words).name, *instructions(words.split()).values()) == expected
 
 
 def run_probe(**environment):
@@ -35,10 +37,25 @@ def run_probe(**environment):
 
 def test_speeds_of_this_machine():
     found = run_probe()
-    assert found["paths"].keys() == found["giga_operations"].keys() == {"bfloat16", "int8", "float32"}
-    assert all(speed > 0.1 for speed in found["giga_operations"].values())
-    assert found["has_unused_amx"] == (found["paths"]["bfloat16"] != "AMX" and "amx_bf16" in instruction_sets())
+    assert found["instructions"].keys() == found["giga_operations"].keys() == {"bfloat16", "int8", "float32"}
+    assert all(speed > 0.1 for speed in (*found["giga_operations"].values(), found["read_gb_s"], found["copy_gb_s"]))
+    assert found["fastest"] == available_paths()[0].name
+    assert not found["is_chosen"]
+
+
+def test_another_path_is_measured_by_its_kernels(kernel_builds):
+    found = measure_path(kernel_builds("generic"))
+    assert found["path"] == "generic"
+    assert all(speed > 0.1 for speed in (*found["giga_operations"].values(), found["read_gb_s"]))
+
+
+def test_a_path_that_the_processor_lacks_is_reported():
+    found = run_probe(QUIRE_CPU_PATH="vfp")
+    assert found["error"].startswith("QUIRE_CPU_PATH = vfp: not a path of this processor; set one of ")
+    assert found["is_fatal"]
 
 
 def test_without_a_compiler_the_reason_is_reported():
-    assert "no-such-compiler" in run_probe(CXX="no-such-compiler")["error"]
+    found = run_probe(CXX="no-such-compiler")
+    assert "no-such-compiler" in found["error"]
+    assert not found["is_fatal"]

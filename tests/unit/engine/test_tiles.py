@@ -19,6 +19,7 @@ from tests.unit.engine.tile_model import bfloat16_linear, bfloat16_product
 from worker_svc.engine.cpu_backend import declare
 from worker_svc.engine.kernel_linear import BFLOAT16, INT8, KernelLinear
 from worker_svc.engine.kernels import build
+from worker_svc.engine.kernels.paths import NO_MATRICES, NO_TILES
 
 SEEDS = range(20)
 ROWS = (*range(1, 70), 95, 96, 97, 127, 128, 129, 255, 256, 257, 272, 300, 500, 513)
@@ -191,8 +192,9 @@ print(CpuBackend(1).arithmetic)
 
 
 class Library:
-    def __init__(self, error):
+    def __init__(self, error, is_as_specified=1):
         self.quire_permit_tiles = lambda: error
+        self.quire_verify_matrices = lambda: is_as_specified
 
 
 def test_kernels_without_tiles_serve_where_amx_is_refused(monkeypatch, caplog):
@@ -200,16 +202,23 @@ def test_kernels_without_tiles_serve_where_amx_is_refused(monkeypatch, caplog):
 
     def load(*flags):
         loaded.append(flags)
-        return Library(0 if build.NO_TILES in flags else errno.EPERM)
+        return Library(0 if NO_TILES in flags else errno.EPERM)
 
     monkeypatch.setattr(build, "_load_fastest", load)
     with caplog.at_level(logging.WARNING):
         assert build.load_kernels().quire_permit_tiles() == 0
-    assert loaded == [(), (build.NO_TILES,)]
+    assert loaded == [(), (NO_TILES,)]
     assert "AMX is not used: the system does not permit it to this process (Operation not permitted)" in caplog.text
 
 
-@pytest.mark.parametrize(("value", "flags"), [("1", (build.NO_TILES,)), ("0", ()), ("", ())])
+def test_kernels_without_matrices_serve_where_the_processor_rounds_otherwise(monkeypatch, caplog):
+    monkeypatch.setattr(build, "_load_fastest", lambda *flags: Library(0, int(NO_MATRICES in flags)))
+    with caplog.at_level(logging.WARNING):
+        assert build.load_kernels().quire_verify_matrices() == 1
+    assert "BFMMLA is not used: this processor rounds it in another way than Arm specifies" in caplog.text
+
+
+@pytest.mark.parametrize(("value", "flags"), [("1", (NO_TILES,)), ("0", ()), ("", ())])
 def test_a_variable_disables_amx(monkeypatch, value, flags):
     loaded = []
     monkeypatch.setenv("QUIRE_DISABLE_AMX", value)

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import xxhash
 
+from worker_svc.engine.kernels.paths import NO_MATRICES, NO_TILES, CpuPath, chosen_path, flags_of
 from worker_svc.engine.machine import available_cores
 
 logger = logging.getLogger(__name__)
@@ -38,7 +39,8 @@ STRICT_FLAGS = (
     "-pthread",
     "-w",
 )
-NO_TILES = "-DQUIRE_NO_TILES"
+# What the speed of a path depends on (`quire doctor`). The rest would take most of the time to compile.
+LINEAR_SOURCES = tuple(s for s in SOURCES if s.stem in ("cpu", "linear", "matrices", "team", "tiles"))
 
 
 class KernelBuildError(RuntimeError):
@@ -46,25 +48,47 @@ class KernelBuildError(RuntimeError):
 
 
 def load_kernels() -> ctypes.CDLL:
-    """The kernels as a loaded library, compiled first if this machine has no matching copy.
+    """The kernels as a loaded library, compiled first if this machine has no matching copy: those of QUIRE_CPU_PATH, or
+    the fastest ones that this processor and system run.
 
-    Raises KernelBuildError when there is no compiler or it fails.
+    Raises KernelBuildError when there is no compiler or it fails, or the system forbids the chosen path, and
+    CpuPathError for a path that this processor does not have.
     """
+    if path := chosen_path():
+        return load_kernels_of(path)
     if os.environ.get("QUIRE_DISABLE_AMX", "") not in ("", "0"):
         return _load_fastest(NO_TILES)
     library = _load_fastest()
     if error := library.quire_permit_tiles():
         logger.warning("AMX is not used: the system does not permit it to this process (%s)", os.strerror(error))
         return _load_fastest(NO_TILES)
+    if not library.quire_verify_matrices():
+        logger.warning("BFMMLA is not used: this processor rounds it in another way than Arm specifies")
+        return _load_fastest(NO_MATRICES)
+    return library
+
+
+def load_kernels_of(path: CpuPath, sources: tuple[Path, ...] | None = None) -> ctypes.CDLL:
+    """The kernels of a path, or those of some `sources` only. Raises KernelBuildError."""
+    library = _load_first([(*STRICT_FLAGS, *flags) for flags in flags_of(path)], sources)
+    if error := library.quire_permit_tiles():
+        raise KernelBuildError(f"the system does not permit AMX to this process ({os.strerror(error)})")
+    if not library.quire_verify_matrices():
+        raise KernelBuildError("this processor rounds BFMMLA in another way than Arm specifies")
     return library
 
 
 def _load_fastest(*added: str) -> ctypes.CDLL:
+    return _load_first([(*flags, *added) for flags in _flag_sets()])
+
+
+def _load_first(flag_sets: list[tuple[str, ...]], sources: tuple[Path, ...] | None = None) -> ctypes.CDLL:
+    """The kernels with the first flags that the compiler accepts."""
     compiler = _find_compiler()
     failures = []
-    for flags in _flag_sets():
+    for flags in flag_sets:
         try:
-            return _load(_build(compiler, (*flags, *added)))
+            return _load(_build(compiler, flags, sources))
         except KernelBuildError as error:
             failures.append(f"{' '.join(flags)}: {error}")
     raise KernelBuildError(f"{compiler} could not build the CPU kernels; " + "; ".join(failures))
@@ -106,8 +130,9 @@ def _flag_sets() -> list[tuple[str, ...]]:
     return list(dict.fromkeys([(*STRICT_FLAGS, *native), (*STRICT_FLAGS, *native[:1]), STRICT_FLAGS]))
 
 
-def _build(compiler: str, flags: tuple[str, ...]) -> Path:
-    target = cache_dir() / f"cpu_kernels_{_build_key(compiler, flags)}.so"
+def _build(compiler: str, flags: tuple[str, ...], sources: tuple[Path, ...] | None = None) -> Path:
+    sources = SOURCES if sources is None else sources
+    target = cache_dir() / f"cpu_kernels_{_build_key(compiler, flags, sources)}.so"
     if target.exists():
         return target
     try:
@@ -120,7 +145,7 @@ def _build(compiler: str, flags: tuple[str, ...]) -> Path:
     try:
         with _one_at_a_time(target.parent):
             if not target.exists():
-                _compile(compiler, flags, Path(scratch), target)
+                _compile(compiler, flags, sources, Path(scratch), target)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return target
@@ -141,20 +166,20 @@ def _one_at_a_time(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _compile(compiler: str, flags: tuple[str, ...], scratch: Path, target: Path) -> None:
+def _compile(compiler: str, flags: tuple[str, ...], sources: tuple[Path, ...], scratch: Path, target: Path) -> None:
     logger.info("starting: compiling the CPU kernels, once per machine, with %s into %s", compiler, target)
     library = scratch / "cpu.so"
-    objects = [(scratch / source.name).with_suffix(".o") for source in SOURCES]
+    objects = [(scratch / source.name).with_suffix(".o") for source in sources]
     with ThreadPoolExecutor(available_cores()) as pool:
-        commands = ([compiler, *flags, "-c", str(s), "-o", str(o)] for s, o in zip(SOURCES, objects, strict=True))
+        commands = ([compiler, *flags, "-c", str(s), "-o", str(o)] for s, o in zip(sources, objects, strict=True))
         list(pool.map(_run, commands))
     _run([compiler, "-shared", "-pthread", *map(str, objects), "-o", str(library)])
     os.replace(library, target)  # atomic
 
 
-def _build_key(compiler: str, flags: tuple[str, ...]) -> str:
+def _build_key(compiler: str, flags: tuple[str, ...], sources: tuple[Path, ...]) -> str:
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
-    texts = [path.read_text() for path in (*SOURCES, *HEADERS)]
+    texts = [path.read_text() for path in (*sources, *HEADERS)]
     parts = [*texts, compiler, version, " ".join(flags), platform.machine(), _cpu_features()]
     return xxhash.xxh3_128_hexdigest("\0".join(parts).encode())
 
