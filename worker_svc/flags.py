@@ -141,8 +141,8 @@ def make_parser() -> argparse.ArgumentParser:
         "--attention",
         choices=ATTENTION,
         default="auto",
-        help="cuda: our kernel (triton), flash-attn 2 (flash; needs --block-size 256) or 3 (flash3), plain torch; "
-        "auto: the fastest available",
+        help="cuda: our kernel (triton), flash-attn 2 (flash; needs --block-size 256) or 3 (flash3), FlashInfer, plain "
+        "torch; auto: the fastest available",
     )
     compute.add_argument(
         "--gpu-memory-utilization",

@@ -57,7 +57,7 @@ class Tape(TorchDispatchMode):
         kwargs = kwargs or {}
         if func._schema.is_mutable:
             self.note(func.__name__, lambda: func(*args, **kwargs))
-            return args[0]
+            return args[0] if func._schema.returns else None
         result = func(*args, **kwargs)
         if func in EMPTY:
             self.calls.append(lambda: result.fill_(torch.nan) if result.is_floating_point() else result.fill_(-1))

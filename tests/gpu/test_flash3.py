@@ -21,6 +21,7 @@ from tests.unit.engine.test_engine_models import check_against
 from worker_svc.engine.backend import AttentionShape, BackendUnavailableError, HeadShape
 from worker_svc.engine.gpu import choice
 from worker_svc.engine.gpu.attention import LayerCache
+from worker_svc.engine.gpu.compute import NO_ROWS
 from worker_svc.engine.gpu.flash3 import MODULE, Flash3Attention
 from worker_svc.engine.gpu.kernels import attention
 from worker_svc.engine.gpu.step_buffer import Bucket, HostStep, StepColumns
@@ -73,6 +74,7 @@ def compute(made, case, columns):
     """The attention of `made`, over a cache with scales for queries."""
     scales = None if case.scales is None else torch.cat((case.scales, torch.full_like(case.scales[:1], 0.25)))
     out = torch.full_like(case.q, torch.nan)
+    made.plan(columns.bucket, NO_ROWS if columns.host is None else columns.host)
     made.begin(columns)
     made.attend(case.q, LayerCache(*case.cache, scales), columns, case.attention, out)
     return out

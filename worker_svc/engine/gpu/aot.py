@@ -39,6 +39,7 @@ from worker_svc.engine.gpu.kernels import (
     linear,
     noise,
     norm,
+    pack_tables,
     prepare,
     process,
     record,
@@ -141,6 +142,8 @@ def variants(
     yield Variant("deltas", deltas.deltas_kernel, f"{i} {i} i32", {"BLOCK": deltas.BLOCK})
     constants = {"TABLE": record.TABLE, "PAGE": 256, "BLOCK": prepare.BLOCK}
     yield Variant("prepare", prepare.prepare_kernel, f"{i} i32 {i} {i} {i} {i} {i} {i} {i} {i} i32", constants)
+    constants = {"PAGE": 64, "ROWS": pack_tables.MIN_ROWS, "BLOCK": pack_tables.BLOCK}
+    yield Variant("pack_tables", pack_tables.pack_tables_kernel, f"{i} {i} {i} {i} {i} i32 {i} i32", constants)
     for model in models:
         yield from _head_variants(model, SHAPES[model], dtype, dtype, pages)
     for model, (shape, all_masks) in MASKED_SHAPES.items():

@@ -13,7 +13,7 @@ from worker_svc.engine.backend import AttentionShape, HeadShape
 from worker_svc.engine.config import Determinism
 from worker_svc.engine.gpu.kernels.attention import Parts, Tiles, WorkList, paged_attention, visible
 from worker_svc.engine.gpu.kernels.work_list import make_work_list
-from worker_svc.engine.gpu.step_buffer import HostStep, StepColumns
+from worker_svc.engine.gpu.step_buffer import Bucket, HostStep, StepColumns
 from worker_svc.engine.gpu.tiles import DECODE_TILES, EXACT_TILES, PREFILL_TILES, Processors, for_heads, splits_for
 
 
@@ -32,7 +32,7 @@ class LayerCache:
 
 
 class Attention(Protocol):
-    """Call `begin` once per step, then `attend` once per layer."""
+    """Call `plan` and `begin` once per step, then `attend` once per layer."""
 
     name: str
 
@@ -40,7 +40,13 @@ class Attention(Protocol):
         """Whether a step of this kind can be a CUDA graph: its launches must not depend on lengths."""
         ...
 
-    def begin(self, columns: StepColumns) -> None: ...
+    def plan(self, bucket: Bucket, host: HostStep) -> None:
+        """Host work of a step, before its launch. A graph does not contain it: every replay follows another plan."""
+        ...
+
+    def begin(self, columns: StepColumns) -> None:
+        """Launches that the layers of a step share."""
+        ...
 
     def attend(
         self, q: torch.Tensor, cache: LayerCache, columns: StepColumns, shape: AttentionShape, out: torch.Tensor
@@ -81,6 +87,9 @@ class TritonAttention:
 
     def can_capture(self, *, is_decode: bool) -> bool:
         return True
+
+    def plan(self, bucket: Bucket, host: HostStep) -> None:
+        pass
 
     def begin(self, columns: StepColumns) -> None:
         if self._is_exact:
@@ -141,6 +150,9 @@ class TorchAttention:
 
     def can_capture(self, *, is_decode: bool) -> bool:
         return False
+
+    def plan(self, bucket: Bucket, host: HostStep) -> None:
+        pass
 
     def begin(self, columns: StepColumns) -> None:
         pass

@@ -13,6 +13,7 @@ from worker_svc.engine.gpu.checks.attention import MAX_ROWS, MAX_TOKENS, attenti
 from worker_svc.engine.gpu.checks.case import TOLERANCES, Case, Setup, verify
 from worker_svc.engine.gpu.flash import FlashAttention, flash_package
 from worker_svc.engine.gpu.flash3 import Flash3Attention, flash3_package
+from worker_svc.engine.gpu.flashinfer import FlashInferAttention, flashinfer_package
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +32,8 @@ def choose_attention(name: str, setup: Setup, *, max_rows: int, max_tokens: int)
     if name == "torch":
         _refuse_exact(name, setup)
         return TorchAttention()
+    if name == "flashinfer":
+        return _make_flashinfer(setup, max_rows, max_tokens)
     if name in LIBRARIES:
         return LIBRARIES[name](setup)
     library = preferred_library(setup) if name == "auto" and not setup.is_exact else None
@@ -88,10 +91,21 @@ def _make_flash(setup: Setup) -> Attention:
 
 def _make_flash3(setup: Setup) -> Attention:
     _refuse_exact("flash3", setup)
-    dtype = torch.float8_e4m3fn if setup.has_scaled_cache else setup.dtype
-    attention = Flash3Attention(flash3_package(), setup.attention_shapes, setup.block_size, dtype)
+    attention = Flash3Attention(flash3_package(), setup.attention_shapes, setup.block_size, setup.cache_dtype)
     advice = "install another version of flash-attn 3, or use --attention triton"
     _check(attention, "flash-attn 3", advice, setup, FP8_TOLERANCE if setup.has_scaled_cache else None)
+    return attention
+
+
+def _make_flashinfer(setup: Setup, max_rows: int, max_tokens: int) -> Attention:
+    """`auto` never chooses it, because it compiles its kernels at first use, which takes minutes."""
+    _refuse_exact("flashinfer", setup)
+    attention = FlashInferAttention(
+        flashinfer_package(), setup.attention_shapes, block_size=setup.block_size, max_rows=max(max_rows, MAX_ROWS),
+        max_tokens=max(max_tokens, max_rows, MAX_TOKENS), max_model_len=setup.max_model_len, dtype=setup.dtype,
+        kv_dtype=setup.cache_dtype, device=setup.device,
+    )  # fmt: skip
+    _check(attention, "flashinfer", "install another version of flashinfer, or use --attention triton", setup)
     return attention
 
 

@@ -31,6 +31,7 @@ from worker_svc.engine.plan import StepPlan
 
 Mask = Callable[[torch.Tensor], None]  # changes logits [S, vocab] in place
 
+NO_ROWS = HostStep(np.zeros(1, np.int64), np.zeros(0, np.int64))
 MIN_MIXED = 128  # tokens of the smallest bucket with prompts
 
 
@@ -121,6 +122,8 @@ class StepCompute:
 
     def record(self, recorder: Recorder, limit: int, progress: Callable[[float], None], *, is_lazy: bool) -> None:
         """Records graphs, within `limit` bytes, for later steps to use. The pool must not change afterwards."""
+        for bucket in self.buckets():
+            self._attention.plan(bucket, NO_ROWS)
         self._graphs = Graphs(
             self._compute_in_graph, self.buckets(), recorder, limit, self._group, is_lazy=is_lazy,
             rare_buckets=self._rare_buckets(),
@@ -213,6 +216,7 @@ class StepCompute:
         self, bucket: Bucket, host: HostStep, targets: PromptTargets, finish: Callable[[torch.Tensor], None]
     ) -> list[HostScores]:
         """Launches a step without a graph, and scores the prompt tokens that follow the computed tokens."""
+        self._attention.plan(bucket, host)
         columns = self._prepare(bucket, host)
         num_samples = len(columns.sample_tokens)
         tokens = torch.cat((columns.sample_tokens.long(), self._scorer.upload(targets.tokens)))
@@ -225,6 +229,7 @@ class StepCompute:
 
     def _run(self, bucket: Bucket, host: HostStep, finish: Callable[[torch.Tensor], None]) -> None:
         """`finish` gets the logits of a step that ends at them."""
+        self._attention.plan(bucket, host)
         graphs = None if self._is_eager else self._graphs
         is_replayed = graphs is not None and graphs.replay(bucket)
         logits = self._graph_logits.get(bucket) if is_replayed else self._compute(bucket, host)
@@ -296,6 +301,5 @@ class StepCompute:
 
     def run_empty(self, bucket: Bucket) -> None:
         """Runs a step of this bucket without rows."""
-        none = np.zeros(1, np.int64)
         with self.eager():
-            self.run(bucket, HostStep(none, none[:0]), is_filtered=bucket.is_filtered)
+            self.run(bucket, NO_ROWS, is_filtered=bucket.is_filtered)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from worker_svc.engine.backend import AttentionShape, BackendUnavailableError
 from worker_svc.engine.gpu.attention import LayerCache, host_lengths
-from worker_svc.engine.gpu.step_buffer import StepColumns
+from worker_svc.engine.gpu.step_buffer import Bucket, HostStep, StepColumns
 
 
 class FlashAttention:
@@ -26,6 +26,9 @@ class FlashAttention:
 
     def can_capture(self, *, is_decode: bool) -> bool:
         return is_decode  # with prompts flash-attn needs the longest length on the host
+
+    def plan(self, bucket: Bucket, host: HostStep) -> None:
+        pass
 
     def begin(self, columns: StepColumns) -> None:
         queries = columns.queries

@@ -19,7 +19,7 @@ from worker_svc.engine.backend import AttentionShape, BackendUnavailableError
 from worker_svc.engine.gpu.attention import LayerCache
 from worker_svc.engine.gpu.flash import mask_and_scale
 from worker_svc.engine.gpu.kernels.fp8 import LARGEST
-from worker_svc.engine.gpu.step_buffer import StepColumns
+from worker_svc.engine.gpu.step_buffer import Bucket, HostStep, StepColumns
 
 MODULE = "flash_attn_interface"
 
@@ -41,6 +41,9 @@ class Flash3Attention:
 
     def can_capture(self, *, is_decode: bool) -> bool:
         return True
+
+    def plan(self, bucket: Bucket, host: HostStep) -> None:
+        pass
 
     def begin(self, columns: StepColumns) -> None:
         queries = columns.queries

@@ -178,7 +178,7 @@ class DeviceRunner:
                 decoder, attention, self._buffer, self._state, config.block_size,
                 self._group.vocab_part(setup.vocab_size), self._group, min(config.cuda_graph_tokens, max_tokens),
             )  # fmt: skip
-        kv_dtype = torch.float8_e4m3fn if setup.has_scaled_cache else setup.dtype
+        kv_dtype = setup.cache_dtype
         shares = divide_memory(config, setup.model, kv_dtype, self._compute, self._device, self._group)
         num_blocks = self._group.all_reduce_min(shares.num_blocks)
         with fitting(f"{num_blocks} blocks", "lower num_blocks or kv_cache_memory"):

@@ -52,6 +52,10 @@ class Setup:
         return self.device.type == "cuda"
 
     @property
+    def cache_dtype(self) -> torch.dtype:
+        return torch.float8_e4m3fn if self.has_scaled_cache else self.dtype
+
+    @property
     def attention_shapes(self) -> list[AttentionShape]:
         """The different attentions of the layers."""
         return list(dict.fromkeys(self.model.attention(index) for index in range(self.model.num_layers)))
