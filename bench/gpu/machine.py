@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import platform
 import subprocess
+from importlib import metadata
 
 import torch
 import triton
@@ -13,8 +13,8 @@ import triton
 from bench.gpu.report import Report
 
 LIBRARIES = (
-    "torch", "triton", "transformers", "grpc", "google.protobuf", "xxhash", "redis", "uvloop", "flash_attn",
-    "flash_attn_interface", "flashinfer", "vllm",
+    "torch", "triton", "transformers", "numpy", "grpcio", "protobuf", "xxhash", "redis", "uvloop", "llguidance",
+    "flash-attn", "flash-attn-3", "flashinfer-python", "vllm",
 )  # fmt: skip
 QUERIES = (
     "name", "driver_version", "compute_cap", "clocks.sm", "clocks.mem", "clocks.max.sm", "clocks.max.mem",
@@ -60,7 +60,8 @@ def _ask(names: tuple[str, ...]) -> list[str] | None:
 
 
 def _version(name: str) -> str:
+    """Of an installed distribution. It is not imported, which takes long for some."""
     try:
-        return str(getattr(importlib.import_module(name), "__version__", "there"))
-    except Exception as error:  # a broken library may raise anything
-        return f"missing: {error}"
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "missing"

@@ -38,7 +38,12 @@ SMOKE_SETTINGS: dict[str, Any] = {
 }  # fmt: skip
 NANO_SETTINGS: dict[str, Any] = {"max_num_batched_tokens": 16_384, "max_model_len": 4096}
 LONGEST = 163_840  # tokens; Qwen3's own limit is 40,960, but the time of a step does not depend on it
-LONG_SETTINGS: dict[str, Any] = {"max_num_seqs": 32, "max_model_len": 132_096, "cuda_graph_tokens": 0}
+LONG_SETTINGS: dict[str, Any] = {
+    "max_num_seqs": 32,
+    "max_model_len": 132_096,
+    "cuda_graph_tokens": 0,
+    "cuda_graphs": "lazy",
+}
 EXPERTS: Model = {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 128, "num_experts_per_tok": 8,
     "moe_intermediate_size": 768, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],

@@ -8,6 +8,7 @@
     bench/gpu/start               # whatever is not measured yet, within the budget
     bench/gpu/start sanitize      # compute-sanitizer over all kernels
     bench/gpu/start predict       # the model of a step, for several GPUs; needs no GPU
+    bench/gpu/start report        # the results so far beside the predictions
     bench/gpu/start --smoke       # tiny sizes on a CPU with Triton's interpreter
 
 Each command takes at most --budget seconds and continues from the results of the earlier ones, which --state keeps.
@@ -31,6 +32,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 SMOKE_SLOWER = 5  # time limits of the interpreter relative to a GPU
+CHOICES = ("all", "1", "2", "3", "4", "sanitize", "predict", "report")
 END_S = 15.0  # of the budget: for ending the last section and for the summary
 # Without this file's folder, whose modules would hide others of the same name.
 sys.path[:] = [str(ROOT), *(place for place in sys.path if Path(place or ".").resolve() != ROOT / "bench/gpu")]
@@ -41,7 +43,7 @@ from bench.gpu.toolchain import prepare_toolchain  # noqa: E402
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="?", default="all", choices=("all", "1", "2", "3", "4", "sanitize", "predict"))
+    parser.add_argument("what", nargs="?", default="all", choices=CHOICES)
     parser.add_argument("--only", default="", help="sections by name, comma separated")
     parser.add_argument("--baseline", action="store_true", help="the engine as it is: without other tiles")
     parser.add_argument("--again", action="store_true", help="also sections that were measured before")
@@ -61,6 +63,9 @@ def main() -> None:
         from bench.gpu import step_model
 
         step_model.main()
+        return
+    if args.what == "report":
+        show(args.state)
         return
     with tempfile.TemporaryDirectory() as temporary:
         if args.smoke:
@@ -82,7 +87,7 @@ def measure(args: argparse.Namespace, started: float) -> list[str]:
     """Runs the sections; returns the failed rows."""
     from bench.gpu.parts import chosen_sections
     from bench.gpu.report import Report  # torch: after the environment is set
-    from bench.gpu.sections import run_all
+    from bench.gpu.sections import run_all  # of torch and triton, no more: CUDA must not start before the fork
 
     name = "gpu-baseline" if args.baseline else "gpu"
     report = Report(is_smoke=args.smoke, is_baseline=args.baseline, scratch=args.state)
@@ -104,7 +109,6 @@ def measure(args: argparse.Namespace, started: float) -> list[str]:
         sections = [section for section in sections if section.name not in report.done]
     if args.smoke:
         sections = [replace(section, limit_s=SMOKE_SLOWER * section.limit_s) for section in sections]
-    import_libraries()
     try:
         run_all(sections, report, args.budget - END_S - (time.monotonic() - started), save)
     except Stopped:
@@ -114,15 +118,21 @@ def measure(args: argparse.Namespace, started: float) -> list[str]:
     return report.failed
 
 
-def import_libraries() -> None:
-    """Imports what all sections need, once: sections are forked from this process. The engine is not imported here."""
-    import torch  # noqa: F401
-    import triton  # noqa: F401
+def show(state: Path) -> None:
+    """Prints failed rows, predictions, and what other tiles have changed."""
+    from bench.gpu.report import Report
 
-    try:
-        import transformers  # noqa: F401
-    except ImportError as error:
-        print(f"transformers is missing: the section logits will fail ({error})", flush=True)
+    reports = []
+    for name in ("gpu", "gpu-baseline"):
+        report = Report(is_smoke=False)
+        report.restore(state / f"{name}.json")
+        reports.append(report)
+    if not reports[0].rows:
+        sys.exit(f"{state} has no results; run bench/gpu/start 1, or name another folder with --state")
+    finish(reports[0])
+    for name, value in reports[1].figures.items():
+        if isinstance(value, int | float) and isinstance(reports[0].figures.get(name), int | float):
+            print(f"{name:40s} baseline {value:12.3f}   now {reports[0].figures[name]:12.3f}")
 
 
 def finish(report: Any) -> None:

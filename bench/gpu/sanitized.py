@@ -14,21 +14,18 @@ import torch
 import triton
 
 from bench.gpu.dry_run import take_steps
-from bench.gpu.model import SETTINGS, SMOKE_SETTINGS, TINY, make_checkpoint
+from bench.gpu.model import FEW_EXPERTS, SETTINGS, SMOKE_SETTINGS, make_checkpoint
 from bench.gpu.report import Report
+from bench.gpu.self_checks import FORMATS, checks_of, make_setup
 from bench.gpu.stand_ins import install_stand_ins
-from bench.workloads import COMMON
-from worker_svc.engine.architectures import parse_config
 from worker_svc.engine.config import EngineConfig
-from worker_svc.engine.gpu.checks.case import Setup, verify
-from worker_svc.engine.gpu.checks.start import CHECKS
-from worker_svc.engine.gpu.parallel import Group
+from worker_svc.engine.gpu.checks.case import verify
 from worker_svc.engine.gpu.runner import DeviceRunner
 
 KINDS = [
     {"determinism": "best_effort"},
     {"determinism": "exact"},
-    {"determinism": "best_effort", "kv_cache_dtype": "fp8"},
+    {"determinism": "best_effort", "kv_cache_dtype": "fp8", "quantize": "fp8"},
 ]
 
 
@@ -50,15 +47,12 @@ def main() -> None:
 
 
 def check_kernels(report: Report, determinism: str) -> None:
-    """The start-up checks of the kernels, for a tiny model."""
-    model = parse_config(COMMON | TINY)
-    setup = Setup(
-        model, model.vocab_size, report.dtype, 16, 256, report.device, Group(), determinism,
-        has_scaled_cache=False,
-    )  # fmt: skip
-    for cases, _ in CHECKS:
-        for case in cases(setup):
-            verify(case, "", is_exact=setup.is_exact)
+    """The start-up checks of a tiny model, with every kind of quantized weights, and of one with experts."""
+    for fields in ({"formats": FORMATS}, {"model": FEW_EXPERTS}):
+        setup = make_setup(report, {"dtype": report.dtype, "determinism": determinism} | fields)
+        for _, cases in checks_of(setup):
+            for case in cases:
+                verify(case, "", is_exact=setup.is_exact)
     print(f"{determinism}: checks done", flush=True)
 
 

@@ -39,11 +39,11 @@ SMOKE_SETTINGS: list[dict[str, Any]] = [
 def self_checks(report: Report) -> None:
     """A check that cannot run counts as failed; the others still run."""
     for fields in SMOKE_SETTINGS if report.is_smoke else SETTINGS:
-        setup = _setup(report, fields)
+        setup = make_setup(report, fields)
         name = f"{setup.dtype} {setup.determinism} block {setup.block_size}".removeprefix("torch.")
         name += " experts" if "model" in fields else ""
         name += " fp8 cache" if setup.has_scaled_cache else ""
-        for kernel, cases in _cases(setup):
+        for kernel, cases in checks_of(setup):
             started = time.perf_counter()
             fault, count = None, 0
             try:
@@ -61,7 +61,7 @@ def self_checks(report: Report) -> None:
             report.row("self_checks", f"{kernel}, {name}", ok=fault is None, ms=ms, note=note)
 
 
-def _setup(report: Report, fields: dict[str, Any]) -> checks.Setup:
+def make_setup(report: Report, fields: dict[str, Any]) -> checks.Setup:
     fields = dict(fields)
     model = parse_config(COMMON | model_of(report) | fields.pop("model", {}))
     defaults: dict[str, Any] = {
@@ -71,7 +71,7 @@ def _setup(report: Report, fields: dict[str, Any]) -> checks.Setup:
     return checks.Setup(**(defaults | fields))
 
 
-def _cases(setup: checks.Setup) -> Iterator[tuple[str, Iterator[checks.Case]]]:
+def checks_of(setup: checks.Setup) -> Iterator[tuple[str, Iterator[checks.Case]]]:
     """The name of each check and its cases."""
     yield "attention", _attention_cases(setup)
     for cases, _ in CHECKS:

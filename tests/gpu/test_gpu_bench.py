@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 import triton
 
+from bench.gpu import kernel_times
 from bench.gpu.parts import PARTS, chosen_sections
 from bench.gpu.report import Report
 from bench.gpu.run import END_S, make_parser
@@ -172,3 +173,38 @@ def test_sigterm_keeps_what_was_measured(tmp_path):
     rows = json.loads((tmp_path / "gpu.json").read_text())["rows"]
     assert {"environment", "self_checks"} <= {row["section"] for row in rows}
     assert json.loads(output.splitlines()[-1])["num_rows"] == len(rows)
+
+
+def test_kernel_times_are_per_step():
+    def event(name: str, start: float, end: float) -> SimpleNamespace:
+        span = SimpleNamespace(start=start, end=end, elapsed_us=lambda: end - start)
+        return SimpleNamespace(name=name, time_range=span)
+
+    steps = range(kernel_times.STEPS)
+    events = [event("attention", 100 * i, 100 * i + 60) for i in steps] + [
+        event("norm", 100 * i + 60, 100 * i + 80) for i in steps
+    ]
+    report = Report(is_smoke=True)
+    kernel_times._table(report, "decode", events)
+    found = [(row["name"], round(row["ms"] * 1e3), row["note"]) for row in report.rows]
+    assert found == [
+        ("decode: attention", 60, "60.0 us in 1.0 launches, 75.0%"),
+        ("decode: norm", 20, "20.0 us in 1.0 launches, 25.0%"),
+        ("decode: whole step", 96, "2 launches, kernels 80 us, idle 16 us"),
+    ]
+
+
+def test_the_report_compares_with_the_baseline(tmp_path):
+    for name, ms in (("gpu", 1.5), ("gpu-baseline", 2.0)):
+        report = Report(is_smoke=True)
+        report.figures |= {"device": "NVIDIA H200", "step_ms_b1_ctx512": ms}
+        report.row("decode_steps", "B 1", ok=False, ms=ms)
+        report.write(tmp_path, name)
+    command = [sys.executable, ROOT / "bench/gpu/run.py", "report", "--state", tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "FAIL decode_steps: B 1" in done.stdout
+    assert "baseline        2.000   now        1.500" in done.stdout
+    assert "measured/predicted" in done.stdout
+    empty = subprocess.run([*command[:-1], tmp_path / "none"], capture_output=True, text=True, timeout=60)
+    assert "has no results; run bench/gpu/start 1" in empty.stderr
