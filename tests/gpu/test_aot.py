@@ -61,7 +61,10 @@ def check_early_reads(kernels: dict[str, Any]) -> None:
     assert all(early[name] == ["k_norm_ptr", "q_norm_ptr"] for name in norms)
     assert early["norm"] == ["weight_ptr"]
     assert early["norm layer"] == ["bias_ptr", "weight_ptr"]
-    others = early.keys() - norms - {"norm", "norm layer"}
+    linears = {name for name in early if name.startswith(("linear", "fp8 linear"))}
+    assert "linear bias=False" in linears
+    assert all(early[name] == ["weight_ptr"] for name in linears)
+    others = early.keys() - norms - linears - {"norm", "norm layer"}
     assert sum(name.startswith("attention") for name in others) > 1
     assert not any(early[name] for name in others)
 

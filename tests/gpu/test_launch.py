@@ -9,9 +9,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 
+from tests.gpu.builders import DEVICE
 from worker_svc.engine.gpu import kernels
 from worker_svc.engine.gpu.aot import early_arguments
 from worker_svc.engine.gpu.kernels import launch
@@ -99,6 +102,41 @@ def test_the_environment_turns_it_off(available, monkeypatch):
     assert available(90)
 
 
+@triton.jit
+def early_part_kernel(offset_ptr, size_ptr, K, N, most_bytes, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr):
+    offset, size = launch.early_part(K, N, most_bytes, BLOCK_N, WIDTH)
+    at = (tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)) * 128 + tl.arange(0, 128)
+    tl.store(offset_ptr + at, offset)
+    tl.store(size_ptr + at, size)
+
+
+@pytest.mark.parametrize("most_bytes", [0, 1000, 1 << 20])
+def test_each_program_reads_a_part_of_its_own_rows_early(most_bytes):
+    size, rows, width = 40, 300, 2
+    offsets = torch.zeros(2, 3, 4, 32, dtype=torch.int64, device=DEVICE)
+    sizes = torch.zeros_like(offsets, dtype=torch.int32)
+    early_part_kernel[(3, 2)](offsets, sizes, size, rows, most_bytes, BLOCK_N=128, WIDTH=width)
+    assert not sizes[1].any()  # programs for other rows of the input
+    assert (offsets == offsets[..., :1]).all()  # the lanes of a warp agree
+    assert (sizes == sizes[..., :1]).all()
+    for program, count in enumerate((128, 128, 44)):
+        begin, length = program * 128 * size * width, min(count * size * width, most_bytes)
+        parts = list(zip(offsets[0, program, :, 0].tolist(), sizes[0, program, :, 0].tolist(), strict=True))
+        assert [offset - begin for offset, _ in parts] == [part * parts[0][1] for part in range(4)]
+        assert all(offset % 16 == part % 16 == 0 for offset, part in parts)
+        assert length - 64 < sum(part for _, part in parts) <= length
+
+
+def test_early_reads_are_a_part_of_the_cache_and_aligned(available):
+    weight = torch.zeros(64, 32)
+    assert available(90)
+    assert launch.early_bytes(weight, 48) == (16 << 20) // 48
+    assert launch.early_bytes(weight, 1) == 2 << 20
+    assert launch.early_bytes(weight.view(-1)[1:], 48) == 0
+    assert not available(80)
+    assert launch.early_bytes(weight, 48) == 0
+
+
 PTX = """.visible .entry k(
 	.param .u64 k_param_0,
 	.param .u64 k_param_1
@@ -116,9 +154,15 @@ PTX = """.visible .entry k(
 TRIGGER = "griddepcontrol.launch_dependents"
 
 
-@pytest.mark.parametrize(("number", "found"), [(0, "x"), (1, "weight")])
+@pytest.mark.parametrize(("number", "found"), [(0, "x_ptr"), (1, "weight_ptr")])
 def test_reads_before_the_wait_are_traced_to_their_argument(number, found):
-    assert early_arguments(PTX.format(number=number, early="", trigger=TRIGGER), ["x", "weight"]) == (found,)
+    assert early_arguments(PTX.format(number=number, early="", trigger=TRIGGER), ["x_ptr", "weight_ptr"]) == (found,)
+
+
+def test_reads_into_the_cache_are_traced():
+    early = "@p cp.async.bulk.prefetch.L2.global [%rd1], %r1;"
+    text = PTX.format(number=1, early=early, trigger=TRIGGER).replace("ld.global", "nop")
+    assert early_arguments(text, ["x_ptr", "weight_ptr"]) == ("weight_ptr",)
 
 
 @pytest.mark.parametrize(("early", "trigger"), [

@@ -158,7 +158,7 @@ def variants(
 
 def _linear(name: str, t: str, block_k: int, num_warps: int, num_stages: int, *, has_bias: bool = False) -> Variant:
     constants = {"BIAS": has_bias, "BLOCK_M": linear.BLOCK_M, "BLOCK_N": linear.BLOCK_N, "BLOCK_K": block_k}
-    types = f"{t} {t} {t} {t} i32 i32 i32"
+    types = f"{t} {t} {t} {t} i32 i32 i32 i32"
     return Variant(name, linear.linear_kernel, types, constants, num_warps, num_stages, ("N", "K"))
 
 
@@ -305,7 +305,7 @@ def early_arguments(ptx: str, names: list[str]) -> tuple[str, ...]:
     before, wait, after = ptx[ptx.index("\n{\n") :].partition("griddepcontrol.wait")
     if not wait or "griddepcontrol.launch_dependents" not in after:
         raise ValueError("a kernel with PDL does not call after_predecessor")
-    if re.search(r"\bbra\b|\$L__BB\d|\b(?:st|red|atom)\.global|\bcp\.async", before):
+    if re.search(r"\bbra\b|\$L__BB\d|\b(?:st|red|atom)\.global|\bcp\.async(?!\.bulk\.prefetch)", before):
         raise ValueError("a kernel with PDL branches or writes before after_predecessor")
     sources: dict[str, set[str]] = {}  # the arguments that each register was computed from
     read: set[str] = set()
@@ -313,11 +313,12 @@ def early_arguments(ptx: str, names: list[str]) -> tuple[str, ...]:
         registers = re.findall(r"%[a-z]+\d+", line)
         found = {names[int(number)] for number in re.findall(r"_param_(\d+)\]", line)}
         found = found.union(*(sources.get(register, set()) for register in registers))
-        if "ld.global" in line:
+        is_read = "ld.global" in line or ".prefetch." in line
+        if is_read:
             read |= set().union(*(sources[register] for register in re.findall(r"\[ ?(%rd\d+)", line)))
-        if registers and "ld.global" not in line:
+        if registers and not is_read:
             sources[registers[0]] = found
-    return tuple(sorted(read))
+    return tuple(sorted(name for name in read if name.endswith("_ptr")))  # not offsets
 
 
 def _disassemble(cubin: bytes) -> tuple[str, str]:

@@ -43,8 +43,8 @@ def _fp8_variants(t: str) -> Iterator[Variant]:
             }  # fmt: skip
             yield Variant(
                 f"fp8 linear {use} group {group}", scaled_linear.scaled_linear_kernel,
-                f"{VALUES} *fp32 {VALUES} *fp32 {t} {t} i32 i32 i32 i32", constants, tile.num_warps, tile.num_stages,
-                ("N", "K"),
+                f"{VALUES} *fp32 {VALUES} *fp32 {t} {t} i32 i32 i32 i32 i32", constants,
+                tile.num_warps, tile.num_stages, ("N", "K"),
             )  # fmt: skip
 
 

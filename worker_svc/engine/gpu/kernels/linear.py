@@ -10,19 +10,21 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from worker_svc.engine.gpu.kernels.launch import after_predecessor, dependent
+from worker_svc.engine.gpu.kernels.launch import after_predecessor, dependent, early_bytes, prefetch_rows
 
 BLOCK_M, BLOCK_N, BLOCK_K = 64, 128, 64  # 64 rows: one row uses the same MMA instruction as thousands
 WARPS, STAGES = 4, 4
 WIDE_BLOCK_K, WIDE_WARPS, WIDE_STAGES = 32, 8, 3  # float32 on a GPU: see tiles.py
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["M", "most_bytes"])
 def linear_kernel(
-    x_ptr, weight_ptr, bias_ptr, out_ptr, M, N, K,
+    x_ptr, weight_ptr, bias_ptr, out_ptr, M, N, K, most_bytes,
     BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        prefetch_rows(weight_ptr, K, N, most_bytes, BLOCK_N)
     if PDL:
         after_predecessor()
     row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
@@ -52,8 +54,9 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
         return out
     is_wide = x.is_cuda and x.dtype is torch.float32
     block_k, warps, stages = (WIDE_BLOCK_K, WIDE_WARPS, WIDE_STAGES) if is_wide else (BLOCK_K, WARPS, STAGES)
-    linear_kernel[(triton.cdiv(out_size, BLOCK_N), triton.cdiv(n, BLOCK_M))](
-        x, weight, weight if bias is None else bias, out, n, out_size, in_size,
+    programs = triton.cdiv(out_size, BLOCK_N), triton.cdiv(n, BLOCK_M)
+    linear_kernel[programs](
+        x, weight, weight if bias is None else bias, out, n, out_size, in_size, early_bytes(weight, programs[0]),
         BIAS=bias is not None, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=block_k, num_warps=warps, num_stages=stages,
         **dependent(),
     )  # fmt: skip

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from worker_svc.engine.gpu.kernels.fp8 import LARGEST, reference_widened, round_e4m3
-from worker_svc.engine.gpu.kernels.launch import after_predecessor, dependent
+from worker_svc.engine.gpu.kernels.launch import after_predecessor, dependent, early_bytes, prefetch_rows
 
 FP8 = torch.float8_e4m3fn
 SMALLEST = 1e-30  # groups up to this magnitude become 0, because the inverse of the scale overflows
@@ -78,13 +78,15 @@ def quantize_rows_kernel(
     tl.store(scale_ptr + row * NUM_GROUPS + group, scale, mask=group < NUM_GROUPS)
 
 
-@triton.jit(do_not_specialize=["M", "NUM_GROUPS"])
+@triton.jit(do_not_specialize=["M", "NUM_GROUPS", "most_bytes"])
 def scaled_linear_kernel(
-    x_ptr, x_scale_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, M, N, K, NUM_GROUPS,
+    x_ptr, x_scale_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, M, N, K, NUM_GROUPS, most_bytes,
     GROUP: tl.constexpr, BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """GROUP 0: one scale for all inputs."""
+    if PDL:
+        prefetch_rows(weight_ptr, K, N, most_bytes, BLOCK_N)
     if PDL:
         after_predecessor()
     row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
@@ -167,9 +169,10 @@ def scaled_linear(
     if n == 0:
         return out
     tile = tile_for(n, is_exact=is_exact)
-    scaled_linear_kernel[(triton.cdiv(out_size, tile.columns), triton.cdiv(n, tile.rows))](
+    programs = triton.cdiv(out_size, tile.columns), triton.cdiv(n, tile.rows)
+    scaled_linear_kernel[programs](
         rows.steps, rows.scales, weight.steps, weight.scales, weight.scales if bias is None else bias, out,
-        n, out_size, in_size, len(weight.scales),
+        n, out_size, in_size, len(weight.scales), early_bytes(weight.steps, programs[0]),
         GROUP=weight.group if weight.is_grouped else 0, BIAS=bias is not None, BLOCK_M=tile.rows, BLOCK_N=tile.columns,
         BLOCK_K=depth_for(weight.group) if weight.is_grouped else WIDEST_K,
         num_warps=tile.num_warps, num_stages=tile.num_stages, **dependent(),
