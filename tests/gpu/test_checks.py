@@ -16,7 +16,7 @@ from tests.unit.engine.models import make_model
 from worker_svc.engine.architectures import parse_config
 from worker_svc.engine.backend import BackendUnavailableError
 from worker_svc.engine.gpu.attention import TritonAttention
-from worker_svc.engine.gpu.checks import experts, layers, sampling, steps, weights
+from worker_svc.engine.gpu.checks import experts, int4, layers, sampling, steps, weights
 from worker_svc.engine.gpu.checks.attention import MAX_ROWS, MAX_TOKENS, attention_cases
 from worker_svc.engine.gpu.checks.case import Case, Setup, verify
 from worker_svc.engine.gpu.checks.start import CHECKS
@@ -27,6 +27,7 @@ from worker_svc.engine.gpu.kernels import (
     candidates,
     deltas,
     expert_linear,
+    int4_linear,
     linear,
     norm,
     prepare,
@@ -47,7 +48,7 @@ CONFIG = {
 }  # fmt: skip
 EXACT = Setup(
     parse_config(CONFIG), 97, torch.float32, 16, 700, DEVICE, Group(), "exact", has_scaled_cache=False,
-    formats=frozenset({"fp8"}),
+    formats=frozenset({"fp8", "int4"}),
 )  # fmt: skip
 MOE = CONFIG | {
     "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
@@ -129,6 +130,9 @@ ONE_WRONG_ELEMENT = [
         "round_e4m3(x * tl.where(column == 71, 0.5, inverse[:, None]))",
     ),
     (weights.fp8_cases, FP8, scaled_linear, "if BIAS:", "total = tl.where(column == 131, 0.0, total)\n    if BIAS:"),
+    (int4.int4_cases, EXACT, int4_linear, "if BIAS:", "total = tl.where(column == 79, 0.0, total)\n    if BIAS:"),
+    (int4.int4_cases, FP8, int4_linear, "weight.to(out_ptr", "(weight * (tile < 2)).to(out_ptr"),
+    (int4.int4_cases, EXACT, int4_linear, "(words >> 20) & 15", "(words >> 20) & 7"),
     (
         experts.expert_cases, EXPERTS, route, "left = tl.where(expert == best, -1.0, left)",
         "left = tl.where(expert <= best, -1.0, left)",
@@ -182,6 +186,7 @@ FACTOR = "(1 + 1e-6 * tl.num_programs(0))"
 ONE_OF_MANY = [
     (layers.linear_cases, linear, "if BIAS:", "total *= 1 + 1e-7 * M\n    if BIAS:"),
     (weights.fp8_cases, scaled_linear, "if BIAS:", "total *= 1 + 1e-7 * M\n    if BIAS:"),
+    (int4.int4_cases, int4_linear, "if BIAS:", "total *= 1 + 1e-7 * M\n    if BIAS:"),
     (layers.norm_cases, norm, "/ N + eps)", f"/ N * {FACTOR} + eps)"),
     (experts.expert_cases, expert_linear, "total += term *", f"total += {FACTOR} * term *"),
     (layers.activation_cases, activation, "KIND) * up).to(out", f"KIND) * up * {FACTOR}).to(out"),

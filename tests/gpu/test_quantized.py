@@ -12,17 +12,17 @@ from tests.gpu.builders import relative_error
 from tests.gpu.driver import DeviceDriver, load
 from tests.gpu.test_runner import HEADS_4_2, SMALL, run_forced, run_mixed, worst_error
 from tests.unit.engine.models import load_reference, make_model
-from tests.unit.engine.quantized import FORMATS, fp8, quantize_model
+from tests.unit.engine.quantized import FORMATS, awq, compressed_packed, fp8, gptq, quantize_model
 from tests.unit.engine.test_engine_models import check_against
 from worker_svc.engine.backend import BackendUnavailableError
 from worker_svc.engine.gpu import runner, weights
 from worker_svc.engine.gpu.kernels.scaled_linear import reference_rows
-from worker_svc.engine.gpu.linears import DeviceLinears
+from worker_svc.engine.gpu.linears import DeviceLinears, Int4Linear, has_int4
 
 # Padding rows hold uninitialized memory; numpy warns about it where a device does not.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
-CONVERTED = ("gptq-int4-act-order", "awq", "fp8-block", "compressed-int8-channel")  # fp8 in blocks of 48 inputs
+CONVERTED = ("gptq-int4-act-order", "gptq-int8", "fp8-block", "compressed-int8-channel")  # fp8 in blocks of 48 inputs
 
 
 @pytest.mark.parametrize("name", CONVERTED)
@@ -98,3 +98,47 @@ def test_devices_without_fp8(tmp_path, monkeypatch):
     loaded = load(folder)
     assert loaded._compute._model._layers[0].qkv.weight.dtype is torch.float32
     assert "fp8" not in loaded.info.numerics
+
+
+INT4 = {
+    "gptq": gptq(4, 32), "gptq act-order": gptq(4, 64, order=True), "gptq one group": gptq(4, -1, symmetric=True),
+    "awq": awq(64), "compressed": compressed_packed(4, 128),
+    "compressed act-order": compressed_packed(4, 32, order=True),
+}  # fmt: skip
+SIZES = SMALL | HEADS_4_2 | {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32}
+
+
+@pytest.mark.parametrize("determinism", ["exact", "best_effort"])
+@pytest.mark.parametrize("name", INT4)
+def test_int4_weights_are_multiplied_as_they_are_stored(tmp_path, name, determinism):
+    folder = make_model(tmp_path / "model", "llama", **(SIZES | {"num_hidden_layers": 1, "attention_bias": True}))
+    plain = quantize_model(folder, INT4[name])
+    driver = DeviceDriver(load(folder, determinism=determinism))
+    layer = driver.runner._compute._model._layers[0]
+    kept = [layer.o, layer.feed_forward.down]
+    # with act-order, layers whose inputs have other groups are converted
+    kept += [] if "order" in name else [layer.qkv, layer.feed_forward.gate_up]
+    assert all(isinstance(linear, Int4Linear) for linear in kept)
+    assert "int4 weights" in driver.runner.info.numerics
+    run_mixed(driver)
+    check_against(load_reference(plain), driver, [0, 1, 2])
+
+
+def test_an_fp8_cache_with_int4_weights(tmp_path):
+    """Its scales come from the weights."""
+    folder = make_model(tmp_path / "model", "llama", **SIZES)
+    plain = quantize_model(folder, INT4["awq"])
+    found, expected = (load(path, kv_cache_dtype="fp8")._compute._model._kv_scales for path in (folder, plain))
+    assert all(torch.equal(*scales) for scales in zip(found, expected, strict=True))
+
+
+def test_what_an_int4_kernel_does_not_serve_is_converted(tmp_path, monkeypatch):
+    monkeypatch.setattr(weights, "has_int4", lambda dtype, device: False)
+    folder = make_model(tmp_path / "model", "llama", **(SIZES | {"num_hidden_layers": 1}))
+    quantize_model(folder, INT4["awq"])
+    loaded = load(folder)
+    assert loaded._compute._model._layers[0].qkv.weight.dtype is torch.float32
+    assert "int4" not in loaded.info.numerics
+    cuda = torch.device("cuda")
+    assert not has_int4(torch.float32, cuda)
+    assert has_int4(torch.float16, cuda)

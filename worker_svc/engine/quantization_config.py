@@ -16,7 +16,8 @@ LINEAR = "Linear"  # the target that stands for all linear layers
 UNLIMITED = -1  # group_size of one group for all inputs
 
 IN_DTYPE = "weights are converted to `--dtype` at load"
-AS_STORED = "fp8 kernels with the stored values and scales"
+FP8_STORED = "fp8 kernels with the stored values and scales"
+INT4_STORED = "int4 kernels with the stored values and scales; 8 bits are converted at load"
 # Formats for docs/models.md: quant_method, what is read, how it is computed on CPUs, how on GPUs
 FORMATS = (
     (
@@ -26,16 +27,16 @@ FORMATS = (
         IN_DTYPE,
     ),
     ("compressed-tensors", "`int-quantized`: int8 per output, tensor or group, other inputs", IN_DTYPE, IN_DTYPE),
-    ("compressed-tensors", "`float-quantized`: fp8 (e4m3) per output, tensor or block", IN_DTYPE, AS_STORED),
+    ("compressed-tensors", "`float-quantized`: fp8 (e4m3) per output, tensor or block", IN_DTYPE, FP8_STORED),
     (
         "compressed-tensors",
         "`pack-quantized`: int4 and int8 per output or group, with or without `weight_g_idx`",
         IN_DTYPE,
-        IN_DTYPE,
+        INT4_STORED,
     ),
-    ("fp8", "fp8 (e4m3) per tensor, or per block (`weight_block_size`)", IN_DTYPE, AS_STORED),
-    ("gptq", "int4 and int8, any `group_size`, `desc_act`, `sym`; `gptq` and `gptq_v2`", IN_DTYPE, IN_DTYPE),
-    ("awq", "int4, any `group_size`, layout `gemm` of AutoAWQ", IN_DTYPE, IN_DTYPE),
+    ("fp8", "fp8 (e4m3) per tensor, or per block (`weight_block_size`)", IN_DTYPE, FP8_STORED),
+    ("gptq", "int4 and int8, any `group_size`, `desc_act`, `sym`; `gptq` and `gptq_v2`", IN_DTYPE, INT4_STORED),
+    ("awq", "int4, any `group_size`, layout `gemm` of AutoAWQ", IN_DTYPE, INT4_STORED),
 )
 
 

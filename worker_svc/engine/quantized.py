@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from worker_svc.engine.checkpoint import Checkpoint
@@ -44,6 +46,32 @@ def read_fp8_rows(
     return parts["weight"], scales.reshape(shape[0], -1)
 
 
+@dataclass(frozen=True, slots=True)
+class Int4Rows:
+    """A weight in int4: (step - zero) * scale. `groups` [in] has the group of each input."""
+
+    steps: torch.Tensor  # uint8 [out, in]
+    scales: torch.Tensor  # float32 [out, groups]
+    zeros: torch.Tensor  # float32 [out, groups]
+    groups: torch.Tensor
+
+
+def read_int4_rows(checkpoint: Checkpoint, name: str, scheme: Packed, shape: tuple[int, int]) -> Int4Rows:
+    """The stored values of a layer whose scheme has 4 bits."""
+    scheme.check_size(name, *shape)
+    parts = _read(checkpoint, name, scheme, shape)
+    if scheme.layout == "compressed":
+        _check_shape(name, parts, shape)
+        steps = _unpack(parts["weight_packed"], scheme.bits, 1)[:, : shape[1]]
+        scales = parts["weight_scale"].float()
+        zeros = torch.full_like(scales, 1 << (scheme.bits - 1))
+        groups = _groups(name, "weight_g_idx", scheme, parts, shape[1])
+        return Int4Rows(steps.to(torch.uint8), scales, zeros, groups)
+    steps, zeros = _steps_and_zeros(scheme, parts)
+    groups = _groups(name, "g_idx", scheme, parts, shape[1])
+    return Int4Rows(steps.T.to(torch.uint8), parts["scales"].float().T, zeros.T.float(), groups)
+
+
 def _read(checkpoint: Checkpoint, name: str, scheme: Scheme, shape: tuple[int, int]) -> dict[str, torch.Tensor]:
     """The tensors of a layer, checked."""
     found = {}
@@ -70,10 +98,7 @@ def _spread(scales: torch.Tensor, shape: tuple[int, int], block: tuple[int | Non
 
 def _compressed(name: str, scheme: Packed, parts: dict[str, torch.Tensor], shape: tuple[int, int]) -> torch.Tensor:
     """Weights that are packed along the inputs, with 2^(bits - 1) added."""
-    if parts["weight_shape"].tolist() != list(shape):
-        raise CheckpointError(
-            f"tensor {name}.weight_shape is {parts['weight_shape'].tolist()}, but config.json requires {list(shape)}"
-        )
+    _check_shape(name, parts, shape)
     steps = _unpack(parts["weight_packed"], scheme.bits, 1)[:, : shape[1]].float()
     groups = _groups(name, "weight_g_idx", scheme, parts, shape[1])
     return steps.sub_(1 << (scheme.bits - 1)).mul_(parts["weight_scale"].float()[:, groups])
@@ -81,16 +106,28 @@ def _compressed(name: str, scheme: Packed, parts: dict[str, torch.Tensor], shape
 
 def _with_zeros(name: str, scheme: Packed, parts: dict[str, torch.Tensor], inputs: int) -> torch.Tensor:
     """Weights of GPTQ and AWQ: [in, out], with a zero point for each output and group."""
+    steps, zeros = _steps_and_zeros(scheme, parts)
+    groups = _groups(name, "g_idx", scheme, parts, inputs)
+    weight = steps.float().sub_(zeros.float()[groups]).mul_(parts["scales"].float()[groups])
+    return weight.T.contiguous()
+
+
+def _steps_and_zeros(scheme: Packed, parts: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Steps [in, out] and zero points [groups, out] of GPTQ and AWQ."""
     is_awq = scheme.layout == "awq"
     steps = _unpack(parts["qweight"], scheme.bits, 1 if is_awq else 0)
     zeros = _unpack(parts["qzeros"], scheme.bits, 1)
     if is_awq:
         steps, zeros = _in_order(steps), _in_order(zeros)
     # Version 1 of GPTQ stores zero points less 1, and therefore 0 as the highest value
-    zeros = (zeros + scheme.zero_offset) & ((1 << scheme.bits) - 1)
-    groups = _groups(name, "g_idx", scheme, parts, inputs)
-    weight = steps.float().sub_(zeros.float()[groups]).mul_(parts["scales"].float()[groups])
-    return weight.T.contiguous()
+    return steps, (zeros + scheme.zero_offset) & ((1 << scheme.bits) - 1)
+
+
+def _check_shape(name: str, parts: dict[str, torch.Tensor], shape: tuple[int, int]) -> None:
+    if parts["weight_shape"].tolist() != list(shape):
+        raise CheckpointError(
+            f"tensor {name}.weight_shape is {parts['weight_shape'].tolist()}, but config.json requires {list(shape)}"
+        )
 
 
 def _groups(name: str, suffix: str, scheme: Packed, parts: dict[str, torch.Tensor], inputs: int) -> torch.Tensor:

@@ -81,7 +81,7 @@ LEFT_OUT = (
     "norm 4096", "soft_cap", "silu", "deltas", "prepare", "start", "descend", "work_list", "gelu", "bias=True",
     "norm=False", "sums 0", "filter=False part=True", "float32", "dim 80", "dim 112", "dim 256", "dim 96 exact",
     "fp8 exact", "fp8 rows", "fp8 linear few", "fp8 linear many", "experts many", "experts fp8 few",
-    "experts count", "experts group", "experts add", "gated=False",
+    "int4 linear few", "group 32", "experts count", "experts group", "experts add", "gated=False",
     "gemma2", "mistral exact", "store mistral",
 )  # fmt: skip
 LEFT_OUT_PAGES = (

@@ -101,7 +101,7 @@ class DeviceRunner:
             model, whole.vocab_size, DTYPES[dtype], config.block_size,
             config.max_model_len or whole.max_position_embeddings, self._device, self._group, config.determinism,
             has_scaled_cache=config.kv_cache_dtype == "fp8",
-            formats=formats_of(whole, config.quantize, self._device),
+            formats=formats_of(whole, config.quantize, DTYPES[dtype], self._device),
         )  # fmt: skip
         with torch.inference_mode():
             attention = _choose_checked(config, setup)

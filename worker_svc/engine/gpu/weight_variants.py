@@ -7,7 +7,7 @@ from typing import Any
 
 import triton
 
-from worker_svc.engine.gpu.kernels import expert_linear, route, scaled_linear
+from worker_svc.engine.gpu.kernels import expert_linear, int4_linear, route, scaled_linear
 from worker_svc.engine.gpu.variant import Variant
 
 VALUES = "*fp8e4nv"
@@ -18,6 +18,7 @@ def weight_variants(t: str) -> Iterator[Variant]:
     """All variants for inputs of pointer type `t`."""
     yield from _row_variants(t)
     yield from _fp8_variants(t)
+    yield from _int4_variants(t)
     yield from _route_variants(t)
     yield from _expert_variants(t)
 
@@ -46,6 +47,18 @@ def _fp8_variants(t: str) -> Iterator[Variant]:
                 f"{VALUES} *fp32 {VALUES} *fp32 {t} {t} i32 i32 i32 i32 i32", constants,
                 tile.num_warps, tile.num_stages, ("N", "K"),
             )  # fmt: skip
+
+
+def _int4_variants(t: str) -> Iterator[Variant]:
+    for use, tile in {"exact": int4_linear.EXACT, "few rows": int4_linear.FEW_ROWS}.items():
+        for group in (int4_linear.DEPTH, int4_linear.PAIR):
+            constants = {"GROUP": group, "BIAS": False, "BLOCK_M": tile.rows, "BLOCK_N": tile.columns}
+            yield Variant(
+                f"int4 linear {use} group {group}", int4_linear.int4_linear_kernel,
+                f"{t} *i32 {t} {t} {t} i32 i32 i32", constants, tile.num_warps, tile.num_stages, ("N", "K"),
+            )  # fmt: skip
+    constants = {"GROUP": int4_linear.DEPTH, "BLOCK_N": int4_linear.WIDENED_OUTPUTS}
+    yield Variant("int4 widen", int4_linear.widen_kernel, f"*i32 {t} {t} i32 i32", constants, divisible=("N", "K"))
 
 
 def _route_variants(t: str) -> Iterator[Variant]:

@@ -13,19 +13,22 @@ from worker_svc.engine.checkpoint import Checkpoint
 from worker_svc.engine.config import Quantization
 from worker_svc.engine.families import Role
 from worker_svc.engine.gpu.experts import StackedExperts
+from worker_svc.engine.gpu.kernels import int4_linear
 from worker_svc.engine.gpu.kernels.expert_linear import ExpertWeights
 from worker_svc.engine.gpu.kernels.fp8 import scale_for
+from worker_svc.engine.gpu.kernels.int4_linear import Int4Weight
 from worker_svc.engine.gpu.kernels.scaled_linear import FP8, SMALLEST_GROUP, Fp8Weight, quantized
-from worker_svc.engine.gpu.linears import DeviceLinears, StoredWeight, WeightFormat, has_fp8
+from worker_svc.engine.gpu.linears import DeviceLinears, StoredWeight, WeightFormat, has_fp8, has_int4
 from worker_svc.engine.gpu.parallel import Group
 from worker_svc.engine.gpu.uploads import Uploader
-from worker_svc.engine.quantization_config import Scaled
-from worker_svc.engine.quantized import read_fp8_rows
+from worker_svc.engine.quantization_config import Packed, Scaled
+from worker_svc.engine.quantized import read_fp8_rows, read_int4_rows
 from worker_svc.engine.weights import FeedForward, Layer, RoutedExperts, Stored, WeightLoader
 
 COLUMN_PARALLEL = ("q", "gate", "up")  # each rank computes a shard of the output
 KEY_VALUE = ("k", "v")  # the same, but several ranks may hold the same head
 ROW_PARALLEL = ("o", "down")  # each rank multiplies a shard of the input; outputs are added
+INT4_BITS = 4
 FP8_NAME = "float8_e4m3fn"  # in quantization_config.py
 KEPT = ("router", "head")  # not rounded by `quantize`: a small error there changes experts and tokens
 
@@ -56,12 +59,17 @@ def _gain(norm: Norm) -> torch.Tensor:
     return norm.weight.double() + (norm.kind == "rms_offset")
 
 
-def formats_of(config: ModelConfig, quantize: Quantization | None, device: torch.device) -> frozenset[WeightFormat]:
+def formats_of(
+    config: ModelConfig, quantize: Quantization | None, dtype: torch.dtype, device: torch.device
+) -> frozenset[WeightFormat]:
     """The formats that quantized weights of a model may have on the device."""
     schemes = () if config.quantization is None else config.quantization.schemes
     found: set[WeightFormat] = {"fp8"} if quantize == "fp8" else set()
     if has_fp8(device) and any(isinstance(scheme, Scaled) and scheme.dtype == FP8_NAME for _, scheme in schemes):
         found.add("fp8")
+    is_int4 = any(isinstance(scheme, Packed) and scheme.bits == INT4_BITS for _, scheme in schemes)
+    if is_int4 and quantize is None and has_int4(dtype, device):
+        found.add("int4")
     return frozenset(found)
 
 
@@ -91,6 +99,21 @@ def shard_config(config: ModelConfig, group: Group) -> ModelConfig:
     return replace(
         config, heads=shape, layers=tuple(replace(layer, inner=layer.inner // size) for layer in config.layers)
     )
+
+
+def _spread(numbers: torch.Tensor, times: int, count: int) -> torch.Tensor:
+    """Each number of [out, groups] repeated for the shorter groups that its group becomes, `count` of which exist."""
+    return numbers.repeat_interleave(times, 1)[:, :count] if times > 1 else numbers
+
+
+def _order_of(groups: list[torch.Tensor], group: int) -> torch.Tensor | None:
+    """The inputs sorted by their group, empty if they are. None: layers that are multiplied together differ, or groups
+    have other sizes than `group`."""
+    inputs = torch.arange(len(groups[0]))
+    order = groups[0].argsort(stable=True)
+    if not torch.equal(groups[0][order], inputs // group) or any(not torch.equal(each, groups[0]) for each in groups):
+        return None
+    return order[:0] if torch.equal(order, inputs) else order
 
 
 class ShardLoader(WeightLoader):
@@ -127,9 +150,13 @@ class ShardLoader(WeightLoader):
 
     def _linear(self, stored: Stored) -> Linear:
         weight = self._fp8_weight(stored)
-        if weight is None:
+        if weight is not None:
+            return self._linears.make_fp8_linear(weight, self._bias(stored))
+        packed = self._int4_weight(stored)
+        if packed is None:
             return super()._linear(stored)
-        return self._linears.make_fp8_linear(weight, self._bias(stored))
+        self.formats.add("int4")
+        return self._linears.make_int4_linear(packed, self._bias(stored))
 
     def _feed_forward(self, spec: LayerSpec, stored: dict[str, Stored]) -> FeedForward | RoutedExperts:
         if spec.experts is None:
@@ -208,10 +235,43 @@ class ShardLoader(WeightLoader):
         placed = torch.cat(scales)[:, : None if columns else 1].T.contiguous().to(self._device)
         return Fp8Weight(whole, placed, columns or whole.shape[1])
 
+    def _int4_weight(self, stored: Stored) -> Int4Weight | None:
+        """The weight in int4 as it is stored. None: it is converted."""
+        schemes = {self._scheme(name) for name in stored.names}
+        scheme = next(iter(schemes))
+        is_int4 = isinstance(scheme, Packed) and scheme.bits == INT4_BITS
+        if len(schemes) > 1 or not isinstance(scheme, Packed) or not is_int4 or not has_int4(self._dtype, self._device):
+            return None
+        group, count = scheme.group or stored.in_features, stored.in_features
+        is_kept = group % int4_linear.DEPTH or (group in int4_linear.GROUPS and count % group == 0)
+        unit = group if is_kept else int4_linear.DEPTH  # longer groups become several
+        if not self._may_divide(stored, unit):
+            return None
+        found = [
+            read_int4_rows(self._checkpoint, name, scheme, stored.shape(roles)) for name, roles in stored.tensors()
+        ]
+        order = _order_of([rows.groups for rows in found], group)
+        if order is None or (len(order) and self._is_divided(stored)):
+            return None
+        steps, scales, zeros = [], [], []
+        for rows, (_, roles) in zip(found, stored.tensors(), strict=True):
+            steps += self._parts(roles, rows.steps[:, order] if len(order) else rows.steps)
+            scales += self._parts(roles, _spread(rows.scales, group // unit, count // unit))
+            zeros += self._parts(roles, _spread(rows.zeros, group // unit, count // unit))
+        if sum(map(len, steps)) % int4_linear.OUTPUTS or steps[0].shape[1] % int4_linear.DEPTH:
+            return None
+        words = int4_linear.packed(self._join(steps, self._bytes_uploader, torch.uint8))
+        numbers = int4_linear.scales_and_zeros(torch.cat(scales), torch.cat(zeros), self._dtype)
+        return Int4Weight(words, numbers.to(self._device), unit, order.to(self._device) if len(order) else None)
+
+    def _is_divided(self, stored: Stored) -> bool:
+        """Whether each rank has a part of the inputs."""
+        return self._group.size > 1 and stored.roles[0][0] in ROW_PARALLEL
+
     def _may_divide(self, stored: Stored, columns: int) -> bool:
         """Whether the kernel can compute groups of `columns` inputs, none of which belongs to two ranks."""
-        is_divided = self._group.size > 1 and stored.roles[0][0] in ROW_PARALLEL
-        return columns % SMALLEST_GROUP == 0 and not (is_divided and stored.in_features % (self._group.size * columns))
+        size = self._group.size if self._is_divided(stored) else 1
+        return columns % SMALLEST_GROUP == 0 and (size == 1 or stored.in_features % (size * columns) == 0)
 
     @cached_property
     def _bytes_uploader(self) -> Uploader:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from worker_svc.engine.gpu.checks.case import Case, Setup, verify
 from worker_svc.engine.gpu.checks.experts import expert_cases
+from worker_svc.engine.gpu.checks.int4 import int4_cases
 from worker_svc.engine.gpu.checks.layers import (
     activation_cases,
     linear_cases,
@@ -27,6 +28,7 @@ OTHER_TRITON = "install another version of Triton, or use --backend cpu"
 CHECKS: tuple[tuple[Callable[[Setup], Iterator[Case]], str], ...] = (
     (linear_cases, "install another version of Triton, or use --determinism best_effort (linear layers by cuBLAS)"),
     (fp8_cases, OTHER_TRITON),
+    (int4_cases, OTHER_TRITON),
     (expert_cases, OTHER_TRITON),
     (norm_cases, OTHER_TRITON),
     (rope_store_cases, OTHER_TRITON),
