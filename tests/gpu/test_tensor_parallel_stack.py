@@ -15,6 +15,7 @@ from quire_client import AsyncClient
 
 from tests.processes.ports import free_port
 from tests.processes.stack import Service, Stack, is_ready
+from tests.processes.test_trust import Certificates
 from tests.unit.engine.models import make_model
 from worker_svc.engine.gpu.local_ranks import EXIT_RANK_LOST
 
@@ -99,10 +100,35 @@ async def test_ranks_may_die_under_load(tmp_path: Path) -> None:
             assert "has to stop, so this worker drains" in leader.log()
 
 
-def start_two_nodes(stack: Stack, scheduler: Service, model: Path) -> tuple[Service, Service]:
+@pytest.mark.deep
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks children up in /proc")
+async def test_a_child_process_of_the_other_node_may_die(tmp_path: Path) -> None:
+    """Four ranks on two nodes, with certificates between them, give the tokens of one rank."""
+    model = make_model(tmp_path / "model", "qwen3", **TINY | {"num_attention_heads": 4, "num_key_value_heads": 2})
+    certificates = Certificates(tmp_path / "certificates")
+    with Stack(tmp_path) as stack:
+        scheduler = stack.start_scheduler()
+        stack.start_worker(scheduler, model, "--backend", "cuda", *FLAGS)
+        async with await stack.connect(stack.start_gateway(scheduler)) as client:
+            expected = await asyncio.gather(*Streams(client).tasks)
+        scheduler = stack.start_scheduler(*certificates.flags("scheduler"))
+        four_ranks = ("--backend", "cuda", "--tensor-parallel-size", "4", *FLAGS, *certificates.flags("worker"))
+        leader, node = start_two_nodes(stack, scheduler, model, four_ranks)
+        gateway = stack.start_gateway(scheduler, flags=certificates.flags("gateway"))
+        async with await stack.connect(gateway) as client:
+            assert await asyncio.gather(*Streams(client).tasks) == expected
+        os.kill(follower_of(node), signal.SIGKILL)
+        assert leader.wait() == node.wait() == EXIT_RANK_LOST
+        assert re.search(r"node 1 \(127\.\S+\): rank-3 ended \(exit code -9\); this worker exits", leader.log())
+        assert "rank-3 ended (exit code -9); this node exits with code 70" in node.log()
+
+
+def start_two_nodes(
+    stack: Stack, scheduler: Service, model: Path, ranks: tuple[str, ...] = TWO_RANKS
+) -> tuple[Service, Service]:
     """The leader, which listens at an address of its own, and the other node. The node starts first."""
     address = f"127.0.0.2:{free_port()}"
-    flags = (*TWO_RANKS, "--nnodes", "2")
+    flags = (*ranks, "--nnodes", "2")
     node = stack.start_worker(scheduler, model, *flags, "--node-rank", "1", "--leader-address", address)
     return stack.start_worker(scheduler, model, *flags, "--node-listen", address), node
 

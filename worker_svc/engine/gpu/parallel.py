@@ -81,9 +81,9 @@ class Group:
         """The tensors of all ranks: [size, *x.shape]."""
         if self.size == 1:
             return x[None]
-        parts = x.new_empty(self.size, *x.shape)
+        parts = x.new_empty(self.size * len(x), *x.shape[1:])  # gloo takes no further dimension
         dist.all_gather_into_tensor(parts, x.contiguous())
-        return parts
+        return parts.view(self.size, *x.shape)
 
     def vocab_part(self, vocab_size: int) -> range:
         """The token ids of this rank: equal parts, except the last, in multiples of NOISE_IDS."""
