@@ -278,6 +278,22 @@ def test_the_error_bound_of_the_approximation_holds_at_the_ends():
     assert (rough - exact).abs().max() < noise.APPROXIMATION_ERROR / 4
 
 
+@pytest.mark.parametrize("signs", [(1, 1), (1, -1), (-1, 1), (-1, -1)])
+def test_the_error_bound_holds_with_the_largest_error_of_the_instruction(signs):
+    """The interpreter lacks the fast logarithm, so this adds its error, as PTX bounds it, to both logarithms."""
+
+    def fast_log(x, sign):
+        exact = np.log2(x)
+        return (exact + sign * 2.0**-22 * np.where((x > 0.5) & (x < 2), 1.0, np.abs(exact))) * np.log(2)
+
+    words = np.random.default_rng(0).integers(0, 2**32, 100_000)
+    words = np.concatenate((words, np.arange(256), 2**32 - 1 - np.arange(256), 2**27 + np.arange(256)))
+    u = (words + 0.5) * 2.0**-32
+    rest = np.float32((2**32 - 1 - words) + 0.5) * np.float32(2.0**-32)
+    series = np.where(u < 0.03125, -np.log1p(-u), -fast_log(rest.astype(np.float64), signs[0]))
+    assert np.abs(-fast_log(series, signs[1]) + np.log(-np.log1p(-u))).max() < noise.APPROXIMATION_ERROR / 4
+
+
 @pytest.mark.parametrize(
     ("module", "old", "new"),
     [
