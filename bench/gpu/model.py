@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -54,7 +54,9 @@ OTHER_SETTINGS: dict[str, dict[str, Any]] = {
     "fp8 weights exact": {"quantize": "fp8", "determinism": "exact"},
     "flash-attn 2": {"attention": "flash"},
     "flash-attn 3": {"attention": "flash3"},
+    "FlashInfer": {"attention": "flashinfer"},
 }
+Runner = TypeVar("Runner", bound=DeviceRunner)
 TARGET_B1_MS = 1.0
 LONG_CONTEXTS = [(1, 32_768), (8, 32_768), (32, 32_768), (1, 131_072), (8, 131_072)]
 TINY: Model = QWEN3_06B | {
@@ -95,18 +97,18 @@ def write_checkpoint(report: Report, folder: Path, model: Model) -> Path:
     return folder
 
 
-def load(folder: Path, report: Report, **settings: Any) -> DeviceRunner:
+def load(folder: Path, report: Report, make: type[Runner] = DeviceRunner, **settings: Any) -> Runner:
     fields = SETTINGS | settings | (SMOKE_SETTINGS if report.is_smoke else {})
     config = EngineConfig(folder, **fields)
     try:
-        return DeviceRunner(config)
+        return make(config)
     except BackendUnavailableError as error:
         if "CUDA graph" not in str(error):
             raise
         report.row("load", "CUDA graphs", ok=False, note=str(error)[:300])
     report.figures["has_no_graphs"] = True
     report.release()
-    return DeviceRunner(replace(config, cuda_graphs="off"))  # the other sections are still useful
+    return make(replace(config, cuda_graphs="off"))  # the other sections are still useful
 
 
 class Rows:
