@@ -14,10 +14,13 @@ from tests.gpu.test_runner import HEADS_4_2, SMALL, run_forced, run_mixed, worst
 from tests.unit.engine.models import load_reference, make_model
 from tests.unit.engine.quantized import FORMATS, awq, compressed_packed, fp8, gptq, quantize_model
 from tests.unit.engine.test_engine_models import check_against
+from worker_svc.engine.architectures import parse_config
 from worker_svc.engine.backend import BackendUnavailableError
+from worker_svc.engine.checkpoint import Checkpoint
 from worker_svc.engine.gpu import runner, weights
 from worker_svc.engine.gpu.kernels.scaled_linear import reference_rows
 from worker_svc.engine.gpu.linears import DeviceLinears, Int4Linear, has_int4
+from worker_svc.engine.gpu.parallel import Group
 
 # Padding rows hold uninitialized memory; numpy warns about it where a device does not.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -34,7 +37,11 @@ def test_formats_without_a_kernel_are_converted_at_load(tmp_path, name):
     check_against(load_reference(plain), driver, [0, 1, 2])
 
 
-FP8 = {"tensor": fp8(None), "channel": FORMATS["compressed-fp8-channel"], "blocks": fp8(24)}  # blocks of 32 inputs
+FP8 = {
+    "tensor": FORMATS["fp8-static"],
+    "channel": FORMATS["compressed-fp8-channel"],
+    "blocks": fp8(24),
+}  # blocks of 32 inputs
 GROUPS = {"tensor": None, "channel": None, "blocks": 32}
 FLIPPED = 5e-3  # error if a few inputs are rounded to the other neighbour
 
@@ -142,3 +149,54 @@ def test_what_an_int4_kernel_does_not_serve_is_converted(tmp_path, monkeypatch):
     cuda = torch.device("cuda")
     assert not has_int4(torch.float32, cuda)
     assert has_int4(torch.float16, cuda)
+
+
+SHARDED = {
+    "fp8 tensor": fp8(None), "fp8 channel": FORMATS["compressed-fp8-channel"], "fp8 blocks": fp8(24), "int4": awq(64),
+    "int4 one group": gptq(4, -1), "int4 act-order": gptq(4, 64, order=True),
+}  # fmt: skip
+
+
+def shard(folder, rank, size):
+    """A layer and the head of one rank."""
+    checkpoint = Checkpoint(folder)
+    config = parse_config(checkpoint.config)
+    linears, cpu = DeviceLinears("exact", torch.float32), torch.device("cpu")
+    loader = weights.ShardLoader(checkpoint, config, linears, torch.float32, cpu, Group(rank, size))
+    return loader.layer(0), loader.head(), loader.formats
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_ranks_hold_the_parts_of_quantized_weights(tmp_path, name):
+    """Joined, they are the weight of a float checkpoint: outputs of gate, up and the head, inputs of o and down."""
+    sizes = SIZES | {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "num_hidden_layers": 1}
+    folder = make_model(tmp_path / "model", "llama", **(sizes | {"vocab_size": 96}))
+    target = replace(SHARDED[name], fields=SHARDED[name].fields | {"modules_to_not_convert": [], "ignore": []})
+    plain = quantize_model(folder, target, lambda name: name.endswith(("proj.weight", "lm_head.weight")))
+    layer, head, _ = shard(plain, 0, 1)
+    parts, heads, formats = zip(*(shard(folder, rank, 2) for rank in (0, 1)), strict=True)
+    assert formats == ({name.split()[0]},) * 2
+    for whole, found in (
+        (layer.o, [part.o.widened() for part in parts]),
+        (layer.feed_forward.down, [part.feed_forward.down.widened() for part in parts]),
+    ):
+        assert torch.allclose(torch.cat(found, 1), whole.weight, atol=1e-6)
+    halves = [part.feed_forward.gate_up.widened().chunk(2) for part in parts]
+    joined = torch.cat([half[kind] for kind in (0, 1) for half in halves])
+    assert torch.allclose(joined, layer.feed_forward.gate_up.weight, atol=1e-6)
+    assert torch.allclose(torch.cat([part.widened() for part in heads]), head.weight, atol=1e-6)
+
+
+def test_ranks_hold_the_parts_of_experts(tmp_path):
+    folder = make_model(tmp_path / "model", "mixtral", **(SIZES | {"num_hidden_layers": 1, "num_local_experts": 3}))
+    plain = quantize_model(
+        folder, replace(fp8(24), fields=fp8(24).fields | {"modules_to_not_convert": ["gate", "lm_head"]})
+    )
+    experts = shard(plain, 0, 1)[0].feed_forward.experts
+    parts = [shard(folder, rank, 2)[0].feed_forward for rank in (0, 1)]
+    for number, (gate_up, down) in enumerate(zip(experts.gate_up, experts.down, strict=True)):
+        halves = [part.experts.gate_up[number].widened().chunk(2) for part in parts]
+        assert torch.allclose(torch.cat([half[kind] for kind in (0, 1) for half in halves]), gate_up.weight, atol=1e-6)
+        joined = torch.cat([part.experts.down[number].widened() for part in parts], 1)
+        assert torch.allclose(joined, down.weight, atol=1e-6)
+    assert torch.equal(parts[0].router.weight, parts[1].router.weight)

@@ -12,6 +12,7 @@ from worker_svc.engine.model_folder import CheckpointError
 
 FLOATS = ("float32", "bfloat16", "float16")
 WORD_BITS = 32  # of a packed tensor
+INPUT_SCALE = "input_scale"
 LINEAR = "Linear"  # the target that stands for all linear layers
 UNLIMITED = -1  # group_size of one group for all inputs
 
@@ -56,15 +57,17 @@ class Scaled:
     scale: str  # the name of its tensor
     block: tuple[int | None, int | None]  # outputs and inputs that have a scale in common; None: all
     rounds_inputs: bool = False  # the model was quantized for inputs in int8, with one scale per token
+    has_input_scale: bool = False  # a scale of inputs is stored. It is not used: each token has its own scale or none
 
     def parts(self, outputs: int, inputs: int) -> dict[str, Part]:
         """The tensors by name, without the name of the layer."""
         rows, columns = self.block
         scales = _ceil(outputs, rows or outputs), _ceil(inputs, columns or inputs)
-        return {
+        parts = {
             "weight": Part((outputs, inputs), (self.dtype,)),
             self.scale: Part((1,) if self.block == (None, None) else scales, FLOATS),
         }
+        return parts | ({INPUT_SCALE: Part((1,), FLOATS)} if self.has_input_scale else {})
 
     @property
     def has_int8_rows(self) -> bool:
@@ -181,14 +184,15 @@ def _awq(fields: dict[str, Any]) -> QuantizationConfig:
 
 
 def _fp8(fields: dict[str, Any]) -> QuantizationConfig:
-    _choice(fields, "activation_scheme", ("dynamic",), "dynamic")
+    is_static = _choice(fields, "activation_scheme", ("dynamic", "static"), "dynamic") == "static"
     _choice(fields, "fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
     ignored = _entries(fields, "modules_to_not_convert") + _entries(fields, "ignored_layers")
     block = fields.get("weight_block_size")
     if block is None:
-        scheme = Scaled("float8_e4m3fn", "weight_scale", (None, None))
+        scheme = Scaled("float8_e4m3fn", "weight_scale", (None, None), has_input_scale=is_static)
     else:
-        scheme = Scaled("float8_e4m3fn", "weight_scale_inv", _block(fields, "weight_block_size"))
+        block_size = _block(fields, "weight_block_size")
+        scheme = Scaled("float8_e4m3fn", "weight_scale_inv", block_size, has_input_scale=is_static)
     return QuantizationConfig((((LINEAR,), scheme),), ignored)
 
 
@@ -218,8 +222,10 @@ def _group_scheme(group: dict[str, Any], format_name: str, path: str) -> Scheme:
         raise CheckpointError(f"quantization_config.{path}weights: must be an object, found {weights!r}")
     _choice(weights, "symmetric", (True,), True, within=path + "weights.")
     _choice(weights, "dynamic", (False,), False, within=path + "weights.")
-    if inputs is not None:
-        _choice(inputs, "dynamic", (True,), False, within=path + "input_activations.")
+    is_float = weights.get("type") == "float"
+    is_static = inputs is not None and not _choice(
+        inputs, "dynamic", (True, False) if is_float else (True,), False, within=path + "input_activations."
+    )
     if format_name == "pack-quantized":
         return _packed_scheme(weights, path + "weights.")
     kind = _choice(weights, "type", ("int", "float"), "int", within=path + "weights.")
@@ -227,7 +233,8 @@ def _group_scheme(group: dict[str, Any], format_name: str, path: str) -> Scheme:
     _choice(weights, "actorder", (None, "weight", "static"), None, within=path + "weights.")
     block = _block_of(weights, path + "weights.")
     rounds_inputs = kind == "int" and inputs is not None and _is_int8_per_token(inputs)
-    return Scaled("int8" if kind == "int" else "float8_e4m3fn", "weight_scale", block, rounds_inputs)
+    dtype: Literal["int8", "float8_e4m3fn"] = "int8" if kind == "int" else "float8_e4m3fn"
+    return Scaled(dtype, "weight_scale", block, rounds_inputs, has_input_scale=is_static)
 
 
 def _packed_scheme(weights: dict[str, Any], path: str) -> Packed:

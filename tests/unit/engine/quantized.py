@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from collections.abc import Callable
@@ -107,6 +108,21 @@ def scaled_pack(dtype: torch.dtype, scale: str, block: tuple[int | None, int | N
     return pack
 
 
+def static(target: Format) -> Format:
+    """The same weights with a scale of inputs."""
+
+    def pack(rng: np.random.Generator, outputs: int, inputs: int) -> tuple[Tensors, np.ndarray]:
+        tensors, weight = target.pack(rng, outputs, inputs)
+        return tensors | {"input_scale": torch.tensor(0.01)}, weight
+
+    fields = copy.deepcopy(target.fields)
+    if fields["quant_method"] == "fp8":
+        fields["activation_scheme"] = "static"
+    else:
+        fields["config_groups"]["group_0"]["input_activations"] |= {"dynamic": False, "strategy": "tensor"}
+    return Format(fields, pack)
+
+
 def fp8(block: int | None) -> Format:
     fields: dict[str, Any] = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"}
     fields["modules_to_not_convert"] = ["lm_head"]
@@ -174,11 +190,13 @@ FORMATS = {
     "awq": awq(40),
     "fp8-tensor": fp8(None),
     "fp8-block": fp8(40),
+    "fp8-static": static(fp8(None)),
     "compressed-int8-channel": compressed_int8("channel"),
     "compressed-int8-tensor": compressed_int8("tensor"),
     "compressed-int8-group": compressed_int8("group", group=24),
     "compressed-fp8-channel": compressed_fp8("channel"),
     "compressed-fp8-tensor": compressed_fp8("tensor"),
+    "compressed-fp8-static": static(compressed_fp8("tensor")),
     "compressed-fp8-block": compressed_fp8("block"),
     "compressed-int4": compressed_packed(4, 40),
     "compressed-int4-act-order": compressed_packed(4, 40, order=True),

@@ -196,7 +196,7 @@ REFUSED = {
     "awq backend": (awq(32), "backend", "llm-awq", "supported: autoawq"),
     "awq symmetric": (awq(32), "zero_point", False, "supported: True"),
     "awq list": (awq(32), "modules_to_not_convert", "lm_head", "list of names"),
-    "fp8 static": (fp8(32), "activation_scheme", "static", "supported: dynamic"),
+    "fp8 scheme": (fp8(32), "activation_scheme", "per_head", "supported: dynamic, static"),
     "fp8 e5m2": (fp8(32), "fmt", "e5m2", "supported: e4m3"),
     "fp8 block": (fp8(32), "weight_block_size", [128], "two positive integers"),
     "sparse": (W8A8, "format", "marlin-24", "supported: int-quantized"),
