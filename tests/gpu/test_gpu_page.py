@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,13 +18,14 @@ from svc_common import config
 from worker_svc.engine.gpu import ranks
 from worker_svc.engine.model_runner import MAX_OUT_OF_MEMORY_STEPS
 from worker_svc.engine.numerics import device_numerics
-from worker_svc.flags import make_parser
+from worker_svc.flags import check_node_flags, engine_config, make_parser
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/gpu.md").read_text()
 FENCES = re.findall(r"^```(\w*)\n(.*?)^```$", PAGE, re.M | re.S)
 COMMANDS = [line for language, block in FENCES if not language for line in block.splitlines()]
-FOREIGN_FLAGS = {"--target", "--step-timeout-s", "--compiler"}  # docker build, quire-scheduler, bench/gpu/pack
+# docker build, quire-scheduler, bench/gpu/pack, bench.gpu.sums
+FOREIGN_FLAGS = {"--target", "--step-timeout-s", "--compiler", "--ranks"}
 
 
 def of(*words: str) -> list[str]:
@@ -43,6 +45,17 @@ def test_the_page_has_commands() -> None:
 def test_workers_accept_the_commands(line: str) -> None:
     args = config.parse(make_parser(), shlex.split(line)[1:])
     assert args.backend == "cuda"
+
+
+def test_the_commands_of_several_hosts_make_one_worker() -> None:
+    texts = re.findall(r"^host-\d\$ quire-worker ((?:.*\\\n)*.*)$", PAGE, re.M)
+    hosts = [config.parse(make_parser(), shlex.split(text.replace("\\\n", " "))) for text in texts]
+    assert [args.node_rank for args in hosts] == list(range(hosts[0].nnodes)) == [0, 1]
+    for args in hosts:
+        check_node_flags(args)
+    settings = [replace(engine_config(args), node_rank=0) for args in hosts]
+    assert settings[0] == settings[1]
+    assert hosts[0].node_listen.partition(":")[2] == hosts[1].leader_address.partition(":")[2]
 
 
 @pytest.mark.parametrize("line", of("quire up "))
