@@ -19,7 +19,7 @@ PARTS: dict[int, tuple[Section, ...]] = {
         Section("decode_attention", 45.0, "bench.gpu.kernels:decode_attention"),
         Section("prefill_attention", 25.0, "bench.gpu.kernels:prefill_attention"),
         Section("small_kernels", 25.0, "bench.gpu.small_kernels:small_kernels"),
-        Section("logits", 90.0, "bench.gpu.model:logits"),
+        Section("logits", 100.0, "bench.gpu.logits:logits"),
     ),
     2: (
         Section("decode_steps", 60.0, "bench.gpu.model:decode_steps"),
