@@ -9,7 +9,7 @@ import pytest
 from triton.backends.compiler import GPUTarget
 
 from worker_svc.engine.gpu import compilation
-from worker_svc.engine.gpu.kernels import rms_norm
+from worker_svc.engine.gpu.kernels import activation
 from worker_svc.engine.gpu.parallel import Group
 
 
@@ -21,16 +21,16 @@ def gpu(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
 
 
-def launch_of(module, name="rms_norm_kernel"):
+def launch_of(module, name="activation_kernel"):
     return SimpleNamespace(kernel=SimpleNamespace(module=module), name=name, specialization="{}")
 
 
 def test_a_kernel_that_does_not_compile_is_named(gpu, caplog):
     caplog.set_level(logging.INFO)
-    compilation.compile_in_processes([launch_of(rms_norm.__name__)] * 2, 2)
+    compilation.compile_in_processes([launch_of(activation.__name__)] * 2, 2)
     warnings = [record.message for record in caplog.records if record.levelno == logging.WARNING]
     assert len(warnings) == 2
-    assert warnings[0].startswith("rms_norm_kernel is not compiled ahead of its launch: AttributeError")
+    assert warnings[0].startswith("activation_kernel is not compiled ahead of its launch: AttributeError")
     assert "compiling 2 kernels in 2 processes" in caplog.text
 
 
@@ -41,6 +41,19 @@ def test_a_process_that_ends_early_is_reported(gpu, caplog):
 
 def test_the_interpreter_compiles_nothing():
     assert compilation.compile_first([lambda: pytest.fail("launched")], Group()) == 0
+
+
+def test_nothing_is_launched_while_launches_are_collected(monkeypatch):
+    """Not even kernels that are loaded: they would read what the others should have written."""
+
+    class Function:
+        def run(self, *args, grid, warmup):
+            return warmup
+
+    monkeypatch.setattr(compilation, "JITFunction", Function)
+    with compilation.collecting():
+        assert Function().run(1, grid=(1,), warmup=False)
+    assert not Function().run(1, grid=(1,), warmup=False)
 
 
 @pytest.mark.parametrize(("kernels", "cores", "gib", "expected"), [

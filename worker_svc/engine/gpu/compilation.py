@@ -24,6 +24,7 @@ from triton._C.libtriton import get_cache_invalidating_env_vars
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.cache import get_cache_key, get_cache_manager
 from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
 
 from worker_svc.engine.gpu.parallel import Group
 from worker_svc.engine.machine import available_cores, available_memory
@@ -62,7 +63,10 @@ class Launch:
 
 @contextmanager
 def collecting() -> Iterator[list[Launch]]:
-    """Kernels that this process has not launched yet are not launched within; they are in the list instead."""
+    """No kernel of Triton is launched within. The list gets those that this process has not compiled or loaded.
+
+    Loaded kernels are not launched either, because they would read what the others should have written.
+    """
     found: dict[tuple[str, str], Launch] = {}
     launches: list[Launch] = []
 
@@ -76,11 +80,15 @@ def collecting() -> Iterator[list[Launch]]:
             launches.append(found[key])
         return True  # do not compile
 
+    def load(kernel: Any, *args: Any, warmup: bool, **options: Any) -> Any:
+        return run(kernel, *args, warmup=True, **options)
+
+    run, JITFunction.run = JITFunction.run, load
     former, triton.knobs.runtime.jit_cache_hook = triton.knobs.runtime.jit_cache_hook, collect
     try:
         yield launches
     finally:
-        triton.knobs.runtime.jit_cache_hook = former
+        triton.knobs.runtime.jit_cache_hook, JITFunction.run = former, run
 
 
 def compile_first(steps: Sequence[Callable[[], object]], group: Group) -> int:
