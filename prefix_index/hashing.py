@@ -51,6 +51,8 @@ def root_key(*, cache_salt: bytes = b"", encoder: bytes = b"", adapter: bytes = 
 
     Each part has its name and length, so that different parts never give the same bytes.
     """
+    if not (cache_salt or encoder or adapter):
+        return b""
     parts = {b"cache_salt": cache_salt, b"encoder": encoder, b"adapter": adapter}
     return b"".join(b"%s:%d:%s|" % (name, len(value), value) for name, value in parts.items() if value)
 

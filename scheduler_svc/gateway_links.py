@@ -53,6 +53,7 @@ class Outbox:
         self._interval_s = interval_s
         self._takes_queued_handles = takes_queued_handles
         self._queued: list[int] = []  # handles of queued requests that wait for the next Deltas
+        self._queued_timer: asyncio.TimerHandle | None = None  # sends these handles if no Deltas take them along
         self._is_due = False  # `_deltas` may be sent
         self._next_due = 0.0  # when further tokens may be sent, in loop time
         self._timer: asyncio.TimerHandle | None = None  # fires at `_next_due`, if further tokens wait
@@ -92,15 +93,10 @@ class Outbox:
 
     def _note_queued(self, handle: int) -> None:
         if not self._queued:
-            asyncio.get_running_loop().call_later(QUEUED_WAIT_S, self._release_queued)
+            self._queued_timer = asyncio.get_running_loop().call_later(QUEUED_WAIT_S, self._release)
         self._queued.append(handle)
         if len(self._queued) > MAX_PENDING_REPLIES:
             self._overflow(f"{len(self._queued)} unread replies")
-
-    def _release_queued(self) -> None:
-        """Send the handles of queued requests, if no Deltas have taken them along."""
-        if self._queued:
-            self._release()
 
     def deliver(self, deltas: Deltas) -> None:
         """Send new tokens and finishes, merged with the waiting ones."""
@@ -148,10 +144,15 @@ class Outbox:
         log.warning("disconnecting gateway %s: %s", self._gateway_id, error.message)
         self._welcome = self._heartbeat = None
         self._replies.clear()
-        self._queued.clear()
+        self._forget_queued()
         self._deltas.clear()
         self._num_tokens = 0
         self.close(error)
+
+    def _forget_queued(self) -> None:
+        self._queued.clear()
+        if self._queued_timer is not None:
+            self._queued_timer.cancel()
 
     def _overflow(self, what: str) -> None:
         self.cut_off(OverloadedError(f"this gateway does not read fast enough: it has {what}; attach again"))
@@ -187,7 +188,7 @@ class Outbox:
         message = wire.deltas_to_proto(parts) if parts else scheduler_pb2.Deltas()
         if self._queued:
             message.queued_handles = u32_to_bytes(np.array(self._queued, np.uint32))
-            self._queued.clear()
+            self._forget_queued()
         return message
 
 

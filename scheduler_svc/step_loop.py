@@ -59,6 +59,7 @@ class StepLoop:
         self._traces = traces
         self._now = 0.0  # time of the current turn
         self._alarm: asyncio.TimerHandle | None = None  # of the next turn that needs no event
+        self._alarm_at = math.inf  # its time
         self._scheduler: Scheduler | None = None
         self._facts: ModelFacts | None = None
         self._workers: dict[str, WorkerLink] = {}
@@ -262,14 +263,15 @@ class StepLoop:
 
     def _set_alarm(self, at: float) -> None:
         """Take a turn at time `at` even if no event arrives."""
-        if at == math.inf or (self._alarm is not None and self._alarm.when() <= at):
+        if at >= self._alarm_at:
             return
         if self._alarm is not None:
             self._alarm.cancel()
+        self._alarm_at = at
         self._alarm = asyncio.get_running_loop().call_at(at, self._ring)
 
     def _ring(self) -> None:
-        self._alarm = None
+        self._alarm, self._alarm_at = None, math.inf
         self._wake.set()
 
     def _produce(self, deltas: Deltas) -> None:
@@ -344,7 +346,8 @@ class StepLoop:
             raise refusal_from(error, self._queue_retry_s) from error
         self._requests[key] = group
         log_queued(group)
-        self._produce(finished)
+        if finished.finished:
+            self._produce(finished)
 
     def _queue_retry_s(self) -> float:
         return self._advice.seconds(self.load().num_waiting, self._now)

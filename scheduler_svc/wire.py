@@ -135,19 +135,24 @@ def _num_prompt_tokens(group: SequenceGroup) -> int:
 
 
 def _finished_to_proto(finished: Finished) -> scheduler_pb2.SampleFinished:
-    return scheduler_pb2.SampleFinished(
+    num_prompt_tokens = _num_prompt_tokens(finished.group)
+    message = scheduler_pb2.SampleFinished(
         handle=finished.group.handle,
         sample_index=finished.sample_index,
         reason=REASON_TO_PROTO[finished.reason],
         stop_token_id=finished.stop_token_id,
         usage=types_pb2.Usage(
-            prompt_tokens=_num_prompt_tokens(finished.group),
-            cached_tokens=min(finished.num_cached_tokens, _num_prompt_tokens(finished.group)),
+            prompt_tokens=num_prompt_tokens,
+            cached_tokens=min(finished.num_cached_tokens, num_prompt_tokens),
             output_tokens=finished.num_output_tokens,
-            recomputed_tokens=finished.num_recomputed_tokens,
         ),
-        message=finished.message,
-        preemptions=finished.num_preemptions,
-        score=finished.score,
-        cumulative_logprob=finished.logprob,
     )
+    if finished.num_preemptions:
+        message.preemptions = finished.num_preemptions
+    if finished.num_recomputed_tokens:
+        message.usage.recomputed_tokens = finished.num_recomputed_tokens
+    if finished.message:
+        message.message = finished.message
+    if finished.score is not None and finished.logprob is not None:  # of a beam search
+        message.score, message.cumulative_logprob = finished.score, finished.logprob
+    return message

@@ -29,12 +29,13 @@ class QueueEntry:
     """State of a waiting sequence. Created when the sequence joins the queue, dropped when it leaves."""
 
     __slots__ = (
-        "blocked_since", "cached_as_of", "held_since", "key", "most_cached", "num_cached_at", "num_expected_tokens",
-        "num_tokens", "refusals", "seq", "uncached_at",
+        "blocked_since", "cached_as_of", "held_since", "is_new", "key", "most_cached", "num_cached_at",
+        "num_expected_tokens", "num_tokens", "refusals", "seq", "uncached_at",
     )  # fmt: skip
 
-    def __init__(self, seq: Sequence, num_expected_tokens: int) -> None:
+    def __init__(self, seq: Sequence, num_expected_tokens: int = 0) -> None:
         self.seq = seq
+        self.is_new = seq.is_new
         self.num_tokens = seq.data.num_tokens
         self.num_expected_tokens = num_expected_tokens  # with expected output, and with samples that will fork from it
         self.key: Key = (0, True, 0.0, 0)  # sort key in the queue, set by `WaitingQueue.add`
@@ -64,8 +65,3 @@ class QueueEntry:
     def num_needed_tokens(self) -> int:
         """Expected number of tokens that need KV and are not cached."""
         return self.num_expected_tokens - self.most_cached
-
-    @property
-    def num_uncached(self) -> int:
-        """Number of tokens to compute on the worker that has most of them cached, as of the newest lookup."""
-        return self.num_tokens - self.most_cached

@@ -19,6 +19,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from itertools import islice
 
+import numpy as np
+
 from prefix_index.changes import PrefixChanges
 from scheduler_svc.core import invariants
 from scheduler_svc.core.config import SchedulerConfig
@@ -44,7 +46,7 @@ from scheduler_svc.core.queue.preemption import displace, plan_running
 from scheduler_svc.core.queue.requests import Requests
 from scheduler_svc.core.queue.scan import QueueScan
 from scheduler_svc.core.queue_entry import QueueEntry, Refusal
-from scheduler_svc.core.sequence import FinishReason, Sequence, SequenceGroup
+from scheduler_svc.core.sequence import FinishReason, SequenceGroup
 from scheduler_svc.core.snapshot import OpenSequence, PoolSnapshot, pool_snapshot, slowest, waiting_snapshot
 from scheduler_svc.core.stats import Load, SchedulerStats, WorkerStats, load_of, scheduler_stats, worker_stats
 from scheduler_svc.core.steps.adapter_slots import AdapterSwap
@@ -319,8 +321,9 @@ class Scheduler:
                     late = entry.seq.forks[found.num_forks :]
                     entry.seq.forks = entry.seq.forks[: found.num_forks]
                     planner.admit(entry.seq, found.hits, plan)
-                    self._note_admitted(worker, entry.seq, now)
-                    self._requests.enqueue_samples(late)
+                    self._note_admitted(worker, entry, now)
+                    if late:
+                        self._requests.enqueue_samples(late)
                     continue
                 smallest = entry.num_needed_tokens, found
                 num_refused += 1
@@ -329,9 +332,9 @@ class Scheduler:
                 break
         return smallest
 
-    def _note_admitted(self, worker: WorkerBooks, seq: Sequence, now: float) -> None:
+    def _note_admitted(self, worker: WorkerBooks, entry: QueueEntry, now: float) -> None:
+        seq, num_tokens, num_cached = entry.seq, entry.num_tokens, entry.seq.num_cached_tokens
         self._waiting.remove(seq)
-        num_tokens, num_cached = seq.data.num_tokens, seq.num_cached_tokens
         self._fleet.note_written(worker, num_tokens - num_cached)
         self._measures.note_admitted(num_tokens)
         if not seq.num_preemptions:
@@ -416,7 +419,7 @@ class Scheduler:
         """
         live = [failure for failure in failures if failure.row not in step.closed]
         taint = taint_of(worker, {failure.row for failure in live}, step)
-        worker.pool.forget(taint.blocks)
+        worker.pool.forget(np.array(taint.blocks, dtype=np.int64))
         for row in taint.rows:
             if worker.rows.sequences[row] is not None:  # else it was closed with another beam of its search
                 self._requests.requeue(worker.preempt(row), MigrationReason.FAILED)

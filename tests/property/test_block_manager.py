@@ -113,7 +113,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
     def fail(self, data: st.DataObject) -> None:
         table = data.draw(st.sampled_from(self.tables))
         lost = [block for block in table.blocks if block not in self.committed]
-        self.pool.forget(lost)
+        self.pool.forget(np.array(lost, dtype=np.int64))
         for block in lost:
             self.holds.pop(block, None)
 

@@ -33,6 +33,9 @@ BlockEvent = tuple[bytes, bool]  # a digest, and True when its block is cached, 
 Fill = tuple[int, bytes]  # a block and the digest of its new content
 NO_BLOCKS: I64 = np.empty(0, dtype=np.int64)
 
+# Blocks are evicted together, because evicting four blocks takes as long as evicting twenty.
+EVICTED_FRACTION = 1 / 256  # of the pool
+
 EMPTY, CACHED, USED, SHARED = range(4)  # states of a block; SHARED: several sequences use it
 
 
@@ -66,6 +69,7 @@ class BlockManager:
         self._num_cached = 0
         self._clock = 1  # 1 + blocks put back so far
         self._bonus = int(reuse_bonus * num_blocks)
+        self._num_evicted = int(EVICTED_FRACTION * num_blocks)  # at once, if so many are cached
         self._was_hit = np.zeros(num_blocks, dtype=np.bool_)
         self._tokens = np.full(
             (num_blocks, block_size), 0, dtype=np.uint32
@@ -184,10 +188,10 @@ class BlockManager:
             self._has_lost_commits = False
         return commits
 
-    def forget(self, blocks: list[int]) -> None:
+    def forget(self, blocks: I64) -> None:
         """Remove the digests of these blocks, because their step failed or they get new content."""
         held, digest_of, committed = self.held, self._digest_of, self._committed
-        for block in blocks:
+        for block in blocks.tolist():
             digest = digest_of[block]
             if digest is None:
                 continue
@@ -246,24 +250,22 @@ class BlockManager:
         """Returns `count` blocks without content and with ref count 1. The caller has checked `num_free`."""
         if count > self.num_free:
             raise RuntimeError(f"{count} blocks were requested, but {self.num_free} are free: a bug in the scheduler")
-        num_empty = min(count, self._empty.size)
-        blocks = self._empty.take(num_empty)
-        if num_empty < count:
-            blocks = np.concatenate((blocks, self._evict(count - num_empty)))
+        if count > self._empty.size:
+            self._evict(max(count - self._empty.size, min(self._num_evicted, self._num_cached)))
+        blocks = self._empty.take(count)
         self.refs[blocks] = 1
         return blocks
 
-    def _evict(self, count: int) -> I64:
-        """Evict `count` cached blocks."""
+    def _evict(self, count: int) -> None:
+        """Empty `count` cached blocks."""
         evicted = []
         while count:
             evicted.append(self._take_next(count))
             count -= len(evicted[-1])
-        blocks = np.concatenate(evicted)
+        blocks = evicted[0] if len(evicted) == 1 else np.concatenate(evicted)
         self._put_back_at[blocks] = 0
         self._num_cached -= len(blocks)
-        self.forget(blocks.tolist())
-        return blocks
+        self._empty_out(blocks)
 
     def _take_next(self, count: int) -> I64:
         """Take up to `count` blocks from the queue whose head is evicted next, until the other queue is due."""
@@ -309,7 +311,7 @@ class BlockManager:
         self._num_cached += len(blocks)
 
     def _empty_out(self, blocks: I64) -> None:
-        self.forget(blocks.tolist())
+        self.forget(blocks)
         self._empty.put(blocks)
 
     # -- tests --------------------------------------------------------------------------------------------------------

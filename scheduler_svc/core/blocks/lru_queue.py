@@ -62,8 +62,8 @@ class LruQueue:
 
     def _live(self, start: int, stop: int) -> I64:
         """Indices of the live entries."""
-        places: I64 = np.flatnonzero(self._put_back_at[self._blocks[start:stop]] == self._when[start:stop]) + start
-        return places
+        places: I64 = (self._put_back_at[self._blocks[start:stop]] == self._when[start:stop]).nonzero()[0]
+        return places + start
 
     def _remove_stale(self) -> None:
         places = self._live(self._head, self._tail)

@@ -92,16 +92,18 @@ class AdmissionControl:
         num_waiting = queue.num_schedulable
         if not num_waiting:
             return
-        slot = self._requests.share.slot_of(group.tenant_id)
         factor = RETURNING_FACTOR if group.takes_over else 1
+        new = expected_tokens(len(group.prompt), group.stop.max_tokens, group.num_sequences, self._measures.mean_output)
+        limit = factor * self._config.max_waiting_tokens
+        if num_waiting < factor * self._config.max_waiting and queue.expected_tokens + new < limit:
+            return  # else the shares of tenants count
+        slot = self._requests.share.slot_of(group.tenant_id)
         num_tenants = queue.num_tenants_with(slot)
         if is_queue_full(num_waiting, queue.num_of(slot), num_tenants, factor * self._config.max_waiting):
             raise QueueFullError(
                 f"the queue is full: {num_waiting} requests are waiting, and the limit is {self._config.max_waiting}; "
                 "retry later"
             )
-        new = expected_tokens(len(group.prompt), group.stop.max_tokens, group.num_sequences, self._measures.mean_output)
-        limit = factor * self._config.max_waiting_tokens
         if is_queue_full(queue.expected_tokens + new, queue.expected_tokens_of(slot) + new, num_tenants, limit):
             raise QueueFullError(
                 f"the queue is full: {queue.expected_tokens} tokens are waiting, this request adds {new}, and the "

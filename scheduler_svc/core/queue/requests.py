@@ -259,11 +259,12 @@ class Requests:
         if not self._fleet.could_run(seq):
             self.waiting.add_unschedulable(seq)
             return
-        data = seq.data
-        remaining, num_samples = seq.group.stop.max_tokens - len(data.output), 1 + len(seq.forks)
-        expected = expected_tokens(data.num_tokens, remaining, num_samples, self._measures.mean_output)
-        entry = QueueEntry(seq, expected)
-        if seq.is_new:
+        entry = QueueEntry(seq)
+        remaining = seq.group.stop.max_tokens - len(seq.data.output)
+        entry.num_expected_tokens = expected_tokens(
+            entry.num_tokens, remaining, 1 + len(seq.forks), self._measures.mean_output
+        )
+        if entry.is_new:
             self._fleet.look_up_cached(entry, seq.group.arrival)
         self.waiting.add(entry, self.virtual_arrival(entry))
 
@@ -282,7 +283,7 @@ class Requests:
         """The sort key of an entry. A sequence that has run before is sorted by arrival alone, because most of its work
         is done.
         """
-        uncached = entry.num_uncached if entry.seq.is_new else 0
+        uncached = entry.num_tokens - entry.most_cached if entry.is_new else 0
         return virtual_arrival(entry.seq.group.arrival, uncached, self._config.aging_tokens_per_s)
 
     def note_blocked(self, entry: QueueEntry, now: float) -> bool:

@@ -69,7 +69,7 @@ class WaitingQueue:
     def add(self, entry: QueueEntry, virtual_arrival: float) -> None:
         """Insert an entry into its tenant's list."""
         seq = entry.seq
-        entry.key = (seq.group.priority, seq.is_new, virtual_arrival, seq.seq_id)
+        entry.key = (seq.group.priority, entry.is_new, virtual_arrival, seq.seq_id)
         self._entries[seq] = entry
         insort(self._by_tenant.setdefault(seq.group.tenant_slot, []), entry, key=_key)
         self._count(entry, 1)

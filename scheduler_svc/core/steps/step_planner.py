@@ -201,7 +201,8 @@ class StepPlanner:
 
     def _plan_chunk(self, row: int, plan: StepPlan, num_encoder_tokens: int = 0) -> None:
         """Plan the next tokens of a row. `num_encoder_tokens`: the encoder positions, if the row begins with them."""
-        count = num_encoder_tokens or min(self._rows.todo_of(row), plan.budget)
+        todo = self._rows.todo_of(row)
+        count = num_encoder_tokens or min(todo, plan.budget)
         if row in self.books.image_work:
             count = self._plan_images(row, count, plan)
         if self._rows.blocks_before is not None:
@@ -212,7 +213,7 @@ class StepPlanner:
         plan.budget -= count
         if count > 1:
             plan.num_prompt_tokens += count
-        if count >= self._rows.todo_of(row) - 1:
+        if count >= todo - 1:
             self.books.prefilling.discard(row)
         self._register_fills(row, count, plan)
         if self.books.num_reserved_rows:
