@@ -65,9 +65,8 @@ class _Node:
             self._others.kill()
             raise
         except Exception as error:
-            self._is_stopping.wait(
-                DIED_WITHIN_S
-            )  # a lost rank or leader, which the other threads report, breaks this rank
+            # A lost rank or leader breaks this rank too. The other threads report it and end the process.
+            self._is_stopping.wait(DIED_WITHIN_S)
             logger.exception("rank %d failed", self._first)
             self._leader.report_end(f"rank-{self._first}: {error}", EXIT_RANK_LOST)
             self._end(f"rank-{self._first} failed", EXIT_RANK_LOST)
