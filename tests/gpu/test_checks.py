@@ -59,8 +59,9 @@ BIASED = replace(EXACT, model=parse_config(CONFIG | {"architectures": ["LlamaFor
 
 
 def paged_attention_cases(setup):
+    windows = [shape.window for shape in setup.attention_shapes]
     made = TritonAttention(
-        setup.model.heads, setup.determinism, windows=[None], max_rows=MAX_ROWS, max_tokens=MAX_TOKENS,
+        setup.model.heads, setup.determinism, windows=windows, max_rows=MAX_ROWS, max_tokens=MAX_TOKENS,
         max_model_len=setup.max_model_len, dtype=setup.dtype, device=DEVICE,
     )  # fmt: skip
     return attention_cases(made, "paged_attention", setup)
@@ -84,6 +85,37 @@ def test_correct_kernels_pass(cases, setup):
 def test_correct_kernels_of_experts_pass(determinism):
     assert list(experts.expert_cases(EXPERTS))
     check(experts.expert_cases, replace(EXPERTS, determinism=determinism))
+
+
+GEMMA2 = replace(EXACT, model=parse_config(CONFIG | {
+    "architectures": ["Gemma2ForCausalLM"], "num_hidden_layers": 2, "sliding_window": 150, "hidden_activation": "gelu",
+    "attn_logit_softcapping": 5.0, "final_logit_softcapping": 7.0, "query_pre_attn_scalar": 30,
+}))  # fmt: skip
+GPT2 = replace(EXACT, model=parse_config({
+    "architectures": ["GPT2LMHeadModel"], "n_embd": 64, "n_inner": 40, "n_layer": 1, "n_head": 4, "vocab_size": 97,
+    "n_positions": 700, "activation_function": "gelu_new",
+}))  # fmt: skip
+OF_LAYERS = [
+    layers.linear_cases, layers.norm_cases, layers.rope_store_cases, layers.activation_cases, layers.soft_cap_cases,
+    paged_attention_cases,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "setup", [GEMMA2, replace(GEMMA2, determinism="best_effort"), GPT2], ids=["gemma2", "gemma2 best effort", "gpt2"]
+)
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # padding lines of attention may see no key
+def test_correct_kernels_of_other_decoders_pass(setup):
+    for cases in OF_LAYERS:
+        check(cases, setup)
+
+
+@pytest.mark.parametrize("determinism", ["exact", "best_effort"])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_a_window_that_is_one_token_too_wide_fails(plant_mutant, determinism):
+    plant_mutant(attention, "query_position[:, None] - window", "query_position[:, None] - window - 1")
+    with pytest.raises(BackendUnavailableError, match=r"paged_attention failed .*window 150, soft cap 5.0"):
+        check(paged_attention_cases, replace(GEMMA2, determinism=determinism))
 
 
 @pytest.mark.parametrize("cases", [layers.linear_cases, layers.rope_store_cases, steps.prepare_cases])

@@ -18,6 +18,7 @@ from worker_svc.engine.gpu.step_buffer import Bucket, HostStep, StepColumns
 # (tokens in the pool, queries): a first token, a second block, two splits. No length is a multiple of a block.
 DECODE_ROWS = [(0, 1), (5, 1), (300, 1), (600, 1)]
 MIXED_ROWS = [(0, 7), (260, 3), (31, 1)]
+BEYOND = 100  # tokens by which a row has left the window of a layer: more than a tile
 MAX_ROWS, MAX_TOKENS = 4, 128  # the capacity that `Attention` needs for these cases
 SCALE = 0.5  # divisor of keys, values and queries in fp8
 
@@ -28,8 +29,13 @@ def attention_cases(attention: Attention, name: str, setup: Setup, tolerance: fl
     `tolerance`: None for that of the model's dtype.
     """
     for shape, rows in itertools.product(setup.attention_shapes, (DECODE_ROWS, MIXED_ROWS)):
-        shortened = [_shortened(row, setup.max_model_len) for row in rows]
+        shortened = [_shortened(row, setup.max_model_len) for row in _leaving_window(rows, shape)]
         yield _case(attention, name, setup, shape, shortened, tolerance or TOLERANCES[setup.dtype])
+
+
+def _leaving_window(rows: list[tuple[int, int]], shape: AttentionShape) -> list[tuple[int, int]]:
+    """These rows, of which the first one leaves the window of the layer, if it has one."""
+    return rows if shape.window is None else [(shape.window + BEYOND, rows[0][1]), *rows[1:]]
 
 
 def _shortened(row: tuple[int, int], max_model_len: int) -> tuple[int, int]:
@@ -47,10 +53,11 @@ def _case(
 ) -> Case:
     heads, block_size = shape.heads, setup.block_size
     starts = [sum(count for _, count in rows[:i]) for i in range(len(rows) + 1)]
-    num_blocks = -(-max(context + count for context, count in rows) // block_size)
-    records = setup.records(len(rows), num_blocks)
-    records[:, HEAD_WORDS:][:, :num_blocks] = torch.arange(len(rows) * num_blocks).flip(0).view(len(rows), num_blocks)
-    pool = (len(rows) * num_blocks, block_size, heads.num_kv_heads, heads.head_dim)
+    counts = [-(-(context + count) // block_size) for context, count in rows]
+    records = setup.records(len(rows), max(counts))
+    for record, blocks in zip(records, torch.arange(sum(counts)).flip(0).split(counts), strict=True):
+        record[HEAD_WORDS : HEAD_WORDS + len(blocks)] = blocks
+    pool = (sum(counts), block_size, heads.num_kv_heads, heads.head_dim)
     q = setup.random(starts[-1], heads.num_q_heads, heads.head_dim)
     keys, values = setup.random(*pool, seed=1), setup.random(*pool, seed=2)
     cache = LayerCache(keys, values, None)
