@@ -68,8 +68,8 @@ def test_auto_serves_a_checkpoint_as_it_is_stored(stored, expected):
 
 @pytest.mark.parametrize("tiles", [DECODE_TILES, PREFILL_TILES, EXACT_TILES])
 @pytest.mark.parametrize("shape", [HeadShape(16, 8, 128), HeadShape(48, 1, 64), HeadShape(7, 1, 256)])
-@pytest.mark.parametrize("number_bytes", [2, 4])
-def test_a_tile_holds_all_heads_of_a_group(tiles, shape, number_bytes):
-    chosen = for_heads(tiles, shape, number_bytes)
+@pytest.mark.parametrize(("number_bytes", "shared_bytes"), [(2, 0), (2, 100 << 10), (4, 0)])
+def test_a_tile_holds_all_heads_of_a_group(tiles, shape, number_bytes, shared_bytes):
+    chosen = for_heads(tiles, shape, number_bytes, shared_bytes)
     assert chosen.queries(shape) >= 1
     assert chosen.block_m >= 16  # minimum of tensor cores

@@ -82,10 +82,11 @@ LEFT_OUT = (
     "norm=False", "sums 0", "filter=False part=True", "float32", "dim 80", "dim 112", "dim 256", "dim 96 exact",
     "fp8 exact", "fp8 rows", "fp8 linear few", "fp8 linear many", "experts many", "experts fp8 few",
     "int4 linear few", "group 32", "experts count", "experts group", "experts add", "gated=False",
-    "gemma2", "mistral exact", "store mistral",
+    "mistral exact", "store mistral", "store gemma2",
 )  # fmt: skip
 LEFT_OUT_PAGES = (
     "prefill page 16", "exact page 16", "dim 96 decode page 256", "fp8 decode page 16", "mistral decode page 16",
+    "gemma2 decode page 16", "page 64 cap",
 )  # fmt: skip
 
 SHAPES = {"0.6b": HeadShape(16, 8, 128), "8b": HeadShape(32, 8, 128), "0.5b": HeadShape(14, 2, 64)}
@@ -123,7 +124,10 @@ class Report:
 
 
 def variants(
-    dtype: str = "bf16", models: Iterable[str] = SHAPES, pages: Iterable[int] = (16, 64, 256)
+    dtype: str = "bf16",
+    models: Iterable[str] = SHAPES,
+    pages: Iterable[int] = (16, 64, 256),
+    processors: Processors = HOPPER.processors,
 ) -> Iterator[Variant]:
     """Every kernel in the configurations that a worker launches for these models and block sizes."""
     t, i, f = f"*{dtype}", "*i32", "*fp32"
@@ -145,14 +149,14 @@ def variants(
     constants = {"PAGE": 64, "ROWS": pack_tables.MIN_ROWS, "BLOCK": pack_tables.BLOCK}
     yield Variant("pack_tables", pack_tables.pack_tables_kernel, f"{i} {i} {i} {i} {i} i32 {i} i32", constants)
     for model in models:
-        yield from _head_variants(model, SHAPES[model], dtype, dtype, pages)
+        yield from _head_variants(model, SHAPES[model], dtype, dtype, pages, processors)
     for model, (shape, all_masks) in MASKED_SHAPES.items():
-        yield from _head_variants(model, shape, dtype, dtype, (16, 64), all_masks)
+        yield from _head_variants(model, shape, dtype, dtype, (16, 64), processors, all_masks)
     for model, shape in ODD_SHAPES.items():
-        yield from _head_variants(model, shape, dtype, dtype, (16, 256))
-    yield from _head_variants("0.6b fp8", SHAPES["0.6b"], dtype, "fp8e4nv", pages)
+        yield from _head_variants(model, shape, dtype, dtype, (16, 256), processors)
+    yield from _head_variants("0.6b fp8", SHAPES["0.6b"], dtype, "fp8e4nv", pages, processors)
     for model in ("0.6b", "dim 256"):
-        yield from _head_variants(f"{model} float32", (SHAPES | ODD_SHAPES)[model], "fp32", "fp32", (256,))
+        yield from _head_variants(f"{model} float32", (SHAPES | ODD_SHAPES)[model], "fp32", "fp32", (256,), processors)
     yield from _sampling_variants(t, i, f)
 
 
@@ -168,6 +172,7 @@ def _head_variants(
     dtype: str,
     kv_dtype: str,
     pages: Iterable[int],
+    processors: Processors,
     all_masks: dict[str, dict[str, Any]] = PLAIN,
 ) -> Iterator[Variant]:
     t, kv, i, f = f"*{dtype}", f"*{kv_dtype}", "*i32", "*fp32"
@@ -184,7 +189,7 @@ def _head_variants(
             },
         )  # fmt: skip
     for use, all_tiles in (("decode", DECODE_TILES), ("prefill", PREFILL_TILES), ("exact", EXACT_TILES)):
-        tiles = for_heads(all_tiles, shape, 4 if dtype == "fp32" else 2)
+        tiles = for_heads(all_tiles, shape, 4 if dtype == "fp32" else 2, processors.shared_bytes)
         for page, (suffix, masks) in itertools.product(pages, all_masks.items()):
             constants = heads | masks | {
                 "PAGE": page, "GROUP": attention.group_lines(shape), "BLOCK_M": tiles.block_m,
@@ -359,7 +364,8 @@ def main() -> None:
 
 def chosen_variants(arch: Architecture, *, is_short: bool, is_attention_only: bool = False) -> Iterator[Variant]:
     """All variants, or those of one model, or those of attention."""
-    for variant in variants(models=["0.6b"], pages=[16, 256]) if is_short else variants():
+    short: dict[str, Any] = {"models": ["0.6b"], "pages": [16, 256]} if is_short else {}
+    for variant in variants(**short, processors=arch.processors):
         if is_short and any(part in variant.name for part in (*LEFT_OUT, *LEFT_OUT_PAGES)):
             continue
         if "fp8" in variant.name and arch.number < FIRST_WITH_FP8:

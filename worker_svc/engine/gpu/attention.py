@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -77,8 +78,9 @@ class TritonAttention:
         self._processors = Processors.of(device)
         self._programs: dict[tuple[Tiles, bool, bool], int] = {}  # of each kernel that was launched
         number_bytes = dtype.itemsize if device.type == "cuda" else 2  # the interpreter has no limits on tiles
-        many = for_heads(EXACT_TILES if self._is_exact else PREFILL_TILES, shape, number_bytes)
-        self._many, self._single = many, for_heads(DECODE_TILES, shape, number_bytes)
+        sized = partial(for_heads, shape=shape, number_bytes=number_bytes, shared_bytes=self._processors.shared_bytes)
+        many = sized(EXACT_TILES if self._is_exact else PREFILL_TILES)
+        self._many, self._single = many, sized(DECODE_TILES)
         self._splits = splits_for(shape, self._processors)
         num_splits = 0 if self._is_exact else self._splits.most + max_rows
         self._many_work = WorkList.empty(-(-max_tokens // many.queries(shape)) + max_rows, device)

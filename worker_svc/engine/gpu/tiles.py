@@ -41,13 +41,15 @@ PREFILL_TILES = measured("prefill", Tiles(block_m=128, block_n=64, min_split=0, 
 EXACT_TILES = Tiles(block_m=64, block_n=64, min_split=0, num_warps=4, num_stages=5, one_loop=True)
 
 WIDE_HEAD = 128
+WIDE_KEYS = 32  # of a tile: two more tiles can be loaded ahead in the memory that tiles of 64 keys take
+SMALL_SHARED = 104 << 10  # bytes of a processor; sm_86 and sm_89 have 100 KiB
 WIDE_NUMBER = 4  # bytes; tensor cores do not multiply float32, so registers must hold whole tiles
 
 
-def for_heads(tiles: Tiles, shape: HeadShape, number_bytes: int = 2) -> Tiles:
-    """The tiles for these heads: wide heads and float32 get fewer lines, more warps and fewer stages.
+def for_heads(tiles: Tiles, shape: HeadShape, number_bytes: int = 2, shared_bytes: int = 0) -> Tiles:
+    """The tiles for these heads: wide heads and float32 get fewer lines and keys, more warps, and float32 fewer stages.
 
-    A tile holds all query heads that share a KV head.
+    A tile holds all query heads that share a KV head. `shared_bytes` are those of a processor, 0 if it has no limit.
     """
     most, is_wide = tiles.block_m, shape.head_dim > WIDE_HEAD
     if number_bytes == WIDE_NUMBER:
@@ -55,7 +57,10 @@ def for_heads(tiles: Tiles, shape: HeadShape, number_bytes: int = 2) -> Tiles:
         tiles = replace(tiles, block_n=32, num_warps=8, num_stages=2)
     elif is_wide:
         most = 64
-        tiles = replace(tiles, num_warps=8 if tiles.block_m >= 64 else 4, num_stages=2)
+        is_large = tiles.block_m >= most
+        tiles = replace(tiles, block_n=WIDE_KEYS, num_warps=8 if is_large else 4)
+        if is_large and 0 < shared_bytes < SMALL_SHARED:
+            tiles = replace(tiles, num_stages=4)
     return replace(tiles, block_m=max(min(tiles.block_m, most), group_lines(shape)))
 
 

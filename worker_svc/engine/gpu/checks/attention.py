@@ -55,7 +55,7 @@ def _case(
     starts = [sum(count for _, count in rows[:i]) for i in range(len(rows) + 1)]
     counts = [-(-(context + count) // block_size) for context, count in rows]
     records = setup.records(len(rows), max(counts))
-    for record, blocks in zip(records, torch.arange(sum(counts)).flip(0).split(counts), strict=True):
+    for record, blocks in zip(records, torch.split(torch.arange(sum(counts)).flip(0), counts), strict=True):
         record[HEAD_WORDS : HEAD_WORDS + len(blocks)] = blocks
     pool = (sum(counts), block_size, heads.num_kv_heads, heads.head_dim)
     q = setup.random(starts[-1], heads.num_q_heads, heads.head_dim)
