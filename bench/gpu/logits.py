@@ -12,13 +12,13 @@ from bench.gpu.model import Rows, load, make_checkpoint, model_of
 from bench.gpu.report import Report, relative_error
 from worker_svc.engine.gpu.runner import DeviceRunner
 
-# Ways to serve one checkpoint. The error of fp8 is reported, and fails the run only if it indicates a bug.
-FP8_ERROR = 0.5
-NOT_IN_SMOKE = ("exact", "float16", "fp8 weights")  # for time; the noise of transformers is not measured in float16
+# Ways to serve one checkpoint.
 KINDS: dict[str, dict[str, Any]] = {
     "model's dtype": {}, "exact": {"determinism": "exact"}, "float16": {"dtype": "float16"},
     "fp8 cache": {"kv_cache_dtype": "fp8"}, "fp8 weights": {"quantize": "fp8"},
 }  # fmt: skip
+FP8_ERROR = 0.5  # the error of fp8 is reported, and fails the run only if it indicates a bug
+NOT_IN_SMOKE = ("exact", "float16", "fp8 weights")  # for time; the noise of transformers is not measured in float16
 
 
 def logits(report: Report) -> None:

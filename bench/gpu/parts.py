@@ -6,6 +6,8 @@ with these tiles. Part 3 measures other settings, part 4 other libraries and mod
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from bench.gpu.sections import Section
 
 PARTS: dict[int, tuple[Section, ...]] = {
@@ -50,13 +52,20 @@ PARTS: dict[int, tuple[Section, ...]] = {
 SECTIONS = [section for part in PARTS.values() for section in part]
 
 
-def chosen_sections(part: int | None, only: str, *, is_baseline: bool = False) -> list[Section]:
-    """The requested sections. Raises ValueError for an unknown name."""
+NEEDED = ("compile", "ceilings")  # by every part: fractions of limits, and time
+UNTUNED = ("tile_sweep", "baseline")  # left out if all sections use the engine's own tiles
+
+
+def chosen_sections(
+    part: int | None, only: str, *, is_baseline: bool = False, done: Collection[str] = ()
+) -> list[Section]:
+    """The requested sections by name, or those of a part that are not done. Raises ValueError for an unknown name."""
     names = set(filter(None, only.split(",")))
     if unknown := names - {section.name for section in SECTIONS}:
         known = ", ".join(section.name for section in SECTIONS)
         raise ValueError(f"--only: unknown section {', '.join(sorted(unknown))}; known are {known}")
     if names:
         return [section for section in SECTIONS if section.name in names]
-    chosen = SECTIONS if part is None else list(PARTS[part])
-    return [section for section in chosen if not (is_baseline and section.name in ("tile_sweep", "baseline"))]
+    chosen = [section for section in SECTIONS if part is None or section in PARTS[part] or section.name in NEEDED]
+    left_out = {*done, *(UNTUNED if is_baseline else ())}
+    return [section for section in chosen if section.name not in left_out]

@@ -93,6 +93,8 @@ def measure(args: argparse.Namespace, started: float) -> list[str]:
     report = Report(is_smoke=args.smoke, is_baseline=args.baseline, scratch=args.state)
     report.started, report.out = started, args.out
     report.restore(args.state / f"{name}.json")
+    if not (args.state / "triton").exists():  # on another machine than before
+        report.done = [name for name in report.done if name != "compile"]
     before = report.seconds
 
     def save() -> None:
@@ -102,11 +104,10 @@ def measure(args: argparse.Namespace, started: float) -> list[str]:
 
     try:
         part = int(args.what) if args.what.isdigit() else None
-        sections = chosen_sections(part, args.only, is_baseline=args.baseline)
+        done = () if args.again else report.done
+        sections = chosen_sections(part, args.only, is_baseline=args.baseline, done=done)
     except ValueError as error:
         sys.exit(str(error))
-    if not args.again and not args.only:
-        sections = [section for section in sections if section.name not in report.done]
     if args.smoke:
         sections = [replace(section, limit_s=SMOKE_SLOWER * section.limit_s) for section in sections]
     try:

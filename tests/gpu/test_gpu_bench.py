@@ -105,7 +105,7 @@ def test_later_sections_use_the_chosen_tiles(is_baseline, expected):
 def test_the_sections_of_a_part_fit_its_budget(part):
     starting = 10.0  # imports
     budget = make_parser().get_default("budget")
-    assert sum(section.limit_s for section in chosen_sections(part, "")) + starting + END_S <= budget <= 600 - 30
+    assert sum(section.limit_s for section in PARTS[part]) + starting + END_S <= budget <= 600 - 30
 
 
 def compiles(report):
@@ -118,6 +118,18 @@ def test_kernels_that_a_section_compiles_are_reported():
     report = Report(is_smoke=True)
     run(report, [section(compiles)])
     assert [(row["name"], row["note"]) for row in report.rows] == [("a row", ""), ("compiled late", "2 x late_kernel")]
+
+
+def names(*arguments, **fields) -> list[str]:
+    return [found.name for found in chosen_sections(*arguments, **fields)]
+
+
+def test_every_part_compiles_and_measures_the_limits_first():
+    assert names(2, "")[:3] == ["compile", "ceilings", "decode_steps"]
+    done = ["compile", "ceilings", "decode_steps", "in_process"]
+    assert names(2, "", done=done)[:1] == ["through_grpc"]
+    assert names(None, "", done=done)[:1] == ["environment"]
+    assert {*names(None, "")} - {*names(None, "", is_baseline=True)} == {"tile_sweep", "baseline"}
 
 
 def test_all_sections_exist():
