@@ -7,8 +7,11 @@ import logging
 import os
 import pickle
 import re
+import shutil
 import socket
 import struct
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -31,6 +34,7 @@ from worker_svc.node_links.node_server import NodeServer
 FACTS = {"version": "engine-1", "dtype": "float32"}
 SECURITY = ("nothing", "tokens", "certificates", "both")
 SLACK_S = 20.0
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @dataclass
@@ -417,6 +421,54 @@ def test_a_link_notices_a_lost_host():
         frames.prepare(connection)
         assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
         assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 20_000
+
+
+HOST_IS_LOST = """
+import fcntl, socket, struct, threading
+from queue import Queue
+from svc_common.trust import Trust
+from worker_svc.node_links import frames
+from worker_svc.node_links.leader_link import LeaderLink
+from worker_svc.node_links.node_server import NodeServer
+
+def set_loopback(flags):
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        fcntl.ioctl(any_socket, 0x8914, struct.pack("16sh", b"lo", flags))  # SIOCSIFFLAGS
+
+def read():
+    try:
+        link.recv_bytes()
+    except OSError as error:
+        ends.put(str(error))
+
+set_loopback(1)
+frames.KEEP_ALIVE = {"TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 2, "TCP_USER_TIMEOUT": 2000}
+ends = Queue()
+server = NodeServer("127.0.0.1:0", Trust("worker"), 2, 20.0, lambda: None)
+server.start(1, {}, lambda reason, exit_code: ends.put(reason))
+link = LeaderLink(server.address, Trust("worker"), 1)
+link.join({}, 20.0)
+server.wait_joined()
+threading.Thread(target=read, daemon=True).start()
+set_loopback(0)
+print(sorted(ends.get(timeout=20) for _ in range(2)))
+"""
+
+
+def may_make_a_network() -> bool:
+    if shutil.which("unshare") is None:
+        return False
+    return subprocess.run(["unshare", "-rn", "true"], capture_output=True).returncode == 0
+
+
+@pytest.mark.deep
+def test_both_ends_notice_a_host_that_is_lost_without_a_fin():
+    if not may_make_a_network():
+        pytest.skip("takes the loopback interface of its own network down")
+    done = subprocess.run(
+        ["unshare", "-rn", sys.executable, "-c", HOST_IS_LOST], capture_output=True, text=True, timeout=60, cwd=ROOT
+    )
+    assert re.search(r"\['\[Errno \d+\] .*', 'node 1 \(127.*\) is lost: \[Errno \d+\] ", done.stdout), done.stderr
 
 
 def test_the_door_of_the_store_is_for_this_host_only():
