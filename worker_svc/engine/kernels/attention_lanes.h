@@ -49,23 +49,32 @@ void pack_values(const AttentionArgs<T>& a, const int32_t* table, int64_t head, 
   }
 }
 
+template <typename T> bool are_keys_in_place(const AttentionArgs<T>& a) { return a.block_size() % kLanes == 0; }
+template <typename T> bool are_tiles_in_place(const AttentionArgs<T>& a, int64_t padded_dim) {
+  return are_keys_in_place(a) && padded_dim == a.head_dim;
+}
+
+// The tile of `count` keys that begins with key `start`. Groups after the last one are those of the last one.
 template <typename T>
-void gather_tile(const AttentionArgs<T>& a, const int32_t* table, int64_t head, int64_t start, int count,
-                 int64_t padded_dim, Scratch<T>& scratch, KeyTile<T>& tile) {
-  const int64_t bs = int64_t(1) << a.block_shift, dim = a.head_dim, plane = dim * bs;
-  const bool keys_in_place = bs % kLanes == 0;
-  const bool values_in_place = keys_in_place && padded_dim == dim;
+KeyTile<T> gather_tile(const AttentionArgs<T>& a, const int32_t* table, int64_t head, int64_t start, int count,
+                       int64_t padded_dim, Scratch<T>& scratch) {
+  const int64_t bs = a.block_size(), dim = a.head_dim;
+  const bool keys_in_place = are_keys_in_place(a), values_in_place = are_tiles_in_place(a, padded_dim);
   T *k_pack = scratch.k_pack.data(), *v_pack = scratch.v_pack.data();
   if (!keys_in_place) pack_keys(a, table, head, start, count, k_pack);
   if (!values_in_place) pack_values(a, table, head, start, count, padded_dim, v_pack);
+  KeyTile<T> tile;
   tile.key_stride = keys_in_place ? bs : kKeyTile;
   tile.value_stride = padded_dim;
-  for (int v = 0; v * kLanes < count; v++) {
-    const int64_t position = start + v * kLanes, offset = position & (bs - 1);
-    const int64_t base = (table[position >> a.block_shift] * a.kv_heads + head) * plane;
-    tile.keys[v] = keys_in_place ? a.k_cache + base + offset : k_pack + v * kLanes;
-    tile.values[v] = values_in_place ? a.v_cache + base + offset * dim : v_pack + v * kLanes * padded_dim;
+  const int last = (count - 1) / kLanes;
+  for (int v = 0; v < kKeyTile / kLanes; v++) {
+    const int group = std::min(v, last);
+    const int64_t position = start + group * kLanes, offset = position & (bs - 1);
+    const int64_t base = a.plane(table, position, head);
+    tile.keys[v] = keys_in_place ? a.k_cache + base + offset : k_pack + group * kLanes;
+    tile.values[v] = values_in_place ? a.v_cache + base + offset * dim : v_pack + group * kLanes * padded_dim;
   }
+  return tile;
 }
 
 // Sums of 16 lanes that are computed at once: as many as the registers hold beside the other operands.
@@ -80,15 +89,20 @@ template <int R = kMostQueries, typename Run> INLINE void over_queries(int queri
   if constexpr (R > 1) over_queries<(R > 4 ? 4 : R > 2 ? 2 : 1)>(queries, run, first);
 }
 
-// scores[r][16 * v ..] = q[r] . key, for R query vectors and V groups of keys, dimensions strictly in order.
+// scores[r][16 * v ..] = q[r] . key, for R query vectors and V groups of keys, dimensions strictly in order. The keys of
+// `ahead` are fetched, if there is one.
 template <typename T, int R, int V>
-INLINE void score_block(const float* q, int64_t dim, const KeyTile<T>& tile, int first, float* scores) {
+INLINE void score_block(const float* q, int64_t dim, const KeyTile<T>& tile, const KeyTile<T>* ahead, int first,
+                        float* scores) {
   v16 acc[R][V];
   for (int r = 0; r < R; r++)
     for (int v = 0; v < V; v++) acc[r][v] = v16{};
   for (int64_t d = 0; d < dim; d++) {
     v16 key[V];
-    for (int v = 0; v < V; v++) key[v] = load16(tile.keys[first + v] + d * tile.key_stride);
+    for (int v = 0; v < V; v++) {
+      key[v] = load16(tile.keys[first + v] + d * tile.key_stride);
+      if (ahead) __builtin_prefetch(ahead->keys[first + v] + d * ahead->key_stride, 0, 2);
+    }
     for (int r = 0; r < R; r++) {
       const v16 x = splat(q[r * dim + d]);
       for (int v = 0; v < V; v++) acc[r][v] = fma16(x, key[v], acc[r][v]);
@@ -99,17 +113,19 @@ INLINE void score_block(const float* q, int64_t dim, const KeyTile<T>& tile, int
 }
 
 template <typename T, int R>
-void score_rows(const float* q, int64_t dim, const KeyTile<T>& tile, int groups, float* scores) {
+void score_rows(const float* q, int64_t dim, const KeyTile<T>& tile, const KeyTile<T>* ahead, int groups,
+                float* scores) {
   constexpr int V = groups_at_once(R);
   int v = 0;
-  for (; v + V <= groups; v += V) score_block<T, R, V>(q, dim, tile, v, scores);
-  for (; v < groups; v++) score_block<T, R, 1>(q, dim, tile, v, scores);
+  for (; v + V <= groups; v += V) score_block<T, R, V>(q, dim, tile, ahead, v, scores);
+  for (; v < groups; v++) score_block<T, R, 1>(q, dim, tile, ahead, v, scores);
 }
 
 template <typename T>
-void score_tile(const float* q, int queries, int64_t dim, const KeyTile<T>& tile, int groups, float* scores) {
+void score_tile(const float* q, int queries, int64_t dim, const KeyTile<T>& tile, const KeyTile<T>* ahead, int groups,
+                float* scores) {
   over_queries(queries, [&](auto rows, int r) {
-    score_rows<T, decltype(rows)::value>(q + r * dim, dim, tile, groups, scores + r * kKeyTile);
+    score_rows<T, decltype(rows)::value>(q + r * dim, dim, tile, r ? nullptr : ahead, groups, scores + r * kKeyTile);
   });
 }
 
@@ -118,19 +134,23 @@ struct ValueRange {
   int from, to;
 };
 
-// acc[r][first ..] += probs[r][j] * value[j], for R query vectors and 16 * V dimensions, keys strictly in order.
+// acc[r][first ..] += probs[r][j] * value[j], for R query vectors and 16 * V dimensions, keys strictly in order. The values
+// of `ahead` are fetched, if there is one.
 template <typename T, int R, int V>
-INLINE void value_block(const float* probs, const KeyTile<T>& tile, ValueRange range, int64_t first, int64_t stride,
-                        float* out) {
+INLINE void value_block(const float* probs, const KeyTile<T>& tile, const KeyTile<T>* ahead, ValueRange range,
+                        int64_t first, int64_t stride, float* out) {
   v16 acc[R][V];
   for (int r = 0; r < R; r++)
     for (int v = 0; v < V; v++) acc[r][v] = load16(out + r * stride + first + v * kLanes);
   for (int start = range.from / kLanes * kLanes; start < range.to; start += kLanes) {
     const int skipped = std::max(0, range.from - start), end = std::min(kLanes, range.to - start);
     const T* value = tile.values[start / kLanes] + first + skipped * tile.value_stride;
+    const T* next = ahead ? ahead->values[start / kLanes] + first : nullptr;
     for (int j = skipped; j < end; j++, value += tile.value_stride) {
       v16 x[V];
       for (int v = 0; v < V; v++) x[v] = load16(value + v * kLanes);
+      if (next)
+        for (int v = 0; v < V; v++) __builtin_prefetch(next + j * ahead->value_stride + v * kLanes, 0, 2);
       for (int r = 0; r < R; r++) {
         const v16 p = splat(probs[r * kKeyTile + start + j]);
         for (int v = 0; v < V; v++) acc[r][v] = fma16(p, x[v], acc[r][v]);
@@ -142,21 +162,23 @@ INLINE void value_block(const float* probs, const KeyTile<T>& tile, ValueRange r
 }
 
 template <typename T, int R>
-void value_rows(const float* probs, const KeyTile<T>& tile, ValueRange range, int64_t dim, float* out) {
+void value_rows(const float* probs, const KeyTile<T>& tile, const KeyTile<T>* ahead, ValueRange range, int64_t dim,
+                float* out) {
   constexpr int V = std::min(groups_at_once(R), 4);
   int64_t d = 0;
-  for (; d + V * kLanes <= dim; d += V * kLanes) value_block<T, R, V>(probs, tile, range, d, dim, out);
+  for (; d + V * kLanes <= dim; d += V * kLanes) value_block<T, R, V>(probs, tile, ahead, range, d, dim, out);
   if (V > 2 && d + 2 * kLanes <= dim) {
-    value_block<T, R, 2>(probs, tile, range, d, dim, out);
+    value_block<T, R, 2>(probs, tile, ahead, range, d, dim, out);
     d += 2 * kLanes;
   }
-  for (; d < dim; d += kLanes) value_block<T, R, 1>(probs, tile, range, d, dim, out);
+  for (; d < dim; d += kLanes) value_block<T, R, 1>(probs, tile, ahead, range, d, dim, out);
 }
 
 template <typename T>
-void value_tile(const float* probs, int queries, const KeyTile<T>& tile, ValueRange range, int64_t dim, float* out) {
+void value_tile(const float* probs, int queries, const KeyTile<T>& tile, const KeyTile<T>* ahead, ValueRange range,
+                int64_t dim, float* out) {
   over_queries(queries, [&](auto rows, int r) {
-    value_rows<T, decltype(rows)::value>(probs + r * kKeyTile, tile, range, dim, out + r * dim);
+    value_rows<T, decltype(rows)::value>(probs + r * kKeyTile, tile, r ? nullptr : ahead, range, dim, out + r * dim);
   });
 }
 
@@ -205,20 +227,28 @@ void attend_span(const AttentionArgs<T>& a, const Span& span, int64_t head, int6
     scratch.row_sum[r] = 0.f;
   }
   std::fill(acc, acc + queries * padded_dim, 0.f);
-  KeyTile<T> tile;
   const int64_t end = a.end_key(span);
+  // With many queries the multiplications take longer than the memory.
+  const bool is_ahead = queries <= kMostQueries && are_tiles_in_place(a, padded_dim);
+  auto gather = [&](int64_t key) {
+    return gather_tile(a, table, head, key, int(std::min<int64_t>(kKeyTile, end - key)), padded_dim, scratch);
+  };
   for (int64_t key = a.first_key(span); key < end; key += kKeyTile) {
     const int count = int(std::min<int64_t>(kKeyTile, end - key));
     const int groups = (count + kLanes - 1) / kLanes;
-    gather_tile(a, table, head, key, count, padded_dim, scratch, tile);
-    score_tile(q, queries, dim, tile, groups, scores);
+    const KeyTile<T> tile = gather(key);
+    KeyTile<T> next;
+    const bool has_next = is_ahead && key + kKeyTile < end;
+    if (has_next) next = gather(key + kKeyTile);
+    const KeyTile<T>* ahead = has_next ? &next : nullptr;
+    score_tile(q, queries, dim, tile, ahead, groups, scores);
     for (int r = 0; r < queries; r++) {
       const Sight sight = a.sight(span.row, head, first + r).in_tile(key);
       softmax_lanes(scores + r * kKeyTile, sight, a.scores.cap, groups, scratch.row_max[r], scratch.row_sum[r],
                     acc + r * padded_dim, padded_dim);
     }
     const int unseen = int(std::max<int64_t>(0, a.sight(span.row, head, first).from - key));
-    value_tile(scores, queries, tile, {unseen, count}, padded_dim, acc);
+    value_tile(scores, queries, tile, ahead, {unseen, count}, padded_dim, acc);
   }
   for (int r = 0; r < queries; r++) {
     T* out = a.out + a.query(span.row, head, first + r);
