@@ -7,7 +7,6 @@ import dataclasses
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -129,13 +128,17 @@ class ModelTimes:
 
 
 class RequestMeter:
-    """Measures one request of a model and logs its end. Times are on the event loop's clock."""
+    """Measures one request of a model and logs its end. Times are on the event loop's clock.
+
+    A context manager: the request ends with the block, which an error makes a failure or, if it is no Exception (the
+    call was cancelled, or closed while an event waits to be written), a cancellation.
+    """
 
     def __init__(self, request_id: str, model: str, times: ModelTimes, now: Callable[[], float]) -> None:
         self._request_id = request_id
         self.model = model
         self._times = times
-        self._now = now
+        self.now = now
         self._started_at = now()
         self._first_at: dict[int, float] = {}  # by sample
         self._last_at: dict[int, float] = {}
@@ -144,6 +147,12 @@ class RequestMeter:
         self.num_cached_tokens = 0
         self.finish_reason = ""  # of the last sample that ended
         self._reason = "stop"  # for a continuation that is already complete
+
+    def __enter__(self) -> RequestMeter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.end(None if kind is None else "failed" if issubclass(kind, Exception) else "cancelled")
 
     @property
     def first_token_at(self) -> float | None:
@@ -156,7 +165,7 @@ class RequestMeter:
         self._times.num_resumed += resumes
         if not log.isEnabledFor(logging.DEBUG):
             return
-        waited_s = self._now() - self._started_at
+        waited_s = self.now() - self._started_at
         facts = {"model": self.model, "prompt_tokens": num_prompt, "seconds": round(waited_s, 4)}
         log.debug(
             "request %s accepted after %.3f s: %d prompt tokens", self._request_id, waited_s, num_prompt, extra=facts
@@ -182,7 +191,7 @@ class RequestMeter:
 
     def end(self, reason: str | None = None) -> None:
         """The request ended. Default reason: the finish reason of the last sample. Called once."""
-        reason, times, now = reason or self._reason, self._times, self._now()
+        reason, times, now = reason or self._reason, self._times, self.now()
         times.ends[reason] += 1
         times.e2e.observe(now - self._started_at)
         times.prompt.observe(self.num_prompt_tokens)
@@ -223,31 +232,19 @@ class GatewayMetrics:
     def __init__(self) -> None:
         self.models: dict[str, ModelTimes] = {}
 
-    @contextmanager
-    def request(self, request_id: str, model: str) -> Iterator[RequestMeter]:
-        """Measure one generation."""
+    def request(self, request_id: str, model: str) -> RequestMeter:
+        """Measure one generation, as a context manager."""
         times = self.models.get(model) or self.models.setdefault(model, ModelTimes())
-        meter = RequestMeter(request_id, model, times, asyncio.get_running_loop().time)
-        try:
-            yield meter
-        except Exception:
-            meter.end("failed")
-            raise
-        except BaseException:  # cancelled, or closed while an event waits to be written
-            meter.end("cancelled")
-            raise
-        meter.end()
+        return RequestMeter(request_id, model, times, asyncio.get_running_loop().time)
 
 
-class Gateway(Protocol):
-    """The properties of the servicer that metrics read."""
+class Streams(Protocol):
+    """The properties of the calls in progress that metrics read."""
 
     max_streams: int
+    num_bytes: int
 
-    @property
-    def num_streams(self) -> int: ...
-    @property
-    def num_request_bytes(self) -> int: ...
+    def __len__(self) -> int: ...
 
 
 class GatewayReader:
@@ -256,23 +253,23 @@ class GatewayReader:
     def __init__(
         self,
         metrics: GatewayMetrics,
-        gateway: Gateway,
+        streams: Streams,
         directory: ModelDirectory,
         num_moves: Callable[[], int],
         redis: RedisPrefixReader | None,
         audit: AuditLog | None = None,
     ) -> None:
         self._metrics = metrics
-        self._gateway = gateway
+        self._streams = streams
         self._directory = directory
         self._num_moves = num_moves
         self._redis = redis
         self._audit = audit
 
     def __call__(self) -> Iterator[Row]:
-        yield "gateway_streams", (), self._gateway.num_streams
-        yield "gateway_streams_limit", (), self._gateway.max_streams
-        yield "gateway_request_bytes", (), self._gateway.num_request_bytes
+        yield "gateway_streams", (), len(self._streams)
+        yield "gateway_streams_limit", (), self._streams.max_streams
+        yield "gateway_request_bytes", (), self._streams.num_bytes
         yield "request_moves_total", (), self._num_moves()
         states = Counter(_state_of(client) for client in self._directory.clients)
         for state in SCHEDULER_STATES:

@@ -227,7 +227,7 @@ async def serve(
         shows_workers=is_public_for_operators(args),
         traces=None if tracer is None else RequestTraces(tracer, args.trace_ratio),
     )
-    read = GatewayReader(metrics, servicer, directory, lambda: dispatcher.num_moves, reader, audit)
+    read = GatewayReader(metrics, servicer.streams, directory, lambda: dispatcher.num_moves, reader, audit)
     admin = make_admin(args, server, read)
     make_app = make_http_apps(args, servicer, directory, prompts, server, audit)
     http = make_http(args, make_app, authenticator, tls, shares_port=shares_port)

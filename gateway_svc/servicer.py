@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, aclosing, contextmanager, nullcontext
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import grpc
@@ -27,11 +26,11 @@ from gateway_svc.grammar_checker import GrammarChecker
 from gateway_svc.limits.key_limits import KeyLimits
 from gateway_svc.metrics import GatewayMetrics
 from gateway_svc.models import ServedModel
-from gateway_svc.open_stream import OpenStream
+from gateway_svc.open_streams import OpenStreams
 from gateway_svc.pacing import WakePacer
 from gateway_svc.pooling.calls import PooledCalls
 from gateway_svc.prefix_hints import PrefixHints
-from gateway_svc.prompts import RETRY_FULL_S, PromptReader, detokenize
+from gateway_svc.prompts import PromptReader, detokenize
 from gateway_svc.records.recorder import Recorder, Recording
 from gateway_svc.request_traces import RequestTrace, RequestTraces
 from gateway_svc.resuming import Resumed, no_record, record_of, recorded
@@ -41,11 +40,7 @@ from gateway_svc.validation import GenerationPlan
 from gateway_svc.wire import submit_from_plan
 from request_fields.grammar import Grammar
 from svc_common.errors import (
-    AlreadyExistsError,
     NotConfiguredError,
-    OverloadedError,
-    TakenOverError,
-    UnavailableError,
 )
 from svc_common.logs import current_request_id
 from svc_common.memory import MemoryLimit
@@ -53,7 +48,6 @@ from svc_common.tracing import HEADER, current_traceparent
 
 log = logging.getLogger(__name__)
 
-RETRY_DRAINING_S = 1.0
 DEFAULT_MAX_LOGPROBS = 20
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -63,15 +57,6 @@ def _deadline(context: Context) -> float | None:
     """The client's deadline on the loop's clock; None if it set none."""
     left_s = context.time_remaining()  # type: ignore[no-untyped-call,unused-ignore]
     return None if left_s is None else asyncio.get_running_loop().time() + left_s
-
-
-def _release_at_end(context: Context) -> Callable[[SchedulerRequest], None]:
-    """Release the request when the call ends, also if the client disconnects while an event is being written."""
-
-    def on_open(scheduler_request: SchedulerRequest) -> None:
-        context.add_done_callback(lambda _: scheduler_request.release())  # type: ignore[arg-type]
-
-    return on_open
 
 
 class InferenceServicer(InferenceServiceServicer):
@@ -103,9 +88,7 @@ class InferenceServicer(InferenceServiceServicer):
         self._prompts = prompts
         self._hints = hints
         self._grammars = grammars
-        self.max_streams = max_streams
-        self._max_request_bytes = max_request_bytes
-        self._memory = memory or MemoryLimit(None)
+        self.streams = OpenStreams(max_streams, max_request_bytes, memory or MemoryLimit(None))
         self._min_priority = min_priority
         self._max_logprobs = max_logprobs
         self._metrics = metrics or GatewayMetrics()
@@ -115,32 +98,16 @@ class InferenceServicer(InferenceServiceServicer):
         self._isolates_tenants = isolates_tenants
         self._shows_workers = shows_workers
         self._traces = traces
-        self._num_request_bytes = 0
-        self._streams: dict[str, OpenStream] = {}
-        self._is_draining = False
-        self._all_closed = asyncio.Event()
         self._pooled = PooledCalls(
-            directory, dispatcher, prompts, self._metrics, self._limits, partial(self._open_stream, kind="emb"),
-            self._cache_salt, min_priority,
+            directory, dispatcher, prompts, self._metrics, self._limits, self.streams, self._cache_salt, min_priority,
         )  # fmt: skip
-
-    @property
-    def num_streams(self) -> int:
-        return len(self._streams)
-
-    @property
-    def num_request_bytes(self) -> int:
-        return self._num_request_bytes
 
     # -- generation ---------------------------------------------------------------------------------------------------
 
-    async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
+    def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
         """Validate, tokenize, submit, stream."""
         self._read_traceparent(context)
-        events = self.generate(request, deadline=_deadline(context), on_open=_release_at_end(context))
-        async with aclosing(events):
-            async for event in events:
-                yield event
+        return self.generate(request, deadline=_deadline(context))
 
     async def Resume(self, request: pb.ResumeRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
         """Continue a request from its record, after the output that the client has."""
@@ -151,8 +118,7 @@ class InferenceServicer(InferenceServiceServicer):
         if record is None:
             raise no_record(request.request_id)
         resumed = Resumed(record, validation.sent_tokens(request.after, len(record.outputs)))
-        events = self.resume(resumed, deadline=_deadline(context), on_open=_release_at_end(context))
-        async with aclosing(events):
+        async with aclosing(self.resume(resumed, deadline=_deadline(context))) as events:
             async for event in events:
                 yield event
 
@@ -171,15 +137,9 @@ class InferenceServicer(InferenceServiceServicer):
     def keeps_records(self) -> bool:
         return self._recorder is not None
 
-    def resume(
-        self,
-        resumed: Resumed,
-        *,
-        deadline: float | None = None,
-        on_open: Callable[[SchedulerRequest], None] = lambda _: None,
-    ) -> AsyncGenerator[pb.GenerateResponse, None]:
+    def resume(self, resumed: Resumed, *, deadline: float | None = None) -> AsyncGenerator[pb.GenerateResponse, None]:
         """The events of a request that continues from its record."""
-        return self.generate(resumed.request, deadline=deadline, on_open=on_open, resumed=resumed)
+        return self.generate(resumed.request, deadline=deadline, resumed=resumed)
 
     def _read_traceparent(self, context: Context) -> None:
         if self._traces is not None:
@@ -190,22 +150,20 @@ class InferenceServicer(InferenceServiceServicer):
         request: pb.GenerateRequest,
         *,
         deadline: float | None = None,
-        on_open: Callable[[SchedulerRequest], None] = lambda _: None,
         resumed: Resumed | None = None,
         notes: bytes = b"",
     ) -> AsyncGenerator[pb.GenerateResponse, None]:
         """The events of one generation, for gRPC and HTTP. To end it early, cancel the task or close the generator.
-        `on_open` is called with the request before it is submitted. `notes` are kept in the request's record.
+        `notes` are kept in the request's record.
         """
         trace = None if self._traces is None else self._traces.begin()
-        events = self._generate(request, deadline, on_open, resumed, notes, trace)
+        events = self._generate(request, deadline, resumed, notes, trace)
         return events if trace is None else trace.around(events)
 
     async def _generate(
         self,
         request: pb.GenerateRequest,
         deadline: float | None,
-        on_open: Callable[[SchedulerRequest], None],
         resumed: Resumed | None,
         notes: bytes,
         trace: RequestTrace | None,
@@ -222,25 +180,21 @@ class InferenceServicer(InferenceServiceServicer):
         self._limits.check(current_caller.get().owner, model.name, request.scheduling.priority)
         resumes = request.HasField("continuation")
         with (
-            self._open_stream(request.request_id, request.ByteSize(), resumes=resumes) as (
-                request_id,
-                stream,
-            ),
+            self.streams.open(request.request_id, request.ByteSize(), resumes=resumes) as stream,
             self._metrics.request(stream.scoped_id, model.name) as meter,
         ):
             current_request_id.set(stream.scoped_id)
-            note_request_id(request_id)
+            note_request_id(stream.request_id)
             note_generation(meter)
             if trace is not None:
                 trace.note_meter(stream.scoped_id, meter)
             validation.check_prompt_size(request, model)
-            plan = await self._plan(request, model, request_id, grammar, resumed)
-            self._count_inputs(stream, plan)
+            plan = await self._plan(request, model, stream.request_id, grammar, resumed)
+            self.streams.add_bytes(stream, sum(len(carried.data) for carried in plan.inputs))
             generation, scheduler_request = await self._prepare(
                 plan, stream.scoped_id, resumes=resumes, deadline=deadline
             )
             hints = await self._hints.look_up(plan) if self._dispatcher.has_choice(model.info) else Hints()
-            on_open(scheduler_request)
             if trace is not None:
                 trace.on_prepared()
                 scheduler_request.set_trace(trace)
@@ -257,8 +211,12 @@ class InferenceServicer(InferenceServiceServicer):
                     stream.set_request(scheduler_request)
                     if resumed is None or not resumed.follows:
                         submit()
-                    async for event in generation.events(source_of(scheduler_request, plan), meter, recording):
-                        yield event
+                    source = source_of(scheduler_request, plan)
+                    await source.wait_accepted()
+                    yield generation.accepted(source, meter)
+                    while not generation.is_done:
+                        for event in generation.events(await source.wait(), source, meter, recording):
+                            yield event
             finally:
                 scheduler_request.release()
 
@@ -354,78 +312,12 @@ class InferenceServicer(InferenceServiceServicer):
             scheduler_request.announce_output()
         return generation, scheduler_request
 
-    @contextmanager
-    def _open_stream(
-        self, request_id: str, num_bytes: int, *, resumes: bool = False, kind: str = "gen"
-    ) -> Iterator[tuple[str, OpenStream]]:
-        """Count the request among the open streams. Raises if the gateway drains or is full, or the id is in use."""
-        self._check_room(num_bytes)
-        request_id = request_id or f"{kind}-{secrets.token_hex(12)}"
-        scoped_id = scoped(request_id)
-        self._end_former(request_id, scoped_id, resumes=resumes)
-        stream = self._streams[scoped_id] = OpenStream(scoped_id, num_bytes)
-        self._num_request_bytes += num_bytes
-        try:
-            yield request_id, stream
-        finally:
-            self._num_request_bytes -= stream.num_bytes
-            if self._streams.get(scoped_id) is stream:  # else a resumed stream has taken over
-                del self._streams[scoped_id]
-            if not self._streams:
-                self._all_closed.set()
-
-    def _count_inputs(self, stream: OpenStream, plan: GenerationPlan) -> None:
-        """Count the inputs that were made of the request, which are kept as long as its stream is open."""
-        num_bytes = sum(len(carried.data) for carried in plan.inputs)
-        self._check_bytes(num_bytes)
-        stream.num_bytes += num_bytes
-        self._num_request_bytes += num_bytes
-
-    def _check_room(self, num_bytes: int) -> None:
-        if self._is_draining:
-            raise UnavailableError(
-                "this gateway is shutting down; retry on another gateway", retry_after_s=RETRY_DRAINING_S
-            )
-        if len(self._streams) >= self.max_streams:
-            raise OverloadedError(
-                f"{self.max_streams} streams are open on this gateway, the limit of --max-streams; retry later",
-                retry_after_s=RETRY_FULL_S,
-            )
-        if self._streams and (used := self._memory.exceeded_by()) is not None:
-            raise OverloadedError(
-                f"this gateway uses {used} bytes of memory; the limit is {self._memory.max_bytes} "
-                "(--max-memory-bytes); retry later",
-                retry_after_s=RETRY_FULL_S,
-            )
-        self._check_bytes(num_bytes)
-
-    def _check_bytes(self, num_bytes: int) -> None:
-        if self._num_request_bytes and self._num_request_bytes + num_bytes > self._max_request_bytes:
-            raise OverloadedError(
-                f"open requests on this gateway hold {self._num_request_bytes} bytes and this one has {num_bytes}; "
-                f"the limit is {self._max_request_bytes} (--max-request-bytes); retry later",
-                retry_after_s=RETRY_FULL_S,
-            )
-
-    def _end_former(self, request_id: str, scoped_id: str, *, resumes: bool) -> None:
-        """End the former stream of a request that its client resumes. It may still be open on this gateway."""
-        former = self._streams.get(scoped_id)
-        if former is None:
-            return
-        if not resumes:
-            words = f"request_id {request_id!r} is in use on this gateway; choose another or wait for that request"
-            raise AlreadyExistsError(words, field="request_id")
-        log.info("request %s was resumed in another stream", request_id)
-        former.end(TakenOverError(f"request_id {request_id!r} was resumed in another stream"))
-
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
         """End the caller's requests by id, in this process directly and on other gateways through the schedulers."""
         validation.check_abort(request.request_ids)
         note_target(" ".join(request.request_ids))
         asked = {scoped(request_id): request_id for request_id in request.request_ids}
-        found = {scoped_id for scoped_id in asked if scoped_id in self._streams}
-        for scoped_id in found:
-            self._streams[scoped_id].abort()
+        found = {scoped_id for scoped_id in asked if self.streams.abort(scoped_id)}
         if elsewhere := [scoped_id for scoped_id in asked if scoped_id not in found]:
             found |= await self._abort_at_schedulers(elsewhere)
         return pb.AbortResponse(
@@ -435,8 +327,7 @@ class InferenceServicer(InferenceServiceServicer):
 
     async def abort_everywhere(self, scoped_id: str) -> None:
         """End a request, in this process and on other gateways."""
-        if scoped_id in self._streams:
-            self._streams[scoped_id].abort()
+        self.streams.abort(scoped_id)
         await self._abort_at_schedulers([scoped_id])
 
     async def _abort_at_schedulers(self, scoped_ids: Sequence[str]) -> set[str]:
@@ -446,21 +337,11 @@ class InferenceServicer(InferenceServiceServicer):
 
     async def drain(self, timeout_s: float) -> None:
         """Refuse new streams and wait for the open ones. Streams still open after `timeout_s` end with UNAVAILABLE."""
-        self._is_draining = True
-        self._all_closed.clear()
-        if not self._streams:
-            return
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._all_closed.wait()
-        except TimeoutError:
-            log.warning("ending %d streams that are still open after %g s", len(self._streams), timeout_s)
-            self.end_streams()
+        await self.streams.drain(timeout_s)
 
     def end_streams(self) -> None:
         """End all open streams with UNAVAILABLE."""
-        for stream in list(self._streams.values()):
-            stream.end(UnavailableError("this gateway is shutting down; resume on another gateway"))
+        self.streams.end_all()
 
     # -- embeddings and scores ----------------------------------------------------------------------------------------
 
@@ -520,4 +401,4 @@ class InferenceServicer(InferenceServiceServicer):
     async def full_status(self) -> pb.GetStatusResponse:
         """The current state of every scheduler. A scheduler that does not answer is reported as not connected."""
         schedulers = await asyncio.gather(*(client.get_status() for client in self._directory.clients))
-        return pb.GetStatusResponse(schedulers=schedulers, open_streams=len(self._streams))
+        return pb.GetStatusResponse(schedulers=schedulers, open_streams=len(self.streams))

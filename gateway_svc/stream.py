@@ -8,9 +8,8 @@ they are sent as several, so that a client that reads again after a long pause d
 
 from __future__ import annotations
 
-import asyncio
 from array import array
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import xxhash
@@ -92,10 +91,12 @@ class SampleStream:
             MAX_CHUNK_TOKENS if journal.logprobs is None else min(MAX_CHUNK_TOKENS, journal.logprobs.tokens_per_event)
         )
         while not self.is_stopped and len(journal.outputs) - self._cursor > most:
-            yield from self._take(journal, most, None)
+            if (event := self._take(journal, most, None)) is not None:
+                yield event
         finish = journal.finish
-        if not self.is_stopped and self._cursor >= self._sent:
-            yield from self._take(journal, most, finish)
+        is_current = not self.is_stopped and self._cursor >= self._sent
+        if is_current and (event := self._take(journal, most, finish)) is not None:
+            yield event
         if finish is not None:
             if self.num_output < self._sent:
                 raise self._too_far()
@@ -104,8 +105,8 @@ class SampleStream:
 
     def _take(
         self, journal: SampleJournal, num_tokens: int, finish: scheduler_pb2.SampleFinished | None
-    ) -> Iterator[pb.GenerateResponse]:
-        """Send the next ids of the journal, at most `num_tokens`; with `finish`, they are the last ids."""
+    ) -> pb.GenerateResponse | None:
+        """The event for the next ids of the journal, at most `num_tokens`; with `finish`, they are the last ids."""
         first = self._cursor
         ids = journal.outputs[first : first + num_tokens]
         self._cursor += len(ids)
@@ -121,8 +122,7 @@ class SampleStream:
         if journal.logprobs is not None and ids:
             self._add_logprobs(chunk, journal.logprobs.take(self._cursor - first).first(count))
         self._note(ids, text)
-        if chunk is not None:
-            yield chunk
+        return chunk
 
     def _skip(self, journal: SampleJournal) -> None:
         """Read the tokens that the client already has, and send nothing."""
@@ -275,37 +275,43 @@ class GenerationStream:
         self._prompt = PromptLogprobStream(
             plan.prompt_ids, plan.num_prompt_logprobs, plan.model.text.tokenizer if plan.wants_text else None
         )
+        self._num_open = sum(not sample.is_done for sample in self._samples)
         self._event_seq = 0
 
-    async def events(
-        self, request: Source, meter: RequestMeter, recording: Recording | None = None
-    ) -> AsyncIterator[pb.GenerateResponse]:
-        """Yields Accepted, Chunks, and one Finished per sample that had not finished before. Raises QuireError."""
-        loop = asyncio.get_running_loop()
-        await request.wait_accepted()
+    @property
+    def is_done(self) -> bool:
+        """No more events follow."""
+        return not self._num_open
+
+    def accepted(self, request: Source, meter: RequestMeter) -> pb.GenerateResponse:
+        """The first event."""
         meter.on_accepted(len(self._plan.prompt_ids), resumes=request.is_resumed)
-        yield self._numbered(pb.GenerateResponse(accepted=self._accepted()))
-        while not all(sample.is_done for sample in self._samples):
-            news = await request.wait()
-            now = loop.time()
-            if request.prompt_logprobs is not None:
-                for event in self._prompt.events(request.prompt_logprobs):
-                    yield self._numbered(event)
-            for index in news:
-                sample = self._samples[index]
-                if sample.is_done:
-                    continue
-                was_stopped, num_before = sample.is_stopped, sample.num_output
-                for event in sample.advance(request.samples[index]):
-                    yield self._numbered(event)
-                if sample.num_output > num_before:
-                    meter.on_tokens(index, sample.num_output - num_before, now)
-                if recording is not None:
-                    recording.advance(index, sample.num_output, is_done=sample.is_done)
-                if sample.is_done:
-                    meter.on_finished(sample.reason, sample.num_cached)
-                if sample.is_stopped and not was_stopped:
-                    request.close_sample(index)
+        return self._numbered(pb.GenerateResponse(accepted=self._accepted()))
+
+    def events(
+        self, news: Sequence[int], request: Source, meter: RequestMeter, recording: Recording | None
+    ) -> Iterator[pb.GenerateResponse]:
+        """The Chunks for the news of the request, and one Finished per sample that has ended now."""
+        now = meter.now()
+        if request.prompt_logprobs is not None:
+            for event in self._prompt.events(request.prompt_logprobs):
+                yield self._numbered(event)
+        for index in news:
+            sample = self._samples[index]
+            if sample.is_done:
+                continue
+            was_stopped, num_before = sample.is_stopped, sample.num_output
+            for event in sample.advance(request.samples[index]):
+                yield self._numbered(event)
+            if sample.num_output > num_before:
+                meter.on_tokens(index, sample.num_output - num_before, now)
+            if recording is not None:
+                recording.advance(index, sample.num_output, is_done=sample.is_done)
+            if sample.is_done:
+                self._num_open -= 1
+                meter.on_finished(sample.reason, sample.num_cached)
+            if sample.is_stopped and not was_stopped:
+                request.close_sample(index)
 
     def _accepted(self) -> pb.Accepted:
         plan = self._plan

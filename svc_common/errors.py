@@ -23,7 +23,7 @@ from __future__ import annotations
 import logging
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, NoReturn, TypeAlias, TypeVar
@@ -295,7 +295,9 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         return call
 
     def _streaming(self, behaviour: Any, method: str) -> Any:
-        async def call(request: Any, context: Any) -> AsyncIterator[Any]:
+        """A coroutine that writes the responses, because each async generator around another costs time per response."""
+
+        async def call(request: Any, context: Any) -> None:
             self._on_call(method, context)
             try:
                 if isinstance(request, _Undecodable):
@@ -304,14 +306,30 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
                 if not hasattr(responses, "__aiter__"):
                     await responses  # a coroutine, which writes its responses through the context
                     return
-                async for response in responses:
-                    yield response
             except Exception as error:
                 ending = self._end(context, method, error)
-                request = context = responses = None  # see _end
+                request = context = None  # see _end
                 raise await ending from None
+            request = None
+            await self._write_all(responses, context, method)
 
         return call
+
+    async def _write_all(self, responses: Any, context: Any, method: str) -> None:
+        """Write the responses of a handler and close it, also if its client has left. Errors of a write are gRPC's own."""
+        try:
+            while True:
+                try:
+                    response = await anext(responses)
+                except StopAsyncIteration:
+                    return
+                except Exception as error:
+                    ending = self._end(context, method, error)
+                    context = None  # see _end
+                    raise await ending from None
+                await context.write(response)
+        finally:
+            await responses.aclose()
 
     async def _end(
         self, context: grpc.aio.ServicerContext[Any, Any], method: str, error: Exception

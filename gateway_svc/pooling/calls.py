@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import mul
 
@@ -21,7 +21,7 @@ from gateway_svc.dispatcher import Dispatcher, Hints
 from gateway_svc.limits.key_limits import KeyLimits
 from gateway_svc.metrics import GatewayMetrics, RequestMeter
 from gateway_svc.models import ServedModel
-from gateway_svc.open_stream import OpenStream
+from gateway_svc.open_streams import OpenStream, OpenStreams
 from gateway_svc.parameters import FieldErrors, invalid
 from gateway_svc.pooling.inputs import InputReader, PooledInput
 from gateway_svc.pooling.runs import pooled_numbers, scheduler_requests
@@ -33,12 +33,11 @@ from svc_common.logs import current_request_id
 MAX_INPUTS = 2048
 MAX_PAIRS = 1024
 
-OpenCall = Callable[[str, int], AbstractContextManager[tuple[str, OpenStream]]]
 Salt = Callable[[pb.SchedulingParams], str]
 
 
 class PooledCalls:
-    """Validates, tokenizes, submits and waits. `open_call` counts a call among the open streams of the gateway."""
+    """Validates, tokenizes, submits and waits. Calls in progress are counted among `streams`."""
 
     def __init__(
         self,
@@ -47,7 +46,7 @@ class PooledCalls:
         prompts: PromptReader,
         metrics: GatewayMetrics,
         limits: KeyLimits,
-        open_call: OpenCall,
+        streams: OpenStreams,
         cache_salt: Salt,
         min_priority: int,
     ) -> None:
@@ -56,7 +55,7 @@ class PooledCalls:
         self._prompts = prompts
         self._metrics = metrics
         self._limits = limits
-        self._open_call = open_call
+        self._streams = streams
         self._cache_salt = cache_salt
         self._min_priority = min_priority
 
@@ -160,13 +159,13 @@ class PooledCalls:
     ) -> Iterator[Call]:
         """A call in progress: counted, measured and noted in the audit log."""
         with (
-            self._open_call(request.request_id, request.ByteSize()) as (request_id, stream),
+            self._streams.open(request.request_id, request.ByteSize(), kind="emb") as stream,
             self._metrics.request(stream.scoped_id, model.name) as meter,
         ):
             current_request_id.set(stream.scoped_id)
-            note_request_id(request_id)
+            note_request_id(stream.request_id)
             note_generation(meter)
-            yield Call(self, model, request_id, stream, meter, request.scheduling, deadline)
+            yield Call(self, model, stream.request_id, stream, meter, request.scheduling, deadline)
 
     async def run(self, call: Call, inputs: Sequence[PooledInput], pooling: pooling_pb2.Pooling) -> list[array[float]]:
         """The numbers of all inputs of a call."""

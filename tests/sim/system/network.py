@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable
-from contextlib import aclosing
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
@@ -628,19 +627,15 @@ class ServerSide:
         requests = self._requests(handler)
         try:
             if handler.request_streaming:
-                await self._respond(handler, handler.stream_stream(requests, self))
+                await handler.stream_stream(requests, self)
             elif handler.response_streaming:
-                await self._respond(handler, handler.unary_stream(await anext(requests), self))
+                await handler.unary_stream(await anext(requests), self)
             else:
                 response = await handler.unary_unary(await anext(requests), self)
                 await self._write(handler.response_serializer(response))
         except grpc.aio.AbortError:
             return
 
-    async def _respond(self, handler: Handler, responses: Any) -> None:
-        async with aclosing(responses):
-            async for response in responses:
-                await self._write(handler.response_serializer(response))
 
     async def _write(self, data: bytes) -> None:
         call = self._call
@@ -670,6 +665,10 @@ class ServerSide:
         self._call.side_ended(self._status)
 
     # -- grpc.aio.ServicerContext -------------------------------------------------------------------------------------
+
+    async def write(self, response: Any) -> None:
+        if self._handler is not None:
+            await self._write(self._handler.response_serializer(response))
 
     async def abort(self, code: grpc.StatusCode, details: str = "", trailing_metadata: Any = ()) -> None:
         self._status = Status(code, details, tuple(trailing_metadata))

@@ -354,7 +354,7 @@ class TestGateway:
 
     @property
     def num_open(self) -> int:
-        return len(self.servicer._streams)
+        return len(self.servicer.streams)
 
     def generate(self, request: public.GenerateRequest | None = None, **options: Any) -> Any:
         """Start a Generate call."""

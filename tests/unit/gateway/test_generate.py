@@ -274,7 +274,7 @@ async def test_draining_lets_open_streams_finish(gateway: TestGateway, scheduler
     call = gateway.generate()
     await call.read()
     drain = asyncio.create_task(gateway.servicer.drain(10))
-    await until(lambda: gateway.servicer._is_draining)
+    await until(lambda: gateway.servicer.streams._is_draining)
     error = await refused(gateway.generate())
     assert error.code() is grpc.StatusCode.UNAVAILABLE
     handle = scheduler.submits[0].handle
