@@ -36,7 +36,7 @@ class ModelDirectory:
         """
         known = self._known()
         resolved, adapter = self._names(name, adapter, known)
-        of_revision = self._known(revision.partition(ADAPTER_MARK)[0])
+        of_revision = self._known(revision.partition(ADAPTER_MARK)[0]) if revision else known
         client, model = of_revision.get(resolved, known[resolved])
         if adapter:
             model = self._with_adapter(model, adapter)
@@ -92,23 +92,21 @@ class ModelDirectory:
         return replace(model, adapter=adapters[name])
 
     def _resolve(self, name: str, known: dict[str, tuple[SchedulerClient, ServedModel]]) -> str:
+        if name in known:
+            return name
+        if not name and len(known) == 1:
+            return next(iter(known))
         have = ", ".join(repr(model) for model in sorted(known))
         if not known:
             problems = "; ".join(client.shown_problem for client in self.clients) or "no scheduler has been found"
             raise UnavailableError(f"no model is ready yet ({problems}); retry later", retry_after_s=RETRY_AFTER_S)
         if not name:
-            if len(known) > 1:
-                raise InvalidRequestError(
-                    f"model is empty, but this gateway serves several models; set it to one of {have}", field="model"
-                )
-            return next(iter(known))
-        if name not in known:
-            adapters = sorted(adapter for model in known for adapter in self._adapters_of(model))
-            of_models = f"; adapters: {', '.join(map(repr, adapters))}" if adapters else ""
-            raise NotFoundError(
-                f"model {name[:200]!r} is not served here; served models: {have}{of_models}", field="model"
+            raise InvalidRequestError(
+                f"model is empty, but this gateway serves several models; set it to one of {have}", field="model"
             )
-        return name
+        adapters = sorted(adapter for model in known for adapter in self._adapters_of(model))
+        of_models = f"; adapters: {', '.join(map(repr, adapters))}" if adapters else ""
+        raise NotFoundError(f"model {name[:200]!r} is not served here; served models: {have}{of_models}", field="model")
 
     def _known(self, revision: str = "") -> dict[str, tuple[SchedulerClient, ServedModel]]:
         """By model name, the replica whose ModelInfo is used: prefer a replica that can run requests, then one that

@@ -32,7 +32,7 @@ def has_images(chat: pb.Chat) -> bool:
 
 def text_size(prompt: pb.Prompt) -> int:
     """Bytes of a prompt without its images."""
-    return prompt.ByteSize() - images_size(prompt.chat)
+    return prompt.ByteSize() - (images_size(prompt.chat) if prompt.HasField("chat") else 0)
 
 
 def _chat_images(chat: pb.Chat) -> Iterator[GivenImage]:

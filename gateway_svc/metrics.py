@@ -111,6 +111,9 @@ def specs_for_picker() -> tuple[Spec, ...]:
     return tuple(dataclasses.replace(spec, vllm=PICKED.get(spec.name, spec.vllm)) for spec in SPECS)
 
 
+REASONS = {value: name.removeprefix("FINISH_REASON_").lower() for name, value in types.FinishReason.items()}
+
+
 @dataclass(slots=True)
 class ModelTimes:
     """Measurements of the requests for one model."""
@@ -186,7 +189,7 @@ class RequestMeter:
 
     def on_finished(self, reason: types.FinishReason.ValueType, num_cached: int = 0) -> None:
         """One sample has ended; `num_cached` tokens of its prompt were cached."""
-        self._reason = self.finish_reason = types.FinishReason.Name(reason).removeprefix("FINISH_REASON_").lower()
+        self._reason = self.finish_reason = REASONS[reason]
         self.num_cached_tokens += num_cached
 
     def end(self, reason: str | None = None) -> None:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import ParamSpec, TypeVar
 
 from quire.v1 import inference_pb2 as pb
@@ -49,7 +50,9 @@ class PromptReader:
 
     async def run(self, size: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call the function directly if its input is small (`size` in bytes), else in a thread."""
-        return await _run_in(self._threads, size, lambda: function(*args, **kwargs))
+        if size <= INLINE_BYTES:
+            return function(*args, **kwargs)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, partial(function, *args, **kwargs))
 
     async def run_call(self, size: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """`run` for Tokenize and Detokenize calls. Raises OverloadedError if their total input would be too large."""
@@ -58,11 +61,12 @@ class PromptReader:
 
     async def read(self, prompt: pb.Prompt, model: ServedModel, media: Sequence[bytes] = ()) -> PromptInput:
         """The prompt of a generation with its images, `media` or those of its chat. Raises InvalidRequestError."""
-        if prompt.WhichOneof("kind") == "embeddings":
+        kind = prompt.WhichOneof("kind")
+        if kind == "embeddings":
             return await _run_in(self._threads, len(prompt.embeddings), lambda: _read_embeddings(prompt, model))
-        if prompt.HasField("audio"):
+        if kind == "audio":
             return await _run_in(self._threads, len(prompt.audio.data), lambda: _read_audio(prompt, model))
-        given = images_of(prompt, media)
+        given = images_of(prompt, media) if media or kind == "chat" else ()
         if given:
             self._images.check(given, model)
         ids = await self._token_ids(prompt, model, is_call=False)
@@ -122,8 +126,9 @@ class PromptReader:
         kind, size = prompt.WhichOneof("kind"), text_size(prompt)
         threads = self._call_threads if is_call else self._threads
         if kind == "tokens":
-            inline = size <= INLINE_ID_BYTES
-            return await _run_in(threads, 0 if inline else size, lambda: list(prompt.tokens.ids))
+            if size <= INLINE_ID_BYTES:
+                return list(prompt.tokens.ids)
+            return await _run_in(threads, size, lambda: list(prompt.tokens.ids))
         tokenizer = model.require_tokenizer(f"prompt.{kind}")
         if kind == "text":
             ids = await _run_in(

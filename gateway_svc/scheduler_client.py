@@ -315,9 +315,10 @@ class SchedulerClient:
 
     def _on_deltas(self, deltas: pb.Deltas) -> None:
         requests = self._by_handle
-        for handle in u32_from_bytes(deltas.queued_handles):
-            if (request := requests.get(handle)) is not None:
-                self.events.on_accepted(request)
+        if deltas.queued_handles:
+            for handle in u32_from_bytes(deltas.queued_handles):
+                if (request := requests.get(handle)) is not None:
+                    self.events.on_accepted(request)
         if deltas.prompt_positions:
             self._on_prompt_logprobs(deltas)
         if deltas.HasField("logprobs"):

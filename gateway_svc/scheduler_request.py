@@ -85,6 +85,8 @@ class SchedulerRequest:
         for index, sample in enumerate(self.samples):
             if finished[index]:
                 sample.finish = pb.SampleFinished(sample_index=index)
+        self._num_unfinished = len(outputs) - sum(finished)
+        self._num_awaited = self._num_unfinished  # samples that are not finished and not closed
         self.pooled: array[float] | None = None  # the numbers of a pooled request
         self.handle: int | None = None  # while a scheduler has the request
         self.is_resumed = resumes  # a stream was lost: the next Submit takes over from it and may wait for a scheduler
@@ -117,17 +119,20 @@ class SchedulerRequest:
     @property
     def num_output_tokens(self) -> int:
         """Number of output tokens of all samples so far. After a move, their KV is recomputed."""
-        return sum(len(sample.outputs) for sample in self.samples)
+        num_tokens = 0
+        for sample in self.samples:
+            num_tokens += len(sample.outputs)
+        return num_tokens
 
     @property
     def is_finished(self) -> bool:
         """Every sample has ended."""
-        return all(s.finish is not None for s in self.samples)
+        return not self._num_unfinished
 
     @property
     def is_over(self) -> bool:
         """Nothing more is expected from a scheduler."""
-        return self._error is not None or all(s.is_closed or s.finish is not None for s in self.samples)
+        return not self._num_awaited or self._error is not None
 
     def set_trace(self, trace: Trace) -> None:
         """The request is sampled for traces, here and in the scheduler."""
@@ -164,8 +169,9 @@ class SchedulerRequest:
     def close_sample(self, index: int) -> None:
         """A stop string matched: cancel the sample. It ends with the scheduler's answer, which has the usage."""
         sample = self.samples[index]
-        sample.is_closed = True
-        if sample.finish is None:
+        if not sample.is_closed and sample.finish is None:
+            sample.is_closed = True
+            self._num_awaited -= 1
             self._cancel_at_scheduler(index, types.FINISH_REASON_STOP)
 
     def abort(self) -> None:
@@ -215,7 +221,8 @@ class SchedulerRequest:
 
     @property
     def _has_output(self) -> bool:
-        return self.prompt_logprobs is not None or any(s.outputs or s.finish is not None for s in self.samples)
+        has_output = self.prompt_logprobs is not None or self._num_unfinished < len(self.samples)
+        return has_output or self.num_output_tokens > 0
 
     def _set_deadline(self) -> None:
         """Set the time left until the client's deadline. A resumed request gets no deadline: a scheduler must not
@@ -293,6 +300,8 @@ class SchedulerRequest:
         sample = self.samples[finish.sample_index]
         if sample.finish is None and self._error is None:  # after an error the output is not complete
             sample.finish = finish
+            self._num_unfinished -= 1
+            self._num_awaited -= not sample.is_closed
             self._note_news(finish.sample_index, is_urgent=True)
 
     def fail(self, error: QuireError) -> None:
@@ -309,7 +318,8 @@ class SchedulerRequest:
         """Record that a sample has news. First tokens and ends are urgent and rare, so they skip the pacer."""
         self._news.add(sample_index)
         if self._pacer is None or is_urgent:
-            self.wake()
+            self._is_due = True
+            self._wake()
         else:
             self._pacer.wake(self)
 
@@ -326,12 +336,10 @@ class SchedulerRequest:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    async def _sleep(self) -> None:
+    def _sleep(self) -> asyncio.Future[None]:
+        """Done at the next `_wake`."""
         self._waiter = asyncio.get_running_loop().create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
+        return self._waiter
 
 
 def _logprob_journal(submit: pb.Submit) -> LogprobJournal | None:

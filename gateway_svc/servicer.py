@@ -168,12 +168,10 @@ class InferenceServicer(InferenceServiceServicer):
         notes: bytes,
         trace: RequestTrace | None,
     ) -> AsyncGenerator[pb.GenerateResponse, None]:
-        validation.check_generate(request)
+        validation.check_request_id(request.request_id)
         note_request_id(request.request_id)
-        if resumed is None:
-            validation.check_combinations(request)
+        grammar = validation.check_generate(request, is_new=resumed is None)
         validation.check_priority(request.scheduling.priority, self._min_priority)
-        grammar = validation.grammar_of(request.sampling)
         validation.check_logprobs(request.output, self._max_logprobs)
         model = self._directory.find(request.model, request.continuation.revision, request.adapter)
         note(model=model.name)
@@ -263,9 +261,10 @@ class InferenceServicer(InferenceServiceServicer):
             grammar = await self._grammars.check(grammar, model)
         if resumed is None:
             prompt = await self._prompts.read(request.prompt, model, request.media)
-            size = len(request.prompt.chat.tools_json)
-            calls = await self._prompts.run(size, call_grammar, request, model, prompt.ids)
-            grammar = grammar if calls is None else await self._grammars.check(calls, model)
+            if request.prompt.HasField("chat"):
+                size = len(request.prompt.chat.tools_json)
+                calls = await self._prompts.run(size, call_grammar, request, model, prompt.ids)
+                grammar = grammar if calls is None else await self._grammars.check(calls, model)
         else:
             prompt = await self._prompts.reread(request.prompt, resumed.prompt_ids, model, request.media)
         plan = await self._prompts.run(

@@ -213,9 +213,9 @@ class SampleStream:
         )
         if self._plan.logprobs is not None:
             finished.cumulative_logprob = self._cumulative
-        if self._stop is not None:
+        if self.is_stopped:
             finished.reason = types.FINISH_REASON_STOP
-            finished.stop = self._stop
+            finished.stop = self._stop or ""
             finished.message = ""
         elif finish.HasField("stop_token_id"):
             finished.stop_token_id = finish.stop_token_id

@@ -98,20 +98,20 @@ class GenerationPlan:
         return [array("I") for _ in range(num)], [all(self.finished)] * num
 
 
-def check_generate(request: pb.GenerateRequest) -> None:
-    """All checks that do not depend on the model. Raises InvalidRequestError or UnimplementedError."""
-    check_request_id(request.request_id)
+def check_generate(request: pb.GenerateRequest, *, is_new: bool = True) -> Grammar | None:
+    """All checks that do not depend on the model. Returns the grammar, not compiled. A record sets every field, so how
+    fields are combined is checked only in a new request.
+
+    Raises InvalidRequestError or UnimplementedError.
+    """
     check_prompt(request.prompt)
     if request.media and request.prompt.WhichOneof("kind") not in ("text", "tokens"):
         raise invalid("media", "is for prompt.text and prompt.tokens; send the images of a chat in its parts")
     with FieldErrors():
         checks.check_fields(request)
-
-
-def check_combinations(request: pb.GenerateRequest) -> None:
-    """Check that the fields of a client's request can be combined. Not for a record, which sets every field."""
-    with FieldErrors():
-        checks.check_beams(request)
+        if is_new:
+            checks.check_beams(request)
+        return read_grammar(request.sampling)
 
 
 def check_priority(priority: int, min_priority: int) -> None:
@@ -199,12 +199,6 @@ def check_prompt(prompt: pb.Prompt, field: str = "prompt") -> None:
         raise invalid(f"{field}.audio.data", "is empty; send a WAV file, or samples with format PCM_F32")
     if kind == "chat":
         check_chat(prompt.chat)
-
-
-def grammar_of(sampling: types.SamplingParams) -> Grammar | None:
-    """The grammar of a request, not compiled. Raises InvalidRequestError if there are several."""
-    with FieldErrors():
-        return read_grammar(sampling)
 
 
 def plan_generation(

@@ -32,9 +32,8 @@ def u32_to_bytes(ids: array[int]) -> bytes:
 
 def u32_from_bytes(data: bytes) -> array[int]:
     """The numbers of a little-endian uint32 column. Raises ProtocolError if its length is not a multiple of 4."""
-    ids = array("I")
     try:
-        ids.frombytes(data)
+        ids = array("I", data)
     except ValueError:
         raise ProtocolError(f"a uint32 column has {len(data)} bytes; expected a multiple of 4") from None
     if sys.byteorder == "big":

@@ -295,7 +295,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         return call
 
     def _streaming(self, behaviour: Any, method: str) -> Any:
-        """A coroutine that writes the responses, because each async generator around another costs time per response."""
+        """A coroutine that writes the responses: an async generator around another costs time per response."""
 
         async def call(request: Any, context: Any) -> None:
             self._on_call(method, context)
@@ -316,7 +316,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         return call
 
     async def _write_all(self, responses: Any, context: Any, method: str) -> None:
-        """Write the responses of a handler and close it, also if its client has left. Errors of a write are gRPC's own."""
+        """Write the responses of a handler, and close it, also if its client leaves. A write raises gRPC's errors."""
         try:
             while True:
                 try:

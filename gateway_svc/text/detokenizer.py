@@ -19,6 +19,7 @@ from typing import Any, Protocol
 from tokenizers import Tokenizer as Backend
 
 REPLACEMENT = "\ufffd"
+Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 WINDOW = 32  # the generic detokenizer holds back the text of at most this many ids
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -44,18 +45,21 @@ class DetokenizerFactory:
         self._special_ids = {id_: token.content for id_, token in added.items() if token.special}
         self._is_byte_level = decoder is not None and decoder["type"] == "ByteLevel"
         self._plan = None if self._is_byte_level else _pipeline_plan(decoder)
-        # Key: visible special tokens (None: all). Value: the skipped ids, and a cache of the texts of the other ids.
-        self._kinds: dict[frozenset[str] | None, tuple[frozenset[int], dict[int, Any]]] = {None: (frozenset(), {})}
+        # Key: visible special tokens (None: all). Value: the skipped ids, and the texts of the other ids.
+        self._kinds: dict[frozenset[str] | None, tuple[frozenset[int], _Pieces]] = {}
         self._bytes = _Pieces({}, self._read_bytes)
 
     def new(self, *, skip_special_tokens: bool, visible: frozenset[str] = frozenset()) -> Detokenizer:
         """A detokenizer at the start of a stream. `visible`: special tokens that are never skipped."""
-        skipped, cache = self._kind(visible if skip_special_tokens else None)
+        key = visible if skip_special_tokens else None
+        kind = self._kinds.get(key)
+        if kind is None:
+            kind = self._kinds[key] = self._new_kind(key)
         if self._is_byte_level:
-            return _ByteLevel(_Pieces(cache, self._reader(skipped, _bytes_of_token, b"")))
+            return _ByteLevel(kind[1])
         if self._plan is not None:
-            return _Pipeline(self._plan, _Pieces(cache, self._reader(skipped, self._plan.piece, None)))
-        return _Window(self._backend, skipped)
+            return _Pipeline(self._plan, kind[1])
+        return _Window(self._backend, kind[0])
 
     def token_bytes(self, ids: Sequence[int]) -> list[bytes]:
         """The bytes that each id adds to a text; for an added token (special or not), the bytes of its name."""
@@ -74,11 +78,13 @@ class DetokenizerFactory:
         piece = self._plan.piece(token)
         return bytes([piece]) if isinstance(piece, int) else self._plan.with_spaces(piece).encode()
 
-    def _kind(self, visible: frozenset[str] | None) -> tuple[frozenset[int], dict[int, Any]]:
-        if visible not in self._kinds:
-            hidden = (id_ for id_, text in self._special_ids.items() if text not in (visible or ()))
-            self._kinds[visible] = frozenset(hidden), {}
-        return self._kinds[visible]
+    def _new_kind(self, visible: frozenset[str] | None) -> tuple[frozenset[int], _Pieces]:
+        skipped: frozenset[int] = frozenset()
+        if visible is not None:
+            skipped = frozenset(id_ for id_, text in self._special_ids.items() if text not in visible)
+        if self._plan is not None:
+            return skipped, _Pieces({}, self._reader(skipped, self._plan.piece, None))
+        return skipped, _Pieces({}, self._reader(skipped, _bytes_of_token, b""))
 
     def _reader(self, skipped: frozenset[int], convert: Callable[[str], Any], nothing: Any) -> Callable[[int], Any]:
         def read(id_: int) -> Any:
@@ -91,7 +97,7 @@ class DetokenizerFactory:
 
 
 class _Pieces:
-    """The text or bytes of single ids, cached in a dict that all streams of a tokenizer share."""
+    """The text or bytes of single ids, cached for all streams of a tokenizer."""
 
     __slots__ = ("_cache", "_read")
 
@@ -136,7 +142,7 @@ class _ByteLevel:
 
     def __init__(self, pieces: _Pieces) -> None:
         self._pieces = pieces
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._decoder = Utf8Decoder("replace")
 
     def push(self, ids: Sequence[int]) -> str:
         return self._decoder.decode(b"".join(self._pieces.of(ids)))

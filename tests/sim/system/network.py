@@ -636,7 +636,6 @@ class ServerSide:
         except grpc.aio.AbortError:
             return
 
-
     async def _write(self, data: bytes) -> None:
         call = self._call
         await call.to_client.room(lambda: self._is_cancelled)

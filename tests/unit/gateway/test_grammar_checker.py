@@ -12,10 +12,11 @@ from collections.abc import AsyncIterator
 import pytest
 from quire.v1 import types_pb2 as types
 
-from gateway_svc import grammar_checker, validation
+from gateway_svc import grammar_checker
 from gateway_svc.grammar_checker import GrammarChecker
 from gateway_svc.models import ServedModel, read_bundle
-from request_fields.grammar import GrammarKind
+from gateway_svc.parameters import FieldErrors
+from request_fields.grammar import GrammarKind, grammar_of
 from svc_common.errors import InvalidRequestError, OverloadedError
 from tests.unit.gateway.fakes import make_info, until
 
@@ -61,7 +62,8 @@ def model(bundle: bytes) -> ServedModel:
 
 
 async def check(checker: GrammarChecker, sampling: types.SamplingParams, model: ServedModel) -> tuple[GrammarKind, str]:
-    grammar = validation.grammar_of(sampling)
+    with FieldErrors():
+        grammar = grammar_of(sampling)
     assert grammar is not None
     return (await checker.check(grammar, model)).key
 

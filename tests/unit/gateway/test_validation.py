@@ -218,9 +218,8 @@ def model(bundle: bytes) -> ServedModel:
 def plan(fields: dict[str, Any], model: ServedModel) -> validation.GenerationPlan:
     """The checks of the servicer before it submits a request."""
     request = pb.GenerateRequest(**{"prompt": TOKENS, **fields})
+    validation.check_request_id(request.request_id)
     validation.check_generate(request)
-    validation.check_combinations(request)
-    validation.grammar_of(request.sampling)
     validation.check_prompt_size(request, model)
     return validation.plan_generation(
         request, model, PromptInput(prompt_ids(request.prompt, model)), request_id="r", drawn_seed=99
