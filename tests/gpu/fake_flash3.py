@@ -58,36 +58,47 @@ def flash_attn_with_kvcache(
     assert cu_seqlens_q.shape == (rows + 1,)
     assert cache_seqlens.shape == (rows,)
     assert isinstance(max_seqlen_q, int)
-    counts = cu_seqlens_q.diff().tolist()
-    assert max(counts) <= max_seqlen_q
     assert q.shape[-1] % (16 if q.dtype is FP8 else 8) == 0, "head_size should be a multiple of 8, in fp8 of 16"
     heads = q.shape[1], k_cache.shape[2], q.shape[2]
     assert scheduler_metadata is None or scheduler_metadata == Plan(
         rows, max_seqlen_q, page_table.shape[1] * page_size, heads, tuple(cache_seqlens.tolist()), q.dtype,
         tuple(cu_seqlens_q.tolist()), page_size, causal, window_size, softcap > 0,
     )  # fmt: skip
-    scales = [None] * 3
-    if q.dtype is FP8:
-        for scale in (q_descale, k_descale, v_descale):
-            assert scale.dtype is torch.float32
-            assert scale.shape == (rows, heads[1])
-        scales = [q_descale, k_descale, v_descale]
-    out = torch.full(q.shape, torch.nan, dtype=torch.bfloat16 if q.dtype is FP8 else q.dtype)  # uninitialized memory
-    for row, (count, length) in enumerate(zip(counts, cache_seqlens.tolist(), strict=True)):
-        first = int(cu_seqlens_q[row])
-        own = [scale if scale is None else scale[row] for scale in scales]
-        if count:
-            out[first : first + count] = _attend(
-                q[first : first + count], k_cache, v_cache, page_table[row], length, own, softmax_scale, window_size,
-                softcap,
-            )  # fmt: skip
+    is_fp8 = q.dtype is FP8
+    descales = [q_descale, k_descale, v_descale] if is_fp8 else [q.new_ones(rows, heads[1], dtype=torch.float32)] * 3
+    for scale in descales:
+        assert scale.dtype is torch.float32
+        assert scale.shape == (rows, heads[1])
+    out = torch.empty(q.shape, dtype=torch.bfloat16 if is_fp8 else q.dtype)
+    attend(
+        q, k_cache, v_cache, cu_seqlens_q, cache_seqlens, page_table, torch.stack(descales), max_seqlen_q,
+        softmax_scale, window_size[0], softcap, out,
+    )  # fmt: skip
     return out
 
 
-def _attend(q, k_cache, v_cache, table, num_keys, scales, softmax_scale, window_size, softcap):
+@torch.library.custom_op("quire_tests::flash3_run", mutates_args={"out"})
+def attend(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, starts: torch.Tensor, lens: torch.Tensor,
+    page_table: torch.Tensor, descales: torch.Tensor, max_seqlen_q: int, softmax_scale: float, left: int,
+    softcap: float, out: torch.Tensor,
+) -> None:  # fmt: skip
+    """The kernel: it reads lengths when it runs, also in the replay of a graph."""
+    out.fill_(torch.nan)  # uninitialized memory
+    for row, (count, length) in enumerate(zip(starts.diff().tolist(), lens.tolist(), strict=True)):
+        assert count <= max_seqlen_q
+        first = int(starts[row])
+        if count:
+            out[first : first + count] = _attend(
+                q[first : first + count], k_cache, v_cache, page_table[row], length, descales[:, row], softmax_scale,
+                left, softcap,
+            )  # fmt: skip
+
+
+def _attend(q, k_cache, v_cache, table, num_keys, scales, softmax_scale, left, softcap):
     """q [n, heads, dim] are the last queries of num_keys keys. Keys before the window are not read."""
     positions = num_keys - len(q) + torch.arange(len(q))
-    left = window_size[0] if window_size[0] >= 0 else num_keys
+    left = left if left >= 0 else num_keys
     keys = torch.arange(max(int(positions[0]) - left, 0), num_keys)
     blocks, group = table.long()[keys // k_cache.shape[1]], q.shape[1] // k_cache.shape[2]
     k, v = (
@@ -96,7 +107,7 @@ def _attend(q, k_cache, v_cache, table, num_keys, scales, softmax_scale, window_
         else pool[blocks, keys % pool.shape[1]]
         for pool in (k_cache, v_cache)
     )
-    is_fp8 = scales[0] is not None
+    is_fp8 = q.dtype is FP8
     q = q.float() if is_fp8 else q
     if is_fp8:
         q = q * scales[0].repeat_interleave(group)[:, None]

@@ -15,14 +15,18 @@ def _check_pages(k_cache, v_cache, block_table):
     assert k_cache.stride(-1) == 1, "Input tensor must have contiguous last dimension"
 
 
-def _attend(q, k_cache, v_cache, table, num_keys, scale):
-    """q [n, heads, dim] are the last queries of num_keys keys."""
-    keys = torch.arange(num_keys)
+def _attend(q, k_cache, v_cache, table, num_keys, scale, window_size=(-1, -1), softcap=0.0):
+    """q [n, heads, dim] are the last queries of num_keys keys. Keys before the window are not read."""
+    positions = num_keys - len(q) + torch.arange(len(q))
+    left = window_size[0] if window_size[0] >= 0 else num_keys
+    keys = torch.arange(max(int(positions[0]) - left, 0), num_keys)
     blocks = table.long()[keys // k_cache.shape[1]]
     group = q.shape[1] // k_cache.shape[2]
     k, v = (pool[blocks, keys % pool.shape[1]].repeat_interleave(group, 1) for pool in (k_cache, v_cache))
     scores = torch.einsum("qhd,khd->hqk", q, k) * scale
-    is_visible = keys[None] <= num_keys - len(q) + torch.arange(len(q))[:, None]
+    if softcap > 0:
+        scores = softcap * torch.tanh(scores / softcap)
+    is_visible = (keys[None] <= positions[:, None]) & (keys[None] >= positions[:, None] - left)
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(~is_visible, -torch.inf).softmax(-1), v)
 
 
@@ -42,7 +46,8 @@ def flash_attn_varlen_func(
     assert max(*k_lens, 1) == max_seqlen_k
     rows = zip(q[: sum(q_lens)].split(q_lens), block_table, k_lens, strict=True)
     rest = q.new_full((len(q) - sum(q_lens), *q.shape[1:]), torch.nan)  # uninitialized memory
-    return torch.cat([_attend(part, k, v, table, n, softmax_scale) for part, table, n in rows if len(part)] + [rest])
+    options = softmax_scale, window_size, softcap
+    return torch.cat([_attend(part, k, v, table, n, *options) for part, table, n in rows if len(part)] + [rest])
 
 
 def flash_attn_with_kvcache(
@@ -55,4 +60,5 @@ def flash_attn_with_kvcache(
     assert q.dim() == 4
     assert len(q) == len(cache_seqlens) == len(block_table)
     rows = zip(q, block_table.clamp_min(0), cache_seqlens.tolist(), strict=True)
-    return torch.stack([_attend(part, k_cache, v_cache, table, n, softmax_scale) for part, table, n in rows])
+    options = softmax_scale, window_size, softcap
+    return torch.stack([_attend(part, k_cache, v_cache, table, n, *options) for part, table, n in rows])

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 
+from tests.gpu import fake_flash3, fake_flash_attn, fake_flashinfer
 from tests.gpu.driver import DeviceDriver, load
 from tests.gpu.test_runner import HEADS_4_2, SMALL, small_prompts
 from tests.unit.engine.models import load_reference, make_model
@@ -83,11 +86,15 @@ def test_windows_that_no_sequence_leaves_are_dropped(tmp_path):
     assert runner._compute._model._config.window is None
 
 
-@pytest.mark.parametrize("attention", ["torch"])
-@pytest.mark.parametrize("name", ["gemma2"])
-def test_plain_attention_matches_transformers(tmp_path, name, attention):
-    folder = make(tmp_path, name)
-    driver = DeviceDriver(load(folder, attention=attention, block_size=4))
+@pytest.mark.parametrize(("attention", "block_size"), [("torch", 4), ("flash", 256), ("flash3", 4), ("flashinfer", 4)])
+def test_other_attention_matches_transformers(tmp_path, monkeypatch, attention, block_size):
+    """Gemma 2 has a scale, a soft cap, and layers with and without a window."""
+    monkeypatch.setitem(sys.modules, "flash_attn", fake_flash_attn)
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", fake_flash3)
+    monkeypatch.setitem(sys.modules, "flashinfer", fake_flashinfer)
+    folder = make(tmp_path, "gemma2")
+    driver = DeviceDriver(load(folder, attention=attention, block_size=block_size, num_blocks=16))
+    assert driver.runner.info.backend == f"cuda/{attention}"
     run(driver)
     check_against(load_reference(folder), driver, [0, 1, 2])
 

@@ -14,12 +14,15 @@ import torch
 from tests.gpu import fake_flash3
 from tests.gpu.builders import DEVICE, AttentionCase, relative_error
 from tests.gpu.driver import DeviceDriver, load
+from tests.gpu.fake_graphs import FakeRecorder
 from tests.gpu.test_checks import EXACT
+from tests.gpu.test_graphs import run as run_in_graphs
 from tests.gpu.test_runner import HEADS_4_2, SMALL, run_forced, run_mixed, worst_error
 from tests.unit.engine.models import load_reference, make_model
 from tests.unit.engine.test_engine_models import check_against
 from worker_svc.engine.backend import AttentionShape, BackendUnavailableError, HeadShape
-from worker_svc.engine.gpu import choice
+from worker_svc.engine.gpu import choice, runner
+from worker_svc.engine.gpu import compute as compute_module
 from worker_svc.engine.gpu.attention import LayerCache
 from worker_svc.engine.gpu.compute import NO_ROWS
 from worker_svc.engine.gpu.flash3 import MODULE, Flash3Attention
@@ -28,7 +31,7 @@ from worker_svc.engine.gpu.step_buffer import Bucket, HostStep, StepColumns
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
-# Parameters of hopper/flash_attn_interface.py in flash-attn 2.8.3 and on its main branch.
+# Parameters in hopper/flash_attn_interface.py of flash-attn at commit 01afd16.
 SIGNATURES = {
     "flash_attn_with_kvcache": (
         "q k_cache v_cache k v qv rotary_cos rotary_sin cache_seqlens cache_batch_idx cache_leftpad page_table "
@@ -139,6 +142,17 @@ def test_flash3_matches_transformers(folder, installed):
         driver.runner._compute.warm_up(8)  # no rows are open, as on a GPU before the pool is sized
     run_mixed(driver)
     check_against(load_reference(folder), driver, [0, 1, 2])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the library is a stand-in, and so are the graphs")
+def test_graphs_serve_other_lengths(folder, installed, monkeypatch):
+    recorder = FakeRecorder()
+    monkeypatch.setattr(compute_module, "MIN_MIXED", 16)
+    monkeypatch.setattr(runner, "make_recorder", lambda device: recorder)
+    plain, _ = run_in_graphs(load(folder, attention="flash3", cuda_graphs="off"))
+    replayed, _ = run_in_graphs(load(folder, attention="flash3", cuda_graphs="lazy", cuda_graph_tokens=24))
+    assert replayed == plain
+    assert recorder.num_replays >= 3  # mixed steps and decode steps
 
 
 def test_errors_of_an_fp8_cache(folder, installed):

@@ -26,7 +26,8 @@ from worker_svc.engine.gpu.kernels import pack_tables
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
-# Parameters of the methods in flashinfer-python 0.7.2, in order, without self.
+# Parameters of the methods in flashinfer-python 0.7.2, in order, without self. `plan` of the decode wrapper passes its
+# keyword arguments on to a private method, whose parameters these are.
 SIGNATURES = {
     (DECODE_WRAPPER, "__init__"): (
         "float_workspace_buffer kv_layout use_cuda_graph use_tensor_cores paged_kv_indptr_buffer "

@@ -77,6 +77,25 @@ def test_two_ranks_give_the_results_of_one(folder):
     assert [process.exitcode for process in runner._followers.processes] == [0]
 
 
+@pytest.mark.deep
+@pytest.mark.parametrize(("architecture", "overrides"), [
+    ("gemma2", SMALL | {"sliding_window": 7, "num_attention_heads": 4, "num_key_value_heads": 2}),
+    ("gpt2", {"n_embd": 64, "n_inner": 40}),
+])  # fmt: skip
+def test_two_ranks_of_other_decoders_give_the_results_of_one(tmp_path, architecture, overrides):
+    """Norms of outputs and soft caps; fused, transposed and biased weights, learned positions."""
+    folder = make_model(tmp_path, architecture, **overrides | {"vocab_size": VOCAB})
+    expected_tokens, expected = run(DeviceDriver(load(folder)))
+    runner = load(folder, tensor_parallel_size=2, make=ParallelRunner)
+    try:
+        tokens, logits = run(DeviceDriver(runner))
+    finally:
+        runner.close()
+    assert tokens == expected_tokens
+    for place, row in expected.items():
+        assert torch.allclose(logits[place], row[: len(logits[place])], atol=1e-5)
+
+
 HURT_A_RANK = """
 import os, signal, sys
 from pathlib import Path
