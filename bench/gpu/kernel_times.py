@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from bench.gpu.kernels import nano_contexts
 from bench.gpu.model import GREEDY, NANO_SETTINGS, Rows, load, make_checkpoint
 from bench.gpu.report import Report
 from request_fields.fields import SamplingParams
+from worker_svc.engine.gpu.pending_step import PendingStep
 from worker_svc.engine.gpu.runner import DeviceRunner
 
 STEPS = 5
@@ -28,40 +28,34 @@ def profile(report: Report) -> None:
     """Decode steps of one row, of 256 rows with nano-vllm's lengths, greedy and filtered, and a mixed step."""
     runner = load(make_checkpoint(report), report, cuda_graphs="lazy", **NANO_SETTINGS)
     many = [5, 40, 17] if report.is_smoke else nano_contexts()
-    steps: list[tuple[str, Callable[[], tuple[Rows, dict[int, int]]]]] = [
-        ("decode 1", lambda: _rows(runner, [many[1]], GREEDY)),
-        (f"decode {len(many)}", lambda: _rows(runner, many, GREEDY)),
-        (f"decode {len(many)} filtered", lambda: _rows(runner, many, FILTERED)),
-        ("mixed", lambda: _rows(runner, many[:-1], GREEDY, prompt=20 if report.is_smoke else 2048)),
-    ]
-    for name, make in steps:
-        rows, counts = make()
-        events = _record(rows, counts, report.out / f"trace-{name.replace(' ', '-')}.json.gz")
-        _table(report, name, events)
+    _profile(report, runner, "decode 1", many[:1], GREEDY)
+    _profile(report, runner, f"decode {len(many)}", many, GREEDY)
+    _profile(report, runner, f"decode {len(many)} filtered", many, FILTERED)
+    _profile(report, runner, "mixed", many[:-1], GREEDY, chunk=20 if report.is_smoke else 2048)
 
 
-def _rows(
-    runner: DeviceRunner, contexts: list[int], sampling: SamplingParams, prompt: int = 0
-) -> tuple[Rows, dict[int, int]]:
-    """Rows with these tokens in the pool, and the tokens that each computes in a step."""
+def _profile(
+    report: Report, runner: DeviceRunner, name: str, contexts: list[int], sampling: SamplingParams, chunk: int = 0
+) -> None:
+    """`chunk`: tokens of a prompt that one more row computes in every step, always the same ones."""
     rng = np.random.default_rng(0)
-    lengths = [context + 1 for context in contexts] + ([(STEPS + 4) * prompt] if prompt else [])
+    lengths = [context + 1 for context in contexts] + ([chunk + 1] if chunk else [])
     prompts = [rng.integers(3, runner.info.vocab_size, length).tolist() for length in lengths]
-    rows = Rows(runner, prompts, STEPS + 8, contexts + ([0] if prompt else []), sampling)
-    counts = dict.fromkeys(range(len(contexts)), 1)
-    return rows, counts | ({len(contexts): prompt} if prompt else {})
+    rows = Rows(runner, prompts, STEPS + 8, contexts + ([0] if chunk else []), sampling)
+    counts = dict.fromkeys(range(len(contexts)), 1) | ({len(contexts): chunk} if chunk else {})
 
+    def launch() -> PendingStep:
+        rows.computed[len(contexts) :] = 0
+        return rows.launch(counts)
 
-def _record(rows: Rows, counts: dict[int, int], trace: Path) -> list[Any]:
-    """Events of the device in a few steps after the first ones. The trace is written if it is small enough."""
     for _ in range(2):
-        rows.launch(counts).result()
+        if errors := launch().result().errors:
+            raise RuntimeError(str(errors[0]))
     with record_profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:
-        pending = [rows.launch(counts) for _ in range(STEPS)]
-        for step in pending:
+        for step in [launch() for _ in range(STEPS)]:
             step.result()
-    _write_trace(recorded, trace)
-    return [event for event in recorded.events() if event.device_type.name == "CUDA"]
+    _write_trace(recorded, report.out / f"trace-{name.replace(' ', '-')}.json.gz")
+    _table(report, name, [event for event in recorded.events() if event.device_type.name == "CUDA"])
 
 
 def _write_trace(recorded: Any, trace: Path) -> None:

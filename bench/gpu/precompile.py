@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from triton.runtime.driver import driver
 
-from bench.gpu import kernels, machine, model, small_kernels, tile_sweep
+from bench.gpu import kernels, machine, model, self_checks, small_kernels, tile_sweep
 from bench.gpu.dry_run import Device, Recorder, take_steps, without_gpu
 from bench.gpu.report import Report
 from bench.workloads import COMMON, QWEN3_06B, weight_shapes
@@ -68,6 +68,7 @@ def compile_all(report: Report) -> None:
         _checkpoint_of_zeros(Path(scratch))
         programs = {f"engine {fields}": partial(run_engine, Path(scratch), fields) for fields in ENGINES}
         programs |= {section.__name__: partial(run_section, section) for section in SECTIONS}
+        programs |= {f"checks {i}": partial(run_checks, fields) for i, fields in enumerate(self_checks.SETTINGS)}
         with _pool(capability, len(programs)) as pool:
             jobs = {name: pool.submit(list_kernels, program) for name, program in programs.items()}
             wanted = set().union(*(_result(report, name, job) for name, job in jobs.items()))
@@ -100,6 +101,13 @@ def run_engine(folder: Path, fields: dict[str, Any]) -> None:
     with without_gpu(Recorder(Device())):
         config = EngineConfig(folder, **(model.SETTINGS | {"dtype": "bfloat16", "num_blocks": 1200} | fields))
         take_steps(DeviceRunner(config))
+
+
+def run_checks(fields: dict[str, Any]) -> None:
+    """Launches the kernels of the start-up checks with these settings."""
+    for launch in self_checks.launches(self_checks.make_setup(Listing(), fields)):
+        with suppress(Exception):  # nothing is computed
+            launch()
 
 
 def run_section(section: Callable[[Report], None]) -> None:

@@ -16,10 +16,11 @@ import triton
 from bench.gpu.dry_run import take_steps
 from bench.gpu.model import FEW_EXPERTS, SETTINGS, SMOKE_SETTINGS, make_checkpoint
 from bench.gpu.report import Report
-from bench.gpu.self_checks import FORMATS, checks_of, make_setup
+from bench.gpu.self_checks import FORMATS, checks_of, launches, make_setup
 from bench.gpu.stand_ins import install_stand_ins
 from worker_svc.engine.config import EngineConfig
 from worker_svc.engine.gpu.checks.case import verify
+from worker_svc.engine.gpu.compilation import compile_first
 from worker_svc.engine.gpu.runner import DeviceRunner
 
 KINDS = [
@@ -50,6 +51,7 @@ def check_kernels(report: Report, determinism: str) -> None:
     """The start-up checks of a tiny model, with every kind of quantized weights, and of one with experts."""
     for fields in ({"formats": FORMATS}, {"model": FEW_EXPERTS}):
         setup = make_setup(report, {"dtype": report.dtype, "determinism": determinism} | fields)
+        compile_first(launches(setup), setup.group)
         for _, cases in checks_of(setup):
             for case in cases:
                 verify(case, "", is_exact=setup.is_exact)

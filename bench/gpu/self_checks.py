@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, get_args
 
 import torch
@@ -59,6 +60,11 @@ def self_checks(report: Report) -> None:
             ms = (time.perf_counter() - started) * 1e3
             note = f"{count} cases" if fault is None else fault[:300]
             report.row("self_checks", f"{kernel}, {name}", ok=fault is None, ms=ms, note=note)
+
+
+def launches(setup: checks.Setup) -> list[Callable[[], object]]:
+    """Functions that launch the kernels of all checks."""
+    return [partial(checks.launch, case, is_exact=setup.is_exact) for _, cases in checks_of(setup) for case in cases]
 
 
 def make_setup(report: Report, fields: dict[str, Any]) -> checks.Setup:
