@@ -25,7 +25,17 @@ from worker_svc.engine.gpu.parallel import Group
 # Padding rows hold uninitialized memory; numpy warns about it where a device does not.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
-CONVERTED = ("gptq-int4-act-order", "gptq-int8", "fp8-block", "compressed-int8-channel")  # fp8 in blocks of 48 inputs
+
+def deep(*cases):
+    """Cases that only the deep tests run."""
+    return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.deep) for case in cases]
+
+
+CONVERTED = (
+    "gptq-int4-act-order",
+    "fp8-block",
+    *deep("gptq-int8", "compressed-int8-channel"),
+)  # fp8 in blocks of 48 inputs
 
 
 @pytest.mark.parametrize("name", CONVERTED)
@@ -71,8 +81,14 @@ def forced(folder, **settings):
     return driver
 
 
-@pytest.mark.parametrize("determinism", ["exact", "best_effort"])
-@pytest.mark.parametrize("name", FP8)
+@pytest.mark.parametrize(
+    ("name", "determinism"),
+    [
+        ("tensor", "best_effort"),
+        ("blocks", "exact"),
+        *deep(("tensor", "exact"), ("channel", "exact"), ("blocks", "best_effort")),
+    ],
+)
 def test_fp8_weights_are_multiplied_as_they_are_stored(tmp_path, monkeypatch, name, determinism):
     folder = make_model(tmp_path / "model", "qwen3", **SMALL, **HEADS_4_2)
     plain = quantize_model(folder, FP8[name])
@@ -115,8 +131,13 @@ INT4 = {
 SIZES = SMALL | HEADS_4_2 | {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32}
 
 
-@pytest.mark.parametrize("determinism", ["exact", "best_effort"])
-@pytest.mark.parametrize("name", INT4)
+ALL_INT4 = [(name, mode) for name in INT4 for mode in ("exact", "best_effort")]
+CHOSEN_INT4 = [("gptq act-order", "exact"), ("awq", "best_effort"), ("compressed", "exact")]
+
+
+@pytest.mark.parametrize(
+    ("name", "determinism"), [*CHOSEN_INT4, *deep(*[case for case in ALL_INT4 if case not in CHOSEN_INT4])]
+)
 def test_int4_weights_are_multiplied_as_they_are_stored(tmp_path, name, determinism):
     folder = make_model(tmp_path / "model", "llama", **(SIZES | {"num_hidden_layers": 1, "attention_bias": True}))
     plain = quantize_model(folder, INT4[name])
