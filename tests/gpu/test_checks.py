@@ -30,6 +30,7 @@ from worker_svc.engine.gpu.kernels import (
     int4_linear,
     linear,
     norm,
+    norm_rows,
     prepare,
     process,
     rope_store,
@@ -131,7 +132,10 @@ def names(faults):
 ONE_WRONG_ELEMENT = [
     (layers.linear_cases, EXACT, linear, "total.to(", "tl.where((row == 64) & (column == 3), 0.0, total).to("),
     (layers.linear_cases, BIASED, linear, "mask=column < N, other=0.0).to(", "mask=column < N - 1, other=0.0).to("),
-    (layers.norm_cases, EXACT, norm, "to(tl.float32) * weight", "to(tl.float32) * tl.where(column == 70, 1.0, weight)"),
+    (
+        layers.norm_cases, EXACT, norm, "to(tl.float32) * weight",
+        "to(tl.float32) * tl.where(tl.cumsum(weight * 0 + 1, 0) == 71, 1.0, weight)",
+    ),
     (
         layers.norm_cases, EXACT, norm, "residual.to(tl.float32)",
         "tl.where(column == 71, 0.0, residual.to(tl.float32))",
@@ -160,6 +164,10 @@ ONE_WRONG_ELEMENT = [
     (
         weights.fp8_cases, EXACT, scaled_linear, "round_e4m3(x * inverse[:, None])",
         "round_e4m3(x * tl.where(column == 71, 0.5, inverse[:, None]))",
+    ),
+    (
+        weights.fp8_cases, EXACT, norm_rows, "round_e4m3(groups * inverse[:, None])",
+        "round_e4m3(groups * inverse[:, None] * tl.where(tl.arange(0, BLOCK // GROUPS) == 71, 0.5, 1.0)[None, :])",
     ),
     (weights.fp8_cases, FP8, scaled_linear, "if BIAS:", "total = tl.where(column == 131, 0.0, total)\n    if BIAS:"),
     (int4.int4_cases, EXACT, int4_linear, "if BIAS:", "total = tl.where(column == 79, 0.0, total)\n    if BIAS:"),

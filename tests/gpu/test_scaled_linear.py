@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from tests.gpu.builders import DEVICE, relative_error
-from worker_svc.engine.gpu.kernels import scaled_linear
+from worker_svc.engine.backend import Norm
+from worker_svc.engine.gpu.kernels import norm_rows, scaled_linear
+from worker_svc.engine.gpu.kernels.norm import add_norm
 from worker_svc.engine.gpu.kernels.scaled_linear import (
     Fp8Weight,
     quantize_rows,
@@ -14,8 +16,11 @@ from worker_svc.engine.gpu.kernels.scaled_linear import (
     reference,
     reference_rows,
 )
-from worker_svc.engine.gpu.linears import DeviceLinears, Fp8Linear, LibraryFp8Linear, library_serves
+from worker_svc.engine.gpu.linears import DeviceLinears, library_product, library_serves
 
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+EXACT = DeviceLinears("exact", torch.float32)
 SIZES = {"one group": (200, 72, 200), "groups": (160, 40, 32), "a short group": (200, 130, 64)}
 
 
@@ -43,9 +48,33 @@ def test_rows_are_rounded_as_in_torch(monkeypatch, name, dtype):
     assert not found.steps[1].float().any()
 
 
+@pytest.mark.parametrize("kind", ["rms", "rms_offset", "layer"])
+@pytest.mark.parametrize("group", [72, 32])
+def test_a_norm_that_rounds_gives_the_same_rows(kind, group):
+    """72 inputs are one group or three, of which the last is short."""
+    dim = 72
+    norm = Norm(random(dim, seed=3), random(dim, seed=4) if kind == "layer" else None, 1e-6, kind)
+    for residual in (None, random(5, dim, seed=1)):
+        x = random(5, dim)
+        x[2, 3] = torch.nan
+        plain, normed = x.clone(), torch.empty_like(x)
+        add_norm(plain, residual, norm, normed)
+        expected = quantize_rows(normed, group)
+        assert norm_rows.serves(dim, group)
+        found = norm_rows.add_norm_rows(x, residual, norm, group)
+        assert torch.equal(x[[0, 1, 3, 4]], plain[[0, 1, 3, 4]])
+        assert torch.equal(found.scales.isnan(), expected.scales.isnan())
+        assert found.scales[2].isnan().all()
+        rows = [0, 1, 3, 4]
+        assert torch.equal(found.steps.float()[rows], expected.steps.float()[rows])
+        assert torch.equal(found.scales[rows], expected.scales[rows])
+    assert not norm_rows.serves(dim, 24)
+    assert not norm_rows.serves(2 * norm_rows.WIDEST, 128)
+
+
 def test_a_row_with_nan_has_no_result_and_others_have_theirs():
     x = random(3, 64)
-    layer = Fp8Linear(weight_of(40, 64, 64), None, is_exact=True)
+    layer = EXACT.make_fp8_linear(weight_of(40, 64, 64), None)
     expected = layer(x)
     x[1, 5] = torch.nan
     found = layer(x)
@@ -64,7 +93,7 @@ def test_products_match_float64(name, is_exact):
 
 
 def test_rows_have_the_same_bits_alone_in_exact_mode():
-    layer = Fp8Linear(weight_of(40, 160, 32), None, is_exact=True)
+    layer = EXACT.make_fp8_linear(weight_of(40, 160, 32), None)
     x = random(67, 160)
     whole = layer(x)
     for row in (0, 66):
@@ -76,16 +105,15 @@ def test_one_scale_for_the_library_and_the_kernel():
     weight = quantized(random(48, 64, seed=1))
     bias, x = random(48, seed=2), random(7, 64)
     made = {mode: DeviceLinears(mode, torch.float32).make_fp8_linear(weight, bias) for mode in ("exact", "best_effort")}
-    assert isinstance(made["best_effort"], LibraryFp8Linear)
-    assert isinstance(made["exact"], Fp8Linear)
+    assert made["best_effort"].product is library_product
+    assert made["exact"].product is not library_product
     expected = reference(reference_rows(x, 64), weight, bias)
     for layer in made.values():
         assert relative_error(layer(x), expected) < 1e-6
         assert layer(x[:0]).shape == (0, 48)
         assert torch.equal(layer.widened(), weight.widened())
-    assert isinstance(
-        DeviceLinears("best_effort", torch.float32).make_fp8_linear(weight_of(40, 72, 72), None), Fp8Linear
-    )
+    odd = DeviceLinears("best_effort", torch.float32).make_fp8_linear(weight_of(40, 72, 72), None)
+    assert odd.product is not library_product
 
 
 @pytest.mark.parametrize("fault", [RuntimeError("not implemented"), None])

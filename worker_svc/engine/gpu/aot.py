@@ -80,7 +80,7 @@ MAX_REGISTERS = 255
 LEFT_OUT = (
     "norm 4096", "soft_cap", "silu", "deltas", "prepare", "start", "descend", "work_list", "gelu", "bias=True",
     "norm=False", "sums 0", "filter=False part=True", "float32", "dim 80", "dim 112", "dim 256", "dim 96 exact",
-    "fp8 exact", "fp8 rows", "fp8 linear few", "fp8 linear many", "experts many", "experts fp8 few",
+    "fp8 exact", "fp8 rows", "fp8 norm 4096", "fp8 linear few", "fp8 linear many", "experts many", "experts fp8 few",
     "int4 linear few", "group 32", "experts count", "experts group", "experts add", "gated=False",
     "mistral exact", "store mistral", "store gemma2",
 )  # fmt: skip

@@ -81,8 +81,8 @@ class DeviceLinears:
             self.is_exact or weight.is_grouped or any(size % LIBRARY_MULTIPLE for size in weight.steps.shape)
         )
         if may_use_library and library_serves(self._dtype, weight.steps.device):
-            return LibraryFp8Linear(weight, bias)
-        return Fp8Linear(weight, bias, self.is_exact)
+            return Fp8Linear(weight, bias, library_product)
+        return Fp8Linear(weight, bias, partial(scaled_linear, is_exact=self.is_exact))
 
     def make_int4_linear(self, weight: Int4Weight, bias: torch.Tensor | None) -> Linear:
         may_use_library = self._dtype is torch.bfloat16 and not self.is_exact and weight.group in int4_linear.GROUPS
@@ -108,29 +108,18 @@ class DeviceLinear:
 
 @dataclass(frozen=True, slots=True)
 class Fp8Linear:
-    """A weight in fp8 for the Triton kernel. Inputs are rounded to fp8, each row with its own scales."""
+    """A weight in fp8 and the function that multiplies by it. Inputs are rounded, each row with its own scales."""
 
     weight: Fp8Weight
     bias: torch.Tensor | None
-    is_exact: bool
+    product: Callable[[ScaledRows, Fp8Weight, torch.Tensor | None, torch.dtype], torch.Tensor]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        rows = quantize_rows(x, self.weight.group)
-        return scaled_linear(rows, self.weight, self.bias, x.dtype, is_exact=self.is_exact)
+        return self.of_rows(quantize_rows(x, self.weight.group), x.dtype)
 
-    def widened(self) -> torch.Tensor:
-        return self.weight.widened()
-
-
-@dataclass(frozen=True, slots=True)
-class LibraryFp8Linear:
-    """A weight in fp8 with one scale per output, for torch._scaled_mm."""
-
-    weight: Fp8Weight
-    bias: torch.Tensor | None
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return library_product(quantize_rows(x, self.weight.group), self.weight, self.bias, x.dtype)
+    def of_rows(self, rows: ScaledRows, dtype: torch.dtype) -> torch.Tensor:
+        """The result for inputs that are rounded."""
+        return self.product(rows, self.weight, self.bias, dtype)
 
     def widened(self) -> torch.Tensor:
         return self.weight.widened()

@@ -8,12 +8,14 @@ import torch
 import torch.nn.functional as F
 
 from worker_svc.engine.architectures import ModelConfig
-from worker_svc.engine.backend import Norm, RotaryTable
+from worker_svc.engine.backend import Linear, Norm, RotaryTable
 from worker_svc.engine.gpu.attention import Attention, LayerCache
 from worker_svc.engine.gpu.experts import StackedExperts, compute_experts
+from worker_svc.engine.gpu.kernels import norm_rows
 from worker_svc.engine.gpu.kernels.activation import activate, gated_activation, soft_cap
 from worker_svc.engine.gpu.kernels.norm import add_norm
 from worker_svc.engine.gpu.kernels.rope_store import rope_store
+from worker_svc.engine.gpu.linears import Fp8Linear
 from worker_svc.engine.gpu.parallel import Group
 from worker_svc.engine.gpu.step_buffer import StepColumns
 from worker_svc.engine.gpu.weights import kv_scales
@@ -120,12 +122,11 @@ class DeviceDecoder:
     ) -> torch.Tensor:
         """Adds the residual to x; returns the attention output [T, q_heads * head_dim]."""
         heads, layer = self._config.heads, self._layers[index]
-        normed = torch.empty_like(x)
-        add_norm(x, residual, layer.input_norm, normed)
+        qkv = _of_norm(x, residual, layer.input_norm, layer.qkv)
         q = x.new_empty(len(x), heads.num_q_heads, heads.head_dim)
         rotary = self._config.layers[index].rotary
         rope_store(
-            layer.qkv(normed), layer.qk_norms, None if rotary is None else self._rotaries[rotary], columns.positions,
+            qkv, layer.qk_norms, None if rotary is None else self._rotaries[rotary], columns.positions,
             columns.slots, cache.pools, q, heads, cache.scales,
         )  # fmt: skip
         attended = torch.empty_like(q)
@@ -134,13 +135,13 @@ class DeviceDecoder:
 
     def _feed_forward(self, x: torch.Tensor, residual: torch.Tensor, layer: Layer) -> torch.Tensor:
         """Adds the residual to x; returns the MLP output [n, hidden]."""
-        normed = torch.empty_like(x)
-        add_norm(x, residual, layer.post_norm, normed)
         part = layer.feed_forward
         if not isinstance(part, FeedForward):
+            normed = torch.empty_like(x)
+            add_norm(x, residual, layer.post_norm, normed)
             fed = self._experts(normed, part)
         else:
-            fed = part.down(self._activated(part.gate_up(normed)))
+            fed = part.down(self._activated(_of_norm(x, residual, layer.post_norm, part.gate_up)))
         return _normed(self._group.all_reduce(fed), layer.fed_norm)
 
     def _activated(self, gate_up: torch.Tensor) -> torch.Tensor:
@@ -156,6 +157,15 @@ class DeviceDecoder:
         if not isinstance(part.experts, StackedExperts):
             raise TypeError(f"experts are {type(part.experts).__name__}; the device computes StackedExperts")
         return compute_experts(normed, part.router(normed), part.experts, self._config.activation)
+
+
+def _of_norm(x: torch.Tensor, residual: torch.Tensor | None, norm: Norm, linear: Linear) -> torch.Tensor:
+    """Adds the residual to x; returns the linear layer of its norm."""
+    if isinstance(linear, Fp8Linear) and norm_rows.serves(x.shape[1], linear.weight.group):
+        return linear.of_rows(norm_rows.add_norm_rows(x, residual, norm, linear.weight.group), x.dtype)
+    normed = torch.empty_like(x)
+    add_norm(x, residual, norm, normed)
+    return linear(normed)
 
 
 def _normed(x: torch.Tensor, norm: Norm | None) -> torch.Tensor:

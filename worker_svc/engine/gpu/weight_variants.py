@@ -7,7 +7,7 @@ from typing import Any
 
 import triton
 
-from worker_svc.engine.gpu.kernels import expert_linear, int4_linear, route, scaled_linear
+from worker_svc.engine.gpu.kernels import expert_linear, int4_linear, norm_rows, route, scaled_linear
 from worker_svc.engine.gpu.variant import Variant
 
 VALUES = "*fp8e4nv"
@@ -17,6 +17,7 @@ NUM_EXPERTS, TOP_K = 128, 8  # of Qwen3-30B-A3B
 def weight_variants(t: str) -> Iterator[Variant]:
     """All variants for inputs of pointer type `t`."""
     yield from _row_variants(t)
+    yield from _norm_variants(t)
     yield from _fp8_variants(t)
     yield from _int4_variants(t)
     yield from _route_variants(t)
@@ -31,6 +32,19 @@ def _row_variants(t: str) -> Iterator[Variant]:
         yield Variant(
             f"fp8 rows {size} group {group}", scaled_linear.quantize_rows_kernel, f"{t} {VALUES} *fp32 i32 i32",
             constants, at_once * block // 512,
+        )  # fmt: skip
+
+
+def _norm_variants(t: str) -> Iterator[Variant]:
+    for size, group in ((4096, 4096), (5120, 128)):
+        block = triton.next_power_of_2(size)
+        constants = {
+            "N": size, "BLOCK": block, "GROUPS": 1 if group == size else block // group, "ADD": True, "KIND": 0,
+            "NUM_GROUPS": triton.cdiv(size, group), "SMALLEST": scaled_linear.SMALLEST,
+        }  # fmt: skip
+        yield Variant(
+            f"fp8 norm {size} group {group}", norm_rows.norm_rows_kernel, f"{t} {t} {t} {t} {VALUES} *fp32 fp32",
+            constants, 8,
         )  # fmt: skip
 
 

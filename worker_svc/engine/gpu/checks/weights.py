@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from worker_svc.engine.backend import Norm
 from worker_svc.engine.gpu.checks.case import TOLERANCES, Case, Outputs, Setup
-from worker_svc.engine.gpu.kernels import scaled_linear
+from worker_svc.engine.gpu.kernels import norm, norm_rows, scaled_linear
 from worker_svc.engine.gpu.kernels.scaled_linear import FP8, Fp8Weight, ScaledRows
 
 NUM_ROWS = scaled_linear.EXACT.rows + 1  # two tiles; the second has one row
@@ -21,6 +22,8 @@ def fp8_cases(setup: Setup) -> Iterator[Case]:
     for group in (setup.model.hidden_size, GROUP):
         yield _quantize_case(setup, group)
         yield _product_case(setup, group)
+        if norm_rows.serves(setup.model.hidden_size, group):
+            yield _norm_case(setup, group)
 
 
 def _quantize_case(setup: Setup, group: int) -> Case:
@@ -38,6 +41,30 @@ def _quantize_case(setup: Setup, group: int) -> Case:
         run,
         {"steps": expected.steps, "scales": expected.scales},
         {"steps": TOLERANCES[FP8], "scales": 1e-6},
+    )
+
+
+def _norm_case(setup: Setup, group: int) -> Case:
+    """A norm with a residual, rounded."""
+    dim = setup.model.hidden_size
+    x, residual = setup.random(NUM_ROWS, dim), setup.random(NUM_ROWS, dim, seed=1)
+    weight = Norm(setup.random(dim, seed=2), None, setup.model.norm_eps, "rms")
+    total, normed = norm.reference(x, residual, weight)
+    expected = scaled_linear.reference_rows(normed, group)
+
+    def run(first: int, last: int) -> Outputs:
+        part = x[first:last].clone()
+        found = norm_rows.add_norm_rows(part, residual[first:last].clone(), weight, group)
+        return {"residual": part, "steps": found.steps, "scales": found.scales}
+
+    return Case(
+        "norm_rows",
+        f"[{NUM_ROWS}, {dim}], groups of {group}, {setup.dtype}",
+        range(NUM_ROWS + 1),
+        run,
+        {"residual": total, "steps": expected.steps, "scales": expected.scales},
+        # the norm may be rounded to the other neighbour, in the dtype of the model and then in fp8
+        {"steps": 2 * TOLERANCES[FP8], "scales": TOLERANCES[setup.dtype]},
     )
 
 

@@ -13,23 +13,8 @@ KINDS = {"rms": 0, "rms_offset": 1, "layer": 2}
 
 
 @triton.jit
-def norm_kernel(
-    x_ptr, residual_ptr, weight_ptr, bias_ptr, out_ptr, eps,
-    N: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) * N
-    column = tl.arange(0, BLOCK)
-    is_in = column < N
-    weight = tl.load(weight_ptr + column, mask=is_in, other=0.0).to(tl.float32)
-    if KIND == 2:
-        bias = tl.load(bias_ptr + column, mask=is_in, other=0.0).to(tl.float32)
-    if PDL:
-        after_predecessor()
-    x = tl.load(x_ptr + row + column, mask=is_in, other=0.0)
-    if ADD:
-        residual = tl.load(residual_ptr + row + column, mask=is_in, other=0.0)
-        x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
-        tl.store(x_ptr + row + column, x, mask=is_in)
+def normed_row(x, weight, bias, is_in, eps, N: tl.constexpr, KIND: tl.constexpr):
+    """The norm of a row in float32, for its weight in float32. Only LayerNorm reads the bias."""
     wide = x.to(tl.float32)
     if KIND == 2:
         wide = tl.where(is_in, wide - tl.sum(wide, 0) / N, 0.0)
@@ -40,6 +25,29 @@ def norm_kernel(
         normed = normed * (1.0 + weight)
     else:
         normed = normed * weight + bias
+    return normed
+
+
+@triton.jit
+def norm_kernel(
+    x_ptr, residual_ptr, weight_ptr, bias_ptr, out_ptr, eps,
+    N: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * N
+    column = tl.arange(0, BLOCK)
+    is_in = column < N
+    weight = tl.load(weight_ptr + column, mask=is_in, other=0.0).to(tl.float32)
+    bias = weight
+    if KIND == 2:
+        bias = tl.load(bias_ptr + column, mask=is_in, other=0.0).to(tl.float32)
+    if PDL:
+        after_predecessor()
+    x = tl.load(x_ptr + row + column, mask=is_in, other=0.0)
+    if ADD:
+        residual = tl.load(residual_ptr + row + column, mask=is_in, other=0.0)
+        x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
+        tl.store(x_ptr + row + column, x, mask=is_in)
+    normed = normed_row(x, weight, bias, is_in, eps, N, KIND)
     tl.store(out_ptr + row + column, normed.to(x.dtype), mask=is_in)
 
 

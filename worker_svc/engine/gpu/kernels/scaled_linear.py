@@ -48,6 +48,14 @@ class Fp8Weight:
         return reference_widened(self.steps, spread)
 
 
+@triton.jit
+def scales_of(top, num_nan, SMALLEST: tl.constexpr):
+    """The inverse of the scale and the scale of groups, from their largest magnitudes and numbers of NaN."""
+    inverse = tl.where(top > SMALLEST, 448.0 / tl.maximum(top, SMALLEST), 0.0)
+    # The maximum ignores NaN; the scale passes it on, so that the row fails
+    return inverse, tl.where(num_nan > 0, float("nan"), top / 448.0)
+
+
 @triton.jit(do_not_specialize=["NUM_GROUPS"])
 def quantize_rows_kernel(
     x_ptr, steps_ptr, scale_ptr, K, NUM_GROUPS,
@@ -66,15 +74,13 @@ def quantize_rows_kernel(
         x = tl.load(x_ptr + row * K + column, mask=(start + within < GROUP) & (column < K), other=0.0).to(tl.float32)
         top = tl.maximum(top, tl.max(tl.abs(x), 1))
         num_nan += tl.sum((x != x).to(tl.int32), 1)
-    inverse = tl.where(top > SMALLEST, 448.0 / tl.maximum(top, SMALLEST), 0.0)
+    inverse, scale = scales_of(top, num_nan, SMALLEST)
     for start in range(0, GROUP, BLOCK):
         column = group[:, None] * GROUP + start + within
         is_in = (start + within < GROUP) & (column < K)
         x = tl.load(x_ptr + row * K + column, mask=is_in, other=0.0).to(tl.float32)
         steps = round_e4m3(x * inverse[:, None])
         tl.store(steps_ptr + row * K + column, steps.to(steps_ptr.dtype.element_ty), mask=is_in)
-    # The maximum ignores NaN; the scale passes it on, so that the row fails
-    scale = tl.where(num_nan > 0, float("nan"), top / 448.0)
     tl.store(scale_ptr + row * NUM_GROUPS + group, scale, mask=group < NUM_GROUPS)
 
 
