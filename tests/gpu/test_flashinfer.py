@@ -159,6 +159,7 @@ def test_graphs_follow_the_plan_of_each_step(folder, installed, monkeypatch):
     assert fake_flashinfer.calls["plans"] == at_start + 5  # once per step
 
 
+@pytest.mark.deep
 def test_errors_of_an_fp8_cache(folder, installed):
     drivers = [
         DeviceDriver(load(folder, dtype="float16", kv_cache_dtype="fp8", attention=name))
