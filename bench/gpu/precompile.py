@@ -63,6 +63,7 @@ def compile_all(report: Report) -> None:
         report.row("compile", "interpreter", note="nothing to compile")
         return
     started = time.perf_counter()
+    torch.set_num_threads(1)  # a forked process must not find torch's threads gone
     capability = int(machine.query(("compute_cap",)).get("compute_cap", "9.0").replace(".", ""))
     with tempfile.TemporaryDirectory() as scratch:
         _checkpoint_of_zeros(Path(scratch))

@@ -5,7 +5,7 @@
     bench/gpu/start 2             # the goals: decode steps, 256 requests in-process and through gRPC
     bench/gpu/start 3             # exact mode, fp8, mixed steps, long contexts
     bench/gpu/start 4             # flash-attn, FlashInfer and vLLM, if they are there; experts
-    bench/gpu/start               # whatever is not measured yet, within the budget
+    bench/gpu/start               # all sections that are not measured yet, within the budget
     bench/gpu/start sanitize      # compute-sanitizer over all kernels
     bench/gpu/start predict       # the model of a step, for several GPUs; needs no GPU
     bench/gpu/start report        # the results so far beside the predictions

@@ -2,7 +2,7 @@
 
     bench/gpu/start sanitize
 
-Without a tool, the kernels run once, which compiles them into the cache and shows that they work at all. Each tool
+Without a tool, the kernels run once, which compiles them into the cache and shows that they work. Each tool
 then runs the same program and checks only Triton's kernels. torch allocates every tensor on its own, so that an access
 beyond a tensor is an error. initcheck also reports what kernels read for padding, whose results are not used.
 """
