@@ -221,3 +221,11 @@ def test_ranks_hold_the_parts_of_experts(tmp_path):
         joined = torch.cat([part.experts.down[number].widened() for part in parts], 1)
         assert torch.allclose(joined, down.weight, atol=1e-6)
     assert torch.equal(parts[0].router.weight, parts[1].router.weight)
+
+
+def test_inputs_are_sorted_only_by_equal_groups_of_one_size():
+    groups, other = torch.tensor([1, 0, 0, 1]), torch.tensor([0, 1, 1, 0])
+    assert weights._order_of([groups, groups], 2).tolist() == [1, 2, 0, 3]
+    assert len(weights._order_of([torch.tensor([0, 0, 1, 1])], 2)) == 0
+    assert weights._order_of([groups, other], 2) is None
+    assert weights._order_of([torch.tensor([0, 0, 0, 1])], 2) is None
