@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,17 @@ def test_kernels_compiled_for_less_announce_another_kind(tmp_path, kernel_builds
     assert [info.numerics.split(", ")[-1] for info in infos][1:] == ["fma tiles avx2", "fma avx2", "generic"]
     if "avx512f" in instruction_sets():
         assert len({info.numerics for info in infos}) == len({info.revision for info in infos}) == 4
+
+
+def test_a_worker_on_a_chosen_path_announces_nothing_else(tmp_path, kernel_builds, monkeypatch):
+    kernels = kernel_builds("avx2")
+    monkeypatch.setattr(cpu_backend, "load_kernels", lambda: kernels)
+    folder = make_model(tmp_path, "qwen3", num_hidden_layers=1)
+    everything = info_of(folder)
+    monkeypatch.setenv("QUIRE_CPU_PATH", "avx2")
+    chosen = info_of(folder)
+    assert chosen.numerics == f"cpu, {platform.machine()} avx2, fma avx2"
+    assert (chosen.numerics == everything.numerics) == (chosen.revision == everything.revision)
 
 
 def test_ranks_are_part_of_the_kind_of_a_gpu_worker(monkeypatch):

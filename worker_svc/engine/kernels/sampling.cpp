@@ -21,7 +21,7 @@ struct NoiseKey {
 
 // 16 counters at once; word w of lane i is the random word of vocabulary id 4 * (first + i) + w.
 INLINE void philox16(const NoiseKey& key, uint32_t first, uint32_t out[4][kLanes]) {
-  typedef uint32_t u16 __attribute__((vector_size(64)));  // the compiler divides it better than `u16v` below AVX512
+  typedef uint32_t u16 __attribute__((vector_size(64)));  // lanes.h has no products of 64 bits
   u16 c0, c1 = u16{} + key.position, c2 = u16{} + key.sample_index, c3 = {};
   for (int i = 0; i < kLanes; i++) c0[i] = first + i;
   uint32_t k0 = key.k0, k1 = key.k1;
