@@ -85,6 +85,37 @@ async def test_a_stream_handler_may_be_a_coroutine() -> None:
     assert sum(interceptor.stats.errors.values()) == 1
 
 
+async def test_a_handler_is_closed_when_its_client_leaves_during_a_write(caplog: pytest.LogCaptureFixture) -> None:
+    closed, handlers = asyncio.Event(), []
+
+    async def flood() -> AsyncIterator[bytes]:
+        try:
+            while True:
+                yield bytes(1 << 20)  # more than the windows hold, so that a write blocks
+        finally:
+            closed.set()
+
+    def stream(request: bytes, context: Any) -> AsyncIterator[bytes]:
+        handlers.append(flood())  # a garbage collection must not be what closes it
+        return handlers[-1]
+
+    interceptor = ErrorInterceptor()
+    server = grpc.aio.server(interceptors=[interceptor])
+    methods = {"Refuse": grpc.unary_stream_rpc_method_handler(stream)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Service", methods),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        call = channel.unary_stream(METHOD)(b"", timeout=60)
+        assert len(await call.read()) == 1 << 20
+        call.cancel()
+        async with asyncio.timeout(30.0):
+            await closed.wait()
+    await server.stop(None)
+    assert not interceptor.stats.errors
+    assert not [record for record in caplog.records if record.name == "svc_common.errors"]
+
+
 async def test_an_undecodable_message_of_a_stream_is_one_log_line(caplog: pytest.LogCaptureFixture) -> None:
     async def echo(requests: AsyncIterator[Any], context: Any) -> AsyncIterator[bytes]:
         async for _ in requests:
