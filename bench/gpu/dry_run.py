@@ -36,7 +36,7 @@ from worker_svc.engine.gpu.checks import case
 KINDS: list[dict[str, Any]] = [
     {"dtype": "bfloat16"},
     {"dtype": "bfloat16", "determinism": "exact"},
-    {"dtype": "float16", "kv_cache_dtype": "fp8"},
+    {"dtype": "float16", "kv_cache_dtype": "fp8", "quantize": "fp8"},
     {"dtype": "bfloat16", "block_size": 16, "cuda_graphs": "lazy", "max_num_seqs": 300},
 ]
 SETTINGS: dict[str, Any] = {

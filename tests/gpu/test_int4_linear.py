@@ -37,6 +37,16 @@ def test_words_hold_the_weight(outputs, inputs, group):
     assert torch.allclose(int4_linear.widened(weight), plain, atol=1e-5)
 
 
+def test_groups_that_torchs_kernel_lacks_become_shorter_ones():
+    groups = {
+        (group, inputs): int4_linear.unit_of(group, inputs) for group in (32, 96, 256, 512) for inputs in (384, 512)
+    }
+    assert groups == {
+        (32, 384): 32, (32, 512): 32, (96, 384): 96, (96, 512): 96, (256, 384): 128, (256, 512): 256, (512, 384): 128,
+        (512, 512): 128,
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize("is_exact", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_products_match_torch(dtype, is_exact):

@@ -239,13 +239,11 @@ class ShardLoader(WeightLoader):
         """The weight in int4 as it is stored. None: it is converted."""
         schemes = {self._scheme(name) for name in stored.names}
         scheme = next(iter(schemes))
-        is_int4 = isinstance(scheme, Packed) and scheme.bits == INT4_BITS
-        if len(schemes) > 1 or not isinstance(scheme, Packed) or not is_int4 or not has_int4(self._dtype, self._device):
+        if len(schemes) > 1 or not isinstance(scheme, Packed) or not has_int4(self._dtype, self._device):
             return None
         group, count = scheme.group or stored.in_features, stored.in_features
-        is_kept = group % int4_linear.DEPTH or (group in int4_linear.GROUPS and count % group == 0)
-        unit = group if is_kept else int4_linear.DEPTH  # longer groups become several
-        if not self._may_divide(stored, unit):
+        unit = int4_linear.unit_of(group, count)
+        if scheme.bits != INT4_BITS or not self._may_divide(stored, unit):
             return None
         found = [
             read_int4_rows(self._checkpoint, name, scheme, stored.shape(roles)) for name, roles in stored.tensors()

@@ -151,6 +151,12 @@ def widened(weight: Int4Weight) -> torch.Tensor:
     return out
 
 
+def unit_of(group: int, in_size: int) -> int:
+    """The inputs that share a scale in the kernels: a group, or a part of it if torch's kernel needs shorter ones."""
+    is_served = group in GROUPS and in_size % group == 0
+    return group if is_served or group % DEPTH else DEPTH
+
+
 def packed(steps: torch.Tensor) -> torch.Tensor:
     """The words of steps [out, in] from 0 to 15."""
     out_size, in_size = steps.shape
