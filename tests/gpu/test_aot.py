@@ -41,6 +41,13 @@ def test_a_worker_compiles_all_kernels_in_processes_and_its_next_start_none(tmp_
     assert first["by_launches"] == first["while_recording"] == first["by_requests"] == []
 
 
+@pytest.mark.deep
+def test_workers_of_other_decoders_compile_all_kernels_at_start_up():
+    for worker in compiled("tests.gpu.dry_architectures"):
+        assert worker["graphs"] > 0
+        assert worker["by_launches"] == worker["while_recording"] == worker["by_requests"] == []
+
+
 def test_kernels_compile_within_bounds():
     kernels = {kernel["name"]: kernel for kernel in compiled("worker_svc.engine.gpu.aot")["kernels"]}
     assert kernels["attention 0.6b prefill page 256"]["mma"]["HGMMA"] > 0
