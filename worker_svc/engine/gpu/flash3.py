@@ -31,13 +31,13 @@ class Flash3Attention:
 
     def __init__(self, package: ModuleType, shapes: list[AttentionShape], block_size: int, dtype: torch.dtype) -> None:
         self._with_kvcache = package.flash_attn_with_kvcache
-        self._plan = getattr(package, "get_scheduler_metadata", None)  # older versions plan in each call
+        self._make_metadata = getattr(package, "get_scheduler_metadata", None)  # older versions lack it
         self._shapes = shapes
         self._block_size = block_size
         self._dtype = dtype  # of keys and values
         self._tables = self._key_lens = torch.empty(0)
         self._max_queries = 0
-        self._plans: dict[AttentionShape, torch.Tensor] = {}
+        self._metadata: dict[AttentionShape, torch.Tensor] = {}
 
     def can_capture(self, *, is_decode: bool) -> bool:
         return True
@@ -50,11 +50,13 @@ class Flash3Attention:
         self._tables = queries.tables.index_select(0, queries.rows).contiguous()
         self._key_lens = queries.contexts + queries.starts.diff()
         self._max_queries = _max_queries(columns)
-        if self._plan is not None:
-            self._plans = {shape: self._plan(**self._plan_arguments(columns, shape)) for shape in self._shapes}
+        if self._make_metadata is not None:
+            self._metadata = {
+                shape: self._make_metadata(**self._metadata_arguments(columns, shape)) for shape in self._shapes
+            }
 
-    def _plan_arguments(self, columns: StepColumns, shape: AttentionShape) -> dict[str, Any]:
-        """A plan serves the calls of all layers of this shape, whose arguments must agree with these."""
+    def _metadata_arguments(self, columns: StepColumns, shape: AttentionShape) -> dict[str, Any]:
+        """The metadata serves the calls of all layers of this shape, whose arguments must agree with these."""
         mask, heads = mask_and_scale(shape), shape.heads
         return {
             "batch_size": len(self._tables),
@@ -84,7 +86,7 @@ class Flash3Attention:
         found = self._with_kvcache(
             q, *cache.pools, cache_seqlens=self._key_lens, page_table=self._tables,
             cu_seqlens_q=columns.queries.starts, max_seqlen_q=self._max_queries,
-            scheduler_metadata=self._plans.get(shape), **mask_and_scale(shape), **scales,
+            scheduler_metadata=self._metadata.get(shape), **mask_and_scale(shape), **scales,
         )  # fmt: skip
         out.copy_(found)
 
