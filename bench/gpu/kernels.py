@@ -96,7 +96,7 @@ class Case:
         keys, values = (torch.randn(pool, device=report.device, dtype=report.dtype) for _ in range(2))
         scales = None
         if is_fp8:
-            scales = torch.full((2, shape.num_kv_heads), 0.25, device=report.device)
+            scales = torch.full((3, shape.num_kv_heads), 0.25, device=report.device)
             keys, values = ((x / 0.25).clamp(-448, 448).to(torch.float8_e4m3fn) for x in (keys, values))
         q = torch.randn(len(contexts) * num_queries, shape.num_q_heads, shape.head_dim, device=report.device)
         columns = _columns(_tables(counts), contexts, num_queries, report.device)
