@@ -1,4 +1,4 @@
-"""The Generate, Resume, Embed and Score calls in progress, their limits, and what ends them early."""
+"""The Generate, Resume, Embed and Score calls in progress, their limits and their early ends."""
 
 from __future__ import annotations
 

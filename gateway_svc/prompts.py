@@ -50,22 +50,20 @@ class PromptReader:
 
     async def run(self, size: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call the function directly if its input is small (`size` in bytes), else in a thread."""
-        if size <= INLINE_BYTES:
-            return function(*args, **kwargs)
-        return await asyncio.get_running_loop().run_in_executor(self._threads, partial(function, *args, **kwargs))
+        return await _run_in(self._threads, size, function, *args, **kwargs)
 
     async def run_call(self, size: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """`run` for Tokenize and Detokenize calls. Raises OverloadedError if their total input would be too large."""
         with self._call(size):
-            return await _run_in(self._call_threads, size, lambda: function(*args, **kwargs))
+            return await _run_in(self._call_threads, size, function, *args, **kwargs)
 
     async def read(self, prompt: pb.Prompt, model: ServedModel, media: Sequence[bytes] = ()) -> PromptInput:
         """The prompt of a generation with its images, `media` or those of its chat. Raises InvalidRequestError."""
         kind = prompt.WhichOneof("kind")
         if kind == "embeddings":
-            return await _run_in(self._threads, len(prompt.embeddings), lambda: _read_embeddings(prompt, model))
+            return await self.run(len(prompt.embeddings), _read_embeddings, prompt, model)
         if kind == "audio":
-            return await _run_in(self._threads, len(prompt.audio.data), lambda: _read_audio(prompt, model))
+            return await self.run(len(prompt.audio.data), _read_audio, prompt, model)
         given = images_of(prompt, media) if media or kind == "chat" else ()
         if given:
             self._images.check(given, model)
@@ -163,10 +161,12 @@ def _read_audio(prompt: pb.Prompt, model: ServedModel) -> PromptInput:
     return read_audio(prompt.audio, model)
 
 
-async def _run_in(threads: ThreadPoolExecutor, size: int, function: Callable[[], T]) -> T:
+async def _run_in(
+    threads: ThreadPoolExecutor, size: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+) -> T:
     if size <= INLINE_BYTES:
-        return function()
-    return await asyncio.get_running_loop().run_in_executor(threads, function)
+        return function(*args, **kwargs)
+    return await asyncio.get_running_loop().run_in_executor(threads, partial(function, *args, **kwargs))
 
 
 def _tokenize_response(request: pb.TokenizeRequest, model: ServedModel, ids: Sequence[int]) -> pb.TokenizeResponse:

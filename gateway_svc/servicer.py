@@ -39,9 +39,7 @@ from gateway_svc.stream import GenerationStream
 from gateway_svc.validation import GenerationPlan
 from gateway_svc.wire import submit_from_plan
 from request_fields.grammar import Grammar
-from svc_common.errors import (
-    NotConfiguredError,
-)
+from svc_common.errors import NotConfiguredError
 from svc_common.logs import current_request_id
 from svc_common.memory import MemoryLimit
 from svc_common.tracing import HEADER, current_traceparent

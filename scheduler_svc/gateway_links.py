@@ -135,8 +135,9 @@ class Outbox:
         """End `messages` after the waiting messages, with `error` if it is set."""
         self._error = self._error or error
         self._is_closed = True
-        if self._timer is not None:
-            self._timer.cancel()
+        for timer in (self._timer, self._queued_timer):
+            if timer is not None:
+                timer.cancel()
         self._release()
 
     def cut_off(self, error: QuireError) -> None:

@@ -310,13 +310,14 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
                 ending = self._end(context, method, error)
                 request = context = None  # see _end
                 raise await ending from None
-            request = None
-            await self._write_all(responses, context, method)
+            writing = self._write_all(responses, context, method)
+            request = responses = context = None  # see _end
+            await writing
 
         return call
 
     async def _write_all(self, responses: Any, context: Any, method: str) -> None:
-        """Write the responses of a handler, and close it, also if its client leaves. A write raises gRPC's errors."""
+        """Write the responses of a handler, and close it, even if its client leaves. A write raises gRPC's errors."""
         try:
             while True:
                 try:

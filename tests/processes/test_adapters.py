@@ -75,6 +75,15 @@ async def generate(client: AsyncClient, name: str, prompt: list[int], **options:
     )
 
 
+async def streamed(client: AsyncClient, name: str, prompt: list[int], has_started: asyncio.Event) -> GenerateResult:
+    """As `generate`. Sets `has_started` with the first token."""
+    stream = client.stream(token_ids=prompt, adapter=name, temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
+    async with stream:
+        async for _ in stream:
+            has_started.set()
+        return await stream.result()
+
+
 def check(model: Model, requests: list[tuple[str, list[int]]], results: list[GenerateResult]) -> None:
     for (name, prompt), result in zip(requests, results, strict=True):
         tokens = list(result.token_ids)
@@ -105,8 +114,9 @@ async def test_adapters_equal_merged_weights_while_processes_are_killed(model: M
                 loaded = await client.load_adapter(name, name)
                 assert (loaded.num_workers, len(loaded.digest)) == (2, 32)
             requests = prompts_of(model, seed=1)
-            running = [asyncio.create_task(generate(client, *request)) for request in requests]
-            await stack.until(client, lambda all_: all_[0].num_running >= 4)
+            has_started = asyncio.Event()
+            running = [asyncio.create_task(streamed(client, *request, has_started)) for request in requests]
+            await asyncio.wait_for(has_started.wait(), 60)
             workers[0].kill()
             check(model, requests, await asyncio.gather(*running))
             await serve_on_a_new_worker(model, stack, scheduler, client)

@@ -136,7 +136,7 @@ def check_compiler() -> Finding:
 
 
 def check_kernels() -> Iterable[Finding]:
-    """The path that a CPU worker would take here, what it costs, and what the other paths would cost."""
+    """The path of a CPU worker on this machine with its speed, and the speeds of the other paths."""
     if not is_installed(SERVICES["worker"]):
         yield Finding("kernels", FALLBACK, "not measured: the worker is not installed")
         return

@@ -69,7 +69,7 @@ class BlockManager:
         self._num_cached = 0
         self._clock = 1  # 1 + blocks put back so far
         self._bonus = int(reuse_bonus * num_blocks)
-        self._num_evicted = int(EVICTED_FRACTION * num_blocks)  # at once, if so many are cached
+        self._eviction_batch = int(EVICTED_FRACTION * num_blocks)  # blocks evicted at once, or all cached ones if fewer
         self._was_hit = np.zeros(num_blocks, dtype=np.bool_)
         self._tokens = np.full(
             (num_blocks, block_size), 0, dtype=np.uint32
@@ -251,7 +251,7 @@ class BlockManager:
         if count > self.num_free:
             raise RuntimeError(f"{count} blocks were requested, but {self.num_free} are free: a bug in the scheduler")
         if count > self._empty.size:
-            self._evict(max(count - self._empty.size, min(self._num_evicted, self._num_cached)))
+            self._evict(max(count - self._empty.size, min(self._eviction_batch, self._num_cached)))
         blocks = self._empty.take(count)
         self.refs[blocks] = 1
         return blocks

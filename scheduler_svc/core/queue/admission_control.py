@@ -96,7 +96,7 @@ class AdmissionControl:
         new = expected_tokens(len(group.prompt), group.stop.max_tokens, group.num_sequences, self._measures.mean_output)
         limit = factor * self._config.max_waiting_tokens
         if num_waiting < factor * self._config.max_waiting and queue.expected_tokens + new < limit:
-            return  # else the shares of tenants count
+            return  # not full: the shares of tenants do not matter
         slot = self._requests.share.slot_of(group.tenant_id)
         num_tenants = queue.num_tenants_with(slot)
         if is_queue_full(num_waiting, queue.num_of(slot), num_tenants, factor * self._config.max_waiting):

@@ -71,8 +71,8 @@ def columns_of_decodes(table: RowTable, rows: I64) -> Columns:
 
 
 def with_chunks(table: RowTable, head: Columns, chunks: list[tuple[int, int]]) -> Columns:
-    """Advance rows by chunks of their prompts: pairs of a row and its number of tokens. Returns the columns of `head`
-    and, behind them, of these rows.
+    """Advance rows by chunks of their prompts: pairs of a row and its number of tokens. Returns the columns of `head`,
+    followed by those of these rows.
     """
     starts, samples, slots, prompt_only = [], [], [head.slots], []
     may_reach_limit, continues = head.may_reach_limit, head.continues

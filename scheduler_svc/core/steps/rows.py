@@ -73,7 +73,7 @@ class RowTable:
         self.zeros = np.zeros(rows, dtype=np.int64)
         self._offsets = np.arange(self.block_size, dtype=np.uint32)
         self._stride = np.uint32(self.block_size)
-        self.flat_tokens = self.tokens.reshape(-1)  # a view: row * length + position
+        self.flat_tokens = self.tokens.reshape(-1)  # a view: row * tokens.shape[1] + position
         self.token_blocks = self.tokens.reshape(rows, blocks, self.block_size)  # a view: row, index, offset
         self._free = list(range(rows - 1, -1, -1))
         self._order: dict[int, None] = {}  # rows in use, in order of admission

@@ -191,3 +191,4 @@ async def test_a_refused_request_is_freed_without_a_garbage_collection(behaviour
             break
         await asyncio.sleep(0.01)
     assert not Large.alive
+    assert not [kept for kept in gc.get_objects() if type(kept) is grpc.aio.AbortError]
