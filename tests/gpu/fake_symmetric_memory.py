@@ -37,10 +37,9 @@ class FakeMemory:
 
     # the operators
 
-    def one_shot_all_reduce_copy_out(self, symm_buffer, local_input, reduce_op, group_name, out):
-        self._check("one_shot", symm_buffer, reduce_op, group_name, (local_input, out))
-        symm_buffer.copy_(local_input)
-        out.copy_(self._meeting.meet(self._rank, symm_buffer, in_order))
+    def one_shot_all_reduce_out(self, input, reduce_op, group_name, out):
+        self._check("one_shot", input, reduce_op, group_name, (out,))
+        out.copy_(self._meeting.meet(self._rank, input, in_order))
         return out
 
     def two_shot_all_reduce_out(self, input, reduce_op, group_name, output):

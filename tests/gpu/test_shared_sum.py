@@ -136,9 +136,14 @@ def test_right_sums_pass_the_check(has_multicast):
     ("name", "planted", "message"),
     [
         (
-            "one_shot_all_reduce_copy_out",
+            "one_shot_all_reduce_out",
             lambda x, rank: x.add_(1e-6),
             "one shot in torch.float32 does not add in the order",
+        ),
+        (
+            "one_shot_all_reduce_out",
+            lambda x, rank: x.add_(float(rank == 1)),  # the other ranks must not wait for this one
+            "one shot in torch.bfloat16 does not add in the order",
         ),
         (
             "two_shot_all_reduce_out",
@@ -251,7 +256,7 @@ def test_it_can_be_switched_off(monkeypatch, device):
 # -- the real interface ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["one_shot_all_reduce_copy_out", "two_shot_all_reduce_out", "multimem_all_reduce_"])
+@pytest.mark.parametrize("name", ["one_shot_all_reduce_out", "two_shot_all_reduce_out", "multimem_all_reduce_"])
 def test_the_operators_of_torch_have_these_arguments(name):
     arguments = [argument.name for argument in getattr(torch.ops.symm_mem, name).default._schema.arguments]
     assert arguments == list(inspect.signature(getattr(FakeMemory, name)).parameters)[1:]

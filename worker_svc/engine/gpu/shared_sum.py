@@ -82,10 +82,12 @@ class SharedSum:
     def add_by(self, method: Method, x: torch.Tensor) -> None:
         """Adds up by one method."""
         shared = self._buffer[: x.numel() * x.element_size()].view(x.dtype).view(x.shape)
-        if method is Method.ONE_SHOT:  # it also copies x to the shared memory
-            self._ops.one_shot_all_reduce_copy_out(shared, x, "sum", self._group_name, x)
-            return
+        # A kernel of its own copies: in torch's one_shot_all_reduce_copy, which saves it, a block may signal the other
+        # ranks before all of its threads have stored their part.
         shared.copy_(x)
+        if method is Method.ONE_SHOT:
+            self._ops.one_shot_all_reduce_out(shared, "sum", self._group_name, x)
+            return
         if method is Method.TWO_SHOT:
             self._ops.two_shot_all_reduce_out(shared, "sum", self._group_name, x)
             return
@@ -149,8 +151,8 @@ def _connect(config: EngineConfig, group: Group, group_name: str, device: torch.
 
 
 def difference(shared: SharedSum, group: Group, device: torch.device) -> str:
-    """Why the sums of a method are wrong; empty if they are right. All ranks call it together and get the same result,
-    unless the ranks got different sums.
+    """Why the sums of a method are wrong; empty if they are right. All ranks call it together and get the same result:
+    each judges the sums of all ranks.
 
     One shot and two shot must give the bits of a sum in the order of ranks; multimem the sum, with equal bits on all
     ranks.
@@ -162,9 +164,11 @@ def difference(shared: SharedSum, group: Group, device: torch.device) -> str:
             x = torch.randn(3, 1000, generator=generator).to(device, dtype)
             parts = group.all_gather(x)
             shared.add_by(method, x)
-            if fault := _fault(method, x, group.sum_in_order(parts), parts):
-                return f"{method.value} in {dtype} {fault}"
             results = group.all_gather(x)
+            expected = group.sum_in_order(parts)
+            faults = (_fault(method, result, expected, parts) for result in results)
+            if fault := next(filter(None, faults), ""):
+                return f"{method.value} in {dtype} {fault}"
             if not torch.equal(results, results[:1].expand_as(results)):
                 return f"{method.value} in {dtype} gives different sums on different ranks"
     return ""
