@@ -68,8 +68,8 @@ def test_processes_are_bounded_by_kernels_cores_and_memory(monkeypatch, kernels,
 class OtherRank(Group):
     """Rank 1 of 2, which notes when it waits for rank 0."""
 
-    def __init__(self, events):
-        super().__init__(1, 2)
+    def __init__(self, events, local_rank=None):
+        super().__init__(1, 2, local_rank=local_rank)
         self._events = events
 
     def all_reduce_min(self, value):
@@ -84,3 +84,11 @@ def test_other_ranks_compile_what_the_first_rank_left(monkeypatch):
     assert compilation.compile_first([lambda: events.append("step"), lambda: 1 / 0], OtherRank(events)) == 3
     assert events == ["step", "wait", "compile"]
     assert compilation.triton.knobs.runtime.jit_cache_hook is None
+
+
+def test_the_first_rank_of_another_host_does_not_wait_to_compile(monkeypatch):
+    events = []
+    monkeypatch.setattr(compilation.triton.knobs.runtime, "interpret", False)
+    monkeypatch.setattr(compilation, "_compile_missing", lambda launches: events.append("compile") or 3)
+    assert compilation.compile_first([], OtherRank(events, local_rank=0)) == 3
+    assert events == ["compile", "wait"]

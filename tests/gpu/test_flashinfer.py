@@ -21,7 +21,7 @@ from tests.unit.engine.test_engine_models import check_against
 from worker_svc.engine.backend import AttentionShape, BackendUnavailableError, HeadShape
 from worker_svc.engine.gpu import compute, runner
 from worker_svc.engine.gpu.flashinfer import DECODE as DECODE_WRAPPER
-from worker_svc.engine.gpu.flashinfer import PREFILL, FlashInferAttention
+from worker_svc.engine.gpu.flashinfer import PREFILL, FlashInferAttention, workspace_bytes
 from worker_svc.engine.gpu.kernels import pack_tables
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -190,3 +190,14 @@ def test_flashinfer_needs_its_package(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "flashinfer", ModuleType("flashinfer"))
     with pytest.raises(BackendUnavailableError, match="flashinfer has no BatchDecode"):
         load(folder, attention="flashinfer")
+
+
+@pytest.mark.parametrize(("heads", "rows", "processors", "mib"), [
+    (HeadShape(32, 8, 128), 256, 132, 128),  # the library's recommendation
+    (HeadShape(64, 8, 128), 1024, 132, 774),  # tiles of a graph of decode rows
+    (HeadShape(64, 4, 128), 256, 132, 267),
+    (HeadShape(32, 2, 128), 256, 108, 218),
+    (HeadShape(16, 1, 128), 8, 108, 218),  # tiles of a step with prompts
+])  # fmt: skip
+def test_the_workspace_holds_what_the_library_may_plan(heads, rows, processors, mib):
+    assert -(-workspace_bytes(heads, rows, processors) // (1 << 20)) == mib

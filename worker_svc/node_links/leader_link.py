@@ -14,7 +14,7 @@ from svc_common.trust import Trust
 from worker_svc.engine.nodes import Facts, NodesError
 from worker_svc.node_links.frames import MAX_MESSAGE, LinkError, prepare, receive_frame, receive_text, send_text
 from worker_svc.node_links.identity import Identity
-from worker_svc.node_links.tunnel import StoreDoor
+from worker_svc.node_links.tunnel import StoreProxy
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ class LeaderLink:
         self._reporting = threading.Lock()
         self._reports: socket.socket | None = None
         self._steps: socket.socket | None = None
-        self._door: StoreDoor | None = None
+        self._store_proxy: StoreProxy | None = None
 
     # -- joining ------------------------------------------------------------------------------------------------------
 
@@ -62,7 +62,7 @@ class LeaderLink:
             reports.close()
             raise
         self._reports = reports
-        self._door = StoreDoor(lambda: self._open("store"))
+        self._store_proxy = StoreProxy(lambda: self._open("store"))
 
     def _open(self, purpose: str, **more: Any) -> socket.socket:
         deadline = time.monotonic() + HANDSHAKE_S
@@ -84,9 +84,9 @@ class LeaderLink:
 
     @property
     def store_port(self) -> int:
-        if self._door is None:
+        if self._store_proxy is None:
             raise LinkError("this node has not joined")
-        return self._door.port
+        return self._store_proxy.port
 
     def recv_bytes(self) -> bytes:
         if self._steps is None:

@@ -23,7 +23,7 @@ from svc_common.trust import Trust
 from worker_svc.engine.nodes import Facts, NodesError, Outbox, difference
 from worker_svc.node_links.frames import LinkError, prepare, receive_text, send_frame, send_text
 from worker_svc.node_links.identity import Identity
-from worker_svc.node_links.tunnel import HOST, pump
+from worker_svc.node_links.tunnel import HOST, forward
 
 log = logging.getLogger(__name__)
 
@@ -152,11 +152,12 @@ class NodeServer:
                     time.sleep(1.0)  # too many open files, for example
                 continue
             if not self._handshakes.acquire(blocking=False):
+                log.warning("refused %s:%d at --node-listen: %d handshakes are open", host, port, MAX_HANDSHAKES)
                 connection.close()
                 continue
-            threading.Thread(target=self._greet, args=(connection, f"{host}:{port}"), daemon=True).start()
+            threading.Thread(target=self._handshake, args=(connection, f"{host}:{port}"), daemon=True).start()
 
-    def _greet(self, connection: socket.socket, peer: str) -> None:
+    def _handshake(self, connection: socket.socket, peer: str) -> None:
         deadline = time.monotonic() + HANDSHAKE_S
         try:
             prepare(connection)
@@ -191,7 +192,7 @@ class NodeServer:
             case "steps":
                 self._use_for_steps(connection, link)
             case "store":
-                pump(connection, socket.create_connection((HOST, self._store_port)))
+                forward(connection, socket.create_connection((HOST, self._store_port)))
 
     def _find(self, hello: dict[str, Any], peer: str) -> NodeLink:
         """The node that opened a connection. Raises NodesError if it is refused."""

@@ -10,9 +10,11 @@ import selectors
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 
+from worker_svc.engine.nodes import NodesError
 from worker_svc.node_links.frames import PIECE
 
 log = logging.getLogger(__name__)
@@ -21,7 +23,7 @@ HOST = "127.0.0.1"
 SEND_TIMEOUT_S = 60.0
 
 
-def pump(first: socket.socket, second: socket.socket) -> None:
+def forward(first: socket.socket, second: socket.socket) -> None:
     """Copies bytes between two connections until one ends, and closes both."""
     with first, second, selectors.DefaultSelector() as selector, suppress(OSError):
         selector.register(first, selectors.EVENT_READ, second)
@@ -48,28 +50,34 @@ def _copy(source: socket.socket, target: socket.socket) -> bool:
         target.sendall(data)
 
 
-class StoreDoor:
+class StoreProxy:
     """A port of this host's loopback interface. `connect` opens the link for each connection to it."""
 
     def __init__(self, connect: Callable[[], socket.socket]) -> None:
         self._connect = connect
         self._listening = socket.create_server((HOST, 0))
         self.port: int = self._listening.getsockname()[1]
-        threading.Thread(target=self._accept, name="store-door", daemon=True).start()
+        threading.Thread(target=self._accept, name="store-proxy", daemon=True).start()
 
     def close(self) -> None:
         self._listening.close()
 
     def _accept(self) -> None:
-        with suppress(OSError):  # closed
-            while True:
-                threading.Thread(target=self._serve, args=self._listening.accept()[:1], daemon=True).start()
+        while self._listening.fileno() >= 0:  # until it is closed
+            try:
+                client, _ = self._listening.accept()
+            except OSError as error:
+                if self._listening.fileno() >= 0:
+                    log.error("cannot accept connections to the store of rank 0: %s", error)
+                    time.sleep(1.0)  # too many open files, for example
+                continue
+            threading.Thread(target=self._serve, args=(client,), daemon=True).start()
 
     def _serve(self, client: socket.socket) -> None:
         try:
             link = self._connect()
-        except OSError as error:
+        except (OSError, NodesError) as error:
             log.error("a rank cannot reach the store of rank 0: %s", error)
             client.close()
             return
-        pump(client, link)
+        forward(client, link)

@@ -338,7 +338,7 @@ def test_hostile_connections_do_not_keep_a_node_from_joining(lead, secrets, monk
     leader.server.wait_joined()
     assert leader.ends.empty()
     assert {record.levelno for record in caplog.records} <= {logging.INFO, logging.WARNING}
-    left = {thread for thread in threading.enumerate() if "_greet" in thread.name} - threads
+    left = {thread for thread in threading.enumerate() if "_handshake" in thread.name} - threads
     assert len(left) <= 2  # of the node that has joined
 
 
@@ -471,11 +471,11 @@ def test_both_ends_notice_a_host_that_is_lost_without_a_fin():
     assert re.search(r"\['\[Errno \d+\] .*', 'node 1 \(127.*\) is lost: \[Errno \d+\] ", done.stdout), done.stderr
 
 
-def test_the_door_of_the_store_is_for_this_host_only():
-    door = tunnel.StoreDoor(lambda: pytest.fail("no connection was made"))
+def test_the_proxy_of_the_store_is_for_this_host_only():
+    proxy = tunnel.StoreProxy(lambda: pytest.fail("no connection was made"))
     with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.2", door.port), 1.0)
-    door.close()
+        socket.create_connection(("127.0.0.2", proxy.port), 1.0)
+    proxy.close()
 
 
 # -- settings ---------------------------------------------------------------------------------------------------------

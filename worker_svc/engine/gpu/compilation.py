@@ -104,10 +104,11 @@ def compile_first(steps: Sequence[Callable[[], object]], group: Group) -> int:
         for step in steps:
             with suppress(Exception):
                 step()
-    # Most kernels of the ranks are the same, so the first rank compiles them alone.
-    num_compiled = _compile_missing(launches) if group.rank == 0 else 0
+    # Most kernels of the ranks are the same, so the first rank of each host compiles them alone.
+    is_first = group.local_rank == 0
+    num_compiled = _compile_missing(launches) if is_first else 0
     group.all_reduce_min(0)
-    return num_compiled if group.rank == 0 else _compile_missing(launches)
+    return num_compiled if is_first else _compile_missing(launches)
 
 
 def _compile_missing(launches: list[Launch]) -> int:

@@ -24,12 +24,16 @@ from worker_svc.engine.backend import I32, AttentionShape, BackendUnavailableErr
 from worker_svc.engine.gpu.attention import LayerCache
 from worker_svc.engine.gpu.kernels.pack_tables import pack_tables
 from worker_svc.engine.gpu.step_buffer import Bucket, HostStep, StepColumns
+from worker_svc.engine.gpu.tiles import Processors
 
 DECODE, PREFILL = "BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper"
 LEAST_WORKSPACE = 128 << 20  # bytes; the library's recommendation
 PLAN_BYTES = 1 << 20  # of a wrapper, on the device and pinned
 TILE_ROWS = 16  # query heads of a row in a tile of a decode step; more heads per KV head take the next tile
 WIDE_TILE_ROWS = 64
+MIXED_TILE_ROWS = 128  # the largest tile of a step with prompts
+PROGRAMS_PER_PROCESSOR = 2  # of a step with prompts that splits keys
+ALIGNMENT_SLACK = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +79,8 @@ class FlashInferAttention:
         self._block_size = block_size
         self._dtypes = {"q_data_type": dtype, "kv_data_type": kv_dtype}
         self._device = device
-        self._workspace = torch.zeros(_workspace_bytes(shapes[0].heads, max_rows), dtype=torch.uint8, device=device)
+        num_bytes = workspace_bytes(shapes[0].heads, max_rows, Processors.of(device).count)
+        self._workspace = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         # Of a step: the blocks of all rows, then zeros for its padding.
         self._blocks = torch.zeros(
             max_rows * -(-max_model_len // block_size) + max_tokens + 1, dtype=torch.int32, device=device
@@ -158,11 +163,14 @@ def _starts(counts: np.ndarray[Any, Any]) -> I32:
     return starts
 
 
-def _workspace_bytes(heads: HeadShape, max_rows: int) -> int:
-    """For the results of splits of a decode step: a tile of float32 per row and query head."""
+def workspace_bytes(heads: HeadShape, max_rows: int, num_processors: int) -> int:
+    """For the results of splits, float32 tiles with their sums: as many as the library may plan (its scheduler.cuh)."""
     group = heads.num_q_heads // heads.num_kv_heads
     tile = TILE_ROWS if group <= TILE_ROWS else WIDE_TILE_ROWS
-    return LEAST_WORKSPACE + max_rows * heads.num_q_heads * tile * (heads.head_dim + 1) * 4
+    decode_lines = tile * (-(-max_rows * group // tile) + max_rows - 1)  # a graph reserves all tiles
+    mixed_lines = MIXED_TILE_ROWS * (PROGRAMS_PER_PROCESSOR * num_processors // heads.num_kv_heads)
+    num_bytes = max(decode_lines, mixed_lines) * heads.num_q_heads * (heads.head_dim + 1) * 4
+    return max(LEAST_WORKSPACE, num_bytes + ALIGNMENT_SLACK)
 
 
 def _mask_and_scale(shape: AttentionShape) -> dict[str, Any]:

@@ -21,7 +21,8 @@ def fp8_cases(setup: Setup) -> Iterator[Case]:
         return
     for group in (setup.model.hidden_size, GROUP):
         yield _quantize_case(setup, group)
-        yield _product_case(setup, group)
+        for num_rows in (1, NUM_ROWS):  # the tiles for few and for many rows
+            yield _product_case(setup, group, num_rows)
         if norm_rows.serves(setup.model.hidden_size, group):
             yield _norm_case(setup, group)
 
@@ -68,9 +69,9 @@ def _norm_case(setup: Setup, group: int) -> Case:
     )
 
 
-def _product_case(setup: Setup, group: int) -> Case:
+def _product_case(setup: Setup, group: int, num_rows: int) -> Case:
     in_size = setup.model.hidden_size
-    rows = scaled_linear.reference_rows(setup.random(NUM_ROWS, in_size), group)
+    rows = scaled_linear.reference_rows(setup.random(num_rows, in_size), group)
     weight = scaled_linear.reference_rows(setup.random(NUM_OUTPUTS, in_size, seed=1), group)
     stored = Fp8Weight(weight.steps, weight.scales.T.contiguous(), group)
     bias = setup.random(NUM_OUTPUTS, seed=2)
@@ -81,8 +82,8 @@ def _product_case(setup: Setup, group: int) -> Case:
 
     return Case(
         "scaled_linear",
-        f"[{NUM_ROWS}, {in_size}] x [{in_size}, {NUM_OUTPUTS}], groups of {group}, {setup.dtype}",
-        range(NUM_ROWS + 1),
+        f"[{num_rows}, {in_size}] x [{in_size}, {NUM_OUTPUTS}], groups of {group}, {setup.dtype}",
+        range(num_rows + 1),
         run,
         {"output": scaled_linear.reference(rows, stored, bias)},
         {"output": max(TOLERANCES[setup.dtype], FP8_SUM)},
