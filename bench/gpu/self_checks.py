@@ -26,8 +26,8 @@ SETTINGS: list[dict[str, Any]] = [
     {"dtype": torch.bfloat16, "determinism": "exact", "formats": FORMATS},
     {"dtype": torch.float16, "determinism": "best_effort", "has_scaled_cache": True},
     {"dtype": torch.bfloat16, "determinism": "best_effort", "block_size": 16},
-    {"dtype": torch.bfloat16, "determinism": "best_effort", "model": EXPERTS},
-    {"dtype": torch.bfloat16, "determinism": "exact", "model": EXPERTS},
+    {"dtype": torch.bfloat16, "determinism": "best_effort", "model": EXPERTS, "formats": FORMATS},
+    {"dtype": torch.bfloat16, "determinism": "exact", "model": EXPERTS, "formats": FORMATS},
     {"dtype": torch.float32, "determinism": "exact"},
 ]
 
