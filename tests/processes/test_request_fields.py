@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import re
+import uuid
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -320,23 +322,26 @@ async def test_requests_with_different_salts_share_no_blocks(client: AsyncClient
 
 
 async def ends_of(client: AsyncClient, running: FieldStack, *waiting: Json) -> list[int]:
-    """The order in which waiting requests end. They wait for all rows of the worker, then run one after the other."""
-    ends: list[int] = []
+    """The order in which waiting requests end. They wait for all rows of the worker, then run one after the other.
+
+    The order is that of the gateway's log: a client that is slow for a moment sees several ends at once.
+    """
     full = {"n": MAX_NUM_SEQS, "temperature": 1.0, "seed": 1, "ignore_eos": True}
-
-    async def run(number: int, options: Json) -> None:
-        await client.generate("a", max_tokens=30, **full, **options)
-        ends.append(number)
-
+    ids = [f"{uuid.uuid4()}" for _ in waiting]
     async with client.stream("b", max_tokens=3000, priority=-1000, tenant_id="x", **full) as first:
         await anext(aiter(first))
         tasks = []
-        for number, options in enumerate(waiting):
-            tasks.append(asyncio.create_task(run(number, options)))
-            count = number + 1
+        for count, (request_id, options) in enumerate(zip(ids, waiting, strict=True), start=1):
+            call = client.generate("a", max_tokens=30, request_id=request_id, **full, **options)
+            tasks.append(asyncio.create_task(call))
             await running.stack.until(client, lambda all_, count=count: all_[0].num_waiting >= count)
     await asyncio.gather(*tasks)
-    return ends
+    logged: list[str] = []
+    async with asyncio.timeout(30):
+        while len(logged) < len(ids):
+            await asyncio.sleep(0.01)
+            logged = [found for found in re.findall(r"request (\S+) ended", running.gateway.log()) if found in ids]
+    return [ids.index(request_id) for request_id in logged]
 
 
 async def test_priority_and_tenant_order_the_queue(client: AsyncClient, running: FieldStack) -> None:

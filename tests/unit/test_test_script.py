@@ -24,7 +24,11 @@ def start_script(folder: Path, body: str) -> subprocess.Popen[str]:
         command.chmod(0o755)
     environment = {**os.environ, "TMPDIR": str(folder)}
     pipe = subprocess.PIPE
-    return subprocess.Popen([ROOT / "scripts/test", folder], env=environment, stdout=pipe, stderr=pipe, text=True)
+    return subprocess.Popen(
+        [ROOT / "scripts/test", folder], env=environment, stdout=pipe, stderr=pipe, text=True,
+        # The child processes of a background job may ignore SIGINT, and bash cannot trap a signal that it ignores.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
