@@ -111,7 +111,7 @@ def test_rotation_of_a_part_of_each_head(turned, kind, dtype):
     ("old", "new"),
     [
         ("turned_b = (b * cos + a * sin)", "turned_b = (b * cos - a * sin)"),
-        ("cos_ptr + position * TURNED", "cos_ptr + (position + 1) * TURNED"),
+        ("cos_ptr + position * TURNED", "cos_ptr + tl.maximum(position - 1, 0) * TURNED"),
         ("slot * HKV + head - HQ) * D", "slot * HKV + head - HQ + 1) * D"),
         ("if slot >= 0:", "if slot >= -1:"),
         ("tl.store(values + left, first, mask=is_v)", "tl.store(values + left, turned_a, mask=is_v)"),
