@@ -92,10 +92,15 @@ class ResponsesHandlers:
         if is_stream:
             return await EventStream.begun(_encoded(self._follow(response_id, after)), {})
         run = self._runs.get(scoped(response_id))
+        try:
+            record = await self._load(response_id)  # another gateway may have deleted or ended what runs here
+        except UnavailableError:
+            if run is None:
+                raise
+            return json_reply(run.response)
+        if record.stored_object:
+            return json_reply(json.loads(record.stored_object))
         if run is None:
-            record = await self._load(response_id)
-            if record.stored_object:
-                return json_reply(json.loads(record.stored_object))
             run = self._continue(record)
             await run.begun()
         return json_reply(run.response)
