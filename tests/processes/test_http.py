@@ -248,14 +248,23 @@ async def test_gateway_processes_share_the_port(running: Running, grpc_client: A
     port = int(url.rpartition(":")[2])
     await asyncio.to_thread(_wait_until_both_listen, psutil.Process(gateway.process.pid), port)
     async with aiohttp.ClientSession(url, timeout=TIMEOUT) as session:
-        deadline, num_served = time.monotonic() + 60, 0
-        while num_served < 20:  # new connections, which the kernel spreads; a process may not know the model yet
-            assert time.monotonic() < deadline
-            async with session.get("/v1/models", headers={"connection": "close"}) as reply:
-                listed = [entry["id"] for entry in (await reply.json())["data"]]
-            assert listed in ([MODEL], [])
-            num_served = num_served + 1 if listed else 0
+        await _wait_until_both_serve(session)
+        for _ in range(20):  # new connections, which the kernel spreads
+            assert (await _listed(session))[0]["id"] == MODEL
     assert gateway.terminate() == 0
+
+
+async def _listed(session: aiohttp.ClientSession) -> Any:
+    async with session.get("/v1/models", headers={"connection": "close"}) as reply:
+        return (await reply.json())["data"]
+
+
+async def _wait_until_both_serve(session: aiohttp.ClientSession) -> None:
+    """A process that listens may not know the model yet."""
+    num_served = 0
+    async with asyncio.timeout(60):
+        while num_served < 20:
+            num_served = num_served + 1 if await _listed(session) else 0
 
 
 def _wait_until_both_listen(parent: psutil.Process, port: int) -> None:
