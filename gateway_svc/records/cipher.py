@@ -13,6 +13,10 @@ from typing import Any, Protocol
 KEY_BYTES = 32
 NONCE_BYTES = 12
 ID_BYTES = 4
+# The first byte of a stored value is its form. Without it, a gateway without keys takes encrypted bytes for a message
+# whenever they happen to parse as one.
+PLAIN = b"\x00"
+ENCRYPTED = b"\x01"
 
 
 class RecordKeyError(ValueError):
@@ -32,17 +36,19 @@ class Cipher(Protocol):
 
 
 class NoCipher:
-    """Values are stored unchanged."""
+    """Stores values unencrypted, after the byte of their form."""
 
     def seal(self, data: bytes, place: bytes) -> bytes:
-        return data
+        return PLAIN + data
 
     def open(self, stored: bytes, place: bytes) -> bytes:
-        return stored
+        if not stored.startswith(PLAIN):
+            raise UnreadableValueError("the value is encrypted, and this gateway has no --record-key-file")
+        return stored[len(PLAIN) :]
 
 
 class AesCipher:
-    """Encrypts with the first key and decrypts with any of them. Stored form: key id, nonce, ciphertext with tag."""
+    """Encrypts with the first key and decrypts with any of them. Stored: form, key id, nonce, ciphertext with tag."""
 
     def __init__(self, keys: Sequence[bytes]) -> None:
         make = _load_aes()
@@ -52,11 +58,14 @@ class AesCipher:
     def seal(self, data: bytes, place: bytes) -> bytes:
         nonce = os.urandom(NONCE_BYTES)
         sealed: bytes = self._keys[self._current].encrypt(nonce, data, place)
-        return self._current + nonce + sealed
+        return ENCRYPTED + self._current + nonce + sealed
 
     def open(self, stored: bytes, place: bytes) -> bytes:
-        key = self._keys.get(stored[:ID_BYTES])
-        nonce, sealed = stored[ID_BYTES : ID_BYTES + NONCE_BYTES], stored[ID_BYTES + NONCE_BYTES :]
+        if not stored.startswith(ENCRYPTED):
+            raise UnreadableValueError("the value is not encrypted, and this gateway reads encrypted values only")
+        key_id, rest = stored[1 : 1 + ID_BYTES], stored[1 + ID_BYTES :]
+        key = self._keys.get(key_id)
+        nonce, sealed = rest[:NONCE_BYTES], rest[NONCE_BYTES:]
         if key is None or len(nonce) != NONCE_BYTES:
             raise UnreadableValueError("the value was not encrypted with one of the keys of --record-key-file")
         from cryptography.exceptions import InvalidTag

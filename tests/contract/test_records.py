@@ -14,7 +14,7 @@ from quire.internal.v1 import scheduler_pb2
 from quire.v1 import inference_pb2
 from quire.v1 import types_pb2 as types
 
-from gateway_svc.records.cipher import RecordKeyError, make_cipher
+from gateway_svc.records.cipher import RecordKeyError, UnreadableValueError, make_cipher
 from gateway_svc.records.store import RecordStore, Update
 from svc_common.errors import InvalidRequestError, UnavailableError
 from tests.processes.redis_server import RedisServer
@@ -148,7 +148,7 @@ async def test_the_size_of_a_record_is_limited(redis_server: RedisServer) -> Non
     assert 10 <= len(stored) <= 50
     assert stored == [*range(10)] * (len(stored) // 10)
     large = pb.RequestRecord(notes=bytes(300))
-    with pytest.raises(InvalidRequestError, match=r"has 303 bytes; at most 200 .*--max-record-bytes"):
+    with pytest.raises(InvalidRequestError, match=r"has 304 bytes; at most 200 .*--max-record-bytes"):
         await store.create("r", large, "run")
     await store.close()
 
@@ -187,6 +187,16 @@ async def test_encrypted_records_are_read_only_with_a_key(redis_server: RedisSer
     assert await after.load("p") is None
     for one in (before, both, after, plain):
         await one.close()
+
+
+@pytest.mark.parametrize("data", [b"", b"\x00", b"\x01" * 40, CONTENT.SerializeToString()])
+def test_the_form_of_a_value_does_not_depend_on_its_bytes(tmp_path: Path, data: bytes) -> None:
+    """Encrypted bytes happened to parse as an empty message, so a gateway without keys returned an empty record."""
+    plain, encrypted = make_cipher(None), make_cipher(write_keys(tmp_path / "keys", bytes(32)))
+    for cipher, other in ((plain, encrypted), (encrypted, plain)):
+        assert cipher.open(cipher.seal(data, b"place"), b"place") == data
+        with pytest.raises(UnreadableValueError, match="encrypted"):
+            other.open(cipher.seal(data, b"place"), b"place")
 
 
 @pytest.mark.parametrize("text", ["", "# only a comment\n", "c2hvcnQ=\n", "not base64\n"])
