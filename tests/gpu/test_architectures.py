@@ -9,7 +9,7 @@ import torch
 
 from tests.gpu import fake_flash3, fake_flash_attn, fake_flashinfer
 from tests.gpu.driver import DeviceDriver, load
-from tests.gpu.test_runner import HEADS_4_2, SMALL, small_prompts
+from tests.gpu.test_runner import HEADS_4_2, SMALL, run_mixed, small_prompts
 from tests.unit.engine.models import load_reference, make_model
 from tests.unit.engine.test_engine_models import check_against
 
@@ -36,14 +36,8 @@ def make(folder, name):
 
 
 def run(driver):
-    """Chunks, whole prompts and single queries in one batch, most of them longer than the windows."""
-    for row, prompt in enumerate(small_prompts([1, 9, 22])):
-        driver.open(row, prompt)
-    driver.step({0: 1, 2: 13})
-    driver.step({0: 1, 1: 9, 2: 7})
-    driver.step({2: 2, 0: 1, 1: 1})
-    driver.decode([2, 0, 1], 2)
-    assert driver.errors == []
+    """Most rows become longer than the windows."""
+    run_mixed(driver, longest=22)
 
 
 @pytest.mark.parametrize("name", MODELS)

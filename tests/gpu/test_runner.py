@@ -56,11 +56,11 @@ def run_forced(driver):
         row.tokens.pop()  # the sampled token
 
 
-def run_mixed(driver):
+def run_mixed(driver, longest=18):
     """Chunks, whole prompts and single queries in one batch, across block boundaries, in changing order."""
-    for row, prompt in enumerate(small_prompts([1, 9, 18])):
+    for row, prompt in enumerate(small_prompts([1, 9, longest])):
         driver.open(row, prompt)
-    driver.step({0: 1, 2: 9})
+    driver.step({0: 1, 2: longest - 9})
     driver.step({0: 1, 1: 9, 2: 7})
     driver.step({2: 2, 0: 1, 1: 1})
     driver.decode([2, 0, 1], 2)

@@ -65,7 +65,7 @@ class SharedSum:
         self.has_multimem = bool(memory.rendezvous(self._buffer, group_name).multicast_ptr)
 
     def add(self, x: torch.Tensor) -> bool:
-        """Replaces x by the sum over all ranks. False: it takes no such tensors, and x is unchanged."""
+        """Replaces x by the sum over all ranks. Returns False, with x unchanged, if no method takes it."""
         method = self.method_of(x)
         if method is None:
             return False

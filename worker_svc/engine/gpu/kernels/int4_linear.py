@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from worker_svc.engine.gpu.kernels.launch import after_predecessor, dependent
+from worker_svc.engine.gpu.kernels.scaled_linear import Tile
 
 DEPTH = 128  # inputs whose words are neighbours: the innermost tiles of torch's kernel, 8 of 16 inputs
 OUTPUTS = 8  # of a tile of torch's kernel
@@ -38,16 +39,6 @@ class Int4Weight:
     def shape(self) -> tuple[int, int]:
         """Outputs and inputs."""
         return self.words.shape[0] * OUTPUTS, self.words.shape[1] * DEPTH
-
-
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """The tile of outputs of a program."""
-
-    rows: int
-    columns: int
-    num_warps: int
-    num_stages: int
 
 
 EXACT = Tile(64, 64, 4, 3)  # for every number of rows
