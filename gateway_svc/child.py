@@ -13,6 +13,7 @@ import sys
 
 from gateway_svc.flags import make_parser
 from gateway_svc.processes import EXIT_CANNOT_START, port_of_child
+from gateway_svc.readiness import link_to_parent
 from gateway_svc.server import run_gateway
 from svc_common import config
 
@@ -32,7 +33,7 @@ def main() -> None:
     end_with_parent(parent)
     # After a restart, other processes are serving already: accept connections only when this process is ready as well.
     try:
-        run_gateway(args, shares_port=True, ready_within_s=READY_WITHIN_S if life else 0.0)
+        run_gateway(args, link=link_to_parent(), ready_within_s=READY_WITHIN_S if life else 0.0)
     except SystemExit as end:
         if not isinstance(end.code, str):
             raise

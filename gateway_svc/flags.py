@@ -69,7 +69,8 @@ def make_parser() -> argparse.ArgumentParser:
         default=1,
         metavar="N",
         help="number of gateway processes that share the port. The kernel spreads connections over them; limits apply "
-        "to each process. The second process adds 1 to the ports of --metrics-listen and --health-listen, and so on",
+        "to each process; the gateway is ready when all processes are. The second process adds 1 to the ports of "
+        "--metrics-listen and --health-listen, and so on",
     )
     parser.add_argument(
         "--chunk-interval-ms",

@@ -3,6 +3,8 @@
     quire-gateway --processes 4          the parent: reserves the port; starts, monitors and stops the children
       gateway_svc.child 0 ... 3          complete gateways that share the port (SO_REUSEPORT)
 
+Each child tells the parent whether it is ready, and learns whether all are (readiness.py).
+
 The kernel assigns every new connection to one child. Children are independent, like gateways on several machines: if
 one dies, clients resume its streams through another, and Abort reaches streams of other children through the
 schedulers.
@@ -15,14 +17,17 @@ import asyncio
 import logging
 import os
 import signal
+import socket
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 
+from gateway_svc.readiness import ReadyProcesses
 from svc_common.config import OFF
 from svc_common.serve import BindError
 from svc_common.sockets import bind_tcp
+from svc_common.tasks import cancel
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +81,7 @@ class Supervisor:
 
     def __init__(self, children: Sequence[Child]) -> None:
         self._children = list(children)
+        self._readiness = ReadyProcesses(len(self._children))
         self._stopping = asyncio.Event()
 
     async def run(self) -> int:
@@ -123,15 +129,27 @@ class Supervisor:
         """Run a process until it ends. Returns its exit status, negative for a signal."""
         command = child.command_of(child.num_lives)
         child.num_lives += 1
-        try:
-            # In a new session, so that Ctrl-C reaches only the parent, which then signals each child once.
-            child.process = await asyncio.create_subprocess_exec(*command, start_new_session=True)
-        except OSError as error:  # e.g. out of memory or process ids: the other processes keep running
-            log.error("cannot start process %d: %s", child.index, error)
-            return EXIT_CANNOT_START
+        with ExitStack() as links:
+            try:
+                link, link_of_child = map(links.enter_context, socket.socketpair())
+                # In a new session, so that Ctrl-C reaches only the parent, which then signals each child once.
+                child.process = await asyncio.create_subprocess_exec(
+                    *command, stdin=link_of_child.fileno(), start_new_session=True
+                )
+            except OSError as error:  # e.g. out of memory or process ids: the other processes keep running
+                log.error("cannot start process %d: %s", child.index, error)
+                return EXIT_CANNOT_START
+            link_of_child.close()
+            return await self._follow(child, child.process, link)
+
+    async def _follow(self, child: Child, process: asyncio.subprocess.Process, link: socket.socket) -> int:
         if self._stopping.is_set():
             child.signal(signal.SIGTERM)
-        return await child.process.wait()
+        following = asyncio.create_task(self._readiness.follow(child.index, link))
+        try:
+            return await process.wait()
+        finally:
+            await cancel(following)
 
     async def _stops_within(self, seconds: float) -> bool:
         try:

@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import logging
 import secrets
+import socket
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -34,6 +35,7 @@ from gateway_svc.operator_port import add_admin_service, is_public_for_operators
 from gateway_svc.prefix_hints import PrefixHints
 from gateway_svc.processes import supervise
 from gateway_svc.prompts import PromptReader
+from gateway_svc.readiness import ReadyLink
 from gateway_svc.records.cipher import RecordKeyError, make_cipher
 from gateway_svc.records.recorder import Recorder
 from gateway_svc.records.store import RecordStore
@@ -106,12 +108,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(f"quire-gateway: {error}")
 
 
-def run_gateway(args: argparse.Namespace, *, shares_port: bool = False, ready_within_s: float = 0.0) -> None:
+def run_gateway(args: argparse.Namespace, *, link: socket.socket | None = None, ready_within_s: float = 0.0) -> None:
     """Run one gateway in this process. Exits with a message if it cannot start."""
     gateway_id = f"gateway-{secrets.token_hex(4)}"
     setup_logging("gateway", args.log_format, args.log_level, instance=gateway_id)
     try:
-        run_service(serve(args, gateway_id, shares_port=shares_port, ready_within_s=ready_within_s))
+        run_service(serve(args, gateway_id, link=link, ready_within_s=ready_within_s))
     except START_ERRORS as error:
         sys.exit(f"quire-gateway: {error}")
 
@@ -156,11 +158,12 @@ def memory_limit(args: argparse.Namespace) -> MemoryLimit:
 
 
 async def serve(
-    args: argparse.Namespace, gateway_id: str, *, shares_port: bool = False, ready_within_s: float = 0.0
+    args: argparse.Namespace, gateway_id: str, *, link: socket.socket | None = None, ready_within_s: float = 0.0
 ) -> None:
     """Run until SIGTERM or SIGINT. Raises START_ERRORS.
 
-    `shares_port`: other processes listen on the same port. `ready_within_s`: longest wait for a model before listening.
+    `link`: to the parent of this gateway's processes, which listen on the same port; None: this is the only process.
+    `ready_within_s`: longest wait for a model before listening.
     """
     redis = redis_server(args)
     reader, recorder, limits = make_reader(args, redis), make_recorder(args, redis), make_limits(args, redis)
@@ -172,7 +175,7 @@ async def serve(
     server = GrpcServer(
         listen=args.listen,
         service_names=SERVICE_NAMES,
-        shares_port=shares_port,
+        shares_port=link is not None,
         credentials=None if tls is None else server_credentials(tls),
         connections=ConnectionLimits(
             args.max_connections,
@@ -187,6 +190,7 @@ async def serve(
         on_call=None if audit is None else audit.on_call,
     )
     changed = asyncio.Event()
+    processes = ReadyLink(link, changed.set)
     bundles, parsers = BundleCache(chat_templates(args)), parser_names(args)
     chunk_interval_s = args.chunk_interval_ms / 1000
     clients = SchedulerClients(
@@ -230,12 +234,17 @@ async def serve(
     read = GatewayReader(metrics, servicer.streams, directory, lambda: dispatcher.num_moves, reader, audit)
     admin = make_admin(args, server, read)
     make_app = make_http_apps(args, servicer, directory, prompts, server, audit)
-    http = make_http(args, make_app, authenticator, tls, shares_port=shares_port)
+    http = make_http(args, make_app, authenticator, tls, shares_port=link is not None)
     state = ConsoleState(servicer.full_status, directory)
     console = make_console(args, make_app, authenticator, state, server, tls)
     add_InferenceServiceServicer_to_server(servicer, server.grpc)
     inspector = Inspector("gateway", gateway_id, args.shown_settings, admin.metrics_text)
     operations = add_admin_service(args, AdminServicer(directory, inspector), servicer.full_status, server, tls, audit)
+
+    async def drain() -> None:
+        changed.set()  # for the other processes
+        await servicer.drain(args.drain_timeout_s)
+
     await admin.start()
     templates.start()
     if reader is not None:
@@ -246,7 +255,7 @@ async def serve(
     if authenticator is not None:
         await authenticator.start()
     names.start()
-    tasks = [asyncio.create_task(clients.run()), asyncio.create_task(names.run())]
+    tasks = [asyncio.create_task(run) for run in (clients.run(), names.run(), processes.run())]
     try:
         await _wait_ready(directory, changed, ready_within_s)
         await server.start()
@@ -260,8 +269,8 @@ async def serve(
         settle_gc()
         schedulers = ", ".join(dict.fromkeys(args.scheduler))
         log.info("%s listens on %s (%s); schedulers: %s", gateway_id, server.address, _security(tls), schedulers)
-        tasks.append(asyncio.create_task(_keep_health(server, directory, changed)))
-        await server.run_until_stopped(lambda: servicer.drain(args.drain_timeout_s))
+        tasks.append(asyncio.create_task(_keep_health(server, directory, processes, changed)))
+        await server.run_until_stopped(drain)
     finally:
         servicer.end_streams()  # streams are still open here only after a second signal
         for port in (http, console):
@@ -366,7 +375,7 @@ def make_console(
 
 
 def make_admin(args: argparse.Namespace, server: GrpcServer, read: GatewayReader) -> AdminServer:
-    """Metrics, liveness and readiness. Ready: at least one model can take requests."""
+    """Metrics, liveness and readiness. Ready: at least one model can take requests, in every process."""
     has_vllm = args.metrics_compat != "none"
     specs = specs_for_picker() if args.metrics_compat == "inference-pool" else SPECS
     metrics = ServiceMetrics("gateway", specs, read, server.rpc, has_vllm, certificate_files(args))
@@ -389,17 +398,20 @@ async def _wait_ready(directory: ModelDirectory, changed: asyncio.Event, timeout
     changed.set()
 
 
-async def _keep_health(server: GrpcServer, directory: ModelDirectory, changed: asyncio.Event) -> None:
-    """Report SERVING while at least one model can take requests."""
-    was_ready = False
+async def _keep_health(
+    server: GrpcServer, directory: ModelDirectory, processes: ReadyLink, changed: asyncio.Event
+) -> None:
+    """Report SERVING while at least one model can take requests, in this process and in the others."""
     while True:
         await changed.wait()
         changed.clear()
-        is_ready = directory.is_ready and not server.stopping.is_set()
-        if is_ready != was_ready:
-            log.info("serving" if is_ready else "not serving: no model is ready")
+        can_serve = directory.is_ready and not server.stopping.is_set()
+        processes.report(is_ready=can_serve)
+        is_ready = can_serve and processes.all_ready
+        if is_ready != server.is_serving:
+            reason = "another process of this gateway is not ready" if can_serve else "no model is ready"
+            log.info("serving" if is_ready else f"not serving: {reason}")
             server.set_serving(is_ready)
-        was_ready = is_ready
 
 
 if __name__ == "__main__":

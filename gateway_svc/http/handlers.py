@@ -143,10 +143,11 @@ class Handlers:
         return json_reply({"prompt": (await self._servicer.Detokenize(asked)).text}, ignored)
 
     async def health(self, request: Request) -> Response:
-        """200 while this gateway can take requests."""
+        """200 while every process of this gateway can take requests."""
         if not self._is_serving():
             raise UnavailableError(
-                "this gateway is not serving: it is shutting down, or no model is ready; retry later"
+                "this gateway is not serving: it is shutting down, no model is ready, or one of its processes is not "
+                "ready; retry later"
             )
         return json_reply({"status": "serving"})
 

@@ -17,6 +17,8 @@ from pathlib import Path
 import grpc
 import psutil
 import pytest
+from grpc_health.v1 import health_pb2
+from grpc_health.v1.health_pb2_grpc import HealthStub
 from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2 as types
 from quire.v1.inference_pb2_grpc import InferenceServiceStub
@@ -50,6 +52,17 @@ def gateway(stack: Stack) -> Service:
 def children(gateway: Service) -> list[psutil.Process]:
     assert gateway.process is not None
     return psutil.Process(gateway.process.pid).children()
+
+
+async def test_a_ready_gateway_serves_on_all_connections(gateway: Service) -> None:
+    """The first test of this file: the gateway has just become ready."""
+    seen: set[int] = set()
+    async with asyncio.timeout(PATIENCE_S):
+        while len(seen) < NUM_PROCESSES:
+            connection = await Connection(gateway).open()
+            assert (await connection.stub.ListModels(pb.ListModelsRequest())).models
+            seen.add(connection.process.pid)
+            await connection.channel.close()
 
 
 def process_of(channel_port: int, gateway: Service) -> psutil.Process:
@@ -103,6 +116,17 @@ def long_request(request_id: str) -> pb.GenerateRequest:
         sampling=types.SamplingParams(temperature=0.0),
         stop=types.StopParams(max_tokens=LONG, ignore_eos=True),
     )
+
+
+async def test_a_killed_process_shows_in_the_health_of_the_others(gateway: Service) -> None:
+    async with connections_to_two(gateway) as (one, other):
+        watching = HealthStub(one.channel).Watch(health_pb2.HealthCheckRequest(), timeout=60)
+        assert (await watching.read()).status == health_pb2.HealthCheckResponse.SERVING
+        other.process.kill()
+        assert (await watching.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        assert (await one.stub.ListModels(pb.ListModelsRequest())).models  # it can still take requests
+        assert (await watching.read()).status == health_pb2.HealthCheckResponse.SERVING
+    assert len(children(gateway)) == NUM_PROCESSES
 
 
 async def test_abort_reaches_a_stream_of_another_process(stack: Stack, gateway: Service) -> None:

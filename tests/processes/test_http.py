@@ -11,7 +11,6 @@ import signal
 import ssl
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -246,33 +245,12 @@ async def test_gateway_processes_share_the_port(running: Running, grpc_client: A
     gateway.wait_ready()
     assert gateway.process is not None
     port = int(url.rpartition(":")[2])
-    await asyncio.to_thread(_wait_until_both_listen, psutil.Process(gateway.process.pid), port)
+    assert [_listens(child, port) for child in psutil.Process(gateway.process.pid).children()] == [True, True]
     async with aiohttp.ClientSession(url, timeout=TIMEOUT) as session:
-        await _wait_until_both_serve(session)
         for _ in range(20):  # new connections, which the kernel spreads
-            assert (await _listed(session))[0]["id"] == MODEL
+            async with session.get("/v1/models", headers={"connection": "close"}) as reply:
+                assert (await reply.json())["data"][0]["id"] == MODEL
     assert gateway.terminate() == 0
-
-
-async def _listed(session: aiohttp.ClientSession) -> Any:
-    async with session.get("/v1/models", headers={"connection": "close"}) as reply:
-        return (await reply.json())["data"]
-
-
-async def _wait_until_both_serve(session: aiohttp.ClientSession) -> None:
-    """A process that listens may not know the model yet."""
-    num_served = 0
-    async with asyncio.timeout(60):
-        while num_served < 20:
-            num_served = num_served + 1 if await _listed(session) else 0
-
-
-def _wait_until_both_listen(parent: psutil.Process, port: int) -> None:
-    """One ready process makes the gateway ready, and the other one may still be starting."""
-    deadline = time.monotonic() + 60
-    while [_listens(child, port) for child in parent.children()] != [True, True]:
-        assert time.monotonic() < deadline, "the two gateway processes do not share the port"
-        time.sleep(0.05)
 
 
 def _listens(process: psutil.Process, port: int) -> bool:
