@@ -32,7 +32,7 @@ from worker_svc.engine.kv_cache import DEFAULT_MEMORY, KVCachePool
 from worker_svc.engine.machine import available_memory
 from worker_svc.engine.model import DecoderModel, Progress
 from worker_svc.engine.pooling_config import PoolingConfig, read_pooling
-from worker_svc.engine.pooling_weights import PoolingWeights, load_pooling
+from worker_svc.engine.pooling_weights import PoolingWeights, load_pooling, pooling_info
 from worker_svc.engine.settings import choose_max_model_len
 from worker_svc.engine.vision import VisionTower
 from worker_svc.engine.weights import WeightLoader
@@ -132,7 +132,7 @@ def _load_decoder(
         max_resident=config.max_adapters,
         max_loaded=config.max_loaded_adapters if config.max_adapters else 0,
     )
-    info = _pooling_info(settings, pooling, max_model_len)
+    info = pooling_info(settings, pooling, max_model_len)
     return Loaded(
         decoder,
         pool,
@@ -184,7 +184,7 @@ def _load_encoder(
     pooling = load_pooling(checkpoint, settings, model.head, backend, sizes=sizes, generates=False)
     heads = model.heads
     pool = KVCachePool(1, num_blocks, config.block_size, heads.num_kv_heads, heads.head_dim, dtype)
-    info = _pooling_info(settings, pooling, max_length)
+    info = pooling_info(settings, pooling, max_length)
     return Loaded(
         encoder, pool, num_blocks, max_length, *sizes[::-1], pooling, info, is_encoder=True, adapters=_no_adapters()
     )
@@ -218,20 +218,6 @@ def _no_adapters() -> Adapters:
         raise ValueError("encoders take no adapters")
 
     return AdapterStore(refuse, pack, max_resident=0, max_loaded=0)
-
-
-def _pooling_info(settings: PoolingConfig, weights: PoolingWeights, max_model_len: int) -> PoolingInfo:
-    return PoolingInfo(
-        kind=settings.kind,
-        normalize=settings.normalize,
-        dimensions=weights.dimensions,
-        max_length=min(settings.max_length or max_model_len, max_model_len),
-        num_classes=settings.num_classes,
-        answer_token_ids=settings.answer_token_ids if weights.generates else (),
-        has_sigmoid=settings.has_sigmoid,
-        generates=weights.generates,
-        embeds=settings.is_configured or not weights.generates,
-    )
 
 
 def _longest_text(config: EngineConfig, model: EncoderConfig, settings: PoolingConfig) -> int:

@@ -42,7 +42,15 @@ from worker_svc.engine.masking import apply_masks
 from worker_svc.engine.model import DecoderModel
 from worker_svc.engine.numerics import build, cpu_numerics
 from worker_svc.engine.plan import StepPlan, StepPlanner
-from worker_svc.engine.pooling import PooledChunk, PoolingTable, hidden_tokens, logit_tokens, to_columns
+from worker_svc.engine.pooling import (
+    NOT_FINITE,
+    PooledChunk,
+    PooledSums,
+    PoolingTable,
+    hidden_tokens,
+    logit_tokens,
+    to_columns,
+)
 from worker_svc.engine.row_errors import RowErrors
 from worker_svc.engine.rows import RowTable
 from worker_svc.engine.scoring import (
@@ -104,6 +112,7 @@ class ModelRunner:
         loaded = load_model(checkpoint, config, self._backend, DTYPES[dtype], Report(self._threads, progress))
         self._model, self._pool, self._encoder = loaded.model, loaded.pool, loaded.encoder
         self._model.fuse(self._pool)
+        self._pooling, self._pooled_sums = loaded.pooling, PooledSums()
         generates = loaded.pooling is None or loaded.pooling.generates
         grammars = compiled_grammars(config.model_dir, loaded.vocab_size, eos_ids) if generates else None
         self.adapters, self.images = loaded.adapters, loaded.images
@@ -279,7 +288,7 @@ class ModelRunner:
         found = NOTHING
         pooled = None
         if chunks:
-            pooled = self._pool_rows(chunks, forward, logits, plan, errors)
+            pooled = self._pool_rows(chunks, forward, logits, errors)
             logits = logits[torch.from_numpy(np.searchsorted(forward.head_tokens, samplers))]
         if len(plan.sampling_rows):
             if logits_index is not None:
@@ -300,11 +309,10 @@ class ModelRunner:
         return types
 
     def _pool_rows(
-        self, chunks: list[PooledChunk], forward: ForwardBatch, logits: torch.Tensor, plan: StepPlan, errors: RowErrors
+        self, chunks: list[PooledChunk], forward: ForwardBatch, logits: torch.Tensor, errors: RowErrors
     ) -> PooledRows | None:
         """The numbers of the pooled rows whose prompts are complete."""
         found, hidden, first = [], self._model.hidden, 0
-        ends = dict(zip(plan.rows.tolist(), plan.ends.tolist(), strict=True))
         for chunk in chunks:
             if chunk.pooling.task is PoolingTask.LOGITS:
                 if chunk.is_last:
@@ -313,14 +321,14 @@ class ModelRunner:
                     found.append((chunk.row, line[ids].float().numpy()))
                 continue
             count = len(chunk.hidden_tokens())
-            vector = self._rows.pooling.pool(chunk, hidden[first : first + count])
+            vector = self._pooled_sums.add(chunk, hidden[first : first + count])
             first += count
-            if vector is not None:
-                found.append((chunk.row, self._rows.pooling.finish(chunk, vector, ends[chunk.row])))
-        bad = [row for row, values in found if not np.isfinite(values).all()]
-        for row in bad:
-            errors.add(row, "the numbers of this row contain NaN or infinity", RowErrorCode.NAN)
-        return to_columns([(row, values) for row, values in found if row not in bad])
+            if vector is not None and self._pooling is not None:
+                found.append((chunk.row, self._pooling.numbers(chunk.pooling, vector.astype(np.float32))))
+        pooled, bad_rows = to_columns(found)
+        for row in bad_rows:
+            errors.add(row, NOT_FINITE, RowErrorCode.NAN)
+        return pooled
 
     def _with_adapters(self, forward: ForwardBatch, token_rows: I64) -> ForwardBatch:
         """The same batch with the adapters of its rows."""

@@ -1,7 +1,7 @@
-"""Pooled rows: which hidden states they need, and the numbers that follow from them.
+"""Pooled rows: which hidden states they need, and on CPUs the vectors that follow from them.
 
-The chunks of a prompt may be computed in several steps. A mean is then a sum over all of them, in the order of the
-tokens and in float64, so that chunks do not change it.
+The chunks of a prompt may be computed in several steps. A mean is then a sum over all of them, which must not depend on
+the chunks: on CPUs it is in the order of the tokens and in float64 (gpu/pooling.py has the sum of the GPU engine).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # simulated workers have no torch
 Vector = npt.NDArray[np.floating[Any]]
 F64 = npt.NDArray[np.float64]
 MAX_LOGITS = 64  # token ids of one row
+NOT_FINITE = "the numbers of this row contain NaN or infinity"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,7 @@ class PooledChunk:
     end: int
     is_first: bool  # the step computes the row's first token
     is_last: bool  # the step completes the row's prompt
+    num_tokens: int  # of the row, up to the last one in this step
 
     def hidden_tokens(self) -> range:
         """The tokens whose hidden states the row needs."""
@@ -50,13 +52,12 @@ class PooledChunk:
 
 
 class PoolingTable:
-    """The pooled ones among the open rows. Its state comes from RowOpen and from the hidden states of earlier steps."""
+    """The pooled ones among the open rows. All its state comes from RowOpen."""
 
     def __init__(self, weights: PoolingWeights | None) -> None:
         """Without `weights`, pooled rows are refused."""
         self._weights = weights
         self._rows: dict[int, Pooling] = {}
-        self._sums: dict[int, F64] = {}  # of MEAN; the state of CLS
 
     def refusal(self, item: RowOpen) -> str | None:
         """Why this row cannot be opened; None if it can."""
@@ -87,23 +88,18 @@ class PoolingTable:
 
     def open(self, item: RowOpen) -> None:
         """Sets what an opened row returns. Replaces what the row returned before it was opened."""
-        self._forget(item.row)
+        self._rows.pop(item.row, None)
         if item.pooling is not None:
             self._rows[item.row] = item.pooling
 
     def close(self, rows: U32) -> None:
         if self._rows:
             for row in rows.tolist():
-                self._forget(row)
+                self._rows.pop(row, None)
 
     def reset(self) -> None:
         """Closes all rows."""
         self._rows.clear()
-        self._sums.clear()
-
-    def _forget(self, row: int) -> None:
-        self._rows.pop(row, None)
-        self._sums.pop(row, None)
 
     def chunks(self, rows: I64, starts: I64, context_lens: I64, ends: I64, prompt_lens: I64) -> list[PooledChunk]:
         """The pooled ones among the rows of a step. `prompt_lens`: of all rows of the table."""
@@ -116,29 +112,29 @@ class PoolingTable:
                 is_last = int(ends[i]) == int(prompt_lens[row])
                 first, end = int(starts[i]), int(starts[i + 1])
                 kind = self._weights.kind_of(pooling) if self._weights is not None else pooling.kind
-                found.append(PooledChunk(row, pooling, kind, first, end, not context_lens[i], is_last))
+                found.append(PooledChunk(row, pooling, kind, first, end, not context_lens[i], is_last, int(ends[i])))
         return found
 
-    def pool(self, chunk: PooledChunk, hidden: torch.Tensor) -> Vector | None:
+
+class PooledSums:
+    """The vectors of pooled rows on CPUs, from the hidden states of one or several steps."""
+
+    def __init__(self) -> None:
+        self._sums: dict[int, F64] = {}  # of MEAN; the state of CLS
+
+    def add(self, chunk: PooledChunk, hidden: torch.Tensor) -> Vector | None:
         """The vector [hidden_size] of a row from the hidden states of its `hidden_tokens`, float32 [n, hidden_size], in
         this step, and earlier steps. None: its prompt is not complete."""
         if chunk.kind is PoolingKind.LAST:
             return hidden[0].numpy() if chunk.is_last else None
         total = hidden.numpy().astype(np.float64)
-        if chunk.row in self._sums:
+        if not chunk.is_first and chunk.row in self._sums:  # else the row has failed in an earlier step
             total = np.concatenate((self._sums[chunk.row][None], total))
         self._sums[chunk.row] = np.add.reduce(total, axis=0)  # row by row
         if not chunk.is_last:
             return None
-        return self._sums.pop(chunk.row)
-
-    def finish(self, chunk: PooledChunk, vector: Vector, num_tokens: int) -> npt.NDArray[np.float32]:
-        """The numbers of a row whose prompt is complete."""
-        if self._weights is None:
-            raise RuntimeError("a pooled row was opened without weights")
-        if chunk.kind is PoolingKind.MEAN:
-            vector = vector / num_tokens
-        return self._weights.numbers(chunk.pooling, vector.astype(np.float32))
+        found = self._sums.pop(chunk.row)
+        return found / chunk.num_tokens if chunk.kind is PoolingKind.MEAN else found
 
 
 def reads_last_token(kind: PoolingKind) -> bool:
@@ -157,11 +153,12 @@ def logit_tokens(chunks: Sequence[PooledChunk]) -> I64:
     return np.array(wanted, np.int64)
 
 
-def to_columns(found: Sequence[tuple[int, npt.NDArray[np.float32]]]) -> PooledRows | None:
-    """Rows and their numbers as columns; None if there are none."""
-    if not found:
-        return None
-    rows, values = zip(*found, strict=True)
-    return PooledRows(
-        np.array(rows, np.uint32), np.array([len(one) for one in values], np.uint32), np.concatenate(values)
-    )
+def to_columns(found: Sequence[tuple[int, npt.NDArray[np.float32]]]) -> tuple[PooledRows | None, list[int]]:
+    """Rows and their numbers as columns, None if there are none; and the rows left out whose numbers are not finite."""
+    bad_rows = [row for row, values in found if not np.isfinite(values).all()]
+    good = [(row, values) for row, values in found if row not in bad_rows]
+    if not good:
+        return None, bad_rows
+    rows, values = zip(*good, strict=True)
+    lens = np.array([len(one) for one in values], np.uint32)
+    return PooledRows(np.array(rows, np.uint32), lens, np.concatenate(values)), bad_rows

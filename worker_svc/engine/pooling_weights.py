@@ -1,6 +1,7 @@
 """Computes the numbers of a pooled row from its vector: the classification head, or dense layers and the normalization.
 
-Rows are computed one at a time by the backend's linear layers, so they do not affect each other.
+The linear layers are the backend's, in float32. On CPUs rows are computed one at a time, so that
+they do not affect each other.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from worker_svc.engine import torch_ops
 from worker_svc.engine.backend import Linear, Norm
 from worker_svc.engine.batch import Pooling, PoolingKind, PoolingTask
 from worker_svc.engine.checkpoint import Checkpoint
+from worker_svc.engine.config import PoolingInfo
 from worker_svc.engine.exact_ops import exp
 from worker_svc.engine.heads import HeadPart, HeadSpec
 from worker_svc.engine.model_folder import CheckpointError
@@ -75,14 +77,35 @@ class PoolingWeights:
 
     def numbers(self, pooling: Pooling, vector: F32) -> F32:
         """The numbers of a row from its float32 vector [hidden_size]."""
-        x = torch.from_numpy(vector)[None]
-        for part in (self.head or ()) if pooling.task is PoolingTask.CLASSES else self.dense:
-            x = part(x)
-        found: F32 = x[0].numpy()
+        return self.finished(pooling, self.layers(pooling.task, torch.from_numpy(vector)[None])[0].numpy())
+
+    def layers(self, task: PoolingTask, vectors: torch.Tensor) -> torch.Tensor:
+        """The outputs [n, out] of the head or the dense layers for float32 vectors [n, hidden_size]."""
+        for part in (self.head or ()) if task is PoolingTask.CLASSES else self.dense:
+            vectors = part(vectors)
+        return vectors
+
+    def finished(self, pooling: Pooling, found: F32) -> F32:
+        """The numbers of a row from the output [out] of its layers."""
         if pooling.task is PoolingTask.CLASSES:
             return found
         found = found[: pooling.dimensions or len(found)]
         return normalized(found) if pooling.normalize else found
+
+
+def pooling_info(settings: PoolingConfig, weights: PoolingWeights, max_model_len: int) -> PoolingInfo:
+    """What clients must know about the embeddings and scores of a model."""
+    return PoolingInfo(
+        kind=settings.kind,
+        normalize=settings.normalize,
+        dimensions=weights.dimensions,
+        max_length=min(settings.max_length or max_model_len, max_model_len),
+        num_classes=settings.num_classes,
+        answer_token_ids=settings.answer_token_ids if weights.generates else (),
+        has_sigmoid=settings.has_sigmoid,
+        generates=weights.generates,
+        embeds=settings.is_configured or not weights.generates,
+    )
 
 
 def normalized(vector: F32) -> F32:
@@ -96,7 +119,8 @@ def load_pooling(
     checkpoint: Checkpoint, config: PoolingConfig, head: HeadSpec | None, maker: LinearMaker, *, sizes: tuple[int, int],
     generates: bool,
 ) -> PoolingWeights:  # fmt: skip
-    """Loads dense layers and the head. `sizes`: hidden_size and vocab_size of the model. Raises CheckpointError."""
+    """Loads dense layers and the head. `maker` gets tensors in host memory. `sizes`: hidden_size and vocab_size of the
+    model. Raises CheckpointError."""
     hidden, vocab_size = sizes
     width, dense = hidden, []
     for layer in config.dense:
