@@ -14,7 +14,7 @@ import torch
 from worker_svc.engine.backend import HeadShape
 from worker_svc.engine.config import EngineConfig
 from worker_svc.engine.gpu.pending_step import NO_IDS, PendingStep, Writes
-from worker_svc.engine.gpu.runner import _choose_dtype
+from worker_svc.engine.gpu.start_up import choose_dtype
 from worker_svc.engine.gpu.step_buffer import Staging
 from worker_svc.engine.gpu.tiles import DECODE_TILES, EXACT_TILES, PREFILL_TILES, for_heads
 
@@ -63,7 +63,7 @@ def test_memory_of_a_step_is_not_reused_while_it_is_read():
 ])  # fmt: skip
 def test_auto_serves_a_checkpoint_as_it_is_stored(stored, expected):
     checkpoint = SimpleNamespace(stored_dtype=lambda: stored)
-    assert _choose_dtype(EngineConfig(Path(), backend="cuda"), checkpoint, torch.device("cuda")) == expected
+    assert choose_dtype(EngineConfig(Path(), backend="cuda"), checkpoint, torch.device("cuda")) == expected
 
 
 @pytest.mark.parametrize("tiles", [DECODE_TILES, PREFILL_TILES, EXACT_TILES])

@@ -19,31 +19,29 @@ import numpy as np
 import torch
 
 from request_fields.checks import default_sampling
-from worker_svc.engine.architectures import ModelConfig, parse_config
+from worker_svc.engine.architectures import parse_config
 from worker_svc.engine.backend import I64, BackendUnavailableError
 from worker_svc.engine.batch import U32, RowErrorCode, StepBatch, StepOutput
 from worker_svc.engine.block_contents import BlockContents
 from worker_svc.engine.checkpoint import Checkpoint
-from worker_svc.engine.config import ComputeDtype, EngineConfig, EngineInfo
+from worker_svc.engine.config import EngineConfig, EngineInfo
 from worker_svc.engine.features import check_features
 from worker_svc.engine.generation_config import eos_token_ids
 from worker_svc.engine.gpu.attention import Attention
-from worker_svc.engine.gpu.checks.case import Setup, launch
-from worker_svc.engine.gpu.checks.start import check_kernels, kernel_checks
-from worker_svc.engine.gpu.choice import choose_attention, triton_cases
-from worker_svc.engine.gpu.compilation import compile_first
+from worker_svc.engine.gpu.checks.case import Setup
 from worker_svc.engine.gpu.compute import StepCompute
 from worker_svc.engine.gpu.device_rows import changed_words, make_state
 from worker_svc.engine.gpu.graphs import GraphError, make_recorder
 from worker_svc.engine.gpu.kernels import threshold
 from worker_svc.engine.gpu.kernels.deltas import apply_deltas
-from worker_svc.engine.gpu.linears import FP8_CAPABILITY, DeviceLinears, has_fp8
+from worker_svc.engine.gpu.linears import DeviceLinears
 from worker_svc.engine.gpu.memory import Shares, divide_memory, fitting, make_pool
 from worker_svc.engine.gpu.messages import RESET_ROWS, STOP, step_from_bytes, step_to_bytes
 from worker_svc.engine.gpu.model import DeviceDecoder
 from worker_svc.engine.gpu.parallel import Group
 from worker_svc.engine.gpu.pending_step import NO_IDS, PendingStep, Writes
 from worker_svc.engine.gpu.scores import StepScores, WantedScores
+from worker_svc.engine.gpu.start_up import DTYPES, check_heads, choose_checked, choose_dtype, find_device
 from worker_svc.engine.gpu.step_buffer import HostStep, Staging, StepBuffer
 from worker_svc.engine.gpu.weights import ShardLoader, formats_of, shard_config
 from worker_svc.engine.grammars import compiled_grammars
@@ -58,12 +56,7 @@ from worker_svc.engine.settings import choose_max_model_len
 
 logger = logging.getLogger(__name__)
 
-DTYPES: dict[ComputeDtype, torch.dtype] = {
-    "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16,
-}  # fmt: skip
-STORED = {dtype: name for name, dtype in DTYPES.items()}
 PENDING = 2**32 - 1  # in the history: a sampled token that the host does not know yet
-HEAD_DIMS = (16, 256)  # lower limit: tensor cores; upper limit: registers and shared memory
 
 
 class DeviceRunner:
@@ -88,8 +81,8 @@ class DeviceRunner:
         needed = whole.features() | ({"adapters"} if config.max_adapters else set())
         check_features(needed, "cuda")
         model = shard_config(whole, self._group)
-        _check_heads(model)
-        dtype = _choose_dtype(config, checkpoint, self._device)
+        check_heads(model)
+        dtype = choose_dtype(config, checkpoint, self._device)
         loader = ShardLoader(
             checkpoint, whole, DeviceLinears(config.determinism, DTYPES[dtype]), DTYPES[dtype], self._device,
             self._group, config.quantize,
@@ -104,7 +97,7 @@ class DeviceRunner:
             formats=formats_of(whole, config.quantize, DTYPES[dtype], self._device),
         )  # fmt: skip
         with torch.inference_mode():
-            attention = _choose_checked(config, setup)
+            attention = choose_checked(config, setup)
             num_blocks = self._load(config, setup, loader, attention, progress)
         logger.info("%d CUDA graphs, %d blocks, attention %s", self._compute.num_graphs, num_blocks, attention.name)
         max_model_len = choose_max_model_len(config, whole, num_blocks)
@@ -375,61 +368,3 @@ class _Stages:
 
     def end(self) -> None:
         self._progress(1.0)
-
-
-def _choose_checked(config: EngineConfig, setup: Setup) -> Attention:
-    """The attention to use, after the start-up checks of all kernels."""
-    if setup.has_scaled_cache:
-        _check_fp8(setup.device, "kv_cache_dtype fp8", "use --kv-cache-dtype auto")
-    if config.quantize == "fp8":
-        _check_fp8(setup.device, "quantize fp8", "start the worker without --quantize")
-    checks = kernel_checks(setup) if setup.is_compiled else []
-    cases = [case for case, _ in checks]
-    if setup.is_compiled and config.attention in ("auto", "triton"):
-        cases = [*triton_cases(setup), *cases]  # first what takes longest to compile
-    compile_first([partial(launch, case, is_exact=setup.is_exact) for case in cases], setup.group)
-    attention = choose_attention(
-        config.attention, setup, max_rows=config.max_num_seqs, max_tokens=config.max_num_batched_tokens
-    )
-    check_kernels(checks, setup)
-    return attention
-
-
-def find_device(rank: int = 0) -> torch.device:
-    """This rank's GPU, or the CPU under Triton's interpreter. Raises BackendUnavailableError if there is neither."""
-    if torch.cuda.is_available():
-        if rank >= torch.cuda.device_count():
-            raise BackendUnavailableError(
-                f"rank {rank} of this host has no GPU: {torch.cuda.device_count()} are visible; lower "
-                "tensor_parallel_size"
-            )
-        torch.cuda.set_device(rank)
-        return torch.device("cuda", rank)
-    import triton
-
-    if triton.knobs.runtime.interpret:
-        return torch.device("cpu")
-    raise BackendUnavailableError("no CUDA device was found; use --backend cpu")
-
-
-def _check_heads(model: ModelConfig) -> None:
-    dim, (least, most) = model.heads.head_dim, HEAD_DIMS
-    if not least <= dim <= most:
-        raise BackendUnavailableError(
-            f"head_dim {dim} is outside {least} to {most}, the range of the cuda backend; use --backend cpu"
-        )
-
-
-def _check_fp8(device: torch.device, setting: str, advice: str) -> None:
-    if not has_fp8(device):
-        major, minor = FP8_CAPABILITY
-        raise BackendUnavailableError(f"{setting} needs a GPU of compute capability {major}.{minor} or newer; {advice}")
-
-
-def _choose_dtype(config: EngineConfig, checkpoint: Checkpoint, device: torch.device) -> ComputeDtype:
-    dtype = config.dtype
-    if dtype == "auto":
-        dtype = STORED.get(checkpoint.stored_dtype(), "bfloat16")  # other types are refused when they are read
-    if dtype == "bfloat16" and device.type != "cuda":
-        raise BackendUnavailableError("Triton's interpreter multiplies bfloat16 wrongly; use --dtype float32")
-    return dtype
