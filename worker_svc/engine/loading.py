@@ -12,8 +12,8 @@ import torch
 
 from request_fields.inputs import ImageShape
 from request_fields.sizes import largest_pool
-from worker_svc.engine.adapters.adapter import Adapter, load_adapter, reserved_bytes
-from worker_svc.engine.adapters.packed import PackedAdapter
+from worker_svc.engine.adapters.adapter import Adapter, make_store
+from worker_svc.engine.adapters.packed import PackedAdapter, reserved_bytes
 from worker_svc.engine.adapters.store import AdapterStore
 from worker_svc.engine.architectures import ModelConfig, parse_config
 from worker_svc.engine.backend import Backend, ForwardBatch
@@ -126,11 +126,8 @@ def _load_decoder(
     pooling = load_pooling(checkpoint, settings, head, backend, sizes=sizes, generates=generates)
     heads = model.heads
     pool = KVCachePool(model.num_layers, num_blocks, config.block_size, heads.num_kv_heads, heads.head_dim, dtype)
-    adapters: Adapters = AdapterStore(
-        lambda folder: load_adapter(folder, modules, model.names, dtype, config.max_adapter_rank),
-        lambda adapter: backend.pack_adapter(adapter, model.num_layers),
-        max_resident=config.max_adapters,
-        max_loaded=config.max_loaded_adapters if config.max_adapters else 0,
+    adapters = make_store(
+        config, modules, model.names, dtype, lambda adapter: backend.pack_adapter(adapter, model.num_layers)
     )
     info = pooling_info(settings, pooling, max_model_len)
     return Loaded(

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import xxhash
 from safetensors import SafetensorError, safe_open
 
 from worker_svc.engine.adapters.config import WEIGHTS_FILE, AdapterError, read_adapter_config
+from worker_svc.engine.adapters.store import AdapterStore
 from worker_svc.engine.adapters.targets import Module, Target, find_targets
+from worker_svc.engine.config import EngineConfig
 from worker_svc.engine.families import Names
-from worker_svc.engine.kernel_linear import PANEL
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+P = TypeVar("P")  # an adapter in the form of a backend
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +45,27 @@ class Adapter:
         """Size of its tensors."""
         return sum(tensor.nbytes for part in self.parts for tensor in (part.a, part.b))
 
+    def by_site(self) -> Iterator[tuple[int, int, list[AdapterPart]]]:
+        """Layer, site and parts of each site that it changes."""
+        for (layer, site), parts in groupby(self.parts, key=lambda part: (part.module.layer, part.module.site)):
+            yield layer, site, list(parts)
+
+
+def make_store(
+    config: EngineConfig,
+    modules: Mapping[str, Module],
+    names: Names,
+    dtype: torch.dtype,
+    pack: Callable[[Adapter], P],
+) -> AdapterStore[Adapter, P]:
+    """The adapters of a decoder, none of them loaded. `pack` prepares one for a backend; any thread may call it."""
+    return AdapterStore(
+        lambda folder: load_adapter(folder, modules, names, dtype, config.max_adapter_rank),
+        pack,
+        max_resident=config.max_adapters,
+        max_loaded=config.max_loaded_adapters if config.max_adapters else 0,
+    )
+
 
 def load_adapter(
     folder: Path, modules: Mapping[str, Module], names: Names, dtype: torch.dtype, max_rank: int
@@ -58,12 +83,6 @@ def load_adapter(
         digest = xxhash.xxh3_128()
         parts = tuple(_part(file, target, dtype, digest) for target in targets)
     return Adapter(digest.digest(), rank, parts)
-
-
-def reserved_bytes(modules: Mapping[str, Module], rank: int, dtype: torch.dtype) -> int:
-    """Memory of one resident adapter of this rank that changes all modules. Kernels pad ranks to whole panels."""
-    padded = -(-rank // PANEL) * PANEL
-    return sum(padded * (m.num_inputs + m.num_outputs) for m in modules.values()) * dtype.itemsize
 
 
 def _open(path: Path) -> Any:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import groupby
 
 import numpy as np
 import torch
 
 from worker_svc.engine.adapters.adapter import Adapter, AdapterPart
-from worker_svc.engine.adapters.targets import SITES
+from worker_svc.engine.adapters.targets import SITES, Module
 from worker_svc.engine.batch import I32, I64
+from worker_svc.engine.kernel_linear import PANEL
 
 Linear = Callable[[torch.Tensor], torch.Tensor]  # [n, in] to [n, out]
 MakeLinear = Callable[[torch.Tensor], Linear]
@@ -42,12 +42,18 @@ class PackedAdapter:
 
     def __init__(self, adapter: Adapter, num_layers: int, make_linear: MakeLinear) -> None:
         self.sites: list[LowRank | None] = [None] * (num_layers * len(SITES))  # None: the adapter does not change it
-        for (layer, site), parts in groupby(adapter.parts, key=lambda part: (part.module.layer, part.module.site)):
-            self.sites[layer * len(SITES) + site] = _low_rank(list(parts), make_linear)
+        for layer, site, parts in adapter.by_site():
+            self.sites[layer * len(SITES) + site] = _low_rank(parts, make_linear)
 
     def at(self, layer: int, site: int) -> LowRank | None:
         """What the adapter adds to a site of a layer."""
         return self.sites[layer * len(SITES) + site]
+
+
+def reserved_bytes(modules: Mapping[str, Module], rank: int, dtype: torch.dtype) -> int:
+    """Memory of one resident adapter of this rank that changes all modules. Kernels pad ranks to whole panels."""
+    padded = -(-rank // PANEL) * PANEL
+    return sum(padded * (m.num_inputs + m.num_outputs) for m in modules.values()) * dtype.itemsize
 
 
 def _low_rank(parts: list[AdapterPart], make_linear: MakeLinear) -> LowRank:
