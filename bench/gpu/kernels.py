@@ -122,6 +122,15 @@ class Case:
         return [int(context) for context in self._host.contexts]
 
     @property
+    def longest(self) -> int:
+        """A limit of the tokens of a row."""
+        return max(self.contexts) + len(self.q)
+
+    @property
+    def block_size(self) -> int:
+        return self.cache.keys.shape[1]
+
+    @property
     def _host(self) -> HostStep:
         if self.columns.host is None:
             raise RuntimeError("a case has its lengths on the host")
@@ -131,7 +140,7 @@ class Case:
         """The engine's own attention."""
         return TritonAttention(
             self.shape, determinism, windows=[self.layer.window], max_rows=self.num_rows, max_tokens=len(self.q),
-            max_model_len=max(self.contexts) + len(self.q), dtype=self.q.dtype, device=self.q.device,
+            max_model_len=self.longest, dtype=self.q.dtype, device=self.q.device,
         )  # fmt: skip
 
     def run(self, attention: Attention) -> tuple[Callable[[], None], torch.Tensor]:
@@ -245,7 +254,7 @@ def decode_attention(report: Report) -> None:
     for name, contexts in sizes:
         for block_size in (256,) if len(contexts) < 256 else (16, 64, 256):
             case = Case.make(report, contexts, block_size=block_size)
-            label = f"{name} block {case.cache.keys.shape[1]}"
+            label = f"{name} block {case.block_size}"
             ms = measure(report, "decode_attention", label, case, case.triton())
             measure(report, "decode_attention", f"exact {label}", case, case.triton("exact"))
             if name == NANO and block_size == 256:

@@ -1,20 +1,21 @@
-"""Other libraries on the same inputs in the same run, if they can be imported: attention, and vLLM for the workload."""
+"""Other libraries on the same inputs in the same run, if they can be imported: attention through the classes that serve
+with it (`--attention`), and vLLM for the workload."""
 
 from __future__ import annotations
 
 import importlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
-
-import torch
 
 from bench.gpu.kernels import Case, nano_contexts, prefill_flop
 from bench.gpu.model import make_checkpoint
 from bench.gpu.report import Report
 from bench.gpu.serving import NANO, workload_of
-
-Run = Callable[[], torch.Tensor]  # attention of a layer, [tokens, heads, dim]
+from worker_svc.engine.gpu.attention import Attention
+from worker_svc.engine.gpu.flash import FlashAttention, flash_package
+from worker_svc.engine.gpu.flash3 import Flash3Attention, flash3_package
+from worker_svc.engine.gpu.flashinfer import FlashInferAttention, flashinfer_package
 
 
 def libraries(report: Report) -> None:
@@ -33,10 +34,12 @@ def libraries(report: Report) -> None:
         report.release()
 
 
-def _measure(report: Report, name: str, case: Case, make: Callable[[Case], Run], flop: float, ours: float) -> None:
+def _measure(
+    report: Report, name: str, case: Case, make: Callable[[Case], Attention], flop: float, ours: float
+) -> None:
     try:
-        run = make(case)
-        error = case.error(run())
+        run, out = case.run(make(case))
+        error = case.error(out)
     except Exception as problem:  # it is missing, or serves other versions, GPUs or sizes
         report.row("libraries", name, note=f"{type(problem).__name__}: {str(problem)[:120]}")
         return
@@ -47,74 +50,23 @@ def _measure(report: Report, name: str, case: Case, make: Callable[[Case], Run],
     report.figures[f"ours_to_{name.replace(': ', '_')}"] = round(ours / ms, 3)
 
 
-def _lengths(case: Case) -> tuple[torch.Tensor, int, int]:
-    """Keys of each row, queries of each row, and the most keys."""
-    count = len(case.q) // case.num_rows
-    lengths = case.columns.queries.contexts + count
-    return lengths, count, int(lengths.max())
+def _flash_2(case: Case) -> Attention:
+    return FlashAttention(flash_package())
 
 
-def _flash_2(case: Case) -> Run:
-    flash = importlib.import_module("flash_attn")
-    lengths, count, _ = _lengths(case)
-    q = case.q.view(case.num_rows, count, *case.q.shape[1:])
-    tables = case.columns.queries.tables.contiguous()
-
-    def run() -> torch.Tensor:
-        out = flash.flash_attn_with_kvcache(
-            q, case.cache.keys, case.cache.values, cache_seqlens=lengths, block_table=tables, causal=True
-        )
-        return torch.as_tensor(out).flatten(0, 1)
-
-    return run
+def _flash_3(case: Case) -> Attention:
+    return Flash3Attention(flash3_package(), [case.layer], case.block_size, case.cache.keys.dtype)
 
 
-def _flash_3(case: Case) -> Run:
-    flash = importlib.import_module("flash_attn_interface")
-    lengths, count, _ = _lengths(case)
-    q = case.q.view(case.num_rows, count, *case.q.shape[1:])
-    tables = case.columns.queries.tables.contiguous()
-
-    def run() -> torch.Tensor:
-        out = flash.flash_attn_with_kvcache(
-            q, case.cache.keys, case.cache.values, cache_seqlens=lengths, page_table=tables, causal=True
-        )
-        return torch.as_tensor(out[0] if isinstance(out, tuple) else out).flatten(0, 1)
-
-    return run
+def _flashinfer(case: Case) -> Attention:
+    return FlashInferAttention(
+        flashinfer_package(), [case.layer], block_size=case.block_size, max_rows=case.num_rows,
+        max_tokens=len(case.q), max_model_len=case.longest, dtype=case.q.dtype, kv_dtype=case.cache.keys.dtype,
+        device=case.q.device,
+    )  # fmt: skip
 
 
-def _flashinfer(case: Case) -> Run:
-    flashinfer = importlib.import_module("flashinfer")
-    lengths, count, _ = _lengths(case)
-    size = case.cache.keys.shape[1]
-    counts = (lengths + size - 1) // size
-    starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
-    indices = torch.cat(list(_used_blocks(case, counts.tolist()))).int()
-    last = (lengths - 1) % size + 1
-    workspace = torch.empty(256 << 20, dtype=torch.uint8, device=case.q.device)
-    heads, pools = case.shape, (case.cache.keys, case.cache.values)
-    if count == 1:
-        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True)
-        wrapper.plan(
-            starts, indices, last.int(), heads.num_q_heads, heads.num_kv_heads, heads.head_dim, size,
-            q_data_type=case.q.dtype, kv_data_type=case.cache.keys.dtype,
-        )  # fmt: skip
-    else:
-        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
-        wrapper.plan(
-            case.columns.queries.starts, starts, indices, last.int(), heads.num_q_heads, heads.num_kv_heads,
-            heads.head_dim, size, causal=True, q_data_type=case.q.dtype,
-        )  # fmt: skip
-    return lambda: torch.as_tensor(wrapper.run(case.q, pools))
-
-
-def _used_blocks(case: Case, counts: list[int]) -> Iterator[torch.Tensor]:
-    for row, count in enumerate(counts):
-        yield case.columns.queries.tables[row, :count]
-
-
-LIBRARIES: dict[str, Callable[[Case], Run]] = {
+LIBRARIES: dict[str, Callable[[Case], Attention]] = {
     "flash-attn 2": _flash_2,
     "flash-attn 3": _flash_3,
     "FlashInfer": _flashinfer,

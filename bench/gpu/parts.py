@@ -43,6 +43,7 @@ PARTS: dict[int, tuple[Section, ...]] = {
     ),
     4: (
         Section("libraries", 40.0, "bench.gpu.libraries:libraries"),
+        Section("products", 25.0, "bench.gpu.products:products"),
         Section("experts", 60.0, "bench.gpu.other_models:experts"),
         Section("int4_weights", 50.0, "bench.gpu.other_models:int4_weights"),
         Section("ranks", 90.0, "bench.gpu.other_models:ranks"),

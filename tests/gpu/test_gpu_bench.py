@@ -12,13 +12,18 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 import triton
 
 from bench.gpu import kernel_times
+from bench.gpu.libraries import libraries
 from bench.gpu.parts import PARTS, chosen_sections
+from bench.gpu.products import products
 from bench.gpu.report import Report
 from bench.gpu.run import END_S, make_parser
 from bench.gpu.sections import TILES_VARIABLE, Section, run_all
+from tests.gpu import fake_flash3, fake_flash_attn, fake_flashinfer
+from tests.gpu.int4_library import weight_int4pack_mm
 from worker_svc.engine.gpu import tiles
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -220,3 +225,50 @@ def test_the_report_compares_with_the_baseline(tmp_path):
     assert "measured/predicted" in done.stdout
     empty = subprocess.run([*command[:-1], tmp_path / "none"], capture_output=True, text=True, timeout=60)
     assert "has no results; run bench/gpu/start 1" in empty.stderr
+
+
+def test_libraries_are_called_as_by_workers(monkeypatch):
+    """The stand-ins have the signatures and checks of the libraries."""
+    monkeypatch.setitem(sys.modules, "flash_attn", fake_flash_attn)
+    monkeypatch.setattr(fake_flash_attn, "PAGE", 16)
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", fake_flash3)
+    monkeypatch.setitem(sys.modules, "flashinfer", fake_flashinfer)
+    report = Report(is_smoke=True)
+    libraries(report)
+    verdicts = {row["name"]: row["ok"] for row in report.rows if not row["name"].endswith("ours")}
+    assert verdicts == {
+        f"{step}: {library}": True
+        for step in ("decode", "prefill")
+        for library in ("flash-attn 2", "flash-attn 3", "FlashInfer")
+    }, report.rows
+
+
+def test_a_library_that_is_wrong_fails_the_benchmark(monkeypatch):
+    def wrong(*args, **fields):
+        return -fake_flash3.flash_attn_with_kvcache(*args, **fields)
+
+    broken = SimpleNamespace(**vars(fake_flash3) | {"flash_attn_with_kvcache": wrong})
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", broken)
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    monkeypatch.setitem(sys.modules, "flashinfer", None)
+    report = Report(is_smoke=True)
+    libraries(report)
+    assert report.failed == ["libraries: decode: flash-attn 3", "libraries: prefill: flash-attn 3"]
+    missing = next(row for row in report.rows if row["name"] == "decode: FlashInfer")
+    assert (missing["ok"], missing["note"][:23]) == (None, "BackendUnavailableError")
+
+
+def test_products_are_those_of_the_layers(monkeypatch):
+    def in_bfloat16(x, words, group, numbers):
+        return weight_int4pack_mm(x.bfloat16(), words, group, numbers.bfloat16()).float()
+
+    monkeypatch.setattr(torch, "_weight_int4pack_mm", in_bfloat16)  # there is none for this device
+    report = Report(is_smoke=True)
+    report.tolerance = 8e-3
+    products(report)
+    assert not report.failed, report.rows
+    assert {row["name"] for row in report.rows if row["ok"]} >= {
+        "fp8 72 x 256, 3 rows: ours",
+        "int4 72 x 256, 3 rows: ours",
+        "int4 72 x 256, 3 rows: torch._weight_int4pack_mm",
+    }, report.rows
