@@ -119,7 +119,7 @@ def without_gpu(recorder: Recorder) -> Iterator[None]:
     """Engines that are made here start as on a GPU."""
     with (
         mock.patch.object(runner, "find_device", return_value=torch.device("cpu")),
-        mock.patch.object(runner, "_choose_dtype", lambda config, *_: config.dtype),
+        mock.patch.object(runner, "choose_dtype", lambda config, *_: config.dtype),
         mock.patch.object(runner, "make_recorder", return_value=recorder),
         mock.patch.object(memory, "_measure", measure),
         mock.patch.object(case.Setup, "is_compiled", True),
