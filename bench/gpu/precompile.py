@@ -1,8 +1,8 @@
-"""Compiles all kernels of the benchmark in a pool of processes before anything is measured.
+"""Compiles all kernels of the benchmark in parallel before anything is measured.
 
 The engine and the sections of kernels run once on the CPU, with real settings, without launching or compiling: Triton
-only reports what each launch would compile. A pool of processes then compiles all of it into the cache that the later
-sections and the workers share.
+only reports what each launch would compile. The engine's own processes then compile all of it into the cache that the
+later sections and the workers share.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
+from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from bench.gpu import kernels, machine, model, products, self_checks, small_kernels, tile_sweep
@@ -30,8 +31,9 @@ from bench.gpu.dry_run import Device, Recorder, take_steps, without_gpu
 from bench.gpu.report import Report
 from bench.workloads import COMMON, QWEN3_06B, weight_shapes
 from worker_svc.engine.config import EngineConfig
-from worker_svc.engine.gpu import compilation, compile_process
+from worker_svc.engine.gpu import compilation
 from worker_svc.engine.gpu.aot import ARCHITECTURES
+from worker_svc.engine.gpu.compilation import Kernel
 from worker_svc.engine.gpu.kernels import sample
 from worker_svc.engine.gpu.runner import DeviceRunner
 from worker_svc.engine.gpu.tiles import Processors
@@ -53,9 +55,7 @@ SECTIONS: list[Callable[[Report], None]] = [
     small_kernels.small_kernels, small_kernels.invariance, products.products,
 ]  # fmt: skip
 LONG = ("paged_attention", "linear", "collect", "select", "pick")  # compilations
-
-
-Kernel = tuple[str, str, str]  # module, name, specialization: what a launch would compile
+NO_GPU = "libcuda.so cannot found"  # in the error of a launcher, where there is nothing to launch on
 
 
 def compile_all(report: Report) -> None:
@@ -74,7 +74,7 @@ def compile_all(report: Report) -> None:
             jobs = {name: pool.submit(list_kernels, program) for name, program in programs.items()}
             wanted = set().union(*(_result(report, name, job) for name, job in jobs.items()))
     report.row("compile", f"{len(wanted)} kernels listed", ms=(time.perf_counter() - started) * 1e3)
-    compile_in_pool(report, wanted, capability)
+    compile_in_processes(report, wanted, capability)
 
 
 def _result(report: Report, program: str, job: Future[set[Kernel]]) -> set[Kernel]:
@@ -176,29 +176,22 @@ def _checkpoint_of_zeros(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(COMMON | shape | {"dtype": "bfloat16"}))
 
 
-def compile_in_pool(report: Report, wanted: set[Kernel], capability: int) -> None:
-    """Rows for the whole and for each kernel that does not compile."""
+def compile_in_processes(report: Report, wanted: set[Kernel], capability: int) -> None:
+    """Compiles as a start-up does. Rows for the whole and for each kernel that does not compile."""
     started = time.perf_counter()
     longest_first = sorted(wanted, key=lambda kernel: (not kernel[1].startswith(LONG), kernel))
+    target, processes = GPUTarget("cuda", capability, 32), compilation.num_processes(len(wanted))
     seconds: list[float] = []
-    with _pool(capability, len(wanted)) as pool:
-        jobs = {pool.submit(timed_compilation, kernel): kernel for kernel in longest_first}
-        for job in as_completed(jobs):
-            try:
-                seconds.append(job.result())
-            except Exception as error:  # the other kernels are still useful
-                report.row("compile", jobs[job][1], ok=False, note=str(error)[:200])
-            if len(seconds) % 25 == 0:
-                print(f"   {len(seconds)} of {len(wanted)} compiled", flush=True)
+    try:
+        for number, kernel in enumerate(compilation.compiled(longest_first, target, processes), 1):
+            if kernel.error is None or NO_GPU in kernel.error:
+                seconds.append(kernel.seconds)
+            else:  # the other kernels are still useful
+                report.row("compile", kernel.name, ok=False, note=kernel.error[:200])
+            if number % 25 == 0:
+                print(f"   {number} of {len(wanted)} compiled", flush=True)
+    except compilation.ProcessEndedError as error:
+        report.row("compile", "remaining kernels", ok=False, note=str(error))
     note = f"{sum(seconds):.0f} s in all processes, the longest {max(seconds, default=0):.1f} s"
     report.row("compile", f"{len(seconds)} kernels", ms=(time.perf_counter() - started) * 1e3, note=note)
     report.figures["kernels_compiled"] = len(seconds)
-
-
-def timed_compilation(kernel: Kernel) -> float:
-    """Compiles into Triton's cache; returns seconds. Raises RuntimeError if the kernel does not compile."""
-    started = time.perf_counter()
-    error = compile_process.compile_kernel(*kernel)
-    if error is not None and "libcuda.so cannot found" not in error:  # without it there is no GPU to launch on
-        raise RuntimeError(error)
-    return time.perf_counter() - started

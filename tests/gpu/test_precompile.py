@@ -25,7 +25,7 @@ def launches():
 driver.set_active(Device())
 wanted = precompile.list_kernels(launches)
 report = Report(is_smoke=False)
-precompile.compile_in_pool(report, wanted | {("worker_svc.engine.gpu.kernels.deltas", "deltas_kernel", "{}")}, 90)
+precompile.compile_in_processes(report, wanted | {("worker_svc.engine.gpu.kernels.deltas", "deltas_kernel", "{}")}, 90)
 hits = []
 triton.knobs.compilation.listener = lambda *, src, cache_hit, **_: hits.append((src.name, cache_hit))
 launches()

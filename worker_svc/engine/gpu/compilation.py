@@ -21,6 +21,7 @@ from typing import IO, Any, cast
 
 import triton
 from triton._C.libtriton import get_cache_invalidating_env_vars
+from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.cache import get_cache_key, get_cache_manager
 from triton.runtime.driver import driver
@@ -33,6 +34,21 @@ logger = logging.getLogger(__name__)
 
 BYTES_PER_PROCESS = 1 << 30  # a compiling process takes less
 LOG_INTERVAL_S = 5.0
+
+Kernel = tuple[str, str, str]  # module, name and Launch.specialization
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """What became of a kernel."""
+
+    name: str
+    error: str | None
+    seconds: float
+
+
+class ProcessEndedError(RuntimeError):
+    """The process that compiles kernels has ended before the last one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,11 +143,29 @@ def compile_in_processes(launches: list[Launch], processes: int) -> None:
     """Compiles into Triton's cache. A kernel that cannot be compiled is logged; its launch will fail as well."""
     started = last = time.monotonic()
     logger.info("compiling %d kernels in %d processes", len(launches), processes)
-    target = driver.active.get_current_target()
+    kernels = [(launch.kernel.module, launch.name, launch.specialization) for launch in launches]
+    try:
+        for number, kernel in enumerate(compiled(kernels, driver.active.get_current_target(), processes), 1):
+            if kernel.error is not None:
+                logger.warning("%s is not compiled ahead of its launch: %s", kernel.name, kernel.error)
+            if time.monotonic() - last >= LOG_INTERVAL_S:
+                last = time.monotonic()
+                logger.info("%d of %d kernels are compiled", number, len(launches))
+    except ProcessEndedError as error:
+        logger.warning("%s; the others are compiled at their first launch", error)
+        return
+    logger.info("%d kernels are compiled in %.1f s", len(launches), time.monotonic() - started)
+
+
+def compiled(kernels: Sequence[Kernel], target: GPUTarget, processes: int) -> Iterator[Compiled]:
+    """Compiles in a process that forks into `processes`. Kernels start in this order, and each is returned at its end.
+
+    Raises ProcessEndedError.
+    """
     task = {
         "target": [target.backend, target.arch, target.warp_size],
         "processes": processes,
-        "kernels": [(launch.kernel.module, launch.name, launch.specialization) for launch in launches],
+        "kernels": kernels,
     }
     num_done = 0
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
@@ -140,17 +174,9 @@ def compile_in_processes(launches: list[Launch], processes: int) -> None:
         with suppress(BrokenPipeError), cast(IO[str], child.stdin) as stdin:  # it has ended: see below
             json.dump(task, stdin)
         for line in cast(IO[str], child.stdout):
-            name, error = json.loads(line)
-            if error is not None:
-                logger.warning("%s is not compiled ahead of its launch: %s", name, error)
+            yield Compiled(*json.loads(line))
             num_done += 1
-            if time.monotonic() - last >= LOG_INTERVAL_S:
-                last = time.monotonic()
-                logger.info("%d of %d kernels are compiled", num_done, len(launches))
-    if num_done < len(launches):
-        logger.warning(
-            "the process that compiles kernels exited with code %d after %d of %d; the others are compiled at their "
-            "first launch", child.returncode, num_done, len(launches),
-        )  # fmt: skip
-        return
-    logger.info("%d kernels are compiled in %.1f s", num_done, time.monotonic() - started)
+    if num_done < len(kernels):
+        raise ProcessEndedError(
+            f"the process that compiles kernels exited with code {child.returncode} after {num_done} of {len(kernels)}"
+        )

@@ -1,8 +1,8 @@
 """Compiles kernels into Triton's cache in forked processes. compilation.py starts it.
 
 It reads one task from stdin: target, number of processes, and kernels as (module, name, specialization). It writes a
-line (name, error or null) for each kernel to stdout. It has its own process, because a worker has threads and a CUDA
-context and so must not fork. If the worker dies, it ends at its next line.
+line (name, error or null, seconds) for each kernel to stdout. It has its own process, because a worker has threads and
+a CUDA context and so must not fork. If the worker dies, it ends at its next line.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 import multiprocessing
 import os
 import sys
+import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from typing import Any
 
@@ -44,6 +45,13 @@ def compile_kernel(module: str, name: str, specialization: str) -> str | None:
     return None
 
 
+def timed_compilation(kernel: list[str]) -> tuple[str, str | None, float]:
+    """The answer for a kernel."""
+    started = time.perf_counter()
+    error = compile_kernel(*kernel)
+    return kernel[1], error, time.perf_counter() - started
+
+
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # compilers may print
@@ -53,9 +61,8 @@ def main() -> None:
         importlib.import_module(module)  # once, before the fork
     fork = multiprocessing.get_context("fork")
     with ProcessPoolExecutor(task["processes"], mp_context=fork) as pool:
-        names = {pool.submit(compile_kernel, *kernel): kernel[1] for kernel in task["kernels"]}
-        for done in as_completed(names):
-            print(json.dumps((names[done], done.result())), file=answers)
+        for done in as_completed([pool.submit(timed_compilation, kernel) for kernel in task["kernels"]]):
+            print(json.dumps(done.result()), file=answers)
 
 
 if __name__ == "__main__":
