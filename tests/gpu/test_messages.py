@@ -11,9 +11,11 @@ import pytest
 
 from request_fields.fields import SamplingParams
 from request_fields.grammar import Grammar, GrammarKind
-from worker_svc.engine.batch import RowOpen, StepBatch, TokenRules
+from worker_svc.engine.batch import Pooling, PoolingKind, PoolingTask, RowOpen, StepBatch, TokenRules
 from worker_svc.engine.gpu.messages import RESET_ROWS, STOP, step_from_bytes, step_to_bytes
 from worker_svc.engine.gpu.parallel import Group
+
+GREEDY = SamplingParams(0.0, 0, 1.0, 0.0, 0)
 
 
 def columns(*lengths):
@@ -42,7 +44,9 @@ def full_batch():
             ),
             grammar=Grammar(GrammarKind.LARK, 'start: "é"'),
         ),
-        RowOpen(4, prompt[:0], 5, more, 5, SamplingParams(0.0, 0, 1.0, 0.0, 0), 1, fork_of_row=0),
+        RowOpen(4, prompt[:0], 5, more, 5, GREEDY, 1, fork_of_row=0),
+        RowOpen(5, prompt, 7, more, 0, GREEDY, 0, pooling=Pooling(PoolingTask.LOGITS, token_ids=table)),
+        RowOpen(6, prompt, 7, more, 0, GREEDY, 0, pooling=Pooling(PoolingTask.VECTOR, PoolingKind.CLS, True, 9)),
     ]
     rows, lens, contexts, slots, close, *table_changes = columns(3, 3, 3, 9, 1, 2, 2, 2)
     copies = list(columns(2, 2, 1))
@@ -58,7 +62,7 @@ def plain(value):
         return value.dtype, value.tolist()
     if isinstance(value, list | tuple):
         return [plain(item) for item in value]
-    is_record = isinstance(value, RowOpen | TokenRules)
+    is_record = isinstance(value, RowOpen | TokenRules | Pooling)
     return {f.name: plain(getattr(value, f.name)) for f in fields(value)} if is_record else value
 
 

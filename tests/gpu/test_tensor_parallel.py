@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -22,7 +23,7 @@ from tests.unit.engine.driver import GREEDY, seeded, u32
 from tests.unit.engine.models import make_model
 from tests.unit.engine.processor_cases import f32
 from worker_svc.engine.backend import BackendUnavailableError, HeadShape
-from worker_svc.engine.batch import NO_RULES, TokenRules
+from worker_svc.engine.batch import NO_RULES, Pooling, PoolingKind, PoolingTask, TokenRules
 from worker_svc.engine.gpu.local_ranks import EXIT_BAD_SETTING, EXIT_RANK_LOST, LocalRanks
 from worker_svc.engine.gpu.parallel import Group
 from worker_svc.engine.gpu.ranks import ParallelRunner
@@ -52,21 +53,31 @@ def run(driver):
     )
     for row, (prompt, sampling) in enumerate(zip(small_prompts([9, 20, 3]), samplings, strict=True)):
         driver.open(row, prompt, sampling, rules=rules[row], logprobs=(None, 2, 0)[row])  # gathers over ranks
-    driver.step({0: 9, 1: 12, 2: 3})
-    driver.step({0: 1, 1: 8})
+    ids = u32(70, 4, 97)  # of both ranks
+    driver.open(3, small_prompts([6])[0], pooling=Pooling(PoolingTask.LOGITS, token_ids=ids))
+    driver.open(4, small_prompts([7])[0], pooling=Pooling(PoolingTask.VECTOR, PoolingKind.MEAN))
+    driver.step({0: 9, 1: 12, 2: 3, 3: 6, 4: 5})
+    driver.step({0: 1, 1: 8, 4: 2})
     driver.decode([1, 0, 2], 2)
     assert driver.errors == []
-    return [driver.rows[row].tokens for row in (0, 1, 2)], driver.logits
+    return [driver.rows[row].tokens for row in (0, 1, 2)], driver.logits, driver.pooled
+
+
+def check_pooled(found, expected):
+    assert found.keys() == expected.keys() == {3, 4}
+    for row, numbers in expected.items():
+        np.testing.assert_allclose(found[row], numbers, atol=1e-5)
 
 
 def test_two_ranks_give_the_results_of_one(folder):
-    expected_tokens, expected = run(DeviceDriver(load(folder)))
+    expected_tokens, expected, expected_pooled = run(DeviceDriver(load(folder)))
     runner = load(folder, tensor_parallel_size=2, make=ParallelRunner)
     try:
-        tokens, logits = run(DeviceDriver(runner))
+        tokens, logits, pooled = run(DeviceDriver(runner))
         assert tokens == expected_tokens
         for place, row in expected.items():
             assert torch.allclose(logits[place], row[: len(logits[place])], atol=1e-5)
+        check_pooled(pooled, expected_pooled)
         runner.reset_rows()
         driver = DeviceDriver(runner)  # after a new lease: rows are closed on every rank
         driver.open(0, tokens[1][:20], GREEDY)
@@ -85,13 +96,14 @@ def test_two_ranks_give_the_results_of_one(folder):
 def test_two_ranks_of_other_decoders_give_the_results_of_one(tmp_path, architecture, overrides):
     """Norms of outputs and soft caps; fused, transposed and biased weights, learned positions."""
     folder = make_model(tmp_path, architecture, **overrides | {"vocab_size": VOCAB})
-    expected_tokens, expected = run(DeviceDriver(load(folder)))
+    expected_tokens, expected, expected_pooled = run(DeviceDriver(load(folder)))
     runner = load(folder, tensor_parallel_size=2, make=ParallelRunner)
     try:
-        tokens, logits = run(DeviceDriver(runner))
+        tokens, logits, pooled = run(DeviceDriver(runner))
     finally:
         runner.close()
     assert tokens == expected_tokens
+    check_pooled(pooled, expected_pooled)
     for place, row in expected.items():
         assert torch.allclose(logits[place], row[: len(logits[place])], atol=1e-5)
 

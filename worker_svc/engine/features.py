@@ -36,6 +36,7 @@ CUDA = frozenset(
         "experts",
         "layer_norm",
         "learned_positions",
+        "no_logits",
         "offset_norm",
         "output_norms",
         "partial_rotary",

@@ -86,9 +86,11 @@ class PoolingWeights:
         return vectors
 
     def finished(self, pooling: Pooling, found: F32) -> F32:
-        """The numbers of a row from the output [out] of its layers."""
+        """The numbers of a row from the output [out] of its layers, or from its logits."""
         if pooling.task is PoolingTask.CLASSES:
             return found
+        if pooling.task is PoolingTask.LOGITS:
+            return found[: len(pooling.token_ids)]
         found = found[: pooling.dimensions or len(found)]
         return normalized(found) if pooling.normalize else found
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from request_fields.fields import SamplingParams
@@ -15,6 +16,7 @@ from worker_svc.engine.batch import (
     U32,
     CarriedInput,
     LogprobColumns,
+    Pooling,
     RowError,
     RowOpen,
     StepBatch,
@@ -67,6 +69,7 @@ class Row:
     prompt_len: int
     blocks: list[int]
     computed: int
+    is_pooled: bool = False
 
     @property
     def output(self) -> list[int]:
@@ -82,6 +85,7 @@ class Driver:
     logits: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)  # by (row, sequence position)
     errors: list[RowError] = field(default_factory=list)
     scores: dict[tuple[int, int], Score] = field(default_factory=dict)  # by (row, sequence position)
+    pooled: dict[int, npt.NDArray[np.float32]] = field(default_factory=dict)  # by row
     step_id: int = 0
 
     def __post_init__(self) -> None:
@@ -111,16 +115,17 @@ class Driver:
         inputs: tuple[CarriedInput, ...] = (),
         images: tuple[ImageSpan, ...] = (),
         adapter: bytes = b"",
+        pooling: Pooling | None = None,
     ) -> Row:
         """Opens a row in the next step. `shared` are full blocks whose keys and values are already computed."""
         tokens, blocks = [*prompt, *output], list(shared or ())
-        state = Row(tokens, len(prompt), blocks, len(blocks) * self.block_size)
+        state = Row(tokens, len(prompt), blocks, len(blocks) * self.block_size, pooling is not None)
         self._grow(state, len(tokens))
         self._opens.append(
             RowOpen(row, np.array(tokens, np.uint32), len(prompt), np.array(state.blocks, np.uint32), state.computed,
                     sampling, sample_index, banned_ids=u32(*banned), banned_before=banned_before,
                     rules=rules, grammar=grammar, logprobs=logprobs, prompt_logprobs=prompt_logprobs, inputs=inputs,
-                    images=images, adapter=adapter)
+                    images=images, adapter=adapter, pooling=pooling)
         )  # fmt: skip
         self.rows[row] = state
         return state
@@ -192,7 +197,8 @@ class Driver:
             changes += [(row, known + i, block) for i, block in enumerate(added)]
             slots.append(self.slots(state, state.computed, state.computed + count))
         states = [self.rows[row] for row in query_lens]
-        reaches_end = [s.computed + n == len(s.tokens) for s, n in zip(states, query_lens.values(), strict=True)]
+        counts = zip(states, query_lens.values(), strict=True)
+        reaches_end = [s.computed + n == len(s.tokens) and not s.is_pooled for s, n in counts]
         columns: dict[str, object] = {
             "rows": u32(*query_lens),
             "query_lens": u32(*query_lens.values()),
@@ -211,6 +217,9 @@ class Driver:
         self.errors.extend(output.errors)
         failed = {error.row for error in output.errors}
         self._note_scores(output)
+        if output.pooled is not None:
+            ends = np.cumsum(output.pooled.lens)[:-1]
+            self.pooled |= zip(output.pooled.rows.tolist(), np.split(output.pooled.values, ends), strict=True)
         for row, count in query_lens.items():
             if row not in failed:
                 self.rows[row].computed += count

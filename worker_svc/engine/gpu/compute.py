@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from worker_svc.engine.gpu.attention import Attention
+from worker_svc.engine.gpu.extras import StepExtras, Wanted
 from worker_svc.engine.gpu.graphs import Graphs, Recorder
 from worker_svc.engine.gpu.kernels import sample
 from worker_svc.engine.gpu.kernels.banned import mask_banned
@@ -23,11 +24,12 @@ from worker_svc.engine.gpu.kernels.filters import Filters
 from worker_svc.engine.gpu.kernels.prepare import prepare
 from worker_svc.engine.gpu.model import DeviceDecoder
 from worker_svc.engine.gpu.parallel import Group
+from worker_svc.engine.gpu.pooling import DevicePooling
 from worker_svc.engine.gpu.processing import DeviceProcessing
-from worker_svc.engine.gpu.scores import HostScores, Scorer, StepScores, WantedScores
+from worker_svc.engine.gpu.scores import Scorer
 from worker_svc.engine.gpu.step_buffer import Bucket, HostStep, StepBuffer, StepColumns
-from worker_svc.engine.logprobs import PromptTargets
 from worker_svc.engine.plan import StepPlan
+from worker_svc.engine.pooling_weights import PoolingWeights
 
 Mask = Callable[[torch.Tensor], None]  # changes logits [S, vocab] in place
 
@@ -77,6 +79,7 @@ class StepCompute:
         vocab: range,
         group: Group,
         graph_tokens: int,
+        pooling: PoolingWeights,
     ) -> None:
         """`graph_tokens`: the token limit of steps with prompts that are captured as CUDA graphs."""
         max_rows, device = len(state), state.device
@@ -98,6 +101,7 @@ class StepCompute:
         self._graph_logits: dict[Bucket, torch.Tensor | None] = {}  # results of graphs that end at logits
         self.processing = DeviceProcessing(state, vocab)
         self._scorer = Scorer(vocab, group, device)
+        self._pooling = DevicePooling(pooling, model.final_norm, model.max_positions, max_rows, self._scorer)
         self.results = torch.zeros(2, max_rows, dtype=torch.int32, device=device)
 
     def use_cache(self, cache: torch.Tensor) -> None:
@@ -110,7 +114,9 @@ class StepCompute:
         Most steps are decode steps, and short steps gain most. But the largest of a kind comes first: later graphs use
         its memory again.
         """
-        found = []
+        found: list[Bucket] = []
+        if not self._model.has_logits:
+            return found  # all its rows are pooled, which graphs do not compute
         if self._attention.can_capture(is_decode=True):
             found += [self._decode_bucket(size, is_filtered=False) for size in _largest_first(self._sizes)]
         found += [self._mixed_bucket(size, is_filtered=False) for size in _largest_first(self._mixed_sizes)]
@@ -176,25 +182,25 @@ class StepCompute:
         *,
         is_filtered: bool,
         mask: Mask | None = None,
-        wanted: WantedScores | None = None,
-    ) -> StepScores | None:
+        wanted: Wanted | None = None,
+    ) -> StepExtras | None:
         """Launches the uploaded step. `is_filtered` is as in Bucket, for every step. For a step that ends at logits,
-        `mask` changes the processed logits after the forward pass was launched, and `wanted` names the log
-        probabilities to compute. Returns these, or None without `wanted`.
+        `mask` changes the processed logits after the forward pass was launched, and `wanted` names what to compute
+        besides tokens. Returns that, or None without `wanted`.
         """
 
         def finish(logits: torch.Tensor) -> None:
             self._process_and_sample(bucket, logits, mask, is_filtered=is_filtered)
 
         if wanted is not None:
-            return self._run_scored(bucket, host, wanted, finish)
+            return self._run_wanted(bucket, host, wanted, finish)
         self._run(bucket, host, finish)
         return None
 
-    def _run_scored(
-        self, bucket: Bucket, host: HostStep, wanted: WantedScores, finish: Callable[[torch.Tensor], None]
-    ) -> StepScores:
-        sampled: list[HostScores] = []
+    def _run_wanted(
+        self, bucket: Bucket, host: HostStep, wanted: Wanted, finish: Callable[[torch.Tensor], None]
+    ) -> StepExtras:
+        extras = StepExtras(wanted)
 
         def finish_and_score(logits: torch.Tensor) -> None:
             if wanted.asked is None:
@@ -203,29 +209,29 @@ class StepCompute:
             # A copy, because processing changes the logits in place.
             raw = logits.index_select(0, self._scorer.upload(wanted.asked.lines))
             finish(logits)
-            sampled.append(self._scorer.sampled(raw, wanted.asked, self.results[0]))
+            extras.sampled = self._scorer.sampled(raw, wanted.asked, self.results[0])
 
-        prompt: list[HostScores] = []
-        if wanted.targets is None:
-            self._run(bucket, host, finish_and_score)
+        if wanted.needs_states:
+            self._run_with_states(bucket, host, extras, finish_and_score)
         else:
-            prompt = self._run_with_prompts(bucket, host, wanted.targets, finish_and_score)
-        return StepScores(wanted, sampled[0] if sampled else None, prompt)
+            self._run(bucket, host, finish_and_score)
+        return extras
 
-    def _run_with_prompts(
-        self, bucket: Bucket, host: HostStep, targets: PromptTargets, finish: Callable[[torch.Tensor], None]
-    ) -> list[HostScores]:
-        """Launches a step without a graph, and scores the prompt tokens that follow the computed tokens."""
+    def _run_with_states(
+        self, bucket: Bucket, host: HostStep, extras: StepExtras, finish: Callable[[torch.Tensor], None]
+    ) -> None:
+        """Launches a step without a graph. Scores prompt tokens and computes pooled rows from hidden states."""
         self._attention.plan(bucket, host)
-        columns = self._prepare(bucket, host)
-        num_samples = len(columns.sample_tokens)
-        tokens = torch.cat((columns.sample_tokens.long(), self._scorer.upload(targets.tokens)))
-        hidden = self._model.hidden(columns, self._attention, self._cache, tokens)
-        if hidden is None:
-            raise RuntimeError("a step with prompt tokens to score has no tokens: a bug in the engine")
-        if num_samples:
-            finish(self._model.logits(hidden[:num_samples]))
-        return self._scorer.prompt(hidden[num_samples:], self._model.logits, targets)
+        columns, wanted = self._prepare(bucket, host), extras.wanted
+        tokens = [columns.sample_tokens.long(), *map(self._scorer.upload, wanted.state_tokens())]
+        hidden = self._model.states(columns, self._attention, self._cache, torch.cat(tokens))
+        sampled, before_targets, pooled, before_logits = torch.split(hidden, [len(part) for part in tokens])
+        if len(sampled) and self._model.has_logits:
+            finish(self._model.logits(sampled))
+        if wanted.targets is not None:
+            extras.prompt = self._scorer.prompt(before_targets, self._model.logits, wanted.targets)
+        if wanted.pooled is not None:
+            extras.pooled = self._pooling.compute(wanted.pooled, pooled, before_logits, self._model.logits)
 
     def _run(self, bucket: Bucket, host: HostStep, finish: Callable[[torch.Tensor], None]) -> None:
         """`finish` gets the logits of a step that ends at them."""
@@ -298,6 +304,15 @@ class StepCompute:
         for size in shorter_sizes(max_tokens):
             rows = min(size, self._max_rows)
             self.run_empty(Bucket(size, rows, rows, is_decode=False, is_filtered=False))
+        self._warm_up_states(max_tokens)
+
+    def _warm_up_states(self, max_tokens: int) -> None:
+        """Computes the hidden states of all tokens, as a mean over a prompt needs them."""
+        bucket = Bucket(max_tokens, self._max_rows, 0, is_decode=False, is_filtered=False, ends_at_logits=True)
+        self._attention.plan(bucket, NO_ROWS)
+        columns = self._prepare(bucket, NO_ROWS)
+        tokens = self._scorer.upload(np.arange(max_tokens))
+        self._pooling.warm_up(self._model.states(columns, self._attention, self._cache, tokens))
 
     def run_empty(self, bucket: Bucket) -> None:
         """Runs a step of this bucket without rows."""

@@ -2,8 +2,8 @@
 
     kind | step id, number of entries of each column, of hashes, of opens | columns | mask | hashes | opens
 
-Columns are uint32, little-endian. An open is a record of fixed size followed by its tokens, block table, banned ids and
-token rules.
+Columns are uint32, little-endian. An open is a record of fixed size followed by its tokens, block table, banned ids,
+token rules, grammar and pooling.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from request_fields.fields import SAMPLER_FIELDS, SamplingParams
 from request_fields.fields import Kind as FieldKind
 from request_fields.grammar import Grammar, GrammarKind
-from worker_svc.engine.batch import U32, RowOpen, StepBatch, TokenRules
+from worker_svc.engine.batch import U32, Pooling, PoolingKind, PoolingTask, RowOpen, StepBatch, TokenRules
 from worker_svc.engine.plan import HASH_BYTES
 
 COLUMNS = (
@@ -32,6 +32,8 @@ CODES = {FieldKind.FLOAT: "d", FieldKind.UINT32: "I", FieldKind.UINT64: "Q"}
 OPEN = struct.Struct(f"<IqIII{''.join(CODES[field.kind] for field in SAMPLER_FIELDS.values())}iiI7I")
 
 
+POOLING = struct.Struct("<BB?3I")  # task, kind, normalize, dimensions, number of token ids, second text
+POOLING_TASKS, POOLING_KINDS, NO_POOLING = tuple(PoolingTask), tuple(PoolingKind), 255
 GRAMMAR = struct.Struct("<BI")  # kind, bytes of the text
 GRAMMAR_KINDS, NO_GRAMMAR = tuple(GrammarKind), 255
 
@@ -61,7 +63,7 @@ def step_to_bytes(batch: StepBatch) -> bytes:
         parts.append(rules.biases.astype("<f4", copy=False).tobytes())
         for word in rules.bad_words:
             parts += [len(word).to_bytes(4, "little"), _words(word)]
-        parts.append(_grammar_to_bytes(item.grammar))
+        parts += [_grammar_to_bytes(item.grammar), _pooling_to_bytes(item.pooling)]
     return b"".join(parts)
 
 
@@ -98,6 +100,16 @@ def _grammar_to_bytes(grammar: Grammar | None) -> bytes:
     return GRAMMAR.pack(GRAMMAR_KINDS.index(grammar.kind), len(text)) + text
 
 
+def _pooling_to_bytes(pooling: Pooling | None) -> bytes:
+    if pooling is None:
+        return POOLING.pack(NO_POOLING, 0, False, 0, 0, 0)
+    head = POOLING.pack(
+        POOLING_TASKS.index(pooling.task), POOLING_KINDS.index(pooling.kind), pooling.normalize, pooling.dimensions,
+        len(pooling.token_ids), pooling.second_text,
+    )  # fmt: skip
+    return head + _words(pooling.token_ids)
+
+
 class _Reader:
     """Reads a message from front to back."""
 
@@ -130,12 +142,20 @@ class _Reader:
             logprobs=None if logprobs < 0 else logprobs,
             prompt_logprobs=None if prompt_logprobs < 0 else prompt_logprobs,
             grammar=self.grammar(),
+            pooling=self.pooling(),
         )
 
     def grammar(self) -> Grammar | None:
         kind, size = GRAMMAR.unpack(self.take(GRAMMAR.size))
         text = self.take(size).decode()
         return None if kind == NO_GRAMMAR else Grammar(GRAMMAR_KINDS[kind], text)
+
+    def pooling(self) -> Pooling | None:
+        task, kind, normalize, dimensions, num_ids, second_text = POOLING.unpack(self.take(POOLING.size))
+        if task == NO_POOLING:
+            return None
+        ids = self.words(num_ids)
+        return Pooling(POOLING_TASKS[task], POOLING_KINDS[kind], normalize, dimensions, ids, second_text)
 
     def rules(self, num_allowed: int, num_banned: int, num_biases: int, num_bad_words: int) -> TokenRules:
         return TokenRules(

@@ -23,7 +23,7 @@ from worker_svc.engine.weights import FeedForward, Layer, RoutedExperts, WeightL
 
 
 class DeviceDecoder:
-    """A loaded decoder, or one rank's shard. `forward` computes a step; `hidden` and `logits` compute its parts."""
+    """A loaded decoder, or one rank's shard. `forward` computes a step; `states` and `logits` compute its parts."""
 
     def __init__(
         self,
@@ -45,7 +45,8 @@ class DeviceDecoder:
         self._position_embedding = loader.position_embedding()
         # Rounded to the model's dtype before it multiplies, as in transformers.
         self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=self._embedding.dtype))
-        self._final_norm = loader.final_norm()
+        self.final_norm = loader.final_norm()
+        self.max_positions = config.max_position_embeddings
         self._layers: list[Layer] = []
         self._kv_scales: list[torch.Tensor | None] = []
         for index in range(config.num_layers):
@@ -56,28 +57,32 @@ class DeviceDecoder:
         self._head = loader.head()
         progress(1.0)
 
+    @property
+    def has_logits(self) -> bool:
+        return self._head is not None
+
     def forward(self, columns: StepColumns, attention: Attention, cache: torch.Tensor) -> torch.Tensor | None:
         """Stores keys and values of all tokens in cache [layers, 2, num_blocks, block_size, kv_heads, head_dim].
 
-        Returns logits [S, this rank's part of the vocabulary], or None if no row samples.
+        Returns logits [S, this rank's part of the vocabulary], or None if no row samples or the model has no logits.
         """
-        normed = self.hidden(columns, attention, cache, columns.sample_tokens)
-        return None if normed is None else self.logits(normed)
+        normed = self.states(columns, attention, cache, columns.sample_tokens)
+        return self.logits(normed) if len(normed) and self.has_logits else None
 
     def logits(self, normed: torch.Tensor) -> torch.Tensor:
         """Logits [n, this rank's part of the vocabulary] of hidden states [n, dim]."""
         if self._head is None:
-            raise RuntimeError("a model without logits was loaded; check_features refuses it")
+            raise RuntimeError("the model has no logits, but a row asks for some: PoolingTable refuses it")
         logits = self._head(normed)
         if self._config.logit_soft_cap is not None:
             soft_cap(logits, self._config.logit_soft_cap)
         return logits
 
-    def hidden(
+    def states(
         self, columns: StepColumns, attention: Attention, cache: torch.Tensor, tokens: torch.Tensor
-    ) -> torch.Tensor | None:
+    ) -> torch.Tensor:
         """As `forward`, but returns the normalized hidden states [n, dim] of `tokens`, indices [n] of tokens of the
-        step; None if n is 0."""
+        step."""
         x = self._embed(columns)
         attention.begin(columns)
         residual = None
@@ -88,11 +93,11 @@ class DeviceDecoder:
                 # From here on only these tokens are needed.
                 x, attended = (y.index_select(0, tokens) for y in (x, attended))
             if not len(x):
-                return None
+                return x
             output = _normed(self._group.all_reduce(layer.o(attended)), layer.attended_norm)
             residual = self._feed_forward(x, output, layer)
         normed = torch.empty_like(x)
-        add_norm(x, residual, self._final_norm, normed)
+        add_norm(x, residual, self.final_norm, normed)
         return normed
 
     def _embed(self, columns: StepColumns) -> torch.Tensor:

@@ -10,9 +10,10 @@ import numpy as np
 
 from worker_svc.engine.backend import I64
 from worker_svc.engine.batch import U32, RowError, RowErrorCode, StepOutput
-from worker_svc.engine.gpu.scores import StepScores
+from worker_svc.engine.gpu.extras import StepExtras
 from worker_svc.engine.gpu.step_buffer import Staging
 from worker_svc.engine.model_runner import NOTHING_TO_SAMPLE
+from worker_svc.engine.pooling import NOT_FINITE
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +27,7 @@ class Writes:
     sampling_rows: I64  # [S]
     generations: I64  # [S]
     positions: I64  # [S] of the sampled tokens
-    scores: StepScores | None = None  # None: no row asks for log probabilities
+    extras: StepExtras | None = None  # None: the step computes nothing but tokens
 
 
 NO_IDS: I64 = np.empty(0, np.int64)
@@ -65,17 +66,21 @@ class PendingStep:
         rows, down = self.writes.sampling_rows, self.staging.down.numpy()
         half = len(down) // 2
         is_bad = down[half : half + len(rows)] != 0
-        logprobs, prompt_logprobs, bad_rows = None, None, rows[is_bad]
-        if self.writes.scores is not None:
-            prompt_logprobs, bad_prompts = self.writes.scores.prompt_columns()
+        logprobs, prompt_logprobs, pooled, bad_rows = None, None, None, rows[is_bad]
+        bad_pooled: list[int] = []
+        if (extras := self.writes.extras) is not None:
+            prompt_logprobs, bad_prompts = extras.prompt_logprobs()
             is_bad |= np.isin(rows, bad_prompts)
             bad_rows = np.union1d(rows[is_bad], bad_prompts)
-            logprobs = self.writes.scores.columns_of(~is_bad)
+            logprobs = extras.logprobs(~is_bad)
+            pooled, bad_pooled = extras.pooled_rows()
         failed = {error.row for error in self._errors}
         bad = (row for row in bad_rows.tolist() if row not in failed)
         errors = self._errors + [RowError(row, RowErrorCode.NAN, NOTHING_TO_SAMPLE) for row in bad]
+        errors += [RowError(row, RowErrorCode.NAN, NOT_FINITE) for row in bad_pooled]
         elapsed_us = int((time.perf_counter() - self.started) * 1e6)
         good_rows = rows[~is_bad].astype(np.uint32)
         return StepOutput(
-            self._step_id, good_rows, self.sampled()[~is_bad], errors, elapsed_us, logprobs, prompt_logprobs
-        )
+            self._step_id, good_rows, self.sampled()[~is_bad], errors, elapsed_us, logprobs, prompt_logprobs,
+            pooled=pooled,
+        )  # fmt: skip

@@ -9,6 +9,7 @@ import torch
 from worker_svc.engine.batch import F32, U32, RowOpen
 from worker_svc.engine.gpu.kernels.banned import mask_banned
 from worker_svc.engine.gpu.kernels.process import IN_PROMPT, RECENT, ban_bad_words, note_tokens, process
+from worker_svc.engine.gpu.uploads import to_device
 from worker_svc.engine.rows import RowTable
 
 
@@ -82,10 +83,7 @@ class DeviceProcessing:
         return self._upload(ids[self._is_here(ids)].astype(np.int64) - self._vocab.start)
 
     def _upload(self, values: npt.NDArray[np.int64] | npt.NDArray[np.int32] | F32) -> torch.Tensor:
-        host = torch.from_numpy(values)
-        if self._device.type != "cuda":
-            return host
-        return host.pin_memory().to(self._device, non_blocking=True)
+        return to_device(values, self._device)
 
     def _upload_words(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The bad words of all rows, in the form of `ban_bad_words`."""

@@ -21,7 +21,7 @@ import torch
 from request_fields.checks import default_sampling
 from worker_svc.engine.architectures import parse_config
 from worker_svc.engine.backend import I64, BackendUnavailableError
-from worker_svc.engine.batch import U32, RowErrorCode, StepBatch, StepOutput
+from worker_svc.engine.batch import U32, PoolingKind, RowErrorCode, StepBatch, StepOutput
 from worker_svc.engine.block_contents import BlockContents
 from worker_svc.engine.checkpoint import Checkpoint
 from worker_svc.engine.config import EngineConfig, EngineInfo
@@ -31,6 +31,7 @@ from worker_svc.engine.gpu.attention import Attention
 from worker_svc.engine.gpu.checks.case import Setup
 from worker_svc.engine.gpu.compute import StepCompute
 from worker_svc.engine.gpu.device_rows import changed_words, make_state
+from worker_svc.engine.gpu.extras import StepExtras, Wanted
 from worker_svc.engine.gpu.graphs import GraphError, make_recorder
 from worker_svc.engine.gpu.kernels import threshold
 from worker_svc.engine.gpu.kernels.deltas import apply_deltas
@@ -40,7 +41,7 @@ from worker_svc.engine.gpu.messages import RESET_ROWS, STOP, step_from_bytes, st
 from worker_svc.engine.gpu.model import DeviceDecoder
 from worker_svc.engine.gpu.parallel import Group
 from worker_svc.engine.gpu.pending_step import NO_IDS, PendingStep, Writes
-from worker_svc.engine.gpu.scores import StepScores, WantedScores
+from worker_svc.engine.gpu.pooling import PooledTokens, load_device_pooling
 from worker_svc.engine.gpu.start_up import DTYPES, check_heads, choose_checked, choose_dtype, find_device
 from worker_svc.engine.gpu.step_buffer import HostStep, Staging, StepBuffer
 from worker_svc.engine.gpu.weights import ShardLoader, formats_of, shard_config
@@ -50,6 +51,9 @@ from worker_svc.engine.masking import apply_masks
 from worker_svc.engine.model_runner import MAX_OUT_OF_MEMORY_STEPS, is_out_of_memory
 from worker_svc.engine.numerics import build, device_numerics
 from worker_svc.engine.plan import StepPlan, StepPlanner
+from worker_svc.engine.pooling import PoolingTable
+from worker_svc.engine.pooling_config import read_pooling
+from worker_svc.engine.pooling_weights import PoolingWeights, pooling_info
 from worker_svc.engine.row_errors import RowErrors
 from worker_svc.engine.rows import RowTable
 from worker_svc.engine.settings import choose_max_model_len
@@ -74,7 +78,7 @@ class DeviceRunner:
         self._group = group or Group()
         self._device = find_device(self._group.local_rank)
         checkpoint = Checkpoint(config.model_dir)
-        whole = parse_config(checkpoint.config)
+        whole = parse_config(checkpoint.config).named_in(checkpoint.has)
         whole = whole.within(config.max_model_len or whole.max_position_embeddings)
         eos_ids = eos_token_ids(checkpoint.generation_config, checkpoint.config)
         sampling = default_sampling(checkpoint.generation_config)
@@ -88,6 +92,7 @@ class DeviceRunner:
             self._group, config.quantize,
         )  # fmt: skip
         loader.check()
+        settings = read_pooling(checkpoint.folder, checkpoint.config, PoolingKind.LAST)
         if self._group.local_rank == 0:  # hosts compare their digests; for the other ranks it stays empty
             checkpoint.start_digest(available_cores())
         setup = Setup(
@@ -98,11 +103,12 @@ class DeviceRunner:
         )  # fmt: skip
         with torch.inference_mode():
             attention = choose_checked(config, setup)
-            num_blocks = self._load(config, setup, loader, attention, progress)
+            pooling = load_device_pooling(checkpoint, settings, whole, config.determinism, self._device)
+            num_blocks = self._load(config, setup, loader, attention, pooling, progress)
         logger.info("%d CUDA graphs, %d blocks, attention %s", self._compute.num_graphs, num_blocks, attention.name)
         max_model_len = choose_max_model_len(config, whole, num_blocks)
         self._contents = BlockContents(num_blocks, config.block_size)
-        grammars = compiled_grammars(config.model_dir, whole.vocab_size, eos_ids)
+        grammars = compiled_grammars(config.model_dir, whole.vocab_size, eos_ids) if pooling.generates else None
         self._rows = RowTable(
             config.max_num_seqs,
             max_model_len,
@@ -111,6 +117,7 @@ class DeviceRunner:
             whole.vocab_size,
             grammars,
             serves_beams=False,
+            pooling=PoolingTable(pooling),
         )
         self._last_tokens = np.zeros(config.max_num_seqs, np.int64)
         self._in_flight: deque[PendingStep] = deque()
@@ -145,6 +152,7 @@ class DeviceRunner:
             kv_cache_dtype=config.kv_cache_dtype,
             quantize=config.quantize,
             attention_window=whole.within(max_model_len).attention_window,
+            pooling=pooling_info(settings, pooling, max_model_len),
         )
         self._planner = StepPlanner(self._rows, self.info)
 
@@ -154,6 +162,7 @@ class DeviceRunner:
         setup: Setup,
         loader: ShardLoader,
         attention: Attention,
+        pooling: PoolingWeights,
         progress: Callable[[float], None] | None,
     ) -> int:
         """Loads the weights, divides the memory that is left, and records graphs. Returns the number of blocks."""
@@ -170,6 +179,7 @@ class DeviceRunner:
             self._compute = StepCompute(
                 decoder, attention, self._buffer, self._state, config.block_size,
                 self._group.vocab_part(setup.vocab_size), self._group, min(config.cuda_graph_tokens, max_tokens),
+                pooling,
             )  # fmt: skip
         kv_dtype = setup.cache_dtype
         shares = divide_memory(config, setup.model, kv_dtype, self._compute, self._device, self._group)
@@ -269,7 +279,7 @@ class DeviceRunner:
         """Launches the step. If it runs out of memory its rows fail: it writes only to slots of its own rows."""
         token_ids = self._rows.token_ids(plan.token_rows, plan.positions)
         try:
-            scores = self._start(batch, plan, token_ids, staging, errors)
+            extras = self._start(batch, plan, token_ids, staging, errors)
         except (MemoryError, RuntimeError) as error:
             self._num_out_of_memory += 1
             is_alone = self._group.size == 1  # other ranks may have written to their pools
@@ -285,18 +295,16 @@ class DeviceRunner:
         sampling_rows, positions = plan.sampling_rows, plan.sampled_positions
         self._rows.append(sampling_rows, positions, np.full(len(positions), PENDING, np.uint32))
         generations = self._rows.generations(sampling_rows)
-        return Writes(copies, plan.slots, plan.token_rows, token_ids, sampling_rows, generations, positions, scores)
+        return Writes(copies, plan.slots, plan.token_rows, token_ids, sampling_rows, generations, positions, extras)
 
     def _start(
         self, batch: StepBatch, plan: StepPlan, token_ids: I64, staging: Staging, errors: RowErrors
-    ) -> StepScores | None:
+    ) -> StepExtras | None:
         columns = self._rows.sampling_columns(plan.sampling_rows, plan.sampled_positions)
         processed = self._rows.processed_rows(plan.sampling_rows, plan.sampled_positions)
         is_filtered = processed is not None or threshold.is_needed(columns)
         mask = partial(self._mask, plan, errors) if self._rows.has_grammars(plan.sampling_rows) else None
-        asked = self._rows.asked_logprobs(plan.sampling_rows)
-        targets = self._rows.prompt_targets(plan.token_rows, plan.positions)
-        wanted = None if asked is None and targets is None else WantedScores(asked, targets)
+        wanted = self._wanted(plan)
         has_more = processed is not None and processed.has_more_than_early_bans
         ends_at_logits = mask is not None or wanted is not None or has_more
         bucket = self._compute.bucket_of(plan, is_filtered=is_filtered, ends_at_logits=ends_at_logits)
@@ -314,9 +322,19 @@ class DeviceRunner:
         if not len(plan.rows):
             return None
         host = HostStep(plan.starts, plan.context_lens)
-        scores = self._compute.run(bucket, host, is_filtered=is_filtered, mask=mask, wanted=wanted)
+        extras = self._compute.run(bucket, host, is_filtered=is_filtered, mask=mask, wanted=wanted)
         staging.down.copy_(self._compute.results.view(-1), non_blocking=True)
-        return scores
+        return extras
+
+    def _wanted(self, plan: StepPlan) -> Wanted | None:
+        """What the rows of a step want besides tokens; None if nothing."""
+        chunks = self._rows.pooled_chunks(plan.rows, plan.starts, plan.context_lens, plan.ends)
+        wanted = Wanted(
+            self._rows.asked_logprobs(plan.sampling_rows),
+            self._rows.prompt_targets(plan.token_rows, plan.positions),
+            PooledTokens.of(chunks) if chunks else None,
+        )
+        return wanted if wanted else None
 
     def _mask(self, plan: StepPlan, errors: RowErrors, logits: torch.Tensor) -> None:
         """Applies grammars while the device computes the forward pass. It needs the tokens of all earlier steps."""

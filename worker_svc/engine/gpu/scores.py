@@ -7,16 +7,15 @@ and the best k ids of all ranks are combined.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
 from worker_svc.engine.backend import I64, TopLogprobs
-from worker_svc.engine.batch import Bools, LogprobColumns, PromptLogprobs
 from worker_svc.engine.gpu.parallel import Group
-from worker_svc.engine.logprobs import Asked, PromptTargets, concat_columns, spread, to_columns
+from worker_svc.engine.gpu.uploads import to_device, to_host
+from worker_svc.engine.logprobs import Asked, PromptTargets
 
 LINES = 16  # rows of logits at once: their temporaries take 30 bytes per logit
 MASS_UNIT = 2.0**40
@@ -24,59 +23,16 @@ LOW_32 = 0xFFFFFFFF
 MAX_INT32 = 0x7FFFFFFF
 
 
-@dataclass(frozen=True, slots=True)
-class WantedScores:
-    """The log probabilities that a step must compute."""
-
-    asked: Asked | None  # among the rows that sample
-    targets: PromptTargets | None
-
-
 class HostScores:
     """Scores of n tokens in host memory, valid once the step's event has fired."""
 
     def __init__(self, parts: list[torch.Tensor]) -> None:
         """`parts`: values float32 [n, 1 + k], ids int64 [n, 1 + k], ranks int64 [n], faults bool [n]."""
-        is_cuda = parts[0].device.type == "cuda"
-        self._parts = [torch.empty(part.shape, dtype=part.dtype, pin_memory=is_cuda) for part in parts]
-        for host, part in zip(self._parts, parts, strict=True):
-            host.copy_(part, non_blocking=True)
+        self._parts = [to_host(part) for part in parts]
 
     def read(self) -> TopLogprobs:
         values, ids, ranks, is_bad = (part.numpy() for part in self._parts)
         return TopLogprobs(values, ids.astype(np.uint32), ranks.astype(np.uint32), is_bad)
-
-
-@dataclass(frozen=True, slots=True)
-class StepScores:
-    """The log probabilities of a launched step."""
-
-    wanted: WantedScores
-    sampled: HostScores | None
-    prompt: list[HostScores]
-
-    def columns_of(self, is_good: Bools) -> LogprobColumns | None:
-        """Columns of the good rows among the rows that sampled."""
-        asked = self.wanted.asked
-        if asked is None or self.sampled is None:
-            return None
-        columns = to_columns(self.sampled.read(), asked.num_top)
-        return spread(columns, asked.lines, len(is_good)).select(is_good)
-
-    def prompt_columns(self) -> tuple[PromptLogprobs | None, I64]:
-        """The prompt tokens of good rows, and the rows with NaN, +inf or no finite number."""
-        targets = self.wanted.targets
-        if targets is None:
-            return None, np.empty(0, np.int64)
-        parts = [part.read() for part in self.prompt]
-        is_bad = np.concatenate([part.is_bad for part in parts])
-        ends = np.cumsum([len(part.ranks) for part in parts])
-        num_top = np.split(targets.num_top, ends[:-1])
-        columns = concat_columns([to_columns(part, top) for part, top in zip(parts, num_top, strict=True)])
-        bad_rows = np.unique(targets.rows[is_bad])
-        is_kept = ~np.isin(targets.rows, bad_rows)
-        rows, positions = targets.rows[is_kept].astype(np.uint32), targets.positions[is_kept].astype(np.uint32)
-        return PromptLogprobs(rows, positions, columns.select(is_kept)), bad_rows
 
 
 class Scorer:
@@ -89,10 +45,7 @@ class Scorer:
         self._ids = LOW_32 - torch.arange(vocab.start, vocab.stop, device=device)
 
     def upload(self, values: I64) -> torch.Tensor:
-        host = torch.from_numpy(np.ascontiguousarray(values, np.int64))
-        if self._device.type != "cuda":
-            return host
-        return host.pin_memory().to(self._device, non_blocking=True)
+        return to_device(values.astype(np.int64, copy=False), self._device)
 
     def sampled(self, raw: torch.Tensor, asked: Asked, tokens: torch.Tensor) -> HostScores:
         """`raw` [n, part] are the model's logits of the asking rows, `tokens` int32 [S] of all rows that sampled."""
@@ -110,6 +63,28 @@ class Scorer:
         ]
         return [HostScores([torch.cat(columns) for columns in zip(*parts, strict=True)])]
 
+    def logits_of(
+        self, hidden: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor], token_ids: Sequence[I64]
+    ) -> torch.Tensor:
+        """The logits of some ids of each of the hidden states [n, dim], float32 [n, most ids]. The rest of a line has
+        no meaning. NaN becomes +inf, because a maximum over ranks may lose it."""
+        ids = np.zeros((len(token_ids), max(map(len, token_ids))), np.int64)
+        for line, of_line in zip(ids, token_ids, strict=True):
+            line[: len(of_line)] = of_line
+        chosen = self.upload(ids)
+        parts = [
+            self._own(head(hidden[first : first + LINES]).float(), chosen[first : first + LINES])
+            for first in range(0, len(hidden), LINES)
+        ]
+        found = torch.cat(parts)
+        return self._group.all_reduce_max(found.masked_fill_(found.isnan(), torch.inf))
+
+    def _own(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """The logits of `ids` [n, k] in this rank's part x [n, part]; -inf for ids of other ranks."""
+        local = ids - self._first
+        is_here = (local >= 0) & (local < x.shape[1])
+        return x.gather(1, local.clamp(0, x.shape[1] - 1)).masked_fill_(~is_here, -torch.inf)
+
     def _score(self, logits: torch.Tensor, chosen: torch.Tensor, num_top: int) -> list[torch.Tensor]:
         slices = [
             self._score_slice(logits[first : first + LINES].float(), chosen[first : first + LINES, None], num_top)
@@ -125,10 +100,7 @@ class Scorer:
         top = group.all_reduce_max(x.amax(1, keepdim=True))
         is_bad |= top == -torch.inf
         top = top.masked_fill(is_bad, 0.0)
-        local = chosen - self._first
-        is_here = (local >= 0) & (local < x.shape[1])
-        own = x.gather(1, local.clamp(0, x.shape[1] - 1)).masked_fill(~is_here, -torch.inf)
-        own = group.all_reduce_max(own)
+        own = group.all_reduce_max(self._own(x, chosen))
         mass = group.all_reduce(((x - top).exp().double() * MASS_UNIT).round().long().sum(1, keepdim=True))
         ranks = 1 + group.all_reduce((x > own).sum(1))
         best = self._best(x, num_top)

@@ -1,13 +1,30 @@
-"""Copies weights from files to the device through pinned memory: one piece is copied while the next is read."""
+"""Copies between host and device through pinned memory, which the host does not wait for. Weights are copied from files
+in pieces: one is copied while the next is read.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 PIECE_BYTES = 64 << 20
 NUM_BUFFERS = 2
+
+
+def to_device(values: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
+    """The values on the device, for work that is launched later."""
+    host = torch.from_numpy(np.ascontiguousarray(values))
+    return host if device.type != "cuda" else host.pin_memory().to(device, non_blocking=True)
+
+
+def to_host(values: torch.Tensor) -> torch.Tensor:
+    """A copy in host memory, valid once an event that is recorded later has fired."""
+    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.device.type == "cuda")
+    host.copy_(values, non_blocking=True)
+    return host
 
 
 class Uploader:

@@ -146,7 +146,9 @@ class ShardLoader(WeightLoader):
         return self._embedding
 
     def head(self) -> Linear | None:
-        return self._backend.make_linear(self.embedding(), None) if self._config.is_tied else super().head()
+        if self._config.is_tied and self._config.head == "tokens":
+            return self._backend.make_linear(self.embedding(), None)
+        return super().head()
 
     def _linear(self, stored: Stored) -> Linear:
         weight = self._fp8_weight(stored)
