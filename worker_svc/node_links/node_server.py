@@ -66,6 +66,7 @@ class NodeLink:
             with suppress(OSError):
                 self.steps.settimeout(STOP_TIMEOUT_S)
                 send_frame(self.steps, b"")
+            self.steps.close()
         finally:
             self._sending.release()
 
@@ -136,6 +137,8 @@ class NodeServer:
     def stop(self) -> None:
         """Ends all nodes after their last message."""
         self._is_stopping = True
+        with suppress(OSError):
+            self._listening.shutdown(socket.SHUT_RDWR)  # ends the thread that accepts connections
         self._listening.close()
         for link in list(self._links.values()):
             link.stop()
@@ -171,28 +174,29 @@ class NodeServer:
             self._handshakes.release()
         connection.settimeout(None)
         with suppress(OSError):
-            self._serve(connection, hello, peer)
-            if hello.get("purpose") == "steps":
-                return  # in use
+            if self._serve(connection, hello, peer):
+                return
         connection.close()
 
-    def _serve(self, connection: socket.socket, hello: dict[str, Any], peer: str) -> None:
-        """Answers the first frame of a known worker, then uses the connection until it ends."""
+    def _serve(self, connection: socket.socket, hello: dict[str, Any], peer: str) -> bool:
+        """Answers the first frame of a known worker, then uses the connection until it ends. True: it stays in use."""
         try:
             link = self._find(hello, peer)
         except NodesError as error:
             log.warning("refused node %s (%s): %s", hello.get("node_rank"), peer, error)
             self._last_refusal = str(error)
             send_text(connection, {"refused": str(error)})
-            return
+            return False
         send_text(connection, {"refused": ""})
         match hello["purpose"]:
             case "reports":
                 self._read_reports(connection, link)
             case "steps":
                 self._use_for_steps(connection, link)
+                return True
             case "store":
                 forward(connection, socket.create_connection((HOST, self._store_port)))
+        return False
 
     def _find(self, hello: dict[str, Any], peer: str) -> NodeLink:
         """The node that opened a connection. Raises NodesError if it is refused."""
@@ -215,7 +219,9 @@ class NodeServer:
         if found := difference(f"node {rank}", self._facts, facts):
             raise NodesError(found)
         with self._changed:
-            if other := self._links.get(rank):
+            other = self._links.get(rank)
+            is_retry = other is not None and other.session == session and other.steps is None
+            if other and not is_retry:
                 raise NodesError(f"--node-rank {rank} is taken by {other.peer}; each node needs its own")
             link = self._links[rank] = NodeLink(rank, session, peer)
         return link
@@ -234,8 +240,9 @@ class NodeServer:
         except OSError as error:
             lost = error
         with self._changed:
-            if link.steps is None:
-                del self._links[link.node_rank]  # it has not joined and tries again
+            if link.steps is None:  # it has not joined and tries again, or has done so
+                if self._links.get(link.node_rank) is link:
+                    del self._links[link.node_rank]
                 return
         reason, exit_code = link.end
         if not self._is_stopping:
