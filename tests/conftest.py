@@ -1,7 +1,9 @@
 """Settings and options of the whole test suite."""
 
+import gc
 import os
 import sys
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,28 @@ sys.dont_write_bytecode = False
 if not Path("/dev/nvidiactl").exists():
     # Triton reads this when it is imported, which another package may do first.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, bool, bool]:
+    """Collect what a failed test has left open, so that no later test fails because of its warnings."""
+    failures = item.session.testsfailed
+    is_handled = yield
+    if item.session.testsfailed > failures:
+        _discard_leftovers()
+    return is_handled
+
+
+def _discard_leftovers() -> None:
+    # pytest keeps the last traceback, and with it the variables of the failed test, for a debugger.
+    for name in ("last_exc", "last_type", "last_value", "last_traceback"):
+        if hasattr(sys, name):
+            delattr(sys, name)
+    report, sys.unraisablehook = sys.unraisablehook, lambda unraisable: None
+    try:
+        gc.collect()
+    finally:
+        sys.unraisablehook = report
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import base64
 import os
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 from quire.internal.v1 import record_pb2 as pb
@@ -21,6 +23,8 @@ from tests.processes.redis_server import RedisServer
 
 SECRET = "a secret prompt"
 REQUEST = inference_pb2.GenerateRequest(request_id="r", prompt={"text": SECRET}, sampling=types.SamplingParams(n=2))
+TIMEOUT_S = 30.0
+MakeStore = Callable[..., RecordStore]
 CONTENT = pb.RequestRecord(request=REQUEST, prompt_token_ids=b"\1\0\0\0", notes=b"notes")
 
 
@@ -31,11 +35,22 @@ def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServ
 
 
 @pytest.fixture
-async def store(redis_server: RedisServer) -> AsyncIterator[RecordStore]:
+async def make_store(redis_server: RedisServer) -> AsyncIterator[MakeStore]:
+    """A function that makes a store, which is closed at the end."""
     redis_server.flush()
-    store = RecordStore(redis_server.url)
-    yield store
-    await store.close()
+    async with AsyncExitStack() as stores:
+
+        def make(**options: Any) -> RecordStore:
+            store = RecordStore(redis_server.url, **{"timeout_s": TIMEOUT_S} | options)
+            stores.push_async_callback(store.close)
+            return store
+
+        yield make
+
+
+@pytest.fixture
+async def store(make_store: MakeStore) -> RecordStore:
+    return make_store()
 
 
 def column(*ids: int) -> bytes:
@@ -85,8 +100,8 @@ async def test_only_the_last_claiming_run_can_write(store: RecordStore) -> None:
     assert await outputs(store) == [[5], []]
 
 
-async def test_a_record_can_be_claimed_when_its_lease_has_expired(redis_server: RedisServer) -> None:
-    store = RecordStore(redis_server.url, lease_s=0.2)
+async def test_a_record_can_be_claimed_when_its_lease_has_expired(make_store: MakeStore) -> None:
+    store = make_store(lease_s=0.2)
     await store.create("r", CONTENT, "first")
     async with asyncio.timeout(30.0):
         while not await store.claim("r", "second", by_force=False):  # noqa: ASYNC110 - the state is in another process
@@ -95,7 +110,6 @@ async def test_a_record_can_be_claimed_when_its_lease_has_expired(redis_server: 
     record = await store.load("r")
     assert record is not None
     assert not record.has_run
-    await store.close()
 
 
 async def test_a_deleted_record_is_not_written_again(store: RecordStore, redis_server: RedisServer) -> None:
@@ -127,20 +141,22 @@ async def test_the_first_stored_object_stays(store: RecordStore) -> None:
     assert record.stored_object == b"first"
 
 
-async def test_a_record_expires_after_its_last_write(redis_server: RedisServer) -> None:
-    store = RecordStore(redis_server.url, ttl_s=1.0)
+async def test_a_record_expires_after_its_last_write(make_store: MakeStore, redis_server: RedisServer) -> None:
+    store = make_store(ttl_s=1000.0)
     await store.create("r", CONTENT, "run")
-    await store.write([Update("r", "run", {(0, 0): column(5)})])
     with redis_server.client() as client:
-        assert 0 < client.pttl("quire:record:r") <= 1000
+        client.pexpire("quire:record:r", 500_000)
+        await store.write([Update("r", "run", {(0, 0): column(5)})])
+        assert 500_000 < client.pttl("quire:record:r") <= 1_000_000
+    store = make_store(ttl_s=0.2)
+    await store.create("r", CONTENT, "run")
     async with asyncio.timeout(30.0):
         while await store.load("r") is not None:  # noqa: ASYNC110 - the state is in another process
             await asyncio.sleep(0.05)
-    await store.close()
 
 
-async def test_the_size_of_a_record_is_limited(redis_server: RedisServer) -> None:
-    store = RecordStore(redis_server.url, max_bytes=200)
+async def test_the_size_of_a_record_is_limited(make_store: MakeStore) -> None:
+    store = make_store(max_bytes=200)
     await store.create("r", CONTENT, "run")
     for start in range(0, 100, 10):
         await store.write([Update("r", "run", {(0, start): column(*range(10))}, {0: end(100)})])
@@ -150,7 +166,6 @@ async def test_the_size_of_a_record_is_limited(redis_server: RedisServer) -> Non
     large = pb.RequestRecord(notes=bytes(300))
     with pytest.raises(InvalidRequestError, match=r"has 304 bytes; at most 200 .*--max-record-bytes"):
         await store.create("r", large, "run")
-    await store.close()
 
 
 def write_keys(path: Path, *keys: bytes) -> Path:
@@ -158,10 +173,11 @@ def write_keys(path: Path, *keys: bytes) -> Path:
     return path
 
 
-async def test_encrypted_records_are_read_only_with_a_key(redis_server: RedisServer, tmp_path: Path) -> None:
-    redis_server.flush()
+async def test_encrypted_records_are_read_only_with_a_key(
+    make_store: MakeStore, redis_server: RedisServer, tmp_path: Path
+) -> None:
     old, new = os.urandom(32), os.urandom(32)
-    before = RecordStore(redis_server.url, cipher=make_cipher(write_keys(tmp_path / "old", old)))
+    before = make_store(cipher=make_cipher(write_keys(tmp_path / "old", old)))
     await before.create("r", CONTENT, "run")
     await before.write([Update("r", "run", {(0, 0): column(5)}, {1: end(0)})])
     await before.put_object("r", SECRET.encode())
@@ -171,22 +187,20 @@ async def test_encrypted_records_are_read_only_with_a_key(redis_server: RedisSer
         # A value that is moved to another field or record is not accepted.
         client.hset("quire:record:moved", mapping=values)
 
-    both = RecordStore(redis_server.url, cipher=make_cipher(write_keys(tmp_path / "both", new, old)))
+    both = make_store(cipher=make_cipher(write_keys(tmp_path / "both", new, old)))
     record = await both.load("r")
     assert record is not None
     assert (record.content, list(record.outputs[0]), record.stored_object) == (CONTENT, [5], SECRET.encode())
     assert await both.load("moved") is None
 
     await both.create("r", CONTENT, "run")
-    after = RecordStore(redis_server.url, cipher=make_cipher(write_keys(tmp_path / "new", new)))
-    plain = RecordStore(redis_server.url)
+    after = make_store(cipher=make_cipher(write_keys(tmp_path / "new", new)))
+    plain = make_store()
     assert await after.load("r") is not None
     assert await before.load("r") is None
     assert await plain.load("r") is None
     await plain.create("p", CONTENT, "run")
     assert await after.load("p") is None
-    for one in (before, both, after, plain):
-        await one.close()
 
 
 @pytest.mark.parametrize("data", [b"", b"\x00", b"\x01" * 40, CONTENT.SerializeToString()])
@@ -208,8 +222,10 @@ def test_a_wrong_key_file_is_refused(tmp_path: Path, text: str) -> None:
         make_cipher(tmp_path / "missing")
 
 
-async def test_calls_fail_with_unavailable_while_redis_is_down(redis_server: RedisServer) -> None:
-    store = RecordStore(redis_server.url, timeout_s=0.5)
+async def test_calls_fail_with_unavailable_while_redis_is_down(
+    make_store: MakeStore, redis_server: RedisServer
+) -> None:
+    store = make_store()
     redis_server.stop()
     try:
         assert not await store.answers()
@@ -219,4 +235,3 @@ async def test_calls_fail_with_unavailable_while_redis_is_down(redis_server: Red
     finally:
         redis_server.start()
     assert await store.answers()
-    await store.close()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gzip
+import itertools
 import random
 import struct
 import time
@@ -375,10 +376,10 @@ def _nested(data: bytes, tags: Iterable[int]) -> bytes:
 
 async def idle_connections(port: Port, size: Size) -> None:
     """Connections that send nothing, a part of the preface, or only the preface."""
-    starts = (b"", PREFACE[:7], PREFACE + frame(SETTINGS))
+    starts = itertools.cycle((b"", PREFACE[:7], PREFACE + frame(SETTINGS)))
 
     async def use(writer: asyncio.StreamWriter) -> None:
-        writer.write(random.choice(starts))
+        writer.write(next(starts))
 
     await _connections(port, size.connections, use)
 
@@ -504,10 +505,10 @@ async def http_bombs(port: Port, size: Size) -> None:
 
 
 async def http_idle_connections(port: Port, size: Size) -> None:
-    starts = (b"", b"GET / HT", b"POST /v1/completions HTTP/1.1\r\nContent-Length: 100\r\n\r\n")
+    starts = itertools.cycle((b"", b"GET / HT", b"POST /v1/completions HTTP/1.1\r\nContent-Length: 100\r\n\r\n"))
 
     async def use(writer: asyncio.StreamWriter) -> None:
-        writer.write(random.choice(starts))
+        writer.write(next(starts))
 
     await _connections(port, size.connections, use)
 

@@ -95,6 +95,7 @@ class Watch:
     async def __aexit__(self, kind: object, *exc: object) -> None:
         for task in self._tasks:
             task.cancel()
+        await asyncio.wait(self._tasks)
         if kind is not None:
             return
         await self._check()

@@ -13,7 +13,7 @@ import redis
 from tests.processes.children import start_child
 from tests.processes.ports import free_port
 
-START_DEADLINE_S = 10.0
+START_DEADLINE_S = 60.0
 DUMP = "dump.rdb"  # the default name of the file that redis-server saves
 
 
@@ -101,7 +101,7 @@ class RedisServer:
             return int(client.dbsize())
 
     def client(self) -> redis.Redis:
-        return redis.Redis.from_url(self.url, socket_timeout=5.0)
+        return redis.Redis.from_url(self.url, socket_timeout=60.0)
 
     def _answers(self) -> bool:
         try:
@@ -136,4 +136,4 @@ class RedisSentinel(RedisServer):
         self._process = start_child(command, self._folder / "redis.log")
 
     def client(self) -> redis.Redis:
-        return redis.Redis(port=self.port, password=self._own_password, socket_timeout=5.0)
+        return redis.Redis(port=self.port, password=self._own_password, socket_timeout=60.0)

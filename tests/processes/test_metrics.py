@@ -110,12 +110,12 @@ class Observed:
     async def health(self, service: Service, name: str) -> int:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{self.ports[service.name][1]}") as channel:
             request = health_pb2.HealthCheckRequest(service=name)
-            return (await health_pb2_grpc.HealthStub(channel).Check(request, timeout=5.0)).status
+            return (await health_pb2_grpc.HealthStub(channel).Check(request, timeout=60.0)).status
 
 
 def _get(url: str) -> tuple[int, str]:
     try:
-        with urllib.request.urlopen(url, timeout=5.0) as response:
+        with urllib.request.urlopen(url, timeout=60.0) as response:
             return response.status, response.read().decode()
     except urllib.error.HTTPError as error:
         with error:

@@ -22,7 +22,7 @@ ROLES = ("gateway", "scheduler", "worker")
 TOKENS = {role: f"{role}-token-0123456789" for role in ROLES}
 STRANGER = "stranger"
 SIM = ("--executor", "sim", "--sim-step-ms", "2")
-TIMEOUT_S = 5.0
+TIMEOUT_S = 60.0
 SERVICES = {
     "scheduler": scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"],
     "worker": worker_pb2.DESCRIPTOR.services_by_name["WorkerService"],

@@ -86,7 +86,7 @@ def test_up_serves_a_folder_and_leaves_no_process(tmp_path: Path) -> None:
         assert tokens.stat().st_mode & 0o777 == 0o600
         (scheduler,) = json.loads(quire(target, "status", "--json"))["schedulers"]
         with grpc.insecure_channel(scheduler["address"]) as channel, pytest.raises(grpc.RpcError) as refused:
-            channel.unary_unary("/quire.internal.v1.SchedulerService/GetSchedulerStatus")(b"", timeout=5.0)
+            channel.unary_unary("/quire.internal.v1.SchedulerService/GetSchedulerStatus")(b"", timeout=60.0)
         assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
         process.send_signal(signal.SIGINT)
         assert process.wait(30) == 0, (tmp_path / "up.txt").read_text()
@@ -125,7 +125,7 @@ def test_up_encrypts_every_connection(tmp_path: Path) -> None:
             assert json.load(reply)["data"][0]["id"] == "demo"
         for address in (target, scheduler["address"], scheduler["workers"][0]["address"]):
             with grpc.insecure_channel(address) as channel, pytest.raises(grpc.RpcError) as refused:
-                channel.unary_unary("/grpc.health.v1.Health/Check")(b"", timeout=5.0)
+                channel.unary_unary("/grpc.health.v1.Health/Check")(b"", timeout=60.0)
             assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
         assert not (Path(ca).parent / "ca.key").exists()
         assert Path(ca).parent.stat().st_mode & 0o077 == 0
@@ -140,11 +140,11 @@ def test_the_bundled_model_answers_a_chat(tmp_path: Path) -> None:
         assert ready["model"] == "demo"
         console = re.search(r"http://\S+/console/", (tmp_path / "up.txt").read_text())
         assert console is not None
-        with urllib.request.urlopen(f"{console[0]}api/state", timeout=5.0) as page:
+        with urllib.request.urlopen(f"{console[0]}api/state", timeout=60.0) as page:
             assert json.load(page)["schedulers"][0]["model"] == "demo"
         for service in ready["services"]:
             kind = service["name"].partition("-")[0]
-            with urllib.request.urlopen(service["metrics"], timeout=5.0) as page:
+            with urllib.request.urlopen(service["metrics"], timeout=60.0) as page:
                 assert f'quire_build_info{{service="{kind}"' in page.read().decode()
         answer = quire(ready["target"], "chat", "What does os.path.join do?")
         assert answer.strip() == "Join two or more pathname components, inserting '/' as needed."

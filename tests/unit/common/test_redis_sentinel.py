@@ -36,7 +36,7 @@ class WithPassword(RedisProcess):
         super().__init__(folder, "--requirepass", PASSWORD, "--masterauth", PASSWORD, *flags)
 
     def client(self) -> redis.Redis:
-        return redis.Redis(port=self.port, password=PASSWORD, socket_timeout=5.0)
+        return redis.Redis(port=self.port, password=PASSWORD, socket_timeout=60.0)
 
 
 class Watched:

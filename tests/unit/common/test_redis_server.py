@@ -22,7 +22,7 @@ from tests.processes.port_proxy import PortProxy
 from tests.processes.ports import free_port
 from tests.processes.redis_server import RedisServer as RedisProcess
 
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 PASSWORD = "p@ss/word"
 
 

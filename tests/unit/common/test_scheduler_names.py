@@ -44,7 +44,7 @@ async def following(schedulers: list[str], dns: Dns, interval_s: float = 0.01) -
 
 
 async def until(is_true: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not is_true():  # noqa: ASYNC110
             await asyncio.sleep(0.002)
 

@@ -49,7 +49,7 @@ class Peer:
     async def wait_closed(self) -> None:
         """Wait until the server closes the connection. It must send nothing before."""
         with suppress(ConnectionResetError):  # closed while bytes were in transit
-            assert await asyncio.wait_for(self.reader.read(), 10) == b""
+            assert await asyncio.wait_for(self.reader.read(), 60) == b""
 
     async def trickle(self, data: bytes) -> None:
         """Send a byte every 20 ms until the server closes the connection, or all are sent."""

@@ -98,7 +98,7 @@ async def buckets(request: pytest.FixtureRequest) -> AsyncIterator[Buckets]:
     else:
         server = request.getfixturevalue("redis")
         server.flush()
-        made = RedisBuckets(server.url, timeout_s=5.0)
+        made = RedisBuckets(server.url, timeout_s=60.0)
     yield made
     await made.close()
 
@@ -136,7 +136,7 @@ async def test_open_streams_are_counted_until_they_end(buckets: Buckets) -> None
 
 async def test_two_gateways_share_the_buckets_of_redis(redis: RedisServer) -> None:
     redis.flush()
-    both = [RedisBuckets(redis.url, timeout_s=5.0) for _ in range(2)]
+    both = [RedisBuckets(redis.url, timeout_s=60.0) for _ in range(2)]
     limits = Limits(max_streams=3)
     verdicts = [(await both[i % 2].take("x", limits, Take(str(i), 1))).limit for i in range(5)]
     assert verdicts == ["", "", "", "max_streams", "max_streams"]

@@ -449,13 +449,13 @@ async def test_drains() -> None:
         assert not idle.done()
         assert isinstance(gateway.replies[1][1], UnavailableError)
         await worker.answer_all()
-        await asyncio.wait_for(idle, 5)
+        await asyncio.wait_for(idle, 60)
 
 
 async def test_drains_at_once_without_a_worker() -> None:
     async with running_loop() as loop:
         submit(loop, loop.attach(FakeGateway()), 1)
-        await asyncio.wait_for(loop.wait_idle(), 5)
+        await asyncio.wait_for(loop.wait_idle(), 60)
 
 
 def test_retry_advice_follows_the_rate_of_ends() -> None:
