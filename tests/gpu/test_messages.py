@@ -11,7 +11,8 @@ import pytest
 
 from request_fields.fields import SamplingParams
 from request_fields.grammar import Grammar, GrammarKind
-from worker_svc.engine.batch import Pooling, PoolingKind, PoolingTask, RowOpen, StepBatch, TokenRules
+from tests.carried import random_embeddings
+from worker_svc.engine.batch import CarriedInput, Pooling, PoolingKind, PoolingTask, RowOpen, StepBatch, TokenRules
 from worker_svc.engine.gpu.messages import RESET_ROWS, STOP, step_from_bytes, step_to_bytes
 from worker_svc.engine.gpu.parallel import Group
 
@@ -47,6 +48,7 @@ def full_batch():
         RowOpen(4, prompt[:0], 5, more, 5, GREEDY, 1, fork_of_row=0),
         RowOpen(5, prompt, 7, more, 0, GREEDY, 0, pooling=Pooling(PoolingTask.LOGITS, token_ids=table)),
         RowOpen(6, prompt, 7, more, 0, GREEDY, 0, pooling=Pooling(PoolingTask.VECTOR, PoolingKind.CLS, True, 9)),
+        RowOpen(7, prompt, 7, more, 0, GREEDY, 0, inputs=(random_embeddings(2, 3), random_embeddings(1, 3, start=5))),
     ]
     rows, lens, contexts, slots, close, *table_changes = columns(3, 3, 3, 9, 1, 2, 2, 2)
     copies = list(columns(2, 2, 1))
@@ -62,7 +64,7 @@ def plain(value):
         return value.dtype, value.tolist()
     if isinstance(value, list | tuple):
         return [plain(item) for item in value]
-    is_record = isinstance(value, RowOpen | TokenRules | Pooling)
+    is_record = isinstance(value, RowOpen | TokenRules | Pooling | CarriedInput)
     return {f.name: plain(getattr(value, f.name)) for f in fields(value)} if is_record else value
 
 

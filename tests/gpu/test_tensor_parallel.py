@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.carried import random_embeddings, with_content_ids
 from tests.gpu.driver import DeviceDriver, load
 from tests.gpu.test_runner import SMALL, small_prompts
 from tests.unit.engine.driver import GREEDY, seeded, u32
@@ -51,8 +52,13 @@ def run(driver):
         NO_RULES,
         TokenRules(u32(*range(0, VOCAB, 2)), u32(4, 60), (u32(2), u32(70)), u32(6, 80), f32(3, 4)),
     )
+    hidden = random_embeddings(4, driver.runner.info.hidden_size, start=2)
     for row, (prompt, sampling) in enumerate(zip(small_prompts([9, 20, 3]), samplings, strict=True)):
-        driver.open(row, prompt, sampling, rules=rules[row], logprobs=(None, 2, 0)[row])  # gathers over ranks
+        inputs = (hidden,) if row == 1 else ()
+        driver.open(
+            row, with_content_ids(prompt, *inputs), sampling, rules=rules[row], inputs=inputs,
+            logprobs=(None, 2, 0)[row],  # gathers over ranks
+        )  # fmt: skip
     ids = u32(70, 4, 97)  # of both ranks
     driver.open(3, small_prompts([6])[0], pooling=Pooling(PoolingTask.LOGITS, token_ids=ids))
     driver.open(4, small_prompts([7])[0], pooling=Pooling(PoolingTask.VECTOR, PoolingKind.MEAN))
@@ -80,7 +86,7 @@ def test_two_ranks_give_the_results_of_one(folder):
         check_pooled(pooled, expected_pooled)
         runner.reset_rows()
         driver = DeviceDriver(runner)  # after a new lease: rows are closed on every rank
-        driver.open(0, tokens[1][:20], GREEDY)
+        driver.open(0, tokens[1][:20], GREEDY, inputs=(random_embeddings(4, runner.info.hidden_size, start=2),))
         driver.prefill(0)
         assert driver.rows[0].tokens == tokens[1][:21]
     finally:
@@ -111,6 +117,7 @@ def test_two_ranks_of_other_decoders_give_the_results_of_one(tmp_path, architect
 HURT_A_RANK = """
 import os, signal, sys
 from pathlib import Path
+from tests.carried import random_embeddings, with_content_ids
 from tests.gpu.driver import DeviceDriver, load
 from worker_svc.engine.gpu import ranks
 

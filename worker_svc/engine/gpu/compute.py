@@ -237,7 +237,7 @@ class StepCompute:
         """`finish` gets the logits of a step that ends at them."""
         self._attention.plan(bucket, host)
         graphs = None if self._is_eager else self._graphs
-        is_replayed = graphs is not None and graphs.replay(bucket)
+        is_replayed = graphs is not None and host.inputs is None and graphs.replay(bucket)
         logits = self._graph_logits.get(bucket) if is_replayed else self._compute(bucket, host)
         if bucket.ends_at_logits and logits is not None:
             finish(logits)

@@ -3,7 +3,7 @@
     kind | step id, number of entries of each column, of hashes, of opens | columns | mask | hashes | opens
 
 Columns are uint32, little-endian. An open is a record of fixed size followed by its tokens, block table, banned ids,
-token rules, grammar and pooling.
+token rules, grammar, pooling and inputs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from request_fields.fields import SAMPLER_FIELDS, SamplingParams
 from request_fields.fields import Kind as FieldKind
 from request_fields.grammar import Grammar, GrammarKind
-from worker_svc.engine.batch import U32, Pooling, PoolingKind, PoolingTask, RowOpen, StepBatch, TokenRules
+from worker_svc.engine.batch import U32, CarriedInput, Pooling, PoolingKind, PoolingTask, RowOpen, StepBatch, TokenRules
 from worker_svc.engine.plan import HASH_BYTES
 
 COLUMNS = (
@@ -33,6 +33,7 @@ OPEN = struct.Struct(f"<IqIII{''.join(CODES[field.kind] for field in SAMPLER_FIE
 
 
 POOLING = struct.Struct("<BB?3I")  # task, kind, normalize, dimensions, number of token ids, second text
+INPUT = struct.Struct("<II4I")  # start, length, numbers of dimensions and of bytes of kind, dtype and digest
 POOLING_TASKS, POOLING_KINDS, NO_POOLING = tuple(PoolingTask), tuple(PoolingKind), 255
 GRAMMAR = struct.Struct("<BI")  # kind, bytes of the text
 GRAMMAR_KINDS, NO_GRAMMAR = tuple(GrammarKind), 255
@@ -64,6 +65,9 @@ def step_to_bytes(batch: StepBatch) -> bytes:
         for word in rules.bad_words:
             parts += [len(word).to_bytes(4, "little"), _words(word)]
         parts += [_grammar_to_bytes(item.grammar), _pooling_to_bytes(item.pooling)]
+        parts.append(len(item.inputs).to_bytes(4, "little"))
+        for carried in item.inputs:
+            parts += _input_to_parts(carried)
     return b"".join(parts)
 
 
@@ -110,6 +114,12 @@ def _pooling_to_bytes(pooling: Pooling | None) -> bytes:
     return head + _words(pooling.token_ids)
 
 
+def _input_to_parts(item: CarriedInput) -> list[bytes]:
+    texts = item.kind.encode(), item.dtype.encode(), item.digest
+    head = INPUT.pack(item.start, item.length, len(item.shape), *map(len, texts))
+    return [head, *texts, np.array(item.shape, "<u4").tobytes(), len(item.data).to_bytes(8, "little"), item.data]
+
+
 class _Reader:
     """Reads a message from front to back."""
 
@@ -143,6 +153,7 @@ class _Reader:
             prompt_logprobs=None if prompt_logprobs < 0 else prompt_logprobs,
             grammar=self.grammar(),
             pooling=self.pooling(),
+            inputs=tuple(self.input() for _ in range(int(self.words(1)[0]))),
         )
 
     def grammar(self) -> Grammar | None:
@@ -156,6 +167,13 @@ class _Reader:
             return None
         ids = self.words(num_ids)
         return Pooling(POOLING_TASKS[task], POOLING_KINDS[kind], normalize, dimensions, ids, second_text)
+
+    def input(self) -> CarriedInput:
+        start, length, num_dimensions, *sizes = INPUT.unpack(self.take(INPUT.size))
+        kind, dtype, digest = map(self.take, sizes)
+        shape = tuple(self.words(num_dimensions).tolist())
+        data = self.take(int.from_bytes(self.take(8), "little"))
+        return CarriedInput(kind.decode(), digest, start, length, dtype.decode(), shape, data)
 
     def rules(self, num_allowed: int, num_banned: int, num_biases: int, num_bad_words: int) -> TokenRules:
         return TokenRules(

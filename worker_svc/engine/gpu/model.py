@@ -104,6 +104,8 @@ class DeviceDecoder:
         x = self._look_up(columns.token_ids)
         if self._embedding_scale != 1.0:
             x = x * self._embedding_scale
+        if columns.host is not None and (inputs := columns.host.inputs) is not None:
+            x.index_copy_(0, inputs.tokens, inputs.rows)
         if self._position_embedding is not None:
             x = x + F.embedding(columns.positions, self._position_embedding)
         return x

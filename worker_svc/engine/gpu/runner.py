@@ -18,6 +18,7 @@ from functools import partial
 import numpy as np
 import torch
 
+from prefix_index.content_ids import FIRST_CONTENT_ID
 from request_fields.checks import default_sampling
 from worker_svc.engine.architectures import parse_config
 from worker_svc.engine.backend import I64, BackendUnavailableError
@@ -25,6 +26,7 @@ from worker_svc.engine.batch import U32, PoolingKind, RowErrorCode, StepBatch, S
 from worker_svc.engine.block_contents import BlockContents
 from worker_svc.engine.checkpoint import Checkpoint
 from worker_svc.engine.config import EngineConfig, EngineInfo
+from worker_svc.engine.embedder import InputEmbedder
 from worker_svc.engine.features import check_features
 from worker_svc.engine.generation_config import eos_token_ids
 from worker_svc.engine.gpu.attention import Attention
@@ -43,7 +45,7 @@ from worker_svc.engine.gpu.parallel import Group
 from worker_svc.engine.gpu.pending_step import NO_IDS, PendingStep, Writes
 from worker_svc.engine.gpu.pooling import PooledTokens, load_device_pooling
 from worker_svc.engine.gpu.start_up import DTYPES, check_heads, choose_checked, choose_dtype, find_device
-from worker_svc.engine.gpu.step_buffer import HostStep, Staging, StepBuffer
+from worker_svc.engine.gpu.step_buffer import HostStep, PlacedInputs, Staging, StepBuffer
 from worker_svc.engine.gpu.weights import ShardLoader, formats_of, shard_config
 from worker_svc.engine.grammars import compiled_grammars
 from worker_svc.engine.machine import available_cores
@@ -60,7 +62,7 @@ from worker_svc.engine.settings import choose_max_model_len
 
 logger = logging.getLogger(__name__)
 
-PENDING = 2**32 - 1  # in the history: a sampled token that the host does not know yet
+PENDING = FIRST_CONTENT_ID - 1  # in the history: a sampled token that the host does not know yet
 
 
 class DeviceRunner:
@@ -117,8 +119,10 @@ class DeviceRunner:
             whole.vocab_size,
             grammars,
             serves_beams=False,
+            hidden_size=whole.hidden_size,
             pooling=PoolingTable(pooling),
         )
+        self._embedder = InputEmbedder(whole.hidden_size, DTYPES[dtype])
         self._last_tokens = np.zeros(config.max_num_seqs, np.int64)
         self._in_flight: deque[PendingStep] = deque()
         self._num_out_of_memory = 0  # consecutive steps
@@ -152,6 +156,7 @@ class DeviceRunner:
             kv_cache_dtype=config.kv_cache_dtype,
             quantize=config.quantize,
             attention_window=whole.within(max_model_len).attention_window,
+            hidden_size=whole.hidden_size,
             pooling=pooling_info(settings, pooling, max_model_len),
         )
         self._planner = StepPlanner(self._rows, self.info)
@@ -309,6 +314,7 @@ class DeviceRunner:
         ends_at_logits = mask is not None or wanted is not None or has_more
         bucket = self._compute.bucket_of(plan, is_filtered=is_filtered, ends_at_logits=ends_at_logits)
         known = np.where(token_ids == PENDING, -1, token_ids)
+        host = HostStep(plan.starts, plan.context_lens, self._inputs(plan, known))
         deltas = self._buffer.upload(
             staging,
             plan,
@@ -321,10 +327,18 @@ class DeviceRunner:
             apply_deltas(self._state, deltas)
         if not len(plan.rows):
             return None
-        host = HostStep(plan.starts, plan.context_lens)
         extras = self._compute.run(bucket, host, is_filtered=is_filtered, mask=mask, wanted=wanted)
         staging.down.copy_(self._compute.results.view(-1), non_blocking=True)
         return extras
+
+    def _inputs(self, plan: StepPlan, known: I64) -> PlacedInputs | None:
+        """The embeddings of the step's inputs. Replaces their content ids in `known`, which the vocabulary lacks."""
+        spans = self._rows.input_spans(plan.rows, plan.context_lens, plan.ends, plan.starts)
+        embedded, _ = self._embedder.embed(spans)
+        if embedded is None:
+            return None
+        known[embedded.tokens] = 0
+        return PlacedInputs.of(embedded, self._device)
 
     def _wanted(self, plan: StepPlan) -> Wanted | None:
         """What the rows of a step want besides tokens; None if nothing."""

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 
 from request_fields.fields import MAX_BANNED_IDS
-from worker_svc.engine.backend import I32, I64
+from worker_svc.engine.backend import I32, I64, Embedded
 from worker_svc.engine.gpu.device_rows import HEAD_WORDS
 from worker_svc.engine.gpu.kernels.attention import Queries
+from worker_svc.engine.gpu.uploads import to_device
 from worker_svc.engine.plan import StepPlan
 
 HEADER_WORDS = 4
@@ -35,11 +36,25 @@ class Bucket:
 
 
 @dataclass(frozen=True, slots=True)
+class PlacedInputs:
+    """Embeddings of tokens of a step, on the device."""
+
+    tokens: torch.Tensor  # int64 [n]
+    rows: torch.Tensor  # [n, hidden_size]
+
+    @classmethod
+    def of(cls, embedded: Embedded, device: torch.device) -> PlacedInputs:
+        return cls(to_device(embedded.tokens, device), to_device(embedded.rows, device))
+
+
+@dataclass(frozen=True, slots=True)
 class HostStep:
-    """Lengths of a step on the host, for attention that needs them. Not available in graphs."""
+    """What a step has beside its columns: its lengths on the host, for attention that needs them, and the embeddings of
+    its inputs. Not available in graphs."""
 
     starts: I64  # [B + 1]
     contexts: I64  # [B]
+    inputs: PlacedInputs | None = None  # None: all tokens are of the vocabulary
 
 
 @dataclass(frozen=True, slots=True)

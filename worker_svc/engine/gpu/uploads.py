@@ -14,9 +14,9 @@ PIECE_BYTES = 64 << 20
 NUM_BUFFERS = 2
 
 
-def to_device(values: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
+def to_device(values: npt.NDArray[Any] | torch.Tensor, device: torch.device) -> torch.Tensor:
     """The values on the device, for work that is launched later."""
-    host = torch.from_numpy(np.ascontiguousarray(values))
+    host = values if isinstance(values, torch.Tensor) else torch.from_numpy(np.ascontiguousarray(values))
     return host if device.type != "cuda" else host.pin_memory().to(device, non_blocking=True)
 
 
