@@ -1,10 +1,11 @@
-"""Whether a gateway with several processes is ready: all of its processes are.
+"""Whether a gateway with several processes is ready: all processes that accept connections are.
 
-    each child    its own state: at every change, and every REPEAT_S      -> parent
-    the parent    whether all processes are ready: at every change        -> each child
+    each child    its own state: at every change, and every REPEAT_S            -> parent
+    the parent    whether all processes are ready: in answer, and at a change   -> each child
 
 Both write to a socket pair, which is the standard input of the child. A state is one byte; the last one counts. A
-process that has ended, or that has sent nothing for SILENT_S (it hangs), is not ready.
+process that has sent nothing for SILENT_S (it hangs) is not ready. One that has ended gets no connections, so it does
+not count until its successor listens.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class ReadyProcesses:
     """Of the parent: which of its processes are ready. `follow` runs once for each start of a process."""
 
     def __init__(self, num_processes: int) -> None:
-        self._are_ready = [False] * num_processes
+        self._are_ready: list[bool | None] = [False] * num_processes  # None: it has ended
         self._writers: dict[int, asyncio.StreamWriter] = {}
 
     async def follow(self, index: int, link: socket.socket) -> None:
@@ -37,18 +38,23 @@ class ReadyProcesses:
         try:
             while state := await _next_state(reader):
                 self._set(index, is_ready=state == READY)
+                writer.write(self._state)
         finally:
             del self._writers[index]
-            self._set(index, is_ready=False)
+            self._set(index, is_ready=None)
             await _close(writer)
 
-    def _set(self, index: int, *, is_ready: bool) -> None:
-        were_ready = all(self._are_ready)
+    @property
+    def _state(self) -> bytes:
+        return UNREADY if False in self._are_ready else READY
+
+    def _set(self, index: int, *, is_ready: bool | None) -> None:
+        before = self._state
         self._are_ready[index] = is_ready
-        if all(self._are_ready) == were_ready:
+        if self._state == before:
             return
         for writer in self._writers.values():
-            writer.write(UNREADY if were_ready else READY)
+            writer.write(self._state)
 
 
 async def _next_state(reader: asyncio.StreamReader) -> bytes:

@@ -255,7 +255,7 @@ async def serve(
     if authenticator is not None:
         await authenticator.start()
     names.start()
-    tasks = [asyncio.create_task(run) for run in (clients.run(), names.run(), processes.run())]
+    tasks = [asyncio.create_task(run) for run in (clients.run(), names.run())]
     try:
         await _wait_ready(directory, changed, ready_within_s)
         await server.start()
@@ -269,7 +269,9 @@ async def serve(
         settle_gc()
         schedulers = ", ".join(dict.fromkeys(args.scheduler))
         log.info("%s listens on %s (%s); schedulers: %s", gateway_id, server.address, _security(tls), schedulers)
-        tasks.append(asyncio.create_task(_keep_health(server, directory, processes, changed)))
+        # The state of this process counts from now on, because it accepts connections.
+        for run in (_keep_health(server, directory, processes, changed), processes.run()):
+            tasks.append(asyncio.create_task(run))
         await server.run_until_stopped(drain)
     finally:
         servicer.end_streams()  # streams are still open here only after a second signal

@@ -118,15 +118,15 @@ def long_request(request_id: str) -> pb.GenerateRequest:
     )
 
 
-async def test_a_killed_process_shows_in_the_health_of_the_others(gateway: Service) -> None:
+async def test_a_hanging_process_shows_in_the_health_of_the_others(gateway: Service) -> None:
     async with connections_to_two(gateway) as (one, other):
         watching = HealthStub(one.channel).Watch(health_pb2.HealthCheckRequest(), timeout=60)
         assert (await watching.read()).status == health_pb2.HealthCheckResponse.SERVING
-        other.process.kill()
+        other.process.suspend()
         assert (await watching.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
         assert (await one.stub.ListModels(pb.ListModelsRequest())).models  # it can still take requests
+        other.process.resume()
         assert (await watching.read()).status == health_pb2.HealthCheckResponse.SERVING
-    assert len(children(gateway)) == NUM_PROCESSES
 
 
 async def test_abort_reaches_a_stream_of_another_process(stack: Stack, gateway: Service) -> None:

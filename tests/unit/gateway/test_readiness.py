@@ -22,19 +22,20 @@ class Group:
         self.parent = ReadyProcesses(num_processes)
         self.changed = asyncio.Event()
         self._children: dict[int, tuple[ReadyLink, asyncio.Task[None]]] = {}
-        self._following: list[asyncio.Task[None]] = []
+        self._following: dict[int, asyncio.Task[None]] = {}
 
     def start(self, index: int, *, is_ready: bool) -> ReadyLink:
         ours, theirs = socket.socketpair()
         child = ReadyLink(theirs, self.changed.set)
         child.report(is_ready=is_ready)
         self._children[index] = child, asyncio.create_task(child.run())
-        self._following.append(asyncio.create_task(self.parent.follow(index, ours)))
+        self._following[index] = asyncio.create_task(self.parent.follow(index, ours))
         return child
 
     async def end(self, index: int) -> None:
         _, task = self._children.pop(index)
         await cancel(task)
+        await asyncio.wait_for(self._following[index], PATIENCE_S)
 
     async def reach(self, *, all_ready: bool) -> None:
         """Wait until all children know it."""
@@ -44,7 +45,7 @@ class Group:
                 await self.changed.wait()
 
     async def close(self) -> None:
-        await cancel(*self._following, *(task for _, task in self._children.values()))
+        await cancel(*self._following.values(), *(task for _, task in self._children.values()))
 
 
 @pytest.fixture
@@ -65,15 +66,26 @@ async def test_all_processes_are_ready_or_none_is(group: Group) -> None:
     await group.reach(all_ready=True)
 
 
-async def test_the_loss_of_a_process_shows_until_its_successor_is_ready(group: Group) -> None:
+async def test_an_ended_process_counts_again_when_its_successor_listens(group: Group) -> None:
     for index in range(3):
         group.start(index, is_ready=True)
     await group.reach(all_ready=True)
     await group.end(1)
-    await group.reach(all_ready=False)
+    group.start(1, is_ready=True)
+    await group.reach(all_ready=True)  # nothing has changed for the others; the successor learns it
+    await group.end(1)
     successor = group.start(1, is_ready=False)
-    assert not successor.all_ready
+    await group.reach(all_ready=False)
     successor.report(is_ready=True)
+    await group.reach(all_ready=True)
+
+
+async def test_an_ended_process_does_not_keep_the_others_from_being_ready(group: Group) -> None:
+    children = [group.start(index, is_ready=True) for index in range(3)]
+    await group.reach(all_ready=True)
+    children[1].report(is_ready=False)
+    await group.reach(all_ready=False)
+    await group.end(1)
     await group.reach(all_ready=True)
 
 
@@ -90,9 +102,10 @@ async def test_a_process_that_hangs_is_not_ready(group: Group, monkeypatch: pyte
     await group.reach(all_ready=False)  # it has sent nothing more
     hanging.send(readiness.READY)
     await group.reach(all_ready=True)
+    await group.reach(all_ready=False)
     hanging.close()
     await following
-    await group.reach(all_ready=False)
+    await group.reach(all_ready=True)
 
 
 async def test_a_child_without_its_parent_is_not_ready() -> None:
