@@ -42,7 +42,7 @@ class StreamsApart:
 
     async def end(self) -> None:
         """Wait until the running streams have ended."""
-        out, _ = await self._child.communicate()
+        out, _ = await self._child.communicate(b"")  # without an input, Python 3.11 leaves stdin open
         found = json.loads(out)
         self._wrong, self.num_ended = found["wrong"], found["ended"]
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import sys
+from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import pytest
 from quire_client import AsyncClient, QuireError
 
 from tests.hostile import attacks
+from tests.hostile.streams_apart import StreamsApart
 from tests.hostile.suite import Suite, all_attacks, as_stranger, good_streams, one_of_each_code, takes_messages
 from tests.hostile.target import Target
 from tests.hostile.watch import Watch
@@ -83,3 +86,12 @@ async def _ended(client: AsyncClient, number: int) -> bool:
     except (QuireError, TimeoutError):
         return False
     return True
+
+
+async def test_streams_in_another_process_end_with_their_input() -> None:
+    program = 'import sys; sys.stdin.read(); print(\'{"wrong": [], "ended": 3}\')'
+    child = await asyncio.create_subprocess_exec(sys.executable, "-c", program, stdin=PIPE, stdout=PIPE)
+    streams = StreamsApart(child)
+    async with asyncio.timeout(60.0):
+        await streams.end()
+    assert (streams.num_ended, streams.wrong()) == (3, [])
