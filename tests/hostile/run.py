@@ -2,7 +2,8 @@
 
 One line per attack and port: how long it took, the speed of eight good streams compared with before, the slowest
 probe, and the process whose memory grew most. The good streams have a process of their own. The attacker shares the
-processors with the system, at a lower priority. Ends with status 1 after a finding or a wrong token.
+processors with the system, at a lower priority. At the end, the port between the hosts of a worker is attacked. Ends
+with status 1 after a finding or a wrong token.
 """
 
 from __future__ import annotations
@@ -12,9 +13,12 @@ import asyncio
 import os
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 from tests.hostile import attacks
+from tests.hostile.node_attacks import NODE_ATTACKS
+from tests.hostile.node_target import NodeTarget
 from tests.hostile.streams_apart import streams_apart
 from tests.hostile.suite import Row, Suite, all_attacks, as_stranger, one_of_each, takes_messages
 from tests.hostile.target import Target
@@ -34,7 +38,9 @@ def main() -> None:
     parser.add_argument("--only", default="", help="only attacks whose name contains this text")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="hostile-") as folder, Target(Path(folder)) as target:
-        sys.exit(asyncio.run(attack(target, args)))
+        status = asyncio.run(attack(target, args))
+    with tempfile.TemporaryDirectory(prefix="hostile-") as folder, NodeTarget(Path(folder)) as nodes:
+        sys.exit(asyncio.run(attack_nodes(nodes, args)) or status)
 
 
 async def attack(target: Target, args: argparse.Namespace) -> int:
@@ -63,6 +69,21 @@ async def attack(target: Target, args: argparse.Namespace) -> int:
     wrong = streams.wrong()
     print(f"{len(suite.findings)} findings, {len(wrong)} wrong streams", *wrong[:5], sep="\n")
     return int(bool(suite.findings or wrong))
+
+
+async def attack_nodes(target: NodeTarget, args: argparse.Namespace) -> int:
+    """All attacks on the port for the other hosts of a worker. Returns the exit status."""
+    size, status = attacks.SHORT if args.short else attacks.FULL, 0
+    for found in NODE_ATTACKS:
+        if args.only not in found.__name__:
+            continue
+        began = time.monotonic()
+        findings = await target.attack(found, size)
+        print(f"{found.__name__:45} {target.port.name:22} {time.monotonic() - began:24.1f} s", flush=True)
+        for finding in findings:
+            print(f"    FINDING: {finding}", flush=True)
+            status = 1
+    return status
 
 
 def _report(row: Row, rest: float, caller: str = "") -> None:
