@@ -9,6 +9,7 @@ import numpy.typing as npt
 import torch
 
 from worker_svc.engine.linear import Int8Rows
+from worker_svc.engine.memory import lazy_zeros
 
 BFLOAT16, INT8, FLOAT32 = 0, 1, 2  # `Kind` of products.h
 PANEL = 32  # outputs that linear.cpp packs together
@@ -46,9 +47,7 @@ class KernelLinear:
         self._kind = kind
         self._threads = threads
         self._bias = bias
-        self._packed = torch.empty(
-            kernels.quire_linear_packed_bytes(kind, self._out_features, self._in_features), dtype=torch.uint8
-        )
+        self._packed = lazy_zeros(kernels.quire_linear_packed_bytes(kind, self._out_features, self._in_features))
         self._scales = torch.zeros(self._out_features + (-self._out_features % PANEL))
         if isinstance(weight, Int8Rows):
             self._pack_steps(kernels, weight)

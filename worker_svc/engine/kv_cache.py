@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-import mmap
 
 import torch
 
 from worker_svc.engine.backend import I64, Backend
 from worker_svc.engine.block_contents import BlockContents
+from worker_svc.engine.memory import lazy_zeros
 
 DEFAULT_MEMORY = 1 << 30
 
@@ -45,11 +44,5 @@ class KVCachePool(BlockContents):
 
 
 def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Zeros whose pages the system hands out on first write, in huge pages if it can: blocks lie scattered, and with
-    small pages nearly every block read would miss the address cache. torch.zeros would touch all of it at once.
-    """
-    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without huge pages
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=dtype).view(shape)
+    """Zeros that take memory when they are first written: blocks are used one by one."""
+    return lazy_zeros(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)

@@ -1,9 +1,10 @@
 // Linear layers, y = x W^T + b, in float32, bfloat16 or int8 (products.h), on any processor.
 //
 // W is packed once into panels of kPanel outputs: [out / kPanel][in / group][kPanel][group], where a group is the
-// inputs that 4 bytes hold. A call packs x into row tiles, whose form depends on the instructions: linear_vectors.h,
-// linear_tiles.h, linear_matrices.h. An output is one chain of additions, the same for every number of rows: the result of
-// a row depends neither on its position among them nor on the threads.
+// inputs that 4 bytes hold, or for tiles into [out / kPanel][step][2][groups of a step][kPanel / 2][group]. A call packs x
+// into row tiles, whose form depends on the instructions: linear_vectors.h, linear_tiles.h, linear_matrices.h. An output is
+// one chain of additions, the same for every number of rows: the result of a row depends neither on its position among them
+// nor on the threads.
 //
 // A call can norm its input rows first, and can combine outputs that are gates and values into one.
 //
@@ -36,6 +37,14 @@ INLINE int64_t groups_of(int64_t kind, int64_t in) {
   return groups;
 }
 
+// The place of group `g` of output `o` in a panel of `groups` groups.
+INLINE int64_t group_offset(int64_t kind, int64_t groups, int64_t g, int64_t o) {
+#if QUIRE_HAS_TILES
+  if (kind != kFloat32) return tiles_offset(groups, g, o);
+#endif
+  return (g * kPanel + o) * kGroupBytes;
+}
+
 INLINE int64_t panel_bytes(int64_t kind, int64_t in) { return groups_of(kind, in) * kPanel * kGroupBytes; }
 
 // ---------------------------------------------------------------------------------------------------------------
@@ -62,7 +71,7 @@ void pack_panel(int kind, const T* weight, int64_t outs, int64_t in, float* scal
     else
       memcpy(row.data(), weight + o * in, in * sizeof(T));
     for (int64_t g = 0; g < groups; g++)
-      memcpy(panel + (g * kPanel + o) * kGroupBytes, row.data() + g * kGroupBytes, kGroupBytes);
+      memcpy(panel + group_offset(kind, groups, g, o), row.data() + g * kGroupBytes, kGroupBytes);
   }
 }
 
@@ -82,10 +91,11 @@ void pack_steps(const int8_t* weight, int64_t out, int64_t in, uint8_t* packed, 
     for (int64_t p = begin; p < end; p++) {
       const int64_t first = p * kPanel, outs = std::min<int64_t>(kPanel, out - first);
       uint8_t* panel = packed + p * panel_bytes(kInt8, in);
+      const int64_t groups = groups_of(kInt8, in);
       memset(panel, 0, panel_bytes(kInt8, in));
       for (int64_t o = 0; o < outs; o++)
-        for (int64_t i = 0; i < groups_of(kInt8, in) * kGroupBytes; i++)
-          panel[(i / kGroupBytes * kPanel + o) * kGroupBytes + i % kGroupBytes] =
+        for (int64_t i = 0; i < groups * kGroupBytes; i++)
+          panel[group_offset(kInt8, groups, i / kGroupBytes, o) + i % kGroupBytes] =
               uint8_t(i < in ? weight[(first + o) * in + i] + 128 : 128);
     }
   });

@@ -9,7 +9,7 @@
 namespace {
 
 constexpr int kPanel = 32;          // outputs that are packed together
-constexpr int64_t kBlockTiles = 16; // limit of row tiles per block, which all panels reuse; threads finish together
+constexpr int64_t kBlockTiles = 32; // limit of row tiles per block, which all panels reuse; threads finish together
 
 template <typename T> struct Call {
   const T* x;       // rows without a norm, or

@@ -2,7 +2,8 @@
 // groups, steps strictly in order. Nothing else takes part in it: neither the number of rows nor the place in a tile.
 //
 // Packed rows: [tile][step][16 rows][16 groups]. Rows beyond those of the tile hold anything; their sums are not stored.
-// 16 groups of half a panel are a weight tile, whose rows are a whole panel apart.
+// A step of a panel is two weight tiles, each 16 groups of half of the outputs. They are in the order in which they are
+// read, because a processor fetches adjacent lines faster.
 #pragma once
 #include "linear.h"
 #include "tiles.h"
@@ -11,14 +12,23 @@
 namespace {
 
 constexpr int kTileWords = tiles::kBytes / 4;
-constexpr int kStepBytes = 2 * tiles::kBytes;                // of a panel
-constexpr int kPanelStride = kPanel * kGroupBytes;           // between the rows of a weight tile
-constexpr int kSumTile = tiles::kRows * kPanel;              // sums of a row tile and a panel
+constexpr int kStepBytes = 2 * tiles::kBytes;    // of a panel
+constexpr int kSumTile = tiles::kRows * kPanel;  // sums of a row tile and a panel
 constexpr int64_t kChunk = 8;  // steps of a panel that stay in the first-level cache while all rows use them
+constexpr int kCacheLine = 64;
+constexpr int64_t kOwnPairs = 4;        // with at most so many pairs of row tiles, a panel is fetched when it is used
+constexpr int64_t kOwnDistance = 1024;  // bytes from what is used to what is fetched; a longer distance is slower
 
 // Whether a bfloat16 layer, like that of an adapter with a low rank, has at most half a step of inputs: its panels and tiles
 // have 8 groups.
 INLINE bool has_few_groups(int64_t in) { return in <= 2 * tiles::kFewGroups; }
+
+// The place of group `g` of output `o` in a panel of `groups` groups.
+INLINE int64_t tiles_offset(int64_t groups, int64_t g, int64_t o) {
+  const int64_t of_tile = std::min<int64_t>(groups, tiles::kGroups);
+  const int64_t tile = g / of_tile * 2 + o / tiles::kColumns;
+  return tile * of_tile * tiles::kRowBytes + g % of_tile * tiles::kRowBytes + o % tiles::kColumns * kGroupBytes;
+}
 
 // The 16 groups of a row and a step.
 INLINE int32_t* step_of_row(int32_t* row, int64_t step) { return row + step * kTileWords; }
@@ -127,41 +137,59 @@ template <int R> INLINE void store_sums(int32_t* sums) {
   }
 }
 
-// Some steps of one panel, or of R row tiles which are `stride` words apart.
+// `bytes` per step are fetched into the second-level cache, from `from` on.
+struct Fetch {
+  const char* from;
+  int64_t bytes;
+};
+
+// Some steps of one panel, and of R row tiles which are `stride` words apart.
 struct Steps {
   const int32_t* x;
   int64_t stride;
-  const char *w, *ahead;
+  const char* w;
+  int64_t tile_bytes;  // of a weight tile
   int64_t count;
   bool is_first;
+  Fetch fetch;
 };
 
-// R row tiles times a panel, added to sums [R][16][kPanel]. kFetched bytes per step are fetched from `ahead`.
-template <typename K, int R, int kFetched, int H = 2> void multiply_steps(Steps s, int32_t* sums) {
+// R row tiles times H halves of a panel, added to sums [R][16][kPanel].
+template <typename K, int R, int H> void multiply_steps(Steps s, int32_t* sums) {
   s.is_first ? zero_sums<R>() : load_sums<R>(sums);
   for (int64_t i = 0; i < s.count; i++) {
+    for (int64_t line = 0; line < s.fetch.bytes; line += kCacheLine) __builtin_prefetch(s.fetch.from + line, 0, 2);
     tiles::load<4>(s.x, tiles::kRowBytes);
     if constexpr (R == 2) tiles::load<5>(s.x + s.stride, tiles::kRowBytes);
-    tiles::load<6>(s.w, kPanelStride);
-    if constexpr (H == 2) tiles::load<7>(s.w + tiles::kRowBytes, kPanelStride);
-    for (int line = 0; line < kFetched; line += tiles::kRowBytes) __builtin_prefetch(s.ahead + line, 0, 2);
+    tiles::load<6>(s.w, tiles::kRowBytes);
+    if constexpr (H == 2) tiles::load<7>(s.w + s.tile_bytes, tiles::kRowBytes);
     multiply_tiles<K, R, H>();
     s.x += kTileWords;
     s.w += kStepBytes;
-    if constexpr (kFetched > 0) s.ahead += kStepBytes;
+    s.fetch.from += s.fetch.bytes;
   }
   store_sums<R>(sums);
 }
 
-// The row tiles `tile` and, if R is 2, the next one. The first two passes over a panel each fetch half of the next panel;
-// a single pass fetches all of it.
-template <typename K, int R> void multiply_pair(Steps s, int64_t tile, int64_t tiles, bool is_half, int32_t* sums) {
-  if (is_half) return multiply_steps<K, R, 0, 1>(s, sums);
-  if (!s.ahead) return multiply_steps<K, R, 0>(s, sums);
-  if (tiles <= 2) return multiply_steps<K, R, kStepBytes>(s, sums);
-  if (tile >= 4) return multiply_steps<K, R, 0>(s, sums);
-  s.ahead += tile / 2 * (kStepBytes / 2);
-  multiply_steps<K, R, kStepBytes / 2>(s, sums);
+template <typename K, int R> void multiply_some(const Steps& s, bool is_half, int32_t* sums) {
+  is_half ? multiply_steps<K, R, 1>(s, sums) : multiply_steps<K, R, 2>(s, sums);
+}
+
+struct Bytes {
+  const char* begin;
+  int64_t bytes;
+};
+
+// What is fetched while `steps` of a panel, from step `first` at `w` on, are multiplied with one pair of the row tiles.
+//
+// Few pairs: the first of them fetches these steps themselves, just before it uses them. Many pairs: each fetches an equal
+// share of the next panel. A fetch occupies a buffer of the first-level cache until memory answers, so many at once would
+// delay the loads of rows.
+INLINE Fetch fetch_of(const char* w, int64_t first, int64_t steps, int64_t pair, int64_t pairs, const Bytes& next_panel) {
+  if (pairs <= kOwnPairs) return {w + kOwnDistance, pair ? 0 : kStepBytes};
+  const int64_t share = ceil_div(kStepBytes / kCacheLine, pairs) * kCacheLine;
+  const int64_t done = (first * pairs + pair * steps) * share;
+  return {next_panel.begin + done, done < next_panel.bytes ? share : 0};
 }
 
 // Rows of [first_tile, last_tile) times one panel. With more than two row tiles the panel is cut into chunks; storing
@@ -170,11 +198,12 @@ template <typename K, typename T>
 void multiply_panel(OnTiles<K>, const Call<T>& c, const Packed& packed, int64_t first_tile, int64_t last_tile,
                     Panels panels, const Target<T>& target) {
   const int64_t steps = OnTiles<K>::steps(c.in), count = last_tile - first_tile, stride = steps * kTileWords;
-  const int64_t bytes = OnTiles<K>::panel_bytes(c.in);
+  const int64_t bytes = OnTiles<K>::panel_bytes(c.in), tile_bytes = bytes / steps / 2;
   const char* w = c.weight + panels.panel * bytes;
-  const char* ahead = panels.following == kNoPanel ? nullptr : c.weight + panels.following * bytes;
+  const bool has_next = panels.following != kNoPanel;
+  const Bytes next_panel{c.weight + panels.following * bytes, has_next ? bytes : 0};
   const bool is_half = target.count <= tiles::kColumns;
-  const int64_t chunk = count > 2 ? kChunk : steps;
+  const int64_t pairs = ceil_div(count, 2), chunk = pairs > 1 ? kChunk : steps;
   alignas(64) int32_t sums[kBlockTiles * kSumTile];
   const auto store = [&](int64_t t, const int32_t* from) {
     const int64_t tile = first_tile + t;
@@ -183,15 +212,13 @@ void multiply_panel(OnTiles<K>, const Call<T>& c, const Packed& packed, int64_t 
   };
   for (int64_t first = 0; first < steps; first += chunk)
     for (int64_t t = 0; t < count; t += 2) {
-      const Steps part{packed.x + (first_tile + t) * stride + first * kTileWords, stride,
-                       w + first * kStepBytes, ahead ? ahead + first * kStepBytes : nullptr,
-                       std::min(chunk, steps - first), first == 0};
+      const char* from = w + first * kStepBytes;
+      const int64_t num = std::min(chunk, steps - first);
+      const Steps some{packed.x + (first_tile + t) * stride + first * kTileWords, stride, from, tile_bytes, num,
+                       first == 0, fetch_of(from, first, num, t / 2, pairs, next_panel)};
       int32_t* pair = sums + (steps > chunk ? t * kSumTile : 0);
       const bool has_two = t + 1 < count, is_last = first + chunk >= steps;
-      if (has_two)
-        multiply_pair<K, 2>(part, t, count, is_half, pair);
-      else
-        multiply_pair<K, 1>(part, t, count, is_half, pair);
+      has_two ? multiply_some<K, 2>(some, is_half, pair) : multiply_some<K, 1>(some, is_half, pair);
       if (is_last) store(t, pair);
       if (is_last && has_two) store(t + 1, pair + kSumTile);
     }
