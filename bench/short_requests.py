@@ -150,7 +150,7 @@ class Client:
 
 async def serve_commands(target: str) -> None:
     """Run the commands of standard input, one JSON object per line, and print the figures of each."""
-    client, rng = Client(target), np.random.default_rng(0)
+    client, rng = Client(target), np.random.default_rng()  # prompts of another client process would be cached
     for line in sys.stdin:
         command = json.loads(line)
         shared = request_bytes(rng, command["num_output"])
