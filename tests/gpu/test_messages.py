@@ -45,7 +45,7 @@ def full_batch():
             ),
             grammar=Grammar(GrammarKind.LARK, 'start: "é"'),
         ),
-        RowOpen(4, prompt[:0], 5, more, 5, GREEDY, 1, fork_of_row=0),
+        RowOpen(4, prompt[:0], 5, more, 5, GREEDY, 1, fork_of_row=0, num_candidates=2**31),
         RowOpen(5, prompt, 7, more, 0, GREEDY, 0, pooling=Pooling(PoolingTask.LOGITS, token_ids=table)),
         RowOpen(6, prompt, 7, more, 0, GREEDY, 0, pooling=Pooling(PoolingTask.VECTOR, PoolingKind.CLS, True, 9)),
         RowOpen(7, prompt, 7, more, 0, GREEDY, 0, inputs=(random_embeddings(2, 3), random_embeddings(1, 3, start=5))),

@@ -46,7 +46,8 @@ def best_candidates(logprobs: torch.Tensor, beams: BeamLines) -> Candidates:
 
 
 def _best(logprobs: torch.Tensor, count: int) -> tuple[U32, F32]:
-    found = logprobs.topk(count)
-    values, ids = found.values.numpy(), found.indices.numpy()
-    order = np.lexsort((ids, -values))
-    return ids[order].astype(np.uint32), values[order]
+    lowest = logprobs.topk(count).values[-1]
+    ids = (~(logprobs < lowest)).nonzero()[:, 0]  # topk chooses any of the ids that are as likely as the last one
+    values = logprobs[ids].numpy()
+    order = np.lexsort((ids, -values))[:count]
+    return ids.numpy()[order].astype(np.uint32), values[order]

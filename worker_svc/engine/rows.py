@@ -30,6 +30,7 @@ from worker_svc.engine.row_errors import RowErrors
 from worker_svc.engine.row_positions import RowPositions
 
 NO_BLOCK = -1
+NO_ROWS: I64 = np.empty(0, np.int64)
 COLUMN_TYPES = {Kind.FLOAT: np.float32, Kind.UINT32: np.uint32, Kind.UINT64: np.uint64}
 
 
@@ -64,7 +65,6 @@ class RowTable:
         vocab_size: int,
         compiled: CompiledGrammars | None = None,
         *,
-        serves_beams: bool = True,
         pooling: PoolingTable | None = None,
         hidden_size: int = 0,
         images: ImageShape | None = None,
@@ -74,7 +74,6 @@ class RowTable:
         """Without `compiled`, rows with a grammar are rejected; without `hidden_size`, rows with inputs are; without
         `adapters`, rows with an adapter are."""
         self.adapters = adapters
-        self._serves_beams = serves_beams
         self._max_num_seqs = max_num_seqs
         self._max_model_len = max_model_len
         self._block_size = block_size
@@ -99,7 +98,7 @@ class RowTable:
         self._encoders = EncoderTable(max_num_seqs, block_size, vocab_size, encoder)
         self._processors = ProcessorTable(self._tokens, vocab_size, self._encoders.start)
         self.positions = RowPositions(max_num_seqs)
-        self._generations: I64 = np.zeros(max_num_seqs, np.int64)  # number of times that each row was opened
+        self._generations: I64 = np.zeros(max_num_seqs, np.int64)  # changes with each new history of a row
         self._nth_in_batch: I64 = np.zeros(max_num_seqs, np.int64)  # valid for rows that were just written
         self._indices: I64 = np.arange(max_num_seqs)
         optional: list[RowPart | None] = [self._grammars, adapters]
@@ -194,8 +193,6 @@ class RowTable:
         return "this worker's model folder has no tokenizer.json, so it cannot apply a grammar"
 
     def _candidates_refusal(self, item: RowOpen) -> str | None:
-        if item.num_candidates and not self._serves_beams:
-            return "the cuda backend does not serve beam search; leave sampling.beam_width unset"
         if item.num_candidates > self._vocab_size:
             return f"num_candidates is {item.num_candidates}, expected at most the vocabulary size {self._vocab_size}"
         return None
@@ -272,11 +269,11 @@ class RowTable:
 
     # Beams
 
-    def move_beams(self, rows: U32, parents: U32, token_ids: U32, errors: RowErrors) -> None:
+    def move_beams(self, rows: U32, parents: U32, token_ids: U32, errors: RowErrors) -> I64:
         """Replaces the history of each row by the computed tokens of its parent and one token. An invalid row fails and
-        is closed."""
+        is closed. Returns the rows that were moved."""
         if not len(rows):
-            return
+            return NO_ROWS
         is_good = self._are_beams(rows) & self._are_beams(parents) & (token_ids < self._vocab_size)
         for row in rows[~is_good].tolist():
             self._fail(
@@ -285,11 +282,13 @@ class RowTable:
         targets, sources = rows[is_good].astype(np.int64), parents[is_good].astype(np.int64)
         ends = self._num_computed[sources]
         if not len(targets):
-            return
+            return targets
         width = int(ends.max())
         self._tokens[targets, :width] = self._tokens[sources, :width]
         self._tokens[targets, ends] = token_ids[is_good]
         self._num_tokens[targets], self._num_computed[targets] = ends + 1, ends
+        self._generations[targets] += 1  # a token that these rows sampled is not theirs any more
+        return targets
 
     def _are_beams(self, rows: U32) -> Bools:
         known = np.minimum(rows, self._max_num_seqs - 1)
@@ -464,11 +463,11 @@ class RowTable:
         self._num_tokens[rows] = positions + 1
 
     def generations(self, rows: I64) -> I64:
-        """The generation of each row: it changes when the row number is reused."""
+        """The generation of each row: it changes when the row is opened, or moved as a beam."""
         return self._generations[rows]
 
     def fill(self, rows: I64, generations: I64, positions: I64, token_ids: U32) -> None:
-        """Sets tokens that were appended before they were known, except in rows that were reopened since then."""
+        """Sets tokens that were appended before they were known, except in rows with another history since then."""
         is_same = self._generations[rows] == generations
         self._tokens[rows[is_same], positions[is_same]] = token_ids[is_same]
 

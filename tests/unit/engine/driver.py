@@ -116,6 +116,7 @@ class Driver:
         images: tuple[ImageSpan, ...] = (),
         adapter: bytes = b"",
         pooling: Pooling | None = None,
+        num_candidates: int = 0,
     ) -> Row:
         """Opens a row in the next step. `shared` are full blocks whose keys and values are already computed."""
         tokens, blocks = [*prompt, *output], list(shared or ())
@@ -125,7 +126,7 @@ class Driver:
             RowOpen(row, np.array(tokens, np.uint32), len(prompt), np.array(state.blocks, np.uint32), state.computed,
                     sampling, sample_index, banned_ids=u32(*banned), banned_before=banned_before,
                     rules=rules, grammar=grammar, logprobs=logprobs, prompt_logprobs=prompt_logprobs, inputs=inputs,
-                    images=images, adapter=adapter, pooling=pooling)
+                    images=images, adapter=adapter, pooling=pooling, num_candidates=num_candidates)
         )  # fmt: skip
         self.rows[row] = state
         return state

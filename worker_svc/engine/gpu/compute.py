@@ -189,33 +189,33 @@ class StepCompute:
         besides tokens. Returns that, or None without `wanted`.
         """
 
+        extras = None if wanted is None else StepExtras(wanted)
+
         def finish(logits: torch.Tensor) -> None:
-            self._process_and_sample(bucket, logits, mask, is_filtered=is_filtered)
+            self._finish(bucket, logits, mask, extras, is_filtered=is_filtered)
 
-        if wanted is not None:
-            return self._run_wanted(bucket, host, wanted, finish)
-        self._run(bucket, host, finish)
-        return None
-
-    def _run_wanted(
-        self, bucket: Bucket, host: HostStep, wanted: Wanted, finish: Callable[[torch.Tensor], None]
-    ) -> StepExtras:
-        extras = StepExtras(wanted)
-
-        def finish_and_score(logits: torch.Tensor) -> None:
-            if wanted.asked is None:
-                finish(logits)
-                return
-            # A copy, because processing changes the logits in place.
-            raw = logits.index_select(0, self._scorer.upload(wanted.asked.lines))
-            finish(logits)
-            extras.sampled = self._scorer.sampled(raw, wanted.asked, self.results[0])
-
-        if wanted.needs_states:
-            self._run_with_states(bucket, host, extras, finish_and_score)
+        if extras is not None and extras.wanted.needs_states:
+            self._run_with_states(bucket, host, extras, finish)
         else:
-            self._run(bucket, host, finish_and_score)
+            self._run(bucket, host, finish)
         return extras
+
+    def _finish(
+        self, bucket: Bucket, logits: torch.Tensor, mask: Mask | None, extras: StepExtras | None, *, is_filtered: bool
+    ) -> None:
+        """Ends a step that ends at logits, and computes the `extras` that need them."""
+        asked, beams = (None, None) if extras is None else (extras.wanted.asked, extras.wanted.beams)
+        # A copy, because processing changes the logits in place.
+        raw = None if asked is None else logits.index_select(0, self._scorer.upload(asked.lines))
+        if beams is not None:
+            logits = self._scorer.take_log_softmax(logits, beams.lines)
+        processed = self._process_and_sample(bucket, logits, mask, is_filtered=is_filtered)
+        if extras is None:
+            return
+        if beams is not None:
+            extras.beams = self._scorer.candidates(processed, beams)
+        if asked is not None and raw is not None:
+            extras.sampled = self._scorer.sampled(raw, asked, self.results[0])
 
     def _run_with_states(
         self, bucket: Bucket, host: HostStep, extras: StepExtras, finish: Callable[[torch.Tensor], None]
@@ -270,8 +270,8 @@ class StepCompute:
 
     def _process_and_sample(
         self, bucket: Bucket, logits: torch.Tensor, mask: Mask | None, *, is_filtered: bool
-    ) -> None:
-        """Ends a step that ends at logits. Launches the kernels one by one."""
+    ) -> torch.Tensor:
+        """Launches the kernels behind the logits one by one. Returns the processed logits."""
         columns = self._buffer.columns(bucket)
         rows, positions = columns.sample_rows, columns.output_positions
         logits = self.processing.process(logits, rows, positions)
@@ -279,6 +279,7 @@ class StepCompute:
             mask(logits)
         self._sample(columns, logits, is_filtered=is_filtered)
         self.processing.note(self.results[0, : bucket.samples], rows, positions)
+        return logits
 
     def _sample(self, columns: StepColumns, logits: torch.Tensor, *, is_filtered: bool) -> None:
         lowest = None

@@ -1,4 +1,4 @@
-"""What rows may want from a step besides tokens: log probabilities and pooled numbers."""
+"""What rows may want from a step besides tokens: log probabilities, pooled numbers, candidates of beams."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from worker_svc.engine.backend import I64
-from worker_svc.engine.batch import Bools, LogprobColumns, PooledRows, PromptLogprobs
+from worker_svc.engine.batch import NO_CANDIDATES, Bools, Candidates, LogprobColumns, PooledRows, PromptLogprobs
+from worker_svc.engine.beams import BeamLines
 from worker_svc.engine.gpu.pooling import HostPooled, PooledTokens
-from worker_svc.engine.gpu.scores import HostScores
+from worker_svc.engine.gpu.scores import HostCandidates, HostScores
 from worker_svc.engine.logprobs import Asked, PromptTargets, concat_columns, spread, to_columns
 
 NO_TOKENS: I64 = np.empty(0, np.int64)
@@ -22,9 +23,10 @@ class Wanted:
     asked: Asked | None = None  # rows that want log probabilities, among those that sample
     targets: PromptTargets | None = None
     pooled: PooledTokens | None = None
+    beams: BeamLines | None = None
 
     def __bool__(self) -> bool:
-        return any(part is not None for part in (self.asked, self.targets, self.pooled))
+        return any(part is not None for part in (self.asked, self.targets, self.pooled, self.beams))
 
     @property
     def needs_states(self) -> bool:
@@ -47,6 +49,7 @@ class StepExtras:
     sampled: HostScores | None = None
     prompt: list[HostScores] = field(default_factory=list)
     pooled: HostPooled | None = None
+    beams: HostCandidates | None = None
 
     def logprobs(self, is_good: Bools) -> LogprobColumns | None:
         """Columns of the good rows among the rows that sampled."""
@@ -74,3 +77,7 @@ class StepExtras:
     def pooled_rows(self) -> tuple[PooledRows | None, list[int]]:
         """The numbers of good rows, and the rows whose numbers are not finite."""
         return (None, []) if self.pooled is None else self.pooled.read()
+
+    def candidates(self, bad_rows: I64) -> Candidates:
+        """The candidates of all beams but the bad ones."""
+        return NO_CANDIDATES if self.beams is None else self.beams.read().without(bad_rows)

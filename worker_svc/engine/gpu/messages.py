@@ -27,9 +27,9 @@ COLUMNS = (
 HEAD = struct.Struct(f"<BQ{len(COLUMNS) + 2}I")
 CODES = {FieldKind.FLOAT: "d", FieldKind.UINT32: "I", FieldKind.UINT64: "Q"}
 # row, parent (-1: none), prompt_len, computed, sample index, the fields of SamplingParams, logprobs and prompt_logprobs
-# (-1: none), banned before, and the
+# (-1: none), number of candidates, banned before, and the
 # numbers of tokens, blocks, banned ids, allowed ids, ids that are always banned, biases, and bad words
-OPEN = struct.Struct(f"<IqIII{''.join(CODES[field.kind] for field in SAMPLER_FIELDS.values())}iiI7I")
+OPEN = struct.Struct(f"<IqIII{''.join(CODES[field.kind] for field in SAMPLER_FIELDS.values())}iiII7I")
 
 
 POOLING = struct.Struct("<BB?3I")  # task, kind, normalize, dimensions, number of token ids, second text
@@ -92,7 +92,7 @@ def _open_to_bytes(item: RowOpen) -> bytes:
         item.row, parent, item.prompt_len, item.num_computed_tokens, item.sample_index,
         *(getattr(item.sampling, name) for name in SAMPLER_FIELDS),
         *(-1 if num_top is None else num_top for num_top in (item.logprobs, item.prompt_logprobs)),
-        item.banned_before, len(item.token_ids), len(item.block_table), len(item.banned_ids),
+        item.num_candidates, item.banned_before, len(item.token_ids), len(item.block_table), len(item.banned_ids),
         len(rules.allowed_ids), len(rules.banned_ids), len(rules.bias_ids), len(rules.bad_words),
     )  # fmt: skip
 
@@ -136,7 +136,8 @@ class _Reader:
 
     def open(self) -> RowOpen:
         row, parent, prompt_len, num_computed, sample_index, *values = OPEN.unpack(self.take(OPEN.size))
-        *sampling, logprobs, prompt_logprobs, banned_before, num_tokens, num_blocks, num_banned = values[:-4]
+        *sampling, logprobs, prompt_logprobs, num_candidates, banned_before = values[:-7]
+        num_tokens, num_blocks, num_banned = values[-7:-4]
         return RowOpen(
             row=row,
             token_ids=self.words(num_tokens),
@@ -151,6 +152,7 @@ class _Reader:
             rules=self.rules(*values[-4:]),
             logprobs=None if logprobs < 0 else logprobs,
             prompt_logprobs=None if prompt_logprobs < 0 else prompt_logprobs,
+            num_candidates=num_candidates,
             grammar=self.grammar(),
             pooling=self.pooling(),
             inputs=tuple(self.input() for _ in range(int(self.words(1)[0]))),

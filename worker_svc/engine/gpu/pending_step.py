@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from worker_svc.engine.backend import I64
-from worker_svc.engine.batch import U32, RowError, RowErrorCode, StepOutput
+from worker_svc.engine.batch import NO_CANDIDATES, U32, RowError, RowErrorCode, StepOutput
 from worker_svc.engine.gpu.extras import StepExtras
 from worker_svc.engine.gpu.step_buffer import Staging
 from worker_svc.engine.model_runner import NOTHING_TO_SAMPLE
@@ -68,12 +68,14 @@ class PendingStep:
         is_bad = down[half : half + len(rows)] != 0
         logprobs, prompt_logprobs, pooled, bad_rows = None, None, None, rows[is_bad]
         bad_pooled: list[int] = []
+        candidates = NO_CANDIDATES
         if (extras := self.writes.extras) is not None:
             prompt_logprobs, bad_prompts = extras.prompt_logprobs()
             is_bad |= np.isin(rows, bad_prompts)
             bad_rows = np.union1d(rows[is_bad], bad_prompts)
             logprobs = extras.logprobs(~is_bad)
             pooled, bad_pooled = extras.pooled_rows()
+            candidates = extras.candidates(bad_rows)
         failed = {error.row for error in self._errors}
         bad = (row for row in bad_rows.tolist() if row not in failed)
         errors = self._errors + [RowError(row, RowErrorCode.NAN, NOTHING_TO_SAMPLE) for row in bad]
@@ -82,5 +84,5 @@ class PendingStep:
         good_rows = rows[~is_bad].astype(np.uint32)
         return StepOutput(
             self._step_id, good_rows, self.sampled()[~is_bad], errors, elapsed_us, logprobs, prompt_logprobs,
-            pooled=pooled,
+            candidates, pooled,
         )  # fmt: skip

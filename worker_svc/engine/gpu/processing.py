@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from worker_svc.engine.backend import I64
 from worker_svc.engine.batch import F32, U32, RowOpen
 from worker_svc.engine.gpu.kernels.banned import mask_banned
 from worker_svc.engine.gpu.kernels.process import IN_PROMPT, RECENT, ban_bad_words, note_tokens, process
@@ -49,19 +50,29 @@ class DeviceProcessing:
         return bool(former or words)
 
     def _open_one(self, item: RowOpen, prompt: U32, output: U32) -> None:
-        rules, added, counts = item.rules, self._added[item.row], self._counts[item.row]
+        rules, added = item.rules, self._added[item.row]
         added.zero_()
         if len(rules.allowed_ids):
             added.fill_(-torch.inf).index_fill_(0, self._local(rules.allowed_ids), 0.0)
         is_here = self._is_here(rules.bias_ids)
         added.index_add_(0, self._local(rules.bias_ids), self._upload(rules.biases[is_here]))
         added.index_fill_(0, self._local(rules.banned_ids), -torch.inf)
+        self._count(item.row, prompt, output)
+
+    def move(self, beams: I64, rows: RowTable) -> None:
+        """Sets the counted tokens of beams that continue other beams. Call it before the step is launched."""
+        for row in beams.tolist():
+            if rows.is_always_processed(row):
+                self._count(row, *rows.history(row))
+
+    def _count(self, row: int, prompt: U32, output: U32) -> None:
+        counts = self._counts[row]
         counts.zero_().index_fill_(0, self._local(prompt), IN_PROMPT)
         seen = self._local(output)
         counts.index_add_(0, seen, torch.ones_like(seen, dtype=torch.int32))
         last = np.arange(max(0, len(output) - RECENT), len(output))
         recent = self._upload(output[last].astype(np.int32))
-        self._recent[item.row].index_copy_(0, self._upload(last % RECENT), recent)
+        self._recent[row].index_copy_(0, self._upload(last % RECENT), recent)
 
     def process(self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """float32 logits of rows (-1: padding) that sample at these output positions, with all processing."""

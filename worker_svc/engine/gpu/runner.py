@@ -118,7 +118,6 @@ class DeviceRunner:
             num_blocks,
             whole.vocab_size,
             grammars,
-            serves_beams=False,
             hidden_size=whole.hidden_size,
             pooling=PoolingTable(pooling),
         )
@@ -276,6 +275,8 @@ class DeviceRunner:
         self._contents.uncommit(copies[1])
         if len(batch.commit_blocks):
             self._contents.commit(batch.commit_blocks.astype(np.int64), batch.commit_hashes)
+        beams = self._rows.move_beams(batch.beam_rows, batch.beam_parents, batch.beam_tokens, errors)
+        self._compute.processing.move(beams, self._rows)
         return copies
 
     def _compute_or_fail(
@@ -347,6 +348,7 @@ class DeviceRunner:
             self._rows.asked_logprobs(plan.sampling_rows),
             self._rows.prompt_targets(plan.token_rows, plan.positions),
             PooledTokens.of(chunks) if chunks else None,
+            self._rows.beam_lines(plan.sampling_rows),
         )
         return wanted if wanted else None
 

@@ -1,4 +1,4 @@
-"""Log probabilities on the device, as `engine/logprobs.py` specifies them, and their copy to the host.
+"""Log probabilities and candidates of beams on the device, as `engine/logprobs.py` and `engine/beams.py` specify them.
 
 Exponentials are added as integer multiples of 2^-40, so the order does not change the sum. All other operations are
 element-wise, maxima or counts. With tensor parallelism each rank reads its part of the vocabulary; maxima, sums
@@ -8,11 +8,14 @@ and the best k ids of all ranks are combined.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from worker_svc.engine.backend import I64, TopLogprobs
+from worker_svc.engine.batch import Candidates
+from worker_svc.engine.beams import BeamLines
 from worker_svc.engine.gpu.parallel import Group
 from worker_svc.engine.gpu.uploads import to_device, to_host
 from worker_svc.engine.logprobs import Asked, PromptTargets
@@ -33,6 +36,20 @@ class HostScores:
     def read(self) -> TopLogprobs:
         values, ids, ranks, is_bad = (part.numpy() for part in self._parts)
         return TopLogprobs(values, ids.astype(np.uint32), ranks.astype(np.uint32), is_bad)
+
+
+@dataclass(frozen=True, slots=True)
+class HostCandidates:
+    """Candidates of beams in host memory, valid once the step's event has fired."""
+
+    beams: BeamLines
+    values: torch.Tensor  # float32 [P, most candidates]
+    ids: torch.Tensor  # int64 [P, most candidates]
+
+    def read(self) -> Candidates:
+        is_kept = np.arange(self.values.shape[1]) < self.beams.counts[:, None]
+        rows = np.repeat(self.beams.rows, self.beams.counts).astype(np.uint32)
+        return Candidates(rows, self.ids.numpy()[is_kept].astype(np.uint32), self.values.numpy()[is_kept])
 
 
 class Scorer:
@@ -95,29 +112,53 @@ class Scorer:
     def _score_slice(self, x: torch.Tensor, chosen: torch.Tensor, num_top: int) -> tuple[torch.Tensor, ...]:
         """x [n, part] float32, chosen [n, 1]. Values and ids [n, 1 + num_top], ranks [n], faults [n]."""
         group = self._group
+        x, top, log_mass, is_bad = self._totals(x)
+        own = group.all_reduce_max(self._own(x, chosen))
+        ranks = 1 + group.all_reduce((x > own).sum(1))
+        best_values, best_ids = self._best(x, num_top)
+        values, ids = torch.cat((own, best_values), 1), torch.cat((chosen, best_ids), 1)
+        logprobs = ((values - top).double() - log_mass).float()
+        return logprobs.masked_fill(is_bad, torch.nan), ids, ranks, is_bad[:, 0]
+
+    def _totals(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """For x [n, part] float32: x with zeros in bad rows, and [n, 1] the maximum, the logarithm of the sum of
+        exp(x - maximum), float64, and whether a row is bad: it has NaN, +inf or no finite number."""
+        group = self._group
         is_bad = group.all_reduce_max((x.isnan() | (x == torch.inf)).any(1, keepdim=True).int()) > 0
         x = x.masked_fill(is_bad, 0.0)
         top = group.all_reduce_max(x.amax(1, keepdim=True))
         is_bad |= top == -torch.inf
         top = top.masked_fill(is_bad, 0.0)
-        own = group.all_reduce_max(self._own(x, chosen))
         mass = group.all_reduce(((x - top).exp().double() * MASS_UNIT).round().long().sum(1, keepdim=True))
-        ranks = 1 + group.all_reduce((x > own).sum(1))
-        best = self._best(x, num_top)
-        values = torch.cat((own, _from_order(best >> 32)), 1)
-        ids = torch.cat((chosen, LOW_32 - (best & LOW_32)), 1)
-        logprobs = ((values - top).double() - (mass.double() / MASS_UNIT).log()).float()
-        return logprobs.masked_fill(is_bad, torch.nan), ids, ranks, is_bad[:, 0]
+        return x, top, (mass.double() / MASS_UNIT).log(), is_bad
 
-    def _best(self, x: torch.Tensor, num_top: int) -> torch.Tensor:
-        """Keys [n, num_top] of the largest logits in descending order; ties by lowest id."""
+    def _best(self, x: torch.Tensor, num_top: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The largest logits [n, num_top] in descending order, and their ids; ties by lowest id."""
         keys = (_to_order(x) << 32) | self._ids
         best = keys.topk(min(num_top, keys.shape[1]), 1).values
-        if self._group.size == 1:
-            return best
-        missing = best.new_full((len(best), num_top - best.shape[1]), torch.iinfo(torch.int64).min)
-        gathered = self._group.all_gather(torch.cat((best, missing), 1))
-        return gathered.movedim(0, 1).flatten(1).topk(num_top, 1).values
+        if self._group.size > 1:
+            missing = best.new_full((len(best), num_top - best.shape[1]), torch.iinfo(torch.int64).min)
+            gathered = self._group.all_gather(torch.cat((best, missing), 1))
+            best = gathered.movedim(0, 1).flatten(1).topk(num_top, 1).values
+        return _from_order(best >> 32), LOW_32 - (best & LOW_32)
+
+    def take_log_softmax(self, logits: torch.Tensor, lines: I64) -> torch.Tensor:
+        """The logits [S, part] in float32, of which those of `lines` are replaced by their log-softmax. A bad row gets
+        NaN."""
+        wide, index = logits.float(), self.upload(lines)
+        for part in torch.split(index, LINES):
+            x, top, log_mass, is_bad = self._totals(wide.index_select(0, part))
+            logprobs = ((x - top).double() - log_mass).float()
+            wide.index_copy_(0, part, logprobs.masked_fill_(is_bad, torch.nan))
+        return wide
+
+    def candidates(self, logprobs: torch.Tensor, beams: BeamLines) -> HostCandidates:
+        """The best ids of beams, from their processed log probabilities among float32 [S, part]."""
+        most = int(beams.counts.max())
+        lines = torch.split(self.upload(beams.lines), LINES)
+        parts = [self._best(logprobs.index_select(0, part), most) for part in lines]
+        values, ids = (to_host(torch.cat(columns)) for columns in zip(*parts, strict=True))
+        return HostCandidates(beams, values, ids)
 
 
 def _to_order(x: torch.Tensor) -> torch.Tensor:
