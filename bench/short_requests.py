@@ -12,7 +12,8 @@ Requests have 64 prompt tokens and 1 or 8 output tokens. A process with 8 connec
 
 The same client also calls a bare grpc.aio server that answers with messages of the same number and size: no gateway in
 Python on grpc.aio can be cheaper. `us` is processor time per request of each process, which other programs on the
-machine disturb less than `requests_per_s`. Each figure is the best of the rounds. `of_echo` is the echo server's `us`
+machine disturb less than `requests_per_s`. Each figure is the best of the rounds. `_joined`: the same in turns with
+joins_events; `of_separate` compares its `us` (median of the rounds). `of_echo` is the echo server's `us`
 divided by the gateway's. The last line is one JSON object.
 """
 
@@ -21,11 +22,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -52,11 +54,12 @@ TIMEOUT_S = 120.0
 WORKER_FLAGS = ("--executor", "sim", "--sim-step-ms", "0", "--max-num-seqs", "256", "--num-blocks", "8192")
 
 
-def request_bytes(rng: np.random.Generator, num_output: int) -> bytes:
+def request_bytes(rng: np.random.Generator, num_output: int, *, is_joined: bool) -> bytes:
     return pb.GenerateRequest(
         prompt=pb.Prompt(tokens=types.TokenIds(ids=rng.integers(10, VOCAB_SIZE, PROMPT_LEN).tolist())),
         sampling=types.SamplingParams(temperature=0.0),
         stop=types.StopParams(max_tokens=num_output, ignore_eos=True),
+        joins_events=is_joined,
     ).SerializeToString()
 
 
@@ -143,9 +146,11 @@ class Client:
                 first_s = time.perf_counter() - started
             last = data
             self.num_messages += 1
-        if pb.GenerateResponse.FromString(last).WhichOneof("event") != "finished":
+        message = pb.GenerateResponse.FromString(last)
+        event = message.following[-1] if message.following else message
+        if event.WhichOneof("event") != "finished":
             raise RuntimeError("an answer is not complete")
-        return first_s
+        return first_s or time.perf_counter() - started  # all events in one message
 
 
 async def serve_commands(target: str) -> None:
@@ -153,11 +158,9 @@ async def serve_commands(target: str) -> None:
     client, rng = Client(target), np.random.default_rng()  # prompts of another client process would be cached
     for line in sys.stdin:
         command = json.loads(line)
-        shared = request_bytes(rng, command["num_output"])
-        requests = [
-            shared if command["is_cached"] else request_bytes(rng, command["num_output"])
-            for _ in range(command["count"])
-        ]
+        make = partial(request_bytes, rng, command["num_output"], is_joined=command["is_joined"])
+        shared = make()
+        requests = [shared if command["is_cached"] else make() for _ in range(command["count"])]
         print("ready", flush=True)
         sys.stdin.readline()
         print(json.dumps(await client.run(requests, command["concurrency"])), flush=True)
@@ -232,22 +235,43 @@ def echo_server() -> Iterator[tuple[str, dict[str, int]]]:
             process.kill()
 
 
-def measure(target: str, pids: dict[str, int], args: argparse.Namespace) -> Figures:
-    """Load and probes with each number of output tokens."""
+def measure(target: str, pids: dict[str, int], args: argparse.Namespace, *, joins: bool) -> Figures:
+    """Load and probes with each number of output tokens; with `joins`, in turns also with joined events."""
     client = ClientProcess(target)
     figures: Figures = {}
     try:
-        client.run(pids, count=500, concurrency=args.concurrency, num_output=2, is_cached=False)  # warm up
+        warm_up = {"count": 500, "concurrency": args.concurrency, "num_output": 2, "is_cached": False}
+        client.run(pids, **warm_up, is_joined=joins)
         for num_output in OUTPUT_LENS:
             load = {"count": args.requests, "concurrency": args.concurrency, "is_cached": False}
             probe = {"count": args.probes, "concurrency": 1, "is_cached": True}
             for name, command in (("load", load), ("probe", probe)):
                 run = partial(client.run, pids, num_output=num_output, **command)
-                figures[f"{name}_{num_output}"] = best([quiet(run) for _ in range(args.rounds)])
+                figures |= in_turns(f"{name}_{num_output}", run, args.rounds, joins=joins)
     finally:
         client.close()
     for name, found in figures.items():
-        print(f"  {name:8} {json.dumps(found)}", flush=True)
+        print(f"  {name:14} {json.dumps(found)}", flush=True)
+    return figures
+
+
+def in_turns(name: str, run: Callable[..., Figures], num_rounds: int, *, joins: bool) -> Figures:
+    """The best figures of the rounds. Joined events also have `of_separate`: the median of their `us` divided by those
+    of separate events in the same round.
+    """
+    rounds = [
+        [quiet(partial(run, is_joined=is_joined)) for is_joined in (False, joins)[: 1 + joins]]
+        for _ in range(num_rounds)
+    ]
+    figures = {name: best([one[0] for one in rounds])}
+    if joins:
+        of_separate = {
+            process: round(
+                statistics.median(joined["us"][process] / separate["us"][process] for separate, joined in rounds), 3
+            )
+            for process in ("gateway", "client")
+        }
+        figures[f"{name}_joined"] = best([one[1] for one in rounds]) | {"of_separate": of_separate}
     return figures
 
 
@@ -273,11 +297,11 @@ def main() -> None:
         return
     print("echo", flush=True)
     with echo_server() as (address, pids):
-        echo = measure(address, pids, args)
+        echo = measure(address, pids, args, joins=False)
     print("quire", flush=True)
     with services(args.gateway_flags.split()) as (address, pids):
-        quire = measure(address, pids, args)
-    of_echo = {name: round(echo[name]["us"]["echo"] / quire[name]["us"]["gateway"], 3) for name in quire}
+        quire = measure(address, pids, args, joins=True)
+    of_echo = {name: round(echo[name]["us"]["echo"] / quire[name]["us"]["gateway"], 3) for name in echo}
     print(json.dumps({"of_echo": of_echo, "quire": quire, "echo": echo, **describe()}))
 
 

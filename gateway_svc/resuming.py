@@ -63,6 +63,7 @@ def record_of(request: pb.GenerateRequest, plan: GenerationPlan, notes: bytes) -
     kept.sampling.CopyFrom(plan.sampling)
     kept.stop.CopyFrom(plan.stop)
     kept.continuation.Clear()
+    kept.joins_events = False  # a property of the client, and another one may resume the request
     kept.continuation.revision = plan.model.revision
     return record_pb2.RequestRecord(request=kept, prompt_token_ids=u32_to_bytes(plan.prompt_ids), notes=notes)
 

@@ -98,7 +98,7 @@ class SchedulerRequest:
         self._error: QuireError | None = None
         self._pacer = pacer
         self._news: set[int] = set()  # samples with new tokens or a new end
-        self._is_due = False  # the handler should read its news now
+        self.is_due = False  # the handler should read its news now: `wait` returns at once
         self._waiter: asyncio.Future[None] | None = None
         self._owner: RequestOwner | None = None
         self._timers: list[asyncio.TimerHandle] = []
@@ -152,11 +152,11 @@ class SchedulerRequest:
         """Wait until samples have new tokens or ended; returns their indices in order. Returns no index if only
         prompt tokens have new log probabilities. Raises a failure.
         """
-        while not self._is_due and self._error is None:
+        while not self.is_due and self._error is None:
             await self._sleep()
         if not self._has_news and self._error is not None:
             raise self._error
-        self._is_due = False
+        self.is_due = False
         news = sorted(self._news)
         self._news.clear()
         return news
@@ -318,14 +318,14 @@ class SchedulerRequest:
         """Record that a sample has news. First tokens and ends are urgent and rare, so they skip the pacer."""
         self._news.add(sample_index)
         if self._pacer is None or is_urgent:
-            self._is_due = True
+            self.is_due = True
             self._wake()
         else:
             self._pacer.wake(self)
 
     def wake(self) -> None:
         """Wake the handler if there is news."""
-        self._is_due = self._has_news
+        self.is_due = self._has_news
         self._wake()
 
     @property

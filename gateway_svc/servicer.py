@@ -49,6 +49,7 @@ log = logging.getLogger(__name__)
 DEFAULT_MAX_LOGPROBS = 20
 
 Context = grpc.aio.ServicerContext[Any, Any]
+NOTHING = nullcontext()
 
 
 def _deadline(context: Context) -> float | None:
@@ -186,7 +187,8 @@ class InferenceServicer(InferenceServiceServicer):
                 trace.note_meter(stream.scoped_id, meter)
             validation.check_prompt_size(request, model)
             plan = await self._plan(request, model, stream.request_id, grammar, resumed)
-            self.streams.add_bytes(stream, sum(len(carried.data) for carried in plan.inputs))
+            if plan.inputs:
+                self.streams.add_bytes(stream, sum(len(carried.data) for carried in plan.inputs))
             generation, scheduler_request = await self._prepare(
                 plan, stream.scoped_id, resumes=resumes, deadline=deadline
             )
@@ -209,10 +211,11 @@ class InferenceServicer(InferenceServiceServicer):
                         submit()
                     source = source_of(scheduler_request, plan)
                     await source.wait_accepted()
-                    yield generation.accepted(source, meter)
+                    for message in generation.accepted(source, meter):
+                        yield message
                     while not generation.is_done:
-                        for event in generation.events(await source.wait(), source, meter, recording):
-                            yield event
+                        for message in generation.messages(await source.wait(), source, meter, recording):
+                            yield message
             finally:
                 scheduler_request.release()
 
@@ -221,7 +224,7 @@ class InferenceServicer(InferenceServiceServicer):
     ) -> AbstractAsyncContextManager[None]:
         """Count the request against the limits of its key. Tokens before a resume are not counted again."""
         if not self._limits.is_on:
-            return nullcontext()
+            return NOTHING
         before = scheduler_request.num_output_tokens
         num_prompt = len(plan.prompt_ids) if is_new else 0
         most = num_prompt + len(scheduler_request.samples) * plan.stop.max_tokens - before
@@ -243,7 +246,7 @@ class InferenceServicer(InferenceServiceServicer):
     ) -> AbstractAsyncContextManager[Recording | None]:
         """The record of a resumable request while it is open; None for other requests."""
         if not request.resumable:
-            return nullcontext()
+            return NOTHING
         content = record_of(request, plan, notes)
         return recorded(self.recorder, content, scheduler_request, resumed, submit)
 
@@ -289,7 +292,7 @@ class InferenceServicer(InferenceServiceServicer):
     async def _prepare(
         self, plan: GenerationPlan, scoped_id: str, *, resumes: bool, deadline: float | None
     ) -> tuple[GenerationStream, SchedulerRequest]:
-        size = 4 * sum(len(output) for output in plan.outputs)
+        size = 4 * sum(map(len, plan.outputs))
         generation = await self._prompts.run(size, GenerationStream, plan)
         submit = submit_from_plan(plan, request_id=scoped_id)
         scheduler_request = SchedulerRequest(

@@ -9,7 +9,8 @@ they are sent as several, so that a client that reads again after a long pause d
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Protocol
 
 import xxhash
@@ -35,6 +36,7 @@ REASONS = {
     End.STOP: types.FINISH_REASON_STOP,
     End.LENGTH: types.FINISH_REASON_LENGTH,
 }
+JOINED_BYTES = 64 << 10  # far below clients' limit of 4 MiB, with the largest event
 MAX_CHUNK_TOKENS = 1024  # detokenizing takes a few milliseconds, and the message is far below clients' limit of 4 MiB
 
 
@@ -112,9 +114,11 @@ class SampleStream:
         self._cursor += len(ids)
         text, count = self._read(ids, finish)
         ids = ids[:count]
-        if finish is not None and self._text is not None and self._stop is None:
+        stop = self._stop
+        if finish is not None and self._text is not None and stop is None:
             text += self._text.flush()
-        self.is_stopped = self._stop is not None
+            stop = self._stop  # the flushed text may complete a stop string
+        self.is_stopped = stop is not None
         if self._answer is not None and (self.is_stopped or finish is not None):
             self._parts += self._answer.finish(text)
             text = ""
@@ -253,6 +257,9 @@ class Source(Protocol):
     def samples(self) -> Sequence[SampleJournal]: ...
 
     @property
+    def is_due(self) -> bool: ...
+
+    @property
     def prompt_logprobs(self) -> PromptLogprobJournal | None: ...
 
     @property
@@ -277,18 +284,33 @@ class GenerationStream:
         )
         self._num_open = sum(not sample.is_done for sample in self._samples)
         self._event_seq = 0
+        self._first: Sequence[pb.GenerateResponse] = ()  # Accepted, while it waits for the next events
 
     @property
     def is_done(self) -> bool:
         """No more events follow."""
         return not self._num_open
 
-    def accepted(self, request: Source, meter: RequestMeter) -> pb.GenerateResponse:
-        """The first event."""
+    def accepted(self, request: Source, meter: RequestMeter) -> Sequence[pb.GenerateResponse]:
+        """The first event; nothing if it is joined to the next events, which are ready."""
         meter.on_accepted(len(self._plan.prompt_ids), resumes=request.is_resumed)
-        return self._numbered(pb.GenerateResponse(accepted=self._accepted()))
+        first = (self._numbered(pb.GenerateResponse(accepted=self._accepted())),)
+        if not self._plan.joins_events or not request.is_due or self.is_done:
+            return first
+        self._first = first
+        return ()
 
-    def events(
+    def messages(
+        self, news: Sequence[int], request: Source, meter: RequestMeter, recording: Recording | None
+    ) -> Iterator[pb.GenerateResponse]:
+        """The messages with the events for the news of the request."""
+        events = self._events(news, request, meter, recording)
+        if not self._plan.joins_events:
+            return events
+        first, self._first = self._first, ()
+        return joined(chain(first, events))
+
+    def _events(
         self, news: Sequence[int], request: Source, meter: RequestMeter, recording: Recording | None
     ) -> Iterator[pb.GenerateResponse]:
         """The Chunks for the news of the request, and one Finished per sample that has ended now."""
@@ -328,6 +350,24 @@ class GenerationStream:
         event.event_seq = self._event_seq
         self._event_seq += 1
         return event
+
+
+def joined(events: Iterable[pb.GenerateResponse]) -> Iterator[pb.GenerateResponse]:
+    """Messages with several events each: a message costs gateway and client more than an event. A message ends with the
+    event that reaches JOINED_BYTES.
+    """
+    message, size = None, 0
+    for event in events:
+        if message is None:
+            message = event
+        else:
+            message.following.append(event)
+        size += event.ByteSize()
+        if size >= JOINED_BYTES:
+            yield message
+            message, size = None, 0
+    if message is not None:
+        yield message
 
 
 def new_texts(plan: GenerationPlan, num_samples: int) -> list[SampleText | None]:

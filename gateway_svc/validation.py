@@ -73,6 +73,7 @@ class GenerationPlan:
     answer: AnswerPlan | None  # how the text is parsed; None: it is sent unchanged
     wants_token_ids: bool
     skip_special_tokens: bool
+    joins_events: bool  # events that are ready at the same time are sent as one message
     outputs: tuple[array[int], ...]  # [n] output ids from the continuation
     finished: tuple[bool, ...]  # [n] whether the continuation has the sample as finished
     beams: BeamParams | None = None
@@ -251,6 +252,7 @@ def plan_generation(
         answer=answer_plan(request, model, prompt_ids) if wants_text else None,
         wants_token_ids=not output.HasField("token_ids") or output.token_ids,
         skip_special_tokens=not output.HasField("skip_special_tokens") or output.skip_special_tokens,
+        joins_events=request.joins_events,
         outputs=outputs,
         finished=finished,
         logprobs=output.logprobs if output.HasField("logprobs") else None,

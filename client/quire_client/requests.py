@@ -120,7 +120,7 @@ def generate_request(
 ) -> pb.GenerateRequest:
     """A GenerateRequest. Raises TypeError for an unknown option, InvalidRequest for a value of the wrong type."""
     check_options(options)
-    request = pb.GenerateRequest()
+    request = pb.GenerateRequest(joins_events=True)
     request.prompt.CopyFrom(prompt_message(prompt, token_ids, messages, options))
     assign(request, "model", options)
     assign(request, "request_id", options)

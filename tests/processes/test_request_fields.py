@@ -313,6 +313,18 @@ async def test_a_resumable_request_has_a_record(client: AsyncClient) -> None:
             await stream.result()
 
 
+async def test_joined_events_are_fewer_messages(client: AsyncClient) -> None:
+    request = pb.GenerateRequest(prompt=pb.Prompt(text="a"))
+    request.sampling.temperature, request.stop.max_tokens = 0.0, 3
+    separate = [message async for message in client.raw.Generate(request, timeout=60)]
+    request.joins_events = True
+    joined = [message async for message in client.raw.Generate(request, timeout=60)]
+    events = [event for message in joined for event in (message, *message.following)]
+    assert len(events) > len(joined)
+    assert events[-1].finished.output_digest == separate[-1].finished.output_digest
+    assert not any(message.following for message in separate)
+
+
 async def test_requests_with_different_salts_share_no_blocks(client: AsyncClient) -> None:
     cached = []
     for salt in ("a", "a", "b"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import AsyncIterator
 from types import TracebackType
 from typing import Self
@@ -53,6 +54,7 @@ class AsyncGenerateStream:
         self._assembler = assembler_of(request, can_resume=policy.is_on)
         self._resumption = Resumption(policy, calls.rng)
         self._call: Call | None = None
+        self._following: deque[pb.GenerateResponse] = deque()  # events of the last message that are not read yet
         self._result: GenerateResult | None = None
         self._is_cancelled = Flag()
         self._was_sent = False
@@ -168,6 +170,7 @@ class AsyncGenerateStream:
         is_repeated, self._was_sent = self._was_sent, True
         request = self._assembler.next_request(is_repeated=is_repeated)
         self.target, self._is_lost = target, False
+        self._following.clear()
         self._call = call = self._calls.gateways.open_stream(
             target, request, self._deadline.remaining_s(), self._metadata
         )
@@ -223,6 +226,8 @@ class AsyncGenerateStream:
 
     async def _next_event(self, call: Call) -> pb.GenerateResponse | None:
         """The next event; None at the end of a complete stream. Raises StreamEndedEarly at any other end."""
+        if self._following:
+            return self._following.popleft()
         self.waiting_since = time.monotonic()
         try:
             event = await read_event(call, self._assembler.request_id)
@@ -234,6 +239,8 @@ class AsyncGenerateStream:
             self.waiting_since = None
         if event is None and not self._assembler.is_complete:
             raise self._assembler.ended_early()
+        if event is not None and event.following:
+            self._following.extend(event.following)
         return event
 
     def _feed(self, event: pb.GenerateResponse | None) -> Delta | None:

@@ -134,6 +134,24 @@ class ByteGateway(FakeGateway):
         return pb.GenerateResponse(chunk=chunk)
 
 
+class JoiningGateway(ByteGateway):
+    """Sends three events per message. An error that follows them in the stream arrives after these messages."""
+
+    def Generate(self, request, context):
+        assert request.joins_events
+        message = None
+        for event in super().Generate(request, context):
+            if message is None:
+                message = event
+            else:
+                message.following.append(event)
+            if len(message.following) == 2:
+                yield message
+                message = None
+        if message is not None:
+            yield message
+
+
 def ending(code, message):
     def how(context):
         context.abort(code, message)
@@ -158,10 +176,10 @@ BREAKS = {
 
 
 @contextlib.contextmanager
-def gateways(count=2, **options):
+def gateways(count=2, kind=ByteGateway, **options):
     """Several gateways and a client of all of them."""
     with contextlib.ExitStack() as stack:
-        servers = [stack.enter_context(ByteGateway(**options)) for _ in range(count)]
+        servers = [stack.enter_context(kind(**options)) for _ in range(count)]
         targets = [server.target for server in servers]
         client = stack.enter_context(Client.connect(targets, retry=QUICK, resume_timeout_s=5))
         yield servers, client
@@ -210,6 +228,15 @@ def test_every_kind_of_break_at_every_event(how):
         for position in range(1, 12):
             result = play(servers, client, [(position, BREAKS[how])], seed=5)
             assert essence(result) == essence(unbroken)
+
+
+@pytest.mark.parametrize("how", ["unavailable", "end"])
+def test_breaks_between_joined_events_change_nothing(how):
+    with gateways(kind=JoiningGateway) as (servers, client):
+        unbroken = play(servers, client, [], seed=5, n=2)
+        for position in range(1, 16):
+            result = play(servers, client, [(position, BREAKS[how])], seed=5, n=2)
+            assert essence(result) == essence(unbroken), position
 
 
 @pytest.mark.parametrize(

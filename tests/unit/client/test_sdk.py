@@ -185,6 +185,7 @@ def test_every_option_reaches_the_request(client, gateway):
         ),
         output=pb.OutputParams(text=False, token_ids=True, skip_special_tokens=False),
         scheduling=pb.SchedulingParams(priority=-3, cache_salt="s", determinism=types_pb2.DETERMINISM_EXACT),
+        joins_events=True,
     )
 
 
@@ -211,7 +212,7 @@ def test_a_schema_that_is_not_json_is_refused(client):
 
 def test_options_not_given_stay_unset(client, gateway):
     client.generate("hi")
-    assert gateway.requests[-1] == pb.GenerateRequest(prompt=pb.Prompt(text="hi"))
+    assert gateway.requests[-1] == pb.GenerateRequest(prompt=pb.Prompt(text="hi"), joins_events=True)
 
 
 def test_messages_in_every_form(client, gateway):

@@ -20,7 +20,7 @@ MESSAGES = {
     "output": pb.OutputParams,
     "scheduling": pb.SchedulingParams,
 }
-ELSEWHERE = {"request_id", "model", "prompt", "continuation"}  # not parameters: checked by the gateway
+ELSEWHERE = {"request_id", "model", "prompt", "continuation", "joins_events"}  # not parameters of the answer
 
 
 def test_every_field_of_the_protocol_has_a_row() -> None:
