@@ -48,7 +48,7 @@ def test_workers_of_other_decoders_compile_all_kernels_at_start_up():
         assert worker["by_launches"] == worker["while_recording"] == worker["by_requests"] == []
 
 
-PRODUCTS = ("attention", "fp8 linear", "int4 linear", "experts exact", "experts few", "experts fp8")
+PRODUCTS = ("attention", "fp8 linear", "int4 linear", "experts exact", "experts few", "experts fp8", "adapters shrink")
 
 
 def test_kernels_compile_within_bounds():

@@ -49,7 +49,7 @@ CONFIG = {
 }  # fmt: skip
 EXACT = Setup(
     parse_config(CONFIG), 97, torch.float32, 16, 700, DEVICE, Group(), "exact", has_scaled_cache=False,
-    formats=frozenset({"fp8", "int4"}),
+    formats=frozenset({"fp8", "int4"}), max_adapter_rank=64,
 )  # fmt: skip
 MOE = CONFIG | {
     "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24,

@@ -24,7 +24,7 @@ OF_LAYERS = {
     "paged_attention_kernel", "gated_activation_kernel", "activation_kernel", "soft_cap_kernel",
     "norm_rows_kernel", "int4_linear_kernel", "widen_kernel", "route_kernel", "count_kernel", "group_kernel",
     "expert_linear_kernel",
-    "add_experts_kernel",
+    "add_experts_kernel", "shrink_kernel", "expand_kernel",
 }  # fmt: skip
 OF_SAMPLER = {
     "banned_kernel", "chunk_top_kernel", "bound_kernel", "collect_kernel", "select_kernel", "chunk_scores_kernel",

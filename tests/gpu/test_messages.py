@@ -8,11 +8,15 @@ from multiprocessing import Pipe
 
 import numpy as np
 import pytest
+import torch
 
 from request_fields.fields import SamplingParams
 from request_fields.grammar import Grammar, GrammarKind
 from tests.carried import random_embeddings
+from worker_svc.engine.adapters.adapter import Adapter, AdapterPart
+from worker_svc.engine.adapters.targets import Module
 from worker_svc.engine.batch import CarriedInput, Pooling, PoolingKind, PoolingTask, RowOpen, StepBatch, TokenRules
+from worker_svc.engine.gpu import messages
 from worker_svc.engine.gpu.messages import RESET_ROWS, STOP, step_from_bytes, step_to_bytes
 from worker_svc.engine.gpu.parallel import Group
 
@@ -44,6 +48,7 @@ def full_batch():
                 biases=np.array([1.5, -100], np.float32),
             ),
             grammar=Grammar(GrammarKind.LARK, 'start: "é"'),
+            adapter=bytes(range(16)),
         ),
         RowOpen(4, prompt[:0], 5, more, 5, GREEDY, 1, fork_of_row=0, num_candidates=2**31),
         RowOpen(5, prompt, 7, more, 0, GREEDY, 0, pooling=Pooling(PoolingTask.LOGITS, token_ids=table)),
@@ -73,6 +78,22 @@ def test_a_step_round_trips(batch):
     found = step_from_bytes(step_to_bytes(batch))
     for field in fields(StepBatch):
         assert plain(getattr(found, field.name)) == plain(getattr(batch, field.name)), field.name
+
+
+def test_an_adapter_round_trips_in_pieces(monkeypatch):
+    modules = [Module(11, 0, 0, 4, 8), Module(2, 1, 0, 8, 4), Module(2, 0, 4, 4, 8)]
+    parts = [AdapterPart(m, torch.rand(3, m.num_inputs), torch.rand(m.num_outputs, 3)) for m in sorted(modules)]
+    adapter = Adapter(b"d" * 16, 3, tuple(parts))
+    monkeypatch.setattr(messages, "PIECE_BYTES", 100)
+    pieces = [messages.adapter_piece(message) for message in messages.adapter_pieces(adapter)]
+    assert len(pieces) > 2
+    assert {digest for digest, _ in pieces} == {adapter.digest}
+    found = messages.adapter_from_bytes(adapter.digest, b"".join(piece for _, piece in pieces))
+    assert (found.digest, found.max_rank) == (adapter.digest, 3)
+    for part, expected in zip(found.parts, adapter.parts, strict=True):
+        assert part.module == expected.module
+        assert torch.equal(part.a, expected.a)
+        assert torch.equal(part.b, expected.b)
 
 
 def test_messages_of_all_lengths_arrive():

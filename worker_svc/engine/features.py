@@ -31,6 +31,7 @@ REFERENCE = frozenset(FEATURES)
 CPU = REFERENCE
 CUDA = frozenset(
     {
+        "adapters",
         "attention_scale",
         "embedding_scale",
         "experts",

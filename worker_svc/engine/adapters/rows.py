@@ -17,9 +17,11 @@ class RowAdapters(Generic[A]):
     """The adapters of rows, as a column of numbers. A row keeps its adapter until it closes, even if the adapter is
     swapped out meanwhile."""
 
-    def __init__(self, max_num_seqs: int, find: Find[A]) -> None:
-        """`find` returns the resident adapter with a digest."""
+    def __init__(self, max_num_seqs: int, find: Find[A], max_in_use: int | None = None) -> None:
+        """`find` returns the resident adapter with a digest. `max_in_use`: adapters that open rows may have; None: any
+        number."""
         self._find = find
+        self._max_in_use = max_in_use
         self.numbers: I64 = np.zeros(max_num_seqs, np.int64)  # 0: none
         self.in_use: dict[int, A] = {}  # by number
         self._number_of: dict[bytes, int] = {}
@@ -27,9 +29,16 @@ class RowAdapters(Generic[A]):
 
     def refusal(self, item: RowOpen) -> str | None:
         """Why a row cannot be opened; None if it can."""
-        if not item.adapter or item.adapter in self._number_of or self._find(item.adapter) is not None:
+        if not item.adapter or item.adapter in self._number_of:
             return None
-        return f"adapter {item.adapter.hex()} is not in use by this worker; place it first"
+        if self._find(item.adapter) is None:
+            return f"adapter {item.adapter.hex()} is not in use by this worker; place it first"
+        if self._max_in_use is not None and len(self.in_use) >= self._max_in_use:
+            return (
+                f"adapter {item.adapter.hex()}: open rows already use {len(self.in_use)} adapters, the limit of "
+                "--max-adapters; close their rows first"
+            )
+        return None
 
     def open(self, item: RowOpen) -> None:
         if not item.adapter:

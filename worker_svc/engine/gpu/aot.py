@@ -82,6 +82,7 @@ LEFT_OUT = (
     "norm=False", "sums 0", "filter=False part=True", "float32", "dim 80", "dim 112", "dim 256", "dim 96 exact",
     "fp8 exact", "fp8 rows", "fp8 norm 4096", "fp8 linear few", "fp8 linear many", "experts many", "experts fp8 few",
     "int4 linear few", "group 32", "experts count", "experts group", "experts add", "gated=False",
+    "adapters expand few",
     "mistral exact", "gemma2 exact", "store mistral", "store gemma2", "without gate",
 )  # fmt: skip
 LEFT_OUT_PAGES = (

@@ -14,6 +14,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from worker_svc.engine.gpu.adapter_slots import AdapterSlots, StepAdapters
 from worker_svc.engine.gpu.attention import Attention
 from worker_svc.engine.gpu.extras import StepExtras, Wanted
 from worker_svc.engine.gpu.graphs import Graphs, Recorder
@@ -21,6 +22,7 @@ from worker_svc.engine.gpu.kernels import sample
 from worker_svc.engine.gpu.kernels.banned import mask_banned
 from worker_svc.engine.gpu.kernels.deltas import apply_deltas
 from worker_svc.engine.gpu.kernels.filters import Filters
+from worker_svc.engine.gpu.kernels.low_rank import FEW
 from worker_svc.engine.gpu.kernels.prepare import prepare
 from worker_svc.engine.gpu.model import DeviceDecoder
 from worker_svc.engine.gpu.parallel import Group
@@ -80,6 +82,7 @@ class StepCompute:
         group: Group,
         graph_tokens: int,
         pooling: PoolingWeights,
+        adapters: AdapterSlots | None = None,
     ) -> None:
         """`graph_tokens`: the token limit of steps with prompts that are captured as CUDA graphs."""
         max_rows, device = len(state), state.device
@@ -90,6 +93,7 @@ class StepCompute:
         self._block_size = block_size
         self._max_rows = max_rows
         self._group = group
+        self._adapters = adapters
         self._sizes = decode_sizes(max_rows)
         self._vocab = vocab
         self._filters = Filters(max_rows, len(vocab), device, group)
@@ -123,8 +127,11 @@ class StepCompute:
         return [replace(bucket, is_filtered=is_filtered) for bucket in found for is_filtered in (False, True)]
 
     def _rare_buckets(self) -> list[Bucket]:
-        plain = (bucket for bucket in self.buckets() if not bucket.is_filtered)
-        return [replace(bucket, ends_at_logits=True) for bucket in plain]
+        plain = [bucket for bucket in self.buckets() if not bucket.is_filtered]
+        found = [replace(bucket, ends_at_logits=True) for bucket in plain]
+        if self._adapters is None:
+            return found
+        return found + [replace(bucket, has_adapters=True) for bucket in (*self.buckets(), *found)]
 
     def record(self, recorder: Recorder, limit: int, progress: Callable[[float], None], *, is_lazy: bool) -> None:
         """Records graphs, within `limit` bytes, for later steps to use. The pool must not change afterwards."""
@@ -149,21 +156,26 @@ class StepCompute:
         finally:
             self._is_eager = was_eager
 
-    def bucket_of(self, plan: StepPlan, *, is_filtered: bool, ends_at_logits: bool = False) -> Bucket:
+    def bucket_of(
+        self, plan: StepPlan, *, is_filtered: bool, ends_at_logits: bool = False, has_adapters: bool = False
+    ) -> Bucket:
         """The bucket that a step is padded to. A step with prompts is not padded if it has no graph."""
         num_rows, num_tokens, num_samples = len(plan.rows), int(plan.starts[-1]), len(plan.sampling_rows)
         is_filtered = is_filtered and not ends_at_logits
         if num_tokens == num_rows:
             bucket = self._decode_bucket(max(num_rows, num_samples), is_filtered=is_filtered)
-            return replace(bucket, ends_at_logits=ends_at_logits)
+            return replace(bucket, ends_at_logits=ends_at_logits, has_adapters=has_adapters)
         size = max(num_tokens, num_samples)
         if self._graphs is not None and size <= max(self._mixed_sizes, default=0):
-            bucket = replace(self._mixed_bucket(size, is_filtered=is_filtered), ends_at_logits=ends_at_logits)
+            bucket = replace(
+                self._mixed_bucket(size, is_filtered=is_filtered), ends_at_logits=ends_at_logits,
+                has_adapters=has_adapters,
+            )  # fmt: skip
             if self._graphs.serves(bucket):
                 return bucket
         return Bucket(
             num_tokens, self._max_rows, num_samples, is_decode=False, is_filtered=is_filtered,
-            ends_at_logits=ends_at_logits,
+            ends_at_logits=ends_at_logits, has_adapters=has_adapters,
         )  # fmt: skip
 
     def _decode_bucket(self, num_rows: int, *, is_filtered: bool) -> Bucket:
@@ -266,7 +278,9 @@ class StepCompute:
             self._state, columns.num_rows, queries.rows, queries.starts, queries.contexts, columns.known, made,
             self._block_size,
         )  # fmt: skip
-        return columns
+        if self._adapters is None or not bucket.has_adapters:
+            return columns
+        return replace(columns, adapters=StepAdapters(self._adapters, self._buffer.adapter_slots(bucket)))
 
     def _process_and_sample(
         self, bucket: Bucket, logits: torch.Tensor, mask: Mask | None, *, is_filtered: bool
@@ -306,6 +320,15 @@ class StepCompute:
             rows = min(size, self._max_rows)
             self.run_empty(Bucket(size, rows, rows, is_decode=False, is_filtered=False))
         self._warm_up_states(max_tokens)
+        self._warm_up_adapters(max_tokens)
+
+    def _warm_up_adapters(self, max_tokens: int) -> None:
+        """Steps with adapters whose tiles differ. Their tokens have none, so the kernels return at once."""
+        if self._adapters is None:
+            return
+        for size in (min(FEW, max_tokens), max_tokens):
+            rows = min(size, self._max_rows)
+            self.run_empty(Bucket(size, rows, rows, is_decode=False, is_filtered=False, has_adapters=True))
 
     def _warm_up_states(self, max_tokens: int) -> None:
         """Computes the hidden states of all tokens, as a mean over a prompt needs them."""

@@ -1,6 +1,8 @@
-"""Messages of rank 0 to the other ranks, as bytes: a step, close all rows, or stop.
+"""Messages of rank 0 to the other ranks, as bytes: a step, adapters for it, close all rows, or stop.
 
     kind | step id, number of entries of each column, of hashes, of opens | columns | mask | hashes | opens
+    kind | digest | a piece of the adapter's matrices
+    kind | digests of the adapters that rows of the next step may open with
 
 Columns are uint32, little-endian. An open is a record of fixed size followed by its tokens, block table, banned ids,
 token rules, grammar, pooling and inputs.
@@ -9,14 +11,19 @@ token rules, grammar, pooling and inputs.
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator, Sequence
 from enum import IntEnum
 from typing import Any
 
 import numpy as np
+import torch
+from safetensors.torch import load, save
 
 from request_fields.fields import SAMPLER_FIELDS, SamplingParams
 from request_fields.fields import Kind as FieldKind
 from request_fields.grammar import Grammar, GrammarKind
+from worker_svc.engine.adapters.adapter import Adapter, AdapterPart
+from worker_svc.engine.adapters.targets import Module
 from worker_svc.engine.batch import U32, CarriedInput, Pooling, PoolingKind, PoolingTask, RowOpen, StepBatch, TokenRules
 from worker_svc.engine.plan import HASH_BYTES
 
@@ -28,13 +35,15 @@ HEAD = struct.Struct(f"<BQ{len(COLUMNS) + 2}I")
 CODES = {FieldKind.FLOAT: "d", FieldKind.UINT32: "I", FieldKind.UINT64: "Q"}
 # row, parent (-1: none), prompt_len, computed, sample index, the fields of SamplingParams, logprobs and prompt_logprobs
 # (-1: none), number of candidates, banned before, and the
-# numbers of tokens, blocks, banned ids, allowed ids, ids that are always banned, biases, and bad words
-OPEN = struct.Struct(f"<IqIII{''.join(CODES[field.kind] for field in SAMPLER_FIELDS.values())}iiII7I")
+# numbers of tokens, blocks, banned ids, allowed ids, ids that are always banned, biases, and bad words; then the digest
+# of the adapter (zeros: none)
+OPEN = struct.Struct(f"<IqIII{''.join(CODES[field.kind] for field in SAMPLER_FIELDS.values())}iiII7I{HASH_BYTES}s")
 
 
 POOLING = struct.Struct("<BB?3I")  # task, kind, normalize, dimensions, number of token ids, second text
 INPUT = struct.Struct("<II4I")  # start, length, numbers of dimensions and of bytes of kind, dtype and digest
 POOLING_TASKS, POOLING_KINDS, NO_POOLING = tuple(PoolingTask), tuple(PoolingKind), 255
+PIECE_BYTES = 64 << 20
 GRAMMAR = struct.Struct("<BI")  # kind, bytes of the text
 GRAMMAR_KINDS, NO_GRAMMAR = tuple(GrammarKind), 255
 
@@ -45,6 +54,8 @@ class Kind(IntEnum):
     STOP = 0
     RESET_ROWS = 1
     STEP = 2
+    ADAPTER_PIECE = 3
+    ADAPTERS = 4
 
 
 STOP, RESET_ROWS = bytes([Kind.STOP]), bytes([Kind.RESET_ROWS])
@@ -82,6 +93,40 @@ def step_from_bytes(message: bytes) -> StepBatch:
     return StepBatch(step_id=step_id, sample_mask=mask, commit_hashes=hashes, opens=opens, **columns)
 
 
+def adapter_pieces(adapter: Adapter) -> Iterator[bytes]:
+    """Messages with the matrices of an adapter."""
+    tensors: dict[str, torch.Tensor] = {}
+    for part in adapter.parts:
+        name = ".".join(map(str, part.module))
+        tensors |= {f"{name}.a": part.a.contiguous(), f"{name}.b": part.b.contiguous()}
+    content = memoryview(save(tensors))
+    for begin in range(0, len(content), PIECE_BYTES):
+        yield b"".join((bytes([Kind.ADAPTER_PIECE]), adapter.digest, content[begin : begin + PIECE_BYTES]))
+
+
+def adapter_piece(message: bytes) -> tuple[bytes, bytes]:
+    """The digest and the piece of a message."""
+    return message[1 : 1 + HASH_BYTES], message[1 + HASH_BYTES :]
+
+
+def adapter_from_bytes(digest: bytes, content: bytes) -> Adapter:
+    """The adapter of which `content` are all pieces."""
+    tensors = load(content)
+    modules = sorted({Module(*map(int, name.split(".")[:-1])) for name in tensors})
+    names = {module: ".".join(map(str, module)) for module in modules}
+    parts = [AdapterPart(module, tensors[f"{name}.a"], tensors[f"{name}.b"]) for module, name in names.items()]
+    return Adapter(digest, max(len(part.a) for part in parts), tuple(parts))
+
+
+def adapters_to_bytes(digests: Sequence[bytes]) -> bytes:
+    return bytes([Kind.ADAPTERS]) + b"".join(digests)
+
+
+def adapters_from_bytes(message: bytes) -> list[bytes]:
+    """The digests of the adapters."""
+    return [message[begin : begin + HASH_BYTES] for begin in range(1, len(message), HASH_BYTES)]
+
+
 def _words(column: U32) -> bytes:
     return column.astype("<u4", copy=False).tobytes()
 
@@ -93,7 +138,7 @@ def _open_to_bytes(item: RowOpen) -> bytes:
         *(getattr(item.sampling, name) for name in SAMPLER_FIELDS),
         *(-1 if num_top is None else num_top for num_top in (item.logprobs, item.prompt_logprobs)),
         item.num_candidates, item.banned_before, len(item.token_ids), len(item.block_table), len(item.banned_ids),
-        len(rules.allowed_ids), len(rules.banned_ids), len(rules.bias_ids), len(rules.bad_words),
+        len(rules.allowed_ids), len(rules.banned_ids), len(rules.bias_ids), len(rules.bad_words), item.adapter,
     )  # fmt: skip
 
 
@@ -135,7 +180,7 @@ class _Reader:
         return np.frombuffer(self.take(4 * count), "<u4")
 
     def open(self) -> RowOpen:
-        row, parent, prompt_len, num_computed, sample_index, *values = OPEN.unpack(self.take(OPEN.size))
+        row, parent, prompt_len, num_computed, sample_index, *values, adapter = OPEN.unpack(self.take(OPEN.size))
         *sampling, logprobs, prompt_logprobs, num_candidates, banned_before = values[:-7]
         num_tokens, num_blocks, num_banned = values[-7:-4]
         return RowOpen(
@@ -156,6 +201,7 @@ class _Reader:
             grammar=self.grammar(),
             pooling=self.pooling(),
             inputs=tuple(self.input() for _ in range(int(self.words(1)[0]))),
+            adapter=adapter if any(adapter) else b"",
         )
 
     def grammar(self) -> Grammar | None:

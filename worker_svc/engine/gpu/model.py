@@ -7,8 +7,10 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
+from worker_svc.engine.adapters.targets import SITES
 from worker_svc.engine.architectures import ModelConfig
 from worker_svc.engine.backend import Linear, Norm, RotaryTable
+from worker_svc.engine.gpu.adapter_slots import StepAdapters
 from worker_svc.engine.gpu.attention import Attention, LayerCache
 from worker_svc.engine.gpu.experts import StackedExperts, compute_experts
 from worker_svc.engine.gpu.kernels import norm_rows
@@ -20,6 +22,8 @@ from worker_svc.engine.gpu.parallel import Group
 from worker_svc.engine.gpu.step_buffer import StepColumns
 from worker_svc.engine.gpu.weights import kv_scales
 from worker_svc.engine.weights import FeedForward, Layer, RoutedExperts, WeightLoader
+
+QKV, OUT, GATE_UP, DOWN = range(len(SITES))
 
 
 class DeviceDecoder:
@@ -85,17 +89,19 @@ class DeviceDecoder:
         step."""
         x = self._embed(columns)
         attention.begin(columns)
-        residual = None
+        residual, adapters = None, columns.adapters
         for index, layer in enumerate(self._layers):
             pools = LayerCache(cache[index, 0], cache[index, 1], self._kv_scales[index])
             attended = self._attend(x, residual, index, columns, attention, pools)
             if index == len(self._layers) - 1:
                 # From here on only these tokens are needed.
                 x, attended = (y.index_select(0, tokens) for y in (x, attended))
+                adapters = None if adapters is None else adapters.at(tokens)
             if not len(x):
                 return x
-            output = _normed(self._group.all_reduce(layer.o(attended)), layer.attended_norm)
-            residual = self._feed_forward(x, output, layer)
+            output = _adapted(layer.o, attended, adapters, index, OUT)
+            output = _normed(self._group.all_reduce(output), layer.attended_norm)
+            residual = self._feed_forward(x, output, index, adapters)
         normed = torch.empty_like(x)
         add_norm(x, residual, self.final_norm, normed)
         return normed
@@ -129,7 +135,7 @@ class DeviceDecoder:
     ) -> torch.Tensor:
         """Adds the residual to x; returns the attention output [T, q_heads * head_dim]."""
         heads, layer = self._config.heads, self._layers[index]
-        qkv = _of_norm(x, residual, layer.input_norm, layer.qkv)
+        qkv = _of_norm(x, residual, layer.input_norm, layer.qkv, columns.adapters, index, QKV)
         q = x.new_empty(len(x), heads.num_q_heads, heads.head_dim)
         rotary = self._config.layers[index].rotary
         rope_store(
@@ -140,15 +146,19 @@ class DeviceDecoder:
         attention.attend(q, cache, columns, self._config.attention(index), attended)
         return attended.view(len(x), -1)
 
-    def _feed_forward(self, x: torch.Tensor, residual: torch.Tensor, layer: Layer) -> torch.Tensor:
+    def _feed_forward(
+        self, x: torch.Tensor, residual: torch.Tensor, index: int, adapters: StepAdapters | None
+    ) -> torch.Tensor:
         """Adds the residual to x; returns the MLP output [n, hidden]."""
+        layer = self._layers[index]
         part = layer.feed_forward
         if not isinstance(part, FeedForward):
             normed = torch.empty_like(x)
             add_norm(x, residual, layer.post_norm, normed)
             fed = self._experts(normed, part)
         else:
-            fed = part.down(self._activated(_of_norm(x, residual, layer.post_norm, part.gate_up)))
+            gate_up = _of_norm(x, residual, layer.post_norm, part.gate_up, adapters, index, GATE_UP)
+            fed = _adapted(part.down, self._activated(gate_up), adapters, index, DOWN)
         return _normed(self._group.all_reduce(fed), layer.fed_norm)
 
     def _activated(self, gate_up: torch.Tensor) -> torch.Tensor:
@@ -166,13 +176,30 @@ class DeviceDecoder:
         return compute_experts(normed, part.router(normed), part.experts, self._config.activation)
 
 
-def _of_norm(x: torch.Tensor, residual: torch.Tensor | None, norm: Norm, linear: Linear) -> torch.Tensor:
-    """Adds the residual to x; returns the linear layer of its norm."""
-    if isinstance(linear, Fp8Linear) and norm_rows.serves(x.shape[1], linear.weight.group):
+def _adapted(linear: Linear, x: torch.Tensor, adapters: StepAdapters | None, layer: int, site: int) -> torch.Tensor:
+    """The linear layer of x, with what adapters add to their rows of it."""
+    y = linear(x)
+    if adapters is not None:
+        adapters.add(layer, site, x, y)
+    return y
+
+
+def _of_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    norm: Norm,
+    linear: Linear,
+    adapters: StepAdapters | None,
+    layer: int,
+    site: int,
+) -> torch.Tensor:
+    """Adds the residual to x; returns the linear layer of its norm, as `_adapted`. The kernel that also rounds to fp8
+    has the same result, but does not keep the norm for the adapters."""
+    if adapters is None and isinstance(linear, Fp8Linear) and norm_rows.serves(x.shape[1], linear.weight.group):
         return linear.of_rows(norm_rows.add_norm_rows(x, residual, norm, linear.weight.group), x.dtype)
     normed = torch.empty_like(x)
     add_norm(x, residual, norm, normed)
-    return linear(normed)
+    return _adapted(linear, normed, adapters, layer, site)
 
 
 def _normed(x: torch.Tensor, norm: Norm | None) -> torch.Tensor:

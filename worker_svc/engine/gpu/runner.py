@@ -20,6 +20,8 @@ import torch
 
 from prefix_index.content_ids import FIRST_CONTENT_ID
 from request_fields.checks import default_sampling
+from worker_svc.engine.adapters.adapter import Adapter
+from worker_svc.engine.adapters.store import AdapterStore
 from worker_svc.engine.architectures import parse_config
 from worker_svc.engine.backend import I64, BackendUnavailableError
 from worker_svc.engine.batch import U32, PoolingKind, RowErrorCode, StepBatch, StepOutput
@@ -27,8 +29,11 @@ from worker_svc.engine.block_contents import BlockContents
 from worker_svc.engine.checkpoint import Checkpoint
 from worker_svc.engine.config import EngineConfig, EngineInfo
 from worker_svc.engine.embedder import InputEmbedder
+from worker_svc.engine.families import Names
 from worker_svc.engine.features import check_features
 from worker_svc.engine.generation_config import eos_token_ids
+from worker_svc.engine.gpu.adapter_shapes import DeviceAdapter
+from worker_svc.engine.gpu.adapters import DeviceAdapters
 from worker_svc.engine.gpu.attention import Attention
 from worker_svc.engine.gpu.checks.case import Setup
 from worker_svc.engine.gpu.compute import StepCompute
@@ -39,7 +44,15 @@ from worker_svc.engine.gpu.kernels import threshold
 from worker_svc.engine.gpu.kernels.deltas import apply_deltas
 from worker_svc.engine.gpu.linears import DeviceLinears
 from worker_svc.engine.gpu.memory import Shares, divide_memory, fitting, make_pool
-from worker_svc.engine.gpu.messages import RESET_ROWS, STOP, step_from_bytes, step_to_bytes
+from worker_svc.engine.gpu.messages import (
+    RESET_ROWS,
+    STOP,
+    Kind,
+    adapter_piece,
+    adapters_from_bytes,
+    step_from_bytes,
+    step_to_bytes,
+)
 from worker_svc.engine.gpu.model import DeviceDecoder
 from worker_svc.engine.gpu.parallel import Group
 from worker_svc.engine.gpu.pending_step import NO_IDS, PendingStep, Writes
@@ -72,8 +85,6 @@ class DeviceRunner:
     cannot serve it, ValueError for settings that contradict the model.
     """
 
-    adapters = None  # it computes none
-
     def __init__(
         self, config: EngineConfig, progress: Callable[[float], None] | None = None, group: Group | None = None
     ) -> None:
@@ -102,11 +113,12 @@ class DeviceRunner:
             config.max_model_len or whole.max_position_embeddings, self._device, self._group, config.determinism,
             has_scaled_cache=config.kv_cache_dtype == "fp8",
             formats=formats_of(whole, config.quantize, DTYPES[dtype], self._device),
+            max_adapter_rank=config.max_adapter_rank if config.max_adapters else 0,
         )  # fmt: skip
         with torch.inference_mode():
             attention = choose_checked(config, setup)
             pooling = load_device_pooling(checkpoint, settings, whole, config.determinism, self._device)
-            num_blocks = self._load(config, setup, loader, attention, pooling, progress)
+            num_blocks = self._load(config, setup, loader, whole.names, attention, pooling, progress)
         logger.info("%d CUDA graphs, %d blocks, attention %s", self._compute.num_graphs, num_blocks, attention.name)
         max_model_len = choose_max_model_len(config, whole, num_blocks)
         self._contents = BlockContents(num_blocks, config.block_size)
@@ -120,7 +132,9 @@ class DeviceRunner:
             grammars,
             hidden_size=whole.hidden_size,
             pooling=PoolingTable(pooling),
+            adapters=None if self._adapters is None else self._adapters.rows,
         )
+        self.adapters = self._load_adapters(config)
         self._embedder = InputEmbedder(whole.hidden_size, DTYPES[dtype])
         self._last_tokens = np.zeros(config.max_num_seqs, np.int64)
         self._in_flight: deque[PendingStep] = deque()
@@ -157,6 +171,7 @@ class DeviceRunner:
             attention_window=whole.within(max_model_len).attention_window,
             hidden_size=whole.hidden_size,
             pooling=pooling_info(settings, pooling, max_model_len),
+            max_adapters=config.max_adapters,
         )
         self._planner = StepPlanner(self._rows, self.info)
 
@@ -165,17 +180,22 @@ class DeviceRunner:
         config: EngineConfig,
         setup: Setup,
         loader: ShardLoader,
+        names: Names,
         attention: Attention,
         pooling: PoolingWeights,
         progress: Callable[[float], None] | None,
     ) -> int:
-        """Loads the weights, divides the memory that is left, and records graphs. Returns the number of blocks."""
+        """Loads the weights, divides the memory that is left, and records graphs. Returns the number of blocks.
+
+        `names` are those of the model's tensors."""
         stages = _Stages(progress, has_graphs=self._device.type == "cuda" and config.cuda_graphs != "off")
         with fitting("the weights", "raise tensor_parallel_size, or use a smaller dtype or model"):
             decoder = DeviceDecoder(
                 loader, setup.model, self._group, setup.max_model_len, self._device, stages.weights,
                 has_scaled_cache=setup.has_scaled_cache,
             )  # fmt: skip
+        with fitting("the slots of adapters", "lower max_adapters or max_adapter_rank"):
+            self._adapters = DeviceAdapters(config, loader, names, self._device) if config.max_adapters else None
         self._state = make_state(config.max_num_seqs, -(-setup.max_model_len // config.block_size), self._device)
         max_tokens = max(config.max_num_batched_tokens, config.max_num_seqs)
         self._buffer = StepBuffer(config.max_num_seqs, max_tokens, self._state, self._device)
@@ -184,6 +204,7 @@ class DeviceRunner:
                 decoder, attention, self._buffer, self._state, config.block_size,
                 self._group.vocab_part(setup.vocab_size), self._group, min(config.cuda_graph_tokens, max_tokens),
                 pooling,
+                None if self._adapters is None else self._adapters.slots,
             )  # fmt: skip
         kv_dtype = setup.cache_dtype
         shares = divide_memory(config, setup.model, kv_dtype, self._compute, self._device, self._group)
@@ -204,6 +225,14 @@ class DeviceRunner:
                 raise BackendUnavailableError(f"{error}; use --cuda-graphs off") from error
         stages.end()
 
+    def _load_adapters(self, config: EngineConfig) -> AdapterStore[Adapter, DeviceAdapter] | None:
+        """The worker's adapters, with those of its start. None: it was started without any. Only rank 0 reads them."""
+        if self._adapters is None:
+            return None
+        for name, folder in config.adapters if self._group.rank == 0 else ():
+            self._adapters.store.load(name, folder)
+        return self._adapters.store
+
     def execute(self, batch: StepBatch) -> StepOutput:
         """Launches a step and waits for it."""
         return self.launch(batch).result()
@@ -215,7 +244,11 @@ class DeviceRunner:
         out of memory, its rows fail; the third consecutive such step raises.
         """
         self._planner.check_columns(batch)
+        if self._adapters is not None:
+            self._adapters.find(batch.opens)
         if self._group.size > 1:
+            for message in () if self._adapters is None else self._adapters.messages():
+                self._group.send(message)
             self._group.send(step_to_bytes(batch))
         return self._launch(batch)
 
@@ -256,10 +289,20 @@ class DeviceRunner:
     def follow(self) -> None:
         """Runs the steps that rank 0 broadcasts until it sends STOP. Only for the other ranks."""
         while (message := self._group.receive()) != STOP:
-            if message == RESET_ROWS:
-                self._rows.reset()
-            else:
-                self._launch(step_from_bytes(message))
+            self._follow_one(message)
+
+    def _follow_one(self, message: bytes) -> None:
+        kind = message[0]
+        if kind == Kind.RESET_ROWS:
+            self._rows.reset()
+        elif kind == Kind.STEP:
+            self._launch(step_from_bytes(message))
+        elif self._adapters is None:
+            raise RuntimeError("rank 0 sent an adapter, but this rank has none: a bug in the engine")
+        elif kind == Kind.ADAPTER_PIECE:
+            self._adapters.receive_piece(*adapter_piece(message))
+        else:
+            self._adapters.receive_known(adapters_from_bytes(message))
 
     # A step
 
@@ -267,6 +310,8 @@ class DeviceRunner:
         """Returns the block copies."""
         self._rows.close(batch.close_rows)
         self._rows.open(batch.opens, errors)
+        if self._adapters is not None:
+            self._adapters.place()
         self._compute.processing.open(batch.opens, self._rows)
         self._rows.change_tables(batch.table_rows, batch.table_indices, batch.table_blocks, errors)
         copies = batch.copy_src.astype(np.int64), batch.copy_dst.astype(np.int64)
@@ -313,7 +358,10 @@ class DeviceRunner:
         wanted = self._wanted(plan)
         has_more = processed is not None and processed.has_more_than_early_bans
         ends_at_logits = mask is not None or wanted is not None or has_more
-        bucket = self._compute.bucket_of(plan, is_filtered=is_filtered, ends_at_logits=ends_at_logits)
+        slots = None if self._adapters is None else self._adapters.of_tokens(plan.token_rows)
+        bucket = self._compute.bucket_of(
+            plan, is_filtered=is_filtered, ends_at_logits=ends_at_logits, has_adapters=slots is not None
+        )
         known = np.where(token_ids == PENDING, -1, token_ids)
         host = HostStep(plan.starts, plan.context_lens, self._inputs(plan, known))
         deltas = self._buffer.upload(
@@ -324,6 +372,8 @@ class DeviceRunner:
             bucket,
             changed_words(batch, self._rows, self._state.shape[1]),
         )
+        if slots is not None:
+            self._buffer.upload_adapters(staging, slots, bucket)
         if len(deltas):
             apply_deltas(self._state, deltas)
         if not len(plan.rows):

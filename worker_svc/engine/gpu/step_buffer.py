@@ -1,8 +1,9 @@
 """The upload of a step, in one pinned buffer and one copy: its columns, padded to a bucket, and deltas of row records.
 
-    header (number of rows) | rows | starts | contexts | sampling rows, tokens, positions | tokens | deltas
+    header (number of rows) | rows | starts | contexts | sampling rows, tokens, positions | tokens | deltas | adapters
 
-Columns are at fixed offsets, as CUDA graphs require. The deltas follow the tokens of this step.
+Columns are at fixed offsets, as CUDA graphs require. The deltas follow the tokens of this step. The adapters of tokens
+are a second copy, of steps that have some.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 
 from request_fields.fields import MAX_BANNED_IDS
 from worker_svc.engine.backend import I32, I64, Embedded
+from worker_svc.engine.gpu.adapter_slots import NO_SLOT, StepAdapters
 from worker_svc.engine.gpu.device_rows import HEAD_WORDS
 from worker_svc.engine.gpu.kernels.attention import Queries
 from worker_svc.engine.gpu.uploads import to_device
@@ -33,6 +35,7 @@ class Bucket:
     is_decode: bool  # every row has one query
     is_filtered: bool  # some row has top_k, top_p, min_p or banned token ids
     ends_at_logits: bool = False  # processing and sampling are launched separately, behind the graph
+    has_adapters: bool = False  # some token has an adapter
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +75,7 @@ class StepColumns:
     positions: torch.Tensor  # [T]
     slots: torch.Tensor  # [T]
     host: HostStep | None = None
+    adapters: StepAdapters | None = None  # None: no token has one
 
 
 @dataclass(slots=True)
@@ -101,8 +105,10 @@ class StepBuffer:
         for name, size in sizes.items():
             self._places[name] = place
             place += _aligned(size)
-        self._size = place + 2 * state.numel()
+        self._places["adapters"] = place + _aligned(2 * state.numel())
+        self._size = self._places["adapters"] + _aligned(max_tokens)
         self._device = torch.zeros(self._size, dtype=torch.int32, device=device)
+        self._device[self._places["adapters"] :] = NO_SLOT
         place = self._places["sample_rows"]
         self._device[place : place + max_rows] = NO_ROW
         self._prepared = torch.zeros(3, _aligned(max_tokens), dtype=torch.int32, device=device)
@@ -148,6 +154,20 @@ class StepBuffer:
         host[begin:end] = deltas.reshape(-1)
         self._device[:end].copy_(staging.up[:end], non_blocking=True)
         return self._device[begin:end].view(-1, 2)
+
+    def upload_adapters(self, staging: Staging, slots: I32, bucket: Bucket) -> None:
+        """Writes the adapter slots of a step's tokens to `staging` and starts their copy."""
+        begin = self._places["adapters"]
+        end = begin + bucket.tokens
+        host = staging.up.numpy()
+        host[begin : begin + len(slots)] = slots
+        host[begin + len(slots) : end] = NO_SLOT
+        self._device[begin:end].copy_(staging.up[begin:end], non_blocking=True)
+
+    def adapter_slots(self, bucket: Bucket) -> torch.Tensor:
+        """The adapter slots [T] of a bucket's tokens on the device."""
+        begin = self._places["adapters"]
+        return self._device[begin : begin + bucket.tokens]
 
     def columns(self, bucket: Bucket, host: HostStep | None = None) -> StepColumns:
         """The columns of a bucket on the device."""

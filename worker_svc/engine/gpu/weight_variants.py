@@ -1,4 +1,4 @@
-"""The variants of kernels that multiply by quantized weights and by weights of experts, for aot.py."""
+"""The variants of kernels that multiply by quantized weights, weights of experts and adapters, for aot.py."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import triton
 
-from worker_svc.engine.gpu.kernels import expert_linear, int4_linear, norm_rows, route, scaled_linear
+from worker_svc.engine.gpu.kernels import expert_linear, int4_linear, low_rank, norm_rows, route, scaled_linear
 from worker_svc.engine.gpu.variant import Variant
 
 VALUES = "*fp8e4nv"
@@ -22,6 +22,7 @@ def weight_variants(t: str) -> Iterator[Variant]:
     yield from _int4_variants(t)
     yield from _route_variants(t)
     yield from _expert_variants(t)
+    yield from _adapter_variants(t)
 
 
 def _row_variants(t: str) -> Iterator[Variant]:
@@ -110,3 +111,27 @@ def _expert_variant(
     types = f"{values} *fp32 {values} *fp32 {out} *i32 *i32 *i32 i32 i32 i32 i32"
     kernel = expert_linear.expert_linear_kernel
     return Variant(name, kernel, types, constants, shape.num_warps, shape.num_stages, ("N", "K"))
+
+
+def _adapter_variants(t: str) -> Iterator[Variant]:
+    shapes = {"exact": low_rank.EXACT, "few rows": low_rank.FEW_ROWS}
+    yield from _low_rank_variants("float32", "*fp32", low_rank.WIDE_NUMBERS)
+    for use, shape in shapes.items():
+        yield from _low_rank_variants(use, t, shape)
+
+
+def _low_rank_variants(use: str, t: str, shape: low_rank.Shape) -> Iterator[Variant]:
+    table, i = "*i64", "*i32"
+    constants: dict[str, Any] = {
+        "LINE": low_rank.LINE, "ALIGNMENT": low_rank.ALIGNMENT, "BLOCK_M": shape.rows, "BLOCK_R": low_rank.BLOCK_R,
+    }  # fmt: skip
+    yield Variant(
+        f"adapters shrink {use}", low_rank.shrink_kernel, f"{t} {t} {table} {i} {i} {i} *fp32 {'i32 ' * 7}",
+        constants | {"BLOCK_K": shape.depth}, shape.num_warps, shape.num_stages,
+        ("K", "max_rank", "capacity", "split_inputs"),
+    )  # fmt: skip
+    yield Variant(
+        f"adapters expand {use}", low_rank.expand_kernel, f"*fp32 {t} {table} {i} {i} {i} {t} {'i32 ' * 9}",
+        constants | {"BLOCK_N": low_rank.BLOCK_N, "RANKS": low_rank.RANKS}, shape.num_warps, shape.num_stages,
+        ("N0", "N1", "N2", "max_rank", "capacity"),
+    )  # fmt: skip

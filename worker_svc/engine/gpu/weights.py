@@ -7,11 +7,13 @@ from functools import cached_property
 
 import torch
 
+from worker_svc.engine.adapters.targets import SITES, Module
 from worker_svc.engine.architectures import LayerSpec, ModelConfig
 from worker_svc.engine.backend import BackendUnavailableError, HeadShape, Linear, Norm
 from worker_svc.engine.checkpoint import Checkpoint
 from worker_svc.engine.config import Quantization
 from worker_svc.engine.families import Role
+from worker_svc.engine.gpu.adapter_shapes import AdapterShapes, ModuleShard, SiteShard
 from worker_svc.engine.gpu.experts import StackedExperts
 from worker_svc.engine.gpu.kernels import int4_linear
 from worker_svc.engine.gpu.kernels.expert_linear import ExpertWeights
@@ -101,6 +103,11 @@ def shard_config(config: ModelConfig, group: Group) -> ModelConfig:
     )
 
 
+def _range_of(indices: torch.Tensor) -> range:
+    """Successive indices as a range."""
+    return range(int(indices[0]), int(indices[-1]) + 1)
+
+
 def _spread(numbers: torch.Tensor, times: int, count: int) -> torch.Tensor:
     """Each number of [out, groups] repeated for the shorter groups that its group becomes, `count` of which exist."""
     return numbers.repeat_interleave(times, 1)[:, :count] if times > 1 else numbers
@@ -138,6 +145,24 @@ class ShardLoader(WeightLoader):
         self._group = group
         self._uploader = Uploader(dtype, device)
         self._embedding: torch.Tensor | None = None
+
+    def adapter_shapes(self, max_rank: int) -> AdapterShapes:
+        """This rank's part of the linear layers that adapters may change."""
+        count = self._config.num_layers
+        stored = [self._stored(index) for index in range(count)]
+        found: list[dict[Module, ModuleShard]] = [{} for _ in range(count * len(SITES))]
+        for name, module in self.modules().items():
+            roles = dict(stored[module.layer][SITES[module.site]].tensors())[name]
+            found[module.layer * len(SITES) + module.site][module] = self._module_shard(module, roles)
+        sites = (SiteShard(index, modules, max_rank) if modules else None for index, modules in enumerate(found))
+        return AdapterShapes(tuple(sites), self._dtype)
+
+    def _module_shard(self, module: Module, roles: tuple[tuple[Role, int], ...]) -> ModuleShard:
+        role = roles[0][0]
+        inputs, outputs = torch.arange(module.num_inputs), torch.arange(module.num_outputs)
+        if role in ROW_PARALLEL:
+            return ModuleShard(_range_of(self._part(role, inputs[None])[0]), (_range_of(outputs),))
+        return ModuleShard(_range_of(inputs), tuple(map(_range_of, self._parts(roles, outputs))))
 
     def embedding(self) -> torch.Tensor:
         """This rank's rows of the embedding; kept for a tied output layer."""

@@ -41,6 +41,7 @@ class Setup:
     determinism: Determinism
     has_scaled_cache: bool  # KV cache in fp8
     formats: frozenset[WeightFormat] = frozenset()  # of quantized weights
+    max_adapter_rank: int = 0  # 0: the worker serves no adapters
 
     @property
     def is_exact(self) -> bool:

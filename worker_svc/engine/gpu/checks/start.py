@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
+from worker_svc.engine.gpu.checks.adapters import adapter_cases
 from worker_svc.engine.gpu.checks.case import Case, Setup, verify
 from worker_svc.engine.gpu.checks.experts import expert_cases
 from worker_svc.engine.gpu.checks.int4 import int4_cases
@@ -30,6 +31,7 @@ CHECKS: tuple[tuple[Callable[[Setup], Iterator[Case]], str], ...] = (
     (fp8_cases, OTHER_TRITON),
     (int4_cases, OTHER_TRITON),
     (expert_cases, OTHER_TRITON),
+    (adapter_cases, "install another version of Triton, or start the worker without adapters"),
     (norm_cases, OTHER_TRITON),
     (rope_store_cases, OTHER_TRITON),
     (activation_cases, OTHER_TRITON),
