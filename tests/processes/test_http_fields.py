@@ -36,7 +36,7 @@ BASES: Mapping[str, Json] = {
 }
 SAMPLED: Json = {"temperature": 1, "seed": 1, "ignore_eos": True}
 LONG: Json = {"ignore_eos": True}
-ENDLESS: Json = {"ignore_eos": True, "max_tokens": 3000}
+LONGER: Json = {"ignore_eos": True, "max_tokens": 500}
 SPECIAL: Json = {"allowed_token_ids": [0], "ignore_eos": True}
 TWO_IDS: Json = {"allowed_token_ids": [5, 6], "logit_bias": {"5": 100}, "ignore_eos": True}
 # Beams that end at different lengths: the longest one is the best.
@@ -143,7 +143,7 @@ EFFECTS: Mapping[str, Effect] = {
     "top_logprobs": Effect(2, {"logprobs": True}),
     "prompt_logprobs": Effect(1),
     "return_token_ids": Effect(True),
-    "timeout": Effect(0.01, ENDLESS, status=408),
+    "timeout": Effect(0.01, LONGER, status=408),
     "add_special_tokens": Effect(False, {"messages": None, "prompt": "a"}),
     "return_token_strs": Effect(True),
     "tokens": Effect([6]),

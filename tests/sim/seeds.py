@@ -9,11 +9,14 @@ import pytest
 CHUNK = 50  # seeds per test
 
 
-def parametrize_seeds(metafunc: pytest.Metafunc, *, num_seeds: int, num_deep: int) -> None:
-    """Chunks of seeds 0 to `num_seeds` - 1; deep tests for those up to `num_deep` - 1. --sim-seed N: only seed N."""
+def parametrize_seeds(metafunc: pytest.Metafunc, *, first_seed: int, num_seeds: int, num_deep: int) -> None:
+    """Chunks of seeds `first_seed` to `num_seeds` - 1; deep tests for those up to `num_deep` - 1.
+
+    Another test runs the seeds before `first_seed`. --sim-seed N: only seed N.
+    """
     if "seeds" not in metafunc.fixturenames:
         return
-    chunks = [range(first, first + CHUNK) for first in range(0, num_deep, CHUNK)]
+    chunks = [range(first, first + CHUNK) for first in range(first_seed, num_deep, CHUNK)]
     only = metafunc.config.getoption("--sim-seed")
     if only is not None:
         chunks = [range(only, only + 1)]

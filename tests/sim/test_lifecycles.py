@@ -29,7 +29,7 @@ from scheduler_svc.core.sequence import FinishReason, SequenceGroup, StopConditi
 from scheduler_svc.core.stats import worker_stats
 
 LIFECYCLES_PER_PART = 10_000
-NUM_PARTS, NUM_DEEP_PARTS = 4, 100
+NUM_PARTS, NUM_DEEP_PARTS = 2, 100
 CHECK_EVERY = 1000
 BLOCK_SIZE, MAX_LEN, VOCAB = 4, 64, 50
 MAX_OPEN = 60

@@ -5,6 +5,8 @@ Needs a cross compiler and an emulator: `apt-get install g++-aarch64-linux-gnu q
 
 from __future__ import annotations
 
+import fcntl
+import os
 import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +18,7 @@ import pytest
 from tests.unit.engine.tile_model import to_odd
 from worker_svc.engine.kernel_linear import BFLOAT16, INT8
 from worker_svc.engine.kernels.build import SOURCES, STRICT_FLAGS
-from worker_svc.engine.machine import available_cores, instruction_sets
+from worker_svc.engine.machine import available_cores
 
 DRIVER = Path(__file__).parent / "kernel_driver" / "driver.cpp"
 CROSS_COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
@@ -30,9 +32,9 @@ PROCESSORS = {
 }
 
 
-def compile_driver(folder: Path, compiler: str, *flags: str) -> Path:
-    """The driver and all kernels, statically linked. -O1 compiles in a third of the time."""
-    command = [compiler, *STRICT_FLAGS, "-O1", *flags]
+def compile_driver(folder: Path, processor: str) -> Path:
+    """The driver and all kernels for ARM, statically linked. -O1 compiles in a third of the time."""
+    command = [CROSS_COMPILER, *STRICT_FLAGS, "-O1", f"-march={processor}"]
 
     def compile_one(source: Path) -> str:
         target = folder / f"{source.stem}.o"
@@ -45,18 +47,25 @@ def compile_driver(folder: Path, compiler: str, *flags: str) -> Path:
     return folder / "driver"
 
 
+def driver_of(processor: str, shared: Path) -> Path:
+    """The driver of a processor. The first test process that needs it compiles it for all."""
+    folder = shared / f"arm-{processor}"
+    folder.mkdir(exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return folder / "driver" if (folder / "driver").exists() else compile_driver(folder, processor)
+
+
 @pytest.fixture(scope="module")
 def run_arm(tmp_path_factory):
     """A function that runs the driver of a processor, and returns its lines."""
     if missing := [name for name in (CROSS_COMPILER, EMULATOR) if not shutil.which(name)]:
         pytest.skip(f"{' and '.join(missing)} not installed")
-    drivers: dict[str, Path] = {}
+    own = tmp_path_factory.getbasetemp()
+    shared = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
 
     def run(processor, *arguments):
-        if processor not in drivers:
-            folder = tmp_path_factory.mktemp("arm")
-            drivers[processor] = compile_driver(folder, CROSS_COMPILER, f"-march={processor}")
-        command = [EMULATOR, "-cpu", "max", drivers[processor], *map(str, arguments)]
+        command = [EMULATOR, "-cpu", "max", driver_of(processor, shared), *map(str, arguments)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
         assert done.returncode == 0, done.stderr
         return done.stdout.splitlines()
@@ -65,10 +74,10 @@ def run_arm(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def x86_digests(tmp_path_factory):
-    if missing := {"avx2", "fma"} - instruction_sets():
-        pytest.skip(f"this processor has no {', '.join(sorted(missing))}")
-    driver = compile_driver(tmp_path_factory.mktemp("x86"), "g++", "-mavx2", "-mfma")
+def x86_digests(kernel_builds, tmp_path_factory):
+    """The driver with the kernels that other tests have compiled too."""
+    kernels, driver = kernel_builds("avx2")._name, tmp_path_factory.mktemp("x86") / "driver"
+    subprocess.run(["g++", *STRICT_FLAGS, "-O1", DRIVER, kernels, "-o", driver], check=True)
     return subprocess.run([driver, "digests"], capture_output=True, text=True, check=True).stdout.splitlines()
 
 
