@@ -6,10 +6,9 @@ import asyncio
 import contextlib
 from collections.abc import Sequence
 
-from redis.exceptions import RedisError
-
 from prefix_index.search import PrefixSearch
-from svc_common.redis_server import Availability, RedisServer, connect
+from svc_common.redis_connect import call_errors, connect
+from svc_common.redis_server import Availability, RedisServer
 
 PING_TIMEOUT_S = 1.0
 
@@ -63,7 +62,7 @@ class RedisPrefixReader:
             async with asyncio.timeout(self._timeout_s):
                 held = await self._search.leading_blocks(digests)
                 owners = await self._search.owners(held)
-        except (RedisError, OSError, TimeoutError, ValueError) as error:
+        except call_errors(ValueError) as error:
             self._on_error(error)
             return {}
         best: dict[int, int] = {}
@@ -85,7 +84,7 @@ class RedisPrefixReader:
             try:
                 async with asyncio.timeout(PING_TIMEOUT_S):
                     await self._redis.ping()
-            except (RedisError, OSError, TimeoutError) as error:
+            except call_errors() as error:
                 self._on_error(error)
                 await asyncio.sleep(self._pause_s)
                 continue

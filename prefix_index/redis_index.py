@@ -9,11 +9,10 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from redis.exceptions import RedisError
-
 from prefix_index.changes import Holder, PrefixChanges
 from prefix_index.keys import MAX_SCHEDULER_EPOCH, entry_key, epoch_key, generation_key, member_of, worker_key
-from svc_common.redis_server import Availability, RedisServer, connect
+from svc_common.redis_connect import call_errors, connect
+from svc_common.redis_server import Availability, RedisServer
 
 log = logging.getLogger(__name__)
 
@@ -161,7 +160,7 @@ class RedisPrefixIndex:
         try:
             async with asyncio.timeout(self._timeout_s):
                 epoch = await self._redis.eval(NEXT_EPOCH, 1, epoch_key(self._prefix))
-        except (RedisError, OSError, TimeoutError) as error:
+        except call_errors() as error:
             self._server.went_down(error)
             return 0
         if isinstance(epoch, int):
@@ -187,7 +186,7 @@ class RedisPrefixIndex:
             try:
                 await self._write_all()
                 backoff_s = 0.05
-            except (RedisError, OSError, TimeoutError) as error:
+            except call_errors() as error:
                 self._server.went_down(error)
                 await asyncio.sleep(backoff_s * (0.5 + random.random()))
                 backoff_s = min(self._max_backoff_s, backoff_s * 2)

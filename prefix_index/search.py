@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-
-import redis.asyncio
+from typing import TYPE_CHECKING
 
 from prefix_index.changes import Holder
 from prefix_index.keys import entry_key, epoch_of_owner, holder_of, worker_key
+
+if TYPE_CHECKING:
+    import redis.asyncio
 
 PROBES = 32  # positions per holder and round trip
 

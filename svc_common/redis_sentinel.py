@@ -7,11 +7,6 @@ from __future__ import annotations
 
 import urllib.parse
 from dataclasses import dataclass
-from typing import Any
-
-from redis.asyncio import ConnectionPool, Redis
-from redis.asyncio.connection import Connection
-from redis.asyncio.sentinel import Sentinel, SentinelConnectionPool
 
 SCHEMES = {"redis+sentinel": False, "rediss+sentinel": True}
 FORM = "redis+sentinel://[[user]:password@]host:port,host:port/MASTER/DB (rediss+sentinel:// for TLS)"
@@ -59,36 +54,3 @@ def _host_and_port(place: str) -> tuple[str, int]:
     if not parts.hostname:
         raise ValueError(f"write {FORM}")
     return parts.hostname, parts.port or DEFAULT_PORT
-
-
-def sentinel_client(
-    url: SentinelUrl,
-    *,
-    of_sentinels: type[Connection],
-    of_redis: type[Connection],
-    options: dict[str, Any],
-    credentials_of_sentinels: dict[str, Any],
-    credentials_of_redis: dict[str, Any],
-) -> Redis:
-    """A client of the present master. `of_sentinels` and `of_redis` are the classes of connections."""
-    manager = Sentinel([])  # type: ignore[no-untyped-call]
-    manager.sentinels = [
-        Redis.from_pool(
-            ConnectionPool(connection_class=of_sentinels, host=host, port=port, **options, **credentials_of_sentinels)
-        )
-        for host, port in url.hosts
-    ]
-    pool = _Pool(  # type: ignore[no-untyped-call]
-        url.master, manager, connection_class=of_redis, db=url.db, **options, **credentials_of_redis
-    )
-    return Redis.from_pool(pool)
-
-
-class _Pool(SentinelConnectionPool):
-    """Closes the connections to the Sentinels with its own."""
-
-    async def disconnect(self, inuse_connections: bool = True) -> None:
-        """redis-py calls this with `inuse_connections=False` at a failover, and with True when the client is closed."""
-        await super().disconnect(inuse_connections)
-        if inuse_connections:
-            await self.sentinel_manager.aclose()

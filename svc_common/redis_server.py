@@ -2,7 +2,7 @@
 
     add_flags(parser, "what the service stores there")
     server = redis_server(args)                  # None without --redis; raises RedisSettingsError
-    client = connect(server, timeout_s=0.25)     # every client of Redis is made here
+    client = redis_connect.connect(server, timeout_s=0.25)  # every client of Redis is made there
 
 Certificates and the password are read again at each new connection, so a renewal needs no restart.
 """
@@ -15,18 +15,9 @@ import ssl
 import urllib.parse
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import redis.asyncio
-from redis.asyncio.connection import Connection, SSLConnection
-from redis.asyncio.retry import Retry
-from redis.asyncio.sentinel import SentinelManagedConnection
-from redis.backoff import NoBackoff
-from redis.credentials import CredentialProvider
-from redis.exceptions import ConnectionError as RedisConnectionError
 
 from svc_common.config import without_password
-from svc_common.redis_sentinel import FORM, SentinelUrl, is_sentinel_url, parse_sentinel_url, sentinel_client
+from svc_common.redis_sentinel import FORM, is_sentinel_url, parse_sentinel_url
 
 log = logging.getLogger(__name__)
 
@@ -123,9 +114,9 @@ def _check(server: RedisServer) -> None:
     if server.password and has_password:
         raise RedisSettingsError(f"{PASSWORD} is set, and --redis {shown} has a password too; remove one of them")
     try:
-        _tls_context(server)
+        tls_context(server)
         for flag, path in ((PASSWORD, server.password), (SENTINEL_PASSWORD, server.sentinel_password)):
-            _PasswordFile(path, None, flag).get_credentials() if path else None
+            read_password(path, flag) if path else None
     except RedisFileError as error:
         raise RedisSettingsError(str(error)) from None
 
@@ -134,7 +125,9 @@ def _has_password(url: str) -> bool:
     """Raises ValueError for a malformed URL."""
     if is_sentinel_url(url):
         return parse_sentinel_url(url).password is not None
-    return "password" in redis.asyncio.connection.parse_url(url)
+    from redis.asyncio.connection import parse_url
+
+    return "password" in parse_url(url)
 
 
 def bad_url(url: str) -> str:
@@ -145,106 +138,7 @@ def bad_url(url: str) -> str:
     )
 
 
-def connect(server: RedisServer | str, timeout_s: float) -> redis.asyncio.Redis:
-    """A client that never retries by itself. A URL is a server without files. Raises ValueError for a malformed URL."""
-    server = RedisServer(server) if isinstance(server, str) else server
-    options: dict[str, Any] = {
-        "protocol": 2,
-        "socket_timeout": timeout_s,
-        "socket_connect_timeout": timeout_s,
-        "retry": Retry(NoBackoff(), 0),
-        "health_check_interval": 0,
-    }
-    if is_sentinel_url(server.url):
-        return _connect_by_sentinels(server, parse_sentinel_url(server.url), options)
-    client = redis.asyncio.Redis.from_url(server.url, **options)
-    if server.uses_tls:
-        client.connection_pool.connection_class = _TlsConnection
-        client.connection_pool.connection_kwargs["files"] = _TlsFiles(server)
-    if server.password is not None:
-        settings = client.connection_pool.connection_kwargs
-        settings["credential_provider"] = _PasswordFile(server.password, settings.pop("username", None))
-    return client
-
-
-def _connect_by_sentinels(server: RedisServer, url: SentinelUrl, options: dict[str, Any]) -> redis.asyncio.Redis:
-    """Sentinels and Redis have the same CA and client certificate."""
-    credentials: dict[str, Any] = {"username": url.username, "password": url.password}
-    if server.password is not None:
-        credentials = {"credential_provider": _PasswordFile(server.password, url.username)}
-    sentinel_credentials = {}
-    if server.sentinel_password is not None:
-        provider = _PasswordFile(server.sentinel_password, None, SENTINEL_PASSWORD)
-        sentinel_credentials = {"credential_provider": provider}
-    return sentinel_client(
-        url,
-        of_sentinels=_TlsConnection if url.uses_tls else Connection,
-        of_redis=_TlsConnectionToMaster if url.uses_tls else SentinelManagedConnection,
-        options=options | ({"files": _TlsFiles(server)} if url.uses_tls else {}),
-        credentials_of_sentinels=sentinel_credentials,
-        credentials_of_redis=credentials,
-    )
-
-
-class _TlsConnection(SSLConnection):
-    """A connection with the certificates that the files have when it is opened; redis-py reads them only once."""
-
-    def __init__(self, *, files: _TlsFiles, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self._files = files
-        self._has_shaken_hands = False
-
-    async def connect(self) -> None:
-        """Adds the likely cause to the error of a server that ends the connection after the handshake."""
-        self._has_shaken_hands = False
-        try:
-            await super().connect()  # type: ignore[no-untyped-call]
-        except RedisConnectionError as error:
-            if not self._has_shaken_hands or type(error) is not RedisConnectionError:
-                raise
-            raise RedisConnectionError(f"{error} {self._files.hint}") from None
-
-    async def _connect(self) -> None:
-        self.ssl_context.context = self._files.context()
-        await super()._connect()  # type: ignore[no-untyped-call]
-        self._has_shaken_hands = True
-
-
-class _TlsConnectionToMaster(SentinelManagedConnection, _TlsConnection):
-    """A TLS connection whose address comes from a Sentinel."""
-
-
-class _TlsFiles:
-    """TLS settings from the files of one client. While new files are invalid, the previous settings stay in use."""
-
-    def __init__(self, server: RedisServer) -> None:
-        self._server = server
-        self._last: ssl.SSLContext | None = None
-        self._last_error = ""
-
-    @property
-    def hint(self) -> str:
-        """The likely cause if the server ends the connection right after the handshake."""
-        if self._server.cert is None:
-            return f"Redis may require a client certificate: set {CERT} and {KEY}"
-        return f"Redis may not accept the certificate of {CERT} {self._server.cert}: check its expiry date and its CA"
-
-    def context(self) -> ssl.SSLContext | None:
-        """None: redis-py applies the ssl_ parameters of the URL. Raises RedisFileError if no files were ever valid."""
-        if "ssl_" in urllib.parse.urlsplit(self._server.url).query:
-            return None
-        try:
-            self._last, self._last_error = _tls_context(self._server), ""
-        except RedisFileError as error:
-            if self._last is None:
-                raise
-            if str(error) != self._last_error:
-                log.error("keeping the previous certificates for Redis: %s", error)
-            self._last_error = str(error)
-        return self._last
-
-
-def _tls_context(server: RedisServer) -> ssl.SSLContext:
+def tls_context(server: RedisServer) -> ssl.SSLContext:
     """Trusts only the CAs of the file, if there is one. Raises RedisFileError."""
     try:
         context = ssl.create_default_context(cafile=server.ca)
@@ -268,22 +162,15 @@ def _no_password() -> str:
     raise _EncryptedKeyError("the private key is encrypted; use a key without a password")
 
 
-class _PasswordFile(CredentialProvider):
-    """Reads the password whenever redis-py opens a connection."""
-
-    def __init__(self, path: Path, username: str | None, flag: str = PASSWORD) -> None:
-        self._path = path
-        self._username = username
-        self._flag = flag
-
-    def get_credentials(self) -> tuple[str] | tuple[str, str]:
-        try:
-            password = self._path.read_text(encoding="utf-8").rstrip("\r\n")
-        except (OSError, UnicodeDecodeError) as error:
-            raise RedisFileError(f"{self._flag} {self._path}: {getattr(error, 'strerror', None) or error}") from None
-        if not password:
-            raise RedisFileError(f"{self._flag} {self._path} is empty; write the password into it")
-        return (password,) if self._username is None else (self._username, password)
+def read_password(path: Path, flag: str) -> str:
+    """The password in a file. Raises RedisFileError."""
+    try:
+        password = path.read_text(encoding="utf-8").rstrip("\r\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RedisFileError(f"{flag} {path}: {getattr(error, 'strerror', None) or error}") from None
+    if not password:
+        raise RedisFileError(f"{flag} {path} is empty; write the password into it")
+    return password
 
 
 class Availability:

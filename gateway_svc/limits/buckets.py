@@ -14,10 +14,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from redis.exceptions import RedisError
-
 from gateway_svc.limits.settings import Limits
-from svc_common.redis_server import Availability, RedisServer, connect
+from svc_common.redis_connect import call_errors, connect
+from svc_common.redis_server import Availability, RedisServer
 
 REQUEST_BURST_S = 1.0  # a bucket's size is its rate times this time; a full bucket admits any request
 TOKEN_BURST_S = 2.0
@@ -213,7 +212,7 @@ class RedisBuckets:
         try:
             async with asyncio.timeout(self._timeout_s):
                 result = await answer
-        except (RedisError, OSError, TimeoutError) as error:
+        except call_errors() as error:
             self._server.went_down(error)
             return None
         self._server.came_up()

@@ -22,12 +22,12 @@ from typing import Any
 
 from google.protobuf.message import DecodeError
 from quire.internal.v1 import record_pb2 as pb
-from redis.exceptions import RedisError
 
 from gateway_svc.records.cipher import Cipher, NoCipher, UnreadableValueError
 from gateway_svc.wire import u32_from_bytes
 from svc_common.errors import InvalidRequestError, UnavailableError
-from svc_common.redis_server import Availability, RedisServer, connect
+from svc_common.redis_connect import call_errors, connect
+from svc_common.redis_server import Availability, RedisServer
 
 log = logging.getLogger(__name__)
 
@@ -240,7 +240,7 @@ class RecordStore:
         try:
             async with asyncio.timeout(self._timeout_s):
                 answer = await call
-        except (RedisError, OSError, TimeoutError) as error:
+        except call_errors() as error:
             self._server.went_down(error)
             raise UnavailableError(
                 "Redis, which keeps the records of requests, does not answer; retry later", retry_after_s=RETRY_S

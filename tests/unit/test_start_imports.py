@@ -20,8 +20,8 @@ HTTP = {"starlette", "uvicorn"}
 @pytest.mark.parametrize(
     ("module", "not_loaded"),
     [
-        ("gateway_svc.server", HEAVY | HTTP | {"numpy", "llguidance"}),
-        ("scheduler_svc.server", HEAVY | TEXT | HTTP | {"llguidance"}),
+        ("gateway_svc.server", HEAVY | HTTP | {"numpy", "redis", "llguidance"}),
+        ("scheduler_svc.server", HEAVY | TEXT | HTTP | {"redis", "llguidance"}),
         ("worker_svc.server", HEAVY | TEXT | HTTP | {"redis", "llguidance"}),
         ("worker_svc.engine.model_runner", TEXT | HTTP | {"transformers", "redis", "grpc", "triton"}),
         ("quire_client.cli.up", HEAVY | TEXT | HTTP | {"numpy", "redis"}),

@@ -16,8 +16,9 @@ import trustme
 from quire_client.cli import doctor
 from redis.exceptions import RedisError
 
+from svc_common.redis_connect import connect
 from svc_common.redis_sentinel import SentinelUrl, parse_sentinel_url
-from svc_common.redis_server import RedisServer, RedisSettingsError, add_flags, connect, redis_server
+from svc_common.redis_server import RedisServer, RedisSettingsError, add_flags, redis_server
 from tests.processes.port_proxy import PortProxy
 from tests.processes.ports import free_port
 from tests.processes.redis_server import RedisSentinel

@@ -17,7 +17,8 @@ import trustme
 from quire_client.cli import doctor
 from redis.exceptions import RedisError
 
-from svc_common.redis_server import Availability, RedisServer, RedisSettingsError, add_flags, connect, redis_server
+from svc_common.redis_connect import connect
+from svc_common.redis_server import Availability, RedisServer, RedisSettingsError, add_flags, redis_server
 from tests.processes.port_proxy import PortProxy
 from tests.processes.ports import free_port
 from tests.processes.redis_server import RedisServer as RedisProcess
