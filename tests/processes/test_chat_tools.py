@@ -34,6 +34,7 @@ WEATHER: Any = {
         },
     },
 }
+NUM_CITIES = 100  # their output takes much longer than a kill
 CLOCK: Any = {"type": "function", "function": {"name": "clock"}}
 ROUTE: Any = {
     "type": "function",
@@ -41,7 +42,9 @@ ROUTE: Any = {
         "name": "route",
         "parameters": {
             "type": "object",
-            "properties": {"cities": {"type": "array", "items": {"enum": CITIES}, "minItems": 200, "maxItems": 200}},
+            "properties": {
+                "cities": {"type": "array", "items": {"enum": CITIES}, "minItems": NUM_CITIES, "maxItems": NUM_CITIES}
+            },
             "required": ["cities"],
             "additionalProperties": False,
         },
@@ -222,7 +225,7 @@ async def test_a_call_survives_kill_9_in_its_arguments(tmp_path: Path) -> None:
         running = Running(stack, tmp_path)
         async with await stack.connect(running.gateway, workers=2) as client:
             undisturbed, text = await long_call(client)
-            assert len(json.loads(text)["cities"]) == 200
+            assert len(json.loads(text)["cities"]) == NUM_CITIES
             for victim in ("worker", "scheduler", "gateway"):
                 begun = asyncio.Event()
                 task = asyncio.create_task(long_call(client, begun))

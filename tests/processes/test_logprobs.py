@@ -58,7 +58,11 @@ def check_against(model: Any, result: GenerateResult, prompt: list[int], num_top
             assert sample.cumulative_logprob == sum(entry.logprob for entry in sample.logprobs)
 
 
-@pytest.mark.parametrize("shape", SHAPES[:4], ids=lambda shape: shape.name)
+@pytest.mark.parametrize(
+    "shape",
+    [SHAPES[0], SHAPES[2], *(pytest.param(shape, marks=pytest.mark.deep) for shape in (SHAPES[1], SHAPES[3]))],
+    ids=lambda shape: shape.name,
+)
 async def test_logprobs_equal_those_of_transformers(stack: Stack, tmp_path: Path, shape: Any) -> None:
     model_dir = make_checkpoint(tmp_path / "model", shape)
     scheduler = stack.start_scheduler()
