@@ -6,6 +6,7 @@ import asyncio
 import random
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +14,19 @@ import pytest
 from quire_client import AsyncClient
 from quire_client.demo import demo_model_dir
 
-from tests.processes.stack import POLL_S, Stack, is_ready, wait_idle
+from tests.processes.port_proxy import PortProxy, Streams
+from tests.processes.ports import free_port
+from tests.processes.stack import POLL_S, Service, Stack, is_ready, wait_idle
 
 VOCAB_SIZE = 2048
+HOST = "127.0.0.1"
 FLAGS = (
     *("--dtype", "float32", "--num-blocks", "5000"),
     *("--max-num-seqs", "32", "--max-num-batched-tokens", "256"),
 )
 NUM_STREAMS = 20
 NUM_PROMPTS = 3  # each is used by several streams that share no blocks
-MAX_TOKENS = 3900  # about 2,500 tokens are left when the second worker is ready
+MAX_TOKENS = 2400  # about 2,000 tokens are left when the second worker has registered
 MIN_LEFT = 500  # a drain that waited for this many tokens would exceed its deadline
 TOKENS_AFTERWARDS = 200  # tokens that each stream receives on its new worker before the test cancels it
 DRAIN_DEADLINE_S = 20.0  # a drain takes far less, except on a busy machine
@@ -55,13 +59,20 @@ async def test_a_drained_worker_hands_over_its_streams_and_ends(
         scheduler = stack.start_scheduler()
         leaving = stack.start_worker(scheduler, demo_model_dir(), *FLAGS)
         gateway = stack.start_gateway(scheduler)
+        proxy, behind = (
+            PortProxy(lambda: open_connection(scheduler)),
+            replace(scheduler, address=f"{HOST}:{free_port()}"),
+        )
+        staying = stack.start_worker(behind, demo_model_dir(), *FLAGS)
         async with await stack.connect(gateway) as client:
+            await asyncio.to_thread(staying.wait_ready)  # it reaches the scheduler when the proxy listens
             outputs: list[list[int]] = [[] for _ in range(NUM_STREAMS)]
             is_enough = asyncio.Event()
             streams = asyncio.gather(*(read(client, number, outputs, is_enough) for number in range(NUM_STREAMS)))
-            staying = stack.start_worker(scheduler, demo_model_dir(), *FLAGS)
+            while not all(outputs):  # noqa: ASYNC110
+                await asyncio.sleep(POLL_S)
+            await proxy.start(HOST, int(behind.address.rpartition(":")[2]))
             await stack.until(client, lambda schedulers: is_ready(schedulers, staying))
-            assert all(outputs)
             began = time.monotonic()
             await client.drain_worker(leaving.name)
             assert await asyncio.to_thread(leaving.wait, DRAIN_DEADLINE_S) == 0
@@ -80,6 +91,11 @@ async def test_a_drained_worker_hands_over_its_streams_and_ends(
             print(f"drained in {seconds:.2f} s, when the streams had {min(left)} to {max(left)} tokens left")
             assert all(output == undisturbed[n % NUM_PROMPTS][: len(output)] for n, output in enumerate(outputs))
             await wait_idle(stack, client)
+        await proxy.close()
+
+
+async def open_connection(service: Service) -> Streams:
+    return await asyncio.open_connection(HOST, int(service.address.rpartition(":")[2]))
 
 
 async def cached_tokens(client: AsyncClient) -> list[int]:
