@@ -187,7 +187,11 @@ def _add_worker_flags(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), help="numeric type of weights and KV cache")
     add("--kv-cache-dtype", choices=("auto", "fp8"), help="fp8: keys and values in 8 bits (backend cuda)")
-    add("--quantize", choices=("int8",), help="quantize weights to 8 bits: faster, less accurate")
+    add(
+        "--quantize",
+        choices=("int8", "fp8"),
+        help="round weights to 8 bits, int8 on CPUs, fp8 on GPUs: faster, less accurate",
+    )
     add("--block-size", type=at_least(1), metavar="N", help="tokens per KV block, a power of two")
     add("--num-blocks", type=at_least(1), metavar="N", help="KV blocks of the pool")
     add("--kv-cache-memory", metavar="SIZE", help="memory of the pool, instead of --num-blocks, e.g. 2G")
@@ -197,7 +201,11 @@ def _add_worker_flags(group: argparse._ArgumentGroup) -> None:
     add("--determinism", choices=("exact", "best_effort"), help="exact: logits do not depend on the batch")
     add("--executor", choices=("model", "sim"), help="sim: no model runs; tokens are a function of context and seed")
     add("--backend", choices=("cpu", "cuda", "reference"), help="compute backend; cuda: a GPU")
-    add("--attention", choices=("auto", "triton", "flash", "torch"), help="attention kernel (backend cuda)")
+    add(
+        "--attention",
+        choices=("auto", "triton", "flash", "flash3", "flashinfer", "torch"),
+        help="attention kernel (backend cuda)",
+    )
     add("--gpu-memory-utilization", metavar="FRACTION", help="fraction of the GPU's memory that a worker may use")
     add(
         "--tensor-parallel-size",

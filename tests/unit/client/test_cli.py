@@ -10,9 +10,11 @@ import quire_client
 from quire.v1 import inference_pb2 as pb
 from quire_client import cli
 from quire_client.cli import doctor, show
+from quire_client.cli.arguments import make_parser as make_up_parser
 from quire_client.testing import FakeGateway
 
 from gateway_svc.callers.api_keys import ApiKeys
+from worker_svc.flags import make_parser as make_worker_parser
 
 KERNELS = {
     "path": "amx",
@@ -542,3 +544,14 @@ def test_a_folder_that_cannot_be_written(capsys, tmp_path):
     code, out, err = run(capsys, "key", "new", "me", "--dir", str(tmp_path / "file"))
     assert (code, out) == (1, "")
     assert "cannot write" in err
+
+
+def test_up_accepts_every_choice_of_a_worker():
+    def choices(parser):
+        return {flag: set(a.choices) for a in parser._actions if a.choices for flag in a.option_strings}
+
+    subcommands = next(a for a in make_up_parser()._actions if isinstance(a.choices, dict)).choices
+    up, worker = choices(subcommands["up"]), choices(make_worker_parser())
+    shared = up.keys() & worker.keys()
+    assert shared >= {"--attention", "--dtype", "--kv-cache-dtype", "--quantize", "--determinism"}
+    assert {flag: up[flag] for flag in shared} == {flag: worker[flag] for flag in shared}
