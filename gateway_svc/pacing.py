@@ -37,6 +37,14 @@ class WakePacer:
             self._is_busy = True
             asyncio.get_running_loop().call_soon(self._run_round)
 
+    def begin_interval(self) -> None:
+        """A handler sends a first token outside of the rounds. If no round is in progress, the next one keeps the
+        interval to that token.
+        """
+        if self._interval_s and not self._is_busy:
+            self._is_busy = True
+            asyncio.get_running_loop().call_later(self._interval_s, self._rest_over)
+
     def _run_round(self) -> None:
         loop = asyncio.get_running_loop()
         sleepers, self._waiting = self._waiting, {}

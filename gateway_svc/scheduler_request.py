@@ -275,6 +275,8 @@ class SchedulerRequest:
             return
         sample.outputs.append(token_id)
         self._note_news(sample_index, is_urgent=not have)
+        if not have and self._pacer is not None:
+            self._pacer.begin_interval()
 
     def on_prompt_logprobs(self, position: int, scored: Entries | None) -> None:
         """Append the log probabilities of a prompt token. A repeated position is dropped; a gap fails the request."""

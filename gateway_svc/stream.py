@@ -282,7 +282,7 @@ class GenerationStream:
         self._prompt = PromptLogprobStream(
             plan.prompt_ids, plan.num_prompt_logprobs, plan.model.text.tokenizer if plan.wants_text else None
         )
-        self._num_open = sum(not sample.is_done for sample in self._samples)
+        self._num_open = plan.finished[: len(self._samples)].count(False)
         self._event_seq = 0
         self._first: Sequence[pb.GenerateResponse] = ()  # Accepted, while it waits for the next events
 

@@ -104,12 +104,21 @@ class Outbox:
             return
         self._deltas.append(deltas)
         self._num_tokens += deltas.size
-        if not self._interval_s or deltas.finished or not deltas.offsets.all():
+        has_first = not deltas.offsets.all()
+        if has_first:
+            self._begin_interval()
+        if not self._interval_s or deltas.finished or has_first:
             self._release()
         elif self._timer is None:
             self._plan_wake()
         if self._num_tokens > MAX_PENDING_TOKENS:
             self._overflow(f"{self._num_tokens} unread tokens")
+
+    def _begin_interval(self) -> None:
+        """First tokens begin an interval if none runs: the gateway sends further tokens when it ends."""
+        now = asyncio.get_running_loop().time()
+        if now >= self._next_due:
+            self._next_due = now + self._interval_s
 
     def _plan_wake(self) -> None:
         """Send further tokens now or when the interval ends. A finish or a first token sends them earlier, but does not

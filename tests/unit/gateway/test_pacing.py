@@ -94,6 +94,38 @@ def test_an_interval_separates_rounds(loop: Clock) -> None:
     loop.run_until_complete(run())
 
 
+def test_a_first_token_begins_an_interval(loop: Clock) -> None:
+    """It is sent outside of the rounds, and the next chunk of its stream keeps the interval to it."""
+
+    async def run() -> None:
+        pacer, handler = WakePacer(interval_s=0.02), Handler(loop)
+        pacer.begin_interval()
+        await asyncio.sleep(0.001)
+        pacer.wake(handler)
+        await asyncio.sleep(0.001)
+        pacer.begin_interval()  # of another stream: the interval in progress is not extended
+        await asyncio.sleep(1.0)
+        assert handler.woken_at == [pytest.approx(0.02)]
+        pacer.begin_interval()
+        await asyncio.sleep(1.0)
+        pacer.wake(handler)
+        await asyncio.sleep(0.001)
+        assert handler.woken_at[1:] == [pytest.approx(2.002)], "the interval has passed: at once"
+
+    loop.run_until_complete(run())
+
+
+def test_without_an_interval_tokens_follow_a_first_token_at_once(loop: Clock) -> None:
+    async def run() -> None:
+        pacer, handler = WakePacer(), Handler(loop)
+        pacer.begin_interval()
+        pacer.wake(handler)
+        await asyncio.sleep(0.001)
+        assert handler.woken_at == [0.0]
+
+    loop.run_until_complete(run())
+
+
 def test_a_frozen_process_does_not_rest_for_long(loop: Clock) -> None:
     async def run() -> None:
         pacer, handler = WakePacer(), Handler(loop, cost_s=60.0)

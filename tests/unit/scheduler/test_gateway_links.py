@@ -72,6 +72,18 @@ async def test_outbox_keeps_further_tokens_for_an_interval() -> None:
     assert loop.time() - started > 0.049
 
 
+async def test_a_first_token_begins_the_interval() -> None:
+    outbox = Outbox("g", interval_s=0.05)
+    messages, loop = outbox.messages(), asyncio.get_running_loop()
+    started = loop.time()
+    outbox.deliver(deltas(0))
+    assert offsets_of(await anext(messages)) == [0]
+    outbox.deliver(deltas(1))
+    outbox.deliver(deltas(2))
+    assert offsets_of(await anext(messages)) == [1, 2]
+    assert loop.time() - started > 0.049
+
+
 async def test_outbox_sends_first_tokens_and_ends_at_once() -> None:
     outbox = Outbox("g", interval_s=1000.0)
     messages = outbox.messages()
