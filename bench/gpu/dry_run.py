@@ -27,8 +27,18 @@ from triton.runtime.driver import driver
 
 from bench.gpu import model
 from bench.gpu.report import Report
+from prefix_index.content_ids import content_ids, input_digest
 from request_fields.fields import SamplingParams
-from worker_svc.engine.batch import NO_RULES, RowOpen, StepBatch, TokenRules
+from worker_svc.engine.batch import (
+    CarriedInput,
+    Pooling,
+    PoolingKind,
+    PoolingTask,
+    RowErrorCode,
+    RowOpen,
+    StepBatch,
+    TokenRules,
+)
 from worker_svc.engine.config import EngineConfig
 from worker_svc.engine.gpu import compilation, memory, runner
 from worker_svc.engine.gpu.checks import case
@@ -45,6 +55,7 @@ SETTINGS: dict[str, Any] = {
 }  # fmt: skip
 SHAPE = {"num_hidden_layers": 1, "vocab_size": 9000, "hidden_size": 256, "intermediate_size": 512}
 FILTERED = SamplingParams(0.8, 5, 0.9, 0.1, 7)
+PLAIN = SamplingParams(0.0, 0, 1.0, 0.0, 0)
 PROCESSED = SamplingParams(0.8, 5, 0.9, 0.1, 7, repetition_penalty=1.2, frequency_penalty=0.5)
 RULES = TokenRules(bad_words=(np.array([3, 4], np.uint32),))
 SHARED_BYTES, MAX_GRID_Y = 227 * 1024, 65_535
@@ -162,7 +173,8 @@ def compiling() -> Iterator[list[str]]:
 
 
 def take_steps(engine: runner.DeviceRunner) -> None:
-    """Chunks, a mixed step, a decode step, a row with every filter, and a row with penalties and a bad word."""
+    """Chunks, a mixed step, a decode step, and steps of single rows: with every filter, with penalties and a bad word,
+    a beam, pooled rows, and a row with embeddings."""
     rows = model.Rows(engine, [[3] * count for count in (40, 7, 1)], room=8)
     for counts in ({0: 30, 1: 7}, {0: 10, 2: 1, 1: 1}, {0: 1, 1: 1, 2: 1}):
         rows.launch(counts).result()
@@ -170,11 +182,31 @@ def take_steps(engine: runner.DeviceRunner) -> None:
     prompt, table = np.full(6, 3, np.uint32), np.array([block], np.uint32)
     slots = (block * engine.info.block_size + np.arange(6)).astype(np.uint32)
     length, context = (np.array([number], np.uint32) for number in (6, 0))
-    for number, sampling, rules in ((5, FILTERED, NO_RULES), (6, PROCESSED, RULES)):
-        row = np.array([number], np.uint32)
-        opens = [RowOpen(number, prompt, 6, table, 0, sampling, 0, rules=rules)]
-        batch = StepBatch(number, row, length, context, np.array([True]), slots, close_rows=row - 1, opens=opens)
-        engine.launch(batch).result()
+    for step, fields in enumerate(_single_rows(engine.info.hidden_size), 4):
+        row = np.array([5 + step % 2], np.uint32)
+        opened = RowOpen(**({"sampling": PLAIN, "token_ids": prompt, "row": int(row[0]), "prompt_len": 6,
+                             "block_table": table, "num_computed_tokens": 0, "sample_index": 0} | fields))  # fmt: skip
+        samples = np.array([opened.pooling is None])
+        output = engine.launch(
+            StepBatch(step, row, length, context, samples, slots, close_rows=11 - row, opens=[opened])
+        ).result()
+        if any(error.code is not RowErrorCode.NAN for error in output.errors):  # nothing is computed
+            raise RuntimeError(str(output.errors[0]))
+
+
+def _single_rows(hidden_size: int) -> list[dict[str, Any]]:
+    """What is special about each of the rows."""
+    data = bytes(6 * hidden_size * 4)
+    digest = input_digest("embeddings", "float32", (6, hidden_size), data)
+    item = CarriedInput("embeddings", digest, 0, 6, "float32", (6, hidden_size), data)
+    return [
+        {"sampling": FILTERED},
+        {"sampling": PROCESSED, "rules": RULES},
+        {"num_candidates": 3},
+        {"pooling": Pooling(PoolingTask.VECTOR, PoolingKind.MEAN)},
+        {"pooling": Pooling(PoolingTask.LOGITS, token_ids=np.array([3, 5], np.uint32))},
+        {"inputs": (item,), "token_ids": np.frombuffer(content_ids(digest, 6), "<u4")},
+    ]
 
 
 def main() -> None:

@@ -14,6 +14,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from worker_svc.engine.beams import BeamLines
 from worker_svc.engine.gpu.adapter_slots import AdapterSlots, StepAdapters
 from worker_svc.engine.gpu.attention import Attention
 from worker_svc.engine.gpu.extras import StepExtras, Wanted
@@ -36,6 +37,7 @@ from worker_svc.engine.pooling_weights import PoolingWeights
 Mask = Callable[[torch.Tensor], None]  # changes logits [S, vocab] in place
 
 NO_ROWS = HostStep(np.zeros(1, np.int64), np.zeros(0, np.int64))
+ONE_BEAM = BeamLines(np.zeros(1, np.int64), np.zeros(1, np.int64), np.ones(1, np.int64))
 MIN_MIXED = 128  # tokens of the smallest bucket with prompts
 
 
@@ -200,7 +202,6 @@ class StepCompute:
         `mask` changes the processed logits after the forward pass was launched, and `wanted` names what to compute
         besides tokens. Returns that, or None without `wanted`.
         """
-
         extras = None if wanted is None else StepExtras(wanted)
 
         def finish(logits: torch.Tensor) -> None:
@@ -316,6 +317,7 @@ class StepCompute:
             bucket = Bucket(max_tokens, rows, rows, is_decode=False, is_filtered=is_filtered)
             self.run_empty(bucket)
             self.run_empty(replace(bucket, ends_at_logits=True))
+        self.run_empty(replace(bucket, is_filtered=False, ends_at_logits=True), Wanted(beams=ONE_BEAM))
         for size in shorter_sizes(max_tokens):
             rows = min(size, self._max_rows)
             self.run_empty(Bucket(size, rows, rows, is_decode=False, is_filtered=False))
@@ -338,7 +340,7 @@ class StepCompute:
         tokens = self._scorer.upload(np.arange(max_tokens))
         self._pooling.warm_up(self._model.states(columns, self._attention, self._cache, tokens))
 
-    def run_empty(self, bucket: Bucket) -> None:
+    def run_empty(self, bucket: Bucket, wanted: Wanted | None = None) -> None:
         """Runs a step of this bucket without rows."""
         with self.eager():
-            self.run(bucket, NO_ROWS, is_filtered=bucket.is_filtered)
+            self.run(bucket, NO_ROWS, is_filtered=bucket.is_filtered, wanted=wanted)
