@@ -4,44 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import json
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
+
+from tests.http_thread import HttpThread
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
-class HubServer(ThreadingHTTPServer):
+class HubServer(HttpThread):
     """Serves `folder` as the repository `repo`. `downloaded` has the names of the files that were sent."""
 
-    daemon_threads = True
-
     def __init__(self, repo: str, folder: Path) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+        super().__init__(_Handler)
         self.repo = repo
         self.folder = folder
         self.downloaded: list[str] = []
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
-
-
-@contextmanager
-def hub_server(repo: str, folder: Path) -> Iterator[HubServer]:
-    """A running server."""
-    server = HubServer(repo, folder)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
-        yield server
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
 
 
 class _Handler(BaseHTTPRequestHandler):

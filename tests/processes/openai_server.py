@@ -3,43 +3,22 @@
 from __future__ import annotations
 
 import json
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
+
+from tests.http_thread import HttpThread
 
 TOKENS_PER_CHUNK = 2
 
 
-class OpenAIServer(ThreadingHTTPServer):
+class OpenAIServer(HttpThread):
     """Answers every prompt with `max_tokens` words, two per chunk. `requests` holds the bodies that it received."""
 
-    daemon_threads = True
-
     def __init__(self, *, takes_token_ids: bool = True, fails_at: int | None = None) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+        super().__init__(_Handler)
         self.takes_token_ids = takes_token_ids
         self.fails_at = fails_at  # requests after this number get an error; None: no errors
         self.requests: list[dict[str, Any]] = []
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
-
-
-@contextmanager
-def openai_server(**settings: Any) -> Iterator[OpenAIServer]:
-    """A running server."""
-    server = OpenAIServer(**settings)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
-        yield server
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
 
 
 class _Handler(BaseHTTPRequestHandler):

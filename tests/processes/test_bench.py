@@ -16,7 +16,7 @@ import pytest
 from quire_client import Client, cli
 from quire_client.testing import FakeGateway
 
-from tests.processes.openai_server import openai_server
+from tests.processes.openai_server import OpenAIServer
 from tests.processes.stack import ROOT, demo_gateway
 
 GUIDE = ROOT / "docs" / "benchmarking.md"
@@ -57,7 +57,7 @@ def commands() -> list[str]:
 @pytest.mark.parametrize("command", commands())
 def test_every_command_of_the_guide(command, target, capsys, monkeypatch) -> None:
     monkeypatch.setenv("QUIRE_TARGET", target)
-    with openai_server() as server:
+    with OpenAIServer() as server:
         words = shlex.split(command.replace("http://localhost:8000", server.url), comments=True)
         code, out, err = bench(capsys, *words[2:], "--json")
     figures = json.loads(out)
@@ -144,7 +144,7 @@ def test_ctrl_c_prints_the_results_so_far(target) -> None:
 
 
 def test_tokens_of_an_http_server_are_counted(capsys) -> None:
-    with openai_server() as server:
+    with OpenAIServer() as server:
         flags = "--num-prompts 4 --input-len 10 --output-len 7 --warmup 0 --json --backend openai --base-url"
         code, out, _ = bench(capsys, *flags.split(), server.url)
     figures = json.loads(out)
@@ -154,7 +154,7 @@ def test_tokens_of_an_http_server_are_counted(capsys) -> None:
 
 
 def test_a_server_that_refuses_token_ids_gets_text(capsys) -> None:
-    with openai_server(takes_token_ids=False) as server:
+    with OpenAIServer(takes_token_ids=False) as server:
         flags = "--num-prompts 3 --input-len 10 --output-len 7 --json --backend openai --base-url"
         code, out, _ = bench(capsys, *flags.split(), server.url)
     assert (code, json.loads(out)["requests_ok"]) == (0, 3)
@@ -162,7 +162,7 @@ def test_a_server_that_refuses_token_ids_gets_text(capsys) -> None:
 
 
 def test_failed_requests_are_counted_and_reported(capsys) -> None:
-    with openai_server(fails_at=4) as server:  # it serves the probe, the warm-up and two more
+    with OpenAIServer(fails_at=4) as server:  # it serves the probe, the warm-up and two more
         flags = "--num-prompts 6 --input-len 10 --output-len 7 --concurrency 1 --backend openai --base-url"
         code, out, err = bench(capsys, *flags.split(), server.url)
     assert code == 1

@@ -15,7 +15,7 @@ import pytest
 from quire_client.demo import demo_model_dir
 
 from hub_models.find import HubModel, find_model
-from tests.processes.hub_server import COMMIT, HubServer, hub_server
+from tests.processes.hub_server import COMMIT, HubServer
 from tests.processes.stack import ROOT, Stack, compile_kernels
 from tests.processes.test_up import QUIRE, quire, quire_up
 
@@ -39,7 +39,7 @@ def test_up_downloads_a_model_once(tmp_path: Path, repository: Path, monkeypatch
     compile_kernels()
     cache = tmp_path / "cache"
     flags = ("--threads", "1", "--kv-cache-memory", "64M")
-    with hub_server(REPO, repository) as hub:
+    with HubServer(REPO, repository) as hub:
         for name, value in environment(cache, hub).items():
             monkeypatch.setenv(name, value)
         with quire_up(tmp_path, "--model", REPO, *flags) as (process, ready):
@@ -73,7 +73,7 @@ def test_fetch_downloads_a_pinned_model_once(tmp_path: Path, repository: Path) -
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, env=variables)
 
     folder = str(to / "models--acme--tiny" / "snapshots" / COMMIT)
-    with hub_server(REPO, repository) as hub:
+    with HubServer(REPO, repository) as hub:
         assert "is not pinned: write ORG/NAME@COMMIT" in fetch(f"{REPO}@main", hub).stderr
         done = fetch(f"{REPO}@{COMMIT}", hub)
         assert (done.returncode, done.stdout.splitlines()[-1]) == (0, folder), done.stderr
@@ -97,7 +97,7 @@ def worker_error(model: str, cache: Path, hub: HubServer | None = None) -> str:
 
 async def test_a_worker_downloads_its_model(tmp_path: Path, repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = tmp_path / "cache"
-    with hub_server(REPO, repository) as hub, Stack(tmp_path) as stack:
+    with HubServer(REPO, repository) as hub, Stack(tmp_path) as stack:
         for name, value in environment(cache, hub).items():
             monkeypatch.setenv(name, value)
         scheduler = stack.start_scheduler()
@@ -115,7 +115,7 @@ def test_a_worker_without_its_model_names_what_is_missing(tmp_path: Path, reposi
     assert f"--model {REPO}: there is no such folder, and {REPO} is not in the local cache {cache}" in said
     config = json.loads((repository / "config.json").read_text())
     (repository / "config.json").write_text(json.dumps(config | {"architectures": ["MambaForCausalLM"]}))
-    with hub_server(REPO, repository) as hub:
+    with HubServer(REPO, repository) as hub:
         said = worker_error(REPO, cache, hub)
     assert "its weights were not downloaded: architectures: MambaForCausalLM is not supported" in said
     assert "model.safetensors" not in hub.downloaded
@@ -136,14 +136,14 @@ def test_an_unsupported_architecture_is_refused_before_the_weights_are_downloade
 ) -> None:
     config = json.loads((repository / "config.json").read_text())
     (repository / "config.json").write_text(json.dumps(config | {"architectures": ["MambaForCausalLM"]}))
-    with hub_server(REPO, repository) as hub:
+    with HubServer(REPO, repository) as hub:
         said = serve(REPO, tmp_path / "cache", hub)
     assert "its weights were not downloaded: architectures: MambaForCausalLM is not supported" in said
     assert "model.safetensors" not in hub.downloaded
 
 
 def test_a_model_that_the_hub_does_not_have(tmp_path: Path, repository: Path) -> None:
-    with hub_server(REPO, repository) as hub:
+    with HubServer(REPO, repository) as hub:
         assert "the Hub has no model acme/other" in serve("acme/other", tmp_path / "cache", hub)
         assert "acme/tiny has no revision v9" in serve(f"{REPO}@v9", tmp_path / "cache", hub)
         (repository / "model.safetensors").unlink()

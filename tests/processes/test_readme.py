@@ -17,7 +17,7 @@ import pytest
 from quire_client import cli
 from quire_client.cli.arguments import make_parser
 
-from tests.processes.openai_server import openai_server
+from tests.processes.openai_server import OpenAIServer
 from tests.processes.stack import ROOT, demo_gateway
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -68,7 +68,7 @@ def test_quire_commands_run(line: str, target: str, tmp_path: Path, monkeypatch,
         words += ["--num-prompts", LOAD["--num-prompts"]]
     if words[0] == "top":
         words += ["--count", "2", "--interval-s", "0.1"]
-    with openai_server() as server:
+    with OpenAIServer() as server:
         code = cli.main([word.replace("http://localhost:8000", server.url) for word in words])
     assert (code, capsys.readouterr().out != "") == (0, True)
 

@@ -2,7 +2,7 @@
 
 import json
 import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 
 import pytest
 from quire_client import cli
@@ -12,14 +12,14 @@ from quire_client.batch.progress import Progress
 from quire_client.batch.run import Counts
 from quire_client.errors import InvalidRequest
 
+from tests.http_thread import HttpThread
 
-class Server(ThreadingHTTPServer):
+
+class Server(HttpThread):
     """Answers with the statuses of `script` first, then with 200; status 0 closes the connection without an answer."""
 
-    daemon_threads = True
-
     def __init__(self, script=()):
-        super().__init__(("127.0.0.1", 0), Handler)
+        super().__init__(Handler)
         self.script = list(script)
         self.received = []
         self.keys = []
@@ -27,20 +27,6 @@ class Server(ThreadingHTTPServer):
         self.num_open = self.max_open = 0
         self.together = 1
         self.arrived = threading.Condition()
-
-    def __enter__(self):
-        self.thread = threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01})
-        self.thread.start()
-        return self
-
-    def __exit__(self, *exc):
-        self.shutdown()
-        self.server_close()
-        self.thread.join()
-
-    @property
-    def url(self):
-        return f"http://127.0.0.1:{self.server_port}"
 
     def wait_for_others(self):
         """Wait until `together` requests are open at the same time, so that the concurrency is visible."""

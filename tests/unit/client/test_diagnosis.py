@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 from concurrent import futures
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 
 import grpc
 import pytest
@@ -15,6 +15,8 @@ import trustme
 from quire_client import AsyncClient, Client, ConnectionFailed, InvalidRequest, Tls
 from quire_client.diagnosis import check_address, diagnose
 from quire_client.testing import FakeGateway
+
+from tests.http_thread import HttpThread
 
 
 def connect_error(target, tls=None, timeout_s=0.5):
@@ -42,14 +44,9 @@ def http_port():
         def log_message(self, format, *args):
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Quiet)
-    server.handle_error = lambda request, address: None  # gRPC breaks its connection
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    yield server.server_port
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with HttpThread(Quiet) as server:
+        server.handle_error = lambda request, address: None  # gRPC breaks its connection
+        yield server.server_port
 
 
 def test_tls_on_a_plaintext_port():

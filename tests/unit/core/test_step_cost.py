@@ -3,33 +3,15 @@
 When a limit is passed on purpose, run `make bench-core` before and after, and raise it with the reason in the commit.
 """
 
-import sys
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import FrameType
-from typing import Any
 
 import numpy as np
 import pytest
 
 from bench.core import SteadyDecode, add, answer_all, make_scheduler
+from tests.call_counts import counted
 
 BLOCK_SIZE = 16
-
-
-@contextmanager
-def counted(calls: Counter[str]) -> Iterator[None]:
-    """Counts Python calls (`call`) and calls of C functions (`c_call`)."""
-
-    def count(frame: FrameType, event: str, arg: Any) -> None:
-        calls[event] += 1
-
-    sys.setprofile(count)
-    try:
-        yield
-    finally:
-        sys.setprofile(None)
 
 
 def mean(calls: Counter[str], num_steps: int) -> Counter[str]:

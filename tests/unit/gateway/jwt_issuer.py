@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 import jwt
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 from jwt.algorithms import ECAlgorithm, OKPAlgorithm, RSAAlgorithm
+
+from tests.http_thread import HttpThread
 
 ISSUER, AUDIENCE = "https://issuer.example.com/", "quire"
 CONVERTERS = {"RS": RSAAlgorithm, "PS": RSAAlgorithm, "ES": ECAlgorithm, "Ed": OKPAlgorithm}
@@ -74,10 +75,6 @@ class JwksServer:
             def log_message(self, *args: Any) -> None:
                 pass
 
-        with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-            self.url = f"http://127.0.0.1:{server.server_port}/jwks.json"
-            threading.Thread(target=server.serve_forever).start()
-            try:
-                yield self
-            finally:
-                server.shutdown()
+        with HttpThread(Handler) as server:
+            self.url = f"{server.url}/jwks.json"
+            yield self

@@ -7,12 +7,8 @@ commit.
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
-from types import FrameType
-from typing import Any
+from collections.abc import AsyncIterator
 
 import pytest
 from opentelemetry.sdk.resources import Resource
@@ -25,6 +21,7 @@ from quire.v1 import types_pb2 as types
 from gateway_svc.models import ServedModel, read_bundle
 from gateway_svc.request_traces import RequestTraces
 from svc_common.otlp import Tracer
+from tests.call_counts import counted
 from tests.unit.gateway.fakes import LENGTH, TestGateway, make_bundle, make_info, u32
 
 NUM_REQUESTS = 20
@@ -34,20 +31,6 @@ REQUEST = pb.GenerateRequest(
     sampling=types.SamplingParams(temperature=0.0),
     stop=types.StopParams(max_tokens=1, ignore_eos=True),
 )
-
-
-@contextmanager
-def counted(calls: Counter[str]) -> Iterator[None]:
-    """Counts Python calls (`call`) and calls of C functions (`c_call`)."""
-
-    def count(frame: FrameType, event: str, arg: Any) -> None:
-        calls[event] += 1
-
-    sys.setprofile(count)
-    try:
-        yield
-    finally:
-        sys.setprofile(None)
 
 
 @pytest.fixture
