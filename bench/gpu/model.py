@@ -199,16 +199,21 @@ def other_settings(report: Report) -> None:
         except BackendUnavailableError as error:  # a library is missing, or this GPU cannot serve it
             report.row("other_settings", name, note=str(error)[:200])
             continue
-        for num_rows, context in [(3, 30)] if report.is_smoke else [(1, 512), (256, 512)]:
-            ms = time_decode(runner, report, num_rows, context)
-            if ms is None:
-                continue
-            plain = report.figures.get(f"step_ms_b{num_rows}_ctx{context}")
-            note = f"{ms / plain:.2f} of the default's time" if plain else ""
-            report.row("other_settings", f"{name}: B {num_rows} ctx {context}", ms=ms, note=note)
-            report.figures[f"{name.replace(' ', '_')}_ms_b{num_rows}_ctx{context}"] = ms
+        time_beside_default(report, runner, "other_settings", name)
         del runner
         report.release()
+
+
+def time_beside_default(report: Report, runner: DeviceRunner, section: str, name: str) -> None:
+    """Decode steps of few and many rows, relative to those of the section decode_steps."""
+    for num_rows, context in [(3, 30)] if report.is_smoke else [(1, 512), (256, 512)]:
+        ms = time_decode(runner, report, num_rows, context)
+        if ms is None:
+            continue
+        plain = report.figures.get(f"step_ms_b{num_rows}_ctx{context}")
+        note = f"{ms / plain:.2f} of the default's time" if plain else ""
+        report.row(section, f"{name}: B {num_rows} ctx {context}", ms=ms, note=note)
+        report.figures[f"{name.replace(' ', '_')}_ms_b{num_rows}_ctx{context}"] = ms
 
 
 def without_early_starts(report: Report) -> None:

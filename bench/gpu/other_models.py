@@ -9,11 +9,20 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from bench.gpu.model import EXPERTS, FEW_EXPERTS, TINY, load, make_checkpoint, model_of, time_decode, write_checkpoint
+from bench.gpu.model import (
+    EXPERTS,
+    FEW_EXPERTS,
+    TINY,
+    load,
+    make_checkpoint,
+    model_of,
+    time_beside_default,
+    time_decode,
+    write_checkpoint,
+)
 from bench.gpu.report import Report
 from bench.workloads import COMMON, QWEN3_06B, Model, weight_shapes
 from worker_svc.engine.gpu.ranks import ParallelRunner
-from worker_svc.engine.gpu.runner import DeviceRunner
 
 # Two layers of Qwen3-30B-A3B, with a small vocabulary.
 LARGE: Model = QWEN3_06B | EXPERTS | {
@@ -52,7 +61,7 @@ def int4_weights(report: Report) -> None:
     folder = write_int4(report, report.scratch / "int4", model_of(report))
     for determinism in ("best_effort", "exact"):
         runner = load(folder, report, cuda_graphs="lazy", determinism=determinism)
-        _time(report, runner, "int4_weights", f"int4 weights {determinism}")
+        time_beside_default(report, runner, "int4_weights", f"int4 weights {determinism}")
         del runner
         report.release()
 
@@ -103,17 +112,6 @@ def ranks(report: Report) -> None:
                 make_checkpoint(report), report, ParallelRunner, cuda_graphs="lazy", tensor_parallel_size=size,
                 all_reduce=method,
             )  # fmt: skip
-            _time(report, runner, "ranks", f"{size} ranks {method}")
+            time_beside_default(report, runner, "ranks", f"{size} ranks {method}")
             runner.close()
             report.release()
-
-
-def _time(report: Report, runner: DeviceRunner, section: str, name: str) -> None:
-    for num_rows, context in [(3, 30)] if report.is_smoke else [(1, 512), (256, 512)]:
-        ms = time_decode(runner, report, num_rows, context)
-        if ms is None:
-            continue
-        plain = report.figures.get(f"step_ms_b{num_rows}_ctx{context}")
-        note = f"{ms / plain:.2f} of the default's time" if plain else ""
-        report.row(section, f"{name}: B {num_rows} ctx {context}", ms=ms, note=note)
-        report.figures[f"{name.replace(' ', '_')}_ms_b{num_rows}_ctx{context}"] = ms
