@@ -190,16 +190,18 @@ class Outbox:
             return scheduler_pb2.AttachResponse(submit_reply=self._replies.popleft())
         if (self._deltas or self._queued) and self._is_due:
             self._is_due = False
-            return scheduler_pb2.AttachResponse(deltas=self._take_deltas())
+            return self._take_deltas()
         return None
 
-    def _take_deltas(self) -> scheduler_pb2.Deltas:
+    def _take_deltas(self) -> scheduler_pb2.AttachResponse:
         parts, self._deltas, self._num_tokens = self._deltas, [], 0
-        message = wire.deltas_to_proto(parts) if parts else scheduler_pb2.Deltas()
+        response = scheduler_pb2.AttachResponse()
+        if parts:
+            wire.deltas_to_proto(parts, response.deltas)
         if self._queued:
-            message.queued_handles = u32_to_bytes(np.array(self._queued, np.uint32))
+            response.deltas.queued_handles = u32_to_bytes(np.array(self._queued, np.uint32))
             self._forget_queued()
-        return message
+        return response
 
 
 @dataclass(slots=True, eq=False)

@@ -49,16 +49,20 @@ def refusal_to_proto(error: QuireError) -> scheduler_pb2.Refusal:
 # -- results ---------------------------------------------------------------------------------------------------------
 
 
-def deltas_to_proto(parts: Sequence[Deltas]) -> scheduler_pb2.Deltas:
-    """One message with the deltas of one or more updates for one gateway, in order."""
+def deltas_to_proto(parts: Sequence[Deltas], message: scheduler_pb2.Deltas | None = None) -> scheduler_pb2.Deltas:
+    """One message with the deltas of one or more updates for one gateway, in order.
+
+    Fills `message` if it is given: a part of a larger message is filled in place, because adding it later copies it.
+    """
     deltas = parts[0] if len(parts) == 1 else merge_deltas(parts)
-    message = scheduler_pb2.Deltas(
-        handles=u32_to_bytes(deltas.handles),
-        sample_indices=u32_to_bytes(deltas.sample_indices) if np.count_nonzero(deltas.sample_indices) else b"",
-        offsets=u32_to_bytes(deltas.offsets),
-        token_ids=u32_to_bytes(deltas.token_ids),
-        finished=[_finished_to_proto(finished) for finished in deltas.finished],
-    )
+    message = scheduler_pb2.Deltas() if message is None else message
+    message.handles = u32_to_bytes(deltas.handles)
+    message.offsets = u32_to_bytes(deltas.offsets)
+    message.token_ids = u32_to_bytes(deltas.token_ids)
+    if np.count_nonzero(deltas.sample_indices):
+        message.sample_indices = u32_to_bytes(deltas.sample_indices)
+    for finished in deltas.finished:
+        _fill_finished(finished, message.finished.add())
     if deltas.logprobs is not None:
         message.logprobs.CopyFrom(columns_to_proto(deltas.logprobs))
     if deltas.prompt is not None:
@@ -134,25 +138,22 @@ def _num_prompt_tokens(group: SequenceGroup) -> int:
     return group.encoder.num_tokens if group.encoder is not None else len(group.prompt)
 
 
-def _finished_to_proto(finished: Finished) -> scheduler_pb2.SampleFinished:
-    num_prompt_tokens = _num_prompt_tokens(finished.group)
-    message = scheduler_pb2.SampleFinished(
-        handle=finished.group.handle,
-        sample_index=finished.sample_index,
-        reason=REASON_TO_PROTO[finished.reason],
-        stop_token_id=finished.stop_token_id,
-        usage=types_pb2.Usage(
-            prompt_tokens=num_prompt_tokens,
-            cached_tokens=min(finished.num_cached_tokens, num_prompt_tokens),
-            output_tokens=finished.num_output_tokens,
-        ),
-    )
+def _fill_finished(finished: Finished, message: scheduler_pb2.SampleFinished) -> None:
+    """Fills the message of an end. Unset fields are not passed: most ends use few of them."""
+    num_prompt_tokens, usage = _num_prompt_tokens(finished.group), message.usage
+    message.handle = finished.group.handle
+    message.sample_index = finished.sample_index
+    message.reason = REASON_TO_PROTO[finished.reason]
+    usage.prompt_tokens = num_prompt_tokens
+    usage.cached_tokens = min(finished.num_cached_tokens, num_prompt_tokens)
+    usage.output_tokens = finished.num_output_tokens
+    if finished.stop_token_id is not None:
+        message.stop_token_id = finished.stop_token_id
     if finished.num_preemptions:
         message.preemptions = finished.num_preemptions
     if finished.num_recomputed_tokens:
-        message.usage.recomputed_tokens = finished.num_recomputed_tokens
+        usage.recomputed_tokens = finished.num_recomputed_tokens
     if finished.message:
         message.message = finished.message
     if finished.score is not None and finished.logprob is not None:  # of a beam search
         message.score, message.cumulative_logprob = finished.score, finished.logprob
-    return message

@@ -111,13 +111,15 @@ class LeasedWorker:
     def send(self, batch: StepBatch) -> None:
         if self._closed.done():
             return
-        steps = [self._sent(step) for step in (batch, *batch.then)]
-        self._outbox.put_nowait(worker_pb2.StepStreamRequest(batch=steps[0], then=steps[1:]))
+        request = worker_pb2.StepStreamRequest()
+        self._add_step(batch, request.batch)
+        for step in batch.then:
+            self._add_step(step, request.then.add())
+        self._outbox.put_nowait(request)
 
-    def _sent(self, batch: StepBatch) -> worker_pb2.StepBatch:
-        message = worker_wire.step_batch_to_proto(batch, self._fence, self._keys)
+    def _add_step(self, batch: StepBatch, message: worker_pb2.StepBatch) -> None:
+        worker_wire.step_batch_to_proto(batch, self._fence, self._keys, message)
         self._in_flight.append(SentStep(batch.step_id, self._loop.time(), message.ByteSize(), len(batch.rows)))
-        return message
 
     def swap_adapter(self, swap: AdapterSwap) -> None:
         if self.adapters is not None and not self._closed.done():

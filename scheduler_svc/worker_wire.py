@@ -45,22 +45,27 @@ CHANGES = (
 
 
 def step_batch_to_proto(
-    batch: StepBatch, fence: worker_pb2.Fence, keys: BlockKeys | None = None
+    batch: StepBatch,
+    fence: worker_pb2.Fence,
+    keys: BlockKeys | None = None,
+    message: worker_pb2.StepBatch | None = None,
 ) -> worker_pb2.StepBatch:
-    """Converts one step to a message for the worker of `fence`. With `keys`, commits carry tags."""
-    message = worker_pb2.StepBatch(
-        step_id=batch.step_id,
-        fence=fence,
-        rows=u32_to_bytes(batch.rows),
-        context_lens=u32_to_bytes(batch.context_lens),
-        slot_mapping=u32_to_bytes(batch.slot_mapping),
-    )
+    """Converts one step to a message for the worker of `fence`. With `keys`, commits carry tags.
+
+    Fills `message` if it is given: a part of a larger message is filled in place, because adding it later copies it.
+    """
+    message = worker_pb2.StepBatch() if message is None else message
+    message.step_id = batch.step_id
+    message.fence.CopyFrom(fence)
+    message.rows = u32_to_bytes(batch.rows)
+    message.context_lens = u32_to_bytes(batch.context_lens)
+    message.slot_mapping = u32_to_bytes(batch.slot_mapping)
     for names in CHANGES:
         if len(getattr(batch, names[0])):
             for name in names:
                 setattr(message, name, u32_to_bytes(getattr(batch, name)))
-    if batch.opens:
-        message.opens.extend([_row_open_to_proto(row_open) for row_open in batch.opens])
+    for row_open in batch.opens:
+        _open_row(row_open, message)
     if batch.commit_digests:
         message.commit_hashes = b"".join(batch.commit_digests)
     if len(batch.slot_mapping) > len(batch.rows):  # some row computes several tokens
@@ -73,19 +78,16 @@ def step_batch_to_proto(
         message.beam_tokens = u32_to_bytes(batch.beam_tokens)
     if batch.images:
         message.images = u32_to_bytes(np.array(batch.images, np.uint32))
-    for row_open in batch.opens:
-        if row_open.group.traceparent:
-            message.traces.add(row=row_open.row, traceparent=row_open.group.traceparent)
     if keys is not None and batch.commit_digests:
         lease = LeaseIds(fence.worker_epoch, fence.scheduler_epoch)
         message.commit_tags = keys.tags(lease, batch.commit_blocks, batch.commit_digests)
     return message
 
 
-def _row_open_to_proto(row_open: RowOpen) -> worker_pb2.RowOpen:
-    """Unset fields are not passed: most requests use few of them."""
+def _open_row(row_open: RowOpen, batch: worker_pb2.StepBatch) -> None:
+    """Adds the row to the opens of a step. Unset fields are not passed: most requests use few of them."""
     group = row_open.group
-    message = worker_pb2.RowOpen(
+    message = batch.opens.add(
         row=row_open.row,
         token_ids=u32_to_bytes(row_open.token_ids),
         prompt_len=row_open.prompt_len,
@@ -119,7 +121,8 @@ def _row_open_to_proto(row_open: RowOpen) -> worker_pb2.RowOpen:
         message.encoder.CopyFrom(group.encoder)
     if group.adapter:
         message.adapter = group.adapter
-    return message
+    if group.traceparent:
+        batch.traces.add(row=row_open.row, traceparent=group.traceparent)
 
 
 def step_output_from_proto(
