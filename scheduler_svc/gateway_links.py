@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 PROTOCOL_VERSION = 1
 MAX_PENDING_TOKENS = 1 << 20  # 16 MiB of columns; two entries of log probabilities count as a token
 MAX_PENDING_REPLIES = 1 << 16
-QUEUED_WAIT_S = 0.005
+QUEUED_WAIT_S = 0.02
 SILENT_INTERVALS = 3  # heartbeats that a gateway may miss before its stream ends
 
 
