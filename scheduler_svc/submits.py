@@ -32,7 +32,7 @@ from request_fields.sizes import SizeLimits
 from scheduler_svc.columns import U32, WireError, u32_from_bytes, u32_to_bytes
 from scheduler_svc.core.sequence import SequenceGroup
 from scheduler_svc.encoders import check_encoder
-from scheduler_svc.inputs import check_inputs, check_vocab, images_of
+from scheduler_svc.inputs import NO_IMAGES, check_inputs, check_vocab, images_of
 from scheduler_svc.pooled_wire import pooling_of
 from svc_common.errors import InvalidRequestError, UnimplementedError
 from svc_common.tracing import valid_traceparent
@@ -76,7 +76,7 @@ class SubmitReader:
         prompt = _prompt(submit.prompt_token_ids)
         num_input_bytes = check_inputs(submit.inputs, prompt, self._info)
         num_encoder_tokens, encoder = check_encoder(submit, prompt, given.stop.max_tokens, self._info)
-        images = images_of(submit.inputs, self._info)
+        images = images_of(submit.inputs, self._info) if num_input_bytes else NO_IMAGES
         if not self._limits.fits(len(prompt), given.stop.max_tokens):
             with _field_errors():
                 self._limits.resolve(len(prompt), given.stop.max_tokens)

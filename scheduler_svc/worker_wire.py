@@ -34,15 +34,6 @@ from svc_common.errors import InvalidRequestError
 DIGEST_BYTES = 16
 MAX_ROW_ERROR_CHARS = 500  # the message goes to the client and to the log
 
-# Columns of a step that are mostly empty, in groups of equal length.
-CHANGES = (
-    ("close_rows",),
-    ("table_rows", "table_indices", "table_blocks"),
-    ("copy_src", "copy_dst"),
-    ("commit_blocks",),
-    ("fork_rows", "fork_parents"),
-)
-
 
 def step_batch_to_proto(
     batch: StepBatch,
@@ -60,14 +51,9 @@ def step_batch_to_proto(
     message.rows = u32_to_bytes(batch.rows)
     message.context_lens = u32_to_bytes(batch.context_lens)
     message.slot_mapping = u32_to_bytes(batch.slot_mapping)
-    for names in CHANGES:
-        if len(getattr(batch, names[0])):
-            for name in names:
-                setattr(message, name, u32_to_bytes(getattr(batch, name)))
+    _add_changes(batch, message)
     for row_open in batch.opens:
         _open_row(row_open, message)
-    if batch.commit_digests:
-        message.commit_hashes = b"".join(batch.commit_digests)
     if len(batch.slot_mapping) > len(batch.rows):  # some row computes several tokens
         message.query_lens = u32_to_bytes(batch.query_lens)
     if not batch.is_decode and np.count_nonzero(batch.sample_mask) < len(batch.sample_mask):
@@ -82,6 +68,25 @@ def step_batch_to_proto(
         lease = LeaseIds(fence.worker_epoch, fence.scheduler_epoch)
         message.commit_tags = keys.tags(lease, batch.commit_blocks, batch.commit_digests)
     return message
+
+
+def _add_changes(batch: StepBatch, message: worker_pb2.StepBatch) -> None:
+    """Adds the columns that are empty in most steps."""
+    if len(batch.close_rows):
+        message.close_rows = u32_to_bytes(batch.close_rows)
+    if len(batch.table_rows):
+        message.table_rows = u32_to_bytes(batch.table_rows)
+        message.table_indices = u32_to_bytes(batch.table_indices)
+        message.table_blocks = u32_to_bytes(batch.table_blocks)
+    if len(batch.copy_src):
+        message.copy_src = u32_to_bytes(batch.copy_src)
+        message.copy_dst = u32_to_bytes(batch.copy_dst)
+    if batch.commit_digests:
+        message.commit_blocks = u32_to_bytes(batch.commit_blocks)
+        message.commit_hashes = b"".join(batch.commit_digests)
+    if len(batch.fork_rows):
+        message.fork_rows = u32_to_bytes(batch.fork_rows)
+        message.fork_parents = u32_to_bytes(batch.fork_parents)
 
 
 def _open_row(row_open: RowOpen, batch: worker_pb2.StepBatch) -> None:

@@ -105,7 +105,7 @@ def prefixes_published_before_the_answer(patch: Patch) -> None:
     def finish(original: Any, planner: StepPlanner, plan: StepPlan) -> Any:
         batch = original(planner, plan)
         if batch is not None:
-            planner.books.commit_fills(_without_decodes(planner.books.in_flight[-1]))
+            planner.books.commit_fills(_without_decodes(planner.books.in_flight[-1]), None)
         return batch
 
     def _without_decodes(flight: InFlightStep) -> InFlightStep:
@@ -163,13 +163,12 @@ def gateway_loses_a_token_when_a_request_moves(patch: Patch) -> None:
 def resumed_one_position_off(patch: Patch) -> None:
     """The last prompt token counts as output: later noise and offsets are those of the next position."""
 
-    def open_row(original: Any, row_open: Any) -> Any:
-        message = original(row_open)
+    def open_row(original: Any, row_open: Any, batch: Any) -> None:
+        original(row_open, batch)
         if len(row_open.token_ids) > row_open.prompt_len:
-            message.prompt_len -= 1
-        return message
+            batch.opens[-1].prompt_len -= 1
 
-    wrap(patch, worker_wire, "_row_open_to_proto", open_row)
+    wrap(patch, worker_wire, "_open_row", open_row)
 
 
 @bug("twice|is still live|leaks|still has|disagree|in 0 places|in two places|KeyError|is in", "kill", "tear_link")

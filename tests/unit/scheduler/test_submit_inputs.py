@@ -43,7 +43,9 @@ def test_inputs_reach_the_worker_unchanged() -> None:
     group = reader().group(submit_with(first, second), owner=0)
     assert group.num_input_bytes == len(first.data) + len(second.data)
     row = RowOpen(0, group, 0, group.prompt, 20, np.empty(0, np.uint32), 8, inputs=group.inputs_after(8))
-    batch = step_batch_from_proto(worker_pb2.StepBatch(opens=[worker_wire._row_open_to_proto(row)]))
+    message = worker_pb2.StepBatch()
+    worker_wire._open_row(row, message)
+    batch = step_batch_from_proto(message)
     assert batch.opens[0].inputs == (second,)
     assert batch.opens[0].token_ids.tolist() == with_content_ids(PROMPT, first, second)
 
