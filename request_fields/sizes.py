@@ -53,7 +53,7 @@ class SizeLimits:
 
     def fits(self, num_prompt: int, max_tokens: int) -> bool:
         """Whether some worker could run the sequence if it were idle."""
-        num_slots = num_prompt + max(1, max_tokens) - 1
+        num_slots = num_prompt + (max_tokens or 1) - 1
         return num_prompt + max_tokens <= self.max_model_len and num_slots <= self.pool_tokens
 
     def resolve(self, num_prompt: int, max_tokens: int | None) -> int:

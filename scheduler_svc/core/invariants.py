@@ -48,10 +48,9 @@ def _check_row(worker: WorkerBooks, row: int) -> None:
     assert len(set(held.tolist())) == len(held), f"row {row}: a block is in its table twice"
     assert first <= r.first_needed(int(r.num_computed_tokens[row])), f"row {row}: freed a block that it needs"
     assert r.num_computed_tokens[row] <= r.num_blocks[row] * r.block_size, f"row {row}: computed beyond its blocks"
-    assert r.num_computed_tokens[row] <= r.num_tokens[row] + r.pending[row], f"row {row}: computed beyond its tokens"
-    assert r.num_tokens[row] + r.pending[row] <= max(r.limit[row], r.prompt_len[row]), (
-        f"row {row}: more tokens than its limit"
-    )
+    assert r.num_computed_tokens[row] <= r.num_planned[row], f"row {row}: computed beyond its tokens"
+    assert r.num_tokens[row] <= r.num_planned[row], f"row {row}: a token of no step"
+    assert r.num_planned[row] <= max(r.limit[row], r.prompt_len[row]), f"row {row}: more tokens than its limit"
     write = int(r.num_computed_tokens[row]) // r.block_size
     shared = (worker.pool.refs[held] > 1).nonzero()[0] + first
     assert not len(shared) or shared.max() <= write, f"row {row}: shares a block that it will write to"

@@ -109,8 +109,8 @@ def places_near_best(scores: F64, slack: float, load: I64, allowed: Bools) -> I6
     if np.count_nonzero(allowed) < len(allowed):
         scores = np.where(allowed, scores, np.inf)
     best = scores.argmin()
-    near: I64 = ((scores <= scores[best] + slack) & (load <= load[best] + LOAD_PART * slack)).nonzero()[0]
-    return near
+    near: I64 = (scores <= scores[best] + slack).nonzero()[0]
+    return near if len(near) == 1 else near[load[near] <= load[best] + LOAD_PART * slack]
 
 
 def least_pressed(places: I64, pressure: F64) -> int:

@@ -29,7 +29,7 @@ class QueueEntry:
     """State of a waiting sequence. Created when the sequence joins the queue, dropped when it leaves."""
 
     __slots__ = (
-        "blocked_since", "cached_as_of", "held_since", "is_new", "key", "most_cached", "num_cached_at",
+        "_key_cached", "blocked_since", "cached_as_of", "held_since", "is_new", "key", "most_cached", "num_cached_at",
         "num_expected_tokens", "num_tokens", "refusals", "seq", "uncached_at",
     )  # fmt: skip
 
@@ -39,6 +39,7 @@ class QueueEntry:
         self.num_tokens = seq.data.num_tokens
         self.num_expected_tokens = num_expected_tokens  # with expected output, and with samples that will fork from it
         self.key: Key = (0, True, 0.0, 0)  # sort key in the queue, set by `WaitingQueue.add`
+        self._key_cached = 0  # `most_cached` when the key was set
         self.blocked_since: float | None = None  # first time it was passed over for lack of room
         self.held_since: float | None = None  # first time it waited for its best worker while others had room
         self.refusals: dict[str, Refusal] = {}  # worker id -> its newest refusal
@@ -46,6 +47,16 @@ class QueueEntry:
         self.uncached_at = NO_WORKERS  # number of tokens to compute on each worker
         self.most_cached = 0  # the largest value in `num_cached_at`
         self.cached_as_of = (0, 0, 0.0)  # fleet version, fleet pass and time of the newest lookup
+
+    def set_key(self, virtual_arrival: float) -> None:
+        """Set the sort key, which depends on `most_cached`."""
+        self.key = (self.seq.group.priority, self.is_new, virtual_arrival, self.seq.seq_id)
+        self._key_cached = self.most_cached
+
+    @property
+    def has_old_key(self) -> bool:
+        """Whether `most_cached` has changed since the key was set."""
+        return self.most_cached != self._key_cached
 
     def set_cached(self, num_cached_at: I64) -> None:
         """Set the number of leading tokens cached on each worker."""

@@ -159,7 +159,7 @@ class Scheduler:
         """Adapters that workers must make resident for waiting sequences. The caller reports each one's end with
         `end_adapter_swap`.
         """
-        swaps = (worker.take_adapter_swap() for worker in self._workers.values())
+        swaps = (worker.take_adapter_swap() for worker in self._fleet.take_wanting())
         return [swap for swap in swaps if swap is not None]
 
     def end_adapter_swap(self, worker_id: str, digest: bytes, *, is_resident: bool) -> None:
@@ -364,9 +364,10 @@ class Scheduler:
             planner.note_answer(step, now)
             self._ready[output.worker_id] = planner
         failed = self._fail_rows(worker, step, failures) if failures else []
-        rows, deltas = append_tokens(worker.rows, step, output)
+        is_open = worker.rows.open_since(step.closed) if step.closed else None
+        rows, deltas = append_tokens(worker.rows, step, output, is_open)
         self._share.charge_outputs(worker.rows.tenant, rows)
-        worker.commit_fills(step)
+        worker.commit_fills(step, is_open)
         deltas.finished.extend(failed)
         may_reach_limit = step.may_reach_limit
         if places := self._stops.may_end(worker.rows, rows, deltas.token_ids, may_reach_limit=may_reach_limit):
@@ -384,8 +385,8 @@ class Scheduler:
     def _finish_rows(self, worker: WorkerBooks, rows: I64, deltas: Deltas, places: list[int]) -> None:
         """End the rows at these indices whose newest token is their last one."""
         for i in places:
-            row = int(rows[i])
-            end = self._stops.end_of(worker.rows, row, int(deltas.token_ids[i]))
+            row = rows.item(i)
+            end = self._stops.end_of(worker.rows, row, deltas.token_ids.item(i))
             if end is None:
                 continue
             seq = worker.rows.sequence(row)

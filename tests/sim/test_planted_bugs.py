@@ -263,7 +263,7 @@ def committed_before_the_answer(patch: Patch) -> None:
     def finish(original: Any, planner: StepPlanner, plan: StepPlan) -> StepBatch | None:
         batch = original(planner, plan)
         if batch is not None:
-            planner.books.commit_fills(replace_rows(planner.books.in_flight[-1]))
+            planner.books.commit_fills(replace_rows(planner.books.in_flight[-1]), None)
         return batch
 
     def replace_rows(flight: InFlightStep) -> InFlightStep:
@@ -323,8 +323,8 @@ def window_frees_one_block_early(patch: Patch) -> None:
 
 @bug("the oracle has|a token after the end|token at offset|Error")
 def late_answer_of_a_closed_row_accepted(patch: Patch) -> None:
-    def append(original: Any, table: RowTable, flight: InFlightStep, output: Any, share: Any) -> Any:
-        return original(table, replace(flight, closed=set()), output, share)
+    def append(original: Any, table: RowTable, flight: InFlightStep, output: Any, is_open: Any) -> Any:
+        return original(table, flight, output, None)
 
     wrap(patch, scheduler, "append_tokens", append)
 
@@ -420,8 +420,8 @@ def row_at_its_limit_stays_in_the_decode_run(patch: Patch) -> None:
 def row_joins_the_decode_run_without_a_check_of_its_blocks(patch: Patch) -> None:
     def may_join(original: Any, planner: StepPlanner, row: int) -> bool:
         r = planner.books.rows
-        known, end = r.num_tokens[row] + r.pending[row], r.num_computed_tokens[row]
-        return bool(known - end == 1 and known < r.limit[row] and end and not r.is_beam[row])
+        planned, end = r.num_planned[row], r.num_computed_tokens[row]
+        return bool(planned - end == 1 and planned < r.limit[row] and end and not r.is_beam[row])
 
     wrap(patch, StepPlanner, "_may_join", may_join)
 
@@ -551,12 +551,12 @@ def moves_not_sent(patch: Patch) -> None:
     "which another open row has|which other rows share|reads the wrong content|evicts a block before|no LRU queue|leaks"
 )
 def encoder_blocks_freed_with_the_first_sample(patch: Patch) -> None:
-    def close(original: Any, worker: WorkerBooks, row: int) -> None:
+    def close(original: Any, worker: WorkerBooks, row: int, *others: Any) -> None:
         group = worker.rows.sequence(row).group
         blocks = worker.rows.table[row, : group.num_encoder_tokens // worker.capacity.block_size].astype(np.int64)
         if len(blocks):
             worker.pool.refs[blocks] = 1
-        original(worker, row)
+        original(worker, row, *others)
 
     wrap(patch, WorkerBooks, "_close", close)
 

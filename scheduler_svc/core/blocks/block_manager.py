@@ -158,27 +158,27 @@ class BlockManager:
         """
         if not self._prefix_caching:
             return []
-        held, digest_of = self.held, self._digest_of
-        if len(set(digests)) < len(digests) or not held.keys().isdisjoint(digests):
-            firsts = {digest: len(digests) - i for i, digest in enumerate(reversed(digests), 1)}
-            places = sorted(i for digest, i in firsts.items() if digest not in held)
-            blocks, digests, block_tokens = blocks[places], [digests[i] for i in places], block_tokens[places]
-        ids = blocks.tolist()
-        fills = list(zip(ids, digests, strict=True))
-        held.update(zip(digests, ids, strict=True))
-        for block, digest in fills:
-            digest_of[block] = digest
-        self._tokens[blocks] = block_tokens
-        return fills
+        held, digest_of, ids = self.held, self._digest_of, blocks.tolist()
+        for block, digest in zip(ids, digests, strict=True):
+            if digest not in held:
+                held[digest], digest_of[block] = block, digest
+        self._tokens[blocks] = block_tokens  # of all blocks: tokens without a digest are never read
+        return [(block, digest) for block, digest in zip(ids, digests, strict=True) if held[digest] == block]
 
     def commit(self, fills: Iterable[Fill]) -> None:
         """Announce the blocks that still have this digest. The step that fills them has been answered."""
         digest_of, committed = self._digest_of, self._committed
-        new = [fill for fill in fills if digest_of[fill[0]] == fill[1] and not committed[fill[0]]]
-        for block, _ in new:
-            committed[block] = 1
-        self.commits += new
-        self._events += [(digest, True) for _, digest in new]
+        self._announce([fill for fill in fills if digest_of[fill[0]] == fill[1] and not committed[fill[0]]])
+
+    def cache(self, blocks: I64 | U32, digests: Sequence[bytes], block_tokens: U32) -> None:
+        """`register` and `commit` for blocks that an answered step has filled."""
+        self._announce(self.register(blocks, digests, block_tokens))
+
+    def _announce(self, fills: list[Fill]) -> None:
+        for block, _ in fills:
+            self._committed[block] = 1
+        self.commits += fills
+        self._events += [(digest, True) for _, digest in fills]
 
     def take_commits(self) -> list[Fill]:
         """Returns the blocks committed since the last call that still hold this prefix."""

@@ -71,6 +71,7 @@ class Fleet:
         self._pass = 0  # number of the newest pass
         self._reserved: Bools | None = None  # workers reserved for starved sequences in this pass
         self._digests = PromptDigests(config.root_salt)
+        self._wanting: dict[str, WorkerBooks] = {}
         self._set([], np.zeros(0, dtype=np.int64))
 
     @property
@@ -85,6 +86,7 @@ class Fleet:
         self._set([*self._workers, worker], np.append(self._written, written))
 
     def leave(self, worker: WorkerBooks) -> None:
+        self._wanting.pop(worker.capacity.worker_id, None)
         stays = np.array([other is not worker for other in self._workers])
         self._set([other for other in self._workers if other is not worker], self._written[stays])
 
@@ -115,7 +117,7 @@ class Fleet:
         # Tokens in use plus tokens ever written, as a multiple of the pool's size
         self._pressure = np.zeros(len(workers))
         self._load, self._free_rows = self._expected_prefill, self._rows
-        self._had_room = np.zeros(len(workers), dtype=np.bool_)  # free rows and little expected prefill
+        self._had_room = np.zeros(len(workers), dtype=np.bool_)  # open, with free rows and little expected prefill
         self._has_room = self._had_room  # the same, with what the current pass adds
         self._can_take = [False] * len(workers)  # has room, also by preempting, and does not drain
         self._ready: set[int] = set()  # positions of the ready workers
@@ -166,14 +168,14 @@ class Fleet:
 
     def _read(self, i: int, worker: WorkerBooks) -> None:
         expected_prefill, num_rows, is_open = worker.expected_prefill, worker.num_free_rows, not worker.is_draining
-        is_little = expected_prefill < self._max_pending[i]
+        takes_prefill = is_open and expected_prefill < self._max_pending.item(i)
         self._is_open[i] = is_open
         self._expected_prefill[i], self._rows[i] = expected_prefill, num_rows
         used = worker.pool.num_used * worker.capacity.block_size
-        self._pressure[i] = (self._written[i] + used) / self._pool_tokens[i]
+        self._pressure[i] = (self._written.item(i) + used) / self._pool_tokens.item(i)
         self._least_urgent[i] = least_urgent = _least_urgent(worker) if self._is_mixed else NOTHING_RUNS
-        self._had_room[i] = num_rows > 0 and is_little
-        self._can_take[i] = bool(is_open and is_little and (num_rows > 0 or least_urgent > NOTHING_RUNS))
+        self._had_room[i] = takes_prefill and num_rows > 0
+        self._can_take[i] = takes_prefill and (num_rows > 0 or least_urgent > NOTHING_RUNS)
 
     def place(self, entry: QueueEntry, now: float, tokens_per_s: float | None) -> Placement:
         """Choose the worker for a sequence, now or later. At least one worker is eligible, because the sequence is
@@ -189,7 +191,9 @@ class Fleet:
         slack = self._config.placement_slack * self._config.placement_alpha * entry.num_tokens
         near = places_near_best(scores, slack, self._load, eligible)
         best = least_pressed(near, self._pressure)
-        room = eligible & self._room(entry)
+        room = self._room(entry)
+        if eligible is not self._is_open or self._is_mixed:
+            room = eligible & room
         if seq.group.adapter:
             room &= np.array([worker.adapters.is_ready(seq.group.adapter) for worker in self._workers], dtype=np.bool_)
         is_held, wait = False, None
@@ -215,7 +219,7 @@ class Fleet:
 
     def _place_alone(self, entry: QueueEntry) -> Placement:
         """`place` for the only worker, which needs no scores. They would cost three times as much as the rest."""
-        has_room = bool(self._is_open[0] and self._room(entry)[0])
+        has_room = bool(self._room(entry)[0])
         self._count_in(0, int(entry.uncached_at[0]), entry.num_rows)
         return Placement(self._workers[0], has_room, has_room and 0 in self._ready, is_held=False)
 
@@ -261,9 +265,9 @@ class Fleet:
         self.num_accepting = len(self._accepts)
 
     def _count_in(self, i: int, num_tokens: int, num_rows: int) -> None:
-        load, free_rows = self._load[i] + num_tokens, self._free_rows[i] - num_rows
+        load, free_rows = self._load.item(i) + num_tokens, self._free_rows.item(i) - num_rows
         self._load[i], self._free_rows[i] = load, free_rows
-        is_full = load >= self._max_pending[i]
+        is_full = load >= self._max_pending.item(i)
         if is_full or free_rows <= 0:
             self._has_room[i] = False
         if i in self._accepts and (is_full or (free_rows <= 0 and self._least_urgent[i] == NOTHING_RUNS)):
@@ -272,9 +276,16 @@ class Fleet:
 
     def _waits_for_adapter(self, i: int, adapter: bytes) -> bool:
         """Record that a waiting sequence should run on a worker. True if its adapter is not resident there."""
-        adapters = self._workers[i].adapters
-        adapters.want(adapter)
-        return not adapters.is_ready(adapter)
+        worker = self._workers[i]
+        worker.adapters.want(adapter)
+        self._wanting[worker.capacity.worker_id] = worker
+        return not worker.adapters.is_ready(adapter)
+
+    def take_wanting(self) -> list[WorkerBooks]:
+        """The workers on which sequences with adapters should run, by passes since the last call."""
+        wanting = list(self._wanting.values())
+        self._wanting.clear()
+        return wanting
 
     def _should_wait(self, entry: QueueEntry, extra_tokens: int, now: float, tokens_per_s: float | None) -> bool:
         if entry.held_since is None:
@@ -300,24 +311,22 @@ class Fleet:
         """
         if not entry.refusals and not self._is_mixed and self._reserved is None:
             return self._has_room
-        refusals = self._refusals(entry) if entry.refusals else []
-        room: Bools = self._free_rows > 0
+        room, refusals = self._has_room.copy(), self._refusals(entry)
         for i, _ in refusals:
             room[i] = False
         if self._is_mixed:
             can_preempt = self._least_urgent > entry.seq.group.priority
             for i, refusal in refusals:
                 can_preempt[i] &= refusal.can_preempt
-            room |= can_preempt
-        room &= self._load < self._max_pending
+            room |= can_preempt & (self._load < self._max_pending)
         if self._reserved is not None:
             room &= ~self._reserved
         return room
 
     def _refusals(self, entry: QueueEntry) -> list[tuple[int, Refusal]]:
         """Refusals that still hold, with the positions of their workers."""
-        at = [(i, self._workers[i].refusal(entry)) for i in map(self._position.get, entry.refusals) if i is not None]
-        return [(i, refusal) for i, refusal in at if refusal is not None]
+        at = [(self._position.get(name), refusal) for name, refusal in entry.refusals.items()]
+        return [(i, refusal) for i, refusal in at if i is not None and self._workers[i].holds(refusal)]
 
     # -- cached prefixes ----------------------------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ class FairShare:
     def __init__(self) -> None:
         # [slots] weighted tokens per tenant, at least the floor at the tenant's last join
         self.served: I64 = np.zeros(8, dtype=np.int64)
-        self.num_active = 0
+        self._active: set[int] = set()  # slots
         self._slots: dict[str, int] = {}
         self._names: list[str] = []
         self._num_live: list[int] = []
@@ -42,9 +42,11 @@ class FairShare:
         if slot is None:
             slot = self._new_slot(tenant_id)
         if not self._num_live[slot]:
-            self._floor = self._lowest()
-            self.served[slot] = max(int(self.served[slot]), self._floor)
-            self.num_active += 1
+            if self._active:
+                self._floor = max(self._floor, min(self.served.item(other) for other in self._active))
+            if self.served[slot] < self._floor:
+                self.served[slot] = self._floor
+            self._active.add(slot)
             self._idle.pop(slot, None)
         self._num_live[slot] += 1
         return slot
@@ -54,9 +56,9 @@ class FairShare:
         self._num_live[slot] -= 1
         if self._num_live[slot]:
             return
-        self.num_active -= 1
+        self._active.remove(slot)
         self._idle[slot] = None
-        if not self.num_active:  # nothing to compare with: the next tenant starts at this counter
+        if not self._active:  # nothing to compare with: the next tenant starts at this counter
             self._floor = max(self._floor, int(self.served[slot]))
 
     def charge_prompt(self, slot: int, num_tokens: int) -> None:
@@ -67,14 +69,10 @@ class FairShare:
         """Charge one generated token of each row to the row's tenant."""
         if not len(rows):
             return
-        if self.num_active == 1:
+        if len(self._active) == 1:
             self.served[slot_of_row[rows[0]]] += OUTPUT_WEIGHT * len(rows)
             return
         self.served += OUTPUT_WEIGHT * np.bincount(slot_of_row[rows], minlength=len(self.served))
-
-    def _lowest(self) -> int:
-        counters = [int(self.served[slot]) for slot, num_live in enumerate(self._num_live) if num_live]
-        return max(self._floor, min(counters, default=0))
 
     def _new_slot(self, tenant_id: str) -> int:
         if len(self._idle) >= MAX_IDLE_TENANTS:
@@ -94,4 +92,4 @@ class FairShare:
     def check_invariants(self, live: dict[int, int]) -> None:
         """Raise AssertionError unless the live requests per slot are `live`."""
         assert {slot: n for slot, n in enumerate(self._num_live) if n} == live, "tenants and live requests disagree"
-        assert self.num_active == len(live), "the number of active tenants is wrong"
+        assert self._active == live.keys(), "the active tenants are wrong"

@@ -192,7 +192,7 @@ class Requests:
         forks = seq.forks
         if seq.worker_id is not None and seq.row is not None:
             worker = self._workers[seq.worker_id]
-            worker.finish(seq.row)
+            worker.finish(seq, seq.row)
             self._fleet.mark_changed(worker)
         else:
             self._leave_queue(seq)

@@ -43,14 +43,13 @@ class QueueScan:
             return placed
         self._fleet.begin_pass(ready.keys(), is_mixed=is_mixed)
         found: list[Wait | None] = []
-        moved: list[tuple[QueueEntry, float]] = []
+        moved: list[QueueEntry] = []
         num_passed = num_swaps = 0
         for entry in self._waiting if self._fleet.num_accepting else ():
             placement = self._fleet.place(entry, now, tokens_per_s)
             found.append(placement.wait)
-            virtual_arrival = self._requests.virtual_arrival(entry)
-            if virtual_arrival != entry.key[2]:
-                moved.append((entry, virtual_arrival))
+            if entry.has_old_key:
+                moved.append(entry)
             if placement.is_now:
                 placed.setdefault(placement.worker.capacity.worker_id, []).append(entry)
             elif placement.waits_for_adapter:
@@ -61,8 +60,8 @@ class QueueScan:
                 self._fleet.reserve_for(entry)
             if not self._fleet.num_accepting or num_passed > self._config.max_bypass or num_swaps > MAX_SWAP_WAITS:
                 break
-        for entry, virtual_arrival in moved:
-            self._waiting.move(entry, virtual_arrival)
+        for entry in moved:
+            self._waiting.move(entry, self._requests.virtual_arrival(entry))
         self._waits = [] if is_mixed or None in found else [wait for wait in found if wait is not None]
         return placed
 

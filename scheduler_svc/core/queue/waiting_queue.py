@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from heapq import heapify, heappop, heapreplace
 from operator import attrgetter
@@ -14,6 +14,25 @@ from scheduler_svc.core.queue_entry import QueueEntry
 from scheduler_svc.core.sequence import Sequence
 
 _key = attrgetter("key")
+
+
+class TenantQueue:
+    """The waiting sequences of one tenant."""
+
+    __slots__ = ("entries", "expected_tokens", "tokens")
+
+    def __init__(self) -> None:
+        self.entries: list[QueueEntry] = []  # sorted by key
+        self.expected_tokens = 0  # to compute and to generate
+        self.tokens: defaultdict[int, int] = defaultdict(int)  # priority -> tokens to compute
+
+    def count(self, entry: QueueEntry, sign: int) -> None:
+        """Count an entry that has joined (1) or left (-1)."""
+        priority = entry.key[0]
+        self.expected_tokens += sign * entry.num_expected_tokens
+        self.tokens[priority] += sign * entry.num_tokens
+        if not self.tokens[priority]:
+            del self.tokens[priority]
 
 
 class WaitingQueue:
@@ -28,9 +47,7 @@ class WaitingQueue:
     def __init__(self, share: FairShare) -> None:
         self._share = share
         self._entries: dict[Sequence, QueueEntry] = {}
-        self._by_tenant: dict[int, list[QueueEntry]] = {}  # slot -> entries sorted by key; no list is empty
-        self._tokens: defaultdict[tuple[int, int], int] = defaultdict(int)  # (slot, priority) -> tokens to compute
-        self._expected: defaultdict[int, int] = defaultdict(int)  # slot -> expected tokens
+        self._by_tenant: dict[int, TenantQueue] = {}  # by slot; only tenants that have waiting sequences
         self.unschedulable: dict[Sequence, float] = {}  # -> since when, oldest first; inf until `give_up` sets it
         self.pending_tokens = 0  # to compute
         self.expected_tokens = 0  # to compute and to generate
@@ -60,19 +77,25 @@ class WaitingQueue:
 
     def num_of(self, slot: int | None) -> int:
         """Number of waiting sequences of one tenant."""
-        return len(self._by_tenant[slot]) if slot in self._by_tenant else 0
+        return len(self._by_tenant[slot].entries) if slot in self._by_tenant else 0
 
     def expected_tokens_of(self, slot: int | None) -> int:
         """The tokens in `expected_tokens` that belong to one tenant."""
-        return self._expected.get(slot, 0) if slot is not None else 0
+        return self._by_tenant[slot].expected_tokens if slot in self._by_tenant else 0
 
     def add(self, entry: QueueEntry, virtual_arrival: float) -> None:
         """Insert an entry into its tenant's list."""
         seq = entry.seq
-        entry.key = (seq.group.priority, entry.is_new, virtual_arrival, seq.seq_id)
+        slot = seq.group.tenant_slot
+        tenant = self._by_tenant.get(slot)
+        if tenant is None:
+            tenant = self._by_tenant[slot] = TenantQueue()
+        entry.set_key(virtual_arrival)
         self._entries[seq] = entry
-        insort(self._by_tenant.setdefault(seq.group.tenant_slot, []), entry, key=_key)
-        self._count(entry, 1)
+        insort(tenant.entries, entry, key=_key)
+        tenant.count(entry, 1)
+        self.pending_tokens += entry.num_tokens
+        self.expected_tokens += entry.num_expected_tokens
 
     def add_unschedulable(self, seq: Sequence) -> None:
         """Add a sequence that waits outside the order."""
@@ -84,31 +107,21 @@ class WaitingQueue:
             return
         entry = self._entries.pop(seq)
         slot = seq.group.tenant_slot
-        entries = self._by_tenant[slot]
-        index = bisect_left(entries, entry.key, key=_key)
-        if entries[index] is not entry:
+        tenant = self._by_tenant[slot]
+        index = bisect_left(tenant.entries, entry.key, key=_key)
+        if tenant.entries[index] is not entry:
             raise RuntimeError(f"sequence {seq.seq_id} is not at the position of its key: a bug in the queue")
-        del entries[index]
-        if not entries:
+        del tenant.entries[index]
+        tenant.count(entry, -1)
+        if not tenant.entries:
             del self._by_tenant[slot]
-        self._count(entry, -1)
+        self.pending_tokens -= entry.num_tokens
+        self.expected_tokens -= entry.num_expected_tokens
 
     def move(self, entry: QueueEntry, virtual_arrival: float) -> None:
         """Move an entry within its tenant's list."""
         self.remove(entry.seq)
         self.add(entry, virtual_arrival)
-
-    def _count(self, entry: QueueEntry, sign: int) -> None:
-        slot, num_tokens = entry.seq.group.tenant_slot, sign * entry.num_tokens
-        self.pending_tokens += num_tokens
-        self.expected_tokens += sign * entry.num_expected_tokens
-        self._expected[slot] += sign * entry.num_expected_tokens
-        at = (slot, entry.seq.group.priority)
-        self._tokens[at] += num_tokens
-        if not self._tokens[at]:
-            del self._tokens[at]
-        if slot not in self._by_tenant:
-            del self._expected[slot]
 
     def tokens_ahead(self, slot: int | None, priority: int, virtual_arrival: float | None = None) -> int:
         """Number of tokens to compute before a new sequence of this tenant is served. Without `virtual_arrival` the
@@ -117,30 +130,32 @@ class WaitingQueue:
         The sequences ahead are those that are at least as urgent. But while the tenant's own sequences are served, each
         other tenant gets at most the same number of tokens.
         """
-        urgent = [(owner, tokens) for (owner, level), tokens in self._tokens.items() if level <= priority]
-        if virtual_arrival is None or slot is None:
-            own = sum(tokens for owner, tokens in urgent if owner == slot)
-        else:
-            entries = self._by_tenant.get(slot, [])
+        urgent = {
+            owner: sum(tokens for level, tokens in tenant.tokens.items() if level <= priority)
+            for owner, tenant in self._by_tenant.items()
+        }
+        own = urgent.get(slot, 0) if slot is not None else 0
+        if virtual_arrival is not None and slot in self._by_tenant:
+            entries = self._by_tenant[slot].entries
             end = bisect_left(entries, (priority, True, virtual_arrival, 0), key=_key)
             own = sum(entry.num_tokens for entry in entries[:end])
-        return min(sum(tokens for _, tokens in urgent), own * self.num_tenants_with(slot))
+        return min(sum(urgent.values()), own * self.num_tenants_with(slot))
 
     def __iter__(self) -> Iterator[QueueEntry]:
         """All entries in order. Each entry counts as served when the next one is chosen, so one iteration accounts for
         the tenants' growing usage.
         """
         if len(self._by_tenant) == 1:
-            return iter(next(iter(self._by_tenant.values())))
+            return iter(next(iter(self._by_tenant.values())).entries)
         return self._merge()
 
     def _merge(self) -> Iterator[QueueEntry]:
         served = {slot: int(self._share.served[slot]) for slot in self._by_tenant}
-        heads = [(_rank(entries[0], served[slot]), slot, 0) for slot, entries in self._by_tenant.items()]
+        heads = [(_rank(tenant.entries[0], served[slot]), slot, 0) for slot, tenant in self._by_tenant.items()]
         heapify(heads)
         while heads:
             _, slot, index = heads[0]
-            entries = self._by_tenant[slot]
+            entries = self._by_tenant[slot].entries
             yield entries[index]
             served[slot] += INPUT_WEIGHT * entries[index].num_tokens
             if index + 1 == len(entries):
@@ -150,7 +165,7 @@ class WaitingQueue:
 
     def check_invariants(self) -> None:
         """Raise AssertionError if counts, keys and order disagree."""
-        waiting = [entry for entries in self._by_tenant.values() for entry in entries]
+        waiting = [entry for tenant in self._by_tenant.values() for entry in tenant.entries]
         assert {entry.seq: entry for entry in waiting} == self._entries, "entries and the order disagree"
         assert len(waiting) == len(self._entries), "a sequence waits twice"
         assert self.unschedulable.keys().isdisjoint(self._entries), (
@@ -158,11 +173,15 @@ class WaitingQueue:
         )
         assert self.pending_tokens == sum(entry.seq.data.num_tokens for entry in waiting), "pending_tokens is wrong"
         assert self.expected_tokens == sum(entry.num_expected_tokens for entry in waiting), "expected_tokens is wrong"
-        assert sum(self._tokens.values()) == self.pending_tokens, "tokens per tenant are wrong"
-        assert sum(self._expected.values()) == self.expected_tokens, "expected tokens per tenant are wrong"
-        assert self._expected.keys() == self._by_tenant.keys(), "_expected and _by_tenant have different tenants"
-        for slot, entries in self._by_tenant.items():
+        for slot, tenant in self._by_tenant.items():
+            entries, tokens = tenant.entries, Counter[int]()
+            for entry in entries:
+                tokens[entry.seq.group.priority] += entry.num_tokens
             assert entries, "a tenant has no entries but is listed"
+            assert tenant.tokens == tokens, "tokens per tenant are wrong"
+            assert tenant.expected_tokens == sum(entry.num_expected_tokens for entry in entries), (
+                "expected tokens per tenant are wrong"
+            )
             assert entries == sorted(entries, key=_key), "the queue is out of order"
             assert all(entry.seq.group.tenant_slot == slot for entry in entries), (
                 "an entry is listed under another tenant"

@@ -59,10 +59,6 @@ class AdapterSlots:
         if digest in self._resident:
             self._touch(digest)
 
-    @property
-    def has_wants(self) -> bool:
-        return bool(self._wanted)
-
     def take_swap(self, in_use: Collection[bytes]) -> tuple[bytes, tuple[bytes, ...]] | None:
         """The adapter to make resident and those that stay so, if a swap is needed and possible. One at a time.
         `in_use`: the adapters of the worker's rows.

@@ -17,6 +17,7 @@ from scheduler_svc.core.steps.step_plan import InFlightStep
 
 I64 = npt.NDArray[np.int64]
 U32 = npt.NDArray[np.uint32]
+Bools = npt.NDArray[np.bool_]
 
 
 def check_answer(in_flight: Sequence[InFlightStep], output: StepOutput) -> tuple[InFlightStep, list[RowFailure]]:
@@ -70,26 +71,25 @@ def _check_pooled_rows(step: InFlightStep, found: PooledRows, worker_id: str) ->
         )
 
 
-def append_tokens(table: RowTable, step: InFlightStep, output: StepOutput) -> tuple[I64, Deltas]:
-    """Store the samples of rows that have not been closed since the step was sent."""
+def append_tokens(table: RowTable, step: InFlightStep, output: StepOutput, is_open: Bools | None) -> tuple[I64, Deltas]:
+    """Store the samples of rows that have not been closed since the step was sent. `is_open`: per row, whether it has
+    not; None if no row has.
+    """
     run = step.run
-    if run is not None and not step.closed:
+    if run is not None and is_open is None:
         return run.rows, _append_run(table, run, step.context_lens, output)
     rows, token_ids, logprobs = output.rows.astype(np.int64), output.token_ids, output.logprobs
-    if step.closed:
-        is_open = table.are_open(rows, step.closed)
-        rows, token_ids = rows[is_open], token_ids[is_open]
-        logprobs = None if logprobs is None else logprobs.select(is_open)
+    if is_open is not None:
+        stays = is_open[rows]
+        rows, token_ids = rows[stays], token_ids[stays]
+        logprobs = None if logprobs is None else logprobs.select(stays)
     if step.has_beams:  # `BeamSearch` chooses their tokens
         is_sampled = ~table.is_beam[rows]
         rows, token_ids = rows[is_sampled], token_ids[is_sampled]
         logprobs = None if logprobs is None else logprobs.select(is_sampled)
     positions = table.num_tokens[rows]
-    table.flat_tokens[rows * table.tokens.shape[1] + positions] = token_ids
-    increments = table.zeros.copy()
-    increments[rows] = 1
-    table.num_tokens += increments  # a whole column is cheaper than two indexed ones
-    table.pending -= increments
+    table.flat_tokens[table.row_starts[rows] + positions] = token_ids
+    table.num_tokens[rows] = positions + 1
     return rows, Deltas(
         owners=table.owner[rows],
         handles=table.handle[rows],
@@ -97,16 +97,15 @@ def append_tokens(table: RowTable, step: InFlightStep, output: StepOutput) -> tu
         offsets=(positions - table.prompt_len[rows]).astype(np.uint32),
         token_ids=token_ids,
         logprobs=logprobs,
-        prompt=None if output.prompt_logprobs is None else _take_prompt(table, step, output.prompt_logprobs),
+        prompt=None if output.prompt_logprobs is None else _take_prompt(table, output.prompt_logprobs, is_open),
     )
 
 
-def _take_prompt(table: RowTable, step: InFlightStep, found: PromptLogprobs) -> PromptDeltas | None:
+def _take_prompt(table: RowTable, found: PromptLogprobs, is_open: Bools | None) -> PromptDeltas | None:
     """New prompt positions of open rows; None if there are none. Records them as delivered."""
     is_new = np.zeros(len(found.rows), dtype=np.bool_)
     rows, positions = found.rows.astype(np.int64), found.positions
-    is_open = table.are_open(rows, step.closed)
-    for row in dict.fromkeys(rows[is_open].tolist()):
+    for row in dict.fromkeys((rows if is_open is None else rows[is_open[rows]]).tolist()):
         group = table.sequence(row).group
         if group.pending_prompt_logprobs is None:
             continue
@@ -123,7 +122,6 @@ def _append_run(table: RowTable, run: Members, context_lens: U32, output: StepOu
     token_ids, columns = output.token_ids, run.columns(table)
     table.flat_tokens[columns.token_starts + context_lens] = token_ids
     table.num_tokens += run.in_run
-    table.pending -= run.in_run
     return Deltas(
         columns.owners,
         columns.handles,

@@ -41,6 +41,7 @@ class BeamRows:
         r = self._table
         r.tokens[rows, r.num_tokens[rows]] = token_ids
         r.num_tokens[rows] += 1
+        r.num_planned[rows] += 1
         for row, parent, token_id in zip(rows.tolist(), parents.tolist(), token_ids, strict=True):
             self._moves[row] = parent, token_id
 

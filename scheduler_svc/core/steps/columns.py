@@ -48,15 +48,14 @@ def columns_of_run(table: RowTable, run: DecodeRun, members: Members, new_blocks
 
 def columns_of_decodes(table: RowTable, rows: I64) -> Columns:
     """Advance rows that compute one token each and are not in the run."""
-    context_lens, pending = table.num_computed_tokens[rows], table.pending[rows]
-    known = table.num_tokens[rows] + pending
-    left, reaches_end = table.limit[rows] - known, context_lens + 1 == known
+    context_lens, planned = table.num_computed_tokens[rows], table.num_planned[rows]
+    left, reaches_end = table.limit[rows] - planned, context_lens + 1 == planned
     sample_mask = reaches_end & (left > 0)
     slots, full = table.slots(rows, context_lens), table.fills_block(context_lens)
     if table.num_pooled:
         full = full[~table.is_pooled[rows[full]]]
     table.num_computed_tokens[rows] = context_lens + 1
-    table.pending[rows] = pending + (sample_mask & ~table.is_beam[rows] if table.num_beams else sample_mask)
+    table.num_planned[rows] = planned + (sample_mask & ~table.is_beam[rows] if table.num_beams else sample_mask)
     return Columns(
         rows.astype(np.uint32),
         table.ones[: len(rows)],
@@ -74,17 +73,17 @@ def with_chunks(table: RowTable, head: Columns, chunks: list[tuple[int, int]]) -
     """Advance rows by chunks of their prompts: pairs of a row and its number of tokens. Returns the columns of `head`,
     followed by those of these rows.
     """
-    starts, samples, slots, prompt_only = [], [], [head.slots], []
+    starts, samples, slots, prompt_only = [], [], [head.slots] if len(head.slots) else [], []
     may_reach_limit, continues = head.may_reach_limit, head.continues
     for row, count in chunks:
-        start, known = int(table.num_computed_tokens[row]), int(table.num_tokens[row] + table.pending[row])
-        left, reaches_end = int(table.limit[row]) - known, start + count == known
+        start, planned = table.num_computed_tokens.item(row), table.num_planned.item(row)
+        left, reaches_end = table.limit.item(row) - planned, start + count == planned
         starts.append(start)
         samples.append(reaches_end and left > 0)
         slots.append(table.chunk_slots(row, start, count))
         table.num_computed_tokens[row] = start + count
         if samples[-1] and not table.is_beam[row]:
-            table.pending[row] += 1
+            table.num_planned[row] = planned + 1
         elif reaches_end and left <= 0:
             prompt_only.append(row)
         may_reach_limit |= left <= 1
@@ -94,7 +93,7 @@ def with_chunks(table: RowTable, head: Columns, chunks: list[tuple[int, int]]) -
         _extended(head.query_lens, [count for _, count in chunks]),
         _extended(head.context_lens, starts),
         _extended(head.sample_mask, samples),
-        np.concatenate(slots),
+        np.concatenate(slots) if len(slots) > 1 else slots[0],
         head.full,
         (*head.prompt_only, *prompt_only),
         may_reach_limit,
@@ -105,6 +104,8 @@ def with_chunks(table: RowTable, head: Columns, chunks: list[tuple[int, int]]) -
 def _extended(column: npt.NDArray[Any], values: list[int] | list[bool]) -> npt.NDArray[Any]:
     """The column with these values at its end."""
     size = len(column)
+    if not size:
+        return np.array(values, dtype=column.dtype)
     extended = np.empty(size + len(values), dtype=column.dtype)
     extended[:size] = column
     extended[size:] = values

@@ -35,7 +35,7 @@ class DeltaColumns:
     def of(cls, table: RowTable, rows: I64) -> DeltaColumns:
         owners = table.owner[rows]
         return cls(
-            token_starts=rows * table.tokens.shape[1] + 1,
+            token_starts=table.row_starts[rows] + 1,
             first_offsets=(1 - table.prompt_len[rows]).astype(np.uint32),
             owners=owners,
             owner=None if np.count_nonzero(owners != owners[0]) else int(owners[0]),
@@ -99,10 +99,10 @@ class DecodeRun:
 
     def _join(self, row: int) -> None:
         r, bs = self._table, self._table.block_size
-        end, known = int(r.num_computed_tokens[row]), int(r.num_tokens[row] + r.pending[row])
-        self._slots[row] = int(r.table[row, (end - 1) // bs]) * bs + (end - 1) % bs
+        end = r.num_computed_tokens.item(row)
+        self._slots[row] = r.table.item(row, (end - 1) // bs) * bs + (end - 1) % bs
         self._phases[row] = (self._num_steps - end) % bs
-        self._ends[row] = self._num_steps + int(r.limit[row]) - known
+        self._ends[row] = self._num_steps + r.limit.item(row) - r.num_planned.item(row)
         r.in_run[row] = 1
         del r.outside[row]
 
@@ -125,8 +125,7 @@ class DecodeRun:
         """
         r, rows = self._table, members.rows
         context_lens = r.num_computed_tokens[rows].astype(np.uint32)
-        r.num_computed_tokens += members.in_run
-        r.pending += members.in_run
+        r.progress += members.in_run
         self._slots += members.in_run
         if new_blocks is not None:
             self._slots[rows[self.full]] = new_blocks * r.block_size

@@ -2,13 +2,13 @@
 
 A *row* is a slot of the worker's persistent batch. For a row in use:
 
-    |<------------- num_tokens (known) ------------->|<- pending ->|
-    |<----------- num_computed_tokens ---------->|    todo = min(num_tokens + pending, compute_limit)
-                                                           - num_computed_tokens
+    |<------------- num_tokens (known) ------------->|
+    |<------------------------ num_planned ------------------------>|
+    |<----------- num_computed_tokens ---------->|    todo = min(num_planned, compute_limit) - num_computed_tokens
 
-`num_computed_tokens` includes the tokens of steps in flight. `pending` counts the samples of steps in flight. In steady
-decode `todo` is 1: the newest token, which the scheduler may not know yet (the worker continues with its own sample).
-Above 1 the row is in prefill. At 0 nothing is left to compute, and an answer in flight ends the sequence.
+`num_computed_tokens` includes the tokens of steps in flight, `num_planned` their samples. In steady decode `todo` is 1:
+the newest token, which the scheduler may not know yet (the worker continues with its own sample). Above 1 the row is in
+prefill. At 0 nothing is left to compute, and an answer in flight ends the sequence.
 
 If all layers of the model have attention windows, a row frees the blocks that its next tokens do not attend to:
 
@@ -43,15 +43,15 @@ class RowTable:
         self.sequences: list[Sequence | None] = [None] * rows
         self.digests: list[list[bytes]] = [[]] * rows  # `Sequence.digests` itself, not a copy
         self.extra_keys: dict[int, Mapping[int, bytes]] = {}  # of rows with inputs, for digests of their blocks
-        blocks = ceil_div(length, capacity.block_size)
+        blocks = ceil_div(length, capacity.block_size) | 1  # odd: equal positions of rows have different cache sets
         self.tokens = np.zeros((rows, blocks * capacity.block_size), dtype=np.uint32)
         self.table = np.zeros((rows, blocks), dtype=np.uint32)
         self.num_blocks = np.zeros(rows, dtype=np.int64)  # length of the table
         self.blocks_before = capacity.blocks_before  # blocks that a row keeps before the one it writes to; None: all
         self.first_block = np.zeros(rows, dtype=np.int64)  # index of the first entry of the table that is not freed
         self.num_tokens = np.zeros(rows, dtype=np.int64)
-        self.num_computed_tokens = np.zeros(rows, dtype=np.int64)
-        self.pending = np.zeros(rows, dtype=np.int64)
+        self.progress = np.zeros((2, rows), dtype=np.int64)  # one array: a step of the decode run advances both columns
+        self.num_computed_tokens, self.num_planned = self.progress
         self.prompt_len = np.zeros(rows, dtype=np.int64)
         self.limit = np.zeros(rows, dtype=np.int64)  # num_tokens at which the sequence ends
         self.compute_limit = np.zeros(rows, dtype=np.int64)  # limit of num_computed_tokens: the last token needs no KV
@@ -70,10 +70,10 @@ class RowTable:
         self.most_blocks = 0  # an upper bound of the blocks that the rows in use hold if all reach their limits
         self.ones = np.ones(rows, dtype=np.uint32)
         self.trues = np.ones(rows, dtype=np.bool_)
-        self.zeros = np.zeros(rows, dtype=np.int64)
         self._offsets = np.arange(self.block_size, dtype=np.uint32)
         self._stride = np.uint32(self.block_size)
-        self.flat_tokens = self.tokens.reshape(-1)  # a view: row * tokens.shape[1] + position
+        self.flat_tokens = self.tokens.reshape(-1)  # a view: row_starts[row] + position
+        self.row_starts = np.arange(rows, dtype=np.int64) * self.tokens.shape[1]
         self.token_blocks = self.tokens.reshape(rows, blocks, self.block_size)  # a view: row, index, offset
         self._free = list(range(rows - 1, -1, -1))
         self._order: dict[int, None] = {}  # rows in use, in order of admission
@@ -98,14 +98,12 @@ class RowTable:
 
     def todo(self, rows: I64) -> I64:
         """Number of tokens that each row could compute now."""
-        known = self.num_tokens[rows] + self.pending[rows]
-        todo: I64 = np.minimum(known, self.compute_limit[rows]) - self.num_computed_tokens[rows]
+        todo: I64 = np.minimum(self.num_planned[rows], self.compute_limit[rows]) - self.num_computed_tokens[rows]
         return todo
 
     def todo_of(self, row: int) -> int:
         """Number of tokens that this row could compute now."""
-        known = self.num_tokens[row] + self.pending[row]
-        return int(min(known, self.compute_limit[row]) - self.num_computed_tokens[row])
+        return min(self.num_planned.item(row), self.compute_limit.item(row)) - self.num_computed_tokens.item(row)
 
     def num_full_blocks(self, rows: I64) -> I64:
         """For each row, the number of blocks that it will not write to after the step that is being planned."""
@@ -132,13 +130,13 @@ class RowTable:
         self.digests[row] = seq.digests
         if group.num_input_bytes:
             self.extra_keys[row] = extra_keys(group.inputs, self.block_size)
-        self.tokens[row, : len(token_ids)] = token_ids
-        self.table[row, : len(blocks)] = blocks
-        self.num_blocks[row] = len(blocks)
+        num_tokens, num_blocks = len(token_ids), len(blocks)
+        self.tokens[row, :num_tokens] = token_ids
+        self.table[row, :num_blocks] = blocks
+        self.num_blocks[row] = num_blocks
         self.first_block[row] = 0
-        self.num_tokens[row] = len(token_ids)
+        self.num_tokens[row] = self.num_planned[row] = num_tokens
         self.num_computed_tokens[row] = num_computed
-        self.pending[row] = 0
         self.prompt_len[row] = len(group.prompt)
         self.limit[row] = limit
         # With max_tokens = 0 the whole prompt is computed; otherwise the last token is never computed.
@@ -181,10 +179,10 @@ class RowTable:
         return 0 if self.blocks_before is None else max(0, num_computed // self.block_size - self.blocks_before)
 
     def close(self, row: int) -> None:
-        self.num_beams -= int(self.is_beam[row])
-        self.num_pooled -= int(self.is_pooled[row])
-        self.num_with_stop_ids -= int(self.has_stop_ids[row])
-        self.most_blocks -= self.most_blocks_of(int(self.limit[row]))
+        self.num_beams -= self.is_beam.item(row)
+        self.num_pooled -= self.is_pooled.item(row)
+        self.num_with_stop_ids -= self.has_stop_ids.item(row)
+        self.most_blocks -= self.most_blocks_of(self.limit.item(row))
         self.sequences[row] = None
         if self.extra_keys:
             self.extra_keys.pop(row, None)
@@ -195,11 +193,11 @@ class RowTable:
         self._active = None
         self._free.append(row)
 
-    def are_open(self, rows: I64, closed: Collection[int]) -> Bools:
-        """Whether each of these rows is not in `closed`."""
+    def open_since(self, closed: Collection[int]) -> Bools:
+        """For each row, whether it is not in `closed`."""
         is_open = self.trues.copy()
         is_open[list(closed)] = False
-        return is_open[rows]
+        return is_open
 
     def sequence(self, row: int) -> Sequence:
         seq = self.sequences[row]
@@ -230,7 +228,7 @@ class RowTable:
         """Slots of `count` consecutive positions of one row."""
         bs = self.block_size
         first, end = start // bs, -(-(start + count) // bs)
-        slots: U32 = np.add.outer(self.table[row, first:end] * self._stride, self._offsets).reshape(-1)
+        slots: U32 = (self.table[row, first:end, None] * self._stride + self._offsets).reshape(-1)
         return slots[start - first * bs : start - first * bs + count]
 
     def fills_block(self, context_lens: I64) -> I64:

@@ -18,6 +18,8 @@ U32 = npt.NDArray[np.uint32]
 Bools = npt.NDArray[np.bool_]
 Column = npt.NDArray[Any]
 
+NO_PAIRS = (EMPTY, EMPTY)
+
 
 @dataclass(slots=True)
 class StepPlan:
@@ -90,8 +92,8 @@ def make_batch(
 ) -> StepBatch:
     """The message of a step."""
     closed, commits, moves = changes
-    fork_rows, fork_parents = _columns(plan.forks)
-    copy_src, copy_dst = _columns(plan.copies)
+    fork_rows, fork_parents = _columns(plan.forks) if plan.forks else NO_PAIRS
+    copy_src, copy_dst = _columns(plan.copies) if plan.copies else NO_PAIRS
     if moves is not None:
         plan.tables[:0] = moves.tables
     table_rows, table_indices, table_blocks = _joined(plan.tables)
@@ -125,8 +127,6 @@ def make_batch(
 
 
 def _columns(pairs: list[tuple[int, int]]) -> tuple[U32, U32]:
-    if not pairs:
-        return EMPTY, EMPTY
     first, second = np.array(pairs, dtype=np.uint32).T
     return first, second
 

@@ -88,11 +88,11 @@ class StepPlanner:
         new block. Beams are not pipelined, and samples fork from a row before it joins.
         """
         r, bs = self._rows, self._capacity.block_size
-        known, end = int(r.num_tokens[row] + r.pending[row]), int(r.num_computed_tokens[row])
-        if known - end != 1 or known >= r.limit[row] or r.is_beam[row] or not end or r.sequence(row).forks:
+        planned, end = r.num_planned.item(row), r.num_computed_tokens.item(row)
+        if planned - end != 1 or planned >= r.limit.item(row) or r.is_beam[row] or not end or r.sequence(row).forks:
             return False
-        num_spare = int(r.num_blocks[row]) * bs - end
-        return num_spare == 0 or (num_spare < bs and int(self._pool.refs[r.table[row, end // bs]]) == 1)
+        num_spare = r.num_blocks.item(row) * bs - end
+        return num_spare == 0 or (num_spare < bs and self._pool.refs.item(r.table.item(row, end // bs)) == 1)
 
     def plan_burst(self, first: StepBatch, burst_s: float, now: float) -> None:
         """Add steps of the run to the message of `first`, up to the number that the worker decodes in `burst_s`."""
@@ -262,8 +262,8 @@ class StepPlanner:
         r, bs, seq = self._rows, self._capacity.block_size, self._rows.sequence(row)
         if r.is_pooled[row]:
             return  # nothing of it stays in the pool
-        first, digests = int(r.num_computed_tokens[row]) // bs, seq.digests
-        end = min((int(r.num_computed_tokens[row]) + count) // bs, len(digests))
+        start, digests = r.num_computed_tokens.item(row), seq.digests
+        first, end = start // bs, min((start + count) // bs, len(digests))
         if first >= end:
             return
         fills = self._pool.register(r.table[row, first:end], digests[first:end], r.token_blocks[row, first:end])
@@ -286,7 +286,7 @@ class StepPlanner:
             self._pool.share(blocks)
             child = r.open(sample, prompt, table, len(prompt), int(r.limit[row]))
             r.first_block[child] = r.first_block[row]
-            r.pending[child] = 1 if r.limit[row] > len(prompt) and not r.is_beam[child] else 0
+            r.num_planned[child] += 1 if r.limit[row] > len(prompt) and not r.is_beam[child] else 0
             sample.move_to(SequenceStatus.RUNNING)
             sample.worker_id, sample.row, sample.is_admitted_before = self._capacity.worker_id, child, True
             plan.opens.append(

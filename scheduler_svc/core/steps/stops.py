@@ -37,9 +37,9 @@ class Stops:
 
     def end_of(self, table: RowTable, row: int, token_id: int) -> tuple[FinishReason, int | None] | None:
         """Why a row ends with its newest token, and the token if it is a stop id; None if it continues."""
-        stop, num_output = table.sequence(row).group.stop, int(table.num_tokens[row] - table.prompt_len[row])
-        end = stop.end_of(token_id, num_output, self._eos_token_ids)
-        if end is None and table.num_tokens[row] < table.limit[row]:
+        num_tokens, group = table.num_tokens.item(row), table.sequence(row).group
+        end = group.stop.end_of(token_id, num_tokens - len(group.prompt), self._eos_token_ids)
+        if end is None and num_tokens < table.limit.item(row):
             return None
         return REASONS[end or End.LENGTH], token_id if end is End.STOP else None
 

@@ -17,7 +17,7 @@ from scheduler_svc.core.sequence import Sequence, SequenceStatus
 from scheduler_svc.core.steps.adapter_slots import AdapterSlots, AdapterSwap
 from scheduler_svc.core.steps.admission import could_run, excess_blocks, steps_to_retry
 from scheduler_svc.core.steps.beam_rows import BeamRows
-from scheduler_svc.core.steps.rows import I64, U32, RowTable
+from scheduler_svc.core.steps.rows import I64, Bools, RowTable
 from scheduler_svc.core.steps.step_plan import Changes, InFlightStep
 
 
@@ -75,8 +75,6 @@ class WorkerBooks:
 
     def take_adapter_swap(self) -> AdapterSwap | None:
         """The next swap of adapters, if one is needed and possible."""
-        if not self.adapters.has_wants:
-            return None
         found = self.adapters.take_swap({seq.group.adapter for seq in self.running()})
         return None if found is None else AdapterSwap(self.capacity.worker_id, *found)
 
@@ -121,7 +119,7 @@ class WorkerBooks:
     @property
     def pending_prefill(self) -> int:
         """Number of prompt tokens of admitted sequences that are not in any step yet."""
-        return sum(self.rows.todo_of(row) - 1 for row in self.prefilling)
+        return sum(self.rows.todo_of(row) - 1 for row in self.prefilling) if self.prefilling else 0
 
     @property
     def num_pending_free(self) -> int:
@@ -227,7 +225,11 @@ class WorkerBooks:
     def refusal(self, entry: QueueEntry) -> Refusal | None:
         """This worker's refusal of the sequence; None if there is none, or if it no longer holds."""
         refusal = entry.refusals.get(self.capacity.worker_id)
-        return refusal if refusal is not None and refusal.room_version == self.room_version else None
+        return refusal if refusal is not None and self.holds(refusal) else None
+
+    def holds(self, refusal: Refusal) -> bool:
+        """Whether no rows or blocks of this worker have become free since the refusal."""
+        return refusal.room_version == self.room_version
 
     def expire_refusal(self, entry: QueueEntry) -> None:
         """Remove the refusal of a sequence that may fit now, because the projected peak may have fallen."""
@@ -254,20 +256,23 @@ class WorkerBooks:
         self._prefill_in_flight -= step.num_prompt_tokens
         self.num_messages -= step.burst_len > 0
 
-    def commit_fills(self, step: InFlightStep) -> None:
-        """Commit the blocks that an answered step has filled: they are cached prefixes from now on."""
+    def commit_fills(self, step: InFlightStep, is_open: Bools | None) -> None:
+        """Commit the blocks that an answered step has filled: they are cached prefixes from now on. `is_open`: per
+        row, whether it was not closed since the step was sent; None if no row was.
+        """
         for _, fills in step.fills:
             self.pool.commit(fills)
         if not len(step.full):
             return
-        rows, indices = step.rows[step.full].astype(np.int64), step.context_lens[step.full] // self.capacity.block_size
-        if step.closed:
-            is_open = self.rows.are_open(rows, step.closed)
-            rows, indices = rows[is_open], indices[is_open]
+        rows = step.rows[step.full].astype(np.int64)
+        indices = step.context_lens[step.full].astype(np.int64) // self.capacity.block_size
+        if is_open is not None:
+            stays = is_open[rows]
+            rows, indices = rows[stays], indices[stays]
         if len(rows):
             self._commit_decoded(rows, indices)
 
-    def _commit_decoded(self, rows: I64, indices: U32) -> None:
+    def _commit_decoded(self, rows: I64, indices: I64) -> None:
         """Commit the block at this index of each row's table. Most of its tokens were sampled."""
         r, digests = self.rows, []
         tokens = r.token_blocks[rows, indices]
@@ -279,7 +284,7 @@ class WorkerBooks:
                     block += r.extra_keys.get(row, NO_KEYS).get(index, b"")
                 known.append(chained((known[-1] if known else self._root(r.sequence(row))) + block))
             digests.append(known[index])
-        self.pool.commit(self.pool.register(r.table[rows, indices], digests, tokens))
+        self.pool.cache(r.table[rows, indices], digests, tokens)
 
     def free_released(self, step: InFlightStep) -> None:
         """Free the blocks of `step.releases`: no later step uses them."""
@@ -304,23 +309,18 @@ class WorkerBooks:
 
     def _preempt_row(self, row: int) -> Sequence:
         seq = self.rows.sequence(row)
-        seq.data.output = self.rows.output_tokens(row)
-        seq.num_computed_peak = max(seq.num_computed_peak, int(self.rows.num_computed_tokens[row]))
+        seq.num_computed_peak = max(seq.num_computed_peak, self.rows.num_computed_tokens.item(row))
         seq.num_preemptions += 1
-        seq.move_to(SequenceStatus.WAITING)
-        self._close(row)
+        self._close(row, seq, SequenceStatus.WAITING)
         return seq
 
-    def finish(self, row: int) -> Sequence:
-        """Close the row. Returns its sequence, which is finished."""
-        seq = self.rows.sequence(row)
+    def finish(self, seq: Sequence, row: int) -> None:
+        """Close the row of a sequence that is finished."""
+        self._close(row, seq, SequenceStatus.FINISHED)
+
+    def _close(self, row: int, seq: Sequence, status: SequenceStatus) -> None:
         seq.data.output = self.rows.output_tokens(row)
-        seq.move_to(SequenceStatus.FINISHED)
-        self._close(row)
-        return seq
-
-    def _close(self, row: int) -> None:
-        seq = self.rows.sequence(row)
+        seq.move_to(status)
         self.num_reserved_rows -= len(seq.forks)
         seq.worker_id = seq.row = None
         if self._answered is not None:
@@ -333,8 +333,9 @@ class WorkerBooks:
         self.prefilling.discard(row)
         if self.image_work:
             self.image_work.pop(row, None)
-        self.beams_to_open.discard(row)
-        self.beams.drop(row)
+        if seq.group.search is not None:
+            self.beams_to_open.discard(row)
+            self.beams.drop(row)
         self.room_version += 1
         self._closed.append(row)
 
