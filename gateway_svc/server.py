@@ -8,15 +8,14 @@ import logging
 import secrets
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 from quire.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
 
 from gateway_svc.admin import AdminServicer
 from gateway_svc.audit.audit_log import AuditLog, AuditLogError
-from gateway_svc.callers.authenticator import Authenticator, CallerInterceptor
+from gateway_svc.callers.authenticator import CallerInterceptor
 from gateway_svc.callers.caller import CallersError
 from gateway_svc.callers.flags import identifies_callers, isolates_tenants, make_authenticator, min_priority
 from gateway_svc.chat_flags import TemplateFileError, chat_templates, parser_names
@@ -25,13 +24,14 @@ from gateway_svc.directory import ModelDirectory
 from gateway_svc.dispatcher import Dispatcher
 from gateway_svc.flags import make_parser
 from gateway_svc.grammar_checker import GrammarChecker
+from gateway_svc.http_ports import make_console, make_http, make_http_apps
 from gateway_svc.image_preparer import ImageLimits, ImagePreparer
 from gateway_svc.limits.buckets import LocalBuckets, RedisBuckets
 from gateway_svc.limits.key_limits import KeyLimits
 from gateway_svc.limits.settings import LimitsError, LimitsFile
 from gateway_svc.metrics import SPECS, GatewayMetrics, GatewayReader, specs_for_picker
 from gateway_svc.models import BundleCache
-from gateway_svc.operator_port import add_admin_service, is_public_for_operators, operators_of
+from gateway_svc.operator_port import add_admin_service, is_public_for_operators
 from gateway_svc.prefix_hints import PrefixHints
 from gateway_svc.processes import supervise
 from gateway_svc.prompts import PromptReader
@@ -58,16 +58,9 @@ from svc_common.redis_server import RedisServer, RedisSettingsError, redis_serve
 from svc_common.scheduler_names import SchedulerNames
 from svc_common.serve import BindError, GrpcServer, run_service, settle_gc
 from svc_common.tasks import cancel
-from svc_common.tls import TlsError, TlsFiles, server_credentials, ssl_context, tls_files
+from svc_common.tls import TlsError, TlsFiles, server_credentials, tls_files
 from svc_common.tracing import TracingError, make_tracer
 from svc_common.trust import TrustError, make_trust
-
-if TYPE_CHECKING:
-    from starlette.types import ASGIApp
-
-    from gateway_svc.http.server import HttpServer
-
-    MakeApp = Callable[[Authenticator | None], ASGIApp]
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +69,6 @@ SERVICE_NAMES = ("quire.v1.InferenceService", "quire.v1.AdminService")
 # of 3 bytes (vocabularies below 2 Mi), and a prompt of 4 MiB. A request is decoded before its content is checked.
 MAX_RECEIVE_BYTES = 16 << 20
 MIN_CONNECTION_CALLS = 1024
-MAX_OPERATORS = 256  # connections to the console
 
 
 START_ERRORS = (
@@ -304,76 +296,6 @@ def _security(files: TlsFiles | None) -> str:
     if files is None:
         return "plaintext"
     return "TLS" if files.client_ca is None else "TLS with client certificates"
-
-
-def make_http_apps(
-    args: argparse.Namespace,
-    servicer: InferenceServicer,
-    directory: ModelDirectory,
-    prompts: PromptReader,
-    server: GrpcServer,
-    audit: AuditLog | None,
-) -> MakeApp | None:
-    """Makes the HTTP API for the callers of an authenticator; None if no port serves it. Its packages are imported
-    only if one does.
-    """
-    if args.http_listen == args.console_listen == config.OFF:
-        return None
-    from gateway_svc.http.app import HttpApp, with_cors
-    from gateway_svc.http.handlers import Handlers
-
-    routes = Handlers(servicer, directory, prompts, lambda: server.is_serving).routes()
-    is_traced = args.trace_endpoint is not None
-
-    def make_app(authenticator: Authenticator | None) -> ASGIApp:
-        app = HttpApp(routes, authenticator=authenticator, stats=server.rpc, audit=audit, is_traced=is_traced)
-        return with_cors(app, args.http_allow_origin)
-
-    return make_app
-
-
-def make_http(
-    args: argparse.Namespace,
-    make_app: MakeApp | None,
-    authenticator: Authenticator | None,
-    tls: TlsFiles | None,
-    *,
-    shares_port: bool,
-) -> HttpServer | None:
-    """The port of the HTTP API, if it is on. Raises TlsError."""
-    if make_app is None or args.http_listen == config.OFF:
-        return None
-    from gateway_svc.http.server import HttpServer
-
-    context = None if tls is None else ssl_context(tls)
-    return HttpServer(
-        make_app(authenticator),
-        args.http_listen,
-        max_connections=args.http_max_connections,
-        shares_port=shares_port,
-        tls=context,
-    )
-
-
-def make_console(
-    args: argparse.Namespace,
-    make_app: MakeApp | None,
-    authenticator: Authenticator | None,
-    state: ConsoleState,
-    server: GrpcServer,
-    tls: TlsFiles | None,
-) -> HttpServer | None:
-    """The port of the console, if it is on. Raises CallersError, TlsError or TrustError."""
-    if make_app is None or args.console_listen == config.OFF:
-        return None
-    from gateway_svc.http.console.app import console_app
-    from gateway_svc.http.server import HttpServer
-
-    operators = operators_of(args, "--console-listen", args.console_listen)
-    context = None if tls is None else ssl_context(tls)
-    # Where clients need no keys, the playground needs one of operators: the port must not serve strangers.
-    app = console_app(make_app(authenticator or operators), state, operators, server.rpc)
-    return HttpServer(app, args.console_listen, max_connections=MAX_OPERATORS, tls=context)
 
 
 def make_admin(args: argparse.Namespace, server: GrpcServer, read: GatewayReader) -> AdminServer:
