@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -117,8 +118,10 @@ class Rows:
         room: int,
         computed: int | Sequence[int] = 0,
         sampling: SamplingParams = GREEDY,
+        fields: Sequence[dict[str, Any]] = (),
     ) -> None:
-        """`room`: tokens of a row after its prompt. `computed`: tokens of each row that count as computed."""
+        """`room`: tokens of a row after its prompt. `computed`: tokens of each row that count as computed. `fields`: of
+        each row's RowOpen, for rows that do more than generate."""
         self.runner = runner
         self.prompts = prompts
         self.size = runner.info.block_size
@@ -129,7 +132,9 @@ class Rows:
         self._firsts = self._ends - counts
         self.computed = np.full(len(prompts), computed, np.int64)
         self.step_id = 0
-        self._opens = [self._open(i, sampling) for i in range(len(prompts))]
+        opens = [self._open(i, sampling) for i in range(len(prompts))]
+        self._opens = [replace(each, **more) for each, more in zip_longest(opens, fields, fillvalue={})]
+        self._samples = np.array([each.pooling is None for each in self._opens])
         runner.reset_rows()
 
     def _open(self, i: int, sampling: SamplingParams) -> RowOpen:
@@ -147,7 +152,8 @@ class Rows:
         slots = np.repeat(self._firsts[rows], lens) * self.size + positions
         batch = StepBatch(
             self.step_id, rows.astype(np.uint32), lens.astype(np.uint32), contexts.astype(np.uint32),
-            contexts + lens >= np.array([len(self.prompts[row]) for row in rows]), slots.astype(np.uint32),
+            self._samples[rows] & (contexts + lens >= np.array([len(self.prompts[row]) for row in rows])),
+            slots.astype(np.uint32),
             opens=self._opens,
         )  # fmt: skip
         self._opens = []

@@ -39,6 +39,7 @@ PARTS: dict[int, tuple[Section, ...]] = {
         Section("mixed_steps", 50.0, "bench.gpu.model:mixed_steps"),
         Section("long_contexts", 40.0, "bench.gpu.model:long_contexts"),
         Section("other_caches", 35.0, "bench.gpu.kernels:other_caches"),
+        Section("extras", 45.0, "bench.gpu.extras:extras"),
         Section("invariance", 25.0, "bench.gpu.small_kernels:invariance"),
     ),
     4: (

@@ -16,6 +16,7 @@ import torch
 import triton
 
 from bench.gpu import kernel_times
+from bench.gpu.extras import extras
 from bench.gpu.libraries import libraries
 from bench.gpu.parts import PARTS, chosen_sections
 from bench.gpu.products import products
@@ -111,6 +112,13 @@ def test_the_sections_of_a_part_fit_its_budget(part):
     starting = 10.0  # imports
     budget = make_parser().get_default("budget")
     assert sum(section.limit_s for section in PARTS[part]) + starting + END_S <= budget <= 600 - 30
+
+
+@pytest.mark.deep
+def test_embeddings_and_beams_pass_their_checks(tmp_path):
+    report = Report(is_smoke=True, scratch=tmp_path)
+    extras(report)
+    assert [row["ok"] for row in report.rows] == [True] * 6
 
 
 def compiles(report):
