@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from svc_common.metrics import PREFIX
 from tests.promql import names_in
 
@@ -76,3 +78,18 @@ def test_every_prevented_attack_names_existing_tests() -> None:
         for name in re.split("[;,] ", tests.strip()):
             folder = name.rpartition("/")[0] or folder  # a name without a folder is in that of the one before
             assert (ROOT / folder / name.rpartition("/")[2]).is_file(), f"{attack.strip()}: no test {name!r}"
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs/adr").glob("*.md")), ids=lambda page: page.stem)
+def test_decisions_have_their_number_and_refer_to_decisions(page: Path) -> None:
+    text = page.read_text()
+    numbers = {int(other.name.partition("-")[0]) for other in page.parent.glob("*.md")}
+    assert text.startswith(f"# {int(page.name.partition('-')[0])}. ")
+    assert {int(number) for number in re.findall(r"\bADR (\d+)", text)} <= numbers
+    missing = [link for link in re.findall(r"\]\(([^)#:]+)", text) if not (page.parent / link).exists()]
+    assert missing == []
+
+
+def test_decisions_are_numbered_once() -> None:
+    numbers = [page.name.partition("-")[0] for page in (ROOT / "docs/adr").glob("*.md")]
+    assert len(numbers) == len(set(numbers))
