@@ -230,8 +230,8 @@ class StreamAssembler:
 
     def _chunk(self, chunk: pb.Chunk) -> Delta | None:
         self._check_prompt_logprobs()
-        partial = self._open_sample(chunk.index)
-        if chunk.token_ids and chunk.offset != partial.num_tokens:
+        partial, ids = self._open_sample(chunk.index), tuple(chunk.token_ids)
+        if ids and chunk.offset != partial.num_tokens:
             raise self._corrupted(
                 f"sample {chunk.index}: a chunk starts at position {chunk.offset}, expected {partial.num_tokens}"
             )
@@ -240,19 +240,19 @@ class StreamAssembler:
             partial.text_start = partial.text_bytes = chunk.text_offset
         if text and chunk.text_offset != partial.text_bytes:
             text = self._new_text(partial, chunk)
-        partial.token_ids.extend(chunk.token_ids)
-        logprobs = convert.token_logprobs(chunk.logprobs, chunk.token_ids)
-        if self._wants_logprobs and self._has_token_ids and len(logprobs) != len(chunk.token_ids):
+        partial.token_ids.extend(ids)
+        logprobs = convert.token_logprobs(chunk.logprobs, ids) if chunk.HasField("logprobs") else ()
+        if self._wants_logprobs and self._has_token_ids and len(logprobs) != len(ids):
             raise self._corrupted(
                 f"sample {chunk.index}: the lengths of token_ids and logprobs of a chunk differ: "
-                f"{len(chunk.token_ids)} and {len(logprobs)}"
+                f"{len(ids)} and {len(logprobs)}"
             )
         partial.logprobs += logprobs
         if text:
             partial.texts.append(text)
             partial.text_bytes += len(text) if text.isascii() else len(text.encode())
         new = self._new_parts(partial, chunk) if chunk.parts else NO_PARTS
-        token_ids = tuple(chunk.token_ids) if self._shows_token_ids else ()
+        token_ids = ids if self._shows_token_ids else ()
         if not (self._shows_token_ids or text or new or logprobs):
             return None
         content, calls = text + new.content, tuple(new.tool_calls)

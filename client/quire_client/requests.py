@@ -99,6 +99,7 @@ class GenerateOptions(ChatOptions, total=False):
 
 
 LISTS = (Kind.STRINGS, Kind.TOKEN_IDS)
+SERVED = {field.option: field for field in FIELDS if field.is_served}  # by option
 CHAT = frozenset(ChatOptions.__annotations__)
 CALL = frozenset({"metadata", "timeout_s", "resume", "resume_timeout_s", "stall_timeout_s"})  # not part of the request
 KNOWN = frozenset(GenerateOptions.__annotations__) - CALL
@@ -126,27 +127,29 @@ def generate_request(
     assign(request, "request_id", options)
     if messages is not None:
         request.output.parse_chat = True
-    for field in FIELDS:
-        if field.is_served and options.get(field.option) is not None:
+    for option, value in options.items():
+        field = SERVED.get(option)
+        if field is not None and value is not None:
             _set_field(getattr(request, field.message) if field.message else request, field, options)
     return request
 
 
 def _set_field(message: ProtoMessage, field: Field, options: Mapping[str, Any]) -> None:
     """Set one supported field from its option."""
-    value = options[field.option]
+    name, option = field.name, field.option
+    value = options[option]
     if field.kind is Kind.BLOBS:
-        _extend(message, field.name, [read_image(image, field.option).data for image in value], field.option)
+        _extend(message, name, [read_image(image, option).data for image in value], option)
     elif field.kind in LISTS:
-        _extend(message, field.name, [value] if isinstance(value, str) else value)
+        _extend(message, name, [value] if isinstance(value, str) else value)
     elif field.kind is Kind.BIASES:
-        _update(message, field.name, value)
+        _update(message, name, value)
     elif field.kind is Kind.ENUM:
-        setattr(message, field.name, _enum_number(field.option, value))
-    elif field.name == "json_schema" and isinstance(value, Mapping):
-        setattr(message, field.name, _schema_text(value))
+        setattr(message, name, _enum_number(option, value))
+    elif name == "json_schema" and isinstance(value, Mapping):
+        setattr(message, name, _schema_text(value))
     else:
-        assign(message, field.name, options, field.option)
+        assign(message, name, options, option)
 
 
 def resume_request(request_id: str, after: int | Mapping[int, int]) -> pb.ResumeRequest:

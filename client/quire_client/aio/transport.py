@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from asyncio import sleep
-from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar, cast
 
 import grpc
@@ -111,7 +112,7 @@ class AsyncGateways:
         metadata: Metadata = (),
     ) -> T:
         """Call a unary method on one gateway. `metadata` is added to the client's metadata and overrides it."""
-        with _typed_errors():
+        with _TypedErrors():
             return await method(self._gateways[target])(
                 request, timeout=timeout_s, metadata=joined(self._metadata, metadata)
             )
@@ -125,7 +126,7 @@ class AsyncGateways:
     ) -> Call:
         """Start Generate or Resume on one gateway."""
         stub = self._gateways[target].stub
-        with _typed_errors():
+        with _TypedErrors():
             if isinstance(request, pb.ResumeRequest):
                 return stub.Resume(request, timeout=timeout_s, metadata=joined(self._metadata, metadata))
             return stub.Generate(request, timeout=timeout_s, metadata=joined(self._metadata, metadata))
@@ -228,23 +229,32 @@ async def in_thread(function: Callable[[], T]) -> T:
 
 async def read_event(call: Call, request_id: str) -> pb.GenerateResponse | None:
     """The next event of a stream; None at its end."""
-    with _typed_errors(request_id):
+    with _TypedErrors(request_id):
         event = await call.read()
     return event if isinstance(event, pb.GenerateResponse) else None
 
 
-@contextlib.contextmanager
-def _typed_errors(request_id: str = "") -> Iterator[None]:
-    """Turn the exceptions of a grpc.aio call into QuireErrors."""
-    try:
-        yield
-    except grpc.RpcError as error:
-        raise error_from_rpc(error, request_id) from None
-    except grpc.aio.UsageError:  # a closed channel
-        raise client_closed() from None
-    except asyncio.CancelledError:
+class _TypedErrors:
+    """Turns the exceptions of a grpc.aio call into QuireErrors. A class, because a generator costs time per event."""
+
+    __slots__ = ("_request_id",)
+
+    def __init__(self, request_id: str = "") -> None:
+        self._request_id = request_id
+
+    def __enter__(self) -> None:
+        """Nothing to prepare."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if isinstance(error, grpc.RpcError):
+            raise error_from_rpc(error, self._request_id) from None
+        if isinstance(error, grpc.aio.UsageError):  # a closed channel
+            raise client_closed() from None
+        if not isinstance(error, asyncio.CancelledError):
+            return
         task = asyncio.current_task()
-        if task is None or task.cancelling():
-            raise
-        # grpc.aio also raises CancelledError for a cancelled call. This task itself was not cancelled.
-        raise Cancelled("the call was cancelled", request_id=request_id) from None
+        if task is not None and not task.cancelling():
+            # grpc.aio also raises CancelledError for a cancelled call. This task itself was not cancelled.
+            raise Cancelled("the call was cancelled", request_id=self._request_id) from None

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from time import sleep
+from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar, cast
 
 import grpc
@@ -100,7 +100,7 @@ class Gateways:
         metadata: Metadata = (),
     ) -> T:
         """Call a unary method on one gateway. `metadata` is sent with the client's own and has precedence."""
-        with _typed_errors():
+        with _TypedErrors():
             return method(self._gateways[target])(request, timeout=timeout_s, metadata=joined(self._metadata, metadata))
 
     def open_stream(
@@ -112,7 +112,7 @@ class Gateways:
     ) -> Call:
         """Start Generate or Resume on one gateway."""
         stub = self._gateways[target].stub
-        with _typed_errors():
+        with _TypedErrors():
             if isinstance(request, pb.ResumeRequest):
                 return stub.Resume(request, timeout=timeout_s, metadata=joined(self._metadata, metadata))
             return stub.Generate(request, timeout=timeout_s, metadata=joined(self._metadata, metadata))
@@ -121,7 +121,7 @@ class Gateways:
         self, request: pb.AbortRequest, timeout_s: float
     ) -> tuple[list[pb.AbortResponse], list[QuireError]]:
         """Send Abort to every gateway at once. Returns all responses and all errors."""
-        with _typed_errors():
+        with _TypedErrors():
             calls = [g.stub.Abort.future(request, timeout=timeout_s, metadata=self._metadata) for g in self._gateways]
         responses: list[pb.AbortResponse] = []
         errors: list[QuireError] = []
@@ -183,7 +183,7 @@ class Gateways:
         return found
 
     def _start_check(self, target: int, timeout_s: float, note: Callable[[int, Any], None]) -> grpc.Future[bytes]:
-        with _typed_errors():
+        with _TypedErrors():
             call = self._gateways[target].health.future(health_request(""), timeout=timeout_s, metadata=self._metadata)
         call.add_done_callback(lambda done: note(target, done))
         return call
@@ -257,19 +257,28 @@ def in_thread(function: Callable[[], T]) -> T:
 
 def read_event(call: Call, request_id: str) -> pb.GenerateResponse | None:
     """The next event of a stream; None at its end."""
-    with _typed_errors(request_id):
+    with _TypedErrors(request_id):
         return next(call, None)
 
 
-@contextlib.contextmanager
-def _typed_errors(request_id: str = "") -> Iterator[None]:
-    """Turn the exceptions of a gRPC call into QuireErrors."""
-    try:
-        yield
-    except grpc.RpcError as error:
-        raise error_from_rpc(error, request_id) from None
-    except ValueError:  # a closed channel
-        raise client_closed() from None
+class _TypedErrors:
+    """Turns the exceptions of a gRPC call into QuireErrors. A class, because a generator costs time per event."""
+
+    __slots__ = ("_request_id",)
+
+    def __init__(self, request_id: str = "") -> None:
+        self._request_id = request_id
+
+    def __enter__(self) -> None:
+        """Nothing to prepare."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if isinstance(error, grpc.RpcError):
+            raise error_from_rpc(error, self._request_id) from None
+        if isinstance(error, ValueError):  # a closed channel
+            raise client_closed() from None
 
 
 def _health_error(call: grpc.Future[bytes]) -> QuireError | None:
