@@ -94,12 +94,22 @@ INLINE void norm_rope_head(const T* x, const T* weight, const QkNorms& norms, co
   for (d = 2 * half; d < head_dim; d++) out[d] = from_float<T>(normed1(d));
 }
 
-// Stores one key, or one value, in its block. `width` is 2 in a paired block, else 1.
+// Stores one key in its block. `width` is 2 in a paired block, else 1.
 template <typename T, int width> INLINE void store_key(const T* key, int64_t dim, int64_t block_size, T* out) {
   for (int64_t d = 0; d < dim; d += width) memcpy(out + d * block_size, key + d, width * sizeof(T));
 }
-template <typename T, int width> INLINE void store_value(const T* value, int64_t dim, T* out) {
-  for (int64_t d = 0; d < dim; d++) out[d * width] = value[d];
+
+// Stores one value in a paired block: number `side` of each pair. Another thread may be writing the other one.
+template <typename T> INLINE void store_paired_value(const T* value, int64_t dim, int64_t side, T* pairs) {
+  int64_t d = 0;
+#if defined(__AVX512BW__)
+  for (; sizeof(T) == 2 && d + kLanes <= dim; d += kLanes) {
+    const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)(value + d)));
+    const __mmask32 is_stored = side ? 0xaaaaaaaau : 0x55555555u;
+    _mm512_mask_storeu_epi16(pairs + 2 * d, is_stored, side ? _mm512_slli_epi32(wide, 16) : wide);
+  }
+#endif
+  for (; d < dim; d++) pairs[2 * d + side] = value[d];
 }
 
 template <typename T> struct Qkv {
@@ -118,20 +128,18 @@ template <typename T> void store_token(const Qkv<T>& a, int64_t i, T* key) {
   const T *x = a.qkv + i * heads * dim, *q_norm = (const T*)a.norms.q, *k_norm = (const T*)a.norms.k;
   const float *cos = a.rotary.cos + a.positions[i] * half, *sin = a.rotary.sin + a.positions[i] * half;
   const int64_t block = a.slots[i] / s.block_size, offset = a.slots[i] % s.block_size;
-  const int64_t width = is_paired<T>(s.block_size) ? 2 : 1;
   for (int64_t h = 0; h < s.q_heads; h++)
     norm_rope_head(x + h * dim, q_norm, a.norms, cos, sin, half, dim, a.q_out + (i * s.q_heads + h) * dim);
   for (int64_t h = 0; h < s.kv_heads; h++) {
     norm_rope_head(x + (s.q_heads + h) * dim, k_norm, a.norms, cos, sin, half, dim, key);
     const T* value = x + (s.q_heads + s.kv_heads + h) * dim;
-    T* k = a.k_cache + (block * s.kv_heads + h) * dim * s.block_size + offset * width;
-    T* v = a.v_cache + ((block * s.kv_heads + h) * s.block_size + offset / width * width) * dim + offset % width;
-    if (width == 2) {
-      store_key<T, 2>(key, dim, s.block_size, k);
-      store_value<T, 2>(value, dim, v);
+    const int64_t plane = (block * s.kv_heads + h) * dim * s.block_size;
+    if (is_paired<T>(s.block_size)) {
+      store_key<T, 2>(key, dim, s.block_size, a.k_cache + plane + 2 * offset);
+      store_paired_value(value, dim, offset % 2, a.v_cache + plane + offset / 2 * 2 * dim);
     } else {
-      store_key<T, 1>(key, dim, s.block_size, k);
-      store_value<T, 1>(value, dim, v);
+      store_key<T, 1>(key, dim, s.block_size, a.k_cache + plane + offset);
+      memcpy(a.v_cache + plane + offset * dim, value, dim * sizeof(T));
     }
   }
 }
