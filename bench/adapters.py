@@ -21,9 +21,7 @@ from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as quire-worker does; OpenMP reads it when torch is imported
 
-import torch
-from safetensors.torch import save_file
-
+from bench.lora import make_adapter
 from bench.machine import describe, quiet
 from bench.worker import NUMBERS, Loop, timed
 from bench.workloads import Model, Request, Workload, make_model
@@ -42,7 +40,6 @@ MODEL: Model = {
     "vocab_size": 32768,
     "max_position_embeddings": 4096,
 }
-TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 class AdaptedRunner:
@@ -85,31 +82,10 @@ def _load_adapters(runner: ModelRunner, folder: Path, rank: int) -> list[bytes]:
         runner.adapters.unload(entry.name)
     digests: list[bytes] = []
     for number in range(NUM_ADAPTERS):
-        path = _make_adapter(folder / f"rank{rank}-{number}", rank, number)
+        path = make_adapter(folder / f"rank{rank}-{number}", MODEL, rank, number)
         digests.append(runner.adapters.load(str(number), path).digest)
         runner.adapters.swap(digests[-1], kept=digests)
     return digests
-
-
-def _make_adapter(folder: Path, rank: int, seed: int) -> Path:
-    if folder.exists():
-        return folder
-    folder.mkdir()
-    hidden, inner = MODEL["hidden_size"], MODEL["intermediate_size"]
-    q, kv = (MODEL[name] * MODEL["head_dim"] for name in ("num_attention_heads", "num_key_value_heads"))
-    shapes = dict(zip(TARGETS, [(q, hidden), (kv, hidden), (kv, hidden), (hidden, q)], strict=False))
-    shapes |= {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
-    generator, tensors = torch.Generator().manual_seed(seed), {}
-    for layer in range(MODEL["num_hidden_layers"]):
-        for name, (out, inputs) in shapes.items():
-            part = "self_attn" if name[0] in "qkvo" else "mlp"
-            path = f"base_model.model.model.layers.{layer}.{part}.{name}"
-            tensors[f"{path}.lora_A.weight"] = 0.02 * torch.randn(rank, inputs, generator=generator)
-            tensors[f"{path}.lora_B.weight"] = 0.02 * torch.randn(out, rank, generator=generator)
-    save_file(tensors, folder / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": list(TARGETS)}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    return folder
 
 
 def _compare(runners: dict[str, Any], rows: int, repeats: int) -> dict[str, float]:

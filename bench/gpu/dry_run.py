@@ -27,6 +27,7 @@ from triton.runtime.driver import driver
 
 from bench.gpu import model
 from bench.gpu.report import Report
+from bench.lora import make_adapter
 from prefix_index.content_ids import content_ids, input_digest
 from request_fields.fields import SamplingParams
 from worker_svc.engine.batch import (
@@ -44,7 +45,7 @@ from worker_svc.engine.gpu import compilation, memory, runner
 from worker_svc.engine.gpu.checks import case
 
 KINDS: list[dict[str, Any]] = [
-    {"dtype": "bfloat16"},
+    {"dtype": "bfloat16", "max_adapters": 2},
     {"dtype": "bfloat16", "determinism": "exact"},
     {"dtype": "float16", "kv_cache_dtype": "fp8", "quantize": "fp8"},
     {"dtype": "bfloat16", "block_size": 16, "cuda_graphs": "lazy", "max_num_seqs": 300},
@@ -174,10 +175,12 @@ def compiling() -> Iterator[list[str]]:
 
 def take_steps(engine: runner.DeviceRunner) -> None:
     """Chunks, a mixed step, a decode step, and steps of single rows: with every filter, with penalties and a bad word,
-    a beam, pooled rows, and a row with embeddings."""
-    rows = model.Rows(engine, [[3] * count for count in (40, 7, 1)], room=8)
-    for counts in ({0: 30, 1: 7}, {0: 10, 2: 1, 1: 1}, {0: 1, 1: 1, 2: 1}):
-        rows.launch(counts).result()
+    a beam, pooled rows, and a row with embeddings. If the engine serves adapters, the first steps again with some."""
+    for adapters in ([b""], *([place_adapters(engine)] if engine.adapters is not None else [])):
+        fields = [{"adapter": adapters[row % len(adapters)]} for row in range(3)]
+        rows = model.Rows(engine, [[3] * count for count in (40, 7, 1)], room=8, fields=fields)
+        for counts in ({0: 30, 1: 7}, {0: 10, 2: 1, 1: 1}, {0: 1, 1: 1, 2: 1}):
+            rows.launch(counts).result()
     block = engine.info.num_blocks - 1
     prompt, table = np.full(6, 3, np.uint32), np.array([block], np.uint32)
     slots = (block * engine.info.block_size + np.arange(6)).astype(np.uint32)
@@ -207,6 +210,17 @@ def _single_rows(hidden_size: int) -> list[dict[str, Any]]:
         {"pooling": Pooling(PoolingTask.LOGITS, token_ids=np.array([3, 5], np.uint32))},
         {"inputs": (item,), "token_ids": np.frombuffer(content_ids(digest, 6), "<u4")},
     ]
+
+
+def place_adapters(engine: runner.DeviceRunner) -> list[bytes]:
+    """An adapter, and none."""
+    digests = []
+    with tempfile.TemporaryDirectory() as folder:
+        shape = model.QWEN3_06B | {"num_hidden_layers": 1}  # as many as the checkpoint of a dry run
+        path = make_adapter(Path(folder) / "adapter", shape, 8, 0)
+        digests.append(engine.adapters.load("one", path).digest)
+    engine.adapters.swap(digests[0])
+    return [*digests, b""]
 
 
 def main() -> None:

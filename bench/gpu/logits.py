@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,16 +36,16 @@ def logits(report: Report) -> None:
         if report.is_smoke and name in NOT_IN_SMOKE:
             continue
         runner = load(folder, report, **(settings | fields))
-        seen, own_tokens = _run_ours(runner, prompts)
+        seen, own_tokens = run_ours(runner, prompts)
         del runner
         report.release()
         if not tokens:
             tokens = own_tokens
-            wanted = {dtype: _theirs(folder, dtype, tokens, report) for dtype in (torch.float32, report.dtype)}
+            wanted = {dtype: reference_logits(folder, dtype, tokens, report) for dtype in (torch.float32, report.dtype)}
         _compare(report, name, seen, own_tokens, tokens, wanted)
 
 
-def _theirs(folder: Path, dtype: torch.dtype, tokens: list[list[int]], report: Report) -> list[torch.Tensor]:
+def reference_logits(folder: Path, dtype: torch.dtype, tokens: list[list[int]], report: Report) -> list[torch.Tensor]:
     """Logits of transformers for the tokens of each row."""
     from transformers import AutoModelForCausalLM
 
@@ -75,11 +76,11 @@ def _compare(report: Report, name: str, seen: dict, own_tokens: list, tokens: li
         report.row("logits", f"{name}, row {row}, {len(positions)} tokens", ok=ok, note=note)
 
 
-def _run_ours(
-    runner: DeviceRunner, prompts: list[list[int]]
+def run_ours(
+    runner: DeviceRunner, prompts: list[list[int]], fields: Sequence[dict[str, Any]] = ()
 ) -> tuple[dict[tuple[int, int], torch.Tensor], list[list[int]]]:
-    """Logits by (row, tokens before) from eager steps, and the tokens of each row."""
-    compute, rows = runner._compute, Rows(runner, prompts, room=8)
+    """Logits by (row, tokens before) from eager steps, and the tokens of each row. `fields` are those of Rows."""
+    compute, rows = runner._compute, Rows(runner, prompts, room=8, fields=fields)
     original, recorded = compute._model.forward, []
     compute._model.forward = lambda *args: recorded.append(original(*args)) or recorded[-1]
     tokens, seen = [list(prompt) for prompt in prompts], {}

@@ -345,7 +345,9 @@ def decode_tokens(runner: DeviceRunner, report: Report) -> list[list[int]]:
     return [rows.launch(dict.fromkeys(range(len(prompts)), 1)).result().token_ids.tolist() for _ in range(8)]
 
 
-def time_decode(runner: DeviceRunner, report: Report, num_rows: int, context: int) -> float | None:
+def time_decode(
+    runner: DeviceRunner, report: Report, num_rows: int, context: int, fields: Sequence[dict[str, Any]] = ()
+) -> float | None:
     """Milliseconds per step, two in flight; None if the pool is too small. Block contents do not affect the time."""
     steps = 3 if report.is_smoke else 40
     rng = np.random.default_rng(0)
@@ -353,7 +355,7 @@ def time_decode(runner: DeviceRunner, report: Report, num_rows: int, context: in
         report.row(report.section, f"B {num_rows} ctx {context}", note="skipped: the pool is too small")
         return None
     prompts = [rng.integers(3, runner.info.vocab_size, context).tolist() for _ in range(num_rows)]
-    rows = Rows(runner, prompts, room=steps + 8, computed=context - 1)
+    rows = Rows(runner, prompts, room=steps + 8, computed=context - 1, fields=fields)
     counts = dict.fromkeys(range(num_rows), 1)
     for _ in range(4):
         if errors := rows.launch(counts).result().errors:

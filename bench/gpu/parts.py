@@ -47,6 +47,7 @@ PARTS: dict[int, tuple[Section, ...]] = {
         Section("products", 25.0, "bench.gpu.products:products"),
         Section("experts", 60.0, "bench.gpu.other_models:experts"),
         Section("int4_weights", 50.0, "bench.gpu.other_models:int4_weights"),
+        Section("adapters", 60.0, "bench.gpu.adapters:adapters"),
         Section("ranks", 90.0, "bench.gpu.other_models:ranks"),
         Section("vllm", 150.0, "bench.gpu.libraries:vllm_workload"),
     ),

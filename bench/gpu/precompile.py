@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
-from bench.gpu import kernels, machine, model, products, self_checks, small_kernels, tile_sweep
+from bench.gpu import adapters, kernels, machine, model, products, self_checks, small_kernels, tile_sweep
 from bench.gpu.dry_run import Device, Recorder, take_steps, without_gpu
 from bench.gpu.report import Report
 from bench.workloads import COMMON, QWEN3_06B, weight_shapes
@@ -49,6 +49,8 @@ ENGINES: list[dict[str, Any]] = [
     {"quantize": "fp8"},
     {"quantize": "fp8", "determinism": "exact"},
     model.LONG_SETTINGS,
+    adapters.SETTINGS,
+    adapters.SETTINGS | {"determinism": "exact"},
 ]
 SECTIONS: list[Callable[[Report], None]] = [
     kernels.decode_attention, kernels.prefill_attention, kernels.other_caches, tile_sweep.tile_sweep,

@@ -73,6 +73,7 @@ def make_setup(report: Report, fields: dict[str, Any]) -> checks.Setup:
     defaults: dict[str, Any] = {
         "model": model, "vocab_size": model.vocab_size, "block_size": 16 if report.is_smoke else 256,
         "max_model_len": 4096, "device": report.device, "group": Group(), "has_scaled_cache": False,
+        "max_adapter_rank": 16,
     }  # fmt: skip
     return checks.Setup(**(defaults | fields))
 

@@ -16,7 +16,7 @@ from tests.unit.engine.models import make_model
 from worker_svc.engine.architectures import parse_config
 from worker_svc.engine.backend import BackendUnavailableError
 from worker_svc.engine.gpu.attention import TritonAttention
-from worker_svc.engine.gpu.checks import experts, int4, layers, sampling, steps, weights
+from worker_svc.engine.gpu.checks import adapters, experts, int4, layers, sampling, steps, weights
 from worker_svc.engine.gpu.checks.attention import MAX_ROWS, MAX_TOKENS, attention_cases
 from worker_svc.engine.gpu.checks.case import Case, Setup, verify
 from worker_svc.engine.gpu.checks.start import CHECKS
@@ -29,6 +29,7 @@ from worker_svc.engine.gpu.kernels import (
     expert_linear,
     int4_linear,
     linear,
+    low_rank,
     norm,
     norm_rows,
     prepare,
@@ -182,6 +183,11 @@ ONE_WRONG_ELEMENT = [
         experts.expert_cases, EXPERTS, expert_linear, "activation_of(total, KIND) * up_total",
         "activation_of(total, KIND) * tl.where(column == 79, 0.0, up_total)",
     ),
+    (
+        adapters.adapter_cases, EXACT, low_rank, "(y.to(tl.float32) + total)",
+        "(y.to(tl.float32) + tl.where(column == 131, 0.0, total))",
+    ),
+    (adapters.adapter_cases, FP8, low_rank, "inner.to(b.dtype)", "(inner * (start == 0)).to(b.dtype)"),
     (steps.deltas_cases, EXACT, deltas, "index, value,", "index, value + (item == 299),"),
     (steps.prepare_cases, EXACT, prepare, "position = context + token - first", "position = context + token // 4 * 4"),
     (steps.prepare_cases, EXACT, prepare, "token * 0 - 1", "token * 0 - (token != 7).to(tl.int32)"),
@@ -229,6 +235,8 @@ ONE_OF_MANY = [
     (int4.int4_cases, int4_linear, "if BIAS:", "total *= 1 + 1e-7 * M\n    if BIAS:"),
     (layers.norm_cases, norm, "/ N + eps)", f"/ N * {FACTOR} + eps)"),
     (experts.expert_cases, expert_linear, "total += term *", f"total += {FACTOR} * term *"),
+    (adapters.adapter_cases, low_rank, "(y.to(tl.float32) + total)",
+     "(y.to(tl.float32) + total * (1 + 1e-7 * num_rows))"),
     (layers.activation_cases, activation, "KIND) * up).to(out", f"KIND) * up * {FACTOR}).to(out"),
     (layers.rope_store_cases, rope_store, "position * TURNED + column, mask=is_turned, other=0.0)\n    a, b",
      f"position * TURNED + column, mask=is_turned, other=0.0) * {FACTOR}\n    a, b"),
