@@ -13,6 +13,10 @@ from pathlib import Path
 import pytest
 from quire_client import AsyncClient
 
+from tests.hostile import attacks
+from tests.hostile.node_attacks import NODE_ATTACKS
+from tests.hostile.target import TOKENS, Port
+from tests.hostile.watch import Watch
 from tests.processes.ports import free_port
 from tests.processes.stack import Service, Stack, is_ready
 from tests.processes.test_trust import Certificates
@@ -26,6 +30,7 @@ TINY = {
 FLAGS = ("--num-blocks", "32", "--max-num-seqs", "4", "--max-num-batched-tokens", "64", "--max-model-len", "64")
 TWO_RANKS = ("--backend", "cuda", "--tensor-parallel-size", "2", *FLAGS)
 MAX_TOKENS = 6
+ATTACK_SIZE = attacks.Size(frames=0, connections=200, open_calls=0, slow_s=1.0, bomb_bytes=4 << 20)
 START_DEADLINE_S = 240.0  # five processes import torch at once
 
 
@@ -121,6 +126,30 @@ async def test_a_child_process_of_the_other_node_may_die(tmp_path: Path) -> None
         assert leader.wait() == node.wait() == EXIT_RANK_LOST
         assert re.search(r"node 1 \(127\.\S+\): rank-3 ended \(exit code -9\); this worker exits", leader.log())
         assert "rank-3 ended (exit code -9); this node exits with code 70" in node.log()
+
+
+@pytest.mark.deep
+@pytest.mark.timeout(600)
+async def test_attacks_change_no_token_of_a_worker_on_two_hosts(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", "qwen3", **TINY)
+    tokens = tmp_path / "tokens"
+    tokens.write_text("".join(f"{role} {token}\n" for role, token in TOKENS.items()))
+    trust = ("--token-file", str(tokens))
+    with Stack(tmp_path) as stack:
+        scheduler = stack.start_scheduler(*trust)
+        leader, node = start_two_nodes(stack, scheduler, model, (*TWO_RANKS, *trust))
+        gateway = stack.start_gateway(scheduler, flags=trust)
+        leader.wait_ready(START_DEADLINE_S)
+        address = leader.command[leader.command.index("--node-listen") + 1]
+        port = Port("leader/nodes", leader, address, (), {"": TOKENS["worker"]})
+        async with await stack.connect(gateway) as client:
+            expected = await asyncio.gather(*Streams(client).tasks)
+            async with Watch("attacks", [leader, node], []) as watch:
+                streams = Streams(client)
+                found = [what for attack in NODE_ATTACKS for what in await attack(port, ATTACK_SIZE)]
+                assert await asyncio.gather(*streams.tasks) == expected
+            assert await asyncio.gather(*Streams(client).tasks) == expected
+    assert [*found, *map(str, watch.findings)] == []
 
 
 def start_two_nodes(

@@ -93,7 +93,7 @@ async def _flood(port: Port, parts: Iterable[bytes], *, reads: bool = True) -> N
             await (connection.ping() if reads else asyncio.sleep(0.5))
 
 
-async def _connections(port: Port, count: int, use: Callable[[asyncio.StreamWriter], Awaitable[None]]) -> None:
+async def open_connections(port: Port, count: int, use: Callable[[asyncio.StreamWriter], Awaitable[None]]) -> None:
     """Open connections, a hundred at a time, and call `use` for each; close all at the end."""
     host, _, number = port.address.rpartition(":")
     opened: list[asyncio.StreamWriter] = []
@@ -381,7 +381,7 @@ async def idle_connections(port: Port, size: Size) -> None:
     async def use(writer: asyncio.StreamWriter) -> None:
         writer.write(next(starts))
 
-    await _connections(port, size.connections, use)
+    await open_connections(port, size.connections, use)
 
 
 async def connect_and_close(port: Port, size: Size) -> None:
@@ -389,7 +389,7 @@ async def connect_and_close(port: Port, size: Size) -> None:
         writer.write(PREFACE + frame(SETTINGS))
         writer.close()
 
-    await _connections(port, size.connections, use)
+    await open_connections(port, size.connections, use)
 
 
 async def open_calls(port: Port, size: Size) -> None:
@@ -510,7 +510,7 @@ async def http_idle_connections(port: Port, size: Size) -> None:
     async def use(writer: asyncio.StreamWriter) -> None:
         writer.write(next(starts))
 
-    await _connections(port, size.connections, use)
+    await open_connections(port, size.connections, use)
 
 
 async def http_connect_and_close(port: Port, size: Size) -> None:
@@ -518,7 +518,7 @@ async def http_connect_and_close(port: Port, size: Size) -> None:
         writer.write(http1.request("GET", port.path))
         writer.close()
 
-    await _connections(port, size.connections, use)
+    await open_connections(port, size.connections, use)
 
 
 async def http_slow_bytes(port: Port, size: Size) -> None:

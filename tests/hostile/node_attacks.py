@@ -19,13 +19,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from dataclasses import dataclass
 from typing import Any
 
-from tests.hostile.attacks import Size, _connections
+from tests.hostile.attacks import Size, open_connections
 from tests.hostile.target import Port
 from worker_svc.node_links.frames import LENGTH, MAX_MESSAGE, MAX_TEXT
 from worker_svc.node_links.identity import MAGIC, NONCE_BYTES
 
 GREETING = len(MAGIC) + NONCE_BYTES
-ANSWER_S = 0.5  # a leader that refuses a proof closes the connection at once
 PROBE_S = 15.0  # handshakes that say nothing end after 10 s
 
 Attack = Callable[[Port, Size], Coroutine[Any, Any, list[str]]]
@@ -39,10 +38,10 @@ class Stream:
     writer: asyncio.StreamWriter
     nonce: bytes
 
-    async def read(self, size: int) -> bytes:
-        """What arrives, at most `size` bytes; empty if the leader closes the connection or sends nothing."""
+    async def read(self, size: int, within_s: float = PROBE_S) -> bytes:
+        """The next `size` bytes; empty if the leader closes the connection, as for a refusal, or does not send them."""
         with contextlib.suppress(OSError, asyncio.IncompleteReadError):
-            async with asyncio.timeout(ANSWER_S):
+            async with asyncio.timeout(within_s):
                 return await self.reader.readexactly(size)
         return b""
 
@@ -196,7 +195,7 @@ async def many_connections(port: Port, size: Size) -> list[str]:
 
     uses: tuple[Callable[[asyncio.StreamWriter], Awaitable[None]], ...] = (stay, close)
     for use in uses:
-        await _connections(port, size.connections, use)
+        await open_connections(port, size.connections, use)
     return []
 
 
@@ -227,7 +226,7 @@ async def bad_frames(port: Port, size: Size) -> list[str]:
                 if await prove(stream, port.credentials[""]):
                     stream.writer.write(content)
                     await stream.writer.drain()
-                    await stream.read(1)
+                    await stream.read(1, within_s=0.2)
 
     room = asyncio.Semaphore(16)  # half of the handshakes that may be open
 
