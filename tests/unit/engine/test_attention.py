@@ -210,6 +210,25 @@ def test_rows_that_share_blocks_compute_as_if_alone(kernel_build, dtype, shape, 
         assert torch.equal(output, alone[i]), i
 
 
+@pytest.mark.parametrize("shape", [shape_of(4, 2, 32), shape_of(6, 1, 16)], ids=["4x2", "6x1"])
+def test_rows_that_share_blocks_may_have_different_numbers_of_tokens(kernel_build, dtype, shape):
+    """The last tokens of prompts beside decoding rows. Sorted by their blocks, either may come first."""
+    backend = make_backend("cpu", 1, "exact")
+    most = 8 * shape.heads.num_kv_heads // shape.heads.num_q_heads  # more tokens share no keys with other rows
+    first = Sequence(shape, LENGTH, dtype)
+    chunks = []
+    for seed in range(12):
+        sequence = Sequence(shape, LENGTH, dtype, seed)
+        sequence.k[:256], sequence.v[:256] = first.k[:256], first.v[:256]
+        chunks.append((sequence, LENGTH - (1 if seed % 3 == 0 else most), LENGTH))
+    alone = [attend(backend, shape, [chunk])[0] for chunk in chunks]
+    for start in range(len(chunks)):
+        order = [(start + i) % len(chunks) for i in range(len(chunks))]
+        found = attend(backend, shape, [chunks[i] for i in order], shared=[256] * len(chunks))
+        for i, output in zip(order, found, strict=True):
+            assert torch.equal(output, alone[i]), (start, i)
+
+
 @pytest.mark.parametrize("dim", [48, 96])
 def test_tiles_in_software_give_the_bits_of_amx(kernel_builds, monkeypatch, dim):
     if missing := AMX - instruction_sets():

@@ -34,8 +34,10 @@ class Planner {
     const int64_t even = int64_t(sharing_.size()) * shape_.kv_heads / (2 * threads_);  // leaves tasks for all threads
     for (size_t first = 0, next; first < sharing_.size(); first = next) {
       int64_t shared = shareable(sharing_[first].num_keys);
-      const int64_t most = std::clamp<int64_t>(even, 1, kSharingQueries / sharing_[first].queries);
-      for (next = first + 1; next < sharing_.size() && int64_t(next - first) < most; next++) {
+      int64_t queries = sharing_[first].queries;
+      for (next = first + 1; next < sharing_.size() && int64_t(next - first) < even; next++) {
+        queries += sharing_[next].queries;  // spans of prompts have more of them than decoding rows
+        if (queries > kSharingQueries) break;
         const int64_t fewer = std::min(shared, shared_keys(sharing_[first], sharing_[next]));
         const int64_t num = next - first;  // the keys that are read once less must not become fewer
         if (!fewer || fewer * num < shared * (num - 1)) break;
