@@ -144,7 +144,13 @@ def reads_last_token(kind: PoolingKind) -> bool:
 
 def hidden_tokens(chunks: Sequence[PooledChunk]) -> I64:
     """The tokens of a step whose hidden states pooled rows need, ascending."""
-    return np.array([token for chunk in chunks for token in chunk.hidden_tokens()], np.int64)
+    return numbers_of([chunk.hidden_tokens() for chunk in chunks])
+
+
+def numbers_of(ranges: Sequence[range]) -> I64:
+    """The numbers of all ranges, one after the other."""
+    parts = [np.arange(each.start, each.stop) for each in ranges]
+    return np.concatenate([np.empty(0, np.int64), *parts])
 
 
 def logit_tokens(chunks: Sequence[PooledChunk]) -> I64:

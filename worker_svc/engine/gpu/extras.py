@@ -12,6 +12,8 @@ from worker_svc.engine.beams import BeamLines
 from worker_svc.engine.gpu.pooling import HostPooled, PooledTokens
 from worker_svc.engine.gpu.scores import HostCandidates, HostScores
 from worker_svc.engine.logprobs import Asked, PromptTargets, concat_columns, spread, to_columns
+from worker_svc.engine.plan import StepPlan
+from worker_svc.engine.rows import RowTable
 
 NO_TOKENS: I64 = np.empty(0, np.int64)
 
@@ -25,8 +27,17 @@ class Wanted:
     pooled: PooledTokens | None = None
     beams: BeamLines | None = None
 
-    def __bool__(self) -> bool:
-        return any(part is not None for part in (self.asked, self.targets, self.pooled, self.beams))
+    @classmethod
+    def of(cls, plan: StepPlan, rows: RowTable) -> Wanted | None:
+        """What the rows of a step want; None if nothing."""
+        chunks = rows.pooled_chunks(plan.rows, plan.starts, plan.context_lens, plan.ends)
+        parts = (
+            rows.asked_logprobs(plan.sampling_rows),
+            rows.prompt_targets(plan.token_rows, plan.positions),
+            PooledTokens.of(chunks) if chunks else None,
+            rows.beam_lines(plan.sampling_rows),
+        )
+        return None if all(part is None for part in parts) else cls(*parts)
 
     @property
     def needs_states(self) -> bool:

@@ -21,7 +21,7 @@ from worker_svc.engine.config import Determinism
 from worker_svc.engine.gpu.linears import DeviceLinears
 from worker_svc.engine.gpu.scores import Scorer
 from worker_svc.engine.gpu.uploads import to_device, to_host
-from worker_svc.engine.pooling import PooledChunk, hidden_tokens, logit_tokens, to_columns
+from worker_svc.engine.pooling import PooledChunk, hidden_tokens, logit_tokens, numbers_of, to_columns
 from worker_svc.engine.pooling_config import PoolingConfig
 from worker_svc.engine.pooling_weights import PoolingWeights, load_pooling
 
@@ -94,11 +94,10 @@ class DevicePooling:
         """`max_tokens`: of a prompt of this model, on every worker."""
         self._weights = weights
         self._scorer = scorer
-        self._max_rows = max_rows
         self._device = final_norm.weight.device
-        self._hidden_size = len(final_norm.weight)
         self._scale = 2.0 ** (SUM_BITS - math.ceil(math.log2(_largest_state(final_norm) * max_tokens)))
-        self._sums: torch.Tensor | None = None  # int64 [max_rows, hidden_size + 1]; last: the number of bad states
+        # One more column: the number of states that are not finite
+        self._sums = torch.zeros(max_rows, len(final_norm.weight) + 1, dtype=torch.int64, device=self._device)
 
     def compute(
         self,
@@ -159,32 +158,25 @@ class DevicePooling:
 
     def _add_chunks(self, states: torch.Tensor, summed: list[tuple[PooledChunk, range]]) -> None:
         begun = np.array([chunk.row for chunk, _ in summed if chunk.is_first], np.int64)
-        self._table().index_fill_(0, to_device(begun, self._device), 0)
-        lines = to_device(np.array([line for _, of_row in summed for line in of_row], np.int64), self._device)
+        self._sums.index_fill_(0, to_device(begun, self._device), 0)
+        lines = to_device(numbers_of([of_row for _, of_row in summed]), self._device)
         sizes = [len(of_row) for _, of_row in summed]
         rows = np.repeat(np.array([chunk.row for chunk, _ in summed], np.int64), sizes)
         self._add(states.index_select(0, lines), to_device(rows, self._device))
 
     def _add(self, states: torch.Tensor, rows: torch.Tensor) -> None:
         """Adds each of the states [n, hidden_size] to the sum of its row."""
-        table = self._table()
         for first in range(0, len(states), TOKENS_AT_ONCE):
             wide = states[first : first + TOKENS_AT_ONCE].double()
             is_bad = ~wide.isfinite().all(1, keepdim=True)
             steps = wide.masked_fill_(is_bad, 0.0).mul_(self._scale).round_().long()
-            table.index_add_(0, rows[first : first + TOKENS_AT_ONCE], torch.cat((steps, is_bad.long()), 1))
+            self._sums.index_add_(0, rows[first : first + TOKENS_AT_ONCE], torch.cat((steps, is_bad.long()), 1))
 
     def _means(self, rows: torch.Tensor, counts: I64) -> torch.Tensor:
         """The sums of some rows divided by `counts`; NaN if a state was not finite."""
-        found = self._table().index_select(0, rows)
+        found = self._sums.index_select(0, rows)
         divisors = to_device(counts, self._device)[:, None] * self._scale
         return (found[:, :-1].double() / divisors).float().masked_fill_(found[:, -1:] > 0, torch.nan)
-
-    def _table(self) -> torch.Tensor:
-        if self._sums is None:
-            size = self._max_rows, self._hidden_size + 1
-            self._sums = torch.zeros(size, dtype=torch.int64, device=self._device)
-        return self._sums
 
 
 def _largest_state(norm: Norm) -> float:

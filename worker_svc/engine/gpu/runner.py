@@ -56,8 +56,8 @@ from worker_svc.engine.gpu.messages import (
 from worker_svc.engine.gpu.model import DeviceDecoder
 from worker_svc.engine.gpu.parallel import Group
 from worker_svc.engine.gpu.pending_step import NO_IDS, PendingStep, Writes
-from worker_svc.engine.gpu.pooling import PooledTokens, load_device_pooling
-from worker_svc.engine.gpu.start_up import DTYPES, check_heads, choose_checked, choose_dtype, find_device
+from worker_svc.engine.gpu.pooling import load_device_pooling
+from worker_svc.engine.gpu.start_up import DTYPES, Stages, check_heads, choose_checked, choose_dtype, find_device
 from worker_svc.engine.gpu.step_buffer import HostStep, PlacedInputs, Staging, StepBuffer
 from worker_svc.engine.gpu.weights import ShardLoader, formats_of, shard_config
 from worker_svc.engine.grammars import compiled_grammars
@@ -188,7 +188,7 @@ class DeviceRunner:
         """Loads the weights, divides the memory that is left, and records graphs. Returns the number of blocks.
 
         `names` are those of the model's tensors."""
-        stages = _Stages(progress, has_graphs=self._device.type == "cuda" and config.cuda_graphs != "off")
+        stages = Stages(progress, has_graphs=self._device.type == "cuda" and config.cuda_graphs != "off")
         with fitting("the weights", "raise tensor_parallel_size, or use a smaller dtype or model"):
             decoder = DeviceDecoder(
                 loader, setup.model, self._group, setup.max_model_len, self._device, stages.weights,
@@ -215,7 +215,7 @@ class DeviceRunner:
         self._record_graphs(config, shares, stages)
         return num_blocks
 
-    def _record_graphs(self, config: EngineConfig, shares: Shares, stages: _Stages) -> None:
+    def _record_graphs(self, config: EngineConfig, shares: Shares, stages: Stages) -> None:
         recorder = make_recorder(self._device) if config.cuda_graphs != "off" else None
         if recorder is not None:
             is_lazy = config.cuda_graphs == "lazy"
@@ -355,7 +355,7 @@ class DeviceRunner:
         processed = self._rows.processed_rows(plan.sampling_rows, plan.sampled_positions)
         is_filtered = processed is not None or threshold.is_needed(columns)
         mask = partial(self._mask, plan, errors) if self._rows.has_grammars(plan.sampling_rows) else None
-        wanted = self._wanted(plan)
+        wanted = Wanted.of(plan, self._rows)
         has_more = processed is not None and processed.has_more_than_early_bans
         ends_at_logits = mask is not None or wanted is not None or has_more
         slots = None if self._adapters is None else self._adapters.of_tokens(plan.token_rows)
@@ -391,17 +391,6 @@ class DeviceRunner:
         known[embedded.tokens] = 0
         return PlacedInputs.of(embedded, self._device)
 
-    def _wanted(self, plan: StepPlan) -> Wanted | None:
-        """What the rows of a step want besides tokens; None if nothing."""
-        chunks = self._rows.pooled_chunks(plan.rows, plan.starts, plan.context_lens, plan.ends)
-        wanted = Wanted(
-            self._rows.asked_logprobs(plan.sampling_rows),
-            self._rows.prompt_targets(plan.token_rows, plan.positions),
-            PooledTokens.of(chunks) if chunks else None,
-            self._rows.beam_lines(plan.sampling_rows),
-        )
-        return wanted if wanted else None
-
     def _mask(self, plan: StepPlan, errors: RowErrors, logits: torch.Tensor) -> None:
         """Applies grammars while the device computes the forward pass. It needs the tokens of all earlier steps."""
         while self._in_flight:
@@ -433,22 +422,3 @@ class DeviceRunner:
         self._last_tokens[writes.sampling_rows] = tokens
         self._rows.fill(writes.sampling_rows, writes.generations, writes.positions, tokens)
         self._buffer.give_back(pending.staging)
-
-
-class _Stages:
-    """Combines the progress of weights and graphs. Weights may take minutes, graphs seconds."""
-
-    WEIGHTS = 0.8  # fraction of the weights if graphs follow
-
-    def __init__(self, progress: Callable[[float], None] | None, *, has_graphs: bool) -> None:
-        self._progress = progress or (lambda fraction: None)
-        self._share = self.WEIGHTS if has_graphs else 1.0
-
-    def weights(self, fraction: float) -> None:
-        self._progress(fraction * self._share)
-
-    def graphs(self, fraction: float) -> None:
-        self._progress(self._share + fraction * (1 - self._share))
-
-    def end(self) -> None:
-        self._progress(1.0)

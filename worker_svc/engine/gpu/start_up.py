@@ -1,7 +1,9 @@
-"""Checks and choices of a start-up that come before the weights are loaded: device, dtype, attention, kernels."""
+"""The start-up: checks and choices that come before the weights are loaded (device, dtype, attention, kernels), and its
+progress."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -82,3 +84,22 @@ def choose_dtype(config: EngineConfig, checkpoint: Checkpoint, device: torch.dev
     if dtype == "bfloat16" and device.type != "cuda":
         raise BackendUnavailableError("Triton's interpreter multiplies bfloat16 wrongly; use --dtype float32")
     return dtype
+
+
+class Stages:
+    """Combines the progress of weights and graphs. Weights may take minutes, graphs seconds."""
+
+    WEIGHTS = 0.8  # fraction of the weights if graphs follow
+
+    def __init__(self, progress: Callable[[float], None] | None, *, has_graphs: bool) -> None:
+        self._progress = progress or (lambda fraction: None)
+        self._share = self.WEIGHTS if has_graphs else 1.0
+
+    def weights(self, fraction: float) -> None:
+        self._progress(fraction * self._share)
+
+    def graphs(self, fraction: float) -> None:
+        self._progress(self._share + fraction * (1 - self._share))
+
+    def end(self) -> None:
+        self._progress(1.0)
