@@ -105,22 +105,22 @@ async def buckets(request: pytest.FixtureRequest) -> AsyncIterator[Buckets]:
 
 async def test_requests_are_admitted_at_their_rate(buckets: Buckets) -> None:
     limits, began, num_admitted = Limits(requests_per_s=40), time.monotonic(), 0
-    while (elapsed := time.monotonic() - began) < 1.5:
+    while (elapsed := time.monotonic() - began) < 1.5 or num_admitted < 60:
         verdict = await buckets.take("x", limits, Take(str(num_admitted), 1))
+        assert not verdict.limit or num_admitted >= 40, "the bucket was full at the beginning"
         num_admitted += not verdict.limit
         assert num_admitted <= 40 * (elapsed + 1.0) + 2
         assert not verdict.limit or 0 < verdict.retry_after_s <= 0.1
         await asyncio.sleep(0.001)
-    assert num_admitted >= 40 * 1.5, "the bucket was full at the beginning"
     assert not (await buckets.take("other", limits, Take("o", 1))).limit, "owners do not share a bucket"
 
 
 async def test_a_debt_refuses_requests_until_unused_tokens_are_put_back(buckets: Buckets) -> None:
-    limits = Limits(tokens_per_min=6000)  # 100 per second
+    limits, began = Limits(tokens_per_min=6000), time.monotonic()  # 100 per second
     assert not (await buckets.take("x", limits, Take("1", 1000))).limit, "larger than the bucket"
     verdict = await buckets.take("x", limits, Take("2", 1))
     assert verdict.limit == "tokens_per_min"
-    assert 7.0 < verdict.retry_after_s <= 8.0
+    assert 7.9 - (time.monotonic() - began) < verdict.retry_after_s <= 8.0
     await buckets.give_back("x", limits, "1", 1000)
     assert not (await buckets.take("x", limits, Take("2", 1))).limit
 
