@@ -9,8 +9,22 @@ import socket
 import tempfile
 from pathlib import Path
 
-FIRST, LAST = 20_000, 32_000  # below the kernel's range for outgoing connections
 PER_PROCESS = 400
+NUM_PORTS = 10_000
+# The kernel takes the ports of outgoing connections from this range, by default 32768 to 60999.
+OUTGOING = Path("/proc/sys/net/ipv4/ip_local_port_range")
+
+
+def first_port(outgoing: str) -> int:
+    """The first of NUM_PORTS ports outside the range of outgoing connections, if there are as many.
+
+    `quire up` chooses from 20000 to 31999 at random, so a port there may be taken before a service binds it.
+    """
+    low, high = map(int, outgoing.split())
+    for first in (10_000, 2_000, high + 1):
+        if first + NUM_PORTS <= low or high < first <= 2**16 - NUM_PORTS:
+            return first
+    return 10_000
 
 
 def _lock(path: Path) -> bool:
@@ -26,12 +40,13 @@ def _lock(path: Path) -> bool:
 
 def _own_slice() -> int:
     """The first port of a slice that no other test process uses: this process holds its lock until it ends."""
-    count = (LAST - FIRST) // PER_PROCESS
+    first = first_port(OUTGOING.read_text() if OUTGOING.exists() else "32768 60999")
+    count = NUM_PORTS // PER_PROCESS
     for number in range(os.getpid(), os.getpid() + count):
-        start = FIRST + number % count * PER_PROCESS
+        start = first + number % count * PER_PROCESS
         if _lock(Path(tempfile.gettempdir(), f"quire-test-ports-{os.getuid()}-{start}")):
             return start
-    raise OSError(f"{count} test processes use all ports from {FIRST} to {LAST}")
+    raise OSError(f"{count} test processes use all ports from {first} to {first + NUM_PORTS - 1}")
 
 
 # The cycle reuses a port as late as possible, because a service may bind it seconds later.
