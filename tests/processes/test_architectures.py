@@ -72,7 +72,11 @@ def num_open(schedulers: tuple[SchedulerStatus, ...]) -> int:
     return schedulers[0].num_waiting + schedulers[0].num_running
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
+@pytest.mark.parametrize(
+    "shape",
+    [pytest.param(shape, marks=pytest.mark.deep if i in (1, 3) else ()) for i, shape in enumerate(SHAPES)],
+    ids=lambda shape: shape.name,
+)
 async def test_greedy_tokens_equal_transformers(shape: Shape, tmp_path: Path) -> None:
     torch.set_num_threads(1)
     model_dir = make_checkpoint(tmp_path / "model", shape)
