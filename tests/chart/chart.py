@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import pickle
 import shutil
 import sys
 import tempfile
@@ -111,7 +112,13 @@ def render(
     rendered = (chart or loaded_chart()).render(values or {}, name=name, namespace=namespace)
     notes = next(text for path, text in rendered.items() if path.endswith("NOTES.txt"))
     texts = [text for path, text in rendered.items() if not path.endswith(".txt")]
-    return Objects(tuple(m for text in texts for m in yaml.load_all(text, Loader) if m), notes)
+    return Objects(tuple(m for text in texts for m in pickle.loads(_documents(text))), notes)
+
+
+@functools.lru_cache(maxsize=1000)
+def _documents(text: str) -> bytes:
+    """The documents of a file, pickled: most files are the same in most renderings, and parsing them takes long."""
+    return pickle.dumps([document for document in yaml.load_all(text, Loader) if document])
 
 
 def program(name: str) -> str:
