@@ -168,6 +168,13 @@ std::vector<Packed> pack_rows(Pass& pass, const Calls<T>& calls, std::vector<Row
   return packed;
 }
 
+constexpr int64_t kPartBytes = 1 << 20;  // of weights: reading them takes about 60 us
+
+// Panels of a part: some parts for each thread, which are so small that no thread waits long for the last one.
+INLINE int64_t grain_of(int64_t panels, int64_t panel_bytes, int threads) {
+  return std::max<int64_t>(1, std::min(panels / (8 * threads), kPartBytes / panel_bytes));
+}
+
 // The parts of a call: blocks of at most `block` row tiles, times groups of at most `grain` panels.
 struct Division {
   int64_t block, grain, panels;
@@ -182,10 +189,10 @@ void over_panels(Pass& pass, const Calls<T>& calls, const std::vector<Packed>& p
   Numbers numbers;
   std::vector<Division> divisions;
   for (size_t i = 0; i < calls.size(); i++) {
-    const int64_t tile_bytes = K::words_per_row(calls[i].in) * int64_t(sizeof(int32_t)) * K::kTileRows;
+    const int64_t row_bytes = K::words_per_row(calls[i].in) * int64_t(sizeof(int32_t));
     const int64_t panels = ceil_div(calls[i].out, outputs_per_panel);
-    divisions.push_back({std::clamp<int64_t>(K::kBlockBytes / tile_bytes, 1, kBlockTiles),
-                         std::max<int64_t>(1, panels / (8 * pass.threads)), panels});
+    divisions.push_back({std::clamp<int64_t>(K::kBlockBytes / (row_bytes * K::kTileRows), 1, kBlockTiles),
+                         grain_of(panels, row_bytes * outputs_per_panel, pass.threads), panels});
     numbers.add(ceil_div(packed[i].tiles.count, divisions[i].block) * divisions[i].groups());
   }
   pass.run(numbers.total(), 1, [&](int64_t begin, int64_t end) {
