@@ -15,8 +15,10 @@ import transformers
 from tests.gpu.builders import DEVICE
 from tests.gpu.driver import DeviceDriver, load
 from tests.gpu.test_runner import HEADS_4_2, SMALL, small_prompts
+from tests.unit.engine.adapters import load_merged, make_adapter, targets_of
 from tests.unit.engine.driver import seeded, u32
 from tests.unit.engine.models import load_reference, make_model
+from tests.unit.engine.test_engine_adapters import place
 from worker_svc.engine.backend import Norm
 from worker_svc.engine.batch import Pooling, PoolingKind, PoolingTask, RowErrorCode
 from worker_svc.engine.gpu.parallel import ALONE
@@ -163,6 +165,20 @@ def test_classes_match_transformers(tmp_path):
     for row, ids in enumerate(texts):
         with torch.no_grad():
             check(driver.pooled[row], model(torch.tensor([ids])).logits[0])
+
+
+def test_rows_with_and_without_an_adapter_are_pooled_in_one_step(tmp_path):
+    folder = make_model(tmp_path / "model", "qwen3", **SMALL, **HEADS_4_2)
+    adapter = make_adapter(folder, tmp_path / "adapter", seed=1, r=4, target_modules=targets_of("qwen3"))
+    driver = DeviceDriver(load(folder, max_adapters=1, max_adapter_rank=8))
+    ids = small_prompts([20])[0]
+    driver.open(0, ids, adapter=place(driver.runner, "one", adapter), pooling=MEAN)
+    driver.open(1, ids, pooling=MEAN)
+    driver.step({0: 9, 1: 20})
+    driver.step({0: 11})
+    assert driver.errors == []
+    for row, reference in enumerate((load_merged(folder, adapter), load_reference(folder))):
+        check(driver.pooled[row], states_of(reference.model, ids).mean(0))
 
 
 def test_a_row_with_nan_fails_alone(qwen3):
