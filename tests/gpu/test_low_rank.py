@@ -9,7 +9,7 @@ from tests.gpu.builders import DEVICE, TOLERANCE, relative_error
 from worker_svc.engine.adapters.adapter import Adapter, AdapterPart
 from worker_svc.engine.adapters.targets import Module
 from worker_svc.engine.gpu.adapter_shapes import AdapterShapes, ModuleShard, SiteShard
-from worker_svc.engine.gpu.adapter_slots import AdapterSlots, StepAdapters
+from worker_svc.engine.gpu.device_slots import DeviceSlots, StepAdapters
 from worker_svc.engine.gpu.kernels import low_rank
 from worker_svc.engine.gpu.kernels.low_rank import RANKS as RANK_UNIT
 from worker_svc.engine.gpu.kernels.low_rank import reference, splits_of
@@ -34,7 +34,7 @@ def make_slots(num_inputs, num_slots, *, max_rank=64, dtype=torch.float32, is_ex
         shards = {m: ModuleShard(range(num_inputs), (range(m.num_outputs),)) for m in modules}
         sites.append(SiteShard(index, shards, max_rank))
     shapes = AdapterShapes((*sites, None, None), dtype)
-    slots = AdapterSlots(shapes, num_slots, DEVICE, is_exact=is_exact)
+    slots = DeviceSlots(shapes, num_slots, DEVICE, is_exact=is_exact)
     slots.buffers.weights.fill_(torch.nan)  # what no adapter has written is not used
     return slots
 

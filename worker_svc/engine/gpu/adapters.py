@@ -21,18 +21,18 @@ from worker_svc.engine.batch import I32, I64, RowOpen
 from worker_svc.engine.config import EngineConfig
 from worker_svc.engine.families import Names
 from worker_svc.engine.gpu.adapter_shapes import DeviceAdapter
-from worker_svc.engine.gpu.adapter_slots import NO_SLOT, AdapterSlots
+from worker_svc.engine.gpu.device_slots import NO_ADAPTER, DeviceSlots
 from worker_svc.engine.gpu.messages import adapter_from_bytes, adapter_pieces, adapters_to_bytes
 from worker_svc.engine.gpu.weights import ShardLoader
 
 
 class DeviceAdapters:
-    """Owns the slots and the store. Only the store may be used by other threads than that of the steps."""
+    """Owns the slots and the store. Only the thread that launches steps may use it, except for the store."""
 
     def __init__(self, config: EngineConfig, loader: ShardLoader, names: Names, device: torch.device) -> None:
         self._shapes = loader.adapter_shapes(config.max_adapter_rank)
         self._is_pinned = device.type == "cuda"
-        self.slots = AdapterSlots(self._shapes, config.max_adapters, device, is_exact=config.determinism == "exact")
+        self.slots = DeviceSlots(self._shapes, config.max_adapters, device, is_exact=config.determinism == "exact")
         self.store: AdapterStore[Adapter, DeviceAdapter] = make_store(
             config, loader.modules(), names, self._shapes.dtype, self._pack
         )
@@ -59,14 +59,14 @@ class DeviceAdapters:
         self.slots.place(self.rows.in_use.values())
 
     def of_tokens(self, token_rows: I64) -> I32 | None:
-        """The slot of each token's adapter, or NO_SLOT. None: no token has an adapter."""
+        """The slot of each token's adapter, or NO_ADAPTER. None: no token has an adapter."""
         if not self.rows.in_use:
             return None
-        slots = np.full(len(self.rows.numbers), NO_SLOT, np.int32)
+        slots = np.full(len(self.rows.numbers), NO_ADAPTER, np.int32)
         for number, adapter in self.rows.in_use.items():
             slots[self.rows.numbers == number] = self.slots.slot_of(adapter.digest)
         found: I32 = slots[token_rows]
-        return found if bool((found != NO_SLOT).any()) else None
+        return found if bool((found != NO_ADAPTER).any()) else None
 
     # Between ranks
 
@@ -80,10 +80,11 @@ class DeviceAdapters:
         yield adapters_to_bytes(list(self._known))
 
     def receive_piece(self, digest: bytes, piece: bytes) -> None:
+        """Rank 0 sends the pieces of an adapter in order."""
         self._pieces.setdefault(digest, bytearray()).extend(piece)
 
     def receive_known(self, digests: Sequence[bytes]) -> None:
-        """Rank 0 has found these. Those without content are in slots."""
+        """Rank 0 has found these. Those that came without content are in slots."""
         self._known = {digest: self._received(digest) for digest in digests}
 
     def _received(self, digest: bytes) -> DeviceAdapter:

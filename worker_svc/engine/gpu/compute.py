@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from worker_svc.engine.beams import BeamLines
-from worker_svc.engine.gpu.adapter_slots import AdapterSlots, StepAdapters
 from worker_svc.engine.gpu.attention import Attention
+from worker_svc.engine.gpu.device_slots import DeviceSlots, StepAdapters
 from worker_svc.engine.gpu.extras import StepExtras, Wanted
 from worker_svc.engine.gpu.graphs import Graphs, Recorder
 from worker_svc.engine.gpu.kernels import sample
@@ -84,7 +84,7 @@ class StepCompute:
         group: Group,
         graph_tokens: int,
         pooling: PoolingWeights,
-        adapters: AdapterSlots | None = None,
+        adapters: DeviceSlots | None = None,
     ) -> None:
         """`graph_tokens`: the token limit of steps with prompts that are captured as CUDA graphs."""
         max_rows, device = len(state), state.device

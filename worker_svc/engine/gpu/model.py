@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from worker_svc.engine.adapters.targets import SITES
 from worker_svc.engine.architectures import ModelConfig
 from worker_svc.engine.backend import Linear, Norm, RotaryTable
-from worker_svc.engine.gpu.adapter_slots import StepAdapters
 from worker_svc.engine.gpu.attention import Attention, LayerCache
+from worker_svc.engine.gpu.device_slots import StepAdapters
 from worker_svc.engine.gpu.experts import StackedExperts, compute_experts
 from worker_svc.engine.gpu.kernels import norm_rows
 from worker_svc.engine.gpu.kernels.activation import activate, gated_activation, soft_cap

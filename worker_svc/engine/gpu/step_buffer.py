@@ -15,8 +15,8 @@ import torch
 
 from request_fields.fields import MAX_BANNED_IDS
 from worker_svc.engine.backend import I32, I64, Embedded
-from worker_svc.engine.gpu.adapter_slots import NO_SLOT, StepAdapters
 from worker_svc.engine.gpu.device_rows import HEAD_WORDS
+from worker_svc.engine.gpu.device_slots import NO_ADAPTER, StepAdapters
 from worker_svc.engine.gpu.kernels.attention import Queries
 from worker_svc.engine.gpu.uploads import to_device
 from worker_svc.engine.plan import StepPlan
@@ -108,7 +108,7 @@ class StepBuffer:
         self._places["adapters"] = place + _aligned(2 * state.numel())
         self._size = self._places["adapters"] + _aligned(max_tokens)
         self._device = torch.zeros(self._size, dtype=torch.int32, device=device)
-        self._device[self._places["adapters"] :] = NO_SLOT
+        self._device[self._places["adapters"] :] = NO_ADAPTER
         place = self._places["sample_rows"]
         self._device[place : place + max_rows] = NO_ROW
         self._prepared = torch.zeros(3, _aligned(max_tokens), dtype=torch.int32, device=device)
@@ -161,7 +161,7 @@ class StepBuffer:
         end = begin + bucket.tokens
         host = staging.up.numpy()
         host[begin : begin + len(slots)] = slots
-        host[begin + len(slots) : end] = NO_SLOT
+        host[begin + len(slots) : end] = NO_ADAPTER
         self._device[begin:end].copy_(staging.up[begin:end], non_blocking=True)
 
     def adapter_slots(self, bucket: Bucket) -> torch.Tensor:

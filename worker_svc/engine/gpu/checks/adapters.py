@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from worker_svc.engine.adapters.adapter import Adapter, AdapterPart
 from worker_svc.engine.adapters.targets import SITES, Module
 from worker_svc.engine.gpu.adapter_shapes import AdapterShapes, ModuleShard, SiteShard
-from worker_svc.engine.gpu.adapter_slots import NO_SLOT, AdapterSlots, StepAdapters
 from worker_svc.engine.gpu.checks.case import TOLERANCES, Case, Outputs, Setup
+from worker_svc.engine.gpu.device_slots import NO_ADAPTER, DeviceSlots, StepAdapters
 from worker_svc.engine.gpu.kernels import low_rank
 
 OUTPUTS = (low_rank.BLOCK_N + 16, 48, 16)  # of the modules of the fused layer
 NUM_INPUTS = low_rank.SPLIT_INPUTS + 32  # two parts
 RANKS = ((8, low_rank.BLOCK_R + 8, 16), (24, 0, 1))  # of the modules, for each adapter; two steps of a loop at most
-PATTERN = (0, 1, NO_SLOT, 1, 0)
+PATTERN = (0, 1, NO_ADAPTER, 1, 0)
 MORE_ROWS = low_rank.FEW + 1  # the other tile
 
 
@@ -46,7 +46,7 @@ def _case(setup: Setup, of_rows: list[int]) -> Case:
     )
 
 
-def _slots(setup: Setup) -> AdapterSlots:
+def _slots(setup: Setup) -> DeviceSlots:
     """Slots with two adapters of one layer. Their stride and largest rank are not those of the worker, but kernels are
     compiled for both if they are multiples of 16."""
     firsts = [sum(OUTPUTS[:number]) for number in range(len(OUTPUTS))]
@@ -55,7 +55,7 @@ def _slots(setup: Setup) -> AdapterSlots:
     largest = max(max(ranks) for ranks in RANKS)
     rank = setup.max_adapter_rank if setup.max_adapter_rank >= largest else largest
     shapes = AdapterShapes((SiteShard(0, shards, rank), *[None] * (len(SITES) - 1)), setup.dtype)
-    slots = AdapterSlots(shapes, len(RANKS), setup.device, is_exact=setup.is_exact)
+    slots = DeviceSlots(shapes, len(RANKS), setup.device, is_exact=setup.is_exact)
     adapters = [_adapter(setup, modules, ranks, seed) for seed, ranks in enumerate(RANKS)]
     slots.place([shapes.pack(adapter, is_pinned=False) for adapter in adapters])
     return slots

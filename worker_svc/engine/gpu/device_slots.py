@@ -16,13 +16,13 @@ from worker_svc.engine.gpu.adapter_shapes import AdapterShapes, DeviceAdapter
 from worker_svc.engine.gpu.kernels.low_rank import LINE, Shape, SiteOutputs, SlotBuffers, add_low_rank, shape_for
 from worker_svc.engine.gpu.kernels.route import Tiles, group
 
-NO_SLOT = -1
+NO_ADAPTER = -1
 
 
 class StepAdapters:
     """The adapters of a step: the slot of each token, and the tiles of tokens with the same one."""
 
-    def __init__(self, slots: AdapterSlots, of_tokens: torch.Tensor) -> None:
+    def __init__(self, slots: DeviceSlots, of_tokens: torch.Tensor) -> None:
         self._slots = slots
         self._of_tokens = of_tokens  # int32 [n]
         self._shape = slots.shape_for(len(of_tokens))
@@ -40,7 +40,7 @@ class StepAdapters:
         add_low_rank(x, y, self._slots.buffers, outputs, self._tiles, self._shape)
 
 
-class AdapterSlots:
+class DeviceSlots:
     """Owns the device memory of adapters. Only the thread that launches steps may call it."""
 
     def __init__(self, shapes: AdapterShapes, num_slots: int, device: torch.device, *, is_exact: bool) -> None:
