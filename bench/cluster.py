@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """The quality of placement and admission order: the real core in a simulated cluster on virtual time.
 
-    python bench/cluster.py [--seconds 60] [--workloads chat,templates,agents] [--trace FILE]
+    python bench/cluster.py [--seconds 60] [--speed 1] [--workloads chat,templates,agents] [--trace FILE]
 
 Eight workers with a linear service model (seconds per step = base + per prefill token + per row) serve generated
 workloads under several policies. Requests arrive at the times of their workload, even if the cluster is behind. A
@@ -10,8 +10,10 @@ of 512 tokens. The last line is one JSON object:
 
     {"chat": {"ours": {"hit": .., "ttft_p50_s": .., "ttft_p90_s": ..}, .., "hit_of_pooled": .., "p90_of_least": ..}, ..}
 
-`hit` is the fraction of all prompt tokens that came from a cache. `pooled` is one imaginary worker with the speed and
-memory of all workers and a plain LRU cache: its hit rate is the reference; its times cannot be reached.
+`hit` is the fraction of all prompt tokens that came from a cache, `place_us` the thread CPU time of the passes over the
+queue per request, `most_waiting` the longest queue: `--speed 10` lets the same requests arrive ten times as fast.
+`pooled` is one imaginary worker with the speed and memory of all workers and a plain LRU cache: its hit rate is the
+reference; its times cannot be reached.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import heapq
 import json
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -34,6 +36,7 @@ from scheduler_svc.core.placement.fleet import Fleet, Placement
 from scheduler_svc.core.queue_entry import QueueEntry
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import SequenceGroup, StopCondition
+from scheduler_svc.core.steps.step_planner import StepPlanner
 
 U32 = npt.NDArray[np.uint32]
 Rng = np.random.Generator
@@ -170,6 +173,11 @@ WORKLOADS: dict[str, Callable[[float], Workload]] = {
 
 def in_order(arrivals: list[Arrival], seconds: float) -> list[Arrival]:
     return sorted((a for a in arrivals if a.at_s < seconds), key=lambda a: a.at_s)
+
+
+def faster(workload: Workload, speed: float) -> Workload:
+    """The same requests, `speed` times as fast."""
+    return replace(workload, arrivals=[replace(arrival, at_s=arrival.at_s / speed) for arrival in workload.arrivals])
 
 
 def trace(path: Path, seconds: float) -> Workload:
@@ -312,6 +320,22 @@ class Worker:
         return self.free_at
 
 
+class PassMeter:
+    """Processor time of a scheduler's passes over the queue, and the longest queue."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.spent_ns = self.most_waiting = 0
+        self._waiting, self._place = scheduler._waiting, scheduler._scan.place
+        vars(scheduler._scan)["place"] = self._measure
+
+    def _measure(self, ready: Mapping[str, StepPlanner], now: float) -> dict[str, list[QueueEntry]]:
+        self.most_waiting = max(self.most_waiting, self._waiting.num_schedulable)
+        start = time.thread_time_ns()
+        placed = self._place(ready, now)
+        self.spent_ns += time.thread_time_ns() - start
+        return placed
+
+
 class Cluster:
     """One workload under one policy."""
 
@@ -319,6 +343,7 @@ class Cluster:
         self._arrivals = workload.arrivals
         self._policy = policy
         self._scheduler = policy.make(config)
+        self._passes = PassMeter(self._scheduler)
         self._workers = {c.worker_id: Worker(c, s) for c, s in self._machines(workload, policy.is_pooled)}
         for worker in self._workers.values():
             self._scheduler.add_worker(worker.capacity)
@@ -361,6 +386,8 @@ class Cluster:
             "ttft_p50_s": round(float(p50), 3),
             "ttft_p90_s": round(float(p90), 3),
             "ttft_mean_s": round(float(self.ttft_s.mean()), 3),
+            "place_us": round(self._passes.spent_ns / 1000 / len(self._arrivals), 1),
+            "most_waiting": self._passes.most_waiting,
         }
 
     def _add(self, handle: int, arrival: Arrival) -> None:
@@ -400,6 +427,7 @@ def compare(workload: Workload, names: list[str]) -> dict[str, dict[str, float]]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=60.0, help="duration of arrivals, in virtual time")
+    parser.add_argument("--speed", type=float, default=1.0, help="arrivals per time, as a multiple of the workload's")
     parser.add_argument("--workloads", default=",".join(WORKLOADS), help="comma separated")
     parser.add_argument("--policies", default=",".join(policies()), help="comma separated")
     parser.add_argument("--trace", type=Path, help="a trace file instead of generated workloads")
@@ -410,7 +438,7 @@ def main() -> None:
         makers["trace"] = lambda seconds: trace(args.trace, seconds)
     figures: dict[str, dict[str, object]] = {}
     for name, make in makers.items():
-        workload = make(args.seconds)
+        workload = faster(make(args.seconds), args.speed)
         print(f"{name}: {len(workload.arrivals)} requests", flush=True)
         results = compare(workload, args.policies.split(","))
         figures[name] = {**results}
