@@ -138,11 +138,10 @@ class Http2:
         await self.close()
 
     async def close(self) -> None:
+        self._writer.close()
         if self._reading is not None:
             self._reading.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._reading
-        self._writer.close()
+            await asyncio.gather(self._reading, return_exceptions=True)  # raises if this task is cancelled
         with contextlib.suppress(OSError):
             await self._writer.wait_closed()
 
@@ -202,7 +201,8 @@ class Http2:
 
     async def _wait_moved(self) -> None:
         self._moved.clear()
-        await asyncio.wait_for(self._moved.wait(), 30.0)
+        async with asyncio.timeout(30.0):
+            await self._moved.wait()
         if self.is_closed:
             raise ConnectionEndedError("the server closed the connection")
 

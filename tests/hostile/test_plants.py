@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ import pytest
 
 from tests.hostile import attacks, examples
 from tests.hostile.campaigns import mutated_calls, stranger_calls
+from tests.hostile.http2 import Http2
 from tests.hostile.planted import PLANTS, STALL_S
 from tests.hostile.target import TOKENS, Port
 from tests.hostile.watch import Watch
@@ -102,3 +104,13 @@ def test_every_rpc_has_an_example() -> None:
     for method in examples.methods_of(*services):
         for messages in examples.calls_of(method):
             assert {type(message).DESCRIPTOR for message in messages} == {method.input_type}
+
+
+async def test_closing_a_connection_does_not_lose_a_cancellation(planted: Planted) -> None:
+    """A probe that was cancelled while it closed its connection went on, so the watch did not end."""
+    connection = await Http2.open(planted.ports["none"].address)
+    closing = asyncio.create_task(connection.close())
+    await asyncio.sleep(0)
+    closing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await closing

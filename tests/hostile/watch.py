@@ -93,14 +93,18 @@ class Watch:
         return self
 
     async def __aexit__(self, kind: object, *exc: object) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.wait(self._tasks)
+        await self._end_tasks()
         if kind is not None:
             return
         await self._check()
         for memory in self.memory.values():
             memory.peak = max(memory.peak, memory.after)
+
+    async def _end_tasks(self) -> None:
+        while running := [task for task in self._tasks if not task.done()]:
+            for task in running:
+                task.cancel()
+            await asyncio.wait(running, timeout=1.0)
 
     def find(self, place: str, what: str) -> None:
         """Record a weakness, once."""
