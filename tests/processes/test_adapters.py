@@ -70,9 +70,8 @@ def prompts_of(model: Model, seed: int) -> list[tuple[str, list[int]]]:
 
 
 async def generate(client: AsyncClient, name: str, prompt: list[int], **options: object) -> GenerateResult:
-    return await client.generate(
-        token_ids=prompt, adapter=name, temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True, **options
-    )
+    fields = {"temperature": 0.0, "max_tokens": MAX_TOKENS, "ignore_eos": True} | options
+    return await client.generate(token_ids=prompt, adapter=name, **fields)
 
 
 async def streamed(client: AsyncClient, name: str, prompt: list[int], has_started: asyncio.Event) -> GenerateResult:
@@ -139,6 +138,28 @@ async def serve_on_a_new_worker(model: Model, stack: Stack, scheduler: Service, 
         await num_having(client, name, 2)
     requests = prompts_of(model, seed=2)
     check(model, requests, await asyncio.gather(*(generate(client, *request) for request in requests)))
+
+
+@pytest.mark.deep
+async def test_gpu_workers_serve_and_swap_adapters(model: Model, tmp_path: Path) -> None:
+    """In Triton's interpreter, with more adapters than are resident."""
+    names, num_tokens = ["", "a1", "a2", "a4", "a8"], 3
+    requests = [(name, [3 + place, 9, 12 + place, 40, 5]) for place, name in enumerate(names * 2)]
+    with Stack(tmp_path) as stack:
+        scheduler = stack.start_scheduler()
+        flags = (*worker_flags(model, "a1", "a2"), "--backend", "cuda", "--max-model-len", "128")
+        stack.start_worker(scheduler, model.folder, *flags).wait_ready(120)
+        gateway = stack.start_gateway(scheduler)
+        async with await stack.connect(gateway) as client:
+            for name in names[3:]:
+                await client.load_adapter(name, name)
+            calls = (generate(client, *request, max_tokens=num_tokens) for request in requests)
+            for (name, prompt), result in zip(requests, await asyncio.gather(*calls), strict=True):
+                tokens = list(result.token_ids)
+                assert len(tokens) == num_tokens
+                assert tokens == model.references[name].greedy_after(prompt, tokens), f"adapter {name or 'none'}"
+            (status,) = (await client.status()).schedulers
+            assert status.workers[0].adapter_swaps > MAX_RESIDENT
 
 
 async def test_prefixes_are_shared_within_an_adapter_only(model: Model, tmp_path: Path) -> None:
