@@ -17,7 +17,7 @@ from tests.unit.engine.test_engine_models import check_against
 from worker_svc.engine.architectures import parse_config
 from worker_svc.engine.backend import BackendUnavailableError
 from worker_svc.engine.checkpoint import Checkpoint
-from worker_svc.engine.gpu import runner, weights
+from worker_svc.engine.gpu import start_up, weights
 from worker_svc.engine.gpu.kernels.scaled_linear import reference_rows
 from worker_svc.engine.gpu.linears import DeviceLinears, Int4Linear, has_int4
 from worker_svc.engine.gpu.parallel import Group
@@ -112,7 +112,7 @@ def test_weights_rounded_to_fp8_at_load(tmp_path):
 
 def test_devices_without_fp8(tmp_path, monkeypatch):
     """A checkpoint is converted there; rounding to fp8 is refused."""
-    for module in (runner, weights):
+    for module in (start_up, weights):
         monkeypatch.setattr(module, "has_fp8", lambda device: False)
     folder = make_model(tmp_path / "model", "qwen3", **SMALL, **HEADS_4_2)
     with pytest.raises(BackendUnavailableError, match=r"quantize fp8 needs a GPU of compute capability 8\.9"):
