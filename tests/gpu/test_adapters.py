@@ -166,6 +166,23 @@ def test_adapters_beside_quantized_weights(tmp_path, name):
     assert (logits[0] - expected).abs().max() < 0.1 * (logits[1] - expected).abs().max()
 
 
+def test_rows_without_adapter_keep_their_bits_with_fp8_weights(qwen3):
+    """The norm that rounds to fp8 does not keep what the adapters need."""
+    folder, adapters = qwen3
+    engine = load(folder, quantize="fp8", determinism="exact", **ADAPTED)
+    prompts, logits = small_prompts([9, 7]), []
+    for adapter in (adapters[0], None):
+        engine.reset_rows()
+        driver = DeviceDriver(engine)
+        driver.open(0, prompts[0])
+        if adapter is not None:
+            driver.open(1, prompts[1], adapter=place(engine, "one", adapter))
+        driver.step({0: 9} if adapter is None else {0: 9, 1: 7})
+        assert driver.errors == []
+        logits.append(driver.logits[0, 9])
+    assert torch.equal(*logits)
+
+
 def test_more_adapters_than_slots_are_swapped(qwen3):
     folder, adapters = qwen3
     engine = load(folder, **(ADAPTED | {"max_adapters": 1}))

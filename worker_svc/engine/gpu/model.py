@@ -193,13 +193,17 @@ def _of_norm(
     layer: int,
     site: int,
 ) -> torch.Tensor:
-    """Adds the residual to x; returns the linear layer of its norm, as `_adapted`. The kernel that also rounds to fp8
-    has the same result, but does not keep the norm for the adapters."""
-    if adapters is None and isinstance(linear, Fp8Linear) and norm_rows.serves(x.shape[1], linear.weight.group):
-        return linear.of_rows(norm_rows.add_norm_rows(x, residual, norm, linear.weight.group), x.dtype)
-    normed = torch.empty_like(x)
-    add_norm(x, residual, norm, normed)
-    return _adapted(linear, normed, adapters, layer, site)
+    """Adds the residual to x; returns the linear layer of its norm, as `_adapted`."""
+    if not (isinstance(linear, Fp8Linear) and norm_rows.serves(x.shape[1], linear.weight.group)):
+        normed = torch.empty_like(x)
+        add_norm(x, residual, norm, normed)
+        return _adapted(linear, normed, adapters, layer, site)
+    y = linear.of_rows(norm_rows.add_norm_rows(x, residual, norm, linear.weight.group), x.dtype)
+    if adapters is not None:  # their inputs are not rounded; other rows keep the kernel of steps without adapters
+        normed = torch.empty_like(x)
+        add_norm(x, None, norm, normed)
+        adapters.add(layer, site, normed, y)
+    return y
 
 
 def _normed(x: torch.Tensor, norm: Norm | None) -> torch.Tensor:
