@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-OWN = {"quire", "grammars", "hub_models", "prefix_index", "request_fields", "quire_client"}
+OWN = {"quire", "grammars", "hub_models", "prefix_index", "request_fields", "svc_common", "quire_client"}
 ROOTS = (*(ROOT / name for name in OWN - {"quire", "quire_client"}), ROOT / "client/quire_client", *ROOT.glob("*_svc"))
 ON_THE_MACHINE = {"torch", "triton", "numpy", "safetensors", "tokenizers"}  # safetensors, tokenizers: by transformers
 ONLY_IF_ASKED_FOR = {"opentelemetry"}  # imported with --trace-endpoint
@@ -37,7 +37,7 @@ def packed() -> set[str]:
 
 def test_all_imports_are_packed():
     needed = {name for root in ROOTS for path in root.rglob("*.py") for name in imported(path)}
-    own = OWN | {path.name for path in ROOT.glob("*_svc")} | {"svc_common", "worker_svc"}
+    own = OWN | {path.name for path in ROOT.glob("*_svc")}
     needed -= own | set(sys.stdlib_module_names) | ON_THE_MACHINE | ONLY_IF_ASKED_FOR
     assert {"grpc", "llguidance", "starlette", "redis"} <= needed
     assert needed - packed() == set()

@@ -16,6 +16,7 @@ from tests.unit.engine.processor_cases import CASES
 from tests.unit.engine.test_engine_models import LLAMA3_ROPE, check_against, prompts
 from worker_svc.engine.batch import RowErrorCode
 from worker_svc.engine.config import EngineConfig
+from worker_svc.engine.gpu.runner import PENDING
 from worker_svc.engine.model_runner import ModelRunner
 
 # Padding rows hold uninitialized memory; numpy warns about it where a device does not.
@@ -177,7 +178,7 @@ def test_steps_in_flight_do_not_change_tokens(qwen3):
         driver.add(commit_blocks=u32(*driver.rows[0].blocks[:2]), commit_hashes=[b"a" * 16, b"b" * 16])
         driver.decode([0], 1)
         known = runner._rows._tokens[1, 5 : len(driver.rows[1].tokens)].tolist()
-        assert (known[-1] == 2**32 - 1) == is_pipelined
+        assert (known[-1] == PENDING) == is_pipelined
         blocks = [(ids.tolist(), hashes, tokens.tolist()) for ids, hashes, tokens in runner.committed_blocks()]
         assert blocks[0][2] == [driver.rows[0].tokens[:4], driver.rows[0].tokens[4:8]]
         assert runner._rows._tokens[1, : len(driver.rows[1].tokens)].tolist() == driver.rows[1].tokens
