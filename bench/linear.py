@@ -30,6 +30,7 @@ from worker_svc.engine.kernel_linear import BFLOAT16, FLOAT32, INT8, KernelLinea
 from worker_svc.engine.kernels.build import load_kernels_of
 from worker_svc.engine.kernels.paths import available_paths
 from worker_svc.engine.linear import PackedLinear
+from worker_svc.engine.memory import collapse
 
 MODELS: dict[str, tuple[Model, int]] = {"small": (SMALL, 8 << 20), "qwen3-0.6b": (QWEN3_06B, 128 << 20)}
 ROWS = (1, 4, 16, 36, 64, 256, 1024)
@@ -74,7 +75,9 @@ def implementations(names: list[str], number: str) -> dict[str, Maker]:
 
 
 def _kernel_linear(kernels: ctypes.CDLL, kind: int, weight: torch.Tensor) -> Call:
-    return KernelLinear(kernels, kind, weight, None, 1)
+    linear = KernelLinear(kernels, kind, weight, None, 1)
+    collapse([linear.packed])  # as after a load
+    return linear
 
 
 def thread_seconds(copies: list[Call], x: torch.Tensor) -> float:

@@ -203,6 +203,10 @@ class Backend(Protocol):
         """Prepares a weight [out, in]. Without `copies_weights` the result may refer to it, so it must not change."""
         ...
 
+    def end_load(self) -> None:
+        """The weights of the model are complete. Work on their memory that serving needs not wait for begins."""
+        ...
+
     def pack_adapter(self, adapter: Adapter, num_layers: int) -> PackedAdapter:
         """Prepares an adapter. May be called by any thread."""
         ...

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +35,7 @@ from worker_svc.engine.fused import ACTIVATIONS, NORM_KINDS, FusedModel, fuse, p
 from worker_svc.engine.kernel_linear import BFLOAT16, FLOAT32, INT8, KernelLinear, address_of
 from worker_svc.engine.kernels.build import load_kernels
 from worker_svc.engine.linear import Int8Rows, check_int8_width
+from worker_svc.engine.memory import collapse
 from worker_svc.engine.processors import ProcessedRows
 
 if TYPE_CHECKING:
@@ -122,6 +125,7 @@ class CpuBackend:
         self.arithmetic = self._kernels.quire_arithmetic().decode().strip()
         self._quantize = quantize
         self._threads = threads
+        self._loaded: WeakSet[KernelLinear] = WeakSet()  # since the last `end_load`
         self._addresses: _Addresses | None = None
         self._column_names = self._kernels.quire_sampling_columns().decode().split()
         self._columns: tuple[Mapping[str, npt.NDArray[Any]], ctypes.Array[ctypes.c_void_p]] | None = None
@@ -132,10 +136,19 @@ class CpuBackend:
         return self._addresses
 
     def make_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-        return KernelLinear(self._kernels, self._kind_of(weight), weight, bias, self._threads)
+        return self._added(KernelLinear(self._kernels, self._kind_of(weight), weight, bias, self._threads))
 
     def make_int8_linear(self, rows: Int8Rows, bias: torch.Tensor | None) -> Linear:
-        return KernelLinear(self._kernels, INT8, rows, bias, self._threads)
+        return self._added(KernelLinear(self._kernels, INT8, rows, bias, self._threads))
+
+    def _added(self, linear: KernelLinear) -> KernelLinear:
+        self._loaded.add(linear)
+        return linear
+
+    def end_load(self) -> None:
+        packed = [linear.packed for linear in self._loaded]
+        self._loaded.clear()
+        threading.Thread(target=collapse, args=(packed,), name="huge-pages", daemon=True).start()
 
     def _kind_of(self, weight: torch.Tensor) -> int:
         if self._quantize == "int8":

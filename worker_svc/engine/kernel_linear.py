@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 
 from worker_svc.engine.linear import Int8Rows
-from worker_svc.engine.memory import lazy_zeros
+from worker_svc.engine.memory import aligned_zeros
 
 BFLOAT16, INT8, FLOAT32 = 0, 1, 2  # `Kind` of products.h
 PANEL = 32  # outputs that linear.cpp packs together
@@ -47,14 +47,14 @@ class KernelLinear:
         self._kind = kind
         self._threads = threads
         self._bias = bias
-        self._packed = lazy_zeros(kernels.quire_linear_packed_bytes(kind, self._out_features, self._in_features))
+        self.packed = aligned_zeros(kernels.quire_linear_packed_bytes(kind, self._out_features, self._in_features))
         self._scales = torch.zeros(self._out_features + (-self._out_features % PANEL))
         if isinstance(weight, Int8Rows):
             self._pack_steps(kernels, weight)
         else:
             self._pack(kernels, weight.contiguous())
         self._addresses = (
-            self._packed.data_ptr(),
+            self.packed.data_ptr(),
             self._scales.data_ptr(),
             None if bias is None else bias.data_ptr(),
         )
@@ -67,14 +67,14 @@ class KernelLinear:
             self._out_features,
             self._in_features,
             self._scales.data_ptr(),
-            self._packed.data_ptr(),
+            self.packed.data_ptr(),
             self._threads,
         )
 
     def _pack_steps(self, kernels: ctypes.CDLL, weight: Int8Rows) -> None:
         steps = weight.steps.contiguous()
         kernels.quire_linear_pack_steps(
-            steps.data_ptr(), self._out_features, self._in_features, self._packed.data_ptr(), self._threads
+            steps.data_ptr(), self._out_features, self._in_features, self.packed.data_ptr(), self._threads
         )
         self._scales[: self._out_features] = weight.scales
 

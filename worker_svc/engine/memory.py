@@ -1,28 +1,53 @@
-"""Large memory that the CPU kernels read: in huge pages where the system has them."""
+"""Large memory that the CPU kernels read: in huge pages where the system has them.
+
+With small pages the hardware stops prefetching at the end of each page, and nearly every page that is read for the
+first time in a step misses the address cache: weights are read up to a third slower.
+"""
 
 from __future__ import annotations
 
-import contextlib
+import ctypes
 import mmap
+import sys
+from collections.abc import Sequence
 
 import torch
 
 HUGE_PAGE = 2 << 20  # of x86, and of ARM with pages of 4 KiB
+MADV_HUGEPAGE, MADV_COLLAPSE = 14, 25  # of Linux; the second since 6.1
 
 
-def lazy_zeros(num_bytes: int) -> torch.Tensor:
-    """Zeros [num_bytes] whose pages the system hands out when they are first written, in huge pages if it can.
-
-    With small pages the hardware stops prefetching at the end of each page, and nearly every page that is read for the
-    first time in a step misses the address cache: weights are read up to a third slower. torch.zeros would touch all of
-    it at once. The rest after the last whole huge page has small ones, which take no more memory than is asked for.
-    """
+def aligned_zeros(num_bytes: int) -> torch.Tensor:
+    """Zeros [num_bytes] whose pages the system hands out when they are first written. They may become huge pages."""
     if num_bytes < HUGE_PAGE:
         return torch.zeros(num_bytes, dtype=torch.uint8)
     memory = mmap.mmap(-1, num_bytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     mapped = torch.frombuffer(memory, dtype=torch.uint8)
     first = -mapped.data_ptr() % HUGE_PAGE
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without huge pages
-            memory.madvise(mmap.MADV_HUGEPAGE, first, num_bytes // HUGE_PAGE * HUGE_PAGE)
     return mapped[first : first + num_bytes]
+
+
+def lazy_zeros(num_bytes: int) -> torch.Tensor:
+    """Zeros [num_bytes] that take memory when they are first written, in huge pages if the system has them.
+
+    The rest after the last whole huge page has small ones, which take no more memory than is asked for.
+    """
+    zeros = aligned_zeros(num_bytes)
+    _advise(zeros, MADV_HUGEPAGE)
+    return zeros
+
+
+def collapse(memory: Sequence[torch.Tensor]) -> None:
+    """Move what `aligned_zeros` returned, and was written since, to huge pages. Contents stay; readers wait for a page
+    while it is moved.
+    """
+    for zeros in memory:
+        _advise(zeros, MADV_HUGEPAGE)  # a system without the next advice moves them in its own time
+        _advise(zeros, MADV_COLLAPSE)
+
+
+def _advise(zeros: torch.Tensor, advice: int) -> None:
+    """Ignores the error of a system that cannot follow the advice. Other Python threads run meanwhile."""
+    num_bytes = zeros.numel() // HUGE_PAGE * HUGE_PAGE
+    if num_bytes and sys.platform == "linux":
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(zeros.data_ptr()), ctypes.c_size_t(num_bytes), advice)

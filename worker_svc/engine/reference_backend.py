@@ -60,6 +60,8 @@ class ReferenceBackend:
     def make_int8_linear(self, rows: Int8Rows, bias: torch.Tensor | None) -> Linear:
         return Int8Linear(rows, bias)
 
+    def end_load(self) -> None: ...
+
     def pack_adapter(self, adapter: Adapter, num_layers: int) -> PackedAdapter:
         return PackedAdapter(adapter, num_layers, lambda weight: FixedPointLinear(weight, None))
 

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
+import queue
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
 import pytest
 import torch
 
-from worker_svc.engine.memory import HUGE_PAGE, lazy_zeros
+from worker_svc.engine import cpu_backend
+from worker_svc.engine.backends import make_backend
+from worker_svc.engine.memory import HUGE_PAGE, MADV_COLLAPSE, aligned_zeros, collapse, lazy_zeros
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, HUGE_PAGE - 1, HUGE_PAGE, 2 * HUGE_PAGE + 4097])
@@ -26,3 +35,50 @@ def test_large_memory_begins_with_a_huge_page() -> None:
 def test_memory_outlives_the_mapping_object() -> None:
     views = [lazy_zeros(HUGE_PAGE).fill_(value) for value in range(8)]
     assert [int(view.sum()) for view in views] == [value * HUGE_PAGE for value in range(8)]
+
+
+def huge_bytes_of(memory: torch.Tensor) -> int:
+    """Of the mapping that holds the memory."""
+    mappings = Path("/proc/self/smaps").read_text().split("VmFlags")
+    for mapping in mappings:
+        found = re.search(r"^([0-9a-f]+)-([0-9a-f]+) (?s:.*)^AnonHugePages: +(\d+) kB", mapping, re.MULTILINE)
+        if found and int(found[1], 16) <= memory.data_ptr() < int(found[2], 16):
+            return int(found[3]) << 10
+    raise LookupError("no mapping")
+
+
+def test_memory_keeps_its_contents_in_huge_pages() -> None:
+    memory = [aligned_zeros(num_bytes) for num_bytes in (100, HUGE_PAGE, 3 * HUGE_PAGE + 5000)]
+    generator = torch.Generator().manual_seed(1)
+    for zeros in memory:
+        zeros.random_(generator=generator)
+    before = [zeros.clone() for zeros in memory]
+    collapse(memory)
+    assert all(map(torch.equal, memory, before))
+
+
+def test_small_pages_are_collapsed() -> None:
+    if not can_collapse():
+        pytest.skip("the system cannot collapse pages: it is no Linux of 6.1 or newer, or has no free huge page")
+    memory = aligned_zeros(4 * HUGE_PAGE).fill_(1)
+    collapse([memory])
+    assert huge_bytes_of(memory) >= 4 * HUGE_PAGE
+
+
+def can_collapse() -> bool:
+    memory = aligned_zeros(4 * HUGE_PAGE).fill_(1)
+    advice = ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(memory.numel()), MADV_COLLAPSE
+    return sys.platform == "linux" and not ctypes.CDLL(None).madvise(*advice)
+
+
+def test_the_weights_of_a_loaded_model_move_to_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the background: a load does not wait for huge pages, which a virtual machine may have to get from its host."""
+    moved: queue.SimpleQueue[Sequence[torch.Tensor]] = queue.SimpleQueue()
+    monkeypatch.setattr(cpu_backend, "collapse", moved.put)
+    backend = make_backend("cpu", 1, "exact")
+    linears = [backend.make_linear(torch.zeros(32, 64), None) for _ in range(2)]
+    del linears[0]
+    backend.end_load()
+    assert [memory.data_ptr() for memory in moved.get(timeout=60)] == [linears[0].packed.data_ptr()]
+    backend.end_load()
+    assert moved.get(timeout=60) == []
