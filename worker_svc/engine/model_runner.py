@@ -112,7 +112,6 @@ class ModelRunner:
         loaded = load_model(checkpoint, config, self._backend, DTYPES[dtype], Report(self._threads, progress))
         self._model, self._pool, self._encoder = loaded.model, loaded.pool, loaded.encoder
         self._model.fuse(self._pool)
-        self._backend.end_load()
         self._pooling, self._pooled_sums = loaded.pooling, PooledSums()
         generates = loaded.pooling is None or loaded.pooling.generates
         grammars = compiled_grammars(config.model_dir, loaded.vocab_size, eos_ids) if generates else None
@@ -163,6 +162,7 @@ class ModelRunner:
         )
         self._planner = StepPlanner(self._rows, self.info)
         self._num_out_of_memory = 0  # consecutive steps
+        self._backend.end_load()
 
     @property
     def num_encoder_runs(self) -> int:

@@ -45,6 +45,14 @@ INLINE int64_t group_offset(int64_t kind, int64_t groups, int64_t g, int64_t o) 
   return (g * kPanel + o) * kGroupBytes;
 }
 
+// Between a group and the next one of the same output, of the same weight tile.
+INLINE int64_t group_stride(int64_t kind) {
+#if QUIRE_HAS_TILES
+  if (kind != kFloat32) return tiles::kRowBytes;
+#endif
+  return kPanel * kGroupBytes;
+}
+
 INLINE int64_t panel_bytes(int64_t kind, int64_t in) { return groups_of(kind, in) * kPanel * kGroupBytes; }
 
 // ---------------------------------------------------------------------------------------------------------------
@@ -59,44 +67,59 @@ template <typename T> float quantize_weight(const T* weight, int64_t in, uint8_t
   return top / kInt8Max;
 }
 
-// One panel from `outs` rows of W; the outputs beyond those stay 0.
-template <typename T>
-void pack_panel(int kind, const T* weight, int64_t outs, int64_t in, float* scales, char* panel) {
-  const int64_t groups = groups_of(kind, in);
-  std::vector<char> row(groups * kGroupBytes, kind == kInt8 ? char(128) : char(0));
-  memset(panel, 0, groups * kPanel * kGroupBytes);
-  for (int64_t o = 0; o < outs; o++) {
-    if (kind == kInt8)
-      scales[o] = quantize_weight(weight + o * in, in, (uint8_t*)row.data());
-    else
-      memcpy(row.data(), weight + o * in, in * sizeof(T));
-    for (int64_t g = 0; g < groups; g++)
-      memcpy(panel + group_offset(kind, groups, g, o), row.data() + g * kGroupBytes, kGroupBytes);
-  }
+// One panel from `outs` rows [outs][groups] of 4-byte groups. The outputs beyond those become 0. Some groups of all rows, then
+// the next ones: the lines that they fill stay in the first-level cache.
+void pack_panel(int64_t kind, const char* rows, int64_t groups, int64_t outs, char* panel) {
+  constexpr int64_t kAtOnce = 16;  // those of a weight tile
+  if (outs < kPanel) memset(panel, 0, groups * kPanel * kGroupBytes);
+  for (int64_t first = 0; first < groups; first += kAtOnce)
+    for (int64_t o = 0; o < outs; o++) {
+      const char* from = rows + (o * groups + first) * kGroupBytes;
+      char* to = panel + group_offset(kind, groups, first, o);
+      for (int64_t g = first; g < std::min(groups, first + kAtOnce); g++) {
+        memcpy(to, from, kGroupBytes);
+        from += kGroupBytes;
+        to += group_stride(kind);
+      }
+    }
+}
+
+// The rows of a panel in whole groups, all zeros.
+std::vector<char> rows_of_groups(int64_t kind, int64_t groups) {
+  return std::vector<char>(kPanel * groups * kGroupBytes, kind == kInt8 ? char(128) : char(0));
 }
 
 template <typename T>
 void pack_weight(int kind, const T* weight, int64_t out, int64_t in, float* scales, char* packed, int threads) {
+  const int64_t groups = groups_of(kind, in);
   Pass(threads).run(ceil_div(out, kPanel), 1, [&](int64_t begin, int64_t end) {
+    std::vector<char> rows = rows_of_groups(kind, groups);
     for (int64_t p = begin; p < end; p++) {
       const int64_t first = p * kPanel, outs = std::min<int64_t>(kPanel, out - first);
-      pack_panel(kind, weight + first * in, outs, in, scales + first, packed + p * panel_bytes(kind, in));
+      for (int64_t o = 0; o < outs; o++) {
+        char* row = rows.data() + o * groups * kGroupBytes;
+        const T* from = weight + (first + o) * in;
+        if (kind == kInt8)
+          scales[first + o] = quantize_weight(from, in, (uint8_t*)row);
+        else
+          memcpy(row, from, in * sizeof(T));
+      }
+      pack_panel(kind, rows.data(), groups, outs, packed + p * panel_bytes(kind, in));
     }
   });
 }
 
 // Packs int8 weights as they are; their scales are the caller's.
-void pack_steps(const int8_t* weight, int64_t out, int64_t in, uint8_t* packed, int threads) {
+void pack_steps(const int8_t* weight, int64_t out, int64_t in, char* packed, int threads) {
+  const int64_t groups = groups_of(kInt8, in);
   Pass(threads).run(ceil_div(out, kPanel), 1, [&](int64_t begin, int64_t end) {
+    std::vector<char> rows = rows_of_groups(kInt8, groups);
     for (int64_t p = begin; p < end; p++) {
       const int64_t first = p * kPanel, outs = std::min<int64_t>(kPanel, out - first);
-      uint8_t* panel = packed + p * panel_bytes(kInt8, in);
-      const int64_t groups = groups_of(kInt8, in);
-      memset(panel, 0, panel_bytes(kInt8, in));
       for (int64_t o = 0; o < outs; o++)
-        for (int64_t i = 0; i < groups * kGroupBytes; i++)
-          panel[group_offset(kInt8, groups, i / kGroupBytes, o) + i % kGroupBytes] =
-              uint8_t(i < in ? weight[(first + o) * in + i] + 128 : 128);
+        for (int64_t i = 0; i < in; i++)
+          rows[o * groups * kGroupBytes + i] = char(weight[(first + o) * in + i] + 128);
+      pack_panel(kInt8, rows.data(), groups, outs, packed + p * panel_bytes(kInt8, in));
     }
   });
 }
@@ -330,7 +353,7 @@ void quire_linear_pack(int kind, int is_bf16, const void* weight, int64_t out, i
 }
 
 void quire_linear_pack_steps(const int8_t* weight, int64_t out, int64_t in, void* packed, int threads) {
-  pack_steps(weight, out, in, (uint8_t*)packed, threads);
+  pack_steps(weight, out, in, (char*)packed, threads);
 }
 
 void quire_linear(int kind, int is_bf16, const void* x, const void* packed, const float* scales, const void* bias,
