@@ -4,8 +4,8 @@
     make bench-requests
     python bench/short_requests.py [--requests 3000] [--concurrency 64] [--probes 400] [--rounds 3]
 
-Real services without metrics: one gateway, one scheduler, one worker whose executor is simulated with steps of 0 ms.
-Requests have 64 prompt tokens and 1 or 8 output tokens. A process with 8 connections sends them:
+Real services without metrics: one gateway, one scheduler, one worker whose executor is simulated and takes no time for
+steps and prompts. Requests have 64 prompt tokens and 1 or 8 output tokens. A process with 8 connections sends them:
 
     load   `--concurrency` requests are always open; their prompts differ, so nothing is cached
     probe  one request at a time on the idle system; the prompt is always the same, so it is cached
@@ -51,7 +51,10 @@ OUTPUT_LENS = (1, 8)
 NUM_CHANNELS = 8
 VOCAB_SIZE = 2000
 TIMEOUT_S = 120.0
-WORKER_FLAGS = ("--executor", "sim", "--sim-step-ms", "0", "--max-num-seqs", "256", "--num-blocks", "8192")
+WORKER_FLAGS = (
+    "--executor", "sim", "--sim-step-ms", "0", "--sim-prefill-tokens-per-s", "1e12", "--max-num-seqs", "256",
+    "--num-blocks", "8192",
+)  # fmt: skip
 
 
 def request_bytes(rng: np.random.Generator, num_output: int, *, is_joined: bool) -> bytes:
