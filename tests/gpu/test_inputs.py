@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from prefix_index.content_ids import content_ids
-from tests.carried import embeddings, random_embeddings, rows_of, with_content_ids
+from tests.carried import embeddings, random_embeddings, with_content_ids
 from tests.gpu.driver import DeviceDriver, load
 from tests.gpu.fake_graphs import FakeRecorder
 from tests.gpu.test_runner import HEADS_4_2, SMALL, small_prompts
 from tests.unit.engine.driver import GREEDY, Driver, u32
 from tests.unit.engine.models import load_reference, make_model
-from tests.unit.engine.test_engine_inputs import check_against, logits_at
+from tests.unit.engine.test_engine_inputs import check_mixed_inputs, logits_at
 from worker_svc.engine.batch import Pooling, PoolingKind, PoolingTask
 from worker_svc.engine.config import EngineConfig
 from worker_svc.engine.gpu import runner as runner_module
@@ -40,20 +40,8 @@ def test_inputs_in_mixed_batches_match_transformers(tmp_path, name):
     whole = random_embeddings(25, hidden, seed=1)
     parts = [random_embeddings(5, hidden, seed=2, start=3), random_embeddings(9, hidden, seed=3, start=8)]
     mixed, plain = small_prompts([20, 11])
-    driver.open(0, with_content_ids([0] * 25, whole), inputs=(whole,))
-    driver.open(1, with_content_ids(mixed, *parts), inputs=tuple(parts))
-    driver.open(2, plain)
-    for chunk in ({0: 16, 1: 5}, {1: 14, 2: 4}, {0: 9, 2: 7, 1: 1}):
-        driver.step(chunk)
-    driver.decode([2, 0, 1], 2)
-    assert driver.errors == []
-    table = reference.get_input_embeddings()
-    expected = table(torch.tensor(mixed)).detach()
-    for part in parts:
-        expected[part.start : part.start + part.length] = rows_of(part)
-    check_against(reference, driver, 0, rows_of(whole))
-    check_against(reference, driver, 1, expected)
-    check_against(reference, driver, 2, table(torch.tensor(plain)).detach())
+    chunks = ({0: 16, 1: 5}, {1: 14, 2: 4}, {0: 9, 2: 7, 1: 1})
+    check_mixed_inputs(reference, driver, whole, mixed, parts, plain, chunks)
 
 
 def test_embeddings_of_tokens_give_the_bits_of_the_tokens(tmp_path):

@@ -39,6 +39,24 @@ def check_against(reference, driver, row, inputs_embeds):
         assert state.tokens[position] == int(expected[position - 1].argmax())
 
 
+def check_mixed_inputs(reference, driver, whole, mixed, parts, plain, chunks):
+    """Row 0 is an input as a whole, row 1 has tokens and inputs, row 2 tokens. `chunks`: tokens of each step."""
+    driver.open(0, with_content_ids([0] * whole.length, whole), inputs=(whole,))
+    driver.open(1, with_content_ids(mixed, *parts), inputs=tuple(parts))
+    driver.open(2, plain)
+    for chunk in chunks:
+        driver.step(chunk)
+    driver.decode([2, 0, 1], 4)
+    assert driver.errors == []
+    table = reference.get_input_embeddings()
+    expected = table(torch.tensor(mixed)).detach()
+    for part in parts:
+        expected[part.start : part.start + part.length] = rows_of(part)
+    check_against(reference, driver, 0, rows_of(whole))
+    check_against(reference, driver, 1, expected)
+    check_against(reference, driver, 2, table(torch.tensor(plain)).detach())
+
+
 @pytest.mark.parametrize(
     ("architecture", "backend"),
     [pytest.param(*case, marks=() if case[0] in KINDS else pytest.mark.deep) for case in CASES],
@@ -50,20 +68,8 @@ def test_inputs_in_mixed_batches_match_transformers(tmp_path, architecture, back
     whole = random_embeddings(45, HIDDEN, seed=1)
     parts = [random_embeddings(7, HIDDEN, seed=2, start=3), random_embeddings(20, HIDDEN, seed=3, start=10)]
     mixed, plain = prompts([40, 21])
-    driver.open(0, with_content_ids([0] * 45, whole), inputs=(whole,))
-    driver.open(1, with_content_ids(mixed, *parts), inputs=tuple(parts))
-    driver.open(2, plain)
-    for chunk in ({0: 16, 1: 5}, {1: 14, 2: 10, 0: 20}, {0: 9, 2: 11, 1: 21}):
-        driver.step(chunk)
-    driver.decode([2, 0, 1], 4)
-    assert driver.errors == []
-    table = reference.get_input_embeddings()
-    expected = table(torch.tensor(mixed)).detach()
-    for part in parts:
-        expected[part.start : part.start + part.length] = rows_of(part)
-    check_against(reference, driver, 0, rows_of(whole))
-    check_against(reference, driver, 1, expected)
-    check_against(reference, driver, 2, table(torch.tensor(plain)).detach())
+    chunks = ({0: 16, 1: 5}, {1: 14, 2: 10, 0: 20}, {0: 9, 2: 11, 1: 21})
+    check_mixed_inputs(reference, driver, whole, mixed, parts, plain, chunks)
 
 
 @pytest.mark.parametrize(("dtype", "backend"), [("float32", "cpu"), ("bfloat16", "cpu"), ("bfloat16", "reference")])
