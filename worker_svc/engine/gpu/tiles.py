@@ -48,6 +48,7 @@ WIDE_NUMBER = 4  # bytes; tensor cores do not multiply float32, so registers mus
 
 def for_heads(tiles: Tiles, shape: HeadShape, number_bytes: int = 2, shared_bytes: int = 0) -> Tiles:
     """The tiles for these heads: wide heads and float32 get fewer lines and keys, more warps, and float32 fewer stages.
+    Heads of odd sizes get one loop: with their masks, the registers of a second one do not suffice on sm_80.
 
     A tile holds all query heads that share a KV head. `shared_bytes` are those of a processor, 0 if it has no limit.
     """
@@ -61,6 +62,8 @@ def for_heads(tiles: Tiles, shape: HeadShape, number_bytes: int = 2, shared_byte
         tiles = replace(tiles, block_n=WIDE_KEYS, num_warps=8 if is_large else 4)
         if is_large and 0 < shared_bytes < SMALL_SHARED:
             tiles = replace(tiles, num_stages=4)
+    if shape.head_dim & (shape.head_dim - 1):
+        tiles = replace(tiles, one_loop=True)
     return replace(tiles, block_m=max(min(tiles.block_m, most), group_lines(shape)))
 
 
