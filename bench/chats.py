@@ -20,9 +20,9 @@ import uvloop
 from quire.v1 import inference_pb2 as pb
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from gateway_svc.models import ServedModel, read_bundle
-from gateway_svc.prompts import PromptReader
-from gateway_svc.template_renderer import TemplateRenderer
+from gateway_svc.request.models import ServedModel, read_bundle
+from gateway_svc.request.prompts import PromptReader
+from gateway_svc.request.sandbox.template_renderer import TemplateRenderer
 from tests.unit.gateway.fakes import make_bundle, make_info
 from tests.unit.gateway.test_chat import QWEN3
 from tests.unit.gateway.tokenizer_kinds import bundle_files, byte_level

@@ -12,9 +12,9 @@ from typing import Protocol
 
 from quire.v1 import types_pb2 as types
 
-from gateway_svc.audit.audit_log import AuditLog
-from gateway_svc.directory import ModelDirectory
-from gateway_svc.scheduler_client import SchedulerClient
+from gateway_svc.operators.audit.audit_log import AuditLog
+from gateway_svc.schedulers.directory import ModelDirectory
+from gateway_svc.schedulers.scheduler_client import SchedulerClient
 from prefix_index.reader import RedisPrefixReader
 from svc_common.metrics import LATENCIES_S, TOKEN_COUNTS, Buckets, Row, Spec
 

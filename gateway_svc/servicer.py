@@ -14,30 +14,30 @@ import grpc
 from quire.v1 import inference_pb2 as pb
 from quire.v1.inference_pb2_grpc import InferenceServiceServicer
 
-from gateway_svc import validation
-from gateway_svc.audit.entry import note, note_generation, note_request_id, note_target
-from gateway_svc.best_of import source_of
+from gateway_svc.answer.best_of import source_of
+from gateway_svc.answer.open_streams import OpenStreams
+from gateway_svc.answer.request_traces import RequestTrace, RequestTraces
+from gateway_svc.answer.resuming import Resumed, no_record, record_of, recorded
+from gateway_svc.answer.stream import GenerationStream
 from gateway_svc.callers.caller import current_caller, scoped
 from gateway_svc.callers.isolation import tenant_salt
-from gateway_svc.chat_request import call_grammar
-from gateway_svc.directory import ModelDirectory
-from gateway_svc.dispatcher import Dispatcher, Hints
-from gateway_svc.grammar_checker import GrammarChecker
 from gateway_svc.limits.key_limits import KeyLimits
 from gateway_svc.metrics import GatewayMetrics
-from gateway_svc.models import ServedModel
-from gateway_svc.open_streams import OpenStreams
-from gateway_svc.pacing import WakePacer
+from gateway_svc.operators.audit.entry import note, note_generation, note_request_id, note_target
 from gateway_svc.pooling.calls import PooledCalls
-from gateway_svc.prefix_hints import PrefixHints
-from gateway_svc.prompts import PromptReader, detokenize
 from gateway_svc.records.recorder import Recorder, Recording
-from gateway_svc.request_traces import RequestTrace, RequestTraces
-from gateway_svc.resuming import Resumed, no_record, record_of, recorded
-from gateway_svc.scheduler_request import SchedulerRequest
-from gateway_svc.stream import GenerationStream
-from gateway_svc.validation import GenerationPlan
-from gateway_svc.wire import submit_from_plan
+from gateway_svc.request import validation
+from gateway_svc.request.chat_request import call_grammar
+from gateway_svc.request.models import ServedModel
+from gateway_svc.request.prompts import PromptReader, detokenize
+from gateway_svc.request.sandbox.grammar_checker import GrammarChecker
+from gateway_svc.request.validation import GenerationPlan
+from gateway_svc.schedulers.directory import ModelDirectory
+from gateway_svc.schedulers.dispatcher import Dispatcher, Hints
+from gateway_svc.schedulers.pacing import WakePacer
+from gateway_svc.schedulers.prefix_hints import PrefixHints
+from gateway_svc.schedulers.scheduler_request import SchedulerRequest
+from gateway_svc.schedulers.wire import submit_from_plan
 from request_fields.grammar import Grammar
 from svc_common.errors import NotConfiguredError
 from svc_common.logs import current_request_id

@@ -2,7 +2,7 @@
 
 llguidance's limits are deterministic: they bound the work of compiling and of each mask, and depend on nothing but the
 grammar and the tokens so far. A few constructs exceed them anyway (a large `multipleOf`), so a gateway compiles in a
-process that it can kill (gateway_svc/grammar_process.py), before a worker sees the grammar.
+process that it can kill (gateway_svc/request/sandbox/grammar_process.py), before a worker sees the grammar.
 """
 
 from __future__ import annotations

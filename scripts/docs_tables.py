@@ -17,8 +17,8 @@ from typing import Any
 from google.protobuf.descriptor_pb2 import FileDescriptorSet
 from quire.v1 import inference_pb2
 
-import gateway_svc.flags
 import gateway_svc.metrics
+import gateway_svc.process.flags
 import scheduler_svc.metrics
 import scheduler_svc.server
 import worker_svc.flags
@@ -36,7 +36,7 @@ from worker_svc.engine.quantization_config import FORMATS
 ROOT = Path(__file__).resolve().parents[1]
 PARSERS = {
     "all": make_parser("all", ""),
-    "gateway": gateway_svc.flags.make_parser(),
+    "gateway": gateway_svc.process.flags.make_parser(),
     "scheduler": scheduler_svc.server.make_arguments(),
     "worker": worker_svc.flags.make_parser(),
 }

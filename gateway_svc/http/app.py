@@ -14,8 +14,6 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import BaseRoute, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway_svc.audit.audit_log import AuditLog
-from gateway_svc.audit.entry import CANCELLED, OK, note
 from gateway_svc.callers.authenticator import Authenticator
 from gateway_svc.callers.caller import current_caller
 from gateway_svc.http.answers import encode
@@ -26,7 +24,9 @@ from gateway_svc.http.errors import (
     error_body,
     error_headers,
 )
-from gateway_svc.validation import REQUEST_ID
+from gateway_svc.operators.audit.audit_log import AuditLog
+from gateway_svc.operators.audit.entry import CANCELLED, OK, note
+from gateway_svc.request.validation import REQUEST_ID
 from svc_common.errors import NotFoundError, QuireError, RpcStats, shown_error
 from svc_common.tasks import cancel
 from svc_common.tracing import HEADER, current_traceparent

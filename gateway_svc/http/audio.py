@@ -14,11 +14,11 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from gateway_svc.audit.entry import note_request_id
 from gateway_svc.http.fields import invalid
 from gateway_svc.http.multipart import Form, parse_form
 from gateway_svc.http.replies import ignored_headers, json_reply
-from gateway_svc.prompts import PromptReader
+from gateway_svc.operators.audit.entry import note_request_id
+from gateway_svc.request.prompts import PromptReader
 from gateway_svc.servicer import InferenceServicer
 from svc_common.errors import QuireError
 

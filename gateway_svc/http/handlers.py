@@ -16,8 +16,6 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Scope
 
-from gateway_svc.audit.entry import note, note_request_id
-from gateway_svc.directory import ModelDirectory
 from gateway_svc.http import answers, bodies, openapi, pooling
 from gateway_svc.http.answers import PromptParts, Shape, StreamAnswer, WholeAnswer, models_of, sse
 from gateway_svc.http.audio import AudioHandlers
@@ -26,8 +24,10 @@ from gateway_svc.http.errors import error_body
 from gateway_svc.http.merge import Numbered, merged, within
 from gateway_svc.http.replies import EventStream, ignored_headers, json_reply
 from gateway_svc.http.responses.handlers import ResponsesHandlers
-from gateway_svc.image_prompt import has_images
-from gateway_svc.prompts import PromptReader
+from gateway_svc.operators.audit.entry import note, note_request_id
+from gateway_svc.request.image_prompt import has_images
+from gateway_svc.request.prompts import PromptReader
+from gateway_svc.schedulers.directory import ModelDirectory
 from gateway_svc.servicer import InferenceServicer
 from svc_common.errors import InvalidRequestError, UnavailableError, shown_error
 from svc_common.metrics import quire_version

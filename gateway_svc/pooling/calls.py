@@ -13,19 +13,19 @@ from quire.internal.v1 import pooling_pb2
 from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2 as types
 
-from gateway_svc import validation
-from gateway_svc.audit.entry import note, note_generation, note_request_id
+from gateway_svc.answer.open_streams import OpenStream, OpenStreams
 from gateway_svc.callers.caller import current_caller
-from gateway_svc.directory import ModelDirectory
-from gateway_svc.dispatcher import Dispatcher, Hints
 from gateway_svc.limits.key_limits import KeyLimits
 from gateway_svc.metrics import GatewayMetrics, RequestMeter
-from gateway_svc.models import ServedModel
-from gateway_svc.open_streams import OpenStream, OpenStreams
-from gateway_svc.parameters import FieldErrors, invalid
+from gateway_svc.operators.audit.entry import note, note_generation, note_request_id
 from gateway_svc.pooling.inputs import InputReader, PooledInput
 from gateway_svc.pooling.runs import pooled_numbers, scheduler_requests
-from gateway_svc.prompts import PromptReader
+from gateway_svc.request import validation
+from gateway_svc.request.models import ServedModel
+from gateway_svc.request.parameters import FieldErrors, invalid
+from gateway_svc.request.prompts import PromptReader
+from gateway_svc.schedulers.directory import ModelDirectory
+from gateway_svc.schedulers.dispatcher import Dispatcher, Hints
 from request_fields import checks
 from svc_common.errors import NotConfiguredError
 from svc_common.logs import current_request_id

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from quire.v1 import inference_pb2 as pb
 
-from gateway_svc.models import ServedModel
-from gateway_svc.parameters import check_token_ids
-from gateway_svc.prompts import PromptReader
+from gateway_svc.request.models import ServedModel
+from gateway_svc.request.parameters import check_token_ids
+from gateway_svc.request.prompts import PromptReader
 from gateway_svc.text.bundle import Tokenizer
 from svc_common.errors import ContextLengthError, InvalidRequestError
 

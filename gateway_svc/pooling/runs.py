@@ -16,9 +16,9 @@ from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2 as types
 
 from gateway_svc.callers.caller import current_caller
+from gateway_svc.columns import u32_to_bytes
 from gateway_svc.pooling.inputs import PooledInput
-from gateway_svc.scheduler_request import SchedulerRequest
-from gateway_svc.wire import u32_to_bytes
+from gateway_svc.schedulers.scheduler_request import SchedulerRequest
 from svc_common.errors import AbortedError, QuireError
 from svc_common.tasks import cancel
 

@@ -17,8 +17,8 @@ from quire.internal.v1 import record_pb2 as pb
 from quire.internal.v1 import scheduler_pb2
 from quire.v1 import types_pb2 as types
 
+from gateway_svc.columns import u32_to_bytes
 from gateway_svc.records.store import RecordStore, Update
-from gateway_svc.wire import u32_to_bytes
 from svc_common.errors import UnavailableError
 from svc_common.tasks import cancel
 

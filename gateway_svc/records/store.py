@@ -23,8 +23,8 @@ from typing import Any
 from google.protobuf.message import DecodeError
 from quire.internal.v1 import record_pb2 as pb
 
+from gateway_svc.columns import u32_from_bytes
 from gateway_svc.records.cipher import Cipher, NoCipher, UnreadableValueError
-from gateway_svc.wire import u32_from_bytes
 from svc_common.errors import InvalidRequestError, UnavailableError
 from svc_common.redis_connect import call_errors, connect
 from svc_common.redis_server import Availability, RedisServer

@@ -143,7 +143,7 @@ class Stack:
 
     def start_gateway(self, *schedulers: Service, flags: tuple[str, ...] = ()) -> Service:
         own = [word for scheduler in schedulers for word in ("--scheduler", scheduler.address)]
-        return self._start("gateway", "gateway_svc.server", [*own, *flags])
+        return self._start("gateway", "gateway_svc.process.server", [*own, *flags])
 
     def _start(self, kind: str, module: str, flags: list[str]) -> Service:
         name, address = self._next_name(kind), f"127.0.0.1:{free_port()}"

@@ -25,7 +25,7 @@ from quire.v1.inference_pb2_grpc import InferenceServiceStub
 from quire_client import AsyncClient
 from quire_client.demo import demo_model_dir
 
-from gateway_svc.processes import Child, Supervisor
+from gateway_svc.process.processes import Child, Supervisor
 from tests.processes.stack import POLL_S, ROOT, Service, Stack, wait_idle
 
 NUM_PROCESSES = 3
@@ -174,7 +174,15 @@ async def test_dead_processes_are_restarted(gateway: Service) -> None:
 
 
 def test_a_port_in_use_is_reported(gateway: Service) -> None:
-    command = [sys.executable, "-m", "gateway_svc.server", "--listen", gateway.address, "--scheduler", "localhost:1"]
+    command = [
+        sys.executable,
+        "-m",
+        "gateway_svc.process.server",
+        "--listen",
+        gateway.address,
+        "--scheduler",
+        "localhost:1",
+    ]
     end = subprocess.run([*command, "--processes", "2"], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert end.returncode == 1
     assert f"cannot listen on {gateway.address}: Address already in use" in end.stderr

@@ -293,7 +293,15 @@ async def test_a_second_signal_ends_streams_at_once(running: Running, grpc_clien
 async def test_tls_and_api_keys(tmp_path: Path) -> None:
     files = Files(tmp_path)
     http = f"127.0.0.1:{free_port()}"
-    command = [sys.executable, "-m", "gateway_svc.server", "--listen", "127.0.0.1:0", "--scheduler", NO_SCHEDULER]
+    command = [
+        sys.executable,
+        "-m",
+        "gateway_svc.process.server",
+        "--listen",
+        "127.0.0.1:0",
+        "--scheduler",
+        NO_SCHEDULER,
+    ]
     command += [f"--http-listen={http}", f"--tls-cert-file={files.cert}", f"--tls-key-file={files.key}"]
     command += [f"--tls-client-ca-file={files.ca}", f"--api-keys={files.keys}"]
     service = Service("gateway", command, http, tmp_path / "log")

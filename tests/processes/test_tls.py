@@ -15,7 +15,7 @@ import trustme
 from quire_client import Client, ConnectionFailed, InvalidRequest, Tls, Unauthenticated, cli
 from quire_client.tls import resolve_tls
 
-from gateway_svc.flags import make_parser
+from gateway_svc.process.flags import make_parser
 from svc_common.tls import TlsError, server_credentials, tls_files
 from tests.processes.ports import free_port
 from tests.processes.stack import Service
@@ -69,7 +69,16 @@ def gateway(files: Files) -> Iterator[Service]:
     address = f"127.0.0.1:{free_port()}"
     flags = [f"--tls-cert-file={files.cert}", f"--tls-key-file={files.key}", f"--tls-client-ca-file={files.ca}"]
     flags.append(f"--api-keys={files.keys}")
-    command = [sys.executable, "-m", "gateway_svc.server", "--listen", address, "--scheduler", NO_SCHEDULER, *flags]
+    command = [
+        sys.executable,
+        "-m",
+        "gateway_svc.process.server",
+        "--listen",
+        address,
+        "--scheduler",
+        NO_SCHEDULER,
+        *flags,
+    ]
     service = Service("gateway", command, address, files.folder / "log")
     service.start()
     try:

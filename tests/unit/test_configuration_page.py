@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-import gateway_svc.flags
+import gateway_svc.process.flags
 import scheduler_svc.server
 import worker_svc.flags
 from svc_common import config
@@ -21,7 +21,7 @@ ERRORS = re.findall(r"^quire-scheduler: error: .*$", PAGE, re.MULTILINE)
 
 Make = Callable[[], argparse.ArgumentParser]
 PARSERS: dict[str, Make] = {
-    "gateway": gateway_svc.flags.make_parser,
+    "gateway": gateway_svc.process.flags.make_parser,
     "scheduler": scheduler_svc.server.make_arguments,
     "worker": worker_svc.flags.make_parser,
 }

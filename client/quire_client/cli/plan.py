@@ -129,7 +129,7 @@ def _with_console(specs: Sequence[ServiceSpec], *, excluded: Sequence[int]) -> t
     """The services, of which the first gateway serves the console at the returned address."""
     taken = [*excluded, *(int(spec.metrics.rpartition(":")[2]) for spec in specs if spec.metrics)]
     address = f"127.0.0.1:{free_ports(1, excluded=taken)[0]}"
-    first = next(spec for spec in specs if spec.module == "gateway_svc.server")
+    first = next(spec for spec in specs if spec.module == "gateway_svc.process.server")
     shown = replace(first, arguments=(*first.arguments, "--console-listen", address))
     return [shown if spec is first else spec for spec in specs], address
 
@@ -295,7 +295,9 @@ def _gateway_spec(
         ("redis", args.redis),
         ("chunk-interval-ms", _shared_machine(args.chunk_interval_ms, "QUIRE_CHUNK_INTERVAL_MS", CHUNK_INTERVAL_MS)),
     ]
-    return ServiceSpec(name, "gateway_svc.server", flag_arguments(flags), f"{_reachable(host)}:{port}", GATEWAY_PHASE)
+    return ServiceSpec(
+        name, "gateway_svc.process.server", flag_arguments(flags), f"{_reachable(host)}:{port}", GATEWAY_PHASE
+    )
 
 
 def _shared_machine(given: float | None, variable: str, default: float) -> float | None:

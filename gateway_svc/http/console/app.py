@@ -20,8 +20,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway_svc.callers.authenticator import Authenticator
-from gateway_svc.console_state import ConsoleState
 from gateway_svc.http.app import HttpApp
+from gateway_svc.operators.console_state import ConsoleState
 from svc_common.errors import PermissionDeniedError, RpcStats
 
 FOLDER = "/console/"

@@ -17,9 +17,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from gateway_svc.audit.entry import CANCELLED, OK, forked, note_request_id
+from gateway_svc.answer.resuming import Resumed
 from gateway_svc.callers.caller import scoped
-from gateway_svc.directory import ModelDirectory
 from gateway_svc.http.answers import encode
 from gateway_svc.http.fields import invalid
 from gateway_svc.http.replies import EventStream, ignored_headers, json_reply
@@ -27,10 +26,11 @@ from gateway_svc.http.responses.bodies import Asked, response_request
 from gateway_svc.http.responses.events import Event, Json, events_of
 from gateway_svc.http.responses.items import messages_of, with_ids
 from gateway_svc.http.responses.runs import Run, Source
+from gateway_svc.operators.audit.entry import CANCELLED, OK, forked, note_request_id
 from gateway_svc.records.store import Record, Update
-from gateway_svc.resuming import Resumed
+from gateway_svc.request.validation import REQUEST_ID
+from gateway_svc.schedulers.directory import ModelDirectory
 from gateway_svc.servicer import InferenceServicer
-from gateway_svc.validation import REQUEST_ID
 from svc_common.errors import NotFoundError, UnavailableError
 
 log = logging.getLogger(__name__)

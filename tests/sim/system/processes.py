@@ -10,15 +10,15 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from quire.internal.v1 import scheduler_pb2_grpc, worker_pb2_grpc
 from quire.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
 
-from gateway_svc.directory import ModelDirectory
-from gateway_svc.dispatcher import Dispatcher
-from gateway_svc.grammar_checker import GrammarChecker
-from gateway_svc.models import BundleCache
-from gateway_svc.prefix_hints import PrefixHints
-from gateway_svc.prompts import PromptReader
-from gateway_svc.scheduler_client import SchedulerClient
+from gateway_svc.request.models import BundleCache
+from gateway_svc.request.prompts import PromptReader
+from gateway_svc.request.sandbox.grammar_checker import GrammarChecker
+from gateway_svc.request.sandbox.template_renderer import TemplateRenderer
+from gateway_svc.schedulers.directory import ModelDirectory
+from gateway_svc.schedulers.dispatcher import Dispatcher
+from gateway_svc.schedulers.prefix_hints import PrefixHints
+from gateway_svc.schedulers.scheduler_client import SchedulerClient
 from gateway_svc.servicer import InferenceServicer
-from gateway_svc.template_renderer import TemplateRenderer
 from prefix_index.index import NoPrefixIndex, PrefixIndex
 from prefix_index.reader import RedisPrefixReader
 from prefix_index.redis_index import RedisPrefixIndex

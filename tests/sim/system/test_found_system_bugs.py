@@ -9,7 +9,7 @@ from random import Random
 from quire.internal.v1 import scheduler_pb2
 from quire.v1 import types_pb2
 
-from gateway_svc.scheduler_request import SchedulerRequest
+from gateway_svc.schedulers.scheduler_request import SchedulerRequest
 from scheduler_svc.core.sequence import StopCondition
 from tests.builders import make_capacity
 from tests.sim.system.world import Setup, World

@@ -15,9 +15,9 @@ from weakref import WeakKeyDictionary
 
 import pytest
 
-import gateway_svc.scheduler_request
-import gateway_svc.validation
-from gateway_svc.scheduler_client import SchedulerClient
+import gateway_svc.request.validation
+import gateway_svc.schedulers.scheduler_request
+from gateway_svc.schedulers.scheduler_client import SchedulerClient
 from scheduler_svc import worker_wire
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.steps.step_plan import InFlightStep, StepPlan
@@ -148,7 +148,7 @@ def gateway_loses_a_token_of_the_clients_continuation(patch: Patch) -> None:
         outputs, finished = original(*args)
         return tuple(output[:-1] for output in outputs), finished
 
-    wrap(patch, gateway_svc.validation, "_read_continuation", read)
+    wrap(patch, gateway_svc.request.validation, "_read_continuation", read)
 
 
 @bug("the oracle has|opens with", "kill", "tear_link")
@@ -156,7 +156,7 @@ def gateway_loses_a_token_when_a_request_moves(patch: Patch) -> None:
     def forget(original: Any, samples: Any, *others: Any) -> Any:
         return original(((outputs[1:], is_finished) for outputs, is_finished in samples), *others)
 
-    wrap(patch, gateway_svc.scheduler_request, "continuation_from_outputs", forget)
+    wrap(patch, gateway_svc.schedulers.scheduler_request, "continuation_from_outputs", forget)
 
 
 @bug("the oracle has|opens with|prompt", "kill", "tear_link")

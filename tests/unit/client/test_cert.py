@@ -12,7 +12,7 @@ from prometheus_client import generate_latest
 from quire_client import cli
 from quire_client.cli.certificates import Authority, write
 
-from gateway_svc.flags import make_parser
+from gateway_svc.process.flags import make_parser
 from svc_common.config import parse
 from svc_common.metrics import ServiceMetrics, make_registry
 from svc_common.own_certificate import OwnCertificate, certificate_files, remaining_fraction

@@ -18,7 +18,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from quire.v1 import inference_pb2 as pb
 
-from gateway_svc.request_traces import RequestTraces
+from gateway_svc.answer.request_traces import RequestTraces
 from svc_common.errors import OverloadedError
 from svc_common.otlp import Tracer
 from svc_common.tracing import TracingError, add_flags, current_traceparent, make_tracer, valid_traceparent

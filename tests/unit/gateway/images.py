@@ -12,7 +12,7 @@ import numpy as np
 from PIL import Image
 from quire.v1 import types_pb2 as types
 
-from gateway_svc.models import ServedModel, read_bundle
+from gateway_svc.request.models import ServedModel, read_bundle
 from tests.unit.gateway.fakes import make_bundle, make_info
 from tests.unit.gateway.tokenizer_kinds import bundle_files, byte_level
 

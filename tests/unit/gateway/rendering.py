@@ -8,11 +8,11 @@ from typing import Any, Unpack
 
 from quire.v1 import inference_pb2 as pb
 
-from gateway_svc.chat_request import chat_frame
-from gateway_svc.models import ServedModel
-from gateway_svc.sandbox.frames import LENGTH
-from gateway_svc.template_process import Templates
-from gateway_svc.template_renderer import rendered_text
+from gateway_svc.request.chat_request import chat_frame
+from gateway_svc.request.models import ServedModel
+from gateway_svc.request.sandbox.frames import LENGTH
+from gateway_svc.request.sandbox.template_process import Templates
+from gateway_svc.request.sandbox.template_renderer import rendered_text
 from gateway_svc.text.bundle import RenderOptions, Tokenizer
 from gateway_svc.text.chat import ChatMessages, ChatTemplate
 

@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2 as types
 
-from gateway_svc import validation
-from gateway_svc.audio import read_audio
-from gateway_svc.models import ServedModel
-from gateway_svc.prefix_hints import chain_of
-from gateway_svc.prompt_input import PromptInput
+from gateway_svc.request import validation
+from gateway_svc.request.audio import read_audio
+from gateway_svc.request.models import ServedModel
+from gateway_svc.request.prompt_input import PromptInput
+from gateway_svc.request.validation import GenerationPlan, plan_generation
+from gateway_svc.schedulers.prefix_hints import chain_of
+from gateway_svc.schedulers.wire import submit_from_plan
 from gateway_svc.text.bundle import ModelText
-from gateway_svc.validation import GenerationPlan, plan_generation
-from gateway_svc.wire import submit_from_plan
 from prefix_index.content_ids import FIRST_CONTENT_ID
 from prefix_index.hashing import extend_digests, extra_keys, root_digest
 from scheduler_svc.submits import SubmitReader

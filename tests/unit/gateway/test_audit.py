@@ -12,9 +12,9 @@ import grpc
 import pytest
 from quire.v1 import inference_pb2 as pb
 
-from gateway_svc.audit.audit_log import AuditLog, AuditLogError
 from gateway_svc.callers.api_keys import ApiKeys
 from gateway_svc.callers.authenticator import Authenticator, CallerInterceptor
+from gateway_svc.operators.audit.audit_log import AuditLog, AuditLogError
 from gateway_svc.records.recorder import Recorder
 from gateway_svc.records.store import RecordStore
 from tests.processes.redis_server import RedisServer

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from gateway_svc.audit import line_writer
-from gateway_svc.audit.line_writer import LineWriter
+from gateway_svc.operators.audit import line_writer
+from gateway_svc.operators.audit.line_writer import LineWriter
 
 NO_SPACE = OSError(28, "No space left on device")
 

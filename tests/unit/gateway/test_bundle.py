@@ -9,7 +9,7 @@ import pytest
 import xxhash
 from tokenizers import Tokenizer as Backend
 
-from gateway_svc.models import read_bundle
+from gateway_svc.request.models import read_bundle
 from gateway_svc.text.bundle import BundleError, Tokenizer, model_text_from_files
 from tests.unit.gateway.fakes import make_bundle
 from tests.unit.gateway.tokenizer_kinds import bundle_files, byte_fallback, byte_level

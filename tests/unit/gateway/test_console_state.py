@@ -13,9 +13,9 @@ import pytest
 from quire.internal.v1 import scheduler_pb2
 from quire.v1 import inference_pb2 as pb
 
-from gateway_svc import console_state
-from gateway_svc.console_state import ConsoleState
 from gateway_svc.http.console.app import is_host_of_machine, read_assets
+from gateway_svc.operators import console_state
+from gateway_svc.operators.console_state import ConsoleState
 
 
 class Client:

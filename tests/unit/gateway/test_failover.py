@@ -13,11 +13,11 @@ from quire.internal.v1 import scheduler_pb2
 from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2 as types
 
-from gateway_svc import dispatcher
-from gateway_svc.dispatcher import Dispatcher
-from gateway_svc.models import BundleCache
-from gateway_svc.scheduler_client import SchedulerClient
-from gateway_svc.stream import MAX_CHUNK_TOKENS
+from gateway_svc.answer.stream import MAX_CHUNK_TOKENS
+from gateway_svc.request.models import BundleCache
+from gateway_svc.schedulers import dispatcher
+from gateway_svc.schedulers.dispatcher import Dispatcher
+from gateway_svc.schedulers.scheduler_client import SchedulerClient
 from tests.processes.ports import free_port
 from tests.unit.gateway.fakes import (
     ABORTED,

@@ -14,7 +14,7 @@ from quire.internal.v1 import scheduler_pb2 as internal
 from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2 as types
 
-from gateway_svc.logprobs import MAX_EVENT_ENTRIES, Entries, LogprobJournal
+from gateway_svc.schedulers.logprobs import MAX_EVENT_ENTRIES, Entries, LogprobJournal
 from gateway_svc.text.bundle import Tokenizer
 from tests.unit.gateway.fakes import LENGTH, FakeScheduler, TestGateway, refused, rest, u32, until
 from tests.unit.gateway.tokenizer_kinds import bundle_files, byte_fallback, byte_level

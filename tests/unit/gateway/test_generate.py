@@ -10,7 +10,7 @@ from quire.internal.v1 import scheduler_pb2
 from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2 as types
 
-from gateway_svc import attach_call
+from gateway_svc.schedulers import attach_call
 from tests.unit.gateway.fakes import (
     ABORTED,
     EOS,

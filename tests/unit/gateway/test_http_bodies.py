@@ -21,7 +21,7 @@ from gateway_svc.http.bodies import (
     tokenize_request,
 )
 from gateway_svc.http.errors import error_body, error_headers
-from gateway_svc.validation import check_generate
+from gateway_svc.request.validation import check_generate
 from request_fields.fields import BY_PATH, FIELDS, Field, Kind
 from svc_common.errors import (
     ContextLengthError,

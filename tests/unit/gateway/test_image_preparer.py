@@ -14,8 +14,8 @@ import transformers
 from PIL import Image
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from gateway_svc import image_preparer
-from gateway_svc.image_preparer import GivenImage, ImageLimits, ImagePreparer, PreparedImage
+from gateway_svc.request.sandbox import image_preparer
+from gateway_svc.request.sandbox.image_preparer import GivenImage, ImageLimits, ImagePreparer, PreparedImage
 from svc_common.errors import InvalidRequestError, OverloadedError
 from tests.unit.gateway.images import IMAGE_INFO, PREPROCESSOR, bomb, encoded, image_model, picture
 

@@ -16,12 +16,12 @@ from gateway_svc.callers.authenticator import Authenticator, CallerInterceptor
 from gateway_svc.callers.caller import CallersError
 from gateway_svc.callers.flags import isolates_tenants
 from gateway_svc.callers.isolation import tenant_salt
-from gateway_svc.flags import make_parser
-from gateway_svc.prefix_hints import chain_of
-from gateway_svc.prompt_input import PromptInput
+from gateway_svc.process.flags import make_parser
 from gateway_svc.records.recorder import Recorder
 from gateway_svc.records.store import RecordStore
-from gateway_svc.validation import plan_generation
+from gateway_svc.request.prompt_input import PromptInput
+from gateway_svc.request.validation import plan_generation
+from gateway_svc.schedulers.prefix_hints import chain_of
 from tests.processes.redis_server import RedisServer
 from tests.unit.gateway.fakes import FakeScheduler, TestGateway, until
 from tests.unit.gateway.test_http import HttpGateway

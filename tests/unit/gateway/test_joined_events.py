@@ -11,8 +11,8 @@ from quire.internal.v1 import scheduler_pb2
 from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2 as types
 
-from gateway_svc import stream
-from gateway_svc.resuming import record_of
+from gateway_svc.answer import stream
+from gateway_svc.answer.resuming import record_of
 from tests.unit.gateway.fakes import FakeScheduler, TestGateway, rest, u32, until
 
 CALL_TIMEOUT_S = 60.0

@@ -20,16 +20,16 @@ from quire_client import PromptEmbeddings
 from quire_client.errors import InvalidRequest
 from quire_client.requests import generate_request
 
-from gateway_svc import validation
-from gateway_svc.finite import FORMATS, PIECE_BYTES, is_finite
 from gateway_svc.http.bodies import completion_generation
-from gateway_svc.models import ServedModel
-from gateway_svc.prefix_hints import chain_of
-from gateway_svc.prompt_embeddings import read_embeddings
-from gateway_svc.prompt_input import check_embeddings
+from gateway_svc.request import validation
+from gateway_svc.request.finite import FORMATS, PIECE_BYTES, is_finite
+from gateway_svc.request.models import ServedModel
+from gateway_svc.request.prompt_embeddings import read_embeddings
+from gateway_svc.request.prompt_input import check_embeddings
+from gateway_svc.request.validation import GenerationPlan, plan_generation
+from gateway_svc.schedulers.prefix_hints import chain_of
+from gateway_svc.schedulers.wire import submit_from_plan
 from gateway_svc.text.bundle import ModelText
-from gateway_svc.validation import GenerationPlan, plan_generation
-from gateway_svc.wire import submit_from_plan
 from prefix_index.content_ids import FIRST_CONTENT_ID
 from scheduler_svc.submits import SubmitReader
 from svc_common.errors import ContextLengthError, InvalidRequestError

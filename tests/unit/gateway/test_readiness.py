@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from gateway_svc import readiness
-from gateway_svc.readiness import ReadyLink, ReadyProcesses
+from gateway_svc.process import readiness
+from gateway_svc.process.readiness import ReadyLink, ReadyProcesses
 from svc_common.tasks import cancel
 
 PATIENCE_S = 20.0

@@ -13,7 +13,7 @@ from quire.internal.v1 import scheduler_pb2
 from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2 as types
 
-from gateway_svc import scheduler_client
+from gateway_svc.schedulers import scheduler_client
 from svc_common import errors
 from svc_common.serve import MAX_MESSAGE_BYTES
 from tests.unit.gateway.fakes import (

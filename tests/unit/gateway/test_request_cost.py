@@ -18,8 +18,8 @@ from quire.internal.v1 import scheduler_pb2
 from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2 as types
 
-from gateway_svc.models import ServedModel, read_bundle
-from gateway_svc.request_traces import RequestTraces
+from gateway_svc.answer.request_traces import RequestTraces
+from gateway_svc.request.models import ServedModel, read_bundle
 from svc_common.otlp import Tracer
 from tests.call_counts import counted
 from tests.unit.gateway.fakes import LENGTH, TestGateway, make_bundle, make_info, u32

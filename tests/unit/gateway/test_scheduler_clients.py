@@ -6,11 +6,11 @@ import asyncio
 
 import pytest
 
-from gateway_svc import scheduler_clients
-from gateway_svc.dispatcher import Dispatcher
-from gateway_svc.models import BundleCache
-from gateway_svc.scheduler_client import SchedulerClient
-from gateway_svc.scheduler_clients import SchedulerClients
+from gateway_svc.request.models import BundleCache
+from gateway_svc.schedulers import scheduler_clients
+from gateway_svc.schedulers.dispatcher import Dispatcher
+from gateway_svc.schedulers.scheduler_client import SchedulerClient
+from gateway_svc.schedulers.scheduler_clients import SchedulerClients
 from svc_common.tasks import cancel
 from tests.processes.ports import free_port
 

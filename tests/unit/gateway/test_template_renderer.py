@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from quire.v1 import inference_pb2 as pb
 
-from gateway_svc import template_process, template_renderer
-from gateway_svc.models import ServedModel, read_bundle
-from gateway_svc.prompts import PromptReader
-from gateway_svc.template_renderer import TemplateRenderer
+from gateway_svc.request.models import ServedModel, read_bundle
+from gateway_svc.request.prompts import PromptReader
+from gateway_svc.request.sandbox import template_process, template_renderer
+from gateway_svc.request.sandbox.template_renderer import TemplateRenderer
 from svc_common.errors import InvalidRequestError, OverloadedError
 from tests.unit.gateway.fakes import make_bundle, make_info, until
 from tests.unit.gateway.tokenizer_kinds import bundle_files, byte_level

@@ -12,9 +12,9 @@ from google.rpc.error_details_pb2 import RetryInfo
 from google.rpc.status_pb2 import Status
 from quire.v1 import inference_pb2 as pb
 
-from gateway_svc import prompts
-from gateway_svc.prompts import INLINE_BYTES, PromptReader
-from gateway_svc.template_renderer import TemplateRenderer
+from gateway_svc.request import prompts
+from gateway_svc.request.prompts import INLINE_BYTES, PromptReader
+from gateway_svc.request.sandbox.template_renderer import TemplateRenderer
 from svc_common.errors import OverloadedError
 from tests.unit.gateway.fakes import FakeScheduler, TestGateway, refused, until
 

@@ -11,9 +11,9 @@ import pytest
 from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2 as types
 
-from gateway_svc import parameters, validation
-from gateway_svc.models import ServedModel, read_bundle
-from gateway_svc.prompt_input import PromptInput
+from gateway_svc.request import parameters, validation
+from gateway_svc.request.models import ServedModel, read_bundle
+from gateway_svc.request.prompt_input import PromptInput
 from gateway_svc.text.bundle import ModelText
 from svc_common.errors import InvalidRequestError
 from tests.unit.gateway.fakes import FakeScheduler, TestGateway, make_bundle, make_info, refused

@@ -1,0 +1,163 @@
+"""Requests that continue from their record: the stored request, and the output of a run on another gateway."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from quire.internal.v1 import record_pb2, scheduler_pb2
+from quire.v1 import inference_pb2 as pb
+
+from gateway_svc.columns import u32_from_bytes, u32_to_bytes
+from gateway_svc.records.recorder import Recorder, Recording
+from gateway_svc.records.store import Record
+from gateway_svc.request.validation import GenerationPlan, Replay
+from gateway_svc.schedulers.scheduler_request import SchedulerRequest
+from gateway_svc.schedulers.wire import continuation_from_outputs
+from svc_common.errors import NotFoundError, QuireError
+from svc_common.tasks import cancel
+
+POLL_S = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """A request that continues from its record. `sent`: per sample, the output tokens that the client has.
+
+    `follows`: while another gateway runs the request, read its output from the record; otherwise end that run.
+    """
+
+    record: Record
+    sent: tuple[int, ...]
+    follows: bool = False
+
+    @property
+    def request(self) -> pb.GenerateRequest:
+        """The stored request with all known output as its continuation.
+
+        A resuming client always gets token ids, because it counts them for its next resume.
+        """
+        request = pb.GenerateRequest()
+        request.CopyFrom(self.record.content.request)
+        request.output.token_ids = not self.follows
+        known = zip(self.record.outputs, self.record.ends, strict=True)
+        request.continuation.MergeFrom(continuation_from_outputs(((output, False) for output, _ in known), 0))
+        return request
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        return list(u32_from_bytes(self.record.content.prompt_token_ids))
+
+    @property
+    def replay(self) -> Replay:
+        return Replay(self.sent, tuple(end and end.finish for end in self.record.ends))
+
+
+def record_of(request: pb.GenerateRequest, plan: GenerationPlan, notes: bytes) -> record_pb2.RequestRecord:
+    """The record of a request, with all defaults applied, because they may change before it is continued."""
+    kept = pb.GenerateRequest()
+    kept.CopyFrom(request)
+    kept.request_id = plan.request_id
+    kept.model, kept.adapter = plan.model.info.model, "" if plan.model.adapter is None else plan.model.name
+    kept.sampling.CopyFrom(plan.sampling)
+    kept.stop.CopyFrom(plan.stop)
+    kept.continuation.Clear()
+    kept.joins_events = False  # a property of the client, and another one may resume the request
+    kept.continuation.revision = plan.model.revision
+    return record_pb2.RequestRecord(request=kept, prompt_token_ids=u32_to_bytes(plan.prompt_ids), notes=notes)
+
+
+@asynccontextmanager
+async def recorded(
+    recorder: Recorder,
+    content: record_pb2.RequestRecord,
+    request: SchedulerRequest,
+    resumed: Resumed | None,
+    submit: Callable[[], None],
+) -> AsyncIterator[Recording]:
+    """Keep the record of a request while it is open. A request that follows a run is submitted when that run ends."""
+    record_id = request.request_id
+    stored = [len(output) for output in resumed.record.outputs] if resumed else [0] * len(request.samples)
+    output = content.request.output
+    is_function_of_tokens = not (
+        output.HasField("logprobs")
+        or output.HasField("prompt_logprobs")
+        or content.request.sampling.HasField("best_of")  # the sums of all samples decide which are sent
+    )
+    recording = recorder.recording(record_id, request.samples, stored, keeps_output=is_function_of_tokens)
+    follower = None
+    if resumed is None:
+        await recorder.records.create(record_id, content, recording.run)
+        recorder.begin(recording)
+    elif resumed.follows:
+        follower = asyncio.create_task(Follower(recorder, recording, request, submit).run())
+    else:
+        await recorder.records.claim(record_id, recording.run, by_force=True)
+        recorder.begin(recording)
+    try:
+        yield recording
+    finally:
+        if follower is not None:
+            await cancel(follower)
+        recording.close()
+
+
+class Follower:
+    """Delivers output that another gateway records to a request. Calls `submit` if that gateway's run ends early."""
+
+    def __init__(
+        self, recorder: Recorder, recording: Recording, request: SchedulerRequest, submit: Callable[[], None]
+    ) -> None:
+        self._recorder = recorder
+        self._recording = recording
+        self._request = request
+        self._submit = submit
+
+    async def run(self) -> None:
+        """Run until the request has ended or was submitted. Errors end the request."""
+        self._request.on_accepted()
+        try:
+            while not self._request.is_over and not await self._claim():
+                await self._read()
+                await asyncio.sleep(POLL_S)
+            if self._request.is_over:
+                return
+            await self._read()  # the last output of the run that ended
+            self._recorder.begin(self._recording)
+            if not self._request.is_over:
+                self._submit()
+        except QuireError as error:
+            self._request.fail(error)
+
+    async def _claim(self) -> bool:
+        return await self._recorder.records.claim(self._recording.record_id, self._recording.run, by_force=False)
+
+    async def _read(self) -> None:
+        record = await self._recorder.records.load(self._recording.record_id)
+        if record is None:
+            raise no_record(self._recording.record_id)
+        for index, output in enumerate(record.outputs):
+            start = len(self._request.samples[index].outputs)
+            for offset in range(start, len(output)):
+                self._request.on_token(index, offset, output[offset])
+            end = record.ends[index]
+            if end is not None:
+                self._request.on_finished(_end_of(end, index))
+
+
+def no_record(request_id: str) -> NotFoundError:
+    """The error for a request without a record, or with the record of another API key's owner."""
+    return NotFoundError(
+        f"there is no record of request {request_id!r}: it was not sent with resumable, or the record has expired "
+        "(--record-ttl-s) or was deleted",
+        field="request_id",
+    )
+
+
+def _end_of(end: record_pb2.SampleEnd, index: int) -> scheduler_pb2.SampleFinished:
+    finish = scheduler_pb2.SampleFinished()
+    finish.CopyFrom(end.finish)
+    finish.sample_index = index
+    return finish

@@ -1,0 +1,184 @@
+"""AdminService: operations on the services of this deployment."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import grpc
+from quire.v1 import inference_pb2 as pb
+from quire.v1 import types_pb2
+from quire.v1.inference_pb2_grpc import AdminServiceServicer
+
+from gateway_svc.operators.audit.entry import note_target
+from gateway_svc.schedulers.directory import ModelDirectory
+from gateway_svc.schedulers.scheduler_client import RETRY_AFTER_S, SchedulerClient
+from svc_common.errors import InvalidRequestError, NotFoundError, UnavailableError
+from svc_common.inspection import Inspector, checked_times
+
+log = logging.getLogger(__name__)
+
+MAX_DRAIN_S = 86_400.0
+MAX_IDS_SHOWN = 50
+MAX_NAME_CHARS = 128
+MAX_PATH_CHARS = 4096
+
+Found = tuple[SchedulerClient, pb.WorkerInfo]
+
+
+class AdminServicer(AdminServiceServicer):
+    """Finds the worker's scheduler and forwards the call. `inspector` is that of this gateway."""
+
+    def __init__(self, directory: ModelDirectory, inspector: Inspector) -> None:
+        self._directory = directory
+        self._inspector = inspector
+
+    async def DrainWorker(
+        self, request: pb.DrainWorkerRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pb.DrainWorkerResponse:
+        """Drain a worker. Raises InvalidRequestError, NotFoundError, or the scheduler's error."""
+        if not request.worker_id:
+            raise InvalidRequestError("worker_id is empty; `quire status` lists the workers", field="worker_id")
+        if not math.isfinite(request.timeout_s) or not 0 <= request.timeout_s <= MAX_DRAIN_S:
+            words = f"timeout_s is {request.timeout_s:g}; must be a number from 0 to {MAX_DRAIN_S:g}"
+            raise InvalidRequestError(words, field="timeout_s")
+        client, worker = await self._find(request.worker_id, request.model)
+        note_target(worker.worker_id)
+        num_moved = await client.release_worker(worker.worker_id, request.timeout_s)
+        log.info("worker %s of scheduler %s drains %d sequences", worker.worker_id, client.address, num_moved)
+        return pb.DrainWorkerResponse(num_moved=num_moved)
+
+    async def LoadAdapter(
+        self, request: pb.LoadAdapterRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pb.LoadAdapterResponse:
+        """Load an adapter on all workers of a model. Raises QuireError."""
+        if not 0 < len(request.name) <= MAX_NAME_CHARS or not request.name.isprintable():
+            words = f"name is {request.name[:MAX_NAME_CHARS]!r}; use 1 to {MAX_NAME_CHARS} printable characters"
+            raise InvalidRequestError(words, field="name")
+        if not 0 < len(request.path) <= MAX_PATH_CHARS:
+            raise InvalidRequestError(
+                f"path has {len(request.path)} characters; name a folder below the workers' --adapter-dir", field="path"
+            )
+        if any(model.name == request.name for model, _ in self._directory.models()):
+            raise InvalidRequestError(
+                f"name is {request.name!r}, which is the name of a model; use another", field="name"
+            )
+        note_target(request.name)
+        clients = self._schedulers_of(request.model)
+        found = [await client.add_adapter(request.name, request.path) for client in clients]
+        digests = {adapter.digest for adapter in found}
+        if len(digests) > 1:
+            raise InvalidRequestError(
+                f"adapter {request.name!r} has different content at different schedulers (digests "
+                f"{', '.join(sorted(digests))}); unload it, and copy the same folder to all workers",
+                field="path",
+            )
+        return pb.LoadAdapterResponse(adapter=_merged(found)[0])
+
+    async def UnloadAdapter(
+        self, request: pb.UnloadAdapterRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pb.UnloadAdapterResponse:
+        """Unload an adapter. Raises NotFoundError, or the scheduler's error while requests use it."""
+        note_target(request.name)
+        clients = self._schedulers_of(request.model)
+        were_loaded = [await client.remove_adapter(request.name) for client in clients]
+        if not any(were_loaded):
+            known = sorted({adapter.name for model, _ in self._directory.models() for adapter in model.info.adapters})
+            raise NotFoundError(
+                f"no adapter {request.name[:200]!r} is loaded; loaded adapters: {', '.join(known) or 'none'}",
+                field="name",
+            )
+        return pb.UnloadAdapterResponse()
+
+    async def ListAdapters(
+        self, request: pb.ListAdaptersRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pb.ListAdaptersResponse:
+        """The adapters of one model or of all models."""
+        clients = self._schedulers_of(request.model) if request.model else self._directory.clients
+        connected = [client for client in clients if client.is_connected]
+        found = await asyncio.gather(*(client.adapters() for client in connected))
+        return pb.ListAdaptersResponse(adapters=_merged([adapter for part in found for adapter in part]))
+
+    def _schedulers_of(self, name: str) -> list[SchedulerClient]:
+        """The schedulers of a model. Empty name: of the only model. Raises NotFoundError or UnavailableError."""
+        model = self._directory.find_text(name).info.model
+        clients = [client for client in self._directory.clients if client.model and client.model.info.model == model]
+        lost = [client.address for client in clients if not client.is_connected]
+        if lost:
+            raise UnavailableError(
+                f"not connected to scheduler {', '.join(lost)} of model {model!r}; retry when all are connected",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        return clients
+
+    async def Inspect(
+        self, request: pb.InspectRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pb.InspectResponse:
+        """A profile or a report of a service. Raises InvalidRequestError, NotFoundError, or the service's error."""
+        note_target(request.service)
+        if request.kind == pb.INSPECT_KIND_PROFILE:
+            checked_times(request.seconds, request.hz)
+        if request.service == "gateway":
+            data = await self._inspector.inspect(request.kind, request.seconds, request.hz)
+        else:
+            client, worker_id = await self._service(request.service)
+            data = await client.inspect(request.kind, worker_id, request.seconds, request.hz)
+        return pb.InspectResponse(data=data)
+
+    async def _service(self, name: str) -> tuple[SchedulerClient, str]:
+        """The scheduler to ask, and the id of its worker; empty for the scheduler itself. Raises NotFoundError."""
+        clients = self._directory.clients
+        for client in clients:
+            if name == client.address or (name == "scheduler" and len(clients) == 1):
+                return client, ""
+        workers = [pair for pair in await self._workers("") if pair[1].state != types_pb2.WORKER_STATE_LOST]
+        found = [pair for pair in workers if name == pair[1].worker_id or (name == "worker" and len(workers) == 1)]
+        if not found:
+            known = ["gateway", *(client.address for client in clients), *(worker.worker_id for _, worker in workers)]
+            shown = ", ".join(known[:MAX_IDS_SHOWN]) + (" and more" if len(known) > MAX_IDS_SHOWN else "")
+            raise NotFoundError(
+                f"no service {name[:200]!r}, or it is not the only one; services: {shown}", field="service"
+            )
+        client, worker = found[0]
+        return client, worker.worker_id
+
+    async def _workers(self, model: str) -> list[Found]:
+        clients = self._directory.clients
+        statuses = await asyncio.gather(*(client.get_status() for client in clients))
+        return [
+            (client, worker)
+            for client, status in zip(clients, statuses, strict=True)
+            if not model or status.model == model
+            for worker in status.workers
+        ]
+
+    async def _find(self, worker_id: str, model: str) -> Found:
+        """The worker and its scheduler. If several schedulers list it, prefer one that has not lost it."""
+        workers = await self._workers(model)
+        found = [(client, worker) for client, worker in workers if worker.worker_id == worker_id]
+        if not found:
+            raise NotFoundError(_not_found(worker_id, model, workers), field="worker_id")
+        return min(found, key=lambda pair: pair[1].state == types_pb2.WORKER_STATE_LOST)
+
+
+def _merged(adapters: Iterable[pb.Adapter]) -> list[pb.Adapter]:
+    """One entry per adapter, with the workers of all schedulers."""
+    merged: dict[tuple[str, str, str], pb.Adapter] = {}
+    for adapter in adapters:
+        key = adapter.model, adapter.name, adapter.digest
+        if key in merged:
+            merged[key].num_workers += adapter.num_workers
+            merged[key].num_resident += adapter.num_resident
+        else:
+            merged[key] = adapter
+    return [merged[key] for key in sorted(merged)]
+
+
+def _not_found(worker_id: str, model: str, workers: list[Found]) -> str:
+    ids = sorted({worker.worker_id for _, worker in workers})
+    known = ", ".join(ids[:MAX_IDS_SHOWN]) + (" and more" if len(ids) > MAX_IDS_SHOWN else "")
+    of_model = f" of model {model[:200]!r}" if model else ""
+    return f"no worker{of_model} has id {worker_id[:200]!r}; known workers: {known or 'none'}"

@@ -1,0 +1,130 @@
+"""The port for operators: AdminService and the whole GetStatus, separate from inference, with its own keys.
+
+--admin-listen set                they are served there; on --listen AdminService refuses calls, GetStatus is a summary
+unset, clients need credentials   the same on --listen: a key for inference does not permit operations
+unset, clients need none          they are served on --listen, for trusted networks
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import grpc
+from quire.v1 import inference_pb2 as pb
+from quire.v1.inference_pb2_grpc import AdminServiceServicer, add_AdminServiceServicer_to_server
+
+from gateway_svc.callers.api_keys import ApiKeys
+from gateway_svc.callers.authenticator import Authenticator, CallerInterceptor
+from gateway_svc.callers.flags import identifies_callers
+from gateway_svc.operators.admin import AdminServicer
+from gateway_svc.operators.audit.audit_log import AuditLog
+from svc_common import config
+from svc_common.errors import PermissionDeniedError
+from svc_common.serve import GrpcServer
+from svc_common.tls import TlsFiles, server_credentials
+from svc_common.trust import TrustError, is_loopback
+
+SERVICE_NAME = "quire.v1.AdminService"
+
+
+def add_admin_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of the port."""
+    group = parser.add_argument_group("operations (draining workers), apart from inference")
+    group.add_argument(
+        "--admin-listen",
+        type=config.address_or_off,
+        default=config.OFF,
+        metavar="HOST:PORT",
+        help="address of AdminService and of the whole GetStatus, with the TLS files of --listen. off: they are served "
+        "at --listen, but not if clients need credentials",
+    )
+    group.add_argument(
+        "--admin-keys",
+        type=Path,
+        metavar="DIR",
+        help="folder of the keys for --admin-listen and --console-listen, like that of --api-keys; required if other "
+        "machines can connect",
+    )
+    group.add_argument(
+        "--console-listen",
+        type=config.address_or_off,
+        default=config.OFF,
+        metavar="HOST:PORT",
+        help="address of the console, a page for browsers (docs/console.md), with the TLS files of --listen. Its state "
+        "needs a key of --admin-keys, its playground a key for inference",
+    )
+
+
+def is_public_for_operators(args: argparse.Namespace) -> bool:
+    """Whether the port for inference also serves operators."""
+    return args.admin_listen == config.OFF and not identifies_callers(args)
+
+
+def operators_of(args: argparse.Namespace, flag: str, listen: str) -> Authenticator | None:
+    """Accepts the keys of operators at this address; None if it needs none. Raises CallersError or TrustError."""
+    keys = None if args.admin_keys is None else ApiKeys(args.admin_keys, flag="--admin-keys")
+    if keys is None and not is_loopback(listen) and not args.insecure:
+        raise TrustError(
+            f"other machines can connect to {flag} {listen}: set --admin-keys, listen on 127.0.0.1, or set --insecure "
+            "if the network is trusted"
+        )
+    return None if keys is None else Authenticator(keys)
+
+
+def add_admin_service(
+    args: argparse.Namespace,
+    servicer: AdminServicer,
+    status: Callable[[], Awaitable[pb.GetStatusResponse]],
+    public: GrpcServer,
+    tls: TlsFiles | None,
+    audit: AuditLog | None,
+) -> GrpcServer | None:
+    """Add AdminService to `public`, or to a new server if --admin-listen is set. Returns the new server, not started.
+
+    The new server also serves GetStatus, with the result of `status`.
+
+    Raises CallersError, TlsError or TrustError.
+    """
+    is_public = is_public_for_operators(args)
+    add_AdminServiceServicer_to_server(servicer if is_public else Elsewhere(), public.grpc)
+    if args.admin_listen == config.OFF:
+        return None
+    operators = operators_of(args, "--admin-listen", args.admin_listen)
+    server = GrpcServer(
+        listen=args.admin_listen,
+        service_names=[SERVICE_NAME],
+        credentials=None if tls is None else server_credentials(tls),
+        interceptors=[] if operators is None else [CallerInterceptor(operators)],
+        on_call=None if audit is None else audit.on_call,
+    )
+    add_AdminServiceServicer_to_server(servicer, server.grpc)
+    server.grpc.add_generic_rpc_handlers((_status_only(status),))
+    return server
+
+
+def _status_only(status: Callable[[], Awaitable[pb.GetStatusResponse]]) -> grpc.GenericRpcHandler:
+    """GetStatus, without the other methods of its service."""
+
+    async def get_status(request: pb.GetStatusRequest, context: Any) -> pb.GetStatusResponse:
+        return await status()
+
+    handler = grpc.unary_unary_rpc_method_handler(
+        get_status,
+        request_deserializer=pb.GetStatusRequest.FromString,
+        response_serializer=pb.GetStatusResponse.SerializeToString,
+    )
+    return grpc.method_handlers_generic_handler("quire.v1.InferenceService", {"GetStatus": handler})
+
+
+class Elsewhere(AdminServiceServicer):
+    """Refuses the calls of AdminService on the port for inference."""
+
+    async def DrainWorker(self, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> NoReturn:
+        raise PermissionDeniedError(
+            "AdminService is not served on the port for inference; use the address of the gateway's --admin-listen"
+        )
+
+    Inspect = LoadAdapter = UnloadAdapter = ListAdapters = DrainWorker

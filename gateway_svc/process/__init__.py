@@ -1,0 +1,1 @@
+"""The process: flags, ports, child processes, start and drain. Does I/O."""

@@ -1,0 +1,173 @@
+"""Sampling and stop parameters of a request with all defaults, checked against the model.
+
+Clients repeat their parameters, so results are kept with the model: a request with the same parameters needs no further
+check of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from quire.v1 import inference_pb2 as pb
+from quire.v1 import types_pb2 as types
+
+from gateway_svc.request.models import ServedModel
+from request_fields import checks
+from request_fields.beams import BeamParams, beam_params
+from request_fields.fields import GRAMMAR_FIELDS, MAX_BAD_WORD_IDS, FieldError, StopCondition, stop_condition
+from request_fields.grammar import Grammar
+from request_fields.sizes import LengthError
+from svc_common.errors import ContextLengthError, InvalidRequestError, UnimplementedError
+
+MAX_KEPT = 256  # results per model
+MAX_KEPT_BYTES = 1024  # parameters larger than this are checked each time
+
+
+@dataclass(frozen=True, slots=True)
+class Parameters:
+    """Checked parameters. The messages are shared by all requests with these parameters: copy before changing them."""
+
+    sampling: types.SamplingParams  # every served field set; the seed is set per request
+    bad_words_ids: tuple[tuple[int, ...], ...]  # token ids of sampling.bad_words
+    stop: types.StopParams  # max_tokens set
+    condition: StopCondition  # the part of `stop` that depends on token ids only
+    beams: BeamParams | None
+
+    def sampling_with(self, seed: int) -> types.SamplingParams:
+        """The sampling parameters of one request."""
+        sampling = types.SamplingParams()
+        sampling.CopyFrom(self.sampling)
+        sampling.seed = seed
+        return sampling
+
+
+def parameters_of(
+    request: pb.GenerateRequest, model: ServedModel, max_tokens: int, grammar: Grammar | None = None
+) -> Parameters:
+    """The parameters of a request. `max_tokens` is resolved; `grammar` is the request's grammar after its check.
+
+    Raises InvalidRequestError with the invalid field.
+    """
+    if grammar is not None:
+        return _check(request, model, max_tokens, grammar)
+    key = (_without_seed(request.sampling), request.stop.SerializeToString(), max_tokens)
+    kept = model.parameters
+    found: Parameters | None = kept.get(key)
+    if found is None:
+        found = _check(request, model, max_tokens, None)
+        if len(kept) >= MAX_KEPT:  # threads may add at the same time, so nothing iterates over it
+            kept.clear()
+        if len(key[0]) + len(key[1]) <= MAX_KEPT_BYTES:
+            kept[key] = found
+    return found
+
+
+def _without_seed(sampling: types.SamplingParams) -> bytes:
+    if sampling.HasField("seed"):
+        asked, sampling = sampling, types.SamplingParams()
+        sampling.CopyFrom(asked)
+        sampling.ClearField("seed")
+    return sampling.SerializeToString()
+
+
+def _check(request: pb.GenerateRequest, model: ServedModel, max_tokens: int, grammar: Grammar | None) -> Parameters:
+    sampling = resolve_sampling(request.sampling, model, drawn_seed=0)
+    if grammar is not None:
+        _set_grammar(sampling, grammar)
+    _check_num_samples(sampling, model)
+    check_token_ids("stop.stop_token_ids", request.stop.stop_token_ids, model)
+    if request.stop.stop:
+        model.require_tokenizer("stop.stop")
+    stop = types.StopParams()
+    stop.CopyFrom(request.stop)
+    stop.max_tokens = max_tokens
+    with FieldErrors():
+        condition = stop_condition(checks.values_set(stop), is_constrained=grammar is not None)
+        beams = beam_params(checks.values_set(sampling), condition.max_tokens)
+    bad_words_ids = tokenize_bad_words(sampling.bad_words, model)
+    with FieldErrors():
+        checks.check_sampled_ids(sampling, model.info.vocab_size)
+        early_banned = condition.banned_ids(model.info.eos_token_ids)
+        checks.check_something_is_left(sampling, bad_words_ids, early_banned, model.info.vocab_size)
+    return Parameters(sampling, bad_words_ids, stop, condition, beams)
+
+
+def resolve_sampling(asked: types.SamplingParams, model: ServedModel, *, drawn_seed: int) -> types.SamplingParams:
+    """Every supported field: the request's value, else the model's, else the default."""
+    return types.SamplingParams(
+        **checks.resolve_sampling(asked, model.info.default_sampling, drawn_seed=drawn_seed),
+    )
+
+
+def _set_grammar(sampling: types.SamplingParams, grammar: Grammar) -> None:
+    for name in GRAMMAR_FIELDS:
+        sampling.ClearField(name)  # type: ignore[arg-type]
+    setattr(sampling, grammar.kind.value, grammar.text)
+
+
+def _check_num_samples(sampling: types.SamplingParams, model: ServedModel) -> None:
+    """Check n, best_of and beam_width. Removes a best_of that has no effect."""
+    most = model.info.max_num_seqs
+    if sampling.n > most:
+        raise invalid("sampling.n", f"is {sampling.n}; a worker of this model runs at most {most} at once")
+    if sampling.beam_width > most:
+        words = f"is {sampling.beam_width}; must be at most max_num_seqs of the model's workers, {most}"
+        raise invalid("sampling.beam_width", words)
+    if not sampling.HasField("best_of"):
+        return
+    if sampling.best_of < sampling.n:
+        raise invalid("sampling.best_of", f"is {sampling.best_of}; must be at least sampling.n, {sampling.n}")
+    if sampling.best_of > most:
+        words = f"is {sampling.best_of}; a worker of this model runs at most {most} samples at once"
+        raise invalid("sampling.best_of", words)
+    if sampling.best_of == sampling.n:
+        sampling.ClearField("best_of")
+
+
+def tokenize_bad_words(bad_words: Sequence[str], model: ServedModel) -> tuple[tuple[int, ...], ...]:
+    """Token ids of each string without and with a leading space, because most tokenizers have other tokens for the
+    start of a word within a text."""
+    if not bad_words:
+        return ()
+    tokenizer = model.require_tokenizer("sampling.bad_words")
+    found: dict[tuple[int, ...], None] = {}  # in order, without repetition
+    for i, text in enumerate(bad_words):
+        bare = text.lstrip(" ") or text
+        for variant in (bare, " " + bare):
+            ids = tuple(tokenizer.encode(variant, add_special_tokens=False))
+            if not 1 <= len(ids) <= MAX_BAD_WORD_IDS:
+                words = f"has {len(ids)} tokens; must have 1 to {MAX_BAD_WORD_IDS}"
+                raise invalid(f"sampling.bad_words[{i}]", words)
+            found[ids] = None
+    return tuple(found)
+
+
+def check_token_ids(field: str, ids: Sequence[int], model: ServedModel) -> None:
+    """Check that all ids are below vocab_size."""
+    vocab_size = model.info.vocab_size
+    if len(ids) == 0 or max(ids) < vocab_size:
+        return
+    position = next(i for i, id_ in enumerate(ids) if id_ >= vocab_size)
+    raise invalid(field, f"holds token id {ids[position]} at position {position}; vocab_size is {vocab_size}")
+
+
+class FieldErrors:
+    """Converts a FieldError of its block to the error that the client gets. A class, because a request enters several
+    blocks and a generator costs more.
+    """
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, LengthError):
+            raise ContextLengthError(str(error), field=error.field, limit=error.limit) from None
+        if isinstance(error, FieldError):
+            shown = UnimplementedError if error.is_unserved else InvalidRequestError
+            raise shown(str(error), field=error.field) from None
+
+
+def invalid(field: str, words: str) -> InvalidRequestError:
+    """The error for an invalid field."""
+    return InvalidRequestError(f"{field} {words}", field=field)

@@ -1,0 +1,47 @@
+"""The process that compiles grammars of requests, under limits on memory and CPU time: it may be killed at any time.
+
+    python -m gateway_svc.request.sandbox.grammar_process
+
+Reads messages from stdin and answers each on stdout (sandbox/frames.py):
+
+    {"tokenizer": key, "json": ..., "vocab_size": ..., "eos_token_ids": [...]}    -> {"error": ...}
+    {"tokenizer": key, "kind": ..., "text": ...}                                  -> {"error": ..., "text": ...}
+
+An empty error means success. `text` is the grammar in the form that workers compile.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from gateway_svc.request.sandbox.child import answer_messages, limit_process
+from grammars.compiler import GrammarCompiler, GrammarError, UnsupportedTokenizerError, normalized
+from request_fields.grammar import GrammarKind
+
+MAX_MEMORY_BYTES = 4 << 30  # of address space; a process that needs more ends
+
+
+def main() -> None:
+    """Answer messages until stdin ends."""
+    limit_process(MAX_MEMORY_BYTES)
+    answer_messages(partial(_answer, {}))
+
+
+def _answer(compilers: dict[str, GrammarCompiler], request: dict[str, Any]) -> dict[str, Any]:
+    try:
+        if "json" in request:
+            compilers[request["tokenizer"]] = GrammarCompiler(
+                request["json"], request["vocab_size"], request["eos_token_ids"]
+            )
+            return {"error": ""}
+        kind = GrammarKind(request["kind"])
+        text = normalized(kind, request["text"])
+        compilers[request["tokenizer"]].compile(kind, text)
+    except (GrammarError, UnsupportedTokenizerError) as error:
+        return {"error": str(error) or type(error).__name__}
+    return {"error": "", "text": text}
+
+
+if __name__ == "__main__":
+    main()

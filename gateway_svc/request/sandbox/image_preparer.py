@@ -1,0 +1,157 @@
+"""Prepares the images of requests for a model, in processes that are killed when they exceed a limit.
+
+An encoded image may be hostile to its decoder, and a few bytes may hold millions of pixels.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from quire.v1 import types_pb2 as types
+
+from gateway_svc.request.models import ServedModel
+from gateway_svc.request.sandbox.frames import parse_frame, to_frame
+from gateway_svc.request.sandbox.pool import NoFreeProcessError, SandboxPool
+from gateway_svc.request.sandbox.process import OversizedAnswerError, SandboxEndedError, SandboxProcess
+from svc_common.errors import InvalidRequestError, OverloadedError, UnimplementedError
+
+NUM_PROCESSES = 2
+CPU_S = 10.0
+TIMEOUT_S = 30.0  # longer than CPU_S, because the machine may be busy
+WAIT_TIMEOUT_S = 30.0  # for a free process
+MAX_ANSWER_BYTES = 256 << 20
+RETRY_S = 1.0
+PROCESS = "gateway_svc.request.sandbox.image_process"
+PACKAGES = ("transformers", "PIL", "numpy")
+
+
+@dataclass(frozen=True)
+class ImageLimits:
+    """Limits of the images of one request."""
+
+    max_images: int = 16
+    max_bytes: int = 10 << 20  # of one encoded image
+    max_pixels: int = 64 << 20  # of one decoded image
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedImage:
+    """The data of one image for workers; see image_process.py."""
+
+    height: int  # in patches
+    width: int
+    data: bytes
+
+    def num_tokens(self, info: types.ImageInfo) -> int:
+        """Number of positions in the prompt."""
+        return self.height * self.width // info.merge_size**2
+
+
+@dataclass(frozen=True, slots=True)
+class GivenImage:
+    """An encoded image, and the field of the request that has it."""
+
+    data: bytes
+    field: str
+
+
+class ImagePreparer:
+    """Owns the processes. They start with the first image."""
+
+    def __init__(self, limits: ImageLimits) -> None:
+        self._limits = limits
+        self._pool = SandboxPool(lambda: SandboxProcess(PROCESS, MAX_ANSWER_BYTES), NUM_PROCESSES)
+
+    @property
+    def pids(self) -> list[int]:
+        """Ids of the processes that run."""
+        return self._pool.pids
+
+    async def prepare(self, images: Sequence[GivenImage], model: ServedModel) -> list[PreparedImage]:
+        """The images as the model's image processor prepares them. Raises InvalidRequestError, UnimplementedError if
+        this gateway cannot prepare images, or OverloadedError if the processes are busy.
+        """
+        self.check(images, model)
+        return [await self._prepare(image, model) for image in images]
+
+    async def close(self) -> None:
+        """End the processes."""
+        await self._pool.close()
+
+    def check(self, images: Sequence[GivenImage], model: ServedModel) -> None:
+        """The checks that do not decode the images. Raises the errors of `prepare`."""
+        first, limits = images[0], self._limits
+        if not model.info.HasField("images"):
+            words = "has an image, but model {name!r} takes none; use another model, or send text only"
+            raise _refused(first, words.format(name=model.name))
+        if len(images) > limits.max_images:
+            raise _refused(
+                images[limits.max_images],
+                f"is one of {len(images)} images; at most {limits.max_images} are allowed in one request (--max-images "
+                "of the gateway)",
+            )
+        for image in images:
+            if len(image.data) > limits.max_bytes:
+                raise _refused(
+                    image,
+                    f"has {len(image.data)} bytes; at most {limits.max_bytes} are allowed (--max-image-bytes of the "
+                    "gateway); send a smaller image",
+                )
+        if not model.text.preprocessor:
+            raise _refused(
+                first, f"cannot be prepared: the folder of model {model.name!r} has no preprocessor_config.json"
+            )
+        if missing := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:
+            raise UnimplementedError(
+                f"{first.field}: this gateway has no {' and '.join(missing)}, which images need; install it with "
+                "pip install 'quire-server[images]'",
+                field=first.field,
+            )
+
+    async def _prepare(self, image: GivenImage, model: ServedModel) -> PreparedImage:
+        try:
+            return await self._pool.run(partial(_ask, image, model, self._limits.max_pixels), WAIT_TIMEOUT_S)
+        except NoFreeProcessError:
+            raise _overloaded("all processes that prepare images are busy") from None
+        except TimeoutError:
+            raise _overloaded(f"an image was not prepared within {TIMEOUT_S:g} s") from None
+        except OversizedAnswerError:
+            raise _refused(image, "becomes too large when it is prepared; send a smaller image") from None
+        except SandboxEndedError as error:
+            raise _error_of_end(image, error) from None
+
+
+async def _ask(image: GivenImage, model: ServedModel, max_pixels: int, process: SandboxProcess) -> PreparedImage:
+    key = model.info.bundle_digest.hex()
+    if not process.has_setup(key):
+        frame = to_frame({"key": key, "preprocessor": json.loads(model.text.preprocessor), "cpu_s": CPU_S})
+        if error := await process.set_up(key, frame):
+            raise _refused(image, f"cannot be prepared: {error}")
+    size = len(image.data)
+    frame = await asyncio.to_thread(to_frame, {"key": key, "max_pixels": max_pixels, "cpu_s": CPU_S}, image.data)
+    answer: dict[str, Any] = parse_frame(await process.ask(frame, TIMEOUT_S))
+    if answer["error"]:
+        raise _refused(image, f"of {size} bytes {answer['error']}")
+    return PreparedImage(answer["height"], answer["width"], answer["data"])
+
+
+def _error_of_end(image: GivenImage, error: SandboxEndedError) -> InvalidRequestError | OverloadedError:
+    if error.is_out_of_cpu_time:
+        return _refused(image, f"takes more than {CPU_S:g} s of CPU time to prepare; send a smaller image")
+    if error.is_killed:
+        return _overloaded("the process that prepares images was killed twice")
+    return _refused(image, f"ended the process that decodes it with status {error.returncode}; send another image")
+
+
+def _refused(image: GivenImage, words: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{image.field} {words}", field=image.field)
+
+
+def _overloaded(words: str) -> OverloadedError:
+    return OverloadedError(f"{words}; retry later", retry_after_s=RETRY_S)

@@ -1,0 +1,138 @@
+"""Renders chats with the templates of their model, in processes that are killed when they exceed a limit.
+
+A template comes with its checkpoint and may be hostile. Each model has its own processes, so its template can neither
+delay nor read the chats of other models.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from gateway_svc.request.models import ServedModel
+from gateway_svc.request.sandbox.frames import to_frame
+from gateway_svc.request.sandbox.pool import NoFreeProcessError, SandboxPool, Spares
+from gateway_svc.request.sandbox.process import OversizedAnswerError, SandboxEndedError, SandboxProcess
+from gateway_svc.text.bundle import RenderOptions
+from svc_common.errors import InvalidRequestError, OverloadedError, QuireError
+
+NUM_PROCESSES = 2  # of each model for generations; one may be busy with a chat that takes long
+NUM_CALL_PROCESSES = 1  # of each model for Tokenize calls, so that they never delay a generation
+CPU_S = 2.0
+TIMEOUT_S = 10.0  # longer than CPU_S, because the machine may be busy
+WAIT_TIMEOUT_S = 10.0  # for a free process
+# A template may write this many characters, plus a multiple of its input: tokenizing costs time and memory as well.
+MIN_OUTPUT_CHARS = 256 << 10
+OUTPUT_CHARS_PER_BYTE = 16
+MAX_OUTPUT_CHARS = 16 << 20
+MAX_ANSWER_BYTES = 64 << 20
+MAX_POOLS = 32
+RETRY_S = 1.0
+CHAT = "prompt.chat"
+PROCESS = "gateway_svc.request.sandbox.template_process"
+
+
+def render_frame(template: str, messages: Sequence[Mapping[str, Any]], options: RenderOptions, size: int) -> bytes:
+    """The message that renders a chat of `size` bytes. `template`: its name."""
+    max_chars = min(MAX_OUTPUT_CHARS, MIN_OUTPUT_CHARS + OUTPUT_CHARS_PER_BYTE * size)
+    content = {"template": template, "messages": messages, "options": options}
+    return to_frame(content | {"cpu_s": CPU_S, "max_chars": max_chars})
+
+
+def rendered_text(answer: bytes) -> str:
+    """The text of an answer. Raises InvalidRequestError with the template's message."""
+    content = json.loads(answer)
+    if content["error"]:
+        raise InvalidRequestError(f"{CHAT}: {content['error']}", field=CHAT)
+    return str(content["text"])
+
+
+class TemplateRenderer:
+    """Owns the processes. They start with the first chat of a model; one spare process waits for the next model."""
+
+    def __init__(self) -> None:
+        self._pools: OrderedDict[tuple[bytes, bool], SandboxPool] = OrderedDict()
+        self._spares = Spares(_new_process)
+
+    def start(self) -> None:
+        """Start the spare process."""
+        self._spares.start()
+
+    async def render(self, frame: bytes, model: ServedModel, *, is_call: bool) -> bytes:
+        """The answer to `frame`, for `rendered_text`. `is_call`: for a Tokenize call.
+
+        Raises InvalidRequestError, or OverloadedError if the processes of the model are busy.
+        """
+        pool = await self._pool_of(model, is_call=is_call)
+        try:
+            return await pool.run(partial(_render, frame, model), WAIT_TIMEOUT_S)
+        except NoFreeProcessError:
+            raise _overloaded(f"all processes that render chats of model {model.name!r} are busy") from None
+        except TimeoutError:
+            words = f"the chat template of model {model.name!r} did not finish within {TIMEOUT_S:g} s"
+            raise _overloaded(words) from None
+        except OversizedAnswerError:
+            raise _refused(model, "writes too much text") from None
+        except SandboxEndedError as error:
+            raise _error_of_end(model, error) from None
+
+    async def close(self) -> None:
+        """End the processes."""
+        for pool in self._pools.values():
+            await pool.close()
+        self._spares.close()
+
+    async def _pool_of(self, model: ServedModel, *, is_call: bool) -> SandboxPool:
+        key = model.info.bundle_digest, is_call
+        pool = self._pools.get(key)
+        if pool is None:
+            await self._drop_oldest()
+            num_processes = NUM_CALL_PROCESSES if is_call else NUM_PROCESSES
+            pool = self._pools[key] = SandboxPool(_new_process, num_processes, self._spares)
+        self._pools.move_to_end(key)
+        return pool
+
+    async def _drop_oldest(self) -> None:
+        """End the processes of the model that was used least recently, if there are too many."""
+        idle = [key for key, pool in self._pools.items() if pool.is_idle]
+        if len(self._pools) >= MAX_POOLS and idle:
+            await self._pools.pop(idle[0]).close()
+
+
+def _new_process() -> SandboxProcess:
+    return SandboxProcess(PROCESS, MAX_ANSWER_BYTES)
+
+
+async def _render(frame: bytes, model: ServedModel, process: SandboxProcess) -> bytes:
+    key = model.info.bundle_digest.hex()
+    if not process.has_setup(key):
+        await process.set_up(key, _setup_frame(model))
+    return await process.ask(frame, TIMEOUT_S)
+
+
+def _setup_frame(model: ServedModel) -> bytes:
+    tokenizer = model.require_tokenizer(CHAT)
+    return to_frame({"templates": tokenizer.templates, "special_tokens": model.text.special_tokens, "cpu_s": CPU_S})
+
+
+def _error_of_end(model: ServedModel, error: SandboxEndedError) -> QuireError:
+    if error.is_out_of_cpu_time:
+        return _refused(model, f"takes more than {CPU_S:g} s of CPU time")
+    if error.is_killed:
+        return _overloaded(f"the process that renders chats of model {model.name!r} was killed twice")
+    return _refused(model, f"ended its process with status {error.returncode}, probably by a limit on memory")
+
+
+def _refused(model: ServedModel, words: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"{CHAT}: the chat template of model {model.name!r} {words}; send a shorter chat, or prompt.text. An operator "
+        "can replace the template (--chat-template of the gateway)",
+        field=CHAT,
+    )
+
+
+def _overloaded(words: str) -> OverloadedError:
+    return OverloadedError(f"{words}; retry later", retry_after_s=RETRY_S)

@@ -1,0 +1,129 @@
+"""The models that this gateway serves. The dispatcher chooses the scheduler of a request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from quire.v1 import types_pb2 as types
+
+from gateway_svc.request.models import ADAPTER_MARK, ServedModel
+from gateway_svc.schedulers.scheduler_client import RETRY_AFTER_S, SchedulerClient
+from svc_common.errors import InvalidRequestError, NotFoundError, UnavailableError
+
+
+class ModelDirectory:
+    """The models behind this gateway, by name. Schedulers with the same model are replicas. `clients` may change."""
+
+    def __init__(self, clients: Sequence[SchedulerClient]) -> None:
+        self.clients = clients
+
+    @property
+    def is_ready(self) -> bool:
+        """At least one model can take requests now."""
+        return any(client.is_ready for client in self.clients)
+
+    def models(self) -> list[tuple[ServedModel, int]]:
+        """Every known model, sorted by name, with the number of ready workers of all its replicas."""
+        known = self._known()
+        return [(model, self._num_workers(name)) for name, (_, model) in sorted(known.items())]
+
+    def find(self, name: str, revision: str = "", adapter: str = "") -> ServedModel:
+        """The model, with the adapter of its own name or of `name`, if it can take requests now. Empty name: the only
+        model. Empty revision: any.
+
+        Raises NotFoundError, InvalidRequestError (several models, none named) or UnavailableError.
+        """
+        known = self._known()
+        resolved, adapter = self._names(name, adapter, known)
+        of_revision = self._known(revision.partition(ADAPTER_MARK)[0]) if revision else known
+        client, model = of_revision.get(resolved, known[resolved])
+        if adapter:
+            model = self._with_adapter(model, adapter)
+        if revision and model.revision != revision:
+            raise UnavailableError(
+                f"this gateway serves revision {model.revision} of model {model.name!r}, but the request began on "
+                f"revision {revision[:200]}, whose tokens may differ; retry on another gateway, or start the request "
+                "again",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        if not client.is_ready:
+            raise UnavailableError(
+                f"the scheduler of model {resolved!r} is not ready ({client.shown_problem}); retry later",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        return model
+
+    def find_text(self, name: str) -> ServedModel:
+        """The model, even while its schedulers are disconnected. Raises like `find`."""
+        known = self._known()
+        return known[self._names(name, "", known)[0]][1]
+
+    def _names(self, name: str, adapter: str, known: dict[str, tuple[SchedulerClient, ServedModel]]) -> tuple[str, str]:
+        """The names of the model and of the adapter (empty: none). `name` may be that of an adapter."""
+        if not adapter and name in known:
+            return name, ""
+        wanted = adapter or name
+        owners = [model for model in sorted(known) if wanted in self._adapters_of(model)] if wanted else []
+        if adapter and name and name != adapter:
+            return self._resolve(name, known), adapter
+        if len(owners) > 1:
+            raise InvalidRequestError(
+                f"several models have an adapter {wanted[:200]!r}; set model to one of {', '.join(map(repr, owners))}, "
+                "and adapter to its name",
+                field="model",
+            )
+        if owners:
+            return owners[0], wanted
+        return self._resolve("" if name == adapter else name, known), adapter
+
+    def _adapters_of(self, model: str) -> dict[str, types.AdapterInfo]:
+        """The adapters of a model by name, of all its replicas."""
+        replicas = [client.model for client in self.clients if client.model is not None and client.model.name == model]
+        return {adapter.name: adapter for replica in replicas for adapter in replica.info.adapters}
+
+    def _with_adapter(self, model: ServedModel, name: str) -> ServedModel:
+        adapters = self._adapters_of(model.name)
+        if name not in adapters:
+            have = ", ".join(repr(adapter) for adapter in sorted(adapters)) or "none"
+            raise NotFoundError(
+                f"model {model.name!r} has no adapter {name[:200]!r}; its adapters: {have}", field="adapter"
+            )
+        return replace(model, adapter=adapters[name])
+
+    def _resolve(self, name: str, known: dict[str, tuple[SchedulerClient, ServedModel]]) -> str:
+        if name in known:
+            return name
+        if not name and len(known) == 1:
+            return next(iter(known))
+        have = ", ".join(repr(model) for model in sorted(known))
+        if not known:
+            problems = "; ".join(client.shown_problem for client in self.clients) or "no scheduler has been found"
+            raise UnavailableError(f"no model is ready yet ({problems}); retry later", retry_after_s=RETRY_AFTER_S)
+        if not name:
+            raise InvalidRequestError(
+                f"model is empty, but this gateway serves several models; set it to one of {have}", field="model"
+            )
+        adapters = sorted(adapter for model in known for adapter in self._adapters_of(model))
+        of_models = f"; adapters: {', '.join(map(repr, adapters))}" if adapters else ""
+        raise NotFoundError(f"model {name[:200]!r} is not served here; served models: {have}{of_models}", field="model")
+
+    def _known(self, revision: str = "") -> dict[str, tuple[SchedulerClient, ServedModel]]:
+        """By model name, the replica whose ModelInfo is used: prefer a replica that can run requests, then one that
+        accepts longer requests, then the first.
+        """
+        best: dict[str, tuple[SchedulerClient, ServedModel]] = {}
+        for client in self.clients:
+            if client.model is None or (revision and client.model.info.revision != revision):
+                continue
+            have = best.get(client.model.name)
+            if have is None or _fitness(client, client.model) > _fitness(*have):
+                best[client.model.name] = (client, client.model)
+        return best
+
+    def _num_workers(self, name: str) -> int:
+        return sum(c.ready_workers for c in self.clients if c.model is not None and c.model.name == name)
+
+
+def _fitness(client: SchedulerClient, model: ServedModel) -> tuple[bool, bool, int]:
+    return client.is_ready, client.ready_workers > 0, model.limits.max_tokens

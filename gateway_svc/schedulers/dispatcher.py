@@ -1,0 +1,300 @@
+"""Open requests and the schedulers that run them. Schedulers with the same model are replicas.
+
+                 +--- refused: try the next replica ------------+
+                 v                                              |
+    submit --> placed on a replica --accepted--> runs there ----+--> finished, or released by its handler
+                 ^                                 |
+                 |    stream broken or silent, or its scheduler has no worker while another replica has one
+                 |                                 |
+                 +-- another replica is ready <----+--> waits at most `patience_s` for a replica
+
+A request that moves carries its output as a Continuation. Messages from its old scheduler are ignored.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from quire.v1 import types_pb2 as types
+
+from gateway_svc.schedulers.replicas import Replica, choose_replica
+from gateway_svc.schedulers.scheduler_client import RETRY_AFTER_S, SchedulerClient
+from gateway_svc.schedulers.scheduler_request import SchedulerRequest
+from svc_common.errors import AlreadyExistsError, OverloadedError, QuireError, UnavailableError
+
+log = logging.getLogger(__name__)
+
+RESUBMIT_DELAY_S = 0.2
+MOVE_AFTER_S = 0.5  # a replica without workers for this long loses its requests to other replicas
+
+ELSEWHERE = (UnavailableError, OverloadedError)  # another replica may accept the request
+# Refusals that end by themselves: a restarted scheduler waits for its workers and for the end of our old stream.
+PASSING = (*ELSEWHERE, AlreadyExistsError)
+
+
+@dataclass(frozen=True, slots=True)
+class Hints:
+    """Hints for choosing a replica."""
+
+    affinity: bytes = b""  # identifies the start of the prompt
+    cached_tokens: Mapping[int, int] = field(default_factory=dict)  # by scheduler_epoch
+
+
+@dataclass(slots=True, eq=False)
+class Placement:
+    """The scheduler (`client`) of an open request; None while the request waits for a scheduler."""
+
+    model: str
+    revision: str
+    hints: Hints
+    client: SchedulerClient | None = None
+    refusals: dict[SchedulerClient, QuireError] = field(default_factory=dict)
+    patience: asyncio.TimerHandle | None = None
+    retry: asyncio.TimerHandle | None = None
+
+    def stop_timers(self) -> None:
+        for timer in (self.patience, self.retry):
+            if timer is not None:
+                timer.cancel()
+        self.patience = self.retry = None
+
+
+class Dispatcher:
+    """Owns every open request of this gateway: assigns it to a scheduler, and moves it when that scheduler is lost.
+
+    `clients` may change while the gateway runs.
+    """
+
+    def __init__(
+        self,
+        clients: Sequence[SchedulerClient],
+        *,
+        patience_s: float,
+        on_change: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._clients = clients
+        self._patience_s = patience_s
+        self._on_change = on_change
+        self._open: dict[SchedulerRequest, Placement] = {}
+        self.num_moves = 0  # number of times that an open request left its scheduler
+        self._idle_since: dict[SchedulerClient, float] = {}  # attached schedulers without workers
+        for client in self._clients:
+            client.events = self
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
+
+    def has_choice(self, info: types.ModelInfo) -> bool:
+        """More than one replica can take a request for this model now."""
+        return len(self._serving(info.model, info.revision)) > 1
+
+    # -- called by handlers -------------------------------------------------------------------------------------------
+
+    def submit(self, request: SchedulerRequest, info: types.ModelInfo, hints: Hints) -> None:
+        """Send a request to a replica of its model. The request's `wait` methods report the outcome.
+
+        Raises UnavailableError if no replica is ready.
+        """
+        placement = Placement(info.model, info.revision, hints)
+        if not self._place(request, placement):
+            raise UnavailableError(
+                f"no scheduler of model {info.model!r} is ready: {self._problems()}; retry later",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        self._open[request] = placement
+        request.attach(self)
+
+    def cancel(self, request: SchedulerRequest, sample_index: int | None, reason: types.FinishReason.ValueType) -> bool:
+        """Send a cancel to the request's scheduler. False if no scheduler has the request: no answer will come."""
+        placement = self._open.get(request)
+        return (
+            placement is not None
+            and placement.client is not None
+            and placement.client.cancel(request, sample_index, reason)
+        )
+
+    def release(self, request: SchedulerRequest) -> None:
+        """The handler has ended: cancel the running samples and deliver nothing more."""
+        placement = self._open.pop(request, None)
+        if placement is None:
+            return
+        placement.stop_timers()
+        if placement.client is not None:
+            placement.client.withdraw(request)
+
+    def close(self) -> None:
+        """End every request, because the gateway stops."""
+        for request in list(self._open):
+            self.release(request)
+            request.fail(
+                UnavailableError("this gateway is shutting down; retry on another gateway", retry_after_s=RETRY_AFTER_S)
+            )
+
+    # -- called by scheduler clients ----------------------------------------------------------------------------------
+
+    def on_changed(self, client: SchedulerClient) -> None:
+        self._note_idle(client)
+        for request, placement in list(self._open.items()):
+            if placement.client is None and client.serves(placement.model, placement.revision):
+                placement.refusals.clear()
+                self._place(request, placement)
+            elif placement.client is None and _is_other_revision(client, placement):
+                self._give_up_on_revision(request, placement)
+        self._on_change()
+
+    def on_lost(self, client: SchedulerClient, requests: list[SchedulerRequest]) -> None:
+        for request in requests:
+            self._take_back(request)
+
+    def on_refused(self, client: SchedulerClient, request: SchedulerRequest, error: QuireError) -> None:
+        placement = self._open.get(request)
+        if placement is None:
+            return
+        placement.client = None
+        placement.refusals[client] = error
+        if isinstance(error, ELSEWHERE) and self._place(request, placement):
+            return
+        if not request.is_resumed or not isinstance(error, PASSING):
+            self._fail(request, min(placement.refusals.values(), key=_refusal_order))
+            return
+        self._wait(request, placement)
+        delay = max(RESUBMIT_DELAY_S, error.retry_after_s or 0.0)
+        placement.retry = asyncio.get_running_loop().call_later(delay, self._try_again, request)
+
+    def on_accepted(self, request: SchedulerRequest) -> None:
+        placement = self._open.get(request)
+        if placement is not None:
+            placement.stop_timers()
+            placement.refusals.clear()
+        request.on_accepted()
+
+    def on_finished(self, request: SchedulerRequest) -> None:
+        self.release(request)
+
+    # -- placing ------------------------------------------------------------------------------------------------------
+
+    def _serving(self, model: str, revision: str) -> list[SchedulerClient]:
+        return [client for client in self._clients if client.serves(model, revision)]
+
+    def _place(self, request: SchedulerRequest, placement: Placement) -> bool:
+        """Send the request to the best replica that has not refused it. False if there is none."""
+        clients = self._serving(placement.model, placement.revision)
+        if placement.refusals:
+            clients = [client for client in clients if client not in placement.refusals]
+        if len(clients) > 1:
+            clients = [client for client in clients if client.can_hold(request)] or clients
+        if not clients:
+            return False
+        placement.client = clients[0] if len(clients) == 1 else _choose(clients, request, placement.hints)
+        placement.client.submit(request)
+        if request.is_resumed:
+            log.debug("request %s resumes at scheduler %s", request.request_id, placement.client.address)
+        return True
+
+    def _take_back(self, request: SchedulerRequest) -> None:
+        """The request has lost its scheduler: place it on another scheduler, or wait for one."""
+        placement = self._open.get(request)
+        if placement is None:
+            return
+        placement.client = None
+        self.num_moves += 1
+        placement.refusals.clear()
+        request.on_detached()
+        if request.is_over:
+            self.release(request)
+        elif not self._place(request, placement):
+            self._wait(request, placement)
+
+    def _try_again(self, request: SchedulerRequest) -> None:
+        placement = self._open.get(request)
+        if placement is None or placement.client is not None:
+            return
+        placement.refusals.clear()
+        if request.is_over:
+            self.release(request)
+        else:
+            self._place(request, placement)
+
+    def _wait(self, request: SchedulerRequest, placement: Placement) -> None:
+        if placement.patience is None:
+            loop = asyncio.get_running_loop()
+            placement.patience = loop.call_later(self._patience_s, self._give_up, request)
+
+    def _give_up(self, request: SchedulerRequest) -> None:
+        placement = self._open[request]
+        words = (
+            f"the request lost its scheduler, and no scheduler of model {placement.model!r} accepted it within "
+            f"{self._patience_s:g} s ({self._problems()}); resume with a continuation"
+        )
+        self._fail(request, UnavailableError(words, retry_after_s=RETRY_AFTER_S))
+
+    def _give_up_on_revision(self, request: SchedulerRequest, placement: Placement) -> None:
+        if not any(not client.is_connected or client.info is None for client in self._clients):
+            words = f"model {placement.model!r} is now served with another revision; start the request again"
+            self._fail(request, UnavailableError(words, retry_after_s=RETRY_AFTER_S))
+
+    def _fail(self, request: SchedulerRequest, error: QuireError) -> None:
+        self.release(request)
+        request.fail(error)
+
+    def _problems(self) -> str:
+        problems = [client.shown_problem for client in self._clients if not client.is_ready]
+        return "; ".join(problems) or "all schedulers refused it"
+
+    # -- replicas without workers -------------------------------------------------------------------------------------
+
+    def _note_idle(self, client: SchedulerClient) -> None:
+        """Record since when a scheduler has no workers. After MOVE_AFTER_S, its requests move to other replicas."""
+        if not client.is_connected or client.ready_workers:
+            self._idle_since.pop(client, None)
+            if client.ready_workers:
+                self._move_from_idle()
+        elif client not in self._idle_since:
+            loop = asyncio.get_running_loop()
+            self._idle_since[client] = loop.time()
+            loop.call_later(MOVE_AFTER_S, self._watch_idle, client, self._idle_since[client])
+
+    def _watch_idle(self, client: SchedulerClient, since: float) -> None:
+        """Check repeatedly while the scheduler has no workers: it still gets requests that other replicas refuse."""
+        if self._idle_since.get(client) == since:
+            self._move_from_idle()
+            asyncio.get_running_loop().call_later(MOVE_AFTER_S, self._watch_idle, client, since)
+
+    def _move_from_idle(self) -> None:
+        now = asyncio.get_running_loop().time()
+        for client, since in self._idle_since.items():
+            if now - since >= MOVE_AFTER_S and (movable := self._movable(client)):
+                log.info("scheduler %s has no worker; moving %d requests", client.address, len(movable))
+                for request in movable:
+                    client.withdraw(request)
+                    self._take_back(request)
+
+    def _movable(self, client: SchedulerClient) -> list[SchedulerRequest]:
+        """Requests of this scheduler that a replica with workers can take."""
+        movable = []
+        for request in client.requests():
+            placement = self._open.get(request)
+            if placement is not None and not request.is_over:
+                others = self._serving(placement.model, placement.revision)
+                if any(other.ready_workers for other in others):
+                    movable.append(request)
+        return movable
+
+
+def _choose(clients: Sequence[SchedulerClient], request: SchedulerRequest, hints: Hints) -> SchedulerClient:
+    hits = hints.cached_tokens
+    replicas = [Replica(c.address, c.load_tokens, c.ready_workers, hits.get(c.scheduler_epoch, 0)) for c in clients]
+    return clients[choose_replica(replicas, request.num_prompt_tokens, hints.affinity)]
+
+
+def _is_other_revision(client: SchedulerClient, placement: Placement) -> bool:
+    return client.info is not None and client.info.model == placement.model
+
+
+def _refusal_order(error: QuireError) -> tuple[bool, float]:
+    """Sort key; the client gets the lowest refusal. Overloaded sorts before unavailable, then the shortest delay."""
+    return not isinstance(error, OverloadedError), error.retry_after_s or float("inf")

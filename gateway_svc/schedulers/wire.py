@@ -1,0 +1,110 @@
+"""Conversions between protobuf messages and the gateway's types."""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Iterable, Iterator
+
+from quire.internal.v1 import scheduler_pb2 as pb
+from quire.v1 import types_pb2 as types
+
+from gateway_svc.callers.caller import current_caller
+from gateway_svc.columns import ProtocolError, u32_from_bytes, u32_to_bytes
+from gateway_svc.request.validation import GenerationPlan
+from request_fields.fields import Side, served
+from svc_common.errors import QuireError, error_from_code
+
+# Fields of StopParams that only the gateway applies.
+NOT_SENT = [name for name, field in served("stop").items() if field.applied_by is Side.GATEWAY]
+
+
+def tokens_from_deltas(deltas: pb.Deltas) -> Iterator[tuple[int, int, int, int]]:
+    """(handle, sample index, output position, token id) per new token. Raises ProtocolError."""
+    handles, offsets = u32_from_bytes(deltas.handles), u32_from_bytes(deltas.offsets)
+    token_ids = u32_from_bytes(deltas.token_ids)
+    samples = u32_from_bytes(deltas.sample_indices) if deltas.sample_indices else array("I", bytes(4 * len(handles)))
+    if not len(handles) == len(offsets) == len(token_ids) == len(samples):
+        raise ProtocolError(
+            f"Deltas columns differ in length: {len(handles)} handles, {len(samples)} sample indices, "
+            f"{len(offsets)} offsets, {len(token_ids)} token ids"
+        )
+    return zip(handles, samples, offsets, token_ids, strict=True)
+
+
+def submit_from_plan(plan: GenerationPlan, *, request_id: str) -> pb.Submit:
+    """The request for a scheduler, without handle, continuation and stop strings. `request_id` is the scoped id.
+
+    If requests have owners, the tenant is the owner.
+    """
+    return pb.Submit(
+        request_id=request_id,
+        inputs=plan.inputs,
+        prompt_token_ids=u32_to_bytes(plan.column),
+        encoder=None if plan.encoder is None else plan.encoder.message,
+        sampling=_for_scheduler(plan),
+        bad_words_ids=[types.TokenIds(ids=ids) for ids in plan.bad_words_ids],
+        stop=_without_strings(plan.stop),
+        priority=plan.scheduling.priority,
+        cache_salt=plan.cache_salt,
+        adapter_digest=plan.model.adapter_digest,
+        tenant_id=current_caller.get().owner or plan.scheduling.tenant_id,
+        logprobs=0 if plan.logprobs is None and plan.best_of is not None else plan.logprobs,
+        prompt_logprobs=plan.prompt_logprobs,
+    )
+
+
+def _without_strings(stop: types.StopParams) -> types.StopParams:
+    kept = types.StopParams()
+    kept.CopyFrom(stop)
+    for name in NOT_SENT:
+        kept.ClearField(name)  # type: ignore[arg-type]
+    return kept
+
+
+def _for_scheduler(plan: GenerationPlan) -> types.SamplingParams:
+    """The sampling parameters without bad_words, which are sent as ids, and with the number of samples to compute."""
+    if not plan.sampling.bad_words and plan.best_of is None:
+        return plan.sampling
+    kept = types.SamplingParams()
+    kept.CopyFrom(plan.sampling)
+    kept.ClearField("bad_words")
+    if plan.best_of is not None:
+        kept.n = plan.best_of.num_computed
+        kept.ClearField("best_of")
+    return kept
+
+
+def continuation_from_outputs(
+    samples: Iterable[tuple[array[int], bool]], num_prompt_logprobs: int
+) -> types.Continuation:
+    """A Continuation from the samples in order: output so far, and whether the sample has finished."""
+    continuation = types.Continuation(num_prompt_logprobs=num_prompt_logprobs)
+    for index, (output, is_finished) in enumerate(samples):
+        if output or is_finished:
+            continuation.samples.add(index=index, output_token_ids=output, finished=is_finished)
+    return continuation
+
+
+def error_from_refusal(refusal: pb.Refusal) -> QuireError:
+    """A scheduler's refusal as an error with the same code, field and retry delay."""
+    retry_after_s = refusal.retry_after_ms / 1000 if refusal.retry_after_ms else None
+    return error_from_code(refusal.code, refusal.message, field=refusal.field, retry_after_s=retry_after_s)
+
+
+def pooled_from_deltas(deltas: pb.Deltas) -> Iterator[tuple[int, array[float]]]:
+    """Handles of pooled requests and their numbers. Raises ProtocolError if the columns disagree."""
+    handles, lens = u32_from_bytes(deltas.pooled_handles), u32_from_bytes(deltas.pooled_lens)
+    if len(handles) != len(lens) or 4 * sum(lens) != len(deltas.pooled_values):
+        raise ProtocolError(
+            f"Deltas have {len(handles)} pooled_handles, {len(lens)} pooled_lens and {len(deltas.pooled_values)} bytes "
+            "of pooled_values"
+        )
+    values = array("f")
+    values.frombytes(deltas.pooled_values)
+    if sys.byteorder == "big":
+        values.byteswap()
+    start = 0
+    for handle, count in zip(handles, lens, strict=True):
+        yield handle, values[start : start + count]
+        start += count
