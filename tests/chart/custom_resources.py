@@ -1,7 +1,7 @@
 """Schemas of the custom resources that the chart creates, with only the fields that the chart may use.
 
 Fields and types match the definitions of KEDA 2.17, the Prometheus operator 0.80, Gateway API 1.4, its Inference
-Extension 1.0, cert-manager 1.17 and LeaderWorkerSet v1.
+Extension 1.0, Envoy Gateway 1.6, cert-manager 1.17 and LeaderWorkerSet v1.
 """
 
 from __future__ import annotations
@@ -89,6 +89,8 @@ PROMETHEUS_RULE = _closed(
 )
 HOSTNAME: Schema = {"type": "string", "maxLength": 253, "pattern": r"^(\*\.)?[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"}
 PORT: Schema = {"type": "integer", "minimum": 1, "maximum": 65535}
+DURATION: Schema = {"type": "string", "pattern": "^([0-9]{1,5}(h|m|s|ms)){1,4}$"}
+FILTERS: Schema = {"type": "array", "maxItems": 16, "items": {"type": "object", "required": ["type"]}}
 GRPC_RULE = _closed(
     matches={
         "type": "array",
@@ -100,9 +102,12 @@ GRPC_RULE = _closed(
         ),
     },
     backendRefs={"type": "array", "items": _closed(("name",), name={"type": "string"}, port=PORT)},
+    filters=FILTERS,
 )
 HTTP_RULE = _closed(
     backendRefs={"type": "array", "items": _closed(("name",), name={"type": "string"}, port=PORT)},
+    filters=FILTERS,
+    timeouts=_closed(request=DURATION, backendRequest=DURATION),
 )
 
 
@@ -150,6 +155,11 @@ BACKEND_TLS_POLICY = _closed(
         wellKnownCACertificates={"const": "System"},
     ),
 )
+BACKEND_TRAFFIC_POLICY = _closed(
+    ("targetRefs",),
+    targetRefs={"type": "array", "minItems": 1, "maxItems": 16, "items": LOCAL_REFERENCE},
+    timeout=_closed(http=_closed(requestTimeout=DURATION, maxStreamDuration=DURATION)),
+)
 INFERENCE_POOL = _closed(
     ("selector", "targetPorts", "endpointPickerRef"),
     selector=_closed(("matchLabels",), matchLabels=STRINGS),
@@ -195,6 +205,9 @@ SCHEMAS: dict[tuple[str, str], Schema] = {
     ("cert-manager.io/v1", "Certificate"): _resource("cert-manager.io/v1", "Certificate", CERTIFICATE),
     ("gateway.networking.k8s.io/v1", "BackendTLSPolicy"): _resource(
         "gateway.networking.k8s.io/v1", "BackendTLSPolicy", BACKEND_TLS_POLICY
+    ),
+    ("gateway.envoyproxy.io/v1alpha1", "BackendTrafficPolicy"): _resource(
+        "gateway.envoyproxy.io/v1alpha1", "BackendTrafficPolicy", BACKEND_TRAFFIC_POLICY
     ),
     ("inference.networking.k8s.io/v1", "InferencePool"): _resource(
         "inference.networking.k8s.io/v1", "InferencePool", INFERENCE_POOL

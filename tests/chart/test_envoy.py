@@ -1,4 +1,4 @@
-"""A real Envoy with the settings of the rendered GRPCRoute and BackendTLSPolicy in front of a real gateway.
+"""A real Envoy with the settings of the rendered routes and their policies in front of a real gateway.
 
 A controller of the Gateway API translates these objects into Envoy's configuration; `envoy_config` does the same for
 the fields that the chart uses.
@@ -8,20 +8,21 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 import trustme
 from quire_client import AsyncClient, QuireError
 from quire_client.demo import demo_model_dir
 
-from tests.chart.chart import Objects, program, render
+from tests.chart.chart import Manifest, Objects, program, render
 from tests.processes.children import start_child
 from tests.processes.ports import free_port
-from tests.processes.stack import Service, Stack
+from tests.processes.stack import Stack
 
 pytestmark = pytest.mark.skipif(
     not Path(program("envoy")).exists(), reason="no envoy: its wheel exists for Linux on x86-64 only"
@@ -33,67 +34,77 @@ FILTERS = "envoy.extensions.filters"
 DEADLINE_S = 30.0
 
 
-def envoy_config(objects: Objects, *, listen: int, backend: str, ca: Path | None) -> dict[str, Any]:
-    """The configuration that the route and the policy mean. `ca` is the content of the policy's ConfigMap."""
-    route = objects.get("GRPCRoute", "gateway")["spec"]
-    (rule,) = route["rules"]
-    cluster = rule["backendRefs"][0]["name"]
-    routes = [
-        {
-            "match": {"prefix": f"/{match['method']['service']}/", "grpc": {}},
-            "route": {"cluster": cluster, "timeout": "0s"},
+def envoy_config(objects: Objects, listeners: dict[str, tuple[int, str]], ca: Path | None) -> dict[str, Any]:
+    """The configuration that the routes and policies mean. `listeners`: port and backend by kind of route. `ca` is the
+    content of the policy's ConfigMap.
+    """
+    return {
+        "static_resources": {
+            "listeners": [_listener(objects, kind, port) for kind, (port, _) in listeners.items()],
+            "clusters": [_cluster(objects, kind, backend, ca) for kind, (_, backend) in listeners.items()],
         }
-        for match in rule["matches"]
-    ]
+    }
+
+
+def _listener(objects: Objects, kind: str, port: int) -> dict[str, Any]:
+    (route,) = objects.all(kind)
+    (rule,) = route["spec"]["rules"]
+    action = {"cluster": kind} | _timeout(objects, route)
+    if kind == "GRPCRoute":
+        matches = [{"prefix": f"/{match['method']['service']}/", "grpc": {}} for match in rule["matches"]]
+    else:
+        matches = [{"prefix": "/"}]
+    routes = [{"match": match, "route": action} for match in matches]
     manager = {
         "@type": f"type.googleapis.com/{FILTERS}.network.http_connection_manager.v3.HttpConnectionManager",
         "strip_any_host_port": True,
         "stat_prefix": "in",
-        "codec_type": "HTTP2",
+        "codec_type": "AUTO",
         "http_filters": [
             {
                 "name": "envoy.filters.http.router",
                 "typed_config": {"@type": f"type.googleapis.com/{FILTERS}.http.router.v3.Router"},
             }
         ],
-        "route_config": {"virtual_hosts": [{"name": "quire", "domains": route["hostnames"], "routes": routes}]},
+        "route_config": {"virtual_hosts": [{"name": "quire", "domains": route["spec"]["hostnames"], "routes": routes}]},
     }
-    return {
-        "static_resources": {
-            "listeners": [
-                {
-                    "address": _address(f"127.0.0.1:{listen}"),
-                    "filter_chains": [
-                        {
-                            "filters": [
-                                {"name": "envoy.filters.network.http_connection_manager", "typed_config": manager}
-                            ]
-                        }
-                    ],
-                }
-            ],
-            "clusters": [_cluster(objects, cluster, backend, ca)],
-        }
-    }
+    chain = {"filters": [{"name": "envoy.filters.network.http_connection_manager", "typed_config": manager}]}
+    return {"address": _address(f"127.0.0.1:{port}"), "filter_chains": [chain]}
 
 
-def _cluster(objects: Objects, name: str, backend: str, ca: Path | None) -> dict[str, Any]:
+def _timeout(objects: Objects, route: Manifest) -> dict[str, str]:
+    """The timeout of a route as Envoy Gateway sets it. Without one, Envoy ends an answer after 15 seconds."""
+    policies = [
+        policy["spec"]["timeout"]["http"]["requestTimeout"]
+        for policy in objects.all("BackendTrafficPolicy")
+        for target in policy["spec"]["targetRefs"]
+        if (target["kind"], target["name"]) == (route["kind"], route["metadata"]["name"])
+    ]
+    own = [rule["timeouts"]["request"] for rule in route["spec"]["rules"] if "timeouts" in rule]
+    return {"timeout": (policies + own)[0]} if policies or own else {}
+
+
+def _cluster(objects: Objects, kind: str, backend: str, ca: Path | None) -> dict[str, Any]:
+    (route,) = objects.all(kind)
+    (reference,) = route["spec"]["rules"][0]["backendRefs"]
+    name = reference["name"]
     (service,) = (s for s in objects.all("Service") if s["metadata"]["name"] == name)
-    protocol = next(port["appProtocol"] for port in service["spec"]["ports"] if port["name"] == "grpc")
+    (port,) = (port for port in service["spec"]["ports"] if port["port"] == reference["port"])
     http = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
+    protocol = "http2_protocol_options" if kind == "GRPCRoute" else "http_protocol_options"
     cluster: dict[str, Any] = {
-        "name": name,
+        "name": kind,
         "connect_timeout": "5s",
         "load_assignment": {
-            "cluster_name": name,
+            "cluster_name": kind,
             "endpoints": [{"lb_endpoints": [{"endpoint": {"address": _address(backend)}}]}],
         },
         "typed_extension_protocol_options": {
-            http: {"@type": f"type.googleapis.com/{http}", "explicit_http_config": {"http2_protocol_options": {}}}
+            http: {"@type": f"type.googleapis.com/{http}", "explicit_http_config": {protocol: {}}}
         },
     }
     policies = objects.all("BackendTLSPolicy")
-    assert bool(policies) == (protocol == "https")
+    assert bool(policies) == (port.get("appProtocol") == "https")
     for policy in policies:
         assert policy["spec"]["targetRefs"] == [{"group": "", "kind": "Service", "name": name}]
         cluster["transport_socket"] = _tls(policy["spec"]["validation"]["hostname"], str(ca))
@@ -122,23 +133,28 @@ def _address(address: str) -> dict[str, Any]:
     return {"socket_address": {"address": host, "port_value": int(port)}}
 
 
-@asynccontextmanager
-async def through_envoy(
-    folder: Path, objects: Objects, gateway: Service, ca: Path | None
-) -> AsyncIterator[AsyncClient]:
-    """A client of the gateway through Envoy, with the host name of the route."""
-    port = free_port()
-    config, log = folder / "envoy.json", folder / "envoy.log"
-    config.write_text(json.dumps(envoy_config(objects, listen=port, backend=gateway.address, ca=ca)))
+@contextmanager
+def envoy(folder: Path, objects: Objects, backends: dict[str, str], ca: Path | None = None) -> Iterator[dict[str, int]]:
+    """Envoy in front of the backends of these kinds of routes. Yields its port by kind."""
+    listeners = {kind: (free_port(), backend) for kind, backend in backends.items()}
+    folder.mkdir(exist_ok=True)
+    config = folder / "envoy.json"
+    config.write_text(json.dumps(envoy_config(objects, listeners, ca)))
     flags = ["--config-path", str(config), "--concurrency", "1", "--disable-hot-restart", "--log-level", "warning"]
-    process = start_child([program("envoy"), *flags], log)
+    process = start_child([program("envoy"), *flags], folder / "envoy.log")
     try:
-        async with await AsyncClient.connect(f"{HOST}:{port}", timeout_s=60.0, connect_timeout_s=DEADLINE_S) as client:
-            await until_served(client)
-            yield client
+        yield {kind: port for kind, (port, _) in listeners.items()}
     finally:
         process.kill()
         process.wait()
+
+
+@asynccontextmanager
+async def connected(port: int) -> AsyncIterator[AsyncClient]:
+    """A client of the gateway through Envoy, with the host name of the route, when a worker is ready."""
+    async with await AsyncClient.connect(f"{HOST}:{port}", timeout_s=60.0, connect_timeout_s=DEADLINE_S) as client:
+        await until_served(client)
+        yield client
 
 
 async def until_served(client: AsyncClient) -> None:
@@ -161,13 +177,51 @@ async def test_envoy_routes_requests_and_no_admin_calls(tmp_path: Path, has_tls:
         scheduler = stack.start_scheduler()
         stack.start_worker(scheduler, demo_model_dir(), "--executor", "sim")
         gateway = stack.start_gateway(scheduler, flags=flags)
-        async with through_envoy(tmp_path, objects, gateway, ca) as client:
-            done = await client.generate(token_ids=[1, 2, 3], max_tokens=8, ignore_eos=True)
-            assert len(done.samples[0].token_ids) == 8
-            with pytest.raises(QuireError) as refused:
-                await client.drain_worker("worker-0")
-            assert refused.value.code.name == "UNIMPLEMENTED"  # Envoy has no route for it
-            assert scheduler.is_running
+        backends = {"GRPCRoute": gateway.address}
+        with envoy(tmp_path / "envoy", objects, backends, ca) as ports:
+            async with connected(ports["GRPCRoute"]) as client:
+                done = await client.generate(token_ids=[1, 2, 3], max_tokens=8, ignore_eos=True)
+                assert len(done.samples[0].token_ids) == 8
+                with pytest.raises(QuireError) as refused:
+                    await client.drain_worker("worker-0")
+                assert refused.value.code.name == "UNIMPLEMENTED"  # Envoy has no route for it
+                assert scheduler.is_running
+
+
+NUM_SECONDS = 17  # more than the 15 after which Envoy ends an answer on a route without a timeout
+TOKENS = {"token_ids": [1, 2, 3], "max_tokens": NUM_SECONDS, "ignore_eos": True, "temperature": 0.0}
+
+
+async def test_long_answers_pass_the_routes_of_the_chart(tmp_path: Path) -> None:
+    """One token per second, through the routes as the chart renders them. A timeout of the values applies."""
+    http = {"enabled": True, "route": ROUTE["grpcRoute"]}
+    objects = render({"gateway": {"http": http, "grpcRoute": ROUTE["grpcRoute"] | {"timeoutPolicy": "envoy-gateway"}}})
+    short = render({"gateway": {"http": http | {"route": ROUTE["grpcRoute"] | {"timeouts": {"request": "2s"}}}}})
+    with Stack(tmp_path) as stack:
+        scheduler = stack.start_scheduler()
+        stack.start_worker(scheduler, demo_model_dir(), "--executor", "sim", "--sim-step-ms", "1000")
+        address = f"127.0.0.1:{free_port()}"
+        gateway = stack.start_gateway(scheduler, flags=("--http-listen", address))
+        backends = {"GRPCRoute": gateway.address, "HTTPRoute": address}
+        with (
+            envoy(tmp_path / "long", objects, backends) as ports,
+            envoy(tmp_path / "short", short, {"HTTPRoute": address}) as short_ports,
+        ):
+            async with connected(ports["GRPCRoute"]) as client:
+                done, answer, cut = await asyncio.gather(
+                    client.generate(**TOKENS), completion(ports["HTTPRoute"]), completion(short_ports["HTTPRoute"])
+                )
+    assert len(done.samples[0].token_ids) == NUM_SECONDS
+    assert answer.get("usage", answer)["completion_tokens"] == NUM_SECONDS
+    assert cut == {"status": 504}
+
+
+async def completion(port: int) -> dict[str, Any]:
+    """The answer of the completions API, or its status if it is not JSON."""
+    body = {"prompt": [1, 2, 3], "max_tokens": NUM_SECONDS, "ignore_eos": True, "temperature": 0}
+    url = f"http://{HOST}:{port}/v1/completions"
+    async with aiohttp.ClientSession() as session, session.post(url, json=body) as response:
+        return await response.json() if response.status == 200 else {"status": response.status}
 
 
 def certificate(folder: Path, hostname: str) -> tuple[tuple[str, ...], Path]:

@@ -62,6 +62,7 @@ ROUTE = {"gateway": {"grpcRoute": {"enabled": True, "parentRefs": [{"name": "pub
 HTTP = {"gateway": {"http": {"enabled": True}}}
 HTTP_INGRESS = {"gateway": {"http": {"enabled": True, "ingress": {"enabled": True, "hosts": ["api.example.com"]}}}}
 HTTP_ROUTE = {"gateway": {"http": {"enabled": True, "route": {"enabled": True, "parentRefs": [{"name": "public"}]}}}}
+FILTER = {"type": "RequestMirror", "requestMirror": {"backendRef": {"name": "copy", "port": 80}}}
 RULES = {"metrics": {"prometheusRule": {"enabled": True}}}
 KEYS = {"gateway": {"apiKeys": {"existingSecret": "keys", "testEntry": "tester"}}}
 TLS = {"gateway": {"tls": {"existingSecret": "cert"}}}
@@ -489,6 +490,16 @@ GATEWAYS = [
         "gateway.grpcRoute.parentRefs", [{"name": "x"}], "GRPCRoute gateway", "spec.parentRefs", [{"name": "x"}], ROUTE
     ),
     Case("gateway.grpcRoute.hostnames", ["a.b"], "GRPCRoute gateway", "spec.hostnames", ["a.b"], ROUTE),
+    Case("gateway.grpcRoute.annotations", {"a": "b"}, "GRPCRoute gateway", "metadata.annotations", {"a": "b"}, ROUTE),
+    Case("gateway.grpcRoute.filters", [FILTER], "GRPCRoute gateway", "spec.rules.0.filters", [FILTER], ROUTE),
+    Case(
+        "gateway.grpcRoute.timeoutPolicy",
+        "envoy-gateway",
+        "BackendTrafficPolicy gateway",
+        "spec.timeout.http.requestTimeout",
+        "0s",
+        ROUTE,
+    ),
     Case("gateway.http.enabled", True, GATEWAY, "arg --http-listen", "0.0.0.0:8000"),
     Case("gateway.http.enabled", True, "Service gateway", "spec.ports.1.name", "http"),
     Case("gateway.http.enabled", True, "NetworkPolicy gateway", "spec.ingress.0.ports.1.port", "http", POLICY),
@@ -556,6 +567,25 @@ GATEWAYS = [
         HTTP_ROUTE,
     ),
     Case("gateway.http.route.hostnames", ["a.b"], "HTTPRoute gateway-http", "spec.hostnames", ["a.b"], HTTP_ROUTE),
+    Case(
+        "gateway.http.route.annotations",
+        {"a": "b"},
+        "HTTPRoute gateway-http",
+        "metadata.annotations",
+        {"a": "b"},
+        HTTP_ROUTE,
+    ),
+    Case(
+        "gateway.http.route.filters", [FILTER], "HTTPRoute gateway-http", "spec.rules.0.filters", [FILTER], HTTP_ROUTE
+    ),
+    Case(
+        "gateway.http.route.timeouts",
+        {"request": "9s"},
+        "HTTPRoute gateway-http",
+        "spec.rules.0.timeouts",
+        {"request": "9s"},
+        HTTP_ROUTE,
+    ),
     Case("gateway.image", "reg/g@sha256:0", GATEWAY, "container.image", "reg/g@sha256:0"),
     Case("gateway.image", "reg/g@sha256:0", "Pod test", "spec.containers.0.image", "reg/g@sha256:0"),
     Case(
