@@ -31,7 +31,8 @@ import numpy as np
 import numpy.typing as npt
 
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.messages import Deltas, StepBatch, StepOutput, WorkerCapacity
+from scheduler_svc.core.deltas import Deltas
+from scheduler_svc.core.messages import StepBatch, StepOutput, WorkerCapacity
 from scheduler_svc.core.placement.fleet import Fleet, Placement
 from scheduler_svc.core.queue_entry import QueueEntry
 from scheduler_svc.core.scheduler import Scheduler

@@ -24,11 +24,13 @@ import numpy as np
 from quire.internal.v1 import worker_pb2
 
 from bench.machine import StealMeter, describe
-from scheduler_svc import wire, worker_wire
 from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.deltas import split_deltas
 from scheduler_svc.core.messages import StepBatch, StepOutput, WorkerCapacity
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import SequenceGroup, StopCondition
+from scheduler_svc.gateways import wire
+from scheduler_svc.workers import wire as worker_wire
 
 STEPS = 200
 FILLS_POOLS = 400  # number of prompts that fill the pools; every later prompt evicts blocks
@@ -82,7 +84,7 @@ class SteadyDecode:
     def step(self, answer: StepOutput, *, has_messages: bool) -> None:
         deltas = self.scheduler.update(answer, 0.0)
         if has_messages:
-            for part in wire.split_deltas(deltas).values():
+            for part in split_deltas(deltas).values():
                 wire.deltas_to_proto([part])
         batches = self.scheduler.schedule(0.0)
         if has_messages:
@@ -169,7 +171,7 @@ class ShortRequests:
         if len(self._in_flight) > 1:
             batch = self._in_flight.pop(0)
             deltas = self.scheduler.update(StepOutput(batch.worker_id, batch.step_id, batch.rows, batch.rows), 0.0)
-            for part in wire.split_deltas(deltas).values():
+            for part in split_deltas(deltas).values():
                 wire.deltas_to_proto([part])
         batches = self.scheduler.schedule(0.0)
         for batch in batches:

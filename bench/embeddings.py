@@ -27,7 +27,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
 from request_fields.checks import default_sampling
-from worker_svc.engine.batch import Pooling, PoolingKind, PoolingTask, RowOpen, StepBatch
+from step_protocol.messages import Pooling, PoolingKind, PoolingTask, RowOpen, StepBatch
 from worker_svc.engine.config import ComputeDtype, EngineConfig
 from worker_svc.engine.model_runner import ModelRunner
 

@@ -18,7 +18,7 @@ from quire.v1.types_pb2 import ModelInfo
 
 from gateway_svc.metrics import SPECS as GATEWAY_SPECS
 from gateway_svc.metrics import ModelTimes, RequestMeter, model_rows
-from scheduler_svc.core.messages import Deltas
+from scheduler_svc.core.deltas import Deltas
 from scheduler_svc.core.stats import SchedulerStats, WorkerStats
 from scheduler_svc.metrics import SPECS as SCHEDULER_SPECS
 from scheduler_svc.metrics import SchedulerReader, SchedulerTimes

@@ -34,7 +34,7 @@ from bench.worker import Loop, Running
 from bench.workloads import QWEN3_06B, Model, Request, Workload, make_model
 from request_fields.fields import SamplingParams
 from request_fields.grammar import Grammar, GrammarKind
-from worker_svc.engine.batch import RowOpen
+from step_protocol.messages import RowOpen
 from worker_svc.engine.config import EngineConfig
 from worker_svc.engine.grammars import RowGrammars, compiled_grammars
 from worker_svc.engine.machine import available_cores

@@ -38,17 +38,18 @@ from quire_client.demo import demo_model_dir
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench.attach_load import AttachLoad
 from bench.machine import cpu_s, describe, quiet_async
-from scheduler_svc import wire as scheduler_wire
-from scheduler_svc import worker_wire as step_wire
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.messages import Deltas, StepBatch, StepOutput, WorkerCapacity
+from scheduler_svc.core.deltas import Deltas
+from scheduler_svc.core.messages import StepBatch, StepOutput, WorkerCapacity
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import SequenceGroup, StopCondition
+from scheduler_svc.gateways import wire as scheduler_wire
+from scheduler_svc.workers import wire as step_wire
+from step_protocol.messages import StepOutput as WorkerOutput
 from svc_common.serve import open_channel
 from tests.processes.ports import free_port
 from tests.processes.stack import Service, Stack
 from worker_svc import wire as worker_wire
-from worker_svc.engine.batch import StepOutput as WorkerOutput
 from worker_svc.metrics import IDLE_TIMES_S
 
 VOCAB_SIZE = 1 << 17

@@ -6,7 +6,7 @@ from quire.internal.v1 import encoder_pb2, scheduler_pb2
 from quire.v1 import types_pb2
 
 from prefix_index.hashing import encoder_digest
-from scheduler_svc.columns import U32
+from step_protocol.columns import U32
 from svc_common.errors import InvalidRequestError
 
 MAX_RULE_IDS = 1024

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from scheduler_svc.core.messages import Deltas, StepBatch
+from scheduler_svc.core.deltas import Deltas
+from scheduler_svc.core.messages import StepBatch
 from scheduler_svc.core.steps.adapter_slots import AdapterSwap
 from svc_common.errors import QuireError
 

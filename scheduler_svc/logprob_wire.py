@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from quire.internal.v1 import logprobs_pb2, worker_pb2
 
-from scheduler_svc.columns import WireError, f32_from_bytes, f32_to_bytes, u32_from_bytes, u32_to_bytes
 from scheduler_svc.core.logprobs import LogprobColumns, PromptLogprobs
+from step_protocol.columns import WireError, f32_from_bytes, f32_to_bytes, u32_from_bytes, u32_to_bytes
 
 
 def columns_to_proto(columns: LogprobColumns) -> logprobs_pb2.LogprobColumns:

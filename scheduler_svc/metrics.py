@@ -15,7 +15,8 @@ import numpy as np
 from quire.v1 import types_pb2
 
 from scheduler_svc.core.counts import Counts
-from scheduler_svc.core.messages import Deltas, Finished, MigrationReason
+from scheduler_svc.core.deltas import Deltas, Finished
+from scheduler_svc.core.messages import MigrationReason
 from scheduler_svc.core.sequence import SequenceGroup
 from scheduler_svc.core.stats import SchedulerStats
 from svc_common.metrics import LATENCIES_S, SHORT_TIMES_S, Buckets, Row, Spec

@@ -6,8 +6,9 @@ import numpy as np
 from quire.internal.v1 import pooling_pb2, scheduler_pb2, worker_pb2
 from quire.v1 import types_pb2
 
-from scheduler_svc.columns import WireError, f32_from_bytes, f32_to_bytes, u32_from_bytes, u32_to_bytes
-from scheduler_svc.core.pooled import PooledDeltas, PooledRows, Pooling
+from scheduler_svc.core.deltas import PooledDeltas
+from scheduler_svc.core.pooled import PooledRows, Pooling
+from step_protocol.columns import WireError, f32_from_bytes, f32_to_bytes, u32_from_bytes, u32_to_bytes
 from svc_common.errors import InvalidRequestError
 
 MAX_NUMBERS = 1 << 16  # of one row

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from scheduler_svc.core.messages import Finished
+from scheduler_svc.core.deltas import Finished
 from scheduler_svc.core.sequence import SequenceGroup
 
 log = logging.getLogger(__name__)

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from scheduler_svc.core.messages import Finished, StepBatch
+from scheduler_svc.core.deltas import Finished
+from scheduler_svc.core.messages import StepBatch
 from scheduler_svc.core.sequence import FinishReason, SequenceGroup
 
 if TYPE_CHECKING:

@@ -25,14 +25,14 @@ from prefix_index.keys import make_owner
 from prefix_index.redis_index import RedisPrefixIndex
 from scheduler_svc.core.config import MAX_BURST_S, SchedulerConfig
 from scheduler_svc.core.snapshot import OpenSequence
-from scheduler_svc.gateway_links import Gateways
+from scheduler_svc.gateways.streams import Gateways
 from scheduler_svc.metrics import SPECS, SchedulerReader
 from scheduler_svc.request_traces import RequestTraces
-from scheduler_svc.seals import read_block_keys
 from scheduler_svc.snapshots import Snapshots
 from scheduler_svc.step_loop import StepLoop
-from scheduler_svc.worker_link import Dialer, LinkTimeouts
-from scheduler_svc.worker_pool import WorkerPool
+from scheduler_svc.workers.leased_worker import Dialer, LinkTimeouts
+from scheduler_svc.workers.pool import WorkerPool
+from scheduler_svc.workers.seals import read_block_keys
 from svc_common.admin import AdminServer
 from svc_common.channels import DEFAULT_MAX_BUNDLE
 from svc_common.config import address, in_range, make_parser, parse, size_bytes

@@ -20,8 +20,9 @@ from functools import partial
 from prefix_index.changes import PrefixChanges
 from prefix_index.index import PrefixIndex
 from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.deltas import Deltas, split_deltas
 from scheduler_svc.core.errors import SchedulerError, UnexpectedStepError, WorkerMismatchError
-from scheduler_svc.core.messages import CachedBlock, Deltas, StepBatch, StepOutput, WorkerCapacity
+from scheduler_svc.core.messages import CachedBlock, StepBatch, StepOutput, WorkerCapacity
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishReason, SequenceGroup
 from scheduler_svc.core.snapshot import OpenSequence, PoolSnapshot
@@ -31,7 +32,6 @@ from scheduler_svc.metrics import SchedulerTimes
 from scheduler_svc.refusals import RETRY_NO_WORKER_S, RETRY_STOPPING_S, RetryAdvice, refusal_from
 from scheduler_svc.request_log import log_finished, log_queued
 from scheduler_svc.request_traces import RequestTraces
-from scheduler_svc.wire import split_deltas
 from svc_common.errors import AlreadyExistsError, QuireError, UnavailableError
 
 log = logging.getLogger(__name__)

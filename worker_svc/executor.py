@@ -20,9 +20,9 @@ from typing import Any, TypeVar
 
 from quire.internal.v1 import worker_pb2
 
+from step_protocol.messages import BadBatchError, StepBatch, StepOutput
 from svc_common.errors import InvalidRequestError, QuireError, StaleEpochError, UnavailableError
 from worker_svc.engine.adapters.store import AdapterStore
-from worker_svc.engine.batch import BadBatchError, StepBatch, StepOutput
 from worker_svc.engine.config import EngineInfo
 from worker_svc.lease import MAX_EPOCH_JUMP, Answer, Lease, StepOrderError, bad_epoch, superseded
 from worker_svc.metrics import ImageCounts, StepMeter

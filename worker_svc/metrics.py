@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
+from step_protocol.messages import StepBatch
 from svc_common.metrics import SHORT_TIMES_S, Buckets, Row, Spec
 from worker_svc.engine.adapters.store import AdapterStore
-from worker_svc.engine.batch import StepBatch
 from worker_svc.engine.config import EngineInfo
 
 ROW_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)

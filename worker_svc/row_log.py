@@ -6,7 +6,7 @@ import logging
 
 from quire.internal.v1 import worker_pb2
 
-from worker_svc.engine.batch import StepBatch
+from step_protocol.messages import StepBatch
 
 log = logging.getLogger(__name__)
 

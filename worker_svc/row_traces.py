@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from quire.internal.v1 import worker_pb2
 
+from step_protocol.messages import StepBatch, StepOutput
 from svc_common.tracing import valid_traceparent
-from worker_svc.engine.batch import StepBatch, StepOutput
 
 if TYPE_CHECKING:
     from svc_common.otlp import Attributes, OpenSpan, Tracer

@@ -16,10 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from prefix_index.content_ids import content_ids, input_digest
-from worker_svc.engine.adapters.rows import RowAdapters
-from worker_svc.engine.adapters.store import AdapterStore
-from worker_svc.engine.backend import I64
-from worker_svc.engine.batch import (
+from step_protocol.messages import (
     F32,
     NO_CANDIDATES,
     U32,
@@ -32,6 +29,9 @@ from worker_svc.engine.batch import (
     StepBatch,
     StepOutput,
 )
+from worker_svc.engine.adapters.rows import RowAdapters
+from worker_svc.engine.adapters.store import AdapterStore
+from worker_svc.engine.backend import I64
 from worker_svc.engine.beams import BeamLines
 from worker_svc.engine.config import EngineConfig
 from worker_svc.engine.grammars import RowMasks, compiled_grammars

@@ -17,15 +17,14 @@ from quire.v1 import types_pb2
 from request_fields import checks
 from request_fields.fields import FieldError, sampling_params
 from request_fields.grammar import Grammar, grammar_of
-from svc_common.errors import InvalidRequestError
-from worker_svc.engine.adapters.store import AdapterEntry
-from worker_svc.engine.batch import (
+from step_protocol.messages import (
     EMPTY,
     NO_RULES,
     U32,
     Bools,
     CarriedInput,
     EncoderInput,
+    ImageSpan,
     ImageWork,
     LogprobColumns,
     Pooling,
@@ -38,8 +37,9 @@ from worker_svc.engine.batch import (
     StepOutput,
     TokenRules,
 )
+from svc_common.errors import InvalidRequestError
+from worker_svc.engine.adapters.store import AdapterEntry
 from worker_svc.engine.config import EncoderInfo, EngineInfo, PoolingInfo
-from worker_svc.engine.mrope import ImageSpan
 from worker_svc.seals import TAG_BYTES, Seals
 
 HASH_BYTES = 16

@@ -30,7 +30,7 @@ from bench.gpu.report import Report
 from bench.lora import make_adapter
 from prefix_index.content_ids import content_ids, input_digest
 from request_fields.fields import SamplingParams
-from worker_svc.engine.batch import (
+from step_protocol.messages import (
     CarriedInput,
     Pooling,
     PoolingKind,

@@ -11,7 +11,7 @@ import torch
 from bench.gpu.model import Rows, load, make_checkpoint
 from bench.gpu.report import Report, relative_error
 from prefix_index.content_ids import content_ids, input_digest
-from worker_svc.engine.batch import CarriedInput, Pooling, PoolingKind, PoolingTask, StepOutput
+from step_protocol.messages import CarriedInput, Pooling, PoolingKind, PoolingTask, StepOutput
 from worker_svc.engine.gpu.runner import DeviceRunner
 
 MEAN, LAST = (Pooling(PoolingTask.VECTOR, kind) for kind in (PoolingKind.MEAN, PoolingKind.LAST))

@@ -19,8 +19,8 @@ from safetensors.torch import save_file
 from bench.gpu.report import Report
 from bench.workloads import COMMON, QWEN3_06B, Model, weight_shapes
 from request_fields.fields import SamplingParams
+from step_protocol.messages import RowOpen, StepBatch
 from worker_svc.engine.backend import BackendUnavailableError
-from worker_svc.engine.batch import RowOpen, StepBatch
 from worker_svc.engine.config import EngineConfig
 from worker_svc.engine.gpu.kernels import launch
 from worker_svc.engine.gpu.runner import DeviceRunner

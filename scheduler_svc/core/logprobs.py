@@ -41,20 +41,6 @@ class PromptLogprobs:
     columns: LogprobColumns
 
 
-@dataclass(frozen=True, slots=True)
-class PromptDeltas:
-    """Log probabilities of prompt tokens that the gateways do not have yet. The positions of a request ascend."""
-
-    owners: U32  # [N]
-    handles: U32  # [N]
-    positions: U32  # [N]
-    columns: LogprobColumns
-
-    def select(self, mask: Bools) -> PromptDeltas:
-        """The prompt tokens where `mask` [N] is true."""
-        return PromptDeltas(self.owners[mask], self.handles[mask], self.positions[mask], self.columns.select(mask))
-
-
 def concat_columns(parts: Sequence[LogprobColumns]) -> LogprobColumns:
     """The tokens of all parts in order."""
     return LogprobColumns(
@@ -62,18 +48,6 @@ def concat_columns(parts: Sequence[LogprobColumns]) -> LogprobColumns:
         np.concatenate([part.logprobs for part in parts]),
         np.concatenate([part.token_ids for part in parts]),
         np.concatenate([part.ranks for part in parts]),
-    )
-
-
-def concat_prompts(parts: Sequence[PromptDeltas]) -> PromptDeltas | None:
-    """The prompt tokens of all parts in order; None if there are no parts."""
-    if len(parts) < 2:
-        return parts[0] if parts else None
-    return PromptDeltas(
-        np.concatenate([part.owners for part in parts]),
-        np.concatenate([part.handles for part in parts]),
-        np.concatenate([part.positions for part in parts]),
-        concat_columns([part.columns for part in parts]),
     )
 
 

@@ -16,9 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from request_fields.sizes import SizeLimits, blocks_before
-from scheduler_svc.core.logprobs import LogprobColumns, PromptDeltas, PromptLogprobs
-from scheduler_svc.core.pooled import PooledDeltas, PooledRows
-from scheduler_svc.core.sequence import FinishReason, SequenceGroup
+from scheduler_svc.core.logprobs import LogprobColumns, PromptLogprobs
+from scheduler_svc.core.pooled import PooledRows
+from scheduler_svc.core.sequence import SequenceGroup
 
 U32 = npt.NDArray[np.uint32]
 F32 = npt.NDArray[np.float32]
@@ -154,51 +154,6 @@ class StepOutput:
     logprobs: LogprobColumns | None = None  # of `token_ids`; None: no row requests them
     prompt_logprobs: PromptLogprobs | None = None
     pooled: PooledRows | None = None
-
-
-@dataclass(slots=True)
-class Finished:
-    """The end of a sample. The counters have the meaning of Usage in the protocol."""
-
-    group: SequenceGroup
-    sample_index: int
-    reason: FinishReason
-    num_output_tokens: int
-    num_cached_tokens: int
-    num_recomputed_tokens: int
-    num_preemptions: int
-    stop_token_id: int | None = None
-    message: str = ""
-    logprob: float | None = None  # of a sequence from beam search: sum over its tokens
-    score: float | None = None  # of a sequence from beam search
-
-
-@dataclass(slots=True)
-class Deltas:
-    """The result of an `update` or an abort: columns of length N with one new token each, and the samples that ended.
-
-    `owners` and `handles` are the caller's numbers from SequenceGroup; the core does not interpret them.
-    The finishes apply after the tokens of the same message.
-    """
-
-    owners: U32  # [N] the gateway
-    handles: U32  # [N] the gateway's request
-    sample_indices: U32  # [N]
-    offsets: U32  # [N] output position
-    token_ids: U32  # [N]
-    finished: list[Finished] = field(default_factory=list)
-    owner: int | None = None  # the owner of all tokens; None if unknown or if there are several
-    logprobs: LogprobColumns | None = None  # of `token_ids`; None: no request sets `logprobs`
-    prompt: PromptDeltas | None = None  # the gateway handles them before `token_ids`
-    pooled: PooledDeltas | None = None  # of requests that end with this message
-
-    @property
-    def size(self) -> int:
-        """Size of the columns, in units of 16 bytes (one token)."""
-        num_entries = 0 if self.logprobs is None else len(self.logprobs.logprobs)
-        num_entries += 0 if self.prompt is None else len(self.prompt.columns.logprobs)
-        num_numbers = 0 if self.pooled is None else len(self.pooled.values)
-        return len(self.token_ids) + num_entries // 2 + num_numbers // 4
 
 
 class MigrationReason(Enum):

@@ -25,11 +25,10 @@ from prefix_index.changes import PrefixChanges
 from scheduler_svc.core import invariants
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.counts import Counts
+from scheduler_svc.core.deltas import Deltas, Finished, pooled_deltas
 from scheduler_svc.core.messages import (
     EMPTY,
     CachedBlock,
-    Deltas,
-    Finished,
     MigrationReason,
     RowFailure,
     StepBatch,
@@ -37,7 +36,6 @@ from scheduler_svc.core.messages import (
     WorkerCapacity,
 )
 from scheduler_svc.core.placement.fleet import Fleet
-from scheduler_svc.core.pooled import pooled_deltas
 from scheduler_svc.core.prefix_events import PrefixEvents, cached_prefixes
 from scheduler_svc.core.queue.admission_control import AdmissionControl
 from scheduler_svc.core.queue.beam_answers import BeamAnswers

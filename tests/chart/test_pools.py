@@ -11,7 +11,7 @@ import pytest
 from helm_python.chart import values_from_yaml
 from helm_python.errors import HelmError
 
-from scheduler_svc.agreement import SHARED_FACTS
+from scheduler_svc.workers.agreement import SHARED_FACTS
 from tests.chart.chart import ROOT, SCENARIOS, read_values, render
 from tests.chart.test_docs import PAGES, blocks
 from tests.chart.test_values import all_values

@@ -14,18 +14,10 @@ from quire.internal.v1 import worker_pb2, worker_pb2_grpc
 from quire.v1 import types_pb2
 
 from request_fields.fields import SamplingParams
+from step_protocol.messages import U32, BadBatchError, RowError, RowErrorCode, RowOpen, StepBatch, StepOutput
 from svc_common.inspection import Inspector
 from svc_common.serve import GrpcServer, open_channel
 from worker_svc.bundle import Bundle
-from worker_svc.engine.batch import (
-    U32,
-    BadBatchError,
-    RowError,
-    RowErrorCode,
-    RowOpen,
-    StepBatch,
-    StepOutput,
-)
 from worker_svc.engine.config import EngineInfo
 from worker_svc.executor import StepExecutor
 from worker_svc.lifecycle import Lifecycle

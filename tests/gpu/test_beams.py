@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from step_protocol.messages import NO_RULES, RowErrorCode, RowOpen, TokenRules
 from tests.gpu.builders import DEVICE
 from tests.gpu.driver import DeviceDriver, load
 from tests.gpu.fake_graphs import FakeRecorder
@@ -16,7 +17,6 @@ from tests.gpu.ranks import Meeting, Rank
 from tests.gpu.test_runner import HEADS_4_2, SMALL, small_prompts
 from tests.unit.engine.driver import GREEDY, seeded, u32
 from tests.unit.engine.models import load_reference, make_model
-from worker_svc.engine.batch import NO_RULES, RowErrorCode, RowOpen, TokenRules
 from worker_svc.engine.beams import BeamLines, best_candidates, take_log_softmax
 from worker_svc.engine.gpu import runner as runner_module
 from worker_svc.engine.gpu.parallel import ALONE

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from prefix_index.content_ids import content_ids
+from step_protocol.messages import Pooling, PoolingKind, PoolingTask
 from tests.carried import embeddings, random_embeddings, with_content_ids
 from tests.gpu.driver import DeviceDriver, load
 from tests.gpu.fake_graphs import FakeRecorder
@@ -16,7 +17,6 @@ from tests.gpu.test_runner import HEADS_4_2, SMALL, small_prompts
 from tests.unit.engine.driver import GREEDY, Driver, u32
 from tests.unit.engine.models import load_reference, make_model
 from tests.unit.engine.test_engine_inputs import check_mixed_inputs, logits_at
-from worker_svc.engine.batch import Pooling, PoolingKind, PoolingTask
 from worker_svc.engine.config import EngineConfig
 from worker_svc.engine.gpu import runner as runner_module
 from worker_svc.engine.gpu.runner import PENDING

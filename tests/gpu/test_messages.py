@@ -12,10 +12,10 @@ import torch
 
 from request_fields.fields import SamplingParams
 from request_fields.grammar import Grammar, GrammarKind
+from step_protocol.messages import CarriedInput, Pooling, PoolingKind, PoolingTask, RowOpen, StepBatch, TokenRules
 from tests.carried import random_embeddings
 from worker_svc.engine.adapters.adapter import Adapter, AdapterPart
 from worker_svc.engine.adapters.targets import Module
-from worker_svc.engine.batch import CarriedInput, Pooling, PoolingKind, PoolingTask, RowOpen, StepBatch, TokenRules
 from worker_svc.engine.gpu import messages
 from worker_svc.engine.gpu.messages import RESET_ROWS, STOP, step_from_bytes, step_to_bytes
 from worker_svc.engine.gpu.parallel import Group

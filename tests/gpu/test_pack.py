@@ -9,7 +9,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-OWN = {"quire", "grammars", "hub_models", "prefix_index", "request_fields", "svc_common", "quire_client"}
+OWN = {
+    "quire",
+    "grammars",
+    "hub_models",
+    "prefix_index",
+    "request_fields",
+    "step_protocol",
+    "svc_common",
+    "quire_client",
+}
 ROOTS = (*(ROOT / name for name in OWN - {"quire", "quire_client"}), ROOT / "client/quire_client", *ROOT.glob("*_svc"))
 ON_THE_MACHINE = {"torch", "triton", "numpy", "safetensors", "tokenizers"}  # safetensors, tokenizers: by transformers
 ONLY_IF_ASKED_FOR = {"opentelemetry"}  # imported with --trace-endpoint

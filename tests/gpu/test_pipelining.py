@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from quire.internal.v1 import worker_pb2
 
-from worker_svc.engine.batch import EMPTY, BadBatchError, StepOutput
+from step_protocol.messages import EMPTY, BadBatchError, StepOutput
 from worker_svc.executor import StepExecutor
 
 EPOCH = 9

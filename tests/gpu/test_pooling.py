@@ -12,6 +12,7 @@ import safetensors.torch
 import torch
 import transformers
 
+from step_protocol.messages import Pooling, PoolingKind, PoolingTask, RowErrorCode
 from tests.gpu.builders import DEVICE
 from tests.gpu.driver import DeviceDriver, load
 from tests.gpu.test_runner import HEADS_4_2, SMALL, small_prompts
@@ -20,7 +21,6 @@ from tests.unit.engine.driver import seeded, u32
 from tests.unit.engine.models import load_reference, make_model
 from tests.unit.engine.test_engine_adapters import place
 from worker_svc.engine.backend import Norm
-from worker_svc.engine.batch import Pooling, PoolingKind, PoolingTask, RowErrorCode
 from worker_svc.engine.gpu.parallel import ALONE
 from worker_svc.engine.gpu.pooling import DevicePooling
 from worker_svc.engine.gpu.scores import Scorer

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from step_protocol.messages import RowOpen, StepBatch
 from tests.gpu.builders import DEVICE, ints
 from tests.unit.engine.driver import u32
 from tests.unit.engine.processor_cases import CASES, Asked
-from worker_svc.engine.batch import RowOpen, StepBatch
 from worker_svc.engine.gpu.device_rows import HEAD_WORDS, changed_words, make_state
 from worker_svc.engine.gpu.kernels import process
 from worker_svc.engine.gpu.kernels.deltas import apply_deltas

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from step_protocol.messages import RowErrorCode
 from tests.gpu.builders import relative_error
 from tests.gpu.driver import DeviceDriver, load
 from tests.unit.engine.banned import SAMPLINGS, check_banned_ids
@@ -14,7 +15,6 @@ from tests.unit.engine.models import load_reference, make_model
 from tests.unit.engine.processed import check_all_tokens_excluded, check_batch, check_fork, seeded_case, tokens_of
 from tests.unit.engine.processor_cases import CASES
 from tests.unit.engine.test_engine_models import LLAMA3_ROPE, check_against, prompts
-from worker_svc.engine.batch import RowErrorCode
 from worker_svc.engine.config import EngineConfig
 from worker_svc.engine.gpu.runner import PENDING
 from worker_svc.engine.model_runner import ModelRunner

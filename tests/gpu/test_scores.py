@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from step_protocol.messages import RowErrorCode
 from tests.gpu.builders import DEVICE
 from tests.gpu.driver import DeviceDriver, load
 from tests.gpu.ranks import Meeting, Rank
@@ -17,7 +18,6 @@ from tests.unit.engine.models import load_reference, make_model
 from tests.unit.engine.test_engine_logprobs import check_scores
 from worker_svc.engine import exact_ops
 from worker_svc.engine.backend import TopLogprobs
-from worker_svc.engine.batch import RowErrorCode
 from worker_svc.engine.gpu.messages import step_from_bytes, step_to_bytes
 from worker_svc.engine.gpu.parallel import ALONE
 from worker_svc.engine.gpu.scores import HostScores, Scorer

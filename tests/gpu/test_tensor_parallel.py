@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 
+from step_protocol.messages import NO_RULES, Pooling, PoolingKind, PoolingTask, TokenRules
 from tests.carried import random_embeddings, with_content_ids
 from tests.gpu.driver import DeviceDriver, load
 from tests.gpu.test_runner import SMALL, small_prompts
@@ -24,7 +25,6 @@ from tests.unit.engine.driver import GREEDY, seeded, u32
 from tests.unit.engine.models import make_model
 from tests.unit.engine.processor_cases import f32
 from worker_svc.engine.backend import BackendUnavailableError, HeadShape
-from worker_svc.engine.batch import NO_RULES, Pooling, PoolingKind, PoolingTask, TokenRules
 from worker_svc.engine.gpu.local_ranks import EXIT_BAD_SETTING, EXIT_RANK_LOST, LocalRanks
 from worker_svc.engine.gpu.parallel import Group
 from worker_svc.engine.gpu.ranks import ParallelRunner

@@ -12,7 +12,8 @@ from array import array
 from collections.abc import Callable
 from typing import Any
 
-from scheduler_svc import gateway_links, server
+from scheduler_svc import server
+from scheduler_svc.gateways import streams as gateway_links
 from svc_common import errors, trust
 
 MAX_MEMORY = 2 << 30  # a plant must not exhaust the memory of the test machine

@@ -8,8 +8,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
+from step_protocol.messages import RowError, RowErrorCode, StepBatch, StepOutput
 from worker_svc import server
-from worker_svc.engine.batch import RowError, RowErrorCode, StepBatch, StepOutput
 from worker_svc.runner import Runner
 
 FAULTS = ("launch", "result", "nan", "memory")

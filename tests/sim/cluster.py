@@ -17,6 +17,7 @@ import numpy as np
 from prefix_index.changes import Holder
 from request_fields.beams import BeamParams
 from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.deltas import Deltas, Finished
 from scheduler_svc.core.errors import (
     DuplicateRequestError,
     NeverFitsError,
@@ -24,7 +25,7 @@ from scheduler_svc.core.errors import (
     QueueFullError,
     UnexpectedStepError,
 )
-from scheduler_svc.core.messages import EMPTY, Deltas, Finished, RowOpen, StepOutput, WorkerCapacity
+from scheduler_svc.core.messages import EMPTY, RowOpen, StepOutput, WorkerCapacity
 from scheduler_svc.core.policy import beam_blocks, ceil_div
 from scheduler_svc.core.pooled import Pooling
 from scheduler_svc.core.scheduler import Scheduler

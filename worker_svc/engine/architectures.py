@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from step_protocol.messages import PoolingKind
 from worker_svc.engine.backend import AttentionShape, HeadShape
-from worker_svc.engine.batch import PoolingKind
 from worker_svc.engine.families import Architecture, HeadKind, Names, NormKind, architecture_of, head_of, without_prefix
 from worker_svc.engine.features import features_of
 from worker_svc.engine.heads import HeadPart, HeadSpec

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from worker_svc.engine.batch import F32, U32, Candidates
+from step_protocol.messages import F32, U32, Candidates
 
 if TYPE_CHECKING:
     import torch  # rows use these types even if torch is not installed

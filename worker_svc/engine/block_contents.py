@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
+from step_protocol.messages import U32, Bools
 from worker_svc.engine.backend import I64
-from worker_svc.engine.batch import U32, Bools
 from worker_svc.engine.plan import HASH_BYTES
 
 LIST_CHUNK = 1024

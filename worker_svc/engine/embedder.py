@@ -6,8 +6,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from step_protocol.messages import CarriedInput
 from worker_svc.engine.backend import I64, DeepRows, Embedded
-from worker_svc.engine.batch import CarriedInput
 from worker_svc.engine.images import ImageEncoder
 from worker_svc.engine.inputs import InputSpan
 

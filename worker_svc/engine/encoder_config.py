@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from step_protocol.messages import PoolingKind
 from worker_svc.engine.architectures import ACTIVATIONS, SLIDING
 from worker_svc.engine.backend import AttentionShape, HeadShape
-from worker_svc.engine.batch import PoolingKind
 from worker_svc.engine.encoder_families import EncoderFamily, EncoderNames, check_encoder
 from worker_svc.engine.heads import HeadPart, HeadSpec
 from worker_svc.engine.model_folder import CheckpointError

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from step_protocol.messages import F32, CarriedInput
 from worker_svc.engine.backend import I64, Backend, EncoderColumns
-from worker_svc.engine.batch import F32, CarriedInput
 from worker_svc.engine.checkpoint import Checkpoint
 from worker_svc.engine.config import EncoderInfo, EngineConfig
 from worker_svc.engine.encoder_decoder import EncoderDecoderConfig

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from step_protocol.messages import U32, Bools, EncoderInput, RowOpen
 from worker_svc.engine.backend import I32, I64
-from worker_svc.engine.batch import U32, Bools, EncoderInput, RowOpen
 from worker_svc.engine.config import EncoderInfo
 
 if TYPE_CHECKING:

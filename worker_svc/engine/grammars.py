@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from request_fields.grammar import Grammar
-from worker_svc.engine.batch import EMPTY, U32, Bools, RowError, RowErrorCode, RowOpen
+from step_protocol.messages import EMPTY, U32, Bools, RowError, RowErrorCode, RowOpen
 from worker_svc.engine.machine import available_cores
 
 if TYPE_CHECKING:

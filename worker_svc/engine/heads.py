@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from worker_svc.engine.batch import PoolingKind
+from step_protocol.messages import PoolingKind
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from request_fields.inputs import LEVELS, ImageShape
+from step_protocol.messages import CarriedInput
 from worker_svc.engine.architectures import ModelConfig
-from worker_svc.engine.batch import CarriedInput
 from worker_svc.engine.vision import Pixels, TowerRun, VisionTower
 from worker_svc.engine.vision_config import VisionConfig
 

@@ -13,9 +13,8 @@ import numpy as np
 
 from prefix_index.content_ids import DIGEST_BYTES, FIRST_CONTENT_ID, content_ids
 from request_fields.inputs import AUDIO_DTYPES, EMBEDDING_DTYPES, INPUT_DTYPE_BYTES, ImageShape
+from step_protocol.messages import U32, CarriedInput, ImageSpan, RowOpen
 from worker_svc.engine.backend import I64
-from worker_svc.engine.batch import U32, CarriedInput, RowOpen
-from worker_svc.engine.mrope import ImageSpan
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,13 +12,13 @@ import torch
 
 from request_fields.inputs import ImageShape
 from request_fields.sizes import largest_pool
+from step_protocol.messages import PoolingKind
 from worker_svc.engine.adapters.adapter import Adapter, make_store
 from worker_svc.engine.adapters.packed import PackedAdapter, reserved_bytes
 from worker_svc.engine.adapters.store import AdapterStore
 from worker_svc.engine.architectures import ModelConfig, parse_config
 from worker_svc.engine.backend import Backend, ForwardBatch
 from worker_svc.engine.backends import make_backend
-from worker_svc.engine.batch import PoolingKind
 from worker_svc.engine.checkpoint import Checkpoint
 from worker_svc.engine.config import EngineConfig, PoolingInfo
 from worker_svc.engine.encoder import EncoderLoader, EncoderModel

@@ -12,11 +12,7 @@ import numpy as np
 import torch
 
 from request_fields.checks import default_sampling
-from worker_svc.engine.adapters.packed import rows_of_step
-from worker_svc.engine.adapters.rows import RowAdapters
-from worker_svc.engine.backend import I64, ForwardBatch
-from worker_svc.engine.backends import make_backend
-from worker_svc.engine.batch import (
+from step_protocol.messages import (
     EMPTY,
     NO_CANDIDATES,
     U32,
@@ -29,6 +25,10 @@ from worker_svc.engine.batch import (
     StepBatch,
     StepOutput,
 )
+from worker_svc.engine.adapters.packed import rows_of_step
+from worker_svc.engine.adapters.rows import RowAdapters
+from worker_svc.engine.backend import I64, ForwardBatch
+from worker_svc.engine.backends import make_backend
 from worker_svc.engine.beams import best_candidates, take_log_softmax
 from worker_svc.engine.checkpoint import Checkpoint
 from worker_svc.engine.config import ComputeDtype, EngineConfig, EngineInfo

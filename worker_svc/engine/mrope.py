@@ -8,29 +8,13 @@ positions, and the position of a token is its index plus a delta that only the i
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from step_protocol.messages import ImageSpan
+
 I64 = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True)
-class ImageSpan:
-    """The tokens of one image in a sequence."""
-
-    start: int  # index of its first token
-    height: int  # in tokens
-    width: int
-
-    @property
-    def length(self) -> int:
-        return self.height * self.width
-
-    @property
-    def end(self) -> int:
-        return self.start + self.length
 
 
 class MropePositions:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from step_protocol.messages import BadBatchError, Bools, StepBatch
 from worker_svc.engine.backend import I64
-from worker_svc.engine.batch import BadBatchError, Bools, StepBatch
 from worker_svc.engine.config import EngineInfo
 from worker_svc.engine.row_errors import RowErrors
 from worker_svc.engine.rows import RowTable

@@ -15,9 +15,9 @@ import numpy.typing as npt
 import torch
 from safetensors.torch import load_file
 
+from step_protocol.messages import Pooling, PoolingKind, PoolingTask
 from worker_svc.engine import torch_ops
 from worker_svc.engine.backend import Linear, Norm
-from worker_svc.engine.batch import Pooling, PoolingKind, PoolingTask
 from worker_svc.engine.checkpoint import Checkpoint
 from worker_svc.engine.config import PoolingInfo
 from worker_svc.engine.exact_ops import exp

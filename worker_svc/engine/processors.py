@@ -33,7 +33,7 @@ from request_fields.fields import (
     MAX_RULE_IDS,
     SamplingParams,
 )
-from worker_svc.engine.batch import F32, U32, RowOpen, TokenRules
+from step_protocol.messages import F32, U32, RowOpen, TokenRules
 
 I64 = npt.NDArray[np.int64]
 

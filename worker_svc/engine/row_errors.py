@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from worker_svc.engine.batch import RowError, RowErrorCode
+from step_protocol.messages import RowError, RowErrorCode
 
 
 class RowErrors:

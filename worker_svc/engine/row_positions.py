@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from worker_svc.engine.batch import I64, U32, RowOpen
+from step_protocol.messages import I64, U32, RowOpen
 from worker_svc.engine.mrope import MropePositions
 
 

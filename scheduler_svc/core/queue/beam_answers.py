@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from scheduler_svc.core.deltas import Deltas, Finished
 from scheduler_svc.core.logprobs import concat_columns, no_logprobs
-from scheduler_svc.core.messages import Deltas, Finished, RowFailure, StepOutput
+from scheduler_svc.core.messages import RowFailure, StepOutput
 from scheduler_svc.core.queue.fair_share import FairShare
 from scheduler_svc.core.queue.requests import Requests
 from scheduler_svc.core.sequence import Sequence, SequenceGroup

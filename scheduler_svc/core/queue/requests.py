@@ -11,7 +11,8 @@ from request_fields.fields import End
 from scheduler_svc.core.beams import BeamSearch
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.counts import Counts
-from scheduler_svc.core.messages import EMPTY, Finished, MigrationReason
+from scheduler_svc.core.deltas import Finished
+from scheduler_svc.core.messages import EMPTY, MigrationReason
 from scheduler_svc.core.placement.fleet import Fleet
 from scheduler_svc.core.policy import expected_tokens, virtual_arrival
 from scheduler_svc.core.queue.fair_share import FairShare

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from scheduler_svc.core.deltas import Deltas, PromptDeltas
 from scheduler_svc.core.errors import UnexpectedStepError
-from scheduler_svc.core.logprobs import PromptDeltas, PromptLogprobs
-from scheduler_svc.core.messages import Deltas, RowFailure, StepOutput
+from scheduler_svc.core.logprobs import PromptLogprobs
+from scheduler_svc.core.messages import RowFailure, StepOutput
 from scheduler_svc.core.pooled import PooledRows
 from scheduler_svc.core.steps.decode_run import Members
 from scheduler_svc.core.steps.rows import RowTable

@@ -24,12 +24,12 @@ from prefix_index.reader import RedisPrefixReader
 from prefix_index.redis_index import RedisPrefixIndex
 from scheduler_svc.core.messages import WorkerCapacity
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.gateway_links import Gateways
+from scheduler_svc.gateways.streams import Gateways
 from scheduler_svc.server import Parts, SchedulerServicer
 from scheduler_svc.server import drain as drain_scheduler
 from scheduler_svc.step_loop import StepLoop
-from scheduler_svc.worker_link import Dialer, LinkTimeouts
-from scheduler_svc.worker_pool import WorkerPool
+from scheduler_svc.workers.leased_worker import Dialer, LinkTimeouts
+from scheduler_svc.workers.pool import WorkerPool
 from svc_common.inspection import Inspector
 from svc_common.trust import Trust
 from tests.sim.symbolic_worker import SymbolicWorker

@@ -18,12 +18,12 @@ import pytest
 import gateway_svc.request.validation
 import gateway_svc.schedulers.scheduler_request
 from gateway_svc.schedulers.scheduler_client import SchedulerClient
-from scheduler_svc import worker_wire
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.steps.step_plan import InFlightStep, StepPlan
 from scheduler_svc.core.steps.step_planner import StepPlanner
 from scheduler_svc.core.steps.worker_books import WorkerBooks
-from scheduler_svc.worker_link import LeasedWorker
+from scheduler_svc.workers import wire as worker_wire
+from scheduler_svc.workers.leased_worker import LeasedWorker
 from tests.sim.system.simulation import FAULTS, run_seed
 from worker_svc.executor import StepExecutor
 from worker_svc.lease import Lease

@@ -12,8 +12,8 @@ import numpy as np
 from request_fields.fields import SamplingParams
 from scheduler_svc.core import messages
 from scheduler_svc.core.sequence import SequenceGroup
+from step_protocol.messages import RowError, RowErrorCode, StepBatch, StepOutput
 from tests.sim.symbolic_worker import SymbolicWorker, Violation
-from worker_svc.engine.batch import RowError, RowErrorCode, StepBatch, StepOutput
 from worker_svc.engine.config import EngineInfo
 
 

@@ -18,7 +18,7 @@ from cyclonedx.validation.json import JsonStrictValidator
 ROOT = Path(__file__).parents[3]
 LOCKED, IMAGES = ROOT / "packaging" / "requirements.txt", ROOT / "deploy" / "docker" / "constraints.txt"
 SBOM = ROOT / "scripts" / "sbom.py"
-SERVICES = {"gateway_svc", "scheduler_svc", "worker_svc", "svc_common", "prefix_index", "grammars"}
+SERVICES = {"gateway_svc", "scheduler_svc", "worker_svc", "svc_common", "prefix_index", "step_protocol", "grammars"}
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.messages import Deltas, StepBatch, StepOutput, WorkerCapacity
+from scheduler_svc.core.deltas import Deltas
+from scheduler_svc.core.messages import StepBatch, StepOutput, WorkerCapacity
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishReason, SequenceGroup, StopCondition
 

@@ -9,13 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler_svc import wire
-from scheduler_svc.columns import WireError
+from scheduler_svc.core.deltas import Deltas, PromptDeltas, merge_deltas, split_deltas
 from scheduler_svc.core.errors import UnexpectedStepError
-from scheduler_svc.core.logprobs import LogprobColumns, PromptDeltas, PromptLogprobs
-from scheduler_svc.core.messages import Deltas, StepBatch, StepOutput
+from scheduler_svc.core.logprobs import LogprobColumns, PromptLogprobs
+from scheduler_svc.core.messages import StepBatch, StepOutput
 from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.gateways import wire
 from scheduler_svc.logprob_wire import columns_from_proto, columns_to_proto
+from step_protocol.columns import WireError
 from tests.builders import make_capacity, make_group, make_scheduler
 
 
@@ -57,7 +58,7 @@ def test_merging_and_splitting_keeps_every_entry_with_its_token(parts: list[list
     if not deltas:
         return
     found = dict[int, list[tuple[int, list[int]]]]()
-    for owner, share in wire.split_deltas(wire.merge_deltas(deltas)).items():
+    for owner, share in split_deltas(merge_deltas(deltas)).items():
         entries = per_token(share.logprobs, len(share.handles))
         found[owner] = list(zip(share.handles.tolist(), entries, strict=True))
     assert found == expected
@@ -67,7 +68,7 @@ def test_prompt_tokens_are_merged_in_order_and_split_by_owner() -> None:
     nothing = [u32()] * 5
     first = Deltas(*nothing, prompt=PromptDeltas(u32(1, 2), u32(7, 8), u32(1, 1), columns(1, 2)))
     second = Deltas(*nothing, prompt=PromptDeltas(u32(1), u32(7), u32(2), columns(1, first=50)))
-    shares = wire.split_deltas(wire.merge_deltas([first, Deltas(*nothing), second]))
+    shares = split_deltas(merge_deltas([first, Deltas(*nothing), second]))
     assert sorted(shares) == [1, 2]
     mine, other = shares[1].prompt, shares[2].prompt
     assert mine is not None

@@ -11,10 +11,11 @@ import torch
 
 from request_fields.fields import SamplingParams
 from request_fields.grammar import Grammar
-from worker_svc.engine.batch import (
+from step_protocol.messages import (
     NO_RULES,
     U32,
     CarriedInput,
+    ImageSpan,
     LogprobColumns,
     Pooling,
     RowError,
@@ -24,7 +25,6 @@ from worker_svc.engine.batch import (
     TokenRules,
 )
 from worker_svc.engine.model_runner import ModelRunner
-from worker_svc.engine.mrope import ImageSpan
 
 GREEDY = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
 

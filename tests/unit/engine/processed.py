@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import numpy as np
 
+from step_protocol.messages import TokenRules
 from tests.unit.engine.driver import Driver, u32
 from tests.unit.engine.processor_cases import CASES, Asked, f32
-from worker_svc.engine.batch import TokenRules
 
 PROMPT = [3, 9, 4, 9, 5, 11, 3, 3, 17, 20, 33, 2, 1, 9, 40, 3]  # a full block
 NUM_OUTPUT = 10

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from request_fields.fields import SamplingParams
+from step_protocol.messages import F32, NO_RULES, TokenRules
 from tests.unit.engine.driver import GREEDY, u32
-from worker_svc.engine.batch import F32, NO_RULES, TokenRules
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,10 @@ import torch
 from transformers import AutoModelForSeq2SeqLM
 
 from prefix_index.content_ids import content_ids, input_digest
+from step_protocol.messages import CarriedInput, EncoderInput, RowOpen, StepBatch, StepOutput
 from tests.processes.encoder_models import MAX_LEN, TEXT_SHAPES, make_speech_checkpoint, make_text_checkpoint, tone
 from tests.processes.models import VOCAB_SIZE
 from tests.unit.engine.driver import GREEDY
-from worker_svc.engine.batch import CarriedInput, EncoderInput, RowOpen, StepBatch, StepOutput
 from worker_svc.engine.config import EngineConfig
 from worker_svc.engine.encoder_decoder import ENCODER_DECODERS, parse_encoder_decoder
 from worker_svc.engine.families import ENCODER_DECODER_NAMES, architecture_of

@@ -7,12 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from step_protocol.messages import ImageSpan, ImageWork, RowOpen
 from tests.unit.engine.driver import GREEDY, Driver, u32
 from tests.unit.engine.vision_models import TOWERS, load_vision_reference, make_vision_model, scene
-from worker_svc.engine.batch import ImageWork, RowOpen
 from worker_svc.engine.config import EngineConfig
 from worker_svc.engine.model_runner import ModelRunner
-from worker_svc.engine.mrope import ImageSpan
 
 NONE = scene(37, seed=1)
 ONE = scene(5, (3, 5), 9, seed=2)

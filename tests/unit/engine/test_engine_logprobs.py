@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+from step_protocol.messages import RowErrorCode
 from tests.unit.engine.driver import Driver, seeded
 from tests.unit.engine.models import load_reference, make_model
 from tests.unit.engine.test_engine_models import MODELS, load, prompts
 from worker_svc.engine import exact_ops, scoring
-from worker_svc.engine.batch import RowErrorCode
 from worker_svc.engine.cpu_backend import CpuBackend
 from worker_svc.engine.reference_backend import ReferenceBackend
 

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
+from step_protocol.messages import BadBatchError, RowErrorCode, RowOpen, StepBatch, TokenRules
 from tests.unit.engine.banned import SAMPLINGS, check_banned_ids
 from tests.unit.engine.driver import GREEDY, Driver, seeded, u32
 from tests.unit.engine.models import load_reference, make_model
 from tests.unit.engine.processor_cases import f32
 from tests.unit.engine.test_engine_models import check_against, load, prompts
-from worker_svc.engine.batch import BadBatchError, RowErrorCode, RowOpen, StepBatch, TokenRules
 
 TRUE, FALSE = np.array([True]), np.array([False])
 

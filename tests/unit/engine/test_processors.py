@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from step_protocol.messages import RowOpen
 from tests.unit.engine.driver import u32
 from tests.unit.engine.processor_cases import CASES, Asked
-from worker_svc.engine.batch import RowOpen
 from worker_svc.engine.cpu_backend import CpuBackend
 from worker_svc.engine.processors import RECORD, ProcessedRows, ProcessorTable
 from worker_svc.engine.reference_backend import ReferenceBackend

@@ -11,10 +11,9 @@ import torch
 import transformers
 
 from prefix_index.content_ids import input_digest
+from step_protocol.messages import CarriedInput, ImageSpan
 from tests.carried import with_content_ids
 from tests.unit.engine.models import DEFAULTS, randomize
-from worker_svc.engine.batch import CarriedInput
-from worker_svc.engine.mrope import ImageSpan
 from worker_svc.engine.vision import Pixels
 
 VOCAB = 211

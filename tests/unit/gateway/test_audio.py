@@ -22,8 +22,8 @@ from gateway_svc.schedulers.wire import submit_from_plan
 from gateway_svc.text.bundle import ModelText
 from prefix_index.content_ids import FIRST_CONTENT_ID
 from prefix_index.hashing import extend_digests, extra_keys, root_digest
-from scheduler_svc.submits import SubmitReader
-from scheduler_svc.worker_wire import root_salt
+from scheduler_svc.gateways.submits import SubmitReader
+from scheduler_svc.workers.wire import root_salt
 from svc_common.errors import ContextLengthError, InvalidRequestError
 from tests.processes.encoder_models import tone, wav
 from tests.unit.gateway.fakes import make_info

@@ -31,7 +31,7 @@ from gateway_svc.schedulers.prefix_hints import chain_of
 from gateway_svc.schedulers.wire import submit_from_plan
 from gateway_svc.text.bundle import ModelText
 from prefix_index.content_ids import FIRST_CONTENT_ID
-from scheduler_svc.submits import SubmitReader
+from scheduler_svc.gateways.submits import SubmitReader
 from svc_common.errors import ContextLengthError, InvalidRequestError
 from tests.unit.gateway.fakes import make_info
 

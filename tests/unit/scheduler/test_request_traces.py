@@ -12,12 +12,13 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from quire.internal.v1 import worker_pb2
 
-from scheduler_svc.core.messages import Finished, RowOpen, StepBatch
+from scheduler_svc.core.deltas import Finished
+from scheduler_svc.core.messages import RowOpen, StepBatch
 from scheduler_svc.core.sequence import FinishReason, Sequence, SequenceData, SequenceGroup, SequenceStatus
 from scheduler_svc.request_traces import RequestTraces
+from step_protocol.messages import RowError, RowErrorCode
 from svc_common.otlp import Tracer
 from tests.builders import make_group
-from worker_svc.engine.batch import RowError, RowErrorCode
 from worker_svc.row_traces import RowTraces
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"

@@ -11,10 +11,13 @@ from quire.internal.v1 import scheduler_pb2, worker_pb2
 from quire.v1 import types_pb2
 
 from request_fields.beams import BeamParams, EarlyStopping
-from scheduler_svc import columns, wire, worker_wire
-from scheduler_svc.core.messages import Deltas, Finished, RowOpen, StepBatch
+from scheduler_svc.core.deltas import Deltas, Finished, split_deltas
+from scheduler_svc.core.messages import RowOpen, StepBatch
 from scheduler_svc.core.sequence import FinishReason
-from scheduler_svc.submits import MAX_KEPT, SubmitReader
+from scheduler_svc.gateways import wire
+from scheduler_svc.gateways.submits import MAX_KEPT, SubmitReader
+from scheduler_svc.workers import wire as worker_wire
+from step_protocol import columns
 from svc_common.errors import InvalidRequestError, OverloadedError
 from tests.builders import make_group
 from tests.unit.scheduler.toy_worker import make_info, make_submit
@@ -312,7 +315,7 @@ def finished(owner: int, handle: int, **fields: object) -> Finished:
 
 def test_deltas_of_one_gateway_are_not_copied() -> None:
     deltas = Deltas(column(1, 1), column(5, 6), column(0, 0), column(3, 4), column(7, 8), [finished(1, 5)])
-    assert wire.split_deltas(deltas) == {1: deltas}
+    assert split_deltas(deltas) == {1: deltas}
     message = wire.deltas_to_proto([deltas])
     assert message.sample_indices == b""
     [end] = message.finished
@@ -329,7 +332,7 @@ def test_deltas_of_one_gateway_are_not_copied() -> None:
 
 def test_deltas_are_split_by_owner_and_merged_in_order() -> None:
     first = Deltas(column(1, 2), column(5, 6), column(0, 1), column(0, 0), column(7, 8), [finished(2, 6)])
-    parts = wire.split_deltas(first)
+    parts = split_deltas(first)
     assert parts[1].handles.tolist() == [5]
     assert parts[1].finished == []
     assert parts[2].sample_indices.tolist() == [1]

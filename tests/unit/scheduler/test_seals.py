@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from scheduler_svc.seals import BlockKeyError, BlockKeys, LeaseIds, read_block_keys
+from scheduler_svc.workers.seals import BlockKeyError, BlockKeys, LeaseIds, read_block_keys
 
 KEY, OLD_KEY = b"k" * 32, b"o" * 32
 LEASE = LeaseIds(worker_epoch=2**63, scheduler_epoch=7)

@@ -9,7 +9,7 @@ import pytest
 from quire.internal.v1 import encoder_pb2, scheduler_pb2
 from quire.v1 import types_pb2
 
-from scheduler_svc.submits import SubmitReader
+from scheduler_svc.gateways.submits import SubmitReader
 from svc_common.errors import InvalidRequestError
 from tests.unit.gateway.fakes import make_info
 

@@ -9,10 +9,10 @@ import pytest
 from quire.internal.v1 import inputs_pb2, scheduler_pb2, worker_pb2
 
 from request_fields import inputs as limits
-from scheduler_svc import inputs as checks
-from scheduler_svc import worker_wire
 from scheduler_svc.core.messages import RowOpen
-from scheduler_svc.submits import SubmitReader
+from scheduler_svc.gateways import inputs as checks
+from scheduler_svc.gateways.submits import SubmitReader
+from scheduler_svc.workers import wire as worker_wire
 from svc_common.errors import InvalidRequestError
 from tests.carried import random_embeddings, to_proto, with_content_ids
 from tests.unit.scheduler.toy_worker import make_info, make_submit

@@ -12,7 +12,8 @@ import pytest
 from quire.internal.v1 import scheduler_pb2, scheduler_pb2_grpc, worker_pb2, worker_pb2_grpc
 from quire.v1 import types_pb2
 
-from scheduler_svc import worker_pool, worker_wire
+from scheduler_svc.workers import pool as worker_pool
+from scheduler_svc.workers import wire as worker_wire
 from svc_common.errors import InvalidRequestError
 from tests.unit.scheduler import toy_worker
 from tests.unit.scheduler.conftest import MakeStack, Stack

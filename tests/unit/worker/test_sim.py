@@ -19,19 +19,19 @@ from tokenizers import Tokenizer
 from prefix_index.content_ids import input_digest
 from request_fields.fields import SamplingParams
 from request_fields.grammar import Grammar, GrammarKind
-from tests.carried import random_embeddings, with_content_ids
-from worker_svc.engine.batch import (
+from step_protocol.messages import (
     EMPTY,
     NO_RULES,
     CarriedInput,
+    ImageSpan,
     RowErrorCode,
     RowOpen,
     StepBatch,
     StepOutput,
     TokenRules,
 )
+from tests.carried import random_embeddings, with_content_ids
 from worker_svc.engine.config import EngineConfig
-from worker_svc.engine.mrope import ImageSpan
 from worker_svc.sim_executor import SimConfig, SimRunner
 from worker_svc.sim_pool import digest_terms, mix
 from worker_svc.sim_tokens import (

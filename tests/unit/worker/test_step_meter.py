@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from quire.internal.v1 import worker_pb2
 
-from worker_svc.engine.batch import StepBatch
+from step_protocol.messages import StepBatch
 from worker_svc.metrics import StepMeter
 from worker_svc.row_log import RowLog
 

@@ -8,9 +8,9 @@ from quire.internal.v1 import worker_pb2
 from quire.v1 import types_pb2
 
 from request_fields.fields import SamplingParams
+from step_protocol.messages import NO_RULES, RowError, RowErrorCode, StepOutput
 from svc_common.errors import InvalidRequestError
 from tests.contract.worker_fakes import make_info
-from worker_svc.engine.batch import NO_RULES, RowError, RowErrorCode, StepOutput
 from worker_svc.seals import Seals
 from worker_svc.wire import (
     ROW_ERROR_CODES,

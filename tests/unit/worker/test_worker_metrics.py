@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from quire.internal.v1 import worker_pb2
 
+from step_protocol.messages import StepBatch
 from worker_svc import metrics
-from worker_svc.engine.batch import StepBatch
 from worker_svc.metrics import StepMeter
 from worker_svc.wire import step_batch_from_proto
 

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import torch
 
+from step_protocol.messages import I32
 from worker_svc.engine.adapters.adapter import Adapter
 from worker_svc.engine.adapters.packed import AdapterRows, Linear, LowRank, PackedAdapter
 from worker_svc.engine.adapters.targets import SITES
-from worker_svc.engine.batch import I32
 from worker_svc.engine.kernel_linear import BFLOAT16, FLOAT32, KernelLinear, LinearStruct, address_of
 
 MAX_PARTS = 3  # `kAdapterParts` of kernels.h

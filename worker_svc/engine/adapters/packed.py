@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from step_protocol.messages import I32, I64
 from worker_svc.engine.adapters.adapter import Adapter, AdapterPart
 from worker_svc.engine.adapters.targets import SITES, Module
-from worker_svc.engine.batch import I32, I64
 from worker_svc.engine.kernel_linear import PANEL
 
 Linear = Callable[[torch.Tensor], torch.Tensor]  # [n, in] to [n, out]

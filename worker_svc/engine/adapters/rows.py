@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from worker_svc.engine.batch import I64, U32, RowOpen
+from step_protocol.messages import I64, U32, RowOpen
 
 A = TypeVar("A")
 Find = Callable[[bytes], A | None]

@@ -14,10 +14,10 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
+from step_protocol.messages import I32, I64, RowOpen
 from worker_svc.engine.adapters.adapter import Adapter, make_store
 from worker_svc.engine.adapters.rows import RowAdapters
 from worker_svc.engine.adapters.store import AdapterStore
-from worker_svc.engine.batch import I32, I64, RowOpen
 from worker_svc.engine.config import EngineConfig
 from worker_svc.engine.families import Names
 from worker_svc.engine.gpu.adapter_shapes import DeviceAdapter

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from step_protocol.messages import NO_CANDIDATES, Bools, Candidates, LogprobColumns, PooledRows, PromptLogprobs
 from worker_svc.engine.backend import I64
-from worker_svc.engine.batch import NO_CANDIDATES, Bools, Candidates, LogprobColumns, PooledRows, PromptLogprobs
 from worker_svc.engine.beams import BeamLines
 from worker_svc.engine.gpu.pooling import HostPooled, PooledTokens
 from worker_svc.engine.gpu.scores import HostCandidates, HostScores

@@ -22,9 +22,9 @@ from safetensors.torch import load, save
 from request_fields.fields import SAMPLER_FIELDS, SamplingParams
 from request_fields.fields import Kind as FieldKind
 from request_fields.grammar import Grammar, GrammarKind
+from step_protocol.messages import U32, CarriedInput, Pooling, PoolingKind, PoolingTask, RowOpen, StepBatch, TokenRules
 from worker_svc.engine.adapters.adapter import Adapter, AdapterPart
 from worker_svc.engine.adapters.targets import Module
-from worker_svc.engine.batch import U32, CarriedInput, Pooling, PoolingKind, PoolingTask, RowOpen, StepBatch, TokenRules
 from worker_svc.engine.plan import HASH_BYTES
 
 COLUMNS = (

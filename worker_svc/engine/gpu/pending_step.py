@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from step_protocol.messages import NO_CANDIDATES, U32, RowError, RowErrorCode, StepOutput
 from worker_svc.engine.backend import I64
-from worker_svc.engine.batch import NO_CANDIDATES, U32, RowError, RowErrorCode, StepOutput
 from worker_svc.engine.gpu.extras import StepExtras
 from worker_svc.engine.gpu.step_buffer import Staging
 from worker_svc.engine.model_runner import NOTHING_TO_SAMPLE

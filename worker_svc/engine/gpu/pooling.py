@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from step_protocol.messages import PooledRows, PoolingKind, PoolingTask
 from worker_svc.engine.architectures import ModelConfig
 from worker_svc.engine.backend import I64, Linear, Norm
-from worker_svc.engine.batch import PooledRows, PoolingKind, PoolingTask
 from worker_svc.engine.checkpoint import Checkpoint
 from worker_svc.engine.config import Determinism
 from worker_svc.engine.gpu.linears import DeviceLinears

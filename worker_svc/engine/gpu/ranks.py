@@ -19,9 +19,9 @@ from dataclasses import asdict
 import torch
 import xxhash
 
+from step_protocol.messages import StepBatch
 from worker_svc.engine.architectures import parse_config
 from worker_svc.engine.backend import BackendUnavailableError
-from worker_svc.engine.batch import StepBatch
 from worker_svc.engine.checkpoint import Checkpoint
 from worker_svc.engine.config import EngineConfig, EngineInfo
 from worker_svc.engine.gpu.local_ranks import EXIT_RANK_LOST, LocalRanks

@@ -20,11 +20,11 @@ import torch
 
 from prefix_index.content_ids import FIRST_CONTENT_ID
 from request_fields.checks import default_sampling
+from step_protocol.messages import U32, PoolingKind, RowErrorCode, StepBatch, StepOutput
 from worker_svc.engine.adapters.adapter import Adapter
 from worker_svc.engine.adapters.store import AdapterStore
 from worker_svc.engine.architectures import parse_config
 from worker_svc.engine.backend import I64, BackendUnavailableError
-from worker_svc.engine.batch import U32, PoolingKind, RowErrorCode, StepBatch, StepOutput
 from worker_svc.engine.block_contents import BlockContents
 from worker_svc.engine.checkpoint import Checkpoint
 from worker_svc.engine.config import EngineConfig, EngineInfo

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from step_protocol.messages import Candidates
 from worker_svc.engine.backend import I64, TopLogprobs
-from worker_svc.engine.batch import Candidates
 from worker_svc.engine.beams import BeamLines
 from worker_svc.engine.gpu.parallel import Group
 from worker_svc.engine.gpu.uploads import to_device, to_host

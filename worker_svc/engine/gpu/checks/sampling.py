@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from request_fields.fields import MAX_BANNED_IDS, SamplingParams, sampling_params
-from worker_svc.engine.batch import RowOpen, TokenRules
+from step_protocol.messages import RowOpen, TokenRules
 from worker_svc.engine.gpu.checks.case import Case, Outputs, Setup
 from worker_svc.engine.gpu.device_rows import HEAD_WORDS, sampling_words
 from worker_svc.engine.gpu.kernels import sample, threshold

@@ -18,13 +18,13 @@ from typing import Any
 from quire.internal.v1 import scheduler_pb2, worker_pb2
 from quire.v1 import inference_pb2, types_pb2
 
-from scheduler_svc import worker_wire
-from scheduler_svc.adapters import Adapters
-from scheduler_svc.agreement import Agreement, WorkerRefusedError
 from scheduler_svc.core.messages import WorkerCapacity
 from scheduler_svc.core.stats import SchedulerStats, WorkerStats
 from scheduler_svc.step_loop import ModelFacts, StepLoop
-from scheduler_svc.worker_link import Dialer, LeasedWorker
+from scheduler_svc.workers import wire as worker_wire
+from scheduler_svc.workers.adapters import Adapters
+from scheduler_svc.workers.agreement import Agreement, WorkerRefusedError
+from scheduler_svc.workers.leased_worker import Dialer, LeasedWorker
 from svc_common.errors import AlreadyExistsError, InvalidRequestError, NotFoundError, QuireError, UnavailableError
 from svc_common.silence import wait_for_peer
 

@@ -8,13 +8,11 @@ import numpy as np
 from quire.internal.v1 import scheduler_pb2
 from quire.v1 import types_pb2
 
-from scheduler_svc.columns import u32_to_bytes
-from scheduler_svc.core.logprobs import LogprobColumns, concat_columns, concat_prompts, no_logprobs
-from scheduler_svc.core.messages import Deltas, Finished
-from scheduler_svc.core.pooled import concat_pooled
+from scheduler_svc.core.deltas import Deltas, Finished, merge_deltas
 from scheduler_svc.core.sequence import FinishReason, SequenceGroup
 from scheduler_svc.logprob_wire import columns_to_proto
 from scheduler_svc.pooled_wire import pooled_to_proto
+from step_protocol.columns import u32_to_bytes
 from svc_common.errors import QuireError
 
 REASON_TO_PROTO = {
@@ -72,65 +70,6 @@ def deltas_to_proto(parts: Sequence[Deltas], message: scheduler_pb2.Deltas | Non
     if deltas.pooled is not None:
         pooled_to_proto(deltas.pooled, message)
     return message
-
-
-def merge_deltas(parts: Sequence[Deltas]) -> Deltas:
-    """Concatenates columns. A finish stays behind its tokens, because finishes apply after all tokens of a message."""
-    return Deltas(
-        owners=np.concatenate([part.owners for part in parts]),
-        handles=np.concatenate([part.handles for part in parts]),
-        sample_indices=np.concatenate([part.sample_indices for part in parts]),
-        offsets=np.concatenate([part.offsets for part in parts]),
-        token_ids=np.concatenate([part.token_ids for part in parts]),
-        finished=[finished for part in parts for finished in part.finished],
-        logprobs=_merge_logprobs(parts),
-        prompt=concat_prompts([part.prompt for part in parts if part.prompt is not None]),
-        pooled=concat_pooled([part.pooled for part in parts if part.pooled is not None]),
-    )
-
-
-def _merge_logprobs(parts: Sequence[Deltas]) -> LogprobColumns | None:
-    if all(part.logprobs is None for part in parts):
-        return None
-    return concat_columns([part.logprobs or no_logprobs(len(part.token_ids)) for part in parts])
-
-
-def split_deltas(deltas: Deltas) -> dict[int, Deltas]:
-    """Splits deltas by owner. With one owner, the usual case, nothing is copied."""
-    if deltas.owner is not None and not deltas.finished and deltas.prompt is None:
-        return {deltas.owner: deltas}
-    columns = deltas.owners
-    is_uniform = len(columns) > 0 and not np.count_nonzero(columns != columns[0])
-    owners = {int(columns[0])} if is_uniform else set(np.unique(columns).tolist())
-    if deltas.finished:
-        owners |= {finished.group.owner for finished in deltas.finished}
-    if deltas.prompt is not None:
-        owners |= set(np.unique(deltas.prompt.owners).tolist())
-    if len(owners) == 1:
-        return {owners.pop(): deltas}
-    return {owner: _of_owner(deltas, owner) for owner in owners}
-
-
-def _of_owner(deltas: Deltas, owner: int) -> Deltas:
-    mine, prompt = deltas.owners == owner, deltas.prompt
-    if prompt is not None:
-        is_mine = prompt.owners == owner
-        prompt = prompt.select(is_mine) if is_mine.any() else None
-    pooled = deltas.pooled
-    if pooled is not None:
-        is_mine = pooled.owners == owner
-        pooled = pooled.select(is_mine) if is_mine.any() else None
-    return Deltas(
-        owners=deltas.owners[mine],
-        handles=deltas.handles[mine],
-        sample_indices=deltas.sample_indices[mine],
-        offsets=deltas.offsets[mine],
-        token_ids=deltas.token_ids[mine],
-        finished=[finished for finished in deltas.finished if finished.group.owner == owner],
-        logprobs=None if deltas.logprobs is None else deltas.logprobs.select(mine),
-        prompt=prompt,
-        pooled=pooled,
-    )
 
 
 def _num_prompt_tokens(group: SequenceGroup) -> int:

@@ -19,7 +19,7 @@ from request_fields.inputs import (
     MAX_INPUTS,
     ImageShape,
 )
-from scheduler_svc.columns import U32
+from step_protocol.columns import U32
 from svc_common.errors import InvalidRequestError
 
 # Bytes per element, by number of the dtype.

@@ -24,12 +24,12 @@ import numpy as np
 from quire.internal.v1 import scheduler_pb2
 from quire.v1 import types_pb2
 
-from scheduler_svc import wire
-from scheduler_svc.columns import u32_to_bytes
-from scheduler_svc.core.messages import Deltas
+from scheduler_svc.core.deltas import Deltas
+from scheduler_svc.gateways import wire
+from scheduler_svc.gateways.submits import SubmitReader
 from scheduler_svc.refusals import RETRY_NO_WORKER_S
 from scheduler_svc.step_loop import StepLoop
-from scheduler_svc.submits import SubmitReader
+from step_protocol.columns import u32_to_bytes
 from svc_common.errors import InvalidRequestError, OverloadedError, QuireError, UnavailableError, shown_error
 from svc_common.silence import SilenceWatch
 

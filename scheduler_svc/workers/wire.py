@@ -15,7 +15,6 @@ from quire.v1 import types_pb2
 
 from prefix_index.hashing import model_salt
 from request_fields.sizes import MAX_POOL_BLOCKS, MAX_POOL_TOKENS
-from scheduler_svc.columns import F32, U32, WireError, f32_from_bytes, u32_from_bytes, u32_to_bytes
 from scheduler_svc.core.messages import (
     EMPTY,
     NO_LOGPROBS,
@@ -28,7 +27,8 @@ from scheduler_svc.core.messages import (
 )
 from scheduler_svc.logprob_wire import columns_from_proto, prompt_from_proto
 from scheduler_svc.pooled_wire import pooled_from_proto
-from scheduler_svc.seals import SEAL_BYTES, BlockKeys, LeaseIds
+from scheduler_svc.workers.seals import SEAL_BYTES, BlockKeys, LeaseIds
+from step_protocol.columns import F32, U32, WireError, f32_from_bytes, u32_from_bytes, u32_to_bytes
 from svc_common.errors import InvalidRequestError
 
 DIGEST_BYTES = 16

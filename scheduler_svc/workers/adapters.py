@@ -19,10 +19,10 @@ from dataclasses import dataclass, field
 from quire.internal.v1 import worker_pb2
 from quire.v1 import inference_pb2, types_pb2
 
-from scheduler_svc.adapter_calls import AdapterCalls
-from scheduler_svc.agreement import WorkerRefusedError
 from scheduler_svc.step_loop import StepLoop
-from scheduler_svc.worker_link import LeasedWorker
+from scheduler_svc.workers.adapter_calls import AdapterCalls
+from scheduler_svc.workers.agreement import WorkerRefusedError
+from scheduler_svc.workers.leased_worker import LeasedWorker
 from svc_common.errors import InvalidRequestError, NotConfiguredError, QuireError, UnavailableError
 
 log = logging.getLogger(__name__)

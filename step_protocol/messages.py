@@ -15,7 +15,6 @@ import numpy.typing as npt
 
 from request_fields.fields import SamplingParams
 from request_fields.grammar import Grammar
-from worker_svc.engine.mrope import ImageSpan
 
 U32 = npt.NDArray[np.uint32]
 I32 = npt.NDArray[np.int32]
@@ -93,6 +92,23 @@ class CarriedInput:
     dtype: str
     shape: tuple[int, ...]
     data: bytes  # little-endian
+
+
+@dataclass(frozen=True, slots=True)
+class ImageSpan:
+    """The tokens of one image in a sequence."""
+
+    start: int  # index of its first token
+    height: int  # in tokens
+    width: int
+
+    @property
+    def length(self) -> int:
+        return self.height * self.width
+
+    @property
+    def end(self) -> int:
+        return self.start + self.length
 
 
 @dataclass(frozen=True, slots=True)

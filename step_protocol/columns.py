@@ -1,4 +1,4 @@
-"""Columns on the wire: one `tobytes` or `frombuffer` per column, nothing per element."""
+"""Columns: their types, and their packed little-endian form: one call per column, nothing per element."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 U32 = npt.NDArray[np.uint32]
+I32 = npt.NDArray[np.int32]
+I64 = npt.NDArray[np.int64]
 F32 = npt.NDArray[np.float32]
+Bools = npt.NDArray[np.bool_]
 
 LITTLE_U32 = np.dtype("<u4")
 LITTLE_F32 = np.dtype("<f4")

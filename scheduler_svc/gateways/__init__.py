@@ -1,0 +1,1 @@
+"""Attached gateways: their streams, their requests and the tokens for them."""

@@ -1,0 +1,1 @@
+"""Leased workers: their registration, leases, step streams and adapters."""
