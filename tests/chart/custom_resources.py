@@ -75,11 +75,14 @@ SERVICE_MONITOR = _closed(
     },
 )
 
-RULE = _closed(
+EXPRESSION: Schema = {"type": "string", "minLength": 1}
+ALERT = _closed(
     ("alert", "expr", "for", "labels", "annotations"),
-    **{name: {"type": "string", "minLength": 1} for name in ("alert", "expr")},
+    alert=EXPRESSION,
+    expr=EXPRESSION,
     **{"for": {"type": "string", "pattern": "^[0-9]+(s|m|h)$"}, "labels": STRINGS, "annotations": STRINGS},
 )
+RULE: Schema = {"anyOf": [ALERT, _closed(("record", "expr"), record=EXPRESSION, expr=EXPRESSION, labels=STRINGS)]}
 PROMETHEUS_RULE = _closed(
     ("groups",),
     groups={

@@ -25,9 +25,13 @@ pytestmark = pytest.mark.skipif(
 VALUES = {
     "metrics": {"prometheusRule": {"enabled": True}},
     "keda": {"enabled": True, "prometheusAddress": "http://p:9090"},
+    "models": [{"name": "demo"}, {"name": "on"}],
     "workers": [
-        {"name": n, "model": "demo", "autoscaling": {"enabled": True, "minReplicas": 0, "maxReplicas": most}}
-        for n, most in (("a", 6), ("b", 2))
+        {"name": "on", "model": "on"},
+        *(
+            {"name": n, "model": "demo", "autoscaling": {"enabled": True, "minReplicas": 0, "maxReplicas": most}}
+            for n, most in (("a", 6), ("b", 2))
+        ),
     ],
 }
 DEADLINE_S = 30.0
@@ -113,15 +117,64 @@ UNIT_TESTS = [
     },
     {
         "interval": "1m",
-        "input_series": [*HEALTHY[:1], series("quire_workers", "2 2 0+0x10", state="ready")],
+        "input_series": [*HEALTHY[:1], series("quire_workers", "2 2 0+0x10", "scheduler-on", state="ready")],
         "alert_rule_test": [
             {
                 "eval_time": "4m",
                 "alertname": "QuireNoWorkerReady",
                 "exp_alerts": [
                     {
+                        "exp_labels": {"severity": "critical", "service": "r-quire-scheduler-on"},
+                        "exp_annotations": {"summary": "No worker is ready for r-quire-scheduler-on"},
+                    }
+                ],
+            }
+        ],
+    },
+    {
+        # A pool at zero is no failure; a request that waits for it too long is one.
+        "interval": "1m",
+        "input_series": [
+            *HEALTHY[:1],
+            series("quire_workers", "0+0x100", state="ready"),
+            series("quire_num_requests_waiting", "0+0x20 1+0x80"),
+        ],
+        "alert_rule_test": [
+            {"eval_time": "19m", "alertname": "QuireNoWorkerReady", "exp_alerts": []},
+            {"eval_time": "50m", "alertname": "QuireNoWorkerStarts", "exp_alerts": []},
+            {
+                "eval_time": "60m",
+                "alertname": "QuireNoWorkerStarts",
+                "exp_alerts": [
+                    {
                         "exp_labels": {"severity": "critical", "service": "r-quire-scheduler-demo"},
-                        "exp_annotations": {"summary": "No worker is ready for r-quire-scheduler-demo"},
+                        "exp_annotations": {
+                            "summary": "Requests wait for r-quire-scheduler-demo, "
+                            "which has no worker, and none has started"
+                        },
+                    }
+                ],
+            },
+        ],
+    },
+    {
+        # Half of the requests fail for an hour.
+        "interval": "1m",
+        "input_series": [
+            *HEALTHY,
+            series("quire_requests_total", "0+10x60", GATEWAY, finished_reason="length"),
+            series("quire_rpc_errors_total", "0+10x60", GATEWAY, code="UNAVAILABLE", method="Generate"),
+        ],
+        "alert_rule_test": [
+            {
+                "eval_time": "20m",
+                "alertname": "QuireRequestsFail",
+                "exp_alerts": [
+                    {
+                        "exp_labels": {"severity": "critical"},
+                        "exp_annotations": {
+                            "summary": "More than 5 % of the requests fail with errors that clients did not cause"
+                        },
                     }
                 ],
             }
@@ -130,7 +183,7 @@ UNIT_TESTS = [
     {
         # Another release in the namespace has no worker; its alert is its own.
         "interval": "1m",
-        "input_series": [*HEALTHY, series("quire_workers", "0+0x10", "other-scheduler-demo", state="ready")],
+        "input_series": [*HEALTHY, series("quire_workers", "0+0x10", "other-scheduler-on", state="ready")],
         "alert_rule_test": [{"eval_time": "5m", "alertname": "QuireNoWorkerReady", "exp_alerts": []}],
     },
 ]

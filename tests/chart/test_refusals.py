@@ -27,6 +27,10 @@ GET = {"command": ["get"]}
 KEDA = {"enabled": True, "prometheusAddress": "http://p:9090"}
 
 COMBINATIONS = [
+    (
+        {"metrics": {"prometheusRule": {"enabled": True, "disabled": ["QuireNoSuch"]}}},
+        "metrics.prometheusRule.disabled has QuireNoSuch, which is not an alert of this release",
+    ),
     (models({"name": "a"}, {"name": "a"}), 'two entries named "a"'),
     (models({"name": "a", "servedName": "x"}, {"name": "b", "servedName": "x"}), "set another servedName"),
     ({"models": [{"name": "demo"}, {"name": "b"}]}, "add a pool with model: b"),

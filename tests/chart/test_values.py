@@ -63,6 +63,7 @@ HTTP = {"gateway": {"http": {"enabled": True}}}
 HTTP_INGRESS = {"gateway": {"http": {"enabled": True, "ingress": {"enabled": True, "hosts": ["api.example.com"]}}}}
 HTTP_ROUTE = {"gateway": {"http": {"enabled": True, "route": {"enabled": True, "parentRefs": [{"name": "public"}]}}}}
 FILTER = {"type": "RequestMirror", "requestMirror": {"backendRef": {"name": "copy", "port": 80}}}
+ALERT = "spec.groups.0.rules.0"
 RULES = {"metrics": {"prometheusRule": {"enabled": True}}}
 KEYS = {"gateway": {"apiKeys": {"existingSecret": "keys", "testEntry": "tester"}}}
 TLS = {"gateway": {"tls": {"existingSecret": "cert"}}}
@@ -177,6 +178,31 @@ COMMON = [
     Case("networkPolicy.egress.extra", [OUTSIDE], "NetworkPolicy worker", "spec.egress.2", OUTSIDE, EGRESS),
     Case("metrics.prometheusRule.enabled", True, "PrometheusRule =r-quire", "spec.groups.0.name", "r-quire"),
     Case("metrics.prometheusRule.labels", {"p": "q"}, "PrometheusRule =r-quire", "metadata.labels.p", "q", RULES),
+    Case("metrics.prometheusRule.alertLabels", {"p": "q"}, "PrometheusRule =r-quire", f"{ALERT}.labels.p", "q", RULES),
+    Case(
+        "metrics.prometheusRule.runbookUrl",
+        "https://w#{alert}",
+        "PrometheusRule =r-quire",
+        f"{ALERT}.annotations.runbook_url",
+        "https://w#QuireNoWorkerReady",
+        RULES,
+    ),
+    Case(
+        "metrics.prometheusRule.disabled",
+        ["QuireNoWorkerReady"],
+        "PrometheusRule =r-quire",
+        f"{ALERT}.alert",
+        "QuireGatewaysGone",
+        RULES,
+    ),
+    Case(
+        "metrics.prometheusRule.extraRules",
+        [{"record": "a", "expr": "b"}],
+        "PrometheusRule =r-quire",
+        "spec.groups.0.rules.-1",
+        {"record": "a", "expr": "b"},
+        RULES,
+    ),
     Case("metrics.compat", "vllm", SCHEDULER, "arg --metrics-compat", "vllm"),
     Case("metrics.serviceMonitor.enabled", True, "ServiceMonitor =r-quire", "spec.endpoints.0.port", "metrics"),
     Case(
