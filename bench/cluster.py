@@ -33,10 +33,9 @@ import numpy.typing as npt
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.deltas import Deltas
 from scheduler_svc.core.messages import StepBatch, StepOutput, WorkerCapacity
-from scheduler_svc.core.placement.fleet import Fleet, Placement
-from scheduler_svc.core.queue_entry import QueueEntry
+from scheduler_svc.core.placement import Placement, WorkerChoice
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.sequence import SequenceGroup, StopCondition
+from scheduler_svc.core.sequence import QueueEntry, SequenceGroup, StopCondition
 from scheduler_svc.core.steps.step_planner import StepPlanner
 
 U32 = npt.NDArray[np.uint32]
@@ -196,7 +195,7 @@ def trace(path: Path, seconds: float) -> Workload:
 # -- policies ----------------------------------------------------------------------------------------------------------
 
 
-class BoundOnArrival(Fleet):
+class BoundOnArrival(Placement):
     """The policy of routers in front of engines: a request is assigned on arrival and waits in that worker's queue."""
 
     def __init__(self, config: SchedulerConfig, pick: Callable[[list[int]], int]) -> None:
@@ -213,25 +212,25 @@ class BoundOnArrival(Fleet):
     def end(self, handle: int) -> None:
         self._num_open[self._bound[handle]] -= 1
 
-    def place(self, entry: QueueEntry, now: float, tokens_per_s: float | None) -> Placement:
+    def place(self, entry: QueueEntry, now: float, tokens_per_s: float | None) -> WorkerChoice:
         self._update_cached(entry, now)
         i = self._bound[entry.seq.group.handle]
         has_room = bool(self._room(entry)[i])
         if has_room:
             self._count_in(i, entry.seq.data.num_tokens, 1)
-        return Placement(self._workers[i], has_room, has_room and i in self._ready, not has_room)
+        return WorkerChoice(self._workers[i], has_room, has_room and i in self._ready, not has_room)
 
 
-class LeastBacklog(Fleet):
+class LeastBacklog(Placement):
     """Late binding to the worker that has the fewest tokens to prefill, in steps in flight and after them."""
 
-    def place(self, entry: QueueEntry, now: float, tokens_per_s: float | None) -> Placement:
+    def place(self, entry: QueueEntry, now: float, tokens_per_s: float | None) -> WorkerChoice:
         self._update_cached(entry, now)
         room, uncached = self._room(entry), entry.uncached_at
         scores = self._load + uncached
         i = int(np.where(room, scores, np.inf).argmin() if room.any() else scores.argmin())
         self._count_in(i, int(uncached[i]), entry.num_rows)
-        return Placement(self._workers[i], bool(room[i]), bool(room[i] and i in self._ready), False)
+        return WorkerChoice(self._workers[i], bool(room[i]), bool(room[i] and i in self._ready), False)
 
 
 class Policy:
@@ -259,11 +258,11 @@ class Router(Policy):
 
     def make(self, config: SchedulerConfig) -> Scheduler:
         config = replace(config, **PLAIN)
-        self._fleet = BoundOnArrival(config, self._pick)
-        return Scheduler(config, self._fleet)
+        self._placement = BoundOnArrival(config, self._pick)
+        return Scheduler(config, self._placement)
 
     def end(self, handle: int) -> None:
-        self._fleet.end(handle)
+        self._placement.end(handle)
 
 
 class Backlog(Policy):

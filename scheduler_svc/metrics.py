@@ -1,7 +1,7 @@
 """The scheduler's metrics. Counters of the core are read at a scrape. Only requests, steps and turns are timed live.
 
-To add a metric: for a counter of the core, add a field to `core.counts.Counts`. For a gauge of the core, add a field to
-`core.stats.SchedulerStats` and a line to GAUGES. For anything else, add a Spec and a row of `SchedulerReader`.
+To add a metric: for a counter of the core, add a field to `core.measurements.Counts`. For a gauge of the core, add a
+field to `core.stats.SchedulerStats` and a line to GAUGES. For anything else, add a Spec and a row of `SchedulerReader`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Protocol
 import numpy as np
 from quire.v1 import types_pb2
 
-from scheduler_svc.core.counts import Counts
 from scheduler_svc.core.deltas import Deltas, Finished
+from scheduler_svc.core.measurements import Counts
 from scheduler_svc.core.messages import MigrationReason
 from scheduler_svc.core.sequence import SequenceGroup
 from scheduler_svc.core.stats import SchedulerStats

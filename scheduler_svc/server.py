@@ -24,7 +24,7 @@ from prefix_index.index import NoPrefixIndex, PrefixIndex
 from prefix_index.keys import make_owner
 from prefix_index.redis_index import RedisPrefixIndex
 from scheduler_svc.core.config import MAX_BURST_S, SchedulerConfig
-from scheduler_svc.core.snapshot import OpenSequence
+from scheduler_svc.core.stats import OpenSequence
 from scheduler_svc.gateways.streams import Gateways
 from scheduler_svc.metrics import SPECS, SchedulerReader
 from scheduler_svc.request_traces import RequestTraces

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from quire.internal.v1 import scheduler_pb2
 
 from scheduler_svc.core.sequence import Sequence
-from scheduler_svc.core.snapshot import OpenSequence, PoolSnapshot
+from scheduler_svc.core.stats import OpenSequence, PoolSnapshot
 from scheduler_svc.step_loop import StepLoop
 from step_protocol.columns import u32_to_bytes
 

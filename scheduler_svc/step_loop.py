@@ -25,8 +25,7 @@ from scheduler_svc.core.errors import SchedulerError, UnexpectedStepError, Worke
 from scheduler_svc.core.messages import CachedBlock, StepBatch, StepOutput, WorkerCapacity
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishReason, SequenceGroup
-from scheduler_svc.core.snapshot import OpenSequence, PoolSnapshot
-from scheduler_svc.core.stats import Load, SchedulerStats
+from scheduler_svc.core.stats import Load, OpenSequence, PoolSnapshot, SchedulerStats
 from scheduler_svc.links import GatewayLink, WorkerLink
 from scheduler_svc.metrics import SchedulerTimes
 from scheduler_svc.refusals import RETRY_NO_WORKER_S, RETRY_STOPPING_S, RetryAdvice, refusal_from

@@ -6,13 +6,13 @@ from collections import Counter
 
 import numpy as np
 
-from scheduler_svc.core.placement.fleet import Fleet
+from scheduler_svc.core.placement import Placement
 from scheduler_svc.core.queue.requests import Requests
 from scheduler_svc.core.sequence import Sequence, SequenceStatus
-from scheduler_svc.core.steps.worker_books import WorkerBooks
+from scheduler_svc.core.steps.worker_state import WorkerState
 
 
-def check_worker(worker: WorkerBooks) -> None:
+def check_worker(worker: WorkerState) -> None:
     """Raise AssertionError if rows, tables and blocks disagree."""
     worker.pool.check_invariants()
     rows, r = worker.rows.active(), worker.rows
@@ -40,7 +40,7 @@ def check_worker(worker: WorkerBooks) -> None:
     assert reserved == worker.num_reserved_rows, "reserved rows disagree with samples to fork"
 
 
-def _check_row(worker: WorkerBooks, row: int) -> None:
+def _check_row(worker: WorkerState, row: int) -> None:
     r, seq = worker.rows, worker.rows.sequence(row)
     assert seq.status is SequenceStatus.RUNNING, f"row {row} holds a {seq.status.name} sequence"
     assert (seq.worker_id, seq.row) == (worker.capacity.worker_id, row), f"row {row}: its sequence is elsewhere"
@@ -56,7 +56,7 @@ def _check_row(worker: WorkerBooks, row: int) -> None:
     assert not len(shared) or shared.max() <= write, f"row {row}: shares a block that it will write to"
 
 
-def check_requests(requests: Requests, workers: dict[str, WorkerBooks], fleet: Fleet) -> None:
+def check_requests(requests: Requests, workers: dict[str, WorkerState], placement: Placement) -> None:
     """Raise AssertionError if the queue, the shares and the places of the sequences disagree."""
     groups = requests.groups.values()
     requests.waiting.check_invariants()
@@ -64,15 +64,15 @@ def check_requests(requests: Requests, workers: dict[str, WorkerBooks], fleet: F
     assert requests.priorities == Counter(group.priority for group in groups), "priorities are wrong"
     assert requests.num_input_bytes == sum(group.num_input_bytes for group in groups), "bytes of inputs are wrong"
     for entry in requests.waiting:
-        assert fleet.could_run(entry.seq), f"sequence {entry.seq.seq_id} is schedulable, but no worker could run it"
+        assert placement.could_run(entry.seq), f"sequence {entry.seq.seq_id} is schedulable, but no worker could run it"
     for seq in requests.waiting.unschedulable:
-        assert not fleet.could_run(seq), f"sequence {seq.seq_id} is unschedulable, but a worker could run it"
+        assert not placement.could_run(seq), f"sequence {seq.seq_id} is unschedulable, but a worker could run it"
     for group in groups:
         for seq in group.sequences:
             _check_place(seq, requests, workers)
 
 
-def _check_place(seq: Sequence, requests: Requests, workers: dict[str, WorkerBooks]) -> None:
+def _check_place(seq: Sequence, requests: Requests, workers: dict[str, WorkerState]) -> None:
     """A live sequence is in exactly one place: in the queue, in a row, or among the forks of another sample."""
     places = [seq in requests.waiting]
     places.append(seq.worker_id is not None and workers[seq.worker_id].rows.sequences[seq.row or 0] is seq)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from prefix_index.changes import Holder, PrefixChanges
-from scheduler_svc.core.steps.worker_books import WorkerBooks
+from scheduler_svc.core.steps.worker_state import WorkerState
 
 
 class PrefixEvents:
@@ -11,15 +11,15 @@ class PrefixEvents:
 
     def __init__(self, *, is_on: bool = True) -> None:
         self._is_on = is_on
-        self._touched: dict[str, WorkerBooks] = {}
+        self._touched: dict[str, WorkerState] = {}
         self._of_gone: list[PrefixChanges] = []
 
-    def note(self, worker: WorkerBooks) -> None:
+    def note(self, worker: WorkerState) -> None:
         """Remember that the worker may have changes."""
         if self._is_on:
             self._touched[worker.capacity.worker_id] = worker
 
-    def leave(self, worker: WorkerBooks) -> None:
+    def leave(self, worker: WorkerState) -> None:
         """Report every prefix of a worker that has left as evicted."""
         if not self._is_on:
             return
@@ -38,10 +38,10 @@ class PrefixEvents:
         return changes
 
 
-def cached_prefixes(worker: WorkerBooks) -> PrefixChanges:
+def cached_prefixes(worker: WorkerState) -> PrefixChanges:
     """All cached prefixes of a worker, to fill an index that has lost its data."""
     return PrefixChanges(_holder(worker), [(digest, True) for digest in worker.pool.cached_digests()])
 
 
-def _holder(worker: WorkerBooks) -> Holder:
+def _holder(worker: WorkerState) -> Holder:
     return Holder(worker.capacity.worker_id, worker.capacity.worker_epoch)

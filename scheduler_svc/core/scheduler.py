@@ -24,8 +24,8 @@ import numpy as np
 from prefix_index.changes import PrefixChanges
 from scheduler_svc.core import invariants
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.counts import Counts
 from scheduler_svc.core.deltas import Deltas, Finished, pooled_deltas
+from scheduler_svc.core.measurements import Counts, Throughput
 from scheduler_svc.core.messages import (
     EMPTY,
     CachedBlock,
@@ -35,25 +35,32 @@ from scheduler_svc.core.messages import (
     StepOutput,
     WorkerCapacity,
 )
-from scheduler_svc.core.placement.fleet import Fleet
+from scheduler_svc.core.placement import Placement
 from scheduler_svc.core.prefix_events import PrefixEvents, cached_prefixes
 from scheduler_svc.core.queue.admission_control import AdmissionControl
 from scheduler_svc.core.queue.beam_answers import BeamAnswers
-from scheduler_svc.core.queue.pace import Measures
-from scheduler_svc.core.queue.preemption import displace, plan_running
+from scheduler_svc.core.queue.preemption import plan_running, preempt_for
 from scheduler_svc.core.queue.requests import Requests
 from scheduler_svc.core.queue.scan import QueueScan
-from scheduler_svc.core.queue_entry import QueueEntry, Refusal
-from scheduler_svc.core.sequence import FinishReason, SequenceGroup
-from scheduler_svc.core.snapshot import OpenSequence, PoolSnapshot, pool_snapshot, slowest, waiting_snapshot
-from scheduler_svc.core.stats import Load, SchedulerStats, WorkerStats, load_of, scheduler_stats, worker_stats
+from scheduler_svc.core.sequence import FinishReason, QueueEntry, Refusal, SequenceGroup
+from scheduler_svc.core.stats import (
+    Load,
+    OpenSequence,
+    PoolSnapshot,
+    SchedulerStats,
+    WorkerStats,
+    load_of,
+    pool_snapshot,
+    scheduler_stats,
+    slowest,
+    waiting_snapshot,
+    worker_stats,
+)
 from scheduler_svc.core.steps.adapter_slots import AdapterSwap
-from scheduler_svc.core.steps.answers import append_tokens, check_answer
-from scheduler_svc.core.steps.failures import taint_of
+from scheduler_svc.core.steps.answers import Stops, append_tokens, check_answer, untrusted_after
 from scheduler_svc.core.steps.step_plan import I64, InFlightStep, StepPlan
 from scheduler_svc.core.steps.step_planner import StepPlanner
-from scheduler_svc.core.steps.stops import Stops
-from scheduler_svc.core.steps.worker_books import WorkerBooks
+from scheduler_svc.core.steps.worker_state import WorkerState
 
 MAX_POOLS = 32  # in one snapshot
 MAX_REFUSALS = 4  # per worker and step, because each check reads all rows of the worker
@@ -62,22 +69,22 @@ MAX_REFUSALS = 4  # per worker and step, because each check reads all rows of th
 class Scheduler:
     """Owns every sequence and the blocks of every worker. One caller, no threads.
 
-    `fleet` replaces the default placement, for comparisons.
+    `placement` replaces the default placement, for comparisons.
     """
 
-    def __init__(self, config: SchedulerConfig, fleet: Fleet | None = None) -> None:
+    def __init__(self, config: SchedulerConfig, placement: Placement | None = None) -> None:
         self.config = config
-        self._workers: dict[str, WorkerBooks] = {}
+        self._workers: dict[str, WorkerState] = {}
         self._planners: dict[str, StepPlanner] = {}
         self._ready: dict[str, StepPlanner] = {}  # the workers whose pipeline has room for a step
         self._changes_due: dict[str, float] = {}  # idle workers with changes -> when these are sent, earliest first
-        self._fleet = fleet or Fleet(config)
-        self._measures = Measures(config.expected_output_tokens)
+        self._placement = placement or Placement(config)
+        self._throughput = Throughput(config.expected_output_tokens)
         self._stops = Stops(config.eos_token_ids)
         self._counts = Counts()
-        self._requests = Requests(config, self._workers, self._fleet, self._stops, self._measures, self._counts)
-        self._admission = AdmissionControl(config, self._requests, self._fleet, self._measures, self._counts)
-        self._scan = QueueScan(config, self._requests, self._fleet, self._measures)
+        self._requests = Requests(config, self._workers, self._placement, self._stops, self._throughput, self._counts)
+        self._admission = AdmissionControl(config, self._requests, self._placement, self._throughput, self._counts)
+        self._scan = QueueScan(config, self._requests, self._placement, self._throughput)
         self._waiting = self._requests.waiting
         self._share = self._requests.share
         self._prefix_events = PrefixEvents(is_on=config.publishes_prefixes)
@@ -94,7 +101,7 @@ class Scheduler:
         if capacity.worker_id in self._workers:
             raise ValueError(f"worker {capacity.worker_id} has already joined; call remove_worker first")
         self._admission.check_worker(capacity)
-        worker = WorkerBooks(
+        worker = WorkerState(
             capacity,
             self.config.root_salt,
             prefix_caching=self.config.prefix_caching,
@@ -105,7 +112,7 @@ class Scheduler:
         planner = StepPlanner(worker, next_step_id, self.config.changes_wait_s)
         self._workers[capacity.worker_id] = worker
         self._planners[capacity.worker_id] = self._ready[capacity.worker_id] = planner
-        self._fleet.join(worker)
+        self._placement.join(worker)
         self._prefix_events.note(worker)
         self._requests.update_schedulable()
         for entry in self._waiting:
@@ -117,7 +124,7 @@ class Scheduler:
         worker = self._workers.pop(worker_id, None)
         if worker is None:
             return
-        self._fleet.leave(worker)
+        self._placement.leave(worker)
         del self._planners[worker_id]
         self._ready.pop(worker_id, None)
         self._changes_due.pop(worker_id, None)
@@ -132,7 +139,7 @@ class Scheduler:
         """
         if worker_id in self._workers:
             self._workers[worker_id].is_draining = True
-            self._fleet.drain(self._workers[worker_id])
+            self._placement.drain(self._workers[worker_id])
             self._requests.update_schedulable()
             self._move_drained_rows()
 
@@ -157,7 +164,7 @@ class Scheduler:
         """Adapters that workers must make resident for waiting sequences. The caller reports each one's end with
         `end_adapter_swap`.
         """
-        swaps = (worker.take_adapter_swap() for worker in self._fleet.take_wanting())
+        swaps = (worker.take_adapter_swap() for worker in self._placement.take_wanting())
         return [swap for swap in swaps if swap is not None]
 
     def end_adapter_swap(self, worker_id: str, digest: bytes, *, is_resident: bool) -> None:
@@ -215,14 +222,14 @@ class Scheduler:
         if self._waiting.unschedulable or not self._workers:
             self._expired += self._requests.give_up(now)
         batches: list[StepBatch] = []
-        changed = self._fleet.changed
+        changed = self._placement.changed
         if self._changes_due:
             changed.update(name for name, due_at in self._changes_due.items() if due_at <= now)
         while self._ready and (changed or self._waiting.num_schedulable) and (new := self._schedule_once(now)):
             batches += new
         changed.clear()
         is_served = self._waiting.num_schedulable and any(not worker.is_draining for worker in self._workers.values())
-        self._measures.observe_queue(now, is_served=bool(is_served))
+        self._throughput.observe_queue(now, is_served=bool(is_served))
         return batches
 
     def take_expired(self) -> Deltas:
@@ -246,7 +253,7 @@ class Scheduler:
         """Plan one step for each worker whose pipeline has room. Workers without changes or placed sequences are
         skipped, so an answer of one worker causes no work for the others.
         """
-        placed, changed = self._scan.place(self._ready, now), self._fleet.changed
+        placed, changed = self._scan.place(self._ready, now), self._placement.changed
         batches = []
         for name, planner in list(self._ready.items()):
             if name not in changed and name not in placed:
@@ -256,17 +263,17 @@ class Scheduler:
                 batches.append(batch)
             if batch is None or not planner.may_continue:
                 changed.discard(name)
-            if not planner.books.can_send:
+            if not planner.worker.can_send:
                 del self._ready[name]
         return batches
 
     def _schedule_worker(self, planner: StepPlanner, candidates: list[QueueEntry], now: float) -> StepBatch | None:
-        worker = planner.books
+        worker = planner.worker
         if not worker.rows.num_used and not candidates and not worker.has_changes:
             return None
-        self._note_change(worker)
+        self._mark_changed(worker)
         if candidates and len(self._requests.priorities) > 1:
-            displace(worker, candidates[0], self._requests, self.config.watermark, self._measures.mean_output)
+            preempt_for(worker, candidates[0], self._requests, self.config.watermark, self._throughput.mean_output)
         plan = planner.begin_step(now)
         has_preempted = plan_running(planner, plan, self._requests)
         if candidates and not has_preempted:
@@ -282,15 +289,15 @@ class Scheduler:
             self._counts.steps += 1 + len(batch.then)
         return batch
 
-    def _note_change(self, worker: WorkerBooks) -> None:
+    def _mark_changed(self, worker: WorkerState) -> None:
         self._prefix_events.note(worker)
-        self._fleet.mark_changed(worker)
+        self._placement.mark_changed(worker)
 
     def _admit(self, planner: StepPlanner, plan: StepPlan, candidates: list[QueueEntry], now: float) -> None:
         """Admit the candidates that fit. After a refusal, the following sequences that need at least as many tokens
         are refused without a check.
         """
-        worker = planner.books
+        worker = planner.worker
         smallest = self._admit_while_fitting(planner, plan, candidates, now)
         if smallest is None:
             return
@@ -302,7 +309,7 @@ class Scheduler:
         self, planner: StepPlanner, plan: StepPlan, candidates: list[QueueEntry], now: float
     ) -> tuple[int, Refusal] | None:
         """Admit candidates in order. Returns the tokens that the smallest refused sequence needs, and its refusal."""
-        worker = planner.books
+        worker = planner.worker
         smallest: tuple[int, Refusal] | None = None
         num_refused = 0
         for entry in candidates:
@@ -312,29 +319,29 @@ class Scheduler:
             if num_input_bytes and not plan.has_room_for(num_input_bytes):
                 break
             if smallest is None or entry.num_needed_tokens < smallest[0]:
-                found = worker.find_room(entry.seq, self.config.watermark, self._measures.mean_output)
+                found = worker.try_admit(entry.seq, self.config.watermark, self._throughput.mean_output)
                 if not isinstance(found, Refusal):
                     if plan.budget < entry.seq.group.num_encoder_tokens and not len(found.hits):
                         break  # one step must hold all encoder positions; it is the first to get tokens of the next one
                     late = entry.seq.forks[found.num_forks :]
                     entry.seq.forks = entry.seq.forks[: found.num_forks]
                     planner.admit(entry.seq, found.hits, plan)
-                    self._note_admitted(worker, entry, now)
+                    self._count_admitted(worker, entry, now)
                     if late:
                         self._requests.enqueue_samples(late)
                     continue
                 smallest = entry.num_needed_tokens, found
                 num_refused += 1
             entry.refusals[worker.capacity.worker_id] = smallest[1]
-            if self._requests.note_blocked(entry, now):
+            if self._requests.is_starved(entry, now):
                 break
         return smallest
 
-    def _note_admitted(self, worker: WorkerBooks, entry: QueueEntry, now: float) -> None:
+    def _count_admitted(self, worker: WorkerState, entry: QueueEntry, now: float) -> None:
         seq, num_tokens, num_cached = entry.seq, entry.num_tokens, entry.seq.num_cached_tokens
         self._waiting.remove(seq)
-        self._fleet.note_written(worker, num_tokens - num_cached)
-        self._measures.note_admitted(num_tokens)
+        self._placement.add_written(worker, num_tokens - num_cached)
+        self._throughput.add_admitted(num_tokens)
         if not seq.num_preemptions:
             seq.admitted_at = now
             self._counts.prefix_cache_queries += num_tokens
@@ -352,14 +359,14 @@ class Scheduler:
         planner = self._planners.get(output.worker_id)
         if planner is None:
             return _finishes([])
-        worker = planner.books
+        worker = planner.worker
         step, failures = check_answer(worker.in_flight, output)
-        worker.note_answered()
-        self._note_change(worker)
+        worker.pop_in_flight()
+        self._mark_changed(worker)
         if step.is_full:
-            self._note_prefill_pace(planner, step, now)
+            self._measure_prefill(planner, step, now)
         if step.burst_len:
-            planner.note_answer(step, now)
+            planner.end_message(step, now)
             self._ready[output.worker_id] = planner
         failed = self._fail_rows(worker, step, failures) if failures else []
         is_open = worker.rows.open_since(step.closed) if step.closed else None
@@ -376,11 +383,11 @@ class Scheduler:
             worker.free_released(step)
         return self._beams.update(worker, step, output, deltas) if step.has_beams else deltas
 
-    def _note_prefill_pace(self, planner: StepPlanner, step: InFlightStep, now: float) -> None:
+    def _measure_prefill(self, planner: StepPlanner, step: InFlightStep, now: float) -> None:
         """Measure the pace from full steps only: in other steps the worker could have computed more tokens."""
-        self._measures.prefill.note(step.num_prompt_tokens, now - max(step.sent_at, planner.answered_at))
+        self._throughput.prefill.note(step.num_prompt_tokens, now - max(step.sent_at, planner.answered_at))
 
-    def _finish_rows(self, worker: WorkerBooks, rows: I64, deltas: Deltas, places: list[int]) -> None:
+    def _finish_rows(self, worker: WorkerState, rows: I64, deltas: Deltas, places: list[int]) -> None:
         """End the rows at these indices whose newest token is their last one."""
         for i in places:
             row = rows.item(i)
@@ -390,10 +397,10 @@ class Scheduler:
             seq = worker.rows.sequence(row)
             deltas.finished.append(self._requests.end(seq, end[0], stop_token_id=end[1]))
             if end[0] is not FinishReason.LENGTH:
-                self._measures.note_output(len(seq.data.output))
+                self._throughput.add_output(len(seq.data.output))
 
     def _finish_prompt_only(
-        self, worker: WorkerBooks, step: InFlightStep, output: StepOutput, deltas: Deltas
+        self, worker: WorkerState, step: InFlightStep, output: StepOutput, deltas: Deltas
     ) -> Deltas:
         """End the requests without output whose prompts are complete. Adds the numbers of pooled ones."""
         numbers = {} if output.pooled is None else output.pooled.of_row()
@@ -411,13 +418,13 @@ class Scheduler:
             deltas.finished.append(self._requests.end(worker.rows.sequence(row), FinishReason.LENGTH))
         return replace(deltas, pooled=pooled_deltas(pooled)) if pooled else deltas
 
-    def _fail_rows(self, worker: WorkerBooks, step: InFlightStep, failures: list[RowFailure]) -> list[Finished]:
+    def _fail_rows(self, worker: WorkerState, step: InFlightStep, failures: list[RowFailure]) -> list[Finished]:
         """Retry a failed row once on another worker, because the machine may have caused the failure. End the sequence
         if it has failed before or no other worker could run it. Rows that read blocks of a failed row are computed
         again, even if they failed too.
         """
         live = [failure for failure in failures if failure.row not in step.closed]
-        taint = taint_of(worker, {failure.row for failure in live}, step)
+        taint = untrusted_after(worker, {failure.row for failure in live}, step)
         worker.pool.forget(np.array(taint.blocks, dtype=np.int64))
         for row in taint.rows:
             if worker.rows.sequences[row] is not None:  # else it was closed with another beam of its search
@@ -425,7 +432,7 @@ class Scheduler:
         causes = [failure for failure in live if failure.row not in taint.rows]
         return [end for failure in causes for end in self._retry_or_end(worker, failure)]
 
-    def _retry_or_end(self, worker: WorkerBooks, failure: RowFailure) -> list[Finished]:
+    def _retry_or_end(self, worker: WorkerState, failure: RowFailure) -> list[Finished]:
         if worker.rows.sequences[failure.row] is None:
             return []  # it was closed with another beam of its search
         seq = worker.rows.sequence(failure.row)
@@ -481,7 +488,7 @@ class Scheduler:
         """Raise AssertionError if any data structures disagree. For tests."""
         for worker in self._workers.values():
             invariants.check_worker(worker)
-        invariants.check_requests(self._requests, self._workers, self._fleet)
+        invariants.check_requests(self._requests, self._workers, self._placement)
         ready = {name for name, worker in self._workers.items() if worker.can_send}
         assert set(self._ready) == ready, "the ready workers differ from the workers that can send"
 

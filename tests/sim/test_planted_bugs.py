@@ -16,26 +16,24 @@ import pytest
 
 from prefix_index import hashing
 from prefix_index.content_ids import FIRST_CONTENT_ID
-from scheduler_svc.core import scheduler
+from scheduler_svc.core import placement, scheduler
 from scheduler_svc.core.beams import BeamSearch
 from scheduler_svc.core.blocks import prompt_digests
 from scheduler_svc.core.blocks.block_manager import BlockManager
-from scheduler_svc.core.blocks.lru_queue import LruQueue
+from scheduler_svc.core.blocks.free_blocks import LruQueue
 from scheduler_svc.core.messages import StepBatch
-from scheduler_svc.core.placement import fleet
 from scheduler_svc.core.pooled import PooledRows
 from scheduler_svc.core.queue.scan import QueueScan
-from scheduler_svc.core.queue_entry import QueueEntry
-from scheduler_svc.core.sequence import Sequence, SequenceGroup
-from scheduler_svc.core.steps import failures, rows, step_planner, worker_books
+from scheduler_svc.core.sequence import QueueEntry, Sequence, SequenceGroup
+from scheduler_svc.core.steps import answers, rows, step_planner, worker_state
 from scheduler_svc.core.steps.adapter_slots import AdapterSlots
+from scheduler_svc.core.steps.answers import Untrusted
 from scheduler_svc.core.steps.beam_rows import BeamRows
 from scheduler_svc.core.steps.decode_run import DecodeRun
-from scheduler_svc.core.steps.failures import Taint
 from scheduler_svc.core.steps.rows import RowTable
 from scheduler_svc.core.steps.step_plan import InFlightStep, StepPlan
 from scheduler_svc.core.steps.step_planner import StepPlanner
-from scheduler_svc.core.steps.worker_books import WorkerBooks
+from scheduler_svc.core.steps.worker_state import WorkerState
 from tests.sim.cluster import Cluster
 from tests.sim.simulation import run_seed
 from tests.sim.symbolic_worker import SymbolicWorker
@@ -134,10 +132,10 @@ def wrong_table_sent(patch: Patch) -> None:
 @bug("beyond their tables|disagrees with the tables")
 def off_by_one_at_a_block_border(patch: Patch) -> None:
     def needy(original: Any, planner: StepPlanner, decode: np.ndarray) -> np.ndarray:
-        r, bs = planner.books.rows, planner.books.capacity.block_size
+        r, bs = planner.worker.rows, planner.worker.capacity.block_size
         opens = (r.num_computed_tokens[decode] - 1) // bs >= r.num_blocks[decode]
         tail = r.table[decode, np.minimum(r.num_computed_tokens[decode] // bs, r.num_blocks[decode] - 1)]
-        return decode[opens | (planner.books.pool.refs[tail] > 1)]
+        return decode[opens | (planner.worker.pool.refs[tail] > 1)]
 
     wrap(patch, StepPlanner, "rows_that_need_a_block", needy)
 
@@ -176,7 +174,7 @@ def fork_takes_no_reference(patch: Patch) -> None:
         num_opens = len(plan.opens)
         original(planner, row, count, plan)
         for opened in plan.opens[num_opens:]:
-            planner.books.pool.refs[opened.block_table] -= 1
+            planner.worker.pool.refs[opened.block_table] -= 1
 
     wrap(patch, StepPlanner, "_fork_if_complete", fork)
 
@@ -187,21 +185,21 @@ def fork_takes_two_references(patch: Patch) -> None:
         num_opens = len(plan.opens)
         original(planner, row, count, plan)
         for opened in plan.opens[num_opens:]:
-            planner.books.pool.refs[opened.block_table] += 1
+            planner.worker.pool.refs[opened.block_table] += 1
 
     wrap(patch, StepPlanner, "_fork_if_complete", fork)
 
 
 @bug("leaks|no progress")
 def released_blocks_never_come_back(patch: Patch) -> None:
-    wrap(patch, WorkerBooks, "free_released", lambda original, worker, flight: None)
+    wrap(patch, WorkerState, "free_released", lambda original, worker, flight: None)
 
 
 @bug("which other rows share|written to one slot")
 def copy_on_write_skipped(patch: Patch) -> None:
     def needy(original: Any, planner: StepPlanner, decode: np.ndarray) -> np.ndarray:
-        r = planner.books.rows
-        return decode[r.num_computed_tokens[decode] // planner.books.capacity.block_size >= r.num_blocks[decode]]
+        r = planner.worker.rows
+        return decode[r.num_computed_tokens[decode] // planner.worker.capacity.block_size >= r.num_blocks[decode]]
 
     wrap(patch, StepPlanner, "rows_that_need_a_block", needy)
 
@@ -234,7 +232,7 @@ def digest_without_parent(patch: Patch) -> None:
 
 @bug("reads the wrong content")
 def salt_ignored(patch: Patch) -> None:
-    for module in (prompt_digests, worker_books):
+    for module in (prompt_digests, worker_state):
         wrap(patch, module, "root_digest", lambda root, salt, block_size, key: root(salt, block_size, b""))
     trust_digests(patch)
 
@@ -250,7 +248,7 @@ def shared_before_its_step_was_sent(patch: Patch) -> None:
         original(
             planner,
             row,
-            len(planner.books.rows.known_tokens(row)) - int(planner.books.rows.num_computed_tokens[row]),
+            len(planner.worker.rows.known_tokens(row)) - int(planner.worker.rows.num_computed_tokens[row]),
             plan,
         )
 
@@ -263,7 +261,7 @@ def committed_before_the_answer(patch: Patch) -> None:
     def finish(original: Any, planner: StepPlanner, plan: StepPlan) -> StepBatch | None:
         batch = original(planner, plan)
         if batch is not None:
-            planner.books.commit_fills(replace_rows(planner.books.in_flight[-1]), None)
+            planner.worker.commit_fills(replace_rows(planner.worker.in_flight[-1]), None)
         return batch
 
     def replace_rows(flight: InFlightStep) -> InFlightStep:
@@ -309,13 +307,13 @@ def evictions_not_announced(patch: Patch) -> None:
 
 @bug("which another open row has|reads the wrong content|which other rows share|opens with a bad table")
 def window_frees_one_block_early(patch: Patch) -> None:
-    def free(original: Any, worker: WorkerBooks, rows: np.ndarray) -> None:
+    def free(original: Any, worker: WorkerState, rows: np.ndarray) -> None:
         before = worker.rows.blocks_before
         worker.rows.blocks_before = before and before - 1
         original(worker, rows)
         worker.rows.blocks_before = before
 
-    wrap(patch, WorkerBooks, "free_unneeded", free)
+    wrap(patch, WorkerState, "free_unneeded", free)
 
 
 # -- rows and answers --------------------------------------------------------------------------------------------------
@@ -354,12 +352,12 @@ def closed_row_not_reported(patch: Patch) -> None:
 
 @bug("token at offset|the oracle has|reports .* tokens, delivered")
 def newest_token_lost_in_preemption(patch: Patch) -> None:
-    def preempt(original: Any, worker: WorkerBooks, row: int) -> Sequence:
+    def preempt(original: Any, worker: WorkerState, row: int) -> Sequence:
         seq = original(worker, row)
         seq.data.output = seq.data.output[:-1]
         return seq
 
-    wrap(patch, WorkerBooks, "preempt", preempt)
+    wrap(patch, WorkerState, "preempt", preempt)
 
 
 @bug("the oracle has")
@@ -419,7 +417,7 @@ def row_at_its_limit_stays_in_the_decode_run(patch: Patch) -> None:
 @bug("written to one slot|beyond their tables|rows are at|share")
 def row_joins_the_decode_run_without_a_check_of_its_blocks(patch: Patch) -> None:
     def may_join(original: Any, planner: StepPlanner, row: int) -> bool:
-        r = planner.books.rows
+        r = planner.worker.rows
         planned, end = r.num_planned[row], r.num_computed_tokens[row]
         return bool(planned - end == 1 and planned < r.limit[row] and end and not r.is_beam[row])
 
@@ -428,26 +426,26 @@ def row_joins_the_decode_run_without_a_check_of_its_blocks(patch: Patch) -> None
 
 @bug("the oracle has|commits block|no acknowledged step has computed")
 def failed_row_keeps_its_blocks_trusted(patch: Patch) -> None:
-    wrap(patch, scheduler, "taint_of", lambda original, worker, failed, step: Taint([], []))
+    wrap(patch, scheduler, "untrusted_after", lambda original, worker, failed, step: Untrusted([], []))
 
 
 @bug("the oracle has", failure_rate=0.2)
 def forks_of_a_failed_prompt_trusted(patch: Patch) -> None:
-    wrap(patch, failures, "_forks_of", lambda original, bad, steps: set())
+    wrap(patch, answers, "_forks_of", lambda original, bad, steps: set())
 
 
 @bug("no progress")
 def refused_once_and_never_checked_again(patch: Patch) -> None:
-    def refusal(original: Any, worker: WorkerBooks, entry: QueueEntry) -> Any:
+    def refusal(original: Any, worker: WorkerState, entry: QueueEntry) -> Any:
         return entry.refusals.get(worker.capacity.worker_id)
 
-    wrap(patch, WorkerBooks, "refusal", refusal)
+    wrap(patch, WorkerState, "refusal", refusal)
 
 
 @bug("is draining and gets a new row")
 def draining_worker_gets_sequences(patch: Patch) -> None:
     def place(original: Any, scan: QueueScan, ready: Any, now: float) -> Any:
-        draining = [worker for worker in scan._fleet.workers if worker.is_draining]
+        draining = [worker for worker in scan._placement.workers if worker.is_draining]
         for worker in draining:
             worker.is_draining = False
         placed = original(scan, ready, now)
@@ -464,7 +462,7 @@ def draining_worker_gets_sequences(patch: Patch) -> None:
 @bug("which other rows share|written to one slot")
 def last_block_of_a_beam_not_copied(patch: Patch) -> None:
     def copy(original: Any, planner: StepPlanner, row: int, plan: StepPlan) -> None:
-        if not planner.books.rows.is_beam[row]:
+        if not planner.worker.rows.is_beam[row]:
             original(planner, row, plan)
 
     wrap(patch, StepPlanner, "_copy_block", copy)
@@ -551,14 +549,14 @@ def moves_not_sent(patch: Patch) -> None:
     "which another open row has|which other rows share|reads the wrong content|evicts a block before|no LRU queue|leaks"
 )
 def encoder_blocks_freed_with_the_first_sample(patch: Patch) -> None:
-    def close(original: Any, worker: WorkerBooks, row: int, *others: Any) -> None:
+    def close(original: Any, worker: WorkerState, row: int, *others: Any) -> None:
         group = worker.rows.sequence(row).group
         blocks = worker.rows.table[row, : group.num_encoder_tokens // worker.capacity.block_size].astype(np.int64)
         if len(blocks):
             worker.pool.refs[blocks] = 1
         original(worker, row, *others)
 
-    wrap(patch, WorkerBooks, "_close", close)
+    wrap(patch, WorkerState, "_close", close)
 
 
 @bug("its encoder has")
@@ -589,7 +587,7 @@ def inputs_missing_in_the_digest(patch: Patch) -> None:
         return np.where(ids >= FIRST_CONTENT_ID, np.uint32(FIRST_CONTENT_ID), ids)
 
     wrap(patch, Cluster, "_sent_ids", sent)
-    for module in (fleet, rows, worker_books):
+    for module in (placement, rows, worker_state):
         patch.setattr(module, "extra_keys", lambda inputs, block_size: {})
     trust_digests(patch)
 

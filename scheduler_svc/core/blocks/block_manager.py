@@ -22,8 +22,7 @@ from itertools import takewhile
 import numpy as np
 import numpy.typing as npt
 
-from scheduler_svc.core.blocks.free_list import FreeList
-from scheduler_svc.core.blocks.lru_queue import LruQueue
+from scheduler_svc.core.blocks.free_blocks import FreeList, LruQueue
 
 I64 = npt.NDArray[np.int64]
 U32 = npt.NDArray[np.uint32]

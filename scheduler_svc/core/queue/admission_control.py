@@ -7,7 +7,6 @@ import sys
 from request_fields.fields import FieldError
 from request_fields.sizes import SizeLimits
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.counts import Counts
 from scheduler_svc.core.errors import (
     DeadlineError,
     DuplicateRequestError,
@@ -16,8 +15,9 @@ from scheduler_svc.core.errors import (
     QueueFullError,
     WorkerMismatchError,
 )
+from scheduler_svc.core.measurements import Counts, Throughput
 from scheduler_svc.core.messages import WorkerCapacity
-from scheduler_svc.core.placement.fleet import Fleet
+from scheduler_svc.core.placement import Placement
 from scheduler_svc.core.policy import (
     DEADLINE_FRACTION,
     beam_blocks,
@@ -27,24 +27,28 @@ from scheduler_svc.core.policy import (
     is_too_late,
     virtual_arrival,
 )
-from scheduler_svc.core.queue.pace import Measures
 from scheduler_svc.core.queue.requests import Requests
 from scheduler_svc.core.sequence import SequenceGroup
 
 RETURNING_FACTOR = 4  # the queue's limits are this much higher for requests that were accepted before
-LEAST_RETRY_S = 0.1
+MIN_RETRY_S = 0.1
 
 
 class AdmissionControl:
     """Raises an error for each worker or request that it refuses. The only state it changes is a count of refusals."""
 
     def __init__(
-        self, config: SchedulerConfig, requests: Requests, fleet: Fleet, measures: Measures, counts: Counts
+        self,
+        config: SchedulerConfig,
+        requests: Requests,
+        placement: Placement,
+        throughput: Throughput,
+        counts: Counts,
     ) -> None:
         self._config = config
         self._requests = requests
-        self._fleet = fleet
-        self._measures = measures
+        self._placement = placement
+        self._throughput = throughput
         self._counts = counts
 
     def check_worker(self, capacity: WorkerCapacity) -> None:
@@ -54,8 +58,8 @@ class AdmissionControl:
                 f"worker {capacity.worker_id}: max_num_batched_tokens is {capacity.max_num_batched_tokens}; must be "
                 f"at least max_num_seqs {capacity.max_num_seqs}, so that a step has a token for every running sequence"
             )
-        first = self._fleet.first
-        if first is not None and (self._fleet.workers or self._requests.groups):
+        first = self._placement.first
+        if first is not None and (self._placement.workers or self._requests.groups):
             _check_same("block_size", capacity, first)
             _check_same("max_model_len", capacity, first)
             _check_same("attention_window", capacity, first)
@@ -69,7 +73,7 @@ class AdmissionControl:
             raise DuplicateRequestError(
                 f"request_id {group.request_id!r} is in flight; use another request_id or wait until it ends"
             )
-        workers = self._fleet.workers
+        workers = self._placement.workers
         if group.adapter and workers and not any(worker.adapters.has(group.adapter) for worker in workers):
             raise NoWorkerError(
                 f"no worker of this scheduler has the adapter with digest {group.adapter.hex()}; retry later or on "
@@ -93,7 +97,9 @@ class AdmissionControl:
         if not num_waiting:
             return
         factor = RETURNING_FACTOR if group.takes_over else 1
-        new = expected_tokens(len(group.prompt), group.stop.max_tokens, group.num_sequences, self._measures.mean_output)
+        new = expected_tokens(
+            len(group.prompt), group.stop.max_tokens, group.num_sequences, self._throughput.mean_output
+        )
         limit = factor * self._config.max_waiting_tokens
         if num_waiting < factor * self._config.max_waiting and queue.expected_tokens + new < limit:
             return  # not full: the shares of tenants do not matter
@@ -121,22 +127,23 @@ class AdmissionControl:
             )
 
     def _check_size(self, group: SequenceGroup) -> None:
-        first, has_workers = self._fleet.first, bool(self._fleet.workers)
+        first, has_workers = self._placement.first, bool(self._placement.workers)
         if first is None:
             return
-        num_prompt, max_tokens, longest = len(group.prompt), group.stop.max_tokens, self._fleet.longest
+        num_prompt, max_tokens, longest = len(group.prompt), group.stop.max_tokens, self._placement.longest
         if num_prompt + max_tokens > min(first.max_model_len, longest):  # else it fits
             limits = SizeLimits(first.max_model_len, longest if has_workers else sys.maxsize)
             try:
                 limits.resolve(num_prompt, max_tokens)
             except FieldError as error:
                 raise NeverFitsError(str(error), field=error.field) from None
-        if has_workers and group.n > self._fleet.most_rows:
+        if has_workers and group.n > self._placement.max_rows:
             raise NeverFitsError(
-                f"sampling.n is {group.n}; must be at most {self._fleet.most_rows}, max_num_seqs of the largest worker",
+                f"sampling.n is {group.n}; must be at most {self._placement.max_rows}, max_num_seqs of the "
+                "largest worker",
                 field="sampling.n",
             )
-        if has_workers and group.num_encoder_tokens > (most := self._fleet.most_encoder_tokens):
+        if has_workers and group.num_encoder_tokens > (most := self._placement.max_encoder_tokens):
             raise NeverFitsError(
                 f"the encoder input takes {group.num_encoder_tokens} positions; must be at most {most}, because one "
                 "step computes all of them: send less, or start the workers with a higher --max-num-batched-tokens "
@@ -148,35 +155,35 @@ class AdmissionControl:
 
     def _check_beams(self, group: SequenceGroup, first: WorkerCapacity) -> None:
         width, num_prompt, max_tokens = group.num_sequences, len(group.prompt), group.stop.max_tokens
-        if width > self._fleet.most_rows:
+        if width > self._placement.max_rows:
             raise NeverFitsError(
-                f"sampling.beam_width is {width}; must be at most {self._fleet.most_rows}, max_num_seqs of the largest "
-                "worker",
+                f"sampling.beam_width is {width}; must be at most {self._placement.max_rows}, max_num_seqs of the "
+                "largest worker",
                 field="sampling.beam_width",
             )
         num_needed = first.block_size * beam_blocks(
             num_prompt, max_tokens, width, first.block_size, first.blocks_before
         )
-        if num_needed > self._fleet.largest_pool:
+        if num_needed > self._placement.largest_pool:
             raise NeverFitsError(
                 f"sampling.beam_width is {width}; with {num_prompt} prompt tokens and max_tokens {max_tokens} the "
                 f"beams need {num_needed} tokens of one KV pool, and the largest pool has "
-                f"{self._fleet.largest_pool}: lower beam_width or max_tokens",
+                f"{self._placement.largest_pool}: lower beam_width or max_tokens",
                 field="sampling.beam_width",
             )
 
     def _check_deadline(self, group: SequenceGroup, timeout_s: float, now: float) -> None:
-        workers = [worker for worker in self._fleet.workers if not worker.is_draining]
+        workers = [worker for worker in self._placement.workers if not worker.is_draining]
         if not workers:
             return  # the time until a worker joins is unknown
         queue, slot = self._requests.waiting, self._requests.share.slot_of(group.tenant_id)
         ahead = queue.tokens_ahead(slot, group.priority)
         own = len(group.prompt) + min(worker.backlog for worker in workers)
-        paces = self._measures.queue.per_s, self._measures.prefill.per_s
+        paces = self._throughput.queue.per_s, self._throughput.prefill.per_s
         if not is_too_late(first_token_wait_s(ahead, paces[0], own, paces[1]), timeout_s):
             return
         digests: list[bytes] = []
-        self._fleet.extend_digests(digests, group.prompt, group)
+        self._placement.extend_digests(digests, group.prompt, group)
         max_cached = group.max_cached_tokens(len(group.prompt))
         least = group.num_encoder_tokens
         num_cached = max(worker.num_cached(digests, max_cached, 0, least) for worker in workers)
@@ -190,7 +197,7 @@ class AdmissionControl:
         raise DeadlineError(
             f"the deadline is in {timeout_s:.1f} s, but the first token would take about {wait_s:.1f} s; retry later "
             "or set a later deadline",
-            retry_after_s=max(LEAST_RETRY_S, wait_s - DEADLINE_FRACTION * timeout_s),
+            retry_after_s=max(MIN_RETRY_S, wait_s - DEADLINE_FRACTION * timeout_s),
         )
 
 

@@ -16,7 +16,7 @@ from scheduler_svc.core.queue.requests import Requests
 from scheduler_svc.core.sequence import Sequence, SequenceGroup
 from scheduler_svc.core.steps.beam_rows import candidates_of
 from scheduler_svc.core.steps.step_plan import InFlightStep
-from scheduler_svc.core.steps.worker_books import WorkerBooks
+from scheduler_svc.core.steps.worker_state import WorkerState
 
 
 class BeamAnswers:
@@ -27,13 +27,13 @@ class BeamAnswers:
     """
 
     def __init__(
-        self, requests: Requests, share: FairShare, fail: Callable[[WorkerBooks, RowFailure], list[Finished]]
+        self, requests: Requests, share: FairShare, fail: Callable[[WorkerState, RowFailure], list[Finished]]
     ) -> None:
         self._requests = requests
         self._share = share
         self._fail = fail
 
-    def update(self, worker: WorkerBooks, step: InFlightStep, output: StepOutput, deltas: Deltas) -> Deltas:
+    def update(self, worker: WorkerState, step: InFlightStep, output: StepOutput, deltas: Deltas) -> Deltas:
         """Apply the candidates of an answer. Returns `deltas` with the results of the searches that end."""
         r, ready = worker.rows, list[SequenceGroup]()
         for row in output.rows[r.is_beam[output.rows]].tolist():
@@ -49,7 +49,7 @@ class BeamAnswers:
             deltas = self._advance(worker, group, deltas)
         return deltas
 
-    def _put(self, worker: WorkerBooks, seq: Sequence, output: StepOutput) -> RowFailure | None:
+    def _put(self, worker: WorkerState, seq: Sequence, output: StepOutput) -> RowFailure | None:
         """Store the candidates of a beam. Returns a failure if the worker did not return as many as requested."""
         search, row = seq.group.search, seq.row
         if search is None or row is None:
@@ -63,7 +63,7 @@ class BeamAnswers:
         self._share.charge_outputs(worker.rows.tenant, np.array([row]))
         return None
 
-    def _advance(self, worker: WorkerBooks, group: SequenceGroup, deltas: Deltas) -> Deltas:
+    def _advance(self, worker: WorkerState, group: SequenceGroup, deltas: Deltas) -> Deltas:
         search, r = group.search, worker.rows
         if search is None:
             raise RuntimeError(f"request {group.request_id} has no beam search: a bug in the scheduler")

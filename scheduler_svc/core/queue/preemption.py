@@ -5,11 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from scheduler_svc.core.queue.requests import Requests
-from scheduler_svc.core.queue_entry import QueueEntry
-from scheduler_svc.core.sequence import Sequence
+from scheduler_svc.core.sequence import QueueEntry, Sequence
 from scheduler_svc.core.steps.step_plan import StepPlan
 from scheduler_svc.core.steps.step_planner import StepPlanner
-from scheduler_svc.core.steps.worker_books import WorkerBooks, num_forks_needed
+from scheduler_svc.core.steps.worker_state import WorkerState, num_forks_needed
 
 
 def plan_running(planner: StepPlanner, plan: StepPlan, requests: Requests) -> bool:
@@ -18,7 +17,7 @@ def plan_running(planner: StepPlanner, plan: StepPlan, requests: Requests) -> bo
     Each decoding row gets the block to which it writes next. The least urgent rows are preempted until there are enough
     blocks. While steps in flight still use a preempted row's blocks, rows without a block skip the step.
     """
-    worker = planner.books
+    worker = planner.worker
     if not worker.rows.num_used:
         return False
     num_for_run = planner.update_run()
@@ -57,30 +56,32 @@ def plan_running(planner: StepPlanner, plan: StepPlan, requests: Requests) -> bo
     return has_preempted
 
 
-def displace(worker: WorkerBooks, entry: QueueEntry, requests: Requests, watermark: float, mean_output: float) -> None:
+def preempt_for(
+    worker: WorkerState, entry: QueueEntry, requests: Requests, watermark: float, mean_output: float
+) -> None:
     """Preempt less urgent rows to make room for an urgent sequence. Do not preempt if it still would not fit."""
     urgent = entry.seq
-    if _has_space(urgent, worker) or not _may_displace(urgent, worker):
+    if _has_space(urgent, worker) or not _has_less_urgent(urgent, worker):
         return
     refusal = worker.check_preempting(urgent, watermark, mean_output)
     if refusal is not None:
         entry.refusals[worker.capacity.worker_id] = refusal
         return
-    while not _has_space(urgent, worker) and _may_displace(urgent, worker):
+    while not _has_space(urgent, worker) and _has_less_urgent(urgent, worker):
         _preempt_one(worker, requests)
 
 
-def _has_space(seq: Sequence, worker: WorkerBooks) -> bool:
+def _has_space(seq: Sequence, worker: WorkerState) -> bool:
     _, num_blocks = worker.rows.opening_blocks(seq.data.num_tokens, 0)
     return worker.has_space(1 + num_forks_needed(seq), num_blocks)
 
 
-def _may_displace(seq: Sequence, worker: WorkerBooks) -> bool:
+def _has_less_urgent(seq: Sequence, worker: WorkerState) -> bool:
     priorities = worker.rows.priority[worker.rows.active()]
     return bool((priorities > seq.group.priority).any())
 
 
-def _preempt_one(worker: WorkerBooks, requests: Requests) -> None:
+def _preempt_one(worker: WorkerState, requests: Requests) -> None:
     victim = max(worker.rows.active().tolist(), key=lambda row: worker.rows.sequence(row).order)
     seq = worker.preempt(victim)
     requests.requeue(seq)

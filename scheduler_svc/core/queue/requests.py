@@ -10,18 +10,16 @@ from heapq import heapify, heappop, heappush
 from request_fields.fields import End
 from scheduler_svc.core.beams import BeamSearch
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.counts import Counts
 from scheduler_svc.core.deltas import Finished
+from scheduler_svc.core.measurements import Counts, Throughput
 from scheduler_svc.core.messages import EMPTY, MigrationReason
-from scheduler_svc.core.placement.fleet import Fleet
+from scheduler_svc.core.placement import Placement
 from scheduler_svc.core.policy import expected_tokens, virtual_arrival
 from scheduler_svc.core.queue.fair_share import FairShare
-from scheduler_svc.core.queue.pace import Measures
 from scheduler_svc.core.queue.waiting_queue import WaitingQueue
-from scheduler_svc.core.queue_entry import QueueEntry
-from scheduler_svc.core.sequence import FinishReason, Sequence, SequenceData, SequenceGroup, SequenceStatus
-from scheduler_svc.core.steps.stops import Stops
-from scheduler_svc.core.steps.worker_books import WorkerBooks
+from scheduler_svc.core.sequence import FinishReason, QueueEntry, Sequence, SequenceData, SequenceGroup, SequenceStatus
+from scheduler_svc.core.steps.answers import Stops
+from scheduler_svc.core.steps.worker_state import WorkerState
 
 RETRY_ADVICE = "retry later or on another scheduler"
 SPARE_DEADLINES = 64  # entries of sequences that no longer wait are removed when there are more than about this many
@@ -33,10 +31,10 @@ class Requests:
     def __init__(
         self,
         config: SchedulerConfig,
-        workers: dict[str, WorkerBooks],
-        fleet: Fleet,
+        workers: dict[str, WorkerState],
+        placement: Placement,
         stops: Stops,
-        measures: Measures,
+        throughput: Throughput,
         counts: Counts,
     ) -> None:
         self.groups: dict[str, SequenceGroup] = {}
@@ -46,9 +44,9 @@ class Requests:
         self.num_input_bytes = 0  # data of the inputs of live groups
         self._config = config
         self._workers = workers
-        self._fleet = fleet
+        self._placement = placement
         self._stops = stops
-        self._measures = measures
+        self._throughput = throughput
         self._counts = counts
         self._deadlines: list[tuple[float, int, Sequence]] = []  # a heap; some of its sequences no longer wait
         self._next_seq_id = 0
@@ -174,7 +172,7 @@ class Requests:
         if not self._workers:
             return f"no worker is connected and none joined within {patience_s:g} s; {RETRY_ADVICE}"
         sizes = f"{len(group.prompt)} prompt tokens, max_tokens {group.stop.max_tokens}"
-        most = f"{self._fleet.largest_pool} tokens"
+        most = f"{self._placement.largest_pool} tokens"
         return (
             f"no present worker can run the request ({sizes}; the largest pool has {most}), and no eligible worker "
             f"joined within {patience_s:g} s; {RETRY_ADVICE}"
@@ -194,7 +192,7 @@ class Requests:
         if seq.worker_id is not None and seq.row is not None:
             worker = self._workers[seq.worker_id]
             worker.finish(seq, seq.row)
-            self._fleet.mark_changed(worker)
+            self._placement.mark_changed(worker)
         else:
             self._leave_queue(seq)
             seq.move_to(SequenceStatus.FINISHED)
@@ -214,7 +212,7 @@ class Requests:
                 if leader.worker_id is not None:
                     worker = self._workers[leader.worker_id]
                     worker.unreserve_row()
-                    self._fleet.mark_changed(worker)
+                    self._placement.mark_changed(worker)
 
     def _forget_if_done(self, group: SequenceGroup) -> None:
         if not group.is_finished or self.groups.pop(group.request_id, None) is None:
@@ -252,29 +250,29 @@ class Requests:
             self._update_schedulable(seq)
 
     def _update_schedulable(self, seq: Sequence) -> None:
-        if self._fleet.could_run(seq) == (seq in self.waiting.unschedulable):
+        if self._placement.could_run(seq) == (seq in self.waiting.unschedulable):
             self.waiting.remove(seq)
             self._join_queue(seq)
 
     def _join_queue(self, seq: Sequence) -> None:
-        if not self._fleet.could_run(seq):
+        if not self._placement.could_run(seq):
             self.waiting.add_unschedulable(seq)
             return
         entry = QueueEntry(seq)
         remaining = seq.group.stop.max_tokens - len(seq.data.output)
         entry.num_expected_tokens = expected_tokens(
-            entry.num_tokens, remaining, 1 + len(seq.forks), self._measures.mean_output
+            entry.num_tokens, remaining, 1 + len(seq.forks), self._throughput.mean_output
         )
         if entry.is_new:
-            self._fleet.look_up_cached(entry, seq.group.arrival)
+            self._placement.look_up_cached(entry, seq.group.arrival)
         self.waiting.add(entry, self.virtual_arrival(entry))
 
     def _enqueue(self, seq: Sequence) -> None:
         self._join_queue(seq)
         if seq.group.deadline < math.inf:
-            self._note_deadline(seq)
+            self._add_deadline(seq)
 
-    def _note_deadline(self, seq: Sequence) -> None:
+    def _add_deadline(self, seq: Sequence) -> None:
         heappush(self._deadlines, (seq.group.deadline, seq.seq_id, seq))
         if len(self._deadlines) > 2 * len(self.waiting) + SPARE_DEADLINES:  # most no longer wait
             self._deadlines = list({entry for entry in self._deadlines if entry[2] in self.waiting})
@@ -284,10 +282,10 @@ class Requests:
         """The sort key of an entry. A sequence that has run before is sorted by arrival alone, because most of its work
         is done.
         """
-        uncached = entry.num_tokens - entry.most_cached if entry.is_new else 0
+        uncached = entry.num_tokens - entry.max_cached if entry.is_new else 0
         return virtual_arrival(entry.seq.group.arrival, uncached, self._config.aging_tokens_per_s)
 
-    def note_blocked(self, entry: QueueEntry, now: float) -> bool:
+    def is_starved(self, entry: QueueEntry, now: float) -> bool:
         """Record that a sequence was passed over for lack of room. True if that first happened `aging_s` ago: the
         sequence is starved.
         """

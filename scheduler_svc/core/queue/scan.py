@@ -7,10 +7,10 @@ from itertools import islice
 from operator import is_
 
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.placement.fleet import Fleet, Placement, Wait
-from scheduler_svc.core.queue.pace import Measures
+from scheduler_svc.core.measurements import Throughput
+from scheduler_svc.core.placement import Placement, Wait, WorkerChoice
 from scheduler_svc.core.queue.requests import Requests
-from scheduler_svc.core.queue_entry import QueueEntry
+from scheduler_svc.core.sequence import QueueEntry
 from scheduler_svc.core.steps.step_planner import StepPlanner
 
 MAX_SWAP_WAITS = 256  # sequences per pass that wait until their adapter is swapped in
@@ -19,12 +19,14 @@ MAX_SWAP_WAITS = 256  # sequences per pass that wait until their adapter is swap
 class QueueScan:
     """Assigns waiting sequences to workers. Sequences stay in the queue until a step admits them."""
 
-    def __init__(self, config: SchedulerConfig, requests: Requests, fleet: Fleet, measures: Measures) -> None:
+    def __init__(
+        self, config: SchedulerConfig, requests: Requests, placement: Placement, throughput: Throughput
+    ) -> None:
         self._config = config
         self._requests = requests
         self._waiting = requests.waiting
-        self._fleet = fleet
-        self._measures = measures
+        self._placement = placement
+        self._throughput = throughput
         self._waits: list[Wait] = []  # of the last pass, if all its sequences got one
 
     def place(self, ready: Mapping[str, StepPlanner], now: float) -> dict[str, list[QueueEntry]]:
@@ -38,27 +40,27 @@ class QueueScan:
         is_mixed = len(self._requests.priorities) > 1
         if not self._waiting.num_schedulable or not self._may_admit(ready, is_mixed=is_mixed):
             return placed
-        tokens_per_s, waits = self._measures.prefill.per_s, self._waits
-        if waits and not is_mixed and self._are_first(waits) and self._fleet.would_wait(waits, now, tokens_per_s):
+        tokens_per_s, waits = self._throughput.prefill.per_s, self._waits
+        if waits and not is_mixed and self._are_first(waits) and self._placement.would_wait(waits, now, tokens_per_s):
             return placed
-        self._fleet.begin_pass(ready.keys(), is_mixed=is_mixed)
+        self._placement.begin_pass(ready.keys(), is_mixed=is_mixed)
         found: list[Wait | None] = []
         moved: list[QueueEntry] = []
         num_passed = num_swaps = 0
-        for entry in self._waiting if self._fleet.num_accepting else ():
-            placement = self._fleet.place(entry, now, tokens_per_s)
-            found.append(placement.wait)
+        for entry in self._waiting if self._placement.num_accepting else ():
+            choice = self._placement.place(entry, now, tokens_per_s)
+            found.append(choice.wait)
             if entry.has_old_key:
                 moved.append(entry)
-            if placement.is_now:
-                placed.setdefault(placement.worker.capacity.worker_id, []).append(entry)
-            elif placement.waits_for_adapter:
+            if choice.is_now:
+                placed.setdefault(choice.worker.capacity.worker_id, []).append(entry)
+            elif choice.waits_for_adapter:
                 num_swaps += 1  # it takes no place from later sequences
             else:
                 num_passed += 1
-            if self._is_starved(entry, placement, now):
-                self._fleet.reserve_for(entry)
-            if not self._fleet.num_accepting or num_passed > self._config.max_bypass or num_swaps > MAX_SWAP_WAITS:
+            if self._is_starved(entry, choice, now):
+                self._placement.reserve_for(entry)
+            if not self._placement.num_accepting or num_passed > self._config.max_bypass or num_swaps > MAX_SWAP_WAITS:
                 break
         for entry in moved:
             self._waiting.move(entry, self._requests.virtual_arrival(entry))
@@ -78,14 +80,14 @@ class QueueScan:
         """
         first = next(iter(self._waiting))
         if not first.refusals:
-            return is_mixed or any(planner.books.num_free_rows > 0 for planner in ready.values())
-        workers = [p.books for p in ready.values() if is_mixed or p.books.num_free_rows > 0]
+            return is_mixed or any(planner.worker.num_free_rows > 0 for planner in ready.values())
+        workers = [p.worker for p in ready.values() if is_mixed or p.worker.num_free_rows > 0]
         entries = list(islice(self._waiting, self._config.max_bypass + 1))
         for worker in workers:
             worker.expire_refusal(first)
         refusals = (worker.refusal(entry) for entry in entries for worker in workers)
         return any(refusal is None or (is_mixed and refusal.can_preempt) for refusal in refusals)
 
-    def _is_starved(self, entry: QueueEntry, placement: Placement, now: float) -> bool:
+    def _is_starved(self, entry: QueueEntry, choice: WorkerChoice, now: float) -> bool:
         """Whether no worker has had room for the sequence for `aging_s`: its eligible workers are reserved for it."""
-        return not placement.has_room and not placement.is_held and self._requests.note_blocked(entry, now)
+        return not choice.has_room and not choice.is_held and self._requests.is_starved(entry, now)

@@ -10,8 +10,7 @@ from heapq import heapify, heappop, heapreplace
 from operator import attrgetter
 
 from scheduler_svc.core.queue.fair_share import INPUT_WEIGHT, FairShare
-from scheduler_svc.core.queue_entry import QueueEntry
-from scheduler_svc.core.sequence import Sequence
+from scheduler_svc.core.sequence import QueueEntry, Sequence
 
 _key = attrgetter("key")
 

@@ -1,4 +1,7 @@
-"""Whether a sequence fits on a worker: alone, and next to the running sequences once all of them have grown."""
+"""Whether a sequence fits on a worker: alone, and next to the running sequences once all of them have grown.
+
+Blocks that sequences share (prefix hits and prompts of samples) count once.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,7 @@ from scheduler_svc.core.blocks.block_manager import BlockManager
 from scheduler_svc.core.messages import WorkerCapacity
 from scheduler_svc.core.policy import beam_blocks, expected_remaining, final_blocks, projected_peak
 from scheduler_svc.core.sequence import Sequence, SequenceGroup
-from scheduler_svc.core.steps.rows import I64, RowTable
-from scheduler_svc.core.steps.sharing import shared_before
+from scheduler_svc.core.steps.rows import I64, U32, RowTable
 
 
 def could_run(seq: Sequence, capacity: WorkerCapacity) -> bool:
@@ -19,10 +21,10 @@ def could_run(seq: Sequence, capacity: WorkerCapacity) -> bool:
     fits = fits and group.num_encoder_tokens <= capacity.max_encoder_tokens
     if group.beam_params is None:
         return fits
-    most_blocks = beam_blocks(
+    max_blocks = beam_blocks(
         len(group.prompt), group.stop.max_tokens, group.num_sequences, capacity.block_size, capacity.blocks_before
     )
-    return fits and group.num_sequences <= capacity.max_num_seqs and most_blocks <= capacity.num_blocks
+    return fits and group.num_sequences <= capacity.max_num_seqs and max_blocks <= capacity.num_blocks
 
 
 def excess_blocks(
@@ -42,7 +44,7 @@ def excess_blocks(
     """
     group, num_new = seq.group, 1 + num_forks
     limit = len(group.prompt) + group.stop.max_tokens
-    if table.most_blocks + num_new * table.most_blocks_of(limit) <= max_blocks:
+    if table.max_blocks + num_new * table.max_blocks_of(limit) <= max_blocks:
         return 0
     rows = table.active()
     rows = rows[table.priority[rows] <= seq.group.priority]
@@ -96,3 +98,58 @@ def steps_to_retry(num_excess: int, num_growing: int, block_size: int) -> int:
     """
     num_whole = -(-num_excess // num_growing) - 1
     return num_whole * block_size + max(1, block_size // 4)
+
+
+def shared_before(table: RowTable, pool: BlockManager, rows: I64, hits: I64, order: I64) -> I64:
+    """For each row, and for a new sequence that starts from `hits`, the number of full blocks that an earlier sequence
+    in `order` holds too.
+
+    Shared blocks are a prefix of each table, and each holder of a block also holds every block before it. So a run of
+    blocks with the same number of holders has the same holders, and one comparison counts the whole run:
+
+        block          0    1    2    3    4
+        row a          7    8    9   12   13
+        row b          7    8    9   14
+        row c          7    8   15
+        num_holders    3    3    2    1    1     runs of a: [7, 8] with b and c, then [9] with b
+    """
+    rank = np.empty(len(order), dtype=np.int64)
+    rank[order] = np.arange(len(order))
+    num_holders = pool.refs.astype(np.int64)
+    if table.blocks_before is not None:  # rows that are not in `rows` may hold blocks without those before
+        num_holders = table.num_holders(rows, pool.num_blocks)
+    num_holders[hits] += 1
+    saved = np.zeros(len(rows) + 1, dtype=np.int64)
+    i = np.flatnonzero(num_holders[table.table[rows, 0]] > 1)
+    full = table.num_full_blocks(rows[i])
+    if len(hits):
+        i, full = np.append(i, len(rows)), np.append(full, len(hits))
+    start = np.zeros(len(i), dtype=np.int64)
+    while len(i):
+        blocks = _blocks_at(table, rows, hits, i, start)
+        _, sample, group, size = np.unique(blocks, return_index=True, return_inverse=True, return_counts=True)
+        first = np.full(len(size), len(order))
+        np.minimum.at(first, group, rank[i])
+        length = np.zeros(len(size), dtype=np.int64)
+        many = size > 1
+        sample = sample[many]  # always a row, because the new sequence is last
+        length[many] = _run_lengths(table.table, rows[i[sample]], start[sample], full[sample], num_holders)
+        saved[i] += np.where(first[group] == rank[i], 0, length[group])
+        start += length[group]
+        remains = many[group] & (start < full)
+        i, full, start = i[remains], full[remains], start[remains]
+    return saved
+
+
+def _blocks_at(table: RowTable, rows: I64, hits: I64, i: I64, start: I64) -> I64:
+    """The block at index `start` of each row's table and, if `i` ends with the new sequence, of its hits."""
+    is_row = i < len(rows)
+    return np.append(table.table[rows[i[is_row]], start[is_row]], hits[start[~is_row]]).astype(np.int64)
+
+
+def _run_lengths(tables: U32, rows: I64, start: I64, end: I64, num_holders: I64) -> I64:
+    """For each row, the number of blocks from `start`, before `end`, up to the first with another number of holders."""
+    index = start[:, None] + np.arange(int((end - start).max(initial=0)))
+    holders = num_holders[tables[rows[:, None], np.minimum(index, tables.shape[1] - 1)]]
+    lengths: I64 = ((holders == holders[:, :1]) & (index < end[:, None])).sum(axis=1)
+    return lengths

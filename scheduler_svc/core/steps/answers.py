@@ -1,27 +1,31 @@
-"""Reads the answer to a step: its failed rows, and the new tokens and log probabilities of the open rows."""
+"""Reads the answer to a step: its new tokens, the rows that end with them, and the rows that a failed row affects."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence as Seq
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from request_fields.fields import End, StopCondition
 from scheduler_svc.core.deltas import Deltas, PromptDeltas
 from scheduler_svc.core.errors import UnexpectedStepError
 from scheduler_svc.core.logprobs import PromptLogprobs
 from scheduler_svc.core.messages import RowFailure, StepOutput
 from scheduler_svc.core.pooled import PooledRows
+from scheduler_svc.core.sequence import FinishReason, Sequence
 from scheduler_svc.core.steps.decode_run import Members
 from scheduler_svc.core.steps.rows import RowTable
 from scheduler_svc.core.steps.step_plan import InFlightStep
+from scheduler_svc.core.steps.worker_state import WorkerState
 
 I64 = npt.NDArray[np.int64]
 U32 = npt.NDArray[np.uint32]
 Bools = npt.NDArray[np.bool_]
 
 
-def check_answer(in_flight: Sequence[InFlightStep], output: StepOutput) -> tuple[InFlightStep, list[RowFailure]]:
+def check_answer(in_flight: Seq[InFlightStep], output: StepOutput) -> tuple[InFlightStep, list[RowFailure]]:
     """The step that this output answers, and its failed rows. A row with neither a token nor a failure has failed too.
 
     Raises UnexpectedStepError if the step is not the oldest in flight, or if rows are unknown, repeated or in
@@ -132,3 +136,99 @@ def _append_run(table: RowTable, run: Members, context_lens: U32, output: StepOu
         owner=columns.owner,
         logprobs=output.logprobs,
     )
+
+
+REASONS = {End.EOS: FinishReason.EOS, End.STOP: FinishReason.STOP, End.LENGTH: FinishReason.LENGTH}
+
+
+class Stops:
+    """The stop rules of one model, for columns of new tokens and for a single token."""
+
+    def __init__(self, eos_token_ids: frozenset[int]) -> None:
+        self._eos_token_ids = eos_token_ids
+        self._eos = np.array(sorted(eos_token_ids), dtype=np.uint32)
+
+    def may_end(self, table: RowTable, rows: I64, token_ids: U32, *, may_reach_limit: bool) -> list[int]:
+        """Indices of the rows that may end with their newest token: `end_of` decides. `may_reach_limit`: some row may
+        have max_tokens.
+        """
+        found: list[int] = []
+        for eos in self._eos:
+            found += (token_ids == eos).nonzero()[0].tolist()
+        if table.num_with_stop_ids:
+            found += table.has_stop_ids[rows].nonzero()[0].tolist()
+        if may_reach_limit:
+            found += (table.num_tokens[rows] >= table.limit[rows]).nonzero()[0].tolist()
+        return sorted(set(found)) if len(found) > 1 else found
+
+    def end_of(self, table: RowTable, row: int, token_id: int) -> tuple[FinishReason, int | None] | None:
+        """Why a row ends with its newest token, and the token if it is a stop id; None if it continues."""
+        num_tokens, group = table.num_tokens.item(row), table.sequence(row).group
+        end = group.stop.end_of(token_id, num_tokens - len(group.prompt), self._eos_token_ids)
+        if end is None and num_tokens < table.limit.item(row):
+            return None
+        return REASONS[end or End.LENGTH], token_id if end is End.STOP else None
+
+    def is_complete(self, seq: Sequence) -> bool:
+        """Whether a Continuation already ends with the token that ends the sequence."""
+        output = seq.data.output
+        if not len(output):
+            return False
+        return seq.group.stop.end_of(int(output[-1]), len(output), self._eos_token_ids) is not None
+
+    def why(self, stop: StopCondition, last_token: int, num_output: int) -> tuple[FinishReason, int | None]:
+        """The reason to end with this output token, and the token if it is a stop id. LENGTH: a limit is reached."""
+        end = stop.end_of(last_token, num_output, self._eos_token_ids) or End.LENGTH
+        return REASONS[end], last_token if end is End.STOP else None
+
+
+class Untrusted(NamedTuple):
+    """The rows and blocks that cannot be trusted after rows failed."""
+
+    rows: list[int]  # must be computed again, because they read blocks of failed rows
+    blocks: list[int]  # have unknown content, so their digests must be removed
+
+
+def untrusted_after(worker: WorkerState, failed: set[int], step: InFlightStep) -> Untrusted:
+    """The rows and blocks that are tainted by the failure of these rows in this step.
+
+    A failed row is tainted itself if the failure of another row explains its failure. The tainted blocks are the blocks
+    that failed rows were to fill, and the blocks that rows filled which have ended since: these may have read anything.
+    """
+    bad, steps = set(failed), (step, *worker.in_flight)
+    while True:
+        lost = _lost_blocks(bad, steps)
+        forked = _forks_of(bad, steps)
+        tainted = {row for row in worker.rows.active().tolist() if row in forked or _reads(worker, row, lost)}
+        if tainted <= bad:
+            return Untrusted(sorted(tainted), list(lost))
+        bad |= tainted
+
+
+def _lost_blocks(bad: set[int], steps: tuple[InFlightStep, ...]) -> dict[int, int | None]:
+    """The blocks that bad and ended rows would have filled, each with its row, or None if the row has ended."""
+    return {
+        block: None if row in step.closed else row
+        for step in steps
+        for row, fills in step.fills
+        if row in bad or row in step.closed
+        for block, _ in fills
+    }
+
+
+def _forks_of(bad: set[int], steps: tuple[InFlightStep, ...]) -> set[int]:
+    """Live rows that forked from a bad or ended row."""
+    return {
+        child
+        for step in steps
+        for child, parent in step.forks
+        if (parent in bad or parent in step.closed) and child not in step.closed
+    }
+
+
+def _reads(worker: WorkerState, row: int, lost: dict[int, int | None]) -> bool:
+    """Whether the row's table has a lost block that another row was to fill. Freed entries count too: the row may have
+    read their blocks. If they are blocks of other rows now, the row is computed again without need.
+    """
+    r = worker.rows
+    return any(lost.get(block, row) != row for block in r.table[row, : r.num_blocks[row]].tolist())

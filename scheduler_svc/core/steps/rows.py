@@ -67,7 +67,7 @@ class RowTable:
         self.is_pooled = np.zeros(rows, dtype=np.bool_)  # its blocks do not become cached prefixes
         self.num_pooled = 0  # rows in use that are pooled
         self.num_with_stop_ids = 0  # rows in use that have stop ids
-        self.most_blocks = 0  # an upper bound of the blocks that the rows in use hold if all reach their limits
+        self.max_blocks = 0  # an upper bound of the blocks that the rows in use hold if all reach their limits
         self.ones = np.ones(rows, dtype=np.uint32)
         self.trues = np.ones(rows, dtype=np.bool_)
         self._offsets = np.arange(self.block_size, dtype=np.uint32)
@@ -156,10 +156,10 @@ class RowTable:
         has_stop_ids = bool(group.stop.stop_token_ids) and not is_beam
         self.has_stop_ids[row] = has_stop_ids
         self.num_with_stop_ids += has_stop_ids
-        self.most_blocks += self.most_blocks_of(limit)
+        self.max_blocks += self.max_blocks_of(limit)
         return row
 
-    def most_blocks_of(self, limit: int) -> int:
+    def max_blocks_of(self, limit: int) -> int:
         """An upper bound of the blocks of a sequence with this limit, including the copy of a shared block."""
         most = limit // self.block_size + 2
         return most if self.blocks_before is None else min(most, self.blocks_before + 2)
@@ -182,7 +182,7 @@ class RowTable:
         self.num_beams -= self.is_beam.item(row)
         self.num_pooled -= self.is_pooled.item(row)
         self.num_with_stop_ids -= self.has_stop_ids.item(row)
-        self.most_blocks -= self.most_blocks_of(self.limit.item(row))
+        self.max_blocks -= self.max_blocks_of(self.limit.item(row))
         self.sequences[row] = None
         if self.extra_keys:
             self.extra_keys.pop(row, None)

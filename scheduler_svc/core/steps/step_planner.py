@@ -7,19 +7,22 @@ import numpy as np
 from scheduler_svc.core.messages import EMPTY, ImageWork, RowOpen, StepBatch
 from scheduler_svc.core.policy import ceil_div
 from scheduler_svc.core.sequence import Sequence, SequenceStatus
-from scheduler_svc.core.steps.columns import (
+from scheduler_svc.core.steps.decode_run import DecodeRun
+from scheduler_svc.core.steps.rows import I64, U32
+from scheduler_svc.core.steps.step_plan import (
     NO_COLUMNS,
     NO_ROWS,
+    Bools,
     Columns,
+    InFlightStep,
+    StepPlan,
     columns_of_decodes,
     columns_of_run,
     concatenated,
+    make_batch,
     with_chunks,
 )
-from scheduler_svc.core.steps.decode_run import DecodeRun
-from scheduler_svc.core.steps.rows import I64, U32
-from scheduler_svc.core.steps.step_plan import Bools, InFlightStep, StepPlan, make_batch
-from scheduler_svc.core.steps.worker_books import WorkerBooks
+from scheduler_svc.core.steps.worker_state import WorkerState
 
 MAX_BURST = 16  # maximum number of steps in one message
 DECODE_WEIGHT = 0.2  # weight of the newest message in the running mean of the duration of a decode step
@@ -27,21 +30,21 @@ DECODE_WEIGHT = 0.2  # weight of the newest message in the running mean of the d
 
 class StepPlanner:
     """Plans one step of one worker at a time: `begin_step`, then decodes, prompt chunks and admissions, then
-    `finish_plan`, which makes the message and reports the step to the books.
+    `finish_plan`, which makes the message and reports the step to the worker.
     """
 
-    def __init__(self, books: WorkerBooks, next_step_id: int, changes_wait_s: float = 0.0) -> None:
-        self.books = books
+    def __init__(self, worker: WorkerState, next_step_id: int, changes_wait_s: float = 0.0) -> None:
+        self.worker = worker
         self.answered_at = 0.0  # time of the newest answer
         self.changes_due_at: float | None = None  # when a step without rows carries the changes of an idle worker
         self._changes_wait_s = changes_wait_s
         self.may_continue = True  # the next step may have tokens to compute, even before an answer arrives
-        self._capacity = books.capacity
-        self._rows = books.rows
-        self._pool = books.pool
+        self._capacity = worker.capacity
+        self._rows = worker.rows
+        self._pool = worker.pool
         self._next_step_id = next_step_id
         self._decode_s: float | None = None  # running mean of the duration of a decode step
-        self._run = DecodeRun(books.rows)
+        self._run = DecodeRun(worker.rows)
 
     def begin_step(self, now: float, *, joins_message: bool = False) -> StepPlan:
         """An empty plan. `joins_message`: the step is sent in the message of the previous step."""
@@ -54,7 +57,7 @@ class StepPlanner:
         run = self._run
         run.update(self._joining() if self._rows.outside else [])
         if self._rows.blocks_before is not None and run.members is not None:
-            self.books.free_unneeded(run.members.rows[run.full])
+            self.worker.free_unneeded(run.members.rows[run.full])
         return len(run.full)
 
     def leave_run(self) -> int:
@@ -80,7 +83,7 @@ class StepPlanner:
 
     def _joining(self) -> list[int]:
         """Rows outside the run that may join it."""
-        prefilling = self.books.prefilling
+        prefilling = self.worker.prefilling
         return [row for row in self._rows.outside if row not in prefilling and self._may_join(row)]
 
     def _may_join(self, row: int) -> bool:
@@ -97,7 +100,7 @@ class StepPlanner:
     def plan_burst(self, first: StepBatch, burst_s: float, now: float) -> None:
         """Add steps of the run to the message of `first`, up to the number that the worker decodes in `burst_s`."""
         num_steps = min(MAX_BURST, int(burst_s / self._decode_s)) if self._decode_s else 1
-        while len(first.then) + 1 < num_steps and self.books.in_flight[-1].run is not None:
+        while len(first.then) + 1 < num_steps and self.worker.in_flight[-1].run is not None:
             if self.update_run() > self._pool.num_free or self._rows.outside:
                 break
             plan = self.begin_step(now, joins_message=True)
@@ -107,7 +110,7 @@ class StepPlanner:
                 break
             first.then.append(batch)
 
-    def note_answer(self, step: InFlightStep, now: float) -> None:
+    def end_message(self, step: InFlightStep, now: float) -> None:
         """Record that all steps of a message are answered. `step` is the last step of the message."""
         if step.run is not None:
             took = (now - max(step.sent_at, self.answered_at)) / step.burst_len
@@ -120,7 +123,7 @@ class StepPlanner:
         if len(decode):
             plan.decodes = decode
             plan.budget -= len(decode)
-            if self.books.num_reserved_rows:  # a prompt with a single uncached token completes here
+            if self.worker.num_reserved_rows:  # a prompt with a single uncached token completes here
                 for row in decode.tolist():
                     self._fork_if_complete(row, 1, plan)
         for row in prefill.tolist():
@@ -143,7 +146,7 @@ class StepPlanner:
         index = r.num_computed_tokens[decode] // self._capacity.block_size
         opens = index >= r.num_blocks[decode]
         if r.blocks_before is not None:
-            self.books.free_unneeded(decode[opens])
+            self.worker.free_unneeded(decode[opens])
         tail = r.table[decode, np.minimum(index, r.num_blocks[decode] - 1)]
         return decode[opens | (self._pool.refs[tail] > 1)]
 
@@ -155,7 +158,7 @@ class StepPlanner:
         if r.blocks_before is None:
             return 0
         waiting = prefill[r.num_computed_tokens[prefill] >= r.num_blocks[prefill] * self._capacity.block_size]
-        self.books.free_unneeded(waiting)
+        self.worker.free_unneeded(waiting)
         return len(waiting)
 
     def num_blocks_for(self, needy: I64) -> int:
@@ -203,7 +206,7 @@ class StepPlanner:
         """Plan the next tokens of a row. `num_encoder_tokens`: the encoder positions, if the row begins with them."""
         todo = self._rows.todo_of(row)
         count = num_encoder_tokens or min(todo, plan.budget)
-        if row in self.books.image_work:
+        if row in self.worker.image_work:
             count = self._plan_images(row, count, plan)
         if self._rows.blocks_before is not None:
             count = self._give_prompt_blocks(row, count, plan)
@@ -214,9 +217,9 @@ class StepPlanner:
         if count > 1:
             plan.num_prompt_tokens += count
         if count >= todo - 1:
-            self.books.prefilling.discard(row)
+            self.worker.prefilling.discard(row)
         self._register_fills(row, count, plan)
-        if self.books.num_reserved_rows:
+        if self.worker.num_reserved_rows:
             self._fork_if_complete(row, count, plan)
 
     def _give_prompt_blocks(self, row: int, count: int, plan: StepPlan) -> int:
@@ -228,7 +231,7 @@ class StepPlanner:
         num_missing = ceil_div(start + count, bs) - num_blocks
         if num_missing < 1:
             return count
-        self.books.free_unneeded(np.array([row]))
+        self.worker.free_unneeded(np.array([row]))
         num_free = self._pool.num_free
         num_new = min(num_missing, max(num_free - r.num_used, min(1, num_free)))
         if num_new:
@@ -242,7 +245,7 @@ class StepPlanner:
         """Plan the work on images that begin among the next `count` tokens of a row. Returns how many of these tokens
         the step computes: a token of an image waits until all work on the image is planned.
         """
-        begin, waiting = int(self._rows.num_computed_tokens[row]), self.books.image_work[row]
+        begin, waiting = int(self._rows.num_computed_tokens[row]), self.worker.image_work[row]
         while waiting and count > 0:
             image = waiting[0]
             if image.start > begin:
@@ -277,7 +280,7 @@ class StepPlanner:
         if not seq.forks or r.num_computed_tokens[row] + count < r.num_tokens[row]:
             return
         if len(seq.data.output):  # the forks are beams that are computed again
-            self.books.beams_to_open.add(row)
+            self.worker.beams_to_open.add(row)
             return
         prompt, blocks = seq.group.prompt, r.held_blocks(row)
         table = r.table[row, : r.num_blocks[row]].copy()
@@ -303,7 +306,7 @@ class StepPlanner:
                 )
             )
             plan.forks.append((child, row))
-        self.books.num_reserved_rows -= len(seq.forks)
+        self.worker.num_reserved_rows -= len(seq.forks)
         seq.forks = []
 
     # -- beams that are computed again --------------------------------------------------------------------------------
@@ -325,22 +328,22 @@ class StepPlanner:
                 return
             first = beam.group.sequences[0]
             first.forks.remove(beam)
-            self.books.num_reserved_rows -= 1
+            self.worker.num_reserved_rows -= 1
             if not first.forks and first.row is not None:
-                self.books.beams_to_open.discard(first.row)
+                self.worker.beams_to_open.discard(first.row)
             self.admit(beam, hits, plan)
 
     def _waiting_beams(self) -> list[Sequence]:
-        return [beam for row in self.books.beams_to_open for beam in self._rows.sequence(row).forks]
+        return [beam for row in self.worker.beams_to_open for beam in self._rows.sequence(row).forks]
 
     def _hits(self, seq: Sequence) -> I64:
         token_ids = seq.data.token_ids()
-        self.books.extend_digests(seq)
+        self.worker.extend_digests(seq)
         bs = self._capacity.block_size
         return self._pool.match(seq.digests, token_ids, (len(token_ids) - 1) // bs, seq.group.num_encoder_tokens // bs)
 
     def _num_unshared(self, seq: Sequence) -> int:
-        return self.books.num_missing(seq.data.num_tokens, self._hits(seq))
+        return self.worker.num_missing(seq.data.num_tokens, self._hits(seq))
 
     def _num_candidates(self, seq: Sequence) -> int:
         search = seq.group.search
@@ -349,9 +352,9 @@ class StepPlanner:
     # -- sending ------------------------------------------------------------------------------------------------------
 
     def finish_plan(self, plan: StepPlan) -> StepBatch | None:
-        """Make the message of the planned step and report it to the books; None if there is nothing to send yet."""
+        """Make the message of the planned step and count it as in flight; None if there is nothing to send yet."""
         is_empty = plan.run is None and plan.decodes is None and not (plan.chunks or plan.images)
-        if is_empty and (self.books.in_flight or not self.books.has_changes or self._may_wait(plan.now)):
+        if is_empty and (self.worker.in_flight or not self.worker.has_changes or self._may_wait(plan.now)):
             return None
         columns = self._make_columns(plan)
         is_run = plan.run is not None and len(columns.rows) == len(plan.run.rows)
@@ -385,7 +388,7 @@ class StepPlanner:
         """
         if self.changes_due_at is None:
             self.changes_due_at = now + self._changes_wait_s
-        return now < self.changes_due_at and not self.books.is_draining
+        return now < self.changes_due_at and not self.worker.is_draining
 
     def _make_columns(self, plan: StepPlan) -> Columns:
         """Advance the planned rows: those of the run, then other decoding rows, then prompts."""
@@ -398,8 +401,8 @@ class StepPlanner:
         return with_chunks(r, columns, plan.chunks) if plan.chunks else columns
 
     def _send(self, plan: StepPlan, step: InFlightStep, sample_mask: Bools, slots: U32) -> StepBatch:
-        batch = make_batch(self._capacity.worker_id, plan, step, sample_mask, slots, self.books.take_changes())
-        self.books.note_sent(step, joins_message=plan.joins_message)
+        batch = make_batch(self._capacity.worker_id, plan, step, sample_mask, slots, self.worker.take_changes())
+        self.worker.add_in_flight(step, joins_message=plan.joins_message)
         self.changes_due_at = None
         self._next_step_id += 1
         return batch
@@ -417,7 +420,7 @@ class StepPlanner:
             blocks = np.concatenate((hits.astype(np.uint32), blocks))
         row = self._open_row(seq, token_ids, blocks, num_hits * bs, plan)
         self._rows.first_block[row] = first
-        self.books.num_reserved_rows += len(seq.forks)
+        self.worker.num_reserved_rows += len(seq.forks)
         seq.count_cached(num_hits * bs)
         self._plan_chunk(row, plan, 0 if num_hits else seq.group.num_encoder_tokens)
 
@@ -429,8 +432,8 @@ class StepPlanner:
         if seq.group.image_work and inputs:
             starts = {carried.start for carried in inputs}
             work = [ImageWork(row, start, 0, total) for start, total in seq.group.image_work if start in starts]
-            self.books.image_work[row] = work
-        self.books.prefilling.add(row)
+            self.worker.image_work[row] = work
+        self.worker.prefilling.add(row)
         seq.move_to(SequenceStatus.RUNNING)
         seq.worker_id, seq.row = self._capacity.worker_id, row
         plan.opens.append(

@@ -21,7 +21,7 @@ from gateway_svc.schedulers.scheduler_client import SchedulerClient
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.steps.step_plan import InFlightStep, StepPlan
 from scheduler_svc.core.steps.step_planner import StepPlanner
-from scheduler_svc.core.steps.worker_books import WorkerBooks
+from scheduler_svc.core.steps.worker_state import WorkerState
 from scheduler_svc.workers import wire as worker_wire
 from scheduler_svc.workers.leased_worker import LeasedWorker
 from tests.sim.system.simulation import FAULTS, run_seed
@@ -105,7 +105,7 @@ def prefixes_published_before_the_answer(patch: Patch) -> None:
     def finish(original: Any, planner: StepPlanner, plan: StepPlan) -> Any:
         batch = original(planner, plan)
         if batch is not None:
-            planner.books.commit_fills(_without_decodes(planner.books.in_flight[-1]), None)
+            planner.worker.commit_fills(_without_decodes(planner.worker.in_flight[-1]), None)
         return batch
 
     def _without_decodes(flight: InFlightStep) -> InFlightStep:
@@ -126,7 +126,7 @@ def rows_and_blocks_freed_before_the_worker_has_closed_them(patch: Patch) -> Non
         return replace(batch, close_rows=late)
 
     wrap(patch, StepPlanner, "_send", make)
-    patch.setattr(WorkerBooks, "_release", lambda self, blocks: self.pool.free(blocks))
+    patch.setattr(WorkerState, "_release", lambda self, blocks: self.pool.free(blocks))
 
 
 @bug("reads the wrong content|as cached, but it is not", "kill", "freeze", "tear_link")

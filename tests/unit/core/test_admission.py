@@ -10,7 +10,7 @@ from scheduler_svc.core.messages import EMPTY
 from scheduler_svc.core.sequence import Sequence, SequenceData
 from scheduler_svc.core.steps.admission import excess_blocks, steps_to_retry
 from scheduler_svc.core.steps.rows import RowTable
-from scheduler_svc.core.steps.worker_books import WorkerBooks
+from scheduler_svc.core.steps.worker_state import WorkerState
 from tests.builders import make_capacity, make_group, make_scheduler, run_to_end
 from tests.unit.core.calls import count_calls
 
@@ -102,7 +102,7 @@ def test_a_sequence_that_needs_as_much_as_a_refused_one_is_not_asked(monkeypatch
     scheduler = make_scheduler(make_capacity(num_blocks=16))
     for i in range(8):
         scheduler.add_group(make_group(range(100 * i, 100 * i + 20), f"r{i}", max_tokens=20, ignore_eos=True), 0.0)
-    asked = count_calls(monkeypatch, WorkerBooks, "find_room")
+    asked = count_calls(monkeypatch, WorkerState, "try_admit")
     scheduler.schedule(0.0)
     num_running = scheduler.load().num_running
     assert len(asked) == num_running + 1

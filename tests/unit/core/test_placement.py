@@ -1,4 +1,4 @@
-"""Placement and order of requests in the real core. The test answers the steps."""
+"""WorkerChoice and order of requests in the real core. The test answers the steps."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ import pytest
 
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.messages import StepBatch, StepOutput
-from scheduler_svc.core.placement.fleet import Fleet, Placement, Wait
-from scheduler_svc.core.queue_entry import QueueEntry
+from scheduler_svc.core.placement import Placement, Wait, WorkerChoice
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.sequence import FinishReason
+from scheduler_svc.core.sequence import FinishReason, QueueEntry
 from scheduler_svc.core.steps.step_plan import StepPlan
 from scheduler_svc.core.steps.step_planner import StepPlanner
-from scheduler_svc.core.steps.worker_books import WorkerBooks
+from scheduler_svc.core.steps.worker_state import WorkerState
 from tests.builders import make_capacity, make_group, make_scheduler
 from tests.unit.core.calls import count_calls
 from tests.unit.core.test_scheduler import answer
@@ -40,7 +39,7 @@ def run(scheduler: Scheduler, now: float = 0.0) -> None:
 
 
 def know_pace(scheduler: Scheduler, tokens_per_s: float) -> None:
-    scheduler._measures.prefill.note(2 * tokens_per_s, 2.0)
+    scheduler._throughput.prefill.note(2 * tokens_per_s, 2.0)
 
 
 def test_the_shortest_uncached_prompt_comes_first_however_long_it_is() -> None:
@@ -136,11 +135,11 @@ def test_an_answer_of_one_worker_costs_the_others_nothing(monkeypatch: pytest.Mo
     begin = StepPlanner.begin_step
 
     def begin_step(planner: StepPlanner, now: float) -> StepPlan:
-        asked.append(planner.books.capacity.worker_id)
+        asked.append(planner.worker.capacity.worker_id)
         return begin(planner, now)
 
     monkeypatch.setattr(StepPlanner, "begin_step", begin_step)
-    monkeypatch.setattr(WorkerBooks, "num_cached", lambda w, *_: pytest.fail("a full fleet looks at no prompt"))
+    monkeypatch.setattr(WorkerState, "num_cached", lambda w, *_: pytest.fail("a full placement looks at no prompt"))
     scheduler.update(answer(batches[3]), 0.0)
     scheduler.schedule(0.0)
     assert set(asked) <= {batches[3].worker_id}
@@ -153,7 +152,7 @@ def test_a_refused_sequence_is_not_placed_in_each_step(monkeypatch: pytest.Monke
     batches = scheduler.schedule(0.0)
     waiting = scheduler.stats().num_waiting
     assert waiting
-    choices = count_calls(monkeypatch, Fleet, "place")
+    choices = count_calls(monkeypatch, Placement, "place")
     for _ in range(10):
         for batch in batches:
             scheduler.update(answer(batch), 0.0)
@@ -170,7 +169,7 @@ def test_only_prompts_near_the_front_of_a_long_queue_are_looked_up(monkeypatch: 
     scheduler = make_scheduler(make_capacity(max_num_seqs=4, num_blocks=16), max_waiting=2000)
     for i in range(1000):
         add(scheduler, f"r{i}", 9, max_tokens=3)
-    looks = count_calls(monkeypatch, WorkerBooks, "num_cached")
+    looks = count_calls(monkeypatch, WorkerState, "num_cached")
     for step in range(40):
         for batch in scheduler.schedule(step / 100):
             scheduler.update(answer(batch), step / 100)
@@ -190,14 +189,14 @@ def test_a_waiting_request_ends_at_its_deadline_anywhere_in_the_queue() -> None:
     assert scheduler.stats().num_waiting == 49
 
 
-class Recorder(Fleet):
+class Recorder(Placement):
     """Counts choices, or chooses again for every waiting sequence in every step."""
 
     def __init__(self, config: SchedulerConfig, *, keeps: bool) -> None:
         super().__init__(config)
         self._keeps, self.num_choices = keeps, 0
 
-    def place(self, entry: QueueEntry, now: float, tokens_per_s: float | None) -> Placement:
+    def place(self, entry: QueueEntry, now: float, tokens_per_s: float | None) -> WorkerChoice:
         self.num_choices += 1
         return super().place(entry, now, tokens_per_s)
 
@@ -208,8 +207,8 @@ class Recorder(Fleet):
 def run_busy_workers(seed: int, *, keeps: bool) -> tuple[list[tuple[float, str, list[str]]], int]:
     """Which worker admits which requests when, and the number of choices, in a queue that is seldom empty."""
     rng, config = random.Random(seed), SchedulerConfig(max_pending_prefill_steps=1, aging_s=0.5)
-    fleet = Recorder(config, keeps=keeps)
-    scheduler = Scheduler(config, fleet)
+    placement = Recorder(config, keeps=keeps)
+    scheduler = Scheduler(config, placement)
     know_pace(scheduler, 200.0)
     for i in range(4):
         sizes = {"num_blocks": rng.choice((40, 80)), "max_num_batched_tokens": 24, "pipeline_depth": 2}
@@ -230,7 +229,7 @@ def run_busy_workers(seed: int, *, keeps: bool) -> tuple[list[tuple[float, str, 
         for batch in scheduler.schedule(now):
             in_flight[batch.worker_id].append(batch)
             admitted.append((now, batch.worker_id, [opened.group.request_id for opened in batch.opens]))
-    return admitted, fleet.num_choices
+    return admitted, placement.num_choices
 
 
 def test_kept_choices_are_those_that_would_be_made_again() -> None:

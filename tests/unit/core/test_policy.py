@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from scheduler_svc.core.measurements import Rate
 from scheduler_svc.core.policy import (
     ceil_div,
     count_within,
@@ -23,7 +24,6 @@ from scheduler_svc.core.policy import (
     projected_peak,
     virtual_arrival,
 )
-from scheduler_svc.core.queue.pace import Pace
 
 SEQS = st.lists(st.tuples(st.integers(1, 60), st.integers(0, 60)), min_size=1, max_size=80)
 
@@ -93,7 +93,7 @@ def test_answers_are_expected_at_their_mean_length() -> None:
 
 
 def test_a_pace_is_unknown_until_it_was_busy_and_follows_what_changes() -> None:
-    pace = Pace()
+    pace = Rate()
     pace.note(1000, 0.5)
     assert pace.per_s is None
     pace.note(1000, 0.6)
@@ -101,7 +101,7 @@ def test_a_pace_is_unknown_until_it_was_busy_and_follows_what_changes() -> None:
     for _ in range(100):
         pace.note(10, 1.0)
     assert pace.per_s == pytest.approx(10, rel=0.05)
-    idle = Pace()
+    idle = Rate()
     idle.note(0, 100.0)
     assert idle.per_s is None
 

@@ -33,7 +33,7 @@ from scheduler_svc.core.sequence import (
     SequenceStatus,
     StopCondition,
 )
-from scheduler_svc.core.steps.worker_books import WorkerBooks
+from scheduler_svc.core.steps.worker_state import WorkerState
 from tests.unit.core.calls import count_calls
 
 
@@ -478,7 +478,7 @@ def test_nothing_is_preempted_for_a_request_without_room_even_then() -> None:
 
 def test_a_sequence_without_room_beside_equals_is_not_asked_in_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler = crowded_scheduler(group("urgent", range(5000, 5100), max_tokens=30, priority=-1))
-    checks = count_calls(monkeypatch, WorkerBooks, "check_preempting")
+    checks = count_calls(monkeypatch, WorkerState, "check_preempting")
     for _ in range(80):
         for batch in scheduler.schedule(0.0):
             scheduler.update(answer(batch), 0.0)

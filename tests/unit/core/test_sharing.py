@@ -6,8 +6,8 @@ import numpy as np
 
 from scheduler_svc.core.blocks.block_manager import BlockManager
 from scheduler_svc.core.sequence import Sequence, SequenceData
+from scheduler_svc.core.steps.admission import shared_before
 from scheduler_svc.core.steps.rows import RowTable
-from scheduler_svc.core.steps.sharing import shared_before
 from tests.builders import make_capacity, make_group
 
 BLOCK_SIZE = 4

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from scheduler_svc.core import snapshot
+from scheduler_svc.core import stats
 from scheduler_svc.core.blocks.block_manager import CACHED, EMPTY, SHARED, USED
 from scheduler_svc.core.messages import StepBatch, StepOutput
 from scheduler_svc.core.scheduler import Scheduler
@@ -47,7 +47,7 @@ def test_states_and_owners_of_blocks() -> None:
 
 def test_a_large_pool_is_shown_in_cells(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = running(30).pool_snapshots()[0]
-    monkeypatch.setattr(snapshot, "MAX_CELLS", 8)
+    monkeypatch.setattr(stats, "MAX_CELLS", 8)
     cells = running(30).pool_snapshots()[0]
     assert (cells.blocks_per_cell, len(cells.states), len(cells.owners)) == (4, 8, 8)
     padded = np.pad(whole.states, (0, 2)).reshape(8, 4)
@@ -55,9 +55,9 @@ def test_a_large_pool_is_shown_in_cells(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_lists_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(snapshot, "MAX_ROWS", 1)
-    monkeypatch.setattr(snapshot, "MAX_WAITING", 3)
-    monkeypatch.setattr(snapshot, "MAX_SLOWEST", 2)
+    monkeypatch.setattr(stats, "MAX_ROWS", 1)
+    monkeypatch.setattr(stats, "MAX_WAITING", 3)
+    monkeypatch.setattr(stats, "MAX_SLOWEST", 2)
     scheduler = running(max_num_seqs=2)
     for i in range(5):
         scheduler.add_group(make_group(10, f"w{i}"), 11.0 + i)

@@ -8,7 +8,7 @@ import pytest
 
 from scheduler_svc.core.deltas import Finished
 from scheduler_svc.core.errors import NoWorkerError
-from scheduler_svc.core.placement.fleet import Fleet
+from scheduler_svc.core.placement import Placement
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishReason
 from tests.builders import make_capacity, make_group, make_scheduler
@@ -148,8 +148,8 @@ def test_an_unschedulable_request_costs_a_step_nothing(monkeypatch: pytest.Monke
     scheduler = lose_the_big_one(30)
     add(scheduler, "short", 7000, 4, 20, 0.3)
     batches = scheduler.schedule(1.0)
-    monkeypatch.setattr(Fleet, "place", lambda *_: pytest.fail("no schedulable sequence is left to place"))
-    monkeypatch.setattr(Fleet, "could_run", lambda *_: pytest.fail("nothing has changed"))
+    monkeypatch.setattr(Placement, "place", lambda *_: pytest.fail("no schedulable sequence is left to place"))
+    monkeypatch.setattr(Placement, "could_run", lambda *_: pytest.fail("nothing has changed"))
     for _ in range(10):
         for batch in batches:
             scheduler.update(answer(batch), 1.0)

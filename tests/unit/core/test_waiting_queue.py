@@ -8,9 +8,8 @@ from collections import Counter
 from scheduler_svc.core.messages import EMPTY
 from scheduler_svc.core.queue.fair_share import FairShare
 from scheduler_svc.core.queue.waiting_queue import WaitingQueue
-from scheduler_svc.core.queue_entry import QueueEntry
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.sequence import Sequence, SequenceData
+from scheduler_svc.core.sequence import QueueEntry, Sequence, SequenceData
 from tests.builders import make_capacity, make_group, make_scheduler
 from tests.unit.core.test_scheduler import answer
 

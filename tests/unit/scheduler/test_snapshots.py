@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from scheduler_svc.core.snapshot import OpenSequence
+from scheduler_svc.core.stats import OpenSequence
 from scheduler_svc.snapshots import MIN_INTERVAL_S, Snapshots
 from tests.builders import make_capacity, make_group, make_scheduler
 

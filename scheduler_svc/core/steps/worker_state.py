@@ -12,8 +12,7 @@ import numpy as np
 from prefix_index.hashing import NO_KEYS, block_bytes, chained, extend_digests, extra_keys, root_digest, token_bytes
 from scheduler_svc.core.blocks.block_manager import BlockManager
 from scheduler_svc.core.messages import CachedBlock, ImageWork, WorkerCapacity
-from scheduler_svc.core.queue_entry import NEVER, QueueEntry, Refusal
-from scheduler_svc.core.sequence import Sequence, SequenceStatus
+from scheduler_svc.core.sequence import NEVER, QueueEntry, Refusal, Sequence, SequenceStatus
 from scheduler_svc.core.steps.adapter_slots import AdapterSlots, AdapterSwap
 from scheduler_svc.core.steps.admission import could_run, excess_blocks, steps_to_retry
 from scheduler_svc.core.steps.beam_rows import BeamRows
@@ -21,18 +20,18 @@ from scheduler_svc.core.steps.rows import I64, Bools, RowTable
 from scheduler_svc.core.steps.step_plan import Changes, InFlightStep
 
 
-class Room(NamedTuple):
+class Admission(NamedTuple):
     """The blocks and rows that a worker has for a waiting sequence."""
 
     hits: I64  # cached blocks from which it starts
     num_forks: int  # number of its forks that get a row too
 
 
-class WorkerBooks:
+class WorkerState:
     """Owns the block pool, the row table and the steps in flight of one worker, and finds room for sequences.
 
-    `StepPlanner` plans the steps and reports each one with `note_sent`. Steps in flight may still use the blocks of a
-    row that ends. So the blocks become free when the newest step in flight at that time is answered.
+    `StepPlanner` plans the steps and adds each one with `add_in_flight`. Steps in flight may still use the blocks of
+    a row that ends. So the blocks become free when the newest step in flight at that time is answered.
     """
 
     def __init__(
@@ -166,9 +165,9 @@ class WorkerBooks:
 
     # -- admission ----------------------------------------------------------------------------------------------------
 
-    def find_room(self, seq: Sequence, watermark: float, mean_output: float) -> Room | Refusal:
-        """Room for a waiting sequence with as many forks as there are free rows, else for the sequence alone, else a
-        refusal. For beam search: room for all beams, else a refusal.
+    def try_admit(self, seq: Sequence, watermark: float, mean_output: float) -> Admission | Refusal:
+        """Rows and blocks for a waiting sequence with as many forks as there are free rows, else for the sequence
+        alone, else a refusal. For beam search: rows and blocks for all beams, else a refusal.
         """
         bs, num_forks = self.capacity.block_size, min(len(seq.forks), self.num_free_rows - 1)
         if num_forks < num_forks_needed(seq):  # -1: no row is free
@@ -181,7 +180,7 @@ class WorkerBooks:
         num_excess = self._excess_blocks(seq, hits, num_forks, watermark, mean_output)
         if num_excess and num_forks > num_forks_needed(seq):
             num_forks, num_excess = 0, self._excess_blocks(seq, hits, 0, watermark, mean_output)
-        return self._refuse_for(num_excess) if num_excess else Room(hits, num_forks)
+        return self._refuse_for(num_excess) if num_excess else Admission(hits, num_forks)
 
     def num_missing(self, num_tokens: int, hits: I64) -> int:
         """Number of free blocks that a sequence takes when it opens a row with so many tokens and these cached blocks:
@@ -239,7 +238,7 @@ class WorkerBooks:
 
     # -- steps in flight ----------------------------------------------------------------------------------------------
 
-    def note_sent(self, step: InFlightStep, *, joins_message: bool) -> None:
+    def add_in_flight(self, step: InFlightStep, *, joins_message: bool) -> None:
         """Record that a step is sent, in its own message or in the message of the previous step."""
         if joins_message:
             before = self.in_flight[-1]
@@ -249,7 +248,7 @@ class WorkerBooks:
         self.in_flight.append(step)
         self._prefill_in_flight += step.num_prompt_tokens
 
-    def note_answered(self) -> None:
+    def pop_in_flight(self) -> None:
         """Record that the oldest step is answered. The last step of a message frees its place in the pipeline."""
         self._answered = step = self.in_flight.popleft()
         self._num_answered += 1

@@ -1,4 +1,4 @@
-"""Placement: the worker on which a waiting sequence should run.
+"""WorkerChoice: the worker on which a waiting sequence should run.
 
 The inputs are columns with one value per worker. Only the values of changed workers are read again, so one placement
 costs about the same for 8 workers and for 64.
@@ -18,9 +18,8 @@ from scheduler_svc.core.blocks.prompt_digests import PromptDigests
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.messages import WorkerCapacity
 from scheduler_svc.core.policy import LOAD_PART, is_worth_leaving, least_pressed, placement_scores, places_near_best
-from scheduler_svc.core.queue_entry import QueueEntry, Refusal
-from scheduler_svc.core.sequence import Sequence, SequenceGroup
-from scheduler_svc.core.steps.worker_books import WorkerBooks
+from scheduler_svc.core.sequence import QueueEntry, Refusal, Sequence, SequenceGroup
+from scheduler_svc.core.steps.worker_state import WorkerState
 
 I64 = npt.NDArray[np.int64]
 U32 = npt.NDArray[np.uint32]
@@ -37,7 +36,7 @@ class Wait(NamedTuple):
     """
 
     entry: QueueEntry
-    version: int  # of the fleet
+    version: int  # of the placement
     near: list[int]  # positions of that worker, and of workers that would be chosen if they were under less pressure
     score: float  # the best one; another worker with a lower score would be chosen
     slack: float  # a worker with a score above by more than this would not be chosen
@@ -46,10 +45,10 @@ class Wait(NamedTuple):
     extra_tokens: int = 0  # the fewest tokens that any other worker would have to compute more
 
 
-class Placement(NamedTuple):
+class WorkerChoice(NamedTuple):
     """The decision for one waiting sequence."""
 
-    worker: WorkerBooks
+    worker: WorkerState
     has_room: bool  # the worker has room in its next step
     is_now: bool  # the step is being planned now
     is_held: bool  # it is better to wait for this worker, even if others have room
@@ -57,7 +56,7 @@ class Placement(NamedTuple):
     wait: Wait | None = None
 
 
-class Fleet:
+class Placement:
     """The workers, and the load that the current pass over the queue adds to each.
 
     `begin_pass` starts a pass. `place` adds each sequence to the load of its worker, so that later sequences see it.
@@ -65,32 +64,32 @@ class Fleet:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.num_accepting = 0  # workers that accept more sequences in this pass
-        self.first: WorkerCapacity | None = None  # joined an empty fleet; requests were checked against it
+        self.first: WorkerCapacity | None = None  # joined an empty placement; requests were checked against it
         self._config = config
         self._version = 0  # +1 whenever a worker joins or leaves, because positions change
         self._pass = 0  # number of the newest pass
         self._reserved: Bools | None = None  # workers reserved for starved sequences in this pass
         self._digests = PromptDigests(config.root_salt)
-        self._wanting: dict[str, WorkerBooks] = {}
+        self._wanting: dict[str, WorkerState] = {}
         self._set([], np.zeros(0, dtype=np.int64))
 
     @property
-    def workers(self) -> list[WorkerBooks]:
+    def workers(self) -> list[WorkerState]:
         """All workers, by position."""
         return self._workers
 
-    def join(self, worker: WorkerBooks) -> None:
+    def join(self, worker: WorkerState) -> None:
         if not self._workers:
             self.first = worker.capacity
         written = self._written.min() if len(self._written) else 0  # 0 would direct all requests to a new worker
         self._set([*self._workers, worker], np.append(self._written, written))
 
-    def leave(self, worker: WorkerBooks) -> None:
+    def leave(self, worker: WorkerState) -> None:
         self._wanting.pop(worker.capacity.worker_id, None)
         stays = np.array([other is not worker for other in self._workers])
         self._set([other for other in self._workers if other is not worker], self._written[stays])
 
-    def _set(self, workers: list[WorkerBooks], written: I64) -> None:
+    def _set(self, workers: list[WorkerState], written: I64) -> None:
         self._written = written  # tokens ever written into each pool
         self._workers = workers
         self._version += 1
@@ -101,13 +100,13 @@ class Fleet:
         self.largest_pool = int(self._pool_tokens.max(initial=0))  # tokens
         limits = [c.size_limits for c in sizes]
         self.longest = max((limit.pool_tokens for limit in limits), default=0)  # slots that one sequence may need
-        self.most_rows = max((c.max_num_seqs for c in sizes), default=0)
+        self.max_rows = max((c.max_num_seqs for c in sizes), default=0)
         # Sequences within these limits could run on every worker.
         self._size_limits = SizeLimits(
             min((limit.max_model_len for limit in limits), default=0),
             min((limit.pool_tokens for limit in limits), default=0),
         )
-        self.most_encoder_tokens = max((c.max_encoder_tokens for c in sizes), default=0)
+        self.max_encoder_tokens = max((c.max_encoder_tokens for c in sizes), default=0)
         steps = self._config.max_pending_prefill_steps
         self._max_pending = np.array([steps * c.max_num_batched_tokens for c in sizes], dtype=np.int64)
         self._is_open = np.array([not worker.is_draining for worker in workers], dtype=np.bool_)
@@ -127,13 +126,13 @@ class Fleet:
         self._unchecked = dict(self._stale)  # changed since the last pass, or since `would_wait`
         self.changed = set(self._position)  # workers that may have work; the caller removes idle workers
 
-    def mark_changed(self, worker: WorkerBooks) -> None:
+    def mark_changed(self, worker: WorkerState) -> None:
         """Read the worker's values again at the next pass."""
         name = worker.capacity.worker_id
         self._stale[name] = self._unchecked[name] = worker
         self.changed.add(name)
 
-    def drain(self, worker: WorkerBooks) -> None:
+    def drain(self, worker: WorkerState) -> None:
         """Stop placing new sequences on the worker."""
         self._is_open[self._position[worker.capacity.worker_id]] = False
         self.mark_changed(worker)
@@ -143,7 +142,7 @@ class Fleet:
         eligible = self._eligible(seq)
         return eligible is self._is_open or bool(np.count_nonzero(eligible) or not np.count_nonzero(self._is_open))
 
-    def note_written(self, worker: WorkerBooks, num_tokens: int) -> None:
+    def add_written(self, worker: WorkerState, num_tokens: int) -> None:
         """Count tokens for which new blocks of the worker's pool are allocated."""
         self._written[self._position[worker.capacity.worker_id]] += num_tokens
 
@@ -166,7 +165,7 @@ class Fleet:
         self._accepts = {i for i in self._ready if self._can_take[i]}
         self.num_accepting = len(self._accepts)
 
-    def _read(self, i: int, worker: WorkerBooks) -> None:
+    def _read(self, i: int, worker: WorkerState) -> None:
         expected_prefill, num_rows, is_open = worker.expected_prefill, worker.num_free_rows, not worker.is_draining
         takes_prefill = is_open and expected_prefill < self._max_pending.item(i)
         self._is_open[i] = is_open
@@ -177,7 +176,7 @@ class Fleet:
         self._had_room[i] = takes_prefill and num_rows > 0
         self._can_take[i] = takes_prefill and (num_rows > 0 or least_urgent > NOTHING_RUNS)
 
-    def place(self, entry: QueueEntry, now: float, tokens_per_s: float | None) -> Placement:
+    def place(self, entry: QueueEntry, now: float, tokens_per_s: float | None) -> WorkerChoice:
         """Choose the worker for a sequence, now or later. At least one worker is eligible, because the sequence is
         schedulable.
         """
@@ -213,15 +212,15 @@ class Fleet:
         has_room = bool(room[best])
         if seq.group.adapter and self._waits_for_adapter(best, seq.group.adapter):
             is_loading = self._workers[best].adapters.is_loading(seq.group.adapter)
-            return Placement(self._workers[best], False, False, is_loading, waits_for_adapter=True)
+            return WorkerChoice(self._workers[best], False, False, is_loading, waits_for_adapter=True)
         self._count_in(best, int(uncached[best]), entry.num_rows)
-        return Placement(self._workers[best], has_room, has_room and best in self._ready, is_held, wait=wait)
+        return WorkerChoice(self._workers[best], has_room, has_room and best in self._ready, is_held, wait=wait)
 
-    def _place_alone(self, entry: QueueEntry) -> Placement:
+    def _place_alone(self, entry: QueueEntry) -> WorkerChoice:
         """`place` for the only worker, which needs no scores. They would cost three times as much as the rest."""
         has_room = bool(self._room(entry)[0])
         self._count_in(0, int(entry.uncached_at[0]), entry.num_rows)
-        return Placement(self._workers[0], has_room, has_room and 0 in self._ready, is_held=False)
+        return WorkerChoice(self._workers[0], has_room, has_room and 0 in self._ready, is_held=False)
 
     def _wait(self, entry: QueueEntry, near: I64, scores: F64, slack: float) -> Wait:
         best = near[scores[near].argmin()]
@@ -241,7 +240,7 @@ class Fleet:
             for wait in waits
         )
 
-    def _stays_worse(self, i: int, worker: WorkerBooks, wait: Wait) -> bool:
+    def _stays_worse(self, i: int, worker: WorkerState, wait: Wait) -> bool:
         """Whether this worker was not among those that could be chosen, and still is not."""
         if i in wait.near:
             return False
@@ -281,7 +280,7 @@ class Fleet:
         self._wanting[worker.capacity.worker_id] = worker
         return not worker.adapters.is_ready(adapter)
 
-    def take_wanting(self) -> list[WorkerBooks]:
+    def take_wanting(self) -> list[WorkerState]:
         """The workers on which sequences with adapters should run, by passes since the last call."""
         wanting = list(self._wanting.values())
         self._wanting.clear()
@@ -380,7 +379,7 @@ class Fleet:
         self._digests.extend(digests, token_ids, group.root_key, block_size, keys)
 
 
-def _least_urgent(worker: WorkerBooks) -> int:
+def _least_urgent(worker: WorkerState) -> int:
     """Priority of the row that would be preempted first; NOTHING_RUNS if no row runs."""
     rows = worker.rows.active()
     return int(worker.rows.priority[rows].max()) if len(rows) else NOTHING_RUNS

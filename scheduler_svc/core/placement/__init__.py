@@ -1,1 +1,0 @@
-"""Choice of the worker on which a waiting sequence should run."""
