@@ -26,7 +26,7 @@ from bench.machine import describe, quiet
 from bench.worker import NUMBERS, Loop, timed
 from bench.workloads import Model, Request, Workload, make_model
 from worker_svc.engine.config import EngineConfig
-from worker_svc.engine.machine import available_cores
+from worker_svc.engine.kernels.machine import available_cores
 from worker_svc.engine.model_runner import ModelRunner
 
 PROMPT_LEN, NUM_OUTPUT, NUM_ADAPTERS = 32, 64, 8

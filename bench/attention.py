@@ -29,9 +29,9 @@ import torch
 
 from bench.worker import Limits, measure_limits
 from worker_svc.engine.backend import AttentionShape, ForwardBatch, HeadShape
-from worker_svc.engine.cpu_backend import CpuBackend
+from worker_svc.engine.cpu.backend import CpuBackend
+from worker_svc.engine.decoder.kv_cache import KVCachePool
 from worker_svc.engine.kernels import build
-from worker_svc.engine.kv_cache import KVCachePool
 
 BLOCK = 16
 SMALL, LARGE = HeadShape(8, 4, 32), HeadShape(16, 8, 128)

@@ -25,12 +25,12 @@ from pathlib import Path
 import torch
 
 from bench.workloads import QWEN3_06B, SMALL, Model
-from worker_svc.engine.cpu_backend import declare
-from worker_svc.engine.kernel_linear import BFLOAT16, FLOAT32, INT8, KernelLinear
+from worker_svc.engine.cpu.backend import declare
 from worker_svc.engine.kernels.build import load_kernels_of
+from worker_svc.engine.kernels.linear import BFLOAT16, FLOAT32, INT8, KernelLinear
+from worker_svc.engine.kernels.memory import collapse
 from worker_svc.engine.kernels.paths import available_paths
-from worker_svc.engine.linear import PackedLinear
-from worker_svc.engine.memory import collapse
+from worker_svc.engine.kernels.torch_linear import PackedLinear
 
 MODELS: dict[str, tuple[Model, int]] = {"small": (SMALL, 8 << 20), "qwen3-0.6b": (QWEN3_06B, 128 << 20)}
 ROWS = (1, 4, 16, 36, 64, 256, 1024)

@@ -36,9 +36,9 @@ from request_fields.fields import SamplingParams
 from request_fields.grammar import Grammar, GrammarKind
 from step_protocol.messages import RowOpen
 from worker_svc.engine.config import EngineConfig
-from worker_svc.engine.grammars import RowGrammars, compiled_grammars
-from worker_svc.engine.machine import available_cores
+from worker_svc.engine.kernels.machine import available_cores
 from worker_svc.engine.model_runner import ModelRunner
+from worker_svc.engine.sampling.grammars import RowGrammars, compiled_grammars
 
 EOS = 2
 ROWS = 32

@@ -35,10 +35,11 @@ from bench.padded import PaddedLoop
 from bench.workloads import WORKLOADS, Request, Workload, make_model
 from request_fields.fields import SamplingParams
 from step_protocol.messages import EMPTY, RowOpen, StepBatch
-from worker_svc.engine import kernel_linear, linear
-from worker_svc.engine.backends import make_backend
 from worker_svc.engine.config import EngineConfig
-from worker_svc.engine.machine import available_cores
+from worker_svc.engine.cpu.backends import make_backend
+from worker_svc.engine.kernels import linear as kernel_linear
+from worker_svc.engine.kernels import torch_linear as linear
+from worker_svc.engine.kernels.machine import available_cores
 from worker_svc.engine.model_runner import ModelRunner
 
 GREEDY = SamplingParams(0.0, 0, 1.0, 0.0, 0)

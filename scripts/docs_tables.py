@@ -27,11 +27,11 @@ from gateway_svc.http.fields import ENDPOINTS, BodyField
 from request_fields.fields import BY_PATH, FIELDS, Field, Kind, Side
 from svc_common.config import allowed_values, environment_name, make_parser, settings_of
 from svc_common.metrics import COMMON, PREFIX, Spec
-from worker_svc.engine.encoder_decoder import CROSS_ATTENTION, ENCODER_DECODERS
-from worker_svc.engine.encoder_families import ENCODERS
-from worker_svc.engine.families import ARCHITECTURES
-from worker_svc.engine.features import FEATURES, OF_BACKEND, features_of
-from worker_svc.engine.quantization_config import FORMATS
+from worker_svc.engine.checkpoint.families import ARCHITECTURES
+from worker_svc.engine.checkpoint.features import FEATURES, OF_BACKEND, features_of
+from worker_svc.engine.checkpoint.quantization_config import FORMATS
+from worker_svc.engine.encoder.families import ENCODERS
+from worker_svc.engine.encoder_decoder.config import CROSS_ATTENTION, ENCODER_DECODERS
 
 ROOT = Path(__file__).resolve().parents[1]
 PARSERS = {

@@ -8,11 +8,11 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from worker_svc.engine.encoder_decoder import is_encoder_decoder, parse_encoder_decoder
-from worker_svc.engine.encoder_families import check_encoder, encoder_of
-from worker_svc.engine.families import architecture_of
-from worker_svc.engine.model_folder import CheckpointError, check_weight_files, decoder_config, read_object
-from worker_svc.engine.quantization_config import QuantizationConfig, quantization_of
+from worker_svc.engine.checkpoint.families import architecture_of
+from worker_svc.engine.checkpoint.model_folder import CheckpointError, check_weight_files, decoder_config, read_object
+from worker_svc.engine.checkpoint.quantization_config import QuantizationConfig, quantization_of
+from worker_svc.engine.encoder.families import check_encoder, encoder_of
+from worker_svc.engine.encoder_decoder.config import is_encoder_decoder, parse_encoder_decoder
 
 
 def check_model(folder: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hub_models.find import HubError, find_model, parse_name
 from worker_svc.check_model import check_config
-from worker_svc.engine.model_folder import CheckpointError
+from worker_svc.engine.checkpoint.model_folder import CheckpointError
 
 log = logging.getLogger(__name__)
 

@@ -32,13 +32,13 @@ from step_protocol.messages import (
 from worker_svc.engine.adapters.rows import RowAdapters
 from worker_svc.engine.adapters.store import AdapterStore
 from worker_svc.engine.backend import I64
-from worker_svc.engine.beams import BeamLines
 from worker_svc.engine.config import EngineConfig
-from worker_svc.engine.grammars import RowMasks, compiled_grammars
-from worker_svc.engine.plan import StepPlan, StepPlanner
-from worker_svc.engine.processors import ProcessedRows
-from worker_svc.engine.row_errors import RowErrors
-from worker_svc.engine.rows import RowTable
+from worker_svc.engine.rows.errors import RowErrors
+from worker_svc.engine.rows.open_rows import RowTable
+from worker_svc.engine.rows.step_checker import StepPlan, StepPlanner
+from worker_svc.engine.sampling.beams import BeamLines
+from worker_svc.engine.sampling.grammars import RowMasks, compiled_grammars
+from worker_svc.engine.sampling.processors import ProcessedRows
 from worker_svc.sim_logprobs import prompt_columns, sampled_columns
 from worker_svc.sim_model import SimAdapter, read_info, read_sim_adapter
 from worker_svc.sim_pool import U64, Histories, SimPool, mix

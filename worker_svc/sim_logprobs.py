@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from step_protocol.messages import U32, LogprobColumns, PromptLogprobs
 from worker_svc.engine.backend import I64, TopLogprobs
-from worker_svc.engine.logprobs import Asked, PromptTargets, spread, to_columns
+from worker_svc.engine.rows.logprobs import Asked, PromptTargets, spread, to_columns
 
 U64 = npt.NDArray[np.uint64]
 

@@ -13,9 +13,9 @@ from request_fields.checks import default_sampling
 from request_fields.inputs import ImageShape
 from request_fields.sizes import SizeLimits
 from worker_svc.engine.adapters.config import CONFIG_FILE, WEIGHTS_FILE, AdapterError, read_adapter_config
+from worker_svc.engine.checkpoint.generation_config import eos_token_ids
+from worker_svc.engine.checkpoint.model_folder import CheckpointError
 from worker_svc.engine.config import ComputeDtype, EngineConfig, EngineInfo
-from worker_svc.engine.generation_config import eos_token_ids
-from worker_svc.engine.model_folder import CheckpointError
 from worker_svc.sim_tokens import read_json
 
 DEFAULT_NUM_BLOCKS = 4096
@@ -60,7 +60,7 @@ def _attention_window(model: dict[str, Any]) -> int | None:
     """The window of a decoder whose layers all have one. None for other models, also those that no backend serves."""
     if not model.get("sliding_window"):
         return None
-    from worker_svc.engine.architectures import parse_config  # it imports torch, which other models do not need
+    from worker_svc.engine.decoder.config import parse_config  # it imports torch, which other models do not need
 
     try:
         return parse_config(model).attention_window

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from step_protocol.messages import U32, Bools
 from worker_svc.engine.backend import I64
-from worker_svc.engine.plan import HASH_BYTES
+from worker_svc.engine.decoder.block_contents import HASH_BYTES
 from worker_svc.sim_tokens import GOLDEN, MIX_1, MIX_2
 
 U64 = npt.NDArray[np.uint64]

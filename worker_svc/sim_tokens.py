@@ -9,9 +9,9 @@
     mix                      the finalizer of splitmix64
 
 A temperature below 1e-5 is greedy, as in a real model: seed and sample index count as 0. For a row that asks for
-processing (worker_svc/engine/processors.py), all logits are 1 before, the token is printable_ids[draw % len] of the
-printable ids with the highest logit, and an end-of-sequence id with a logit of minus infinity does not occur. Other
-sampling parameters are ignored. Positions count from 0 over prompt and output; the output position counts output
+processing (worker_svc/engine/sampling/processors.py), all logits are 1 before, the token is printable_ids[draw % len]
+of the printable ids with the highest logit, and an end-of-sequence id with a logit of minus infinity does not occur.
+Other sampling parameters are ignored. Positions count from 0 over prompt and output; the output position counts output
 tokens.
 """
 
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from worker_svc.engine.generation_config import eos_token_ids
+from worker_svc.engine.checkpoint.generation_config import eos_token_ids
 
 MASK = 2**64 - 1
 GOLDEN = 0x9E3779B97F4A7C15

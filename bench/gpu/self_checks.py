@@ -12,7 +12,7 @@ import torch
 from bench.gpu.model import EXPERTS, FEW_EXPERTS, model_of
 from bench.gpu.report import OutOfTimeError, Report
 from bench.workloads import COMMON
-from worker_svc.engine.architectures import parse_config
+from worker_svc.engine.decoder.config import parse_config
 from worker_svc.engine.gpu.attention import TritonAttention
 from worker_svc.engine.gpu.checks import case as checks
 from worker_svc.engine.gpu.checks.attention import MAX_ROWS, MAX_TOKENS, attention_cases

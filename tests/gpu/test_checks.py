@@ -13,8 +13,8 @@ from tests.gpu.driver import load
 from tests.gpu.ranks import Meeting, Rank
 from tests.gpu.test_runner import HEADS_4_2, SMALL
 from tests.unit.engine.models import make_model
-from worker_svc.engine.architectures import parse_config
 from worker_svc.engine.backend import BackendUnavailableError
+from worker_svc.engine.decoder.config import parse_config
 from worker_svc.engine.gpu.attention import TritonAttention
 from worker_svc.engine.gpu.checks import adapters, experts, int4, layers, sampling, steps, weights
 from worker_svc.engine.gpu.checks.attention import MAX_ROWS, MAX_TOKENS, attention_cases

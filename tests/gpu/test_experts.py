@@ -14,7 +14,7 @@ from tests.gpu.test_runner import HEADS_4_2, SMALL, run_forced, run_mixed, worst
 from tests.unit.engine.models import load_reference, make_model
 from tests.unit.engine.quantized import fp8, gptq, quantize_model
 from tests.unit.engine.test_engine_models import check_against
-from worker_svc.engine import torch_ops
+from worker_svc.engine.cpu import torch_ops
 from worker_svc.engine.gpu.experts import StackedExperts, compute_experts
 from worker_svc.engine.gpu.kernels import activation, expert_linear, route
 from worker_svc.engine.gpu.kernels.expert_linear import ExpertWeights

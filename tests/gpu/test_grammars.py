@@ -16,8 +16,8 @@ from tests.gpu.driver import DeviceDriver, load
 from tests.unit.engine.driver import seeded
 from tests.unit.engine.models import make_model
 from worker_svc.engine.gpu.runner import DeviceRunner
-from worker_svc.engine.grammars import RowMasks
-from worker_svc.engine.masking import apply_masks
+from worker_svc.engine.sampling.grammars import RowMasks
+from worker_svc.engine.sampling.masking import apply_masks
 
 VOCAB = 2048
 EOS = 2

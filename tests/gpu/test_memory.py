@@ -11,9 +11,9 @@ from request_fields.sizes import largest_pool
 from tests.gpu.driver import load
 from tests.gpu.test_runner import HEADS_4_2, SMALL
 from tests.unit.engine.models import make_model
-from worker_svc.engine.architectures import parse_config
-from worker_svc.engine.checkpoint import Checkpoint
+from worker_svc.engine.checkpoint.tensors import Checkpoint
 from worker_svc.engine.config import EngineConfig
+from worker_svc.engine.decoder.config import parse_config
 from worker_svc.engine.gpu import memory, runner
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

@@ -24,7 +24,7 @@ from worker_svc.engine.backend import Norm
 from worker_svc.engine.gpu.parallel import ALONE
 from worker_svc.engine.gpu.pooling import DevicePooling
 from worker_svc.engine.gpu.scores import Scorer
-from worker_svc.engine.pooling_weights import PoolingWeights
+from worker_svc.engine.pooling.weights import PoolingWeights
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 

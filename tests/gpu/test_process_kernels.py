@@ -1,4 +1,4 @@
-"""The processing kernels give the bits of their specification, `worker_svc/engine/processors.py`."""
+"""The processing kernels give the bits of their specification, `worker_svc/engine/sampling/processors.py`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from worker_svc.engine.gpu.device_rows import HEAD_WORDS, changed_words, make_st
 from worker_svc.engine.gpu.kernels import process
 from worker_svc.engine.gpu.kernels.deltas import apply_deltas
 from worker_svc.engine.gpu.processing import DeviceProcessing
-from worker_svc.engine.row_errors import RowErrors
-from worker_svc.engine.rows import RowTable
+from worker_svc.engine.rows.errors import RowErrors
+from worker_svc.engine.rows.open_rows import RowTable
 
 VOCAB = 2500  # two chunks
 BLOCKS = 4

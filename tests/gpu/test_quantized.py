@@ -14,9 +14,9 @@ from tests.gpu.test_runner import HEADS_4_2, SMALL, run_forced, run_mixed, worst
 from tests.unit.engine.models import load_reference, make_model
 from tests.unit.engine.quantized import FORMATS, awq, compressed_packed, fp8, gptq, quantize_model
 from tests.unit.engine.test_engine_models import check_against
-from worker_svc.engine.architectures import parse_config
 from worker_svc.engine.backend import BackendUnavailableError
-from worker_svc.engine.checkpoint import Checkpoint
+from worker_svc.engine.checkpoint.tensors import Checkpoint
+from worker_svc.engine.decoder.config import parse_config
 from worker_svc.engine.gpu import start_up, weights
 from worker_svc.engine.gpu.kernels.scaled_linear import reference_rows
 from worker_svc.engine.gpu.linears import DeviceLinears, Int4Linear, has_int4

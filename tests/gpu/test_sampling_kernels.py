@@ -1,4 +1,4 @@
-"""The sampling kernels against their specification, `worker_svc/engine/noise.py`."""
+"""The sampling kernels against their specification, `worker_svc/engine/sampling/noise.py`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from worker_svc.engine.gpu.kernels import banned, candidates, noise, record, sam
 from worker_svc.engine.gpu.kernels.filters import Filters
 from worker_svc.engine.gpu.kernels.threshold import Scratch, find_thresholds
 from worker_svc.engine.gpu.parallel import Group
-from worker_svc.engine.noise import gumbel_noise
+from worker_svc.engine.sampling.noise import gumbel_noise
 
 VOCAB = 4500  # two chunks of the thresholds, three of the scores
 GREEDY = SamplingParams(0.0, 0, 1.0, 0.0, 0)

@@ -16,12 +16,12 @@ from tests.gpu.test_runner import HEADS_4_2, SMALL, small_prompts
 from tests.unit.engine.driver import seeded
 from tests.unit.engine.models import load_reference, make_model
 from tests.unit.engine.test_engine_logprobs import check_scores
-from worker_svc.engine import exact_ops
 from worker_svc.engine.backend import TopLogprobs
 from worker_svc.engine.gpu.messages import step_from_bytes, step_to_bytes
 from worker_svc.engine.gpu.parallel import ALONE
 from worker_svc.engine.gpu.scores import HostScores, Scorer
-from worker_svc.engine.logprobs import Asked
+from worker_svc.engine.kernels import exact_ops
+from worker_svc.engine.rows.logprobs import Asked
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 

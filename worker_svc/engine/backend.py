@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
     from worker_svc.engine.adapters.adapter import Adapter
     from worker_svc.engine.adapters.packed import AdapterRows, PackedAdapter
-    from worker_svc.engine.families import NormKind
-    from worker_svc.engine.processors import ProcessedRows
+    from worker_svc.engine.checkpoint.families import NormKind
+    from worker_svc.engine.sampling.processors import ProcessedRows
 
 I32 = npt.NDArray[np.int32]
 I64 = npt.NDArray[np.int64]
@@ -192,7 +192,7 @@ class Backend(Protocol):
 
     name: str
     arithmetic: str  # identifies everything its rounding depends on; part of `numerics`
-    features: frozenset[str]  # see features.py
+    features: frozenset[str]  # see checkpoint/features.py
 
     @property
     def copies_weights(self) -> bool:

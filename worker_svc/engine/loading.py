@@ -16,26 +16,26 @@ from step_protocol.messages import PoolingKind
 from worker_svc.engine.adapters.adapter import Adapter, make_store
 from worker_svc.engine.adapters.packed import PackedAdapter, reserved_bytes
 from worker_svc.engine.adapters.store import AdapterStore
-from worker_svc.engine.architectures import ModelConfig, parse_config
 from worker_svc.engine.backend import Backend, ForwardBatch
-from worker_svc.engine.backends import make_backend
-from worker_svc.engine.checkpoint import Checkpoint
+from worker_svc.engine.checkpoint.features import check_features
+from worker_svc.engine.checkpoint.tensors import Checkpoint
 from worker_svc.engine.config import EngineConfig, PoolingInfo
-from worker_svc.engine.encoder import EncoderLoader, EncoderModel
-from worker_svc.engine.encoder_config import EncoderConfig, parse_encoder
-from worker_svc.engine.encoder_decoder import EncoderDecoderConfig, is_encoder_decoder, parse_encoder_decoder
-from worker_svc.engine.encoder_decoder_load import EncoderDecoder, load_encoder_decoder
-from worker_svc.engine.encoder_families import encoder_of
-from worker_svc.engine.features import check_features
-from worker_svc.engine.images import ImageEncoder, image_shape
-from worker_svc.engine.kv_cache import DEFAULT_MEMORY, KVCachePool
-from worker_svc.engine.machine import available_memory
-from worker_svc.engine.model import DecoderModel, Progress
-from worker_svc.engine.pooling_config import PoolingConfig, read_pooling
-from worker_svc.engine.pooling_weights import PoolingWeights, load_pooling, pooling_info
+from worker_svc.engine.cpu.backends import make_backend
+from worker_svc.engine.decoder.config import ModelConfig, parse_config
+from worker_svc.engine.decoder.kv_cache import DEFAULT_MEMORY, KVCachePool
+from worker_svc.engine.decoder.model import DecoderModel, Progress
+from worker_svc.engine.decoder.weights import WeightLoader
+from worker_svc.engine.encoder.config import EncoderConfig, parse_encoder
+from worker_svc.engine.encoder.families import encoder_of
+from worker_svc.engine.encoder.model import EncoderLoader, EncoderModel
+from worker_svc.engine.encoder_decoder.config import EncoderDecoderConfig, is_encoder_decoder, parse_encoder_decoder
+from worker_svc.engine.encoder_decoder.load import EncoderDecoder, load_encoder_decoder
+from worker_svc.engine.kernels.machine import available_memory
+from worker_svc.engine.pooling.config import PoolingConfig, read_pooling
+from worker_svc.engine.pooling.weights import PoolingWeights, load_pooling, pooling_info
+from worker_svc.engine.rows.images import ImageEncoder, image_shape
 from worker_svc.engine.settings import choose_max_model_len
-from worker_svc.engine.vision import VisionTower
-from worker_svc.engine.weights import WeightLoader
+from worker_svc.engine.vision.tower import VisionTower
 
 logger = logging.getLogger(__name__)
 

@@ -28,21 +28,15 @@ from step_protocol.messages import (
 from worker_svc.engine.adapters.packed import rows_of_step
 from worker_svc.engine.adapters.rows import RowAdapters
 from worker_svc.engine.backend import I64, ForwardBatch
-from worker_svc.engine.backends import make_backend
-from worker_svc.engine.beams import best_candidates, take_log_softmax
-from worker_svc.engine.checkpoint import Checkpoint
+from worker_svc.engine.checkpoint.generation_config import eos_token_ids
+from worker_svc.engine.checkpoint.tensors import Checkpoint
 from worker_svc.engine.config import ComputeDtype, EngineConfig, EngineInfo
-from worker_svc.engine.embedder import InputEmbedder
-from worker_svc.engine.generation_config import eos_token_ids
-from worker_svc.engine.grammars import PendingMasks, compiled_grammars
+from worker_svc.engine.cpu.backends import make_backend
+from worker_svc.engine.decoder.model import DecoderModel
+from worker_svc.engine.kernels.machine import available_cores
+from worker_svc.engine.kernels.numerics import build, cpu_numerics
 from worker_svc.engine.loading import Report, load_model
-from worker_svc.engine.logprobs import PromptTargets
-from worker_svc.engine.machine import available_cores
-from worker_svc.engine.masking import apply_masks
-from worker_svc.engine.model import DecoderModel
-from worker_svc.engine.numerics import build, cpu_numerics
-from worker_svc.engine.plan import StepPlan, StepPlanner
-from worker_svc.engine.pooling import (
+from worker_svc.engine.pooling.pooling import (
     NOT_FINITE,
     PooledChunk,
     PooledSums,
@@ -51,9 +45,11 @@ from worker_svc.engine.pooling import (
     logit_tokens,
     to_columns,
 )
-from worker_svc.engine.row_errors import RowErrors
-from worker_svc.engine.rows import RowTable
-from worker_svc.engine.scoring import (
+from worker_svc.engine.rows.embedder import InputEmbedder
+from worker_svc.engine.rows.errors import RowErrors
+from worker_svc.engine.rows.logprobs import PromptTargets
+from worker_svc.engine.rows.open_rows import RowTable
+from worker_svc.engine.rows.scoring import (
     LOGITS_AT_ONCE,
     RawLogits,
     ScoredPrompts,
@@ -61,6 +57,10 @@ from worker_svc.engine.scoring import (
     score_prompts,
     score_sampled,
 )
+from worker_svc.engine.rows.step_checker import StepPlan, StepPlanner
+from worker_svc.engine.sampling.beams import best_candidates, take_log_softmax
+from worker_svc.engine.sampling.grammars import PendingMasks, compiled_grammars
+from worker_svc.engine.sampling.masking import apply_masks
 
 logger = logging.getLogger(__name__)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 
 from request_fields.sizes import SizeLimits
-from worker_svc.engine.architectures import ModelConfig
 from worker_svc.engine.config import EngineConfig
+from worker_svc.engine.decoder.config import ModelConfig
 
 logger = logging.getLogger(__name__)
 

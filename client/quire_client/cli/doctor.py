@@ -154,7 +154,7 @@ def check_kernels() -> Iterable[Finding]:
 
 
 def describe_path(found: dict[str, Any]) -> Finding:
-    """The finding for the line of worker_svc.engine.probe."""
+    """The finding for the line of worker_svc.engine.kernels.probe."""
     used, names = found["path"], found["instructions"]
     speeds = ", ".join(f"{kind} {_speed(found['giga_operations'][kind])} GOP/s ({names[kind]})" for kind in KINDS)
     detail = (
@@ -176,8 +176,8 @@ def _speed(giga_operations: float) -> str:
 
 
 def probe_kernels() -> dict[str, Any]:
-    """The line of worker_svc.engine.probe, or the field `error`."""
-    command = [sys.executable, "-m", "worker_svc.engine.probe", "--all"]
+    """The line of worker_svc.engine.kernels.probe, or the field `error`."""
+    command = [sys.executable, "-m", "worker_svc.engine.kernels.probe", "--all"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=PROBE_TIMEOUT_S)
         found: dict[str, Any] = json.loads(done.stdout)

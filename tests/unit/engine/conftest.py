@@ -7,9 +7,9 @@ import os
 
 import pytest
 
-from worker_svc.engine import cpu_backend
+from worker_svc.engine.cpu import backend as cpu_backend
 from worker_svc.engine.kernels.build import load_kernels, load_kernels_built_with
-from worker_svc.engine.machine import instruction_sets
+from worker_svc.engine.kernels.machine import instruction_sets
 
 # Waiting threads sleep: on a busy machine a spinning thread takes the core that another thread needs.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 from tests.unit.engine.tile_model import to_odd
-from worker_svc.engine.kernel_linear import BFLOAT16, INT8
 from worker_svc.engine.kernels.build import SOURCES, STRICT_FLAGS
-from worker_svc.engine.machine import available_cores
+from worker_svc.engine.kernels.linear import BFLOAT16, INT8
+from worker_svc.engine.kernels.machine import available_cores
 
 DRIVER = Path(__file__).parent / "kernel_driver" / "driver.cpp"
 CROSS_COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from tests.unit.engine.test_engine_kernels import kernel_layout
-from worker_svc.engine import cpu_backend
 from worker_svc.engine.backend import AttentionShape, ForwardBatch, HeadShape, PositionBias
-from worker_svc.engine.backends import make_backend
+from worker_svc.engine.cpu import backend as cpu_backend
+from worker_svc.engine.cpu.backends import make_backend
 from worker_svc.engine.kernels.build import load_kernels_built_with, native_flags
-from worker_svc.engine.machine import instruction_sets
+from worker_svc.engine.kernels.machine import instruction_sets
 
 
 def shape_of(num_q_heads, num_kv_heads, head_dim, soft_cap=None, window=None):

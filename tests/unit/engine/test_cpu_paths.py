@@ -6,14 +6,13 @@ import platform
 
 import pytest
 
-from worker_svc.engine import numerics
 from worker_svc.engine.backend import BackendUnavailableError
-from worker_svc.engine.backends import make_backend
-from worker_svc.engine.cpu_backend import declare
-from worker_svc.engine.kernels import build, paths
+from worker_svc.engine.cpu.backend import declare
+from worker_svc.engine.cpu.backends import make_backend
+from worker_svc.engine.kernels import build, numerics, paths
 from worker_svc.engine.kernels.build import KernelBuildError
+from worker_svc.engine.kernels.numerics import cpu_numerics
 from worker_svc.engine.kernels.paths import CpuPathError, available_paths, chosen_path, flags_of, known_paths, path_of
-from worker_svc.engine.numerics import cpu_numerics
 
 AVX2 = "fpu avx avx2 fma sse4_1"
 AVX512 = f"{AVX2} avx512f avx512bw avx512dq avx512vl avx512cd avx512_vnni"

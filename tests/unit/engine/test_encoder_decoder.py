@@ -18,10 +18,10 @@ from step_protocol.messages import CarriedInput, EncoderInput, RowOpen, StepBatc
 from tests.processes.encoder_models import MAX_LEN, TEXT_SHAPES, make_speech_checkpoint, make_text_checkpoint, tone
 from tests.processes.models import VOCAB_SIZE
 from tests.unit.engine.driver import GREEDY
+from worker_svc.engine.checkpoint.families import ENCODER_DECODER_NAMES, architecture_of
+from worker_svc.engine.checkpoint.model_folder import CheckpointError
 from worker_svc.engine.config import EngineConfig
-from worker_svc.engine.encoder_decoder import ENCODER_DECODERS, parse_encoder_decoder
-from worker_svc.engine.families import ENCODER_DECODER_NAMES, architecture_of
-from worker_svc.engine.model_folder import CheckpointError
+from worker_svc.engine.encoder_decoder.config import ENCODER_DECODERS, parse_encoder_decoder
 from worker_svc.engine.model_runner import ModelRunner
 
 BLOCK_SIZE = 16

@@ -15,8 +15,8 @@ from tests.unit.engine.driver import Driver
 from tests.unit.engine.models import ARCHITECTURES, load_reference, make_model
 from tests.unit.engine.test_engine_models import check_against, prompts
 from worker_svc.engine.adapters.config import AdapterError
+from worker_svc.engine.checkpoint.model_folder import CheckpointError
 from worker_svc.engine.config import EngineConfig
-from worker_svc.engine.model_folder import CheckpointError
 from worker_svc.engine.model_runner import ModelRunner
 
 RANKS = (1, 2, 4, 8, 16, 17, 33, 64)
@@ -352,7 +352,7 @@ def test_a_row_needs_a_resident_adapter_and_keeps_it(tmp_path, qwen3):
 def test_adapters_need_a_backend_that_computes_them(tmp_path, qwen3, monkeypatch):
     folder, _ = qwen3
     monkeypatch.setattr(
-        "worker_svc.engine.features.OF_BACKEND", {"cpu": frozenset(), "reference": frozenset({"adapters"})}
+        "worker_svc.engine.checkpoint.features.OF_BACKEND", {"cpu": frozenset(), "reference": frozenset({"adapters"})}
     )
     with pytest.raises(CheckpointError, match=r"this model needs LoRA adapters, which backend cpu does not compute"):
         load(folder)

@@ -14,11 +14,11 @@ import torch.nn.functional as F
 from tests.unit.engine.driver import GREEDY, Driver, seeded
 from tests.unit.engine.models import make_model
 from tests.unit.engine.test_engine_models import prompts
-from worker_svc.engine import cpu_backend
-from worker_svc.engine.backends import make_backend
 from worker_svc.engine.config import EngineConfig
+from worker_svc.engine.cpu import backend as cpu_backend
+from worker_svc.engine.cpu.backends import make_backend
+from worker_svc.engine.decoder.rotary import Rotary
 from worker_svc.engine.model_runner import ModelRunner
-from worker_svc.engine.rotary import Rotary
 
 VOCAB = 211
 
@@ -270,7 +270,7 @@ def test_best_effort_serves_on_a_processor_without_avx512(tmp_path):
 import torch
 from tests.unit.engine.driver import Driver
 from worker_svc.engine.config import EngineConfig
-from worker_svc.engine.linear import PackedLinear
+from worker_svc.engine.kernels.torch_linear import PackedLinear
 from worker_svc.engine.model_runner import ModelRunner
 from pathlib import Path
 for dtype in ("float32", "bfloat16"):

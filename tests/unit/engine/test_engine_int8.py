@@ -10,10 +10,10 @@ from transformers import AutoTokenizer
 from tests.unit.engine.driver import Driver
 from tests.unit.engine.models import make_model
 from tests.unit.engine.test_engine_models import prompts
-from worker_svc.engine import cpu_backend
-from worker_svc.engine.backends import make_backend
 from worker_svc.engine.config import EngineConfig
-from worker_svc.engine.linear import Int8Linear
+from worker_svc.engine.cpu import backend as cpu_backend
+from worker_svc.engine.cpu.backends import make_backend
+from worker_svc.engine.kernels.torch_linear import Int8Linear
 from worker_svc.engine.model_runner import ModelRunner
 
 SHAPES = [(1024, 256), (57, 33), (96, 40), (1000, 2000), (64, 8192), (31, 3)]

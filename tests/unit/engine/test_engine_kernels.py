@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from worker_svc.engine.backend import AttentionShape, ForwardBatch, HeadShape, Norm, RotaryTable
-from worker_svc.engine.backends import make_backend
-from worker_svc.engine.cpu_backend import CpuBackend
-from worker_svc.engine.kv_cache import KVCachePool
-from worker_svc.engine.rotary import Rotary
+from worker_svc.engine.cpu.backend import CpuBackend
+from worker_svc.engine.cpu.backends import make_backend
+from worker_svc.engine.decoder.kv_cache import KVCachePool
+from worker_svc.engine.decoder.rotary import Rotary
 
 DTYPES = {torch.float32: 2e-5, torch.bfloat16: 2e-2}  # largest difference allowed for values of magnitude 1
 

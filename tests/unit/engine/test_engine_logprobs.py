@@ -10,9 +10,10 @@ from step_protocol.messages import RowErrorCode
 from tests.unit.engine.driver import Driver, seeded
 from tests.unit.engine.models import load_reference, make_model
 from tests.unit.engine.test_engine_models import MODELS, load, prompts
-from worker_svc.engine import exact_ops, scoring
-from worker_svc.engine.cpu_backend import CpuBackend
-from worker_svc.engine.reference_backend import ReferenceBackend
+from worker_svc.engine.cpu.backend import CpuBackend
+from worker_svc.engine.cpu.reference import ReferenceBackend
+from worker_svc.engine.kernels import exact_ops
+from worker_svc.engine.rows import scoring
 
 NAMES = ("qwen3-gqa2", "qwen2-tied", "llama-odd-sizes", "mistral-gqa4")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from worker_svc.engine.machine import available_cores, available_memory
+from worker_svc.engine.kernels.machine import available_cores, available_memory
 
 
 def test_cores_follow_the_quota(tmp_path):

@@ -1,4 +1,4 @@
-"""Memory in huge pages (worker_svc/engine/memory.py)."""
+"""Memory in huge pages (worker_svc/engine/kernels/memory.py)."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from worker_svc.engine import cpu_backend
-from worker_svc.engine.backends import make_backend
-from worker_svc.engine.memory import HUGE_PAGE, MADV_COLLAPSE, aligned_zeros, collapse, lazy_zeros
+from worker_svc.engine.cpu import backend as cpu_backend
+from worker_svc.engine.cpu.backends import make_backend
+from worker_svc.engine.kernels.memory import HUGE_PAGE, MADV_COLLAPSE, aligned_zeros, collapse, lazy_zeros
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, HUGE_PAGE - 1, HUGE_PAGE, 2 * HUGE_PAGE + 4097])

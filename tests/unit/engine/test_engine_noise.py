@@ -9,9 +9,9 @@ import torch
 from request_fields.fields import SAMPLER_FIELDS, SamplingParams
 from tests.unit.engine.driver import seeded
 from worker_svc.engine.backend import SamplingColumns
-from worker_svc.engine.backends import make_backend
-from worker_svc.engine.noise import MAX_NOISE, gumbel_noise, keep_threshold, philox_words, sample_token
-from worker_svc.engine.rows import sampling_columns
+from worker_svc.engine.cpu.backends import make_backend
+from worker_svc.engine.rows.open_rows import sampling_columns
+from worker_svc.engine.sampling.noise import MAX_NOISE, gumbel_noise, keep_threshold, philox_words, sample_token
 
 # Test vectors of Philox4x32-10 by its authors (Random123, kat_vectors).
 PHILOX_VECTORS = [

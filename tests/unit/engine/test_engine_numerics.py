@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from tests.unit.engine.models import make_model
-from worker_svc.engine import cpu_backend
 from worker_svc.engine.config import EngineConfig
-from worker_svc.engine.machine import instruction_sets
+from worker_svc.engine.cpu import backend as cpu_backend
+from worker_svc.engine.kernels.machine import instruction_sets
+from worker_svc.engine.kernels.numerics import build, cpu_numerics, device_numerics
 from worker_svc.engine.model_runner import ModelRunner
-from worker_svc.engine.numerics import build, cpu_numerics, device_numerics
 
 
 def info_of(folder: Path, **settings: str):

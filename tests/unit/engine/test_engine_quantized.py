@@ -27,14 +27,14 @@ from tests.unit.engine.quantized import (
 )
 from tests.unit.engine.test_engine_models import check_against, load, prompts
 from worker_svc.check_model import check_model
-from worker_svc.engine.architectures import parse_config
-from worker_svc.engine.backends import make_backend
-from worker_svc.engine.checkpoint import Checkpoint
-from worker_svc.engine.features import check_features
-from worker_svc.engine.linear import Int8Linear, Int8Rows
-from worker_svc.engine.model_folder import CheckpointError
-from worker_svc.engine.quantization_config import Packed, Scaled, parse_quantization
-from worker_svc.engine.quantized import read_weight
+from worker_svc.engine.checkpoint.features import check_features
+from worker_svc.engine.checkpoint.model_folder import CheckpointError
+from worker_svc.engine.checkpoint.quantization_config import Packed, Scaled, parse_quantization
+from worker_svc.engine.checkpoint.quantized import read_weight
+from worker_svc.engine.checkpoint.tensors import Checkpoint
+from worker_svc.engine.cpu.backends import make_backend
+from worker_svc.engine.decoder.config import parse_config
+from worker_svc.engine.kernels.torch_linear import Int8Linear, Int8Rows
 
 SHAPES = [(72, 104), (8, 40), (40, 200)]
 LAYER = "model.layers.0.self_attn.q_proj"

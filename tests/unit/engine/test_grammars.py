@@ -17,8 +17,8 @@ from step_protocol.messages import RowErrorCode, RowOpen, TokenRules
 from tests.unit.engine.driver import Driver, Row, seeded, u32
 from tests.unit.engine.models import make_model
 from worker_svc.engine.config import EngineConfig
-from worker_svc.engine.grammars import RowGrammars, RowMasks, compiled_grammars
 from worker_svc.engine.model_runner import ModelRunner
+from worker_svc.engine.sampling.grammars import RowGrammars, RowMasks, compiled_grammars
 
 EOS = (2, 0)
 VOCAB = 2048

@@ -10,8 +10,8 @@ import pytest
 from transformers import WhisperFeatureExtractor
 
 from tests.processes.encoder_models import tone
-from worker_svc.engine.log_mel import AudioSettings, LogMel, read_audio_settings
-from worker_svc.engine.model_folder import CheckpointError
+from worker_svc.engine.checkpoint.model_folder import CheckpointError
+from worker_svc.engine.encoder_decoder.log_mel import AudioSettings, LogMel, read_audio_settings
 
 
 @pytest.mark.parametrize("num_mel_bins", [16, 80, 128])

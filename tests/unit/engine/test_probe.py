@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from worker_svc.engine.kernels.paths import available_paths, path_of
-from worker_svc.engine.probe import instructions, measure_path
+from worker_svc.engine.kernels.probe import instructions, measure_path
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ def test_path_and_instructions_by_number_type(words, expected):
 
 
 def run_probe(**environment):
-    command = [sys.executable, "-m", "worker_svc.engine.probe"]
+    command = [sys.executable, "-m", "worker_svc.engine.kernels.probe"]
     done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, check=True)
     return json.loads(done.stdout)
 

@@ -11,9 +11,9 @@ import torch
 from step_protocol.messages import RowOpen
 from tests.unit.engine.driver import u32
 from tests.unit.engine.processor_cases import CASES, Asked
-from worker_svc.engine.cpu_backend import CpuBackend
-from worker_svc.engine.processors import RECORD, ProcessedRows, ProcessorTable
-from worker_svc.engine.reference_backend import ReferenceBackend
+from worker_svc.engine.cpu.backend import CpuBackend
+from worker_svc.engine.cpu.reference import ReferenceBackend
+from worker_svc.engine.sampling.processors import RECORD, ProcessedRows, ProcessorTable
 
 VOCAB = 60
 WIDTH = 300  # tokens of a row

@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from tests.unit.engine.tile_model import bfloat16_linear, bfloat16_product
-from worker_svc.engine.cpu_backend import declare
-from worker_svc.engine.kernel_linear import BFLOAT16, INT8, KernelLinear
+from worker_svc.engine.cpu.backend import declare
 from worker_svc.engine.kernels import build
+from worker_svc.engine.kernels.linear import BFLOAT16, INT8, KernelLinear
 from worker_svc.engine.kernels.paths import NO_MATRICES, NO_TILES
 
 SEEDS = range(20)
@@ -180,7 +180,7 @@ class Stack(ctypes.Structure):
     _fields_ = [("sp", ctypes.c_void_p), ("flags", ctypes.c_int), ("size", ctypes.c_size_t)]
 memory = ctypes.create_string_buffer(4096)
 assert ctypes.CDLL(None).sigaltstack(ctypes.byref(Stack(ctypes.addressof(memory), 0, 4096)), None) == 0
-from worker_svc.engine.cpu_backend import CpuBackend
+from worker_svc.engine.cpu.backend import CpuBackend
 logging.basicConfig()
 print(CpuBackend(1).arithmetic)
 """

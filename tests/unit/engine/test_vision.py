@@ -16,11 +16,11 @@ from tests.unit.engine.vision_models import (
     make_vision_model,
     pixel_values,
 )
-from worker_svc.engine.architectures import parse_config
-from worker_svc.engine.backends import make_backend
-from worker_svc.engine.checkpoint import Checkpoint
-from worker_svc.engine.model_folder import CheckpointError
-from worker_svc.engine.vision import VisionTower
+from worker_svc.engine.checkpoint.model_folder import CheckpointError
+from worker_svc.engine.checkpoint.tensors import Checkpoint
+from worker_svc.engine.cpu.backends import make_backend
+from worker_svc.engine.decoder.config import parse_config
+from worker_svc.engine.vision.tower import VisionTower
 
 SIZES = [(2, 2), (4, 6), (10, 4), (6, 22)]  # in patches
 

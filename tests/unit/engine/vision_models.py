@@ -14,7 +14,7 @@ from prefix_index.content_ids import input_digest
 from step_protocol.messages import CarriedInput, ImageSpan
 from tests.carried import with_content_ids
 from tests.unit.engine.models import DEFAULTS, randomize
-from worker_svc.engine.vision import Pixels
+from worker_svc.engine.vision.tower import Pixels
 
 VOCAB = 211
 IMAGE, VIDEO, VISION_START, VISION_END = 200, 201, 202, 203

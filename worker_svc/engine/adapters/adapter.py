@@ -15,8 +15,8 @@ from safetensors import SafetensorError, safe_open
 from worker_svc.engine.adapters.config import WEIGHTS_FILE, AdapterError, read_adapter_config
 from worker_svc.engine.adapters.store import AdapterStore
 from worker_svc.engine.adapters.targets import Module, Target, find_targets
+from worker_svc.engine.checkpoint.families import Names
 from worker_svc.engine.config import EngineConfig
-from worker_svc.engine.families import Names
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from worker_svc.engine.model_folder import CheckpointError, read_object
+from worker_svc.engine.checkpoint.model_folder import CheckpointError, read_object
 
 T = TypeVar("T")
 

@@ -11,7 +11,7 @@ from step_protocol.messages import I32
 from worker_svc.engine.adapters.adapter import Adapter
 from worker_svc.engine.adapters.packed import AdapterRows, Linear, LowRank, PackedAdapter
 from worker_svc.engine.adapters.targets import SITES
-from worker_svc.engine.kernel_linear import BFLOAT16, FLOAT32, KernelLinear, LinearStruct, address_of
+from worker_svc.engine.kernels.linear import BFLOAT16, FLOAT32, KernelLinear, LinearStruct, address_of
 
 MAX_PARTS = 3  # `kAdapterParts` of kernels.h
 _LONG = ctypes.c_int64

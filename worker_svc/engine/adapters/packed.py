@@ -11,7 +11,7 @@ import torch
 from step_protocol.messages import I32, I64
 from worker_svc.engine.adapters.adapter import Adapter, AdapterPart
 from worker_svc.engine.adapters.targets import SITES, Module
-from worker_svc.engine.kernel_linear import PANEL
+from worker_svc.engine.kernels.linear import PANEL
 
 Linear = Callable[[torch.Tensor], torch.Tensor]  # [n, in] to [n, out]
 MakeLinear = Callable[[torch.Tensor], Linear]

@@ -18,8 +18,8 @@ from step_protocol.messages import I32, I64, RowOpen
 from worker_svc.engine.adapters.adapter import Adapter, make_store
 from worker_svc.engine.adapters.rows import RowAdapters
 from worker_svc.engine.adapters.store import AdapterStore
+from worker_svc.engine.checkpoint.families import Names
 from worker_svc.engine.config import EngineConfig
-from worker_svc.engine.families import Names
 from worker_svc.engine.gpu.adapter_shapes import DeviceAdapter
 from worker_svc.engine.gpu.device_slots import NO_ADAPTER, DeviceSlots
 from worker_svc.engine.gpu.messages import adapter_from_bytes, adapter_pieces, adapters_to_bytes

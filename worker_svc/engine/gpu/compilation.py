@@ -28,7 +28,7 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from worker_svc.engine.gpu.parallel import Group
-from worker_svc.engine.machine import available_cores, available_memory
+from worker_svc.engine.kernels.machine import available_cores, available_memory
 
 logger = logging.getLogger(__name__)
 

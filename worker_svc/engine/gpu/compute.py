@@ -14,7 +14,6 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from worker_svc.engine.beams import BeamLines
 from worker_svc.engine.gpu.attention import Attention
 from worker_svc.engine.gpu.device_slots import DeviceSlots, StepAdapters
 from worker_svc.engine.gpu.extras import StepExtras, Wanted
@@ -31,8 +30,9 @@ from worker_svc.engine.gpu.pooling import DevicePooling
 from worker_svc.engine.gpu.processing import DeviceProcessing
 from worker_svc.engine.gpu.scores import Scorer
 from worker_svc.engine.gpu.step_buffer import Bucket, HostStep, StepBuffer, StepColumns
-from worker_svc.engine.plan import StepPlan
-from worker_svc.engine.pooling_weights import PoolingWeights
+from worker_svc.engine.pooling.weights import PoolingWeights
+from worker_svc.engine.rows.step_checker import StepPlan
+from worker_svc.engine.sampling.beams import BeamLines
 
 Mask = Callable[[torch.Tensor], None]  # changes logits [S, vocab] in place
 

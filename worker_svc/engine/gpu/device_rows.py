@@ -10,7 +10,7 @@ from step_protocol.messages import StepBatch
 from worker_svc.engine.backend import I32, I64
 from worker_svc.engine.gpu.kernels.record import TABLE, WORDS
 from worker_svc.engine.gpu.kernels.threshold import STORED_AS
-from worker_svc.engine.rows import RowTable
+from worker_svc.engine.rows.open_rows import RowTable
 
 HEAD_WORDS = TABLE
 MAX_INT32 = 2**31 - 1

@@ -8,12 +8,12 @@ import numpy as np
 
 from step_protocol.messages import NO_CANDIDATES, Bools, Candidates, LogprobColumns, PooledRows, PromptLogprobs
 from worker_svc.engine.backend import I64
-from worker_svc.engine.beams import BeamLines
 from worker_svc.engine.gpu.pooling import HostPooled, PooledTokens
 from worker_svc.engine.gpu.scores import HostCandidates, HostScores
-from worker_svc.engine.logprobs import Asked, PromptTargets, concat_columns, spread, to_columns
-from worker_svc.engine.plan import StepPlan
-from worker_svc.engine.rows import RowTable
+from worker_svc.engine.rows.logprobs import Asked, PromptTargets, concat_columns, spread, to_columns
+from worker_svc.engine.rows.open_rows import RowTable
+from worker_svc.engine.rows.step_checker import StepPlan
+from worker_svc.engine.sampling.beams import BeamLines
 
 NO_TOKENS: I64 = np.empty(0, np.int64)
 

@@ -10,13 +10,13 @@ from functools import partial
 import torch
 
 from request_fields.sizes import largest_pool
-from worker_svc.engine.architectures import ModelConfig
 from worker_svc.engine.config import EngineConfig
+from worker_svc.engine.decoder.config import ModelConfig
+from worker_svc.engine.decoder.kv_cache import DEFAULT_MEMORY, KVCachePool
 from worker_svc.engine.gpu.compilation import compile_first
 from worker_svc.engine.gpu.compute import StepCompute
 from worker_svc.engine.gpu.parallel import ALONE, Group
 from worker_svc.engine.gpu.step_buffer import Bucket
-from worker_svc.engine.kv_cache import DEFAULT_MEMORY, KVCachePool
 
 BYTES_PER_GRAPH = 8 << 20  # nodes and their parameters, besides the memory that all graphs share
 

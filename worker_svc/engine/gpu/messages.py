@@ -25,7 +25,7 @@ from request_fields.grammar import Grammar, GrammarKind
 from step_protocol.messages import U32, CarriedInput, Pooling, PoolingKind, PoolingTask, RowOpen, StepBatch, TokenRules
 from worker_svc.engine.adapters.adapter import Adapter, AdapterPart
 from worker_svc.engine.adapters.targets import Module
-from worker_svc.engine.plan import HASH_BYTES
+from worker_svc.engine.decoder.block_contents import HASH_BYTES
 
 COLUMNS = (
     "rows", "query_lens", "context_lens", "slot_mapping", "close_rows", "table_rows", "table_indices", "table_blocks",

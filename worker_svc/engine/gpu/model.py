@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 
 from worker_svc.engine.adapters.targets import SITES
-from worker_svc.engine.architectures import ModelConfig
 from worker_svc.engine.backend import Linear, Norm, RotaryTable
+from worker_svc.engine.decoder.config import ModelConfig
+from worker_svc.engine.decoder.weights import FeedForward, Layer, RoutedExperts, WeightLoader
 from worker_svc.engine.gpu.attention import Attention, LayerCache
 from worker_svc.engine.gpu.device_slots import StepAdapters
 from worker_svc.engine.gpu.experts import StackedExperts, compute_experts
@@ -21,7 +22,6 @@ from worker_svc.engine.gpu.linears import Fp8Linear
 from worker_svc.engine.gpu.parallel import Group
 from worker_svc.engine.gpu.step_buffer import StepColumns
 from worker_svc.engine.gpu.weights import kv_scales
-from worker_svc.engine.weights import FeedForward, Layer, RoutedExperts, WeightLoader
 
 QKV, OUT, GATE_UP, DOWN = range(len(SITES))
 

@@ -13,7 +13,7 @@ from worker_svc.engine.backend import I64
 from worker_svc.engine.gpu.extras import StepExtras
 from worker_svc.engine.gpu.step_buffer import Staging
 from worker_svc.engine.model_runner import NOTHING_TO_SAMPLE
-from worker_svc.engine.pooling import NOT_FINITE
+from worker_svc.engine.pooling.pooling import NOT_FINITE
 
 
 @dataclass(frozen=True, slots=True)

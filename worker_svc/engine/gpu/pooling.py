@@ -14,16 +14,16 @@ import numpy as np
 import torch
 
 from step_protocol.messages import PooledRows, PoolingKind, PoolingTask
-from worker_svc.engine.architectures import ModelConfig
 from worker_svc.engine.backend import I64, Linear, Norm
-from worker_svc.engine.checkpoint import Checkpoint
+from worker_svc.engine.checkpoint.tensors import Checkpoint
 from worker_svc.engine.config import Determinism
+from worker_svc.engine.decoder.config import ModelConfig
 from worker_svc.engine.gpu.linears import DeviceLinears
 from worker_svc.engine.gpu.scores import Scorer
 from worker_svc.engine.gpu.uploads import to_device, to_host
-from worker_svc.engine.pooling import PooledChunk, hidden_tokens, logit_tokens, numbers_of, to_columns
-from worker_svc.engine.pooling_config import PoolingConfig
-from worker_svc.engine.pooling_weights import PoolingWeights, load_pooling
+from worker_svc.engine.pooling.config import PoolingConfig
+from worker_svc.engine.pooling.pooling import PooledChunk, hidden_tokens, logit_tokens, numbers_of, to_columns
+from worker_svc.engine.pooling.weights import PoolingWeights, load_pooling
 
 TOKENS_AT_ONCE = 1024  # hidden states that become integers at a time: 24 bytes per number
 SUM_BITS = 61  # of the largest sum

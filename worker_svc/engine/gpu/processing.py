@@ -11,7 +11,7 @@ from worker_svc.engine.backend import I64
 from worker_svc.engine.gpu.kernels.banned import mask_banned
 from worker_svc.engine.gpu.kernels.process import IN_PROMPT, RECENT, ban_bad_words, note_tokens, process
 from worker_svc.engine.gpu.uploads import to_device
-from worker_svc.engine.rows import RowTable
+from worker_svc.engine.rows.open_rows import RowTable
 
 
 class DeviceProcessing:

@@ -20,10 +20,10 @@ import torch
 import xxhash
 
 from step_protocol.messages import StepBatch
-from worker_svc.engine.architectures import parse_config
 from worker_svc.engine.backend import BackendUnavailableError
-from worker_svc.engine.checkpoint import Checkpoint
+from worker_svc.engine.checkpoint.tensors import Checkpoint
 from worker_svc.engine.config import EngineConfig, EngineInfo
+from worker_svc.engine.decoder.config import parse_config
 from worker_svc.engine.gpu.local_ranks import EXIT_RANK_LOST, LocalRanks
 from worker_svc.engine.gpu.messages import STOP
 from worker_svc.engine.gpu.parallel import Group
@@ -31,8 +31,8 @@ from worker_svc.engine.gpu.pending_step import PendingStep
 from worker_svc.engine.gpu.rendezvous import join, leave, make_store
 from worker_svc.engine.gpu.runner import DeviceRunner
 from worker_svc.engine.gpu.weights import shard_config
+from worker_svc.engine.kernels.numerics import build
 from worker_svc.engine.nodes import Facts, Nodes, Outbox
-from worker_svc.engine.numerics import build
 
 logger = logging.getLogger(__name__)
 

@@ -23,15 +23,14 @@ from request_fields.checks import default_sampling
 from step_protocol.messages import U32, PoolingKind, RowErrorCode, StepBatch, StepOutput
 from worker_svc.engine.adapters.adapter import Adapter
 from worker_svc.engine.adapters.store import AdapterStore
-from worker_svc.engine.architectures import parse_config
 from worker_svc.engine.backend import I64, BackendUnavailableError
-from worker_svc.engine.block_contents import BlockContents
-from worker_svc.engine.checkpoint import Checkpoint
+from worker_svc.engine.checkpoint.families import Names
+from worker_svc.engine.checkpoint.features import check_features
+from worker_svc.engine.checkpoint.generation_config import eos_token_ids
+from worker_svc.engine.checkpoint.tensors import Checkpoint
 from worker_svc.engine.config import EngineConfig, EngineInfo
-from worker_svc.engine.embedder import InputEmbedder
-from worker_svc.engine.families import Names
-from worker_svc.engine.features import check_features
-from worker_svc.engine.generation_config import eos_token_ids
+from worker_svc.engine.decoder.block_contents import BlockContents
+from worker_svc.engine.decoder.config import parse_config
 from worker_svc.engine.gpu.adapter_shapes import DeviceAdapter
 from worker_svc.engine.gpu.adapters import DeviceAdapters
 from worker_svc.engine.gpu.attention import Attention
@@ -60,17 +59,18 @@ from worker_svc.engine.gpu.pooling import load_device_pooling
 from worker_svc.engine.gpu.start_up import DTYPES, Stages, check_heads, choose_checked, choose_dtype, find_device
 from worker_svc.engine.gpu.step_buffer import HostStep, PlacedInputs, Staging, StepBuffer
 from worker_svc.engine.gpu.weights import ShardLoader, formats_of, shard_config
-from worker_svc.engine.grammars import compiled_grammars
-from worker_svc.engine.machine import available_cores
-from worker_svc.engine.masking import apply_masks
+from worker_svc.engine.kernels.machine import available_cores
+from worker_svc.engine.kernels.numerics import build, device_numerics
 from worker_svc.engine.model_runner import MAX_OUT_OF_MEMORY_STEPS, is_out_of_memory
-from worker_svc.engine.numerics import build, device_numerics
-from worker_svc.engine.plan import StepPlan, StepPlanner
-from worker_svc.engine.pooling import PoolingTable
-from worker_svc.engine.pooling_config import read_pooling
-from worker_svc.engine.pooling_weights import PoolingWeights, pooling_info
-from worker_svc.engine.row_errors import RowErrors
-from worker_svc.engine.rows import RowTable
+from worker_svc.engine.pooling.config import read_pooling
+from worker_svc.engine.pooling.pooling import PoolingTable
+from worker_svc.engine.pooling.weights import PoolingWeights, pooling_info
+from worker_svc.engine.rows.embedder import InputEmbedder
+from worker_svc.engine.rows.errors import RowErrors
+from worker_svc.engine.rows.open_rows import RowTable
+from worker_svc.engine.rows.step_checker import StepPlan, StepPlanner
+from worker_svc.engine.sampling.grammars import compiled_grammars
+from worker_svc.engine.sampling.masking import apply_masks
 from worker_svc.engine.settings import choose_max_model_len
 
 logger = logging.getLogger(__name__)

@@ -15,10 +15,10 @@ import torch
 
 from step_protocol.messages import Candidates
 from worker_svc.engine.backend import I64, TopLogprobs
-from worker_svc.engine.beams import BeamLines
 from worker_svc.engine.gpu.parallel import Group
 from worker_svc.engine.gpu.uploads import to_device, to_host
-from worker_svc.engine.logprobs import Asked, PromptTargets
+from worker_svc.engine.rows.logprobs import Asked, PromptTargets
+from worker_svc.engine.sampling.beams import BeamLines
 
 LINES = 16  # rows of logits at once: their temporaries take 30 bytes per logit
 MASS_UNIT = 2.0**40

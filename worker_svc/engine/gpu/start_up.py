@@ -8,10 +8,10 @@ from functools import partial
 
 import torch
 
-from worker_svc.engine.architectures import ModelConfig
 from worker_svc.engine.backend import BackendUnavailableError
-from worker_svc.engine.checkpoint import Checkpoint
+from worker_svc.engine.checkpoint.tensors import Checkpoint
 from worker_svc.engine.config import ComputeDtype, EngineConfig
+from worker_svc.engine.decoder.config import ModelConfig
 from worker_svc.engine.gpu.attention import Attention
 from worker_svc.engine.gpu.checks.case import Setup, launch
 from worker_svc.engine.gpu.checks.start import check_kernels, kernel_checks

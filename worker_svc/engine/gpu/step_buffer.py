@@ -19,7 +19,7 @@ from worker_svc.engine.gpu.device_rows import HEAD_WORDS
 from worker_svc.engine.gpu.device_slots import NO_ADAPTER, StepAdapters
 from worker_svc.engine.gpu.kernels.attention import Queries
 from worker_svc.engine.gpu.uploads import to_device
-from worker_svc.engine.plan import StepPlan
+from worker_svc.engine.rows.step_checker import StepPlan
 
 HEADER_WORDS = 4
 NO_ROW = -1

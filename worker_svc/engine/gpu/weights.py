@@ -8,11 +8,14 @@ from functools import cached_property
 import torch
 
 from worker_svc.engine.adapters.targets import SITES, Module
-from worker_svc.engine.architectures import LayerSpec, ModelConfig
 from worker_svc.engine.backend import BackendUnavailableError, HeadShape, Linear, Norm
-from worker_svc.engine.checkpoint import Checkpoint
+from worker_svc.engine.checkpoint.families import Role
+from worker_svc.engine.checkpoint.quantization_config import Packed, Scaled
+from worker_svc.engine.checkpoint.quantized import read_fp8_rows, read_int4_rows
+from worker_svc.engine.checkpoint.tensors import Checkpoint
 from worker_svc.engine.config import Quantization
-from worker_svc.engine.families import Role
+from worker_svc.engine.decoder.config import LayerSpec, ModelConfig
+from worker_svc.engine.decoder.weights import FeedForward, Layer, RoutedExperts, Stored, WeightLoader
 from worker_svc.engine.gpu.adapter_shapes import AdapterShapes, ModuleShard, SiteShard
 from worker_svc.engine.gpu.experts import StackedExperts
 from worker_svc.engine.gpu.kernels import int4_linear
@@ -23,9 +26,6 @@ from worker_svc.engine.gpu.kernels.scaled_linear import FP8, SMALLEST_GROUP, Fp8
 from worker_svc.engine.gpu.linears import DeviceLinears, StoredWeight, WeightFormat, has_fp8, has_int4
 from worker_svc.engine.gpu.parallel import Group
 from worker_svc.engine.gpu.uploads import Uploader
-from worker_svc.engine.quantization_config import Packed, Scaled
-from worker_svc.engine.quantized import read_fp8_rows, read_int4_rows
-from worker_svc.engine.weights import FeedForward, Layer, RoutedExperts, Stored, WeightLoader
 
 COLUMN_PARALLEL = ("q", "gate", "up")  # each rank computes a shard of the output
 KEY_VALUE = ("k", "v")  # the same, but several ranks may hold the same head

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import xxhash
 
+from worker_svc.engine.kernels.machine import available_cores
 from worker_svc.engine.kernels.paths import NO_MATRICES, NO_TILES, CpuPath, chosen_path, flags_of
-from worker_svc.engine.machine import available_cores
 
 logger = logging.getLogger(__name__)
 

@@ -1,5 +1,5 @@
 // A decoder from token ids to logits in one call and one pass of the team. The operations are those of the other files, in
-// the order of model.py. One call avoids a return to Python after each operation, which takes a small model longer than
+// the order of decoder/model.py. One call avoids a return to Python after each operation, which takes a small model longer than
 // the operations, and avoids waking the helpers for each of them.
 #include <algorithm>
 #include <cstring>
@@ -9,7 +9,7 @@
 
 namespace {
 
-// The structs are those of fused.py.
+// The structs are those of cpu/fused.py.
 struct Layer {
   NormWeights input_norm, attended_norm, post_norm, fed_norm;  // of outputs of attention and feed-forward part: or null
   const void *q_norm, *k_norm;                                 // null: none

@@ -11,7 +11,7 @@ import platform
 from dataclasses import dataclass
 from pathlib import Path
 
-from worker_svc.engine.machine import CPUINFO, instruction_sets
+from worker_svc.engine.kernels.machine import CPUINFO, instruction_sets
 
 PATH_ENV = "QUIRE_CPU_PATH"
 NO_TILES, NO_MATRICES = "-DQUIRE_NO_TILES", "-DQUIRE_NO_MATRICES"

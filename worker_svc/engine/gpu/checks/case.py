@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from worker_svc.engine.architectures import ModelConfig
 from worker_svc.engine.backend import AttentionShape, BackendUnavailableError
 from worker_svc.engine.config import Determinism
+from worker_svc.engine.decoder.config import ModelConfig
 from worker_svc.engine.gpu.device_rows import make_state
 from worker_svc.engine.gpu.linears import WeightFormat
 from worker_svc.engine.gpu.parallel import Group

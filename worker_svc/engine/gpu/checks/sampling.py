@@ -17,9 +17,9 @@ from worker_svc.engine.gpu.kernels.banned import mask_banned
 from worker_svc.engine.gpu.kernels.filters import Filters
 from worker_svc.engine.gpu.kernels.record import WORDS
 from worker_svc.engine.gpu.processing import DeviceProcessing
-from worker_svc.engine.processors import RowProcessing, process_logits
-from worker_svc.engine.row_errors import RowErrors
-from worker_svc.engine.rows import RowTable
+from worker_svc.engine.rows.errors import RowErrors
+from worker_svc.engine.rows.open_rows import RowTable
+from worker_svc.engine.sampling.processors import RowProcessing, process_logits
 
 GREEDY = sampling_params({"temperature": 0.0})
 NOISE = [

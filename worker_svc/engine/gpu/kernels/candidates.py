@@ -3,7 +3,7 @@
 The maxima of chunks of the vocabulary give a bound below which no id passes. For top_k it is the k-th largest maximum.
 For top_p, an id that weighs less than total * (1 - top_p) / vocab_size does not matter; the maxima give a lower bound
 of the total. One program per row then finds the threshold by bisection. A row with too many candidates reads its logits
-instead, which takes longer. The specification is in `worker_svc/engine/noise.py`.
+instead, which takes longer. The specification is in `worker_svc/engine/sampling/noise.py`.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from worker_svc.engine.gpu.kernels.noise import APPROXIMATION_ERROR, approximate
 from worker_svc.engine.gpu.kernels.record import LAST_TOKEN, TEMPERATURE, WORDS
 from worker_svc.engine.gpu.kernels.threshold import load_z
 from worker_svc.engine.gpu.parallel import ALONE, Group
-from worker_svc.engine.noise import sample_token
+from worker_svc.engine.sampling.noise import sample_token
 
 SEED_LOW = tl.constexpr(WORDS["seed"])
 SEED_HIGH = tl.constexpr(WORDS["seed"] + 1)

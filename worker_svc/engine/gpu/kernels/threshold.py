@@ -2,7 +2,7 @@
 
 A radix search finds the threshold: z as an ordered integer, four bits per pass. Each pass counts ids (top_k) or sums
 their integer weights (top_p) per chunk of the vocabulary; then one program per row chooses the digit. The specification
-is in `worker_svc/engine/noise.py`.
+is in `worker_svc/engine/sampling/noise.py`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from worker_svc.engine.backend import SamplingColumns
 from worker_svc.engine.gpu.kernels.launch import after_predecessor, dependent
 from worker_svc.engine.gpu.kernels.record import TEMPERATURE, WORDS
 from worker_svc.engine.gpu.parallel import ALONE, Group
-from worker_svc.engine.noise import GREEDY_BELOW, keep_threshold
+from worker_svc.engine.sampling.noise import GREEDY_BELOW, keep_threshold
 
 TOP_K = tl.constexpr(WORDS["top_k"])
 TOP_P = tl.constexpr(WORDS["top_p"])

@@ -1,0 +1,222 @@
+"""The supported architectures, one row each.
+
+All share one decoder: a norm and attention, then a norm and a feed-forward part, each added to the residual. A row
+lists the differences: norms, biases, windows, experts, and the names of the tensors in a checkpoint.
+docs/adding-a-model.md explains how to add one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from worker_svc.engine.checkpoint.model_folder import CheckpointError
+
+NormKind = Literal["rms", "rms_offset", "layer"]
+TowerKind = Literal["qwen2_vl", "qwen2_5_vl", "qwen3_vl"]
+MropeKind = Literal["sections", "interleaved"]
+WindowRule = Literal["none", "opt_in", "all", "even", "five_of_six"]
+Role = Literal["q", "k", "v", "o", "gate", "up", "down", "router", "head"]
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """Names of tensors, without `.weight` and `.bias`. Those of a layer follow `layer`."""
+
+    embedding: str = "model.embed_tokens"
+    position_embedding: str = ""  # learned positions; empty: none
+    layer: str = "model.layers.{}."
+    final_norm: str = "model.norm"
+    head: str = "lm_head"
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")  # or one name for all three
+    o: tuple[str, ...] = ("self_attn.o_proj",)
+    gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")  # or one name for both
+    down: tuple[str, ...] = ("mlp.down_proj",)
+    input_norm: str = "input_layernorm"
+    attended_norm: str = ""  # of the attention output, before it is added
+    post_norm: str = "post_attention_layernorm"  # before the feed-forward part
+    fed_norm: str = ""  # of the feed-forward output, before it is added
+    q_norm: str = "self_attn.q_norm"
+    k_norm: str = "self_attn.k_norm"
+    router: str = "mlp.gate"
+    experts: str = "mlp.experts.{}."
+    expert_linears: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    is_transposed: bool = False  # linear weights are stored as [in, out]
+
+
+LLAMA_NAMES = Names()
+FUSED_NAMES = replace(LLAMA_NAMES, qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",))
+MIXTRAL_NAMES = replace(
+    LLAMA_NAMES,
+    router="block_sparse_moe.gate",
+    experts="block_sparse_moe.experts.{}.",
+    expert_linears=("w1", "w3", "w2"),
+)
+GEMMA_NAMES = replace(
+    LLAMA_NAMES,
+    attended_norm="post_attention_layernorm",
+    post_norm="pre_feedforward_layernorm",
+    fed_norm="post_feedforward_layernorm",
+)
+GPT2_NAMES = Names(
+    embedding="transformer.wte",
+    position_embedding="transformer.wpe",
+    layer="transformer.h.{}.",
+    final_norm="transformer.ln_f",
+    qkv=("attn.c_attn",),
+    o=("attn.c_proj",),
+    gate_up=("mlp.c_fc",),
+    down=("mlp.c_proj",),
+    input_norm="ln_1",
+    post_norm="ln_2",
+    is_transposed=True,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """The differences of one family from the common decoder. None: config.json decides."""
+
+    models: str  # of the Hub, for docs/models.md
+    may_need: frozenset[str] = frozenset()  # features that config.json decides, beside those that the row implies
+    has_qk_norm: bool = False
+    has_qkv_bias: bool | None = None  # None: `attention_bias`
+    has_o_bias: bool | None = None  # None: `attention_bias`
+    has_mlp_bias: bool | None = False  # None: `mlp_bias`
+    norm: NormKind = "rms"
+    is_gated: bool = True  # the feed-forward part has a gate
+    windows: WindowRule = "opt_in"  # layers with a sliding window, if config.json has no `layer_types`
+    default_window: int | None = None  # if config.json has no `sliding_window`, as in transformers
+    default_activation: str = "silu"
+    has_experts: bool = False
+    normalizes_experts: bool | None = None  # None: `norm_topk_prob`
+    scales_embedding: bool = False  # by the square root of hidden_size
+    tower: TowerKind | None = None  # of images; their tokens have positions on three axes (mrope.py)
+    mrope: MropeKind | None = None  # how the frequencies of a head are divided among the axes
+    is_tied: bool = False  # if config.json has no `tie_word_embeddings`, as in transformers
+    fields: Mapping[str, str] = field(default_factory=dict)  # other names of fields of config.json
+    names: Names = LLAMA_NAMES
+
+
+WINDOWS = frozenset({"sliding_window"})
+GEMMA2 = Architecture(
+    "Gemma 2",
+    frozenset({"attention_scale", "sliding_window", "soft_caps"}),
+    norm="rms_offset",
+    windows="even",
+    default_window=4096,
+    default_activation="gelu_pytorch_tanh",
+    scales_embedding=True,
+    is_tied=True,
+    fields={"hidden_act": "hidden_activation"},
+    names=GEMMA_NAMES,
+)
+QWEN2_VL = Architecture("Qwen2-VL", WINDOWS, has_qkv_bias=True, has_o_bias=False, tower="qwen2_vl", mrope="sections")
+GPT2_FIELDS = {
+    "hidden_size": "n_embd",
+    "intermediate_size": "n_inner",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+    "max_position_embeddings": "n_positions",
+    "hidden_act": "activation_function",
+    "norm_eps": "layer_norm_epsilon",
+}
+
+ARCHITECTURES = {
+    "Qwen3ForCausalLM": Architecture("Qwen3", WINDOWS, has_qk_norm=True),
+    "Qwen2ForCausalLM": Architecture("Qwen2, Qwen2.5", WINDOWS, has_qkv_bias=True, has_o_bias=False),
+    "LlamaForCausalLM": Architecture("Llama 2 and 3", has_mlp_bias=None, windows="none"),
+    "MistralForCausalLM": Architecture(
+        "Mistral", WINDOWS, has_qkv_bias=False, has_o_bias=False, windows="all", default_window=4096
+    ),
+    "Phi3ForCausalLM": Architecture(
+        "Phi-3, Phi-3.5 and Phi-4",
+        WINDOWS | {"partial_rotary"},
+        has_qkv_bias=False,
+        has_o_bias=False,
+        windows="all",
+        names=FUSED_NAMES,
+    ),
+    "Gemma2ForCausalLM": GEMMA2,
+    "Gemma3ForCausalLM": replace(GEMMA2, models="Gemma 3, text only", has_qk_norm=True, windows="five_of_six"),
+    "Qwen3MoeForCausalLM": Architecture("Qwen3-MoE", WINDOWS, has_qk_norm=True, has_experts=True),
+    "Qwen2VLForConditionalGeneration": QWEN2_VL,
+    "Qwen2_5_VLForConditionalGeneration": replace(QWEN2_VL, models="Qwen2.5-VL", tower="qwen2_5_vl"),
+    "Qwen3VLForConditionalGeneration": Architecture(
+        "Qwen3-VL", has_qk_norm=True, windows="none", tower="qwen3_vl", mrope="interleaved"
+    ),
+    "MixtralForCausalLM": Architecture(
+        "Mixtral",
+        WINDOWS,
+        has_qkv_bias=False,
+        has_o_bias=False,
+        windows="all",
+        has_experts=True,
+        normalizes_experts=True,
+        fields={"num_experts": "num_local_experts"},
+        names=MIXTRAL_NAMES,
+    ),
+    "GPT2LMHeadModel": Architecture(
+        "GPT-2",
+        has_qkv_bias=True,
+        has_o_bias=True,
+        has_mlp_bias=True,
+        norm="layer",
+        is_gated=False,
+        windows="none",
+        default_activation="gelu_new",
+        is_tied=True,
+        fields=GPT2_FIELDS,
+        names=GPT2_NAMES,
+    ),
+}
+
+
+ENCODER_DECODER_NAMES = (  # described in encoder_decoder/config.py
+    "T5ForConditionalGeneration",
+    "BartForConditionalGeneration",
+    "MBartForConditionalGeneration",
+    "WhisperForConditionalGeneration",
+)
+HeadKind = Literal["tokens", "classes", "none"]
+HEADS: Mapping[str, HeadKind] = {"ForCausalLM": "tokens", "ForSequenceClassification": "classes", "Model": "none"}
+
+
+def architecture_of(config: dict[str, Any]) -> Architecture:
+    """The architecture in config.json. Raises CheckpointError if it is not supported."""
+    names = config.get("architectures") or []
+    found = next((ARCHITECTURES[name] for name in map(_with_tokens, names) if name in ARCHITECTURES), None)
+    if found is None and any(name in ENCODER_DECODER_NAMES for name in names):
+        raise CheckpointError(
+            f"architectures: {', '.join(names)} has an encoder and cross-attention, which this backend does not "
+            "compute; use --backend cpu"
+        )
+    if found is None:
+        raise CheckpointError(
+            f"architectures: {', '.join(map(str, names)) or 'not set'} is not supported; "
+            f"use one of {', '.join((*ARCHITECTURES, *ENCODER_DECODER_NAMES))}"
+        )
+    return found
+
+
+def head_of(config: dict[str, Any]) -> HeadKind:
+    """What the model computes from hidden states: the name of its architecture says it."""
+    name = str((config.get("architectures") or [""])[0])
+    if name in ARCHITECTURES:  # the name of one ends like that of a model without a head: GPT2LMHeadModel
+        return "tokens"
+    return next((head for ending, head in HEADS.items() if name.endswith(ending)), "tokens")
+
+
+def _with_tokens(name: str) -> str:
+    """The name of the same decoder with a language-model head."""
+    for ending in HEADS if name not in ARCHITECTURES else ():
+        if str(name).endswith(ending):
+            return str(name).removesuffix(ending) + "ForCausalLM"
+    return str(name)
+
+
+def without_prefix(names: Names, prefix: str) -> Names:
+    """The names of a checkpoint that was saved without its head: they lack the prefix of the decoder."""
+    shortened = {name: getattr(names, name).removeprefix(prefix) for name in ("embedding", "layer", "final_norm")}
+    return replace(names, **shortened)

@@ -1,0 +1,77 @@
+"""What a decoder may need beyond RMSNorm, rotary positions and a gated feed-forward part, and which backend computes
+it."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+
+from worker_svc.engine.checkpoint.families import Architecture
+from worker_svc.engine.checkpoint.model_folder import CheckpointError
+
+FEATURES = {
+    "experts": "experts",
+    "layer_norm": "LayerNorm",
+    "offset_norm": "RMSNorm with weights around 0",
+    "output_norms": "norms of the outputs of attention and feed-forward part",
+    "partial_rotary": "rotation of a part of each head",
+    "learned_positions": "learned positions",
+    "plain_feed_forward": "a feed-forward part without gate",
+    "sliding_window": "sliding windows",
+    "soft_caps": "soft caps of attention scores or logits",
+    "embedding_scale": "scaled embeddings",
+    "attention_scale": "a scale of attention scores other than head_dim^-0.5",
+    "quantized_weights": "quantized weights",
+    "cross_attention": "an encoder and cross-attention",
+    "encoder": "attention of encoders",
+    "no_logits": "a model without language-model head",
+    "images": "images",
+    "adapters": "LoRA adapters",
+}
+REFERENCE = frozenset(FEATURES)
+CPU = REFERENCE
+CUDA = frozenset(
+    {
+        "adapters",
+        "attention_scale",
+        "embedding_scale",
+        "experts",
+        "layer_norm",
+        "learned_positions",
+        "no_logits",
+        "offset_norm",
+        "output_norms",
+        "partial_rotary",
+        "plain_feed_forward",
+        "quantized_weights",
+        "sliding_window",
+        "soft_caps",
+    }
+)
+OF_BACKEND = {"cpu": CPU, "cuda": CUDA, "reference": REFERENCE}
+
+
+def features_of(architecture: Architecture) -> set[str]:
+    """What every model of an architecture needs."""
+    names = architecture.names
+    needed = {
+        "experts": architecture.has_experts,
+        "layer_norm": architecture.norm == "layer",
+        "offset_norm": architecture.norm == "rms_offset",
+        "output_norms": bool(names.attended_norm),
+        "learned_positions": bool(names.position_embedding),
+        "plain_feed_forward": not architecture.is_gated,
+        "embedding_scale": architecture.scales_embedding,
+        "images": architecture.tower is not None,
+    }
+    return {name for name, is_needed in needed.items() if is_needed}
+
+
+def check_features(needed: Set[str], backend: str) -> None:
+    """Raises CheckpointError if a decoder needs a feature that the backend does not compute."""
+    missing = needed - OF_BACKEND[backend]
+    if missing:
+        able = " or ".join(name for name, features in OF_BACKEND.items() if not needed - features)
+        raise CheckpointError(
+            f"this model needs {', '.join(FEATURES[name] for name in sorted(missing))}, which backend {backend} does "
+            f"not compute; use --backend {able}"
+        )

@@ -1,0 +1,162 @@
+"""A Hugging Face model folder: its configuration and its tensors, read from memory-mapped safetensors files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from safetensors import SafetensorError, safe_open
+
+from worker_svc.engine.checkpoint.model_folder import (
+    INDEX_FILE,
+    CheckpointError,
+    decoder_config,
+    read_object,
+    read_weight_map,
+    tensor_name,
+    weight_files,
+)
+from worker_svc.engine.checkpoint.weights_digest import WeightsDigest
+
+SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Checkpoint:
+    """One model folder. Tensors stay on disk until they are read.
+
+    Raises CheckpointError when the folder, a file or the index is missing or broken.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        if not folder.is_dir():
+            raise CheckpointError(f"{folder} is not a folder; give the folder that holds config.json")
+        self.folder = folder
+        self.config = decoder_config(read_object(folder / "config.json"))
+        self.generation_config = (
+            read_object(folder / "generation_config.json") if (folder / "generation_config.json").exists() else {}
+        )
+        self._weight_map = read_weight_map(folder)
+        self._files = {name: _open(folder / name) for name in weight_files(self._weight_map)}
+        stored = [(name, file) for file in self._files.values() for name in file.keys()]  # noqa: SIM118
+        self._file_of = {tensor_name(name): file for name, file in stored}
+        self._stored_name = {tensor_name(name): name for name, _ in stored}
+        self._digest: WeightsDigest | None = None
+        self._check_index()
+
+    @property
+    def tensor_names(self) -> list[str]:
+        return sorted(self._file_of)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor; raises CheckpointError if it is missing."""
+        self._require(name)
+        return tuple(self._file_of[name].get_slice(self._stored_name[name]).get_shape())
+
+    def has(self, name: str) -> bool:
+        return name in self._file_of
+
+    def tensor(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        dtype: torch.dtype | None,
+        stored: tuple[torch.dtype, ...] = SUPPORTED_DTYPES,
+    ) -> torch.Tensor:
+        """The tensor in `dtype`; None: in its stored dtype, still memory-mapped. Raises CheckpointError if its shape is
+        not `shape`, or its stored dtype not one of `stored`."""
+        found = self.shape(name)
+        if found != shape:
+            raise CheckpointError(
+                f"tensor {name} has shape {list(found)}, but config.json requires {list(shape)}; "
+                "the weights and config.json belong to different models"
+            )
+        tensor: torch.Tensor = self._file_of[name].get_tensor(self._stored_name[name])
+        if tensor.dtype not in stored:
+            raise CheckpointError(
+                f"tensor {name} is stored as {_dtype_name(tensor.dtype)}, but config.json requires "
+                f"{' or '.join(map(_dtype_name, stored))}; the weights and config.json belong to different models"
+            )
+        if self._digest is not None:
+            self._digest.add(name, tensor)
+        return tensor if dtype is None else tensor.to(dtype)
+
+    def check_names(self, expected: Iterable[str], ignored: Iterable[str]) -> None:
+        """Raises CheckpointError unless the tensors are exactly `expected`; names ending in `ignored` are allowed."""
+        wanted, endings = set(expected), tuple(ignored)
+        missing = sorted(wanted - self._file_of.keys())
+        if missing:
+            raise CheckpointError(
+                f"{len(missing)} tensors are missing, first {missing[0]}; "
+                f"the download of {self.folder} is incomplete or config.json belongs to another model"
+            )
+        unexpected = sorted(n for n in self._file_of.keys() - wanted if not n.endswith(endings))
+        if unexpected:
+            shape = list(self.shape(unexpected[0]))
+            raise CheckpointError(
+                f"{len(unexpected)} tensors are unexpected, first {unexpected[0]} {shape}; "
+                "this architecture does not support them, and without them the output would be wrong"
+            )
+
+    def start_digest(self, threads: int) -> None:
+        """Adds each tensor that is read from now on to the digest of the weights."""
+        self._digest = WeightsDigest(threads)
+
+    def add_to_digest(self, name: str, tensor: torch.Tensor) -> None:
+        """Adds a tensor of another file of the folder to the digest of the weights."""
+        if self._digest is not None:
+            self._digest.add(name, tensor)
+
+    def weights_digest(self) -> str:
+        """The digest of all tensors in hex, including tensors that were not read since `start_digest`. Empty if
+        `start_digest` was not called."""
+        if self._digest is None:
+            return ""
+        for name, file in self._file_of.items():
+            self._digest.add(name, file.get_tensor(self._stored_name[name]))
+        return self._digest.result()
+
+    def revision(
+        self,
+        weights_digest: str,
+        dtype: torch.dtype,
+        quantize: str | None = None,
+        numerics: str | None = None,
+        kv_cache_dtype: str = "auto",
+    ) -> str:
+        """Hex digest of everything that KV content and tokens depend on: configuration, weights, the dtypes in use, the
+        quantization and, if given, the kind of worker."""
+        parts = [self.config, weights_digest, _dtype_name(dtype), quantize, numerics, kv_cache_dtype]
+        text = json.dumps(parts, sort_keys=True)
+        return xxhash.xxh3_128_hexdigest(text.encode())
+
+    def stored_dtype(self) -> torch.dtype:
+        """The dtype of the first tensor."""
+        name = self.tensor_names[0]
+        dtype: torch.dtype = self._file_of[name].get_slice(self._stored_name[name])[:0].dtype
+        return dtype
+
+    def _require(self, name: str) -> None:
+        if name not in self._file_of:
+            raise CheckpointError(f"tensor {name} is missing from {self.folder}; download the model again")
+
+    def _check_index(self) -> None:
+        for tensor, file in self._weight_map.items():
+            if tensor not in self._file_of:
+                raise CheckpointError(f"tensor {tensor} is not in {file}, although {INDEX_FILE} lists it there")
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} is missing; download the model again") from error
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} is damaged ({error}); download it again") from error
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

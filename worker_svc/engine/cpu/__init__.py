@@ -1,0 +1,1 @@
+"""The backends of CPUs: compiled kernels, and plain torch as their reference."""

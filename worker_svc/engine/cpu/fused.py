@@ -1,0 +1,281 @@
+"""A decoder from token ids to logits in one call into the kernels.
+
+The Python code between two operations takes as long as a small operation. Nearly every torch operation also releases
+the interpreter lock, and the worker's event loop can then take it and hold it for a while. A single call is not
+interrupted, and the event loop can use the interpreter during the call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from worker_svc.engine.adapters.kernel_adapter import adapter_structs
+from worker_svc.engine.backend import ForwardBatch, Linear, Norm, RotaryTable
+from worker_svc.engine.decoder.weights import FeedForward, Layer, RoutedExperts
+from worker_svc.engine.kernels.linear import PANEL, KernelLinear, LinearStruct, address_of
+
+if TYPE_CHECKING:
+    from worker_svc.engine.decoder.kv_cache import KVCachePool
+    from worker_svc.engine.decoder.model import DecoderParts
+
+_POINTER = ctypes.c_void_p
+_LONG = ctypes.c_int64
+
+Structs = ctypes.Array[LinearStruct]
+
+ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
+NORM_KINDS = {"rms": 0, "rms_offset": 1, "layer": 2}
+
+
+class _NormStruct(ctypes.Structure):
+    _fields_ = (("weight", _POINTER), ("bias", _POINTER))
+
+
+class _RotaryStruct(ctypes.Structure):
+    _fields_ = (("cos", _POINTER), ("sin", _POINTER), ("dims", _LONG))
+
+
+class _ExpertsStruct(ctypes.Structure):
+    _fields_ = (
+        ("router", LinearStruct),
+        *((name, _POINTER) for name in ("gate_up", "down")),
+        *((name, _LONG) for name in ("count", "top_k", "is_normalized")),
+    )
+
+
+class _LayerStruct(ctypes.Structure):
+    _fields_ = (
+        *((name, _NormStruct) for name in ("input_norm", "attended_norm", "post_norm", "fed_norm")),
+        *((name, _POINTER) for name in ("q_norm", "k_norm")),
+        *((name, LinearStruct) for name in ("qkv", "o", "gate_up", "down")),
+        ("experts", _ExpertsStruct),
+        ("rotary", _RotaryStruct),
+        ("window", _LONG),
+        *((name, _POINTER) for name in ("k_cache", "v_cache")),
+    )
+
+
+class _ModelStruct(ctypes.Structure):
+    _fields_ = (
+        *((name, _POINTER) for name in ("layers", "embedding", "position_embedding")),
+        ("final_norm", _NormStruct),
+        ("head", LinearStruct),
+        *((name, _LONG) for name in ("num_layers", "hidden", "inner", "experts", "q_heads", "kv_heads", "head_dim")),
+        *((name, _LONG) for name in ("block_size", "norm_kind", "activation", "is_gated", "is_bf16", "threads")),
+        *((name, ctypes.c_float) for name in ("eps", "scale", "embedding_scale", "attention_cap", "logit_cap")),
+    )
+
+
+class _BatchStruct(ctypes.Structure):
+    _fields_ = (
+        *((name, _POINTER) for name in ("token_ids", "positions", "slots", "tables", "rows")),
+        *((name, _POINTER) for name in ("query_starts", "context_lens", "heads", "embedded_tokens", "embedded")),
+        *((name, _POINTER) for name in ("adapters", "cos", "sin", "deep_tokens", "deep")),
+        *((name, _LONG) for name in ("num_tokens", "num_rows", "num_heads", "num_embedded", "table_stride")),
+        *((name, _LONG) for name in ("num_adapters", "num_deep_tokens", "num_deep_layers")),
+    )
+
+
+class FusedModel:
+    """One model over one KV pool. Called on a batch, it returns logits [S, vocab] that the next call overwrites."""
+
+    def __init__(self, kernels: ctypes.CDLL, parts: DecoderParts, pool: KVCachePool, threads: int) -> None:
+        config, heads = parts.config, parts.config.heads
+        self._run = kernels.quire_forward
+        self._run_logits = kernels.quire_forward_logits
+        self._run_hidden = kernels.quire_forward_hidden
+        experts = [_expert_arrays(layer.feed_forward) for layer in parts.layers]
+        self._kept = (parts, pool, experts)  # keeps alive the memory that the structs point to
+        self._layers = (_LayerStruct * len(parts.layers))(
+            *(
+                _describe(layer, arrays, parts.rotary(index), config.layers[index].window, pool.layer(index))
+                for index, (layer, arrays) in enumerate(zip(parts.layers, experts, strict=True))
+            )
+        )
+        num_experts = max(len(arrays[0]) for arrays in experts)
+        self._model = _ModelStruct(
+            ctypes.addressof(self._layers),
+            parts.embedding.data_ptr(),
+            pointer(parts.position_embedding),
+            _norm_struct(parts.final_norm),
+            LinearStruct() if parts.head is None else _linear_struct(parts.head),
+            len(parts.layers),
+            config.hidden_size,
+            max(config.widest_inner, config.hidden_size if num_experts else 0),
+            num_experts,
+            heads.num_q_heads,
+            heads.num_kv_heads,
+            heads.head_dim,
+            pool.block_size,
+            NORM_KINDS[config.norm],
+            ACTIVATIONS[config.activation],
+            int(config.is_gated),
+            int(parts.embedding.dtype is torch.bfloat16),
+            threads,
+            config.norm_eps,
+            config.attention_scale,
+            config.embedding_scale,
+            config.attention_soft_cap or 0.0,
+            config.logit_soft_cap or 0.0,
+        )
+        self._workspace_bytes = kernels.quire_forward_workspace(ctypes.byref(self._model))
+        # Kept between steps: allocating would release the interpreter lock and fault in fresh pages.
+        self._workspace = torch.empty(0, dtype=torch.uint8)
+        self._logits = parts.embedding.new_empty(0, config.vocab_size)
+        self.hidden = torch.empty(0, config.hidden_size)  # float32 states of the hidden tokens of the last step
+
+    def __call__(self, batch: ForwardBatch) -> torch.Tensor:
+        num_heads = len(batch.head_tokens)
+        self._make_room(num_heads)
+        if batch.hidden_tokens is not None:
+            parts = [part.clone() for part in self.in_slices(batch, max(1, num_heads))]
+            return torch.cat(parts) if parts else self._logits[:0]
+        self._compute(batch, self._logits.data_ptr())
+        return self._logits[:num_heads]
+
+    def in_slices(self, batch: ForwardBatch, size: int) -> Iterator[torch.Tensor]:
+        """The same logits, `size` rows at a time. Each slice overwrites the previous one."""
+        self._make_room(size)
+        heads, is_hidden = batch.merged_heads()
+        self._compute(replace(batch, head_tokens=heads), None)
+        if batch.hidden_tokens is not None:
+            self.hidden = torch.empty(len(batch.hidden_tokens), self.hidden.shape[1])
+        num_hidden, num_tokens = 0, len(batch.token_ids)
+        for start, end in pairwise((0, *(np.flatnonzero(np.diff(is_hidden)) + 1).tolist(), len(heads))):
+            if start < end and is_hidden[start]:
+                self._run_part(self._run_hidden, num_tokens, start, end - start, self.hidden[num_hidden:])
+                num_hidden += end - start
+                continue
+            for first in range(start, end, size):
+                count = min(size, end - first)
+                self._run_part(self._run_logits, num_tokens, first, count, self._logits)
+                yield self._logits[:count]
+
+    def _run_part(self, function: Any, num_tokens: int, first: int, count: int, out: torch.Tensor) -> None:
+        """Computes `count` rows from the states that the last `_compute` left in the workspace."""
+        address = self._workspace.data_ptr()
+        function(ctypes.byref(self._model), num_tokens, first, count, out.data_ptr(), address)
+
+    def _make_room(self, num_logits: int) -> None:
+        if len(self._logits) < num_logits:
+            self._logits = self._logits.new_empty(num_logits, self._logits.shape[1])
+
+    def _compute(self, batch: ForwardBatch, logits: int | None) -> None:
+        num_tokens, num_heads, given = len(batch.token_ids), len(batch.head_tokens), batch.embedded
+        if len(self._workspace) < num_tokens * self._workspace_bytes:
+            self._workspace = torch.empty(num_tokens * self._workspace_bytes, dtype=torch.uint8)
+        addresses = (
+            address_of(batch.token_ids),
+            address_of(batch.positions),
+            address_of(batch.slots),
+            address_of(batch.tables),
+            address_of(batch.rows),
+            address_of(batch.query_starts),
+            address_of(batch.context_lens),
+            address_of(batch.head_tokens),
+            *((None, None) if given is None else (address_of(given.tokens), given.rows.data_ptr())),
+        )
+        adapters = adapter_structs(batch.adapters)
+        counts = num_tokens, len(batch.rows), num_heads, 0 if given is None else len(given.tokens)
+        rotary, deep = batch.rotary, batch.deep
+        images = (
+            *((None, None) if rotary is None else (rotary.cos.data_ptr(), rotary.sin.data_ptr())),
+            *((None, None) if deep is None else (address_of(deep.tokens), deep.rows.data_ptr())),
+        )
+        deep_sizes = (0, 0) if deep is None else (len(deep.tokens), len(deep.rows))
+        sizes = *counts, batch.tables.shape[1], len(adapters), *deep_sizes
+        struct = _BatchStruct(*addresses, ctypes.addressof(adapters), *images, *sizes)
+        self._run(ctypes.byref(self._model), ctypes.byref(struct), logits, self._workspace.data_ptr())
+
+
+def fuse(kernels: ctypes.CDLL, parts: DecoderParts, pool: KVCachePool, threads: int) -> FusedModel | None:
+    """None unless all linear layers are KernelLinear, the experts of each layer have the same number type, and gates
+    fill whole panels."""
+    has_panels = not parts.config.is_gated or not any(layer.inner % PANEL for layer in parts.config.layers)
+    if not has_panels:
+        return None
+    linears = [linear for layer in parts.layers for linear in _linears(layer)]
+    if not all(linear is None or isinstance(linear, KernelLinear) for linear in (*linears, parts.head)):
+        return None
+    if not all(_have_one_kind(layer.feed_forward) for layer in parts.layers):
+        return None
+    return FusedModel(kernels, parts, pool, threads)
+
+
+def _have_one_kind(part: FeedForward | RoutedExperts) -> bool:
+    """Whether the experts can be multiplied together: a checkpoint may quantize only some of them."""
+    if isinstance(part, FeedForward):
+        return True
+    sides = part.experts.gate_up, part.experts.down
+    return all(len({linear.kind for linear in side if isinstance(linear, KernelLinear)}) == 1 for side in sides)
+
+
+def pointer(x: torch.Tensor | None) -> int | None:
+    """The address of a tensor. None: null."""
+    return None if x is None else x.data_ptr()
+
+
+def _linears(layer: Layer) -> tuple[Linear, ...]:
+    part = layer.feed_forward
+    if isinstance(part, FeedForward):
+        return layer.qkv, layer.o, part.gate_up, part.down
+    return layer.qkv, layer.o, part.router, *part.experts.gate_up, *part.experts.down
+
+
+def _expert_arrays(part: FeedForward | RoutedExperts) -> tuple[Structs, Structs]:
+    """gate_up and down of all experts; empty if there are none."""
+    linears = ((), ()) if isinstance(part, FeedForward) else (part.experts.gate_up, part.experts.down)
+    up, down = ((LinearStruct * len(of_all))(*map(_linear_struct, of_all)) for of_all in linears)
+    return up, down
+
+
+def _describe(
+    layer: Layer,
+    arrays: tuple[Structs, Structs],
+    rotary: RotaryTable | None,
+    window: int | None,
+    cache: tuple[torch.Tensor, torch.Tensor],
+) -> _LayerStruct:
+    qk_norms, part = layer.qk_norms or (None, None), layer.feed_forward
+    dense = (part.gate_up, part.down) if isinstance(part, FeedForward) else ()
+    return _LayerStruct(
+        *map(_norm_struct, (layer.input_norm, layer.attended_norm, layer.post_norm, layer.fed_norm)),
+        *(None if norm is None else norm.weight.data_ptr() for norm in qk_norms),
+        *map(_linear_struct, (layer.qkv, layer.o)),
+        *(map(_linear_struct, dense) if dense else (LinearStruct(), LinearStruct())),
+        _experts_struct(part, arrays),
+        _RotaryStruct() if rotary is None else _rotary_struct(rotary),
+        window or 0,
+        *(part.data_ptr() for part in cache),
+    )
+
+
+def _experts_struct(part: FeedForward | RoutedExperts, arrays: tuple[Structs, Structs]) -> _ExpertsStruct:
+    if isinstance(part, FeedForward):
+        return _ExpertsStruct()
+    experts = part.experts
+    addresses = (ctypes.addressof(array) for array in arrays)
+    return _ExpertsStruct(
+        _linear_struct(part.router), *addresses, len(arrays[0]), experts.top_k, int(experts.is_normalized)
+    )
+
+
+def _linear_struct(linear: Linear) -> LinearStruct:
+    if not isinstance(linear, KernelLinear):
+        raise TypeError(f"forward.cpp computes layers of type KernelLinear, not {type(linear).__name__}")
+    return linear.struct()
+
+
+def _norm_struct(norm: Norm | None) -> _NormStruct:
+    return _NormStruct() if norm is None else _NormStruct(norm.weight.data_ptr(), pointer(norm.bias))
+
+
+def _rotary_struct(rotary: RotaryTable) -> _RotaryStruct:
+    return _RotaryStruct(rotary.cos.data_ptr(), rotary.sin.data_ptr(), 2 * rotary.cos.shape[1])

@@ -1,0 +1,57 @@
+"""The content of a KV pool on any device: the token of each slot, and the committed prefixes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from step_protocol.messages import U32, Bools
+from worker_svc.engine.backend import I64
+
+HASH_BYTES = 16
+LIST_CHUNK = 1024
+
+
+class BlockContents:
+    """Tokens and digests of `num_blocks` blocks. Any write to a block makes it uncommitted."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._slot_tokens: U32 = np.zeros(num_blocks * block_size, np.uint32)
+        self._is_committed: Bools = np.zeros(num_blocks, np.bool_)
+        self._hashes: npt.NDArray[np.uint8] = np.zeros((num_blocks, HASH_BYTES), np.uint8)
+
+    def uncommit(self, block_ids: I64) -> None:
+        """Marks blocks that are about to be written as uncommitted."""
+        self._is_committed[block_ids] = False
+
+    def write_tokens(self, slots: I64, token_ids: I64) -> None:
+        """Records the tokens whose keys and values are being written."""
+        self.uncommit(slots // self.block_size)
+        self.fill_tokens(slots, token_ids)
+
+    def fill_tokens(self, slots: I64, token_ids: I64) -> None:
+        """Records tokens that became known after they were written; committed blocks stay committed."""
+        self._slot_tokens[slots] = token_ids
+
+    def copy_tokens(self, src: I64, dst: I64) -> None:
+        """Copies the tokens of blocks, in the given order."""
+        tokens = self._slot_tokens.reshape(self.num_blocks, self.block_size)
+        for source, target in zip(src.tolist(), dst.tolist(), strict=True):
+            tokens[target] = tokens[source]
+
+    def commit(self, block_ids: I64, hashes: list[bytes]) -> None:
+        """Marks full blocks as cached prefixes with these digests."""
+        self._is_committed[block_ids] = True
+        self._hashes[block_ids] = np.frombuffer(b"".join(hashes), np.uint8).reshape(-1, HASH_BYTES)
+
+    def committed_blocks(self) -> Iterator[tuple[U32, list[bytes], U32]]:
+        """Block ids [N], their digests, and their tokens [N, block_size], in pieces."""
+        tokens = self._slot_tokens.reshape(self.num_blocks, self.block_size)
+        ids = np.flatnonzero(self._is_committed).astype(np.uint32)
+        for start in range(0, len(ids), LIST_CHUNK):
+            part = ids[start : start + LIST_CHUNK]
+            yield part, [row.tobytes() for row in self._hashes[part]], tokens[part]

@@ -1,0 +1,325 @@
+"""A decoder as data, from config.json. Each backend interprets it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from step_protocol.messages import PoolingKind
+from worker_svc.engine.backend import AttentionShape, HeadShape
+from worker_svc.engine.checkpoint.families import (
+    Architecture,
+    HeadKind,
+    Names,
+    NormKind,
+    architecture_of,
+    head_of,
+    without_prefix,
+)
+from worker_svc.engine.checkpoint.features import features_of
+from worker_svc.engine.checkpoint.model_folder import CheckpointError
+from worker_svc.engine.checkpoint.quantization_config import QuantizationConfig, quantization_of
+from worker_svc.engine.decoder.heads import HeadPart, HeadSpec
+from worker_svc.engine.decoder.rotary import ORIGINAL_LENGTH, Rotary, mrope_axes, parse_rotary, positive
+from worker_svc.engine.vision.config import VisionConfig, parse_vision
+
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+SLIDING = "sliding_attention"
+PREFIX = "model."
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """A feed-forward part of several experts, of which each token uses the `top_k` with the highest router scores."""
+
+    num_experts: int
+    top_k: int
+    is_normalized: bool  # the weights of the chosen experts add up to 1
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """What differs between the layers of a decoder."""
+
+    rotary: int | None  # index into `ModelConfig.rotaries`; None: positions are learned
+    window: int | None  # a token attends to this many tokens, itself included; None: to all before it
+    inner: int  # width of the feed-forward part, or of one expert
+    experts: Experts | None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """A decoder, checked."""
+
+    architecture: Architecture
+    hidden_size: int
+    vocab_size: int
+    max_position_embeddings: int
+    heads: HeadShape
+    layers: tuple[LayerSpec, ...]
+    rotaries: tuple[Rotary, ...]
+    norm_eps: float
+    has_qkv_bias: bool
+    has_o_bias: bool
+    has_mlp_bias: bool
+    activation: str
+    attention_scale: float
+    attention_soft_cap: float | None  # scores become cap * tanh(score / cap)
+    logit_soft_cap: float | None
+    embedding_scale: float
+    is_tied: bool
+    vision: VisionConfig | None  # None: the model takes no images
+    image_token_id: int | None  # stands for an image in a prompt
+    quantization: QuantizationConfig | None  # of the linear layers; None: they are stored in a float type
+    head: HeadKind = "tokens"
+
+    @property
+    def names(self) -> Names:
+        return self.architecture.names
+
+    @property
+    def norm(self) -> NormKind:
+        return self.architecture.norm
+
+    @property
+    def has_qk_norm(self) -> bool:
+        return self.architecture.has_qk_norm
+
+    @property
+    def is_gated(self) -> bool:
+        return self.architecture.is_gated
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def window(self) -> int | None:
+        """The smallest sliding window. None: no layer has one."""
+        return min((layer.window for layer in self.layers if layer.window is not None), default=None)
+
+    @property
+    def attention_window(self) -> int | None:
+        """The widest sliding window if all layers have one: no token attends further back. None otherwise."""
+        windows = [layer.window for layer in self.layers if layer.window is not None]
+        return max(windows) if len(windows) == len(self.layers) else None
+
+    @property
+    def widest_inner(self) -> int:
+        """Width of the widest feed-forward part."""
+        return max(layer.inner for layer in self.layers)
+
+    def num_linear_parameters(self) -> int:
+        """Weights that a token is multiplied with, without the head."""
+        heads, hidden = self.heads, self.hidden_size
+        attention = hidden * heads.head_dim * (2 * heads.num_q_heads + 2 * heads.num_kv_heads)
+        parts = 3 if self.is_gated else 2
+        uses = [layer.experts.top_k if layer.experts else 1 for layer in self.layers]
+        inner = sum(layer.inner * used for layer, used in zip(self.layers, uses, strict=True))
+        return self.num_layers * attention + parts * hidden * inner
+
+    def within(self, max_model_len: int) -> ModelConfig:
+        """The same decoder without windows that no sequence of at most `max_model_len` tokens leaves."""
+        layers = tuple(
+            replace(layer, window=None) if layer.window is not None and layer.window >= max_model_len else layer
+            for layer in self.layers
+        )
+        return replace(self, layers=layers)
+
+    def named_in(self, has_tensor: Callable[[str], bool]) -> ModelConfig:
+        """The same decoder with the names of its tensors in a checkpoint."""
+        names = self.names
+        if has_tensor(f"{names.embedding}.weight") or not names.embedding.startswith(PREFIX):
+            return self
+        return replace(self, architecture=replace(self.architecture, names=without_prefix(names, PREFIX)))
+
+    def classes(self, num_classes: int) -> HeadSpec | None:
+        """The classification head; None if the model has none."""
+        if self.head != "classes":
+            return None
+        part = HeadPart("score", self.hidden_size, num_classes, has_bias=False)
+        return HeadSpec(PoolingKind.LAST, (part,))
+
+    def attention(self, index: int) -> AttentionShape:
+        """The attention of a layer."""
+        return AttentionShape(self.heads, self.attention_scale, self.attention_soft_cap, self.layers[index].window)
+
+    def features(self) -> set[str]:
+        """What a backend must compute; see checkpoint/features.py."""
+        rotary_dims = {2 * len(rotary.inv_freq) for rotary in self.rotaries}
+        needed = {
+            "partial_rotary": bool(rotary_dims - {self.heads.head_dim}),
+            "sliding_window": self.window is not None,
+            "soft_caps": self.attention_soft_cap is not None or self.logit_soft_cap is not None,
+            "quantized_weights": self.quantization is not None,
+            "no_logits": self.head != "tokens",
+            "attention_scale": self.attention_scale != self.heads.head_dim**-0.5,
+        }
+        return features_of(self.architecture) | {name for name, is_needed in needed.items() if is_needed}
+
+
+def parse_config(config: dict[str, Any]) -> ModelConfig:
+    """Reads config.json. Raises CheckpointError naming the field for anything that is not supported."""
+    architecture = architecture_of(config)
+    config = config | {ours: config[theirs] for ours, theirs in architecture.fields.items() if theirs in config}
+    heads = _heads(config)
+    attention_bias = bool(config.get("attention_bias", False))
+    hidden_size = _size(config, "hidden_size")
+    rotaries, rotary_of = _rotaries(config, architecture, heads.head_dim)
+    return ModelConfig(
+        architecture=architecture,
+        hidden_size=hidden_size,
+        vocab_size=_size(config, "vocab_size"),
+        max_position_embeddings=_size(config, "max_position_embeddings"),
+        heads=heads,
+        layers=_layers(config, architecture, rotary_of),
+        rotaries=rotaries,
+        norm_eps=float(config.get("norm_eps", config.get("rms_norm_eps", 1e-6))),
+        has_qkv_bias=attention_bias if architecture.has_qkv_bias is None else architecture.has_qkv_bias,
+        has_o_bias=attention_bias if architecture.has_o_bias is None else architecture.has_o_bias,
+        has_mlp_bias=bool(config.get("mlp_bias", False))
+        if architecture.has_mlp_bias is None
+        else architecture.has_mlp_bias,
+        activation=_activation(config, architecture),
+        attention_scale=positive({"query_pre_attn_scalar": heads.head_dim} | config, "query_pre_attn_scalar") ** -0.5,
+        attention_soft_cap=_optional(config, "attn_logit_softcapping"),
+        logit_soft_cap=_optional(config, "final_logit_softcapping"),
+        embedding_scale=hidden_size**0.5 if architecture.scales_embedding else 1.0,
+        is_tied=bool(config.get("tie_word_embeddings", architecture.is_tied)),
+        vision=_vision(config, architecture, hidden_size),
+        image_token_id=_image_token(config, architecture),
+        quantization=quantization_of(config, architecture),
+        head=head_of(config),
+    )
+
+
+def _vision(config: dict[str, Any], architecture: Architecture, hidden_size: int) -> VisionConfig | None:
+    if architecture.tower is None:
+        return None
+    return parse_vision(config, architecture.tower, hidden_size, _size(config, "num_hidden_layers"))
+
+
+def _image_token(config: dict[str, Any], architecture: Architecture) -> int | None:
+    return None if architecture.tower is None else _size(config, "image_token_id")
+
+
+def _size(config: dict[str, Any], field: str) -> int:
+    value = config.get(field)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise CheckpointError(f"{field}: config.json must hold a positive integer, found {value!r}")
+    return value
+
+
+def _optional(config: dict[str, Any], field: str) -> float | None:
+    return None if config.get(field) is None else positive(config, field)
+
+
+def _heads(config: dict[str, Any]) -> HeadShape:
+    num_q_heads = _size(config, "num_attention_heads")
+    num_kv_heads = _size(config, "num_key_value_heads") if config.get("num_key_value_heads") else num_q_heads
+    if num_q_heads % num_kv_heads:
+        raise CheckpointError(f"num_key_value_heads: {num_kv_heads} does not divide the {num_q_heads} attention heads")
+    head_dim = config.get("head_dim") or _size(config, "hidden_size") // num_q_heads
+    if head_dim % 2:
+        raise CheckpointError(f"head_dim: rotary positions need an even number, found {head_dim}")
+    return HeadShape(num_q_heads, num_kv_heads, int(head_dim))
+
+
+def _activation(config: dict[str, Any], architecture: Architecture) -> str:
+    name = config.get("hidden_act") or architecture.default_activation
+    if name not in ACTIVATIONS:
+        raise CheckpointError(f"hidden_act: {name!r} is not supported; use one of {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[name]
+
+
+def _rotaries(
+    config: dict[str, Any], architecture: Architecture, head_dim: int
+) -> tuple[tuple[Rotary, ...], dict[str, int | None]]:
+    """The rotations of a model, and for each type of layer the index of its rotation.
+
+    If config.json sets a value twice, the one that transformers reads applies.
+    """
+    if architecture.names.position_embedding:
+        return (), {"full_attention": None, SLIDING: None}
+    rope = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
+    if all(isinstance(value, dict) for value in rope.values()) and rope:  # one for each type of layer
+        kinds = list(rope)
+        parsed = tuple(parse_rotary(config, rope[kind], head_dim) for kind in kinds)
+        return parsed, {kind: index for index, kind in enumerate(kinds)}
+    if ORIGINAL_LENGTH in config:
+        rope[ORIGINAL_LENGTH] = config[ORIGINAL_LENGTH]
+    whole = parse_rotary(config, rope, head_dim)
+    if architecture.mrope is not None:
+        whole = replace(whole, axes=mrope_axes(rope, architecture.mrope, len(whole.inv_freq)))
+    if "rope_local_base_freq" not in config:
+        return (whole,), {"full_attention": 0, SLIDING: 0}
+    local = parse_rotary(config, {"rope_theta": positive(config, "rope_local_base_freq")}, head_dim)
+    return (whole, local), {"full_attention": 0, SLIDING: 1}
+
+
+def _layers(
+    config: dict[str, Any], architecture: Architecture, rotary_of: dict[str, int | None]
+) -> tuple[LayerSpec, ...]:
+    count = _size(config, "num_hidden_layers")
+    window, kinds = _windows(config, architecture, count)
+    has_experts = _has_experts(config, architecture)
+    inner = 4 * _size(config, "hidden_size")  # GPT-2's, if n_inner is null
+    if config.get("intermediate_size") is not None or architecture.is_gated:
+        inner = _size(config, "intermediate_size")
+    layers = []
+    for index, kind in enumerate(kinds):
+        if kind not in rotary_of:
+            raise CheckpointError(f"layer_types: {kind!r} is not supported; use one of {', '.join(rotary_of)}")
+        experts = _experts(config, architecture) if has_experts(index) else None
+        expert_inner = config.get("moe_intermediate_size", inner) if experts else inner
+        layers.append(LayerSpec(rotary_of[kind], window if kind == SLIDING else None, expert_inner, experts))
+    return tuple(layers)
+
+
+def _windows(config: dict[str, Any], architecture: Architecture, count: int) -> tuple[int | None, list[str]]:
+    """The sliding window, and the type of each layer."""
+    rule = architecture.windows
+    window = config.get("sliding_window", architecture.default_window)
+    if rule == "none" or (rule == "opt_in" and not config.get("use_sliding_window", False)):
+        window = None
+    if window is not None:
+        window = _size({"sliding_window": window}, "sliding_window")
+    kinds = config.get("layer_types")
+    if kinds is not None and len(kinds) != count:
+        raise CheckpointError(f"layer_types: {len(kinds)} entries for {count} layers; config.json must hold one each")
+    if kinds is None or window is None:
+        has_window = WINDOW_RULES[rule](config)
+        kinds = [SLIDING if window is not None and has_window(i) else "full_attention" for i in range(count)]
+    return window, list(kinds)
+
+
+WINDOW_RULES: dict[str, Callable[[dict[str, Any]], Callable[[int], bool]]] = {
+    "none": lambda config: lambda index: False,
+    "all": lambda config: lambda index: True,
+    "opt_in": lambda config: lambda index: index >= config.get("max_window_layers", 28),
+    "even": lambda config: lambda index: index % 2 == 0,
+    "five_of_six": lambda config: lambda index: bool((index + 1) % config.get("sliding_window_pattern", 6)),
+}
+
+
+def _has_experts(config: dict[str, Any], architecture: Architecture) -> Callable[[int], bool]:
+    dense = config.get("mlp_only_layers") or []
+    step = config.get("decoder_sparse_step") or 1
+    return lambda index: architecture.has_experts and index not in dense and (index + 1) % step == 0
+
+
+def _experts(config: dict[str, Any], architecture: Architecture) -> Experts:
+    # transformers writes num_local_experts, the models on the Hub have the field of their architecture
+    num_experts = _size(config, "num_experts" if "num_experts" in config else "num_local_experts")
+    top_k = _size(config, "num_experts_per_tok")
+    if top_k > num_experts:
+        raise CheckpointError(f"num_experts_per_tok: {top_k} is above the number of experts, {num_experts}")
+    normalizes = architecture.normalizes_experts
+    return Experts(num_experts, top_k, bool(config.get("norm_topk_prob", False)) if normalizes is None else normalizes)

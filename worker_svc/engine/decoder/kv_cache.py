@@ -1,0 +1,48 @@
+"""The KV block pool of a worker: its memory, the token of each slot, and the committed prefixes."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from worker_svc.engine.backend import I64, Backend
+from worker_svc.engine.decoder.block_contents import BlockContents
+from worker_svc.engine.kernels.memory import lazy_zeros
+
+DEFAULT_MEMORY = 1 << 30
+
+
+class KVCachePool(BlockContents):
+    """Keys and values of `num_blocks` blocks in all layers, and their content as tokens.
+
+    Memory is claimed when it is first written.
+    """
+
+    def __init__(
+        self, num_layers: int, num_blocks: int, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype
+    ) -> None:
+        super().__init__(num_blocks, block_size)
+        self.keys = _lazy_zeros((num_layers, num_blocks, kv_heads, head_dim, block_size), dtype)
+        self.values = _lazy_zeros((num_layers, num_blocks, kv_heads, block_size, head_dim), dtype)
+        self._layers = list(zip(self.keys.unbind(), self.values.unbind(), strict=True))
+
+    @staticmethod
+    def bytes_per_block(num_layers: int, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+        return 2 * num_layers * block_size * kv_heads * head_dim * dtype.itemsize
+
+    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys [num_blocks, kv_heads, head_dim, block_size] and values [num_blocks, kv_heads, block_size, head_dim]."""
+        return self._layers[index]
+
+    def copy(self, backend: Backend, src: I64, dst: I64) -> None:
+        """Copies blocks with their tokens, in the given order. The copies are not committed."""
+        backend.copy_blocks(self.keys, src, dst)
+        backend.copy_blocks(self.values, src, dst)
+        self.copy_tokens(src, dst)
+        self.uncommit(dst)
+
+
+def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Zeros that take memory when they are first written: blocks are used one by one."""
+    return lazy_zeros(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)

@@ -1,0 +1,330 @@
+"""Loads the weights of a decoder: reads them from the checkpoint, concatenates them and prepares them for a backend."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+
+from worker_svc.engine.adapters.targets import Module, modules_of
+from worker_svc.engine.backend import ExpertLinears, Linear, Norm
+from worker_svc.engine.checkpoint.families import Role
+from worker_svc.engine.checkpoint.model_folder import CheckpointError
+from worker_svc.engine.checkpoint.quantization_config import Packed, Scaled, Scheme
+from worker_svc.engine.checkpoint.quantized import read_int8_rows, read_weight
+from worker_svc.engine.checkpoint.tensors import Checkpoint
+from worker_svc.engine.decoder.config import LayerSpec, ModelConfig
+from worker_svc.engine.kernels.torch_linear import MAX_INT8_INPUTS, Int8Rows
+from worker_svc.engine.vision.config import tower_tensors
+
+IGNORED_ENDINGS = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
+
+
+@dataclass(frozen=True, slots=True)
+class FeedForward:
+    """A dense feed-forward part. gate_up is [gate | up], or up alone if there is no gate."""
+
+    gate_up: Linear
+    down: Linear
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedExperts:
+    """A feed-forward part of experts."""
+
+    router: Linear
+    experts: ExpertLinears
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Weights of one layer. qkv is [q | k | v] of all heads."""
+
+    input_norm: Norm
+    qkv: Linear
+    qk_norms: tuple[Norm, Norm] | None
+    o: Linear
+    attended_norm: Norm | None  # of the attention output
+    post_norm: Norm
+    feed_forward: FeedForward | RoutedExperts
+    fed_norm: Norm | None  # of the feed-forward output
+
+
+class LinearMaker(Protocol):
+    """Prepares weights for use. Every backend implements it. `copies_weights`: a weight may be overwritten after
+    `make_linear`.
+    """
+
+    @property
+    def copies_weights(self) -> bool: ...
+
+    def make_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear: ...
+
+
+@runtime_checkable
+class Int8LinearMaker(Protocol):
+    """A backend that computes with int8 weights as a checkpoint stores them."""
+
+    def make_int8_linear(self, rows: Int8Rows, bias: torch.Tensor | None) -> Linear: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """The tensors of one linear layer in a checkpoint: each has the outputs of one role, or a single one of all."""
+
+    names: tuple[str, ...]
+    roles: tuple[tuple[Role, int], ...]  # with the number of outputs
+    in_features: int
+    has_bias: bool
+
+    def shape(self, roles: tuple[tuple[Role, int], ...]) -> tuple[int, int]:
+        """The shape [out, in] of a tensor with the outputs of `roles`."""
+        return sum(size for _, size in roles), self.in_features
+
+    def tensors(self) -> Iterator[tuple[str, tuple[tuple[Role, int], ...]]]:
+        """Names, each with its roles."""
+        if len(self.names) == 1:
+            yield self.names[0], self.roles
+        else:
+            yield from ((name, (role,)) for name, role in zip(self.names, self.roles, strict=True))
+
+
+class WeightLoader:
+    """Reads the tensors of a model. Subclasses may keep a part of each tensor (`_part`), or store it elsewhere
+    (`_join`)."""
+
+    def __init__(self, checkpoint: Checkpoint, config: ModelConfig, backend: LinearMaker, dtype: torch.dtype) -> None:
+        self._checkpoint = checkpoint
+        self._config = config
+        self._names = config.names
+        self._backend = backend
+        self._dtype = dtype
+        self._scratch = torch.empty(0, dtype=dtype)  # joined matrices, if the backend copies them
+
+    def check(self) -> None:
+        """Raises CheckpointError unless the checkpoint has all tensors and no others."""
+        embedding, head = f"{self._names.embedding}.weight", f"{self._names.head}.weight"
+        is_tied = self._config.is_tied
+        expected = self._expected_names()
+        if self._config.vision is not None:
+            expected += tower_tensors(self._config.vision)
+        has_ignored_head = is_tied or self._config.head != "tokens"
+        self._checkpoint.check_names(expected, (*IGNORED_ENDINGS, *((head,) if has_ignored_head else ())))
+        if is_tied and head in self._checkpoint.tensor_names and not self._is_same(head, embedding):
+            raise CheckpointError(
+                f"tie_word_embeddings is true, but {head} differs from {embedding}; set tie_word_embeddings to false "
+                f"in config.json to use {head}, or remove {head} from the checkpoint"
+            )
+
+    def _is_same(self, one: str, other: str) -> bool:
+        shape = self._config.vocab_size, self._config.hidden_size
+        return torch.equal(self._checkpoint.tensor(one, shape, None), self._checkpoint.tensor(other, shape, None))
+
+    def embedding(self) -> torch.Tensor:
+        """[vocab, hidden]; left memory-mapped where the dtype allows it."""
+        return self._vocabulary(self._names.embedding)
+
+    def position_embedding(self) -> torch.Tensor | None:
+        """[max_position_embeddings, hidden], if positions are learned."""
+        if not self._names.position_embedding:
+            return None
+        shape = (self._config.max_position_embeddings, self._config.hidden_size)
+        return self._join([self._checkpoint.tensor(f"{self._names.position_embedding}.weight", shape, None)])
+
+    def final_norm(self) -> Norm:
+        return self._norm(self._names.final_norm, self._config.hidden_size)
+
+    def head(self) -> Linear | None:
+        """The layer from hidden states to logits; None if the model has none."""
+        if self._config.head != "tokens":
+            return None
+        if not self._config.is_tied and self._scheme(self._names.head) is not None:
+            return self._linear(self._stored_head())
+        name = self._names.embedding if self._config.is_tied else self._names.head
+        return self._backend.make_linear(self._vocabulary(name), None)
+
+    def _stored_head(self) -> Stored:
+        return Stored(
+            (self._names.head,), (("head", self._config.vocab_size),), self._config.hidden_size, has_bias=False
+        )
+
+    def layer(self, index: int) -> Layer:
+        names, hidden, head_dim = self._names, self._config.hidden_size, self._config.heads.head_dim
+        prefix = names.layer.format(index)
+        qk_norms = None
+        if self._config.has_qk_norm:
+            qk_norms = self._norm(prefix + names.q_norm, head_dim), self._norm(prefix + names.k_norm, head_dim)
+        stored = self._stored(index)
+        return Layer(
+            input_norm=self._norm(prefix + names.input_norm, hidden),
+            qkv=self._linear(stored["qkv"]),
+            qk_norms=qk_norms,
+            o=self._linear(stored["o"]),
+            attended_norm=self._norm(prefix + names.attended_norm, hidden) if names.attended_norm else None,
+            post_norm=self._norm(prefix + names.post_norm, hidden),
+            feed_forward=self._feed_forward(self._config.layers[index], stored),
+            fed_norm=self._norm(prefix + names.fed_norm, hidden) if names.fed_norm else None,
+        )
+
+    def modules(self) -> dict[str, Module]:
+        """The linear layers that adapters may change, by name."""
+        return modules_of(self._stored(index) for index in range(self._config.num_layers))
+
+    def _feed_forward(self, spec: LayerSpec, stored: dict[str, Stored]) -> FeedForward | RoutedExperts:
+        if spec.experts is None:
+            return FeedForward(self._linear(stored["gate_up"]), self._linear(stored["down"]))
+        gate_up, down = [], []
+        for expert in range(spec.experts.num_experts):
+            gate_up.append(self._linear(stored[f"gate_up{expert}"]))
+            down.append(self._linear(stored[f"down{expert}"]))
+        linears = ExpertLinears(gate_up, down, spec.experts.top_k, spec.experts.is_normalized)
+        return RoutedExperts(self._linear(stored["router"]), linears)
+
+    def _expected_names(self) -> list[str]:
+        names, linears = self._names, []
+        norms = [names.final_norm]
+        if not self._config.is_tied and self._config.head == "tokens":
+            linears += self._weight_names(self._stored_head())
+        if self._config.head == "classes":
+            linears.append("score.weight")
+        for index in range(self._config.num_layers):
+            prefix = names.layer.format(index)
+            inner = (names.input_norm, names.attended_norm, names.post_norm, names.fed_norm)
+            norms += [prefix + name for name in inner if name]
+            if self._config.has_qk_norm:
+                norms += [prefix + names.q_norm, prefix + names.k_norm]
+            for stored in self._stored(index).values():
+                linears += self._weight_names(stored)
+                linears += [f"{name}.bias" for name in stored.names if stored.has_bias]
+        tables = [names.embedding, names.position_embedding]
+        expected = [f"{name}.weight" for name in (*tables, *norms) if name] + linears
+        return expected + [f"{name}.bias" for name in norms if self._config.norm == "layer"]
+
+    def _stored(self, index: int) -> dict[str, Stored]:
+        """The linear layers of a layer by name."""
+        config, names, spec = self._config, self._names, self._config.layers[index]
+        heads, hidden = config.heads, config.hidden_size
+        q_size, kv_size = heads.num_q_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
+        prefix = names.layer.format(index)
+
+        def stored(
+            parts: tuple[str, ...], roles: tuple[tuple[Role, int], ...], in_features: int, *, has_bias: bool
+        ) -> Stored:
+            return Stored(tuple(prefix + part for part in parts), roles, in_features, has_bias)
+
+        gates: tuple[tuple[Role, int], ...] = (("gate", spec.inner), ("up", spec.inner))
+        heads_of: tuple[tuple[Role, int], ...] = (("q", q_size), ("k", kv_size), ("v", kv_size))
+        found = {
+            "qkv": stored(names.qkv, heads_of, hidden, has_bias=config.has_qkv_bias),
+            "o": stored(names.o, (("o", hidden),), q_size, has_bias=config.has_o_bias),
+        }
+        if spec.experts is None:
+            roles = gates if config.is_gated else gates[1:]
+            found["gate_up"] = stored(names.gate_up, roles, hidden, has_bias=config.has_mlp_bias)
+            found["down"] = stored(names.down, (("down", hidden),), spec.inner, has_bias=config.has_mlp_bias)
+            return found
+        router: tuple[tuple[Role, int], ...] = (("router", spec.experts.num_experts),)
+        found["router"] = Stored((prefix + names.router,), router, hidden, has_bias=False)
+        for expert in range(spec.experts.num_experts):
+            gate, up, down = (prefix + names.experts.format(expert) + name for name in names.expert_linears)
+            found[f"gate_up{expert}"] = Stored((gate, up), gates, hidden, has_bias=False)
+            found[f"down{expert}"] = Stored((down,), (("down", hidden),), spec.inner, has_bias=False)
+        return found
+
+    def _linear(self, stored: Stored) -> Linear:
+        rows, bias = self._int8_rows(stored), self._bias(stored)
+        if rows is not None and isinstance(self._backend, Int8LinearMaker):
+            return self._backend.make_int8_linear(rows, bias)
+        weights = []
+        for name, roles in stored.tensors():
+            weights += self._parts(roles, self._weight(name, stored.shape(roles)))
+        joined = self._join_in_scratch(weights) if self._backend.copies_weights else self._join(weights)
+        return self._backend.make_linear(joined, bias)
+
+    def _bias(self, stored: Stored) -> torch.Tensor | None:
+        if not stored.has_bias:
+            return None
+        biases = []
+        for name, roles in stored.tensors():
+            biases += self._parts(roles, self._checkpoint.tensor(f"{name}.bias", stored.shape(roles)[:1], None))
+        return self._join(biases)
+
+    def _parts(self, roles: tuple[tuple[Role, int], ...], tensor: torch.Tensor) -> list[torch.Tensor]:
+        """The part of each role that is kept, of a tensor with the outputs of `roles`."""
+        split = torch.split(tensor, [size for _, size in roles])
+        return [self._part(role, part) for (role, _), part in zip(roles, split, strict=True)]
+
+    def _int8_rows(self, stored: Stored) -> Int8Rows | None:
+        """The stored values, if the int8 kernel computes what they were quantized for."""
+        if not isinstance(self._backend, Int8LinearMaker) or stored.in_features > MAX_INT8_INPUTS:
+            return None
+        rows = []
+        for name, roles in stored.tensors():
+            scheme = self._scheme(name)
+            if not isinstance(scheme, Scaled) or not scheme.has_int8_rows:
+                return None
+            rows.append(read_int8_rows(self._checkpoint, name, scheme, stored.shape(roles)))
+        return Int8Rows(torch.cat([part.steps for part in rows]), torch.cat([part.scales for part in rows]))
+
+    def _scheme(self, name: str) -> Scheme | None:
+        """How a linear layer is stored. None: in a float type."""
+        quantization = self._config.quantization
+        scheme = None if quantization is None else quantization.scheme_of(name)
+        # config.json does not list all layers that GPTQ and AWQ leave in a float type
+        return None if isinstance(scheme, Packed) and self._checkpoint.has(f"{name}.weight") else scheme
+
+    def _weight(self, name: str, shape: tuple[int, int]) -> torch.Tensor:
+        """The weight [out, in] of a linear layer."""
+        scheme = self._scheme(name)
+        if scheme is None:
+            return self._matrix(f"{name}.weight", shape)
+        return read_weight(self._checkpoint, name, scheme, shape).to(self._dtype)
+
+    def _weight_names(self, stored: Stored) -> list[str]:
+        """The tensors of the weights of a linear layer."""
+        found = []
+        for name, roles in stored.tensors():
+            scheme = self._scheme(name)
+            suffixes = ["weight"] if scheme is None else list(scheme.parts(*stored.shape(roles)))
+            found += [f"{name}.{suffix}" for suffix in suffixes]
+        return found
+
+    def _matrix(self, name: str, shape: tuple[int, int]) -> torch.Tensor:
+        """A weight [out, in], memory-mapped."""
+        if not self._names.is_transposed:
+            return self._checkpoint.tensor(name, shape, None)
+        return self._checkpoint.tensor(name, shape[::-1], None).T
+
+    def _norm(self, name: str, size: int) -> Norm:
+        bias = None
+        if self._config.norm == "layer":
+            bias = self._join([self._checkpoint.tensor(f"{name}.bias", (size,), None)])
+        weight = self._join([self._checkpoint.tensor(f"{name}.weight", (size,), None)])
+        return Norm(weight, bias, self._config.norm_eps, self._config.norm)
+
+    def _vocabulary(self, name: str) -> torch.Tensor:
+        shape = (self._config.vocab_size, self._config.hidden_size)
+        return self._join([self._checkpoint.tensor(f"{name}.weight", shape, None)])
+
+    def _part(self, role: Role, tensor: torch.Tensor) -> torch.Tensor:
+        """The part of a tensor that is kept."""
+        return tensor
+
+    def _join(self, parts: list[torch.Tensor]) -> torch.Tensor:
+        """The rows of `parts` in the dtype of the engine."""
+        if len(parts) == 1:
+            return parts[0].to(self._dtype)
+        return torch.cat([part.to(self._dtype) for part in parts])
+
+    def _join_in_scratch(self, parts: list[torch.Tensor]) -> torch.Tensor:
+        """As `_join`, in memory that the next call overwrites: new pages cost more than the copy."""
+        if len(parts) == 1:
+            return self._join(parts)
+        shape = sum(len(part) for part in parts), parts[0].shape[1]
+        if self._scratch.numel() < math.prod(shape):
+            self._scratch = torch.empty(math.prod(shape), dtype=self._dtype)
+        joined = self._scratch[: math.prod(shape)].view(shape)
+        return torch.cat([part.to(self._dtype) for part in parts], out=joined)

@@ -1,0 +1,153 @@
+"""An encoder as data, from config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from step_protocol.messages import PoolingKind
+from worker_svc.engine.backend import AttentionShape, HeadShape
+from worker_svc.engine.checkpoint.model_folder import CheckpointError
+from worker_svc.engine.decoder.config import ACTIVATIONS, SLIDING
+from worker_svc.engine.decoder.heads import HeadPart, HeadSpec
+from worker_svc.engine.decoder.rotary import Rotary, parse_rotary
+from worker_svc.engine.encoder.families import EncoderFamily, EncoderNames, check_encoder
+
+DEFAULT_THETA = {"full_attention": 160_000.0, SLIDING: 10_000.0}  # of ModernBERT
+THETA_FIELDS = {"full_attention": "global_rope_theta", SLIDING: "local_rope_theta"}
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderLayerSpec:
+    """What differs between the layers of an encoder."""
+
+    rotary: int | None  # index into `EncoderConfig.rotaries`; None: positions are learned
+    window: int | None  # a token attends to tokens at most window // 2 positions away; None: to all
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderConfig:
+    """An encoder, checked."""
+
+    family: EncoderFamily
+    names: EncoderNames
+    hidden_size: int
+    inner: int
+    vocab_size: int
+    num_types: int  # token types; 0: the model has none
+    num_positions: int  # learned positions
+    position_offset: int  # the first position of a text
+    max_length: int  # of a text in tokens
+    heads: HeadShape
+    layers: tuple[EncoderLayerSpec, ...]
+    rotaries: tuple[Rotary, ...]
+    norm_eps: float
+    has_attention_bias: bool
+    has_mlp_bias: bool
+    has_norm_bias: bool
+    activation: str
+    head: HeadSpec | None
+
+    def attention(self, index: int) -> AttentionShape:
+        """The attention of a layer."""
+        window = self.layers[index].window
+        return AttentionShape(self.heads, self.heads.head_dim**-0.5, window=window, is_causal=False)
+
+    def named_in(self, has_tensor: Callable[[str], bool]) -> EncoderConfig:
+        """The same encoder with the names of its tensors in a checkpoint, which may lack the prefix."""
+        prefix = self.names.prefix if has_tensor(f"{self.names.prefix}{self.names.embedding}.weight") else ""
+        with_prefix = {
+            name: prefix + getattr(self.names, name)
+            for name in ("embedding", "position_embedding", "type_embedding", "embedding_norm", "layer", "final_norm")
+            if getattr(self.names, name)
+        }
+        return replace(self, names=replace(self.names, **with_prefix))
+
+
+def parse_encoder(config: dict[str, Any], family: EncoderFamily, num_classes: int) -> EncoderConfig:
+    """Reads config.json. Raises CheckpointError naming the field for anything that is not supported."""
+    check_encoder(config)
+    config = config | {ours: config[theirs] for ours, theirs in family.fields.items() if theirs in config}
+    hidden, num_heads = _size(config, "hidden_size"), _size(config, "num_attention_heads")
+    if hidden % num_heads or hidden // num_heads % 2:
+        raise CheckpointError(f"num_attention_heads: {num_heads} heads of an even size do not divide {hidden}")
+    heads = HeadShape(num_heads, num_heads, hidden // num_heads)
+    offset = int(config.get("pad_token_id") or 0) + 1 if family.has_positions_after_padding else 0
+    num_positions = _size(config, "max_position_embeddings")
+    layers, rotaries = _layers(config, family, heads.head_dim)
+    biases = [bool(config.get(name, False)) for name in ("attention_bias", "mlp_bias", "norm_bias")]
+    if family.is_biased is not None:
+        biases = [family.is_biased] * 3
+    norm_eps = float(config.get("layer_norm_eps", 1e-5 if family.norms_precede else 1e-12))
+    return EncoderConfig(
+        family=family,
+        names=family.names,
+        hidden_size=hidden,
+        inner=_size(config, "intermediate_size"),
+        vocab_size=_size(config, "vocab_size"),
+        num_types=_size(config, "type_vocab_size") if family.names.type_embedding else 0,
+        num_positions=num_positions,
+        position_offset=offset,
+        max_length=num_positions - offset,
+        heads=heads,
+        layers=layers,
+        rotaries=rotaries,
+        norm_eps=norm_eps,
+        has_attention_bias=biases[0],
+        has_mlp_bias=biases[1],
+        has_norm_bias=biases[2],
+        activation=_activation(config, "hidden_act"),
+        head=_head(config, family, hidden, num_classes, norm_eps) if num_classes else None,
+    )
+
+
+def _head(config: dict[str, Any], family: EncoderFamily, hidden: int, num_classes: int, norm_eps: float) -> HeadSpec:
+    names = family.head
+    is_named = names.activation not in ("tanh",)
+    activation = _activation(config, names.activation) if is_named else names.activation
+    dense = HeadPart(
+        (family.names.prefix if names.is_in_prefix else "") + names.dense,
+        hidden,
+        hidden,
+        has_bias=bool(config.get("classifier_bias", False)) if is_named else True,
+        activation=activation,
+        norm=names.norm,
+        has_norm_bias=bool(config.get("norm_bias", False)),
+    )
+    kind = PoolingKind.MEAN if config.get("classifier_pooling") == "mean" else PoolingKind.CLS
+    return HeadSpec(kind, (dense, HeadPart(names.classifier, hidden, num_classes, has_bias=True)), norm_eps)
+
+
+def _size(config: dict[str, Any], field: str) -> int:
+    value = config.get(field)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise CheckpointError(f"{field}: config.json must hold a positive integer, found {value!r}")
+    return value
+
+
+def _activation(config: dict[str, Any], field: str) -> str:
+    name = config.get(field, "gelu")
+    if name not in ACTIVATIONS:
+        raise CheckpointError(f"{field}: {name!r} is not supported; use one of {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[name]
+
+
+def _layers(
+    config: dict[str, Any], family: EncoderFamily, head_dim: int
+) -> tuple[tuple[EncoderLayerSpec, ...], tuple[Rotary, ...]]:
+    count = _size(config, "num_hidden_layers")
+    if family.names.position_embedding:
+        return (EncoderLayerSpec(None, None),) * count, ()
+    every = int(config.get("global_attn_every_n_layers") or 3)
+    kinds = config.get("layer_types") or ["full_attention" if i % every == 0 else SLIDING for i in range(count)]
+    if len(kinds) != count or not set(kinds) <= set(DEFAULT_THETA):
+        raise CheckpointError(f"layer_types: must have {count} entries, each one of {', '.join(DEFAULT_THETA)}")
+    given = config.get("rope_parameters") or {}
+    rotaries = []
+    for kind, theta in DEFAULT_THETA.items():
+        rope = {"rope_theta": config.get(THETA_FIELDS[kind]) or theta} | (given.get(kind) or {})
+        rotaries.append(parse_rotary(config, rope, head_dim))
+    order, window = list(DEFAULT_THETA), _size({"local_attention": 128} | config, "local_attention")
+    layers = tuple(EncoderLayerSpec(order.index(kind), window if kind == SLIDING else None) for kind in kinds)
+    return layers, tuple(rotaries)

@@ -1,0 +1,112 @@
+"""Loads an encoder-decoder model: its limits, its weights, and the features of its audio inputs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from step_protocol.messages import F32, CarriedInput
+from worker_svc.engine.backend import I64, Backend, EncoderColumns
+from worker_svc.engine.checkpoint.model_folder import CheckpointError
+from worker_svc.engine.checkpoint.tensors import Checkpoint
+from worker_svc.engine.config import EncoderInfo, EngineConfig
+from worker_svc.engine.encoder_decoder.config import EncoderDecoderConfig
+from worker_svc.engine.encoder_decoder.info import encoder_info
+from worker_svc.engine.encoder_decoder.log_mel import LogMel, read_audio_settings
+from worker_svc.engine.encoder_decoder.model import EncoderDecoderModel
+from worker_svc.engine.encoder_decoder.weights import EncoderDecoderLoader
+from worker_svc.engine.rows.inputs import InputSpan
+from worker_svc.engine.rows.open_rows import RowTable
+from worker_svc.engine.rows.step_checker import StepPlan
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderDecoder:
+    """A loaded model and its limits."""
+
+    model: EncoderDecoderModel
+    info: EncoderInfo
+    max_model_len: int
+    max_num_batched_tokens: int
+    log_mel: LogMel | None
+
+    @property
+    def max_samples(self) -> int:
+        """The longest audio input; 0: the encoder reads tokens."""
+        return 0 if self.info.audio is None else self.info.audio.max_samples
+
+    def columns(self, rows: RowTable, plan: StepPlan, spans: list[InputSpan]) -> EncoderColumns:
+        """The encoder positions of the rows of a step, with the features of the audio that it computes."""
+        features: dict[int, torch.Tensor] = {}
+        if self.log_mel is not None:
+            for span in spans:
+                waveform = waveform_of(span.item)
+                features[_row_of(span.token, plan.rows, plan.starts)] = torch.from_numpy(self.log_mel(waveform))
+        return EncoderColumns(*rows.encoder_columns(plan.rows), features)
+
+
+def waveform_of(item: CarriedInput) -> F32:
+    """The samples of an audio input, from -1 to 1."""
+    if item.dtype == "int16":
+        return np.frombuffer(item.data, "<i2").astype(np.float32) / np.float32(32768)
+    return np.frombuffer(item.data, "<f4").astype(np.float32)
+
+
+def _row_of(token: int, rows: I64, starts: I64) -> int:
+    """The row of a token of a step."""
+    return int(rows[np.searchsorted(starts, token, side="right") - 1])
+
+
+def load_encoder_decoder(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    model: EncoderDecoderConfig,
+    backend: Backend,
+    dtype: torch.dtype,
+    progress: Callable[[float], None] | None,
+) -> EncoderDecoder:
+    """Raises CheckpointError for a checkpoint that cannot be served, ValueError for settings that contradict it."""
+    if config.max_adapters:
+        raise ValueError(
+            f"max_adapters is {config.max_adapters}, but encoder-decoder models take no adapters; leave it at 0"
+        )
+    audio = read_audio_settings(config.model_dir, model.num_mel_bins) if model.family.is_audio else None
+    max_encoder, max_decoder = _lengths(config, model)
+    if audio is not None and audio.num_frames != 2 * max_encoder:
+        raise CheckpointError(
+            f"max_source_positions: {max_encoder} positions need {2 * max_encoder} frames of audio, but the feature "
+            f"extractor makes {audio.num_frames}; the files belong to different models"
+        )
+    padded = -(-max_encoder // config.block_size) * config.block_size
+    budget = config.max_num_batched_tokens
+    if audio is not None and budget < padded + config.max_num_seqs - 1:  # each input takes all positions
+        budget = padded + config.max_num_seqs - 1
+        logger.warning("max_num_batched_tokens is raised to %d, so that a step holds one audio input", budget)
+    loader = EncoderDecoderLoader(checkpoint, model, backend, dtype)
+    checkpoint.start_digest(config.threads or 1)
+    loaded = EncoderDecoderModel(loader, model, backend, max_encoder, max_decoder, progress)
+    info = encoder_info(model, audio, checkpoint.config, checkpoint.generation_config, max_encoder, max_decoder)
+    return EncoderDecoder(loaded, info, padded + max_decoder, budget, None if audio is None else LogMel(audio))
+
+
+def _lengths(config: EngineConfig, model: EncoderDecoderConfig) -> tuple[int, int]:
+    """The longest encoder input, and the longest decoder prompt with its output. max_model_len limits each of them.
+    Only a model with relative positions may exceed the lengths that its config.json names.
+    """
+    encoder, decoder = model.encoder.num_positions, model.decoder.num_positions
+    given = config.max_model_len
+    if given is None:
+        return encoder, decoder
+    if model.relative is not None:
+        return given, given
+    if given > decoder:
+        raise ValueError(
+            f"max_model_len {given} is above the model's {decoder}, which limits decoder prompt and output"
+        )
+    return encoder if model.family.is_audio else min(encoder, given), min(decoder, given)

@@ -1,0 +1,242 @@
+"""Reads the tensors of an encoder-decoder checkpoint and prepares them for a backend."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from worker_svc.engine.backend import Linear, Norm, PositionBias
+from worker_svc.engine.checkpoint.model_folder import CheckpointError
+from worker_svc.engine.checkpoint.tensors import Checkpoint
+from worker_svc.engine.decoder.weights import LinearMaker
+from worker_svc.engine.encoder_decoder.config import (
+    AttentionNames,
+    EncoderDecoderConfig,
+    RelativePositions,
+    StackConfig,
+)
+
+KERNEL = 3  # width of Whisper's convolutions
+BIAS_PADDING = 127  # see PositionBias
+LOGITS_BIAS = "final_logits_bias"
+
+
+@dataclass(frozen=True, slots=True)
+class SelfAttention:
+    """qkv is [q | k | v] of all heads."""
+
+    norm: Norm
+    qkv: Linear
+    o: Linear
+
+
+@dataclass(frozen=True, slots=True)
+class CrossAttention:
+    """Queries of the decoder; kv is [k | v] of the encoder's output."""
+
+    norm: Norm
+    q: Linear
+    kv: Linear
+    o: Linear
+
+
+@dataclass(frozen=True, slots=True)
+class SeqLayer:
+    """A layer of an encoder, which has no cross-attention, or of a decoder."""
+
+    attention: SelfAttention
+    cross: CrossAttention | None
+    feed_norm: Norm
+    up: Linear  # [gate | up], or up alone
+    down: Linear
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """An encoder or a decoder."""
+
+    positions: torch.Tensor | None  # [.., hidden]
+    embedding_norm: Norm | None
+    layers: list[SeqLayer]
+    final_norm: Norm | None
+    bias: PositionBias | None
+
+
+@dataclass(frozen=True, slots=True)
+class Convolutions:
+    """Whisper's front end, as linear layers over windows of three frames."""
+
+    first: Linear
+    second: Linear
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderDecoderParts:
+    """All weights of a model."""
+
+    embedding: torch.Tensor  # [vocab, hidden]
+    convolutions: Convolutions | None
+    encoder: Stack
+    decoder: Stack
+    head: Linear
+
+
+class EncoderDecoderLoader:
+    """Reads the tensors of a model."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, config: EncoderDecoderConfig, backend: LinearMaker, dtype: torch.dtype
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._config = config
+        self._backend = backend
+        self._dtype = dtype
+        self._read: set[str] = set()
+
+    def load(self, max_encoder: int, max_decoder: int, report: Callable[[float], None]) -> EncoderDecoderParts:
+        """All weights. Raises CheckpointError unless the checkpoint has all tensors and no others."""
+        config, family = self._config, self._config.family
+        embedding = self._tensor(f"{family.embedding}.weight", (config.vocab_size, config.hidden_size))
+        encoder = self._stack(config.encoder, max_encoder, is_causal=False)
+        report(0.4)
+        decoder = self._stack(config.decoder, max_decoder, is_causal=True)
+        report(0.9)
+        convolutions = self._convolutions() if family.is_audio else None
+        head = self._head(embedding)
+        self._check_copies(embedding)
+        self._checkpoint.check_names(self._read, family.ignored)
+        return EncoderDecoderParts(embedding, convolutions, encoder, decoder, head)
+
+    def _stack(self, stack: StackConfig, max_len: int, *, is_causal: bool) -> Stack:
+        config, names = self._config, stack.names
+        num_positions = stack.num_positions + config.family.position_offset
+        positions = None
+        if names.positions:
+            positions = self._tensor(f"{names.positions}.weight", (num_positions, config.hidden_size))
+        bias = None
+        if config.relative is not None:
+            shape = (config.relative.num_buckets, config.heads.num_q_heads)
+            table = self._tensor(f"{names.relative_bias}.weight", shape).float()
+            bias = position_bias(table, config.relative, max_len, is_causal=is_causal)
+        return Stack(
+            positions=None if positions is None else positions[config.family.position_offset :],
+            embedding_norm=self._norm(names.embedding_norm) if names.embedding_norm else None,
+            layers=[self._layer(stack, index) for index in range(stack.num_layers)],
+            final_norm=self._norm(names.final_norm) if names.final_norm else None,
+            bias=bias,
+        )
+
+    def _layer(self, stack: StackConfig, index: int) -> SeqLayer:
+        config, names, prefix = self._config, stack.names, stack.names.layer.format(index)
+        hidden, has_bias = config.hidden_size, config.family.has_biases
+        ups = [prefix + name for name in (names.gate, names.up) if name]
+        return SeqLayer(
+            attention=self._self_attention(prefix, names.attention),
+            cross=None if names.cross is None else self._cross_attention(prefix, names.cross),
+            feed_norm=self._norm(prefix + names.feed_norm),
+            up=self._linear(ups, (stack.inner, hidden), [has_bias] * len(ups)),
+            down=self._linear([prefix + names.down], (hidden, stack.inner), [has_bias]),
+        )
+
+    def _self_attention(self, prefix: str, names: AttentionNames) -> SelfAttention:
+        shape, biases = self._projection()
+        qkv = [prefix + name for name in (names.q, names.k, names.v)]
+        return SelfAttention(
+            self._norm(prefix + names.norm), self._linear(qkv, shape, biases), self._output(prefix, names)
+        )
+
+    def _cross_attention(self, prefix: str, names: AttentionNames) -> CrossAttention:
+        shape, biases = self._projection()
+        return CrossAttention(
+            norm=self._norm(prefix + names.norm),
+            q=self._linear([prefix + names.q], shape, biases[:1]),
+            kv=self._linear([prefix + names.k, prefix + names.v], shape, biases[1:]),
+            o=self._output(prefix, names),
+        )
+
+    def _projection(self) -> tuple[tuple[int, int], list[bool]]:
+        """Shape of the projections of queries, keys and values, and which of them have a bias."""
+        config, family = self._config, self._config.family
+        inner = config.heads.num_q_heads * config.heads.head_dim
+        return (inner, config.hidden_size), [family.has_biases, family.has_key_bias, family.has_biases]
+
+    def _output(self, prefix: str, names: AttentionNames) -> Linear:
+        (inner, hidden), biases = self._projection()
+        return self._linear([prefix + names.o], (hidden, inner), biases[:1])
+
+    def _linear(self, names: list[str], shape: tuple[int, int], has_bias: list[bool]) -> Linear:
+        """Linear layers of one shape as one. A missing bias is 0."""
+        weight = torch.cat([self._tensor(f"{name}.weight", shape) for name in names])
+        bias = None
+        if any(has_bias):
+            biases = (
+                self._tensor(f"{name}.bias", shape[:1]) if has else torch.zeros(shape[0], dtype=self._dtype)
+                for name, has in zip(names, has_bias, strict=True)
+            )
+            bias = torch.cat(list(biases))
+        return self._backend.make_linear(weight, bias)
+
+    def _norm(self, name: str) -> Norm:
+        shape = (self._config.hidden_size,)
+        bias = self._tensor(f"{name}.bias", shape) if self._config.family.norm == "layer" else None
+        return Norm(self._tensor(f"{name}.weight", shape), bias, self._config.norm_eps, self._config.family.norm)
+
+    def _convolutions(self) -> Convolutions:
+        config = self._config
+        return Convolutions(
+            self._convolution("model.encoder.conv1", config.num_mel_bins),
+            self._convolution("model.encoder.conv2", config.hidden_size),
+        )
+
+    def _convolution(self, name: str, width: int) -> Linear:
+        hidden = self._config.hidden_size
+        weight = self._tensor(f"{name}.weight", (hidden, width, KERNEL)).reshape(hidden, width * KERNEL)
+        return self._backend.make_linear(weight.contiguous(), self._tensor(f"{name}.bias", (hidden,)))
+
+    def _head(self, embedding: torch.Tensor) -> Linear:
+        """The head is the embedding unless the checkpoint has one of its own."""
+        name = f"{self._config.family.head}.weight"
+        weight = self._tensor(name, tuple(embedding.shape)) if self._checkpoint.has(name) else embedding
+        bias = None
+        if self._checkpoint.has(LOGITS_BIAS):
+            bias = self._tensor(LOGITS_BIAS, (1, self._config.vocab_size)).reshape(-1)
+        return self._backend.make_linear(weight, bias)
+
+    def _check_copies(self, embedding: torch.Tensor) -> None:
+        """Raises CheckpointError if encoder and decoder have embeddings of their own."""
+        for name in (f"{copy}.weight" for copy in self._config.family.copies):
+            if self._checkpoint.has(name) and not torch.equal(self._tensor(name, tuple(embedding.shape)), embedding):
+                raise CheckpointError(
+                    f"{name} differs from {self._config.family.embedding}.weight; models whose encoder and decoder "
+                    "have different embeddings are not supported"
+                )
+
+    def _tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        self._read.add(name)
+        return self._checkpoint.tensor(name, shape, self._dtype)
+
+
+def position_bias(table: torch.Tensor, relative: RelativePositions, max_len: int, *, is_causal: bool) -> PositionBias:
+    """The biases of all distances between positions below `max_len`; `table` is [buckets, heads]."""
+    last = 0 if is_causal else max_len - 1
+    distances = torch.arange(1 - max_len, last + 1 + BIAS_PADDING)
+    buckets = _buckets(distances, relative, is_causal=is_causal)
+    return PositionBias(table[buckets].T.contiguous(), max_len - 1)
+
+
+def _buckets(distances: torch.Tensor, relative: RelativePositions, *, is_causal: bool) -> torch.Tensor:
+    """The bucket of each distance of key and query, as transformers computes it: half of the buckets have one distance
+    each, and the sizes of the others grow."""
+    count, first = relative.num_buckets, torch.zeros_like(distances)
+    if is_causal:
+        sizes = -distances.clamp_max(0)
+    else:
+        count //= 2
+        first, sizes = (distances > 0).long() * count, distances.abs()
+    exact = count // 2
+    growth = torch.log(sizes.float().clamp_min(1) / exact) / math.log(relative.max_distance / exact)
+    large = exact + (growth * (count - exact)).long()
+    return first + torch.where(sizes < exact, sizes, large.clamp_max(count - 1))

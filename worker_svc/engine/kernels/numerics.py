@@ -1,0 +1,64 @@
+"""The kind and the build of a worker. Besides the model and its settings, the bits of results depend on them.
+
+In exact mode a sequence can move to another worker only if both are of the same kind. The kind is therefore part of the
+revision, and a scheduler refuses workers of another kind. Builds differ during every upgrade: schedulers only log that.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Collection
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+
+import torch
+import xxhash
+
+from worker_svc.engine.kernels.machine import CPUINFO, instruction_sets
+from worker_svc.engine.kernels.paths import chosen_path
+
+# Instruction sets with which our kernels, oneDNN or the C library may compute differently.
+INSTRUCTION_SETS = (
+    "avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "avx_vnni", "amx_tile", "amx_int8", "amx_bf16",
+    "asimd", "asimdhp", "asimddp", "bf16", "i8mm", "sve", "sve2",
+)  # fmt: skip
+BUILT_FROM = ("torch", "triton")
+SOURCES = Path(__file__).parents[1]  # the whole engine
+
+
+def cpu_numerics(backend: str, arithmetic: str, cpuinfo: Path = CPUINFO) -> str:
+    """The numerics of a CPU worker. `arithmetic` names the instruction sets that its backend uses: kernels may be
+    compiled for fewer instruction sets than the processor has. If QUIRE_CPU_PATH chose a path, only the sets of this
+    path count, so workers on different processors can be of the same kind."""
+    path = chosen_path(cpuinfo) if backend == "cpu" else None
+    found = instruction_sets(cpuinfo) if path is None else frozenset(path.sets)
+    sets = [name for name in INSTRUCTION_SETS if name in found]
+    return ", ".join((backend, " ".join((platform.machine(), *sets)), arithmetic))
+
+
+def device_numerics(backend: str, device: torch.device, num_ranks: int, formats: Collection[str] = ()) -> str:
+    """The kind of a GPU worker. Ranks sum partial results, so their number changes roundings. `formats`: of
+    quantized weights that are multiplied as they are stored."""
+    kind = "interpreted"
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        kind = f"sm_{major}{minor}"
+    weights = [f"{name} weights" for name in sorted(formats)]
+    return ", ".join((backend, kind, f"{num_ranks} rank{'s' if num_ranks > 1 else ''}", *weights))
+
+
+@cache
+def build() -> str:
+    """A digest of the engine's sources, and the versions of the libraries that compile or run it."""
+    digest = xxhash.xxh3_64()
+    for path in sorted((*SOURCES.rglob("*.py"), *SOURCES.rglob("*.cpp"), *SOURCES.rglob("*.h"))):
+        digest.update(path.read_bytes())
+    return " ".join((f"engine-{digest.hexdigest()}", *(f"{name}-{_version(name)}" for name in BUILT_FROM)))
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "none"

@@ -1,0 +1,480 @@
+"""The persistent batch: the state of every open row, kept in columns and updated by deltas.
+
+Row r owns element r of each array. Only opens and closes are handled one by one; everything else is done for all rows
+of a step at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from request_fields.checks import check_sampling
+from request_fields.fields import SAMPLER_FIELDS, FieldError, Kind
+from request_fields.inputs import ImageShape
+from step_protocol.messages import U32, Bools, CarriedInput, RowOpen, StepBatch
+from worker_svc.engine.adapters.rows import RowAdapters
+from worker_svc.engine.backend import I32, I64, SamplingColumns
+from worker_svc.engine.config import EncoderInfo
+from worker_svc.engine.pooling.pooling import PooledChunk, PoolingTable
+from worker_svc.engine.rows.encoder_rows import EncoderTable, OutputRules
+from worker_svc.engine.rows.errors import RowErrors
+from worker_svc.engine.rows.inputs import InputSpan, InputTable
+from worker_svc.engine.rows.logprobs import Asked, LogprobTable, PromptTargets
+from worker_svc.engine.rows.positions import RowPositions
+from worker_svc.engine.sampling.beams import BeamLines
+from worker_svc.engine.sampling.grammars import CompiledGrammars, PendingMasks, RowGrammars
+from worker_svc.engine.sampling.processors import ProcessedRows, ProcessorTable
+
+NO_BLOCK = -1
+NO_ROWS: I64 = np.empty(0, np.int64)
+COLUMN_TYPES = {Kind.FLOAT: np.float32, Kind.UINT32: np.uint32, Kind.UINT64: np.uint64}
+
+
+def sampling_columns(num_rows: int) -> dict[str, npt.NDArray[Any]]:
+    """One column per sampling parameter, by name, plus `sample_index`."""
+    columns = {name: np.zeros(num_rows, COLUMN_TYPES[field.kind]) for name, field in SAMPLER_FIELDS.items()}
+    return columns | {"sample_index": np.zeros(num_rows, np.uint32)}
+
+
+class RowPart(Protocol):
+    """One kind of state of all rows. All of it comes from RowOpen and the row's tokens."""
+
+    def open(self, item: RowOpen, /) -> None:
+        """Sets the state of an opened row, in place of what the row had before."""
+
+    def close(self, rows: U32, /) -> None:
+        """Rows that are not open are ignored."""
+
+    def reset(self) -> None:
+        """Closes all rows."""
+
+
+class RowTable:
+    """Token history, block table and sampling parameters of up to max_num_seqs rows."""
+
+    def __init__(
+        self,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        num_blocks: int,
+        vocab_size: int,
+        compiled: CompiledGrammars | None = None,
+        *,
+        pooling: PoolingTable | None = None,
+        hidden_size: int = 0,
+        images: ImageShape | None = None,
+        adapters: RowAdapters[Any] | None = None,
+        encoder: EncoderInfo | None = None,
+    ) -> None:
+        """Without `compiled`, rows with a grammar are rejected; without `hidden_size`, rows with inputs are; without
+        `adapters`, rows with an adapter are."""
+        self.adapters = adapters
+        self._max_num_seqs = max_num_seqs
+        self._max_model_len = max_model_len
+        self._block_size = block_size
+        self._num_blocks = num_blocks
+        self._vocab_size = vocab_size
+        max_blocks = -(-max_model_len // block_size)
+        self.is_open = np.zeros(max_num_seqs, np.bool_)
+        self.tables: I32 = np.full((max_num_seqs, max_blocks), NO_BLOCK, np.int32)
+        self.table_lens: I64 = np.zeros(max_num_seqs, np.int64)
+        self._tokens: U32 = np.zeros((max_num_seqs, max_model_len + 1), np.uint32)
+        self._num_tokens: I64 = np.zeros(max_num_seqs, np.int64)
+        self._prompt_lens: I64 = np.zeros(max_num_seqs, np.int64)
+        self._num_computed: I64 = np.zeros(max_num_seqs, np.int64)
+        self._sampling = sampling_columns(max_num_seqs)
+        self._num_candidates: I64 = np.zeros(max_num_seqs, np.int64)  # 0: no beam
+        self._has_beams = False  # some row opened since the last reset was a beam
+        self._grammars = None if compiled is None else RowGrammars(compiled, self._tokens, vocab_size)
+        self._logprobs = LogprobTable(max_num_seqs, vocab_size)
+        self.pooling = pooling or PoolingTable(None)
+        max_samples = 0 if encoder is None or encoder.audio is None else encoder.audio.max_samples
+        self._inputs = InputTable(max_num_seqs, vocab_size, hidden_size, max_samples, images)
+        self._encoders = EncoderTable(max_num_seqs, block_size, vocab_size, encoder)
+        self._processors = ProcessorTable(self._tokens, vocab_size, self._encoders.start)
+        self.positions = RowPositions(max_num_seqs)
+        self._generations: I64 = np.zeros(max_num_seqs, np.int64)  # changes with each new history of a row
+        self._nth_in_batch: I64 = np.zeros(max_num_seqs, np.int64)  # valid for rows that were just written
+        self._indices: I64 = np.arange(max_num_seqs)
+        optional: list[RowPart | None] = [self._grammars, adapters]
+        self._parts: list[RowPart] = [
+            self._encoders,  # before the processors, which read where the outputs of a row begin
+            self._processors,
+            self._logprobs,
+            self.pooling,
+            self._inputs,
+            self.positions,
+            *(part for part in optional if part is not None),
+        ]
+        self._checks = (
+            self._history_refusal,
+            self._inputs.refusal,
+            self._encoders.refusal,
+            self._table_refusal,
+            self._candidates_refusal,
+            self._processors.refusal,
+            self._grammar_refusal,
+            self._logprobs.refusal,
+            self._adapter_refusal,
+            self.pooling.refusal,
+            _sampling_refusal,
+        )
+
+    def rows_used(self) -> int:
+        return int(self.is_open.sum())
+
+    def reset(self) -> None:
+        """Closes all rows."""
+        self.is_open[:] = False
+        self._has_beams = False
+        for part in self._parts:
+            part.reset()
+
+    def close(self, rows: U32) -> None:
+        """Closes rows; a closed row stays closed."""
+        self.is_open[rows[rows < self._max_num_seqs]] = False
+        for part in self._parts:
+            part.close(rows)
+
+    # Opening
+
+    def open(self, opens: list[RowOpen], errors: RowErrors) -> None:
+        """Opens rows in order, so that a fork may follow its parent. A refused row stays closed."""
+        for item in opens:
+            message = self._refusal(item)
+            if message is None:
+                self._open_one(item)
+            else:
+                errors.add(item.row, message)
+
+    def _refusal(self, item: RowOpen) -> str | None:
+        """Why this row cannot be opened; None if it can."""
+        if item.row >= self._max_num_seqs:
+            return f"row {item.row} is beyond max_num_seqs {self._max_num_seqs}"
+        if self.is_open[item.row]:
+            return f"row {item.row} is already open; close it first"
+        return next((refusal for check in self._checks if (refusal := check(item)) is not None), None)
+
+    def _history_refusal(self, item: RowOpen) -> str | None:
+        num_tokens = len(item.token_ids)
+        if item.fork_of_row is not None:
+            parent = item.fork_of_row
+            if parent >= self._max_num_seqs or not self.is_open[parent]:
+                return f"fork_of_row {parent} is not open"
+            if self._num_tokens[parent] < item.prompt_len:
+                return (
+                    f"fork_of_row {parent} has {self._num_tokens[parent]} tokens, but prompt_len is {item.prompt_len}"
+                )
+            num_tokens = item.prompt_len
+        if not 1 <= num_tokens <= self._max_model_len:
+            return f"token_ids has {num_tokens} tokens, expected 1 to max_model_len {self._max_model_len}"
+        if not 0 <= item.prompt_len <= num_tokens:
+            return f"prompt_len {item.prompt_len} is beyond the {num_tokens} known tokens"
+        if not 0 <= item.num_computed_tokens <= num_tokens:
+            return f"num_computed_tokens {item.num_computed_tokens} is beyond the {num_tokens} known tokens"
+        return None
+
+    def _table_refusal(self, item: RowOpen) -> str | None:
+        table = item.block_table
+        if len(table) > self.tables.shape[1]:
+            return f"block_table has {len(table)} blocks, max_model_len needs at most {self.tables.shape[1]}"
+        if len(table) and int(table.max()) >= self._num_blocks:
+            return f"block {int(table.max())} is outside the pool of {self._num_blocks} blocks"
+        return None
+
+    def _grammar_refusal(self, item: RowOpen) -> str | None:
+        if item.grammar is None or self._grammars is not None:
+            return None
+        return "this worker's model folder has no tokenizer.json, so it cannot apply a grammar"
+
+    def _candidates_refusal(self, item: RowOpen) -> str | None:
+        if item.num_candidates > self._vocab_size:
+            return f"num_candidates is {item.num_candidates}, expected at most the vocabulary size {self._vocab_size}"
+        return None
+
+    def _adapter_refusal(self, item: RowOpen) -> str | None:
+        if self.adapters is not None:
+            return self.adapters.refusal(item)
+        return "this worker computes no adapters" if item.adapter else None
+
+    def _open_one(self, item: RowOpen) -> None:
+        row = item.row
+        history = item.token_ids
+        if item.fork_of_row is not None:
+            history = self._tokens[item.fork_of_row, : item.prompt_len]
+        self.is_open[row] = True
+        self._generations[row] += 1
+        self._tokens[row, : len(history)] = history
+        self._num_tokens[row] = len(history)
+        self._prompt_lens[row] = item.prompt_len
+        self._num_computed[row] = item.num_computed_tokens
+        self.tables[row, : len(item.block_table)] = item.block_table
+        self.tables[row, len(item.block_table) :] = NO_BLOCK
+        self.table_lens[row] = len(item.block_table)
+        for name in SAMPLER_FIELDS:
+            self._sampling[name][row] = getattr(item.sampling, name)
+        self._sampling["sample_index"][row] = item.sample_index
+        self._num_candidates[row] = item.num_candidates
+        self._has_beams |= item.num_candidates > 0
+        for part in self._parts:
+            part.open(item)
+
+    # Table changes
+
+    def change_tables(self, rows: U32, indices: U32, blocks: U32, errors: RowErrors) -> None:
+        """Replaces or appends blocks; a row with an impossible change fails and is closed."""
+        if not len(rows):
+            return
+        if self._are_appends(rows, indices, blocks):
+            self.tables[rows, indices] = blocks
+            self.table_lens[rows] = indices.astype(np.int64) + 1
+            return
+        is_known = rows < self._max_num_seqs
+        is_good = is_known & (indices < self.tables.shape[1]) & (blocks < self._num_blocks)
+        is_good[is_known] &= self.is_open[rows[is_known]]
+        for i in np.flatnonzero(~is_good):
+            message = f"table change ({indices[i]} -> block {blocks[i]}) is out of range or its row is not open"
+            self._fail(int(rows[i]), message, errors)
+        rows, indices, blocks = rows[is_good], indices[is_good], blocks[is_good]
+        self.tables[rows, indices] = blocks
+        np.maximum.at(self.table_lens, rows, indices.astype(np.int64) + 1)
+        self._fail_gaps(np.unique(rows), errors)
+
+    def _are_appends(self, rows: U32, indices: U32, blocks: U32) -> bool:
+        """Whether each change appends a valid block to the table of an open row, as nearly all do."""
+        if (
+            rows.max() >= self._max_num_seqs
+            or indices.max() >= self.tables.shape[1]
+            or blocks.max() >= self._num_blocks
+        ):
+            return False
+        return bool(self.is_open[rows].all() and (self.table_lens[rows] == indices).all())
+
+    def _fail_gaps(self, rows: U32, errors: RowErrors) -> None:
+        lens = self.table_lens[rows]
+        longest = int(lens.max(initial=0))
+        has_gap = ((self.tables[rows, :longest] == NO_BLOCK) & (np.arange(longest) < lens[:, None])).any(axis=1)
+        for row in rows[has_gap]:
+            self._fail(int(row), "a table change left a gap: append at the table's length", errors)
+
+    def _fail(self, row: int, message: str, errors: RowErrors) -> None:
+        errors.add(row, message)
+        if row < self._max_num_seqs:
+            self.is_open[row] = False
+
+    # Beams
+
+    def move_beams(self, rows: U32, parents: U32, token_ids: U32, errors: RowErrors) -> I64:
+        """Replaces the history of each row by the computed tokens of its parent and one token. An invalid row fails and
+        is closed. Returns the rows that were moved."""
+        if not len(rows):
+            return NO_ROWS
+        is_good = self._are_beams(rows) & self._are_beams(parents) & (token_ids < self._vocab_size)
+        for row in rows[~is_good].tolist():
+            self._fail(
+                row, "the row or its parent is not an open beam, or the beam's token is not in the vocabulary", errors
+            )
+        targets, sources = rows[is_good].astype(np.int64), parents[is_good].astype(np.int64)
+        ends = self._num_computed[sources]
+        if not len(targets):
+            return targets
+        width = int(ends.max())
+        self._tokens[targets, :width] = self._tokens[sources, :width]
+        self._tokens[targets, ends] = token_ids[is_good]
+        self._num_tokens[targets], self._num_computed[targets] = ends + 1, ends
+        self._generations[targets] += 1  # a token that these rows sampled is not theirs any more
+        return targets
+
+    def _are_beams(self, rows: U32) -> Bools:
+        known = np.minimum(rows, self._max_num_seqs - 1)
+        are: Bools = (rows < self._max_num_seqs) & self.is_open[known] & (self._num_candidates[known] > 0)
+        return are
+
+    def beam_lines(self, rows: I64) -> BeamLines | None:
+        """The beams among the sampling rows of a step; None if there are none."""
+        if not self._has_beams:
+            return None
+        lines = np.flatnonzero(self._num_candidates[rows])
+        return BeamLines(lines, rows[lines], self._num_candidates[rows[lines]]) if len(lines) else None
+
+    # Columns of a step. All functions take and return arrays over the batch.
+
+    def find_bad(self, batch: StepBatch, errors: RowErrors) -> Bools | None:
+        """Rows of the batch that cannot run, after adding their errors; None if all can run."""
+        if not len(errors) and self._are_all_good(batch):
+            return None
+        return self._find_bad_one_by_one(batch, errors)
+
+    def _are_all_good(self, batch: StepBatch) -> bool:
+        """The checks of `_find_bad_one_by_one` over the whole batch: nearly every step passes, and its cost is mainly
+        the number of numpy calls."""
+        rows, num_rows = batch.rows, len(batch.rows)
+        if not num_rows:
+            return True
+        if num_rows > self._max_num_seqs or rows.max() >= self._max_num_seqs:
+            return False
+        if not self.is_open[rows].all() or not batch.query_lens.all():
+            return False
+        nth = self._indices[:num_rows]
+        self._nth_in_batch[rows] = nth
+        if (self._nth_in_batch[rows] != nth).any():  # a row occurs twice
+            return False
+        context_lens = batch.context_lens.astype(np.int64)
+        ends = context_lens + batch.query_lens
+        limits = np.minimum(self._num_tokens[rows], self.table_lens[rows] * self._block_size)
+        if (ends > limits).any() or ends.max() > self._max_model_len or (context_lens > self._num_computed[rows]).any():
+            return False
+        if self._encoders.is_on:
+            computed = self._num_computed[rows]
+            if self._encoders.are_bad_chunks(rows, batch.context_lens, ends, computed).any():
+                return False
+        return not (batch.sample_mask & (ends < self._prompt_lens[rows])).any()
+
+    def _find_bad_one_by_one(self, batch: StepBatch, errors: RowErrors) -> Bools:
+        is_bad = np.zeros(len(batch.rows), np.bool_)
+        rows = batch.rows.astype(np.int64)
+        if len(errors):
+            is_bad |= np.fromiter((int(row) in errors for row in rows), np.bool_, len(rows))
+        is_outside = rows >= self._max_num_seqs
+        rows = np.where(is_outside, 0, rows)
+        ends = batch.context_lens.astype(np.int64) + batch.query_lens
+        is_repeated = (np.bincount(rows[~is_outside], minlength=self._max_num_seqs) > 1)[rows]
+        first_output = self._prompt_lens[rows]
+        known, computed = self._num_tokens[rows], self._num_computed[rows]
+        room = self.table_lens[rows] * self._block_size
+        checks: list[tuple[Bools, Callable[[int], str]]] = [
+            (is_outside, lambda i: f"row is beyond max_num_seqs {self._max_num_seqs}"),
+            (~self.is_open[rows], lambda i: "row is not open"),
+            (is_repeated, lambda i: "row occurs twice in the batch"),
+            (batch.query_lens == 0, lambda i: "query_len must be at least 1"),
+            (
+                ends > self._max_model_len,
+                lambda i: f"position {ends[i] - 1} reaches max_model_len {self._max_model_len}",
+            ),
+            (ends > known, lambda i: f"context_len + query_len is {ends[i]}, but the row has {known[i]} tokens"),
+            (
+                batch.context_lens > computed,
+                lambda i: f"context_len is {batch.context_lens[i]}, but {computed[i]} tokens are computed",
+            ),
+            (ends > room, lambda i: f"{ends[i]} tokens do not fit the {room[i]} slots of the row's table"),
+            (
+                self._encoders.are_bad_chunks(rows, batch.context_lens, ends, computed),
+                lambda i: f"positions {batch.context_lens[i]} to {ends[i] - 1} are no chunk of an encoder or a decoder",
+            ),
+            (
+                batch.sample_mask & (ends < first_output),
+                lambda i: f"cannot sample at {ends[i]}, inside the prompt of {first_output[i]} tokens",
+            ),
+        ]
+        for mask, describe in checks:
+            for i in np.flatnonzero(mask & ~is_bad):
+                errors.add(int(batch.rows[i]), describe(int(i)))
+            is_bad |= mask
+        return is_bad
+
+    def expected_slots(self, rows: I64, positions: I64) -> I64:
+        """The slot that each (row, position) must be written to."""
+        blocks = self.tables[rows, positions // self._block_size].astype(np.int64)
+        return blocks * self._block_size + positions % self._block_size
+
+    def token_ids(self, rows: I64, positions: I64) -> I64:
+        """The known tokens at (row, position)."""
+        return self._tokens[rows, positions].astype(np.int64)
+
+    def input_at(self, row: int, start: int) -> CarriedInput | None:
+        """The input of a row that begins at this position; None if the row is closed or has computed it."""
+        return self._inputs.find(row, start)
+
+    def input_spans(self, rows: I64, context_lens: I64, ends: I64, starts: I64) -> list[InputSpan]:
+        """The inputs at the positions that a step computes; see `InputTable.spans`."""
+        return self._inputs.spans(rows, context_lens, ends, starts)
+
+    def num_tokens(self, rows: I64) -> I64:
+        """The number of known tokens of each row."""
+        return self._num_tokens[rows]
+
+    def sampling_columns(self, rows: I64, positions: I64) -> SamplingColumns:
+        """Parameters for sampling the token at sequence position `positions` of each row."""
+        return SamplingColumns(self._sampling, rows, (positions - self._prompt_lens[rows]).astype(np.uint32))
+
+    def processed_rows(self, rows: I64, positions: I64) -> ProcessedRows | None:
+        """The rows whose logits are processed before they sample the tokens at these sequence positions; None if there
+        are none."""
+        if not self._processors.has_rows:
+            return None
+        return self._processors.select(rows, positions, positions - self._prompt_lens[rows])
+
+    @property
+    def has_encoders(self) -> bool:
+        """Whether rows begin with encoder positions."""
+        return self._encoders.is_on
+
+    def encoder_columns(self, rows: I64) -> tuple[I32, I32]:
+        """Encoder positions of each row, without and with their padding."""
+        return self._encoders.columns(rows)
+
+    def output_rules(self, rows: I64, positions: I64) -> list[tuple[int, OutputRules, int]]:
+        """The rules of encoder inputs for the tokens at these sequence positions: index in `rows`, rules and output
+        position."""
+        return self._encoders.rules(rows, positions - self._prompt_lens[rows])
+
+    def has_grammars(self, rows: I64) -> bool:
+        """Whether any of these rows has a grammar."""
+        return self._grammars is not None and self._grammars.has_any(rows)
+
+    def start_masks(self, rows: I64, positions: I64) -> PendingMasks | None:
+        """Starts to compute which tokens the grammars of these rows allow at these sequence positions; None if no row
+        has a grammar."""
+        return None if self._grammars is None else self._grammars.start(rows, positions)
+
+    def is_always_processed(self, row: int) -> bool:
+        """Whether an open row asks for more than the bans of min_tokens."""
+        return bool(self._processors.asks_always(np.array([row]))[0])
+
+    def history(self, row: int) -> tuple[U32, U32]:
+        """Known tokens of a row: prompt and output."""
+        tokens, prompt_len = self._tokens[row], self._prompt_lens[row]
+        return tokens[:prompt_len], tokens[prompt_len : self._num_tokens[row]]
+
+    def asked_logprobs(self, rows: I64) -> Asked | None:
+        """The sampling rows that request log probabilities; None if there are none."""
+        return self._logprobs.asked(rows)
+
+    def prompt_targets(self, rows: I64, positions: I64) -> PromptTargets | None:
+        """The prompt tokens to score, which follow the computed tokens at (row, position); None if there are none."""
+        return self._logprobs.prompt_targets(rows, positions, self._prompt_lens, self._tokens)
+
+    def pooled_chunks(self, rows: I64, starts: I64, context_lens: I64, ends: I64) -> list[PooledChunk]:
+        """The pooled ones among the rows of a step; `starts` [B + 1] are their first tokens."""
+        return self.pooling.chunks(rows, starts, context_lens, ends, self._prompt_lens)
+
+    def mark_computed(self, rows: I64, ends: I64) -> None:
+        """Records that keys and values of each row are computed up to that sequence position."""
+        self._num_computed[rows] = ends
+
+    def append(self, rows: I64, positions: I64, token_ids: U32) -> None:
+        """Appends a sampled token at that sequence position to the history of each row."""
+        self._tokens[rows, positions] = token_ids
+        self._num_tokens[rows] = positions + 1
+
+    def generations(self, rows: I64) -> I64:
+        """The generation of each row: it changes when the row is opened, or moved as a beam."""
+        return self._generations[rows]
+
+    def fill(self, rows: I64, generations: I64, positions: I64, token_ids: U32) -> None:
+        """Sets tokens that were appended before they were known, except in rows with another history since then."""
+        is_same = self._generations[rows] == generations
+        self._tokens[rows[is_same], positions[is_same]] = token_ids[is_same]
+
+
+def _sampling_refusal(item: RowOpen) -> str | None:
+    try:
+        check_sampling(item.sampling)
+    except FieldError as error:
+        return str(error)
+    return None

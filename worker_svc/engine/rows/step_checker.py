@@ -1,0 +1,176 @@
+"""The plan of a step: columns, slots and forks of a batch without bad rows, checked against the open rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from step_protocol.messages import BadBatchError, Bools, StepBatch
+from worker_svc.engine.backend import I64
+from worker_svc.engine.config import EngineInfo
+from worker_svc.engine.decoder.block_contents import HASH_BYTES
+from worker_svc.engine.rows.errors import RowErrors
+from worker_svc.engine.rows.open_rows import RowTable
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """B rows that compute T tokens; S of them or of their forks sample. All rows are valid."""
+
+    rows: I64  # [B]
+    context_lens: I64  # [B] tokens in the pool before this step
+    ends: I64  # [B] sequence positions after the last token
+    starts: I64  # [B + 1] first token of each row
+    token_rows: I64  # [T]
+    positions: I64  # [T]
+    slots: I64  # [T] where keys and values go
+    sampling_rows: I64  # [S] rows of the sample mask in batch order, then forks
+    sources: I64  # [S] index in `rows` of the row whose last logits are sampled
+    has_forks: bool  # without forks, sources ascend without repetition
+
+    @property
+    def sampled_positions(self) -> I64:
+        """[S] sequence positions of the tokens to sample."""
+        return self.ends[self.sources]
+
+
+class StepPlanner:
+    """Checks batches against one row table and one pool."""
+
+    def __init__(self, rows: RowTable, info: EngineInfo) -> None:
+        self._rows = rows
+        self._info = info
+        self._slot_owner = np.zeros(info.num_blocks * info.block_size, np.int64)
+
+    def check_columns(self, batch: StepBatch) -> None:
+        """Raises BadBatchError for columns that contradict each other or the pool."""
+        num_rows, info = len(batch.rows), self._info
+        for name in ("query_lens", "context_lens", "sample_mask"):
+            _check_length(name, len(getattr(batch, name)), "rows", num_rows)
+        num_tokens = int(batch.query_lens.sum(dtype=np.int64))
+        _check_length("slot_mapping", len(batch.slot_mapping), "the sum of query_lens", num_tokens)
+        if num_tokens > info.max_num_batched_tokens:
+            raise BadBatchError(f"{num_tokens} tokens exceed max_num_batched_tokens {info.max_num_batched_tokens}")
+        _check_length("table_indices", len(batch.table_indices), "table_rows", len(batch.table_rows))
+        _check_length("table_blocks", len(batch.table_blocks), "table_rows", len(batch.table_rows))
+        _check_length("beam_parents", len(batch.beam_parents), "beam_rows", len(batch.beam_rows))
+        _check_length("beam_tokens", len(batch.beam_tokens), "beam_rows", len(batch.beam_rows))
+        _check_length("copy_dst", len(batch.copy_dst), "copy_src", len(batch.copy_src))
+        _check_length("commit_hashes", len(batch.commit_hashes), "commit_blocks", len(batch.commit_blocks))
+        _check_length("fork_parents", len(batch.fork_parents), "fork_rows", len(batch.fork_rows))
+        if any(len(digest) != HASH_BYTES for digest in batch.commit_hashes):
+            raise BadBatchError(f"commit_hashes must have {HASH_BYTES} bytes each")
+        for name in ("copy_src", "copy_dst", "commit_blocks"):
+            blocks = getattr(batch, name)
+            if len(blocks) and (block := int(blocks.max())) >= info.num_blocks:
+                raise BadBatchError(f"{name} names block {block}, but the pool has {info.num_blocks} blocks")
+
+    def plan(self, batch: StepBatch, errors: RowErrors) -> StepPlan:
+        """The batch without its bad rows, which get their error in `errors`."""
+        is_bad = self._rows.find_bad(batch, errors)
+        tokens = _Tokens(batch, is_bad)
+        wrong = self._find_bad_slots(batch, tokens, errors)
+        if wrong is not None:
+            is_bad = wrong if is_bad is None else is_bad | wrong
+            tokens = _Tokens(batch, is_bad)
+        samplers = np.flatnonzero(tokens.sample_mask)
+        sampling_rows, sources = tokens.batch_rows[samplers], samplers
+        if len(batch.fork_rows):
+            fork_rows, fork_sources = self._plan_forks(batch, tokens, errors)
+            sampling_rows, sources = (
+                np.concatenate((sampling_rows, fork_rows)),
+                np.concatenate((samplers, fork_sources)),
+            )
+        return StepPlan(
+            rows=tokens.batch_rows,
+            context_lens=tokens.context_lens,
+            ends=tokens.ends,
+            starts=tokens.starts,
+            token_rows=tokens.rows,
+            positions=tokens.positions,
+            slots=tokens.slots,
+            sampling_rows=sampling_rows,
+            sources=sources,
+            has_forks=len(sources) > len(samplers),
+        )
+
+    def _find_bad_slots(self, batch: StepBatch, tokens: _Tokens, errors: RowErrors) -> Bools | None:
+        """Rows whose slots contradict their table, or that write a slot of another row; None if there are none."""
+        expected = self._rows.expected_slots(tokens.rows, tokens.positions)
+        is_same = expected == tokens.slots
+        if is_same.all():
+            slots, writers = expected, tokens.batch_indices
+        else:
+            slots, writers = expected[is_same], tokens.batch_indices[is_same]
+        self._slot_owner[slots] = writers
+        is_shared = self._slot_owner[slots] != writers
+        if len(slots) == len(expected) and not is_shared.any():
+            return None
+        found = np.zeros(len(batch.rows), np.bool_)
+        for i in np.flatnonzero(~is_same):
+            errors.add(
+                int(tokens.rows[i]),
+                f"slot_mapping has slot {tokens.slots[i]} for position {tokens.positions[i]}, "
+                f"but the row's table has slot {expected[i]}",
+            )
+            found[tokens.batch_indices[i]] = True
+        for i in np.flatnonzero(is_shared):
+            errors.add(int(batch.rows[writers[i]]), f"slot {slots[i]} is also written by another row of this step")
+            found[writers[i]] = True
+        return found
+
+    def _plan_forks(self, batch: StepBatch, tokens: _Tokens, errors: RowErrors) -> tuple[I64, I64]:
+        """Forks whose parent runs in this step, and the parents' indices among kept rows."""
+        index_of = {int(row): i for i, row in enumerate(tokens.batch_rows)}
+        rows, sources = [], []
+        for row, parent in zip(batch.fork_rows.tolist(), batch.fork_parents.tolist(), strict=True):
+            message = self._fork_refusal(row, parent, index_of, tokens.ends)
+            if message is not None:
+                errors.add(row, message)
+                continue
+            rows.append(row)
+            sources.append(index_of[parent])
+        return np.array(rows, np.int64), np.array(sources, np.int64)
+
+    def _fork_refusal(self, row: int, parent: int, index_of: dict[int, int], ends: I64) -> str | None:
+        if row >= self._info.max_num_seqs or not self._rows.is_open[row]:
+            return "fork row is not open"
+        if row in index_of:
+            return "fork row computes in the step in which it is forked"
+        if parent not in index_of:
+            return f"fork parent {parent} does not compute in this step"
+        end, known = int(ends[index_of[parent]]), int(self._rows.num_tokens(np.array([row]))[0])
+        if end != known:
+            return f"fork parent {parent} ends at {end} tokens, but this row has {known}"
+        return None
+
+
+class _Tokens:
+    """The rows of a batch that are not bad (None: all of them), spread over their tokens."""
+
+    def __init__(self, batch: StepBatch, is_bad: Bools | None) -> None:
+        keep = np.arange(len(batch.rows)) if is_bad is None else np.flatnonzero(~is_bad)
+        query_lens, slots = batch.query_lens.astype(np.int64), batch.slot_mapping.astype(np.int64)
+        self.batch_rows = batch.rows.astype(np.int64)  # [B]
+        self.context_lens = batch.context_lens.astype(np.int64)
+        self.sample_mask = batch.sample_mask
+        if is_bad is not None:
+            slots = slots[np.repeat(~is_bad, query_lens)]
+            query_lens, self.batch_rows = query_lens[keep], self.batch_rows[keep]
+            self.context_lens, self.sample_mask = self.context_lens[keep], self.sample_mask[keep]
+        self.ends = self.context_lens + query_lens
+        self.starts = np.zeros(len(keep) + 1, np.int64)  # [B + 1]
+        np.cumsum(query_lens, out=self.starts[1:])
+        self.slots = slots  # [T]
+        self.batch_indices, self.rows, self.positions = keep, self.batch_rows, self.context_lens  # one token each
+        if len(slots) == len(keep):
+            return
+        self.batch_indices = np.repeat(keep, query_lens)  # [T] index into the whole batch
+        self.rows = np.repeat(self.batch_rows, query_lens)
+        self.positions = np.arange(len(slots)) + np.repeat(self.context_lens - self.starts[:-1], query_lens)
+
+
+def _check_length(name: str, length: int, of: str, expected: int) -> None:
+    if length != expected:
+        raise BadBatchError(f"{name} has {length} entries, expected {expected} to match {of}")

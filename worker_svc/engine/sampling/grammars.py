@@ -1,0 +1,234 @@
+"""Grammars of rows: which token ids may follow a row's output. llguidance matches; this module keeps the matchers.
+
+    open      the grammar is compiled in a thread, or taken from the cache, and the row's output so far is replayed
+    start     before a step's forward pass: a thread consumes new tokens and computes the masks while the pass runs
+    result    after the pass: the masks, and the rows whose grammar failed
+
+The state of a row is a function of its grammar and its output, so a row that is opened again with the same output
+continues in the same state.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from request_fields.grammar import Grammar
+from step_protocol.messages import EMPTY, U32, Bools, RowError, RowErrorCode, RowOpen
+from worker_svc.engine.kernels.machine import available_cores
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor, LLMatcher
+
+    from grammars.compiler import GrammarCompiler
+
+I64 = npt.NDArray[np.int64]
+
+MAX_COMPILED = 256  # grammars in the cache
+COMPILE_THREADS = 2
+MAX_MASK_THREADS = 8
+
+
+class UnusableGrammarError(ValueError):
+    """The row's grammar cannot be compiled or applied here; the message says why."""
+
+
+def compiled_grammars(model_dir: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> CompiledGrammars | None:
+    """The grammars of a model folder; None if it has no tokenizer."""
+    has_tokenizer = (model_dir / "tokenizer.json").is_file()
+    return CompiledGrammars(model_dir, vocab_size, eos_token_ids) if has_tokenizer else None
+
+
+class CompiledGrammars:
+    """Compiles each grammar once, in a thread, for the tokenizer of a model folder. Compile errors are also cached."""
+
+    def __init__(self, model_dir: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        self._tokenizer = model_dir / "tokenizer.json"
+        self._vocab_size = vocab_size
+        self.eos_token_ids = frozenset(eos_token_ids)
+        self._threads = ThreadPoolExecutor(COMPILE_THREADS, thread_name_prefix="grammar")
+        self._lock = threading.Lock()
+        self._compiler: GrammarCompiler | None = None
+        self._compiled: OrderedDict[object, Future[LLMatcher]] = OrderedDict()
+        # Reading a large tokenizer takes seconds. Without this, the first step with a grammar would wait for it.
+        self._threads.submit(self._make_compiler)
+
+    def get(self, grammar: Grammar) -> Future[LLMatcher]:
+        """A matcher at the start of the output, to be copied; or UnusableGrammarError. Only one thread may call it."""
+        found = self._compiled.get(grammar.key)
+        if found is not None:
+            self._compiled.move_to_end(grammar.key)
+            return found
+        future = self._compiled[grammar.key] = self._threads.submit(self._compile, grammar)
+        if len(self._compiled) > MAX_COMPILED:
+            self._compiled.popitem(last=False)
+        return future
+
+    def _compile(self, grammar: Grammar) -> LLMatcher:
+        try:
+            return self._make_compiler().compile(grammar.kind, grammar.text)
+        except BaseException as error:  # a panic of llguidance is not an Exception
+            raise UnusableGrammarError(f"the grammar cannot be used: {error}") from error
+
+    def _make_compiler(self) -> GrammarCompiler:
+        """The compiler, made once. Every call raises UnsupportedTokenizerError if the tokenizer is not supported."""
+        from grammars.compiler import GrammarCompiler
+
+        with self._lock:
+            if self._compiler is None:
+                text = self._tokenizer.read_text(encoding="utf-8")
+                self._compiler = GrammarCompiler(text, self._vocab_size, sorted(self.eos_token_ids))
+            return self._compiler
+
+
+@dataclass(slots=True)
+class _RowGrammar:
+    """The grammar of an open row. A thread may still be passing the newest `consumed` tokens to `matcher`."""
+
+    compiled: Future[LLMatcher]
+    prompt_len: int
+    eos_token_ids: frozenset[int]
+    matcher: LLMatcher | None = None
+    consumed: U32 = field(default_factory=lambda: EMPTY)  # output tokens
+    is_ended: bool = False  # by EOS; steps that were sent before the scheduler received EOS may follow
+
+    def advance(self, token_ids: list[int]) -> LLMatcher:
+        """Returns the matcher after it consumed these tokens. Raises UnusableGrammarError."""
+        if self.matcher is None:
+            self.matcher = self.compiled.result().deep_copy()
+        for token_id in token_ids:
+            if not self.is_ended and not self.matcher.consume_token(token_id):
+                raise UnusableGrammarError(f"the output does not match the grammar: {_error_of(self.matcher)}")
+            self.is_ended = self.is_ended or token_id in self.eos_token_ids
+        return self.matcher
+
+
+@dataclass(frozen=True, slots=True)
+class RowMasks:
+    """The masks of P of the S rows of logits of a step."""
+
+    lines: I64  # [P] indices into the logits; ascending
+    is_banned: Bools  # [P, vocab]
+    failures: dict[int, str]  # line -> why its grammar failed
+
+    def errors(self, rows: I64) -> list[RowError]:
+        """The errors of failed rows; `rows` [S] are the rows of the logits."""
+        return [RowError(int(rows[line]), RowErrorCode.INTERNAL, text) for line, text in self.failures.items()]
+
+    def without_failed(self) -> RowMasks:
+        """The masks after the lines of failed rows were removed from the logits."""
+        if not self.failures:
+            return self
+        failed = np.array(sorted(self.failures), np.int64)
+        is_kept = ~np.isin(self.lines, failed)
+        lines = self.lines[is_kept]
+        return RowMasks(lines - np.searchsorted(failed, lines), self.is_banned[is_kept], {})
+
+
+@dataclass(frozen=True, slots=True)
+class PendingMasks:
+    """Masks that a thread computes."""
+
+    future: Future[RowMasks]
+
+    def result(self) -> RowMasks:
+        """Waits for the masks."""
+        return self.future.result()
+
+
+class RowGrammars:
+    """The grammars of the open rows of one engine. One thread at a time may call it."""
+
+    def __init__(self, compiled: CompiledGrammars, tokens: U32, vocab_size: int) -> None:
+        """`tokens` [max_num_seqs, width] are the token histories of all rows; the row table writes them."""
+        self._compiled = compiled
+        self._tokens = tokens
+        self._vocab_size = vocab_size
+        self._rows: dict[int, _RowGrammar] = {}
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="masks")
+        self._executor: LLExecutor | None = None  # made for the first mask
+
+    def open(self, item: RowOpen) -> None:
+        """Sets the grammar of an opened row, in place of the one that the row had before."""
+        self._rows.pop(item.row, None)
+        if item.grammar is not None:
+            self._rows[item.row] = _RowGrammar(
+                self._compiled.get(item.grammar), item.prompt_len, self._compiled.eos_token_ids
+            )
+
+    def close(self, rows: U32) -> None:
+        """Rows without a grammar are ignored."""
+        if self._rows:
+            for row in rows.tolist():
+                self._rows.pop(row, None)
+
+    def reset(self) -> None:
+        """Closes all rows."""
+        self._rows.clear()
+
+    def has_any(self, rows: I64) -> bool:
+        """Whether any of these rows has a grammar."""
+        return bool(self._rows) and not self._rows.keys().isdisjoint(rows.tolist())
+
+    def start(self, rows: I64, positions: I64) -> PendingMasks | None:
+        """Starts to compute the masks for the tokens at these sequence positions, which follow the known tokens of the
+        rows; None if no row has a grammar."""
+        if not self._rows:
+            return None
+        lines = [i for i, row in enumerate(rows.tolist()) if row in self._rows]
+        if not lines:
+            return None
+        work = [self._take_new(int(rows[i]), int(positions[i])) for i in lines]
+        return PendingMasks(self._thread.submit(self._compute, np.array(lines, np.int64), work))
+
+    def _take_new(self, row: int, position: int) -> tuple[_RowGrammar, list[int]]:
+        """The row's grammar, and the output tokens that its matcher lacks: all, if the row's history was replaced."""
+        state = self._rows[row]
+        output = self._tokens[row, state.prompt_len : position]
+        if not np.array_equal(output[: len(state.consumed)], state.consumed):
+            state = self._rows[row] = _RowGrammar(state.compiled, state.prompt_len, state.eos_token_ids)
+        new = output[len(state.consumed) :].tolist()
+        state.consumed = output.copy()
+        return state, new
+
+    def _compute(self, lines: I64, work: list[tuple[_RowGrammar, list[int]]]) -> RowMasks:
+        failures: dict[int, str] = {}
+        matchers: list[tuple[LLMatcher, int]] = []
+        masks = np.full((len(lines), -(-self._vocab_size // 32)), -1, np.int32)
+        for i, (state, token_ids) in enumerate(work):
+            try:
+                matchers.append((state.advance(token_ids), i))
+            except BaseException as error:  # a panic of llguidance is not an Exception; only this row fails
+                failures[int(lines[i])] = str(error)
+        self._fill(masks, matchers)
+        for matcher, i in matchers:
+            if matcher.is_error():
+                failures[int(lines[i])] = f"the grammar failed: {_error_of(matcher)}"
+        bits = np.unpackbits((~masks).view(np.uint8), axis=1, count=self._vocab_size, bitorder="little")
+        return RowMasks(lines, bits.view(np.bool_), failures)
+
+    def _fill(self, masks: npt.NDArray[np.int32], matchers: list[tuple[LLMatcher, int]]) -> None:
+        """Writes one mask per matcher, in several threads. llguidance releases the interpreter lock, and reports a
+        failure as the matcher's error."""
+        from llguidance import LLExecutor
+
+        if len(matchers) == 1:
+            matcher, i = matchers[0]
+            matcher.unsafe_compute_mask_ptr(masks[i].ctypes.data, masks[i].nbytes)
+        elif matchers:
+            self._executor = self._executor or LLExecutor(min(available_cores(), MAX_MASK_THREADS))
+            self._executor.unsafe_compute_mask_ptr(matchers, masks.ctypes.data, masks[0].nbytes, len(masks))
+
+
+def _error_of(matcher: LLMatcher) -> str:
+    from grammars.compiler import error_of  # imported late, because llguidance may not be installed
+
+    return error_of(matcher)

@@ -1,0 +1,1 @@
+"""Vision towers: configuration and forward pass. Reads checkpoints; no other I/O."""
