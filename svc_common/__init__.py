@@ -1,7 +1,7 @@
 """Shared by all services: serving and draining, settings, errors, logs, metrics. Knows nothing about inference.
 
 The packages of the services import this one first, because gRPC reads its poller from the environment when it is
-imported (docs/adr/0014-fewer-wakes.md). $GRPC_EXPERIMENTS overrides the poller.
+imported (docs/adr/0014-when-bytes-leave-a-process.md). $GRPC_EXPERIMENTS overrides the poller.
 """
 
 import os

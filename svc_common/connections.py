@@ -16,7 +16,7 @@ MAX_METADATA_BYTES = 16 << 10  # headers of a call, such as an API key or a JWT
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """Limits of one port (docs/adr/0031-connection-limits.md).
+    """Limits of one port (docs/adr/0030-hostile-input.md).
 
     `max_streams`: calls on one connection at the same time; a client delays further calls. Without it, gRPC creates a
     call for each HEADERS frame, also if RST_STREAM follows at once ("rapid reset").

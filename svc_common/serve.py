@@ -74,7 +74,7 @@ class _Loop(uvloop.Loop):
 
 
 def run_service(main: Coroutine[Any, Any, T]) -> T:
-    """`asyncio.run` for a service, tuned for cheap messages (docs/adr/0014-fewer-wakes.md).
+    """`asyncio.run` for a service, tuned for cheap messages (docs/adr/0014-when-bytes-leave-a-process.md).
 
     Uses uvloop. `svc_common` selects gRPC's older poller: per message it wakes one thread before the event loop, while
     the event engine wakes four.

@@ -1,4 +1,4 @@
-"""Isolation of tenants: their requests share no cached blocks (docs/adr/0029-isolation-of-tenants.md)."""
+"""Isolation of tenants: their requests share no cached blocks (docs/adr/0020-identities.md)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Requests to encoder-decoder models: the prompt is the encoder's input, and the decoder starts with ids of the model.
 
 The prompt that schedulers get is: the encoder input, padding up to a whole block, the decoder's prompt
-(docs/adr/0052-encoder-positions.md).
+(docs/adr/0052-encoders-and-pooled-rows.md).
 """
 
 from __future__ import annotations

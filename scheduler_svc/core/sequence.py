@@ -164,7 +164,7 @@ class SequenceGroup:
     tokens that each sample already has.
     With an encoder, the prompt begins with `num_encoder_tokens` positions, a whole number of blocks, that hold the keys
     and values of cross-attention. One chunk computes all of them, and a prefix hit has all of them or none
-    (docs/adr/0052-encoder-positions.md). `encoder` is opaque and reaches the worker in RowOpen.
+    (docs/adr/0052-encoders-and-pooled-rows.md). `encoder` is opaque and reaches the worker in RowOpen.
     `inputs` reach it in the same way, as far as their positions are not computed; `prompt` has content ids at these
     positions.
     `takes_over`: the request was accepted before and its stream was lost. It replaces a live group with the same

@@ -1,4 +1,5 @@
-"""Every command and example of README.md is run with a real stack, or only checked if it needs more than a test has.
+"""Every command and example of README.md, docs/sdk.md and docs/running.md is run with a real stack, or only checked if
+it needs more than a test has.
 
 tests/chart/test_docs.py checks the helm commands, test_http.py the curl command. CI runs `make demo` and
 `make test` in a fresh clone.
@@ -21,14 +22,15 @@ from tests.processes.openai_server import OpenAIServer
 from tests.processes.stack import ROOT, demo_gateway
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-BLOCKS = FENCE.findall((ROOT / "README.md").read_text())
-LINES = [
+PAGES = ("README.md", "docs/sdk.md", "docs/running.md")
+BLOCKS = [block for page in PAGES for block in FENCE.findall((ROOT / page).read_text())]
+LINES = dict.fromkeys(
     line
     for language, text in BLOCKS
     if not language and not text.startswith(" ")  # the drawing at the top
     for line in text.replace("\\\n", " ").splitlines()
     if line
-]
+)
 QUIRE = [line for line in LINES if line.startswith("quire ")]
 SERVICES = [line for line in LINES if line.startswith("quire-")]
 BUF = [line for line in LINES if line.startswith(".venv/bin/buf")]
@@ -76,7 +78,7 @@ def test_quire_commands_run(line: str, target: str, tmp_path: Path, monkeypatch,
 @pytest.mark.parametrize("line", SERVICES)
 def test_services_accept_the_flags(line: str) -> None:
     name, *flags = shlex.split(line)
-    command = [sys.executable, "-m", f"{name.removeprefix('quire-')}_svc.server", *flags, "--print-config"]
+    command = [str(Path(sys.executable).with_name(name)), *flags, "--print-config"]
     shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60).stdout
     for flag, value in zip(flags[::2], flags[1::2], strict=True):
         (setting,) = re.findall(rf"^{flag.removeprefix('--')} = .*# flag.*$", shown, re.MULTILINE)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -80,16 +81,50 @@ def test_every_prevented_attack_names_existing_tests() -> None:
             assert (ROOT / folder / name.rpartition("/")[2]).is_file(), f"{attack.strip()}: no test {name!r}"
 
 
-@pytest.mark.parametrize("page", sorted((ROOT / "docs/adr").glob("*.md")), ids=lambda page: page.stem)
-def test_decisions_have_their_number_and_refer_to_decisions(page: Path) -> None:
-    text = page.read_text()
-    numbers = {int(other.name.partition("-")[0]) for other in page.parent.glob("*.md")}
-    assert text.startswith(f"# {int(page.name.partition('-')[0])}. ")
-    assert {int(number) for number in re.findall(r"\bADR (\d+)", text)} <= numbers
-    missing = [link for link in re.findall(r"\]\(([^)#:]+)", text) if not (page.parent / link).exists()]
-    assert missing == []
+DECISIONS = {int(page.name[:4]): page for page in sorted((ROOT / "docs/adr").glob("[0-9]*.md"))}
+TEXTS = ("*.md", "*.py", "*.cpp", "*.h", "*.toml", "*.yaml", "*.yml", "*.proto")
 
 
-def test_decisions_are_numbered_once() -> None:
-    numbers = [page.name.partition("-")[0] for page in (ROOT / "docs/adr").glob("*.md")]
-    assert len(numbers) == len(set(numbers))
+def tracked(*patterns: str) -> list[Path]:
+    names = subprocess.run(["git", "ls-files", *patterns], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return [ROOT / name for name in names.splitlines() if (ROOT / name).is_file()]
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", tracked("*.md"), ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_links_of_a_page_lead_somewhere(page: Path) -> None:
+    dead = []
+    for link in re.findall(r"\]\(([^)\s:]+)\)", page.read_text()):
+        name, _, anchor = link.partition("#")
+        target = page.parent / name if name else page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            dead.append(link)
+    assert dead == []
+
+
+def test_named_pages_exist() -> None:
+    """Paths of pages, and decisions by number, in code and text."""
+    dead = []
+    for path in tracked(*TEXTS):
+        text = path.read_text()
+        pages = set(re.findall(r"\bdocs/(?:adr/)?[\w-]+\.md\b", text))
+        dead += [f"{path.relative_to(ROOT)}: {page}" for page in pages if not (ROOT / page).exists()]
+        decisions = {int(n) for n in re.findall(r"\bADR (\d+)", text)}
+        dead += [f"{path.relative_to(ROOT)}: ADR {n}" for n in decisions - DECISIONS.keys()]
+    assert dead == []
+
+
+def test_the_indexes_list_every_page_once() -> None:
+    for folder in (ROOT / "docs", ROOT / "docs/adr"):
+        listed = re.findall(r"^\| \[[^]]+\]\(([\w-]+\.md)\)", (folder / "README.md").read_text(), re.MULTILINE)
+        assert sorted(listed) == sorted(page.name for page in folder.glob("*.md") if page.name != "README.md")
+
+
+def test_decisions_have_the_number_of_their_file() -> None:
+    for number, page in DECISIONS.items():
+        assert page.read_text().startswith(f"# {number}. ")

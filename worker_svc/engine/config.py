@@ -41,8 +41,8 @@ class EngineConfig:
     image_cache_memory: bytes of embeddings of images that are kept. The default size of the pool leaves them free.
     max_adapter_rank: their largest rank. Their memory is reserved for this rank.
     max_loaded_adapters: adapters in host memory.
-    quantize: weights and inputs of linear layers are rounded to int8 (CPUs, docs/adr/0009-int8.md) or to fp8 (backend
-    cuda, docs/adr/0072-quantized-weights-on-gpus.md). None: they are not.
+    quantize: weights and inputs of linear layers are rounded to int8 (CPUs, docs/adr/0003-cpu-kernels.md) or to fp8
+    (backend cuda, docs/adr/0043-a-checkpoint-becomes-data.md). None: they are not.
 
     Only backend cuda (docs/adr/0013-gpu-engine.md) uses attention, tensor_parallel_size, dtype float16, and:
     gpu_memory_utilization: a fraction of the memory of the whole device.

@@ -218,7 +218,10 @@ def _no_adapters() -> Adapters:
 
 
 def _longest_text(config: EngineConfig, model: EncoderConfig, settings: PoolingConfig) -> int:
-    """A whole text is computed in one step, beside a token of each other row (docs/adr/0050-pooled-rows.md)."""
+    """A whole text is computed in one step, beside a token of each other row.
+
+    See docs/adr/0052-encoders-and-pooled-rows.md.
+    """
     limit = min(model.max_length, settings.max_length or model.max_length)
     if config.max_model_len is not None and config.max_model_len > limit:
         raise ValueError(f"max_model_len {config.max_model_len} is above the model's {limit}")

@@ -1,7 +1,7 @@
 """The paths of a processor: the sets of instructions that the CPU kernels can be compiled for.
 
 A worker takes the fastest path of its processor. QUIRE_CPU_PATH names another one, e.g. the fastest that all processors
-of a mixed fleet have: workers on the same path compute the same bits (docs/adr/0067-paths.md).
+of a mixed fleet have: workers on the same path compute the same bits (docs/adr/0017-exact-by-construction.md).
 """
 
 from __future__ import annotations

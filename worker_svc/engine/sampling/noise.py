@@ -1,4 +1,4 @@
-"""The specification of sampling, as a numpy reference. docs/adr/0004-noise.md gives the reasons.
+"""The specification of sampling, as a numpy reference. docs/adr/0004-sampling-without-state.md gives the reasons.
 
 Random words: Philox4x32-10 with key = (seed low, seed high) and counter = (v >> 2, output position, sample index, 0);
 vocabulary id v takes word v & 3. With u = (word + 0.5) / 2^32 in double, its noise is g = float32(-log(-log1p(-u))),
