@@ -15,13 +15,14 @@ HOSTILE_FLAGS ?=
 help:  ## list targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
 
-$(STAMP): pyproject.toml scripts/gen_protos.py scripts/install_torch scripts/install_dev scripts/install_promtool constraints-dev.txt $(wildcard protos/quire/v1/*.proto protos/quire/internal/v1/*.proto)
+$(STAMP): pyproject.toml scripts/gen_protos.py scripts/gen_sync.py scripts/install_torch scripts/install_dev scripts/install_promtool constraints-dev.txt $(wildcard protos/quire/v1/*.proto protos/quire/internal/v1/*.proto client/quire_client/aio/*.py)
 	@$(PYTHON) -c 'import sys; sys.exit("Quire needs Python 3.11 or newer; this is " + sys.version.split()[0] + ". Set PYTHON=python3.11") if sys.version_info < (3, 11) else 0'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints-dev.txt --upgrade pip
 	scripts/install_torch $(BIN) "$(TORCH)"
 	scripts/install_dev $(BIN)
 	$(BIN)/python scripts/gen_protos.py
+	$(BIN)/python scripts/gen_sync.py
 	touch $@
 
 demo: $(STAMP)  ## install, start all services, stream one chat answer, stop
@@ -98,8 +99,7 @@ bench-scale: $(STAMP)  ## the scheduler core with 64 workers and 20,000 running 
 check: $(STAMP)  ## lint, types, import contracts, proto lint
 	scripts/check $(BIN)
 
-format: $(STAMP)  ## format, fix lint errors, regenerate the synchronous client
-	$(BIN)/python scripts/gen_sync.py
+format: $(STAMP)  ## format, fix lint errors
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 

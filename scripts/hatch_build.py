@@ -1,4 +1,4 @@
-"""Build hook: generates the stubs, which are not committed, and the SBOM of a published wheel (PEP 770)."""
+"""Build hook: generates the code that is not committed, and the SBOM of a published wheel (PEP 770)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 SCRIPTS = Path(__file__).parent
 PUBLISHED = ("quire-client", "quire-server")
-WITH_STUBS = ("quire", "quire-client")
+WITH_GENERATED = ("quire", "quire-client")
 
 
 class BuildHook(BuildHookInterface):  # type: ignore[type-arg]
@@ -20,8 +20,9 @@ class BuildHook(BuildHookInterface):  # type: ignore[type-arg]
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         name = self.metadata.name
-        if name in WITH_STUBS:
-            subprocess.run([sys.executable, str(SCRIPTS / "gen_protos.py")], check=True)
+        if name in WITH_GENERATED:
+            for script in ("gen_protos.py", "gen_sync.py"):
+                subprocess.run([sys.executable, str(SCRIPTS / script)], check=True)
         if name in PUBLISHED and self.target_name == "wheel":
             self._folder = tempfile.TemporaryDirectory()
             path = Path(self._folder.name) / f"{name}.cdx.json"

@@ -77,7 +77,7 @@ def test_the_log_of_a_part_without_a_summary_is_shown(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_all_child_processes(tmp_path: Path, number: signal.Signals) -> None:
-    body = '[[ $line == *"gen_protos"* ]] && exit 0\nsleep 300 & wait'
+    body = '[[ $line == *"scripts/gen_"* ]] && exit 0\nsleep 300 & wait'
     with start_script(tmp_path, body) as script:
         parent = psutil.Process(script.pid)
         while names_of(parent.children(recursive=True)).count("sleep") < 3:

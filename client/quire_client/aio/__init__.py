@@ -1,4 +1,4 @@
-"""The asyncio client. scripts/gen_sync.py generates `quire_client.sync` from it."""
+"""The asyncio client. A build generates `quire_client.sync` from it (scripts/gen_sync.py)."""
 
 from quire_client.aio.client import AsyncClient
 from quire_client.aio.stream import AsyncGenerateStream
