@@ -2,6 +2,7 @@
 
 import gc
 import os
+import resource
 import sys
 from collections.abc import Generator
 from pathlib import Path
@@ -29,10 +30,23 @@ if not Path("/dev/nvidiactl").exists():
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, bool, bool]:
     """Collect what a failed test has left open, so that no later test fails because of its warnings."""
     failures = item.session.testsfailed
-    is_handled = yield
+    log = item.config.getoption("--cpu-log")
+    if log is None:
+        is_handled = yield
+    else:
+        before_s = _cpu_s()
+        is_handled = yield
+        with open(log, "a") as file:
+            file.write(f"{_cpu_s() - before_s:.3f} {item.nodeid}\n")
     if item.session.testsfailed > failures:
         _discard_leftovers()
     return is_handled
+
+
+def _cpu_s() -> float:
+    """Processor time of this process and of the processes that it has waited for."""
+    usages = (resource.getrusage(kind) for kind in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
 def _discard_leftovers() -> None:
@@ -50,3 +64,10 @@ def _discard_leftovers() -> None:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--rewrite", action="store_true", help="rewrite golden transcripts; read the diff afterwards")
     parser.addoption("--sim-seed", type=int, help="run only this seed of the simulations (tests/sim)")
+    parser.addoption("--cpu-log", metavar="FILE", help="append each test's processor time, with its child processes")
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if (log := session.config.getoption("--cpu-log")) and session.items:
+        with open(log, "a") as file:
+            file.write(f"{_cpu_s():.3f} collection\n")
