@@ -18,16 +18,16 @@ from request_fields.fields import (
     FieldError,
     Kind,
     SamplingParams,
+    fields_of,
     sampling_params,
-    served,
 )
 
 UNUSED_SETTINGS = {"num_beams": 1}  # key of generation_config.json -> value that turns it off
 MESSAGES = {field.message for field in FIELDS}
-SERVED_SAMPLING = served("sampling")
+SAMPLING = fields_of("sampling")
 # check_beam_fields refuses no request without one of these.
 BEAM_FIELDS = {"beam_width", *(BY_PATH[path].name for path in ONLY_WITH_BEAMS)}
-SAMPLED_IDS = [name for name, field in SERVED_SAMPLING.items() if field.kind in (Kind.TOKEN_IDS, Kind.BIASES)]
+SAMPLED_IDS = [name for name, field in SAMPLING.items() if field.kind in (Kind.TOKEN_IDS, Kind.BIASES)]
 
 
 class Message(Protocol):
@@ -75,8 +75,6 @@ def check_value(field: Field, value: Any) -> None:
 
 def _check_of(field: Field) -> Callable[[Any], None] | None:
     """The check of a field's values; None if all values are valid."""
-    if not field.is_served:
-        return partial(_check_off, field)
     if field.kind in NUMBERS or field.kind is Kind.ENUM:
         return partial(_check_number, field)
     if field.kind is Kind.BIASES:
@@ -84,11 +82,6 @@ def _check_of(field: Field) -> Callable[[Any], None] | None:
     if field.max_items is not None:
         return partial(_check_list, field)
     return None if field.max_bytes is None else partial(_check_size, field, field.max_bytes)
-
-
-def _check_off(field: Field, value: Any) -> None:
-    if value != field.off:
-        raise FieldError(field.path, "is not served by this version; leave it unset", is_unserved=True)
 
 
 def _check_size(field: Field, max_bytes: int, text: str) -> None:
@@ -175,15 +168,15 @@ def check_sampling(params: SamplingParams) -> None:
 
 
 def resolve_sampling(asked: Message, announced: Message, *, drawn_seed: int) -> dict[str, Any]:
-    """The value of every served `sampling` field: the request's, else the model's, else the default."""
-    values = {name: field.default for name, field in SERVED_SAMPLING.items() if field.default is not None}
+    """The value of every `sampling` field: the request's, else the model's, else the default."""
+    values = {name: field.default for name, field in SAMPLING.items() if field.default is not None}
     values["seed"] = drawn_seed
-    values |= {name: value for name, value in _values(announced).items() if SERVED_SAMPLING[name].config_key}
+    values |= {name: value for name, value in _values(announced).items() if SAMPLING[name].config_key}
     return values | _values(asked)
 
 
 def _values(sampling: Message) -> dict[str, Any]:
-    return {name: value for name, value in values_set(sampling).items() if name in SERVED_SAMPLING}
+    return {name: value for name, value in values_set(sampling).items() if name in SAMPLING}
 
 
 def values_set(message: Message) -> dict[str, Any]:

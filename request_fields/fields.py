@@ -30,10 +30,9 @@ MAX_LOGPROBS = 128  # upper limit of --max-logprobs: a step's log probabilities 
 class FieldError(ValueError):
     """A field has an invalid value. The message names field, value and limit."""
 
-    def __init__(self, field: str, problem: str, *, is_unserved: bool = False) -> None:
+    def __init__(self, field: str, problem: str) -> None:
         super().__init__(f"{field} {problem}")
         self.field = field
-        self.is_unserved = is_unserved
 
 
 class Kind(Enum):
@@ -56,9 +55,8 @@ NUMBERS = (Kind.FLOAT, Kind.INT32, Kind.UINT32, Kind.UINT64)
 
 
 class Side(Flag):
-    """The services that apply a field. NOWHERE: refused with UNIMPLEMENTED, unless it has its `off` value."""
+    """The services that apply a field."""
 
-    NOWHERE = 0
     GATEWAY = auto()
     SCHEDULER = auto()
     WORKER = auto()
@@ -80,10 +78,9 @@ class Field:
     path: str  # path in GenerateRequest, such as sampling.top_p
     kind: Kind
     doc: str
-    applied_by: Side = Side.NOWHERE
+    applied_by: Side
     resume: Resume = Resume.PER_REQUEST
     default: Any = None  # used if neither the request nor the model sets the field; None: see `doc`
-    off: Any = None  # for unsupported fields: the only value accepted, which disables the feature
     low: float | None = None
     high: float | None = None
     excludes_low: bool = False
@@ -108,10 +105,6 @@ class Field:
     def option(self) -> str:
         """The field's keyword option in the SDK."""
         return self.sdk_option or self.name
-
-    @property
-    def is_served(self) -> bool:
-        return bool(self.applied_by)
 
     @property
     def allowed(self) -> str:
@@ -317,9 +310,9 @@ BY_PATH = {field.path: field for field in FIELDS}
 
 
 @cache
-def served(message: str) -> Mapping[str, Field]:
-    """The served fields of one message of GenerateRequest, by name, in the order of the table."""
-    return {field.name: field for field in FIELDS if field.is_served and field.message == message}
+def fields_of(message: str) -> Mapping[str, Field]:
+    """The fields of one message of GenerateRequest, by name, in the order of the table."""
+    return {field.name: field for field in FIELDS if field.message == message}
 
 
 @dataclass(frozen=True, slots=True)

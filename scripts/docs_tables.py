@@ -24,7 +24,7 @@ import scheduler_svc.server
 import worker_svc.flags
 import worker_svc.metrics
 from gateway_svc.http.fields import ENDPOINTS, BodyField
-from request_fields.fields import BY_PATH, FIELDS, Field, Kind, Side
+from request_fields.fields import BY_PATH, FIELDS, Field, Kind
 from svc_common.config import allowed_values, environment_name, make_parser, settings_of
 from svc_common.metrics import COMMON, PREFIX, Spec
 from worker_svc.engine.checkpoint.families import ARCHITECTURES
@@ -85,20 +85,19 @@ def metrics_rows(specs: Sequence[Spec]) -> Iterator[list[str]]:
 
 
 def field_rows() -> Iterator[list[str]]:
-    """One row per supported request field."""
+    """One row per request field."""
     for field in FIELDS:
-        if field.is_served:
-            yield [
-                f"`{field.path}`",
-                f"`{field.option}`",
-                f"`--{field.option.replace('_', '-')}`" if field.has_flag or field.name == "n" else "",
-                field.kind.value,
-                _default_of_field(field),
-                _limits_of(field),
-                ", ".join((side.name or "").lower() for side in field.applied_by),
-                field.resume.value,
-                field.doc,
-            ]
+        yield [
+            f"`{field.path}`",
+            f"`{field.option}`",
+            f"`--{field.option.replace('_', '-')}`" if field.has_flag or field.name == "n" else "",
+            field.kind.value,
+            _default_of_field(field),
+            _limits_of(field),
+            ", ".join((side.name or "").lower() for side in field.applied_by),
+            field.resume.value,
+            field.doc,
+        ]
 
 
 def _default_of_field(field: Field) -> str:
@@ -112,13 +111,6 @@ def _limits_of(field: Field) -> str:
     limits += [f"1 to {field.max_chars} characters each"] if field.max_chars else []
     limits += [f"at most {field.max_bytes} bytes"] if field.max_bytes else []
     return ", ".join(limits)
-
-
-def unserved_rows() -> Iterator[list[str]]:
-    """One row per unsupported field of the protocol."""
-    for field in FIELDS:
-        if field.applied_by is Side.NOWHERE:
-            yield [f"`{field.path}`", field.kind.value, "" if field.off in (None, "") else f"`{field.off:g}`"]
 
 
 def message_rows() -> Iterator[list[str]]:
@@ -176,10 +168,8 @@ def refused_body_rows() -> Iterator[list[str]]:
     for endpoint, rows in ENDPOINTS.items():
         for row in rows:
             if not row.is_served:
-                off = [BY_PATH[row.path].off] if row.path else row.only or ()
-                names.setdefault(row.name, (", ".join(f"`{json.dumps(value)}`" for value in off), []))[1].append(
-                    endpoint
-                )
+                accepted = ", ".join(f"`{json.dumps(value)}`" for value in row.only or ())
+                names.setdefault(row.name, (accepted, []))[1].append(endpoint)
     for name, (accepted, endpoints) in names.items():
         yield [f"`{name}`", accepted, ", ".join(f"`{endpoint}`" for endpoint in endpoints)]
 
@@ -221,7 +211,6 @@ def written() -> dict[Path, str]:
     }
     head = ("field", "SDK option", "flag", "type", "default", "limits", "applied by", "rebuilt on resume", "meaning")
     tables["request fields"] = table(head, field_rows())
-    tables["fields not served"] = table(("field", "type", "value that is accepted"), unserved_rows())
     tables["message fields"] = table(("message", "field", "meaning"), message_rows())
     head = ("field", "request field", "type", "limits", "meaning")
     tables |= {f"fields of {endpoint}": table(head, body_rows(rows)) for endpoint, rows in ENDPOINTS.items()}

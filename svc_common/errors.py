@@ -12,7 +12,7 @@
       UnauthenticatedError      UNAUTHENTICATED      401  no API key or token, or an unknown one
       PermissionDeniedError     PERMISSION_DENIED    403  the caller is known and may not make this call
       NotConfiguredError        FAILED_PRECONDITION  400  the deployment lacks a part that the request needs
-      UnimplementedError        UNIMPLEMENTED        400  a field that is not served yet (clients retry a 501)
+      UnimplementedError        UNIMPLEMENTED        400  a call that is not served (clients retry a 501)
       StaleEpochError           FAILED_PRECONDITION  503  a fence: another scheduler owns this worker now
 
 Handlers raise these errors. `ErrorInterceptor` converts them to statuses with google.rpc details.

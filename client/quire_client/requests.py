@@ -99,7 +99,7 @@ class GenerateOptions(ChatOptions, total=False):
 
 
 LISTS = (Kind.STRINGS, Kind.TOKEN_IDS)
-SERVED = {field.option: field for field in FIELDS if field.is_served}  # by option
+BY_OPTION = {field.option: field for field in FIELDS}
 CHAT = frozenset(ChatOptions.__annotations__)
 CALL = frozenset({"metadata", "timeout_s", "resume", "resume_timeout_s", "stall_timeout_s"})  # not part of the request
 KNOWN = frozenset(GenerateOptions.__annotations__) - CALL
@@ -128,7 +128,7 @@ def generate_request(
     if messages is not None:
         request.output.parse_chat = True
     for option, value in options.items():
-        field = SERVED.get(option)
+        field = BY_OPTION.get(option)
         if field is not None and value is not None:
             _set_field(getattr(request, field.message) if field.message else request, field, options)
     return request

@@ -106,7 +106,7 @@ class FakeGateway(InferenceServiceServicer, AdminServiceServicer):
             check_fields(request)
             stop_condition(values_set(request.stop) | {"max_tokens": _max_tokens(request, MAX_MODEL_LEN)})
         except FieldError as error:
-            code = grpc.StatusCode.UNIMPLEMENTED if error.is_unserved else grpc.StatusCode.INVALID_ARGUMENT
+            code = grpc.StatusCode.INVALID_ARGUMENT
             context.set_trailing_metadata(((DETAILS_KEY, bad_request(code, error)),))
             context.abort(code, str(error))
         if request.model not in ("", self._model):

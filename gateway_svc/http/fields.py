@@ -1,8 +1,8 @@
 """The fields of HTTP bodies: one row each, per endpoint.
 
-A row with a `path` sets that field of GenerateRequest; `request_fields` has its type, its limits and whether it is
-supported. Rows with `only` are not supported: any other value is refused. The remaining rows are read by `bodies.py`
-and `chat.py`. A field without a row is ignored and listed in the response header `x-ignored-fields`.
+A row with a `path` sets that field of GenerateRequest; `request_fields` has its type and its limits. Rows with `only`
+are not supported: any other value is refused. The remaining rows are read by `bodies.py` and `chat.py`. A field without
+a row is ignored and listed in the response header `x-ignored-fields`.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class BodyField:
 
     @property
     def is_served(self) -> bool:
-        return BY_PATH[self.path].is_served if self.path else self.only is None
+        return self.only is None
 
 
 SAMPLING = (
@@ -314,8 +314,6 @@ def set_parameter(row: BodyField, value: Any, request: pb.GenerateRequest) -> No
         check_value(field, typed)
     except FieldError as error:
         raise InvalidRequestError(str(error), field=error.field) from None
-    if not BY_PATH[row.path].is_served:
-        return
     message, _, name = row.path.rpartition(".")
     owner = getattr(request, message) if message else request
     try:

@@ -274,8 +274,7 @@ def _field(row: BodyField, *, is_required: bool) -> Schema:
     field = BY_PATH.get(row.path)
     meaning = " ".join(words for words in (field.doc if field else "", row.doc) if words)
     if not row.is_served:
-        allowed = [field.off] if field else list(row.only or ())
-        return {"enum": [*allowed, None], "description": "Not supported: only this value is accepted."}
+        return {"enum": [*(row.only or ()), None], "description": "Not supported: only this value is accepted."}
     schema = OWN.get(row.name) or (_of_request_field(field) if field else {})
     described = {"description": meaning} if meaning else {}
     return {**schema, **described} if is_required or not schema else {**described, "anyOf": [schema, {"type": "null"}]}

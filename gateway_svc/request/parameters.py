@@ -18,7 +18,7 @@ from request_fields.beams import BeamParams, beam_params
 from request_fields.fields import GRAMMAR_FIELDS, MAX_BAD_WORD_IDS, FieldError, StopCondition, stop_condition
 from request_fields.grammar import Grammar
 from request_fields.sizes import LengthError
-from svc_common.errors import ContextLengthError, InvalidRequestError, UnimplementedError
+from svc_common.errors import ContextLengthError, InvalidRequestError
 
 MAX_KEPT = 256  # results per model
 MAX_KEPT_BYTES = 1024  # parameters larger than this are checked each time
@@ -164,8 +164,7 @@ class FieldErrors:
         if isinstance(error, LengthError):
             raise ContextLengthError(str(error), field=error.field, limit=error.limit) from None
         if isinstance(error, FieldError):
-            shown = UnimplementedError if error.is_unserved else InvalidRequestError
-            raise shown(str(error), field=error.field) from None
+            raise InvalidRequestError(str(error), field=error.field) from None
 
 
 def invalid(field: str, words: str) -> InvalidRequestError:

@@ -103,7 +103,7 @@ def check_generate(request: pb.GenerateRequest, *, is_new: bool = True) -> Gramm
     """All checks that do not depend on the model. Returns the grammar, not compiled. A record sets every field, so how
     fields are combined is checked only in a new request.
 
-    Raises InvalidRequestError or UnimplementedError.
+    Raises InvalidRequestError.
     """
     check_prompt(request.prompt)
     if request.media and request.prompt.WhichOneof("kind") not in ("text", "tokens"):

@@ -12,11 +12,11 @@ from quire.v1 import types_pb2 as types
 from gateway_svc.callers.caller import current_caller
 from gateway_svc.columns import ProtocolError, u32_from_bytes, u32_to_bytes
 from gateway_svc.request.validation import GenerationPlan
-from request_fields.fields import Side, served
+from request_fields.fields import Side, fields_of
 from svc_common.errors import QuireError, error_from_code
 
 # Fields of StopParams that only the gateway applies.
-NOT_SENT = [name for name, field in served("stop").items() if field.applied_by is Side.GATEWAY]
+NOT_SENT = [name for name, field in fields_of("stop").items() if field.applied_by is Side.GATEWAY]
 
 
 def tokens_from_deltas(deltas: pb.Deltas) -> Iterator[tuple[int, int, int, int]]:

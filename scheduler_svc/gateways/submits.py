@@ -34,7 +34,7 @@ from scheduler_svc.encoders import check_encoder
 from scheduler_svc.gateways.inputs import NO_IMAGES, check_inputs, check_vocab, images_of
 from scheduler_svc.pooled_wire import pooling_of
 from step_protocol.columns import U32, WireError, u32_from_bytes, u32_to_bytes
-from svc_common.errors import InvalidRequestError, UnimplementedError
+from svc_common.errors import InvalidRequestError
 from svc_common.tracing import valid_traceparent
 
 DIGEST_BYTES = 16
@@ -67,7 +67,7 @@ class SubmitReader:
         self._kept: dict[tuple[bytes, bytes], Parameters] = {}
 
     def group(self, submit: scheduler_pb2.Submit, *, owner: int, origin: str = "") -> SequenceGroup:
-        """The core's group. Raises InvalidRequestError or UnimplementedError with the field's name.
+        """The core's group. Raises InvalidRequestError with the field's name.
 
         The core itself checks that the request fits a pool and that its id is free, and sets `arrival`.
         """
@@ -163,8 +163,7 @@ def _field_errors() -> Iterator[None]:
     try:
         yield
     except FieldError as error:
-        kind = UnimplementedError if error.is_unserved else InvalidRequestError
-        raise kind(str(error), field=error.field) from None
+        raise InvalidRequestError(str(error), field=error.field) from None
 
 
 def _prompt(data: bytes) -> U32:

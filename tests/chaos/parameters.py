@@ -96,7 +96,7 @@ BANS = {"allowed_token_ids", "banned_token_ids", "stop_token_ids"}  # a grammar 
 
 def served_parameters() -> tuple[Parameter, ...]:
     """The parameters that this version serves."""
-    served = {field.option for field in FIELDS if field.is_served}
+    served = {field.option for field in FIELDS}
     return tuple(parameter for parameter in PARAMETERS if parameter.name in served)
 
 

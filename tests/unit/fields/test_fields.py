@@ -55,14 +55,14 @@ def test_the_samplers_parameters_are_those_of_the_table() -> None:
     assert {field.name for field in dataclasses.fields(SamplingParams)} == set(SAMPLER_FIELDS)
 
 
-def test_the_sdk_has_an_option_for_every_served_field() -> None:
-    assert {field.option for field in FIELDS if field.is_served} <= set(GenerateOptions.__annotations__)
+def test_the_sdk_has_an_option_for_every_field() -> None:
+    assert {field.option for field in FIELDS} <= set(GenerateOptions.__annotations__)
 
 
-def test_served_fields_are_described_and_others_have_no_default() -> None:
+def test_fields_are_described_and_applied_by_a_service() -> None:
     for field in FIELDS:
-        assert bool(field.doc) == field.is_served, field.path
-        assert field.is_served or field.default is None, field.path
+        assert field.doc, field.path
+        assert field.applied_by, field.path
 
 
 @pytest.mark.parametrize("field", [f for f in FIELDS if f.low is not None], ids=lambda field: field.path)
@@ -80,7 +80,7 @@ def test_numbers_at_their_limits_pass_and_beyond_are_refused(field: Any) -> None
     for value in bad:
         with pytest.raises(FieldError, match=rf"^{field.path} is .*; must be .*(from|above|at least) ") as caught:
             checks.check_value(field, value)
-        assert (caught.value.field, caught.value.is_unserved) == (field.path, False)
+        assert caught.value.field == field.path
 
 
 def test_parameters_left_out_take_their_defaults() -> None:

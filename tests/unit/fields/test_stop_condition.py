@@ -8,7 +8,7 @@ import pytest
 from quire.v1 import types_pb2 as types
 
 from request_fields import checks
-from request_fields.fields import End, FieldError, Side, StopCondition, served, stop_condition
+from request_fields.fields import End, FieldError, Side, StopCondition, fields_of, stop_condition
 
 EOS = (7, 8)
 
@@ -43,7 +43,7 @@ def test_eos_is_looked_at_before_stop_ids_and_these_before_the_limit(
 
 
 def test_the_condition_has_the_fields_that_schedulers_apply() -> None:
-    applied = {name for name, field in served("stop").items() if Side.SCHEDULER in field.applied_by}
+    applied = {name for name, field in fields_of("stop").items() if Side.SCHEDULER in field.applied_by}
     assert {field.name for field in dataclasses.fields(StopCondition)} == applied | {"is_constrained"}
 
 
