@@ -158,7 +158,15 @@ def _text(section: Value, name: str) -> str:
 
 def _object_schema(values: list[Value] | tuple[Value, ...], *, is_entry: bool = False) -> dict[str, Any]:
     properties = {value.name: _value_schema(value, is_entry=is_entry) for value in values}
-    return {"type": "object", "additionalProperties": False, "properties": properties}
+    # null removes a value, and templates read all of them. In an entry it only removes what the defaults have again.
+    required = [value.name for value in values if not is_entry and "null" not in _types(properties[value.name])]
+    schema = {"type": "object", "additionalProperties": False, "properties": properties}
+    return schema | ({"required": required} if required else {})
+
+
+def _types(schema: dict[str, Any]) -> list[str]:
+    types = schema.get("type", [])
+    return [types] if isinstance(types, str) else types
 
 
 def _value_schema(value: Value, *, is_entry: bool) -> dict[str, Any]:

@@ -66,12 +66,20 @@ SCALED_OBJECT = _closed(
     advanced=_closed(horizontalPodAutoscalerConfig=_closed(behavior=_closed(scaleDown=SCALING_RULES))),
     triggers={"type": "array", "minItems": 1, "items": TRIGGER},
 )
+RELABELING = _closed(
+    sourceLabels={"type": "array", "items": {"type": "string"}},
+    **{name: {"type": "string"} for name in ("separator", "targetLabel", "regex", "replacement", "action")},
+)
 SERVICE_MONITOR = _closed(
     ("selector", "endpoints"),
     selector=_closed(matchLabels=STRINGS),
     endpoints={
         "type": "array",
-        "items": _closed(port={"type": "string"}, interval={"type": "string", "pattern": "^[0-9]+(ms|s|m|h)$"}),
+        "items": _closed(
+            port={"type": "string"},
+            interval={"type": "string", "pattern": "^[0-9]+(ms|s|m|h)$"},
+            **{name: {"type": "array", "items": RELABELING} for name in ("relabelings", "metricRelabelings")},
+        ),
     },
 )
 

@@ -197,8 +197,9 @@ SCALING = [
     # (series, result by trigger): 48 of 64 rows fill one worker; 40 waiting ones are worth 8, 6 of them in a.
     ([*ROWS, series("quire_num_requests_waiting", "40+0x5")], {"a needed-workers": 7.0, "b needed-workers": 3.0}),
     ([*ROWS, series("quire_num_requests_waiting", "0+0x5")], {"a needed-workers": 1.0, "b needed-workers": 1.0}),
-    # Without workers only the queue counts.
-    ([series("quire_num_requests_waiting", "1+0x5")], {"a needed-workers": 0.15, "b needed-workers": 0.05}),
+    # Without workers only the queue counts. The first request starts a worker of one pool, not of both.
+    ([series("quire_num_requests_waiting", "1+0x5")], {"a needed-workers": 0.15, "b needed-workers": 0.0}),
+    ([series("quire_num_requests_waiting", "20+0x5")], {"a needed-workers": 3.0, "b needed-workers": 1.0}),
     # Without schedulers there is no result, which KEDA takes for an error.
     ([], {"a needed-workers": None, "a refused-requests": None}),
     # Refused requests start a worker only while there is none.

@@ -28,6 +28,18 @@ KEDA = {"enabled": True, "prometheusAddress": "http://p:9090"}
 
 COMBINATIONS = [
     (
+        {"gateway": {"admin": {"console": {"enabled": True}}}},
+        "set gateway.admin.enabled and gateway.admin.existingSecret",
+    ),
+    (
+        {"gateway": {"admin": {"enabled": True, "existingSecret": "k", "console": {"enabled": True, "port": 9090}}}},
+        "gateway.admin.console.port is 9090, the same as ports.metrics: set different ports",
+    ),
+    # a removed section or value
+    ({"gateway": {"tls": None}}, "at '/gateway': missing property 'tls'"),
+    ({"gateway": {"replicas": None}}, "at '/gateway': missing property 'replicas'"),
+    ({"workers": [{"name": "a", "model": "demo", "autoscaling": None}]}, "got null, want object"),
+    (
         {"metrics": {"prometheusRule": {"enabled": True, "disabled": ["QuireNoSuch"]}}},
         "metrics.prometheusRule.disabled has QuireNoSuch, which is not an alert of this release",
     ),

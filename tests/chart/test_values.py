@@ -55,6 +55,7 @@ EXTRA = {
 }
 POOL_OF_PODS = {"gateway": {"http": {"enabled": True}, "inferencePool": {"enabled": True, "endpointPicker": "epp"}}}
 POLICY = {"networkPolicy": {"enabled": True}}
+RELABELING = {"sourceLabels": ["__name__"], "regex": "process_.*", "action": "drop"}
 MONITOR = {"metrics": {"serviceMonitor": {"enabled": True}}}
 DASHBOARD = {"metrics": {"dashboard": {"enabled": True}}}
 INGRESS = {"gateway": {"ingress": {"enabled": True, "hosts": ["llm.example.com"]}}}
@@ -115,6 +116,9 @@ COMMON = [
     Case("ipFamily", "IPv6", SCHEDULER, "arg --health-listen", "[::]:50090"),
     Case("ipFamily", "IPv6", WORKER, "arg --advertise", "[$(POD_IP)]:50061"),
     Case("ipFamily", "IPv6", REDIS, "container.args.1", "::"),
+    Case("commonAnnotations", {"team": "x"}, "Service gateway", "metadata.annotations", {"team": "x"}),
+    Case("commonAnnotations", {"team": "x"}, GATEWAY, "metadata.annotations", {"team": "x"}),
+    Case("commonAnnotations", {"team": "x"}, GATEWAY, "spec.template.metadata.annotations", None),
     Case("commonLabels", {"team": "x"}, "Service gateway", "metadata.labels.team", "x"),
     Case("image.registry", "reg/q", GATEWAY, "container.image", "reg/q/quire-gateway:0.1.0"),
     Case("image.registry", "reg/q/", GATEWAY, "container.image", "reg/q/quire-gateway:0.1.0"),
@@ -205,6 +209,22 @@ COMMON = [
     ),
     Case("metrics.compat", "vllm", SCHEDULER, "arg --metrics-compat", "vllm"),
     Case("metrics.serviceMonitor.enabled", True, "ServiceMonitor =r-quire", "spec.endpoints.0.port", "metrics"),
+    Case(
+        "metrics.serviceMonitor.relabelings",
+        [RELABELING],
+        "ServiceMonitor =r-quire",
+        "spec.endpoints.0.relabelings",
+        [RELABELING],
+        MONITOR,
+    ),
+    Case(
+        "metrics.serviceMonitor.metricRelabelings",
+        [RELABELING],
+        "ServiceMonitor =r-quire",
+        "spec.endpoints.0.metricRelabelings",
+        [RELABELING],
+        MONITOR,
+    ),
     Case(
         "metrics.serviceMonitor.intervalSeconds",
         7,
@@ -317,6 +337,16 @@ TRUST = [
         ISSUER,
     ),
     Case("trust.certManager.issuerRef.group", "g", "Certificate trust-worker", "spec.issuerRef.group", "g", ISSUER),
+    Case("gateway.admin.console.enabled", True, GATEWAY, "arg --console-listen", "0.0.0.0:8090", ADMIN),
+    Case("gateway.admin.console.enabled", True, "Service gateway-admin", "spec.ports.1.name", "console", ADMIN),
+    Case(
+        "gateway.admin.console.port",
+        8091,
+        "Service gateway-admin",
+        "spec.ports.1.port",
+        8091,
+        {"gateway": {"admin": ADMIN["gateway"]["admin"] | {"console": {"enabled": True}}}},
+    ),
     Case(
         "networkPolicy.adminClients",
         [TEAM],
@@ -682,6 +712,10 @@ PLACEMENT = [
         {},
     ),
     ("schedulerName", "kueue", "pod.schedulerName", "kueue"),
+    ("podSecurityContext", {"fsGroup": 7}, "pod.securityContext.fsGroup", 7),
+    ("podSecurityContext", {"fsGroup": None}, "pod.securityContext.fsGroup", None),
+    ("podSecurityContext", {"fsGroup": None}, "pod.securityContext.runAsUser", 10001),
+    ("containerSecurityContext", {"privileged": False}, "container.securityContext.privileged", False),
     ("serviceAccountName", "own", "pod.serviceAccountName", "own"),
     ("resourceClaims", [CLAIM_OF_DEVICE], "pod.resourceClaims", [CLAIM_OF_DEVICE]),
     ("labels", {"kueue.x-k8s.io/queue-name": "q"}, "metadata.labels.kueue~x-k8s~io/queue-name", "q"),
@@ -708,6 +742,24 @@ PLACED = [
     Case(f"{section}.{name}", value, where, path, expected)
     for section, where in (("gateway", GATEWAY), ("scheduler", SCHEDULER), ("workerDefaults", WORKER))
     for name, value, path, expected in PLACEMENT
+]
+NOT_OF_REDIS = ("resourceClaims", "lifecycle", "tmpSize", "extraEnv", "topologySpreadConstraints")
+PLACED += [
+    Case(f"redis.{name}", value, REDIS, path, expected)
+    for name, value, path, expected in PLACEMENT
+    if name not in NOT_OF_REDIS
+]
+OF_TEST = ("nodeSelector", "tolerations", "affinity", "schedulerName", "serviceAccountName", "podSecurityContext")
+OF_TEST += ("containerSecurityContext", "labels", "podSpec", "priorityClassName")
+FIRST = "spec.containers.0"
+PLACED += [
+    Case(f"test.{name}", value, "Pod test", path.replace("pod.", "spec.").replace("container.", f"{FIRST}."), expected)
+    for name, value, path, expected in PLACEMENT
+    if name in OF_TEST
+]
+PLACED += [
+    Case("test.annotations", {"a": "b"}, "Pod test", "metadata.annotations.a", "b"),
+    Case("redis.extraArgs", ["--io-threads=2"], REDIS, "arg --io-threads", "2"),
 ]
 
 STRATEGY = {"Deployment": "strategy", "StatefulSet": "updateStrategy"}
@@ -1099,9 +1151,6 @@ REDISES = [
         {"redis": EXTERNAL | {"external": {"url": "redis://h:1/0", "passwordSecret": "p"}}},
     ),
     Case("redis.namespace", "team", GATEWAY, "env QUIRE_REDIS_NAMESPACE", "team"),
-    Case("redis.resources", RESOURCES, REDIS, "container.resources", RESOURCES),
-    Case("redis.nodeSelector", {"n": "1"}, REDIS, "pod.nodeSelector", {"n": "1"}),
-    Case("redis.tolerations", [TOLERATION], REDIS, "pod.tolerations", [TOLERATION]),
 ]
 
 # Defaults and list entries accept the same values.

@@ -42,6 +42,18 @@ quire/{{ ternary "pool" "model" (eq $.component "worker") }}: {{ . | quote }}
 {{ include "quire.mergedLabels" (dict "own" $own "more" (dict "commonLabels" .root.Values.commonLabels "labels" .labels)) }}
 {{- end -}}
 
+{{/* Metadata of an object: (dict "root" $ "component" "gateway" "objectName" "..." "annotations" map), and what quire.labels takes. */}}
+{{- define "quire.metadata" -}}
+name: {{ .objectName | quote }}
+namespace: {{ .root.Release.Namespace | quote }}
+labels:
+  {{- include "quire.labels" . | nindent 2 }}
+{{- with merge dict (.annotations | default dict) .root.Values.commonAnnotations }}
+annotations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end -}}
+
 {{/* The chart's labels (`own`) and the user's (`more`, by the name of their value). The user's may replace informative
      labels, but no label used in selectors. */}}
 {{- define "quire.mergedLabels" -}}
@@ -87,12 +99,17 @@ quire/{{ ternary "pool" "model" (eq $.component "worker") }}: {{ . | quote }}
 {{- default (ternary (include "quire.fullname" .) "default" .Values.serviceAccount.create) .Values.serviceAccount.name -}}
 {{- end -}}
 
-{{/* `entry` merged over `defaults`, as JSON. Maps are merged by key as in Helm: null removes a key. */}}
+{{/* `entry` merged over `defaults`, as JSON. Maps are merged by key as in Helm: null removes a key. A null in a security context stays,
+     because it removes a field of the context of all pods. */}}
 {{- define "quire.over" -}}
 {{- $merged := deepCopy .defaults -}}
 {{- range $key, $value := .entry -}}
 {{- if kindIs "invalid" $value -}}
 {{- $_ := unset $merged $key -}}
+{{- else if hasSuffix "SecurityContext" $key -}}
+{{- $kept := get $merged $key | default dict -}}
+{{- range $field, $setting := $value }}{{ $_ := set $kept $field $setting }}{{ end -}}
+{{- $_ := set $merged $key $kept -}}
 {{- else if kindIs "map" $value -}}
 {{- $default := get $merged $key | default dict -}}
 {{- $_ := include "quire.over" (dict "defaults" $default "entry" $value) | fromJson | set $merged $key -}}

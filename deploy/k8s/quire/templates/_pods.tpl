@@ -12,15 +12,9 @@ annotations:
 {{- end }}
 {{- end -}}
 
-{{/* Labels and annotations of a workload object: those of all objects, and the user's for this one (Kueue). */}}
+{{/* Metadata of a workload object, with the user's labels and annotations for this one (Kueue). */}}
 {{- define "quire.workloadMetadata" -}}
-{{- $part := merge (dict "labels" (.spec.labels | default dict)) . -}}
-labels:
-  {{- include "quire.labels" $part | nindent 2 }}
-{{- with .spec.annotations }}
-annotations:
-  {{- toYaml . | nindent 2 }}
-{{- end }}
+{{ include "quire.metadata" (merge (dict "labels" (.spec.labels | default dict) "annotations" .spec.annotations) .) }}
 {{- end -}}
 
 {{/* Identity and placement of a pod. Service links are off, because QUIRE_* environment variables are read as settings. */}}
@@ -29,7 +23,7 @@ serviceAccountName: {{ default (include "quire.serviceAccountName" .root) .spec.
 automountServiceAccountToken: false
 enableServiceLinks: false
 securityContext:
-  {{- toYaml .root.Values.podSecurityContext | nindent 2 }}
+  {{- include "quire.over" (dict "defaults" .root.Values.podSecurityContext "entry" (.spec.podSecurityContext | default dict)) | fromJson | toYaml | nindent 2 }}
 {{- with .root.Values.image.pullSecrets }}
 imagePullSecrets:
   {{- toYaml . | nindent 2 }}
@@ -70,6 +64,11 @@ topologySpreadConstraints:
 {{- include "quire.validatePodSpec" (dict "podSpec" . "component" $.component) }}
 {{ toYaml . }}
 {{- end }}
+{{- end -}}
+
+{{/* Security context of the chart's containers of a component: (dict "root" $ "spec" values). */}}
+{{- define "quire.containerSecurityContext" -}}
+{{ include "quire.over" (dict "defaults" .root.Values.containerSecurityContext "entry" (.spec.containerSecurityContext | default dict)) | fromJson | toYaml }}
 {{- end -}}
 
 {{/* A field that the chart sets would be in the object twice. */}}
@@ -247,10 +246,7 @@ readinessProbe:
 apiVersion: policy/v1
 kind: PodDisruptionBudget
 metadata:
-  name: {{ .fullname | quote }}
-  namespace: {{ .root.Release.Namespace | quote }}
-  labels:
-    {{- include "quire.labels" . | nindent 4 }}
+  {{- include "quire.metadata" (merge (dict "objectName" .fullname) .) | nindent 2 }}
 spec:
   {{- if ne (toString .budget.minAvailable) "" }}
   minAvailable: {{ .budget.minAvailable }}
@@ -269,11 +265,7 @@ spec:
 apiVersion: v1
 kind: Service
 metadata:
-  name: {{ .fullname | quote }}
-  namespace: {{ .root.Release.Namespace | quote }}
-  labels:
-    {{- include "quire.labels" . | nindent 4 }}
-    quire/scrape: "true"
+  {{- include "quire.metadata" (merge (dict "objectName" .fullname "extraLabels" (dict "quire/scrape" "true")) .) | nindent 2 }}
 spec:
   clusterIP: None
   publishNotReadyAddresses: true
@@ -298,10 +290,7 @@ spec:
 apiVersion: networking.k8s.io/v1
 kind: NetworkPolicy
 metadata:
-  name: {{ include "quire.fullname" .root }}-{{ .component }}
-  namespace: {{ .root.Release.Namespace | quote }}
-  labels:
-    {{- include "quire.labels" . | nindent 4 }}
+  {{- include "quire.metadata" (merge (dict "objectName" (printf "%s-%s" (include "quire.fullname" .root) .component)) .) | nindent 2 }}
 spec:
   podSelector:
     matchLabels:
@@ -340,6 +329,9 @@ spec:
     {{- with .adminFrom }}
     - ports:
         - port: admin
+        {{- if $.root.Values.gateway.admin.console.enabled }}
+        - port: console
+        {{- end }}
       from:
         {{- toYaml . | nindent 8 }}
     {{- end }}
@@ -378,10 +370,7 @@ egress: []
 apiVersion: networking.k8s.io/v1
 kind: NetworkPolicy
 metadata:
-  name: {{ include "quire.fullname" .root }}-worker-{{ .name }}-nodes
-  namespace: {{ .root.Release.Namespace | quote }}
-  labels:
-    {{- include "quire.labels" . | nindent 4 }}
+  {{- include "quire.metadata" (merge (dict "objectName" (printf "%s-worker-%s-nodes" (include "quire.fullname" .root) .name)) .) | nindent 2 }}
 spec:
   podSelector:
     matchLabels:

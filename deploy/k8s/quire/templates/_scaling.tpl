@@ -10,7 +10,21 @@ namespace="{{ .root.Release.Namespace }}", service="{{ include "quire.fullname" 
 {{- $ids := printf "%s-worker-%s-[0-9]+" (include "quire.fullname" .root) .pool.name -}}
 {{- $rows := printf "sum(quire_rows_used{%s, worker_id=~%q} / (quire_rows_limit{%s, worker_id=~%q} * %s) or vector(0))" $labels $ids $labels $ids (divf (float64 .root.Values.keda.busyRowsPercent) 100 | toString) -}}
 {{- $waiting := printf "sum(quire_num_requests_waiting{%s}) * %s / %d" $labels (include "quire.queueFraction" .) (int .root.Values.keda.waitingPerWorker) -}}
-{{ $rows }} + {{ $waiting }}
+{{ $rows }} + {{ if include "quire.startsFromZero" . }}{{ $waiting }}{{ else }}floor({{ $waiting }}){{ end }}
+{{- end -}}
+
+{{/* Whether a pool at zero starts for the first waiting request: only the first pool of a model that has no worker otherwise. Another
+     one starts when its part of the queue is worth a whole worker. */}}
+{{- define "quire.startsFromZero" -}}
+{{- $names := list -}}
+{{- $hasWorkers := false -}}
+{{- range include "quire.pools" .root | fromJsonArray -}}
+{{- if eq .model $.pool.model -}}
+{{- $names = append $names .name -}}
+{{- $hasWorkers = or $hasWorkers (not .autoscaling.enabled) (gt (int .autoscaling.minReplicas) 0) -}}
+{{- end -}}
+{{- end -}}
+{{- if or (gt (int .pool.autoscaling.minReplicas) 0) (and (not $hasWorkers) (eq (first $names) .pool.name)) }}true{{ end -}}
 {{- end -}}
 
 {{/* The fraction of the model's queue that this pool adds workers for, so that two pools do not both add them. */}}

@@ -301,8 +301,8 @@
 {{- if and $egress.enabled (not .Values.networkPolicy.enabled) -}}
 {{- fail "networkPolicy.egress.enabled is true, but networkPolicy.enabled is false: set networkPolicy.enabled" -}}
 {{- end -}}
-{{- if and $egress.enabled (not $egress.extra) (not .Values.redis.enabled) (include "quire.hasRedis" .) -}}
-{{- fail "networkPolicy.egress blocks the external Redis: add its address to networkPolicy.egress.extra" -}}
+{{- if and $egress.enabled (not $egress.extra) (not (and $egress.gateway $egress.scheduler)) (not .Values.redis.enabled) (include "quire.hasRedis" .) -}}
+{{- fail "networkPolicy.egress blocks the external Redis: add its address to networkPolicy.egress.extra, or to networkPolicy.egress.gateway and networkPolicy.egress.scheduler" -}}
 {{- end -}}
 {{- range include "quire.models" . | fromJsonArray -}}
 {{- if and $egress.enabled (not $egress.extra) (not $egress.worker) (include "quire.downloads" .) -}}
@@ -319,18 +319,23 @@
 {{- if and $admin.existingSecret (not $admin.enabled) -}}
 {{- fail "gateway.admin.existingSecret is set, but the admin port is off: set gateway.admin.enabled" -}}
 {{- end -}}
+{{- if and $admin.console.enabled (not $admin.enabled) -}}
+{{- fail "gateway.admin.console.enabled is true, but the console needs the keys of gateway.admin: set gateway.admin.enabled and gateway.admin.existingSecret" -}}
+{{- end -}}
 {{- if and .Values.networkPolicy.adminClients (not (and $admin.enabled .Values.networkPolicy.enabled)) -}}
 {{- fail "networkPolicy.adminClients is set without an admin port or without network policies: set gateway.admin.enabled and networkPolicy.enabled" -}}
 {{- end -}}
-{{- $others := pick .Values.ports "gateway" "health" "metrics" -}}
-{{- range $name, $port := $others -}}
-{{- if and $admin.enabled (eq (int $admin.port) (int $port)) -}}
-{{- fail (printf "gateway.admin.port is %d, the same as ports.%s: set different ports" (int $port) $name) -}}
-{{- end -}}
-{{- end -}}
+{{- $used := dict -}}
+{{- range $name := list "gateway" "health" "metrics" }}{{ $_ := set $used (get $.Values.ports $name | int | toString) (printf "ports.%s" $name) }}{{ end -}}
 {{- $http := .Values.gateway.http -}}
-{{- if and $admin.enabled $http.enabled (eq (int $admin.port) (int $http.port)) -}}
-{{- fail (printf "gateway.admin.port is %d, the same as gateway.http.port: set different ports" (int $http.port)) -}}
+{{- range list (list $http "gateway.http.port") (list $admin "gateway.admin.port") (list $admin.console "gateway.admin.console.port") -}}
+{{- $port := index . 0 -}}
+{{- $name := index . 1 -}}
+{{- $key := $port.port | int | toString -}}
+{{- if $port.enabled -}}
+{{- with get $used $key }}{{ fail (printf "%s is %s, the same as %s: set different ports" $name $key .) }}{{ end -}}
+{{- $_ := set $used $key $name -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 

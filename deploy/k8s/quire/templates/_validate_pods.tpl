@@ -99,7 +99,8 @@
 {{- if and $pool.enabled (or (not $pool.endpointPicker) (not .Values.gateway.http.enabled)) -}}
 {{- fail "gateway.inferencePool.enabled needs gateway.inferencePool.endpointPicker (a Service) and gateway.http.enabled" -}}
 {{- end -}}
-{{- if and .Values.tracing.otlpEndpoint .Values.networkPolicy.egress.enabled (not .Values.networkPolicy.egress.extra) -}}
-{{- fail "networkPolicy.egress blocks the export of traces: add the address of tracing.otlpEndpoint to networkPolicy.egress.extra" -}}
+{{- $egress := .Values.networkPolicy.egress -}}
+{{- if and .Values.tracing.otlpEndpoint $egress.enabled (not $egress.extra) (not (and $egress.gateway $egress.scheduler $egress.worker)) -}}
+{{- fail "networkPolicy.egress blocks the export of traces: add the address of tracing.otlpEndpoint to networkPolicy.egress.extra, or to its gateway, scheduler and worker" -}}
 {{- end -}}
 {{- end -}}

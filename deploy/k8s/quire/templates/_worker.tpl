@@ -139,7 +139,7 @@
   resources:
     {{- toYaml $download.resources | nindent 4 }}
   securityContext:
-    {{- toYaml .root.Values.containerSecurityContext | nindent 4 }}
+    {{- include "quire.containerSecurityContext" (dict "root" .root "spec" .pool) | nindent 4 }}
   volumeMounts:
     {{- $own := "- {name: tmp, mountPath: /tmp}\n- {name: models, mountPath: /models}" }}
     {{- include "quire.joined" (dict "own" $own "extra" .pool.extraVolumeMounts "key" "mountPath" "value" "extraVolumeMounts") | nindent 4 }}

@@ -128,7 +128,7 @@ spec:
         limits:
           {{- toYaml (merge (deepCopy $gpus) (.resources.limits | default dict)) | nindent 10 }}
       securityContext:
-        {{- toYaml $root.Values.containerSecurityContext | nindent 8 }}
+        {{- include "quire.containerSecurityContext" (dict "root" $root "spec" .) | nindent 8 }}
       volumeMounts:
         {{- include "quire.joined" (dict "own" (include "quire.workerMounts" $own) "extra" .extraVolumeMounts "key" "mountPath" "value" (printf "%s.extraVolumeMounts" $where)) | nindent 8 }}
     {{- with .extraContainers }}
