@@ -21,8 +21,9 @@ from quire.v1 import inference_pb2 as pb
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from gateway_svc.request.models import ServedModel, read_bundle
-from gateway_svc.request.prompts import PromptReader
+from gateway_svc.request.prompts.readers import PromptReaders
 from gateway_svc.request.sandbox.template_renderer import TemplateRenderer
+from gateway_svc.request.threads import Threads
 from tests.unit.gateway.fakes import make_bundle, make_info
 from tests.unit.gateway.test_chat import QWEN3
 from tests.unit.gateway.tokenizer_kinds import bundle_files, byte_level
@@ -50,15 +51,16 @@ async def measure(repeats: int) -> None:
     info = make_info(bundle, max_model_len=1 << 20)
     model = ServedModel(info, read_bundle(bundle, info.bundle_digest))
     templates = TemplateRenderer()
-    reader = PromptReader(templates)
+    threads = Threads()
+    reader = PromptReaders(threads, templates)
     for size in SIZES:
         prompt = make_prompt(*size)
-        await reader.read(prompt, model)
+        await reader.token_ids(prompt, model)
         loop_us, wall_us, child_at = [], [], child_s()
         for _ in range(repeats):
             cpu, wall = time.thread_time(), time.perf_counter()
             for _ in range(NUM_CHATS):
-                await reader.read(prompt, model)
+                await reader.token_ids(prompt, model)
             loop_us.append((time.thread_time() - cpu) / NUM_CHATS * 1e6)
             wall_us.append((time.perf_counter() - wall) / NUM_CHATS * 1e6)
         child_us = (child_s() - child_at) / repeats / NUM_CHATS * 1e6
@@ -66,7 +68,7 @@ async def measure(repeats: int) -> None:
             f"{size[0]} messages, {prompt.ByteSize()} bytes: event loop {min(loop_us):.0f} us, "
             f"child {child_us:.0f} us (mean), from start to end {min(wall_us):.0f} us"
         )
-    reader.close()
+    threads.close()
     await templates.close()
 
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
-from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -27,26 +25,22 @@ from gateway_svc.operators.audit.entry import note, note_generation, note_reques
 from gateway_svc.pooling.calls import PooledCalls
 from gateway_svc.records.recorder import Recorder, Recording
 from gateway_svc.request import validation
-from gateway_svc.request.chat_request import call_grammar
-from gateway_svc.request.models import ServedModel
-from gateway_svc.request.prompts import PromptReader, detokenize
+from gateway_svc.request.plan import GenerationPlan, Planner
+from gateway_svc.request.prompts.readers import PromptReaders, check_detokenize, check_tokenize
 from gateway_svc.request.sandbox.grammar_checker import GrammarChecker
-from gateway_svc.request.validation import GenerationPlan
+from gateway_svc.request.validation import DEFAULT_MAX_LOGPROBS, RequestLimits
 from gateway_svc.schedulers.directory import ModelDirectory
 from gateway_svc.schedulers.dispatcher import Dispatcher, Hints
 from gateway_svc.schedulers.pacing import WakePacer
 from gateway_svc.schedulers.prefix_hints import PrefixHints
 from gateway_svc.schedulers.scheduler_request import SchedulerRequest
 from gateway_svc.schedulers.wire import submit_from_plan
-from request_fields.grammar import Grammar
 from svc_common.errors import NotConfiguredError
 from svc_common.logs import current_request_id
 from svc_common.memory import MemoryLimit
 from svc_common.tracing import HEADER, current_traceparent
 
 log = logging.getLogger(__name__)
-
-DEFAULT_MAX_LOGPROBS = 20
 
 Context = grpc.aio.ServicerContext[Any, Any]
 NOTHING = nullcontext()
@@ -65,7 +59,7 @@ class InferenceServicer(InferenceServiceServicer):
         self,
         directory: ModelDirectory,
         dispatcher: Dispatcher,
-        prompts: PromptReader,
+        prompts: PromptReaders,
         hints: PrefixHints,
         grammars: GrammarChecker,
         *,
@@ -86,10 +80,9 @@ class InferenceServicer(InferenceServiceServicer):
         self._dispatcher = dispatcher
         self._prompts = prompts
         self._hints = hints
-        self._grammars = grammars
+        self._planner = Planner(grammars, prompts.threads.requests)
         self.streams = OpenStreams(max_streams, max_request_bytes, memory or MemoryLimit(None))
-        self._min_priority = min_priority
-        self._max_logprobs = max_logprobs
+        self._checks = RequestLimits(min_priority, max_logprobs)
         self._metrics = metrics or GatewayMetrics()
         self._pacer = WakePacer(chunk_interval_s)
         self._recorder = recorder
@@ -98,7 +91,7 @@ class InferenceServicer(InferenceServiceServicer):
         self._shows_workers = shows_workers
         self._traces = traces
         self._pooled = PooledCalls(
-            directory, dispatcher, prompts, self._metrics, self._limits, self.streams, self._cache_salt, min_priority,
+            directory, dispatcher, prompts, self._metrics, self._limits, self.streams, self._cache_salt, self._checks,
         )  # fmt: skip
 
     # -- generation ---------------------------------------------------------------------------------------------------
@@ -169,9 +162,7 @@ class InferenceServicer(InferenceServiceServicer):
     ) -> AsyncGenerator[pb.GenerateResponse, None]:
         validation.check_request_id(request.request_id)
         note_request_id(request.request_id)
-        grammar = validation.check_generate(request, is_new=resumed is None)
-        validation.check_priority(request.scheduling.priority, self._min_priority)
-        validation.check_logprobs(request.output, self._max_logprobs)
+        grammar = validation.check_generate(request, self._checks, is_new=resumed is None)
         model = self._directory.find(request.model, request.continuation.revision, request.adapter)
         note(model=model.name)
         self._limits.check(current_caller.get().owner, model.name, request.scheduling.priority)
@@ -181,14 +172,21 @@ class InferenceServicer(InferenceServiceServicer):
             self._metrics.request(stream.scoped_id, model.name) as meter,
         ):
             current_request_id.set(stream.scoped_id)
-            note_request_id(stream.request_id)
-            note_generation(meter)
+            note_generation(stream.request_id, meter)
             if trace is not None:
                 trace.note_meter(stream.scoped_id, meter)
-            validation.check_prompt_size(request, model)
-            plan = await self._plan(request, model, stream.request_id, grammar, resumed)
-            if plan.inputs:
-                self.streams.add_bytes(stream, sum(len(carried.data) for carried in plan.inputs))
+            prompt = await self._prompts.read(request, model, None if resumed is None else resumed.prompt_ids)
+            plan = await self._planner.plan(
+                request,
+                model,
+                prompt,
+                request_id=stream.request_id,
+                grammar=grammar,
+                cache_salt=self._cache_salt(request.scheduling),
+                replay=None if resumed is None else resumed.replay,
+            )
+            if prompt.inputs:
+                self.streams.add_bytes(stream, sum(len(carried.data) for carried in prompt.inputs))
             generation, scheduler_request = await self._prepare(
                 plan, stream.scoped_id, resumes=resumes, deadline=deadline
             )
@@ -226,8 +224,8 @@ class InferenceServicer(InferenceServiceServicer):
         if not self._limits.is_on:
             return NOTHING
         before = scheduler_request.num_output_tokens
-        num_prompt = len(plan.prompt_ids) if is_new else 0
-        most = num_prompt + len(scheduler_request.samples) * plan.stop.max_tokens - before
+        num_prompt = len(plan.prompt.ids) if is_new else 0
+        most = num_prompt + len(scheduler_request.samples) * plan.sampling.stop.max_tokens - before
         return self._limits.admitted(
             current_caller.get().owner,
             scheduler_request.request_id,
@@ -250,40 +248,6 @@ class InferenceServicer(InferenceServiceServicer):
         content = record_of(request, plan, notes)
         return recorded(self.recorder, content, scheduler_request, resumed, submit)
 
-    async def _plan(
-        self,
-        request: pb.GenerateRequest,
-        model: ServedModel,
-        request_id: str,
-        grammar: Grammar | None,
-        resumed: Resumed | None,
-    ) -> GenerationPlan:
-        if grammar is not None:
-            grammar = await self._grammars.check(grammar, model)
-        if resumed is None:
-            prompt = await self._prompts.read(request.prompt, model, request.media)
-            if request.prompt.HasField("chat"):
-                size = len(request.prompt.chat.tools_json)
-                calls = await self._prompts.run(size, call_grammar, request, model, prompt.ids)
-                grammar = grammar if calls is None else await self._grammars.check(calls, model)
-        else:
-            prompt = await self._prompts.reread(request.prompt, resumed.prompt_ids, model, request.media)
-        plan = await self._prompts.run(
-            request.continuation.ByteSize() + request.sampling.ByteSize() + len(request.prompt.chat.tools_json),
-            validation.plan_generation,
-            request,
-            model,
-            prompt,
-            request_id=request_id,
-            drawn_seed=secrets.randbits(64),
-            grammar=grammar,
-            cache_salt=self._cache_salt(request.scheduling),
-        )
-        if resumed is None:
-            return plan
-        num_prompt_logprobs = len(plan.prompt_ids) if any(resumed.sent) else 0
-        return replace(plan, replay=resumed.replay, num_prompt_logprobs=num_prompt_logprobs)
-
     def _cache_salt(self, scheduling: pb.SchedulingParams) -> str:
         """A record keeps the salt of the request, so a resumed request gets the same salt again."""
         salt = scheduling.cache_salt
@@ -292,23 +256,23 @@ class InferenceServicer(InferenceServiceServicer):
     async def _prepare(
         self, plan: GenerationPlan, scoped_id: str, *, resumes: bool, deadline: float | None
     ) -> tuple[GenerationStream, SchedulerRequest]:
-        size = 4 * sum(map(len, plan.outputs))
-        generation = await self._prompts.run(size, GenerationStream, plan)
+        size = 4 * sum(map(len, plan.resume.outputs))
+        generation = await self._prompts.threads.requests.run(size, GenerationStream, plan)
         submit = submit_from_plan(plan, request_id=scoped_id)
         scheduler_request = SchedulerRequest(
             submit,
-            *plan.computed,
+            *plan.resume.computed,
             resumes=resumes,
             deadline=deadline,
             pacer=self._pacer,
-            num_prompt_logprobs=plan.num_prompt_logprobs,
+            num_prompt_logprobs=plan.resume.num_prompt_logprobs,
         )
         for finish in generation.ends:
             if finish is not None:
                 scheduler_request.on_finished(finish)
         if scheduler_request.is_over:
             scheduler_request.on_accepted()
-        if plan.replay is not None:
+        if plan.resume.replay is not None:
             scheduler_request.announce_output()
         return generation, scheduler_request
 
@@ -362,17 +326,17 @@ class InferenceServicer(InferenceServiceServicer):
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context | None = None) -> pb.TokenizeResponse:
         """Token ids of a prompt."""
-        validation.check_tokenize(request.prompt)
+        check_tokenize(request.prompt)
         model = self._directory.find_text(request.model)
         note(model=model.name)
         return await self._prompts.tokenize(request, model)
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context | None = None) -> pb.DetokenizeResponse:
         """Text of token ids."""
-        validation.check_detokenize(request.ids)
+        check_detokenize(request.ids)
         model = self._directory.find_text(request.model)
         note(model=model.name)
-        return await self._prompts.run_call(request.ByteSize(), detokenize, request, model)
+        return await self._prompts.detokenize(request, model)
 
     # -- models and status --------------------------------------------------------------------------------------------
 

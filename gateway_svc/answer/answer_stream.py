@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from quire.v1 import inference_pb2 as pb
 
-from gateway_svc.request.chat_request import AnswerPlan
+from gateway_svc.request.tools import AnswerPlan
 from gateway_svc.text.chat_output import Kind, Part, call_id
 from gateway_svc.text.output import SampleText
 

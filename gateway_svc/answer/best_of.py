@@ -12,7 +12,8 @@ from quire.internal.v1 import scheduler_pb2
 from quire.v1 import types_pb2 as types
 
 from gateway_svc.answer.stream import SampleStream, Source, new_texts
-from gateway_svc.request.validation import BestOf, GenerationPlan
+from gateway_svc.request.plan import GenerationPlan
+from gateway_svc.request.resume import BestOf
 from gateway_svc.schedulers.logprobs import PromptLogprobJournal
 from gateway_svc.schedulers.scheduler_request import SampleJournal, SchedulerRequest
 from gateway_svc.text.output import SampleText
@@ -23,7 +24,7 @@ INCOMPLETE = (types.FINISH_REASON_ERROR, types.FINISH_REASON_ABORTED)
 
 def source_of(request: SchedulerRequest, plan: GenerationPlan) -> Source:
     """The samples that are sent for a request: all, or the best ones."""
-    return request if plan.best_of is None else BestSamples(request, plan, plan.best_of)
+    return request if plan.resume.best_of is None else BestSamples(request, plan, plan.resume.best_of)
 
 
 class ComputedSample:
@@ -69,8 +70,8 @@ class BestSamples:
     def __init__(self, request: SchedulerRequest, plan: GenerationPlan, best_of: BestOf) -> None:
         self.samples: Sequence[SampleJournal] = ()  # the best ones, once they are known
         self._request = request
-        self._keeps_logprobs = plan.logprobs is not None
-        self._n = plan.sampling.n
+        self._keeps_logprobs = plan.output.logprobs is not None
+        self._n = plan.sampling.params.n
         self._known = best_of.known
         self._computed = _computed_samples(plan, best_of.num_computed)
 
@@ -146,8 +147,7 @@ class BestSamples:
 
 def _computed_samples(plan: GenerationPlan, num: int) -> list[ComputedSample]:
     """All samples of a request, with text only if there are stop strings."""
-    texts = new_texts(plan, num) if plan.stop.stop else [None] * num
-    silent = replace(
-        plan, finished=(False,) * num, replay=None, logprobs=None, answer=None, wants_text=False, wants_token_ids=False
-    )
+    texts = new_texts(plan, num) if plan.sampling.stop.stop else [None] * num
+    output = replace(plan.output, logprobs=None, answer=None, wants_text=False, wants_token_ids=False)
+    silent = replace(plan, output=output, resume=replace(plan.resume, finished=(False,) * num, replay=None))
     return [ComputedSample(index, silent, text) for index, text in enumerate(texts)]

@@ -7,7 +7,7 @@ import logging
 import secrets
 
 from gateway_svc.callers.caller import scoped
-from gateway_svc.request.prompts import RETRY_FULL_S
+from gateway_svc.request.threads import RETRY_FULL_S
 from gateway_svc.schedulers.scheduler_request import SchedulerRequest
 from svc_common.errors import AlreadyExistsError, OverloadedError, QuireError, TakenOverError, UnavailableError
 from svc_common.memory import MemoryLimit

@@ -13,7 +13,8 @@ from quire.v1 import inference_pb2 as pb
 from gateway_svc.columns import u32_from_bytes, u32_to_bytes
 from gateway_svc.records.recorder import Recorder, Recording
 from gateway_svc.records.store import Record
-from gateway_svc.request.validation import GenerationPlan, Replay
+from gateway_svc.request.plan import GenerationPlan
+from gateway_svc.request.resume import Replay
 from gateway_svc.schedulers.scheduler_request import SchedulerRequest
 from gateway_svc.schedulers.wire import continuation_from_outputs
 from svc_common.errors import NotFoundError, QuireError
@@ -61,12 +62,12 @@ def record_of(request: pb.GenerateRequest, plan: GenerationPlan, notes: bytes) -
     kept.CopyFrom(request)
     kept.request_id = plan.request_id
     kept.model, kept.adapter = plan.model.info.model, "" if plan.model.adapter is None else plan.model.name
-    kept.sampling.CopyFrom(plan.sampling)
-    kept.stop.CopyFrom(plan.stop)
+    kept.sampling.CopyFrom(plan.sampling.params)
+    kept.stop.CopyFrom(plan.sampling.stop)
     kept.continuation.Clear()
     kept.joins_events = False  # a property of the client, and another one may resume the request
     kept.continuation.revision = plan.model.revision
-    return record_pb2.RequestRecord(request=kept, prompt_token_ids=u32_to_bytes(plan.prompt_ids), notes=notes)
+    return record_pb2.RequestRecord(request=kept, prompt_token_ids=u32_to_bytes(plan.prompt.ids), notes=notes)
 
 
 @asynccontextmanager

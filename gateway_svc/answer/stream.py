@@ -22,7 +22,7 @@ from gateway_svc.answer.answer_stream import AnswerStream
 from gateway_svc.columns import u32_to_bytes
 from gateway_svc.metrics import RequestMeter
 from gateway_svc.records.recorder import Recording
-from gateway_svc.request.validation import GenerationPlan
+from gateway_svc.request.plan import GenerationPlan
 from gateway_svc.schedulers.logprobs import PromptLogprobJournal, PromptLogprobStream, TakenLogprobs
 from gateway_svc.schedulers.scheduler_request import SampleJournal
 from gateway_svc.text.answer import Part
@@ -45,18 +45,18 @@ class SampleStream:
 
     def __init__(self, index: int, plan: GenerationPlan, text: SampleText | None) -> None:
         self.index = index
-        self.is_done = plan.finished[index]
+        self.is_done = plan.resume.finished[index]
         self.is_stopped = False  # a stop string matched
         self.num_output = 0
         self.num_cached = 0  # tokens of the prompt; known when it is done
-        self._sent = 0 if plan.replay is None else plan.replay.sent[index]  # output that the client has
+        self._sent = 0 if plan.resume.replay is None else plan.resume.replay.sent[index]  # output that the client has
         self.reason = types.FINISH_REASON_UNSPECIFIED  # set when it is done
         self._plan = plan
         self._text = text
-        self._answer = None if plan.answer is None else AnswerStream(plan.answer, plan.request_id, index)
+        self._answer = None if plan.output.answer is None else AnswerStream(plan.output.answer, plan.request_id, index)
         self._parts: list[Part] = []  # unsent parts of the answer
         self._cursor = 0
-        self._cumulative = plan.cumulative_logprobs[index] if plan.logprobs is not None else 0.0
+        self._cumulative = plan.resume.cumulative_logprobs[index] if plan.output.logprobs is not None else 0.0
         self._text_bytes = 0
         self._digest = xxhash.xxh3_64()
 
@@ -66,8 +66,8 @@ class SampleStream:
         Raises InvalidRequestError if the output continues after a stop string.
         """
         finish = None if self.is_done else self._end_of(output)
-        if self._plan.replay is not None:  # the journal begins with `output`, and `advance` reads it from there
-            return self._plan.replay.ends[self.index] or finish
+        if self._plan.resume.replay is not None:  # the journal begins with `output`, and `advance` reads it from there
+            return self._plan.resume.replay.ends[self.index] or finish
         text, count = self._read(output, finish)
         if count < len(output) and not self.is_done:
             raise InvalidRequestError(
@@ -154,7 +154,7 @@ class SampleStream:
         for logprob in taken.chosen:
             self._cumulative += logprob
         if event is not None:
-            taken.fill(event.chunk.logprobs, self._plan.model.text.tokenizer if self._plan.wants_text else None)
+            taken.fill(event.chunk.logprobs, self._plan.model.text.tokenizer if self._plan.output.wants_text else None)
 
     @property
     def _stop(self) -> str | None:
@@ -179,8 +179,9 @@ class SampleStream:
 
     def _chunk(self, ids: array[int], text: str) -> pb.GenerateResponse | None:
         plan = self._plan
-        shown = text if plan.wants_text else ""
-        if not (shown or self._parts) and not (ids and (plan.wants_token_ids or plan.logprobs is not None)):
+        shown = text if plan.output.wants_text else ""
+        wants_ids = plan.output.wants_token_ids or plan.output.logprobs is not None
+        if not (shown or self._parts) and not (ids and wants_ids):
             return None
         event = pb.GenerateResponse()
         chunk = event.chunk  # filled in place, which costs half as much as building a Chunk and copying it
@@ -188,7 +189,7 @@ class SampleStream:
         chunk.offset = self.num_output
         chunk.text = shown
         chunk.text_offset = self._text_bytes
-        if plan.wants_token_ids:
+        if plan.output.wants_token_ids:
             chunk.token_ids.extend(ids)
         if self._answer is not None and self._parts:
             self._answer.add_to(chunk, self._parts)
@@ -203,7 +204,7 @@ class SampleStream:
     def _finished(self, finish: scheduler_pb2.SampleFinished) -> pb.Finished:
         usage = types.Usage()
         usage.CopyFrom(finish.usage)
-        usage.prompt_tokens = len(self._plan.prompt_ids)
+        usage.prompt_tokens = len(self._plan.prompt.ids)
         usage.output_tokens = self.num_output
         self.num_cached = usage.cached_tokens
         usage.reasoning_tokens = 0 if self._answer is None else self._answer.num_reasoning_tokens
@@ -215,7 +216,7 @@ class SampleStream:
             message=finish.message,
             preemptions=finish.preemptions,
         )
-        if self._plan.logprobs is not None:
+        if self._plan.output.logprobs is not None:
             finished.cumulative_logprob = self._cumulative
         if self.is_stopped:
             finished.reason = types.FINISH_REASON_STOP
@@ -235,9 +236,9 @@ class SampleStream:
         only the scheduler has its score.
         """
         plan = self._plan
-        if not output or plan.beams is not None:
+        if not output or plan.sampling.beams is not None:
             return None
-        end = plan.stop_condition.end_of(output[-1], len(output), plan.model.info.eos_token_ids)
+        end = plan.sampling.condition.end_of(output[-1], len(output), plan.model.info.eos_token_ids)
         if end is None:
             return None
         finish = scheduler_pb2.SampleFinished(sample_index=self.index, reason=REASONS[end])
@@ -277,12 +278,11 @@ class GenerationStream:
 
     def __init__(self, plan: GenerationPlan) -> None:
         self._plan = plan
-        self._samples = [SampleStream(i, plan, text) for i, text in enumerate(new_texts(plan, plan.sampling.n))]
-        self.ends = [s.prime(output) for s, output in zip(self._samples, plan.outputs, strict=True)]
-        self._prompt = PromptLogprobStream(
-            plan.prompt_ids, plan.num_prompt_logprobs, plan.model.text.tokenizer if plan.wants_text else None
-        )
-        self._num_open = plan.finished[: len(self._samples)].count(False)
+        self._samples = [SampleStream(i, plan, text) for i, text in enumerate(new_texts(plan, plan.sampling.params.n))]
+        self.ends = [s.prime(output) for s, output in zip(self._samples, plan.resume.outputs, strict=True)]
+        tokenizer = plan.model.text.tokenizer if plan.output.wants_text else None
+        self._prompt = PromptLogprobStream(plan.prompt.ids, plan.resume.num_prompt_logprobs, tokenizer)
+        self._num_open = plan.resume.finished[: len(self._samples)].count(False)
         self._event_seq = 0
         self._first: Sequence[pb.GenerateResponse] = ()  # Accepted, while it waits for the next events
 
@@ -293,9 +293,9 @@ class GenerationStream:
 
     def accepted(self, request: Source, meter: RequestMeter) -> Sequence[pb.GenerateResponse]:
         """The first event; nothing if it is joined to the next events, which are ready."""
-        meter.on_accepted(len(self._plan.prompt_ids), resumes=request.is_resumed)
+        meter.on_accepted(len(self._plan.prompt.ids), resumes=request.is_resumed)
         first = (self._numbered(pb.GenerateResponse(accepted=self._accepted())),)
-        if not self._plan.joins_events or not request.is_due or self.is_done:
+        if not self._plan.output.joins_events or not request.is_due or self.is_done:
             return first
         self._first = first
         return ()
@@ -305,7 +305,7 @@ class GenerationStream:
     ) -> Iterator[pb.GenerateResponse]:
         """The messages with the events for the news of the request."""
         events = self._events(news, request, meter, recording)
-        if not self._plan.joins_events:
+        if not self._plan.output.joins_events:
             return events
         first, self._first = self._first, ()
         return joined(chain(first, events))
@@ -339,11 +339,11 @@ class GenerationStream:
         plan = self._plan
         return pb.Accepted(
             request_id=plan.request_id,
-            seed=plan.sampling.seed,
+            seed=plan.sampling.params.seed,
             model=plan.model.name,
-            prompt_tokens=len(plan.prompt_ids),
+            prompt_tokens=len(plan.prompt.ids),
             revision=plan.model.revision,
-            n=plan.sampling.n,
+            n=plan.sampling.params.n,
         )
 
     def _numbered(self, event: pb.GenerateResponse) -> pb.GenerateResponse:
@@ -373,17 +373,17 @@ def joined(events: Iterable[pb.GenerateResponse]) -> Iterator[pb.GenerateRespons
 def new_texts(plan: GenerationPlan, num_samples: int) -> list[SampleText | None]:
     """A SampleText per sample; None if neither the client nor a stop string needs text."""
     tokenizer = plan.model.text.tokenizer
-    needs_text = plan.wants_text or bool(plan.stop.stop)
+    needs_text = plan.output.wants_text or bool(plan.sampling.stop.stop)
     if tokenizer is None or not needs_text:
         return [None] * num_samples
-    stops = StopStrings(plan.stop.stop) if plan.stop.stop else None
-    include_stop = plan.stop.include_stop_in_output
-    visible = frozenset(() if plan.answer is None else plan.answer.format.markers)
+    stops = StopStrings(plan.sampling.stop.stop) if plan.sampling.stop.stop else None
+    include_stop = plan.sampling.stop.include_stop_in_output
+    visible = frozenset(() if plan.output.answer is None else plan.output.answer.format.markers)
     return [
         SampleText(
-            tokenizer.new_detokenizer(skip_special_tokens=plan.skip_special_tokens, visible=visible),
+            tokenizer.new_detokenizer(skip_special_tokens=plan.output.skip_special_tokens, visible=visible),
             None if stops is None else stops.new_matcher(include_stop=include_stop),
-            first_stop=plan.stop_condition.min_tokens,
+            first_stop=plan.sampling.condition.min_tokens,
         )
         for _ in range(num_samples)
     ]

@@ -18,7 +18,7 @@ from gateway_svc.http.fields import invalid
 from gateway_svc.http.multipart import Form, parse_form
 from gateway_svc.http.replies import ignored_headers, json_reply
 from gateway_svc.operators.audit.entry import note_request_id
-from gateway_svc.request.prompts import PromptReader
+from gateway_svc.request.threads import Lane
 from gateway_svc.servicer import InferenceServicer
 from svc_common.errors import QuireError
 
@@ -47,9 +47,9 @@ class Speech:
 class AudioHandlers:
     """One method per endpoint. All raise QuireError."""
 
-    def __init__(self, servicer: InferenceServicer, prompts: PromptReader) -> None:
+    def __init__(self, servicer: InferenceServicer, lane: Lane) -> None:
         self._servicer = servicer
-        self._prompts = prompts
+        self._lane = lane
 
     def routes(self) -> list[Route]:
         return [
@@ -68,7 +68,7 @@ class AudioHandlers:
     async def _answer(self, request: Request, task: str) -> Response:
         data = await request.body()
         content_type = request.headers.get("content-type", "")
-        asked: Speech = await self._prompts.run(len(data), _speech_of, data, content_type, task)
+        asked: Speech = await self._lane.run(len(data), _speech_of, data, content_type, task)
         request.scope["names"] = NAMES
         asked.request.request_id = f"audio-{secrets.token_hex(12)}"
         note_request_id(asked.request.request_id)

@@ -25,8 +25,8 @@ from gateway_svc.http.merge import Numbered, merged, within
 from gateway_svc.http.replies import EventStream, ignored_headers, json_reply
 from gateway_svc.http.responses.handlers import ResponsesHandlers
 from gateway_svc.operators.audit.entry import note, note_request_id
-from gateway_svc.request.image_prompt import has_images
-from gateway_svc.request.prompts import PromptReader
+from gateway_svc.request.prompts.images import has_images
+from gateway_svc.request.threads import Lane
 from gateway_svc.schedulers.directory import ModelDirectory
 from gateway_svc.servicer import InferenceServicer
 from svc_common.errors import InvalidRequestError, UnavailableError, shown_error
@@ -46,16 +46,16 @@ class Handlers:
         self,
         servicer: InferenceServicer,
         directory: ModelDirectory,
-        prompts: PromptReader,
+        lane: Lane,
         is_serving: Callable[[], bool],
     ) -> None:
         self._servicer = servicer
         self._directory = directory
-        self._prompts = prompts
+        self._lane = lane
         self._is_serving = is_serving
         self._created = int(time.time())
         self._responses = ResponsesHandlers(servicer, directory, self._read)
-        self._audio = AudioHandlers(servicer, prompts)
+        self._audio = AudioHandlers(servicer, lane)
 
     def routes(self) -> list[Route]:
         """All endpoints."""
@@ -93,7 +93,7 @@ class Handlers:
         asked = await self._read(request, pooling.embeddings_of)
         reply = await self._servicer.pooled.embed(asked.request)
         size = 8 * sum(len(item.values) for item in reply.embeddings)
-        answer = await self._prompts.run(size, pooling.embeddings_answer, reply, is_base64=asked.is_base64)
+        answer = await self._lane.run(size, pooling.embeddings_answer, reply, is_base64=asked.is_base64)
         return json_reply(answer, asked.ignored)
 
     async def score(self, request: Request) -> Response:
@@ -165,7 +165,7 @@ class Handlers:
     async def _read(self, request: Request, parse: Callable[[bytes], Any]) -> Any:
         """The parsed body. A large body is parsed in a thread."""
         data = await request.body()
-        return await self._prompts.run(len(data) // PARSE_BYTES, parse, data)
+        return await self._lane.run(len(data) // PARSE_BYTES, parse, data)
 
     async def _generate(self, request: Request, asked: Generation, shape: Shape) -> Response | EventStream:
         request.scope["names"] = asked.names

@@ -17,13 +17,14 @@ from gateway_svc.answer.open_streams import OpenStream, OpenStreams
 from gateway_svc.callers.caller import current_caller
 from gateway_svc.limits.key_limits import KeyLimits
 from gateway_svc.metrics import GatewayMetrics, RequestMeter
-from gateway_svc.operators.audit.entry import note, note_generation, note_request_id
+from gateway_svc.operators.audit.entry import note, note_generation
 from gateway_svc.pooling.inputs import InputReader, PooledInput
 from gateway_svc.pooling.runs import pooled_numbers, scheduler_requests
 from gateway_svc.request import validation
+from gateway_svc.request.field_errors import FieldErrors, invalid
 from gateway_svc.request.models import ServedModel
-from gateway_svc.request.parameters import FieldErrors, invalid
-from gateway_svc.request.prompts import PromptReader
+from gateway_svc.request.plan import check_determinism
+from gateway_svc.request.prompts.readers import PromptReaders, check_prompt
 from gateway_svc.schedulers.directory import ModelDirectory
 from gateway_svc.schedulers.dispatcher import Dispatcher, Hints
 from request_fields import checks
@@ -43,12 +44,12 @@ class PooledCalls:
         self,
         directory: ModelDirectory,
         dispatcher: Dispatcher,
-        prompts: PromptReader,
+        prompts: PromptReaders,
         metrics: GatewayMetrics,
         limits: KeyLimits,
         streams: OpenStreams,
         cache_salt: Salt,
-        min_priority: int,
+        request_limits: validation.RequestLimits,
     ) -> None:
         self._directory = directory
         self._dispatcher = dispatcher
@@ -57,13 +58,13 @@ class PooledCalls:
         self._limits = limits
         self._streams = streams
         self._cache_salt = cache_salt
-        self._min_priority = min_priority
+        self._request_limits = request_limits
 
     async def embed(self, request: pb.EmbedRequest, deadline: float | None = None) -> pb.EmbedResponse:
         """One vector per input."""
         _check_count("inputs", len(request.inputs), MAX_INPUTS)
         for i, prompt in enumerate(request.inputs):
-            validation.check_prompt(prompt, f"inputs[{i}]")
+            check_prompt(prompt, f"inputs[{i}]")
         model = self._model(request)
         pooling = embed_pooling(request, model.info)
         with self._call(request, model, deadline) as call:
@@ -136,7 +137,7 @@ class PooledCalls:
         validation.check_request_id(request.request_id)
         with FieldErrors():
             checks.check_fields(request)
-        validation.check_priority(request.scheduling.priority, self._min_priority)
+        validation.check_priority(request.scheduling.priority, self._request_limits)
         model = self._directory.find(request.model, "")
         note(model=model.name)
         self._limits.check(current_caller.get().owner, model.name, request.scheduling.priority)
@@ -150,7 +151,7 @@ class PooledCalls:
                 f"model {model.name!r}: its workers compute no embeddings and no scores; start them with --backend cpu",
                 field="model",
             )
-        validation.check_determinism(request.scheduling.determinism, model)
+        check_determinism(request.scheduling.determinism, model)
         return model
 
     @contextmanager
@@ -163,8 +164,7 @@ class PooledCalls:
             self._metrics.request(stream.scoped_id, model.name) as meter,
         ):
             current_request_id.set(stream.scoped_id)
-            note_request_id(stream.request_id)
-            note_generation(meter)
+            note_generation(stream.request_id, meter)
             yield Call(self, model, stream.request_id, stream, meter, request.scheduling, deadline)
 
     async def run(self, call: Call, inputs: Sequence[PooledInput], pooling: pooling_pb2.Pooling) -> list[array[float]]:

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 from quire.v1 import inference_pb2 as pb
 
+from gateway_svc.request.field_errors import check_token_ids
 from gateway_svc.request.models import ServedModel
-from gateway_svc.request.parameters import check_token_ids
-from gateway_svc.request.prompts import PromptReader
+from gateway_svc.request.prompts.images import has_images
+from gateway_svc.request.prompts.readers import TOKEN_READERS, PromptReaders
 from gateway_svc.text.bundle import Tokenizer
 from svc_common.errors import ContextLengthError, InvalidRequestError
 
@@ -28,7 +29,7 @@ class PooledInput:
 class InputReader:
     """Converts the inputs of one model."""
 
-    def __init__(self, prompts: PromptReader, model: ServedModel, *, truncates: bool) -> None:
+    def __init__(self, prompts: PromptReaders, model: ServedModel, *, truncates: bool) -> None:
         self._prompts = prompts
         self._model = model
         self._truncates = truncates
@@ -52,11 +53,11 @@ class InputReader:
 
     async def pairs(self, pairs: Sequence[pb.TextPair]) -> list[PooledInput]:
         """Both texts of each pair in one input, with the special tokens of the model."""
-        tokenizer = self._model.require_tokenizer("pairs")
+        tokenizer, lane = self._model.require_tokenizer("pairs"), self._prompts.threads.requests
         found = []
         for i, pair in enumerate(pairs):
             size = pair.ByteSize()
-            ids, second = await self._prompts.run(size, tokenizer.encode_pair, pair.query, pair.document, self._cut)
+            ids, second = await lane.run(size, tokenizer.encode_pair, pair.query, pair.document, self._cut)
             found.append(PooledInput(array("I", self._checked(ids, f"pairs[{i}]")), second))
         return found
 
@@ -75,10 +76,9 @@ class InputReader:
 
     async def _given(self, prompt: pb.Prompt, field: str) -> Sequence[int]:
         """The ids of a prompt that is no text. Raises InvalidRequestError for an input that is not made of tokens."""
-        found = await self._prompts.read(prompt, self._model)
-        if found.inputs:
+        if prompt.WhichOneof("kind") not in TOKEN_READERS or has_images(prompt.chat):
             raise InvalidRequestError(f"{field} has images or embeddings; send text, tokens or a chat", field=field)
-        return found.ids
+        return await self._prompts.token_ids(prompt, self._model)
 
     @property
     def _cut(self) -> int | None:
@@ -98,7 +98,7 @@ class InputReader:
 
     async def _text(self, text: str, field: str) -> Sequence[int]:
         tokenizer: Tokenizer = self._model.require_tokenizer(field)
-        ids = await self._prompts.run(len(text), tokenizer.encode_cut, text, self._cut)
+        ids = await self._prompts.threads.requests.run(len(text), tokenizer.encode_cut, text, self._cut)
         return self._checked(ids, field)
 
     def _fitting(self, ids: Sequence[int], field: str) -> Sequence[int]:

@@ -9,7 +9,7 @@ from gateway_svc.callers.flags import add_caller_flags
 from gateway_svc.operators.operator_port import add_admin_flags
 from gateway_svc.process.chat_flags import add_chat_flags
 from gateway_svc.request.sandbox.image_preparer import ImageLimits
-from gateway_svc.servicer import DEFAULT_MAX_LOGPROBS
+from gateway_svc.request.validation import DEFAULT_MAX_LOGPROBS
 from request_fields.fields import MAX_LOGPROBS
 from request_fields.inputs import MAX_INPUTS
 from svc_common import config

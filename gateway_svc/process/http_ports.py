@@ -10,7 +10,7 @@ from gateway_svc.callers.authenticator import Authenticator
 from gateway_svc.operators.audit.audit_log import AuditLog
 from gateway_svc.operators.console_state import ConsoleState
 from gateway_svc.operators.operator_port import operators_of
-from gateway_svc.request.prompts import PromptReader
+from gateway_svc.request.threads import Lane
 from gateway_svc.schedulers.directory import ModelDirectory
 from gateway_svc.servicer import InferenceServicer
 from svc_common import config
@@ -31,7 +31,7 @@ def make_http_apps(
     args: argparse.Namespace,
     servicer: InferenceServicer,
     directory: ModelDirectory,
-    prompts: PromptReader,
+    lane: Lane,
     server: GrpcServer,
     audit: AuditLog | None,
 ) -> MakeApp | None:
@@ -43,7 +43,7 @@ def make_http_apps(
     from gateway_svc.http.app import HttpApp, with_cors
     from gateway_svc.http.handlers import Handlers
 
-    routes = Handlers(servicer, directory, prompts, lambda: server.is_serving).routes()
+    routes = Handlers(servicer, directory, lane, lambda: server.is_serving).routes()
     is_traced = args.trace_endpoint is not None
 
     def make_app(authenticator: Authenticator | None) -> ASGIApp:

@@ -34,10 +34,11 @@ from gateway_svc.records.cipher import RecordKeyError, make_cipher
 from gateway_svc.records.recorder import Recorder
 from gateway_svc.records.store import RecordStore
 from gateway_svc.request.models import BundleCache
-from gateway_svc.request.prompts import PromptReader
+from gateway_svc.request.prompts.readers import PromptReaders
 from gateway_svc.request.sandbox.grammar_checker import GrammarChecker
 from gateway_svc.request.sandbox.image_preparer import ImageLimits, ImagePreparer
 from gateway_svc.request.sandbox.template_renderer import TemplateRenderer
+from gateway_svc.request.threads import Threads
 from gateway_svc.schedulers.directory import ModelDirectory
 from gateway_svc.schedulers.dispatcher import Dispatcher
 from gateway_svc.schedulers.prefix_hints import PrefixHints
@@ -201,14 +202,15 @@ async def serve(
     names = SchedulerNames(args.scheduler, clients.update)
     templates = TemplateRenderer()
     images = ImagePreparer(ImageLimits(args.max_images, args.max_image_bytes, args.max_image_pixels))
-    prompts = PromptReader(templates, args.max_tokenize_bytes, images)
+    threads = Threads(args.max_tokenize_bytes)
+    prompts = PromptReaders(threads, templates, images)
     directory, metrics = ModelDirectory(clients.all), GatewayMetrics()
     grammars = GrammarChecker()
     servicer = InferenceServicer(
         directory,
         dispatcher,
         prompts,
-        PrefixHints(prompts, reader),
+        PrefixHints(threads.requests, reader),
         grammars,
         max_streams=args.max_streams,
         max_request_bytes=args.max_request_bytes,
@@ -225,7 +227,7 @@ async def serve(
     )
     read = GatewayReader(metrics, servicer.streams, directory, lambda: dispatcher.num_moves, reader, audit)
     admin = make_admin(args, server, read)
-    make_app = make_http_apps(args, servicer, directory, prompts, server, audit)
+    make_app = make_http_apps(args, servicer, directory, threads.requests, server, audit)
     http = make_http(args, make_app, authenticator, tls, shares_port=link is not None)
     state = ConsoleState(servicer.full_status, directory)
     console = make_console(args, make_app, authenticator, state, server, tls)
@@ -281,7 +283,7 @@ async def serve(
             await authenticator.close()
         if reader is not None:
             await reader.close()
-        prompts.close()
+        threads.close()
         await grammars.close()
         await templates.close()
         await images.close()

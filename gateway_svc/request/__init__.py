@@ -1,1 +1,1 @@
-"""What a request asks for: its fields, prompt and plan. Large inputs are read in threads and sandbox processes."""
+"""From the message of a client to a plan: checks, prompts, defaults. I/O: threads and sandbox processes, no network."""

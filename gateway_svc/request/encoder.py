@@ -14,13 +14,11 @@ from quire.internal.v1 import encoder_pb2
 from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2 as types
 
+from gateway_svc.request.field_errors import invalid
 from gateway_svc.request.models import ServedModel
-from gateway_svc.request.parameters import invalid
 from request_fields.grammar import Grammar
 from svc_common.errors import ContextLengthError
 
-AUDIO_FIELD = "prompt.audio.data"
-HEADER_BYTES = 64 << 10  # of a WAV file: formats and tags
 TRANSCRIBE = "transcribe"
 
 
@@ -131,28 +129,6 @@ def check_output(output: pb.OutputParams) -> None:
         raise invalid(
             "output.prompt_logprobs", "is set, but the prompt is the input of an encoder; leave the field unset"
         )
-
-
-def check_audio(audio: pb.Audio, model: ServedModel) -> None:
-    """Refuse audio that the model does not take, or that is certainly too long, before it is read."""
-    if not model.info.encoder.HasField("audio"):
-        raise invalid("prompt.audio", f"is set, but model {model.name!r} takes no audio; send text or token ids")
-    info = model.info.encoder.audio
-    if len(audio.data) > (limit := HEADER_BYTES + 4 * info.max_samples):
-        raise invalid(
-            AUDIO_FIELD,
-            f"has {len(audio.data)} bytes; at most {limit} are allowed, which hold {longest_s(info):g} s: send it in "
-            "parts",
-        )
-    for name, given, known in (("language", audio.language, info.language_ids), ("task", audio.task, info.task_ids)):
-        if given and given not in known:
-            names = ", ".join(sorted(known)) or "none"
-            raise invalid(f"prompt.audio.{name}", f"is {given!r}; model {model.name!r} knows {names}")
-
-
-def longest_s(info: types.AudioInfo) -> float:
-    """The longest audio in seconds."""
-    return info.max_samples / info.sampling_rate
 
 
 def _padded(num_prompt: int, model: ServedModel) -> int:

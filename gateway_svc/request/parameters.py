@@ -12,48 +12,57 @@ from dataclasses import dataclass
 from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2 as types
 
+from gateway_svc.request.field_errors import FieldErrors, check_token_ids, invalid
 from gateway_svc.request.models import ServedModel
 from request_fields import checks
 from request_fields.beams import BeamParams, beam_params
-from request_fields.fields import GRAMMAR_FIELDS, MAX_BAD_WORD_IDS, FieldError, StopCondition, stop_condition
+from request_fields.fields import GRAMMAR_FIELDS, MAX_BAD_WORD_IDS, StopCondition, stop_condition
 from request_fields.grammar import Grammar
-from request_fields.sizes import LengthError
-from svc_common.errors import ContextLengthError, InvalidRequestError
 
 MAX_KEPT = 256  # results per model
 MAX_KEPT_BYTES = 1024  # parameters larger than this are checked each time
 
 
 @dataclass(frozen=True, slots=True)
-class Parameters:
+class SamplingPlan:
     """Checked parameters. The messages are shared by all requests with these parameters: copy before changing them."""
 
-    sampling: types.SamplingParams  # every served field set; the seed is set per request
-    bad_words_ids: tuple[tuple[int, ...], ...]  # token ids of sampling.bad_words
+    params: types.SamplingParams  # every served field set
+    bad_words_ids: tuple[tuple[int, ...], ...]  # token ids of params.bad_words
     stop: types.StopParams  # max_tokens set
     condition: StopCondition  # the part of `stop` that depends on token ids only
     beams: BeamParams | None
 
-    def sampling_with(self, seed: int) -> types.SamplingParams:
-        """The sampling parameters of one request."""
-        sampling = types.SamplingParams()
-        sampling.CopyFrom(self.sampling)
-        sampling.seed = seed
-        return sampling
+    def with_seed(self, seed: int) -> SamplingPlan:
+        """The parameters of one request."""
+        params = types.SamplingParams()
+        params.CopyFrom(self.params)
+        params.seed = seed
+        return SamplingPlan(params, self.bad_words_ids, self.stop, self.condition, self.beams)
 
 
-def parameters_of(
-    request: pb.GenerateRequest, model: ServedModel, max_tokens: int, grammar: Grammar | None = None
-) -> Parameters:
+def sampling_plan(
+    request: pb.GenerateRequest,
+    model: ServedModel,
+    max_tokens: int,
+    grammar: Grammar | None = None,
+    *,
+    drawn_seed: int = 0,
+) -> SamplingPlan:
     """The parameters of a request. `max_tokens` is resolved; `grammar` is the request's grammar after its check.
+    `drawn_seed` is used if the request has no seed.
 
     Raises InvalidRequestError with the invalid field.
     """
-    if grammar is not None:
-        return _check(request, model, max_tokens, grammar)
+    found = _kept(request, model, max_tokens) if grammar is None else _check(request, model, max_tokens, grammar)
+    return found.with_seed(request.sampling.seed if request.sampling.HasField("seed") else drawn_seed)
+
+
+def _kept(request: pb.GenerateRequest, model: ServedModel, max_tokens: int) -> SamplingPlan:
+    """The result of an earlier request with the same parameters, if it is kept."""
     key = (_without_seed(request.sampling), request.stop.SerializeToString(), max_tokens)
     kept = model.parameters
-    found: Parameters | None = kept.get(key)
+    found: SamplingPlan | None = kept.get(key)
     if found is None:
         found = _check(request, model, max_tokens, None)
         if len(kept) >= MAX_KEPT:  # threads may add at the same time, so nothing iterates over it
@@ -71,7 +80,7 @@ def _without_seed(sampling: types.SamplingParams) -> bytes:
     return sampling.SerializeToString()
 
 
-def _check(request: pb.GenerateRequest, model: ServedModel, max_tokens: int, grammar: Grammar | None) -> Parameters:
+def _check(request: pb.GenerateRequest, model: ServedModel, max_tokens: int, grammar: Grammar | None) -> SamplingPlan:
     sampling = resolve_sampling(request.sampling, model, drawn_seed=0)
     if grammar is not None:
         _set_grammar(sampling, grammar)
@@ -85,12 +94,12 @@ def _check(request: pb.GenerateRequest, model: ServedModel, max_tokens: int, gra
     with FieldErrors():
         condition = stop_condition(checks.values_set(stop), is_constrained=grammar is not None)
         beams = beam_params(checks.values_set(sampling), condition.max_tokens)
-    bad_words_ids = tokenize_bad_words(sampling.bad_words, model)
+    bad_words_ids = _tokenize_bad_words(sampling.bad_words, model)
     with FieldErrors():
         checks.check_sampled_ids(sampling, model.info.vocab_size)
         early_banned = condition.banned_ids(model.info.eos_token_ids)
         checks.check_something_is_left(sampling, bad_words_ids, early_banned, model.info.vocab_size)
-    return Parameters(sampling, bad_words_ids, stop, condition, beams)
+    return SamplingPlan(sampling, bad_words_ids, stop, condition, beams)
 
 
 def resolve_sampling(asked: types.SamplingParams, model: ServedModel, *, drawn_seed: int) -> types.SamplingParams:
@@ -125,7 +134,7 @@ def _check_num_samples(sampling: types.SamplingParams, model: ServedModel) -> No
         sampling.ClearField("best_of")
 
 
-def tokenize_bad_words(bad_words: Sequence[str], model: ServedModel) -> tuple[tuple[int, ...], ...]:
+def _tokenize_bad_words(bad_words: Sequence[str], model: ServedModel) -> tuple[tuple[int, ...], ...]:
     """Token ids of each string without and with a leading space, because most tokenizers have other tokens for the
     start of a word within a text."""
     if not bad_words:
@@ -141,32 +150,3 @@ def tokenize_bad_words(bad_words: Sequence[str], model: ServedModel) -> tuple[tu
                 raise invalid(f"sampling.bad_words[{i}]", words)
             found[ids] = None
     return tuple(found)
-
-
-def check_token_ids(field: str, ids: Sequence[int], model: ServedModel) -> None:
-    """Check that all ids are below vocab_size."""
-    vocab_size = model.info.vocab_size
-    if len(ids) == 0 or max(ids) < vocab_size:
-        return
-    position = next(i for i, id_ in enumerate(ids) if id_ >= vocab_size)
-    raise invalid(field, f"holds token id {ids[position]} at position {position}; vocab_size is {vocab_size}")
-
-
-class FieldErrors:
-    """Converts a FieldError of its block to the error that the client gets. A class, because a request enters several
-    blocks and a generator costs more.
-    """
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, LengthError):
-            raise ContextLengthError(str(error), field=error.field, limit=error.limit) from None
-        if isinstance(error, FieldError):
-            raise InvalidRequestError(str(error), field=error.field) from None
-
-
-def invalid(field: str, words: str) -> InvalidRequestError:
-    """The error for an invalid field."""
-    return InvalidRequestError(f"{field} {words}", field=field)

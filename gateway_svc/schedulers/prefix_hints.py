@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from gateway_svc.request.prompts import PromptReader
-from gateway_svc.request.validation import GenerationPlan
+from gateway_svc.request.plan import GenerationPlan
+from gateway_svc.request.threads import Lane
 from gateway_svc.schedulers.dispatcher import Hints
 from prefix_index.hashing import encoder_digest, extend_digests, extra_keys, model_salt, root_digest, root_key
 from prefix_index.reader import RedisPrefixReader
@@ -16,14 +16,14 @@ class PrefixHints:
     waits at most the reader's timeout.
     """
 
-    def __init__(self, prompts: PromptReader, reader: RedisPrefixReader | None) -> None:
-        self._prompts = prompts
+    def __init__(self, lane: Lane, reader: RedisPrefixReader | None) -> None:
+        self._lane = lane
         self._reader = reader
 
     async def look_up(self, plan: GenerationPlan) -> Hints:
         """The hints for a request."""
-        digests = await self._prompts.run(4 * len(plan.prompt_ids), chain_of, plan)
-        affinity = digests[0] if digests else plan.prompt_ids.tobytes()
+        digests = await self._lane.run(4 * len(plan.prompt.ids), chain_of, plan)
+        affinity = digests[0] if digests else plan.prompt.ids.tobytes()
         if self._reader is None or len(digests) < MIN_BLOCKS_TO_LOOK_UP:
             return Hints(affinity)
         blocks = await self._reader.lookup(digests)
@@ -37,9 +37,10 @@ def chain_of(plan: GenerationPlan) -> list[bytes]:
     digests: list[bytes] = []
     if info.block_size:
         salt = model_salt(info.revision, info.dtype, info.determinism)
-        encoder = b"" if plan.encoder is None else encoder_digest(plan.prompt_ids)
+        prompt = plan.prompt
+        encoder = b"" if prompt.encoder is None else encoder_digest(prompt.ids)
         adapter = plan.model.adapter_digest
-        key = root_key(cache_salt=plan.cache_salt.encode(), encoder=encoder, adapter=adapter)
+        key = root_key(cache_salt=prompt.cache_salt.encode(), encoder=encoder, adapter=adapter)
         root = root_digest(salt, info.block_size, key)
-        extend_digests(digests, root, plan.column, info.block_size, extra_keys(plan.inputs, info.block_size))
+        extend_digests(digests, root, prompt.column, info.block_size, extra_keys(prompt.inputs, info.block_size))
     return digests

@@ -11,7 +11,7 @@ from quire.v1 import types_pb2 as types
 
 from gateway_svc.callers.caller import current_caller
 from gateway_svc.columns import ProtocolError, u32_from_bytes, u32_to_bytes
-from gateway_svc.request.validation import GenerationPlan
+from gateway_svc.request.plan import GenerationPlan
 from request_fields.fields import Side, fields_of
 from svc_common.errors import QuireError, error_from_code
 
@@ -39,18 +39,18 @@ def submit_from_plan(plan: GenerationPlan, *, request_id: str) -> pb.Submit:
     """
     return pb.Submit(
         request_id=request_id,
-        inputs=plan.inputs,
-        prompt_token_ids=u32_to_bytes(plan.column),
-        encoder=None if plan.encoder is None else plan.encoder.message,
+        inputs=plan.prompt.inputs,
+        prompt_token_ids=u32_to_bytes(plan.prompt.column),
+        encoder=None if plan.prompt.encoder is None else plan.prompt.encoder.message,
         sampling=_for_scheduler(plan),
-        bad_words_ids=[types.TokenIds(ids=ids) for ids in plan.bad_words_ids],
-        stop=_without_strings(plan.stop),
+        bad_words_ids=[types.TokenIds(ids=ids) for ids in plan.sampling.bad_words_ids],
+        stop=_without_strings(plan.sampling.stop),
         priority=plan.scheduling.priority,
-        cache_salt=plan.cache_salt,
+        cache_salt=plan.prompt.cache_salt,
         adapter_digest=plan.model.adapter_digest,
         tenant_id=current_caller.get().owner or plan.scheduling.tenant_id,
-        logprobs=0 if plan.logprobs is None and plan.best_of is not None else plan.logprobs,
-        prompt_logprobs=plan.prompt_logprobs,
+        logprobs=0 if plan.output.logprobs is None and plan.resume.best_of is not None else plan.output.logprobs,
+        prompt_logprobs=plan.output.prompt_logprobs,
     )
 
 
@@ -64,13 +64,14 @@ def _without_strings(stop: types.StopParams) -> types.StopParams:
 
 def _for_scheduler(plan: GenerationPlan) -> types.SamplingParams:
     """The sampling parameters without bad_words, which are sent as ids, and with the number of samples to compute."""
-    if not plan.sampling.bad_words and plan.best_of is None:
-        return plan.sampling
+    params, best_of = plan.sampling.params, plan.resume.best_of
+    if not params.bad_words and best_of is None:
+        return params
     kept = types.SamplingParams()
-    kept.CopyFrom(plan.sampling)
+    kept.CopyFrom(params)
     kept.ClearField("bad_words")
-    if plan.best_of is not None:
-        kept.n = plan.best_of.num_computed
+    if best_of is not None:
+        kept.n = best_of.num_computed
         kept.ClearField("best_of")
     return kept
 

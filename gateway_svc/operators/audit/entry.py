@@ -119,10 +119,11 @@ def note_target(target: str) -> None:
         entry.target = target[:MAX_TARGET_CHARS]
 
 
-def note_generation(meter: Meter) -> None:
-    """Count the tokens of a generation for the current request."""
+def note_generation(request_id: str, meter: Meter) -> None:
+    """Count the tokens of a generation for the current request, and note its id unless the request has one."""
     entry = current_entry.get()
     if entry is not None:
+        entry.request_id = entry.request_id or request_id
         entry.meters.append(meter)
 
 

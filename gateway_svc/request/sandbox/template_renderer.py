@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from gateway_svc.request.field_errors import CHAT
 from gateway_svc.request.models import ServedModel
 from gateway_svc.request.sandbox.frames import to_frame
 from gateway_svc.request.sandbox.pool import NoFreeProcessError, SandboxPool, Spares
@@ -31,7 +32,6 @@ MAX_OUTPUT_CHARS = 16 << 20
 MAX_ANSWER_BYTES = 64 << 20
 MAX_POOLS = 32
 RETRY_S = 1.0
-CHAT = "prompt.chat"
 PROCESS = "gateway_svc.request.sandbox.template_process"
 
 

@@ -11,9 +11,10 @@ from quire.internal.v1 import scheduler_pb2_grpc, worker_pb2_grpc
 from quire.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
 
 from gateway_svc.request.models import BundleCache
-from gateway_svc.request.prompts import PromptReader
+from gateway_svc.request.prompts.readers import PromptReaders
 from gateway_svc.request.sandbox.grammar_checker import GrammarChecker
 from gateway_svc.request.sandbox.template_renderer import TemplateRenderer
+from gateway_svc.request.threads import Threads
 from gateway_svc.schedulers.directory import ModelDirectory
 from gateway_svc.schedulers.dispatcher import Dispatcher
 from gateway_svc.schedulers.prefix_hints import PrefixHints
@@ -239,12 +240,12 @@ class GatewayService(Service):
             for s in world.schedulers
         ]
         self.dispatcher = Dispatcher(self.clients, patience_s=world.setup.patience_s)
-        prompts = PromptReader(TemplateRenderer())
+        threads = Threads()
         self.servicer = InferenceServicer(
             ModelDirectory(self.clients),
             self.dispatcher,
-            prompts,
-            PrefixHints(prompts, self._reader()),
+            PromptReaders(threads, TemplateRenderer()),
+            PrefixHints(threads.requests, self._reader()),
             GrammarChecker(),
             max_streams=1000,
             max_request_bytes=1 << 30,

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 
 import pytest
 
-import gateway_svc.request.validation
+import gateway_svc.request.resume
 import gateway_svc.schedulers.scheduler_request
 from gateway_svc.schedulers.scheduler_client import SchedulerClient
 from scheduler_svc.core.scheduler import Scheduler
@@ -148,7 +148,7 @@ def gateway_loses_a_token_of_the_clients_continuation(patch: Patch) -> None:
         outputs, finished = original(*args)
         return tuple(output[:-1] for output in outputs), finished
 
-    wrap(patch, gateway_svc.request.validation, "_read_continuation", read)
+    wrap(patch, gateway_svc.request.resume, "_read_continuation", read)
 
 
 @bug("the oracle has|opens with", "kill", "tear_link")

@@ -25,9 +25,10 @@ from quire.v1.inference_pb2_grpc import (
 from gateway_svc.operators.admin import AdminServicer
 from gateway_svc.process.server import MAX_RECEIVE_BYTES
 from gateway_svc.request.models import BundleCache
-from gateway_svc.request.prompts import PromptReader
+from gateway_svc.request.prompts.readers import PromptReaders
 from gateway_svc.request.sandbox.grammar_checker import GrammarChecker
 from gateway_svc.request.sandbox.template_renderer import TemplateRenderer
+from gateway_svc.request.threads import Threads
 from gateway_svc.schedulers.directory import ModelDirectory
 from gateway_svc.schedulers.dispatcher import Dispatcher
 from gateway_svc.schedulers.prefix_hints import PrefixHints
@@ -300,13 +301,14 @@ class TestGateway:
         self.dispatcher = Dispatcher(self.clients, patience_s=patience_s)
         self.directory = ModelDirectory(self.clients)
         self.templates = TemplateRenderer()
-        self.prompts = PromptReader(self.templates)
+        self.threads = Threads()
+        self.prompts = PromptReaders(self.threads, self.templates)
         self.grammars = GrammarChecker()
         self.servicer = InferenceServicer(
             self.directory,
             self.dispatcher,
             self.prompts,
-            PrefixHints(self.prompts, reader),
+            PrefixHints(self.threads.requests, reader),
             self.grammars,
             max_streams=max_streams,
             max_request_bytes=max_request_bytes,
@@ -344,7 +346,7 @@ class TestGateway:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._server.grpc.stop(None)
-        self.prompts.close()
+        self.threads.close()
         await self.grammars.close()
         await self.templates.close()
 

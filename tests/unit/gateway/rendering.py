@@ -8,8 +8,8 @@ from typing import Any, Unpack
 
 from quire.v1 import inference_pb2 as pb
 
-from gateway_svc.request.chat_request import chat_frame
 from gateway_svc.request.models import ServedModel
+from gateway_svc.request.prompts.chat import chat_frame
 from gateway_svc.request.sandbox.frames import LENGTH
 from gateway_svc.request.sandbox.template_process import Templates
 from gateway_svc.request.sandbox.template_renderer import rendered_text
@@ -42,5 +42,5 @@ def prompt_ids(prompt: pb.Prompt, model: ServedModel) -> Sequence[int]:
         return tokenizer.encode(prompt.text, add_special_tokens=True)
     templates = Templates()
     templates.answer({"templates": tokenizer.templates, "special_tokens": model.text.special_tokens})
-    answer = templates.answer(json.loads(chat_frame(prompt.chat, model)[LENGTH.size :]))
+    answer = templates.answer(json.loads(chat_frame(prompt.chat, model)[0][LENGTH.size :]))
     return tokenizer.encode(rendered_text(json.dumps(answer).encode()), add_special_tokens=False)

@@ -13,10 +13,11 @@ from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2 as types
 
 from gateway_svc.request import validation
-from gateway_svc.request.audio import read_audio
 from gateway_svc.request.models import ServedModel
-from gateway_svc.request.prompt_input import PromptInput
-from gateway_svc.request.validation import GenerationPlan, plan_generation
+from gateway_svc.request.plan import GenerationPlan, plan_generation
+from gateway_svc.request.prompts.audio import read_audio
+from gateway_svc.request.prompts.inputs import PromptInput
+from gateway_svc.request.prompts.readers import check_prompt_size
 from gateway_svc.schedulers.prefix_hints import chain_of
 from gateway_svc.schedulers.wire import submit_from_plan
 from gateway_svc.text.bundle import ModelText
@@ -55,7 +56,7 @@ def plan(audio: pb.Audio, served: ServedModel | None = None, **fields: object) -
     served = served or model()
     request = pb.GenerateRequest(prompt=pb.Prompt(audio=audio), **fields)  # type: ignore[arg-type]
     validation.check_generate(request)
-    validation.check_prompt_size(request, served)
+    check_prompt_size(request, served)
     return plan_generation(request, served, read_audio(audio, served), request_id="r", drawn_seed=1)
 
 
@@ -107,15 +108,15 @@ def test_text_models_force_their_first_and_last_token() -> None:
 
 def test_the_same_audio_gives_the_same_ids_and_other_audio_others() -> None:
     first, again, other = (plan(pb.Audio(data=wav(tone(seed, 0.3)), language="en")) for seed in (1, 1, 2))
-    assert first.prompt_ids == again.prompt_ids
-    assert not set(first.prompt_ids) & set(other.prompt_ids)
+    assert first.prompt.ids == again.prompt.ids
+    assert not set(first.prompt.ids) & set(other.prompt.ids)
 
 
 def test_a_wav_file_from_a_pipe_has_no_size() -> None:
     data = wav(tone(0, 0.2))
     start = data.index(b"data")
     streamed = data[: start + 4] + struct.pack("<I", 0xFFFFFFFF) + data[start + 8 :]
-    assert plan(pb.Audio(data=streamed)).prompt_ids == plan(pb.Audio(data=data)).prompt_ids
+    assert plan(pb.Audio(data=streamed)).prompt.ids == plan(pb.Audio(data=data)).prompt.ids
 
 
 @given(st.binary(max_size=200), st.integers(0, 60))

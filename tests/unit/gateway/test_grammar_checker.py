@@ -12,8 +12,8 @@ from collections.abc import AsyncIterator
 import pytest
 from quire.v1 import types_pb2 as types
 
+from gateway_svc.request.field_errors import FieldErrors
 from gateway_svc.request.models import ServedModel, read_bundle
-from gateway_svc.request.parameters import FieldErrors
 from gateway_svc.request.sandbox import grammar_checker
 from gateway_svc.request.sandbox.grammar_checker import GrammarChecker
 from request_fields.grammar import GrammarKind, grammar_of

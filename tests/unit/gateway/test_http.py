@@ -49,7 +49,7 @@ class HttpGateway:
     ) -> None:
         self.is_serving = True
         self.stats = RpcStats()
-        handlers = Handlers(gateway.servicer, gateway.directory, gateway.prompts, lambda: self.is_serving)
+        handlers = Handlers(gateway.servicer, gateway.directory, gateway.threads.requests, lambda: self.is_serving)
         app = with_cors(HttpApp(handlers.routes(), authenticator=authenticator, stats=self.stats, audit=audit), origins)
         self.server = HttpServer(app, "127.0.0.1:0", max_connections=max_connections)
 

@@ -19,8 +19,8 @@ from gateway_svc.callers.isolation import tenant_salt
 from gateway_svc.process.flags import make_parser
 from gateway_svc.records.recorder import Recorder
 from gateway_svc.records.store import RecordStore
-from gateway_svc.request.prompt_input import PromptInput
-from gateway_svc.request.validation import plan_generation
+from gateway_svc.request.plan import plan_generation
+from gateway_svc.request.prompts.inputs import PromptInput
 from gateway_svc.schedulers.prefix_hints import chain_of
 from tests.processes.redis_server import RedisServer
 from tests.unit.gateway.fakes import FakeScheduler, TestGateway, until

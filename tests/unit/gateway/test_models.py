@@ -173,7 +173,7 @@ async def test_other_streams_continue_while_a_long_text_is_tokenized(
     text = "the quick brown fox " * 100_000
     slow = asyncio.create_task(_tokenize(gateway, text))
     await until(
-        lambda: gateway.prompts._call_threads._work_queue.qsize() == 0 and gateway.prompts._call_threads._threads
+        lambda: gateway.threads.calls.executor._work_queue.qsize() == 0 and gateway.threads.calls.executor._threads
     )
     assert (await gateway.collect()).ids() == [9]
     assert not slow.done()

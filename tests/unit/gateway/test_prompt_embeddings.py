@@ -22,11 +22,11 @@ from quire_client.requests import generate_request
 
 from gateway_svc.http.bodies import completion_generation
 from gateway_svc.request import validation
-from gateway_svc.request.finite import FORMATS, PIECE_BYTES, is_finite
 from gateway_svc.request.models import ServedModel
-from gateway_svc.request.prompt_embeddings import read_embeddings
-from gateway_svc.request.prompt_input import check_embeddings
-from gateway_svc.request.validation import GenerationPlan, plan_generation
+from gateway_svc.request.plan import GenerationPlan, plan_generation
+from gateway_svc.request.prompts.embeddings import EmbeddingsReader, read_embeddings
+from gateway_svc.request.prompts.inputs import FORMATS, PIECE_BYTES, is_finite
+from gateway_svc.request.prompts.readers import check_prompt_size, check_tokenize
 from gateway_svc.schedulers.prefix_hints import chain_of
 from gateway_svc.schedulers.wire import submit_from_plan
 from gateway_svc.text.bundle import ModelText
@@ -51,7 +51,7 @@ def plan(data: bytes, model: ServedModel = MODEL, **fields: Any) -> GenerationPl
     """The checks of the servicer before it submits a request."""
     request = pb.GenerateRequest(prompt=pb.Prompt(embeddings=data), **fields)
     validation.check_generate(request)
-    validation.check_prompt_size(request, model)
+    check_prompt_size(request, model)
     return plan_generation(request, model, read_embeddings(data, model), request_id="r", drawn_seed=1)
 
 
@@ -105,7 +105,7 @@ def test_too_many_positions_are_refused() -> None:
     with pytest.raises(ContextLengthError, match="has 256 tokens; max_model_len is 256"):
         plan(saved(rows(256)))
     with pytest.raises(ContextLengthError, match="bytes of 256 positions of 8 float32 values: shorten the prompt"):
-        check_embeddings(1 << 20, MODEL)
+        EmbeddingsReader().check_size(pb.GenerateRequest(prompt=pb.Prompt(embeddings=bytes(1 << 20))), MODEL)
 
 
 def test_a_model_that_takes_tokens_only_refuses_embeddings() -> None:
@@ -128,7 +128,7 @@ def test_fields_that_need_prompt_tokens_are_refused(fields: dict[str, Any], fiel
 
 def test_embeddings_cannot_be_tokenized() -> None:
     with pytest.raises(InvalidRequestError, match="embeddings has no tokens"):
-        validation.check_tokenize(pb.Prompt(embeddings=saved(rows())))
+        check_tokenize(pb.Prompt(embeddings=saved(rows())))
 
 
 # -- finite values -----------------------------------------------------------------------------------------------------

@@ -43,7 +43,7 @@ async def gateway() -> AsyncIterator[TestGateway]:
     client.model = ServedModel(info, read_bundle(bundle, info.bundle_digest))
     client._on_welcome(scheduler_pb2.Welcome(scheduler_epoch=1, info=info, ready_workers=1))
     yield made
-    made.prompts.close()
+    made.threads.close()
     await made.grammars.close()
     await made.templates.close()
 

@@ -12,9 +12,10 @@ import pytest
 from quire.v1 import inference_pb2 as pb
 
 from gateway_svc.request.models import ServedModel, read_bundle
-from gateway_svc.request.prompts import PromptReader
+from gateway_svc.request.prompts.readers import PromptReaders
 from gateway_svc.request.sandbox import template_process, template_renderer
 from gateway_svc.request.sandbox.template_renderer import TemplateRenderer
+from gateway_svc.request.threads import Threads
 from svc_common.errors import InvalidRequestError, OverloadedError
 from tests.unit.gateway.fakes import make_bundle, make_info, until
 from tests.unit.gateway.tokenizer_kinds import bundle_files, byte_level
@@ -57,22 +58,22 @@ async def templates() -> AsyncIterator[TemplateRenderer]:
 
 
 @pytest.fixture
-async def reader(templates: TemplateRenderer) -> AsyncIterator[PromptReader]:
-    reader = PromptReader(templates)
-    yield reader
-    reader.close()
+async def reader(templates: TemplateRenderer) -> AsyncIterator[PromptReaders]:
+    threads = Threads()
+    yield PromptReaders(threads, templates)
+    threads.close()
 
 
-async def text_of(reader: PromptReader, model: ServedModel) -> str:
-    return model.require_tokenizer("").decode((await reader.read(CHAT, model)).ids, skip_special_tokens=False)
+async def text_of(reader: PromptReaders, model: ServedModel) -> str:
+    return model.require_tokenizer("").decode(await reader.token_ids(CHAT, model), skip_special_tokens=False)
 
 
 @pytest.mark.parametrize(("template", "words"), HOSTILE)
-async def test_a_hostile_template_is_the_callers_error(reader: PromptReader, template: str, words: str) -> None:
+async def test_a_hostile_template_is_the_callers_error(reader: PromptReaders, template: str, words: str) -> None:
     bad, good = model_with(template), model_with(GOOD)
     assert await text_of(reader, good) == "hello"
     with pytest.raises(InvalidRequestError, match=words) as caught:
-        await reader.read(CHAT, bad)
+        await reader.token_ids(CHAT, bad)
     assert caught.value.field == "prompt.chat"
     with pytest.raises(InvalidRequestError, match=words):
         await reader.tokenize(pb.TokenizeRequest(prompt=CHAT), bad)
@@ -80,17 +81,17 @@ async def test_a_hostile_template_is_the_callers_error(reader: PromptReader, tem
 
 
 async def test_a_template_that_never_ends_delays_only_its_own_model(
-    reader: PromptReader, monkeypatch: pytest.MonkeyPatch
+    reader: PromptReaders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(template_renderer, "CPU_S", 60.0)
     bad, good = model_with(FOREVER), model_with(GOOD)
-    waiting = [asyncio.create_task(reader.read(CHAT, bad)) for _ in range(5)]
+    waiting = [asyncio.create_task(reader.token_ids(CHAT, bad)) for _ in range(5)]
     await asyncio.sleep(0)
     assert [await text_of(reader, good) for _ in range(20)] == ["hello"] * 20
     assert not any(task.done() for task in waiting)
     monkeypatch.setattr(template_renderer, "WAIT_TIMEOUT_S", 0.05)
     with pytest.raises(OverloadedError, match="all processes that render chats of model 'demo' are busy") as caught:
-        await reader.read(CHAT, bad)
+        await reader.token_ids(CHAT, bad)
     assert caught.value.retry_after_s
     for task in waiting:
         task.cancel()
@@ -98,23 +99,23 @@ async def test_a_template_that_never_ends_delays_only_its_own_model(
 
 
 async def test_a_template_that_only_waits_is_stopped(
-    reader: PromptReader, templates: TemplateRenderer, monkeypatch: pytest.MonkeyPatch
+    reader: PromptReaders, templates: TemplateRenderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A template that escapes from Jinja's sandbox could wait without using CPU time."""
     model = model_with(GOOD)
-    await reader.read(CHAT, model)
+    await reader.token_ids(CHAT, model)
     (pid,) = pids(templates)
     monkeypatch.setattr(template_renderer, "TIMEOUT_S", 0.2)
     os.kill(pid, signal.SIGSTOP)
     with pytest.raises(OverloadedError, match=r"did not finish within 0\.2 s; retry later"):
-        await reader.read(CHAT, model)
+        await reader.token_ids(CHAT, model)
     monkeypatch.undo()
     assert await text_of(reader, model) == "hello"
     assert pids(templates) != [pid]
 
 
 async def test_a_killed_process_is_replaced_unseen_by_the_chat(
-    reader: PromptReader, templates: TemplateRenderer
+    reader: PromptReaders, templates: TemplateRenderer
 ) -> None:
     model = model_with(GOOD)
     templates.start()
@@ -124,12 +125,12 @@ async def test_a_killed_process_is_replaced_unseen_by_the_chat(
         os.kill(pid, signal.SIGKILL)
 
 
-async def test_a_client_that_disconnects_ends_no_process(reader: PromptReader, templates: TemplateRenderer) -> None:
+async def test_a_client_that_disconnects_ends_no_process(reader: PromptReaders, templates: TemplateRenderer) -> None:
     model = model_with(GOOD)
-    await reader.read(CHAT, model)
+    await reader.token_ids(CHAT, model)
     before = pids(templates)
     for _ in range(20):
-        task = asyncio.create_task(reader.read(CHAT, model))
+        task = asyncio.create_task(reader.token_ids(CHAT, model))
         await asyncio.sleep(0)
         task.cancel()
     await until(lambda: all(pool.is_idle for pool in templates._pools.values()))
@@ -138,10 +139,10 @@ async def test_a_client_that_disconnects_ends_no_process(reader: PromptReader, t
 
 
 async def test_the_process_cannot_open_files_and_has_no_passwords(
-    reader: PromptReader, templates: TemplateRenderer
+    reader: PromptReaders, templates: TemplateRenderer
 ) -> None:
     """The limits of the process hold even for code that escapes from Jinja's sandbox."""
-    await reader.read(CHAT, model_with(GOOD))
+    await reader.token_ids(CHAT, model_with(GOOD))
     (pid,) = pids(templates)
     assert limit_of(pid, "Max open files") == limit_of(pid, "Max file size") == 0
     assert oom_score_of(pid) == 1000
@@ -169,7 +170,7 @@ def pids(templates: TemplateRenderer) -> list[int]:
 
 
 async def test_many_models_share_a_bounded_number_of_processes(
-    reader: PromptReader, templates: TemplateRenderer, monkeypatch: pytest.MonkeyPatch
+    reader: PromptReaders, templates: TemplateRenderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(template_renderer, "MAX_POOLS", 2)
     models = [model_with(GOOD + str(i)) for i in range(4)]

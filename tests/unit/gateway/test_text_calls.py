@@ -12,9 +12,8 @@ from google.rpc.error_details_pb2 import RetryInfo
 from google.rpc.status_pb2 import Status
 from quire.v1 import inference_pb2 as pb
 
-from gateway_svc.request import prompts
-from gateway_svc.request.prompts import INLINE_BYTES, PromptReader
-from gateway_svc.request.sandbox.template_renderer import TemplateRenderer
+from gateway_svc.request.prompts import readers
+from gateway_svc.request.threads import INLINE_BYTES, Threads
 from svc_common.errors import OverloadedError
 from tests.unit.gateway.fakes import FakeScheduler, TestGateway, refused, until
 
@@ -22,42 +21,42 @@ SIZE = 2 * INLINE_BYTES
 
 
 @pytest.fixture
-def reader() -> Any:
-    reader = PromptReader(TemplateRenderer(), max_call_bytes=3 * SIZE)
-    yield reader
-    reader.close()
+def threads() -> Any:
+    threads = Threads(max_call_bytes=3 * SIZE)
+    yield threads
+    threads.close()
 
 
-async def test_a_prompt_is_read_while_calls_use_their_whole_budget(reader: PromptReader) -> None:
+async def test_a_prompt_is_read_while_calls_use_their_whole_budget(threads: Threads) -> None:
     gate = threading.Event()
-    calls = [asyncio.create_task(reader.run_call(SIZE, gate.wait)) for _ in range(3)]
+    calls = [asyncio.create_task(threads.run_call(SIZE, gate.wait)) for _ in range(3)]
     await asyncio.sleep(0)
     with pytest.raises(OverloadedError, match=f"hold {3 * SIZE} bytes and this one has {SIZE}; the limit") as caught:
-        await reader.run_call(SIZE, gate.wait)
+        await threads.run_call(SIZE, gate.wait)
     assert caught.value.retry_after_s
-    assert await reader.run_call(INLINE_BYTES, lambda: "small") == "small"
-    assert await reader.run(SIZE, lambda: "prompt") == "prompt"
+    assert await threads.run_call(INLINE_BYTES, lambda: "small") == "small"
+    assert await threads.requests.run(SIZE, lambda: "prompt") == "prompt"
     assert not any(call.done() for call in calls)
     gate.set()
     assert await asyncio.gather(*calls) == [True] * 3
-    assert await reader.run_call(SIZE, lambda: "later") == "later"
+    assert await threads.run_call(SIZE, lambda: "later") == "later"
 
 
-async def test_a_cancelled_call_and_a_failed_call_return_their_budget(reader: PromptReader) -> None:
+async def test_a_cancelled_call_and_a_failed_call_return_their_budget(threads: Threads) -> None:
     gate = threading.Event()
-    calls = [asyncio.create_task(reader.run_call(SIZE, gate.wait)) for _ in range(3)]
+    calls = [asyncio.create_task(threads.run_call(SIZE, gate.wait)) for _ in range(3)]
     await asyncio.sleep(0)
     for call in calls:
         call.cancel()
     await asyncio.gather(*calls, return_exceptions=True)
     gate.set()
     with pytest.raises(ZeroDivisionError):
-        await reader.run_call(3 * SIZE, lambda: 1 // 0)
-    assert await reader.run_call(3 * SIZE, lambda: "all") == "all"
+        await threads.run_call(3 * SIZE, lambda: 1 // 0)
+    assert await threads.run_call(3 * SIZE, lambda: "all") == "all"
 
 
-async def test_a_single_call_above_the_budget_is_served(reader: PromptReader) -> None:
-    assert await reader.run_call(100 * SIZE, lambda: "large") == "large"
+async def test_a_single_call_above_the_budget_is_served(threads: Threads) -> None:
+    assert await threads.run_call(100 * SIZE, lambda: "large") == "large"
 
 
 async def test_both_rpcs_are_limited(
@@ -70,8 +69,8 @@ async def test_both_rpcs_are_limited(
         gate.wait()
         return pb.TokenizeResponse()
 
-    gateway.prompts._max_call_bytes = SIZE
-    monkeypatch.setattr(prompts, "_tokenize_response", wait)
+    gateway.threads.max_call_bytes = SIZE
+    monkeypatch.setattr(readers, "_tokenize_response", wait)
     open_call = gateway.stub.Tokenize(pb.TokenizeRequest(prompt=pb.Prompt(text="x" * SIZE)))
     await until(started.is_set)
     for call in (

@@ -11,9 +11,12 @@ import pytest
 from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2 as types
 
-from gateway_svc.request import parameters, validation
+from gateway_svc.request import field_errors, resume, validation
 from gateway_svc.request.models import ServedModel, read_bundle
-from gateway_svc.request.prompt_input import PromptInput
+from gateway_svc.request.plan import GenerationPlan, plan_generation
+from gateway_svc.request.prompts import readers
+from gateway_svc.request.prompts.inputs import PromptInput
+from gateway_svc.request.prompts.readers import check_prompt_size
 from gateway_svc.text.bundle import ModelText
 from svc_common.errors import InvalidRequestError
 from tests.unit.gateway.fakes import FakeScheduler, TestGateway, make_bundle, make_info, refused
@@ -215,13 +218,13 @@ def model(bundle: bytes) -> ServedModel:
     return ServedModel(info, read_bundle(bundle, info.bundle_digest))
 
 
-def plan(fields: dict[str, Any], model: ServedModel) -> validation.GenerationPlan:
+def plan(fields: dict[str, Any], model: ServedModel) -> GenerationPlan:
     """The checks of the servicer before it submits a request."""
     request = pb.GenerateRequest(**{"prompt": TOKENS, **fields})
     validation.check_request_id(request.request_id)
-    validation.check_generate(request)
-    validation.check_prompt_size(request, model)
-    return validation.plan_generation(
+    validation.check_generate(request, validation.RequestLimits(max_logprobs=1 << 32))
+    check_prompt_size(request, model)
+    return plan_generation(
         request, model, PromptInput(prompt_ids(request.prompt, model)), request_id="r", drawn_seed=99
     )
 
@@ -242,14 +245,14 @@ def test_values_at_the_limits_pass(model: ServedModel, fields: dict[str, Any]) -
 
 
 def test_a_truncated_prompt_keeps_its_last_tokens(model: ServedModel) -> None:
-    assert plan({"truncate_prompt_tokens": 2}, model).prompt_ids.tolist() == [6, 7]
-    assert plan({"truncate_prompt_tokens": 3}, model).prompt_ids.tolist() == [5, 6, 7]
-    assert plan({"truncate_prompt_tokens": 9}, model).prompt_ids.tolist() == [5, 6, 7]
+    assert plan({"truncate_prompt_tokens": 2}, model).prompt.ids.tolist() == [6, 7]
+    assert plan({"truncate_prompt_tokens": 3}, model).prompt.ids.tolist() == [5, 6, 7]
+    assert plan({"truncate_prompt_tokens": 9}, model).prompt.ids.tolist() == [5, 6, 7]
 
 
 def test_bad_words_are_tokenized_with_and_without_a_leading_space(model: ServedModel) -> None:
     tokenizer = model.require_tokenizer("")
-    words = plan({"sampling": SP(bad_words=["Hello", "  Hello", " "])}, model).bad_words_ids
+    words = plan({"sampling": SP(bad_words=["Hello", "  Hello", " "])}, model).sampling.bad_words_ids
     texts = [tokenizer.decode(ids, skip_special_tokens=False) for ids in words]
     assert texts == ["Hello", " Hello", " ", "  "]
 
@@ -260,10 +263,10 @@ def test_bad_words_need_a_tokenizer(model: ServedModel) -> None:
 
 
 def test_the_ids_of_a_continuation_are_limited_together(model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(validation, "MAX_CONTINUATION_IDS", 5)
+    monkeypatch.setattr(resume, "MAX_CONTINUATION_IDS", 5)
     sample = [5, 5, 5]
     fields = {"sampling": SP(n=2, seed=1), "continuation": continuation(STATE(output_token_ids=sample))}
-    assert [len(output) for output in plan(fields, model).outputs] == [3, 0]
+    assert [len(output) for output in plan(fields, model).resume.outputs] == [3, 0]
     fields["continuation"].samples.add(index=1, output_token_ids=sample)
     with pytest.raises(InvalidRequestError, match="6 output_token_ids together; at most 5"):
         plan(fields, model)
@@ -273,28 +276,28 @@ def test_a_pool_smaller_than_the_model_length_is_the_limit(bundle: bytes, model:
     small = ServedModel(make_info(bundle, max_num_blocks=4), model.text)
     with pytest.raises(InvalidRequestError, match=r"KV pool .* is 65: ask for at most 62"):
         plan({"stop": ST(max_tokens=63)}, small)
-    assert plan({}, small).stop.max_tokens == 62
+    assert plan({}, small).sampling.stop.max_tokens == 62
     in_window = ServedModel(make_info(bundle, max_num_blocks=4, attention_window=49), model.text)
-    assert plan({"stop": ST(max_tokens=63)}, in_window).stop.max_tokens == 63
+    assert plan({"stop": ST(max_tokens=63)}, in_window).sampling.stop.max_tokens == 63
 
 
 def test_defaults_come_from_request_then_model_then_protocol(bundle: bytes) -> None:
     info = make_info(bundle, default_sampling=SP(temperature=0.5, top_k=20, top_p=0.7, seed=3, n=2))
-    sampling = plan({"sampling": SP(top_k=5)}, ServedModel(info, ModelText(None))).sampling
+    sampling = plan({"sampling": SP(top_k=5)}, ServedModel(info, ModelText(None))).sampling.params
     assert (sampling.temperature, sampling.top_k, round(sampling.top_p, 3), sampling.min_p) == (0.5, 5, 0.7, 0)
     assert (sampling.seed, sampling.n) == (99, 1)
 
 
 def test_an_explicit_zero_is_not_replaced_by_a_default(bundle: bytes) -> None:
     model = ServedModel(make_info(bundle, default_sampling=SP(temperature=0.5, top_k=20)), ModelText(None))
-    sampling = plan({"sampling": SP(temperature=0, top_k=0, seed=0)}, model).sampling
+    sampling = plan({"sampling": SP(temperature=0, top_k=0, seed=0)}, model).sampling.params
     assert (sampling.temperature, sampling.top_k, sampling.seed) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("fields", [{"prompt": pb.Prompt(text="x")}, {"prompt": chat()}, {"stop": ST(stop=["x"])}])
 def test_a_model_without_tokenizer_accepts_ids_only(fields: dict[str, Any]) -> None:
     model = ServedModel(make_info(), ModelText(None))
-    assert not plan({}, model).wants_text
+    assert not plan({}, model).output.wants_text
     with pytest.raises(InvalidRequestError, match=r"tokenizer\.json"):
         plan(fields, model)
 
@@ -356,8 +359,8 @@ async def test_an_invalid_abort_ends_no_request(
 async def test_too_large_texts_and_ids_are_refused_before_they_are_read(
     gateway: TestGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(validation, "MAX_DETOKENIZE_IDS", 3)
-    monkeypatch.setattr(validation, "MAX_TOKENIZE_BYTES", 10)
+    monkeypatch.setattr(readers, "MAX_DETOKENIZE_IDS", 3)
+    monkeypatch.setattr(readers, "MAX_TOKENIZE_BYTES", 10)
     ids_call = gateway.stub.Detokenize(pb.DetokenizeRequest(ids=[500] * 4))
     assert "ids has 4 ids; Detokenize accepts at most 3" in await details_of(ids_call)
     prompt = chat(messages=[pb.ChatMessage(role="no such role")])
@@ -368,17 +371,18 @@ async def test_too_large_texts_and_ids_are_refused_before_they_are_read(
 async def test_many_ids_are_read_in_a_thread(
     gateway: TestGateway, scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    readers: list[threading.Thread] = []
-    check = parameters.check_token_ids
+    threads: list[threading.Thread] = []
+    check = field_errors.check_token_ids
 
     def note(*args: Any) -> None:
-        readers.append(threading.current_thread())
+        threads.append(threading.current_thread())
         check(*args)
 
-    monkeypatch.setattr(validation, "check_token_ids", note)
+    monkeypatch.setattr(readers, "check_token_ids", note)
+    monkeypatch.setattr(resume, "check_token_ids", note)
     scheduler.play([300] * 200)
     await gateway.stub.Detokenize(pb.DetokenizeRequest(ids=[300] * 1000))
     samples = [STATE(index=i, output_token_ids=[300] * 100) for i in range(8)]
     await gateway.collect(sampling=SP(n=8, seed=1), continuation=continuation(*samples))
-    assert len(readers) >= 9
-    assert threading.main_thread() not in readers
+    assert len(threads) >= 9
+    assert threading.main_thread() not in threads

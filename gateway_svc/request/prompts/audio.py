@@ -1,27 +1,60 @@
-"""Audio prompts: WAV files and raw samples become carried inputs. Workers compute the features."""
+"""Prompts that are audio: WAV files and raw samples. Workers compute the features."""
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from quire.internal.v1 import inputs_pb2
 from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2 as types
 
-from gateway_svc.columns import u32_from_bytes
-from gateway_svc.request.encoder import AUDIO_FIELD as FIELD
-from gateway_svc.request.encoder import longest_s
-from gateway_svc.request.finite import is_finite
+from gateway_svc.request.field_errors import invalid
 from gateway_svc.request.models import ServedModel
-from gateway_svc.request.parameters import invalid
-from gateway_svc.request.prompt_input import PromptInput
-from prefix_index.content_ids import content_ids, input_digest
+from gateway_svc.request.prompts.context import ReadContext
+from gateway_svc.request.prompts.inputs import PromptInput, carried_input, is_finite, whole_prompt
 from request_fields.inputs import INPUT_DTYPE_BYTES
 
+FIELD = "prompt.audio.data"
+HEADER_BYTES = 64 << 10  # of a WAV file: formats and tags
 PCM, FLOAT, EXTENSIBLE = 1, 3, 0xFFFE  # formats of WAV
 STREAMED = 0xFFFF_FFFF  # size of the data of a file that was written to a pipe
 CONVERT = "convert it, e.g. with: ffmpeg -i INPUT -ar {rate} -ac 1 -c:a pcm_s16le OUTPUT.wav"
+
+
+class AudioReader:
+    """Reads long audio in a thread."""
+
+    def check(self, prompt: pb.Prompt, field: str) -> None:
+        if not prompt.audio.data:
+            raise invalid(f"{field}.audio.data", "is empty; send a WAV file, or samples with format PCM_F32")
+
+    def check_size(self, request: pb.GenerateRequest, model: ServedModel) -> None:
+        """Refuse audio that the model does not take, or that is certainly too long."""
+        audio = request.prompt.audio
+        if not model.info.encoder.HasField("audio"):
+            raise invalid("prompt.audio", f"is set, but model {model.name!r} takes no audio; send text or token ids")
+        info = model.info.encoder.audio
+        if len(audio.data) > (limit := HEADER_BYTES + 4 * info.max_samples):
+            raise invalid(
+                FIELD,
+                f"has {len(audio.data)} bytes; at most {limit} are allowed, which hold {_longest_s(info):g} s: send it "
+                "in parts",
+            )
+        for name, given, known in (
+            ("language", audio.language, info.language_ids),
+            ("task", audio.task, info.task_ids),
+        ):
+            if given and given not in known:
+                names = ", ".join(sorted(known)) or "none"
+                raise invalid(f"prompt.audio.{name}", f"is {given!r}; model {model.name!r} knows {names}")
+
+    async def read(
+        self, request: pb.GenerateRequest, model: ServedModel, known_ids: Sequence[int] | None, context: ReadContext
+    ) -> PromptInput:
+        audio = request.prompt.audio
+        return await context.lane.run(len(audio.data), read_audio, audio, model)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +66,7 @@ class Samples:
 
 
 def read_audio(audio: pb.Audio, model: ServedModel) -> PromptInput:
-    """The prompt of audio that `encoder.check_audio` has accepted. Raises InvalidRequestError."""
+    """The prompt of audio whose size is checked. Raises InvalidRequestError."""
     info = model.info.encoder.audio
     samples = Samples("float32", audio.data) if audio.format == pb.AUDIO_FORMAT_PCM_F32 else _read_wav(audio.data, info)
     num_samples, rest = divmod(len(samples.data), INPUT_DTYPE_BYTES[samples.dtype])
@@ -42,26 +75,18 @@ def read_audio(audio: pb.Audio, model: ServedModel) -> PromptInput:
     if num_samples > info.max_samples:
         raise invalid(
             FIELD,
-            f"has {num_samples / info.sampling_rate:.1f} s; model {model.name!r} takes at most {longest_s(info):g} s: "
+            f"has {num_samples / info.sampling_rate:.1f} s; model {model.name!r} takes at most {_longest_s(info):g} s: "
             "send it in parts",
         )
     if samples.dtype == "float32" and not is_finite(samples.data, "float32"):
         raise invalid(FIELD, "contains NaN or infinity; all samples must be finite")
-    return _whole_prompt(samples, num_samples, model.info.encoder.max_tokens)
+    kind, length = inputs_pb2.INPUT_KIND_AUDIO, model.info.encoder.max_tokens
+    return whole_prompt(carried_input(kind, samples.dtype, (num_samples,), samples.data, start=0, length=length))
 
 
-def _whole_prompt(samples: Samples, num_samples: int, num_positions: int) -> PromptInput:
-    digest = input_digest("audio", samples.dtype, (num_samples,), samples.data)
-    carried = inputs_pb2.CarriedInput(
-        kind=inputs_pb2.INPUT_KIND_AUDIO,
-        digest=digest,
-        start=0,
-        length=num_positions,
-        dtype=inputs_pb2.InputDtype.Value(f"INPUT_DTYPE_{samples.dtype.upper()}"),
-        shape=(num_samples,),
-        data=samples.data,
-    )
-    return PromptInput(u32_from_bytes(content_ids(digest, num_positions)), (carried,))
+def _longest_s(info: types.AudioInfo) -> float:
+    """The longest audio in seconds."""
+    return info.max_samples / info.sampling_rate
 
 
 def _read_wav(data: bytes, info: types.AudioInfo) -> Samples:

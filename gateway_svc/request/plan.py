@@ -1,0 +1,199 @@
+"""Plans a request: checks it against its model and applies all defaults. The plan is all that later stages read."""
+
+from __future__ import annotations
+
+import secrets
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from quire.internal.v1 import inputs_pb2
+from quire.v1 import inference_pb2 as pb
+from quire.v1 import types_pb2 as types
+
+from gateway_svc.request import encoder
+from gateway_svc.request.encoder import EncoderPlan
+from gateway_svc.request.field_errors import FieldErrors, check_token_ids, invalid
+from gateway_svc.request.models import ServedModel
+from gateway_svc.request.parameters import SamplingPlan, sampling_plan
+from gateway_svc.request.prompts.inputs import PromptInput
+from gateway_svc.request.resume import Replay, ResumePlan, resume_plan
+from gateway_svc.request.sandbox.grammar_checker import GrammarChecker
+from gateway_svc.request.threads import Lane
+from gateway_svc.request.tools import AnswerPlan, answer_plan, call_grammar
+from request_fields.grammar import Grammar
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPlan:
+    """The prompt, and what its cached blocks depend on."""
+
+    ids: array[int]
+    inputs: tuple[inputs_pb2.CarriedInput, ...] = ()  # the prompt's positions without a token
+    cache_salt: str = ""  # of the request, or one that also depends on the tenant
+    encoder: EncoderPlan | None = None  # set if `ids` are the input of an encoder
+
+    @property
+    def column(self) -> array[int]:
+        """The prompt that schedulers get."""
+        return self.ids if self.encoder is None else self.encoder.column(self.ids)
+
+
+@dataclass(frozen=True, slots=True)
+class OutputPlan:
+    """What the client gets of each sample."""
+
+    wants_text: bool
+    wants_token_ids: bool
+    skip_special_tokens: bool
+    joins_events: bool  # events that are ready at the same time are sent as one message
+    answer: AnswerPlan | None = None  # how the text is parsed; None: it is sent unchanged
+    logprobs: int | None = None  # number of most likely tokens to send with each output token; None: no logprobs
+    prompt_logprobs: int | None = None  # the same for prompt tokens
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationPlan:
+    """A request that passed every check, with all defaults applied."""
+
+    request_id: str
+    model: ServedModel
+    scheduling: pb.SchedulingParams
+    prompt: PromptPlan
+    sampling: SamplingPlan
+    output: OutputPlan
+    resume: ResumePlan
+
+
+class Planner:
+    """Plans requests. Grammars are compiled in sandbox processes, large requests are checked in threads."""
+
+    def __init__(self, grammars: GrammarChecker, lane: Lane) -> None:
+        self._grammars = grammars
+        self._lane = lane
+
+    async def plan(
+        self,
+        request: pb.GenerateRequest,
+        model: ServedModel,
+        prompt: PromptInput,
+        *,
+        request_id: str,
+        grammar: Grammar | None,
+        cache_salt: str,
+        replay: Replay | None,
+    ) -> GenerationPlan:
+        """The plan of a request whose fields are checked. `replay`: it continues from its record.
+
+        Raises InvalidRequestError with the invalid field, or OverloadedError if too many grammars are being checked.
+        """
+        if replay is None and request.prompt.HasField("chat"):
+            size = len(request.prompt.chat.tools_json)
+            grammar = await self._lane.run(size, call_grammar, request, model, prompt.tools, prompt.ids) or grammar
+        if grammar is not None:
+            grammar = await self._grammars.check(grammar, model)
+        return await self._lane.run(
+            request.continuation.ByteSize() + request.sampling.ByteSize(),
+            plan_generation,
+            request,
+            model,
+            prompt,
+            request_id=request_id,
+            drawn_seed=secrets.randbits(64),
+            grammar=grammar,
+            cache_salt=cache_salt,
+            replay=replay,
+        )
+
+
+def plan_generation(
+    request: pb.GenerateRequest,
+    model: ServedModel,
+    prompt: PromptInput,
+    *,
+    request_id: str,
+    drawn_seed: int,
+    grammar: Grammar | None = None,
+    cache_salt: str = "",
+    replay: Replay | None = None,
+) -> GenerationPlan:
+    """Check a request against its model and apply defaults. `drawn_seed` is used if the request has no seed. `grammar`
+    is the request's grammar after its check, `cache_salt` the salt of its cached blocks.
+
+    Raises InvalidRequestError with the invalid field.
+    """
+    ids, stop = prompt.ids, request.stop
+    if prompt.inputs:
+        _check_with_inputs(request, prompt, model)
+    else:
+        if request.HasField("truncate_prompt_tokens"):
+            ids = ids[-request.truncate_prompt_tokens :]
+        check_token_ids("prompt", ids, model)
+    check_determinism(request.scheduling.determinism, model)
+    start = encoder.decoder_start(request.prompt, model)
+    if start is None:
+        with FieldErrors():
+            max_tokens = model.limits.resolve(len(ids), stop.max_tokens if stop.HasField("max_tokens") else None)
+    else:
+        max_tokens = encoder.resolve_max_tokens(stop, len(ids), start, model)
+        encoder.check_output(request.output)
+    sampling = sampling_plan(request, model, max_tokens, grammar, drawn_seed=drawn_seed)
+    encoder_plan = None if start is None else encoder.encoder_plan(len(ids), max_tokens, start, grammar, model)
+    return GenerationPlan(
+        request_id,
+        model,
+        request.scheduling,
+        PromptPlan(array("I", ids), prompt.inputs, cache_salt, encoder_plan),
+        sampling,
+        _output_plan(request, model, prompt, ids),
+        resume_plan(request, model, sampling, len(ids), replay),
+    )
+
+
+def _check_with_inputs(request: pb.GenerateRequest, prompt: PromptInput, model: ServedModel) -> None:
+    """Check the tokens between the inputs, and fields that need a token at each position."""
+    for field, is_set in (
+        ("truncate_prompt_tokens", request.HasField("truncate_prompt_tokens")),
+        ("output.prompt_logprobs", request.output.HasField("prompt_logprobs")),
+    ):
+        if is_set:
+            raise invalid(field, "is set, but the prompt has positions without a token; leave the field unset")
+    first = 0
+    for carried in prompt.inputs:
+        check_token_ids("prompt", prompt.ids[first : carried.start], model)
+        first = carried.start + carried.length
+    check_token_ids("prompt", prompt.ids[first:], model)
+
+
+def check_determinism(asked: int, model: ServedModel) -> None:
+    """Refuse EXACT for a model whose workers run BEST_EFFORT."""
+    if asked == types.DETERMINISM_EXACT and model.info.determinism != types.DETERMINISM_EXACT:
+        raise invalid(
+            "scheduling.determinism",
+            f"is EXACT, but the workers of model {model.name!r} run BEST_EFFORT; "
+            "leave the field unset, or start the workers with --determinism exact",
+        )
+
+
+def _output_plan(
+    request: pb.GenerateRequest, model: ServedModel, prompt: PromptInput, ids: Sequence[int]
+) -> OutputPlan:
+    output = request.output
+    if output.logprobs or output.prompt_logprobs:
+        _check_num_top(output, model)
+    wants_text = (not output.HasField("text") or output.text) and model.text.tokenizer is not None
+    return OutputPlan(
+        wants_text=wants_text,
+        wants_token_ids=not output.HasField("token_ids") or output.token_ids,
+        skip_special_tokens=not output.HasField("skip_special_tokens") or output.skip_special_tokens,
+        joins_events=request.joins_events,
+        answer=answer_plan(request, model, prompt.tools, ids) if wants_text else None,
+        logprobs=output.logprobs if output.HasField("logprobs") else None,
+        prompt_logprobs=output.prompt_logprobs if output.HasField("prompt_logprobs") else None,
+    )
+
+
+def _check_num_top(output: pb.OutputParams, model: ServedModel) -> None:
+    for name, num_top in (("logprobs", output.logprobs), ("prompt_logprobs", output.prompt_logprobs)):
+        if num_top > model.info.vocab_size:
+            raise invalid(f"output.{name}", f"is {num_top}; must be at most vocab_size, {model.info.vocab_size}")

@@ -1,0 +1,72 @@
+"""What a prompt becomes: token ids, and the inputs at positions without a token, which schedulers carry to workers.
+
+Floating-point inputs are checked for NaN and infinity without numpy, which a gateway does not need otherwise. A number
+is not finite if all bits of its exponent are 1. Adding 1 to such an exponent carries into the bit above it. One
+addition of large integers checks thousands of numbers, each in its own lane.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from quire.internal.v1 import inputs_pb2
+
+from gateway_svc.columns import u32_from_bytes
+from gateway_svc.request.tools import NO_TOOLS, ChatTools
+from prefix_index.content_ids import content_ids, input_digest
+
+PIECE_BYTES = 1 << 17  # other threads can run between pieces
+# By dtype: bytes of a number, its exponent bits, and the lowest of them.
+FORMATS = {
+    "float32": (4, 0x7F80_0000, 0x0080_0000),
+    "bfloat16": (2, 0x7F80, 0x0080),
+    "float16": (2, 0x7C00, 0x0400),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PromptInput:
+    """Token ids, with content ids at the positions of inputs, and these inputs in the order of their positions."""
+
+    ids: Sequence[int]
+    inputs: tuple[inputs_pb2.CarriedInput, ...] = ()
+    tools: ChatTools = NO_TOOLS  # of a chat
+
+
+def carried_input(
+    kind: inputs_pb2.InputKind.ValueType, dtype: str, shape: tuple[int, ...], data: bytes, *, start: int, length: int
+) -> inputs_pb2.CarriedInput:
+    """An input at `length` positions from `start`."""
+    name = inputs_pb2.InputKind.Name(kind).removeprefix("INPUT_KIND_").lower()
+    return inputs_pb2.CarriedInput(
+        kind=kind,
+        digest=input_digest(name, dtype, shape, data),
+        start=start,
+        length=length,
+        dtype=inputs_pb2.InputDtype.Value(f"INPUT_DTYPE_{dtype.upper()}"),
+        shape=shape,
+        data=data,
+    )
+
+
+def whole_prompt(carried: inputs_pb2.CarriedInput) -> PromptInput:
+    """The prompt that consists of one input."""
+    return PromptInput(u32_from_bytes(content_ids(carried.digest, carried.length)), (carried,))
+
+
+def is_finite(data: bytes, dtype: str) -> bool:
+    """Whether all numbers of a little-endian array are finite. `dtype` is one of FORMATS."""
+    exponents, lowest, carries = _lanes(dtype)
+    pieces = (data[start : start + PIECE_BYTES] for start in range(0, len(data), PIECE_BYTES))
+    return not any((int.from_bytes(piece, "little") & exponents) + lowest & carries for piece in pieces)
+
+
+@cache
+def _lanes(dtype: str) -> tuple[int, int, int]:
+    """The masks of all lanes of a piece: exponent bits, the lowest exponent bit, and the bit above the exponent."""
+    size, exponent, lowest = FORMATS[dtype]
+    masks = exponent, lowest, exponent + lowest
+    exponents, lows, carries = (mask.to_bytes(size, "little") * (PIECE_BYTES // size) for mask in masks)
+    return int.from_bytes(exponents, "little"), int.from_bytes(lows, "little"), int.from_bytes(carries, "little")

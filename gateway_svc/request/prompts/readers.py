@@ -1,0 +1,118 @@
+"""Reads the prompts of all kinds. The kind chooses the reader, once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from quire.v1 import inference_pb2 as pb
+
+from gateway_svc.request.field_errors import check_token_ids, invalid
+from gateway_svc.request.models import ServedModel
+from gateway_svc.request.prompts.audio import AudioReader
+from gateway_svc.request.prompts.chat import ChatReader
+from gateway_svc.request.prompts.context import PromptReader, ReadContext
+from gateway_svc.request.prompts.embeddings import EmbeddingsReader
+from gateway_svc.request.prompts.images import ImageReader, has_images
+from gateway_svc.request.prompts.inputs import PromptInput
+from gateway_svc.request.prompts.text import MAX_TOKENIZE_BYTES, TextReader, TokensReader
+from gateway_svc.request.sandbox.image_preparer import ImageLimits, ImagePreparer
+from gateway_svc.request.sandbox.template_renderer import TemplateRenderer
+from gateway_svc.request.threads import Threads
+
+TOKEN_READERS: Mapping[str, ImageReader] = {
+    "text": ImageReader(TextReader()),
+    "tokens": ImageReader(TokensReader()),
+    "chat": ImageReader(ChatReader()),
+}
+READERS: Mapping[str, PromptReader] = {
+    **TOKEN_READERS,
+    "embeddings": EmbeddingsReader(),
+    "audio": AudioReader(),
+}
+MAX_DETOKENIZE_IDS = 1 << 20
+
+
+def check_prompt(prompt: pb.Prompt, field: str = "prompt") -> None:
+    """Check the form of a prompt: one kind, not empty, known roles. Raises InvalidRequestError."""
+    kind = prompt.WhichOneof("kind")
+    if kind is None:
+        raise invalid(field, "is not set; send prompt.text, tokens, chat, embeddings or audio")
+    READERS[kind].check(prompt, field)
+
+
+def check_prompt_size(request: pb.GenerateRequest, model: ServedModel) -> PromptReader:
+    """Refuse a prompt that is certainly too long, before it is read. Returns its reader."""
+    kind = request.prompt.WhichOneof("kind") or ""
+    if kind != "audio" and model.info.encoder.HasField("audio"):
+        raise invalid("prompt", f"has no audio, but model {model.name!r} turns speech into text; send prompt.audio")
+    reader = READERS[kind]
+    reader.check_size(request, model)
+    return reader
+
+
+class PromptReaders:
+    """Reads prompts for generations, for Embed and Score, and for Tokenize and Detokenize calls."""
+
+    def __init__(self, threads: Threads, templates: TemplateRenderer, images: ImagePreparer | None = None) -> None:
+        images = images or ImagePreparer(ImageLimits())
+        self.threads = threads
+        self._requests = ReadContext(threads.requests, templates, images)
+        self._calls = ReadContext(threads.calls, templates, images)
+
+    async def read(
+        self, request: pb.GenerateRequest, model: ServedModel, known_ids: Sequence[int] | None = None
+    ) -> PromptInput:
+        """The prompt of a generation, whose form is checked. `known_ids`: its ids, if a record has them.
+
+        Raises InvalidRequestError, ContextLengthError, UnimplementedError or OverloadedError.
+        """
+        reader = check_prompt_size(request, model)
+        return await reader.read(request, model, known_ids, self._requests)
+
+    async def token_ids(self, prompt: pb.Prompt, model: ServedModel) -> Sequence[int]:
+        """The ids of a text, tokens or a chat without images. Raises like `read`."""
+        kind = prompt.WhichOneof("kind") or ""
+        return (await TOKEN_READERS[kind].tokens.token_ids(prompt, model, self._requests)).ids
+
+    async def tokenize(self, request: pb.TokenizeRequest, model: ServedModel) -> pb.TokenizeResponse:
+        """Token ids of a prompt. Raises InvalidRequestError, or OverloadedError if there are too many calls."""
+        size = request.ByteSize()
+        adds_special = not request.HasField("add_special_tokens") or request.add_special_tokens
+        tokens = TOKEN_READERS[request.prompt.WhichOneof("kind") or ""].tokens
+        with self.threads.counted_call(size) as lane:
+            prompt = await tokens.token_ids(request.prompt, model, self._calls, add_special_tokens=adds_special)
+            return await lane.run(size, _tokenize_response, request, model, prompt.ids)
+
+    async def detokenize(self, request: pb.DetokenizeRequest, model: ServedModel) -> pb.DetokenizeResponse:
+        """Text of token ids. Raises like `tokenize`."""
+        return await self.threads.run_call(request.ByteSize(), _detokenize_response, request, model)
+
+
+def check_tokenize(prompt: pb.Prompt) -> None:
+    """Check the size and the form of a Tokenize prompt."""
+    size = prompt.ByteSize()
+    if size > MAX_TOKENIZE_BYTES:
+        raise invalid("prompt", f"has {size} bytes; Tokenize accepts at most {MAX_TOKENIZE_BYTES}: send it in parts")
+    check_prompt(prompt)
+    if (kind := prompt.WhichOneof("kind")) not in TOKEN_READERS:
+        raise invalid(f"prompt.{kind}", f"is set, but {kind} has no tokens; send text or a chat")
+    if has_images(prompt.chat):
+        raise invalid("prompt.chat", "has images, which have no tokens; send the chat without them")
+
+
+def check_detokenize(ids: Sequence[int]) -> None:
+    """Check the number of ids of a Detokenize."""
+    if len(ids) > MAX_DETOKENIZE_IDS:
+        raise invalid("ids", f"has {len(ids)} ids; Detokenize accepts at most {MAX_DETOKENIZE_IDS}: send them in parts")
+
+
+def _tokenize_response(request: pb.TokenizeRequest, model: ServedModel, ids: Sequence[int]) -> pb.TokenizeResponse:
+    check_token_ids("prompt", ids, model)
+    strings = model.require_tokenizer("token_strings").token_strings(ids) if request.token_strings else ()
+    return pb.TokenizeResponse(ids=ids, max_model_len=model.info.max_model_len, token_strings=strings)
+
+
+def _detokenize_response(request: pb.DetokenizeRequest, model: ServedModel) -> pb.DetokenizeResponse:
+    tokenizer = model.require_tokenizer("ids")
+    check_token_ids("ids", request.ids, model)
+    return pb.DetokenizeResponse(text=tokenizer.decode(request.ids, skip_special_tokens=request.skip_special_tokens))

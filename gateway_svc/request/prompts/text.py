@@ -1,0 +1,85 @@
+"""Prompts of text and of token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from quire.v1 import inference_pb2 as pb
+
+from gateway_svc.request.field_errors import FieldErrors, invalid
+from gateway_svc.request.models import ServedModel
+from gateway_svc.request.prompts.context import ReadContext
+from gateway_svc.request.prompts.inputs import PromptInput
+from svc_common.errors import ContextLengthError, InvalidRequestError
+
+MAX_TOKENIZE_BYTES = 4 << 20
+INLINE_ID_BYTES = 16 << 10  # copying this many bytes of token ids costs no more than using a thread
+
+
+class TextReader:
+    """Small texts are tokenized on the event loop, large ones in a thread."""
+
+    def check(self, prompt: pb.Prompt, field: str) -> None:
+        if not prompt.text:
+            raise invalid(f"{field}.text", "is empty; send at least one character")
+
+    def check_size(self, request: pb.GenerateRequest, model: ServedModel) -> None:
+        check_text_size(request, request.prompt.ByteSize(), model, model.max_prompt_bytes)
+
+    async def token_ids(
+        self, prompt: pb.Prompt, model: ServedModel, context: ReadContext, *, add_special_tokens: bool = True
+    ) -> PromptInput:
+        tokenizer = model.require_tokenizer("prompt.text")
+        ids = await context.lane.run(
+            prompt.ByteSize(), tokenizer.encode, prompt.text, add_special_tokens=add_special_tokens
+        )
+        return PromptInput(some_ids(ids, "prompt.text"))
+
+
+class TokensReader:
+    """Many ids are copied in a thread."""
+
+    def check(self, prompt: pb.Prompt, field: str) -> None:
+        if not prompt.tokens.ids:
+            raise invalid(f"{field}.tokens.ids", "is empty; send at least one token id")
+
+    def check_size(self, request: pb.GenerateRequest, model: ServedModel) -> None:
+        if request.HasField("truncate_prompt_tokens"):
+            check_truncated(request.prompt.ByteSize())
+        elif (num_tokens := len(request.prompt.tokens.ids)) > model.limits.max_tokens:
+            with FieldErrors():
+                model.limits.resolve(num_tokens, None)
+
+    async def token_ids(
+        self, prompt: pb.Prompt, model: ServedModel, context: ReadContext, *, add_special_tokens: bool = True
+    ) -> PromptInput:
+        size = prompt.ByteSize()
+        return PromptInput(await context.lane.run(0 if size <= INLINE_ID_BYTES else size, list, prompt.tokens.ids))
+
+
+def check_text_size(request: pb.GenerateRequest, size: int, model: ServedModel, limit: int) -> None:
+    """Refuse a text of `size` bytes that has more tokens than the model takes, if `limit` bytes always have more."""
+    if request.HasField("truncate_prompt_tokens"):
+        check_truncated(size)
+    elif size > limit:
+        kind = request.prompt.WhichOneof("kind")
+        raise ContextLengthError(
+            f"prompt.{kind} has {size} bytes, more than the {limit} bytes that max_model_len "
+            f"({model.info.max_model_len} tokens) can hold: shorten the prompt",
+            field=f"prompt.{kind}",
+            limit=model.limits.max_tokens,
+        )
+
+
+def check_truncated(size: int) -> None:
+    """Check the size of a prompt of which only the end is kept."""
+    if size > MAX_TOKENIZE_BYTES:
+        words = f"has {size} bytes; with truncate_prompt_tokens at most {MAX_TOKENIZE_BYTES} are allowed: send less"
+        raise invalid("prompt", words)
+
+
+def some_ids(ids: Sequence[int], field: str) -> Sequence[int]:
+    """The ids of a text. Raises InvalidRequestError if there are none."""
+    if not ids:
+        raise InvalidRequestError(f"{field} gives no tokens; send more text", field=field)
+    return ids

@@ -1,0 +1,199 @@
+"""The tools of a chat: their schemas, the grammar of calls that must match them, and the parser of the answers."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from quire.v1 import inference_pb2 as pb
+
+from gateway_svc.request.field_errors import CHAT, invalid
+from gateway_svc.request.models import ServedModel
+from gateway_svc.text.bundle import Tokenizer
+from gateway_svc.text.chat_output import ChatFormat, ChatParser
+from gateway_svc.text.tool_grammar import CallRules, tool_grammar
+from request_fields.fields import MAX_GRAMMAR_BYTES
+from request_fields.grammar import Grammar, GrammarKind, has_grammar
+from svc_common.errors import InvalidRequestError
+
+MAX_TOOLS = 1024
+MAX_SHOWN = 80  # characters of a wrong value in an error
+TAIL_TOKENS = 16  # tokens at the end of a prompt that are searched for the start of reasoning
+TOOL_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")  # the parsers find no other names
+ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
+
+
+@dataclass(frozen=True, slots=True)
+class ChatTools:
+    """The tools that the template and the parser get: none with tool_choice NONE."""
+
+    given: tuple[Mapping[str, Any], ...] = ()  # as in tools_json
+    schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # schema of the parameters, by tool name
+    strict: frozenset[str] = frozenset()  # names of the tools whose calls must match their schema
+
+
+NO_TOOLS = ChatTools()
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerPlan:
+    """How the answers to a chat are parsed."""
+
+    format: ChatFormat
+    schemas: Mapping[str, Mapping[str, Any]]
+    is_parallel: bool
+    is_reasoning_begun: bool  # the prompt ends with the start of reasoning
+
+    def new_parser(self) -> ChatParser:
+        """A parser for one answer."""
+        return ChatParser(
+            self.format,
+            is_reasoning_begun=self.is_reasoning_begun,
+            tools=self.schemas,
+            is_parallel=self.is_parallel,
+        )
+
+
+def must_call(chat: pb.Chat) -> bool:
+    """Whether the answer must have a tool call."""
+    return bool(chat.tool_name) or chat.tool_choice == pb.TOOL_CHOICE_REQUIRED
+
+
+def read_tools(chat: pb.Chat) -> ChatTools:
+    """Parse and check the tools. Raises InvalidRequestError."""
+    given = parse_json("tools_json", chat.tools_json, list, "an array") or []
+    if len(given) > MAX_TOOLS:
+        raise refused("tools_json", f"has {len(given)} tools; at most {MAX_TOOLS} are allowed")
+    schemas: dict[str, Mapping[str, Any]] = {}
+    for i, tool in enumerate(given):
+        name, schema = _read_tool(f"tools_json[{i}]", tool)
+        if name in schemas:
+            raise refused(
+                f"tools_json[{i}].function.name", f"is {shown(name)}, the name of an earlier tool; use another name"
+            )
+        schemas[name] = schema
+    if chat.tool_name and chat.tool_name not in schemas:
+        have = ", ".join(schemas)[:MAX_SHOWN]
+        raise refused("tool_name", f"is {shown(chat.tool_name)}; must be the name of a tool of the request: {have}")
+    if must_call(chat) and not schemas:
+        raise refused("tool_choice", "requires a call, but the chat has no tools; send the tools")
+    if chat.tool_choice == pb.TOOL_CHOICE_NONE:
+        return NO_TOOLS
+    strict = frozenset(tool["function"]["name"] for tool in given if tool["function"].get("strict"))
+    return ChatTools(tuple(given), schemas, strict)
+
+
+def _read_tool(where: str, tool: Any) -> tuple[str, Mapping[str, Any]]:
+    """Name and schema of the parameters of one tool."""
+    if not isinstance(tool, dict):
+        raise refused(where, 'must be an object: {"type": "function", "function": {"name": ..., "parameters": ...}}')
+    if tool.get("type") != "function":
+        raise refused(f"{where}.type", f"is {shown(tool.get('type'))}; must be 'function', the only supported type")
+    function = tool.get("function")
+    if not isinstance(function, dict):
+        raise refused(f"{where}.function", "must be an object with a name")
+    name, schema = function.get("name"), function.get("parameters")
+    if not isinstance(name, str) or not TOOL_NAME.fullmatch(name):
+        raise refused(
+            f"{where}.function.name", f"is {shown(name)}; must be 1 to 128 characters of A-Z a-z 0-9 _ . : / -"
+        )
+    if schema is not None and not isinstance(schema, dict):
+        raise refused(f"{where}.function.parameters", "must be a JSON schema of an object")
+    if not isinstance(function.get("strict"), bool | None):
+        raise refused(f"{where}.function.strict", f"is {shown(function['strict'])}; must be true or false")
+    return name, schema or {}
+
+
+def answer_plan(
+    request: pb.GenerateRequest, model: ServedModel, tools: ChatTools, prompt_ids: Sequence[int]
+) -> AnswerPlan | None:
+    """How to parse the answers; None: the request wants plain text."""
+    if not request.output.parse_chat or model.text.tokenizer is None:
+        return None
+    chat = request.prompt.chat
+    format = model.chat_format(chat.chat_template, has_tools=bool(tools.given))
+    if not tools.given:
+        format = ChatFormat(format.reasoning, None)
+    return AnswerPlan(
+        format,
+        tools.schemas,
+        is_parallel=_is_parallel(chat),
+        is_reasoning_begun=_is_reasoning_begun(chat, format, model.text.tokenizer, prompt_ids),
+    )
+
+
+def call_grammar(
+    request: pb.GenerateRequest, model: ServedModel, tools: ChatTools, prompt_ids: Sequence[int]
+) -> Grammar | None:
+    """The grammar of the answer to a chat, if it must have a tool call or if a tool is strict; None: no grammar.
+
+    Raises InvalidRequestError.
+    """
+    chat = request.prompt.chat
+    if not (must_call(chat) or tools.strict):
+        return None
+    name = "tool_choice" if must_call(chat) else "tools_json"
+    if has_grammar(request.sampling):
+        raise refused(name, "needs a grammar for the calls, but sampling has one too; set only one of them")
+    format = model.chat_format(chat.chat_template, has_tools=True)
+    if format.tools is None:
+        words = "needs a grammar for the calls, but their format is not known for this model"
+        raise refused(name, f"{words}; set --tool-parser of the gateway")
+    tokenizer = model.require_tokenizer(CHAT)
+    rules = CallRules(_constrained(chat, tools), must_call(chat), _is_parallel(chat) and not chat.tool_name)
+    is_begun = _is_reasoning_begun(chat, format, tokenizer, prompt_ids)
+    text = tool_grammar(format, rules, tokenizer.token_id, is_reasoning_begun=is_begun)
+    size = len(text.encode())
+    if size > MAX_GRAMMAR_BYTES:
+        raise refused("tools_json", f"needs a grammar of {size} bytes; at most {MAX_GRAMMAR_BYTES} are allowed")
+    return Grammar(GrammarKind.LARK, text, f"{CHAT}.tools_json")
+
+
+def _constrained(chat: pb.Chat, tools: ChatTools) -> Mapping[str, Mapping[str, Any]]:
+    """The schema of each tool that may be called. With AUTO, only the schemas of strict tools are enforced."""
+    if chat.tool_name:
+        return {chat.tool_name: tools.schemas[chat.tool_name]}
+    if must_call(chat):
+        return tools.schemas
+    return {name: schema if name in tools.strict else ANY_OBJECT for name, schema in tools.schemas.items()}
+
+
+def _is_parallel(chat: pb.Chat) -> bool:
+    return chat.parallel_tool_calls if chat.HasField("parallel_tool_calls") else True
+
+
+def _is_reasoning_begun(chat: pb.Chat, format: ChatFormat, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> bool:
+    """Whether the prompt ends inside reasoning: with the start marker, or in a final message that is continued."""
+    if format.reasoning is None:
+        return False
+    if chat.continue_final_message and chat.messages:
+        return format.reasoning.is_open_in(chat.messages[-1].content)
+    tail = tokenizer.decode(prompt_ids[-TAIL_TOKENS:], skip_special_tokens=False)
+    return tail.rstrip().endswith(format.reasoning.start)
+
+
+def parse_json(name: str, text: str, kind: type, words: str) -> Any:
+    """The value of a JSON field of a chat; None if it is not set. `words`: what it must be."""
+    if not text:
+        return None
+    try:
+        value = json.loads(text)
+        json.dumps(value, ensure_ascii=False).encode()  # a lone \ud800 is valid JSON but cannot be encoded
+    except (ValueError, RecursionError) as error:
+        raise refused(name, f"is not JSON: {error}") from None
+    if not isinstance(value, kind):
+        raise refused(name, f"is a JSON {type(value).__name__}; it must be {words}")
+    return value
+
+
+def shown(value: Any) -> str:
+    """A wrong value in an error."""
+    return repr(value)[:MAX_SHOWN]
+
+
+def refused(name: str, words: str) -> InvalidRequestError:
+    """The error for an invalid field of a chat."""
+    return invalid(f"{CHAT}.{name}", words)
