@@ -77,7 +77,7 @@ def main() -> None:
 
 
 def _load_adapters(runner: ModelRunner, folder: Path, rank: int) -> list[bytes]:
-    """Adapters of this rank, in place of those of another rank."""
+    """Adapters of this rank instead of another."""
     for entry in runner.adapters.entries():
         runner.adapters.unload(entry.name)
     digests: list[bytes] = []

@@ -4,10 +4,10 @@
     python bench/experts.py --rows 1 64 --numbers bfloat16
 
 Both models run on the engine alone, greedy, in exact mode, with 32 prompt tokens and 64 output tokens per row. A token
-uses EXPERTS["num_experts_per_tok"] experts, whose inner sizes add up to that of the dense model. The rows of a step
-choose different experts, so it reads more weights than a step of the dense model: `read_ratio` is the ratio of the
-bytes of weights that a step reads if all rows choose at random. `ratio` is tokens per second of experts / dense, by
-processor time. The runs alternate; each figure is the best of the repeats. The last line is one JSON object.
+uses EXPERTS["num_experts_per_tok"] experts, whose inner sizes add up to the dense model's. The rows of a step choose
+different experts, so it reads more weights than a step of the dense model: `read_ratio` is the ratio of the bytes of
+weights that a step reads if all rows choose at random. `ratio` is tokens per second of experts / dense, by processor
+time. The runs alternate; each figure is the best of the repeats. The last line is one JSON object.
 """
 
 from __future__ import annotations

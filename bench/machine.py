@@ -68,7 +68,7 @@ def _steal_of(figures: Figures) -> float:
 
 
 def quiet(run: Callable[[], Figures]) -> Figures:
-    """The figures of `run`, repeated while it loses more than MAX_STEAL_PCT of the time, with those of the machine."""
+    """The figures of `run`, repeated while it loses more than MAX_STEAL_PCT of the time, with the machine's figures."""
     attempts = Attempts()
     while not attempts.is_done:
         meter = StealMeter()
@@ -86,7 +86,7 @@ async def quiet_async(run: Callable[[], Awaitable[Figures]]) -> Figures:
 
 
 def cpu_s(pids: int | Iterable[int]) -> float:
-    """Processor seconds that processes have used, without those of their children."""
+    """Processor seconds that processes have used, without their children."""
     ticks = 0
     for pid in [pids] if isinstance(pids, int) else pids:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

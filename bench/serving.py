@@ -205,7 +205,7 @@ def _when_ready(process: subprocess.Popen[bytes], ready: Path, log: Path) -> dic
 
 
 def quiet_run(services: dict[str, Any], requests: Path, salt: str, places: Places) -> dict[str, Any]:
-    """`ask_stack`, repeated if the machine lost much time. A repeat has a salt of its own."""
+    """`ask_stack`, repeated if the machine lost much time. A repeat has its own salt."""
     attempts = count()
     return quiet(lambda: ask_stack(services, requests, f"{salt}-{next(attempts)}", places))
 
@@ -335,7 +335,7 @@ def last_json(
 ) -> Any:
     """Run a program; the JSON object in the last line of its output. Raises RuntimeError with the end of its output.
 
-    `cores`: those that it may use; None: all of this process.
+    `cores`: the cores that it may use; None: all of this process.
     """
     restrict = None if cores is None else partial(os.sched_setaffinity, 0, cores)
     done = subprocess.run(

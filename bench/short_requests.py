@@ -170,7 +170,7 @@ async def serve_commands(target: str) -> None:
 
 
 class ClientProcess:
-    """The client in a process of its own."""
+    """The client in its own process."""
 
     def __init__(self, target: str) -> None:
         command = [sys.executable, __file__, "--role", "client", "--target", target]

@@ -4,10 +4,10 @@
     python bench/structured.py --quick         # fewer layers and tokens
 
 Masks: rows walk random ways through a JSON schema over a synthetic byte-level vocabulary of 151,936 tokens. The time of
-a mask is that of llguidance; the time of a step also has the change of threads, the last tokens and unpacking the bits.
+a mask is llguidance's; the time of a step also has the change of threads, the last tokens and unpacking the bits.
 
 Throughput: 32 rows of the shape of W2 (Qwen3-0.6B), bfloat16, temperature 1, exact mode, the engine alone. Runs with
-and without grammars alternate; the ratio is that of the best runs, and `cpu_ratio` that of processor time, which other
+and without grammars alternate; the ratio compares the best runs, and `cpu_ratio` their processor time, which other
 processes disturb less. Prompts are short, so that most of the time is decoding. The last line is one JSON object.
 A run that lost much time to other virtual machines is repeated (bench/machine.py).
 """

@@ -4,7 +4,7 @@ w1: 64 requests of 25-256 input and 25-256 output tokens, small model.
 w2: 16 requests of 32-128 input and 16-64 output tokens, shape of Qwen3-0.6B.
 w3: 64 requests with a common prefix of 1,024 tokens, 32 unique tokens and 32 output tokens, small model.
 All requests arrive at the start, are greedy by default and ignore the end-of-sequence token. Weights are random: the
-output is meaningless, but the compute time is that of a real model of this shape.
+output is meaningless, but a real model of this shape takes the same time.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ def extra_keys(inputs: Iterable[CarriedInput], block_size: int) -> dict[int, byt
 def extend_digests(
     digests: list[bytes], root: bytes, token_ids: U32Column, block_size: int, keys: Mapping[int, bytes] = NO_KEYS
 ) -> None:
-    """Append to `digests` the missing digests of the full blocks of `token_ids`. `keys`: those of `extra_keys`."""
+    """Append to `digests` the missing digests of the full blocks of `token_ids`. `keys`: as from `extra_keys`."""
     parent = digests[-1] if digests else root
     blocks = block_bytes(token_bytes(token_ids[block_size * len(digests) :]), block_size)
     if keys:

@@ -23,7 +23,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 NAMESPACE = uuid.UUID("5a0f7b0e-6c1a-4f0c-9f0e-5b1de0a6f3d1")
-CLIENT_EXTRAS = ("bench", "hub")  # the other extras are those of quire-server
+CLIENT_EXTRAS = ("bench", "hub")  # quire-server has the other extras
 OWN = ("quire", "quire-client", "quire-server")
 LICENSE = "Apache-2.0"
 DPKG_STATUS, OS_RELEASE = Path("/var/lib/dpkg/status"), Path("/etc/os-release")
@@ -50,7 +50,7 @@ class Package:
             made["licenses"] = [{"expression": self.licence}]
         made["purl"] = self.purl
         if self.digests:
-            # Each digest is that of one archive of this version: a wheel of a platform, or the source.
+            # Each digest belongs to one archive of this version: a wheel of a platform, or the source.
             hashes = [{"alg": "SHA-256", "content": digest} for digest in self.digests]
             url = f"https://pypi.org/project/{normal(self.name)}/{self.version}/"
             made["externalReferences"] = [{"type": "distribution", "url": url, "hashes": hashes}]
@@ -147,7 +147,7 @@ def needed_by(subject: Package, packages: dict[str, Package]) -> list[Package]:
 
 
 def of_image(tag: str, status: Path, release: Path) -> dict[str, Any]:
-    """The packages of the running interpreter, Python itself, and those of Debian."""
+    """The packages of the running interpreter, Python itself, and Debian's packages."""
     name, _, version = tag.partition(":")
     subject = Package(name, version, f"pkg:oci/{name}?tag={version}", licence=LICENSE)
     python = Package("python", platform.python_version(), f"pkg:generic/python@{platform.python_version()}")

@@ -225,7 +225,7 @@ class RpcStats:
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
     """Converts a QuireError to its status, and any other exception to INTERNAL and an error log. Counts in `stats`.
 
-    Checks the size of requests before they are decoded. `max_bytes`: limits of some methods, below that of the server.
+    Checks the size of requests before they are decoded. `max_bytes`: limits of some methods, below the server's.
     `on_call` is called at the start of each call, also if its request is refused or cannot be decoded.
     """
 

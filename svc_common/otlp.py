@@ -55,7 +55,7 @@ class OpenSpan:
 
 
 class Tracer:
-    """Makes spans. All times are those of the event loop's clock (time.monotonic). Thread-safe."""
+    """Makes spans. Times come from the event loop's clock (time.monotonic). Thread-safe."""
 
     def __init__(self, processor: SpanProcessor, resource: Resource) -> None:
         # The gateway has sampled the request, so that every span is recorded. At exit, `close` has a time limit.

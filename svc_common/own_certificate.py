@@ -89,7 +89,7 @@ def remaining_fraction(path: Path, now: float) -> float | None:
 
 
 def _first(pem: str) -> str:
-    """The certificate of the service; those of its issuers follow it."""
+    """The certificate of the service, followed by its issuers'."""
     return pem[pem.find(ssl.PEM_HEADER) : pem.find(ssl.PEM_FOOTER) + len(ssl.PEM_FOOTER)]
 
 

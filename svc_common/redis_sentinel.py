@@ -15,7 +15,7 @@ DEFAULT_PORT = 26379
 
 @dataclass(frozen=True, slots=True)
 class SentinelUrl:
-    """The parts of such a URL. User and password are those of Redis, not of the Sentinels."""
+    """The parts of such a URL. User and password are for Redis, not for the Sentinels."""
 
     hosts: tuple[tuple[str, int], ...]
     master: str

@@ -61,7 +61,7 @@ def add_flags(parser: argparse.ArgumentParser, purpose: str) -> None:
     )
     group.add_argument("--redis-namespace", default="quire", help="prefix of all Redis keys; use one per deployment")
     group.add_argument(
-        CA, type=Path, metavar="FILE", help="CA certificates (PEM) of Redis, for rediss://. Unset: those of the system"
+        CA, type=Path, metavar="FILE", help="CA certificates (PEM) of Redis, for rediss://. Unset: the system's"
     )
     group.add_argument(CERT, type=Path, metavar="FILE", help="client certificate for Redis (PEM)")
     group.add_argument(KEY, type=Path, metavar="FILE", help="its private key (PEM, without a password)")

@@ -28,7 +28,7 @@ Lookup = Callable[[str, int], Awaitable[list[str]]]
 
 
 async def lookup(host: str, port: int) -> list[str]:
-    """The addresses of a name: those of IPv4 if there are any, because a host with both has one process. OSError."""
+    """The IPv4 addresses of a name, else its IPv6 addresses: a host with both has one process. Raises OSError."""
     found = await asyncio.to_thread(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
     addresses = {ipaddress.ip_address(str(sockaddr[0])) for *_, sockaddr in found}
     version = min((address.version for address in addresses), default=4)

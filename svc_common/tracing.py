@@ -1,7 +1,7 @@
 """Traces of requests with OpenTelemetry, if --trace-endpoint is set; otherwise no package of it is imported.
 
 A gateway decides which requests are sampled. The `traceparent` of a sampled request (W3C Trace Context) travels as a
-field to its scheduler and its workers; that of other requests is empty, and costs nothing there. Spans are made from
+field to its scheduler and its workers; the field of other requests is empty and free. Spans are made from
 times that the services measure anyway, and a thread exports them.
 """
 

@@ -242,7 +242,7 @@ class Trust:
         self.check_own_certificate()
         served = reader.newest()
         credentials = grpc.ssl_channel_credentials(served.client_ca, served.key, served.cert)
-        # Check the role in the certificate, not the address: the address of a worker is that of its pod.
+        # Check the role in the certificate, not the address: a worker's address changes with its pod.
         override = [] if "://" in name else [("grpc.ssl_target_name_override", name)]
         return grpc.aio.secure_channel(target, credentials, options=[*CHANNEL_OPTIONS, *override])
 
@@ -334,7 +334,7 @@ class RoleInterceptor(grpc.aio.ServerInterceptor):
 
 
 def _guarded(handler: Handler, check: Callable[[Any], None], method: str) -> Handler:
-    """The handler, called after the check. Requests are also decoded after the check; those of a stream, one by one."""
+    """The handler, called after the check. Requests are decoded after the check, in a stream one by one."""
     make = {
         (True, True): grpc.stream_stream_rpc_method_handler,
         (True, False): grpc.stream_unary_rpc_method_handler,

@@ -1,6 +1,6 @@
 """Constants of the model of a step (step_model.py) for several GPUs.
 
-Sources: memory bandwidth, bfloat16 rate (dense), multiprocessors and clock are those of the vendor's data sheets.
+Sources: memory bandwidth, bfloat16 rate (dense), multiprocessors and clock come from the vendor's data sheets.
 ACHIEVED_* is what a large copy and a matrix product of 8192 reach of them, measured once through torch 2.11 on an H200:
 4.3 of 4.8 TB/s, 790 of 989 TFLOP/s. All other constants are estimates; the benchmark's rows show which are wrong.
 """

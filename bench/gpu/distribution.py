@@ -1,6 +1,6 @@
 """How evenly the programs of a decode step's attention work, computed without a GPU.
 
-The work list is that of the engine; a unit (a split of a row and KV head) takes time for its tiles of keys and a fixed
+The work list is the engine's; a unit (a split of a row and KV head) takes time for its tiles of keys and a fixed
 part. Programs take units from a counter, so each goes to the program that is free first.
 """
 

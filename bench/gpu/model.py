@@ -198,7 +198,7 @@ def decode_steps(report: Report) -> None:
 
 
 def other_settings(report: Report) -> None:
-    """Decode steps of engines with other settings, relative to those of the section decode_steps."""
+    """Decode steps of engines with other settings, relative to the section decode_steps."""
     for name, settings in OTHER_SETTINGS.items():
         try:
             runner = load(make_checkpoint(report), report, cuda_graphs="lazy", **settings)
@@ -211,7 +211,7 @@ def other_settings(report: Report) -> None:
 
 
 def time_beside_default(report: Report, runner: DeviceRunner, section: str, name: str) -> None:
-    """Decode steps of few and many rows, relative to those of the section decode_steps."""
+    """Decode steps of few and many rows, relative to the section decode_steps."""
     for num_rows, context in [(3, 30)] if report.is_smoke else [(1, 512), (256, 512)]:
         ms = time_decode(runner, report, num_rows, context)
         if ms is None:

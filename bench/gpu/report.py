@@ -58,7 +58,7 @@ class Report:
         self.rows = [row for row in self.rows if row["by"] != section]
 
     def tiles(self) -> dict[str, Any]:
-        """The tiles that this section uses instead of those of the engine's table."""
+        """The tiles that this section uses instead of the engine's table."""
         is_unchanged = self.is_baseline or self.section in UNCHANGED
         return {} if is_unchanged else dict(self.figures.get("tiles", {}))
 

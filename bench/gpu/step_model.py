@@ -59,7 +59,7 @@ class Shape:
         }  # fmt: skip
 
     def weight_bytes(self) -> int:
-        """Bytes of all matrices that a step reads: those of the layers, and the head."""
+        """Bytes of all matrices that a step reads, of the layers and the head."""
         layer = sum(outputs * inputs for outputs, inputs in self.layer_linears().values())
         return NUMBER_BYTES * (self.layers * layer + self.vocab * self.hidden)
 
@@ -94,7 +94,7 @@ class Step:
 
 
 def launches(shape: Shape, *, is_decode: bool, is_filtered: bool) -> dict[str, int]:
-    """Kernels of a step that has a graph, by name. Products are those of a library."""
+    """Kernels of a step that has a graph, by name. A library computes the products."""
     found = Counter(STEP_LAUNCHES)
     for name, count in LAYER_LAUNCHES.items():
         found[name] += count * shape.layers

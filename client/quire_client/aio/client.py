@@ -102,7 +102,7 @@ class AsyncClient:
         resume_timeout_s: float = 60.0,
         stall_timeout_s: float | None = 3.0,
     ) -> Self:
-        """Create a client and wait until a gateway answers. The parameters are those of the class.
+        """Create a client and wait until a gateway answers. It takes the parameters of the class.
 
         Raises ConnectionFailed when no gateway answers within `connect_timeout_s`.
         """

@@ -172,7 +172,7 @@ annotations:
 {{ toJson $pools }}
 {{- end -}}
 
-{{/* Requests and limits of a worker pod that sets none, as JSON. Each GPU has a process of its own. */}}
+{{/* Requests and limits of a worker pod that sets none, as JSON. Each GPU has its own process. */}}
 {{- define "quire.resourcesOfKind" -}}
 {{- if . -}}
 {{- $requests := dict "cpu" (mul 4 . | toString) "memory" (printf "%dGi" (mul 16 .)) -}}

@@ -1,4 +1,4 @@
-{{/* PromQL for KEDA. The labels namespace and service are those of the targets of a ServiceMonitor. */}}
+{{/* PromQL for KEDA. A ServiceMonitor sets the labels namespace and service of its targets. */}}
 
 {{- define "quire.schedulerLabels" -}}
 namespace="{{ .root.Release.Namespace }}", service="{{ include "quire.fullname" .root }}-scheduler-{{ .pool.model }}"

@@ -47,7 +47,7 @@
 {{- end -}}
 {{- end -}}
 
-{{/* The name of a StatefulSet plus a hash becomes a pod label, which is limited to 63 characters, as is that of a Service. A
+{{/* The name of a StatefulSet plus a hash becomes a pod label, which is limited to 63 characters, like the name of a Service. A
      LeaderWorkerSet has a StatefulSet per replica, with the number of the replica in its name. */}}
 {{- define "quire.validateName" -}}
 {{- $kind := .kind | default "Service" -}}
@@ -364,6 +364,6 @@
 {{- fail "gateway.keyLimits.toml and gateway.keyLimits.existingConfigMap are both set: set only one of them" -}}
 {{- end -}}
 {{- if and (or $limits.toml $limits.existingConfigMap) (not .Values.gateway.apiKeys.existingSecret) -}}
-{{- fail "gateway.keyLimits is set, but its limits are those of owners of API keys: set gateway.apiKeys.existingSecret too" -}}
+{{- fail "gateway.keyLimits is set, but its limits apply to owners of API keys: set gateway.apiKeys.existingSecret too" -}}
 {{- end -}}
 {{- end -}}

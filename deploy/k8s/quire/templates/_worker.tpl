@@ -26,12 +26,12 @@
   value: /tmp
 {{- end -}}
 
-{{/* GPUs of one worker, each with a process (rank) of its own. */}}
+{{/* GPUs of one worker, each with its own process (rank). */}}
 {{- define "quire.numRanks" -}}
 {{ mul (int .gpuCount) (int .nodesPerWorker) }}
 {{- end -}}
 
-{{/* Size of /dev/shm, which NCCL uses between GPUs without peer-to-peer access; empty: that of the container runtime. */}}
+{{/* Size of /dev/shm, which NCCL uses between GPUs without peer-to-peer access; empty: the container runtime's default. */}}
 {{- define "quire.shmSize" -}}
 {{- $ranks := int .gpuCount -}}
 {{ default (ternary (printf "%dGi" $ranks) "" (gt $ranks 1)) .shmSize }}
@@ -103,7 +103,7 @@
 {{- if or .source .download.command }}true{{ end -}}
 {{- end -}}
 
-{{/* The folder of a model: with `source` that of its commit in a cache of the Hub, as `quire fetch` makes it. */}}
+{{/* The folder of a model: with `source` the folder of its commit in a cache of the Hub, which `quire fetch` makes. */}}
 {{- define "quire.modelPath" -}}
 {{- if .source -}}
 {{- $repo := trimPrefix "hf://" .source | splitList "@" -}}
