@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from worker_svc.engine.gpu.tiles import Processors
+from worker_svc.engine.gpu.attention.tiles import Processors
 
 ACHIEVED_BANDWIDTH, ACHIEVED_FLOPS = 4.3 / 4.8, 790 / 989
 # Passes over the logits, and instructions per logit: the maximum alone; with noise; with thresholds as well.

@@ -10,8 +10,8 @@ import heapq
 from dataclasses import dataclass
 
 from worker_svc.engine.backend import HeadShape
+from worker_svc.engine.gpu.attention.tiles import DECODE_TILES, Processors, splits_for
 from worker_svc.engine.gpu.kernels.work_list import reference
-from worker_svc.engine.gpu.tiles import DECODE_TILES, Processors, splits_for
 
 FIXED_KEYS = 48  # a unit's start and end take as long as so many keys: a query, a block table, a result
 MERGE_KEYS = 24  # storing the result of a split, and merging it later

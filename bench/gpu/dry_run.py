@@ -41,8 +41,9 @@ from step_protocol.messages import (
     TokenRules,
 )
 from worker_svc.engine.config import EngineConfig
-from worker_svc.engine.gpu import compilation, memory, runner
-from worker_svc.engine.gpu.checks import case
+from worker_svc.engine.gpu import runner
+from worker_svc.engine.gpu.start import compilation, memory
+from worker_svc.engine.gpu.start.checks import case
 
 KINDS: list[dict[str, Any]] = [
     {"dtype": "bfloat16", "max_adapters": 2},

@@ -16,8 +16,8 @@ from bench.gpu.kernels import nano_contexts
 from bench.gpu.model import GREEDY, NANO_SETTINGS, Rows, load, make_checkpoint
 from bench.gpu.report import Report
 from request_fields.fields import SamplingParams
-from worker_svc.engine.gpu.pending_step import PendingStep
 from worker_svc.engine.gpu.runner import DeviceRunner
+from worker_svc.engine.gpu.step.pending_step import PendingStep
 
 STEPS = 5
 MOST_TRACE_BYTES = 12 << 20  # compressed; larger files do not come back from some machines

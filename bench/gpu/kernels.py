@@ -15,11 +15,11 @@ import torch.nn.functional as F
 from bench.gpu.report import Report, relative_error
 from worker_svc.engine.backend import AttentionShape, HeadShape, Norm
 from worker_svc.engine.config import Determinism
-from worker_svc.engine.gpu import attention as engine_attention
-from worker_svc.engine.gpu.attention import Attention, LayerCache, TritonAttention, host_lengths
+from worker_svc.engine.gpu.attention import paged as engine_attention
+from worker_svc.engine.gpu.attention.paged import Attention, LayerCache, TritonAttention, host_lengths
 from worker_svc.engine.gpu.kernels import norm
 from worker_svc.engine.gpu.kernels.attention import Queries, Tiles
-from worker_svc.engine.gpu.step_buffer import Bucket, HostStep, StepColumns
+from worker_svc.engine.gpu.step.step_buffer import Bucket, HostStep, StepColumns
 
 QWEN3_HEADS = HeadShape(16, 8, 128)
 SMOKE_HEADS = HeadShape(4, 2, 16)

@@ -12,10 +12,10 @@ from bench.gpu.kernels import Case, nano_contexts, prefill_flop
 from bench.gpu.model import make_checkpoint
 from bench.gpu.report import Report
 from bench.gpu.serving import NANO, workload_of
-from worker_svc.engine.gpu.attention import Attention
-from worker_svc.engine.gpu.flash import FlashAttention, flash_package
-from worker_svc.engine.gpu.flash3 import Flash3Attention, flash3_package
-from worker_svc.engine.gpu.flashinfer import FlashInferAttention, flashinfer_package
+from worker_svc.engine.gpu.attention.flash import FlashAttention, flash_package
+from worker_svc.engine.gpu.attention.flash3 import Flash3Attention, flash3_package
+from worker_svc.engine.gpu.attention.flashinfer import FlashInferAttention, flashinfer_package
+from worker_svc.engine.gpu.attention.paged import Attention
 
 
 def libraries(report: Report) -> None:

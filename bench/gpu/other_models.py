@@ -22,7 +22,7 @@ from bench.gpu.model import (
 )
 from bench.gpu.report import Report
 from bench.workloads import COMMON, QWEN3_06B, Model, weight_shapes
-from worker_svc.engine.gpu.ranks import ParallelRunner
+from worker_svc.engine.gpu.ranks.parallel_runner import ParallelRunner
 
 # Two layers of Qwen3-30B-A3B, with a small vocabulary.
 LARGE: Model = QWEN3_06B | EXPERTS | {

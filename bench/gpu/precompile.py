@@ -27,16 +27,16 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from bench.gpu import adapters, kernels, machine, model, products, self_checks, small_kernels, tile_sweep
+from bench.gpu.aot import ARCHITECTURES
 from bench.gpu.dry_run import Device, Recorder, take_steps, without_gpu
 from bench.gpu.report import Report
 from bench.workloads import COMMON, QWEN3_06B, weight_shapes
 from worker_svc.engine.config import EngineConfig
-from worker_svc.engine.gpu import compilation
-from worker_svc.engine.gpu.aot import ARCHITECTURES
-from worker_svc.engine.gpu.compilation import Kernel
-from worker_svc.engine.gpu.kernels import sample
+from worker_svc.engine.gpu.attention.tiles import Processors
+from worker_svc.engine.gpu.kernels.sampler import sample
 from worker_svc.engine.gpu.runner import DeviceRunner
-from worker_svc.engine.gpu.tiles import Processors
+from worker_svc.engine.gpu.start import compilation
+from worker_svc.engine.gpu.start.compilation import Kernel
 
 ENGINES: list[dict[str, Any]] = [
     {},

@@ -11,7 +11,7 @@ import torch
 from bench.gpu.report import Report, relative_error
 from worker_svc.engine.gpu.kernels import int4_linear, scaled_linear
 from worker_svc.engine.gpu.kernels.int4_linear import Int4Weight
-from worker_svc.engine.gpu.linears import Fp8Linear, Int4Linear, library_int4_product, library_product
+from worker_svc.engine.gpu.layers.linears import Fp8Linear, Int4Linear, library_int4_product, library_product
 
 Layer = Callable[[torch.Tensor], torch.Tensor]
 

@@ -19,9 +19,9 @@ from bench.gpu.report import Report
 from bench.gpu.self_checks import FORMATS, checks_of, launches, make_setup
 from bench.gpu.stand_ins import install_stand_ins
 from worker_svc.engine.config import EngineConfig
-from worker_svc.engine.gpu.checks.case import verify
-from worker_svc.engine.gpu.compilation import compile_first
 from worker_svc.engine.gpu.runner import DeviceRunner
+from worker_svc.engine.gpu.start.checks.case import verify
+from worker_svc.engine.gpu.start.compilation import compile_first
 
 KINDS = [
     {"determinism": "best_effort"},

@@ -26,7 +26,7 @@ CONTEXT = multiprocessing.get_context("fork")  # so that torch is imported once
 SOFT = 0.85  # fraction of its time limit after which a section stops at its next row
 END_S = 10.0  # time limit for the exit of a process that has sent all rows
 LEAST = 0.3  # a section starts only if this fraction of its time limit remains
-TILES_VARIABLE = "QUIRE_ATTENTION_TILES"  # as in worker_svc.engine.gpu.tiles, which is imported only in sections
+TILES_VARIABLE = "QUIRE_ATTENTION_TILES"  # as in gpu.attention.tiles, which is imported only in sections
 
 
 @dataclass(frozen=True, slots=True)

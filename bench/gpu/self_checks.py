@@ -13,12 +13,12 @@ from bench.gpu.model import EXPERTS, FEW_EXPERTS, model_of
 from bench.gpu.report import OutOfTimeError, Report
 from bench.workloads import COMMON
 from worker_svc.engine.decoder.config import parse_config
-from worker_svc.engine.gpu.attention import TritonAttention
-from worker_svc.engine.gpu.checks import case as checks
-from worker_svc.engine.gpu.checks.attention import MAX_ROWS, MAX_TOKENS, attention_cases
-from worker_svc.engine.gpu.checks.start import CHECKS
-from worker_svc.engine.gpu.linears import WeightFormat
-from worker_svc.engine.gpu.parallel import Group
+from worker_svc.engine.gpu.attention.paged import TritonAttention
+from worker_svc.engine.gpu.collectives.group import Group
+from worker_svc.engine.gpu.layers.linears import WeightFormat
+from worker_svc.engine.gpu.start.checks import case as checks
+from worker_svc.engine.gpu.start.checks.attention import MAX_ROWS, MAX_TOKENS, attention_cases
+from worker_svc.engine.gpu.start.checks.start import CHECKS
 
 FORMATS = frozenset(get_args(WeightFormat))  # every kind of quantized weights
 SETTINGS: list[dict[str, Any]] = [

@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from bench.gpu.kernels import Case
 from bench.gpu.report import Report, relative_error
 from worker_svc.engine.backend import HeadShape, Norm, RotaryTable
-from worker_svc.engine.gpu.kernels import activation, linear, norm, rope_store, sample
-from worker_svc.engine.gpu.kernels.filters import Filters
+from worker_svc.engine.gpu.kernels import activation, linear, norm, rope_store
+from worker_svc.engine.gpu.kernels.sampler import sample
+from worker_svc.engine.gpu.kernels.sampler.filters import Filters
 
 EPS = 1e-6
 VOCAB = 151_936
@@ -67,7 +68,7 @@ def _rope(report: Report, num_rows: int) -> None:
 def _sampler(report: Report, num_rows: int, vocab: int) -> None:
     """Tokens of a few rows against the specification in numpy; times for all rows."""
     from request_fields.fields import SamplingParams
-    from worker_svc.engine.gpu.device_rows import HEAD_WORDS, sampling_words
+    from worker_svc.engine.gpu.step.device_rows import HEAD_WORDS, sampling_words
 
     logits = (3 * torch.randn(num_rows, vocab, device=report.device)).to(report.dtype)
     rows = torch.arange(num_rows, dtype=torch.int32, device=report.device)

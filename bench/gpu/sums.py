@@ -1,4 +1,4 @@
-"""Times of sums over the ranks of one host, by size and method, for the limits in worker_svc/engine/gpu/shared_sum.py.
+"""Times of sums over the ranks of one host, by size and method, for the limits in shared_sum.py.
 
     python -m bench.gpu.sums --ranks 4
 
@@ -17,9 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from worker_svc.engine.gpu.parallel import CPU
-from worker_svc.engine.gpu.rendezvous import make_store, open_store
-from worker_svc.engine.gpu.shared_sum import TWO_SHOT_BYTES, Method, SharedSum
+from worker_svc.engine.gpu.collectives.group import CPU
+from worker_svc.engine.gpu.collectives.rendezvous import make_store, open_store
+from worker_svc.engine.gpu.collectives.shared_sum import TWO_SHOT_BYTES, Method, SharedSum
 
 LIBRARY = "library"
 COLUMNS = (LIBRARY, *(method.value for method in Method))

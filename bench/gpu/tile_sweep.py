@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 
 from bench.gpu.kernels import Case, measure, nano_contexts, prefill_flop, using
 from bench.gpu.report import Report
-from worker_svc.engine.gpu import attention as engine_attention
+from worker_svc.engine.gpu.attention import paged as engine_attention
 from worker_svc.engine.gpu.kernels.attention import Tiles
 
 GAIN = 1.02  # other tiles are used only if the engine's own take so much longer

@@ -6,7 +6,7 @@ import threading
 
 import torch
 
-from worker_svc.engine.gpu.parallel import Group
+from worker_svc.engine.gpu.collectives.group import Group
 
 
 class Meeting:

@@ -16,7 +16,7 @@ from tests.unit.engine.test_engine_adapters import place
 from tests.unit.engine.test_engine_models import check_against
 from worker_svc.engine.adapters.config import AdapterError
 from worker_svc.engine.gpu import compute, runner
-from worker_svc.engine.gpu.ranks import ParallelRunner
+from worker_svc.engine.gpu.ranks.parallel_runner import ParallelRunner
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::FutureWarning", "ignore::UserWarning")
 
@@ -99,7 +99,7 @@ def test_bits_do_not_depend_on_the_batch(qwen3):
 def test_a_step_without_adapters_launches_nothing_more(qwen3, monkeypatch):
     folder, adapters = qwen3
     driver = DeviceDriver(load(folder, **ADAPTED))
-    monkeypatch.setattr("worker_svc.engine.gpu.device_slots.add_low_rank", None)
+    monkeypatch.setattr("worker_svc.engine.gpu.layers.device_slots.add_low_rank", None)
     place(driver.runner, "one", adapters[0])
     driver.open(0, small_prompts([9])[0])
     driver.prefill(0)

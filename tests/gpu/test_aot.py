@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from worker_svc.engine.gpu.aot import loop_waits
+from bench.gpu.aot import loop_waits
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -52,7 +52,7 @@ PRODUCTS = ("attention", "fp8 linear", "int4 linear", "experts exact", "experts 
 
 
 def test_kernels_compile_within_bounds():
-    kernels = {kernel["name"]: kernel for kernel in compiled("worker_svc.engine.gpu.aot")["kernels"]}
+    kernels = {kernel["name"]: kernel for kernel in compiled("bench.gpu.aot")["kernels"]}
     assert kernels["attention 0.6b prefill page 256"]["mma"]["HGMMA"] > 0
     assert kernels["attention 0.6b exact page 256"]["mma"]["HGMMA"] > 0
     assert kernels["attention 0.6b decode page 256"]["mma"]["LDGSTS"] > 0  # asynchronous loads through the block table

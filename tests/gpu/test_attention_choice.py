@@ -15,7 +15,7 @@ from tests.unit.engine.models import load_reference, make_model
 from tests.unit.engine.test_engine_models import check_against
 from worker_svc.engine.backend import BackendUnavailableError
 from worker_svc.engine.config import EngineConfig
-from worker_svc.engine.gpu import choice
+from worker_svc.engine.gpu.start import attention_choice as choice
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 

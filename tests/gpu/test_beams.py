@@ -18,8 +18,8 @@ from tests.gpu.test_runner import HEADS_4_2, SMALL, small_prompts
 from tests.unit.engine.driver import GREEDY, seeded, u32
 from tests.unit.engine.models import load_reference, make_model
 from worker_svc.engine.gpu import runner as runner_module
-from worker_svc.engine.gpu.parallel import ALONE
-from worker_svc.engine.gpu.scores import Scorer
+from worker_svc.engine.gpu.collectives.group import ALONE
+from worker_svc.engine.gpu.step.scores import Scorer
 from worker_svc.engine.rows.errors import RowErrors
 from worker_svc.engine.rows.open_rows import RowTable
 from worker_svc.engine.sampling.beams import BeamLines, best_candidates, take_log_softmax

@@ -15,16 +15,11 @@ from tests.gpu.test_runner import HEADS_4_2, SMALL
 from tests.unit.engine.models import make_model
 from worker_svc.engine.backend import BackendUnavailableError
 from worker_svc.engine.decoder.config import parse_config
-from worker_svc.engine.gpu.attention import TritonAttention
-from worker_svc.engine.gpu.checks import adapters, experts, int4, layers, sampling, steps, weights
-from worker_svc.engine.gpu.checks.attention import MAX_ROWS, MAX_TOKENS, attention_cases
-from worker_svc.engine.gpu.checks.case import Case, Setup, verify
-from worker_svc.engine.gpu.checks.start import CHECKS
+from worker_svc.engine.gpu.attention.paged import TritonAttention
+from worker_svc.engine.gpu.collectives.group import Group
 from worker_svc.engine.gpu.kernels import (
     activation,
     attention,
-    banned,
-    candidates,
     deltas,
     expert_linear,
     int4_linear,
@@ -33,13 +28,15 @@ from worker_svc.engine.gpu.kernels import (
     norm,
     norm_rows,
     prepare,
-    process,
     rope_store,
     route,
-    sample,
     scaled_linear,
 )
-from worker_svc.engine.gpu.parallel import Group
+from worker_svc.engine.gpu.kernels.sampler import banned, candidates, process, sample
+from worker_svc.engine.gpu.start.checks import adapters, experts, int4, layers, sampling, steps, weights
+from worker_svc.engine.gpu.start.checks.attention import MAX_ROWS, MAX_TOKENS, attention_cases
+from worker_svc.engine.gpu.start.checks.case import Case, Setup, verify
+from worker_svc.engine.gpu.start.checks.start import CHECKS
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 

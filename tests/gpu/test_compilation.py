@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 from triton.backends.compiler import GPUTarget
 
-from worker_svc.engine.gpu import compilation
+from worker_svc.engine.gpu.collectives.group import Group
 from worker_svc.engine.gpu.kernels import activation
-from worker_svc.engine.gpu.parallel import Group
+from worker_svc.engine.gpu.start import compilation
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from bench.gpu.report import Report
-from worker_svc.engine.gpu.graphs import CudaRecorder, GraphError
+from worker_svc.engine.gpu.step.graphs import CudaRecorder, GraphError
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = [*sorted(ROOT.glob("worker_svc/engine/gpu/**/*.py")), *sorted(ROOT.glob("bench/gpu/*.py"))]

@@ -6,10 +6,10 @@ import random
 
 import pytest
 
+from bench.gpu.aot import HOPPER
 from bench.gpu.distribution import distribute
 from worker_svc.engine.backend import HeadShape
-from worker_svc.engine.gpu.aot import HOPPER
-from worker_svc.engine.gpu.tiles import DECODE_TILES, splits_for
+from worker_svc.engine.gpu.attention.tiles import DECODE_TILES, splits_for
 
 
 def lengths(count: int, seed: int) -> list[int]:

@@ -15,11 +15,11 @@ from tests.unit.engine.models import load_reference, make_model
 from tests.unit.engine.quantized import fp8, gptq, quantize_model
 from tests.unit.engine.test_engine_models import check_against
 from worker_svc.engine.cpu import torch_ops
-from worker_svc.engine.gpu.experts import StackedExperts, compute_experts
 from worker_svc.engine.gpu.kernels import activation, expert_linear, route
 from worker_svc.engine.gpu.kernels.expert_linear import ExpertWeights
 from worker_svc.engine.gpu.kernels.scaled_linear import Fp8Weight, quantized
-from worker_svc.engine.gpu.linears import DeviceLinears
+from worker_svc.engine.gpu.layers.experts import StackedExperts, compute_experts
+from worker_svc.engine.gpu.layers.linears import DeviceLinears
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -113,7 +113,7 @@ def test_all_tile_shapes_give_the_same_sums(monkeypatch, shape):
     experts = make_experts(3, 48, 40, 2, dtype=torch.float16)
     x, logits = random(40, 48, dtype=torch.float16), random(40, 3, seed=1)
     exact = compute_experts(x, logits, experts, "gelu_tanh")
-    monkeypatch.setattr("worker_svc.engine.gpu.experts.shape_for", lambda *_, **__: shape)
+    monkeypatch.setattr("worker_svc.engine.gpu.layers.experts.shape_for", lambda *_, **__: shape)
     assert relative_error(compute_experts(x, logits, experts, "gelu_tanh"), exact) < 1e-3
 
 

@@ -21,13 +21,14 @@ from tests.gpu.test_runner import HEADS_4_2, SMALL, run_forced, run_mixed, worst
 from tests.unit.engine.models import load_reference, make_model
 from tests.unit.engine.test_engine_models import check_against
 from worker_svc.engine.backend import AttentionShape, BackendUnavailableError, HeadShape
-from worker_svc.engine.gpu import choice, runner
 from worker_svc.engine.gpu import compute as compute_module
-from worker_svc.engine.gpu.attention import LayerCache
+from worker_svc.engine.gpu import runner
+from worker_svc.engine.gpu.attention.flash3 import MODULE, Flash3Attention
+from worker_svc.engine.gpu.attention.paged import LayerCache
 from worker_svc.engine.gpu.compute import NO_ROWS
-from worker_svc.engine.gpu.flash3 import MODULE, Flash3Attention
 from worker_svc.engine.gpu.kernels import attention
-from worker_svc.engine.gpu.step_buffer import Bucket, HostStep, StepColumns
+from worker_svc.engine.gpu.start import attention_choice as choice
+from worker_svc.engine.gpu.step.step_buffer import Bucket, HostStep, StepColumns
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 

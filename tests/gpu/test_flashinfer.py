@@ -20,8 +20,8 @@ from tests.unit.engine.models import load_reference, make_model
 from tests.unit.engine.test_engine_models import check_against
 from worker_svc.engine.backend import AttentionShape, BackendUnavailableError, HeadShape
 from worker_svc.engine.gpu import compute, runner
-from worker_svc.engine.gpu.flashinfer import DECODE as DECODE_WRAPPER
-from worker_svc.engine.gpu.flashinfer import PREFILL, FlashInferAttention, workspace_bytes
+from worker_svc.engine.gpu.attention.flashinfer import DECODE as DECODE_WRAPPER
+from worker_svc.engine.gpu.attention.flashinfer import PREFILL, FlashInferAttention, workspace_bytes
 from worker_svc.engine.gpu.kernels import pack_tables
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

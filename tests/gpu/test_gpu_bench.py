@@ -25,7 +25,7 @@ from bench.gpu.run import END_S, make_parser
 from bench.gpu.sections import TILES_VARIABLE, Section, run_all
 from tests.gpu import fake_flash3, fake_flash_attn, fake_flashinfer
 from tests.gpu.int4_library import weight_int4pack_mm
-from worker_svc.engine.gpu import tiles
+from worker_svc.engine.gpu.attention import tiles
 
 ROOT = Path(__file__).resolve().parents[2]
 

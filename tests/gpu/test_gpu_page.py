@@ -15,7 +15,7 @@ from quire_client.cli import arguments, plan
 from bench.gpu.parts import chosen_sections
 from bench.gpu.run import make_parser as make_bench_parser
 from svc_common import config
-from worker_svc.engine.gpu import ranks
+from worker_svc.engine.gpu.ranks import parallel_runner as ranks
 from worker_svc.engine.kernels.numerics import device_numerics
 from worker_svc.engine.model_runner import MAX_OUT_OF_MEMORY_STEPS
 from worker_svc.flags import check_node_flags, engine_config, make_parser

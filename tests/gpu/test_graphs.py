@@ -12,11 +12,12 @@ from tests.gpu.fake_graphs import FakeRecorder
 from tests.gpu.test_runner import HEADS_4_2, SMALL, small_prompts
 from tests.unit.engine.driver import GREEDY, seeded
 from tests.unit.engine.models import make_model
-from worker_svc.engine.gpu import compute, graphs, runner
+from worker_svc.engine.gpu import compute, runner
+from worker_svc.engine.gpu.collectives.group import Group
 from worker_svc.engine.gpu.compute import mixed_sizes
-from worker_svc.engine.gpu.graphs import CudaRecorder, GraphError, Graphs
-from worker_svc.engine.gpu.parallel import Group
-from worker_svc.engine.gpu.step_buffer import Bucket
+from worker_svc.engine.gpu.step import graphs
+from worker_svc.engine.gpu.step.graphs import CudaRecorder, GraphError, Graphs
+from worker_svc.engine.gpu.step.step_buffer import Bucket
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 

@@ -7,10 +7,10 @@ import torch
 
 from tests.gpu.builders import DEVICE, relative_error
 from tests.gpu.int4_library import weight_int4pack_mm
-from worker_svc.engine.gpu import linears
 from worker_svc.engine.gpu.kernels import int4_linear
 from worker_svc.engine.gpu.kernels.int4_linear import Int4Weight
-from worker_svc.engine.gpu.linears import DeviceLinears, library_int4_product, library_serves_int4
+from worker_svc.engine.gpu.layers import linears
+from worker_svc.engine.gpu.layers.linears import DeviceLinears, library_int4_product, library_serves_int4
 
 
 def random(*size, seed=0, dtype=torch.float32):

@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 
+from bench.gpu.aot import early_arguments
 from tests.gpu.builders import DEVICE
 from worker_svc.engine.gpu import kernels
-from worker_svc.engine.gpu.aot import early_arguments
 from worker_svc.engine.gpu.kernels import launch
 
 OF_LAYERS = {

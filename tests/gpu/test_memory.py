@@ -14,7 +14,8 @@ from tests.unit.engine.models import make_model
 from worker_svc.engine.checkpoint.tensors import Checkpoint
 from worker_svc.engine.config import EngineConfig
 from worker_svc.engine.decoder.config import parse_config
-from worker_svc.engine.gpu import memory, runner
+from worker_svc.engine.gpu import runner
+from worker_svc.engine.gpu.start import memory
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 

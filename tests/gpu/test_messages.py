@@ -17,8 +17,8 @@ from tests.carried import random_embeddings
 from worker_svc.engine.adapters.adapter import Adapter, AdapterPart
 from worker_svc.engine.adapters.targets import Module
 from worker_svc.engine.gpu import messages
+from worker_svc.engine.gpu.collectives.group import Group
 from worker_svc.engine.gpu.messages import RESET_ROWS, STOP, step_from_bytes, step_to_bytes
-from worker_svc.engine.gpu.parallel import Group
 
 GREEDY = SamplingParams(0.0, 0, 1.0, 0.0, 0)
 

@@ -13,12 +13,12 @@ import pytest
 from tests.gpu.test_runner import HEADS_4_2, SMALL
 from tests.unit.engine.models import make_model
 from worker_svc.engine.config import EngineConfig
-from worker_svc.engine.gpu import node as node_module
-from worker_svc.engine.gpu.local_ranks import EXIT_RANK_LOST, LocalRanks
+from worker_svc.engine.gpu.collectives.rendezvous import make_store
 from worker_svc.engine.gpu.messages import RESET_ROWS, STOP
-from worker_svc.engine.gpu.node import _Node
-from worker_svc.engine.gpu.ranks import start_facts
-from worker_svc.engine.gpu.rendezvous import make_store
+from worker_svc.engine.gpu.ranks import node as node_module
+from worker_svc.engine.gpu.ranks.local import EXIT_RANK_LOST, LocalRanks
+from worker_svc.engine.gpu.ranks.node import _Node
+from worker_svc.engine.gpu.ranks.parallel_runner import start_facts
 from worker_svc.engine.nodes import difference
 
 CONFIG = EngineConfig(Path(), backend="cuda", tensor_parallel_size=4, nnodes=2, node_rank=1)

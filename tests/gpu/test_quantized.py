@@ -17,10 +17,11 @@ from tests.unit.engine.test_engine_models import check_against
 from worker_svc.engine.backend import BackendUnavailableError
 from worker_svc.engine.checkpoint.tensors import Checkpoint
 from worker_svc.engine.decoder.config import parse_config
-from worker_svc.engine.gpu import start_up, weights
+from worker_svc.engine.gpu.collectives.group import Group
 from worker_svc.engine.gpu.kernels.scaled_linear import reference_rows
-from worker_svc.engine.gpu.linears import DeviceLinears, Int4Linear, has_int4
-from worker_svc.engine.gpu.parallel import Group
+from worker_svc.engine.gpu.layers import weights
+from worker_svc.engine.gpu.layers.linears import DeviceLinears, Int4Linear, has_int4
+from worker_svc.engine.gpu.start import start_up
 
 # Padding rows hold uninitialized memory; numpy warns about it where a device does not.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

@@ -13,11 +13,12 @@ import triton.language as tl
 from request_fields.fields import MAX_BANNED_IDS, SamplingParams
 from tests.gpu.builders import DEVICE, ints
 from tests.gpu.ranks import Meeting, Rank
-from worker_svc.engine.gpu.device_rows import HEAD_WORDS, sampling_words
-from worker_svc.engine.gpu.kernels import banned, candidates, noise, record, sample, threshold
-from worker_svc.engine.gpu.kernels.filters import Filters
-from worker_svc.engine.gpu.kernels.threshold import Scratch, find_thresholds
-from worker_svc.engine.gpu.parallel import Group
+from worker_svc.engine.gpu.collectives.group import Group
+from worker_svc.engine.gpu.kernels import record
+from worker_svc.engine.gpu.kernels.sampler import banned, candidates, noise, sample, threshold
+from worker_svc.engine.gpu.kernels.sampler.filters import Filters
+from worker_svc.engine.gpu.kernels.sampler.threshold import Scratch, find_thresholds
+from worker_svc.engine.gpu.step.device_rows import HEAD_WORDS, sampling_words
 from worker_svc.engine.sampling.noise import gumbel_noise
 
 VOCAB = 4500  # two chunks of the thresholds, three of the scores

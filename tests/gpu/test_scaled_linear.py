@@ -16,7 +16,7 @@ from worker_svc.engine.gpu.kernels.scaled_linear import (
     reference,
     reference_rows,
 )
-from worker_svc.engine.gpu.linears import DeviceLinears, library_product, library_serves
+from worker_svc.engine.gpu.layers.linears import DeviceLinears, library_product, library_serves
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 

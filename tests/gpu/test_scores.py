@@ -17,9 +17,9 @@ from tests.unit.engine.driver import seeded
 from tests.unit.engine.models import load_reference, make_model
 from tests.unit.engine.test_engine_logprobs import check_scores
 from worker_svc.engine.backend import TopLogprobs
+from worker_svc.engine.gpu.collectives.group import ALONE
 from worker_svc.engine.gpu.messages import step_from_bytes, step_to_bytes
-from worker_svc.engine.gpu.parallel import ALONE
-from worker_svc.engine.gpu.scores import HostScores, Scorer
+from worker_svc.engine.gpu.step.scores import HostScores, Scorer
 from worker_svc.engine.kernels import exact_ops
 from worker_svc.engine.rows.logprobs import Asked
 

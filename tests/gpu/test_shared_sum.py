@@ -15,9 +15,16 @@ from torch.distributed import _symmetric_memory
 from tests.gpu.fake_symmetric_memory import FakeMemory, in_order
 from tests.gpu.ranks import Meeting, Rank
 from worker_svc.engine.config import EngineConfig
-from worker_svc.engine.gpu import shared_sum
-from worker_svc.engine.gpu.parallel import CPU, Group
-from worker_svc.engine.gpu.shared_sum import TWO_SHOT_BYTES, Method, SharedSum, choose_method, difference, share_sums
+from worker_svc.engine.gpu.collectives import shared_sum
+from worker_svc.engine.gpu.collectives.group import CPU, Group
+from worker_svc.engine.gpu.collectives.shared_sum import (
+    TWO_SHOT_BYTES,
+    Method,
+    SharedSum,
+    choose_method,
+    difference,
+    share_sums,
+)
 
 CONFIG = EngineConfig(Path(), backend="cuda", tensor_parallel_size=2)
 KIB = 1024

@@ -25,11 +25,11 @@ from tests.unit.engine.driver import GREEDY, seeded, u32
 from tests.unit.engine.models import make_model
 from tests.unit.engine.processor_cases import f32
 from worker_svc.engine.backend import BackendUnavailableError, HeadShape
-from worker_svc.engine.gpu.local_ranks import EXIT_BAD_SETTING, EXIT_RANK_LOST, LocalRanks
-from worker_svc.engine.gpu.parallel import Group
-from worker_svc.engine.gpu.ranks import ParallelRunner
-from worker_svc.engine.gpu.rendezvous import make_store, open_store
-from worker_svc.engine.gpu.weights import shard_config
+from worker_svc.engine.gpu.collectives.group import Group
+from worker_svc.engine.gpu.collectives.rendezvous import make_store, open_store
+from worker_svc.engine.gpu.layers.weights import shard_config
+from worker_svc.engine.gpu.ranks.local import EXIT_BAD_SETTING, EXIT_RANK_LOST, LocalRanks
+from worker_svc.engine.gpu.ranks.parallel_runner import ParallelRunner
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::FutureWarning", "ignore::UserWarning")
 

@@ -21,7 +21,7 @@ from tests.processes.ports import free_port
 from tests.processes.stack import Service, Stack, is_ready
 from tests.processes.test_trust import Certificates
 from tests.unit.engine.models import make_model
-from worker_svc.engine.gpu.local_ranks import EXIT_RANK_LOST
+from worker_svc.engine.gpu.ranks.local import EXIT_RANK_LOST
 
 TINY = {
     "vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "head_dim": 16, "num_hidden_layers": 1,

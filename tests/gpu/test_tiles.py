@@ -7,8 +7,8 @@ import json
 import pytest
 
 from worker_svc.engine.backend import HeadShape
+from worker_svc.engine.gpu.attention.tiles import PREFILL_TILES, TILES_VARIABLE, for_heads, measured
 from worker_svc.engine.gpu.kernels.attention import Tiles
-from worker_svc.engine.gpu.tiles import PREFILL_TILES, TILES_VARIABLE, for_heads, measured
 
 TILES = Tiles(block_m=16, block_n=64, min_split=64, num_warps=4, num_stages=5)
 

@@ -24,7 +24,7 @@ def load_runner(
 
         return ModelRunner(config, progress)
     try:
-        from worker_svc.engine.gpu.ranks import ParallelRunner
+        from worker_svc.engine.gpu.ranks.parallel_runner import ParallelRunner
         from worker_svc.engine.gpu.runner import DeviceRunner
     except ModuleNotFoundError as error:
         raise _not_installed(error) from error
@@ -37,7 +37,7 @@ def follow(config: EngineConfig, connect: Callable[[Facts], Leader]) -> None:
     """Runs the ranks of a node other than 0 until the leader stops them. `connect` joins the leader. Raises as
     `load_runner`, ValueError for settings or a model that cannot be used."""
     try:
-        from worker_svc.engine.gpu.node import run_node
+        from worker_svc.engine.gpu.ranks.node import run_node
     except ModuleNotFoundError as error:
         raise _not_installed(error) from error
     run_node(config, connect)

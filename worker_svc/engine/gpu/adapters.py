@@ -20,10 +20,10 @@ from worker_svc.engine.adapters.rows import RowAdapters
 from worker_svc.engine.adapters.store import AdapterStore
 from worker_svc.engine.checkpoint.families import Names
 from worker_svc.engine.config import EngineConfig
-from worker_svc.engine.gpu.adapter_shapes import DeviceAdapter
-from worker_svc.engine.gpu.device_slots import NO_ADAPTER, DeviceSlots
+from worker_svc.engine.gpu.layers.adapter_shapes import DeviceAdapter
+from worker_svc.engine.gpu.layers.device_slots import NO_ADAPTER, DeviceSlots
+from worker_svc.engine.gpu.layers.weights import ShardLoader
 from worker_svc.engine.gpu.messages import adapter_from_bytes, adapter_pieces, adapters_to_bytes
-from worker_svc.engine.gpu.weights import ShardLoader
 
 
 class DeviceAdapters:

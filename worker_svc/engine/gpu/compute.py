@@ -14,22 +14,22 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from worker_svc.engine.gpu.attention import Attention
-from worker_svc.engine.gpu.device_slots import DeviceSlots, StepAdapters
-from worker_svc.engine.gpu.extras import StepExtras, Wanted
-from worker_svc.engine.gpu.graphs import Graphs, Recorder
-from worker_svc.engine.gpu.kernels import sample
-from worker_svc.engine.gpu.kernels.banned import mask_banned
+from worker_svc.engine.gpu.attention.paged import Attention
+from worker_svc.engine.gpu.collectives.group import Group
 from worker_svc.engine.gpu.kernels.deltas import apply_deltas
-from worker_svc.engine.gpu.kernels.filters import Filters
 from worker_svc.engine.gpu.kernels.low_rank import FEW
 from worker_svc.engine.gpu.kernels.prepare import prepare
+from worker_svc.engine.gpu.kernels.sampler import sample
+from worker_svc.engine.gpu.kernels.sampler.banned import mask_banned
+from worker_svc.engine.gpu.kernels.sampler.filters import Filters
+from worker_svc.engine.gpu.layers.device_slots import DeviceSlots, StepAdapters
 from worker_svc.engine.gpu.model import DeviceDecoder
-from worker_svc.engine.gpu.parallel import Group
-from worker_svc.engine.gpu.pooling import DevicePooling
-from worker_svc.engine.gpu.processing import DeviceProcessing
-from worker_svc.engine.gpu.scores import Scorer
-from worker_svc.engine.gpu.step_buffer import Bucket, HostStep, StepBuffer, StepColumns
+from worker_svc.engine.gpu.step.extras import StepExtras, Wanted
+from worker_svc.engine.gpu.step.graphs import Graphs, Recorder
+from worker_svc.engine.gpu.step.pooling import DevicePooling
+from worker_svc.engine.gpu.step.processing import DeviceProcessing
+from worker_svc.engine.gpu.step.scores import Scorer
+from worker_svc.engine.gpu.step.step_buffer import Bucket, HostStep, StepBuffer, StepColumns
 from worker_svc.engine.pooling.weights import PoolingWeights
 from worker_svc.engine.rows.step_checker import StepPlan
 from worker_svc.engine.sampling.beams import BeamLines

@@ -11,17 +11,17 @@ from worker_svc.engine.adapters.targets import SITES
 from worker_svc.engine.backend import Linear, Norm, RotaryTable
 from worker_svc.engine.decoder.config import ModelConfig
 from worker_svc.engine.decoder.weights import FeedForward, Layer, RoutedExperts, WeightLoader
-from worker_svc.engine.gpu.attention import Attention, LayerCache
-from worker_svc.engine.gpu.device_slots import StepAdapters
-from worker_svc.engine.gpu.experts import StackedExperts, compute_experts
+from worker_svc.engine.gpu.attention.paged import Attention, LayerCache
+from worker_svc.engine.gpu.collectives.group import Group
 from worker_svc.engine.gpu.kernels import norm_rows
 from worker_svc.engine.gpu.kernels.activation import activate, gated_activation, soft_cap
 from worker_svc.engine.gpu.kernels.norm import add_norm
 from worker_svc.engine.gpu.kernels.rope_store import rope_store
-from worker_svc.engine.gpu.linears import Fp8Linear
-from worker_svc.engine.gpu.parallel import Group
-from worker_svc.engine.gpu.step_buffer import StepColumns
-from worker_svc.engine.gpu.weights import kv_scales
+from worker_svc.engine.gpu.layers.device_slots import StepAdapters
+from worker_svc.engine.gpu.layers.experts import StackedExperts, compute_experts
+from worker_svc.engine.gpu.layers.linears import Fp8Linear
+from worker_svc.engine.gpu.layers.weights import kv_scales
+from worker_svc.engine.gpu.step.step_buffer import StepColumns
 
 QKV, OUT, GATE_UP, DOWN = range(len(SITES))
 

@@ -31,18 +31,15 @@ from worker_svc.engine.checkpoint.tensors import Checkpoint
 from worker_svc.engine.config import EngineConfig, EngineInfo
 from worker_svc.engine.decoder.block_contents import BlockContents
 from worker_svc.engine.decoder.config import parse_config
-from worker_svc.engine.gpu.adapter_shapes import DeviceAdapter
 from worker_svc.engine.gpu.adapters import DeviceAdapters
-from worker_svc.engine.gpu.attention import Attention
-from worker_svc.engine.gpu.checks.case import Setup
+from worker_svc.engine.gpu.attention.paged import Attention
+from worker_svc.engine.gpu.collectives.group import Group
 from worker_svc.engine.gpu.compute import StepCompute
-from worker_svc.engine.gpu.device_rows import changed_words, make_state
-from worker_svc.engine.gpu.extras import StepExtras, Wanted
-from worker_svc.engine.gpu.graphs import GraphError, make_recorder
-from worker_svc.engine.gpu.kernels import threshold
 from worker_svc.engine.gpu.kernels.deltas import apply_deltas
-from worker_svc.engine.gpu.linears import DeviceLinears
-from worker_svc.engine.gpu.memory import Shares, divide_memory, fitting, make_pool
+from worker_svc.engine.gpu.kernels.sampler import threshold
+from worker_svc.engine.gpu.layers.adapter_shapes import DeviceAdapter
+from worker_svc.engine.gpu.layers.linears import DeviceLinears
+from worker_svc.engine.gpu.layers.weights import ShardLoader, formats_of, shard_config
 from worker_svc.engine.gpu.messages import (
     RESET_ROWS,
     STOP,
@@ -53,12 +50,15 @@ from worker_svc.engine.gpu.messages import (
     step_to_bytes,
 )
 from worker_svc.engine.gpu.model import DeviceDecoder
-from worker_svc.engine.gpu.parallel import Group
-from worker_svc.engine.gpu.pending_step import NO_IDS, PendingStep, Writes
-from worker_svc.engine.gpu.pooling import load_device_pooling
-from worker_svc.engine.gpu.start_up import DTYPES, Stages, check_heads, choose_checked, choose_dtype, find_device
-from worker_svc.engine.gpu.step_buffer import HostStep, PlacedInputs, Staging, StepBuffer
-from worker_svc.engine.gpu.weights import ShardLoader, formats_of, shard_config
+from worker_svc.engine.gpu.start.checks.case import Setup
+from worker_svc.engine.gpu.start.memory import Shares, divide_memory, fitting, make_pool
+from worker_svc.engine.gpu.start.start_up import DTYPES, Stages, check_heads, choose_checked, choose_dtype, find_device
+from worker_svc.engine.gpu.step.device_rows import changed_words, make_state
+from worker_svc.engine.gpu.step.extras import StepExtras, Wanted
+from worker_svc.engine.gpu.step.graphs import GraphError, make_recorder
+from worker_svc.engine.gpu.step.pending_step import NO_IDS, PendingStep, Writes
+from worker_svc.engine.gpu.step.pooling import load_device_pooling
+from worker_svc.engine.gpu.step.step_buffer import HostStep, PlacedInputs, Staging, StepBuffer
 from worker_svc.engine.kernels.machine import available_cores
 from worker_svc.engine.kernels.numerics import build, device_numerics
 from worker_svc.engine.model_runner import MAX_OUT_OF_MEMORY_STEPS, is_out_of_memory

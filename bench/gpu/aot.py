@@ -1,0 +1,382 @@
+"""Compiles every kernel for a GPU without one and reports registers, spills, shared memory, waits and occupancy.
+
+    python -m bench.gpu.aot            # a table, then one line of JSON; exit 1 if a bound is exceeded
+    python -m bench.gpu.aot --short    # one model, two block sizes
+    python -m bench.gpu.aot --attention --arch 80    # attention only, for sm_80
+
+It finds errors of shape and type that the interpreter accepts. Run it without TRITON_INTERPRET. `waits` are the
+numbers of groups of asynchronous loads that may be outstanding where the loops over keys wait: 0 means that a loop
+waits for the loads that it has just issued. `early` are the pointer arguments through which a kernel reads before it
+waits for its predecessor (kernels/launch.py), in an architecture with programmatic dependent launch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from bench.gpu.variant import Variant
+from bench.gpu.weight_variants import weight_variants
+from worker_svc.engine.backend import HeadShape
+from worker_svc.engine.gpu.attention.tiles import DECODE_TILES, EXACT_TILES, PREFILL_TILES, Processors, for_heads
+from worker_svc.engine.gpu.kernels import (
+    activation,
+    attention,
+    deltas,
+    linear,
+    norm,
+    pack_tables,
+    prepare,
+    record,
+    rope_store,
+    work_list,
+)
+from worker_svc.engine.gpu.kernels.launch import FIRST_ARCHITECTURE
+from worker_svc.engine.gpu.kernels.sampler import banned, candidates, noise, process, sample, threshold
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """A compute capability and its limits."""
+
+    number: int  # 90 is sm_90
+    processors: Processors
+    max_shared_bytes: int  # of one program
+    max_spills: int  # instructions; a few outside of loops cost nothing
+
+
+ARCHITECTURES = {
+    arch.number: arch
+    for arch in (
+        Architecture(80, Processors(108, 65536, 164 << 10, 2048), 163 << 10, 8),
+        Architecture(89, Processors(128, 65536, 100 << 10, 1536), 99 << 10, 32),
+        Architecture(90, Processors(132, 65536, 228 << 10, 2048), 227 << 10, 4),
+        Architecture(100, Processors(148, 65536, 228 << 10, 2048), 227 << 10, 32),
+    )
+}
+HOPPER = ARCHITECTURES[90]
+FIRST_WITH_FP8 = 89
+MAX_REGISTERS = 255
+# --short omits small kernels (bench/gpu/dry_run.py compiles them) and variants that differ little from a kept variant.
+LEFT_OUT = (
+    "norm 4096", "soft_cap", "silu", "deltas", "prepare", "start", "descend", "work_list", "gelu", "bias=True",
+    "norm=False", "sums 0", "filter=False part=True", "float32", "dim 80", "dim 112", "dim 256", "dim 96 exact",
+    "fp8 exact", "fp8 rows", "fp8 norm 4096", "fp8 linear few", "fp8 linear many", "experts many", "experts fp8 few",
+    "int4 linear few", "group 32", "experts count", "experts group", "experts add", "gated=False",
+    "adapters expand few",
+    "mistral exact", "gemma2 exact", "store mistral", "store gemma2", "without gate",
+)  # fmt: skip
+LEFT_OUT_PAGES = (
+    "prefill page 16", "exact page 16", "dim 96 decode page 256", "fp8 decode page 16", "mistral decode page 16",
+    "gemma2 decode page 16", "page 64 cap",
+)  # fmt: skip
+
+SHAPES = {"0.6b": HeadShape(16, 8, 128), "8b": HeadShape(32, 8, 128), "0.5b": HeadShape(14, 2, 64)}
+# Layers with and without a sliding window or a soft cap, as attention is compiled for them
+PLAIN: dict[str, dict[str, Any]] = {"": {"WINDOW": False, "CAPPED": False}}
+WINDOWS: dict[str, dict[str, Any]] = {" window": {"WINDOW": True, "CAPPED": False}}
+CAPS: dict[str, dict[str, Any]] = {
+    " cap": {"WINDOW": False, "CAPPED": True}, " window cap": {"WINDOW": True, "CAPPED": True},
+}  # fmt: skip
+MASKED_SHAPES = {"mistral": (HeadShape(32, 8, 128), WINDOWS), "gemma2": (HeadShape(16, 8, 256), CAPS)}
+ODD_SHAPES = {f"dim {dim}": HeadShape(32, 8, dim) for dim in (80, 96, 112, 256)}
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Resources of a compiled variant."""
+
+    name: str
+    registers: int
+    spill_instructions: int
+    shared_bytes: int
+    mma: dict[str, int] = field(default_factory=dict)
+    waits: tuple[int, ...] = ()  # of loops that multiply and load asynchronously
+    programs: int = 0  # that run at once on a processor
+    early: tuple[str, ...] | None = None  # arguments read before the wait for the predecessor; None: no wait
+    seconds: float = 0.0
+
+    def is_within(self, arch: Architecture) -> bool:
+        """Whether a program of it can run on this architecture, without many spills."""
+        return (
+            self.spill_instructions <= arch.max_spills
+            and self.shared_bytes <= arch.max_shared_bytes
+            and self.registers <= MAX_REGISTERS
+        )
+
+
+def variants(
+    dtype: str = "bf16",
+    models: Iterable[str] = SHAPES,
+    pages: Iterable[int] = (16, 64, 256),
+    processors: Processors = HOPPER.processors,
+) -> Iterator[Variant]:
+    """Every kernel in the configurations that a worker launches for these models and block sizes."""
+    t, i, f = f"*{dtype}", "*i32", "*fp32"
+    for name, size, norm_kind in (("", 1024, "rms"), (" 4096", 4096, "rms"), (" layer", 1024, "layer")):
+        constants = {"N": size, "BLOCK": size, "ADD": True, "KIND": norm.KINDS[norm_kind]}
+        yield Variant(f"norm{name}", norm.norm_kernel, f"{t} {t} {t} {t} {t} fp32", constants, size // 512)
+    for kind, name in enumerate(activation.ACTIVATIONS):
+        constants = {"BLOCK": activation.BLOCK, "KIND": kind}
+        yield Variant(name, activation.gated_activation_kernel, f"{t} {t} i32", constants)
+        yield Variant(f"{name} without gate", activation.activation_kernel, f"{t} i32", constants)
+    yield Variant("soft_cap", activation.soft_cap_kernel, f"{t} fp32 i32", {"BLOCK": activation.BLOCK})
+    for bias in (False, True):
+        yield _linear(f"linear bias={bias}", t, linear.BLOCK_K, linear.WARPS, linear.STAGES, has_bias=bias)
+    yield _linear("linear float32", f, linear.WIDE_BLOCK_K, linear.WIDE_WARPS, linear.WIDE_STAGES)
+    yield from weight_variants(t)
+    yield Variant("deltas", deltas.deltas_kernel, f"{i} {i} i32", {"BLOCK": deltas.BLOCK})
+    constants = {"TABLE": record.TABLE, "PAGE": 256, "BLOCK": prepare.BLOCK}
+    yield Variant("prepare", prepare.prepare_kernel, f"{i} i32 {i} {i} {i} {i} {i} {i} {i} {i} i32", constants)
+    constants = {"PAGE": 64, "ROWS": pack_tables.MIN_ROWS, "BLOCK": pack_tables.BLOCK}
+    yield Variant("pack_tables", pack_tables.pack_tables_kernel, f"{i} {i} {i} {i} {i} i32 {i} i32", constants)
+    for model in models:
+        yield from _head_variants(model, SHAPES[model], dtype, dtype, pages, processors)
+    for model, (shape, all_masks) in MASKED_SHAPES.items():
+        yield from _head_variants(model, shape, dtype, dtype, (16, 64), processors, all_masks)
+    for model, shape in ODD_SHAPES.items():
+        yield from _head_variants(model, shape, dtype, dtype, (16, 256), processors)
+    yield from _head_variants("0.6b fp8", SHAPES["0.6b"], dtype, "fp8e4nv", pages, processors)
+    for model in ("0.6b", "dim 256"):
+        yield from _head_variants(f"{model} float32", (SHAPES | ODD_SHAPES)[model], "fp32", "fp32", (256,), processors)
+    yield from _sampling_variants(t, i, f)
+
+
+def _linear(name: str, t: str, block_k: int, num_warps: int, num_stages: int, *, has_bias: bool = False) -> Variant:
+    constants = {"BIAS": has_bias, "BLOCK_M": linear.BLOCK_M, "BLOCK_N": linear.BLOCK_N, "BLOCK_K": block_k}
+    types = f"{t} {t} {t} {t} i32 i32 i32 i32"
+    return Variant(name, linear.linear_kernel, types, constants, num_warps, num_stages, ("N", "K"))
+
+
+def _head_variants(
+    model: str,
+    shape: HeadShape,
+    dtype: str,
+    kv_dtype: str,
+    pages: Iterable[int],
+    processors: Processors,
+    all_masks: dict[str, dict[str, Any]] = PLAIN,
+) -> Iterator[Variant]:
+    t, kv, i, f = f"*{dtype}", f"*{kv_dtype}", "*i32", "*fp32"
+    width, is_scaled = triton.next_power_of_2(shape.head_dim), kv_dtype != dtype
+    heads = {"HQ": shape.num_q_heads, "HKV": shape.num_kv_heads, "D": shape.head_dim}
+    lines = triton.next_power_of_2(shape.num_q_heads + 2 * shape.num_kv_heads)
+    for has_norm in (False, True):
+        yield Variant(
+            f"rope_store {model} norm={has_norm}", rope_store.rope_store_kernel,
+            f"{t} {t} {t} {f} {f} {i} {i} {t} {kv} {kv} {f} fp32",
+            heads | {
+                "HEADS": lines, "HALVES": width // 2, "TURNED": shape.head_dim // 2, "NORM": int(has_norm),
+                "SCALED": is_scaled,
+            },
+        )  # fmt: skip
+    for use, all_tiles in (("decode", DECODE_TILES), ("prefill", PREFILL_TILES), ("exact", EXACT_TILES)):
+        tiles = for_heads(all_tiles, shape, 4 if dtype == "fp32" else 2, processors.shared_bytes)
+        for page, (suffix, masks) in itertools.product(pages, all_masks.items()):
+            constants = heads | masks | {
+                "PAGE": page, "GROUP": attention.group_lines(shape), "BLOCK_M": tiles.block_m,
+                "BLOCK_N": tiles.block_n, "BLOCK_D": width, "MIN_SPLIT": tiles.min_split,
+                "ONE_LOOP": tiles.one_loop, "SCALED": is_scaled,
+            }  # fmt: skip
+            types = f"{t} {kv} {kv} {f} {i} i32 {i} {i} {i} {i} {i} {i} {t} {f} {f} {i} fp32 i32 i32 fp32"
+            name = f"attention {model} {use} page {page}{suffix}"
+            yield Variant(name, attention.paged_attention_kernel, types, constants, tiles.num_warps, tiles.num_stages)
+        constants = {
+            "QUERIES": tiles.queries(shape), "MIN_SPLIT": tiles.min_split, "ROWS": work_list.MIN_ROWS, "BLOCK": 64,
+        }  # fmt: skip
+        types = f"{i} {i} {i} {i} {i} i32 i32 i32 fp32 i32"
+        yield Variant(f"work_list {model} {use}", work_list.work_list_kernel, types, constants)
+
+
+def _sampling_variants(t: str, i: str, f: str) -> Iterator[Variant]:
+    source = f"{t} i32 i32 {i} i32 {i}"
+    chunks = triton.next_power_of_2(triton.cdiv(151_936, candidates.CHUNK))
+    yield Variant("chunk_top", threshold.chunk_top_kernel, f"{source} {f} i32", {"CHUNK": candidates.CHUNK})
+    yield Variant("bound", candidates.bound_kernel, f"{i} i32 {i} {f} {f} {f} {i} *i64 i32 i32", {"CHUNKS": chunks}, 1)
+    yield Variant(
+        "collect", candidates.collect_kernel, f"{source} {f} {f} {f} {i} *i64 {f} i32",
+        {"CHUNK": candidates.CHUNK, "MOST": candidates.MOST},
+    )  # fmt: skip
+    yield Variant(
+        "select", candidates.select_kernel, f"{source} {f} {f} {f} {i} *i64 {f} i32", {"MOST": candidates.MOST}, 4
+    )
+    chunks = triton.next_power_of_2(triton.cdiv(151_936, threshold.CHUNK))
+    yield Variant("chunk_top of ranks", threshold.chunk_top_kernel, f"{source} {f} i32", {"CHUNK": threshold.CHUNK}, 8)
+    yield Variant("start", threshold.start_kernel, f"{i} i32 {i} {f} {f} i32", {"CHUNKS": chunks}, 1)
+    for kind in (threshold.COUNT, threshold.WEIGH):
+        yield Variant(
+            f"digit_sums {kind}", threshold.digit_sums_kernel, f"{source} {f} {f} *i64 *i64 i32 i32",
+            {"KIND": kind, "CHUNK": threshold.CHUNK}, 8,
+        )  # fmt: skip
+        yield Variant(
+            f"descend {kind}", threshold.descend_kernel, f"{i} i32 {i} {f} *i64 *i64 *i64 i32 i32",
+            {"KIND": kind, "CHUNKS": chunks}, 1,
+        )  # fmt: skip
+    yield Variant("banned", banned.banned_kernel, f"{source} {i} i32 i32", {"BLOCK": banned.BLOCK}, 2)
+    yield Variant("process", process.process_kernel, f"{source} {f} {i} {f}", {"CHUNK": process.CHUNK})
+    constants = {"RECENT": process.RECENT, "WORDS_AT_ONCE": process.WORDS_AT_ONCE, "BLOCK": process.BLOCK}
+    yield Variant("bad_words", process.bad_words_kernel, f"{f} i32 {i} {i} {i} {i} {i} {i} i32", constants, 1)
+    constants = {"RECENT": process.RECENT, "BLOCK": process.ROWS_AT_ONCE}
+    yield Variant("note_tokens", process.note_tokens_kernel, f"{i} {i} {i} {i} {i} i32 i32 i32", constants)
+    chunks = triton.next_power_of_2(triton.cdiv(151_936, sample.CHUNK))
+    for is_filtered in (False, True):
+        chosen: dict[str, Any] = {"FILTER": is_filtered, "CHUNK": sample.CHUNK}
+        types = f"{source} {i} {f} {f} {i} i32 i32"
+        yield Variant(f"scores filter={is_filtered}", sample.chunk_scores_kernel, types, chosen)
+        for is_part in (False, True):
+            last = chosen | {"ERROR": noise.APPROXIMATION_ERROR, "CHUNKS": chunks, "IS_PART": is_part}
+            name = f"pick filter={is_filtered} part={is_part}"
+            yield Variant(name, sample.pick_kernel, f"{types} {i} {i} *i64", last)
+    yield Variant("read_keys", sample.read_keys_kernel, f"*i64 {i} i32 {i} {i} {i} i32", {"BLOCK": sample.KEYS})
+
+
+def compile_variant(variant: Variant, arch: Architecture = HOPPER) -> Report:
+    """Compiles one variant. Raises errors of the compiler."""
+    started = time.perf_counter()
+    types = iter(variant.types.split())
+    names = variant.kernel.arg_names
+    constants = variant.constants
+    is_dependent = "PDL" in names and arch.number >= FIRST_ARCHITECTURE
+    if "PDL" in names:
+        constants = constants | {"PDL": is_dependent}
+    signature = {name: "constexpr" if name in constants else next(types) for name in names}
+    aligned = [["tt.divisibility", 16]]
+    attrs = {
+        (n,): aligned for n, name in enumerate(names) if signature[name].startswith("*") or name in variant.divisible
+    }
+    source = ASTSource(fn=variant.kernel, signature=signature, constexprs=constants, attrs=attrs)
+    options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages, "launch_pdl": is_dependent}
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch.number, 32), options=options)
+    usage, sass = _disassemble(compiled.asm["cubin"])
+    found = re.search(r"REG:(\d+)", usage)
+    if found is None:
+        raise RuntimeError(f"cuobjdump reports no register count: {usage[:200]}")
+    registers, shared = int(found[1]), int(compiled.metadata.shared)
+    return Report(
+        name=variant.name,
+        registers=registers,
+        spill_instructions=len(re.findall(r"\b(?:LDL|STL)\b", sass)),
+        shared_bytes=shared,
+        mma={kind: len(re.findall(rf"\b{kind}", sass)) for kind in ("HGMMA", "QGMMA", "HMMA", "LDGSTS")},
+        waits=loop_waits(sass),
+        programs=arch.processors.programs_per_processor(registers, shared, variant.num_warps),
+        early=early_arguments(compiled.asm["ptx"], [name for name in names if name not in constants])
+        if is_dependent
+        else None,
+        seconds=round(time.perf_counter() - started, 2),
+    )
+
+
+def loop_waits(sass: str) -> tuple[int, ...]:
+    """For each innermost loop with matrix products and asynchronous loads: the groups of loads that may be outstanding
+    after its first wait. The groups are committed in order, so 0 waits for the newest ones."""
+    code = [(int(place, 16), text) for place, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+([^;]*);", sass)]
+    jumps = ((place, re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", text)) for place, text in code)
+    loops = [(int(found[1], 16), place) for place, found in jumps if found and int(found[1], 16) < place]
+    waits = []
+    for first, last in loops:
+        if any(first <= other[0] and other[1] <= last for other in loops if other != (first, last)):
+            continue
+        body = [text for place, text in code if first <= place <= last]
+        outstanding = [found[1] for text in body if (found := re.search(r"\bDEPBAR\.LE SB\d+, (0x[0-9a-f]+)", text))]
+        if outstanding and any("MMA" in text for text in body) and any("LDGSTS" in text for text in body):
+            waits.append(int(outstanding[0], 16))
+    return tuple(waits)
+
+
+def early_arguments(ptx: str, names: list[str]) -> tuple[str, ...]:
+    """The arguments through which the kernel reads memory before it waits for its predecessor.
+
+    Raises ValueError if it never waits, writes before that, or waits in a branch. `names` are the run-time arguments.
+    """
+    before, wait, after = ptx[ptx.index("\n{\n") :].partition("griddepcontrol.wait")
+    if not wait or "griddepcontrol.launch_dependents" not in after:
+        raise ValueError("a kernel with PDL does not call after_predecessor")
+    if re.search(r"\bbra\b|\$L__BB\d|\b(?:st|red|atom)\.global|\bcp\.async(?!\.bulk\.prefetch)", before):
+        raise ValueError("a kernel with PDL branches or writes before after_predecessor")
+    sources: dict[str, set[str]] = {}  # the arguments that each register was computed from
+    read: set[str] = set()
+    for line in re.split(r"[;\n]", before):
+        registers = re.findall(r"%[a-z]+\d+", line)
+        found = {names[int(number)] for number in re.findall(r"_param_(\d+)\]", line)}
+        found = found.union(*(sources.get(register, set()) for register in registers))
+        is_read = "ld.global" in line or ".prefetch." in line
+        if is_read:
+            read |= set().union(*(sources[register] for register in re.findall(r"\[ ?(%rd\d+)", line)))
+        if registers and not is_read:
+            sources[registers[0]] = found
+    return tuple(sorted(name for name in read if name.endswith("_ptr")))  # not offsets
+
+
+def _disassemble(cubin: bytes) -> tuple[str, str]:
+    """Resource usage and instructions."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        usage, sass = (
+            subprocess.run([tool, option, file.name], capture_output=True, text=True, check=True).stdout
+            for option in ("--dump-resource-usage", "--dump-sass")
+        )
+    return usage, sass
+
+
+def main() -> None:
+    """Prints the table; exits with 1 if a kernel exceeds a bound."""
+    args = _arguments()
+    arch = ARCHITECTURES[args.arch]
+    reports, failed = [], []
+    print(f"triton {triton.__version__}, sm_{args.arch}")
+    for variant in chosen_variants(arch, is_short=args.short, is_attention_only=args.attention):
+        report = compile_variant(variant, arch)
+        reports.append(report)
+        verdict = "" if report.is_within(arch) else "  EXCEEDS A BOUND"
+        failed += [] if report.is_within(arch) else [report.name]
+        print(
+            f"{report.name:32s} {report.registers:4d} registers {report.spill_instructions:4d} spills "
+            f"{report.shared_bytes:7d} B shared {report.programs:2d} programs waits {report.waits} "
+            f"{report.mma}{verdict}",
+            flush=True,
+        )
+    print(
+        json.dumps({"triton": triton.__version__, "failed": failed, "kernels": [asdict(report) for report in reports]})
+    )
+    sys.exit(1 if failed else 0)
+
+
+def chosen_variants(arch: Architecture, *, is_short: bool, is_attention_only: bool = False) -> Iterator[Variant]:
+    """All variants, or those of one model, or those of attention."""
+    short: dict[str, Any] = {"models": ["0.6b"], "pages": [16, 256]} if is_short else {}
+    for variant in variants(**short, processors=arch.processors):
+        if is_short and any(part in variant.name for part in (*LEFT_OUT, *LEFT_OUT_PAGES)):
+            continue
+        if "fp8" in variant.name and arch.number < FIRST_WITH_FP8:
+            continue
+        if not is_attention_only or variant.kernel is attention.paged_attention_kernel:
+            yield variant
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--short", action="store_true", help="one model, two block sizes")
+    parser.add_argument("--attention", action="store_true", help="attention only")
+    parser.add_argument("--arch", type=int, choices=ARCHITECTURES, default=90, help="90 is sm_90 (default)")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

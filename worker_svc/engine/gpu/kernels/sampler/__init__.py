@@ -1,0 +1,1 @@
+"""Kernels behind the logits: banned ids, processing, thresholds of filters, sampling. No I/O."""

@@ -1,0 +1,191 @@
+"""Samples tokens: argmax of z + noise over the ids that pass the threshold. The specification is `engine/noise.py`.
+
+The first kernel finds the best score of each chunk with approximate noise. The second computes exact noise in float64
+for the few chunks that can contain the best id, and stores the token in the row record, where the next step reads it.
+
+With tensor parallelism each rank samples from its own part of the vocabulary and makes a key of score and id. The
+largest key of all ranks is the token that a single rank would have sampled:
+
+    score as an ordered signed 32-bit integer | 0xFFFFFFFF - id       score 0x7FFFFFFF: NaN or +inf among the logits
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from request_fields.fields import SamplingParams
+from worker_svc.engine.gpu.collectives.group import ALONE, Group
+from worker_svc.engine.gpu.kernels.launch import after_predecessor, dependent
+from worker_svc.engine.gpu.kernels.record import LAST_TOKEN, TEMPERATURE, WORDS
+from worker_svc.engine.gpu.kernels.sampler.noise import (
+    APPROXIMATION_ERROR,
+    approximate_noise,
+    exact_noise,
+    philox_words,
+)
+from worker_svc.engine.gpu.kernels.sampler.threshold import load_z
+from worker_svc.engine.sampling.noise import sample_token
+
+SEED_LOW = tl.constexpr(WORDS["seed"])
+SEED_HIGH = tl.constexpr(WORDS["seed"] + 1)
+SAMPLE_INDEX = tl.constexpr(WORDS["sample_index"])
+CHUNK = 2048
+KEYS = 128  # per program
+
+
+@triton.jit
+def chunk_scores_kernel(
+    logits_ptr, stride, vocab_size, state_ptr, state_stride, row_ptr, position_ptr, lowest_ptr, score_ptr, bad_ptr,
+    chunks, first_id, FILTER: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        after_predecessor()
+    sample, chunk = tl.program_id(0), tl.program_id(1)
+    row = tl.load(row_ptr + sample)
+    if row < 0:
+        return
+    state = state_ptr + row.to(tl.int64) * state_stride
+    temperature = tl.load(state + TEMPERATURE).to(tl.float32, bitcast=True)
+    is_greedy = temperature < 1e-5
+    id = chunk * CHUNK + tl.arange(0, CHUNK)
+    score = load_z(logits_ptr, stride, sample, vocab_size, id, tl.where(is_greedy, 1.0, temperature))
+    is_bad = (score != score) | (score == float("inf"))
+    tl.store(bad_ptr + sample * chunks + chunk, tl.max(is_bad.to(tl.int32), 0))
+    if not is_greedy:
+        words = philox_words(
+            tl.load(state + SEED_LOW),
+            tl.load(state + SEED_HIGH),
+            tl.load(position_ptr + sample),
+            tl.load(state + SAMPLE_INDEX),
+            first_id + chunk * CHUNK,
+            CHUNK,
+        )
+        if FILTER:
+            score = tl.where(score >= tl.load(lowest_ptr + sample), score, -float("inf"))
+        score += approximate_noise(words)
+    tl.store(score_ptr + sample * chunks + chunk, tl.max(score, 0))
+
+
+@triton.jit
+def pick_kernel(
+    logits_ptr, stride, vocab_size, state_ptr, state_stride, row_ptr, position_ptr, lowest_ptr, score_ptr, bad_ptr,
+    chunks, first_id, token_ptr, status_ptr, key_ptr, ERROR: tl.constexpr, FILTER: tl.constexpr, CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr, IS_PART: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        after_predecessor()
+    sample = tl.program_id(0)
+    row = tl.load(row_ptr + sample)
+    if row < 0:
+        return
+    state = state_ptr + row.to(tl.int64) * state_stride
+    temperature = tl.load(state + TEMPERATURE).to(tl.float32, bitcast=True)
+    is_greedy = temperature < 1e-5
+    temperature = tl.where(is_greedy, 1.0, temperature)
+    chunk = tl.arange(0, CHUNKS)
+    scores = tl.load(score_ptr + sample * chunks + chunk, mask=chunk < chunks, other=-float("inf"))
+    best = tl.max(scores, 0)
+    has_fault = tl.max(tl.load(bad_ptr + sample * chunks + chunk, mask=chunk < chunks, other=0), 0) > 0
+    is_bad = has_fault | (best == -float("inf"))
+    enough = best - 2 * ERROR - 1e-6 * tl.abs(best)
+    best = -float("inf")
+    token = 0
+    if not is_bad:
+        for index in range(chunks):
+            if tl.load(score_ptr + sample * chunks + index) >= enough:
+                id = index * CHUNK + tl.arange(0, CHUNK)
+                score = load_z(logits_ptr, stride, sample, vocab_size, id, temperature)
+                if not is_greedy:
+                    words = philox_words(
+                        tl.load(state + SEED_LOW), tl.load(state + SEED_HIGH), tl.load(position_ptr + sample),
+                        tl.load(state + SAMPLE_INDEX),
+                        first_id + index * CHUNK, CHUNK,
+                    )  # fmt: skip
+                    if FILTER:
+                        score = tl.where(score >= tl.load(lowest_ptr + sample), score, -float("inf"))
+                    score += exact_noise(words)
+                top = tl.max(score, 0)
+                if top > best:  # chunks are in order, so ties go to the lowest id
+                    best = top
+                    token = first_id + index * CHUNK + tl.argmax(score, 0)
+    if IS_PART:
+        bits = tl.where(best == 0.0, 0.0, best).to(tl.int32, bitcast=True)  # -0.0 equals 0.0
+        order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+        order = tl.where(has_fault, 0x7FFFFFFF, order)
+        tl.store(key_ptr + sample, (order.to(tl.int64) << 32) | (0xFFFFFFFF - tl.cast(token, tl.int64)))
+    else:
+        tl.store(token_ptr + sample, token)
+        tl.store(status_ptr + sample, is_bad.to(tl.int32))
+        tl.store(state + LAST_TOKEN, token)
+
+
+@triton.jit
+def read_keys_kernel(
+    key_ptr, state_ptr, state_stride, row_ptr, token_ptr, status_ptr, num_samples, BLOCK: tl.constexpr
+):
+    """Stores tokens and statuses from the keys, as `pick_kernel` does when it has the whole vocabulary."""
+    sample = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.load(row_ptr + sample, mask=sample < num_samples, other=-1)
+    is_row = row >= 0
+    key = tl.load(key_ptr + sample, mask=is_row, other=0)
+    order = key >> 32
+    is_bad = (order == 0x7FFFFFFF) | (order == -0x7F800001)  # the second is -inf: no id passed
+    token = tl.where(is_bad, 0, 0xFFFFFFFF - (key & 0xFFFFFFFF)).to(tl.int32)
+    tl.store(token_ptr + sample, token, mask=is_row)
+    tl.store(status_ptr + sample, is_bad.to(tl.int32), mask=is_row)
+    tl.store(state_ptr + row.to(tl.int64) * state_stride + LAST_TOKEN, token, mask=is_row)
+
+
+def sample(
+    logits: torch.Tensor,
+    state: torch.Tensor,
+    rows: torch.Tensor,
+    positions: torch.Tensor,
+    lowest: torch.Tensor | None,
+    scratch: tuple[torch.Tensor, torch.Tensor],
+    out: tuple[torch.Tensor, torch.Tensor],
+    first_id: int = 0,
+    group: Group = ALONE,
+) -> None:
+    """Writes tokens and statuses (1: the logits hold NaN, +inf or no finite number), int32 [S], to `out`.
+
+    `logits` [S, vocab] belong to the records `rows` of `state`; -1 is padding. `positions` are output positions,
+    `lowest` the thresholds if any row has filters, `scratch` float32 and int32 [S, chunks]. The token is also stored as
+    the last token of its record.
+
+    With several ranks, each passes its part of the vocabulary, which starts at `first_id`, and all get the same tokens.
+    """
+    num_samples, vocab_size = logits.shape
+    chunks = triton.cdiv(vocab_size, CHUNK)
+    is_filtered = lowest is not None
+    source = (
+        logits, logits.stride(0), vocab_size, state, state.stride(0), rows, positions,
+        logits if lowest is None else lowest, *scratch, chunks, first_id,
+    )  # fmt: skip
+    is_part = group.size > 1
+    keys = torch.empty(num_samples, dtype=torch.int64, device=logits.device) if is_part else out[0]
+    chunk_scores_kernel[(num_samples, chunks)](*source, FILTER=is_filtered, CHUNK=CHUNK, num_warps=4, **dependent())
+    pick_kernel[(num_samples,)](
+        *source, *out, keys, ERROR=APPROXIMATION_ERROR, FILTER=is_filtered, CHUNK=CHUNK,
+        CHUNKS=triton.next_power_of_2(chunks), IS_PART=is_part, num_warps=4, **dependent(),
+    )  # fmt: skip
+    if is_part:
+        read_keys_kernel[(triton.cdiv(num_samples, KEYS),)](
+            group.all_reduce_max(keys), state, state.stride(0), rows, *out, num_samples, BLOCK=KEYS, num_warps=4
+        )
+
+
+def scratch_for(num_samples: int, vocab_size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Buffers for the best score of each chunk and its NaN flag."""
+    chunks = triton.cdiv(vocab_size, CHUNK)
+    return torch.zeros(num_samples, chunks, device=device), torch.zeros(
+        num_samples, chunks, dtype=torch.int32, device=device
+    )
+
+
+def reference(logits: torch.Tensor, params: SamplingParams, sample_index: int, position: int) -> int | None:
+    """The token for logits [vocab]; None if they hold NaN, +inf or no finite number."""
+    return sample_token(logits.float().numpy().astype(np.float32), params, sample_index, position)

@@ -1,0 +1,1 @@
+"""The ranks of a worker as processes on one or several hosts."""

@@ -1,0 +1,108 @@
+"""Cases of a feed-forward part of experts, for models that have some. Its weights have few inputs and outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from worker_svc.engine.gpu.kernels import activation, expert_linear, route, scaled_linear
+from worker_svc.engine.gpu.kernels.expert_linear import ExpertWeights
+from worker_svc.engine.gpu.kernels.scaled_linear import FP8, Fp8Weight
+from worker_svc.engine.gpu.layers.experts import StackedExperts, compute_experts
+from worker_svc.engine.gpu.layers.linears import DeviceLinears
+from worker_svc.engine.gpu.start.checks.case import TOLERANCES, Case, Outputs, Setup
+
+NUM_TOKENS = 5
+MORE_TOKENS = (expert_linear.FEW_ROWS.rows + 1, expert_linear.EXACT.rows + 1)  # of each expert: the other tile shapes
+HIDDEN, INNER = expert_linear.EXACT.columns + 16, expert_linear.EXACT.columns // 2 + 16  # two tiles of outputs each
+Rounding = Callable[[torch.Tensor], torch.Tensor]
+
+
+def expert_cases(setup: Setup) -> Iterator[Case]:
+    """All kernels of the part with the numbers of experts of the model, and with more tokens if they have other tiles,
+    in the formats of the model's weights.
+    """
+    found = next((layer.experts for layer in setup.model.layers if layer.experts is not None), None)
+    if found is None:
+        return
+    sizes = [(NUM_TOKENS, found.num_experts)]
+    if not setup.is_exact:
+        sizes += [(num_tokens, found.top_k) for num_tokens in MORE_TOKENS]  # every expert gets all tokens
+    for is_fp8 in [False, True] if "fp8" in setup.formats else [False]:
+        for num_tokens, num_experts in sizes:
+            experts = _experts(setup, num_experts, found.top_k, is_fp8=is_fp8, is_normalized=found.is_normalized)
+            yield _case(setup, experts, num_tokens, num_experts)
+
+
+def _experts(setup: Setup, num_experts: int, top_k: int, *, is_fp8: bool, is_normalized: bool) -> StackedExperts:
+    gate_up = setup.random(num_experts, 2 * INNER, HIDDEN, seed=2) * HIDDEN**-0.5
+    down = setup.random(num_experts, HIDDEN, INNER, seed=3) * INNER**-0.5
+    linears = DeviceLinears("best_effort", setup.dtype)
+    gate_up_views, down_views = ([linears.make_linear(part, None) for part in weight] for weight in (gate_up, down))
+    return StackedExperts(
+        gate_up_views, down_views, top_k, is_normalized, _weights(gate_up, is_fp8), _weights(down, is_fp8),
+        setup.is_exact,
+    )  # fmt: skip
+
+
+def _weights(weight: torch.Tensor, is_fp8: bool) -> ExpertWeights:
+    if not is_fp8:
+        return ExpertWeights(weight)
+    parts = [scaled_linear.quantized(part) for part in weight]
+    steps, scales = torch.stack([part.steps for part in parts]), torch.stack([part.scales for part in parts])
+    return ExpertWeights(steps, scales, weight.shape[2])
+
+
+def _case(setup: Setup, experts: StackedExperts, num_tokens: int, num_experts: int) -> Case:
+    x, logits = setup.random(num_tokens, HIDDEN), setup.random(num_tokens, num_experts, seed=1)
+    routes = route.reference(logits, experts.top_k, is_normalized=experts.is_normalized)
+    is_fp8 = experts.down_weights.scales is not None
+
+    def run(first: int, last: int) -> Outputs:
+        part = x[first:last].clone(), logits[first:last].clone()
+        chosen = route.route(part[1], experts.top_k, is_normalized=experts.is_normalized)
+        return {
+            "experts": chosen.experts, "shares": chosen.shares,
+            "output": compute_experts(*part, experts, setup.model.activation),
+        }  # fmt: skip
+
+    return Case(
+        "experts",
+        f"{num_experts} experts, {experts.top_k} per token, [{num_tokens}, {HIDDEN}], {FP8 if is_fp8 else setup.dtype}",
+        range(num_tokens + 1),
+        run,
+        {
+            "experts": routes.experts,
+            "shares": routes.shares,
+            "output": _reference(x, routes, experts, setup.model.activation),
+        },
+        # the inner numbers may be rounded to the other neighbour
+        {"shares": 1e-4, "output": TOLERANCES[FP8] if is_fp8 else 2 * TOLERANCES[setup.dtype]},
+    )
+
+
+def _reference(x: torch.Tensor, routes: route.Routes, experts: StackedExperts, name: str) -> torch.Tensor:
+    """The sums of the tokens' experts, in float64 but for the activation."""
+    gate_up, down = _widened(experts.gate_up_weights), _widened(experts.down_weights)
+    round_rows: Rounding = torch.Tensor.double if experts.down_weights.scales is None else _rounded
+    found = []
+    for row, chosen, shares in zip(round_rows(x), routes.experts.tolist(), routes.shares.double(), strict=True):
+        inner = [round_rows(activation.reference((gate_up[expert] @ row)[None], name))[0] for expert in chosen]
+        terms = [down[expert] @ part for expert, part in zip(chosen, inner, strict=True)]
+        found.append((torch.stack(terms) * shares[:, None]).sum(0))
+    return torch.stack(found)
+
+
+def _widened(weights: ExpertWeights) -> torch.Tensor:
+    """The weights in float64."""
+    if weights.scales is None:
+        return weights.steps.double()
+    pairs = zip(weights.steps, weights.scales, strict=True)
+    return torch.stack([Fp8Weight(steps, scales, weights.group).widened() for steps, scales in pairs]).double()
+
+
+def _rounded(x: torch.Tensor) -> torch.Tensor:
+    """x in fp8 with one scale per row, in float64."""
+    rows = scaled_linear.reference_rows(x, x.shape[1])
+    return rows.steps.double() * rows.scales.double()

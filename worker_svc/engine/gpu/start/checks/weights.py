@@ -1,0 +1,90 @@
+"""Cases of the kernels that multiply by quantized weights, for workers that have such weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from worker_svc.engine.backend import Norm
+from worker_svc.engine.gpu.kernels import norm, norm_rows, scaled_linear
+from worker_svc.engine.gpu.kernels.scaled_linear import FP8, Fp8Weight, ScaledRows
+from worker_svc.engine.gpu.start.checks.case import TOLERANCES, Case, Outputs, Setup
+
+NUM_ROWS = scaled_linear.EXACT.rows + 1  # two tiles; the second has one row
+NUM_OUTPUTS = scaled_linear.EXACT.columns + 16
+GROUP = 128
+FP8_SUM = 4e-3  # Hopper adds the products of a tile in less than float32
+
+
+def fp8_cases(setup: Setup) -> Iterator[Case]:
+    """The rounding of rows and the product, with one scale for all inputs and one for each GROUP inputs."""
+    if "fp8" not in setup.formats:
+        return
+    for group in (setup.model.hidden_size, GROUP):
+        yield _quantize_case(setup, group)
+        for num_rows in (1, NUM_ROWS):  # the tiles for few and for many rows
+            yield _product_case(setup, group, num_rows)
+        if norm_rows.serves(setup.model.hidden_size, group):
+            yield _norm_case(setup, group)
+
+
+def _quantize_case(setup: Setup, group: int) -> Case:
+    x = setup.random(NUM_ROWS, setup.model.hidden_size)
+    expected = scaled_linear.reference_rows(x, group)
+
+    def run(first: int, last: int) -> Outputs:
+        found = scaled_linear.quantize_rows(x[first:last].clone(), group)
+        return {"steps": found.steps, "scales": found.scales}
+
+    return Case(
+        "quantize_rows",
+        f"[{NUM_ROWS}, {setup.model.hidden_size}], groups of {group}, {setup.dtype}",
+        range(NUM_ROWS + 1),
+        run,
+        {"steps": expected.steps, "scales": expected.scales},
+        {"steps": TOLERANCES[FP8], "scales": 1e-6},
+    )
+
+
+def _norm_case(setup: Setup, group: int) -> Case:
+    """A norm with a residual, rounded."""
+    dim = setup.model.hidden_size
+    x, residual = setup.random(NUM_ROWS, dim), setup.random(NUM_ROWS, dim, seed=1)
+    weight = Norm(setup.random(dim, seed=2), None, setup.model.norm_eps, "rms")
+    total, normed = norm.reference(x, residual, weight)
+    expected = scaled_linear.reference_rows(normed, group)
+
+    def run(first: int, last: int) -> Outputs:
+        part = x[first:last].clone()
+        found = norm_rows.add_norm_rows(part, residual[first:last].clone(), weight, group)
+        return {"residual": part, "steps": found.steps, "scales": found.scales}
+
+    return Case(
+        "norm_rows",
+        f"[{NUM_ROWS}, {dim}], groups of {group}, {setup.dtype}",
+        range(NUM_ROWS + 1),
+        run,
+        {"residual": total, "steps": expected.steps, "scales": expected.scales},
+        # the norm may be rounded to the other neighbour, in the dtype of the model and then in fp8
+        {"steps": 2 * TOLERANCES[FP8], "scales": TOLERANCES[setup.dtype]},
+    )
+
+
+def _product_case(setup: Setup, group: int, num_rows: int) -> Case:
+    in_size = setup.model.hidden_size
+    rows = scaled_linear.reference_rows(setup.random(num_rows, in_size), group)
+    weight = scaled_linear.reference_rows(setup.random(NUM_OUTPUTS, in_size, seed=1), group)
+    stored = Fp8Weight(weight.steps, weight.scales.T.contiguous(), group)
+    bias = setup.random(NUM_OUTPUTS, seed=2)
+
+    def run(first: int, last: int) -> Outputs:
+        part = ScaledRows(rows.steps[first:last].clone(), rows.scales[first:last].clone())
+        return {"output": scaled_linear.scaled_linear(part, stored, bias, setup.dtype, is_exact=setup.is_exact)}
+
+    return Case(
+        "scaled_linear",
+        f"[{num_rows}, {in_size}] x [{in_size}, {NUM_OUTPUTS}], groups of {group}, {setup.dtype}",
+        range(num_rows + 1),
+        run,
+        {"output": scaled_linear.reference(rows, stored, bias)},
+        {"output": max(TOLERANCES[setup.dtype], FP8_SUM)},
+    )

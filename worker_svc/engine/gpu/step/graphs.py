@@ -1,0 +1,177 @@
+"""CUDA graphs of steps: one per bucket, recorded at start-up or on first use, within bounds of memory and time.
+
+A recorded step runs the same kernels on the same memory as an eager one; only the launch differs.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+from worker_svc.engine.gpu.collectives.group import Group
+from worker_svc.engine.gpu.step.step_buffer import Bucket
+
+logger = logging.getLogger(__name__)
+
+MAX_RECORDING_S = 120.0  # at start-up; buckets not recorded by then stay eager
+MOST_DRIVER_BYTES = 64 << 20  # of one graph: its nodes and their parameters
+
+Step = Callable[[], None]
+
+
+class GraphError(RuntimeError):
+    """A step cannot be recorded. It can still be launched kernel by kernel."""
+
+
+class Recorder(Protocol):
+    """Records the launches of a step for replay."""
+
+    def record(self, step: Step) -> Step:
+        """Records the launches of `step` without running them. The result replays them."""
+        ...
+
+    def bytes_taken(self) -> int:
+        """Device memory of all recordings so far."""
+        ...
+
+
+class CudaRecorder:
+    """Records CUDA graphs in one memory pool, which they can share because only one of them runs at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        self._device = device
+        self._bytes_taken = 0
+
+    def record(self, step: Step) -> Step:
+        """Raises GraphError, with the current stream restored, if a call in `step` cannot be recorded."""
+        stream = torch.cuda.current_stream(self._device)
+        free, reserved = self._free(), torch.cuda.memory_reserved(self._device)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # thread_local: other threads may wait for events during the capture.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                step()
+        except RuntimeError as error:
+            torch.cuda.set_stream(stream)  # torch does not restore the stream if ending the capture fails
+            raise GraphError(f"a CUDA graph cannot be recorded: {error.__context__ or error}") from error
+        self._bytes_taken += bytes_of_graph(free - self._free(), torch.cuda.memory_reserved(self._device) - reserved)
+        return graph.replay
+
+    def bytes_taken(self) -> int:
+        return self._bytes_taken
+
+    def _free(self) -> int:
+        """Free bytes of the device, after torch has released its cache of eager steps."""
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+        return int(torch.cuda.mem_get_info(self._device)[0])
+
+
+def bytes_of_graph(taken: int, reserved: int) -> int:
+    """Memory that a graph takes, of the bytes that the device lost and those that torch reserved meanwhile. The rest is
+    the driver's, unless it is more than a graph can need: then another process has taken or returned memory."""
+    return reserved + min(max(taken - reserved, 0), MOST_DRIVER_BYTES)
+
+
+def make_recorder(device: torch.device) -> Recorder | None:
+    """None on devices without graphs."""
+    return CudaRecorder(device) if device.type == "cuda" else None
+
+
+class Graphs:
+    """Graphs by bucket, each recording `compute(bucket)`. All ranks record the same buckets in the same order.
+
+    `buckets` are in the order of recording; the first of a kind is the largest, so that later graphs use its memory
+    again. Graphs of `rare_buckets` are recorded on first use.
+    """
+
+    def __init__(
+        self,
+        compute: Callable[[Bucket], None],
+        buckets: Sequence[Bucket],
+        recorder: Recorder,
+        limit: int,
+        group: Group,
+        *,
+        is_lazy: bool,
+        rare_buckets: Sequence[Bucket] = (),
+    ) -> None:
+        self._compute = compute
+        self._recorder = recorder
+        self._limit = limit
+        self._group = group
+        self._replays: dict[Bucket, Step] = {}
+        self._buckets = buckets
+        self._is_lazy = is_lazy
+        self._later = {*buckets, *rare_buckets} if is_lazy else set(rare_buckets)  # recorded on first use
+
+    def __len__(self) -> int:
+        return len(self._replays)
+
+    def serves(self, bucket: Bucket) -> bool:
+        """Whether this bucket has a graph or will get one on first use."""
+        return bucket in self._replays or bucket in self._later
+
+    def replay(self, bucket: Bucket) -> bool:
+        """Launches the step in the buffer. False if its bucket has no graph."""
+        step = self._replays.get(bucket)
+        if step is None:
+            return False
+        step()
+        return True
+
+    def record_at_start(self, progress: Callable[[float], None]) -> None:
+        """Records all buckets or, if lazy, the largest with prompts and the largest without. If a bound stops the
+        recording, this is logged.
+
+        The buffer must hold a step without rows, so that the warm-up runs change neither rows nor the pool.
+        """
+        deadline = time.monotonic() + MAX_RECORDING_S
+        chosen = _largest_of_each_kind(self._buckets) if self._is_lazy else self._buckets
+        for index, bucket in enumerate(chosen):
+            if not self._may_record(time.monotonic() < deadline):
+                taken = self._recorder.bytes_taken() >> 20
+                logger.warning(
+                    "%d of %d CUDA graphs are recorded and take %d MiB; recording stops at %d MiB or %.0f s, so steps "
+                    "of other sizes launch their kernels one by one",
+                    index, len(chosen), taken, self._limit >> 20, MAX_RECORDING_S,
+                )  # fmt: skip
+                break
+            self._compute(bucket)  # kernels cannot be compiled during recording
+            self._record(bucket)
+            progress((index + 1) / len(chosen))
+
+    def record_after(self, bucket: Bucket) -> None:
+        """Records a graph for later steps, after a step of this bucket ran without one."""
+        if bucket not in self._later:
+            return
+        if not self._may_record(True):
+            self._later.clear()
+            logger.warning(
+                "CUDA graphs take %d MiB, which is the limit; no more are recorded", self._recorder.bytes_taken() >> 20
+            )
+            return
+        try:
+            self._record(bucket)
+        except GraphError as error:
+            logger.error("steps of %s continue without a graph: %s", bucket, error)
+
+    def _record(self, bucket: Bucket) -> None:
+        self._later.discard(bucket)  # also on failure, because it would fail again
+        self._replays[bucket] = self._recorder.record(lambda: self._compute(bucket))
+
+    def _may_record(self, has_time: bool) -> bool:
+        may = has_time and self._recorder.bytes_taken() < self._limit
+        return bool(self._group.all_reduce_min(int(may)))
+
+
+def _largest_of_each_kind(buckets: Sequence[Bucket]) -> list[Bucket]:
+    kinds: dict[bool, Bucket] = {}
+    for bucket in buckets:
+        kinds.setdefault(bucket.is_decode, bucket)
+    return list(kinds.values())

@@ -1,0 +1,88 @@
+"""A launched step of the GPU engine: its changes to slots and rows, and its results in host memory."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from step_protocol.messages import NO_CANDIDATES, U32, RowError, RowErrorCode, StepOutput
+from worker_svc.engine.backend import I64
+from worker_svc.engine.gpu.step.extras import StepExtras
+from worker_svc.engine.gpu.step.step_buffer import Staging
+from worker_svc.engine.model_runner import NOTHING_TO_SAMPLE
+from worker_svc.engine.pooling.pooling import NOT_FINITE
+
+
+@dataclass(frozen=True, slots=True)
+class Writes:
+    """Changes of a step to slots and rows, kept until its tokens are known."""
+
+    copies: tuple[I64, I64]  # blocks: source, target
+    slots: I64  # [T]
+    token_rows: I64  # [T]
+    token_ids: I64  # [T], PENDING for a token that the previous step sampled
+    sampling_rows: I64  # [S]
+    generations: I64  # [S]
+    positions: I64  # [S] of the sampled tokens
+    extras: StepExtras | None = None  # None: the step computes nothing but tokens
+
+
+NO_IDS: I64 = np.empty(0, np.int64)
+
+
+class PendingStep:
+    """A launched step. `result` waits for the step. Any thread may call `result`, also repeatedly."""
+
+    def __init__(self, step_id: int, staging: Staging, writes: Writes, errors: list[RowError], started: float) -> None:
+        self.staging = staging
+        self.writes = writes
+        self._step_id = step_id
+        self._errors = errors
+        self.started = started
+        self._reading = threading.Lock()
+        self._output: StepOutput | None = None
+
+    def is_done(self) -> bool:
+        return self.staging.event is None or bool(self.staging.event.query())
+
+    def result(self) -> StepOutput:
+        """Waits for the outputs of the step. Raises the device's errors."""
+        # Settling a step gives its staging memory to another step, so it must wait until no thread reads it.
+        with self._reading:
+            if self._output is None:
+                if self.staging.event is not None:
+                    self.staging.event.synchronize()
+                self._output = self._read()
+            return self._output
+
+    def sampled(self) -> U32:
+        """Tokens [S] of all sampling rows, including failed ones."""
+        return self.staging.down.numpy()[: len(self.writes.sampling_rows)].astype(np.uint32)
+
+    def _read(self) -> StepOutput:
+        rows, down = self.writes.sampling_rows, self.staging.down.numpy()
+        half = len(down) // 2
+        is_bad = down[half : half + len(rows)] != 0
+        logprobs, prompt_logprobs, pooled, bad_rows = None, None, None, rows[is_bad]
+        bad_pooled: list[int] = []
+        candidates = NO_CANDIDATES
+        if (extras := self.writes.extras) is not None:
+            prompt_logprobs, bad_prompts = extras.prompt_logprobs()
+            is_bad |= np.isin(rows, bad_prompts)
+            bad_rows = np.union1d(rows[is_bad], bad_prompts)
+            logprobs = extras.logprobs(~is_bad)
+            pooled, bad_pooled = extras.pooled_rows()
+            candidates = extras.candidates(bad_rows)
+        failed = {error.row for error in self._errors}
+        bad = (row for row in bad_rows.tolist() if row not in failed)
+        errors = self._errors + [RowError(row, RowErrorCode.NAN, NOTHING_TO_SAMPLE) for row in bad]
+        errors += [RowError(row, RowErrorCode.NAN, NOT_FINITE) for row in bad_pooled]
+        elapsed_us = int((time.perf_counter() - self.started) * 1e6)
+        good_rows = rows[~is_bad].astype(np.uint32)
+        return StepOutput(
+            self._step_id, good_rows, self.sampled()[~is_bad], errors, elapsed_us, logprobs, prompt_logprobs,
+            candidates, pooled,
+        )  # fmt: skip
