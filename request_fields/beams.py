@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from request_fields.fields import FieldError
+from request_fields.fields import FIELDS, FieldError
 
 
 class EarlyStopping(Enum):
@@ -32,23 +32,8 @@ class BeamParams:
     early_stopping: EarlyStopping = EarlyStopping.FALSE
 
 
-# Fields that beam search does not support. Setting one with beam_width is an error.
-NOT_WITH_BEAMS = (
-    "sampling.temperature",
-    "sampling.top_p",
-    "sampling.top_k",
-    "sampling.min_p",
-    "sampling.best_of",
-    "sampling.json_schema",
-    "sampling.json_object",
-    "sampling.regex",
-    "sampling.choice",
-    "sampling.grammar",
-    "stop.stop",
-    "output.logprobs",
-    "output.prompt_logprobs",
-)
-ONLY_WITH_BEAMS = ("sampling.length_penalty", "sampling.early_stopping")
+NOT_WITH_BEAMS = [field.path for field in FIELDS if not field.works_with_beams]
+ONLY_WITH_BEAMS = [field.path for field in FIELDS if field.needs_beams]
 
 
 def check_beam_fields(fields_set: Mapping[str, Any]) -> None:

@@ -1,7 +1,8 @@
-"""One row per request field. Validation, defaults, wire packing, docs, SDK options and flags derive from these rows.
+"""One row per request field. Validation, defaults, wire packing, HTTP bodies, SDK options, flags, the comments of the
+protocol and the tables of docs/ derive from these rows.
 
-To add a sampling parameter: the proto field, a row of `FIELDS` and an attribute of `SamplingParams` here, the sampler
-of each backend, and the SDK's `GenerateOptions`.
+To add a sampling parameter: the proto field, a row of `FIELDS` and an attribute of `SamplingParams` here, and the
+sampler of each backend. `scripts/docs_tables.py` then writes comments, tables and the SDK's `GenerateOptions`.
 """
 
 from __future__ import annotations
@@ -71,19 +72,40 @@ class Resume(Enum):
     PER_REQUEST = "sent again with the request"
 
 
+class Form(Enum):
+    """How HTTP bodies write a field, if they also accept other values than the protocol."""
+
+    PLAIN = ""
+    MINUS_1_IS_OFF = "-1 turns it off, like 0."
+    SIGNED = "A negative number is taken modulo 2^64."  # OpenAI's seed has a sign
+    ONE_OR_LIST = "A string or a list of strings."
+    OBJECT_OR_TEXT = "A JSON object or its text."
+
+
+@dataclass(frozen=True, slots=True)
+class Http:
+    """A field in the HTTP bodies of generations."""
+
+    name: str = ""  # if it differs from the field's name
+    alias: str = ""  # another name, which has precedence
+    form: Form = Form.PLAIN
+    doc: str = ""  # what the other columns do not say
+
+
 @dataclass(frozen=True, slots=True)
 class Field:
     """One request field. A limit of None means no limit."""
 
     path: str  # path in GenerateRequest, such as sampling.top_p
     kind: Kind
-    doc: str
+    doc: str  # its meaning, without limits and default
     applied_by: Side
     resume: Resume = Resume.PER_REQUEST
     default: Any = None  # used if neither the request nor the model sets the field; None: see `doc`
     low: float | None = None
     high: float | None = None
     excludes_low: bool = False
+    values: Mapping[Any, int] | None = None  # of an enum: its values in the SDK and over HTTP, with their numbers
     max_items: int | None = None
     max_chars: int | None = None  # limit of each string in a list
     max_bytes: int | None = None
@@ -91,6 +113,9 @@ class Field:
     config_off: Any = None  # the value of this key that means "off"; it is replaced by `default`
     has_flag: bool = False  # `quire generate` and `quire chat` have a flag for it
     sdk_option: str = ""  # keyword option of the SDK, if it differs from the field's name
+    http: Http | None = Http()  # None: no body has it, or only some endpoints (gateway_svc/http/fields.py)
+    works_with_beams: bool = True  # may be set with beam_width
+    needs_beams: bool = False  # may be set only with beam_width
 
     @property
     def message(self) -> str:
@@ -118,26 +143,30 @@ FIELDS = (
     Field(
         "sampling.temperature", Kind.FLOAT, "Divides the logits. 0 is greedy.",
         Side.WORKER, Resume.STATELESS, default=1.0, low=0, high=2, config_key="temperature", has_flag=True,
+        works_with_beams=False,
     ),
     Field(
         "sampling.top_p", Kind.FLOAT, "Keep the smallest set of tokens whose probability reaches top_p. 1 is off.",
         Side.WORKER, Resume.STATELESS, default=1.0, low=0, high=1, excludes_low=True, config_key="top_p", config_off=0,
-        has_flag=True,
+        has_flag=True, works_with_beams=False,
     ),
     Field(
         "sampling.top_k", Kind.UINT32, "Keep the k most likely tokens. 0 is off.",
         Side.WORKER, Resume.STATELESS, default=0, low=0, high=MAX_UINT32, config_key="top_k", config_off=-1,
-        has_flag=True,
+        has_flag=True, http=Http(form=Form.MINUS_1_IS_OFF), works_with_beams=False,
     ),
     Field(
         "sampling.min_p", Kind.FLOAT,
         "Drop tokens less likely than min_p times the most likely token. Applied before top_k and top_p. 0 is off.",
         Side.WORKER, Resume.STATELESS, default=0.0, low=0, high=1, config_key="min_p", has_flag=True,
+        works_with_beams=False,
     ),
     Field(
         "sampling.seed", Kind.UINT64,
-        "The same seed gives the same tokens. Unset: the gateway draws one and returns it in Accepted.",
+        "The same seed gives the same tokens: the token at output position p of sample i is a function of the logits, "
+        "seed, i and p. Unset: the gateway draws one and returns it in Accepted.",
         Side.GATEWAY | Side.WORKER, Resume.STATELESS, low=0, high=2**64 - 1, has_flag=True,
+        http=Http(form=Form.SIGNED),
     ),
     Field(
         "sampling.n", Kind.UINT32, "Samples of one prompt; the prompt is computed once.",
@@ -145,9 +174,10 @@ FIELDS = (
     ),
     Field(
         "sampling.best_of", Kind.UINT32,
-        "Compute this many samples and return the n with the highest sums of log probabilities, when all have ended. "
-        "At least n. Unset: n.",
+        "Compute this many samples and return the n with the highest sums of log probabilities, in decreasing order, "
+        "when all have ended. At least n, and at most the rows of a worker. Unset: n.",
         Side.GATEWAY, Resume.PER_REQUEST, low=1, high=MAX_BEST_OF, has_flag=True,
+        http=Http(doc="More than n: not with `stream`."), works_with_beams=False,
     ),
     Field(
         "sampling.repetition_penalty", Kind.FLOAT,
@@ -179,49 +209,57 @@ FIELDS = (
     Field(
         "sampling.bad_words", Kind.STRINGS,
         "Strings that the output does not contain. Each is tokenized with and without a leading space; the last token "
-        "of each result cannot be sampled after the tokens before it.",
+        "of each result cannot be sampled after the tokens before it. The same text from other tokens is not detected.",
         Side.GATEWAY | Side.WORKER, Resume.REPLAYED, max_items=MAX_BAD_WORDS, max_chars=MAX_BAD_WORD_CHARS,
-        has_flag=True,
+        has_flag=True, http=Http(form=Form.ONE_OR_LIST),
     ),
     Field(
         "sampling.beam_width", Kind.UINT32,
-        "Beam search with this many beams: the n best sequences are sent when the search ends. 0 and 1 are off.",
+        "Beam search with this many beams, at most the rows of a worker: the n best sequences are sent when the search "
+        "ends. Not with parameters of sampling, stop strings, grammars or log probabilities (docs/beam-search.md). 0 "
+        "and 1 are off.",
         Side.GATEWAY | Side.SCHEDULER, Resume.PER_REQUEST, default=0, low=0, high=MAX_BEAM_WIDTH, has_flag=True,
     ),
     Field(
         "sampling.length_penalty", Kind.FLOAT,
         "With beam_width: a sequence's score is the sum of log probabilities / (output tokens ^ length_penalty).",
-        Side.SCHEDULER, Resume.PER_REQUEST, default=1.0, low=-10, high=10, has_flag=True,
+        Side.SCHEDULER, Resume.PER_REQUEST, default=1.0, low=-10, high=10, has_flag=True, needs_beams=True,
     ),
     Field(
         "sampling.early_stopping", Kind.ENUM,
         "With beam_width: when the search ends, as in transformers. Unset: false.",
-        Side.SCHEDULER, Resume.PER_REQUEST, low=0, high=3,
+        Side.SCHEDULER, Resume.PER_REQUEST, low=0, high=3, values={False: 1, True: 2, "never": 3}, needs_beams=True,
     ),
     Field(
         "sampling.json_schema", Kind.STRING, "The output is JSON that matches this JSON Schema.",
         Side.GATEWAY | Side.SCHEDULER | Side.WORKER, Resume.REPLAYED, max_bytes=MAX_GRAMMAR_BYTES,
+        http=Http("guided_json", form=Form.OBJECT_OR_TEXT), works_with_beams=False,
     ),
     Field(
         "sampling.json_object", Kind.BOOL, "The output is a JSON object.",
         Side.GATEWAY | Side.SCHEDULER | Side.WORKER, Resume.REPLAYED,
+        http=Http("guided_json_object"), works_with_beams=False,
     ),
     Field(
-        "sampling.regex", Kind.STRING, "The output matches this regular expression.",
+        "sampling.regex", Kind.STRING, "The output matches this regular expression as a whole.",
         Side.GATEWAY | Side.SCHEDULER | Side.WORKER, Resume.REPLAYED, max_bytes=MAX_GRAMMAR_BYTES, has_flag=True,
+        http=Http("guided_regex"), works_with_beams=False,
     ),
     Field(
         "sampling.choice", Kind.STRINGS, "The output is one of these strings.",
         Side.GATEWAY | Side.SCHEDULER | Side.WORKER, Resume.REPLAYED, max_items=1024, max_chars=1024,
+        http=Http("guided_choice"), works_with_beams=False,
     ),
     Field(
         "sampling.grammar", Kind.STRING, "The output matches this grammar, in llguidance's variant of Lark or in GBNF.",
         Side.GATEWAY | Side.SCHEDULER | Side.WORKER, Resume.REPLAYED, max_bytes=MAX_GRAMMAR_BYTES,
+        http=Http("guided_grammar"), works_with_beams=False,
     ),
     Field(
         "stop.max_tokens", Kind.UINT32,
-        "Maximum output tokens. 0 computes the prompt and returns no token. Unset: as many as fit after the prompt.",
-        Side.GATEWAY | Side.SCHEDULER, Resume.COUNTED, low=0, has_flag=True,
+        "Maximum output tokens. 0 computes the prompt, which fills the prefix cache, and returns no token. Unset: as "
+        "many as fit after the prompt in max_model_len and the KV pool.",
+        Side.GATEWAY | Side.SCHEDULER, Resume.COUNTED, low=0, has_flag=True, http=Http(alias="max_completion_tokens"),
     ),
     Field(
         "stop.min_tokens", Kind.UINT32,
@@ -231,8 +269,9 @@ FIELDS = (
     ),
     Field(
         "stop.stop", Kind.STRINGS,
-        "Strings that end the output. The text is cut before the match.",
+        "Strings that end the output, matched in the output text only. The text is cut before the match.",
         Side.GATEWAY, Resume.REPLAYED, max_items=16, max_chars=256, has_flag=True,
+        http=Http(form=Form.ONE_OR_LIST), works_with_beams=False,
     ),
     Field(
         "stop.stop_token_ids", Kind.TOKEN_IDS,
@@ -245,30 +284,38 @@ FIELDS = (
     ),
     Field(
         "stop.include_stop_in_output", Kind.BOOL, "Keep the matched stop string in the text.",
-        Side.GATEWAY, Resume.REPLAYED, default=False,
+        Side.GATEWAY, Resume.REPLAYED, default=False, http=Http("include_stop_str_in_output"),
     ),
-    Field("output.text", Kind.BOOL, "Send text.", Side.GATEWAY, Resume.REPLAYED, default=True, sdk_option="send_text"),
-    Field("output.token_ids", Kind.BOOL, "Send token ids.", Side.GATEWAY, default=True, sdk_option="send_token_ids"),
+    Field(
+        "output.text", Kind.BOOL, "Send the text.",
+        Side.GATEWAY, Resume.REPLAYED, default=True, sdk_option="send_text", http=None,
+    ),
+    Field(
+        "output.token_ids", Kind.BOOL, "Send the token ids.",
+        Side.GATEWAY, default=True, sdk_option="send_token_ids", http=None,
+    ),
     Field(
         "output.skip_special_tokens", Kind.BOOL, "Leave special tokens out of the text.",
         Side.GATEWAY, Resume.REPLAYED, default=True,
     ),
     Field(
         "output.parse_chat", Kind.BOOL,
-        "Send the text as reasoning, content and tool calls (docs/chat.md). The SDK's default is true for chats.",
-        Side.GATEWAY, Resume.REPLAYED, default=False,
+        "Send the text as parts: reasoning, content and tool calls (docs/chat.md). The SDK's default for chats: true.",
+        Side.GATEWAY, Resume.REPLAYED, default=False, http=None,
     ),
     Field(
         "output.logprobs", Kind.UINT32,
         "Return the log probability of each output token and of this many most likely tokens. "
         "At most the gateway's --max-logprobs, 20 by default. Unset: none.",
         Side.GATEWAY | Side.WORKER, Resume.REPLAYED, low=0, high=MAX_LOGPROBS, has_flag=True,
+        http=None, works_with_beams=False,
     ),
     Field(
         "output.prompt_logprobs", Kind.UINT32,
         "Return the log probability of each prompt token except the first, and of this many most likely tokens. "
-        "The prompt is computed without the prefix cache.",
+        "The prompt is computed without the prefix cache. Unset: none.",
         Side.GATEWAY | Side.SCHEDULER | Side.WORKER, Resume.COUNTED, low=0, high=MAX_LOGPROBS, has_flag=True,
+        http=None, works_with_beams=False,
     ),
     Field(
         "scheduling.priority", Kind.INT32, "Requests with a lower number run first.",
@@ -280,11 +327,12 @@ FIELDS = (
     ),
     Field(
         "scheduling.determinism", Kind.ENUM, "`exact` is refused where workers run `best_effort`. Unset: either.",
-        Side.GATEWAY, low=0, high=2,
+        Side.GATEWAY, low=0, high=2, values={"best_effort": 1, "exact": 2}, http=None,
     ),
     Field(
-        "scheduling.tenant_id", Kind.STRING, "The tenant whose share of the workers the request uses.",
-        Side.SCHEDULER, default="", max_bytes=128,
+        "scheduling.tenant_id", Kind.STRING, "The tenant whose share of the workers the request uses; requests without "
+        "one have a common share. Where requests have owners, it is the owner (docs/keys.md); else it is not verified.",
+        Side.SCHEDULER, default="", max_bytes=128, http=None,
     ),
     Field(
         "truncate_prompt_tokens", Kind.UINT32, "Keep only the last k tokens of the prompt. Unset: all.",
@@ -292,17 +340,19 @@ FIELDS = (
     ),
     Field(
         "resumable", Kind.BOOL,
-        "Keep a record of the request, so that a client can continue the request by its id (docs/resume.md).",
-        Side.GATEWAY, default=False, has_flag=True,
+        "Keep a record of the request in Redis, so that a client can continue it by its id (docs/resume.md). Refused "
+        "with FAILED_PRECONDITION if the gateways keep no records.",
+        Side.GATEWAY, default=False, has_flag=True, http=None,
     ),
     Field(
         "adapter", Kind.STRING, "Name of a LoRA adapter of the model (docs/adapters.md). Empty: none, or the adapter "
         "that `model` names.",
-        Side.GATEWAY, default="", max_bytes=512, has_flag=True,
+        Side.GATEWAY, default="", max_bytes=512, has_flag=True, http=None,
     ),
     Field(
-        "media", Kind.BLOBS, "Encoded images, one for each placeholder of the prompt, in order (docs/images.md).",
-        Side.GATEWAY, sdk_option="images",
+        "media", Kind.BLOBS, "Encoded images, one for each placeholder of a prompt of text or tokens, in order "
+        "(docs/images.md). Chats have images in their parts.",
+        Side.GATEWAY, sdk_option="images", http=None,
     ),
 )  # fmt: skip
 

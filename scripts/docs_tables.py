@@ -1,4 +1,5 @@
-"""Writes the generated tables of docs/ from the code. `--check`: only report outdated tables.
+"""Writes the tables of docs/, and from the table of request fields also the comments of parameters in the protocol and
+the SDK's options. `--check`: only report outdated files.
 
 A table is the text between `<!-- NAME -->` and `<!-- end -->`; the rest of the page is written by hand.
 """
@@ -10,7 +11,9 @@ import json
 import re
 import sys
 import tempfile
+import textwrap
 from collections.abc import Iterator, Sequence, Set
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +27,8 @@ import scheduler_svc.server
 import worker_svc.flags
 import worker_svc.metrics
 from gateway_svc.http.fields import ENDPOINTS, BodyField
-from request_fields.fields import BY_PATH, FIELDS, Field, Kind
+from request_fields.beams import NOT_WITH_BEAMS
+from request_fields.fields import BY_PATH, FIELDS, MAX_UINT32, Field, Form, Kind
 from svc_common.config import allowed_values, environment_name, make_parser, settings_of
 from svc_common.metrics import COMMON, PREFIX, Spec
 from worker_svc.engine.checkpoint.families import ARCHITECTURES
@@ -39,6 +43,26 @@ PARSERS = {
     "gateway": gateway_svc.process.flags.make_parser(),
     "scheduler": scheduler_svc.server.make_arguments(),
     "worker": worker_svc.flags.make_parser(),
+}
+LINE = 120  # characters
+PARAMETERS = {  # message -> prefix of the paths of its fields
+    "SamplingParams": "sampling.",
+    "StopParams": "stop.",
+    "OutputParams": "output.",
+    "SchedulingParams": "scheduling.",
+    "GenerateRequest": "",
+}
+PROTOS = [ROOT / "protos/quire/v1" / name for name in ("types.proto", "inference.proto")]
+SDK_OPTIONS = ROOT / "client/quire_client/requests.py"
+SDK_TYPES = {
+    **dict.fromkeys((Kind.INT32, Kind.UINT32, Kind.UINT64), "int"),
+    Kind.FLOAT: "float",
+    Kind.BOOL: "bool",
+    Kind.STRING: "str",
+    Kind.STRINGS: "str | Sequence[str]",
+    Kind.TOKEN_IDS: "Sequence[int]",
+    Kind.BLOBS: "Sequence[Image | bytes | str | PathLike[str]]",
+    Kind.BIASES: "Mapping[int, float]",
 }
 SPECS = {
     "every": COMMON,
@@ -109,17 +133,78 @@ def _limits_of(field: Field) -> str:
     limits = [] if field.kind is Kind.ENUM or field.low is None else [field.allowed]
     limits += [f"at most {field.max_items} items"] if field.max_items else []
     limits += [f"1 to {field.max_chars} characters each"] if field.max_chars else []
-    limits += [f"at most {field.max_bytes} bytes"] if field.max_bytes else []
+    limits += [f"at most {_size(field.max_bytes)}"] if field.max_bytes else []
     return ", ".join(limits)
+
+
+def options_block() -> str:
+    """The attributes of the SDK's GenerateOptions that set request fields."""
+    return "".join(_option(field) for field in FIELDS)
+
+
+def _option(field: Field) -> str:
+    """One attribute with its comment: behind it if the line has room, else above."""
+    attribute = f"    {field.option}: {_sdk_type(field)}"
+    comment = described(field)
+    if len(line := f"{attribute}  # {comment}") <= LINE:
+        return f"{line}\n"
+    return f"{_comment(comment, '    # ')}{attribute}\n"
+
+
+def _sdk_type(field: Field) -> str:
+    if field.http and field.http.form is Form.OBJECT_OR_TEXT:
+        return "str | Mapping[str, Any]"
+    if field.kind is Kind.ENUM:
+        return " | ".join(sorted({type(value).__name__ for value in field.values or {}}))
+    return SDK_TYPES[field.kind]
+
+
+def described(field: Field) -> str:
+    """The meaning, limits and default of a field in one text."""
+    limits = _limits_of(replace(field, high=None) if field.high and field.high >= MAX_UINT32 else field)
+    words = [field.doc]
+    words += [f"{limits[0].upper()}{limits[1:]}."] if limits and limits != "at least 0" else []
+    if field.default not in (None, ""):
+        number = isinstance(field.default, float)
+        words.append(f"Default {f'{field.default:g}' if number else str(field.default).lower()}.")
+    return " ".join(words)
+
+
+def _wrapped(text: str, mark: str) -> list[str]:
+    return textwrap.wrap(text, LINE, initial_indent=mark, subsequent_indent=mark, break_on_hyphens=False)
+
+
+def _comment(text: str, mark: str) -> str:
+    return "".join(f"{line}\n" for line in _wrapped(text, mark))
+
+
+def commented_proto(path: Path) -> str:
+    """A file of the protocol with the comments of parameters from the table."""
+    lines: list[str] = []
+    message = ""
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        if found := re.match(r"message (\w+) {", line):
+            message = found[1]
+        found = re.match(r"  (?:optional |repeated )?[\w.]+(?:<.*>)? (\w+) = \d+;", line)
+        field = BY_PATH.get(PARAMETERS[message] + found[1]) if found and message in PARAMETERS else None
+        if field:
+            while lines[-1].startswith("  //"):
+                lines.pop()
+            lines.append(_comment(described(field), "  // "))
+        lines.append(line)
+    return "".join(lines)
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes} bytes" if num_bytes % 1024 else f"{num_bytes >> 10} KiB"
 
 
 def message_rows() -> Iterator[list[str]]:
     """One row per field of a request message that is not a parameter, with the comment of the protocol."""
-    parameters = {"SamplingParams", "StopParams", "OutputParams", "SchedulingParams"}
     comments = _comments()
     for message in _request_messages():
         for field in message.fields:
-            if message.name not in parameters and field.name not in BY_PATH:
+            if PARAMETERS.get(message.name, "") + field.name not in BY_PATH:
                 yield [f"`{message.name}`", f"`{field.name}`", comments[message.name, field.name]]
 
 
@@ -203,6 +288,17 @@ def _served(backend: str, needed: Set[str], may_need: Set[str]) -> str:
 
 
 def written() -> dict[Path, str]:
+    """Text of each generated file."""
+    sdk = re.sub(
+        r"(?<=# Request fields: written by scripts/docs_tables.py\n).*?(?=    # End of request fields\n)",
+        lambda _: options_block(),
+        SDK_OPTIONS.read_text(encoding="utf-8"),
+        flags=re.DOTALL,
+    )
+    return pages() | {path: commented_proto(path) for path in PROTOS} | {SDK_OPTIONS: sdk}
+
+
+def pages() -> dict[Path, str]:
     """Text of each page, with its tables generated."""
     settings = table(("flag", "environment", "service", "default", "allowed", "meaning"), settings_rows())
     head = ("metric", "type", "unit", "labels", "meaning", "vLLM's name")
@@ -211,6 +307,7 @@ def written() -> dict[Path, str]:
     }
     head = ("field", "SDK option", "flag", "type", "default", "limits", "applied by", "rebuilt on resume", "meaning")
     tables["request fields"] = table(head, field_rows())
+    tables["not with beams"] = "  " + ", ".join(f"`{path}`" for path in NOT_WITH_BEAMS)
     tables["message fields"] = table(("message", "field", "meaning"), message_rows())
     head = ("field", "request field", "type", "limits", "meaning")
     tables |= {f"fields of {endpoint}": table(head, body_rows(rows)) for endpoint, rows in ENDPOINTS.items()}
@@ -219,9 +316,9 @@ def written() -> dict[Path, str]:
     tables["quantized checkpoints"] = table(
         ("`quant_method`", "read", "computed by `cpu` and `reference`", "computed by `cuda`"), quantization_rows()
     )
-    names = ("configuration.md", "http.md", "metrics.md", "models.md", "request-fields.md")
-    pages = [ROOT / "docs" / name for name in names]
-    return {page: _fill(page.read_text(encoding="utf-8"), tables) for page in pages}
+    names = ("beam-search.md", "configuration.md", "http.md", "metrics.md", "models.md", "request-fields.md")
+    paths = [ROOT / "docs" / name for name in names]
+    return {path: _fill(path.read_text(encoding="utf-8"), tables) for path in paths}
 
 
 def _fill(page: str, tables: dict[str, str]) -> str:
@@ -235,11 +332,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a table is out of date")
     is_check = parser.parse_args().check
-    stale = [page for page, text in written().items() if page.read_text(encoding="utf-8") != text]
-    for page in stale:
-        print(f"{page.relative_to(ROOT)} {'is out of date: run scripts/docs_tables.py' if is_check else 'written'}")
+    texts = written()
+    stale = [path for path, text in texts.items() if path.read_text(encoding="utf-8") != text]
+    for path in stale:
+        print(f"{path.relative_to(ROOT)} {'is out of date: run scripts/docs_tables.py' if is_check else 'written'}")
         if not is_check:
-            page.write_text(written()[page], encoding="utf-8")
+            path.write_text(texts[path], encoding="utf-8")
     return 1 if stale and is_check else 0
 
 

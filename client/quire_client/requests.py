@@ -9,7 +9,6 @@ from typing import Any
 
 from google.protobuf.message import Message as ProtoMessage
 from quire.v1 import inference_pb2 as pb
-from quire.v1 import types_pb2
 
 from quire_client.audio import Audio
 from quire_client.chat_requests import ChatOptions, Messages, fill_chat, read_image
@@ -22,72 +21,97 @@ Prompt = str | Iterable[int] | PromptEmbeddings | Audio  # text, token ids, inpu
 
 MAX_CHARS_SHOWN = 80
 AUDIO_FORMATS = {"wav": pb.AUDIO_FORMAT_WAV, "pcm_f32": pb.AUDIO_FORMAT_PCM_F32}
-ENUMS: Mapping[str, Mapping[Any, int]] = {  # option -> value -> number in the protocol
-    "determinism": {
-        "best_effort": types_pb2.DETERMINISM_BEST_EFFORT,
-        "exact": types_pb2.DETERMINISM_EXACT,
-    },
-    "early_stopping": {
-        False: types_pb2.EARLY_STOPPING_FALSE,
-        True: types_pb2.EARLY_STOPPING_TRUE,
-        "never": types_pb2.EARLY_STOPPING_NEVER,
-    },
-}
 
 
 class GenerateOptions(ChatOptions, total=False):
     """Keyword options of every generation. An unset option takes the model's default, then the server's."""
 
     model: str  # name of a model or of an adapter; optional if the gateway serves one model
-    adapter: str  # name of a LoRA adapter of the model
     request_id: str  # at most 64 characters of [A-Za-z0-9._:-]; default: chosen by the server
-    # Sampling
-    temperature: float  # 0 is greedy; range [0, 2]
-    top_p: float  # range (0, 1]
-    top_k: int  # 0 is off
-    min_p: float  # range [0, 1]
-    repetition_penalty: float  # range [0.01, 100]; 1 is off
-    frequency_penalty: float  # range [-2, 2]; 0 is off
-    presence_penalty: float  # range [-2, 2]; 0 is off
-    logit_bias: Mapping[int, float]  # by token id; range [-100, 100]
-    allowed_token_ids: Sequence[int]  # only these can be sampled
-    banned_token_ids: Sequence[int]  # these cannot be sampled
-    bad_words: str | Sequence[str]  # strings that the output does not contain
-    seed: int  # the same seed gives the same tokens; default: random, returned in the result
-    n: int  # samples of one prompt
-    best_of: int  # samples to compute; the n with the highest sums of log probabilities are returned; range [n, 20]
-    beam_width: int  # beam search with this many beams, instead of sampling; the n best sequences are returned
-    length_penalty: float  # of a beam search; range [-10, 10]
-    early_stopping: bool | str  # of a beam search: False, True or "never", as in transformers
-    # Structured output: at most one of these
-    json_schema: str | Mapping[str, Any]  # JSON that matches this JSON Schema
-    json_object: bool  # any JSON object
-    regex: str  # text that matches this regular expression
-    choice: Sequence[str]  # one of these strings
-    grammar: str  # text of this grammar, in llguidance's variant of Lark or in GBNF
-    # Prompt
-    truncate_prompt_tokens: int  # keep only the last tokens of the prompt
-    images: Sequence[Image | bytes | str | PathLike[str]]  # for the placeholders of a text or token prompt, in order
-    # Stopping
-    max_tokens: int  # default: the rest of the model's length
-    min_tokens: int  # minimum number of output tokens; range [0, max_tokens]
+    # Request fields: written by scripts/docs_tables.py
+    temperature: float  # Divides the logits. 0 is greedy. From 0 to 2. Default 1.
+    # Keep the smallest set of tokens whose probability reaches top_p. 1 is off. Above 0 and at most 1. Default 1.
+    top_p: float
+    top_k: int  # Keep the k most likely tokens. 0 is off. Default 0.
+    # Drop tokens less likely than min_p times the most likely token. Applied before top_k and top_p. 0 is off. From 0
+    # to 1. Default 0.
+    min_p: float
+    # The same seed gives the same tokens: the token at output position p of sample i is a function of the logits, seed,
+    # i and p. Unset: the gateway draws one and returns it in Accepted.
+    seed: int
+    n: int  # Samples of one prompt; the prompt is computed once. At least 1. Default 1.
+    # Compute this many samples and return the n with the highest sums of log probabilities, in decreasing order, when
+    # all have ended. At least n, and at most the rows of a worker. Unset: n. From 1 to 20.
+    best_of: int
+    # Divides positive logits and multiplies others, for each token in the prompt or the output. 1 is off. From 0.01 to
+    # 100. Default 1.
+    repetition_penalty: float
+    # Subtracted from the logit of each token in the output, once per occurrence. 0 is off. From -2 to 2. Default 0.
+    frequency_penalty: float
+    presence_penalty: float  # Subtracted from the logit of each token in the output. 0 is off. From -2 to 2. Default 0.
+    # Added to the logits of these tokens, before the penalties. From -100 to 100, at most 1024 items.
+    logit_bias: Mapping[int, float]
+    allowed_token_ids: Sequence[int]  # Only these tokens can be sampled. Empty: all. At most 65536 items.
+    banned_token_ids: Sequence[int]  # These tokens cannot be sampled. At most 1024 items.
+    # Strings that the output does not contain. Each is tokenized with and without a leading space; the last token of
+    # each result cannot be sampled after the tokens before it. The same text from other tokens is not detected. At most
+    # 128 items, 1 to 128 characters each.
+    bad_words: str | Sequence[str]
+    # Beam search with this many beams, at most the rows of a worker: the n best sequences are sent when the search
+    # ends. Not with parameters of sampling, stop strings, grammars or log probabilities (docs/beam-search.md). 0 and 1
+    # are off. From 0 to 64. Default 0.
+    beam_width: int
+    # With beam_width: a sequence's score is the sum of log probabilities / (output tokens ^ length_penalty). From -10
+    # to 10. Default 1.
+    length_penalty: float
+    early_stopping: bool | str  # With beam_width: when the search ends, as in transformers. Unset: false.
+    json_schema: str | Mapping[str, Any]  # The output is JSON that matches this JSON Schema. At most 128 KiB.
+    json_object: bool  # The output is a JSON object.
+    regex: str  # The output matches this regular expression as a whole. At most 128 KiB.
+    choice: str | Sequence[str]  # The output is one of these strings. At most 1024 items, 1 to 1024 characters each.
+    grammar: str  # The output matches this grammar, in llguidance's variant of Lark or in GBNF. At most 128 KiB.
+    # Maximum output tokens. 0 computes the prompt, which fills the prefix cache, and returns no token. Unset: as many
+    # as fit after the prompt in max_model_len and the KV pool.
+    max_tokens: int
+    # Minimum number of output tokens; at most max_tokens. Before that, EOS and stop_token_ids cannot be sampled, and
+    # stop strings are not matched. Default 0.
+    min_tokens: int
+    # Strings that end the output, matched in the output text only. The text is cut before the match. At most 16 items,
+    # 1 to 256 characters each.
     stop: str | Sequence[str]
+    # Token ids that end the output. The id is in token_ids but not in the text. At most 256 items.
     stop_token_ids: Sequence[int]
-    ignore_eos: bool
-    include_stop_in_output: bool
-    # Output
-    send_text: bool  # default True
-    send_token_ids: bool  # default True
-    skip_special_tokens: bool  # default True
-    parse_chat: bool  # separate reasoning, content and tool calls; default True for messages
-    logprobs: int  # log probabilities of each token and of this many most likely tokens; 0: of the token only
-    prompt_logprobs: int  # the same for each prompt token
-    # Scheduling
-    priority: int  # lower runs first; range [-1000, 1000]
-    cache_salt: str  # requests with different salts share no cached blocks
-    determinism: str  # exact or best_effort
-    tenant_id: str  # the tenant that the request counts for in fair queueing; at most 128 bytes
-    resumable: bool  # keep a record, so that resume() can continue the request
+    ignore_eos: bool  # Continue past the model's end-of-sequence ids. Default false.
+    include_stop_in_output: bool  # Keep the matched stop string in the text. Default false.
+    send_text: bool  # Send the text. Default true.
+    send_token_ids: bool  # Send the token ids. Default true.
+    skip_special_tokens: bool  # Leave special tokens out of the text. Default true.
+    # Send the text as parts: reasoning, content and tool calls (docs/chat.md). The SDK's default for chats: true.
+    # Default false.
+    parse_chat: bool
+    # Return the log probability of each output token and of this many most likely tokens. At most the gateway's
+    # --max-logprobs, 20 by default. Unset: none. From 0 to 128.
+    logprobs: int
+    # Return the log probability of each prompt token except the first, and of this many most likely tokens. The prompt
+    # is computed without the prefix cache. Unset: none. From 0 to 128.
+    prompt_logprobs: int
+    priority: int  # Requests with a lower number run first. From -1000 to 1000. Default 0.
+    cache_salt: str  # Requests with different salts share no cached blocks. At most 128 bytes.
+    determinism: str  # `exact` is refused where workers run `best_effort`. Unset: either.
+    # The tenant whose share of the workers the request uses; requests without one have a common share. Where requests
+    # have owners, it is the owner (docs/keys.md); else it is not verified. At most 128 bytes.
+    tenant_id: str
+    truncate_prompt_tokens: int  # Keep only the last k tokens of the prompt. Unset: all. At least 1.
+    # Keep a record of the request in Redis, so that a client can continue it by its id (docs/resume.md). Refused with
+    # FAILED_PRECONDITION if the gateways keep no records. Default false.
+    resumable: bool
+    # Name of a LoRA adapter of the model (docs/adapters.md). Empty: none, or the adapter that `model` names. At most
+    # 512 bytes.
+    adapter: str
+    # Encoded images, one for each placeholder of a prompt of text or tokens, in order (docs/images.md). Chats have
+    # images in their parts.
+    images: Sequence[Image | bytes | str | PathLike[str]]
+    # End of request fields
     # Additional gRPC metadata of the call, e.g. for a proxy
     metadata: Mapping[str, str] | None
     # Deadline of the request; None: no deadline
@@ -145,7 +169,7 @@ def _set_field(message: ProtoMessage, field: Field, options: Mapping[str, Any]) 
     elif field.kind is Kind.BIASES:
         _update(message, name, value)
     elif field.kind is Kind.ENUM:
-        setattr(message, name, _enum_number(option, value))
+        setattr(message, name, _enum_number(field, value))
     elif name == "json_schema" and isinstance(value, Mapping):
         setattr(message, name, _schema_text(value))
     else:
@@ -241,10 +265,10 @@ def _schema_text(schema: Mapping[str, Any]) -> str:
         raise invalid("json_schema", f"json_schema is not JSON: {error}") from None
 
 
-def _enum_number(option: str, value: Any) -> int:
-    values = ENUMS[option]
+def _enum_number(field: Field, value: Any) -> int:
+    values = field.values or {}
     if not isinstance(value, str | bool) or value not in values:
-        raise invalid(option, f"{option} must be {' or '.join(map(str, values))}; got {value!r}")
+        raise invalid(field.option, f"{field.option} must be {' or '.join(map(str, values))}; got {value!r}")
     return values[value]
 
 

@@ -1,51 +1,34 @@
 """The fields of HTTP bodies: one row each, per endpoint.
 
-A row with a `path` sets that field of GenerateRequest; `request_fields` has its type and its limits. Rows with `only`
-are not supported: any other value is refused. The remaining rows are read by `bodies.py` and `chat.py`. A field without
-a row is ignored and listed in the response header `x-ignored-fields`.
+A row with a `path` sets that field of GenerateRequest. `request_fields` has its type, limits and form, and the rows
+that all generations have. Rows with `only` are not supported: any other value is refused. The others are read by
+`bodies.py` and `chat.py`. A field without a row is ignored and listed in the response header `x-ignored-fields`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from quire.v1 import inference_pb2 as pb
-from quire.v1 import types_pb2
 
 from request_fields.checks import check_value
-from request_fields.fields import BY_PATH, MAX_UINT32, Field, FieldError, Kind
+from request_fields.fields import BY_PATH, FIELDS, GRAMMAR_FIELDS, MAX_UINT32, Field, FieldError, Form, Kind
 from svc_common.errors import InvalidRequestError
 
 INTEGERS = (Kind.INT32, Kind.UINT32, Kind.UINT64)
 MAX_SHOWN = 80  # characters of a wrong value in an error
 
 
-def _off_is_0(value: Any) -> Any:
-    return 0 if value == -1 else value
-
-
-def _unsigned(value: Any) -> Any:
-    """OpenAI's seed is a signed 64-bit number, ours is unsigned: keep the bits."""
-    return value + 2**64 if type(value) is int and -(2**63) <= value < 0 else value
-
-
-def _early_stopping(value: Any) -> Any:
-    """The number of the value in the protocol; a string for another value, so that it is refused."""
-    if isinstance(value, bool):
-        return types_pb2.EARLY_STOPPING_TRUE if value else types_pb2.EARLY_STOPPING_FALSE
-    return types_pb2.EARLY_STOPPING_NEVER if value == "never" else str(value)
-
-
-def _as_list(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
-
-
-def json_text(value: Any) -> Any:
-    """An object as JSON text; other values unchanged."""
-    return json.dumps(value) if isinstance(value, dict) else value
+CONVERSIONS: Mapping[Form, Callable[[Any], Any]] = {  # to the value in the protocol; other values stay as they are
+    Form.PLAIN: lambda value: value,
+    Form.MINUS_1_IS_OFF: lambda value: 0 if value == -1 else value,
+    Form.SIGNED: lambda value: value + 2**64 if type(value) is int and -(2**63) <= value < 0 else value,
+    Form.ONE_OR_LIST: lambda value: [value] if isinstance(value, str) else value,
+    Form.OBJECT_OR_TEXT: lambda value: json.dumps(value) if isinstance(value, dict) else value,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +37,6 @@ class BodyField:
 
     name: str
     path: str = ""  # path of the field in GenerateRequest
-    convert: Callable[[Any], Any] = lambda value: value
     doc: str = ""
     only: tuple[Any, ...] | None = None  # for unsupported fields: the only values accepted, which disable the feature
 
@@ -63,43 +45,25 @@ class BodyField:
         return self.only is None
 
 
-SAMPLING = (
-    BodyField("temperature", "sampling.temperature"),
-    BodyField("top_p", "sampling.top_p"),
-    BodyField("top_k", "sampling.top_k", _off_is_0, "-1 turns it off, like 0."),
-    BodyField("min_p", "sampling.min_p"),
-    BodyField("seed", "sampling.seed", _unsigned, "A negative number is taken modulo 2^64."),
-    BodyField("n", "sampling.n"),
-    BodyField("best_of", "sampling.best_of", doc="More than n: not with `stream`."),
-    BodyField("beam_width", "sampling.beam_width"),
-    BodyField("length_penalty", "sampling.length_penalty"),
-    BodyField("early_stopping", "sampling.early_stopping", _early_stopping, 'false, true or "never".'),
-    BodyField("repetition_penalty", "sampling.repetition_penalty"),
-    BodyField("frequency_penalty", "sampling.frequency_penalty"),
-    BodyField("presence_penalty", "sampling.presence_penalty"),
-    BodyField("logit_bias", "sampling.logit_bias", doc="Keys are token ids as strings."),
-    BodyField("allowed_token_ids", "sampling.allowed_token_ids"),
-    BodyField("banned_token_ids", "sampling.banned_token_ids"),
-    BodyField("bad_words", "sampling.bad_words", _as_list, "A string or a list of strings."),
-    BodyField("truncate_prompt_tokens", "truncate_prompt_tokens"),
-    BodyField("max_tokens", "stop.max_tokens"),
-    BodyField("max_completion_tokens", "stop.max_tokens", doc="Has precedence over max_tokens."),
-    BodyField("min_tokens", "stop.min_tokens"),
-    BodyField("stop", "stop.stop", _as_list, "A string or a list of strings."),
-    BodyField("stop_token_ids", "stop.stop_token_ids"),
-    BodyField("ignore_eos", "stop.ignore_eos"),
-    BodyField("include_stop_str_in_output", "stop.include_stop_in_output"),
-    BodyField("skip_special_tokens", "output.skip_special_tokens"),
-    BodyField("priority", "scheduling.priority"),
-    BodyField("cache_salt", "scheduling.cache_salt"),
-)
-GUIDED = (
-    BodyField("guided_json", "sampling.json_schema", json_text, "A JSON Schema, as an object or as text."),
-    BodyField("guided_json_object", "sampling.json_object"),
-    BodyField("guided_regex", "sampling.regex"),
-    BodyField("guided_choice", "sampling.choice"),
-    BodyField("guided_grammar", "sampling.grammar"),
-)
+def _rows_of(field: Field) -> Iterator[BodyField]:
+    """The rows of a field that all generations have."""
+    if http := field.http:
+        values = f"{_values_of(field)}." if field.kind is Kind.ENUM else ""
+        keys = "Keys are token ids as strings." if field.kind is Kind.BIASES else ""
+        doc = " ".join(words for words in (http.form.value, values, keys, http.doc) if words)
+        yield BodyField(http.name or field.name, field.path, doc)
+        if http.alias:
+            yield BodyField(http.alias, field.path, f"Has precedence over {field.name}.")
+
+
+def _values_of(field: Field) -> str:
+    """The values of an enum in words."""
+    *values, last = map(json.dumps, field.values or {})
+    return f"{', '.join(values)} or {last}"
+
+
+SAMPLING = tuple(row for field in FIELDS if field.name not in GRAMMAR_FIELDS for row in _rows_of(field))
+GUIDED = tuple(row for field in FIELDS if field.name in GRAMMAR_FIELDS for row in _rows_of(field))
 STRUCTURED = (
     BodyField(
         "response_format",
@@ -309,7 +273,8 @@ def _is_one_of(value: Any, allowed: tuple[Any, ...]) -> bool:
 def set_parameter(row: BodyField, value: Any, request: pb.GenerateRequest) -> None:
     """Set one field of `request`. Raises InvalidRequestError with the row's name."""
     field = replace(BY_PATH[row.path], path=row.name)  # errors name the field of the body
-    typed = typed_value(row.name, field.kind, row.convert(value))
+    convert = CONVERSIONS[field.http.form if field.http else Form.PLAIN]
+    typed = _enum_number(field, value) if field.kind is Kind.ENUM else typed_value(row.name, field.kind, convert(value))
     try:
         check_value(field, typed)
     except FieldError as error:
@@ -331,12 +296,17 @@ def _kind_words(field: Field) -> str:
     return f"a field of type {field.kind.value}"
 
 
+def _enum_number(field: Field, value: Any) -> int:
+    for one, number in (field.values or {}).items():
+        if type(value) is type(one) and value == one:
+            return number
+    raise invalid(field.path, f"is {shown(value)}; must be {_values_of(field)}")
+
+
 def typed_value(name: str, kind: Kind, value: Any) -> Any:
     """The value as the protocol's type. Raises InvalidRequestError."""
     if kind is Kind.FLOAT and type(value) in (int, float):
         return _as_float(name, value)
-    if kind is Kind.ENUM and type(value) is int:
-        return value
     if kind in INTEGERS and (type(value) is int or (type(value) is float and value.is_integer())):
         return int(value)
     if kind is Kind.BOOL and type(value) is bool:
@@ -359,7 +329,6 @@ WORDS = {
     Kind.STRING: "a string",
     Kind.STRINGS: "a string or a list of strings",
     Kind.TOKEN_IDS: "a list of token ids",
-    Kind.ENUM: 'false, true or "never"',
     Kind.BIASES: "an object of token ids and numbers",
 }
 

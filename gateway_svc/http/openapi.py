@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from gateway_svc.http.fields import ENDPOINTS, BodyField
-from request_fields.fields import BY_PATH, Field, Kind
+from request_fields.fields import BY_PATH, Field, Form, Kind
 
 Schema = dict[str, Any]
 
@@ -56,7 +56,7 @@ MESSAGE: Schema = {
         "reasoning_content": TEXT,
     },
 }
-# Body fields without a request field, or with more types than it. A field in neither table may have any type.
+# Body fields without a request field. A field in neither table may have any type.
 OWN: Mapping[str, Schema] = {
     "model": TEXT,
     "messages": {"type": "array", "minItems": 1, "items": MESSAGE},
@@ -69,12 +69,6 @@ OWN: Mapping[str, Schema] = {
         ]
     },
     "tokens": TOKEN_IDS,
-    "top_k": {"type": "integer", "minimum": -1},
-    "seed": {"type": "integer", "minimum": -(2**63), "maximum": 2**64 - 1},
-    "stop": {"anyOf": [TEXT, {"type": "array", "items": {**TEXT, "minLength": 1, "maxLength": 256}, "maxItems": 16}]},
-    "bad_words": {
-        "anyOf": [TEXT, {"type": "array", "items": {**TEXT, "minLength": 1, "maxLength": 128}, "maxItems": 128}]
-    },
     "stream": FLAG,
     "stream_options": {
         "type": "object",
@@ -281,18 +275,30 @@ def _field(row: BodyField, *, is_required: bool) -> Schema:
 
 
 def _of_request_field(field: Field) -> Schema:
+    schema = _value_schema(field)
+    match field.http.form if field.http else Form.PLAIN:
+        case Form.MINUS_1_IS_OFF:
+            return {**schema, "minimum": -1}
+        case Form.SIGNED:
+            return {**schema, "minimum": -(2**63)}
+        case Form.ONE_OR_LIST:
+            return {"anyOf": [TEXT, schema]}
+        case Form.OBJECT_OR_TEXT:
+            return {"anyOf": [TEXT, OBJECT]}
+    return schema
+
+
+def _value_schema(field: Field) -> Schema:
+    """The values of a field in the protocol."""
+    if field.kind is Kind.ENUM:
+        return {"enum": list(field.values or {})}
     if field.kind is Kind.BIASES:
         bias = {"type": "number", "minimum": field.low, "maximum": field.high}
         return {**KINDS[field.kind], "additionalProperties": bias, "maxProperties": field.max_items}
-    schema = dict(KINDS.get(field.kind, {}))
-    if field.low is not None:
-        schema["exclusiveMinimum" if field.excludes_low else "minimum"] = field.low
-        if field.excludes_low:
-            schema.pop("minimum", None)
-    if field.high is not None:
-        schema["maximum"] = field.high
-    if field.max_items is not None:
-        schema["maxItems"] = field.max_items
-    if field.max_chars is not None:
-        schema["items"] = {**TEXT, "minLength": 1, "maxLength": field.max_chars}
-    return schema
+    limits = {
+        "exclusiveMinimum" if field.excludes_low else "minimum": field.low,
+        "maximum": field.high,
+        "maxItems": field.max_items,
+        "items": None if field.max_chars is None else {**TEXT, "minLength": 1, "maxLength": field.max_chars},
+    }
+    return {**KINDS[field.kind], **{name: limit for name, limit in limits.items() if limit is not None}}

@@ -7,7 +7,7 @@ from typing import Any
 
 from quire.v1 import inference_pb2 as pb
 
-from gateway_svc.http.fields import GUIDED, BodyField, invalid, json_text, set_parameter, shown
+from gateway_svc.http.fields import GUIDED, BodyField, invalid, set_parameter, shown
 
 RESPONSE_FORMAT, STRUCTURED_OUTPUTS = "response_format", "structured_outputs"
 FORMATS = "text, json_object and json_schema"
@@ -38,7 +38,7 @@ def _of_response_format(body: Mapping[str, Any]) -> Iterator[tuple[BodyField, An
         name = f"{RESPONSE_FORMAT}.json_schema.schema"
         if _object(name, inner.get("schema")) is None:
             raise invalid(name, "is not set; give a JSON Schema")
-        yield BodyField(name, "sampling.json_schema", json_text), inner["schema"]
+        yield BodyField(name, "sampling.json_schema"), inner["schema"]
     else:
         raise invalid(f"{RESPONSE_FORMAT}.type", f"is {shown(value.get('type'))}; must be one of {FORMATS}")
 
@@ -50,7 +50,7 @@ def _of_structured_outputs(body: Mapping[str, Any]) -> Iterator[tuple[BodyField,
         name = f"{STRUCTURED_OUTPUTS}.{key}"
         if key not in OF_KEY:
             raise invalid(name, f"is not served; the fields are {', '.join(sorted(OF_KEY))}")
-        yield BodyField(name, OF_KEY[key].path, OF_KEY[key].convert), value
+        yield BodyField(name, OF_KEY[key].path), value
 
 
 def _object(name: str, value: Any) -> dict[str, Any] | None:
