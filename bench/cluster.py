@@ -32,13 +32,14 @@ import numpy.typing as npt
 
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.deltas import Deltas
-from scheduler_svc.core.messages import StepBatch, StepOutput, WorkerCapacity
+from scheduler_svc.core.messages import WorkerCapacity
 from scheduler_svc.core.placement import Placement, WorkerChoice
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import QueueEntry, SequenceGroup, StopCondition
 from scheduler_svc.core.steps.step_planner import StepPlanner
+from step_protocol.columns import U32
+from step_protocol.messages import StepBatch, StepOutput
 
-U32 = npt.NDArray[np.uint32]
 Rng = np.random.Generator
 
 NUM_WORKERS = 8
@@ -315,7 +316,7 @@ class Worker:
         rows = batch.rows[batch.sample_mask]
         answer = outputs[self.handle_of_row[rows], self.position_of_row[rows]]
         self.position_of_row[rows] += 1
-        self.queue.append(StepOutput(batch.worker_id, batch.step_id, rows, answer))
+        self.queue.append(StepOutput(batch.step_id, rows, answer, worker_id=batch.worker_id))
         self.free_at = max(now, self.free_at) + self.service.step_s(batch)
         return self.free_at
 

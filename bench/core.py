@@ -26,11 +26,12 @@ from quire.internal.v1 import worker_pb2
 from bench.machine import StealMeter, describe
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.deltas import split_deltas
-from scheduler_svc.core.messages import StepBatch, StepOutput, WorkerCapacity
+from scheduler_svc.core.messages import WorkerCapacity
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import SequenceGroup, StopCondition
 from scheduler_svc.gateways import wire
 from scheduler_svc.workers import wire as worker_wire
+from step_protocol.messages import StepBatch, StepOutput
 
 STEPS = 200
 FILLS_POOLS = 400  # number of prompts that fill the pools; every later prompt evicts blocks
@@ -74,7 +75,7 @@ class SteadyDecode:
         token_ids = np.full(len(rows), 7, dtype=np.uint32)
         if ending_row is not None:
             token_ids[rows == ending_row] = EOS
-        return StepOutput(batch.worker_id, batch.step_id, rows, token_ids)
+        return StepOutput(batch.step_id, rows, token_ids, worker_id=batch.worker_id)
 
     def replace_one(self) -> None:
         """Add a request for the row that the next answer frees."""
@@ -170,7 +171,9 @@ class ShortRequests:
             add(self.scheduler, str(self._num_added), self._prompts.pop(), max_tokens=1)
         if len(self._in_flight) > 1:
             batch = self._in_flight.pop(0)
-            deltas = self.scheduler.update(StepOutput(batch.worker_id, batch.step_id, batch.rows, batch.rows), 0.0)
+            deltas = self.scheduler.update(
+                StepOutput(batch.step_id, batch.rows, batch.rows, worker_id=batch.worker_id), 0.0
+            )
             for part in split_deltas(deltas).values():
                 wire.deltas_to_proto([part])
         batches = self.scheduler.schedule(0.0)
@@ -201,7 +204,7 @@ def answer_all(scheduler: Scheduler, batches: list[StepBatch]) -> None:
     while batches:
         for batch in batches:
             rows = batch.rows[batch.sample_mask]
-            scheduler.update(StepOutput(batch.worker_id, batch.step_id, rows, rows), 0.0)
+            scheduler.update(StepOutput(batch.step_id, rows, rows, worker_id=batch.worker_id), 0.0)
         batches = scheduler.schedule(0.0)
 
 

@@ -27,6 +27,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
 from request_fields.checks import default_sampling
+from step_protocol.columns import F32
 from step_protocol.messages import Pooling, PoolingKind, PoolingTask, RowOpen, StepBatch
 from worker_svc.engine.config import ComputeDtype, EngineConfig
 from worker_svc.engine.model_runner import ModelRunner
@@ -34,7 +35,6 @@ from worker_svc.engine.model_runner import ModelRunner
 HIDDEN, LAYERS, HEADS, INNER, MAX_LENGTH, NUM_WORDS = 384, 6, 12, 1536, 512, 5000
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]")
 MEAN = Pooling(PoolingTask.VECTOR, PoolingKind.MEAN, normalize=True)
-F32 = npt.NDArray[np.float32]
 
 
 def make_texts(count: int) -> list[str]:

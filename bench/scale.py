@@ -24,9 +24,10 @@ import numpy as np
 
 from bench.machine import StealMeter, describe
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.messages import StepBatch, StepOutput, WorkerCapacity
+from scheduler_svc.core.messages import WorkerCapacity
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import SequenceGroup, StopCondition
+from step_protocol.messages import StepBatch, StepOutput
 
 STEP_S = 0.010
 BLOCK_SIZE = 16
@@ -73,7 +74,7 @@ class Cluster:
         """The next worker completes its step and gets another one. Each request that ends is replaced."""
         self.now, _, batch = heapq.heappop(self._answers)
         rows = np.concatenate((batch.rows[batch.sample_mask], batch.fork_rows))
-        answer = StepOutput(batch.worker_id, batch.step_id, rows, np.full(len(rows), 7, dtype=np.uint32))
+        answer = StepOutput(batch.step_id, rows, np.full(len(rows), 7, dtype=np.uint32), worker_id=batch.worker_id)
         start = time.thread_time_ns()
         deltas = self.scheduler.update(answer, self.now)
         if mean_output is not None and deltas.finished:

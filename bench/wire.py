@@ -40,11 +40,12 @@ from bench.attach_load import AttachLoad
 from bench.machine import cpu_s, describe, quiet_async
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.deltas import Deltas
-from scheduler_svc.core.messages import StepBatch, StepOutput, WorkerCapacity
+from scheduler_svc.core.messages import WorkerCapacity
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import SequenceGroup, StopCondition
 from scheduler_svc.gateways import wire as scheduler_wire
 from scheduler_svc.workers import wire as step_wire
+from step_protocol.messages import StepBatch, StepOutput
 from step_protocol.messages import StepOutput as WorkerOutput
 from svc_common.serve import open_channel
 from tests.processes.ports import free_port
@@ -93,7 +94,7 @@ class DecodingCore:
 
     def answer(self, batch: StepBatch) -> tuple[StepOutput, Deltas]:
         rows = batch.rows[batch.sample_mask]
-        output = StepOutput("w", batch.step_id, rows, np.full(len(rows), 7, np.uint32))
+        output = StepOutput(batch.step_id, rows, np.full(len(rows), 7, np.uint32), worker_id="w")
         return output, self.core.update(output, 0.0)
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Protocol
 
 from scheduler_svc.core.deltas import Deltas
-from scheduler_svc.core.messages import StepBatch
 from scheduler_svc.core.steps.adapter_slots import AdapterSwap
+from step_protocol.messages import StepBatch
 from svc_common.errors import QuireError
 
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from scheduler_svc.core.deltas import Finished
-from scheduler_svc.core.messages import StepBatch
 from scheduler_svc.core.sequence import FinishReason, SequenceGroup
+from step_protocol.messages import StepBatch
 
 if TYPE_CHECKING:
     from svc_common.otlp import Attributes, OpenSpan, Tracer

@@ -22,7 +22,7 @@ from prefix_index.index import PrefixIndex
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.deltas import Deltas, split_deltas
 from scheduler_svc.core.errors import SchedulerError, UnexpectedStepError, WorkerMismatchError
-from scheduler_svc.core.messages import CachedBlock, StepBatch, StepOutput, WorkerCapacity
+from scheduler_svc.core.messages import CachedBlock, WorkerCapacity
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishReason, SequenceGroup
 from scheduler_svc.core.stats import Load, OpenSequence, PoolSnapshot, SchedulerStats
@@ -31,6 +31,7 @@ from scheduler_svc.metrics import SchedulerTimes
 from scheduler_svc.refusals import RETRY_NO_WORKER_S, RETRY_STOPPING_S, RetryAdvice, refusal_from
 from scheduler_svc.request_log import log_finished, log_queued
 from scheduler_svc.request_traces import RequestTraces
+from step_protocol.messages import StepBatch, StepOutput
 from svc_common.errors import AlreadyExistsError, QuireError, UnavailableError
 
 log = logging.getLogger(__name__)
@@ -420,7 +421,7 @@ class StepLoop:
     def _apply_answer(self, link: WorkerLink, output: StepOutput) -> None:
         if self._workers.get(link.worker_id) is not link or self._scheduler is None:
             return
-        for failure in output.failures:
+        for failure in output.errors:
             log.warning(
                 "worker %s: row %d failed in step %d: %s", link.worker_id, failure.row, output.step_id, failure.message
             )

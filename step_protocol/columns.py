@@ -19,7 +19,11 @@ LITTLE_F32 = np.dtype("<f4")
 
 
 class WireError(Exception):
-    """Another service broke the protocol. Its stream ends."""
+    """A message of another service has a wrong form. `field` is the column that is wrong, if it is known."""
+
+    def __init__(self, message: str, field: str = "") -> None:
+        super().__init__(message)
+        self.field = field
 
 
 def _swapped_bytes(column: U32) -> bytes:
@@ -33,7 +37,7 @@ u32_to_bytes: Callable[[U32], bytes] = np.ndarray.tobytes if sys.byteorder == "l
 def u32_from_bytes(data: bytes, name: str) -> U32:
     """Packed little-endian u32 as a read-only column. Raises WireError if the length is not a multiple of 4."""
     if len(data) % 4:
-        raise WireError(f"{name} has {len(data)} bytes; the length must be a multiple of 4")
+        raise WireError(f"{name} has {len(data)} bytes; the length must be a multiple of 4", name)
     return np.frombuffer(data, dtype=LITTLE_U32).astype(np.uint32, copy=False)
 
 

@@ -1,29 +1,34 @@
-"""Input and output of a step: plain data, no protobuf.
+"""A step and its answer, as the scheduler sends them and the worker computes them: plain data, no protobuf.
 
 Arrays are numpy columns. A *row* is a place in the worker's persistent batch: opened once, then updated by deltas.
-A slot of the KV pool is block_id * block_size + offset.
+A slot of the KV pool is block_id * block_size + offset. These numbers are only meaningful for one worker in one epoch.
+Messages are not changed once they are made. Those of each step are not frozen, because `__init__` of a frozen class
+takes three times as long.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from request_fields.fields import SamplingParams
 from request_fields.grammar import Grammar
-
-U32 = npt.NDArray[np.uint32]
-I32 = npt.NDArray[np.int32]
-I64 = npt.NDArray[np.int64]
-F32 = npt.NDArray[np.float32]
-Bools = npt.NDArray[np.bool_]
+from step_protocol.columns import F32, I64, U32, Bools
 
 EMPTY: U32 = np.empty(0, dtype=np.uint32)
 NO_FLOATS: F32 = np.empty(0, dtype=np.float32)
+
+
+def _empty() -> U32:
+    return EMPTY
+
+
+def _no_floats() -> F32:
+    return NO_FLOATS
 
 
 class BadBatchError(ValueError):
@@ -34,11 +39,11 @@ class BadBatchError(ValueError):
 class TokenRules:
     """Rules of a row for single token ids; processors.py defines their effect. Empty: no rule."""
 
-    allowed_ids: U32 = field(default_factory=lambda: EMPTY)
-    banned_ids: U32 = field(default_factory=lambda: EMPTY)
+    allowed_ids: U32 = field(default_factory=_empty)
+    banned_ids: U32 = field(default_factory=_empty)
     bad_words: tuple[U32, ...] = ()  # sequences of token ids
-    bias_ids: U32 = field(default_factory=lambda: EMPTY)
-    biases: F32 = field(default_factory=lambda: NO_FLOATS)  # one per item of bias_ids
+    bias_ids: U32 = field(default_factory=_empty)
+    biases: F32 = field(default_factory=_no_floats)  # one per item of bias_ids
 
 
 NO_RULES = TokenRules()
@@ -68,7 +73,7 @@ class Pooling:
     kind: PoolingKind = PoolingKind.LAST  # of a vector
     normalize: bool = False
     dimensions: int = 0  # of the vector; 0: all
-    token_ids: U32 = field(default_factory=lambda: EMPTY)  # of LOGITS
+    token_ids: U32 = field(default_factory=_empty)  # of LOGITS
     second_text: int = 0  # position of the first token of the second text; 0: there is one text
 
 
@@ -79,6 +84,11 @@ class PooledRows:
     rows: U32  # [P]
     lens: U32  # [P]
     values: F32  # [sum(lens)]
+
+    def of_row(self) -> dict[int, F32]:
+        """The numbers by row."""
+        parts = np.split(self.values, np.cumsum(self.lens)[:-1]) if len(self.lens) else []
+        return dict(zip(self.rows.tolist(), parts, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +127,8 @@ class EncoderInput:
 
     num_tokens: int  # without padding to a whole block
     allowed: dict[int, U32] = field(default_factory=dict)  # output position -> the only ids that can be sampled there
-    banned_ids: U32 = field(default_factory=lambda: EMPTY)  # at all other positions
-    first_banned_ids: U32 = field(default_factory=lambda: EMPTY)  # at output position `first_banned_at`
+    banned_ids: U32 = field(default_factory=_empty)  # at all other positions
+    first_banned_ids: U32 = field(default_factory=_empty)  # at output position `first_banned_at`
     first_banned_at: int = 0
 
 
@@ -134,7 +144,7 @@ class RowOpen:
     sampling: SamplingParams
     sample_index: int
     fork_of_row: int | None = None
-    banned_ids: U32 = field(default_factory=lambda: EMPTY)  # not sampled at output positions below `banned_before`
+    banned_ids: U32 = field(default_factory=_empty)  # not sampled at output positions below `banned_before`
     banned_before: int = 0
     rules: TokenRules = NO_RULES
     grammar: Grammar | None = None
@@ -162,11 +172,11 @@ class ImageWork(NamedTuple):
     total: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepBatch:
-    """One step: columns of length B over rows, and the changes since the previous step.
+    """One step of one worker: columns of length B over rows, and the changes since the previous step.
 
-    Applied in this order: close_rows, opens, table changes, copies, commits, beams, forward, sampling.
+    The worker applies, in this order: close_rows, opens, table changes, copies, commits, beams, forward, sampling.
     """
 
     step_id: int
@@ -175,21 +185,25 @@ class StepBatch:
     context_lens: U32  # [B] tokens in KV before this step
     sample_mask: Bools  # [B]
     slot_mapping: U32  # [sum(query_lens)]
-    close_rows: U32 = field(default_factory=lambda: EMPTY)
-    opens: list[RowOpen] = field(default_factory=list)
-    table_rows: U32 = field(default_factory=lambda: EMPTY)  # [T]
-    table_indices: U32 = field(default_factory=lambda: EMPTY)  # [T] an index equal to the table's length appends
-    table_blocks: U32 = field(default_factory=lambda: EMPTY)  # [T]
-    copy_src: U32 = field(default_factory=lambda: EMPTY)  # [C] blocks, copied in order
-    copy_dst: U32 = field(default_factory=lambda: EMPTY)  # [C]
-    commit_blocks: U32 = field(default_factory=lambda: EMPTY)  # [K]
-    commit_hashes: list[bytes] = field(default_factory=list)  # [K] 16 bytes each
-    fork_rows: U32 = field(default_factory=lambda: EMPTY)  # [F] sample from the logits of fork_parents
-    fork_parents: U32 = field(default_factory=lambda: EMPTY)  # [F]
-    beam_rows: U32 = field(default_factory=lambda: EMPTY)  # [M] beams that get new tokens, all at once
-    beam_parents: U32 = field(default_factory=lambda: EMPTY)  # [M] rows whose computed tokens they take
-    beam_tokens: U32 = field(default_factory=lambda: EMPTY)  # [M] tokens to append
-    images: tuple[ImageWork, ...] = ()  # before the forward pass
+    close_rows: U32 = field(default_factory=_empty)
+    opens: list[Any] = field(default_factory=list)  # RowOpen; in the scheduler RowAssignment, from which it follows
+    table_rows: U32 = field(default_factory=_empty)  # [T]
+    table_indices: U32 = field(default_factory=_empty)  # [T] an index equal to the table's length appends
+    table_blocks: U32 = field(default_factory=_empty)  # [T]
+    copy_src: U32 = field(default_factory=_empty)  # [C] blocks, copied in order
+    copy_dst: U32 = field(default_factory=_empty)  # [C]
+    commit_blocks: U32 = field(default_factory=_empty)  # [K]
+    commit_digests: list[bytes] = field(default_factory=list)  # [K] 16 bytes each
+    fork_rows: U32 = field(default_factory=_empty)  # [F] rows that sample from the logits of fork_parents
+    fork_parents: U32 = field(default_factory=_empty)  # [F]
+    beam_rows: U32 = field(default_factory=_empty)  # [M] beams that get new tokens, all at once
+    beam_parents: U32 = field(default_factory=_empty)  # [M] rows whose computed tokens they take
+    beam_tokens: U32 = field(default_factory=_empty)  # [M] tokens to append
+    images: Sequence[ImageWork] = ()  # work on images, before the forward pass
+    # Known to the scheduler only:
+    worker_id: str = ""
+    is_decode: bool = False  # every row computes one token and samples it, so query_lens and sample_mask are all ones
+    then: list[StepBatch] = field(default_factory=list)  # further steps of the same message, answered together
 
 
 class RowErrorCode(Enum):
@@ -202,11 +216,11 @@ class RowErrorCode(Enum):
 
 @dataclass(frozen=True, slots=True)
 class RowError:
-    """One row failed in one step; the others are not affected."""
+    """One row that failed in one step. The other rows are not affected."""
 
     row: int
-    code: RowErrorCode
     message: str
+    code: RowErrorCode = RowErrorCode.INTERNAL
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,6 +241,21 @@ class LogprobColumns:
         return LogprobColumns(self.lens[mask], self.logprobs[entries], self.token_ids[entries], ranks)
 
 
+def concat_columns(parts: Sequence[LogprobColumns]) -> LogprobColumns:
+    """The tokens of all parts in order."""
+    return LogprobColumns(
+        np.concatenate([part.lens for part in parts]),
+        np.concatenate([part.logprobs for part in parts]),
+        np.concatenate([part.token_ids for part in parts]),
+        np.concatenate([part.ranks for part in parts]),
+    )
+
+
+def no_logprobs(num_tokens: int) -> LogprobColumns:
+    """Columns of tokens without entries."""
+    return LogprobColumns(np.zeros(num_tokens, dtype=np.uint32), NO_FLOATS, EMPTY, EMPTY)
+
+
 @dataclass(frozen=True, slots=True)
 class PromptLogprobs:
     """Log probabilities of prompt tokens. The positions of a row ascend."""
@@ -237,32 +266,33 @@ class PromptLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
-class Candidates:
+class BeamCandidates:
     """Candidates of several rows. Those of one row are adjacent, in descending order; ties by lowest id."""
 
-    rows: U32 = field(default_factory=lambda: EMPTY)  # [C]
-    token_ids: U32 = field(default_factory=lambda: EMPTY)  # [C]
-    logprobs: F32 = field(default_factory=lambda: NO_FLOATS)  # [C]
+    rows: U32 = field(default_factory=_empty)  # [C]
+    token_ids: U32 = field(default_factory=_empty)  # [C]
+    logprobs: F32 = field(default_factory=_no_floats)  # [C]
 
-    def without(self, rows: npt.NDArray[np.int64]) -> Candidates:
+    def without(self, rows: I64) -> BeamCandidates:
         """The candidates of all other rows."""
         kept = ~np.isin(self.rows, rows)
-        return Candidates(self.rows[kept], self.token_ids[kept], self.logprobs[kept])
+        return BeamCandidates(self.rows[kept], self.token_ids[kept], self.logprobs[kept])
 
 
-NO_CANDIDATES = Candidates()
+NO_CANDIDATES = BeamCandidates()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepOutput:
-    """The output of a step."""
+    """A worker's answer to one StepBatch."""
 
     step_id: int
     rows: U32  # [S] rows that sampled: of sample_mask in batch order, then of fork_rows; no failed rows
     token_ids: U32  # [S]
-    errors: list[RowError]
-    forward_us: int  # microseconds from batch to tokens
+    errors: list[RowError] = field(default_factory=list)
+    forward_us: int = 0  # microseconds from batch to tokens
     logprobs: LogprobColumns | None = None  # of `token_ids`; None: no row requests them
     prompt_logprobs: PromptLogprobs | None = None
-    candidates: Candidates = NO_CANDIDATES
+    candidates: BeamCandidates = NO_CANDIDATES  # of each beam among `rows`
     pooled: PooledRows | None = None
+    worker_id: str = ""  # known to the scheduler only

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.messages import StepBatch, StepOutput, WorkerCapacity
+from scheduler_svc.core.messages import WorkerCapacity
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import SequenceGroup, StopCondition
+from step_protocol.messages import StepBatch, StepOutput
 
 
 def make_capacity(
@@ -81,6 +82,6 @@ def run_to_end(scheduler: Scheduler, before_step: Callable[[int], None] = lambda
         in_flight += scheduler.schedule(0.0)
         batch = in_flight.pop(0)
         rows = np.concatenate((batch.rows[batch.sample_mask], batch.fork_rows))
-        scheduler.update(StepOutput(batch.worker_id, batch.step_id, rows, np.full_like(rows, 9)), 0.0)
+        scheduler.update(StepOutput(batch.step_id, rows, np.full_like(rows, 9), worker_id=batch.worker_id), 0.0)
         num_steps += 1
     return num_steps

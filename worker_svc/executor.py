@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 from quire.internal.v1 import worker_pb2
 
 from step_protocol.messages import BadBatchError, StepBatch, StepOutput
+from step_protocol.proto import output_to_proto
 from svc_common.errors import InvalidRequestError, QuireError, StaleEpochError, UnavailableError
 from worker_svc.engine.adapters.store import AdapterStore
 from worker_svc.engine.config import EngineInfo
@@ -30,7 +31,7 @@ from worker_svc.row_log import RowLog
 from worker_svc.row_traces import RowTraces
 from worker_svc.runner import ImageRunner, Launched, PipelinedRunner, Runner
 from worker_svc.seals import Seals
-from worker_svc.wire import blocks_to_proto, commit_tags, step_batch_from_proto, step_output_to_proto
+from worker_svc.wire import blocks_to_proto, commit_tags, step_batch_from_proto
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -290,7 +291,7 @@ class StepExecutor:
             self._row_traces.note_output(output)
         for error in output.errors:
             log.error("step %d: row %d failed (%s): %s", output.step_id, error.row, error.code.name, error.message)
-        return step_output_to_proto(output, worker_epoch=self.worker_epoch, queue_us=step.queue_us)
+        return output_to_proto(output, worker_epoch=self.worker_epoch, queue_us=step.queue_us)
 
     def _check_turn(self, lease: Lease, batch: StepBatch) -> None:
         self._check_current(lease)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Protocol, runtime_checkable
 
-from step_protocol.messages import U32, StepBatch, StepOutput
+from step_protocol.columns import U32
+from step_protocol.messages import StepBatch, StepOutput
 from worker_svc.engine.adapters.store import AdapterStore
 from worker_svc.engine.config import EngineInfo
 from worker_svc.metrics import ImageCounts

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from step_protocol.messages import U32
+from step_protocol.columns import U32
 
 TAG_BYTES = 16
 SEAL_BYTES = 8 + TAG_BYTES

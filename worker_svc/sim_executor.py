@@ -16,12 +16,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from prefix_index.content_ids import content_ids, input_digest
+from step_protocol.columns import F32, I64, U32, Bools
 from step_protocol.messages import (
-    F32,
     NO_CANDIDATES,
-    U32,
-    Bools,
-    Candidates,
+    BeamCandidates,
     CarriedInput,
     LogprobColumns,
     PromptLogprobs,
@@ -31,7 +29,6 @@ from step_protocol.messages import (
 )
 from worker_svc.engine.adapters.rows import RowAdapters
 from worker_svc.engine.adapters.store import AdapterStore
-from worker_svc.engine.backend import I64
 from worker_svc.engine.config import EngineConfig
 from worker_svc.engine.rows.errors import RowErrors
 from worker_svc.engine.rows.open_rows import RowTable
@@ -146,7 +143,7 @@ class SimRunner:
                 self._start_history(item.row, item.inputs)
         self._rows.change_tables(batch.table_rows, batch.table_indices, batch.table_blocks, errors)
         self._pool.copy(batch.copy_src, batch.copy_dst)
-        self._pool.commit(batch.commit_blocks, batch.commit_hashes)
+        self._pool.commit(batch.commit_blocks, batch.commit_digests)
         self._rows.move_beams(batch.beam_rows, batch.beam_parents, batch.beam_tokens, errors)
         for row in batch.beam_rows.tolist():
             if row not in errors:
@@ -179,7 +176,7 @@ class SimRunner:
 
     def _compute(
         self, plan: StepPlan, errors: RowErrors
-    ) -> tuple[I64, U32, LogprobColumns | None, PromptLogprobs | None, Candidates]:
+    ) -> tuple[I64, U32, LogprobColumns | None, PromptLogprobs | None, BeamCandidates]:
         tokens = self._rows.token_ids(plan.token_rows, plan.positions)
         digests = self._histories.digests[plan.token_rows, plan.positions + 1]
         self._pool.write(plan.slots, tokens, digests)
@@ -214,7 +211,7 @@ class SimRunner:
         draws = mix(self._histories.digests[targets.rows, targets.positions])
         return prompt_columns(draws, targets, bad_rows, self.info.vocab_size)
 
-    def _candidates(self, beams: BeamLines, rows: I64, positions: I64) -> Candidates:
+    def _candidates(self, beams: BeamLines, rows: I64, positions: I64) -> BeamCandidates:
         """Candidates as a function of the row's digest. Penalties and token id rules have no effect."""
         found = []
         for line, count in zip(beams.lines.tolist(), beams.counts.tolist(), strict=True):
@@ -224,7 +221,7 @@ class SimRunner:
             ids = np.argsort(-values, kind="stable")[:count]
             found.append((ids.astype(np.uint32), values[ids]))
         repeated = np.repeat(beams.rows, beams.counts).astype(np.uint32)
-        return Candidates(repeated, *(np.concatenate(column) for column in zip(*found, strict=True)))
+        return BeamCandidates(repeated, *(np.concatenate(column) for column in zip(*found, strict=True)))
 
     def _find_wrong(self, plan: StepPlan, digests: U64, errors: RowErrors) -> Bools:
         """Rows whose tables differ from their history, and rows that read blocks written by such rows in this step."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from step_protocol.messages import U32, LogprobColumns, PromptLogprobs
-from worker_svc.engine.backend import I64, TopLogprobs
+from step_protocol.columns import I64, U32
+from step_protocol.messages import LogprobColumns, PromptLogprobs
+from worker_svc.engine.backend import TopLogprobs
 from worker_svc.engine.rows.logprobs import Asked, PromptTargets, spread, to_columns
 
 U64 = npt.NDArray[np.uint64]

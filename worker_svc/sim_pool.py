@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from step_protocol.messages import U32, Bools
-from worker_svc.engine.backend import I64
+from step_protocol.columns import I64, U32, Bools
 from worker_svc.engine.decoder.block_contents import HASH_BYTES
 from worker_svc.sim_tokens import GOLDEN, MIX_1, MIX_2
 

@@ -23,9 +23,7 @@ import numpy.typing as npt
 
 from request_fields.beams import BeamParams, EarlyStopping
 from request_fields.fields import End, StopCondition
-
-U32 = npt.NDArray[np.uint32]
-F32 = npt.NDArray[np.float32]
+from step_protocol.columns import F32, U32
 
 # Initial score of all beams except the first, of which they are copies. It is below any sum of log probabilities.
 REPEATED = -1e9

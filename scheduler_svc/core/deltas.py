@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from scheduler_svc.core.logprobs import LogprobColumns, concat_columns, no_logprobs
 from scheduler_svc.core.sequence import FinishReason, SequenceGroup
 from step_protocol.columns import F32, U32, Bools
+from step_protocol.messages import LogprobColumns, concat_columns, no_logprobs
 
 
 @dataclass(frozen=True, slots=True)

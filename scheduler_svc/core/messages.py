@@ -1,31 +1,19 @@
 """The inputs and outputs of the core: plain data, no protobuf.
 
 Arrays are numpy columns. Row, block and slot numbers are only meaningful for one worker in one epoch. Messages are not
-changed once they are made, except that finishes are added to `Deltas`. Those of each step and request are not frozen,
-because `__init__` of a frozen class takes three times as long.
+changed once they are made. Steps and their answers are in step_protocol.messages.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
-from typing import Any, NamedTuple
-
-import numpy as np
-import numpy.typing as npt
+from typing import Any
 
 from request_fields.sizes import SizeLimits, blocks_before
-from scheduler_svc.core.logprobs import LogprobColumns, PromptLogprobs
-from scheduler_svc.core.pooled import PooledRows
 from scheduler_svc.core.sequence import SequenceGroup
-
-U32 = npt.NDArray[np.uint32]
-F32 = npt.NDArray[np.float32]
-Bools = npt.NDArray[np.bool_]
-
-EMPTY: U32 = np.empty(0, dtype=np.uint32)
-NO_LOGPROBS: F32 = np.empty(0, dtype=np.float32)
+from step_protocol.columns import U32
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +60,8 @@ class CachedBlock:
 
 
 @dataclass(slots=True)
-class RowOpen:
-    """Gives a sequence a row of a worker. `group` has the sampling parameters, which the core does not read."""
+class RowAssignment:
+    """Gives a sequence a row of a worker, which gets it as a RowOpen with the parameters of `group`."""
 
     row: int
     group: SequenceGroup
@@ -86,74 +74,6 @@ class RowOpen:
     num_candidates: int = 0  # above 0: the row is a beam; number of best continuations to return
     prompt_logprobs: int | None = None  # as in SequenceGroup, while prompt positions remain to be delivered
     inputs: Seq[Any] = ()  # those whose positions are not all computed
-
-
-class ImageWork(NamedTuple):
-    """A part of the work on one image of a row, as a number of tokens."""
-
-    row: int
-    start: int  # first position of the image
-    done: int  # after this step
-    total: int
-
-
-@dataclass(slots=True)
-class StepBatch:
-    """One step of one worker: columns of length B over rows, and the changes since the previous step.
-
-    The worker applies, in this order: close_rows, opens, table changes, copies, commits, beams, forward, sampling.
-    """
-
-    worker_id: str
-    step_id: int
-    rows: U32  # [B]
-    query_lens: U32  # [B]
-    context_lens: U32  # [B] tokens in KV before this step
-    sample_mask: Bools  # [B]
-    slot_mapping: U32  # [sum(query_lens)]
-    is_decode: bool = False  # every row computes one token and samples it, so query_lens and sample_mask are all ones
-    fork_rows: U32 = field(default_factory=lambda: EMPTY)  # [F] rows that sample from the logits of fork_parents
-    fork_parents: U32 = field(default_factory=lambda: EMPTY)  # [F]
-    close_rows: U32 = field(default_factory=lambda: EMPTY)
-    opens: list[RowOpen] = field(default_factory=list)
-    table_rows: U32 = field(default_factory=lambda: EMPTY)  # [T]
-    table_indices: U32 = field(default_factory=lambda: EMPTY)  # [T] an index equal to the table's length appends
-    table_blocks: U32 = field(default_factory=lambda: EMPTY)  # [T]
-    copy_src: U32 = field(default_factory=lambda: EMPTY)  # [C]
-    copy_dst: U32 = field(default_factory=lambda: EMPTY)  # [C]
-    commit_blocks: U32 = field(default_factory=lambda: EMPTY)  # [K]
-    commit_digests: list[bytes] = field(default_factory=list)  # [K] 16 bytes each
-    beam_rows: U32 = field(default_factory=lambda: EMPTY)  # [M] beams that get new tokens, all at once
-    beam_parents: U32 = field(default_factory=lambda: EMPTY)  # [M] rows whose computed tokens they take
-    beam_tokens: U32 = field(default_factory=lambda: EMPTY)  # [M] tokens to append, chosen by the search
-    images: Seq[ImageWork] = ()  # work on images, before the forward pass
-    then: list[StepBatch] = field(default_factory=list)  # further steps of the same message, answered together
-
-
-@dataclass(frozen=True, slots=True)
-class RowFailure:
-    """One row that failed in a step (NaN, bad input). The other rows are not affected."""
-
-    row: int
-    message: str
-
-
-@dataclass(slots=True)
-class StepOutput:
-    """A worker's answer to one StepBatch."""
-
-    worker_id: str
-    step_id: int
-    rows: U32  # [S] rows that sampled: the rows of sample_mask in batch order, then fork_rows
-    token_ids: U32  # [S]
-    failures: list[RowFailure] = field(default_factory=list)
-    # The best continuations of each beam among `rows`: those of one row are adjacent, in descending order.
-    candidate_rows: U32 = field(default_factory=lambda: EMPTY)  # [C]
-    candidate_ids: U32 = field(default_factory=lambda: EMPTY)  # [C]
-    candidate_logprobs: F32 = field(default_factory=lambda: NO_LOGPROBS)  # [C]
-    logprobs: LogprobColumns | None = None  # of `token_ids`; None: no row requests them
-    prompt_logprobs: PromptLogprobs | None = None
-    pooled: PooledRows | None = None
 
 
 class MigrationReason(Enum):

@@ -20,11 +20,9 @@ from scheduler_svc.core.messages import WorkerCapacity
 from scheduler_svc.core.policy import LOAD_PART, is_worth_leaving, least_pressed, placement_scores, places_near_best
 from scheduler_svc.core.sequence import QueueEntry, Refusal, Sequence, SequenceGroup
 from scheduler_svc.core.steps.worker_state import WorkerState
+from step_protocol.columns import I64, U32, Bools
 
-I64 = npt.NDArray[np.int64]
-U32 = npt.NDArray[np.uint32]
 F64 = npt.NDArray[np.float64]
-Bools = npt.NDArray[np.bool_]
 
 MAX_LOOKUP_AGE_S = 0.5  # age at which a lookup of cached tokens is repeated on all workers: pools change slowly
 NOTHING_RUNS = np.iinfo(np.int64).min  # below every priority number: there is no row to preempt

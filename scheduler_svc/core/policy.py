@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-I64 = npt.NDArray[np.int64]
+from step_protocol.columns import I64, Bools
+
 F64 = npt.NDArray[np.float64]
-Bools = npt.NDArray[np.bool_]
 
 
 def ceil_div(a: int, b: int) -> int:

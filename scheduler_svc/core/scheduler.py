@@ -26,15 +26,7 @@ from scheduler_svc.core import invariants
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.deltas import Deltas, Finished, pooled_deltas
 from scheduler_svc.core.measurements import Counts, Throughput
-from scheduler_svc.core.messages import (
-    EMPTY,
-    CachedBlock,
-    MigrationReason,
-    RowFailure,
-    StepBatch,
-    StepOutput,
-    WorkerCapacity,
-)
+from scheduler_svc.core.messages import CachedBlock, MigrationReason, WorkerCapacity
 from scheduler_svc.core.placement import Placement
 from scheduler_svc.core.prefix_events import PrefixEvents, cached_prefixes
 from scheduler_svc.core.queue.admission_control import AdmissionControl
@@ -58,9 +50,11 @@ from scheduler_svc.core.stats import (
 )
 from scheduler_svc.core.steps.adapter_slots import AdapterSwap
 from scheduler_svc.core.steps.answers import Stops, append_tokens, check_answer, untrusted_after
-from scheduler_svc.core.steps.step_plan import I64, InFlightStep, StepPlan
+from scheduler_svc.core.steps.step_plan import InFlightStep, StepPlan
 from scheduler_svc.core.steps.step_planner import StepPlanner
 from scheduler_svc.core.steps.worker_state import WorkerState
+from step_protocol.columns import I64
+from step_protocol.messages import EMPTY, RowError, StepBatch, StepOutput
 
 MAX_POOLS = 32  # in one snapshot
 MAX_REFUSALS = 4  # per worker and step, because each check reads all rows of the worker
@@ -410,7 +404,7 @@ class Scheduler:
                 continue
             group = worker.rows.sequence(row).group
             if group.pooling is not None and row not in numbers:
-                failure = RowFailure(row, "the worker returned no numbers for this row")
+                failure = RowError(row, "the worker returned no numbers for this row")
                 deltas.finished.extend(self._retry_or_end(worker, failure))
                 continue
             if group.pooling is not None:
@@ -418,7 +412,7 @@ class Scheduler:
             deltas.finished.append(self._requests.end(worker.rows.sequence(row), FinishReason.LENGTH))
         return replace(deltas, pooled=pooled_deltas(pooled)) if pooled else deltas
 
-    def _fail_rows(self, worker: WorkerState, step: InFlightStep, failures: list[RowFailure]) -> list[Finished]:
+    def _fail_rows(self, worker: WorkerState, step: InFlightStep, failures: list[RowError]) -> list[Finished]:
         """Retry a failed row once on another worker, because the machine may have caused the failure. End the sequence
         if it has failed before or no other worker could run it. Rows that read blocks of a failed row are computed
         again, even if they failed too.
@@ -432,7 +426,7 @@ class Scheduler:
         causes = [failure for failure in live if failure.row not in taint.rows]
         return [end for failure in causes for end in self._retry_or_end(worker, failure)]
 
-    def _retry_or_end(self, worker: WorkerState, failure: RowFailure) -> list[Finished]:
+    def _retry_or_end(self, worker: WorkerState, failure: RowError) -> list[Finished]:
         if worker.rows.sequences[failure.row] is None:
             return []  # it was closed with another beam of its search
         seq = worker.rows.sequence(failure.row)

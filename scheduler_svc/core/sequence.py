@@ -10,15 +10,12 @@ from enum import Enum
 from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from request_fields.beams import BeamParams
 from request_fields.fields import StopCondition as StopCondition
 from scheduler_svc.core.beams import BeamSearch
 from scheduler_svc.core.pooled import Pooling
-
-I64 = npt.NDArray[np.int64]
-U32 = npt.NDArray[np.uint32]
+from step_protocol.columns import I64, U32
 
 
 class SequenceStatus(Enum):

@@ -20,6 +20,7 @@ from scheduler_svc.core.policy import ceil_div
 from scheduler_svc.core.queue.requests import Requests
 from scheduler_svc.core.sequence import Sequence, SequenceStage
 from scheduler_svc.core.steps.worker_state import WorkerState
+from step_protocol.columns import U32
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +109,6 @@ MAX_WAITING = 64
 MAX_SLOWEST = 10
 
 U8 = npt.NDArray[np.uint8]
-U32 = npt.NDArray[np.uint32]
 Column = TypeVar("Column", U8, U32)
 
 

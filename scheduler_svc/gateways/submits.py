@@ -30,9 +30,9 @@ from request_fields.fields import (
 from request_fields.grammar import has_grammar
 from request_fields.sizes import SizeLimits
 from scheduler_svc.core.sequence import SequenceGroup
-from scheduler_svc.encoders import check_encoder
+from scheduler_svc.gateways.encoders import check_encoder
 from scheduler_svc.gateways.inputs import NO_IMAGES, check_inputs, check_vocab, images_of
-from scheduler_svc.pooled_wire import pooling_of
+from scheduler_svc.gateways.pooling import pooling_of
 from step_protocol.columns import U32, WireError, u32_from_bytes, u32_to_bytes
 from svc_common.errors import InvalidRequestError
 from svc_common.tracing import valid_traceparent

@@ -10,9 +10,8 @@ from quire.v1 import types_pb2
 
 from scheduler_svc.core.deltas import Deltas, Finished, merge_deltas
 from scheduler_svc.core.sequence import FinishReason, SequenceGroup
-from scheduler_svc.logprob_wire import columns_to_proto
-from scheduler_svc.pooled_wire import pooled_to_proto
-from step_protocol.columns import u32_to_bytes
+from step_protocol.columns import f32_to_bytes, u32_to_bytes
+from step_protocol.proto import logprobs_to_proto
 from svc_common.errors import QuireError
 
 REASON_TO_PROTO = {
@@ -62,13 +61,15 @@ def deltas_to_proto(parts: Sequence[Deltas], message: scheduler_pb2.Deltas | Non
     for finished in deltas.finished:
         _fill_finished(finished, message.finished.add())
     if deltas.logprobs is not None:
-        message.logprobs.CopyFrom(columns_to_proto(deltas.logprobs))
+        logprobs_to_proto(deltas.logprobs, message.logprobs)
     if deltas.prompt is not None:
         message.prompt_handles = u32_to_bytes(deltas.prompt.handles)
         message.prompt_positions = u32_to_bytes(deltas.prompt.positions)
-        message.prompt_logprobs.CopyFrom(columns_to_proto(deltas.prompt.columns))
+        logprobs_to_proto(deltas.prompt.columns, message.prompt_logprobs)
     if deltas.pooled is not None:
-        pooled_to_proto(deltas.pooled, message)
+        message.pooled_handles = u32_to_bytes(deltas.pooled.handles)
+        message.pooled_lens = u32_to_bytes(deltas.pooled.lens)
+        message.pooled_values = f32_to_bytes(deltas.pooled.values)
     return message
 
 

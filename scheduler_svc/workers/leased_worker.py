@@ -21,13 +21,14 @@ from quire.v1 import inference_pb2
 from xxhash import xxh3_128_digest
 
 from prefix_index.index import PrefixIndex
-from scheduler_svc.core.messages import CachedBlock, StepBatch, StepOutput, WorkerCapacity
+from scheduler_svc.core.messages import CachedBlock, WorkerCapacity
 from scheduler_svc.core.steps.adapter_slots import AdapterSwap
 from scheduler_svc.metrics import StepMeter
 from scheduler_svc.workers import wire as worker_wire
 from scheduler_svc.workers.adapter_calls import AdapterCalls
 from scheduler_svc.workers.seals import BlockKeys
 from step_protocol import columns
+from step_protocol.messages import StepBatch, StepOutput
 from svc_common.channels import MAX_BUNDLE_BYTES, ReceiveError, read_bundle
 from svc_common.errors import InvalidRequestError, QuireError, StaleEpochError, UnavailableError, error_from_code
 from svc_common.inspection import answer_timeout_s

@@ -15,23 +15,15 @@ from quire.v1 import types_pb2
 
 from prefix_index.hashing import model_salt
 from request_fields.sizes import MAX_POOL_BLOCKS, MAX_POOL_TOKENS
-from scheduler_svc.core.messages import (
-    EMPTY,
-    NO_LOGPROBS,
-    CachedBlock,
-    RowFailure,
-    RowOpen,
-    StepBatch,
-    StepOutput,
-    WorkerCapacity,
-)
-from scheduler_svc.logprob_wire import columns_from_proto, prompt_from_proto
-from scheduler_svc.pooled_wire import pooled_from_proto
+from scheduler_svc.core.messages import CachedBlock, RowAssignment, WorkerCapacity
 from scheduler_svc.workers.seals import SEAL_BYTES, BlockKeys, LeaseIds
-from step_protocol.columns import F32, U32, WireError, f32_from_bytes, u32_from_bytes, u32_to_bytes
+from step_protocol.columns import WireError, u32_from_bytes, u32_to_bytes
+from step_protocol.messages import BeamCandidates, PooledRows, RowError, StepBatch, StepOutput
+from step_protocol.proto import batch_to_proto, output_from_proto
 from svc_common.errors import InvalidRequestError
 
 DIGEST_BYTES = 16
+MAX_POOLED_NUMBERS = 1 << 16  # of one row
 MAX_ROW_ERROR_CHARS = 500  # the message goes to the client and to the log
 
 
@@ -46,80 +38,47 @@ def step_batch_to_proto(
     Fills `message` if it is given: a part of a larger message is filled in place, because adding it later copies it.
     """
     message = worker_pb2.StepBatch() if message is None else message
-    message.step_id = batch.step_id
+    batch_to_proto(batch, message)
     message.fence.CopyFrom(fence)
-    message.rows = u32_to_bytes(batch.rows)
-    message.context_lens = u32_to_bytes(batch.context_lens)
-    message.slot_mapping = u32_to_bytes(batch.slot_mapping)
-    _add_changes(batch, message)
-    for row_open in batch.opens:
-        _open_row(row_open, message)
-    if len(batch.slot_mapping) > len(batch.rows):  # some row computes several tokens
-        message.query_lens = u32_to_bytes(batch.query_lens)
-    if not batch.is_decode and np.count_nonzero(batch.sample_mask) < len(batch.sample_mask):
-        message.sample_mask = batch.sample_mask.tobytes()
-    if batch.beam_rows is not EMPTY:
-        message.beam_rows = u32_to_bytes(batch.beam_rows)
-        message.beam_parents = u32_to_bytes(batch.beam_parents)
-        message.beam_tokens = u32_to_bytes(batch.beam_tokens)
-    if batch.images:
-        message.images = u32_to_bytes(np.array(batch.images, np.uint32))
+    for assignment in batch.opens:
+        _open_row(assignment, message)
     if keys is not None and batch.commit_digests:
         lease = LeaseIds(fence.worker_epoch, fence.scheduler_epoch)
         message.commit_tags = keys.tags(lease, batch.commit_blocks, batch.commit_digests)
     return message
 
 
-def _add_changes(batch: StepBatch, message: worker_pb2.StepBatch) -> None:
-    """Adds the columns that are empty in most steps."""
-    if len(batch.close_rows):
-        message.close_rows = u32_to_bytes(batch.close_rows)
-    if len(batch.table_rows):
-        message.table_rows = u32_to_bytes(batch.table_rows)
-        message.table_indices = u32_to_bytes(batch.table_indices)
-        message.table_blocks = u32_to_bytes(batch.table_blocks)
-    if len(batch.copy_src):
-        message.copy_src = u32_to_bytes(batch.copy_src)
-        message.copy_dst = u32_to_bytes(batch.copy_dst)
-    if batch.commit_digests:
-        message.commit_blocks = u32_to_bytes(batch.commit_blocks)
-        message.commit_hashes = b"".join(batch.commit_digests)
-    if len(batch.fork_rows):
-        message.fork_rows = u32_to_bytes(batch.fork_rows)
-        message.fork_parents = u32_to_bytes(batch.fork_parents)
-
-
-def _open_row(row_open: RowOpen, batch: worker_pb2.StepBatch) -> None:
+def _open_row(assignment: RowAssignment, batch: worker_pb2.StepBatch) -> None:
     """Adds the row to the opens of a step. Unset fields are not passed: most requests use few of them."""
-    group = row_open.group
+    group = assignment.group
     message = batch.opens.add(
-        row=row_open.row,
-        token_ids=u32_to_bytes(row_open.token_ids),
-        prompt_len=row_open.prompt_len,
-        block_table=u32_to_bytes(row_open.block_table),
-        num_computed_tokens=row_open.num_computed_tokens,
+        row=assignment.row,
+        token_ids=u32_to_bytes(assignment.token_ids),
+        prompt_len=assignment.prompt_len,
+        block_table=u32_to_bytes(assignment.block_table),
+        num_computed_tokens=assignment.num_computed_tokens,
         sampling=group.sampling,
-        sample_index=row_open.sample_index,
+        sample_index=assignment.sample_index,
         request_id=group.request_id,
     )
-    if row_open.fork_of_row is not None:
-        message.fork_of_row = row_open.fork_of_row
+    if assignment.fork_of_row is not None:
+        message.fork_of_row = assignment.fork_of_row
     if group.banned_ids:
         message.banned_ids = group.banned_ids
     if group.banned_before:
         message.banned_before = group.banned_before
     if group.bad_words_ids:
         message.bad_words_ids.extend(group.bad_words_ids)
-    if row_open.num_candidates:
-        message.num_candidates = row_open.num_candidates
+    if assignment.num_candidates:
+        message.num_candidates = assignment.num_candidates
     if group.logprobs is not None:
         message.logprobs = group.logprobs
-    if row_open.prompt_logprobs is not None:
-        message.prompt_logprobs = row_open.prompt_logprobs
+    if assignment.prompt_logprobs is not None:
+        message.prompt_logprobs = assignment.prompt_logprobs
     if group.pooling is not None:
         message.pooling.CopyFrom(group.pooling.message)
-    if row_open.inputs:
-        message.inputs.extend(row_open.inputs)
+    if assignment.inputs:
+        message.inputs.extend(assignment.inputs)
     if group.images:
         message.images = group.images
     if group.encoder is not None:
@@ -127,7 +86,7 @@ def _open_row(row_open: RowOpen, batch: worker_pb2.StepBatch) -> None:
     if group.adapter:
         message.adapter = group.adapter
     if group.traceparent:
-        batch.traces.add(row=row_open.row, traceparent=group.traceparent)
+        batch.traces.add(row=assignment.row, traceparent=group.traceparent)
 
 
 def step_output_from_proto(
@@ -141,48 +100,46 @@ def step_output_from_proto(
         raise WireError(f"worker_epoch is {message.worker_epoch:#x}, but the leased epoch is {worker_epoch:#x}")
     if message.step_id != step_id:
         raise WireError(f"worker answered step {message.step_id}, but step {step_id} is the oldest in flight")
-    rows = u32_from_bytes(message.rows, "rows")
-    token_ids = u32_from_bytes(message.token_ids, "token_ids")
-    if len(rows) != len(token_ids):
-        raise WireError(f"step {step_id}: {len(rows)} rows but {len(token_ids)} token_ids")
-    logprobs = columns_from_proto(message.logprobs, len(rows)) if message.HasField("logprobs") else None
-    prompt_logprobs = prompt_from_proto(message) if message.HasField("prompt_logprobs") else None
-    failures = [RowFailure(error.row, _row_error_text(error)) for error in message.errors]
-    if len(token_ids) and int(token_ids[token_ids.argmax()]) >= vocab_size:  # faster than max()
-        is_valid = token_ids < vocab_size
-        bad = zip(rows[~is_valid].tolist(), token_ids[~is_valid].tolist(), strict=True)
-        failures += [RowFailure(row, f"token id {id_} is not below vocab_size {vocab_size}") for row, id_ in bad]
-        rows, token_ids = rows[is_valid], token_ids[is_valid]
-        logprobs = None if logprobs is None else logprobs.select(is_valid)
-    return StepOutput(
-        worker_id, step_id, rows, token_ids, failures, *_candidates(message, vocab_size),
-        logprobs=logprobs, prompt_logprobs=prompt_logprobs, pooled=pooled_from_proto(message),
-    )  # fmt: skip
+    output = output_from_proto(message)
+    output.worker_id = worker_id
+    if output.errors:
+        output.errors = [RowError(error.row, _row_error_text(error), error.code) for error in output.errors]
+    if len(output.token_ids) and int(output.token_ids[output.token_ids.argmax()]) >= vocab_size:  # faster than max()
+        _fail_invalid_tokens(output, vocab_size)
+    if len(output.candidates.rows):
+        output.candidates = _valid_candidates(output.candidates, vocab_size)
+    if output.pooled is not None:
+        _check_pooled(output.pooled)
+    return output
 
 
-def _candidates(message: worker_pb2.StepOutput, vocab_size: int) -> tuple[U32, U32, F32]:
-    """The candidates of beams. Those of a row with an invalid candidate are left out, so that the row fails."""
-    if not (message.candidate_rows or message.candidate_ids or message.candidate_logprobs):
-        return EMPTY, EMPTY, NO_LOGPROBS
-    rows = u32_from_bytes(message.candidate_rows, "candidate_rows")
-    token_ids = u32_from_bytes(message.candidate_ids, "candidate_ids")
-    logprobs = f32_from_bytes(message.candidate_logprobs, "candidate_logprobs")
-    if not len(rows) == len(token_ids) == len(logprobs):
-        raise WireError(
-            f"step {message.step_id}: {len(rows)} candidate_rows, {len(token_ids)} candidate_ids and "
-            f"{len(logprobs)} candidate_logprobs"
-        )
-    is_valid = (token_ids < vocab_size) & (logprobs < np.inf)  # false for NaN
-    if not is_valid.all():
-        is_valid = ~np.isin(rows, rows[~is_valid])
-    return rows[is_valid], token_ids[is_valid], logprobs[is_valid]
+def _fail_invalid_tokens(output: StepOutput, vocab_size: int) -> None:
+    rows, token_ids = output.rows, output.token_ids
+    is_valid = token_ids < vocab_size
+    bad = zip(rows[~is_valid].tolist(), token_ids[~is_valid].tolist(), strict=True)
+    output.errors += [RowError(row, f"token id {id_} is not below vocab_size {vocab_size}") for row, id_ in bad]
+    output.rows, output.token_ids = rows[is_valid], token_ids[is_valid]
+    output.logprobs = None if output.logprobs is None else output.logprobs.select(is_valid)
 
 
-def _row_error_text(error: worker_pb2.RowError) -> str:
-    is_known = error.code in worker_pb2.RowErrorCode.values()
-    code = worker_pb2.RowErrorCode.Name(error.code) if is_known else f"code {error.code}"  # a newer worker
-    code = code.removeprefix("ROW_ERROR_CODE_").lower()
-    return f"{code}: {error.message[:MAX_ROW_ERROR_CHARS]}" if error.message else code
+def _valid_candidates(found: BeamCandidates, vocab_size: int) -> BeamCandidates:
+    """The candidates of all rows but those with an invalid candidate, which fail for lack of candidates."""
+    is_valid = (found.token_ids < vocab_size) & (found.logprobs < np.inf)  # false for NaN
+    return found if is_valid.all() else found.without(found.rows[~is_valid].astype(np.int64))
+
+
+def _check_pooled(found: PooledRows) -> None:
+    if len(np.unique(found.rows)) < len(found.rows):
+        raise WireError(f"pooled_rows has a row twice: {found.rows.tolist()}")
+    if int(found.lens.max()) > MAX_POOLED_NUMBERS or not found.lens.all():
+        raise WireError(f"a pooled row has {int(found.lens.max())} numbers; expected 1 to {MAX_POOLED_NUMBERS}")
+    if not np.isfinite(found.values).all():
+        raise WireError("pooled_values has NaN or infinity")
+
+
+def _row_error_text(error: RowError) -> str:
+    text = error.message[:MAX_ROW_ERROR_CHARS]
+    return f"{error.code.value}: {text}" if text else error.code.value
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ import pytest
 from quire.internal.v1 import worker_pb2
 from quire_client.demo import demo_model_dir
 
+from step_protocol.columns import u32_from_bytes
 from tests.contract.worker_fakes import (
     BLOCK_SIZE,
     NUM_BLOCKS,
@@ -25,7 +26,6 @@ from worker_svc.engine.config import EngineConfig
 from worker_svc.lease import NUM_KEPT_ANSWERS
 from worker_svc.runner import Runner
 from worker_svc.sim_executor import SimConfig, SimRunner
-from worker_svc.wire import u32_from_bytes
 
 FAILED_PRECONDITION = grpc.StatusCode.FAILED_PRECONDITION
 INVALID_ARGUMENT = grpc.StatusCode.INVALID_ARGUMENT
@@ -214,8 +214,8 @@ async def test_a_lease_keeps_committed_blocks_and_closes_rows(worker: WorkerUnde
     assert [(error.row, error.code) for error in output.errors] == [(0, worker_pb2.ROW_ERROR_CODE_BAD_INPUT)]
     found = {}
     async for part in worker.stub.ListBlocks(worker_pb2.ListBlocksRequest(fence=worker.fence), timeout=60):
-        blocks = u32_from_bytes("block_ids", part.block_ids).tolist()
-        tokens = u32_from_bytes("token_ids", part.token_ids).reshape(len(blocks), BLOCK_SIZE).tolist()
+        blocks = u32_from_bytes(part.block_ids, "block_ids").tolist()
+        tokens = u32_from_bytes(part.token_ids, "token_ids").reshape(len(blocks), BLOCK_SIZE).tolist()
         hashes = [part.hashes[i * 16 : i * 16 + 16] for i in range(len(blocks))]
         found |= dict(zip(blocks, zip(hashes, tokens, strict=True), strict=True))
     assert found == {0: (digests[0], [10, 11, 12, 13]), 1: (digests[1], [14, 15, 16, 17])}
@@ -242,7 +242,7 @@ async def test_a_committed_block_keeps_its_tag_and_the_epoch_of_its_lease(worker
     await worker.lease(7)
     await fill_and_commit(b"")
     assert await seals() == 2 * (epochs[2] + bytes(16)), "the tag of an earlier lease does not stay"
-    with pytest.raises(grpc.aio.AioRpcError, match="commit_tags is 15 bytes, expected 32"):
+    with pytest.raises(grpc.aio.AioRpcError, match="commit_tags has 15 bytes, expected 32"):
         await fill_and_commit(b"c" * 15)
 
 
@@ -348,7 +348,7 @@ async def test_a_gap_and_a_forgotten_step_are_refused(worker: WorkerUnderTest) -
 @pytest.mark.parametrize(
     ("column", "data", "says"),
     [
-        ("rows", b"\0\0\0", "batch.rows is 3 bytes, expected a multiple of 4"),
+        ("rows", b"\0\0\0", "batch.rows has 3 bytes; the length must be a multiple of 4"),
         ("context_lens", b"\0" * 8, "batch.context_lens has 2 items, expected 1"),
         ("query_lens", b"\3\0\0\0" * 2, "batch.query_lens has 2 items, expected 1"),
         ("query_lens", b"\0" * 4, "batch.query_lens is 0 at index 0"),
@@ -357,7 +357,7 @@ async def test_a_gap_and_a_forgotten_step_are_refused(worker: WorkerUnderTest) -
         ("slot_mapping", b"\0" * 20, "batch.slot_mapping has 5 items, expected 6 (the sum of query_lens)"),
         ("table_rows", b"\0" * 4, "batch.table_indices has 0 items, expected 1"),
         ("copy_src", b"\0" * 4, "batch.copy_dst has 0 items, expected 1"),
-        ("commit_blocks", b"\0" * 4, "batch.commit_hashes is 0 bytes, expected 16"),
+        ("commit_blocks", b"\0" * 4, "batch.commit_hashes has 0 bytes, expected 16"),
         ("fork_rows", b"\0" * 4, "batch.fork_parents has 0 items, expected 1"),
     ],
 )

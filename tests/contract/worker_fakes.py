@@ -14,7 +14,8 @@ from quire.internal.v1 import worker_pb2, worker_pb2_grpc
 from quire.v1 import types_pb2
 
 from request_fields.fields import SamplingParams
-from step_protocol.messages import U32, BadBatchError, RowError, RowErrorCode, RowOpen, StepBatch, StepOutput
+from step_protocol.columns import U32, u32_from_bytes, u32_to_bytes
+from step_protocol.messages import BadBatchError, RowError, RowErrorCode, RowOpen, StepBatch, StepOutput
 from svc_common.inspection import Inspector
 from svc_common.serve import GrpcServer, open_channel
 from worker_svc.bundle import Bundle
@@ -23,7 +24,6 @@ from worker_svc.executor import StepExecutor
 from worker_svc.lifecycle import Lifecycle
 from worker_svc.runner import Runner
 from worker_svc.servicer import WorkerServicer
-from worker_svc.wire import u32_from_bytes, u32_to_bytes
 
 WORKER_EPOCH = 0xABCDEF0123456789
 BLOCK_SIZE = 4
@@ -69,7 +69,7 @@ class FakeRunner:
             raise BadBatchError(f"copy_src names block {block}, but the pool has {NUM_BLOCKS} blocks")
         self._apply(batch)
         errors = [
-            RowError(int(row), RowErrorCode.BAD_INPUT, "row is not open") for row in batch.rows if not self._has(row)
+            RowError(int(row), "row is not open", RowErrorCode.BAD_INPUT) for row in batch.rows if not self._has(row)
         ]
         self._write(batch)
         samplers = [int(row) for row, samples in zip(batch.rows, batch.sample_mask, strict=True) if samples]
@@ -82,7 +82,7 @@ class FakeRunner:
             self._rows.pop(row, None)
         for item in batch.opens:
             self._rows[item.row] = self._history(item)
-        for block, digest in zip(batch.commit_blocks.tolist(), batch.commit_hashes, strict=True):
+        for block, digest in zip(batch.commit_blocks.tolist(), batch.commit_digests, strict=True):
             self._committed[block] = digest
 
     def _history(self, item: RowOpen) -> list[int]:
@@ -256,7 +256,7 @@ def column(values: Sequence[int]) -> bytes:
 
 def sampled(output: worker_pb2.StepOutput) -> dict[int, int]:
     """Tokens by row of one output."""
-    rows, tokens = u32_from_bytes("rows", output.rows), u32_from_bytes("token_ids", output.token_ids)
+    rows, tokens = u32_from_bytes(output.rows, "rows"), u32_from_bytes(output.token_ids, "token_ids")
     return dict(zip(rows.tolist(), tokens.tolist(), strict=True))
 
 

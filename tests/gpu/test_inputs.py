@@ -71,7 +71,7 @@ def test_embeddings_of_tokens_give_the_bits_of_the_tokens(tmp_path):
     for row in (1, 2):
         assert all(map(torch.equal, logits_at(driver, row), logits_at(driver, 0)))
         assert driver.rows[row].output == driver.rows[0].output
-    driver.add(commit_blocks=u32(driver.rows[1].blocks[0]), commit_hashes=[b"h" * 16])
+    driver.add(commit_blocks=u32(driver.rows[1].blocks[0]), commit_digests=[b"h" * 16])
     driver.step({})
     _, _, tokens = next(driver.runner.committed_blocks())
     assert tokens[0].tolist() == ids[:16]  # content ids, by which a later prefix is compared

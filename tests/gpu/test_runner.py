@@ -175,7 +175,7 @@ def test_steps_in_flight_do_not_change_tokens(qwen3):
             driver.open(row, prompt, seeded(row))
         driver.step({0: 4, 1: 5})
         driver.decode([1, 0], 5)
-        driver.add(commit_blocks=u32(*driver.rows[0].blocks[:2]), commit_hashes=[b"a" * 16, b"b" * 16])
+        driver.add(commit_blocks=u32(*driver.rows[0].blocks[:2]), commit_digests=[b"a" * 16, b"b" * 16])
         driver.decode([0], 1)
         known = runner._rows._tokens[1, 5 : len(driver.rows[1].tokens)].tolist()
         assert (known[-1] == PENDING) == is_pipelined
@@ -236,7 +236,7 @@ def test_copied_blocks_have_equal_contents(qwen3):
     source, target = driver.rows[0].blocks[0], driver.free.pop()
     driver.add(copy_src=u32(source), copy_dst=u32(target))
     driver.step({0: 1})
-    driver.add(commit_blocks=u32(target), commit_hashes=[b"x" * 16])
+    driver.add(commit_blocks=u32(target), commit_digests=[b"x" * 16])
     driver.step({0: 1})
     assert torch.equal(runner._pool[:, :, source], runner._pool[:, :, target])
     ((ids, _, tokens),) = runner.committed_blocks()

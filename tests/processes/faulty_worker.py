@@ -62,7 +62,7 @@ class FaultyDevice:
 
 def _without(output: StepOutput, count: int, code: RowErrorCode) -> StepOutput:
     """Fail the first rows, as a runner reports NaN logits or a step that ran out of memory."""
-    errors = [RowError(int(row), code, "planted") for row in output.rows[:count]]
+    errors = [RowError(int(row), "planted", code) for row in output.rows[:count]]
     return StepOutput(output.step_id, output.rows[count:], output.token_ids[count:], errors, output.forward_us)
 
 

@@ -26,9 +26,10 @@ import numpy as np
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.deltas import Deltas
 from scheduler_svc.core.errors import SchedulerError
-from scheduler_svc.core.messages import StepBatch, StepOutput, WorkerCapacity
+from scheduler_svc.core.messages import WorkerCapacity
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishReason, SequenceGroup, StopCondition
+from step_protocol.messages import StepBatch, StepOutput
 
 EOS = 2
 
@@ -125,7 +126,9 @@ class Transcript:
             ends = np.concatenate((ends, [parents[int(p)] for p in batch.fork_parents]))
             table = self.scheduler._workers[worker_id].rows
             token_ids = (1000 + ends - table.prompt_len[rows]).astype(np.uint32)
-        return self._deltas(self.scheduler.update(StepOutput(worker_id, batch.step_id, rows, token_ids), self.now))
+        return self._deltas(
+            self.scheduler.update(StepOutput(batch.step_id, rows, token_ids, worker_id=worker_id), self.now)
+        )
 
     def do_step(self, count: str = "1") -> str:
         lines = []

@@ -25,12 +25,13 @@ from scheduler_svc.core.errors import (
     QueueFullError,
     UnexpectedStepError,
 )
-from scheduler_svc.core.messages import EMPTY, RowOpen, StepOutput, WorkerCapacity
+from scheduler_svc.core.messages import RowAssignment, WorkerCapacity
 from scheduler_svc.core.policy import beam_blocks, ceil_div
 from scheduler_svc.core.pooled import Pooling
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishReason, SequenceGroup, StopCondition
 from scheduler_svc.core.steps.adapter_slots import AdapterSwap
+from step_protocol.messages import EMPTY, StepOutput
 from tests.sim import symbolic_model
 from tests.sim.inputs import SimInput, inputs_of
 from tests.sim.oracle import Expected, expected_beams, expected_output
@@ -253,13 +254,13 @@ class Cluster:
             )
         for worker in self.workers.values():
             step_id = worker.queue[0].batch.step_id + 1 if worker.queue else worker.next_step_id
-            output = StepOutput(worker.capacity.worker_id, step_id, EMPTY, EMPTY)
+            output = StepOutput(step_id, EMPTY, EMPTY, worker_id=worker.capacity.worker_id)
             self._must_refuse(UnexpectedStepError, lambda o=output: self.scheduler.update(o, self.now))
             self._must_refuse(ValueError, lambda w=worker: self.scheduler.add_worker(w.capacity))
         for done in [request for request in self.requests.values() if request.is_done]:
             self._absorb(self.scheduler.abort_group(done.request_id, FinishReason.ABORTED))
             self._absorb(self.scheduler.finish_sample(done.request_id, 0, FinishReason.STOP))
-        self._absorb(self.scheduler.update(StepOutput("stranger", 1, EMPTY, EMPTY), self.now))
+        self._absorb(self.scheduler.update(StepOutput(1, EMPTY, EMPTY, worker_id="stranger"), self.now))
         self.scheduler.remove_worker("stranger")
         self.scheduler.drain_worker("stranger")
 
@@ -323,7 +324,7 @@ class Cluster:
                 if seq.worker_id is not None and opened_for != name:
                     raise Violation(f"row {seq.row} of {seq.worker_id} runs {name} and was never opened for it")
 
-    def _note_cached(self, worker_id: str, opened: RowOpen) -> None:
+    def _note_cached(self, worker_id: str, opened: RowAssignment) -> None:
         """The expected usage.cached_tokens: the hit of the first admission; for a fork, that of its parent."""
         request, sample = self.requests[opened.group.request_id], opened.sample_index
         num_cached = opened.num_computed_tokens
@@ -564,6 +565,6 @@ class Cluster:
                 raise Violation(f"worker {name}: committed block {block.block_id} holds the wrong content")
 
 
-def _is_new(opened: RowOpen) -> bool:
+def _is_new(opened: RowAssignment) -> bool:
     """Whether a row begins a sequence, and not another sample or beam of a request that runs on the worker."""
     return opened.fork_of_row is None and not (opened.num_candidates and opened.sample_index)

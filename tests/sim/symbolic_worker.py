@@ -27,9 +27,9 @@ import numpy as np
 from xxhash import xxh3_128_digest
 
 from prefix_index.content_ids import FIRST_CONTENT_ID
-from scheduler_svc.core.messages import CachedBlock, RowFailure, RowOpen, StepBatch, StepOutput, WorkerCapacity
-from scheduler_svc.core.pooled import PooledRows
+from scheduler_svc.core.messages import CachedBlock, RowAssignment, WorkerCapacity
 from scheduler_svc.core.sequence import SequenceGroup
+from step_protocol.messages import BeamCandidates, PooledRows, RowError, StepBatch, StepOutput
 from tests.sim import symbolic_model
 from tests.sim.inputs import with_contents
 
@@ -114,7 +114,7 @@ class SymbolicWorker:
         self.num_candidates = np.zeros(rows, dtype=np.int64)
         self.candidates: dict[int, set[int]] = {}  # by row: ids returned for the newest token
         self.is_silent = np.zeros(rows, dtype=np.bool_)  # broken, and not even reported if a token was expected
-        self.group: list[RowOpen | None] = [None] * rows
+        self.group: list[RowAssignment | None] = [None] * rows
         self.seed = np.zeros(rows, dtype=np.uint64)
         self.sample = np.zeros(rows, dtype=np.uint64)
         self.prompt_len = np.zeros(rows, dtype=np.int64)
@@ -218,7 +218,7 @@ class SymbolicWorker:
         if row >= len(self.is_open) or not self.is_open[row]:
             raise Violation(f"{verb} row {row}, which is not open")
 
-    def _open(self, opened: RowOpen, fresh: list[tuple[int, int]]) -> None:
+    def _open(self, opened: RowAssignment, fresh: list[tuple[int, int]]) -> None:
         row, bs = opened.row, self.capacity.block_size
         if row >= len(self.is_open) or self.is_open[row]:
             raise Violation(f"opens row {row}, which is open or does not exist")
@@ -261,7 +261,7 @@ class SymbolicWorker:
         self._claims[blocks[num_dead:num_shared]] += 1
         fresh += [(row, block) for block in blocks[num_shared:].tolist()]
 
-    def _give_inputs(self, opened: RowOpen) -> None:
+    def _give_inputs(self, opened: RowAssignment) -> None:
         """The row can compute the positions of these inputs from now on."""
         self.has_input[opened.row] = False
         for item in opened.inputs:
@@ -269,7 +269,7 @@ class SymbolicWorker:
                 raise Violation(f"row {opened.row} gets an input whose positions are computed")
             self.has_input[opened.row, item.start : item.end] = True
 
-    def _opening_tokens(self, opened: RowOpen) -> np.ndarray:
+    def _opening_tokens(self, opened: RowAssignment) -> np.ndarray:
         prompt = opened.group.prompt
         if opened.fork_of_row is None:
             if not np.array_equal(opened.token_ids[: opened.prompt_len], prompt) or opened.prompt_len != len(prompt):
@@ -547,10 +547,8 @@ class SymbolicWorker:
             step_id=batch.step_id,
             rows=samplers.astype(np.uint32),
             token_ids=self.tokens[samplers, self.history_len[samplers] - 1],
-            failures=[RowFailure(row, "simulated failure") for row in broken],
-            candidate_rows=candidates[0],
-            candidate_ids=candidates[1],
-            candidate_logprobs=candidates[2],
+            errors=[RowError(row, "simulated failure") for row in broken],
+            candidates=BeamCandidates(*candidates),
             pooled=self._pooled([row for row in rows.tolist() if row not in broken]),
         )
 

@@ -17,10 +17,11 @@ from prefix_index.changes import PrefixChanges
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.deltas import Deltas
 from scheduler_svc.core.errors import NeverFitsError, QueueFullError, SchedulerError
-from scheduler_svc.core.messages import CachedBlock, RowFailure, StepBatch, StepOutput, WorkerCapacity
+from scheduler_svc.core.messages import CachedBlock, WorkerCapacity
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishReason, SequenceGroup, StopCondition
 from scheduler_svc.core.stats import worker_stats
+from step_protocol.messages import RowError, StepBatch, StepOutput
 
 LIFECYCLES_PER_PART = 10_000
 NUM_PARTS, NUM_DEEP_PARTS = 2, 100
@@ -43,10 +44,10 @@ class Worker:
         rows = np.concatenate((batch.rows[batch.sample_mask], batch.fork_rows)).astype(np.uint32)
         failures = []
         if fails and len(rows):
-            failures = [RowFailure(int(rows[0]), "as asked")]
+            failures = [RowError(int(rows[0]), "as asked")]
             rows = rows[1:]
         tokens = np.array([self._rng.randrange(VOCAB) for _ in rows], dtype=np.uint32)
-        return StepOutput(batch.worker_id, batch.step_id, rows, tokens, failures)
+        return StepOutput(batch.step_id, rows, tokens, failures, worker_id=batch.worker_id)
 
 
 class Life:
@@ -176,7 +177,7 @@ class Life:
 
     def _answer(self, worker: Worker) -> None:
         output = worker.answer(fails=self.rng.random() < 0.12)
-        self.met["failed"] += bool(output.failures)
+        self.met["failed"] += bool(output.errors)
         self._absorb(self.core.update(output, self.now))
         stats = self.core.stats()
         state = next(w for w in stats.workers if w.worker_id == worker.capacity.worker_id)

@@ -21,8 +21,6 @@ from scheduler_svc.core.beams import BeamSearch
 from scheduler_svc.core.blocks import prompt_digests
 from scheduler_svc.core.blocks.block_manager import BlockManager
 from scheduler_svc.core.blocks.free_blocks import LruQueue
-from scheduler_svc.core.messages import StepBatch
-from scheduler_svc.core.pooled import PooledRows
 from scheduler_svc.core.queue.scan import QueueScan
 from scheduler_svc.core.sequence import QueueEntry, Sequence, SequenceGroup
 from scheduler_svc.core.steps import answers, rows, step_planner, worker_state
@@ -34,6 +32,7 @@ from scheduler_svc.core.steps.rows import RowTable
 from scheduler_svc.core.steps.step_plan import InFlightStep, StepPlan
 from scheduler_svc.core.steps.step_planner import StepPlanner
 from scheduler_svc.core.steps.worker_state import WorkerState
+from step_protocol.messages import PooledRows, StepBatch
 from tests.sim.cluster import Cluster
 from tests.sim.simulation import run_seed
 from tests.sim.symbolic_worker import SymbolicWorker

@@ -51,6 +51,6 @@ def test_the_seeds_cover_every_kind_of_event() -> None:
                 else set()
             )
         for _, output in [event for event in cluster.trace if event[0] == "answer"]:
-            met |= {"failure"} if output.failures else set()
+            met |= {"failure"} if output.errors else set()
     wanted = {"submit", "refused", "abort", "stop", "join", "remove", "drain", "restart"}
     assert wanted | {"preemption", "hit", "copy", "fork", "mixed step", "failure"} <= met

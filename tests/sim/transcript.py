@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from scheduler_svc.core.messages import RowOpen, StepBatch, StepOutput
+from scheduler_svc.core.messages import RowAssignment
 from scheduler_svc.core.sequence import SequenceGroup
+from step_protocol.messages import StepBatch, StepOutput
 
 
 def describe(event: tuple[Any, ...]) -> str:
@@ -34,7 +35,7 @@ def _group(group: SequenceGroup) -> str:
 
 def _output(output: StepOutput) -> str:
     tokens = dict(zip(output.rows.tolist(), output.token_ids.tolist(), strict=True))
-    failed = [failure.row for failure in output.failures]
+    failed = [failure.row for failure in output.errors]
     return f"{output.worker_id} step {output.step_id} tokens {tokens}" + f" failed {failed}" * bool(failed)
 
 
@@ -53,7 +54,7 @@ def _batch(b: StepBatch) -> str:
     return "; ".join(parts)
 
 
-def _open(opened: RowOpen) -> str:
+def _open(opened: RowAssignment) -> str:
     source = f"{len(opened.token_ids)} tokens" if opened.fork_of_row is None else f"fork of row {opened.fork_of_row}"
     name = f"{opened.group.request_id}.{opened.sample_index}"
     return f"open {opened.row} = {name} ({source}, {opened.num_computed_tokens} computed) {opened.block_table.tolist()}"

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from step_protocol.columns import F32, I32, I64, U32, Bools
+
 if TYPE_CHECKING:
     import torch  # rows and plans use these types even if torch is not installed
 
@@ -19,12 +21,6 @@ if TYPE_CHECKING:
     from worker_svc.engine.adapters.packed import AdapterRows, PackedAdapter
     from worker_svc.engine.checkpoint.families import NormKind
     from worker_svc.engine.sampling.processors import ProcessedRows
-
-I32 = npt.NDArray[np.int32]
-I64 = npt.NDArray[np.int64]
-U32 = npt.NDArray[np.uint32]
-F32 = npt.NDArray[np.float32]
-Bools = npt.NDArray[np.bool_]
 
 
 class BackendUnavailableError(RuntimeError):

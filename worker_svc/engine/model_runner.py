@@ -12,11 +12,11 @@ import numpy as np
 import torch
 
 from request_fields.checks import default_sampling
+from step_protocol.columns import I64, U32
 from step_protocol.messages import (
     EMPTY,
     NO_CANDIDATES,
-    U32,
-    Candidates,
+    BeamCandidates,
     LogprobColumns,
     PooledRows,
     PoolingTask,
@@ -27,7 +27,7 @@ from step_protocol.messages import (
 )
 from worker_svc.engine.adapters.packed import rows_of_step
 from worker_svc.engine.adapters.rows import RowAdapters
-from worker_svc.engine.backend import I64, ForwardBatch
+from worker_svc.engine.backend import ForwardBatch
 from worker_svc.engine.checkpoint.generation_config import eos_token_ids
 from worker_svc.engine.checkpoint.tensors import Checkpoint
 from worker_svc.engine.config import ComputeDtype, EngineConfig, EngineInfo
@@ -85,7 +85,7 @@ class Computed:
     token_ids: U32  # [S] ignored for beams: the scheduler chooses one of the candidates
     logprobs: LogprobColumns | None = None
     prompt_logprobs: PromptLogprobs | None = None
-    candidates: Candidates = NO_CANDIDATES
+    candidates: BeamCandidates = NO_CANDIDATES
     pooled: PooledRows | None = None
 
 
@@ -220,7 +220,7 @@ class ModelRunner:
         if len(batch.copy_src):
             self._pool.copy(self._backend, batch.copy_src.astype(np.int64), batch.copy_dst.astype(np.int64))
         if len(batch.commit_blocks):
-            self._pool.commit(batch.commit_blocks.astype(np.int64), batch.commit_hashes)
+            self._pool.commit(batch.commit_blocks.astype(np.int64), batch.commit_digests)
         self._rows.move_beams(batch.beam_rows, batch.beam_parents, batch.beam_tokens, errors)
 
     def _run_or_fail(self, batch: StepBatch, errors: RowErrors) -> Computed:

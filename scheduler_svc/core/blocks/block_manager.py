@@ -23,10 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from scheduler_svc.core.blocks.free_blocks import FreeList, LruQueue
-
-I64 = npt.NDArray[np.int64]
-U32 = npt.NDArray[np.uint32]
-Bools = npt.NDArray[np.bool_]
+from step_protocol.columns import I64, U32, Bools
 
 BlockEvent = tuple[bytes, bool]  # a digest, and True when its block is cached, False when it is evicted or reused
 Fill = tuple[int, bytes]  # a block and the digest of its new content

@@ -5,12 +5,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping
 
-import numpy as np
-import numpy.typing as npt
-
 from prefix_index.hashing import NO_KEYS, chained, extend_digests, root_digest, token_bytes
-
-U32 = npt.NDArray[np.uint32]
+from step_protocol.columns import U32
 
 MAX_BYTES = 40 << 20  # memory for remembered prompts
 ENTRY_BYTES = 424  # entry without tokens and digests: array, tuple, dict slots right after the dict has grown

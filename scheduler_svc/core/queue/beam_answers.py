@@ -9,14 +9,13 @@ from typing import Any
 import numpy as np
 
 from scheduler_svc.core.deltas import Deltas, Finished
-from scheduler_svc.core.logprobs import concat_columns, no_logprobs
-from scheduler_svc.core.messages import RowFailure, StepOutput
 from scheduler_svc.core.queue.fair_share import FairShare
 from scheduler_svc.core.queue.requests import Requests
 from scheduler_svc.core.sequence import Sequence, SequenceGroup
 from scheduler_svc.core.steps.beam_rows import candidates_of
 from scheduler_svc.core.steps.step_plan import InFlightStep
 from scheduler_svc.core.steps.worker_state import WorkerState
+from step_protocol.messages import RowError, StepOutput, concat_columns, no_logprobs
 
 
 class BeamAnswers:
@@ -27,7 +26,7 @@ class BeamAnswers:
     """
 
     def __init__(
-        self, requests: Requests, share: FairShare, fail: Callable[[WorkerState, RowFailure], list[Finished]]
+        self, requests: Requests, share: FairShare, fail: Callable[[WorkerState, RowError], list[Finished]]
     ) -> None:
         self._requests = requests
         self._share = share
@@ -49,7 +48,7 @@ class BeamAnswers:
             deltas = self._advance(worker, group, deltas)
         return deltas
 
-    def _put(self, worker: WorkerState, seq: Sequence, output: StepOutput) -> RowFailure | None:
+    def _put(self, worker: WorkerState, seq: Sequence, output: StepOutput) -> RowError | None:
         """Store the candidates of a beam. Returns a failure if the worker did not return as many as requested."""
         search, row = seq.group.search, seq.row
         if search is None or row is None:
@@ -58,7 +57,7 @@ class BeamAnswers:
         expected = min(search.num_candidates, worker.capacity.vocab_size)
         if len(candidates.token_ids) != expected:
             found = f"{len(candidates.token_ids)} candidates for this beam, expected {expected}"
-            return RowFailure(row, f"the worker returned {found}")
+            return RowError(row, f"the worker returned {found}")
         search.put(seq.sample_index, candidates)
         self._share.charge_outputs(worker.rows.tenant, np.array([row]))
         return None

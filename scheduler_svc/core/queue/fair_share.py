@@ -10,9 +10,8 @@ needs less than its share hardly waits.
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
-I64 = npt.NDArray[np.int64]
+from step_protocol.columns import I64
 
 INPUT_WEIGHT = 1  # per computed prompt token
 OUTPUT_WEIGHT = 2  # per generated token

@@ -12,7 +12,7 @@ from scheduler_svc.core.beams import BeamSearch
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.deltas import Finished
 from scheduler_svc.core.measurements import Counts, Throughput
-from scheduler_svc.core.messages import EMPTY, MigrationReason
+from scheduler_svc.core.messages import MigrationReason
 from scheduler_svc.core.placement import Placement
 from scheduler_svc.core.policy import expected_tokens, virtual_arrival
 from scheduler_svc.core.queue.fair_share import FairShare
@@ -20,6 +20,7 @@ from scheduler_svc.core.queue.waiting_queue import WaitingQueue
 from scheduler_svc.core.sequence import FinishReason, QueueEntry, Sequence, SequenceData, SequenceGroup, SequenceStatus
 from scheduler_svc.core.steps.answers import Stops
 from scheduler_svc.core.steps.worker_state import WorkerState
+from step_protocol.messages import EMPTY
 
 RETRY_ADVICE = "retry later or on another scheduler"
 SPARE_DEADLINES = 64  # entries of sequences that no longer wait are removed when there are more than about this many

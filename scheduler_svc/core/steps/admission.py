@@ -11,7 +11,8 @@ from scheduler_svc.core.blocks.block_manager import BlockManager
 from scheduler_svc.core.messages import WorkerCapacity
 from scheduler_svc.core.policy import beam_blocks, expected_remaining, final_blocks, projected_peak
 from scheduler_svc.core.sequence import Sequence, SequenceGroup
-from scheduler_svc.core.steps.rows import I64, U32, RowTable
+from scheduler_svc.core.steps.rows import RowTable
+from step_protocol.columns import I64, U32
 
 
 def could_run(seq: Sequence, capacity: WorkerCapacity) -> bool:

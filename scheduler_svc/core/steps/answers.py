@@ -6,26 +6,20 @@ from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from request_fields.fields import End, StopCondition
 from scheduler_svc.core.deltas import Deltas, PromptDeltas
 from scheduler_svc.core.errors import UnexpectedStepError
-from scheduler_svc.core.logprobs import PromptLogprobs
-from scheduler_svc.core.messages import RowFailure, StepOutput
-from scheduler_svc.core.pooled import PooledRows
 from scheduler_svc.core.sequence import FinishReason, Sequence
 from scheduler_svc.core.steps.decode_run import Members
 from scheduler_svc.core.steps.rows import RowTable
 from scheduler_svc.core.steps.step_plan import InFlightStep
 from scheduler_svc.core.steps.worker_state import WorkerState
-
-I64 = npt.NDArray[np.int64]
-U32 = npt.NDArray[np.uint32]
-Bools = npt.NDArray[np.bool_]
+from step_protocol.columns import I64, U32, Bools
+from step_protocol.messages import PooledRows, PromptLogprobs, RowError, StepOutput
 
 
-def check_answer(in_flight: Seq[InFlightStep], output: StepOutput) -> tuple[InFlightStep, list[RowFailure]]:
+def check_answer(in_flight: Seq[InFlightStep], output: StepOutput) -> tuple[InFlightStep, list[RowError]]:
     """The step that this output answers, and its failed rows. A row with neither a token nor a failure has failed too.
 
     Raises UnexpectedStepError if the step is not the oldest in flight, or if rows are unknown, repeated or in
@@ -39,14 +33,14 @@ def check_answer(in_flight: Seq[InFlightStep], output: StepOutput) -> tuple[InFl
         _check_prompt_rows(step, output.prompt_logprobs, output.worker_id)
     if output.pooled is not None:
         _check_pooled_rows(step, output.pooled, output.worker_id)
-    if not output.failures and output.rows.tobytes() == step.sampled.tobytes():
+    if not output.errors and output.rows.tobytes() == step.sampled.tobytes():
         return step, []
     return step, _failures(step, output)
 
 
-def _failures(step: InFlightStep, output: StepOutput) -> list[RowFailure]:
+def _failures(step: InFlightStep, output: StepOutput) -> list[RowError]:
     expected = step.sampled
-    reported = {failure.row: failure for failure in output.failures}
+    reported = {failure.row: failure for failure in output.errors}
     computed = {*step.rows.tolist(), *(row for row, _ in step.forks)}
     in_order = expected[np.isin(expected, output.rows)]
     answered = f"worker {output.worker_id} answered step {step.step_id} with"
@@ -55,7 +49,7 @@ def _failures(step: InFlightStep, output: StepOutput) -> list[RowFailure]:
     if unknown := reported.keys() - computed:
         raise UnexpectedStepError(f"{answered} the failure of row {min(unknown)}, which the step did not compute")
     missing = set(expected.tolist()) - set(output.rows.tolist()) - set(reported)
-    return [*reported.values(), *(RowFailure(row, "the worker returned no token for this row") for row in missing)]
+    return [*reported.values(), *(RowError(row, "the worker returned no token for this row") for row in missing)]
 
 
 def _check_prompt_rows(step: InFlightStep, found: PromptLogprobs, worker_id: str) -> None:

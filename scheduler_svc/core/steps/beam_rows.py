@@ -10,10 +10,11 @@ import numpy as np
 
 from scheduler_svc.core.beams import Candidates, Move
 from scheduler_svc.core.blocks.block_manager import BlockManager
-from scheduler_svc.core.messages import StepOutput
 from scheduler_svc.core.sequence import SequenceGroup
-from scheduler_svc.core.steps.rows import I64, RowTable
+from scheduler_svc.core.steps.rows import RowTable
 from scheduler_svc.core.steps.step_plan import BeamMoves
+from step_protocol.columns import I64
+from step_protocol.messages import StepOutput
 
 
 class BeamRows:
@@ -95,5 +96,5 @@ def rows_of(group: SequenceGroup) -> I64:
 
 def candidates_of(output: StepOutput, row: int) -> Candidates:
     """The best continuations of one beam in an answer; empty if the worker returned none."""
-    is_mine = output.candidate_rows == row
-    return Candidates(output.candidate_ids[is_mine], output.candidate_logprobs[is_mine])
+    is_mine = output.candidates.rows == row
+    return Candidates(output.candidates.token_ids[is_mine], output.candidates.logprobs[is_mine])

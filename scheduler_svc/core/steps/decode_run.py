@@ -10,12 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
 from scheduler_svc.core.steps.rows import RowTable
-
-I64 = npt.NDArray[np.int64]
-U32 = npt.NDArray[np.uint32]
+from step_protocol.columns import I64, U32
 
 NO_MEMBERS: I64 = np.empty(0, dtype=np.int64)
 

@@ -22,16 +22,12 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 import numpy as np
-import numpy.typing as npt
 
 from prefix_index.hashing import extra_keys
 from scheduler_svc.core.messages import WorkerCapacity
 from scheduler_svc.core.policy import ceil_div
 from scheduler_svc.core.sequence import Sequence, SequenceStage
-
-I64 = npt.NDArray[np.int64]
-U32 = npt.NDArray[np.uint32]
-Bools = npt.NDArray[np.bool_]
+from step_protocol.columns import I64, U32, Bools
 
 
 class RowTable:

@@ -14,13 +14,11 @@ import numpy.typing as npt
 
 from request_fields.inputs import MAX_INPUT_BYTES
 from scheduler_svc.core.blocks.block_manager import Fill
-from scheduler_svc.core.messages import EMPTY, ImageWork, RowOpen, StepBatch
+from scheduler_svc.core.messages import RowAssignment
 from scheduler_svc.core.steps.decode_run import DecodeRun, Members
 from scheduler_svc.core.steps.rows import RowTable
-
-I64 = npt.NDArray[np.int64]
-U32 = npt.NDArray[np.uint32]
-Bools = npt.NDArray[np.bool_]
+from step_protocol.columns import I64, U32, Bools
+from step_protocol.messages import EMPTY, ImageWork, StepBatch
 
 NO_ROWS: I64 = np.empty(0, dtype=np.int64)
 
@@ -145,7 +143,7 @@ class StepPlan:
     run: Members | None = None  # its rows precede all other rows, and its table changes all others
     decodes: I64 | None = None  # other rows that compute one token; they precede the chunks
     chunks: list[tuple[int, int]] = field(default_factory=list)  # (row, number of prompt tokens)
-    opens: list[RowOpen] = field(default_factory=list)
+    opens: list[RowAssignment] = field(default_factory=list)
     forks: list[tuple[int, int]] = field(default_factory=list)  # (row, parent)
     tables: list[tuple[I64, I64, I64]] = field(default_factory=list)  # columns: row, index, block
     copies: list[tuple[int, int]] = field(default_factory=list)  # (from, to)

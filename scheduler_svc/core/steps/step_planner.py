@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from scheduler_svc.core.messages import EMPTY, ImageWork, RowOpen, StepBatch
+from scheduler_svc.core.messages import RowAssignment
 from scheduler_svc.core.policy import ceil_div
 from scheduler_svc.core.sequence import Sequence, SequenceStatus
 from scheduler_svc.core.steps.decode_run import DecodeRun
-from scheduler_svc.core.steps.rows import I64, U32
 from scheduler_svc.core.steps.step_plan import (
     NO_COLUMNS,
     NO_ROWS,
-    Bools,
     Columns,
     InFlightStep,
     StepPlan,
@@ -23,6 +21,8 @@ from scheduler_svc.core.steps.step_plan import (
     with_chunks,
 )
 from scheduler_svc.core.steps.worker_state import WorkerState
+from step_protocol.columns import I64, U32, Bools
+from step_protocol.messages import EMPTY, ImageWork, StepBatch
 
 MAX_BURST = 16  # maximum number of steps in one message
 DECODE_WEIGHT = 0.2  # weight of the newest message in the running mean of the duration of a decode step
@@ -293,7 +293,7 @@ class StepPlanner:
             sample.move_to(SequenceStatus.RUNNING)
             sample.worker_id, sample.row, sample.is_admitted_before = self._capacity.worker_id, child, True
             plan.opens.append(
-                RowOpen(
+                RowAssignment(
                     row=child,
                     group=seq.group,
                     sample_index=sample.sample_index,
@@ -437,7 +437,7 @@ class StepPlanner:
         seq.move_to(SequenceStatus.RUNNING)
         seq.worker_id, seq.row = self._capacity.worker_id, row
         plan.opens.append(
-            RowOpen(
+            RowAssignment(
                 row=row,
                 group=seq.group,
                 sample_index=seq.sample_index,

@@ -11,13 +11,15 @@ import numpy as np
 
 from prefix_index.hashing import NO_KEYS, block_bytes, chained, extend_digests, extra_keys, root_digest, token_bytes
 from scheduler_svc.core.blocks.block_manager import BlockManager
-from scheduler_svc.core.messages import CachedBlock, ImageWork, WorkerCapacity
+from scheduler_svc.core.messages import CachedBlock, WorkerCapacity
 from scheduler_svc.core.sequence import NEVER, QueueEntry, Refusal, Sequence, SequenceStatus
 from scheduler_svc.core.steps.adapter_slots import AdapterSlots, AdapterSwap
 from scheduler_svc.core.steps.admission import could_run, excess_blocks, steps_to_retry
 from scheduler_svc.core.steps.beam_rows import BeamRows
-from scheduler_svc.core.steps.rows import I64, Bools, RowTable
+from scheduler_svc.core.steps.rows import RowTable
 from scheduler_svc.core.steps.step_plan import Changes, InFlightStep
+from step_protocol.columns import I64, Bools
+from step_protocol.messages import ImageWork
 
 
 class Admission(NamedTuple):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import numpy as np
 from request_fields.fields import SamplingParams
 from scheduler_svc.core import messages
 from scheduler_svc.core.sequence import SequenceGroup
-from step_protocol.messages import RowError, RowErrorCode, StepBatch, StepOutput
+from step_protocol.messages import RowErrorCode, RowOpen, StepBatch, StepOutput
 from tests.sim.symbolic_worker import SymbolicWorker, Violation
 from worker_svc.engine.config import EngineInfo
 
@@ -90,34 +91,14 @@ class SymbolicRunner:
     def execute(self, batch: StepBatch) -> StepOutput:
         self.num_steps += 1
         self._thread.busy_s += self._step_s(batch.query_lens)
-        output = self.symbolic.execute(self._core_batch(batch), self._acked(batch.step_id))
-        errors = [RowError(failure.row, RowErrorCode.NAN, failure.message) for failure in output.failures]
+        opens = [self._assignment(opened) for opened in batch.opens]
+        batch = replace(batch, opens=opens, worker_id=self.symbolic.capacity.worker_id)
+        output = self.symbolic.execute(batch, self._acked(batch.step_id))
+        errors = [replace(error, code=RowErrorCode.NAN) for error in output.errors]
         return StepOutput(batch.step_id, output.rows, output.token_ids, errors, 1)
 
-    def _core_batch(self, batch: StepBatch) -> messages.StepBatch:
-        return messages.StepBatch(
-            worker_id=self.symbolic.capacity.worker_id,
-            step_id=batch.step_id,
-            rows=batch.rows,
-            query_lens=batch.query_lens,
-            context_lens=batch.context_lens,
-            sample_mask=batch.sample_mask,
-            slot_mapping=batch.slot_mapping,
-            fork_rows=batch.fork_rows,
-            fork_parents=batch.fork_parents,
-            close_rows=batch.close_rows,
-            opens=[self._core_open(opened) for opened in batch.opens],
-            table_rows=batch.table_rows,
-            table_indices=batch.table_indices,
-            table_blocks=batch.table_blocks,
-            copy_src=batch.copy_src,
-            copy_dst=batch.copy_dst,
-            commit_blocks=batch.commit_blocks,
-            commit_digests=batch.commit_hashes,
-        )
-
-    def _core_open(self, opened: Any) -> messages.RowOpen:
-        return messages.RowOpen(
+    def _assignment(self, opened: RowOpen) -> messages.RowAssignment:
+        return messages.RowAssignment(
             row=opened.row,
             group=self._group_of(opened.sampling.seed),
             sample_index=opened.sample_index,

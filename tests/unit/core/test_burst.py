@@ -5,9 +5,10 @@ import pytest
 
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.deltas import Deltas
-from scheduler_svc.core.messages import StepBatch, StepOutput, WorkerCapacity
+from scheduler_svc.core.messages import WorkerCapacity
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishReason, SequenceGroup, StopCondition
+from step_protocol.messages import StepBatch, StepOutput
 
 STEP_S = 0.001
 PROMPT_LEN = 3
@@ -39,7 +40,7 @@ class Driver:
         for step in steps:
             rows = step.rows[step.sample_mask]
             tokens = np.full(len(rows), token, np.uint32)
-            deltas.append(self.scheduler.update(StepOutput("w", step.step_id, rows, tokens), self.now))
+            deltas.append(self.scheduler.update(StepOutput(step.step_id, rows, tokens, worker_id="w"), self.now))
             self.scheduler.check_invariants()
         self.schedule()
         return deltas

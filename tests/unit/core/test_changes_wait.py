@@ -4,8 +4,8 @@ import math
 
 import numpy as np
 
-from scheduler_svc.core.messages import StepBatch, StepOutput
 from scheduler_svc.core.scheduler import Scheduler
+from step_protocol.messages import StepBatch, StepOutput
 from tests.builders import make_group, make_scheduler
 
 WAIT_S = 0.5
@@ -21,7 +21,7 @@ def serve_one(scheduler: Scheduler, now: float) -> None:
 
 def answer(scheduler: Scheduler, batch: StepBatch, now: float) -> None:
     rows = batch.rows[batch.sample_mask]
-    scheduler.update(StepOutput(batch.worker_id, batch.step_id, rows, np.full_like(rows, 9)), now)
+    scheduler.update(StepOutput(batch.step_id, rows, np.full_like(rows, 9), worker_id=batch.worker_id), now)
 
 
 def has_changes(batch: StepBatch) -> bool:

@@ -3,9 +3,10 @@
 import numpy as np
 
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.messages import StepBatch, StepOutput, WorkerCapacity
+from scheduler_svc.core.messages import WorkerCapacity
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import SequenceGroup, StopCondition
+from step_protocol.messages import StepBatch, StepOutput
 
 
 def test_a_row_that_lacked_a_block_continues_where_it_was() -> None:
@@ -19,7 +20,7 @@ def test_a_row_that_lacked_a_block_continues_where_it_was() -> None:
     def answer_oldest() -> list[StepBatch]:
         batch = in_flight.pop(0)
         sampled = batch.rows[batch.sample_mask]
-        scheduler.update(StepOutput("w", batch.step_id, sampled, np.full(len(sampled), 9, np.uint32)), 0.0)
+        scheduler.update(StepOutput(batch.step_id, sampled, np.full(len(sampled), 9, np.uint32), worker_id="w"), 0.0)
         return scheduler.schedule(0.0)
 
     in_flight += answer_oldest() + answer_oldest()  # contexts 6 and 7, which fills the block

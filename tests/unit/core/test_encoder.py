@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from scheduler_svc.core.errors import NeverFitsError
-from scheduler_svc.core.messages import StepBatch
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import SequenceGroup
+from step_protocol.messages import StepBatch
 from tests.builders import make_capacity, make_group, make_scheduler
 from tests.unit.core.test_scheduler import answer
 

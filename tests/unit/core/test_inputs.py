@@ -11,9 +11,9 @@ import pytest
 from request_fields.inputs import MAX_INPUT_BYTES
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.errors import QueueFullError
-from scheduler_svc.core.messages import StepBatch, StepOutput
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishReason, SequenceGroup
+from step_protocol.messages import StepBatch, StepOutput
 from tests.builders import make_capacity, make_group, make_scheduler, run_to_end
 
 
@@ -31,7 +31,7 @@ def request(name: str, prompt: Any = 20, *spans: tuple[int, int], num_bytes: int
 
 def answer(scheduler: Scheduler, batch: StepBatch) -> None:
     rows = np.concatenate((batch.rows[batch.sample_mask], batch.fork_rows))
-    scheduler.update(StepOutput(batch.worker_id, batch.step_id, rows, np.full_like(rows, 9)), 0.0)
+    scheduler.update(StepOutput(batch.step_id, rows, np.full_like(rows, 9), worker_id=batch.worker_id), 0.0)
 
 
 def inputs_of(batch: StepBatch) -> dict[str, list[tuple[int, int]]]:

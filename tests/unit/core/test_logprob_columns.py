@@ -11,12 +11,9 @@ from hypothesis import strategies as st
 
 from scheduler_svc.core.deltas import Deltas, PromptDeltas, merge_deltas, split_deltas
 from scheduler_svc.core.errors import UnexpectedStepError
-from scheduler_svc.core.logprobs import LogprobColumns, PromptLogprobs
-from scheduler_svc.core.messages import StepBatch, StepOutput
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.gateways import wire
-from scheduler_svc.logprob_wire import columns_from_proto, columns_to_proto
-from step_protocol.columns import WireError
+from step_protocol.messages import LogprobColumns, PromptLogprobs, StepBatch, StepOutput
 from tests.builders import make_capacity, make_group, make_scheduler
 
 
@@ -77,19 +74,6 @@ def test_prompt_tokens_are_merged_in_order_and_split_by_owner() -> None:
     assert (other.handles.tolist(), per_token(other.columns, 1)) == ([8], [[1, 2]])
 
 
-def test_columns_on_the_wire() -> None:
-    sent = columns(2, 0, 1)
-    found = columns_from_proto(columns_to_proto(sent), 3)
-    assert per_token(found, 3) == [[0, 1], [], [2]]
-    assert found.logprobs.tolist() == [0.0, -1.0, -2.0]
-    message = columns_to_proto(sent)
-    with pytest.raises(WireError, match="3 lens, 3 logprobs, 3 token_ids and 2 ranks; expected 4, 3, 3 and 2"):
-        columns_from_proto(message, 4)
-    message.ranks = b""
-    with pytest.raises(WireError, match="0 ranks"):
-        columns_from_proto(message, 3)
-
-
 def test_a_message_without_log_probabilities_has_no_columns() -> None:
     message = wire.deltas_to_proto([Deltas(u32(1), u32(1), u32(0), u32(0), u32(5))])
     assert not message.HasField("logprobs")
@@ -123,7 +107,9 @@ class Worker:
             rows += [row] * max(0, end - context)
         found = PromptLogprobs(u32(*rows), u32(*positions), columns(*[1] * len(rows))) if rows else None
         sampled = np.concatenate((batch.rows[batch.sample_mask], batch.fork_rows))
-        output = StepOutput(batch.worker_id, batch.step_id, sampled, np.full_like(sampled, 9), prompt_logprobs=found)
+        output = StepOutput(
+            batch.step_id, sampled, np.full_like(sampled, 9), prompt_logprobs=found, worker_id=batch.worker_id
+        )
         self.note(self.scheduler.update(output, 0.0))
 
     def note(self, deltas: Deltas) -> None:
@@ -199,6 +185,6 @@ def test_prompt_logprobs_of_an_unknown_row_are_refused() -> None:
     scheduler.add_group(make_group(4, prompt_logprobs=0), 0.0)
     batch = scheduler.schedule(0.0)[0]
     found = PromptLogprobs(u32(5), u32(1), columns(1))
-    output = StepOutput(batch.worker_id, batch.step_id, batch.rows, batch.rows, prompt_logprobs=found)
+    output = StepOutput(batch.step_id, batch.rows, batch.rows, prompt_logprobs=found, worker_id=batch.worker_id)
     with pytest.raises(UnexpectedStepError, match="prompt_logprobs of row 5, which the step did not compute"):
         scheduler.update(output, 0.0)

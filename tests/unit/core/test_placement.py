@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.messages import StepBatch, StepOutput
 from scheduler_svc.core.placement import Placement, Wait, WorkerChoice
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishReason, QueueEntry
 from scheduler_svc.core.steps.step_plan import StepPlan
 from scheduler_svc.core.steps.step_planner import StepPlanner
 from scheduler_svc.core.steps.worker_state import WorkerState
+from step_protocol.messages import StepBatch, StepOutput
 from tests.builders import make_capacity, make_group, make_scheduler
 from tests.unit.core.calls import count_calls
 from tests.unit.core.test_scheduler import answer
@@ -225,7 +225,7 @@ def run_busy_workers(seed: int, *, keeps: bool) -> tuple[list[tuple[float, str, 
         if busy:
             batch = in_flight[rng.choice(busy)].pop(0)
             rows = batch.rows[batch.sample_mask]
-            scheduler.update(StepOutput(batch.worker_id, batch.step_id, rows, np.full_like(rows, 9)), now)
+            scheduler.update(StepOutput(batch.step_id, rows, np.full_like(rows, 9), worker_id=batch.worker_id), now)
         for batch in scheduler.schedule(now):
             in_flight[batch.worker_id].append(batch)
             admitted.append((now, batch.worker_id, [opened.group.request_id for opened in batch.opens]))

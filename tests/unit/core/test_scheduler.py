@@ -13,15 +13,7 @@ from scheduler_svc.core.errors import (
     UnexpectedStepError,
     WorkerMismatchError,
 )
-from scheduler_svc.core.messages import (
-    EMPTY,
-    CachedBlock,
-    MigrationReason,
-    RowFailure,
-    StepBatch,
-    StepOutput,
-    WorkerCapacity,
-)
+from scheduler_svc.core.messages import CachedBlock, MigrationReason, WorkerCapacity
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import (
     TRANSITIONS,
@@ -34,6 +26,7 @@ from scheduler_svc.core.sequence import (
     StopCondition,
 )
 from scheduler_svc.core.steps.worker_state import WorkerState
+from step_protocol.messages import EMPTY, RowError, StepBatch, StepOutput
 from tests.unit.core.calls import count_calls
 
 
@@ -61,7 +54,11 @@ def answer(batch: StepBatch, failures: tuple[int, ...] = ()) -> StepOutput:
     rows = np.concatenate((batch.rows[batch.sample_mask], batch.fork_rows))
     rows = rows[~np.isin(rows, failures)]
     return StepOutput(
-        batch.worker_id, batch.step_id, rows, rows + 500, [RowFailure(row, "NaN in the logits") for row in failures]
+        batch.step_id,
+        rows,
+        rows + 500,
+        [RowError(row, "NaN in the logits") for row in failures],
+        worker_id=batch.worker_id,
     )
 
 
@@ -144,7 +141,7 @@ def test_an_answer_whose_rows_are_out_of_order_or_come_twice_is_refused(order: l
         (batch,) = scheduler.schedule(now)
         rows = batch.rows[order]
         with pytest.raises(UnexpectedStepError, match=r"with rows .*, expected"):
-            scheduler.update(StepOutput("w", batch.step_id, rows, rows + 500), now)
+            scheduler.update(StepOutput(batch.step_id, rows, rows + 500, worker_id="w"), now)
         scheduler.update(answer(batch), now)
 
 
@@ -154,13 +151,13 @@ def test_an_answer_out_of_order_or_for_other_rows_is_refused_and_changes_nothing
     (batch,) = scheduler.schedule(0.0)
     for step_id, row in ((7, 0), (1, 5)):
         with pytest.raises(UnexpectedStepError):
-            scheduler.update(StepOutput("w", step_id, u32(row), u32(1)), 0.0)
-    closed_row = RowFailure(5, "no such row in this step")
+            scheduler.update(StepOutput(step_id, u32(row), u32(1), worker_id="w"), 0.0)
+    closed_row = RowError(5, "no such row in this step")
     with pytest.raises(UnexpectedStepError, match="failure of row 5, which the step did not compute"):
-        scheduler.update(StepOutput("w", 1, u32(0), u32(1), [closed_row]), 0.0)
+        scheduler.update(StepOutput(1, u32(0), u32(1), [closed_row], worker_id="w"), 0.0)
     deltas = scheduler.update(answer(batch), 0.0)
     assert deltas.token_ids.tolist() == [500]
-    assert not len(scheduler.update(StepOutput("gone", 1, EMPTY, EMPTY), 0.0).token_ids)
+    assert not len(scheduler.update(StepOutput(1, EMPTY, EMPTY, worker_id="gone"), 0.0).token_ids)
 
 
 def test_a_row_without_token_has_failed_and_the_others_continue() -> None:
@@ -168,7 +165,7 @@ def test_a_row_without_token_has_failed_and_the_others_continue() -> None:
     for name, start in (("a", 0), ("b", 50)):
         scheduler.add_group(group(name, range(start, start + 4)), 0.0)
     (batch,) = scheduler.schedule(0.0)
-    deltas = scheduler.update(StepOutput("w", batch.step_id, u32(1), u32(9)), 0.0)
+    deltas = scheduler.update(StepOutput(batch.step_id, u32(1), u32(9), worker_id="w"), 0.0)
     assert [(f.group.request_id, f.reason) for f in deltas.finished] == [("a", FinishReason.ERROR)]
     assert deltas.token_ids.tolist() == [9]
     scheduler.check_invariants()
@@ -196,7 +193,7 @@ def test_samples_of_a_failed_prompt_are_computed_on_their_own() -> None:
     scheduler = make()
     scheduler.add_group(group("a", range(6), max_tokens=1, n=3), 0.0)
     (batch,) = scheduler.schedule(0.0)
-    deltas = scheduler.update(StepOutput("w", batch.step_id, EMPTY, EMPTY, [RowFailure(0, "NaN")]), 0.0)
+    deltas = scheduler.update(StepOutput(batch.step_id, EMPTY, EMPTY, [RowError(0, "NaN")], worker_id="w"), 0.0)
     assert [(f.sample_index, f.reason) for f in deltas.finished] == [(0, FinishReason.ERROR)]
     scheduler.check_invariants()
     (batch,) = scheduler.schedule(0.0)

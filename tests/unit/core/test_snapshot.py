@@ -7,15 +7,15 @@ import pytest
 
 from scheduler_svc.core import stats
 from scheduler_svc.core.blocks.block_manager import CACHED, EMPTY, SHARED, USED
-from scheduler_svc.core.messages import StepBatch, StepOutput
 from scheduler_svc.core.scheduler import Scheduler
+from step_protocol.messages import StepBatch, StepOutput
 from tests.builders import make_capacity, make_group, make_scheduler, run_to_end
 
 
 def answer(scheduler: Scheduler, batch: StepBatch) -> None:
     """Each sample gets token 9."""
     rows = np.concatenate((batch.rows[batch.sample_mask], batch.fork_rows))
-    scheduler.update(StepOutput(batch.worker_id, batch.step_id, rows, np.full_like(rows, 9)), 10.0)
+    scheduler.update(StepOutput(batch.step_id, rows, np.full_like(rows, 9), worker_id=batch.worker_id), 10.0)
 
 
 def running(num_blocks: int = 32, **sizes: int) -> Scheduler:

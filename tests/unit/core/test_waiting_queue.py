@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 from collections import Counter
 
-from scheduler_svc.core.messages import EMPTY
 from scheduler_svc.core.queue.fair_share import FairShare
 from scheduler_svc.core.queue.waiting_queue import WaitingQueue
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import QueueEntry, Sequence, SequenceData
+from step_protocol.messages import EMPTY
 from tests.builders import make_capacity, make_group, make_scheduler
 from tests.unit.core.test_scheduler import answer
 

@@ -7,8 +7,9 @@ import pytest
 
 from request_fields.sizes import SizeLimits, blocks_before
 from scheduler_svc.core.errors import NeverFitsError, WorkerMismatchError
-from scheduler_svc.core.messages import StepBatch, StepOutput, WorkerCapacity
+from scheduler_svc.core.messages import WorkerCapacity
 from scheduler_svc.core.scheduler import Scheduler
+from step_protocol.messages import StepBatch, StepOutput
 from tests.builders import make_capacity, make_group, make_scheduler, run_to_end
 
 WINDOW = 10  # with blocks of 4 tokens: 3 blocks before the one that a token is in
@@ -24,7 +25,7 @@ def num_used(scheduler: Scheduler, worker_id: str = "w0") -> int:
 
 def answer(scheduler: Scheduler, batch: StepBatch) -> None:
     rows = np.concatenate((batch.rows[batch.sample_mask], batch.fork_rows))
-    scheduler.update(StepOutput(batch.worker_id, batch.step_id, rows, np.full_like(rows, 9)), 0.0)
+    scheduler.update(StepOutput(batch.step_id, rows, np.full_like(rows, 9), worker_id=batch.worker_id), 0.0)
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ import torch
 
 from request_fields.fields import SamplingParams
 from request_fields.grammar import Grammar
+from step_protocol.columns import U32
 from step_protocol.messages import (
     NO_RULES,
-    U32,
     CarriedInput,
     ImageSpan,
     LogprobColumns,

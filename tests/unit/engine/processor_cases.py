@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from request_fields.fields import SamplingParams
-from step_protocol.messages import F32, NO_RULES, TokenRules
+from step_protocol.columns import F32
+from step_protocol.messages import NO_RULES, TokenRules
 from tests.unit.engine.driver import GREEDY, u32
 
 

@@ -12,9 +12,9 @@ from prefix_index.changes import PrefixChanges
 from prefix_index.index import NoPrefixIndex, PrefixIndex
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.deltas import Deltas
-from scheduler_svc.core.messages import StepBatch, StepOutput
 from scheduler_svc.core.steps.adapter_slots import AdapterSwap
 from scheduler_svc.step_loop import ModelFacts, StepLoop
+from step_protocol.messages import StepBatch, StepOutput
 from svc_common.errors import QuireError
 from tests.builders import make_capacity
 
@@ -70,7 +70,7 @@ class FakeWorker:
         self.num_answered += 1
         rows = np.concatenate((batch.rows[batch.sample_mask], batch.fork_rows))
         tokens = np.full(len(rows), token, dtype=np.uint32)
-        self.loop.step_answered(self, StepOutput(self.worker_id, batch.step_id, rows, tokens))
+        self.loop.step_answered(self, StepOutput(batch.step_id, rows, tokens, worker_id=self.worker_id))
 
     async def answer_all(self, token: int = 7) -> None:
         """Answer steps until no more are sent."""

@@ -13,10 +13,10 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from quire.internal.v1 import worker_pb2
 
 from scheduler_svc.core.deltas import Finished
-from scheduler_svc.core.messages import RowOpen, StepBatch
+from scheduler_svc.core.messages import RowAssignment
 from scheduler_svc.core.sequence import FinishReason, Sequence, SequenceData, SequenceGroup, SequenceStatus
 from scheduler_svc.request_traces import RequestTraces
-from step_protocol.messages import RowError, RowErrorCode
+from step_protocol.messages import RowError, RowErrorCode, StepBatch
 from svc_common.otlp import Tracer
 from tests.builders import make_group
 from worker_svc.row_traces import RowTraces
@@ -43,8 +43,8 @@ def traced_group() -> SequenceGroup:
 
 
 def opened(group: SequenceGroup, worker_id: str) -> list[StepBatch]:
-    row_open = RowOpen(0, group, 0, group.prompt, len(group.prompt), EMPTY, 0)
-    return [StepBatch(worker_id, 1, EMPTY, EMPTY, EMPTY, np.empty(0, np.bool_), EMPTY, opens=[row_open])]
+    row_open = RowAssignment(0, group, 0, group.prompt, len(group.prompt), EMPTY, 0)
+    return [StepBatch(1, EMPTY, EMPTY, EMPTY, np.empty(0, np.bool_), EMPTY, opens=[row_open], worker_id=worker_id)]
 
 
 def ended(group: SequenceGroup, reason: FinishReason, num_output: int) -> list[Finished]:
@@ -124,7 +124,7 @@ def test_rows_of_a_worker(tracer: Tracer, exporter: InMemorySpanExporter) -> Non
     rows = RowTraces(tracer, "w")
     rows.note(*step(1, opens=4))  # type: ignore[arg-type]
     rows.note_output(
-        SimpleNamespace(errors=[RowError(2, RowErrorCode.NAN, "secret"), RowError(9, RowErrorCode.NAN, "")])
+        SimpleNamespace(errors=[RowError(2, "secret", RowErrorCode.NAN), RowError(9, "", RowErrorCode.NAN)])
     )  # type: ignore[arg-type]
     rows.note(*step(5, close=[0, 1, 2]))  # type: ignore[arg-type]
     rows.reset()

@@ -12,12 +12,13 @@ from quire.v1 import types_pb2
 
 from request_fields.beams import BeamParams, EarlyStopping
 from scheduler_svc.core.deltas import Deltas, Finished, split_deltas
-from scheduler_svc.core.messages import RowOpen, StepBatch
+from scheduler_svc.core.messages import RowAssignment
 from scheduler_svc.core.sequence import FinishReason
 from scheduler_svc.gateways import wire
 from scheduler_svc.gateways.submits import MAX_KEPT, SubmitReader
 from scheduler_svc.workers import wire as worker_wire
 from step_protocol import columns
+from step_protocol.messages import StepBatch
 from svc_common.errors import InvalidRequestError, OverloadedError
 from tests.builders import make_group
 from tests.unit.scheduler.toy_worker import make_info, make_submit
@@ -69,7 +70,13 @@ def test_the_number_of_kept_parameters_is_limited() -> None:
 
 def test_steady_decode_is_columns_only() -> None:
     batch = StepBatch(
-        "w0", 5, column(0, 2), column(1, 1), column(9, 4), np.array([True, True]), slot_mapping=column(17, 2**32 - 1)
+        5,
+        column(0, 2),
+        column(1, 1),
+        column(9, 4),
+        np.array([True, True]),
+        slot_mapping=column(17, 2**32 - 1),
+        worker_id="w0",
     )
     message = worker_wire.step_batch_to_proto(batch, FENCE)
     assert (message.step_id, message.fence) == (5, FENCE)
@@ -82,11 +89,10 @@ def test_steady_decode_is_columns_only() -> None:
 def test_a_step_with_all_fields_keeps_all_fields() -> None:
     group = make_group(3, sampling=types_pb2.SamplingParams(seed=9))
     opened = [
-        RowOpen(1, group, 0, column(1, 2, 3), 3, column(7), 0),
-        RowOpen(2, group, 1, column(), 3, column(7), 3, fork_of_row=1),
+        RowAssignment(1, group, 0, column(1, 2, 3), 3, column(7), 0),
+        RowAssignment(2, group, 1, column(), 3, column(7), 3, fork_of_row=1),
     ]
     batch = StepBatch(
-        "w0",
         1,
         rows=column(1),
         query_lens=column(3),
@@ -104,6 +110,7 @@ def test_a_step_with_all_fields_keeps_all_fields() -> None:
         copy_dst=column(9),
         commit_blocks=column(4, 5),
         commit_digests=[b"a" * 16, b"b" * 16],
+        worker_id="w0",
     )
     message = worker_wire.step_batch_to_proto(batch, FENCE)
     assert message.sample_mask == b"\0"
@@ -124,7 +131,7 @@ def test_reads_an_answer() -> None:
     message = worker_pb2.StepOutput(step_id=2, worker_epoch=4, rows=rows, token_ids=tokens, errors=errors)
     output = worker_wire.step_output_from_proto(message, worker_id="w0", worker_epoch=4, step_id=2, vocab_size=9)
     assert (output.rows.tolist(), output.token_ids.tolist()) == ([1, 2], [7, 8])
-    assert [failure.message for failure in output.failures] == ["nan: logits hold NaN", "code 99"]
+    assert [failure.message for failure in output.errors] == ["nan: logits hold NaN", "internal: code 99"]
 
 
 def test_a_row_whose_token_is_outside_the_vocabulary_has_failed() -> None:
@@ -132,7 +139,7 @@ def test_a_row_whose_token_is_outside_the_vocabulary_has_failed() -> None:
     message = worker_pb2.StepOutput(step_id=2, worker_epoch=4, rows=rows, token_ids=tokens)
     output = worker_wire.step_output_from_proto(message, worker_id="w0", worker_epoch=4, step_id=2, vocab_size=9)
     assert (output.rows.tolist(), output.token_ids.tolist()) == ([2], [8])
-    assert [(failure.row, failure.message) for failure in output.failures] == [
+    assert [(failure.row, failure.message) for failure in output.errors] == [
         (1, "token id 9 is not below vocab_size 9"),
         (3, "token id 4294967295 is not below vocab_size 9"),
     ]
@@ -223,8 +230,8 @@ def test_rules_for_tokens_reach_the_worker() -> None:
     submit.sampling.logit_bias[6] = 2.5
     submit.sampling.frequency_penalty = 0.5
     add_bad_words(submit, [5, 6], [6, 6])
-    opened = RowOpen(1, SubmitReader(info()).group(submit, owner=0), 0, column(1, 2, 3), 3, column(7), 0)
-    batch = StepBatch("w0", 1, column(), column(), column(), np.array([], np.bool_), column(), opens=[opened])
+    opened = RowAssignment(1, SubmitReader(info()).group(submit, owner=0), 0, column(1, 2, 3), 3, column(7), 0)
+    batch = StepBatch(1, column(), column(), column(), np.array([], np.bool_), column(), opens=[opened], worker_id="w0")
     [message] = worker_wire.step_batch_to_proto(batch, FENCE).opens
     assert message.sampling == submit.sampling
     assert [list(word.ids) for word in message.bad_words_ids] == [[5, 6], [6, 6]]

@@ -9,11 +9,11 @@ import pytest
 
 from prefix_index.changes import Holder, PrefixChanges
 from scheduler_svc.core.blocks.block_manager import BlockManager
-from scheduler_svc.core.messages import StepOutput
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishReason
 from scheduler_svc.refusals import RetryAdvice
 from scheduler_svc.step_loop import ModelFacts, StepLoop
+from step_protocol.messages import StepOutput
 from svc_common.errors import AlreadyExistsError, InvalidRequestError, OverloadedError, UnavailableError
 from tests.builders import make_group
 from tests.unit.core.calls import count_calls
@@ -191,7 +191,7 @@ async def test_a_lost_workers_sequences_continue_on_another_worker() -> None:
         second.join()
         late = first.unanswered[0]
         loop.worker_lost(first, "gone")
-        loop.step_answered(first, StepOutput("w0", late.step_id, late.rows, np.array([99], dtype=np.uint32)))
+        loop.step_answered(first, StepOutput(late.step_id, late.rows, np.array([99], dtype=np.uint32), worker_id="w0"))
         await second.answer_all(token=2)
         assert gateway.tokens(1) == [1, 2, 2, 2]
         assert first.closed == "gone"
@@ -291,7 +291,7 @@ async def test_a_worker_that_answers_another_step_is_dropped() -> None:
         worker.join()
         submit(loop, loop.attach(gateway), 1, max_tokens=2)
         await settle()
-        loop.step_answered(worker, StepOutput("w0", 77, worker.sent[0].rows, worker.sent[0].rows))
+        loop.step_answered(worker, StepOutput(77, worker.sent[0].rows, worker.sent[0].rows, worker_id="w0"))
         await settle()
         assert worker.closed
         assert "77" in worker.closed

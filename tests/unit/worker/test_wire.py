@@ -8,19 +8,17 @@ from quire.internal.v1 import worker_pb2
 from quire.v1 import types_pb2
 
 from request_fields.fields import SamplingParams
+from step_protocol.columns import u32_from_bytes, u32_to_bytes
 from step_protocol.messages import NO_RULES, RowError, RowErrorCode, StepOutput
+from step_protocol.proto import ROW_ERROR_CODES, output_to_proto
 from svc_common.errors import InvalidRequestError
 from tests.contract.worker_fakes import make_info
 from worker_svc.seals import Seals
 from worker_svc.wire import (
-    ROW_ERROR_CODES,
     blocks_to_proto,
     capacity_to_proto,
     pieces,
     step_batch_from_proto,
-    step_output_to_proto,
-    u32_from_bytes,
-    u32_to_bytes,
 )
 
 SAMPLING = types_pb2.SamplingParams(temperature=0.5, top_k=3, top_p=0.25, min_p=0.125, seed=2**64 - 1)
@@ -77,7 +75,7 @@ def test_every_column_arrives() -> None:
     }
     assert (batch.query_lens.tolist(), batch.context_lens.tolist()) == ([2, 1], [0, 5])
     assert (batch.sample_mask.tolist(), batch.slot_mapping.tolist()) == ([False, True], [12, 13, 20])
-    assert (batch.commit_blocks.tolist(), batch.commit_hashes) == ([8, 9], [b"a" * 16, b"b" * 16])
+    assert (batch.commit_blocks.tolist(), batch.commit_digests) == ([8, 9], [b"a" * 16, b"b" * 16])
     assert (batch.fork_rows.tolist(), batch.fork_parents.tolist(), batch.step_id) == ([2], [0], 4)
     opened, forked = batch.opens
     assert (opened.row, opened.token_ids.tolist(), opened.block_table.tolist()) == (1, [5, 6], [3])
@@ -135,8 +133,8 @@ def test_rules_for_tokens_arrive() -> None:
 @pytest.mark.parametrize(
     ("row_open", "says"),
     [
-        (worker_pb2.RowOpen(token_ids=b"123"), "batch.opens[0].token_ids is 3 bytes"),
-        (worker_pb2.RowOpen(block_table=b"1"), "batch.opens[0].block_table is 1 bytes"),
+        (worker_pb2.RowOpen(token_ids=b"123"), "batch.opens[0].token_ids has 3 bytes"),
+        (worker_pb2.RowOpen(block_table=b"1"), "batch.opens[0].block_table has 1 bytes"),
         (worker_pb2.RowOpen(token_ids=column(1), fork_of_row=0), "fork_of_row is 0, expected one of the two"),
     ],
 )
@@ -158,12 +156,12 @@ def test_an_answer_carries_tokens_and_errors() -> None:
         step_id=5,
         rows=np.array([1, 2], np.uint32),
         token_ids=np.array([7, 8], np.uint32),
-        errors=[RowError(3, RowErrorCode.NAN, "NaN")],
+        errors=[RowError(3, "NaN", RowErrorCode.NAN)],
         forward_us=99,
     )
-    message = step_output_to_proto(output, worker_epoch=6, queue_us=11)
-    assert u32_from_bytes("rows", message.rows).tolist() == [1, 2]
-    assert u32_from_bytes("token_ids", message.token_ids).tolist() == [7, 8]
+    message = output_to_proto(output, worker_epoch=6, queue_us=11)
+    assert u32_from_bytes(message.rows, "rows").tolist() == [1, 2]
+    assert u32_from_bytes(message.token_ids, "token_ids").tolist() == [7, 8]
     assert [(e.row, e.code, e.message) for e in message.errors] == [(3, worker_pb2.ROW_ERROR_CODE_NAN, "NaN")]
     assert (message.step_id, message.worker_epoch, message.queue_us, message.forward_us) == (5, 6, 11, 99)
 
@@ -175,9 +173,9 @@ def test_every_row_error_code_has_a_number() -> None:
 def test_blocks_are_columns() -> None:
     tokens = np.array([[1, 2], [3, 4]], np.uint32)
     message = blocks_to_proto(np.array([8, 9], np.uint32), [b"a" * 16, b"b" * 16], tokens, Seals())
-    assert u32_from_bytes("block_ids", message.block_ids).tolist() == [8, 9]
+    assert u32_from_bytes(message.block_ids, "block_ids").tolist() == [8, 9]
     assert message.hashes == b"a" * 16 + b"b" * 16
-    assert u32_from_bytes("token_ids", message.token_ids).tolist() == [1, 2, 3, 4]
+    assert u32_from_bytes(message.token_ids, "token_ids").tolist() == [1, 2, 3, 4]
     assert message.seals == b""
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from step_protocol.messages import I32
+from step_protocol.columns import I32
 from worker_svc.engine.adapters.adapter import Adapter
 from worker_svc.engine.adapters.packed import AdapterRows, Linear, LowRank, PackedAdapter
 from worker_svc.engine.adapters.targets import SITES

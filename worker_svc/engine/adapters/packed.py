@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from step_protocol.messages import I32, I64
+from step_protocol.columns import I32, I64
 from worker_svc.engine.adapters.adapter import Adapter, AdapterPart
 from worker_svc.engine.adapters.targets import SITES, Module
 from worker_svc.engine.kernels.linear import PANEL

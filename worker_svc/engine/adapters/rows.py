@@ -7,7 +7,8 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from step_protocol.messages import I64, U32, RowOpen
+from step_protocol.columns import I64, U32
+from step_protocol.messages import RowOpen
 
 A = TypeVar("A")
 Find = Callable[[bytes], A | None]

@@ -12,13 +12,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from step_protocol.columns import I32, I64, U32
 from worker_svc.engine.adapters.adapter import Adapter
 from worker_svc.engine.adapters.kernel_adapter import KernelAdapter, site_rows
 from worker_svc.engine.adapters.packed import PackedAdapter
 from worker_svc.engine.backend import (
-    I32,
-    I64,
-    U32,
     AttentionShape,
     ExpertLinears,
     ForwardBatch,

@@ -14,12 +14,10 @@ import torch
 import torch.nn.functional as F
 
 from request_fields.fields import SAMPLER_FIELDS, sampling_params
+from step_protocol.columns import I32, I64, U32
 from worker_svc.engine.adapters.adapter import Adapter
 from worker_svc.engine.adapters.packed import PackedAdapter
 from worker_svc.engine.backend import (
-    I32,
-    I64,
-    U32,
     AttentionShape,
     ExpertLinears,
     ForwardBatch,

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from step_protocol.messages import U32, Bools
-from worker_svc.engine.backend import I64
+from step_protocol.columns import I64, U32, Bools
 
 HASH_BYTES = 16
 LIST_CHUNK = 1024

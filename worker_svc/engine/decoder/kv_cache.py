@@ -6,7 +6,8 @@ import math
 
 import torch
 
-from worker_svc.engine.backend import I64, Backend
+from step_protocol.columns import I64
+from worker_svc.engine.backend import Backend
 from worker_svc.engine.decoder.block_contents import BlockContents
 from worker_svc.engine.kernels.memory import lazy_zeros
 

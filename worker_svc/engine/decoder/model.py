@@ -9,9 +9,10 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 import torch
 
+from step_protocol.columns import I32, I64
 from worker_svc.engine.adapters.packed import PackedAdapter
 from worker_svc.engine.adapters.targets import SITES
-from worker_svc.engine.backend import I32, I64, Backend, ForwardBatch, Linear, Norm, RotaryTable
+from worker_svc.engine.backend import Backend, ForwardBatch, Linear, Norm, RotaryTable
 from worker_svc.engine.decoder.config import ModelConfig
 from worker_svc.engine.decoder.kv_cache import KVCachePool
 from worker_svc.engine.decoder.rotary import rotary_at

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from worker_svc.engine.backend import I64, RotaryTable
+from step_protocol.columns import I64
+from worker_svc.engine.backend import RotaryTable
 from worker_svc.engine.checkpoint.families import MropeKind
 from worker_svc.engine.checkpoint.model_folder import CheckpointError
 from worker_svc.engine.kernels.exact_ops import cos_sin

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from step_protocol.messages import F32, CarriedInput
-from worker_svc.engine.backend import I64, Backend, EncoderColumns
+from step_protocol.columns import F32, I64
+from step_protocol.messages import CarriedInput
+from worker_svc.engine.backend import Backend, EncoderColumns
 from worker_svc.engine.checkpoint.model_folder import CheckpointError
 from worker_svc.engine.checkpoint.tensors import Checkpoint
 from worker_svc.engine.config import EncoderInfo, EngineConfig

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from step_protocol.columns import F32
 from worker_svc.engine.checkpoint.model_folder import CheckpointError, read_object
 
-F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]
 
 MAX_HZ = 8000.0

@@ -13,7 +13,8 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from worker_svc.engine.backend import I32, I64, AttentionShape, Backend, ForwardBatch, Norm
+from step_protocol.columns import I32, I64
+from worker_svc.engine.backend import AttentionShape, Backend, ForwardBatch, Norm
 from worker_svc.engine.decoder.kv_cache import KVCachePool
 from worker_svc.engine.encoder_decoder.config import CONV_STRIDE, EncoderDecoderConfig
 from worker_svc.engine.encoder_decoder.weights import KERNEL, CrossAttention, EncoderDecoderLoader, SeqLayer, Stack

@@ -14,7 +14,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
-from step_protocol.messages import I32, I64, RowOpen
+from step_protocol.columns import I32, I64
+from step_protocol.messages import RowOpen
 from worker_svc.engine.adapters.adapter import Adapter, make_store
 from worker_svc.engine.adapters.rows import RowAdapters
 from worker_svc.engine.adapters.store import AdapterStore

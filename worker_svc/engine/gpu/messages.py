@@ -22,7 +22,8 @@ from safetensors.torch import load, save
 from request_fields.fields import SAMPLER_FIELDS, SamplingParams
 from request_fields.fields import Kind as FieldKind
 from request_fields.grammar import Grammar, GrammarKind
-from step_protocol.messages import U32, CarriedInput, Pooling, PoolingKind, PoolingTask, RowOpen, StepBatch, TokenRules
+from step_protocol.columns import U32
+from step_protocol.messages import CarriedInput, Pooling, PoolingKind, PoolingTask, RowOpen, StepBatch, TokenRules
 from worker_svc.engine.adapters.adapter import Adapter, AdapterPart
 from worker_svc.engine.adapters.targets import Module
 from worker_svc.engine.decoder.block_contents import HASH_BYTES
@@ -64,10 +65,10 @@ STOP, RESET_ROWS = bytes([Kind.STOP]), bytes([Kind.RESET_ROWS])
 def step_to_bytes(batch: StepBatch) -> bytes:
     """The batch must have been checked."""
     columns = [getattr(batch, name) for name in COLUMNS]
-    counts = [*map(len, columns), len(batch.commit_hashes), len(batch.opens)]
+    counts = [*map(len, columns), len(batch.commit_digests), len(batch.opens)]
     parts = [HEAD.pack(Kind.STEP, batch.step_id, *counts)]
     parts += map(_words, columns)
-    parts += [batch.sample_mask.tobytes(), *batch.commit_hashes]
+    parts += [batch.sample_mask.tobytes(), *batch.commit_digests]
     for item in batch.opens:
         rules = item.rules
         parts += [_open_to_bytes(item), *map(_words, (item.token_ids, item.block_table, item.banned_ids))]
@@ -90,7 +91,7 @@ def step_from_bytes(message: bytes) -> StepBatch:
     mask = np.frombuffer(reader.take(len(columns["rows"])), np.bool_)
     hashes = [reader.take(HASH_BYTES) for _ in range(num_hashes)]
     opens = [reader.open() for _ in range(num_opens)]
-    return StepBatch(step_id=step_id, sample_mask=mask, commit_hashes=hashes, opens=opens, **columns)
+    return StepBatch(step_id=step_id, sample_mask=mask, commit_digests=hashes, opens=opens, **columns)
 
 
 def adapter_pieces(adapter: Adapter) -> Iterator[bytes]:

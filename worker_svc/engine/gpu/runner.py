@@ -20,10 +20,11 @@ import torch
 
 from prefix_index.content_ids import FIRST_CONTENT_ID
 from request_fields.checks import default_sampling
-from step_protocol.messages import U32, PoolingKind, RowErrorCode, StepBatch, StepOutput
+from step_protocol.columns import I64, U32
+from step_protocol.messages import PoolingKind, RowErrorCode, StepBatch, StepOutput
 from worker_svc.engine.adapters.adapter import Adapter
 from worker_svc.engine.adapters.store import AdapterStore
-from worker_svc.engine.backend import I64, BackendUnavailableError
+from worker_svc.engine.backend import BackendUnavailableError
 from worker_svc.engine.checkpoint.families import Names
 from worker_svc.engine.checkpoint.features import check_features
 from worker_svc.engine.checkpoint.generation_config import eos_token_ids
@@ -319,7 +320,7 @@ class DeviceRunner:
             self._pool[:, :, target].copy_(self._pool[:, :, source])
         self._contents.uncommit(copies[1])
         if len(batch.commit_blocks):
-            self._contents.commit(batch.commit_blocks.astype(np.int64), batch.commit_hashes)
+            self._contents.commit(batch.commit_blocks.astype(np.int64), batch.commit_digests)
         beams = self._rows.move_beams(batch.beam_rows, batch.beam_parents, batch.beam_tokens, errors)
         self._compute.processing.move(beams, self._rows)
         return copies

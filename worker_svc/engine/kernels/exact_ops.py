@@ -17,8 +17,7 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-F32 = npt.NDArray[np.float32]
-U32 = npt.NDArray[np.uint32]
+from step_protocol.columns import F32, U32
 
 EXACT_BITS = 53  # size of a float64's significand
 MAX_STEP_BITS = 23  # so that a part of a weight is exact in float32

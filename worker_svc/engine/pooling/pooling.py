@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from step_protocol.columns import I64, U32
 from step_protocol.messages import PooledRows, Pooling, PoolingKind, PoolingTask, RowOpen
-from worker_svc.engine.backend import I64, U32
 
 if TYPE_CHECKING:  # simulated workers have no torch
     import torch

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from safetensors.torch import load_file
 
+from step_protocol.columns import F32
 from step_protocol.messages import Pooling, PoolingKind, PoolingTask
 from worker_svc.engine.backend import Linear, Norm
 from worker_svc.engine.checkpoint.model_folder import CheckpointError
@@ -26,7 +26,6 @@ from worker_svc.engine.decoder.weights import LinearMaker
 from worker_svc.engine.kernels.exact_ops import exp
 from worker_svc.engine.pooling.config import DenseLayer, PoolingConfig
 
-F32 = npt.NDArray[np.float32]
 LEAST_LENGTH = 1e-12
 
 

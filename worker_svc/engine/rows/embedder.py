@@ -6,8 +6,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from step_protocol.columns import I64
 from step_protocol.messages import CarriedInput
-from worker_svc.engine.backend import I64, DeepRows, Embedded
+from worker_svc.engine.backend import DeepRows, Embedded
 from worker_svc.engine.rows.images import ImageEncoder
 from worker_svc.engine.rows.inputs import InputSpan
 

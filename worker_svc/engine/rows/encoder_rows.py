@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from step_protocol.messages import U32, Bools, EncoderInput, RowOpen
-from worker_svc.engine.backend import I32, I64
+from step_protocol.columns import I32, I64, U32, Bools
+from step_protocol.messages import EncoderInput, RowOpen
 from worker_svc.engine.config import EncoderInfo
 
 if TYPE_CHECKING:

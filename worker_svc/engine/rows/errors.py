@@ -12,7 +12,7 @@ class RowErrors:
         self._errors: dict[int, RowError] = {}
 
     def add(self, row: int, message: str, code: RowErrorCode = RowErrorCode.BAD_INPUT) -> None:
-        self._errors.setdefault(row, RowError(row, code, message))
+        self._errors.setdefault(row, RowError(row, message, code))
 
     def add_all(self, errors: list[RowError]) -> None:
         for error in errors:

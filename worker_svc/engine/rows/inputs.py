@@ -13,8 +13,8 @@ import numpy as np
 
 from prefix_index.content_ids import DIGEST_BYTES, FIRST_CONTENT_ID, content_ids
 from request_fields.inputs import AUDIO_DTYPES, EMBEDDING_DTYPES, INPUT_DTYPE_BYTES, ImageShape
-from step_protocol.messages import U32, CarriedInput, ImageSpan, RowOpen
-from worker_svc.engine.backend import I64
+from step_protocol.columns import I64, U32
+from step_protocol.messages import CarriedInput, ImageSpan, RowOpen
 
 
 @dataclass(frozen=True, slots=True)

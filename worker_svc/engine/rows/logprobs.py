@@ -16,8 +16,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from request_fields.fields import MAX_LOGPROBS
+from step_protocol.columns import I64, U32
 from step_protocol.messages import LogprobColumns, RowOpen
-from worker_svc.engine.backend import I64, U32, TopLogprobs
+from worker_svc.engine.backend import TopLogprobs
 
 NOT_ASKED = -1
 

@@ -10,11 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import numpy as np
-import numpy.typing as npt
 
+from step_protocol.columns import I64
 from step_protocol.messages import ImageSpan
-
-I64 = npt.NDArray[np.int64]
 
 
 class MropePositions:

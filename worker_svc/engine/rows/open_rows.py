@@ -15,9 +15,10 @@ import numpy.typing as npt
 from request_fields.checks import check_sampling
 from request_fields.fields import SAMPLER_FIELDS, FieldError, Kind
 from request_fields.inputs import ImageShape
-from step_protocol.messages import U32, Bools, CarriedInput, RowOpen, StepBatch
+from step_protocol.columns import I32, I64, U32, Bools
+from step_protocol.messages import CarriedInput, RowOpen, StepBatch
 from worker_svc.engine.adapters.rows import RowAdapters
-from worker_svc.engine.backend import I32, I64, SamplingColumns
+from worker_svc.engine.backend import SamplingColumns
 from worker_svc.engine.config import EncoderInfo
 from worker_svc.engine.pooling.pooling import PooledChunk, PoolingTable
 from worker_svc.engine.rows.encoder_rows import EncoderTable, OutputRules

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from step_protocol.messages import I64, U32, RowOpen
+from step_protocol.columns import I64, U32
+from step_protocol.messages import RowOpen
 from worker_svc.engine.rows.mrope import MropePositions
 
 

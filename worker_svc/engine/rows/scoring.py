@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from step_protocol.messages import Bools, LogprobColumns, PromptLogprobs
-from worker_svc.engine.backend import I64, U32, Backend
+from step_protocol.columns import I64, U32, Bools
+from step_protocol.messages import LogprobColumns, PromptLogprobs
+from worker_svc.engine.backend import Backend
 from worker_svc.engine.rows.logprobs import Asked, PromptTargets, concat_columns, spread, to_columns
 
 LOGITS_AT_ONCE = 64  # rows of logits in memory for prompt tokens: 38 MB if vocab is 150,000

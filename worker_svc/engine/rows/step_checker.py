@@ -6,10 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from step_protocol.messages import BadBatchError, Bools, StepBatch
-from worker_svc.engine.backend import I64
+from step_protocol.columns import I64, Bools
+from step_protocol.messages import BadBatchError, StepBatch
 from worker_svc.engine.config import EngineInfo
-from worker_svc.engine.decoder.block_contents import HASH_BYTES
 from worker_svc.engine.rows.errors import RowErrors
 from worker_svc.engine.rows.open_rows import RowTable
 
@@ -44,23 +43,11 @@ class StepPlanner:
         self._slot_owner = np.zeros(info.num_blocks * info.block_size, np.int64)
 
     def check_columns(self, batch: StepBatch) -> None:
-        """Raises BadBatchError for columns that contradict each other or the pool."""
-        num_rows, info = len(batch.rows), self._info
-        for name in ("query_lens", "context_lens", "sample_mask"):
-            _check_length(name, len(getattr(batch, name)), "rows", num_rows)
-        num_tokens = int(batch.query_lens.sum(dtype=np.int64))
-        _check_length("slot_mapping", len(batch.slot_mapping), "the sum of query_lens", num_tokens)
+        """Raises BadBatchError for columns that contradict the pool. Their lengths agree: the protocol checks them."""
+        info = self._info
+        num_tokens = len(batch.slot_mapping)
         if num_tokens > info.max_num_batched_tokens:
             raise BadBatchError(f"{num_tokens} tokens exceed max_num_batched_tokens {info.max_num_batched_tokens}")
-        _check_length("table_indices", len(batch.table_indices), "table_rows", len(batch.table_rows))
-        _check_length("table_blocks", len(batch.table_blocks), "table_rows", len(batch.table_rows))
-        _check_length("beam_parents", len(batch.beam_parents), "beam_rows", len(batch.beam_rows))
-        _check_length("beam_tokens", len(batch.beam_tokens), "beam_rows", len(batch.beam_rows))
-        _check_length("copy_dst", len(batch.copy_dst), "copy_src", len(batch.copy_src))
-        _check_length("commit_hashes", len(batch.commit_hashes), "commit_blocks", len(batch.commit_blocks))
-        _check_length("fork_parents", len(batch.fork_parents), "fork_rows", len(batch.fork_rows))
-        if any(len(digest) != HASH_BYTES for digest in batch.commit_hashes):
-            raise BadBatchError(f"commit_hashes must have {HASH_BYTES} bytes each")
         for name in ("copy_src", "copy_dst", "commit_blocks"):
             blocks = getattr(batch, name)
             if len(blocks) and (block := int(blocks.max())) >= info.num_blocks:
@@ -169,8 +156,3 @@ class _Tokens:
         self.batch_indices = np.repeat(keep, query_lens)  # [T] index into the whole batch
         self.rows = np.repeat(self.batch_rows, query_lens)
         self.positions = np.arange(len(slots)) + np.repeat(self.context_lens - self.starts[:-1], query_lens)
-
-
-def _check_length(name: str, length: int, of: str, expected: int) -> None:
-    if length != expected:
-        raise BadBatchError(f"{name} has {length} entries, expected {expected} to match {of}")

@@ -10,14 +10,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
-from step_protocol.messages import F32, U32, Candidates
+from step_protocol.columns import F32, I64, U32
+from step_protocol.messages import BeamCandidates
 
 if TYPE_CHECKING:
     import torch  # rows use these types even if torch is not installed
-
-I64 = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +35,12 @@ def take_log_softmax(logits: torch.Tensor, beams: BeamLines) -> None:
         logits[line] = logits[line].log_softmax(-1)
 
 
-def best_candidates(logprobs: torch.Tensor, beams: BeamLines) -> Candidates:
+def best_candidates(logprobs: torch.Tensor, beams: BeamLines) -> BeamCandidates:
     """The candidates of all beams of a step; `logprobs` [S, vocab] float32, processed."""
     counts = zip(beams.lines.tolist(), beams.counts.tolist(), strict=True)
     parts = [_best(logprobs[line], count) for line, count in counts]
     rows = np.repeat(beams.rows, beams.counts).astype(np.uint32)
-    return Candidates(rows, np.concatenate([ids for ids, _ in parts]), np.concatenate([best for _, best in parts]))
+    return BeamCandidates(rows, np.concatenate([ids for ids, _ in parts]), np.concatenate([best for _, best in parts]))
 
 
 def _best(logprobs: torch.Tensor, count: int) -> tuple[U32, F32]:

@@ -22,7 +22,8 @@ import numpy as np
 import numpy.typing as npt
 
 from request_fields.grammar import Grammar
-from step_protocol.messages import EMPTY, U32, Bools, RowError, RowErrorCode, RowOpen
+from step_protocol.columns import I64, U32, Bools
+from step_protocol.messages import EMPTY, RowError, RowOpen
 from worker_svc.engine.kernels.machine import available_cores
 
 if TYPE_CHECKING:
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 
     from grammars.compiler import GrammarCompiler
 
-I64 = npt.NDArray[np.int64]
 
 MAX_COMPILED = 256  # grammars in the cache
 COMPILE_THREADS = 2
@@ -121,7 +121,7 @@ class RowMasks:
 
     def errors(self, rows: I64) -> list[RowError]:
         """The errors of failed rows; `rows` [S] are the rows of the logits."""
-        return [RowError(int(rows[line]), RowErrorCode.INTERNAL, text) for line, text in self.failures.items()]
+        return [RowError(int(rows[line]), text) for line, text in self.failures.items()]
 
     def without_failed(self) -> RowMasks:
         """The masks after the lines of failed rows were removed from the logits."""

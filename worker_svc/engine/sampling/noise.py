@@ -20,9 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from request_fields.fields import SamplingParams
+from step_protocol.columns import F32, U32
 
-F32 = npt.NDArray[np.float32]
-U32 = npt.NDArray[np.uint32]
 U64 = npt.NDArray[np.uint64]
 
 GREEDY_BELOW = 1e-5  # temperature

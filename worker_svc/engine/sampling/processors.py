@@ -33,9 +33,8 @@ from request_fields.fields import (
     MAX_RULE_IDS,
     SamplingParams,
 )
-from step_protocol.messages import F32, U32, RowOpen, TokenRules
-
-I64 = npt.NDArray[np.int64]
+from step_protocol.columns import F32, I64, U32
+from step_protocol.messages import RowOpen, TokenRules
 
 ALWAYS = 2**31  # output position that no row reaches
 

@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from worker_svc.engine.backend import I32, AttentionShape, BackendUnavailableError, HeadShape
+from step_protocol.columns import I32
+from worker_svc.engine.backend import AttentionShape, BackendUnavailableError, HeadShape
 from worker_svc.engine.gpu.attention.paged import LayerCache
 from worker_svc.engine.gpu.attention.tiles import Processors
 from worker_svc.engine.gpu.kernels.pack_tables import pack_tables

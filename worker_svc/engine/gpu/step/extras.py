@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from step_protocol.messages import NO_CANDIDATES, Bools, Candidates, LogprobColumns, PooledRows, PromptLogprobs
-from worker_svc.engine.backend import I64
+from step_protocol.columns import I64, Bools
+from step_protocol.messages import NO_CANDIDATES, BeamCandidates, LogprobColumns, PooledRows, PromptLogprobs
 from worker_svc.engine.gpu.step.pooling import HostPooled, PooledTokens
 from worker_svc.engine.gpu.step.scores import HostCandidates, HostScores
 from worker_svc.engine.rows.logprobs import Asked, PromptTargets, concat_columns, spread, to_columns
@@ -89,6 +89,6 @@ class StepExtras:
         """The numbers of good rows, and the rows whose numbers are not finite."""
         return (None, []) if self.pooled is None else self.pooled.read()
 
-    def candidates(self, bad_rows: I64) -> Candidates:
+    def candidates(self, bad_rows: I64) -> BeamCandidates:
         """The candidates of all beams but the bad ones."""
         return NO_CANDIDATES if self.beams is None else self.beams.read().without(bad_rows)

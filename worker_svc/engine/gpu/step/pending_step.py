@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from step_protocol.messages import NO_CANDIDATES, U32, RowError, RowErrorCode, StepOutput
-from worker_svc.engine.backend import I64
+from step_protocol.columns import I64, U32
+from step_protocol.messages import NO_CANDIDATES, RowError, RowErrorCode, StepOutput
 from worker_svc.engine.gpu.step.extras import StepExtras
 from worker_svc.engine.gpu.step.step_buffer import Staging
 from worker_svc.engine.model_runner import NOTHING_TO_SAMPLE
@@ -78,8 +78,8 @@ class PendingStep:
             candidates = extras.candidates(bad_rows)
         failed = {error.row for error in self._errors}
         bad = (row for row in bad_rows.tolist() if row not in failed)
-        errors = self._errors + [RowError(row, RowErrorCode.NAN, NOTHING_TO_SAMPLE) for row in bad]
-        errors += [RowError(row, RowErrorCode.NAN, NOT_FINITE) for row in bad_pooled]
+        errors = self._errors + [RowError(row, NOTHING_TO_SAMPLE, RowErrorCode.NAN) for row in bad]
+        errors += [RowError(row, NOT_FINITE, RowErrorCode.NAN) for row in bad_pooled]
         elapsed_us = int((time.perf_counter() - self.started) * 1e6)
         good_rows = rows[~is_bad].astype(np.uint32)
         return StepOutput(

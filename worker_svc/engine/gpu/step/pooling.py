@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from step_protocol.columns import I64
 from step_protocol.messages import PooledRows, PoolingKind, PoolingTask
-from worker_svc.engine.backend import I64, Linear, Norm
+from worker_svc.engine.backend import Linear, Norm
 from worker_svc.engine.checkpoint.tensors import Checkpoint
 from worker_svc.engine.config import Determinism
 from worker_svc.engine.decoder.config import ModelConfig

@@ -6,8 +6,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from step_protocol.messages import F32, U32, RowOpen
-from worker_svc.engine.backend import I64
+from step_protocol.columns import F32, I64, U32
+from step_protocol.messages import RowOpen
 from worker_svc.engine.gpu.kernels.sampler.banned import mask_banned
 from worker_svc.engine.gpu.kernels.sampler.process import IN_PROMPT, RECENT, ban_bad_words, note_tokens, process
 from worker_svc.engine.gpu.uploads import to_device

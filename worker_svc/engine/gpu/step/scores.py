@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from step_protocol.messages import Candidates
-from worker_svc.engine.backend import I64, TopLogprobs
+from step_protocol.columns import I64
+from step_protocol.messages import BeamCandidates
+from worker_svc.engine.backend import TopLogprobs
 from worker_svc.engine.gpu.collectives.group import Group
 from worker_svc.engine.gpu.uploads import to_device, to_host
 from worker_svc.engine.rows.logprobs import Asked, PromptTargets
@@ -46,10 +47,10 @@ class HostCandidates:
     values: torch.Tensor  # float32 [P, most candidates]
     ids: torch.Tensor  # int64 [P, most candidates]
 
-    def read(self) -> Candidates:
+    def read(self) -> BeamCandidates:
         is_kept = np.arange(self.values.shape[1]) < self.beams.counts[:, None]
         rows = np.repeat(self.beams.rows, self.beams.counts).astype(np.uint32)
-        return Candidates(rows, self.ids.numpy()[is_kept].astype(np.uint32), self.values.numpy()[is_kept])
+        return BeamCandidates(rows, self.ids.numpy()[is_kept].astype(np.uint32), self.values.numpy()[is_kept])
 
 
 class Scorer:

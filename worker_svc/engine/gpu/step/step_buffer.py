@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from request_fields.fields import MAX_BANNED_IDS
-from worker_svc.engine.backend import I32, I64, Embedded
+from step_protocol.columns import I32, I64
+from worker_svc.engine.backend import Embedded
 from worker_svc.engine.gpu.kernels.attention import Queries
 from worker_svc.engine.gpu.layers.device_slots import NO_ADAPTER, StepAdapters
 from worker_svc.engine.gpu.step.device_rows import HEAD_WORDS

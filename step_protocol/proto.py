@@ -1,0 +1,409 @@
+"""Steps and their answers as messages of the worker protocol: the scheduler writes what the worker reads, and reversed.
+
+Columns are read-only views of a message, without a copy. Only the form is checked here: a column has whole items, and
+as many as the column that it belongs to. A message that fails here changes nothing. The engine checks rows, blocks and
+slots against its pool; the scheduler checks answers against the step that it sent.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from quire.internal.v1 import encoder_pb2, inputs_pb2, logprobs_pb2, pooling_pb2, worker_pb2
+from quire.v1 import types_pb2
+
+from request_fields import checks
+from request_fields.fields import FieldError, sampling_params
+from request_fields.grammar import Grammar, grammar_of
+from step_protocol.columns import U32, Bools, WireError, f32_from_bytes, f32_to_bytes, u32_from_bytes, u32_to_bytes
+from step_protocol.messages import (
+    EMPTY,
+    NO_CANDIDATES,
+    NO_RULES,
+    BeamCandidates,
+    CarriedInput,
+    EncoderInput,
+    ImageSpan,
+    ImageWork,
+    LogprobColumns,
+    PooledRows,
+    Pooling,
+    PoolingKind,
+    PoolingTask,
+    PromptLogprobs,
+    RowError,
+    RowErrorCode,
+    RowOpen,
+    StepBatch,
+    StepOutput,
+    TokenRules,
+)
+
+DIGEST_BYTES = 16
+
+# Columns that are empty in most steps, in groups of equal length.
+CHANGES = (
+    ("close_rows",),
+    ("table_rows", "table_indices", "table_blocks"),
+    ("copy_src", "copy_dst"),
+    ("commit_blocks",),
+    ("fork_rows", "fork_parents"),
+    ("beam_rows", "beam_parents", "beam_tokens"),
+)
+ROW_ERROR_CODES = {
+    RowErrorCode.NAN: worker_pb2.ROW_ERROR_CODE_NAN,
+    RowErrorCode.BAD_INPUT: worker_pb2.ROW_ERROR_CODE_BAD_INPUT,
+    RowErrorCode.INTERNAL: worker_pb2.ROW_ERROR_CODE_INTERNAL,
+}
+ERRORS_BY_CODE: dict[int, RowErrorCode] = {number: code for code, number in ROW_ERROR_CODES.items()}
+INPUT_KINDS = {
+    inputs_pb2.INPUT_KIND_EMBEDDINGS: "embeddings",
+    inputs_pb2.INPUT_KIND_IMAGE: "image",
+    inputs_pb2.INPUT_KIND_AUDIO: "audio",
+}
+INPUT_DTYPES = {
+    inputs_pb2.INPUT_DTYPE_FLOAT32: "float32",
+    inputs_pb2.INPUT_DTYPE_BFLOAT16: "bfloat16",
+    inputs_pb2.INPUT_DTYPE_FLOAT16: "float16",
+    inputs_pb2.INPUT_DTYPE_INT16: "int16",
+    inputs_pb2.INPUT_DTYPE_UINT8: "uint8",
+}
+POOLING_TASKS: dict[int, PoolingTask] = {
+    pooling_pb2.POOLING_TASK_VECTOR: PoolingTask.VECTOR,
+    pooling_pb2.POOLING_TASK_LOGITS: PoolingTask.LOGITS,
+    pooling_pb2.POOLING_TASK_CLASSES: PoolingTask.CLASSES,
+}
+POOLING_KINDS: dict[int, PoolingKind] = {
+    types_pb2.POOLING_KIND_LAST: PoolingKind.LAST,
+    types_pb2.POOLING_KIND_MEAN: PoolingKind.MEAN,
+    types_pb2.POOLING_KIND_CLS: PoolingKind.CLS,
+}
+
+
+# -- steps -----------------------------------------------------------------------------------------------------------
+
+
+def batch_to_proto(batch: StepBatch, message: worker_pb2.StepBatch) -> None:
+    """Fills a message with a step, except for its fence, opens and tags. Written out, because every step costs it."""
+    message.step_id = batch.step_id
+    message.rows = u32_to_bytes(batch.rows)
+    message.context_lens = u32_to_bytes(batch.context_lens)
+    message.slot_mapping = u32_to_bytes(batch.slot_mapping)
+    if len(batch.slot_mapping) > len(batch.rows):  # some row computes several tokens
+        message.query_lens = u32_to_bytes(batch.query_lens)
+    if not batch.is_decode and np.count_nonzero(batch.sample_mask) < len(batch.sample_mask):
+        message.sample_mask = batch.sample_mask.tobytes()
+    if batch.close_rows is not EMPTY:
+        message.close_rows = u32_to_bytes(batch.close_rows)
+    if batch.table_rows is not EMPTY:
+        message.table_rows = u32_to_bytes(batch.table_rows)
+        message.table_indices = u32_to_bytes(batch.table_indices)
+        message.table_blocks = u32_to_bytes(batch.table_blocks)
+    if batch.copy_src is not EMPTY:
+        message.copy_src = u32_to_bytes(batch.copy_src)
+        message.copy_dst = u32_to_bytes(batch.copy_dst)
+    if batch.commit_blocks is not EMPTY:
+        message.commit_blocks = u32_to_bytes(batch.commit_blocks)
+    if batch.fork_rows is not EMPTY:
+        message.fork_rows = u32_to_bytes(batch.fork_rows)
+        message.fork_parents = u32_to_bytes(batch.fork_parents)
+    if batch.beam_rows is not EMPTY:
+        message.beam_rows = u32_to_bytes(batch.beam_rows)
+        message.beam_parents = u32_to_bytes(batch.beam_parents)
+        message.beam_tokens = u32_to_bytes(batch.beam_tokens)
+    if batch.commit_digests:
+        message.commit_hashes = b"".join(batch.commit_digests)
+    if batch.images:
+        message.images = u32_to_bytes(np.array(batch.images, np.uint32))
+
+
+def batch_from_proto(message: worker_pb2.StepBatch) -> StepBatch:
+    """One step for the engine. WireError names the column, its value and the expected one."""
+    rows = u32_from_bytes(message.rows, "rows")
+    query_lens = _query_lens(message.query_lens, len(rows))
+    num_tokens = int(query_lens.sum(dtype=np.uint64))
+    changes: dict[str, Any] = _changes(message)
+    return StepBatch(
+        step_id=message.step_id,
+        rows=rows,
+        query_lens=query_lens,
+        context_lens=_column("context_lens", message.context_lens, len(rows), "one per item of rows"),
+        sample_mask=_sample_mask(message.sample_mask, len(rows)),
+        slot_mapping=_column("slot_mapping", message.slot_mapping, num_tokens, "the sum of query_lens"),
+        opens=[_row_open(f"opens[{i}]", row_open) for i, row_open in enumerate(message.opens)],
+        commit_digests=_digests(message.commit_hashes, len(changes.get("commit_blocks", EMPTY))),
+        images=_image_work(message.images) if message.images else (),
+        **changes,
+    )
+
+
+def _changes(message: worker_pb2.StepBatch) -> dict[str, U32]:
+    found = {}
+    for names in CHANGES:
+        columns = [getattr(message, name) for name in names]
+        if not any(columns):
+            continue
+        length = len(columns[0]) // 4
+        for name, data in zip(names, columns, strict=True):
+            found[name] = _column(name, data, length, f"one per item of {names[0]}")
+    return found
+
+
+def _column(field: str, data: bytes, length: int, length_of: str) -> U32:
+    column = u32_from_bytes(data, field)
+    if len(column) != length:
+        raise _invalid(field, f"has {len(column)} items, expected {length} ({length_of})")
+    return column
+
+
+def _invalid(field: str, problem: str) -> WireError:
+    return WireError(f"{field} {problem}", field)
+
+
+def _image_work(data: bytes) -> tuple[ImageWork, ...]:
+    values = u32_from_bytes(data, "images")
+    if len(values) % 4:
+        raise _invalid("images", f"has {len(values)} numbers, expected four per image")
+    work = tuple(ImageWork(*item) for item in values.reshape(-1, 4).tolist())
+    if any(not 0 < item.done <= item.total for item in work):
+        raise _invalid("images", "has work that is 0, or beyond all work of its image")
+    return work
+
+
+def _query_lens(data: bytes, num_rows: int) -> U32:
+    if not data:
+        return np.ones(num_rows, dtype=np.uint32)
+    query_lens = _column("query_lens", data, num_rows, "one per item of rows, or none for all 1")
+    if not query_lens.all():
+        raise _invalid("query_lens", f"is 0 at index {int(query_lens.argmin())}, expected at least 1")
+    return query_lens
+
+
+def _sample_mask(data: bytes, num_rows: int) -> Bools:
+    if not data:
+        return np.ones(num_rows, dtype=np.bool_)
+    mask = np.frombuffer(data, dtype=np.uint8)
+    if len(mask) != num_rows:
+        raise _invalid("sample_mask", f"has {len(mask)} items, expected {num_rows} (one per item of rows)")
+    if mask.max() > 1:
+        raise _invalid("sample_mask", f"has {int(mask.max())} at index {int(mask.argmax())}, expected 0 or 1")
+    return mask.view(np.bool_)
+
+
+def _digests(data: bytes, num_blocks: int) -> list[bytes]:
+    if len(data) != DIGEST_BYTES * num_blocks:
+        expected = f"{DIGEST_BYTES * num_blocks} ({DIGEST_BYTES} per item of commit_blocks)"
+        raise _invalid("commit_hashes", f"has {len(data)} bytes, expected {expected}")
+    return [data[start : start + DIGEST_BYTES] for start in range(0, len(data), DIGEST_BYTES)]
+
+
+# -- rows that open --------------------------------------------------------------------------------------------------
+
+
+def _row_open(field: str, message: worker_pb2.RowOpen) -> RowOpen:
+    fork_of_row = message.fork_of_row if message.HasField("fork_of_row") else None
+    if fork_of_row is not None and message.token_ids:
+        raise _invalid(f"{field}.token_ids", f"has tokens and fork_of_row is {fork_of_row}, expected one of the two")
+    return RowOpen(
+        row=message.row,
+        token_ids=u32_from_bytes(message.token_ids, f"{field}.token_ids"),
+        prompt_len=message.prompt_len,
+        block_table=u32_from_bytes(message.block_table, f"{field}.block_table"),
+        num_computed_tokens=message.num_computed_tokens,
+        sampling=sampling_params(checks.values_set(message.sampling)),
+        sample_index=message.sample_index,
+        fork_of_row=fork_of_row,
+        banned_ids=u32_from_bytes(message.banned_ids, f"{field}.banned_ids"),
+        banned_before=message.banned_before,
+        rules=_rules(message),
+        grammar=_grammar(field, message.sampling),
+        logprobs=message.logprobs if message.HasField("logprobs") else None,
+        prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
+        num_candidates=message.num_candidates,
+        adapter=_adapter_digest(field, message.adapter),
+        pooling=_pooling(field, message.pooling) if message.HasField("pooling") else None,
+        inputs=tuple(map(_carried_input, message.inputs)),
+        encoder=_encoder(message.encoder) if message.HasField("encoder") else None,
+        images=_spans(f"{field}.images", message.images),
+    )
+
+
+def _encoder(message: encoder_pb2.EncoderInput) -> EncoderInput:
+    return EncoderInput(
+        num_tokens=message.num_tokens,
+        allowed={entry.position: np.array(entry.ids, np.uint32) for entry in message.allowed},
+        banned_ids=np.array(message.banned_ids, np.uint32),
+        first_banned_ids=np.array(message.first_banned_ids, np.uint32),
+        first_banned_at=message.first_banned_at,
+    )
+
+
+def _carried_input(message: inputs_pb2.CarriedInput) -> CarriedInput:
+    """One input. The engine checks it, so that a bad input is an error of its row and not of the step."""
+    return CarriedInput(
+        kind=INPUT_KINDS.get(message.kind, str(message.kind)),
+        digest=message.digest,
+        start=message.start,
+        length=message.length,
+        dtype=INPUT_DTYPES.get(message.dtype, str(message.dtype)),
+        shape=tuple(message.shape),
+        data=message.data,
+    )
+
+
+def _adapter_digest(field: str, digest: bytes) -> bytes:
+    if digest and len(digest) != DIGEST_BYTES:
+        raise _invalid(f"{field}.adapter", f"has {len(digest)} bytes, expected {DIGEST_BYTES} or none")
+    return digest
+
+
+def _pooling(field: str, message: pooling_pb2.Pooling) -> Pooling:
+    if message.task not in POOLING_TASKS:
+        raise _invalid(f"{field}.pooling.task", f"is {message.task}, expected one of {list(POOLING_TASKS)}")
+    if message.task == pooling_pb2.POOLING_TASK_VECTOR and message.kind not in POOLING_KINDS:
+        raise _invalid(f"{field}.pooling.kind", f"is {message.kind}, expected one of {list(POOLING_KINDS)}")
+    return Pooling(
+        task=POOLING_TASKS[message.task],
+        kind=POOLING_KINDS.get(message.kind, PoolingKind.LAST),
+        normalize=message.normalize,
+        dimensions=message.dimensions,
+        token_ids=np.array(message.token_ids, np.uint32),
+        second_text=message.second_text,
+    )
+
+
+def _spans(field: str, data: bytes) -> tuple[ImageSpan, ...]:
+    values = u32_from_bytes(data, field)
+    if len(values) % 3:
+        raise _invalid(field, f"has {len(values)} numbers, expected three per image")
+    return tuple(ImageSpan(*span) for span in values.reshape(-1, 3).tolist())
+
+
+def _rules(message: worker_pb2.RowOpen) -> TokenRules:
+    sampling = message.sampling
+    if not (sampling.allowed_token_ids or sampling.banned_token_ids or sampling.logit_bias or message.bad_words_ids):
+        return NO_RULES
+    return TokenRules(
+        allowed_ids=np.array(sampling.allowed_token_ids, np.uint32),
+        banned_ids=np.array(sampling.banned_token_ids, np.uint32),
+        bad_words=tuple(np.array(word.ids, np.uint32) for word in message.bad_words_ids),
+        bias_ids=np.array(list(sampling.logit_bias), np.uint32),
+        biases=np.array(list(sampling.logit_bias.values()), np.float32),
+    )
+
+
+def _grammar(field: str, sampling: types_pb2.SamplingParams) -> Grammar | None:
+    try:
+        return grammar_of(sampling)
+    except FieldError as error:
+        raise WireError(f"{field}.{error}", f"{field}.{error.field}") from None
+
+
+# -- answers ---------------------------------------------------------------------------------------------------------
+
+
+def output_to_proto(output: StepOutput, *, worker_epoch: int, queue_us: int) -> worker_pb2.StepOutput:
+    """The answer to a step. `queue_us` is the time that the step waited for the model."""
+    message = worker_pb2.StepOutput(
+        step_id=output.step_id,
+        worker_epoch=worker_epoch,
+        rows=u32_to_bytes(output.rows),
+        token_ids=u32_to_bytes(output.token_ids),
+        queue_us=queue_us,
+        forward_us=output.forward_us,
+    )
+    for error in output.errors:
+        message.errors.add(row=error.row, code=ROW_ERROR_CODES[error.code], message=error.message)
+    if output.logprobs is not None:
+        logprobs_to_proto(output.logprobs, message.logprobs)
+    if output.prompt_logprobs is not None:
+        message.prompt_rows = u32_to_bytes(output.prompt_logprobs.rows)
+        message.prompt_positions = u32_to_bytes(output.prompt_logprobs.positions)
+        logprobs_to_proto(output.prompt_logprobs.columns, message.prompt_logprobs)
+    if len(output.candidates.rows):
+        message.candidate_rows = u32_to_bytes(output.candidates.rows)
+        message.candidate_ids = u32_to_bytes(output.candidates.token_ids)
+        message.candidate_logprobs = f32_to_bytes(output.candidates.logprobs)
+    if output.pooled is not None:
+        message.pooled_rows = u32_to_bytes(output.pooled.rows)
+        message.pooled_lens = u32_to_bytes(output.pooled.lens)
+        message.pooled_values = f32_to_bytes(output.pooled.values)
+    return message
+
+
+def output_from_proto(message: worker_pb2.StepOutput) -> StepOutput:
+    """A worker's answer. Raises WireError if its columns disagree."""
+    rows = u32_from_bytes(message.rows, "rows")
+    token_ids = u32_from_bytes(message.token_ids, "token_ids")
+    if len(rows) != len(token_ids):
+        raise WireError(f"{len(rows)} rows but {len(token_ids)} token_ids")
+    return StepOutput(
+        step_id=message.step_id,
+        rows=rows,
+        token_ids=token_ids,
+        errors=[_row_error(error) for error in message.errors],
+        forward_us=message.forward_us,
+        logprobs=_logprobs(message.logprobs, len(rows)) if message.HasField("logprobs") else None,
+        prompt_logprobs=_prompt_logprobs(message) if message.HasField("prompt_logprobs") else None,
+        candidates=_candidates(message) if message.candidate_rows else NO_CANDIDATES,
+        pooled=_pooled(message) if message.pooled_rows else None,
+    )
+
+
+def _row_error(message: worker_pb2.RowError) -> RowError:
+    if message.code in ERRORS_BY_CODE:
+        return RowError(message.row, message.message, ERRORS_BY_CODE[message.code])
+    return RowError(message.row, f"code {message.code}: {message.message}".removesuffix(": "))  # of a newer worker
+
+
+def logprobs_to_proto(columns: LogprobColumns, message: logprobs_pb2.LogprobColumns) -> None:
+    """Fills a message with log probabilities."""
+    message.lens = u32_to_bytes(columns.lens)
+    message.logprobs = f32_to_bytes(columns.logprobs)
+    message.token_ids = u32_to_bytes(columns.token_ids)
+    message.ranks = u32_to_bytes(columns.ranks)
+
+
+def _logprobs(message: logprobs_pb2.LogprobColumns, num_tokens: int) -> LogprobColumns:
+    columns = LogprobColumns(
+        lens=u32_from_bytes(message.lens, "lens"),
+        logprobs=f32_from_bytes(message.logprobs, "logprobs"),
+        token_ids=u32_from_bytes(message.token_ids, "logprobs.token_ids"),
+        ranks=u32_from_bytes(message.ranks, "ranks"),
+    )
+    expected = num_tokens, int(columns.lens.sum(dtype=np.uint64)), int(np.count_nonzero(columns.lens))
+    found = len(columns.lens), len(columns.logprobs), len(columns.ranks)
+    if found != expected or len(columns.token_ids) != expected[1]:
+        raise WireError(
+            f"log probabilities have {found[0]} lens, {found[1]} logprobs, {len(columns.token_ids)} token_ids and "
+            f"{found[2]} ranks; expected {expected[0]}, {expected[1]}, {expected[1]} and {expected[2]}"
+        )
+    return columns
+
+
+def _prompt_logprobs(message: worker_pb2.StepOutput) -> PromptLogprobs:
+    rows = u32_from_bytes(message.prompt_rows, "prompt_rows")
+    positions = u32_from_bytes(message.prompt_positions, "prompt_positions")
+    if len(rows) != len(positions):
+        raise WireError(f"{len(rows)} prompt_rows but {len(positions)} prompt_positions")
+    return PromptLogprobs(rows, positions, _logprobs(message.prompt_logprobs, len(rows)))
+
+
+def _candidates(message: worker_pb2.StepOutput) -> BeamCandidates:
+    rows = u32_from_bytes(message.candidate_rows, "candidate_rows")
+    token_ids = u32_from_bytes(message.candidate_ids, "candidate_ids")
+    logprobs = f32_from_bytes(message.candidate_logprobs, "candidate_logprobs")
+    if not len(rows) == len(token_ids) == len(logprobs):
+        raise WireError(
+            f"{len(rows)} candidate_rows, {len(token_ids)} candidate_ids and {len(logprobs)} candidate_logprobs"
+        )
+    return BeamCandidates(rows, token_ids, logprobs)
+
+
+def _pooled(message: worker_pb2.StepOutput) -> PooledRows:
+    rows, lens = u32_from_bytes(message.pooled_rows, "pooled_rows"), u32_from_bytes(message.pooled_lens, "pooled_lens")
+    values = f32_from_bytes(message.pooled_values, "pooled_values")
+    if len(rows) != len(lens) or int(lens.sum(dtype=np.uint64)) != len(values):
+        raise WireError(f"{len(rows)} pooled_rows, {len(lens)} pooled_lens and {len(values)} pooled_values")
+    return PooledRows(rows, lens, values)
