@@ -18,7 +18,7 @@ from worker_svc.engine.config import (
     QUANTIZING_BACKENDS,
     EngineConfig,
 )
-from worker_svc.sim_executor import SimConfig
+from worker_svc.simulator.runner import SimConfig
 
 EPILOG = """examples:
   quire-worker --model ./Qwen3-0.6B --scheduler 127.0.0.1:50052 --dtype bfloat16 --kv-cache-memory 2G

@@ -43,7 +43,7 @@ from worker_svc.registration import Registration
 from worker_svc.row_traces import RowTraces
 from worker_svc.runner import Runner
 from worker_svc.servicer import WorkerServicer
-from worker_svc.sim_executor import SimRunner
+from worker_svc.simulator.runner import SimRunner
 from worker_svc.wire import capacity_to_proto
 
 log = logging.getLogger(__name__)

@@ -25,7 +25,7 @@ from tests.contract.worker_fakes import (
 from worker_svc.engine.config import EngineConfig
 from worker_svc.lease import NUM_KEPT_ANSWERS
 from worker_svc.runner import Runner
-from worker_svc.sim_executor import SimConfig, SimRunner
+from worker_svc.simulator.runner import SimConfig, SimRunner
 
 FAILED_PRECONDITION = grpc.StatusCode.FAILED_PRECONDITION
 INVALID_ARGUMENT = grpc.StatusCode.INVALID_ARGUMENT

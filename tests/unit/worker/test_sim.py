@@ -32,9 +32,9 @@ from step_protocol.messages import (
 )
 from tests.carried import random_embeddings, with_content_ids
 from worker_svc.engine.config import EngineConfig
-from worker_svc.sim_executor import SimConfig, SimRunner
-from worker_svc.sim_pool import digest_terms, mix
-from worker_svc.sim_tokens import (
+from worker_svc.simulator.pool import digest_terms, mix
+from worker_svc.simulator.runner import SimConfig, SimRunner
+from worker_svc.simulator.tokens import (
     SimVocabulary,
     context_digest,
     extend_digest,
@@ -42,7 +42,7 @@ from worker_svc.sim_tokens import (
     sim_output,
     sim_token,
 )
-from worker_svc.sim_tokens import mix as mix_one
+from worker_svc.simulator.tokens import mix as mix_one
 
 SIZE = 4
 VOCABULARY = read_vocabulary(demo_model_dir())

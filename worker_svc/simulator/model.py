@@ -16,7 +16,7 @@ from worker_svc.engine.adapters.config import CONFIG_FILE, WEIGHTS_FILE, Adapter
 from worker_svc.engine.checkpoint.generation_config import eos_token_ids
 from worker_svc.engine.checkpoint.model_folder import CheckpointError
 from worker_svc.engine.config import ComputeDtype, EngineConfig, EngineInfo
-from worker_svc.sim_tokens import read_json
+from worker_svc.simulator.tokens import read_json
 
 DEFAULT_NUM_BLOCKS = 4096
 

@@ -55,7 +55,7 @@ class SimVocabulary:
 
 
 def mix(value: int) -> int:
-    """A bijection of 64 bits; `sim_pool.mix` is the same in numpy."""
+    """A bijection of 64 bits; `pool.mix` is the same in numpy."""
     value = (value + GOLDEN) & MASK
     value = ((value ^ (value >> 30)) * MIX_1) & MASK
     value = ((value ^ (value >> 27)) * MIX_2) & MASK

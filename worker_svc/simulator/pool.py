@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from step_protocol.columns import I64, U32, Bools
 from worker_svc.engine.decoder.block_contents import HASH_BYTES
-from worker_svc.sim_tokens import GOLDEN, MIX_1, MIX_2
+from worker_svc.simulator.tokens import GOLDEN, MIX_1, MIX_2
 
 U64 = npt.NDArray[np.uint64]
 
@@ -17,7 +17,7 @@ LIST_CHUNK = 1024
 
 
 def mix(values: U64) -> U64:
-    """`sim_tokens.mix` of each value."""
+    """`tokens.mix` of each value."""
     values = values + np.uint64(GOLDEN)
     values = (values ^ (values >> np.uint64(30))) * np.uint64(MIX_1)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(MIX_2)

@@ -2,8 +2,8 @@
 
 Every slot of its KV pool holds a 64-bit digest of the token prefix that produced it. Each step of a row first compares
 the slots of its table that the model would read with the row's history: a wrong block, a stale block or a bad prefix
-hit is a RowError that names the first wrong position. The next token is a function of that digest (`sim_tokens`), so
-any other error shows in the output. Time is simulated too: a step sleeps for its configured duration.
+hit is a RowError that names the first wrong position. The next token is a function of that digest (`tokens`), so any
+other error shows in the output. Time is simulated too: a step sleeps for its configured duration.
 """
 
 from __future__ import annotations
@@ -29,17 +29,18 @@ from step_protocol.messages import (
 )
 from worker_svc.engine.adapters.rows import RowAdapters
 from worker_svc.engine.adapters.store import AdapterStore
+from worker_svc.engine.backend import TopLogprobs
 from worker_svc.engine.config import EngineConfig
 from worker_svc.engine.rows.errors import RowErrors
+from worker_svc.engine.rows.logprobs import Asked, PromptTargets, spread, to_columns
 from worker_svc.engine.rows.open_rows import RowTable
 from worker_svc.engine.rows.step_checker import StepPlan, StepPlanner
 from worker_svc.engine.sampling.beams import BeamLines
 from worker_svc.engine.sampling.grammars import RowMasks, compiled_grammars
 from worker_svc.engine.sampling.processors import ProcessedRows
-from worker_svc.sim_logprobs import prompt_columns, sampled_columns
-from worker_svc.sim_model import SimAdapter, read_info, read_sim_adapter
-from worker_svc.sim_pool import U64, Histories, SimPool, mix
-from worker_svc.sim_tokens import GOLDEN, GREEDY_BELOW, read_vocabulary, start_digest
+from worker_svc.simulator.model import SimAdapter, read_info, read_sim_adapter
+from worker_svc.simulator.pool import U64, Histories, SimPool, mix
+from worker_svc.simulator.tokens import GOLDEN, GREEDY_BELOW, read_vocabulary, start_digest
 
 log = logging.getLogger(__name__)
 
@@ -328,3 +329,30 @@ def _without_failed(rows: I64, positions: I64, masks: RowMasks, errors: RowError
     errors.add_all(masks.errors(rows))
     failed = list(masks.failures)
     return np.delete(rows, failed), np.delete(positions, failed)
+
+
+def top_logprobs(draws: U64, chosen: U32, num_top: int, vocab_size: int) -> TopLogprobs:
+    """As `tokens.sim_logprobs`, for each of n tokens. `draws` [n]: the mixed digests of their contexts."""
+    shifts = (draws % np.uint64(vocab_size)).astype(np.int64)[:, None]
+    top = (shifts + np.arange(num_top)) % vocab_size
+    ids = np.concatenate((chosen[:, None].astype(np.int64), top), axis=1)
+    ranks = (ids - shifts) % vocab_size + 1
+    values = (ranks / -8).astype(np.float32)
+    return TopLogprobs(values, ids.astype(np.uint32), ranks[:, 0].astype(np.uint32), np.zeros(len(ids), np.bool_))
+
+
+def sampled_columns(draws: U64, token_ids: U32, asked: Asked, vocab_size: int) -> LogprobColumns:
+    """Columns of the sampled tokens; `draws` [S] and `token_ids` [S] are of all rows that sampled."""
+    lines = asked.lines
+    found = top_logprobs(draws[lines], token_ids[lines], int(asked.num_top.max()), vocab_size)
+    return spread(to_columns(found, asked.num_top), lines, len(token_ids))
+
+
+def prompt_columns(draws: U64, targets: PromptTargets, bad_rows: I64, vocab_size: int) -> PromptLogprobs:
+    """Columns of prompt tokens, without those of bad rows. `draws` [n] are of the contexts of the targets."""
+    found = top_logprobs(draws, targets.token_ids, int(targets.num_top.max()), vocab_size)
+    is_kept = ~np.isin(targets.rows, bad_rows)
+    columns = to_columns(found, targets.num_top).select(is_kept)
+    return PromptLogprobs(
+        targets.rows[is_kept].astype(np.uint32), targets.positions[is_kept].astype(np.uint32), columns
+    )
