@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from scheduler_svc.core.deltas import Deltas
-from scheduler_svc.core.steps.adapter_slots import AdapterSwap
+from scheduler_svc.core.features.adapters import AdapterSwap
 from step_protocol.messages import StepBatch
 from svc_common.errors import QuireError
 

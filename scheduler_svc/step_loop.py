@@ -140,11 +140,11 @@ class StepLoop:
 
     def is_resident(self, worker_id: str, adapter: bytes) -> bool:
         """Whether rows of a worker can use an adapter now."""
-        return self._scheduler is not None and self._scheduler.is_resident(worker_id, adapter)
+        return self._scheduler is not None and self._scheduler.adapters.is_resident(worker_id, adapter)
 
     def num_requests_with(self, adapter: bytes) -> int:
         """Number of open requests that use an adapter."""
-        return 0 if self._scheduler is None else self._scheduler.num_requests_with(adapter)
+        return 0 if self._scheduler is None else self._scheduler.adapters.num_requests_with(adapter)
 
     # -- start, stop, drain -------------------------------------------------------------------------------------------
 
@@ -240,7 +240,7 @@ class StepLoop:
         batches = self._scheduler.schedule(self._now)
         for batch in batches:
             self._workers[batch.worker_id].send(batch)
-        for swap in self._scheduler.take_adapter_swaps():
+        for swap in self._scheduler.adapters.take_swaps():
             self._workers[swap.worker_id].swap_adapter(swap)
         if is_traced:
             self._note_moves()
@@ -439,11 +439,11 @@ class StepLoop:
 
     def _apply_adapters(self, link: WorkerLink, digests: frozenset[bytes]) -> None:
         if self._workers.get(link.worker_id) is link and self._scheduler is not None:
-            self._scheduler.set_adapters(link.worker_id, digests)
+            self._scheduler.adapters.set_loaded(link.worker_id, digests)
 
     def _apply_swapped(self, link: WorkerLink, digest: bytes, is_resident: bool) -> None:
         if self._workers.get(link.worker_id) is link and self._scheduler is not None:
-            self._scheduler.end_adapter_swap(link.worker_id, digest, is_resident=is_resident)
+            self._scheduler.adapters.end_swap(link.worker_id, digest, is_resident=is_resident)
 
     def _apply_lost(self, link: WorkerLink, reason: str) -> None:
         if self._workers.get(link.worker_id) is link:

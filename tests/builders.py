@@ -4,15 +4,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
+from request_fields.beams import BeamParams
 from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.features.adapters import Adapter
+from scheduler_svc.core.features.beams import Beams
+from scheduler_svc.core.features.encoder import EncoderPositions
+from scheduler_svc.core.features.inputs import Inputs
+from scheduler_svc.core.features.pooled import Pooled
+from scheduler_svc.core.features.prompt_logprobs import PromptDelivery
 from scheduler_svc.core.messages import WorkerCapacity
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.sequence import SequenceGroup, StopCondition
+from scheduler_svc.core.sequence import Feature, Features, SequenceGroup, StopCondition
 from step_protocol.messages import StepBatch, StepOutput
 
 
@@ -61,7 +69,12 @@ def make_group(
     outputs: Sequence[Iterable[int]] = (),
     **fields: Any,
 ) -> SequenceGroup:
-    """A request. `prompt`: its tokens, or their number (then they are 1, 2, 3, ...). `outputs`: a continuation."""
+    """A request. `prompt`: its tokens, or their number (then they are 1, 2, 3, ...). `outputs`: a continuation.
+    `fields`: those of the group, or of its features (see `make_features`).
+    """
+    own = {field.name for field in dataclasses.fields(SequenceGroup)}
+    features = make_features(**{name: value for name, value in fields.items() if name not in own})
+    fields = {name: value for name, value in fields.items() if name in own}
     tokens = range(1, prompt + 1) if isinstance(prompt, int) else prompt
     return SequenceGroup(
         request_id=request_id,
@@ -69,8 +82,44 @@ def make_group(
         stop=StopCondition(max_tokens, frozenset(stop_token_ids), ignore_eos),
         n=n,
         outputs=[np.array(list(output), dtype=np.uint32) for output in outputs],
+        features=features,
         **fields,
     )
+
+
+def make_features(
+    *,
+    beam_params: BeamParams | None = None,
+    num_encoder_tokens: int = 0,
+    inputs: Sequence[Any] = (),
+    num_input_bytes: int = 0,
+    image_work: Sequence[tuple[int, int]] = (),
+    prompt_logprobs: int | None = None,
+    num_prompt_logprobs: int = 1,
+    pooling: Pooled | None = None,
+    adapter: bytes = b"",
+) -> Features:
+    """The features of a request that uses these."""
+    features: list[Feature] = []
+    if beam_params is not None:
+        features.append(Beams(beam_params))
+    if num_encoder_tokens:
+        features.append(EncoderPositions(num_encoder_tokens))
+    if inputs or num_input_bytes:
+        features.append(Inputs(inputs, num_input_bytes, image_work=image_work))
+    if prompt_logprobs is not None:
+        features.append(PromptDelivery(prompt_logprobs, num_prompt_logprobs))
+    if pooling is not None:
+        features.append(pooling)
+    if adapter:
+        features.append(Adapter(adapter))
+    return Features(*features)
+
+
+def inputs_in(group: SequenceGroup) -> Sequence[Any]:
+    """The inputs of a request besides tokens."""
+    found = group.features.find(Inputs)
+    return () if found is None else found.items
 
 
 def run_to_end(scheduler: Scheduler, before_step: Callable[[int], None] = lambda step: None) -> int:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
-from scheduler_svc.core.sequence import FinishReason, SequenceGroup
+from scheduler_svc.core.sequence import Completion, FinishReason, SequenceGroup
 from step_protocol.columns import F32, U32, Bools
 from step_protocol.messages import LogprobColumns, concat_columns, no_logprobs
 
@@ -84,6 +85,26 @@ class Deltas:
         num_entries += 0 if self.prompt is None else len(self.prompt.columns.logprobs)
         num_numbers = 0 if self.pooled is None else len(self.pooled.values)
         return len(self.token_ids) + num_entries // 2 + num_numbers // 4
+
+
+def with_outputs(deltas: Deltas, group: SequenceGroup, outputs: Sequence[Completion], ends: list[Finished]) -> Deltas:
+    """`deltas`, with the best outputs of a request that has ended as its samples."""
+    found = outputs[: group.n]
+    lengths = [len(best.token_ids) for best in found]
+    count = sum(lengths)
+    columns = {
+        "owners": np.full(count, group.owner),
+        "handles": np.full(count, group.handle),
+        "sample_indices": np.repeat(np.arange(len(found)), lengths),
+        "offsets": np.concatenate([np.arange(length) for length in (0, *lengths)]),
+        "token_ids": np.concatenate([deltas.token_ids[:0], *(best.token_ids for best in found)]),
+    }
+    if deltas.logprobs is not None:
+        deltas = replace(deltas, logprobs=concat_columns([deltas.logprobs, no_logprobs(count)]))
+    joined: dict[str, Any] = {
+        name: np.append(getattr(deltas, name), column).astype(np.uint32) for name, column in columns.items()
+    }
+    return replace(deltas, **joined, finished=deltas.finished + ends, owner=None)
 
 
 def merge_deltas(parts: Sequence[Deltas]) -> Deltas:

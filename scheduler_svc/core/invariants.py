@@ -62,7 +62,7 @@ def check_requests(requests: Requests, workers: dict[str, WorkerState], placemen
     requests.waiting.check_invariants()
     requests.share.check_invariants(Counter(group.tenant_slot for group in groups))
     assert requests.priorities == Counter(group.priority for group in groups), "priorities are wrong"
-    assert requests.num_input_bytes == sum(group.num_input_bytes for group in groups), "bytes of inputs are wrong"
+    assert requests.num_bytes == sum(group.features.num_bytes for group in groups), "bytes of inputs are wrong"
     for entry in requests.waiting:
         assert placement.could_run(entry.seq), f"sequence {entry.seq.seq_id} is schedulable, but no worker could run it"
     for seq in requests.waiting.unschedulable:

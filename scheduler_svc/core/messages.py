@@ -61,7 +61,7 @@ class CachedBlock:
 
 @dataclass(slots=True)
 class RowAssignment:
-    """Gives a sequence a row of a worker, which gets it as a RowOpen with the parameters of `group`."""
+    """Gives a sequence a row of a worker, which gets it as a RowAssignment with the parameters of `group`."""
 
     row: int
     group: SequenceGroup
@@ -72,7 +72,7 @@ class RowAssignment:
     num_computed_tokens: int
     fork_of_row: int | None = None
     num_candidates: int = 0  # above 0: the row is a beam; number of best continuations to return
-    prompt_logprobs: int | None = None  # as in SequenceGroup, while prompt positions remain to be delivered
+    prompt_logprobs: int | None = None  # number of most likely tokens to return with each prompt token
     inputs: Seq[Any] = ()  # those whose positions are not all computed
 
 

@@ -1,4 +1,4 @@
-"""WorkerChoice: the worker on which a waiting sequence should run.
+"""Placement: the worker on which a waiting sequence should run.
 
 The inputs are columns with one value per worker. Only the values of changed workers are read again, so one placement
 costs about the same for 8 workers and for 64.
@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from prefix_index.hashing import NO_KEYS, extra_keys
+from prefix_index.hashing import NO_KEYS
 from request_fields.sizes import SizeLimits
 from scheduler_svc.core.blocks.prompt_digests import PromptDigests
 from scheduler_svc.core.config import SchedulerConfig
@@ -50,7 +50,7 @@ class WorkerChoice(NamedTuple):
     has_room: bool  # the worker has room in its next step
     is_now: bool  # the step is being planned now
     is_held: bool  # it is better to wait for this worker, even if others have room
-    waits_for_adapter: bool = False  # the worker must swap its adapter in first
+    is_prepared: bool = True  # false: the worker prepares first
     wait: Wait | None = None
 
 
@@ -68,7 +68,7 @@ class Placement:
         self._pass = 0  # number of the newest pass
         self._reserved: Bools | None = None  # workers reserved for starved sequences in this pass
         self._digests = PromptDigests(config.root_salt)
-        self._wanting: dict[str, WorkerState] = {}
+        self._preparing: dict[str, WorkerState] = {}
         self._set([], np.zeros(0, dtype=np.int64))
 
     @property
@@ -83,7 +83,7 @@ class Placement:
         self._set([*self._workers, worker], np.append(self._written, written))
 
     def leave(self, worker: WorkerState) -> None:
-        self._wanting.pop(worker.capacity.worker_id, None)
+        self._preparing.pop(worker.capacity.worker_id, None)
         stays = np.array([other is not worker for other in self._workers])
         self._set([other for other in self._workers if other is not worker], self._written[stays])
 
@@ -104,7 +104,6 @@ class Placement:
             min((limit.max_model_len for limit in limits), default=0),
             min((limit.pool_tokens for limit in limits), default=0),
         )
-        self.max_encoder_tokens = max((c.max_encoder_tokens for c in sizes), default=0)
         steps = self._config.max_pending_prefill_steps
         self._max_pending = np.array([steps * c.max_num_batched_tokens for c in sizes], dtype=np.int64)
         self._is_open = np.array([not worker.is_draining for worker in workers], dtype=np.bool_)
@@ -179,7 +178,7 @@ class Placement:
         schedulable.
         """
         self._update_cached(entry, now)
-        if len(self._workers) == 1 and not self._is_mixed and not entry.seq.group.adapter:
+        if len(self._workers) == 1 and not self._is_mixed and not entry.seq.group.features.needs_preparation:
             return self._place_alone(entry)
         seq = entry.seq
         eligible = self._eligible(seq)
@@ -191,8 +190,9 @@ class Placement:
         room = self._room(entry)
         if eligible is not self._is_open or self._is_mixed:
             room = eligible & room
-        if seq.group.adapter:
-            room &= np.array([worker.adapters.is_ready(seq.group.adapter) for worker in self._workers], dtype=np.bool_)
+        needs_preparation = seq.group.features.needs_preparation
+        if needs_preparation:
+            room &= np.array([worker.is_ready(seq.group) for worker in self._workers], dtype=np.bool_)
         is_held, wait = False, None
         if not room[best] and np.count_nonzero(room):
             other = least_pressed(places_near_best(scores, slack, self._load, room), self._pressure)
@@ -205,12 +205,12 @@ class Placement:
                 best = other
         elif room[best] and best not in self._ready:
             wait = self._wait(entry, near, scores, slack)
-        if seq.group.adapter:
-            wait = None  # each pass counts the sequences that want an adapter
+        if needs_preparation:
+            wait = None  # each pass asks the worker to prepare
+            is_preparing = self._prepare(best, seq.group)
+            if is_preparing is not None:
+                return WorkerChoice(self._workers[best], False, False, is_preparing, is_prepared=False)
         has_room = bool(room[best])
-        if seq.group.adapter and self._waits_for_adapter(best, seq.group.adapter):
-            is_loading = self._workers[best].adapters.is_loading(seq.group.adapter)
-            return WorkerChoice(self._workers[best], False, False, is_loading, waits_for_adapter=True)
         self._count_in(best, int(uncached[best]), entry.num_rows)
         return WorkerChoice(self._workers[best], has_room, has_room and best in self._ready, is_held, wait=wait)
 
@@ -244,7 +244,7 @@ class Placement:
             return False
         seq, num_cached = wait.entry.seq, int(wait.entry.num_cached_at[i])
         if (
-            worker.num_cached(seq.digests, seq.max_cached_tokens, num_cached, seq.group.num_encoder_tokens)
+            worker.num_cached(seq.digests, seq.max_cached_tokens, num_cached, seq.group.features.num_head_tokens)
             != num_cached
         ):
             return False
@@ -271,18 +271,18 @@ class Placement:
             self._accepts.remove(i)
             self.num_accepting -= 1
 
-    def _waits_for_adapter(self, i: int, adapter: bytes) -> bool:
-        """Record that a waiting sequence should run on a worker. True if its adapter is not resident there."""
+    def _prepare(self, i: int, group: SequenceGroup) -> bool | None:
+        """Ask a worker to prepare for a waiting request. None if it is ready, else whether preparation is under way."""
         worker = self._workers[i]
-        worker.adapters.want(adapter)
-        self._wanting[worker.capacity.worker_id] = worker
-        return not worker.adapters.is_ready(adapter)
+        under_way = [part.prepare(group) for part in worker.parts_of(group)]
+        self._preparing[worker.capacity.worker_id] = worker
+        return None if worker.is_ready(group) else any(under_way)
 
-    def take_wanting(self) -> list[WorkerState]:
-        """The workers on which sequences with adapters should run, by passes since the last call."""
-        wanting = list(self._wanting.values())
-        self._wanting.clear()
-        return wanting
+    def take_preparing(self) -> list[WorkerState]:
+        """The workers that were asked to prepare since the last call."""
+        preparing = list(self._preparing.values())
+        self._preparing.clear()
+        return preparing
 
     def _should_wait(self, entry: QueueEntry, extra_tokens: int, now: float, tokens_per_s: float | None) -> bool:
         if entry.held_since is None:
@@ -293,8 +293,7 @@ class Placement:
         """Workers that could run the sequence if they were idle."""
         eligible = self._is_open
         group = seq.group
-        is_special = group.beam_params is not None or group.num_encoder_tokens > 0 or bool(group.adapter)
-        if is_special or not self._size_limits.fits(len(group.prompt), group.stop.max_tokens):
+        if group.features.selects_workers or not self._size_limits.fits(len(group.prompt), group.stop.max_tokens):
             eligible = eligible & np.array([worker.could_run(seq) for worker in self._workers], dtype=np.bool_)
         failed = self._position.get(seq.failed_on) if seq.failed_on is not None else None
         if failed is not None and np.count_nonzero(eligible) > eligible[failed]:
@@ -352,7 +351,7 @@ class Placement:
     def _recount(self, entry: QueueEntry, positions: Iterable[int]) -> None:
         """Look up the cached tokens on these workers again. They seldom differ from those of the last lookup."""
         found, digests, max_cached = entry.num_cached_at, entry.seq.digests, entry.seq.max_cached_tokens
-        least = entry.seq.group.num_encoder_tokens
+        least = entry.seq.group.features.num_head_tokens
         has_changed = False
         for i in positions:
             before = int(found[i])
@@ -366,14 +365,14 @@ class Placement:
         digests, counts = seq.digests, np.zeros(len(self._workers), dtype=np.int64)
         if digests:
             for i in [i for i, held in enumerate(self._held) if digests[0] in held]:
-                least = seq.group.num_encoder_tokens
+                least = seq.group.features.num_head_tokens
                 counts[i] = self._workers[i].num_cached(digests, seq.max_cached_tokens, 0, least)
         return counts
 
     def extend_digests(self, digests: list[bytes], token_ids: U32, group: SequenceGroup) -> None:
         """Append to `digests` the missing digests of a sequence's full blocks."""
         block_size = self._workers[0].capacity.block_size  # equal on all workers
-        keys = extra_keys(group.inputs, block_size) if group.num_input_bytes else NO_KEYS
+        keys = group.features.block_keys(block_size) if group.features.items else NO_KEYS
         self._digests.extend(digests, token_ids, group.root_key, block_size, keys)
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import replace
+from functools import partial
 from itertools import islice
 
 import numpy as np
@@ -24,14 +24,14 @@ import numpy as np
 from prefix_index.changes import PrefixChanges
 from scheduler_svc.core import invariants
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.deltas import Deltas, Finished, pooled_deltas
+from scheduler_svc.core.deltas import Deltas, Finished, with_outputs
+from scheduler_svc.core.features.adapters import Adapters
 from scheduler_svc.core.measurements import Counts, Throughput
 from scheduler_svc.core.messages import CachedBlock, MigrationReason, WorkerCapacity
 from scheduler_svc.core.placement import Placement
 from scheduler_svc.core.prefix_events import PrefixEvents, cached_prefixes
 from scheduler_svc.core.queue.admission_control import AdmissionControl
-from scheduler_svc.core.queue.beam_answers import BeamAnswers
-from scheduler_svc.core.queue.preemption import plan_running, preempt_for
+from scheduler_svc.core.queue.preemption import preempt_for, preempt_one
 from scheduler_svc.core.queue.requests import Requests
 from scheduler_svc.core.queue.scan import QueueScan
 from scheduler_svc.core.sequence import FinishReason, QueueEntry, Refusal, SequenceGroup
@@ -48,11 +48,10 @@ from scheduler_svc.core.stats import (
     waiting_snapshot,
     worker_stats,
 )
-from scheduler_svc.core.steps.adapter_slots import AdapterSwap
 from scheduler_svc.core.steps.answers import Stops, append_tokens, check_answer, untrusted_after
 from scheduler_svc.core.steps.step_plan import InFlightStep, StepPlan
 from scheduler_svc.core.steps.step_planner import StepPlanner
-from scheduler_svc.core.steps.worker_state import WorkerState
+from scheduler_svc.core.steps.worker_state import Outcome, WorkerState
 from step_protocol.columns import I64
 from step_protocol.messages import EMPTY, RowError, StepBatch, StepOutput
 
@@ -82,7 +81,12 @@ class Scheduler:
         self._waiting = self._requests.waiting
         self._share = self._requests.share
         self._prefix_events = PrefixEvents(is_on=config.publishes_prefixes)
-        self._beams = BeamAnswers(self._requests, self._share, self._retry_or_end)
+        self.adapters = Adapters(
+            self._workers,
+            self._requests.groups,
+            self._placement.take_preparing,
+            self._requests.update_schedulable,
+        )
         self._expired: list[Finished] = []
 
     # -- workers ------------------------------------------------------------------------------------------------------
@@ -145,38 +149,6 @@ class Scheduler:
                 if seq.row is not None and any(taker.could_run(seq) for taker in takers):
                     self._requests.requeue(worker.preempt(seq.row), MigrationReason.DRAIN)
 
-    # -- adapters -----------------------------------------------------------------------------------------------------
-
-    def set_adapters(self, worker_id: str, digests: Iterable[bytes]) -> None:
-        """The adapters in a worker's memory have changed."""
-        worker = self._workers.get(worker_id)
-        if worker is not None:
-            worker.adapters.set_loaded(digests)
-            self._requests.update_schedulable()
-
-    def take_adapter_swaps(self) -> list[AdapterSwap]:
-        """Adapters that workers must make resident for waiting sequences. The caller reports each one's end with
-        `end_adapter_swap`.
-        """
-        swaps = (worker.take_adapter_swap() for worker in self._placement.take_wanting())
-        return [swap for swap in swaps if swap is not None]
-
-    def end_adapter_swap(self, worker_id: str, digest: bytes, *, is_resident: bool) -> None:
-        """A worker has made an adapter resident, or failed to."""
-        worker = self._workers.get(worker_id)
-        if worker is not None:
-            worker.adapters.end_swap(digest, is_resident=is_resident)
-            self._requests.update_schedulable()
-
-    def is_resident(self, worker_id: str, adapter: bytes) -> bool:
-        """Whether rows of a worker can use an adapter now."""
-        worker = self._workers.get(worker_id)
-        return worker is not None and worker.adapters.is_ready(adapter)
-
-    def num_requests_with(self, adapter: bytes) -> int:
-        """Number of open requests that use an adapter."""
-        return sum(group.adapter == adapter for group in self._requests.groups.values())
-
     # -- requests -----------------------------------------------------------------------------------------------------
 
     @property
@@ -201,9 +173,9 @@ class Scheduler:
         return _finishes(self._requests.abort(request_id, reason, message))
 
     def finish_sample(self, request_id: str, sample_index: int, reason: FinishReason) -> Deltas:
-        """End one sample: the gateway matched a stop string in its text. A beam search has no samples until it ends."""
+        """End one sample: the gateway matched a stop string in its text. A gang has no samples until it ends."""
         group = self._requests.groups.get(request_id)
-        if group is not None and group.search is not None:
+        if group is not None and group.features.is_gang:
             return _finishes([])
         live = [s for s in group.sequences if s.sample_index == sample_index and not s.is_finished] if group else []
         return _finishes([self._requests.end(seq, reason) for seq in live])
@@ -269,7 +241,7 @@ class Scheduler:
         if candidates and len(self._requests.priorities) > 1:
             preempt_for(worker, candidates[0], self._requests, self.config.watermark, self._throughput.mean_output)
         plan = planner.begin_step(now)
-        has_preempted = plan_running(planner, plan, self._requests)
+        has_preempted = planner.plan_running(plan, partial(preempt_one, worker, self._requests))
         if candidates and not has_preempted:
             self._admit(planner, plan, candidates, now)
         batch = planner.finish_plan(plan)
@@ -309,14 +281,14 @@ class Scheduler:
         for entry in candidates:
             if plan.budget < 1 or num_refused >= MAX_REFUSALS:
                 break
-            num_input_bytes = entry.seq.group.num_input_bytes
-            if num_input_bytes and not plan.has_room_for(num_input_bytes):
+            features = entry.seq.group.features
+            if features.num_bytes and not plan.has_room_for(features.num_bytes):
                 break
             if smallest is None or entry.num_needed_tokens < smallest[0]:
                 found = worker.try_admit(entry.seq, self.config.watermark, self._throughput.mean_output)
                 if not isinstance(found, Refusal):
-                    if plan.budget < entry.seq.group.num_encoder_tokens and not len(found.hits):
-                        break  # one step must hold all encoder positions; it is the first to get tokens of the next one
+                    if plan.budget < features.num_head_tokens and not len(found.hits):
+                        break  # one step must hold all of them; the sequence is the first to get tokens of the next one
                     late = entry.seq.forks[found.num_forks :]
                     entry.seq.forks = entry.seq.forks[: found.num_forks]
                     planner.admit(entry.seq, found.hits, plan)
@@ -365,6 +337,9 @@ class Scheduler:
         failed = self._fail_rows(worker, step, failures) if failures else []
         is_open = worker.rows.open_since(step.closed) if step.closed else None
         rows, deltas = append_tokens(worker.rows, step, output, is_open)
+        for part in worker.parts:
+            for failure in part.read(step, output, is_open, deltas):
+                failed += self._retry_or_end(worker, failure)
         self._share.charge_outputs(worker.rows.tenant, rows)
         worker.commit_fills(step, is_open)
         deltas.finished.extend(failed)
@@ -372,10 +347,23 @@ class Scheduler:
         if places := self._stops.may_end(worker.rows, rows, deltas.token_ids, may_reach_limit=may_reach_limit):
             self._finish_rows(worker, rows, deltas, places)
         if step.prompt_only:
-            deltas = self._finish_prompt_only(worker, step, output, deltas)
+            self._finish_prompt_only(worker, step, deltas)
         if step.releases:
             worker.free_released(step)
-        return self._beams.update(worker, step, output, deltas) if step.has_beams else deltas
+        for part in worker.parts:
+            if (outcome := part.advance(step, output)) is not None:
+                deltas = self._apply(worker, outcome, deltas)
+        return deltas
+
+    def _apply(self, worker: WorkerState, outcome: Outcome, deltas: Deltas) -> Deltas:
+        """Apply what a part found in an answer. Returns `deltas` with the outputs of the requests that end."""
+        if outcome.advanced:
+            self._share.charge_outputs(worker.rows.tenant, np.array(outcome.advanced))
+        for failure in outcome.failures:
+            deltas.finished.extend(self._retry_or_end(worker, failure))
+        for group, outputs in outcome.completed:
+            deltas = with_outputs(deltas, group, outputs, self._requests.end_gang(group, outputs))
+        return deltas
 
     def _measure_prefill(self, planner: StepPlanner, step: InFlightStep, now: float) -> None:
         """Measure the pace from full steps only: in other steps the worker could have computed more tokens."""
@@ -393,24 +381,11 @@ class Scheduler:
             if end[0] is not FinishReason.LENGTH:
                 self._throughput.add_output(len(seq.data.output))
 
-    def _finish_prompt_only(
-        self, worker: WorkerState, step: InFlightStep, output: StepOutput, deltas: Deltas
-    ) -> Deltas:
-        """End the requests without output whose prompts are complete. Adds the numbers of pooled ones."""
-        numbers = {} if output.pooled is None else output.pooled.of_row()
-        pooled = []
+    def _finish_prompt_only(self, worker: WorkerState, step: InFlightStep, deltas: Deltas) -> None:
+        """End the requests without output whose prompts are complete."""
         for row in step.prompt_only:
-            if row in step.closed:
-                continue
-            group = worker.rows.sequence(row).group
-            if group.pooling is not None and row not in numbers:
-                failure = RowError(row, "the worker returned no numbers for this row")
-                deltas.finished.extend(self._retry_or_end(worker, failure))
-                continue
-            if group.pooling is not None:
-                pooled.append((group.owner, group.handle, numbers[row]))
-            deltas.finished.append(self._requests.end(worker.rows.sequence(row), FinishReason.LENGTH))
-        return replace(deltas, pooled=pooled_deltas(pooled)) if pooled else deltas
+            if row not in step.closed:
+                deltas.finished.append(self._requests.end(worker.rows.sequence(row), FinishReason.LENGTH))
 
     def _fail_rows(self, worker: WorkerState, step: InFlightStep, failures: list[RowError]) -> list[Finished]:
         """Retry a failed row once on another worker, because the machine may have caused the failure. End the sequence
@@ -421,16 +396,16 @@ class Scheduler:
         taint = untrusted_after(worker, {failure.row for failure in live}, step)
         worker.pool.forget(np.array(taint.blocks, dtype=np.int64))
         for row in taint.rows:
-            if worker.rows.sequences[row] is not None:  # else it was closed with another beam of its search
+            if worker.rows.sequences[row] is not None:  # else it was closed with its gang
                 self._requests.requeue(worker.preempt(row), MigrationReason.FAILED)
         causes = [failure for failure in live if failure.row not in taint.rows]
         return [end for failure in causes for end in self._retry_or_end(worker, failure)]
 
     def _retry_or_end(self, worker: WorkerState, failure: RowError) -> list[Finished]:
         if worker.rows.sequences[failure.row] is None:
-            return []  # it was closed with another beam of its search
+            return []  # it was closed with its gang
         seq = worker.rows.sequence(failure.row)
-        if seq.group.search is not None:
+        if seq.group.features.is_gang:
             seq = seq.group.sequences[0]
         others = [other for other in self._workers.values() if other is not worker and not other.is_draining]
         if seq.failed_on is not None or not any(other.could_run(seq) for other in others):

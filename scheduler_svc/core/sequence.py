@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from request_fields.beams import BeamParams
+from prefix_index.hashing import NO_KEYS
+from request_fields.fields import End
 from request_fields.fields import StopCondition as StopCondition
-from scheduler_svc.core.beams import BeamSearch
-from scheduler_svc.core.pooled import Pooling
 from step_protocol.columns import I64, U32
 
 
@@ -58,20 +58,101 @@ class IllegalTransitionError(RuntimeError):
     """A status change that the table does not allow: a bug in the scheduler."""
 
 
-class Carried(Protocol):
-    """An input that takes positions of a prompt in place of tokens. The core does not read its data."""
+class Completion(NamedTuple):
+    """A complete output of a request whose outputs are known only when it ends."""
 
-    @property
-    def start(self) -> int:
-        """Its first position."""
+    score: float
+    logprob: float  # sum over all output tokens
+    token_ids: U32
+    end: End
 
-    @property
-    def length(self) -> int:
-        """Its number of positions."""
 
-    @property
-    def digest(self) -> bytes:
-        """16 bytes that depend on its content."""
+class Feature:
+    """One thing that some requests use and others do not, as an object with hooks. The defaults do nothing.
+
+    This class is the request's half: what the core must know before the request has a row. The attributes are traits:
+    planner, queue and placement ask for a trait and never for a feature by name. `part` is the other half: it keeps the
+    state of the feature's rows on one worker (`WorkerPart`).
+    """
+
+    part: Any = None  # a subclass of WorkerPart; None: the feature keeps no state per worker
+    num_sequences = 0  # sequences that run for the request; 0: one per sample
+    is_gang = False  # its sequences run together: they are admitted, preempted and ended together
+    chooses_tokens = False  # the scheduler chooses its tokens from the worker's answers; clients get them at the end
+    is_private = False  # its blocks do not become cached prefixes
+    limits_hits = False  # see `max_cached_tokens`
+    selects_workers = False  # not every worker with a large enough pool could run it: see `WorkerPart.could_run`
+    needs_preparation = False  # a worker must prepare before it opens a row: see `WorkerPart.is_ready`
+    num_head_tokens = 0  # the first positions, which one chunk computes, and of which a hit has all or none
+    num_bytes = 0  # data that the scheduler keeps until the request ends, and sends with its rows
+
+    def begin(self, group: SequenceGroup, eos_token_ids: frozenset[int]) -> None:
+        """The request is accepted."""
+
+    def max_cached_tokens(self, group: SequenceGroup, num_tokens: int) -> int:
+        """The largest number of leading tokens that a sequence of `num_tokens` may take from the prefix cache."""
+        return num_tokens - 1
+
+    def block_keys(self, block_size: int) -> Mapping[int, bytes]:
+        """What blocks of the prompt hold besides tokens, by index: part of their digests."""
+        return NO_KEYS
+
+    def preempted(self) -> None:
+        """The sequences of a gang were preempted."""
+
+
+F = TypeVar("F", bound=Feature)
+
+
+class Features:
+    """The features that one request uses. Their traits are joined once, so that reading one costs no call."""
+
+    __slots__ = (
+        "chooses_tokens", "is_gang", "is_private", "items", "limits_hits", "needs_preparation", "num_bytes",
+        "num_head_tokens", "num_sequences", "selects_workers",
+    )  # fmt: skip
+
+    def __init__(self, *items: Feature) -> None:
+        self.items = items
+        self.num_sequences = max((item.num_sequences for item in items), default=0)
+        self.is_gang = any(item.is_gang for item in items)
+        self.chooses_tokens = any(item.chooses_tokens for item in items)
+        self.is_private = any(item.is_private for item in items)
+        self.limits_hits = any(item.limits_hits for item in items)
+        self.selects_workers = any(item.selects_workers for item in items)
+        self.needs_preparation = any(item.needs_preparation for item in items)
+        self.num_head_tokens = max((item.num_head_tokens for item in items), default=0)
+        self.num_bytes = sum(item.num_bytes for item in items)
+
+    def __iter__(self) -> Iterator[Feature]:
+        return iter(self.items)
+
+    def find(self, kind: type[F]) -> F | None:
+        """The feature of this kind, if the request uses it."""
+        for item in self.items:
+            if isinstance(item, kind):
+                return item
+        return None
+
+    def block_keys(self, block_size: int) -> Mapping[int, bytes]:
+        """See `Feature.block_keys`."""
+        return next((keys for item in self.items if (keys := item.block_keys(block_size))), NO_KEYS)
+
+
+NO_FEATURES = Features()
+
+
+@dataclass(frozen=True, slots=True)
+class RowOptions:
+    """Options of a request that the core does not read. They reach the worker with its rows."""
+
+    banned_ids: bytes = b""  # packed ids that cannot be sampled at output positions below `banned_before`
+    banned_before: int = 0
+    bad_words_ids: Seq[Any] = ()
+    logprobs: int | None = None  # number of most likely tokens to return with each output token; None: no logprobs
+
+
+NO_OPTIONS = RowOptions()
 
 
 @dataclass(slots=True)
@@ -130,11 +211,9 @@ class Sequence:
 
     @property
     def max_cached_tokens(self) -> int:
-        """See `SequenceGroup.max_cached_tokens`."""
+        """The largest number of leading tokens that it may take from the prefix cache: it computes one at least."""
         num_tokens, group = len(self.data.prompt) + len(self.data.output), self.group
-        if group.prompt_logprobs is None and group.pooling is None:
-            return num_tokens - 1
-        return group.max_cached_tokens(num_tokens)
+        return group.max_cached_tokens(num_tokens) if group.features.limits_hits else num_tokens - 1
 
     @property
     def is_finished(self) -> bool:
@@ -153,21 +232,15 @@ class Sequence:
 
 @dataclass(slots=True, eq=False)
 class SequenceGroup:
-    """One request: n samples that share a prompt.
+    """One request: n samples that share a prompt, and the features that it uses.
 
     `owner` and `handle` identify the request for the caller (the gateway and the gateway's request) and are returned
-    in Deltas. `sampling`, `banned_ids` and `bad_words_ids` are opaque to the core and reach the worker in RowOpen.
-    `root_key` separates digest chains (cache salt, adapter, encoder input). `outputs` is the Continuation: the output
-    tokens that each sample already has.
-    With an encoder, the prompt begins with `num_encoder_tokens` positions, a whole number of blocks, that hold the keys
-    and values of cross-attention. One chunk computes all of them, and a prefix hit has all of them or none
-    (docs/adr/0052-encoders-and-pooled-rows.md). `encoder` is opaque and reaches the worker in RowOpen.
-    `inputs` reach it in the same way, as far as their positions are not computed; `prompt` has content ids at these
-    positions.
+    in Deltas. `sampling` and `options` are opaque to the core and reach the worker with its rows. `root_key` separates
+    digest chains (cache salt, adapter, encoder input). `outputs` is the Continuation: the output tokens that each
+    sample already has.
     `takes_over`: the request was accepted before and its stream was lost. It replaces a live group with the same
     request_id, unless the live group also took over and has another origin; then this request belongs to an older,
-    delayed stream. `tenant_id`: the tenant whose share of the work the request counts against. With `beam_params`, the
-    sequences are the beams of a search. When the search ends, its best sequences become the samples 0 to n - 1.
+    delayed stream. `tenant_id`: the tenant whose share of the work the request counts against.
     """
 
     request_id: str
@@ -178,34 +251,20 @@ class SequenceGroup:
     n: int = 1
     priority: int = 0
     root_key: bytes = b""
-    adapter: bytes = b""  # digest; part of `root_key` too. Empty: none
     sampling: Any = None
-    banned_ids: bytes = b""  # packed ids that cannot be sampled at output positions below `banned_before`
-    banned_before: int = 0
-    bad_words_ids: Seq[Any] = ()
-    num_encoder_tokens: int = 0  # 0: the model has no encoder
-    encoder: Any = None
-    inputs: Seq[Carried] = ()  # in the order of their positions
-    num_input_bytes: int = 0  # size of their data
-    images: bytes = b""  # the places of the images among them; opaque
-    image_work: Seq[tuple[int, int]] = ()  # per image: its first position, and its work as a number of tokens
+    options: RowOptions = NO_OPTIONS
+    features: Features = NO_FEATURES
     outputs: Seq[U32] = ()
     finished_samples: frozenset[int] = frozenset()  # samples of a Continuation that are complete
     takes_over: bool = False
     origin: str = ""  # the gateway that sent it; equal for all streams of that gateway
     tenant_id: str = ""
     timeout_s: float | None = None  # seconds from arrival to the client's deadline
-    beam_params: BeamParams | None = None
-    logprobs: int | None = None  # number of most likely tokens to return with each output token; None: no logprobs
-    prompt_logprobs: int | None = None  # the same for prompt tokens
-    pooling: Pooling | None = None  # the request returns these numbers instead of tokens
-    num_prompt_logprobs: int = 1  # delivered prompt positions, including the first, which has no value
     traceparent: str = ""  # of the span that the spans of its rows are children of; empty: not sampled for traces
     arrival: float = 0.0
     deadline: float = math.inf
     tenant_slot: int = 0  # the core's own number for the tenant
     sequences: list[Sequence] = field(default_factory=list)
-    search: BeamSearch | None = None  # set at arrival if `beam_params` is set
 
     @property
     def is_finished(self) -> bool:
@@ -215,26 +274,12 @@ class SequenceGroup:
 
     @property
     def num_sequences(self) -> int:
-        """Number of sequences that run for this request: its samples, or its beams."""
-        return self.n if self.beam_params is None else self.beam_params.width
-
-    @property
-    def pending_prompt_logprobs(self) -> int | None:
-        """`prompt_logprobs` while prompt positions remain to be delivered, else None."""
-        return self.prompt_logprobs if self.num_prompt_logprobs < len(self.prompt) else None
-
-    def inputs_after(self, num_computed_tokens: int) -> Seq[Carried]:
-        """The inputs that are needed to compute the positions from `num_computed_tokens` on."""
-        return [carried for carried in self.inputs if carried.start + carried.length > num_computed_tokens]
+        """Number of sequences that run for this request."""
+        return self.features.num_sequences or self.n
 
     def max_cached_tokens(self, num_tokens: int) -> int:
-        """The largest number of leading tokens that a sequence of `num_tokens` may take from the prefix cache. It must
-        compute the newest token, each token before a prompt position that remains to be delivered, and all tokens whose
-        states are pooled.
-        """
-        if self.pooling is not None and not self.pooling.may_hit:
-            return 0
-        return num_tokens - 1 if self.pending_prompt_logprobs is None else self.num_prompt_logprobs - 1
+        """The largest number of leading tokens that a sequence of `num_tokens` may take from the prefix cache."""
+        return min((item.max_cached_tokens(self, num_tokens) for item in self.features), default=num_tokens - 1)
 
 
 NEVER = sys.maxsize

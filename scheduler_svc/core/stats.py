@@ -15,6 +15,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from scheduler_svc.core.features.adapters import AdapterRows
 from scheduler_svc.core.measurements import Counts
 from scheduler_svc.core.policy import ceil_div
 from scheduler_svc.core.queue.requests import Requests
@@ -77,6 +78,7 @@ def load_of(requests: Requests, workers: Collection[WorkerState]) -> Load:
 
 def worker_stats(worker: WorkerState) -> WorkerStats:
     """The occupancy of this worker."""
+    adapters = worker.find_part(AdapterRows)
     return WorkerStats(
         worker_id=worker.capacity.worker_id,
         rows_used=worker.rows.num_used,
@@ -85,8 +87,8 @@ def worker_stats(worker: WorkerState) -> WorkerStats:
         blocks_cached=worker.pool.num_cached,
         blocks_used=worker.pool.num_used,
         steps_in_flight=len(worker.in_flight),
-        adapters_resident=worker.adapters.num_resident,
-        adapter_swaps=worker.adapters.num_swaps,
+        adapters_resident=adapters.slots.num_resident if adapters else 0,
+        adapter_swaps=adapters.slots.num_swaps if adapters else 0,
     )
 
 

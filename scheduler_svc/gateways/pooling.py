@@ -5,14 +5,14 @@ from __future__ import annotations
 from quire.internal.v1 import pooling_pb2, scheduler_pb2
 from quire.v1 import types_pb2
 
-from scheduler_svc.core.pooled import Pooling
+from scheduler_svc.core.features.pooled import Pooled
 from svc_common.errors import InvalidRequestError
 
 MAX_LOGITS = 64
 KINDS = (types_pb2.POOLING_KIND_LAST, types_pb2.POOLING_KIND_MEAN, types_pb2.POOLING_KIND_CLS)
 
 
-def pooling_of(submit: scheduler_pb2.Submit, info: types_pb2.ModelInfo) -> Pooling | None:
+def pooling_of(submit: scheduler_pb2.Submit, info: types_pb2.ModelInfo) -> Pooled | None:
     """What a request returns instead of tokens; None if it generates. Raises InvalidRequestError with the field."""
     if not submit.HasField("pooling"):
         if info.is_encoder or (info.HasField("pooling") and not info.pooling.generates):
@@ -22,7 +22,7 @@ def pooling_of(submit: scheduler_pb2.Submit, info: types_pb2.ModelInfo) -> Pooli
     message = submit.pooling
     last = message.kind == types_pb2.POOLING_KIND_LAST
     is_vector = message.task == pooling_pb2.POOLING_TASK_VECTOR
-    return Pooling(message, may_hit=not info.is_encoder and (last or not is_vector))
+    return Pooled(message, may_hit=not info.is_encoder and (last or not is_vector))
 
 
 def _check(submit: scheduler_pb2.Submit, info: types_pb2.ModelInfo) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -29,9 +29,14 @@ from request_fields.fields import (
 )
 from request_fields.grammar import has_grammar
 from request_fields.sizes import SizeLimits
-from scheduler_svc.core.sequence import SequenceGroup
+from scheduler_svc.core.features.adapters import Adapter
+from scheduler_svc.core.features.beams import Beams
+from scheduler_svc.core.features.encoder import EncoderPositions
+from scheduler_svc.core.features.inputs import Inputs
+from scheduler_svc.core.features.prompt_logprobs import PromptDelivery
+from scheduler_svc.core.sequence import NO_FEATURES, Feature, Features, RowOptions, SequenceGroup
 from scheduler_svc.gateways.encoders import check_encoder
-from scheduler_svc.gateways.inputs import NO_IMAGES, check_inputs, check_vocab, images_of
+from scheduler_svc.gateways.inputs import check_inputs, check_vocab, images_of
 from scheduler_svc.gateways.pooling import pooling_of
 from step_protocol.columns import U32, WireError, u32_from_bytes, u32_to_bytes
 from svc_common.errors import InvalidRequestError
@@ -52,8 +57,7 @@ class Parameters:
     n: int
     stop: StopCondition
     beams: BeamParams | None
-    banned_ids: bytes
-    bad_words_ids: tuple[types_pb2.TokenIds, ...]
+    options: RowOptions
 
 
 class SubmitReader:
@@ -76,14 +80,14 @@ class SubmitReader:
         prompt = _prompt(submit.prompt_token_ids)
         num_input_bytes = check_inputs(submit.inputs, prompt, self._info)
         num_encoder_tokens, encoder = check_encoder(submit, prompt, given.stop.max_tokens, self._info)
-        images = images_of(submit.inputs, self._info) if num_input_bytes else NO_IMAGES
         if not self._limits.fits(len(prompt), given.stop.max_tokens):
             with _field_errors():
                 self._limits.resolve(len(prompt), given.stop.max_tokens)
         outputs, finished = _continuation(submit.continuation, given.n, given.stop.max_tokens, self._vocab_size)
         if given.beams is not None:  # the search starts again: the client does not have all beams
             outputs, finished = (), frozenset()
-        pooling = pooling_of(submit, self._info)
+        features = self._features(submit, given.beams, prompt, num_input_bytes, num_encoder_tokens)
+        logprobs = _num_logprobs(submit, "logprobs", self._info)
         return SequenceGroup(
             request_id=submit.request_id,
             prompt=prompt,
@@ -93,30 +97,46 @@ class SubmitReader:
             n=given.n,
             priority=submit.priority,
             root_key=_root_key(submit, encoder),
-            adapter=_adapter(submit.adapter_digest),
             sampling=submit.sampling,
-            banned_ids=given.banned_ids,
-            banned_before=given.stop.min_tokens,
-            bad_words_ids=given.bad_words_ids,
-            num_encoder_tokens=len(prompt) if self._info.is_encoder else num_encoder_tokens,
-            encoder=submit.encoder if num_encoder_tokens else None,
-            inputs=submit.inputs,
-            num_input_bytes=num_input_bytes,
-            images=images.spans,
-            image_work=images.work,
-            beam_params=given.beams,
+            options=given.options if logprobs is None else replace(given.options, logprobs=logprobs),
+            features=Features(*features) if features else NO_FEATURES,
             outputs=outputs,
             finished_samples=finished,
             takes_over=submit.takes_over,
             origin=origin,
             tenant_id=_tenant_id(submit.tenant_id),
             timeout_s=submit.deadline_ms / 1000 if submit.HasField("deadline_ms") else None,
-            logprobs=_num_logprobs(submit, "logprobs", self._info),
-            prompt_logprobs=_num_prompt_logprobs(submit, self._info),
-            pooling=pooling,
-            num_prompt_logprobs=max(1, submit.continuation.num_prompt_logprobs),
             traceparent=valid_traceparent(submit.traceparent) if submit.traceparent else "",
         )
+
+    def _features(
+        self,
+        submit: scheduler_pb2.Submit,
+        beams: BeamParams | None,
+        prompt: U32,
+        num_input_bytes: int,
+        num_encoder_tokens: int,
+    ) -> list[Feature]:
+        """What the request uses besides tokens; empty for most requests."""
+        info, features = self._info, list[Feature]()
+        if beams is not None:
+            features.append(Beams(beams))
+        if info.is_encoder:
+            features.append(EncoderPositions(len(prompt)))
+        elif num_encoder_tokens:
+            features.append(EncoderPositions(num_encoder_tokens, submit.encoder))
+        if num_input_bytes:
+            images = images_of(submit.inputs, info)
+            features.append(Inputs(submit.inputs, num_input_bytes, images.spans, images.work))
+        num_top = _num_prompt_logprobs(submit, info)
+        if num_top is not None:
+            features.append(PromptDelivery(num_top, max(1, submit.continuation.num_prompt_logprobs)))
+        pooling = pooling_of(submit, info)
+        if pooling is not None:
+            features.append(pooling)
+        if submit.adapter_digest:
+            features.append(Adapter(_adapter(submit.adapter_digest)))
+        return features
 
     def _parameters(self, submit: scheduler_pb2.Submit) -> Parameters:
         if not submit.sampling.HasField("seed"):
@@ -147,7 +167,8 @@ class SubmitReader:
             raise InvalidRequestError(f"sampling.n is {n}; must be from 1 to {info.max_num_seqs}", field="sampling.n")
         stop = _stop_condition(submit.stop, info.vocab_size, is_constrained=has_grammar(submit.sampling))
         beams = _beams(submit.sampling, stop.max_tokens, info)
-        return Parameters(n, stop, beams, _banned_ids(stop, info), _bad_words_ids(submit, stop, info))
+        options = RowOptions(_banned_ids(stop, info), stop.min_tokens, _bad_words_ids(submit, stop, info))
+        return Parameters(n, stop, beams, options)
 
 
 def _check_request_id(request_id: str) -> None:

@@ -9,6 +9,7 @@ from quire.internal.v1 import scheduler_pb2
 from quire.v1 import types_pb2
 
 from scheduler_svc.core.deltas import Deltas, Finished, merge_deltas
+from scheduler_svc.core.features.encoder import EncoderPositions
 from scheduler_svc.core.sequence import FinishReason, SequenceGroup
 from step_protocol.columns import f32_to_bytes, u32_to_bytes
 from step_protocol.proto import logprobs_to_proto
@@ -75,7 +76,8 @@ def deltas_to_proto(parts: Sequence[Deltas], message: scheduler_pb2.Deltas | Non
 
 def _num_prompt_tokens(group: SequenceGroup) -> int:
     """Tokens of the prompt. That of an encoder-decoder model is the encoder input: no padding, no decoder prompt."""
-    return group.encoder.num_tokens if group.encoder is not None else len(group.prompt)
+    encoder = group.features.find(EncoderPositions) if group.features.items else None
+    return len(group.prompt) if encoder is None or encoder.message is None else encoder.message.num_tokens
 
 
 def _fill_finished(finished: Finished, message: scheduler_pb2.SampleFinished) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import grpc
 from quire.internal.v1 import worker_pb2, worker_pb2_grpc
 
-from scheduler_svc.core.steps.adapter_slots import AdapterSwap
+from scheduler_svc.core.features.adapters import AdapterSwap
 from svc_common.errors import QuireError, error_from_code
 
 log = logging.getLogger(__name__)

@@ -15,7 +15,12 @@ from quire.v1 import types_pb2
 
 from prefix_index.hashing import model_salt
 from request_fields.sizes import MAX_POOL_BLOCKS, MAX_POOL_TOKENS
+from scheduler_svc.core.features.adapters import Adapter
+from scheduler_svc.core.features.encoder import EncoderPositions
+from scheduler_svc.core.features.inputs import Inputs
+from scheduler_svc.core.features.pooled import Pooled
 from scheduler_svc.core.messages import CachedBlock, RowAssignment, WorkerCapacity
+from scheduler_svc.core.sequence import Feature
 from scheduler_svc.workers.seals import SEAL_BYTES, BlockKeys, LeaseIds
 from step_protocol.columns import WireError, u32_from_bytes, u32_to_bytes
 from step_protocol.messages import BeamCandidates, PooledRows, RowError, StepBatch, StepOutput
@@ -63,30 +68,37 @@ def _open_row(assignment: RowAssignment, batch: worker_pb2.StepBatch) -> None:
     )
     if assignment.fork_of_row is not None:
         message.fork_of_row = assignment.fork_of_row
-    if group.banned_ids:
-        message.banned_ids = group.banned_ids
-    if group.banned_before:
-        message.banned_before = group.banned_before
-    if group.bad_words_ids:
-        message.bad_words_ids.extend(group.bad_words_ids)
+    options = group.options
+    if options.banned_ids:
+        message.banned_ids = options.banned_ids
+    if options.banned_before:
+        message.banned_before = options.banned_before
+    if options.bad_words_ids:
+        message.bad_words_ids.extend(options.bad_words_ids)
     if assignment.num_candidates:
         message.num_candidates = assignment.num_candidates
-    if group.logprobs is not None:
-        message.logprobs = group.logprobs
+    if options.logprobs is not None:
+        message.logprobs = options.logprobs
     if assignment.prompt_logprobs is not None:
         message.prompt_logprobs = assignment.prompt_logprobs
-    if group.pooling is not None:
-        message.pooling.CopyFrom(group.pooling.message)
     if assignment.inputs:
         message.inputs.extend(assignment.inputs)
-    if group.images:
-        message.images = group.images
-    if group.encoder is not None:
-        message.encoder.CopyFrom(group.encoder)
-    if group.adapter:
-        message.adapter = group.adapter
+    for feature in group.features.items:
+        _add_feature(feature, message)
     if group.traceparent:
         batch.traces.add(row=assignment.row, traceparent=group.traceparent)
+
+
+def _add_feature(feature: Feature, message: worker_pb2.RowOpen) -> None:
+    match feature:
+        case Pooled():
+            message.pooling.CopyFrom(feature.message)
+        case EncoderPositions(message=encoder) if encoder is not None:
+            message.encoder.CopyFrom(encoder)
+        case Inputs():
+            message.images = feature.spans
+        case Adapter():
+            message.adapter = feature.digest
 
 
 def step_output_from_proto(

@@ -25,13 +25,14 @@ from scheduler_svc.core.errors import (
     QueueFullError,
     UnexpectedStepError,
 )
+from scheduler_svc.core.features.adapters import AdapterSwap, adapter_of
+from scheduler_svc.core.features.pooled import Pooled
 from scheduler_svc.core.messages import RowAssignment, WorkerCapacity
 from scheduler_svc.core.policy import beam_blocks, ceil_div
-from scheduler_svc.core.pooled import Pooling
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishReason, SequenceGroup, StopCondition
-from scheduler_svc.core.steps.adapter_slots import AdapterSwap
 from step_protocol.messages import EMPTY, StepOutput
+from tests.builders import make_features
 from tests.sim import symbolic_model
 from tests.sim.inputs import SimInput, inputs_of
 from tests.sim.oracle import Expected, expected_beams, expected_output
@@ -190,15 +191,17 @@ class Cluster:
             n=request.n,
             priority=request.priority,
             root_key=request.root_key,
-            adapter=request.adapter,
             sampling=request.seed,
+            features=make_features(
+                beam_params=request.beams,
+                num_encoder_tokens=request.num_encoder_tokens,
+                pooling=Pooled(request.pooling, may_hit=request.pooling == "last") if request.pooling else None,
+                inputs=request.inputs,
+                num_input_bytes=sum(item.length for item in request.inputs),
+                adapter=request.adapter,
+            ),
             outputs=[np.array(tokens, dtype=np.uint32) for tokens in request.delivered],
             finished_samples=frozenset(i for i, reason in enumerate(request.finished) if reason is not None),
-            beam_params=request.beams,
-            num_encoder_tokens=request.num_encoder_tokens,
-            pooling=Pooling(request.pooling, may_hit=request.pooling == "last") if request.pooling else None,
-            inputs=request.inputs,
-            num_input_bytes=sum(item.length for item in request.inputs),
         )
 
     def _sent_ids(self, request: Request) -> np.ndarray:
@@ -285,7 +288,7 @@ class Cluster:
                 self._opened_for.pop((batch.worker_id, row), None)
             for opened in batch.opens:
                 self._note_cached(batch.worker_id, opened)
-                if opened.group.adapter and opened.group.adapter not in worker.resident:
+                if (adapter := adapter_of(opened.group)) and adapter not in worker.resident:
                     raise Violation(f"row {opened.row} of {batch.worker_id} opens with an adapter that is not resident")
             worker.send(batch)
         self._begin_swaps()
@@ -295,7 +298,7 @@ class Cluster:
         return len(batches)
 
     def _begin_swaps(self) -> None:
-        for swap in self.scheduler.take_adapter_swaps():
+        for swap in self.scheduler.adapters.take_swaps():
             self.trace.append(("swap", swap))
             worker = self.workers[swap.worker_id]
             worker.resident &= set(swap.kept)
@@ -314,7 +317,7 @@ class Cluster:
         self.trace.append(("swapped", swap))
         self.num_swaps += 1
         self.workers[swap.worker_id].resident.add(swap.digest)
-        self.scheduler.end_adapter_swap(swap.worker_id, swap.digest, is_resident=True)
+        self.scheduler.adapters.end_swap(swap.worker_id, swap.digest, is_resident=True)
 
     def _check_rows(self) -> None:
         """Every running sequence was opened on its worker: a row that only the books know never gets a token."""
@@ -422,7 +425,7 @@ class Cluster:
         }
         self._published[c.worker_id] = set()
         self.scheduler.add_worker(c, blocks, next_step_id=worker.next_step_id)
-        self.scheduler.set_adapters(c.worker_id, ADAPTERS if c.max_adapters else ())
+        self.scheduler.adapters.set_loaded(c.worker_id, ADAPTERS if c.max_adapters else ())
         self._follow_prefixes()
 
     def lose(self, worker: SymbolicWorker) -> None:

@@ -27,9 +27,12 @@ import numpy as np
 from xxhash import xxh3_128_digest
 
 from prefix_index.content_ids import FIRST_CONTENT_ID
+from scheduler_svc.core.features.adapters import adapter_of
+from scheduler_svc.core.features.pooled import Pooled
 from scheduler_svc.core.messages import CachedBlock, RowAssignment, WorkerCapacity
 from scheduler_svc.core.sequence import SequenceGroup
 from step_protocol.messages import BeamCandidates, PooledRows, RowError, StepBatch, StepOutput
+from tests.builders import inputs_in
 from tests.sim import symbolic_model
 from tests.sim.inputs import with_contents
 
@@ -71,7 +74,7 @@ class Chains:
             return known
         parent = self.of_block(tokens, digests, index - 1, group) if index else self.root(group.root_key)
         content = b"".join(int(token).to_bytes(4, "little") for token in tokens[end - self.block_size : end])
-        keys = b"".join(item.digest for item in group.inputs if item.start // self.block_size == index)
+        keys = b"".join(item.digest for item in inputs_in(group) if item.start // self.block_size == index)
         digest = xxh3_128_digest(parent + content + keys)
         self.by_prefix[prefix] = digest
         self.parent[digest] = parent
@@ -234,12 +237,12 @@ class SymbolicWorker:
         if (blocks >= self.capacity.num_blocks).any() or len(set(held.tolist())) != len(held):
             raise Violation(f"row {row} opens with a bad table {blocks.tolist()}")
         num_shared = -(-opened.num_computed_tokens // bs)
-        num_encoder = opened.group.num_encoder_tokens
+        num_encoder = opened.group.features.num_head_tokens
         if opened.fork_of_row is None and 0 < opened.num_computed_tokens < num_encoder:
             raise Violation(f"row {row} starts from {opened.num_computed_tokens} of {num_encoder} encoder positions")
         if num_shared > len(blocks):
             raise Violation(f"row {row}: {opened.num_computed_tokens} computed tokens in {len(blocks)} blocks")
-        if opened.group.pooling is not None and opened.group.pooling.message == "mean" and opened.num_computed_tokens:
+        if _pooling(opened) == "mean" and opened.num_computed_tokens:
             raise Violation(f"row {row} pools all states, but {opened.num_computed_tokens} of them are cached")
         self.sums[row] = 0
         self.is_open[row], self.group[row] = True, opened
@@ -249,8 +252,8 @@ class SymbolicWorker:
         self.num_candidates[row] = opened.num_candidates
         self.tokens[row, :count] = tokens
         self._give_inputs(opened)
-        model_key = symbolic_model.key(opened.group.root_key, opened.group.adapter)
-        contents = with_contents(tokens, opened.group.inputs).astype(np.uint64)
+        model_key = symbolic_model.key(opened.group.root_key, adapter_of(opened.group))
+        contents = with_contents(tokens, inputs_in(opened.group)).astype(np.uint64)
         terms = symbolic_model.term_column(contents, self._places[:count])
         self.digests[row, :count] = np.cumsum(terms) + np.uint64(symbolic_model.root(model_key))
         self.table_len[row] = len(blocks)
@@ -411,7 +414,7 @@ class SymbolicWorker:
     def _check_encoders(self, rows: np.ndarray, ends: np.ndarray) -> None:
         """An encoder is bidirectional: one chunk computes all its positions, and nothing else."""
         for row, start, end in zip(rows.tolist(), self.num_computed_tokens[rows].tolist(), ends.tolist(), strict=True):
-            num_encoder = self.group[row].group.num_encoder_tokens
+            num_encoder = self.group[row].group.features.num_head_tokens
             if start < num_encoder and (start, end) != (0, num_encoder):
                 raise Violation(f"row {row} computes positions {start} to {end}, its encoder has {num_encoder}")
 
@@ -518,7 +521,7 @@ class SymbolicWorker:
         bs, block = self.capacity.block_size, int(self.table[row, index])
         if (self.kv[block * bs : (block + 1) * bs] == POISON).any():
             return
-        if self.group[row].group.pooling is not None:
+        if _pooling(self.group[row]):
             return  # a commit of it is a violation
         digest = self.chains.of_block(self.tokens[row], self.digests[row], index, self.group[row].group)
         other = self.holder.get(digest)
@@ -555,9 +558,9 @@ class SymbolicWorker:
     def _pooled(self, rows: list[int]) -> PooledRows | None:
         """The numbers of the pooled rows whose prompts are complete."""
         found = [
-            (row, self.group[row].group.pooling.message)
+            (row, _pooling(self.group[row]))
             for row in rows
-            if self.group[row].group.pooling is not None and self.num_computed_tokens[row] == self.prompt_len[row]
+            if _pooling(self.group[row]) and self.num_computed_tokens[row] == self.prompt_len[row]
         ]
         if not found:
             return None
@@ -590,3 +593,9 @@ class SymbolicWorker:
         self.tokens[rows, ends] = tokens
         self.digests[rows, ends] = last + symbolic_model.term_column(tokens, self._places[ends])
         self.history_len[rows] = ends + 1
+
+
+def _pooling(opened: RowAssignment) -> str | None:
+    """What the row pools; None if it returns tokens."""
+    found = opened.group.features.find(Pooled)
+    return None if found is None else found.message

@@ -16,18 +16,20 @@ import pytest
 
 from prefix_index import hashing
 from prefix_index.content_ids import FIRST_CONTENT_ID
-from scheduler_svc.core import placement, scheduler
-from scheduler_svc.core.beams import BeamSearch
+from scheduler_svc.core import scheduler
 from scheduler_svc.core.blocks import prompt_digests
 from scheduler_svc.core.blocks.block_manager import BlockManager
 from scheduler_svc.core.blocks.free_blocks import LruQueue
+from scheduler_svc.core.features.adapters import AdapterSlots
+from scheduler_svc.core.features.beam_search import BeamSearch
+from scheduler_svc.core.features.beams import BeamRows
+from scheduler_svc.core.features.inputs import Inputs
 from scheduler_svc.core.queue.scan import QueueScan
-from scheduler_svc.core.sequence import QueueEntry, Sequence, SequenceGroup
-from scheduler_svc.core.steps import answers, rows, step_planner, worker_state
-from scheduler_svc.core.steps.adapter_slots import AdapterSlots
+from scheduler_svc.core.sequence import QueueEntry, Sequence
+from scheduler_svc.core.steps import answers, step_planner, worker_state
 from scheduler_svc.core.steps.answers import Untrusted
-from scheduler_svc.core.steps.beam_rows import BeamRows
 from scheduler_svc.core.steps.decode_run import DecodeRun
+from scheduler_svc.core.steps.forks import Forks
 from scheduler_svc.core.steps.rows import RowTable
 from scheduler_svc.core.steps.step_plan import InFlightStep, StepPlan
 from scheduler_svc.core.steps.step_planner import StepPlanner
@@ -77,7 +79,7 @@ def wrap(patch: Patch, owner: Any, name: str, around: Callable[..., Any]) -> Non
 
 def change_batches(patch: Patch, change: Callable[[StepBatch], StepBatch]) -> None:
     """Change the batches that are sent, not the decisions."""
-    wrap(patch, step_planner, "make_batch", lambda make, *args: change(make(*args)))
+    wrap(patch, StepPlanner, "_send", lambda send, *args: change(send(*args)))
 
 
 def trust_digests(patch: Patch) -> None:
@@ -136,7 +138,7 @@ def off_by_one_at_a_block_border(patch: Patch) -> None:
         tail = r.table[decode, np.minimum(r.num_computed_tokens[decode] // bs, r.num_blocks[decode] - 1)]
         return decode[opens | (planner.worker.pool.refs[tail] > 1)]
 
-    wrap(patch, StepPlanner, "rows_that_need_a_block", needy)
+    wrap(patch, StepPlanner, "_rows_that_need_a_block", needy)
 
 
 @bug("beyond their tables|disagrees with the tables|computed tokens in")
@@ -169,24 +171,24 @@ def hit_stays_in_the_free_list(patch: Patch) -> None:
 
 @bug("leaks|which another open row has|which other rows share|written to one slot")
 def fork_takes_no_reference(patch: Patch) -> None:
-    def fork(original: Any, planner: StepPlanner, row: int, count: int, plan: StepPlan) -> None:
+    def fork(original: Any, forks: Forks, row: int, count: int, plan: StepPlan) -> None:
         num_opens = len(plan.opens)
-        original(planner, row, count, plan)
+        original(forks, row, count, plan)
         for opened in plan.opens[num_opens:]:
-            planner.worker.pool.refs[opened.block_table] -= 1
+            forks._worker.pool.refs[opened.block_table] -= 1
 
-    wrap(patch, StepPlanner, "_fork_if_complete", fork)
+    wrap(patch, Forks, "open_if_complete", fork)
 
 
 @bug("ref counts disagree", checks_invariants=True)
 def fork_takes_two_references(patch: Patch) -> None:
-    def fork(original: Any, planner: StepPlanner, row: int, count: int, plan: StepPlan) -> None:
+    def fork(original: Any, forks: Forks, row: int, count: int, plan: StepPlan) -> None:
         num_opens = len(plan.opens)
-        original(planner, row, count, plan)
+        original(forks, row, count, plan)
         for opened in plan.opens[num_opens:]:
-            planner.worker.pool.refs[opened.block_table] += 1
+            forks._worker.pool.refs[opened.block_table] += 1
 
-    wrap(patch, StepPlanner, "_fork_if_complete", fork)
+    wrap(patch, Forks, "open_if_complete", fork)
 
 
 @bug("leaks|no progress")
@@ -200,7 +202,7 @@ def copy_on_write_skipped(patch: Patch) -> None:
         r = planner.worker.rows
         return decode[r.num_computed_tokens[decode] // planner.worker.capacity.block_size >= r.num_blocks[decode]]
 
-    wrap(patch, StepPlanner, "rows_that_need_a_block", needy)
+    wrap(patch, StepPlanner, "_rows_that_need_a_block", needy)
 
 
 @bug("is replaced by .* without a copy")
@@ -418,7 +420,7 @@ def row_joins_the_decode_run_without_a_check_of_its_blocks(patch: Patch) -> None
     def may_join(original: Any, planner: StepPlanner, row: int) -> bool:
         r = planner.worker.rows
         planned, end = r.num_planned[row], r.num_computed_tokens[row]
-        return bool(planned - end == 1 and planned < r.limit[row] and end and not r.is_beam[row])
+        return bool(planned - end == 1 and planned < r.limit[row] and end and not r.is_awaiting[row])
 
     wrap(patch, StepPlanner, "_may_join", may_join)
 
@@ -461,7 +463,7 @@ def draining_worker_gets_sequences(patch: Patch) -> None:
 @bug("which other rows share|written to one slot")
 def last_block_of_a_beam_not_copied(patch: Patch) -> None:
     def copy(original: Any, planner: StepPlanner, row: int, plan: StepPlan) -> None:
-        if not planner.worker.rows.is_beam[row]:
+        if not planner.worker.rows.is_awaiting[row]:
             original(planner, row, plan)
 
     wrap(patch, StepPlanner, "_copy_block", copy)
@@ -476,8 +478,8 @@ def mean_pooling_with_a_prefix_hit(patch: Patch) -> None:
 def blocks_of_a_pooled_row_stay(patch: Patch) -> None:
     def open_row(original: Any, table: RowTable, *args: Any) -> int:
         row: int = original(table, *args)
-        table.num_pooled -= int(table.is_pooled[row])
-        table.is_pooled[row] = False
+        table.num_private -= int(table.is_private[row])
+        table.is_private[row] = False
         return row
 
     wrap(patch, RowTable, "open", open_row)
@@ -516,10 +518,10 @@ def beam_keeps_its_own_tokens(patch: Patch) -> None:
 @bug("not that of its chain|no acknowledged step has computed")
 def beam_keeps_its_own_digests(patch: Patch) -> None:
     def take(original: Any, beams: BeamRows, rows: np.ndarray, parents: np.ndarray) -> None:
-        known = {row: list(beams._table.digests[row]) for row in rows.tolist()}
+        known = {row: list(beams.worker.rows.digests[row]) for row in rows.tolist()}
         original(beams, rows, parents)
         for row, digests in known.items():
-            beams._table.digests[row][:] = digests
+            beams.worker.rows.digests[row][:] = digests
 
     wrap(patch, BeamRows, "_take_tokens", take)
 
@@ -550,7 +552,7 @@ def moves_not_sent(patch: Patch) -> None:
 def encoder_blocks_freed_with_the_first_sample(patch: Patch) -> None:
     def close(original: Any, worker: WorkerState, row: int, *others: Any) -> None:
         group = worker.rows.sequence(row).group
-        blocks = worker.rows.table[row, : group.num_encoder_tokens // worker.capacity.block_size].astype(np.int64)
+        blocks = worker.rows.table[row, : group.features.num_head_tokens // worker.capacity.block_size].astype(np.int64)
         if len(blocks):
             worker.pool.refs[blocks] = 1
         original(worker, row, *others)
@@ -560,7 +562,7 @@ def encoder_blocks_freed_with_the_first_sample(patch: Patch) -> None:
 
 @bug("its encoder has")
 def encoder_computed_in_chunks(patch: Patch) -> None:
-    def chunk(original: Any, planner: StepPlanner, row: int, plan: StepPlan, num_encoder_tokens: int = 0) -> None:
+    def chunk(original: Any, planner: StepPlanner, row: int, plan: StepPlan, num_head_tokens: int = 0) -> None:
         original(planner, row, plan)
 
     wrap(patch, StepPlanner, "_plan_chunk", chunk)
@@ -586,15 +588,20 @@ def inputs_missing_in_the_digest(patch: Patch) -> None:
         return np.where(ids >= FIRST_CONTENT_ID, np.uint32(FIRST_CONTENT_ID), ids)
 
     wrap(patch, Cluster, "_sent_ids", sent)
-    for module in (placement, rows, worker_state):
-        patch.setattr(module, "extra_keys", lambda inputs, block_size: {})
+    patch.setattr(Inputs, "block_keys", lambda inputs, block_size: {})
     trust_digests(patch)
 
 
 @bug("not that of its chain|no acknowledged step has computed")
 def extra_keys_of_the_last_prompt_block_forgotten(patch: Patch) -> None:
     """The digest of the block that the first output tokens complete: an input may begin in it."""
-    patch.setattr(rows, "extra_keys", lambda inputs, block_size: {})
+
+    def open_row(original: Any, table: RowTable, *args: Any) -> int:
+        row: int = original(table, *args)
+        table.extra_keys.pop(row, None)
+        return row
+
+    wrap(patch, RowTable, "open", open_row)
 
 
 @bug("compute an input that they do not have")
@@ -608,15 +615,15 @@ def inputs_lost_when_a_row_is_computed_again(patch: Patch) -> None:
 
 @bug("compute an input that they do not have")
 def inputs_lost_when_a_hit_ends_inside(patch: Patch) -> None:
-    def after(original: Any, group: SequenceGroup, num_computed: int) -> Any:
-        return [item for item in group.inputs if item.start >= num_computed]
+    def after(original: Any, inputs: Inputs, num_computed: int) -> Any:
+        return [item for item in inputs.items if item.start >= num_computed]
 
-    wrap(patch, SequenceGroup, "inputs_after", after)
+    wrap(patch, Inputs, "after", after)
 
 
 @bug("gets an input whose positions are computed")
 def all_inputs_sent_after_a_hit(patch: Patch) -> None:
-    wrap(patch, SequenceGroup, "inputs_after", lambda original, group, num_computed: group.inputs)
+    wrap(patch, Inputs, "after", lambda original, inputs, num_computed: inputs.items)
 
 
 # -- the tests ---------------------------------------------------------------------------------------------------------

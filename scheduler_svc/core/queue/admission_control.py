@@ -20,7 +20,6 @@ from scheduler_svc.core.messages import WorkerCapacity
 from scheduler_svc.core.placement import Placement
 from scheduler_svc.core.policy import (
     DEADLINE_FRACTION,
-    beam_blocks,
     expected_tokens,
     first_token_wait_s,
     is_queue_full,
@@ -73,15 +72,9 @@ class AdmissionControl:
             raise DuplicateRequestError(
                 f"request_id {group.request_id!r} is in flight; use another request_id or wait until it ends"
             )
-        workers = self._placement.workers
-        if group.adapter and workers and not any(worker.adapters.has(group.adapter) for worker in workers):
-            raise NoWorkerError(
-                f"no worker of this scheduler has the adapter with digest {group.adapter.hex()}; retry later or on "
-                "another scheduler"
-            )
         self._check_queue(group)
-        if group.num_input_bytes:
-            self._check_inputs(group)
+        if group.features.num_bytes:
+            self._check_bytes(group)
         if not len(group.prompt):
             raise NeverFitsError("the prompt is empty; send at least one token", field="prompt")
         self._check_size(group)
@@ -116,13 +109,13 @@ class AdmissionControl:
                 f"limit is {self._config.max_waiting_tokens}; retry later"
             )
 
-    def _check_inputs(self, group: SequenceGroup) -> None:
+    def _check_bytes(self, group: SequenceGroup) -> None:
         """The scheduler keeps the inputs of a request until it ends, because a worker may fail at any time."""
-        held, limit = self._requests.num_input_bytes, self._config.max_input_bytes
+        held, limit = self._requests.num_bytes, self._config.max_input_bytes
         factor = RETURNING_FACTOR if group.takes_over else 1
-        if held + group.num_input_bytes > factor * limit:
+        if held + group.features.num_bytes > factor * limit:
             raise QueueFullError(
-                f"the inputs of open requests have {held} bytes, this request adds {group.num_input_bytes}, and the "
+                f"the inputs of open requests have {held} bytes, this request adds {group.features.num_bytes}, and the "
                 f"limit is {limit} (--max-input-bytes of the scheduler); retry later"
             )
 
@@ -143,34 +136,9 @@ class AdmissionControl:
                 "largest worker",
                 field="sampling.n",
             )
-        if has_workers and group.num_encoder_tokens > (most := self._placement.max_encoder_tokens):
-            raise NeverFitsError(
-                f"the encoder input takes {group.num_encoder_tokens} positions; must be at most {most}, because one "
-                "step computes all of them: send less, or start the workers with a higher --max-num-batched-tokens "
-                "(it must also hold a token of each other row, --max-num-seqs)",
-                field="prompt",
-            )
-        if has_workers and group.beam_params is not None:
-            self._check_beams(group, first)
-
-    def _check_beams(self, group: SequenceGroup, first: WorkerCapacity) -> None:
-        width, num_prompt, max_tokens = group.num_sequences, len(group.prompt), group.stop.max_tokens
-        if width > self._placement.max_rows:
-            raise NeverFitsError(
-                f"sampling.beam_width is {width}; must be at most {self._placement.max_rows}, max_num_seqs of the "
-                "largest worker",
-                field="sampling.beam_width",
-            )
-        num_needed = first.block_size * beam_blocks(
-            num_prompt, max_tokens, width, first.block_size, first.blocks_before
-        )
-        if num_needed > self._placement.largest_pool:
-            raise NeverFitsError(
-                f"sampling.beam_width is {width}; with {num_prompt} prompt tokens and max_tokens {max_tokens} the "
-                f"beams need {num_needed} tokens of one KV pool, and the largest pool has "
-                f"{self._placement.largest_pool}: lower beam_width or max_tokens",
-                field="sampling.beam_width",
-            )
+        for feature in group.features.items if has_workers else ():
+            if feature.part is not None:
+                feature.part.check(group, self._placement.workers)
 
     def _check_deadline(self, group: SequenceGroup, timeout_s: float, now: float) -> None:
         workers = [worker for worker in self._placement.workers if not worker.is_draining]
@@ -185,7 +153,7 @@ class AdmissionControl:
         digests: list[bytes] = []
         self._placement.extend_digests(digests, group.prompt, group)
         max_cached = group.max_cached_tokens(len(group.prompt))
-        least = group.num_encoder_tokens
+        least = group.features.num_head_tokens
         num_cached = max(worker.num_cached(digests, max_cached, 0, least) for worker in workers)
         own -= num_cached
         own_arrival = virtual_arrival(now, len(group.prompt) - num_cached, self._config.aging_tokens_per_s)

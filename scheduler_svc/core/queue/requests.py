@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence as Seq
 from dataclasses import replace
 from heapq import heapify, heappop, heappush
 
 from request_fields.fields import End
-from scheduler_svc.core.beams import BeamSearch
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.deltas import Finished
 from scheduler_svc.core.measurements import Counts, Throughput
@@ -17,7 +17,15 @@ from scheduler_svc.core.placement import Placement
 from scheduler_svc.core.policy import expected_tokens, virtual_arrival
 from scheduler_svc.core.queue.fair_share import FairShare
 from scheduler_svc.core.queue.waiting_queue import WaitingQueue
-from scheduler_svc.core.sequence import FinishReason, QueueEntry, Sequence, SequenceData, SequenceGroup, SequenceStatus
+from scheduler_svc.core.sequence import (
+    Completion,
+    FinishReason,
+    QueueEntry,
+    Sequence,
+    SequenceData,
+    SequenceGroup,
+    SequenceStatus,
+)
 from scheduler_svc.core.steps.answers import Stops
 from scheduler_svc.core.steps.worker_state import WorkerState
 from step_protocol.messages import EMPTY
@@ -42,7 +50,7 @@ class Requests:
         self.share = FairShare()
         self.waiting = WaitingQueue(self.share)
         self.priorities: Counter[int] = Counter()  # number of live groups per priority
-        self.num_input_bytes = 0  # data of the inputs of live groups
+        self.num_bytes = 0  # data that live groups carry
         self._config = config
         self._workers = workers
         self._placement = placement
@@ -60,11 +68,11 @@ class Requests:
         group.tenant_slot = self.share.join(group.tenant_id)
         live = [i for i in range(group.num_sequences) if i not in group.finished_samples]
         group.sequences = [self._make_sequence(group, i) for i in live]
-        if group.beam_params is not None:
-            group.search = BeamSearch(group.beam_params, group.stop, self._config.eos_token_ids)
+        for feature in group.features.items:
+            feature.begin(group, self._config.eos_token_ids)
         self.groups[group.request_id] = group
         self.priorities[group.priority] += 1
-        self.num_input_bytes += group.num_input_bytes
+        self.num_bytes += group.features.num_bytes
         finished: list[Finished] = []
         fresh: list[Sequence] = []
         for seq in group.sequences:
@@ -99,21 +107,18 @@ class Requests:
             return []
         live = [seq for seq in group.sequences if not seq.is_finished]
         ends = [self.end(seq, reason, message=message, keep_forks=False) for seq in live]
-        return [end for end in ends if end.sample_index < group.n]  # a search may have more beams than samples
+        return [end for end in ends if end.sample_index < group.n]  # a gang may have more sequences than samples
 
     def end_failed(self, seq: Sequence, message: str) -> list[Finished]:
-        """End a failed sequence. If it is a beam, end all beams of its request."""
-        if seq.group.search is not None:
+        """End a failed sequence, and all others of its gang."""
+        if seq.group.features.is_gang:
             return self.abort(seq.group.request_id, FinishReason.ERROR, message)
         return [self.end(seq, FinishReason.ERROR, message=message)]
 
-    def end_search(self, group: SequenceGroup) -> list[Finished]:
-        """End a beam search. Its best sequences are the samples of the request."""
-        search = group.search
-        if search is None:
-            raise RuntimeError(f"request {group.request_id} has no beam search: a bug in the scheduler")
-        first, found = group.sequences[0], search.hypotheses
-        ends = self.abort(group.request_id, FinishReason.ERROR, f"only {len(found)} different outputs are possible")
+    def end_gang(self, group: SequenceGroup, outputs: Seq[Completion]) -> list[Finished]:
+        """End a request whose outputs, the best first, become its samples."""
+        first = group.sequences[0]
+        ends = self.abort(group.request_id, FinishReason.ERROR, f"only {len(outputs)} different outputs are possible")
         return [
             replace(
                 end,
@@ -127,8 +132,8 @@ class Requests:
                 logprob=best.logprob,
                 score=best.score,
             )
-            for end, best in zip(ends, found, strict=False)
-        ] + ends[len(found) :]
+            for end, best in zip(ends, outputs, strict=False)
+        ] + ends[len(outputs) :]
 
     def expire(self, now: float) -> list[Finished]:
         """End requests that still wait at their deadline."""
@@ -219,7 +224,7 @@ class Requests:
         if not group.is_finished or self.groups.pop(group.request_id, None) is None:
             return
         self.share.leave(group.tenant_slot)
-        self.num_input_bytes -= group.num_input_bytes
+        self.num_bytes -= group.features.num_bytes
         self.priorities[group.priority] -= 1
         if not self.priorities[group.priority]:
             del self.priorities[group.priority]
@@ -301,7 +306,7 @@ def _finished(seq: Sequence, reason: FinishReason, stop_token_id: int | None = N
         group=seq.group,
         sample_index=seq.sample_index,
         reason=reason,
-        num_output_tokens=len(seq.data.output) if seq.group.search is None else 0,  # gateways get no tokens of beams
+        num_output_tokens=0 if seq.group.features.chooses_tokens else len(seq.data.output),  # clients got none
         num_cached_tokens=seq.num_cached_tokens,
         num_recomputed_tokens=seq.num_recomputed_tokens,
         num_preemptions=seq.num_preemptions,

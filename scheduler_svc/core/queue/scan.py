@@ -13,7 +13,7 @@ from scheduler_svc.core.queue.requests import Requests
 from scheduler_svc.core.sequence import QueueEntry
 from scheduler_svc.core.steps.step_planner import StepPlanner
 
-MAX_SWAP_WAITS = 256  # sequences per pass that wait until their adapter is swapped in
+MAX_UNPREPARED = 256  # sequences per pass that wait until their worker is prepared
 
 
 class QueueScan:
@@ -46,7 +46,7 @@ class QueueScan:
         self._placement.begin_pass(ready.keys(), is_mixed=is_mixed)
         found: list[Wait | None] = []
         moved: list[QueueEntry] = []
-        num_passed = num_swaps = 0
+        num_passed = num_unprepared = 0
         for entry in self._waiting if self._placement.num_accepting else ():
             choice = self._placement.place(entry, now, tokens_per_s)
             found.append(choice.wait)
@@ -54,13 +54,17 @@ class QueueScan:
                 moved.append(entry)
             if choice.is_now:
                 placed.setdefault(choice.worker.capacity.worker_id, []).append(entry)
-            elif choice.waits_for_adapter:
-                num_swaps += 1  # it takes no place from later sequences
+            elif not choice.is_prepared:
+                num_unprepared += 1  # it takes no place from later sequences
             else:
                 num_passed += 1
             if self._is_starved(entry, choice, now):
                 self._placement.reserve_for(entry)
-            if not self._placement.num_accepting or num_passed > self._config.max_bypass or num_swaps > MAX_SWAP_WAITS:
+            if (
+                not self._placement.num_accepting
+                or num_passed > self._config.max_bypass
+                or num_unprepared > MAX_UNPREPARED
+            ):
                 break
         for entry in moved:
             self._waiting.move(entry, self._requests.virtual_arrival(entry))

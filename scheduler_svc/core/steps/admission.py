@@ -8,24 +8,10 @@ from __future__ import annotations
 import numpy as np
 
 from scheduler_svc.core.blocks.block_manager import BlockManager
-from scheduler_svc.core.messages import WorkerCapacity
-from scheduler_svc.core.policy import beam_blocks, expected_remaining, final_blocks, projected_peak
+from scheduler_svc.core.policy import expected_remaining, final_blocks, projected_peak
 from scheduler_svc.core.sequence import Sequence, SequenceGroup
 from scheduler_svc.core.steps.rows import RowTable
 from step_protocol.columns import I64, U32
-
-
-def could_run(seq: Sequence, capacity: WorkerCapacity) -> bool:
-    """Whether an idle worker of this capacity could run the sequence. For a beam: all beams of its search."""
-    group = seq.group
-    fits = capacity.size_limits.fits(len(group.prompt), group.stop.max_tokens)
-    fits = fits and group.num_encoder_tokens <= capacity.max_encoder_tokens
-    if group.beam_params is None:
-        return fits
-    max_blocks = beam_blocks(
-        len(group.prompt), group.stop.max_tokens, group.num_sequences, capacity.block_size, capacity.blocks_before
-    )
-    return fits and group.num_sequences <= capacity.max_num_seqs and max_blocks <= capacity.num_blocks
 
 
 def excess_blocks(
@@ -79,8 +65,8 @@ def excess_blocks(
 
 
 def _may_stop(group: SequenceGroup) -> bool:
-    """Whether sequences of the request may end before max_tokens. A beam that ends is replaced by another beam."""
-    return group.beam_params is None and (not group.stop.ignore_eos or bool(group.stop.stop_token_ids))
+    """Whether sequences of the request may end before max_tokens. Those of a gang end together."""
+    return not group.features.is_gang and (not group.stop.ignore_eos or bool(group.stop.stop_token_ids))
 
 
 def _num_copies(table: RowTable, pool: BlockManager, rows: I64) -> int:

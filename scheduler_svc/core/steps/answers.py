@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from request_fields.fields import End, StopCondition
-from scheduler_svc.core.deltas import Deltas, PromptDeltas
+from scheduler_svc.core.deltas import Deltas
 from scheduler_svc.core.errors import UnexpectedStepError
 from scheduler_svc.core.sequence import FinishReason, Sequence
 from scheduler_svc.core.steps.decode_run import Members
@@ -82,8 +82,8 @@ def append_tokens(table: RowTable, step: InFlightStep, output: StepOutput, is_op
         stays = is_open[rows]
         rows, token_ids = rows[stays], token_ids[stays]
         logprobs = None if logprobs is None else logprobs.select(stays)
-    if step.has_beams:  # `BeamSearch` chooses their tokens
-        is_sampled = ~table.is_beam[rows]
+    if step.has_awaiting:  # the scheduler chooses their tokens
+        is_sampled = ~table.is_awaiting[rows]
         rows, token_ids = rows[is_sampled], token_ids[is_sampled]
         logprobs = None if logprobs is None else logprobs.select(is_sampled)
     positions = table.num_tokens[rows]
@@ -96,24 +96,7 @@ def append_tokens(table: RowTable, step: InFlightStep, output: StepOutput, is_op
         offsets=(positions - table.prompt_len[rows]).astype(np.uint32),
         token_ids=token_ids,
         logprobs=logprobs,
-        prompt=None if output.prompt_logprobs is None else _take_prompt(table, output.prompt_logprobs, is_open),
     )
-
-
-def _take_prompt(table: RowTable, found: PromptLogprobs, is_open: Bools | None) -> PromptDeltas | None:
-    """New prompt positions of open rows; None if there are none. Records them as delivered."""
-    is_new = np.zeros(len(found.rows), dtype=np.bool_)
-    rows, positions = found.rows.astype(np.int64), found.positions
-    for row in dict.fromkeys((rows if is_open is None else rows[is_open[rows]]).tolist()):
-        group = table.sequence(row).group
-        if group.pending_prompt_logprobs is None:
-            continue
-        is_new |= (rows == row) & (positions >= group.num_prompt_logprobs) & (positions < len(group.prompt))
-        group.num_prompt_logprobs = max(group.num_prompt_logprobs, int(positions[rows == row].max()) + 1)
-    if not is_new.any():
-        return None
-    rows = rows[is_new]
-    return PromptDeltas(table.owner[rows], table.handle[rows], positions[is_new], found.columns.select(is_new))
 
 
 def _append_run(table: RowTable, run: Members, context_lens: U32, output: StepOutput) -> Deltas:

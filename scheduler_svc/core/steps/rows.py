@@ -23,7 +23,6 @@ from collections.abc import Collection, Mapping
 
 import numpy as np
 
-from prefix_index.hashing import extra_keys
 from scheduler_svc.core.messages import WorkerCapacity
 from scheduler_svc.core.policy import ceil_div
 from scheduler_svc.core.sequence import Sequence, SequenceStage
@@ -38,7 +37,7 @@ class RowTable:
         self.block_size = capacity.block_size
         self.sequences: list[Sequence | None] = [None] * rows
         self.digests: list[list[bytes]] = [[]] * rows  # `Sequence.digests` itself, not a copy
-        self.extra_keys: dict[int, Mapping[int, bytes]] = {}  # of rows with inputs, for digests of their blocks
+        self.extra_keys: dict[int, Mapping[int, bytes]] = {}  # of rows whose blocks hold more than tokens, for digests
         blocks = ceil_div(length, capacity.block_size) | 1  # odd: equal positions of rows have different cache sets
         self.tokens = np.zeros((rows, blocks * capacity.block_size), dtype=np.uint32)
         self.table = np.zeros((rows, blocks), dtype=np.uint32)
@@ -58,10 +57,10 @@ class RowTable:
         self.priority = np.zeros(rows, dtype=np.int64)
         self.ignore_eos = np.zeros(rows, dtype=np.bool_)
         self.has_stop_ids = np.zeros(rows, dtype=np.bool_)
-        self.is_beam = np.zeros(rows, dtype=np.bool_)  # `group.search` chooses its tokens; it is not pipelined
-        self.num_beams = 0  # rows in use that are beams
-        self.is_pooled = np.zeros(rows, dtype=np.bool_)  # its blocks do not become cached prefixes
-        self.num_pooled = 0  # rows in use that are pooled
+        self.is_awaiting = np.zeros(rows, dtype=np.bool_)  # the scheduler chooses its tokens: it is not pipelined
+        self.num_awaiting = 0  # rows in use that await their tokens
+        self.is_private = np.zeros(rows, dtype=np.bool_)  # its blocks do not become cached prefixes
+        self.num_private = 0  # rows in use that are private
         self.num_with_stop_ids = 0  # rows in use that have stop ids
         self.max_blocks = 0  # an upper bound of the blocks that the rows in use hold if all reach their limits
         self.ones = np.ones(rows, dtype=np.uint32)
@@ -124,8 +123,8 @@ class RowTable:
         group = seq.group
         self.sequences[row] = seq
         self.digests[row] = seq.digests
-        if group.num_input_bytes:
-            self.extra_keys[row] = extra_keys(group.inputs, self.block_size)
+        if group.features.items and (keys := group.features.block_keys(self.block_size)):
+            self.extra_keys[row] = keys
         num_tokens, num_blocks = len(token_ids), len(blocks)
         self.tokens[row, :num_tokens] = token_ids
         self.table[row, :num_blocks] = blocks
@@ -142,14 +141,14 @@ class RowTable:
         self.sample_index[row] = seq.sample_index
         self.tenant[row] = group.tenant_slot
         self.priority[row] = group.priority
-        is_beam = group.beam_params is not None
-        self.is_beam[row] = is_beam
-        self.num_beams += is_beam
-        is_pooled = group.pooling is not None
-        self.is_pooled[row] = is_pooled
-        self.num_pooled += is_pooled
-        self.ignore_eos[row] = group.stop.ignore_eos or is_beam
-        has_stop_ids = bool(group.stop.stop_token_ids) and not is_beam
+        is_awaiting = group.features.chooses_tokens
+        self.is_awaiting[row] = is_awaiting
+        self.num_awaiting += is_awaiting
+        is_private = group.features.is_private
+        self.is_private[row] = is_private
+        self.num_private += is_private
+        self.ignore_eos[row] = group.stop.ignore_eos or is_awaiting
+        has_stop_ids = bool(group.stop.stop_token_ids) and not is_awaiting
         self.has_stop_ids[row] = has_stop_ids
         self.num_with_stop_ids += has_stop_ids
         self.max_blocks += self.max_blocks_of(limit)
@@ -175,8 +174,8 @@ class RowTable:
         return 0 if self.blocks_before is None else max(0, num_computed // self.block_size - self.blocks_before)
 
     def close(self, row: int) -> None:
-        self.num_beams -= self.is_beam.item(row)
-        self.num_pooled -= self.is_pooled.item(row)
+        self.num_awaiting -= self.is_awaiting.item(row)
+        self.num_private -= self.is_private.item(row)
         self.num_with_stop_ids -= self.has_stop_ids.item(row)
         self.max_blocks -= self.max_blocks_of(self.limit.item(row))
         self.sequences[row] = None

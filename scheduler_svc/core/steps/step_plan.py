@@ -18,7 +18,7 @@ from scheduler_svc.core.messages import RowAssignment
 from scheduler_svc.core.steps.decode_run import DecodeRun, Members
 from scheduler_svc.core.steps.rows import RowTable
 from step_protocol.columns import I64, U32, Bools
-from step_protocol.messages import EMPTY, ImageWork, StepBatch
+from step_protocol.messages import EMPTY, StepBatch
 
 NO_ROWS: I64 = np.empty(0, dtype=np.int64)
 
@@ -53,10 +53,10 @@ def columns_of_decodes(table: RowTable, rows: I64) -> Columns:
     left, reaches_end = table.limit[rows] - planned, context_lens + 1 == planned
     sample_mask = reaches_end & (left > 0)
     slots, full = table.slots(rows, context_lens), table.fills_block(context_lens)
-    if table.num_pooled:
-        full = full[~table.is_pooled[rows[full]]]
+    if table.num_private:
+        full = full[~table.is_private[rows[full]]]
     table.num_computed_tokens[rows] = context_lens + 1
-    table.num_planned[rows] = planned + (sample_mask & ~table.is_beam[rows] if table.num_beams else sample_mask)
+    table.num_planned[rows] = planned + (sample_mask & ~table.is_awaiting[rows] if table.num_awaiting else sample_mask)
     return Columns(
         rows.astype(np.uint32),
         table.ones[: len(rows)],
@@ -83,7 +83,7 @@ def with_chunks(table: RowTable, head: Columns, chunks: list[tuple[int, int]]) -
         samples.append(reaches_end and left > 0)
         slots.append(table.chunk_slots(row, start, count))
         table.num_computed_tokens[row] = start + count
-        if samples[-1] and not table.is_beam[row]:
+        if samples[-1] and not table.is_awaiting[row]:
             table.num_planned[row] = planned + 1
         elif reaches_end and left <= 0:
             prompt_only.append(row)
@@ -149,25 +149,16 @@ class StepPlan:
     copies: list[tuple[int, int]] = field(default_factory=list)  # (from, to)
     fills: list[tuple[int, list[Fill]]] = field(default_factory=list)  # per row, the blocks that its chunk completes
     num_prompt_tokens: int = 0  # in chunks of several tokens
-    num_input_bytes: int = 0  # data of the inputs of opened rows
-    images: list[ImageWork] = field(default_factory=list)
+    num_bytes: int = 0  # data that opened rows carry
+    has_part_work: bool = False  # a part of the worker computes something, even if no token is planned
 
-    def has_room_for(self, num_input_bytes: int) -> bool:
-        """Whether the message of the step has room for inputs of this size. The inputs of the first row always fit."""
-        return not self.num_input_bytes or self.num_input_bytes + num_input_bytes <= MAX_INPUT_BYTES
-
-
-class BeamMoves(NamedTuple):
-    """New tokens and tables of beams, for the next step."""
-
-    rows: U32
-    parents: U32
-    token_ids: U32
-    tables: list[tuple[I64, I64, I64]]  # columns: row, index, block
+    def has_room_for(self, num_bytes: int) -> bool:
+        """Whether the message of the step has room for data of this size. The data of the first row always fits."""
+        return not self.num_bytes or self.num_bytes + num_bytes <= MAX_INPUT_BYTES
 
 
-# Changes since the previous step that the next step carries: rows closed, blocks committed, beams moved.
-Changes = tuple[list[int], list[Fill], BeamMoves | None]
+# Changes since the previous step that the next step carries: rows closed, blocks committed.
+Changes = tuple[list[int], list[Fill]]
 
 
 @dataclass(slots=True)
@@ -188,7 +179,7 @@ class InFlightStep:
     is_full: bool  # the step uses the whole token budget
     burst_len: int = 1  # steps of the message that this step ends; 0: more steps follow in the message
     num_prompt_tokens: int = 0  # in chunks of several tokens
-    has_beams: bool = False  # some of the rows are beams
+    has_awaiting: bool = False  # the scheduler chooses the tokens of some rows
     sent_at: float = 0.0
     closed: set[int] = field(default_factory=set)  # rows closed since the step was sent: their answers are ignored
     releases: list[I64] = field(default_factory=list)  # block tables of ended rows, freed when the step is answered
@@ -202,15 +193,11 @@ def make_batch(
     slots: U32,
     changes: Changes,
 ) -> StepBatch:
-    """The message of a step."""
-    closed, commits, moves = changes
+    """The message of a step, without what the worker's parts add."""
+    closed, commits = changes
     fork_rows, fork_parents = _columns(plan.forks) if plan.forks else NO_PAIRS
     copy_src, copy_dst = _columns(plan.copies) if plan.copies else NO_PAIRS
-    if moves is not None:
-        plan.tables[:0] = moves.tables
     table_rows, table_indices, table_blocks = _joined(plan.tables)
-    if moves is not None:
-        table_rows, table_indices, table_blocks = newest_of_each(table_rows, table_indices, table_blocks)
     return StepBatch(
         worker_id=worker_id,
         step_id=step.step_id,
@@ -231,10 +218,9 @@ def make_batch(
         copy_dst=copy_dst,
         commit_blocks=np.array([block for block, _ in commits], dtype=np.uint32) if commits else EMPTY,
         commit_digests=[digest for _, digest in commits] if commits else [],
-        beam_rows=EMPTY if moves is None else moves.rows,
-        beam_parents=EMPTY if moves is None else moves.parents,
-        beam_tokens=EMPTY if moves is None else moves.token_ids,
-        images=plan.images,
+        beam_rows=EMPTY,
+        beam_parents=EMPTY,
+        beam_tokens=EMPTY,
     )
 
 
@@ -248,13 +234,3 @@ def _joined(tables: list[tuple[I64, I64, I64]]) -> tuple[U32, U32, U32]:
         return EMPTY, EMPTY, EMPTY
     rows, indices, blocks = tables[0] if len(tables) == 1 else map(np.concatenate, zip(*tables, strict=True))
     return rows.astype(np.uint32), indices.astype(np.uint32), blocks.astype(np.uint32)
-
-
-def newest_of_each(rows: U32, indices: U32, blocks: U32) -> tuple[U32, U32, U32]:
-    """The last change of each table entry. In one step, a beam may get a shared block and then a copy of this block in
-    the same entry.
-    """
-    entries = rows.astype(np.int64) << 32 | indices
-    _, newest = np.unique(entries[::-1], return_index=True)
-    kept = np.sort(len(entries) - 1 - newest)
-    return rows[kept], indices[kept], blocks[kept]

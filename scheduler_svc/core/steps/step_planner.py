@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from scheduler_svc.core.messages import RowAssignment
 from scheduler_svc.core.policy import ceil_div
 from scheduler_svc.core.sequence import Sequence, SequenceStatus
 from scheduler_svc.core.steps.decode_run import DecodeRun
+from scheduler_svc.core.steps.forks import Forks
 from scheduler_svc.core.steps.step_plan import (
     NO_COLUMNS,
     NO_ROWS,
@@ -22,7 +25,7 @@ from scheduler_svc.core.steps.step_plan import (
 )
 from scheduler_svc.core.steps.worker_state import WorkerState
 from step_protocol.columns import I64, U32, Bools
-from step_protocol.messages import EMPTY, ImageWork, StepBatch
+from step_protocol.messages import StepBatch
 
 MAX_BURST = 16  # maximum number of steps in one message
 DECODE_WEIGHT = 0.2  # weight of the newest message in the running mean of the duration of a decode step
@@ -45,10 +48,60 @@ class StepPlanner:
         self._next_step_id = next_step_id
         self._decode_s: float | None = None  # running mean of the duration of a decode step
         self._run = DecodeRun(worker.rows)
+        self._forks = Forks(worker)
 
     def begin_step(self, now: float, *, joins_message: bool = False) -> StepPlan:
         """An empty plan. `joins_message`: the step is sent in the message of the previous step."""
         return StepPlan(self._capacity.max_num_batched_tokens, now, joins_message)
+
+    def plan_running(self, plan: StepPlan, preempt: Callable[[], None]) -> bool:
+        """Plan the running rows. Returns True if some were preempted; `preempt` closes the least urgent row.
+
+        Each decoding row gets the block to which it writes next. Rows are preempted until there are enough blocks.
+        While steps in flight still use a preempted row's blocks, rows without a block skip the step.
+        """
+        worker = self.worker
+        if not worker.rows.num_used:
+            return False
+        num_for_run = self.update_run()
+        num_free = worker.pool.num_free
+        if num_for_run <= num_free and not worker.rows.outside:
+            self.plan_run(plan)
+            return False
+        has_preempted = False
+        while True:
+            decode, prefill = self._split_by_stage()
+            needy = self._rows_that_need_a_block(decode) if len(decode) else decode
+            num_needed = self._num_blocks_for(needy) + self._num_without_block(prefill)
+            if worker.late_forks:
+                num_needed += self._forks.num_blocks_for_late()
+            if num_for_run and num_needed + num_for_run > num_free:
+                self._run.leave()
+                num_for_run = len(self._run.full)
+                continue
+            if num_needed <= worker.pool.num_free + worker.num_pending_free:
+                break
+            if worker.free_unneeded(worker.rows.active()):
+                continue
+            has_preempted = True
+            preempt()
+            self._run.update([])
+        self.plan_run(plan)
+        self._plan_outside(plan, decode, prefill, needy, num_needed)
+        return has_preempted
+
+    def _plan_outside(self, plan: StepPlan, decode: I64, prefill: I64, needy: I64, num_needed: int) -> None:
+        """Plan the rows outside the run. If the pool has too few blocks, the most urgent rows get them."""
+        num_free = self._pool.num_free
+        if num_needed > num_free:
+            by_urgency = sorted(needy.tolist(), key=lambda row: self._rows.sequence(row).order)
+            needy = np.array(by_urgency[:num_free], dtype=np.int64)
+            decode = decode[~np.isin(decode, by_urgency[num_free:])]
+        if len(needy):
+            self._give_blocks(needy, plan)
+        self._plan_others(plan, decode, prefill)
+        if self.worker.late_forks:
+            self._forks.open_late(plan, self.admit)
 
     def update_run(self) -> int:
         """Remove rows that have ended from the run, and add rows that decode now. Returns the number of blocks that the
@@ -59,17 +112,6 @@ class StepPlanner:
         if self._rows.blocks_before is not None and run.members is not None:
             self.worker.free_unneeded(run.members.rows[run.full])
         return len(run.full)
-
-    def leave_run(self) -> int:
-        """Take the rows that need a block out of the run, because the pool has too few blocks. Returns the number of
-        blocks that the run needs without them.
-        """
-        self._run.leave()
-        return len(self._run.full)
-
-    def shrink_run(self) -> None:
-        """Remove preempted rows from the run."""
-        self._run.update([])
 
     def plan_run(self, plan: StepPlan) -> None:
         """Plan one more token for every row of the run. The pool has enough blocks."""
@@ -92,7 +134,7 @@ class StepPlanner:
         """
         r, bs = self._rows, self._capacity.block_size
         planned, end = r.num_planned.item(row), r.num_computed_tokens.item(row)
-        if planned - end != 1 or planned >= r.limit.item(row) or r.is_beam[row] or not end or r.sequence(row).forks:
+        if planned - end != 1 or planned >= r.limit.item(row) or r.is_awaiting[row] or not end or r.sequence(row).forks:
             return False
         num_spare = r.num_blocks.item(row) * bs - end
         return num_spare == 0 or (num_spare < bs and self._pool.refs.item(r.table.item(row, end // bs)) == 1)
@@ -118,18 +160,18 @@ class StepPlanner:
             self._decode_s = mean + DECODE_WEIGHT * (took - mean)
         self.answered_at = now
 
-    def plan_running(self, plan: StepPlan, decode: I64, prefill: I64) -> None:
-        """Add the decodes, then chunks of prompts."""
+    def _plan_others(self, plan: StepPlan, decode: I64, prefill: I64) -> None:
+        """Add the decodes outside the run, then chunks of prompts."""
         if len(decode):
             plan.decodes = decode
             plan.budget -= len(decode)
             if self.worker.num_reserved_rows:  # a prompt with a single uncached token completes here
                 for row in decode.tolist():
-                    self._fork_if_complete(row, 1, plan)
+                    self._forks.open_if_complete(row, 1, plan)
         for row in prefill.tolist():
             self._plan_chunk(row, plan)
 
-    def split_by_stage(self) -> tuple[I64, I64]:
+    def _split_by_stage(self) -> tuple[I64, I64]:
         """Of the rows outside the run: those with one token to compute, and those with several."""
         outside = self._rows.outside
         if not outside:
@@ -140,7 +182,7 @@ class StepPlanner:
             return rows, NO_ROWS
         return rows[todo == 1], rows[todo > 1]
 
-    def rows_that_need_a_block(self, decode: I64) -> I64:
+    def _rows_that_need_a_block(self, decode: I64) -> I64:
         """Decoding rows that open a new block or would write to a shared one (copy on write)."""
         r = self._rows
         index = r.num_computed_tokens[decode] // self._capacity.block_size
@@ -150,7 +192,7 @@ class StepPlanner:
         tail = r.table[decode, np.minimum(index, r.num_blocks[decode] - 1)]
         return decode[opens | (self._pool.refs[tail] > 1)]
 
-    def num_without_block(self, prefill: I64) -> int:
+    def _num_without_block(self, prefill: I64) -> int:
         """Number of rows with a part of their prompt left that have no block for its next token. Each of them needs one
         block at least. They exist only with attention windows: other rows get all blocks of their prompt at once.
         """
@@ -161,7 +203,7 @@ class StepPlanner:
         self.worker.free_unneeded(waiting)
         return len(waiting)
 
-    def num_blocks_for(self, needy: I64) -> int:
+    def _num_blocks_for(self, needy: I64) -> int:
         """Number of blocks that these rows take. The last of the rows that share a block keeps it."""
         if len(needy) <= self._pool.num_free:
             return len(needy)  # an upper bound, and the pool has this many blocks
@@ -171,7 +213,7 @@ class StepPlanner:
         shared, num_rows = np.unique(r.table[needy[copies], index[copies]], return_counts=True)
         return len(needy) - int(np.count_nonzero(self._pool.refs[shared] == num_rows))
 
-    def give_blocks(self, rows: I64, plan: StepPlan) -> None:
+    def _give_blocks(self, rows: I64, plan: StepPlan) -> None:
         """Append a block to each row's table, or replace a shared block by a copy. The pool has enough."""
         r = self._rows
         opens = r.num_computed_tokens[rows] // self._capacity.block_size >= r.num_blocks[rows]
@@ -202,12 +244,12 @@ class StepPlanner:
         r.table[row, index] = block
         plan.tables.append((np.array([row]), np.array([index]), np.array([block])))
 
-    def _plan_chunk(self, row: int, plan: StepPlan, num_encoder_tokens: int = 0) -> None:
-        """Plan the next tokens of a row. `num_encoder_tokens`: the encoder positions, if the row begins with them."""
+    def _plan_chunk(self, row: int, plan: StepPlan, num_head_tokens: int = 0) -> None:
+        """Plan the next tokens of a row. `num_head_tokens`: the first positions, if one chunk must have all of them."""
         todo = self._rows.todo_of(row)
-        count = num_encoder_tokens or min(todo, plan.budget)
-        if row in self.worker.image_work:
-            count = self._plan_images(row, count, plan)
+        count = num_head_tokens or min(todo, plan.budget)
+        if row in self.worker.chunk_parts:
+            count = self.worker.chunk_parts[row].plan_chunk(row, count, plan)
         if self._rows.blocks_before is not None:
             count = self._give_prompt_blocks(row, count, plan)
         if count < 1:
@@ -220,7 +262,7 @@ class StepPlanner:
             self.worker.prefilling.discard(row)
         self._register_fills(row, count, plan)
         if self.worker.num_reserved_rows:
-            self._fork_if_complete(row, count, plan)
+            self._forks.open_if_complete(row, count, plan)
 
     def _give_prompt_blocks(self, row: int, count: int, plan: StepPlan) -> int:
         """Append the blocks for the next `count` tokens of a row's prompt to its table. Returns the number of tokens
@@ -241,29 +283,10 @@ class StepPlanner:
             plan.tables.append((np.full(num_new, row), indices, blocks))
         return min(count, (num_blocks + num_new) * bs - start)
 
-    def _plan_images(self, row: int, count: int, plan: StepPlan) -> int:
-        """Plan the work on images that begin among the next `count` tokens of a row. Returns how many of these tokens
-        the step computes: a token of an image waits until all work on the image is planned.
-        """
-        begin, waiting = int(self._rows.num_computed_tokens[row]), self.worker.image_work[row]
-        while waiting and count > 0:
-            image = waiting[0]
-            if image.start > begin:
-                return min(count, image.start - begin)
-            part = min(image.total - image.done, plan.budget)
-            plan.budget -= part
-            waiting[0] = image._replace(done=image.done + part)
-            plan.images.append(waiting[0])
-            if waiting[0].done < image.total:
-                return 0
-            waiting.pop(0)
-            count = min(count, plan.budget)
-        return count
-
     def _register_fills(self, row: int, count: int, plan: StepPlan) -> None:
         """Register the blocks that this chunk fills with known tokens: they may be shared from now on."""
         r, bs, seq = self._rows, self._capacity.block_size, self._rows.sequence(row)
-        if r.is_pooled[row]:
+        if r.is_private[row]:
             return  # nothing of it stays in the pool
         start, digests = r.num_computed_tokens.item(row), seq.digests
         first, end = start // bs, min((start + count) // bs, len(digests))
@@ -272,93 +295,16 @@ class StepPlanner:
         fills = self._pool.register(r.table[row, first:end], digests[first:end], r.token_blocks[row, first:end])
         plan.fills.append((row, fills))
 
-    def _fork_if_complete(self, row: int, count: int, plan: StepPlan) -> None:
-        """If this chunk completes the prompt, open the other samples of the group. They share its blocks, and each
-        samples its own first token.
-        """
-        r, seq = self._rows, self._rows.sequence(row)
-        if not seq.forks or r.num_computed_tokens[row] + count < r.num_tokens[row]:
-            return
-        if len(seq.data.output):  # the forks are beams that are computed again
-            self.worker.beams_to_open.add(row)
-            return
-        prompt, blocks = seq.group.prompt, r.held_blocks(row)
-        table = r.table[row, : r.num_blocks[row]].copy()
-        for sample in seq.forks:
-            sample.digests = list(seq.digests)
-            self._pool.share(blocks)
-            child = r.open(sample, prompt, table, len(prompt), int(r.limit[row]))
-            r.first_block[child] = r.first_block[row]
-            r.num_planned[child] += 1 if r.limit[row] > len(prompt) and not r.is_beam[child] else 0
-            sample.move_to(SequenceStatus.RUNNING)
-            sample.worker_id, sample.row, sample.is_admitted_before = self._capacity.worker_id, child, True
-            plan.opens.append(
-                RowAssignment(
-                    row=child,
-                    group=seq.group,
-                    sample_index=sample.sample_index,
-                    token_ids=EMPTY,
-                    prompt_len=len(prompt),
-                    block_table=table,
-                    num_computed_tokens=len(prompt),
-                    fork_of_row=row,
-                    num_candidates=self._num_candidates(sample),
-                )
-            )
-            plan.forks.append((child, row))
-        self.worker.num_reserved_rows -= len(seq.forks)
-        seq.forks = []
-
-    # -- beams that are computed again --------------------------------------------------------------------------------
-
-    def num_blocks_to_open(self) -> int:
-        """Number of blocks that the waiting beams need. Their first beams are computed."""
-        return sum(self._num_unshared(beam) for beam in self._waiting_beams())
-
-    def open_beams(self, plan: StepPlan) -> None:
-        """Admit waiting beams while the pool has blocks and the step has tokens left. A beam shares the blocks of the
-        tokens that it has in common with the first beam.
-        """
-        for beam in self._waiting_beams():
-            hits = self._hits(beam)
-            num_first = 1 if len(hits) else max(1, beam.group.num_encoder_tokens)
-            if plan.budget < num_first or not plan.has_room_for(beam.group.num_input_bytes):
-                return
-            if self._num_unshared(beam) > self._pool.num_free:
-                return
-            first = beam.group.sequences[0]
-            first.forks.remove(beam)
-            self.worker.num_reserved_rows -= 1
-            if not first.forks and first.row is not None:
-                self.worker.beams_to_open.discard(first.row)
-            self.admit(beam, hits, plan)
-
-    def _waiting_beams(self) -> list[Sequence]:
-        return [beam for row in self.worker.beams_to_open for beam in self._rows.sequence(row).forks]
-
-    def _hits(self, seq: Sequence) -> I64:
-        token_ids = seq.data.token_ids()
-        self.worker.extend_digests(seq)
-        bs = self._capacity.block_size
-        return self._pool.match(seq.digests, token_ids, (len(token_ids) - 1) // bs, seq.group.num_encoder_tokens // bs)
-
-    def _num_unshared(self, seq: Sequence) -> int:
-        return self.worker.num_missing(seq.data.num_tokens, self._hits(seq))
-
-    def _num_candidates(self, seq: Sequence) -> int:
-        search = seq.group.search
-        return 0 if search is None else min(search.num_candidates, self._capacity.vocab_size)
-
     # -- sending ------------------------------------------------------------------------------------------------------
 
     def finish_plan(self, plan: StepPlan) -> StepBatch | None:
         """Make the message of the planned step and count it as in flight; None if there is nothing to send yet."""
-        is_empty = plan.run is None and plan.decodes is None and not (plan.chunks or plan.images)
+        is_empty = plan.run is None and plan.decodes is None and not (plan.chunks or plan.has_part_work)
         if is_empty and (self.worker.in_flight or not self.worker.has_changes or self._may_wait(plan.now)):
             return None
         columns = self._make_columns(plan)
         is_run = plan.run is not None and len(columns.rows) == len(plan.run.rows)
-        self.may_continue = bool(columns.continues or plan.budget < 1 or plan.forks or plan.images)
+        self.may_continue = bool(columns.continues or plan.budget < 1 or plan.forks or plan.has_part_work)
         prompt_only, forks = columns.prompt_only, plan.forks
         if prompt_only and forks:
             plan.forks = [(row, parent) for row, parent in forks if parent not in prompt_only]
@@ -377,7 +323,7 @@ class StepPlanner:
             prompt_only=prompt_only,
             is_full=plan.budget < 1,
             num_prompt_tokens=plan.num_prompt_tokens,
-            has_beams=self._rows.num_beams > 0,
+            has_awaiting=self._rows.num_awaiting > 0,
             sent_at=plan.now,
         )
         return self._send(plan, step, columns.sample_mask, columns.slots)
@@ -402,6 +348,8 @@ class StepPlanner:
 
     def _send(self, plan: StepPlan, step: InFlightStep, sample_mask: Bools, slots: U32) -> StepBatch:
         batch = make_batch(self._capacity.worker_id, plan, step, sample_mask, slots, self.worker.take_changes())
+        for part in self.worker.parts:
+            part.fill(batch)
         self.worker.add_in_flight(step, joins_message=plan.joins_message)
         self.changes_due_at = None
         self._next_step_id += 1
@@ -422,34 +370,24 @@ class StepPlanner:
         self._rows.first_block[row] = first
         self.worker.num_reserved_rows += len(seq.forks)
         seq.count_cached(num_hits * bs)
-        self._plan_chunk(row, plan, 0 if num_hits else seq.group.num_encoder_tokens)
+        self._plan_chunk(row, plan, 0 if num_hits else seq.group.features.num_head_tokens)
 
     def _open_row(self, seq: Sequence, token_ids: U32, blocks: U32, num_computed: int, plan: StepPlan) -> int:
         limit = len(seq.group.prompt) + seq.group.stop.max_tokens
         row = self._rows.open(seq, token_ids, blocks, num_computed, limit)
-        inputs = seq.group.inputs_after(num_computed) if seq.group.num_input_bytes else ()
-        plan.num_input_bytes += seq.group.num_input_bytes if inputs else 0
-        if seq.group.image_work and inputs:
-            starts = {carried.start for carried in inputs}
-            work = [ImageWork(row, start, 0, total) for start, total in seq.group.image_work if start in starts]
-            self.worker.image_work[row] = work
         self.worker.prefilling.add(row)
         seq.move_to(SequenceStatus.RUNNING)
         seq.worker_id, seq.row = self._capacity.worker_id, row
-        plan.opens.append(
-            RowAssignment(
-                row=row,
-                group=seq.group,
-                sample_index=seq.sample_index,
-                token_ids=token_ids,
-                prompt_len=len(seq.group.prompt),
-                block_table=blocks,
-                num_computed_tokens=num_computed,
-                num_candidates=self._num_candidates(seq),
-                prompt_logprobs=seq.group.pending_prompt_logprobs,
-                inputs=inputs,
-            )
+        opened = RowAssignment(
+            row=row,
+            group=seq.group,
+            sample_index=seq.sample_index,
+            token_ids=token_ids,
+            prompt_len=len(seq.group.prompt),
+            block_table=blocks,
+            num_computed_tokens=num_computed,
         )
+        self.worker.add_open(seq, opened, plan)
         return row
 
 

@@ -5,21 +5,87 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from prefix_index.hashing import NO_KEYS, block_bytes, chained, extend_digests, extra_keys, root_digest, token_bytes
+from prefix_index.hashing import NO_KEYS, block_bytes, chained, extend_digests, root_digest, token_bytes
 from scheduler_svc.core.blocks.block_manager import BlockManager
-from scheduler_svc.core.messages import CachedBlock, WorkerCapacity
-from scheduler_svc.core.sequence import NEVER, QueueEntry, Refusal, Sequence, SequenceStatus
-from scheduler_svc.core.steps.adapter_slots import AdapterSlots, AdapterSwap
-from scheduler_svc.core.steps.admission import could_run, excess_blocks, steps_to_retry
-from scheduler_svc.core.steps.beam_rows import BeamRows
+from scheduler_svc.core.deltas import Deltas
+from scheduler_svc.core.messages import CachedBlock, RowAssignment, WorkerCapacity
+from scheduler_svc.core.sequence import NEVER, Completion, QueueEntry, Refusal, Sequence, SequenceGroup, SequenceStatus
+from scheduler_svc.core.steps.admission import excess_blocks, steps_to_retry
 from scheduler_svc.core.steps.rows import RowTable
-from scheduler_svc.core.steps.step_plan import Changes, InFlightStep
+from scheduler_svc.core.steps.step_plan import Changes, InFlightStep, StepPlan
 from step_protocol.columns import I64, Bools
-from step_protocol.messages import ImageWork
+from step_protocol.messages import RowError, StepBatch, StepOutput
+
+
+class Outcome(NamedTuple):
+    """What a part finds in the answer to a step."""
+
+    failures: list[RowError]
+    advanced: list[int]  # rows that got what chooses their next token
+    completed: list[tuple[SequenceGroup, list[Completion]]]  # requests that end, with their outputs, the best first
+
+
+class WorkerPart:
+    """The state that one feature keeps of its rows on one worker, as an object with hooks. The defaults do nothing.
+
+    The hooks in the order of a row's life: `check`, `could_run`, `is_ready` (admit); `open`, `plan_chunk`, `fill`
+    (plan); `read`, `advance` (answer); `close` (the row ends, or its sequence moves). A worker gets the part with the
+    first request that asks for it, so that steps of workers without such requests cost nothing.
+    """
+
+    def __init__(self, worker: WorkerState) -> None:
+        self.worker = worker
+
+    @classmethod
+    def check(cls, group: SequenceGroup, workers: Seq[WorkerState]) -> None:
+        """Raises a SchedulerError if none of these workers could ever run the request."""
+
+    def could_run(self, group: SequenceGroup) -> bool:
+        """Whether the worker could run the request if it were idle. Asked if the pool is large enough."""
+        return True
+
+    def is_ready(self, group: SequenceGroup) -> bool:
+        """Whether the worker could open a row of the request now."""
+        return True
+
+    def prepare(self, group: SequenceGroup) -> bool:
+        """Make the worker ready: a waiting request should run here. Returns whether that is under way already."""
+        return False
+
+    def open(self, seq: Sequence, opened: RowAssignment, plan: StepPlan) -> None:
+        """A sequence gets a row, also as a fork of another row."""
+
+    def plan_chunk(self, row: int, count: int, plan: StepPlan) -> int:
+        """Called for the rows in `WorkerState.chunk_parts`. Returns how many of the next `count` tokens of the row this
+        step computes.
+        """
+        return count
+
+    @property
+    def has_changes(self) -> bool:
+        """Whether the next message has something to carry."""
+        return False
+
+    def fill(self, batch: StepBatch) -> None:
+        """Add columns to the message of a step."""
+
+    def read(self, step: InFlightStep, output: StepOutput, is_open: Bools | None, deltas: Deltas) -> list[RowError]:
+        """Add results of an answer to `deltas`, before rows end. `is_open`: see `WorkerState.commit_fills`."""
+        return []
+
+    def advance(self, step: InFlightStep, output: StepOutput) -> Outcome | None:
+        """Choose tokens from an answer, after rows have ended and their blocks are free."""
+        return None
+
+    def close(self, row: int) -> None:
+        """A row of this worker was closed, perhaps of a request without this feature."""
+
+
+P = TypeVar("P", bound=WorkerPart)
 
 
 class Admission(NamedTuple):
@@ -54,7 +120,6 @@ class WorkerState:
             keeps_events=keeps_events,
         )
         self.rows = RowTable(capacity)
-        self.beams = BeamRows(self.rows, self.pool)
         self.in_flight: deque[InFlightStep] = deque()
         self._answered: InFlightStep | None = None  # the newest one; its answer is being applied
         self.num_messages = 0  # in flight; each carries one step, or a burst of steps
@@ -65,19 +130,44 @@ class WorkerState:
         self._prefill_in_flight = 0  # prompt tokens of the steps in flight
         self._root_salt = root_salt
         self.prefilling: set[int] = set()  # rows with more tokens to plan than their newest
-        self.beams_to_open: set[int] = set()  # rows of computed first beams; their other beams wait for rows
-        self.image_work: dict[int, list[ImageWork]] = {}  # by row: images that are not computed, in order
+        self.late_forks: set[int] = set()  # computed rows whose forks wait for a row and blocks of their own
+        self.parts: list[WorkerPart] = []  # of the features that requests of this worker have used
+        self._part_of: dict[type[WorkerPart], WorkerPart] = {}
+        self.chunk_parts: dict[int, WorkerPart] = {}  # by row: the part that plans its chunks too
         self._closed: list[int] = []
-        self.adapters = AdapterSlots(capacity.max_adapters)
+
+    def part(self, kind: type[P]) -> P:
+        """The part of this kind."""
+        part = self._part_of.get(kind)
+        if part is None:
+            part = self._part_of[kind] = kind(self)
+            self.parts.append(part)
+        return part  # type: ignore[return-value]
+
+    def find_part(self, kind: type[P]) -> P | None:
+        """The part of this kind, if a request has used the feature here."""
+        return self._part_of.get(kind)  # type: ignore[return-value]
+
+    def parts_of(self, group: SequenceGroup) -> list[WorkerPart]:
+        """The parts of the features that a request uses."""
+        return [self.part(feature.part) for feature in group.features.items if feature.part is not None]
+
+    def add_open(self, seq: Sequence, opened: RowAssignment, plan: StepPlan) -> None:
+        """Add a row to those that the step opens, with what the features of its request add."""
+        if seq.group.features.items:
+            for part in self.parts_of(seq.group):
+                part.open(seq, opened, plan)
+        plan.opens.append(opened)
 
     def could_run(self, seq: Sequence) -> bool:
         """Whether this worker could run the sequence if it were idle."""
-        return could_run(seq, self.capacity) and self.adapters.has(seq.group.adapter)
+        group = seq.group
+        fits = self.capacity.size_limits.fits(len(group.prompt), group.stop.max_tokens)
+        return fits and all(part.could_run(group) for part in self.parts_of(group))
 
-    def take_adapter_swap(self) -> AdapterSwap | None:
-        """The next swap of adapters, if one is needed and possible."""
-        found = self.adapters.take_swap({seq.group.adapter for seq in self.running()})
-        return None if found is None else AdapterSwap(self.capacity.worker_id, *found)
+    def is_ready(self, group: SequenceGroup) -> bool:
+        """Whether rows of the request can be opened now, without preparation."""
+        return all(part.is_ready(group) for part in self.parts_of(group))
 
     def running(self) -> list[Sequence]:
         """The sequences that have a row, in order of admission."""
@@ -94,13 +184,14 @@ class WorkerState:
     @property
     def has_changes(self) -> bool:
         """Whether the next step has changes to carry."""
-        return bool(self._closed or self.pool.commits or self.beams.has_moves)
+        if self._closed or self.pool.commits:
+            return True
+        return any(part.has_changes for part in self.parts) if self.parts else False
 
     def take_changes(self) -> Changes:
-        """Rows closed, blocks committed and beams moved since the last call."""
+        """Rows closed and blocks committed since the last call."""
         closed, self._closed = self._closed, []
-        commits = self.pool.take_commits() if self.pool.commits else []
-        return closed, commits, self.beams.take() if self.rows.num_beams else None
+        return closed, self.pool.take_commits() if self.pool.commits else []
 
     def unreserve_row(self) -> None:
         """Release the row of a sample that ended before it forked from its running prompt."""
@@ -159,8 +250,8 @@ class WorkerState:
 
     def extend_digests(self, seq: Sequence) -> None:
         """Compute the missing digests of a waiting sequence that is not in the queue."""
-        bs, inputs = self.capacity.block_size, seq.group.inputs
-        extend_digests(seq.digests, self._root(seq), seq.data.token_ids(), bs, extra_keys(inputs, bs))
+        bs = self.capacity.block_size
+        extend_digests(seq.digests, self._root(seq), seq.data.token_ids(), bs, seq.group.features.block_keys(bs))
 
     def _root(self, seq: Sequence) -> bytes:
         return root_digest(self._root_salt, self.capacity.block_size, seq.group.root_key)
@@ -169,13 +260,13 @@ class WorkerState:
 
     def try_admit(self, seq: Sequence, watermark: float, mean_output: float) -> Admission | Refusal:
         """Rows and blocks for a waiting sequence with as many forks as there are free rows, else for the sequence
-        alone, else a refusal. For beam search: rows and blocks for all beams, else a refusal.
+        alone, else a refusal. For a gang: rows and blocks for all its sequences, else a refusal.
         """
         bs, num_forks = self.capacity.block_size, min(len(seq.forks), self.num_free_rows - 1)
         if num_forks < num_forks_needed(seq):  # -1: no row is free
             return self.refuse()
         token_ids = seq.data.token_ids()
-        least = seq.group.num_encoder_tokens // bs
+        least = seq.group.features.num_head_tokens // bs
         hits = self.pool.match(seq.digests, token_ids, seq.max_cached_tokens // bs, least)
         if self.num_missing(len(token_ids), hits) > self.pool.num_free:
             return self.refuse()
@@ -198,7 +289,7 @@ class WorkerState:
         rows = r.active()
         rows = rows[r.priority[rows] <= seq.group.priority]
         is_held = r.num_holders(rows, self.capacity.num_blocks) > 0
-        bs, least = self.capacity.block_size, seq.group.num_encoder_tokens // self.capacity.block_size
+        bs, least = self.capacity.block_size, seq.group.features.num_head_tokens // self.capacity.block_size
         hits = self.pool.match(seq.digests, token_ids, seq.max_cached_tokens // bs, least)
         first, end = r.opening_blocks(len(token_ids), len(hits) * bs)
         num_blocks = end - first - int(np.count_nonzero(is_held[hits[first:]])) + int(np.count_nonzero(is_held))
@@ -295,13 +386,14 @@ class WorkerState:
     # -- rows end -----------------------------------------------------------------------------------------------------
 
     def preempt(self, row: int) -> Sequence:
-        """Close the row. Returns its sequence, which keeps its tokens and waits again. The beams of a search are closed
-        together: the first one is returned, with the others as its forks.
+        """Close the row. Returns its sequence, which keeps its tokens and waits again. The sequences of a gang are
+        closed together: the first one is returned, with the others as its forks.
         """
         group = self.rows.sequence(row).group
-        if group.search is None:
+        if not group.features.is_gang:
             return self._preempt_row(row)
-        group.search.forget_candidates()
+        for feature in group.features:
+            feature.preempted()
         for seq in group.sequences:
             if seq.row is not None:
                 self._preempt_row(seq.row)
@@ -332,11 +424,12 @@ class WorkerState:
         self._release(np.concatenate((blocks, self._cached_again(row))) if self.rows.first_block[row] else blocks)
         self.rows.close(row)
         self.prefilling.discard(row)
-        if self.image_work:
-            self.image_work.pop(row, None)
-        if seq.group.search is not None:
-            self.beams_to_open.discard(row)
-            self.beams.drop(row)
+        if self.late_forks:
+            self.late_forks.discard(row)
+        if self.chunk_parts:
+            self.chunk_parts.pop(row, None)
+        for part in self.parts:
+            part.close(row)
         self.room_version += 1
         self._closed.append(row)
 
@@ -394,4 +487,4 @@ def _without_repeats(blocks: I64) -> Iterator[I64]:
 
 def num_forks_needed(seq: Sequence) -> int:
     """Number of forks that must get a row when the sequence is admitted."""
-    return len(seq.forks) if seq.group.search is not None else 0
+    return len(seq.forks) if seq.group.features.is_gang else 0

@@ -8,16 +8,16 @@ import pytest
 
 from prefix_index.hashing import root_key
 from scheduler_svc.core.errors import NoWorkerError
+from scheduler_svc.core.features.adapters import Adapter, AdapterSlots, AdapterSwap
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.sequence import SequenceGroup
-from scheduler_svc.core.steps.adapter_slots import AdapterSlots, AdapterSwap
+from scheduler_svc.core.sequence import Features, SequenceGroup
 from tests.builders import make_capacity, make_group, make_scheduler
 
 A, B, C = (bytes([number]) * 16 for number in (1, 2, 3))
 
 
 def with_adapter(group: SequenceGroup, adapter: bytes) -> SequenceGroup:
-    group.adapter, group.root_key = adapter, root_key(adapter=adapter)
+    group.features, group.root_key = Features(Adapter(adapter)), root_key(adapter=adapter)
     return group
 
 
@@ -25,7 +25,7 @@ def scheduler_with(*adapters: bytes, num_slots: int = 1, names: tuple[str, ...] 
     capacities = [replace(make_capacity(name), max_adapters=num_slots) for name in names]
     scheduler = make_scheduler(*capacities)
     for name in names:
-        scheduler.set_adapters(name, adapters)
+        scheduler.adapters.set_loaded(name, adapters)
     return scheduler
 
 
@@ -35,10 +35,10 @@ def test_a_swap_delays_only_the_requests_of_its_adapter() -> None:
     scheduler.add_group(make_group(10, "base"), 0.0)
     (batch,) = scheduler.schedule(0.0)
     assert [opened.group.request_id for opened in batch.opens] == ["base"]
-    assert scheduler.take_adapter_swaps() == [AdapterSwap("w0", A)]
-    assert scheduler.take_adapter_swaps() == []
-    scheduler.end_adapter_swap("w0", A, is_resident=True)
-    assert scheduler.is_resident("w0", A)
+    assert scheduler.adapters.take_swaps() == [AdapterSwap("w0", A)]
+    assert scheduler.adapters.take_swaps() == []
+    scheduler.adapters.end_swap("w0", A, is_resident=True)
+    assert scheduler.adapters.is_resident("w0", A)
     scheduler.check_invariants()
 
 
@@ -87,13 +87,13 @@ def test_requests_run_only_where_their_adapter_is() -> None:
     scheduler = scheduler_with(names=("w0", "w1"))
     with pytest.raises(NoWorkerError, match=rf"no worker of this scheduler has the adapter with digest {A.hex()}"):
         scheduler.add_group(with_adapter(make_group(10), A), 0.0)
-    scheduler.set_adapters("w1", [A])
+    scheduler.adapters.set_loaded("w1", [A])
     scheduler.add_group(with_adapter(make_group(10), A), 0.0)
-    assert scheduler.num_requests_with(A) == 1
+    assert scheduler.adapters.num_requests_with(A) == 1
     scheduler.schedule(0.0)
-    (swap,) = scheduler.take_adapter_swaps()
+    (swap,) = scheduler.adapters.take_swaps()
     assert swap.worker_id == "w1"
-    scheduler.end_adapter_swap("w1", A, is_resident=True)
+    scheduler.adapters.end_swap("w1", A, is_resident=True)
     (batch,) = scheduler.schedule(0.0)
     assert batch.worker_id == "w1"
     scheduler.check_invariants()
@@ -102,12 +102,12 @@ def test_requests_run_only_where_their_adapter_is() -> None:
 def test_a_request_waits_until_a_worker_has_its_adapter_again() -> None:
     scheduler = scheduler_with(A)
     scheduler.add_group(with_adapter(make_group(10), A), 0.0)
-    scheduler.set_adapters("w0", [])
+    scheduler.adapters.set_loaded("w0", [])
     assert scheduler.schedule(0.0) == []
     assert scheduler.stats().num_unschedulable == 1
-    scheduler.set_adapters("w0", [A])
+    scheduler.adapters.set_loaded("w0", [A])
     scheduler.schedule(0.0)
-    assert scheduler.take_adapter_swaps() == [AdapterSwap("w0", A)]
+    assert scheduler.adapters.take_swaps() == [AdapterSwap("w0", A)]
 
 
 def test_parts_of_a_root_key_cannot_be_confused() -> None:

@@ -12,7 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from request_fields.beams import BeamParams, EarlyStopping
 from request_fields.fields import End, StopCondition
-from scheduler_svc.core.beams import BeamSearch, Candidates, Hypothesis
+from scheduler_svc.core.features.beam_search import BeamSearch, Candidates
+from scheduler_svc.core.sequence import Completion
 
 VOCAB, EOS = 24, 2
 EARLY = {EarlyStopping.FALSE: False, EarlyStopping.TRUE: True, EarlyStopping.NEVER: "never"}
@@ -34,7 +35,7 @@ def best(search: BeamSearch, logprobs: np.ndarray) -> Candidates:
     return Candidates(ids.astype(np.uint32), logprobs[ids])
 
 
-def run(search: BeamSearch, logprobs_of: Callable[[list[list[int]]], np.ndarray], width: int) -> list[Hypothesis]:
+def run(search: BeamSearch, logprobs_of: Callable[[list[list[int]]], np.ndarray], width: int) -> list[Completion]:
     """Search to the end with a function from outputs to log probabilities [width, vocab]."""
     outputs: list[list[int]] = [[] for _ in range(width)]
     while True:

@@ -170,8 +170,9 @@ def test_a_resumed_request_starts_after_the_delivered_positions() -> None:
     scheduler = make_scheduler()
     worker = Worker(scheduler)
     for handle, delivered in ((0, 1), (1, 14), (2, 20)):
-        group = make_group(20, f"r{handle}", handle=handle, max_tokens=1, prompt_logprobs=0)
-        group.num_prompt_logprobs = delivered
+        group = make_group(
+            20, f"r{handle}", handle=handle, max_tokens=1, prompt_logprobs=0, num_prompt_logprobs=delivered
+        )
         worker.note(scheduler.add_group(group, 0.0))
         while scheduler.has_work:
             for batch in scheduler.schedule(0.0):

@@ -12,6 +12,7 @@ from quire.v1 import types_pb2
 
 from request_fields.beams import BeamParams, EarlyStopping
 from scheduler_svc.core.deltas import Deltas, Finished, split_deltas
+from scheduler_svc.core.features.beams import Beams
 from scheduler_svc.core.messages import RowAssignment
 from scheduler_svc.core.sequence import FinishReason
 from scheduler_svc.gateways import wire
@@ -201,8 +202,8 @@ def test_the_worker_bans_what_would_end_a_sample_too_early(stop: dict[str, Any],
     submit.stop.CopyFrom(types_pb2.StopParams(max_tokens=8, stop_token_ids=[9, 7], **stop))
     model = make_info(max_num_blocks=40, max_num_seqs=8, eos_token_ids=[2, 5000])
     group = SubmitReader(model).group(submit, owner=0)
-    assert columns.u32_from_bytes(group.banned_ids, "banned_ids").tolist() == banned
-    assert group.banned_before == stop.get("min_tokens", 0)
+    assert columns.u32_from_bytes(group.options.banned_ids, "banned_ids").tolist() == banned
+    assert group.options.banned_before == stop.get("min_tokens", 0)
 
 
 def test_a_request_that_bans_every_id_is_refused() -> None:
@@ -303,7 +304,9 @@ def test_a_beam_search_ignores_the_output_of_its_client() -> None:
     submit.continuation.samples.add(index=0, output_token_ids=[4, 5], finished=True)
     submit.continuation.samples.add(index=1, output_token_ids=[4])
     group = SubmitReader(info()).group(submit, owner=0)
-    assert group.beam_params == BeamParams(3, 2, 0.5, EarlyStopping.NEVER)
+    beams = group.features.find(Beams)
+    assert beams is not None
+    assert beams.params == BeamParams(3, 2, 0.5, EarlyStopping.NEVER)
     assert (group.n, group.num_sequences, group.outputs, group.finished_samples) == (2, 3, (), frozenset())
 
 

@@ -43,7 +43,7 @@ def test_the_root_depends_on_the_whole_input_and_on_the_salt() -> None:
     keys = [group.root_key for group in groups]
     assert keys[0] == keys[1]
     assert len(set(keys)) == 4
-    assert [group.num_encoder_tokens for group in groups] == [32] * 5
+    assert [group.features.num_head_tokens for group in groups] == [32] * 5
 
 
 @pytest.mark.parametrize(

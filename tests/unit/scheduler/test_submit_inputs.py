@@ -9,6 +9,7 @@ import pytest
 from quire.internal.v1 import inputs_pb2, scheduler_pb2, worker_pb2
 
 from request_fields import inputs as limits
+from scheduler_svc.core.features.inputs import Inputs
 from scheduler_svc.core.messages import RowAssignment
 from scheduler_svc.gateways import inputs as checks
 from scheduler_svc.gateways.submits import SubmitReader
@@ -41,8 +42,10 @@ def refusal(submit: scheduler_pb2.Submit, **info: Any) -> InvalidRequestError:
 def test_inputs_reach_the_worker_unchanged() -> None:
     first, second = random_embeddings(5, HIDDEN, start=2), random_embeddings(6, HIDDEN, seed=1, start=14)
     group = reader().group(submit_with(first, second), owner=0)
-    assert group.num_input_bytes == len(first.data) + len(second.data)
-    row = RowAssignment(0, group, 0, group.prompt, 20, np.empty(0, np.uint32), 8, inputs=group.inputs_after(8))
+    assert group.features.num_bytes == len(first.data) + len(second.data)
+    inputs = group.features.find(Inputs)
+    assert inputs is not None
+    row = RowAssignment(0, group, 0, group.prompt, 20, np.empty(0, np.uint32), 8, inputs=inputs.after(8))
     message = worker_pb2.StepBatch()
     worker_wire._open_row(row, message)
     batch = step_batch_from_proto(message)

@@ -22,8 +22,11 @@ import numpy as np
 import numpy.typing as npt
 
 from request_fields.beams import BeamParams, EarlyStopping
-from request_fields.fields import End, StopCondition
-from step_protocol.columns import F32, U32
+from request_fields.fields import StopCondition
+from scheduler_svc.core.sequence import Completion
+
+U32 = npt.NDArray[np.uint32]
+F32 = npt.NDArray[np.float32]
 
 # Initial score of all beams except the first, of which they are copies. It is below any sum of log probabilities.
 REPEATED = -1e9
@@ -43,15 +46,6 @@ class Move(NamedTuple):
     token_id: int
 
 
-class Hypothesis(NamedTuple):
-    """A complete sequence."""
-
-    score: float  # logprob / length ** length_penalty
-    logprob: float  # sum over all output tokens
-    token_ids: U32  # output
-    end: End
-
-
 class BeamSearch:
     """Owns the scores of the beams and the kept sequences. The tokens of the beams belong to their sequences.
 
@@ -62,7 +56,7 @@ class BeamSearch:
         self.params = params
         self.scores: F32 = np.full(params.width, REPEATED, dtype=np.float32)  # sums of log probabilities
         self.scores[0] = 0.0
-        self.hypotheses: list[Hypothesis] = []  # the best first, at most `width`
+        self.hypotheses: list[Completion] = []  # the best first, at most `width`
         self._stop = stop
         self._eos_token_ids = eos_token_ids
         self._candidates: dict[int, Candidates] = {}  # by beam
@@ -99,7 +93,7 @@ class BeamSearch:
                 chosen.append(i)
             elif end is not None and rank < width:
                 tokens = np.append(tokens_of(int(beams[i])), token_ids[i])
-                self._keep(Hypothesis(self._score(float(totals[i]), length), float(totals[i]), tokens, end))
+                self._keep(Completion(self._score(float(totals[i]), length), float(totals[i]), tokens, end))
             if rank >= width and len(chosen) == width:
                 break
         self._candidates.clear()
@@ -130,7 +124,7 @@ class BeamSearch:
     def _score(self, logprob: float, length: int) -> float:
         return float(logprob / length**self.params.length_penalty)
 
-    def _keep(self, hypothesis: Hypothesis) -> None:
+    def _keep(self, hypothesis: Completion) -> None:
         if hypothesis.logprob <= REPEATED:  # it has a token of probability 0, or is a copy of another beam
             return
         self.hypotheses.append(hypothesis)

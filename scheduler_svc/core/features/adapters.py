@@ -1,0 +1,202 @@
+"""Adapters: a worker has some in its memory, of which its rows can use a few now (resident).
+
+A request waits for the worker that should run it to make its adapter resident, which is a swap beside the steps
+(docs/adr/0049-adapters-in-the-fleet.md). No other request waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from scheduler_svc.core.errors import NoWorkerError
+from scheduler_svc.core.sequence import Feature, SequenceGroup
+from scheduler_svc.core.steps.worker_state import WorkerPart, WorkerState
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterSwap:
+    """Makes an adapter resident on a worker. No others than those in `kept` stay resident."""
+
+    worker_id: str
+    digest: bytes
+    kept: tuple[bytes, ...] = ()
+
+
+class AdapterSlots:
+    """Decides which adapters are resident: the wanted ones, in place of the least recently used one without rows.
+
+    A swap takes the worker longer than a step, so waiting sequences of the new adapter are placed when it is done. The
+    rows of the evicted adapter in steps in flight are not affected: the worker keeps an adapter while a row has it.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self._num_slots = num_slots
+        self.loaded: frozenset[bytes] = frozenset()  # in the worker's memory
+        self.num_swaps = 0
+        self._resident: dict[bytes, None] = {}  # the least recently used one first
+        self._loading: bytes = b""
+        self._wanted: dict[bytes, None] = {}  # in the order of the queue
+
+    @property
+    def num_resident(self) -> int:
+        return len(self._resident)
+
+    def set_loaded(self, digests: Iterable[bytes]) -> None:
+        """The adapters in the worker's memory have changed."""
+        self.loaded = frozenset(digests)
+        for digest in self._resident.keys() - self.loaded:
+            del self._resident[digest]
+
+    def has(self, digest: bytes) -> bool:
+        """Whether the worker can run sequences with this adapter, now or after a swap."""
+        return not digest or digest in self.loaded
+
+    def is_ready(self, digest: bytes) -> bool:
+        """Whether rows with this adapter can be opened now."""
+        return not digest or digest in self._resident
+
+    def is_loading(self, digest: bytes) -> bool:
+        return digest == self._loading
+
+    # -- swaps --------------------------------------------------------------------------------------------------------
+
+    def want(self, digest: bytes) -> None:
+        """A waiting sequence should run here. Wants hold until the next `take_swap`."""
+        self._wanted[digest] = None
+        if digest in self._resident:
+            self._touch(digest)
+
+    def take_swap(self, in_use: Collection[bytes]) -> tuple[bytes, tuple[bytes, ...]] | None:
+        """The adapter to make resident and those that stay so, if a swap is needed and possible. One at a time.
+        `in_use`: the adapters of the worker's rows.
+        """
+        wanted, self._wanted = self._wanted, {}
+        missing = next((digest for digest in wanted if digest in self.loaded and digest not in self._resident), None)
+        if missing is None or self._loading:
+            return None
+        if len(self._resident) >= self._num_slots:
+            evicted = self._least_used(wanted, in_use)
+            if not evicted:
+                return None
+            del self._resident[evicted]
+        self._loading = missing
+        return missing, tuple(self._resident)
+
+    def _least_used(self, wanted: Collection[bytes], in_use: Collection[bytes]) -> bytes:
+        """The least recently used adapter without rows; one that no waiting sequence wants, if there is one."""
+        unused = [digest for digest in self._resident if digest not in in_use]
+        return next((digest for digest in unused if digest not in wanted), unused[0] if unused else b"")
+
+    def end_swap(self, digest: bytes, *, is_resident: bool) -> None:
+        """The worker has answered. After a failure the adapter counts as not loaded until the worker reports it."""
+        if digest == self._loading:
+            self._loading = b""
+        if not is_resident:
+            self.loaded -= {digest}
+        elif digest in self.loaded:
+            self._resident[digest] = None
+            self.num_swaps += 1
+
+    def _touch(self, digest: bytes) -> None:
+        del self._resident[digest]
+        self._resident[digest] = None
+
+
+class AdapterRows(WorkerPart):
+    """Opens rows on one worker only while their adapter is resident."""
+
+    def __init__(self, worker: WorkerState) -> None:
+        super().__init__(worker)
+        self.slots = AdapterSlots(worker.capacity.max_adapters)
+
+    @classmethod
+    def check(cls, group: SequenceGroup, workers: Seq[WorkerState]) -> None:
+        if not any(worker.part(cls).could_run(group) for worker in workers):
+            raise NoWorkerError(
+                f"no worker of this scheduler has the adapter with digest {adapter_of(group).hex()}; retry later or on "
+                "another scheduler"
+            )
+
+    def could_run(self, group: SequenceGroup) -> bool:
+        return self.slots.has(adapter_of(group))
+
+    def is_ready(self, group: SequenceGroup) -> bool:
+        return self.slots.is_ready(adapter_of(group))
+
+    def prepare(self, group: SequenceGroup) -> bool:
+        self.slots.want(adapter_of(group))
+        return self.slots.is_loading(adapter_of(group))
+
+    def take_swap(self) -> AdapterSwap | None:
+        """The next swap, if one is needed and possible."""
+        found = self.slots.take_swap({adapter_of(seq.group) for seq in self.worker.running()})
+        return None if found is None else AdapterSwap(self.worker.capacity.worker_id, *found)
+
+
+class Adapter(Feature):
+    """The adapter with this digest. The digest is part of the request's `root_key` too."""
+
+    part = AdapterRows
+    selects_workers = True
+    needs_preparation = True
+
+    def __init__(self, digest: bytes) -> None:
+        self.digest = digest
+
+
+def adapter_of(group: SequenceGroup) -> bytes:
+    """The digest of a request's adapter; empty: none."""
+    found = group.features.find(Adapter)
+    return b"" if found is None else found.digest
+
+
+class Adapters:
+    """The adapters of all workers. The caller swaps them and reports their memory.
+
+    `take_preparing` returns the workers that were asked to prepare since its last call, `on_change` must be called when
+    other requests could run than before.
+    """
+
+    def __init__(
+        self,
+        workers: Mapping[str, WorkerState],
+        groups: Mapping[str, SequenceGroup],
+        take_preparing: Callable[[], list[WorkerState]],
+        on_change: Callable[[], None],
+    ) -> None:
+        self._workers = workers
+        self._groups = groups
+        self._take_preparing = take_preparing
+        self._on_change = on_change
+
+    def set_loaded(self, worker_id: str, digests: Iterable[bytes]) -> None:
+        """The adapters in a worker's memory have changed."""
+        worker = self._workers.get(worker_id)
+        if worker is not None:
+            worker.part(AdapterRows).slots.set_loaded(digests)
+            self._on_change()
+
+    def take_swaps(self) -> list[AdapterSwap]:
+        """Adapters that workers must make resident for waiting sequences. The caller reports each one's end with
+        `end_swap`.
+        """
+        swaps = (worker.part(AdapterRows).take_swap() for worker in self._take_preparing())
+        return [swap for swap in swaps if swap is not None]
+
+    def end_swap(self, worker_id: str, digest: bytes, *, is_resident: bool) -> None:
+        """A worker has made an adapter resident, or failed to."""
+        worker = self._workers.get(worker_id)
+        if worker is not None:
+            worker.part(AdapterRows).slots.end_swap(digest, is_resident=is_resident)
+            self._on_change()
+
+    def is_resident(self, worker_id: str, adapter: bytes) -> bool:
+        """Whether rows of a worker can use an adapter now."""
+        worker = self._workers.get(worker_id)
+        return worker is not None and worker.part(AdapterRows).slots.is_ready(adapter)
+
+    def num_requests_with(self, adapter: bytes) -> int:
+        """Number of open requests that use an adapter."""
+        return sum(adapter_of(group) == adapter for group in self._groups.values())

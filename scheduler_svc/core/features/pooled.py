@@ -1,0 +1,60 @@
+"""Pooled requests: they return numbers instead of tokens when their whole prompt is computed.
+
+Nothing of them stays in a pool: their blocks are never registered, and are free when the request ends.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from scheduler_svc.core.deltas import Deltas, pooled_deltas
+from scheduler_svc.core.messages import RowAssignment
+from scheduler_svc.core.sequence import Feature, Sequence, SequenceGroup
+from scheduler_svc.core.steps.step_plan import InFlightStep, StepPlan
+from scheduler_svc.core.steps.worker_state import WorkerPart, WorkerState
+from step_protocol.columns import Bools
+from step_protocol.messages import RowError, StepOutput
+
+
+class PoolingRows(WorkerPart):
+    """The pooled rows of one worker, whose numbers come with the answer to their last chunk."""
+
+    def __init__(self, worker: WorkerState) -> None:
+        super().__init__(worker)
+        self._rows: set[int] = set()
+
+    def open(self, seq: Sequence, opened: RowAssignment, plan: StepPlan) -> None:
+        self._rows.add(opened.row)
+
+    def read(self, step: InFlightStep, output: StepOutput, is_open: Bools | None, deltas: Deltas) -> list[RowError]:
+        complete = [row for row in step.prompt_only if row in self._rows and row not in step.closed]
+        if not complete:
+            return []
+        numbers = {} if output.pooled is None else output.pooled.of_row()
+        r = self.worker.rows
+        found = [(r.owner.item(row), r.handle.item(row), numbers[row]) for row in complete if row in numbers]
+        deltas.pooled = pooled_deltas(found)
+        missing = [row for row in complete if row not in numbers]
+        return [RowError(row, "the worker returned no numbers for this row") for row in missing]
+
+    def close(self, row: int) -> None:
+        self._rows.discard(row)
+
+
+class Pooled(Feature):
+    """What a pooled request returns. `message` is opaque and reaches the worker in RowAssignment.
+
+    `may_hit`: the numbers depend on the state of the last token only. Others need the states of all tokens, which a
+    cached prefix does not have.
+    """
+
+    part = PoolingRows
+    is_private = True
+    limits_hits = True
+
+    def __init__(self, message: Any, *, may_hit: bool) -> None:
+        self.message = message
+        self.may_hit = may_hit
+
+    def max_cached_tokens(self, group: SequenceGroup, num_tokens: int) -> int:
+        return num_tokens - 1 if self.may_hit else 0

@@ -1,0 +1,100 @@
+"""Forks: the sequences of a request that start from the prompt of another one, their leader.
+
+The leader has a row and reserves one for each fork. When a step completes its prompt, the forks open in the same step:
+they share the leader's blocks, and each samples its own first token from the same logits.
+
+Forks with output (of a gang that was preempted and is computed again) cannot start from these logits. They are *late*:
+they open one by one, as far as the pool has blocks, and share the blocks of the tokens that they have in common with
+other rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from scheduler_svc.core.messages import RowAssignment
+from scheduler_svc.core.sequence import Sequence, SequenceStatus
+from scheduler_svc.core.steps.step_plan import StepPlan
+from scheduler_svc.core.steps.worker_state import WorkerState
+from step_protocol.columns import I64
+from step_protocol.messages import EMPTY
+
+
+class Forks:
+    """Opens the forks of one worker's rows."""
+
+    def __init__(self, worker: WorkerState) -> None:
+        self._worker = worker
+
+    def open_if_complete(self, row: int, count: int, plan: StepPlan) -> None:
+        """If the next `count` tokens of this row complete its prompt, open its forks."""
+        worker, r = self._worker, self._worker.rows
+        leader = r.sequence(row)
+        if not leader.forks or r.num_computed_tokens[row] + count < r.num_tokens[row]:
+            return
+        if len(leader.data.output):
+            worker.late_forks.add(row)
+            return
+        for fork in leader.forks:
+            self._open(fork, row, plan)
+        worker.num_reserved_rows -= len(leader.forks)
+        leader.forks = []
+
+    def _open(self, fork: Sequence, row: int, plan: StepPlan) -> None:
+        worker, r = self._worker, self._worker.rows
+        prompt, table = fork.group.prompt, r.table[row, : r.num_blocks[row]].copy()
+        fork.digests = list(r.sequence(row).digests)
+        worker.pool.share(r.held_blocks(row))
+        child = r.open(fork, prompt, table, len(prompt), int(r.limit[row]))
+        r.first_block[child] = r.first_block[row]
+        r.num_planned[child] += 1 if r.limit[row] > len(prompt) and not r.is_awaiting[child] else 0
+        fork.move_to(SequenceStatus.RUNNING)
+        fork.worker_id, fork.row, fork.is_admitted_before = worker.capacity.worker_id, child, True
+        opened = RowAssignment(
+            row=child,
+            group=fork.group,
+            sample_index=fork.sample_index,
+            token_ids=EMPTY,
+            prompt_len=len(prompt),
+            block_table=table,
+            num_computed_tokens=len(prompt),
+            fork_of_row=row,
+        )
+        worker.add_open(fork, opened, plan)
+        plan.forks.append((child, row))
+
+    # -- late forks ---------------------------------------------------------------------------------------------------
+
+    def num_blocks_for_late(self) -> int:
+        """Number of blocks that the late forks need."""
+        return sum(self._num_unshared(fork) for _, fork in self._late())
+
+    def open_late(self, plan: StepPlan, admit: Callable[[Sequence, I64, StepPlan], None]) -> None:
+        """Admit late forks while the pool has blocks and the step has tokens left."""
+        worker = self._worker
+        for row, fork in self._late():
+            hits = self._hits(fork)
+            num_first = 1 if len(hits) else max(1, fork.group.features.num_head_tokens)
+            if plan.budget < num_first or not plan.has_room_for(fork.group.features.num_bytes):
+                return
+            if self._num_unshared(fork) > worker.pool.num_free:
+                return
+            leader = worker.rows.sequence(row)
+            leader.forks.remove(fork)
+            worker.num_reserved_rows -= 1
+            if not leader.forks:
+                worker.late_forks.discard(row)
+            admit(fork, hits, plan)
+
+    def _late(self) -> list[tuple[int, Sequence]]:
+        rows = self._worker.rows
+        return [(row, fork) for row in self._worker.late_forks for fork in rows.sequence(row).forks]
+
+    def _hits(self, seq: Sequence) -> I64:
+        token_ids, bs = seq.data.token_ids(), self._worker.capacity.block_size
+        self._worker.extend_digests(seq)
+        least = seq.group.features.num_head_tokens // bs
+        return self._worker.pool.match(seq.digests, token_ids, (len(token_ids) - 1) // bs, least)
+
+    def _num_unshared(self, seq: Sequence) -> int:
+        return self._worker.num_missing(seq.data.num_tokens, self._hits(seq))
