@@ -36,7 +36,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from quire_client.cli.stack import free_ports
+from quire_cli.stack.supervisor import free_ports
 
 from bench.machine import cpu_s, describe, pin, quiet
 from bench.workloads import WORKLOADS, Workload, make_model
@@ -164,7 +164,7 @@ def running_stack(model: Path, args: argparse.Namespace, scratch: Path, *flags: 
     ready = scratch / "ready.json"
     command = [
         "-m",
-        "quire_client.cli",
+        "quire_cli",
         "up",
         "--model",
         model,
@@ -234,7 +234,7 @@ def quire_bench(requests: Path, *flags: str, cores: Sequence[int] | None = None)
     """Run `quire bench` with all requests at once."""
     command = [
         "-m",
-        "quire_client.cli",
+        "quire_cli",
         "bench",
         "--dataset",
         "file",

@@ -14,8 +14,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from quire_cli.commands.status import status_text
 from quire_client import Client, QuireError
-from quire_client.cli.show import status_text
 from quire_client.demo import demo_model_dir
 
 ABOUT = "os.path.join"
@@ -50,7 +50,7 @@ def known_answer(pairs_path: Path) -> str:
 def run_demo(expected: str) -> None:
     with tempfile.TemporaryDirectory(prefix="quire-demo-") as folder:
         ready_file = Path(folder) / "ready.json"
-        command = [sys.executable, "-m", "quire_client.cli", "up", "--model", "demo", "--port", "0"]
+        command = [sys.executable, "-m", "quire_cli", "up", "--model", "demo", "--port", "0"]
         stack = subprocess.Popen([*command, "--ready-file", str(ready_file), "--log-dir", folder])
         try:
             target = wait_until_ready(stack, ready_file)

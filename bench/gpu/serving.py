@@ -254,7 +254,7 @@ def running_stack(folder: Path, scratch: Path, report: Report) -> Iterator[str]:
         flags += ["--max-model-len", NANO_SETTINGS["max_model_len"]]
     environment = os.environ | ({"QUIRE_CUDA_GRAPHS": "off"} if report.figures.get("has_no_graphs") else {})
     environment |= {"CUDA_VISIBLE_DEVICES": NO_GPU} if report.is_smoke else {}
-    command = [sys.executable, "-m", "quire_client.cli", "up", *map(str, flags), "--log-dir", str(scratch)]
+    command = [sys.executable, "-m", "quire_cli", "up", *map(str, flags), "--log-dir", str(scratch)]
     with log.open("w") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, cwd=ROOT, env=environment)
     try:
@@ -285,7 +285,7 @@ def ask(
     own, so that runs share no prefixes."""
     flags = ["--dataset", "file", "--path", str(requests), "--warmup", "0", "--json", "--no-progress"]
     flags += ["--target", target, "--temperature", str(temperature), "--cache-salt", salt, *load_flags]
-    command = [sys.executable, "-m", "quire_client.cli", "bench", *flags]
+    command = [sys.executable, "-m", "quire_cli", "bench", *flags]
     left = min(report.seconds_left(), threading.TIMEOUT_MAX)
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=left, env=os.environ)
     if done.returncode:

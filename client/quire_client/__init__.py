@@ -1,4 +1,4 @@
-"""The Quire SDK and command.
+"""The Quire SDK.
 
 from quire_client import Client
 

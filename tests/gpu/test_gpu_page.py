@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from quire_client.cli import arguments, plan
+from quire_cli import arguments
+from quire_cli.stack import plan
 
 from bench.gpu.parts import chosen_sections
 from bench.gpu.run import make_parser as make_bench_parser

@@ -18,8 +18,13 @@ OWN = {
     "step_protocol",
     "svc_common",
     "quire_client",
+    "quire_cli",
 }
-ROOTS = (*(ROOT / name for name in OWN - {"quire", "quire_client"}), ROOT / "client/quire_client", *ROOT.glob("*_svc"))
+ROOTS = (
+    *(ROOT / name for name in OWN - {"quire", "quire_client", "quire_cli"}),
+    *(ROOT / "client").glob("quire_*"),
+    *ROOT.glob("*_svc"),
+)
 ON_THE_MACHINE = {"torch", "triton", "numpy", "safetensors", "tokenizers"}  # safetensors, tokenizers: by transformers
 ONLY_IF_ASKED_FOR = {"opentelemetry"}  # imported with --trace-endpoint
 MODULES = {

@@ -38,7 +38,7 @@ async def test_a_killed_batch_continues_and_loses_nothing(tmp_path: Path) -> Non
         http = f"127.0.0.1:{free_port()}"
         gateway = stack.start_gateway(scheduler, flags=("--http-listen", http))
         async with await stack.connect(gateway, workers=2) as client:
-            command = [sys.executable, "-m", "quire_client.cli", "batch", str(source), "-o", str(output)]
+            command = [sys.executable, "-m", "quire_cli", "batch", str(source), "-o", str(output)]
             command += ["--base-url", f"http://{http}", "--concurrency", "4"]
             first = start_child(command, tmp_path / "batch.log")
             wait_for_lines(output, 8)

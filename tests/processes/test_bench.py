@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from quire_client import Client, cli
+import quire_cli as cli
+from quire_client import Client
 from quire_client.testing import FakeGateway
 
 from tests.processes.openai_server import OpenAIServer
@@ -130,7 +131,7 @@ def test_a_run_that_cannot_start_prints_one_line(flags, code, complaint, target,
 def test_ctrl_c_prints_the_results_so_far(target) -> None:
     command = shlex.split("bench --num-prompts 5000 --input-len 16 --output-len 32 --concurrency 4 --warmup 0 --json")
     process = subprocess.Popen(
-        [sys.executable, "-m", "quire_client.cli", *command, "--target", target], stdout=subprocess.PIPE, cwd=ROOT
+        [sys.executable, "-m", "quire_cli", *command, "--target", target], stdout=subprocess.PIPE, cwd=ROOT
     )
     with process, Client.connect(target) as client:
         deadline = time.monotonic() + 30

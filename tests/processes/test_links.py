@@ -15,8 +15,8 @@ from pathlib import Path
 
 import grpc
 import pytest
+from quire_cli.certificate_authority import Authority, issue_all, write
 from quire_client import AsyncClient, PermissionDenied, Tls, Unauthenticated
-from quire_client.cli.certificates import Authority, issue_all, write
 from quire_client.demo import demo_model_dir
 
 from tests.processes.port_proxy import PortProxy

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from quire_cli.commands.key import digest_line
 from quire_client import Client, QuireError, Status
-from quire_client.cli.key import digest_line
 
 from tests.processes.ports import free_port
 from tests.processes.stack import Service, Stack

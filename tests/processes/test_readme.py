@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from quire_client import cli
-from quire_client.cli.arguments import make_parser
+import quire_cli as cli
+from quire_cli.arguments import make_parser
 
 from tests.processes.openai_server import OpenAIServer
 from tests.processes.stack import ROOT, demo_gateway

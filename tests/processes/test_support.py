@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from quire_cli import main
+from quire_cli.commands.key import digest_line
 from quire_client import Client, QuireError
-from quire_client.cli import main
-from quire_client.cli.key import digest_line
 from quire_client.demo import demo_model_dir
 
 from tests.processes.ports import free_port

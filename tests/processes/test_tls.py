@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import quire_cli as cli
 import trustme
-from quire_client import Client, ConnectionFailed, InvalidRequest, Tls, Unauthenticated, cli
+from quire_client import Client, ConnectionFailed, InvalidRequest, Tls, Unauthenticated
 from quire_client.tls import resolve_tls
 
 from gateway_svc.process.flags import make_parser

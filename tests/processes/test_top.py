@@ -69,7 +69,7 @@ def gateway(tmp_path: Path) -> Iterator[Service]:
 
 
 def test_top_in_a_terminal(gateway: Service, tmp_path: Path) -> None:
-    command = f"env LC_ALL=C.UTF-8 {sys.executable} -m quire_client.cli top --target {gateway.address} --interval-s 0.2"
+    command = f"env LC_ALL=C.UTF-8 {sys.executable} -m quire_cli top --target {gateway.address} --interval-s 0.2"
     ended = threading.Event()
 
     def generate() -> None:

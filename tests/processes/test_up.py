@@ -24,7 +24,7 @@ import torch
 from tests.processes.models import Reference, make_checkpoint
 from tests.processes.stack import ROOT
 
-QUIRE = (sys.executable, "-m", "quire_client.cli")
+QUIRE = (sys.executable, "-m", "quire_cli")
 READY_DEADLINE_S = 90.0
 PROMPT = [1, 2, 3]
 

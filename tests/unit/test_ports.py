@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from quire_client.cli.stack import PORT_RANGE
+from quire_cli.stack.supervisor import PORT_RANGE
 
 from tests.processes.ports import NUM_PORTS, first_port, free_port
 

@@ -24,7 +24,7 @@ HTTP = {"starlette", "uvicorn"}
         ("scheduler_svc.server", HEAVY | TEXT | HTTP | {"redis", "llguidance"}),
         ("worker_svc.server", HEAVY | TEXT | HTTP | {"redis", "llguidance"}),
         ("worker_svc.engine.model_runner", TEXT | HTTP | {"transformers", "redis", "grpc", "triton"}),
-        ("quire_client.cli.up", HEAVY | TEXT | HTTP | {"numpy", "redis"}),
+        ("quire_cli.commands.up", HEAVY | TEXT | HTTP | {"numpy", "redis"}),
     ],
 )
 def test_a_process_starts_without_packages_that_it_does_not_need(module: str, not_loaded: set[str]) -> None:

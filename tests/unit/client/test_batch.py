@@ -5,11 +5,11 @@ import threading
 from http.server import BaseHTTPRequestHandler
 
 import pytest
-from quire_client import cli
-from quire_client.batch.files import BatchFileError, Response, ResultFile, check_input
-from quire_client.batch.http import parse_servers
-from quire_client.batch.progress import Progress
-from quire_client.batch.run import Counts
+import quire_cli as cli
+from quire_cli.batch.files import BatchFileError, Response, ResultFile, check_input
+from quire_cli.batch.http import parse_servers
+from quire_cli.batch.progress import Progress
+from quire_cli.batch.run import Counts
 from quire_client.errors import InvalidRequest
 
 from tests.http_thread import HttpThread

@@ -8,9 +8,9 @@ import time
 from pathlib import Path
 
 import pytest
+import quire_cli as cli
 from prometheus_client import generate_latest
-from quire_client import cli
-from quire_client.cli.certificates import Authority, write
+from quire_cli.certificate_authority import Authority, write
 
 from gateway_svc.process.flags import make_parser
 from svc_common.config import parse

@@ -7,9 +7,9 @@ import json
 import pytest
 from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2
+from quire_cli.output import AnswerWriter
 from quire_client import InvalidRequest, Message, StreamCorrupted, ToolCall, ToolCallDelta
 from quire_client.assembly import StreamAssembler
-from quire_client.cli.output import AnswerWriter
 from quire_client.requests import generate_request
 from quire_client.types import Delta
 

@@ -6,11 +6,12 @@ import subprocess
 
 import grpc
 import pytest
+import quire_cli as cli
 import quire_client
 from quire.v1 import inference_pb2 as pb
-from quire_client import cli
-from quire_client.cli import doctor, show
-from quire_client.cli.arguments import make_parser as make_up_parser
+from quire_cli.arguments import make_parser as make_up_parser
+from quire_cli.commands import doctor
+from quire_cli.commands import status as show
 from quire_client.testing import FakeGateway
 
 from gateway_svc.callers.api_keys import ApiKeys
@@ -193,7 +194,7 @@ def test_ctrl_c_stops_the_answer_only(gateway, capsys, monkeypatch):
             raise KeyboardInterrupt
         return stream.result()
 
-    monkeypatch.setattr("quire_client.cli.chat.show_stream", interrupt_first)
+    monkeypatch.setattr("quire_cli.commands.chat.show_stream", interrupt_first)
     code, out, _ = run(capsys, "chat")
     assert (code, "(stopped)" in out, len(gateway.requests)) == (0, True, 2)
     assert len(gateway.requests[1].prompt.chat.messages) == 1

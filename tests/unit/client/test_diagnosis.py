@@ -129,7 +129,7 @@ def test_addresses_that_grpc_understands(target):
 
 def test_the_command_prints_no_log_of_grpc():
     with FakeGateway() as gateway:
-        command = [sys.executable, "-m", "quire_client.cli", "models", "--target", gateway.target, "--tls"]
+        command = [sys.executable, "-m", "quire_cli", "models", "--target", gateway.target, "--tls"]
         done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1, done.stderr

@@ -6,11 +6,11 @@ import json
 
 import pytest
 from quire.v1 import inference_pb2 as pb
+from quire_cli.commands.generate import result_fields
+from quire_cli.output import to_json
+from quire_cli.scores import score_lines
 from quire_client import FinishReason, GenerateResult, Sample, StreamCorrupted, TokenLogprob, TopLogprob
 from quire_client.assembly import StreamAssembler
-from quire_client.cli.generate import result_fields
-from quire_client.cli.output import to_json
-from quire_client.cli.scores import score_lines
 
 ENTRY = TokenLogprob(7, -0.5, 2, b"\xc3", (TopLogprob(8, -0.25, b" a"), TopLogprob(9, -1.0)))
 RESULT = GenerateResult(

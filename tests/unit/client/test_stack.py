@@ -11,9 +11,11 @@ import textwrap
 import time
 
 import pytest
-from quire_client.cli import arguments, reporters, stack
-from quire_client.cli import plan as plans
-from quire_client.cli.stack import ServiceSpec, Stack, StartFailedError
+from quire_cli import arguments
+from quire_cli.stack import plan as plans
+from quire_cli.stack import reporters
+from quire_cli.stack import supervisor as stack
+from quire_cli.stack.supervisor import ServiceSpec, Stack, StartFailedError
 
 TOY = """
     import pathlib, signal, sys, threading, time
@@ -151,7 +153,7 @@ def test_children_end_with_a_killed_parent(toy, tmp_path):
     spec = toy("a")
     script = f"""
 import asyncio, pathlib
-from quire_client.cli.stack import ServiceSpec, spawn
+from quire_cli.stack.supervisor import ServiceSpec, spawn
 async def main():
     process = await spawn(ServiceSpec(*{(spec.name, spec.module, spec.arguments, spec.address, 0)!r}), pathlib.Path({str(tmp_path / "a.log")!r}))
     print(process.pid, flush=True)
@@ -391,9 +393,9 @@ def test_up_as_a_process_drains_on_sigterm(toy, tmp_path, model, monkeypatch):
     """The whole command with toy services instead of the real ones."""
     driver = f"""
 import pathlib, sys
-from quire_client import cli
-from quire_client.cli import up
-from quire_client.cli.stack import ServiceSpec
+import quire_cli as cli
+from quire_cli.commands import up
+from quire_cli.stack.supervisor import ServiceSpec
 def toys(args, say):
     specs = [ServiceSpec(*spec) for spec in {[astuple(toy("gateway")), astuple(toy("worker-0", phase=1))]!r}]
     logs = pathlib.Path({str(tmp_path)!r}) / "logs"

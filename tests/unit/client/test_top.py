@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from quire_client.cli import main
-from quire_client.cli.top_text import Look, View, count_text, pool_bar, screen, seconds_text, shortened
-from quire_client.rates import RateMeter, Rates, quantile
+from quire_cli import main
+from quire_cli.commands.top_screen import Look, View, count_text, pool_bar, screen, seconds_text, shortened
+from quire_cli.rates import RateMeter, Rates, quantile
 from quire_client.testing import FakeGateway
 from quire_client.types import LatencyHistogram, OpenRequest, SchedulerStatus, Status, WorkerStatus
 
@@ -163,7 +163,7 @@ def test_status_with_watch_has_rates(capsys: pytest.CaptureFixture[str], monkeyp
     def stop(_: float) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("quire_client.cli.show.time.sleep", stop)
+    monkeypatch.setattr("quire_cli.commands.status.time.sleep", stop)
     with FakeGateway({}) as gateway:
         assert main(["status", "--watch", "--target", gateway.target]) == 130
     assert "rates: 0 tokens/s, 0.0 sequences/s, first token after - p50, - p95 (30 s)" in capsys.readouterr().out

@@ -46,7 +46,7 @@ def requirements(wheel):
 
 def test_the_sdk_wheel_has_the_sdk_and_the_stubs_only(wheels):
     sdk = wheels["quire_client"]
-    assert top_level(sdk) == {"quire", "quire_client", "request_fields", "hub_models"}
+    assert top_level(sdk) == {"quire", "quire_client", "quire_cli", "request_fields", "hub_models"}
     assert {
         "quire/v1/inference_pb2.py",
         "quire/v1/inference_pb2.pyi",
@@ -129,7 +129,7 @@ def test_the_sdk_wheel_works_without_the_services(wheels, tmp_path):
 import sys
 sys.path.append({str(tmp_path)!r})
 from quire_client import Client
-from quire_client.cli import main
+from quire_cli import main
 from quire_client.testing import FakeGateway
 with FakeGateway({{"hi": "hello"}}) as gateway, Client.connect(gateway.target) as client:
     print(client.chat("hi").text)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import redis
 import trustme
-from quire_client.cli import doctor
+from quire_cli.commands import doctor
 from redis.exceptions import RedisError
 
 from svc_common.redis_connect import connect

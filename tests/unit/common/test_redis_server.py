@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import redis.asyncio
 import trustme
-from quire_client.cli import doctor
+from quire_cli.commands import doctor
 from redis.exceptions import RedisError
 
 from svc_common.redis_connect import connect

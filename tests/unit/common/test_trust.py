@@ -8,7 +8,7 @@ from pathlib import Path
 import grpc
 import pytest
 from quire.internal.v1 import scheduler_pb2, worker_pb2
-from quire_client.cli.certificates import Authority, write
+from quire_cli.certificate_authority import Authority, write
 
 from scheduler_svc import server as scheduler_server
 from svc_common.config import make_parser, parse

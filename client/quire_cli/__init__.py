@@ -1,0 +1,58 @@
+"""The `quire` command: starts a stack, sends requests, shows status.
+
+The module of a command is imported only when the command runs, so that `quire --help` and flag errors are fast.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import os
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from quire_client.errors import QuireError
+
+INTERRUPTED = 130
+# gRPC's older poller: a message wakes one thread on its way to the event loop instead of four.
+GRPC_EXPERIMENTS = "-event_engine_client,-event_engine_listener,-event_engine_for_all_other_endpoints"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit code. An error is one line on stderr, never a traceback."""
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # gRPC reads this on import; by default it logs to stderr
+    os.environ.setdefault("GRPC_EXPERIMENTS", GRPC_EXPERIMENTS)
+    from quire_client.errors import QuireError
+
+    from quire_cli.arguments import make_parser
+    from quire_cli.output import complain
+
+    args = make_parser().parse_args(argv)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # replace characters that the terminal cannot encode
+    command = importlib.import_module(f"quire_cli.commands.{args.module}")
+    try:
+        return int(getattr(command, args.function)(args))
+    except QuireError as error:
+        complain(describe(error))
+        return 1
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader closed the pipe (quire generate ... | head); the interpreter must not flush into it at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def describe(error: QuireError) -> str:
+    """An error in one line, with the invalid fields as flags and the retry delay."""
+    from quire_cli.flag_names import with_flag_names
+
+    parts = [error.message]
+    parts += [f"{v.field}: {v.description}" for v in error.field_violations if v.description not in error.message]
+    if error.retry_after_s:
+        parts.append(f"retry in {error.retry_after_s:.1f} s")
+    return with_flag_names("; ".join(parts).replace("\n", " "))

@@ -1,0 +1,287 @@
+"""`quire doctor`: lists what works on this machine, what is missing, and which fallbacks are used."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import socket
+import ssl
+import subprocess
+import sys
+import urllib.parse
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quire_client.channel import TARGET_ENV, resolve_targets
+from quire_client.errors import ConnectionFailed, QuireError, Unauthenticated
+from quire_client.sync import Client
+from quire_client.tls import Tls
+
+from quire_cli.connection import tls_option
+from quire_cli.installation import SERVICES, install_command, is_installed
+from quire_cli.output import count, to_json
+from quire_cli.stack.plan import has_gpu
+from quire_cli.stack.supervisor import cores
+
+OK, FALLBACK, MISSING = "ok", "fallback", "missing"
+MARKS = {OK: "ok  ", FALLBACK: "note", MISSING: "FAIL"}
+SERVICE_PACKAGES = {
+    "gateway": (
+        "tokenizers",
+        "jinja2",
+        "starlette",
+        "uvicorn",
+        "xxhash",
+        "grpcio-health-checking",
+        "grpcio-reflection",
+    ),
+    "scheduler": ("numpy", "xxhash", "redis"),
+    "worker": ("torch", "numpy", "safetensors", "xxhash"),
+}
+PROBE_TIMEOUT_S = 300.0  # compiles the kernels on a new machine
+KINDS = ("bfloat16", "int8", "float32")
+NOT_FASTEST = "QUIRE_DISABLE_AMX is set, the compiler does not know it, or the system refuses it (see a worker's log)"
+REDIS_TIMEOUT_S = 2.0
+TARGET_TIMEOUT_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """The result of one check. `state`: ok, fallback (works, but with the limit in `detail`) or missing (fails)."""
+
+    name: str
+    state: str
+    detail: str
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit code 1 if a required check failed."""
+    findings = list(examine(args.redis or os.environ.get("QUIRE_REDIS"), args.target, tls_option(args), args.api_key))
+    is_healthy = all(finding.state != MISSING for finding in findings)
+    if args.json:
+        print(to_json({"healthy": is_healthy, "findings": findings}))
+    else:
+        for finding in findings:
+            print(f"{MARKS[finding.state]}  {finding.name:<10} {finding.detail}")
+    return 0 if is_healthy else 1
+
+
+def examine(
+    redis: str | None, target: str | None, tls: Tls | None = None, api_key: str | None = None
+) -> Iterable[Finding]:
+    """All checks: this machine first, then the network."""
+    yield check_python()
+    yield check_sdk()
+    for service, packages in SERVICE_PACKAGES.items():
+        yield check_service(service, packages)
+    yield check_backend()
+    yield check_compiler()
+    yield from check_kernels()
+    yield check_demo_model()
+    yield check_redis(redis)
+    is_named = bool(target or os.environ.get(TARGET_ENV))
+    yield from (
+        check_target(address, is_named=is_named, tls=tls, api_key=api_key) for address in resolve_targets(target)
+    )
+
+
+def check_python() -> Finding:
+    return Finding(
+        "python",
+        OK,
+        f"{platform.python_version()} on {platform.system()} {platform.machine()}, {count(cores(), 'core')}",
+    )
+
+
+def check_sdk() -> Finding:
+    return Finding("sdk", OK, f"grpcio {_version('grpcio')}, protobuf {_version('protobuf')}")
+
+
+def check_service(name: str, packages: Iterable[str]) -> Finding:
+    found = {package: _version(package) for package in packages}
+    missing = [package for package, version in found.items() if version is None]
+    if not is_installed(SERVICES[name]):
+        missing.insert(0, "quire-server")
+    if missing:
+        detail = f"cannot run here, not installed: {', '.join(missing)}; run {install_command(name)}"
+        return Finding(name, FALLBACK, detail)
+    return Finding(name, OK, ", ".join(f"{package} {version}" for package, version in found.items()))
+
+
+def check_backend() -> Finding:
+    if has_gpu():
+        return Finding("backend", FALLBACK, "CPU: a GPU is present; --backend cuda uses it")
+    return Finding("backend", OK, "CPU: no GPU found (no /dev/nvidia*)")
+
+
+def check_compiler() -> Finding:
+    """The CPU kernels are compiled at the first start of a worker."""
+    named = os.environ.get("CXX")
+    found = [path for path in map(shutil.which, [named] if named else ["g++", "c++", "clang++"]) if path]
+    if found:
+        return Finding("compiler", OK, f"{found[0]}: compiles the CPU kernels once; they are cached")
+    looked_for = f"CXX={named}" if named else "g++, c++ or clang++"
+    return Finding(
+        "compiler",
+        FALLBACK,
+        f"none ({looked_for}): workers use plain torch, which is slower; run `apt-get install g++`",
+    )
+
+
+def check_kernels() -> Iterable[Finding]:
+    """The path of a CPU worker on this machine with its speed, and the speeds of the other paths."""
+    if not is_installed(SERVICES["worker"]):
+        yield Finding("kernels", FALLBACK, "not measured: the worker is not installed")
+        return
+    found = probe_kernels()
+    if error := found.get("error"):
+        if found.get("is_fatal"):
+            yield Finding("kernels", MISSING, f"CPU workers do not start: {error}")
+        else:
+            yield Finding("kernels", FALLBACK, f"workers use plain torch, which is slower: {error}")
+        return
+    yield describe_path(found)
+    if others := found["others"]:
+        speeds = ", ".join(f"{other['path']} {' / '.join(map(_speed, _ordered(other)))}" for other in others)
+        yield Finding("paths", OK, f"QUIRE_CPU_PATH can select: {speeds} GOP/s ({' / '.join(KINDS)})")
+
+
+def describe_path(found: dict[str, Any]) -> Finding:
+    """The finding for the line of worker_svc.engine.kernels.probe."""
+    used, names = found["path"], found["instructions"]
+    speeds = ", ".join(f"{kind} {_speed(found['giga_operations'][kind])} GOP/s ({names[kind]})" for kind in KINDS)
+    detail = (
+        f"{used}; on one core, 256 rows: {speeds}; one row reads weights at {found['read_gb_s']:g} GB/s, "
+        f"a copy of memory runs at {found['copy_gb_s']:g} GB/s"
+    )
+    if used == found["fastest"]:
+        return Finding("kernels", OK, detail)
+    reason = "QUIRE_CPU_PATH" if found["is_chosen"] else NOT_FASTEST
+    return Finding("kernels", FALLBACK, f"{detail}; {found['fastest']}, the fastest path here, is not used: {reason}")
+
+
+def _ordered(found: dict[str, Any]) -> list[float]:
+    return [found["giga_operations"][kind] for kind in KINDS]
+
+
+def _speed(giga_operations: float) -> str:
+    return f"{giga_operations:,.0f}"
+
+
+def probe_kernels() -> dict[str, Any]:
+    """The line of worker_svc.engine.kernels.probe, or the field `error`."""
+    command = [sys.executable, "-m", "worker_svc.engine.kernels.probe", "--all"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=PROBE_TIMEOUT_S)
+        found: dict[str, Any] = json.loads(done.stdout)
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        return {"error": f"{' '.join(command)}: {error}"}
+    return found
+
+
+def check_demo_model() -> Finding:
+    try:
+        from quire_client.demo import demo_model_dir
+
+        return Finding("demo model", OK, str(Path(demo_model_dir())))
+    except Exception as error:  # any fault of the model is a finding
+        return Finding("demo model", FALLBACK, f"{error}; or use `quire up --model DIR`")
+
+
+def check_redis(url: str | None) -> Finding:
+    if not url:
+        return Finding("redis", OK, "not configured: prefix index in memory (fine for one scheduler)")
+    parts = urllib.parse.urlsplit(url)
+    name = parts._replace(netloc=parts.netloc.rpartition("@")[2], query="").geturl()  # without the password
+    try:
+        _ping_any(_servers_of(parts))
+    except OSError as error:  # before ValueError: the error of a certificate is both
+        return Finding("redis", FALLBACK, f"{name} does not answer ({error}); services run without it, with fewer hits")
+    except ValueError:
+        return Finding("redis", MISSING, f"{name} is not a Redis URL; write redis://[:password@]host:port/db")
+    return Finding("redis", OK, f"{name} answers")
+
+
+def check_target(address: str, *, is_named: bool, tls: Tls | None = None, api_key: str | None = None) -> Finding:
+    """A gateway set by flag or variable must answer; the default gateway need not run."""
+    try:
+        with Client.connect(address, tls=tls, api_key=api_key, connect_timeout_s=TARGET_TIMEOUT_S) as client:
+            names = ", ".join(f"{m.name} ({count(m.ready_workers, 'worker')} ready)" for m in client.models())
+    except Unauthenticated as error:
+        state = MISSING if is_named else FALLBACK
+        return Finding("gateway", state, f"{address} is running, but requires an API key: {error.message}")
+    except QuireError as error:
+        if not is_named and not isinstance(error, ConnectionFailed):
+            return Finding("gateway", FALLBACK, f"{address}: {error.message}")
+        state = MISSING if is_named else FALLBACK
+        return Finding("gateway", state, error.message if is_named else f"none at {address}; `quire up` starts one")
+    return Finding("gateway", OK, f"{address} serves {names or 'no model yet'}")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _servers_of(parts: urllib.parse.SplitResult) -> list[urllib.parse.SplitResult]:
+    """The servers of a URL: one Redis, or its Sentinels."""
+    scheme, _, kind = parts.scheme.partition("+")
+    if kind != "sentinel":
+        return [parts]
+    places = parts.netloc.rpartition("@")[2].split(",")
+    return [parts._replace(scheme=scheme, netloc=place if ":" in place else f"{place}:26379") for place in places]
+
+
+def _ping_any(servers: list[urllib.parse.SplitResult]) -> None:
+    """Raises the last error if no server answers."""
+    *others, last = servers
+    for server in others:
+        with contextlib.suppress(OSError):
+            _ping_redis(server)
+            return
+    _ping_redis(last)
+
+
+def _ping_redis(parts: urllib.parse.SplitResult) -> None:
+    """Send PING without a client library. Any answer of Redis counts, even 'authentication required'."""
+    with contextlib.ExitStack() as stack:
+        connection = stack.enter_context(_connect_redis(parts))
+        if parts.scheme == "rediss":
+            connection = stack.enter_context(_redis_tls().wrap_socket(connection, server_hostname=parts.hostname))
+        connection.sendall(b"PING\r\n")
+        if not connection.recv(64).startswith((b"+", b"-")):
+            raise OSError("the server there is not Redis")
+
+
+def _redis_tls() -> ssl.SSLContext:
+    """TLS with the files of the variables that the services read. Raises OSError."""
+    ca, cert, key = (os.environ.get(f"QUIRE_REDIS_TLS_{name}_FILE") for name in ("CA", "CERT", "KEY"))
+    context = ssl.create_default_context(cafile=ca)
+    if cert:
+        context.load_cert_chain(cert, key)
+    return context
+
+
+def _connect_redis(parts: urllib.parse.SplitResult) -> socket.socket:
+    if parts.scheme in ("redis", "rediss"):
+        return socket.create_connection((parts.hostname or "localhost", parts.port or 6379), REDIS_TIMEOUT_S)
+    if parts.scheme != "unix":
+        raise OSError(f"{parts.scheme or 'no scheme'}: write redis://host:port/0")
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.settimeout(REDIS_TIMEOUT_S)
+        connection.connect(parts.path)
+    except OSError:
+        connection.close()
+        raise
+    return connection

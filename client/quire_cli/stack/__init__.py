@@ -1,0 +1,1 @@
+"""`quire up` and `quire serve`: the plan of a stack of local processes, and its supervisor."""

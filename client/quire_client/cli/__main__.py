@@ -1,7 +1,0 @@
-"""`python -m quire_client.cli` is `quire`."""
-
-import sys
-
-from quire_client.cli import main
-
-sys.exit(main())
