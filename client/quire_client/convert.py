@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
 
+from google.protobuf.message import Message as ProtoMessage
 from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2
 
 from quire_client.types import (
     AbortResult,
-    AdapterStatus,
     EmbedResult,
     FinishReason,
     LatencyHistogram,
     ModelInfo,
     OpenRequest,
+    Result,
     Sample,
     SchedulerStatus,
-    ScoreResult,
     Status,
-    TokenizeResult,
     TokenLogprob,
     TopLogprob,
     Usage,
     WorkerStatus,
 )
+
+R = TypeVar("R", bound=Result)
 
 FINISH_REASONS = {
     types_pb2.FINISH_REASON_EOS: FinishReason.EOS,
@@ -77,7 +79,7 @@ def sample(finished: pb.Finished, token_ids: Iterable[int], text: str, logprobs:
         text=text,
         finish_reason=FINISH_REASONS.get(finished.reason, FinishReason.ERROR),
         matched=matched,
-        usage=usage(finished.usage),
+        usage=result(Usage, finished.usage),
         preemptions=finished.preemptions,
         message=finished.message,
         logprobs=tuple(logprobs),
@@ -86,30 +88,19 @@ def sample(finished: pb.Finished, token_ids: Iterable[int], text: str, logprobs:
     )
 
 
-def usage(message: types_pb2.Usage) -> Usage:
-    return Usage(
-        prompt_tokens=message.prompt_tokens,
-        cached_tokens=message.cached_tokens,
-        output_tokens=message.output_tokens,
-        recomputed_tokens=message.recomputed_tokens,
-        reasoning_tokens=message.reasoning_tokens,
-        discarded_tokens=message.discarded_tokens,
-    )
+def result(kind: type[R], message: ProtoMessage, **others: Any) -> R:
+    """A result from the fields of a message that have the names of its own. `others`: the remaining ones."""
+    for name in kind.__slots__:
+        if name not in others:
+            value = getattr(message, name)
+            others[name] = value if isinstance(value, str | bytes | int | float) else tuple(value)
+    return kind(**others)
 
 
 def embed_result(response: pb.EmbedResponse) -> EmbedResult:
     vectors = tuple(tuple(item.values) for item in response.embeddings)
     counts = tuple(item.prompt_tokens for item in response.embeddings)
     return EmbedResult(vectors, counts, response.model, response.revision, response.request_id)
-
-
-def score_result(response: pb.ScoreResponse) -> ScoreResult:
-    scores, counts = tuple(response.scores), tuple(response.prompt_tokens)
-    return ScoreResult(scores, counts, response.model, response.revision, response.request_id)
-
-
-def tokenize_result(response: pb.TokenizeResponse) -> TokenizeResult:
-    return TokenizeResult(tuple(response.ids), response.max_model_len)
 
 
 def abort_result(responses: Iterable[pb.AbortResponse], request: pb.AbortRequest) -> AbortResult:
@@ -121,32 +112,14 @@ def abort_result(responses: Iterable[pb.AbortResponse], request: pb.AbortRequest
 
 def model_info(model: pb.Model) -> ModelInfo:
     info = model.info
-    return ModelInfo(
+    return result(
+        ModelInfo,
+        info,
         name=info.model,
-        revision=info.revision,
         ready_workers=model.ready_workers,
-        max_model_len=info.max_model_len,
-        vocab_size=info.vocab_size,
-        eos_token_ids=tuple(info.eos_token_ids),
-        block_size=info.block_size,
-        max_num_blocks=info.max_num_blocks,
-        max_num_seqs=info.max_num_seqs,
-        dtype=info.dtype,
         determinism="exact" if info.determinism == types_pb2.DETERMINISM_EXACT else "best_effort",
         quantization=info.quantization or None,
-        hidden_size=info.hidden_size,
         adapters=tuple(adapter.name for adapter in info.adapters),
-    )
-
-
-def adapter(message: pb.Adapter) -> AdapterStatus:
-    return AdapterStatus(
-        name=message.name,
-        model=message.model,
-        digest=message.digest,
-        path=message.path,
-        num_workers=message.num_workers,
-        num_resident=message.num_resident,
     )
 
 
@@ -159,46 +132,14 @@ def status(response: pb.GetStatusResponse) -> Status:
 
 
 def scheduler_status(message: pb.SchedulerStatus) -> SchedulerStatus:
-    return SchedulerStatus(
-        address=message.address,
-        model=message.model,
-        connected=message.connected,
-        num_waiting=message.num_waiting,
-        max_waiting=message.max_waiting,
-        num_running=message.num_running,
-        prefix_query_tokens=message.prefix_query_tokens,
-        prefix_hit_tokens=message.prefix_hit_tokens,
-        preemptions=message.preemptions,
-        prefix_index=message.prefix_index,
-        steps=message.steps,
-        workers=tuple(worker_status(w) for w in message.workers),
-        pending_tokens=message.pending_tokens,
-        max_waiting_tokens=message.max_waiting_tokens,
-        refused_deadline=message.refused_deadline,
-        output_tokens=message.output_tokens,
-        finished=message.finished,
-        first_token=LatencyHistogram(
-            tuple(message.first_token.bounds_s), tuple(message.first_token.counts), message.first_token.sum_s
-        ),
-        slowest=tuple(
-            OpenRequest(r.request_id, r.worker_id, r.age_s, r.prompt_tokens, r.output_tokens) for r in message.slowest
-        ),
+    return result(
+        SchedulerStatus,
+        message,
+        workers=tuple(worker_status(worker) for worker in message.workers),
+        first_token=result(LatencyHistogram, message.first_token),
+        slowest=tuple(result(OpenRequest, request) for request in message.slowest),
     )
 
 
 def worker_status(message: pb.WorkerInfo) -> WorkerStatus:
-    return WorkerStatus(
-        worker_id=message.worker_id,
-        address=message.address,
-        state=WORKER_STATES.get(message.state, "unknown"),
-        rows_used=message.rows_used,
-        rows_total=message.rows_total,
-        blocks_free=message.blocks_free,
-        blocks_cached=message.blocks_cached,
-        blocks_used=message.blocks_used,
-        steps=message.steps,
-        worker_epoch=message.worker_epoch,
-        adapters_loaded=message.adapters_loaded,
-        adapters_resident=message.adapters_resident,
-        adapter_swaps=message.adapter_swaps,
-    )
+    return result(WorkerStatus, message, state=WORKER_STATES.get(message.state, "unknown"))

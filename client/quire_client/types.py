@@ -14,7 +14,7 @@ from quire_client.images import Image
 class Result:
     """Base of all results."""
 
-    __slots__ = ()
+    __slots__: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as a dictionary that `json.dumps` accepts."""

@@ -247,7 +247,7 @@ class AsyncClient:
         """How well each document matches the query."""
         request = pooled_requests.score_request(query, documents, model or self._model, options)
         response = await self._unary(lambda gateway: gateway.stub.Score, request, timeout_s)
-        return convert.score_result(response)
+        return convert.result(ScoreResult, response)
 
     async def tokenize(
         self,
@@ -262,7 +262,7 @@ class AsyncClient:
         """Token ids of a text or of a rendered conversation."""
         request = requests.tokenize_request(prompt, messages, model or self._model, add_special_tokens, chat_options)
         response = await self._unary(lambda gateway: gateway.stub.Tokenize, request, timeout_s)
-        return convert.tokenize_result(response)
+        return convert.result(TokenizeResult, response)
 
     async def detokenize(
         self,
@@ -306,7 +306,7 @@ class AsyncClient:
         """Load a LoRA adapter on all workers of a model. `path`: its folder, below the workers' --adapter-dir."""
         request = pb.LoadAdapterRequest(name=name, path=path, model=model)
         response = await self._unary(lambda gateway: gateway.admin.LoadAdapter, request, None)
-        return convert.adapter(response.adapter)
+        return convert.result(AdapterStatus, response.adapter)
 
     async def unload_adapter(self, name: str, *, model: str = "") -> None:
         """Unload an adapter. Refused while requests use it."""
@@ -317,7 +317,7 @@ class AsyncClient:
         """The adapters of one model, or of all models."""
         request = pb.ListAdaptersRequest(model=model)
         response = await self._unary(lambda gateway: gateway.admin.ListAdapters, request, None)
-        return tuple(map(convert.adapter, response.adapters))
+        return tuple(convert.result(AdapterStatus, adapter) for adapter in response.adapters)
 
     async def profile(self, service: str = "gateway", *, seconds: float = 10.0, hz: int = 200) -> bytes:
         """Where the threads of a service spend their time: a trace in Chrome's JSON format, compressed with gzip.
