@@ -120,7 +120,7 @@ def make_parser() -> argparse.ArgumentParser:
         type=config.size_bytes,
         default="16M",
         metavar="SIZE",
-        help="limit on the total size of Tokenize and Detokenize calls in progress; further ones are refused with "
+        help="limit on the total size of tokenizer calls in progress; further ones are refused with "
         "RESOURCE_EXHAUSTED. These calls do not count in --max-streams and --max-request-bytes",
     )
     parser.add_argument(

@@ -20,7 +20,7 @@ RETRY_FULL_S = 1.0
 
 
 class Lane:
-    """Threads for one kind of work, which never waits for the other kind. `is_call`: Tokenize and Detokenize."""
+    """Threads for one kind of work, which never waits for the other kind. `is_call`: tokenizer calls."""
 
     def __init__(self, num_threads: int, name: str, *, is_call: bool) -> None:
         self.is_call = is_call
@@ -36,8 +36,8 @@ class Lane:
 class Threads:
     """Owns the threads. The tokenizer releases the GIL.
 
-    Tokenize and Detokenize calls have separate threads and at most `max_call_bytes` of input in progress, so that they
-    never delay the prompt of a generation.
+    Tokenizer calls, which only count or convert tokens, have separate threads and at most `max_call_bytes` of input in
+    progress, so that they never delay the prompt of a generation.
     """
 
     def __init__(self, max_call_bytes: int = 16 << 20) -> None:
@@ -58,7 +58,7 @@ class Threads:
             return
         if self._num_call_bytes and self._num_call_bytes + size > self.max_call_bytes:
             raise OverloadedError(
-                f"Tokenize and Detokenize calls in progress hold {self._num_call_bytes} bytes and this one has {size}; "
+                f"tokenizer calls in progress hold {self._num_call_bytes} bytes and this one has {size}; "
                 f"the limit is {self.max_call_bytes} (--max-tokenize-bytes); retry later",
                 retry_after_s=RETRY_FULL_S,
             )
