@@ -331,6 +331,16 @@ class InferenceServicer(InferenceServiceServicer):
         note(model=model.name)
         return await self._prompts.tokenize(request, model)
 
+    async def CountTokens(
+        self, request: pb.CountTokensRequest, context: Context | None = None
+    ) -> pb.CountTokensResponse:
+        """The number of tokens of a prompt."""
+        asked = request.request
+        validation.check_generate(asked, self._checks)
+        model = self._directory.find(asked.model, asked.continuation.revision, asked.adapter)
+        note(model=model.name)
+        return pb.CountTokensResponse(prompt_tokens=await self._prompts.count(asked, model))
+
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context | None = None) -> pb.DetokenizeResponse:
         """Text of token ids."""
         check_detokenize(request.ids)

@@ -145,6 +145,10 @@ class FakeGateway(InferenceServiceServicer, AdminServiceServicer):
     def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
         return pb.TokenizeResponse(ids=map(ord, prompt_text(request.prompt)), max_model_len=MAX_MODEL_LEN)
 
+    def CountTokens(self, request: pb.CountTokensRequest, context: Any) -> pb.CountTokensResponse:
+        self._check(request.request, context)
+        return pb.CountTokensResponse(prompt_tokens=len(prompt_text(request.request.prompt)))
+
     def Detokenize(self, request: pb.DetokenizeRequest, context: Any) -> pb.DetokenizeResponse:
         return pb.DetokenizeResponse(text="".join(map(chr, request.ids)))
 

@@ -92,6 +92,7 @@ async def check_sharing(client: AsyncClient, reference: VisionReference, page: i
     assert num_encoded(page) == encoded_before
     other: Parts = ("w20 w21 w22", SECOND, "w23")
     answer = await client.chat([message(other)], temperature=0, max_tokens=8, ignore_eos=True)
+    assert await client.count_tokens(messages=[message(other)]) == answer.usage.prompt_tokens
     assert list(answer.token_ids) == reference.greedy_after(list(answer.token_ids), other)
     assert answer.usage.cached_tokens == 0
     tokens = [10, 20, 21, 22, VISION_START, IMAGE, VISION_END, 23, 11, 12]

@@ -264,6 +264,23 @@ class AsyncClient:
         response = await self._unary(lambda gateway: gateway.stub.Tokenize, request, timeout_s)
         return convert.result(TokenizeResult, response)
 
+    async def count_tokens(
+        self,
+        prompt: str | Iterable[int] | None = None,
+        *,
+        token_ids: Iterable[int] | None = None,
+        messages: Messages | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> int:
+        """The number of prompt tokens that `generate` would have with these arguments, images included."""
+        given = {**self._defaults, **cast(dict[str, Any], options)}
+        timeout_s = given.pop("timeout_s", self._unary_timeout_s)
+        metadata = extra_metadata(given.pop("metadata", None))
+        policy_of_call(self._resume, given)
+        request = pb.CountTokensRequest(request=requests.generate_request(prompt, token_ids, messages, given))
+        response = await self._calls.unary(lambda gateway: gateway.stub.CountTokens, request, timeout_s, metadata)
+        return response.prompt_tokens
+
     async def detokenize(
         self,
         ids: Iterable[int],

@@ -51,7 +51,7 @@ def check_prompt_size(request: pb.GenerateRequest, model: ServedModel) -> Prompt
 
 
 class PromptReaders:
-    """Reads prompts for generations, for Embed and Score, and for Tokenize and Detokenize calls."""
+    """Reads prompts for generations, for Embed and Score, and for calls that only tokenize."""
 
     def __init__(self, threads: Threads, templates: TemplateRenderer, images: ImagePreparer | None = None) -> None:
         images = images or ImagePreparer(ImageLimits())
@@ -68,6 +68,13 @@ class PromptReaders:
         """
         reader = check_prompt_size(request, model)
         return await reader.read(request, model, known_ids, self._requests)
+
+    async def count(self, request: pb.GenerateRequest, model: ServedModel) -> int:
+        """The number of tokens of a prompt. Raises like `read`, and like `tokenize` if there are too many calls."""
+        reader = check_prompt_size(request, model)
+        with self.threads.counted_call(request.ByteSize()):
+            prompt = await reader.read(request, model, None, self._calls)
+        return len(prompt.ids[-request.truncate_prompt_tokens :])
 
     async def token_ids(self, prompt: pb.Prompt, model: ServedModel) -> Sequence[int]:
         """The ids of a text, tokens or a chat without images. Raises like `read`."""

@@ -162,6 +162,9 @@ def test_unary_calls(client):
     assert client.tokenize(messages="hi").ids == (104, 105)
     assert client.tokenize("hi").max_model_len == 4096
     assert client.detokenize([104, 105]) == "hi"
+    assert client.count_tokens("hi", temperature=0) == client.count_tokens(messages="no", timeout_s=5) == 2
+    with pytest.raises(InvalidRequest, match="temperature is 3"):
+        client.count_tokens("hi", temperature=3)
     assert [m.name for m in client.models()] == ["fake"]
     assert client.status().schedulers[0].prefix_index == "memory"
     assert client.abort("a").unknown_ids == ()
@@ -330,6 +333,7 @@ async def test_async_cancel_is_cancelled_but_a_cancelled_task_stays_cancelled():
 CALLS = {
     "generate": lambda client: client.generate("hi"),
     "tokenize": lambda client: client.tokenize("hi"),
+    "count_tokens": lambda client: client.count_tokens("hi"),
     "models": lambda client: client.models(),
     "abort": lambda client: client.abort("r1"),
     "health": lambda client: client.health(),

@@ -1,4 +1,4 @@
-"""Tokenize and Detokenize have separate threads and a separate byte budget."""
+"""Tokenize, CountTokens and Detokenize have separate threads and a separate byte budget."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ async def test_a_single_call_above_the_budget_is_served(threads: Threads) -> Non
     assert await threads.run_call(100 * SIZE, lambda: "large") == "large"
 
 
-async def test_both_rpcs_are_limited(
+async def test_all_rpcs_are_limited(
     scheduler: FakeScheduler, gateway: TestGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate, started = threading.Event(), threading.Event()
@@ -86,8 +86,29 @@ async def test_both_rpcs_are_limited(
         assert retry.retry_delay.seconds == 1
     scheduler.play([5, 6])
     text = pb.Prompt(text="some words " * 200)
+    counted = gateway.stub.CountTokens(pb.CountTokensRequest(request=pb.GenerateRequest(prompt=text)))
+    with pytest.raises(grpc.aio.AioRpcError, match="--max-tokenize-bytes"):
+        await counted
     error = await refused(gateway.generate(prompt=text))  # it is read, and longer than the model accepts
     assert "max_model_len" in (error.details() or "")
     assert not open_call.done()
     gate.set()
     await open_call
+
+
+async def test_count_tokens_counts_the_prompt_of_a_request(scheduler: FakeScheduler, gateway: TestGateway) -> None:
+    async def count(**fields: Any) -> int:
+        request = pb.GenerateRequest(**fields)
+        return (await gateway.stub.CountTokens(pb.CountTokensRequest(request=request))).prompt_tokens
+
+    ids = (await gateway.stub.Tokenize(pb.TokenizeRequest(prompt=pb.Prompt(text="some words")))).ids
+    assert await count(prompt=pb.Prompt(text="some words")) == len(ids) > 2
+    assert await count(prompt=pb.Prompt(text="some words"), truncate_prompt_tokens=2) == 2
+    chat = pb.Prompt(chat=pb.Chat(messages=[pb.ChatMessage(role="user", content="some words")]))
+    rendered = (await gateway.stub.Tokenize(pb.TokenizeRequest(prompt=chat))).ids
+    assert await count(prompt=chat) == len(rendered)
+    for fields, words in (({}, "prompt is not set"), ({"sampling": {"top_p": 2}}, "sampling.top_p is 2; must be")):
+        with pytest.raises(grpc.aio.AioRpcError, match=words) as caught:
+            await count(**({"prompt": pb.Prompt(text="a")} if fields else {}), **fields)
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert not scheduler.submits
