@@ -10,10 +10,6 @@ import io
 import os
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from quire_client.errors import QuireError
 
 INTERRUPTED = 130
 # gRPC's older poller: a message wakes one thread on its way to the event loop instead of four.
@@ -27,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from quire_client.errors import QuireError
 
     from quire_cli.arguments import make_parser
-    from quire_cli.output import complain
+    from quire_cli.output import complain, describe
 
     args = make_parser().parse_args(argv)
     for stream in (sys.stdout, sys.stderr):
@@ -45,14 +41,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader closed the pipe (quire generate ... | head); the interpreter must not flush into it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-
-
-def describe(error: QuireError) -> str:
-    """An error in one line, with the invalid fields as flags and the retry delay."""
-    from quire_cli.flag_names import with_flag_names
-
-    parts = [error.message]
-    parts += [f"{v.field}: {v.description}" for v in error.field_violations if v.description not in error.message]
-    if error.retry_after_s:
-        parts.append(f"retry in {error.retry_after_s:.1f} s")
-    return with_flag_names("; ".join(parts).replace("\n", " "))

@@ -9,12 +9,9 @@ from typing import Any
 import quire_client
 from quire_client.channel import DEFAULT_TARGET
 
-from quire_cli.batch_arguments import BATCH_EXAMPLES, add_batch_flags
 from quire_cli.bench.arguments import BENCH_EXAMPLES, add_bench_flags
-from quire_cli.credential_arguments import CERT_EXAMPLES, KEY_EXAMPLES, add_cert_flags, add_key_flags
-from quire_cli.parser import Parser
+from quire_cli.parser import Parser, at_least, number, positive, priority, text_file, token_ids
 from quire_cli.stack.arguments import MODEL_HELP, SERVE_EXAMPLES, UP_EXAMPLES, add_up_flags
-from quire_cli.values import at_least, number, positive, text_file, token_ids
 from request_fields.fields import FIELDS, Field, Kind
 
 EXAMPLES = """\
@@ -57,6 +54,34 @@ examples:
   quire chat                                 a conversation: Ctrl-C stops an answer, /quit exits, /new resets
   quire chat "What is json.dumps for?"       one question
   quire chat --system "Answer in one word." "Which language is this?"
+"""
+
+
+KEY_EXAMPLES = """\
+examples:
+  quire key new team-a                       a key, and the line for the file team-a in the folder of --api-keys
+  quire key new team-a --dir keys            also adds the line to keys/team-a
+  quire key hash < old-key.txt               the line of a key that exists
+"""
+
+CERT_EXAMPLES = """\
+examples:
+  quire cert certs --host llm.example.com    a CA, a certificate per role, and one for the gateways' public port
+  quire cert certs --host llm.example.com    again: new certificates of the same CA, without a restart of services
+  quire cert certs --worker-id w-1 --worker-id w-2   also certificates that name a worker's id
+"""
+
+BATCH_EXAMPLES = """\
+examples:
+  quire batch input.jsonl -o output.jsonl
+  quire batch input.jsonl -o output.jsonl --concurrency 64 --base-url http://a:8000,http://b:8000
+
+A line of the input:
+  {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {"model": "demo", "messages": [...]}}
+The output has one line per request, in the order of completion. After Ctrl-C or a crash, run the same command again:
+it skips the requests that are already in the output.
+Exit code: 0; 1 if requests are unanswered (run again); 2 for an invalid file or flag; 3 if all are answered, but some
+with an error; 130 after Ctrl-C.
 """
 
 
@@ -335,3 +360,54 @@ def _add_tls(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="expected name in the gateway's certificate (default: the target's host)",
     )
+
+
+def add_key_flags(key: argparse.ArgumentParser) -> None:
+    key.add_argument(
+        "action", choices=("new", "hash"), help="new: make a key; hash: print the line of a key from stdin"
+    )
+    key.add_argument("owner", nargs="?", metavar="OWNER", help="owner of the new key: its tenant, and the file's name")
+    key.add_argument(
+        "--dir", type=Path, metavar="DIR", help="add the line to DIR/OWNER; DIR is the folder of --api-keys"
+    )
+    key.add_argument("--json", action="store_true", help="one JSON line")
+
+
+def add_cert_flags(cert: argparse.ArgumentParser) -> None:
+    cert.add_argument("dir", type=Path, metavar="DIR", help="folder to write; its CA is used again if it has one")
+    cert.add_argument(
+        "--host",
+        action="append",
+        metavar="NAME",
+        default=[],
+        help="DNS name or IP address of the gateways, for clients (default: localhost and 127.0.0.1)",
+    )
+    cert.add_argument(
+        "--worker-id", action="append", metavar="ID", default=[], help="also a certificate for this worker"
+    )
+    cert.add_argument("--days", type=positive, default=90.0, metavar="N", help="days until they expire (default 90)")
+
+
+def add_batch_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("input", metavar="INPUT", help="requests, one JSON object per line")
+    add("-o", "--output", required=True, metavar="FILE", help="answers are appended to this file")
+    add(
+        "--base-url",
+        metavar="URL,...",
+        help="HTTP API of one or more gateways (default: $QUIRE_BASE_URL, else http://localhost:8000)",
+    )
+    add("--concurrency", type=at_least(1), default=32, metavar="N", help="requests in flight at once (default 32)")
+    add(
+        "--priority",
+        type=priority,
+        default=1000,
+        metavar="N",
+        help="priority of requests whose body has none (default 1000: after all others)",
+    )
+    add(
+        "--retry-timeout-s", type=positive, default=60.0, metavar="S", help="how long a request is retried (default 60)"
+    )
+    add("--timeout-s", type=positive, default=600.0, metavar="S", help="time limit of one attempt (default 600)")
+    add("--api-key", metavar="KEY", help="API key (default: $QUIRE_API_KEY)")
+    add("--json", action="store_true", help="print the summary as one JSON line")

@@ -4,16 +4,39 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import sys
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from quire_client.errors import InvalidRequest
-from quire_client.types import Delta, FinishReason, Sample, Usage
+from quire_client.errors import InvalidRequest, QuireError
+from quire_client.types import Delta, FinishReason, GenerateResult, Sample, TokenLogprob, TopLogprob, Usage
+
+from request_fields.fields import FIELDS
+
+FLAGS = {field.path: f"--{field.option.replace('_', '-')}" for field in FIELDS if field.has_flag} | {
+    "sampling.n": "--n",
+    "prompt.text": "the prompt",
+    "prompt.tokens": "--tokens",
+    "prompt.chat": "the chat",
+}
+
+SDK_OPTION = "api_key=... in the client"  # in the gateway's message for a missing key
+PATHS = re.compile("|".join(rf"\b{re.escape(path)}\b" for path in sorted(FLAGS, key=len, reverse=True)))
 
 
 def complain(message: str) -> None:
     """Print an error as one line on stderr."""
     print(f"quire: error: {message}", file=sys.stderr)
+
+
+def describe(error: QuireError) -> str:
+    """An error in one line, with the invalid fields as flags and the retry delay."""
+    parts = [error.message]
+    parts += [f"{v.field}: {v.description}" for v in error.field_violations if v.description not in error.message]
+    if error.retry_after_s:
+        parts.append(f"retry in {error.retry_after_s:.1f} s")
+    return with_flag_names("; ".join(parts).replace("\n", " "))
 
 
 def write(text: str) -> None:
@@ -102,3 +125,49 @@ def _jsonable(value: Any) -> Any:
     if isinstance(value, bytes):  # the bytes of a token may not be valid UTF-8
         return value.decode(errors="backslashreplace")
     raise TypeError(f"{type(value).__name__} cannot be written as JSON")
+
+
+def with_flag_names(message: str) -> str:
+    """The message with flags instead of paths such as sampling.top_p."""
+    message = message.replace(SDK_OPTION, "--api-key")
+    return PATHS.sub(lambda match: FLAGS[match[0]], message)
+
+
+def score_lines(result: GenerateResult) -> Iterator[str]:
+    """The log probabilities of a result; nothing if none were requested."""
+    if any(result.prompt_logprobs):
+        yield "--- prompt: log probability, rank, token, most likely tokens"
+        yield from _lines(result.prompt_logprobs)
+    for sample in result.samples:
+        if sample.logprobs:
+            yield (
+                f"--- sample {sample.index}: log probability, rank, token, most likely tokens "
+                f"(sum {sample.cumulative_logprob:.3f})"
+            )
+            yield from _lines(sample.logprobs)
+
+
+def _lines(entries: Sequence[TokenLogprob | None]) -> Iterator[str]:
+    for entry in entries:
+        if entry is None:  # the first token of a prompt
+            continue
+        top = "  ".join(f"{_shown(item)} {item.logprob:.3f}" for item in entry.top)
+        yield f"{entry.logprob:9.3f} {entry.rank:6d}  {_shown(entry)}{f'  |  {top}' if top else ''}"
+
+
+def _shown(token: TokenLogprob | TopLogprob) -> str:
+    """The token's text in quotes, or its id if the server sent no text."""
+    return repr(token.token.decode(errors="backslashreplace")) if token.token else f"#{token.token_id}"
+
+
+def table(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A text table; numbers are aligned to the right."""
+    cells = [[str(cell) for cell in row] for row in rows]
+    widths = [max(len(row[i]) for row in [list(headers), *cells]) for i in range(len(headers))]
+    lines = [list(headers), *cells]
+    return "\n".join("  ".join(_aligned(c, w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines)
+
+
+def _aligned(cell: str, width: int) -> str:
+    is_number = cell.replace(",", "").replace(".", "").rstrip("%").isdigit()
+    return cell.rjust(width) if is_number else cell.ljust(width)

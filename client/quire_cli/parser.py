@@ -1,12 +1,17 @@
-"""The argument parser: errors of one line, with a suggestion for a mistyped command or flag."""
+"""The argument parser and the types of flag values. An error is one line and suggests a name for a mistyped one."""
 
 from __future__ import annotations
 
 import argparse
 import difflib
+import json
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
+
+from request_fields.fields import BY_PATH
 
 INVALID_CHOICE = re.compile(
     r"argument (?P<name>\S+): invalid choice: '(?P<given>[^']*)' \(choose from (?P<choices>.*)\)"
@@ -51,3 +56,92 @@ class Parser(argparse.ArgumentParser):
 def _suggestion(given: str, known: Sequence[str]) -> str:
     close = difflib.get_close_matches(given, known, n=1)
     return f"; did you mean {close[0]}?" if close else ""
+
+
+def at_least(low: int) -> Callable[[str], int]:
+    def convert(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+        if value < low:
+            raise argparse.ArgumentTypeError(f"{text} is less than {low}")
+        return value
+
+    return convert
+
+
+def port(text: str) -> int:
+    value = at_least(0)(text)
+    if value > 65535:
+        raise argparse.ArgumentTypeError(f"{text} is above 65535")
+    return value
+
+
+def priority(text: str) -> int:
+    """A value of the request field scheduling.priority."""
+    field = BY_PATH["scheduling.priority"]
+    assert field.low is not None and field.high is not None  # noqa: PT018
+    value = at_least(int(field.low))(text)
+    if value > field.high:
+        raise argparse.ArgumentTypeError(f"{text} is above {field.high}")
+    return value
+
+
+def number(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"{text} is not a finite number")
+    return value
+
+
+def positive(text: str) -> float:
+    value = number(text)
+    if value <= 0:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return value
+
+
+def not_negative(text: str) -> float:
+    value = number(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text} is less than 0")
+    return value
+
+
+def fraction(text: str) -> float:
+    value = number(text)
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
+    return value
+
+
+def json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
+    return value
+
+
+def text_file(text: str) -> str:
+    """The content of a file."""
+    try:
+        return Path(text).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"cannot read {text}: {error}") from None
+
+
+def token_ids(text: str) -> list[int]:
+    try:
+        ids = [int(part) for part in text.replace(" ", ",").split(",") if part]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of token ids like 1,2,3") from None
+    if not ids or min(ids) < 0:
+        raise argparse.ArgumentTypeError(f"{text!r}: give one or more token ids of at least 0")
+    return ids

@@ -1,6 +1,6 @@
 """`quire bench`: a serving benchmark for Quire and for OpenAI-compatible servers.
 
-    datasets, arrivals --> driver --> backend (Quire or HTTP) --> Record --> figures --> report, plot
+    datasets --> driver --> backend (Quire or HTTP) --> Record --> figures --> plot
 
-Datasets, arrivals, figures, report and plot are pure; driver and backends do I/O.
+Datasets, figures and plot are pure; driver and backends do I/O.
 """

@@ -6,7 +6,7 @@ import argparse
 
 from quire_client.channel import DEFAULT_TARGET
 
-from quire_cli.values import at_least, fraction, json_object, not_negative, number, positive
+from quire_cli.parser import at_least, fraction, json_object, not_negative, number, positive
 
 BENCH_EXAMPLES = """\
 examples:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import random
 import time
 from collections.abc import Sequence
@@ -107,3 +108,18 @@ class Run:
     def _stand_in(self, count: int, number: int) -> tuple[int, ...]:
         """Random tokens that replace an answer without token ids in the prompt of the next turn."""
         return tuple(random.Random(number).choices(range(3, self._vocab_size), k=count))
+
+
+def arrival_times(count: int, rate: float, burstiness: float, rng: random.Random) -> list[float]:
+    """`count` times at `rate` per second on average, the first at 0. An infinite rate starts all at 0.
+
+    The gaps follow a gamma distribution of shape `burstiness`: 1 is a Poisson process, below 1 is bursty, above 1 is
+    more even.
+    """
+    if math.isinf(rate):
+        return [0.0] * count
+    times, now = [], 0.0
+    for _ in range(count):
+        times.append(now)
+        now += rng.gammavariate(burstiness, 1 / (rate * burstiness))
+    return times

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from quire_cli.commands.generate import connect
-from quire_cli.output import count, to_json
-from quire_cli.tables import table
+from quire_cli.connection import connect
+from quire_cli.output import count, table, to_json
 
 SHORT_DIGEST = 12
 

@@ -18,13 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from quire_cli.bench import datasets
-from quire_cli.bench.arrivals import arrival_times
 from quire_cli.bench.backend import Backend, BackendError, SendOptions, ServerInfo
 from quire_cli.bench.datasets import Conversation, DatasetError, Lengths
-from quire_cli.bench.driver import Run
-from quire_cli.bench.figures import Summary, parse_slo, summarize, summary_fields
+from quire_cli.bench.driver import Run, arrival_times
+from quire_cli.bench.figures import Summary, parse_slo, report_text, summarize, summary_fields
 from quire_cli.bench.plot import PlotError, check_plot_path, write_plot
-from quire_cli.bench.report import report_text
 from quire_cli.connection import tls_option
 from quire_cli.output import complain, to_json
 

@@ -12,9 +12,9 @@ from quire_client.errors import QuireError
 from quire_client.sync import Client
 from quire_client.types import GenerateResult, Message
 
-from quire_cli import describe
-from quire_cli.commands.generate import connect, result_fields, sampling_options, show_cost, show_stream, wait_for_model
-from quire_cli.output import complain, to_json, write
+from quire_cli.commands.generate import result_fields, sampling_options, show_cost, show_stream, wait_for_model
+from quire_cli.connection import connect
+from quire_cli.output import complain, describe, to_json, write
 
 PROMPT = "you> "
 HELP = "Ctrl-C stops an answer, /quit or Ctrl-D exits, /new starts a new conversation."

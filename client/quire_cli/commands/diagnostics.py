@@ -16,8 +16,8 @@ from quire_client.errors import QuireError
 from quire_client.sync.client import Client
 from quire_client.types import Status
 
-from quire_cli.commands.generate import connect
 from quire_cli.commands.status import OPERATORS_ONLY
+from quire_cli.connection import connect
 from quire_cli.output import complain, count, to_json
 
 CONTENTS = """\

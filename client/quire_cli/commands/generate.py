@@ -12,12 +12,10 @@ from quire_client.requests import GenerateOptions
 from quire_client.sync import Client, GenerateStream
 from quire_client.types import GenerateResult, ModelInfo, Sample, Status
 
-from quire_cli.connection import tls_option
-from quire_cli.output import AnswerWriter, complain, read_stdin, sample_fields, to_json, usage_line, write
-from quire_cli.scores import score_lines
+from quire_cli.connection import connect
+from quire_cli.output import AnswerWriter, complain, read_stdin, sample_fields, score_lines, to_json, usage_line, write
 from request_fields.fields import FIELDS
 
-CONNECT_TIMEOUT_S = 2.0
 MODEL_TIMEOUT_S = 120.0
 POLL_S = 0.2
 OPTIONS = ("model", "n", "request_id", "json_schema", "images", *(field.option for field in FIELDS if field.has_flag))
@@ -56,13 +54,6 @@ def resume(args: argparse.Namespace) -> int:
     else:
         show_cost(result, time.monotonic() - started)
     return 0
-
-
-def connect(args: argparse.Namespace) -> Client:
-    """A client for the gateways in --target. Fails fast because a user is waiting."""
-    limits = {} if args.timeout_s is None else {"timeout_s": args.timeout_s}
-    wait_s = min(CONNECT_TIMEOUT_S, args.timeout_s or CONNECT_TIMEOUT_S)
-    return Client.connect(args.target, tls=tls_option(args), api_key=args.api_key, connect_timeout_s=wait_s, **limits)
 
 
 def wait_for_model(client: Client, args: argparse.Namespace) -> None:

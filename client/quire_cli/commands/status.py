@@ -8,11 +8,10 @@ import time
 
 from quire_client.types import ModelInfo, SchedulerStatus, Status, WorkerStatus
 
-from quire_cli.commands.generate import connect
 from quire_cli.commands.top_screen import seconds_text
-from quire_cli.output import complain, count, read_stdin, to_json, write
+from quire_cli.connection import connect
+from quire_cli.output import complain, count, read_stdin, table, to_json, write
 from quire_cli.rates import RateMeter, Rates
-from quire_cli.tables import table
 
 WATCH_INTERVAL_S = 1.0
 OPERATORS_ONLY = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from quire_cli.values import at_least, not_negative, port, positive
+from quire_cli.parser import at_least, not_negative, port, positive
 
 MODEL_HELP = "Hugging Face folder, ORG/NAME[@REVISION] of the Hugging Face Hub, or demo: the bundled model"
 

@@ -8,8 +8,8 @@ import pytest
 import quire_cli as cli
 from quire_cli.batch.files import BatchFileError, Response, ResultFile, check_input
 from quire_cli.batch.http import parse_servers
-from quire_cli.batch.progress import Progress
 from quire_cli.batch.run import Counts
+from quire_cli.commands.batch import Progress
 from quire_client.errors import InvalidRequest
 
 from tests.http_thread import HttpThread

@@ -8,13 +8,12 @@ from dataclasses import replace
 
 import pytest
 from quire_cli.bench import datasets
-from quire_cli.bench.arrivals import arrival_times
 from quire_cli.bench.backend import BackendError
 from quire_cli.bench.datasets import Conversation, DatasetError, Lengths, Turn
-from quire_cli.bench.figures import Record, parse_slo, percentile, spread, summarize, summary_fields
+from quire_cli.bench.driver import arrival_times
+from quire_cli.bench.figures import Record, parse_slo, percentile, report_text, spread, summarize, summary_fields
 from quire_cli.bench.openai_backend import api_root, as_text
 from quire_cli.bench.plot import PlotError, axis_steps, check_plot_path, make_panels, nice_ceiling, to_html
-from quire_cli.bench.report import report_text
 from quire_client.demo import demo_model_dir
 
 TRACE_LINE = {"timestamp": 1000, "input_length": 700, "output_length": 5, "hash_ids": [7, 8]}

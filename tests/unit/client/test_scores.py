@@ -7,8 +7,7 @@ import json
 import pytest
 from quire.v1 import inference_pb2 as pb
 from quire_cli.commands.generate import result_fields
-from quire_cli.output import to_json
-from quire_cli.scores import score_lines
+from quire_cli.output import score_lines, to_json
 from quire_client import FinishReason, GenerateResult, Sample, StreamCorrupted, TokenLogprob, TopLogprob
 from quire_client.assembly import StreamAssembler
 
