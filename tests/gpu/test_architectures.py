@@ -77,7 +77,7 @@ def test_blocks_behind_the_window_are_not_read(tmp_path):
 def test_windows_that_no_sequence_leaves_are_dropped(tmp_path):
     runner = load(make(tmp_path, "mistral"), max_model_len=7)
     assert runner.info.attention_window is None
-    assert runner._compute._model._config.window is None
+    assert runner._compute._model.config.window is None
 
 
 @pytest.mark.parametrize(("attention", "block_size"), [("torch", 4), ("flash", 256), ("flash3", 4), ("flashinfer", 4)])
@@ -97,6 +97,6 @@ def test_an_fp8_cache_of_offset_norms(tmp_path):
     """The scales follow from the weights of the norms, which are around 0."""
     folder = make(tmp_path, "gemma3")
     runner = load(folder, dtype="float16", kv_cache_dtype="fp8")
-    scales = torch.stack(runner._compute._model._kv_scales)
+    scales = torch.stack(runner._compute._model.kv_scales)
     assert (scales > 2**-6).all()
     assert (scales < 2).all()

@@ -94,7 +94,7 @@ def test_fp8_weights_are_multiplied_as_they_are_stored(tmp_path, monkeypatch, na
     folder = make_model(tmp_path / "model", "qwen3", **SMALL, **HEADS_4_2)
     plain = quantize_model(folder, FP8[name])
     found = forced(folder, determinism=determinism)
-    layer = found.runner._compute._model._layers[0]
+    layer = found.runner._compute._model.layers[0]
     assert layer.qkv.weight.steps.dtype is layer.feed_forward.down.weight.steps.dtype is torch.float8_e4m3fn
     assert "fp8 weights" in found.runner.info.numerics
     use_rounded_inputs(monkeypatch, GROUPS[name])
@@ -106,8 +106,8 @@ def test_weights_rounded_to_fp8_at_load(tmp_path):
     rounded, whole = forced(folder, quantize="fp8"), forced(folder)
     assert rounded.runner.info.quantize == "fp8"
     assert rounded.runner.info.revision != whole.runner.info.revision
-    layer = rounded.runner._compute._model._layers[1].feed_forward.down
-    assert relative_error(layer.widened(), whole.runner._compute._model._layers[1].feed_forward.down.weight) < 0.04
+    layer = rounded.runner._compute._model.layers[1].feed_forward.down
+    assert relative_error(layer.widened(), whole.runner._compute._model.layers[1].feed_forward.down.weight) < 0.04
     assert 0 < worst_error(rounded, whole) < 0.2
 
 
@@ -120,7 +120,7 @@ def test_devices_without_fp8(tmp_path, monkeypatch):
         load(folder, quantize="fp8")
     quantize_model(folder, FP8["blocks"])
     loaded = load(folder)
-    assert loaded._compute._model._layers[0].qkv.weight.dtype is torch.float32
+    assert loaded._compute._model.layers[0].qkv.weight.dtype is torch.float32
     assert "fp8" not in loaded.info.numerics
 
 
@@ -143,7 +143,7 @@ def test_int4_weights_are_multiplied_as_they_are_stored(tmp_path, name, determin
     folder = make_model(tmp_path / "model", "llama", **(SIZES | {"num_hidden_layers": 1, "attention_bias": True}))
     plain = quantize_model(folder, INT4[name])
     driver = DeviceDriver(load(folder, determinism=determinism))
-    layer = driver.runner._compute._model._layers[0]
+    layer = driver.runner._compute._model.layers[0]
     kept = [layer.o, layer.feed_forward.down]
     # with act-order, layers whose inputs have other groups are converted
     kept += [] if "order" in name else [layer.qkv, layer.feed_forward.gate_up]
@@ -157,7 +157,7 @@ def test_an_fp8_cache_with_int4_weights(tmp_path):
     """Its scales come from the weights."""
     folder = make_model(tmp_path / "model", "llama", **SIZES)
     plain = quantize_model(folder, INT4["awq"])
-    found, expected = (load(path, kv_cache_dtype="fp8")._compute._model._kv_scales for path in (folder, plain))
+    found, expected = (load(path, kv_cache_dtype="fp8")._compute._model.kv_scales for path in (folder, plain))
     assert all(torch.equal(*scales) for scales in zip(found, expected, strict=True))
 
 
@@ -166,7 +166,7 @@ def test_what_an_int4_kernel_does_not_serve_is_converted(tmp_path, monkeypatch):
     folder = make_model(tmp_path / "model", "llama", **(SIZES | {"num_hidden_layers": 1}))
     quantize_model(folder, INT4["awq"])
     loaded = load(folder)
-    assert loaded._compute._model._layers[0].qkv.weight.dtype is torch.float32
+    assert loaded._compute._model.layers[0].qkv.weight.dtype is torch.float32
     assert "int4" not in loaded.info.numerics
     cuda = torch.device("cuda")
     assert not has_int4(torch.float32, cuda)

@@ -214,8 +214,8 @@ class Backend(Protocol):
         more with y. No row has two adapters."""
         ...
 
-    def add_norm(self, x: torch.Tensor, residual: torch.Tensor | None, norm: Norm, out: torch.Tensor) -> None:
-        """x [n, dim] += residual (if any), out = norm of x. `out` may be x."""
+    def add_norm(self, x: torch.Tensor, residual: torch.Tensor | None, norm: Norm | None, out: torch.Tensor) -> None:
+        """x [n, dim] += residual (if any), out = norm of x, or x if there is no norm. `out` may be x."""
         ...
 
     def qk_norm_rope_store(
@@ -229,7 +229,7 @@ class Backend(Protocol):
         shape: HeadShape,
     ) -> None:
         """Splits fused qkv [T, heads, dim]; norms and rotates q and k where given. Writes q to q_out [T, q_heads, dim],
-        k and v to the slots of the batch."""
+        k and v to the slots of the batch. A norm spans as many numbers as its weight has."""
         ...
 
     def paged_attention(

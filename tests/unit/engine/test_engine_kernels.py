@@ -38,6 +38,8 @@ def assert_close(found, expected, dtype):
 
 
 def make_norm(randn, kind, dim, dtype):
+    if kind is None:
+        return None
     bias = randn(dim).to(dtype) if kind == "layer" else None
     return Norm(randn(dim).to(dtype), bias, 1e-6, kind)
 
@@ -45,7 +47,7 @@ def make_norm(randn, kind, dim, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [8, 33, 64, 160])
 @pytest.mark.parametrize("has_residual", [True, False])
-@pytest.mark.parametrize("kind", ["rms", "rms_offset", "layer"])
+@pytest.mark.parametrize("kind", ["rms", "rms_offset", "layer", None])
 def test_add_norm(backends, randn, dtype, dim, has_residual, kind):
     x, norm = randn(300, dim).to(dtype) + 1, make_norm(randn, kind, dim, dtype)
     residual = randn(300, dim).to(dtype) if has_residual else None

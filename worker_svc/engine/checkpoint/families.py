@@ -1,7 +1,8 @@
 """The supported architectures, one row each.
 
-All share one decoder: a norm and attention, then a norm and a feed-forward part, each added to the residual. A row
-lists the differences: norms, biases, windows, experts, and the names of the tensors in a checkpoint.
+All share one decoder: attention and a feed-forward part, each with a norm before it, after it or both, and added to
+the residual (decoder/forward.py). A row lists the differences: norms, biases, windows, experts, and the names of the
+tensors in a checkpoint.
 docs/adding-a-model.md explains how to add one.
 """
 
@@ -18,14 +19,23 @@ TowerKind = Literal["qwen2_vl", "qwen2_5_vl", "qwen3_vl"]
 MropeKind = Literal["sections", "interleaved"]
 WindowRule = Literal["none", "opt_in", "all", "even", "five_of_six"]
 Role = Literal["q", "k", "v", "o", "gate", "up", "down", "router", "head"]
+QkNormScope = Literal["head", "projection"]  # what one norm of queries or keys spans
+
+# The norms that a layer may have, in their order; decoder/forward.py says where. The names are those of transformers.
+LAYER_NORMS = (
+    "input_layernorm",
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """Names of tensors, without `.weight` and `.bias`. Those of a layer follow `layer`."""
+    """Names of tensors, without `.weight` and `.bias`. Those of a layer follow `layer`. Empty: the decoder has none."""
 
     embedding: str = "model.embed_tokens"
-    position_embedding: str = ""  # learned positions; empty: none
+    position_embedding: str = ""  # learned positions
     layer: str = "model.layers.{}."
     final_norm: str = "model.norm"
     head: str = "lm_head"
@@ -33,16 +43,20 @@ class Names:
     o: tuple[str, ...] = ("self_attn.o_proj",)
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")  # or one name for both
     down: tuple[str, ...] = ("mlp.down_proj",)
-    input_norm: str = "input_layernorm"
-    attended_norm: str = ""  # of the attention output, before it is added
-    post_norm: str = "post_attention_layernorm"  # before the feed-forward part
-    fed_norm: str = ""  # of the feed-forward output, before it is added
+    input_layernorm: str = "input_layernorm"
+    post_attention_layernorm: str = ""  # of the attention output, before it is added
+    pre_feedforward_layernorm: str = "post_attention_layernorm"  # before the feed-forward part
+    post_feedforward_layernorm: str = ""  # of the feed-forward output, before it is added
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
     router: str = "mlp.gate"
     experts: str = "mlp.experts.{}."
     expert_linears: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     is_transposed: bool = False  # linear weights are stored as [in, out]
+
+    def layer_norms(self) -> dict[str, str]:
+        """Names of the norms that layers have, by their entry of LAYER_NORMS."""
+        return {norm: name for norm in LAYER_NORMS if (name := getattr(self, norm))}
 
 
 LLAMA_NAMES = Names()
@@ -55,9 +69,9 @@ MIXTRAL_NAMES = replace(
 )
 GEMMA_NAMES = replace(
     LLAMA_NAMES,
-    attended_norm="post_attention_layernorm",
-    post_norm="pre_feedforward_layernorm",
-    fed_norm="post_feedforward_layernorm",
+    post_attention_layernorm="post_attention_layernorm",
+    pre_feedforward_layernorm="pre_feedforward_layernorm",
+    post_feedforward_layernorm="post_feedforward_layernorm",
 )
 GPT2_NAMES = Names(
     embedding="transformer.wte",
@@ -68,8 +82,8 @@ GPT2_NAMES = Names(
     o=("attn.c_proj",),
     gate_up=("mlp.c_fc",),
     down=("mlp.c_proj",),
-    input_norm="ln_1",
-    post_norm="ln_2",
+    input_layernorm="ln_1",
+    pre_feedforward_layernorm="ln_2",
     is_transposed=True,
 )
 
@@ -80,7 +94,7 @@ class Architecture:
 
     models: str  # of the Hub, for docs/models.md
     may_need: frozenset[str] = frozenset()  # features that config.json decides, beside those that the row implies
-    has_qk_norm: bool = False
+    qk_norm: QkNormScope | None = None  # norms of queries and keys
     has_qkv_bias: bool | None = None  # None: `attention_bias`
     has_o_bias: bool | None = None  # None: `attention_bias`
     has_mlp_bias: bool | None = False  # None: `mlp_bias`
@@ -124,7 +138,7 @@ GPT2_FIELDS = {
 }
 
 ARCHITECTURES = {
-    "Qwen3ForCausalLM": Architecture("Qwen3", WINDOWS, has_qk_norm=True),
+    "Qwen3ForCausalLM": Architecture("Qwen3", WINDOWS, qk_norm="head"),
     "Qwen2ForCausalLM": Architecture("Qwen2, Qwen2.5", WINDOWS, has_qkv_bias=True, has_o_bias=False),
     "LlamaForCausalLM": Architecture("Llama 2 and 3", has_mlp_bias=None, windows="none"),
     "MistralForCausalLM": Architecture(
@@ -139,12 +153,12 @@ ARCHITECTURES = {
         names=FUSED_NAMES,
     ),
     "Gemma2ForCausalLM": GEMMA2,
-    "Gemma3ForCausalLM": replace(GEMMA2, models="Gemma 3, text only", has_qk_norm=True, windows="five_of_six"),
-    "Qwen3MoeForCausalLM": Architecture("Qwen3-MoE", WINDOWS, has_qk_norm=True, has_experts=True),
+    "Gemma3ForCausalLM": replace(GEMMA2, models="Gemma 3, text only", qk_norm="head", windows="five_of_six"),
+    "Qwen3MoeForCausalLM": Architecture("Qwen3-MoE", WINDOWS, qk_norm="head", has_experts=True),
     "Qwen2VLForConditionalGeneration": QWEN2_VL,
     "Qwen2_5_VLForConditionalGeneration": replace(QWEN2_VL, models="Qwen2.5-VL", tower="qwen2_5_vl"),
     "Qwen3VLForConditionalGeneration": Architecture(
-        "Qwen3-VL", has_qk_norm=True, windows="none", tower="qwen3_vl", mrope="interleaved"
+        "Qwen3-VL", qk_norm="head", windows="none", tower="qwen3_vl", mrope="interleaved"
     ),
     "MixtralForCausalLM": Architecture(
         "Mixtral",

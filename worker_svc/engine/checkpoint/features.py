@@ -57,7 +57,7 @@ def features_of(architecture: Architecture) -> set[str]:
         "experts": architecture.has_experts,
         "layer_norm": architecture.norm == "layer",
         "offset_norm": architecture.norm == "rms_offset",
-        "output_norms": bool(names.attended_norm),
+        "output_norms": bool(names.post_attention_layernorm),
         "learned_positions": bool(names.position_embedding),
         "plain_feed_forward": not architecture.is_gated,
         "embedding_scale": architecture.scales_embedding,

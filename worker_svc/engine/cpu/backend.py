@@ -52,7 +52,7 @@ _SIGNATURES = {
     "quire_soft_cap": [_INT, _POINTER, _LONG, _LONG, _FLOAT, _INT],
     "quire_gated_activation": [_INT, _POINTER, _POINTER, _LONG, _LONG, _INT, _INT],
     "quire_qk_norm_rope_store": [
-        *(_INT, _POINTER, _INT, *[_POINTER] * 4, _LONG),
+        *(_INT, _POINTER, _INT, _POINTER, _POINTER, _LONG, _LONG, _POINTER, _POINTER, _LONG),
         *([_POINTER] * 5 + [_LONG] * 5 + [_FLOAT, _INT]),
     ],
     "quire_paged_attention": [
@@ -170,19 +170,19 @@ class CpuBackend:
             _is_bf16(x), ctypes.addressof(parts), len(parts), x.data_ptr(), y.data_ptr(), y.shape[1], self._threads
         )
 
-    def add_norm(self, x: torch.Tensor, residual: torch.Tensor | None, norm: Norm, out: torch.Tensor) -> None:
+    def add_norm(self, x: torch.Tensor, residual: torch.Tensor | None, norm: Norm | None, out: torch.Tensor) -> None:
         n, dim = x.shape
         self._kernels.quire_add_norm(
             _is_bf16(x),
-            NORM_KINDS[norm.kind],
+            0 if norm is None else NORM_KINDS[norm.kind],
             x.data_ptr(),
             pointer(residual),
-            norm.weight.data_ptr(),
-            pointer(norm.bias),
+            None if norm is None else norm.weight.data_ptr(),
+            None if norm is None else pointer(norm.bias),
             out.data_ptr(),
             n,
             dim,
-            norm.eps,
+            0.0 if norm is None else norm.eps,
             self._threads,
         )
 
@@ -204,6 +204,8 @@ class CpuBackend:
             0 if q_norm is None else NORM_KINDS[q_norm.kind],
             None if q_norm is None else q_norm.weight.data_ptr(),
             None if k_norm is None else k_norm.weight.data_ptr(),
+            0 if q_norm is None else len(q_norm.weight),
+            0 if k_norm is None else len(k_norm.weight),
             None if rotary is None else rotary.cos.data_ptr(),
             None if rotary is None else rotary.sin.data_ptr(),
             0 if rotary is None else 2 * rotary.cos.shape[1],

@@ -18,6 +18,7 @@ import torch
 
 from worker_svc.engine.adapters.kernel_adapter import adapter_structs
 from worker_svc.engine.backend import ForwardBatch, Linear, Norm, RotaryTable
+from worker_svc.engine.checkpoint.families import LAYER_NORMS
 from worker_svc.engine.decoder.weights import FeedForward, Layer, RoutedExperts
 from worker_svc.engine.kernels.linear import PANEL, KernelLinear, LinearStruct, address_of
 
@@ -52,8 +53,9 @@ class _ExpertsStruct(ctypes.Structure):
 
 class _LayerStruct(ctypes.Structure):
     _fields_ = (
-        *((name, _NormStruct) for name in ("input_norm", "attended_norm", "post_norm", "fed_norm")),
+        *((name, _NormStruct) for name in LAYER_NORMS),
         *((name, _POINTER) for name in ("q_norm", "k_norm")),
+        *((name, _LONG) for name in ("q_width", "k_width")),
         *((name, LinearStruct) for name in ("qkv", "o", "gate_up", "down")),
         ("experts", _ExpertsStruct),
         ("rotary", _RotaryStruct),
@@ -246,8 +248,9 @@ def _describe(
     qk_norms, part = layer.qk_norms or (None, None), layer.feed_forward
     dense = (part.gate_up, part.down) if isinstance(part, FeedForward) else ()
     return _LayerStruct(
-        *map(_norm_struct, (layer.input_norm, layer.attended_norm, layer.post_norm, layer.fed_norm)),
+        *(_norm_struct(getattr(layer, name)) for name in LAYER_NORMS),
         *(None if norm is None else norm.weight.data_ptr() for norm in qk_norms),
+        *(0 if norm is None else len(norm.weight) for norm in qk_norms),
         *map(_linear_struct, (layer.qkv, layer.o)),
         *(map(_linear_struct, dense) if dense else (LinearStruct(), LinearStruct())),
         _experts_struct(part, arrays),

@@ -79,7 +79,7 @@ class ReferenceBackend:
                 added = FixedPointLinear.wide(part.linear, shrunk[:, ranks])  # type: ignore[arg-type]
                 y[at, outputs] = (y[at, outputs].float() + added).to(y.dtype)
 
-    def add_norm(self, x: torch.Tensor, residual: torch.Tensor | None, norm: Norm, out: torch.Tensor) -> None:
+    def add_norm(self, x: torch.Tensor, residual: torch.Tensor | None, norm: Norm | None, out: torch.Tensor) -> None:
         if residual is not None:
             x += residual
         out.copy_(torch_ops.normed(x, norm))

@@ -55,8 +55,10 @@ def activate(x: torch.Tensor, activation: str) -> torch.Tensor:
     return 0.5 * x * (1.0 + exact_ops.erf(x * 0.70710678118654752))
 
 
-def normed(x: torch.Tensor, norm: Norm) -> torch.Tensor:
-    """`norm` of x [.., dim], in the dtype of x."""
+def normed(x: torch.Tensor, norm: Norm | None) -> torch.Tensor:
+    """`norm` of x [.., dim], in the dtype of x. None: x."""
+    if norm is None:
+        return x
     wide = x.float()
     if norm.kind == "layer":
         wide = wide - exact_ops.ordered_sum(wide) / x.shape[-1]

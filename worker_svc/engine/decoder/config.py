@@ -89,8 +89,12 @@ class ModelConfig:
         return self.architecture.norm
 
     @property
-    def has_qk_norm(self) -> bool:
-        return self.architecture.has_qk_norm
+    def qk_norm_widths(self) -> tuple[int, int] | None:
+        """How many numbers one norm of queries and one of keys span. None: there are no such norms."""
+        heads = self.heads
+        if self.architecture.qk_norm == "projection":
+            return heads.num_q_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
+        return None if self.architecture.qk_norm is None else (heads.head_dim, heads.head_dim)
 
     @property
     def is_gated(self) -> bool:

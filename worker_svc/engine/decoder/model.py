@@ -1,25 +1,23 @@
-"""The decoder: the forward pass over a mixed batch, as ModelConfig describes it."""
+"""A loaded decoder on a CPU. forward.py describes its pass, which one native call or single operations compute."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
 
-from step_protocol.columns import I32, I64
-from worker_svc.engine.adapters.packed import PackedAdapter
-from worker_svc.engine.adapters.targets import SITES
+from step_protocol.columns import I64
 from worker_svc.engine.backend import Backend, ForwardBatch, Linear, Norm, RotaryTable
 from worker_svc.engine.decoder.config import ModelConfig
+from worker_svc.engine.decoder.forward import compute_layers
 from worker_svc.engine.decoder.kv_cache import KVCachePool
 from worker_svc.engine.decoder.rotary import rotary_at
 from worker_svc.engine.decoder.weights import Layer, RoutedExperts, WeightLoader
 
 Progress = Callable[[float], None]
-QKV, OUT, GATE_UP, DOWN = range(len(SITES))
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,91 +141,7 @@ class DecoderModel:
     def _hidden(self, batch: ForwardBatch, pool: KVCachePool) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Stores keys and values of all tokens; returns the output of the last layer for the head tokens, [S, hidden],
         as two terms of a sum."""
-        x = self._embed(batch)
-        heads = torch.from_numpy(batch.head_tokens)
-        last = self._config.num_layers - 1
-        residual: torch.Tensor | None = None
-        for index, layer in enumerate(self._parts.layers):
-            attended = self._attend(x, residual, index, batch, pool.layer(index))
-            if index == last and len(heads) < len(x):
-                x, attended = x[heads], attended[heads]  # the remaining operations need only these tokens
-            if not len(x):
-                return x, None
-            rows = _adapter_rows(batch, of_heads=index == last)
-            attended = self._adapted(layer.o, OUT, index, rows, attended)
-            residual = self._feed(x, self._normed(attended, layer.attended_norm), index, rows)
-            if batch.deep is not None and index < len(batch.deep.rows):
-                _add_deep(x, residual, torch.from_numpy(batch.deep.tokens), batch.deep.rows[index])
-        return x, residual
-
-    def _adapted(
-        self, linear: Linear, site: int, index: int, rows: Sequence[tuple[PackedAdapter, I32]], x: torch.Tensor
-    ) -> torch.Tensor:
-        """The output of a linear layer, with what adapters add to their rows of it."""
-        y = linear(x)
-        if rows:
-            self._backend.add_adapters(index, site, rows, x, y)
-        return y
-
-    def _embed(self, batch: ForwardBatch) -> torch.Tensor:
-        x = self._parts.embedding[torch.from_numpy(batch.token_ids)]
-        if self._config.embedding_scale != 1.0:
-            x *= torch.tensor(self._config.embedding_scale, dtype=x.dtype)
-        if batch.embedded is not None:
-            x[torch.from_numpy(batch.embedded.tokens)] = batch.embedded.rows
-        if self._parts.position_embedding is not None:
-            x += self._parts.position_embedding[torch.from_numpy(batch.positions).long()]
-        return x
-
-    def _attend(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor | None,
-        index: int,
-        batch: ForwardBatch,
-        cache: tuple[torch.Tensor, torch.Tensor],
-    ) -> torch.Tensor:
-        """Adds the residual to x; returns the attention output [T, q_heads * head_dim]."""
-        backend, heads, layer = self._backend, self._config.heads, self._parts.layers[index]
-        normed = torch.empty_like(x)
-        backend.add_norm(x, residual, layer.input_norm, normed)
-        qkv = self._adapted(layer.qkv, QKV, index, _adapter_rows(batch, of_heads=False), normed)
-        q = x.new_empty(len(x), heads.num_q_heads, heads.head_dim)
-        rotary = batch.rotary or self._parts.rotary(index)
-        backend.qk_norm_rope_store(qkv, layer.qk_norms, rotary, batch, cache, q, heads)
-        attended = torch.empty_like(q)
-        backend.paged_attention(q, cache, batch, attended, self._config.attention(index))
-        return attended.view(len(x), -1)
-
-    def _feed(
-        self, x: torch.Tensor, residual: torch.Tensor, index: int, rows: Sequence[tuple[PackedAdapter, I32]]
-    ) -> torch.Tensor:
-        """Adds the residual to x; returns the output of the feed-forward part [n, hidden]."""
-        normed, layer = torch.empty_like(x), self._parts.layers[index]
-        self._backend.add_norm(x, residual, layer.post_norm, normed)
-        part = layer.feed_forward
-        if isinstance(part, RoutedExperts):
-            return self._normed(self._expert(normed, part), layer.fed_norm)
-        hidden = self._activated(self._adapted(part.gate_up, GATE_UP, index, rows, normed))
-        return self._normed(self._adapted(part.down, DOWN, index, rows, hidden), layer.fed_norm)
-
-    def _activated(self, hidden: torch.Tensor) -> torch.Tensor:
-        if not self._config.is_gated:
-            self._backend.activation(hidden, self._config.activation)
-            return hidden
-        activated = hidden.new_empty(len(hidden), hidden.shape[1] // 2)
-        self._backend.gated_activation(hidden, activated, self._config.activation)
-        return activated
-
-    def _expert(self, normed: torch.Tensor, part: RoutedExperts) -> torch.Tensor:
-        out = torch.empty_like(normed)
-        self._backend.experts(normed, part.router(normed), part.experts, self._config.activation, out)
-        return out
-
-    def _normed(self, x: torch.Tensor, norm: Norm | None) -> torch.Tensor:
-        if norm is not None:
-            self._backend.add_norm(x, None, norm, x)
-        return x
+        return compute_layers(_Operations(self._parts, self._backend, batch, pool), self._parts.layers)
 
     def _logits(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         if not len(x) or self._parts.head is None:
@@ -238,12 +152,81 @@ class DecoderModel:
         return logits
 
 
-def _adapter_rows(batch: ForwardBatch, *, of_heads: bool) -> list[tuple[PackedAdapter, I32]]:
-    """The adapters of a step, with their rows among all tokens or among the head tokens."""
-    return [(part.adapter, part.heads if of_heads else part.tokens) for part in batch.adapters]
+class _Operations:
+    """One step of a backend, operation by operation; see `StepOperations`."""
 
+    def __init__(self, parts: DecoderParts, backend: Backend, batch: ForwardBatch, pool: KVCachePool) -> None:
+        self._parts = parts
+        self._config = parts.config
+        self._backend = backend
+        self._batch = batch
+        self._pool = pool
+        self._adapters = [(part.adapter, part.tokens) for part in batch.adapters]
 
-def _add_deep(x: torch.Tensor, residual: torch.Tensor, tokens: torch.Tensor, rows: torch.Tensor) -> None:
-    """Adds the residual and `rows` to some tokens of x; their residual is 0 then. Other tokens stay as they are."""
-    x[tokens] = x[tokens] + residual[tokens] + rows
-    residual[tokens] = 0
+    def embed(self) -> torch.Tensor:
+        batch = self._batch
+        x = self._parts.embedding[torch.from_numpy(batch.token_ids)]
+        if self._config.embedding_scale != 1.0:
+            x *= torch.tensor(self._config.embedding_scale, dtype=x.dtype)
+        if batch.embedded is not None:
+            x[torch.from_numpy(batch.embedded.tokens)] = batch.embedded.rows
+        if self._parts.position_embedding is not None:
+            x += self._parts.position_embedding[torch.from_numpy(batch.positions).long()]
+        return x
+
+    def linear(self, linear: Linear, x: torch.Tensor, index: int, site: int) -> torch.Tensor:
+        y = linear(x)
+        if self._adapters:
+            self._backend.add_adapters(index, site, self._adapters, x, y)
+        return y
+
+    def linear_of_norm(
+        self, linear: Linear, x: torch.Tensor, residual: torch.Tensor | None, norm: Norm | None, index: int, site: int
+    ) -> torch.Tensor:
+        return self.linear(linear, self._normed(x, residual, norm), index, site)
+
+    def _normed(self, x: torch.Tensor, residual: torch.Tensor | None, norm: Norm | None) -> torch.Tensor:
+        normed = torch.empty_like(x)
+        self._backend.add_norm(x, residual, norm, normed)
+        return normed
+
+    def attend(self, qkv: torch.Tensor, index: int) -> torch.Tensor:
+        batch, backend, heads = self._batch, self._backend, self._config.heads
+        q, cache = qkv.new_empty(len(qkv), heads.num_q_heads, heads.head_dim), self._pool.layer(index)
+        rotary = batch.rotary or self._parts.rotary(index)
+        backend.qk_norm_rope_store(qkv, self._parts.layers[index].qk_norms, rotary, batch, cache, q, heads)
+        attended = torch.empty_like(q)
+        backend.paged_attention(q, cache, batch, attended, self._config.attention(index))
+        return attended.view(len(qkv), -1)
+
+    def keep_heads(self, x: torch.Tensor, attended: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        self._adapters = [(part.adapter, part.heads) for part in self._batch.adapters]
+        heads = torch.from_numpy(self._batch.head_tokens)
+        return (x[heads], attended[heads]) if len(heads) < len(x) else (x, attended)
+
+    def activated(self, gate_up: torch.Tensor) -> torch.Tensor:
+        if not self._config.is_gated:
+            self._backend.activation(gate_up, self._config.activation)
+            return gate_up
+        activated = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
+        self._backend.gated_activation(gate_up, activated, self._config.activation)
+        return activated
+
+    def experts(self, part: RoutedExperts, x: torch.Tensor, residual: torch.Tensor, norm: Norm | None) -> torch.Tensor:
+        normed, out = self._normed(x, residual, norm), torch.empty_like(x)
+        self._backend.experts(normed, part.router(normed), part.experts, self._config.activation, out)
+        return out
+
+    def output(self, x: torch.Tensor, norm: Norm | None) -> torch.Tensor:
+        if norm is not None:
+            self._backend.add_norm(x, None, norm, x)
+        return x
+
+    def end_layer(self, x: torch.Tensor, residual: torch.Tensor, index: int) -> None:
+        """Adds the residual and the rows of DeepStack to their tokens of x, whose residual is 0 then."""
+        deep = self._batch.deep
+        if deep is None or index >= len(deep.rows):
+            return
+        tokens = torch.from_numpy(deep.tokens)
+        x[tokens] = x[tokens] + residual[tokens] + deep.rows[index]
+        residual[tokens] = 0

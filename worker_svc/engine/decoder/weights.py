@@ -11,7 +11,7 @@ import torch
 
 from worker_svc.engine.adapters.targets import Module, modules_of
 from worker_svc.engine.backend import ExpertLinears, Linear, Norm
-from worker_svc.engine.checkpoint.families import Role
+from worker_svc.engine.checkpoint.families import LAYER_NORMS, Role
 from worker_svc.engine.checkpoint.model_folder import CheckpointError
 from worker_svc.engine.checkpoint.quantization_config import Packed, Scaled, Scheme
 from worker_svc.engine.checkpoint.quantized import read_int8_rows, read_weight
@@ -41,16 +41,17 @@ class RoutedExperts:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Weights of one layer. qkv is [q | k | v] of all heads."""
+    """Weights of one layer in the order of the forward pass. qkv is [q | k | v] of all heads. The norms are those of
+    LAYER_NORMS; None: the decoder has none there."""
 
-    input_norm: Norm
+    input_layernorm: Norm | None
     qkv: Linear
     qk_norms: tuple[Norm, Norm] | None
     o: Linear
-    attended_norm: Norm | None  # of the attention output
-    post_norm: Norm
+    post_attention_layernorm: Norm | None
+    pre_feedforward_layernorm: Norm | None
     feed_forward: FeedForward | RoutedExperts
-    fed_norm: Norm | None  # of the feed-forward output
+    post_feedforward_layernorm: Norm | None
 
 
 class LinearMaker(Protocol):
@@ -152,21 +153,20 @@ class WeightLoader:
         )
 
     def layer(self, index: int) -> Layer:
-        names, hidden, head_dim = self._names, self._config.hidden_size, self._config.heads.head_dim
+        names, stored, widths = self._names, self._stored(index), self._config.qk_norm_widths
         prefix = names.layer.format(index)
         qk_norms = None
-        if self._config.has_qk_norm:
-            qk_norms = self._norm(prefix + names.q_norm, head_dim), self._norm(prefix + names.k_norm, head_dim)
-        stored = self._stored(index)
+        if widths is not None:
+            qk_norms = self._norm(prefix + names.q_norm, widths[0]), self._norm(prefix + names.k_norm, widths[1])
+        norms: dict[str, Norm | None] = dict.fromkeys(LAYER_NORMS)
+        for norm, name in names.layer_norms().items():
+            norms[norm] = self._norm(prefix + name, self._config.hidden_size)
         return Layer(
-            input_norm=self._norm(prefix + names.input_norm, hidden),
             qkv=self._linear(stored["qkv"]),
             qk_norms=qk_norms,
             o=self._linear(stored["o"]),
-            attended_norm=self._norm(prefix + names.attended_norm, hidden) if names.attended_norm else None,
-            post_norm=self._norm(prefix + names.post_norm, hidden),
             feed_forward=self._feed_forward(self._config.layers[index], stored),
-            fed_norm=self._norm(prefix + names.fed_norm, hidden) if names.fed_norm else None,
+            **norms,
         )
 
     def modules(self) -> dict[str, Module]:
@@ -192,9 +192,8 @@ class WeightLoader:
             linears.append("score.weight")
         for index in range(self._config.num_layers):
             prefix = names.layer.format(index)
-            inner = (names.input_norm, names.attended_norm, names.post_norm, names.fed_norm)
-            norms += [prefix + name for name in inner if name]
-            if self._config.has_qk_norm:
+            norms += [prefix + name for name in names.layer_norms().values()]
+            if self._config.qk_norm_widths is not None:
                 norms += [prefix + names.q_norm, prefix + names.k_norm]
             for stored in self._stored(index).values():
                 linears += self._weight_names(stored)

@@ -63,10 +63,14 @@ void gated_activation_row(const T* gate, const T* up, T* out, int64_t dim, Activ
 // In a paired block (`is_paired`) two dimensions of a key, and one dimension of two values, are adjacent:
 // [head_dim / 2, block_size, 2] and [block_size / 2, head_dim, 2].
 
+template <typename T> INLINE float norm_scale(const T* x, int64_t width, const QkNorms& norms) {
+  return 1.f / sqrtf(sum_of_squares(x, width) / float(width) + norms.eps);
+}
+
+// `scale` is that of the norm which the head belongs to, `weight` its part for this head; null: no norm.
 template <typename T>
-INLINE void norm_rope_head(const T* x, const T* weight, const QkNorms& norms, const float* cos, const float* sin,
-                           int64_t half, int64_t head_dim, T* out) {
-  const float scale = weight ? 1.f / sqrtf(sum_of_squares(x, head_dim) / float(head_dim) + norms.eps) : 1.f;
+INLINE void norm_rope_head(const T* x, const T* weight, float scale, const QkNorms& norms, const float* cos,
+                           const float* sin, int64_t half, int64_t head_dim, T* out) {
   const bool is_offset = norms.kind == kRmsOffset;
   auto normed16 = [&](int64_t d) {
     const v16 v = load16(x + d);
@@ -128,10 +132,14 @@ template <typename T> void store_token(const Qkv<T>& a, int64_t i, T* key) {
   const T *x = a.qkv + i * heads * dim, *q_norm = (const T*)a.norms.q, *k_norm = (const T*)a.norms.k;
   const float *cos = a.rotary.cos + a.positions[i] * half, *sin = a.rotary.sin + a.positions[i] * half;
   const int64_t block = a.slots[i] / s.block_size, offset = a.slots[i] % s.block_size;
-  for (int64_t h = 0; h < s.q_heads; h++)
-    norm_rope_head(x + h * dim, q_norm, a.norms, cos, sin, half, dim, a.q_out + (i * s.q_heads + h) * dim);
+  auto norm_rope = [&](const T* first, int64_t h, const T* weight, T* out) {
+    const T* head = first + h * dim;
+    const float scale = weight ? norm_scale(head, dim, a.norms) : 1.f;
+    norm_rope_head(head, weight, scale, a.norms, cos, sin, half, dim, out);
+  };
+  for (int64_t h = 0; h < s.q_heads; h++) norm_rope(x, h, q_norm, a.q_out + (i * s.q_heads + h) * dim);
   for (int64_t h = 0; h < s.kv_heads; h++) {
-    norm_rope_head(x + (s.q_heads + h) * dim, k_norm, a.norms, cos, sin, half, dim, key);
+    norm_rope(x + s.q_heads * dim, h, k_norm, key);
     const T* value = x + (s.q_heads + s.kv_heads + h) * dim;
     const int64_t plane = (block * s.kv_heads + h) * dim * s.block_size;
     if (is_paired<T>(s.block_size)) {
@@ -225,7 +233,7 @@ void qk_norm_rope_store(Pass& pass, int is_bf16, const void* qkv, const QkNorms&
 
 extern "C" {
 
-int quire_abi_version() { return 20; }
+int quire_abi_version() { return 21; }
 
 // The instructions that this build computes with, as words. The last one, the width of vectors, affects no result.
 const char* quire_arithmetic() {
@@ -277,12 +285,12 @@ void quire_gated_activation(int is_bf16, const void* gate_up, void* out, int64_t
 }
 
 void quire_qk_norm_rope_store(int is_bf16, const void* qkv, int norm_kind, const void* q_norm, const void* k_norm,
-                              const float* cos, const float* sin, int64_t rotary_dims, const int32_t* positions,
+                              int64_t q_width, int64_t k_width, const float* cos, const float* sin, int64_t rotary_dims, const int32_t* positions,
                               const int64_t* slots, void* k_cache, void* v_cache, void* q_out, int64_t n,
                               int64_t q_heads, int64_t kv_heads, int64_t head_dim, int64_t block_size, float eps,
                               int threads) {
   Pass pass(threads_for(n * (q_heads + 2 * kv_heads) * head_dim, kSerialWork, threads));
-  qk_norm_rope_store(pass, is_bf16, qkv, {q_norm, k_norm, NormKind(norm_kind), eps}, {cos, sin, rotary_dims}, positions,
+  qk_norm_rope_store(pass, is_bf16, qkv, {q_norm, k_norm, q_width, k_width, NormKind(norm_kind), eps}, {cos, sin, rotary_dims}, positions,
                      slots, k_cache, v_cache, q_out, n, {q_heads, kv_heads, head_dim, block_size});
 }
 

@@ -1,5 +1,5 @@
 // A decoder from token ids to logits in one call and one pass of the team. The operations are those of the other files, in
-// the order of decoder/model.py. One call avoids a return to Python after each operation, which takes a small model longer than
+// the order of decoder/forward.py. One call avoids a return to Python after each operation, which takes a small model longer than
 // the operations, and avoids waking the helpers for each of them.
 #include <algorithm>
 #include <cstring>
@@ -11,10 +11,11 @@ namespace {
 
 // The structs are those of cpu/fused.py.
 struct Layer {
-  NormWeights input_norm, attended_norm, post_norm, fed_norm;  // of outputs of attention and feed-forward part: or null
-  const void *q_norm, *k_norm;                                 // null: none
-  Linear qkv, o, gate_up, down;                                // gate_up: `up` alone if there is no gate
-  Experts experts;                                             // count 0: gate_up and down
+  NormWeights input_layernorm, post_attention_layernorm, pre_feedforward_layernorm, post_feedforward_layernorm;
+  const void *q_norm, *k_norm;   // null: none
+  int64_t q_width, k_width;      // numbers that one of these norms spans
+  Linear qkv, o, gate_up, down;  // gate_up: `up` alone if there is no gate
+  Experts experts;               // count 0: gate_up and down
   Rotary rotary;
   int64_t window;  // 0: none
   void *k_cache, *v_cache;
@@ -175,10 +176,10 @@ struct Forward {
   void attend(int64_t index, const void* added, const AttentionPlan& plan) {
     const int is_bf16 = int(m.is_bf16);
     const Layer& layer = m.layers[index];
-    adapted_linear_of_norm(layer.qkv, adapters_of(index, kSiteQkv, false), m.norm(p.x, added, layer.input_norm), p.qkv,
+    adapted_linear_of_norm(layer.qkv, adapters_of(index, kSiteQkv, false), m.norm(p.x, added, layer.input_layernorm), p.qkv,
                            b.num_tokens);
     const Rotary rotary = b.cos ? Rotary{b.cos, b.sin, layer.rotary.dims} : layer.rotary;
-    qk_norm_rope_store(pass, is_bf16, p.qkv, {layer.q_norm, layer.k_norm, NormKind(m.norm_kind), m.eps}, rotary,
+    qk_norm_rope_store(pass, is_bf16, p.qkv, {layer.q_norm, layer.k_norm, layer.q_width, layer.k_width, NormKind(m.norm_kind), m.eps}, rotary,
                        b.positions, b.slots, layer.k_cache, layer.v_cache, p.q, b.num_tokens, shape);
     paged_attention(pass, is_bf16, plan, rows, shape, p.q, layer.k_cache, layer.v_cache, p.attended,
                     {m.scale, m.attention_cap, layer.window});
@@ -188,9 +189,9 @@ struct Forward {
   void feed_forward(int64_t index, int64_t n, bool of_heads) {
     const int is_bf16 = int(m.is_bf16);
     const Layer& layer = m.layers[index];
-    const Norm norm = m.norm(p.x, p.residual, layer.post_norm);
+    const Norm norm = m.norm(p.x, p.residual, layer.pre_feedforward_layernorm);
     adapted_linear(layer.o, adapters_of(index, kSiteO, of_heads), p.attended, p.residual, n);
-    norm_output(layer.attended_norm, n);
+    norm_output(layer.post_attention_layernorm, n);
     if (layer.experts.count) return route(layer, norm, n);
     const std::vector<LowRankRows> adapters = adapters_of(index, kSiteGateUp, of_heads);
     if (m.is_gated) {
@@ -200,7 +201,7 @@ struct Forward {
       activate(pass, is_bf16, p.activated, n, layer.gate_up.out, Activation(m.activation));
     }
     adapted_linear(layer.down, adapters_of(index, kSiteDown, of_heads), p.activated, p.residual, n);
-    norm_output(layer.fed_norm, n);
+    norm_output(layer.post_feedforward_layernorm, n);
   }
 
   void route(const Layer& layer, const Norm& norm, int64_t n) {
@@ -208,7 +209,7 @@ struct Forward {
     add_norm(pass, is_bf16, norm, p.activated, n, m.hidden);
     linear(pass, is_bf16, layer.experts.router, p.activated, p.router_logits, n);
     experts(pass, is_bf16, layer.experts, p.activated, p.router_logits, Activation(m.activation), p.residual, n);
-    norm_output(layer.fed_norm, n);
+    norm_output(layer.post_feedforward_layernorm, n);
   }
 
   void norm_output(const NormWeights& weights, int64_t n) {

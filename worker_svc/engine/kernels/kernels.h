@@ -24,7 +24,7 @@ struct NormWeights {
   const void *weight, *bias;
 };
 
-// x += residual (null: no residual), then a norm of x.
+// x += residual (null: no residual), then a norm of x, or x itself if there are no weights.
 struct Norm {
   void* x;
   const void* residual;
@@ -33,9 +33,10 @@ struct Norm {
   float eps;
 };
 
-// Norms of queries and keys. Null: none.
+// Norms of queries and keys. Null: none. Each spans `width` numbers.
 struct QkNorms {
   const void *q, *k;
+  int64_t q_width, k_width;
   NormKind kind;
   float eps;
 };

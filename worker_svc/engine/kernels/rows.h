@@ -1,6 +1,7 @@
 // Operations on one row that more than one kernel file needs.
 #pragma once
 #include <cmath>
+#include <cstring>
 
 #include "kernels.h"
 #include "vec.h"
@@ -41,11 +42,15 @@ void layer_norm_row(const T* x, const T* weight, const T* bias, T* out, int64_t 
   for (; i < dim; i++) out[i] = from_float<T>((to_float(x[i]) - mean) * scale * to_float(weight[i]) + to_float(bias[i]));
 }
 
-// Row `row` of `norm`, [dim], into out. x keeps the sum with the residual.
+// Row `row` of `norm`, [dim], into out; without weights the row itself. x keeps the sum with the residual.
 template <typename T> void add_norm_row(const Norm& norm, int64_t row, T* out, int64_t dim) {
   T* x = (T*)norm.x + row * dim;
   if (norm.residual) add_row(x, (const T*)norm.residual + row * dim, dim);
   const T *weight = (const T*)norm.weights.weight, *bias = (const T*)norm.weights.bias;
+  if (!weight) {
+    memmove(out, x, dim * sizeof(T));
+    return;
+  }
   if (norm.kind == kRms) return rms_norm_row(x, weight, out, dim, norm.eps);
   if (norm.kind == kRmsOffset) return rms_offset_norm_row(x, weight, out, dim, norm.eps);
   layer_norm_row(x, weight, bias, out, dim, norm.eps);

@@ -10,11 +10,12 @@ from worker_svc.engine.backend import Norm
 from worker_svc.engine.gpu.kernels.launch import after_predecessor, dependent
 
 KINDS = {"rms": 0, "rms_offset": 1, "layer": 2}
+NO_NORM = 3
 
 
 @triton.jit
 def normed_row(x, weight, bias, is_in, eps, N: tl.constexpr, KIND: tl.constexpr):
-    """The norm of a row in float32, for its weight in float32. Only LayerNorm reads the bias."""
+    """The norm of a row in float32, for its weight in float32, or x without a norm. Only LayerNorm reads the bias."""
     wide = x.to(tl.float32)
     if KIND == 2:
         wide = tl.where(is_in, wide - tl.sum(wide, 0) / N, 0.0)
@@ -23,8 +24,10 @@ def normed_row(x, weight, bias, is_in, eps, N: tl.constexpr, KIND: tl.constexpr)
         normed = normed.to(x.dtype).to(tl.float32) * weight  # rounded before the weight, as in transformers
     elif KIND == 1:
         normed = normed * (1.0 + weight)
-    else:
+    elif KIND == 2:
         normed = normed * weight + bias
+    else:
+        normed = wide
     return normed
 
 
@@ -51,25 +54,35 @@ def norm_kernel(
     tl.store(out_ptr + row + column, normed.to(x.dtype), mask=is_in)
 
 
-def add_norm(x: torch.Tensor, residual: torch.Tensor | None, norm: Norm, out: torch.Tensor) -> None:
-    """x [n, dim] += residual (if any), out = norm of x. `out` may be x."""
+def arguments_of(norm: Norm | None, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float, int]:
+    """Weight, bias, eps and KIND of a norm. Where it has none, x takes the place of weight or bias, and is not used."""
+    if norm is None:
+        return x, x, 0.0, NO_NORM
+    return norm.weight, norm.weight if norm.bias is None else norm.bias, norm.eps, KINDS[norm.kind]
+
+
+def add_norm(x: torch.Tensor, residual: torch.Tensor | None, norm: Norm | None, out: torch.Tensor) -> None:
+    """x [n, dim] += residual (if any), out = norm of x, or x if there is no norm. `out` may be x."""
     n, dim = x.shape
     block = triton.next_power_of_2(dim)
+    weight, bias, eps, kind = arguments_of(norm, x)
     norm_kernel[(n,)](
-        x, x if residual is None else residual, norm.weight, norm.weight if norm.bias is None else norm.bias, out,
-        norm.eps, N=dim, BLOCK=block, ADD=residual is not None, KIND=KINDS[norm.kind],
+        x, x if residual is None else residual, weight, bias, out, eps,
+        N=dim, BLOCK=block, ADD=residual is not None, KIND=kind,
         num_warps=min(8, max(1, block // 512)), **dependent(),
     )  # fmt: skip
 
 
-def reference(x: torch.Tensor, residual: torch.Tensor | None, norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:
+def reference(x: torch.Tensor, residual: torch.Tensor | None, norm: Norm | None) -> tuple[torch.Tensor, torch.Tensor]:
     """The sum and its norm."""
     total = x if residual is None else x + residual
     return total, normed(total, norm)
 
 
-def normed(x: torch.Tensor, norm: Norm) -> torch.Tensor:
-    """`norm` of x [.., dim]."""
+def normed(x: torch.Tensor, norm: Norm | None) -> torch.Tensor:
+    """`norm` of x [.., dim]. None: x."""
+    if norm is None:
+        return x
     wide = x.float()
     if norm.kind == "layer":
         wide = wide - wide.mean(-1, keepdim=True)

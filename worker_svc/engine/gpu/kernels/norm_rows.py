@@ -10,7 +10,7 @@ import triton.language as tl
 from worker_svc.engine.backend import Norm
 from worker_svc.engine.gpu.kernels.fp8 import round_e4m3
 from worker_svc.engine.gpu.kernels.launch import after_predecessor, dependent
-from worker_svc.engine.gpu.kernels.norm import KINDS, normed_row
+from worker_svc.engine.gpu.kernels.norm import arguments_of, normed_row
 from worker_svc.engine.gpu.kernels.scaled_linear import FP8, SMALLEST, ScaledRows, scales_of
 
 WIDEST = 8192  # inputs that a program holds
@@ -51,7 +51,7 @@ def serves(dim: int, group: int) -> bool:
     return dim <= WIDEST and (group >= dim or group == triton.next_power_of_2(group))
 
 
-def add_norm_rows(x: torch.Tensor, residual: torch.Tensor | None, norm: Norm, group: int) -> ScaledRows:
+def add_norm_rows(x: torch.Tensor, residual: torch.Tensor | None, norm: Norm | None, group: int) -> ScaledRows:
     """x [n, dim] += residual (if any). Returns the norm of x in fp8, with a scale for each `group` inputs of a row."""
     n, dim = x.shape
     block, num_groups = triton.next_power_of_2(dim), triton.cdiv(dim, group)
@@ -59,11 +59,11 @@ def add_norm_rows(x: torch.Tensor, residual: torch.Tensor | None, norm: Norm, gr
         torch.empty(n, dim, dtype=FP8, device=x.device),
         torch.empty(n, num_groups, dtype=torch.float32, device=x.device),
     )
+    weight, bias, eps, kind = arguments_of(norm, x)
     norm_rows_kernel[(n,)](
-        x, x if residual is None else residual, norm.weight, norm.weight if norm.bias is None else norm.bias,
-        rows.steps, rows.scales, norm.eps,
+        x, x if residual is None else residual, weight, bias, rows.steps, rows.scales, eps,
         N=dim, BLOCK=block, GROUPS=1 if num_groups == 1 else block // group, NUM_GROUPS=num_groups,
-        ADD=residual is not None, KIND=KINDS[norm.kind], SMALLEST=SMALLEST, num_warps=min(8, max(1, block // 512)),
+        ADD=residual is not None, KIND=kind, SMALLEST=SMALLEST, num_warps=min(8, max(1, block // 512)),
         **dependent(),
     )  # fmt: skip
     return rows

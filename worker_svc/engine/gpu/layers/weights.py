@@ -43,17 +43,21 @@ def kv_scales(layer: Layer, heads: HeadShape) -> torch.Tensor:
     """
     if not isinstance(layer.qkv, StoredWeight):
         raise TypeError(f"layer.qkv is a {type(layer.qkv).__name__}; estimating fp8 scales needs its weight")
-    weight, norm = layer.qkv.widened().double(), layer.input_norm
+    weight, norm, dim = layer.qkv.widened().double(), layer.input_layernorm, heads.head_dim
+    if norm is None:
+        raise BackendUnavailableError(
+            "kv_cache_dtype fp8 needs the norm before attention, which this model lacks; use kv_cache_dtype auto"
+        )
     squares = (weight * _gain(norm)).square().sum(1)
     for shift in (layer.qkv.bias, None if norm.bias is None else weight @ norm.bias.double()):
         squares += 0.0 if shift is None else shift.double().square()
     group = heads.num_q_heads // heads.num_kv_heads
     sizes = [rows * heads.num_kv_heads * heads.head_dim for rows in (group, 1, 1)]
-    queries, keys, values = (
-        part.view(heads.num_kv_heads, -1, heads.head_dim).mean(1) for part in torch.split(squares, sizes)
-    )
+    queries, keys, values = (part.view(heads.num_kv_heads, -1, dim).mean(1) for part in torch.split(squares, sizes))
     if layer.qk_norms is not None:
-        queries, keys = (_gain(norm).square().expand_as(keys) for norm in layer.qk_norms)
+        gains = [_gain(norm).square().view(-1, dim) for norm in layer.qk_norms]
+        queries = gains[0].expand(heads.num_q_heads, dim).reshape(heads.num_kv_heads, group, dim).mean(1)
+        keys = gains[1].expand_as(keys)
     return scale_for(torch.stack((keys, values, queries)).mean(-1).sqrt())
 
 
@@ -81,6 +85,10 @@ def shard_config(config: ModelConfig, group: Group) -> ModelConfig:
     With more ranks than KV heads, several ranks hold the same head.
     """
     heads, size = config.heads, group.size
+    if size > 1 and config.architecture.qk_norm == "projection":
+        raise BackendUnavailableError(
+            "norms of queries and keys that span all heads cannot be divided; use tensor_parallel_size 1"
+        )
     for name, value in (
         ("num_attention_heads", heads.num_q_heads),
         *{("intermediate_size", layer.inner) for layer in config.layers},

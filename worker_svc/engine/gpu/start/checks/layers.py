@@ -172,10 +172,8 @@ def rope_store_cases(setup: Setup) -> Iterator[Case]:
 
 
 def _qk_norms(setup: Setup) -> tuple[Norm, Norm] | None:
-    if not setup.model.has_qk_norm:
-        return None
-    dim = setup.model.heads.head_dim
-    return _random_norm(setup, dim, seed=1), _random_norm(setup, dim, seed=2)
+    widths = setup.model.qk_norm_widths
+    return None if widths is None else (_random_norm(setup, widths[0], seed=1), _random_norm(setup, widths[1], seed=2))
 
 
 def _rotary(setup: Setup) -> RotaryTable | None:
