@@ -181,7 +181,7 @@ def _head_variants(
             f"{t} {t} {t} {f} {f} {i} {i} {t} {kv} {kv} {f} fp32",
             heads | {
                 "HEADS": lines, "HALVES": width // 2, "TURNED": shape.head_dim // 2, "NORM": int(has_norm),
-                "SCALED": is_scaled,
+                "WIDE": False, "SCALED": is_scaled,
             },
         )  # fmt: skip
     for use, all_tiles in (("decode", DECODE_TILES), ("prefill", PREFILL_TILES), ("exact", EXACT_TILES)):

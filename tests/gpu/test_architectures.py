@@ -26,6 +26,7 @@ MODELS = {
     "gemma3": ("gemma3", HEADS_4_2 | {
         "sliding_window": 7, "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"],
     }),
+    "olmo2": ("olmo2", HEADS_4_2 | {"hidden_size": 64}),
     "gpt2": ("gpt2", {"vocab_size": 97, "n_embd": 64, "n_inner": 40}),
 }  # fmt: skip
 

@@ -61,14 +61,17 @@ def test_soft_cap(dtype):
     assert relative_error(x, expected) < TOLERANCE[dtype]
 
 
-def run_rope(shape, dtype, *, has_norms, turned=None, kind="rms"):
+def run_rope(shape, dtype, *, has_norms, is_wide=False, turned=None, kind="rms"):
     """Actual and expected q, k, v of seven tokens, one without a slot, and the pools with guard blocks."""
     dim, block_size, num_blocks = shape.head_dim, 4, 5
     qkv = randn(7, (shape.num_q_heads + 2 * shape.num_kv_heads) * dim, dtype=dtype)
     angles = torch.arange(50, device=DEVICE).float()[:, None] * 1e4 ** -(torch.arange(0, dim, 2, device=DEVICE) / dim)
     angles = angles[:, :turned].contiguous()
     rotary = RotaryTable(angles.cos(), angles.sin()) if turned != 0 else None
-    norms = tuple(Norm(randn(dim, dtype=dtype, seed=i), None, EPS, kind) for i in (1, 2)) if has_norms else None
+    widths = (shape.num_q_heads * dim, shape.num_kv_heads * dim) if is_wide else (dim, dim)
+    norms = None
+    if has_norms:
+        norms = tuple(Norm(randn(size, dtype=dtype, seed=1 + i), None, EPS, kind) for i, size in enumerate(widths))
     positions, slots = ints(0, 7, 49, 3, 8, 1, 30), ints(3, 19, 0, -1, 7, 8, 12)
     size = (block_size, shape.num_kv_heads, dim)
     guarded = [torch.full((num_blocks + 2, *size), float("nan"), dtype=dtype, device=DEVICE) for _ in range(2)]
@@ -96,6 +99,13 @@ def rope_error(q, guarded, slots, expected):
 @pytest.mark.parametrize("has_norms", [True, False])
 def test_rope_store(shape, dtype, has_norms):
     assert rope_error(*run_rope(shape, dtype, has_norms=has_norms)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["rms", "rms_offset"])
+@pytest.mark.parametrize("shape", [HeadShape(4, 2, 16), HeadShape(7, 1, 32), HeadShape(3, 3, 80)])
+def test_norms_of_all_heads_together(shape, kind, dtype):
+    assert rope_error(*run_rope(shape, dtype, has_norms=True, is_wide=True, kind=kind)) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -236,5 +236,8 @@ def test_models_that_cannot_be_sharded_are_refused(folder):
         BackendUnavailableError, match="size 4 must be a divisor or a multiple of num_key_value_heads 6"
     ):
         shard_config(replace(config, heads=shape), Group(0, 4))
+    wide = replace(config, architecture=replace(config.architecture, qk_norm="projection"))
+    with pytest.raises(BackendUnavailableError, match=r"norms of queries and keys .* use tensor_parallel_size 1"):
+        shard_config(wide, Group(0, 2))
     with pytest.raises(BackendUnavailableError, match="vocab_size 9 is too small for tensor_parallel_size 4"):
         shard_config(replace(config, vocab_size=9), Group(0, 4))

@@ -12,7 +12,9 @@ from typing import Any
 import torch
 import transformers
 
-ARCHITECTURES = ("qwen3", "qwen2", "llama", "mistral", "phi3", "gemma2", "gemma3", "qwen3_moe", "mixtral", "gpt2")
+ARCHITECTURES = (
+    "qwen3", "qwen2", "llama", "mistral", "phi3", "gemma2", "gemma3", "qwen3_moe", "mixtral", "olmo2", "gpt2",
+)  # fmt: skip
 
 CLASSES = {
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
@@ -24,6 +26,7 @@ CLASSES = {
     "gemma3": (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM),
     "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
     "mixtral": (transformers.MixtralConfig, transformers.MixtralForCausalLM),
+    "olmo2": (transformers.Olmo2Config, transformers.Olmo2ForCausalLM),
     "gpt2": (transformers.GPT2Config, transformers.GPT2LMHeadModel),
 }
 

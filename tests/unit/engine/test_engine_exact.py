@@ -96,7 +96,7 @@ def test_other_rows_change_nothing(runner_factory, threads):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("architecture", ["phi3", "gemma2", "gemma3", "qwen3_moe", "mixtral", "gpt2"])
+@pytest.mark.parametrize("architecture", ["phi3", "gemma2", "gemma3", "qwen3_moe", "mixtral", "olmo2", "gpt2"])
 def test_each_architecture_is_exact(tmp_path, architecture, dtype):
     """Other rows, chunks and threads change no bit of a row, in one call for all layers."""
     folder = make_model(tmp_path, architecture)

@@ -175,14 +175,16 @@ def test_attention_of_mixed_batches(backends, randn, dtype, shape, block_size):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("norm", ["rms", "rms_offset", None])
+@pytest.mark.parametrize("norm", ["rms", "rms_offset", "wide", None])
 @pytest.mark.parametrize("shape", [HeadShape(4, 2, 32), HeadShape(3, 1, 18)], ids=["32", "18"])
 @pytest.mark.parametrize("block_size", [8, 16])
 @pytest.mark.parametrize("unrotated", [0, 4, None], ids=["whole", "part", "none"])
 def test_qk_norm_rope_store(backends, randn, dtype, norm, shape, block_size, unrotated):
-    norms = None
+    norms, widths = None, (shape.head_dim, shape.head_dim)
+    if norm == "wide":  # over all heads
+        norm, widths = "rms", (shape.num_q_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim)
     if norm is not None:
-        norms = make_norm(randn, norm, shape.head_dim, dtype), make_norm(randn, norm, shape.head_dim, dtype)
+        norms = make_norm(randn, norm, widths[0], dtype), make_norm(randn, norm, widths[1], dtype)
     table = None
     if unrotated is not None:
         dims = shape.head_dim - unrotated

@@ -41,6 +41,12 @@ MODELS = {
     ),
     "llama-gelu": ("llama", 16, {"hidden_act": "gelu"}),
     "mistral-gqa4": ("mistral", 16, {"num_key_value_heads": 1, "head_dim": 24, "sliding_window": None}),
+    "olmo2-odd-heads": ("olmo2", 16, {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 60}),
+    "olmo2-odd-sizes": (
+        "olmo2",
+        4,
+        {"num_attention_heads": 5, "num_key_value_heads": 1, "hidden_size": 70, "intermediate_size": 74},
+    ),
     "mistral-gelu-tanh": ("mistral", 256, {"hidden_act": "gelu_pytorch_tanh", "sliding_window": None}),
 }
 

@@ -73,6 +73,13 @@ GEMMA_NAMES = replace(
     pre_feedforward_layernorm="pre_feedforward_layernorm",
     post_feedforward_layernorm="post_feedforward_layernorm",
 )
+OLMO2_NAMES = replace(
+    LLAMA_NAMES,
+    input_layernorm="",
+    post_attention_layernorm="post_attention_layernorm",
+    pre_feedforward_layernorm="",
+    post_feedforward_layernorm="post_feedforward_layernorm",
+)
 GPT2_NAMES = Names(
     embedding="transformer.wte",
     position_embedding="transformer.wpe",
@@ -170,6 +177,9 @@ ARCHITECTURES = {
         normalizes_experts=True,
         fields={"num_experts": "num_local_experts"},
         names=MIXTRAL_NAMES,
+    ),
+    "Olmo2ForCausalLM": Architecture(
+        "OLMo 2", qk_norm="projection", has_mlp_bias=False, windows="none", names=OLMO2_NAMES
     ),
     "GPT2LMHeadModel": Architecture(
         "GPT-2",

@@ -13,6 +13,7 @@ FEATURES = {
     "layer_norm": "LayerNorm",
     "offset_norm": "RMSNorm with weights around 0",
     "output_norms": "norms of the outputs of attention and feed-forward part",
+    "wide_qk_norm": "norms of queries and keys over all heads",
     "partial_rotary": "rotation of a part of each head",
     "learned_positions": "learned positions",
     "plain_feed_forward": "a feed-forward part without gate",
@@ -45,6 +46,7 @@ CUDA = frozenset(
         "quantized_weights",
         "sliding_window",
         "soft_caps",
+        "wide_qk_norm",
     }
 )
 OF_BACKEND = {"cpu": CPU, "cuda": CUDA, "reference": REFERENCE}
@@ -58,6 +60,7 @@ def features_of(architecture: Architecture) -> set[str]:
         "layer_norm": architecture.norm == "layer",
         "offset_norm": architecture.norm == "rms_offset",
         "output_norms": bool(names.post_attention_layernorm),
+        "wide_qk_norm": architecture.qk_norm == "projection",
         "learned_positions": bool(names.position_embedding),
         "plain_feed_forward": not architecture.is_gated,
         "embedding_scale": architecture.scales_embedding,

@@ -97,7 +97,7 @@ class ReferenceBackend:
         heads = [shape.num_q_heads, shape.num_kv_heads, shape.num_kv_heads]
         q, k, v = torch.split(qkv.view(len(batch.positions), -1, shape.head_dim), heads, dim=1)
         if norms is not None:
-            q, k = torch_ops.normed(q, norms[0]), torch_ops.normed(k, norms[1])
+            q, k = _head_norm(q, norms[0]), _head_norm(k, norms[1])
         if rotary is not None:
             positions = torch.from_numpy(batch.positions).long()
             cos, sin = rotary.cos[positions][:, None], rotary.sin[positions][:, None]
@@ -167,6 +167,11 @@ class ReferenceBackend:
             if not is_bad[i]:
                 values[i], ids[i], ranks[i] = exact_ops.top_logprobs(row, int(token_ids[i]), num_top)
         return TopLogprobs(values, ids, ranks, is_bad)
+
+
+def _head_norm(x: torch.Tensor, norm: Norm) -> torch.Tensor:
+    """x [T, heads, dim] with a norm of each head, or of all heads together if the norm is that wide."""
+    return torch_ops.normed(x.reshape(len(x), -1, len(norm.weight)), norm).view(x.shape)
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -132,14 +132,18 @@ template <typename T> void store_token(const Qkv<T>& a, int64_t i, T* key) {
   const T *x = a.qkv + i * heads * dim, *q_norm = (const T*)a.norms.q, *k_norm = (const T*)a.norms.k;
   const float *cos = a.rotary.cos + a.positions[i] * half, *sin = a.rotary.sin + a.positions[i] * half;
   const int64_t block = a.slots[i] / s.block_size, offset = a.slots[i] % s.block_size;
-  auto norm_rope = [&](const T* first, int64_t h, const T* weight, T* out) {
+  // A norm of `width` numbers spans a head, or all heads, which have one scale then.
+  auto norm_rope = [&](const T* first, int64_t h, const T* weight, int64_t width, float& scale, T* out) {
     const T* head = first + h * dim;
-    const float scale = weight ? norm_scale(head, dim, a.norms) : 1.f;
-    norm_rope_head(head, weight, scale, a.norms, cos, sin, half, dim, out);
+    const bool is_wide = width > dim;
+    if (weight && (h == 0 || !is_wide)) scale = norm_scale(head, width, a.norms);
+    norm_rope_head(head, is_wide ? weight + h * dim : weight, scale, a.norms, cos, sin, half, dim, out);
   };
-  for (int64_t h = 0; h < s.q_heads; h++) norm_rope(x, h, q_norm, a.q_out + (i * s.q_heads + h) * dim);
+  float q_scale = 1.f, k_scale = 1.f;
+  for (int64_t h = 0; h < s.q_heads; h++)
+    norm_rope(x, h, q_norm, a.norms.q_width, q_scale, a.q_out + (i * s.q_heads + h) * dim);
   for (int64_t h = 0; h < s.kv_heads; h++) {
-    norm_rope(x + s.q_heads * dim, h, k_norm, key);
+    norm_rope(x + s.q_heads * dim, h, k_norm, a.norms.k_width, k_scale, key);
     const T* value = x + (s.q_heads + s.kv_heads + h) * dim;
     const int64_t plane = (block * s.kv_heads + h) * dim * s.block_size;
     if (is_paired<T>(s.block_size)) {

@@ -24,7 +24,7 @@ def rope_store_kernel(
     qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, position_ptr, slot_ptr, q_out_ptr, k_pool_ptr, v_pool_ptr,
     kv_scale_ptr, eps,
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, HALVES: tl.constexpr,
-    TURNED: tl.constexpr, NORM: tl.constexpr, SCALED: tl.constexpr, PDL: tl.constexpr,
+    TURNED: tl.constexpr, NORM: tl.constexpr, WIDE: tl.constexpr, SCALED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     HALF: tl.constexpr = D // 2
@@ -41,11 +41,14 @@ def rope_store_kernel(
     is_k = (head >= HQ) & (head < HQ + HKV) & is_column
     is_v = (head >= HQ + HKV) & (head < HQ + 2 * HKV) & is_column
     if NORM:
-        q_weight = tl.load(q_norm_ptr + left, mask=is_column, other=0.0)
-        k_weight = tl.load(k_norm_ptr + left, mask=is_column, other=0.0)
+        q_weights, k_weights, has_q, has_k = q_norm_ptr, k_norm_ptr, is_column, is_column
+        if WIDE:  # a weight of all heads
+            q_weights, k_weights, has_q, has_k = q_norm_ptr + head * D, k_norm_ptr + (head - HQ) * D, is_q, is_k
+        q_weight = tl.load(q_weights + left, mask=has_q, other=0.0)
+        k_weight = tl.load(k_weights + left, mask=has_k, other=0.0)
         a_weight = tl.where(head < HQ, q_weight, k_weight).to(tl.float32)
-        q_weight = tl.load(q_norm_ptr + right, mask=is_column, other=0.0)
-        k_weight = tl.load(k_norm_ptr + right, mask=is_column, other=0.0)
+        q_weight = tl.load(q_weights + right, mask=has_q, other=0.0)
+        k_weight = tl.load(k_weights + right, mask=has_k, other=0.0)
         b_weight = tl.where(head < HQ, q_weight, k_weight).to(tl.float32)
     if PDL:
         after_predecessor()
@@ -59,8 +62,12 @@ def rope_store_kernel(
     sin = tl.load(sin_ptr + position * TURNED + column, mask=is_turned, other=0.0)
     a, b = first.to(tl.float32), second.to(tl.float32)
     if NORM:
-        square = (tl.sum(a * a, 1) + tl.sum(b * b, 1)) / D
-        scale = tl.rsqrt(square + eps)[:, None]
+        square = (tl.sum(a * a, 1) + tl.sum(b * b, 1))[:, None] / D
+        if WIDE:  # one mean of all query heads, and one of all key heads
+            of_q = tl.sum(tl.where(head < HQ, square, 0.0)) / HQ
+            of_k = tl.sum(tl.where((head >= HQ) & (head < HQ + HKV), square, 0.0)) / HKV
+            square = tl.where(head < HQ, of_q, of_k)
+        scale = tl.rsqrt(square + eps)
         if NORM == 1:  # rounded to the model's dtype before and after the multiplication, as in transformers
             a = (a * scale).to(first.dtype).to(tl.float32) * a_weight
             b = (b * scale).to(first.dtype).to(tl.float32) * b_weight
@@ -102,8 +109,9 @@ def rope_store(
     shape: HeadShape,
     scales: torch.Tensor | None = None,
 ) -> None:
-    """Splits fused qkv [T, heads * dim], applies `norms` and rotary positions (if given) to q and k, and writes q to
-    q_out [T, q_heads, dim], k and v to the slots [T] of the pools [num_blocks, block_size, kv_heads, dim].
+    """Splits fused qkv [T, heads * dim], applies `norms` (of each head, or of all heads together) and rotary positions
+    (if given) to q and k, and writes q to q_out [T, q_heads, dim], k and v to the slots [T] of the pools [num_blocks,
+    block_size, kv_heads, dim].
 
     With `scales` [2 or more, kv_heads], k and v are divided by the first two and rounded to e4m3. Slot -1 is not
     stored.
@@ -116,7 +124,8 @@ def rope_store(
         qkv, q_norm, k_norm, cos, sin, positions, slots, q_out, *cache, qkv if scales is None else scales, eps,
         HQ=shape.num_q_heads, HKV=shape.num_kv_heads, D=shape.head_dim,
         HEADS=triton.next_power_of_2(shape.num_q_heads + 2 * shape.num_kv_heads),
-        HALVES=triton.next_power_of_2(shape.head_dim // 2), TURNED=turned, NORM=kind, SCALED=scales is not None,
+        HALVES=triton.next_power_of_2(shape.head_dim // 2), TURNED=turned, NORM=kind,
+        WIDE=norms is not None and len(norms[0].weight) > shape.head_dim, SCALED=scales is not None,
         num_warps=4, **dependent(),
     )  # fmt: skip
 
@@ -132,7 +141,10 @@ def reference(
     heads = [shape.num_q_heads, shape.num_kv_heads, shape.num_kv_heads]
     q, k, v = torch.split(qkv.view(len(positions), -1, shape.head_dim), heads, dim=1)
     if norms is not None:
-        q, k = normed(q, norms[0]), normed(k, norms[1])
+        q, k = (
+            normed(x.reshape(len(x), -1, len(norm.weight)), norm).view(x.shape)
+            for x, norm in zip((q, k), norms, strict=True)
+        )
     if rotary is not None:
         cos, sin = rotary.cos[positions.long()][:, None], rotary.sin[positions.long()][:, None]
         q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
