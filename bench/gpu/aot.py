@@ -46,7 +46,7 @@ from worker_svc.engine.gpu.kernels import (
     work_list,
 )
 from worker_svc.engine.gpu.kernels.launch import FIRST_ARCHITECTURE
-from worker_svc.engine.gpu.kernels.sampler import banned, candidates, noise, process, sample, threshold
+from worker_svc.engine.gpu.kernels.sampler import banned, candidates, digits, filters, noise, process, sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ FIRST_WITH_FP8 = 89
 MAX_REGISTERS = 255
 # --short omits small kernels (bench/gpu/dry_run.py compiles them) and variants that differ little from a kept variant.
 LEFT_OUT = (
-    "norm 4096", "soft_cap", "silu", "deltas", "prepare", "start", "descend", "work_list", "gelu", "bias=True",
+    "norm 4096", "soft_cap", "silu", "deltas", "prepare", "of ranks", "descend", "work_list", "gelu", "bias=True",
     "norm=False", "sums 0", "filter=False part=True", "float32", "dim 80", "dim 112", "dim 256", "dim 96 exact",
     "fp8 exact", "fp8 rows", "fp8 norm 4096", "fp8 linear few", "fp8 linear many", "experts many", "experts fp8 few",
     "int4 linear few", "group 32", "experts count", "experts group", "experts add", "gated=False",
@@ -204,27 +204,29 @@ def _head_variants(
 
 def _sampling_variants(t: str, i: str, f: str) -> Iterator[Variant]:
     source = f"{t} i32 i32 {i} i32 {i}"
-    chunks = triton.next_power_of_2(triton.cdiv(151_936, candidates.CHUNK))
-    yield Variant("chunk_top", threshold.chunk_top_kernel, f"{source} {f} i32", {"CHUNK": candidates.CHUNK})
-    yield Variant("bound", candidates.bound_kernel, f"{i} i32 {i} {f} {f} {f} {i} *i64 i32 i32", {"CHUNKS": chunks}, 1)
-    yield Variant(
-        "collect", candidates.collect_kernel, f"{source} {f} {f} {f} {i} *i64 {f} i32",
-        {"CHUNK": candidates.CHUNK, "MOST": candidates.MOST},
-    )  # fmt: skip
-    yield Variant(
-        "select", candidates.select_kernel, f"{source} {f} {f} {f} {i} *i64 {f} i32", {"MOST": candidates.MOST}, 4
-    )
-    chunks = triton.next_power_of_2(triton.cdiv(151_936, threshold.CHUNK))
-    yield Variant("chunk_top of ranks", threshold.chunk_top_kernel, f"{source} {f} i32", {"CHUNK": threshold.CHUNK}, 8)
-    yield Variant("start", threshold.start_kernel, f"{i} i32 {i} {f} {f} i32", {"CHUNKS": chunks}, 1)
-    for kind in (threshold.COUNT, threshold.WEIGH):
+    for name, chunk, num_warps in (("", candidates.CHUNK, 4), (" of ranks", digits.CHUNK, 8)):
+        constants = {"CHUNK": chunk, "CHUNKS": triton.next_power_of_2(triton.cdiv(151_936, chunk))}
+        yield Variant(f"chunk_top{name}", filters.chunk_top_kernel, f"{source} {f} i32", {"CHUNK": chunk}, num_warps)
         yield Variant(
-            f"digit_sums {kind}", threshold.digit_sums_kernel, f"{source} {f} {f} *i64 *i64 i32 i32",
-            {"KIND": kind, "CHUNK": threshold.CHUNK}, 8,
+            f"chunk_weight{name}", filters.chunk_weight_kernel, f"{source} {f} *i64 i32", constants, num_warps
+        )
+        yield Variant(
+            f"limits{name}", filters.limits_kernel, f"{i} i32 {i} {f} *i64 {f} {f} {i} *i64 i32 i32",
+            {"CHUNKS": constants["CHUNKS"]}, 1,
+        )  # fmt: skip
+    room = {"ROOM": candidates.MAX_CANDIDATES}
+    yield Variant(
+        "collect", candidates.collect_kernel, f"{source} {f} {f} {i} {f} i32", room | {"CHUNK": candidates.CHUNK}
+    )
+    yield Variant("select", candidates.select_kernel, f"{source} {f} {f} {f} {i} *i64 {f} i32", room)
+    for kind in (digits.COUNT, digits.WEIGH):
+        yield Variant(
+            f"digit_sums {kind}", digits.digit_sums_kernel, f"{source} {f} {f} *i64 *i64 i32 i32",
+            {"KIND": kind, "CHUNK": digits.CHUNK}, 8,
         )  # fmt: skip
         yield Variant(
-            f"descend {kind}", threshold.descend_kernel, f"{i} i32 {i} {f} *i64 *i64 *i64 i32 i32",
-            {"KIND": kind, "CHUNKS": chunks}, 1,
+            f"descend {kind}", digits.descend_kernel, f"{i} i32 {i} {f} *i64 *i64 *i64 i32 i32",
+            {"KIND": kind, "CHUNKS": constants["CHUNKS"]}, 1,
         )  # fmt: skip
     yield Variant("banned", banned.banned_kernel, f"{source} {i} i32 i32", {"BLOCK": banned.BLOCK}, 2)
     yield Variant("process", process.process_kernel, f"{source} {f} {i} {f}", {"CHUNK": process.CHUNK})

@@ -10,7 +10,7 @@ from bench.gpu.report import Report, relative_error
 from worker_svc.engine.backend import HeadShape, Norm, RotaryTable
 from worker_svc.engine.gpu.kernels import activation, linear, norm, rope_store
 from worker_svc.engine.gpu.kernels.sampler import sample
-from worker_svc.engine.gpu.kernels.sampler.filters import Filters
+from worker_svc.engine.gpu.kernels.sampler.thresholds import Thresholds
 
 EPS = 1e-6
 VOCAB = 151_936
@@ -84,11 +84,11 @@ def _sampler(report: Report, num_rows: int, vocab: int) -> None:
         for i, row in enumerate(params):
             state[i] = torch.from_numpy(sampling_words(row, 1))
         state = state.to(report.device)
-        filters = Filters(num_rows, vocab, report.device)
+        thresholds = Thresholds(num_rows, vocab, report.device)
         scratch = sample.scratch_for(num_rows, vocab, report.device)
 
-        def run(state=state, filters=filters, scratch=scratch, is_filtered=name == "filtered"):
-            lowest = filters.thresholds(logits, state, rows) if is_filtered else None
+        def run(state=state, thresholds=thresholds, scratch=scratch, is_filtered=name == "filtered"):
+            lowest = thresholds.find(logits, state, rows) if is_filtered else None
             sample.sample(logits, state, rows, positions, lowest, scratch, out)
 
         run()

@@ -27,7 +27,9 @@ STEP_LAUNCHES = {
     "prepare_kernel": 1, "embedding.default": 1, "work_list_kernel": 1, "index_select.default": 2, "norm_kernel": 1,
     PRODUCT: 1, "chunk_scores_kernel": 1, "pick_kernel": 1,
 }  # fmt: skip
-FILTER_LAUNCHES = ("banned_kernel", "chunk_top_kernel", "bound_kernel", "collect_kernel", "select_kernel")
+FILTER_LAUNCHES = (
+    "banned_kernel", "chunk_top_kernel", "chunk_weight_kernel", "limits_kernel", "collect_kernel", "select_kernel",
+)  # fmt: skip
 MOST_GRAPH_TOKENS = 8192  # larger steps are launched kernel by kernel
 NANO_BUDGET = 16_384  # tokens of a step in nano-vllm's benchmark
 SAMPLED_STEPS = 24  # decode steps whose distribution is computed; the others are interpolated

@@ -203,8 +203,8 @@ ONE_WRONG_ELEMENT = [
         "tl.load(state + SEED_HIGH), tl.load(position_ptr + sample) + (sample == 1).to(tl.int32),",
     ),
     (
-        sampling.filtered_cases, FP8, candidates, "    tl.store(lowest_ptr + sample, lowest)\n\n\ndef",
-        "    tl.store(lowest_ptr + sample, lowest + (sample == 1).to(tl.float32) * 1e-6)\n\n\ndef",
+        sampling.filtered_cases, FP8, candidates, "    tl.store(lowest_ptr + sample, lowest)\n\n\nclass",
+        "    tl.store(lowest_ptr + sample, lowest + (sample == 1).to(tl.float32) * 1e-6)\n\n\nclass",
     ),
     (
         paged_attention_cases, FP8, attention, "return acc / total[:, None]",

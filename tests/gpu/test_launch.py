@@ -27,16 +27,16 @@ OF_LAYERS = {
     "add_experts_kernel", "shrink_kernel", "expand_kernel",
 }  # fmt: skip
 OF_SAMPLER = {
-    "banned_kernel", "chunk_top_kernel", "bound_kernel", "collect_kernel", "select_kernel", "chunk_scores_kernel",
-    "pick_kernel",
+    "banned_kernel", "chunk_top_kernel", "chunk_weight_kernel", "limits_kernel", "collect_kernel", "select_kernel",
+    "chunk_scores_kernel", "pick_kernel",
 }  # fmt: skip
 FIRST = {"deltas_kernel", "prepare_kernel"}  # of a step
 WAIT = "if PDL:\n    after_predecessor()"
 
 
 def functions():
-    for module in pkgutil.iter_modules(kernels.__path__):
-        source = Path(importlib.import_module(f"{kernels.__name__}.{module.name}").__file__).read_text()
+    for module in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}."):
+        source = Path(importlib.import_module(module.name).__file__).read_text()
         yield from (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef))
 
 

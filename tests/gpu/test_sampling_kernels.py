@@ -15,9 +15,9 @@ from tests.gpu.builders import DEVICE, ints
 from tests.gpu.ranks import Meeting, Rank
 from worker_svc.engine.gpu.collectives.group import Group
 from worker_svc.engine.gpu.kernels import record
-from worker_svc.engine.gpu.kernels.sampler import banned, candidates, noise, sample, threshold
-from worker_svc.engine.gpu.kernels.sampler.filters import Filters
-from worker_svc.engine.gpu.kernels.sampler.threshold import Scratch, find_thresholds
+from worker_svc.engine.gpu.kernels.sampler import banned, candidates, digits, filters, noise, sample
+from worker_svc.engine.gpu.kernels.sampler.filters import reference as threshold_of
+from worker_svc.engine.gpu.kernels.sampler.thresholds import Thresholds
 from worker_svc.engine.gpu.step.device_rows import HEAD_WORDS, sampling_words
 from worker_svc.engine.sampling.noise import gumbel_noise
 
@@ -36,7 +36,7 @@ def state_of(params, sample_indices):
 def run(logits, params, positions, *, sample_indices=None, has_filters=True):
     state, rows = state_of(params, sample_indices or [0] * len(params))
     count = len(params)
-    lowest = Filters(count, logits.shape[1], DEVICE).thresholds(logits, state, rows) if has_filters else None
+    lowest = Thresholds(count, logits.shape[1], DEVICE).find(logits, state, rows) if has_filters else None
     out = (ints(*[-5] * count), ints(*[-5] * count))
     scratch = sample.scratch_for(count, logits.shape[1], DEVICE)
     sample.sample(logits, state, rows, ints(*positions), lowest, scratch, out)
@@ -84,25 +84,36 @@ def test_tokens_match_the_specification(dtype):
     assert not any(statuses)
 
 
+class OneOfMany(Group):
+    """A rank that has the whole vocabulary, so its sums are those of all ranks."""
+
+    def __init__(self):
+        super().__init__(0, 2)
+
+    def all_reduce(self, x):
+        return x
+
+    def all_reduce_max(self, x):
+        return x
+
+
 def found_thresholds(kind, logits, state, rows):
-    if kind == "digits":
-        return find_thresholds(logits, state, rows, Scratch.make(len(logits), logits.shape[1], DEVICE))
-    scratch = candidates.Scratch.make(len(logits), logits.shape[1], DEVICE)
-    return candidates.find_thresholds(logits, state, rows, scratch)
+    group = OneOfMany() if kind == "digits" else Group()
+    return Thresholds(len(logits), logits.shape[1], DEVICE, group).find(logits, state, rows)
 
 
 @pytest.mark.parametrize("kind", ["digits", "candidates", "too many candidates"])
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
 def test_thresholds(kind, filters, monkeypatch):
     if kind == "too many candidates":
-        monkeypatch.setattr(candidates, "MOST", 1024)  # the ids of a row that are read at once
+        monkeypatch.setattr(candidates, "MAX_CANDIDATES", 1024)  # the ids of a row that are read at once
         monkeypatch.setattr(candidates, "collect_kernel", count_as_too_many(candidates.collect_kernel))
     params = [params_of(1, temperature, **filters) for temperature in (0.7, 1.3)]
     logits = randn(2, seed=3)
     logits[1] = (logits[1] * 2).round() / 2  # many equal values
     state, rows = state_of(params, [0, 0])
     found = found_thresholds(kind, logits, state, rows).tolist()
-    assert found == [float(threshold.reference(row, p)) for row, p in zip(logits.cpu(), params, strict=True)]
+    assert found == [float(threshold_of(row, p)) for row, p in zip(logits.cpu(), params, strict=True)]
 
 
 class count_as_too_many:
@@ -114,7 +125,7 @@ class count_as_too_many:
     def __getitem__(self, grid):
         def launch(*args, **options):
             self.kernel[grid](*args, **options)
-            args[9].fill_(candidates.MOST + 1)
+            args[8].fill_(candidates.MAX_CANDIDATES + 1)
 
         return launch
 
@@ -124,10 +135,10 @@ def test_few_ids_are_candidates(filters):
     """Chunks of a real vocabulary: the k-th largest maximum is a close bound."""
     logits = randn(2, vocab=16 * candidates.CHUNK)
     state, rows = state_of([params_of(1, **filters)] * 2, [0, 0])
-    scratch = candidates.Scratch.make(2, logits.shape[1], DEVICE)
-    candidates.find_thresholds(logits, state, rows, scratch)
-    assert (scratch.count > 0).all()
-    assert (scratch.count < 30).all()
+    thresholds = Thresholds(2, logits.shape[1], DEVICE)
+    thresholds.find(logits, state, rows)
+    assert (thresholds.limits.count > 0).all()
+    assert (thresholds.limits.count < 30).all()
 
 
 def test_tokens_without_filters_match_the_specification():
@@ -184,7 +195,7 @@ def test_padding_is_not_written():
     rows[0] = -1
     before = state.clone()
     out = (ints(-5, -5), ints(-5, -5))
-    lowest = find_thresholds(logits, state, rows, Scratch.make(2, VOCAB, DEVICE))
+    lowest = Thresholds(2, VOCAB, DEVICE).find(logits, state, rows)
     sample.sample(logits, state, rows, ints(0, 0), lowest, sample.scratch_for(2, VOCAB, DEVICE), out)
     assert out[0].tolist() == [-5, int(logits[1].argmax())]
     assert torch.equal(state[2], before[2])
@@ -200,7 +211,7 @@ def run_in_parts(size, logits, params, positions):
         with meeting.turn:
             state, rows = state_of(params, [0] * count)
             mine = logits[:, part.start : part.stop].contiguous()
-            lowest = find_thresholds(mine, state, rows, Scratch.make(count, len(part), DEVICE), group)
+            lowest = Thresholds(count, len(part), DEVICE, group).find(mine, state, rows)
             out, scratch = (ints(*[-5] * count), ints(*[-5] * count)), sample.scratch_for(count, len(part), DEVICE)
             sample.sample(mine, state, rows, ints(*positions), lowest, scratch, out, part.start, group)
             return out[0].tolist(), out[1].tolist(), state[rows.long(), 0].tolist()
@@ -300,23 +311,24 @@ def test_the_error_bound_holds_with_the_largest_error_of_the_instruction(signs):
     [
         (sample, "if top > best:", "if top < best:"),
         (sample, "tl.load(score_ptr + sample * chunks + index) >= enough", "index == 0"),
-        (candidates, ".to(tl.int32), 0) >= k:", ".to(tl.int32), 0) > k:"),
-        (candidates, "is_kept = (id < vocab_size) &", "is_kept = (id < vocab_size // 2) &"),
-        (candidates, "bound = tl.maximum(bound, _largest(", "bound = tl.maximum(bound, 9 + _largest("),
-        (threshold, "tl.where(from_here >= need,", "tl.where(from_here > need,"),
-        (threshold, "tl.where(value > digit, sums", "tl.where(value >= digit, sums"),
-        (threshold, "tl.where(bits < 0, ~bits,", "tl.where(bits < 0, bits,"),
+        (candidates, "tl.where(order_of(z) >= tried, weight", "tl.where(order_of(z) > tried, weight"),
+        (filters, ".to(tl.int32), 0) >= k:", ".to(tl.int32), 0) < k:"),
+        (filters, "is_kept = (id < vocab_size) &", "is_kept = (id < vocab_size // 2) &"),
+        (filters, "bound = tl.maximum(bound, largest(", "bound = tl.maximum(bound, 9 + largest("),
+        (digits, "(order >> (shift + 4)) == prefix", "(order >> (shift + 4)) >= prefix"),
+        (digits, "tl.where(from_here >= need,", "tl.where(from_here > need,"),
+        (digits, "tl.where(value > digit, sums", "tl.where(value >= digit, sums"),
     ],
 )  # fmt: skip
 def test_mutants_are_caught(plant_mutant, module, old, new):
-    params = [params_of(0), params_of(1, top_k=50 if module is threshold else 3), params_of(2, top_p=0.9)]
+    params = [params_of(0), params_of(1, top_k=50 if module is digits else 3), params_of(2, top_p=0.9)]
     logits = randn(3, seed=5)
     logits[:, 2048:] += 4  # the sampled ids are not in the first chunk
     wanted = expected(logits, params, [3] * 3)
-    thresholds = [float(threshold.reference(row, p)) for row, p in zip(logits.cpu(), params, strict=True)]
+    thresholds = [float(threshold_of(row, p)) for row, p in zip(logits.cpu(), params, strict=True)]
     plant_mutant(module, old, new)
     state, rows = state_of(params, [0] * 3)
-    lowest = found_thresholds("digits" if module is threshold else "candidates", logits, state, rows)
+    lowest = found_thresholds("digits" if module is digits else "candidates", logits, state, rows)
     out, scratch = (ints(*[-5] * 3), ints(*[-5] * 3)), sample.scratch_for(3, VOCAB, DEVICE)
     sample.sample(logits, state, rows, ints(3, 3, 3), lowest, scratch, out)
     assert lowest.tolist() != thresholds or out[0].tolist() != wanted

@@ -21,7 +21,7 @@ from worker_svc.engine.gpu.kernels.low_rank import FEW
 from worker_svc.engine.gpu.kernels.prepare import prepare
 from worker_svc.engine.gpu.kernels.sampler import sample
 from worker_svc.engine.gpu.kernels.sampler.banned import mask_banned
-from worker_svc.engine.gpu.kernels.sampler.filters import Filters
+from worker_svc.engine.gpu.kernels.sampler.thresholds import Thresholds
 from worker_svc.engine.gpu.layers.device_slots import DeviceSlots, StepAdapters
 from worker_svc.engine.gpu.model import DeviceDecoder
 from worker_svc.engine.gpu.step.extras import StepExtras, Wanted
@@ -98,7 +98,7 @@ class StepCompute:
         self._adapters = adapters
         self._sizes = decode_sizes(max_rows)
         self._vocab = vocab
-        self._filters = Filters(max_rows, len(vocab), device, group)
+        self._thresholds = Thresholds(max_rows, len(vocab), device, group)
         self._scores, self._faults = sample.scratch_for(max_rows, len(vocab), device)
         self._mixed_sizes = mixed_sizes(graph_tokens) if attention.can_capture(is_decode=False) else []
         self._graphs: Graphs | None = None
@@ -299,7 +299,7 @@ class StepCompute:
     def _sample(self, columns: StepColumns, logits: torch.Tensor, *, is_filtered: bool) -> None:
         lowest = None
         if is_filtered:
-            lowest = self._filters.thresholds(logits, self._state, columns.sample_rows)
+            lowest = self._thresholds.find(logits, self._state, columns.sample_rows)
         sample.sample(
             logits, self._state, columns.sample_rows, columns.output_positions, lowest,
             (self._scores, self._faults), (self.results[0], self.results[1]), self._vocab.start, self._group,

@@ -37,7 +37,7 @@ from worker_svc.engine.gpu.attention.paged import Attention
 from worker_svc.engine.gpu.collectives.group import Group
 from worker_svc.engine.gpu.compute import StepCompute
 from worker_svc.engine.gpu.kernels.deltas import apply_deltas
-from worker_svc.engine.gpu.kernels.sampler import threshold
+from worker_svc.engine.gpu.kernels.sampler import filters
 from worker_svc.engine.gpu.layers.adapter_shapes import DeviceAdapter
 from worker_svc.engine.gpu.layers.linears import DeviceLinears
 from worker_svc.engine.gpu.layers.weights import ShardLoader, formats_of, shard_config
@@ -354,7 +354,7 @@ class DeviceRunner:
     ) -> StepExtras | None:
         columns = self._rows.sampling_columns(plan.sampling_rows, plan.sampled_positions)
         processed = self._rows.processed_rows(plan.sampling_rows, plan.sampled_positions)
-        is_filtered = processed is not None or threshold.is_needed(columns)
+        is_filtered = processed is not None or filters.is_needed(columns)
         mask = partial(self._mask, plan, errors) if self._rows.has_grammars(plan.sampling_rows) else None
         wanted = Wanted.of(plan, self._rows)
         has_more = processed is not None and processed.has_more_than_early_bans

@@ -9,7 +9,7 @@ from request_fields.fields import MAX_BANNED_IDS, SAMPLER_FIELDS, Kind, Sampling
 from step_protocol.columns import I32, I64
 from step_protocol.messages import StepBatch
 from worker_svc.engine.gpu.kernels.record import TABLE, WORDS
-from worker_svc.engine.gpu.kernels.sampler.threshold import STORED_AS
+from worker_svc.engine.gpu.kernels.sampler.filters import STORED_AS
 from worker_svc.engine.rows.open_rows import RowTable
 
 HEAD_WORDS = TABLE

@@ -20,13 +20,13 @@ from request_fields.fields import SamplingParams
 from worker_svc.engine.gpu.collectives.group import ALONE, Group
 from worker_svc.engine.gpu.kernels.launch import after_predecessor, dependent
 from worker_svc.engine.gpu.kernels.record import LAST_TOKEN, TEMPERATURE, WORDS
+from worker_svc.engine.gpu.kernels.sampler.filters import load_z
 from worker_svc.engine.gpu.kernels.sampler.noise import (
     APPROXIMATION_ERROR,
     approximate_noise,
     exact_noise,
     philox_words,
 )
-from worker_svc.engine.gpu.kernels.sampler.threshold import load_z
 from worker_svc.engine.sampling.noise import sample_token
 
 SEED_LOW = tl.constexpr(WORDS["seed"])

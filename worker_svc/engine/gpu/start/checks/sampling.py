@@ -11,9 +11,9 @@ import torch
 from request_fields.fields import MAX_BANNED_IDS, SamplingParams, sampling_params
 from step_protocol.messages import RowOpen, TokenRules
 from worker_svc.engine.gpu.kernels.record import WORDS
-from worker_svc.engine.gpu.kernels.sampler import sample, threshold
+from worker_svc.engine.gpu.kernels.sampler import filters, sample
 from worker_svc.engine.gpu.kernels.sampler.banned import mask_banned
-from worker_svc.engine.gpu.kernels.sampler.filters import Filters
+from worker_svc.engine.gpu.kernels.sampler.thresholds import Thresholds
 from worker_svc.engine.gpu.start.checks.case import Case, Outputs, Setup
 from worker_svc.engine.gpu.step.device_rows import HEAD_WORDS, sampling_words
 from worker_svc.engine.gpu.step.processing import DeviceProcessing
@@ -145,7 +145,7 @@ def _case(
     tokens = torch.tensor([0 if token is None else token for token in wanted])
     expected = {"tokens": tokens, "statuses": torch.tensor([token is None for token in wanted]), "last tokens": tokens}
     if is_filtered:
-        bounds = [float(threshold.reference(row, p)) for row, p in zip(logits, params, strict=True)]
+        bounds = [float(filters.reference(row, p)) for row, p in zip(logits, params, strict=True)]
         expected["thresholds"] = torch.tensor(bounds)
 
     def run(first: int, last: int) -> Outputs:
@@ -170,7 +170,7 @@ def _sample(
     positions = setup.ints(*(position(first + i) for i in range(count)))
     lowest = None
     if is_filtered:
-        lowest = Filters(count, size, setup.device, setup.group).thresholds(logits, state, rows)
+        lowest = Thresholds(count, size, setup.device, setup.group).find(logits, state, rows)
     out = setup.ints(*[-1] * count), setup.ints(*[-1] * count)
     first_id = setup.group.vocab_part(setup.vocab_size).start
     sample.sample(

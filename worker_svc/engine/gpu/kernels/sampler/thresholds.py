@@ -1,0 +1,34 @@
+"""Thresholds of rows with min_p, top_k or top_p: first their limits, then one search."""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from worker_svc.engine.gpu.collectives.group import ALONE, Group
+from worker_svc.engine.gpu.kernels.sampler import candidates, digits
+from worker_svc.engine.gpu.kernels.sampler.candidates import CandidateSearch
+from worker_svc.engine.gpu.kernels.sampler.digits import DigitSearch
+from worker_svc.engine.gpu.kernels.sampler.filters import Limits, Source, find_limits
+
+
+class Thresholds:
+    """Buffers for steps of at most `max_rows` rows, and the search: by candidates in one rank, by digits over ranks."""
+
+    def __init__(self, max_rows: int, vocab_size: int, device: torch.device, group: Group = ALONE) -> None:
+        """`vocab_size` is the part of this rank."""
+        self._group = group
+        self._search: CandidateSearch | DigitSearch
+        if group.size == 1:
+            self._chunk, self._search = candidates.CHUNK, CandidateSearch(max_rows, device)
+        else:
+            self._chunk, self._search = digits.CHUNK, DigitSearch(max_rows, vocab_size, device, group)
+        self.limits = Limits.make(max_rows, triton.cdiv(vocab_size, self._chunk), device)
+
+    def find(self, logits: torch.Tensor, state: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """The smallest z = logits / temperature that each of the S rows keeps, float32 [S]. `rows` are records of
+        `state`, -1 is padding."""
+        source = Source(logits, state, rows)
+        find_limits(source, self.limits, self._chunk, self._group)
+        self._search.search(source, self.limits)
+        return self.limits.lowest
