@@ -16,8 +16,9 @@ import numpy as np
 from prometheus_client import generate_latest
 from quire.v1.types_pb2 import ModelInfo
 
+from gateway_svc.answer.request_meter import ModelTimes, RequestMeter
 from gateway_svc.metrics import SPECS as GATEWAY_SPECS
-from gateway_svc.metrics import ModelTimes, RequestMeter, model_rows
+from gateway_svc.metrics import model_rows
 from scheduler_svc.core.deltas import Deltas
 from scheduler_svc.core.stats import SchedulerStats, WorkerStats
 from scheduler_svc.metrics import SPECS as SCHEDULER_SPECS

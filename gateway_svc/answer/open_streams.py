@@ -5,11 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+from collections.abc import Sequence
 
+from quire.internal.v1 import inputs_pb2
+
+from gateway_svc.answer.request_meter import GatewayMetrics, RequestMeter
 from gateway_svc.callers.caller import scoped
+from gateway_svc.operators.audit.entry import note_generation
 from gateway_svc.request.threads import RETRY_FULL_S
 from gateway_svc.schedulers.scheduler_request import SchedulerRequest
 from svc_common.errors import AlreadyExistsError, OverloadedError, QuireError, TakenOverError, UnavailableError
+from svc_common.logs import current_request_id
 from svc_common.memory import MemoryLimit
 
 log = logging.getLogger(__name__)
@@ -22,20 +28,32 @@ class OpenStream:
     tokenized. `scoped_id` is the request id inside the services.
     """
 
-    def __init__(self, streams: OpenStreams, request_id: str, scoped_id: str, num_bytes: int) -> None:
+    def __init__(
+        self, streams: OpenStreams, request_id: str, scoped_id: str, num_bytes: int, meter: RequestMeter
+    ) -> None:
         self._streams = streams
         self.request_id = request_id
         self.scoped_id = scoped_id
         self.num_bytes = num_bytes
+        self.meter = meter
         self._requests: list[SchedulerRequest] = []
         self.is_aborted = False
         self._error: QuireError | None = None
 
     def __enter__(self) -> OpenStream:
+        current_request_id.set(self.scoped_id)
+        note_generation(self.request_id, self.meter)
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        for request in self._requests:
+            request.release()
+        self.meter.__exit__(kind)
         self._streams.close(self)
+
+    def add_inputs(self, inputs: Sequence[inputs_pb2.CarriedInput]) -> None:
+        """Count the inputs of its prompt, which are kept as long as the stream is open."""
+        self._streams.add_bytes(self, sum(len(carried.data) for carried in inputs))
 
     def set_request(self, request: SchedulerRequest) -> None:
         """Attach a request of the call. Raises the error of `end` if that was called before."""
@@ -62,11 +80,14 @@ class OpenStream:
 class OpenStreams:
     """Owns the calls in progress of this gateway."""
 
-    def __init__(self, max_streams: int, max_bytes: int, memory: MemoryLimit) -> None:
+    def __init__(
+        self, max_streams: int, max_bytes: int, memory: MemoryLimit | None = None, metrics: GatewayMetrics | None = None
+    ) -> None:
+        self.metrics = metrics or GatewayMetrics()
         self.max_streams = max_streams
         self.num_bytes = 0  # of all requests
         self._max_bytes = max_bytes
-        self._memory = memory
+        self._memory = memory or MemoryLimit(None)
         self._by_id: dict[str, OpenStream] = {}
         self._is_draining = False
         self._all_closed = asyncio.Event()
@@ -74,7 +95,9 @@ class OpenStreams:
     def __len__(self) -> int:
         return len(self._by_id)
 
-    def open(self, request_id: str, num_bytes: int, *, resumes: bool = False, kind: str = "gen") -> OpenStream:
+    def open(
+        self, request_id: str, num_bytes: int, model: str, *, resumes: bool = False, kind: str = "gen"
+    ) -> OpenStream:
         """A call in progress, as a context manager. Raises if the gateway drains or is full, or the id is in use.
 
         `kind` begins the id of a request without one.
@@ -83,7 +106,8 @@ class OpenStreams:
         request_id = request_id or f"{kind}-{secrets.token_hex(12)}"
         scoped_id = scoped(request_id)
         self._end_former(request_id, scoped_id, resumes=resumes)
-        stream = self._by_id[scoped_id] = OpenStream(self, request_id, scoped_id, num_bytes)
+        meter = self.metrics.request(scoped_id, model)
+        stream = self._by_id[scoped_id] = OpenStream(self, request_id, scoped_id, num_bytes, meter)
         self.num_bytes += num_bytes
         return stream
 

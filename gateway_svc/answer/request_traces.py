@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from quire.v1 import inference_pb2 as pb
 
-from gateway_svc.metrics import RequestMeter
+from gateway_svc.answer.request_meter import RequestMeter
+from gateway_svc.schedulers.scheduler_request import SchedulerRequest
 from svc_common.errors import QuireError
 from svc_common.tracing import current_traceparent, is_traceparent, valid_traceparent
 
@@ -36,14 +37,15 @@ class RequestTrace:
         """Makes the spans of the scheduler children of the request's span."""
         return self._span.traceparent
 
-    def note_meter(self, request_id: str, meter: RequestMeter) -> None:
+    def set_meter(self, request_id: str, meter: RequestMeter) -> None:
         """The request has its id and is measured by `meter`."""
         self._meter = meter
         self._facts = {"quire.request_id": request_id, "gen_ai.request.model": meter.model}
 
-    def on_prepared(self) -> None:
-        """The request is checked and tokenized."""
+    def on_prepared(self, request: SchedulerRequest) -> None:
+        """The request is checked and tokenized; `request` is what is sent to a scheduler."""
         self._tracer.add("prepare", parent=self.traceparent, start=self._started_at, end=time.monotonic())
+        request.set_trace(self)
 
     def on_detached(self) -> None:
         """The request has lost its scheduler."""

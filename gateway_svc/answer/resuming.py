@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ from gateway_svc.records.recorder import Recorder, Recording
 from gateway_svc.records.store import Record
 from gateway_svc.request.plan import GenerationPlan
 from gateway_svc.request.resume import Replay
-from gateway_svc.schedulers.scheduler_request import SchedulerRequest
+from gateway_svc.schedulers.submitter import Submission
 from gateway_svc.schedulers.wire import continuation_from_outputs
 from svc_common.errors import NotFoundError, QuireError
 from svc_common.tasks import cancel
@@ -74,12 +74,11 @@ def record_of(request: pb.GenerateRequest, plan: GenerationPlan, notes: bytes) -
 async def recorded(
     recorder: Recorder,
     content: record_pb2.RequestRecord,
-    request: SchedulerRequest,
+    submission: Submission,
     resumed: Resumed | None,
-    submit: Callable[[], None],
 ) -> AsyncIterator[Recording]:
-    """Keep the record of a request while it is open. A request that follows a run is submitted when that run ends."""
-    record_id = request.request_id
+    """Keep the record of a request while it is open. A request that follows a run is sent when that run ends."""
+    request, record_id = submission.request, submission.request.request_id
     stored = [len(output) for output in resumed.record.outputs] if resumed else [0] * len(request.samples)
     output = content.request.output
     is_function_of_tokens = not (
@@ -93,7 +92,7 @@ async def recorded(
         await recorder.records.create(record_id, content, recording.run)
         recorder.begin(recording)
     elif resumed.follows:
-        follower = asyncio.create_task(Follower(recorder, recording, request, submit).run())
+        follower = asyncio.create_task(Follower(recorder, recording, submission).run())
     else:
         await recorder.records.claim(record_id, recording.run, by_force=True)
         recorder.begin(recording)
@@ -106,15 +105,13 @@ async def recorded(
 
 
 class Follower:
-    """Delivers output that another gateway records to a request. Calls `submit` if that gateway's run ends early."""
+    """Delivers output that another gateway records to a request, which is sent if that gateway's run ends early."""
 
-    def __init__(
-        self, recorder: Recorder, recording: Recording, request: SchedulerRequest, submit: Callable[[], None]
-    ) -> None:
+    def __init__(self, recorder: Recorder, recording: Recording, submission: Submission) -> None:
         self._recorder = recorder
         self._recording = recording
-        self._request = request
-        self._submit = submit
+        self._submission = submission
+        self._request = submission.request
 
     async def run(self) -> None:
         """Run until the request has ended or was submitted. Errors end the request."""
@@ -127,8 +124,7 @@ class Follower:
                 return
             await self._read()  # the last output of the run that ended
             self._recorder.begin(self._recording)
-            if not self._request.is_over:
-                self._submit()
+            self._submission.send()
         except QuireError as error:
             self._request.fail(error)
 

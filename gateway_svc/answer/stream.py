@@ -19,12 +19,12 @@ from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2 as types
 
 from gateway_svc.answer.answer_stream import AnswerStream
+from gateway_svc.answer.request_meter import RequestMeter
 from gateway_svc.columns import u32_to_bytes
-from gateway_svc.metrics import RequestMeter
 from gateway_svc.records.recorder import Recording
 from gateway_svc.request.plan import GenerationPlan
 from gateway_svc.schedulers.logprobs import PromptLogprobJournal, PromptLogprobStream, TakenLogprobs
-from gateway_svc.schedulers.scheduler_request import SampleJournal
+from gateway_svc.schedulers.scheduler_request import SampleJournal, SchedulerRequest
 from gateway_svc.text.answer import Part
 from gateway_svc.text.output import SampleText
 from gateway_svc.text.stop_strings import StopStrings
@@ -274,70 +274,58 @@ class Source(Protocol):
 
 
 class GenerationStream:
-    """All samples of one request. The constructor replays the continuation, which takes time if it is long."""
+    """All samples of one request. The constructor replays the continuation, which takes time if it is long.
+
+    Then `report_known`, `begin`, and `next_messages` until it `is_over`.
+    """
 
     def __init__(self, plan: GenerationPlan) -> None:
         self._plan = plan
         self._samples = [SampleStream(i, plan, text) for i, text in enumerate(new_texts(plan, plan.sampling.params.n))]
-        self.ends = [s.prime(output) for s, output in zip(self._samples, plan.resume.outputs, strict=True)]
+        self._ends = [s.prime(output) for s, output in zip(self._samples, plan.resume.outputs, strict=True)]
         tokenizer = plan.model.text.tokenizer if plan.output.wants_text else None
         self._prompt = PromptLogprobStream(plan.prompt.ids, plan.resume.num_prompt_logprobs, tokenizer)
         self._num_open = plan.resume.finished[: len(self._samples)].count(False)
         self._event_seq = 0
+        self._is_accepted = False
         self._first: Sequence[pb.GenerateResponse] = ()  # Accepted, while it waits for the next events
+        self.is_over = False  # no more messages follow
+        self._source: Source
+        self._meter: RequestMeter
+        self._recording: Recording | None = None
 
-    @property
-    def is_done(self) -> bool:
-        """No more events follow."""
-        return not self._num_open
+    def report_known(self, request: SchedulerRequest) -> None:
+        """Tell a request what its continuation decides: samples that have ended, output to send again."""
+        for finish in self._ends:
+            if finish is not None:
+                request.on_finished(finish)
+        if request.is_over:
+            request.on_accepted()
+        if self._plan.resume.replay is not None:
+            request.announce_output()
 
-    def accepted(self, request: Source, meter: RequestMeter) -> Sequence[pb.GenerateResponse]:
-        """The first event; nothing if it is joined to the next events, which are ready."""
-        meter.on_accepted(len(self._plan.prompt.ids), resumes=request.is_resumed)
-        first = (self._numbered(pb.GenerateResponse(accepted=self._accepted())),)
-        if not self._plan.output.joins_events or not request.is_due or self.is_done:
-            return first
-        self._first = first
-        return ()
+    def begin(self, source: Source, meter: RequestMeter, recording: Recording | None) -> None:
+        """Read from this source from now on."""
+        self._source, self._meter, self._recording = source, meter, recording
 
-    def messages(
-        self, news: Sequence[int], request: Source, meter: RequestMeter, recording: Recording | None
-    ) -> Iterator[pb.GenerateResponse]:
-        """The messages with the events for the news of the request."""
-        events = self._events(news, request, meter, recording)
+    async def next_messages(self) -> Iterable[pb.GenerateResponse]:
+        """Wait for the next messages. All must be read before the next call. Raises the refusal or the failure."""
+        if not self._is_accepted:
+            await self._source.wait_accepted()
+            return self._accept()
+        events = self._events(await self._source.wait())
         if not self._plan.output.joins_events:
             return events
         first, self._first = self._first, ()
         return joined(chain(first, events))
 
-    def _events(
-        self, news: Sequence[int], request: Source, meter: RequestMeter, recording: Recording | None
-    ) -> Iterator[pb.GenerateResponse]:
-        """The Chunks for the news of the request, and one Finished per sample that has ended now."""
-        now = meter.now()
-        if request.prompt_logprobs is not None:
-            for event in self._prompt.events(request.prompt_logprobs):
-                yield self._numbered(event)
-        for index in news:
-            sample = self._samples[index]
-            if sample.is_done:
-                continue
-            was_stopped, num_before = sample.is_stopped, sample.num_output
-            for event in sample.advance(request.samples[index]):
-                yield self._numbered(event)
-            if sample.num_output > num_before:
-                meter.on_tokens(index, sample.num_output - num_before, now)
-            if recording is not None:
-                recording.advance(index, sample.num_output, is_done=sample.is_done)
-            if sample.is_done:
-                self._num_open -= 1
-                meter.on_finished(sample.reason, sample.num_cached)
-            if sample.is_stopped and not was_stopped:
-                request.close_sample(index)
-
-    def _accepted(self) -> pb.Accepted:
+    def _accept(self) -> Sequence[pb.GenerateResponse]:
+        """The first event; nothing if it is joined to the next events, which are ready."""
+        self._is_accepted = True
         plan = self._plan
-        return pb.Accepted(
+        self._meter.on_accepted(len(plan.prompt.ids), resumes=self._source.is_resumed)
+        self.is_over = not self._num_open
+        accepted = pb.Accepted(
             request_id=plan.request_id,
             seed=plan.sampling.params.seed,
             model=plan.model.name,
@@ -345,11 +333,40 @@ class GenerationStream:
             revision=plan.model.revision,
             n=plan.sampling.params.n,
         )
+        first = (pb.GenerateResponse(accepted=accepted, event_seq=0),)
+        self._event_seq = 1
+        if not plan.output.joins_events or not self._source.is_due or self.is_over:
+            return first
+        self._first = first
+        return ()
 
-    def _numbered(self, event: pb.GenerateResponse) -> pb.GenerateResponse:
-        event.event_seq = self._event_seq
-        self._event_seq += 1
-        return event
+    def _events(self, news: Sequence[int]) -> Iterator[pb.GenerateResponse]:
+        """The Chunks for new output of the request, and one Finished per sample that has ended now."""
+        source, meter, now = self._source, self._meter, self._meter.now()
+        if source.prompt_logprobs is not None:
+            for event in self._prompt.events(source.prompt_logprobs):
+                event.event_seq = self._event_seq
+                self._event_seq += 1
+                yield event
+        for index in news:
+            sample = self._samples[index]
+            if sample.is_done:
+                continue
+            was_stopped, num_before = sample.is_stopped, sample.num_output
+            for event in sample.advance(source.samples[index]):
+                event.event_seq = self._event_seq
+                self._event_seq += 1
+                yield event
+            if sample.num_output > num_before:
+                meter.on_tokens(index, sample.num_output - num_before, now)
+            if self._recording is not None:
+                self._recording.advance(index, sample.num_output, is_done=sample.is_done)
+            if sample.is_done:
+                self._num_open -= 1
+                meter.on_finished(sample.reason, sample.num_cached)
+            if sample.is_stopped and not was_stopped:
+                source.close_sample(index)
+        self.is_over = not self._num_open
 
 
 def joined(events: Iterable[pb.GenerateResponse]) -> Iterator[pb.GenerateResponse]:

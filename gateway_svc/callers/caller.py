@@ -37,6 +37,15 @@ def scoped(request_id: str) -> str:
     return f"{owner}/{request_id}" if owner else request_id
 
 
+def tenant_salt(owner: str, cache_salt: str) -> str:
+    """The cache salt of a tenant's request, from the salt that the request has: tenants share no cached blocks.
+
+    The length in front separates owner and salt, which may contain any characters.
+    """
+    pair = f"{len(owner)}:{owner}{cache_salt}"
+    return f"tenant:{hashlib.sha256(pair.encode()).hexdigest()}"
+
+
 def owner_name(name: str) -> str:
     """The name, or its digest if it cannot be part of a request id."""
     return name if OWNER.fullmatch(name) else hashlib.sha256(name.encode("utf-8", "surrogateescape")).hexdigest()[:32]

@@ -5,7 +5,7 @@ answers.py, logprobs.py,        events, errors -> JSON       pure
 chat_answers.py, errors.py
 structured.py                   grammars of a body           pure
 openapi.py                      description of the API       pure
-handlers.py                     one method per endpoint; calls the same servicer as gRPC
+handlers.py                     one method per endpoint; calls the same pipelines as gRPC
 responses/                      the Responses API
 replies.py                      JSON and server-sent events
 app.py                          routes, keys, body limit, disconnects, CORS

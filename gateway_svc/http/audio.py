@@ -18,8 +18,8 @@ from gateway_svc.http.fields import invalid
 from gateway_svc.http.multipart import Form, parse_form
 from gateway_svc.http.replies import ignored_headers, json_reply
 from gateway_svc.operators.audit.entry import note_request_id
+from gateway_svc.pipeline.generation import GenerationPipeline
 from gateway_svc.request.threads import Lane
-from gateway_svc.servicer import InferenceServicer
 from svc_common.errors import QuireError
 
 FORMATS = ("json", "text")
@@ -47,8 +47,8 @@ class Speech:
 class AudioHandlers:
     """One method per endpoint. All raise QuireError."""
 
-    def __init__(self, servicer: InferenceServicer, lane: Lane) -> None:
-        self._servicer = servicer
+    def __init__(self, generation: GenerationPipeline, lane: Lane) -> None:
+        self._generation = generation
         self._lane = lane
 
     def routes(self) -> list[Route]:
@@ -72,7 +72,7 @@ class AudioHandlers:
         request.scope["names"] = NAMES
         asked.request.request_id = f"audio-{secrets.token_hex(12)}"
         note_request_id(asked.request.request_id)
-        text, usage = await _text_of(self._servicer.generate(asked.request))
+        text, usage = await _text_of(self._generation.generate(asked.request))
         if asked.is_text:
             return PlainTextResponse(text + "\n", headers=ignored_headers(asked.ignored))
         return json_reply({"text": text, "usage": usage}, asked.ignored)

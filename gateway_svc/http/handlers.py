@@ -1,4 +1,4 @@
-"""The endpoints: convert a body to requests, call the same servicer as gRPC, and convert its answer to JSON."""
+"""The endpoints: convert a body to requests, call the same pipelines as gRPC, and convert its answer to JSON."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ class Handlers:
         self._lane = lane
         self._is_serving = is_serving
         self._created = int(time.time())
-        self._responses = ResponsesHandlers(servicer, directory, self._read)
-        self._audio = AudioHandlers(servicer, lane)
+        self._responses = ResponsesHandlers(servicer.generation, directory, self._read)
+        self._audio = AudioHandlers(servicer.generation, lane)
 
     def routes(self) -> list[Route]:
         """All endpoints."""
@@ -91,7 +91,7 @@ class Handlers:
         """Embed one or more inputs."""
         request.scope["names"] = EMBED_NAMES
         asked = await self._read(request, pooling.embeddings_of)
-        reply = await self._servicer.pooled.embed(asked.request)
+        reply = await self._servicer.pooling.embed(asked.request)
         size = 8 * sum(len(item.values) for item in reply.embeddings)
         answer = await self._lane.run(size, pooling.embeddings_answer, reply, is_base64=asked.is_base64)
         return json_reply(answer, asked.ignored)
@@ -99,13 +99,13 @@ class Handlers:
     async def score(self, request: Request) -> Response:
         """Score pairs of texts."""
         asked = await self._read(request, pooling.score_of)
-        reply = await self._servicer.pooled.score(asked.request)
+        reply = await self._servicer.pooling.score(asked.request)
         return json_reply(pooling.score_answer(reply, int(time.time())), asked.ignored)
 
     async def rerank(self, request: Request) -> Response:
         """Sort documents by how well they match a query."""
         asked = await self._read(request, pooling.rerank_of)
-        reply = await self._servicer.pooled.score(asked.request)
+        reply = await self._servicer.pooling.score(asked.request)
         return json_reply(pooling.rerank_answer(reply, asked), asked.ignored)
 
     async def models(self, request: Request) -> Response:
@@ -212,12 +212,13 @@ class Handlers:
         return text.text
 
     def _events(self, requests: Sequence[pb.GenerateRequest], timeout_s: float | None) -> Numbered:
+        generate = self._servicer.generation.generate
         if timeout_s is None:
-            return merged([self._servicer.generate(one) for one in requests])
+            return merged([generate(one) for one in requests])
         # The scheduler refuses requests that cannot meet their deadline. Its deadline is later than the timeout, so
         # that `within` always raises the error.
         deadline = asyncio.get_running_loop().time() + timeout_s + DEADLINE_MARGIN_S
-        return within(timeout_s, merged([self._servicer.generate(one, deadline=deadline) for one in requests]))
+        return within(timeout_s, merged([generate(one, deadline=deadline) for one in requests]))
 
 
 async def _stream(answer: StreamAnswer, events: Numbered, scope: Scope) -> AsyncGenerator[bytes, None]:

@@ -13,6 +13,7 @@ from contextlib import suppress
 
 from quire.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
 
+from gateway_svc.answer.open_streams import OpenStreams
 from gateway_svc.answer.request_traces import RequestTraces
 from gateway_svc.callers.authenticator import CallerInterceptor
 from gateway_svc.callers.caller import CallersError
@@ -20,11 +21,12 @@ from gateway_svc.callers.flags import identifies_callers, isolates_tenants, make
 from gateway_svc.limits.buckets import LocalBuckets, RedisBuckets
 from gateway_svc.limits.key_limits import KeyLimits
 from gateway_svc.limits.settings import LimitsError, LimitsFile
-from gateway_svc.metrics import SPECS, GatewayMetrics, GatewayReader, specs_for_picker
+from gateway_svc.metrics import SPECS, GatewayReader, specs_for_picker
 from gateway_svc.operators.admin import AdminServicer
 from gateway_svc.operators.audit.audit_log import AuditLog, AuditLogError
 from gateway_svc.operators.console_state import ConsoleState
 from gateway_svc.operators.operator_port import add_admin_service, is_public_for_operators
+from gateway_svc.pipeline.admission import Admission
 from gateway_svc.process.chat_flags import TemplateFileError, chat_templates, parser_names
 from gateway_svc.process.flags import make_parser
 from gateway_svc.process.http_ports import make_console, make_http, make_http_apps
@@ -39,12 +41,12 @@ from gateway_svc.request.sandbox.grammar_checker import GrammarChecker
 from gateway_svc.request.sandbox.image_preparer import ImageLimits, ImagePreparer
 from gateway_svc.request.sandbox.template_renderer import TemplateRenderer
 from gateway_svc.request.threads import Threads
+from gateway_svc.request.validation import RequestLimits
 from gateway_svc.schedulers.directory import ModelDirectory
 from gateway_svc.schedulers.dispatcher import Dispatcher
-from gateway_svc.schedulers.prefix_hints import PrefixHints
 from gateway_svc.schedulers.scheduler_client import SchedulerClient
 from gateway_svc.schedulers.scheduler_clients import SchedulerClients
-from gateway_svc.servicer import InferenceServicer
+from gateway_svc.servicer import make_servicer
 from gateway_svc.text.chat_format import ParserNameError
 from prefix_index.reader import RedisPrefixReader
 from svc_common import config
@@ -204,28 +206,28 @@ async def serve(
     images = ImagePreparer(ImageLimits(args.max_images, args.max_image_bytes, args.max_image_pixels))
     threads = Threads(args.max_tokenize_bytes)
     prompts = PromptReaders(threads, templates, images)
-    directory, metrics = ModelDirectory(clients.all), GatewayMetrics()
+    directory = ModelDirectory(clients.all)
     grammars = GrammarChecker()
-    servicer = InferenceServicer(
+    servicer = make_servicer(
         directory,
         dispatcher,
         prompts,
-        PrefixHints(threads.requests, reader),
         grammars,
-        max_streams=args.max_streams,
-        max_request_bytes=args.max_request_bytes,
-        memory=memory_limit(args),
-        min_priority=min_priority(args),
-        max_logprobs=args.max_logprobs,
-        metrics=metrics,
+        OpenStreams(args.max_streams, args.max_request_bytes, memory_limit(args)),
+        admission=Admission(
+            directory,
+            requests=RequestLimits(min_priority(args), args.max_logprobs),
+            keys=limits,
+            isolates_tenants=isolates_tenants(args),
+        ),
+        reader=reader,
         chunk_interval_s=chunk_interval_s,
         recorder=recorder,
-        limits=limits,
-        isolates_tenants=isolates_tenants(args),
-        shows_workers=is_public_for_operators(args),
         traces=None if tracer is None else RequestTraces(tracer, args.trace_ratio),
+        shows_workers=is_public_for_operators(args),
     )
-    read = GatewayReader(metrics, servicer.streams, directory, lambda: dispatcher.num_moves, reader, audit)
+    streams = servicer.generation.streams
+    read = GatewayReader(streams.metrics, streams, directory, lambda: dispatcher.num_moves, reader, audit)
     admin = make_admin(args, server, read)
     make_app = make_http_apps(args, servicer, directory, threads.requests, server, audit)
     http = make_http(args, make_app, authenticator, tls, shares_port=link is not None)
@@ -237,7 +239,7 @@ async def serve(
 
     async def drain() -> None:
         changed.set()  # for the other processes
-        await servicer.drain(args.drain_timeout_s)
+        await streams.drain(args.drain_timeout_s)
 
     await admin.start()
     templates.start()
@@ -268,7 +270,7 @@ async def serve(
             tasks.append(asyncio.create_task(run))
         await server.run_until_stopped(drain)
     finally:
-        servicer.end_streams()  # streams are still open here only after a second signal
+        streams.end_all()  # streams are still open here only after a second signal
         for port in (http, console):
             if port is not None:
                 await port.stop()

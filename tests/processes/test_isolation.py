@@ -18,7 +18,7 @@ from quire.v1 import inference_pb2 as pb
 from quire_client import AsyncClient
 from quire_client.demo import demo_model_dir
 
-from gateway_svc.callers.isolation import tenant_salt
+from gateway_svc.callers.caller import tenant_salt
 from tests.processes.ports import free_port
 from tests.processes.stack import Service, Stack
 

@@ -27,10 +27,10 @@ from gateway_svc.http.responses.events import Event, Json, events_of
 from gateway_svc.http.responses.items import messages_of, with_ids
 from gateway_svc.http.responses.runs import Run, Source
 from gateway_svc.operators.audit.entry import CANCELLED, OK, forked, note_request_id
+from gateway_svc.pipeline.generation import GenerationPipeline
 from gateway_svc.records.store import Record, Update
 from gateway_svc.request.validation import REQUEST_ID
 from gateway_svc.schedulers.directory import ModelDirectory
-from gateway_svc.servicer import InferenceServicer
 from svc_common.errors import NotFoundError, UnavailableError
 
 log = logging.getLogger(__name__)
@@ -43,8 +43,8 @@ DEFAULT_LISTED = 20
 class ResponsesHandlers:
     """One method per endpoint. Owns the runs of this gateway, by the scoped id of the response."""
 
-    def __init__(self, servicer: InferenceServicer, directory: ModelDirectory, read: Read) -> None:
-        self._servicer = servicer
+    def __init__(self, generation: GenerationPipeline, directory: ModelDirectory, read: Read) -> None:
+        self._generation = generation
         self._directory = directory
         self._read = read
         self._runs: dict[str, Run] = {}
@@ -120,7 +120,7 @@ class ResponsesHandlers:
         record = await self._load(response_id)
         if not record.stored_object:
             await self._abort(record)
-        await self._servicer.recorder.records.delete(record.record_id)
+        await self._generation.recorder.records.delete(record.record_id)
         return json_reply({"id": response_id, "object": "response", "deleted": True})
 
     async def list_input_items(self, request: Request) -> Response:
@@ -156,8 +156,8 @@ class ResponsesHandlers:
         if asked.store is False:
             return False
         if asked.store or asked.is_background:
-            return self._servicer.recorder is not None  # raises if this gateway keeps no records
-        return self._servicer.keeps_records and await self._servicer.recorder.records.answers()
+            return self._generation.recorder is not None  # raises if this gateway keeps no records
+        return self._generation.keeps_records and await self._generation.recorder.records.answers()
 
     async def _add_conversation(self, asked: Asked) -> None:
         """Put the previous response's conversation and the instructions in front of the input."""
@@ -193,12 +193,12 @@ class ResponsesHandlers:
         asked.request.request_id = response_id
         asked.request.resumable = is_stored
         asked.request.output.token_ids = False
-        source = self._servicer.generate(asked.request, notes=encode(notes) if is_stored else b"")
+        source = self._generation.generate(asked.request, notes=encode(notes) if is_stored else b"")
         return self._start(scoped(response_id), head, source, is_stored=is_stored)
 
     def _start(self, scoped_id: str, head: Json, source: Source, *, is_stored: bool) -> Run:
         async def store(response: Json) -> Json:
-            stored: Json = json.loads(await self._servicer.recorder.records.put_object(scoped_id, encode(response)))
+            stored: Json = json.loads(await self._generation.recorder.records.put_object(scoped_id, encode(response)))
             return stored
 
         run = self._runs[scoped_id] = Run(head, source, store if is_stored else None)
@@ -235,7 +235,7 @@ class ResponsesHandlers:
     async def _load(self, response_id: str, field: str = "response_id") -> Record:
         record = None
         if REQUEST_ID.fullmatch(response_id):
-            record = await self._servicer.recorder.records.load(scoped(response_id))
+            record = await self._generation.recorder.records.load(scoped(response_id))
         if record is None or not record.content.notes:
             raise NotFoundError(
                 f"there is no response {response_id[:80]!r}: it was not stored, has expired (--record-ttl-s), or was "
@@ -246,7 +246,7 @@ class ResponsesHandlers:
 
     def _continue(self, record: Record) -> Run:
         """Follow a response of another gateway, or compute it here if that gateway has ended."""
-        source = self._servicer.resume(Resumed(record, (0,), follows=True))
+        source = self._generation.generate_again(Resumed(record, (0,), follows=True))
         return self._start(record.record_id, _notes_of(record)["head"], source, is_stored=True)
 
     async def _follow(self, response_id: str, after: int, run: Run | None = None) -> AsyncGenerator[Event, None]:
@@ -274,9 +274,9 @@ class ResponsesHandlers:
 
     async def _abort(self, record: Record) -> None:
         """End a response on any gateway, and store it as cancelled."""
-        records, run_id = self._servicer.recorder.records, secrets.token_hex(8)
+        records, run_id = self._generation.recorder.records, secrets.token_hex(8)
         await records.claim(record.record_id, run_id, by_force=True)  # from now on no other gateway can continue it
-        await self._servicer.abort_everywhere(record.record_id)
+        await self._generation.abort_everywhere(record.record_id)
         run = self._runs.get(record.record_id)
         if run is not None:
             await run.over()

@@ -10,6 +10,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from quire.internal.v1 import scheduler_pb2_grpc, worker_pb2_grpc
 from quire.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
 
+from gateway_svc.answer.open_streams import OpenStreams
 from gateway_svc.request.models import BundleCache
 from gateway_svc.request.prompts.readers import PromptReaders
 from gateway_svc.request.sandbox.grammar_checker import GrammarChecker
@@ -17,9 +18,8 @@ from gateway_svc.request.sandbox.template_renderer import TemplateRenderer
 from gateway_svc.request.threads import Threads
 from gateway_svc.schedulers.directory import ModelDirectory
 from gateway_svc.schedulers.dispatcher import Dispatcher
-from gateway_svc.schedulers.prefix_hints import PrefixHints
 from gateway_svc.schedulers.scheduler_client import SchedulerClient
-from gateway_svc.servicer import InferenceServicer
+from gateway_svc.servicer import make_servicer
 from prefix_index.index import NoPrefixIndex, PrefixIndex
 from prefix_index.reader import RedisPrefixReader
 from prefix_index.redis_index import RedisPrefixIndex
@@ -240,16 +240,15 @@ class GatewayService(Service):
             for s in world.schedulers
         ]
         self.dispatcher = Dispatcher(self.clients, patience_s=world.setup.patience_s)
-        threads = Threads()
-        self.servicer = InferenceServicer(
+        self.servicer = make_servicer(
             ModelDirectory(self.clients),
             self.dispatcher,
-            PromptReaders(threads, TemplateRenderer()),
-            PrefixHints(threads.requests, self._reader()),
+            PromptReaders(Threads(), TemplateRenderer()),
             GrammarChecker(),
-            max_streams=1000,
-            max_request_bytes=1 << 30,
+            OpenStreams(1000, 1 << 30),
+            reader=self._reader(),
         )
+        self.streams = self.servicer.generation.streams
         add_InferenceServiceServicer_to_server(self.servicer, self.server)
         for client in self.clients:
             self.process.start(client.run())
@@ -267,5 +266,5 @@ class GatewayService(Service):
         self.process.start(self._drain(timeout_s))
 
     async def _drain(self, timeout_s: float) -> None:
-        await self.servicer.drain(timeout_s)
+        await self.streams.drain(timeout_s)
         self.world.loop.call_later(0.05, self.kill)

@@ -435,7 +435,7 @@ class World:
             is_working = service.step_loop.has_work or any(w.rows_used or w.steps_in_flight for w in workers)
             return is_working or any(not self._is_leased_by(service, w.worker_id) for w in workers)
         if isinstance(service, GatewayService):
-            return bool(service.dispatcher.num_open or service.servicer.streams)
+            return bool(service.dispatcher.num_open or service.streams)
         assert isinstance(service, WorkerService)
         return service.registration.scheduler is None
 

@@ -22,18 +22,20 @@ from quire.v1.inference_pb2_grpc import (
     add_InferenceServiceServicer_to_server,
 )
 
+from gateway_svc.answer.open_streams import OpenStreams
 from gateway_svc.operators.admin import AdminServicer
+from gateway_svc.pipeline.admission import Admission
 from gateway_svc.process.server import MAX_RECEIVE_BYTES
 from gateway_svc.request.models import BundleCache
 from gateway_svc.request.prompts.readers import PromptReaders
 from gateway_svc.request.sandbox.grammar_checker import GrammarChecker
 from gateway_svc.request.sandbox.template_renderer import TemplateRenderer
 from gateway_svc.request.threads import Threads
+from gateway_svc.request.validation import RequestLimits
 from gateway_svc.schedulers.directory import ModelDirectory
 from gateway_svc.schedulers.dispatcher import Dispatcher
-from gateway_svc.schedulers.prefix_hints import PrefixHints
 from gateway_svc.schedulers.scheduler_client import SchedulerClient
-from gateway_svc.servicer import InferenceServicer
+from gateway_svc.servicer import make_servicer
 from svc_common.inspection import Inspector
 from svc_common.memory import MemoryLimit
 from svc_common.serve import GrpcServer, open_channel
@@ -304,20 +306,23 @@ class TestGateway:
         self.threads = Threads()
         self.prompts = PromptReaders(self.threads, self.templates)
         self.grammars = GrammarChecker()
-        self.servicer = InferenceServicer(
+        self.servicer = make_servicer(
             self.directory,
             self.dispatcher,
             self.prompts,
-            PrefixHints(self.threads.requests, reader),
             self.grammars,
-            max_streams=max_streams,
-            max_request_bytes=max_request_bytes,
-            memory=memory,
-            min_priority=min_priority,
+            OpenStreams(max_streams, max_request_bytes, memory),
+            admission=Admission(
+                self.directory,
+                requests=RequestLimits(min_priority),
+                keys=limits,
+                isolates_tenants=isolates_tenants,
+            ),
+            reader=reader,
             recorder=recorder,
-            isolates_tenants=isolates_tenants,
-            limits=limits,
         )
+        self.generation = self.servicer.generation
+        self.streams = self.generation.streams
         self._server = GrpcServer(
             listen="127.0.0.1:0",
             service_names=["quire.v1.InferenceService"],
@@ -356,7 +361,7 @@ class TestGateway:
 
     @property
     def num_open(self) -> int:
-        return len(self.servicer.streams)
+        return len(self.streams)
 
     def generate(self, request: public.GenerateRequest | None = None, **options: Any) -> Any:
         """Start a Generate call."""

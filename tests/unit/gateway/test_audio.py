@@ -18,7 +18,7 @@ from gateway_svc.request.plan import GenerationPlan, plan_generation
 from gateway_svc.request.prompts.audio import read_audio
 from gateway_svc.request.prompts.inputs import PromptInput
 from gateway_svc.request.prompts.readers import check_prompt_size
-from gateway_svc.schedulers.prefix_hints import chain_of
+from gateway_svc.schedulers.submitter import chain_of
 from gateway_svc.schedulers.wire import submit_from_plan
 from gateway_svc.text.bundle import ModelText
 from prefix_index.content_ids import FIRST_CONTENT_ID

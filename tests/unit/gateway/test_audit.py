@@ -167,7 +167,7 @@ async def test_an_error_within_a_stream_is_the_result(audited: Audited, schedule
     scheduler.on_submit = lambda submit: scheduler.send(submit.handle, IDS[:2])
     async with audited.http.session.post("/v1/completions", json=body, headers=HTTP) as reply:
         await reply.content.readline()
-        audited.gateway.servicer.end_streams()
+        audited.gateway.streams.end_all()
         await reply.read()
     (line,) = await audited.lines(1)
     assert of(line, "http_status", "code", "output_tokens") == (200, "UNAVAILABLE", 2)

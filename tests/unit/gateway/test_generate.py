@@ -273,8 +273,8 @@ async def test_a_failed_sample_reports_the_cause(gateway: TestGateway, scheduler
 async def test_draining_lets_open_streams_finish(gateway: TestGateway, scheduler: FakeScheduler) -> None:
     call = gateway.generate()
     await call.read()
-    drain = asyncio.create_task(gateway.servicer.drain(10))
-    await until(lambda: gateway.servicer.streams._is_draining)
+    drain = asyncio.create_task(gateway.streams.drain(10))
+    await until(lambda: gateway.streams._is_draining)
     error = await refused(gateway.generate())
     assert error.code() is grpc.StatusCode.UNAVAILABLE
     handle = scheduler.submits[0].handle
@@ -287,7 +287,7 @@ async def test_draining_lets_open_streams_finish(gateway: TestGateway, scheduler
 async def test_draining_ends_open_streams_at_the_timeout(gateway: TestGateway, scheduler: FakeScheduler) -> None:
     call = gateway.generate()
     await call.read()
-    await gateway.servicer.drain(0.01)
+    await gateway.streams.drain(0.01)
     error = await refused(call)
     assert error.code() is grpc.StatusCode.UNAVAILABLE
     assert "resume on another gateway" in error.details()

@@ -451,7 +451,7 @@ async def test_a_stream_that_fails_ends_with_an_error_event(
     scheduler.on_submit = lambda submit: scheduler.send(submit.handle, ids_of("hi"))
     call = asyncio.create_task(http.stream(COMPLETIONS, {"prompt": "a"}))
     await until(lambda: len(scheduler.submits) == 1)
-    await gateway.servicer.drain(0.05)
+    await gateway.streams.drain(0.05)
     *chunks, error = await call
     assert texts(chunks) == "hi"
     assert error["error"]["type"] == "server_error"

@@ -13,15 +13,14 @@ from quire.v1 import inference_pb2 as pb
 
 from gateway_svc.callers.api_keys import ApiKeys
 from gateway_svc.callers.authenticator import Authenticator, CallerInterceptor
-from gateway_svc.callers.caller import CallersError
+from gateway_svc.callers.caller import CallersError, tenant_salt
 from gateway_svc.callers.flags import isolates_tenants
-from gateway_svc.callers.isolation import tenant_salt
 from gateway_svc.process.flags import make_parser
 from gateway_svc.records.recorder import Recorder
 from gateway_svc.records.store import RecordStore
 from gateway_svc.request.plan import plan_generation
 from gateway_svc.request.prompts.inputs import PromptInput
-from gateway_svc.schedulers.prefix_hints import chain_of
+from gateway_svc.schedulers.submitter import chain_of
 from tests.processes.redis_server import RedisServer
 from tests.unit.gateway.fakes import FakeScheduler, TestGateway, until
 from tests.unit.gateway.test_http import HttpGateway

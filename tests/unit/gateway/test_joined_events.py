@@ -13,6 +13,7 @@ from quire.v1 import types_pb2 as types
 
 from gateway_svc.answer import stream
 from gateway_svc.answer.resuming import record_of
+from gateway_svc.schedulers.submitter import Submitter
 from tests.unit.gateway.fakes import FakeScheduler, TestGateway, rest, u32, until
 
 CALL_TIMEOUT_S = 60.0
@@ -115,13 +116,13 @@ async def test_a_record_does_not_keep_how_its_client_reads(
 ) -> None:
     """Another client may resume the request."""
     plans: list[Any] = []
-    prepare = gateway.servicer._prepare
+    prepare = Submitter.prepare
 
-    async def keep(plan: Any, *args: Any, **kwargs: Any) -> Any:
+    async def keep(submitter: Submitter, plan: Any, **kwargs: Any) -> Any:
         plans.append(plan)
-        return await prepare(plan, *args, **kwargs)
+        return await prepare(submitter, plan, **kwargs)
 
-    monkeypatch.setattr(gateway.servicer, "_prepare", keep)
+    monkeypatch.setattr(Submitter, "prepare", keep)
     scheduler.play(IDS)
     await answer(gateway, joins=True)
     assert not record_of(request(joins=True), plans[0], b"").request.joins_events

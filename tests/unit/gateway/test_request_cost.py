@@ -52,7 +52,7 @@ async def serve_one(gateway: TestGateway, request: pb.GenerateRequest = REQUEST)
     """The messages of one request with one output token."""
 
     async def read() -> list[pb.GenerateResponse]:
-        return [message async for message in gateway.servicer.generate(request)]
+        return [message async for message in gateway.generation.generate(request)]
 
     reader = asyncio.create_task(read())
     client = gateway.clients[0]
@@ -72,7 +72,7 @@ async def test_calls_of_a_request_that_is_not_sampled_for_traces(gateway: TestGa
     for is_traced, counter in calls.items():
         if is_traced:
             tracer = Tracer(SimpleSpanProcessor(InMemorySpanExporter()), Resource({}))
-            gateway.servicer._traces = RequestTraces(tracer, 0.0)
+            gateway.generation.traces = RequestTraces(tracer, 0.0)
         with counted(counter):
             for _ in range(NUM_REQUESTS):
                 await serve_one(gateway)
@@ -112,7 +112,7 @@ async def test_calls_of_a_chunk(gateway: TestGateway) -> None:
     request = pb.GenerateRequest()
     request.CopyFrom(REQUEST)
     request.stop.max_tokens = 100
-    events, client, calls = gateway.servicer.generate(request), gateway.clients[0], Counter[str]()
+    events, client, calls = gateway.generation.generate(request), gateway.clients[0], Counter[str]()
     first = asyncio.create_task(anext(events))
     handle = u32([(await client._outbox.get()).submit.handle])
     client._on_response(scheduler_pb2.AttachResponse(deltas=scheduler_pb2.Deltas(queued_handles=handle)))

@@ -1,0 +1,79 @@
+"""The answers of Embed and Score.
+
+Each input is a request of its own to the schedulers. All are sent at once, so inputs of one call share the steps of the
+workers. Each survives the loss of its worker or scheduler like a generation: it is computed again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from array import array
+from collections.abc import Sequence
+from operator import mul
+
+from quire.v1 import inference_pb2 as pb
+from quire.v1 import types_pb2 as types
+
+from gateway_svc.request.pooling import PoolingPlan
+from gateway_svc.schedulers.submitter import Submission
+from svc_common.errors import AbortedError, QuireError
+from svc_common.tasks import cancel
+
+MAX_OPEN = 256  # inputs of one call that are sent at the same time
+
+
+async def pooled_numbers(submissions: Sequence[Submission]) -> list[array[float]]:
+    """The numbers of all inputs, in order. Raises the first failure and cancels the others."""
+    gate = asyncio.Semaphore(MAX_OPEN)
+
+    async def run(submission: Submission) -> array[float]:
+        async with gate:
+            submission.send()
+            return await _numbers_of(submission)
+
+    tasks = [asyncio.create_task(run(submission)) for submission in submissions]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for submission in submissions:
+            submission.request.release()
+        await cancel(*tasks)
+
+
+async def _numbers_of(submission: Submission) -> array[float]:
+    request = submission.request
+    await request.wait_accepted()
+    while request.samples[0].finish is None:
+        await request.wait()
+    finish = request.samples[0].finish
+    if finish.reason == types.FINISH_REASON_ABORTED:
+        raise AbortedError(finish.message or "the request was aborted")
+    if request.pooled is None:
+        raise QuireError(finish.message or "internal error: the scheduler ended the request without numbers")
+    return request.pooled
+
+
+def embeddings_of(plan: PoolingPlan, numbers: Sequence[array[float]]) -> list[pb.Embedding]:
+    """The vectors of an Embed."""
+    found = zip(numbers, plan.inputs, strict=True)
+    return [pb.Embedding(values=values, prompt_tokens=len(item.ids)) for values, item in found]
+
+
+def scores_of(
+    plan: PoolingPlan, numbers: Sequence[array[float]], facts: types.PoolingInfo
+) -> tuple[list[float], list[int]]:
+    """The scores of the pairs, and their prompt tokens."""
+    sizes = [len(item.ids) for item in plan.inputs]
+    if not plan.pairs:
+        return [_score(values, facts) for values in numbers], sizes
+    cosines = [sum(map(mul, numbers[query], numbers[document])) for query, document in plan.pairs]
+    return cosines, [sizes[query] + sizes[document] for query, document in plan.pairs]
+
+
+def _score(values: Sequence[float], facts: types.PoolingInfo) -> float:
+    """The output of the head, or the logit of yes minus that of no; as a probability if the model says so."""
+    value = values[0] - (values[1] if len(values) > 1 else 0.0)
+    if not facts.has_sigmoid:
+        return value
+    return 1.0 / (1.0 + math.exp(-value)) if value >= 0 else math.exp(value) / (1.0 + math.exp(value))

@@ -1,0 +1,58 @@
+"""Admission of calls: which model a caller may use, how much of it, and under which salt its blocks are cached."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+
+from quire.v1 import inference_pb2 as pb
+
+from gateway_svc.callers.caller import current_caller, tenant_salt
+from gateway_svc.limits.key_limits import KeyLimits
+from gateway_svc.operators.audit.entry import note
+from gateway_svc.request.models import ServedModel
+from gateway_svc.request.validation import DEFAULT_LIMITS, RequestLimits
+from gateway_svc.schedulers.directory import ModelDirectory
+
+
+class Admission:
+    """Applies the limits of this gateway and of its callers' keys."""
+
+    def __init__(
+        self,
+        directory: ModelDirectory,
+        *,
+        requests: RequestLimits = DEFAULT_LIMITS,
+        keys: KeyLimits | None = None,
+        isolates_tenants: bool = False,
+    ) -> None:
+        self.requests = requests
+        self._directory = directory
+        self._keys = keys or KeyLimits()
+        self.counts = self._keys.is_on  # some requests count against limits of keys
+        self._isolates_tenants = isolates_tenants
+
+    def model(
+        self,
+        request: pb.GenerateRequest | pb.EmbedRequest | pb.ScoreRequest,
+        revision: str = "",
+        adapter: str = "",
+    ) -> ServedModel:
+        """The model of a request whose fields are checked. Raises QuireError if the caller may not use it now."""
+        model = self._directory.find(request.model, revision, adapter)
+        note(model=model.name)
+        self._keys.check(current_caller.get().owner, model.name, request.scheduling.priority)
+        return model
+
+    def counted(
+        self, scoped_id: str, num_tokens: int, num_used: Callable[[], int]
+    ) -> AbstractAsyncContextManager[None]:
+        """Count a request of at most `num_tokens` tokens against its key while the block runs. `num_used` returns the
+        number of used tokens at the end. Raises OverloadedError with a retry delay.
+        """
+        return self._keys.admitted(current_caller.get().owner, scoped_id, num_tokens, num_used)
+
+    def cache_salt(self, scheduling: pb.SchedulingParams) -> str:
+        """A record keeps the salt of the request, so a resumed request gets the same salt again."""
+        salt = scheduling.cache_salt
+        return tenant_salt(current_caller.get().owner, salt) if self._isolates_tenants else salt

@@ -1,0 +1,213 @@
+"""Generate and Resume: a request is read, planned and submitted, and its answer is streamed, in this order."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
+from dataclasses import dataclass
+
+from quire.v1 import inference_pb2 as pb
+
+from gateway_svc.answer.best_of import source_of
+from gateway_svc.answer.open_streams import OpenStream, OpenStreams
+from gateway_svc.answer.request_traces import RequestTrace, RequestTraces
+from gateway_svc.answer.resuming import Resumed, no_record, record_of, recorded
+from gateway_svc.answer.stream import GenerationStream
+from gateway_svc.callers.caller import scoped
+from gateway_svc.operators.audit.entry import note, note_request_id
+from gateway_svc.pipeline.admission import Admission
+from gateway_svc.records.recorder import Recorder, Recording
+from gateway_svc.request.models import ServedModel
+from gateway_svc.request.plan import GenerationPlan, Planner
+from gateway_svc.request.prompts.readers import PromptReaders
+from gateway_svc.request.validation import check_generate, check_request_id, check_resume, sent_tokens
+from gateway_svc.schedulers.directory import ModelDirectory
+from gateway_svc.schedulers.scheduler_request import SchedulerRequest
+from gateway_svc.schedulers.submitter import Submission, Submitter
+from svc_common.errors import NotConfiguredError
+
+Events = AsyncGenerator[pb.GenerateResponse, None]
+NOTHING = nullcontext()
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationCall:
+    """A request, and what belongs to it but is not part of its message."""
+
+    request: pb.GenerateRequest
+    deadline: float | None = None  # of the client, on the loop's clock
+    resumed: Resumed | None = None  # the request continues from its record
+    notes: bytes = b""  # kept in its record
+    trace: RequestTrace | None = None
+
+    @property
+    def is_new(self) -> bool:
+        """No earlier stream of this request was lost."""
+        return self.resumed is None and not self.request.HasField("continuation")
+
+
+class GenerationPipeline:
+    """Serves generations for gRPC and HTTP. All methods raise QuireError."""
+
+    def __init__(
+        self,
+        directory: ModelDirectory,
+        admission: Admission,
+        prompts: PromptReaders,
+        planner: Planner,
+        submitter: Submitter,
+        streams: OpenStreams,
+        *,
+        recorder: Recorder | None = None,
+        traces: RequestTraces | None = None,
+    ) -> None:
+        self.streams = streams
+        self.traces = traces
+        self._directory = directory
+        self._admission = admission
+        self._prompts = prompts
+        self._planner = planner
+        self._submitter = submitter
+        self._recorder = recorder
+
+    def generate(
+        self,
+        request: pb.GenerateRequest,
+        *,
+        deadline: float | None = None,
+        resumed: Resumed | None = None,
+        notes: bytes = b"",
+    ) -> Events:
+        """The events of one generation. To end it early, cancel the task or close the generator. `notes` are kept in
+        the request's record.
+        """
+        trace = None if self.traces is None else self.traces.begin()
+        events = self._generate(GenerationCall(request, deadline, resumed, notes, trace))
+        return events if trace is None else trace.around(events)
+
+    async def _generate(self, call: GenerationCall) -> Events:
+        request, resumed = call.request, call.resumed
+        check_request_id(request.request_id)
+        note_request_id(request.request_id)
+        grammar = check_generate(request, self._admission.requests, is_new=resumed is None)
+        model = self._admission.model(request, request.continuation.revision, request.adapter)
+        resumes = request.HasField("continuation")
+        with self._open(call, model, resumes=resumes) as stream:
+            prompt = await self._prompts.read(request, model, None if resumed is None else resumed.prompt_ids)
+            plan = await self._planner.plan(
+                request,
+                model,
+                prompt,
+                request_id=stream.request_id,
+                grammar=grammar,
+                cache_salt=self._admission.cache_salt(request.scheduling),
+                replay=None if resumed is None else resumed.replay,
+            )
+            if prompt.inputs:
+                stream.add_inputs(prompt.inputs)
+            answer = await self._submitter.lane.run(4 * sum(map(len, plan.resume.outputs)), GenerationStream, plan)
+            submission = await self._submitter.prepare(
+                plan, scoped_id=stream.scoped_id, resumes=resumes, deadline=call.deadline
+            )
+            if call.trace is not None:
+                call.trace.on_prepared(submission.request)
+            answer.report_known(submission.request)
+            async with (
+                self._counted(call, plan, submission.request),
+                self._recording(call, plan, submission) as recording,
+            ):
+                stream.set_request(submission.request)
+                if resumed is None or not resumed.follows:
+                    submission.send()
+                answer.begin(source_of(submission.request, plan), stream.meter, recording)
+                while not answer.is_over:
+                    for message in await answer.next_messages():
+                        yield message
+
+    def _open(self, call: GenerationCall, model: ServedModel, *, resumes: bool) -> OpenStream:
+        request = call.request
+        stream = self.streams.open(request.request_id, request.ByteSize(), model.name, resumes=resumes)
+        if call.trace is not None:
+            call.trace.set_meter(stream.scoped_id, stream.meter)
+        return stream
+
+    def _counted(
+        self, call: GenerationCall, plan: GenerationPlan, request: SchedulerRequest
+    ) -> AbstractAsyncContextManager[None]:
+        """Count the request against the limits of its key. Tokens before a resume are not counted again."""
+        if not self._admission.counts:
+            return NOTHING
+        before = request.num_output_tokens
+        num_prompt = len(plan.prompt.ids) if call.is_new else 0
+        num_tokens = num_prompt + len(request.samples) * plan.sampling.stop.max_tokens - before
+        return self._admission.counted(
+            request.request_id, num_tokens, lambda: num_prompt + request.num_output_tokens - before
+        )
+
+    def _recording(
+        self, call: GenerationCall, plan: GenerationPlan, submission: Submission
+    ) -> AbstractAsyncContextManager[Recording | None]:
+        """The record of a resumable request while it is open; None for other requests."""
+        if not call.request.resumable:
+            return NOTHING
+        return recorded(self.recorder, record_of(call.request, plan, call.notes), submission, call.resumed)
+
+    async def count_tokens(self, request: pb.GenerateRequest) -> int:
+        """The number of tokens of the prompt that a request would have."""
+        check_generate(request, self._admission.requests)
+        model = self._directory.find(request.model, request.continuation.revision, request.adapter)
+        note(model=model.name)
+        return await self._prompts.count(request, model)
+
+    # -- records ------------------------------------------------------------------------------------------------------
+
+    @property
+    def recorder(self) -> Recorder:
+        """Access to records. Raises NotConfiguredError if this gateway keeps none."""
+        if self._recorder is None:
+            raise NotConfiguredError(
+                "this deployment keeps no request records, which resumable and stored answers need; start the gateways "
+                "with --redis, or send the request without resumable",
+                field="resumable",
+            )
+        return self._recorder
+
+    @property
+    def keeps_records(self) -> bool:
+        return self._recorder is not None
+
+    async def resume(self, request: pb.ResumeRequest, *, deadline: float | None = None) -> Events:
+        """Continue a request from its record, after the output that the client has."""
+        check_resume(request)
+        note_request_id(request.request_id)
+        record = await self.recorder.records.load(scoped(request.request_id))
+        if record is None:
+            raise no_record(request.request_id)
+        resumed = Resumed(record, sent_tokens(request.after, len(record.outputs)))
+        async with aclosing(self.generate_again(resumed, deadline=deadline)) as events:
+            async for event in events:
+                yield event
+
+    def generate_again(self, resumed: Resumed, *, deadline: float | None = None) -> Events:
+        """The events of a request that continues from this record."""
+        return self.generate(resumed.request, deadline=deadline, resumed=resumed)
+
+    # -- aborts -------------------------------------------------------------------------------------------------------
+
+    async def abort(self, scoped_ids: Sequence[str]) -> set[str]:
+        """End requests, in this process directly and on other gateways through the schedulers. Returns those found."""
+        found = {scoped_id for scoped_id in scoped_ids if self.streams.abort(scoped_id)}
+        if elsewhere := [scoped_id for scoped_id in scoped_ids if scoped_id not in found]:
+            found |= await self._abort_at_schedulers(elsewhere)
+        return found
+
+    async def abort_everywhere(self, scoped_id: str) -> None:
+        """End a request in this process, and on other gateways in any case."""
+        self.streams.abort(scoped_id)
+        await self._abort_at_schedulers([scoped_id])
+
+    async def _abort_at_schedulers(self, scoped_ids: Sequence[str]) -> set[str]:
+        clients = [client for client in self._directory.clients if client.is_connected]
+        answers = await asyncio.gather(*(client.abort_requests(scoped_ids) for client in clients))
+        return {scoped_id for aborted in answers for scoped_id in aborted}

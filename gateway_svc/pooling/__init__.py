@@ -1,1 +1,0 @@
-"""Embed and Score: requests whose texts are pooled instead of continued."""
