@@ -12,7 +12,7 @@ import numpy as np
 
 from request_fields.beams import BeamParams
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.features.adapters import Adapter
+from scheduler_svc.core.features.adapters import UsesAdapter
 from scheduler_svc.core.features.beams import Beams
 from scheduler_svc.core.features.encoder import EncoderPositions
 from scheduler_svc.core.features.inputs import Inputs
@@ -112,7 +112,7 @@ def make_features(
     if pooling is not None:
         features.append(pooling)
     if adapter:
-        features.append(Adapter(adapter))
+        features.append(UsesAdapter(adapter))
     return Features(*features)
 
 

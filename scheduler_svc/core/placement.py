@@ -1,7 +1,41 @@
 """Placement: the worker on which a waiting sequence should run.
 
-The inputs are columns with one value per worker. Only the values of changed workers are read again, so one placement
-costs about the same for 8 workers and for 64.
+One pass over the queue (`queue/scan.py`) asks for each waiting sequence, in the order of the queue, on which worker it
+should run. The choice holds for this pass only: a sequence stays in the queue until a step admits it, so a better
+worker may be found in every pass. Nothing is bound early.
+
+The choice
+    score = expected prefill of the worker + alpha * tokens that the worker would have to compute for the sequence
+
+    The lowest score wins. The first term is the load of the worker: prompt tokens that are admitted and not computed,
+    plus those that this pass has placed before. The second is the sequence without its cached prefix; it counts more
+    (`placement_alpha`), because blocks that are computed twice also evict others. Workers that tie (`policy.ties`) are
+    told apart by the pressure on their pools, so that a prefix which all requests share does not keep workers idle.
+
+    Only eligible workers count: those whose pool and features could run the sequence if they were idle, which do not
+    drain, and, if there is another one, on which its row has not failed.
+
+Room
+    A worker has room while it has a free row (or, if priorities differ, a less urgent row to preempt), less than
+    `max_pending_prefill_steps` of expected prefill, and no valid refusal of this sequence. If the best worker has no
+    room but another one has, the sequence goes there only if computing its prefix again takes less than a fraction of
+    the wait that it saves (`policy.is_worth_leaving`); else it is *held* for the best worker. A starved sequence
+    reserves its eligible workers: they accept no other sequence in this pass.
+
+    The pass ends when no ready worker accepts more, so the cost of a pass depends on the workers and not on the queue.
+
+What is kept, and why it stays right
+    The inputs are columns with one value per worker. `mark_changed` names the workers whose values may differ; only
+    these are read again at the next pass, so one choice costs about the same for 8 workers and for 64.
+    The cached prefix of a sequence is looked up on all workers when it joins the queue and when the lookup is older
+    than MAX_LOOKUP_AGE_S, and in between on the ready workers only: pools change slowly, and the worker that admits the
+    sequence matches its prefix exactly. So these numbers are estimates and never decide what is read from a pool.
+    Most answers change one worker while most sequences wait for another one. If all sequences of the last pass wait
+    (`Wait`), and every worker that has changed since is still worse by the same rule that chose, the pass is skipped.
+
+Order within a pass
+    `begin_pass` reads changed workers and forgets reservations; `place` for each sequence; `reserve_for` after the
+    sequence that is starved. Positions of workers are valid until one joins or leaves, which raises `_version`.
 """
 
 from __future__ import annotations
@@ -17,7 +51,7 @@ from request_fields.sizes import SizeLimits
 from scheduler_svc.core.blocks.prompt_digests import PromptDigests
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.messages import WorkerCapacity
-from scheduler_svc.core.policy import LOAD_PART, is_worth_leaving, least_pressed, placement_scores, places_near_best
+from scheduler_svc.core.policy import is_worth_leaving, least_pressed, placement_scores, places_near_best, ties
 from scheduler_svc.core.sequence import QueueEntry, Refusal, Sequence, SequenceGroup
 from scheduler_svc.core.steps.worker_state import WorkerState
 from step_protocol.columns import I64, U32, Bools
@@ -29,16 +63,18 @@ NOTHING_RUNS = np.iinfo(np.int64).min  # below every priority number: there is n
 
 
 class Wait(NamedTuple):
-    """A sequence waits for its best worker, which has room but whose next step is not planned now, or which has no room
-    while another one has.
+    """The decision to wait for a worker, with what it depended on. It stands while no other worker has become as good
+    (`Placement.would_wait`), so that the next pass need not place the sequence again.
+
+    The worker has room but its next step is not planned now, or it has no room while `other` has.
     """
 
     entry: QueueEntry
     version: int  # of the placement
-    near: list[int]  # positions of that worker, and of workers that would be chosen if they were under less pressure
-    score: float  # the best one; another worker with a lower score would be chosen
-    slack: float  # a worker with a score above by more than this would not be chosen
-    load: float  # a worker with a higher load is chosen for a lower score only
+    near: list[int]  # positions of the workers that tie with the one of the best score
+    score: float  # the best score
+    load: float  # of the worker with this score
+    slack: float  # within which scores tie
     other: int | None = None  # position of a worker that has room while the best one has none
     extra_tokens: int = 0  # the fewest tokens that any other worker would have to compute more
 
@@ -62,7 +98,7 @@ class Placement:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.num_accepting = 0  # workers that accept more sequences in this pass
-        self.first: WorkerCapacity | None = None  # joined an empty placement; requests were checked against it
+        self.first: WorkerCapacity | None = None  # the first that joined; requests were checked against it
         self._config = config
         self._version = 0  # +1 whenever a worker joins or leaves, because positions change
         self._pass = 0  # number of the newest pass
@@ -222,8 +258,7 @@ class Placement:
 
     def _wait(self, entry: QueueEntry, near: I64, scores: F64, slack: float) -> Wait:
         best = near[scores[near].argmin()]
-        load = float(self._load[best]) + LOAD_PART * slack
-        return Wait(entry, self._version, near.tolist(), float(scores[best]), slack, load)
+        return Wait(entry, self._version, near.tolist(), float(scores[best]), float(self._load[best]), slack)
 
     def would_wait(self, waits: list[Wait], now: float, tokens_per_s: float | None) -> bool:
         """Whether `place` would choose as in the last pass, in which the first sequences of the queue got these waits.
@@ -252,7 +287,7 @@ class Placement:
         if i == wait.other and (worker.num_free_rows < 1 or load >= self._max_pending[i]):
             return False
         score = load + self._config.placement_alpha * int(wait.entry.uncached_at[i])
-        return score > wait.score + wait.slack or (score > wait.score and load > wait.load)
+        return score > wait.score and not ties(score, load, wait.score, wait.load, wait.slack)
 
     def reserve_for(self, entry: QueueEntry) -> None:
         """Reserve the eligible workers of a starved sequence: they accept no other sequence in this pass."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
@@ -38,15 +40,6 @@ def final_blocks(num_tokens: I64, remaining: I64, block_size: int) -> I64:
     """Number of blocks of each sequence when it has grown by `remaining` tokens, if it frees none before."""
     count: I64 = (num_tokens + _growth(remaining) + block_size - 1) // block_size
     return count
-
-
-def beam_blocks(num_prompt: int, max_tokens: int, width: int, block_size: int, blocks_before: int | None = None) -> int:
-    """The largest number of blocks that the beams of one search use in total. The beams always share the full blocks
-    of the prompt, and the last token of each beam needs no KV. `blocks_before`: see `WorkerCapacity`.
-    """
-    shared = num_prompt // block_size
-    most = shared + width * (ceil_div(num_prompt + max_tokens - 1, block_size) - shared)
-    return most if blocks_before is None else min(most, width * (blocks_before + 1))
 
 
 def _growth(remaining: I64) -> I64:
@@ -95,22 +88,27 @@ def placement_scores(expected_prefill: I64, uncached_tokens: I64, alpha: float) 
     return expected_prefill + alpha * uncached_tokens
 
 
-LOAD_PART = 0.1  # part of the slack by which the load of a worker may be higher
+LOAD_FRACTION = 0.1  # of the slack: how much higher the load of a worker that ties may be
 
 
-def places_near_best(scores: F64, slack: float, load: I64, allowed: Bools) -> I64:
-    """Positions of the allowed workers that tie: their scores are within `slack` of the best, and their load is hardly
-    above that of the worker with the best score. At least one must be allowed.
+def ties(score: Any, load: Any, best_score: float, best_load: float, slack: float) -> Any:
+    """Whether a worker with this score and load, or each of several, ties with the best one: its score is within
+    `slack`, and its load is hardly higher.
 
     Without the slack, a short prefix that all requests share would keep idle workers idle: they do not hold the prefix,
     so they would never get a request, while the other workers evict blocks. Little of the slack is for load: it
     depends on the length of the prompt, so it would let long prompts wait behind others.
     """
+    return (score <= best_score + slack) & (load <= best_load + LOAD_FRACTION * slack)
+
+
+def places_near_best(scores: F64, slack: float, load: I64, allowed: Bools) -> I64:
+    """Positions of the allowed workers that tie with the one of the best score. At least one must be allowed."""
     if np.count_nonzero(allowed) < len(allowed):
         scores = np.where(allowed, scores, np.inf)
     best = scores.argmin()
-    near: I64 = (scores <= scores[best] + slack).nonzero()[0]
-    return near if len(near) == 1 else near[load[near] <= load[best] + LOAD_PART * slack]
+    near: I64 = ties(scores, load, scores[best], load[best], slack).nonzero()[0]
+    return near
 
 
 def least_pressed(places: I64, pressure: F64) -> int:

@@ -25,13 +25,11 @@ from prefix_index.changes import PrefixChanges
 from scheduler_svc.core import invariants
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.deltas import Deltas, Finished, with_outputs
-from scheduler_svc.core.features.adapters import Adapters
+from scheduler_svc.core.features.adapters import AdapterSwaps
 from scheduler_svc.core.measurements import Counts, Throughput
 from scheduler_svc.core.messages import CachedBlock, MigrationReason, WorkerCapacity
 from scheduler_svc.core.placement import Placement
-from scheduler_svc.core.prefix_events import PrefixEvents, cached_prefixes
 from scheduler_svc.core.queue.admission_control import AdmissionControl
-from scheduler_svc.core.queue.preemption import preempt_for, preempt_one
 from scheduler_svc.core.queue.requests import Requests
 from scheduler_svc.core.queue.scan import QueueScan
 from scheduler_svc.core.sequence import FinishReason, QueueEntry, Refusal, SequenceGroup
@@ -51,7 +49,7 @@ from scheduler_svc.core.stats import (
 from scheduler_svc.core.steps.answers import Stops, append_tokens, check_answer, untrusted_after
 from scheduler_svc.core.steps.step_plan import InFlightStep, StepPlan
 from scheduler_svc.core.steps.step_planner import StepPlanner
-from scheduler_svc.core.steps.worker_state import Outcome, WorkerState
+from scheduler_svc.core.steps.worker_state import Advance, WorkerState
 from step_protocol.columns import I64
 from step_protocol.messages import EMPTY, RowError, StepBatch, StepOutput
 
@@ -80,8 +78,9 @@ class Scheduler:
         self._scan = QueueScan(config, self._requests, self._placement, self._throughput)
         self._waiting = self._requests.waiting
         self._share = self._requests.share
-        self._prefix_events = PrefixEvents(is_on=config.publishes_prefixes)
-        self.adapters = Adapters(
+        self._touched: dict[str, WorkerState] = {}  # workers whose cached prefixes may have changed
+        self._evicted: list[PrefixChanges] = []  # the prefixes of workers that have left
+        self.adapters = AdapterSwaps(
             self._workers,
             self._requests.groups,
             self._placement.take_preparing,
@@ -111,7 +110,7 @@ class Scheduler:
         self._workers[capacity.worker_id] = worker
         self._planners[capacity.worker_id] = self._ready[capacity.worker_id] = planner
         self._placement.join(worker)
-        self._prefix_events.note(worker)
+        self._touched[capacity.worker_id] = worker
         self._requests.update_schedulable()
         for entry in self._waiting:
             entry.forget_refusals(capacity.worker_id)  # from before a restart of this worker
@@ -129,7 +128,8 @@ class Scheduler:
         self._requests.update_schedulable()
         while worker.rows.num_used:
             self._requests.requeue(worker.preempt(int(worker.rows.active()[0])), MigrationReason.LOST)
-        self._prefix_events.leave(worker)
+        self._touched.pop(worker_id, None)
+        self._evicted += worker.leave_index()
 
     def drain_worker(self, worker_id: str) -> None:
         """Stop admitting sequences on the worker. Each running sequence returns to the queue with its tokens as soon as
@@ -239,9 +239,9 @@ class Scheduler:
             return None
         self._mark_changed(worker)
         if candidates and len(self._requests.priorities) > 1:
-            preempt_for(worker, candidates[0], self._requests, self.config.watermark, self._throughput.mean_output)
+            self._requests.preempt_for(worker, candidates[0])
         plan = planner.begin_step(now)
-        has_preempted = planner.plan_running(plan, partial(preempt_one, worker, self._requests))
+        has_preempted = planner.plan_running(plan, partial(self._requests.preempt_one, worker))
         if candidates and not has_preempted:
             self._admit(planner, plan, candidates, now)
         batch = planner.finish_plan(plan)
@@ -256,7 +256,7 @@ class Scheduler:
         return batch
 
     def _mark_changed(self, worker: WorkerState) -> None:
-        self._prefix_events.note(worker)
+        self._touched[worker.capacity.worker_id] = worker
         self._placement.mark_changed(worker)
 
     def _admit(self, planner: StepPlanner, plan: StepPlan, candidates: list[QueueEntry], now: float) -> None:
@@ -355,7 +355,7 @@ class Scheduler:
                 deltas = self._apply(worker, outcome, deltas)
         return deltas
 
-    def _apply(self, worker: WorkerState, outcome: Outcome, deltas: Deltas) -> Deltas:
+    def _apply(self, worker: WorkerState, outcome: Advance, deltas: Deltas) -> Deltas:
         """Apply what a part found in an answer. Returns `deltas` with the outputs of the requests that end."""
         if outcome.advanced:
             self._share.charge_outputs(worker.rows.tenant, np.array(outcome.advanced))
@@ -417,12 +417,14 @@ class Scheduler:
     # -- facts --------------------------------------------------------------------------------------------------------
 
     def take_prefix_events(self) -> list[PrefixChanges]:
-        """Changes of cached prefixes since the last call."""
-        return self._prefix_events.take()
+        """Changes of cached prefixes since the last call; those of one worker are in order."""
+        evicted, self._evicted = self._evicted, []
+        touched, self._touched = self._touched, {}
+        return evicted + [changes for worker in touched.values() for changes in worker.take_prefix_changes()]
 
     def cached_prefixes(self) -> list[PrefixChanges]:
         """All cached prefixes of all workers, to fill an index that has lost its data."""
-        return [cached_prefixes(worker) for worker in self._workers.values()]
+        return [worker.cached_prefixes() for worker in self._workers.values()]
 
     def load(self) -> Load:
         """The current load: waiting and running sequences, pending tokens."""

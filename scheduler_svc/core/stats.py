@@ -15,7 +15,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from scheduler_svc.core.features.adapters import AdapterRows
+from scheduler_svc.core.features.adapters import ResidentAdapters
 from scheduler_svc.core.measurements import Counts
 from scheduler_svc.core.policy import ceil_div
 from scheduler_svc.core.queue.requests import Requests
@@ -78,7 +78,7 @@ def load_of(requests: Requests, workers: Collection[WorkerState]) -> Load:
 
 def worker_stats(worker: WorkerState) -> WorkerStats:
     """The occupancy of this worker."""
-    adapters = worker.find_part(AdapterRows)
+    adapters = worker.find_part(ResidentAdapters)
     return WorkerStats(
         worker_id=worker.capacity.worker_id,
         rows_used=worker.rows.num_used,

@@ -29,7 +29,7 @@ from request_fields.fields import (
 )
 from request_fields.grammar import has_grammar
 from request_fields.sizes import SizeLimits
-from scheduler_svc.core.features.adapters import Adapter
+from scheduler_svc.core.features.adapters import UsesAdapter
 from scheduler_svc.core.features.beams import Beams
 from scheduler_svc.core.features.encoder import EncoderPositions
 from scheduler_svc.core.features.inputs import Inputs
@@ -135,7 +135,7 @@ class SubmitReader:
         if pooling is not None:
             features.append(pooling)
         if submit.adapter_digest:
-            features.append(Adapter(_adapter(submit.adapter_digest)))
+            features.append(UsesAdapter(_adapter(submit.adapter_digest)))
         return features
 
     def _parameters(self, submit: scheduler_pb2.Submit) -> Parameters:

@@ -15,7 +15,7 @@ from quire.v1 import types_pb2
 
 from prefix_index.hashing import model_salt
 from request_fields.sizes import MAX_POOL_BLOCKS, MAX_POOL_TOKENS
-from scheduler_svc.core.features.adapters import Adapter
+from scheduler_svc.core.features.adapters import UsesAdapter
 from scheduler_svc.core.features.encoder import EncoderPositions
 from scheduler_svc.core.features.inputs import Inputs
 from scheduler_svc.core.features.pooled import Pooled
@@ -97,7 +97,7 @@ def _add_feature(feature: Feature, message: worker_pb2.RowOpen) -> None:
             message.encoder.CopyFrom(encoder)
         case Inputs():
             message.images = feature.spans
-        case Adapter():
+        case UsesAdapter():
             message.adapter = feature.digest
 
 

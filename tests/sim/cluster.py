@@ -26,9 +26,10 @@ from scheduler_svc.core.errors import (
     UnexpectedStepError,
 )
 from scheduler_svc.core.features.adapters import AdapterSwap, adapter_of
+from scheduler_svc.core.features.beams import beam_blocks
 from scheduler_svc.core.features.pooled import Pooled
 from scheduler_svc.core.messages import RowAssignment, WorkerCapacity
-from scheduler_svc.core.policy import beam_blocks, ceil_div
+from scheduler_svc.core.policy import ceil_div
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishReason, SequenceGroup, StopCondition
 from step_protocol.messages import EMPTY, StepOutput

@@ -1,4 +1,4 @@
-"""Adapters: a worker has some in its memory, of which its rows can use a few now (resident).
+"""AdapterSwaps: a worker has some in its memory, of which its rows can use a few now (resident).
 
 A request waits for the worker that should run it to make its adapter resident, which is a swap beside the steps
 (docs/adr/0049-adapters-in-the-fleet.md). No other request waits for it.
@@ -104,7 +104,7 @@ class AdapterSlots:
         self._resident[digest] = None
 
 
-class AdapterRows(WorkerPart):
+class ResidentAdapters(WorkerPart):
     """Opens rows on one worker only while their adapter is resident."""
 
     def __init__(self, worker: WorkerState) -> None:
@@ -135,10 +135,10 @@ class AdapterRows(WorkerPart):
         return None if found is None else AdapterSwap(self.worker.capacity.worker_id, *found)
 
 
-class Adapter(Feature):
+class UsesAdapter(Feature):
     """The adapter with this digest. The digest is part of the request's `root_key` too."""
 
-    part = AdapterRows
+    part = ResidentAdapters
     selects_workers = True
     needs_preparation = True
 
@@ -148,11 +148,11 @@ class Adapter(Feature):
 
 def adapter_of(group: SequenceGroup) -> bytes:
     """The digest of a request's adapter; empty: none."""
-    found = group.features.find(Adapter)
+    found = group.features.find(UsesAdapter)
     return b"" if found is None else found.digest
 
 
-class Adapters:
+class AdapterSwaps:
     """The adapters of all workers. The caller swaps them and reports their memory.
 
     `take_preparing` returns the workers that were asked to prepare since its last call, `on_change` must be called when
@@ -175,27 +175,27 @@ class Adapters:
         """The adapters in a worker's memory have changed."""
         worker = self._workers.get(worker_id)
         if worker is not None:
-            worker.part(AdapterRows).slots.set_loaded(digests)
+            worker.part(ResidentAdapters).slots.set_loaded(digests)
             self._on_change()
 
     def take_swaps(self) -> list[AdapterSwap]:
         """Adapters that workers must make resident for waiting sequences. The caller reports each one's end with
         `end_swap`.
         """
-        swaps = (worker.part(AdapterRows).take_swap() for worker in self._take_preparing())
+        swaps = (worker.part(ResidentAdapters).take_swap() for worker in self._take_preparing())
         return [swap for swap in swaps if swap is not None]
 
     def end_swap(self, worker_id: str, digest: bytes, *, is_resident: bool) -> None:
         """A worker has made an adapter resident, or failed to."""
         worker = self._workers.get(worker_id)
         if worker is not None:
-            worker.part(AdapterRows).slots.end_swap(digest, is_resident=is_resident)
+            worker.part(ResidentAdapters).slots.end_swap(digest, is_resident=is_resident)
             self._on_change()
 
     def is_resident(self, worker_id: str, adapter: bytes) -> bool:
         """Whether rows of a worker can use an adapter now."""
         worker = self._workers.get(worker_id)
-        return worker is not None and worker.part(AdapterRows).slots.is_ready(adapter)
+        return worker is not None and worker.part(ResidentAdapters).slots.is_ready(adapter)
 
     def num_requests_with(self, adapter: bytes) -> int:
         """Number of open requests that use an adapter."""

@@ -17,10 +17,10 @@ from request_fields.beams import BeamParams
 from scheduler_svc.core.errors import NeverFitsError
 from scheduler_svc.core.features.beam_search import BeamSearch, Candidates, Move
 from scheduler_svc.core.messages import RowAssignment, WorkerCapacity
-from scheduler_svc.core.policy import beam_blocks
+from scheduler_svc.core.policy import ceil_div
 from scheduler_svc.core.sequence import Completion, Feature, Sequence, SequenceGroup
 from scheduler_svc.core.steps.step_plan import InFlightStep, StepPlan
-from scheduler_svc.core.steps.worker_state import Outcome, WorkerPart, WorkerState
+from scheduler_svc.core.steps.worker_state import Advance, WorkerPart, WorkerState
 from step_protocol.columns import I64, U32
 from step_protocol.messages import RowError, StepBatch, StepOutput
 
@@ -114,11 +114,11 @@ class BeamRows(WorkerPart):
 
     # -- answer -------------------------------------------------------------------------------------------------------
 
-    def advance(self, step: InFlightStep, output: StepOutput) -> Outcome | None:
+    def advance(self, step: InFlightStep, output: StepOutput) -> Advance | None:
         """Store the candidates of an answer, and move the beams of the searches that have all of theirs."""
         if not step.has_awaiting:
             return None
-        outcome, ready, r = Outcome([], [], []), list[SequenceGroup](), self.worker.rows
+        outcome, ready, r = Advance([], [], []), list[SequenceGroup](), self.worker.rows
         for row in output.rows[r.is_awaiting[output.rows]].tolist():
             if row in step.closed:
                 continue
@@ -206,6 +206,15 @@ class BeamRows(WorkerPart):
 
 
 Beams.part = BeamRows
+
+
+def beam_blocks(num_prompt: int, max_tokens: int, width: int, block_size: int, blocks_before: int | None = None) -> int:
+    """The largest number of blocks that the beams of one search use in total. The beams always share the full blocks
+    of the prompt, and the last token of each beam needs no KV. `blocks_before`: see `WorkerCapacity`.
+    """
+    shared = num_prompt // block_size
+    most = shared + width * (ceil_div(num_prompt + max_tokens - 1, block_size) - shared)
+    return most if blocks_before is None else min(most, width * (blocks_before + 1))
 
 
 def _num_blocks(group: SequenceGroup, capacity: WorkerCapacity) -> int:

@@ -27,7 +27,7 @@ from scheduler_svc.core.sequence import (
     SequenceStatus,
 )
 from scheduler_svc.core.steps.answers import Stops
-from scheduler_svc.core.steps.worker_state import WorkerState
+from scheduler_svc.core.steps.worker_state import WorkerState, num_forks_needed
 from step_protocol.messages import EMPTY
 
 RETRY_ADVICE = "retry later or on another scheduler"
@@ -240,6 +240,27 @@ class Requests:
             self._counts.migrations[migration] += 1
         self._enqueue(seq)
 
+    def preempt_one(self, worker: WorkerState) -> None:
+        """Preempt the least urgent row of a worker, or the gang that it belongs to."""
+        victim = max(worker.rows.active().tolist(), key=lambda row: worker.rows.sequence(row).order)
+        seq = worker.preempt(victim)
+        self.requeue(seq)
+        entry = self.waiting.entry(seq)
+        if worker.in_flight and entry:  # else it could reuse its blocks as cached blocks before they are free
+            entry.refusals[worker.capacity.worker_id] = worker.refuse()
+
+    def preempt_for(self, worker: WorkerState, entry: QueueEntry) -> None:
+        """Preempt less urgent rows to make room for an urgent sequence. Do not preempt if it still would not fit."""
+        urgent = entry.seq
+        if _has_space(urgent, worker) or not _has_less_urgent(urgent, worker):
+            return
+        refusal = worker.check_preempting(urgent, self._config.watermark, self._throughput.mean_output)
+        if refusal is not None:
+            entry.refusals[worker.capacity.worker_id] = refusal
+            return
+        while not _has_space(urgent, worker) and _has_less_urgent(urgent, worker):
+            self.preempt_one(worker)
+
     def enqueue_samples(self, samples: list[Sequence]) -> None:
         """Queue samples that got no row. The first starts from the cached prompt, and the others fork from it."""
         if samples:
@@ -313,3 +334,13 @@ def _finished(seq: Sequence, reason: FinishReason, stop_token_id: int | None = N
         stop_token_id=stop_token_id,
         message=message,
     )
+
+
+def _has_space(seq: Sequence, worker: WorkerState) -> bool:
+    _, num_blocks = worker.rows.opening_blocks(seq.data.num_tokens, 0)
+    return worker.has_space(1 + num_forks_needed(seq), num_blocks)
+
+
+def _has_less_urgent(seq: Sequence, worker: WorkerState) -> bool:
+    priorities = worker.rows.priority[worker.rows.active()]
+    return bool((priorities > seq.group.priority).any())

@@ -1,4 +1,56 @@
-"""Plans the steps of one worker: which rows compute which tokens, in which blocks."""
+"""Plans the steps of one worker: which rows compute which tokens, in which blocks.
+
+A step is planned in five chapters, and each row is in one of them at most:
+
+    the decode run     rows that decode as in the previous step (`decode_run.py`): their part of the step is their part
+                       of the previous one, advanced by one token, without a Python object per row
+    other decodes      rows with one token left that cannot join the run: they would write to a shared block, wait for
+                       the scheduler's choice of their token, or were put out of the run for lack of blocks
+    chunks             rows with several tokens left: as much of their prompts as the budget allows, oldest row first
+    late forks         forks that are computed again (`forks.py`)
+    admissions         waiting sequences, from the scan of the queue; the caller admits them one by one
+
+The order matters. A decode costs one token and delays a client's stream if it is skipped, so all decodes come before
+the first chunk, and admissions get what is left of the budget. A worker accepts no fewer tokens per step than it has
+rows, so decodes always fit.
+
+Blocks
+    A row writes to the block at `num_computed_tokens // block_size` of its table. A decoding row takes a block when
+    that index is new, or replaces the block by a copy when other rows use it (copy on write). An admitted row gets the
+    blocks of its whole prompt at once, so chunks never take one; with attention windows they take them as they go,
+    because the prompt may be longer than the window.
+    Every block that the step needs is counted before the first one is taken. If the pool has too few, in this order:
+    rows of the run that need a block leave it, blocks behind attention windows are freed, and the least urgent rows are
+    preempted until the blocks that are free now or after the steps in flight suffice. Until those steps are answered,
+    the least urgent of the rows that need a block skip steps: a block may be reused only when no step in flight reads
+    it.
+
+Tokens in flight
+    `num_computed_tokens` includes the tokens of steps in flight and `num_planned` their samples. A row whose newest
+    token is not known yet is planned all the same: the worker continues with its own sample. So several steps are in
+    flight at once. Rows whose tokens the scheduler chooses (`is_awaiting`) are planned when it has chosen.
+    A row that will reach its limit with a step in flight has nothing left to compute and is in no further step.
+
+Prefixes
+    Blocks that a chunk fills are registered when the chunk is planned, and may be shared from then on: the worker
+    computes steps in order and stores keys and values before it attends. They are announced and kept as cached prefixes
+    only when the step is answered (`WorkerState.commit_fills`), because it may fail.
+
+Bursts
+    While a step holds only the run, needs no block beyond the free ones and no sequence waits for this worker, further
+    steps are planned into the same message, as many as the worker decodes in `burst_s`. Only the last one frees the
+    message's place in the pipeline.
+
+Changes
+    Closed rows and commits travel with the next step. An idle worker gets a step without rows for them after
+    `changes_wait_s`, because on an idle system a step of their own would compete with the next request.
+
+Invariants (invariants.py checks them after every step of the tests)
+    - A row never writes into a block that another row uses.
+    - No row has computed beyond its blocks, its known and planned tokens, or its limit.
+    - A row with tokens to compute is either in the run or outside, never both.
+    - Every batch that `finish_plan` returns is in flight, and is sent once.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,49 @@
-"""The state of one worker: its blocks, its rows and its steps in flight."""
+"""The state of one worker: its blocks, its rows, its steps in flight, and the parts of the features that its rows use.
+
+The scheduler is ahead of the worker by the steps in flight. All that follows from one fact: what is planned now is
+computed later, in the order of the step ids, and its answer is applied later still, in the same order.
+
+    planned        `StepPlanner` advances rows and takes blocks; `add_in_flight`
+    sent           the caller sends the message; up to `pipeline_depth` messages are in flight
+    answered       `pop_in_flight`, then tokens, commits and ends are applied (`Scheduler.update`)
+
+A row ends between two of these points
+    Steps in flight may still read and write the blocks of a closed row. Its blocks are added to `releases` of the
+    newest step in flight and become free when that step is answered; blocks that only steps before it used wait a
+    little longer than they must, and no block is ever reused too early. The row itself is free at once: the next step
+    carries the close before the open of its next sequence. Every step in flight, and the step whose answer is being
+    applied, remembers the row in `closed`, so that the answer for the previous sequence never reaches the next one.
+
+Order of blocks
+    Blocks are freed from the tail of a table to its head, so that heads, which more sequences can share, are evicted
+    last. If a row has freed blocks behind its attention window before, those are the head of its prefix, but they were
+    put back first. When the row ends they are taken back and freed again behind the others (`_cached_again`): a hit
+    needs all blocks of a prefix, so a prefix without its head would be garbage that still occupies the pool.
+    Blocks behind a window that are committed are free at once, because the steps that read them precede the steps that
+    could write them again. Uncommitted ones wait for the answer that may commit them.
+
+Refusals
+    A sequence that does not fit gets a `Refusal`, so that it is not checked again in each step. The refusal holds while
+    `room_version` is unchanged, which grows whenever rows or blocks become free. The first sequence of the queue is
+    also checked again after as many steps as the projected peak may need to fall below the limit (`retry_at`).
+    Admission looks ahead: a sequence is admitted only if it and all rows that are at least as urgent fit at their
+    projected peak (`admission.py`). That keeps preemption rare, but does not exclude it, because lengths are guesses.
+
+Forks and gangs
+    A sequence with forks reserves a row for each (`num_reserved_rows`), so that nothing is admitted into them while the
+    prompt is computed. The sequences of a gang are admitted together or not at all, and closed together.
+
+Parts
+    A feature that keeps state per row has a `WorkerPart` here. The worker gets it with the first request that uses it;
+    from then on each hook is one call per step. A part must forget a row in `close`, which is called for every row: row
+    numbers are reused at once.
+
+Invariants
+    - ref counts equal the tables of open rows plus `releases` of the steps in flight.
+    - `num_reserved_rows` equals the forks of open rows.
+    - the newest step in flight is the last one of its message, and at most `pipeline_depth` messages are in flight.
+    - a block is committed at most once per content, and only after the answer to the step that filled it.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +54,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
+from prefix_index.changes import Holder, PrefixChanges
 from prefix_index.hashing import NO_KEYS, block_bytes, chained, extend_digests, root_digest, token_bytes
 from scheduler_svc.core.blocks.block_manager import BlockManager
 from scheduler_svc.core.deltas import Deltas
@@ -21,7 +67,7 @@ from step_protocol.columns import I64, Bools
 from step_protocol.messages import RowError, StepBatch, StepOutput
 
 
-class Outcome(NamedTuple):
+class Advance(NamedTuple):
     """What a part finds in the answer to a step."""
 
     failures: list[RowError]
@@ -77,7 +123,7 @@ class WorkerPart:
         """Add results of an answer to `deltas`, before rows end. `is_open`: see `WorkerState.commit_fills`."""
         return []
 
-    def advance(self, step: InFlightStep, output: StepOutput) -> Outcome | None:
+    def advance(self, step: InFlightStep, output: StepOutput) -> Advance | None:
         """Choose tokens from an answer, after rows have ended and their blocks are free."""
         return None
 
@@ -129,6 +175,8 @@ class WorkerState:
         self._num_answered = 0  # steps
         self._prefill_in_flight = 0  # prompt tokens of the steps in flight
         self._root_salt = root_salt
+        self._holder = Holder(capacity.worker_id, capacity.worker_epoch)
+        self._keeps_events = keeps_events
         self.prefilling: set[int] = set()  # rows with more tokens to plan than their newest
         self.late_forks: set[int] = set()  # computed rows whose forks wait for a row and blocks of their own
         self.parts: list[WorkerPart] = []  # of the features that requests of this worker have used
@@ -255,6 +303,22 @@ class WorkerState:
 
     def _root(self, seq: Sequence) -> bytes:
         return root_digest(self._root_salt, self.capacity.block_size, seq.group.root_key)
+
+    # -- the prefix index ---------------------------------------------------------------------------------------------
+
+    def take_prefix_changes(self) -> list[PrefixChanges]:
+        """Changes of this pool's cached prefixes since the last call; empty if there are none or no index is used."""
+        events = self.pool.take_events()
+        return [PrefixChanges(self._holder, events)] if events else []
+
+    def leave_index(self) -> list[PrefixChanges]:
+        """The last changes of a worker that leaves: every prefix is evicted."""
+        events = self.pool.take_events() + [(digest, False) for digest in self.pool.cached_digests()]
+        return [PrefixChanges(self._holder, events)] if events and self._keeps_events else []
+
+    def cached_prefixes(self) -> PrefixChanges:
+        """All cached prefixes, to fill an index that has lost its data."""
+        return PrefixChanges(self._holder, [(digest, True) for digest in self.pool.cached_digests()])
 
     # -- admission ----------------------------------------------------------------------------------------------------
 
@@ -434,8 +498,8 @@ class WorkerState:
         self._closed.append(row)
 
     def _cached_again(self, row: int) -> I64:
-        """Takes back the blocks that the row has freed and that are still cached, the last one first. Freed again after
-        the row's other blocks, they are evicted after them: a hit needs all blocks of a prefix.
+        """Take back the blocks that the row has freed and that are still cached, the last one first, so that they can
+        be freed behind the row's other blocks (see "Order of blocks" above).
         """
         r = self.rows
         cached = self.pool.match(r.digests[row], r.known_tokens(row), int(r.first_block[row]))

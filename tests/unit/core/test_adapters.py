@@ -8,7 +8,7 @@ import pytest
 
 from prefix_index.hashing import root_key
 from scheduler_svc.core.errors import NoWorkerError
-from scheduler_svc.core.features.adapters import Adapter, AdapterSlots, AdapterSwap
+from scheduler_svc.core.features.adapters import AdapterSlots, AdapterSwap, UsesAdapter
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import Features, SequenceGroup
 from tests.builders import make_capacity, make_group, make_scheduler
@@ -17,7 +17,7 @@ A, B, C = (bytes([number]) * 16 for number in (1, 2, 3))
 
 
 def with_adapter(group: SequenceGroup, adapter: bytes) -> SequenceGroup:
-    group.features, group.root_key = Features(Adapter(adapter)), root_key(adapter=adapter)
+    group.features, group.root_key = Features(UsesAdapter(adapter)), root_key(adapter=adapter)
     return group
 
 
