@@ -98,6 +98,8 @@ class InputRows(WorkerPart):
                 return 0
             waiting.pop(0)
             count = min(count, plan.budget)
+        if not waiting:
+            del self.worker.chunk_parts[row]
         return count
 
     def fill(self, batch: StepBatch) -> None:

@@ -224,15 +224,16 @@ class StepPlanner:
             self._plan_chunk(row, plan)
 
     def _split_by_stage(self) -> tuple[I64, I64]:
-        """Of the rows outside the run: those with one token to compute, and those with several."""
+        """Of the rows outside the run: those that compute their newest token, and those that compute their prompts."""
         outside = self._rows.outside
         if not outside:
             return NO_ROWS, NO_ROWS
         rows = np.fromiter(outside, dtype=np.int64, count=len(outside))
-        todo = self._rows.todo(rows)
-        if (todo == 1).all():
-            return rows, NO_ROWS
-        return rows[todo == 1], rows[todo > 1]
+        decodes, prefilling = self._rows.todo(rows) == 1, self.worker.prefilling
+        if not prefilling:
+            return (rows, NO_ROWS) if decodes.all() else (rows[decodes], NO_ROWS)
+        is_prefill = np.fromiter((row in prefilling for row in outside), dtype=np.bool_, count=len(outside))
+        return rows[decodes & ~is_prefill], rows[is_prefill]
 
     def _rows_that_need_a_block(self, decode: I64) -> I64:
         """Decoding rows that open a new block or would write to a shared one (copy on write)."""
@@ -310,7 +311,7 @@ class StepPlanner:
         plan.budget -= count
         if count > 1:
             plan.num_prompt_tokens += count
-        if count >= todo - 1:
+        if count >= todo - 1 and row not in self.worker.chunk_parts:
             self.worker.prefilling.discard(row)
         self._register_fills(row, count, plan)
         if self.worker.num_reserved_rows:

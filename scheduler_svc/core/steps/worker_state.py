@@ -106,8 +106,8 @@ class WorkerPart:
         """A sequence gets a row, also as a fork of another row."""
 
     def plan_chunk(self, row: int, count: int, plan: StepPlan) -> int:
-        """Called for the rows in `WorkerState.chunk_parts`. Returns how many of the next `count` tokens of the row this
-        step computes.
+        """Called for the rows in `WorkerState.chunk_parts`, until the part removes the row from there. Returns how many
+        of the next `count` tokens of the row this step computes.
         """
         return count
 
@@ -177,7 +177,7 @@ class WorkerState:
         self._root_salt = root_salt
         self._holder = Holder(capacity.worker_id, capacity.worker_epoch)
         self._keeps_events = keeps_events
-        self.prefilling: set[int] = set()  # rows with more tokens to plan than their newest
+        self.prefilling: set[int] = set()  # rows whose prompts are not planned as far as their newest token
         self.late_forks: set[int] = set()  # computed rows whose forks wait for a row and blocks of their own
         self.parts: list[WorkerPart] = []  # of the features that requests of this worker have used
         self._part_of: dict[type[WorkerPart], WorkerPart] = {}

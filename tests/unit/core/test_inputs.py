@@ -175,3 +175,25 @@ def test_a_row_with_an_image_alone_is_computed() -> None:
         assert not batch.images
         answer(scheduler, batch)
     run_to_end(scheduler)
+
+
+@pytest.mark.parametrize(
+    ("num_prompt", "span", "is_cached"), [(9, (5, 4), True), (9, (8, 1), True), (9, (8, 1), False)]
+)
+def test_the_last_token_of_a_prompt_waits_for_its_image(
+    num_prompt: int, span: tuple[int, int], is_cached: bool
+) -> None:
+    """Only the newest token is left to compute, but it is not a decode: its image is not computed."""
+    scheduler = make_scheduler(make_capacity(max_num_batched_tokens=8))
+    if is_cached:
+        scheduler.add_group(request("first", num_prompt, span, image_work=((span[0], 3),), max_tokens=1), 0.0)
+        run_to_end(scheduler)
+    scheduler.add_group(request("again", num_prompt, span, image_work=((span[0], 20),), max_tokens=2), 0.0)
+    done = 0
+    while not done or scheduler.has_work:
+        (batch,) = scheduler.schedule(0.0)
+        done = max([done, *(work.done for work in batch.images)])
+        is_last = bool(len(batch.rows)) and batch.context_lens[0] + batch.query_lens[0] >= num_prompt
+        assert done == 20 or not is_last, "the last token is computed before its image"
+        scheduler.check_invariants()
+        answer(scheduler, batch)
