@@ -21,7 +21,7 @@ from worker_svc.engine.gpu import runner as runner_module
 from worker_svc.engine.gpu.collectives.group import ALONE
 from worker_svc.engine.gpu.step.scores import Scorer
 from worker_svc.engine.rows.errors import RowErrors
-from worker_svc.engine.rows.open_rows import RowTable
+from worker_svc.engine.rows.open_rows import OpenRows
 from worker_svc.engine.sampling.beams import BeamLines, best_candidates, take_log_softmax
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -180,7 +180,7 @@ def test_candidates_of_all_ranks_equal_the_specification():
 
 
 def test_a_token_that_arrives_late_does_not_replace_that_of_a_moved_beam():
-    rows, errors = RowTable(2, 32, 16, 4, 50), RowErrors()
+    rows, errors = OpenRows(2, 32, 16, 4, 50), RowErrors()
     opens = [RowOpen(row, u32(1, 2), 2, u32(row), 0, GREEDY, 0, rules=NO_RULES, num_candidates=2) for row in (0, 1)]
     rows.open(opens, errors)
     both, ends = np.array([0, 1]), np.array([2, 2])

@@ -17,7 +17,7 @@ from worker_svc.engine.gpu.kernels.sampler import process
 from worker_svc.engine.gpu.step.device_rows import HEAD_WORDS, changed_words, make_state
 from worker_svc.engine.gpu.step.processing import DeviceProcessing
 from worker_svc.engine.rows.errors import RowErrors
-from worker_svc.engine.rows.open_rows import RowTable
+from worker_svc.engine.rows.open_rows import OpenRows
 
 VOCAB = 2500  # two chunks
 BLOCKS = 4
@@ -27,7 +27,7 @@ class Device:
     """Rows on the host and on the device; both get the same operations."""
 
     def __init__(self, num_rows: int, vocab: range = range(VOCAB)) -> None:
-        self.rows = RowTable(num_rows, 16 * BLOCKS, 16, 1, VOCAB)
+        self.rows = OpenRows(num_rows, 16 * BLOCKS, 16, 1, VOCAB)
         self.state = make_state(num_rows, BLOCKS, DEVICE)
         self.processing = DeviceProcessing(self.state, vocab)
         self.vocab = vocab

@@ -48,7 +48,7 @@ from worker_svc.engine.pooling.pooling import (
 from worker_svc.engine.rows.embedder import InputEmbedder
 from worker_svc.engine.rows.errors import RowErrors
 from worker_svc.engine.rows.logprobs import PromptTargets
-from worker_svc.engine.rows.open_rows import RowTable
+from worker_svc.engine.rows.open_rows import OpenRows
 from worker_svc.engine.rows.scoring import (
     LOGITS_AT_ONCE,
     RawLogits,
@@ -57,7 +57,7 @@ from worker_svc.engine.rows.scoring import (
     score_prompts,
     score_sampled,
 )
-from worker_svc.engine.rows.step_checker import StepPlan, StepPlanner
+from worker_svc.engine.rows.step_checker import CheckedStep, StepChecker
 from worker_svc.engine.sampling.beams import best_candidates, take_log_softmax
 from worker_svc.engine.sampling.grammars import PendingMasks, compiled_grammars
 from worker_svc.engine.sampling.masking import apply_masks
@@ -119,7 +119,7 @@ class ModelRunner:
         for name, folder in config.adapters:
             self.adapters.load(name, folder)
         self._row_adapters = RowAdapters(config.max_num_seqs, self.adapters.find)
-        self._rows = RowTable(
+        self._rows = OpenRows(
             config.max_num_seqs, loaded.max_model_len, config.block_size, loaded.num_blocks, loaded.vocab_size,
             grammars, adapters=self._row_adapters,
             hidden_size=loaded.input_size,
@@ -160,7 +160,7 @@ class ModelRunner:
             pooling=loaded.pooling_info,
             is_encoder=loaded.is_encoder,
         )
-        self._planner = StepPlanner(self._rows, self.info)
+        self._checker = StepChecker(self._rows, self.info)
         self._num_out_of_memory = 0  # consecutive steps
         self._backend.end_load()
 
@@ -176,7 +176,7 @@ class ModelRunner:
         out of memory, its rows fail. The third consecutive such step raises, and so does a failure to apply changes.
         """
         started = time.perf_counter()
-        self._planner.check_columns(batch)
+        self._checker.check_columns(batch)
         self._bind_thread()
         with torch.inference_mode():
             errors = RowErrors()
@@ -227,7 +227,7 @@ class ModelRunner:
         """Runs a step whose changes are applied. If memory runs out, only its rows fail: it writes to no others."""
         try:
             self._advance_images(batch)
-            plan = self._planner.plan(batch, errors)
+            plan = self._checker.check(batch, errors)
             found = self._run(plan, errors) if len(plan.rows) else NOTHING
         except (MemoryError, RuntimeError) as error:
             self._num_out_of_memory += 1
@@ -248,7 +248,7 @@ class ModelRunner:
             if self.images is not None and item is not None and item.kind == "image":
                 self.images.advance(item, work.done / work.total)
 
-    def _run(self, plan: StepPlan, errors: RowErrors) -> Computed:
+    def _run(self, plan: CheckedStep, errors: RowErrors) -> Computed:
         """Runs the forward pass, then samples and scores."""
         heads, logits_index = plan.sources, None
         if plan.has_forks:
@@ -299,7 +299,7 @@ class ModelRunner:
             return found
         return replace(found, prompt_logprobs=None if prompts is None else prompts.prompt_logprobs, pooled=pooled)
 
-    def _token_types(self, plan: StepPlan, chunks: list[PooledChunk]) -> I64 | None:
+    def _token_types(self, plan: CheckedStep, chunks: list[PooledChunk]) -> I64 | None:
         """The type of each token, for models with token types: 1 in the second text of a row."""
         if not any(chunk.pooling.second_text for chunk in chunks):
             return None
@@ -351,7 +351,9 @@ class ModelRunner:
             errors.add(row, NOTHING_TO_SAMPLE, RowErrorCode.NAN)
         return prompts
 
-    def _sample(self, plan: StepPlan, logits: torch.Tensor, masks: PendingMasks | None, errors: RowErrors) -> Computed:
+    def _sample(
+        self, plan: CheckedStep, logits: torch.Tensor, masks: PendingMasks | None, errors: RowErrors
+    ) -> Computed:
         asked = self._rows.asked_logprobs(plan.sampling_rows)
         columns = self._rows.sampling_columns(plan.sampling_rows, plan.sampled_positions)
         processed = self._rows.processed_rows(plan.sampling_rows, plan.sampled_positions)

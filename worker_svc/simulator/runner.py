@@ -33,8 +33,8 @@ from worker_svc.engine.backend import TopLogprobs
 from worker_svc.engine.config import EngineConfig
 from worker_svc.engine.rows.errors import RowErrors
 from worker_svc.engine.rows.logprobs import Asked, PromptTargets, spread, to_columns
-from worker_svc.engine.rows.open_rows import RowTable
-from worker_svc.engine.rows.step_checker import StepPlan, StepPlanner
+from worker_svc.engine.rows.open_rows import OpenRows
+from worker_svc.engine.rows.step_checker import CheckedStep, StepChecker
 from worker_svc.engine.sampling.beams import BeamLines
 from worker_svc.engine.sampling.grammars import RowMasks, compiled_grammars
 from worker_svc.engine.sampling.processors import ProcessedRows
@@ -93,21 +93,21 @@ class SimRunner:
         for name, folder in config.adapters:
             self.adapters.load(name, folder)
         self._row_adapters = RowAdapters(info.max_num_seqs, self.adapters.find)
-        self._rows = RowTable(
+        self._rows = OpenRows(
             info.max_num_seqs, info.max_model_len, info.block_size, info.num_blocks, info.vocab_size, grammars,
             hidden_size=info.hidden_size, adapters=self._row_adapters, images=info.images,
         )  # fmt: skip
-        self._planner = StepPlanner(self._rows, info)
+        self._checker = StepChecker(self._rows, info)
         self._pool = SimPool(info.num_blocks, info.block_size)
         self._histories = Histories(info.max_num_seqs, info.max_model_len, info.block_size)
 
     def execute(self, batch: StepBatch) -> StepOutput:
         """Applies and runs one step, as `ModelRunner.execute` does."""
         started = time.perf_counter()
-        self._planner.check_columns(batch)
+        self._checker.check_columns(batch)
         errors = RowErrors()
         self._apply_changes(batch, errors)
-        plan = self._planner.plan(batch, errors)
+        plan = self._checker.check(batch, errors)
         rows, token_ids, logprobs, prompt_logprobs, candidates = self._compute(plan, errors)
         left_s = self._sim.step_s(plan.ends - plan.context_lens) - (time.perf_counter() - started)
         if left_s > 0:  # a sleep of 0 also gives the processor away
@@ -176,7 +176,7 @@ class SimRunner:
         return places
 
     def _compute(
-        self, plan: StepPlan, errors: RowErrors
+        self, plan: CheckedStep, errors: RowErrors
     ) -> tuple[I64, U32, LogprobColumns | None, PromptLogprobs | None, BeamCandidates]:
         tokens = self._rows.token_ids(plan.token_rows, plan.positions)
         digests = self._histories.digests[plan.token_rows, plan.positions + 1]
@@ -205,7 +205,7 @@ class SimRunner:
         draws = mix(self._histories.digests[rows, positions])
         return sampled_columns(draws, token_ids, asked, self.info.vocab_size)
 
-    def _prompt_logprobs(self, plan: StepPlan, bad_rows: I64) -> PromptLogprobs | None:
+    def _prompt_logprobs(self, plan: CheckedStep, bad_rows: I64) -> PromptLogprobs | None:
         targets = self._rows.prompt_targets(plan.token_rows, plan.positions)
         if targets is None:
             return None
@@ -224,7 +224,7 @@ class SimRunner:
         repeated = np.repeat(beams.rows, beams.counts).astype(np.uint32)
         return BeamCandidates(repeated, *(np.concatenate(column) for column in zip(*found, strict=True)))
 
-    def _find_wrong(self, plan: StepPlan, digests: U64, errors: RowErrors) -> Bools:
+    def _find_wrong(self, plan: CheckedStep, digests: U64, errors: RowErrors) -> Bools:
         """Rows whose tables differ from their history, and rows that read blocks written by such rows in this step."""
         is_wrong = np.zeros(len(plan.rows), np.bool_)
         token_index = np.repeat(np.arange(len(plan.rows)), np.diff(plan.starts))
@@ -241,7 +241,7 @@ class SimRunner:
             tokens = self._rows.token_ids(plan.token_rows[spoilt], plan.positions[spoilt])
             self._pool.write(plan.slots[spoilt], tokens, digests[spoilt] ^ POISON)
 
-    def _differs(self, plan: StepPlan) -> Bools:
+    def _differs(self, plan: CheckedStep) -> Bools:
         """[B] Whether a row's table differs from its history up to its last computed token. Full blocks are compared by
         their sums, the last block slot by slot."""
         size = self.info.block_size

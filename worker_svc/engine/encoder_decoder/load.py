@@ -21,8 +21,8 @@ from worker_svc.engine.encoder_decoder.log_mel import LogMel, read_audio_setting
 from worker_svc.engine.encoder_decoder.model import EncoderDecoderModel
 from worker_svc.engine.encoder_decoder.weights import EncoderDecoderLoader
 from worker_svc.engine.rows.inputs import InputSpan
-from worker_svc.engine.rows.open_rows import RowTable
-from worker_svc.engine.rows.step_checker import StepPlan
+from worker_svc.engine.rows.open_rows import OpenRows
+from worker_svc.engine.rows.step_checker import CheckedStep
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class EncoderDecoder:
         """The longest audio input; 0: the encoder reads tokens."""
         return 0 if self.info.audio is None else self.info.audio.max_samples
 
-    def columns(self, rows: RowTable, plan: StepPlan, spans: list[InputSpan]) -> EncoderColumns:
+    def columns(self, rows: OpenRows, plan: CheckedStep, spans: list[InputSpan]) -> EncoderColumns:
         """The encoder positions of the rows of a step, with the features of the audio that it computes."""
         features: dict[int, torch.Tensor] = {}
         if self.log_mel is not None:

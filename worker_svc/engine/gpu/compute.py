@@ -31,7 +31,7 @@ from worker_svc.engine.gpu.step.processing import DeviceProcessing
 from worker_svc.engine.gpu.step.scores import Scorer
 from worker_svc.engine.gpu.step.step_buffer import Bucket, HostStep, StepBuffer, StepColumns
 from worker_svc.engine.pooling.weights import PoolingWeights
-from worker_svc.engine.rows.step_checker import StepPlan
+from worker_svc.engine.rows.step_checker import CheckedStep
 from worker_svc.engine.sampling.beams import BeamLines
 
 Mask = Callable[[torch.Tensor], None]  # changes logits [S, vocab] in place
@@ -159,7 +159,7 @@ class StepCompute:
             self._is_eager = was_eager
 
     def bucket_of(
-        self, plan: StepPlan, *, is_filtered: bool, ends_at_logits: bool = False, has_adapters: bool = False
+        self, plan: CheckedStep, *, is_filtered: bool, ends_at_logits: bool = False, has_adapters: bool = False
     ) -> Bucket:
         """The bucket that a step is padded to. A step with prompts is not padded if it has no graph."""
         num_rows, num_tokens, num_samples = len(plan.rows), int(plan.starts[-1]), len(plan.sampling_rows)

@@ -68,8 +68,8 @@ from worker_svc.engine.pooling.pooling import PoolingTable
 from worker_svc.engine.pooling.weights import PoolingWeights, pooling_info
 from worker_svc.engine.rows.embedder import InputEmbedder
 from worker_svc.engine.rows.errors import RowErrors
-from worker_svc.engine.rows.open_rows import RowTable
-from worker_svc.engine.rows.step_checker import StepPlan, StepPlanner
+from worker_svc.engine.rows.open_rows import OpenRows
+from worker_svc.engine.rows.step_checker import CheckedStep, StepChecker
 from worker_svc.engine.sampling.grammars import compiled_grammars
 from worker_svc.engine.sampling.masking import apply_masks
 from worker_svc.engine.settings import choose_max_model_len
@@ -124,7 +124,7 @@ class DeviceRunner:
         max_model_len = choose_max_model_len(config, whole, num_blocks)
         self._contents = BlockContents(num_blocks, config.block_size)
         grammars = compiled_grammars(config.model_dir, whole.vocab_size, eos_ids) if pooling.generates else None
-        self._rows = RowTable(
+        self._rows = OpenRows(
             config.max_num_seqs,
             max_model_len,
             config.block_size,
@@ -174,7 +174,7 @@ class DeviceRunner:
             pooling=pooling_info(settings, pooling, max_model_len),
             max_adapters=config.max_adapters,
         )
-        self._planner = StepPlanner(self._rows, self.info)
+        self._checker = StepChecker(self._rows, self.info)
 
     def _load(
         self,
@@ -244,7 +244,7 @@ class DeviceRunner:
         Raises BadBatchError, with nothing applied, for columns that contradict each other or the pool. If a step runs
         out of memory, its rows fail; the third consecutive such step raises.
         """
-        self._planner.check_columns(batch)
+        self._checker.check_columns(batch)
         if self._adapters is not None:
             self._adapters.find(batch.opens)
         if self._group.size > 1:
@@ -259,7 +259,7 @@ class DeviceRunner:
         with torch.inference_mode():
             errors = RowErrors()
             copies = self._apply_changes(batch, errors)
-            plan = self._planner.plan(batch, errors)
+            plan = self._checker.check(batch, errors)
             staging = self._buffer.take_staging()
             writes = self._compute_or_fail(batch, plan, staging, copies, errors)
             if staging.event is not None:
@@ -326,7 +326,7 @@ class DeviceRunner:
         return copies
 
     def _compute_or_fail(
-        self, batch: StepBatch, plan: StepPlan, staging: Staging, copies: tuple[I64, I64], errors: RowErrors
+        self, batch: StepBatch, plan: CheckedStep, staging: Staging, copies: tuple[I64, I64], errors: RowErrors
     ) -> Writes:
         """Launches the step. If it runs out of memory its rows fail: it writes only to slots of its own rows."""
         token_ids = self._rows.token_ids(plan.token_rows, plan.positions)
@@ -350,7 +350,7 @@ class DeviceRunner:
         return Writes(copies, plan.slots, plan.token_rows, token_ids, sampling_rows, generations, positions, extras)
 
     def _start(
-        self, batch: StepBatch, plan: StepPlan, token_ids: I64, staging: Staging, errors: RowErrors
+        self, batch: StepBatch, plan: CheckedStep, token_ids: I64, staging: Staging, errors: RowErrors
     ) -> StepExtras | None:
         columns = self._rows.sampling_columns(plan.sampling_rows, plan.sampled_positions)
         processed = self._rows.processed_rows(plan.sampling_rows, plan.sampled_positions)
@@ -383,7 +383,7 @@ class DeviceRunner:
         staging.down.copy_(self._compute.results.view(-1), non_blocking=True)
         return extras
 
-    def _inputs(self, plan: StepPlan, known: I64) -> PlacedInputs | None:
+    def _inputs(self, plan: CheckedStep, known: I64) -> PlacedInputs | None:
         """The embeddings of the step's inputs. Replaces their content ids in `known`, which the vocabulary lacks."""
         spans = self._rows.input_spans(plan.rows, plan.context_lens, plan.ends, plan.starts)
         embedded, _ = self._embedder.embed(spans)
@@ -392,7 +392,7 @@ class DeviceRunner:
         known[embedded.tokens] = 0
         return PlacedInputs.of(embedded, self._device)
 
-    def _mask(self, plan: StepPlan, errors: RowErrors, logits: torch.Tensor) -> None:
+    def _mask(self, plan: CheckedStep, errors: RowErrors, logits: torch.Tensor) -> None:
         """Applies grammars while the device computes the forward pass. It needs the tokens of all earlier steps."""
         while self._in_flight:
             self._settle(self._in_flight.popleft())

@@ -54,7 +54,7 @@ class RowPart(Protocol):
         """Closes all rows."""
 
 
-class RowTable:
+class OpenRows:
     """Token history, block table and sampling parameters of up to max_num_seqs rows."""
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The plan of a step: columns, slots and forks of a batch without bad rows, checked against the open rows."""
+"""Checks a step against the open rows: columns, slots and forks of the batch without its bad rows."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from step_protocol.columns import I64, Bools
 from step_protocol.messages import BadBatchError, StepBatch
 from worker_svc.engine.config import EngineInfo
 from worker_svc.engine.rows.errors import RowErrors
-from worker_svc.engine.rows.open_rows import RowTable
+from worker_svc.engine.rows.open_rows import OpenRows
 
 
 @dataclass(frozen=True, slots=True)
-class StepPlan:
+class CheckedStep:
     """B rows that compute T tokens; S of them or of their forks sample. All rows are valid."""
 
     rows: I64  # [B]
@@ -34,10 +34,10 @@ class StepPlan:
         return self.ends[self.sources]
 
 
-class StepPlanner:
+class StepChecker:
     """Checks batches against one row table and one pool."""
 
-    def __init__(self, rows: RowTable, info: EngineInfo) -> None:
+    def __init__(self, rows: OpenRows, info: EngineInfo) -> None:
         self._rows = rows
         self._info = info
         self._slot_owner = np.zeros(info.num_blocks * info.block_size, np.int64)
@@ -53,7 +53,7 @@ class StepPlanner:
             if len(blocks) and (block := int(blocks.max())) >= info.num_blocks:
                 raise BadBatchError(f"{name} names block {block}, but the pool has {info.num_blocks} blocks")
 
-    def plan(self, batch: StepBatch, errors: RowErrors) -> StepPlan:
+    def check(self, batch: StepBatch, errors: RowErrors) -> CheckedStep:
         """The batch without its bad rows, which get their error in `errors`."""
         is_bad = self._rows.find_bad(batch, errors)
         tokens = _Tokens(batch, is_bad)
@@ -69,7 +69,7 @@ class StepPlanner:
                 np.concatenate((sampling_rows, fork_rows)),
                 np.concatenate((samplers, fork_sources)),
             )
-        return StepPlan(
+        return CheckedStep(
             rows=tokens.batch_rows,
             context_lens=tokens.context_lens,
             ends=tokens.ends,

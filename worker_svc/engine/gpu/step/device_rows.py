@@ -10,7 +10,7 @@ from step_protocol.columns import I32, I64
 from step_protocol.messages import StepBatch
 from worker_svc.engine.gpu.kernels.record import TABLE, WORDS
 from worker_svc.engine.gpu.kernels.sampler.filters import STORED_AS
-from worker_svc.engine.rows.open_rows import RowTable
+from worker_svc.engine.rows.open_rows import OpenRows
 
 HEAD_WORDS = TABLE
 MAX_INT32 = 2**31 - 1
@@ -41,7 +41,7 @@ def _to_words(name: str, kind: Kind, value: float) -> I32:
     return np.array([min(int(value), MAX_INT32)], np.int32)  # kernels compare signed words
 
 
-def changed_words(batch: StepBatch, rows: RowTable, stride: int) -> I32:
+def changed_words(batch: StepBatch, rows: OpenRows, stride: int) -> I32:
     """(word, value) [N, 2] of every change by the batch to rows that are open now. No word occurs twice.
 
     `stride` is the length of a record on the device.
@@ -57,7 +57,7 @@ def changed_words(batch: StepBatch, rows: RowTable, stride: int) -> I32:
     return np.stack((found, np.concatenate(values)[first]), axis=1).astype(np.int32)
 
 
-def _opened_words(batch: StepBatch, rows: RowTable, stride: int) -> tuple[list[I64], list[I32]]:
+def _opened_words(batch: StepBatch, rows: OpenRows, stride: int) -> tuple[list[I64], list[I32]]:
     words, values = [], []
     for item in batch.opens:
         if item.row >= len(rows.is_open) or not rows.is_open[item.row]:

@@ -11,8 +11,8 @@ from step_protocol.messages import NO_CANDIDATES, BeamCandidates, LogprobColumns
 from worker_svc.engine.gpu.step.pooling import HostPooled, PooledTokens
 from worker_svc.engine.gpu.step.scores import HostCandidates, HostScores
 from worker_svc.engine.rows.logprobs import Asked, PromptTargets, concat_columns, spread, to_columns
-from worker_svc.engine.rows.open_rows import RowTable
-from worker_svc.engine.rows.step_checker import StepPlan
+from worker_svc.engine.rows.open_rows import OpenRows
+from worker_svc.engine.rows.step_checker import CheckedStep
 from worker_svc.engine.sampling.beams import BeamLines
 
 NO_TOKENS: I64 = np.empty(0, np.int64)
@@ -28,7 +28,7 @@ class Wanted:
     beams: BeamLines | None = None
 
     @classmethod
-    def of(cls, plan: StepPlan, rows: RowTable) -> Wanted | None:
+    def of(cls, plan: CheckedStep, rows: OpenRows) -> Wanted | None:
         """What the rows of a step want; None if nothing."""
         chunks = rows.pooled_chunks(plan.rows, plan.starts, plan.context_lens, plan.ends)
         parts = (

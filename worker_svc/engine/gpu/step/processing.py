@@ -11,7 +11,7 @@ from step_protocol.messages import RowOpen
 from worker_svc.engine.gpu.kernels.sampler.banned import mask_banned
 from worker_svc.engine.gpu.kernels.sampler.process import IN_PROMPT, RECENT, ban_bad_words, note_tokens, process
 from worker_svc.engine.gpu.uploads import to_device
-from worker_svc.engine.rows.open_rows import RowTable
+from worker_svc.engine.rows.open_rows import OpenRows
 
 
 class DeviceProcessing:
@@ -30,7 +30,7 @@ class DeviceProcessing:
         ] = {}  # by row; a closed row keeps its words until it is opened again
         self._words = self._upload_words()
 
-    def open(self, opens: list[RowOpen], rows: RowTable) -> None:
+    def open(self, opens: list[RowOpen], rows: OpenRows) -> None:
         """Sets the tables of rows that were opened in this step. Call it before the step is launched."""
         has_new_words = False
         for item in opens:
@@ -59,7 +59,7 @@ class DeviceProcessing:
         added.index_fill_(0, self._local(rules.banned_ids), -torch.inf)
         self._count(item.row, prompt, output)
 
-    def move(self, beams: I64, rows: RowTable) -> None:
+    def move(self, beams: I64, rows: OpenRows) -> None:
         """Sets the counted tokens of beams that continue other beams. Call it before the step is launched."""
         for row in beams.tolist():
             if rows.is_always_processed(row):

@@ -20,7 +20,7 @@ from worker_svc.engine.gpu.kernels.attention import Queries
 from worker_svc.engine.gpu.layers.device_slots import NO_ADAPTER, StepAdapters
 from worker_svc.engine.gpu.step.device_rows import HEAD_WORDS
 from worker_svc.engine.gpu.uploads import to_device
-from worker_svc.engine.rows.step_checker import StepPlan
+from worker_svc.engine.rows.step_checker import CheckedStep
 
 HEADER_WORDS = 4
 NO_ROW = -1
@@ -131,7 +131,7 @@ class StepBuffer:
         self._free.append(staging)
 
     def upload(
-        self, staging: Staging, plan: StepPlan, known: I64, output_positions: I64, bucket: Bucket, deltas: I32
+        self, staging: Staging, plan: CheckedStep, known: I64, output_positions: I64, bucket: Bucket, deltas: I32
     ) -> torch.Tensor:
         """Writes a step to `staging` and starts its copy. Returns its deltas on the device."""
         place, host = self._places, staging.up.numpy()

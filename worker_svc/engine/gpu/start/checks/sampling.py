@@ -18,7 +18,7 @@ from worker_svc.engine.gpu.start.checks.case import Case, Outputs, Setup
 from worker_svc.engine.gpu.step.device_rows import HEAD_WORDS, sampling_words
 from worker_svc.engine.gpu.step.processing import DeviceProcessing
 from worker_svc.engine.rows.errors import RowErrors
-from worker_svc.engine.rows.open_rows import RowTable
+from worker_svc.engine.rows.open_rows import OpenRows
 from worker_svc.engine.sampling.processors import RowProcessing, process_logits
 
 GREEDY = sampling_params({"temperature": 0.0})
@@ -110,7 +110,7 @@ def _processed_row(vocab_size: int) -> RowOpen:
 
 def _processing(setup: Setup, item: RowOpen, part: range) -> DeviceProcessing:
     """Tables of two rows: the given one without its last token, and one that asks for nothing."""
-    rows = RowTable(2, setup.block_size * 4 + len(item.token_ids), setup.block_size, 1, setup.vocab_size)
+    rows = OpenRows(2, setup.block_size * 4 + len(item.token_ids), setup.block_size, 1, setup.vocab_size)
     opens = [replace(item, token_ids=item.token_ids[:-1]), RowOpen(1, item.token_ids, 1, item.banned_ids, 0, GREEDY, 0)]
     rows.open(opens, RowErrors())
     state = setup.records(2)
