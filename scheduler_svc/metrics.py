@@ -61,6 +61,16 @@ GAUGES: tuple[tuple[Spec, Callable[[SchedulerStats], float]], ...] = (
     ),
     (
         Spec(
+            "waiting_tokens",
+            "gauge",
+            "tokens of the queue, to compute and expected to be generated; --max-waiting-tokens limits them",
+            "tokens",
+            MODEL,
+        ),
+        lambda stats: stats.waiting_tokens,
+    ),
+    (
+        Spec(
             "kv_cache_usage_perc",
             "gauge",
             "fraction of all workers' blocks that are used by sequences, 0 to 1",

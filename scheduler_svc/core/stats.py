@@ -59,6 +59,7 @@ class SchedulerStats(Load):
     workers: list[WorkerStats] = field(default_factory=list)
     counts: Counts = field(default_factory=Counts)
     num_unschedulable: int = 0  # sequences in the queue that no present worker could run
+    waiting_tokens: int = 0  # of the queue, to compute and expected to be generated
 
     @property
     def kv_cache_usage(self) -> float:
@@ -102,6 +103,7 @@ def scheduler_stats(requests: Requests, workers: Collection[WorkerState], counts
         workers=[worker_stats(worker) for worker in workers],
         counts=replace(counts, migrations=counts.migrations.copy()),
         num_unschedulable=len(requests.waiting.unschedulable if workers else requests.waiting),
+        waiting_tokens=requests.waiting.expected_tokens,
     )
 
 

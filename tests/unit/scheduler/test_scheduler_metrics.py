@@ -55,6 +55,19 @@ async def test_counts_and_gauges_show_what_the_core_did() -> None:
         assert rows_of(loop)["num_requests_unschedulable", ("m",)] == 1
 
 
+async def test_tokens_of_the_queue() -> None:
+    async with running_loop() as loop:
+        worker = FakeWorker(loop)
+        worker.join(max_num_seqs=1)
+        owner = loop.attach(FakeGateway())
+        for handle, prompt in ((1, 9), (2, 7), (3, 5)):
+            loop.submit(make_group(owner=owner, handle=handle, request_id=f"r{handle}", prompt=prompt, max_tokens=2))
+        await settle()
+        assert rows_of(loop)["waiting_tokens", ("m",)] == 9 + 2 + 7 + 2  # the shortest prompt runs first
+        await worker.answer_all()
+        assert rows_of(loop)["waiting_tokens", ("m",)] == 0
+
+
 async def test_every_metric_of_the_core_has_a_row_before_the_first_worker() -> None:
     async with running_loop() as loop:
         names = {name for name, _ in rows_of(loop)}
