@@ -225,7 +225,10 @@ CALLS: Mapping[str, tuple[str, Effect]] = {
     "DetokenizeRequest.model": ("Detokenize", effect({"model": "other"}, "NOT_FOUND", ids=[5])),
     "DetokenizeRequest.ids": ("Detokenize", effect({"ids": [6]}, ids=[5])),
     "DetokenizeRequest.skip_special_tokens": ("Detokenize", effect({"skipSpecialTokens": True}, ids=[0, 5])),
-    "CountTokensRequest.request": ("CountTokens", effect({"request": {"prompt": text("import")}})),
+    "CountTokensRequest.request": (
+        "CountTokens",
+        effect({"request": {"prompt": text("import os, sys")}}, request={"prompt": text("a")}),
+    ),
     "GetModelRequest.model": ("GetModel", effect({"model": "other"}, "NOT_FOUND")),
 }
 
