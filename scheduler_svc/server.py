@@ -6,13 +6,11 @@ import argparse
 import asyncio
 import functools
 import logging
-import math
 import secrets
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -23,8 +21,9 @@ from prefix_index.changes import PrefixChanges
 from prefix_index.index import NoPrefixIndex, PrefixIndex
 from prefix_index.keys import make_owner
 from prefix_index.redis_index import RedisPrefixIndex
-from scheduler_svc.core.config import MAX_BURST_S, SchedulerConfig
+from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.stats import OpenSequence
+from scheduler_svc.flags import make_parser
 from scheduler_svc.gateways.streams import Gateways
 from scheduler_svc.metrics import SPECS, SchedulerReader
 from scheduler_svc.request_traces import RequestTraces
@@ -34,20 +33,17 @@ from scheduler_svc.workers.leased_worker import Dialer, LinkTimeouts
 from scheduler_svc.workers.pool import WorkerPool
 from scheduler_svc.workers.seals import read_block_keys
 from svc_common.admin import AdminServer
-from svc_common.channels import DEFAULT_MAX_BUNDLE
-from svc_common.config import address, in_range, make_parser, parse, size_bytes
+from svc_common.config import parse
 from svc_common.errors import NotFoundError
 from svc_common.inspection import Inspector
 from svc_common.logs import setup_logging
 from svc_common.metrics import ServiceMetrics, make_registry
 from svc_common.own_certificate import certificate_files
-from svc_common.redis_server import add_flags as add_redis_flags
 from svc_common.redis_server import redis_server
 from svc_common.serve import BindError, GrpcServer, run_service, settle_gc
 from svc_common.tls import TlsError
-from svc_common.tracing import add_flags as add_trace_flags
 from svc_common.tracing import make_tracer
-from svc_common.trust import Trust, add_flags, check_reach, make_trust
+from svc_common.trust import Trust, check_reach, make_trust
 
 if TYPE_CHECKING:
     from svc_common.otlp import Tracer
@@ -77,16 +73,6 @@ CHANGES_WAIT_S = 0.02  # see SchedulerConfig
 MAX_REGISTER_BYTES = 256 << 10  # of one message of a worker, with the names and paths of its adapters
 
 Context = grpc.aio.ServicerContext[Any, Any]
-
-DESCRIPTION = """Queues, places, batches and preempts requests, and manages the KV blocks of its workers.
-
-Workers register here (quire-worker --scheduler HOST:PORT); gateways attach here (quire-gateway --scheduler HOST:PORT).
-All workers of one scheduler serve one model: the model of the first worker that becomes ready."""
-
-EPILOG = """examples:
-  quire-scheduler
-  quire-scheduler --listen 0.0.0.0:50052 --token-file tokens --redis redis://cache:6379/0 --log-format json
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,119 +214,6 @@ def _open_request_to_proto(open_sequence: OpenSequence) -> inference_pb2.OpenReq
     )
 
 
-def make_arguments() -> argparse.ArgumentParser:
-    """All flags of the scheduler."""
-    parser = make_parser("scheduler", DESCRIPTION, EPILOG)
-    parser.add_argument("--listen", type=address, default="127.0.0.1:50052", help="host:port to serve on")
-    add_redis_flags(parser, "cached prefixes and the counter of leases")
-    parser.add_argument("--scheduler-id", metavar="ID", help="name in logs and in Redis; unset: host name")
-    parser.add_argument(
-        "--max-waiting",
-        type=in_range(int, 1, 1 << 20),
-        default=1024,
-        help="limit of sequences in the queue; further requests get RESOURCE_EXHAUSTED",
-    )
-    parser.add_argument(
-        "--max-waiting-tokens",
-        type=in_range(int, 1, 1 << 40),
-        default=4 << 20,
-        help="limit of tokens in the queue (prompts plus expected outputs); further requests get RESOURCE_EXHAUSTED",
-    )
-    parser.add_argument(
-        "--max-input-bytes",
-        type=size_bytes,
-        default="1G",
-        metavar="SIZE",
-        help="limit of the data of inputs that are not tokens (embeddings) of all open requests; further requests with "
-        "such inputs get RESOURCE_EXHAUSTED",
-    )
-    parser.add_argument(
-        "--watermark",
-        type=in_range(float, 0.0, 0.5),
-        default=0.01,
-        help="fraction of a pool that admission leaves free, rounded down to whole blocks",
-    )
-    parser.add_argument(
-        "--aging-s",
-        type=in_range(float, 0.0, 3600.0),
-        default=2.0,
-        help="seconds that a request may be overtaken for lack of room; then its eligible workers are reserved for it",
-    )
-    parser.add_argument(
-        "--aging-tokens-per-s",
-        type=in_range(float, 1.0, math.inf),
-        default=1000.0,
-        help="uncached prompt tokens that one second of waiting offsets in queue order: short prompts overtake "
-        "long ones that arrived slightly earlier; use about 5 %% of a worker's prefill rate; "
-        "inf: first come, first served",
-    )
-    parser.add_argument(
-        "--burst-ms",
-        type=in_range(float, 0.0, 1000 * MAX_BURST_S),
-        default=5.0,
-        help="longest time that a worker may decode per message; higher values save CPU time in all services, but a "
-        "new request may wait this long for each message in flight; 0: one step per message",
-    )
-    parser.add_argument(
-        "--no-prefix-caching", action="store_true", help="do not share cached prompt prefixes between requests"
-    )
-    parser.add_argument(
-        "--heartbeat-timeout-s",
-        type=in_range(float, 0.1, 3600.0),
-        default=10.0,
-        help="seconds without a heartbeat after which a worker is lost",
-    )
-    parser.add_argument(
-        "--gateway-heartbeat-s",
-        type=in_range(float, 0.0, 3600.0),
-        default=1.0,
-        help="seconds between heartbeats to and from gateways; a gateway that misses 3 is cut off; 0: no heartbeats",
-    )
-    parser.add_argument(
-        "--step-timeout-s",
-        type=in_range(float, 0.1, 3600.0),
-        default=120.0,
-        help="seconds without an answer to a step after which the worker is lost",
-    )
-    parser.add_argument(
-        "--worker-patience-s",
-        type=in_range(float, 0.0, 24 * 3600.0),
-        default=60.0,
-        help="seconds that a request may wait while no present worker can run it; then it fails",
-    )
-    parser.add_argument(
-        "--drain-timeout-s",
-        type=in_range(float, 0.0, 3600.0),
-        default=30.0,
-        help="seconds that running requests have to finish after SIGTERM",
-    )
-    parser.add_argument(
-        "--max-bundle-bytes",
-        type=size_bytes,
-        default=DEFAULT_MAX_BUNDLE,
-        metavar="SIZE",
-        help="limit on the size of a worker's bundle (tokenizer and chat templates); a worker with a larger one is "
-        "refused",
-    )
-    add_flags(parser)
-    add_trace_flags(parser)
-    parser.add_argument(
-        "--internal-tls-worker-name",
-        metavar="TEMPLATE",
-        help="DNS name of a worker in its certificate, beside that of its role; {id} stands for its --worker-id. A "
-        "worker may then register only its own id, and only an address where a server with this name answers. "
-        "Unset: certificates do not name ids",
-    )
-    parser.add_argument(
-        "--block-key-file",
-        type=Path,
-        metavar="FILE",
-        help="keys of all schedulers of this model, 64 hexadecimal digits per line. The scheduler signs cached blocks "
-        "with the first key and adopts only blocks that are signed with one of the keys. Unset: it adopts all blocks",
-    )
-    return parser
-
-
 def build(args: argparse.Namespace, trust: Trust) -> Parts:
     """Make all components. Raises ValueError for an invalid setting."""
     config = SchedulerConfig(
@@ -451,7 +324,7 @@ async def _finish(parts: Parts, loop_task: asyncio.Task[None]) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The `quire-scheduler` command."""
-    parser = make_arguments()
+    parser = make_parser()
     args = parse(parser, argv)
     setup_logging("scheduler", args.log_format, args.log_level, instance=args.scheduler_id or socket.gethostname())
     try:

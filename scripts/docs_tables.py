@@ -22,8 +22,8 @@ from quire.v1 import inference_pb2
 
 import gateway_svc.metrics
 import gateway_svc.process.flags
+import scheduler_svc.flags
 import scheduler_svc.metrics
-import scheduler_svc.server
 import worker_svc.flags
 import worker_svc.metrics
 from gateway_svc.http.fields import ENDPOINTS, BodyField
@@ -41,7 +41,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PARSERS = {
     "all": make_parser("all", ""),
     "gateway": gateway_svc.process.flags.make_parser(),
-    "scheduler": scheduler_svc.server.make_arguments(),
+    "scheduler": scheduler_svc.flags.make_parser(),
     "worker": worker_svc.flags.make_parser(),
 }
 LINE = 120  # characters

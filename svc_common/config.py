@@ -39,6 +39,8 @@ class Kind(Generic[T]):
 
     convert: Callable[[str], T]
     allowed: str
+    metavar: str | None = None
+    choices: tuple[T, ...] = ()
 
     def __call__(self, text: str) -> T:
         return self.convert(text)
@@ -52,8 +54,53 @@ class Given:
     source: str
 
 
-def make_parser(service: str, description: str, epilog: str = "") -> argparse.ArgumentParser:
-    """A parser with the flags that all services share."""
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """A setting: its name, the kind of its values, its meaning and its default.
+
+    argparse, the environment, the file of --config, docs/configuration.md and the test of the chart derive from it.
+    """
+
+    name: str  # with its dashes
+    kind: Callable[[str], Any]
+    help: str
+    default: Any = None
+    metavar: str | None = None  # None: that of the kind
+    is_list: bool = False  # the flag may be repeated
+    is_required: bool = False
+
+    def add_to(self, group: argparse._ActionsContainer) -> None:
+        """Declare the flag to argparse."""
+        if self.kind is switch:
+            group.add_argument(self.name, action="store_true", help=self.help)
+            return
+        choices = self.kind.choices if isinstance(self.kind, Kind) else ()
+        settings: dict[str, Any] = {"choices": choices} if choices else {"type": self.kind, "metavar": self._metavar()}
+        if self.is_list:
+            settings |= {"action": "append", "default": []}
+        else:
+            settings["default"] = self.default
+        group.add_argument(self.name, required=self.is_required, help=self.help, **settings)
+
+    def _metavar(self) -> str | None:
+        is_rate = self.name.endswith("-per-s")
+        of_unit = None if is_rate else {"s": "S", "ms": "MS"}.get(self.name.rpartition("-")[2])
+        return self.metavar or of_unit or (self.kind.metavar if isinstance(self.kind, Kind) else None)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Flags with a heading of their own in --help."""
+
+    title: str
+    flags: Sequence[Flag]
+    description: str | None = None
+
+
+def make_parser(
+    service: str, description: str, epilog: str = "", flags: Sequence[Flag | Group] = ()
+) -> argparse.ArgumentParser:
+    """A parser of the flags that all services share, and of `flags`."""
     parser = argparse.ArgumentParser(
         prog=f"quire-{service}",
         description=description,
@@ -61,47 +108,26 @@ def make_parser(service: str, description: str, epilog: str = "") -> argparse.Ar
         formatter_class=_Formatter,
         allow_abbrev=False,
     )
-    common = parser.add_argument_group("configuration, logs, metrics, probes")
-    common.add_argument("--config", metavar="FILE", help="TOML file with settings; in the environment QUIRE_CONFIG")
-    common.add_argument(
-        "--print-config", action="store_true", help="print the settings in force, each with its source, and exit"
-    )
-    common.add_argument(
-        "--log-format", choices=("text", "json"), default="text", help="text for terminals or JSON for collectors"
-    )
-    common.add_argument(
-        "--log-level", choices=("debug", "info", "warning", "error"), default="info", help="lowest level that is logged"
-    )
-    common.add_argument(
-        "--metrics-listen",
-        type=address_or_off,
-        default=OFF,
-        metavar="HOST:PORT",
-        help="address for /metrics, /startupz, /livez and /readyz over HTTP; port 0: any free port, shown in the log",
-    )
-    common.add_argument(
-        "--metrics-compat",
-        choices=("none", "vllm", "inference-pool"),
-        default="none",
-        help="vllm: export metrics under vLLM's names too, for dashboards and autoscalers made for vLLM; "
-        "inference-pool: gateways also export the queue and KV use of their schedulers under these names, for the "
-        "endpoint picker of Kubernetes, so sums over all services count them several times",
-    )
-    common.add_argument(
-        "--health-listen",
-        type=address_or_off,
-        default=OFF,
-        metavar="HOST:PORT",
-        help="address for grpc.health without TLS (services `startup`, `liveness` and `readiness`), for kubelet probes",
-    )
+    add_flags(parser, (COMMON, *flags))
     return parser
+
+
+def add_flags(parser: argparse.ArgumentParser, flags: Sequence[Flag | Group]) -> None:
+    """Declare the flags to argparse."""
+    for row in flags:
+        if isinstance(row, Flag):
+            row.add_to(parser)
+            continue
+        group = parser.add_argument_group(row.title, row.description)
+        for flag in row.flags:
+            flag.add_to(group)
 
 
 class _Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
     """Shows defaults other than None and keeps the epilog's line breaks."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        return action.help if action.default is None else super()._get_help_string(action)
+        return action.help if action.default in (None, []) else super()._get_help_string(action)
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------
@@ -264,7 +290,7 @@ def allowed_values(action: argparse.Action) -> str:
         return "true or false"
     if action.choices is not None:
         return ", ".join(map(str, action.choices))
-    one = action.type.allowed if isinstance(action.type, Kind) else "a path" if action.type is Path else "text"
+    one = action.type.allowed if isinstance(action.type, Kind) else "text"
     return f"a list of: {one}" if _is_list(action) else one
 
 
@@ -305,7 +331,12 @@ def in_range(kind: Callable[[str], N], low: N, high: N) -> Kind[N]:
             raise argparse.ArgumentTypeError(f"{text} is outside {span}")
         return value
 
-    return Kind(convert, span)
+    return Kind(convert, span, "N" if kind is int else "X")
+
+
+def one_of(*choices: str) -> Kind[str]:
+    """An argparse type: one of some words."""
+    return Kind(str, ", ".join(choices), choices=choices)
 
 
 def _address(text: str) -> str:
@@ -339,7 +370,34 @@ def _size_bytes(text: str) -> int:
     return size
 
 
-address = Kind(_address, "host:port")
-scheduler_address = Kind(_scheduler_address, f"host:port, or {NAME_SCHEME}name:port for all addresses of a name")
-address_or_off = Kind(_address_or_off, "host:port or off")
-size_bytes = Kind(_size_bytes, "bytes, or with K, M, G, T for powers of 1024 (512M, 2G)")
+text = Kind(str, "text")
+path = Kind(Path, "a path", "FILE")
+switch = Kind(_flag, "true or false")
+address = Kind(_address, "host:port", "HOST:PORT")
+scheduler_address = Kind(
+    _scheduler_address, f"host:port, or {NAME_SCHEME}name:port for all addresses of a name", "HOST:PORT"
+)
+address_or_off = Kind(_address_or_off, "host:port or off", "HOST:PORT")
+size_bytes = Kind(_size_bytes, "bytes, or with K, M, G, T for powers of 1024 (512M, 2G)", "SIZE")
+
+COMMON = Group(
+    "configuration, logs, metrics, probes", (
+        Flag("--config", text, "TOML file with settings; in the environment QUIRE_CONFIG", metavar="FILE"),
+        Flag("--print-config", switch, "print the settings in force, each with its source, and exit"),
+        Flag("--log-format", one_of("text", "json"), "text for terminals or JSON for collectors", default="text"),
+        Flag("--log-level", one_of("debug", "info", "warning", "error"), "lowest level that is logged", default="info"),
+        Flag("--metrics-listen", address_or_off,
+            "address for /metrics, /startupz, /livez and /readyz over HTTP; port 0: any free port, shown in the log",
+            default=OFF,
+        ),
+        Flag("--metrics-compat", one_of("none", "vllm", "inference-pool"),
+            "vllm: export metrics under vLLM's names too, for dashboards and autoscalers made for vLLM; "
+            "inference-pool: gateways also export the queue and KV use of their schedulers under these names, for "
+            "the endpoint picker of Kubernetes, so sums over all services count them several times", default="none",
+        ),
+        Flag("--health-listen", address_or_off,
+            "address for grpc.health without TLS (services `startup`, `liveness` and `readiness`), for kubelet "
+            "probes", default=OFF,
+        ),
+    ),
+)  # fmt: skip

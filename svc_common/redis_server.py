@@ -16,7 +16,7 @@ import urllib.parse
 from dataclasses import dataclass
 from pathlib import Path
 
-from svc_common.config import without_password
+from svc_common.config import Flag, Group, path, text, without_password
 from svc_common.redis_sentinel import FORM, is_sentinel_url, parse_sentinel_url
 
 log = logging.getLogger(__name__)
@@ -49,31 +49,25 @@ class RedisServer:
         return self.url.startswith("rediss")
 
 
-def add_flags(parser: argparse.ArgumentParser, purpose: str) -> None:
+def redis_flags(purpose: str) -> Group:
     """The flags of Redis. `purpose` says in a help text what the service does with it."""
-    group = parser.add_argument_group("Redis (docs/trust.md); files are read again at each new connection")
-    group.add_argument(
-        "--redis",
-        metavar="URL",
-        help="redis://[:password@]host:port/db, rediss:// for TLS, unix:///path, or with Sentinels "
-        "redis+sentinel://host:port,host:port/MASTER/db, the same for gateways and "
-        f"schedulers: {purpose}",
-    )
-    group.add_argument("--redis-namespace", default="quire", help="prefix of all Redis keys; use one per deployment")
-    group.add_argument(
-        CA, type=Path, metavar="FILE", help="CA certificates (PEM) of Redis, for rediss://. Unset: the system's"
-    )
-    group.add_argument(CERT, type=Path, metavar="FILE", help="client certificate for Redis (PEM)")
-    group.add_argument(KEY, type=Path, metavar="FILE", help="its private key (PEM, without a password)")
-    group.add_argument(
-        PASSWORD,
-        type=Path,
-        metavar="FILE",
-        help="file with the password of Redis; a password in the URL of a flag is visible in the process list",
-    )
-    group.add_argument(
-        SENTINEL_PASSWORD, type=Path, metavar="FILE", help="file with the password of the Sentinels. Unset: none"
-    )
+    return Group(
+        "Redis (docs/trust.md); files are read again at each new connection", (
+        Flag("--redis", text,
+            "redis://[:password@]host:port/db, rediss:// for TLS, unix:///path, or with Sentinels "
+            "redis+sentinel://host:port,host:port/MASTER/db, the same for gateways and "
+            f"schedulers: {purpose}", metavar="URL",
+        ),
+        Flag("--redis-namespace", text, "prefix of all Redis keys; use one per deployment", default="quire"),
+        Flag(CA, path, "CA certificates (PEM) of Redis, for rediss://. Unset: the system's"),
+        Flag(CERT, path, "client certificate for Redis (PEM)"),
+        Flag(KEY, path, "its private key (PEM, without a password)"),
+        Flag(PASSWORD, path,
+            "file with the password of Redis; a password in the URL of a flag is visible in the process list",
+        ),
+        Flag(SENTINEL_PASSWORD, path, "file with the password of the Sentinels. Unset: none"),
+    ),
+    )  # fmt: skip
 
 
 def redis_server(args: argparse.Namespace) -> RedisServer | None:
@@ -102,10 +96,10 @@ def _check(server: RedisServer) -> None:
     except ValueError:
         raise RedisSettingsError(bad_url(server.url)) from None
     shown = without_password(server.url)
-    for flag, path in ((CA, server.ca), (CERT, server.cert), (KEY, server.key)):
-        if path and not server.uses_tls:
+    for flag, file in ((CA, server.ca), (CERT, server.cert), (KEY, server.key)):
+        if file and not server.uses_tls:
             raise RedisSettingsError(f"{flag} is set, but --redis {shown} is not TLS; write rediss://host:port/db")
-        if path and "ssl_" in query:
+        if file and "ssl_" in query:
             raise RedisSettingsError(f"{flag} is set, and --redis {shown} has ssl_ parameters too; remove them")
     if bool(server.cert) != bool(server.key):
         raise RedisSettingsError(f"{CERT} and {KEY} must be set together")

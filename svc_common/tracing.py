@@ -12,7 +12,7 @@ import re
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
-from svc_common import config
+from svc_common.config import Flag, Group, in_range, text
 
 if TYPE_CHECKING:
     from svc_common.otlp import Tracer
@@ -24,6 +24,19 @@ MAX_CHARS = 55
 
 # The header of the call that the running task serves. Set only by gateways that trace.
 current_traceparent: ContextVar[str] = ContextVar("current_traceparent", default="")
+
+GROUP = "traces (docs/traces.md); they need the extra `tracing`"
+ENDPOINT = Flag("--trace-endpoint", text,
+    "export spans of sampled requests to this OTLP collector over gRPC, such as http://collector:4317 or, "
+    "with TLS, https://collector:4317. The OTEL_* environment variables set everything else. Unset: no "
+    "traces", metavar="URL",
+)  # fmt: skip
+RATIO = Flag("--trace-ratio", in_range(float, 0.0, 1.0),
+    "fraction of requests without a traceparent of their client that are sampled, 0 to 1. Requests with a "
+    "traceparent are sampled if its flag says so", default=1.0, metavar="RATIO",
+)  # fmt: skip
+TRACE_FLAGS = Group(GROUP, (ENDPOINT,))
+TRACE_FLAGS_OF_GATEWAY = Group(GROUP, (ENDPOINT, RATIO))  # the service that samples
 
 
 class TracingError(ValueError):
@@ -38,30 +51,6 @@ def valid_traceparent(text: str) -> str:
 def is_traceparent(text: str) -> bool:
     """Whether `text` is a traceparent. Fields that later versions of the format append are not supported."""
     return len(text) == MAX_CHARS and TRACEPARENT.fullmatch(text) is not None
-
-
-def add_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
-    """The flags that all services share."""
-    group = parser.add_argument_group("traces (docs/traces.md); they need the extra `tracing`")
-    group.add_argument(
-        "--trace-endpoint",
-        metavar="URL",
-        help="export spans of sampled requests to this OTLP collector over gRPC, such as http://collector:4317 or, "
-        "with TLS, https://collector:4317. The OTEL_* environment variables set everything else. Unset: no traces",
-    )
-    return group
-
-
-def add_ratio_flag(group: argparse._ArgumentGroup) -> None:
-    """The flag of the service that samples."""
-    group.add_argument(
-        "--trace-ratio",
-        type=config.in_range(float, 0.0, 1.0),
-        default=1.0,
-        metavar="RATIO",
-        help="fraction of requests without a traceparent of their client that are sampled, 0 to 1. Requests with a "
-        "traceparent are sampled if its flag says so",
-    )
 
 
 def make_tracer(args: argparse.Namespace, service: str, instance: str) -> Tracer | None:

@@ -28,6 +28,7 @@ from typing import Any
 import grpc
 
 from svc_common.channels import ServiceChannel
+from svc_common.config import Flag, Group, path, switch, text
 from svc_common.errors import Handler, PermissionDeniedError, UnauthenticatedError, decoder
 from svc_common.own_certificate import OwnCertificate
 from svc_common.reread import Reread
@@ -45,39 +46,26 @@ INTERNAL = TlsFlags("--internal-tls-cert-file", "--internal-tls-key-file", "--in
 
 Callers = Mapping[str, Collection[str]]  # roles that may call a method, by its path /package.Service/Method
 
+TRUST_FLAGS = Group("trust between the services (docs/trust.md); files are read again on changes", (
+    Flag(INTERNAL.cert, path, "certificate of this service for the other services (PEM)"),
+    Flag(INTERNAL.key, path, "its private key (PEM, without a password)"),
+    Flag(INTERNAL.client_ca, path, "CA certificates (PEM) that sign all services' certificates"),
+    Flag("--internal-tls-name", text,
+        "DNS name or URI in the certificate of a service; {role} stands for gateway, scheduler or worker",
+        default="quire-{role}", metavar="TEMPLATE",
+    ),
+    Flag("--token-file", path,
+        "one `ROLE TOKEN` per line. This service sends the first token of its own role and accepts all tokens. "
+        "A token that is accepted but never sent may be given as sha256:HEX",
+    ),
+    Flag("--insecure", switch,
+        "listen beyond this machine without certificates and tokens: a process that can connect has every role",
+    ),
+))  # fmt: skip
+
 
 class TrustError(ValueError):
     """The settings of the peer checks are invalid; the message names the setting and says what to do."""
-
-
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags that all services share."""
-    group = parser.add_argument_group("trust between the services (docs/trust.md); files are read again on changes")
-    group.add_argument(
-        INTERNAL.cert, type=Path, metavar="FILE", help="certificate of this service for the other services (PEM)"
-    )
-    group.add_argument(INTERNAL.key, type=Path, metavar="FILE", help="its private key (PEM, without a password)")
-    group.add_argument(
-        INTERNAL.client_ca, type=Path, metavar="FILE", help="CA certificates (PEM) that sign all services' certificates"
-    )
-    group.add_argument(
-        "--internal-tls-name",
-        default="quire-{role}",
-        metavar="TEMPLATE",
-        help="DNS name or URI in the certificate of a service; {role} stands for gateway, scheduler or worker",
-    )
-    group.add_argument(
-        "--token-file",
-        type=Path,
-        metavar="FILE",
-        help="one `ROLE TOKEN` per line. This service sends the first token of its own role and accepts all tokens. A "
-        "token that is accepted but never sent may be given as sha256:HEX",
-    )
-    group.add_argument(
-        "--insecure",
-        action="store_true",
-        help="listen beyond this machine without certificates and tokens: a process that can connect has every role",
-    )
 
 
 def make_trust(args: argparse.Namespace, role: str, worker_name: str | None = None) -> Trust:

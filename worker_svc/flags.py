@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from svc_common import config
-from svc_common.tracing import add_flags as add_trace_flags
-from svc_common.trust import add_flags
+from svc_common.config import Flag, Group, address, in_range, one_of, path, size_bytes, text
+from svc_common.tracing import TRACE_FLAGS
+from svc_common.trust import TRUST_FLAGS
 from worker_svc.engine.config import (
     ALL_REDUCE,
     ATTENTION,
@@ -20,6 +21,7 @@ from worker_svc.engine.config import (
 )
 from worker_svc.simulator.runner import SimConfig
 
+DESCRIPTION = "Loads one Hugging Face checkpoint, holds its KV blocks and runs its steps for a scheduler."
 EPILOG = """examples:
   quire-worker --model ./Qwen3-0.6B --scheduler 127.0.0.1:50052 --dtype bfloat16 --kv-cache-memory 2G
   quire-worker --model ./Qwen3-0.6B --scheduler sched-0:50052,sched-1:50052
@@ -58,237 +60,138 @@ _AT_LEAST_0 = config.in_range(float, 0.0, 1e9)
 _AT_LEAST_1 = config.in_range(int, 1, 2**31 - 1)
 _TOKENS_OR_0 = config.in_range(int, 0, 2**31 - 1)
 
+FLAGS = (
+    Group("model", (
+        Flag("--model", path,
+            "folder with config.json, *.safetensors; or a model of the Hugging Face Hub, which is downloaded unless "
+            "the local cache (HF_HUB_CACHE) has it", metavar="DIR|ORG/NAME[@REVISION]", is_required=True,
+        ),
+        Flag("--model-name", text,
+            "name that clients use in requests; unset: the folder's name, or ORG/NAME of the Hub", metavar="NAME",
+        ),
+        Flag("--dtype", one_of(*DTYPES),
+            "type of weights and KV; auto: the checkpoint's, but on CPUs bfloat16 for float16; float16: cuda only",
+            default="auto",
+        ),
+        Flag("--quantize", one_of(*QUANTIZING_BACKENDS),
+            "round weights and the inputs of linear layers to 8 bits: int8 on CPUs, fp8 on GPUs (cuda); faster, "
+            "less accurate; all workers of a model must agree; unset: no rounding",
+        ),
+        Flag("--determinism", one_of("exact", "best_effort"),
+            "exact: the tokens of a request never depend on other requests", default="exact",
+        ),
+        Flag("--max-model-len", _AT_LEAST_1, "longest prompt + output; unset: the limit of model and pool"),
+    )),
+    Group("LoRA adapters", (
+        Flag("--adapter", _ADAPTER,
+            "a PEFT folder to load at the start, and its name in requests (repeat the flag for more)",
+            metavar="NAME=DIR", is_list=True,
+        ),
+        Flag("--adapter-dir", path,
+            "folder below which LoadAdapter finds adapters; unset: adapters are loaded at the start only",
+            metavar="DIR",
+        ),
+        Flag("--max-adapters", _AT_LEAST_1,
+            "adapters that rows may use at the same time; more are swapped from host memory", default=8,
+        ),
+        Flag("--max-adapter-rank", _AT_LEAST_1, "largest rank of an adapter", default=64),
+        Flag("--max-loaded-adapters", _AT_LEAST_1, "adapters in host memory", default=256),
+    ), "see docs/adapters.md"),
+    Group("KV pool and batches", (
+        Flag("--block-size", _AT_LEAST_1, "tokens per block, a power of two; unset: 16, cuda: 64"),
+        Flag("--num-blocks", _AT_LEAST_1, "blocks; overrides --kv-cache-memory"),
+        Flag("--kv-cache-memory", size_bytes,
+            "memory for blocks (2G, 512M); unset: 1G, or half of the free memory if that is less",
+        ),
+        Flag("--image-cache-memory", size_bytes,
+            "memory for embeddings of images, so that an image of a later turn is not computed again; the default "
+            "size of the pool leaves it free. Only for models that take images", default="256M",
+        ),
+        Flag("--kv-cache-dtype", one_of(*KV_CACHE_DTYPES),
+            "cuda: fp8 stores keys and values in 8 bits: twice as many fit, and reading them takes half as long; "
+            "all workers of a model must agree; auto: same as --dtype", default="auto",
+        ),
+        Flag("--max-num-seqs", _AT_LEAST_1, "sequences that run at once; unset: 64, cuda: 256"),
+        Flag("--max-num-batched-tokens", _AT_LEAST_1, "tokens per step; unset: 1024, cuda: 8192"),
+    )),
+    Group("compute", (
+        Flag("--backend", text, "cpu, cuda, or reference (plain torch, slow)", default="cpu", metavar="NAME"),
+        Flag("--attention", one_of(*ATTENTION),
+            "cuda: our kernel (triton), flash-attn 2 (flash; needs --block-size 256) or 3 (flash3), FlashInfer, "
+            "plain torch; auto: the fastest available", default="auto",
+        ),
+        Flag("--gpu-memory-utilization", in_range(float, 0.01, 1),
+            "cuda: fraction of the device memory for weights, one step and the KV pool", default=0.9,
+            metavar="FRACTION",
+        ),
+        Flag("--tensor-parallel-size", _AT_LEAST_1, "cuda: number of devices that share one model", default=1),
+        Flag("--all-reduce", one_of(*ALL_REDUCE),
+            "cuda, several devices: auto adds up small messages in memory that the devices of a host share, if "
+            "NVLink connects them; nccl: NCCL adds up all", default="auto",
+        ),
+        Flag("--cuda-graphs", one_of(*CUDA_GRAPHS),
+            "cuda: record CUDA graphs at start-up, lazily when a size first occurs, or never (off)", default="start",
+        ),
+        Flag("--cuda-graph-tokens", _TOKENS_OR_0,
+            "cuda: largest step with prompts that is recorded as a graph; 0: decode steps only", default=8192,
+        ),
+        Flag("--threads", _AT_LEAST_1, "compute threads; unset: one per core that this process may use"),
+    )),
+    Group("several hosts", (
+        Flag("--nnodes", _AT_LEAST_1, "hosts that share the model", default=1),
+        Flag("--node-rank", in_range(int, 0, 2**31 - 1),
+            "number of this host; 0 is the leader: it serves, and has no --leader-address", default=0,
+        ),
+        Flag("--node-listen", address, "of the leader: where the other hosts connect"),
+        Flag("--leader-address", address, "of the other hosts: the leader's --node-listen"),
+        Flag("--node-timeout-s", in_range(float, 1.0, 86400.0),
+            "a host that is missing for so long at the start ends this process, with exit code 2", default=600.0,
+        ),
+    ), "cuda: the ranks of one worker on several hosts, see docs/gpu.md"),
+    Group("simulation", (
+        Flag("--executor", one_of("model", "sim"),
+            "sim: no model runs; tokens are a function of context and seed, and KV blocks are checked", default="model",
+        ),
+        Flag("--sim-step-ms", _AT_LEAST_0, "duration of every step with rows", default=5.0),
+        Flag("--sim-prefill-tokens-per-s", in_range(float, 1.0, 1e12),
+            "prompt tokens per second; their time is added to a step", default=50_000.0, metavar="N",
+        ),
+        Flag("--sim-token-us", _AT_LEAST_0, "time that each decoding row adds to a step", default=0.0, metavar="US"),
+        Flag("--sim-eos-probability", in_range(float, 0.0, 1.0),
+            "probability that a token ends its sequence", default=0.0, metavar="P",
+        ),
+    ), "for load and failure tests: no weights are read, no model runs"),
+    Group("network", (
+        Flag("--listen", address, "port 0: any free port", default="127.0.0.1:0"),
+        Flag("--scheduler", _ADDRESSES,
+            "scheduler to register with; several (repeat the flag or use commas) are replicas, and one leases this "
+            "worker; dns:///NAME:PORT: all addresses of NAME, looked up again every few seconds; unset: wait until "
+            "a scheduler leases this worker", metavar="HOST:PORT", is_list=True,
+        ),
+        Flag("--advertise", address,
+            "address at which the scheduler reaches this worker; unset: the port of --listen at the address that "
+            "this host uses to reach the scheduler",
+        ),
+        Flag("--worker-id", text, "name in logs and status; unset: host name and process id", metavar="ID"),
+    )),
+    TRUST_FLAGS,
+    TRACE_FLAGS,
+    Group("steps and shutdown", (
+        Flag("--stuck-after-s", in_range(float, 1.0, 86400.0),
+            "steps are in flight, but none has ended for this long: the engine hangs. Liveness fails, so that the "
+            "kubelet restarts the worker; a busy worker ends steps", default=600.0,
+        ),
+        Flag("--pipeline-depth", in_range(int, 1, 16), "steps accepted before the first one is answered", default=2),
+        Flag("--drain-timeout-s", in_range(float, 0.0, 86400.0),
+            "time that open rows get to finish after SIGTERM", default=60.0,
+        ),
+    )),
+)  # fmt: skip
+
 
 def make_parser() -> argparse.ArgumentParser:
     """All flags of a worker."""
-    parser = config.make_parser(
-        "worker", "Loads one Hugging Face checkpoint, holds its KV blocks and runs its steps for a scheduler.", EPILOG
-    )
-    model = parser.add_argument_group("model")
-    model.add_argument(
-        "--model",
-        type=Path,
-        required=True,
-        metavar="DIR|ORG/NAME[@REVISION]",
-        help="folder with config.json, *.safetensors; or a model of the Hugging Face Hub, which is downloaded unless "
-        "the local cache (HF_HUB_CACHE) has it",
-    )
-    model.add_argument(
-        "--model-name",
-        metavar="NAME",
-        help="name that clients use in requests; unset: the folder's name, or ORG/NAME of the Hub",
-    )
-    model.add_argument(
-        "--dtype",
-        choices=DTYPES,
-        default="auto",
-        help="type of weights and KV; auto: the checkpoint's, but on CPUs bfloat16 for float16; float16: cuda only",
-    )
-    model.add_argument(
-        "--quantize",
-        choices=tuple(QUANTIZING_BACKENDS),
-        help="round weights and the inputs of linear layers to 8 bits: int8 on CPUs, fp8 on GPUs (cuda); faster, less "
-        "accurate; all workers of a model must agree; unset: no rounding",
-    )
-    model.add_argument(
-        "--determinism",
-        choices=("exact", "best_effort"),
-        default="exact",
-        help="exact: the tokens of a request never depend on other requests",
-    )
-    model.add_argument(
-        "--max-model-len",
-        type=_AT_LEAST_1,
-        metavar="N",
-        help="longest prompt + output; unset: the limit of model and pool",
-    )
-    _add_adapter_flags(parser)
-    pool = parser.add_argument_group("KV pool and batches")
-    pool.add_argument(
-        "--block-size", type=_AT_LEAST_1, metavar="N", help="tokens per block, a power of two; unset: 16, cuda: 64"
-    )
-    pool.add_argument("--num-blocks", type=_AT_LEAST_1, metavar="N", help="blocks; overrides --kv-cache-memory")
-    pool.add_argument(
-        "--kv-cache-memory",
-        type=config.size_bytes,
-        metavar="SIZE",
-        help="memory for blocks (2G, 512M); unset: 1G, or half of the free memory if that is less",
-    )
-    pool.add_argument(
-        "--image-cache-memory",
-        type=config.size_bytes,
-        default="256M",
-        metavar="SIZE",
-        help="memory for embeddings of images, so that an image of a later turn is not computed again; the default "
-        "size of the pool leaves it free. Only for models that take images",
-    )
-    pool.add_argument(
-        "--kv-cache-dtype",
-        choices=KV_CACHE_DTYPES,
-        default="auto",
-        help="cuda: fp8 stores keys and values in 8 bits: twice as many fit, and reading them takes half as long; "
-        "all workers of a model must agree; auto: same as --dtype",
-    )
-    pool.add_argument(
-        "--max-num-seqs", type=_AT_LEAST_1, metavar="N", help="sequences that run at once; unset: 64, cuda: 256"
-    )
-    pool.add_argument(
-        "--max-num-batched-tokens", type=_AT_LEAST_1, metavar="N", help="tokens per step; unset: 1024, cuda: 8192"
-    )
-    compute = parser.add_argument_group("compute")
-    compute.add_argument("--backend", default="cpu", metavar="NAME", help="cpu, cuda, or reference (plain torch, slow)")
-    compute.add_argument(
-        "--attention",
-        choices=ATTENTION,
-        default="auto",
-        help="cuda: our kernel (triton), flash-attn 2 (flash; needs --block-size 256) or 3 (flash3), FlashInfer, plain "
-        "torch; auto: the fastest available",
-    )
-    compute.add_argument(
-        "--gpu-memory-utilization",
-        type=config.in_range(float, 0.01, 1),
-        default=0.9,
-        metavar="FRACTION",
-        help="cuda: fraction of the device memory for weights, one step and the KV pool",
-    )
-    compute.add_argument(
-        "--tensor-parallel-size",
-        type=_AT_LEAST_1,
-        default=1,
-        metavar="N",
-        help="cuda: number of devices that share one model",
-    )
-    compute.add_argument(
-        "--all-reduce",
-        choices=ALL_REDUCE,
-        default="auto",
-        help="cuda, several devices: auto adds up small messages in memory that the devices of a host share, if NVLink "
-        "connects them; nccl: NCCL adds up all",
-    )
-    compute.add_argument(
-        "--cuda-graphs",
-        choices=CUDA_GRAPHS,
-        default="start",
-        help="cuda: record CUDA graphs at start-up, lazily when a size first occurs, or never (off)",
-    )
-    compute.add_argument(
-        "--cuda-graph-tokens",
-        type=_TOKENS_OR_0,
-        default=8192,
-        metavar="N",
-        help="cuda: largest step with prompts that is recorded as a graph; 0: decode steps only",
-    )
-    compute.add_argument(
-        "--threads",
-        type=_AT_LEAST_1,
-        metavar="N",
-        help="compute threads; unset: one per core that this process may use",
-    )
-    _add_node_flags(parser)
-    sim = parser.add_argument_group("simulation", "for load and failure tests: no weights are read, no model runs")
-    sim.add_argument(
-        "--executor",
-        choices=("model", "sim"),
-        default="model",
-        help="sim: no model runs; tokens are a function of context and seed, and KV blocks are checked",
-    )
-    sim.add_argument(
-        "--sim-step-ms", type=_AT_LEAST_0, default=5.0, metavar="MS", help="duration of every step with rows"
-    )
-    sim.add_argument(
-        "--sim-prefill-tokens-per-s",
-        type=config.in_range(float, 1.0, 1e12),
-        default=50_000.0,
-        metavar="N",
-        help="prompt tokens per second; their time is added to a step",
-    )
-    sim.add_argument(
-        "--sim-token-us", type=_AT_LEAST_0, default=0.0, metavar="US", help="time that each decoding row adds to a step"
-    )
-    sim.add_argument(
-        "--sim-eos-probability",
-        type=config.in_range(float, 0.0, 1.0),
-        default=0.0,
-        metavar="P",
-        help="probability that a token ends its sequence",
-    )
-    net = parser.add_argument_group("network")
-    net.add_argument(
-        "--listen", type=config.address, default="127.0.0.1:0", metavar="HOST:PORT", help="port 0: any free port"
-    )
-    net.add_argument(
-        "--scheduler",
-        type=_ADDRESSES,
-        action="append",
-        metavar="HOST:PORT",
-        help="scheduler to register with; several (repeat the flag or use commas) are replicas, and one leases this "
-        "worker; dns:///NAME:PORT: all addresses of NAME, looked up again every few seconds; unset: wait until a "
-        "scheduler leases this worker",
-    )
-    net.add_argument(
-        "--advertise",
-        type=config.address,
-        metavar="HOST:PORT",
-        help="address at which the scheduler reaches this worker; unset: the port of --listen at the address that this "
-        "host uses to reach the scheduler",
-    )
-    net.add_argument("--worker-id", metavar="ID", help="name in logs and status; unset: host name and process id")
-    add_flags(parser)
-    add_trace_flags(parser)
-    life = parser.add_argument_group("steps and shutdown")
-    life.add_argument(
-        "--stuck-after-s",
-        type=config.in_range(float, 1.0, 86400.0),
-        default=600.0,
-        metavar="S",
-        help="steps are in flight, but none has ended for this long: the engine hangs. Liveness fails, so that the "
-        "kubelet restarts the worker; a busy worker ends steps",
-    )
-    life.add_argument(
-        "--pipeline-depth",
-        type=config.in_range(int, 1, 16),
-        default=2,
-        metavar="N",
-        help="steps accepted before the first one is answered",
-    )
-    life.add_argument(
-        "--drain-timeout-s",
-        type=config.in_range(float, 0.0, 86400.0),
-        default=60.0,
-        metavar="S",
-        help="time that open rows get to finish after SIGTERM",
-    )
-    return parser
-
-
-def _add_node_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group(
-        "several hosts", "cuda: the ranks of one worker on several hosts, see docs/gpu.md"
-    )
-    group.add_argument("--nnodes", type=_AT_LEAST_1, default=1, metavar="N", help="hosts that share the model")
-    group.add_argument(
-        "--node-rank",
-        type=config.in_range(int, 0, 2**31 - 1),
-        default=0,
-        metavar="N",
-        help="number of this host; 0 is the leader: it serves, and has no --leader-address",
-    )
-    group.add_argument(
-        "--node-listen", type=config.address, metavar="HOST:PORT", help="of the leader: where the other hosts connect"
-    )
-    group.add_argument(
-        "--leader-address",
-        type=config.address,
-        metavar="HOST:PORT",
-        help="of the other hosts: the leader's --node-listen",
-    )
-    group.add_argument(
-        "--node-timeout-s",
-        type=config.in_range(float, 1.0, 86400.0),
-        default=600.0,
-        metavar="S",
-        help="a host that is missing for so long at the start ends this process, with exit code 2",
-    )
+    return config.make_parser("worker", DESCRIPTION, EPILOG, FLAGS)
 
 
 def check_node_flags(args: argparse.Namespace) -> None:
@@ -306,36 +209,6 @@ def check_node_flags(args: argparse.Namespace) -> None:
             )
     if args.nnodes > 1 and args.executor == "sim":
         raise ValueError(f"--nnodes {args.nnodes} needs --executor model: the simulation has one process")
-
-
-def _add_adapter_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("LoRA adapters", "see docs/adapters.md")
-    group.add_argument(
-        "--adapter",
-        type=_ADAPTER,
-        action="append",
-        metavar="NAME=DIR",
-        help="a PEFT folder to load at the start, and its name in requests (repeat the flag for more)",
-    )
-    group.add_argument(
-        "--adapter-dir",
-        type=Path,
-        metavar="DIR",
-        help="folder below which LoadAdapter finds adapters; unset: adapters are loaded at the start only",
-    )
-    group.add_argument(
-        "--max-adapters",
-        type=_AT_LEAST_1,
-        default=8,
-        metavar="N",
-        help="adapters that rows may use at the same time; more are swapped from host memory",
-    )
-    group.add_argument(
-        "--max-adapter-rank", type=_AT_LEAST_1, default=64, metavar="N", help="largest rank of an adapter"
-    )
-    group.add_argument(
-        "--max-loaded-adapters", type=_AT_LEAST_1, default=256, metavar="N", help="adapters in host memory"
-    )
 
 
 def scheduler_addresses(args: argparse.Namespace) -> list[str]:

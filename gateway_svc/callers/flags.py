@@ -3,85 +3,59 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from gateway_svc.callers.api_keys import ApiKeys
 from gateway_svc.callers.authenticator import Authenticator
 from gateway_svc.callers.caller import CallersError
 from gateway_svc.callers.jwks import Jwks
 from gateway_svc.callers.tokens import Expected, Tokens, check_installed
-from svc_common import config
+from svc_common.config import Flag, Group, in_range, one_of, path, text
 
 MIN_PRIORITY = -1000  # lower limit of the request field
 ISOLATIONS = ("none", "tenant")
 
-
-def add_caller_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags."""
-    group = parser.add_argument_group("identity of clients (docs/keys.md)")
-    group.add_argument(
-        "--api-keys",
-        type=Path,
-        metavar="DIR",
-        help="folder of accepted API keys: a file per owner, a key per line as sha256:HEX or in plaintext, read again "
-        "when a file changes. Health and reflection need no key. The owner is the tenant of its requests, and only its "
-        "keys abort or resume them. Unset, without --jwt-issuer: no key is needed, and any client that knows the id of "
-        "a request can end it",
-    )
-    group.add_argument(
-        "--jwt-issuer",
-        metavar="ISSUER",
-        help="accept JSON web tokens of this issuer (claim iss), beside API keys; needs --jwt-audience and --jwt-jwks",
-    )
-    group.add_argument(
-        "--jwt-audience",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="a token needs this audience (claim aud); repeat the flag to accept several (in the environment variable, "
-        "separate them by commas)",
-    )
-    group.add_argument(
-        "--jwt-jwks",
-        metavar="FILE|URL",
-        help="public keys of the issuer (JWKS): a file, read again when it changes, or an https:// URL, fetched every "
-        "5 minutes and when a token has an unknown key",
-    )
-    group.add_argument(
-        "--jwt-tenant-claim",
-        default="tenant",
-        metavar="CLAIM",
-        help="claim with the owner of the requests; a token without it belongs to the owner sub:SUBJECT",
-    )
-    group.add_argument("--jwt-scope", default="", metavar="SCOPE", help="a token needs this scope. Unset: none")
-    group.add_argument(
-        "--jwt-leeway-s",
-        type=config.in_range(float, 0.0, 600.0),
-        default=30.0,
-        help="tolerated difference of clocks when the times of a token are checked",
-    )
-    group.add_argument(
-        "--isolation",
-        choices=ISOLATIONS,
-        help="tenant: requests of different tenants share no cached prefixes, so that no tenant can detect the prompts "
-        "of another; all gateways of a model need the same value. none: they share. Unset: tenant with --api-keys or "
-        "--jwt-issuer, else none",
-    )
-    group.add_argument(
-        "--key-limits",
-        type=Path,
-        metavar="FILE",
-        help="TOML file with limits per owner (docs/limits.md): rates of requests and tokens, open streams, models, "
+CALLER_FLAGS = Group("identity of clients (docs/keys.md)", (
+    Flag("--api-keys", path,
+        "folder of accepted API keys: a file per owner, a key per line as sha256:HEX or in plaintext, read "
+        "again when a file changes. Health and reflection need no key. The owner is the tenant of its requests, "
+        "and only its keys abort or resume them. Unset, without --jwt-issuer: no key is needed, and any client "
+        "that knows the id of a request can end it", metavar="DIR",
+    ),
+    Flag("--jwt-issuer", text,
+        "accept JSON web tokens of this issuer (claim iss), beside API keys; needs --jwt-audience and "
+        "--jwt-jwks", metavar="ISSUER",
+    ),
+    Flag("--jwt-audience", text,
+        "a token needs this audience (claim aud); repeat the flag to accept several (in the environment "
+        "variable, separate them by commas)", metavar="NAME", is_list=True,
+    ),
+    Flag("--jwt-jwks", text,
+        "public keys of the issuer (JWKS): a file, read again when it changes, or an https:// URL, fetched "
+        "every 5 minutes and when a token has an unknown key", metavar="FILE|URL",
+    ),
+    Flag("--jwt-tenant-claim", text,
+        "claim with the owner of the requests; a token without it belongs to the owner sub:SUBJECT",
+        default="tenant", metavar="CLAIM",
+    ),
+    Flag("--jwt-scope", text, "a token needs this scope. Unset: none", default="", metavar="SCOPE"),
+    Flag("--jwt-leeway-s", in_range(float, 0.0, 600.0),
+        "tolerated difference of clocks when the times of a token are checked", default=30.0,
+    ),
+    Flag("--isolation", one_of(*ISOLATIONS),
+        "tenant: requests of different tenants share no cached prefixes, so that no tenant can detect the "
+        "prompts of another; all gateways of a model need the same value. none: they share. Unset: tenant with "
+        "--api-keys or --jwt-issuer, else none",
+    ),
+    Flag("--key-limits", path,
+        "TOML file with limits per owner (docs/limits.md): rates of requests and tokens, open streams, models, "
         "priorities; read again when it changes. With --redis they apply to all gateways together, else to each "
         "gateway process",
-    )
-    group.add_argument(
-        "--min-priority",
-        type=config.in_range(int, MIN_PRIORITY, -MIN_PRIORITY),
-        metavar="N",
-        help="lowest priority that a request may have; a lower number runs first. Unset: 0 with --api-keys "
-        "or --jwt-issuer, else -1000",
-    )
+    ),
+    Flag("--min-priority", in_range(int, MIN_PRIORITY, -MIN_PRIORITY),
+        "lowest priority that a request may have; a lower number runs first. Unset: 0 with --api-keys or "
+        "--jwt-issuer, else -1000",
+    ),
+))  # fmt: skip
 
 
 def identifies_callers(args: argparse.Namespace) -> bool:

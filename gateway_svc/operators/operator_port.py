@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any, NoReturn
 
 import grpc
@@ -22,6 +21,7 @@ from gateway_svc.callers.flags import identifies_callers
 from gateway_svc.operators.admin import AdminServicer
 from gateway_svc.operators.audit.audit_log import AuditLog
 from svc_common import config
+from svc_common.config import OFF, Flag, Group, address_or_off, path
 from svc_common.errors import PermissionDeniedError
 from svc_common.serve import GrpcServer
 from svc_common.tls import TlsFiles, server_credentials
@@ -29,33 +29,20 @@ from svc_common.trust import TrustError, is_loopback
 
 SERVICE_NAME = "quire.v1.AdminService"
 
-
-def add_admin_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of the port."""
-    group = parser.add_argument_group("operations (draining workers), apart from inference")
-    group.add_argument(
-        "--admin-listen",
-        type=config.address_or_off,
-        default=config.OFF,
-        metavar="HOST:PORT",
-        help="address of AdminService and of the whole GetStatus, with the TLS files of --listen. off: they are served "
-        "at --listen, but not if clients need credentials",
-    )
-    group.add_argument(
-        "--admin-keys",
-        type=Path,
-        metavar="DIR",
-        help="folder of the keys for --admin-listen and --console-listen, like that of --api-keys; required if other "
-        "machines can connect",
-    )
-    group.add_argument(
-        "--console-listen",
-        type=config.address_or_off,
-        default=config.OFF,
-        metavar="HOST:PORT",
-        help="address of the console, a page for browsers (docs/console.md), with the TLS files of --listen. Its state "
-        "needs a key of --admin-keys, its playground a key for inference",
-    )
+ADMIN_FLAGS = Group("operations (draining workers), apart from inference", (
+    Flag("--admin-listen", address_or_off,
+        "address of AdminService and of the whole GetStatus, with the TLS files of --listen. off: they are "
+        "served at --listen, but not if clients need credentials", default=OFF,
+    ),
+    Flag("--admin-keys", path,
+        "folder of the keys for --admin-listen and --console-listen, like that of --api-keys; required if other "
+        "machines can connect", metavar="DIR",
+    ),
+    Flag("--console-listen", address_or_off,
+        "address of the console, a page for browsers (docs/console.md), with the TLS files of --listen. Its "
+        "state needs a key of --admin-keys, its playground a key for inference", default=OFF,
+    ),
+))  # fmt: skip
 
 
 def is_public_for_operators(args: argparse.Namespace) -> bool:

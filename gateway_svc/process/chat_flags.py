@@ -8,40 +8,27 @@ from pathlib import Path
 from gateway_svc.text.chat_format import AUTO, NONE, ParserNames
 from gateway_svc.text.reasoning import REASONING_FORMATS
 from gateway_svc.text.tool_formats import TOOL_FORMATS
+from svc_common.config import Flag, Group, text
+
+CHAT_FLAGS = Group("chats (docs/chat.md)", (
+    Flag("--chat-template", text,
+        "a Jinja chat template that requests can name; `default=FILE` replaces the default template of all "
+        "models. Repeat the flag for more templates (in the environment variable, separate them by commas). "
+        "Requests cannot send templates", metavar="NAME=FILE", is_list=True,
+    ),
+    Flag("--tool-parser", text,
+        "how a model writes tool calls: " + ", ".join((AUTO, NONE, *TOOL_FORMATS)) + ". Unset: auto, from the "
+        "chat template", metavar="[MODEL=]NAME", is_list=True,
+    ),
+    Flag("--reasoning-parser", text,
+        "how a model marks its reasoning: " + ", ".join((AUTO, NONE, *REASONING_FORMATS)) + ". Unset: auto, from "
+        "the chat template and the vocabulary", metavar="[MODEL=]NAME", is_list=True,
+    ),
+))  # fmt: skip
 
 
 class TemplateFileError(ValueError):
     """A value of --chat-template is not NAME=FILE, or the file cannot be read."""
-
-
-def add_chat_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags to the gateway's parser."""
-    chat = parser.add_argument_group("chats (docs/chat.md)")
-    chat.add_argument(
-        "--chat-template",
-        action="append",
-        default=[],
-        metavar="NAME=FILE",
-        help="a Jinja chat template that requests can name; `default=FILE` replaces the default template of all "
-        "models. Repeat the flag for more templates (in the environment variable, separate them by commas). Requests "
-        "cannot send templates",
-    )
-    chat.add_argument(
-        "--tool-parser",
-        action="append",
-        default=[],
-        metavar="[MODEL=]NAME",
-        help="how a model writes tool calls: " + ", ".join((AUTO, NONE, *TOOL_FORMATS)) + ". Unset: auto, from the "
-        "chat template",
-    )
-    chat.add_argument(
-        "--reasoning-parser",
-        action="append",
-        default=[],
-        metavar="[MODEL=]NAME",
-        help="how a model marks its reasoning: " + ", ".join((AUTO, NONE, *REASONING_FORMATS)) + ". Unset: auto, from "
-        "the chat template and the vocabulary",
-    )
 
 
 def chat_templates(args: argparse.Namespace) -> dict[str, str]:

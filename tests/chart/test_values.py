@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 import gateway_svc.process.flags
-import scheduler_svc.server
+import scheduler_svc.flags
 import worker_svc.flags
 from deploy.k8s import generate
 from svc_common.config import parse, settings_of
@@ -1300,7 +1300,7 @@ EVERYTHING: Values = {
 def test_services_accept_every_flag_and_variable(part: str, family: str, trust: Values) -> None:
     make = {
         "gateway": gateway_svc.process.flags.make_parser,
-        "scheduler": scheduler_svc.server.make_arguments,
+        "scheduler": scheduler_svc.flags.make_parser,
         "worker": worker_svc.flags.make_parser,
     }[part]
     owners = [*render(EVERYTHING | {"ipFamily": family} | trust).pods()]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import gateway_svc.process.flags
-import scheduler_svc.server
+import scheduler_svc.flags
 import worker_svc.flags
 from svc_common import config
 
@@ -22,7 +22,7 @@ ERRORS = re.findall(r"^quire-scheduler: error: .*$", PAGE, re.MULTILINE)
 Make = Callable[[], argparse.ArgumentParser]
 PARSERS: dict[str, Make] = {
     "gateway": gateway_svc.process.flags.make_parser,
-    "scheduler": scheduler_svc.server.make_arguments,
+    "scheduler": scheduler_svc.flags.make_parser,
     "worker": worker_svc.flags.make_parser,
 }
 

@@ -16,9 +16,10 @@ import trustme
 from quire_cli.commands import doctor
 from redis.exceptions import RedisError
 
+from svc_common.config import add_flags
 from svc_common.redis_connect import connect
 from svc_common.redis_sentinel import SentinelUrl, parse_sentinel_url
-from svc_common.redis_server import RedisServer, RedisSettingsError, add_flags, redis_server
+from svc_common.redis_server import RedisServer, RedisSettingsError, redis_flags, redis_server
 from tests.processes.port_proxy import PortProxy
 from tests.processes.ports import free_port
 from tests.processes.redis_server import RedisSentinel
@@ -167,6 +168,6 @@ def test_parts_of_a_url(url: str, expected: SentinelUrl) -> None:
 def test_settings_that_do_not_fit_together_are_refused(tmp_path: Path, flags: list[str], message: str) -> None:
     (tmp_path / "file").write_text("secret")
     parser = argparse.ArgumentParser()
-    add_flags(parser, "tests")
+    add_flags(parser, [redis_flags("tests")])
     with pytest.raises(RedisSettingsError, match=message):
         redis_server(parser.parse_args([flag.format(file=tmp_path / "file") for flag in flags]))

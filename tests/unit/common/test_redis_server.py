@@ -17,8 +17,9 @@ import trustme
 from quire_cli.commands import doctor
 from redis.exceptions import RedisError
 
+from svc_common.config import add_flags
 from svc_common.redis_connect import connect
-from svc_common.redis_server import Availability, RedisServer, RedisSettingsError, add_flags, redis_server
+from svc_common.redis_server import Availability, RedisServer, RedisSettingsError, redis_flags, redis_server
 from tests.processes.port_proxy import PortProxy
 from tests.processes.ports import free_port
 from tests.processes.redis_server import RedisServer as RedisProcess
@@ -225,7 +226,7 @@ async def test_the_password_is_read_at_each_connection(process: RedisProcess, tm
 
 def settings(tmp_path: Path, *flags: str) -> RedisServer | None:
     parser = argparse.ArgumentParser()
-    add_flags(parser, "tests")
+    add_flags(parser, [redis_flags("tests")])
     return redis_server(parser.parse_args([flag.replace("DIR", str(tmp_path)) for flag in flags]))
 
 

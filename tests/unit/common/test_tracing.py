@@ -19,9 +19,10 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from quire.v1 import inference_pb2 as pb
 
 from gateway_svc.answer.request_traces import RequestTraces
+from svc_common.config import add_flags
 from svc_common.errors import OverloadedError
 from svc_common.otlp import Tracer
-from svc_common.tracing import TracingError, add_flags, current_traceparent, make_tracer, valid_traceparent
+from svc_common.tracing import TRACE_FLAGS, TracingError, current_traceparent, make_tracer, valid_traceparent
 
 ROOT = Path(__file__).resolve().parents[3]
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -132,7 +133,7 @@ async def test_the_span_of_a_request_fails_with_it_and_quotes_no_message(
 @pytest.mark.parametrize("endpoint", ["collector:4317", "grpc://collector:4317", "http://collector:4317/v1/traces"])
 def test_an_endpoint_that_is_not_a_url_of_grpc(endpoint: str) -> None:
     parser = argparse.ArgumentParser()
-    add_flags(parser)
+    add_flags(parser, [TRACE_FLAGS])
     with pytest.raises(TracingError, match=r"must be http://HOST:PORT"):
         make_tracer(parser.parse_args(["--trace-endpoint", endpoint]), "gateway", "g")
 

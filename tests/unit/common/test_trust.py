@@ -11,10 +11,10 @@ from quire.internal.v1 import scheduler_pb2, worker_pb2
 from quire_cli.certificate_authority import Authority, write
 
 from scheduler_svc import server as scheduler_server
-from svc_common.config import make_parser, parse
+from svc_common.config import add_flags, make_parser, parse
 from svc_common.reread import REREAD_S
 from svc_common.tls import TlsFiles
-from svc_common.trust import INTERNAL, Tokens, Trust, TrustError, add_flags, check_reach, is_loopback, make_trust
+from svc_common.trust import INTERNAL, TRUST_FLAGS, Tokens, Trust, TrustError, check_reach, is_loopback, make_trust
 from worker_svc import server as worker_server
 
 WORKER_TOKEN, OLD_TOKEN, GATEWAY_TOKEN = "worker-token-0123456789", "worker-token-old-01234", "gateway-token-012345"
@@ -28,7 +28,7 @@ def token_file(folder: Path, *lines: str) -> Path:
 
 def parsed(*words: str):
     parser = make_parser("scheduler", "a test")
-    add_flags(parser)
+    add_flags(parser, [TRUST_FLAGS])
     return parse(parser, list(words))
 
 

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from quire.internal.v1 import scheduler_pb2_grpc
 
-from scheduler_svc.server import SERVICE_NAME, Parts, SchedulerServicer, build, make_arguments
+from scheduler_svc.flags import make_parser
+from scheduler_svc.server import SERVICE_NAME, Parts, SchedulerServicer, build
 from svc_common.config import parse
 from svc_common.inspection import Inspector
 from svc_common.serve import GrpcServer
@@ -48,7 +49,7 @@ async def make_stack() -> AsyncIterator[MakeStack]:
 
         async def make(*flags: str) -> Stack:
             # A toy worker's steps take no time: with bursts a request would end before the test can act on it.
-            args = parse(make_arguments(), ["--burst-ms", "0", *flags])
+            args = parse(make_parser(), ["--burst-ms", "0", *flags])
             parts = build(args, Trust("scheduler"))
             server = GrpcServer(listen="127.0.0.1:0", service_names=[SERVICE_NAME])
             scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(

@@ -15,7 +15,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from scheduler_svc import server
-from scheduler_svc.server import build, make_arguments, serve
+from scheduler_svc.flags import make_parser
+from scheduler_svc.server import build, serve
 from svc_common.config import parse
 from svc_common.trust import Trust
 from tests.processes.ports import free_port
@@ -130,7 +131,7 @@ async def test_an_invalid_setting_stops_the_start(flags: tuple[str, ...], shown:
 @pytest.mark.parametrize("url", ["redis://:s3cret@cache:notaport/0", "redis://:s3cret/x@cache", "http://:s3cret@cache"])
 def test_a_malformed_redis_url_is_shown_without_its_password(url: str) -> None:
     with pytest.raises(ValueError, match=r"--redis '[a-z]+://\*\*\*@cache.*write redis://") as caught:
-        build(parse(make_arguments(), ["--redis", url]), Trust("scheduler"))
+        build(parse(make_parser(), ["--redis", url]), Trust("scheduler"))
     assert "s3cret" not in str(caught.value)
 
 
@@ -155,7 +156,7 @@ async def test_a_bug_in_the_step_loop_ends_the_process_with_a_log(
         raise RuntimeError("planted")
 
     monkeypatch.setattr(server, "settle_gc", lambda: None)
-    args = parse(make_arguments(), ["--listen", "127.0.0.1:0", "--drain-timeout-s", "60"])
+    args = parse(make_parser(), ["--listen", "127.0.0.1:0", "--drain-timeout-s", "60"])
     trust = Trust("scheduler")
     parts = build(args, trust)
     parts.step_loop._post(broken)
@@ -165,4 +166,4 @@ async def test_a_bug_in_the_step_loop_ends_the_process_with_a_log(
 
 def test_environment_sets_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(os.environ, "QUIRE_MAX_WAITING", "7")
-    assert parse(make_arguments(), []).max_waiting == 7
+    assert parse(make_parser(), []).max_waiting == 7
