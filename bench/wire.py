@@ -216,7 +216,7 @@ def start_worker(stack: Stack, scheduler: Service | None, *flags: str) -> Servic
     own = ["--model", str(demo_model_dir()), "--executor", "sim", "--max-num-batched-tokens", "8192"]
     if scheduler is not None:
         own += ["--scheduler", scheduler.address]
-    return stack._start("worker", "worker_svc.server", [*own, *flags])
+    return stack._start("worker", "worker_svc.service", [*own, *flags])
 
 
 def busy_s() -> float:

@@ -5,4 +5,4 @@ from svc_common.command import run_command
 
 def main() -> None:
     """Run the service. If its packages are missing, the error names the extra to install."""
-    run_command("scheduler", "scheduler_svc.server")
+    run_command("scheduler", "scheduler_svc.service")

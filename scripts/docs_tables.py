@@ -20,8 +20,8 @@ from typing import Any
 from google.protobuf.descriptor_pb2 import FileDescriptorSet
 from quire.v1 import inference_pb2
 
+import gateway_svc.flags
 import gateway_svc.metrics
-import gateway_svc.process.flags
 import scheduler_svc.flags
 import scheduler_svc.metrics
 import worker_svc.flags
@@ -40,7 +40,7 @@ from worker_svc.engine.encoder_decoder.config import CROSS_ATTENTION, ENCODER_DE
 ROOT = Path(__file__).resolve().parents[1]
 PARSERS = {
     "all": make_parser("all", ""),
-    "gateway": gateway_svc.process.flags.make_parser(),
+    "gateway": gateway_svc.flags.make_parser(),
     "scheduler": scheduler_svc.flags.make_parser(),
     "worker": worker_svc.flags.make_parser(),
 }

@@ -5,4 +5,4 @@ from svc_common.command import run_command
 
 def main() -> None:
     """Run the service. If its packages are missing, the error names the extra to install."""
-    run_command("worker", "worker_svc.server", needed_later=("torch", "safetensors"))
+    run_command("worker", "worker_svc.service", needed_later=("torch", "safetensors"))

@@ -1,7 +1,7 @@
 """Several gateway processes behind one port.
 
     quire-gateway --processes 4          the parent: reserves the port; starts, monitors and stops the children
-      gateway_svc.process.child 0 ... 3          complete gateways that share the port (SO_REUSEPORT)
+      gateway_svc.child 0 ... 3          complete gateways that share the port (SO_REUSEPORT)
 
 Each child tells the parent whether it is ready, and learns whether all are (readiness.py).
 
@@ -172,7 +172,7 @@ def supervise(args: argparse.Namespace, argv: Sequence[str]) -> int:
 
 async def _run(num_processes: int, addresses: Sequence[str], argv: Sequence[str]) -> int:
     def make(index: int) -> Child:
-        own = [sys.executable, "-m", "gateway_svc.process.child", str(os.getpid()), str(index), ",".join(addresses)]
+        own = [sys.executable, "-m", "gateway_svc.child", str(os.getpid()), str(index), ",".join(addresses)]
         return Child(index, lambda life: [*own, str(life), *argv])
 
     return await Supervisor([make(index) for index in range(num_processes)]).run()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-import gateway_svc.process.flags
+import gateway_svc.flags
 import scheduler_svc.flags
 import worker_svc.flags
 from deploy.k8s import generate
@@ -1299,7 +1299,7 @@ EVERYTHING: Values = {
 @pytest.mark.parametrize("part", ["gateway", "scheduler", "worker"])
 def test_services_accept_every_flag_and_variable(part: str, family: str, trust: Values) -> None:
     make = {
-        "gateway": gateway_svc.process.flags.make_parser,
+        "gateway": gateway_svc.flags.make_parser,
         "scheduler": scheduler_svc.flags.make_parser,
         "worker": worker_svc.flags.make_parser,
     }[part]

@@ -130,10 +130,10 @@ class Stack:
             service.wait()
 
     def start_scheduler(self, *flags: str) -> Service:
-        return self._start("scheduler", "scheduler_svc.server", [*flags])
+        return self._start("scheduler", "scheduler_svc.service", [*flags])
 
     def start_worker(
-        self, scheduler: Service, model_dir: Path | str, *flags: str, module: str = "worker_svc.server"
+        self, scheduler: Service, model_dir: Path | str, *flags: str, module: str = "worker_svc.service"
     ) -> Service:
         """Start a worker with one compute thread. Its worker id is its name: worker-0, worker-1, ..."""
         compile_kernels()
@@ -143,7 +143,7 @@ class Stack:
 
     def start_gateway(self, *schedulers: Service, flags: tuple[str, ...] = ()) -> Service:
         own = [word for scheduler in schedulers for word in ("--scheduler", scheduler.address)]
-        return self._start("gateway", "gateway_svc.process.server", [*own, *flags])
+        return self._start("gateway", "gateway_svc.service", [*own, *flags])
 
     def _start(self, kind: str, module: str, flags: list[str]) -> Service:
         name, address = self._next_name(kind), f"127.0.0.1:{free_port()}"

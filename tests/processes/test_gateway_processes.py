@@ -177,7 +177,7 @@ def test_a_port_in_use_is_reported(gateway: Service) -> None:
     command = [
         sys.executable,
         "-m",
-        "gateway_svc.process.server",
+        "gateway_svc.service",
         "--listen",
         gateway.address,
         "--scheduler",

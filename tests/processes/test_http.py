@@ -296,7 +296,7 @@ async def test_tls_and_api_keys(tmp_path: Path) -> None:
     command = [
         sys.executable,
         "-m",
-        "gateway_svc.process.server",
+        "gateway_svc.service",
         "--listen",
         "127.0.0.1:0",
         "--scheduler",

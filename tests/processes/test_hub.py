@@ -88,7 +88,7 @@ def test_fetch_downloads_a_pinned_model_once(tmp_path: Path, repository: Path) -
 def worker_error(model: str, cache: Path, hub: HubServer | None = None) -> str:
     """The log of `quire-worker --model MODEL` that cannot start."""
     variables = os.environ | environment(cache, hub)
-    command = [sys.executable, "-m", "worker_svc.server", "--model", model, "--scheduler", "127.0.0.1:1"]
+    command = [sys.executable, "-m", "worker_svc.service", "--model", model, "--scheduler", "127.0.0.1:1"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, env=variables)
     assert done.returncode == 2, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
@@ -177,7 +177,7 @@ def test_damaged_weights_are_refused_before_torch_is_imported(tmp_path: Path, re
     blocker = tmp_path / "torch"
     blocker.mkdir()
     (blocker / "torch.py").write_text("raise SystemExit('torch was imported')")
-    command = [sys.executable, "-m", "worker_svc.server", "--model", str(repository), "--listen", "127.0.0.1:0"]
+    command = [sys.executable, "-m", "worker_svc.service", "--model", str(repository), "--listen", "127.0.0.1:0"]
     started = time.monotonic()
     done = subprocess.run(
         command,

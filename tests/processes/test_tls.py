@@ -16,7 +16,7 @@ import trustme
 from quire_client import Client, ConnectionFailed, InvalidRequest, Tls, Unauthenticated
 from quire_client.tls import resolve_tls
 
-from gateway_svc.process.flags import make_parser
+from gateway_svc.flags import make_parser
 from svc_common.tls import TlsError, server_credentials, tls_files
 from tests.processes.ports import free_port
 from tests.processes.stack import Service
@@ -73,7 +73,7 @@ def gateway(files: Files) -> Iterator[Service]:
     command = [
         sys.executable,
         "-m",
-        "gateway_svc.process.server",
+        "gateway_svc.service",
         "--listen",
         address,
         "--scheduler",

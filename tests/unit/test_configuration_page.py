@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-import gateway_svc.process.flags
+import gateway_svc.flags
 import scheduler_svc.flags
 import worker_svc.flags
 from svc_common import config
@@ -21,7 +21,7 @@ ERRORS = re.findall(r"^quire-scheduler: error: .*$", PAGE, re.MULTILINE)
 
 Make = Callable[[], argparse.ArgumentParser]
 PARSERS: dict[str, Make] = {
-    "gateway": gateway_svc.process.flags.make_parser,
+    "gateway": gateway_svc.flags.make_parser,
     "scheduler": scheduler_svc.flags.make_parser,
     "worker": worker_svc.flags.make_parser,
 }
@@ -83,5 +83,5 @@ def test_errors_of_bad_settings_match_the_page(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit, match="2"):
-        scheduler_svc.server.main(["--config", str(example), *flags])
+        scheduler_svc.service.main(["--config", str(example), *flags])
     assert capsys.readouterr().err.splitlines()[-1] == error

@@ -20,9 +20,9 @@ HTTP = {"starlette", "uvicorn"}
 @pytest.mark.parametrize(
     ("module", "not_loaded"),
     [
-        ("gateway_svc.process.server", HEAVY | HTTP | {"numpy", "redis", "llguidance"}),
-        ("scheduler_svc.server", HEAVY | TEXT | HTTP | {"redis", "llguidance"}),
-        ("worker_svc.server", HEAVY | TEXT | HTTP | {"redis", "llguidance"}),
+        ("gateway_svc.service", HEAVY | HTTP | {"numpy", "redis", "llguidance"}),
+        ("scheduler_svc.service", HEAVY | TEXT | HTTP | {"redis", "llguidance"}),
+        ("worker_svc.service", HEAVY | TEXT | HTTP | {"redis", "llguidance"}),
         ("worker_svc.engine.model_runner", TEXT | HTTP | {"transformers", "redis", "grpc", "triton"}),
         ("quire_cli.commands.up", HEAVY | TEXT | HTTP | {"numpy", "redis"}),
     ],
@@ -33,7 +33,7 @@ def test_a_process_starts_without_packages_that_it_does_not_need(module: str, no
     assert (done.stdout.split(), done.stderr) == ([], "")
 
 
-@pytest.mark.parametrize("module", ["gateway_svc.process.server", "scheduler_svc.server", "worker_svc.server"])
+@pytest.mark.parametrize("module", ["gateway_svc.service", "scheduler_svc.service", "worker_svc.service"])
 def test_a_service_selects_the_poller_before_it_imports_grpc(module: str) -> None:
     code = (
         "import os, sys\n"

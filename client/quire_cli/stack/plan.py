@@ -129,7 +129,7 @@ def _with_console(specs: Sequence[ServiceSpec], *, excluded: Sequence[int]) -> t
     """The services, of which the first gateway serves the console at the returned address."""
     taken = [*excluded, *(int(spec.metrics.rpartition(":")[2]) for spec in specs if spec.metrics)]
     address = f"127.0.0.1:{free_ports(1, excluded=taken)[0]}"
-    first = next(spec for spec in specs if spec.module == "gateway_svc.process.server")
+    first = next(spec for spec in specs if spec.module == "gateway_svc.service")
     shown = replace(first, arguments=(*first.arguments, "--console-listen", address))
     return [shown if spec is first else spec for spec in specs], address
 
@@ -231,7 +231,7 @@ def _scheduler_spec(name: str, address: str, args: argparse.Namespace) -> Servic
         ("burst-ms", _shared_machine(args.burst_ms, "QUIRE_BURST_MS", BURST_MS)),
     ]
     switches = ("--no-prefix-caching",) if args.no_prefix_caching else ()
-    return ServiceSpec(name, "scheduler_svc.server", (*flag_arguments(flags), *switches), address, SCHEDULER_PHASE)
+    return ServiceSpec(name, "scheduler_svc.service", (*flag_arguments(flags), *switches), address, SCHEDULER_PHASE)
 
 
 def _worker_spec(
@@ -273,7 +273,7 @@ def _worker_spec(
         ("max-adapters", args.max_adapters),
     ]
     return ServiceSpec(
-        worker_id, "worker_svc.server", flag_arguments(flags), address, WORKER_PHASE, environment=environment
+        worker_id, "worker_svc.service", flag_arguments(flags), address, WORKER_PHASE, environment=environment
     )
 
 
@@ -295,9 +295,7 @@ def _gateway_spec(
         ("redis", args.redis),
         ("chunk-interval-ms", _shared_machine(args.chunk_interval_ms, "QUIRE_CHUNK_INTERVAL_MS", CHUNK_INTERVAL_MS)),
     ]
-    return ServiceSpec(
-        name, "gateway_svc.process.server", flag_arguments(flags), f"{_reachable(host)}:{port}", GATEWAY_PHASE
-    )
+    return ServiceSpec(name, "gateway_svc.service", flag_arguments(flags), f"{_reachable(host)}:{port}", GATEWAY_PHASE)
 
 
 def _shared_machine(given: float | None, variable: str, default: float) -> float | None:

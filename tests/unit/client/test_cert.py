@@ -12,7 +12,7 @@ import quire_cli as cli
 from prometheus_client import generate_latest
 from quire_cli.certificate_authority import Authority, write
 
-from gateway_svc.process.flags import make_parser
+from gateway_svc.flags import make_parser
 from svc_common.config import parse
 from svc_common.metrics import ServiceMetrics, make_registry
 from svc_common.own_certificate import OwnCertificate, certificate_files, remaining_fraction

@@ -11,7 +11,7 @@ from gateway_svc.callers.api_keys import ApiKeys, ApiKeysError
 from gateway_svc.callers.authenticator import Authenticator, CallerInterceptor
 from gateway_svc.callers.caller import Caller
 from gateway_svc.callers.flags import min_priority
-from gateway_svc.process.flags import make_parser
+from gateway_svc.flags import make_parser
 from svc_common.reread import REREAD_S
 from tests.unit.gateway.fakes import ABORTED, TestGateway, refused
 

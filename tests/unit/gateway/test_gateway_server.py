@@ -2,7 +2,7 @@
 
 import pytest
 
-from gateway_svc.process.flags import make_parser
+from gateway_svc.flags import make_parser
 from svc_common.config import parse
 from svc_common.redis_server import RedisSettingsError, redis_server
 

@@ -15,7 +15,7 @@ from gateway_svc.callers.api_keys import ApiKeys
 from gateway_svc.callers.authenticator import Authenticator, CallerInterceptor
 from gateway_svc.callers.caller import CallersError, tenant_salt
 from gateway_svc.callers.flags import isolates_tenants
-from gateway_svc.process.flags import make_parser
+from gateway_svc.flags import make_parser
 from gateway_svc.records.recorder import Recorder
 from gateway_svc.records.store import RecordStore
 from gateway_svc.request.plan import plan_generation

@@ -216,7 +216,7 @@ async def test_the_process_serves_drains_and_exits_zero(bundle: bytes) -> None:
     fake = FakeScheduler(None, bundle)
     await fake.start()
     address = f"127.0.0.1:{free_port()}"
-    command = [sys.executable, "-m", "gateway_svc.process.server", "--listen", address, "--scheduler", fake.address]
+    command = [sys.executable, "-m", "gateway_svc.service", "--listen", address, "--scheduler", fake.address]
     process = subprocess.Popen(command, cwd=ROOT)  # noqa: ASYNC220  (waited for in a thread)
     try:
         async with open_channel(address) as channel:
@@ -242,7 +242,7 @@ async def test_the_process_serves_drains_and_exits_zero(bundle: bytes) -> None:
 
 
 def test_help_names_every_flag() -> None:
-    command = [sys.executable, "-m", "gateway_svc.process.server", "--help"]
+    command = [sys.executable, "-m", "gateway_svc.service", "--help"]
     text = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for flag in ("--listen", "--scheduler", "--max-streams", "--scheduler-patience-s", "--drain-timeout-s", "example:"):
         assert flag in text
@@ -250,8 +250,7 @@ def test_help_names_every_flag() -> None:
 
 def test_the_gateway_loads_neither_torch_nor_numpy() -> None:
     code = (
-        "import sys, gateway_svc.process.server;"
-        "sys.exit(' '.join({'torch', 'numpy', 'transformers'} & set(sys.modules)) or 0)"
+        "import sys, gateway_svc.service;sys.exit(' '.join({'torch', 'numpy', 'transformers'} & set(sys.modules)) or 0)"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.stderr == ""

@@ -20,10 +20,10 @@ from gateway_svc.callers.caller import Caller, CallersError
 from gateway_svc.callers.flags import make_authenticator
 from gateway_svc.callers.jwks import Jwks, JwksError, read_keys
 from gateway_svc.callers.tokens import MAX_TOKEN_CHARS, Expected, Tokens
+from gateway_svc.flags import make_parser
 from gateway_svc.limits.buckets import LocalBuckets
 from gateway_svc.limits.key_limits import KeyLimits
 from gateway_svc.limits.settings import LimitsFile
-from gateway_svc.process.flags import make_parser
 from svc_common.errors import PermissionDeniedError, UnauthenticatedError, UnavailableError
 from tests.unit.gateway.fakes import FakeScheduler, TestGateway, refused
 from tests.unit.gateway.jwt_issuer import AUDIENCE, ISSUER, Issuer, JwksServer, make_key

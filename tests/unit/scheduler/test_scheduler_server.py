@@ -16,7 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from scheduler_svc import server
 from scheduler_svc.flags import make_parser
-from scheduler_svc.server import build, serve
+from scheduler_svc.service import build, serve
 from svc_common.config import parse
 from svc_common.trust import Trust
 from tests.processes.ports import free_port
@@ -28,7 +28,7 @@ from tests.unit.scheduler.toy_worker import ToyGateway, ToyWorker, expected_toke
 async def scheduler_process(*flags: str) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
     """A scheduler on a free port that is SERVING."""
     address = f"127.0.0.1:{free_port()}"
-    command = [sys.executable, "-m", "scheduler_svc.server", "--listen", address, *flags]
+    command = [sys.executable, "-m", "scheduler_svc.service", "--listen", address, *flags]
     process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
     try:
         await wait_serving(address)
@@ -50,7 +50,7 @@ async def wait_serving(address: str, service: str = "") -> None:
 
 
 async def run_command(*flags: str) -> tuple[int | None, str]:
-    command = [sys.executable, "-m", "scheduler_svc.server", *flags]
+    command = [sys.executable, "-m", "scheduler_svc.service", *flags]
     process = await asyncio.create_subprocess_exec(
         *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
     )

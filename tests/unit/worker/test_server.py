@@ -21,7 +21,7 @@ from svc_common import config
 from svc_common.serve import open_channel
 from tests.contract.worker_fakes import SAMPLING, column
 from worker_svc.flags import engine_config, make_parser, scheduler_addresses, sim_config
-from worker_svc.server import reachable_address, set_thread_environment
+from worker_svc.service import reachable_address, set_thread_environment
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -79,7 +79,7 @@ class Process:
 
 @asynccontextmanager
 async def start(model: Path, *flags: str) -> AsyncIterator[Process]:
-    command = [sys.executable, "-m", "worker_svc.server", "--model", str(model), "--listen", "127.0.0.1:0"]
+    command = [sys.executable, "-m", "worker_svc.service", "--model", str(model), "--listen", "127.0.0.1:0"]
     command += ["--threads", "1", "--num-blocks", "64", *flags]
     process = Process(await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE))
     try:
@@ -246,12 +246,12 @@ def test_a_bad_setting_gives_one_line_and_exit_code_2(tiny_model: Path, flags: t
 
 
 def run(*flags: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "worker_svc.server", *flags]
+    command = [sys.executable, "-m", "worker_svc.service", *flags]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
 def test_flags_are_parsed_without_torch() -> None:
-    code = "import sys, worker_svc.server; sys.exit('torch' in sys.modules)"
+    code = "import sys, worker_svc.service; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
 
 

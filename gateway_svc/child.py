@@ -1,4 +1,4 @@
-"""One of several gateway processes: `python -m gateway_svc.process.child PARENT INDEX ADDRESSES LIFE [SETTINGS ...]`.
+"""One of several gateway processes: `python -m gateway_svc.child PARENT INDEX ADDRESSES LIFE [SETTINGS ...]`.
 
 Started by gateway_svc.process.processes only. LIFE counts the restarts of this process. SETTINGS are the arguments of
 quire-gateway. ADDRESSES are the shared ports, separated by a comma: gRPC, and HTTP if it is on.
@@ -11,10 +11,10 @@ import os
 import signal
 import sys
 
-from gateway_svc.process.flags import make_parser
+from gateway_svc.flags import make_parser
 from gateway_svc.process.processes import EXIT_CANNOT_START, port_of_child
 from gateway_svc.process.readiness import link_to_parent
-from gateway_svc.process.server import run_gateway
+from gateway_svc.service import run_gateway
 from svc_common import config
 
 PR_SET_PDEATHSIG = 1

@@ -18,6 +18,7 @@ from gateway_svc.answer.request_traces import RequestTraces
 from gateway_svc.callers.authenticator import CallerInterceptor
 from gateway_svc.callers.caller import CallersError
 from gateway_svc.callers.flags import identifies_callers, isolates_tenants, make_authenticator, min_priority
+from gateway_svc.flags import make_parser
 from gateway_svc.limits.buckets import LocalBuckets, RedisBuckets
 from gateway_svc.limits.key_limits import KeyLimits
 from gateway_svc.limits.settings import LimitsError, LimitsFile
@@ -28,7 +29,6 @@ from gateway_svc.operators.console_state import ConsoleState
 from gateway_svc.operators.operator_port import add_admin_service, is_public_for_operators
 from gateway_svc.pipeline.admission import Admission
 from gateway_svc.process.chat_flags import TemplateFileError, chat_templates, parser_names
-from gateway_svc.process.flags import make_parser
 from gateway_svc.process.http_ports import make_console, make_http, make_http_apps
 from gateway_svc.process.processes import supervise
 from gateway_svc.process.readiness import ReadyLink
