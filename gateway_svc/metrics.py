@@ -71,6 +71,7 @@ SPECS = (
     Spec("gateway_streams_limit", "gauge", "limit of open generations (--max-streams)"),
     Spec("gateway_request_bytes", "gauge", "size of all open requests", "bytes"),
     Spec("gateway_schedulers", "gauge", "schedulers by state: ready, attached (no model yet), away", "", ("state",)),
+    Spec("gateway_revisions", "gauge", "revisions of the model with ready workers; normally 1", "", MODEL),
     Spec("gateway_ready_workers", "gauge", "ready workers of all schedulers", "", MODEL),
     Spec(
         "gateway_requests_waiting", "gauge", "sequences in the queues of all schedulers, by their heartbeats", "", MODEL
@@ -142,6 +143,7 @@ class GatewayReader:
         for state in SCHEDULER_STATES:
             yield "gateway_schedulers", (state,), states[state]
         for model, num_workers in self._directory.models():
+            yield "gateway_revisions", (model.name,), len(self._directory.revisions(model.name))
             yield "gateway_ready_workers", (model.name,), num_workers
             yield from self._queue_rows(model.name)
         for name, times in list(self._metrics.models.items()):

@@ -30,6 +30,16 @@ class PrefixIndex(Protocol):
     def forget(self, worker_id: str, worker_epoch: int) -> None:
         """Remove a worker that is lost or has left."""
 
+    async def claim_revision(self, model: str, revision: str, *, replaces: bool) -> str:
+        """Record that the workers of this scheduler serve this revision, until `release_revision`.
+
+        Returns another revision of the model that another scheduler serves; then nothing is recorded, unless this one
+        `replaces` it. Empty: there is none, or the server does not answer.
+        """
+
+    def release_revision(self) -> None:
+        """This scheduler has no worker any more."""
+
     async def next_scheduler_epoch(self) -> int:
         """An epoch above the epochs of all earlier leases; 0 leaves the choice to the worker."""
 
@@ -53,6 +63,11 @@ class NoPrefixIndex:
     def register_worker(self, worker_id: str, worker_epoch: int, address: str) -> None: ...
 
     def forget(self, worker_id: str, worker_epoch: int) -> None: ...
+
+    async def claim_revision(self, model: str, revision: str, *, replaces: bool) -> str:
+        return ""
+
+    def release_revision(self) -> None: ...
 
     async def next_scheduler_epoch(self) -> int:
         return 0

@@ -3,6 +3,7 @@
     <namespace>:generation        string  set by the first scheduler; if it is missing or changed, data was lost
     <namespace>:scheduler_epoch   string  counter of leases, 1 to MAX_SCHEDULER_EPOCH; any other value counts as 0
     <namespace>:worker:<id>       hash    epoch, address, owner; expires when its scheduler stops renewing it
+    <namespace>:revisions:<model> hash   by owner: revision and time (ms) until which it is served; expires likewise
     <namespace>:prefix:<digest>   set     8 bytes of worker epoch + worker id; expires unless refreshed
 
 An entry whose epoch differs from the epoch in the worker's record is ignored, so a restarted worker needs no clean-up.
@@ -29,6 +30,11 @@ def epoch_key(namespace: str) -> str:
 def worker_key(namespace: str, worker_id: str) -> str:
     """The key of a worker's record."""
     return f"{namespace}:worker:{worker_id}"
+
+
+def revisions_key(namespace: str, model: str) -> str:
+    """The key of the revisions that the schedulers of a model serve."""
+    return f"{namespace}:revisions:{model}"
 
 
 def entry_key(namespace: str, digest: bytes) -> bytes:

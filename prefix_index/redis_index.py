@@ -10,7 +10,15 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from prefix_index.changes import Holder, PrefixChanges
-from prefix_index.keys import MAX_SCHEDULER_EPOCH, entry_key, epoch_key, generation_key, member_of, worker_key
+from prefix_index.keys import (
+    MAX_SCHEDULER_EPOCH,
+    entry_key,
+    epoch_key,
+    generation_key,
+    member_of,
+    revisions_key,
+    worker_key,
+)
 from svc_common.redis_connect import call_errors, connect
 from svc_common.redis_server import Availability, RedisServer
 
@@ -37,6 +45,24 @@ FORGET_WORKER = """
 local found = redis.call('HMGET', KEYS[1], 'epoch', 'owner')
 if found[1] == ARGV[1] and found[2] == ARGV[2] then return redis.call('DEL', KEYS[1]) end
 return 0"""
+
+# Records that ARGV[1] serves revision ARGV[2] for the next ARGV[3] milliseconds, unless another owner serves another
+# revision now and ARGV[4] is 0. Returns that revision, else an empty string.
+CLAIM_REVISION = """
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+local served = redis.call('HGETALL', KEYS[1])
+for i = 1, #served, 2 do
+  local revision, until_ms = string.match(served[i + 1], '^(%S+) (%d+)$')
+  if not until_ms or tonumber(until_ms) < now then
+    redis.call('HDEL', KEYS[1], served[i])
+  elseif served[i] ~= ARGV[1] and revision ~= ARGV[2] and ARGV[4] == '0' then
+    return revision
+  end
+end
+redis.call('HSET', KEYS[1], ARGV[1], ARGV[2] .. ' ' .. string.format('%d', now + ARGV[3]))
+redis.call('PEXPIRE', KEYS[1], ARGV[3])
+return ''"""
 
 Entry = tuple[Holder, bytes]
 
@@ -79,12 +105,15 @@ class RedisPrefixIndex:
         self._pending: dict[Entry, bool] = {}  # to write: the newest state per entry, cached or not
         self._addresses: dict[Holder, str] = {}
         self._dirty: dict[Holder, bool] = {}  # records to write (True) or to delete
+        self._revision: tuple[str, str] | None = None  # model and revision of this scheduler's workers
+        self._released: tuple[str, str] | None = None  # to delete
         self._epoch_floor = 0
         self._has_warned_epoch = False
         self._generation: bytes | None = None
         self._needs_snapshot = False
         self._refresh_at = 0.0
         self._renew_at = 0.0
+        self._renews_revision = False
         self._is_closed = False
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -156,6 +185,25 @@ class RedisPrefixIndex:
                 await self._task
         await self._redis.aclose()
 
+    async def claim_revision(self, model: str, revision: str, *, replaces: bool) -> str:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                other = await self._redis.eval(CLAIM_REVISION, 1, *self._claim(model, revision, replaces=replaces))
+        except call_errors() as error:
+            self._server.went_down(error)
+            other = b""
+        if not other:
+            self._revision = model, revision
+        return bytes(other).decode(errors="replace")
+
+    def _claim(self, model: str, revision: str, *, replaces: bool) -> tuple[str, ...]:
+        ttl_ms = str(int(self._lease_ttl_s * 1000))
+        return revisions_key(self._prefix, model), self._owner, revision, ttl_ms, str(int(replaces))
+
+    def release_revision(self) -> None:
+        self._released, self._revision = self._revision, None
+        self._wake.set()
+
     async def next_scheduler_epoch(self) -> int:
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -210,6 +258,7 @@ class RedisPrefixIndex:
         now = asyncio.get_running_loop().time()
         if now >= self._renew_at:
             self._renew_at = now + self._lease_ttl_s / 4
+            self._renews_revision = self._revision is not None
             for holder in self._addresses:
                 self._dirty.setdefault(holder, True)
         if now >= self._refresh_at:
@@ -247,6 +296,7 @@ class RedisPrefixIndex:
         floor, self._epoch_floor = self._epoch_floor, 0
         if floor:
             pipeline.eval(RAISE_COUNTER, 1, epoch_key(self._prefix), str(floor))
+        self._add_revision(pipeline)
         for holder, is_here in records.items():
             self._add_record(pipeline, holder, is_here=is_here)
         for (holder, digest), is_cached in batch.items():
@@ -263,6 +313,14 @@ class RedisPrefixIndex:
             raise
         generation: bytes | None = answers[0]
         return generation
+
+    def _add_revision(self, pipeline: Any) -> None:
+        released, self._released = self._released, None
+        if released is not None and self._revision is None:
+            pipeline.hdel(revisions_key(self._prefix, released[0]), self._owner)
+        if self._revision is not None and self._renews_revision:
+            pipeline.eval(CLAIM_REVISION, 1, *self._claim(*self._revision, replaces=True))
+        self._renews_revision = False
 
     def _add_record(self, pipeline: Any, holder: Holder, *, is_here: bool) -> None:
         key = worker_key(self._prefix, holder.worker_id)

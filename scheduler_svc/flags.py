@@ -55,6 +55,10 @@ FLAGS = (
         "new request may wait this long for each message in flight; 0: one step per message", default=5.0,
     ),
     Flag("--no-prefix-caching", switch, "do not share cached prompt prefixes between requests"),
+    Flag("--revision", text,
+        "accept only workers with this revision of their model (`quire status` shows it); unset: the revision of the "
+        "first worker of all schedulers of the model", default="", metavar="REVISION",
+    ),
     Flag("--heartbeat-timeout-s", in_range(float, 0.1, 3600.0),
         "seconds without a heartbeat after which a worker is lost", default=10.0,
     ),

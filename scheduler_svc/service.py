@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 from quire.internal.v1 import scheduler_pb2, scheduler_pb2_grpc
-from quire.v1 import inference_pb2
+from quire.v1 import inference_pb2, types_pb2
 
 from prefix_index.changes import PrefixChanges
 from prefix_index.index import NoPrefixIndex, PrefixIndex
@@ -113,7 +113,11 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def CountWorkers(
         self, request: scheduler_pb2.CountWorkersRequest, context: Context
     ) -> scheduler_pb2.CountWorkersResponse:
-        return scheduler_pb2.CountWorkersResponse(num_workers=self._parts.pool.num_members)
+        pool = self._parts.pool
+        served = pool.served or types_pb2.ModelInfo()
+        return scheduler_pb2.CountWorkersResponse(
+            num_workers=pool.num_members, model=served.model, revision=served.revision
+        )
 
     async def GetBundle(
         self, request: scheduler_pb2.GetBundleRequest, context: Context
@@ -181,6 +185,7 @@ def describe(parts: Parts, listen_address: str) -> inference_pb2.SchedulerStatus
     status = inference_pb2.SchedulerStatus(
         address=listen_address,
         model=parts.pool.info.model if parts.pool.info is not None else "",
+        revision=parts.pool.info.revision if parts.pool.info is not None else "",
         prefix_index=parts.index.state(),
         workers=parts.pool.describe(stats),
         max_waiting=parts.step_loop.max_waiting,
@@ -238,7 +243,13 @@ def build(args: argparse.Namespace, trust: Trust) -> Parts:
     dialer = Dialer(
         index, scheduler_id, timeouts, step_loop.times.steps, trust.open_worker, keys, args.max_bundle_bytes
     )
-    pool = WorkerPool(step_loop, dialer, heartbeat_timeout_s=args.heartbeat_timeout_s, on_change=gateways.announce)
+    pool = WorkerPool(
+        step_loop,
+        dialer,
+        heartbeat_timeout_s=args.heartbeat_timeout_s,
+        on_change=gateways.announce,
+        revision=args.revision,
+    )
     return Parts(step_loop, index, gateways, pool, dialer, tracer)
 
 

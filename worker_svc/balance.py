@@ -32,10 +32,10 @@ class Share:
         return num_moving > 0 and self.num_earlier >= self.num_workers - num_moving
 
 
-async def count_workers(scheduler: str, open_channel: OpenChannel = open_channel) -> int | None:
-    """The number of workers of a scheduler that accepts more; None if it is unreachable, frozen or draining, or does
-    not report the number.
-    """
+async def count_workers(
+    scheduler: str, open_channel: OpenChannel = open_channel
+) -> scheduler_pb2.CountWorkersResponse | None:
+    """The workers of a scheduler that accepts more; None if it is unreachable, frozen or draining."""
     async with open_channel(scheduler) as channel:
         try:
             health = await health_pb2_grpc.HealthStub(channel).Check(
@@ -43,9 +43,7 @@ async def count_workers(scheduler: str, open_channel: OpenChannel = open_channel
             )
             if health.status != health_pb2.HealthCheckResponse.SERVING:
                 return None
-            response = await scheduler_pb2_grpc.SchedulerServiceStub(channel).CountWorkers(
-                scheduler_pb2.CountWorkersRequest(), timeout=PROBE_TIMEOUT_S
-            )
+            stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
+            return await stub.CountWorkers(scheduler_pb2.CountWorkersRequest(), timeout=PROBE_TIMEOUT_S)
         except grpc.aio.AioRpcError:
             return None
-        return response.num_workers

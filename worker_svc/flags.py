@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from svc_common import config
-from svc_common.config import Flag, Group, address, in_range, one_of, path, size_bytes, text
+from svc_common.config import Flag, Group, address, in_range, one_of, path, size_bytes, switch, text
 from svc_common.tracing import TRACE_FLAGS
 from svc_common.trust import TRUST_FLAGS
 from worker_svc.engine.config import (
@@ -171,6 +171,10 @@ FLAGS = (
         Flag("--advertise", address,
             "address at which the scheduler reaches this worker; unset: the port of --listen at the address that "
             "this host uses to reach the scheduler",
+        ),
+        Flag("--replace-revision", switch,
+            "register although another scheduler serves another revision of this model; gateways use the new revision "
+            "when the old one has no worker",
         ),
         Flag("--worker-id", text, "name in logs and status; unset: host name and process id", metavar="ID"),
     )),

@@ -16,6 +16,7 @@ The lease of a new scheduler fences the old lease. The new scheduler adopts the 
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import random
 from collections.abc import Awaitable, Callable, Sequence
@@ -80,6 +81,10 @@ class StreamEndedError(Exception):
     """The scheduler ended the stream without an error."""
 
 
+class OtherRevisionError(Exception):
+    """Another scheduler of the model serves another revision of it."""
+
+
 @dataclass(frozen=True, slots=True)
 class End:
     """The end of a session. `was_used`: the session was steady, and its scheduler leased or stepped the worker."""
@@ -121,6 +126,7 @@ class Registration:
         rng: random.Random | None = None,
         open_channel: OpenChannel = open_channel,
         on_unavailable: Callable[[], None] = lambda: None,
+        replaces_revision: bool = False,
     ) -> None:
         self._candidates = Candidates(worker_id, schedulers)
         self._worker_id = worker_id
@@ -133,9 +139,11 @@ class Registration:
         self._rng = rng or random.Random()
         self._open_channel = open_channel
         self._on_unavailable = on_unavailable  # a scheduler was lost, or could not be reached
+        self._replaces_revision = replaces_revision
         self._acknowledgement = asyncio.Condition()
         self._acknowledged_state: types_pb2.WorkerState.ValueType = types_pb2.WORKER_STATE_UNSPECIFIED
         self._share = Share()
+        self._is_agreed = False  # no other scheduler serves another revision
         self._is_moving = False  # its present scheduler takes it for a draining worker
         self.scheduler: str | None = None  # where this worker is registered now
 
@@ -222,7 +230,7 @@ class Registration:
         now = asyncio.get_running_loop().time()
         others = [c for c in self._candidates if c is not current and c.next_return_at <= now]
         counts = {c.address: await count_workers(c.address, self._open_channel) for c in others}
-        counted = [(count, i) for i, c in enumerate(others) if (count := counts[c.address]) is not None]
+        counted = [(found.num_workers, i) for i, c in enumerate(others) if (found := counts[c.address]) is not None]
         if not counted or self._lifecycle.is_draining:
             return None
         fewest, i = min(counted)
@@ -250,6 +258,7 @@ class Registration:
                 return await _end_of(call, following, was_used=is_steady and self._work.num_orders > orders_before)
             finally:
                 self.scheduler, self._share, self._is_moving = None, Share(), False
+                self._is_agreed = False
                 call.cancel()
                 await cancel(following, leaving)
 
@@ -267,14 +276,25 @@ class Registration:
         """Register and send heartbeats. Raises when the stream ends."""
         call.add_done_callback(lambda _: self._lifecycle.changed.set())  # notice the end before the next heartbeat
         address = await asyncio.to_thread(self._address_towards, candidate.address)
-        answer = await self._exchange(call, address, OPEN_TIMEOUT_S)
+        report = functools.partial(self._report, call, candidate, address)
+        answer = await report(OPEN_TIMEOUT_S)
         interval_s = answer.accepted.heartbeat_interval_s or DEFAULT_HEARTBEAT_S
         ack_timeout_s = max(MIN_ACK_TIMEOUT_S, ACK_TIMEOUT_INTERVALS * interval_s)
-        await self._exchange(call, address, ack_timeout_s)  # the scheduler refuses a worker that does not fit
+        await report(ack_timeout_s)  # the scheduler refuses a worker that does not fit
         self._note_registered(candidate, interval_s)
         while True:
             await self._wait_for_update(interval_s)
-            await self._exchange(call, address, ack_timeout_s)
+            await report(ack_timeout_s)
+
+    async def _report(
+        self, call: Call, candidate: Candidate, address: str, timeout_s: float
+    ) -> scheduler_pb2.RegisterResponse:
+        """Send the state and get the answer. A worker that is ready first compares its revision with the other
+        schedulers'."""
+        if self._lifecycle.state == READY and not self._is_agreed:
+            await self._check_revision(candidate)
+            self._is_agreed = True
+        return await self._exchange(call, address, timeout_s)
 
     async def _exchange(self, call: Call, address: str, timeout_s: float) -> scheduler_pb2.RegisterResponse:
         """Send the state and get the answer."""
@@ -297,7 +317,27 @@ class Registration:
             load_progress=self._lifecycle.load_progress,
             capacity=self._lifecycle.capacity,
             adapters=self._lifecycle.adapters,
+            replaces_revision=self._replaces_revision,
         )
+
+    async def _check_revision(self, candidate: Candidate) -> None:
+        """Raise OtherRevisionError if another scheduler serves another revision of this worker's model.
+
+        Schedulers do not know each other, but a worker knows all of them. Two first workers at the same moment may miss
+        each other; with Redis the schedulers find that (PrefixIndex.claim_revision).
+        """
+        info = None if self._lifecycle.capacity is None else self._lifecycle.capacity.info
+        if info is None or self._replaces_revision:
+            return
+        others = [other.address for other in self._candidates if other is not candidate]
+        answers = await asyncio.gather(*(count_workers(other, self._open_channel) for other in others))
+        for other, served in zip(others, answers, strict=True):
+            if served is not None and served.model == info.model and served.revision != info.revision:
+                raise OtherRevisionError(
+                    f"scheduler {other} serves revision {served.revision!r} of model {info.model!r}, and this worker "
+                    f"has {info.revision!r}; stop the workers of that revision first, or start this one with "
+                    "--replace-revision"
+                )
 
     async def _wait_for_update(self, interval_s: float) -> None:
         await asyncio.sleep(min(MIN_UPDATE_INTERVAL_S, interval_s))
@@ -337,6 +377,8 @@ async def _end_of(call: Call, following: asyncio.Future[NoReturn], *, was_used: 
     error = following.exception()
     if isinstance(error, StreamEndedError):
         return End(grpc.StatusCode.OK, "the scheduler ended the stream", was_used)
+    if isinstance(error, OtherRevisionError):
+        return End(grpc.StatusCode.FAILED_PRECONDITION, str(error), was_used)
     if isinstance(error, TimeoutError):
         return End(grpc.StatusCode.UNAVAILABLE, "the scheduler does not answer", was_used, is_silent=True)
     # grpc raises one or the other, depending on whether the stream or the wait ended first; the status is the same.

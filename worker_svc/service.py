@@ -169,6 +169,7 @@ class Worker:
             work=self._executor,
             open_channel=self._trust.channels_to("scheduler"),
             on_unavailable=names.hurry,
+            replaces_revision=self._args.replace_revision,
         )
         names.start()
         looking_up = asyncio.ensure_future(names.run())

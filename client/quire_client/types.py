@@ -343,6 +343,7 @@ class SchedulerStatus(Result):
     finished: int = 0  # sequences that ended since the scheduler started
     first_token: LatencyHistogram = LatencyHistogram()
     slowest: tuple[OpenRequest, ...] = ()  # the oldest open requests, the oldest first; at most 10
+    revision: str = ""  # of the model; empty before the first worker
 
 
 @dataclass(frozen=True, slots=True)

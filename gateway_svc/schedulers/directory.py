@@ -17,6 +17,7 @@ class ModelDirectory:
 
     def __init__(self, clients: Sequence[SchedulerClient]) -> None:
         self.clients = clients
+        self._used: dict[str, str] = {}  # by model, the revision of its last request
 
     @property
     def is_ready(self) -> bool:
@@ -38,6 +39,8 @@ class ModelDirectory:
         resolved, adapter = self._names(name, adapter, known)
         of_revision = self._known(revision.partition(ADAPTER_MARK)[0]) if revision else known
         client, model = of_revision.get(resolved, known[resolved])
+        if not revision:
+            self._used[resolved] = model.info.revision
         if adapter:
             model = self._with_adapter(model, adapter)
         if revision and model.revision != revision:
@@ -109,21 +112,26 @@ class ModelDirectory:
         raise NotFoundError(f"model {name[:200]!r} is not served here; served models: {have}{of_models}", field="model")
 
     def _known(self, revision: str = "") -> dict[str, tuple[SchedulerClient, ServedModel]]:
-        """By model name, the replica whose ModelInfo is used: prefer a replica that can run requests, then one that
-        accepts longer requests, then the first.
+        """By model name, the replica whose ModelInfo is used: prefer a replica that can run requests, then the revision
+        of the last request, then a replica that accepts longer requests, then the first.
         """
         best: dict[str, tuple[SchedulerClient, ServedModel]] = {}
         for client in self.clients:
             if client.model is None or (revision and client.model.info.revision != revision):
                 continue
             have = best.get(client.model.name)
-            if have is None or _fitness(client, client.model) > _fitness(*have):
+            if have is None or self._fitness(client, client.model) > self._fitness(*have):
                 best[client.model.name] = (client, client.model)
         return best
+
+    def _fitness(self, client: SchedulerClient, model: ServedModel) -> tuple[bool, bool, bool, int]:
+        is_used = self._used.get(model.name) == model.info.revision
+        return client.is_ready, client.ready_workers > 0, is_used, model.limits.max_tokens
 
     def _num_workers(self, name: str) -> int:
         return sum(c.ready_workers for c in self.clients if c.model is not None and c.model.name == name)
 
-
-def _fitness(client: SchedulerClient, model: ServedModel) -> tuple[bool, bool, int]:
-    return client.is_ready, client.ready_workers > 0, model.limits.max_tokens
+    def revisions(self, name: str) -> set[str]:
+        """The revisions of a model that have workers. More than one: two checkpoints are served as one model."""
+        replicas = [c.model for c in self.clients if c.model is not None and c.model.name == name and c.ready_workers]
+        return {model.info.revision for model in replicas}

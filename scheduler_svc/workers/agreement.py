@@ -39,9 +39,13 @@ class WorkerRefusedError(QuireError):
 
 
 class Agreement:
-    """The facts of the first worker. Later workers must share them while the model is in use."""
+    """The facts of the first worker. Later workers must share them while the model is in use.
 
-    def __init__(self) -> None:
+    `pinned`: the only revision that this scheduler accepts; empty: any.
+    """
+
+    def __init__(self, pinned: str = "") -> None:
+        self._pinned = pinned
         self._worker_id = ""
         self._info: types_pb2.ModelInfo | None = None
 
@@ -53,6 +57,15 @@ class Agreement:
     def start_with(self, worker_id: str, info: types_pb2.ModelInfo) -> None:
         """Set the first worker."""
         self._worker_id, self._info = worker_id, info
+
+    def check_pinned(self, worker_id: str, info: types_pb2.ModelInfo) -> None:
+        """Raise WorkerRefusedError if the worker does not have the pinned revision."""
+        if self._pinned and info.revision != self._pinned:
+            raise WorkerRefusedError(
+                f"worker {worker_id} has revision {info.revision!r}, but this scheduler accepts only {self._pinned!r} "
+                "(--revision); start the worker with that checkpoint, or change --revision of all schedulers",
+                field="capacity.info.revision",
+            )
 
     def check(self, worker_id: str, info: types_pb2.ModelInfo) -> None:
         """Raise WorkerRefusedError, naming the first difference, if this worker differs from the first worker."""

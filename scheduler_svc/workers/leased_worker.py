@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import grpc
 from quire.internal.v1 import worker_pb2, worker_pb2_grpc
-from quire.v1 import inference_pb2
+from quire.v1 import inference_pb2, types_pb2
 from xxhash import xxh3_128_digest
 
 from prefix_index.index import PrefixIndex
@@ -26,6 +26,7 @@ from scheduler_svc.core.messages import CachedBlock, WorkerCapacity
 from scheduler_svc.metrics import StepMeter
 from scheduler_svc.workers import wire as worker_wire
 from scheduler_svc.workers.adapter_calls import AdapterCalls
+from scheduler_svc.workers.agreement import WorkerRefusedError
 from scheduler_svc.workers.seals import BlockKeys
 from step_protocol import columns
 from step_protocol.messages import StepBatch, StepOutput
@@ -273,6 +274,23 @@ class Dialer:
             link = LeasedWorker(capacity, address, granted.fence, call, self._timeouts, self._meter, self._keys, stub)
             log.info("worker %s: leased with scheduler_epoch %d", capacity.worker_id, granted.fence.scheduler_epoch)
             yield link, blocks, granted.next_step_id
+
+    async def claim_revision(self, worker_id: str, info: types_pb2.ModelInfo, *, replaces: bool) -> None:
+        """Record the revision of this scheduler's workers. Raises WorkerRefusedError if another scheduler of the model
+        serves another one and this worker does not replace it.
+        """
+        other = await self._index.claim_revision(info.model, info.revision, replaces=replaces)
+        if other:
+            raise WorkerRefusedError(
+                f"worker {worker_id} has revision {info.revision!r} of model {info.model!r}, but another scheduler "
+                f"serves revision {other!r}; stop the workers of that revision first, or start this worker with "
+                "--replace-revision",
+                field="capacity.info.revision",
+            )
+
+    def release_revision(self) -> None:
+        """The last worker of this scheduler has left."""
+        self._index.release_revision()
 
     async def drain(self, address: str, worker_id: str, timeout_s: float) -> int:
         """Tell a worker to drain and wait until it has drained. Returns the number of rows that were left.

@@ -75,7 +75,7 @@ class WorkerRecord:
 class WorkerPool:
     """Owns registrations and leases of workers. Reports to the step loop when a worker joins, drains or is lost.
 
-    `on_change(info, ready_workers)` is called when either may have changed.
+    `on_change(info, ready_workers)` is called when either may have changed. `revision`: the only accepted one.
     """
 
     def __init__(
@@ -85,13 +85,14 @@ class WorkerPool:
         *,
         heartbeat_timeout_s: float,
         on_change: Callable[[types_pb2.ModelInfo | None, int], None],
+        revision: str = "",
     ) -> None:
         self._step_loop = step_loop
         self._dialer = dialer
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._on_change = on_change
         self._workers: dict[str, WorkerRecord] = {}
-        self._agreement = Agreement()
+        self._agreement = Agreement(revision)
         self.adapters = Adapters(step_loop)
         self._info: types_pb2.ModelInfo | None = None
         self._releases: set[asyncio.Task[int]] = set()
@@ -101,6 +102,11 @@ class WorkerPool:
     def info(self) -> types_pb2.ModelInfo | None:
         """The model, with the largest pool and row count of all leased workers; None before the first lease."""
         return self._info
+
+    @property
+    def served(self) -> types_pb2.ModelInfo | None:
+        """The model of the leased workers; None without one."""
+        return self._info if self._has_links else None
 
     @property
     def num_ready(self) -> int:
@@ -297,16 +303,22 @@ class WorkerPool:
         worker.info.CopyFrom(info)
         worker.info.max_num_blocks = capacity.num_blocks
         worker.info.max_num_seqs = capacity.max_num_seqs
-        worker.lease_task = asyncio.create_task(self._keep_lease(worker, capacity, worker.info))
+        replaces = request.replaces_revision
+        worker.lease_task = asyncio.create_task(self._keep_lease(worker, capacity, worker.info, replaces))
 
     def _check_agreement(self, worker_id: str, info: types_pb2.ModelInfo) -> None:
         """Raise WorkerRefusedError if the worker differs from the model in use. An unused model may be replaced."""
+        self._agreement.check_pinned(worker_id, info)
         if self._has_links or self._step_loop.has_work:
             self._agreement.check(worker_id, info)
 
-    async def _keep_lease(self, worker: WorkerRecord, capacity: WorkerCapacity, info: types_pb2.ModelInfo) -> None:
+    async def _keep_lease(
+        self, worker: WorkerRecord, capacity: WorkerCapacity, info: types_pb2.ModelInfo, replaces: bool
+    ) -> None:
         error: QuireError | None = None
         try:
+            if not self._has_links:
+                await self._dialer.claim_revision(worker.worker_id, info, replaces=replaces)
             async with self._dialer.lease(capacity, info.bundle_digest, worker.address) as (link, blocks, next_step_id):
                 self._check_agreement(worker.worker_id, info)
                 self.adapters.check(worker.worker_id, worker.adapters)
@@ -321,6 +333,8 @@ class WorkerPool:
             if worker.link is not None:
                 self.adapters.leave(worker.link)
             worker.link = worker.lease_task = None
+            if not self._has_links:
+                self._dialer.release_revision()
             self._mark_lost(worker)
             if worker.registration is not None:
                 worker.registration.end(error)

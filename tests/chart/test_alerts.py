@@ -25,6 +25,7 @@ quire_workers{model_name="m",service="r-quire-scheduler-m",state="ready"} 2
 quire_workers{model_name="other",service="r-quire-scheduler-other",state="ready"} 1
 quire_gateway_schedulers{state="ready"} 1
 quire_gateway_schedulers{state="away"} 0
+quire_gateway_revisions{model_name="m",service="r-quire-gateway-headless"} 1
 quire_rpc_errors_total{code="INVALID_ARGUMENT",method="Generate"} 9
 quire_rpc_errors_total{code="INTERNAL",method="Generate"} 3
 quire_requests_refused_total{code="RESOURCE_EXHAUSTED",model_name="m"} 5
@@ -59,6 +60,7 @@ BAD = [
     ("QuireNoWorkerStarts", 'quire_num_requests_waiting{model_name="",service="r-quire-scheduler-idle"} 0', "1"),
     ("QuireGatewaysGone", SCHEDULERS, ""),
     ("QuireSchedulerAway", 'quire_gateway_schedulers{state="away"} 0', "1"),
+    ("QuireTwoRevisions", 'quire_gateway_revisions{model_name="m",service="r-quire-gateway-headless"} 1', "2"),
     ("QuireInternalErrors", 'quire_rpc_errors_total{code="INTERNAL",method="Generate"} 3', "4"),
     (
         "QuireRequestsFail",

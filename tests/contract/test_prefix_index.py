@@ -230,6 +230,46 @@ async def test_a_bad_scheduler_epoch_counts_as_0_and_is_replaced(
     await until(counts_again)
 
 
+async def test_a_second_revision_is_refused_until_the_first_is_released(redis: Redis) -> None:
+    one, two = redis.index("s0"), redis.index("s1")
+    assert await one.claim_revision("m", "r1", replaces=False) == ""
+    assert await two.claim_revision("m", "r2", replaces=False) == "r1"
+    assert await two.claim_revision("m", "r1", replaces=False) == ""
+    assert await two.claim_revision("other", "r2", replaces=False) == ""
+    assert await one.claim_revision("m", "r2", replaces=False) == "r1"  # the other scheduler still serves it
+    assert await one.claim_revision("m", "r2", replaces=True) == ""
+
+
+async def test_a_released_or_expired_revision_can_be_replaced(redis: Redis) -> None:
+    one, two = redis.index("s0", lease_ttl_s=0.3), redis.index("s1")
+    assert await one.claim_revision("m", "r1", replaces=False) == ""
+    await asyncio.sleep(0.6)  # several renewals later it is still served
+    assert await two.claim_revision("m", "r2", replaces=False) == "r1"
+    one.release_revision()
+
+    async def is_free() -> bool:
+        return await two.claim_revision("m", "r2", replaces=False) == ""
+
+    await until(is_free)
+
+
+async def test_a_revision_of_a_lost_scheduler_expires(redis: Redis) -> None:
+    lost, other = redis.index("s0", lease_ttl_s=0.3), redis.index("s1")
+    assert await lost.claim_revision("m", "r1", replaces=False) == ""
+    await lost.close()
+
+    async def is_free() -> bool:
+        return await other.claim_revision("m", "r2", replaces=False) == ""
+
+    await until(is_free)
+
+
+async def test_without_redis_a_revision_is_accepted(redis: Redis) -> None:
+    index = redis.index()
+    redis.server.stop()
+    assert await index.claim_revision("m", "r1", replaces=False) == ""
+
+
 async def test_an_epoch_far_too_large_is_not_published(index: RedisPrefixIndex) -> None:
     index.note_scheduler_epoch(2**64 - 1)
     index.note_scheduler_epoch(40)

@@ -116,8 +116,9 @@ def scheduler_text(scheduler: SchedulerStatus) -> str:
     name = scheduler.model or "no model yet"
     if not scheduler.connected:
         return f"{name}  scheduler {scheduler.address}: NOT CONNECTED"
+    revision = f", revision {scheduler.revision}" if scheduler.revision else ""
     lines = [
-        f"{name}  scheduler {scheduler.address}",
+        f"{name}  scheduler {scheduler.address}{revision}",
         f"  queue   {scheduler.num_waiting} of {scheduler.max_waiting} waiting, {scheduler.num_running} running, "
         f"{count(scheduler.preemptions, 'preemption')}, {count(scheduler.steps, 'step')}",
         f"  tokens  {_pending(scheduler)}, {scheduler.refused_deadline} refused for their deadline",

@@ -11,7 +11,7 @@ from typing import Any
 
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from prefix_index.redis_index import FORGET_WORKER, NEXT_EPOCH, RAISE_COUNTER
+from prefix_index.redis_index import CLAIM_REVISION, FORGET_WORKER, NEXT_EPOCH, RAISE_COUNTER
 
 Value = bytes | set[bytes] | dict[str, bytes]
 
@@ -82,7 +82,13 @@ class RedisServer:
     def _pexpire(self, key: bytes, ms: int) -> None:
         pass
 
-    def _eval(self, key: bytes, script: str, *args: str) -> int:
+    def _hdel(self, key: bytes, field: str) -> None:
+        self.data.get(key, {}).pop(field, None)  # type: ignore[union-attr, call-arg, arg-type]
+
+    def _eval(self, key: bytes, script: str, *args: str) -> Any:
+        if script == CLAIM_REVISION:  # the simulated workers have one revision
+            self._hset(key, {args[0]: args[1]})
+            return b""
         if script == NEXT_EPOCH:
             value = self._counter(key) + 1
             self.data[key] = b"%d" % value

@@ -85,6 +85,25 @@ async def test_a_broken_stream_moves_its_requests_at_once(both: TestGateway, pai
     assert list(again.continuation.samples[0].output_token_ids) == [10, 11]
 
 
+async def test_a_second_revision_gets_no_request_while_the_first_has_workers(
+    pair: list[FakeScheduler], bundle: bytes
+) -> None:
+    """Replicas with different checkpoints are an error of an operator, which must not show in tokens."""
+    old, new = pair
+    new.info = make_info(bundle, revision="r2", max_model_len=512)  # would be preferred for its longer limit
+    await new.stop()
+    async with TestGateway([new.address, old.address]) as gateway:
+        await until(lambda: gateway.directory.is_ready)
+        assert (await gateway.generate().read()).accepted.revision == "r1"
+        await new.start()
+        await until(lambda: gateway.directory.revisions("demo") == {"r1", "r2"})
+        for _ in range(3):
+            assert (await gateway.generate().read()).accepted.revision == "r1"
+        await old.stop()
+        await until(lambda: gateway.directory.revisions("demo") == {"r2"})
+        assert (await gateway.generate().read()).accepted.revision == "r2"
+
+
 async def test_requests_of_a_silent_scheduler_move_and_its_late_messages_are_ignored(
     pair: list[FakeScheduler],
 ) -> None:

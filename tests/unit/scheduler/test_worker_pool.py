@@ -146,6 +146,37 @@ async def test_workers_with_other_numerics_are_logged(
     assert says in caplog.text
 
 
+async def test_a_scheduler_accepts_its_pinned_revision_only(make_stack: MakeStack) -> None:
+    stack = await make_stack("--revision", "r1")
+    other = await stack.worker("w1", epoch=12, revision="r2")
+    await until(lambda: other.refusals)
+    assert "accepts only 'r1' (--revision)" in (other.refusals[0].details() or "")
+    await stack.worker()
+    await ready(stack)
+
+
+async def test_a_first_worker_is_refused_while_another_scheduler_serves_another_revision(make_stack: MakeStack) -> None:
+    """The schedulers of a model agree in the index that they share. A worker may replace a revision on purpose."""
+    stack = await make_stack()
+    claims: list[tuple[str, str, bool]] = []
+
+    async def claim_revision(model: str, revision: str, *, replaces: bool) -> str:
+        claims.append((model, revision, replaces))
+        return "r0" if revision != "r0" and not replaces else ""
+
+    stack.parts.index.claim_revision = claim_revision  # type: ignore[method-assign]
+    worker = await stack.worker()
+    await until(lambda: worker.refusals)
+    assert "has revision 'r1' of model 'toy', but another scheduler serves revision 'r0'" in (
+        worker.refusals[0].details() or ""
+    )
+    assert stack.parts.pool.num_ready == 0
+    await worker.stop()
+    await stack.worker("w1", epoch=12, replaces_revision=True)
+    await ready(stack)
+    assert claims[-1] == ("toy", "r1", True)
+
+
 async def test_a_bundle_that_does_not_match_its_digest_is_refused(make_stack: MakeStack) -> None:
     stack = await make_stack()
     worker = ToyWorker(stack.address)

@@ -58,8 +58,17 @@ class ToyWorker(worker_pb2_grpc.WorkerServiceServicer):
     Clear `gate` to hold answers back. `steps` counts steps, `refusals` collects the errors that ended registrations.
     """
 
-    def __init__(self, scheduler: str, worker_id: str = "w0", *, epoch: int = 11, **info: Any) -> None:
+    def __init__(
+        self,
+        scheduler: str,
+        worker_id: str = "w0",
+        *,
+        epoch: int = 11,
+        replaces_revision: bool = False,
+        **info: Any,
+    ) -> None:
         self.worker_id, self.epoch = worker_id, epoch
+        self.replaces_revision = replaces_revision
         self.info = make_info(**info)
         self.state = types_pb2.WORKER_STATE_READY
         self.scheduler_epoch = 0
@@ -157,6 +166,7 @@ class ToyWorker(worker_pb2_grpc.WorkerServiceServicer):
             worker_epoch=self.epoch,
             state=self.state,
             capacity=None if self.state == types_pb2.WORKER_STATE_LOADING else capacity,
+            replaces_revision=self.replaces_revision,
         )
 
     # -- service ------------------------------------------------------------------------------------------------------

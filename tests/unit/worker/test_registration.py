@@ -13,6 +13,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from quire.internal.v1 import scheduler_pb2, scheduler_pb2_grpc
+from quire.v1 import types_pb2
 
 from svc_common.errors import ErrorInterceptor, StaleEpochError, UnavailableError
 from worker_svc import balance as balance_module
@@ -35,6 +36,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         self.is_silent = False
         self.ends_when: int | None = None
         self.num_workers = self.num_earlier = 0  # as reported to the worker
+        self.model = self.revision = ""  # of its workers
         self.health = health.aio.HealthServicer()
         self.num_open = 0
         self.kick = asyncio.Event()  # ends open streams
@@ -66,7 +68,9 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
             answer = scheduler_pb2.RegisterResponse(heartbeat_ack=acknowledgement)
 
     async def CountWorkers(self, request: Any, context: Any) -> scheduler_pb2.CountWorkersResponse:
-        return scheduler_pb2.CountWorkersResponse(num_workers=self.num_workers)
+        return scheduler_pb2.CountWorkersResponse(
+            num_workers=self.num_workers, model=self.model, revision=self.revision
+        )
 
     @property
     def states(self) -> list[int]:
@@ -384,11 +388,40 @@ async def test_a_draining_worker_does_not_register_elsewhere() -> None:
 
 async def test_unreachable_and_frozen_schedulers_report_no_number(impatient: None) -> None:
     async with serve(FakeScheduler()) as port:
-        assert await count_workers(f"127.0.0.1:{port}") == 0
+        assert (await count_workers(f"127.0.0.1:{port}")).num_workers == 0
     assert await count_workers(f"127.0.0.1:{port}") is None
     frozen = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
     async with frozen:
         assert await count_workers(f"127.0.0.1:{frozen.sockets[0].getsockname()[1]}") is None
+
+
+def ready_with(revision: str) -> Lifecycle:
+    lifecycle = Lifecycle()
+    info = types_pb2.ModelInfo(model="m", revision=revision)
+    lifecycle.set_ready(scheduler_pb2.WorkerCapacity(info=info))
+    return lifecycle
+
+
+async def test_a_worker_with_another_revision_than_another_schedulers_workers_is_not_ready(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """An empty scheduler would accept it, and requests would get tokens of two checkpoints."""
+    async with replicas() as r:
+        serving, empty = r.first, r.second
+        serving.model, serving.revision, serving.refusal = "m", "r1", "this scheduler serves revision 'r1'"
+        async with registered(r.ports, ready_with("r2")):
+            await until(lambda: "serves revision 'r1' of model 'm', and this worker has 'r2'" in caplog.text)
+        assert empty.heard == []
+
+
+@pytest.mark.parametrize(("revision", "options"), [("r1", {}), ("r2", {"replaces_revision": True})])
+async def test_a_worker_with_the_same_revision_or_a_replacing_one_is_ready(
+    revision: str, options: dict[str, Any]
+) -> None:
+    async with replicas() as r:
+        r.first.model, r.first.revision = r.second.model, r.second.revision = "m", "r1"
+        async with registered(r.ports, ready_with(revision), **options):
+            await until(lambda: any(request.state == READY for request in r.first.heard + r.second.heard))
 
 
 async def test_schedulers_may_be_added_and_removed_while_the_worker_is_registered() -> None:

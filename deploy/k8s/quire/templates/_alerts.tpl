@@ -38,6 +38,13 @@
   labels: {severity: critical}
   annotations:
     summary: 'A gateway has lost a scheduler and cannot reconnect'
+- alert: QuireTwoRevisions
+  expr: >-
+    max by (model_name) (quire_gateway_revisions{ {{- $here -}} }) > 1
+  for: 5m
+  labels: {severity: critical}
+  annotations:
+    summary: 'Workers serve two revisions of {{ "{{ $labels.model_name }}" }}'
 - alert: QuireInternalErrors
   expr: >-
     sum by (method) (rate(quire_rpc_errors_total{ {{- $here }}, code=~"INTERNAL|UNKNOWN|DATA_LOSS"}[5m])) > 0
