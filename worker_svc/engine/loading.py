@@ -30,11 +30,11 @@ from worker_svc.engine.encoder.families import encoder_of
 from worker_svc.engine.encoder.model import EncoderLoader, EncoderModel
 from worker_svc.engine.encoder_decoder.config import EncoderDecoderConfig, is_encoder_decoder, parse_encoder_decoder
 from worker_svc.engine.encoder_decoder.load import EncoderDecoder, load_encoder_decoder
+from worker_svc.engine.engine_info import choose_max_model_len
 from worker_svc.engine.kernels.machine import available_memory
 from worker_svc.engine.pooling.config import PoolingConfig, read_pooling
 from worker_svc.engine.pooling.weights import PoolingWeights, load_pooling, pooling_info
 from worker_svc.engine.rows.images import ImageEncoder, image_shape
-from worker_svc.engine.settings import choose_max_model_len
 from worker_svc.engine.vision.tower import VisionTower
 
 logger = logging.getLogger(__name__)

@@ -28,13 +28,14 @@ from step_protocol.messages import (
 from worker_svc.engine.adapters.packed import rows_of_step
 from worker_svc.engine.adapters.rows import RowAdapters
 from worker_svc.engine.backend import ForwardBatch
-from worker_svc.engine.checkpoint.generation_config import eos_token_ids
+from worker_svc.engine.checkpoint.model_folder import eos_token_ids
 from worker_svc.engine.checkpoint.tensors import Checkpoint
-from worker_svc.engine.config import ComputeDtype, EngineConfig, EngineInfo
+from worker_svc.engine.config import ComputeDtype, EngineConfig
 from worker_svc.engine.cpu.backends import make_backend
 from worker_svc.engine.decoder.model import DecoderModel
+from worker_svc.engine.engine_info import make_engine_info
 from worker_svc.engine.kernels.machine import available_cores
-from worker_svc.engine.kernels.numerics import build, cpu_numerics
+from worker_svc.engine.kernels.numerics import cpu_numerics
 from worker_svc.engine.loading import Report, load_model
 from worker_svc.engine.pooling.pooling import (
     NOT_FINITE,
@@ -128,35 +129,24 @@ class ModelRunner:
             images=loaded.image_shape,
         )  # fmt: skip
         self._embedder = InputEmbedder(loaded.hidden_size, DTYPES[dtype], self.images)
-        weights_digest = checkpoint.weights_digest()
-        kind = cpu_numerics(self._backend.name, self._backend.arithmetic)
-        self.info = EngineInfo(
-            model=config.model_name or config.model_dir.resolve().name,
-            revision=checkpoint.revision(
-                weights_digest, DTYPES[dtype], config.quantize, kind if config.determinism == "exact" else None
-            ),
-            weights_digest=weights_digest,
+        encoder = self._encoder
+        budget = config.max_num_batched_tokens if encoder is None else encoder.max_num_batched_tokens
+        self.info = make_engine_info(
+            config,
+            checkpoint,
+            dtype,
+            self._backend.name,
+            cpu_numerics(self._backend.name, self._backend.arithmetic),
             max_model_len=loaded.max_model_len,
             vocab_size=loaded.vocab_size,
             num_blocks=loaded.num_blocks,
-            block_size=config.block_size,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens
-            if self._encoder is None
-            else self._encoder.max_num_batched_tokens,
+            max_num_batched_tokens=budget,
             eos_token_ids=eos_ids,
             default_sampling=sampling,
-            dtype=dtype,
-            determinism=config.determinism,
-            backend=self._backend.name,
-            numerics=kind,
-            build=build(),
-            quantize=config.quantize,
             images=loaded.image_shape,
-            max_adapters=config.max_adapters,
             attention_window=loaded.attention_window,
-            hidden_size=0 if self._encoder is not None else loaded.input_size,
-            encoder=None if self._encoder is None else self._encoder.info,
+            hidden_size=0 if encoder is not None else loaded.input_size,
+            encoder=None if encoder is None else encoder.info,
             pooling=loaded.pooling_info,
             is_encoder=loaded.is_encoder,
         )

@@ -13,8 +13,7 @@ from request_fields.checks import default_sampling
 from request_fields.inputs import ImageShape
 from request_fields.sizes import SizeLimits
 from worker_svc.engine.adapters.config import CONFIG_FILE, WEIGHTS_FILE, AdapterError, read_adapter_config
-from worker_svc.engine.checkpoint.generation_config import eos_token_ids
-from worker_svc.engine.checkpoint.model_folder import CheckpointError
+from worker_svc.engine.checkpoint.model_folder import CheckpointError, eos_token_ids
 from worker_svc.engine.config import ComputeDtype, EngineConfig, EngineInfo
 from worker_svc.simulator.tokens import read_json
 

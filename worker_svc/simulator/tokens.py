@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from worker_svc.engine.checkpoint.generation_config import eos_token_ids
+from worker_svc.engine.checkpoint.model_folder import eos_token_ids
 
 MASK = 2**64 - 1
 GOLDEN = 0x9E3779B97F4A7C15

@@ -15,13 +15,12 @@ from request_fields.fields import SamplingParams
 from tests.unit.engine.models import make_model
 from worker_svc.engine.backend import BackendUnavailableError
 from worker_svc.engine.checkpoint.model_folder import CheckpointError
-from worker_svc.engine.checkpoint.tensors import Checkpoint
-from worker_svc.engine.checkpoint.weights_digest import WeightsDigest
+from worker_svc.engine.checkpoint.tensors import Checkpoint, WeightsDigest
 from worker_svc.engine.config import EngineConfig
 from worker_svc.engine.decoder.config import parse_config
+from worker_svc.engine.engine_info import choose_max_model_len
 from worker_svc.engine.kernels.build import ABI_VERSION, SOURCES, load_kernels
 from worker_svc.engine.model_runner import ModelRunner
-from worker_svc.engine.settings import choose_max_model_len
 
 
 @pytest.fixture

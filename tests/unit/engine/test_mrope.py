@@ -8,7 +8,7 @@ import torch
 
 from step_protocol.messages import ImageSpan
 from tests.unit.engine.vision_models import IMAGE, TOWERS, load_vision_reference, make_vision_model
-from worker_svc.engine.rows.mrope import MropePositions
+from worker_svc.engine.rows.positions import MropePositions
 
 # Pieces of a prompt: numbers of text tokens, sizes of images in tokens.
 PROMPTS = {

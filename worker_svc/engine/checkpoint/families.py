@@ -113,7 +113,7 @@ class Architecture:
     has_experts: bool = False
     normalizes_experts: bool | None = None  # None: `norm_topk_prob`
     scales_embedding: bool = False  # by the square root of hidden_size
-    tower: TowerKind | None = None  # of images; their tokens have positions on three axes (mrope.py)
+    tower: TowerKind | None = None  # of images; their tokens have positions on three axes (rows/positions.py)
     mrope: MropeKind | None = None  # how the frequencies of a head are divided among the axes
     is_tied: bool = False  # if config.json has no `tie_word_embeddings`, as in transformers
     fields: Mapping[str, str] = field(default_factory=dict)  # other names of fields of config.json

@@ -27,11 +27,12 @@ from worker_svc.engine.adapters.store import AdapterStore
 from worker_svc.engine.backend import BackendUnavailableError
 from worker_svc.engine.checkpoint.families import Names
 from worker_svc.engine.checkpoint.features import check_features
-from worker_svc.engine.checkpoint.generation_config import eos_token_ids
+from worker_svc.engine.checkpoint.model_folder import eos_token_ids
 from worker_svc.engine.checkpoint.tensors import Checkpoint
-from worker_svc.engine.config import EngineConfig, EngineInfo
+from worker_svc.engine.config import EngineConfig
 from worker_svc.engine.decoder.block_contents import BlockContents
 from worker_svc.engine.decoder.config import parse_config
+from worker_svc.engine.engine_info import choose_max_model_len, make_engine_info
 from worker_svc.engine.gpu.adapters import DeviceAdapters
 from worker_svc.engine.gpu.attention.paged import Attention
 from worker_svc.engine.gpu.collectives.group import Group
@@ -61,7 +62,7 @@ from worker_svc.engine.gpu.step.pending_step import NO_IDS, PendingStep, Writes
 from worker_svc.engine.gpu.step.pooling import load_device_pooling
 from worker_svc.engine.gpu.step.step_buffer import HostStep, PlacedInputs, Staging, StepBuffer
 from worker_svc.engine.kernels.machine import available_cores
-from worker_svc.engine.kernels.numerics import build, device_numerics
+from worker_svc.engine.kernels.numerics import device_numerics
 from worker_svc.engine.model_runner import MAX_OUT_OF_MEMORY_STEPS, is_out_of_memory
 from worker_svc.engine.pooling.config import read_pooling
 from worker_svc.engine.pooling.pooling import PoolingTable
@@ -72,7 +73,6 @@ from worker_svc.engine.rows.open_rows import OpenRows
 from worker_svc.engine.rows.step_checker import CheckedStep, StepChecker
 from worker_svc.engine.sampling.grammars import compiled_grammars
 from worker_svc.engine.sampling.masking import apply_masks
-from worker_svc.engine.settings import choose_max_model_len
 
 logger = logging.getLogger(__name__)
 
@@ -141,38 +141,20 @@ class DeviceRunner:
         self._in_flight: deque[PendingStep] = deque()
         self._num_out_of_memory = 0  # consecutive steps
         backend = f"cuda/{attention.name}"
-        numerics = device_numerics(backend, self._device, self._group.size, loader.formats)
-        weights_digest = checkpoint.weights_digest()
-        shared_numerics = numerics if config.determinism == "exact" else None
-        self.info = EngineInfo(
-            model=config.model_name or config.model_dir.resolve().name,
-            revision=checkpoint.revision(
-                weights_digest,
-                DTYPES[dtype],
-                config.quantize,
-                numerics=shared_numerics,
-                kv_cache_dtype=config.kv_cache_dtype,
-            ),
-            weights_digest=weights_digest,
+        self.info = make_engine_info(
+            config,
+            checkpoint,
+            dtype,
+            backend,
+            device_numerics(backend, self._device, self._group.size, loader.formats),
             max_model_len=max_model_len,
             vocab_size=whole.vocab_size,
             num_blocks=num_blocks,
-            block_size=config.block_size,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
             eos_token_ids=eos_ids,
             default_sampling=sampling,
-            dtype=dtype,
-            determinism=config.determinism,
-            backend=backend,
-            numerics=numerics,
-            build=build(),
-            kv_cache_dtype=config.kv_cache_dtype,
-            quantize=config.quantize,
             attention_window=whole.within(max_model_len).attention_window,
             hidden_size=whole.hidden_size,
             pooling=pooling_info(settings, pooling, max_model_len),
-            max_adapters=config.max_adapters,
         )
         self._checker = StepChecker(self._rows, self.info)
 

@@ -1,12 +1,53 @@
-"""The positions of all rows. They differ from the indices of the tokens only in rows with images (mrope.py)."""
+"""The positions of rows. They differ from the indices of the tokens only in rows with images.
+
+M-RoPE gives positions on three axes (time, height, width) to a sequence with images, as transformers' `get_rope_index`.
+A token of text has the same position on each axis. The tokens of an image share the time of the first one and differ in
+height and width, and the next token continues after the largest of them. So an image of h x w tokens takes max(h, w)
+positions, and the position of a token is its index plus a delta that only the images before it determine.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import numpy as np
 
 from step_protocol.columns import I64, U32
-from step_protocol.messages import RowOpen
-from worker_svc.engine.rows.mrope import MropePositions
+from step_protocol.messages import ImageSpan, RowOpen
+
+
+class MropePositions:
+    """The positions of one sequence."""
+
+    def __init__(self, spans: Iterable[ImageSpan]) -> None:
+        """The spans ascend and do not overlap."""
+        columns = [(span.start, span.end, span.width, max(span.height, span.width)) for span in spans]
+        table = np.array(columns, np.int64).reshape(-1, 4).T
+        self._starts, self._ends, self._widths, sizes = table
+        deltas = np.cumsum(sizes - (self._ends - self._starts))
+        self._deltas = np.concatenate((np.zeros(1, np.int64), deltas))  # [i]: of a token with i images before it
+
+    @property
+    def delta(self) -> int:
+        """Position minus index of all tokens after the last image: `mrope_position_delta`."""
+        return int(self._deltas[-1])
+
+    @property
+    def last_end(self) -> int:
+        """Index after the last token of an image; 0 if there is none."""
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def of(self, indices: I64) -> I64:
+        """Positions [3, n] of the tokens with these indices."""
+        num_ended = np.searchsorted(self._ends, indices, side="right")
+        positions = np.tile(indices + self._deltas[num_ended], (3, 1))
+        in_image = np.flatnonzero(np.searchsorted(self._starts, indices, side="right") > num_ended)
+        image = num_ended[in_image]
+        offsets = indices[in_image] - self._starts[image]
+        positions[:, in_image] -= offsets
+        positions[1, in_image] += offsets // self._widths[image]
+        positions[2, in_image] += offsets % self._widths[image]
+        return positions
 
 
 class RowPositions:
