@@ -44,8 +44,7 @@ from gateway_svc.request.threads import Threads
 from gateway_svc.request.validation import RequestLimits
 from gateway_svc.schedulers.directory import ModelDirectory
 from gateway_svc.schedulers.dispatcher import Dispatcher
-from gateway_svc.schedulers.scheduler_client import SchedulerClient
-from gateway_svc.schedulers.scheduler_clients import SchedulerClients
+from gateway_svc.schedulers.scheduler_client import SchedulerClient, SchedulerClients
 from gateway_svc.servicer import make_servicer
 from gateway_svc.text.chat_format import ParserNameError
 from prefix_index.reader import RedisPrefixReader

@@ -14,6 +14,9 @@ log = logging.getLogger(__name__)
 
 DEFAULT_MAX_BUNDLE = "128M"  # of --max-bundle-bytes; tokenizers have up to 40 MB
 MAX_BUNDLE_BYTES = 128 << 20
+MAX_MESSAGE_BYTES = 64 << 20  # between services: a step that opens 128 rows of 128 K tokens, 4 bytes each
+
+OpenChannel = Callable[[str], grpc.aio.Channel]
 
 
 class ServiceChannel(grpc.aio.Channel):

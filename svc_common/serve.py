@@ -22,7 +22,7 @@ import uvloop
 from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from svc_common.channels import ServiceChannel
+from svc_common.channels import MAX_MESSAGE_BYTES, ServiceChannel
 from svc_common.connections import ConnectionLimits, raise_file_limit
 from svc_common.errors import ErrorInterceptor, OnCall
 from svc_common.health import HealthServicer
@@ -31,7 +31,6 @@ from svc_common.tasks import cancel
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-MAX_MESSAGE_BYTES = 64 << 20  # between services: a step that opens 128 rows of 128 K tokens, 4 bytes each
 ONLY_IDENTITY = 1 << 0  # bit set of compression algorithms with only GRPC_COMPRESS_NONE
 
 SERVER_OPTIONS: list[tuple[str, Any]] = [
@@ -56,9 +55,6 @@ CHANNEL_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2_000),
 ]
-
-
-OpenChannel = Callable[[str], grpc.aio.Channel]
 
 
 def open_channel(target: str) -> grpc.aio.Channel:

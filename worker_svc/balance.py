@@ -14,7 +14,8 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from quire.internal.v1 import scheduler_pb2, scheduler_pb2_grpc
 
-from svc_common.serve import OpenChannel, open_channel
+from svc_common.channels import OpenChannel
+from svc_common.serve import open_channel
 
 PROBE_TIMEOUT_S = 1.0
 

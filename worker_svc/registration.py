@@ -27,7 +27,8 @@ import grpc
 from quire.internal.v1 import scheduler_pb2, scheduler_pb2_grpc
 from quire.v1 import types_pb2
 
-from svc_common.serve import OpenChannel, open_channel
+from svc_common.channels import OpenChannel
+from svc_common.serve import open_channel
 from svc_common.silence import wait_for_peer
 from svc_common.tasks import cancel
 from svc_common.trust import certificate_problem

@@ -8,7 +8,7 @@ from quire.v1 import inference_pb2 as pb
 
 from gateway_svc.request.tools import AnswerPlan
 from gateway_svc.text.chat_output import Kind, Part, call_id
-from gateway_svc.text.output import SampleText
+from gateway_svc.text.detokenizer import SampleText
 
 
 class AnswerStream:
@@ -31,14 +31,14 @@ class AnswerStream:
         position = 0
         while position < len(ids) and not self._parser.is_past_reasoning:
             was_reasoning = self._parser.is_reasoning
-            released, count = text.push(ids[position : position + 1])
+            released, count = text.read(ids[position : position + 1])
             parts += self._parser.push(released)
             self.num_reasoning_tokens += was_reasoning or self._parser.is_reasoning
             position += 1
             if text.stop is not None:
                 return parts, position - 1 + count
         if position < len(ids):
-            released, count = text.push(ids[position:])
+            released, count = text.read(ids[position:])
             parts += self._parser.push(released)
             position += count
         return parts, position

@@ -16,7 +16,7 @@ from gateway_svc.request.plan import GenerationPlan
 from gateway_svc.request.resume import BestOf
 from gateway_svc.schedulers.logprobs import PromptLogprobJournal
 from gateway_svc.schedulers.scheduler_request import SampleJournal, SchedulerRequest
-from gateway_svc.text.output import SampleText
+from gateway_svc.text.detokenizer import SampleText
 from svc_common.errors import InvalidRequestError
 
 INCOMPLETE = (types.FINISH_REASON_ERROR, types.FINISH_REASON_ABORTED)

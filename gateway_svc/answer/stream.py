@@ -26,8 +26,8 @@ from gateway_svc.request.plan import GenerationPlan
 from gateway_svc.schedulers.logprobs import PromptLogprobJournal, PromptLogprobStream, TakenLogprobs
 from gateway_svc.schedulers.scheduler_request import SampleJournal, SchedulerRequest
 from gateway_svc.text.answer import Part
-from gateway_svc.text.output import SampleText
-from gateway_svc.text.stop_strings import StopStrings
+from gateway_svc.text.detokenizer import SampleText
+from gateway_svc.text.stop_strings import StoppedText, StopStrings
 from request_fields.fields import End
 from svc_common.errors import InvalidRequestError
 
@@ -172,7 +172,7 @@ class SampleStream:
     def _push(self, sample_text: SampleText, ids: array[int]) -> tuple[str, int]:
         """Text of the ids, and how many of the ids are output. A parsed answer has parts instead of text."""
         if self._answer is None:
-            return sample_text.push(ids)
+            return sample_text.read(ids)
         parts, count = self._answer.push(sample_text, ids)
         self._parts += parts
         return "", count
@@ -388,19 +388,15 @@ def joined(events: Iterable[pb.GenerateResponse]) -> Iterator[pb.GenerateRespons
 
 
 def new_texts(plan: GenerationPlan, num_samples: int) -> list[SampleText | None]:
-    """A SampleText per sample; None if neither the client nor a stop string needs text."""
-    tokenizer = plan.model.text.tokenizer
-    needs_text = plan.output.wants_text or bool(plan.sampling.stop.stop)
-    if tokenizer is None or not needs_text:
+    """A text per sample; None if neither the client nor a stop string needs text."""
+    tokenizer, stop, output = plan.model.text.tokenizer, plan.sampling.stop, plan.output
+    if tokenizer is None or not (output.wants_text or stop.stop):
         return [None] * num_samples
-    stops = StopStrings(plan.sampling.stop.stop) if plan.sampling.stop.stop else None
-    include_stop = plan.sampling.stop.include_stop_in_output
-    visible = frozenset(() if plan.output.answer is None else plan.output.answer.format.markers)
-    return [
-        SampleText(
-            tokenizer.new_detokenizer(skip_special_tokens=plan.output.skip_special_tokens, visible=visible),
-            None if stops is None else stops.new_matcher(include_stop=include_stop),
-            first_stop=plan.sampling.condition.min_tokens,
-        )
-        for _ in range(num_samples)
-    ]
+    visible = frozenset(() if output.answer is None else output.answer.format.markers)
+    skips = output.skip_special_tokens
+    texts = [tokenizer.new_detokenizer(skip_special_tokens=skips, visible=visible) for _ in range(num_samples)]
+    if not stop.stop:
+        return list(texts)
+    stops, first_stop = StopStrings(stop.stop), plan.sampling.condition.min_tokens
+    include_stop = stop.include_stop_in_output
+    return [StoppedText(text, stops.new_matcher(include_stop=include_stop), first_stop=first_stop) for text in texts]

@@ -13,6 +13,7 @@ from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2
 from quire.v1.inference_pb2_grpc import AdminServiceServicer
 
+from gateway_svc.operators import scheduler_calls
 from gateway_svc.operators.audit.entry import note_target
 from gateway_svc.schedulers.directory import ModelDirectory
 from gateway_svc.schedulers.scheduler_client import RETRY_AFTER_S, SchedulerClient
@@ -47,7 +48,7 @@ class AdminServicer(AdminServiceServicer):
             raise InvalidRequestError(words, field="timeout_s")
         client, worker = await self._find(request.worker_id, request.model)
         note_target(worker.worker_id)
-        num_moved = await client.release_worker(worker.worker_id, request.timeout_s)
+        num_moved = await scheduler_calls.release_worker(client, worker.worker_id, request.timeout_s)
         log.info("worker %s of scheduler %s drains %d sequences", worker.worker_id, client.address, num_moved)
         return pb.DrainWorkerResponse(num_moved=num_moved)
 
@@ -68,7 +69,7 @@ class AdminServicer(AdminServiceServicer):
             )
         note_target(request.name)
         clients = self._schedulers_of(request.model)
-        found = [await client.add_adapter(request.name, request.path) for client in clients]
+        found = [await scheduler_calls.add_adapter(client, request.name, request.path) for client in clients]
         digests = {adapter.digest for adapter in found}
         if len(digests) > 1:
             raise InvalidRequestError(
@@ -84,7 +85,7 @@ class AdminServicer(AdminServiceServicer):
         """Unload an adapter. Raises NotFoundError, or the scheduler's error while requests use it."""
         note_target(request.name)
         clients = self._schedulers_of(request.model)
-        were_loaded = [await client.remove_adapter(request.name) for client in clients]
+        were_loaded = [await scheduler_calls.remove_adapter(client, request.name) for client in clients]
         if not any(were_loaded):
             known = sorted({adapter.name for model, _ in self._directory.models() for adapter in model.info.adapters})
             raise NotFoundError(
@@ -99,7 +100,7 @@ class AdminServicer(AdminServiceServicer):
         """The adapters of one model or of all models."""
         clients = self._schedulers_of(request.model) if request.model else self._directory.clients
         connected = [client for client in clients if client.is_connected]
-        found = await asyncio.gather(*(client.adapters() for client in connected))
+        found = await asyncio.gather(*(scheduler_calls.adapters(client) for client in connected))
         return pb.ListAdaptersResponse(adapters=_merged([adapter for part in found for adapter in part]))
 
     def _schedulers_of(self, name: str) -> list[SchedulerClient]:
@@ -125,7 +126,7 @@ class AdminServicer(AdminServiceServicer):
             data = await self._inspector.inspect(request.kind, request.seconds, request.hz)
         else:
             client, worker_id = await self._service(request.service)
-            data = await client.inspect(request.kind, worker_id, request.seconds, request.hz)
+            data = await scheduler_calls.inspect(client, request.kind, worker_id, request.seconds, request.hz)
         return pb.InspectResponse(data=data)
 
     async def _service(self, name: str) -> tuple[SchedulerClient, str]:

@@ -11,6 +11,7 @@ from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 from quire.v1 import inference_pb2 as pb
 
+from gateway_svc.operators.scheduler_calls import get_pools
 from gateway_svc.schedulers.directory import ModelDirectory
 from svc_common.metrics import quire_version
 
@@ -37,9 +38,7 @@ class ConsoleState:
 
     async def _read(self) -> bytes:
         clients = self._directory.clients
-        status, pools = await asyncio.gather(
-            self._status(), asyncio.gather(*(client.get_pools() for client in clients))
-        )
+        status, pools = await asyncio.gather(self._status(), asyncio.gather(*(get_pools(client) for client in clients)))
         schedulers = [
             {**_plain(scheduler), **_plain(state)} for scheduler, state in zip(status.schedulers, pools, strict=True)
         ]

@@ -114,7 +114,7 @@ class Dispatcher:
         return (
             placement is not None
             and placement.client is not None
-            and placement.client.cancel(request, sample_index, reason)
+            and placement.client.stream.cancel(request, sample_index, reason)
         )
 
     def release(self, request: SchedulerRequest) -> None:
@@ -124,7 +124,7 @@ class Dispatcher:
             return
         placement.stop_timers()
         if placement.client is not None:
-            placement.client.withdraw(request)
+            placement.client.stream.withdraw(request)
 
     def close(self) -> None:
         """End every request, because the gateway stops."""
@@ -190,7 +190,7 @@ class Dispatcher:
         if not clients:
             return False
         placement.client = clients[0] if len(clients) == 1 else _choose(clients, request, placement.hints)
-        placement.client.submit(request)
+        placement.client.stream.submit(request)
         if request.is_resumed:
             log.debug("request %s resumes at scheduler %s", request.request_id, placement.client.address)
         return True
@@ -270,13 +270,13 @@ class Dispatcher:
             if now - since >= MOVE_AFTER_S and (movable := self._movable(client)):
                 log.info("scheduler %s has no worker; moving %d requests", client.address, len(movable))
                 for request in movable:
-                    client.withdraw(request)
+                    client.stream.withdraw(request)
                     self._take_back(request)
 
     def _movable(self, client: SchedulerClient) -> list[SchedulerRequest]:
         """Requests of this scheduler that a replica with workers can take."""
         movable = []
-        for request in client.requests():
+        for request in client.stream.requests():
             placement = self._open.get(request)
             if placement is not None and not request.is_over:
                 others = self._serving(placement.model, placement.revision)

@@ -1,8 +1,50 @@
-"""The connection to one scheduler: one Attach stream that carries all requests, each identified by a handle.
+"""The gateway's side of one scheduler.
 
-detached --Attach, Hello--> attached --Welcome with info, GetBundle--> model known
-    ^                          |
-    +-- broken or silent ------+   the dispatcher gets its open requests at once
+A gateway is stateless: it can be killed at any time, and a client then resumes its requests on another gateway. While
+it runs, it must never lose a request because a scheduler was lost. These are the parts, and what each of them owns:
+
+    SchedulerClients   which schedulers there are, by the addresses of --scheduler; one task each
+    SchedulerClient    one scheduler, through all its connections: its address, channel, model and state
+      AttachStream     one connection: the handles of the requests that the scheduler has now (attach_stream.py)
+      ModelLoader      the tokenizer and templates of the model that the scheduler serves
+    Dispatcher         every open request, and which scheduler has it (dispatcher.py)
+    SchedulerRequest   one request: its message, its journals, the handler that waits for it (scheduler_request.py)
+
+    detached --Attach, Hello--> attached --Welcome with info, GetBundle--> ready
+        ^                          |
+        +-- broken or silent ------+   the dispatcher gets its open requests at once
+
+A *handle* is a number that names a request on one stream. All requests of a gateway share the stream, so every message
+about a request carries its handle instead of its id. Handles are given in order and are free again as soon as the
+request has ended or was withdrawn; a message for a free handle is dropped. A request that moves gets a new handle on
+its new stream. So nothing that an old scheduler still sends can reach it.
+
+What survives the loss of a scheduler is what the gateway has: the request's message, the tokens in its journals, and
+its client. What the scheduler had (queue place, blocks, rows) is gone, because a scheduler ends the requests of a
+stream when the stream ends. The next scheduler gets the same message with the journals as a Continuation, and computes
+the rest; the message has a seed, so the same tokens follow. A token that arrives twice is dropped by its offset, and a
+gap fails the request.
+
+A request moves when its stream ends, when its scheduler is silent, when its scheduler refuses it although another one
+may take it, and when its scheduler has had no worker for a while and another one has. It waits for a scheduler at most
+the dispatcher's patience. Requests move in the order in which they were sent.
+
+A *heartbeat* has two meanings. Any message from the scheduler shows that it lives: after SILENT_INTERVALS of its
+interval without one, the stream ends, however healthy TCP looks. The interval is in the Welcome; a process that was
+paused itself does not count that time (svc_common/silence.py). And the scheduler's Heartbeat message reports its load,
+from which replicas are chosen: `load_tokens` is the load of the last heartbeat plus what was sent since, because
+between two heartbeats the requests that this gateway sends are the largest change.
+
+Messages that wait are written as one batch (AttachBatch), if the scheduler takes batches. A cancel is written like any
+other message, so it arrives after the Submit that it cancels.
+
+A connection is made anew, with a new channel, after each end of a stream: certificates and tokens may have changed. The
+old channel closes when its unary calls have ended. After a stream that lasted, the first attempt follows at once; else
+the attempts back off to BACKOFF_MAX_S, with jitter, so that many gateways do not attach at the same moment.
+
+The model is known when its bundle is loaded. Until then the scheduler `serves` it, so that requests which are open can
+move there, but new requests of the model wait for another replica. A scheduler that comes back with the same ModelInfo
+needs no bundle; one with another revision of the model has no model until the new bundle is loaded.
 """
 
 from __future__ import annotations
@@ -10,8 +52,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 import grpc
 from quire.internal.v1 import scheduler_pb2 as pb
@@ -19,38 +61,30 @@ from quire.internal.v1.scheduler_pb2_grpc import SchedulerServiceStub
 from quire.v1 import inference_pb2 as public
 from quire.v1 import types_pb2 as types
 
-from gateway_svc.columns import ProtocolError, u32_from_bytes
 from gateway_svc.request.models import BundleCache, ServedModel, describe_model, size_limits_of
-from gateway_svc.schedulers.attach_call import AttachCall, raise_if_cancelled, write
-from gateway_svc.schedulers.logprobs import entries_from_columns
+from gateway_svc.schedulers.attach_stream import AttachStream
 from gateway_svc.schedulers.replicas import REQUEST_TOKENS
 from gateway_svc.schedulers.scheduler_request import SchedulerRequest
-from gateway_svc.schedulers.wire import error_from_refusal, pooled_from_deltas, tokens_from_deltas
 from gateway_svc.text.bundle import BundleError
 from gateway_svc.text.chat_format import DETECTED, ParserNames
-from svc_common.channels import MAX_BUNDLE_BYTES, ReceiveError, read_bundle
-from svc_common.errors import InvalidRequestError, QuireError, UnavailableError, error_from_code
-from svc_common.inspection import answer_timeout_s
-from svc_common.serve import MAX_MESSAGE_BYTES, OpenChannel, open_channel
-from svc_common.silence import SilenceWatch
+from svc_common.channels import MAX_BUNDLE_BYTES, OpenChannel, ReceiveError, read_bundle
+from svc_common.errors import QuireError
 from svc_common.tasks import cancel
+
+if TYPE_CHECKING:
+    from quire.internal.v1.scheduler_pb2_grpc import SchedulerServiceAsyncStub
 
 log = logging.getLogger(__name__)
 
 PROTOCOL_VERSION = 1
-HANDSHAKE_TIMEOUT_S = 10.0
 BUNDLE_TIMEOUT_S = 120.0
-ADAPTER_TIMEOUT_S = 180.0  # all workers load it
 STATUS_TIMEOUT_S = 2.0
 RELEASE_TIMEOUT_S = 10.0
 BACKOFF_FIRST_S = 0.1
-BACKOFF_MOST_S = 2.0
+BACKOFF_MAX_S = 2.0
 STABLE_AFTER_S = 5.0  # after a stream that lasted this long, the backoff starts at its minimum
 RETRY_AFTER_S = 1.0
-SILENT_INTERVALS = 3  # number of missed heartbeats after which the requests of a scheduler move to another
-MAX_HANDLE = 2**32
-# A message above gRPC's limit would end the stream, and all its requests would have to move.
-MAX_SUBMIT_BYTES = MAX_MESSAGE_BYTES - (1 << 20)
+PRUNE_INTERVAL_S = 5.0
 
 
 class SchedulerEvents(Protocol):
@@ -72,8 +106,63 @@ class SchedulerEvents(Protocol):
         """All samples of the request ended."""
 
 
+class ModelLoader:
+    """Loads the bundle of the model that a scheduler serves. Owns the task; `on_loaded` is called at its end."""
+
+    def __init__(
+        self, address: str, bundles: BundleCache, parsers: ParserNames, max_bytes: int, on_loaded: Callable[[], None]
+    ) -> None:
+        self.model: ServedModel | None = None
+        self.problem = ""  # why there is no model
+        self._address = address
+        self._bundles = bundles
+        self._parsers = parsers
+        self._max_bytes = max_bytes
+        self._on_loaded = on_loaded
+        self._task: asyncio.Task[None] | None = None
+
+    def update(self, info: types.ModelInfo, stub: SchedulerServiceAsyncStub) -> None:
+        """The scheduler serves this model now."""
+        if self.model is not None and self.model.info == info:
+            return
+        if self.model is not None and self.model.info.revision != info.revision:
+            self.model = None
+        self.stop()
+        self.problem = f"loading the bundle of model {info.model!r}"
+        self._task = asyncio.create_task(self._load(info, stub))
+
+    def stop(self) -> None:
+        """Cancel the loading; the next `update` restarts it. If another client waits for the bundle, it fetches it."""
+        if self._task is not None:
+            self._task.cancel()
+        self._task = None
+
+    async def _load(self, info: types.ModelInfo, stub: SchedulerServiceAsyncStub) -> None:
+        backoff = BACKOFF_FIRST_S
+        while True:
+            try:
+                text = await self._bundles.get(info.bundle_digest, lambda: self._fetch(info.bundle_digest, stub))
+                break
+            except (grpc.aio.AioRpcError, BundleError) as error:
+                reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
+                self.problem = f"cannot load the bundle of model {info.model!r}: {reason}"
+                log.error("scheduler %s: %s", self._address, self.problem)
+                await asyncio.sleep(backoff)
+                backoff = min(backoff * 2, 10 * BACKOFF_MAX_S)
+        self.model = ServedModel(info, text, self._parsers)
+        describe_model(self.model)
+        self._on_loaded()
+
+    async def _fetch(self, digest: bytes, stub: SchedulerServiceAsyncStub) -> bytes:
+        call = stub.GetBundle(pb.GetBundleRequest(digest=digest), timeout=BUNDLE_TIMEOUT_S)
+        try:
+            return await read_bundle(call, self._max_bytes)
+        except ReceiveError as error:
+            raise BundleError(str(error)) from None
+
+
 class SchedulerClient:
-    """Owns the channel to one scheduler and the requests that are open there. Set `events` before `run`.
+    """Owns the channel to one scheduler, and what is known about the scheduler. Set `events` before `run`.
 
     `deltas_interval_s`: least time between messages that contain neither first tokens nor finished samples.
     """
@@ -86,49 +175,51 @@ class SchedulerClient:
         *,
         gateway_id: str,
         bundles: BundleCache,
+        open_channel: OpenChannel,
         parsers: ParserNames = DETECTED,
         deltas_interval_s: float = 0.0,
-        open_channel: OpenChannel = open_channel,
         max_bundle_bytes: int = MAX_BUNDLE_BYTES,
         shows_address: bool = True,
     ) -> None:
         self.address = address
         self._shows_address = shows_address
-        self.model: ServedModel | None = None
         self.info: types.ModelInfo | None = None  # from the Welcome of the current stream
         self._served: tuple[str, str] | None = None  # name and revision of `info`
         self.is_connected = False
         self.scheduler_epoch = 0
         self.ready_workers = 0
-        self._takes_batches = False
-        self.problem = "not connected yet"
+        self.heartbeat: pb.SchedulerHeartbeat | None = None  # the last one of the current stream
+        self._problem = "not connected yet"
         self._hello = pb.Hello(
             gateway_id=gateway_id,
             protocol_version=PROTOCOL_VERSION,
             deltas_interval_ms=round(1000 * deltas_interval_s),
             takes_queued_handles=True,
         )
-        self._bundles = bundles
-        self._parsers = parsers
+        self.loader = ModelLoader(
+            address, bundles, parsers, max_bundle_bytes, on_loaded=lambda: self.events.on_changed(self)
+        )
+        self.stream = AttachStream(address, self)
         self._open_channel = open_channel
-        self._max_bundle_bytes = max_bundle_bytes
         self._closing: set[asyncio.Task[None]] = set()
         self._connect()
-        self._outbox: asyncio.Queue[pb.AttachRequest] = asyncio.Queue()
-        self._limit: asyncio.Timeout | None = None  # ends the current stream
-        self._watcher: asyncio.Task[None] | None = None
-        self._silence: SilenceWatch | None = None  # set when a Welcome with a heartbeat interval has arrived
-        self._timeout_reason = ""  # the problem to report when `_limit` expires
-        self._loader: asyncio.Task[None] | None = None
-        self._by_handle: dict[int, SchedulerRequest] = {}
-        self._last_handle = 0
-        self.heartbeat: pb.SchedulerHeartbeat | None = None  # the last one of the current stream
-        self._sent_tokens = 0  # number of tokens in Submits since the last heartbeat
+
+    # -- state --------------------------------------------------------------------------------------------------------
+
+    @property
+    def model(self) -> ServedModel | None:
+        """The model with its tokenizer; None until its bundle is loaded."""
+        return self.loader.model
 
     @property
     def is_ready(self) -> bool:
         """Requests can be sent now."""
-        return self.is_connected and self.model is not None and self.info is not None
+        return self.is_connected and self.loader.model is not None and self.info is not None
+
+    @property
+    def problem(self) -> str:
+        """Why it is not ready."""
+        return self.loader.problem if self.info is not None else self._problem
 
     @property
     def shown_problem(self) -> str:
@@ -141,9 +232,9 @@ class SchedulerClient:
     def load_tokens(self) -> int:
         """Load of the scheduler: its last heartbeat plus the requests sent since; before a heartbeat, our requests."""
         if self.heartbeat is None:
-            return REQUEST_TOKENS * len(self._by_handle)
+            return REQUEST_TOKENS * self.stream.num_requests
         beat = self.heartbeat
-        return beat.pending_tokens + REQUEST_TOKENS * (beat.num_waiting + beat.num_running) + self._sent_tokens
+        return beat.pending_tokens + REQUEST_TOKENS * (beat.num_waiting + beat.num_running) + self.stream.sent_tokens
 
     def serves(self, name: str, revision: str) -> bool:
         """Requests for this model can be sent now, even if its bundle is not loaded yet."""
@@ -153,71 +244,31 @@ class SchedulerClient:
         """The scheduler's largest worker has enough blocks for the request."""
         return self.info is not None and size_limits_of(self.info).fits(*request.sizes)
 
-    # -- requests -----------------------------------------------------------------------------------------------------
-
-    def requests(self) -> list[SchedulerRequest]:
-        """All open requests."""
-        return list(self._by_handle.values())
-
-    def submit(self, request: SchedulerRequest) -> None:
-        """Send a request; `events` reports the outcome. A request too large for a message fails at once."""
-        handle = self._new_handle()
-        message = pb.AttachRequest(submit=request.next_submit(handle))
-        if (size := message.ByteSize()) > MAX_SUBMIT_BYTES:
-            request.handle = None
-            request.fail(_too_large(size))
-            return
-        self._by_handle[handle] = request
-        self._sent_tokens += request.num_prompt_tokens + request.num_output_tokens + REQUEST_TOKENS
-        self._outbox.put_nowait(message)
-
-    def _new_handle(self) -> int:
-        self._last_handle = (self._last_handle + 1) % MAX_HANDLE
-        while self._last_handle in self._by_handle:
-            self._last_handle = (self._last_handle + 1) % MAX_HANDLE
-        return self._last_handle
-
-    def cancel(self, request: SchedulerRequest, sample_index: int | None, reason: types.FinishReason.ValueType) -> bool:
-        """Send a cancel. False if the scheduler does not have the request, so no answer will come."""
-        if request.handle is None:
-            return False
-        cancel = pb.Cancel(handle=request.handle, sample_index=sample_index, reason=reason)
-        self._outbox.put_nowait(pb.AttachRequest(cancel=cancel))
-        return True
-
-    def withdraw(self, request: SchedulerRequest) -> None:
-        """Remove a request: cancel its running samples and deliver nothing more."""
-        if request.handle is None:
-            return
-        if not request.is_finished:
-            self.cancel(request, None, types.FINISH_REASON_ABORTED)
-        self._by_handle.pop(request.handle, None)
-        request.handle = None
-
-    # -- the stream ---------------------------------------------------------------------------------------------------
+    # -- connections --------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Keep the stream open until cancelled."""
+        """Keep a stream open until cancelled."""
         loop = asyncio.get_running_loop()
         backoff = BACKOFF_FIRST_S / 2
         try:
             while True:
                 started = loop.time()
-                problem = await self._attach()
-                raise_if_cancelled()
+                self.stream = AttachStream(self.address, self)
+                problem = await self.stream.run(self.stub, self._hello)
+                _raise_if_cancelled()
                 self._on_detached(problem)
                 is_stable = loop.time() - started > STABLE_AFTER_S
-                backoff = BACKOFF_FIRST_S if is_stable else min(backoff * 2, BACKOFF_MOST_S)
+                backoff = BACKOFF_FIRST_S if is_stable else min(backoff * 2, BACKOFF_MAX_S)
                 await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
                 self._reconnect()
         finally:
-            self._stop_loading()
+            self.loader.stop()
             await asyncio.gather(self._channel.close(), cancel(*self._closing))
 
     def _connect(self) -> None:
         """Make a new channel, with the newest certificate and token."""
         self._channel = self._open_channel(self.address)
-        self._stub = SchedulerServiceStub(self._channel)
+        self.stub = SchedulerServiceStub(self._channel)
 
     def _reconnect(self) -> None:
         """Replace the channel. Calls on the old channel may finish: closing it immediately would cancel them."""
@@ -226,297 +277,129 @@ class SchedulerClient:
         closing.add_done_callback(self._closing.discard)
         self._connect()
 
-    async def _attach(self) -> str:
-        """Run one stream from start to end. Returns why it ended."""
-        self._outbox = asyncio.Queue()
-        self._timeout_reason = f"no Welcome within {HANDSHAKE_TIMEOUT_S:g} s"
-        self._outbox.put_nowait(pb.AttachRequest(hello=self._hello))
-        call = self._stub.Attach()
-        writer = asyncio.create_task(write(call, self._outbox, lambda: self._takes_batches))
-        try:
-            async with asyncio.timeout(HANDSHAKE_TIMEOUT_S) as self._limit:
-                return await self._read(call)
-        except TimeoutError:
-            return self._timeout_reason
-        except grpc.aio.AioRpcError as error:
-            return f"{error.code().name}: {error.details()}"
-        except ProtocolError as error:
-            log.error("scheduler %s violated the protocol: %s", self.address, error)
-            return str(error)
-        except Exception as error:
-            log.exception("scheduler %s: the stream failed", self.address)
-            return f"internal error: {type(error).__name__}"
-        finally:
-            self._stop_watching()
-            self._outbox = asyncio.Queue()
-            call.cancel()
-            await cancel(writer)
-
-    async def _read(self, call: AttachCall) -> str:
-        loop = asyncio.get_running_loop()
-        response = await call.read()
-        if self._limit is not None:
-            self._limit.reschedule(None)
-        while isinstance(response, pb.AttachResponse):
-            if self._silence is not None:
-                self._silence.heard(loop.time())
-            self._on_response(response)
-            response = await call.read()
-        if response is not grpc.aio.EOF:  # None: grpc could not decode the message but keeps the stream open
-            raise ProtocolError("received bytes that are not a valid AttachResponse")
-        return f"the scheduler ended the stream: {await call.details() or 'no reason given'}"
-
-    async def _watch(self, silence: SilenceWatch, interval_s: float) -> None:
-        """Send heartbeats, and end the stream when the scheduler has been silent for too long."""
-        loop = asyncio.get_running_loop()
-        while not silence.is_silent(loop.time()):
-            self._outbox.put_nowait(pb.AttachRequest(heartbeat=pb.GatewayHeartbeat()))
-            await asyncio.sleep(silence.pause_s(loop.time(), interval_s))
-            silence.woke(loop.time())
-        if self._limit is not None:
-            self._timeout_reason = f"no heartbeat for {silence.timeout_s:g} s"
-            self._limit.reschedule(loop.time())
-
-    def _stop_watching(self) -> None:
-        self._limit = None
-        if self._watcher is not None:
-            self._watcher.cancel()
-        self._watcher = self._silence = None
-
     def _on_detached(self, problem: str) -> None:
-        requests = self.requests()
+        requests = self.stream.end()
         if self.is_connected:
             log.warning("lost scheduler %s: %s; moving %d requests", self.address, problem, len(requests))
-        elif problem != self.problem:
+        elif problem != self._problem:
             log.info("cannot reach scheduler %s yet: %s", self.address, problem)
-        self.is_connected, self.ready_workers, self.problem, self.info = False, 0, problem, None
-        self._takes_batches, self._served = False, None
-        self.heartbeat, self._sent_tokens = None, 0
-        self._stop_loading()
-        self._by_handle.clear()
-        for request in requests:
-            request.handle = None
+        self.is_connected, self.ready_workers, self._problem = False, 0, problem
+        self.info = self._served = self.heartbeat = None
+        self.loader.stop()
         self.events.on_lost(self, requests)
         self.events.on_changed(self)
 
-    # -- messages from the scheduler ----------------------------------------------------------------------------------
+    # -- called by the stream -----------------------------------------------------------------------------------------
 
-    def _on_response(self, response: pb.AttachResponse) -> None:
-        kind = response.WhichOneof("message")
-        if kind == "deltas":
-            self._on_deltas(response.deltas)
-        elif kind == "submit_reply":
-            self._on_submit_reply(response.submit_reply)
-        elif kind == "welcome":
-            self._on_welcome(response.welcome)
-        elif kind == "heartbeat":
-            self._on_heartbeat(response.heartbeat)
-        else:
-            raise ProtocolError(f"received an Attach message of unknown kind {kind}")
-
-    def _on_deltas(self, deltas: pb.Deltas) -> None:
-        requests = self._by_handle
-        if deltas.queued_handles:
-            for handle in u32_from_bytes(deltas.queued_handles):
-                if (request := requests.get(handle)) is not None:
-                    self.events.on_accepted(request)
-        if deltas.prompt_positions:
-            self._on_prompt_logprobs(deltas)
-        if deltas.HasField("logprobs"):
-            self._on_scored_tokens(deltas)
-        else:
-            for handle, sample_index, offset, token_id in tokens_from_deltas(deltas):
-                request = requests.get(handle)
-                if request is not None:  # else the request was withdrawn before this message arrived
-                    request.on_token(sample_index, offset, token_id)
-        if deltas.pooled_handles:
-            for handle, numbers in pooled_from_deltas(deltas):
-                if (request := requests.get(handle)) is not None:
-                    request.on_pooled(numbers)
-        for finish in deltas.finished:
-            request = requests.get(finish.handle)
-            if request is None:
-                continue
-            request.on_finished(finish)
-            if request.is_finished:
-                self.withdraw(request)
-                self.events.on_finished(request)
-
-    def _on_scored_tokens(self, deltas: pb.Deltas) -> None:
-        tokens = list(tokens_from_deltas(deltas))
-        entries = entries_from_columns(deltas.logprobs, len(tokens))
-        for (handle, sample_index, offset, token_id), scored in zip(tokens, entries, strict=True):
-            request = self._by_handle.get(handle)
-            if request is not None:
-                request.on_token(sample_index, offset, token_id, scored)
-
-    def _on_prompt_logprobs(self, deltas: pb.Deltas) -> None:
-        handles, positions = u32_from_bytes(deltas.prompt_handles), u32_from_bytes(deltas.prompt_positions)
-        if len(handles) != len(positions):
-            raise ProtocolError(f"Deltas have {len(handles)} prompt_handles but {len(positions)} prompt_positions")
-        entries = entries_from_columns(deltas.prompt_logprobs, len(handles))
-        for handle, position, scored in zip(handles, positions, entries, strict=True):
-            request = self._by_handle.get(handle)
-            if request is not None:
-                request.on_prompt_logprobs(position, scored)
-
-    def _on_submit_reply(self, reply: pb.SubmitReply) -> None:
-        request = self._by_handle.get(reply.handle)
-        if request is None:
-            return
-        if not reply.HasField("refusal"):
-            self.events.on_accepted(request)
-            return
-        self._by_handle.pop(reply.handle)
-        request.handle = None
-        self.events.on_refused(self, request, error_from_refusal(reply.refusal))
-
-    def _on_welcome(self, welcome: pb.Welcome) -> None:
+    def on_welcome(self, welcome: pb.Welcome) -> None:
         if not self.is_connected:
             log.info("scheduler %s is attached", self.address)
         self.is_connected = True
         self.scheduler_epoch = welcome.scheduler_epoch
         self.ready_workers = welcome.ready_workers
-        self._takes_batches = welcome.takes_batches
-        if self._watcher is None and (interval_s := welcome.heartbeat_interval_s) > 0:
-            self._silence = SilenceWatch(SILENT_INTERVALS * interval_s, asyncio.get_running_loop().time())
-            self._watcher = asyncio.create_task(self._watch(self._silence, interval_s))
         if welcome.HasField("info"):
             self.info = welcome.info
             self._served = (welcome.info.model, welcome.info.revision)
-            self._update_model(welcome.info)
+            self.loader.update(welcome.info, self.stub)
         elif self.model is None:
-            self.problem = "no worker has registered yet"
+            self._problem = "no worker has registered yet"
         self.events.on_changed(self)
 
-    def _on_heartbeat(self, heartbeat: pb.SchedulerHeartbeat) -> None:
-        self.heartbeat, self._sent_tokens = heartbeat, 0
+    def on_accepted(self, request: SchedulerRequest) -> None:
+        self.events.on_accepted(request)
+
+    def on_refused(self, request: SchedulerRequest, error: QuireError) -> None:
+        self.events.on_refused(self, request, error)
+
+    def on_finished(self, request: SchedulerRequest) -> None:
+        self.events.on_finished(request)
+
+    def on_heartbeat(self, heartbeat: pb.SchedulerHeartbeat) -> None:
+        self.heartbeat = heartbeat
         if self.ready_workers != heartbeat.ready_workers:
             self.ready_workers = heartbeat.ready_workers
             self.events.on_changed(self)
-
-    # -- the model ----------------------------------------------------------------------------------------------------
-
-    def _update_model(self, info: types.ModelInfo) -> None:
-        if self.model is not None and self.model.info == info:
-            return
-        if self.model is not None and self.model.info.revision != info.revision:
-            self.model = None
-        self._stop_loading()
-        self.problem = f"loading the bundle of model {info.model!r}"
-        self._loader = asyncio.create_task(self._load_model(info))
-
-    def _stop_loading(self) -> None:
-        """Cancel the loading; the next Welcome restarts it. If another client waits for the bundle, it fetches it."""
-        if self._loader is not None:
-            self._loader.cancel()
-        self._loader = None
-
-    async def _load_model(self, info: types.ModelInfo) -> None:
-        backoff = BACKOFF_FIRST_S
-        while True:
-            try:
-                text = await self._bundles.get(info.bundle_digest, lambda: self._fetch_bundle(info.bundle_digest))
-                break
-            except (grpc.aio.AioRpcError, BundleError) as error:
-                reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
-                self.problem = f"cannot load the bundle of model {info.model!r}: {reason}"
-                log.error("scheduler %s: %s", self.address, self.problem)
-                await asyncio.sleep(backoff)
-                backoff = min(backoff * 2, 10 * BACKOFF_MOST_S)
-        self.model = ServedModel(info, text, self._parsers)
-        describe_model(self.model)
-        self.events.on_changed(self)
-
-    async def _fetch_bundle(self, digest: bytes) -> bytes:
-        call = self._stub.GetBundle(pb.GetBundleRequest(digest=digest), timeout=BUNDLE_TIMEOUT_S)
-        try:
-            return await read_bundle(call, self._max_bundle_bytes)
-        except ReceiveError as error:
-            raise BundleError(str(error)) from None
 
     # -- other calls --------------------------------------------------------------------------------------------------
 
     async def get_status(self) -> public.SchedulerStatus:
         """The scheduler's state. If it does not answer in time: its address and connected=False."""
         try:
-            response = await self._stub.GetSchedulerStatus(pb.GetSchedulerStatusRequest(), timeout=STATUS_TIMEOUT_S)
+            response = await self.stub.GetSchedulerStatus(pb.GetSchedulerStatusRequest(), timeout=STATUS_TIMEOUT_S)
         except grpc.aio.AioRpcError:
             return public.SchedulerStatus(address=self.address)
         response.status.address = self.address
         response.status.connected = self.is_connected
         return response.status
 
-    async def get_pools(self) -> pb.GetPoolsResponse:
-        """The blocks, rows and waiting sequences of the scheduler; nothing if it does not answer in time."""
-        try:
-            return await self._stub.GetPools(pb.GetPoolsRequest(), timeout=STATUS_TIMEOUT_S)
-        except grpc.aio.AioRpcError:
-            return pb.GetPoolsResponse()
-
-    async def inspect(self, kind: public.InspectKind.ValueType, worker_id: str, seconds: float, hz: int) -> bytes:
-        """A profile or a report of the scheduler, or of one of its workers. Raises QuireError."""
-        request = pb.InspectSchedulerRequest(kind=kind, worker_id=worker_id, seconds=seconds, hz=hz)
-        try:
-            response = await self._stub.InspectScheduler(request, timeout=2 * answer_timeout_s(kind, seconds))
-        except grpc.aio.AioRpcError as error:
-            raise error_from_code(error.code().value[0], f"scheduler {self.address}: {error.details()}") from None
-        return response.data
-
     async def abort_requests(self, request_ids: Sequence[str]) -> Sequence[str]:
         """End requests by id, from any gateway. Returns the ids that the scheduler had; none if it does not answer."""
         request = pb.AbortRequestsRequest(request_ids=request_ids)
         try:
-            response = await self._stub.AbortRequests(request, timeout=STATUS_TIMEOUT_S)
+            response = await self.stub.AbortRequests(request, timeout=STATUS_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
             log.warning("scheduler %s failed to abort requests: %s", self.address, error.details())
             return ()
         return response.aborted_ids
 
-    async def add_adapter(self, name: str, path: str) -> public.Adapter:
-        """Load an adapter on all workers. Raises QuireError."""
-        request = pb.AddAdapterRequest(name=name, path=path)
+
+class SchedulerClients:
+    """Owns the clients and their tasks. `all` is one list for the life of the gateway, read by other parts.
+
+    A client whose address is gone stays as long as its stream works: a scheduler that drains may be removed from DNS
+    before its requests have ended.
+    """
+
+    def __init__(self, make_client: Callable[[str], SchedulerClient]) -> None:
+        self.all: list[SchedulerClient] = []
+        self.events: SchedulerEvents | None = None  # set before the first `update`
+        self._make_client = make_client
+        self._addresses: Sequence[str] = ()
+        self._tasks: dict[SchedulerClient, asyncio.Task[None]] = {}
+
+    def update(self, addresses: Sequence[str]) -> None:
+        """These are the schedulers now: connect to new ones, remove those that are gone and not attached."""
+        self._addresses = addresses
+        known = {client.address for client in self.all}
+        for address in addresses:
+            if address not in known:
+                self._add(address)
+        self._remove_lost()
+
+    async def run(self) -> None:
+        """Remove clients that are detached after their address is gone, until cancelled; then end all clients."""
         try:
-            return (await self._stub.AddAdapter(request, timeout=ADAPTER_TIMEOUT_S)).adapter
-        except grpc.aio.AioRpcError as error:
-            raise self._error(error) from None
+            while True:
+                await asyncio.sleep(PRUNE_INTERVAL_S)
+                self._remove_lost()
+        finally:
+            await cancel(*self._tasks.values())
 
-    async def remove_adapter(self, name: str) -> bool:
-        """Unload an adapter from all workers. False if none had it. Raises QuireError."""
-        request = pb.RemoveAdapterRequest(name=name)
-        try:
-            return (await self._stub.RemoveAdapter(request, timeout=ADAPTER_TIMEOUT_S)).was_loaded
-        except grpc.aio.AioRpcError as error:
-            raise self._error(error) from None
+    def _add(self, address: str) -> None:
+        if self.events is None:
+            raise RuntimeError("SchedulerClients.events is not set")
+        client = self._make_client(address)
+        client.events = self.events
+        self.all.append(client)
+        task = self._tasks[client] = asyncio.create_task(client.run())
+        task.add_done_callback(lambda _: self._tasks.pop(client, None))
 
-    async def adapters(self) -> list[public.Adapter]:
-        """All adapters; none if the scheduler does not answer."""
-        try:
-            response = await self._stub.GetAdapters(pb.GetAdaptersRequest(), timeout=STATUS_TIMEOUT_S)
-        except grpc.aio.AioRpcError as error:
-            log.warning("scheduler %s failed to list adapters: %s", self.address, error.details())
-            return []
-        return list(response.adapters)
-
-    def _error(self, error: grpc.aio.AioRpcError) -> QuireError:
-        words = f"scheduler {self.address}: {error.details()}"
-        if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-            return UnavailableError(words, retry_after_s=RETRY_AFTER_S)
-        return error_from_code(error.code().value[0], words)
-
-    async def release_worker(self, worker_id: str, timeout_s: float) -> int:
-        """Drain a worker within `timeout_s` (0: its own limit). Returns its number of sequences. Raises QuireError."""
-        request = pb.ReleaseWorkerRequest(worker_id=worker_id, timeout_s=timeout_s)
-        try:
-            response = await self._stub.ReleaseWorker(request, timeout=RELEASE_TIMEOUT_S)
-        except grpc.aio.AioRpcError as error:
-            raise self._error(error) from None
-        return response.num_moved
+    def _remove_lost(self) -> None:
+        gone = [c for c in self.all if c.address not in self._addresses and not c.is_connected]
+        for client in gone:
+            log.info("scheduler %s is gone", client.address)
+            self.all.remove(client)
+            self._tasks[client].cancel()
+        if gone and self.events is not None:
+            self.events.on_changed(gone[-1])
 
 
-def _too_large(size: int) -> QuireError:
-    words = (
-        f"sampling.n: the prompt and the output of all samples so far have {size} bytes, but a message to a scheduler "
-        f"holds at most {MAX_SUBMIT_BYTES}; request fewer or shorter samples"
-    )
-    return InvalidRequestError(words, field="sampling.n")
+def _raise_if_cancelled() -> None:
+    """Raise a CancelledError that grpc.aio has swallowed.
+
+    grpc.aio passes the cancellation of a reading task on to its call. If the call ends by itself at the same moment,
+    the task gets the call's error instead, which looks like a broken connection.
+    """
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError

@@ -16,7 +16,6 @@ from quire.internal.v1 import scheduler_pb2 as pb
 from quire.v1 import types_pb2 as types
 
 from gateway_svc.schedulers.logprobs import Entries, LogprobJournal, PromptLogprobJournal
-from gateway_svc.schedulers.pacing import WakePacer
 from gateway_svc.schedulers.wire import continuation_from_outputs
 from svc_common.errors import QuireError
 
@@ -24,6 +23,9 @@ log = logging.getLogger(__name__)
 
 MAX_DEADLINE_MS = 2**32 - 1  # 49 days; a later deadline is not sent
 CANCEL_PATIENCE_S = 5.0  # longest wait for a scheduler's answer to a cancel
+DRAIN_TURNS = 3  # loop iterations per round: handlers run and write, writes complete, handlers sleep again
+REST_FRACTION = 0.25  # pause after a round, as a fraction of the round's duration
+MAX_REST_S = 0.05  # if the process was frozen during a round, its duration is far too long
 
 
 class RequestOwner(Protocol):
@@ -43,6 +45,64 @@ class Trace(Protocol):
     def traceparent(self) -> str: ...
     def on_detached(self) -> None: ...
     def on_accepted(self) -> None: ...
+
+
+class Handler(Protocol):
+    """Waits for new tokens."""
+
+    def wake(self) -> None:
+        """Read the new tokens now."""
+
+
+class WakePacer:
+    """Decides when handlers wake up for new tokens: at once while the gateway keeps up, in rounds when it is busy.
+
+    A chunk costs the same for any number of tokens, so all handlers with new tokens are woken together in one round,
+    each at most once. The next round starts after the loop has finished this round and then had a quarter of the
+    round's time for other work: reading from schedulers, accepting requests. Meanwhile tokens collect in the journals
+    and are sent as larger chunks. `interval_s`: least time between the starts of rounds.
+    """
+
+    def __init__(self, interval_s: float = 0.0) -> None:
+        self._interval_s = interval_s
+        self._waiting: dict[Handler, None] = {}
+        self._is_busy = False  # a round is scheduled or in progress
+
+    def wake(self, handler: Handler) -> None:
+        """Wake the handler in the next round."""
+        self._waiting[handler] = None
+        if not self._is_busy:
+            self._is_busy = True
+            asyncio.get_running_loop().call_soon(self._run_round)
+
+    def begin_interval(self) -> None:
+        """A handler sends a first token outside of the rounds. If no round is in progress, the next one keeps the
+        interval to that token.
+        """
+        if self._interval_s and not self._is_busy:
+            self._is_busy = True
+            asyncio.get_running_loop().call_later(self._interval_s, self._rest_over)
+
+    def _run_round(self) -> None:
+        loop = asyncio.get_running_loop()
+        handlers, self._waiting = self._waiting, {}
+        for handler in handlers:
+            handler.wake()
+        loop.call_soon(self._drain, loop.time(), DRAIN_TURNS)
+
+    def _drain(self, started_at: float, turns: int) -> None:
+        loop = asyncio.get_running_loop()
+        if turns:
+            loop.call_soon(self._drain, started_at, turns - 1)
+            return
+        took_s = loop.time() - started_at
+        loop.call_later(max(min(REST_FRACTION * took_s, MAX_REST_S), self._interval_s - took_s), self._rest_over)
+
+    def _rest_over(self) -> None:
+        self._is_busy = False
+        if self._waiting:
+            self._is_busy = True
+            self._run_round()
 
 
 class SampleJournal:

@@ -18,8 +18,7 @@ from gateway_svc.request.plan import GenerationPlan
 from gateway_svc.request.pooling import PooledInput
 from gateway_svc.request.threads import Lane
 from gateway_svc.schedulers.dispatcher import Dispatcher, Hints
-from gateway_svc.schedulers.pacing import WakePacer
-from gateway_svc.schedulers.scheduler_request import SchedulerRequest
+from gateway_svc.schedulers.scheduler_request import SchedulerRequest, WakePacer
 from gateway_svc.schedulers.wire import submit_from_plan
 from prefix_index.hashing import encoder_digest, extend_digests, extra_keys, model_salt, root_digest, root_key
 

@@ -1,35 +1,20 @@
-"""Conversions between protobuf messages and the gateway's types."""
+"""The messages that schedulers get: a plan as a Submit, journals as a Continuation."""
 
 from __future__ import annotations
 
-import sys
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from quire.internal.v1 import scheduler_pb2 as pb
 from quire.v1 import types_pb2 as types
 
 from gateway_svc.callers.caller import current_caller
-from gateway_svc.columns import ProtocolError, u32_from_bytes, u32_to_bytes
+from gateway_svc.columns import u32_to_bytes
 from gateway_svc.request.plan import GenerationPlan
 from request_fields.fields import Side, fields_of
-from svc_common.errors import QuireError, error_from_code
 
 # Fields of StopParams that only the gateway applies.
 NOT_SENT = [name for name, field in fields_of("stop").items() if field.applied_by is Side.GATEWAY]
-
-
-def tokens_from_deltas(deltas: pb.Deltas) -> Iterator[tuple[int, int, int, int]]:
-    """(handle, sample index, output position, token id) per new token. Raises ProtocolError."""
-    handles, offsets = u32_from_bytes(deltas.handles), u32_from_bytes(deltas.offsets)
-    token_ids = u32_from_bytes(deltas.token_ids)
-    samples = u32_from_bytes(deltas.sample_indices) if deltas.sample_indices else array("I", bytes(4 * len(handles)))
-    if not len(handles) == len(offsets) == len(token_ids) == len(samples):
-        raise ProtocolError(
-            f"Deltas columns differ in length: {len(handles)} handles, {len(samples)} sample indices, "
-            f"{len(offsets)} offsets, {len(token_ids)} token ids"
-        )
-    return zip(handles, samples, offsets, token_ids, strict=True)
 
 
 def submit_from_plan(plan: GenerationPlan, *, request_id: str) -> pb.Submit:
@@ -85,27 +70,3 @@ def continuation_from_outputs(
         if output or is_finished:
             continuation.samples.add(index=index, output_token_ids=output, finished=is_finished)
     return continuation
-
-
-def error_from_refusal(refusal: pb.Refusal) -> QuireError:
-    """A scheduler's refusal as an error with the same code, field and retry delay."""
-    retry_after_s = refusal.retry_after_ms / 1000 if refusal.retry_after_ms else None
-    return error_from_code(refusal.code, refusal.message, field=refusal.field, retry_after_s=retry_after_s)
-
-
-def pooled_from_deltas(deltas: pb.Deltas) -> Iterator[tuple[int, array[float]]]:
-    """Handles of pooled requests and their numbers. Raises ProtocolError if the columns disagree."""
-    handles, lens = u32_from_bytes(deltas.pooled_handles), u32_from_bytes(deltas.pooled_lens)
-    if len(handles) != len(lens) or 4 * sum(lens) != len(deltas.pooled_values):
-        raise ProtocolError(
-            f"Deltas have {len(handles)} pooled_handles, {len(lens)} pooled_lens and {len(deltas.pooled_values)} bytes "
-            "of pooled_values"
-        )
-    values = array("f")
-    values.frombytes(deltas.pooled_values)
-    if sys.byteorder == "big":
-        values.byteswap()
-    start = 0
-    for handle, count in zip(handles, lens, strict=True):
-        yield handle, values[start : start + count]
-        start += count

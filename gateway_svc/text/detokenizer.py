@@ -24,14 +24,41 @@ WINDOW = 32  # the generic detokenizer holds back the text of at most this many 
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
-class Detokenizer(Protocol):
-    """Detokenizes one stream."""
+class SampleText(Protocol):
+    """The text of one sample. The text released after k tokens depends only on these k tokens, not on their grouping
+    into reads, so a resumed stream continues at exactly the same byte.
+    """
+
+    @property
+    def stop(self) -> str | None:
+        """The stop string that matched; None: no match so far."""
+
+    def read(self, ids: Sequence[int]) -> tuple[str, int]:
+        """Add ids. Returns the released text, and how many of the ids belong to the output."""
+        ...
+
+    def flush(self) -> str:
+        """End the text. Returns the text that was held back."""
+        ...
+
+
+class Detokenizer:
+    """Detokenizes one stream, to its end."""
+
+    __slots__ = ()
+    stop: str | None = None
 
     def push(self, ids: Sequence[int]) -> str:
         """Add new ids. Returns the text that is complete now."""
+        raise NotImplementedError
 
     def flush(self) -> str:
         """End the stream. Returns the text held back, with U+FFFD for an incomplete character."""
+        raise NotImplementedError
+
+    def read(self, ids: Sequence[int]) -> tuple[str, int]:
+        """Add new ids, which all belong to the output."""
+        return self.push(ids), len(ids)
 
 
 class DetokenizerFactory:
@@ -135,7 +162,7 @@ def _bytes_of_token(token: str) -> bytes:
         return token.encode()
 
 
-class _ByteLevel:
+class _ByteLevel(Detokenizer):
     """Byte-level BPE (GPT-2, Llama 3, Qwen, Tekken): tokens are bytes, decoded as UTF-8."""
 
     __slots__ = ("_decoder", "_pieces")
@@ -213,7 +240,7 @@ def _is_step_known(step: dict[str, Any]) -> bool:
     return step["type"] in ("ByteFallback", "Fuse", "Metaspace")
 
 
-class _Pipeline:
+class _Pipeline(Detokenizer):
     """SentencePiece-style tokenizers (Llama 2, Mistral, Gemma): text pieces and runs of byte tokens."""
 
     __slots__ = ("_is_first", "_pieces", "_plan", "_run", "_to_strip")
@@ -264,7 +291,7 @@ class _Pipeline:
         return text
 
 
-class _Window:
+class _Window(Detokenizer):
     """Any other decoder: decodes recent ids with and without the new ids; the difference is the new text."""
 
     __slots__ = ("_backend", "_ids", "_num_read", "_skipped")

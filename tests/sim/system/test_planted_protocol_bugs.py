@@ -17,7 +17,7 @@ import pytest
 
 import gateway_svc.request.resume
 import gateway_svc.schedulers.scheduler_request
-from gateway_svc.schedulers.scheduler_client import SchedulerClient
+from gateway_svc.schedulers.attach_stream import AttachStream
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.steps.step_plan import InFlightStep, StepPlan
 from scheduler_svc.core.steps.step_planner import StepPlanner
@@ -186,12 +186,12 @@ def request_taken_over_without_ending_the_old_one(patch: Patch) -> None:
 
 @bug("is still live|leaks|still has|no progress")
 def abort_dropped_when_a_request_is_withdrawn(patch: Patch) -> None:
-    def withdraw(self: SchedulerClient, request: Any) -> None:
+    def withdraw(self: AttachStream, request: Any) -> None:
         if request.handle is not None:
             self._by_handle.pop(request.handle, None)
             request.handle = None
 
-    patch.setattr(SchedulerClient, "withdraw", withdraw)
+    patch.setattr(AttachStream, "withdraw", withdraw)
 
 
 # -- silence -----------------------------------------------------------------------------------------------------------
@@ -204,7 +204,7 @@ async def _never_return(self: Any, *args: Any) -> str:
 
 @bug("no token for|no progress", "kill")
 def gateway_waits_for_a_silent_scheduler(patch: Patch) -> None:
-    patch.setattr(SchedulerClient, "_watch", _never_return)
+    patch.setattr(AttachStream, "_watch", _never_return)
 
 
 @bug("no token for|no progress", "kill")

@@ -450,10 +450,9 @@ class World:
             self._check_scheduler_end(scheduler)
         for gateway in self.gateways:
             for client in gateway.clients:
-                waiting = (
-                    [m for m in client._outbox._queue if not m.HasField("heartbeat")] if client.is_connected else []
-                )
-                if client.requests() or waiting:
+                queue = client.stream._outbox._queue if client.is_connected else ()
+                waiting = [message for message in queue if not message.HasField("heartbeat")]
+                if client.stream.requests() or waiting:
                     raise Violation(f"{gateway.name} still has requests open at {client.address}")
 
     def _check_scheduler_end(self, scheduler: SchedulerService) -> None:

@@ -299,7 +299,10 @@ class TestGateway:
         limits: Any = None,
     ) -> None:
         bundles = BundleCache()
-        self.clients = [SchedulerClient(address, gateway_id="test", bundles=bundles) for address in addresses]
+        self.clients = [
+            SchedulerClient(address, gateway_id="test", bundles=bundles, open_channel=open_channel)
+            for address in addresses
+        ]
         self.dispatcher = Dispatcher(self.clients, patience_s=patience_s)
         self.directory = ModelDirectory(self.clients)
         self.templates = TemplateRenderer()

@@ -119,7 +119,7 @@ async def test_nothing_is_sent_before_all_samples_have_ended(gateway: TestGatewa
     submit = scheduler.submits[0]
     send(scheduler, submit, 0, OUTPUTS[0], LOGPROBS[0])
     send(scheduler, submit, 1, OUTPUTS[1][:2], LOGPROBS[1][:2], reason=None)
-    request = gateway.clients[0]._by_handle[submit.handle]
+    request = gateway.clients[0].stream._by_handle[submit.handle]
     await until(lambda: len(request.samples[1].outputs) == 2)
     read = asyncio.ensure_future(call.read())
     await gateway.stub.Tokenize(pb.TokenizeRequest(prompt=pb.Prompt(text="a")))  # time for an event, if there were one
@@ -175,7 +175,7 @@ async def test_a_lost_scheduler_changes_nothing(gateway: TestGateway, scheduler:
     submit = scheduler.submits[0]
     for sample in range(4):
         send(scheduler, submit, sample, OUTPUTS[sample][:1], LOGPROBS[sample][:1], reason=None)
-    request = gateway.clients[0]._by_handle[submit.handle]
+    request = gateway.clients[0].stream._by_handle[submit.handle]
     await until(lambda: request.num_output_tokens == 4)
     play(scheduler)
     scheduler.hang_up()

@@ -24,7 +24,11 @@ class Client:
     def __init__(self) -> None:
         self.num_calls = 0
 
-    async def get_pools(self) -> scheduler_pb2.GetPoolsResponse:
+    @property
+    def stub(self) -> Client:
+        return self
+
+    async def GetPools(self, request: scheduler_pb2.GetPoolsRequest, timeout: float) -> scheduler_pb2.GetPoolsResponse:
         self.num_calls += 1
         await asyncio.sleep(0)
         pool = scheduler_pb2.PoolState(worker_id="w", num_blocks=3, blocks_per_cell=1, states=bytes([0, 2, 3]))

@@ -18,6 +18,7 @@ from gateway_svc.request.models import BundleCache
 from gateway_svc.schedulers import dispatcher
 from gateway_svc.schedulers.dispatcher import Dispatcher
 from gateway_svc.schedulers.scheduler_client import SchedulerClient
+from svc_common.serve import open_channel
 from tests.processes.ports import free_port
 from tests.unit.gateway.fakes import (
     ABORTED,
@@ -164,16 +165,17 @@ async def test_requests_wait_for_any_replica(pair: list[FakeScheduler]) -> None:
 
 
 async def test_a_gateway_stops_even_if_its_stream_breaks_at_the_same_moment() -> None:
-    client = SchedulerClient(f"127.0.0.1:{free_port()}", gateway_id="test", bundles=BundleCache())
+    address, bundles = f"127.0.0.1:{free_port()}", BundleCache()
+    client = SchedulerClient(address, gateway_id="test", bundles=bundles, open_channel=open_channel)
     Dispatcher([client], patience_s=PATIENCE_S)
-    attach = client._stub.Attach
+    attach = client.stub.Attach
 
     def cancelled_at_its_end() -> Any:
         call = attach()
         call.add_done_callback(lambda _: running.cancel())
         return call
 
-    client._stub.Attach = cancelled_at_its_end  # type: ignore[assignment]
+    client.stub.Attach = cancelled_at_its_end  # type: ignore[assignment]
     running = asyncio.create_task(client.run())
     assert (await asyncio.wait([running], timeout=PATIENCE_S))[0]
     assert running.cancelled()

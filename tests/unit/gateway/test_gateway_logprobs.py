@@ -65,7 +65,7 @@ async def test_a_slow_reader_gets_every_entry_once(gateway: TestGateway, schedul
     ids = [100 + i for i in range(200)]
     for position in range(199):
         send(scheduler, handle, [ids[position]], position)
-    request = gateway.clients[0]._by_handle[handle]
+    request = gateway.clients[0].stream._by_handle[handle]
     await until(lambda: len(request.samples[0].outputs) == 199)
     send(scheduler, handle, [ids[199]], 199, ends=True)
     events += await rest(call)

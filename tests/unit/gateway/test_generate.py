@@ -10,7 +10,7 @@ from quire.internal.v1 import scheduler_pb2
 from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2 as types
 
-from gateway_svc.schedulers import attach_call
+from gateway_svc.schedulers import attach_stream
 from tests.unit.gateway.fakes import (
     ABORTED,
     EOS,
@@ -175,7 +175,7 @@ async def test_a_stalled_client_gets_merged_chunks_and_uses_no_more_memory(
     call = gateway.generate(stop=types.StopParams(max_tokens=200, stop=["never"]))
     events = [await call.read()]
     handle = scheduler.submits[0].handle
-    request = gateway.clients[0]._by_handle[handle]
+    request = gateway.clients[0].stream._by_handle[handle]
     ids = [100 + i for i in range(200)]
     for position in range(200):
         scheduler.send(handle, [ids[position]], offset=position)
@@ -308,11 +308,11 @@ async def test_messages_that_wait_for_the_stream_are_sent_as_one_batch(
     scheduler.takes_batches = True
     scheduler.welcome()
     client = gateway.clients[0]
-    await until(lambda: client._takes_batches)
+    await until(lambda: client.stream.takes_batches)
     scheduler.play(encode("done"))
     heartbeats = [scheduler_pb2.AttachRequest(heartbeat=scheduler_pb2.GatewayHeartbeat()) for _ in range(3)]
     for message in heartbeats:
-        client._outbox.put_nowait(message)
+        client.stream._outbox.put_nowait(message)
     result = await gateway.collect()
     assert result.text() == "done"
     assert scheduler.num_heartbeats == 3
@@ -321,10 +321,10 @@ async def test_messages_that_wait_for_the_stream_are_sent_as_one_batch(
 
 async def test_a_batch_is_not_much_larger_than_its_last_message() -> None:
     outbox: asyncio.Queue[scheduler_pb2.AttachRequest] = asyncio.Queue()
-    submit = scheduler_pb2.Submit(prompt_token_ids=bytes(attach_call.BATCH_BYTES // 2))
+    submit = scheduler_pb2.Submit(prompt_token_ids=bytes(attach_stream.BATCH_BYTES // 2))
     for _ in range(5):
         outbox.put_nowait(scheduler_pb2.AttachRequest(submit=submit))
     sizes = []
     while not outbox.empty():
-        sizes.append(len(attach_call.batch_of(outbox.get_nowait(), outbox).batch.messages))
+        sizes.append(len(attach_stream.batch_of(outbox.get_nowait(), outbox).batch.messages))
     assert sizes == [2, 2, 1]

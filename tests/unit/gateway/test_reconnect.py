@@ -13,9 +13,9 @@ from quire.internal.v1 import scheduler_pb2
 from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2 as types
 
-from gateway_svc.schedulers import scheduler_client
+from gateway_svc.schedulers import attach_stream
 from svc_common import errors
-from svc_common.serve import MAX_MESSAGE_BYTES
+from svc_common.channels import MAX_MESSAGE_BYTES
 from tests.unit.gateway.fakes import (
     ABORTED,
     EOS,
@@ -233,8 +233,8 @@ async def test_a_malformed_message_ends_the_attach_stream_only(gateway: TestGate
 async def test_a_request_too_large_for_a_message_affects_no_other(
     gateway: TestGateway, scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert scheduler_client.MAX_SUBMIT_BYTES < MAX_MESSAGE_BYTES
-    monkeypatch.setattr(scheduler_client, "MAX_SUBMIT_BYTES", 500)
+    assert attach_stream.MAX_SUBMIT_BYTES < MAX_MESSAGE_BYTES
+    monkeypatch.setattr(attach_stream, "MAX_SUBMIT_BYTES", 500)
     other = gateway.generate()
     await other.read()
     error = await refused(gateway.generate(prompt=pb.Prompt(tokens=types.TokenIds(ids=[5] * 200))))
@@ -249,7 +249,7 @@ async def test_a_request_too_large_for_a_message_affects_no_other(
 async def test_a_request_too_large_to_move_affects_no_other(
     gateway: TestGateway, scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scheduler_client, "MAX_SUBMIT_BYTES", 200)
+    monkeypatch.setattr(attach_stream, "MAX_SUBMIT_BYTES", 200)
     grown, other = gateway.generate(sampling=types.SamplingParams(n=2)), gateway.generate()
     await grown.read()
     await other.read()

@@ -40,8 +40,8 @@ async def gateway() -> AsyncIterator[TestGateway]:
     bundle = make_bundle()
     info = make_info(bundle)
     client = made.clients[0]
-    client.model = ServedModel(info, read_bundle(bundle, info.bundle_digest))
-    client._on_welcome(scheduler_pb2.Welcome(scheduler_epoch=1, info=info, ready_workers=1))
+    client.loader.model = ServedModel(info, read_bundle(bundle, info.bundle_digest))
+    client.on_welcome(scheduler_pb2.Welcome(scheduler_epoch=1, info=info, ready_workers=1))
     yield made
     made.threads.close()
     await made.grammars.close()
@@ -56,12 +56,12 @@ async def serve_one(gateway: TestGateway, request: pb.GenerateRequest = REQUEST)
 
     reader = asyncio.create_task(read())
     client = gateway.clients[0]
-    handle = (await client._outbox.get()).submit.handle
+    handle = (await client.stream._outbox.get()).submit.handle
     deltas = scheduler_pb2.Deltas(
         queued_handles=u32([handle]), handles=u32([handle]), offsets=u32([0]), token_ids=u32([7])
     )
     deltas.finished.add(handle=handle, reason=LENGTH)
-    client._on_response(scheduler_pb2.AttachResponse(deltas=deltas))
+    client.stream.on_response(scheduler_pb2.AttachResponse(deltas=deltas))
     return await reader
 
 
@@ -114,14 +114,14 @@ async def test_calls_of_a_chunk(gateway: TestGateway) -> None:
     request.stop.max_tokens = 100
     events, client, calls = gateway.generation.generate(request), gateway.clients[0], Counter[str]()
     first = asyncio.create_task(anext(events))
-    handle = u32([(await client._outbox.get()).submit.handle])
-    client._on_response(scheduler_pb2.AttachResponse(deltas=scheduler_pb2.Deltas(queued_handles=handle)))
+    handle = u32([(await client.stream._outbox.get()).submit.handle])
+    client.stream.on_response(scheduler_pb2.AttachResponse(deltas=scheduler_pb2.Deltas(queued_handles=handle)))
     assert (await first).HasField("accepted")
     for position in range(1 + NUM_CHUNKS):
         deltas = scheduler_pb2.Deltas(handles=handle, offsets=u32([position]), token_ids=u32([7]))
         message = scheduler_pb2.AttachResponse(deltas=deltas)
         with counted(calls if position else Counter()):
-            client._on_response(message)
+            client.stream.on_response(message)
             event = await anext(events)
         assert event.chunk.token_ids == [7]
     await events.aclose()

@@ -7,10 +7,10 @@ import asyncio
 import pytest
 
 from gateway_svc.request.models import BundleCache
-from gateway_svc.schedulers import scheduler_clients
+from gateway_svc.schedulers import scheduler_client
 from gateway_svc.schedulers.dispatcher import Dispatcher
-from gateway_svc.schedulers.scheduler_client import SchedulerClient
-from gateway_svc.schedulers.scheduler_clients import SchedulerClients
+from gateway_svc.schedulers.scheduler_client import SchedulerClient, SchedulerClients
+from svc_common.serve import open_channel
 from svc_common.tasks import cancel
 from tests.processes.ports import free_port
 
@@ -24,7 +24,9 @@ class Client(SchedulerClient):
 
 def make_clients() -> SchedulerClients:
     bundles = BundleCache()
-    clients = SchedulerClients(lambda address: Client(address, gateway_id="test", bundles=bundles))
+    clients = SchedulerClients(
+        lambda address: Client(address, gateway_id="test", bundles=bundles, open_channel=open_channel)
+    )
     clients.events = Dispatcher(clients.all, patience_s=1.0)
     return clients
 
@@ -45,7 +47,7 @@ async def test_clients_follow_the_addresses() -> None:
 
 
 async def test_an_attached_scheduler_stays_until_its_stream_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler_clients, "PRUNE_INTERVAL_S", 0.01)
+    monkeypatch.setattr(scheduler_client, "PRUNE_INTERVAL_S", 0.01)
     clients = make_clients()
     clients.update([f"127.0.0.1:{free_port()}"])
     (client,) = clients.all

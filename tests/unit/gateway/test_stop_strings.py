@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway_svc.text.output import SampleText
-from gateway_svc.text.stop_strings import StopStrings
+from gateway_svc.text.detokenizer import Detokenizer
+from gateway_svc.text.stop_strings import StoppedText, StopStrings
 
 
 def reference(text: str, stops: list[str], *, include_stop: bool) -> tuple[str, str | None]:
@@ -71,10 +73,10 @@ def test_nothing_is_released_after_a_match() -> None:
     assert matcher.flush() == ""
 
 
-class Letters:
+class Letters(Detokenizer):
     """A detokenizer whose ids are code points; 0 is held until the flush."""
 
-    def push(self, ids: list[int]) -> str:
+    def push(self, ids: Sequence[int]) -> str:
         return "".join(chr(id_) for id_ in ids if id_)
 
     def flush(self) -> str:
@@ -82,23 +84,23 @@ class Letters:
 
 
 def test_ids_after_the_match_do_not_belong_to_the_output() -> None:
-    text = SampleText(Letters(), StopStrings(["cd"]).new_matcher())
-    assert text.push([ord(c) for c in "abc"]) == ("ab", 3)
-    assert text.push([ord(c) for c in "dxyz"]) == ("", 1)
+    text = StoppedText(Letters(), StopStrings(["cd"]).new_matcher())
+    assert text.read([ord(c) for c in "abc"]) == ("ab", 3)
+    assert text.read([ord(c) for c in "dxyz"]) == ("", 1)
     assert text.stop == "cd"
     assert text.flush() == ""
 
 
 def test_the_flush_can_complete_a_stop_string() -> None:
-    text = SampleText(Letters(), StopStrings(["b!"]).new_matcher())
-    assert text.push([ord("a"), ord("b")]) == ("a", 2)
+    text = StoppedText(Letters(), StopStrings(["b!"]).new_matcher())
+    assert text.read([ord("a"), ord("b")]) == ("a", 2)
     assert text.flush() == ""
     assert text.stop == "b!"
 
 
 def test_without_a_match_the_flush_releases_the_held_text() -> None:
-    text = SampleText(Letters(), StopStrings(["bcd"]).new_matcher())
-    assert text.push([ord("a"), ord("b"), 0]) == ("a", 3)
+    text = StoppedText(Letters(), StopStrings(["bcd"]).new_matcher())
+    assert text.read([ord("a"), ord("b"), 0]) == ("a", 3)
     assert text.flush() == "b!"
     assert text.stop is None
 
@@ -117,11 +119,11 @@ def test_a_stop_string_counts_only_if_it_ends_at_or_after_the_first_stop(
     ends = [
         (end, i) for end in range(first_stop + 1, len(text) + 1) for i, s in enumerate(stops) if text[:end].endswith(s)
     ]
-    sample = SampleText(Letters(), StopStrings(stops).new_matcher(include_stop=True), first_stop=first_stop)
+    sample = StoppedText(Letters(), StopStrings(stops).new_matcher(include_stop=True), first_stop=first_stop)
     ids = [ord(char) for char in text]
-    parts = [sample.push(ids[:num_first])]
+    parts = [sample.read(ids[:num_first])]
     if sample.stop is None:
-        parts.append(sample.push(ids[num_first:]))
+        parts.append(sample.read(ids[num_first:]))
     if ends:
         end, index = min(ends)
         assert (sample.stop, "".join(part for part, _ in parts)) == (stops[index], text[:end])
