@@ -12,8 +12,9 @@ import numpy as np
 
 from request_fields.fields import SamplingParams
 from scheduler_svc.core import messages
+from scheduler_svc.core.messages import RowAssignment
 from scheduler_svc.core.sequence import SequenceGroup
-from step_protocol.messages import RowAssignment, RowErrorCode, StepBatch, StepOutput
+from step_protocol.messages import RowErrorCode, StepBatch, StepOutput
 from tests.sim.symbolic_worker import SymbolicWorker, Violation
 from worker_svc.engine.config import EngineInfo
 

@@ -22,7 +22,7 @@ from gateway_svc.schedulers.submitter import chain_of
 from gateway_svc.schedulers.wire import submit_from_plan
 from gateway_svc.text.bundle import ModelText
 from prefix_index.content_ids import FIRST_CONTENT_ID
-from prefix_index.hashing import extend_digests, extra_keys, root_digest
+from prefix_index.hashing import extend_digests, root_digest
 from scheduler_svc.gateways.submits import SubmitReader
 from scheduler_svc.workers.wire import root_salt
 from svc_common.errors import ContextLengthError, InvalidRequestError
@@ -67,7 +67,7 @@ def test_a_scheduler_accepts_what_the_gateway_sends(is_float: bool) -> None:
     group = SubmitReader(found.model.info).group(submit, owner=1)
     size = found.model.info.block_size
     end = -(-POSITIONS // size) * size
-    assert group.num_encoder_tokens == end
+    assert group.features.num_head_tokens == end
     assert (group.prompt[:POSITIONS] >= FIRST_CONTENT_ID).all()
     assert group.prompt[POSITIONS:].tolist() == [0] * (end - POSITIONS) + [3, 21, 22, 24]
     assert group.stop.max_tokens == 26
@@ -76,7 +76,7 @@ def test_a_scheduler_accepts_what_the_gateway_sends(is_float: bool) -> None:
     assert len(carried.data) == RATE // 2 * (4 if is_float else 2)
     digests: list[bytes] = []
     root = root_digest(root_salt(found.model.info), size, group.root_key)
-    extend_digests(digests, root, group.prompt, size, extra_keys(group.inputs, size))
+    extend_digests(digests, root, group.prompt, size, group.features.block_keys(size))
     assert digests
     assert chain_of(found) == digests
 

@@ -31,6 +31,7 @@ from gateway_svc.schedulers.submitter import chain_of
 from gateway_svc.schedulers.wire import submit_from_plan
 from gateway_svc.text.bundle import ModelText
 from prefix_index.content_ids import FIRST_CONTENT_ID
+from scheduler_svc.core.features.inputs import Inputs
 from scheduler_svc.gateways.submits import SubmitReader
 from svc_common.errors import ContextLengthError, InvalidRequestError
 from tests.unit.gateway.fakes import make_info
@@ -60,7 +61,9 @@ def test_a_scheduler_accepts_what_the_gateway_sends(dtype: torch.dtype) -> None:
     values = rows().to(dtype)
     submit = submit_from_plan(plan(saved(values)), request_id="r")
     group = SubmitReader(MODEL.info).group(submit, owner=0)
-    (carried,) = group.inputs
+    inputs = group.features.find(Inputs)
+    assert inputs is not None
+    (carried,) = inputs.items
     assert (carried.start, carried.length, list(carried.shape)) == (0, 20, [20, HIDDEN])
     assert carried.data == bytes(values.view(torch.uint8).numpy())
     assert group.prompt.min() >= FIRST_CONTENT_ID
