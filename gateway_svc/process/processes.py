@@ -172,7 +172,7 @@ def supervise(args: argparse.Namespace, argv: Sequence[str]) -> int:
 
 async def _run(num_processes: int, addresses: Sequence[str], argv: Sequence[str]) -> int:
     def make(index: int) -> Child:
-        own = [sys.executable, "-m", "gateway_svc.child", str(os.getpid()), str(index), ",".join(addresses)]
+        own = [sys.executable, "-P", "-m", "gateway_svc.child", str(os.getpid()), str(index), ",".join(addresses)]
         return Child(index, lambda life: [*own, str(life), *argv])
 
     return await Supervisor([make(index) for index in range(num_processes)]).run()

@@ -24,7 +24,9 @@ import torch
 from tests.processes.models import Reference, make_checkpoint
 from tests.processes.stack import ROOT
 
-QUIRE = (sys.executable, "-m", "quire_cli")
+QUIRE = (str(Path(sys.executable).with_name("quire")),)
+# Modules that services import. They must not be imported from the folder in which a user starts them.
+SHADOWING = ("xxhash", "numpy", "redis", "tokenizers", "logging", "torch")
 READY_DEADLINE_S = 90.0
 PROMPT = [1, 2, 3]
 
@@ -32,10 +34,12 @@ PROMPT = [1, 2, 3]
 @contextmanager
 def quire_up(folder: Path, *flags: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
     """A running `quire up` and the content of its ready file. It is killed at the end if it is still running."""
+    for name in SHADOWING:
+        (folder / f"{name}.py").write_text(f"raise SystemExit('{name} was imported from the working directory')\n")
     ready_file = folder / "ready.json"
     own = ("--port", "0", "--ready-file", str(ready_file), "--log-dir", str(folder / "logs"))
     with (folder / "up.txt").open("w+") as output:
-        process = subprocess.Popen([*QUIRE, "up", *own, *flags], cwd=ROOT, stdout=output, stderr=output, text=True)
+        process = subprocess.Popen([*QUIRE, "up", *own, *flags], cwd=folder, stdout=output, stderr=output, text=True)
         try:
             deadline = time.monotonic() + READY_DEADLINE_S
             while not ready_file.exists():

@@ -178,7 +178,7 @@ def _speed(giga_operations: float) -> str:
 
 def probe_kernels() -> dict[str, Any]:
     """The line of worker_svc.engine.kernels.probe, or the field `error`."""
-    command = [sys.executable, "-m", "worker_svc.engine.kernels.probe", "--all"]
+    command = [sys.executable, "-P", "-m", "worker_svc.engine.kernels.probe", "--all"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=PROBE_TIMEOUT_S)
         found: dict[str, Any] = json.loads(done.stdout)

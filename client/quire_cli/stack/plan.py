@@ -158,7 +158,7 @@ def resolve_model(model: str, name: str | None, say: Callable[[str], None]) -> t
 
 def _check_architecture(folder: Path) -> None:
     """Run the worker's command to check the architecture, because the client never imports a service."""
-    command = [sys.executable, "-m", "worker_svc.check_model", str(folder)]
+    command = [sys.executable, "-P", "-m", "worker_svc.check_model", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise HubError(f"its weights were not downloaded: {done.stderr.strip()}")

@@ -198,7 +198,7 @@ class Stack:
 
 async def spawn(spec: ServiceSpec, log_path: Path) -> asyncio.subprocess.Process:
     """Start the service's process. Its output is appended to the log."""
-    command = ["-u", "-m", spec.module, *spec.arguments]
+    command = ["-u", "-P", "-m", spec.module, *spec.arguments]
     if sys.platform == "linux":
         command = ["-I", "-S", "-c", LAUNCHER, str(os.getpid()), *command]
     with log_path.open("ab") as log:

@@ -99,7 +99,7 @@ class SandboxProcess:
         self._socket.setblocking(False)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", self._module],
+                [sys.executable, "-P", "-m", self._module],
                 stdin=theirs.fileno(),
                 stdout=theirs.fileno(),
                 env={name: os.environ[name] for name in ENVIRONMENT if name in os.environ},

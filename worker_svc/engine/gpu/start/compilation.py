@@ -169,7 +169,7 @@ def compiled(kernels: Sequence[Kernel], target: GPUTarget, processes: int) -> It
     }
     num_done = 0
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
-    command = [sys.executable, "-m", "worker_svc.engine.gpu.start.compile_process"]
+    command = [sys.executable, "-P", "-m", "worker_svc.engine.gpu.start.compile_process"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as child:
         with suppress(BrokenPipeError), cast(IO[str], child.stdin) as stdin:  # it has ended: see below
             json.dump(task, stdin)
