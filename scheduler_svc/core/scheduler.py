@@ -393,13 +393,15 @@ class Scheduler:
         again, even if they failed too.
         """
         live = [failure for failure in failures if failure.row not in step.closed]
-        taint = untrusted_after(worker, {failure.row for failure in live}, step)
-        worker.pool.forget(np.array(taint.blocks, dtype=np.int64))
-        for row in taint.rows:
+        untrusted = untrusted_after(worker, {failure.row for failure in live}, step)
+        worker.pool.forget(np.array(untrusted.blocks, dtype=np.int64))
+        causes = [failure for failure in live if failure.row not in untrusted.rows]
+        # The causes come first: a gang whose other rows read its blocks has had its retry too.
+        ends = [end for failure in causes for end in self._retry_or_end(worker, failure)]
+        for row in untrusted.rows:
             if worker.rows.sequences[row] is not None:  # else it was closed with its gang
                 self._requests.requeue(worker.preempt(row), MigrationReason.FAILED)
-        causes = [failure for failure in live if failure.row not in taint.rows]
-        return [end for failure in causes for end in self._retry_or_end(worker, failure)]
+        return ends
 
     def _retry_or_end(self, worker: WorkerState, failure: RowError) -> list[Finished]:
         if worker.rows.sequences[failure.row] is None:
