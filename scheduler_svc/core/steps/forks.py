@@ -4,13 +4,15 @@ The leader has a row and reserves one for each fork. When a step completes its p
 they share the leader's blocks, and each samples its own first token from the same logits.
 
 Forks with output (of a gang that was preempted and is computed again) cannot start from these logits. They are *late*:
-they open one by one, as far as the pool has blocks, and share the blocks of the tokens that they have in common with
-other rows.
+they open one by one, as far as the pool has blocks. They share the full blocks of the prompt with the leader, which
+admission counts on, and further blocks that are cached prefixes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+
+import numpy as np
 
 from scheduler_svc.core.messages import RowAssignment
 from scheduler_svc.core.sequence import Sequence, SequenceStatus
@@ -67,17 +69,17 @@ class Forks:
 
     def num_blocks_for_late(self) -> int:
         """Number of blocks that the late forks need."""
-        return sum(self._num_unshared(fork) for _, fork in self._late())
+        return sum(self._num_unshared(row, fork) for row, fork in self._late())
 
     def open_late(self, plan: StepPlan, admit: Callable[[Sequence, I64, StepPlan], None]) -> None:
         """Admit late forks while the pool has blocks and the step has tokens left."""
         worker = self._worker
         for row, fork in self._late():
-            hits = self._hits(fork)
+            hits = self._hits(row, fork)
             num_first = 1 if len(hits) else max(1, fork.group.features.num_head_tokens)
             if plan.budget < num_first or not plan.has_room_for(fork.group.features.num_bytes):
                 return
-            if self._num_unshared(fork) > worker.pool.num_free:
+            if self._num_unshared(row, fork) > worker.pool.num_free:
                 return
             leader = worker.rows.sequence(row)
             leader.forks.remove(fork)
@@ -90,11 +92,17 @@ class Forks:
         rows = self._worker.rows
         return [(row, fork) for row in self._worker.late_forks for fork in rows.sequence(row).forks]
 
-    def _hits(self, seq: Sequence) -> I64:
-        token_ids, bs = seq.data.token_ids(), self._worker.capacity.block_size
-        self._worker.extend_digests(seq)
-        least = seq.group.features.num_head_tokens // bs
-        return self._worker.pool.match(seq.digests, token_ids, (len(token_ids) - 1) // bs, least)
+    def _hits(self, row: int, fork: Sequence) -> I64:
+        """The blocks from which a late fork starts: those of its cached prefix, or of the leader's prompt if that is
+        longer. A leader with an attention window has freed blocks of its prompt.
+        """
+        r, token_ids, bs = self._worker.rows, fork.data.token_ids(), self._worker.capacity.block_size
+        self._worker.extend_digests(fork)
+        min_blocks, num_prompt = fork.group.features.num_head_tokens // bs, len(fork.group.prompt) // bs
+        hits = self._worker.pool.match(fork.digests, token_ids, (len(token_ids) - 1) // bs, min_blocks)
+        if len(hits) >= num_prompt or r.blocks_before is not None:
+            return hits
+        return r.table[row, :num_prompt].astype(np.int64)
 
-    def _num_unshared(self, seq: Sequence) -> int:
-        return self._worker.num_missing(seq.data.num_tokens, self._hits(seq))
+    def _num_unshared(self, row: int, fork: Sequence) -> int:
+        return self._worker.num_missing(fork.data.num_tokens, self._hits(row, fork))
