@@ -199,6 +199,7 @@ class Cluster:
                 pooling=Pooled(request.pooling, may_hit=request.pooling == "last") if request.pooling else None,
                 inputs=request.inputs,
                 num_input_bytes=sum(item.length for item in request.inputs),
+                image_work=[(item.start, 1 + 3 * item.length) for item in request.inputs if item.content == 0],
                 adapter=request.adapter,
             ),
             outputs=[np.array(tokens, dtype=np.uint32) for tokens in request.delivered],

@@ -116,6 +116,7 @@ class Simulation:
             eos_token_ids=frozenset(rng.choice(((), (0,), (0,), (0, 1)))),
             burst_s=Random(f"burst {self.seed}").choice((0.0, 0.0, 0.3, 1.0)),
             changes_wait_s=Random(f"changes {self.seed}").choice((0.0, 0.3)),
+            prefix_caching=Random(f"cache {self.seed}").random() < 0.85,
             root_salt=ROOT_SALT,
         )
 

@@ -626,6 +626,16 @@ def all_inputs_sent_after_a_hit(patch: Patch) -> None:
     wrap(patch, Inputs, "after", lambda original, inputs, num_computed: inputs.items)
 
 
+@bug("pending_prefill is wrong|todo", checks_invariants=True)
+def last_token_of_a_prompt_planned_as_a_decode(patch: Patch) -> None:
+    def split(original: Any, planner: StepPlanner) -> Any:
+        rows = np.fromiter(planner.worker.rows.outside, dtype=np.int64)
+        todo = planner.worker.rows.todo(rows)
+        return rows[todo == 1], rows[todo > 1]
+
+    wrap(patch, StepPlanner, "_split_by_stage", split)
+
+
 # -- the tests ---------------------------------------------------------------------------------------------------------
 
 
