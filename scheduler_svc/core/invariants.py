@@ -64,9 +64,13 @@ def check_requests(requests: Requests, workers: dict[str, WorkerState], placemen
     assert requests.priorities == Counter(group.priority for group in groups), "priorities are wrong"
     assert requests.num_bytes == sum(group.features.num_bytes for group in groups), "bytes of inputs are wrong"
     for entry in requests.waiting:
-        assert placement.could_run(entry.seq), f"sequence {entry.seq.seq_id} is schedulable, but no worker could run it"
+        assert placement.could_run(entry.seq.group, entry.seq.failed_on), (
+            f"sequence {entry.seq.seq_id} is schedulable, but no worker could run it"
+        )
     for seq in requests.waiting.unschedulable:
-        assert not placement.could_run(seq), f"sequence {seq.seq_id} is unschedulable, but a worker could run it"
+        assert not placement.could_run(seq.group, seq.failed_on), (
+            f"sequence {seq.seq_id} is unschedulable, but a worker could run it"
+        )
     for group in groups:
         for seq in group.sequences:
             _check_place(seq, requests, workers)

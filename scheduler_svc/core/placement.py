@@ -170,9 +170,11 @@ class Placement:
         self._is_open[self._position[worker.capacity.worker_id]] = False
         self.mark_changed(worker)
 
-    def could_run(self, seq: Sequence) -> bool:
-        """Whether some worker could run the sequence if it were idle. Always true while every worker drains."""
-        eligible = self._eligible(seq)
+    def could_run(self, group: SequenceGroup, failed_on: str | None = None) -> bool:
+        """Whether some worker could run a sequence of the request if it were idle. Always true while every worker
+        drains. `failed_on`: see `Sequence.failed_on`.
+        """
+        eligible = self._eligible(group, failed_on)
         return eligible is self._is_open or bool(np.count_nonzero(eligible) or not np.count_nonzero(self._is_open))
 
     def add_written(self, worker: WorkerState, num_tokens: int) -> None:
@@ -217,7 +219,7 @@ class Placement:
         if len(self._workers) == 1 and not self._is_mixed and not entry.seq.group.features.needs_preparation:
             return self._place_alone(entry)
         seq = entry.seq
-        eligible = self._eligible(seq)
+        eligible = self._eligible(seq.group, seq.failed_on)
         uncached = entry.uncached_at
         scores = placement_scores(self._load, uncached, self._config.placement_alpha)
         slack = self._config.placement_slack * self._config.placement_alpha * entry.num_tokens
@@ -291,7 +293,7 @@ class Placement:
 
     def reserve_for(self, entry: QueueEntry) -> None:
         """Reserve the eligible workers of a starved sequence: they accept no other sequence in this pass."""
-        eligible = self._eligible(entry.seq)
+        eligible = self._eligible(entry.seq.group, entry.seq.failed_on)
         self._reserved = eligible if self._reserved is None else self._reserved | eligible
         self._accepts = {i for i in self._accepts if not eligible[i]}
         self.num_accepting = len(self._accepts)
@@ -324,13 +326,12 @@ class Placement:
             entry.held_since = now
         return not is_worth_leaving(extra_tokens, now - entry.held_since, tokens_per_s, self._config.leave_fraction)
 
-    def _eligible(self, seq: Sequence) -> Bools:
-        """Workers that could run the sequence if they were idle."""
+    def _eligible(self, group: SequenceGroup, failed_on: str | None) -> Bools:
+        """Workers that could run a sequence of the request if they were idle."""
         eligible = self._is_open
-        group = seq.group
         if group.features.selects_workers or not self._size_limits.fits(len(group.prompt), group.stop.max_tokens):
-            eligible = eligible & np.array([worker.could_run(seq) for worker in self._workers], dtype=np.bool_)
-        failed = self._position.get(seq.failed_on) if seq.failed_on is not None else None
+            eligible = eligible & np.array([worker.could_run(group) for worker in self._workers], dtype=np.bool_)
+        failed = self._position.get(failed_on) if failed_on is not None else None
         if failed is not None and np.count_nonzero(eligible) > eligible[failed]:
             eligible = eligible.copy()
             eligible[failed] = False  # the machine may have caused the failure

@@ -146,7 +146,7 @@ class Scheduler:
         takers = [worker for worker in workers if not worker.is_draining]
         for worker in workers:
             for seq in worker.running() if worker.is_draining else ():
-                if seq.row is not None and any(taker.could_run(seq) for taker in takers):
+                if seq.row is not None and any(taker.could_run(seq.group) for taker in takers):
                     self._requests.requeue(worker.preempt(seq.row), MigrationReason.DRAIN)
 
     # -- requests -----------------------------------------------------------------------------------------------------
@@ -410,7 +410,7 @@ class Scheduler:
         if seq.group.features.is_gang:
             seq = seq.group.sequences[0]
         others = [other for other in self._workers.values() if other is not worker and not other.is_draining]
-        if seq.failed_on is not None or not any(other.could_run(seq) for other in others):
+        if seq.failed_on is not None or not any(other.could_run(seq.group) for other in others):
             return self._requests.end_failed(seq, failure.message)
         seq.failed_on = worker.capacity.worker_id
         self._requests.requeue(worker.preempt(failure.row), MigrationReason.FAILED)

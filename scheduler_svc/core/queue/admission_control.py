@@ -78,6 +78,8 @@ class AdmissionControl:
         if not len(group.prompt):
             raise NeverFitsError("the prompt is empty; send at least one token", field="prompt")
         self._check_size(group)
+        if self._requests.waiting.unschedulable:
+            self._check_unschedulable(group)
         if group.timeout_s is not None and not group.takes_over:
             self._check_deadline(group, group.timeout_s, now)
 
@@ -107,6 +109,22 @@ class AdmissionControl:
             raise QueueFullError(
                 f"the queue is full: {queue.expected_tokens} tokens are waiting, this request adds {new}, and the "
                 f"limit is {self._config.max_waiting_tokens}; retry later"
+            )
+
+    def _check_unschedulable(self, group: SequenceGroup) -> None:
+        """Requests that no open worker could run wait outside the order of the queue, within the same limits."""
+        if self._placement.could_run(group):
+            return
+        queue, factor = self._requests.waiting, RETURNING_FACTOR if group.takes_over else 1
+        mean_output = self._throughput.mean_output
+        new = expected_tokens(len(group.prompt), group.stop.max_tokens, group.num_sequences, mean_output)
+        num_waiting, num_tokens = len(queue.unschedulable), queue.unschedulable_tokens
+        is_full = num_waiting >= factor * self._config.max_waiting
+        if is_full or num_tokens + new > factor * self._config.max_waiting_tokens:
+            raise QueueFullError(
+                f"{num_waiting} requests with {num_tokens} tokens are waiting that no present worker could run, this "
+                f"request adds {new} tokens, and the limits are {self._config.max_waiting} requests and "
+                f"{self._config.max_waiting_tokens} tokens; retry later or on another scheduler"
             )
 
     def _check_bytes(self, group: SequenceGroup) -> None:

@@ -277,19 +277,17 @@ class Requests:
             self._update_schedulable(seq)
 
     def _update_schedulable(self, seq: Sequence) -> None:
-        if self._placement.could_run(seq) == (seq in self.waiting.unschedulable):
+        if self._placement.could_run(seq.group, seq.failed_on) == (seq in self.waiting.unschedulable):
             self.waiting.remove(seq)
             self._join_queue(seq)
 
     def _join_queue(self, seq: Sequence) -> None:
-        if not self._placement.could_run(seq):
-            self.waiting.add_unschedulable(seq)
+        remaining, num_samples = seq.group.stop.max_tokens - len(seq.data.output), 1 + len(seq.forks)
+        num_tokens = expected_tokens(seq.data.num_tokens, remaining, num_samples, self._throughput.mean_output)
+        if not self._placement.could_run(seq.group, seq.failed_on):
+            self.waiting.add_unschedulable(seq, num_tokens)
             return
-        entry = QueueEntry(seq)
-        remaining = seq.group.stop.max_tokens - len(seq.data.output)
-        entry.num_expected_tokens = expected_tokens(
-            entry.num_tokens, remaining, 1 + len(seq.forks), self._throughput.mean_output
-        )
+        entry = QueueEntry(seq, num_tokens)
         if entry.is_new:
             self._placement.look_up_cached(entry, seq.group.arrival)
         self.waiting.add(entry, self.virtual_arrival(entry))

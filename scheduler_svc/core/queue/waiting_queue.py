@@ -48,6 +48,8 @@ class WaitingQueue:
         self._entries: dict[Sequence, QueueEntry] = {}
         self._by_tenant: dict[int, TenantQueue] = {}  # by slot; only tenants that have waiting sequences
         self.unschedulable: dict[Sequence, float] = {}  # -> since when, oldest first; inf until `give_up` sets it
+        self._unschedulable_tokens: dict[Sequence, int] = {}  # expected ones of each unschedulable sequence
+        self.unschedulable_tokens = 0  # their sum
         self.pending_tokens = 0  # to compute
         self.expected_tokens = 0  # to compute and to generate
 
@@ -96,13 +98,16 @@ class WaitingQueue:
         self.pending_tokens += entry.num_tokens
         self.expected_tokens += entry.num_expected_tokens
 
-    def add_unschedulable(self, seq: Sequence) -> None:
+    def add_unschedulable(self, seq: Sequence, num_expected_tokens: int) -> None:
         """Add a sequence that waits outside the order."""
         self.unschedulable[seq] = math.inf
+        self._unschedulable_tokens[seq] = num_expected_tokens
+        self.unschedulable_tokens += num_expected_tokens
 
     def remove(self, seq: Sequence) -> None:
         """Remove a waiting sequence and drop its entry."""
         if self.unschedulable.pop(seq, None) is not None:
+            self.unschedulable_tokens -= self._unschedulable_tokens.pop(seq)
             return
         entry = self._entries.pop(seq)
         slot = seq.group.tenant_slot
@@ -167,6 +172,9 @@ class WaitingQueue:
         waiting = [entry for tenant in self._by_tenant.values() for entry in tenant.entries]
         assert {entry.seq: entry for entry in waiting} == self._entries, "entries and the order disagree"
         assert len(waiting) == len(self._entries), "a sequence waits twice"
+        tokens_outside = self._unschedulable_tokens
+        assert tokens_outside.keys() == self.unschedulable.keys(), "tokens of other sequences are counted"
+        assert self.unschedulable_tokens == sum(tokens_outside.values()), "unschedulable_tokens is wrong"
         assert self.unschedulable.keys().isdisjoint(self._entries), (
             "an unschedulable sequence is also in the queue order"
         )

@@ -207,9 +207,8 @@ class WorkerState:
                 part.open(seq, opened, plan)
         plan.opens.append(opened)
 
-    def could_run(self, seq: Sequence) -> bool:
-        """Whether this worker could run the sequence if it were idle."""
-        group = seq.group
+    def could_run(self, group: SequenceGroup) -> bool:
+        """Whether this worker could run the request if it were idle."""
         fits = self.capacity.size_limits.fits(len(group.prompt), group.stop.max_tokens)
         return fits and all(part.could_run(group) for part in self.parts_of(group))
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from scheduler_svc.core.deltas import Finished
-from scheduler_svc.core.errors import NoWorkerError
+from scheduler_svc.core.errors import NoWorkerError, QueueFullError
 from scheduler_svc.core.placement import Placement
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishReason
@@ -154,3 +154,20 @@ def test_an_unschedulable_request_costs_a_step_nothing(monkeypatch: pytest.Monke
         for batch in batches:
             scheduler.update(answer(batch), 1.0)
         batches = scheduler.schedule(1.0)
+
+
+@pytest.mark.parametrize("limits", [{"max_waiting": 5}, {"max_waiting_tokens": 5 * 60}])
+def test_requests_that_no_open_worker_could_run_are_bounded(limits: dict[str, int]) -> None:
+    """They wait outside the order, so the limits of the queue must hold for them too."""
+    scheduler = make_scheduler(BIG, SMALL, expected_output_tokens=20, **limits)
+    scheduler.drain_worker("big")
+    for i in range(5):
+        add(scheduler, f"long{i}", 100 * i, 40, 20, 0.0)
+    with pytest.raises(QueueFullError, match="no present worker could run"):
+        add(scheduler, "more", 900, 40, 20, 0.0)
+    for i in range(8):  # a client that comes back
+        add(scheduler, f"back{i}", 1000 + 100 * i, 40, 20, 0.0, takes_over=True)
+    add(scheduler, "short", 7000, 4, 4, 0.0)
+    assert run(scheduler, 1.0).keys() == {"short"}
+    scheduler.abort_group("long0", FinishReason.ABORTED)
+    scheduler.check_invariants()
