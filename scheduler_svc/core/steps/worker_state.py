@@ -307,13 +307,15 @@ class WorkerState:
 
     def take_prefix_changes(self) -> list[PrefixChanges]:
         """Changes of this pool's cached prefixes since the last call; empty if there are none or no index is used."""
-        events = self.pool.take_events()
+        events = self.pool.take_events() if self._keeps_events else []
         return [PrefixChanges(self._holder, events)] if events else []
 
     def leave_index(self) -> list[PrefixChanges]:
         """The last changes of a worker that leaves: every prefix is evicted."""
+        if not self._keeps_events:
+            return []
         events = self.pool.take_events() + [(digest, False) for digest in self.pool.cached_digests()]
-        return [PrefixChanges(self._holder, events)] if events and self._keeps_events else []
+        return [PrefixChanges(self._holder, events)] if events else []
 
     def cached_prefixes(self) -> PrefixChanges:
         """All cached prefixes, to fill an index that has lost its data."""
