@@ -19,7 +19,9 @@ from quire.v1.types_pb2 import ModelInfo
 from gateway_svc.answer.request_meter import ModelTimes, RequestMeter
 from gateway_svc.metrics import SPECS as GATEWAY_SPECS
 from gateway_svc.metrics import model_rows
+from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.deltas import Deltas
+from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.stats import SchedulerStats, WorkerStats
 from scheduler_svc.metrics import SPECS as SCHEDULER_SPECS
 from scheduler_svc.metrics import SchedulerReader, SchedulerTimes
@@ -83,13 +85,14 @@ def scheduler_scrape_us() -> float:
 
 
 class _Loop:
-    """A step loop with the statistics of `WORKERS` workers."""
-
-    max_waiting = 1024
+    """A step loop whose core has the statistics of `WORKERS` workers."""
 
     def __init__(self) -> None:
         self.times = SchedulerTimes()
+        self.core = _Core(SchedulerConfig())
 
+
+class _Core(Scheduler):
     def stats(self) -> SchedulerStats:
         workers = [WorkerStats(f"worker-{i}", 10, 64, 100, 200, 300, 1) for i in range(WORKERS)]
         return SchedulerStats(1, 2, 3, workers)

@@ -17,6 +17,7 @@ from quire.v1 import types_pb2
 from scheduler_svc.core.deltas import Deltas, Finished
 from scheduler_svc.core.measurements import Counts
 from scheduler_svc.core.messages import MigrationReason
+from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import SequenceGroup
 from scheduler_svc.core.stats import SchedulerStats
 from svc_common.metrics import LATENCIES_S, SHORT_TIMES_S, Buckets, Row, Spec
@@ -253,11 +254,8 @@ class SchedulerTimes:
 class Loop(Protocol):
     """The attributes of the step loop that the metrics read."""
 
+    core: Scheduler
     times: SchedulerTimes
-
-    @property
-    def max_waiting(self) -> int: ...
-    def stats(self) -> SchedulerStats | None: ...
 
 
 class Pool(Protocol):
@@ -289,13 +287,13 @@ class SchedulerReader:
         self._redis = redis
 
     def __call__(self) -> Iterator[Row]:
-        info, stats = self._pool.info, self._loop.stats()
+        info, stats = self._pool.info, self._loop.core.stats()
         model = info.model if info is not None else ""
-        yield from _core_rows(model, stats or SchedulerStats())
+        yield from _core_rows(model, stats)
         yield from self._shell_rows(model)
         yield from self._time_rows(model)
         yield from self._redis_rows()
-        if info is not None and stats is not None:
+        if info is not None:
             num_blocks = sum(worker.blocks_total for worker in stats.workers)
             yield "cache_config_info", (model, str(info.block_size), str(num_blocks)), 1
 
@@ -304,7 +302,7 @@ class SchedulerReader:
         for state, text in WORKER_STATES.items():
             yield "workers", (model, text), states[state]
         yield "gateways", (model,), self._num_gateways()
-        yield "max_requests_waiting", (model,), self._loop.max_waiting
+        yield "max_requests_waiting", (model,), self._loop.core.config.max_waiting
         for code, count in self._loop.times.refusals.items():
             yield "requests_refused_total", (model, code), count
 

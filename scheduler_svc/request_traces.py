@@ -1,4 +1,5 @@
-"""Spans of sampled requests in the scheduler, made from the times at which the step loop acts.
+"""What the scheduler reports about single requests: debug log lines for their start and end, and spans of sampled
+requests, made from the times at which the step loop acts.
 
 schedule                              from the Submit to the end of the last sample
   queue | prefill | decode            of each sample
@@ -9,6 +10,7 @@ row                                   made by each worker that runs the sample
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -19,6 +21,48 @@ from step_protocol.messages import StepBatch
 
 if TYPE_CHECKING:
     from svc_common.otlp import Attributes, OpenSpan, Tracer
+
+log = logging.getLogger(__name__)
+
+
+def log_queued(group: SequenceGroup) -> None:
+    """Log that a request was queued."""
+    if not log.isEnabledFor(logging.DEBUG):
+        return
+    facts = {
+        "request_id": group.request_id,
+        "prompt_tokens": len(group.prompt),
+        "max_tokens": group.stop.max_tokens,
+        "samples": group.n,
+        "takes_over": group.takes_over,
+    }
+    log.debug("request %s is queued: %d prompt tokens", group.request_id, len(group.prompt), extra=facts)
+
+
+def log_finished(finished: Finished, now: float) -> None:
+    """Log that a sample of a request has ended."""
+    if not log.isEnabledFor(logging.DEBUG):
+        return
+    group = finished.group
+    facts = {
+        "request_id": group.request_id,
+        "sample": finished.sample_index,
+        "reason": finished.reason.value,
+        "output_tokens": finished.num_output_tokens,
+        "cached_tokens": finished.num_cached_tokens,
+        "preemptions": finished.num_preemptions,
+        "seconds": round(now - group.arrival, 4),
+    }
+    log.debug(
+        "request %s: sample %d ended (%s) with %d tokens after %.3f s",
+        group.request_id,
+        finished.sample_index,
+        finished.reason.value,
+        finished.num_output_tokens,
+        now - group.arrival,
+        extra=facts,
+    )
+
 
 FirstTokenAt = Callable[[int, int, int], float | None]
 

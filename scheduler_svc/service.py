@@ -15,19 +15,18 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 from quire.internal.v1 import scheduler_pb2, scheduler_pb2_grpc
-from quire.v1 import inference_pb2, types_pb2
+from quire.v1 import types_pb2
 
 from prefix_index.changes import PrefixChanges
 from prefix_index.index import NoPrefixIndex, PrefixIndex
 from prefix_index.keys import make_owner
 from prefix_index.redis_index import RedisPrefixIndex
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.stats import OpenSequence
 from scheduler_svc.flags import make_parser
 from scheduler_svc.gateways.streams import Gateways
 from scheduler_svc.metrics import SPECS, SchedulerReader
 from scheduler_svc.request_traces import RequestTraces
-from scheduler_svc.snapshots import Snapshots
+from scheduler_svc.status import Snapshots, describe
 from scheduler_svc.step_loop import StepLoop
 from scheduler_svc.workers.leased_worker import Dialer, LinkTimeouts
 from scheduler_svc.workers.pool import WorkerPool
@@ -161,7 +160,9 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def GetSchedulerStatus(
         self, request: scheduler_pb2.GetSchedulerStatusRequest, context: Context
     ) -> scheduler_pb2.GetSchedulerStatusResponse:
-        return scheduler_pb2.GetSchedulerStatusResponse(status=describe(self._parts, self.address))
+        return scheduler_pb2.GetSchedulerStatusResponse(
+            status=describe(self._parts.step_loop, self._parts.pool, self._parts.index, self.address)
+        )
 
     async def GetPools(
         self, request: scheduler_pb2.GetPoolsRequest, context: Context
@@ -177,46 +178,6 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         else:
             data = await self._inspector.inspect(request.kind, *times)
         return scheduler_pb2.InspectSchedulerResponse(data=data)
-
-
-def describe(parts: Parts, listen_address: str) -> inference_pb2.SchedulerStatus:
-    """The scheduler's status: queue, prefix hits and workers. The gateway sets `connected`."""
-    stats = parts.step_loop.stats()
-    status = inference_pb2.SchedulerStatus(
-        address=listen_address,
-        model=parts.pool.info.model if parts.pool.info is not None else "",
-        revision=parts.pool.info.revision if parts.pool.info is not None else "",
-        prefix_index=parts.index.state(),
-        workers=parts.pool.describe(stats),
-        max_waiting=parts.step_loop.max_waiting,
-        max_waiting_tokens=parts.step_loop.max_waiting_tokens,
-    )
-    if stats is not None:
-        counts = stats.counts
-        status.num_waiting, status.num_running = stats.num_waiting, stats.num_running
-        status.pending_tokens, status.refused_deadline = stats.pending_tokens, counts.refused_deadline
-        status.prefix_query_tokens = counts.prefix_cache_queries
-        status.prefix_hit_tokens = counts.prefix_cache_hits
-        status.preemptions = counts.num_requeued
-        status.steps = counts.steps
-        status.slowest.extend(map(_open_request_to_proto, parts.step_loop.slowest()))
-    times = parts.step_loop.times
-    status.output_tokens, status.finished = times.output_tokens, times.num_finished
-    status.first_token.bounds_s.extend(times.first_token.bounds)
-    status.first_token.counts.extend(times.first_token.counts)
-    status.first_token.sum_s = times.first_token.total
-    return status
-
-
-def _open_request_to_proto(open_sequence: OpenSequence) -> inference_pb2.OpenRequest:
-    sequence = open_sequence.sequence
-    return inference_pb2.OpenRequest(
-        request_id=sequence.group.request_id,
-        worker_id=sequence.worker_id or "",
-        age_s=max(0.0, open_sequence.age_s),
-        prompt_tokens=len(sequence.group.prompt),
-        output_tokens=max(0, open_sequence.num_output_tokens),
-    )
 
 
 def build(args: argparse.Namespace, trust: Trust) -> Parts:
@@ -235,7 +196,7 @@ def build(args: argparse.Namespace, trust: Trust) -> Parts:
     )
     keys = read_block_keys(args.block_key_file)
     scheduler_id, epoch = args.scheduler_id or socket.gethostname(), secrets.randbits(64)
-    index = make_index(args, make_owner(scheduler_id, epoch), lambda: step_loop.cached_prefixes())
+    index = make_index(args, make_owner(scheduler_id, epoch), lambda: step_loop.core.cached_prefixes())
     tracer = make_tracer(args, "scheduler", scheduler_id)
     step_loop = StepLoop(config, index, None if tracer is None else RequestTraces(tracer))
     gateways = Gateways(step_loop, epoch, args.gateway_heartbeat_s)

@@ -16,21 +16,19 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Protocol
 
-from prefix_index.changes import PrefixChanges
 from prefix_index.index import PrefixIndex
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.deltas import Deltas, split_deltas
 from scheduler_svc.core.errors import SchedulerError, UnexpectedStepError, WorkerMismatchError
+from scheduler_svc.core.features.adapters import AdapterSwap
 from scheduler_svc.core.messages import CachedBlock, WorkerCapacity
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishReason, SequenceGroup
-from scheduler_svc.core.stats import Load, OpenSequence, PoolSnapshot, SchedulerStats
-from scheduler_svc.links import GatewayLink, WorkerLink
 from scheduler_svc.metrics import SchedulerTimes
 from scheduler_svc.refusals import RETRY_NO_WORKER_S, RETRY_STOPPING_S, RetryAdvice, refusal_from
-from scheduler_svc.request_log import log_finished, log_queued
-from scheduler_svc.request_traces import RequestTraces
+from scheduler_svc.request_traces import RequestTraces, log_finished, log_queued
 from step_protocol.messages import StepBatch, StepOutput
 from svc_common.errors import AlreadyExistsError, QuireError, UnavailableError
 
@@ -45,12 +43,44 @@ class ModelFacts:
     root_salt: bytes = b""
 
 
+class WorkerLink(Protocol):
+    """One lease of one worker. A new lease of the same worker is a new link, so late answers belong to the old link."""
+
+    @property
+    def worker_id(self) -> str: ...
+
+    @property
+    def worker_epoch(self) -> int: ...
+
+    @property
+    def address(self) -> str: ...
+
+    def send(self, batch: StepBatch) -> None:
+        """Queue a step for the worker. A failure is reported with `StepLoop.worker_lost`."""
+
+    def swap_adapter(self, swap: AdapterSwap) -> None:
+        """Make an adapter resident. The end is reported with `StepLoop.adapter_swapped`."""
+
+    def close(self, reason: str) -> None:
+        """End the lease, because the worker is drained, broke the protocol or was refused."""
+
+
+class GatewayLink(Protocol):
+    """Sends replies and deltas to one gateway."""
+
+    def reply(self, handle: int, error: QuireError | None) -> None:
+        """Reply to one Submit: queued (None) or refused."""
+
+    def deliver(self, deltas: Deltas) -> None:
+        """Send new tokens and finishes of this gateway's requests. They may be merged with later ones."""
+
+
 class StepLoop:
     """Owns `core.Scheduler`. The methods that gateways and workers call only post an event.
 
-    The core is built when the first worker joins, because it needs the worker's ModelFacts. Until then requests are
-    refused with UNAVAILABLE. Afterwards the core decides how long a request waits for a worker that can run it. When
-    all workers have left and no request is live, a worker with another model may join.
+    The first worker that joins brings the ModelFacts of the core. Until then requests are refused with UNAVAILABLE.
+    Afterwards the core decides how long a request waits for a worker that can run it. When all workers have left and no
+    request is live, a worker with another model may join.
     """
 
     def __init__(self, config: SchedulerConfig, index: PrefixIndex, traces: RequestTraces | None = None) -> None:
@@ -60,7 +90,7 @@ class StepLoop:
         self._now = 0.0  # time of the current turn
         self._alarm: asyncio.TimerHandle | None = None  # of the next turn that needs no event
         self._alarm_at = math.inf  # its time
-        self._scheduler: Scheduler | None = None
+        self.core = Scheduler(config)  # others only read it
         self._facts: ModelFacts | None = None
         self._workers: dict[str, WorkerLink] = {}
         self._draining: set[str] = set()
@@ -138,14 +168,6 @@ class StepLoop:
         """Report the end of a swap."""
         self._post(partial(self._apply_swapped, link, digest, is_resident))
 
-    def is_resident(self, worker_id: str, adapter: bytes) -> bool:
-        """Whether rows of a worker can use an adapter now."""
-        return self._scheduler is not None and self._scheduler.adapters.is_resident(worker_id, adapter)
-
-    def num_requests_with(self, adapter: bytes) -> int:
-        """Number of open requests that use an adapter."""
-        return 0 if self._scheduler is None else self._scheduler.adapters.num_requests_with(adapter)
-
     # -- start, stop, drain -------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
@@ -181,46 +203,11 @@ class StepLoop:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._inbox) or (self._scheduler is not None and self._scheduler.has_work)
-
-    @property
-    def max_waiting(self) -> int:
-        return self._config.max_waiting
-
-    @property
-    def max_waiting_tokens(self) -> int:
-        return self._config.max_waiting_tokens
-
-    def load(self) -> Load:
-        """The current load: waiting and running sequences, pending tokens."""
-        return Load() if self._scheduler is None else self._scheduler.load()
-
-    def stats(self) -> SchedulerStats | None:
-        """Counters and occupancy; None before the first worker."""
-        return None if self._scheduler is None else self._scheduler.stats()
-
-    def pool_snapshots(self) -> list[PoolSnapshot]:
-        """The blocks and rows of each worker."""
-        return [] if self._scheduler is None else self._scheduler.pool_snapshots()
-
-    def waiting_snapshot(self) -> list[OpenSequence]:
-        """The first waiting sequences."""
-        now = asyncio.get_running_loop().time()
-        return [] if self._scheduler is None else self._scheduler.waiting_snapshot(now)
-
-    def slowest(self) -> list[OpenSequence]:
-        """The oldest open requests."""
-        return [] if self._scheduler is None else self._scheduler.slowest(asyncio.get_running_loop().time())
+        return bool(self._inbox) or self.core.has_work
 
     def num_rows(self, worker_id: str) -> int:
         """Number of sequences that a worker runs; 0 for a worker that has left."""
-        if self._scheduler is None or worker_id not in self._workers:
-            return 0
-        return self._scheduler.worker_stats(worker_id).rows_used
-
-    def cached_prefixes(self) -> list[PrefixChanges]:
-        """All cached prefixes: the content that the prefix index should have now."""
-        return [] if self._scheduler is None else self._scheduler.cached_prefixes()
+        return self.core.worker_stats(worker_id).rows_used if worker_id in self._workers else 0
 
     # -- one turn -----------------------------------------------------------------------------------------------------
 
@@ -232,30 +219,28 @@ class StepLoop:
         inbox, self._inbox = self._inbox, []
         for apply in inbox:
             apply()
-        if self._scheduler is None:
-            return
         is_traced = self._traces is not None and self._traces.is_active
         if is_traced:
             self._note_moves()
-        batches = self._scheduler.schedule(self._now)
+        batches = self.core.schedule(self._now)
         for batch in batches:
             self._workers[batch.worker_id].send(batch)
-        for swap in self._scheduler.adapters.take_swaps():
+        for swap in self.core.adapters.take_swaps():
             self._workers[swap.worker_id].swap_adapter(swap)
         if is_traced:
             self._note_moves()
             self._note_steps(batches)
-        self._produce(self._scheduler.take_expired())
-        self._set_alarm(min(self._scheduler.patience_ends_at, self._scheduler.changes_due_at))
+        self._produce(self.core.take_expired())
+        self._set_alarm(min(self.core.patience_ends_at, self.core.changes_due_at))
         self._route()
         if self._draining:
-            self._release_drained(self._scheduler)
-        if changes := self._scheduler.take_prefix_events():
+            self._release_drained()
+        if changes := self.core.take_prefix_events():
             self._index.publish(changes)
 
     def _note_moves(self) -> None:
-        if self._traces is not None and self._scheduler is not None:
-            self._traces.note_moves(self._scheduler.num_requeued, self._now)
+        if self._traces is not None:
+            self._traces.note_moves(self.core.num_requeued, self._now)
 
     def _note_steps(self, batches: Sequence[StepBatch]) -> None:
         if self._traces is not None:
@@ -300,9 +285,9 @@ class StepLoop:
                 if owner in self._gateways:
                     self._gateways[owner].deliver(share)
 
-    def _release_drained(self, scheduler: Scheduler) -> None:
+    def _release_drained(self) -> None:
         for worker_id in sorted(self._draining):
-            worker = scheduler.worker_stats(worker_id)
+            worker = self.core.worker_stats(worker_id)
             if not worker.rows_used and not worker.steps_in_flight:
                 self._drop_worker(self._workers[worker_id], "drained")
 
@@ -335,13 +320,13 @@ class StepLoop:
     def _add(self, group: SequenceGroup) -> None:
         if self._refusal is not None:
             raise self._refusal
-        if self._scheduler is None:
+        if self._facts is None:
             raise UnavailableError("no worker has registered yet; retry later", retry_after_s=RETRY_NO_WORKER_S)
         key = (group.owner, group.handle)
         if key in self._requests:
             raise AlreadyExistsError(f"handle {group.handle} is in use by a live request; use another", field="handle")
         try:
-            finished = self._scheduler.add_group(group, self._now)
+            finished = self.core.add_group(group, self._now)
         except SchedulerError as error:
             raise refusal_from(error, self._queue_retry_s) from error
         self._requests[key] = group
@@ -350,23 +335,22 @@ class StepLoop:
             self._produce(finished)
 
     def _queue_retry_s(self) -> float:
-        return self._advice.seconds(self.load().num_waiting, self._now)
+        return self._advice.seconds(self.core.load().num_waiting, self._now)
 
     def _apply_cancel(self, owner: int, handle: int, sample_index: int | None, reason: FinishReason) -> None:
         group = self._requests.get((owner, handle))
-        if group is None or self._scheduler is None:
+        if group is None:
             return
         if sample_index is None:
-            self._produce(self._scheduler.abort_group(group.request_id, reason))
+            self._produce(self.core.abort_group(group.request_id, reason))
         else:
-            self._produce(self._scheduler.finish_sample(group.request_id, sample_index, reason))
+            self._produce(self.core.finish_sample(group.request_id, sample_index, reason))
 
     def _apply_abort(self, request_ids: Sequence[str], found: asyncio.Future[list[str]]) -> None:
         live = {group.request_id for group in self._requests.values()}
         aborted = [request_id for request_id in request_ids if request_id in live]
         for request_id in aborted:
-            if self._scheduler is not None:
-                self._produce(self._scheduler.abort_group(request_id, FinishReason.ABORTED))
+            self._produce(self.core.abort_group(request_id, FinishReason.ABORTED))
         if not found.done():  # done: the caller was cancelled
             found.set_result(aborted)
 
@@ -405,9 +389,9 @@ class StepLoop:
 
     def _core_for(self, facts: ModelFacts) -> Scheduler:
         """The core for this model. Raises WorkerMismatchError while another model is in use."""
-        if self._scheduler is not None and facts == self._facts:
-            return self._scheduler
-        if self._scheduler is not None and (self._workers or self._scheduler.has_work):
+        if facts == self._facts:
+            return self.core
+        if self._workers or self.core.has_work:
             raise WorkerMismatchError("the worker's model differs from the model in use")
         config = replace(
             self._config,
@@ -415,35 +399,35 @@ class StepLoop:
             root_salt=facts.root_salt,
             publishes_prefixes=self._index.is_shared,
         )
-        self._scheduler, self._facts = Scheduler(config), facts
-        return self._scheduler
+        self.core, self._facts = Scheduler(config), facts
+        return self.core
 
     def _apply_answer(self, link: WorkerLink, output: StepOutput) -> None:
-        if self._workers.get(link.worker_id) is not link or self._scheduler is None:
+        if self._workers.get(link.worker_id) is not link:
             return
         for failure in output.errors:
             log.warning(
                 "worker %s: row %d failed in step %d: %s", link.worker_id, failure.row, output.step_id, failure.message
             )
         try:
-            self._produce(self._scheduler.update(output, self._now))
+            self._produce(self.core.update(output, self._now))
         except UnexpectedStepError as error:
             log.error("worker %s broke the protocol: %s", link.worker_id, error)
             self._drop_worker(link, str(error))
 
     def _apply_draining(self, link: WorkerLink) -> None:
-        if self._workers.get(link.worker_id) is not link or self._scheduler is None:
+        if self._workers.get(link.worker_id) is not link:
             return
-        self._scheduler.drain_worker(link.worker_id)
+        self.core.drain_worker(link.worker_id)
         self._draining.add(link.worker_id)
 
     def _apply_adapters(self, link: WorkerLink, digests: frozenset[bytes]) -> None:
-        if self._workers.get(link.worker_id) is link and self._scheduler is not None:
-            self._scheduler.adapters.set_loaded(link.worker_id, digests)
+        if self._workers.get(link.worker_id) is link:
+            self.core.adapters.set_loaded(link.worker_id, digests)
 
     def _apply_swapped(self, link: WorkerLink, digest: bytes, is_resident: bool) -> None:
-        if self._workers.get(link.worker_id) is link and self._scheduler is not None:
-            self._scheduler.adapters.end_swap(link.worker_id, digest, is_resident=is_resident)
+        if self._workers.get(link.worker_id) is link:
+            self.core.adapters.end_swap(link.worker_id, digest, is_resident=is_resident)
 
     def _apply_lost(self, link: WorkerLink, reason: str) -> None:
         if self._workers.get(link.worker_id) is link:
@@ -453,7 +437,6 @@ class StepLoop:
         """Remove the worker from the core. Its sequences wait for another worker."""
         del self._workers[link.worker_id]
         self._draining.discard(link.worker_id)
-        if self._scheduler is not None:
-            self._scheduler.remove_worker(link.worker_id)
+        self.core.remove_worker(link.worker_id)
         self._index.forget(link.worker_id, link.worker_epoch)
         link.close(reason)

@@ -1,18 +1,23 @@
-"""Checks a model folder without torch.
+"""Finds the model folder of a worker, and checks it without torch.
 
 `python -m worker_svc.check_model DIR` checks config.json only. `quire up` runs it before the weights are downloaded.
 """
 
 from __future__ import annotations
 
+import argparse
+import logging
 import sys
 from pathlib import Path
 
+from hub_models.find import HubError, find_model, parse_name
 from worker_svc.engine.checkpoint.families import architecture_of
 from worker_svc.engine.checkpoint.model_folder import CheckpointError, check_weight_files, decoder_config, read_object
 from worker_svc.engine.checkpoint.quantization_config import QuantizationConfig, quantization_of
 from worker_svc.engine.encoder.families import check_encoder, encoder_of
 from worker_svc.engine.encoder_decoder.config import is_encoder_decoder, parse_encoder_decoder
+
+log = logging.getLogger(__name__)
 
 
 def check_model(folder: Path) -> None:
@@ -32,6 +37,28 @@ def check_config(folder: Path) -> QuantizationConfig | None:
         check_encoder(config)
         return None
     return quantization_of(config, architecture_of(config))
+
+
+def resolve_model(args: argparse.Namespace) -> None:
+    """Replaces --model by the folder of the model, which is downloaded unless it is cached, and sets --model-name. An
+    existing folder has precedence over a model of the Hub. Raises HubError.
+    """
+    model = None if args.model.is_dir() else parse_name(str(args.model))
+    if model is None:
+        return
+    try:
+        args.model = find_model(model, say=log.info, check_config=_check_found)
+    except HubError as error:
+        raise HubError(f"--model {model}: there is no such folder, and {error}") from None
+    args.model_name = args.model_name or model.repo
+
+
+def _check_found(folder: Path) -> None:
+    """Refuses a model of the Hub before its weights are downloaded."""
+    try:
+        check_config(folder)
+    except CheckpointError as error:
+        raise HubError(f"its weights were not downloaded: {error}") from None
 
 
 def main(argv: list[str]) -> int:

@@ -1,9 +1,51 @@
 """The model thread, and the order in which steps enter it.
 
-    event loop: submit -> fence, step id, columns -> queue -> model thread: execute -> answer
+    event loop                      model thread                          results thread (PipelinedRunner only)
+    ----------                      ------------                          -------------------------------------
+    submit: fence, step id, form
+    accept: answer pending   -----> check turn, execute -> output
+    settle: answer complete  <-----
+                             -----> check turn, launch  ----------------> wait for the device -> output
+                             <--------------------------------------------
 
-The event loop never computes; the model thread never waits for the network while there is a step in its queue. The
-steps of one message are one job of the thread and wake the event loop once, because both share one interpreter.
+Owners
+    The runner, and with it the rows and the KV pool, belongs to the model thread: it is made, used and reset there. The
+    lease belongs to the event loop; the model thread only reads which lease is current, and owns `next_to_run`. There
+    is no lock. The event loop never computes, and the model thread never waits for the network while there is a step in
+    its queue. The steps of one message are one job of the thread and wake the event loop once, because both threads
+    share one interpreter.
+
+Order
+    A step is accepted only if its fence names the current lease and its id is the next one (lease.next_step_id). The
+    thread's queue keeps the order of acceptance, and before a step runs, its id must be lease.next_to_run, which grows
+    only when a step has run. So steps run once and in order, or not at all:
+
+    - a step of a wrong form is refused when it arrives; nothing of it was queued;
+    - a step that contradicts the pool (BadBatchError) is refused when it runs; the engine has changed nothing. The
+      steps that were accepted behind it find that next_to_run did not grow, and are refused too (StepOrderError). A
+      refusal takes back the acceptance (Lease.accept), so corrected steps may follow under the same ids;
+    - a row that fails is an error in an ordinary output. The other rows are not affected;
+    - any other exception leaves a pool that may be half written: `on_fatal` ends the process, and a restarted worker
+      begins with an empty pool.
+
+Two steps in flight
+    A scheduler sends step n + 1 before it knows the tokens of step n: for decoding rows it needs only their number.
+    The worker then has the next step when one ends, and the time of a round trip is hidden. With a PipelinedRunner the
+    model thread launches step n + 1 on the device while step n still runs there, and the results thread reads the
+    outputs in order; the runner carries the tokens from one step to the next on the device. Up to pipeline_depth
+    messages may be unanswered (StepInbox reads no further), and a message is a step or a burst.
+
+A repeated step
+    A caller whose stream broke may repeat steps on a new stream of the same lease; our scheduler takes a new lease
+    instead. An id that was accepted before gets its earlier answer, finished or not, and does not run again: the last
+    64 answers are kept with the lease. An id that is neither kept nor the next one is refused. An answer is a future of
+    the lease and not of the stream, so a caller that disconnects cancels nothing.
+
+A new lease
+    It takes effect at once on the event loop: steps of the old lease that are queued are refused when their turn comes,
+    and the output of a running one goes to a stream that has ended. The model thread resets the rows behind the running
+    step, before the first step of the new lease. Committed blocks stay, because the next scheduler may adopt them
+    (ListBlocks), with the seals that say under which lease they were committed.
 """
 
 from __future__ import annotations
@@ -27,8 +69,7 @@ from worker_svc.engine.adapters.store import AdapterStore
 from worker_svc.engine.config import EngineInfo
 from worker_svc.lease import MAX_EPOCH_JUMP, Answer, Lease, StepOrderError, bad_epoch, superseded
 from worker_svc.metrics import ImageCounts, StepMeter
-from worker_svc.row_log import RowLog
-from worker_svc.row_traces import RowTraces
+from worker_svc.row_traces import RowLog, RowTraces
 from worker_svc.runner import ImageRunner, Launched, PipelinedRunner, Runner
 from worker_svc.seals import Seals
 from worker_svc.wire import blocks_to_proto, commit_tags, step_batch_from_proto
@@ -87,9 +128,7 @@ class StepExecutor:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="model")
         self._results = ThreadPoolExecutor(1, thread_name_prefix="results")  # waits for pipelined steps, in order
         self._runner: Runner | None = None
-        self._pipelined: PipelinedRunner | None = (
-            None  # `_runner` if it is pipelined, kept because isinstance with a protocol takes 20 us
-        )
+        self._pipelined: PipelinedRunner | None = None  # `_runner` if it is pipelined
         self._lease: Lease | None = None
         self._last_epoch = 0
         self._in_flight: set[Answer] = set()

@@ -7,7 +7,7 @@ spreads workers over schedulers (rendezvous hashing of its id and their addresse
 
     the scheduler is unreachable, refuses, is silent or ends the stream   -> the next scheduler, at once
     all schedulers fail in this way                                       -> a growing pause, then the first again
-    another scheduler has fewer workers (balance.py)                      -> drain here, then register there
+    another scheduler has fewer workers (schedulers.py)                     -> drain here, then register there
 
 The schedulers may change at any time (svc_common/scheduler_names.py).
 The lease of a new scheduler fences the old lease. The new scheduler adopts the pool with its committed blocks.
@@ -32,9 +32,8 @@ from svc_common.serve import open_channel
 from svc_common.silence import wait_for_peer
 from svc_common.tasks import cancel
 from svc_common.trust import certificate_problem
-from worker_svc.balance import Share, count_workers
-from worker_svc.candidates import FIRST_PAUSE_S, Candidate, Candidates
 from worker_svc.lifecycle import DRAINING, READY, Lifecycle
+from worker_svc.schedulers import FIRST_PAUSE_S, SchedulerCandidate, SchedulerCandidates, Share, count_workers
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -129,7 +128,7 @@ class Registration:
         on_unavailable: Callable[[], None] = lambda: None,
         replaces_revision: bool = False,
     ) -> None:
-        self._candidates = Candidates(worker_id, schedulers)
+        self._candidates = SchedulerCandidates(worker_id, schedulers)
         self._worker_id = worker_id
         self._address_towards = address_towards
         self._worker_epoch = worker_epoch
@@ -166,7 +165,7 @@ class Registration:
                 self._acknowledgement.notify_all()  # no acknowledgement will come from this session
             if self._lifecycle.is_draining:
                 return
-            candidate = outcome if isinstance(outcome, Candidate) else await self._next(candidate, outcome)
+            candidate = outcome if isinstance(outcome, SchedulerCandidate) else await self._next(candidate, outcome)
 
     async def acknowledged(self, state: types_pb2.WorkerState.ValueType, timeout_s: float) -> bool:
         """Wait until the scheduler has acknowledged `state`. False after `timeout_s`, or without a scheduler."""
@@ -181,7 +180,7 @@ class Registration:
 
     # -- which scheduler -----------------------------------------------------------------------------------------------
 
-    async def _next(self, candidate: Candidate, end: End) -> Candidate:
+    async def _next(self, candidate: SchedulerCandidate, end: End) -> SchedulerCandidate:
         """The next scheduler to try, after a pause if all must wait."""
         self._note_end(candidate, end, asyncio.get_running_loop().time())
         if end.may_retry_first and candidate in self._candidates:
@@ -189,7 +188,7 @@ class Registration:
         self._on_unavailable()
         return await self._candidates.choose()
 
-    def _note_end(self, candidate: Candidate, end: End, now: float) -> None:
+    def _note_end(self, candidate: SchedulerCandidate, end: End, now: float) -> None:
         """Log the end unless it repeats an earlier one; set when to try this scheduler again."""
         address, code = candidate.address, end.code
         if end.was_used:
@@ -210,7 +209,7 @@ class Registration:
     def _next_target(self, end: End) -> str:
         return "again" if end.may_retry_first or len(self._candidates) == 1 else "another scheduler"
 
-    async def _wait_for_move(self, current: Candidate) -> Candidate:
+    async def _wait_for_move(self, current: SchedulerCandidate) -> SchedulerCandidate:
         """Wait until this worker should move to a scheduler with fewer workers. Returns that scheduler."""
         loop, since = asyncio.get_running_loop(), None
         while True:
@@ -224,7 +223,7 @@ class Registration:
                 target.next_return_at = loop.time() + self._refused_pause_s  # if it refuses
                 return target
 
-    async def _find_target(self, current: Candidate) -> Candidate | None:
+    async def _find_target(self, current: SchedulerCandidate) -> SchedulerCandidate | None:
         """The scheduler with the fewest workers, if this worker should move there."""
         if self._lifecycle.is_draining or not self._share.should_move(0):
             return None
@@ -243,7 +242,7 @@ class Registration:
 
     # -- one stream ----------------------------------------------------------------------------------------------------
 
-    async def _session(self, candidate: Candidate) -> End | Candidate:
+    async def _session(self, candidate: SchedulerCandidate) -> End | SchedulerCandidate:
         """One stream, from start to end. Returns how it ended, or the scheduler to move to."""
         # A new channel per session: no state of a dead connection, such as its back-off, remains.
         async with self._open_channel(candidate.address) as channel:
@@ -263,7 +262,9 @@ class Registration:
                 call.cancel()
                 await cancel(following, leaving)
 
-    async def _hand_over(self, current: Candidate, target: Candidate, following: asyncio.Future[NoReturn]) -> Candidate:
+    async def _hand_over(
+        self, current: SchedulerCandidate, target: SchedulerCandidate, following: asyncio.Future[NoReturn]
+    ) -> SchedulerCandidate:
         """Leave a scheduler that works. It continues the rows of this worker on other workers, then ends the stream."""
         log.info("scheduler %s has fewer workers; leaving scheduler %s", target.address, current.address)
         if self._lifecycle.state == READY:
@@ -273,7 +274,7 @@ class Registration:
         self._work.release("the worker moves to another scheduler")
         return target
 
-    async def _follow(self, call: Call, candidate: Candidate) -> NoReturn:
+    async def _follow(self, call: Call, candidate: SchedulerCandidate) -> NoReturn:
         """Register and send heartbeats. Raises when the stream ends."""
         call.add_done_callback(lambda _: self._lifecycle.changed.set())  # notice the end before the next heartbeat
         address = await asyncio.to_thread(self._address_towards, candidate.address)
@@ -288,7 +289,7 @@ class Registration:
             await report(ack_timeout_s)
 
     async def _report(
-        self, call: Call, candidate: Candidate, address: str, timeout_s: float
+        self, call: Call, candidate: SchedulerCandidate, address: str, timeout_s: float
     ) -> scheduler_pb2.RegisterResponse:
         """Send the state and get the answer. A worker that is ready first compares its revision with the other
         schedulers'."""
@@ -321,7 +322,7 @@ class Registration:
             replaces_revision=self._replaces_revision,
         )
 
-    async def _check_revision(self, candidate: Candidate) -> None:
+    async def _check_revision(self, candidate: SchedulerCandidate) -> None:
         """Raise OtherRevisionError if another scheduler serves another revision of this worker's model.
 
         Schedulers do not know each other, but a worker knows all of them. Two first workers at the same moment may miss
@@ -348,7 +349,7 @@ class Registration:
         except TimeoutError:
             return
 
-    def _note_registered(self, candidate: Candidate, interval_s: float) -> None:
+    def _note_registered(self, candidate: SchedulerCandidate, interval_s: float) -> None:
         log.info("registered with scheduler %s; a heartbeat every %g s", candidate.address, interval_s)
         self.scheduler = candidate.address
         candidate.logged.clear()
@@ -388,7 +389,7 @@ async def _end_of(call: Call, following: asyncio.Future[NoReturn], *, was_used: 
     raise error or RuntimeError("`_follow` returned")  # a bug
 
 
-def _log_once(candidate: Candidate, level: int, message: str, details: str = "") -> None:
+def _log_once(candidate: SchedulerCandidate, level: int, message: str, details: str = "") -> None:
     if message in candidate.logged:
         return
     candidate.logged.add(message)

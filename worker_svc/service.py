@@ -31,13 +31,12 @@ from svc_common.trust import Trust, check_reach, make_trust
 from worker_svc import node
 from worker_svc.adapters import WorkerAdapters
 from worker_svc.bundle import Bundle, ModelFolderError, read_bundle
-from worker_svc.check_model import check_model
+from worker_svc.check_model import check_model, resolve_model
 from worker_svc.engine.config import EngineConfig, EngineInfo
 from worker_svc.executor import StepExecutor
 from worker_svc.flags import check_node_flags, engine_config, make_parser, scheduler_addresses, sim_config
 from worker_svc.lifecycle import DRAINING, Lifecycle
 from worker_svc.metrics import SPECS, WorkerReader
-from worker_svc.model_source import resolve_model
 from worker_svc.node_links.node_server import NodeServer
 from worker_svc.registration import Registration
 from worker_svc.row_traces import RowTraces

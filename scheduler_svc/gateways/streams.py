@@ -45,23 +45,23 @@ SILENT_INTERVALS = 3  # heartbeats that a gateway may miss before its stream end
 class Outbox:
     """Messages that wait for one gateway's stream. Filled by the step loop, emptied by the stream's handler.
 
-    Deltas without a first token or a finish are sent at most once per `interval_s`.
+    It alone decides when bytes leave for the gateway (docs/adr/0014-when-bytes-leave-a-process.md): a first token or an
+    end takes along all that waits; further tokens wait for the end of the interval of `interval_s`.
     """
 
     def __init__(self, gateway_id: str, interval_s: float = 0.0, *, takes_queued_handles: bool = False) -> None:
         self._gateway_id = gateway_id
         self._interval_s = interval_s
         self._takes_queued_handles = takes_queued_handles
-        self._queued: list[int] = []  # handles of queued requests that wait for the next Deltas
-        self._queued_timer: asyncio.TimerHandle | None = None  # sends these handles if no Deltas take them along
-        self._is_due = False  # `_deltas` may be sent
-        self._next_due = 0.0  # when further tokens may be sent, in loop time
-        self._timer: asyncio.TimerHandle | None = None  # fires at `_next_due`, if further tokens wait
         self._welcome: scheduler_pb2.Welcome | None = None
         self._heartbeat: scheduler_pb2.SchedulerHeartbeat | None = None
         self._replies: deque[scheduler_pb2.SubmitReply] = deque()
+        self._queued: list[int] = []  # handles of queued requests, for the next Deltas
         self._deltas: list[Deltas] = []
         self._num_tokens = 0
+        self._interval_ends = 0.0  # when further tokens may be sent, in loop time
+        self._is_due = False  # `_deltas` and `_queued` may be sent
+        self._timer: asyncio.TimerHandle | None = None  # sends them later
         self._wake = asyncio.Event()
         self._error: QuireError | None = None
         self._is_closed = False
@@ -83,20 +83,16 @@ class Outbox:
     def reply(self, handle: int, error: QuireError | None) -> None:
         """Reply to one Submit, before any Deltas of that handle."""
         if error is None and self._takes_queued_handles:
-            self._note_queued(handle)
+            self._queued.append(handle)
+            self._send_by(asyncio.get_running_loop().time() + QUEUED_WAIT_S)
+            if len(self._queued) > MAX_PENDING_REPLIES:
+                self._overflow(f"{len(self._queued)} unread replies")
             return
         refusal = None if error is None else wire.refusal_to_proto(error)
         self._replies.append(scheduler_pb2.SubmitReply(handle=handle, refusal=refusal))
         self._wake.set()
         if len(self._replies) > MAX_PENDING_REPLIES:
             self._overflow(f"{len(self._replies)} unread replies")
-
-    def _note_queued(self, handle: int) -> None:
-        if not self._queued:
-            self._queued_timer = asyncio.get_running_loop().call_later(QUEUED_WAIT_S, self._release)
-        self._queued.append(handle)
-        if len(self._queued) > MAX_PENDING_REPLIES:
-            self._overflow(f"{len(self._queued)} unread replies")
 
     def deliver(self, deltas: Deltas) -> None:
         """Send new tokens and finishes, merged with the waiting ones."""
@@ -105,64 +101,62 @@ class Outbox:
         self._deltas.append(deltas)
         self._num_tokens += deltas.size
         has_first = not deltas.offsets.all()
-        if has_first:
+        if has_first and self._interval_s:
             self._begin_interval()
-        if not self._interval_s or deltas.finished or has_first:
-            self._release()
-        elif self._timer is None:
-            self._plan_wake()
+        if has_first or deltas.finished or not self._interval_s:
+            self._send()
+        else:
+            self._send_by(self._interval_ends)
         if self._num_tokens > MAX_PENDING_TOKENS:
             self._overflow(f"{self._num_tokens} unread tokens")
 
     def _begin_interval(self) -> None:
-        """First tokens begin an interval if none runs: the gateway sends further tokens when it ends."""
-        now = asyncio.get_running_loop().time()
-        if now >= self._next_due:
-            self._next_due = now + self._interval_s
-
-    def _plan_wake(self) -> None:
-        """Send further tokens now or when the interval ends. A finish or a first token sends them earlier, but does not
-        shift the interval, so that it stays aligned with the gateway's interval.
+        """Begin an interval if none runs. An end does not begin one, so that intervals stay aligned with those of the
+        gateway, which sends further tokens when its own interval ends.
         """
+        now = asyncio.get_running_loop().time()
+        if now >= self._interval_ends:
+            self._interval_ends = now + self._interval_s
+
+    def _send_by(self, at: float) -> None:
+        """Send all that waits at that time, or earlier with something else."""
         loop = asyncio.get_running_loop()
-        if loop.time() >= self._next_due:
+        if at <= loop.time():
             self._on_due()
-        else:
-            self._timer = loop.call_at(self._next_due, self._on_due)
+        elif self._timer is None or at < self._timer.when():
+            self._stop_timer()
+            self._timer = loop.call_at(at, self._on_due)
 
     def _on_due(self) -> None:
-        self._timer = None
         if self._deltas:
-            self._next_due = asyncio.get_running_loop().time() + self._interval_s
-            self._release()
+            self._begin_interval()
+        self._send()
 
-    def _release(self) -> None:
+    def _send(self) -> None:
+        self._stop_timer()
         self._is_due = True
         self._wake.set()
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def close(self, error: QuireError | None = None) -> None:
         """End `messages` after the waiting messages, with `error` if it is set."""
         self._error = self._error or error
         self._is_closed = True
-        for timer in (self._timer, self._queued_timer):
-            if timer is not None:
-                timer.cancel()
-        self._release()
+        self._send()
 
     def cut_off(self, error: QuireError) -> None:
         """Drop the waiting messages and end `messages` with `error`."""
         log.warning("disconnecting gateway %s: %s", self._gateway_id, error.message)
         self._welcome = self._heartbeat = None
         self._replies.clear()
-        self._forget_queued()
+        self._queued.clear()
         self._deltas.clear()
         self._num_tokens = 0
         self.close(error)
-
-    def _forget_queued(self) -> None:
-        self._queued.clear()
-        if self._queued_timer is not None:
-            self._queued_timer.cancel()
 
     def _overflow(self, what: str) -> None:
         self.cut_off(OverloadedError(f"this gateway does not read fast enough: it has {what}; attach again"))
@@ -200,7 +194,7 @@ class Outbox:
             wire.deltas_to_proto(parts, response.deltas)
         if self._queued:
             response.deltas.queued_handles = u32_to_bytes(np.array(self._queued, np.uint32))
-            self._forget_queued()
+            self._queued = []
         return response
 
 
@@ -322,13 +316,13 @@ class Gateways:
         attached.outbox.cut_off(UnavailableError(f"no heartbeat from this gateway for {timeout_s:g} s; attach again"))
 
     def _heartbeat(self) -> scheduler_pb2.SchedulerHeartbeat:
-        load, stats = self._step_loop.load(), self._step_loop.stats()
+        load, stats = self._step_loop.core.load(), self._step_loop.core.stats()
         return scheduler_pb2.SchedulerHeartbeat(
             num_waiting=load.num_waiting,
             num_running=load.num_running,
             pending_tokens=load.pending_tokens,
             ready_workers=self._welcome.ready_workers,
-            kv_cache_usage=0.0 if stats is None else stats.kv_cache_usage,
+            kv_cache_usage=stats.kv_cache_usage,
         )
 
     def _take_request(self, request: scheduler_pb2.AttachRequest, attached: Attached) -> None:

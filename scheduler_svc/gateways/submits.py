@@ -1,51 +1,38 @@
-"""Requests of gateways: all checks of a Submit, and its conversion to the core's group.
+"""Requests of gateways: a Submit becomes the core's group.
 
-Clients repeat their parameters, so results of checks are kept: a Submit with the sampling and stop parameters of an
-earlier one needs no further check of them.
+A gateway has checked what a request means, and a worker checks every row before it touches its pool. Here is only what
+the other two cannot check: what the core's own state depends on, and what would make a worker refuse a whole step,
+which ends its lease. A gateway that lies about the rest gets failed rows, or an exception that ends its own stream.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import numpy as np
-from quire.internal.v1 import scheduler_pb2
+from quire.internal.v1 import inputs_pb2, pooling_pb2, scheduler_pb2
 from quire.v1 import types_pb2
 
-from prefix_index.hashing import root_key
+from prefix_index.hashing import encoder_digest, root_key
 from request_fields import checks
 from request_fields.beams import BeamParams, beam_params
-from request_fields.fields import (
-    MAX_BAD_WORD_IDS,
-    MAX_BAD_WORDS,
-    MAX_BANNED_IDS,
-    MAX_LOGPROBS,
-    FieldError,
-    StopCondition,
-    stop_condition,
-)
-from request_fields.grammar import has_grammar
-from request_fields.sizes import SizeLimits
+from request_fields.fields import MAX_BANNED_IDS, FieldError, StopCondition, stop_condition
+from request_fields.grammar import grammar_of
 from scheduler_svc.core.features.adapters import UsesAdapter
 from scheduler_svc.core.features.beams import Beams
 from scheduler_svc.core.features.encoder import EncoderPositions
 from scheduler_svc.core.features.inputs import Inputs
+from scheduler_svc.core.features.pooled import Pooled
 from scheduler_svc.core.features.prompt_logprobs import PromptDelivery
 from scheduler_svc.core.sequence import NO_FEATURES, Feature, Features, RowOptions, SequenceGroup
-from scheduler_svc.gateways.encoders import check_encoder
-from scheduler_svc.gateways.inputs import check_inputs, check_vocab, images_of
-from scheduler_svc.gateways.pooling import pooling_of
 from step_protocol.columns import U32, WireError, u32_from_bytes, u32_to_bytes
+from step_protocol.proto import DIGEST_BYTES, POOLING_KINDS, POOLING_TASKS
 from svc_common.errors import InvalidRequestError
 from svc_common.tracing import valid_traceparent
 
-DIGEST_BYTES = 16
-MAX_REQUEST_ID_CHARS = 256
-MAX_TENANT_ID_CHARS = 256
-MAX_CACHE_SALT_BYTES = 4096
 MAX_KEPT = 256  # results of checks
 MAX_KEPT_BYTES = 1024  # parameters larger than this are checked each time
 
@@ -61,13 +48,10 @@ class Parameters:
 
 
 class SubmitReader:
-    """Converts the Submits for one model. Owns the kept results of checks."""
+    """Converts the Submits for one model. Clients repeat their parameters, so it keeps what follows from them."""
 
     def __init__(self, info: types_pb2.ModelInfo) -> None:
         self._info = info
-        window = info.attention_window or None
-        self._limits = SizeLimits.of_pool(info.max_model_len, info.max_num_blocks, info.block_size, window)
-        self._vocab_size = info.vocab_size
         self._kept: dict[tuple[bytes, bytes], Parameters] = {}
 
     def group(self, submit: scheduler_pb2.Submit, *, owner: int, origin: str = "") -> SequenceGroup:
@@ -75,19 +59,13 @@ class SubmitReader:
 
         The core itself checks that the request fits a pool and that its id is free, and sets `arrival`.
         """
-        _check_request_id(submit.request_id)
-        given = self._parameters(submit)
+        info, given = self._info, self._parameters(submit)
         prompt = _prompt(submit.prompt_token_ids)
-        num_input_bytes = check_inputs(submit.inputs, prompt, self._info)
-        num_encoder_tokens, encoder = check_encoder(submit, prompt, given.stop.max_tokens, self._info)
-        if not self._limits.fits(len(prompt), given.stop.max_tokens):
-            with _field_errors():
-                self._limits.resolve(len(prompt), given.stop.max_tokens)
-        outputs, finished = _continuation(submit.continuation, given.n, given.stop.max_tokens, self._vocab_size)
-        if given.beams is not None:  # the search starts again: the client does not have all beams
+        features = _features(submit, given, prompt, info)
+        if given.beams is None and submit.continuation.samples:
+            outputs, finished = _continuation(submit.continuation, given.n, given.stop.max_tokens)
+        else:  # a beam search starts again: the client does not have all beams
             outputs, finished = (), frozenset()
-        features = self._features(submit, given.beams, prompt, num_input_bytes, num_encoder_tokens)
-        logprobs = _num_logprobs(submit, "logprobs", self._info)
         return SequenceGroup(
             request_id=submit.request_id,
             prompt=prompt,
@@ -96,54 +74,23 @@ class SubmitReader:
             handle=submit.handle,
             n=given.n,
             priority=submit.priority,
-            root_key=_root_key(submit, encoder),
+            root_key=_root_key(submit, prompt),
             sampling=submit.sampling,
-            options=given.options if logprobs is None else replace(given.options, logprobs=logprobs),
+            options=_options(submit, given.options),
             features=Features(*features) if features else NO_FEATURES,
             outputs=outputs,
             finished_samples=finished,
             takes_over=submit.takes_over,
             origin=origin,
-            tenant_id=_tenant_id(submit.tenant_id),
+            tenant_id=submit.tenant_id,
             timeout_s=submit.deadline_ms / 1000 if submit.HasField("deadline_ms") else None,
             traceparent=valid_traceparent(submit.traceparent) if submit.traceparent else "",
         )
 
-    def _features(
-        self,
-        submit: scheduler_pb2.Submit,
-        beams: BeamParams | None,
-        prompt: U32,
-        num_input_bytes: int,
-        num_encoder_tokens: int,
-    ) -> list[Feature]:
-        """What the request uses besides tokens; empty for most requests."""
-        info, features = self._info, list[Feature]()
-        if beams is not None:
-            features.append(Beams(beams))
-        if info.is_encoder:
-            features.append(EncoderPositions(len(prompt)))
-        elif num_encoder_tokens:
-            features.append(EncoderPositions(num_encoder_tokens, submit.encoder))
-        if num_input_bytes:
-            images = images_of(submit.inputs, info)
-            features.append(Inputs(submit.inputs, num_input_bytes, images.spans, images.work))
-        num_top = _num_prompt_logprobs(submit, info)
-        if num_top is not None:
-            features.append(PromptDelivery(num_top, max(1, submit.continuation.num_prompt_logprobs)))
-        pooling = pooling_of(submit, info)
-        if pooling is not None:
-            features.append(pooling)
-        if submit.adapter_digest:
-            features.append(UsesAdapter(_adapter(submit.adapter_digest)))
-        return features
-
     def _parameters(self, submit: scheduler_pb2.Submit) -> Parameters:
-        if not submit.sampling.HasField("seed"):
-            raise InvalidRequestError("sampling.seed is unset; the gateway must set it", field="sampling.seed")
-        if submit.bad_words_ids:
-            return self._check(submit)
         sampling = submit.sampling
+        if not sampling.HasField("seed"):
+            raise InvalidRequestError("sampling.seed is unset; the gateway must set it", field="sampling.seed")
         seed = sampling.seed
         sampling.ClearField("seed")  # it may have any value
         key = (sampling.SerializeToString(), submit.stop.SerializeToString())
@@ -151,31 +98,37 @@ class SubmitReader:
         found = self._kept.get(key)
         if found is not None:
             return found
-        found = self._check(submit)
+        found = _parameters(submit, self._info)
         if len(self._kept) >= MAX_KEPT:
             self._kept.clear()
         if len(key[0]) + len(key[1]) <= MAX_KEPT_BYTES:
             self._kept[key] = found
         return found
 
-    def _check(self, submit: scheduler_pb2.Submit) -> Parameters:
-        info = self._info
-        with _field_errors():
-            checks.check_fields(submit)
-        n = submit.sampling.n if submit.sampling.HasField("n") else 1
-        if not 1 <= n <= info.max_num_seqs:
-            raise InvalidRequestError(f"sampling.n is {n}; must be from 1 to {info.max_num_seqs}", field="sampling.n")
-        stop = _stop_condition(submit.stop, info.vocab_size, is_constrained=has_grammar(submit.sampling))
-        beams = _beams(submit.sampling, stop.max_tokens, info)
-        options = RowOptions(_banned_ids(stop, info), stop.min_tokens, _bad_words_ids(submit, stop, info))
-        return Parameters(n, stop, beams, options)
 
-
-def _check_request_id(request_id: str) -> None:
-    if not 0 < len(request_id) <= MAX_REQUEST_ID_CHARS:
+def _parameters(submit: scheduler_pb2.Submit, info: types_pb2.ModelInfo) -> Parameters:
+    sampling = submit.sampling
+    n = sampling.n if sampling.HasField("n") else 1
+    if not 1 <= n <= info.max_num_seqs:
+        raise InvalidRequestError(f"sampling.n is {n}; must be from 1 to {info.max_num_seqs}", field="sampling.n")
+    if not submit.stop.HasField("max_tokens"):
+        raise InvalidRequestError("stop.max_tokens is unset; the gateway must set it", field="stop.max_tokens")
+    with _field_errors():
+        stop = stop_condition(checks.values_set(submit.stop), is_constrained=grammar_of(sampling) is not None)
+        beams = beam_params(checks.values_set(sampling), stop.max_tokens)
+    if beams is not None and beams.width > info.max_num_seqs:
         raise InvalidRequestError(
-            f"request_id has {len(request_id)} characters; use 1 to {MAX_REQUEST_ID_CHARS}", field="request_id"
+            f"sampling.beam_width is {beams.width}; must be at most {info.max_num_seqs}", field="sampling.beam_width"
         )
+    return Parameters(n, stop, beams, RowOptions(_banned_ids(stop, info), stop.min_tokens))
+
+
+def _options(submit: scheduler_pb2.Submit, options: RowOptions) -> RowOptions:
+    """The options of the request: those of its parameters, its bad words and its log probabilities."""
+    if not (submit.bad_words_ids or submit.HasField("logprobs")):
+        return options
+    logprobs = submit.logprobs if submit.HasField("logprobs") else None
+    return replace(options, bad_words_ids=tuple(submit.bad_words_ids), logprobs=logprobs)
 
 
 @contextmanager
@@ -187,137 +140,122 @@ def _field_errors() -> Iterator[None]:
         raise InvalidRequestError(str(error), field=error.field) from None
 
 
-def _prompt(data: bytes) -> U32:
-    if not data:
+def _banned_ids(stop: StopCondition, info: types_pb2.ModelInfo) -> bytes:
+    ids = [token_id for token_id in stop.banned_ids(info.eos_token_ids) if token_id < info.vocab_size]
+    limit = min(MAX_BANNED_IDS, info.vocab_size - 1)
+    if len(ids) > limit:
         raise InvalidRequestError(
-            "prompt_token_ids is empty; a prompt needs at least 1 token", field="prompt_token_ids"
+            f"stop.min_tokens is {stop.min_tokens}, which bans {len(ids)} ids (EOS and stop_token_ids); "
+            f"at most {limit} can be banned; use fewer stop_token_ids",
+            field="stop.min_tokens",
         )
+    return u32_to_bytes(np.array(ids, dtype=np.uint32))
+
+
+def _prompt(data: bytes) -> U32:
     try:
         return u32_from_bytes(data, "prompt_token_ids")
     except WireError as error:
         raise InvalidRequestError(str(error), field="prompt_token_ids") from None
 
 
-def _root_key(submit: scheduler_pb2.Submit, encoder: bytes) -> bytes:
-    salt = submit.cache_salt.encode()
-    if len(salt) > MAX_CACHE_SALT_BYTES:
+def _features(submit: scheduler_pb2.Submit, given: Parameters, prompt: U32, info: types_pb2.ModelInfo) -> list[Feature]:
+    """What the request uses besides tokens; empty for most requests."""
+    features = list[Feature]()
+    if given.beams is not None:
+        features.append(Beams(given.beams))
+    num_encoder_tokens = _encoder_tokens(submit, prompt, given.stop.max_tokens, info)
+    if info.is_encoder:
+        features.append(EncoderPositions(len(prompt)))
+    elif num_encoder_tokens:
+        features.append(EncoderPositions(num_encoder_tokens, submit.encoder))
+    if submit.inputs:
+        features.append(_inputs(submit.inputs, len(prompt), info))
+    if submit.HasField("prompt_logprobs"):
+        features.append(PromptDelivery(submit.prompt_logprobs, max(1, submit.continuation.num_prompt_logprobs)))
+    pooled = _pooled(submit, given.n, info)
+    if pooled is not None:
+        features.append(pooled)
+    if submit.adapter_digest:
+        features.append(_adapter(submit.adapter_digest))
+    return features
+
+
+def _encoder_tokens(submit: scheduler_pb2.Submit, prompt: U32, max_tokens: int, info: types_pb2.ModelInfo) -> int:
+    """The positions of the encoder input with its padding; 0 if the model has no encoder."""
+    has_encoder = info.HasField("encoder")
+    if submit.HasField("encoder") != has_encoder:
+        words = "has no encoder input, but" if has_encoder else "has an encoder input, but"
+        what = "has an encoder" if has_encoder else "has no encoder"
+        raise InvalidRequestError(f"the request {words} model {info.model!r} {what}", field="encoder")
+    if not has_encoder:
+        return 0
+    limits, num_tokens = info.encoder, submit.encoder.num_tokens
+    if limits.HasField("audio") and not submit.inputs:
+        raise InvalidRequestError(f"model {info.model!r} takes audio, but the request has none", field="inputs")
+    low = limits.max_tokens if limits.HasField("audio") else 1
+    padded = -(-num_tokens // info.block_size) * info.block_size
+    num_decoder = len(prompt) - padded
+    if not low <= num_tokens <= limits.max_tokens or num_decoder < 1:
         raise InvalidRequestError(
-            f"cache_salt has {len(salt)} bytes; at most {MAX_CACHE_SALT_BYTES} are allowed", field="cache_salt"
+            f"encoder.num_tokens is {num_tokens}; must be from {low} to {limits.max_tokens}, and with padding to "
+            f"{padded} less than the prompt of {len(prompt)} positions",
+            field="encoder.num_tokens",
         )
-    return root_key(cache_salt=salt, encoder=encoder, adapter=submit.adapter_digest)
-
-
-def _adapter(digest: bytes) -> bytes:
-    if digest and len(digest) != DIGEST_BYTES:
+    if num_decoder + max_tokens > limits.max_decoder_tokens:
         raise InvalidRequestError(
-            f"adapter_digest has {len(digest)} bytes; expected {DIGEST_BYTES}", field="adapter_digest"
+            f"stop.max_tokens is {max_tokens}; the decoder's prompt has {num_decoder} tokens, and both together must "
+            f"be at most {limits.max_decoder_tokens}: ask for at most {limits.max_decoder_tokens - num_decoder}",
+            field="stop.max_tokens",
         )
-    return digest
+    return padded
 
 
-def _tenant_id(tenant_id: str) -> str:
-    if len(tenant_id) > MAX_TENANT_ID_CHARS:
-        raise InvalidRequestError(
-            f"tenant_id has {len(tenant_id)} characters; at most {MAX_TENANT_ID_CHARS} are allowed", field="tenant_id"
-        )
-    return tenant_id
+def _inputs(inputs: Sequence[inputs_pb2.CarriedInput], prompt_len: int, info: types_pb2.ModelInfo) -> Inputs:
+    """The inputs of a prompt. Their positions must ascend: the core computes chunks by them."""
+    end = 0
+    for i, carried in enumerate(inputs):
+        if not end <= carried.start < carried.start + carried.length <= prompt_len:
+            raise InvalidRequestError(
+                f"inputs[{i}] has start {carried.start} and length {carried.length}; its positions must be after those "
+                f"of the inputs before it, which end at {end}, and in the prompt of {prompt_len} positions",
+                field=f"inputs[{i}]",
+            )
+        end = carried.start + carried.length
+    num_bytes = sum(len(carried.data) for carried in inputs)
+    images = [carried for carried in inputs if carried.kind == inputs_pb2.INPUT_KIND_IMAGE]
+    if not images:
+        return Inputs(inputs, num_bytes)
+    if not info.HasField("images") or any(len(carried.shape) < 2 for carried in images):
+        raise InvalidRequestError(f"model {info.model!r} takes no image of this shape", field="inputs")
+    merge = info.images.merge_size
+    spans = [(carried.start, carried.shape[0] // merge, carried.shape[1] // merge) for carried in images]
+    work = tuple((carried.start, _work_of(carried, info.images)) for carried in images)
+    return Inputs(inputs, num_bytes, u32_to_bytes(np.array(spans, np.uint32)), work)
 
 
-def _stop_condition(stop: types_pb2.StopParams, vocab_size: int, *, is_constrained: bool) -> StopCondition:
-    if not stop.HasField("max_tokens"):
-        raise InvalidRequestError("stop.max_tokens is unset; the gateway must set it", field="stop.max_tokens")
-    if any(token_id >= vocab_size for token_id in stop.stop_token_ids):
-        raise InvalidRequestError(
-            f"stop.stop_token_ids contains {max(stop.stop_token_ids)}; ids must be below vocab_size {vocab_size}",
-            field="stop.stop_token_ids",
-        )
-    with _field_errors():
-        return stop_condition(checks.values_set(stop), is_constrained=is_constrained)
-
-
-def _num_logprobs(
-    submit: scheduler_pb2.Submit, name: Literal["logprobs", "prompt_logprobs"], info: types_pb2.ModelInfo
-) -> int | None:
-    if not submit.HasField(name):
-        return None
-    num_top: int = getattr(submit, name)
-    if num_top > (most := min(MAX_LOGPROBS, info.vocab_size)):
-        raise InvalidRequestError(f"{name} is {num_top}; must be at most {most}", field=name)
-    return num_top
-
-
-def _num_prompt_logprobs(submit: scheduler_pb2.Submit, info: types_pb2.ModelInfo) -> int | None:
-    num_top = _num_logprobs(submit, "prompt_logprobs", info)
-    if num_top is not None and submit.inputs:
-        raise InvalidRequestError(
-            "prompt_logprobs cannot be combined with inputs: their positions have no token", field="prompt_logprobs"
-        )
-    return num_top
-
-
-def _banned_ids(stop: StopCondition, info: types_pb2.ModelInfo) -> bytes:
-    ids = [token_id for token_id in stop.banned_ids(info.eos_token_ids) if token_id < info.vocab_size]
-    most = min(MAX_BANNED_IDS, info.vocab_size - 1)
-    if len(ids) > most:
-        raise InvalidRequestError(
-            f"stop.min_tokens is {stop.min_tokens}, which bans {len(ids)} ids (EOS and stop_token_ids); "
-            f"at most {most} can be banned; use fewer stop_token_ids",
-            field="stop.min_tokens",
-        )
-    return u32_to_bytes(np.array(ids, dtype=np.uint32))
-
-
-def _bad_words_ids(
-    submit: scheduler_pb2.Submit, stop: StopCondition, info: types_pb2.ModelInfo
-) -> tuple[types_pb2.TokenIds, ...]:
-    """The bad words of a request. Checks them and all other token id rules of the request."""
-    words = tuple(submit.bad_words_ids)
-    if len(words) > 2 * MAX_BAD_WORDS:
-        raise InvalidRequestError(
-            f"bad_words_ids has {len(words)} sequences; at most {2 * MAX_BAD_WORDS} are allowed", field="bad_words_ids"
-        )
-    for word in words:
-        _check_bad_word(word.ids, info.vocab_size)
-    with _field_errors():
-        checks.check_sampled_ids(submit.sampling, info.vocab_size)
-        early_banned = stop.banned_ids(info.eos_token_ids)
-        checks.check_something_is_left(submit.sampling, (word.ids for word in words), early_banned, info.vocab_size)
-    return words
-
-
-def _check_bad_word(ids: Sequence[int], vocab_size: int) -> None:
-    if not 1 <= len(ids) <= MAX_BAD_WORD_IDS:
-        raise InvalidRequestError(
-            f"bad_words_ids has a sequence of {len(ids)} ids; use 1 to {MAX_BAD_WORD_IDS}", field="bad_words_ids"
-        )
-    if max(ids) >= vocab_size:
-        raise InvalidRequestError(
-            f"bad_words_ids contains {max(ids)}; ids must be below vocab_size {vocab_size}", field="bad_words_ids"
-        )
-
-
-def _beams(sampling: types_pb2.SamplingParams, max_tokens: int, info: types_pb2.ModelInfo) -> BeamParams | None:
-    with _field_errors():
-        beams = beam_params(checks.values_set(sampling), max_tokens)
-    if beams is not None and beams.width > info.max_num_seqs:
-        raise InvalidRequestError(
-            f"sampling.beam_width is {beams.width}; must be at most {info.max_num_seqs}", field="sampling.beam_width"
-        )
-    return beams
+def _work_of(carried: inputs_pb2.CarriedInput, info: types_pb2.ImageInfo) -> int:
+    num_patches = carried.length * info.merge_size**2
+    return max(1, math.ceil(carried.length * (info.token_cost + info.attention_cost * num_patches)))
 
 
 def _continuation(
-    continuation: types_pb2.Continuation, n: int, max_tokens: int, vocab_size: int
+    continuation: types_pb2.Continuation, n: int, max_tokens: int
 ) -> tuple[Sequence[U32], frozenset[int]]:
-    if not continuation.samples:
-        return (), frozenset()
+    """The output of each sample so far, and the samples that are complete."""
     outputs: list[U32] = [np.empty(0, dtype=np.uint32) for _ in range(n)]
-    seen: set[int] = set()
     for sample in continuation.samples:
-        _check_sample(sample, n, max_tokens, seen)
-        seen.add(sample.index)
+        if sample.index >= n:
+            raise InvalidRequestError(
+                f"continuation has sample {sample.index}; must be below n, {n}", field="continuation.samples.index"
+            )
+        if len(sample.output_token_ids) > max_tokens:
+            raise InvalidRequestError(
+                f"continuation has {len(sample.output_token_ids)} tokens of sample {sample.index}; "
+                f"must be at most max_tokens, {max_tokens}",
+                field="continuation.samples.output_token_ids",
+            )
         outputs[sample.index] = np.array(sample.output_token_ids, dtype=np.uint32)
-        check_vocab(outputs[sample.index], vocab_size, "continuation.samples.output_token_ids")
     finished = frozenset(sample.index for sample in continuation.samples if sample.finished)
     if len(finished) == n:
         raise InvalidRequestError(
@@ -326,16 +264,33 @@ def _continuation(
     return outputs, finished
 
 
-def _check_sample(sample: types_pb2.SampleState, n: int, max_tokens: int, seen: set[int]) -> None:
-    if sample.index >= n:
+def _root_key(submit: scheduler_pb2.Submit, prompt: U32) -> bytes:
+    encoder = encoder_digest(prompt[: submit.encoder.num_tokens]) if submit.HasField("encoder") else b""
+    return root_key(cache_salt=submit.cache_salt.encode(), encoder=encoder, adapter=submit.adapter_digest)
+
+
+def _adapter(digest: bytes) -> UsesAdapter:
+    if len(digest) != DIGEST_BYTES:
         raise InvalidRequestError(
-            f"continuation has sample {sample.index}; must be below n, {n}", field="continuation.samples.index"
+            f"adapter_digest has {len(digest)} bytes; expected {DIGEST_BYTES}", field="adapter_digest"
         )
-    if sample.index in seen:
-        raise InvalidRequestError(f"continuation has sample {sample.index} twice", field="continuation.samples.index")
-    if len(sample.output_token_ids) > max_tokens:
+    return UsesAdapter(digest)
+
+
+def _pooled(submit: scheduler_pb2.Submit, n: int, info: types_pb2.ModelInfo) -> Pooled | None:
+    """What a request returns instead of tokens; None if it generates."""
+    if not submit.HasField("pooling"):
+        if info.is_encoder or (info.HasField("pooling") and not info.pooling.generates):
+            raise InvalidRequestError(f"model {info.model!r} generates no tokens; use Embed or Score", field="model")
+        return None
+    message = submit.pooling
+    is_vector = message.task == pooling_pb2.POOLING_TASK_VECTOR
+    if message.task not in POOLING_TASKS or (is_vector and message.kind not in POOLING_KINDS):
         raise InvalidRequestError(
-            f"continuation has {len(sample.output_token_ids)} tokens of sample {sample.index}; "
-            f"must be at most max_tokens, {max_tokens}",
-            field="continuation.samples.output_token_ids",
+            f"pooling has task {message.task} and kind {message.kind}; this scheduler does not know them",
+            field="pooling",
         )
+    if submit.stop.max_tokens or n != 1:
+        raise InvalidRequestError("a request with pooling must have max_tokens 0 and n 1", field="pooling")
+    reads_last = message.kind == types_pb2.POOLING_KIND_LAST or not is_vector
+    return Pooled(message, may_hit=not info.is_encoder and reads_last)

@@ -204,7 +204,7 @@ class Adapters:
         adapter = self._known.get(name)
         if adapter is None:
             return False
-        num_requests = self._step_loop.num_requests_with(adapter.digest)
+        num_requests = self._step_loop.core.adapters.num_requests_with(adapter.digest)
         if num_requests:
             raise NotConfiguredError(
                 f"adapter {name!r} is in use by {num_requests} requests; end them or wait, then unload it", field="name"
@@ -239,7 +239,9 @@ class Adapters:
             digest=adapter.digest.hex(),
             path=adapter.path,
             num_workers=len(having),
-            num_resident=sum(self._step_loop.is_resident(w.link.worker_id, adapter.digest) for w in having),
+            num_resident=sum(
+                self._step_loop.core.adapters.is_resident(w.link.worker_id, adapter.digest) for w in having
+            ),
         )
 
 

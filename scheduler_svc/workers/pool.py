@@ -436,9 +436,9 @@ class WorkerPool:
         """Number of workers by state, including recently lost workers."""
         return Counter(_state_of(worker) for worker in self._known())
 
-    def describe(self, stats: SchedulerStats | None) -> list[inference_pb2.WorkerInfo]:
+    def describe(self, stats: SchedulerStats) -> list[inference_pb2.WorkerInfo]:
         """All workers, including workers that are loading or were recently lost."""
-        occupancy = {} if stats is None else {worker.worker_id: worker for worker in stats.workers}
+        occupancy = {worker.worker_id: worker for worker in stats.workers}
         return [_describe(worker, occupancy.get(worker.worker_id)) for worker in self._known()]
 
 

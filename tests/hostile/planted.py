@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Callable
 from typing import Any
 
-from scheduler_svc import server
+from scheduler_svc import service
 from scheduler_svc.gateways import streams as gateway_links
 from svc_common import errors, trust
 
@@ -107,7 +107,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
     if name != "none":
         PLANTS[name]()
-    server.main(flags)
+    service.main(flags)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Callable
 
 from step_protocol.messages import RowError, RowErrorCode, StepBatch, StepOutput
-from worker_svc import server
+from worker_svc import service
 from worker_svc.runner import Runner
 
 FAULTS = ("launch", "result", "nan", "memory")
@@ -71,9 +71,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--fault", choices=FAULTS, required=True)
     own, others = parser.parse_known_args()
-    make: Callable[..., Runner] = server._make_runner
-    server._make_runner = lambda *args: FaultyDevice(make(*args), own.fault)
-    server.main(others)
+    make: Callable[..., Runner] = service._make_runner
+    service._make_runner = lambda *args: FaultyDevice(make(*args), own.fault)
+    service.main(others)
 
 
 if __name__ == "__main__":

@@ -111,7 +111,7 @@ class SchedulerService(Service):
             index = RedisPrefixIndex(
                 "redis://nowhere",
                 owner=f"{self.name}:{epoch:016x}",
-                snapshot=lambda: self.step_loop.cached_prefixes(),
+                snapshot=lambda: self.step_loop.core.cached_prefixes(),
             )
             index.start()
         self.step_loop = StepLoop(sizes.scheduler_config, index)
@@ -128,8 +128,8 @@ class SchedulerService(Service):
         self.loop_task = self.process.start(self.step_loop.run())
 
     @property
-    def core(self) -> Scheduler | None:
-        return self.step_loop._scheduler
+    def core(self) -> Scheduler:
+        return self.step_loop.core
 
     def drain(self, timeout_s: float) -> None:
         """SIGTERM: it drains and ends."""

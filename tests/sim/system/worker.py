@@ -12,9 +12,8 @@ import numpy as np
 
 from request_fields.fields import SamplingParams
 from scheduler_svc.core import messages
-from scheduler_svc.core.messages import RowAssignment
 from scheduler_svc.core.sequence import SequenceGroup
-from step_protocol.messages import RowErrorCode, StepBatch, StepOutput
+from step_protocol.messages import RowErrorCode, RowOpen, StepBatch, StepOutput
 from tests.sim.symbolic_worker import SymbolicWorker, Violation
 from worker_svc.engine.config import EngineInfo
 
@@ -98,7 +97,7 @@ class SymbolicRunner:
         errors = [replace(error, code=RowErrorCode.NAN) for error in output.errors]
         return StepOutput(batch.step_id, output.rows, output.token_ids, errors, 1)
 
-    def _assignment(self, opened: RowAssignment) -> messages.RowAssignment:
+    def _assignment(self, opened: RowOpen) -> messages.RowAssignment:
         return messages.RowAssignment(
             row=opened.row,
             group=self._group_of(opened.sampling.seed),

@@ -388,7 +388,7 @@ class World:
     def _what_is_open(self) -> str:
         words = [f"{r.name} has {[len(g) for g in r.got]}" for r in self.requests.values() if not r.outcome]
         for scheduler in self.schedulers:
-            words.append(f"{scheduler.name}: {scheduler.step_loop.load()}, {scheduler.pool.num_ready} ready")
+            words.append(f"{scheduler.name}: {scheduler.step_loop.core.load()}, {scheduler.pool.num_ready} ready")
         for worker in self.workers:
             words.append(f"{worker.name} at {worker.registration.scheduler}")
         return "; ".join(words)
@@ -402,11 +402,10 @@ class World:
                 if request.last_progress and not request.outcome:
                     self._check_stall(request)
             for scheduler in self.schedulers:
-                if scheduler.is_running and scheduler.core is not None:
+                if scheduler.is_running:
                     self._check_scheduler(scheduler)
 
     def _check_scheduler(self, scheduler: SchedulerService) -> None:
-        assert scheduler.core is not None
         scheduler.core.check_invariants()
         live = list(scheduler.step_loop._requests.values())
         ids = [group.request_id for group in live]
@@ -430,8 +429,7 @@ class World:
         if not service.is_running:
             return True
         if isinstance(service, SchedulerService):
-            stats = service.step_loop.stats()
-            workers = [] if stats is None else stats.workers
+            workers = service.core.stats().workers
             is_working = service.step_loop.has_work or any(w.rows_used or w.steps_in_flight for w in workers)
             return is_working or any(not self._is_leased_by(service, w.worker_id) for w in workers)
         if isinstance(service, GatewayService):
@@ -441,7 +439,6 @@ class World:
 
     def _is_leased_by(self, scheduler: SchedulerService, worker_id: str) -> bool:
         worker = next(worker for worker in self.workers if worker.name == worker_id)
-        assert scheduler.core is not None
         epoch = scheduler.core._workers[worker_id].capacity.worker_epoch
         return epoch == worker.executor.worker_epoch and worker.registration.scheduler == scheduler.address
 
@@ -456,8 +453,6 @@ class World:
                     raise Violation(f"{gateway.name} still has requests open at {client.address}")
 
     def _check_scheduler_end(self, scheduler: SchedulerService) -> None:
-        if scheduler.core is None:
-            return
         scheduler.core.check_invariants()
         if scheduler.step_loop._requests or scheduler.core._requests.groups or len(scheduler.core._waiting):
             raise Violation(f"{scheduler.name} still has requests: {scheduler.step_loop._requests}")
@@ -471,7 +466,6 @@ class World:
 
     def _check_worker_end(self, scheduler: SchedulerService, worker_id: str) -> None:
         worker = next(worker for worker in self.workers if worker.name == worker_id)
-        assert scheduler.core is not None
         state = scheduler.core._workers[worker_id]
         if state.capacity.worker_epoch != worker.executor.worker_epoch:
             raise Violation(f"{scheduler.name} has an earlier life of {worker_id}")

@@ -10,12 +10,12 @@ import pytest
 from quire.internal.v1 import scheduler_pb2, worker_pb2
 from quire_cli.certificate_authority import Authority, write
 
-from scheduler_svc import server as scheduler_server
+from scheduler_svc import service as scheduler_service
 from svc_common.config import add_flags, make_parser, parse
 from svc_common.reread import REREAD_S
 from svc_common.tls import TlsFiles
 from svc_common.trust import INTERNAL, TRUST_FLAGS, Tokens, Trust, TrustError, check_reach, is_loopback, make_trust
-from worker_svc import server as worker_server
+from worker_svc import service as worker_service
 
 WORKER_TOKEN, OLD_TOKEN, GATEWAY_TOKEN = "worker-token-0123456789", "worker-token-old-01234", "gateway-token-012345"
 
@@ -35,8 +35,8 @@ def parsed(*words: str):
 @pytest.mark.parametrize(
     ("service", "callers"),
     [
-        (scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"], scheduler_server.CALLERS),
-        (worker_pb2.DESCRIPTOR.services_by_name["WorkerService"], worker_server.CALLERS),
+        (scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"], scheduler_service.CALLERS),
+        (worker_pb2.DESCRIPTOR.services_by_name["WorkerService"], worker_service.CALLERS),
     ],
 )
 def test_every_internal_call_has_callers(service, callers: dict[str, set[str]]) -> None:

@@ -132,8 +132,7 @@ async def test_a_gateways_requests_end_when_it_leaves() -> None:
         assert leaves.delivered == []
         assert stays.tokens(1) == [7, 7, 7]
         assert not loop.has_work
-        stats = loop.stats()
-        assert stats is not None
+        stats = loop.core.stats()
         assert stats.workers[0].rows_used == stats.workers[0].blocks_used == 0
 
 
@@ -358,14 +357,14 @@ async def test_prefixes_are_published_and_withdrawn_with_their_worker() -> None:
         worker.join()
         submit(loop, loop.attach(gateway), 1, prompt=9, max_tokens=1)
         await worker.answer_all()
-        (held,) = loop.cached_prefixes()
+        (held,) = loop.core.cached_prefixes()
         assert held.holder == Holder("w0", 1)
         assert len(held.blocks) == 2
         assert index.published == [held]
         loop.worker_lost(worker, "gone")
         await settle()
         assert index.published[1:] == [PrefixChanges(held.holder, [(digest, False) for digest, _ in held.blocks])]
-        assert loop.cached_prefixes() == []
+        assert loop.core.cached_prefixes() == []
 
 
 async def test_without_readers_no_prefix_changes_are_collected(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -375,7 +374,7 @@ async def test_without_readers_no_prefix_changes_are_collected(monkeypatch: pyte
         worker.join()
         submit(loop, loop.attach(FakeGateway()), 1, prompt=9, max_tokens=1)
         await worker.answer_all()
-        assert len(loop.cached_prefixes()[0].blocks) == 2
+        assert len(loop.core.cached_prefixes()[0].blocks) == 2
         loop.worker_lost(worker, "gone")
         await settle()
     assert not calls
@@ -414,8 +413,7 @@ async def test_a_request_moves_between_streams_without_a_leak() -> None:
         for handle, gateway in enumerate(gateways[:-1]):
             assert gateway.reasons() == {(handle, 0): "aborted"}
         assert gateways[-1].reasons() == {(19, 0): "length"}
-        stats = loop.stats()
-        assert stats is not None
+        stats = loop.core.stats()
         assert stats.workers[0].rows_used == stats.workers[0].blocks_used == stats.num_waiting == 0
         assert not loop._requests
         assert not loop.has_work

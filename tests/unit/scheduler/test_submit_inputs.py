@@ -1,4 +1,4 @@
-"""Checks of the inputs of a Submit. The message of a refusal names the input, its value and the limit."""
+"""The inputs of a Submit, as far as the core depends on them; test_engine_inputs.py has the checks of workers."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 from quire.internal.v1 import inputs_pb2, scheduler_pb2, worker_pb2
+from quire.v1 import types_pb2
 
-from request_fields import inputs as limits
 from scheduler_svc.core.features.inputs import Inputs
 from scheduler_svc.core.messages import RowAssignment
-from scheduler_svc.gateways import inputs as checks
 from scheduler_svc.gateways.submits import SubmitReader
 from scheduler_svc.workers import wire as worker_wire
 from svc_common.errors import InvalidRequestError
@@ -56,12 +55,6 @@ def test_inputs_reach_the_worker_unchanged() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"kind": 77}, "inputs[0] has kind 77; this scheduler knows 1"),
-        ({"dtype": 9}, "inputs[0] has dtype 9; must be one of 1, 2, 3"),
-        ({"shape": [5, 7]}, "inputs[0] has shape [5, 7]; must be [5, 8]"),
-        ({"data": b"1234"}, "inputs[0] has 4 bytes of data; its shape and dtype need 160"),
-        ({"digest": b"1234"}, "inputs[0] has a digest of 4 bytes; must have 16"),
-        ({"digest": b"0" * 16}, "not the content ids of its digest"),
         ({"start": 18}, "inputs[0] has start 18 and length 5; its positions must be"),
         ({"length": 0}, "inputs[0] has start 2 and length 0; its positions must be"),
         ({"length": 2**32 - 1}, "in the prompt of 20 positions"),
@@ -70,11 +63,7 @@ def test_inputs_reach_the_worker_unchanged() -> None:
 def test_a_bad_input_is_refused(change: dict[str, Any], words: str) -> None:
     submit = submit_with(random_embeddings(5, HIDDEN, start=2))
     for name, value in change.items():
-        if name == "shape":
-            submit.inputs[0].ClearField("shape")
-            submit.inputs[0].shape.extend(value)
-        else:
-            setattr(submit.inputs[0], name, value)
+        setattr(submit.inputs[0], name, value)
     error = refusal(submit)
     assert words in error.message
     assert error.field == "inputs[0]"
@@ -92,38 +81,9 @@ def test_inputs_are_in_order_and_do_not_overlap() -> None:
     assert "which end at 7" in refusal(submit).message
 
 
-def test_ids_beyond_the_vocabulary_need_an_input() -> None:
+def test_an_image_needs_a_model_that_takes_images_and_a_shape() -> None:
     submit = submit_with(random_embeddings(5, HIDDEN, start=2))
-    del submit.inputs[:]
-    assert refusal(submit).field == "prompt_token_ids"
-    item = random_embeddings(5, HIDDEN, start=2)
-    submit = make_submit(1, [*with_content_ids(PROMPT, item)[:-1], 1000], max_tokens=9)
-    submit.inputs.append(to_proto(item))
-    assert "prompt_token_ids contains 1000" in refusal(submit).message
-
-
-def test_a_model_that_takes_tokens_only_refuses_inputs() -> None:
-    submit = submit_with(random_embeddings(5, HIDDEN))
-    assert "the workers of model 'toy' take tokens only" in refusal(submit, hidden_size=0).message
-
-
-def test_number_and_size_of_inputs_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    items = [random_embeddings(1, HIDDEN, seed=i, start=i) for i in range(3)]
-    monkeypatch.setattr(checks, "MAX_INPUT_BYTES", 3 * 32)
-    reader().group(submit_with(*items), owner=0)
-    monkeypatch.setattr(checks, "MAX_INPUT_BYTES", 3 * 32 - 1)
-    assert refusal(submit_with(*items)).message.endswith("have 96 bytes of data; at most 95 are allowed in one request")
-    monkeypatch.setattr(checks, "MAX_INPUTS", 2)
-    assert "has 3 inputs; at most 2 are allowed" in refusal(submit_with(*items)).message
-
-
-def test_prompt_logprobs_need_a_token_at_each_position() -> None:
-    submit = submit_with(random_embeddings(5, HIDDEN))
-    submit.prompt_logprobs = 1
-    assert refusal(submit).field == "prompt_logprobs"
-
-
-def test_every_dtype_of_the_protocol_has_a_size() -> None:
-    others = {inputs_pb2.INPUT_DTYPE_UNSPECIFIED, inputs_pb2.INPUT_DTYPE_UINT8}  # of images
-    assert set(checks.DTYPE_BYTES) == set(inputs_pb2.InputDtype.values()) - others
-    assert len(checks.DTYPE_BYTES) == len(limits.INPUT_DTYPE_BYTES)
+    submit.inputs[0].kind = inputs_pb2.INPUT_KIND_IMAGE
+    assert "takes no image" in refusal(submit).message
+    del submit.inputs[0].shape[:]
+    assert "takes no image" in refusal(submit, images=types_pb2.ImageInfo(merge_size=2)).message

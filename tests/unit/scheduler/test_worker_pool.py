@@ -38,7 +38,7 @@ async def read_to_end(call: Any) -> None:
 
 
 def states(stack: Stack) -> dict[str, types_pb2.WorkerState]:
-    return {w.worker_id: w.state for w in stack.parts.pool.describe(stack.parts.step_loop.stats())}
+    return {w.worker_id: w.state for w in stack.parts.pool.describe(stack.parts.step_loop.core.stats())}
 
 
 async def test_serves_through_a_registered_worker(make_stack: MakeStack) -> None:
@@ -596,7 +596,7 @@ async def test_status_shows_model_queue_and_workers(make_stack: MakeStack) -> No
     assert info.worker_epoch == 11
     worker.gate.set()
     await finished(gateway, 1)
-    await until(lambda: stack.parts.pool.describe(stack.parts.step_loop.stats())[0].steps >= 4)
+    await until(lambda: stack.parts.pool.describe(stack.parts.step_loop.core.stats())[0].steps >= 4)
 
 
 async def test_a_stale_epoch_counter_in_redis_does_not_lock_out_a_worker(make_stack: MakeStack) -> None:

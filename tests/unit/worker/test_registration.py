@@ -16,12 +16,11 @@ from quire.internal.v1 import scheduler_pb2, scheduler_pb2_grpc
 from quire.v1 import types_pb2
 
 from svc_common.errors import ErrorInterceptor, StaleEpochError, UnavailableError
-from worker_svc import balance as balance_module
 from worker_svc import registration as registration_module
-from worker_svc.balance import count_workers
-from worker_svc.candidates import preference
+from worker_svc import schedulers as schedulers_module
 from worker_svc.lifecycle import DRAINING, LOADING, READY, Lifecycle
 from worker_svc.registration import Registration
+from worker_svc.schedulers import count_workers, preference
 
 HEARTBEAT_S = 0.05
 
@@ -260,7 +259,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """For tests with a silent scheduler. In other tests a busy machine could seem silent."""
     for name in ("OPEN_TIMEOUT_S", "MIN_ACK_TIMEOUT_S"):
         monkeypatch.setattr(registration_module, name, 0.3)
-    monkeypatch.setattr(balance_module, "PROBE_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(schedulers_module, "PROBE_TIMEOUT_S", 0.3)
 
 
 def test_each_worker_has_its_own_stable_order() -> None:

@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from worker_svc.balance import Share
+from worker_svc.schedulers import Share
 
 
 def moving(counts: list[int], here: int, there: int) -> list[int]:

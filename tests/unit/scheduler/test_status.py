@@ -2,35 +2,23 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
-from scheduler_svc.core.stats import OpenSequence
-from scheduler_svc.snapshots import MIN_INTERVAL_S, Snapshots
+from scheduler_svc.status import MIN_INTERVAL_S, Snapshots
 from tests.builders import make_capacity, make_group, make_scheduler
 
 
-class Loop:
-    """A step loop that counts how often it is read."""
-
-    def __init__(self) -> None:
-        self.scheduler = make_scheduler(make_capacity(max_num_seqs=1))
-        self.num_reads = 0
-
-    def pool_snapshots(self) -> Any:
-        self.num_reads += 1
-        return self.scheduler.pool_snapshots()
-
-    def waiting_snapshot(self) -> list[OpenSequence]:
-        return self.scheduler.waiting_snapshot(5.0)
-
-
 def test_an_answer_is_kept_for_a_moment() -> None:
-    loop: Any = Loop()
+    core = make_scheduler(make_capacity(max_num_seqs=1))
     for name in ("a", "b"):
-        loop.scheduler.add_group(make_group(10, name), 4.0)
-    loop.scheduler.schedule(4.0)
+        core.add_group(make_group(10, name), 4.0)
+    core.schedule(4.0)
+    core.pool_snapshots = Mock(wraps=core.pool_snapshots)  # type: ignore[method-assign]
     now = 5.0
-    snapshots = Snapshots(loop, lambda: now)
+    step_loop: Any = SimpleNamespace(core=core)
+    snapshots = Snapshots(step_loop, lambda: now)
     first = snapshots.newest()
     assert (first.pools[0].worker_id, len(first.pools[0].states), len(first.pools[0].owners)) == ("w0", 64, 4 * 64)
     assert [(row.request_id, row.num_tokens, row.num_blocks) for row in first.pools[0].rows] == [("a", 10, 3)]
@@ -39,4 +27,4 @@ def test_an_answer_is_kept_for_a_moment() -> None:
     assert snapshots.newest() is first
     now = 5.0 + MIN_INTERVAL_S
     assert snapshots.newest() is not first
-    assert loop.num_reads == 2
+    assert core.pool_snapshots.call_count == 2
