@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import inspect
 import itertools
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
 import triton
 import triton.language as tl
@@ -18,29 +21,71 @@ _numbers = itertools.count()
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _patch_the_language_once_per_launch():
-    """Triton's interpreter patches tl at every call within a kernel. Once per launch is enough and much faster."""
+def _a_faster_interpreter():
+    """Triton's interpreter, which does per call within a kernel what is enough once per launch or once."""
     if not triton.knobs.runtime.interpret:
         yield
         return
     interpreter, done = importlib.import_module("triton.runtime.interpreter"), set()
     patch_lang, call = interpreter._patch_lang, interpreter.GridExecutor.__call__
 
+    @functools.cache
+    def languages_of(fn):
+        return frozenset(id(value) for value in fn.__globals__.values() if value is tl or value is tl.core)
+
     def patch_once(fn):
-        modules = frozenset(id(value) for value in fn.__globals__.values() if value is tl or value is tl.core)
-        if modules in done:
+        if (languages := languages_of(fn)) in done:
             return None
-        done.add(modules)
+        done.add(languages)
         return patch_lang(fn)
 
     def launch(executor, *args, **kwargs):
         done.clear()
         return call(executor, *args, **kwargs)
 
+    builtins = functools.cache(lambda package: inspect.getmembers(package, tl.core.is_builtin))
+
+    def patch_builtin(package, builder, scope):
+        for name, member in builtins(package):
+            interpreter._patch_attr(package, name, member, builder, scope)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interpreter, "_patch_lang", patch_once)
+        patch.setattr(interpreter, "_patch_builtin", patch_builtin)
+        patch.setattr(interpreter, "_get_np_dtype", _numpy_dtypes(interpreter._get_np_dtype))
         patch.setattr(interpreter.GridExecutor, "__call__", launch)
+        patch.setattr(interpreter, "np", _numpy_of_rows())
         yield
+
+
+def _numpy_dtypes(find: Callable[[tl.dtype], np.dtype]) -> Callable[[tl.dtype], np.dtype]:
+    """`find` with a cache for scalar types and blocks of them."""
+    by_name: dict[str, np.dtype] = {}
+
+    def get(dtype: tl.dtype) -> np.dtype:
+        scalar = dtype.scalar
+        if isinstance(scalar, tl.pointer_type):
+            return find(scalar)
+        if (found := by_name.get(scalar.name)) is None:
+            found = by_name[scalar.name] = find(scalar)
+        return found
+
+    return get
+
+
+def _numpy_of_rows() -> ModuleType:
+    """numpy for the interpreter, whose products compute each row alone, as a GPU's tiles do.
+
+    On some processors the bits of a row in a product of the BLAS library depend on the row's place and the other rows.
+    """
+    module = ModuleType("numpy")
+    vars(module).update(vars(np))
+
+    def matmul(a: np.ndarray, b: np.ndarray, dtype: np.dtype) -> np.ndarray:
+        return np.matmul(a[..., None, :], b[..., None, :, :], dtype=dtype)[..., 0, :]
+
+    vars(module)["matmul"] = matmul
+    return module
 
 
 @pytest.fixture
