@@ -58,21 +58,29 @@ def model_logprobs(model: LlamaForCausalLM, prompt: list[int]) -> Callable[[list
     return logprobs
 
 
+PROMPTS = {"short": [1, 5, 9], "long": [1, 7, 3, 3, 11, 4]}
+SEARCHES = [("short", 2, 1.0), ("long", 4, 1.0), ("short", 4, 0.0), ("long", 3, 2.0), ("short", 4, -0.5)]
+OTHERS = [(prompt, width, penalty) for _, width, penalty in SEARCHES for prompt in PROMPTS]
+
+
 @pytest.mark.parametrize("early", EARLY)
-@pytest.mark.parametrize(("width", "penalty"), [(2, 1.0), (4, 1.0), (4, 0.0), (3, 2.0), (4, -0.5)])
-@pytest.mark.parametrize("prompt", [[1, 5, 9], [1, 7, 3, 3, 11, 4]])
+@pytest.mark.parametrize(
+    ("prompt", "width", "penalty"),
+    [*SEARCHES, *(pytest.param(*each, marks=pytest.mark.deep) for each in OTHERS if each not in SEARCHES)],
+)
 def test_sequences_and_scores_equal_those_of_transformers(
-    model: LlamaForCausalLM, prompt: list[int], width: int, penalty: float, early: EarlyStopping
+    model: LlamaForCausalLM, prompt: str, width: int, penalty: float, early: EarlyStopping
 ) -> None:
+    token_ids = PROMPTS[prompt]
     expected = model.generate(
-        torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long), max_new_tokens=20,
+        torch.tensor([token_ids]), attention_mask=torch.ones(1, len(token_ids), dtype=torch.long), max_new_tokens=20,
         num_beams=width, num_return_sequences=width, length_penalty=penalty, early_stopping=EARLY[early],
         do_sample=False, output_scores=True, return_dict_in_generate=True,
     )  # fmt: skip
     params = BeamParams(width, width, penalty, early)
     search = BeamSearch(params, StopCondition(20), frozenset({EOS}))
-    got = run(search, model_logprobs(model, prompt), width)
-    sequences = [without_padding(sequence[len(prompt) :].tolist()) for sequence in expected.sequences]
+    got = run(search, model_logprobs(model, token_ids), width)
+    sequences = [without_padding(sequence[len(token_ids) :].tolist()) for sequence in expected.sequences]
     assert [hypothesis.token_ids.tolist() for hypothesis in got] == sequences
     assert [hypothesis.score for hypothesis in got] == pytest.approx(expected.sequences_scores.tolist(), abs=1e-4)
 
