@@ -1,7 +1,7 @@
 """AdapterSwaps: a worker has some in its memory, of which its rows can use a few now (resident).
 
 A request waits for the worker that should run it to make its adapter resident, which is a swap beside the steps
-(docs/adr/0049-adapters-in-the-fleet.md). No other request waits for it.
+(docs/adr/0049-adapters.md). No other request waits for it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Encoder positions: the keys and values of cross-attention at the head of a prompt.
 
 They are a whole number of blocks. One chunk computes all of them, and a prefix hit has all of them or none
-(docs/adr/0052-encoder-positions.md).
+(docs/adr/0052-encoders-and-pooled-rows.md).
 """
 
 from __future__ import annotations
