@@ -51,7 +51,7 @@ class Device:
         positions = self.positions(rows)
         self.processing.note(ints(*tokens, 0), ints(*rows, -1), ints(*positions, 0))
         index = np.array(rows)
-        self.rows.append(index, self.rows.num_tokens(index), np.array(tokens, np.uint32))
+        self.rows.append(index, self.rows.num_tokens[index], np.array(tokens, np.uint32))
 
     def positions(self, rows: list[int]) -> list[int]:
         return [len(self.rows.history(row)[1]) for row in rows]
@@ -64,7 +64,7 @@ class Device:
     def expected(self, logits: torch.Tensor, rows: list[int]) -> np.ndarray:
         result = logits[:-1].float().cpu().numpy()
         index = np.array(rows)
-        selected = self.rows.processed_rows(index, self.rows.num_tokens(index))
+        selected = self.rows.processed_rows(index, self.rows.num_tokens[index])
         for i, line in enumerate([] if selected is None else selected.lines.tolist()):
             selected.process_one(result[line], i)
         return result[:, self.vocab.start : self.vocab.stop]

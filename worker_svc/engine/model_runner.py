@@ -19,7 +19,6 @@ from step_protocol.messages import (
     BeamCandidates,
     LogprobColumns,
     PooledRows,
-    PoolingTask,
     PromptLogprobs,
     RowErrorCode,
     StepBatch,
@@ -39,12 +38,11 @@ from worker_svc.engine.kernels.numerics import cpu_numerics
 from worker_svc.engine.loading import Report, load_model
 from worker_svc.engine.pooling.pooling import (
     NOT_FINITE,
-    PooledChunk,
-    PooledSums,
+    Pooler,
     PoolingTable,
     hidden_tokens,
     logit_tokens,
-    to_columns,
+    token_types,
 )
 from worker_svc.engine.rows.embedder import InputEmbedder
 from worker_svc.engine.rows.errors import RowErrors
@@ -113,7 +111,7 @@ class ModelRunner:
         loaded = load_model(checkpoint, config, self._backend, DTYPES[dtype], Report(self._threads, progress))
         self._model, self._pool, self._encoder = loaded.model, loaded.pool, loaded.encoder
         self._model.fuse(self._pool)
-        self._pooling, self._pooled_sums = loaded.pooling, PooledSums()
+        self._pooler = Pooler(loaded.pooling)
         generates = loaded.pooling is None or loaded.pooling.generates
         grammars = compiled_grammars(config.model_dir, loaded.vocab_size, eos_ids) if generates else None
         self.adapters, self.images = loaded.adapters, loaded.images
@@ -234,7 +232,7 @@ class ModelRunner:
     def _advance_images(self, batch: StepBatch) -> None:
         """Does the work on images that this step has. A row that is closed, or that failed, has none."""
         for work in batch.images:
-            item = self._rows.input_at(work.row, work.start)
+            item = self._rows.inputs.find(work.row, work.start)
             if self.images is not None and item is not None and item.kind == "image":
                 self.images.advance(item, work.done / work.total)
 
@@ -245,12 +243,12 @@ class ModelRunner:
             heads, logits_index = np.unique(plan.sources, return_inverse=True)
         token_ids = self._rows.token_ids(plan.token_rows, plan.positions)
         self._pool.write_tokens(plan.slots, token_ids)
-        spans = self._rows.input_spans(plan.rows, plan.context_lens, plan.ends, plan.starts)
+        spans = self._rows.inputs.spans(plan.rows, plan.context_lens, plan.ends, plan.starts)
         encoders = None if self._encoder is None else self._encoder.columns(self._rows, plan, spans)
         embedded, deep = (None, None) if self._encoder is not None else self._embedder.embed(spans)
         if embedded is not None:
             token_ids[embedded.tokens] = 0  # in place of content ids, which the vocabulary does not have
-        chunks = self._rows.pooled_chunks(plan.rows, plan.starts, plan.context_lens, plan.ends)
+        chunks = self._rows.pooling.chunks(plan.rows, plan.starts, plan.context_lens, plan.ends, self._rows.prompt_lens)
         samplers = plan.starts[heads + 1] - 1
         forward = ForwardBatch(
             token_ids=token_ids,
@@ -264,7 +262,7 @@ class ModelRunner:
             embedded=embedded,
             encoders=encoders,
             hidden_tokens=hidden_tokens(chunks) if chunks else None,
-            token_types=self._token_types(plan, chunks),
+            token_types=token_types(chunks, plan.positions),
             deep=deep,
         )
         on_axes = self._rows.positions.on_axes(plan.rows, plan.starts, plan.positions)
@@ -279,7 +277,9 @@ class ModelRunner:
         found = NOTHING
         pooled = None
         if chunks:
-            pooled = self._pool_rows(chunks, forward, logits, errors)
+            pooled, bad_rows = self._pooler.numbers(chunks, self._model.hidden, logits, forward.head_tokens)
+            for row in bad_rows:
+                errors.add(row, NOT_FINITE, RowErrorCode.NAN)
             logits = logits[torch.from_numpy(np.searchsorted(forward.head_tokens, samplers))]
         if len(plan.sampling_rows):
             if logits_index is not None:
@@ -288,38 +288,6 @@ class ModelRunner:
         if prompts is None and pooled is None:
             return found
         return replace(found, prompt_logprobs=None if prompts is None else prompts.prompt_logprobs, pooled=pooled)
-
-    def _token_types(self, plan: CheckedStep, chunks: list[PooledChunk]) -> I64 | None:
-        """The type of each token, for models with token types: 1 in the second text of a row."""
-        if not any(chunk.pooling.second_text for chunk in chunks):
-            return None
-        types = np.zeros(len(plan.positions), np.int64)
-        for chunk in chunks:
-            if second := chunk.pooling.second_text:
-                types[chunk.first : chunk.end] = plan.positions[chunk.first : chunk.end] >= second
-        return types
-
-    def _pool_rows(
-        self, chunks: list[PooledChunk], forward: ForwardBatch, logits: torch.Tensor, errors: RowErrors
-    ) -> PooledRows | None:
-        """The numbers of the pooled rows whose prompts are complete."""
-        found, hidden, first = [], self._model.hidden, 0
-        for chunk in chunks:
-            if chunk.pooling.task is PoolingTask.LOGITS:
-                if chunk.is_last:
-                    line = logits[int(np.searchsorted(forward.head_tokens, chunk.end - 1))]
-                    ids = torch.from_numpy(chunk.pooling.token_ids.astype(np.int64))
-                    found.append((chunk.row, line[ids].float().numpy()))
-                continue
-            count = len(chunk.hidden_tokens())
-            vector = self._pooled_sums.add(chunk, hidden[first : first + count])
-            first += count
-            if vector is not None and self._pooling is not None:
-                found.append((chunk.row, self._pooling.numbers(chunk.pooling, vector.astype(np.float32))))
-        pooled, bad_rows = to_columns(found)
-        for row in bad_rows:
-            errors.add(row, NOT_FINITE, RowErrorCode.NAN)
-        return pooled
 
     def _with_adapters(self, forward: ForwardBatch, token_rows: I64) -> ForwardBatch:
         """The same batch with the adapters of its rows."""
@@ -344,11 +312,13 @@ class ModelRunner:
     def _sample(
         self, plan: CheckedStep, logits: torch.Tensor, masks: PendingMasks | None, errors: RowErrors
     ) -> Computed:
-        asked = self._rows.asked_logprobs(plan.sampling_rows)
+        asked = self._rows.logprobs.asked(plan.sampling_rows)
         columns = self._rows.sampling_columns(plan.sampling_rows, plan.sampled_positions)
         processed = self._rows.processed_rows(plan.sampling_rows, plan.sampled_positions)
         beams = self._rows.beam_lines(plan.sampling_rows)
-        rules = self._rows.output_rules(plan.sampling_rows, plan.sampled_positions)
+        rules = self._rows.encoders.rules(
+            plan.sampling_rows, self._rows.output_positions(plan.sampling_rows, plan.sampled_positions)
+        )
         is_changed = processed is not None or masks is not None or beams is not None or len(rules) > 0
         raw = None if asked is None else RawLogits.of(logits, asked, is_changed=is_changed)
         if beams is not None:

@@ -154,7 +154,7 @@ class SimRunner:
         """Sets the history of a row to its tokens. The positions of inputs follow from the data of the inputs, so that
         KV of another input with the same ids differs.
         """
-        num_tokens = int(self._rows.num_tokens(np.array([row]))[0])
+        num_tokens = int(self._rows.num_tokens[row])
         token_ids = self._rows.token_ids(np.full(num_tokens, row), np.arange(num_tokens))
         for item in inputs:
             found = content_ids(input_digest(item.kind, item.dtype, item.shape, item.data), item.length)
@@ -199,7 +199,7 @@ class SimRunner:
         return rows, token_ids, logprobs, self._prompt_logprobs(plan, plan.rows[is_wrong]), candidates
 
     def _logprobs(self, rows: I64, positions: I64, token_ids: U32) -> LogprobColumns | None:
-        asked = self._rows.asked_logprobs(rows)
+        asked = self._rows.logprobs.asked(rows)
         if asked is None:
             return None
         draws = mix(self._histories.digests[rows, positions])

@@ -49,7 +49,7 @@ class EncoderDecoder:
             for span in spans:
                 waveform = waveform_of(span.item)
                 features[_row_of(span.token, plan.rows, plan.starts)] = torch.from_numpy(self.log_mel(waveform))
-        return EncoderColumns(*rows.encoder_columns(plan.rows), features)
+        return EncoderColumns(*rows.encoders.columns(plan.rows), features)
 
 
 def waveform_of(item: CarriedInput) -> F32:

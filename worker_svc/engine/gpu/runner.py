@@ -367,7 +367,7 @@ class DeviceRunner:
 
     def _inputs(self, plan: CheckedStep, known: I64) -> PlacedInputs | None:
         """The embeddings of the step's inputs. Replaces their content ids in `known`, which the vocabulary lacks."""
-        spans = self._rows.input_spans(plan.rows, plan.context_lens, plan.ends, plan.starts)
+        spans = self._rows.inputs.spans(plan.rows, plan.context_lens, plan.ends, plan.starts)
         embedded, _ = self._embedder.embed(spans)
         if embedded is None:
             return None

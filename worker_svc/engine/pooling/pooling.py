@@ -116,13 +116,33 @@ class PoolingTable:
         return found
 
 
-class PooledSums:
-    """The vectors of pooled rows on CPUs, from the hidden states of one or several steps."""
+class Pooler:
+    """The numbers of pooled rows on CPUs, from the states of one or several steps."""
 
-    def __init__(self) -> None:
+    def __init__(self, weights: PoolingWeights | None) -> None:
+        self._weights = weights
         self._sums: dict[int, F64] = {}  # of MEAN; the state of CLS
 
-    def add(self, chunk: PooledChunk, hidden: torch.Tensor) -> Vector | None:
+    def numbers(
+        self, chunks: Sequence[PooledChunk], hidden: torch.Tensor, logits: torch.Tensor, head_tokens: I64
+    ) -> tuple[PooledRows | None, list[int]]:
+        """The numbers of the rows whose prompts are complete, and the rows without finite ones. `hidden`: the states of
+        `hidden_tokens`, in float32. `logits`: those of `head_tokens`, which include `logit_tokens`."""
+        found, first = [], 0
+        for chunk in chunks:
+            if chunk.pooling.task is PoolingTask.LOGITS:
+                if chunk.is_last:
+                    line = logits[int(np.searchsorted(head_tokens, chunk.end - 1))]
+                    found.append((chunk.row, line.float().numpy()[chunk.pooling.token_ids]))
+                continue
+            count = len(chunk.hidden_tokens())
+            vector = self._vector(chunk, hidden[first : first + count])
+            first += count
+            if vector is not None and self._weights is not None:
+                found.append((chunk.row, self._weights.numbers(chunk.pooling, vector.astype(np.float32))))
+        return to_columns(found)
+
+    def _vector(self, chunk: PooledChunk, hidden: torch.Tensor) -> Vector | None:
         """The vector [hidden_size] of a row from the hidden states of its `hidden_tokens`, float32 [n, hidden_size], in
         this step, and earlier steps. None: its prompt is not complete."""
         if chunk.kind is PoolingKind.LAST:
@@ -157,6 +177,17 @@ def logit_tokens(chunks: Sequence[PooledChunk]) -> I64:
     """The tokens of a step whose logits pooled rows need, ascending."""
     wanted = [chunk.end - 1 for chunk in chunks if chunk.is_last and chunk.pooling.task is PoolingTask.LOGITS]
     return np.array(wanted, np.int64)
+
+
+def token_types(chunks: Sequence[PooledChunk], positions: I64) -> I64 | None:
+    """The type of each token of a step, for models with token types: 1 in the second text of a row. None: all are 0."""
+    if not any(chunk.pooling.second_text for chunk in chunks):
+        return None
+    types = np.zeros(len(positions), np.int64)
+    for chunk in chunks:
+        if second := chunk.pooling.second_text:
+            types[chunk.first : chunk.end] = positions[chunk.first : chunk.end] >= second
+    return types
 
 
 def to_columns(found: Sequence[tuple[int, npt.NDArray[np.float32]]]) -> tuple[PooledRows | None, list[int]]:

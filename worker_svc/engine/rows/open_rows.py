@@ -16,15 +16,15 @@ from request_fields.checks import check_sampling
 from request_fields.fields import SAMPLER_FIELDS, FieldError, Kind
 from request_fields.inputs import ImageShape
 from step_protocol.columns import I32, I64, U32, Bools
-from step_protocol.messages import CarriedInput, RowOpen, StepBatch
+from step_protocol.messages import RowOpen, StepBatch
 from worker_svc.engine.adapters.rows import RowAdapters
 from worker_svc.engine.backend import SamplingColumns
 from worker_svc.engine.config import EncoderInfo
-from worker_svc.engine.pooling.pooling import PooledChunk, PoolingTable
-from worker_svc.engine.rows.encoder_rows import EncoderTable, OutputRules
+from worker_svc.engine.pooling.pooling import PoolingTable
+from worker_svc.engine.rows.encoder_rows import EncoderTable
 from worker_svc.engine.rows.errors import RowErrors
-from worker_svc.engine.rows.inputs import InputSpan, InputTable
-from worker_svc.engine.rows.logprobs import Asked, LogprobTable, PromptTargets
+from worker_svc.engine.rows.inputs import InputTable
+from worker_svc.engine.rows.logprobs import LogprobTable, PromptTargets
 from worker_svc.engine.rows.positions import RowPositions
 from worker_svc.engine.sampling.beams import BeamLines
 from worker_svc.engine.sampling.grammars import CompiledGrammars, PendingMasks, RowGrammars
@@ -85,42 +85,45 @@ class OpenRows:
         self.tables: I32 = np.full((max_num_seqs, max_blocks), NO_BLOCK, np.int32)
         self.table_lens: I64 = np.zeros(max_num_seqs, np.int64)
         self._tokens: U32 = np.zeros((max_num_seqs, max_model_len + 1), np.uint32)
-        self._num_tokens: I64 = np.zeros(max_num_seqs, np.int64)
-        self._prompt_lens: I64 = np.zeros(max_num_seqs, np.int64)
+        self.num_tokens: I64 = np.zeros(max_num_seqs, np.int64)
+        self.prompt_lens: I64 = np.zeros(max_num_seqs, np.int64)
         self._num_computed: I64 = np.zeros(max_num_seqs, np.int64)
         self._sampling = sampling_columns(max_num_seqs)
         self._num_candidates: I64 = np.zeros(max_num_seqs, np.int64)  # 0: no beam
         self._has_beams = False  # some row opened since the last reset was a beam
         self._grammars = None if compiled is None else RowGrammars(compiled, self._tokens, vocab_size)
-        self._logprobs = LogprobTable(max_num_seqs, vocab_size)
+        self.logprobs = LogprobTable(max_num_seqs, vocab_size)
         self.pooling = pooling or PoolingTable(None)
         max_samples = 0 if encoder is None or encoder.audio is None else encoder.audio.max_samples
-        self._inputs = InputTable(max_num_seqs, vocab_size, hidden_size, max_samples, images)
-        self._encoders = EncoderTable(max_num_seqs, block_size, vocab_size, encoder)
-        self._processors = ProcessorTable(self._tokens, vocab_size, self._encoders.start)
+        self.inputs = InputTable(max_num_seqs, vocab_size, hidden_size, max_samples, images)
+        self.encoders = EncoderTable(max_num_seqs, block_size, vocab_size, encoder)
+        self._processors = ProcessorTable(self._tokens, vocab_size, self.encoders.start)
         self.positions = RowPositions(max_num_seqs)
         self._generations: I64 = np.zeros(max_num_seqs, np.int64)  # changes with each new history of a row
         self._nth_in_batch: I64 = np.zeros(max_num_seqs, np.int64)  # valid for rows that were just written
         self._indices: I64 = np.arange(max_num_seqs)
         optional: list[RowPart | None] = [self._grammars, adapters]
         self._parts: list[RowPart] = [
-            self._encoders,  # before the processors, which read where the outputs of a row begin
+            self.encoders,  # before the processors, which read where the outputs of a row begin
             self._processors,
-            self._logprobs,
+            self.logprobs,
             self.pooling,
-            self._inputs,
+            self.inputs,
             self.positions,
             *(part for part in optional if part is not None),
         ]
-        self._checks = (
+        self._checks = self._all_checks()
+
+    def _all_checks(self) -> tuple[Callable[[RowOpen], str | None], ...]:
+        return (
             self._history_refusal,
-            self._inputs.refusal,
-            self._encoders.refusal,
+            self.inputs.refusal,
+            self.encoders.refusal,
             self._table_refusal,
             self._candidates_refusal,
             self._processors.refusal,
             self._grammar_refusal,
-            self._logprobs.refusal,
+            self.logprobs.refusal,
             self._adapter_refusal,
             self.pooling.refusal,
             _sampling_refusal,
@@ -167,10 +170,8 @@ class OpenRows:
             parent = item.fork_of_row
             if parent >= self._max_num_seqs or not self.is_open[parent]:
                 return f"fork_of_row {parent} is not open"
-            if self._num_tokens[parent] < item.prompt_len:
-                return (
-                    f"fork_of_row {parent} has {self._num_tokens[parent]} tokens, but prompt_len is {item.prompt_len}"
-                )
+            if self.num_tokens[parent] < item.prompt_len:
+                return f"fork_of_row {parent} has {self.num_tokens[parent]} tokens, but prompt_len is {item.prompt_len}"
             num_tokens = item.prompt_len
         if not 1 <= num_tokens <= self._max_model_len:
             return f"token_ids has {num_tokens} tokens, expected 1 to max_model_len {self._max_model_len}"
@@ -211,8 +212,8 @@ class OpenRows:
         self.is_open[row] = True
         self._generations[row] += 1
         self._tokens[row, : len(history)] = history
-        self._num_tokens[row] = len(history)
-        self._prompt_lens[row] = item.prompt_len
+        self.num_tokens[row] = len(history)
+        self.prompt_lens[row] = item.prompt_len
         self._num_computed[row] = item.num_computed_tokens
         self.tables[row, : len(item.block_table)] = item.block_table
         self.tables[row, len(item.block_table) :] = NO_BLOCK
@@ -287,7 +288,7 @@ class OpenRows:
         width = int(ends.max())
         self._tokens[targets, :width] = self._tokens[sources, :width]
         self._tokens[targets, ends] = token_ids[is_good]
-        self._num_tokens[targets], self._num_computed[targets] = ends + 1, ends
+        self.num_tokens[targets], self._num_computed[targets] = ends + 1, ends
         self._generations[targets] += 1  # a token that these rows sampled is not theirs any more
         return targets
 
@@ -327,14 +328,14 @@ class OpenRows:
             return False
         context_lens = batch.context_lens.astype(np.int64)
         ends = context_lens + batch.query_lens
-        limits = np.minimum(self._num_tokens[rows], self.table_lens[rows] * self._block_size)
+        limits = np.minimum(self.num_tokens[rows], self.table_lens[rows] * self._block_size)
         if (ends > limits).any() or ends.max() > self._max_model_len or (context_lens > self._num_computed[rows]).any():
             return False
-        if self._encoders.is_on:
+        if self.encoders.is_on:
             computed = self._num_computed[rows]
-            if self._encoders.are_bad_chunks(rows, batch.context_lens, ends, computed).any():
+            if self.encoders.are_bad_chunks(rows, batch.context_lens, ends, computed).any():
                 return False
-        return not (batch.sample_mask & (ends < self._prompt_lens[rows])).any()
+        return not (batch.sample_mask & (ends < self.prompt_lens[rows])).any()
 
     def _find_bad_one_by_one(self, batch: StepBatch, errors: RowErrors) -> Bools:
         is_bad = np.zeros(len(batch.rows), np.bool_)
@@ -345,8 +346,8 @@ class OpenRows:
         rows = np.where(is_outside, 0, rows)
         ends = batch.context_lens.astype(np.int64) + batch.query_lens
         is_repeated = (np.bincount(rows[~is_outside], minlength=self._max_num_seqs) > 1)[rows]
-        first_output = self._prompt_lens[rows]
-        known, computed = self._num_tokens[rows], self._num_computed[rows]
+        first_output = self.prompt_lens[rows]
+        known, computed = self.num_tokens[rows], self._num_computed[rows]
         room = self.table_lens[rows] * self._block_size
         checks: list[tuple[Bools, Callable[[int], str]]] = [
             (is_outside, lambda i: f"row is beyond max_num_seqs {self._max_num_seqs}"),
@@ -364,7 +365,7 @@ class OpenRows:
             ),
             (ends > room, lambda i: f"{ends[i]} tokens do not fit the {room[i]} slots of the row's table"),
             (
-                self._encoders.are_bad_chunks(rows, batch.context_lens, ends, computed),
+                self.encoders.are_bad_chunks(rows, batch.context_lens, ends, computed),
                 lambda i: f"positions {batch.context_lens[i]} to {ends[i] - 1} are no chunk of an encoder or a decoder",
             ),
             (
@@ -387,42 +388,20 @@ class OpenRows:
         """The known tokens at (row, position)."""
         return self._tokens[rows, positions].astype(np.int64)
 
-    def input_at(self, row: int, start: int) -> CarriedInput | None:
-        """The input of a row that begins at this position; None if the row is closed or has computed it."""
-        return self._inputs.find(row, start)
-
-    def input_spans(self, rows: I64, context_lens: I64, ends: I64, starts: I64) -> list[InputSpan]:
-        """The inputs at the positions that a step computes; see `InputTable.spans`."""
-        return self._inputs.spans(rows, context_lens, ends, starts)
-
-    def num_tokens(self, rows: I64) -> I64:
-        """The number of known tokens of each row."""
-        return self._num_tokens[rows]
+    def output_positions(self, rows: I64, positions: I64) -> I64:
+        """These sequence positions of each row, counted from the end of its prompt."""
+        return positions - self.prompt_lens[rows]
 
     def sampling_columns(self, rows: I64, positions: I64) -> SamplingColumns:
         """Parameters for sampling the token at sequence position `positions` of each row."""
-        return SamplingColumns(self._sampling, rows, (positions - self._prompt_lens[rows]).astype(np.uint32))
+        return SamplingColumns(self._sampling, rows, self.output_positions(rows, positions).astype(np.uint32))
 
     def processed_rows(self, rows: I64, positions: I64) -> ProcessedRows | None:
         """The rows whose logits are processed before they sample the tokens at these sequence positions; None if there
         are none."""
         if not self._processors.has_rows:
             return None
-        return self._processors.select(rows, positions, positions - self._prompt_lens[rows])
-
-    @property
-    def has_encoders(self) -> bool:
-        """Whether rows begin with encoder positions."""
-        return self._encoders.is_on
-
-    def encoder_columns(self, rows: I64) -> tuple[I32, I32]:
-        """Encoder positions of each row, without and with their padding."""
-        return self._encoders.columns(rows)
-
-    def output_rules(self, rows: I64, positions: I64) -> list[tuple[int, OutputRules, int]]:
-        """The rules of encoder inputs for the tokens at these sequence positions: index in `rows`, rules and output
-        position."""
-        return self._encoders.rules(rows, positions - self._prompt_lens[rows])
+        return self._processors.select(rows, positions, self.output_positions(rows, positions))
 
     def has_grammars(self, rows: I64) -> bool:
         """Whether any of these rows has a grammar."""
@@ -439,20 +418,12 @@ class OpenRows:
 
     def history(self, row: int) -> tuple[U32, U32]:
         """Known tokens of a row: prompt and output."""
-        tokens, prompt_len = self._tokens[row], self._prompt_lens[row]
-        return tokens[:prompt_len], tokens[prompt_len : self._num_tokens[row]]
-
-    def asked_logprobs(self, rows: I64) -> Asked | None:
-        """The sampling rows that request log probabilities; None if there are none."""
-        return self._logprobs.asked(rows)
+        tokens, prompt_len = self._tokens[row], self.prompt_lens[row]
+        return tokens[:prompt_len], tokens[prompt_len : self.num_tokens[row]]
 
     def prompt_targets(self, rows: I64, positions: I64) -> PromptTargets | None:
         """The prompt tokens to score, which follow the computed tokens at (row, position); None if there are none."""
-        return self._logprobs.prompt_targets(rows, positions, self._prompt_lens, self._tokens)
-
-    def pooled_chunks(self, rows: I64, starts: I64, context_lens: I64, ends: I64) -> list[PooledChunk]:
-        """The pooled ones among the rows of a step; `starts` [B + 1] are their first tokens."""
-        return self.pooling.chunks(rows, starts, context_lens, ends, self._prompt_lens)
+        return self.logprobs.prompt_targets(rows, positions, self.prompt_lens, self._tokens)
 
     def mark_computed(self, rows: I64, ends: I64) -> None:
         """Records that keys and values of each row are computed up to that sequence position."""
@@ -461,7 +432,7 @@ class OpenRows:
     def append(self, rows: I64, positions: I64, token_ids: U32) -> None:
         """Appends a sampled token at that sequence position to the history of each row."""
         self._tokens[rows, positions] = token_ids
-        self._num_tokens[rows] = positions + 1
+        self.num_tokens[rows] = positions + 1
 
     def generations(self, rows: I64) -> I64:
         """The generation of each row: it changes when the row is opened, or moved as a beam."""

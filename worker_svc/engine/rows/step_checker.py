@@ -127,7 +127,7 @@ class StepChecker:
             return "fork row computes in the step in which it is forked"
         if parent not in index_of:
             return f"fork parent {parent} does not compute in this step"
-        end, known = int(ends[index_of[parent]]), int(self._rows.num_tokens(np.array([row]))[0])
+        end, known = int(ends[index_of[parent]]), int(self._rows.num_tokens[row])
         if end != known:
             return f"fork parent {parent} ends at {end} tokens, but this row has {known}"
         return None

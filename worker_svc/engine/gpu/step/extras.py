@@ -30,9 +30,9 @@ class Wanted:
     @classmethod
     def of(cls, plan: CheckedStep, rows: OpenRows) -> Wanted | None:
         """What the rows of a step want; None if nothing."""
-        chunks = rows.pooled_chunks(plan.rows, plan.starts, plan.context_lens, plan.ends)
+        chunks = rows.pooling.chunks(plan.rows, plan.starts, plan.context_lens, plan.ends, rows.prompt_lens)
         parts = (
-            rows.asked_logprobs(plan.sampling_rows),
+            rows.logprobs.asked(plan.sampling_rows),
             rows.prompt_targets(plan.token_rows, plan.positions),
             PooledTokens.of(chunks) if chunks else None,
             rows.beam_lines(plan.sampling_rows),
