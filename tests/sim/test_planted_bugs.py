@@ -26,13 +26,14 @@ from scheduler_svc.core.features.beams import BeamRows
 from scheduler_svc.core.features.inputs import Inputs
 from scheduler_svc.core.queue.scan import QueueScan
 from scheduler_svc.core.sequence import QueueEntry, Sequence
-from scheduler_svc.core.steps import answers, step_planner, worker_state
+from scheduler_svc.core.steps import answers, windows, worker_state
 from scheduler_svc.core.steps.answers import Untrusted
 from scheduler_svc.core.steps.decode_run import DecodeRun
 from scheduler_svc.core.steps.forks import Forks
 from scheduler_svc.core.steps.rows import RowTable
 from scheduler_svc.core.steps.step_plan import InFlightStep, StepPlan
 from scheduler_svc.core.steps.step_planner import StepPlanner
+from scheduler_svc.core.steps.windows import Windows
 from scheduler_svc.core.steps.worker_state import WorkerState
 from step_protocol.messages import PooledRows, StepBatch
 from tests.sim.cluster import Cluster
@@ -143,7 +144,7 @@ def off_by_one_at_a_block_border(patch: Patch) -> None:
 
 @bug("beyond their tables|disagrees with the tables|computed tokens in")
 def last_partial_block_not_allocated(patch: Patch) -> None:
-    patch.setattr(step_planner, "ceil_div", lambda a, b: max(1, a // b))
+    patch.setattr(windows, "ceil_div", lambda a, b: max(1, a // b))
 
 
 # -- blocks ------------------------------------------------------------------------------------------------------------
@@ -308,13 +309,13 @@ def evictions_not_announced(patch: Patch) -> None:
 
 @bug("which another open row has|reads the wrong content|which other rows share|opens with a bad table")
 def window_frees_one_block_early(patch: Patch) -> None:
-    def free(original: Any, worker: WorkerState, rows: np.ndarray) -> None:
-        before = worker.rows.blocks_before
-        worker.rows.blocks_before = before and before - 1
-        original(worker, rows)
-        worker.rows.blocks_before = before
+    def free(original: Any, kept: Windows, rows: np.ndarray) -> None:
+        before = kept._rows.blocks_before
+        kept._rows.blocks_before = before and before - 1
+        original(kept, rows)
+        kept._rows.blocks_before = before
 
-    wrap(patch, WorkerState, "free_unneeded", free)
+    wrap(patch, Windows, "free_unneeded", free)
 
 
 # -- rows and answers --------------------------------------------------------------------------------------------------

@@ -59,7 +59,6 @@ from collections.abc import Callable
 import numpy as np
 
 from scheduler_svc.core.messages import RowAssignment
-from scheduler_svc.core.policy import ceil_div
 from scheduler_svc.core.sequence import Sequence, SequenceStatus
 from scheduler_svc.core.steps.decode_run import DecodeRun
 from scheduler_svc.core.steps.forks import Forks
@@ -115,7 +114,7 @@ class StepPlanner:
         worker = self.worker
         if not worker.rows.num_used:
             return False
-        num_for_run = self.update_run()
+        num_for_run, windows = self.update_run(), worker.windows
         num_free = worker.pool.num_free
         if num_for_run <= num_free and not worker.rows.outside:
             self.plan_run(plan)
@@ -124,7 +123,9 @@ class StepPlanner:
         while True:
             decode, prefill = self._split_by_stage()
             needy = self._rows_that_need_a_block(decode) if len(decode) else decode
-            num_needed = self._num_blocks_for(needy) + self._num_without_block(prefill)
+            num_needed = self._num_blocks_for(needy)
+            if windows is not None:
+                num_needed += windows.num_without_block(prefill)
             if worker.late_forks:
                 num_needed += self._forks.num_blocks_for_late()
             if num_for_run and num_needed + num_for_run > num_free:
@@ -133,7 +134,7 @@ class StepPlanner:
                 continue
             if num_needed <= worker.pool.num_free + worker.num_pending_free:
                 break
-            if worker.free_unneeded(worker.rows.active()):
+            if windows is not None and windows.free_unneeded(worker.rows.active()):
                 continue
             has_preempted = True
             preempt()
@@ -161,8 +162,8 @@ class StepPlanner:
         """
         run = self._run
         run.update(self._joining() if self._rows.outside else [])
-        if self._rows.blocks_before is not None and run.members is not None:
-            self.worker.free_unneeded(run.members.rows[run.full])
+        if self.worker.windows is not None and run.members is not None:
+            self.worker.windows.free_unneeded(run.members.rows[run.full])
         return len(run.full)
 
     def plan_run(self, plan: StepPlan) -> None:
@@ -240,21 +241,10 @@ class StepPlanner:
         r = self._rows
         index = r.num_computed_tokens[decode] // self._capacity.block_size
         opens = index >= r.num_blocks[decode]
-        if r.blocks_before is not None:
-            self.worker.free_unneeded(decode[opens])
+        if self.worker.windows is not None:
+            self.worker.windows.free_unneeded(decode[opens])
         tail = r.table[decode, np.minimum(index, r.num_blocks[decode] - 1)]
         return decode[opens | (self._pool.refs[tail] > 1)]
-
-    def _num_without_block(self, prefill: I64) -> int:
-        """Number of rows with a part of their prompt left that have no block for its next token. Each of them needs one
-        block at least. They exist only with attention windows: other rows get all blocks of their prompt at once.
-        """
-        r = self._rows
-        if r.blocks_before is None:
-            return 0
-        waiting = prefill[r.num_computed_tokens[prefill] >= r.num_blocks[prefill] * self._capacity.block_size]
-        self.worker.free_unneeded(waiting)
-        return len(waiting)
 
     def _num_blocks_for(self, needy: I64) -> int:
         """Number of blocks that these rows take. The last of the rows that share a block keeps it."""
@@ -303,8 +293,8 @@ class StepPlanner:
         count = num_head_tokens or min(todo, plan.budget)
         if row in self.worker.chunk_parts:
             count = self.worker.chunk_parts[row].plan_chunk(row, count, plan)
-        if self._rows.blocks_before is not None:
-            count = self._give_prompt_blocks(row, count, plan)
+        if self.worker.windows is not None:
+            count = self.worker.windows.give_prompt_blocks(row, count, plan)
         if count < 1:
             return
         plan.chunks.append((row, count))
@@ -316,25 +306,6 @@ class StepPlanner:
         self._register_fills(row, count, plan)
         if self.worker.num_reserved_rows:
             self._forks.open_if_complete(row, count, plan)
-
-    def _give_prompt_blocks(self, row: int, count: int, plan: StepPlan) -> int:
-        """Append the blocks for the next `count` tokens of a row's prompt to its table. Returns the number of tokens
-        that have a block: fewer than `count` if the pool has too few. Leaves one block for each other row if it can.
-        """
-        r, bs = self._rows, self._capacity.block_size
-        start, num_blocks = int(r.num_computed_tokens[row]), int(r.num_blocks[row])
-        num_missing = ceil_div(start + count, bs) - num_blocks
-        if num_missing < 1:
-            return count
-        self.worker.free_unneeded(np.array([row]))
-        num_free = self._pool.num_free
-        num_new = min(num_missing, max(num_free - r.num_used, min(1, num_free)))
-        if num_new:
-            indices, blocks = np.arange(num_blocks, num_blocks + num_new), self._pool.allocate(num_new)
-            r.table[row, indices] = blocks
-            r.num_blocks[row] += num_new
-            plan.tables.append((np.full(num_new, row), indices, blocks))
-        return min(count, (num_blocks + num_new) * bs - start)
 
     def _register_fills(self, row: int, count: int, plan: StepPlan) -> None:
         """Register the blocks that this chunk fills with known tokens: they may be shared from now on."""

@@ -16,11 +16,7 @@ A row ends between two of these points
 
 Order of blocks
     Blocks are freed from the tail of a table to its head, so that heads, which more sequences can share, are evicted
-    last. If a row has freed blocks behind its attention window before, those are the head of its prefix, but they were
-    put back first. When the row ends they are taken back and freed again behind the others (`_cached_again`): a hit
-    needs all blocks of a prefix, so a prefix without its head would be garbage that still occupies the pool.
-    Blocks behind a window that are committed are free at once, because the steps that read them precede the steps that
-    could write them again. Uncommitted ones wait for the answer that may commit them.
+    last. Rows with an attention window free blocks before they end; `windows.py` keeps the order for them.
 
 Refusals
     A sequence that does not fit gets a `Refusal`, so that it is not checked again in each step. The refusal holds while
@@ -48,7 +44,7 @@ Invariants
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from typing import NamedTuple, TypeVar
 
@@ -63,6 +59,7 @@ from scheduler_svc.core.sequence import NEVER, Completion, QueueEntry, Refusal, 
 from scheduler_svc.core.steps.admission import excess_blocks, steps_to_retry
 from scheduler_svc.core.steps.rows import RowTable
 from scheduler_svc.core.steps.step_plan import Changes, InFlightStep, StepPlan
+from scheduler_svc.core.steps.windows import Windows
 from step_protocol.columns import I64, Bools
 from step_protocol.messages import RowError, StepBatch, StepOutput
 
@@ -178,6 +175,9 @@ class WorkerState:
         self._holder = Holder(capacity.worker_id, capacity.worker_epoch)
         self._keeps_events = keeps_events
         self.prefilling: set[int] = set()  # rows whose prompts are not planned as far as their newest token
+        self.windows = (
+            None if self.rows.blocks_before is None else Windows(self.rows, self.pool, self._release, self._add_room)
+        )
         self.late_forks: set[int] = set()  # computed rows whose forks wait for a row and blocks of their own
         self.parts: list[WorkerPart] = []  # of the features that requests of this worker have used
         self._part_of: dict[type[WorkerPart], WorkerPart] = {}
@@ -486,7 +486,9 @@ class WorkerState:
         for step in self.in_flight:
             step.closed.add(row)
         blocks = self.rows.held_blocks(row)[::-1]
-        self._release(np.concatenate((blocks, self._cached_again(row))) if self.rows.first_block[row] else blocks)
+        if self.windows is not None and self.rows.first_block[row]:
+            blocks = np.concatenate((blocks, self.windows.take_back(row)))
+        self._release(blocks)
         self.rows.close(row)
         self.prefilling.discard(row)
         if self.late_forks:
@@ -498,56 +500,14 @@ class WorkerState:
         self.room_version += 1
         self._closed.append(row)
 
-    def _cached_again(self, row: int) -> I64:
-        """Take back the blocks that the row has freed and that are still cached, the last one first, so that they can
-        be freed behind the row's other blocks (see "Order of blocks" above).
-        """
-        r = self.rows
-        cached = self.pool.match(r.digests[row], r.known_tokens(row), int(r.first_block[row]))
-        self.pool.share(cached)
-        return cached[::-1]
-
-    def free_unneeded(self, rows: I64) -> int:
-        """Free the blocks that the next tokens of these rows, and later ones, do not attend to. Returns their number.
-        Called for rows that are about to take a block: steps in which no row takes one do nothing here.
-
-        Cached blocks can be allocated at once, because steps run in order. Other blocks are kept until the step that
-        fills them is answered, which may commit them.
-        """
-        r = self.rows
-        if r.blocks_before is None:
-            return 0
-        firsts, needed = r.first_block[rows], r.num_computed_tokens[rows] // self.capacity.block_size - r.blocks_before
-        frees = needed > firsts
-        if not np.count_nonzero(frees):
-            return 0
-        r.first_block[rows] = np.maximum(firsts, needed)
-        blocks = r.entries(rows[frees], firsts[frees], needed[frees])
-        for part in _without_repeats(blocks):
-            is_committed = self.pool.are_committed(part)
-            if np.count_nonzero(is_committed) < len(part):
-                self._release(part[~is_committed])
-                part = part[is_committed]
-            self.pool.free(part)
-        if len(blocks) > len(rows):  # else the rows take as many blocks as they free
-            self.room_version += 1
-        return len(blocks)
+    def _add_room(self) -> None:
+        self.room_version += 1
 
     def _release(self, blocks: I64) -> None:
         if self.in_flight:
             self.in_flight[-1].releases.append(blocks)
         else:
             self.pool.free(blocks)
-
-
-def _without_repeats(blocks: I64) -> Iterator[I64]:
-    """The blocks in parts without repeats: several rows may free a shared block at once."""
-    while len(set(blocks.tolist())) < len(blocks):
-        _, places = np.unique(blocks, return_index=True)
-        places.sort()
-        yield blocks[places]
-        blocks = np.delete(blocks, places)
-    yield blocks
 
 
 def num_forks_needed(seq: Sequence) -> int:
