@@ -31,8 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.deltas import Deltas
-from scheduler_svc.core.messages import WorkerCapacity
+from scheduler_svc.core.messages import Deltas, WorkerCapacity
 from scheduler_svc.core.placement import Placement, WorkerChoice
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import QueueEntry, SequenceGroup, StopCondition

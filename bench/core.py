@@ -25,8 +25,7 @@ from quire.internal.v1 import worker_pb2
 
 from bench.machine import StealMeter, describe
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.deltas import split_deltas
-from scheduler_svc.core.messages import WorkerCapacity
+from scheduler_svc.core.messages import WorkerCapacity, split_deltas
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import SequenceGroup, StopCondition
 from scheduler_svc.gateways import wire

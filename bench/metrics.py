@@ -20,7 +20,7 @@ from gateway_svc.answer.request_meter import ModelTimes, RequestMeter
 from gateway_svc.metrics import SPECS as GATEWAY_SPECS
 from gateway_svc.metrics import model_rows
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.deltas import Deltas
+from scheduler_svc.core.messages import Deltas
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.stats import SchedulerStats, WorkerStats
 from scheduler_svc.metrics import SPECS as SCHEDULER_SPECS

@@ -39,8 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench.attach_load import AttachLoad
 from bench.machine import cpu_s, describe, quiet_async
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.deltas import Deltas
-from scheduler_svc.core.messages import WorkerCapacity
+from scheduler_svc.core.messages import Deltas, WorkerCapacity
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import SequenceGroup, StopCondition
 from scheduler_svc.gateways import wire as scheduler_wire

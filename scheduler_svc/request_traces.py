@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from scheduler_svc.core.deltas import Finished
+from scheduler_svc.core.messages import Finished
 from scheduler_svc.core.sequence import FinishReason, SequenceGroup
 from step_protocol.messages import StepBatch
 

@@ -20,10 +20,9 @@ from typing import Protocol
 
 from prefix_index.index import PrefixIndex
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.deltas import Deltas, split_deltas
 from scheduler_svc.core.errors import SchedulerError, UnexpectedStepError, WorkerMismatchError
 from scheduler_svc.core.features.adapters import AdapterSwap
-from scheduler_svc.core.messages import CachedBlock, WorkerCapacity
+from scheduler_svc.core.messages import CachedBlock, Deltas, WorkerCapacity, split_deltas
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishReason, SequenceGroup
 from scheduler_svc.metrics import SchedulerTimes

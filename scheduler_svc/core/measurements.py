@@ -43,7 +43,7 @@ class Rate:
         self._busy_s = 0.0
         self._seen_s = 0.0
 
-    def note(self, amount: float, busy_s: float) -> None:
+    def add(self, amount: float, busy_s: float) -> None:
         """Record an amount of work done in `busy_s` seconds of busy time."""
         keep = math.exp(-busy_s / self.HORIZON_S)
         self._amount = self._amount * keep + amount
@@ -81,6 +81,6 @@ class Throughput:
     def observe_queue(self, now: float, *, is_served: bool) -> None:
         """Record how fast the queue moved since the last call, if `is_served` was true in that call."""
         if self._waited_since is not None:
-            self.queue.note(self._num_admitted_tokens, now - self._waited_since)
+            self.queue.add(self._num_admitted_tokens, now - self._waited_since)
         self._num_admitted_tokens = 0
         self._waited_since = now if is_served else None

@@ -1,19 +1,23 @@
 """The inputs and outputs of the core: plain data, no protobuf.
 
-Arrays are numpy columns. Row, block and slot numbers are only meaningful for one worker in one epoch. Messages are not
-changed once they are made. Steps and their answers are in step_protocol.messages.
+Arrays are numpy columns. Row, block and slot numbers are only meaningful for one worker in one epoch. Steps and their
+answers are in step_protocol.messages.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
+import numpy as np
+
 from request_fields.sizes import SizeLimits, blocks_before
-from scheduler_svc.core.sequence import SequenceGroup
-from step_protocol.columns import U32
+from scheduler_svc.core.sequence import Completion, FinishReason, SequenceGroup
+from step_protocol.columns import F32, U32, Bools
+from step_protocol.messages import LogprobColumns, concat_columns, no_logprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,3 +86,189 @@ class MigrationReason(Enum):
     DRAIN = "drain"
     LOST = "lost"
     FAILED = "failed"  # its row failed, or a row whose blocks it read
+
+
+@dataclass(frozen=True, slots=True)
+class PromptDeltas:
+    """Log probabilities of prompt tokens that the gateways do not have yet. The positions of a request ascend."""
+
+    owners: U32  # [N]
+    handles: U32  # [N]
+    positions: U32  # [N]
+    columns: LogprobColumns
+
+    def select(self, mask: Bools) -> PromptDeltas:
+        """The prompt tokens where `mask` [N] is true."""
+        return PromptDeltas(self.owners[mask], self.handles[mask], self.positions[mask], self.columns.select(mask))
+
+
+@dataclass(frozen=True, slots=True)
+class PooledDeltas:
+    """The numbers of requests that have ended."""
+
+    owners: U32  # [P]
+    handles: U32  # [P]
+    lens: U32  # [P]
+    values: F32  # [sum(lens)]
+
+    def select(self, mask: Bools) -> PooledDeltas:
+        """The requests where `mask` [P] is true."""
+        kept = np.repeat(mask, self.lens)
+        return PooledDeltas(self.owners[mask], self.handles[mask], self.lens[mask], self.values[kept])
+
+
+@dataclass(slots=True)
+class Finished:
+    """The end of a sample. The counters have the meaning of Usage in the protocol."""
+
+    group: SequenceGroup
+    sample_index: int
+    reason: FinishReason
+    num_output_tokens: int
+    num_cached_tokens: int
+    num_recomputed_tokens: int
+    num_preemptions: int
+    stop_token_id: int | None = None
+    message: str = ""
+    logprob: float | None = None  # of a sequence from beam search: sum over its tokens
+    score: float | None = None  # of a sequence from beam search
+
+
+@dataclass(slots=True)
+class Deltas:
+    """The result of an `update` or an abort: columns of length N with one new token each, and the samples that ended.
+
+    `owners` and `handles` are the caller's numbers from SequenceGroup; the core does not interpret them.
+    The finishes apply after the tokens of the same message.
+    """
+
+    owners: U32  # [N] the gateway
+    handles: U32  # [N] the gateway's request
+    sample_indices: U32  # [N]
+    offsets: U32  # [N] output position
+    token_ids: U32  # [N]
+    finished: list[Finished] = field(default_factory=list)
+    owner: int | None = None  # the owner of all tokens; None if unknown or if there are several
+    logprobs: LogprobColumns | None = None  # of `token_ids`; None: no request sets `logprobs`
+    prompt: PromptDeltas | None = None  # the gateway handles them before `token_ids`
+    pooled: PooledDeltas | None = None  # of requests that end with this message
+
+    @property
+    def size(self) -> int:
+        """Size of the columns, in units of 16 bytes (one token)."""
+        num_entries = 0 if self.logprobs is None else len(self.logprobs.logprobs)
+        num_entries += 0 if self.prompt is None else len(self.prompt.columns.logprobs)
+        num_numbers = 0 if self.pooled is None else len(self.pooled.values)
+        return len(self.token_ids) + num_entries // 2 + num_numbers // 4
+
+
+def with_outputs(deltas: Deltas, group: SequenceGroup, outputs: Sequence[Completion], ends: list[Finished]) -> Deltas:
+    """`deltas`, with the best outputs of a request that has ended as its samples."""
+    found = outputs[: group.n]
+    lengths = [len(best.token_ids) for best in found]
+    count = sum(lengths)
+    columns = {
+        "owners": np.full(count, group.owner),
+        "handles": np.full(count, group.handle),
+        "sample_indices": np.repeat(np.arange(len(found)), lengths),
+        "offsets": np.concatenate([np.arange(length) for length in (0, *lengths)]),
+        "token_ids": np.concatenate([deltas.token_ids[:0], *(best.token_ids for best in found)]),
+    }
+    if deltas.logprobs is not None:
+        deltas = replace(deltas, logprobs=concat_columns([deltas.logprobs, no_logprobs(count)]))
+    joined: dict[str, Any] = {
+        name: np.append(getattr(deltas, name), column).astype(np.uint32) for name, column in columns.items()
+    }
+    return replace(deltas, **joined, finished=deltas.finished + ends, owner=None)
+
+
+def merge_deltas(parts: Sequence[Deltas]) -> Deltas:
+    """Concatenates columns. A finish stays behind its tokens, because finishes apply after all tokens of a message."""
+    return Deltas(
+        owners=np.concatenate([part.owners for part in parts]),
+        handles=np.concatenate([part.handles for part in parts]),
+        sample_indices=np.concatenate([part.sample_indices for part in parts]),
+        offsets=np.concatenate([part.offsets for part in parts]),
+        token_ids=np.concatenate([part.token_ids for part in parts]),
+        finished=[finished for part in parts for finished in part.finished],
+        logprobs=_merge_logprobs(parts),
+        prompt=concat_prompts([part.prompt for part in parts if part.prompt is not None]),
+        pooled=concat_pooled([part.pooled for part in parts if part.pooled is not None]),
+    )
+
+
+def _merge_logprobs(parts: Sequence[Deltas]) -> LogprobColumns | None:
+    if all(part.logprobs is None for part in parts):
+        return None
+    return concat_columns([part.logprobs or no_logprobs(len(part.token_ids)) for part in parts])
+
+
+def split_deltas(deltas: Deltas) -> dict[int, Deltas]:
+    """Splits deltas by owner. With one owner, the usual case, nothing is copied."""
+    if deltas.owner is not None and not deltas.finished and deltas.prompt is None:
+        return {deltas.owner: deltas}
+    columns = deltas.owners
+    is_uniform = len(columns) > 0 and not np.count_nonzero(columns != columns[0])
+    owners = {int(columns[0])} if is_uniform else set(np.unique(columns).tolist())
+    if deltas.finished:
+        owners |= {finished.group.owner for finished in deltas.finished}
+    if deltas.prompt is not None:
+        owners |= set(np.unique(deltas.prompt.owners).tolist())
+    if len(owners) == 1:
+        return {owners.pop(): deltas}
+    return {owner: _of_owner(deltas, owner) for owner in owners}
+
+
+def _of_owner(deltas: Deltas, owner: int) -> Deltas:
+    mine, prompt = deltas.owners == owner, deltas.prompt
+    if prompt is not None:
+        is_mine = prompt.owners == owner
+        prompt = prompt.select(is_mine) if is_mine.any() else None
+    pooled = deltas.pooled
+    if pooled is not None:
+        is_mine = pooled.owners == owner
+        pooled = pooled.select(is_mine) if is_mine.any() else None
+    return Deltas(
+        owners=deltas.owners[mine],
+        handles=deltas.handles[mine],
+        sample_indices=deltas.sample_indices[mine],
+        offsets=deltas.offsets[mine],
+        token_ids=deltas.token_ids[mine],
+        finished=[finished for finished in deltas.finished if finished.group.owner == owner],
+        logprobs=None if deltas.logprobs is None else deltas.logprobs.select(mine),
+        prompt=prompt,
+        pooled=pooled,
+    )
+
+
+def concat_prompts(parts: Sequence[PromptDeltas]) -> PromptDeltas | None:
+    """The prompt tokens of all parts in order; None if there are no parts."""
+    if len(parts) < 2:
+        return parts[0] if parts else None
+    return PromptDeltas(
+        np.concatenate([part.owners for part in parts]),
+        np.concatenate([part.handles for part in parts]),
+        np.concatenate([part.positions for part in parts]),
+        concat_columns([part.columns for part in parts]),
+    )
+
+
+def pooled_deltas(found: Sequence[tuple[int, int, F32]]) -> PooledDeltas | None:
+    """Columns of (owner, handle, numbers); None if there are none."""
+    if not found:
+        return None
+    owners, handles, values = zip(*found, strict=True)
+    lens = np.array([len(numbers) for numbers in values], np.uint32)
+    return PooledDeltas(np.array(owners, np.uint32), np.array(handles, np.uint32), lens, np.concatenate(values))
+
+
+def concat_pooled(parts: Sequence[PooledDeltas]) -> PooledDeltas | None:
+    """The requests of all parts in order; None if there are no parts."""
+    if len(parts) < 2:
+        return parts[0] if parts else None
+    return PooledDeltas(
+        np.concatenate([part.owners for part in parts]),
+        np.concatenate([part.handles for part in parts]),
+        np.concatenate([part.lens for part in parts]),
+        np.concatenate([part.values for part in parts]),
+    )

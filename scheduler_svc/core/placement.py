@@ -387,11 +387,11 @@ class Placement:
     def _recount(self, entry: QueueEntry, positions: Iterable[int]) -> None:
         """Look up the cached tokens on these workers again. They seldom differ from those of the last lookup."""
         found, digests, max_cached = entry.num_cached_at, entry.seq.digests, entry.seq.max_cached_tokens
-        least = entry.seq.group.features.num_head_tokens
+        min_tokens = entry.seq.group.features.num_head_tokens
         has_changed = False
         for i in positions:
             before = int(found[i])
-            found[i] = count = self._workers[i].num_cached(digests, max_cached, before, least)
+            found[i] = count = self._workers[i].num_cached(digests, max_cached, before, min_tokens)
             has_changed |= count != before
         if has_changed:
             entry.set_cached(found)
@@ -401,8 +401,8 @@ class Placement:
         digests, counts = seq.digests, np.zeros(len(self._workers), dtype=np.int64)
         if digests:
             for i in [i for i, held in enumerate(self._held) if digests[0] in held]:
-                least = seq.group.features.num_head_tokens
-                counts[i] = self._workers[i].num_cached(digests, seq.max_cached_tokens, 0, least)
+                min_tokens = seq.group.features.num_head_tokens
+                counts[i] = self._workers[i].num_cached(digests, seq.max_cached_tokens, 0, min_tokens)
         return counts
 
     def extend_digests(self, digests: list[bytes], token_ids: U32, group: SequenceGroup) -> None:

@@ -24,10 +24,9 @@ import numpy as np
 from prefix_index.changes import PrefixChanges
 from scheduler_svc.core import invariants
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.deltas import Deltas, Finished, with_outputs
 from scheduler_svc.core.features.adapters import AdapterSwaps
 from scheduler_svc.core.measurements import Counts, Throughput
-from scheduler_svc.core.messages import CachedBlock, MigrationReason, WorkerCapacity
+from scheduler_svc.core.messages import CachedBlock, Deltas, Finished, MigrationReason, WorkerCapacity, with_outputs
 from scheduler_svc.core.placement import Placement
 from scheduler_svc.core.queue.admission_control import AdmissionControl
 from scheduler_svc.core.queue.requests import Requests
@@ -367,7 +366,7 @@ class Scheduler:
 
     def _measure_prefill(self, planner: StepPlanner, step: InFlightStep, now: float) -> None:
         """Measure the pace from full steps only: in other steps the worker could have computed more tokens."""
-        self._throughput.prefill.note(step.num_prompt_tokens, now - max(step.sent_at, planner.answered_at))
+        self._throughput.prefill.add(step.num_prompt_tokens, now - max(step.sent_at, planner.answered_at))
 
     def _finish_rows(self, worker: WorkerState, rows: I64, deltas: Deltas, places: list[int]) -> None:
         """End the rows at these indices whose newest token is their last one."""

@@ -24,7 +24,7 @@ import numpy as np
 from quire.internal.v1 import scheduler_pb2
 from quire.v1 import types_pb2
 
-from scheduler_svc.core.deltas import Deltas
+from scheduler_svc.core.messages import Deltas
 from scheduler_svc.gateways import wire
 from scheduler_svc.gateways.submits import SubmitReader
 from scheduler_svc.refusals import RETRY_NO_WORKER_S

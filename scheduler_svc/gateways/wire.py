@@ -8,8 +8,8 @@ import numpy as np
 from quire.internal.v1 import scheduler_pb2
 from quire.v1 import types_pb2
 
-from scheduler_svc.core.deltas import Deltas, Finished, merge_deltas
 from scheduler_svc.core.features.encoder import EncoderPositions
+from scheduler_svc.core.messages import Deltas, Finished, merge_deltas
 from scheduler_svc.core.sequence import FinishReason, SequenceGroup
 from step_protocol.columns import f32_to_bytes, u32_to_bytes
 from step_protocol.proto import logprobs_to_proto

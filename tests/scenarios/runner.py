@@ -24,9 +24,8 @@ from pathlib import Path
 import numpy as np
 
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.deltas import Deltas
 from scheduler_svc.core.errors import SchedulerError
-from scheduler_svc.core.messages import WorkerCapacity
+from scheduler_svc.core.messages import Deltas, WorkerCapacity
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishReason, SequenceGroup, StopCondition
 from step_protocol.messages import StepBatch, StepOutput

@@ -17,7 +17,6 @@ import numpy as np
 from prefix_index.changes import Holder
 from request_fields.beams import BeamParams
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.deltas import Deltas, Finished
 from scheduler_svc.core.errors import (
     DuplicateRequestError,
     NeverFitsError,
@@ -28,7 +27,7 @@ from scheduler_svc.core.errors import (
 from scheduler_svc.core.features.adapters import AdapterSwap, adapter_of
 from scheduler_svc.core.features.beams import beam_blocks
 from scheduler_svc.core.features.pooled import Pooled
-from scheduler_svc.core.messages import RowAssignment, WorkerCapacity
+from scheduler_svc.core.messages import Deltas, Finished, RowAssignment, WorkerCapacity
 from scheduler_svc.core.policy import ceil_div
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishReason, SequenceGroup, StopCondition

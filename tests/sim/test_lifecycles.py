@@ -15,9 +15,8 @@ import pytest
 
 from prefix_index.changes import PrefixChanges
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.deltas import Deltas
 from scheduler_svc.core.errors import NeverFitsError, QueueFullError, SchedulerError
-from scheduler_svc.core.messages import CachedBlock, WorkerCapacity
+from scheduler_svc.core.messages import CachedBlock, Deltas, WorkerCapacity
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishReason, SequenceGroup, StopCondition
 from scheduler_svc.core.stats import worker_stats

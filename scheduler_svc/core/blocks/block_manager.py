@@ -113,12 +113,12 @@ class BlockManager:
 
     # -- the prefix cache ---------------------------------------------------------------------------------------------
 
-    def match(self, digests: Sequence[bytes], token_ids: U32, max_blocks: int, least: int = 0) -> I64:
+    def match(self, digests: Sequence[bytes], token_ids: U32, max_blocks: int, min_blocks: int = 0) -> I64:
         """The blocks of the longest cached prefix of `token_ids`, at most `max_blocks`; none if there are fewer than
-        `least`. Compares tokens.
+        `min_blocks`. Compares tokens.
         """
         count = self.match_len(digests, max_blocks)
-        if not count or count < least:
+        if not count or count < min_blocks:
             return NO_BLOCKS
         try:
             blocks = np.fromiter(map(self.held.__getitem__, digests[:count]), dtype=np.int64, count=count)
@@ -128,9 +128,9 @@ class BlockManager:
         wanted = token_ids[: len(blocks) * self.block_size].reshape(-1, self.block_size)
         tokens = self._tokens.take(blocks, axis=0)
         if tokens.tobytes() == wanted.tobytes():
-            return blocks if len(blocks) >= least else NO_BLOCKS
+            return blocks if len(blocks) >= min_blocks else NO_BLOCKS
         num_equal = int((tokens != wanted).any(axis=1).argmax())
-        return blocks[:num_equal] if num_equal >= least else NO_BLOCKS
+        return blocks[:num_equal] if num_equal >= min_blocks else NO_BLOCKS
 
     def match_len(self, digests: Sequence[bytes], max_blocks: int, before: int = 0) -> int:
         """Number of leading digests that blocks hold: an estimate for placement. Exact unless a step has failed or

@@ -213,8 +213,8 @@ def beam_blocks(num_prompt: int, max_tokens: int, width: int, block_size: int, b
     of the prompt, and the last token of each beam needs no KV. `blocks_before`: see `WorkerCapacity`.
     """
     shared = num_prompt // block_size
-    most = shared + width * (ceil_div(num_prompt + max_tokens - 1, block_size) - shared)
-    return most if blocks_before is None else min(most, width * (blocks_before + 1))
+    num_blocks = shared + width * (ceil_div(num_prompt + max_tokens - 1, block_size) - shared)
+    return num_blocks if blocks_before is None else min(num_blocks, width * (blocks_before + 1))
 
 
 def _num_blocks(group: SequenceGroup, capacity: WorkerCapacity) -> int:

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from scheduler_svc.core.deltas import Deltas, pooled_deltas
-from scheduler_svc.core.messages import RowAssignment
+from scheduler_svc.core.messages import Deltas, RowAssignment, pooled_deltas
 from scheduler_svc.core.sequence import Feature, Sequence, SequenceGroup
 from scheduler_svc.core.steps.step_plan import InFlightStep, StepPlan
 from scheduler_svc.core.steps.worker_state import WorkerPart, WorkerState

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from scheduler_svc.core.deltas import Deltas, PromptDeltas
-from scheduler_svc.core.messages import RowAssignment
+from scheduler_svc.core.messages import Deltas, PromptDeltas, RowAssignment
 from scheduler_svc.core.sequence import Feature, Sequence, SequenceGroup
 from scheduler_svc.core.steps.step_plan import InFlightStep, StepPlan
 from scheduler_svc.core.steps.worker_state import WorkerPart, WorkerState

@@ -171,8 +171,8 @@ class AdmissionControl:
         digests: list[bytes] = []
         self._placement.extend_digests(digests, group.prompt, group)
         max_cached = group.max_cached_tokens(len(group.prompt))
-        least = group.features.num_head_tokens
-        num_cached = max(worker.num_cached(digests, max_cached, 0, least) for worker in workers)
+        min_tokens = group.features.num_head_tokens
+        num_cached = max(worker.num_cached(digests, max_cached, 0, min_tokens) for worker in workers)
         own -= num_cached
         own_arrival = virtual_arrival(now, len(group.prompt) - num_cached, self._config.aging_tokens_per_s)
         ahead = queue.tokens_ahead(slot, group.priority, own_arrival)

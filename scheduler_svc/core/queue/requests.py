@@ -10,9 +10,8 @@ from heapq import heapify, heappop, heappush
 
 from request_fields.fields import End
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.deltas import Finished
 from scheduler_svc.core.measurements import Counts, Throughput
-from scheduler_svc.core.messages import MigrationReason
+from scheduler_svc.core.messages import Finished, MigrationReason
 from scheduler_svc.core.placement import Placement
 from scheduler_svc.core.policy import expected_tokens, virtual_arrival
 from scheduler_svc.core.queue.fair_share import FairShare
@@ -158,7 +157,7 @@ class Requests:
             unschedulable[seq] = now
         while self.patience_ends_at <= now:
             group = next(self.waiting.sequences()).group
-            ended += self.abort(group.request_id, FinishReason.ERROR, self._why_stranded(group))
+            ended += self.abort(group.request_id, FinishReason.ERROR, self._no_worker_message(group))
         return ended
 
     @property
@@ -173,14 +172,14 @@ class Requests:
         """Whether no worker has been connected for `worker_patience_s`. New requests are then refused."""
         return not self._workers and self._no_worker_since + self._config.worker_patience_s <= now
 
-    def _why_stranded(self, group: SequenceGroup) -> str:
+    def _no_worker_message(self, group: SequenceGroup) -> str:
         patience_s = self._config.worker_patience_s
         if not self._workers:
             return f"no worker is connected and none joined within {patience_s:g} s; {RETRY_ADVICE}"
         sizes = f"{len(group.prompt)} prompt tokens, max_tokens {group.stop.max_tokens}"
-        most = f"{self._placement.largest_pool} tokens"
+        largest = f"{self._placement.largest_pool} tokens"
         return (
-            f"no present worker can run the request ({sizes}; the largest pool has {most}), and no eligible worker "
+            f"no present worker can run the request ({sizes}; the largest pool has {largest}), and no eligible worker "
             f"joined within {patience_s:g} s; {RETRY_ADVICE}"
         )
 

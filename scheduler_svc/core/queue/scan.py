@@ -72,7 +72,7 @@ class QueueScan:
         return placed
 
     def _are_first(self, waits: list[Wait]) -> bool:
-        """Whether a pass would choose for the sequences of these waits, in this order, and for no others."""
+        """Whether the first sequences of the queue are still those of these waits, in this order."""
         entries = list(islice(self._waiting, self._config.max_bypass + 1))
         return len(entries) == len(waits) and all(map(is_, entries, (wait.entry for wait in waits)))
 

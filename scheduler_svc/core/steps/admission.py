@@ -52,11 +52,11 @@ def excess_blocks(
     else:
         # A sequence that outgrows the window holds about the same number of blocks from then on. It counts with this
         # number from the start, and as if it shared none: it frees shared blocks before the others do.
-        most = table.blocks_before + 1
-        if np.minimum(final, most).sum() <= max_blocks:
+        max_held = table.blocks_before + 1
+        if np.minimum(final, max_held).sum() <= max_blocks:
             return 0
-        stays = final <= most
-        max_blocks -= most * int(np.count_nonzero(~stays))
+        stays = final <= max_held
+        max_blocks -= max_held * int(np.count_nonzero(~stays))
         hits = hits if stays[-1] else hits[:0]
         rows, tokens, remaining = rows[stays[: len(rows)]], tokens[stays], remaining[stays]
     order = np.argsort(-remaining, kind="stable")

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 
 from request_fields.fields import End, StopCondition
-from scheduler_svc.core.deltas import Deltas
 from scheduler_svc.core.errors import UnexpectedStepError
+from scheduler_svc.core.messages import Deltas
 from scheduler_svc.core.sequence import FinishReason, Sequence
 from scheduler_svc.core.steps.decode_run import Members
 from scheduler_svc.core.steps.rows import RowTable
@@ -167,19 +167,19 @@ class Untrusted(NamedTuple):
 
 
 def untrusted_after(worker: WorkerState, failed: set[int], step: InFlightStep) -> Untrusted:
-    """The rows and blocks that are tainted by the failure of these rows in this step.
+    """The rows and blocks that are untrusted by the failure of these rows in this step.
 
-    A failed row is tainted itself if the failure of another row explains its failure. The tainted blocks are the blocks
+    A failed row is one of them if the failure of another row explains its failure. The untrusted blocks are the blocks
     that failed rows were to fill, and the blocks that rows filled which have ended since: these may have read anything.
     """
     bad, steps = set(failed), (step, *worker.in_flight)
     while True:
         lost = _lost_blocks(bad, steps)
         forked = _forks_of(bad, steps)
-        tainted = {row for row in worker.rows.active().tolist() if row in forked or _reads(worker, row, lost)}
-        if tainted <= bad:
-            return Untrusted(sorted(tainted), list(lost))
-        bad |= tainted
+        untrusted = {row for row in worker.rows.active().tolist() if row in forked or _reads(worker, row, lost)}
+        if untrusted <= bad:
+            return Untrusted(sorted(untrusted), list(lost))
+        bad |= untrusted
 
 
 def _lost_blocks(bad: set[int], steps: tuple[InFlightStep, ...]) -> dict[int, int | None]:

@@ -156,8 +156,8 @@ class RowTable:
 
     def max_blocks_of(self, limit: int) -> int:
         """An upper bound of the blocks of a sequence with this limit, including the copy of a shared block."""
-        most = limit // self.block_size + 2
-        return most if self.blocks_before is None else min(most, self.blocks_before + 2)
+        num_blocks = limit // self.block_size + 2
+        return num_blocks if self.blocks_before is None else min(num_blocks, self.blocks_before + 2)
 
     def opening_blocks(self, num_tokens: int, num_cached: int) -> tuple[int, int]:
         """Start and end of the table entries whose blocks a row needs when it opens with so many tokens, of which

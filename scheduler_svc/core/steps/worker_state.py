@@ -53,8 +53,7 @@ import numpy as np
 from prefix_index.changes import Holder, PrefixChanges
 from prefix_index.hashing import NO_KEYS, block_bytes, chained, extend_digests, root_digest, token_bytes
 from scheduler_svc.core.blocks.block_manager import BlockManager
-from scheduler_svc.core.deltas import Deltas
-from scheduler_svc.core.messages import CachedBlock, RowAssignment, WorkerCapacity
+from scheduler_svc.core.messages import CachedBlock, Deltas, RowAssignment, WorkerCapacity
 from scheduler_svc.core.sequence import NEVER, Completion, QueueEntry, Refusal, Sequence, SequenceGroup, SequenceStatus
 from scheduler_svc.core.steps.admission import excess_blocks, steps_to_retry
 from scheduler_svc.core.steps.rows import RowTable
@@ -287,13 +286,13 @@ class WorkerState:
             ids = np.array([block.block_id for block in listed], dtype=np.int64)
             self.pool.adopt(ids, [block.digest for block in listed], np.array([block.token_ids for block in listed]))
 
-    def num_cached(self, digests: Seq[bytes], max_tokens: int, before: int = 0, least: int = 0) -> int:
-        """Number of leading tokens of a sequence that are cached here; at most `max_tokens`, and 0 if below `least`.
-        `before`: the result of an earlier call.
+    def num_cached(self, digests: Seq[bytes], max_tokens: int, before: int = 0, min_tokens: int = 0) -> int:
+        """Number of leading tokens of a sequence that are cached here: at most `max_tokens`, and 0 if below
+        `min_tokens`. `before`: the result of an earlier call.
         """
         bs = self.capacity.block_size
         count = bs * self.pool.match_len(digests, max_tokens // bs, before // bs)
-        return count if count >= least else 0
+        return count if count >= min_tokens else 0
 
     def extend_digests(self, seq: Sequence) -> None:
         """Compute the missing digests of a waiting sequence that is not in the queue."""
@@ -331,8 +330,8 @@ class WorkerState:
         if num_forks < num_forks_needed(seq):  # -1: no row is free
             return self.refuse()
         token_ids = seq.data.token_ids()
-        least = seq.group.features.num_head_tokens // bs
-        hits = self.pool.match(seq.digests, token_ids, seq.max_cached_tokens // bs, least)
+        min_blocks = seq.group.features.num_head_tokens // bs
+        hits = self.pool.match(seq.digests, token_ids, seq.max_cached_tokens // bs, min_blocks)
         if self.num_missing(len(token_ids), hits) > self.pool.num_free:
             return self.refuse()
         num_excess = self._excess_blocks(seq, hits, num_forks, watermark, mean_output)
@@ -354,8 +353,8 @@ class WorkerState:
         rows = r.active()
         rows = rows[r.priority[rows] <= seq.group.priority]
         is_held = r.num_holders(rows, self.capacity.num_blocks) > 0
-        bs, least = self.capacity.block_size, seq.group.features.num_head_tokens // self.capacity.block_size
-        hits = self.pool.match(seq.digests, token_ids, seq.max_cached_tokens // bs, least)
+        bs, min_blocks = self.capacity.block_size, seq.group.features.num_head_tokens // self.capacity.block_size
+        hits = self.pool.match(seq.digests, token_ids, seq.max_cached_tokens // bs, min_blocks)
         first, end = r.opening_blocks(len(token_ids), len(hits) * bs)
         num_blocks = end - first - int(np.count_nonzero(is_held[hits[first:]])) + int(np.count_nonzero(is_held))
         num_rows = sum(1 + len(r.sequence(row).forks) for row in rows.tolist())

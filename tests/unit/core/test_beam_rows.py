@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from request_fields.beams import BeamParams
-from scheduler_svc.core.deltas import Deltas, Finished
+from scheduler_svc.core.messages import Deltas, Finished
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishReason
 from step_protocol.messages import EMPTY, BeamCandidates, RowError, StepBatch, StepOutput

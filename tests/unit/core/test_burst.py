@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.deltas import Deltas
-from scheduler_svc.core.messages import WorkerCapacity
+from scheduler_svc.core.messages import Deltas, WorkerCapacity
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishReason, SequenceGroup, StopCondition
 from step_protocol.messages import StepBatch, StepOutput

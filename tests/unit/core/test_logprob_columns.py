@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler_svc.core.deltas import Deltas, PromptDeltas, merge_deltas, split_deltas
 from scheduler_svc.core.errors import UnexpectedStepError
+from scheduler_svc.core.messages import Deltas, PromptDeltas, merge_deltas, split_deltas
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.gateways import wire
 from step_protocol.messages import LogprobColumns, PromptLogprobs, StepBatch, StepOutput

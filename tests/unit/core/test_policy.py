@@ -94,15 +94,15 @@ def test_answers_are_expected_at_their_mean_length() -> None:
 
 def test_a_pace_is_unknown_until_it_was_busy_and_follows_what_changes() -> None:
     pace = Rate()
-    pace.note(1000, 0.5)
+    pace.add(1000, 0.5)
     assert pace.per_s is None
-    pace.note(1000, 0.6)
+    pace.add(1000, 0.6)
     assert pace.per_s == pytest.approx(2000 / 1.1, rel=0.05)
     for _ in range(100):
-        pace.note(10, 1.0)
+        pace.add(10, 1.0)
     assert pace.per_s == pytest.approx(10, rel=0.05)
     idle = Rate()
-    idle.note(0, 100.0)
+    idle.add(0, 100.0)
     assert idle.per_s is None
 
 

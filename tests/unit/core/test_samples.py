@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scheduler_svc.core.deltas import Finished
+from scheduler_svc.core.messages import Finished
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishReason
 from tests.builders import make_capacity, make_group, make_scheduler

@@ -11,8 +11,8 @@ import numpy as np
 from prefix_index.changes import PrefixChanges
 from prefix_index.index import NoPrefixIndex, PrefixIndex
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.deltas import Deltas
 from scheduler_svc.core.features.adapters import AdapterSwap
+from scheduler_svc.core.messages import Deltas
 from scheduler_svc.step_loop import ModelFacts, StepLoop
 from step_protocol.messages import StepBatch, StepOutput
 from svc_common.errors import QuireError

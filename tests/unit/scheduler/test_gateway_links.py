@@ -12,7 +12,7 @@ import pytest
 from quire.internal.v1 import scheduler_pb2
 from quire.v1 import types_pb2
 
-from scheduler_svc.core.deltas import Deltas
+from scheduler_svc.core.messages import Deltas
 from scheduler_svc.gateways import streams as gateway_links
 from scheduler_svc.gateways.streams import Outbox
 from svc_common.errors import OverloadedError

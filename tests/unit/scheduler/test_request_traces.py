@@ -12,8 +12,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from quire.internal.v1 import worker_pb2
 
-from scheduler_svc.core.deltas import Finished
-from scheduler_svc.core.messages import RowAssignment
+from scheduler_svc.core.messages import Finished, RowAssignment
 from scheduler_svc.core.sequence import FinishReason, Sequence, SequenceData, SequenceGroup, SequenceStatus
 from scheduler_svc.request_traces import RequestTraces
 from step_protocol.messages import RowError, RowErrorCode, StepBatch

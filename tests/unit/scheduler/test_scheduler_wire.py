@@ -11,9 +11,8 @@ from quire.internal.v1 import scheduler_pb2, worker_pb2
 from quire.v1 import types_pb2
 
 from request_fields.beams import BeamParams, EarlyStopping
-from scheduler_svc.core.deltas import Deltas, Finished, split_deltas
 from scheduler_svc.core.features.beams import Beams
-from scheduler_svc.core.messages import RowAssignment
+from scheduler_svc.core.messages import Deltas, Finished, RowAssignment, split_deltas
 from scheduler_svc.core.sequence import FinishReason
 from scheduler_svc.gateways import wire
 from scheduler_svc.gateways.submits import MAX_KEPT, SubmitReader
