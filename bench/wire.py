@@ -45,7 +45,7 @@ from scheduler_svc.core.sequence import SequenceGroup, StopCondition
 from scheduler_svc.gateways import wire as scheduler_wire
 from scheduler_svc.workers import wire as step_wire
 from step_protocol.messages import StepBatch, StepOutput
-from step_protocol.messages import StepOutput as WorkerOutput
+from step_protocol.proto import output_to_proto
 from svc_common.serve import open_channel
 from tests.processes.ports import free_port
 from tests.processes.stack import Service, Stack
@@ -138,8 +138,8 @@ def codec(num_rows: int, prompt_len: int) -> dict[str, float]:
 
 
 def _worker_output(output: StepOutput) -> worker_pb2.StepOutput:
-    answer = WorkerOutput(output.step_id, output.rows, output.token_ids, [], 5000)
-    return worker_wire.step_output_to_proto(answer, worker_epoch=2, queue_us=10)
+    output.forward_us = 5000
+    return output_to_proto(output, worker_epoch=2, queue_us=10)
 
 
 def measure_codec() -> dict[str, Any]:
