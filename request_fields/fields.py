@@ -111,6 +111,7 @@ class Field:
     max_bytes: int | None = None
     config_key: str = ""  # key in generation_config.json; its value is the model's default
     config_off: Any = None  # the value of this key that means "off"; it is replaced by `default`
+    is_filter: bool = False  # drops unlikely tokens, unless it has its default value
     has_flag: bool = False  # `quire generate` and `quire chat` have a flag for it
     sdk_option: str = ""  # keyword option of the SDK, if it differs from the field's name
     http: Http | None = Http()  # None: no body has it, or only some endpoints (gateway_svc/http/fields.py)
@@ -148,18 +149,18 @@ FIELDS = (
     Field(
         "sampling.top_p", Kind.FLOAT, "Keep the smallest set of tokens whose probability reaches top_p. 1 is off.",
         Side.WORKER, Resume.STATELESS, default=1.0, low=0, high=1, excludes_low=True, config_key="top_p", config_off=0,
-        has_flag=True, works_with_beams=False,
+        is_filter=True, has_flag=True, works_with_beams=False,
     ),
     Field(
         "sampling.top_k", Kind.UINT32, "Keep the k most likely tokens. 0 is off.",
         Side.WORKER, Resume.STATELESS, default=0, low=0, high=MAX_UINT32, config_key="top_k", config_off=-1,
-        has_flag=True, http=Http(form=Form.MINUS_1_IS_OFF), works_with_beams=False,
+        is_filter=True, has_flag=True, http=Http(form=Form.MINUS_1_IS_OFF), works_with_beams=False,
     ),
     Field(
         "sampling.min_p", Kind.FLOAT,
         "Drop tokens less likely than min_p times the most likely token. Applied before top_k and top_p. 0 is off.",
-        Side.WORKER, Resume.STATELESS, default=0.0, low=0, high=1, config_key="min_p", has_flag=True,
-        works_with_beams=False,
+        Side.WORKER, Resume.STATELESS, default=0.0, low=0, high=1, config_key="min_p",
+        is_filter=True, has_flag=True, works_with_beams=False,
     ),
     Field(
         "sampling.seed", Kind.UINT64,
@@ -381,6 +382,7 @@ class SamplingParams:
 
 # Keyed by attribute of SamplingParams, in its order, which is also the order in columns and records.
 SAMPLER_FIELDS = {attribute.name: BY_PATH[f"sampling.{attribute.name}"] for attribute in fields(SamplingParams)}
+FILTERS = {name: field for name, field in SAMPLER_FIELDS.items() if field.is_filter}
 
 
 def sampling_params(given: Mapping[str, Any]) -> SamplingParams:

@@ -130,21 +130,39 @@ float threshold_for(const float* z, int64_t n, float lowest, int64_t need, const
   return std::max(lowest, from_order_key(prefix));
 }
 
-// Sampling parameters, one column each, in the order of kColumnNames (names of request_fields).
-struct SamplingColumns {
-  const float* temperature;
-  const uint32_t* top_k;
-  const float* top_p;
-  const float* min_p;
-  const uint64_t* seed;
-  const uint32_t* sample_index;
-};
-const char* const kColumnNames = "temperature top_k top_p min_p seed sample_index";
+// Sampling parameters, one column each (names of request_fields).
+#define SAMPLING_COLUMNS(COLUMN) \
+  COLUMN(float, temperature)     \
+  COLUMN(uint32_t, top_k)        \
+  COLUMN(float, top_p)           \
+  COLUMN(float, min_p)           \
+  COLUMN(uint64_t, seed)         \
+  COLUMN(uint32_t, sample_index)
 
-// The smallest value that min_p, top_k and top_p, in this order, keep.
+struct SamplingColumns {
+#define POINTER(type, name) const type* name;
+  SAMPLING_COLUMNS(POINTER)
+};
+#define NAME(type, name) #name " "
+const char* const kColumnNames = SAMPLING_COLUMNS(NAME);
+
+// The masses of the ids from `lowest` on, 0 for the others, and their sum.
+int64_t masses_from(const float* z, int64_t vocab, float top, float lowest, std::vector<int64_t>& mass) {
+  mass.resize(vocab);
+  int64_t total = 0;
+  for (int64_t i = 0; i < vocab; i++) {
+    const int64_t m = mass_of(z[i], top);
+    mass[i] = z[i] >= lowest ? m : 0;
+    total += mass[i];
+  }
+  return total;
+}
+
+// The smallest value that the filters keep. Each one sees the ids that the ones before it have kept.
 float keep_threshold(const float* z, int64_t vocab, float top, const SamplingColumns& s, int64_t row) {
   const float top_p = s.top_p[row], min_p = s.min_p[row];
   const int64_t top_k = s.top_k[row];
+  std::vector<int64_t> mass;
   float lowest = kNegInf;
   if (min_p > 0.f) lowest = top + float(log(double(min_p)));
   if (top_k > 0 && top_k < vocab) {
@@ -153,14 +171,7 @@ float keep_threshold(const float* z, int64_t vocab, float top, const SamplingCol
     if (left > top_k) lowest = threshold_for(z, vocab, lowest, top_k, [](int64_t) { return int64_t(1); });
   }
   if (!(top_p < 1.f)) return lowest;
-  std::vector<int64_t> mass(vocab);
-  int64_t total = 0;
-  for (int64_t i = 0; i < vocab; i++) {
-    const int64_t m = mass_of(z[i], top);
-    mass[i] = z[i] >= lowest ? m : 0;
-    total += mass[i];
-  }
-  const int64_t need = int64_t(ceil(double(top_p) * double(total)));
+  const int64_t need = int64_t(ceil(double(top_p) * double(masses_from(z, vocab, top, lowest, mass))));
   return threshold_for(z, vocab, lowest, std::max<int64_t>(need, 1), [&](int64_t i) { return mass[i]; });
 }
 

@@ -5,11 +5,11 @@ vocabulary id v takes word v & 3. With u = (word + 0.5) / 2^32 in double, its no
 and the token is the argmax of float32(z) + g over the ids that were kept, ties to the lowest id.
 
 The logits are those of the model, after processing (processors.py) for rows that ask for it.
-z = logits / temperature in float32, and an id is kept when z passes, in this order,
+z = logits / temperature in float32, and an id weighs floor(exp(z - max(z)) * 2^40 + 0.5), an integer, so that the order
+of sums does not matter. An id is kept when z passes, in this order,
   min_p:  z >= max(z) + float32(log(min_p));
   top_k:  z >= the k-th largest;
-  top_p:  z >= t, for the largest t whose ids weigh ceil(top_p * total) or more, where an id weighs
-          floor(exp(z - max(z)) * 2^40 + 0.5), an integer, so that the order of sums does not matter.
+  top_p:  z >= t, for the largest t whose ids weigh ceil(top_p * W) or more; W: weight of the ids kept by the others.
 Equal values are kept or dropped together. Below a temperature of 1e-5 the token is the argmax of the logits, ties to
 the lowest id, without noise.
 """
@@ -60,7 +60,7 @@ def gumbel_noise(seed: int, position: int, sample_index: int, ids: U32) -> F32:
 
 
 def keep_threshold(z: F32, params: SamplingParams) -> np.float32:
-    """The smallest z [vocab] that min_p, top_k and top_p keep; -inf if they are off."""
+    """The smallest z [vocab] that the filters keep; -inf if they are off."""
     top = z.max()
     lowest = np.float32(-np.inf)
     if params.min_p > 0:
@@ -72,11 +72,14 @@ def keep_threshold(z: F32, params: SamplingParams) -> np.float32:
     top_p = np.float32(params.top_p)
     if top_p >= 1:
         return lowest
-    mass = np.floor(np.exp(kept.astype(np.float64) - np.float64(top)) * MASS_UNIT + 0.5).astype(np.int64)
-    total = np.cumsum(mass)
+    total = np.cumsum(_weights(kept, top))
     need = max(int(np.ceil(np.float64(top_p) * np.float64(total[-1]))), 1)
     threshold: np.float32 = kept[np.searchsorted(total, need)]
     return threshold
+
+
+def _weights(z: F32, top: np.float32) -> npt.NDArray[np.int64]:
+    return np.floor(np.exp(z.astype(np.float64) - np.float64(top)) * MASS_UNIT + 0.5).astype(np.int64)
 
 
 def sample_token(logits: F32, params: SamplingParams, sample_index: int, position: int) -> int | None:

@@ -34,7 +34,7 @@ class Bucket:
     rows: int
     samples: int
     is_decode: bool  # every row has one query
-    is_filtered: bool  # some row has top_k, top_p, min_p or banned token ids
+    is_filtered: bool  # some row has a filter or banned token ids
     ends_at_logits: bool = False  # processing and sampling are launched separately, behind the graph
     has_adapters: bool = False  # some token has an adapter
 

@@ -71,7 +71,7 @@ def _search_candidates(z, is_in, lowest, bound, top, total, top_k, top_p):
     if top_p < 1.0:
         is_in = is_in & (z >= lowest)
         weight = tl.where(is_in, weight_of(z, top), 0)
-        if top_k > 0:
+        if (top_k > 0) | (bound <= lowest):  # all ids that are kept are candidates
             total = tl.sum(weight, 0)
         need = weight_to_reach(top_p, total)
         found = tl.zeros([], tl.int64)
@@ -102,9 +102,7 @@ def _measure(
 
 
 @triton.jit
-def _search_logits(
-    logits_ptr, stride, vocab_size, sample, temperature, lowest, top, total, top_k, top_p, BLOCK: tl.constexpr
-):
+def _search_logits(logits_ptr, stride, vocab_size, sample, temperature, lowest, top, top_k, top_p, BLOCK: tl.constexpr):
     """The threshold of a row with too many candidates."""
     none = tl.zeros([], tl.int64)
     if top_k > 0:
@@ -118,8 +116,7 @@ def _search_logits(
                     found = tried
             lowest = float_of(found)
     if top_p < 1.0:
-        if top_k > 0:
-            total = _measure(logits_ptr, stride, vocab_size, sample, temperature, lowest, top, none, False, BLOCK)
+        total = _measure(logits_ptr, stride, vocab_size, sample, temperature, lowest, top, none, False, BLOCK)
         need = weight_to_reach(top_p, total)
         found = none
         for bit in range(32):
@@ -154,9 +151,7 @@ def select_kernel(
         z = tl.load(z_ptr + sample.to(tl.int64) * ROOM + place, mask=is_in, other=-float("inf"))
         lowest = _search_candidates(z, is_in, lowest, tl.load(bound_ptr + sample), top, total, top_k, top_p)
     else:
-        lowest = _search_logits(
-            logits_ptr, stride, vocab_size, sample, temperature, lowest, top, total, top_k, top_p, ROOM
-        )
+        lowest = _search_logits(logits_ptr, stride, vocab_size, sample, temperature, lowest, top, top_k, top_p, ROOM)
     tl.store(lowest_ptr + sample, lowest)
 
 

@@ -1,4 +1,4 @@
-"""What min_p, top_k and top_p ask of a row, and what its softmax says about it before a threshold is searched.
+"""What the filters ask of a row, and what its softmax says about it before a threshold is searched.
 
 A filter that compares probabilities with a limit (min_p) is a number that z = logits / temperature must reach:
 `limit_of_min_p`. A filter that keeps ids up to a count (top_k) or a weight (top_p) is a search for the largest
@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from request_fields.fields import SamplingParams
+from request_fields.fields import FILTERS, SamplingParams
 from worker_svc.engine.backend import SamplingColumns
 from worker_svc.engine.gpu.collectives.group import Group
 from worker_svc.engine.gpu.kernels.launch import after_predecessor, dependent
@@ -86,8 +86,8 @@ STORED_AS = {"min_p": log_min_p}  # parameters that the record holds in another 
 
 def is_needed(columns: SamplingColumns) -> bool:
     """Whether some row uses a filter."""
-    asks = (columns["top_k"] > 0) | (columns["top_p"] < 1) | (columns["min_p"] > 0)
-    return bool((asks & (columns["temperature"] >= GREEDY_BELOW)).any())
+    is_sampled = columns["temperature"] >= GREEDY_BELOW
+    return any(bool((is_sampled & (columns[name] != field.default)).any()) for name, field in FILTERS.items())
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Thresholds of rows with min_p, top_k or top_p: first their limits, then one search."""
+"""Thresholds of rows with filters: first their limits, then one search."""
 
 from __future__ import annotations
 

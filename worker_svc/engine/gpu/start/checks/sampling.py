@@ -1,4 +1,4 @@
-"""Cases of the sampler on the whole vocabulary: banned ids, processing, greedy rows, noise, top_k, top_p and min_p."""
+"""Cases of the sampler on the whole vocabulary: banned ids, processing, greedy rows, noise and filters."""
 
 from __future__ import annotations
 
