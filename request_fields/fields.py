@@ -163,6 +163,13 @@ FIELDS = (
         is_filter=True, has_flag=True, works_with_beams=False,
     ),
     Field(
+        "sampling.top_a", Kind.FLOAT,
+        "Drop tokens less likely than top_a times the square of the highest probability. Applied after min_p, to the "
+        "probabilities of the tokens that it keeps. 0 is off.",
+        Side.WORKER, Resume.STATELESS, default=0.0, low=0, high=1,
+        is_filter=True, has_flag=True, works_with_beams=False,
+    ),
+    Field(
         "sampling.seed", Kind.UINT64,
         "The same seed gives the same tokens: the token at output position p of sample i is a function of the logits, "
         "seed, i and p. Unset: the gateway draws one and returns it in Accepted.",
@@ -378,6 +385,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
+    top_a: float = 0.0
 
 
 # Keyed by attribute of SamplingParams, in its order, which is also the order in columns and records.

@@ -36,6 +36,9 @@ class GenerateOptions(ChatOptions, total=False):
     # Drop tokens less likely than min_p times the most likely token. Applied before top_k and top_p. 0 is off. From 0
     # to 1. Default 0.
     min_p: float
+    # Drop tokens less likely than top_a times the square of the highest probability. Applied after min_p, to the
+    # probabilities of the tokens that it keeps. 0 is off. From 0 to 1. Default 0.
+    top_a: float
     # The same seed gives the same tokens: the token at output position p of sample i is a function of the logits, seed,
     # i and p. Unset: the gateway draws one and returns it in Accepted.
     seed: int

@@ -46,6 +46,7 @@ PARAMETERS = (
     Parameter("top_p", lambda rng, _: {"top_p": rng.uniform(0.3, 0.95)}),
     Parameter("top_k", lambda rng, _: {"top_k": rng.randint(2, 100)}),
     Parameter("min_p", lambda rng, _: {"min_p": rng.uniform(0.01, 0.3)}),
+    Parameter("top_a", lambda rng, _: {"top_a": rng.uniform(0.01, 1)}),
     Parameter("min_tokens", lambda rng, v: {"min_tokens": 40, "stop_token_ids": _ids(rng, v, 64)}),
     Parameter("stop_token_ids", lambda rng, v: {"stop_token_ids": _ids(rng, v, 2)}),
     Parameter("repetition_penalty", lambda rng, _: {"repetition_penalty": rng.uniform(0.8, 1.6)}),

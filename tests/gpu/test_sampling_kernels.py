@@ -62,8 +62,11 @@ FILTERS = [
     {"top_p": 1e-6},
     {"min_p": 0.05},
     {"min_p": 1.0},
+    {"top_a": 0.2},
+    {"top_a": 0.2, "top_p": 0.9},
     {"top_k": 20, "top_p": 0.95},
     {"top_k": 100, "top_p": 0.5, "min_p": 0.01},
+    {"top_k": 100, "top_p": 0.9, "min_p": 0.01, "top_a": 0.1},
 ]
 
 
@@ -130,7 +133,9 @@ class count_as_too_many:
         return launch
 
 
-@pytest.mark.parametrize("filters", [{"top_k": 1}, {"top_k": 5}, {"top_k": 3, "top_p": 0.4}, {"min_p": 0.1}], ids=str)
+@pytest.mark.parametrize(
+    "filters", [{"top_k": 1}, {"top_k": 5}, {"top_k": 3, "top_p": 0.4}, {"min_p": 0.1}, {"top_a": 1.0}], ids=str
+)
 def test_few_ids_are_candidates(filters):
     """Chunks of a real vocabulary: the k-th largest maximum is a close bound."""
     logits = randn(2, vocab=16 * candidates.CHUNK)

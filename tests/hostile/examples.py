@@ -22,8 +22,8 @@ def _u32(*values: int) -> bytes:
 
 def _sampling() -> types_pb2.SamplingParams:
     return types_pb2.SamplingParams(
-        temperature=0.8, top_p=0.9, top_k=20, min_p=0.01, seed=7, n=2, repetition_penalty=1.1, frequency_penalty=0.2,
-        presence_penalty=0.1, logit_bias={5: 1.5}, banned_token_ids=[9], bad_words=["return"],
+        temperature=0.8, top_p=0.9, top_k=20, min_p=0.01, top_a=0.01, seed=7, n=2, repetition_penalty=1.1,
+        frequency_penalty=0.2, presence_penalty=0.1, logit_bias={5: 1.5}, banned_token_ids=[9], bad_words=["return"],
     )  # fmt: skip
 
 

@@ -117,6 +117,7 @@ BAD_REQUESTS: list[tuple[str, dict[str, Any], grpc.StatusCode, str, str]] = [
     ("top_p NaN", sampling(top_p=NAN), CODES.INVALID_ARGUMENT, "sampling.top_p", "nan"),
     ("min_p NaN", sampling(min_p=NAN), CODES.INVALID_ARGUMENT, "sampling.min_p", "nan"),
     ("min_p 2", sampling(min_p=2), CODES.INVALID_ARGUMENT, "sampling.min_p", "2"),
+    ("top_a 2", sampling(top_a=2), CODES.INVALID_ARGUMENT, "sampling.top_a", "2"),
     ("n 0", sampling(n=0), CODES.INVALID_ARGUMENT, "sampling.n", "at least 1"),
     ("n above rows", sampling(n=5), CODES.INVALID_ARGUMENT, "sampling.n", "4"),
     ("priority", {"scheduling": {"priority": 5000}}, CODES.INVALID_ARGUMENT, "scheduling.priority", "1000"),

@@ -106,6 +106,7 @@ EFFECTS: Mapping[str, Effect] = {
     "top_p": Effect(0.01, SAMPLED),
     "top_k": Effect(1, SAMPLED),
     "min_p": Effect(1, SAMPLED),
+    "top_a": Effect(1, SAMPLED),
     "seed": Effect(2, SAMPLED),
     "n": Effect(2),
     "beam_width": Effect(3, {"temperature": None, "n": 2, "seed": 1, **LONG}),

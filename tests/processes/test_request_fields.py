@@ -156,6 +156,7 @@ GENERATE: Mapping[str, Effect] = {
     "SamplingParams.top_p": effect({"sampling": {"topP": 0.01}}, sampling=sampled()),
     "SamplingParams.top_k": effect({"sampling": {"topK": 1}}, sampling=sampled()),
     "SamplingParams.min_p": effect({"sampling": {"minP": 1}}, sampling=sampled()),
+    "SamplingParams.top_a": effect({"sampling": {"topA": 1}}, sampling=sampled()),
     "SamplingParams.seed": effect({"sampling": {"seed": "2"}}, sampling=sampled()),
     "SamplingParams.n": effect({"sampling": {"n": 2}}, sampling=sampled()),
     "SamplingParams.repetition_penalty": effect({"sampling": {"repetitionPenalty": 3}}),

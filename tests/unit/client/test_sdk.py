@@ -174,15 +174,16 @@ def test_unary_calls(client):
 
 def test_every_option_reaches_the_request(client, gateway):
     client.generate(
-        token_ids=[104, 105], model="fake", request_id="r", temperature=0, top_p=0.5, top_k=4, min_p=0.25, seed=9, n=1,
-        max_tokens=2, stop="x", stop_token_ids=[5], ignore_eos=True, include_stop_in_output=True, send_text=False,
-        send_token_ids=True, skip_special_tokens=False, priority=-3, cache_salt="s", determinism="exact", timeout_s=5,
+        token_ids=[104, 105], model="fake", request_id="r", temperature=0, top_p=0.5, top_k=4, min_p=0.25, top_a=0.5,
+        seed=9, n=1, max_tokens=2, stop="x", stop_token_ids=[5], ignore_eos=True, include_stop_in_output=True,
+        send_text=False, send_token_ids=True, skip_special_tokens=False, priority=-3, cache_salt="s",
+        determinism="exact", timeout_s=5,
     )  # fmt: skip
     assert gateway.requests[-1] == pb.GenerateRequest(
         request_id="r",
         model="fake",
         prompt=pb.Prompt(tokens=types_pb2.TokenIds(ids=[104, 105])),
-        sampling=types_pb2.SamplingParams(temperature=0, top_p=0.5, top_k=4, min_p=0.25, seed=9, n=1),
+        sampling=types_pb2.SamplingParams(temperature=0, top_p=0.5, top_k=4, min_p=0.25, top_a=0.5, seed=9, n=1),
         stop=types_pb2.StopParams(
             max_tokens=2, stop=["x"], stop_token_ids=[5], ignore_eos=True, include_stop_in_output=True
         ),

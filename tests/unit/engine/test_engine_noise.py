@@ -41,6 +41,7 @@ TOKEN_VECTORS: list[tuple[dict[str, float], list[int]]] = [
     ({"seed": 8, "temperature": 1.0, "top_k": 20}, [432, 953, 343, 55, 809, 144, 432, 144]),
     ({"seed": 9, "temperature": 1.3, "top_p": 0.8}, [375, 809, 600, 964, 731, 220, 893, 296]),
     ({"seed": 10, "temperature": 1.0, "min_p": 0.1}, [199, 537, 490, 919, 254, 898, 21, 118]),
+    ({"seed": 12, "temperature": 1.0, "top_a": 0.5}, [110, 584, 77, 595, 940, 702, 804, 55]),
     (
         {"seed": 11, "temperature": 0.9, "top_k": 50, "top_p": 0.95, "min_p": 0.02},
         [254, 377, 55, 330, 953, 398, 631, 453],
@@ -106,8 +107,10 @@ PARAMS = {
     "top_k": {"top_k": 5},
     "top_p": {"top_p": 0.7},
     "min_p": {"min_p": 0.05},
-    "all": {"top_k": 40, "top_p": 0.9, "min_p": 0.01},
-    "nearly off": {"top_k": 10**6, "top_p": 0.999999, "min_p": 1e-9},
+    "top_a": {"top_a": 0.2},
+    "top_a and top_p": {"top_a": 0.05, "top_p": 0.9},
+    "all": {"top_k": 40, "top_p": 0.9, "min_p": 0.01, "top_a": 0.02},
+    "nearly off": {"top_k": 10**6, "top_p": 0.999999, "min_p": 1e-9, "top_a": 1e-9},
     "one left": {"top_p": 1e-6},
 }
 
@@ -178,12 +181,22 @@ def test_unusable_logits_are_reported(backend, temperature):
         ({"top_p": 0.71}, 3),
         ({"min_p": 0.49}, 3),
         ({"min_p": 0.6, "top_k": 4}, 2),
+        ({"top_a": 0.24}, 5),  # 0.24 * 0.4^2 is 0.0384
+        ({"top_a": 0.26}, 4),
+        ({"top_a": 1.0}, 3),
+        ({"top_a": 1.0, "top_p": 0.75}, 2),  # of the three ids that top_a keeps, two have probability 0.78
         ({"top_k": 2, "top_p": 0.5}, 1),  # top_k keeps two ids; the first has probability 0.57
     ],
 )
 def test_filters_keep_the_expected_ids(fields, expected):
     z = np.log(np.array([0.4, 0.3, 0.2, 0.06, 0.04], np.float32))
     assert int((z >= keep_threshold(z, seeded(0, **fields))).sum()) == expected
+
+
+def test_top_a_takes_the_probabilities_of_the_ids_that_min_p_keeps():
+    z = np.log(np.array([0.4, 0.17, 0.17, 0.13, 0.13], np.float32))
+    kept = [int((z >= keep_threshold(z, seeded(0, top_a=1.0, min_p=min_p))).sum()) for min_p in (0.0, 0.4)]
+    assert kept == [3, 1]  # 0.4^2 is 0.16; of the three ids that min_p keeps, the first has probability 0.54
 
 
 @pytest.mark.parametrize(("sampling", "expected"), TOKEN_VECTORS)

@@ -94,8 +94,9 @@ def test_defaults_come_from_request_then_model_then_table() -> None:
     values = checks.resolve_sampling(asked, announced, drawn_seed=4)
     given = {name: value for name, value in values.items() if value is not None}
     assert given == {
-        "temperature": 0, "top_p": 1.0, "top_k": 7, "min_p": 0.0, "seed": 4, "n": 3, "repetition_penalty": 1.5,
-        "frequency_penalty": 0.0, "presence_penalty": 0.0, "beam_width": 0, "length_penalty": 1.0,
+        "temperature": 0, "top_p": 1.0, "top_k": 7, "min_p": 0.0, "top_a": 0.0, "seed": 4, "n": 3,
+        "repetition_penalty": 1.5, "frequency_penalty": 0.0, "presence_penalty": 0.0, "beam_width": 0,
+        "length_penalty": 1.0,
     }  # fmt: skip
 
 

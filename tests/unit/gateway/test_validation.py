@@ -74,6 +74,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"sampling": SP(top_p=1.5)}, "sampling.top_p", "is 1.5"),
     ({"sampling": SP(top_p=math.nan)}, "sampling.top_p", "is nan"),
     ({"sampling": SP(min_p=-1)}, "sampling.min_p", "is -1"),
+    ({"sampling": SP(top_a=1.5)}, "sampling.top_a", "is 1.5"),
     ({"sampling": SP(min_p=math.nan)}, "sampling.min_p", "is nan"),
     ({"sampling": SP(n=0)}, "sampling.n", "at least 1"),
     ({"sampling": SP(n=9)}, "sampling.n", "at most 8"),

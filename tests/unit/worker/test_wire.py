@@ -21,7 +21,7 @@ from worker_svc.wire import (
     step_batch_from_proto,
 )
 
-SAMPLING = types_pb2.SamplingParams(temperature=0.5, top_k=3, top_p=0.25, min_p=0.125, seed=2**64 - 1)
+SAMPLING = types_pb2.SamplingParams(temperature=0.5, top_k=3, top_p=0.25, min_p=0.125, top_a=0.5, seed=2**64 - 1)
 
 
 def column(*values: int) -> bytes:
@@ -80,7 +80,7 @@ def test_every_column_arrives() -> None:
     opened, forked = batch.opens
     assert (opened.row, opened.token_ids.tolist(), opened.block_table.tolist()) == (1, [5, 6], [3])
     assert (opened.prompt_len, opened.num_computed_tokens, opened.sample_index) == (1, 1, 2)
-    assert opened.sampling == SamplingParams(temperature=0.5, top_k=3, top_p=0.25, min_p=0.125, seed=2**64 - 1)
+    assert opened.sampling == SamplingParams(0.5, top_k=3, top_p=0.25, min_p=0.125, top_a=0.5, seed=2**64 - 1)
     assert (opened.fork_of_row, forked.fork_of_row, forked.token_ids.tolist()) == (None, 0, [])
 
 

@@ -136,6 +136,7 @@ float threshold_for(const float* z, int64_t n, float lowest, int64_t need, const
   COLUMN(uint32_t, top_k)        \
   COLUMN(float, top_p)           \
   COLUMN(float, min_p)           \
+  COLUMN(float, top_a)           \
   COLUMN(uint64_t, seed)         \
   COLUMN(uint32_t, sample_index)
 
@@ -160,11 +161,15 @@ int64_t masses_from(const float* z, int64_t vocab, float top, float lowest, std:
 
 // The smallest value that the filters keep. Each one sees the ids that the ones before it have kept.
 float keep_threshold(const float* z, int64_t vocab, float top, const SamplingColumns& s, int64_t row) {
-  const float top_p = s.top_p[row], min_p = s.min_p[row];
+  const float top_p = s.top_p[row], min_p = s.min_p[row], top_a = s.top_a[row];
   const int64_t top_k = s.top_k[row];
   std::vector<int64_t> mass;
   float lowest = kNegInf;
   if (min_p > 0.f) lowest = top + float(log(double(min_p)));
+  if (top_a > 0.f) {
+    const double total = double(masses_from(z, vocab, top, lowest, mass));
+    lowest = std::max(lowest, top + float(log(double(top_a) * kMassUnit / total)));
+  }
   if (top_k > 0 && top_k < vocab) {
     int64_t left = 0;
     for (int64_t i = 0; i < vocab; i++) left += z[i] >= lowest;

@@ -8,8 +8,10 @@ The logits are those of the model, after processing (processors.py) for rows tha
 z = logits / temperature in float32, and an id weighs floor(exp(z - max(z)) * 2^40 + 0.5), an integer, so that the order
 of sums does not matter. An id is kept when z passes, in this order,
   min_p:  z >= max(z) + float32(log(min_p));
+  top_a:  z >= max(z) + float32(log(top_a * 2^40 / W)), which is p >= top_a * max(p)^2;
   top_k:  z >= the k-th largest;
-  top_p:  z >= t, for the largest t whose ids weigh ceil(top_p * W) or more; W: weight of the ids kept by the others.
+  top_p:  z >= t, for the largest t whose ids weigh ceil(top_p * W) or more,
+where W is the weight of the ids that the filters before have kept.
 Equal values are kept or dropped together. Below a temperature of 1e-5 the token is the argmax of the logits, ties to
 the lowest id, without noise.
 """
@@ -66,6 +68,10 @@ def keep_threshold(z: F32, params: SamplingParams) -> np.float32:
     if params.min_p > 0:
         lowest = np.float32(top + np.float32(np.log(np.float64(np.float32(params.min_p)))))
     kept = np.sort(z[z >= lowest])[::-1]
+    if params.top_a > 0:
+        least = np.float64(np.float32(params.top_a)) * MASS_UNIT / np.float64(_weights(kept, top).sum())
+        lowest = max(lowest, np.float32(top + np.float32(np.log(least))))
+        kept = kept[kept >= lowest]
     if 0 < params.top_k < len(kept):
         lowest = kept[params.top_k - 1]
         kept = kept[kept >= lowest]

@@ -1,9 +1,9 @@
 """What the filters ask of a row, and what its softmax says about it before a threshold is searched.
 
-A filter that compares probabilities with a limit (min_p) is a number that z = logits / temperature must reach:
-`limit_of_min_p`. A filter that keeps ids up to a count (top_k) or a weight (top_p) is a search for the largest
-threshold whose ids reach it: `count_to_reach`, `weight_to_reach`. `candidates.py` searches in one rank, `digits.py`
-over several. The specification is in `worker_svc/engine/sampling/noise.py`.
+A filter that compares probabilities with a limit (min_p, top_a) is a number that z = logits / temperature must reach:
+`limit_of_min_p`, `limit_of_top_a`. A filter that keeps ids up to a count (top_k) or a weight (top_p) is a search for
+the largest threshold whose ids reach it: `count_to_reach`, `weight_to_reach`. `candidates.py` searches in one rank,
+`digits.py` over several. The specification is in `worker_svc/engine/sampling/noise.py`.
 
 Three kernels come before the search: maxima of chunks of the vocabulary, the weights of chunks for rows whose filters
 need their sum, and one program per row that makes limits of both. With several ranks maxima and sums are all-reduced.
@@ -29,6 +29,7 @@ from worker_svc.engine.sampling.noise import GREEDY_BELOW, keep_threshold
 TOP_K = tl.constexpr(WORDS["top_k"])
 TOP_P = tl.constexpr(WORDS["top_p"])
 LOG_MIN_P = tl.constexpr(WORDS["min_p"])
+TOP_A = tl.constexpr(WORDS["top_a"])
 UNIT = tl.constexpr(1099511627776.0)  # 2^40: the weight of the most probable id
 # With less left out, the rounding of the integer weights of a million ids would matter, so top_p gives no bound.
 MIN_LEFT_OUT = tl.constexpr(1e-6)
@@ -96,15 +97,27 @@ def top_p_of(state):
 
 
 @triton.jit
+def top_a_of(state):
+    return tl.load(state + TOP_A).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def needs_sum(state):
     """Whether a filter needs the weight of all ids that min_p keeps."""
-    return (tl.load(state + TOP_K) == 0) & (top_p_of(state) < 1.0)
+    return ((tl.load(state + TOP_K) == 0) & (top_p_of(state) < 1.0)) | (top_a_of(state) > 0.0)
 
 
 @triton.jit
 def limit_of_min_p(state, top):
     """The smallest z that min_p keeps; -inf without it. `top`: the largest z."""
     return top + tl.load(state + LOG_MIN_P).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def limit_of_top_a(state, top, total):
+    """The smallest z that top_a keeps; -inf without it. `total`: the weight of the ids that min_p keeps."""
+    share = top_a_of(state).to(tl.float64) * UNIT / tl.maximum(total, 1).to(tl.float64)
+    return top + tl.log(share).to(tl.float32)
 
 
 @triton.jit
@@ -225,16 +238,18 @@ def limits_kernel(
             tops = tl.load(top_ptr + sample * chunks + chunk, mask=is_chunk, other=-float("inf"))
             top = tl.max(tops, 0)
             lowest = limit_of_min_p(state, top)
-            bound = lowest
-            k = tl.load(state + TOP_K)
-            if (k > 0) & (k <= chunks):
-                bound = tl.maximum(bound, largest(tops, is_chunk, k))
             if needs_sum(state):
                 total = tl.sum(tl.load(weight_ptr + sample * chunks + chunk, mask=is_chunk, other=0), 0)
-                left_out = 1.0 - top_p_of(state)
-                if (left_out >= MIN_LEFT_OUT) & (vocab_size <= MAX_IDS):
-                    share = left_out * (total.to(tl.float32) / UNIT) / vocab_size
-                    bound = tl.maximum(bound, top + tl.log(share) - MARGIN)
+            if top_a_of(state) > 0.0:
+                lowest = tl.maximum(lowest, limit_of_top_a(state, top, total))
+            bound = lowest
+            k = tl.load(state + TOP_K)
+            left_out = 1.0 - top_p_of(state)
+            if (k > 0) & (k <= chunks):
+                bound = tl.maximum(bound, largest(tops, is_chunk, k))
+            elif (k == 0) & (top_a_of(state) == 0.0) & (left_out >= MIN_LEFT_OUT) & (vocab_size <= MAX_IDS):
+                share = left_out * (total.to(tl.float32) / UNIT) / vocab_size
+                bound = tl.maximum(bound, top + tl.log(share) - MARGIN)
             tl.store(top_ptr + sample * chunks, top)
     tl.store(lowest_ptr + sample, lowest)
     tl.store(bound_ptr + sample, bound)
