@@ -33,6 +33,10 @@ in the TOML file of --config. A flag overrides the environment, which overrides 
 SECRET_ENDS = ("-key", "-token", "-password", "-secret")
 
 
+class SettingError(ValueError):
+    """A setting cannot be used. The message names it and says what to do."""
+
+
 @dataclass(frozen=True, slots=True)
 class Kind(Generic[T]):
     """An argparse type that can describe the values it accepts."""

@@ -16,7 +16,7 @@ import urllib.parse
 from dataclasses import dataclass
 from pathlib import Path
 
-from svc_common.config import Flag, Group, path, text, without_password
+from svc_common.config import Flag, Group, SettingError, path, text, without_password
 from svc_common.redis_sentinel import FORM, is_sentinel_url, parse_sentinel_url
 
 log = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ CA, CERT, KEY = "--redis-tls-ca-file", "--redis-tls-cert-file", "--redis-tls-key
 PASSWORD, SENTINEL_PASSWORD = "--redis-password-file", "--redis-sentinel-password-file"
 
 
-class RedisSettingsError(ValueError):
+class RedisSettingsError(SettingError):
     """--redis or one of its files cannot be used; the message names the flag and says what to do."""
 
 

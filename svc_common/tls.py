@@ -12,10 +12,12 @@ from pathlib import Path
 
 import grpc
 
+from svc_common.config import SettingError
+
 log = logging.getLogger(__name__)
 
 
-class TlsError(ValueError):
+class TlsError(SettingError):
     """The TLS files cannot be used; the message names the setting and the cause."""
 
 

@@ -12,7 +12,7 @@ import re
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
-from svc_common.config import Flag, Group, in_range, text
+from svc_common.config import Flag, Group, SettingError, in_range, text
 
 if TYPE_CHECKING:
     from svc_common.otlp import Tracer
@@ -39,7 +39,7 @@ TRACE_FLAGS = Group(GROUP, (ENDPOINT,))
 TRACE_FLAGS_OF_GATEWAY = Group(GROUP, (ENDPOINT, RATIO))  # the service that samples
 
 
-class TracingError(ValueError):
+class TracingError(SettingError):
     """Traces cannot be exported with these settings."""
 
 

@@ -28,7 +28,7 @@ from typing import Any
 import grpc
 
 from svc_common.channels import OpenChannel, ServiceChannel
-from svc_common.config import Flag, Group, path, switch, text
+from svc_common.config import Flag, Group, SettingError, path, switch, text
 from svc_common.errors import Handler, PermissionDeniedError, UnauthenticatedError, decoder
 from svc_common.own_certificate import OwnCertificate
 from svc_common.reread import Reread
@@ -64,7 +64,7 @@ TRUST_FLAGS = Group("trust between the services (docs/trust.md); files are read 
 ))  # fmt: skip
 
 
-class TrustError(ValueError):
+class TrustError(SettingError):
     """The settings of the peer checks are invalid; the message names the setting and says what to do."""
 
 

@@ -10,7 +10,7 @@ import secrets
 import socket
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from typing import NoReturn
 
 from quire.internal.v1 import worker_pb2_grpc
@@ -63,7 +63,7 @@ PROGRESS_STEP = 0.01
 PROGRESS_LOG_STEP = 0.1  # `quire up` shows these lines
 
 
-class Worker:
+class WorkerProcess:
     """Everything of one worker process: server, model thread, registration."""
 
     def __init__(self, args: argparse.Namespace, settings: EngineConfig, bundle: Bundle, trust: Trust) -> None:
@@ -105,25 +105,24 @@ class Worker:
     async def run(self) -> int:
         """Serve until SIGTERM or a Drain RPC. Returns the exit code of the process; raises BindError."""
         self._loop = asyncio.get_running_loop()
-        await self._admin.start()
-        address = await self._server.start()
-        folder = self._settings.model_dir
-        log.info("worker %s listens on %s, %s; loading %s", self._args.worker_id, address, self._trust, folder)
-        registering = asyncio.ensure_future(self._register(address))
-        serving = asyncio.ensure_future(self._server.run_until_stopped(self._drain))
-        loading = asyncio.ensure_future(self._load_or_cancel(serving))
-        registering.add_done_callback(lambda _: self._cancel_if_failed(registering, serving))
-        try:
-            await asyncio.wait([serving])
-        finally:
-            self._executor.close()
-            self._adapters.close()
-            if self._nodes is not None:
-                self._nodes.stop()
-            await _cancel(registering)
-            await self._admin.close()
+        async with AsyncExitStack() as closing:  # what starts first ends last
             if self._tracer is not None:
-                await self._tracer.close()
+                closing.push_async_callback(self._tracer.close)
+            closing.push_async_callback(self._admin.close)
+            await self._admin.start()
+            address = await self._server.start()
+            folder = self._settings.model_dir
+            log.info("worker %s listens on %s, %s; loading %s", self._args.worker_id, address, self._trust, folder)
+            registering = asyncio.ensure_future(self._register(address))
+            serving = asyncio.ensure_future(self._server.run_until_stopped(self._drain))
+            loading = asyncio.ensure_future(self._load_or_cancel(serving))
+            registering.add_done_callback(lambda _: self._cancel_if_failed(registering, serving))
+            closing.push_async_callback(_cancel, registering)
+            if self._nodes is not None:
+                closing.callback(self._nodes.stop)
+            closing.callback(self._adapters.close)
+            closing.callback(self._executor.close)
+            await asyncio.wait([serving])
         if self._exit_code:
             await self._server.grpc.stop(0)
             return self._exit_code
@@ -359,7 +358,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 async def _run(args: argparse.Namespace, settings: EngineConfig, bundle: Bundle, trust: Trust) -> int:
-    return await Worker(args, settings, bundle, trust).run()
+    return await WorkerProcess(args, settings, bundle, trust).run()
 
 
 if __name__ == "__main__":

@@ -7,10 +7,12 @@ import re
 from contextvars import ContextVar
 from dataclasses import dataclass
 
+from svc_common.config import SettingError
+
 OWNER = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 
 
-class CallersError(ValueError):
+class CallersError(SettingError):
     """A setting about callers cannot be used; the message names the flag and says what to do."""
 
 

@@ -23,10 +23,11 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from svc_common.config import SettingError
 from svc_common.reread import Reread
 
 
-class LimitsError(ValueError):
+class LimitsError(SettingError):
     """The file cannot be used; the message names the table and the setting."""
 
 

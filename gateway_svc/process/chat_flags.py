@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from gateway_svc.text.chat_format import AUTO, NONE, ParserNames
+from gateway_svc.text.chat_format import AUTO, NONE, ParserNameError, ParserNames
 from gateway_svc.text.reasoning import REASONING_FORMATS
 from gateway_svc.text.tool_formats import TOOL_FORMATS
-from svc_common.config import Flag, Group, text
+from svc_common.config import Flag, Group, SettingError, text
 
 CHAT_FLAGS = Group("chats (docs/chat.md)", (
     Flag("--chat-template", text,
@@ -27,7 +27,7 @@ CHAT_FLAGS = Group("chats (docs/chat.md)", (
 ))  # fmt: skip
 
 
-class TemplateFileError(ValueError):
+class TemplateFileError(SettingError):
     """A value of --chat-template is not NAME=FILE, or the file cannot be read."""
 
 
@@ -46,5 +46,8 @@ def chat_templates(args: argparse.Namespace) -> dict[str, str]:
 
 
 def parser_names(args: argparse.Namespace) -> ParserNames:
-    """The parsers of --tool-parser and --reasoning-parser. Raises ParserNameError."""
-    return ParserNames.from_flags(args.tool_parser, args.reasoning_parser)
+    """The parsers of --tool-parser and --reasoning-parser. Raises SettingError."""
+    try:
+        return ParserNames.from_flags(args.tool_parser, args.reasoning_parser)
+    except ParserNameError as error:
+        raise SettingError(str(error)) from None

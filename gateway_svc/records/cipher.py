@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from svc_common.config import SettingError
+
 KEY_BYTES = 32
 NONCE_BYTES = 12
 ID_BYTES = 4
@@ -19,7 +21,7 @@ PLAIN = b"\x00"
 ENCRYPTED = b"\x01"
 
 
-class RecordKeyError(ValueError):
+class RecordKeyError(SettingError):
     """--record-key-file cannot be used."""
 
 

@@ -19,7 +19,7 @@ from grpc_health.v1 import health
 from grpc_reflection.v1alpha import reflection
 from helm_python import chart as helm
 
-from gateway_svc.service import SERVICE_NAMES
+from gateway_svc.process.ports import SERVICE_NAMES
 from tests.chart.chart import CHART, NAMESPACE, SCENARIOS, VERSIONS, Objects, read_values, render, validate
 from tests.chart.test_values import EGRESS, INGRESS, ROUTE, SOURCE, merged
 

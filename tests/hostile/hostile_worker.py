@@ -16,7 +16,7 @@ import grpc
 
 from svc_common.trust import Callers, Trust
 from tests.hostile.mutations import Mutator
-from worker_svc import registration, server
+from worker_svc import registration, service
 
 
 class MutatingInterceptor(grpc.aio.ServerInterceptor):
@@ -55,7 +55,7 @@ def main() -> None:
     Trust.interceptors = with_mutations  # type: ignore[method-assign]
     for name in ("FIRST_PAUSE_S", "MAX_PAUSE_S", "REFUSED_PAUSE_S"):
         setattr(registration, name, 0.02)  # it registers again at once
-    server.main(flags)
+    service.main(flags)
 
 
 if __name__ == "__main__":

@@ -194,8 +194,8 @@ def test_a_process_that_fails_at_its_start_ends_the_gateway(tmp_path: Path) -> N
         taken.listen()
         metrics = f"127.0.0.1:{taken.getsockname()[1]}"
         # STEADY_S = 0: any exit counts as a failed start, however slow this machine is.
-        code = "from gateway_svc import service; from gateway_svc.process import processes; "
-        code += "processes.STEADY_S = 0.0; service.main()"
+        imports = "from gateway_svc import service; from gateway_svc.process import processes"
+        code = f"{imports}; processes.STEADY_S = 0.0; service.main()"
         command = [sys.executable, "-c", code, "--listen", "127.0.0.1:0", "--scheduler", "localhost:1"]
         end = subprocess.run(
             [*command, "--processes", "2", "--metrics-listen", metrics],

@@ -12,12 +12,13 @@ from gateway_svc.callers.authenticator import OPEN_TO_ALL
 from gateway_svc.callers.caller import current_caller
 from gateway_svc.operators.audit.entry import CANCELLED, OK, Entry, current_entry
 from gateway_svc.operators.audit.line_writer import LineWriter
+from svc_common.config import SettingError
 
 CLOSE_TIMEOUT_S = 5.0
 OPEN_METHODS = tuple(prefix.lstrip("/") for prefix in OPEN_TO_ALL)
 
 
-class AuditLogError(ValueError):
+class AuditLogError(SettingError):
     """The file of --audit-log cannot be opened."""
 
 

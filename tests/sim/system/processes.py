@@ -26,8 +26,8 @@ from prefix_index.redis_index import RedisPrefixIndex
 from scheduler_svc.core.messages import WorkerCapacity
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.gateways.streams import Gateways
-from scheduler_svc.service import Parts, SchedulerServicer
 from scheduler_svc.service import drain as drain_scheduler
+from scheduler_svc.servicer import Parts, SchedulerServicer
 from scheduler_svc.step_loop import StepLoop
 from scheduler_svc.workers.leased_worker import Dialer, LinkTimeouts
 from scheduler_svc.workers.pool import WorkerPool
@@ -41,7 +41,7 @@ from worker_svc.bundle import Bundle
 from worker_svc.executor import StepExecutor
 from worker_svc.lifecycle import Lifecycle
 from worker_svc.registration import Registration
-from worker_svc.service import Worker
+from worker_svc.service import WorkerProcess
 from worker_svc.servicer import WorkerServicer
 from worker_svc.wire import capacity_to_proto
 
@@ -215,9 +215,9 @@ class WorkerService(Service):
         await self._shell._drain()
         self.world.loop.call_later(0.05, self.kill)
 
-    def _make_shell(self) -> Worker:
-        """A Worker with only the parts that a drain uses; it needs no flags and no port."""
-        shell = Worker.__new__(Worker)
+    def _make_shell(self) -> WorkerProcess:
+        """A WorkerProcess with only the parts that a drain uses; it needs no flags and no port."""
+        shell = WorkerProcess.__new__(WorkerProcess)
         shell._lifecycle, shell._executor, shell._servicer = self.lifecycle, self.executor, self.servicer
         shell._registration = self.registration
         shell._drained = asyncio.Event()

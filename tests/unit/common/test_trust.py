@@ -10,7 +10,7 @@ import pytest
 from quire.internal.v1 import scheduler_pb2, worker_pb2
 from quire_cli.certificate_authority import Authority, write
 
-from scheduler_svc import service as scheduler_service
+from scheduler_svc import servicer as scheduler_servicer
 from svc_common.config import add_flags, make_parser, parse
 from svc_common.reread import REREAD_S
 from svc_common.tls import TlsFiles
@@ -35,7 +35,7 @@ def parsed(*words: str):
 @pytest.mark.parametrize(
     ("service", "callers"),
     [
-        (scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"], scheduler_service.CALLERS),
+        (scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"], scheduler_servicer.CALLERS),
         (worker_pb2.DESCRIPTOR.services_by_name["WorkerService"], worker_service.CALLERS),
     ],
 )

@@ -25,6 +25,7 @@ from quire.v1.inference_pb2_grpc import (
 from gateway_svc.answer.open_streams import OpenStreams
 from gateway_svc.operators.admin import AdminServicer
 from gateway_svc.pipeline.admission import Admission
+from gateway_svc.process.ports import MAX_RECEIVE_BYTES
 from gateway_svc.request.models import BundleCache
 from gateway_svc.request.prompts.readers import PromptReaders
 from gateway_svc.request.sandbox.grammar_checker import GrammarChecker
@@ -34,7 +35,6 @@ from gateway_svc.request.validation import RequestLimits
 from gateway_svc.schedulers.directory import ModelDirectory
 from gateway_svc.schedulers.dispatcher import Dispatcher
 from gateway_svc.schedulers.scheduler_client import SchedulerClient
-from gateway_svc.service import MAX_RECEIVE_BYTES
 from gateway_svc.servicer import make_servicer
 from svc_common.inspection import Inspector
 from svc_common.memory import MemoryLimit

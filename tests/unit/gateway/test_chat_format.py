@@ -9,7 +9,7 @@ import pytest
 from gateway_svc.flags import make_parser
 from gateway_svc.process.chat_flags import TemplateFileError, chat_templates, parser_names
 from gateway_svc.text.bundle import Tokenizer
-from gateway_svc.text.chat_format import ParserNameError, ParserNames, detect_format
+from gateway_svc.text.chat_format import ParserNames, detect_format
 from gateway_svc.text.chat_output import ChatFormat
 from gateway_svc.text.reasoning import MAGISTRAL, THINK
 from gateway_svc.text.tool_formats import TOOL_FORMATS
@@ -53,7 +53,7 @@ def test_flags_choose_parsers_for_one_model_or_all() -> None:
 
 @pytest.mark.parametrize("flag", ["--tool-parser", "--reasoning-parser"])
 def test_an_unknown_parser_is_refused(flag: str) -> None:
-    with pytest.raises(ParserNameError, match=f"{flag} 'a=other': no parser 'other'; use one of auto, none, "):
+    with pytest.raises(config.SettingError, match=f"{flag} 'a=other': no parser 'other'; use one of auto, none, "):
         flags(flag, "a=other")
 
 

@@ -12,7 +12,8 @@ import pytest
 from quire.internal.v1 import scheduler_pb2_grpc
 
 from scheduler_svc.flags import make_parser
-from scheduler_svc.service import SERVICE_NAME, Parts, SchedulerServicer, build
+from scheduler_svc.service import build
+from scheduler_svc.servicer import SERVICE_NAME, Parts, SchedulerServicer
 from svc_common.config import parse
 from svc_common.inspection import Inspector
 from svc_common.serve import GrpcServer

@@ -14,9 +14,9 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from scheduler_svc import service
 from scheduler_svc.flags import make_parser
-from scheduler_svc.service import build, serve
+from scheduler_svc.service import SchedulerProcess, build
+from scheduler_svc.servicer import SERVICE_NAME
 from svc_common.config import parse
 from svc_common.trust import Trust
 from tests.processes.ports import free_port
@@ -60,7 +60,7 @@ async def run_command(*flags: str) -> tuple[int | None, str]:
 
 async def test_drains_on_sigterm() -> None:
     async with scheduler_process() as (process, address):
-        await wait_serving(address, service.SERVICE_NAME)
+        await wait_serving(address, SERVICE_NAME)
         worker, gateway = ToyWorker(address), await ToyGateway(address).hello()
         await worker.start()
         await until(lambda: gateway.welcomes and gateway.welcomes[-1].ready_workers, 30)
@@ -155,12 +155,12 @@ async def test_a_bug_in_the_step_loop_ends_the_process_with_a_log(
     def broken() -> Any:
         raise RuntimeError("planted")
 
-    monkeypatch.setattr(service, "settle_gc", lambda: None)
+    monkeypatch.setattr("scheduler_svc.service.settle_gc", lambda: None)
     args = parse(make_parser(), ["--listen", "127.0.0.1:0", "--drain-timeout-s", "60"])
     trust = Trust("scheduler")
     parts = build(args, trust)
     parts.step_loop._post(broken)
-    assert await asyncio.wait_for(serve(args, parts, trust), 10) == 1
+    assert await asyncio.wait_for(SchedulerProcess(args, parts, trust).run(), 10) == 1
     assert "planted" in caplog.text
 
 

@@ -1,0 +1,211 @@
+"""The ports of a gateway: inference, the HTTP API, the console, operations, metrics and probes.
+
+The packages of the HTTP ports are imported only if one is on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING
+
+from quire.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
+
+from gateway_svc.callers.authenticator import Authenticator, CallerInterceptor
+from gateway_svc.callers.flags import make_authenticator
+from gateway_svc.metrics import SPECS, GatewayReader, specs_for_picker
+from gateway_svc.operators.admin import AdminServicer
+from gateway_svc.operators.audit.audit_log import AuditLog
+from gateway_svc.operators.console_state import ConsoleState
+from gateway_svc.operators.operator_port import add_admin_service, operators_of
+from gateway_svc.process.schedulers import Schedulers
+from gateway_svc.request.threads import Lane
+from gateway_svc.schedulers.directory import ModelDirectory
+from gateway_svc.servicer import InferenceServicer
+from prefix_index.reader import RedisPrefixReader
+from svc_common import config
+from svc_common.admin import AdminServer
+from svc_common.connections import ConnectionLimits
+from svc_common.inspection import Inspector
+from svc_common.metrics import ServiceMetrics, make_registry
+from svc_common.own_certificate import certificate_files
+from svc_common.serve import GrpcServer
+from svc_common.tls import TlsFiles, server_credentials, ssl_context, tls_files
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp
+
+    from gateway_svc.http.server import HttpServer
+
+    MakeApp = Callable[[Authenticator | None], ASGIApp]
+
+log = logging.getLogger(__name__)
+
+SERVICE_NAMES = ("quire.v1.InferenceService", "quire.v1.AdminService")
+# Size of the largest request that passes all checks: a continuation of 4 Mi ids (MAX_CONTINUATION_IDS), each a varint
+# of 3 bytes (vocabularies below 2 Mi), and a prompt of 4 MiB. A request is decoded before its content is checked.
+MAX_RECEIVE_BYTES = 16 << 20
+MIN_CONNECTION_CALLS = 1024
+MAX_OPERATORS = 256  # connections to the console
+
+
+class Ports:
+    """Owns the ports, the check of credentials and the audit log. Raises SettingError.
+
+    `serve` adds the handlers, once; then `start_admin` opens metrics and probes, and `start` the other ports.
+    """
+
+    def __init__(self, args: argparse.Namespace, gateway_id: str, *, shares_port: bool) -> None:
+        self._args = args
+        self._gateway_id = gateway_id
+        self._shares_port = shares_port
+        self._tls = tls_files(args.tls_cert_file, args.tls_key_file, args.tls_client_ca_file)
+        self._authenticator = make_authenticator(args)
+        self._audit = None if args.audit_log is None else AuditLog(args.audit_log, gateway_id)
+        # So many calls of one client that --max-streams refuses them before HTTP/2 does.
+        num_calls = max(MIN_CONNECTION_CALLS, 2 * args.max_streams)
+        self.server = GrpcServer(
+            listen=args.listen,
+            service_names=SERVICE_NAMES,
+            shares_port=shares_port,
+            credentials=None if self._tls is None else server_credentials(self._tls),
+            connections=ConnectionLimits(args.max_connections, num_calls, args.max_connection_age_s),
+            max_receive_bytes=MAX_RECEIVE_BYTES,
+            accepts_compression=True,
+            interceptors=[] if self._authenticator is None else [CallerInterceptor(self._authenticator)],
+            on_call=None if self._audit is None else self._audit.on_call,
+        )
+
+    def __str__(self) -> str:
+        """The address for inference and its security, for the log."""
+        if self._tls is None:
+            return f"{self.server.address} (plaintext)"
+        return f"{self.server.address} ({'TLS' if self._tls.client_ca is None else 'TLS with client certificates'})"
+
+    def serve(
+        self, servicer: InferenceServicer, schedulers: Schedulers, lane: Lane, reader: RedisPrefixReader | None
+    ) -> None:
+        """Add the handlers to all ports."""
+        args, server, directory, streams = self._args, self.server, schedulers.directory, servicer.generation.streams
+        read = GatewayReader(
+            streams.metrics, streams, directory, lambda: schedulers.dispatcher.num_moves, reader, self._audit
+        )
+        self._admin = make_admin(args, server, read)
+        make_app = make_http_apps(args, servicer, directory, lane, server, self._audit)
+        self._http = make_http(args, make_app, self._authenticator, self._tls, shares_port=self._shares_port)
+        state = ConsoleState(servicer.full_status, directory)
+        self._console = make_console(args, make_app, self._authenticator, state, server, self._tls)
+        add_InferenceServiceServicer_to_server(servicer, server.grpc)
+        inspector = Inspector("gateway", self._gateway_id, args.shown_settings, self._admin.metrics_text)
+        self._operations = add_admin_service(
+            args, AdminServicer(directory, inspector), servicer.full_status, server, self._tls, self._audit
+        )
+
+    async def start_admin(self, closing: AsyncExitStack) -> None:
+        """Open metrics and probes, and read the credentials. Raises BindError."""
+        if self._audit is not None:
+            closing.push_async_callback(asyncio.to_thread, self._audit.close)
+        closing.push_async_callback(self._admin.close)
+        await self._admin.start()
+        if self._authenticator is not None:
+            closing.push_async_callback(self._authenticator.close)
+            await self._authenticator.start()
+
+    async def start(self, closing: AsyncExitStack) -> None:
+        """Open all other ports; those beside inference close with `closing`. Raises BindError."""
+        await self.server.start()
+        if self._operations is not None:
+            closing.push_async_callback(self._operations.grpc.stop, None)
+            log.info("AdminService at %s", await self._operations.start())
+            self._operations.set_serving(True)
+        for port, where in ((self._http, "HTTP API at %s"), (self._console, "console at %s/console/")):
+            if port is not None:
+                closing.push_async_callback(port.stop)
+                log.info(where, await port.start())
+
+
+def make_admin(args: argparse.Namespace, server: GrpcServer, read: GatewayReader) -> AdminServer:
+    """Metrics, liveness and readiness. Ready: at least one model can take requests, in every process."""
+    has_vllm = args.metrics_compat != "none"
+    specs = specs_for_picker() if args.metrics_compat == "inference-pool" else SPECS
+    metrics = ServiceMetrics("gateway", specs, read, server.rpc, has_vllm, certificate_files(args))
+    return AdminServer(
+        metrics_listen=args.metrics_listen,
+        health_listen=args.health_listen,
+        registry=make_registry(metrics),
+        is_alive=lambda: True,
+        is_ready=lambda: server.is_serving,
+    )
+
+
+def make_http_apps(
+    args: argparse.Namespace,
+    servicer: InferenceServicer,
+    directory: ModelDirectory,
+    lane: Lane,
+    server: GrpcServer,
+    audit: AuditLog | None,
+) -> MakeApp | None:
+    """Makes the HTTP API for the callers of an authenticator; None if no port serves it. Its packages are imported
+    only if one does.
+    """
+    if args.http_listen == args.console_listen == config.OFF:
+        return None
+    from gateway_svc.http.app import HttpApp, with_cors
+    from gateway_svc.http.handlers import Handlers
+
+    routes = Handlers(servicer, directory, lane, lambda: server.is_serving).routes()
+    is_traced = args.trace_endpoint is not None
+
+    def make_app(authenticator: Authenticator | None) -> ASGIApp:
+        app = HttpApp(routes, authenticator=authenticator, stats=server.rpc, audit=audit, is_traced=is_traced)
+        return with_cors(app, args.http_allow_origin)
+
+    return make_app
+
+
+def make_http(
+    args: argparse.Namespace,
+    make_app: MakeApp | None,
+    authenticator: Authenticator | None,
+    tls: TlsFiles | None,
+    *,
+    shares_port: bool,
+) -> HttpServer | None:
+    """The port of the HTTP API, if it is on. Raises TlsError."""
+    if make_app is None or args.http_listen == config.OFF:
+        return None
+    from gateway_svc.http.server import HttpServer
+
+    context = None if tls is None else ssl_context(tls)
+    return HttpServer(
+        make_app(authenticator),
+        args.http_listen,
+        max_connections=args.http_max_connections,
+        shares_port=shares_port,
+        tls=context,
+    )
+
+
+def make_console(
+    args: argparse.Namespace,
+    make_app: MakeApp | None,
+    authenticator: Authenticator | None,
+    state: ConsoleState,
+    server: GrpcServer,
+    tls: TlsFiles | None,
+) -> HttpServer | None:
+    """The port of the console, if it is on. Raises CallersError, TlsError or TrustError."""
+    if make_app is None or args.console_listen == config.OFF:
+        return None
+    from gateway_svc.http.console.app import console_app
+    from gateway_svc.http.server import HttpServer
+
+    operators = operators_of(args, "--console-listen", args.console_listen)
+    context = None if tls is None else ssl_context(tls)
+    # Where clients need no keys, the playground needs one of operators: the port must not serve strangers.
+    app = console_app(make_app(authenticator or operators), state, operators, server.rpc)
+    return HttpServer(app, args.console_listen, max_connections=MAX_OPERATORS, tls=context)

@@ -1,0 +1,155 @@
+"""The RPCs of SchedulerService: each decodes a request, calls one part, encodes the response."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import grpc
+from quire.internal.v1 import scheduler_pb2, scheduler_pb2_grpc
+from quire.v1 import types_pb2
+
+from prefix_index.index import PrefixIndex
+from scheduler_svc.gateways.streams import Gateways
+from scheduler_svc.status import Snapshots, describe
+from scheduler_svc.step_loop import StepLoop
+from scheduler_svc.workers.leased_worker import Dialer
+from scheduler_svc.workers.pool import WorkerPool
+from svc_common.errors import NotFoundError
+from svc_common.inspection import Inspector
+from svc_common.trust import Trust
+
+if TYPE_CHECKING:
+    from svc_common.otlp import Tracer
+
+SERVICE_NAME = "quire.internal.v1.SchedulerService"
+CALLERS = {
+    f"/{SERVICE_NAME}/{method}": {role}
+    for method, role in {
+        "Attach": "gateway",
+        "GetBundle": "gateway",
+        "AbortRequests": "gateway",
+        "GetSchedulerStatus": "gateway",
+        "GetPools": "gateway",
+        "AddAdapter": "gateway",
+        "RemoveAdapter": "gateway",
+        "GetAdapters": "gateway",
+        "InspectScheduler": "gateway",
+        "ReleaseWorker": "gateway",
+        "Register": "worker",
+        "CountWorkers": "worker",
+    }.items()
+}
+BUNDLE_PIECE_BYTES = 1 << 20
+MAX_REGISTER_BYTES = 256 << 10  # of one message of a worker, with the names and paths of its adapters
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The components of one scheduler."""
+
+    step_loop: StepLoop
+    index: PrefixIndex
+    gateways: Gateways
+    pool: WorkerPool
+    dialer: Dialer
+    tracer: Tracer | None = None
+
+
+class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
+    """Implements SchedulerService: decodes a request, calls one component, encodes the response."""
+
+    def __init__(self, parts: Parts, trust: Trust, inspector: Inspector) -> None:
+        self._parts = parts
+        self._inspector = inspector
+        self._snapshots = Snapshots(parts.step_loop, time.monotonic)
+        self._trust = trust
+        self.address = ""
+
+    async def Attach(
+        self, request_iterator: AsyncIterator[scheduler_pb2.AttachRequest], context: Context
+    ) -> AsyncIterator[scheduler_pb2.AttachResponse]:
+        async for response in self._parts.gateways.attach(request_iterator):
+            yield response
+
+    async def Register(
+        self, request_iterator: AsyncIterator[scheduler_pb2.RegisterRequest], context: Context
+    ) -> AsyncIterator[scheduler_pb2.RegisterResponse]:
+        may_use_id = functools.partial(self._trust.check_worker_id, context)
+        async for response in self._parts.pool.register(request_iterator, may_use_id):
+            yield response
+
+    async def CountWorkers(
+        self, request: scheduler_pb2.CountWorkersRequest, context: Context
+    ) -> scheduler_pb2.CountWorkersResponse:
+        pool = self._parts.pool
+        served = pool.served or types_pb2.ModelInfo()
+        return scheduler_pb2.CountWorkersResponse(
+            num_workers=pool.num_members, model=served.model, revision=served.revision
+        )
+
+    async def GetBundle(
+        self, request: scheduler_pb2.GetBundleRequest, context: Context
+    ) -> AsyncIterator[scheduler_pb2.GetBundleResponse]:
+        data = self._parts.dialer.bundles.get(request.digest)
+        if data is None:
+            raise NotFoundError(
+                f"no bundle has digest {request.digest.hex() or '(empty)'}; use the digest in Welcome.info",
+                field="digest",
+            )
+        for start in range(0, len(data), BUNDLE_PIECE_BYTES):
+            yield scheduler_pb2.GetBundleResponse(data=data[start : start + BUNDLE_PIECE_BYTES])
+
+    async def ReleaseWorker(
+        self, request: scheduler_pb2.ReleaseWorkerRequest, context: Context
+    ) -> scheduler_pb2.ReleaseWorkerResponse:
+        num_moved = await self._parts.pool.release(request.worker_id, request.timeout_s)
+        return scheduler_pb2.ReleaseWorkerResponse(num_moved=num_moved)
+
+    async def AddAdapter(
+        self, request: scheduler_pb2.AddAdapterRequest, context: Context
+    ) -> scheduler_pb2.AddAdapterResponse:
+        return scheduler_pb2.AddAdapterResponse(adapter=await self._parts.pool.add_adapter(request.name, request.path))
+
+    async def RemoveAdapter(
+        self, request: scheduler_pb2.RemoveAdapterRequest, context: Context
+    ) -> scheduler_pb2.RemoveAdapterResponse:
+        return scheduler_pb2.RemoveAdapterResponse(was_loaded=await self._parts.pool.remove_adapter(request.name))
+
+    async def GetAdapters(
+        self, request: scheduler_pb2.GetAdaptersRequest, context: Context
+    ) -> scheduler_pb2.GetAdaptersResponse:
+        return scheduler_pb2.GetAdaptersResponse(adapters=self._parts.pool.describe_adapters())
+
+    async def AbortRequests(
+        self, request: scheduler_pb2.AbortRequestsRequest, context: Context
+    ) -> scheduler_pb2.AbortRequestsResponse:
+        aborted_ids = await self._parts.step_loop.abort(request.request_ids)
+        return scheduler_pb2.AbortRequestsResponse(aborted_ids=aborted_ids)
+
+    async def GetSchedulerStatus(
+        self, request: scheduler_pb2.GetSchedulerStatusRequest, context: Context
+    ) -> scheduler_pb2.GetSchedulerStatusResponse:
+        return scheduler_pb2.GetSchedulerStatusResponse(
+            status=describe(self._parts.step_loop, self._parts.pool, self._parts.index, self.address)
+        )
+
+    async def GetPools(
+        self, request: scheduler_pb2.GetPoolsRequest, context: Context
+    ) -> scheduler_pb2.GetPoolsResponse:
+        return self._snapshots.newest()
+
+    async def InspectScheduler(
+        self, request: scheduler_pb2.InspectSchedulerRequest, context: Context
+    ) -> scheduler_pb2.InspectSchedulerResponse:
+        times = request.seconds, request.hz
+        if request.worker_id:
+            data = await self._parts.pool.inspect(request.worker_id, request.kind, *times)
+        else:
+            data = await self._inspector.inspect(request.kind, *times)
+        return scheduler_pb2.InspectSchedulerResponse(data=data)
