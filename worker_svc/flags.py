@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import NamedTuple
 
 from svc_common import config
 from svc_common.config import Flag, Group, address, in_range, one_of, path, size_bytes, switch, text
@@ -13,7 +12,9 @@ from svc_common.trust import TRUST_FLAGS
 from worker_svc.engine.config import (
     ALL_REDUCE,
     ATTENTION,
+    CPU_SIZES,
     CUDA_GRAPHS,
+    CUDA_SIZES,
     DTYPES,
     KV_CACHE_DTYPES,
     QUANTIZING_BACKENDS,
@@ -45,16 +46,9 @@ _ADAPTER = config.Kind(_adapter, "NAME=DIR")
 _ADDRESSES = config.Kind(_addresses, config.scheduler_address.allowed)
 
 
-class Sizes(NamedTuple):
-    """Sizes that are not set by flags."""
+def _unset(size: str) -> str:
+    return f"unset: {getattr(CPU_SIZES, size)}, cuda: {getattr(CUDA_SIZES, size)}"
 
-    block_size: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-
-
-CPU_SIZES = Sizes(16, 64, 1024)
-CUDA_SIZES = Sizes(64, 256, 8192)  # a GPU needs large steps, and blocks that hold a whole tile of keys
 
 _AT_LEAST_0 = config.in_range(float, 0.0, 1e9)
 _AT_LEAST_1 = config.in_range(int, 1, 2**31 - 1)
@@ -98,7 +92,7 @@ FLAGS = (
         Flag("--max-loaded-adapters", _AT_LEAST_1, "adapters in host memory", default=256),
     ), "see docs/adapters.md"),
     Group("KV pool and batches", (
-        Flag("--block-size", _AT_LEAST_1, "tokens per block, a power of two; unset: 16, cuda: 64"),
+        Flag("--block-size", _AT_LEAST_1, f"tokens per block, a power of two; {_unset('block_size')}"),
         Flag("--num-blocks", _AT_LEAST_1, "blocks; overrides --kv-cache-memory"),
         Flag("--kv-cache-memory", size_bytes,
             "memory for blocks (2G, 512M); unset: 1G, or half of the free memory if that is less",
@@ -111,8 +105,8 @@ FLAGS = (
             "cuda: fp8 stores keys and values in 8 bits: twice as many fit, and reading them takes half as long; "
             "all workers of a model must agree; auto: same as --dtype", default="auto",
         ),
-        Flag("--max-num-seqs", _AT_LEAST_1, "sequences that run at once; unset: 64, cuda: 256"),
-        Flag("--max-num-batched-tokens", _AT_LEAST_1, "tokens per step; unset: 1024, cuda: 8192"),
+        Flag("--max-num-seqs", _AT_LEAST_1, f"sequences that run at once; {_unset('max_num_seqs')}"),
+        Flag("--max-num-batched-tokens", _AT_LEAST_1, f"tokens per step; {_unset('max_num_batched_tokens')}"),
     )),
     Group("compute", (
         Flag("--backend", text, "cpu, cuda, or reference (plain torch, slow)", default="cpu", metavar="NAME"),

@@ -43,7 +43,7 @@ def run(args: argparse.Namespace, settings: EngineConfig, trust: Trust) -> int:
         "node %d of %d: importing torch, then joining %s", settings.node_rank, settings.nnodes, args.leader_address
     )
     from worker_svc.engine.backend import BackendUnavailableError
-    from worker_svc.engine.load import follow
+    from worker_svc.engine.engines import follow
 
     try:
         follow(settings, connect)

@@ -265,7 +265,7 @@ def _make_runner(
     # After the flags are checked and the port is bound: importing torch takes seconds.
     log.info("starting: importing torch")  # `quire up` shows these lines
     from worker_svc.engine.backend import BackendUnavailableError
-    from worker_svc.engine.load import load_runner
+    from worker_svc.engine.engines import load_runner
 
     try:
         return load_runner(settings, progress, nodes)

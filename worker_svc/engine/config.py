@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from request_fields.fields import SamplingParams
 from request_fields.inputs import ImageShape
@@ -26,6 +26,18 @@ ATTENTION = ("auto", "triton", "flash", "flash3", "flashinfer", "torch")
 CUDA_GRAPHS = ("start", "lazy", "off")
 ALL_REDUCE = ("auto", "nccl")
 QUANTIZING_BACKENDS: Mapping[Quantization, tuple[str, ...]] = {"int8": ("cpu", "reference"), "fp8": ("cuda",)}
+
+
+class Sizes(NamedTuple):
+    """Sizes of an engine whose settings name none."""
+
+    block_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+
+CPU_SIZES = Sizes(16, 64, 1024)
+CUDA_SIZES = Sizes(64, 256, 8192)  # a GPU needs large steps, and blocks that hold a whole tile of keys
 
 
 @dataclass(frozen=True)
@@ -55,10 +67,10 @@ class EngineConfig:
 
     model_dir: Path
     dtype: Dtype = "auto"
-    block_size: int = 16
+    block_size: int = CPU_SIZES.block_size
     num_blocks: int | None = None
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int = 1024
+    max_num_seqs: int = CPU_SIZES.max_num_seqs
+    max_num_batched_tokens: int = CPU_SIZES.max_num_batched_tokens
     max_model_len: int | None = None
     determinism: Determinism = "exact"
     threads: int | None = None

@@ -141,7 +141,7 @@ class DecoderModel:
     def _hidden(self, batch: ForwardBatch, pool: KVCachePool) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Stores keys and values of all tokens; returns the output of the last layer for the head tokens, [S, hidden],
         as two terms of a sum."""
-        return compute_layers(_Operations(self._parts, self._backend, batch, pool), self._parts.layers)
+        return compute_layers(_BackendOperations(self._parts, self._backend, batch, pool), self._parts.layers)
 
     def _logits(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         if not len(x) or self._parts.head is None:
@@ -152,7 +152,7 @@ class DecoderModel:
         return logits
 
 
-class _Operations:
+class _BackendOperations:
     """One step of a backend, operation by operation; see `StepOperations`."""
 
     def __init__(self, parts: DecoderParts, backend: Backend, batch: ForwardBatch, pool: KVCachePool) -> None:

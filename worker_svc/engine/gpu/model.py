@@ -89,7 +89,7 @@ class DeviceDecoder:
     ) -> torch.Tensor:
         """As `forward`, but returns the normalized hidden states [n, dim] of `tokens`, indices [n] of tokens of the
         step."""
-        x, residual = compute_layers(_Operations(self, columns, attention, cache, tokens), self.layers)
+        x, residual = compute_layers(_DeviceOperations(self, columns, attention, cache, tokens), self.layers)
         if not len(x):
             return x
         normed = torch.empty_like(x)
@@ -116,7 +116,7 @@ class DeviceDecoder:
         return self.group.all_reduce(x.masked_fill(~is_here[:, None], 0.0))
 
 
-class _Operations:
+class _DeviceOperations:
     """One step of a device; see `StepOperations`."""
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Loads a model with the engine of `--backend`."""
+"""The engines by `--backend`: each is imported when it loads a model."""
 
 from __future__ import annotations
 
