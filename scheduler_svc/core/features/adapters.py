@@ -155,8 +155,9 @@ def adapter_of(group: SequenceGroup) -> bytes:
 class AdapterSwaps:
     """The adapters of all workers. The caller swaps them and reports their memory.
 
-    `take_preparing` returns the workers that were asked to prepare since its last call, `on_change` must be called when
-    other requests could run than before.
+    `take_preparing` returns the workers that were asked to prepare since its last call. `on_change` is called when a
+    worker can run other requests than before, with a function that tells which are affected: a resident adapter changes
+    only which rows can open, so the end of a swap costs the queue nothing.
     """
 
     def __init__(
@@ -164,7 +165,7 @@ class AdapterSwaps:
         workers: Mapping[str, WorkerState],
         groups: Mapping[str, SequenceGroup],
         take_preparing: Callable[[], list[WorkerState]],
-        on_change: Callable[[], None],
+        on_change: Callable[[Callable[[SequenceGroup], bool]], None],
     ) -> None:
         self._workers = workers
         self._groups = groups
@@ -174,9 +175,13 @@ class AdapterSwaps:
     def set_loaded(self, worker_id: str, digests: Iterable[bytes]) -> None:
         """The adapters in a worker's memory have changed."""
         worker = self._workers.get(worker_id)
-        if worker is not None:
-            worker.part(ResidentAdapters).slots.set_loaded(digests)
-            self._on_change()
+        if worker is None:
+            return
+        slots = worker.part(ResidentAdapters).slots
+        before = slots.loaded
+        slots.set_loaded(digests)
+        if changed := before ^ slots.loaded:
+            self._on_change(lambda group: adapter_of(group) in changed)
 
     def take_swaps(self) -> list[AdapterSwap]:
         """Adapters that workers must make resident for waiting sequences. The caller reports each one's end with
@@ -188,9 +193,11 @@ class AdapterSwaps:
     def end_swap(self, worker_id: str, digest: bytes, *, is_resident: bool) -> None:
         """A worker has made an adapter resident, or failed to."""
         worker = self._workers.get(worker_id)
-        if worker is not None:
-            worker.part(ResidentAdapters).slots.end_swap(digest, is_resident=is_resident)
-            self._on_change()
+        if worker is None:
+            return
+        worker.part(ResidentAdapters).slots.end_swap(digest, is_resident=is_resident)
+        if not is_resident:
+            self._on_change(lambda group: adapter_of(group) == digest)
 
     def is_resident(self, worker_id: str, adapter: bytes) -> bool:
         """Whether rows of a worker can use an adapter now."""

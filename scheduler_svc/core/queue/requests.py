@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from heapq import heapify, heappop, heappush
@@ -266,14 +267,15 @@ class Requests:
             samples[0].forks = samples[1:]
             self._enqueue(samples[0])
 
-    def update_schedulable(self) -> None:
-        """Update which sequences are unschedulable. Called when workers join, leave or drain, so that steps need not
-        check the whole queue.
+    def update_schedulable(self, is_affected: Callable[[SequenceGroup], bool] | None = None) -> None:
+        """Update which sequences are unschedulable, of all requests or of those that are affected. Called when workers
+        join, leave, drain or change what they can run, so that steps need not check the whole queue.
         """
         if self._workers:
             self._no_worker_since = math.inf
         for seq in list(self.waiting.sequences()):
-            self._update_schedulable(seq)
+            if is_affected is None or is_affected(seq.group):
+                self._update_schedulable(seq)
 
     def _update_schedulable(self, seq: Sequence) -> None:
         if self._placement.could_run(seq.group, seq.failed_on) == (seq in self.waiting.unschedulable):

@@ -9,9 +9,11 @@ import pytest
 from prefix_index.hashing import root_key
 from scheduler_svc.core.errors import NoWorkerError
 from scheduler_svc.core.features.adapters import AdapterSlots, AdapterSwap, UsesAdapter
+from scheduler_svc.core.placement import Placement
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import Features, SequenceGroup
 from tests.builders import make_capacity, make_group, make_scheduler
+from tests.unit.core.calls import count_calls
 
 A, B, C = (bytes([number]) * 16 for number in (1, 2, 3))
 
@@ -120,3 +122,33 @@ def test_parts_of_a_root_key_cannot_be_confused() -> None:
         root_key(cache_salt=root_key(adapter=A)),
     ]
     assert len(set(keys)) == len(keys)
+
+
+def test_a_swap_costs_nothing_for_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A resident adapter changes which rows can open, not which worker could run a request."""
+    scheduler = scheduler_with(A, B)
+    for i in range(20):
+        scheduler.add_group(with_adapter(make_group(10, f"a{i}"), A), 0.0)
+    scheduler.schedule(0.0)
+    assert scheduler.adapters.take_swaps() == [AdapterSwap("w0", A)]
+    checks = count_calls(monkeypatch, Placement, "could_run")
+    scheduler.adapters.end_swap("w0", A, is_resident=True)
+    scheduler.adapters.set_loaded("w0", [B, A])
+    assert not checks, "the adapters in memory are the same"
+    scheduler.adapters.set_loaded("w0", [A])
+    assert not checks, "no request waits for the other adapter"
+    scheduler.check_invariants()
+
+
+def test_an_adapter_that_is_gone_makes_its_requests_unschedulable() -> None:
+    scheduler = scheduler_with(A, B)
+    for name, adapter in (("a", A), ("b", B)):
+        scheduler.add_group(with_adapter(make_group(10, name), adapter), 0.0)
+    scheduler.schedule(0.0)
+    (swap,) = scheduler.adapters.take_swaps()
+    scheduler.adapters.end_swap("w0", swap.digest, is_resident=False)
+    assert scheduler.stats().num_unschedulable == 1
+    scheduler.check_invariants()
+    scheduler.adapters.set_loaded("w0", [A, B])
+    assert scheduler.stats().num_unschedulable == 0
+    scheduler.check_invariants()
