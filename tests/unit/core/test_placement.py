@@ -39,7 +39,7 @@ def run(scheduler: Scheduler, now: float = 0.0) -> None:
 
 
 def know_pace(scheduler: Scheduler, tokens_per_s: float) -> None:
-    scheduler._throughput.prefill.note(2 * tokens_per_s, 2.0)
+    scheduler._throughput.prefill.add(2 * tokens_per_s, 2.0)
 
 
 def test_the_shortest_uncached_prompt_comes_first_however_long_it_is() -> None:
