@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
-import os
 import signal
 import socket
 import sys
@@ -23,6 +22,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 
+from child_processes import Backoff, Death, keep_running, spawn
 from gateway_svc.process.readiness import ReadyProcesses
 from svc_common.config import OFF
 from svc_common.serve import BindError
@@ -33,9 +33,7 @@ log = logging.getLogger(__name__)
 
 EXIT_FAILED = 1
 EXIT_CANNOT_START = 3  # the process reported why it cannot start
-STEADY_S = 5.0  # a process that has run this long has started successfully
-FIRST_PAUSE_S = 0.2
-MAX_PAUSE_S = 5.0
+BACKOFF = Backoff(first_s=0.2, max_s=5.0, steady_s=5.0)  # a steady process has started successfully
 
 
 class ChildFailedError(RuntimeError):
@@ -62,13 +60,12 @@ class SharedPort:
 
 @dataclass(slots=True, eq=False)
 class Child:
-    """One gateway process and its restarts. `command_of(life)` returns the command line of start number `life`."""
+    """One gateway process and its restarts. `command_of(n)` returns the command line of start n, from 0."""
 
     index: int
     command_of: Callable[[int], list[str]]
     process: asyncio.subprocess.Process | None = None
-    num_lives: int = 0
-    pause_s: float = FIRST_PAUSE_S
+    num_starts: int = 0
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal if the process is running."""
@@ -89,10 +86,10 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop)
-        keepers = [asyncio.create_task(self._keep(child)) for child in self._children]
-        await asyncio.wait(keepers, return_when=asyncio.FIRST_EXCEPTION)
+        tasks = [asyncio.create_task(self._keep_running(child)) for child in self._children]
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         self._stop()
-        ends = await asyncio.gather(*keepers, return_exceptions=True)
+        ends = await asyncio.gather(*tasks, return_exceptions=True)
         errors = [end for end in ends if isinstance(end, BaseException)]
         if errors and not isinstance(errors[0], ChildFailedError):
             raise errors[0]
@@ -107,35 +104,26 @@ class Supervisor:
         for child in self._children:
             child.signal(signal.SIGTERM)
 
-    async def _keep(self, child: Child) -> int:
-        """Start a process, and restart it whenever it dies before the shutdown. Raises ChildFailedError."""
-        loop = asyncio.get_running_loop()
-        while True:
-            started = loop.time()
-            status = await self._live(child)
-            if self._stopping.is_set():
-                return status
-            is_steady = loop.time() - started >= STEADY_S
-            if child.num_lives == 1 and (status == EXIT_CANNOT_START or (status > 0 and not is_steady)):
-                raise ChildFailedError(
-                    f"process {child.index} failed to start (status {status}); its log has the cause"
-                )
-            child.pause_s = FIRST_PAUSE_S if is_steady else min(2 * child.pause_s, MAX_PAUSE_S)
-            log.error("process %d died (status %d); restarting it in %.1f s", child.index, status, child.pause_s)
-            if await self._stops_within(child.pause_s):
-                return 0
+    async def _keep_running(self, child: Child) -> int:
+        """Raises ChildFailedError if the first process fails to start."""
 
-    async def _live(self, child: Child) -> int:
+        def on_death(death: Death) -> None:
+            failed = death.status == EXIT_CANNOT_START or (death.status > 0 and not death.was_steady)
+            if death.start == 0 and failed:
+                raise ChildFailedError(
+                    f"process {child.index} failed to start (status {death.status}); its log has the cause"
+                )
+            log.error("process %d died (status %d); restarting it in %.1f s", child.index, death.status, death.pause_s)
+
+        return await keep_running(lambda start: self._run_once(child, start), self._stopping, BACKOFF, on_death)
+
+    async def _run_once(self, child: Child, start: int) -> int:
         """Run a process until it ends. Returns its exit status, negative for a signal."""
-        command = child.command_of(child.num_lives)
-        child.num_lives += 1
+        child.num_starts += 1
         with ExitStack() as links:
             try:
                 link, link_of_child = map(links.enter_context, socket.socketpair())
-                # In a new session, so that Ctrl-C reaches only the parent, which then signals each child once.
-                child.process = await asyncio.create_subprocess_exec(
-                    *command, stdin=link_of_child.fileno(), start_new_session=True
-                )
+                child.process = await spawn(child.command_of(start), stdin=link_of_child.fileno())
             except OSError as error:  # e.g. out of memory or process ids: the other processes keep running
                 log.error("cannot start process %d: %s", child.index, error)
                 return EXIT_CANNOT_START
@@ -151,14 +139,6 @@ class Supervisor:
         finally:
             await cancel(following)
 
-    async def _stops_within(self, seconds: float) -> bool:
-        try:
-            async with asyncio.timeout(seconds):
-                await self._stopping.wait()
-        except TimeoutError:
-            return False
-        return True
-
 
 def supervise(args: argparse.Namespace, argv: Sequence[str]) -> int:
     """Run `args.processes` gateways with the settings of `argv`. Returns the exit status; raises BindError."""
@@ -172,8 +152,8 @@ def supervise(args: argparse.Namespace, argv: Sequence[str]) -> int:
 
 async def _run(num_processes: int, addresses: Sequence[str], argv: Sequence[str]) -> int:
     def make(index: int) -> Child:
-        own = [sys.executable, "-P", "-m", "gateway_svc.child", str(os.getpid()), str(index), ",".join(addresses)]
-        return Child(index, lambda life: [*own, str(life), *argv])
+        own = [sys.executable, "-P", "-m", "gateway_svc.child", str(index), ",".join(addresses)]
+        return Child(index, lambda start: [*own, str(start), *argv])
 
     return await Supervisor([make(index) for index in range(num_processes)]).run()
 

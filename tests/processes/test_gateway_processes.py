@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import signal
 import socket
@@ -193,9 +194,9 @@ def test_a_process_that_fails_at_its_start_ends_the_gateway(tmp_path: Path) -> N
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         metrics = f"127.0.0.1:{taken.getsockname()[1]}"
-        # STEADY_S = 0: any exit counts as a failed start, however slow this machine is.
+        # steady_s = 1e9: any exit counts as a failed start, however slow this machine is.
         imports = "from gateway_svc import service; from gateway_svc.process import processes"
-        code = f"{imports}; processes.STEADY_S = 0.0; service.main()"
+        code = f"{imports}; processes.BACKOFF = processes.Backoff(0.2, 5.0, 1e9); service.main()"
         command = [sys.executable, "-c", code, "--listen", "127.0.0.1:0", "--scheduler", "localhost:1"]
         end = subprocess.run(
             [*command, "--processes", "2", "--metrics-listen", metrics],
@@ -210,16 +211,20 @@ def test_a_process_that_fails_at_its_start_ends_the_gateway(tmp_path: Path) -> N
 
 
 async def test_a_process_that_cannot_be_restarted_is_retried_while_the_others_run() -> None:
-    commands = [["sleep", "60"], ["/nowhere/sleep", "60"], ["sleep", "60"]]  # commands of the first three starts
-    victim, other = Child(0, commands.__getitem__), Child(1, lambda life: ["sleep", "60"])
+    commands = [
+        ["/bin/sleep", "60"],
+        ["/nowhere/sleep", "60"],
+        ["/bin/sleep", "60"],
+    ]  # commands of the first three starts
+    victim, other = Child(0, commands.__getitem__), Child(1, lambda start: ["/bin/sleep", "60"])
     running = asyncio.create_task(Supervisor([victim, other]).run())
     try:
-        await wait_alive(victim, num_lives=1)
-        await wait_alive(other, num_lives=1)
+        await wait_alive(victim, num_starts=1)
+        await wait_alive(other, num_starts=1)
         victim.signal(signal.SIGKILL)
-        await wait_alive(victim, num_lives=3)
+        await wait_alive(victim, num_starts=3)
         assert is_alive(other)
-        assert other.num_lives == 1
+        assert other.num_starts == 1
         os.kill(os.getpid(), signal.SIGTERM)
         assert await asyncio.wait_for(running, PATIENCE_S) == 0
     finally:
@@ -228,9 +233,9 @@ async def test_a_process_that_cannot_be_restarted_is_retried_while_the_others_ru
             child.signal(signal.SIGKILL)
 
 
-async def wait_alive(child: Child, *, num_lives: int) -> None:
+async def wait_alive(child: Child, *, num_starts: int) -> None:
     async with asyncio.timeout(PATIENCE_S):
-        while child.num_lives < num_lives or not is_alive(child):  # noqa: ASYNC110
+        while child.num_starts < num_starts or not is_alive(child):  # noqa: ASYNC110
             await asyncio.sleep(POLL_S)
 
 
@@ -239,8 +244,16 @@ def is_alive(child: Child) -> bool:
 
 
 async def test_a_process_that_cannot_be_started_at_all_ends_the_gateway(caplog: pytest.LogCaptureFixture) -> None:
-    assert await Supervisor([Child(0, lambda life: ["/nowhere/sleep"])]).run() == 1
-    assert "cannot start process 0: [Errno 2] No such file or directory: '/nowhere/sleep'" in caplog.text
+    def no_process_ids(start: int) -> list[str]:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    assert await Supervisor([Child(0, no_process_ids)]).run() == 1
+    assert "cannot start process 0: [Errno 11] Resource temporarily unavailable" in caplog.text
+
+
+async def test_a_program_that_does_not_exist_ends_the_gateway(caplog: pytest.LogCaptureFixture) -> None:
+    assert await Supervisor([Child(0, lambda start: ["/nowhere/sleep"])]).run() == 1
+    assert "process 0 failed to start (status 1)" in caplog.text
 
 
 async def test_sigterm_drains_all_processes(gateway: Service) -> None:

@@ -1,8 +1,7 @@
 """Runs services as child processes: starts, watches and restarts them, and stops them in order.
 
-Every child is one `python -m SERVICE.server` in its own session, so that Ctrl-C in the terminal reaches only this
-process, which then stops the children in order. A child ends with this process even when this process is killed. The
-output of a child goes to NAME.log.
+Every child is one `python -m SERVICE.service` (child_processes). Ctrl-C in the terminal reaches only this process,
+which then stops the children in order. The output of a child goes to NAME.log.
 """
 
 from __future__ import annotations
@@ -25,24 +24,16 @@ import grpc.aio
 from quire_client.channel import HEALTH_METHOD, channel_options, health_request, health_state
 from quire_client.tls import Tls
 
+import child_processes
+from child_processes import Backoff, Death, keep_running
+
 POLL_S = 0.1
-FIRST_BACKOFF_S = 0.5
-MAX_BACKOFF_S = 30.0
-STABLE_S = 60.0  # if a service ran this long, its next restart has the first backoff
+BACKOFF = Backoff(first_s=0.5, max_s=30.0, steady_s=60.0)
 HURRY_S = 1.0
 QUIET_S = 5.0  # report the last log line of a starting service that has made no progress for this long
 TAIL_LINES = 12
 TAIL_BYTES = 16_384
 PORT_RANGE = (20_000, 32_000)  # below the ephemeral ports of the system
-
-# Linux signals the child when its parent dies (PR_SET_PDEATHSIG = 1); the setting survives exec.
-LAUNCHER = """\
-import ctypes, os, sys
-ctypes.CDLL(None).prctl(1, 15)
-if os.getppid() != int(sys.argv[1]):
-    sys.exit("the parent process has ended")
-os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
-"""
 
 Report = Callable[[str, str, dict[str, Any]], None]  # event, service, facts
 
@@ -119,19 +110,14 @@ class Stack:
             await asyncio.gather(*(self._stop_one(service, timeout_s, hurry) for service in members))
 
     async def _supervise(self, service: Service) -> None:
-        backoff_s = FIRST_BACKOFF_S
-        while not self._is_stopping.is_set():
-            started = time.monotonic()
-            exit_code = await self._run_once(service)
-            if self._is_stopping.is_set():
-                return
-            how, tail = _describe_exit(exit_code), log_tail(service.log_path)
+        def on_death(death: Death) -> None:
+            how, tail = _describe_exit(death.status), log_tail(service.log_path)
             if not service.was_ready:
                 raise StartFailedError(service.spec.name, how, tail)
-            backoff_s = FIRST_BACKOFF_S if time.monotonic() - started > STABLE_S else backoff_s
-            self._report("died", service.spec.name, {"how": how, "restart_in_s": backoff_s, "log_tail": tail})
-            await _wait_for(self._is_stopping, backoff_s)
-            backoff_s = min(MAX_BACKOFF_S, 2 * backoff_s)
+            facts = {"how": how, "restart_in_s": death.pause_s, "log_tail": tail}
+            self._report("died", service.spec.name, facts)
+
+        await keep_running(lambda start: self._run_once(service), self._is_stopping, BACKOFF, on_death)
 
     async def _run_once(self, service: Service) -> int:
         """Run a service's process to its end. Returns its exit code."""
@@ -198,18 +184,11 @@ class Stack:
 
 async def spawn(spec: ServiceSpec, log_path: Path) -> asyncio.subprocess.Process:
     """Start the service's process. Its output is appended to the log."""
-    command = ["-u", "-P", "-m", spec.module, *spec.arguments]
-    if sys.platform == "linux":
-        command = ["-I", "-S", "-c", LAUNCHER, str(os.getpid()), *command]
+    command = [sys.executable, "-u", "-P", "-m", spec.module, *spec.arguments]
+    environment = os.environ | dict(spec.environment)
     with log_path.open("ab") as log:
-        return await asyncio.create_subprocess_exec(
-            sys.executable,
-            *command,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-            env=os.environ | dict(spec.environment),
+        return await child_processes.spawn(
+            command, stdin=asyncio.subprocess.DEVNULL, output=log, environment=environment
         )
 
 
@@ -278,13 +257,6 @@ async def _is_serving(channel: grpc.aio.Channel) -> bool:
         return health_state(await check(health_request(""), timeout=2.0)) == "serving"
     except grpc.RpcError:
         return False
-
-
-async def _wait_for(event: asyncio.Event, timeout_s: float) -> None:
-    try:
-        await asyncio.wait_for(event.wait(), timeout_s)
-    except TimeoutError:
-        return
 
 
 async def _first_within(gone: asyncio.Task[int], hurry: asyncio.Event, timeout_s: float) -> bool:
