@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack, suppress
 
 from gateway_svc.answer.open_streams import OpenStreams
-from gateway_svc.answer.request_traces import RequestTraces
+from gateway_svc.answer.request_traces import GenerationTraces
 from gateway_svc.callers.flags import isolates_tenants, min_priority
 from gateway_svc.flags import make_parser
 from gateway_svc.operators.operator_port import is_public_for_operators
-from gateway_svc.pipeline.admission import Admission
+from gateway_svc.pipeline.admission import CallAdmission
 from gateway_svc.process.ports import Ports
 from gateway_svc.process.processes import supervise
 from gateway_svc.process.readiness import ReadyLink
@@ -99,7 +99,7 @@ class GatewayProcess:
             PromptReaders(self._threads, self._templates, self._images),
             self._grammars,
             OpenStreams(args.max_streams, args.max_request_bytes, _memory_limit(args)),
-            admission=Admission(
+            admission=CallAdmission(
                 directory,
                 requests=RequestLimits(min_priority(args), args.max_logprobs),
                 keys=self._state.limits,
@@ -108,7 +108,7 @@ class GatewayProcess:
             reader=self._state.reader,
             chunk_interval_s=args.chunk_interval_ms / 1000,
             recorder=self._state.recorder,
-            traces=None if self._tracer is None else RequestTraces(self._tracer, args.trace_ratio),
+            traces=None if self._tracer is None else GenerationTraces(self._tracer, args.trace_ratio),
             shows_workers=is_public_for_operators(args),
         )
 

@@ -13,13 +13,13 @@ from quire.v1 import inference_pb2 as pb
 from quire.v1.inference_pb2_grpc import InferenceServiceServicer
 
 from gateway_svc.answer.open_streams import OpenStreams
-from gateway_svc.answer.request_traces import RequestTraces
+from gateway_svc.answer.request_traces import GenerationTraces
 from gateway_svc.callers.caller import scoped
 from gateway_svc.operators.audit.entry import note, note_target
-from gateway_svc.pipeline.admission import Admission
+from gateway_svc.pipeline.admission import CallAdmission
 from gateway_svc.pipeline.generation import GenerationPipeline
 from gateway_svc.pipeline.pooling import PoolingPipeline
-from gateway_svc.records.recorder import Recorder
+from gateway_svc.records.recorder import OutputRecorder
 from gateway_svc.request.plan import Planner
 from gateway_svc.request.prompts.readers import PromptReaders, check_detokenize, check_tokenize
 from gateway_svc.request.sandbox.grammar_checker import GrammarChecker
@@ -146,15 +146,15 @@ def make_servicer(
     grammars: GrammarChecker,
     streams: OpenStreams,
     *,
-    admission: Admission | None = None,
+    admission: CallAdmission | None = None,
     reader: PrefixReader | None = None,
     chunk_interval_s: float = 0.0,
-    recorder: Recorder | None = None,
-    traces: RequestTraces | None = None,
+    recorder: OutputRecorder | None = None,
+    traces: GenerationTraces | None = None,
     shows_workers: bool = True,
 ) -> InferenceServicer:
     """A servicer with its pipelines."""
-    admission, lane = admission or Admission(directory), prompts.threads.requests
+    admission, lane = admission or CallAdmission(directory), prompts.threads.requests
     submitter = Submitter(dispatcher, lane, reader, chunk_interval_s)
     generation = GenerationPipeline(
         directory, admission, prompts, Planner(grammars, lane), submitter, streams, recorder=recorder, traces=traces

@@ -1,1 +1,1 @@
-"""From the journal of a request to the events of its stream. No I/O of its own."""
+"""From the journal of a request to the events of its stream. I/O: only through records."""

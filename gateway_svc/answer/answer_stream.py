@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from quire.v1 import inference_pb2 as pb
 
 from gateway_svc.request.tools import AnswerPlan
-from gateway_svc.text.chat_output import Kind, Part, call_id
+from gateway_svc.text.chat_output import AnswerPiece, ItemKind, call_id
 from gateway_svc.text.detokenizer import SampleText
 
 
@@ -22,12 +22,12 @@ class AnswerStream:
         self._is_finished = False
         self.num_reasoning_tokens = 0
 
-    def push(self, text: SampleText, ids: Sequence[int]) -> tuple[list[Part], int]:
+    def push(self, text: SampleText, ids: Sequence[int]) -> tuple[list[AnswerPiece], int]:
         """Add ids to the text and parse it. Returns the new parts, and how many of the ids belong to the output.
 
         Tokens are parsed one at a time until the reasoning ends, to count the reasoning tokens.
         """
-        parts: list[Part] = []
+        parts: list[AnswerPiece] = []
         position = 0
         while position < len(ids) and not self._parser.is_past_reasoning:
             was_reasoning = self._parser.is_reasoning
@@ -43,14 +43,14 @@ class AnswerStream:
             position += count
         return parts, position
 
-    def finish(self, text: str) -> list[Part]:
+    def finish(self, text: str) -> list[AnswerPiece]:
         """Parse the last text and end the answer. Returns all remaining parts."""
         if self._is_finished:
             return []
         self._is_finished = True
         return self._parser.push(text) + self._parser.finish()
 
-    def add_to(self, chunk: pb.Chunk, parts: Iterable[Part]) -> None:
+    def add_to(self, chunk: pb.Chunk, parts: Iterable[AnswerPiece]) -> None:
         """Add parts to a chunk; adjacent parts of one item become one."""
         last: pb.AnswerPart | None = None
         for part in parts:
@@ -60,10 +60,10 @@ class AnswerStream:
                 last = chunk.parts.add(item=part.item, offset=part.offset)
                 self._set_kind(last, part)
 
-    def _set_kind(self, message: pb.AnswerPart, part: Part) -> None:
-        if part.kind is Kind.REASONING:
+    def _set_kind(self, message: pb.AnswerPart, part: AnswerPiece) -> None:
+        if part.kind is ItemKind.REASONING:
             message.reasoning = part.text
-        elif part.kind is Kind.CONTENT:
+        elif part.kind is ItemKind.CONTENT:
             message.content = part.text
         else:
             call = message.tool_call

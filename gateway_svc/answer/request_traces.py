@@ -98,7 +98,7 @@ class RequestTrace:
         }
 
 
-class RequestTraces:
+class GenerationTraces:
     """Samples requests. `draw` returns a random number from 0 to 1."""
 
     def __init__(self, tracer: Tracer, ratio: float, draw: Callable[[], float] = random.random) -> None:

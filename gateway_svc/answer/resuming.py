@@ -11,8 +11,8 @@ from quire.internal.v1 import record_pb2, scheduler_pb2
 from quire.v1 import inference_pb2 as pb
 
 from gateway_svc.columns import u32_from_bytes, u32_to_bytes
-from gateway_svc.records.recorder import Recorder, Recording
-from gateway_svc.records.store import Record
+from gateway_svc.records.recorder import OutputRecorder, Recording
+from gateway_svc.records.store import StoredRecord
 from gateway_svc.request.plan import GenerationPlan
 from gateway_svc.request.resume import Replay
 from gateway_svc.schedulers.submitter import Submission
@@ -30,7 +30,7 @@ class Resumed:
     `follows`: while another gateway runs the request, read its output from the record; otherwise end that run.
     """
 
-    record: Record
+    record: StoredRecord
     sent: tuple[int, ...]
     follows: bool = False
 
@@ -72,7 +72,7 @@ def record_of(request: pb.GenerateRequest, plan: GenerationPlan, notes: bytes) -
 
 @asynccontextmanager
 async def recorded(
-    recorder: Recorder,
+    recorder: OutputRecorder,
     content: record_pb2.RequestRecord,
     submission: Submission,
     resumed: Resumed | None,
@@ -107,7 +107,7 @@ async def recorded(
 class Follower:
     """Delivers output that another gateway records to a request, which is sent if that gateway's run ends early."""
 
-    def __init__(self, recorder: Recorder, recording: Recording, submission: Submission) -> None:
+    def __init__(self, recorder: OutputRecorder, recording: Recording, submission: Submission) -> None:
         self._recorder = recorder
         self._recording = recording
         self._submission = submission

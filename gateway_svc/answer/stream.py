@@ -25,7 +25,7 @@ from gateway_svc.records.recorder import Recording
 from gateway_svc.request.plan import GenerationPlan
 from gateway_svc.schedulers.logprobs import PromptLogprobJournal, PromptLogprobStream, TakenLogprobs
 from gateway_svc.schedulers.scheduler_request import SampleJournal, SchedulerRequest
-from gateway_svc.text.answer import Part
+from gateway_svc.text.answer import AnswerPiece
 from gateway_svc.text.detokenizer import SampleText
 from gateway_svc.text.stop_strings import StoppedText, StopStrings
 from request_fields.fields import End
@@ -54,7 +54,7 @@ class SampleStream:
         self._plan = plan
         self._text = text
         self._answer = None if plan.output.answer is None else AnswerStream(plan.output.answer, plan.request_id, index)
-        self._parts: list[Part] = []  # unsent parts of the answer
+        self._parts: list[AnswerPiece] = []  # unsent parts of the answer
         self._cursor = 0
         self._cumulative = plan.resume.cumulative_logprobs[index] if plan.output.logprobs is not None else 0.0
         self._text_bytes = 0
@@ -251,7 +251,7 @@ def _is_ended_by_token(finish: scheduler_pb2.SampleFinished) -> bool:
     return finish.reason == types.FINISH_REASON_EOS or finish.HasField("stop_token_id")
 
 
-class Source(Protocol):
+class AnswerSource(Protocol):
     """A request with one journal per sample that is sent: a SchedulerRequest, or a BestSamples in front of one."""
 
     @property
@@ -290,7 +290,7 @@ class GenerationStream:
         self._is_accepted = False
         self._first: Sequence[pb.GenerateResponse] = ()  # Accepted, while it waits for the next events
         self.is_over = False  # no more messages follow
-        self._source: Source
+        self._source: AnswerSource
         self._meter: RequestMeter
         self._recording: Recording | None = None
 
@@ -304,7 +304,7 @@ class GenerationStream:
         if self._plan.resume.replay is not None:
             request.announce_output()
 
-    def begin(self, source: Source, meter: RequestMeter, recording: Recording | None) -> None:
+    def begin(self, source: AnswerSource, meter: RequestMeter, recording: Recording | None) -> None:
         """Read from this source from now on."""
         self._source, self._meter, self._recording = source, meter, recording
 

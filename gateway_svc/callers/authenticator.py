@@ -9,7 +9,7 @@ import grpc
 
 from gateway_svc.callers.api_keys import ApiKeys
 from gateway_svc.callers.caller import Caller, current_caller
-from gateway_svc.callers.tokens import Tokens
+from gateway_svc.callers.tokens import JsonWebTokens
 from svc_common.errors import Handler, QuireError, UnauthenticatedError
 
 SCHEME = "bearer "
@@ -21,7 +21,7 @@ OPEN_TO_ALL = ("/grpc.health.v1.Health/", "/grpc.reflection.v1alpha.ServerReflec
 class Authenticator:
     """Accepts API keys, JSON web tokens, or both."""
 
-    def __init__(self, keys: ApiKeys | None, tokens: Tokens | None = None) -> None:
+    def __init__(self, keys: ApiKeys | None, tokens: JsonWebTokens | None = None) -> None:
         self._keys = keys
         self._tokens = tokens
         kinds = ["an API key"] * (keys is not None) + ["a token (JWT)"] * (tokens is not None)

@@ -8,7 +8,7 @@ from gateway_svc.callers.api_keys import ApiKeys
 from gateway_svc.callers.authenticator import Authenticator
 from gateway_svc.callers.caller import CallersError
 from gateway_svc.callers.jwks import Jwks
-from gateway_svc.callers.tokens import Expected, Tokens, check_installed
+from gateway_svc.callers.tokens import Expected, JsonWebTokens, check_installed
 from svc_common.config import Flag, Group, in_range, one_of, path, text
 
 MIN_PRIORITY = -1000  # lower limit of the request field
@@ -70,7 +70,7 @@ def make_authenticator(args: argparse.Namespace) -> Authenticator | None:
     return Authenticator(keys, tokens) if identifies_callers(args) else None
 
 
-def _make_tokens(args: argparse.Namespace) -> Tokens | None:
+def _make_tokens(args: argparse.Namespace) -> JsonWebTokens | None:
     given = {"--jwt-issuer": args.jwt_issuer, "--jwt-audience": args.jwt_audience, "--jwt-jwks": args.jwt_jwks}
     missing = [flag for flag, value in given.items() if not value]
     if len(missing) == len(given):
@@ -79,7 +79,7 @@ def _make_tokens(args: argparse.Namespace) -> Tokens | None:
         raise CallersError(f"tokens of clients need {', '.join(given)}; set {' and '.join(missing)} too")
     check_installed()
     expected = Expected(args.jwt_issuer, args.jwt_audience, args.jwt_tenant_claim, args.jwt_scope, args.jwt_leeway_s)
-    return Tokens(expected, Jwks(args.jwt_jwks))
+    return JsonWebTokens(expected, Jwks(args.jwt_jwks))
 
 
 def isolates_tenants(args: argparse.Namespace) -> bool:

@@ -35,7 +35,7 @@ class Expected:
     leeway_s: float = 30.0
 
 
-class Tokens:
+class JsonWebTokens:
     """Checks tokens. A token that was accepted is accepted by its digest until it expires or the keys change."""
 
     def __init__(self, expected: Expected, jwks: Jwks, clock: Callable[[], float] = time.time) -> None:

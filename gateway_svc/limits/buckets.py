@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from gateway_svc.limits.settings import Limits
+from gateway_svc.limits.settings import OwnerLimits
 from svc_common.redis_connect import call_errors, connect
 from svc_common.redis_server import Availability, RedisServer
 
@@ -43,11 +43,11 @@ class Verdict:
 ADMITTED = Verdict()
 
 
-class Buckets(Protocol):
+class RateBuckets(Protocol):
     """Counts requests of all owners."""
 
-    async def take(self, owner: str, limits: Limits, take: Take) -> Verdict: ...
-    async def give_back(self, owner: str, limits: Limits, stream_id: str, num_tokens: int) -> None:
+    async def take(self, owner: str, limits: OwnerLimits, take: Take) -> Verdict: ...
+    async def give_back(self, owner: str, limits: OwnerLimits, stream_id: str, num_tokens: int) -> None:
         """End a stream and return its unused tokens."""
         ...
 
@@ -58,7 +58,7 @@ class Buckets(Protocol):
     async def close(self) -> None: ...
 
 
-def rates(limits: Limits) -> tuple[float, float]:
+def rates(limits: OwnerLimits) -> tuple[float, float]:
     """Requests and tokens per second; 0: no limit."""
     return limits.requests_per_s or 0.0, (limits.tokens_per_min or 0.0) / 60
 
@@ -76,7 +76,7 @@ class LocalBuckets:
         self._clock = clock
         self._counts: dict[str, _Counts] = defaultdict(_Counts)
 
-    async def take(self, owner: str, limits: Limits, take: Take) -> Verdict:
+    async def take(self, owner: str, limits: OwnerLimits, take: Take) -> Verdict:
         now, counts = self._clock(), self._counts[owner]
         for i, (rate, burst_s) in enumerate(zip(rates(limits), (REQUEST_BURST_S, TOKEN_BURST_S), strict=True)):
             wait_s = counts.full_at[i] - now - burst_s
@@ -90,7 +90,7 @@ class LocalBuckets:
         counts.streams.add(take.stream_id)
         return ADMITTED
 
-    async def give_back(self, owner: str, limits: Limits, stream_id: str, num_tokens: int) -> None:
+    async def give_back(self, owner: str, limits: OwnerLimits, stream_id: str, num_tokens: int) -> None:
         counts = self._counts[owner]
         counts.streams.discard(stream_id)
         if rate := rates(limits)[1]:
@@ -165,7 +165,7 @@ class RedisBuckets:
             loss="limits of owners are counted by each gateway process",
         )
 
-    async def take(self, owner: str, limits: Limits, take: Take) -> Verdict:
+    async def take(self, owner: str, limits: OwnerLimits, take: Take) -> Verdict:
         # This process counts too, so that its counts are not empty when Redis stops.
         own = await self._local.take(owner, limits, take)
         most = -1 if limits.max_streams is None else limits.max_streams
@@ -188,7 +188,7 @@ class RedisBuckets:
             await self._local.give_back(owner, limits, take.stream_id, take.num_tokens)
         return Verdict(NAMES[number - 1], wait_ms / 1000)
 
-    async def give_back(self, owner: str, limits: Limits, stream_id: str, num_tokens: int) -> None:
+    async def give_back(self, owner: str, limits: OwnerLimits, stream_id: str, num_tokens: int) -> None:
         await self._local.give_back(owner, limits, stream_id, num_tokens)
         rate = rates(limits)[1]
         sooner_s = num_tokens / rate if rate else 0.0

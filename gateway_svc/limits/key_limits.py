@@ -7,8 +7,8 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable
 
-from gateway_svc.limits.buckets import STREAM_TTL_S, Buckets, Take
-from gateway_svc.limits.settings import NO_LIMITS, Limits, LimitsFile
+from gateway_svc.limits.buckets import STREAM_TTL_S, RateBuckets, Take
+from gateway_svc.limits.settings import NO_LIMITS, LimitsFile, OwnerLimits
 from svc_common.errors import InvalidRequestError, OverloadedError, PermissionDeniedError
 from svc_common.tasks import cancel
 
@@ -19,7 +19,7 @@ UNITS = {"requests_per_s": "requests per second", "tokens_per_min": "tokens per 
 class KeyLimits:
     """Limits of all owners. Without a file there are none."""
 
-    def __init__(self, file: LimitsFile | None = None, buckets: Buckets | None = None) -> None:
+    def __init__(self, file: LimitsFile | None = None, buckets: RateBuckets | None = None) -> None:
         self._file = file
         self._buckets = buckets
         self._open: dict[str, str] = {}  # owner by stream id
@@ -40,7 +40,7 @@ class KeyLimits:
         """Some requests may be limited."""
         return self._buckets is not None
 
-    def of(self, owner: str) -> Limits:
+    def of(self, owner: str) -> OwnerLimits:
         return NO_LIMITS if self._file is None else self._file.of(owner)
 
     def check(self, owner: str, model: str, priority: int) -> None:

@@ -32,7 +32,7 @@ class LimitsError(SettingError):
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class OwnerLimits:
     """The limits of one owner. None: no limit."""
 
     requests_per_s: float | None = None
@@ -47,7 +47,7 @@ class Limits:
         return not (self.requests_per_s is self.tokens_per_min is self.max_streams is None)
 
 
-NO_LIMITS = Limits()
+NO_LIMITS = OwnerLimits()
 RANGES = {
     "requests_per_s": (0.001, 1e6),
     "tokens_per_min": (1, 1e12),
@@ -63,12 +63,12 @@ class LimitsFile:
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._file = Reread(lambda: read_limits(path), "limits", clock)
 
-    def of(self, owner: str) -> Limits:
+    def of(self, owner: str) -> OwnerLimits:
         default, owners = self._file()
         return owners.get(owner, default)
 
 
-def read_limits(path: Path) -> tuple[Limits, dict[str, Limits]]:
+def read_limits(path: Path) -> tuple[OwnerLimits, dict[str, OwnerLimits]]:
     """The default limits, and those of the named owners. Raises LimitsError."""
     where = f"--key-limits {path}"
     try:
@@ -79,8 +79,8 @@ def read_limits(path: Path) -> tuple[Limits, dict[str, Limits]]:
     default = _checked(tables.pop("default", {}), f"{where}: [default]")
     if tables or not isinstance(owners, dict):
         raise LimitsError(f"{where}: {', '.join(tables) or 'owners'} is not a table; use [default] and [owners.NAME]")
-    return Limits(**default), {
-        owner: Limits(**default | _checked(table, f"{where}: [owners.{owner}]")) for owner, table in owners.items()
+    return OwnerLimits(**default), {
+        owner: OwnerLimits(**default | _checked(table, f"{where}: [owners.{owner}]")) for owner, table in owners.items()
     }
 
 
@@ -96,7 +96,7 @@ def _value(name: str, value: Any, where: str) -> Any:
             raise LimitsError(f"{where}: models is not a list of names")
         return frozenset(value)
     if name not in RANGES:
-        known = ", ".join(field.name for field in fields(Limits))
+        known = ", ".join(field.name for field in fields(OwnerLimits))
         raise LimitsError(f"{where}: {name} is not a limit; there are {known}")
     low, high = RANGES[name]
     kinds = (int,) if name in WHOLE else (int, float)

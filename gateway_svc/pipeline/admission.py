@@ -1,4 +1,4 @@
-"""Admission of calls: which model a caller may use, how much of it, and under which salt its blocks are cached."""
+"""CallAdmission of calls: which model a caller may use, how much of it, and under which salt its blocks are cached."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gateway_svc.request.validation import DEFAULT_LIMITS, RequestLimits
 from gateway_svc.schedulers.directory import ModelDirectory
 
 
-class Admission:
+class CallAdmission:
     """Applies the limits of this gateway and of its callers' keys."""
 
     def __init__(

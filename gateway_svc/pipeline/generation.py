@@ -11,13 +11,13 @@ from quire.v1 import inference_pb2 as pb
 
 from gateway_svc.answer.best_of import source_of
 from gateway_svc.answer.open_streams import OpenStream, OpenStreams
-from gateway_svc.answer.request_traces import RequestTrace, RequestTraces
+from gateway_svc.answer.request_traces import GenerationTraces, RequestTrace
 from gateway_svc.answer.resuming import Resumed, no_record, record_of, recorded
 from gateway_svc.answer.stream import GenerationStream
 from gateway_svc.callers.caller import scoped
 from gateway_svc.operators.audit.entry import note, note_request_id
-from gateway_svc.pipeline.admission import Admission
-from gateway_svc.records.recorder import Recorder, Recording
+from gateway_svc.pipeline.admission import CallAdmission
+from gateway_svc.records.recorder import OutputRecorder, Recording
 from gateway_svc.request.models import ServedModel
 from gateway_svc.request.plan import GenerationPlan, Planner
 from gateway_svc.request.prompts.readers import PromptReaders
@@ -53,20 +53,21 @@ class GenerationPipeline:
     def __init__(
         self,
         directory: ModelDirectory,
-        admission: Admission,
+        admission: CallAdmission,
         prompts: PromptReaders,
         planner: Planner,
         submitter: Submitter,
         streams: OpenStreams,
         *,
-        recorder: Recorder | None = None,
-        traces: RequestTraces | None = None,
+        recorder: OutputRecorder | None = None,
+        traces: GenerationTraces | None = None,
     ) -> None:
         self.streams = streams
         self.traces = traces
         self._directory = directory
         self._admission = admission
         self._prompts = prompts
+        self._lane = prompts.threads.requests
         self._planner = planner
         self._submitter = submitter
         self._recorder = recorder
@@ -106,7 +107,7 @@ class GenerationPipeline:
             )
             if prompt.inputs:
                 stream.add_inputs(prompt.inputs)
-            answer = await self._submitter.lane.run(4 * sum(map(len, plan.resume.outputs)), GenerationStream, plan)
+            answer = await self._lane.run(4 * sum(map(len, plan.resume.outputs)), GenerationStream, plan)
             submission = await self._submitter.prepare(
                 plan, scoped_id=stream.scoped_id, resumes=resumes, deadline=call.deadline
             )
@@ -163,7 +164,7 @@ class GenerationPipeline:
     # -- records ------------------------------------------------------------------------------------------------------
 
     @property
-    def recorder(self) -> Recorder:
+    def recorder(self) -> OutputRecorder:
         """Access to records. Raises NotConfiguredError if this gateway keeps none."""
         if self._recorder is None:
             raise NotConfiguredError(

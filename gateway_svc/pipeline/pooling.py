@@ -8,7 +8,7 @@ from quire.v1 import inference_pb2 as pb
 
 from gateway_svc.answer.open_streams import OpenStream, OpenStreams
 from gateway_svc.answer.pooled import embeddings_of, pooled_numbers, scores_of
-from gateway_svc.pipeline.admission import Admission
+from gateway_svc.pipeline.admission import CallAdmission
 from gateway_svc.request.models import ServedModel
 from gateway_svc.request.pooling import PoolingPlan, check_embed, check_model, check_score, plan_embed, plan_score
 from gateway_svc.request.prompts.readers import PromptReaders
@@ -19,7 +19,7 @@ class PoolingPipeline:
     """Serves Embed and Score. Calls in progress are counted among `streams`."""
 
     def __init__(
-        self, admission: Admission, prompts: PromptReaders, submitter: Submitter, streams: OpenStreams
+        self, admission: CallAdmission, prompts: PromptReaders, submitter: Submitter, streams: OpenStreams
     ) -> None:
         self._admission = admission
         self._prompts = prompts

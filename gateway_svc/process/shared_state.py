@@ -10,7 +10,7 @@ from gateway_svc.limits.buckets import LocalBuckets, RedisBuckets
 from gateway_svc.limits.key_limits import KeyLimits
 from gateway_svc.limits.settings import LimitsError, LimitsFile
 from gateway_svc.records.cipher import make_cipher
-from gateway_svc.records.recorder import Recorder
+from gateway_svc.records.recorder import OutputRecorder
 from gateway_svc.records.store import RecordStore
 from prefix_index.reader import RedisPrefixReader
 from svc_common.redis_server import RedisServer, redis_server
@@ -36,11 +36,11 @@ class SharedState:
                 part.start()
 
 
-def _make_recorder(args: argparse.Namespace, redis: RedisServer | None) -> Recorder | None:
+def _make_recorder(args: argparse.Namespace, redis: RedisServer | None) -> OutputRecorder | None:
     cipher = make_cipher(args.record_key_file)
     if redis is None:
         return None
-    return Recorder(
+    return OutputRecorder(
         RecordStore(
             redis,
             namespace=args.redis_namespace,

@@ -1,4 +1,4 @@
-"""Request records in Redis: what a gateway needs to continue a request of another gateway.
+"""Request records: what a gateway needs to continue a request of another gateway. I/O: Redis.
 
 cipher.py      encryption of stored values
 store.py       the only module that calls Redis: one hash per record, fenced by the run that writes it

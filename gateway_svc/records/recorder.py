@@ -97,7 +97,7 @@ class Recording:
         return pb.SampleEnd(finish=self._journals[sample].finish, num_output=self._sent[sample]).SerializeToString()
 
 
-class Recorder:
+class OutputRecorder:
     """Owns the task that writes. `records` is the store for all other access."""
 
     def __init__(self, records: RecordStore) -> None:

@@ -75,7 +75,7 @@ return redis.call('HGET', KEYS[1], 'object')"""
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class StoredRecord:
     """A stored record. Output has no gaps; a sample's end is present only if all its output is present."""
 
     record_id: str
@@ -189,7 +189,7 @@ class RecordStore:
         """Delete a record. False if there is none."""
         return bool(await self._call(self._redis.delete(self._key(record_id))))
 
-    async def load(self, record_id: str) -> Record | None:
+    async def load(self, record_id: str) -> StoredRecord | None:
         """The record; None if there is none, or if it cannot be read."""
         pipeline = self._redis.pipeline(transaction=True)
         pipeline.hgetall(self._key(record_id))
@@ -203,7 +203,7 @@ class RecordStore:
             log.error("record %s cannot be read: %s", record_id, error)
             return None
 
-    def _read(self, record_id: str, found: Mapping[bytes, bytes], now_ms: int) -> Record:
+    def _read(self, record_id: str, found: Mapping[bytes, bytes], now_ms: int) -> StoredRecord:
         names = {name.decode(): value for name, value in found.items()}
         values = {name: self._open(names[name], record_id, name) for name in names if _is_sealed(name)}
         content = pb.RequestRecord.FromString(values["request"])
@@ -215,7 +215,7 @@ class RecordStore:
                 columns[int(sample)][int(offset)] = values[name]
         outputs = tuple(map(_joined, columns))
         ends = [values.get(f"{END}{sample}") for sample in range(num_samples)]
-        return Record(
+        return StoredRecord(
             record_id,
             content,
             outputs,

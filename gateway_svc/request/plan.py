@@ -16,7 +16,7 @@ from gateway_svc.request.encoder import EncoderPlan
 from gateway_svc.request.field_errors import FieldErrors, check_token_ids, invalid
 from gateway_svc.request.models import ServedModel
 from gateway_svc.request.parameters import SamplingPlan, sampling_plan
-from gateway_svc.request.prompts.inputs import PromptInput
+from gateway_svc.request.prompts.reader import PromptInput
 from gateway_svc.request.resume import Replay, ResumePlan, resume_plan
 from gateway_svc.request.sandbox.grammar_checker import GrammarChecker
 from gateway_svc.request.threads import Lane

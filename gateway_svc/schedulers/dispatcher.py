@@ -44,7 +44,7 @@ class Hints:
 
 
 @dataclass(slots=True, eq=False)
-class Placement:
+class RequestPlacement:
     """The scheduler (`client`) of an open request; None while the request waits for a scheduler."""
 
     model: str
@@ -78,7 +78,7 @@ class Dispatcher:
         self._clients = clients
         self._patience_s = patience_s
         self._on_change = on_change
-        self._open: dict[SchedulerRequest, Placement] = {}
+        self._open: dict[SchedulerRequest, RequestPlacement] = {}
         self.num_moves = 0  # number of times that an open request left its scheduler
         self._idle_since: dict[SchedulerClient, float] = {}  # attached schedulers without workers
         for client in self._clients:
@@ -99,7 +99,7 @@ class Dispatcher:
 
         Raises UnavailableError if no replica is ready.
         """
-        placement = Placement(info.model, info.revision, hints)
+        placement = RequestPlacement(info.model, info.revision, hints)
         if not self._place(request, placement):
             raise UnavailableError(
                 f"no scheduler of model {info.model!r} is ready: {self._problems()}; retry later",
@@ -180,7 +180,7 @@ class Dispatcher:
     def _serving(self, model: str, revision: str) -> list[SchedulerClient]:
         return [client for client in self._clients if client.serves(model, revision)]
 
-    def _place(self, request: SchedulerRequest, placement: Placement) -> bool:
+    def _place(self, request: SchedulerRequest, placement: RequestPlacement) -> bool:
         """Send the request to the best replica that has not refused it. False if there is none."""
         clients = self._serving(placement.model, placement.revision)
         if placement.refusals:
@@ -219,7 +219,7 @@ class Dispatcher:
         else:
             self._place(request, placement)
 
-    def _wait(self, request: SchedulerRequest, placement: Placement) -> None:
+    def _wait(self, request: SchedulerRequest, placement: RequestPlacement) -> None:
         if placement.patience is None:
             loop = asyncio.get_running_loop()
             placement.patience = loop.call_later(self._patience_s, self._give_up, request)
@@ -232,7 +232,7 @@ class Dispatcher:
         )
         self._fail(request, UnavailableError(words, retry_after_s=RETRY_AFTER_S))
 
-    def _give_up_on_revision(self, request: SchedulerRequest, placement: Placement) -> None:
+    def _give_up_on_revision(self, request: SchedulerRequest, placement: RequestPlacement) -> None:
         if not any(not client.is_connected or client.info is None for client in self._clients):
             words = f"model {placement.model!r} is now served with another revision; start the request again"
             self._fail(request, UnavailableError(words, retry_after_s=RETRY_AFTER_S))
@@ -291,7 +291,7 @@ def _choose(clients: Sequence[SchedulerClient], request: SchedulerRequest, hints
     return clients[choose_replica(replicas, request.num_prompt_tokens, hints.affinity)]
 
 
-def _is_other_revision(client: SchedulerClient, placement: Placement) -> bool:
+def _is_other_revision(client: SchedulerClient, placement: RequestPlacement) -> bool:
     return client.info is not None and client.info.model == placement.model
 
 

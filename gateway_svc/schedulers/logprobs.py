@@ -15,7 +15,7 @@ from gateway_svc.text.bundle import Tokenizer
 MAX_EVENT_ENTRIES = 1 << 15  # log probabilities per event; about 0.5 MB with token bytes, below clients' limit of 4 MiB
 
 
-class Entries(NamedTuple):
+class TokenLogprobs(NamedTuple):
     """The log probabilities at one position: of its token, then of the most likely ones."""
 
     logprobs: array[float]
@@ -23,7 +23,7 @@ class Entries(NamedTuple):
     rank: int
 
 
-def entries_from_columns(columns: logprobs_pb2.LogprobColumns, num_tokens: int) -> Iterator[Entries | None]:
+def entries_from_columns(columns: logprobs_pb2.LogprobColumns, num_tokens: int) -> Iterator[TokenLogprobs | None]:
     """One item per token; None for a token without log probabilities. Raises ProtocolError, before the first item."""
     lens, token_ids = u32_from_bytes(columns.lens), u32_from_bytes(columns.token_ids)
     logprobs, ranks = _f32_from_bytes(columns.logprobs), u32_from_bytes(columns.ranks)
@@ -38,11 +38,11 @@ def entries_from_columns(columns: logprobs_pb2.LogprobColumns, num_tokens: int) 
 
 def _split(
     lens: array[int], logprobs: array[float], token_ids: array[int], ranks: Iterator[int]
-) -> Iterator[Entries | None]:
+) -> Iterator[TokenLogprobs | None]:
     start = 0
     for length in lens:
         end = start + length
-        yield Entries(logprobs[start:end], token_ids[start:end], next(ranks)) if length else None
+        yield TokenLogprobs(logprobs[start:end], token_ids[start:end], next(ranks)) if length else None
         start = end
 
 
@@ -71,7 +71,7 @@ class LogprobJournal:
         """The largest number of tokens whose log probabilities fit in one event."""
         return max(1, MAX_EVENT_ENTRIES // (1 + self.num_top))
 
-    def append(self, entries: Entries | None) -> bool:
+    def append(self, entries: TokenLogprobs | None) -> bool:
         """Append the log probabilities of the next token. False if their number is not 1 + `num_top`."""
         if entries is None or len(entries.token_ids) != 1 + self.num_top:
             return False
@@ -144,7 +144,7 @@ class PromptLogprobJournal:
         self.num_received = max(1, num_received)
         self.pending = LogprobJournal(num_top)
 
-    def append(self, position: int, entries: Entries | None) -> str | None:
+    def append(self, position: int, entries: TokenLogprobs | None) -> str | None:
         """Append the next position. A repeated position is dropped. Returns an error message, or None."""
         if position < self.num_received:
             return None

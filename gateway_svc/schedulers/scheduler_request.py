@@ -15,7 +15,7 @@ from typing import Protocol
 from quire.internal.v1 import scheduler_pb2 as pb
 from quire.v1 import types_pb2 as types
 
-from gateway_svc.schedulers.logprobs import Entries, LogprobJournal, PromptLogprobJournal
+from gateway_svc.schedulers.logprobs import LogprobJournal, PromptLogprobJournal, TokenLogprobs
 from gateway_svc.schedulers.wire import continuation_from_outputs
 from svc_common.errors import QuireError
 
@@ -312,7 +312,7 @@ class SchedulerRequest:
             self._trace.on_accepted()
         self._wake()
 
-    def on_token(self, sample_index: int, offset: int, token_id: int, scored: Entries | None = None) -> None:
+    def on_token(self, sample_index: int, offset: int, token_id: int, scored: TokenLogprobs | None = None) -> None:
         """Append a token at its output position. A repeated token is dropped; a gap fails the request, and so do
         missing log probabilities.
         """
@@ -338,7 +338,7 @@ class SchedulerRequest:
         if not have and self._pacer is not None:
             self._pacer.begin_interval()
 
-    def on_prompt_logprobs(self, position: int, scored: Entries | None) -> None:
+    def on_prompt_logprobs(self, position: int, scored: TokenLogprobs | None) -> None:
         """Append the log probabilities of a prompt token. A repeated position is dropped; a gap fails the request."""
         if self.prompt_logprobs is None:
             return

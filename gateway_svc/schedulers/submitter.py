@@ -58,7 +58,7 @@ class Submitter:
         self, dispatcher: Dispatcher, lane: Lane, reader: PrefixReader | None = None, chunk_interval_s: float = 0.0
     ) -> None:
         self._dispatcher = dispatcher
-        self.lane = lane
+        self._lane = lane
         self._reader = reader
         self._pacer = WakePacer(chunk_interval_s)
 
@@ -107,7 +107,7 @@ class Submitter:
         return submissions
 
     async def _look_up(self, plan: GenerationPlan) -> Hints:
-        digests = await self.lane.run(4 * len(plan.prompt.ids), chain_of, plan)
+        digests = await self._lane.run(4 * len(plan.prompt.ids), chain_of, plan)
         affinity = digests[0] if digests else plan.prompt.ids.tobytes()
         if self._reader is None or len(digests) < MIN_BLOCKS_TO_LOOK_UP:
             return Hints(affinity)

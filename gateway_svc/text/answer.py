@@ -25,7 +25,7 @@ class Scanner(Protocol):
     def scan(self, text: str, start: int) -> int: ...
 
 
-class Kind(Enum):
+class ItemKind(Enum):
     """Kind of an item of an answer."""
 
     REASONING = "reasoning"
@@ -33,7 +33,7 @@ class Kind(Enum):
     TOOL_CALL = "tool_call"
 
 
-class Part(NamedTuple):
+class AnswerPiece(NamedTuple):
     """New text of one item. The parts of an item, in order, are its whole text.
 
     `item` numbers the items of the answer, `call` its tool calls, both from 0. `offset` is the number of UTF-8 bytes of
@@ -42,7 +42,7 @@ class Part(NamedTuple):
     """
 
     item: int
-    kind: Kind
+    kind: ItemKind
     text: str
     offset: int = 0
     call: int = 0  # for TOOL_CALL: number of the call
@@ -53,15 +53,15 @@ class Part(NamedTuple):
 class Item:
     """A whole item: reasoning, content, or a call of function `name` with the arguments `text`."""
 
-    kind: Kind
+    kind: ItemKind
     text: str
     name: str = ""
 
 
-def items_of(parts: Iterable[Part]) -> tuple[Item, ...]:
+def items_of(parts: Iterable[AnswerPiece]) -> tuple[Item, ...]:
     """The items of an answer, from all its parts so far."""
     texts: dict[int, list[str]] = {}
-    heads: dict[int, Part] = {}
+    heads: dict[int, AnswerPiece] = {}
     for part in parts:
         heads.setdefault(part.item, part)
         texts.setdefault(part.item, []).append(part.text)
@@ -81,10 +81,10 @@ class AnswerReader:
         self.is_past_reasoning = False
         self._text = ""
         self._position = 0
-        self._parts: list[Part] = []
+        self._parts: list[AnswerPiece] = []
         self._num_items = 0
         self._num_calls = 0
-        self._kind: Kind | None = None  # of the current item
+        self._kind: ItemKind | None = None  # of the current item
         self._name = ""
         self._num_bytes = 0  # of the current item
 
@@ -95,7 +95,7 @@ class AnswerReader:
         self._text = self._text[self._position :] + text if self._position < len(self._text) else text
         self._position = 0
 
-    def take_parts(self) -> list[Part]:
+    def take_parts(self) -> list[AnswerPiece]:
         """The parts written since the last call."""
         parts, self._parts = self._parts, []
         return parts
@@ -163,7 +163,7 @@ class AnswerReader:
             self.skip(min(len(marker), self.num_pending))
         yield from self.skip_space()
 
-    def write_until(self, kind: Kind, markers: tuple[str, ...]) -> Generator[None, None, str]:
+    def write_until(self, kind: ItemKind, markers: tuple[str, ...]) -> Generator[None, None, str]:
         """Write text as `kind` up to the first marker, and stop before the space in front of it.
 
         TOOL_CALL: write to the arguments of the current call. Returns the marker; "" at the end of the text.
@@ -188,7 +188,7 @@ class AnswerReader:
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
-    def write(self, kind: Kind, text: str) -> None:
+    def write(self, kind: ItemKind, text: str) -> None:
         """Append text to the current item; begin an item if it is of another kind."""
         if not text:
             return
@@ -198,15 +198,15 @@ class AnswerReader:
 
     def begin_call(self, name: str) -> None:
         """Begin a tool call. Its arguments, which must not be empty, are written with `write`."""
-        self._begin(Kind.TOOL_CALL, name)
+        self._begin(ItemKind.TOOL_CALL, name)
         self._num_calls += 1
 
     def keep(self, count: int) -> None:
         """Read characters, and write them as content."""
-        self.write(Kind.CONTENT, self.pending(0, count))
+        self.write(ItemKind.CONTENT, self.pending(0, count))
         self.skip(count)
 
-    def _begin(self, kind: Kind, name: str = "") -> None:
+    def _begin(self, kind: ItemKind, name: str = "") -> None:
         self._kind, self._name, self._num_bytes = kind, name, 0
         self._num_items += 1
 
@@ -217,6 +217,6 @@ class AnswerReader:
             self._parts[-1] = last._replace(text=last.text + text)
         else:
             assert self._kind is not None
-            call = self._num_calls - 1 if self._kind is Kind.TOOL_CALL else 0
-            self._parts.append(Part(item, self._kind, text, self._num_bytes, call, self._name))
+            call = self._num_calls - 1 if self._kind is ItemKind.TOOL_CALL else 0
+            self._parts.append(AnswerPiece(item, self._kind, text, self._num_bytes, call, self._name))
         self._num_bytes += len(text) if text.isascii() else len(text.encode())

@@ -21,11 +21,11 @@ from typing import Any
 
 import xxhash
 
-from gateway_svc.text.answer import AnswerReader, Item, Kind, Part, Steps, items_of
+from gateway_svc.text.answer import AnswerPiece, AnswerReader, Item, ItemKind, Steps, items_of
 from gateway_svc.text.reasoning import ReasoningFormat
 from gateway_svc.text.tool_formats import ToolFormat
 
-__all__ = ["ChatFormat", "ChatParser", "Item", "Kind", "Part", "call_id", "items_of", "parse"]
+__all__ = ["AnswerPiece", "ChatFormat", "ChatParser", "Item", "ItemKind", "call_id", "items_of", "parse"]
 
 SHORT_ID_CHARS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
 SHORT_ID_SIZE = 9
@@ -76,7 +76,7 @@ class ChatParser:
         """Whether no reasoning can follow."""
         return self._reader.is_past_reasoning
 
-    def push(self, text: str) -> list[Part]:
+    def push(self, text: str) -> list[AnswerPiece]:
         """Add text. Returns the new parts, at most one per item."""
         if not text:
             return []
@@ -84,18 +84,18 @@ class ChatParser:
         next(self._steps)
         return self._new_parts()
 
-    def finish(self) -> list[Part]:
+    def finish(self) -> list[AnswerPiece]:
         """End the text. Returns the parts that were held back."""
         self._reader.is_ended = True
         next(self._steps)
         return self._new_parts()
 
-    def _new_parts(self) -> list[Part]:
+    def _new_parts(self) -> list[AnswerPiece]:
         parts = self._reader.take_parts()
         if self._is_parallel:
             return parts
         if self._last_item is None:
-            self._last_item = next((part.item for part in parts if part.kind is Kind.TOOL_CALL), None)
+            self._last_item = next((part.item for part in parts if part.kind is ItemKind.TOOL_CALL), None)
         return [part for part in parts if self._last_item is None or part.item <= self._last_item]
 
 
@@ -108,7 +108,7 @@ def _read(
     reader.is_past_reasoning = True
     if format.tools is not None:
         yield from format.tools.read(reader, tools)
-    yield from reader.write_until(Kind.CONTENT, ())
+    yield from reader.write_until(ItemKind.CONTENT, ())
     yield
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gateway_svc.text.answer import AnswerReader, Kind, Steps
+from gateway_svc.text.answer import AnswerReader, ItemKind, Steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class ReasoningFormat:
         reader.is_reasoning = True
         reader.skip(at + len(self.start) if has_start else at)
         yield from reader.skip_space()
-        if (yield from reader.write_until(Kind.REASONING, (self.end,))):
+        if (yield from reader.write_until(ItemKind.REASONING, (self.end,))):
             reader.skip((yield from reader.space_end()) + len(self.end))
             reader.is_reasoning, reader.is_past_reasoning = False, True
             yield from reader.skip_space()

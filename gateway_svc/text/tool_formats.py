@@ -19,7 +19,7 @@ from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from gateway_svc.text.answer import AnswerReader, Kind, Steps
+from gateway_svc.text.answer import AnswerReader, ItemKind, Steps
 from gateway_svc.text.json_scan import JsonScanner
 from gateway_svc.text.tool_xml import read_qwen3_coder
 
@@ -59,7 +59,7 @@ def _any_name(name: str) -> bool:
 
 
 def _read_hermes(reader: AnswerReader, tools: Schemas) -> Steps:
-    while (yield from reader.write_until(Kind.CONTENT, (TOOL_CALL,))):
+    while (yield from reader.write_until(ItemKind.CONTENT, (TOOL_CALL,))):
         at = (yield from reader.space_end()) + len(TOOL_CALL)
         start = yield from reader.space_end(at)
         if not (yield from _read_json_call(reader, start, _any_name, (END_TOOL_CALL,))):
@@ -73,7 +73,7 @@ def _read_llama3(reader: AnswerReader, tools: Schemas) -> Steps:
     start = yield from reader.space_end()
     if (yield from _read_json_call(reader, start, tools.__contains__, ())):
         yield from _read_more_llama3(reader)
-    while (yield from reader.write_until(Kind.CONTENT, (PYTHON_TAG,))):
+    while (yield from reader.write_until(ItemKind.CONTENT, (PYTHON_TAG,))):
         at = (yield from reader.space_end()) + len(PYTHON_TAG)
         start = yield from reader.space_end(at)
         if (yield from _read_json_call(reader, start, _any_name, ())):
@@ -95,7 +95,7 @@ def _read_more_llama3(reader: AnswerReader) -> Steps:
 
 
 def _read_mistral(reader: AnswerReader, tools: Schemas) -> Steps:
-    while (yield from reader.write_until(Kind.CONTENT, (TOOL_CALLS,))):
+    while (yield from reader.write_until(ItemKind.CONTENT, (TOOL_CALLS,))):
         at = (yield from reader.space_end()) + len(TOOL_CALLS)
         start = yield from reader.space_end(at)
         read = _read_list if reader.pending(start, start + 1) == "[" else _read_named
@@ -172,12 +172,12 @@ def _write_arguments(reader: AnswerReader, stops: tuple[str, ...]) -> Generator[
     scanner = JsonScanner()
     while True:
         end = reader.scan(scanner)
-        reader.write(Kind.TOOL_CALL, reader.pending(0, end))
+        reader.write(ItemKind.TOOL_CALL, reader.pending(0, end))
         reader.skip(end)
         if scanner.is_complete:
             return True
         if scanner.is_invalid:
-            yield from reader.write_until(Kind.TOOL_CALL, stops)
+            yield from reader.write_until(ItemKind.TOOL_CALL, stops)
             return False
         if reader.is_ended:
             return False
@@ -204,7 +204,7 @@ def _write_whole_call(reader: AnswerReader, at: int, end: int, accepts: Accepts)
         return False
     reader.skip(end)
     reader.begin_call(name)
-    reader.write(Kind.TOOL_CALL, arguments)
+    reader.write(ItemKind.TOOL_CALL, arguments)
     return True
 
 

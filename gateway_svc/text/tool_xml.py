@@ -12,7 +12,7 @@ import re
 from collections.abc import Generator, Mapping
 from typing import Any
 
-from gateway_svc.text.answer import AnswerReader, Kind, Steps
+from gateway_svc.text.answer import AnswerReader, ItemKind, Steps
 
 TOOL_CALL, END_TOOL_CALL = "<tool_call>", "</tool_call>"
 FUNCTION, END_FUNCTION = "<function=", "</function>"
@@ -25,7 +25,7 @@ PARAMETER_HEAD = re.compile(r"<parameter=([^<>]{1,256})>")
 
 def read_qwen3_coder(reader: AnswerReader, tools: Mapping[str, Mapping[str, Any]]) -> Steps:
     """Read an answer."""
-    while (yield from reader.write_until(Kind.CONTENT, (TOOL_CALL,))):
+    while (yield from reader.write_until(ItemKind.CONTENT, (TOOL_CALL,))):
         at = (yield from reader.space_end()) + len(TOOL_CALL)
         start = yield from reader.space_end(at)
         head = yield from _function_head(reader, start)
@@ -55,7 +55,7 @@ def _read_function(reader: AnswerReader, name: str, schema: Mapping[str, Any]) -
     properties = schema.get("properties")
     properties = properties if isinstance(properties, dict) else {}
     reader.begin_call(name)
-    reader.write(Kind.TOOL_CALL, "{")
+    reader.write(ItemKind.TOOL_CALL, "{")
     separator = ""
     while True:
         yield from reader.skip_space()
@@ -64,13 +64,13 @@ def _read_function(reader: AnswerReader, name: str, schema: Mapping[str, Any]) -
             break
         key, value = parameter
         member = f"{json.dumps(key, ensure_ascii=False)}: {_json_value(value, properties.get(key))}"
-        reader.write(Kind.TOOL_CALL, separator + member)
+        reader.write(ItemKind.TOOL_CALL, separator + member)
         separator = ", "
     is_cut_off = reader.is_ended and any(m.startswith(reader.pending(0)) for m in (PARAMETER, END_FUNCTION))
     if is_cut_off:
         reader.skip(reader.num_pending)
     else:
-        reader.write(Kind.TOOL_CALL, "}")
+        reader.write(ItemKind.TOOL_CALL, "}")
 
 
 def _parameter(reader: AnswerReader) -> Generator[None, None, tuple[str, str] | None]:

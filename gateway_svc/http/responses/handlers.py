@@ -28,7 +28,7 @@ from gateway_svc.http.responses.items import messages_of, with_ids
 from gateway_svc.http.responses.runs import Run, Source
 from gateway_svc.operators.audit.entry import CANCELLED, OK, forked, note_request_id
 from gateway_svc.pipeline.generation import GenerationPipeline
-from gateway_svc.records.store import Record, Update
+from gateway_svc.records.store import StoredRecord, Update
 from gateway_svc.request.validation import REQUEST_ID
 from gateway_svc.schedulers.directory import ModelDirectory
 from svc_common.errors import NotFoundError, UnavailableError
@@ -232,7 +232,7 @@ class ResponsesHandlers:
 
     # -- continuing ---------------------------------------------------------------------------------------------------
 
-    async def _load(self, response_id: str, field: str = "response_id") -> Record:
+    async def _load(self, response_id: str, field: str = "response_id") -> StoredRecord:
         record = None
         if REQUEST_ID.fullmatch(response_id):
             record = await self._generation.recorder.records.load(scoped(response_id))
@@ -244,7 +244,7 @@ class ResponsesHandlers:
             )
         return record
 
-    def _continue(self, record: Record) -> Run:
+    def _continue(self, record: StoredRecord) -> Run:
         """Follow a response of another gateway, or compute it here if that gateway has ended."""
         source = self._generation.generate_again(Resumed(record, (0,), follows=True))
         return self._start(record.record_id, _notes_of(record)["head"], source, is_stored=True)
@@ -272,7 +272,7 @@ class ResponsesHandlers:
                 raise run.error
             run = None
 
-    async def _abort(self, record: Record) -> None:
+    async def _abort(self, record: StoredRecord) -> None:
         """End a response on any gateway, and store it as cancelled."""
         records, run_id = self._generation.recorder.records, secrets.token_hex(8)
         await records.claim(record.record_id, run_id, by_force=True)  # from now on no other gateway can continue it
@@ -288,7 +288,7 @@ class ResponsesHandlers:
         await self._continue(current).over()
 
 
-def _notes_of(record: Record) -> Json:
+def _notes_of(record: StoredRecord) -> Json:
     notes: Json = json.loads(record.content.notes)
     return notes
 
@@ -339,7 +339,7 @@ def _number(text: str | None, name: str, default: int, low: int, high: int) -> i
     return number
 
 
-def _cancelled(record: Record, run: str) -> Update:
+def _cancelled(record: StoredRecord, run: str) -> Update:
     """The update that ends a response as cancelled."""
     finish = scheduler_pb2.SampleFinished(reason=types.FINISH_REASON_ABORTED)
     end = record_pb2.SampleEnd(finish=finish, num_output=len(record.outputs[0]))

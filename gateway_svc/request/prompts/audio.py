@@ -12,8 +12,7 @@ from quire.v1 import types_pb2 as types
 
 from gateway_svc.request.field_errors import invalid
 from gateway_svc.request.models import ServedModel
-from gateway_svc.request.prompts.context import ReadContext
-from gateway_svc.request.prompts.inputs import PromptInput, carried_input, is_finite, whole_prompt
+from gateway_svc.request.prompts.reader import PromptInput, ReadContext, carried_input, is_finite, whole_prompt
 from request_fields.inputs import INPUT_DTYPE_BYTES
 
 FIELD = "prompt.audio.data"

@@ -9,8 +9,7 @@ from quire.v1 import inference_pb2 as pb
 
 from gateway_svc.request.field_errors import CHAT
 from gateway_svc.request.models import ServedModel
-from gateway_svc.request.prompts.context import ReadContext
-from gateway_svc.request.prompts.inputs import PromptInput
+from gateway_svc.request.prompts.reader import PromptInput, ReadContext
 from gateway_svc.request.prompts.text import check_text_size, some_ids
 from gateway_svc.request.sandbox.template_renderer import render_frame, rendered_text
 from gateway_svc.request.tools import ChatTools, must_call, parse_json, read_tools, refused, shown

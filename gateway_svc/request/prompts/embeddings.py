@@ -13,8 +13,7 @@ from quire.v1 import inference_pb2 as pb
 
 from gateway_svc.request.field_errors import FieldErrors, invalid
 from gateway_svc.request.models import ServedModel
-from gateway_svc.request.prompts.context import ReadContext
-from gateway_svc.request.prompts.inputs import PromptInput, carried_input, is_finite, whole_prompt
+from gateway_svc.request.prompts.reader import PromptInput, ReadContext, carried_input, is_finite, whole_prompt
 from svc_common.errors import ContextLengthError
 
 FIELD = "prompt.embeddings"

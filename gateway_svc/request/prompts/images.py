@@ -11,8 +11,7 @@ from quire.v1 import inference_pb2 as pb
 
 from gateway_svc.request.field_errors import invalid
 from gateway_svc.request.models import ServedModel
-from gateway_svc.request.prompts.context import ReadContext
-from gateway_svc.request.prompts.inputs import PromptInput, carried_input
+from gateway_svc.request.prompts.reader import PromptInput, ReadContext, carried_input
 from gateway_svc.request.sandbox.image_preparer import GivenImage, PreparedImage
 from gateway_svc.request.tools import read_tools
 from prefix_index.content_ids import FIRST_CONTENT_ID, content_ids

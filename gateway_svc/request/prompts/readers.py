@@ -10,10 +10,9 @@ from gateway_svc.request.field_errors import check_token_ids, invalid
 from gateway_svc.request.models import ServedModel
 from gateway_svc.request.prompts.audio import AudioReader
 from gateway_svc.request.prompts.chat import ChatReader
-from gateway_svc.request.prompts.context import PromptReader, ReadContext
 from gateway_svc.request.prompts.embeddings import EmbeddingsReader
 from gateway_svc.request.prompts.images import ImageReader, has_images
-from gateway_svc.request.prompts.inputs import PromptInput
+from gateway_svc.request.prompts.reader import PromptInput, PromptReader, ReadContext
 from gateway_svc.request.prompts.text import MAX_TOKENIZE_BYTES, TextReader, TokensReader
 from gateway_svc.request.sandbox.image_preparer import ImageLimits, ImagePreparer
 from gateway_svc.request.sandbox.template_renderer import TemplateRenderer

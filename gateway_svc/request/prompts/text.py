@@ -8,8 +8,7 @@ from quire.v1 import inference_pb2 as pb
 
 from gateway_svc.request.field_errors import FieldErrors, invalid
 from gateway_svc.request.models import ServedModel
-from gateway_svc.request.prompts.context import ReadContext
-from gateway_svc.request.prompts.inputs import PromptInput
+from gateway_svc.request.prompts.reader import PromptInput, ReadContext
 from svc_common.errors import ContextLengthError, InvalidRequestError
 
 MAX_TOKENIZE_BYTES = 4 << 20

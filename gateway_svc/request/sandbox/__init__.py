@@ -1,1 +1,1 @@
-"""Processes with limits, for code and data that may be hostile: chat templates of checkpoints, grammars of requests."""
+"""Processes with limits, for code and data that may be hostile: chat templates, grammars, images. I/O: their pipes."""

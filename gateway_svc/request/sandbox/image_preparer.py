@@ -74,10 +74,9 @@ class ImagePreparer:
         return self._pool.pids
 
     async def prepare(self, images: Sequence[GivenImage], model: ServedModel) -> list[PreparedImage]:
-        """The images as the model's image processor prepares them. Raises InvalidRequestError, UnimplementedError if
-        this gateway cannot prepare images, or OverloadedError if the processes are busy.
+        """The images, which are checked, as the model's image processor prepares them. Raises InvalidRequestError, or
+        OverloadedError if the processes are busy.
         """
-        self.check(images, model)
         return [await self._prepare(image, model) for image in images]
 
     async def close(self) -> None:
@@ -85,7 +84,9 @@ class ImagePreparer:
         await self._pool.close()
 
     def check(self, images: Sequence[GivenImage], model: ServedModel) -> None:
-        """The checks that do not decode the images. Raises the errors of `prepare`."""
+        """The checks that do not decode the images. Raises InvalidRequestError, or UnimplementedError if this gateway
+        cannot prepare images.
+        """
         first, limits = images[0], self._limits
         if not model.info.HasField("images"):
             words = "has an image, but model {name!r} takes none; use another model, or send text only"

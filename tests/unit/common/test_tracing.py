@@ -18,7 +18,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from quire.v1 import inference_pb2 as pb
 
-from gateway_svc.answer.request_traces import RequestTraces
+from gateway_svc.answer.request_traces import GenerationTraces
 from svc_common.config import add_flags
 from svc_common.errors import OverloadedError
 from svc_common.otlp import Tracer
@@ -88,7 +88,7 @@ def duration_s(span: ReadableSpan) -> float:
     [("", 0.05, True), ("", 0.1, False), (SAMPLED, 0.9, True), (SAMPLED[:-1] + "0", 0.0, False), ("junk", 0.0, True)],
 )
 def test_the_parent_decides_before_the_ratio(tracer: Tracer, header: str, drawn: float, is_sampled: bool) -> None:
-    traces = RequestTraces(tracer, 0.1, lambda: drawn)
+    traces = GenerationTraces(tracer, 0.1, lambda: drawn)
     token = current_traceparent.set(header)
     try:
         assert (traces.begin() is not None) == is_sampled
@@ -118,7 +118,7 @@ async def test_the_span_of_a_request_fails_with_it_and_quotes_no_message(
     error_type: str | None,
     is_cancelled: bool | None,
 ) -> None:
-    trace = RequestTraces(tracer, 1.0).begin()
+    trace = GenerationTraces(tracer, 1.0).begin()
     assert trace is not None
     with suppress(OverloadedError, RuntimeError, asyncio.CancelledError):
         async for _ in trace.around(stream(error)):

@@ -24,7 +24,7 @@ from quire.v1.inference_pb2_grpc import (
 
 from gateway_svc.answer.open_streams import OpenStreams
 from gateway_svc.operators.admin import AdminServicer
-from gateway_svc.pipeline.admission import Admission
+from gateway_svc.pipeline.admission import CallAdmission
 from gateway_svc.process.ports import MAX_RECEIVE_BYTES
 from gateway_svc.request.models import BundleCache
 from gateway_svc.request.prompts.readers import PromptReaders
@@ -315,7 +315,7 @@ class TestGateway:
             self.prompts,
             self.grammars,
             OpenStreams(max_streams, max_request_bytes, memory),
-            admission=Admission(
+            admission=CallAdmission(
                 self.directory,
                 requests=RequestLimits(min_priority),
                 keys=limits,

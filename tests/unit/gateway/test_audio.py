@@ -16,7 +16,7 @@ from gateway_svc.request import validation
 from gateway_svc.request.models import ServedModel
 from gateway_svc.request.plan import GenerationPlan, plan_generation
 from gateway_svc.request.prompts.audio import read_audio
-from gateway_svc.request.prompts.inputs import PromptInput
+from gateway_svc.request.prompts.reader import PromptInput
 from gateway_svc.request.prompts.readers import check_prompt_size
 from gateway_svc.schedulers.submitter import chain_of
 from gateway_svc.schedulers.wire import submit_from_plan

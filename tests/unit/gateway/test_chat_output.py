@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway_svc.text.answer import Item, Kind, Part, items_of
+from gateway_svc.text.answer import AnswerPiece, Item, ItemKind, items_of
 from gateway_svc.text.chat_output import ChatFormat, ChatParser, call_id, parse
 from gateway_svc.text.reasoning import MAGISTRAL, THINK
 from gateway_svc.text.tool_formats import TOOL_FORMATS
@@ -25,15 +25,15 @@ CASES = [(name, text) for name, texts in SAMPLES.items() for text in texts]
 
 
 def content(text: str) -> Item:
-    return Item(Kind.CONTENT, text)
+    return Item(ItemKind.CONTENT, text)
 
 
 def reasoning(text: str) -> Item:
-    return Item(Kind.REASONING, text)
+    return Item(ItemKind.REASONING, text)
 
 
 def call(name: str, arguments: str) -> Item:
-    return Item(Kind.TOOL_CALL, arguments, name)
+    return Item(ItemKind.TOOL_CALL, arguments, name)
 
 
 def read(name: str, text: str, **options: bool) -> tuple[Item, ...]:
@@ -48,7 +48,7 @@ def streamed(name: str, pieces: Sequence[str], **options: bool) -> tuple[Item, .
     return items_of(parts)
 
 
-def check_positions(parts: Sequence[Part]) -> None:
+def check_positions(parts: Sequence[AnswerPiece]) -> None:
     """Items and calls are numbered without gaps, and each part continues its item."""
     sizes: list[int] = []
     calls: list[int] = []
@@ -56,11 +56,11 @@ def check_positions(parts: Sequence[Part]) -> None:
         assert part.text
         if part.item == len(sizes):
             sizes.append(0)
-            if part.kind is Kind.TOOL_CALL:
+            if part.kind is ItemKind.TOOL_CALL:
                 calls.append(part.item)
         assert part.item == len(sizes) - 1
         assert part.offset == sizes[-1]
-        assert part.kind is not Kind.TOOL_CALL or part.call == len(calls) - 1
+        assert part.kind is not ItemKind.TOOL_CALL or part.call == len(calls) - 1
         sizes[-1] += len(part.text.encode())
 
 
@@ -169,7 +169,7 @@ def test_every_split_gives_the_whole_answer(name: str, text: str, is_reasoning_b
 def test_parts_after_any_text_depend_on_this_text_only(name: str, text: str) -> None:
     """After each character, all parts so far equal the parse of the text so far."""
     parser = ChatParser(FORMATS[name], tools=TOOLS)
-    parts: list[Part] = []
+    parts: list[AnswerPiece] = []
     for i in range(len(text)):
         parts += parser.push(text[i])
         assert items_of(parts) == read(name, text[: i + 1], is_finished=False)
@@ -206,7 +206,7 @@ def test_random_text_in_random_pieces(data: st.DataObject) -> None:
     seed = data.draw(st.integers(0, 2**32))
     rng = random.Random(seed)
     pieces, parser = [], ChatParser(FORMATS[name], tools=TOOLS, is_reasoning_begun=is_begun)
-    parts: list[Part] = []
+    parts: list[AnswerPiece] = []
     position = 0
     while position < len(text):
         size = rng.choice((1, 2, 5, 20))

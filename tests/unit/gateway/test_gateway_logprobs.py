@@ -14,7 +14,7 @@ from quire.internal.v1 import scheduler_pb2 as internal
 from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2 as types
 
-from gateway_svc.schedulers.logprobs import MAX_EVENT_ENTRIES, Entries, LogprobJournal
+from gateway_svc.schedulers.logprobs import MAX_EVENT_ENTRIES, LogprobJournal, TokenLogprobs
 from gateway_svc.text.bundle import Tokenizer
 from tests.unit.gateway.fakes import LENGTH, FakeScheduler, TestGateway, refused, rest, u32, until
 from tests.unit.gateway.tokenizer_kinds import bundle_files, byte_fallback, byte_level
@@ -84,12 +84,12 @@ async def test_events_stay_small(gateway: TestGateway, scheduler: FakeScheduler)
     most = journal.tokens_per_event
     assert most * 129 <= MAX_EVENT_ENTRIES
     for token in range(most + 3):
-        assert journal.append(Entries(array("f", [0.0] * 129), array("I", [token] * 129), 1))
+        assert journal.append(TokenLogprobs(array("f", [0.0] * 129), array("I", [token] * 129), 1))
     first, second = journal.take(most), journal.take(3)
     assert (list(first.token_ids), list(second.token_ids)) == ([*range(most)], [most, most + 1, most + 2])
     assert (len(second.top), len(journal)) == (3 * 128, 0)
     assert not journal.append(None)
-    assert not journal.append(Entries(array("f", [0.0]), array("I", [1]), 1))
+    assert not journal.append(TokenLogprobs(array("f", [0.0]), array("I", [1]), 1))
 
 
 @pytest.mark.parametrize("scored", [False, True])

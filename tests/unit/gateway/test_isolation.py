@@ -16,10 +16,10 @@ from gateway_svc.callers.authenticator import Authenticator, CallerInterceptor
 from gateway_svc.callers.caller import CallersError, tenant_salt
 from gateway_svc.callers.flags import isolates_tenants
 from gateway_svc.flags import make_parser
-from gateway_svc.records.recorder import Recorder
+from gateway_svc.records.recorder import OutputRecorder
 from gateway_svc.records.store import RecordStore
 from gateway_svc.request.plan import plan_generation
-from gateway_svc.request.prompts.inputs import PromptInput
+from gateway_svc.request.prompts.reader import PromptInput
 from gateway_svc.schedulers.submitter import chain_of
 from tests.processes.redis_server import RedisServer
 from tests.unit.gateway.fakes import FakeScheduler, TestGateway, until
@@ -40,7 +40,7 @@ async def isolating(scheduler: FakeScheduler, folder: Path, redis_url: str) -> A
     """A gateway with the keys `key-of-OWNER`."""
     for owner in OWNERS:
         (folder / owner).write_text(f"key-of-{owner}")
-    recorder = Recorder(RecordStore(redis_url))
+    recorder = OutputRecorder(RecordStore(redis_url))
     interceptor = CallerInterceptor(Authenticator(ApiKeys(folder)))
     async with TestGateway(
         [scheduler.address], interceptors=[interceptor], recorder=recorder, isolates_tenants=True

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from gateway_svc.limits.buckets import Buckets, LocalBuckets, RedisBuckets, Take
+from gateway_svc.limits.buckets import LocalBuckets, RateBuckets, RedisBuckets, Take
 from gateway_svc.limits.key_limits import KeyLimits
-from gateway_svc.limits.settings import Limits, LimitsError, LimitsFile, read_limits
+from gateway_svc.limits.settings import LimitsError, LimitsFile, OwnerLimits, read_limits
 from svc_common.errors import InvalidRequestError, OverloadedError, PermissionDeniedError
 from svc_common.reread import REREAD_S
 from tests.processes.redis_server import RedisServer
@@ -34,8 +34,8 @@ def file_of(folder: Path, text: str = FILE) -> Path:
 
 def test_an_owner_has_the_default_limits_unless_it_has_others(tmp_path: Path) -> None:
     limits = LimitsFile(file_of(tmp_path))
-    assert limits.of("small") == Limits(requests_per_s=2, models=frozenset("a"))
-    assert limits.of("big") == Limits(requests_per_s=100, models=frozenset("a"), max_streams=3)
+    assert limits.of("small") == OwnerLimits(requests_per_s=2, models=frozenset("a"))
+    assert limits.of("big") == OwnerLimits(requests_per_s=100, models=frozenset("a"), max_streams=3)
 
 
 @pytest.mark.parametrize(
@@ -91,8 +91,8 @@ def redis(tmp_path_factory: pytest.TempPathFactory):
 
 
 @pytest.fixture(params=["local", "redis"])
-async def buckets(request: pytest.FixtureRequest) -> AsyncIterator[Buckets]:
-    made: Buckets
+async def buckets(request: pytest.FixtureRequest) -> AsyncIterator[RateBuckets]:
+    made: RateBuckets
     if request.param == "local":
         made = LocalBuckets()
     else:
@@ -103,8 +103,8 @@ async def buckets(request: pytest.FixtureRequest) -> AsyncIterator[Buckets]:
     await made.close()
 
 
-async def test_requests_are_admitted_at_their_rate(buckets: Buckets) -> None:
-    limits, began, num_admitted = Limits(requests_per_s=40), time.monotonic(), 0
+async def test_requests_are_admitted_at_their_rate(buckets: RateBuckets) -> None:
+    limits, began, num_admitted = OwnerLimits(requests_per_s=40), time.monotonic(), 0
     while (elapsed := time.monotonic() - began) < 1.5 or num_admitted < 60:
         verdict = await buckets.take("x", limits, Take(str(num_admitted), 1))
         assert not verdict.limit or num_admitted >= 40, "the bucket was full at the beginning"
@@ -115,8 +115,8 @@ async def test_requests_are_admitted_at_their_rate(buckets: Buckets) -> None:
     assert not (await buckets.take("other", limits, Take("o", 1))).limit, "owners do not share a bucket"
 
 
-async def test_a_debt_refuses_requests_until_unused_tokens_are_put_back(buckets: Buckets) -> None:
-    limits, began = Limits(tokens_per_min=6000), time.monotonic()  # 100 per second
+async def test_a_debt_refuses_requests_until_unused_tokens_are_put_back(buckets: RateBuckets) -> None:
+    limits, began = OwnerLimits(tokens_per_min=6000), time.monotonic()  # 100 per second
     assert not (await buckets.take("x", limits, Take("1", 1000))).limit, "larger than the bucket"
     verdict = await buckets.take("x", limits, Take("2", 1))
     assert verdict.limit == "tokens_per_min"
@@ -125,8 +125,8 @@ async def test_a_debt_refuses_requests_until_unused_tokens_are_put_back(buckets:
     assert not (await buckets.take("x", limits, Take("2", 1))).limit
 
 
-async def test_open_streams_are_counted_until_they_end(buckets: Buckets) -> None:
-    limits = Limits(max_streams=2)
+async def test_open_streams_are_counted_until_they_end(buckets: RateBuckets) -> None:
+    limits = OwnerLimits(max_streams=2)
     verdicts = [(await buckets.take("x", limits, Take(str(i), 1))).limit for i in range(3)]
     assert verdicts == ["", "", "max_streams"]
     await buckets.keep([("x", "0"), ("x", "1")])
@@ -137,7 +137,7 @@ async def test_open_streams_are_counted_until_they_end(buckets: Buckets) -> None
 async def test_two_gateways_share_the_buckets_of_redis(redis: RedisServer) -> None:
     redis.flush()
     both = [RedisBuckets(redis.url, timeout_s=60.0) for _ in range(2)]
-    limits = Limits(max_streams=3)
+    limits = OwnerLimits(max_streams=3)
     verdicts = [(await both[i % 2].take("x", limits, Take(str(i), 1))).limit for i in range(5)]
     assert verdicts == ["", "", "", "max_streams", "max_streams"]
     for buckets in both:
@@ -146,7 +146,7 @@ async def test_two_gateways_share_the_buckets_of_redis(redis: RedisServer) -> No
 
 async def test_each_process_counts_for_itself_without_redis(caplog: pytest.LogCaptureFixture) -> None:
     buckets = RedisBuckets("redis://127.0.0.1:1/0")
-    limits = Limits(max_streams=1)
+    limits = OwnerLimits(max_streams=1)
     verdicts = [(await buckets.take("x", limits, Take(str(i), 1))).limit for i in range(2)]
     assert verdicts == ["", "max_streams"]
     await buckets.give_back("x", limits, "0", 0)

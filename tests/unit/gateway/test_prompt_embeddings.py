@@ -25,7 +25,7 @@ from gateway_svc.request import validation
 from gateway_svc.request.models import ServedModel
 from gateway_svc.request.plan import GenerationPlan, plan_generation
 from gateway_svc.request.prompts.embeddings import EmbeddingsReader, read_embeddings
-from gateway_svc.request.prompts.inputs import FORMATS, PIECE_BYTES, is_finite
+from gateway_svc.request.prompts.reader import FORMATS, PIECE_BYTES, is_finite
 from gateway_svc.request.prompts.readers import check_prompt_size, check_tokenize
 from gateway_svc.schedulers.submitter import chain_of
 from gateway_svc.schedulers.wire import submit_from_plan

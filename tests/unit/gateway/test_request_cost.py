@@ -18,7 +18,7 @@ from quire.internal.v1 import scheduler_pb2
 from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2 as types
 
-from gateway_svc.answer.request_traces import RequestTraces
+from gateway_svc.answer.request_traces import GenerationTraces
 from gateway_svc.request.models import ServedModel, read_bundle
 from svc_common.otlp import Tracer
 from tests.call_counts import counted
@@ -72,7 +72,7 @@ async def test_calls_of_a_request_that_is_not_sampled_for_traces(gateway: TestGa
     for is_traced, counter in calls.items():
         if is_traced:
             tracer = Tracer(SimpleSpanProcessor(InMemorySpanExporter()), Resource({}))
-            gateway.generation.traces = RequestTraces(tracer, 0.0)
+            gateway.generation.traces = GenerationTraces(tracer, 0.0)
         with counted(counter):
             for _ in range(NUM_REQUESTS):
                 await serve_one(gateway)

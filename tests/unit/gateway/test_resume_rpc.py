@@ -13,7 +13,7 @@ from quire.v1 import types_pb2 as types
 from quire_client import PromptEmbeddings
 
 from gateway_svc.callers.caller import Caller, current_caller, scoped
-from gateway_svc.records.recorder import Recorder
+from gateway_svc.records.recorder import OutputRecorder
 from gateway_svc.records.store import RecordStore
 from tests.processes.redis_server import RedisServer
 from tests.unit.gateway.fakes import (
@@ -56,7 +56,7 @@ class Recorded:
 
     def __init__(self, bundle: bytes, redis_url: str) -> None:
         self.scheduler = FakeScheduler(make_info(bundle, hidden_size=HIDDEN), bundle)
-        self.recorder = Recorder(RecordStore(redis_url))
+        self.recorder = OutputRecorder(RecordStore(redis_url))
 
     async def __aenter__(self) -> Recorded:
         await self.scheduler.start()
@@ -92,7 +92,7 @@ async def second(bundle: bytes, redis_server: RedisServer, first: Recorded) -> A
         yield running
 
 
-async def stored(recorder: Recorder, request_id: str, num_tokens: int, *, sample: int = 0) -> None:
+async def stored(recorder: OutputRecorder, request_id: str, num_tokens: int, *, sample: int = 0) -> None:
     """Wait until the record of a request has this much output."""
     async with asyncio.timeout(30.0):
         while True:

@@ -19,7 +19,7 @@ from gateway_svc.callers.authenticator import Authenticator, CallerInterceptor
 from gateway_svc.callers.caller import Caller, CallersError
 from gateway_svc.callers.flags import make_authenticator
 from gateway_svc.callers.jwks import Jwks, JwksError, read_keys
-from gateway_svc.callers.tokens import MAX_TOKEN_CHARS, Expected, Tokens
+from gateway_svc.callers.tokens import MAX_TOKEN_CHARS, Expected, JsonWebTokens
 from gateway_svc.flags import make_parser
 from gateway_svc.limits.buckets import LocalBuckets
 from gateway_svc.limits.key_limits import KeyLimits
@@ -54,15 +54,15 @@ def jwks_file(issuer: Issuer, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def tokens(jwks_file: Path) -> Tokens:
-    return Tokens(EXPECTED, Jwks(str(jwks_file)))
+def tokens(jwks_file: Path) -> JsonWebTokens:
+    return JsonWebTokens(EXPECTED, Jwks(str(jwks_file)))
 
 
 @pytest.mark.parametrize("algorithm", ["RS256", "PS512", "ES256", "ES384", "ES512", "EdDSA"])
 async def test_asymmetric_signatures_are_accepted(algorithm: str, tmp_path: Path) -> None:
     issuer = Issuer(algorithm)
     (tmp_path / "jwks").write_bytes(issuer.jwks())
-    tokens = Tokens(EXPECTED, Jwks(str(tmp_path / "jwks")))
+    tokens = JsonWebTokens(EXPECTED, Jwks(str(tmp_path / "jwks")))
     assert await tokens.check(issuer.token(tenant="team-a")) == Caller("team-a", "jwt:alice")
 
 
@@ -100,7 +100,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("make", "words"), [case[1:] for case in REFUSED], ids=[case[0] for case in REFUSED])
-async def test_refused_tokens(tokens: Tokens, issuer: Issuer, make: Any, words: str) -> None:
+async def test_refused_tokens(tokens: JsonWebTokens, issuer: Issuer, make: Any, words: str) -> None:
     token = make(issuer)
     with pytest.raises(UnauthenticatedError) as caught:
         await tokens.check(token)
@@ -108,12 +108,12 @@ async def test_refused_tokens(tokens: Tokens, issuer: Issuer, make: Any, words: 
     assert not [part for part in token.split(".") if len(part) > 3 and part in str(caught.value)]
 
 
-async def test_clocks_may_differ_a_little(tokens: Tokens, issuer: Issuer) -> None:
+async def test_clocks_may_differ_a_little(tokens: JsonWebTokens, issuer: Issuer) -> None:
     assert await tokens.check(issuer.token(exp=time.time() - 20))
     assert await tokens.check(issuer.token(nbf=time.time() + 20))
 
 
-async def test_owners_of_tokens(tokens: Tokens, issuer: Issuer) -> None:
+async def test_owners_of_tokens(tokens: JsonWebTokens, issuer: Issuer) -> None:
     assert (await tokens.check(issuer.token(aud=["x", "other"]))).owner == "sub:alice"
     odd = await tokens.check(issuer.token(sub="auth0|5f7c/x"))
     assert (len(odd.owner), odd.credential) == (32, "jwt:auth0|5f7c/x")
@@ -131,7 +131,7 @@ async def test_owners_of_tokens(tokens: Tokens, issuer: Issuer) -> None:
     ],
 )
 async def test_a_scope_may_be_required(jwks_file: Path, issuer: Issuer, claims: Any, is_accepted: bool) -> None:
-    tokens = Tokens(Expected(ISSUER, (AUDIENCE,), scope="quire.use"), Jwks(str(jwks_file)))
+    tokens = JsonWebTokens(Expected(ISSUER, (AUDIENCE,), scope="quire.use"), Jwks(str(jwks_file)))
     if is_accepted:
         assert await tokens.check(issuer.token(**claims))
         return
@@ -142,7 +142,7 @@ async def test_a_scope_may_be_required(jwks_file: Path, issuer: Issuer, claims: 
 async def test_an_accepted_token_is_refused_after_it_expired(jwks_file: Path, issuer: Issuer) -> None:
     clock = Clock()
     clock.now = time.time()
-    tokens = Tokens(EXPECTED, Jwks(str(jwks_file)), clock)
+    tokens = JsonWebTokens(EXPECTED, Jwks(str(jwks_file)), clock)
     token = issuer.token(exp=clock.now - 29)  # 1 s of the leeway is left
     assert await tokens.check(token)
     assert tokens._known(tokens_digest(token)) is not None
@@ -169,7 +169,7 @@ async def test_an_unknown_key_is_fetched_at_most_every_ten_seconds(server: JwksS
     issuer, clock = Issuer(), Clock()
     server.data = issuer.jwks()
     jwks = Jwks(server.url, clock)
-    tokens = Tokens(EXPECTED, jwks)
+    tokens = JsonWebTokens(EXPECTED, jwks)
     await jwks.refresh()
     issuer.add("second", "RS256")
     token, server.data = issuer.token("second"), issuer.jwks()
@@ -190,7 +190,7 @@ async def test_a_removed_key_is_not_accepted_any_more(server: JwksServer) -> Non
     issuer, clock = Issuer(), Clock()
     server.data = issuer.jwks()
     jwks = Jwks(server.url, clock)
-    tokens, token = Tokens(EXPECTED, jwks), issuer.token()
+    tokens, token = JsonWebTokens(EXPECTED, jwks), issuer.token()
     await jwks.refresh()
     assert await tokens.check(token)
     issuer.add("second")
@@ -204,7 +204,7 @@ async def test_a_removed_key_is_not_accepted_any_more(server: JwksServer) -> Non
 async def test_a_changed_file_is_read_again(jwks_file: Path, issuer: Issuer) -> None:
     clock, other = Clock(), Issuer()
     jwks = Jwks(str(jwks_file), clock)
-    tokens = Tokens(EXPECTED, jwks)
+    tokens = JsonWebTokens(EXPECTED, jwks)
     jwks_file.write_bytes(other.jwks())  # noqa: ASYNC240  (a small file)
     clock.now = 4.9
     await jwks.refresh()
@@ -227,7 +227,7 @@ async def test_a_failed_refresh_keeps_the_keys(
     await jwks.refresh()
     assert server.num_requests == 2
     assert "keeping the previous keys of tokens: --jwt-jwks" in caplog.text or "Server Error" in caplog.text
-    assert await Tokens(EXPECTED, jwks).check(issuer.token(tenant="after"))
+    assert await JsonWebTokens(EXPECTED, jwks).check(issuer.token(tenant="after"))
 
 
 async def test_a_gateway_starts_without_the_issuer(
@@ -235,7 +235,7 @@ async def test_a_gateway_starts_without_the_issuer(
 ) -> None:
     clock, whole, server.data = Clock(), server.data, b""
     jwks = Jwks(server.url, clock)
-    tokens = Tokens(EXPECTED, jwks)
+    tokens = JsonWebTokens(EXPECTED, jwks)
     await tokens.start()
     with pytest.raises(UnavailableError, match="has not loaded the keys"):
         await tokens.check(issuer.token())
@@ -263,12 +263,12 @@ def test_unusable_keys_are_skipped() -> None:
 async def test_a_token_without_a_key_id_needs_a_single_key(tmp_path: Path) -> None:
     issuer, path = Issuer(), tmp_path / "jwks"
     path.write_bytes(issuer.jwks())
-    tokens = Tokens(EXPECTED, Jwks(str(path)))
+    tokens = JsonWebTokens(EXPECTED, Jwks(str(path)))
     assert await tokens.check(issuer.token(header={"kid": None}))
     issuer.add("second")
     path.write_bytes(issuer.jwks())
     with pytest.raises(UnauthenticatedError, match="unknown key"):
-        await Tokens(EXPECTED, Jwks(str(path))).check(issuer.token(header={"kid": None}))
+        await JsonWebTokens(EXPECTED, Jwks(str(path))).check(issuer.token(header={"kid": None}))
 
 
 @pytest.mark.parametrize(
@@ -296,7 +296,7 @@ def test_the_flags_are_set_together(flag: str) -> None:
 
 
 async def test_limits_apply_to_the_owner_of_a_token(
-    scheduler: FakeScheduler, tokens: Tokens, issuer: Issuer, tmp_path: Path
+    scheduler: FakeScheduler, tokens: JsonWebTokens, issuer: Issuer, tmp_path: Path
 ) -> None:
     (tmp_path / "limits.toml").write_text("[owners.team-t]\nmodels = []\n[owners.'sub:alice']\ntokens_per_min = 6\n")
     limits = KeyLimits(LimitsFile(tmp_path / "limits.toml"), LocalBuckets())
@@ -319,7 +319,7 @@ async def test_limits_apply_to_the_owner_of_a_token(
 
 
 async def test_keys_and_tokens_are_accepted_beside_each_other(
-    scheduler: FakeScheduler, tokens: Tokens, issuer: Issuer, tmp_path: Path
+    scheduler: FakeScheduler, tokens: JsonWebTokens, issuer: Issuer, tmp_path: Path
 ) -> None:
     (tmp_path / "keys").mkdir()
     (tmp_path / "keys" / "team-k").write_text("key.with.dots")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
-from gateway_svc.text.answer import Kind
+from gateway_svc.text.answer import ItemKind
 from gateway_svc.text.chat_output import ChatFormat, parse
 from gateway_svc.text.reasoning import THINK
 from gateway_svc.text.tool_formats import TOOL_FORMATS
@@ -117,7 +117,7 @@ def test_valid_calls_are_accepted_and_parsed(name: str, has_tokens: bool) -> Non
     for text in valid(name, has_tokens=has_tokens):
         assert case.accepts(text), text
         items = parse(case.format, text, tools=SCHEMAS)
-        assert {item.kind for item in items} == {Kind.TOOL_CALL}
+        assert {item.kind for item in items} == {ItemKind.TOOL_CALL}
         assert [item.name for item in items] == names_in(text)
 
 

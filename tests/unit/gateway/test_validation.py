@@ -15,7 +15,7 @@ from gateway_svc.request import field_errors, resume, validation
 from gateway_svc.request.models import ServedModel, read_bundle
 from gateway_svc.request.plan import GenerationPlan, plan_generation
 from gateway_svc.request.prompts import readers
-from gateway_svc.request.prompts.inputs import PromptInput
+from gateway_svc.request.prompts.reader import PromptInput
 from gateway_svc.request.prompts.readers import check_prompt_size
 from gateway_svc.text.bundle import ModelText
 from svc_common.errors import InvalidRequestError

@@ -1,4 +1,4 @@
-"""What a prompt becomes: token ids, and the inputs at positions without a token, which schedulers carry to workers.
+"""The interface of readers, and what a prompt becomes: token ids, and inputs that schedulers carry to workers.
 
 Floating-point inputs are checked for NaN and infinity without numpy, which a gateway does not need otherwise. A number
 is not finite if all bits of its exponent are 1. Adding 1 to such an exponent carries into the bit above it. One
@@ -10,10 +10,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Protocol
 
 from quire.internal.v1 import inputs_pb2
+from quire.v1 import inference_pb2 as pb
 
 from gateway_svc.columns import u32_from_bytes
+from gateway_svc.request.models import ServedModel
+from gateway_svc.request.sandbox.image_preparer import ImagePreparer
+from gateway_svc.request.sandbox.template_renderer import TemplateRenderer
+from gateway_svc.request.threads import Lane
 from gateway_svc.request.tools import NO_TOOLS, ChatTools
 from prefix_index.content_ids import content_ids, input_digest
 
@@ -33,6 +39,31 @@ class PromptInput:
     ids: Sequence[int]
     inputs: tuple[inputs_pb2.CarriedInput, ...] = ()
     tools: ChatTools = NO_TOOLS  # of a chat
+
+
+@dataclass(frozen=True, slots=True)
+class ReadContext:
+    """Where prompts are read: the threads for generations or for Tokenize calls, and the sandbox processes."""
+
+    lane: Lane
+    templates: TemplateRenderer
+    images: ImagePreparer
+
+
+class PromptReader(Protocol):
+    """Reads the prompts of one kind. All methods raise InvalidRequestError."""
+
+    def check(self, prompt: pb.Prompt, field: str) -> None:
+        """Check the form, which needs no model. `field` is the path of the prompt."""
+
+    def check_size(self, request: pb.GenerateRequest, model: ServedModel) -> None:
+        """Refuse a prompt that the model does not take or that is certainly too long, before it is read."""
+
+    async def read(
+        self, request: pb.GenerateRequest, model: ServedModel, known_ids: Sequence[int] | None, context: ReadContext
+    ) -> PromptInput:
+        """The prompt of a generation. `known_ids`: its ids, if a record has them."""
+        ...
 
 
 def carried_input(
