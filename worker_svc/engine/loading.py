@@ -19,7 +19,7 @@ from worker_svc.engine.adapters.store import AdapterStore
 from worker_svc.engine.backend import Backend, ForwardBatch
 from worker_svc.engine.checkpoint.features import check_features
 from worker_svc.engine.checkpoint.tensors import Checkpoint
-from worker_svc.engine.config import EngineConfig, PoolingInfo
+from worker_svc.engine.config import EncoderInfo, EngineConfig, PoolingInfo
 from worker_svc.engine.cpu.backends import make_backend
 from worker_svc.engine.decoder.config import ModelConfig, parse_config
 from worker_svc.engine.decoder.kv_cache import DEFAULT_MEMORY, KVCachePool
@@ -29,11 +29,12 @@ from worker_svc.engine.encoder.config import EncoderConfig, parse_encoder
 from worker_svc.engine.encoder.families import encoder_of
 from worker_svc.engine.encoder.model import EncoderLoader, EncoderModel
 from worker_svc.engine.encoder_decoder.config import EncoderDecoderConfig, is_encoder_decoder, parse_encoder_decoder
-from worker_svc.engine.encoder_decoder.load import EncoderDecoder, load_encoder_decoder
+from worker_svc.engine.encoder_decoder.load import load_encoder_decoder
 from worker_svc.engine.engine_info import choose_max_model_len
 from worker_svc.engine.kernels.machine import available_memory
 from worker_svc.engine.pooling.config import PoolingConfig, read_pooling
 from worker_svc.engine.pooling.weights import PoolingWeights, load_pooling, pooling_info
+from worker_svc.engine.rows.embedder import InputEmbedder, InputReader
 from worker_svc.engine.rows.images import ImageEncoder, image_shape
 from worker_svc.engine.vision.tower import VisionTower
 
@@ -74,13 +75,14 @@ class Loaded:
     num_blocks: int
     max_model_len: int
     vocab_size: int
-    hidden_size: int
     pooling: PoolingWeights | None  # None: the model computes no embeddings
     pooling_info: PoolingInfo | None
     is_encoder: bool
     adapters: Adapters
+    inputs: InputReader
+    max_num_batched_tokens: int
     input_size: int = 0  # width of input embeddings that rows may carry; 0: none
-    encoder: EncoderDecoder | None = None
+    encoder: EncoderInfo | None = None  # of an encoder-decoder model
     attention_window: int | None = None  # as in EngineInfo
     images: ImageEncoder | None = None  # None: the model takes no images
     image_shape: ImageShape | None = None
@@ -121,6 +123,7 @@ def _load_decoder(
     settings = read_pooling(checkpoint.folder, checkpoint.config, PoolingKind.LAST)
     checkpoint.start_digest(report.threads)
     decoder = DecoderModel(loader, model, backend, max_model_len, report.progress)
+    images = _load_images(checkpoint, config, model, dtype, report)
     head = model.classes(settings.num_classes)
     sizes, generates = (model.hidden_size, model.vocab_size), model.head == "tokens"
     pooling = load_pooling(checkpoint, settings, head, backend, sizes=sizes, generates=generates)
@@ -135,14 +138,16 @@ def _load_decoder(
         pool,
         num_blocks,
         max_model_len,
-        *sizes[::-1],
+        model.vocab_size,
         pooling,
         info,
         is_encoder=False,
         adapters=adapters,
         attention_window=model.attention_window,
         input_size=model.hidden_size,
-        images=_load_images(checkpoint, config, model, dtype, report),
+        inputs=InputEmbedder(model.hidden_size, dtype, images),
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        images=images,
         image_shape=image_shape(model),
     )
 
@@ -183,8 +188,10 @@ def _load_encoder(
     pool = KVCachePool(1, num_blocks, config.block_size, heads.num_kv_heads, heads.head_dim, dtype)
     info = pooling_info(settings, pooling, max_length)
     return Loaded(
-        encoder, pool, num_blocks, max_length, *sizes[::-1], pooling, info, is_encoder=True, adapters=_no_adapters()
-    )
+        encoder, pool, num_blocks, max_length, model.vocab_size, pooling, info, is_encoder=True,
+        adapters=_no_adapters(), inputs=InputEmbedder(model.hidden_size, dtype),
+        max_num_batched_tokens=config.max_num_batched_tokens,
+    )  # fmt: skip
 
 
 def _load_encoder_decoder(
@@ -201,9 +208,10 @@ def _load_encoder_decoder(
     heads = model.heads
     pool = KVCachePool(model.num_layers, num_blocks, config.block_size, heads.num_kv_heads, heads.head_dim, dtype)
     return Loaded(
-        encoder.model, pool, num_blocks, encoder.max_model_len, model.vocab_size, model.hidden_size, None, None,
+        encoder.model, pool, num_blocks, encoder.max_model_len, model.vocab_size, None, None,
         is_encoder=False, adapters=_no_adapters(), input_size=model.hidden_size if encoder.max_samples else 0,
-        encoder=encoder, attention_window=model.attention_window,
+        inputs=encoder, max_num_batched_tokens=encoder.max_num_batched_tokens,
+        encoder=encoder.info, attention_window=model.attention_window,
     )  # fmt: skip
 
 

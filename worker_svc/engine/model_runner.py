@@ -44,7 +44,6 @@ from worker_svc.engine.pooling.pooling import (
     logit_tokens,
     token_types,
 )
-from worker_svc.engine.rows.embedder import InputEmbedder
 from worker_svc.engine.rows.errors import RowErrors
 from worker_svc.engine.rows.logprobs import PromptTargets
 from worker_svc.engine.rows.open_rows import OpenRows
@@ -109,7 +108,7 @@ class ModelRunner:
         self._backend = make_backend(config.backend, self._threads, config.determinism, config.quantize)
         dtype = _choose_dtype(config, checkpoint)
         loaded = load_model(checkpoint, config, self._backend, DTYPES[dtype], Report(self._threads, progress))
-        self._model, self._pool, self._encoder = loaded.model, loaded.pool, loaded.encoder
+        self._model, self._pool, self._inputs = loaded.model, loaded.pool, loaded.inputs
         self._model.fuse(self._pool)
         self._pooler = Pooler(loaded.pooling)
         generates = loaded.pooling is None or loaded.pooling.generates
@@ -122,13 +121,10 @@ class ModelRunner:
             config.max_num_seqs, loaded.max_model_len, config.block_size, loaded.num_blocks, loaded.vocab_size,
             grammars, adapters=self._row_adapters,
             hidden_size=loaded.input_size,
-            encoder=None if self._encoder is None else self._encoder.info,
+            encoder=loaded.encoder,
             pooling=PoolingTable(loaded.pooling),
             images=loaded.image_shape,
         )  # fmt: skip
-        self._embedder = InputEmbedder(loaded.hidden_size, DTYPES[dtype], self.images)
-        encoder = self._encoder
-        budget = config.max_num_batched_tokens if encoder is None else encoder.max_num_batched_tokens
         self.info = make_engine_info(
             config,
             checkpoint,
@@ -138,13 +134,13 @@ class ModelRunner:
             max_model_len=loaded.max_model_len,
             vocab_size=loaded.vocab_size,
             num_blocks=loaded.num_blocks,
-            max_num_batched_tokens=budget,
+            max_num_batched_tokens=loaded.max_num_batched_tokens,
             eos_token_ids=eos_ids,
             default_sampling=sampling,
             images=loaded.image_shape,
             attention_window=loaded.attention_window,
-            hidden_size=0 if encoder is not None else loaded.input_size,
-            encoder=None if encoder is None else encoder.info,
+            hidden_size=loaded.input_size if loaded.encoder is None else 0,
+            encoder=loaded.encoder,
             pooling=loaded.pooling_info,
             is_encoder=loaded.is_encoder,
         )
@@ -155,7 +151,7 @@ class ModelRunner:
     @property
     def num_encoder_runs(self) -> int:
         """Encoder inputs computed since the start."""
-        return 0 if self._encoder is None else self._encoder.model.num_encoder_runs
+        return self._inputs.num_encoder_runs
 
     def execute(self, batch: StepBatch) -> StepOutput:
         """Applies and runs one step. A bad row becomes a RowError and affects no other row.
@@ -244,10 +240,9 @@ class ModelRunner:
         token_ids = self._rows.token_ids(plan.token_rows, plan.positions)
         self._pool.write_tokens(plan.slots, token_ids)
         spans = self._rows.inputs.spans(plan.rows, plan.context_lens, plan.ends, plan.starts)
-        encoders = None if self._encoder is None else self._encoder.columns(self._rows, plan, spans)
-        embedded, deep = (None, None) if self._encoder is not None else self._embedder.embed(spans)
-        if embedded is not None:
-            token_ids[embedded.tokens] = 0  # in place of content ids, which the vocabulary does not have
+        inputs = self._inputs.of_step(self._rows, plan, spans)
+        if inputs.embedded is not None:
+            token_ids[inputs.embedded.tokens] = 0  # in place of content ids, which the vocabulary does not have
         chunks = self._rows.pooling.chunks(plan.rows, plan.starts, plan.context_lens, plan.ends, self._rows.prompt_lens)
         samplers = plan.starts[heads + 1] - 1
         forward = ForwardBatch(
@@ -259,11 +254,11 @@ class ModelRunner:
             context_lens=plan.context_lens.astype(np.int32),
             tables=self._rows.tables,
             head_tokens=np.union1d(samplers, logit_tokens(chunks)) if chunks else samplers,
-            embedded=embedded,
-            encoders=encoders,
+            embedded=inputs.embedded,
+            encoders=inputs.encoders,
             hidden_tokens=hidden_tokens(chunks) if chunks else None,
             token_types=token_types(chunks, plan.positions),
-            deep=deep,
+            deep=inputs.deep,
         )
         on_axes = self._rows.positions.on_axes(plan.rows, plan.starts, plan.positions)
         if on_axes is not None and isinstance(self._model, DecoderModel):

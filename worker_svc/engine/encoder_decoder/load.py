@@ -20,6 +20,7 @@ from worker_svc.engine.encoder_decoder.config import EncoderDecoderConfig
 from worker_svc.engine.encoder_decoder.log_mel import AudioSettings, LogMel, read_audio_settings
 from worker_svc.engine.encoder_decoder.model import EncoderDecoderModel
 from worker_svc.engine.encoder_decoder.weights import EncoderDecoderLoader
+from worker_svc.engine.rows.embedder import StepInputs
 from worker_svc.engine.rows.inputs import InputSpan
 from worker_svc.engine.rows.open_rows import OpenRows
 from worker_svc.engine.rows.step_checker import CheckedStep
@@ -29,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class EncoderDecoder:
-    """A loaded model and its limits."""
+    """A loaded model and its limits; the InputReader of its rows."""
 
     model: EncoderDecoderModel
     info: EncoderInfo
@@ -42,14 +43,18 @@ class EncoderDecoder:
         """The longest audio input; 0: the encoder reads tokens."""
         return 0 if self.info.audio is None else self.info.audio.max_samples
 
-    def columns(self, rows: OpenRows, plan: CheckedStep, spans: list[InputSpan]) -> EncoderColumns:
+    @property
+    def num_encoder_runs(self) -> int:
+        return self.model.num_encoder_runs
+
+    def of_step(self, rows: OpenRows, plan: CheckedStep, spans: list[InputSpan]) -> StepInputs:
         """The encoder positions of the rows of a step, with the features of the audio that it computes."""
         features: dict[int, torch.Tensor] = {}
         if self.log_mel is not None:
             for span in spans:
                 waveform = waveform_of(span.item)
                 features[_row_of(span.token, plan.rows, plan.starts)] = torch.from_numpy(self.log_mel(waveform))
-        return EncoderColumns(*rows.encoders.columns(plan.rows), features)
+        return StepInputs(encoders=EncoderColumns(*rows.encoders.columns(plan.rows), features))
 
 
 def waveform_of(item: CarriedInput) -> F32:

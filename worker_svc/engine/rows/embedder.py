@@ -2,28 +2,60 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Protocol
+
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from step_protocol.columns import I64
 from step_protocol.messages import CarriedInput
-from worker_svc.engine.backend import DeepRows, Embedded
+from worker_svc.engine.backend import DeepRows, Embedded, EncoderColumns
 from worker_svc.engine.rows.images import ImageEncoder
 from worker_svc.engine.rows.inputs import InputSpan
+from worker_svc.engine.rows.open_rows import OpenRows
+from worker_svc.engine.rows.step_checker import CheckedStep
 
 # bfloat16 is not a type of numpy: its bits are read as integers.
 STORED: dict[str, npt.DTypeLike] = {"float32": "<f4", "bfloat16": "<u2", "float16": "<f2"}
 
 
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """What the inputs of rows that are not tokens add to a forward pass; fields of ForwardBatch."""
+
+    embedded: Embedded | None = None
+    deep: DeepRows | None = None
+    encoders: EncoderColumns | None = None
+
+
+class InputReader(Protocol):
+    """How a model reads the inputs of rows."""
+
+    @property
+    def num_encoder_runs(self) -> int:
+        """Encoder inputs computed since the start."""
+        ...
+
+    def of_step(self, rows: OpenRows, plan: CheckedStep, spans: list[InputSpan]) -> StepInputs:
+        """The inputs of a step. `spans`: those at the positions that it computes."""
+        ...
+
+
 class InputEmbedder:
-    """Computes embeddings of inputs for one model."""
+    """Computes embeddings of inputs for one model; the InputReader of decoders."""
+
+    num_encoder_runs = 0
 
     def __init__(self, hidden_size: int, dtype: torch.dtype, images: ImageEncoder | None = None) -> None:
         """Without `images`, rows have no images."""
         self._hidden_size = hidden_size
         self._dtype = dtype
         self._images = images
+
+    def of_step(self, rows: OpenRows, plan: CheckedStep, spans: list[InputSpan]) -> StepInputs:
+        return StepInputs(*self.embed(spans))
 
     def embed(self, spans: list[InputSpan]) -> tuple[Embedded | None, DeepRows | None]:
         """The embeddings of all spans, and what is added to those of images; None if there are none."""
