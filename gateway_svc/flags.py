@@ -16,7 +16,7 @@ from svc_common.channels import DEFAULT_MAX_BUNDLE
 from svc_common.config import (
     OFF,
     Flag,
-    Group,
+    FlagGroup,
     address,
     address_or_off,
     in_range,
@@ -73,7 +73,7 @@ FLAGS = (
     Flag("--max-request-bytes", size_bytes,
         "limit on the total size of open requests; further ones are refused with RESOURCE_EXHAUSTED", default="512M",
     ),
-    Group("images of requests (docs/images.md); they need the extra quire-server[images]", (
+    FlagGroup("images of requests (docs/images.md); they need the extra quire-server[images]", (
         Flag("--max-images", in_range(int, 0, MAX_INPUTS),
             "limit of images in one request", default=ImageLimits.max_images,
         ),
@@ -102,7 +102,7 @@ FLAGS = (
         "the gateway prefers replicas that have the prompt's prefix cached, keeps records of resumable requests, and "
         "counts the limits of owners for all gateways together",
     ),
-    Group("records of resumable requests and stored answers, in Redis (docs/resume.md)", (
+    FlagGroup("records of resumable requests and stored answers, in Redis (docs/resume.md)", (
         Flag("--record-ttl-s", in_range(float, 1.0, 30 * 86_400.0),
             "a record is deleted this long after its last write", default=3600.0,
         ),
@@ -132,7 +132,7 @@ FLAGS = (
         "highest output.logprobs and output.prompt_logprobs that a request may have",
         default=DEFAULT_MAX_LOGPROBS, metavar="K",
     ),
-    Group("TLS for --listen; files are read again when they change", (
+    FlagGroup("TLS for --listen; files are read again when they change", (
         Flag("--tls-cert-file", path, "certificate chain (PEM); unset: plaintext"),
         Flag("--tls-key-file", path, "private key of the certificate (PEM, without a password)"),
         Flag("--tls-client-ca-file", path,

@@ -19,7 +19,7 @@ from xxhash import xxh3_128_digest
 NO_KEYS: Mapping[int, bytes] = {}
 
 
-class CarriedInput(Protocol):
+class HashedInput(Protocol):
     """An input of a prompt that is not a token."""
 
     @property
@@ -77,7 +77,7 @@ some, concatenated.
 """
 
 
-def extra_keys(inputs: Iterable[CarriedInput], block_size: int) -> dict[int, bytes]:
+def extra_keys(inputs: Iterable[HashedInput], block_size: int) -> dict[int, bytes]:
     """The keys that digests of blocks cover besides their tokens, by index of the block: the digests of the inputs that
     begin in the block. A content id has 31 bits, too few where a block has only the first positions of an input.
     """

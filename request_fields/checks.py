@@ -30,18 +30,18 @@ BEAM_FIELDS = {"beam_width", *(BY_PATH[path].name for path in ONLY_WITH_BEAMS)}
 SAMPLED_IDS = [name for name, field in SAMPLING.items() if field.kind in (Kind.TOKEN_IDS, Kind.BIASES)]
 
 
-class Message(Protocol):
+class ProtoMessage(Protocol):
     """The methods of a protobuf message that are used here."""
 
     def ListFields(self) -> Sequence[tuple[Any, Any]]: ...
 
 
-def check_fields(request: Message) -> None:
+def check_fields(request: ProtoMessage) -> None:
     """Check every field that a GenerateRequest or Submit sets. Raises FieldError."""
     _check_message(request, CHECKS)
 
 
-def _check_message(message: Message, checks: Mapping[str, Any]) -> None:
+def _check_message(message: ProtoMessage, checks: Mapping[str, Any]) -> None:
     for descriptor, value in message.ListFields():
         check = checks.get(descriptor.name)
         if isinstance(check, dict):
@@ -50,14 +50,14 @@ def _check_message(message: Message, checks: Mapping[str, Any]) -> None:
             check(value)
 
 
-def check_beams(request: Message) -> None:
+def check_beams(request: ProtoMessage) -> None:
     """Check the fields that a client sets in a GenerateRequest against its beam_width. Raises FieldError."""
     for descriptor, value in request.ListFields():
         if descriptor.name == "sampling" and not BEAM_FIELDS.isdisjoint(values_set(value)):
             check_beam_fields({field.path: value for field, value in _fields_set(request, "")})
 
 
-def _fields_set(message: Message, prefix: str) -> Iterator[tuple[Field, Any]]:
+def _fields_set(message: ProtoMessage, prefix: str) -> Iterator[tuple[Field, Any]]:
     for descriptor, value in message.ListFields():
         path = f"{prefix}{descriptor.name}"
         if path in BY_PATH:
@@ -167,7 +167,7 @@ def check_sampling(params: SamplingParams) -> None:
         _check_number(field, getattr(params, name))
 
 
-def resolve_sampling(asked: Message, announced: Message, *, drawn_seed: int) -> dict[str, Any]:
+def resolve_sampling(asked: ProtoMessage, announced: ProtoMessage, *, drawn_seed: int) -> dict[str, Any]:
     """The value of every `sampling` field: the request's, else the model's, else the default."""
     values = {name: field.default for name, field in SAMPLING.items() if field.default is not None}
     values["seed"] = drawn_seed
@@ -175,11 +175,11 @@ def resolve_sampling(asked: Message, announced: Message, *, drawn_seed: int) -> 
     return values | _values(asked)
 
 
-def _values(sampling: Message) -> dict[str, Any]:
+def _values(sampling: ProtoMessage) -> dict[str, Any]:
     return {name: value for name, value in values_set(sampling).items() if name in SAMPLING}
 
 
-def values_set(message: Message) -> dict[str, Any]:
+def values_set(message: ProtoMessage) -> dict[str, Any]:
     """The fields that a message sets, by name."""
     return {descriptor.name: value for descriptor, value in message.ListFields()}
 

@@ -72,7 +72,7 @@ class Resume(Enum):
     PER_REQUEST = "sent again with the request"
 
 
-class Form(Enum):
+class BodyForm(Enum):
     """How HTTP bodies write a field, if they also accept other values than the protocol."""
 
     PLAIN = ""
@@ -88,7 +88,7 @@ class Http:
 
     name: str = ""  # if it differs from the field's name
     alias: str = ""  # another name, which has precedence
-    form: Form = Form.PLAIN
+    form: BodyForm = BodyForm.PLAIN
     doc: str = ""  # what the other columns do not say
 
 
@@ -154,7 +154,7 @@ FIELDS = (
     Field(
         "sampling.top_k", Kind.UINT32, "Keep the k most likely tokens. 0 is off.",
         Side.WORKER, Resume.STATELESS, default=0, low=0, high=MAX_UINT32, config_key="top_k", config_off=-1,
-        is_filter=True, has_flag=True, http=Http(form=Form.MINUS_1_IS_OFF), works_with_beams=False,
+        is_filter=True, has_flag=True, http=Http(form=BodyForm.MINUS_1_IS_OFF), works_with_beams=False,
     ),
     Field(
         "sampling.min_p", Kind.FLOAT,
@@ -174,7 +174,7 @@ FIELDS = (
         "The same seed gives the same tokens: the token at output position p of sample i is a function of the logits, "
         "seed, i and p. Unset: the gateway draws one and returns it in Accepted.",
         Side.GATEWAY | Side.WORKER, Resume.STATELESS, low=0, high=2**64 - 1, has_flag=True,
-        http=Http(form=Form.SIGNED),
+        http=Http(form=BodyForm.SIGNED),
     ),
     Field(
         "sampling.n", Kind.UINT32, "Samples of one prompt; the prompt is computed once.",
@@ -219,7 +219,7 @@ FIELDS = (
         "Strings that the output does not contain. Each is tokenized with and without a leading space; the last token "
         "of each result cannot be sampled after the tokens before it. The same text from other tokens is not detected.",
         Side.GATEWAY | Side.WORKER, Resume.REPLAYED, max_items=MAX_BAD_WORDS, max_chars=MAX_BAD_WORD_CHARS,
-        has_flag=True, http=Http(form=Form.ONE_OR_LIST),
+        has_flag=True, http=Http(form=BodyForm.ONE_OR_LIST),
     ),
     Field(
         "sampling.beam_width", Kind.UINT32,
@@ -241,7 +241,7 @@ FIELDS = (
     Field(
         "sampling.json_schema", Kind.STRING, "The output is JSON that matches this JSON Schema.",
         Side.GATEWAY | Side.SCHEDULER | Side.WORKER, Resume.REPLAYED, max_bytes=MAX_GRAMMAR_BYTES,
-        http=Http("guided_json", form=Form.OBJECT_OR_TEXT), works_with_beams=False,
+        http=Http("guided_json", form=BodyForm.OBJECT_OR_TEXT), works_with_beams=False,
     ),
     Field(
         "sampling.json_object", Kind.BOOL, "The output is a JSON object.",
@@ -279,7 +279,7 @@ FIELDS = (
         "stop.stop", Kind.STRINGS,
         "Strings that end the output, matched in the output text only. The text is cut before the match.",
         Side.GATEWAY, Resume.REPLAYED, max_items=16, max_chars=256, has_flag=True,
-        http=Http(form=Form.ONE_OR_LIST), works_with_beams=False,
+        http=Http(form=BodyForm.ONE_OR_LIST), works_with_beams=False,
     ),
     Field(
         "stop.stop_token_ids", Kind.TOKEN_IDS,

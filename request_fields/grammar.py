@@ -12,8 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any
 
+from request_fields.checks import ProtoMessage
 from request_fields.fields import GRAMMAR_FIELDS, MAX_GRAMMAR_BYTES, FieldError
 
 # White space between JSON tokens: a space, or a line break with indentation. The limit matters because small models
@@ -44,18 +45,12 @@ class Grammar:
         return self.kind, self.text
 
 
-class Message(Protocol):
-    """The methods of a protobuf message that are used here."""
-
-    def ListFields(self) -> Sequence[tuple[Any, Any]]: ...
-
-
-def has_grammar(sampling: Message) -> bool:
+def has_grammar(sampling: ProtoMessage) -> bool:
     """Whether a SamplingParams constrains the output."""
     return not GRAMMAR_FIELDS.isdisjoint(descriptor.name for descriptor, _ in sampling.ListFields())
 
 
-def grammar_of(sampling: Message) -> Grammar | None:
+def grammar_of(sampling: ProtoMessage) -> Grammar | None:
     """The grammar of a SamplingParams; None if it has none. Raises FieldError if several are set or one is too long."""
     values = {d.name: value for d, value in sampling.ListFields() if d.name in GRAMMAR_FIELDS}
     if not values:

@@ -177,7 +177,7 @@ SPECS = (
 )
 
 
-class StepMeter:
+class RoundTripMeter:
     """Round trips, bytes and rows of steps between scheduler and workers."""
 
     def __init__(self) -> None:
@@ -197,7 +197,7 @@ class SchedulerTimes:
 
     def __init__(self) -> None:
         self.turn = Buckets(SHORT_TIMES_S)
-        self.steps = StepMeter()
+        self.steps = RoundTripMeter()
         self.queue = Buckets(LATENCIES_S)
         self.prefill = Buckets(LATENCIES_S)
         self.decode = Buckets(LATENCIES_S)

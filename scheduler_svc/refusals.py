@@ -6,12 +6,12 @@ from collections import deque
 from collections.abc import Callable
 
 from scheduler_svc.core.errors import (
-    DeadlineError,
     DuplicateRequestError,
     NeverFitsError,
     NoWorkerError,
     QueueFullError,
     SchedulerError,
+    UnreachableDeadlineError,
 )
 from svc_common.errors import (
     AlreadyExistsError,
@@ -48,7 +48,7 @@ def refusal_from(error: SchedulerError, queue_retry_s: Callable[[], float]) -> Q
     """The core's error as the service's error. `queue_retry_s` gives the seconds until a full queue may have room."""
     if isinstance(error, QueueFullError):
         return OverloadedError(str(error), retry_after_s=queue_retry_s())
-    if isinstance(error, DeadlineError):
+    if isinstance(error, UnreachableDeadlineError):
         return OverloadedError(str(error), retry_after_s=min(MAX_RETRY_S, error.retry_after_s))
     if isinstance(error, NoWorkerError):
         return UnavailableError(str(error), retry_after_s=RETRY_NO_WORKER_S)

@@ -28,7 +28,7 @@ import worker_svc.flags
 import worker_svc.metrics
 from gateway_svc.http.fields import ENDPOINTS, BodyField
 from request_fields.beams import NOT_WITH_BEAMS
-from request_fields.fields import BY_PATH, FIELDS, MAX_UINT32, Field, Form, Kind
+from request_fields.fields import BY_PATH, FIELDS, MAX_UINT32, BodyForm, Field, Kind
 from svc_common.config import allowed_values, environment_name, make_parser, settings_of
 from svc_common.metrics import COMMON, PREFIX, Spec
 from worker_svc.engine.checkpoint.families import ARCHITECTURES
@@ -152,7 +152,7 @@ def _option(field: Field) -> str:
 
 
 def _sdk_type(field: Field) -> str:
-    if field.http and field.http.form is Form.OBJECT_OR_TEXT:
+    if field.http and field.http.form is BodyForm.OBJECT_OR_TEXT:
         return "str | Mapping[str, Any]"
     if field.kind is Kind.ENUM:
         return " | ".join(sorted({type(value).__name__ for value in field.values or {}}))

@@ -39,7 +39,7 @@ BAD_VERSION = re.compile(r"\bversion=(?!\d{1,4}(\.\d{1,4})*\s*([;,]|$))")
 Check = Callable[[], bool]
 
 
-class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
+class ProbeServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     """Implements Check only, because a kubelet polls and does not watch."""
 
     def __init__(self, checks: Mapping[str, Check]) -> None:
@@ -124,7 +124,7 @@ class AdminServer:
             "liveness": self._is_alive,
             "readiness": self._is_ready,
         }
-        health_pb2_grpc.add_HealthServicer_to_server(HealthServicer(checks), self._grpc)
+        health_pb2_grpc.add_HealthServicer_to_server(ProbeServicer(checks), self._grpc)
         try:
             port = self._grpc.add_insecure_port(listen)
         except RuntimeError as error:

@@ -38,7 +38,7 @@ class SettingError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Kind(Generic[T]):
+class FlagKind(Generic[T]):
     """An argparse type that can describe the values it accepts."""
 
     convert: Callable[[str], T]
@@ -78,7 +78,7 @@ class Flag:
         if self.kind is switch:
             group.add_argument(self.name, action="store_true", help=self.help)
             return
-        choices = self.kind.choices if isinstance(self.kind, Kind) else ()
+        choices = self.kind.choices if isinstance(self.kind, FlagKind) else ()
         settings: dict[str, Any] = {"choices": choices} if choices else {"type": self.kind, "metavar": self._metavar()}
         if self.is_list:
             settings |= {"action": "append", "default": []}
@@ -89,11 +89,11 @@ class Flag:
     def _metavar(self) -> str | None:
         is_rate = self.name.endswith("-per-s")
         of_unit = None if is_rate else {"s": "S", "ms": "MS"}.get(self.name.rpartition("-")[2])
-        return self.metavar or of_unit or (self.kind.metavar if isinstance(self.kind, Kind) else None)
+        return self.metavar or of_unit or (self.kind.metavar if isinstance(self.kind, FlagKind) else None)
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class FlagGroup:
     """Flags with a heading of their own in --help."""
 
     title: str
@@ -102,7 +102,7 @@ class Group:
 
 
 def make_parser(
-    service: str, description: str, epilog: str = "", flags: Sequence[Flag | Group] = ()
+    service: str, description: str, epilog: str = "", flags: Sequence[Flag | FlagGroup] = ()
 ) -> argparse.ArgumentParser:
     """A parser of the flags that all services share, and of `flags`."""
     parser = argparse.ArgumentParser(
@@ -116,7 +116,7 @@ def make_parser(
     return parser
 
 
-def add_flags(parser: argparse.ArgumentParser, flags: Sequence[Flag | Group]) -> None:
+def add_flags(parser: argparse.ArgumentParser, flags: Sequence[Flag | FlagGroup]) -> None:
     """Declare the flags to argparse."""
     for row in flags:
         if isinstance(row, Flag):
@@ -294,7 +294,7 @@ def allowed_values(action: argparse.Action) -> str:
         return "true or false"
     if action.choices is not None:
         return ", ".join(map(str, action.choices))
-    one = action.type.allowed if isinstance(action.type, Kind) else "text"
+    one = action.type.allowed if isinstance(action.type, FlagKind) else "text"
     return f"a list of: {one}" if _is_list(action) else one
 
 
@@ -322,7 +322,7 @@ def _toml(value: Any) -> str:
 # -- kinds of values --------------------------------------------------------------------------------------------------
 
 
-def in_range(kind: Callable[[str], N], low: N, high: N) -> Kind[N]:
+def in_range(kind: Callable[[str], N], low: N, high: N) -> FlagKind[N]:
     """An argparse type: a number from low to high, both included."""
     span = " to ".join(str(end) if isinstance(end, int) else f"{end:g}" for end in (low, high))
 
@@ -335,12 +335,12 @@ def in_range(kind: Callable[[str], N], low: N, high: N) -> Kind[N]:
             raise argparse.ArgumentTypeError(f"{text} is outside {span}")
         return value
 
-    return Kind(convert, span, "N" if kind is int else "X")
+    return FlagKind(convert, span, "N" if kind is int else "X")
 
 
-def one_of(*choices: str) -> Kind[str]:
+def one_of(*choices: str) -> FlagKind[str]:
     """An argparse type: one of some words."""
-    return Kind(str, ", ".join(choices), choices=choices)
+    return FlagKind(str, ", ".join(choices), choices=choices)
 
 
 def _address(text: str) -> str:
@@ -374,17 +374,17 @@ def _size_bytes(text: str) -> int:
     return size
 
 
-text = Kind(str, "text")
-path = Kind(Path, "a path", "FILE")
-switch = Kind(_flag, "true or false")
-address = Kind(_address, "host:port", "HOST:PORT")
-scheduler_address = Kind(
+text = FlagKind(str, "text")
+path = FlagKind(Path, "a path", "FILE")
+switch = FlagKind(_flag, "true or false")
+address = FlagKind(_address, "host:port", "HOST:PORT")
+scheduler_address = FlagKind(
     _scheduler_address, f"host:port, or {NAME_SCHEME}name:port for all addresses of a name", "HOST:PORT"
 )
-address_or_off = Kind(_address_or_off, "host:port or off", "HOST:PORT")
-size_bytes = Kind(_size_bytes, "bytes, or with K, M, G, T for powers of 1024 (512M, 2G)", "SIZE")
+address_or_off = FlagKind(_address_or_off, "host:port or off", "HOST:PORT")
+size_bytes = FlagKind(_size_bytes, "bytes, or with K, M, G, T for powers of 1024 (512M, 2G)", "SIZE")
 
-COMMON = Group(
+COMMON = FlagGroup(
     "configuration, logs, metrics, probes", (
         Flag("--config", text, "TOML file with settings; in the environment QUIRE_CONFIG", metavar="FILE"),
         Flag("--print-config", switch, "print the settings in force, each with its source, and exit"),

@@ -16,7 +16,7 @@ import urllib.parse
 from dataclasses import dataclass
 from pathlib import Path
 
-from svc_common.config import Flag, Group, SettingError, path, text, without_password
+from svc_common.config import Flag, FlagGroup, SettingError, path, text, without_password
 from svc_common.redis_sentinel import FORM, is_sentinel_url, parse_sentinel_url
 
 log = logging.getLogger(__name__)
@@ -49,9 +49,9 @@ class RedisServer:
         return self.url.startswith("rediss")
 
 
-def redis_flags(purpose: str) -> Group:
+def redis_flags(purpose: str) -> FlagGroup:
     """The flags of Redis. `purpose` says in a help text what the service does with it."""
-    return Group(
+    return FlagGroup(
         "Redis (docs/trust.md); files are read again at each new connection", (
         Flag("--redis", text,
             "redis://[:password@]host:port/db, rediss:// for TLS, unix:///path, or with Sentinels "

@@ -12,7 +12,7 @@ import re
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
-from svc_common.config import Flag, Group, SettingError, in_range, text
+from svc_common.config import Flag, FlagGroup, SettingError, in_range, text
 
 if TYPE_CHECKING:
     from svc_common.otlp import Tracer
@@ -35,8 +35,8 @@ RATIO = Flag("--trace-ratio", in_range(float, 0.0, 1.0),
     "fraction of requests without a traceparent of their client that are sampled, 0 to 1. Requests with a "
     "traceparent are sampled if its flag says so", default=1.0, metavar="RATIO",
 )  # fmt: skip
-TRACE_FLAGS = Group(GROUP, (ENDPOINT,))
-TRACE_FLAGS_OF_GATEWAY = Group(GROUP, (ENDPOINT, RATIO))  # the service that samples
+TRACE_FLAGS = FlagGroup(GROUP, (ENDPOINT,))
+TRACE_FLAGS_OF_GATEWAY = FlagGroup(GROUP, (ENDPOINT, RATIO))  # the service that samples
 
 
 class TracingError(SettingError):

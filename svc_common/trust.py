@@ -28,7 +28,7 @@ from typing import Any
 import grpc
 
 from svc_common.channels import OpenChannel, ServiceChannel
-from svc_common.config import Flag, Group, SettingError, path, switch, text
+from svc_common.config import Flag, FlagGroup, SettingError, path, switch, text
 from svc_common.errors import Handler, PermissionDeniedError, UnauthenticatedError, decoder
 from svc_common.own_certificate import OwnCertificate
 from svc_common.reread import Reread
@@ -46,7 +46,7 @@ INTERNAL = TlsFlags("--internal-tls-cert-file", "--internal-tls-key-file", "--in
 
 Callers = Mapping[str, Collection[str]]  # roles that may call a method, by its path /package.Service/Method
 
-TRUST_FLAGS = Group("trust between the services (docs/trust.md); files are read again on changes", (
+TRUST_FLAGS = FlagGroup("trust between the services (docs/trust.md); files are read again on changes", (
     Flag(INTERNAL.cert, path, "certificate of this service for the other services (PEM)"),
     Flag(INTERNAL.key, path, "its private key (PEM, without a password)"),
     Flag(INTERNAL.client_ca, path, "CA certificates (PEM) that sign all services' certificates"),

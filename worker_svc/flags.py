@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from svc_common import config
-from svc_common.config import Flag, Group, address, in_range, one_of, path, size_bytes, switch, text
+from svc_common.config import Flag, FlagGroup, address, in_range, one_of, path, size_bytes, switch, text
 from svc_common.tracing import TRACE_FLAGS
 from svc_common.trust import TRUST_FLAGS
 from worker_svc.engine.config import (
@@ -42,8 +42,8 @@ def _adapter(text: str) -> tuple[str, Path]:
     return name, Path(folder)
 
 
-_ADAPTER = config.Kind(_adapter, "NAME=DIR")
-_ADDRESSES = config.Kind(_addresses, config.scheduler_address.allowed)
+_ADAPTER = config.FlagKind(_adapter, "NAME=DIR")
+_ADDRESSES = config.FlagKind(_addresses, config.scheduler_address.allowed)
 
 
 def _unset(size: str) -> str:
@@ -55,7 +55,7 @@ _AT_LEAST_1 = config.in_range(int, 1, 2**31 - 1)
 _TOKENS_OR_0 = config.in_range(int, 0, 2**31 - 1)
 
 FLAGS = (
-    Group("model", (
+    FlagGroup("model", (
         Flag("--model", path,
             "folder with config.json, *.safetensors; or a model of the Hugging Face Hub, which is downloaded unless "
             "the local cache (HF_HUB_CACHE) has it", metavar="DIR|ORG/NAME[@REVISION]", is_required=True,
@@ -76,7 +76,7 @@ FLAGS = (
         ),
         Flag("--max-model-len", _AT_LEAST_1, "longest prompt + output; unset: the limit of model and pool"),
     )),
-    Group("LoRA adapters", (
+    FlagGroup("LoRA adapters", (
         Flag("--adapter", _ADAPTER,
             "a PEFT folder to load at the start, and its name in requests (repeat the flag for more)",
             metavar="NAME=DIR", is_list=True,
@@ -91,7 +91,7 @@ FLAGS = (
         Flag("--max-adapter-rank", _AT_LEAST_1, "largest rank of an adapter", default=64),
         Flag("--max-loaded-adapters", _AT_LEAST_1, "adapters in host memory", default=256),
     ), "see docs/adapters.md"),
-    Group("KV pool and batches", (
+    FlagGroup("KV pool and batches", (
         Flag("--block-size", _AT_LEAST_1, f"tokens per block, a power of two; {_unset('block_size')}"),
         Flag("--num-blocks", _AT_LEAST_1, "blocks; overrides --kv-cache-memory"),
         Flag("--kv-cache-memory", size_bytes,
@@ -108,7 +108,7 @@ FLAGS = (
         Flag("--max-num-seqs", _AT_LEAST_1, f"sequences that run at once; {_unset('max_num_seqs')}"),
         Flag("--max-num-batched-tokens", _AT_LEAST_1, f"tokens per step; {_unset('max_num_batched_tokens')}"),
     )),
-    Group("compute", (
+    FlagGroup("compute", (
         Flag("--backend", text, "cpu, cuda, or reference (plain torch, slow)", default="cpu", metavar="NAME"),
         Flag("--attention", one_of(*ATTENTION),
             "cuda: our kernel (triton), flash-attn 2 (flash; needs --block-size 256) or 3 (flash3), FlashInfer, "
@@ -131,7 +131,7 @@ FLAGS = (
         ),
         Flag("--threads", _AT_LEAST_1, "compute threads; unset: one per core that this process may use"),
     )),
-    Group("several hosts", (
+    FlagGroup("several hosts", (
         Flag("--nnodes", _AT_LEAST_1, "hosts that share the model", default=1),
         Flag("--node-rank", in_range(int, 0, 2**31 - 1),
             "number of this host; 0 is the leader: it serves, and has no --leader-address", default=0,
@@ -142,7 +142,7 @@ FLAGS = (
             "a host that is missing for so long at the start ends this process, with exit code 2", default=600.0,
         ),
     ), "cuda: the ranks of one worker on several hosts, see docs/gpu.md"),
-    Group("simulation", (
+    FlagGroup("simulation", (
         Flag("--executor", one_of("model", "sim"),
             "sim: no model runs; tokens are a function of context and seed, and KV blocks are checked", default="model",
         ),
@@ -155,7 +155,7 @@ FLAGS = (
             "probability that a token ends its sequence", default=0.0, metavar="P",
         ),
     ), "for load and failure tests: no weights are read, no model runs"),
-    Group("network", (
+    FlagGroup("network", (
         Flag("--listen", address, "port 0: any free port", default="127.0.0.1:0"),
         Flag("--scheduler", _ADDRESSES,
             "scheduler to register with; several (repeat the flag or use commas) are replicas, and one leases this "
@@ -174,7 +174,7 @@ FLAGS = (
     )),
     TRUST_FLAGS,
     TRACE_FLAGS,
-    Group("steps and shutdown", (
+    FlagGroup("steps and shutdown", (
         Flag("--stuck-after-s", in_range(float, 1.0, 86400.0),
             "steps are in flight, but none has ended for this long: the engine hangs. Liveness fails, so that the "
             "kubelet restarts the worker; a busy worker ends steps", default=600.0,

@@ -86,7 +86,7 @@ class OtherRevisionError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class End:
+class SessionEnd:
     """The end of a session. `was_used`: the session was steady, and its scheduler leased or stepped the worker."""
 
     code: grpc.StatusCode
@@ -180,7 +180,7 @@ class Registration:
 
     # -- which scheduler -----------------------------------------------------------------------------------------------
 
-    async def _next(self, candidate: SchedulerCandidate, end: End) -> SchedulerCandidate:
+    async def _next(self, candidate: SchedulerCandidate, end: SessionEnd) -> SchedulerCandidate:
         """The next scheduler to try, after a pause if all must wait."""
         self._note_end(candidate, end, asyncio.get_running_loop().time())
         if end.may_retry_first and candidate in self._candidates:
@@ -188,7 +188,7 @@ class Registration:
         self._on_unavailable()
         return await self._candidates.choose()
 
-    def _note_end(self, candidate: SchedulerCandidate, end: End, now: float) -> None:
+    def _note_end(self, candidate: SchedulerCandidate, end: SessionEnd, now: float) -> None:
         """Log the end unless it repeats an earlier one; set when to try this scheduler again."""
         address, code = candidate.address, end.code
         if end.was_used:
@@ -206,7 +206,7 @@ class Registration:
             candidate.next_try_at = now + candidate.pause_s * self._rng.uniform(0.5, 1.0)
             candidate.pause_s = min(2 * candidate.pause_s, MAX_PAUSE_S)
 
-    def _next_target(self, end: End) -> str:
+    def _next_target(self, end: SessionEnd) -> str:
         return "again" if end.may_retry_first or len(self._candidates) == 1 else "another scheduler"
 
     async def _wait_for_move(self, current: SchedulerCandidate) -> SchedulerCandidate:
@@ -242,7 +242,7 @@ class Registration:
 
     # -- one stream ----------------------------------------------------------------------------------------------------
 
-    async def _session(self, candidate: SchedulerCandidate) -> End | SchedulerCandidate:
+    async def _session(self, candidate: SchedulerCandidate) -> SessionEnd | SchedulerCandidate:
         """One stream, from start to end. Returns how it ended, or the scheduler to move to."""
         # A new channel per session: no state of a dead connection, such as its back-off, remains.
         async with self._open_channel(candidate.address) as channel:
@@ -374,18 +374,18 @@ async def _ask(call: Call, message: scheduler_pb2.RegisterRequest) -> scheduler_
     return response
 
 
-async def _end_of(call: Call, following: asyncio.Future[NoReturn], *, was_used: bool) -> End:
+async def _end_of(call: Call, following: asyncio.Future[NoReturn], *, was_used: bool) -> SessionEnd:
     """The reason for which the stream of `following` ended."""
     error = following.exception()
     if isinstance(error, StreamEndedError):
-        return End(grpc.StatusCode.OK, "the scheduler ended the stream", was_used)
+        return SessionEnd(grpc.StatusCode.OK, "the scheduler ended the stream", was_used)
     if isinstance(error, OtherRevisionError):
-        return End(grpc.StatusCode.FAILED_PRECONDITION, str(error), was_used)
+        return SessionEnd(grpc.StatusCode.FAILED_PRECONDITION, str(error), was_used)
     if isinstance(error, TimeoutError):
-        return End(grpc.StatusCode.UNAVAILABLE, "the scheduler does not answer", was_used, is_silent=True)
+        return SessionEnd(grpc.StatusCode.UNAVAILABLE, "the scheduler does not answer", was_used, is_silent=True)
     # grpc raises one or the other, depending on whether the stream or the wait ended first; the status is the same.
     if isinstance(error, grpc.aio.AioRpcError | asyncio.InvalidStateError):
-        return End(await call.code(), await call.details() or "no details", was_used)
+        return SessionEnd(await call.code(), await call.details() or "no details", was_used)
     raise error or RuntimeError("`_follow` returned")  # a bug
 
 

@@ -18,7 +18,7 @@ from worker_svc.engine.config import Determinism
 from worker_svc.engine.gpu.attention import paged as engine_attention
 from worker_svc.engine.gpu.attention.paged import Attention, LayerCache, TritonAttention, host_lengths
 from worker_svc.engine.gpu.kernels import norm
-from worker_svc.engine.gpu.kernels.attention import Queries, Tiles
+from worker_svc.engine.gpu.kernels.attention import AttentionTiles, Queries
 from worker_svc.engine.gpu.step.step_buffer import Bucket, HostStep, StepColumns
 
 QWEN3_HEADS = HeadShape(16, 8, 128)
@@ -226,7 +226,7 @@ def _columns(tables: torch.Tensor, contexts: Sequence[int], num_queries: int, de
 
 
 @contextmanager
-def using(use: str, tiles: Tiles) -> Iterator[None]:
+def using(use: str, tiles: AttentionTiles) -> Iterator[None]:
     """Attention that is made here uses these tiles for decode or prefill."""
     with mock.patch.object(engine_attention, f"{use.upper()}_TILES", tiles):
         yield

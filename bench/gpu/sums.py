@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from worker_svc.engine.gpu.collectives.group import CPU
 from worker_svc.engine.gpu.collectives.rendezvous import make_store, open_store
-from worker_svc.engine.gpu.collectives.shared_sum import TWO_SHOT_BYTES, Method, SharedSum
+from worker_svc.engine.gpu.collectives.shared_sum import TWO_SHOT_BYTES, Method, SharedMemorySum
 
 LIBRARY = "library"
 COLUMNS = (LIBRARY, *(method.value for method in Method))
@@ -75,14 +75,14 @@ def _measure(rank: int, num_ranks: int, store: Any, sizes: Sequence[int]) -> dic
     return rows
 
 
-def _shared_sum(num_ranks: int, device: torch.device) -> SharedSum:
+def _shared_sum(num_ranks: int, device: torch.device) -> SharedMemorySum:
     from torch.distributed import _symmetric_memory
 
     name = dist.distributed_c10d._get_default_group().group_name
-    return SharedSum(_symmetric_memory, torch.ops.symm_mem, name, num_ranks, device)
+    return SharedMemorySum(_symmetric_memory, torch.ops.symm_mem, name, num_ranks, device)
 
 
-def _steps(shared: SharedSum | None, x: torch.Tensor) -> dict[str, Callable[[], object]]:
+def _steps(shared: SharedMemorySum | None, x: torch.Tensor) -> dict[str, Callable[[], object]]:
     """The sums that can be measured for a tensor of this size, by column."""
     steps: dict[str, Callable[[], object]] = {LIBRARY: lambda: dist.all_reduce(x)}
     if shared is None or x.nbytes > TWO_SHOT_BYTES:

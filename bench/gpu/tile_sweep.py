@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 from bench.gpu.kernels import Case, measure, nano_contexts, prefill_flop, using
 from bench.gpu.report import Report
 from worker_svc.engine.gpu.attention import paged as engine_attention
-from worker_svc.engine.gpu.kernels.attention import Tiles
+from worker_svc.engine.gpu.kernels.attention import AttentionTiles
 
 GAIN = 1.02  # other tiles are used only if the engine's own take so much longer
 DECODE_VARIANTS = [
@@ -38,7 +38,7 @@ def tile_sweep(report: Report) -> None:
 def _best(report: Report, case: Case, use: str, variants: list[dict[str, int]]) -> dict[str, int]:
     """The variant that is clearly faster than the engine's tiles; empty if there is none. One that does not compile, or
     is wrong, is reported."""
-    table: Tiles = getattr(engine_attention, f"{use.upper()}_TILES")
+    table: AttentionTiles = getattr(engine_attention, f"{use.upper()}_TILES")
     own = best = _measure(report, case, use, table, f"{use}: the engine's {_text(asdict(table))}")
     found: dict[str, int] = {}
     for fields in variants[:1] if report.is_smoke else variants:
@@ -48,7 +48,7 @@ def _best(report: Report, case: Case, use: str, variants: list[dict[str, int]]) 
     return found if own > GAIN * best else {}
 
 
-def _measure(report: Report, case: Case, use: str, tiles: Tiles, name: str) -> float:
+def _measure(report: Report, case: Case, use: str, tiles: AttentionTiles, name: str) -> float:
     flop = 0 if use == "decode" else prefill_flop(case, len(case.q) // case.num_rows)
     with using(use, tiles):
         attention = case.triton()

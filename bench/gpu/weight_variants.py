@@ -100,7 +100,7 @@ def _expert_variants(t: str) -> Iterator[Variant]:
 
 
 def _expert_variant(
-    name: str, out: str, values: str, shape: expert_linear.Shape, *, gated: bool, group: int = 0
+    name: str, out: str, values: str, shape: expert_linear.ExpertShape, *, gated: bool, group: int = 0
 ) -> Variant:
     is_scaled = values == VALUES
     constants: dict[str, Any] = {
@@ -120,7 +120,7 @@ def _adapter_variants(t: str) -> Iterator[Variant]:
         yield from _low_rank_variants(use, t, shape)
 
 
-def _low_rank_variants(use: str, t: str, shape: low_rank.Shape) -> Iterator[Variant]:
+def _low_rank_variants(use: str, t: str, shape: low_rank.LowRankShape) -> Iterator[Variant]:
     table, i = "*i64", "*i32"
     constants: dict[str, Any] = {
         "LINE": low_rank.LINE, "ALIGNMENT": low_rank.ALIGNMENT, "BLOCK_M": shape.rows, "BLOCK_R": low_rank.BLOCK_R,

@@ -14,7 +14,7 @@ class PartError(ValueError):
 
 
 @dataclass(slots=True)
-class _Item:
+class _AnswerItem:
     kind: str  # reasoning, content or tool_call
     call_id: str = ""
     name: str = ""
@@ -42,7 +42,7 @@ class AnswerAssembler:
     """The items of one answer so far."""
 
     def __init__(self) -> None:
-        self._items: list[_Item] = []
+        self._items: list[_AnswerItem] = []
 
     @property
     def reasoning(self) -> str:
@@ -80,7 +80,7 @@ class AnswerAssembler:
         kind = part.WhichOneof("kind") or "content"
         text = part.tool_call.arguments if kind == "tool_call" else getattr(part, kind)
         if part.item == len(self._items):
-            self._items.append(_Item(kind, part.tool_call.id, part.tool_call.name))
+            self._items.append(_AnswerItem(kind, part.tool_call.id, part.tool_call.name))
         if part.item >= len(self._items) or self._items[part.item].kind != kind:
             raise PartError(f"unexpected part of item {part.item} ({kind}); number of items so far: {len(self._items)}")
         item = self._items[part.item]
@@ -95,7 +95,7 @@ class AnswerAssembler:
         return "".join(item.text for item in self._items if item.kind == kind)
 
 
-def _new_text(item: _Item, part: pb.AnswerPart, text: str, *, is_resuming: bool) -> str:
+def _new_text(item: _AnswerItem, part: pb.AnswerPart, text: str, *, is_resuming: bool) -> str:
     data, have = text.encode(), item.num_bytes - part.offset
     if not is_resuming or have < 0:
         raise PartError(f"a part of item {part.item} starts at byte {part.offset}, expected {item.num_bytes}")

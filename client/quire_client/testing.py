@@ -115,7 +115,7 @@ class FakeGateway(InferenceServiceServicer, AdminServiceServicer):
     def events(self, request: pb.GenerateRequest) -> Iterator[pb.GenerateResponse]:
         """The events of an answer, without event_seq. A continuation gets only the output that its samples lack."""
         prompt = prompt_text(request.prompt)
-        answer = Answer.of(self.answer(prompt), request.stop)
+        answer = FakeAnswer.of(self.answer(prompt), request.stop)
         yield pb.GenerateResponse(
             accepted=pb.Accepted(
                 request_id=request.request_id or f"fake-{len(self.requests)}",
@@ -189,7 +189,7 @@ def prompt_text(prompt: pb.Prompt) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class FakeAnswer:
     """The output of a sample: its tokens, its text and its end."""
 
     tokens: str  # one character per token
@@ -217,10 +217,10 @@ class Answer:
 
 
 def sample_events(
-    index: int, answer: str | Answer, *, num_prompt_tokens: int = 0, start: int = 0
+    index: int, answer: str | FakeAnswer, *, num_prompt_tokens: int = 0, start: int = 0
 ) -> Iterator[pb.GenerateResponse]:
     """One Chunk per token of a sample from output position `start`, then Finished. event_seq is not set."""
-    whole = Answer(answer, answer) if isinstance(answer, str) else answer
+    whole = FakeAnswer(answer, answer) if isinstance(answer, str) else answer
     ids = [ord(char) for char in whole.tokens]
     text_offset = len(whole.text[:start].encode())
     for offset in range(start, len(ids)):

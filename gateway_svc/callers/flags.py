@@ -9,12 +9,12 @@ from gateway_svc.callers.authenticator import Authenticator
 from gateway_svc.callers.caller import CallersError
 from gateway_svc.callers.jwks import Jwks
 from gateway_svc.callers.tokens import Expected, JsonWebTokens, check_installed
-from svc_common.config import Flag, Group, in_range, one_of, path, text
+from svc_common.config import Flag, FlagGroup, in_range, one_of, path, text
 
 MIN_PRIORITY = -1000  # lower limit of the request field
 ISOLATIONS = ("none", "tenant")
 
-CALLER_FLAGS = Group("identity of clients (docs/keys.md)", (
+CALLER_FLAGS = FlagGroup("identity of clients (docs/keys.md)", (
     Flag("--api-keys", path,
         "folder of accepted API keys: a file per owner, a key per line as sha256:HEX or in plaintext, read "
         "again when a file changes. Health and reflection need no key. The owner is the tenant of its requests, "

@@ -15,19 +15,19 @@ from typing import Any
 from quire.v1 import inference_pb2 as pb
 
 from request_fields.checks import check_value
-from request_fields.fields import BY_PATH, FIELDS, GRAMMAR_FIELDS, MAX_UINT32, Field, FieldError, Form, Kind
+from request_fields.fields import BY_PATH, FIELDS, GRAMMAR_FIELDS, MAX_UINT32, BodyForm, Field, FieldError, Kind
 from svc_common.errors import InvalidRequestError
 
 INTEGERS = (Kind.INT32, Kind.UINT32, Kind.UINT64)
 MAX_SHOWN = 80  # characters of a wrong value in an error
 
 
-CONVERSIONS: Mapping[Form, Callable[[Any], Any]] = {  # to the value in the protocol; other values stay as they are
-    Form.PLAIN: lambda value: value,
-    Form.MINUS_1_IS_OFF: lambda value: 0 if value == -1 else value,
-    Form.SIGNED: lambda value: value + 2**64 if type(value) is int and -(2**63) <= value < 0 else value,
-    Form.ONE_OR_LIST: lambda value: [value] if isinstance(value, str) else value,
-    Form.OBJECT_OR_TEXT: lambda value: json.dumps(value) if isinstance(value, dict) else value,
+CONVERSIONS: Mapping[BodyForm, Callable[[Any], Any]] = {  # to the value in the protocol; other values stay as they are
+    BodyForm.PLAIN: lambda value: value,
+    BodyForm.MINUS_1_IS_OFF: lambda value: 0 if value == -1 else value,
+    BodyForm.SIGNED: lambda value: value + 2**64 if type(value) is int and -(2**63) <= value < 0 else value,
+    BodyForm.ONE_OR_LIST: lambda value: [value] if isinstance(value, str) else value,
+    BodyForm.OBJECT_OR_TEXT: lambda value: json.dumps(value) if isinstance(value, dict) else value,
 }
 
 
@@ -273,7 +273,7 @@ def _is_one_of(value: Any, allowed: tuple[Any, ...]) -> bool:
 def set_parameter(row: BodyField, value: Any, request: pb.GenerateRequest) -> None:
     """Set one field of `request`. Raises InvalidRequestError with the row's name."""
     field = replace(BY_PATH[row.path], path=row.name)  # errors name the field of the body
-    convert = CONVERSIONS[field.http.form if field.http else Form.PLAIN]
+    convert = CONVERSIONS[field.http.form if field.http else BodyForm.PLAIN]
     typed = _enum_number(field, value) if field.kind is Kind.ENUM else typed_value(row.name, field.kind, convert(value))
     try:
         check_value(field, typed)

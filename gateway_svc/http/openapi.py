@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from gateway_svc.http.fields import ENDPOINTS, BodyField
-from request_fields.fields import BY_PATH, Field, Form, Kind
+from request_fields.fields import BY_PATH, BodyForm, Field, Kind
 
 Schema = dict[str, Any]
 
@@ -276,14 +276,14 @@ def _field(row: BodyField, *, is_required: bool) -> Schema:
 
 def _of_request_field(field: Field) -> Schema:
     schema = _value_schema(field)
-    match field.http.form if field.http else Form.PLAIN:
-        case Form.MINUS_1_IS_OFF:
+    match field.http.form if field.http else BodyForm.PLAIN:
+        case BodyForm.MINUS_1_IS_OFF:
             return {**schema, "minimum": -1}
-        case Form.SIGNED:
+        case BodyForm.SIGNED:
             return {**schema, "minimum": -(2**63)}
-        case Form.ONE_OR_LIST:
+        case BodyForm.ONE_OR_LIST:
             return {"anyOf": [TEXT, schema]}
-        case Form.OBJECT_OR_TEXT:
+        case BodyForm.OBJECT_OR_TEXT:
             return {"anyOf": [TEXT, OBJECT]}
     return schema
 

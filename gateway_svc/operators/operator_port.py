@@ -21,7 +21,7 @@ from gateway_svc.callers.flags import identifies_callers
 from gateway_svc.operators.admin import AdminServicer
 from gateway_svc.operators.audit.audit_log import AuditLog
 from svc_common import config
-from svc_common.config import OFF, Flag, Group, address_or_off, path
+from svc_common.config import OFF, Flag, FlagGroup, address_or_off, path
 from svc_common.errors import PermissionDeniedError
 from svc_common.serve import GrpcServer
 from svc_common.tls import TlsFiles, server_credentials
@@ -29,7 +29,7 @@ from svc_common.trust import TrustError, is_loopback
 
 SERVICE_NAME = "quire.v1.AdminService"
 
-ADMIN_FLAGS = Group("operations (draining workers), apart from inference", (
+ADMIN_FLAGS = FlagGroup("operations (draining workers), apart from inference", (
     Flag("--admin-listen", address_or_off,
         "address of AdminService and of the whole GetStatus, with the TLS files of --listen. off: they are "
         "served at --listen, but not if clients need credentials", default=OFF,

@@ -8,9 +8,9 @@ from pathlib import Path
 from gateway_svc.text.chat_format import AUTO, NONE, ParserNameError, ParserNames
 from gateway_svc.text.reasoning import REASONING_FORMATS
 from gateway_svc.text.tool_formats import TOOL_FORMATS
-from svc_common.config import Flag, Group, SettingError, text
+from svc_common.config import Flag, FlagGroup, SettingError, text
 
-CHAT_FLAGS = Group("chats (docs/chat.md)", (
+CHAT_FLAGS = FlagGroup("chats (docs/chat.md)", (
     Flag("--chat-template", text,
         "a Jinja chat template that requests can name; `default=FILE` replaces the default template of all "
         "models. Repeat the flag for more templates (in the environment variable, separate them by commas). "

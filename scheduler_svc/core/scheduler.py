@@ -159,7 +159,8 @@ class Scheduler:
         """Add a request to the queue. Returns the finishes of samples whose Continuation is complete (usually none) and
         of the group that the request replaces.
 
-        Raises NoWorkerError, DuplicateRequestError, NeverFitsError (with the field), QueueFullError or DeadlineError.
+        Raises NoWorkerError, DuplicateRequestError, NeverFitsError (with the field), QueueFullError or
+        UnreachableDeadlineError.
         After an error nothing has changed.
         """
         self._admission.check_group(group, now)

@@ -32,7 +32,7 @@ MAX_ANNOUNCED = 4096
 
 
 @dataclass(slots=True, eq=False)
-class WorkerAdapters:
+class LeasedAdapters:
     """The adapters of one leased worker. `refused`: those that it could not load, which are not tried again."""
 
     link: LeasedWorker
@@ -49,7 +49,7 @@ class Adapters:
         self._step_loop = step_loop
         self._known: dict[str, worker_pb2.WorkerAdapter] = {}
         self._removed: set[tuple[str, bytes]] = set()
-        self._workers: dict[str, WorkerAdapters] = {}
+        self._workers: dict[str, LeasedAdapters] = {}
 
     def reset(self) -> None:
         """Another model is served from now on."""
@@ -82,7 +82,7 @@ class Adapters:
         """A worker is leased. Call `check` first."""
         if link.adapters is None:
             return
-        worker = self._workers[link.worker_id] = WorkerAdapters(link, link.adapters)
+        worker = self._workers[link.worker_id] = LeasedAdapters(link, link.adapters)
         link.adapters.on_swapped = lambda digest, is_resident: self._step_loop.adapter_swapped(
             link, digest, is_resident=is_resident
         )
@@ -106,7 +106,7 @@ class Adapters:
             self._note(worker, announced)
         return set(self._known) != names
 
-    def _note(self, worker: WorkerAdapters, announced: Iterable[worker_pb2.WorkerAdapter]) -> None:
+    def _note(self, worker: LeasedAdapters, announced: Iterable[worker_pb2.WorkerAdapter]) -> None:
         worker.loaded = {adapter.name: adapter for adapter in announced}
         for adapter in worker.loaded.values():
             if (adapter.name, adapter.digest) not in self._removed:
@@ -114,7 +114,7 @@ class Adapters:
         self._report(worker)
         self._sync(worker)
 
-    def _report(self, worker: WorkerAdapters) -> None:
+    def _report(self, worker: LeasedAdapters) -> None:
         """Tell the core which adapters the worker has: those with the content that the set names."""
         digests = {a.digest for a in worker.loaded.values() if a.digest == self._digest_of(a.name)}
         self._step_loop.adapters_changed(worker.link, frozenset(digests))
@@ -125,15 +125,15 @@ class Adapters:
 
     # -- bringing workers to the set ----------------------------------------------------------------------------------
 
-    def _sync(self, worker: WorkerAdapters) -> None:
+    def _sync(self, worker: LeasedAdapters) -> None:
         if worker.syncing is None and self._difference(worker) != ([], []):
             worker.syncing = asyncio.create_task(self._bring(worker))
             worker.syncing.add_done_callback(lambda _: self._synced(worker))
 
-    def _synced(self, worker: WorkerAdapters) -> None:
+    def _synced(self, worker: LeasedAdapters) -> None:
         worker.syncing = None
 
-    def _difference(self, worker: WorkerAdapters) -> tuple[list[worker_pb2.WorkerAdapter], list[str]]:
+    def _difference(self, worker: LeasedAdapters) -> tuple[list[worker_pb2.WorkerAdapter], list[str]]:
         """The adapters that a worker lacks, and the names of those that it must unload."""
         missing = [
             adapter
@@ -143,7 +143,7 @@ class Adapters:
         removed = [a.name for a in worker.loaded.values() if (a.name, a.digest) in self._removed]
         return missing, removed
 
-    async def _bring(self, worker: WorkerAdapters) -> None:
+    async def _bring(self, worker: LeasedAdapters) -> None:
         missing, removed = self._difference(worker)
         for name in removed:
             try:
@@ -155,7 +155,7 @@ class Adapters:
             await self._load_missing(worker, adapter)
         self._report(worker)
 
-    async def _load_missing(self, worker: WorkerAdapters, adapter: worker_pb2.WorkerAdapter) -> None:
+    async def _load_missing(self, worker: LeasedAdapters, adapter: worker_pb2.WorkerAdapter) -> None:
         """Load an adapter of the set on a worker that lacks it. The worker serves without it if that fails."""
         try:
             found = await worker.calls.load(adapter.name, adapter.path)

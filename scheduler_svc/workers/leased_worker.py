@@ -23,7 +23,7 @@ from xxhash import xxh3_128_digest
 from prefix_index.index import PrefixIndex
 from scheduler_svc.core.features.adapters import AdapterSwap
 from scheduler_svc.core.messages import CachedBlock, WorkerCapacity
-from scheduler_svc.metrics import StepMeter
+from scheduler_svc.metrics import RoundTripMeter
 from scheduler_svc.workers import wire as worker_wire
 from scheduler_svc.workers.adapter_calls import AdapterCalls
 from scheduler_svc.workers.agreement import WorkerRefusedError
@@ -78,7 +78,7 @@ class LeasedWorker:
         fence: worker_pb2.Fence,
         call: StepCall,
         timeouts: LinkTimeouts,
-        meter: StepMeter,
+        meter: RoundTripMeter,
         keys: BlockKeys | None = None,
         stub: worker_pb2_grpc.WorkerServiceAsyncStub | None = None,
     ) -> None:
@@ -234,7 +234,7 @@ class Dialer:
         index: PrefixIndex,
         scheduler_id: str,
         timeouts: LinkTimeouts,
-        meter: StepMeter | None = None,
+        meter: RoundTripMeter | None = None,
         open_worker: OpenWorker = lambda address, worker_id: open_channel(address),
         keys: BlockKeys | None = None,
         max_bundle_bytes: int = MAX_BUNDLE_BYTES,
@@ -243,7 +243,7 @@ class Dialer:
         self._index = index
         self._scheduler_id = scheduler_id
         self._timeouts = timeouts
-        self._meter = meter or StepMeter()
+        self._meter = meter or RoundTripMeter()
         self._open_worker = open_worker
         self._keys = keys
         self._max_bundle_bytes = max_bundle_bytes

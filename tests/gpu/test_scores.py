@@ -21,7 +21,7 @@ from worker_svc.engine.gpu.collectives.group import ALONE
 from worker_svc.engine.gpu.messages import step_from_bytes, step_to_bytes
 from worker_svc.engine.gpu.step.scores import HostScores, Scorer
 from worker_svc.engine.kernels import exact_ops
-from worker_svc.engine.rows.logprobs import Asked
+from worker_svc.engine.rows.logprobs import LogprobRows
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -96,7 +96,7 @@ def test_a_row_with_nan_fails_alone(qwen3):
 
 def scored(logits: torch.Tensor, chosen: list[int], num_top: int):
     scorer = Scorer(range(logits.shape[1]), ALONE, DEVICE)
-    asked = Asked(np.arange(len(logits)), np.full(len(logits), num_top))
+    asked = LogprobRows(np.arange(len(logits)), np.full(len(logits), num_top))
     found: HostScores = scorer.sampled(logits.to(DEVICE), asked, torch.tensor(chosen, dtype=torch.int32, device=DEVICE))
     if DEVICE.type == "cuda":
         torch.cuda.synchronize()
@@ -106,7 +106,7 @@ def scored(logits: torch.Tensor, chosen: list[int], num_top: int):
 def scored_in_parts(size: int, logits: torch.Tensor, chosen: list[int], num_top: int) -> list[TopLogprobs]:
     """The scores of each rank, which has only its part of the vocabulary."""
     meeting = Meeting(size)
-    asked = Asked(np.arange(len(logits)), np.full(len(logits), num_top))
+    asked = LogprobRows(np.arange(len(logits)), np.full(len(logits), num_top))
 
     def run_one(number: int) -> TopLogprobs:
         rank = Rank(number, meeting)

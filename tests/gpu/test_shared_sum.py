@@ -20,7 +20,7 @@ from worker_svc.engine.gpu.collectives.group import CPU, Group
 from worker_svc.engine.gpu.collectives.shared_sum import (
     TWO_SHOT_BYTES,
     Method,
-    SharedSum,
+    SharedMemorySum,
     choose_method,
     difference,
     share_sums,
@@ -82,7 +82,7 @@ def test_sums_have_the_bits_of_a_sum_in_order(size, dtype):
     expected = in_order(torch.stack(rows))
 
     def work(rank, group, memory):
-        group.shared_sum = SharedSum(memory, memory, "0", size, CPU)
+        group.shared_sum = SharedMemorySum(memory, memory, "0", size, CPU)
         found = []
         for count in (1, 3, 700):
             x = rows[rank][:count].clone()
@@ -113,7 +113,7 @@ def test_sums_have_the_bits_of_a_sum_in_order(size, dtype):
 )
 def test_other_tensors_are_left_to_the_library(x):
     before = x.clone()
-    results, _ = on_all_ranks(2, lambda rank, group, memory: SharedSum(memory, memory, "0", 2, CPU).add(x))
+    results, _ = on_all_ranks(2, lambda rank, group, memory: SharedMemorySum(memory, memory, "0", 2, CPU).add(x))
     assert results == [False, False]
     assert torch.equal(x, before)
 
@@ -131,7 +131,7 @@ def test_the_group_uses_it_and_falls_back(monkeypatch):
 @pytest.mark.parametrize("has_multicast", [False, True])
 def test_right_sums_pass_the_check(has_multicast):
     def work(rank, group, memory):
-        return difference(SharedSum(memory, memory, "0", 4, CPU), group, CPU), memory.calls
+        return difference(SharedMemorySum(memory, memory, "0", 4, CPU), group, CPU), memory.calls
 
     for reason, calls in on_all_ranks(4, work, has_multicast=has_multicast)[0]:
         assert reason == ""
@@ -175,7 +175,7 @@ def test_wrong_sums_fail_the_check(name, planted, message):
             return result
 
         setattr(memory, name, wrong)
-        return difference(SharedSum(memory, memory, "0", 4, CPU), group, CPU)
+        return difference(SharedMemorySum(memory, memory, "0", 4, CPU), group, CPU)
 
     results, _ = on_all_ranks(4, work, has_multicast=True)
     assert all(message in reason for reason in results), results
@@ -201,7 +201,7 @@ def share(monkeypatch, config, **options):
 
     def make(*rest):
         memory = memories[threading.get_ident()]
-        return SharedSum(memory, memory, *rest[2:])
+        return SharedMemorySum(memory, memory, *rest[2:])
 
     def work(rank, group, memory):
         memories[threading.get_ident()] = memory

@@ -8,14 +8,14 @@ import pytest
 
 from worker_svc.engine.backend import HeadShape
 from worker_svc.engine.gpu.attention.tiles import PREFILL_TILES, TILES_VARIABLE, for_heads, measured
-from worker_svc.engine.gpu.kernels.attention import Tiles
+from worker_svc.engine.gpu.kernels.attention import AttentionTiles
 
-TILES = Tiles(block_m=16, block_n=64, min_split=64, num_warps=4, num_stages=5)
+TILES = AttentionTiles(block_m=16, block_n=64, min_split=64, num_warps=4, num_stages=5)
 
 
 def test_fields_of_a_use_replace_those_of_the_table(monkeypatch):
     monkeypatch.setenv(TILES_VARIABLE, json.dumps({"decode": {"num_stages": 3, "block_n": 32}}))
-    assert measured("decode", TILES) == Tiles(block_m=16, block_n=32, min_split=64, num_warps=4, num_stages=3)
+    assert measured("decode", TILES) == AttentionTiles(block_m=16, block_n=32, min_split=64, num_warps=4, num_stages=3)
     assert measured("prefill", TILES) == TILES
 
 

@@ -15,7 +15,7 @@ class NodesError(ValueError):
     """The nodes of a worker do not form a worker; the message says why and what to do."""
 
 
-class Outbox(Protocol):
+class RankOutbox(Protocol):
     """Carries messages of rank 0 to ranks; also the sending end of a pipe."""
 
     def send_bytes(self, message: bytes, /) -> None: ...
@@ -33,7 +33,7 @@ class Nodes(Protocol):
     def start(self, store_port: int, facts: Facts, end: Callable[[str, int], None]) -> None:
         """Accepts the other nodes from now on. `end` gets the reason and the exit code when one is lost."""
 
-    def wait_joined(self) -> Sequence[Outbox]:
+    def wait_joined(self) -> Sequence[RankOutbox]:
         """Waits for all other nodes and returns the way to each. Raises NodesError if one is missing."""
 
     def wait_loaded(self, facts: Facts) -> None:

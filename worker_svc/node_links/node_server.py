@@ -20,7 +20,7 @@ from typing import Any
 from svc_common.serve import BindError
 from svc_common.sockets import bind_tcp
 from svc_common.trust import Trust
-from worker_svc.engine.nodes import Facts, NodesError, Outbox, difference
+from worker_svc.engine.nodes import Facts, NodesError, RankOutbox, difference
 from worker_svc.node_links.frames import LinkError, prepare, receive_text, send_frame, send_text
 from worker_svc.node_links.identity import Identity
 from worker_svc.node_links.tunnel import HOST, forward
@@ -102,7 +102,7 @@ class NodeServer:
         self._listening.listen(BACKLOG)
         threading.Thread(target=self._accept, name="node-server", daemon=True).start()
 
-    def wait_joined(self) -> Sequence[Outbox]:
+    def wait_joined(self) -> Sequence[RankOutbox]:
         deadline = time.monotonic() + self._timeout_s
         while missing := self._wait(lambda link: link is not None and link.steps is not None, deadline):
             if time.monotonic() >= deadline:

@@ -32,7 +32,7 @@ from worker_svc.engine.adapters.store import AdapterStore
 from worker_svc.engine.backend import TopLogprobs
 from worker_svc.engine.config import EngineConfig
 from worker_svc.engine.rows.errors import RowErrors
-from worker_svc.engine.rows.logprobs import Asked, PromptTargets, spread, to_columns
+from worker_svc.engine.rows.logprobs import LogprobRows, PromptTargets, spread, to_columns
 from worker_svc.engine.rows.open_rows import OpenRows
 from worker_svc.engine.rows.step_checker import CheckedStep, StepChecker
 from worker_svc.engine.sampling.beams import BeamLines
@@ -341,7 +341,7 @@ def top_logprobs(draws: U64, chosen: U32, num_top: int, vocab_size: int) -> TopL
     return TopLogprobs(values, ids.astype(np.uint32), ranks[:, 0].astype(np.uint32), np.zeros(len(ids), np.bool_))
 
 
-def sampled_columns(draws: U64, token_ids: U32, asked: Asked, vocab_size: int) -> LogprobColumns:
+def sampled_columns(draws: U64, token_ids: U32, asked: LogprobRows, vocab_size: int) -> LogprobColumns:
     """Columns of the sampled tokens; `draws` [S] and `token_ids` [S] are of all rows that sampled."""
     lines = asked.lines
     found = top_logprobs(draws[lines], token_ids[lines], int(asked.num_top.max()), vocab_size)

@@ -27,7 +27,7 @@ class Sender(Protocol):
 
 
 @dataclass(slots=True)
-class Counts:
+class BatchCounts:
     """The progress of one run."""
 
     num_total: int  # requests of this run
@@ -66,7 +66,7 @@ class BatchRun:
         priority: int,
         retry_timeout_s: float,
     ) -> None:
-        self.counts = Counts(num_total)
+        self.counts = BatchCounts(num_total)
         self._requests = requests
         self._results = results
         self._sender = sender
@@ -78,7 +78,7 @@ class BatchRun:
         self._last_answer_at = time.monotonic()
         self._failure: BaseException | None = None
 
-    def run(self, show: Callable[[Counts], None]) -> Counts:
+    def run(self, show: Callable[[BatchCounts], None]) -> BatchCounts:
         """Run to the end; calls `show` a few times per second. Raises KeyboardInterrupt, or the error that ended the
         run. Every answer received before is in the output.
         """

@@ -55,7 +55,7 @@ class Chunks:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class BenchAnswer:
     """The end of a request. `token_ids` is None if the server sends text only."""
 
     num_input: int
@@ -65,13 +65,13 @@ class Answer:
     resumes: int = 0
 
 
-class Backend(Protocol):
+class BenchBackend(Protocol):
     """A server under test."""
 
     async def connect(self) -> ServerInfo:
         """Raises BackendError if the server cannot be measured."""
 
-    async def send(self, prompt: Prompt, max_tokens: int, number: int, chunks: Chunks) -> Answer:
+    async def send(self, prompt: Prompt, max_tokens: int, number: int, chunks: Chunks) -> BenchAnswer:
         """Send one request and read its stream. Raises RequestFailed."""
 
     async def close(self) -> None: ...

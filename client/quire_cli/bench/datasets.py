@@ -34,7 +34,7 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
-class Conversation:
+class DatasetConversation:
     """Consecutive turns. `start_s` is the start time if the dataset has one (a trace)."""
 
     turns: tuple[Turn, ...]
@@ -60,9 +60,12 @@ class Lengths:
 
 def random_prompts(
     count: int, inputs: Lengths, outputs: Lengths, *, vocab_size: int, rng: random.Random
-) -> list[Conversation]:
+) -> list[DatasetConversation]:
     """Random prompts without common prefixes."""
-    return [Conversation((Turn(_tokens(inputs.draw(rng), vocab_size, rng), outputs.draw(rng)),)) for _ in range(count)]
+    return [
+        DatasetConversation((Turn(_tokens(inputs.draw(rng), vocab_size, rng), outputs.draw(rng)),))
+        for _ in range(count)
+    ]
 
 
 def shared_prefixes(
@@ -74,11 +77,11 @@ def shared_prefixes(
     prefix_len: int,
     vocab_size: int,
     rng: random.Random,
-) -> list[Conversation]:
+) -> list[DatasetConversation]:
     """Each prompt is the prefix of a random group, then unique tokens."""
     prefixes = [_tokens(prefix_len, vocab_size, rng) for _ in range(num_groups)]
     return [
-        Conversation(
+        DatasetConversation(
             (Turn(rng.choice(prefixes) + _tokens(inputs.draw(rng), vocab_size, rng), outputs.draw(rng)),),
         )
         for _ in range(count)
@@ -96,24 +99,24 @@ def multi_turn(
     prefix_len: int,
     vocab_size: int,
     rng: random.Random,
-) -> list[Conversation]:
+) -> list[DatasetConversation]:
     """Conversations with `count` requests in total. Each starts with the prefix of its group."""
     prefixes = [_tokens(prefix_len, vocab_size, rng) for _ in range(num_groups)]
-    found: list[Conversation] = []
+    found: list[DatasetConversation] = []
     while count > 0:
         turns = []
         for i in range(min(num_turns, count)):
             new = _tokens(inputs.draw(rng), vocab_size, rng)
             pause_s = rng.expovariate(1 / think_s) if i and think_s else 0.0
             turns.append(Turn(new if i else rng.choice(prefixes) + new, outputs.draw(rng), pause_s))
-        found.append(Conversation(tuple(turns)))
+        found.append(DatasetConversation(tuple(turns)))
         count -= len(turns)
     return found
 
 
 def trace(
     path: Path, *, speed: float, length_scale: float, limit: int | None, vocab_size: int, seed: int
-) -> list[Conversation]:
+) -> list[DatasetConversation]:
     """A trace as JSON lines: timestamp (ms), input_length, output_length, hash_ids of its prefix blocks.
 
     Each hash id stands for 512 tokens, always the same. `speed` 2 replays the trace twice as fast; `length_scale` 0.1
@@ -141,10 +144,10 @@ def trace(
         raise DatasetError(f"{path} contains no request")
     found.sort(key=lambda item: item[0])
     first_ms = found[0][0]
-    return [Conversation((turn,), (at_ms - first_ms) / 1000 / speed) for at_ms, turn in found]
+    return [DatasetConversation((turn,), (at_ms - first_ms) / 1000 / speed) for at_ms, turn in found]
 
 
-def texts_of_file(path: Path, *, count: int, output_len: int | None, rng: random.Random) -> list[Conversation]:
+def texts_of_file(path: Path, *, count: int, output_len: int | None, rng: random.Random) -> list[DatasetConversation]:
     """Prompts of a JSON array or JSON lines in random order, repeated if there are too few.
 
     An entry has `prompt` (text), `token_ids` or `conversations` (ShareGPT); `max_tokens` is optional.
@@ -156,15 +159,15 @@ def texts_of_file(path: Path, *, count: int, output_len: int | None, rng: random
     return _shuffled(turns, count, rng)
 
 
-def requests_of_file(path: Path, *, output_len: int | None, limit: int | None) -> list[Conversation]:
+def requests_of_file(path: Path, *, output_len: int | None, limit: int | None) -> list[DatasetConversation]:
     """All prompts of a file, in order."""
     turns = [_file_turn(entry, place, output_len) for place, entry in _entries(path)]
     if not turns:
         raise DatasetError(f"{path} contains no prompt")
-    return [Conversation((turn,)) for turn in turns[:limit]]
+    return [DatasetConversation((turn,)) for turn in turns[:limit]]
 
 
-def demo_questions(path: Path, *, count: int, output_len: int | None, rng: random.Random) -> list[Conversation]:
+def demo_questions(path: Path, *, count: int, output_len: int | None, rng: random.Random) -> list[DatasetConversation]:
     """Questions that the bundled model knows, from its pairs.json."""
     content = json.loads(path.read_text())
     questions = [
@@ -179,12 +182,12 @@ def demo_questions(path: Path, *, count: int, output_len: int | None, rng: rando
     return _shuffled([Turn(question, output_len or DEFAULT_OUTPUT_LEN) for question in questions], count, rng)
 
 
-def without_too_long(conversations: Sequence[Conversation], max_model_len: int) -> list[Conversation]:
+def without_too_long(conversations: Sequence[DatasetConversation], max_model_len: int) -> list[DatasetConversation]:
     """The conversations that fit into the model's length."""
     return [conversation for conversation in conversations if conversation.num_tokens <= max_model_len]
 
 
-def check_lengths(conversations: Sequence[Conversation], max_model_len: int) -> None:
+def check_lengths(conversations: Sequence[DatasetConversation], max_model_len: int) -> None:
     """Raises DatasetError if a conversation exceeds the model's length."""
     longest = max((conversation.num_tokens for conversation in conversations), default=0)
     if longest > max_model_len:
@@ -199,11 +202,11 @@ def _tokens(count: int, vocab_size: int, rng: random.Random) -> tuple[int, ...]:
     return tuple(rng.choices(range(FIRST_TOKEN_ID, vocab_size), k=count))
 
 
-def _shuffled(turns: Sequence[Turn], count: int, rng: random.Random) -> list[Conversation]:
+def _shuffled(turns: Sequence[Turn], count: int, rng: random.Random) -> list[DatasetConversation]:
     order: list[Turn] = []
     while len(order) < count:
         order += rng.sample(turns, len(turns))
-    return [Conversation((turn,)) for turn in order[:count]]
+    return [DatasetConversation((turn,)) for turn in order[:count]]
 
 
 def _file_turn(entry: Mapping[str, Any], place: str, output_len: int | None) -> Turn:

@@ -9,18 +9,18 @@ import random
 import time
 from collections.abc import Sequence
 
-from quire_cli.bench.backend import Backend, Chunks, RequestFailed
-from quire_cli.bench.datasets import Conversation, Prompt, Turn
+from quire_cli.bench.backend import BenchBackend, Chunks, RequestFailed
+from quire_cli.bench.datasets import DatasetConversation, Prompt, Turn
 from quire_cli.bench.figures import Record
 
 
-class Run:
+class BenchRun:
     """One measurement. `records` grows during the run, so an interrupted run keeps its results so far."""
 
     def __init__(
         self,
-        backend: Backend,
-        conversations: Sequence[Conversation],
+        backend: BenchBackend,
+        conversations: Sequence[DatasetConversation],
         starts_s: Sequence[float],
         *,
         concurrency: int | None = None,
@@ -58,7 +58,7 @@ class Run:
                     await asyncio.sleep(wait_s)
                 group.create_task(self._converse(conversation, start_s))
 
-    async def _converse(self, conversation: Conversation, start_s: float) -> None:
+    async def _converse(self, conversation: DatasetConversation, start_s: float) -> None:
         async with self._slots:
             # The wait for a free slot is not a delay of the client.
             due_s = max(start_s, self.elapsed_s) if self._is_limited else start_s

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from quire_cli.bench.backend import Answer, BackendError, Chunks, RequestFailed, SendOptions, ServerInfo
+from quire_cli.bench.backend import BackendError, BenchAnswer, Chunks, RequestFailed, SendOptions, ServerInfo
 from quire_cli.bench.datasets import Prompt
 from quire_cli.bench.figures import spread
 
@@ -62,14 +62,14 @@ class _Progress:
         self.num_seen += count
         self.chunks.arrived(count)
 
-    def answer(self, prompt_len: int) -> Answer:
+    def answer(self, prompt_len: int) -> BenchAnswer:
         """The complete answer. If chunks had no token counts, the final usage is divided evenly over them."""
         num_output = self.usage.get("completion_tokens", self.num_seen)
         if not self.are_exact and self.chunks.times:
             self.chunks.tokens = spread(len(self.chunks.times), num_output)
         cached = (self.usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
         has_ids = len(self.token_ids) == num_output and num_output > 0
-        return Answer(
+        return BenchAnswer(
             self.usage.get("prompt_tokens", prompt_len), num_output, cached, tuple(self.token_ids) if has_ids else None
         )
 
@@ -103,7 +103,7 @@ class OpenAIBackend:
             self._takes_token_ids = await self._probe_token_ids()
         return ServerInfo("openai", self._base_url, self._model, None, entry.get("max_model_len"))
 
-    async def send(self, prompt: Prompt, max_tokens: int, number: int, chunks: Chunks) -> Answer:
+    async def send(self, prompt: Prompt, max_tokens: int, number: int, chunks: Chunks) -> BenchAnswer:
         progress = _Progress(chunks)
         aiohttp = _import_aiohttp()
         try:

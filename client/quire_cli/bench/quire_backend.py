@@ -8,7 +8,7 @@ from quire_client.errors import QuireError
 from quire_client.requests import GenerateOptions
 from quire_client.tls import Tls
 
-from quire_cli.bench.backend import Answer, BackendError, Chunks, RequestFailed, SendOptions, ServerInfo
+from quire_cli.bench.backend import BackendError, BenchAnswer, Chunks, RequestFailed, SendOptions, ServerInfo
 from quire_cli.bench.datasets import Prompt
 
 CONNECT_TIMEOUT_S = 5.0
@@ -48,7 +48,7 @@ class QuireBackend:
             "quire", ",".join(resolve_targets(self._target)), info.name, info.vocab_size, info.max_model_len
         )
 
-    async def send(self, prompt: Prompt, max_tokens: int, number: int, chunks: Chunks) -> Answer:
+    async def send(self, prompt: Prompt, max_tokens: int, number: int, chunks: Chunks) -> BenchAnswer:
         if self._client is None:
             raise RuntimeError("call connect() first")
         arrived = chunks.arrived
@@ -60,7 +60,7 @@ class QuireBackend:
         except QuireError as error:
             raise RequestFailed(f"{type(error).__name__}: {error.message}") from None
         usage = result.usage
-        return Answer(
+        return BenchAnswer(
             usage.prompt_tokens, usage.output_tokens, usage.cached_tokens, result.token_ids, resumes=result.resumes
         )
 

@@ -16,7 +16,7 @@ from quire_client.errors import QuireError
 
 from quire_cli.batch.files import BatchFileError, ResultFile, check_input, read_requests
 from quire_cli.batch.http import Connections, parse_servers
-from quire_cli.batch.run import BatchRun, Counts
+from quire_cli.batch.run import BatchCounts, BatchRun
 from quire_cli.connection import tls_option
 from quire_cli.output import complain, count, to_json
 
@@ -79,7 +79,7 @@ def _connections(args: argparse.Namespace) -> Connections:
 
 
 def _summary(
-    args: argparse.Namespace, counts: Counts, num_requests: int, num_before: int, num_errors: int, seconds: float
+    args: argparse.Namespace, counts: BatchCounts, num_requests: int, num_before: int, num_errors: int, seconds: float
 ) -> dict[str, Any]:
     num_answered = num_before + counts.num_answered
     return {
@@ -102,7 +102,7 @@ def _exit_code(summary: dict[str, Any]) -> int:
     return EXIT_ERRORS if summary["num_errors"] else 0
 
 
-def _text(summary: dict[str, Any], counts: Counts) -> str:
+def _text(summary: dict[str, Any], counts: BatchCounts) -> str:
     known = f" ({summary['num_skipped']} by an earlier run)" if summary["num_skipped"] else ""
     lines = [
         f"{summary['num_answered']} of {count(summary['num_requests'], 'request')} answered{known}, "
@@ -129,7 +129,7 @@ class Progress:
         self._shown_at = self._started
         self._has_warned = False
 
-    def show(self, counts: Counts) -> None:
+    def show(self, counts: BatchCounts) -> None:
         now = time.monotonic()
         if self._is_tty:
             width = shutil.get_terminal_size().columns - 1
@@ -147,7 +147,7 @@ class Progress:
         if self._is_tty:
             sys.stderr.write("\r\x1b[K")
 
-    def text(self, counts: Counts, elapsed_s: float) -> str:
+    def text(self, counts: BatchCounts, elapsed_s: float) -> str:
         """One line: done of total, rates, remaining time, errors."""
         total = self._num_before + counts.num_total
         done = self._num_before + counts.num_answered

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from quire_cli.bench import datasets
-from quire_cli.bench.backend import Backend, BackendError, SendOptions, ServerInfo
-from quire_cli.bench.datasets import Conversation, DatasetError, Lengths
-from quire_cli.bench.driver import Run, arrival_times
+from quire_cli.bench.backend import BackendError, BenchBackend, SendOptions, ServerInfo
+from quire_cli.bench.datasets import DatasetConversation, DatasetError, Lengths
+from quire_cli.bench.driver import BenchRun, arrival_times
 from quire_cli.bench.figures import Summary, parse_slo, report_text, summarize, summary_fields
 from quire_cli.bench.plot import PlotError, check_plot_path, write_plot
 from quire_cli.connection import tls_option
@@ -43,7 +43,7 @@ class Outcome:
     """A finished or interrupted run."""
 
     server: ServerInfo
-    run: Run
+    run: BenchRun
     summary: Summary
     client_cpu: float  # CPU time of this process per second of the run
     is_interrupted: bool
@@ -137,7 +137,7 @@ async def _measure(args: argparse.Namespace) -> Outcome:
         await backend.close()
 
 
-def make_backend(args: argparse.Namespace) -> Backend:
+def make_backend(args: argparse.Namespace) -> BenchBackend:
     """The backend that --backend selects. Only its module is imported."""
     is_text = args.dataset in TEXT_DATASETS
     options = SendOptions(
@@ -158,7 +158,7 @@ def make_backend(args: argparse.Namespace) -> Backend:
     return QuireBackend(args.target, args.model, options, tls_option(args), args.api_key)
 
 
-def make_run(args: argparse.Namespace, backend: Backend, server: ServerInfo, vocab_size: int) -> Run:
+def make_run(args: argparse.Namespace, backend: BenchBackend, server: ServerInfo, vocab_size: int) -> BenchRun:
     """The requests and their times. Raises DatasetError."""
     conversations = make_conversations(args, vocab_size, args.seed)
     if server.max_model_len is not None and args.skip_too_long:
@@ -171,10 +171,10 @@ def make_run(args: argparse.Namespace, backend: Backend, server: ServerInfo, voc
         at if conversation.start_s is None else conversation.start_s
         for conversation, at in zip(conversations, planned, strict=True)
     ]
-    return Run(backend, conversations, starts_s, concurrency=args.concurrency, vocab_size=vocab_size)
+    return BenchRun(backend, conversations, starts_s, concurrency=args.concurrency, vocab_size=vocab_size)
 
 
-def make_conversations(args: argparse.Namespace, vocab_size: int, seed: int) -> list[Conversation]:
+def make_conversations(args: argparse.Namespace, vocab_size: int, seed: int) -> list[DatasetConversation]:
     """The dataset that the flags describe."""
     rng = random.Random(seed)
     count = args.num_prompts or DEFAULT_NUM_PROMPTS
@@ -202,7 +202,7 @@ def make_conversations(args: argparse.Namespace, vocab_size: int, seed: int) -> 
 
 def _read_conversations(
     args: argparse.Namespace, count: int, vocab_size: int, seed: int, rng: random.Random
-) -> list[Conversation]:
+) -> list[DatasetConversation]:
     if args.dataset == "demo":
         from quire_client.demo import demo_model_dir
 
@@ -224,7 +224,7 @@ def _read_conversations(
     return datasets.requests_of_file(path, output_len=args.output_len, limit=args.num_prompts)
 
 
-async def _warm_up(args: argparse.Namespace, backend: Backend, server: ServerInfo, vocab_size: int) -> None:
+async def _warm_up(args: argparse.Namespace, backend: BenchBackend, server: ServerInfo, vocab_size: int) -> None:
     """Send requests of the same kind as the run, all at once and not counted. Raises BackendError if one fails.
 
     Synthetic prompts get other tokens than in the run, so they do not warm up the prefix cache.
@@ -234,15 +234,15 @@ async def _warm_up(args: argparse.Namespace, backend: Backend, server: ServerInf
     conversations = make_conversations(args, vocab_size, args.seed + 1)
     if server.max_model_len is not None:
         conversations = datasets.without_too_long(conversations, server.max_model_len)
-    first = [Conversation(conversation.turns[:1]) for conversation in conversations[: args.warmup]]
-    run = Run(backend, first, [0.0] * len(first), vocab_size=vocab_size)
+    first = [DatasetConversation(conversation.turns[:1]) for conversation in conversations[: args.warmup]]
+    run = BenchRun(backend, first, [0.0] * len(first), vocab_size=vocab_size)
     await run.run()
     failed = [record.error for record in run.records if record.error]
     if failed:
         raise BackendError(f"{len(failed)} of {len(first)} warm-up requests failed; first: {failed[0]}")
 
 
-async def _until_done_or_interrupted(run: Run, *, is_shown: bool) -> bool:
+async def _until_done_or_interrupted(run: BenchRun, *, is_shown: bool) -> bool:
     """Wait for the end of the run. Returns True if Ctrl-C or SIGTERM ended it."""
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -265,7 +265,7 @@ async def _until_done_or_interrupted(run: Run, *, is_shown: bool) -> bool:
     return False
 
 
-async def _show_progress(run: Run) -> None:
+async def _show_progress(run: BenchRun) -> None:
     try:
         while True:
             sys.stderr.write(f"\r\x1b[K{progress_line(run)}")
@@ -276,7 +276,7 @@ async def _show_progress(run: Run) -> None:
         sys.stderr.flush()
 
 
-def progress_line(run: Run) -> str:
+def progress_line(run: BenchRun) -> str:
     """Progress bar, requests, failures, rate and time."""
     done, total = len(run.records), run.num_requests
     filled = BAR_WIDTH * done // max(1, total)

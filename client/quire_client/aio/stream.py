@@ -11,7 +11,7 @@ from typing import Self
 from quire.v1 import inference_pb2 as pb
 
 from quire_client.aio.calls import AsyncCalls
-from quire_client.aio.transport import Call, Flag, read_event
+from quire_client.aio.transport import BoundedEvent, Call, read_event
 from quire_client.assembly import assembler_of
 from quire_client.channel import Metadata
 from quire_client.errors import (
@@ -56,7 +56,7 @@ class AsyncGenerateStream:
         self._call: Call | None = None
         self._following: deque[pb.GenerateResponse] = deque()  # events of the last message that are not read yet
         self._result: GenerateResult | None = None
-        self._is_cancelled = Flag()
+        self._is_cancelled = BoundedEvent()
         self._was_sent = False
         self._is_lost = False
         self.target = 0  # the gateway in use: its index in the list of targets

@@ -34,8 +34,8 @@ OTHER_LOOP = (
 
 __all__ = [
     "AsyncGateways",
+    "BoundedEvent",
     "Call",
-    "Flag",
     "Gateway",
     "channel_openers",
     "in_thread",
@@ -181,7 +181,7 @@ class AsyncGateways:
         return None
 
 
-class Flag(asyncio.Event):
+class BoundedEvent(asyncio.Event):
     """An event with a bounded wait."""
 
     async def wait_for(self, timeout_s: float) -> None:

@@ -32,7 +32,17 @@ from quire_client.tls import Tls, channel_security
 
 T = TypeVar("T")
 
-__all__ = ["Call", "Flag", "Gateway", "Gateways", "channel_openers", "in_thread", "open_channel", "read_event", "sleep"]
+__all__ = [
+    "BoundedEvent",
+    "Call",
+    "Gateway",
+    "Gateways",
+    "channel_openers",
+    "in_thread",
+    "open_channel",
+    "read_event",
+    "sleep",
+]
 
 
 class Call(Protocol):
@@ -210,7 +220,7 @@ class Gateways:
             self.ring.works(target, time.monotonic())
 
 
-class Flag(threading.Event):
+class BoundedEvent(threading.Event):
     """An event with a bounded wait."""
 
     def wait_for(self, timeout_s: float) -> None:

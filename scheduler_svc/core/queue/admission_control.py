@@ -8,11 +8,11 @@ from request_fields.fields import FieldError
 from request_fields.sizes import SizeLimits
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.errors import (
-    DeadlineError,
     DuplicateRequestError,
     NeverFitsError,
     NoWorkerError,
     QueueFullError,
+    UnreachableDeadlineError,
     WorkerMismatchError,
 )
 from scheduler_svc.core.measurements import Counts, Throughput
@@ -180,7 +180,7 @@ class AdmissionControl:
         if not is_too_late(wait_s, timeout_s):
             return
         self._counts.refused_deadline += 1
-        raise DeadlineError(
+        raise UnreachableDeadlineError(
             f"the deadline is in {timeout_s:.1f} s, but the first token would take about {wait_s:.1f} s; retry later "
             "or set a later deadline",
             retry_after_s=max(MIN_RETRY_S, wait_s - DEADLINE_FRACTION * timeout_s),

@@ -8,7 +8,7 @@ import pytest
 import quire_cli as cli
 from quire_cli.batch.files import BatchFileError, Response, ResultFile, check_input
 from quire_cli.batch.http import parse_servers
-from quire_cli.batch.run import Counts
+from quire_cli.batch.run import BatchCounts
 from quire_cli.commands.batch import Progress
 from quire_client.errors import InvalidRequest
 
@@ -292,7 +292,7 @@ def test_a_grpc_port_is_named(source, output, capsys):
 
 
 def test_progress_names_counts_and_rates(capsys):
-    counts = Counts(8, num_answered=3, num_errors=1, num_retries=2, output_tokens=60, last_error="refused")
+    counts = BatchCounts(8, num_answered=3, num_errors=1, num_retries=2, output_tokens=60, last_error="refused")
     text = Progress(2).text(counts, elapsed_s=3.0)
     assert text == (
         "5/10 [############............] 50 %, 1.0 requests/s, 20 tokens/s, 0:05 left, 1 error, 2 retries: refused"

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from quire_cli.bench import datasets
 from quire_cli.bench.backend import BackendError
-from quire_cli.bench.datasets import Conversation, DatasetError, Lengths, Turn
+from quire_cli.bench.datasets import DatasetConversation, DatasetError, Lengths, Turn
 from quire_cli.bench.driver import arrival_times
 from quire_cli.bench.figures import Record, parse_slo, percentile, report_text, spread, summarize, summary_fields
 from quire_cli.bench.openai_backend import api_root, as_text
@@ -198,7 +198,7 @@ def test_a_bad_entry_is_named(tmp_path, entry, complaint):
 
 
 def test_conversations_that_exceed_the_model_length_are_refused_or_skipped():
-    short, long = (Conversation((Turn((1,) * size, 10),)) for size in (90, 91))
+    short, long = (DatasetConversation((Turn((1,) * size, 10),)) for size in (90, 91))
     datasets.check_lengths([short], 100)
     with pytest.raises(DatasetError, match="have 101 tokens, but max_model_len is 100"):
         datasets.check_lengths([short, long], 100)

@@ -6,11 +6,11 @@ import pytest
 from prefix_index.hashing import extend_digests, root_digest
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.errors import (
-    DeadlineError,
     DuplicateRequestError,
     NeverFitsError,
     QueueFullError,
     UnexpectedStepError,
+    UnreachableDeadlineError,
     WorkerMismatchError,
 )
 from scheduler_svc.core.messages import CachedBlock, MigrationReason, WorkerCapacity
@@ -344,7 +344,7 @@ def busy_scheduler(now: float = 0.0) -> tuple[Scheduler, list[StepBatch]]:
 def test_a_deadline_that_cannot_be_met_is_refused_with_advice() -> None:
     scheduler, _ = busy_scheduler()
     assert scheduler.load().pending_tokens > 6 * 20
-    with pytest.raises(DeadlineError, match=r"deadline is in 2\.0 s") as caught:
+    with pytest.raises(UnreachableDeadlineError, match=r"deadline is in 2\.0 s") as caught:
         scheduler.add_group(group("new", range(500, 520), timeout_s=2.0), 3.0)
     assert 3.0 < caught.value.retry_after_s < 9.0
     assert scheduler.stats().counts.refused_deadline == 1
@@ -371,7 +371,7 @@ def test_cached_tokens_do_not_count_as_work() -> None:
             for batch in scheduler.schedule(now):
                 now += 1.0
                 scheduler.update(answer(batch), now)
-    with pytest.raises(DeadlineError):
+    with pytest.raises(UnreachableDeadlineError):
         scheduler.add_group(group("cold", range(900, 940), max_tokens=1, timeout_s=1.5), now)
     scheduler.add_group(group("warm", range(300, 340), max_tokens=1, timeout_s=1.5), now)
 

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 from worker_svc.engine.adapters.config import WEIGHTS_FILE, AdapterError, read_adapter_config
 from worker_svc.engine.adapters.store import AdapterStore
-from worker_svc.engine.adapters.targets import Module, Target, find_targets
+from worker_svc.engine.adapters.targets import AdaptedModule, Module, find_targets
 from worker_svc.engine.checkpoint.families import Names
 from worker_svc.engine.config import EngineConfig
 
@@ -96,7 +96,7 @@ def _open(path: Path) -> Any:
         raise AdapterError(f"{path} is damaged ({error}); copy it again") from None
 
 
-def _part(file: Any, target: Target, dtype: torch.dtype, digest: xxhash.xxh3_128) -> AdapterPart:
+def _part(file: Any, target: AdaptedModule, dtype: torch.dtype, digest: xxhash.xxh3_128) -> AdapterPart:
     """Reads the tensors of a target and adds them to the digest."""
     digest.update(repr((target.module, target.scale)).encode())
     a, b = (_tensor(file, name, digest) for name in (target.a, target.b))

@@ -13,7 +13,7 @@ from worker_svc.engine.adapters.config import AdapterError
 MAX_NAME_CHARS = 128
 
 
-class Loaded(Protocol):
+class LoadedAdapter(Protocol):
     """An adapter in host memory."""
 
     @property
@@ -22,7 +22,7 @@ class Loaded(Protocol):
     def num_bytes(self) -> int: ...
 
 
-L = TypeVar("L", bound=Loaded)
+L = TypeVar("L", bound=LoadedAdapter)
 P = TypeVar("P")
 
 

@@ -47,7 +47,7 @@ class Module(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class AdaptedModule:
     """A module that an adapter changes, and how."""
 
     module: Module
@@ -80,7 +80,7 @@ def _outputs(linear: StoredLinear) -> list[tuple[str, int]]:
 
 def find_targets(
     config: AdapterConfig, shapes: Mapping[str, tuple[int, ...]], modules: Mapping[str, Module], names: Names
-) -> list[Target]:
+) -> list[AdaptedModule]:
     """The targets of an adapter, in the order of layers and outputs.
 
     Raises AdapterError unless each tensor belongs to a target, each target has both tensors, and all shapes fit.
@@ -153,7 +153,7 @@ def _target(
     module: Module,
     sides: Mapping[str, str],
     shapes: Mapping[str, tuple[int, ...]],
-) -> Target:
+) -> AdaptedModule:
     rank = config.rank_of(_trained(path))
     expected = {"A": (rank, module.num_inputs), "B": (module.num_outputs, rank)}
     for side, name in sides.items():
@@ -162,7 +162,7 @@ def _target(
                 f"tensor {name} has shape {list(shapes[name])}, but rank {rank} and this model require "
                 f"{list(expected[side])}; the adapter belongs to another model, or its adapter_config.json is wrong"
             )
-    return Target(module, path, sides["A"], sides["B"], rank, config.scale_of(_trained(path)))
+    return AdaptedModule(module, path, sides["A"], sides["B"], rank, config.scale_of(_trained(path)))
 
 
 def _trained(path: str) -> str:

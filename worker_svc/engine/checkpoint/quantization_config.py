@@ -42,7 +42,7 @@ FORMATS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class StoredTensor:
     """A tensor of a quantized layer."""
 
     shape: tuple[int, ...]
@@ -59,15 +59,15 @@ class Scaled:
     rounds_inputs: bool = False  # the model was quantized for inputs in int8, with one scale per token
     has_input_scale: bool = False  # a scale of inputs is stored. It is not used: each token has its own scale or none
 
-    def parts(self, outputs: int, inputs: int) -> dict[str, Part]:
+    def parts(self, outputs: int, inputs: int) -> dict[str, StoredTensor]:
         """The tensors by name, without the name of the layer."""
         rows, columns = self.block
         scales = _ceil(outputs, rows or outputs), _ceil(inputs, columns or inputs)
         parts = {
-            "weight": Part((outputs, inputs), (self.dtype,)),
-            self.scale: Part((1,) if self.block == (None, None) else scales, FLOATS),
+            "weight": StoredTensor((outputs, inputs), (self.dtype,)),
+            self.scale: StoredTensor((1,) if self.block == (None, None) else scales, FLOATS),
         }
-        return parts | ({INPUT_SCALE: Part((1,), FLOATS)} if self.has_input_scale else {})
+        return parts | ({INPUT_SCALE: StoredTensor((1,), FLOATS)} if self.has_input_scale else {})
 
     @property
     def has_int8_rows(self) -> bool:
@@ -85,22 +85,22 @@ class Packed:
     has_order: bool = False  # layout compressed: `weight_g_idx` has the group of each input
     zero_offset: int = 0  # added to stored zero points
 
-    def parts(self, outputs: int, inputs: int) -> dict[str, Part]:
+    def parts(self, outputs: int, inputs: int) -> dict[str, StoredTensor]:
         """The tensors by name, without the name of the layer."""
         per_word, groups = WORD_BITS // self.bits, self.groups(inputs)
-        words, floats, order = ("int32",), FLOATS, Part((inputs,), ("int32", "int64"))
+        words, floats, order = ("int32",), FLOATS, StoredTensor((inputs,), ("int32", "int64"))
         if self.layout == "compressed":
             parts = {
-                "weight_packed": Part((outputs, _ceil(inputs, per_word)), words),
-                "weight_scale": Part((outputs, groups), floats),
-                "weight_shape": Part((2,), ("int32", "int64")),
+                "weight_packed": StoredTensor((outputs, _ceil(inputs, per_word)), words),
+                "weight_scale": StoredTensor((outputs, groups), floats),
+                "weight_shape": StoredTensor((2,), ("int32", "int64")),
             }
             return parts | ({"weight_g_idx": order} if self.has_order else {})
         packed = {"gptq": (inputs // per_word, outputs), "awq": (inputs, outputs // per_word)}[self.layout]
         parts = {
-            "qweight": Part(packed, words),
-            "qzeros": Part((groups, outputs // per_word), words),
-            "scales": Part((groups, outputs), floats),
+            "qweight": StoredTensor(packed, words),
+            "qzeros": StoredTensor((groups, outputs // per_word), words),
+            "scales": StoredTensor((groups, outputs), floats),
         }
         return parts | ({"g_idx": order} if self.layout == "gptq" else {})
 

@@ -17,7 +17,7 @@ from step_protocol.columns import I32, I64
 from worker_svc.engine.backend import AttentionShape, Backend, ForwardBatch, Norm
 from worker_svc.engine.decoder.kv_cache import KVCachePool
 from worker_svc.engine.encoder_decoder.config import CONV_STRIDE, EncoderDecoderConfig
-from worker_svc.engine.encoder_decoder.weights import KERNEL, CrossAttention, EncoderDecoderLoader, SeqLayer, Stack
+from worker_svc.engine.encoder_decoder.weights import KERNEL, CrossAttention, EncoderDecoderLoader, LayerStack, SeqLayer
 
 NO_HEADS: I64 = np.empty(0, np.int64)
 
@@ -126,13 +126,13 @@ class EncoderDecoderModel:
 
     # -- both stacks --------------------------------------------------------------------------------------------------
 
-    def _embed(self, token_ids: torch.Tensor, stack: Stack, positions: I32) -> torch.Tensor:
+    def _embed(self, token_ids: torch.Tensor, stack: LayerStack, positions: I32) -> torch.Tensor:
         x = self._parts.embedding[token_ids]
         if self._config.embedding_scale != 1.0:
             x *= torch.tensor(self._config.embedding_scale, dtype=x.dtype)
         return self._placed(x, stack, positions)
 
-    def _placed(self, x: torch.Tensor, stack: Stack, positions: I32) -> torch.Tensor:
+    def _placed(self, x: torch.Tensor, stack: LayerStack, positions: I32) -> torch.Tensor:
         """Adds the embeddings of positions, and norms."""
         if stack.positions is not None:
             x = x + stack.positions[torch.from_numpy(positions).long()]
@@ -141,7 +141,7 @@ class EncoderDecoderModel:
         return x
 
     def _run(
-        self, x: torch.Tensor, stack: Stack, own: ForwardBatch, cache: KVCachePool, cross: ForwardBatch | None
+        self, x: torch.Tensor, stack: LayerStack, own: ForwardBatch, cache: KVCachePool, cross: ForwardBatch | None
     ) -> torch.Tensor:
         """The output of a stack for x [T, hidden]. `cache` has one layer, which all layers of an encoder share, or
         those of the decoder.
@@ -180,7 +180,7 @@ class EncoderDecoderModel:
         layer: SeqLayer,
         batch: ForwardBatch,
         cache: tuple[torch.Tensor, torch.Tensor],
-        stack: Stack,
+        stack: LayerStack,
     ) -> torch.Tensor:
         heads = self._config.heads
         q = x.new_empty(len(x), heads.num_q_heads, heads.head_dim)

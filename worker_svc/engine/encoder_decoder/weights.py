@@ -55,7 +55,7 @@ class SeqLayer:
 
 
 @dataclass(frozen=True, slots=True)
-class Stack:
+class LayerStack:
     """An encoder or a decoder."""
 
     positions: torch.Tensor | None  # [.., hidden]
@@ -79,8 +79,8 @@ class EncoderDecoderParts:
 
     embedding: torch.Tensor  # [vocab, hidden]
     convolutions: Convolutions | None
-    encoder: Stack
-    decoder: Stack
+    encoder: LayerStack
+    decoder: LayerStack
     head: Linear
 
 
@@ -110,7 +110,7 @@ class EncoderDecoderLoader:
         self._checkpoint.check_names(self._read, family.ignored)
         return EncoderDecoderParts(embedding, convolutions, encoder, decoder, head)
 
-    def _stack(self, stack: StackConfig, max_len: int, *, is_causal: bool) -> Stack:
+    def _stack(self, stack: StackConfig, max_len: int, *, is_causal: bool) -> LayerStack:
         config, names = self._config, stack.names
         num_positions = stack.num_positions + config.family.position_offset
         positions = None
@@ -121,7 +121,7 @@ class EncoderDecoderLoader:
             shape = (config.relative.num_buckets, config.heads.num_q_heads)
             table = self._tensor(f"{names.relative_bias}.weight", shape).float()
             bias = position_bias(table, config.relative, max_len, is_causal=is_causal)
-        return Stack(
+        return LayerStack(
             positions=None if positions is None else positions[config.family.position_offset :],
             embedding_norm=self._norm(names.embedding_norm) if names.embedding_norm else None,
             layers=[self._layer(stack, index) for index in range(stack.num_layers)],

@@ -49,7 +49,7 @@ GRAMMAR = struct.Struct("<BI")  # kind, bytes of the text
 GRAMMAR_KINDS, NO_GRAMMAR = tuple(GrammarKind), 255
 
 
-class Kind(IntEnum):
+class MessageKind(IntEnum):
     """The first byte of a message."""
 
     STOP = 0
@@ -59,14 +59,14 @@ class Kind(IntEnum):
     ADAPTERS = 4
 
 
-STOP, RESET_ROWS = bytes([Kind.STOP]), bytes([Kind.RESET_ROWS])
+STOP, RESET_ROWS = bytes([MessageKind.STOP]), bytes([MessageKind.RESET_ROWS])
 
 
 def step_to_bytes(batch: StepBatch) -> bytes:
     """The batch must have been checked."""
     columns = [getattr(batch, name) for name in COLUMNS]
     counts = [*map(len, columns), len(batch.commit_digests), len(batch.opens)]
-    parts = [HEAD.pack(Kind.STEP, batch.step_id, *counts)]
+    parts = [HEAD.pack(MessageKind.STEP, batch.step_id, *counts)]
     parts += map(_words, columns)
     parts += [batch.sample_mask.tobytes(), *batch.commit_digests]
     for item in batch.opens:
@@ -86,7 +86,7 @@ def step_to_bytes(batch: StepBatch) -> bytes:
 def step_from_bytes(message: bytes) -> StepBatch:
     """The inverse of `step_to_bytes`."""
     _, step_id, *counts, num_hashes, num_opens = HEAD.unpack_from(message)
-    reader = _Reader(message, HEAD.size)
+    reader = _MessageReader(message, HEAD.size)
     columns: dict[str, Any] = {name: reader.words(count) for name, count in zip(COLUMNS, counts, strict=True)}
     mask = np.frombuffer(reader.take(len(columns["rows"])), np.bool_)
     hashes = [reader.take(HASH_BYTES) for _ in range(num_hashes)]
@@ -102,7 +102,7 @@ def adapter_pieces(adapter: Adapter) -> Iterator[bytes]:
         tensors |= {f"{name}.a": part.a.contiguous(), f"{name}.b": part.b.contiguous()}
     content = memoryview(save(tensors))
     for begin in range(0, len(content), PIECE_BYTES):
-        yield b"".join((bytes([Kind.ADAPTER_PIECE]), adapter.digest, content[begin : begin + PIECE_BYTES]))
+        yield b"".join((bytes([MessageKind.ADAPTER_PIECE]), adapter.digest, content[begin : begin + PIECE_BYTES]))
 
 
 def adapter_piece(message: bytes) -> tuple[bytes, bytes]:
@@ -120,7 +120,7 @@ def adapter_from_bytes(digest: bytes, content: bytes) -> Adapter:
 
 
 def adapters_to_bytes(digests: Sequence[bytes]) -> bytes:
-    return bytes([Kind.ADAPTERS]) + b"".join(digests)
+    return bytes([MessageKind.ADAPTERS]) + b"".join(digests)
 
 
 def adapters_from_bytes(message: bytes) -> list[bytes]:
@@ -166,7 +166,7 @@ def _input_to_parts(item: CarriedInput) -> list[bytes]:
     return [head, *texts, np.array(item.shape, "<u4").tobytes(), len(item.data).to_bytes(8, "little"), item.data]
 
 
-class _Reader:
+class _MessageReader:
     """Reads a message from front to back."""
 
     def __init__(self, message: bytes, place: int) -> None:

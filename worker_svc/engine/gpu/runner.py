@@ -45,7 +45,7 @@ from worker_svc.engine.gpu.layers.weights import ShardLoader, formats_of, shard_
 from worker_svc.engine.gpu.messages import (
     RESET_ROWS,
     STOP,
-    Kind,
+    MessageKind,
     adapter_piece,
     adapters_from_bytes,
     step_from_bytes,
@@ -276,13 +276,13 @@ class DeviceRunner:
 
     def _follow_one(self, message: bytes) -> None:
         kind = message[0]
-        if kind == Kind.RESET_ROWS:
+        if kind == MessageKind.RESET_ROWS:
             self._rows.reset()
-        elif kind == Kind.STEP:
+        elif kind == MessageKind.STEP:
             self._launch(step_from_bytes(message))
         elif self._adapters is None:
             raise RuntimeError("rank 0 sent an adapter, but this rank has none: a bug in the engine")
-        elif kind == Kind.ADAPTER_PIECE:
+        elif kind == MessageKind.ADAPTER_PIECE:
             self._adapters.receive_piece(*adapter_piece(message))
         else:
             self._adapters.receive_known(adapters_from_bytes(message))

@@ -45,7 +45,7 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PoolingLayer:
     """One linear layer, then an activation, then a norm."""
 
     linear: Linear
@@ -61,8 +61,8 @@ class Part:
 class PoolingWeights:
     """The layers after the pooling, in float32."""
 
-    dense: tuple[Part, ...]
-    head: tuple[Part, ...] | None
+    dense: tuple[PoolingLayer, ...]
+    head: tuple[PoolingLayer, ...] | None
     head_kind: PoolingKind  # the vector that the head reads
     dimensions: int  # of an embedding
     vocab_size: int
@@ -134,7 +134,7 @@ def load_pooling(
     return PoolingWeights(tuple(dense), parts, kind, width, vocab_size, generates)
 
 
-def _load_dense(checkpoint: Checkpoint, layer: DenseLayer, maker: LinearMaker) -> Part:
+def _load_dense(checkpoint: Checkpoint, layer: DenseLayer, maker: LinearMaker) -> PoolingLayer:
     path = checkpoint.folder / layer.folder / "model.safetensors"
     tensors = load_file(path)
     for name, tensor in sorted(tensors.items()):
@@ -143,10 +143,10 @@ def _load_dense(checkpoint: Checkpoint, layer: DenseLayer, maker: LinearMaker) -
     shape = (layer.out_features, layer.in_features)
     if weight is None or tuple(weight.shape) != shape or (layer.has_bias and bias is None):
         raise CheckpointError(f"{path} has no linear.weight {list(shape)} with its bias; download the model again")
-    return Part(maker.make_linear(weight.float(), None if bias is None else bias.float()), layer.activation)
+    return PoolingLayer(maker.make_linear(weight.float(), None if bias is None else bias.float()), layer.activation)
 
 
-def _load_part(checkpoint: Checkpoint, part: HeadPart, head: HeadSpec, maker: LinearMaker) -> Part:
+def _load_part(checkpoint: Checkpoint, part: HeadPart, head: HeadSpec, maker: LinearMaker) -> PoolingLayer:
     weight = checkpoint.tensor(f"{part.name}.weight", (part.out_features, part.in_features), torch.float32)
     bias = checkpoint.tensor(f"{part.name}.bias", (part.out_features,), torch.float32) if part.has_bias else None
     norm = None
@@ -155,4 +155,4 @@ def _load_part(checkpoint: Checkpoint, part: HeadPart, head: HeadSpec, maker: Li
         shift = f"{part.norm}.bias"
         offset = checkpoint.tensor(shift, (part.out_features,), torch.float32) if checkpoint.has(shift) else None
         norm = Norm(values, offset, head.norm_eps, "layer")
-    return Part(maker.make_linear(weight, bias), part.activation, norm)
+    return PoolingLayer(maker.make_linear(weight, bias), part.activation, norm)

@@ -24,7 +24,7 @@ NOT_ASKED = -1
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class LogprobRows:
     """The rows of logits that need log probabilities."""
 
     lines: I64  # [n] rows of the logits
@@ -65,13 +65,13 @@ class _AskingRows:
         self._num_top[:] = NOT_ASKED
         self._num_asking = 0
 
-    def among(self, rows: I64) -> Asked | None:
+    def among(self, rows: I64) -> LogprobRows | None:
         """Those of `rows` that request log probabilities; None if there are none."""
         if not self._num_asking:
             return None
         num_top = self._num_top[rows]
         lines = np.flatnonzero(num_top != NOT_ASKED)
-        return Asked(lines, num_top[lines]) if len(lines) else None
+        return LogprobRows(lines, num_top[lines]) if len(lines) else None
 
 
 class LogprobTable:
@@ -103,7 +103,7 @@ class LogprobTable:
         self._sampled.reset()
         self._prompt.reset()
 
-    def asked(self, rows: I64) -> Asked | None:
+    def asked(self, rows: I64) -> LogprobRows | None:
         """The sampling rows that request log probabilities; None if there are none."""
         return self._sampled.among(rows)
 

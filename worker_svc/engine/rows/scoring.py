@@ -11,7 +11,7 @@ import torch
 from step_protocol.columns import I64, U32, Bools
 from step_protocol.messages import LogprobColumns, PromptLogprobs
 from worker_svc.engine.backend import Backend
-from worker_svc.engine.rows.logprobs import Asked, PromptTargets, concat_columns, spread, to_columns
+from worker_svc.engine.rows.logprobs import LogprobRows, PromptTargets, concat_columns, spread, to_columns
 
 LOGITS_AT_ONCE = 64  # rows of logits in memory for prompt tokens: 38 MB if vocab is 150,000
 
@@ -70,10 +70,10 @@ class RawLogits:
 
     logits: torch.Tensor  # [.., vocab]
     lines: I64  # [n] rows of `logits`
-    asked: Asked
+    asked: LogprobRows
 
     @classmethod
-    def of(cls, logits: torch.Tensor, asked: Asked, *, is_changed: bool) -> RawLogits:
+    def of(cls, logits: torch.Tensor, asked: LogprobRows, *, is_changed: bool) -> RawLogits:
         """`logits` [S, vocab]; a copy of the asking rows if `logits` will be changed in place."""
         if not is_changed:
             return cls(logits, asked.lines, asked)

@@ -20,7 +20,7 @@ from worker_svc.engine.gpu.attention.tiles import (
     for_heads,
     splits_for,
 )
-from worker_svc.engine.gpu.kernels.attention import Parts, Tiles, WorkList, paged_attention, visible
+from worker_svc.engine.gpu.kernels.attention import AttentionTiles, Parts, WorkList, paged_attention, visible
 from worker_svc.engine.gpu.kernels.work_list import make_work_list
 from worker_svc.engine.gpu.step.step_buffer import Bucket, HostStep, StepColumns
 
@@ -83,7 +83,7 @@ class TritonAttention:
         self._shape = shape
         self._is_exact = determinism == "exact"
         self._processors = Processors.of(device)
-        self._programs: dict[tuple[Tiles, bool, bool], int] = {}  # of each kernel that was launched
+        self._programs: dict[tuple[AttentionTiles, bool, bool], int] = {}  # of each kernel that was launched
         number_bytes = dtype.itemsize if device.type == "cuda" else 2  # the interpreter has no limits on tiles
         sized = partial(for_heads, shape=shape, number_bytes=number_bytes, shared_bytes=self._processors.shared_bytes)
         many = sized(EXACT_TILES if self._is_exact else PREFILL_TILES)
@@ -118,7 +118,7 @@ class TritonAttention:
             self._attend(q, cache, columns, shape, self._many_work, self._many, out)
 
     def _list(
-        self, columns: StepColumns, work: WorkList, tiles: Tiles, min_queries: int, window: int | None = None
+        self, columns: StepColumns, work: WorkList, tiles: AttentionTiles, min_queries: int, window: int | None = None
     ) -> None:
         make_work_list(
             columns.queries, columns.num_rows, work, tiles, queries_per_tile=tiles.queries(self._shape),
@@ -132,7 +132,7 @@ class TritonAttention:
         columns: StepColumns,
         shape: AttentionShape,
         work: WorkList,
-        tiles: Tiles,
+        tiles: AttentionTiles,
         out: torch.Tensor,
     ) -> None:
         kernel = tiles, shape.window is None, shape.soft_cap is None

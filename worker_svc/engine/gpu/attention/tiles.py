@@ -14,13 +14,13 @@ from typing import Any
 import torch
 
 from worker_svc.engine.backend import HeadShape
-from worker_svc.engine.gpu.kernels.attention import Tiles, group_lines
+from worker_svc.engine.gpu.kernels.attention import AttentionTiles, group_lines
 from worker_svc.engine.gpu.kernels.work_list import Splits
 
 TILES_VARIABLE = "QUIRE_ATTENTION_TILES"
 
 
-def measured(use: str, tiles: Tiles) -> Tiles:
+def measured(use: str, tiles: AttentionTiles) -> AttentionTiles:
     """These tiles with the fields that $QUIRE_ATTENTION_TILES has for this use. Raises ValueError for other values."""
     text = os.environ.get(TILES_VARIABLE, "{}")
     try:
@@ -33,12 +33,14 @@ def measured(use: str, tiles: Tiles) -> Tiles:
 # Keys are addressed through the block table, whose load takes a pipeline stage of its own. With 5 stages, the loop
 # waits for loads that it issued two tiles earlier; with 3, for those that it has just issued (`aot` reports the waits).
 # One query per row: bound by memory, so many small programs.
-DECODE_TILES = measured("decode", Tiles(block_m=16, block_n=64, min_split=64, num_warps=4, num_stages=5, one_loop=True))
+DECODE_TILES = measured(
+    "decode", AttentionTiles(block_m=16, block_n=64, min_split=64, num_warps=4, num_stages=5, one_loop=True)
+)
 # Chunks of prompts: bound by tensor cores.
-PREFILL_TILES = measured("prefill", Tiles(block_m=128, block_n=64, min_split=0, num_warps=8, num_stages=5))
+PREFILL_TILES = measured("prefill", AttentionTiles(block_m=128, block_n=64, min_split=0, num_warps=8, num_stages=5))
 # Exact mode: the same instructions for one query and for a prompt, keys in one order. Always the same, because they
 # affect the bits of results.
-EXACT_TILES = Tiles(block_m=64, block_n=64, min_split=0, num_warps=4, num_stages=5, one_loop=True)
+EXACT_TILES = AttentionTiles(block_m=64, block_n=64, min_split=0, num_warps=4, num_stages=5, one_loop=True)
 
 WIDE_HEAD = 128
 WIDE_KEYS = 32  # of a tile: two more tiles can be loaded ahead in the memory that tiles of 64 keys take
@@ -46,7 +48,7 @@ SMALL_SHARED = 104 << 10  # bytes of a processor; sm_86 and sm_89 have 100 KiB
 WIDE_NUMBER = 4  # bytes; tensor cores do not multiply float32, so registers must hold whole tiles
 
 
-def for_heads(tiles: Tiles, shape: HeadShape, number_bytes: int = 2, shared_bytes: int = 0) -> Tiles:
+def for_heads(tiles: AttentionTiles, shape: HeadShape, number_bytes: int = 2, shared_bytes: int = 0) -> AttentionTiles:
     """The tiles for these heads: wide heads and float32 get fewer lines and keys, more warps, and float32 fewer stages.
     Heads of odd sizes get one loop: with their masks, the registers of a second one do not suffice on sm_80.
 

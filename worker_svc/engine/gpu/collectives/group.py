@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from worker_svc.engine.nodes import Inbox, Outbox
+from worker_svc.engine.nodes import Inbox, RankOutbox
 
 NOISE_IDS = 4  # token ids per call of the noise
 CPU = torch.device("cpu")
@@ -40,7 +40,7 @@ class Group:
         local_rank: int | None = None,
         device: torch.device = CPU,
         is_exact: bool = False,
-        outboxes: Sequence[Outbox] = (),
+        outboxes: Sequence[RankOutbox] = (),
         inbox: Inbox | None = None,
     ) -> None:
         self.rank = rank

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from worker_svc.engine.config import EngineConfig
 from worker_svc.engine.gpu.collectives.group import CPU, Group
 from worker_svc.engine.gpu.collectives.shared_sum import share_sums
-from worker_svc.engine.nodes import Inbox, Outbox
+from worker_svc.engine.nodes import Inbox, RankOutbox
 
 HOST = "127.0.0.1"
 LOAD_LIMIT = timedelta(hours=1)  # ranks may finish reading weights at very different times
@@ -39,7 +39,7 @@ def open_store(port: int, size: int) -> Any:
 
 
 def join(
-    config: EngineConfig, rank: int, store: Any, *, outboxes: Sequence[Outbox] = (), inbox: Inbox | None = None
+    config: EngineConfig, rank: int, store: Any, *, outboxes: Sequence[RankOutbox] = (), inbox: Inbox | None = None
 ) -> Group:
     """Joins the other ranks: over NCCL between GPUs, else over gloo."""
     size, device, local_rank = config.tensor_parallel_size, None, rank % config.ranks_per_node

@@ -50,7 +50,7 @@ def choose_method(num_bytes: int, num_ranks: int, *, has_multimem: bool) -> Meth
     return Method.MULTIMEM if has_multimem else Method.TWO_SHOT
 
 
-class SharedSum:
+class SharedMemorySum:
     """The memory of this rank that the others read. All ranks call `add` in the same order, with equal shapes.
 
     It can be recorded in CUDA graphs: the memory does not move, and a kernel ends only when all ranks have read it.
@@ -137,11 +137,13 @@ def _without_nvlink(size: int) -> str:
     return f"GPUs {missing[0]} have no NVLink" if missing else ""
 
 
-def _connect(config: EngineConfig, group: Group, group_name: str, device: torch.device) -> tuple[SharedSum | None, str]:
+def _connect(
+    config: EngineConfig, group: Group, group_name: str, device: torch.device
+) -> tuple[SharedMemorySum | None, str]:
     try:
         from torch.distributed import _symmetric_memory
 
-        shared = SharedSum(_symmetric_memory, torch.ops.symm_mem, group_name, group.size, device)
+        shared = SharedMemorySum(_symmetric_memory, torch.ops.symm_mem, group_name, group.size, device)
         if config.determinism == "exact":
             shared.has_multimem = False
         reason = difference(shared, group, device)
@@ -150,7 +152,7 @@ def _connect(config: EngineConfig, group: Group, group_name: str, device: torch.
     return (None, reason) if reason else (shared, "")
 
 
-def difference(shared: SharedSum, group: Group, device: torch.device) -> str:
+def difference(shared: SharedMemorySum, group: Group, device: torch.device) -> str:
     """Why the sums of a method are wrong; empty if they are right. All ranks call it together and get the same result:
     each judges the sums of all ranks.
 

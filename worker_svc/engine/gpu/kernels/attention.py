@@ -34,7 +34,7 @@ ITEM_WORDS = 4  # row, first query, split, first part of the row: 16 bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Tiles:
+class AttentionTiles:
     """Fixed sizes of one use of the kernel. No autotuning: it cannot run in a graph capture, and differs by GPU."""
 
     block_m: int  # lines of a tile: queries x heads of a group
@@ -286,7 +286,7 @@ def paged_attention(
     parts: Parts,
     out: torch.Tensor,
     shape: AttentionShape,
-    tiles: Tiles,
+    tiles: AttentionTiles,
     num_programs: int,
     scales: torch.Tensor | None = None,
 ) -> Any:

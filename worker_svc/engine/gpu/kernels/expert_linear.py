@@ -14,14 +14,14 @@ import triton.language as tl
 
 from worker_svc.engine.gpu.kernels.activation import ACTIVATIONS, activation_of
 from worker_svc.engine.gpu.kernels.launch import after_predecessor, dependent
-from worker_svc.engine.gpu.kernels.route import Routes, Tiles
+from worker_svc.engine.gpu.kernels.route import ExpertTiles, Routes
 from worker_svc.engine.gpu.kernels.scaled_linear import WIDEST_K, ScaledRows, depth_for
 
 COLUMNS = 1024  # of a token that a program adds up
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class ExpertShape:
     """The tile of a program. One with gates has half the columns, because it multiplies by two weights."""
 
     rows: int
@@ -31,10 +31,10 @@ class Shape:
     num_stages: int
 
 
-EXACT = Shape(64, 128, 64, 4, 4)  # for every number of tokens
-FEW_ROWS = Shape(16, 128, 64, 4, 4)  # the tensor cores' smallest tile: decode steps are limited by the weights
-MANY_ROWS = Shape(128, 128, 64, 8, 3)
-WIDE_NUMBERS = Shape(64, 64, 32, 8, 2)  # float32 on a GPU: see tiles.py
+EXACT = ExpertShape(64, 128, 64, 4, 4)  # for every number of tokens
+FEW_ROWS = ExpertShape(16, 128, 64, 4, 4)  # the tensor cores' smallest tile: decode steps are limited by the weights
+MANY_ROWS = ExpertShape(128, 128, 64, 8, 3)
+WIDE_NUMBERS = ExpertShape(64, 64, 32, 8, 2)  # float32 on a GPU: see tiles.py
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,9 @@ def add_experts_kernel(term_ptr, share_ptr, out_ptr, N, TOP_K: tl.constexpr, BLO
     tl.store(out_ptr + row * N + column, total.to(out_ptr.dtype.element_ty), mask=is_in)
 
 
-def shape_for(num_pairs: int, num_experts: int, dtype: torch.dtype, device: torch.device, *, is_exact: bool) -> Shape:
+def shape_for(
+    num_pairs: int, num_experts: int, dtype: torch.dtype, device: torch.device, *, is_exact: bool
+) -> ExpertShape:
     """By the number of pairs that an expert has on average; in exact mode one shape serves all."""
     if dtype is torch.float32 and device.type == "cuda":
         return WIDE_NUMBERS
@@ -136,7 +138,7 @@ def shape_for(num_pairs: int, num_experts: int, dtype: torch.dtype, device: torc
     return next((shape for shape in (FEW_ROWS, EXACT) if pairs <= shape.rows), MANY_ROWS)
 
 
-def columns_of(shape: Shape, *, is_gated: bool) -> int:
+def columns_of(shape: ExpertShape, *, is_gated: bool) -> int:
     """Outputs of a tile."""
     return shape.columns // 2 if is_gated else shape.columns
 
@@ -144,8 +146,8 @@ def columns_of(shape: Shape, *, is_gated: bool) -> int:
 def expert_linear(
     x: torch.Tensor | ScaledRows,
     weights: ExpertWeights,
-    tiles: Tiles,
-    shape: Shape,
+    tiles: ExpertTiles,
+    shape: ExpertShape,
     dtype: torch.dtype,
     activation: str | None,
 ) -> torch.Tensor:

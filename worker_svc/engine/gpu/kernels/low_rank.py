@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from worker_svc.engine.gpu.kernels.launch import after_predecessor, dependent
-from worker_svc.engine.gpu.kernels.route import Tiles
+from worker_svc.engine.gpu.kernels.route import ExpertTiles
 
 MAX_PARTS = 3  # of a fused layer: q, k, v
 # A line of the table: ranks of all parts, place of a; then of each part its first rank, ranks, and place of b
@@ -36,7 +36,7 @@ SPLIT_MULTIPLE = 128  # a multiple of every depth below
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class LowRankShape:
     """The tile of a program."""
 
     rows: int
@@ -45,9 +45,9 @@ class Shape:
     num_stages: int
 
 
-EXACT = Shape(64, 64, 4, 4)  # for every number of rows
-FEW_ROWS = Shape(16, 128, 4, 4)  # the smallest tile of tensor cores: short steps are limited by the matrices
-WIDE_NUMBERS = Shape(32, 32, 4, 2)  # float32 on a GPU: see tiles.py
+EXACT = LowRankShape(64, 64, 4, 4)  # for every number of rows
+FEW_ROWS = LowRankShape(16, 128, 4, 4)  # the smallest tile of tensor cores: short steps are limited by the matrices
+WIDE_NUMBERS = LowRankShape(32, 32, 4, 2)  # float32 on a GPU: see tiles.py
 FEW = 256  # rows up to which tiles are small
 
 
@@ -157,7 +157,7 @@ def expand_kernel(
     tl.store(target, (y.to(tl.float32) + total).to(y.dtype), mask=is_in)
 
 
-def shape_for(num_rows: int, dtype: torch.dtype, device: torch.device, *, is_exact: bool) -> Shape:
+def shape_for(num_rows: int, dtype: torch.dtype, device: torch.device, *, is_exact: bool) -> LowRankShape:
     """By the number of rows; in exact mode one shape serves all."""
     if dtype is torch.float32 and device.type == "cuda":
         return WIDE_NUMBERS
@@ -172,7 +172,7 @@ def splits_of(num_inputs: int) -> tuple[int, int]:
 
 
 def add_low_rank(
-    x: torch.Tensor, y: torch.Tensor, slots: SlotBuffers, site: SiteOutputs, tiles: Tiles, shape: Shape
+    x: torch.Tensor, y: torch.Tensor, slots: SlotBuffers, site: SiteOutputs, tiles: ExpertTiles, shape: LowRankShape
 ) -> None:
     """y [n, out] += b(a(x)), x [n, in], with the adapters of the rows in `tiles`."""
     n, num_inputs = x.shape

@@ -26,7 +26,7 @@ class Routes:
 
 
 @dataclass(frozen=True, slots=True)
-class Tiles:
+class ExpertTiles:
     """Tiles of pairs. Only the first `num_tiles` are set."""
 
     pairs: torch.Tensor  # int32 [tiles * rows of a tile]; padding holds the number of pairs
@@ -116,7 +116,7 @@ def route(logits: torch.Tensor, top_k: int, *, is_normalized: bool) -> Routes:
     return Routes(experts, shares)
 
 
-def group(experts: torch.Tensor, num_experts: int, tile_rows: int) -> Tiles:
+def group(experts: torch.Tensor, num_experts: int, tile_rows: int) -> ExpertTiles:
     """The tiles of the pairs of `experts` [n, top_k]."""
     num_pairs, device = experts.numel(), experts.device
     most = num_pairs // tile_rows + min(num_experts, num_pairs)
@@ -129,7 +129,7 @@ def group(experts: torch.Tensor, num_experts: int, tile_rows: int) -> Tiles:
         experts, counts, pairs, tile_experts, num_tiles, num_pairs, num_experts,
         ROWS=tile_rows, EXPERTS=triton.next_power_of_2(num_experts), BLOCK=BLOCK, num_warps=4, **dependent(),
     )  # fmt: skip
-    return Tiles(pairs, tile_experts, num_tiles, tile_rows, num_pairs)
+    return ExpertTiles(pairs, tile_experts, num_tiles, tile_rows, num_pairs)
 
 
 def reference(logits: torch.Tensor, top_k: int, *, is_normalized: bool) -> Routes:

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from worker_svc.engine.gpu.kernels.attention import Queries, Tiles, WorkList
+from worker_svc.engine.gpu.kernels.attention import AttentionTiles, Queries, WorkList
 from worker_svc.engine.gpu.kernels.launch import after_predecessor, dependent
 
 MAX_QUERIES = NO_WINDOW = 2**31 - 1
@@ -103,7 +103,7 @@ def make_work_list(
     queries: Queries,
     num_rows: torch.Tensor,
     work: WorkList,
-    tiles: Tiles,
+    tiles: AttentionTiles,
     *,
     queries_per_tile: int,
     splits: Splits,

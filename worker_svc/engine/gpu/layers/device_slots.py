@@ -12,8 +12,8 @@ from collections.abc import Collection
 import torch
 
 from worker_svc.engine.adapters.targets import SITES
-from worker_svc.engine.gpu.kernels.low_rank import LINE, Shape, SiteOutputs, SlotBuffers, add_low_rank, shape_for
-from worker_svc.engine.gpu.kernels.route import Tiles, group
+from worker_svc.engine.gpu.kernels.low_rank import LINE, LowRankShape, SiteOutputs, SlotBuffers, add_low_rank, shape_for
+from worker_svc.engine.gpu.kernels.route import ExpertTiles, group
 from worker_svc.engine.gpu.layers.adapter_shapes import AdapterShapes, DeviceAdapter
 
 NO_ADAPTER = -1
@@ -26,7 +26,7 @@ class StepAdapters:
         self._slots = slots
         self._of_tokens = of_tokens  # int32 [n]
         self._shape = slots.shape_for(len(of_tokens))
-        self._tiles: Tiles | None = None
+        self._tiles: ExpertTiles | None = None
 
     def at(self, tokens: torch.Tensor) -> StepAdapters:
         """Those of some tokens of the step."""
@@ -92,6 +92,6 @@ class DeviceSlots:
         """The slot of a placed adapter."""
         return self._slot_of[digest]
 
-    def shape_for(self, num_tokens: int) -> Shape:
+    def shape_for(self, num_tokens: int) -> LowRankShape:
         """The tiles of a step with this number of tokens."""
         return shape_for(num_tokens, self.shapes.dtype, self._device, is_exact=self._is_exact)

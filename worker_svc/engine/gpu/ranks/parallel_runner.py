@@ -32,7 +32,7 @@ from worker_svc.engine.gpu.ranks.local import EXIT_RANK_LOST, LocalRanks
 from worker_svc.engine.gpu.runner import DeviceRunner
 from worker_svc.engine.gpu.step.pending_step import PendingStep
 from worker_svc.engine.kernels.numerics import build
-from worker_svc.engine.nodes import Facts, Nodes, Outbox
+from worker_svc.engine.nodes import Facts, Nodes, RankOutbox
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class ParallelRunner(DeviceRunner):
             self._kill_followers()
             raise
 
-    def _join_nodes(self, config: EngineConfig, nodes: Nodes | None, store_port: int) -> Sequence[Outbox]:
+    def _join_nodes(self, config: EngineConfig, nodes: Nodes | None, store_port: int) -> Sequence[RankOutbox]:
         if nodes is None:
             return ()
         nodes.start(store_port, start_facts(config), self._end)

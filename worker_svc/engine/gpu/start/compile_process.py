@@ -21,7 +21,7 @@ from triton.backends.nvidia import driver as nvidia
 from triton.runtime.driver import driver
 
 
-class Target:
+class CompileTarget:
     """A Triton driver that only names its target, so no GPU is used."""
 
     def __init__(self, target: GPUTarget) -> None:
@@ -56,7 +56,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # compilers may print
     task: dict[str, Any] = json.load(sys.stdin)
-    driver.set_active(Target(GPUTarget(*task["target"])))
+    driver.set_active(CompileTarget(GPUTarget(*task["target"])))
     for module, _, _ in task["kernels"]:
         importlib.import_module(module)  # once, before the fork
     fork = multiprocessing.get_context("fork")

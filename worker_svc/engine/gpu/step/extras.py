@@ -10,7 +10,7 @@ from step_protocol.columns import I64, Bools
 from step_protocol.messages import NO_CANDIDATES, BeamCandidates, LogprobColumns, PooledRows, PromptLogprobs
 from worker_svc.engine.gpu.step.pooling import HostPooled, PooledTokens
 from worker_svc.engine.gpu.step.scores import HostCandidates, HostScores
-from worker_svc.engine.rows.logprobs import Asked, PromptTargets, concat_columns, spread, to_columns
+from worker_svc.engine.rows.logprobs import LogprobRows, PromptTargets, concat_columns, spread, to_columns
 from worker_svc.engine.rows.open_rows import OpenRows
 from worker_svc.engine.rows.step_checker import CheckedStep
 from worker_svc.engine.sampling.beams import BeamLines
@@ -22,7 +22,7 @@ NO_TOKENS: I64 = np.empty(0, np.int64)
 class Wanted:
     """What a step must compute besides tokens. Such a step ends at its logits."""
 
-    asked: Asked | None = None  # rows that want log probabilities, among those that sample
+    asked: LogprobRows | None = None  # rows that want log probabilities, among those that sample
     targets: PromptTargets | None = None
     pooled: PooledTokens | None = None
     beams: BeamLines | None = None

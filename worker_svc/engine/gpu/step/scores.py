@@ -18,7 +18,7 @@ from step_protocol.messages import BeamCandidates
 from worker_svc.engine.backend import TopLogprobs
 from worker_svc.engine.gpu.collectives.group import Group
 from worker_svc.engine.gpu.uploads import to_device, to_host
-from worker_svc.engine.rows.logprobs import Asked, PromptTargets
+from worker_svc.engine.rows.logprobs import LogprobRows, PromptTargets
 from worker_svc.engine.sampling.beams import BeamLines
 
 LINES = 16  # rows of logits at once: their temporaries take 30 bytes per logit
@@ -65,7 +65,7 @@ class Scorer:
     def upload(self, values: I64) -> torch.Tensor:
         return to_device(values.astype(np.int64, copy=False), self._device)
 
-    def sampled(self, raw: torch.Tensor, asked: Asked, tokens: torch.Tensor) -> HostScores:
+    def sampled(self, raw: torch.Tensor, asked: LogprobRows, tokens: torch.Tensor) -> HostScores:
         """`raw` [n, part] are the model's logits of the asking rows, `tokens` int32 [S] of all rows that sampled."""
         chosen = tokens.index_select(0, self.upload(asked.lines)).long()
         return HostScores(self._score(raw, chosen, int(asked.num_top.max())))
