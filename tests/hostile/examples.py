@@ -162,6 +162,7 @@ def _streams() -> dict[str, list[list[Message]]]:
         "Resume": [[pb.ResumeRequest(request_id=REQUEST_ID, after=[pb.ResumePosition(index=0, num_tokens=3)])]],
         "Abort": [[pb.AbortRequest(request_ids=[REQUEST_ID])]],
         "Tokenize": [[pb.TokenizeRequest(prompt=prompt)] for prompt in prompts],
+        "CountTokens": [[pb.CountTokensRequest(request=m)] for m in (*map(_generate, prompts), constrained)],
         "Embed": [[pb.EmbedRequest(inputs=[prompt], dimensions=8, prompt_name="query")] for prompt in prompts],
         "Score": [[pb.ScoreRequest(pairs=[pb.TextPair(query="a", document="b")], instruction="match")]],
         "Detokenize": [[pb.DetokenizeRequest(ids=[5, 6, 7])]],

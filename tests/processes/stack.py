@@ -30,10 +30,12 @@ from quire_client.demo import demo_model_dir
 from quire_client.types import SchedulerStatus, WorkerStatus
 
 from tests.processes.children import start_child
+from tests.processes.nursery import Worker, start_worker
 from tests.processes.ports import free_port
 from worker_svc.engine.kernels.build import KernelBuildError, load_kernels
 
 ROOT = Path(__file__).resolve().parents[2]
+WORKER = "worker_svc.service"
 READY_DEADLINE_S = 60.0
 EXIT_DEADLINE_S = 20.0
 POLL_S = 0.05
@@ -54,11 +56,16 @@ class Service:
     command: list[str]
     address: str
     log_path: Path
-    process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
+    process: subprocess.Popen[bytes] | Worker | None = field(default=None, repr=False)
 
     def start(self) -> None:
         """Start it, or start it again with the same address."""
-        self.process = start_child(self.command, self.log_path, OMP_NUM_THREADS="1", PYTHONUNBUFFERED="1")
+        start = start_worker if self._uses_torch else start_child
+        self.process = start(self.command, self.log_path, OMP_NUM_THREADS="1", PYTHONUNBUFFERED="1")
+
+    @property
+    def _uses_torch(self) -> bool:
+        return self.command[2] == WORKER and "sim" not in self.command
 
     @property
     def is_running(self) -> bool:
@@ -132,9 +139,7 @@ class Stack:
     def start_scheduler(self, *flags: str) -> Service:
         return self._start("scheduler", "scheduler_svc.service", [*flags])
 
-    def start_worker(
-        self, scheduler: Service, model_dir: Path | str, *flags: str, module: str = "worker_svc.service"
-    ) -> Service:
+    def start_worker(self, scheduler: Service, model_dir: Path | str, *flags: str, module: str = WORKER) -> Service:
         """Start a worker with one compute thread. Its worker id is its name: worker-0, worker-1, ..."""
         compile_kernels()
         name = self._next_name("worker")
