@@ -12,6 +12,7 @@ from tests.gpu.driver import DeviceDriver, load
 from tests.gpu.test_runner import HEADS_4_2, SMALL, run_mixed, small_prompts
 from tests.unit.engine.models import load_reference, make_model
 from tests.unit.engine.test_engine_models import check_against
+from worker_svc.engine.backend import BackendUnavailableError
 
 # Padding rows hold uninitialized memory, and padding lines of a tile may see no key.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -101,3 +102,8 @@ def test_an_fp8_cache_of_offset_norms(tmp_path):
     scales = torch.stack(runner._compute._model.kv_scales)
     assert (scales > 2**-6).all()
     assert (scales < 2).all()
+
+
+def test_an_fp8_cache_needs_a_norm_before_attention(tmp_path):
+    with pytest.raises(BackendUnavailableError, match="kv_cache_dtype fp8 needs the norm before attention"):
+        load(make(tmp_path, "olmo2"), kv_cache_dtype="fp8")
