@@ -28,7 +28,6 @@ from svc_common.serve import BindError, GrpcServer, run_service, settle_gc
 from svc_common.tasks import cancel
 from svc_common.tracing import make_tracer
 from svc_common.trust import Trust, check_reach, make_trust
-from worker_svc import node
 from worker_svc.adapters import WorkerAdapters
 from worker_svc.bundle import Bundle, ModelFolderError, read_bundle
 from worker_svc.check_model import check_model, resolve_model
@@ -37,6 +36,7 @@ from worker_svc.executor import StepExecutor
 from worker_svc.flags import check_node_flags, engine_config, make_parser, scheduler_addresses, sim_config
 from worker_svc.lifecycle import DRAINING, Lifecycle
 from worker_svc.metrics import SPECS, WorkerReader
+from worker_svc.node_links.leader_link import run_node
 from worker_svc.node_links.node_server import NodeServer
 from worker_svc.registration import Registration
 from worker_svc.row_traces import RowTraces
@@ -350,7 +350,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if not bundle.has_tokenizer:
             log.warning("%s has no tokenizer.json: requests must use token ids, text is not served", args.model)
         if args.node_rank:
-            sys.exit(node.run(args, settings, trust))
+            sys.exit(run_node(args, settings, trust))
         sys.exit(run_service(_run(args, settings, bundle, trust)))
     except (ValueError, HubError, ModelFolderError, BindError) as error:
         log.error("%s", error)

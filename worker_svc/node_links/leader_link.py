@@ -1,16 +1,20 @@
-"""A node's end of the links to the leader."""
+"""A node's end of the links to the leader, and the process of such a node."""
 
 from __future__ import annotations
 
+import argparse
 import logging
 import secrets
+import signal
 import socket
 import threading
 import time
 from contextlib import suppress
+from types import FrameType
 from typing import Any
 
 from svc_common.trust import Trust
+from worker_svc.engine.config import EngineConfig
 from worker_svc.engine.nodes import Facts, NodesError
 from worker_svc.node_links.frames import MAX_MESSAGE, LinkError, prepare, receive_frame, receive_text, send_text
 from worker_svc.node_links.identity import Identity
@@ -112,3 +116,41 @@ class LeaderLink:
             raise LinkError("this node has not joined")
         with self._reporting:
             send_text(self._reports, report)
+
+
+def run_node(args: argparse.Namespace, settings: EngineConfig, trust: Trust) -> int:
+    """Runs quire-worker with --node-rank 1 or more: the ranks of one host of a worker whose leader is elsewhere. It
+    serves no gRPC, registers with no scheduler and has no probes: all this is the leader's.
+
+    Returns the exit code when the leader stops this node. Raises ValueError for a bad setting or model.
+    """
+    link = LeaderLink(args.leader_address, trust, settings.node_rank)
+    has_joined = threading.Event()
+
+    def connect(facts: Facts) -> LeaderLink:
+        link.join(facts, args.node_timeout_s)
+        has_joined.set()
+        log.info("node %d of %d has joined the leader at %s", settings.node_rank, settings.nnodes, args.leader_address)
+        return link
+
+    def terminate(number: int, frame: FrameType | None) -> None:
+        """The leader drains the worker first: its open rows need this node until then."""
+        if not has_joined.is_set():
+            raise SystemExit(0)
+        log.info("%s: asking the leader to drain this worker", signal.Signals(number).name)
+        threading.Thread(target=link.report_drain, name="drain", daemon=True).start()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, terminate)
+    log.info(
+        "node %d of %d: importing torch, then joining %s", settings.node_rank, settings.nnodes, args.leader_address
+    )
+    from worker_svc.engine.backend import BackendUnavailableError
+    from worker_svc.engine.engines import follow
+
+    try:
+        follow(settings, connect)
+    except BackendUnavailableError as error:
+        raise ValueError(f"--backend {settings.backend}: {error}") from error
+    log.info("the leader has stopped this node")
+    return 0
