@@ -46,7 +46,7 @@ def allocate_too_much(*_: Any) -> torch.Tensor:
     return torch.empty(math.floor(1e15))
 
 
-@pytest.mark.parametrize("part", ["_model.forward", "_backend.sample", "_planner.plan"])
+@pytest.mark.parametrize("part", ["_model.forward", "_backend.sample", "_checker.check"])
 async def test_only_the_rows_of_a_step_that_runs_out_of_memory_fail(
     worker: WorkerUnderTest, runner: ModelRunner, part: str
 ) -> None:
