@@ -1,4 +1,4 @@
-"""The interface of a backend. backends.py makes backends.
+"""The interface of a backend. cpu/backends.py makes those of CPUs.
 
 A backend computes and makes no decisions. Every operation works on all tokens of a step at once.
 """

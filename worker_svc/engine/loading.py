@@ -34,7 +34,7 @@ from worker_svc.engine.engine_info import choose_max_model_len
 from worker_svc.engine.kernels.machine import available_memory
 from worker_svc.engine.pooling.config import PoolingConfig, read_pooling
 from worker_svc.engine.pooling.weights import PoolingWeights, load_pooling, pooling_info
-from worker_svc.engine.rows.embedder import InputEmbedder, InputReader
+from worker_svc.engine.rows.embedder import InputEmbedder, StepInputReader
 from worker_svc.engine.rows.images import ImageEncoder, image_shape
 from worker_svc.engine.vision.tower import VisionTower
 
@@ -79,7 +79,7 @@ class Loaded:
     pooling_info: PoolingInfo | None
     is_encoder: bool
     adapters: Adapters
-    inputs: InputReader
+    inputs: StepInputReader
     max_num_batched_tokens: int
     input_size: int = 0  # width of input embeddings that rows may carry; 0: none
     encoder: EncoderInfo | None = None  # of an encoder-decoder model

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class EncoderDecoder:
-    """A loaded model and its limits; the InputReader of its rows."""
+    """A loaded model and its limits; the StepInputReader of its rows."""
 
     model: EncoderDecoderModel
     info: EncoderInfo

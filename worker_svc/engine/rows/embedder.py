@@ -30,7 +30,7 @@ class StepInputs:
     encoders: EncoderColumns | None = None
 
 
-class InputReader(Protocol):
+class StepInputReader(Protocol):
     """How a model reads the inputs of rows."""
 
     @property
@@ -44,7 +44,7 @@ class InputReader(Protocol):
 
 
 class InputEmbedder:
-    """Computes embeddings of inputs for one model; the InputReader of decoders."""
+    """Computes embeddings of inputs for one model; the StepInputReader of decoders."""
 
     num_encoder_runs = 0
 
