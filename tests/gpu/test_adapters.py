@@ -15,7 +15,7 @@ from tests.unit.engine.quantized import awq, fp8, quantize_model
 from tests.unit.engine.test_engine_adapters import place
 from tests.unit.engine.test_engine_models import check_against
 from worker_svc.engine.adapters.config import AdapterError
-from worker_svc.engine.gpu import compute, runner
+from worker_svc.engine.gpu import compute, loading
 from worker_svc.engine.gpu.ranks.parallel_runner import ParallelRunner
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::FutureWarning", "ignore::UserWarning")
@@ -114,7 +114,7 @@ def test_steps_with_adapters_get_graphs_on_first_use(qwen3, monkeypatch):
     folder, adapters = qwen3
     monkeypatch.setattr(compute, "MIN_MIXED", 16)
     recorder = FakeRecorder()
-    monkeypatch.setattr(runner, "make_recorder", lambda device: recorder)
+    monkeypatch.setattr(loading, "make_recorder", lambda device: recorder)
     driver = DeviceDriver(load(folder, cuda_graphs="lazy", cuda_graph_tokens=16, determinism="exact", **ADAPTED))
     at_start = len(recorder.recordings)
     run_batch(driver, adapters, num_steps=4)

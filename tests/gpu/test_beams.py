@@ -17,7 +17,7 @@ from tests.gpu.ranks import Meeting, Rank
 from tests.gpu.test_runner import HEADS_4_2, SMALL, small_prompts
 from tests.unit.engine.driver import GREEDY, seeded, u32
 from tests.unit.engine.models import load_reference, make_model
-from worker_svc.engine.gpu import runner as runner_module
+from worker_svc.engine.gpu import loading
 from worker_svc.engine.gpu.collectives.group import ALONE
 from worker_svc.engine.gpu.step.scores import Scorer
 from worker_svc.engine.rows.errors import RowErrors
@@ -98,7 +98,7 @@ def searched(folder, prompt, **settings):
 def test_a_search_equals_that_of_transformers(qwen3, monkeypatch):
     """With graphs, beside a row that samples, whose tokens do not change."""
     recorder = FakeRecorder()
-    monkeypatch.setattr(runner_module, "make_recorder", lambda device: recorder)
+    monkeypatch.setattr(loading, "make_recorder", lambda device: recorder)
     driver = DeviceDriver(load(qwen3, num_blocks=256))
     prompt, other = small_prompts([21, 7])
     driver.open(4, other, seeded(8))

@@ -22,7 +22,7 @@ from tests.unit.engine.models import load_reference, make_model
 from tests.unit.engine.test_engine_models import check_against
 from worker_svc.engine.backend import AttentionShape, BackendUnavailableError, HeadShape
 from worker_svc.engine.gpu import compute as compute_module
-from worker_svc.engine.gpu import runner
+from worker_svc.engine.gpu import loading
 from worker_svc.engine.gpu.attention.flash3 import MODULE, Flash3Attention
 from worker_svc.engine.gpu.attention.paged import LayerCache
 from worker_svc.engine.gpu.compute import NO_ROWS
@@ -149,7 +149,7 @@ def test_flash3_matches_transformers(folder, installed):
 def test_graphs_serve_other_lengths(folder, installed, monkeypatch):
     recorder = FakeRecorder()
     monkeypatch.setattr(compute_module, "MIN_MIXED", 16)
-    monkeypatch.setattr(runner, "make_recorder", lambda device: recorder)
+    monkeypatch.setattr(loading, "make_recorder", lambda device: recorder)
     plain, _ = run_in_graphs(load(folder, attention="flash3", cuda_graphs="off"))
     replayed, _ = run_in_graphs(load(folder, attention="flash3", cuda_graphs="lazy", cuda_graph_tokens=24))
     assert replayed == plain

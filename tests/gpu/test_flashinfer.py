@@ -19,7 +19,7 @@ from tests.gpu.test_runner import HEADS_4_2, SMALL, run_forced, run_mixed, worst
 from tests.unit.engine.models import load_reference, make_model
 from tests.unit.engine.test_engine_models import check_against
 from worker_svc.engine.backend import AttentionShape, BackendUnavailableError, HeadShape
-from worker_svc.engine.gpu import compute, runner
+from worker_svc.engine.gpu import compute, loading
 from worker_svc.engine.gpu.attention.flashinfer import DECODE as DECODE_WRAPPER
 from worker_svc.engine.gpu.attention.flashinfer import PREFILL, FlashInferAttention, workspace_bytes
 from worker_svc.engine.gpu.kernels import pack_tables
@@ -147,7 +147,7 @@ def test_flashinfer_matches_transformers(folder, installed):
 def test_graphs_follow_the_plan_of_each_step(folder, installed, monkeypatch):
     recorder = FakeRecorder()
     monkeypatch.setattr(compute, "MIN_MIXED", 16)
-    monkeypatch.setattr(runner, "make_recorder", lambda device: recorder)
+    monkeypatch.setattr(loading, "make_recorder", lambda device: recorder)
     plain, _ = run_in_graphs(load(folder, attention="flashinfer", cuda_graphs="off"))
     before = fake_flashinfer.calls["plans"]
     engine = load(folder, attention="flashinfer", cuda_graphs="lazy", cuda_graph_tokens=24)

@@ -18,7 +18,7 @@ from bench.gpu.run import make_parser as make_bench_parser
 from svc_common import config
 from worker_svc.engine.gpu.ranks import parallel_runner as ranks
 from worker_svc.engine.kernels.numerics import device_numerics
-from worker_svc.engine.model_runner import MAX_OUT_OF_MEMORY_STEPS
+from worker_svc.engine.step_runner import MAX_OUT_OF_MEMORY_STEPS
 from worker_svc.flags import check_node_flags, engine_config, make_parser
 
 ROOT = Path(__file__).resolve().parents[2]

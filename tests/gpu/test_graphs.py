@@ -12,7 +12,7 @@ from tests.gpu.fake_graphs import FakeRecorder
 from tests.gpu.test_runner import HEADS_4_2, SMALL, small_prompts
 from tests.unit.engine.driver import GREEDY, seeded
 from tests.unit.engine.models import make_model
-from worker_svc.engine.gpu import compute, runner
+from worker_svc.engine.gpu import compute, loading
 from worker_svc.engine.gpu.collectives.group import Group
 from worker_svc.engine.gpu.compute import mixed_sizes
 from worker_svc.engine.gpu.step import graphs
@@ -32,7 +32,7 @@ def recorder(monkeypatch):
     """Replaces the CUDA recorder. Small mixed steps get graphs."""
     monkeypatch.setattr(compute, "MIN_MIXED", 16)
     made = FakeRecorder() if not torch.cuda.is_available() else CudaRecorder(torch.device("cuda"))
-    monkeypatch.setattr(runner, "make_recorder", lambda device: made)
+    monkeypatch.setattr(loading, "make_recorder", lambda device: made)
     return made
 
 

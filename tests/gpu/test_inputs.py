@@ -18,7 +18,7 @@ from tests.unit.engine.driver import GREEDY, Driver, u32
 from tests.unit.engine.models import load_reference, make_model
 from tests.unit.engine.test_engine_inputs import check_mixed_inputs, logits_at
 from worker_svc.engine.config import EngineConfig
-from worker_svc.engine.gpu import runner as runner_module
+from worker_svc.engine.gpu import loading
 from worker_svc.engine.gpu.runner import PENDING
 from worker_svc.engine.model_runner import ModelRunner
 
@@ -80,7 +80,7 @@ def test_embeddings_of_tokens_give_the_bits_of_the_tokens(tmp_path):
 def test_a_step_with_inputs_does_not_use_its_graph(tmp_path, monkeypatch):
     """A graph reads the embeddings of the vocabulary. The graph of the same step without inputs is used."""
     recorder = FakeRecorder()
-    monkeypatch.setattr(runner_module, "make_recorder", lambda device: recorder)
+    monkeypatch.setattr(loading, "make_recorder", lambda device: recorder)
     folder = make(tmp_path)
     driver, eager = DeviceDriver(load(folder)), DeviceDriver(load(folder, cuda_graphs="off"))
     item = random_embeddings(3, 32, seed=5)

@@ -14,7 +14,7 @@ from tests.unit.engine.models import make_model
 from worker_svc.engine.checkpoint.tensors import Checkpoint
 from worker_svc.engine.config import EngineConfig
 from worker_svc.engine.decoder.config import parse_config
-from worker_svc.engine.gpu import runner
+from worker_svc.engine.gpu import loading
 from worker_svc.engine.gpu.start import memory
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -111,6 +111,6 @@ def test_weights_and_pools_that_do_not_fit_name_the_settings_to_change(folder, m
     def fail(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    monkeypatch.setattr(runner, part, fail)
+    monkeypatch.setattr(loading, part, fail)
     with pytest.raises(ValueError, match=message):
         load(folder)

@@ -13,7 +13,7 @@ from bench.gpu.report import Report
 from bench.gpu.step_model import Shape, Step, calibrated, comparison, launches, parts_ms, step_ms, workload_s
 from bench.workloads import QWEN3_06B, nano, weight_shapes
 from tests.gpu.fake_graphs import FakeRecorder
-from worker_svc.engine.gpu import compute, runner
+from worker_svc.engine.gpu import compute, loading
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 H200 = GPUS["H200"]
@@ -26,7 +26,7 @@ def recorded(tmp_path_factory):
     folder = bench_model.make_checkpoint(report)
     recorder = FakeRecorder()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner, "make_recorder", lambda device: recorder)
+        patch.setattr(loading, "make_recorder", lambda device: recorder)
         patch.setattr(compute, "decode_sizes", lambda max_rows: [2, max_rows])
         engine = bench_model.load(folder, report, cuda_graph_tokens=128)
     return engine, dict(zip(engine._compute.buckets(), recorder.recordings, strict=True))

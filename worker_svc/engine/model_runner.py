@@ -55,23 +55,14 @@ from worker_svc.engine.rows.scoring import (
     score_prompts,
     score_sampled,
 )
-from worker_svc.engine.rows.step_checker import CheckedStep, StepChecker
+from worker_svc.engine.rows.step_checker import CheckedStep
 from worker_svc.engine.sampling.beams import best_candidates, take_log_softmax
 from worker_svc.engine.sampling.grammars import PendingMasks, compiled_grammars
 from worker_svc.engine.sampling.masking import apply_masks
+from worker_svc.engine.step_runner import NOTHING_TO_SAMPLE, StepRunner
 
 logger = logging.getLogger(__name__)
 
-OUT_OF_MEMORY = (
-    "can't allocate memory",
-    "not enough memory",
-    "out of memory",
-)  # in the message of torch's RuntimeError
-NOTHING_TO_SAMPLE = (
-    "the logits contain NaN, infinity or no finite number; check that allowed_token_ids, banned_token_ids, bad_words "
-    "and the grammar of the request do not exclude all token ids"
-)
-MAX_OUT_OF_MEMORY_STEPS = 3  # consecutive; a worker that cannot compute must not keep accepting rows
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -90,8 +81,8 @@ class Computed:
 NOTHING = Computed(np.empty(0, np.int64), EMPTY)
 
 
-class ModelRunner:
-    """A loaded model with its KV pool and rows. One thread at a time may call it.
+class ModelRunner(StepRunner):
+    """Computes a step when it is called.
 
     Raises CheckpointError for a model folder that cannot be served, BackendUnavailableError for a backend that this
     build or machine cannot run, ValueError for settings that contradict the model. `progress` gets fractions up to 1.0
@@ -117,7 +108,7 @@ class ModelRunner:
         for name, folder in config.adapters:
             self.adapters.load(name, folder)
         self._row_adapters = RowAdapters(config.max_num_seqs, self.adapters.find)
-        self._rows = OpenRows(
+        rows = OpenRows(
             config.max_num_seqs, loaded.max_model_len, config.block_size, loaded.num_blocks, loaded.vocab_size,
             grammars, adapters=self._row_adapters,
             hidden_size=loaded.input_size,
@@ -125,7 +116,7 @@ class ModelRunner:
             pooling=PoolingTable(loaded.pooling),
             images=loaded.image_shape,
         )  # fmt: skip
-        self.info = make_engine_info(
+        info = make_engine_info(
             config,
             checkpoint,
             dtype,
@@ -144,8 +135,7 @@ class ModelRunner:
             pooling=loaded.pooling_info,
             is_encoder=loaded.is_encoder,
         )
-        self._checker = StepChecker(self._rows, self.info)
-        self._num_out_of_memory = 0  # consecutive steps
+        self._serve(rows, info)
         self._backend.end_load()
 
     @property
@@ -154,18 +144,13 @@ class ModelRunner:
         return self._inputs.num_encoder_runs
 
     def execute(self, batch: StepBatch) -> StepOutput:
-        """Applies and runs one step. A bad row becomes a RowError and affects no other row.
-
-        Raises BadBatchError, with nothing applied, for columns that contradict each other or the pool. If a step runs
-        out of memory, its rows fail. The third consecutive such step raises, and so does a failure to apply changes.
-        """
         started = time.perf_counter()
         self._checker.check_columns(batch)
         self._bind_thread()
         with torch.inference_mode():
             errors = RowErrors()
             self._apply_changes(batch, errors)
-            found = self._run_or_fail(batch, errors)
+            found = self._compute_or_fail(batch, errors, lambda: self._check_and_run(batch, errors)) or NOTHING
         elapsed_us = int((time.perf_counter() - started) * 1e6)
         return StepOutput(
             batch.step_id,
@@ -180,16 +165,7 @@ class ModelRunner:
         )
 
     def committed_blocks(self) -> Iterator[tuple[U32, list[bytes], U32]]:
-        """Block ids [N], their digests and their tokens [N, block_size] of all committed blocks, in pieces."""
         return self._pool.committed_blocks()
-
-    def reset_rows(self) -> None:
-        """Closes all rows, for a new lease. Committed blocks stay."""
-        self._rows.reset()
-
-    def rows_used(self) -> int:
-        """The number of open rows."""
-        return self._rows.rows_used()
 
     def _bind_thread(self) -> None:
         """torch keeps thread counts per calling thread, so they are set in the thread that runs steps."""
@@ -197,33 +173,16 @@ class ModelRunner:
             torch.set_num_threads(self._threads)
             self._bound_thread = threading.get_ident()
 
-    def _apply_changes(self, batch: StepBatch, errors: RowErrors) -> None:
-        self._rows.close(batch.close_rows)
-        self._rows.open(batch.opens, errors)
-        self._rows.change_tables(batch.table_rows, batch.table_indices, batch.table_blocks, errors)
-        if len(batch.copy_src):
-            self._pool.copy(self._backend, batch.copy_src.astype(np.int64), batch.copy_dst.astype(np.int64))
-        if len(batch.commit_blocks):
-            self._pool.commit(batch.commit_blocks.astype(np.int64), batch.commit_digests)
-        self._rows.move_beams(batch.beam_rows, batch.beam_parents, batch.beam_tokens, errors)
+    def _copy_blocks(self, sources: I64, targets: I64) -> None:
+        self._pool.copy(self._backend, sources, targets)
 
-    def _run_or_fail(self, batch: StepBatch, errors: RowErrors) -> Computed:
-        """Runs a step whose changes are applied. If memory runs out, only its rows fail: it writes to no others."""
-        try:
-            self._advance_images(batch)
-            plan = self._checker.check(batch, errors)
-            found = self._run(plan, errors) if len(plan.rows) else NOTHING
-        except (MemoryError, RuntimeError) as error:
-            self._num_out_of_memory += 1
-            if not is_out_of_memory(error) or self._num_out_of_memory >= MAX_OUT_OF_MEMORY_STEPS:
-                raise
-            logger.error("step %d ran out of memory; its rows fail: %s", batch.step_id, error)
-        else:
-            self._num_out_of_memory = 0
-            return found
-        for row in np.concatenate((batch.rows, batch.fork_rows)).tolist():
-            errors.add(row, "the worker ran out of memory in this step", RowErrorCode.INTERNAL)
-        return NOTHING
+    def _commit_blocks(self, blocks: I64, digests: list[bytes]) -> None:
+        self._pool.commit(blocks, digests)
+
+    def _check_and_run(self, batch: StepBatch, errors: RowErrors) -> Computed:
+        self._advance_images(batch)
+        plan = self._checker.check(batch, errors)
+        return self._run(plan, errors) if len(plan.rows) else NOTHING
 
     def _advance_images(self, batch: StepBatch) -> None:
         """Does the work on images that this step has. A row that is closed, or that failed, has none."""
@@ -344,13 +303,6 @@ class ModelRunner:
             rows, positions, token_ids = rows[is_good], positions[is_good], token_ids[is_good]
         self._rows.append(rows, positions, token_ids)
         return Computed(rows, token_ids, logprobs, candidates=candidates)
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether torch or numpy could not allocate memory."""
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in OUT_OF_MEMORY)
 
 
 def _choose_dtype(config: EngineConfig, checkpoint: Checkpoint) -> ComputeDtype:

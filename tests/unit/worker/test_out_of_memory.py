@@ -14,7 +14,8 @@ from quire_client.demo import demo_model_dir
 
 from tests.contract.worker_fakes import BLOCK_SIZE, NUM_BLOCKS, Row, WorkerUnderTest, sampled, serve_worker
 from worker_svc.engine.config import EngineConfig
-from worker_svc.engine.model_runner import ModelRunner, is_out_of_memory
+from worker_svc.engine.model_runner import ModelRunner
+from worker_svc.engine.step_runner import is_out_of_memory
 
 
 @pytest.fixture(scope="module")

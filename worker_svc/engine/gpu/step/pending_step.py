@@ -12,8 +12,8 @@ from step_protocol.columns import I64, U32
 from step_protocol.messages import NO_CANDIDATES, RowError, RowErrorCode, StepOutput
 from worker_svc.engine.gpu.step.extras import StepExtras
 from worker_svc.engine.gpu.step.step_buffer import Staging
-from worker_svc.engine.model_runner import NOTHING_TO_SAMPLE
 from worker_svc.engine.pooling.pooling import NOT_FINITE
+from worker_svc.engine.step_runner import NOTHING_TO_SAMPLE
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,125 @@
+"""What every engine does with a step: check its columns, apply its changes, compute it or fail its rows."""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+import numpy as np
+import torch
+
+from step_protocol.columns import I64, U32
+from step_protocol.messages import RowErrorCode, RowOpen, StepBatch, StepOutput
+from worker_svc.engine.config import EngineInfo
+from worker_svc.engine.rows.errors import RowErrors
+from worker_svc.engine.rows.open_rows import OpenRows
+from worker_svc.engine.rows.step_checker import StepChecker
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+OUT_OF_MEMORY = (
+    "can't allocate memory",
+    "not enough memory",
+    "out of memory",
+)  # in the message of torch's RuntimeError
+NOTHING_TO_SAMPLE = (
+    "the logits contain NaN, infinity or no finite number; check that allowed_token_ids, banned_token_ids, bad_words "
+    "and the grammar of the request do not exclude all token ids"
+)
+MAX_OUT_OF_MEMORY_STEPS = 3  # consecutive; a worker that cannot compute must not keep accepting rows
+
+
+class StepRunner(ABC):
+    """A loaded model with its KV pool and open rows. One thread at a time may call it.
+
+    A backend that computes at once implements `execute`. One with several steps in flight has a method `launch`, which
+    returns a step whose `result` is read later, in any thread.
+    """
+
+    info: EngineInfo
+    _rows: OpenRows
+
+    def _serve(self, rows: OpenRows, info: EngineInfo) -> None:
+        """Ends the load: `rows` are the rows of the model that `info` describes."""
+        self._rows, self.info = rows, info
+        self._checker = StepChecker(rows, info)
+        self._num_out_of_memory = 0  # consecutive steps
+
+    @abstractmethod
+    def execute(self, batch: StepBatch) -> StepOutput:
+        """Applies and runs one step. A bad row becomes a RowError and affects no other row.
+
+        Raises BadBatchError, with nothing applied, for columns that contradict each other or the pool. If a step runs
+        out of memory, its rows fail. The third consecutive such step raises, and so does a failure to apply changes.
+        """
+
+    @abstractmethod
+    def committed_blocks(self) -> Iterator[tuple[U32, list[bytes], U32]]:
+        """Block ids [N], their digests and their tokens [N, block_size] of all committed blocks, in pieces."""
+
+    def reset_rows(self) -> None:
+        """Closes all rows, for a new lease. Committed blocks stay."""
+        self._rows.reset()
+
+    def rows_used(self) -> int:
+        """The number of open rows."""
+        return self._rows.rows_used()
+
+    def _apply_changes(self, batch: StepBatch, errors: RowErrors) -> tuple[I64, I64]:
+        """Returns the block copies: sources and targets."""
+        self._rows.close(batch.close_rows)
+        self._rows.open(batch.opens, errors)
+        self._after_opens(batch.opens)
+        self._rows.change_tables(batch.table_rows, batch.table_indices, batch.table_blocks, errors)
+        copies = batch.copy_src.astype(np.int64), batch.copy_dst.astype(np.int64)
+        if len(copies[0]):
+            self._copy_blocks(*copies)
+        if len(batch.commit_blocks):
+            self._commit_blocks(batch.commit_blocks.astype(np.int64), batch.commit_digests)
+        self._after_moves(self._rows.move_beams(batch.beam_rows, batch.beam_parents, batch.beam_tokens, errors))
+        return copies
+
+    def _after_opens(self, opens: list[RowOpen]) -> None:
+        """For what a backend keeps of a row besides its entry in the table."""
+        return
+
+    def _after_moves(self, rows: I64) -> None:
+        """For beams that continue other beams."""
+        return
+
+    @abstractmethod
+    def _copy_blocks(self, sources: I64, targets: I64) -> None: ...
+
+    @abstractmethod
+    def _commit_blocks(self, blocks: I64, digests: list[bytes]) -> None: ...
+
+    def _compute_or_fail(
+        self, batch: StepBatch, errors: RowErrors, compute: Callable[[], T], *, can_fail: bool = True
+    ) -> T | None:
+        """Computes a step whose changes are applied. If memory runs out, its rows fail, and the result is None: a step
+        writes to no others. `can_fail`: whether a step without its rows leaves the worker consistent."""
+        try:
+            found = compute()
+        except (MemoryError, RuntimeError) as error:
+            self._num_out_of_memory += 1
+            is_last = self._num_out_of_memory >= MAX_OUT_OF_MEMORY_STEPS
+            if not (can_fail and is_out_of_memory(error)) or is_last:
+                raise
+            logger.error("step %d ran out of memory; its rows fail: %s", batch.step_id, error)
+        else:
+            self._num_out_of_memory = 0
+            return found
+        for row in np.concatenate((batch.rows, batch.fork_rows)).tolist():
+            errors.add(row, "the worker ran out of memory in this step", RowErrorCode.INTERNAL)
+        return None
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether torch or numpy could not allocate memory."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in OUT_OF_MEMORY)
