@@ -50,7 +50,7 @@ def tensors(value, seen: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
 def test_weights_have_the_size_of_the_engine_s_matrices(recorded):
     engine, _ = recorded
     decoder = engine._compute._model
-    found = {**tensors(decoder._layers, {}), **tensors(decoder._head, {})}
+    found = {**tensors(decoder.layers, {}), **tensors(decoder._head, {})}
     numbers = sum(matrix.numel() for matrix in found.values())
     assert Shape.of(bench_model.TINY).weight_bytes() == 2 * numbers
 

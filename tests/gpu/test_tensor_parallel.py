@@ -119,7 +119,7 @@ import os, signal, sys
 from pathlib import Path
 from tests.carried import random_embeddings, with_content_ids
 from tests.gpu.driver import DeviceDriver, load
-from worker_svc.engine.gpu import ranks
+from worker_svc.engine.gpu.ranks import parallel_runner as ranks
 
 if __name__ == "__main__":
     ranks.STUCK_AFTER_S = 1.0
