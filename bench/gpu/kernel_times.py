@@ -20,7 +20,7 @@ from worker_svc.engine.gpu.runner import DeviceRunner
 from worker_svc.engine.gpu.step.pending_step import PendingStep
 
 STEPS = 5
-MOST_TRACE_BYTES = 12 << 20  # compressed; larger files do not come back from some machines
+MAX_TRACE_BYTES = 12 << 20  # compressed; larger files do not come back from some machines
 FILTERED = replace(GREEDY, temperature=0.6, top_k=20, top_p=0.95)
 
 
@@ -64,7 +64,7 @@ def _write_trace(recorded: Any, trace: Path) -> None:
     recorded.export_chrome_trace(str(plain))
     packed = gzip.compress(plain.read_bytes(), 6)
     plain.unlink()
-    if len(packed) <= MOST_TRACE_BYTES:
+    if len(packed) <= MAX_TRACE_BYTES:
         trace.write_bytes(packed)
 
 

@@ -23,8 +23,8 @@ ROOT = Path(__file__).resolve().parents[2]
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 PLACES = ("/usr/local/cuda/bin", "/usr/local/cuda/compute-sanitizer", "/opt/nvidia/compute-sanitizer")
 SHARE = {"memcheck": 0.3, "racecheck": 0.4, "initcheck": 0.5}  # of the time that is left; the last tool gets the rest
-LEAST_S = 20.0
-MOST_LINES = 30  # of a tool's messages
+MIN_S = 20.0
+MAX_LINES = 30  # of a tool's messages
 ERROR_CODE = 99  # of a program in which a tool found an error
 SUMMARY = re.compile(r"=+ (?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)")
 
@@ -83,7 +83,7 @@ def tool_command(sanitizer: str, tool: str) -> list[str]:
 
 
 def _run(name: str, command: list[str], limit_s: float) -> Finding:
-    if limit_s < LEAST_S:
+    if limit_s < MIN_S:
         return Finding(name, "skipped", 0, 0.0, f"{limit_s:.0f} s are left")
     print(f"== {name}", flush=True)
     started = time.monotonic()
@@ -103,7 +103,7 @@ def judge(name: str, code: int, text: str, seconds: float) -> Finding:
     """A program that ends badly without errors of the tool has failed by itself."""
     count = count_errors(text)
     verdict = "errors" if count or code == ERROR_CODE else "failed" if code else "clean"
-    lines = text.splitlines()[-MOST_LINES:]
+    lines = text.splitlines()[-MAX_LINES:]
     return Finding(name, verdict, count, round(seconds, 1), "\n".join(lines) if verdict == "failed" else messages(text))
 
 
@@ -114,7 +114,7 @@ def count_errors(text: str) -> int:
 def messages(text: str) -> str:
     """The first messages of the tool, and its summary."""
     lines = [line for line in text.splitlines() if line.startswith("=====")]
-    return "\n".join([*lines[: MOST_LINES - 1], lines[-1]] if len(lines) > MOST_LINES else lines)
+    return "\n".join([*lines[: MAX_LINES - 1], lines[-1]] if len(lines) > MAX_LINES else lines)
 
 
 def python_path() -> str:

@@ -25,7 +25,7 @@ from bench.gpu.report import OutOfTimeError, Report
 CONTEXT = multiprocessing.get_context("fork")  # so that torch is imported once
 SOFT = 0.85  # fraction of its time limit after which a section stops at its next row
 END_S = 10.0  # time limit for the exit of a process that has sent all rows
-LEAST = 0.3  # a section starts only if this fraction of its time limit remains
+MIN_SHARE = 0.3  # a section starts only if this fraction of its time limit remains
 TILES_VARIABLE = "QUIRE_ATTENTION_TILES"  # as in gpu.attention.tiles, which is imported only in sections
 
 
@@ -50,7 +50,7 @@ def run_all(sections: list[Section], report: Report, budget_s: float, save: Call
     for section in sections:
         left = budget_s - (time.monotonic() - started)
         report.begin(section.name)
-        if left < section.limit_s * LEAST:
+        if left < section.limit_s * MIN_SHARE:
             report.row(section.name, "skipped", note=f"{left:.0f} s are left, but it may take {section.limit_s:.0f} s")
         else:
             is_cut = run_section(section, report, min(section.limit_s, left), save)

@@ -30,7 +30,7 @@ STEP_LAUNCHES = {
 FILTER_LAUNCHES = (
     "banned_kernel", "chunk_top_kernel", "chunk_weight_kernel", "limits_kernel", "collect_kernel", "select_kernel",
 )  # fmt: skip
-MOST_GRAPH_TOKENS = 8192  # larger steps are launched kernel by kernel
+MAX_GRAPH_TOKENS = 8192  # larger steps are launched kernel by kernel
 NANO_BUDGET = 16_384  # tokens of a step in nano-vllm's benchmark
 SAMPLED_STEPS = 24  # decode steps whose distribution is computed; the others are interpolated
 
@@ -120,7 +120,7 @@ def step_ms(shape: Shape, step: Step, gpu: Gpu, *, has_pdl: bool = False, overhe
     found = parts_ms(shape, step, gpu, has_pdl=has_pdl, overhead=overhead)
     count = sum(launches(shape, is_decode=step.is_decode, is_filtered=step.sampling == "filtered").values())
     host = gpu.host_ms + gpu.host_row_us * len(step.queries) / 1e3
-    if step.num_tokens > MOST_GRAPH_TOKENS:
+    if step.num_tokens > MAX_GRAPH_TOKENS:
         host += count * gpu.eager_us / 1e3
     return max(sum(found.values()), host)
 

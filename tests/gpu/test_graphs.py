@@ -133,7 +133,7 @@ def test_short_decode_steps_are_recorded_first_after_the_largest(folder, recorde
 
 
 @pytest.mark.parametrize(("taken", "reserved", "expected"), [
-    (30, 20, 30), (20, 20, 20), (0, 20, 20), (-500, 0, 0), (5 << 30, 20, 20 + graphs.MOST_DRIVER_BYTES),
+    (30, 20, 30), (20, 20, 20), (0, 20, 20), (-500, 0, 0), (5 << 30, 20, 20 + graphs.MAX_DRIVER_BYTES),
 ])  # fmt: skip
 def test_memory_of_other_processes_is_not_counted_as_that_of_a_graph(taken, reserved, expected):
     assert graphs.bytes_of_graph(taken, reserved) == expected

@@ -42,7 +42,7 @@ def quick(monkeypatch, tmp_path):
     script.write_text(FAKE)
     script.chmod(0o755)
     monkeypatch.setenv("PATH", f"{script.parent}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setattr(sanitize, "LEAST_S", 0.5)
+    monkeypatch.setattr(sanitize, "MIN_S", 0.5)
     run = subprocess.run
 
     def without_program(command, **arguments):

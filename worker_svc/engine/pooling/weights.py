@@ -26,7 +26,7 @@ from worker_svc.engine.decoder.weights import LinearMaker
 from worker_svc.engine.kernels.exact_ops import exp
 from worker_svc.engine.pooling.config import DenseLayer, PoolingConfig
 
-LEAST_LENGTH = 1e-12
+MIN_LENGTH = 1e-12
 
 
 def _tanh(x: torch.Tensor) -> torch.Tensor:
@@ -112,7 +112,7 @@ def pooling_info(settings: PoolingConfig, weights: PoolingWeights, max_model_len
 def normalized(vector: F32) -> F32:
     """The vector with length 1; zeros stay zeros."""
     length = math.sqrt(float(np.add.reduce(vector.astype(np.float64) ** 2)))
-    scaled: F32 = (vector.astype(np.float64) / max(length, LEAST_LENGTH)).astype(np.float32)
+    scaled: F32 = (vector.astype(np.float64) / max(length, MIN_LENGTH)).astype(np.float32)
     return scaled
 
 

@@ -28,7 +28,7 @@ from worker_svc.engine.gpu.kernels.pack_tables import pack_tables
 from worker_svc.engine.gpu.step.step_buffer import Bucket, HostStep, StepColumns
 
 DECODE, PREFILL = "BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper"
-LEAST_WORKSPACE = 128 << 20  # bytes; the library's recommendation
+MIN_WORKSPACE = 128 << 20  # bytes; the library's recommendation
 PLAN_BYTES = 1 << 20  # of a wrapper, on the device and pinned
 TILE_ROWS = 16  # query heads of a row in a tile of a decode step; more heads per KV head take the next tile
 WIDE_TILE_ROWS = 64
@@ -171,7 +171,7 @@ def workspace_bytes(heads: HeadShape, max_rows: int, num_processors: int) -> int
     decode_lines = tile * (-(-max_rows * group // tile) + max_rows - 1)  # a graph reserves all tiles
     mixed_lines = MIXED_TILE_ROWS * (PROGRAMS_PER_PROCESSOR * num_processors // heads.num_kv_heads)
     num_bytes = max(decode_lines, mixed_lines) * heads.num_q_heads * (heads.head_dim + 1) * 4
-    return max(LEAST_WORKSPACE, num_bytes + ALIGNMENT_SLACK)
+    return max(MIN_WORKSPACE, num_bytes + ALIGNMENT_SLACK)
 
 
 def _mask_and_scale(shape: AttentionShape) -> dict[str, Any]:

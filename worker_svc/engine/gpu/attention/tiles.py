@@ -70,7 +70,7 @@ def for_heads(tiles: AttentionTiles, shape: HeadShape, number_bytes: int = 2, sh
 
 
 MAX_PROGRAMS_PER_PROCESSOR = 4
-MOST_SPLITS = 2048  # of a step, beside one per row: bounds the memory for their results
+MAX_SPLITS = 2048  # of a step, beside one per row: bounds the memory for their results
 # A split costs about as much as SPLIT_KEYS keys (its start, its end, merging). Longer splits cost less in all, but
 # leave programs idle at the end; with this constant both losses are about equal (bench/gpu/distribution.py).
 SPLIT_KEYS = 72
@@ -122,4 +122,4 @@ class Processors:
 
 def splits_for(shape: HeadShape, processors: Processors, per_processor: int = 3) -> Splits:
     """How decode steps of these heads are divided among all programs."""
-    return Splits(SPLIT_KEYS * shape.num_kv_heads / (per_processor * processors.count), MOST_SPLITS)
+    return Splits(SPLIT_KEYS * shape.num_kv_heads / (per_processor * processors.count), MAX_SPLITS)

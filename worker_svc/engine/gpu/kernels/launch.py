@@ -30,7 +30,7 @@ from triton.runtime.driver import driver
 FIRST_ARCHITECTURE = 90  # sm_90 (Hopper) and newer have the instructions
 DISABLE = "QUIRE_DISABLE_PDL"
 EARLY_BYTES = 16 << 20  # of a weight that is read early: a part of the L2 cache, which has 50 MB on an H100
-MOST_OF_PROGRAM = 2 << 20  # in four reads, each of less than 1 MiB
+MAX_OF_PROGRAM = 2 << 20  # in four reads, each of less than 1 MiB
 
 
 @triton.jit
@@ -67,7 +67,7 @@ def early_bytes(weight: torch.Tensor, num_programs: int) -> int:
     """`most_bytes` of `prefetch_rows` for a weight that this number of programs reads."""
     if weight.data_ptr() % 16 or not _is_available():
         return 0
-    return min(EARLY_BYTES // num_programs, MOST_OF_PROGRAM)
+    return min(EARLY_BYTES // num_programs, MAX_OF_PROGRAM)
 
 
 def dependent() -> dict[str, Any]:

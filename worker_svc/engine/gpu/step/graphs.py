@@ -18,7 +18,7 @@ from worker_svc.engine.gpu.step.step_buffer import Bucket
 logger = logging.getLogger(__name__)
 
 MAX_RECORDING_S = 120.0  # at start-up; buckets not recorded by then stay eager
-MOST_DRIVER_BYTES = 64 << 20  # of one graph: its nodes and their parameters
+MAX_DRIVER_BYTES = 64 << 20  # of one graph: its nodes and their parameters
 
 Step = Callable[[], None]
 
@@ -75,7 +75,7 @@ class CudaRecorder:
 def bytes_of_graph(taken: int, reserved: int) -> int:
     """Memory that a graph takes, of the bytes that the device lost and those that torch reserved meanwhile. The rest is
     the driver's, unless it is more than a graph can need: then another process has taken or returned memory."""
-    return reserved + min(max(taken - reserved, 0), MOST_DRIVER_BYTES)
+    return reserved + min(max(taken - reserved, 0), MAX_DRIVER_BYTES)
 
 
 def make_recorder(device: torch.device) -> Recorder | None:

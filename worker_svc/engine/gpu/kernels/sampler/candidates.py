@@ -15,8 +15,8 @@ from worker_svc.engine.gpu.kernels.launch import after_predecessor, dependent
 from worker_svc.engine.gpu.kernels.record import TEMPERATURE
 from worker_svc.engine.gpu.kernels.sampler.filters import (
     TOP_K,
-    Limits,
-    Source,
+    RowLimits,
+    StepLogits,
     count_to_reach,
     float_of,
     largest,
@@ -161,7 +161,7 @@ class CandidateSearch:
     def __init__(self, max_rows: int, device: torch.device) -> None:
         self._z = torch.zeros(max_rows, MAX_CANDIDATES, device=device)  # in any order
 
-    def search(self, source: Source, limits: Limits) -> None:
+    def search(self, source: StepLogits, limits: RowLimits) -> None:
         """Raises the lowest z of rows with top_k or top_p."""
         num_samples, chunks = len(source.logits), limits.top.shape[1]
         collect_kernel[(num_samples, chunks)](

@@ -14,8 +14,8 @@ from worker_svc.engine.gpu.collectives.group import Group
 from worker_svc.engine.gpu.kernels.record import TEMPERATURE
 from worker_svc.engine.gpu.kernels.sampler.filters import (
     TOP_K,
-    Limits,
-    Source,
+    RowLimits,
+    StepLogits,
     count_to_reach,
     float_of,
     load_z,
@@ -118,7 +118,7 @@ class DigitSearch:
         self._need = torch.zeros_like(self._prefix)  # count or weight still to be reached; 0: no search
         self._sums = torch.zeros(max_rows, triton.cdiv(vocab_size, CHUNK), 16, dtype=torch.int64, device=device)
 
-    def search(self, source: Source, limits: Limits) -> None:
+    def search(self, source: StepLogits, limits: RowLimits) -> None:
         """Raises the lowest z of rows with top_k or top_p."""
         num_samples, vocab_size = source.logits.shape
         chunks = triton.cdiv(vocab_size, CHUNK)

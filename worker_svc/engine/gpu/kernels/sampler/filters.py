@@ -38,7 +38,7 @@ MARGIN = tl.constexpr(1.0)  # the ids below the bound weigh at most 1/e of what 
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class StepLogits:
     """The logits [S, this rank's ids] of a step and its rows: records of `state`, -1 is padding."""
 
     logits: torch.Tensor
@@ -55,7 +55,7 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class RowLimits:
     """Buffers for S rows and the chunks of this rank's ids."""
 
     lowest: torch.Tensor  # float32 [S]: no smaller z passes; after the search, the smallest z that passes
@@ -66,7 +66,7 @@ class Limits:
     total: torch.Tensor  # int64 [S]: sum of the weights
 
     @classmethod
-    def make(cls, max_rows: int, chunks: int, device: torch.device) -> Limits:
+    def make(cls, max_rows: int, chunks: int, device: torch.device) -> RowLimits:
         return cls(
             lowest=torch.zeros(max_rows, device=device),
             top=torch.zeros(max_rows, chunks, device=device),
@@ -257,7 +257,7 @@ def limits_kernel(
     tl.store(total_ptr + sample, total)
 
 
-def find_limits(source: Source, limits: Limits, chunk: int, group: Group) -> None:
+def find_limits(source: StepLogits, limits: RowLimits, chunk: int, group: Group) -> None:
     """Everything but the search. `chunk`: ids of a chunk of `limits`."""
     num_samples, vocab_size = source.logits.shape
     chunks = limits.top.shape[1]

@@ -9,7 +9,7 @@ from worker_svc.engine.gpu.collectives.group import ALONE, Group
 from worker_svc.engine.gpu.kernels.sampler import candidates, digits
 from worker_svc.engine.gpu.kernels.sampler.candidates import CandidateSearch
 from worker_svc.engine.gpu.kernels.sampler.digits import DigitSearch
-from worker_svc.engine.gpu.kernels.sampler.filters import Limits, Source, find_limits
+from worker_svc.engine.gpu.kernels.sampler.filters import RowLimits, StepLogits, find_limits
 
 
 class Thresholds:
@@ -23,12 +23,12 @@ class Thresholds:
             self._chunk, self._search = candidates.CHUNK, CandidateSearch(max_rows, device)
         else:
             self._chunk, self._search = digits.CHUNK, DigitSearch(max_rows, vocab_size, device, group)
-        self.limits = Limits.make(max_rows, triton.cdiv(vocab_size, self._chunk), device)
+        self.limits = RowLimits.make(max_rows, triton.cdiv(vocab_size, self._chunk), device)
 
     def find(self, logits: torch.Tensor, state: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """The smallest z = logits / temperature that each of the S rows keeps, float32 [S]. `rows` are records of
         `state`, -1 is padding."""
-        source = Source(logits, state, rows)
+        source = StepLogits(logits, state, rows)
         find_limits(source, self.limits, self._chunk, self._group)
         self._search.search(source, self.limits)
         return self.limits.lowest
