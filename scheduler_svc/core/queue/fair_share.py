@@ -9,6 +9,8 @@ needs less than its share hardly waits.
 
 from __future__ import annotations
 
+from heapq import heapify, heappop, heappush, heapreplace
+
 import numpy as np
 
 from step_protocol.columns import I64
@@ -16,6 +18,7 @@ from step_protocol.columns import I64
 INPUT_WEIGHT = 1  # per computed prompt token
 OUTPUT_WEIGHT = 2  # per generated token
 MAX_IDLE_TENANTS = 4096  # idle tenants whose counters are kept
+SPARE_COUNTERS = 64  # old counters are removed when there are more than about this many
 
 
 class FairShare:
@@ -29,6 +32,9 @@ class FairShare:
         self._names: list[str] = []
         self._num_live: list[int] = []
         self._idle: dict[int, None] = {}  # slots, longest idle first
+        # Counters of active slots when they were pushed; empty or old while one slot is active. These counters
+        # only grow, so the lowest is found by correcting the top until it is right.
+        self._lowest: list[tuple[int, int]] = []
         self._floor = 0
 
     def slot_of(self, tenant_id: str) -> int | None:
@@ -41,14 +47,33 @@ class FairShare:
         if slot is None:
             slot = self._new_slot(tenant_id)
         if not self._num_live[slot]:
+            has_others = False
             if self._active:
-                self._floor = max(self._floor, min(self.served.item(other) for other in self._active))
+                has_others, self._floor = True, max(self._floor, self._lowest_counter())
             if self.served[slot] < self._floor:
                 self.served[slot] = self._floor
             self._active.add(slot)
+            if has_others:
+                heappush(self._lowest, (self.served.item(slot), slot))
             self._idle.pop(slot, None)
         self._num_live[slot] += 1
         return slot
+
+    def _lowest_counter(self) -> int:
+        """The lowest counter of the active tenants. There is at least one."""
+        heap = self._lowest
+        if len(self._active) == 1 or len(heap) > 2 * len(self._active) + SPARE_COUNTERS:  # most have left
+            self._lowest = heap = [(self.served.item(slot), slot) for slot in self._active]
+            heapify(heap)
+        while True:
+            counter, slot = heap[0]
+            now = self.served.item(slot)
+            if slot in self._active and counter == now:
+                return counter
+            if slot in self._active and counter < now:
+                heapreplace(heap, (now, slot))
+            else:
+                heappop(heap)
 
     def leave(self, slot: int) -> None:
         """Count the end of a request of this tenant."""
@@ -71,7 +96,7 @@ class FairShare:
         if len(self._active) == 1:
             self.served[slot_of_row[rows[0]]] += OUTPUT_WEIGHT * len(rows)
             return
-        self.served += OUTPUT_WEIGHT * np.bincount(slot_of_row[rows], minlength=len(self.served))
+        np.add.at(self.served, slot_of_row[rows], OUTPUT_WEIGHT)  # the cost depends on the rows, not on the tenants
 
     def _new_slot(self, tenant_id: str) -> int:
         if len(self._idle) >= MAX_IDLE_TENANTS:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections import Counter, defaultdict
-from collections.abc import Iterator
-from heapq import heapify, heappop, heapreplace
+from collections.abc import Iterator, Mapping
+from heapq import heapify, heappop, heappush
 from operator import attrgetter
 
 from scheduler_svc.core.queue.fair_share import INPUT_WEIGHT, FairShare
 from scheduler_svc.core.sequence import QueueEntry, Sequence
 
 _key = attrgetter("key")
+Rank = tuple[int, bool, int, float, int]
+SPARE_HEADS = 64  # outdated heads are removed when there are more than about this many
 
 
 class TenantQueue:
@@ -39,6 +41,8 @@ class WaitingQueue:
 
     Order: priority; then sequences that have run before, because their streams are stalled; then the tenant that was
     served least; then the virtual arrival, which is later for a long prompt. With one tenant this is a sorted list.
+    With more, the first entries are found through a heap of the tenants' first entries, so a pass that looks at a few
+    entries costs about the same for ten tenants and for 50,000.
 
     A sequence that no present worker could run is unschedulable: it waits outside the order and delays no others.
     """
@@ -50,6 +54,11 @@ class WaitingQueue:
         self.unschedulable: dict[Sequence, float] = {}  # -> since when, oldest first; inf until `give_up` sets it
         self._unschedulable_tokens: dict[Sequence, int] = {}  # expected ones of each unschedulable sequence
         self.unschedulable_tokens = 0  # their sum
+        self._heads: list[tuple[Rank, int, int]] = []  # a heap: rank when pushed, version, slot
+        self._num_tenants = 0  # with waiting sequences; the heap is kept while there are several
+        self._versions: dict[int, int] = {}  # by slot: the version of its entry in the heap that counts
+        self._version = 0
+        self._tokens: defaultdict[int, int] = defaultdict(int)  # priority -> tokens to compute, of all tenants
         self.pending_tokens = 0  # to compute
         self.expected_tokens = 0  # to compute and to generate
 
@@ -90,11 +99,17 @@ class WaitingQueue:
         slot = seq.group.tenant_slot
         tenant = self._by_tenant.get(slot)
         if tenant is None:
+            if self._num_tenants == 1:
+                self._push_head(next(iter(self._by_tenant)))
             tenant = self._by_tenant[slot] = TenantQueue()
+            self._num_tenants += 1
         entry.set_key(virtual_arrival)
         self._entries[seq] = entry
         insort(tenant.entries, entry, key=_key)
+        if self._num_tenants > 1 and tenant.entries[0] is entry:
+            self._push_head(slot)
         tenant.count(entry, 1)
+        self._tokens[entry.key[0]] += entry.num_tokens
         self.pending_tokens += entry.num_tokens
         self.expected_tokens += entry.num_expected_tokens
 
@@ -117,8 +132,16 @@ class WaitingQueue:
             raise RuntimeError(f"sequence {seq.seq_id} is not at the position of its key: a bug in the queue")
         del tenant.entries[index]
         tenant.count(entry, -1)
+        self._tokens[entry.key[0]] -= entry.num_tokens
+        if not self._tokens[entry.key[0]]:
+            del self._tokens[entry.key[0]]
         if not tenant.entries:
             del self._by_tenant[slot]
+            self._num_tenants -= 1
+            if self._versions:
+                self._versions.pop(slot, None)
+        elif self._num_tenants > 1 and not index:
+            self._push_head(slot)
         self.pending_tokens -= entry.num_tokens
         self.expected_tokens -= entry.num_expected_tokens
 
@@ -134,16 +157,13 @@ class WaitingQueue:
         The sequences ahead are those that are at least as urgent. But while the tenant's own sequences are served, each
         other tenant gets at most the same number of tokens.
         """
-        urgent = {
-            owner: sum(tokens for level, tokens in tenant.tokens.items() if level <= priority)
-            for owner, tenant in self._by_tenant.items()
-        }
-        own = urgent.get(slot, 0) if slot is not None else 0
+        tenant = self._by_tenant.get(slot) if slot is not None else None
+        own = 0 if tenant is None else _urgent(tenant.tokens, priority)
         if virtual_arrival is not None and slot in self._by_tenant:
             entries = self._by_tenant[slot].entries
             end = bisect_left(entries, (priority, True, virtual_arrival, 0), key=_key)
             own = sum(entry.num_tokens for entry in entries[:end])
-        return min(sum(urgent.values()), own * self.num_tenants_with(slot))
+        return min(_urgent(self._tokens, priority), own * self.num_tenants_with(slot))
 
     def __iter__(self) -> Iterator[QueueEntry]:
         """All entries in order. Each entry counts as served when the next one is chosen, so one iteration accounts for
@@ -154,18 +174,45 @@ class WaitingQueue:
         return self._merge()
 
     def _merge(self) -> Iterator[QueueEntry]:
-        served = {slot: int(self._share.served[slot]) for slot in self._by_tenant}
-        heads = [(_rank(tenant.entries[0], served[slot]), slot, 0) for slot, tenant in self._by_tenant.items()]
-        heapify(heads)
-        while heads:
-            _, slot, index = heads[0]
-            entries = self._by_tenant[slot].entries
-            yield entries[index]
-            served[slot] += INPUT_WEIGHT * entries[index].num_tokens
-            if index + 1 == len(entries):
-                heappop(heads)
+        """Searches the heap of heads from its top, best first. An old rank is a lower bound, because counters of
+        tenants only grow; so a head is compared again with its present rank before it is chosen.
+        """
+        self._correct_top()
+        heads, served = self._heads, dict[int, int]()
+        # A node of the heap (-1: the rank may be old), or the entry of a tenant at this index.
+        found: list[tuple[Rank, int, int]] = [(heads[0][0], -1, 0)] if heads else []
+        while found:
+            _, index, place = heappop(found)
+            if index < 0:
+                for child in (2 * place + 1, 2 * place + 2):
+                    if child < len(heads):
+                        heappush(found, (heads[child][0], -1, child))
+                _, version, slot = heads[place]
+                if self._versions.get(slot) == version:
+                    served[slot] = self._share.served.item(slot)
+                    heappush(found, (_rank(self._by_tenant[slot].entries[0], served[slot]), 0, slot))
                 continue
-            heapreplace(heads, (_rank(entries[index + 1], served[slot]), slot, index + 1))
+            entries = self._by_tenant[place].entries
+            entry = entries[index]
+            yield entry
+            served[place] += INPUT_WEIGHT * entry.num_tokens
+            if index + 1 < len(entries):
+                heappush(found, (_rank(entries[index + 1], served[place]), index + 1, place))
+
+    def _push_head(self, slot: int) -> None:
+        """Put the first entry of a tenant into the heap of heads, in place of an earlier one."""
+        self._version += 1
+        self._versions[slot] = self._version
+        rank = _rank(self._by_tenant[slot].entries[0], self._share.served.item(slot))
+        heappush(self._heads, (rank, self._version, slot))
+
+    def _correct_top(self) -> None:
+        """Remove outdated heads from the top of the heap, and all of them when they are many."""
+        if len(self._heads) > 2 * len(self._by_tenant) + SPARE_HEADS:
+            self._heads = [head for head in self._heads if self._versions.get(head[2]) == head[1]]
+            heapify(self._heads)
+        while self._heads and self._versions.get(self._heads[0][2]) != self._heads[0][1]:
+            heappop(self._heads)
 
     def check_invariants(self) -> None:
         """Raise AssertionError if counts, keys and order disagree."""
@@ -178,6 +225,10 @@ class WaitingQueue:
         assert self.unschedulable.keys().isdisjoint(self._entries), (
             "an unschedulable sequence is also in the queue order"
         )
+        by_priority = Counter[int]()
+        for entry in waiting:
+            by_priority[entry.seq.group.priority] += entry.num_tokens
+        assert self._tokens == by_priority, "tokens per priority are wrong"
         assert self.pending_tokens == sum(entry.seq.data.num_tokens for entry in waiting), "pending_tokens is wrong"
         assert self.expected_tokens == sum(entry.num_expected_tokens for entry in waiting), "expected_tokens is wrong"
         for slot, tenant in self._by_tenant.items():
@@ -196,6 +247,11 @@ class WaitingQueue:
             assert all(entry.key[:2] == entry.seq.order[:2] for entry in entries), "an entry has an outdated key"
 
 
-def _rank(entry: QueueEntry, served: int) -> tuple[int, bool, int, float, int]:
+def _urgent(tokens: Mapping[int, int], priority: int) -> int:
+    """The tokens of sequences that are at least as urgent."""
+    return sum(count for level, count in tokens.items() if level <= priority)
+
+
+def _rank(entry: QueueEntry, served: int) -> Rank:
     priority, is_new, virtual_arrival, seq_id = entry.key
     return (priority, is_new, served if is_new else 0, virtual_arrival, seq_id)

@@ -41,3 +41,29 @@ def test_the_longest_idle_tenants_are_dropped(monkeypatch: pytest.MonkeyPatch) -
         share.leave(share.join(f"t{i}"))
     assert len(share._names) <= 5
     share.check_invariants({stays: 1})
+
+
+def test_a_tenant_joins_at_the_lowest_counter_of_any_history() -> None:
+    """The lowest counter is found without reading the counters of all active tenants."""
+    rng, share = np.random.default_rng(5), FairShare()
+    live: list[int] = []
+    floor = 0
+    for i in range(3000):
+        choice = rng.random()
+        if live and choice < 0.4:
+            share.charge_prompt(live[rng.integers(len(live))], int(rng.integers(1, 50)))
+        elif live and choice < 0.7:
+            slot = live.pop(rng.integers(len(live)))
+            share.leave(slot)
+            floor = floor if live else max(floor, int(share.served[slot]))
+        else:
+            tenant_id = str(rng.integers(60))
+            is_new = share.slot_of(tenant_id) not in live
+            before = max(floor, min((int(share.served[slot]) for slot in live), default=0))
+            known = share.slot_of(tenant_id)
+            own = 0 if known is None else int(share.served[known])
+            slot = share.join(tenant_id)
+            live.append(slot)
+            if is_new:
+                floor = before
+                assert share.served[slot] == max(own, floor), i

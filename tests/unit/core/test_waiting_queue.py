@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from itertools import islice
+from typing import Any
 
 from scheduler_svc.core.queue.fair_share import FairShare
 from scheduler_svc.core.queue.waiting_queue import WaitingQueue
@@ -11,6 +13,7 @@ from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import QueueEntry, Sequence, SequenceData
 from step_protocol.messages import EMPTY
 from tests.builders import make_capacity, make_group, make_scheduler
+from tests.call_counts import counted
 from tests.unit.core.test_scheduler import answer
 
 
@@ -104,8 +107,43 @@ def test_random_changes_keep_the_books_balanced() -> None:
             waiting.queue.check_invariants()
             waiting.share.check_invariants(Counter(seq.group.tenant_slot for seq in live))
             assert {entry.seq for entry in waiting.queue} == {*live}
-            priorities = [entry.seq.group.priority for entry in waiting.queue]
-            assert priorities == sorted(priorities)
+            assert list(waiting.queue) == merged(waiting)
+        if live and rng.random() < 0.5:  # a running sequence of the tenant gets tokens
+            waiting.share.charge_prompt(rng.choice(live).group.tenant_slot, rng.randint(1, 60))
+
+
+def merged(waiting: Waiting) -> list[QueueEntry]:
+    """The order by its definition: each entry counts as served when the next one is chosen."""
+    lists: dict[int, list[QueueEntry]] = {}
+    for entry in sorted(waiting.queue, key=lambda entry: entry.key):
+        lists.setdefault(entry.seq.group.tenant_slot, []).append(entry)
+    served = {slot: int(waiting.share.served[slot]) for slot in lists}
+    order = []
+
+    def rank(slot: int) -> tuple[Any, ...]:
+        priority, is_new, virtual_arrival, seq_id = lists[slot][0].key
+        return priority, is_new, served[slot] if is_new else 0, virtual_arrival, seq_id
+
+    while lists:
+        slot = min(lists, key=rank)
+        order.append(lists[slot].pop(0))
+        served[slot] += order[-1].num_tokens
+        if not lists[slot]:
+            del lists[slot]
+    return order
+
+
+def test_a_look_at_the_first_entries_does_not_depend_on_the_tenants() -> None:
+    calls = []
+    for num_tenants in (10, 1000):
+        waiting = Waiting()
+        for i in range(num_tenants):
+            waiting.add(f"{i}", f"tenant {i}", arrival=float(i))
+        counts = Counter[str]()
+        with counted(counts):
+            assert len(list(islice(waiting.queue, 8))) == 8
+        calls.append(counts["call"] + counts["c_call"])
+    assert calls[1] < 2 * calls[0]
 
 
 def serve(scheduler: Scheduler, until_s: float) -> Counter[str]:
