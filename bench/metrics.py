@@ -26,7 +26,7 @@ from scheduler_svc.core.stats import SchedulerStats, WorkerStats
 from scheduler_svc.metrics import SPECS as SCHEDULER_SPECS
 from scheduler_svc.metrics import SchedulerReader, SchedulerTimes
 from svc_common.errors import RpcStats
-from svc_common.metrics import ServiceMetrics, make_registry
+from svc_common.observe.metrics import ServiceMetrics, make_registry
 
 ROUNDS, CALLS = 15, 2000
 ROWS, WORKERS = 256, 16

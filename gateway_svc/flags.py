@@ -25,9 +25,9 @@ from svc_common.config import (
     size_bytes,
     text,
 )
-from svc_common.redis_server import redis_flags
-from svc_common.tracing import TRACE_FLAGS_OF_GATEWAY
-from svc_common.trust import TRUST_FLAGS
+from svc_common.observe.tracing import TRACE_FLAGS_OF_GATEWAY
+from svc_common.redis.server import redis_flags
+from svc_common.security.trust import TRUST_FLAGS
 
 DESCRIPTION = "The public gRPC and HTTP API of Quire, for any number of models."
 EPILOG = """example:

@@ -12,7 +12,7 @@ from gateway_svc.operators.audit.audit_log import AuditLog
 from gateway_svc.schedulers.directory import ModelDirectory
 from gateway_svc.schedulers.scheduler_client import SchedulerClient
 from prefix_index.reader import RedisPrefixReader
-from svc_common.metrics import Row, Spec
+from svc_common.observe.metrics import Row, Spec
 
 MODEL = ("model_name",)
 SCHEDULER_STATES = ("ready", "attached", "away")

@@ -30,11 +30,11 @@ from gateway_svc.request.threads import Threads
 from gateway_svc.request.validation import RequestLimits
 from gateway_svc.servicer import InferenceServicer, make_servicer
 from svc_common import config
-from svc_common.logs import setup_logging
 from svc_common.memory import MemoryLimit
+from svc_common.observe.logs import setup_logging
+from svc_common.observe.tracing import make_tracer
 from svc_common.serve import BindError, run_service, settle_gc
 from svc_common.tasks import cancel
-from svc_common.tracing import make_tracer
 
 log = logging.getLogger(__name__)
 

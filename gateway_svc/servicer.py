@@ -27,7 +27,7 @@ from gateway_svc.request.validation import check_abort
 from gateway_svc.schedulers.directory import ModelDirectory
 from gateway_svc.schedulers.dispatcher import Dispatcher
 from gateway_svc.schedulers.submitter import PrefixReader, Submitter
-from svc_common.tracing import HEADER, current_traceparent
+from svc_common.observe.tracing import HEADER, current_traceparent
 
 Context = grpc.aio.ServicerContext[Any, Any]
 

@@ -7,8 +7,8 @@ import contextlib
 from collections.abc import Sequence
 
 from prefix_index.search import PrefixSearch
-from svc_common.redis_connect import call_errors, connect
-from svc_common.redis_server import Availability, RedisServer
+from svc_common.redis.connect import call_errors, connect
+from svc_common.redis.server import Availability, RedisServer
 
 PING_TIMEOUT_S = 1.0
 

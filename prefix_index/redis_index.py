@@ -19,8 +19,8 @@ from prefix_index.keys import (
     revisions_key,
     worker_key,
 )
-from svc_common.redis_connect import call_errors, connect
-from svc_common.redis_server import Availability, RedisServer
+from svc_common.redis.connect import call_errors, connect
+from svc_common.redis.server import Availability, RedisServer
 
 log = logging.getLogger(__name__)
 

@@ -9,9 +9,9 @@ from scheduler_svc.core.config import MAX_BURST_S
 from svc_common import config
 from svc_common.channels import DEFAULT_MAX_BUNDLE
 from svc_common.config import Flag, address, in_range, path, size_bytes, switch, text
-from svc_common.redis_server import redis_flags
-from svc_common.tracing import TRACE_FLAGS
-from svc_common.trust import TRUST_FLAGS
+from svc_common.observe.tracing import TRACE_FLAGS
+from svc_common.redis.server import redis_flags
+from svc_common.security.trust import TRUST_FLAGS
 
 DESCRIPTION = """Queues, places, batches and preempts requests, and manages the KV blocks of its workers.
 

@@ -19,7 +19,7 @@ from scheduler_svc.core.messages import Deltas, Finished, MigrationReason
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import SequenceGroup
 from scheduler_svc.core.stats import SchedulerStats
-from svc_common.metrics import LATENCIES_S, SHORT_TIMES_S, Buckets, Row, Spec
+from svc_common.observe.metrics import LATENCIES_S, SHORT_TIMES_S, Buckets, Row, Spec
 
 MODEL = ("model_name",)
 WORKER = ("model_name", "worker_id")

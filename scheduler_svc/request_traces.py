@@ -20,7 +20,7 @@ from scheduler_svc.core.sequence import FinishReason, SequenceGroup
 from step_protocol.messages import StepBatch
 
 if TYPE_CHECKING:
-    from svc_common.otlp import Attributes, OpenSpan, Tracer
+    from svc_common.observe.otlp import Attributes, OpenSpan, Tracer
 
 log = logging.getLogger(__name__)
 

@@ -27,17 +27,17 @@ from scheduler_svc.step_loop import StepLoop
 from scheduler_svc.workers.leased_worker import Dialer, LinkTimeouts
 from scheduler_svc.workers.pool import WorkerPool
 from scheduler_svc.workers.seals import read_block_keys
-from svc_common.admin import AdminServer
 from svc_common.config import parse
-from svc_common.inspection import Inspector
-from svc_common.logs import setup_logging
-from svc_common.metrics import ServiceMetrics, make_registry
-from svc_common.own_certificate import certificate_files
-from svc_common.redis_server import redis_server
+from svc_common.observe.admin import AdminServer
+from svc_common.observe.inspection import Inspector
+from svc_common.observe.logs import setup_logging
+from svc_common.observe.metrics import ServiceMetrics, make_registry
+from svc_common.observe.tracing import make_tracer
+from svc_common.redis.server import redis_server
+from svc_common.security.own_certificate import certificate_files
+from svc_common.security.tls import TlsError
+from svc_common.security.trust import Trust, check_reach, make_trust
 from svc_common.serve import BindError, GrpcServer, run_service, settle_gc
-from svc_common.tls import TlsError
-from svc_common.tracing import make_tracer
-from svc_common.trust import Trust, check_reach, make_trust
 
 if TYPE_CHECKING:
     pass

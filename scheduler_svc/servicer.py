@@ -19,11 +19,11 @@ from scheduler_svc.step_loop import StepLoop
 from scheduler_svc.workers.leased_worker import Dialer
 from scheduler_svc.workers.pool import WorkerPool
 from svc_common.errors import NotFoundError
-from svc_common.inspection import Inspector
-from svc_common.trust import Trust
+from svc_common.observe.inspection import Inspector
+from svc_common.security.trust import Trust
 
 if TYPE_CHECKING:
-    from svc_common.otlp import Tracer
+    from svc_common.observe.otlp import Tracer
 
 SERVICE_NAME = "quire.internal.v1.SchedulerService"
 CALLERS = {

@@ -30,7 +30,7 @@ from gateway_svc.http.fields import ENDPOINTS, BodyField
 from request_fields.beams import NOT_WITH_BEAMS
 from request_fields.fields import BY_PATH, FIELDS, MAX_UINT32, BodyForm, Field, Kind
 from svc_common.config import allowed_values, environment_name, make_parser, settings_of
-from svc_common.metrics import COMMON, PREFIX, Spec
+from svc_common.observe.metrics import COMMON, PREFIX, Spec
 from worker_svc.engine.checkpoint.families import ARCHITECTURES
 from worker_svc.engine.checkpoint.features import FEATURES, OF_BACKEND, features_of
 from worker_svc.engine.checkpoint.quantization_config import FORMATS

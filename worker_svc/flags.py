@@ -7,8 +7,8 @@ from pathlib import Path
 
 from svc_common import config
 from svc_common.config import Flag, FlagGroup, address, in_range, one_of, path, size_bytes, switch, text
-from svc_common.tracing import TRACE_FLAGS
-from svc_common.trust import TRUST_FLAGS
+from svc_common.observe.tracing import TRACE_FLAGS
+from svc_common.security.trust import TRUST_FLAGS
 from worker_svc.engine.config import (
     ALL_REDUCE,
     ATTENTION,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from step_protocol.messages import StepBatch
-from svc_common.metrics import SHORT_TIMES_S, Buckets, Row, Spec
+from svc_common.observe.metrics import SHORT_TIMES_S, Buckets, Row, Spec
 from worker_svc.engine.adapters.store import AdapterStore
 from worker_svc.engine.config import EngineInfo
 

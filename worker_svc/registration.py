@@ -28,10 +28,10 @@ from quire.internal.v1 import scheduler_pb2, scheduler_pb2_grpc
 from quire.v1 import types_pb2
 
 from svc_common.channels import OpenChannel
+from svc_common.security.trust import certificate_problem
 from svc_common.serve import open_channel
 from svc_common.silence import wait_for_peer
 from svc_common.tasks import cancel
-from svc_common.trust import certificate_problem
 from worker_svc.lifecycle import DRAINING, READY, Lifecycle
 from worker_svc.schedulers import FIRST_PAUSE_S, SchedulerCandidate, SchedulerCandidates, Share, count_workers
 

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 from quire.internal.v1 import worker_pb2
 
 from step_protocol.messages import StepBatch, StepOutput
-from svc_common.tracing import valid_traceparent
+from svc_common.observe.tracing import valid_traceparent
 
 if TYPE_CHECKING:
-    from svc_common.otlp import Attributes, OpenSpan, Tracer
+    from svc_common.observe.otlp import Attributes, OpenSpan, Tracer
 
 log = logging.getLogger(__name__)
 

@@ -17,17 +17,17 @@ from quire.internal.v1 import worker_pb2_grpc
 
 from hub_models.find import HubError
 from svc_common import config
-from svc_common.admin import AdminServer
 from svc_common.errors import UnavailableError
-from svc_common.inspection import Inspector
-from svc_common.logs import setup_logging
-from svc_common.metrics import ServiceMetrics, make_registry
-from svc_common.own_certificate import certificate_files
+from svc_common.observe.admin import AdminServer
+from svc_common.observe.inspection import Inspector
+from svc_common.observe.logs import setup_logging
+from svc_common.observe.metrics import ServiceMetrics, make_registry
+from svc_common.observe.tracing import make_tracer
 from svc_common.scheduler_names import SchedulerNames
+from svc_common.security.own_certificate import certificate_files
+from svc_common.security.trust import Trust, check_reach, make_trust
 from svc_common.serve import BindError, GrpcServer, run_service, settle_gc
 from svc_common.tasks import cancel
-from svc_common.tracing import make_tracer
-from svc_common.trust import Trust, check_reach, make_trust
 from worker_svc.adapters import WorkerAdapters
 from worker_svc.bundle import Bundle, ModelFolderError, read_bundle
 from worker_svc.check_model import check_model, resolve_model

@@ -12,7 +12,7 @@ import grpc
 from quire.internal.v1 import worker_pb2, worker_pb2_grpc
 
 from svc_common.errors import InvalidRequestError, QuireError, UnavailableError
-from svc_common.inspection import Inspector
+from svc_common.observe.inspection import Inspector
 from worker_svc.adapters import WorkerAdapters
 from worker_svc.bundle import Bundle
 from worker_svc.executor import StepExecutor

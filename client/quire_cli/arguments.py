@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import quire_client
-from quire_client.channel import DEFAULT_TARGET
+from quire_client.connection.channel import DEFAULT_TARGET
 
 from quire_cli.bench.arguments import BENCH_EXAMPLES, add_bench_flags
 from quire_cli.parser import Parser, at_least, number, positive, priority, text_file, token_ids

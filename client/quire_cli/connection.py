@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 
+from quire_client.connection.tls import Tls, resolve_tls
 from quire_client.sync import Client
-from quire_client.tls import Tls, resolve_tls
 
 CONNECT_TIMEOUT_S = 2.0
 FLAG_OF = {"ca_file": "tls_ca", "cert_file": "tls_cert", "key_file": "tls_key", "server_name": "tls_server_name"}

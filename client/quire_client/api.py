@@ -3,6 +3,7 @@
 from quire_client.aio import AsyncClient, AsyncGenerateStream
 from quire_client.audio import Audio
 from quire_client.chat_requests import ChatOptions
+from quire_client.connection.tls import Tls
 from quire_client.embeddings import PromptEmbeddings
 from quire_client.errors import (
     AlreadyExists,
@@ -29,7 +30,6 @@ from quire_client.images import Image
 from quire_client.requests import GenerateOptions
 from quire_client.retry import RetryPolicy
 from quire_client.sync import Client, GenerateStream
-from quire_client.tls import Tls
 from quire_client.types import (
     AbortResult,
     Delta,

@@ -15,8 +15,8 @@ from gateway_svc.operators.audit.entry import note_generation
 from gateway_svc.request.threads import RETRY_FULL_S
 from gateway_svc.schedulers.scheduler_request import SchedulerRequest
 from svc_common.errors import AlreadyExistsError, OverloadedError, QuireError, TakenOverError, UnavailableError
-from svc_common.logs import current_request_id
 from svc_common.memory import MemoryLimit
+from svc_common.observe.logs import current_request_id
 
 log = logging.getLogger(__name__)
 

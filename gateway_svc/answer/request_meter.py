@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from quire.v1 import types_pb2 as types
 
-from svc_common.metrics import LATENCIES_S, TOKEN_COUNTS, Buckets
+from svc_common.observe.metrics import LATENCIES_S, TOKEN_COUNTS, Buckets
 
 log = logging.getLogger(__name__)
 

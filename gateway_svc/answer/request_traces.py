@@ -13,10 +13,10 @@ from quire.v1 import inference_pb2 as pb
 from gateway_svc.answer.request_meter import RequestMeter
 from gateway_svc.schedulers.scheduler_request import SchedulerRequest
 from svc_common.errors import QuireError
-from svc_common.tracing import current_traceparent, is_traceparent, valid_traceparent
+from svc_common.observe.tracing import current_traceparent, is_traceparent, valid_traceparent
 
 if TYPE_CHECKING:
-    from svc_common.otlp import Attributes, OpenSpan, Tracer
+    from svc_common.observe.otlp import Attributes, OpenSpan, Tracer
 
 Events = AsyncGenerator[pb.GenerateResponse, None]
 

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from gateway_svc.callers.caller import CallersError
+from svc_common.security.trust import is_loopback
 from svc_common.tasks import cancel
-from svc_common.trust import is_loopback
 
 log = logging.getLogger(__name__)
 

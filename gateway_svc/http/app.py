@@ -28,8 +28,8 @@ from gateway_svc.operators.audit.audit_log import AuditLog
 from gateway_svc.operators.audit.entry import CANCELLED, OK, note
 from gateway_svc.request.validation import REQUEST_ID
 from svc_common.errors import NotFoundError, QuireError, RpcStats, shown_error
+from svc_common.observe.tracing import HEADER, current_traceparent
 from svc_common.tasks import cancel
-from svc_common.tracing import HEADER, current_traceparent
 
 MAX_BODY_BYTES = 16 << 20  # about three million token ids as JSON
 BODY_TIMEOUT_S = 60.0

@@ -30,7 +30,7 @@ from gateway_svc.request.threads import Lane
 from gateway_svc.schedulers.directory import ModelDirectory
 from gateway_svc.servicer import InferenceServicer
 from svc_common.errors import InvalidRequestError, UnavailableError, shown_error
-from svc_common.metrics import quire_version
+from svc_common.observe.metrics import quire_version
 
 log = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from gateway_svc.limits.settings import OwnerLimits
-from svc_common.redis_connect import call_errors, connect
-from svc_common.redis_server import Availability, RedisServer
+from svc_common.redis.connect import call_errors, connect
+from svc_common.redis.server import Availability, RedisServer
 
 REQUEST_BURST_S = 1.0  # a bucket's size is its rate times this time; a full bucket admits any request
 TOKEN_BURST_S = 2.0

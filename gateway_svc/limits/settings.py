@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from svc_common.config import SettingError
-from svc_common.reread import Reread
+from svc_common.security.reread import Reread
 
 
 class LimitsError(SettingError):

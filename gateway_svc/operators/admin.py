@@ -18,7 +18,7 @@ from gateway_svc.operators.audit.entry import note_target
 from gateway_svc.schedulers.directory import ModelDirectory
 from gateway_svc.schedulers.scheduler_client import RETRY_AFTER_S, SchedulerClient
 from svc_common.errors import InvalidRequestError, NotFoundError, UnavailableError
-from svc_common.inspection import Inspector, checked_times
+from svc_common.observe.inspection import Inspector, checked_times
 
 log = logging.getLogger(__name__)
 

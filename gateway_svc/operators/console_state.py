@@ -13,7 +13,7 @@ from quire.v1 import inference_pb2 as pb
 
 from gateway_svc.operators.scheduler_calls import get_pools
 from gateway_svc.schedulers.directory import ModelDirectory
-from svc_common.metrics import quire_version
+from svc_common.observe.metrics import quire_version
 
 MIN_INTERVAL_S = 0.2
 

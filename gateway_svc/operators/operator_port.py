@@ -23,9 +23,9 @@ from gateway_svc.operators.audit.audit_log import AuditLog
 from svc_common import config
 from svc_common.config import OFF, Flag, FlagGroup, address_or_off, path
 from svc_common.errors import PermissionDeniedError
+from svc_common.security.tls import TlsFiles, server_credentials
+from svc_common.security.trust import TrustError, is_loopback
 from svc_common.serve import GrpcServer
-from svc_common.tls import TlsFiles, server_credentials
-from svc_common.trust import TrustError, is_loopback
 
 SERVICE_NAME = "quire.v1.AdminService"
 

@@ -10,7 +10,7 @@ from quire.v1 import inference_pb2 as public
 
 from gateway_svc.schedulers.scheduler_client import RELEASE_TIMEOUT_S, RETRY_AFTER_S, STATUS_TIMEOUT_S, SchedulerClient
 from svc_common.errors import QuireError, UnavailableError, error_from_code
-from svc_common.inspection import answer_timeout_s
+from svc_common.observe.inspection import answer_timeout_s
 
 log = logging.getLogger(__name__)
 

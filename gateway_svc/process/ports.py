@@ -27,13 +27,13 @@ from gateway_svc.schedulers.directory import ModelDirectory
 from gateway_svc.servicer import InferenceServicer
 from prefix_index.reader import RedisPrefixReader
 from svc_common import config
-from svc_common.admin import AdminServer
 from svc_common.connections import ConnectionLimits
-from svc_common.inspection import Inspector
-from svc_common.metrics import ServiceMetrics, make_registry
-from svc_common.own_certificate import certificate_files
+from svc_common.observe.admin import AdminServer
+from svc_common.observe.inspection import Inspector
+from svc_common.observe.metrics import ServiceMetrics, make_registry
+from svc_common.security.own_certificate import certificate_files
+from svc_common.security.tls import TlsFiles, server_credentials, ssl_context, tls_files
 from svc_common.serve import GrpcServer
-from svc_common.tls import TlsFiles, server_credentials, ssl_context, tls_files
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp

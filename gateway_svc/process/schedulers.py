@@ -13,7 +13,7 @@ from gateway_svc.schedulers.directory import ModelDirectory
 from gateway_svc.schedulers.dispatcher import Dispatcher
 from gateway_svc.schedulers.scheduler_client import SchedulerClient, SchedulerClients
 from svc_common.scheduler_names import SchedulerNames
-from svc_common.trust import make_trust
+from svc_common.security.trust import make_trust
 
 
 class Schedulers:

@@ -13,7 +13,7 @@ from gateway_svc.records.cipher import make_cipher
 from gateway_svc.records.recorder import OutputRecorder
 from gateway_svc.records.store import RecordStore
 from prefix_index.reader import RedisPrefixReader
-from svc_common.redis_server import RedisServer, redis_server
+from svc_common.redis.server import RedisServer, redis_server
 
 
 class SharedState:

@@ -26,8 +26,8 @@ from quire.internal.v1 import record_pb2 as pb
 from gateway_svc.columns import u32_from_bytes
 from gateway_svc.records.cipher import Cipher, NoCipher, UnreadableValueError
 from svc_common.errors import InvalidRequestError, UnavailableError
-from svc_common.redis_connect import call_errors, connect
-from svc_common.redis_server import Availability, RedisServer
+from svc_common.redis.connect import call_errors, connect
+from svc_common.redis.server import Availability, RedisServer
 
 log = logging.getLogger(__name__)
 

@@ -31,7 +31,7 @@ from scheduler_svc.core.sequence import NO_FEATURES, Feature, Features, RowOptio
 from step_protocol.columns import U32, WireError, u32_from_bytes, u32_to_bytes
 from step_protocol.proto import DIGEST_BYTES, POOLING_KINDS, POOLING_TASKS
 from svc_common.errors import InvalidRequestError
-from svc_common.tracing import valid_traceparent
+from svc_common.observe.tracing import valid_traceparent
 
 MAX_KEPT = 256  # results of checks
 MAX_KEPT_BYTES = 1024  # parameters larger than this are checked each time

@@ -32,7 +32,7 @@ from step_protocol import columns
 from step_protocol.messages import StepBatch, StepOutput
 from svc_common.channels import MAX_BUNDLE_BYTES, ReceiveError, read_bundle
 from svc_common.errors import InvalidRequestError, QuireError, StaleEpochError, UnavailableError, error_from_code
-from svc_common.inspection import answer_timeout_s
+from svc_common.observe.inspection import answer_timeout_s
 from svc_common.serve import open_channel
 from svc_common.silence import SilenceWatch
 from svc_common.tasks import cancel

@@ -17,7 +17,7 @@ import kubernetes_validate
 import yaml
 from helm_python.chart import Chart
 
-from svc_common.trust import ROLES
+from svc_common.security.trust import ROLES
 from tests.chart.custom_resources import SCHEMAS
 from tests.chart.merge_keys import duplicates
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from svc_common.metrics import LATENCIES_S
+from svc_common.observe.metrics import LATENCIES_S
 from tests.chart.chart import CHART, NAMESPACE, ROOT, render
 from tests.promql import History, Samples, read_scrape
 

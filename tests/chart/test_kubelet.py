@@ -20,7 +20,7 @@ from quire.internal.v1 import scheduler_pb2, worker_pb2
 from quire_client import AsyncClient, QuireError, Tls
 from quire_client.demo import demo_model_dir
 
-from svc_common.trust import ROLES
+from svc_common.security.trust import ROLES
 from tests.chaos.cluster import BUG_WORDS
 from tests.chaos.reference import Catalogue, SimRule
 from tests.chaos.streams import StreamLoad

@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from deploy.k8s.generate import BASE
-from svc_common.trust import ROLES
+from svc_common.security.trust import ROLES
 from tests.chart.chart import NAMESPACE
 
 ADDRESS = re.compile(r"(?:--scheduler=dns:///|redis://)([a-z0-9.-]+):\d+")

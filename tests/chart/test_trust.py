@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from svc_common.trust import ROLES, Tokens
+from svc_common.security.trust import ROLES, Tokens
 from tests.chart.chart import ROOT, Objects, Values, dig, render, render_upgrade
 from tests.chart.test_values import ADMIN, EMPTY, ISSUER, KEYS, LIMITS, TRUST_TLS, merged
 

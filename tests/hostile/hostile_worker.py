@@ -14,7 +14,7 @@ from typing import Any
 
 import grpc
 
-from svc_common.trust import Callers, Trust
+from svc_common.security.trust import Callers, Trust
 from tests.hostile.mutations import Mutator
 from worker_svc import registration, service
 

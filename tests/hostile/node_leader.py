@@ -15,8 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from svc_common.logs import setup_logging
-from svc_common.trust import Tokens, Trust
+from svc_common.observe.logs import setup_logging
+from svc_common.security.trust import Tokens, Trust
 from worker_svc.node_links import frames, identity, node_server
 from worker_svc.node_links.node_server import NodeServer
 

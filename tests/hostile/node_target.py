@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from svc_common.trust import Tokens, Trust
+from svc_common.security.trust import Tokens, Trust
 from tests.hostile import node_attacks
 from tests.hostile.attacks import Size
 from tests.hostile.node_attacks import Attack

@@ -14,7 +14,8 @@ from typing import Any
 
 from scheduler_svc import service
 from scheduler_svc.gateways import streams as gateway_links
-from svc_common import errors, trust
+from svc_common import errors
+from svc_common.security import trust
 
 MAX_MEMORY = 2 << 30  # a plant must not exhaust the memory of the test machine
 STALL_S = 3.0

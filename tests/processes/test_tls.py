@@ -14,10 +14,10 @@ import pytest
 import quire_cli as cli
 import trustme
 from quire_client import Client, ConnectionFailed, InvalidRequest, Tls, Unauthenticated
-from quire_client.tls import resolve_tls
+from quire_client.connection.tls import resolve_tls
 
 from gateway_svc.flags import make_parser
-from svc_common.tls import TlsError, server_credentials, tls_files
+from svc_common.security.tls import TlsError, server_credentials, tls_files
 from tests.processes.ports import free_port
 from tests.processes.stack import Service
 

@@ -12,6 +12,7 @@ import pytest
 
 import gateway_svc.flags
 import scheduler_svc.flags
+import scheduler_svc.service
 import worker_svc.flags
 from svc_common import config
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from svc_common.metrics import PREFIX
+from svc_common.observe.metrics import PREFIX
 from tests.promql import names_in
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -20,8 +20,8 @@ import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from svc_common.tls import TlsFiles, ssl_settings
-from svc_common.trust import Trust
+from svc_common.security.tls import TlsFiles, ssl_settings
+from svc_common.security.trust import Trust
 from worker_svc.node_links.frames import LinkError, read, set_deadline
 
 MAGIC = b"quire-nodes 1\n"

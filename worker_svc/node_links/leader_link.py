@@ -13,7 +13,7 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
-from svc_common.trust import Trust
+from svc_common.security.trust import Trust
 from worker_svc.engine.config import EngineConfig
 from worker_svc.engine.nodes import Facts, NodesError
 from worker_svc.node_links.frames import MAX_MESSAGE, LinkError, prepare, receive_frame, receive_text, send_text

@@ -11,8 +11,8 @@ import urllib.parse
 from dataclasses import dataclass
 from typing import Any
 
+from quire_client.connection.tls import Tls
 from quire_client.errors import ConnectionFailed, InvalidRequest, Overloaded, QuireError, Unauthenticated
-from quire_client.tls import Tls
 
 from quire_cli.batch.files import Response
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from quire_client.channel import DEFAULT_TARGET
+from quire_client.connection.channel import DEFAULT_TARGET
 
 from quire_cli.parser import at_least, fraction, json_object, not_negative, number, positive
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from quire_client.aio import AsyncClient, AsyncGenerateStream
-from quire_client.channel import resolve_targets
+from quire_client.connection.channel import resolve_targets
+from quire_client.connection.tls import Tls
 from quire_client.errors import QuireError
 from quire_client.requests import GenerateOptions
-from quire_client.tls import Tls
 
 from quire_cli.bench.backend import BackendError, BenchAnswer, Chunks, RequestFailed, SendOptions, ServerInfo
 from quire_cli.bench.datasets import Prompt

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from quire_client.channel import api_key_of
+from quire_client.connection.channel import api_key_of
 from quire_client.errors import QuireError
 
 from quire_cli.batch.files import BatchFileError, ResultFile, check_input, read_requests

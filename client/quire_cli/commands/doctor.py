@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quire_client.channel import TARGET_ENV, resolve_targets
+from quire_client.connection.channel import TARGET_ENV, resolve_targets
+from quire_client.connection.tls import Tls
 from quire_client.errors import ConnectionFailed, QuireError, Unauthenticated
 from quire_client.sync import Client
-from quire_client.tls import Tls
 
 from quire_cli.connection import tls_option
 from quire_cli.installation import SERVICES, install_command, is_installed

@@ -10,7 +10,7 @@ from collections import deque
 from types import ModuleType
 from typing import Any
 
-from quire_client.channel import DEFAULT_TARGET
+from quire_client.connection.channel import DEFAULT_TARGET
 from quire_client.errors import QuireError
 from quire_client.sync.client import Client
 from quire_client.types import Status

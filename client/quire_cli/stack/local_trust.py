@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from quire_client.tls import Tls
+from quire_client.connection.tls import Tls
 
 from quire_cli.installation import SERVICES
 from quire_cli.stack.supervisor import ServiceSpec

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-from quire_client.channel import DEFAULT_TARGET
+from quire_client.connection.channel import DEFAULT_TARGET
 
 from quire_cli.output import complain
 from quire_cli.stack.plan import Plan

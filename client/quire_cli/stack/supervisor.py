@@ -21,8 +21,8 @@ from typing import Any
 
 import grpc
 import grpc.aio
-from quire_client.channel import HEALTH_METHOD, channel_options, health_request, health_state
-from quire_client.tls import Tls
+from quire_client.connection.channel import HEALTH_METHOD, channel_options, health_request, health_state
+from quire_client.connection.tls import Tls
 
 import child_processes
 from child_processes import Backoff, Death, keep_running

@@ -12,11 +12,11 @@ import grpc
 import grpc.aio
 
 from quire_client.aio.transport import AsyncGateways, Gateway, in_thread, sleep
-from quire_client.channel import Metadata
+from quire_client.connection.channel import Metadata
+from quire_client.connection.watch import AsyncStallWatch
 from quire_client.errors import ConnectionFailed, DeadlineExceeded, QuireError
 from quire_client.log import log
 from quire_client.retry import CONNECT_RETRY, Deadline, RetryPolicy, probe_timeout_s
-from quire_client.watch import AsyncStallWatch
 
 T = TypeVar("T")
 

@@ -15,15 +15,15 @@ from quire_client import convert, pooled_requests, requests
 from quire_client.aio.calls import AsyncCalls
 from quire_client.aio.stream import AsyncGenerateStream
 from quire_client.aio.transport import Gateway, channel_openers
-from quire_client.channel import Metadata, call_metadata, extra_metadata, health_request, health_state
 from quire_client.chat_requests import ChatOptions, Messages
+from quire_client.connection.channel import Metadata, call_metadata, extra_metadata, health_request, health_state
+from quire_client.connection.tls import Tls
 from quire_client.errors import ModelNotFound
 from quire_client.pooled_requests import EmbedInput, EmbedOptions, ScoreOptions
 from quire_client.requests import GenerateOptions
 from quire_client.resume import ResumePolicy, policy_of_call
 from quire_client.retry import RetryPolicy, abort_timeout_s
 from quire_client.structured import schema_of, with_parsed
-from quire_client.tls import Tls
 from quire_client.types import (
     AbortResult,
     AdapterStatus,

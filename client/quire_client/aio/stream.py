@@ -13,7 +13,7 @@ from quire.v1 import inference_pb2 as pb
 from quire_client.aio.calls import AsyncCalls
 from quire_client.aio.transport import BoundedEvent, Call, read_event
 from quire_client.assembly import assembler_of
-from quire_client.channel import Metadata
+from quire_client.connection.channel import Metadata
 from quire_client.errors import (
     AlreadyExists,
     Cancelled,

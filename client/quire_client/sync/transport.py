@@ -15,7 +15,7 @@ import grpc
 from quire.v1 import inference_pb2 as pb
 from quire.v1.inference_pb2_grpc import AdminServiceStub, InferenceServiceStub
 
-from quire_client.channel import (
+from quire_client.connection.channel import (
     HEALTH_METHOD,
     Metadata,
     channel_options,
@@ -24,11 +24,11 @@ from quire_client.channel import (
     joined,
     resolve_targets,
 )
-from quire_client.diagnosis import cannot_connect
+from quire_client.connection.diagnosis import cannot_connect
+from quire_client.connection.targets import TargetRing
+from quire_client.connection.tls import Tls, channel_security
 from quire_client.errors import Cancelled, QuireError, client_closed, error_from_rpc, unanswered
 from quire_client.retry import PROBE_TIMEOUT_S, REDIAL_S
-from quire_client.targets import TargetRing
-from quire_client.tls import Tls, channel_security
 
 T = TypeVar("T")
 

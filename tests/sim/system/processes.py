@@ -31,8 +31,8 @@ from scheduler_svc.servicer import Parts, SchedulerServicer
 from scheduler_svc.step_loop import StepLoop
 from scheduler_svc.workers.leased_worker import Dialer, LinkTimeouts
 from scheduler_svc.workers.pool import WorkerPool
-from svc_common.inspection import Inspector
-from svc_common.trust import Trust
+from svc_common.observe.inspection import Inspector
+from svc_common.security.trust import Trust
 from tests.sim.symbolic_worker import SymbolicWorker
 from tests.sim.system.network import Server
 from tests.sim.system.virtual_loop import Process

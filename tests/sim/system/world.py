@@ -19,8 +19,8 @@ from unittest.mock import patch
 import numpy as np
 import quire_client.aio.calls
 import quire_client.aio.stream
+import quire_client.connection.watch
 import quire_client.retry
-import quire_client.watch
 import redis.asyncio
 from quire.internal.v1 import worker_pb2
 from quire.v1 import types_pb2
@@ -486,7 +486,7 @@ class World:
         with ExitStack() as stack:
             redis_client = RedisClient(self.redis)
             stack.enter_context(patch.object(redis.asyncio.Redis, "from_url", lambda *_, **__: redis_client))
-            sdk = (quire_client.aio.calls, quire_client.aio.stream, quire_client.retry, quire_client.watch)
+            sdk = (quire_client.aio.calls, quire_client.aio.stream, quire_client.retry, quire_client.connection.watch)
             for module in (worker_svc.executor, *sdk):
                 stack.enter_context(patch.object(module, "time", clock))
             yield

@@ -32,7 +32,7 @@ from quire_client import (
     StreamCorrupted,
     Unimplemented,
 )
-from quire_client.channel import call_metadata
+from quire_client.connection.channel import call_metadata
 from quire_client.testing import FakeGateway, sample_events
 
 QUICK = RetryPolicy(max_attempts=3, initial_s=0.001, max_s=0.002)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from svc_common.config import address, in_range, make_parser, parse, size_bytes, without_password
-from svc_common.redis_server import bad_url
+from svc_common.redis.server import bad_url
 
 
 def make() -> argparse.ArgumentParser:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from svc_common.logs import current_request_id, setup_logging
+from svc_common.observe.logs import current_request_id, setup_logging
 
 
 @pytest.fixture(autouse=True)

@@ -11,8 +11,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client import generate_latest
 
-from svc_common.admin import AdminServer
-from svc_common.metrics import Buckets, Row, ServiceMetrics, Spec, make_registry
+from svc_common.observe.admin import AdminServer
+from svc_common.observe.metrics import Buckets, Row, ServiceMetrics, Spec, make_registry
 from svc_common.serve import BindError
 from tests.promql import History, names_in, read_scrape
 

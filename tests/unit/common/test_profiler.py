@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from quire.v1 import inference_pb2 as pb
 
-from svc_common import profiler
 from svc_common.errors import InvalidRequestError, OverloadedError
-from svc_common.inspection import Inspector, answer_timeout_s, checked_times, without_secrets
+from svc_common.observe import profiler
+from svc_common.observe.inspection import Inspector, answer_timeout_s, checked_times, without_secrets
 
 
 def outer(depth: int) -> FrameType:

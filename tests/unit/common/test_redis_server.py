@@ -18,8 +18,8 @@ from quire_cli.commands import doctor
 from redis.exceptions import RedisError
 
 from svc_common.config import add_flags
-from svc_common.redis_connect import connect
-from svc_common.redis_server import Availability, RedisServer, RedisSettingsError, redis_flags, redis_server
+from svc_common.redis.connect import connect
+from svc_common.redis.server import Availability, RedisServer, RedisSettingsError, redis_flags, redis_server
 from tests.processes.port_proxy import PortProxy
 from tests.processes.ports import free_port
 from tests.processes.redis_server import RedisServer as RedisProcess

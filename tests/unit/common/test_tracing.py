@@ -21,8 +21,8 @@ from quire.v1 import inference_pb2 as pb
 from gateway_svc.answer.request_traces import GenerationTraces
 from svc_common.config import add_flags
 from svc_common.errors import OverloadedError
-from svc_common.otlp import Tracer
-from svc_common.tracing import TRACE_FLAGS, TracingError, current_traceparent, make_tracer, valid_traceparent
+from svc_common.observe.otlp import Tracer
+from svc_common.observe.tracing import TRACE_FLAGS, TracingError, current_traceparent, make_tracer, valid_traceparent
 
 ROOT = Path(__file__).resolve().parents[3]
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -141,7 +141,7 @@ def test_an_endpoint_that_is_not_a_url_of_grpc(endpoint: str) -> None:
 def test_without_the_packages_the_flag_is_refused_and_its_absence_is_not() -> None:
     code = (
         "import sys, argparse; sys.modules['opentelemetry'] = None\n"
-        "from svc_common import tracing\n"
+        "from svc_common.observe import tracing\n"
         "tracing.make_tracer(argparse.Namespace(trace_endpoint=None), 'worker', 'w')\n"
         "tracing.make_tracer(argparse.Namespace(trace_endpoint='http://a:1'), 'worker', 'w')\n"
     )

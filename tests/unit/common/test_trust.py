@@ -12,9 +12,18 @@ from quire_cli.certificate_authority import Authority, write
 
 from scheduler_svc import servicer as scheduler_servicer
 from svc_common.config import add_flags, make_parser, parse
-from svc_common.reread import REREAD_S
-from svc_common.tls import TlsFiles
-from svc_common.trust import INTERNAL, TRUST_FLAGS, Tokens, Trust, TrustError, check_reach, is_loopback, make_trust
+from svc_common.security.reread import REREAD_S
+from svc_common.security.tls import TlsFiles
+from svc_common.security.trust import (
+    INTERNAL,
+    TRUST_FLAGS,
+    Tokens,
+    Trust,
+    TrustError,
+    check_reach,
+    is_loopback,
+    make_trust,
+)
 from worker_svc import service as worker_service
 
 WORKER_TOKEN, OLD_TOKEN, GATEWAY_TOKEN = "worker-token-0123456789", "worker-token-old-01234", "gateway-token-012345"

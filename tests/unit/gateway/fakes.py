@@ -36,8 +36,8 @@ from gateway_svc.schedulers.directory import ModelDirectory
 from gateway_svc.schedulers.dispatcher import Dispatcher
 from gateway_svc.schedulers.scheduler_client import SchedulerClient
 from gateway_svc.servicer import make_servicer
-from svc_common.inspection import Inspector
 from svc_common.memory import MemoryLimit
+from svc_common.observe.inspection import Inspector
 from svc_common.serve import GrpcServer, open_channel
 from tests.unit.gateway.tokenizer_kinds import bundle_files, byte_level
 

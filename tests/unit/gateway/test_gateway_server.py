@@ -4,7 +4,7 @@ import pytest
 
 from gateway_svc.flags import make_parser
 from svc_common.config import parse
-from svc_common.redis_server import RedisSettingsError, redis_server
+from svc_common.redis.server import RedisSettingsError, redis_server
 
 
 @pytest.mark.parametrize("url", ["redis://:s3cret@cache:notaport/0", "redis://:s3cret/x@cache", "http://:s3cret@cache"])

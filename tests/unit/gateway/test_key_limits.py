@@ -13,7 +13,7 @@ from gateway_svc.limits.buckets import LocalBuckets, RateBuckets, RedisBuckets, 
 from gateway_svc.limits.key_limits import KeyLimits
 from gateway_svc.limits.settings import LimitsError, LimitsFile, OwnerLimits, read_limits
 from svc_common.errors import InvalidRequestError, OverloadedError, PermissionDeniedError
-from svc_common.reread import REREAD_S
+from svc_common.security.reread import REREAD_S
 from tests.processes.redis_server import RedisServer
 
 FILE = """

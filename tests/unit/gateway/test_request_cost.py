@@ -20,7 +20,7 @@ from quire.v1 import types_pb2 as types
 
 from gateway_svc.answer.request_traces import GenerationTraces
 from gateway_svc.request.models import ServedModel, read_bundle
-from svc_common.otlp import Tracer
+from svc_common.observe.otlp import Tracer
 from tests.call_counts import counted
 from tests.unit.gateway.fakes import LENGTH, TestGateway, make_bundle, make_info, u32
 

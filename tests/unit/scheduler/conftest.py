@@ -15,9 +15,9 @@ from scheduler_svc.flags import make_parser
 from scheduler_svc.service import build
 from scheduler_svc.servicer import SERVICE_NAME, Parts, SchedulerServicer
 from svc_common.config import parse
-from svc_common.inspection import Inspector
+from svc_common.observe.inspection import Inspector
+from svc_common.security.trust import Trust
 from svc_common.serve import GrpcServer
-from svc_common.trust import Trust
 from tests.unit.scheduler.toy_worker import ToyGateway, ToyWorker
 
 

@@ -16,7 +16,7 @@ from scheduler_svc.core.messages import Finished, RowAssignment
 from scheduler_svc.core.sequence import FinishReason, Sequence, SequenceData, SequenceGroup, SequenceStatus
 from scheduler_svc.request_traces import RequestTraces
 from step_protocol.messages import RowError, RowErrorCode, StepBatch
-from svc_common.otlp import Tracer
+from svc_common.observe.otlp import Tracer
 from tests.builders import make_group
 from worker_svc.row_traces import RowTraces
 

@@ -9,7 +9,7 @@ from quire.v1 import types_pb2
 from scheduler_svc.core.measurements import Counts
 from scheduler_svc.metrics import COUNTS, GAUGES, SPECS, SchedulerReader
 from scheduler_svc.step_loop import StepLoop
-from svc_common.metrics import Labels, ServiceMetrics
+from svc_common.observe.metrics import Labels, ServiceMetrics
 from tests.builders import make_group
 from tests.unit.scheduler.fakes import FakeGateway, FakeWorker, running_loop, settle
 

@@ -18,7 +18,7 @@ from scheduler_svc.flags import make_parser
 from scheduler_svc.service import SchedulerProcess, build
 from scheduler_svc.servicer import SERVICE_NAME
 from svc_common.config import parse
-from svc_common.trust import Trust
+from svc_common.security.trust import Trust
 from tests.processes.ports import free_port
 from tests.unit.scheduler.fakes import until
 from tests.unit.scheduler.toy_worker import ToyGateway, ToyWorker, expected_tokens

@@ -22,8 +22,8 @@ from queue import Queue
 import pytest
 import trustme
 
-from svc_common.tls import TlsFiles
-from svc_common.trust import Tokens, Trust, TrustError, check_reach
+from svc_common.security.tls import TlsFiles
+from svc_common.security.trust import Tokens, Trust, TrustError, check_reach
 from worker_svc.engine.nodes import NodesError, difference
 from worker_svc.flags import check_node_flags, make_parser
 from worker_svc.node_links import frames, identity, leader_link, node_server, tunnel
@@ -458,7 +458,7 @@ def test_a_link_notices_a_lost_host():
 HOST_IS_LOST = """
 import fcntl, socket, struct, threading
 from queue import Queue
-from svc_common.trust import Trust
+from svc_common.security.trust import Trust
 from worker_svc.node_links import frames
 from worker_svc.node_links.leader_link import LeaderLink
 from worker_svc.node_links.node_server import NodeServer

@@ -24,7 +24,7 @@ from typing import Any
 
 MAX_SLICES = 200_000
 MAX_DEPTH = 128
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quire_client import protobuf_wire
-from quire_client.diagnosis import check_address
+from quire_client.connection.diagnosis import check_address
 from quire_client.errors import invalid
 
 Metadata = tuple[tuple[str, str], ...]

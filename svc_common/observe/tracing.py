@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from svc_common.config import Flag, FlagGroup, SettingError, in_range, text
 
 if TYPE_CHECKING:
-    from svc_common.otlp import Tracer
+    from svc_common.observe.otlp import Tracer
 
 HEADER = "traceparent"
 TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
@@ -61,7 +61,7 @@ def make_tracer(args: argparse.Namespace, service: str, instance: str) -> Tracer
     if not re.fullmatch(r"https?://[^/]+/?", endpoint):
         raise TracingError(f"--trace-endpoint {endpoint}: must be http://HOST:PORT, or https://HOST:PORT with TLS")
     try:
-        from svc_common import otlp
+        from svc_common.observe import otlp
     except ImportError as error:
         raise TracingError(
             f"--trace-endpoint needs OpenTelemetry ({error}): install the extra `tracing`: pip install "

@@ -12,7 +12,7 @@ import re
 import ssl
 from pathlib import Path
 
-from svc_common.tls import TlsError, TlsFiles, ssl_settings
+from svc_common.security.tls import TlsError, TlsFiles, ssl_settings
 
 log = logging.getLogger(__name__)
 

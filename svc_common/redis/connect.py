@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from svc_common.redis_server import RedisServer
+from svc_common.redis.server import RedisServer
 
 if TYPE_CHECKING:
     import redis.asyncio
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 def connect(server: RedisServer | str, timeout_s: float) -> redis.asyncio.Redis:
     """A client that never retries by itself. A URL is a server without files. Raises ValueError for a malformed URL."""
-    from svc_common.redis_client import make_client
+    from svc_common.redis.client import make_client
 
     return make_client(RedisServer(server) if isinstance(server, str) else server, timeout_s)
 

@@ -20,10 +20,10 @@ from importlib.metadata import PackageNotFoundError, version
 
 from quire.v1 import inference_pb2 as pb
 
-from svc_common import profiler
 from svc_common.errors import InvalidRequestError, OverloadedError
-from svc_common.logs import recent_lines
-from svc_common.metrics import quire_version
+from svc_common.observe import profiler
+from svc_common.observe.logs import recent_lines
+from svc_common.observe.metrics import quire_version
 
 LEAST_SECONDS, MOST_SECONDS, DEFAULT_SECONDS = 0.1, 60.0, 10.0
 MOST_HZ, DEFAULT_HZ = 1000, 200

@@ -21,7 +21,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 from opentelemetry.trace import NonRecordingSpan, SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
-from svc_common.metrics import quire_version
+from svc_common.observe.metrics import quire_version
 
 CLOSE_TIMEOUT_S = 3.0
 RECHECK_S = 30.0

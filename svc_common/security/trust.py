@@ -30,10 +30,10 @@ import grpc
 from svc_common.channels import OpenChannel, ServiceChannel
 from svc_common.config import Flag, FlagGroup, SettingError, path, switch, text
 from svc_common.errors import Handler, PermissionDeniedError, UnauthenticatedError, decoder
-from svc_common.own_certificate import OwnCertificate
-from svc_common.reread import Reread
+from svc_common.security.own_certificate import OwnCertificate
+from svc_common.security.reread import Reread
+from svc_common.security.tls import TlsFiles, TlsFlags, TlsReader, server_credentials, tls_files
 from svc_common.serve import CHANNEL_OPTIONS
-from svc_common.tls import TlsFiles, TlsFlags, TlsReader, server_credentials, tls_files
 
 SCHEME = "Bearer "
 DIGEST = "sha256:"

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from svc_common.config import Flag, FlagGroup, SettingError, path, text, without_password
-from svc_common.redis_sentinel import FORM, is_sentinel_url, parse_sentinel_url
+from svc_common.redis.sentinel import FORM, is_sentinel_url, parse_sentinel_url
 
 log = logging.getLogger(__name__)
 

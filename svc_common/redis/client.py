@@ -16,8 +16,8 @@ from redis.backoff import NoBackoff
 from redis.credentials import CredentialProvider
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from svc_common.redis_sentinel import SentinelUrl, is_sentinel_url, parse_sentinel_url
-from svc_common.redis_server import (
+from svc_common.redis.sentinel import SentinelUrl, is_sentinel_url, parse_sentinel_url
+from svc_common.redis.server import (
     CERT,
     KEY,
     PASSWORD,

@@ -22,7 +22,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from svc_common.errors import RpcStats
-from svc_common.own_certificate import remaining_fraction
+from svc_common.security.own_certificate import remaining_fraction
 
 PREFIX = "quire_"
 

@@ -1,0 +1,1 @@
+"""How the SDK reaches gateways: targets, channels, TLS, and what a failed connection means."""

@@ -1,0 +1,1 @@
+"""Logs, metrics and probes, traces, profiles. Does I/O."""
