@@ -58,7 +58,7 @@ def sse(value: Json) -> bytes:
     return b"data: " + encode(value) + b"\n\n"
 
 
-class Shape(Protocol):
+class AnswerShape(Protocol):
     """The differences between answers to chats and to text completions."""
 
     id_prefix: str
@@ -156,11 +156,11 @@ class Tally:
         return usage
 
 
-class Answer:
+class ChoicesAnswer:
     """The common fields of chunks and whole answers: head, choices and usage."""
 
     def __init__(
-        self, asked: Generation, shape: Shape, answer_id: str, created: int, prompts: Sequence[PromptParts]
+        self, asked: Generation, shape: AnswerShape, answer_id: str, created: int, prompts: Sequence[PromptParts]
     ) -> None:
         self._asked = asked
         self._shape = shape
@@ -211,7 +211,7 @@ class Answer:
             place["prompt_token_ids"] = self._prompts[choice["index"] // self._asked.n].token_ids
 
 
-class StreamAnswer(Answer):
+class StreamAnswer(ChoicesAnswer):
     """Chunks, each as a server-sent event."""
 
     _text_chunk: tuple[bytes, bytes, bytes] | None = None
@@ -304,11 +304,11 @@ class StreamAnswer(Answer):
         return chunk
 
 
-class WholeAnswer(Answer):
+class WholeAnswer(ChoicesAnswer):
     """One JSON object."""
 
     def __init__(
-        self, asked: Generation, shape: Shape, answer_id: str, created: int, prompts: Sequence[PromptParts]
+        self, asked: Generation, shape: AnswerShape, answer_id: str, created: int, prompts: Sequence[PromptParts]
     ) -> None:
         super().__init__(asked, shape, answer_id, created, prompts)
         indices = [self._index(prompt, sample) for prompt in range(len(prompts)) for sample in range(asked.n)]

@@ -15,7 +15,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from gateway_svc.http.fields import invalid
-from gateway_svc.http.multipart import Form, parse_form
+from gateway_svc.http.multipart import MultipartForm, parse_form
 from gateway_svc.http.replies import ignored_headers, json_reply
 from gateway_svc.operators.audit.entry import note_request_id
 from gateway_svc.pipeline.generation import GenerationPipeline
@@ -99,7 +99,7 @@ def _speech_of(data: bytes, content_type: str, task: str) -> Speech:
     return Speech(request, answer == "text", ignored)
 
 
-def _temperature(form: Form) -> float:
+def _temperature(form: MultipartForm) -> float:
     value = form.value("temperature")
     try:
         return float(value or 0)

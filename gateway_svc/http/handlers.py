@@ -17,7 +17,7 @@ from starlette.routing import Route
 from starlette.types import Scope
 
 from gateway_svc.http import answers, bodies, openapi, pooling
-from gateway_svc.http.answers import PromptParts, Shape, StreamAnswer, WholeAnswer, models_of, sse
+from gateway_svc.http.answers import AnswerShape, PromptParts, StreamAnswer, WholeAnswer, models_of, sse
 from gateway_svc.http.audio import AudioHandlers
 from gateway_svc.http.bodies import Generation
 from gateway_svc.http.errors import error_body
@@ -167,7 +167,7 @@ class Handlers:
         data = await request.body()
         return await self._lane.run(len(data) // PARSE_BYTES, parse, data)
 
-    async def _generate(self, request: Request, asked: Generation, shape: Shape) -> Response | EventStream:
+    async def _generate(self, request: Request, asked: Generation, shape: AnswerShape) -> Response | EventStream:
         request.scope["names"] = asked.names
         self._directory.find_text(asked.model).require_tokenizer("prompt")  # answers are text
         prompts = [await self._parts_of(one, asked) for one in asked.requests]

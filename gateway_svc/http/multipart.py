@@ -15,7 +15,7 @@ FILE_NAME = re.compile(rb";\s*filename\*?=", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class MultipartForm:
     """The fields of a form. A field that is sent several times has several values."""
 
     values: dict[str, list[str]]
@@ -26,7 +26,7 @@ class Form:
         return self.values[name][-1] if name in self.values else None
 
 
-def parse_form(data: bytes, content_type: str) -> Form:
+def parse_form(data: bytes, content_type: str) -> MultipartForm:
     """Raises InvalidRequestError for a body that is not multipart/form-data."""
     found = BOUNDARY.search(content_type)
     if not content_type.lower().startswith("multipart/form-data") or found is None:
@@ -35,13 +35,13 @@ def parse_form(data: bytes, content_type: str) -> Form:
     parts = (b"\r\n" + data).split(delimiter, MAX_PARTS + 1)
     if len(parts) < 2 or not parts[-1].startswith(b"--"):
         raise invalid("body", f"is cut off, or has more than {MAX_PARTS} parts; send multipart/form-data")
-    form = Form({}, {})
+    form = MultipartForm({}, {})
     for part in parts[1:-1]:
         _add(form, part)
     return form
 
 
-def _add(form: Form, part: bytes) -> None:
+def _add(form: MultipartForm, part: bytes) -> None:
     head, separator, content = part.partition(b"\r\n\r\n")
     line = next((line for line in head.split(b"\r\n") if line.lower().startswith(b"content-disposition:")), b"")
     found = NAME.search(line)

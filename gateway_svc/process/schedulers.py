@@ -9,9 +9,9 @@ from collections.abc import Callable
 from gateway_svc.operators.operator_port import is_public_for_operators
 from gateway_svc.process.chat_flags import chat_templates, parser_names
 from gateway_svc.request.models import BundleCache
-from gateway_svc.schedulers.directory import ModelDirectory
+from gateway_svc.schedulers.directory import ModelDirectory, SchedulerClients
 from gateway_svc.schedulers.dispatcher import Dispatcher
-from gateway_svc.schedulers.scheduler_client import SchedulerClient, SchedulerClients
+from gateway_svc.schedulers.scheduler_client import SchedulerClient
 from svc_common.scheduler_names import SchedulerNames
 from svc_common.security.trust import make_trust
 

@@ -30,7 +30,7 @@ REPEATED = ("user", "safety_identifier", "prompt_cache_key")
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ResponseBody:
     """A parsed body."""
 
     request: pb.GenerateRequest  # without request_id, instructions and the messages of the previous response
@@ -45,7 +45,7 @@ class Asked:
     names: Mapping[str, str]  # field names in the body, by field path in GenerateRequest
 
 
-def response_request(data: bytes) -> Asked:
+def response_request(data: bytes) -> ResponseBody:
     """Parse a body. Raises InvalidRequestError."""
     body = body_of(data)
     request = pb.GenerateRequest(model=_string(body, "model"))
@@ -57,7 +57,7 @@ def response_request(data: bytes) -> Asked:
     ignored = _set_tools(chat, body)
     _set_format(request, body)
     _set_reasoning(chat, body)
-    return Asked(
+    return ResponseBody(
         request=request,
         instructions=_string(body, "instructions"),
         items=items,

@@ -51,7 +51,7 @@ class Event:
 
 
 @dataclass(frozen=True, slots=True)
-class End:
+class ResponseEnd:
     """How a response ended. `status`: completed, incomplete, cancelled or failed."""
 
     status: str
@@ -87,7 +87,7 @@ def item_id(response_id: str, kind: str, place: str) -> str:
 
 
 @dataclass(slots=True)
-class _Item:
+class _OutputItem:
     id: str
     index: int
     part: OutputPart  # its first part
@@ -128,9 +128,9 @@ class ResponseEvents:
     def __init__(self, head: Json) -> None:
         self._head = head
         self._next = 0
-        self._items: list[_Item] = []
+        self._items: list[_OutputItem] = []
         self._is_open = False  # the last item is not complete
-        self._end: End | None = None
+        self._end: ResponseEnd | None = None
         self._has_begun = False
 
     def begin(self) -> list[Event]:
@@ -155,7 +155,7 @@ class ResponseEvents:
                 events.append(self._delta(self._items[-1], part.text))
         return events
 
-    def finish(self, end: End) -> list[Event]:
+    def finish(self, end: ResponseEnd) -> list[Event]:
         """The last events. The response object is complete after this."""
         events: list[Event] = []
         if not self._items and end.status in ("completed", "incomplete"):
@@ -188,7 +188,7 @@ class ResponseEvents:
 
     def _open_item(self, part: OutputPart) -> list[Event]:
         index = len(self._items)
-        item = _Item(item_id(self._head["id"], part.kind, str(index)), index, part)
+        item = _OutputItem(item_id(self._head["id"], part.kind, str(index)), index, part)
         self._items.append(item)
         self._is_open = True
         shown = item.shown("in_progress", is_empty=True)
@@ -197,7 +197,7 @@ class ResponseEvents:
             events.append(self._event("response.content_part.added", **item.place, part=item.content("")))
         return events
 
-    def _delta(self, item: _Item, text: str) -> Event:
+    def _delta(self, item: _OutputItem, text: str) -> Event:
         item.texts.append(text)
         self._next += len(text) - 1
         extra: Json = {"logprobs": []} if item.part.kind == MESSAGE else {}
@@ -228,7 +228,7 @@ HEAD_DEFAULTS: Json = {"usage": None, "completed_at": None, "error": None, "inco
 
 def events_of(response: Json) -> list[Event]:
     """The events of a complete response object. They equal the streamed events, but each item has one delta."""
-    end = End(response["status"], response["usage"], response["completed_at"], response["error"])
+    end = ResponseEnd(response["status"], response["usage"], response["completed_at"], response["error"])
     builder = ResponseEvents({**response, **HEAD_DEFAULTS})
     parts = [part_of(index, item) for index, item in enumerate(response["output"])]
     return [*builder.begin(), *builder.add(parts), *builder.finish(end)]

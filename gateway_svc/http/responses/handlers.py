@@ -22,10 +22,10 @@ from gateway_svc.callers.caller import scoped
 from gateway_svc.http.answers import encode
 from gateway_svc.http.fields import invalid
 from gateway_svc.http.replies import EventStream, ignored_headers, json_reply
-from gateway_svc.http.responses.bodies import Asked, response_request
+from gateway_svc.http.responses.bodies import ResponseBody, response_request
 from gateway_svc.http.responses.events import Event, Json, events_of
 from gateway_svc.http.responses.items import messages_of, with_ids
-from gateway_svc.http.responses.runs import Run, Source
+from gateway_svc.http.responses.runs import ResponseRun, Source
 from gateway_svc.operators.audit.entry import CANCELLED, OK, forked, note_request_id
 from gateway_svc.pipeline.generation import GenerationPipeline
 from gateway_svc.records.store import StoredRecord, Update
@@ -47,7 +47,7 @@ class ResponsesHandlers:
         self._generation = generation
         self._directory = directory
         self._read = read
-        self._runs: dict[str, Run] = {}
+        self._runs: dict[str, ResponseRun] = {}
 
     def routes(self) -> list[Route]:
         """All endpoints."""
@@ -64,7 +64,7 @@ class ResponsesHandlers:
 
     async def create_response(self, request: Request) -> Response | EventStream:
         """Answer an input, directly or in the background."""
-        asked: Asked = await self._read(request, response_request)
+        asked: ResponseBody = await self._read(request, response_request)
         request.scope["names"] = asked.names
         self._directory.find_text(asked.request.model).require_tokenizer("input")
         is_stored = await self._is_stored(asked)
@@ -149,7 +149,7 @@ class ResponsesHandlers:
 
     # -- creating -----------------------------------------------------------------------------------------------------
 
-    async def _is_stored(self, asked: Asked) -> bool:
+    async def _is_stored(self, asked: ResponseBody) -> bool:
         """Whether to keep a record. Raises if the request requires a record and this gateway keeps none."""
         if asked.is_background and asked.store is False:
             raise invalid("background", "is true, but store is false; a background response must be stored")
@@ -159,7 +159,7 @@ class ResponsesHandlers:
             return self._generation.recorder is not None  # raises if this gateway keeps no records
         return self._generation.keeps_records and await self._generation.recorder.records.answers()
 
-    async def _add_conversation(self, asked: Asked) -> None:
+    async def _add_conversation(self, asked: ResponseBody) -> None:
         """Put the previous response's conversation and the instructions in front of the input."""
         own = list(asked.request.prompt.chat.messages)
         before: list[pb.ChatMessage] = []
@@ -176,7 +176,7 @@ class ResponsesHandlers:
         del asked.request.prompt.chat.messages[:]
         asked.request.prompt.chat.messages.extend([*before, *own])
 
-    def _new_run(self, response_id: str, asked: Asked, *, is_stored: bool) -> Run:
+    def _new_run(self, response_id: str, asked: ResponseBody, *, is_stored: bool) -> ResponseRun:
         model = asked.request.model or self._directory.find_text("").name
         head = {
             "id": response_id,
@@ -196,12 +196,12 @@ class ResponsesHandlers:
         source = self._generation.generate(asked.request, notes=encode(notes) if is_stored else b"")
         return self._start(scoped(response_id), head, source, is_stored=is_stored)
 
-    def _start(self, scoped_id: str, head: Json, source: Source, *, is_stored: bool) -> Run:
+    def _start(self, scoped_id: str, head: Json, source: Source, *, is_stored: bool) -> ResponseRun:
         async def store(response: Json) -> Json:
             stored: Json = json.loads(await self._generation.recorder.records.put_object(scoped_id, encode(response)))
             return stored
 
-        run = self._runs[scoped_id] = Run(head, source, store if is_stored else None)
+        run = self._runs[scoped_id] = ResponseRun(head, source, store if is_stored else None)
         if not is_stored:
             run.start(lambda: self._forget(scoped_id, run))
             return run
@@ -216,11 +216,11 @@ class ResponsesHandlers:
             run.start(on_over)
         return run
 
-    def _forget(self, scoped_id: str, run: Run) -> None:
+    def _forget(self, scoped_id: str, run: ResponseRun) -> None:
         if self._runs.get(scoped_id) is run:
             del self._runs[scoped_id]
 
-    async def _reply(self, run: Run, asked: Asked) -> Response | EventStream:
+    async def _reply(self, run: ResponseRun, asked: ResponseBody) -> Response | EventStream:
         if asked.is_stream:
             events = self._follow(run.response["id"], -1, run) if asked.is_background else _of_client(run)
             return await EventStream.begun(_encoded(events), ignored_headers(asked.ignored))
@@ -244,12 +244,14 @@ class ResponsesHandlers:
             )
         return record
 
-    def _continue(self, record: StoredRecord) -> Run:
+    def _continue(self, record: StoredRecord) -> ResponseRun:
         """Follow a response of another gateway, or compute it here if that gateway has ended."""
         source = self._generation.generate_again(Resumed(record, (0,), follows=True))
         return self._start(record.record_id, _notes_of(record)["head"], source, is_stored=True)
 
-    async def _follow(self, response_id: str, after: int, run: Run | None = None) -> AsyncGenerator[Event, None]:
+    async def _follow(
+        self, response_id: str, after: int, run: ResponseRun | None = None
+    ) -> AsyncGenerator[Event, None]:
         """The events of a stored response after a sequence number. Any gateway may compute the response."""
         while True:
             run = run or self._runs.get(scoped(response_id))
@@ -293,7 +295,7 @@ def _notes_of(record: StoredRecord) -> Json:
     return notes
 
 
-async def _of_client(run: Run) -> AsyncGenerator[Event, None]:
+async def _of_client(run: ResponseRun) -> AsyncGenerator[Event, None]:
     """The events of a run, which is cancelled when the client disconnects."""
     try:
         async with aclosing(run.watch()) as events:

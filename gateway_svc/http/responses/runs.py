@@ -11,7 +11,16 @@ from contextlib import aclosing
 from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2 as types
 
-from gateway_svc.http.responses.events import CALL, MESSAGE, REASONING, End, Event, Json, OutputPart, ResponseEvents
+from gateway_svc.http.responses.events import (
+    CALL,
+    MESSAGE,
+    REASONING,
+    Event,
+    Json,
+    OutputPart,
+    ResponseEnd,
+    ResponseEvents,
+)
 from svc_common.errors import QuireError, TakenOverError, UnavailableError, shown_error
 from svc_common.tasks import cancel
 
@@ -30,7 +39,7 @@ Source = AsyncGenerator[pb.GenerateResponse, None]
 Store = Callable[[Json], Awaitable[Json]]
 
 
-class Run:
+class ResponseRun:
     """One answer. `store` gets the complete response object before the last event is published. It returns the stored
     object, which may come from another gateway.
     """
@@ -115,7 +124,9 @@ class Run:
     async def _finish(self, finished: pb.Finished) -> None:
         if finished.reason not in STATUSES:
             raise QuireError(finished.message or "the server could not finish the answer; send the request again")
-        events = self._builder.finish(End(STATUSES[finished.reason], usage_of(finished.usage), int(time.time())))
+        events = self._builder.finish(
+            ResponseEnd(STATUSES[finished.reason], usage_of(finished.usage), int(time.time()))
+        )
         if self._store is not None:
             await self._put(self._store)
         self.is_complete = True
@@ -134,7 +145,7 @@ class Run:
             return
         code = "server_error"
         self.is_complete = True
-        self._publish(self._builder.finish(End("failed", error={"code": code, "message": error.message})))
+        self._publish(self._builder.finish(ResponseEnd("failed", error={"code": code, "message": error.message})))
 
     def _publish(self, events: list[Event]) -> None:
         self._events += events

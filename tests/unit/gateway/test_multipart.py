@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gateway_svc.http.multipart import MAX_PARTS, MAX_VALUE_BYTES, Form, parse_form
+from gateway_svc.http.multipart import MAX_PARTS, MAX_VALUE_BYTES, MultipartForm, parse_form
 from svc_common.errors import InvalidRequestError
 
 TYPE = 'multipart/form-data; boundary="--B o"'
@@ -20,7 +20,7 @@ def test_values_and_files_keep_their_bytes() -> None:
     found = parse_form(
         body(('name="model"', "größe".encode()), ('name="file"; filename="a;b.wav"', data), ('name="x"', b"")), TYPE
     )
-    assert found == Form({"model": ["größe"], "x": [""]}, {"file": data})
+    assert found == MultipartForm({"model": ["größe"], "x": [""]}, {"file": data})
     assert found.value("model") == "größe"
     assert found.value("other") is None
 

@@ -14,9 +14,9 @@ from gateway_svc.http.responses.events import (
     HEAD_DEFAULTS,
     MESSAGE,
     REASONING,
-    End,
     Event,
     OutputPart,
+    ResponseEnd,
     ResponseEvents,
     events_of,
 )
@@ -37,7 +37,7 @@ def build(pieces: list[list[OutputPart]], status: str) -> tuple[list[Event], dic
     events = builder.begin()
     for parts in pieces:
         events += builder.add(parts)
-    events += builder.finish(End(status, USAGE, 12))
+    events += builder.finish(ResponseEnd(status, USAGE, 12))
     return events, builder.response()
 
 

@@ -7,9 +7,10 @@ import asyncio
 import pytest
 
 from gateway_svc.request.models import BundleCache
-from gateway_svc.schedulers import scheduler_client
+from gateway_svc.schedulers import directory
+from gateway_svc.schedulers.directory import SchedulerClients
 from gateway_svc.schedulers.dispatcher import Dispatcher
-from gateway_svc.schedulers.scheduler_client import SchedulerClient, SchedulerClients
+from gateway_svc.schedulers.scheduler_client import SchedulerClient
 from svc_common.serve import open_channel
 from svc_common.tasks import cancel
 from tests.processes.ports import free_port
@@ -47,7 +48,7 @@ async def test_clients_follow_the_addresses() -> None:
 
 
 async def test_an_attached_scheduler_stays_until_its_stream_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler_client, "PRUNE_INTERVAL_S", 0.01)
+    monkeypatch.setattr(directory, "PRUNE_INTERVAL_S", 0.01)
     clients = make_clients()
     clients.update([f"127.0.0.1:{free_port()}"])
     (client,) = clients.all
