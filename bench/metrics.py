@@ -54,12 +54,12 @@ def deltas_us() -> float:
     """A scheduler counts the output of one step of `ROWS` decoding rows."""
     columns = [np.arange(1, ROWS + 1, dtype=np.uint32) for _ in range(5)]
     times, deltas = SchedulerTimes(), Deltas(*columns)
-    return least_us(lambda: times.note_deltas(deltas, 1.0, lambda owner, handle: None))
+    return least_us(lambda: times.record_deltas(deltas, 1.0, lambda owner, handle: None))
 
 
 def turn_us() -> float:
     times = SchedulerTimes()
-    return least_us(lambda: times.note_turn(1.0, 1.001))
+    return least_us(lambda: times.record_turn(1.0, 1.001))
 
 
 def message_us() -> float:

@@ -15,7 +15,7 @@ from quire.v1.inference_pb2_grpc import InferenceServiceServicer
 from gateway_svc.answer.open_streams import OpenStreams
 from gateway_svc.answer.request_traces import GenerationTraces
 from gateway_svc.callers.caller import scoped
-from gateway_svc.operators.audit.entry import note, note_target
+from gateway_svc.operators.audit.entry import annotate, record_target
 from gateway_svc.pipeline.admission import CallAdmission
 from gateway_svc.pipeline.generation import GenerationPipeline
 from gateway_svc.pipeline.pooling import PoolingPipeline
@@ -65,7 +65,7 @@ class InferenceServicer(InferenceServiceServicer):
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
         """End the caller's requests by id, on any gateway."""
         check_abort(request.request_ids)
-        note_target(" ".join(request.request_ids))
+        record_target(" ".join(request.request_ids))
         asked = {scoped(request_id): request_id for request_id in request.request_ids}
         found = await self.generation.abort(list(asked))
         return pb.AbortResponse(
@@ -93,7 +93,7 @@ class InferenceServicer(InferenceServiceServicer):
         """Token ids of a prompt."""
         check_tokenize(request.prompt)
         model = self._directory.find_text(request.model)
-        note(model=model.name)
+        annotate(model=model.name)
         return await self._prompts.tokenize(request, model)
 
     async def CountTokens(
@@ -106,7 +106,7 @@ class InferenceServicer(InferenceServiceServicer):
         """Text of token ids."""
         check_detokenize(request.ids)
         model = self._directory.find_text(request.model)
-        note(model=model.name)
+        annotate(model=model.name)
         return await self._prompts.detokenize(request, model)
 
     # -- models and status --------------------------------------------------------------------------------------------

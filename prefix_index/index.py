@@ -43,7 +43,7 @@ class PrefixIndex(Protocol):
     async def next_scheduler_epoch(self) -> int:
         """An epoch above the epochs of all earlier leases; 0 leaves the choice to the worker."""
 
-    def note_scheduler_epoch(self, epoch: int) -> None:
+    def record_scheduler_epoch(self, epoch: int) -> None:
         """Record an epoch that a worker has granted. Later epochs must be above it."""
 
     def state(self) -> str:
@@ -72,7 +72,7 @@ class NoPrefixIndex:
     async def next_scheduler_epoch(self) -> int:
         return 0
 
-    def note_scheduler_epoch(self, epoch: int) -> None: ...
+    def record_scheduler_epoch(self, epoch: int) -> None: ...
 
     def state(self) -> str:
         return "memory"

@@ -167,7 +167,7 @@ class RedisPrefixIndex:
         self._dirty[holder] = False
         self._wake.set()
 
-    def note_scheduler_epoch(self, epoch: int) -> None:
+    def record_scheduler_epoch(self, epoch: int) -> None:
         if epoch < MAX_SCHEDULER_EPOCH:
             self._epoch_floor = max(self._epoch_floor, epoch)
         self._wake.set()
@@ -309,7 +309,7 @@ class RedisPrefixIndex:
         try:
             answers = await pipeline.execute()
         except BaseException:
-            self.note_scheduler_epoch(floor)
+            self.record_scheduler_epoch(floor)
             raise
         generation: bytes | None = answers[0]
         return generation

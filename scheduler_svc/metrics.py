@@ -209,33 +209,35 @@ class SchedulerTimes:
         self._turn_ended_at: float | None = None
         self._first_token_at: dict[Sample, float] = {}  # live samples only
 
-    def note_turn(self, started_at: float, ended_at: float) -> None:
+    def record_turn(self, started_at: float, ended_at: float) -> None:
         """Record one turn of the step loop."""
         if self._turn_ended_at is not None:
             self.idle_s += started_at - self._turn_ended_at
         self._turn_ended_at = ended_at
         self.turn.observe(ended_at - started_at)
 
-    def note_deltas(self, deltas: Deltas, now: float, find: Callable[[int, int], SequenceGroup | None]) -> None:
+    def record_deltas(self, deltas: Deltas, now: float, find: Callable[[int, int], SequenceGroup | None]) -> None:
         """Record the first tokens and finishes of one update. `find(owner, handle)` returns the request."""
         self.output_tokens += len(deltas.token_ids)
         self.num_finished += len(deltas.finished)
         if np.count_nonzero(deltas.offsets) < len(deltas.offsets):
-            self._note_first_tokens(deltas, now, find)
+            self._record_first_tokens(deltas, now, find)
         for finished in deltas.finished:
-            self._note_end(finished, now)
+            self._record_end(finished, now)
 
     def first_token_at(self, owner: int, handle: int, sample_index: int) -> float | None:
         """When the first token of a live sample arrived; None before."""
         return self._first_token_at.get((owner, handle, sample_index))
 
-    def _note_first_tokens(self, deltas: Deltas, now: float, find: Callable[[int, int], SequenceGroup | None]) -> None:
+    def _record_first_tokens(
+        self, deltas: Deltas, now: float, find: Callable[[int, int], SequenceGroup | None]
+    ) -> None:
         for i in np.flatnonzero(deltas.offsets == 0).tolist():
             group = find(int(deltas.owners[i]), int(deltas.handles[i]))
             if group is not None:
-                self._note_first_token(group, int(deltas.sample_indices[i]), now)
+                self._record_first_token(group, int(deltas.sample_indices[i]), now)
 
-    def _note_first_token(self, group: SequenceGroup, sample_index: int, now: float) -> None:
+    def _record_first_token(self, group: SequenceGroup, sample_index: int, now: float) -> None:
         self._first_token_at[(group.owner, group.handle, sample_index)] = now
         self.first_token.observe(now - group.arrival)
         for seq in group.sequences:
@@ -243,7 +245,7 @@ class SchedulerTimes:
                 self.queue.observe(seq.admitted_at - group.arrival)
                 self.prefill.observe(now - seq.admitted_at)
 
-    def _note_end(self, finished: Finished, now: float) -> None:
+    def _record_end(self, finished: Finished, now: float) -> None:
         group = finished.group
         first_token_at = self._first_token_at.pop((group.owner, group.handle, finished.sample_index), None)
         if first_token_at is not None:

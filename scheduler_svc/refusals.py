@@ -33,7 +33,7 @@ class RetryAdvice:
     def __init__(self, memory: int = 64) -> None:
         self._ends: deque[float] = deque(maxlen=memory)
 
-    def note_end(self, now: float) -> None:
+    def record_end(self, now: float) -> None:
         self._ends.append(now)
 
     def seconds(self, num_waiting: int, now: float) -> float:

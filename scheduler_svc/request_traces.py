@@ -124,7 +124,7 @@ class RequestTraces:
         if (trace := self._open.pop(id(group), None)) is not None:
             trace.span.end(now, error=code)
 
-    def note_moves(self, num_moves: int, now: float) -> None:
+    def record_moves(self, num_moves: int, now: float) -> None:
         """`num_moves`: sequences that lost their row so far, of all requests. Finds those that are traced."""
         if num_moves == self._num_moves:
             return
@@ -136,15 +136,15 @@ class RequestTraces:
                     sample.num_moves = sequence.num_preemptions
                     sample.lost_at = now if sample.lost_at is None else sample.lost_at
 
-    def note_steps(self, batches: Iterable[StepBatch], now: float) -> None:
+    def record_steps(self, batches: Iterable[StepBatch], now: float) -> None:
         """Rows were opened."""
         for batch in batches:
             for row_open in batch.opens:
                 trace = self._open.get(id(row_open.group))
                 if trace is not None:
-                    self._note_opened(trace, row_open.sample_index, batch.worker_id, now)
+                    self._record_opened(trace, row_open.sample_index, batch.worker_id, now)
 
-    def _note_opened(self, trace: GroupTrace, sample_index: int, worker_id: str, now: float) -> None:
+    def _record_opened(self, trace: GroupTrace, sample_index: int, worker_id: str, now: float) -> None:
         sample = trace.sample(sample_index)
         if sample.opened_at is None:
             sample.opened_at = now
@@ -169,7 +169,7 @@ class RequestTraces:
         )
         sample.lost_at = None
 
-    def note_ends(self, finished: Iterable[Finished], first_token_at: FirstTokenAt, now: float) -> None:
+    def record_ends(self, finished: Iterable[Finished], first_token_at: FirstTokenAt, now: float) -> None:
         """Samples have ended. `first_token_at(owner, handle, sample)`: when an update before this one had its token."""
         for end in finished:
             trace = self._open.get(id(end.group))

@@ -22,7 +22,7 @@ from scheduler_svc.flags import make_parser
 from scheduler_svc.gateways.streams import Gateways
 from scheduler_svc.metrics import SPECS, SchedulerReader
 from scheduler_svc.request_traces import RequestTraces
-from scheduler_svc.servicer import CALLERS, MAX_REGISTER_BYTES, SERVICE_NAME, Parts, SchedulerServicer
+from scheduler_svc.servicer import CALLERS, MAX_REGISTER_BYTES, SERVICE_NAME, SchedulerParts, SchedulerServicer
 from scheduler_svc.step_loop import StepLoop
 from scheduler_svc.workers.leased_worker import Dialer, LinkTimeouts
 from scheduler_svc.workers.pool import WorkerPool
@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 CHANGES_WAIT_S = 0.02  # see SchedulerConfig
 
 
-def build(args: argparse.Namespace, trust: Trust) -> Parts:
+def build(args: argparse.Namespace, trust: Trust) -> SchedulerParts:
     """Make all components. Raises ValueError for an invalid setting."""
     config = SchedulerConfig(
         max_waiting=args.max_waiting,
@@ -78,7 +78,7 @@ def build(args: argparse.Namespace, trust: Trust) -> Parts:
         on_change=gateways.announce,
         revision=args.revision,
     )
-    return Parts(step_loop, index, gateways, pool, dialer, tracer)
+    return SchedulerParts(step_loop, index, gateways, pool, dialer, tracer)
 
 
 def make_index(args: argparse.Namespace, owner: str, snapshot: Callable[[], Iterable[PrefixChanges]]) -> PrefixIndex:
@@ -92,7 +92,7 @@ def make_index(args: argparse.Namespace, owner: str, snapshot: Callable[[], Iter
 class SchedulerProcess:
     """Everything of one scheduler process. Raises TlsError."""
 
-    def __init__(self, args: argparse.Namespace, parts: Parts, trust: Trust) -> None:
+    def __init__(self, args: argparse.Namespace, parts: SchedulerParts, trust: Trust) -> None:
         self._args = args
         self._parts = parts
         self._trust = trust
@@ -150,7 +150,7 @@ class SchedulerProcess:
             return await _exit_status(steps)
 
 
-async def drain(parts: Parts, loop_task: asyncio.Task[None], timeout_s: float) -> None:
+async def drain(parts: SchedulerParts, loop_task: asyncio.Task[None], timeout_s: float) -> None:
     """Refuse new requests, let running ones finish for `timeout_s`, then end every stream."""
     parts.gateways.announce_stop()
     parts.step_loop.refuse_new("this scheduler is stopping; retry on another scheduler")
@@ -188,7 +188,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(str(error))
 
 
-async def _run(args: argparse.Namespace, parts: Parts, trust: Trust) -> int:
+async def _run(args: argparse.Namespace, parts: SchedulerParts, trust: Trust) -> int:
     return await SchedulerProcess(args, parts, trust).run()
 
 

@@ -50,7 +50,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class SchedulerParts:
     """The components of one scheduler."""
 
     step_loop: StepLoop
@@ -64,7 +64,7 @@ class Parts:
 class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     """Implements SchedulerService: decodes a request, calls one component, encodes the response."""
 
-    def __init__(self, parts: Parts, trust: Trust, inspector: Inspector) -> None:
+    def __init__(self, parts: SchedulerParts, trust: Trust, inspector: Inspector) -> None:
         self._parts = parts
         self._inspector = inspector
         self._snapshots = Snapshots(parts.step_loop, time.monotonic)

@@ -177,7 +177,7 @@ class StepLoop:
             self._wake.clear()
             self._now = loop.time()
             self._turn()
-            self.times.note_turn(self._now, loop.time())
+            self.times.record_turn(self._now, loop.time())
             if not self.has_work:
                 self._idle.set()
 
@@ -220,15 +220,15 @@ class StepLoop:
             apply()
         is_traced = self._traces is not None and self._traces.is_active
         if is_traced:
-            self._note_moves()
+            self._record_moves()
         batches = self.core.schedule(self._now)
         for batch in batches:
             self._workers[batch.worker_id].send(batch)
         for swap in self.core.adapters.take_swaps():
             self._workers[swap.worker_id].swap_adapter(swap)
         if is_traced:
-            self._note_moves()
-            self._note_steps(batches)
+            self._record_moves()
+            self._record_steps(batches)
         self._produce(self.core.take_expired())
         self._set_alarm(min(self.core.patience_ends_at, self.core.changes_due_at))
         self._route()
@@ -237,13 +237,13 @@ class StepLoop:
         if changes := self.core.take_prefix_events():
             self._index.publish(changes)
 
-    def _note_moves(self) -> None:
+    def _record_moves(self) -> None:
         if self._traces is not None:
-            self._traces.note_moves(self.core.num_requeued, self._now)
+            self._traces.record_moves(self.core.num_requeued, self._now)
 
-    def _note_steps(self, batches: Sequence[StepBatch]) -> None:
+    def _record_steps(self, batches: Sequence[StepBatch]) -> None:
         if self._traces is not None:
-            self._traces.note_steps(batches, self._now)
+            self._traces.record_steps(batches, self._now)
 
     def _set_alarm(self, at: float) -> None:
         """Take a turn at time `at` even if no event arrives."""
@@ -264,15 +264,15 @@ class StepLoop:
             return
         self._produced.append(deltas)
         if self._traces is not None and deltas.finished:
-            self._traces.note_ends(deltas.finished, self.times.first_token_at, self._now)
-        self.times.note_deltas(deltas, self._now, self._find)
+            self._traces.record_ends(deltas.finished, self.times.first_token_at, self._now)
+        self.times.record_deltas(deltas, self._now, self._find)
         # Drop finished requests at once: a late cancel must not find a request that another stream has taken over.
         for finished in deltas.finished:
             group = finished.group
             log_finished(finished, self._now)
             if group.is_finished:
                 self._requests.pop((group.owner, group.handle), None)
-                self._advice.note_end(self._now)
+                self._advice.record_end(self._now)
 
     def _find(self, owner: int, handle: int) -> SequenceGroup | None:
         return self._requests.get((owner, handle))
@@ -302,17 +302,17 @@ class StepLoop:
             self._add(group)
         except QuireError as error:
             self.times.refusals[error.code.name] += 1
-            self._note_refused(group, error.code.name)
+            self._record_refused(group, error.code.name)
             link.reply(group.handle, error)
         except Exception:
             # One request must not end the scheduler: its gateway would then send it to the next scheduler.
             log.exception("request %s: the core failed to add it", group.request_id)
-            self._note_refused(group, QuireError.code.name)
+            self._record_refused(group, QuireError.code.name)
             link.reply(group.handle, QuireError("internal error while queueing the request; see the scheduler's log"))
         else:
             link.reply(group.handle, None)
 
-    def _note_refused(self, group: SequenceGroup, code: str) -> None:
+    def _record_refused(self, group: SequenceGroup, code: str) -> None:
         if self._traces is not None:
             self._traces.refuse(group, code, self._now)
 

@@ -85,12 +85,12 @@ class SchedulerNames:
         try:
             self._found[name] = await self._lookup(host.strip("[]"), int(port))
         except OSError as error:
-            self._note_problem(name, error.strerror or str(error))
+            self._record_problem(name, error.strerror or str(error))
             return
         if self._problems.pop(name, None):
             log.info("scheduler name %s is found again", name)
 
-    def _note_problem(self, name: str, problem: str) -> None:
+    def _record_problem(self, name: str, problem: str) -> None:
         if self._problems.get(name) != problem:
             kept = "keeping its last addresses" if self._found.get(name) else "waiting for its first address"
             log.warning("scheduler name %s cannot be looked up (%s); %s", name, problem, kept)

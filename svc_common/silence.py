@@ -18,22 +18,22 @@ class SilenceWatch:
 
     while not watch.is_silent(loop.time()):
         await asyncio.sleep(watch.pause_s(loop.time()))
-        watch.woke(loop.time())
+        watch.on_wake(loop.time())
     """
 
     def __init__(self, timeout_s: float, now: float) -> None:
         self.timeout_s = timeout_s
-        self._heard_at = now
+        self._last_message_at = now
         self._wakes_at = now
 
     @property
     def deadline(self) -> float:
         """The time at which the peer counts as lost if it sends nothing."""
-        return self._heard_at + self.timeout_s
+        return self._last_message_at + self.timeout_s
 
-    def heard(self, now: float) -> None:
+    def on_message(self, now: float) -> None:
         """Record that the peer has sent something."""
-        self._heard_at = now
+        self._last_message_at = now
 
     def is_silent(self, now: float) -> bool:
         """Whether the peer has been silent for `timeout_s`."""
@@ -45,13 +45,13 @@ class SilenceWatch:
         self._wakes_at = now + pause_s
         return pause_s
 
-    def woke(self, now: float) -> bool:
+    def on_wake(self, now: float) -> bool:
         """Call it after each such sleep. True if this process was stopped during the sleep: silence then counts from
         `now`.
         """
         was_stopped = now - self._wakes_at > LATE_FRACTION * self.timeout_s
         if was_stopped:
-            self._heard_at = now
+            self._last_message_at = now
         return was_stopped
 
 
@@ -63,5 +63,5 @@ async def wait_for_peer(*futures: asyncio.Future[Any], timeout_s: float) -> bool
         pause_s = watch.pause_s(loop.time())
         if (await asyncio.wait(futures, timeout=pause_s, return_when=asyncio.FIRST_COMPLETED))[0]:
             return True
-        watch.woke(loop.time())
+        watch.on_wake(loop.time())
     return False

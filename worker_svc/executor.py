@@ -264,7 +264,7 @@ class StepExecutor:
             self._row_traces.note(message, batch)
         self._seals.note(lease.epoch, batch.commit_blocks, tags)
         answer: Answer = asyncio.get_running_loop().create_future()
-        answer.add_done_callback(self._note_answered)
+        answer.add_done_callback(self._record_answered)
         if not self._in_flight:
             self._busy_since = time.monotonic()
         self._in_flight.add(answer)
@@ -289,7 +289,7 @@ class StepExecutor:
         try:
             self._check_turn(lease, step.batch)
             output = self._measured(step, lambda: runner.execute(step.batch))
-            self._note_run(runner, lease)
+            self._record_run(runner, lease)
         except Exception as error:
             return error
         return self._to_response(output, step)
@@ -311,7 +311,7 @@ class StepExecutor:
         try:
             self._check_turn(lease, step.batch)
             launched = self._guarded(step.batch, lambda: runner.launch(step.batch))
-            self._note_run(runner, lease)
+            self._record_run(runner, lease)
         except Exception as error:
             return error
         return launched
@@ -327,7 +327,7 @@ class StepExecutor:
     def _to_response(self, output: StepOutput, step: QueuedStep) -> worker_pb2.StepOutput:
         """The answer to a step. Failed rows are logged too: retries may hide the failure."""
         if self._row_traces is not None and output.errors:
-            self._row_traces.note_output(output)
+            self._row_traces.record_output(output)
         for error in output.errors:
             log.error("step %d: row %d failed (%s): %s", output.step_id, error.row, error.code.name, error.message)
         return output_to_proto(output, worker_epoch=self.worker_epoch, queue_us=step.queue_us)
@@ -337,7 +337,7 @@ class StepExecutor:
         if batch.step_id != lease.next_to_run:
             raise StepOrderError(f"step {batch.step_id} follows step {lease.next_to_run}, which was refused")
 
-    def _note_run(self, runner: Runner, lease: Lease) -> None:
+    def _record_run(self, runner: Runner, lease: Lease) -> None:
         lease.next_to_run += 1
         rows_used = runner.rows_used()
         if self._lease is lease:  # else the rows are about to be closed
@@ -362,7 +362,7 @@ class StepExecutor:
             self._on_fatal(error)
             raise
 
-    def _note_answered(self, answer: Answer) -> None:
+    def _record_answered(self, answer: Answer) -> None:
         self._in_flight.discard(answer)
         self._idle_since = time.monotonic()
         if not answer.cancelled():

@@ -182,13 +182,13 @@ class Registration:
 
     async def _next(self, candidate: SchedulerCandidate, end: SessionEnd) -> SchedulerCandidate:
         """The next scheduler to try, after a pause if all must wait."""
-        self._note_end(candidate, end, asyncio.get_running_loop().time())
+        self._record_end(candidate, end, asyncio.get_running_loop().time())
         if end.may_retry_first and candidate in self._candidates:
             return candidate  # it may have sequences that need this worker or its cached blocks
         self._on_unavailable()
         return await self._candidates.choose()
 
-    def _note_end(self, candidate: SchedulerCandidate, end: SessionEnd, now: float) -> None:
+    def _record_end(self, candidate: SchedulerCandidate, end: SessionEnd, now: float) -> None:
         """Log the end unless it repeats an earlier one; set when to try this scheduler again."""
         address, code = candidate.address, end.code
         if end.was_used:
@@ -283,7 +283,7 @@ class Registration:
         interval_s = answer.accepted.heartbeat_interval_s or DEFAULT_HEARTBEAT_S
         ack_timeout_s = max(MIN_ACK_TIMEOUT_S, ACK_TIMEOUT_INTERVALS * interval_s)
         await report(ack_timeout_s)  # the scheduler refuses a worker that does not fit
-        self._note_registered(candidate, interval_s)
+        self._record_registered(candidate, interval_s)
         while True:
             await self._wait_for_update(interval_s)
             await report(ack_timeout_s)
@@ -349,7 +349,7 @@ class Registration:
         except TimeoutError:
             return
 
-    def _note_registered(self, candidate: SchedulerCandidate, interval_s: float) -> None:
+    def _record_registered(self, candidate: SchedulerCandidate, interval_s: float) -> None:
         log.info("registered with scheduler %s; a heartbeat every %g s", candidate.address, interval_s)
         self.scheduler = candidate.address
         candidate.logged.clear()

@@ -29,15 +29,15 @@ class RowLog:
         if not log.isEnabledFor(logging.DEBUG):
             return
         for row in batch.close_rows.tolist():
-            self._note_closed(row, batch.step_id)
+            self._record_closed(row, batch.step_id)
         for row_open in message.opens:
-            self._note_opened(row_open, batch.step_id)
+            self._record_opened(row_open, batch.step_id)
 
     def reset(self) -> None:
         """A new lease: all rows are closed."""
         self._request_ids.clear()
 
-    def _note_opened(self, row_open: worker_pb2.RowOpen, step_id: int) -> None:
+    def _record_opened(self, row_open: worker_pb2.RowOpen, step_id: int) -> None:
         request_id, row = row_open.request_id, row_open.row
         self._request_ids[row] = request_id
         facts = {
@@ -50,7 +50,7 @@ class RowLog:
         }
         log.debug("request %s: sample %d has row %d", request_id, row_open.sample_index, row, extra=facts)
 
-    def _note_closed(self, row: int, step_id: int) -> None:
+    def _record_closed(self, row: int, step_id: int) -> None:
         request_id = self._request_ids.pop(row, None)
         if request_id is not None:
             facts = {"request_id": request_id, "row": row, "step_id": step_id}
@@ -67,7 +67,7 @@ class RowTrace:
 
 
 class RowTraces:
-    """Owns the spans of open rows. Called by the event loop; `note_output` by the thread that has the output."""
+    """Owns the spans of open rows. Called by the event loop; `record_output` by the thread that has the output."""
 
     def __init__(self, tracer: Tracer, worker_id: str) -> None:
         self._tracer = tracer
@@ -82,7 +82,7 @@ class RowTraces:
         if message.traces:
             self._begin(message)
 
-    def note_output(self, output: StepOutput) -> None:
+    def record_output(self, output: StepOutput) -> None:
         """A step has run. Its failed rows get failed spans."""
         for error in output.errors:
             trace = self._rows.get(error.row)

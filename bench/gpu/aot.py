@@ -233,7 +233,7 @@ def _sampling_variants(t: str, i: str, f: str) -> Iterator[Variant]:
     constants = {"RECENT": process.RECENT, "WORDS_AT_ONCE": process.WORDS_AT_ONCE, "BLOCK": process.BLOCK}
     yield Variant("bad_words", process.bad_words_kernel, f"{f} i32 {i} {i} {i} {i} {i} {i} i32", constants, 1)
     constants = {"RECENT": process.RECENT, "BLOCK": process.ROWS_AT_ONCE}
-    yield Variant("note_tokens", process.note_tokens_kernel, f"{i} {i} {i} {i} {i} i32 i32 i32", constants)
+    yield Variant("record_tokens", process.record_tokens_kernel, f"{i} {i} {i} {i} {i} i32 i32 i32", constants)
     chunks = triton.next_power_of_2(triton.cdiv(151_936, sample.CHUNK))
     for is_filtered in (False, True):
         chosen: dict[str, Any] = {"FILTER": is_filtered, "CHUNK": sample.CHUNK}

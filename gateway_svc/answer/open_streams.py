@@ -11,7 +11,7 @@ from quire.internal.v1 import inputs_pb2
 
 from gateway_svc.answer.request_meter import GatewayMetrics, RequestMeter
 from gateway_svc.callers.caller import scoped
-from gateway_svc.operators.audit.entry import note_generation
+from gateway_svc.operators.audit.entry import record_generation
 from gateway_svc.request.threads import RETRY_FULL_S
 from gateway_svc.schedulers.scheduler_request import SchedulerRequest
 from svc_common.errors import AlreadyExistsError, OverloadedError, QuireError, TakenOverError, UnavailableError
@@ -42,7 +42,7 @@ class OpenStream:
 
     def __enter__(self) -> OpenStream:
         current_request_id.set(self.scoped_id)
-        note_generation(self.request_id, self.meter)
+        record_generation(self.request_id, self.meter)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

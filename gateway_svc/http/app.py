@@ -25,7 +25,7 @@ from gateway_svc.http.errors import (
     error_headers,
 )
 from gateway_svc.operators.audit.audit_log import AuditLog
-from gateway_svc.operators.audit.entry import CANCELLED, OK, note
+from gateway_svc.operators.audit.entry import CANCELLED, OK, annotate
 from gateway_svc.request.validation import REQUEST_ID
 from svc_common.errors import NotFoundError, QuireError, RpcStats, shown_error
 from svc_common.observe.tracing import HEADER, current_traceparent
@@ -136,11 +136,11 @@ class HttpApp:
 
     async def _answer_error(self, scope: Scope, error: Exception, answer: _Sender) -> None:
         if answer.has_started:  # raising closes the connection, so the client sees that the answer is incomplete
-            note(code=(error if isinstance(error, QuireError) else QuireError).code.name)
+            annotate(code=(error if isinstance(error, QuireError) else QuireError).code.name)
             raise error
         shown = shown_error(f"HTTP {scope['path']}", error)
         self._stats.errors[_method(scope), shown.code.name] += 1
-        note(code=shown.code.name)
+        annotate(code=shown.code.name)
         body = encode(error_body(shown, scope.get("names")))
         headers = {"content-type": "application/json", "content-length": str(len(body)), **error_headers(shown)}
         raw = [(name.encode(), value.encode()) for name, value in headers.items()]

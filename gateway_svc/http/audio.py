@@ -17,7 +17,7 @@ from starlette.routing import Route
 from gateway_svc.http.fields import invalid
 from gateway_svc.http.multipart import MultipartForm, parse_form
 from gateway_svc.http.replies import ignored_headers, json_reply
-from gateway_svc.operators.audit.entry import note_request_id
+from gateway_svc.operators.audit.entry import record_request_id
 from gateway_svc.pipeline.generation import GenerationPipeline
 from gateway_svc.request.threads import Lane
 from svc_common.errors import QuireError
@@ -71,7 +71,7 @@ class AudioHandlers:
         asked: Speech = await self._lane.run(len(data), _speech_of, data, content_type, task)
         request.scope["names"] = NAMES
         asked.request.request_id = f"audio-{secrets.token_hex(12)}"
-        note_request_id(asked.request.request_id)
+        record_request_id(asked.request.request_id)
         text, usage = await _text_of(self._generation.generate(asked.request))
         if asked.is_text:
             return PlainTextResponse(text + "\n", headers=ignored_headers(asked.ignored))

@@ -24,7 +24,7 @@ from gateway_svc.http.errors import error_body
 from gateway_svc.http.merge import Numbered, merged, within
 from gateway_svc.http.replies import EventStream, ignored_headers, json_reply
 from gateway_svc.http.responses.handlers import ResponsesHandlers
-from gateway_svc.operators.audit.entry import note, note_request_id
+from gateway_svc.operators.audit.entry import annotate, record_request_id
 from gateway_svc.request.prompts.images import has_images
 from gateway_svc.request.threads import Lane
 from gateway_svc.schedulers.directory import ModelDirectory
@@ -173,7 +173,7 @@ class Handlers:
         prompts = [await self._parts_of(one, asked) for one in asked.requests]
         answer_id = f"{shape.id_prefix}-{secrets.token_hex(12)}"
         log.debug("HTTP request %s is request %s", request.scope["request_id"], answer_id)
-        note_request_id(answer_id)
+        record_request_id(answer_id)
         requests = _with_ids(asked.requests, answer_id)
         events = self._events(requests, asked.timeout_s)
         headers = ignored_headers(asked.ignored)
@@ -234,7 +234,7 @@ async def _stream(answer: StreamAnswer, events: Numbered, scope: Scope) -> Async
             if not is_begun:
                 raise
             shown = shown_error(f"HTTP {scope['path']}", error)
-            note(code=shown.code.name)
+            annotate(code=shown.code.name)
             yield sse(error_body(shown, scope["names"]))
             return
     yield answer.end()

@@ -14,7 +14,7 @@ from quire.v1 import types_pb2
 from quire.v1.inference_pb2_grpc import AdminServiceServicer
 
 from gateway_svc.operators import scheduler_calls
-from gateway_svc.operators.audit.entry import note_target
+from gateway_svc.operators.audit.entry import record_target
 from gateway_svc.schedulers.directory import ModelDirectory
 from gateway_svc.schedulers.scheduler_client import RETRY_AFTER_S, SchedulerClient
 from svc_common.errors import InvalidRequestError, NotFoundError, UnavailableError
@@ -47,7 +47,7 @@ class AdminServicer(AdminServiceServicer):
             words = f"timeout_s is {request.timeout_s:g}; must be a number from 0 to {MAX_DRAIN_S:g}"
             raise InvalidRequestError(words, field="timeout_s")
         client, worker = await self._find(request.worker_id, request.model)
-        note_target(worker.worker_id)
+        record_target(worker.worker_id)
         num_moved = await scheduler_calls.release_worker(client, worker.worker_id, request.timeout_s)
         log.info("worker %s of scheduler %s drains %d sequences", worker.worker_id, client.address, num_moved)
         return pb.DrainWorkerResponse(num_moved=num_moved)
@@ -67,7 +67,7 @@ class AdminServicer(AdminServiceServicer):
             raise InvalidRequestError(
                 f"name is {request.name!r}, which is the name of a model; use another", field="name"
             )
-        note_target(request.name)
+        record_target(request.name)
         clients = self._schedulers_of(request.model)
         found = [await scheduler_calls.add_adapter(client, request.name, request.path) for client in clients]
         digests = {adapter.digest for adapter in found}
@@ -83,7 +83,7 @@ class AdminServicer(AdminServiceServicer):
         self, request: pb.UnloadAdapterRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> pb.UnloadAdapterResponse:
         """Unload an adapter. Raises NotFoundError, or the scheduler's error while requests use it."""
-        note_target(request.name)
+        record_target(request.name)
         clients = self._schedulers_of(request.model)
         were_loaded = [await scheduler_calls.remove_adapter(client, request.name) for client in clients]
         if not any(were_loaded):
@@ -119,7 +119,7 @@ class AdminServicer(AdminServiceServicer):
         self, request: pb.InspectRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> pb.InspectResponse:
         """A profile or a report of a service. Raises InvalidRequestError, NotFoundError, or the service's error."""
-        note_target(request.service)
+        record_target(request.service)
         if request.kind == pb.INSPECT_KIND_PROFILE:
             checked_times(request.seconds, request.hz)
         if request.service == "gateway":

@@ -9,7 +9,7 @@ from quire.v1 import inference_pb2 as pb
 
 from gateway_svc.callers.caller import current_caller, tenant_salt
 from gateway_svc.limits.key_limits import KeyLimits
-from gateway_svc.operators.audit.entry import note
+from gateway_svc.operators.audit.entry import annotate
 from gateway_svc.request.models import ServedModel
 from gateway_svc.request.validation import DEFAULT_LIMITS, RequestLimits
 from gateway_svc.schedulers.directory import ModelDirectory
@@ -40,7 +40,7 @@ class CallAdmission:
     ) -> ServedModel:
         """The model of a request whose fields are checked. Raises QuireError if the caller may not use it now."""
         model = self._directory.find(request.model, revision, adapter)
-        note(model=model.name)
+        annotate(model=model.name)
         self._keys.check(current_caller.get().owner, model.name, request.scheduling.priority)
         return model
 

@@ -15,7 +15,7 @@ from gateway_svc.answer.request_traces import GenerationTraces, RequestTrace
 from gateway_svc.answer.resuming import Resumed, no_record, record_of, recorded
 from gateway_svc.answer.stream import GenerationStream
 from gateway_svc.callers.caller import scoped
-from gateway_svc.operators.audit.entry import note, note_request_id
+from gateway_svc.operators.audit.entry import annotate, record_request_id
 from gateway_svc.pipeline.admission import CallAdmission
 from gateway_svc.records.recorder import OutputRecorder, Recording
 from gateway_svc.request.models import ServedModel
@@ -90,7 +90,7 @@ class GenerationPipeline:
     async def _generate(self, call: GenerationCall) -> Events:
         request, resumed = call.request, call.resumed
         check_request_id(request.request_id)
-        note_request_id(request.request_id)
+        record_request_id(request.request_id)
         grammar = check_generate(request, self._admission.requests, is_new=resumed is None)
         model = self._admission.model(request, request.continuation.revision, request.adapter)
         resumes = request.HasField("continuation")
@@ -158,7 +158,7 @@ class GenerationPipeline:
         """The number of tokens of the prompt that a request would have."""
         check_generate(request, self._admission.requests)
         model = self._directory.find(request.model, request.continuation.revision, request.adapter)
-        note(model=model.name)
+        annotate(model=model.name)
         return await self._prompts.count(request, model)
 
     # -- records ------------------------------------------------------------------------------------------------------
@@ -181,7 +181,7 @@ class GenerationPipeline:
     async def resume(self, request: pb.ResumeRequest, *, deadline: float | None = None) -> Events:
         """Continue a request from its record, after the output that the client has."""
         check_resume(request)
-        note_request_id(request.request_id)
+        record_request_id(request.request_id)
         record = await self.recorder.records.load(scoped(request.request_id))
         if record is None:
             raise no_record(request.request_id)

@@ -96,7 +96,7 @@ def check_model(request: pb.EmbedRequest | pb.ScoreRequest, model: ServedModel) 
 
 async def plan_embed(request: pb.EmbedRequest, model: ServedModel, prompts: PromptReaders) -> PoolingPlan:
     """One vector per input. The model is checked. Raises InvalidRequestError."""
-    reader = InputReader(prompts, model, truncates=request.truncate)
+    reader = PooledInputReader(prompts, model, truncates=request.truncate)
     return PoolingPlan(await reader.inputs(request.inputs, request.prompt_name), _embed_pooling(request, model.info))
 
 
@@ -104,7 +104,7 @@ async def plan_score(request: pb.ScoreRequest, model: ServedModel, prompts: Prom
     """One score per pair: of the classification head, of the answer yes, or the cosine of both embeddings. The model is
     checked. Raises InvalidRequestError or NotConfiguredError.
     """
-    facts, reader = model.info.pooling, InputReader(prompts, model, truncates=request.truncate)
+    facts, reader = model.info.pooling, PooledInputReader(prompts, model, truncates=request.truncate)
     if facts.num_classes:
         pooling = _classes(model)
         return PoolingPlan(await reader.pairs(request.pairs), pooling)
@@ -118,7 +118,7 @@ async def plan_score(request: pb.ScoreRequest, model: ServedModel, prompts: Prom
     return PoolingPlan(inputs, _embed_pooling(COSINE, model.info), pairs)
 
 
-class InputReader:
+class PooledInputReader:
     """Converts the inputs of one model."""
 
     def __init__(self, prompts: PromptReaders, model: ServedModel, *, truncates: bool) -> None:

@@ -156,7 +156,7 @@ class AttachStream:
             self._limit.reschedule(None)
         while isinstance(response, pb.AttachResponse):
             if self._silence is not None:
-                self._silence.heard(loop.time())
+                self._silence.on_message(loop.time())
             self.on_response(response)
             response = await call.read()
         if response is not grpc.aio.EOF:  # None: grpc could not decode the message but keeps the stream open
@@ -169,7 +169,7 @@ class AttachStream:
         while not silence.is_silent(loop.time()):
             self._outbox.put_nowait(pb.AttachRequest(heartbeat=pb.GatewayHeartbeat()))
             await asyncio.sleep(silence.pause_s(loop.time(), interval_s))
-            silence.woke(loop.time())
+            silence.on_wake(loop.time())
         if self._limit is not None:
             self._limit_reason = f"no heartbeat for {silence.timeout_s:g} s"
             self._limit.reschedule(loop.time())

@@ -137,7 +137,7 @@ class Dispatcher:
     # -- called by scheduler clients ----------------------------------------------------------------------------------
 
     def on_changed(self, client: SchedulerClient) -> None:
-        self._note_idle(client)
+        self._record_idle(client)
         for request, placement in list(self._open.items()):
             if placement.client is None and client.serves(placement.model, placement.revision):
                 placement.refusals.clear()
@@ -247,7 +247,7 @@ class Dispatcher:
 
     # -- replicas without workers -------------------------------------------------------------------------------------
 
-    def _note_idle(self, client: SchedulerClient) -> None:
+    def _record_idle(self, client: SchedulerClient) -> None:
         """Record since when a scheduler has no workers. After MOVE_AFTER_S, its requests move to other replicas."""
         if not client.is_connected or client.ready_workers:
             self._idle_since.pop(client, None)

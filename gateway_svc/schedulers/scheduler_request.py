@@ -334,7 +334,7 @@ class SchedulerRequest:
             self.fail(self._internal(f"the scheduler sent no or too few log probabilities for output position {have}"))
             return
         sample.outputs.append(token_id)
-        self._note_news(sample_index, is_urgent=not have)
+        self._record_news(sample_index, is_urgent=not have)
         if not have and self._pacer is not None:
             self._pacer.begin_interval()
 
@@ -364,7 +364,7 @@ class SchedulerRequest:
             sample.finish = finish
             self._num_unfinished -= 1
             self._num_awaited -= not sample.is_closed
-            self._note_news(finish.sample_index, is_urgent=True)
+            self._record_news(finish.sample_index, is_urgent=True)
 
     def fail(self, error: QuireError) -> None:
         """End the stream with this error, after the tokens received so far."""
@@ -376,7 +376,7 @@ class SchedulerRequest:
         log.error("request %s: %s", self.request_id, problem)
         return QuireError(f"internal error: {problem}")
 
-    def _note_news(self, sample_index: int, *, is_urgent: bool) -> None:
+    def _record_news(self, sample_index: int, *, is_urgent: bool) -> None:
         """Record that a sample has news. First tokens and ends are urgent and rare, so they skip the pacer."""
         self._news.add(sample_index)
         if self._pacer is None or is_urgent:

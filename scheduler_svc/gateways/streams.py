@@ -295,7 +295,7 @@ class Gateways:
         loop, outbox = asyncio.get_running_loop(), attached.outbox
         try:
             async for request in requests:
-                attached.silence.heard(loop.time())
+                attached.silence.on_message(loop.time())
                 self._take_request(request, attached)
             outbox.close()
         except Exception as error:
@@ -307,9 +307,9 @@ class Gateways:
         while not silence.is_silent(loop.time()):
             attached.outbox.heartbeat(self._heartbeat())
             await asyncio.sleep(silence.pause_s(loop.time(), self._interval_s))
-            silence.woke(loop.time())
+            silence.on_wake(loop.time())
             if not attached.sends_heartbeats:
-                silence.heard(loop.time())  # no heartbeat is expected
+                silence.on_message(loop.time())  # no heartbeat is expected
         # Abort its requests now, because the stream may be stuck in a write to a process that does not read.
         self._step_loop.detach(attached.owner)
         timeout_s = silence.timeout_s

@@ -96,7 +96,7 @@ class Adapters:
             if worker.syncing is not None:
                 worker.syncing.cancel()
 
-    def hear(self, link: LeasedWorker, announced: Sequence[worker_pb2.WorkerAdapter]) -> bool:
+    def on_heartbeat(self, link: LeasedWorker, announced: Sequence[worker_pb2.WorkerAdapter]) -> bool:
         """A heartbeat has arrived. Whether the set has changed."""
         worker = self._workers.get(link.worker_id)
         if worker is None or worker.link is not link:

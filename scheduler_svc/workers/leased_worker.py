@@ -132,9 +132,9 @@ class LeasedWorker:
         if not self._closed.done():
             self._closed.set_result(reason)
 
-    def note_alive(self) -> None:
+    def record_alive(self) -> None:
         """Record that a heartbeat has arrived."""
-        self._silence.heard(self._loop.time())
+        self._silence.on_message(self._loop.time())
 
     async def run(self, on_output: Callable[[StepOutput], None]) -> str:
         """Serve the stream; `on_output` gets every answer. Returns why the stream ended."""
@@ -178,7 +178,7 @@ class LeasedWorker:
         )
         step = self._in_flight.popleft()
         self._last_answer = self._loop.time()
-        self._silence.heard(self._last_answer)
+        self._silence.on_message(self._last_answer)
         self._meter.note(self._last_answer - step.sent_at, step.num_bytes + message.ByteSize(), step.num_rows)
         self.num_answered += 1
         return output
@@ -194,7 +194,7 @@ class LeasedWorker:
                 return f"no heartbeat for {self._timeouts.heartbeat_s:g} s"
             # A step that is sent during the sleep may be due before the next heartbeat.
             await asyncio.sleep(self._silence.pause_s(now, min(step_due - now, self._timeouts.step_s)))
-            if self._silence.woke(self._loop.time()):
+            if self._silence.on_wake(self._loop.time()):
                 self._last_answer = self._loop.time()  # the answer may have arrived but not been read
 
     def _step_due(self) -> float:
@@ -331,7 +331,7 @@ class Dialer:
             # Redis lost the counter. The worker has registered to be leased, so it may increment its own epoch.
             granted = await self._call_lease(stub, 0)
         _check_grant(granted)
-        self._index.note_scheduler_epoch(granted.fence.scheduler_epoch)
+        self._index.record_scheduler_epoch(granted.fence.scheduler_epoch)
         return granted
 
     async def _call_lease(self, stub: worker_pb2_grpc.WorkerServiceAsyncStub, epoch: int) -> worker_pb2.LeaseResponse:

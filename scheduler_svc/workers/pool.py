@@ -236,8 +236,8 @@ class WorkerPool:
         worker.state, worker.load_progress = request.state, request.load_progress
         worker.adapters = tuple(request.adapters)
         if worker.link is not None:
-            worker.link.note_alive()
-            if self.adapters.hear(worker.link, worker.adapters):
+            worker.link.record_alive()
+            if self.adapters.on_heartbeat(worker.link, worker.adapters):
                 self._changed()
         if request.state == READY and worker.lease_task is None:
             self._start_lease(worker, request)

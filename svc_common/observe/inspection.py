@@ -25,8 +25,8 @@ from svc_common.observe import profiler
 from svc_common.observe.logs import recent_lines
 from svc_common.observe.metrics import quire_version
 
-LEAST_SECONDS, MOST_SECONDS, DEFAULT_SECONDS = 0.1, 60.0, 10.0
-MOST_HZ, DEFAULT_HZ = 1000, 200
+MIN_SECONDS, MAX_SECONDS, DEFAULT_SECONDS = 0.1, 60.0, 10.0
+MAX_HZ, DEFAULT_HZ = 1000, 200
 ANSWER_S = 15.0  # for the answer after a profile of some seconds
 PACKAGES = (
     "grpcio", "protobuf", "uvloop", "numpy", "torch", "triton", "safetensors", "tokenizers", "llguidance", "jinja2",
@@ -83,18 +83,18 @@ class Inspector:
 def checked_times(seconds: float, hz: int) -> tuple[float, int]:
     """Duration and rate of a profile; 0 is the default. Raises InvalidRequestError."""
     seconds, hz = seconds or DEFAULT_SECONDS, hz or DEFAULT_HZ
-    if not math.isfinite(seconds) or not LEAST_SECONDS <= seconds <= MOST_SECONDS:
-        limits = f"{LEAST_SECONDS:g} to {MOST_SECONDS:g}"
+    if not math.isfinite(seconds) or not MIN_SECONDS <= seconds <= MAX_SECONDS:
+        limits = f"{MIN_SECONDS:g} to {MAX_SECONDS:g}"
         raise InvalidRequestError(f"seconds is {seconds:g}; must be from {limits}", field="seconds")
-    if hz > MOST_HZ:
-        raise InvalidRequestError(f"hz is {hz}; must be at most {MOST_HZ}", field="hz")
+    if hz > MAX_HZ:
+        raise InvalidRequestError(f"hz is {hz}; must be at most {MAX_HZ}", field="hz")
     return seconds, hz
 
 
 def answer_timeout_s(kind: pb.InspectKind.ValueType, seconds: float) -> float:
     """How long a caller waits for the answer."""
     is_profile = kind == pb.INSPECT_KIND_PROFILE and math.isfinite(seconds)
-    return ANSWER_S + (min(max(seconds or DEFAULT_SECONDS, 0.0), MOST_SECONDS) if is_profile else 0.0)
+    return ANSWER_S + (min(max(seconds or DEFAULT_SECONDS, 0.0), MAX_SECONDS) if is_profile else 0.0)
 
 
 def versions() -> dict[str, str]:

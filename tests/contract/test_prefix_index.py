@@ -203,7 +203,7 @@ async def test_the_newest_event_of_a_block_counts(index: RedisPrefixIndex) -> No
 async def test_scheduler_epochs_never_decrease(index: RedisPrefixIndex) -> None:
     first = await index.next_scheduler_epoch()
     assert 0 < first < 40
-    index.note_scheduler_epoch(40)
+    index.record_scheduler_epoch(40)
 
     async def is_above() -> bool:
         return await index.next_scheduler_epoch() > 40
@@ -222,7 +222,7 @@ async def test_a_bad_scheduler_epoch_counts_as_0_and_is_replaced(
     assert await index.next_scheduler_epoch() == 0
     assert index.num_errors == 0
     assert caplog.text.count("redis key quire:scheduler_epoch is ") == 1
-    index.note_scheduler_epoch(7)
+    index.record_scheduler_epoch(7)
 
     async def counts_again() -> bool:
         return await index.next_scheduler_epoch() >= 8
@@ -271,8 +271,8 @@ async def test_without_redis_a_revision_is_accepted(redis: Redis) -> None:
 
 
 async def test_an_epoch_far_too_large_is_not_published(index: RedisPrefixIndex) -> None:
-    index.note_scheduler_epoch(2**64 - 1)
-    index.note_scheduler_epoch(40)
+    index.record_scheduler_epoch(2**64 - 1)
+    index.record_scheduler_epoch(40)
 
     async def is_above() -> bool:
         return await index.next_scheduler_epoch() > 40

@@ -56,7 +56,7 @@ class _Wrapper:
     def reset_workspace_buffer(self, float_workspace_buffer, int_workspace_buffer):
         assert float_workspace_buffer.dtype is int_workspace_buffer.dtype is torch.uint8
 
-    def _note_plan(self, num_qo_heads, num_kv_heads, head_dim, page_size, options):
+    def _record_plan(self, num_qo_heads, num_kv_heads, head_dim, page_size, options):
         calls["plans"] += 1
         assert num_qo_heads % num_kv_heads == 0
         self._shape = num_qo_heads, num_kv_heads, head_dim, page_size
@@ -103,7 +103,7 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         self._page_starts.copy_(indptr)
         self._last_page_len.copy_(last_page_len)
         self._indices[: len(indices)].copy_(indices)
-        self._note_plan(num_qo_heads, num_kv_heads, head_dim, page_size, {
+        self._record_plan(num_qo_heads, num_kv_heads, head_dim, page_size, {
             "q_data_type": q_data_type, "kv_data_type": kv_data_type, "sm_scale": sm_scale, "window_left": window_left,
             "logits_soft_cap": logits_soft_cap,
         })  # fmt: skip
@@ -141,7 +141,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
         assert causal
         self._query_starts, self._page_starts = qo_indptr.clone(), paged_kv_indptr.clone()
         self._indices, self._last_page_len = paged_kv_indices, paged_kv_last_page_len.clone()
-        self._note_plan(num_qo_heads, num_kv_heads, head_dim_qk, page_size, {
+        self._record_plan(num_qo_heads, num_kv_heads, head_dim_qk, page_size, {
             "q_data_type": q_data_type, "kv_data_type": kv_data_type, "sm_scale": sm_scale, "window_left": window_left,
             "logits_soft_cap": logits_soft_cap,
         })  # fmt: skip

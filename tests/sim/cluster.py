@@ -288,7 +288,7 @@ class Cluster:
             for row in batch.close_rows.tolist():
                 self._opened_for.pop((batch.worker_id, row), None)
             for opened in batch.opens:
-                self._note_cached(batch.worker_id, opened)
+                self._record_cached(batch.worker_id, opened)
                 if (adapter := adapter_of(opened.group)) and adapter not in worker.resident:
                     raise Violation(f"row {opened.row} of {batch.worker_id} opens with an adapter that is not resident")
             worker.send(batch)
@@ -328,7 +328,7 @@ class Cluster:
                 if seq.worker_id is not None and opened_for != name:
                     raise Violation(f"row {seq.row} of {seq.worker_id} runs {name} and was never opened for it")
 
-    def _note_cached(self, worker_id: str, opened: RowAssignment) -> None:
+    def _record_cached(self, worker_id: str, opened: RowAssignment) -> None:
         """The expected usage.cached_tokens: the hit of the first admission; for a fork, that of its parent."""
         request, sample = self.requests[opened.group.request_id], opened.sample_index
         num_cached = opened.num_computed_tokens

@@ -387,7 +387,7 @@ class SymbolicWorker:
         broken = self._break_rows(rows, starts) if self.fail_next or self.is_broken.any() else []
         self._read_back(rows, starts)
         np.add.at(self.sums, flat_rows, self.kv[slots])
-        self._note_full_blocks(rows, starts)
+        self._record_full_blocks(rows, starts)
         return rows, broken
 
     def _check_shape(self, batch: StepBatch, rows: np.ndarray, lens: np.ndarray) -> None:
@@ -509,15 +509,15 @@ class SymbolicWorker:
                 changed = True
         return changed
 
-    def _note_full_blocks(self, rows: np.ndarray, starts: np.ndarray) -> None:
+    def _record_full_blocks(self, rows: np.ndarray, starts: np.ndarray) -> None:
         bs = self.capacity.block_size
         first, last = starts // bs, self.num_computed_tokens[rows] // bs
         for i in np.flatnonzero(last > first).tolist():
             row = int(rows[i])
             for index in range(int(first[i]), int(last[i])):
-                self._note_full_block(row, index)
+                self._record_full_block(row, index)
 
-    def _note_full_block(self, row: int, index: int) -> None:
+    def _record_full_block(self, row: int, index: int) -> None:
         bs, block = self.capacity.block_size, int(self.table[row, index])
         if (self.kv[block * bs : (block + 1) * bs] == POISON).any():
             return

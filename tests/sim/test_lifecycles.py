@@ -167,7 +167,7 @@ class Life:
         for batch in self.core.schedule(self.now):
             worker = self.workers[batch.worker_id]
             worker.queue.append(batch)
-            self._note_commits(worker, batch)
+            self._record_commits(worker, batch)
         busy = [worker for worker in self.workers.values() if worker.queue]
         if busy:
             self._answer(self.rng.choice(busy))
@@ -183,7 +183,7 @@ class Life:
         if self.core._workers[state.worker_id].is_draining and not state.rows_used and not state.steps_in_flight:
             self._leave(worker)
 
-    def _note_commits(self, worker: Worker, batch: StepBatch) -> None:
+    def _record_commits(self, worker: Worker, batch: StepBatch) -> None:
         """The blocks that a pool would list: in the order of commits, until a row names them for new content."""
         for opened in batch.opens:
             for block in opened.block_table[opened.num_computed_tokens // BLOCK_SIZE :].tolist():

@@ -13,8 +13,8 @@ from quire_cli.rates import Rates
 BARS = "▁▂▃▄▅▆▇█"
 SPARK_WIDTH = 24
 POOL_WIDTH = 24
-LEAST_WIDTH = 60
-LEAST_REQUESTS = 3  # lines of the oldest requests that are kept when there are many workers
+MIN_WIDTH = 60
+MIN_REQUESTS = 3  # lines of the oldest requests that are kept when there are many workers
 
 
 class Look(Enum):
@@ -54,7 +54,7 @@ def screen(view: View, width: int, height: int, *, is_unicode: bool = True) -> l
     workers = _workers(view.status, is_unicode=is_unicode)
     requests = _requests(view.status)
     if len(workers) + 1 + len(requests) > room:
-        kept = min(len(requests), 1 + LEAST_REQUESTS)
+        kept = min(len(requests), 1 + MIN_REQUESTS)
         workers = _cut(workers, max(0, room - 1 - kept))
     lines += [*workers, Line(""), *requests]
     return [Line(line.text[:width], line.look) for line in lines[:height]]

@@ -213,9 +213,9 @@ class Gateways:
         except ValueError:  # closed by another thread
             return
         self._redials[target] = call
-        call.add_done_callback(lambda done: self._note_return(target, done))
+        call.add_done_callback(lambda done: self._record_return(target, done))
 
-    def _note_return(self, target: int, call: grpc.Future[bytes]) -> None:
+    def _record_return(self, target: int, call: grpc.Future[bytes]) -> None:
         if not call.cancelled() and call.exception() is None and health_state(call.result()) == "serving":
             self.ring.works(target, time.monotonic())
 

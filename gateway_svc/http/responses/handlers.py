@@ -26,7 +26,7 @@ from gateway_svc.http.responses.bodies import ResponseBody, response_request
 from gateway_svc.http.responses.events import Event, Json, events_of
 from gateway_svc.http.responses.items import messages_of, with_ids
 from gateway_svc.http.responses.runs import ResponseRun, Source
-from gateway_svc.operators.audit.entry import CANCELLED, OK, forked, note_request_id
+from gateway_svc.operators.audit.entry import CANCELLED, OK, forked, record_request_id
 from gateway_svc.pipeline.generation import GenerationPipeline
 from gateway_svc.records.store import StoredRecord, Update
 from gateway_svc.request.validation import REQUEST_ID
@@ -69,7 +69,7 @@ class ResponsesHandlers:
         self._directory.find_text(asked.request.model).require_tokenizer("input")
         is_stored = await self._is_stored(asked)
         response_id = f"resp_{secrets.token_hex(24)}"
-        note_request_id(response_id)
+        record_request_id(response_id)
         await self._add_conversation(asked)
         run = self._new_run(response_id, asked, is_stored=is_stored)
         try:
@@ -316,7 +316,7 @@ async def _encoded(events: AsyncGenerator[Event, None]) -> AsyncGenerator[bytes,
 def _id_of(request: Request) -> str:
     response_id: str = request.path_params["response_id"]
     if REQUEST_ID.fullmatch(response_id):
-        note_request_id(response_id)
+        record_request_id(response_id)
     return response_id
 
 

@@ -98,28 +98,28 @@ class Entry:
 current_entry: ContextVar[Entry | None] = ContextVar("current_entry", default=None)
 
 
-def note(*, model: str = "", code: str = "") -> None:
+def annotate(*, model: str = "", code: str = "") -> None:
     """Note facts about the current request."""
     entry = current_entry.get()
     if entry is not None:
         entry.model, entry.code = model or entry.model, code or entry.code
 
 
-def note_request_id(request_id: str) -> None:
+def record_request_id(request_id: str) -> None:
     """Note the id of the current request, unless it has one."""
     entry = current_entry.get()
     if entry is not None:
         entry.request_id = entry.request_id or request_id
 
 
-def note_target(target: str) -> None:
+def record_target(target: str) -> None:
     """Note what the current request acts on."""
     entry = current_entry.get()
     if entry is not None:
         entry.target = target[:MAX_TARGET_CHARS]
 
 
-def note_generation(request_id: str, meter: Meter) -> None:
+def record_generation(request_id: str, meter: Meter) -> None:
     """Count the tokens of a generation for the current request, and note its id unless the request has one."""
     entry = current_entry.get()
     if entry is not None:

@@ -12,7 +12,7 @@ from quire.v1 import inference_pb2 as pb
 from gateway_svc.request.field_errors import invalid
 from gateway_svc.request.models import ServedModel
 from gateway_svc.request.prompts.reader import PromptInput, ReadContext, carried_input
-from gateway_svc.request.sandbox.image_preparer import GivenImage, PreparedImage
+from gateway_svc.request.sandbox.image_preparer import PreparedImage, RequestImage
 from gateway_svc.request.tools import read_tools
 from prefix_index.content_ids import FIRST_CONTENT_ID, content_ids
 from request_fields.inputs import MAX_INPUT_BYTES
@@ -57,10 +57,10 @@ class ImageReader:
         return await context.lane.run(sum(len(image.data) for image in images), put, prompt, images, model)
 
 
-def images_of(request: pb.GenerateRequest) -> list[GivenImage]:
+def images_of(request: pb.GenerateRequest) -> list[RequestImage]:
     """The images of a request in order: `media`, or those of its chat."""
     if request.media:
-        return [GivenImage(data, f"media[{i}]") for i, data in enumerate(request.media)]
+        return [RequestImage(data, f"media[{i}]") for i, data in enumerate(request.media)]
     return list(_chat_images(request.prompt.chat))
 
 
@@ -69,11 +69,11 @@ def has_images(chat: pb.Chat) -> bool:
     return any(part.HasField("image") for message in chat.messages for part in message.parts)
 
 
-def _chat_images(chat: pb.Chat) -> Iterator[GivenImage]:
+def _chat_images(chat: pb.Chat) -> Iterator[RequestImage]:
     for i, message in enumerate(chat.messages):
         for j, part in enumerate(message.parts):
             if part.HasField("image"):
-                yield GivenImage(part.image, f"prompt.chat.messages[{i}].parts[{j}].image")
+                yield RequestImage(part.image, f"prompt.chat.messages[{i}].parts[{j}].image")
 
 
 def _check_placeholders(ids: Sequence[int], num_images: int, model: ServedModel) -> None:

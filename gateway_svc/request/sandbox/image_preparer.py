@@ -54,7 +54,7 @@ class PreparedImage:
 
 
 @dataclass(frozen=True, slots=True)
-class GivenImage:
+class RequestImage:
     """An encoded image, and the field of the request that has it."""
 
     data: bytes
@@ -73,7 +73,7 @@ class ImagePreparer:
         """Ids of the processes that run."""
         return self._pool.pids
 
-    async def prepare(self, images: Sequence[GivenImage], model: ServedModel) -> list[PreparedImage]:
+    async def prepare(self, images: Sequence[RequestImage], model: ServedModel) -> list[PreparedImage]:
         """The images, which are checked, as the model's image processor prepares them. Raises InvalidRequestError, or
         OverloadedError if the processes are busy.
         """
@@ -83,7 +83,7 @@ class ImagePreparer:
         """End the processes."""
         await self._pool.close()
 
-    def check(self, images: Sequence[GivenImage], model: ServedModel) -> None:
+    def check(self, images: Sequence[RequestImage], model: ServedModel) -> None:
         """The checks that do not decode the images. Raises InvalidRequestError, or UnimplementedError if this gateway
         cannot prepare images.
         """
@@ -115,7 +115,7 @@ class ImagePreparer:
                 field=first.field,
             )
 
-    async def _prepare(self, image: GivenImage, model: ServedModel) -> PreparedImage:
+    async def _prepare(self, image: RequestImage, model: ServedModel) -> PreparedImage:
         try:
             return await self._pool.run(partial(_ask, image, model, self._limits.max_pixels), WAIT_TIMEOUT_S)
         except NoFreeProcessError:
@@ -128,7 +128,7 @@ class ImagePreparer:
             raise _error_of_end(image, error) from None
 
 
-async def _ask(image: GivenImage, model: ServedModel, max_pixels: int, process: SandboxProcess) -> PreparedImage:
+async def _ask(image: RequestImage, model: ServedModel, max_pixels: int, process: SandboxProcess) -> PreparedImage:
     key = model.info.bundle_digest.hex()
     if not process.has_setup(key):
         frame = to_frame({"key": key, "preprocessor": json.loads(model.text.preprocessor), "cpu_s": CPU_S})
@@ -142,7 +142,7 @@ async def _ask(image: GivenImage, model: ServedModel, max_pixels: int, process: 
     return PreparedImage(answer["height"], answer["width"], answer["data"])
 
 
-def _error_of_end(image: GivenImage, error: SandboxEndedError) -> InvalidRequestError | OverloadedError:
+def _error_of_end(image: RequestImage, error: SandboxEndedError) -> InvalidRequestError | OverloadedError:
     if error.is_out_of_cpu_time:
         return _refused(image, f"takes more than {CPU_S:g} s of CPU time to prepare; send a smaller image")
     if error.is_killed:
@@ -150,7 +150,7 @@ def _error_of_end(image: GivenImage, error: SandboxEndedError) -> InvalidRequest
     return _refused(image, f"ended the process that decodes it with status {error.returncode}; send another image")
 
 
-def _refused(image: GivenImage, words: str) -> InvalidRequestError:
+def _refused(image: RequestImage, words: str) -> InvalidRequestError:
     return InvalidRequestError(f"{image.field} {words}", field=image.field)
 
 

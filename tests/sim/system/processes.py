@@ -27,7 +27,7 @@ from scheduler_svc.core.messages import WorkerCapacity
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.gateways.streams import Gateways
 from scheduler_svc.service import drain as drain_scheduler
-from scheduler_svc.servicer import Parts, SchedulerServicer
+from scheduler_svc.servicer import SchedulerParts, SchedulerServicer
 from scheduler_svc.step_loop import StepLoop
 from scheduler_svc.workers.leased_worker import Dialer, LinkTimeouts
 from scheduler_svc.workers.pool import WorkerPool
@@ -121,7 +121,7 @@ class SchedulerService(Service):
         self.pool = WorkerPool(
             self.step_loop, dialer, heartbeat_timeout_s=sizes.heartbeat_timeout_s, on_change=self.gateways.announce
         )
-        self.parts = Parts(self.step_loop, index, self.gateways, self.pool, dialer)
+        self.parts = SchedulerParts(self.step_loop, index, self.gateways, self.pool, dialer)
         scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(
             SchedulerServicer(self.parts, Trust("scheduler"), NO_INSPECTOR), self.server
         )

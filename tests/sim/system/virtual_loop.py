@@ -39,10 +39,10 @@ class Process:
     def start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Run a coroutine in this process. If it fails while the process lives, the simulation fails."""
         task = self.loop.create_task(work, context=self.context.copy())
-        task.add_done_callback(self._note_end)
+        task.add_done_callback(self._record_end)
         return task
 
-    def _note_end(self, task: asyncio.Task[Any]) -> None:
+    def _record_end(self, task: asyncio.Task[Any]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None and not self.is_dead:
             self.loop.fail(error)
 

@@ -112,8 +112,8 @@ class World:
         self.rng = rng
         self.loop = VirtualLoop()
         self.network = Network(self.loop, Random(rng.random()))
-        self.network.on_write = self._note_sent
-        self.network.on_answer = self._note_answer
+        self.network.on_write = self._record_sent
+        self.network.on_answer = self._record_answer
         self.network.on_response = self._forge
         self.forgeries: list[str] = []  # 'twice' or 'stale': how the next answers to steps are forged
         self._old_answer: bytes | None = None
@@ -134,7 +134,7 @@ class World:
         self.failed_requests: set[str] = set()  # those with a failed row
         self._acked: dict[tuple[int, int, int], int] = {}
         self._failed: asyncio.Future[None] = self.loop.create_future()
-        self.loop.on_failure = self._note_failure
+        self.loop.on_failure = self._record_failure
 
     @property
     def services(self) -> list[Service]:
@@ -176,12 +176,12 @@ class World:
             raise Violation(f"step {step_id} was never sent under lease {scheduler_epoch}: a stale scheduler steps")
         return acked
 
-    def _note_sent(self, call: Call, message: Any) -> None:
+    def _record_sent(self, call: Call, message: Any) -> None:
         if isinstance(message, worker_pb2.StepStreamRequest):
             for batch in (message.batch, *message.then):
                 self._acked[batch.fence.worker_epoch, batch.fence.scheduler_epoch, batch.step_id] = call.answered
 
-    def _note_answer(self, call: Call, data: bytes) -> None:
+    def _record_answer(self, call: Call, data: bytes) -> None:
         if call.path == STEP_STREAM:
             response = worker_pb2.StepStreamResponse.FromString(data)
             call.answered = [response.output, *response.then][-1].step_id
@@ -306,9 +306,9 @@ class World:
         if token_ids != expected[offset : offset + len(token_ids)]:
             raise Violation(f"{name}: {token_ids} at {offset}, the oracle has {expected[offset:][: len(token_ids)]}")
         got += token_ids
-        self._note_progress(request)
+        self._record_progress(request)
 
-    def _note_progress(self, request: Request) -> None:
+    def _record_progress(self, request: Request) -> None:
         self._check_stall(request)
         request.longest_stall_s = max(request.longest_stall_s, self.now - request.last_progress)
         request.last_progress = self.now
@@ -324,7 +324,7 @@ class World:
         return 1.5 * self.setup.step_s * num_steps
 
     def _complete(self, request: Request, result: Any) -> None:
-        self._note_progress(request)
+        self._record_progress(request)
         for sample in result.samples:
             request.num_recomputed += sample.usage.recomputed_tokens
             expected, got = request.expected[sample.index], request.got[sample.index]
@@ -361,7 +361,7 @@ class World:
         work = [self.clients.start(self._serve_client(client, request)) for request in self.requests.values()]
         operator = self.loop.create_task(faults())
         monitor = self.loop.create_task(self._monitor())
-        monitor.add_done_callback(self._note_monitor_end)
+        monitor.add_done_callback(self._record_monitor_end)
         await self._or_failure(asyncio.gather(*work, return_exceptions=True), RUN_LIMIT_S)
         await self._or_failure(operator, RUN_LIMIT_S)
         await self._or_failure(self.loop.create_task(self._settle()), SETTLE_S)
@@ -377,11 +377,11 @@ class World:
             raise Violation(f"no progress: {self._what_is_open()}")
         work.result()
 
-    def _note_monitor_end(self, monitor: asyncio.Task[None]) -> None:
+    def _record_monitor_end(self, monitor: asyncio.Task[None]) -> None:
         if not monitor.cancelled() and (error := monitor.exception()) is not None:
             self.loop.fail(error)
 
-    def _note_failure(self, error: BaseException) -> None:
+    def _record_failure(self, error: BaseException) -> None:
         if not self._failed.done():
             self._failed.set_result(None)
 

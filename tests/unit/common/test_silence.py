@@ -12,7 +12,7 @@ def test_a_peer_is_silent_after_the_timeout() -> None:
     watch = SilenceWatch(10.0, now=100.0)
     assert not watch.is_silent(109.9)
     assert watch.is_silent(110.0)
-    watch.heard(108.0)
+    watch.on_message(108.0)
     assert watch.deadline == 118.0
     assert not watch.is_silent(117.9)
 
@@ -27,7 +27,7 @@ def test_the_pause_ends_at_the_deadline_or_at_its_limit() -> None:
 def test_silence_counts_from_the_wake_up_if_this_process_was_stopped() -> None:
     watch = SilenceWatch(10.0, now=0.0)
     assert watch.pause_s(0.0, at_most_s=5.0) == 5.0
-    assert watch.woke(30.0)
+    assert watch.on_wake(30.0)
     assert not watch.is_silent(30.0)
     assert watch.deadline == 40.0
 
@@ -35,7 +35,7 @@ def test_silence_counts_from_the_wake_up_if_this_process_was_stopped() -> None:
 def test_a_timer_that_is_late_from_load_excuses_no_peer() -> None:
     watch = SilenceWatch(10.0, now=0.0)
     watch.pause_s(0.0)
-    assert not watch.woke(12.4)
+    assert not watch.on_wake(12.4)
     assert watch.is_silent(12.4)
 
 
@@ -43,7 +43,7 @@ def test_a_second_stop_is_excused_as_well() -> None:
     watch = SilenceWatch(1.0, now=0.0)
     for now in (5.0, 10.0, 15.0):
         watch.pause_s(now - 5.0)
-        assert watch.woke(now)
+        assert watch.on_wake(now)
     assert watch.deadline == 16.0
 
 

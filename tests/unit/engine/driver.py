@@ -217,7 +217,7 @@ class Driver:
     def _apply(self, output: StepOutput, query_lens: dict[int, int]) -> None:
         self.errors.extend(output.errors)
         failed = {error.row for error in output.errors}
-        self._note_scores(output)
+        self._record_scores(output)
         if output.pooled is not None:
             ends = np.cumsum(output.pooled.lens)[:-1]
             self.pooled |= zip(output.pooled.rows.tolist(), np.split(output.pooled.values, ends), strict=True)
@@ -231,7 +231,7 @@ class Driver:
                 self.logits[row, len(self.rows[row].tokens)] = self._sampled[0][i]
             self.rows[row].tokens.append(token)
 
-    def _note_scores(self, output: StepOutput) -> None:
+    def _record_scores(self, output: StepOutput) -> None:
         """Call this before the sampled tokens are appended: a token's position is its row's number of tokens."""
         found: list[tuple[int, int, Score | None]] = []
         if output.logprobs is not None:

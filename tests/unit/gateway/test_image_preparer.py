@@ -15,7 +15,7 @@ from PIL import Image
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from gateway_svc.request.sandbox import image_preparer
-from gateway_svc.request.sandbox.image_preparer import GivenImage, ImageLimits, ImagePreparer, PreparedImage
+from gateway_svc.request.sandbox.image_preparer import ImageLimits, ImagePreparer, PreparedImage, RequestImage
 from svc_common.errors import InvalidRequestError, OverloadedError
 from tests.unit.gateway.images import IMAGE_INFO, PREPROCESSOR, bomb, encoded, image_model, picture
 
@@ -29,8 +29,8 @@ async def preparer() -> AsyncIterator[ImagePreparer]:
     await preparer.close()
 
 
-def given(*images: bytes) -> list[GivenImage]:
-    return [GivenImage(data, f"media[{i}]") for i, data in enumerate(images)]
+def given(*images: bytes) -> list[RequestImage]:
+    return [RequestImage(data, f"media[{i}]") for i, data in enumerate(images)]
 
 
 def pixel_values(image: PreparedImage) -> Any:

@@ -13,7 +13,7 @@ from quire.internal.v1 import scheduler_pb2_grpc
 
 from scheduler_svc.flags import make_parser
 from scheduler_svc.service import build
-from scheduler_svc.servicer import SERVICE_NAME, Parts, SchedulerServicer
+from scheduler_svc.servicer import SERVICE_NAME, SchedulerParts, SchedulerServicer
 from svc_common.config import parse
 from svc_common.observe.inspection import Inspector
 from svc_common.security.trust import Trust
@@ -25,7 +25,7 @@ from tests.unit.scheduler.toy_worker import ToyGateway, ToyWorker
 class Stack:
     """One scheduler on a free port; `worker()` and `gateway()` add toys to it."""
 
-    parts: Parts
+    parts: SchedulerParts
     address: str
     cleanup: AsyncExitStack
 

@@ -63,11 +63,11 @@ def test_a_sequence_that_lost_its_worker(tracer: Tracer, exporter: InMemorySpanE
     traces, group = RequestTraces(tracer), traced_group()
     traces.begin(group, 0.0)
     assert group.traceparent != PARENT, "rows are children of the scheduler's span"
-    traces.note_steps(opened(group, "a"), 1.0)
+    traces.record_steps(opened(group, "a"), 1.0)
     group.sequences[0].num_preemptions, group.sequences[0].requeue_reason = 1, "lost"
-    traces.note_moves(1, 3.0)
-    traces.note_steps(opened(group, "b"), 3.5)
-    traces.note_ends(ended(group, FinishReason.LENGTH, 5), lambda *_: 2.0, 6.0)
+    traces.record_moves(1, 3.0)
+    traces.record_steps(opened(group, "b"), 3.5)
+    traces.record_ends(ended(group, FinishReason.LENGTH, 5), lambda *_: 2.0, 6.0)
     spans = spans_of(exporter)
     durations = {name: seconds(span) for name, span in spans.items()}
     assert durations == {"queue": 1.0, "prefill": 1.0, "move": 0.5, "decode": 4.0, "schedule": 6.0}
@@ -79,10 +79,10 @@ def test_a_sequence_that_lost_its_worker(tracer: Tracer, exporter: InMemorySpanE
 def test_a_sequence_that_ends_while_it_waits_for_a_worker(tracer: Tracer, exporter: InMemorySpanExporter) -> None:
     traces, group = RequestTraces(tracer), traced_group()
     traces.begin(group, 0.0)
-    traces.note_steps(opened(group, "a"), 1.0)
+    traces.record_steps(opened(group, "a"), 1.0)
     group.sequences[0].num_preemptions = 1
-    traces.note_moves(1, 2.0)
-    traces.note_ends(ended(group, FinishReason.ERROR, 0), lambda *_: None, 9.0)
+    traces.record_moves(1, 2.0)
+    traces.record_ends(ended(group, FinishReason.ERROR, 0), lambda *_: None, 9.0)
     spans = spans_of(exporter)
     assert {name for name, span in spans.items() if not span.status.is_ok} == {"move", "prefill", "schedule"}
 
@@ -90,7 +90,7 @@ def test_a_sequence_that_ends_while_it_waits_for_a_worker(tracer: Tracer, export
 def test_a_sequence_that_never_got_a_row(tracer: Tracer, exporter: InMemorySpanExporter) -> None:
     traces, group = RequestTraces(tracer), traced_group()
     traces.begin(group, 0.0)
-    traces.note_ends(ended(group, FinishReason.ABORTED, 0), lambda *_: None, 4.0)
+    traces.record_ends(ended(group, FinishReason.ABORTED, 0), lambda *_: None, 4.0)
     assert {name: seconds(span) for name, span in spans_of(exporter).items()} == {"queue": 4.0, "schedule": 4.0}
 
 
@@ -122,7 +122,7 @@ def step(step_id: int, opens: int = 0, close: list[int] | None = None) -> tuple[
 def test_rows_of_a_worker(tracer: Tracer, exporter: InMemorySpanExporter) -> None:
     rows = RowTraces(tracer, "w")
     rows.note(*step(1, opens=4))  # type: ignore[arg-type]
-    rows.note_output(
+    rows.record_output(
         SimpleNamespace(errors=[RowError(2, "secret", RowErrorCode.NAN), RowError(9, "", RowErrorCode.NAN)])
     )  # type: ignore[arg-type]
     rows.note(*step(5, close=[0, 1, 2]))  # type: ignore[arg-type]

@@ -460,7 +460,7 @@ def test_retry_advice_follows_the_rate_of_ends() -> None:
     advice = RetryAdvice()
     assert advice.seconds(1000, 0.0) == 1.0
     for i in range(11):
-        advice.note_end(i * 0.1)
+        advice.record_end(i * 0.1)
     assert 0.1 <= advice.seconds(30, 1.0) <= 0.2
     assert 2.0 < advice.seconds(900, 1.0) < 4.0
     assert advice.seconds(10**6, 1.0) == 30.0

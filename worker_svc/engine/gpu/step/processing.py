@@ -9,7 +9,7 @@ import torch
 from step_protocol.columns import F32, I64, U32
 from step_protocol.messages import RowOpen
 from worker_svc.engine.gpu.kernels.sampler.banned import mask_banned
-from worker_svc.engine.gpu.kernels.sampler.process import IN_PROMPT, RECENT, ban_bad_words, note_tokens, process
+from worker_svc.engine.gpu.kernels.sampler.process import IN_PROMPT, RECENT, ban_bad_words, process, record_tokens
 from worker_svc.engine.gpu.uploads import to_device
 from worker_svc.engine.rows.open_rows import OpenRows
 
@@ -83,7 +83,7 @@ class DeviceProcessing:
 
     def note(self, tokens: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> None:
         """Records the tokens that these rows sampled."""
-        note_tokens(tokens, rows, positions, self._counts, self._recent, self._vocab.start)
+        record_tokens(tokens, rows, positions, self._counts, self._recent, self._vocab.start)
 
     def _is_here(self, ids: U32) -> npt.NDArray[np.bool_]:
         is_here: npt.NDArray[np.bool_] = (ids >= self._vocab.start) & (ids < self._vocab.stop)

@@ -6,7 +6,7 @@ Per row of the worker, on every rank for its part of the vocabulary:
     counts  int32 [rows, vocab]    occurrences in the output; the sign bit: the id is in the prompt
     recent  int32 [rows, RECENT]   the last output tokens; output position p is at p % RECENT
 
-They are written when a row is opened (gpu/processing.py) and by `note_tokens` after each sample.
+They are written when a row is opened (gpu/processing.py) and by `record_tokens` after each sample.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def bad_words_kernel(
 
 
 @triton.jit(do_not_specialize=["num_samples"])
-def note_tokens_kernel(
+def record_tokens_kernel(
     token_ptr, row_ptr, position_ptr, count_ptr, recent_ptr, vocab_size, first_id, num_samples,
     RECENT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -137,7 +137,7 @@ def ban_bad_words(
     )  # fmt: skip
 
 
-def note_tokens(
+def record_tokens(
     tokens: torch.Tensor,
     rows: torch.Tensor,
     positions: torch.Tensor,
@@ -147,7 +147,7 @@ def note_tokens(
 ) -> None:
     """Records sampled tokens [S] at their output positions. No row occurs twice; -1 is padding."""
     num_samples, vocab_size = len(tokens), counts.shape[1]
-    note_tokens_kernel[(triton.cdiv(num_samples, ROWS_AT_ONCE),)](
+    record_tokens_kernel[(triton.cdiv(num_samples, ROWS_AT_ONCE),)](
         tokens, rows, positions, counts, recent, vocab_size, first_id, num_samples,
         RECENT=RECENT, BLOCK=ROWS_AT_ONCE, num_warps=4,
     )  # fmt: skip
