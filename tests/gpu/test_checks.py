@@ -33,7 +33,7 @@ from worker_svc.engine.gpu.kernels import (
     scaled_linear,
 )
 from worker_svc.engine.gpu.kernels.sampler import banned, candidates, process, sample
-from worker_svc.engine.gpu.start.checks import adapters, experts, int4, layers, sampling, steps, weights
+from worker_svc.engine.gpu.start.checks import adapters, experts, layers, sampling, steps, weights
 from worker_svc.engine.gpu.start.checks.attention import MAX_ROWS, MAX_TOKENS, attention_cases
 from worker_svc.engine.gpu.start.checks.case import Case, Setup, verify
 from worker_svc.engine.gpu.start.checks.start import CHECKS
@@ -168,9 +168,9 @@ ONE_WRONG_ELEMENT = [
         "round_e4m3(groups * inverse[:, None] * tl.where(tl.arange(0, BLOCK // GROUPS) == 71, 0.5, 1.0)[None, :])",
     ),
     (weights.fp8_cases, FP8, scaled_linear, "if BIAS:", "total = tl.where(column == 131, 0.0, total)\n    if BIAS:"),
-    (int4.int4_cases, EXACT, int4_linear, "if BIAS:", "total = tl.where(column == 79, 0.0, total)\n    if BIAS:"),
-    (int4.int4_cases, FP8, int4_linear, "weight.to(out_ptr", "(weight * (tile < 2)).to(out_ptr"),
-    (int4.int4_cases, EXACT, int4_linear, "(words >> 20) & 15", "(words >> 20) & 7"),
+    (weights.int4_cases, EXACT, int4_linear, "if BIAS:", "total = tl.where(column == 79, 0.0, total)\n    if BIAS:"),
+    (weights.int4_cases, FP8, int4_linear, "weight.to(out_ptr", "(weight * (tile < 2)).to(out_ptr"),
+    (weights.int4_cases, EXACT, int4_linear, "(words >> 20) & 15", "(words >> 20) & 7"),
     (
         experts.expert_cases, EXPERTS, route, "left = tl.where(expert == best, -1.0, left)",
         "left = tl.where(expert <= best, -1.0, left)",
@@ -229,7 +229,7 @@ FACTOR = "(1 + 1e-6 * tl.num_programs(0))"
 ONE_OF_MANY = [
     (layers.linear_cases, linear, "if BIAS:", "total *= 1 + 1e-7 * M\n    if BIAS:"),
     (weights.fp8_cases, scaled_linear, "if BIAS:", "total *= 1 + 1e-7 * M\n    if BIAS:"),
-    (int4.int4_cases, int4_linear, "if BIAS:", "total *= 1 + 1e-7 * M\n    if BIAS:"),
+    (weights.int4_cases, int4_linear, "if BIAS:", "total *= 1 + 1e-7 * M\n    if BIAS:"),
     (layers.norm_cases, norm, "/ N + eps)", f"/ N * {FACTOR} + eps)"),
     (experts.expert_cases, expert_linear, "total += term *", f"total += {FACTOR} * term *"),
     (adapters.adapter_cases, low_rank, "(y.to(tl.float32) + total)",

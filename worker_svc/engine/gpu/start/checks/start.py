@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from worker_svc.engine.gpu.start.checks.adapters import adapter_cases
 from worker_svc.engine.gpu.start.checks.case import Case, Setup, verify
 from worker_svc.engine.gpu.start.checks.experts import expert_cases
-from worker_svc.engine.gpu.start.checks.int4 import int4_cases
 from worker_svc.engine.gpu.start.checks.layers import (
     activation_cases,
     linear_cases,
@@ -23,7 +22,7 @@ from worker_svc.engine.gpu.start.checks.sampling import (
     processed_cases,
 )
 from worker_svc.engine.gpu.start.checks.steps import deltas_cases, prepare_cases
-from worker_svc.engine.gpu.start.checks.weights import fp8_cases
+from worker_svc.engine.gpu.start.checks.weights import fp8_cases, int4_cases
 
 OTHER_TRITON = "install another version of Triton, or use --backend cpu"
 CHECKS: tuple[tuple[Callable[[Setup], Iterator[Case]], str], ...] = (
