@@ -13,7 +13,7 @@ from scheduler_svc.core.queue.requests import Requests
 from scheduler_svc.core.sequence import QueueEntry
 from scheduler_svc.core.steps.step_planner import StepPlanner
 
-MAX_UNPREPARED = 256  # sequences per pass that wait until their worker is prepared
+MAX_SKIPPED = 256  # sequences per pass that wait for one worker: until it is prepared, or although others have room
 
 
 class QueueScan:
@@ -28,6 +28,7 @@ class QueueScan:
         self._placement = placement
         self._throughput = throughput
         self._waits: list[Wait] = []  # of the last pass, if all its sequences got one
+        self._is_cut = False  # the last pass ended before the queue
 
     def place(self, ready: Mapping[str, StepPlanner], now: float) -> dict[str, list[QueueEntry]]:
         """For each ready worker, the sequences to admit in its next step, in order. The assignment holds for this step
@@ -46,7 +47,8 @@ class QueueScan:
         self._placement.begin_pass(ready.keys(), is_mixed=is_mixed)
         found: list[Wait | None] = []
         moved: list[QueueEntry] = []
-        num_passed = num_unprepared = 0
+        num_passed = num_skipped = 0
+        self._is_cut = False
         for entry in self._waiting if self._placement.num_accepting else ():
             choice = self._placement.place(entry, now, tokens_per_s)
             found.append(choice.wait)
@@ -54,17 +56,14 @@ class QueueScan:
                 moved.append(entry)
             if choice.is_now:
                 placed.setdefault(choice.worker.capacity.worker_id, []).append(entry)
-            elif not choice.is_prepared:
-                num_unprepared += 1  # it takes no place from later sequences
+            elif choice.is_held or not choice.is_prepared:
+                num_skipped += 1  # it takes no place from later sequences
             else:
                 num_passed += 1
             if self._is_starved(entry, choice, now):
                 self._placement.reserve_for(entry)
-            if (
-                not self._placement.num_accepting
-                or num_passed > self._config.max_bypass
-                or num_unprepared > MAX_UNPREPARED
-            ):
+            self._is_cut = num_passed > self._config.max_bypass or num_skipped > MAX_SKIPPED
+            if self._is_cut or not self._placement.num_accepting:
                 break
         for entry in moved:
             self._waiting.move(entry, self._requests.virtual_arrival(entry))
@@ -72,8 +71,10 @@ class QueueScan:
         return placed
 
     def _are_first(self, waits: list[Wait]) -> bool:
-        """Whether the first sequences of the queue are still those of these waits, in this order."""
-        entries = list(islice(self._waiting, self._config.max_bypass + 1))
+        """Whether the first sequences of the queue are still those of these waits, in this order, and it has no others
+        unless the pass was cut.
+        """
+        entries = list(islice(self._waiting, len(waits) + (not self._is_cut)))
         return len(entries) == len(waits) and all(map(is_, entries, (wait.entry for wait in waits)))
 
     def _may_admit(self, ready: Mapping[str, StepPlanner], *, is_mixed: bool) -> bool:

@@ -240,3 +240,22 @@ def test_kept_choices_are_those_that_would_be_made_again() -> None:
         assert admitted == expected, f"seed {seed}"
         num_kept, num_made = num_kept + num_without - num_choices, num_made + num_choices
     assert num_kept > num_made / 4
+
+
+def test_requests_that_wait_for_their_prefix_keep_no_other_worker_idle() -> None:
+    """However many of them there are: they want none of the rows that they leave to later requests."""
+    capacities = [make_capacity(name, max_num_seqs=1, num_blocks=256) for name in ("a", "b")]
+    scheduler = make_scheduler(*capacities, max_bypass=4)
+    know_pace(scheduler, 100.0)
+    shared = list(range(100, 140))
+    add(scheduler, "warm", shared)
+    run(scheduler)
+    add(scheduler, "busy", [*shared, 1])
+    (batch,) = scheduler.schedule(0.0)
+    for i in range(12):
+        add(scheduler, f"held{i}", [*shared, 2 + i])
+    scheduler.schedule(0.0)
+    add(scheduler, "later", list(range(300, 310)))
+    idle = ({"a", "b"} - {batch.worker_id}).pop()
+    assert opened(scheduler.schedule(0.0)) == {idle: ["later"]}
+    scheduler.check_invariants()
