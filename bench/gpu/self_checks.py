@@ -18,7 +18,7 @@ from worker_svc.engine.gpu.collectives.group import Group
 from worker_svc.engine.gpu.layers.linears import WeightFormat
 from worker_svc.engine.gpu.start.checks import case as checks
 from worker_svc.engine.gpu.start.checks.attention import MAX_ROWS, MAX_TOKENS, attention_cases
-from worker_svc.engine.gpu.start.checks.start import CHECKS
+from worker_svc.engine.gpu.start.start_up import CHECKS
 
 FORMATS = frozenset(get_args(WeightFormat))  # every kind of quantized weights
 SETTINGS: list[dict[str, Any]] = [

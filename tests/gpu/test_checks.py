@@ -36,7 +36,7 @@ from worker_svc.engine.gpu.kernels.sampler import banned, candidates, process, s
 from worker_svc.engine.gpu.start.checks import adapters, experts, layers, sampling, steps, weights
 from worker_svc.engine.gpu.start.checks.attention import MAX_ROWS, MAX_TOKENS, attention_cases
 from worker_svc.engine.gpu.start.checks.case import Case, Setup, verify
-from worker_svc.engine.gpu.start.checks.start import CHECKS
+from worker_svc.engine.gpu.start.start_up import CHECKS
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 

@@ -3,7 +3,7 @@ progress."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -15,8 +15,25 @@ from worker_svc.engine.decoder.config import ModelConfig
 from worker_svc.engine.gpu.attention.paged import Attention
 from worker_svc.engine.gpu.layers.linears import FP8_CAPABILITY, has_fp8
 from worker_svc.engine.gpu.start.attention_choice import choose_attention, triton_cases
-from worker_svc.engine.gpu.start.checks.case import Setup, launch
-from worker_svc.engine.gpu.start.checks.start import check_kernels, kernel_checks
+from worker_svc.engine.gpu.start.checks.adapters import adapter_cases
+from worker_svc.engine.gpu.start.checks.case import Case, Setup, launch, verify
+from worker_svc.engine.gpu.start.checks.experts import expert_cases
+from worker_svc.engine.gpu.start.checks.layers import (
+    activation_cases,
+    linear_cases,
+    norm_cases,
+    rope_store_cases,
+    soft_cap_cases,
+)
+from worker_svc.engine.gpu.start.checks.sampling import (
+    banned_cases,
+    filtered_cases,
+    greedy_cases,
+    noise_cases,
+    processed_cases,
+)
+from worker_svc.engine.gpu.start.checks.steps import deltas_cases, prepare_cases
+from worker_svc.engine.gpu.start.checks.weights import fp8_cases, int4_cases
 from worker_svc.engine.gpu.start.compilation import compile_first
 
 DTYPES: dict[ComputeDtype, torch.dtype] = {
@@ -24,6 +41,26 @@ DTYPES: dict[ComputeDtype, torch.dtype] = {
 }  # fmt: skip
 STORED = {dtype: name for name, dtype in DTYPES.items()}
 HEAD_DIMS = (16, 256)  # lower limit: tensor cores; upper limit: registers and shared memory
+OTHER_TRITON = "install another version of Triton, or use --backend cpu"
+# The kernels that are checked. Attention is checked where it is chosen (attention_choice.py).
+CHECKS: tuple[tuple[Callable[[Setup], Iterator[Case]], str], ...] = (
+    (linear_cases, "install another version of Triton, or use --determinism best_effort (linear layers by cuBLAS)"),
+    (fp8_cases, OTHER_TRITON),
+    (int4_cases, OTHER_TRITON),
+    (expert_cases, OTHER_TRITON),
+    (adapter_cases, "install another version of Triton, or start the worker without adapters"),
+    (norm_cases, OTHER_TRITON),
+    (rope_store_cases, OTHER_TRITON),
+    (activation_cases, OTHER_TRITON),
+    (soft_cap_cases, OTHER_TRITON),
+    (deltas_cases, OTHER_TRITON),
+    (prepare_cases, OTHER_TRITON),
+    (banned_cases, OTHER_TRITON),
+    (processed_cases, OTHER_TRITON),
+    (greedy_cases, OTHER_TRITON),
+    (noise_cases, OTHER_TRITON),
+    (filtered_cases, OTHER_TRITON),
+)
 
 
 def choose_checked(config: EngineConfig, setup: Setup) -> Attention:
@@ -32,7 +69,7 @@ def choose_checked(config: EngineConfig, setup: Setup) -> Attention:
         _check_fp8(setup.device, "kv_cache_dtype fp8", "use --kv-cache-dtype auto")
     if config.quantize == "fp8":
         _check_fp8(setup.device, "quantize fp8", "start the worker without --quantize")
-    checks = kernel_checks(setup) if setup.is_compiled else []
+    checks = [(case, advice) for cases, advice in CHECKS for case in cases(setup)] if setup.is_compiled else []
     cases = [case for case, _ in checks]
     if setup.is_compiled and config.attention in ("auto", "triton"):
         cases = [*triton_cases(setup), *cases]  # first what takes longest to compile
@@ -40,7 +77,8 @@ def choose_checked(config: EngineConfig, setup: Setup) -> Attention:
     attention = choose_attention(
         config.attention, setup, max_rows=config.max_num_seqs, max_tokens=config.max_num_batched_tokens
     )
-    check_kernels(checks, setup)
+    for case, advice in checks:
+        verify(case, advice, is_exact=setup.is_exact)
     return attention
 
 
