@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from scheduler_svc.core.messages import Deltas, PromptDeltas, RowAssignment
-from scheduler_svc.core.sequence import Feature, Sequence, SequenceGroup
+from scheduler_svc.core.sequence import Feature, FinishReason, Sequence, SequenceGroup
 from scheduler_svc.core.steps.step_plan import InFlightStep, StepPlan
 from scheduler_svc.core.steps.worker_state import WorkerPart, WorkerState
 from step_protocol.columns import Bools
@@ -32,41 +34,76 @@ class PromptDelivery(Feature):
         return self.num_delivered - 1 if self.is_pending(group) else num_tokens - 1
 
 
+class ClosedRow(NamedTuple):
+    """A row whose sequence ended while steps that compute its prompt were in flight. The request's other samples go on,
+    and wait for these positions.
+    """
+
+    row: int
+    seq: Sequence
+    last_step_id: int  # the newest of these steps
+
+
 class PromptRows(WorkerPart):
     """The rows of one worker whose prompt positions remain to be delivered."""
 
     def __init__(self, worker: WorkerState) -> None:
         super().__init__(worker)
-        self._pending: dict[int, PromptDelivery] = {}
+        self._pending: dict[int, Sequence] = {}
+        self._closed: list[ClosedRow] = []
 
     def open(self, seq: Sequence, opened: RowAssignment, plan: StepPlan) -> None:
-        feature = seq.group.features.find(PromptDelivery)
-        if feature is not None and opened.fork_of_row is None and feature.is_pending(seq.group):
+        feature = delivery_of(seq.group)
+        if opened.fork_of_row is None and feature.is_pending(seq.group):
             opened.prompt_logprobs = feature.num_top
-            self._pending[opened.row] = feature
+            self._pending[opened.row] = seq
 
     def read(self, step: InFlightStep, output: StepOutput, is_open: Bools | None, deltas: Deltas) -> list[RowError]:
-        """Takes the new prompt positions of open rows, and records them as delivered."""
+        """Takes the new prompt positions of the rows of this step, and records them as delivered."""
         found = output.prompt_logprobs
         if found is None:
             return []
-        is_new, r = np.zeros(len(found.rows), dtype=np.bool_), self.worker.rows
-        rows, positions = found.rows.astype(np.int64), found.positions
-        for row in dict.fromkeys((rows if is_open is None else rows[is_open[rows]]).tolist()):
-            feature = self._pending.get(row)
-            if feature is None or feature.num_delivered >= r.prompt_len[row]:
+        is_new, groups = np.zeros(len(found.rows), dtype=np.bool_), dict[int, SequenceGroup]()
+        for row in dict.fromkeys(found.rows.tolist()):
+            group = self._group(row, step, is_open)
+            if group is None:
                 continue
-            is_mine = rows == row
-            is_new |= is_mine & (positions >= feature.num_delivered) & (positions < r.prompt_len[row])
-            feature.num_delivered = max(feature.num_delivered, int(positions[is_mine].max()) + 1)
+            groups[row], feature, is_mine = group, delivery_of(group), found.rows == row
+            in_prompt = (found.positions >= feature.num_delivered) & (found.positions < len(group.prompt))
+            is_new |= is_mine & in_prompt
+            feature.num_delivered = max(feature.num_delivered, int(found.positions[is_mine].max()) + 1)
         if is_new.any():
-            rows = rows[is_new]
-            columns = found.columns.select(is_new)
-            deltas.prompt = PromptDeltas(r.owner[rows], r.handle[rows], positions[is_new], columns)
+            owners = [(groups[row].owner, groups[row].handle) for row in found.rows[is_new].tolist()]
+            columns = np.array(owners, dtype=np.uint32).T
+            positions = found.positions[is_new]
+            deltas.prompt = PromptDeltas(columns[0], columns[1], positions, found.columns.select(is_new))
         return []
 
+    def _group(self, row: int, step: InFlightStep, is_open: Bools | None) -> SequenceGroup | None:
+        """The request whose prompt this row computed in this step, if positions remain to be delivered to it."""
+        if is_open is None or is_open[row]:
+            seq = self._pending.get(row)
+        else:
+            self._closed = [closed for closed in self._closed if closed.last_step_id >= step.step_id]
+            seq = next((closed.seq for closed in self._closed if closed.row == row), None)
+        if seq is None or seq.finish_reason is FinishReason.ERROR or seq.group.is_finished:
+            return None
+        return seq.group if delivery_of(seq.group).is_pending(seq.group) else None
+
     def close(self, row: int) -> None:
-        self._pending.pop(row, None)
+        seq = self._pending.pop(row, None)
+        if seq is not None and seq.is_finished and self.worker.in_flight:
+            oldest, newest = self.worker.in_flight[0].step_id, self.worker.in_flight[-1].step_id
+            self._closed = [closed for closed in self._closed if closed.last_step_id >= oldest]
+            self._closed.append(ClosedRow(row, seq, newest))
+
+
+def delivery_of(group: SequenceGroup) -> PromptDelivery:
+    """The feature of a request that uses it."""
+    found = group.features.find(PromptDelivery)
+    if found is None:
+        raise RuntimeError(f"request {group.request_id} returns no prompt log probabilities: a bug in the scheduler")
+    return found
 
 
 PromptDelivery.part = PromptRows

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from scheduler_svc.core.errors import UnexpectedStepError
 from scheduler_svc.core.messages import Deltas, PromptDeltas, merge_deltas, split_deltas
 from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.sequence import FinishReason
 from scheduler_svc.gateways import wire
 from step_protocol.messages import LogprobColumns, PromptLogprobs, StepBatch, StepOutput
 from tests.builders import make_capacity, make_group, make_scheduler
@@ -189,3 +190,18 @@ def test_prompt_logprobs_of_an_unknown_row_are_refused() -> None:
     output = StepOutput(batch.step_id, batch.rows, batch.rows, prompt_logprobs=found, worker_id=batch.worker_id)
     with pytest.raises(UnexpectedStepError, match="prompt_logprobs of row 5, which the step did not compute"):
         scheduler.update(output, 0.0)
+
+
+def test_a_leading_sample_that_ends_early_does_not_take_the_prompt_along() -> None:
+    """Its step completes the prompt for the other samples too."""
+    scheduler = make_scheduler()
+    worker = Worker(scheduler)
+    scheduler.add_group(make_group(20, "r", handle=1, max_tokens=4, n=3, prompt_logprobs=0), 0.0)
+    (batch,) = scheduler.schedule(0.0)
+    worker.note(scheduler.finish_sample("r", 0, FinishReason.STOP))
+    worker.answer(batch)
+    scheduler.check_invariants()
+    while scheduler.has_work:
+        for batch in scheduler.schedule(0.0):
+            worker.answer(batch)
+    assert worker.delivered == {1: list(range(1, 20))}
