@@ -1,11 +1,11 @@
-"""Converts bodies of HTTP requests to protobuf requests. Pure."""
+"""Converts bodies of HTTP requests, with structured output of OpenAI and vLLM, to protobuf requests. Pure."""
 
 from __future__ import annotations
 
 import base64
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -15,6 +15,7 @@ from quire.v1 import types_pb2 as types
 from gateway_svc.http import fields
 from gateway_svc.http.chat import chat_of, flag
 from gateway_svc.http.fields import (
+    GUIDED,
     BodyField,
     ignored_names,
     invalid,
@@ -24,7 +25,6 @@ from gateway_svc.http.fields import (
     shown,
     token_ids,
 )
-from gateway_svc.http.structured import set_grammar
 from svc_common.errors import InvalidRequestError
 
 COMPLETION_MAX_TOKENS = 16  # default max_tokens of /v1/completions, as in OpenAI's API
@@ -35,6 +35,9 @@ MAX_PROMPTS = 1024  # number of prompts in one body
 MAX_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 MAX_IGNORED_SHOWN = 32
 LONE_SURROGATE = b"\\ud"
+RESPONSE_FORMAT, STRUCTURED_OUTPUTS = "response_format", "structured_outputs"
+RESPONSE_FORMATS = "text, json_object and json_schema"
+OF_KEY = {row.name.removeprefix("guided_"): row for row in GUIDED}  # keys of structured_outputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +156,7 @@ def _generation(
 ) -> Generation:
     request = pb.GenerateRequest(model=model_name(body))
     set_parameters(rows, body, request)
-    names = set_grammar(body, request)
+    names = _set_grammar(body, request)
     _set_beam_search(body, request)
     is_stream = flag(body, "stream", default=False)
     includes_usage, is_continuous = _stream_options(body, is_stream=is_stream)
@@ -303,3 +306,48 @@ def _one_prompt(where: str, item: Any) -> pb.Prompt:
 
 def _ids_prompt(where: str, ids: list[Any]) -> pb.Prompt:
     return pb.Prompt(tokens=types.TokenIds(ids=token_ids(where, ids)))
+
+
+def _set_grammar(body: Mapping[str, Any], request: pb.GenerateRequest) -> dict[str, str]:
+    """Set the grammar that the body asks for by response_format or structured_outputs. Returns the names in the body,
+    by field path in GenerateRequest. Raises InvalidRequestError, also if the body asks for several grammars.
+    """
+    asked = [*_of_response_format(body), *_of_structured_outputs(body)]
+    names = [row.name for row in GUIDED if body.get(row.name) not in (None, False)] + [row.name for row, _ in asked]
+    if len(names) > 1:
+        raise invalid(names[1], f"is set together with {names[0]}; set only one of them")
+    for row, value in asked:
+        set_parameter(row, value, request)
+    return {row.path: row.name for row, _ in asked}
+
+
+def _of_response_format(body: Mapping[str, Any]) -> Iterator[tuple[BodyField, Any]]:
+    value = _object(RESPONSE_FORMAT, body.get(RESPONSE_FORMAT))
+    if value is None or value.get("type") == "text":
+        return
+    if value.get("type") == "json_object":
+        yield BodyField(f"{RESPONSE_FORMAT}.type", "sampling.json_object"), True
+    elif value.get("type") == "json_schema":
+        inner = _object(f"{RESPONSE_FORMAT}.json_schema", value.get("json_schema")) or {}
+        name = f"{RESPONSE_FORMAT}.json_schema.schema"
+        if _object(name, inner.get("schema")) is None:
+            raise invalid(name, "is not set; give a JSON Schema")
+        yield BodyField(name, "sampling.json_schema"), inner["schema"]
+    else:
+        raise invalid(f"{RESPONSE_FORMAT}.type", f"is {shown(value.get('type'))}; must be one of {RESPONSE_FORMATS}")
+
+
+def _of_structured_outputs(body: Mapping[str, Any]) -> Iterator[tuple[BodyField, Any]]:
+    for key, value in (_object(STRUCTURED_OUTPUTS, body.get(STRUCTURED_OUTPUTS)) or {}).items():
+        if value is None or value is False:
+            continue
+        name = f"{STRUCTURED_OUTPUTS}.{key}"
+        if key not in OF_KEY:
+            raise invalid(name, f"is not served; the fields are {', '.join(sorted(OF_KEY))}")
+        yield BodyField(name, OF_KEY[key].path), value
+
+
+def _object(name: str, value: Any) -> dict[str, Any] | None:
+    if value is None or isinstance(value, dict):
+        return value
+    raise invalid(name, f"is {shown(value)}; must be an object")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gateway_svc.http.multipart import MAX_PARTS, MAX_VALUE_BYTES, MultipartForm, parse_form
+from gateway_svc.http.audio import MAX_PARTS, MAX_VALUE_BYTES, MultipartForm, parse_form
 from svc_common.errors import InvalidRequestError
 
 TYPE = 'multipart/form-data; boundary="--B o"'
