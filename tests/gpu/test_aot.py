@@ -12,6 +12,9 @@ from typing import Any
 import pytest
 
 from bench.gpu.aot import loop_waits
+from tests.cpu_limit import limited
+
+pytestmark = pytest.mark.timeout(1800)  # a backstop: `limited` counts processor time
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -19,14 +22,8 @@ ROOT = Path(__file__).resolve().parents[2]
 def compiled(module: str, **variables: str) -> Any:
     """The JSON in the last line of the module's output."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | variables
-    done = subprocess.run(
-        [sys.executable, "-m", module, "--short"],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
+    command = limited([sys.executable, "-m", module, "--short"], cpu_s=180)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     print(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(done.stdout.splitlines()[-1])

@@ -23,6 +23,7 @@ from bench.gpu.products import products
 from bench.gpu.report import Report
 from bench.gpu.run import END_S, make_parser
 from bench.gpu.sections import TILES_VARIABLE, Section, run_all
+from tests.cpu_limit import limited
 from tests.gpu import fake_flash3, fake_flash_attn, fake_flashinfer
 from tests.gpu.int4_library import weight_int4pack_mm
 from worker_svc.engine.gpu.attention import tiles
@@ -174,7 +175,7 @@ def smoke(tmp_path: Path, *flags: str) -> list[str]:
 
 def test_a_smoke_run_writes_its_results_without_small_packages(tmp_path):
     only = "environment,ceilings,prefill_attention,without_early_starts"
-    done = subprocess.run(smoke(tmp_path, "--only", only), capture_output=True, text=True, timeout=200)
+    done = subprocess.run(limited(smoke(tmp_path, "--only", only), cpu_s=100), capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     summary = json.loads(done.stdout.splitlines()[-1])
     assert summary["failed"] == []

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.cpu_limit import limited
+
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
 import json
@@ -37,9 +39,8 @@ print(json.dumps({"listed": sorted(kernel[1] for kernel in wanted), "hits": sort
 def test_a_launch_finds_its_kernel_in_the_cache(tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200
-    )
+    command = limited([sys.executable, "-c", PROGRAM], cpu_s=100)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["listed"] == ["deltas_kernel", "linear_kernel"]

@@ -20,7 +20,7 @@ MODEL = "demo"
 LONG: dict[str, Any] = {
     "model": MODEL,
     "input": "What does os.path.join do?",
-    "max_output_tokens": 1200,
+    "max_output_tokens": 2400,
     "temperature": 0.9,
     "extra_body": {"ignore_eos": True, "seed": 7},
 }
