@@ -11,6 +11,7 @@ from request_fields.sizes import SizeLimits
 from worker_svc.engine.checkpoint.tensors import Checkpoint
 from worker_svc.engine.config import ComputeDtype, EngineConfig, EngineInfo
 from worker_svc.engine.decoder.config import ModelConfig
+from worker_svc.engine.decoder.rotary import length_choice
 from worker_svc.engine.kernels.numerics import build
 
 logger = logging.getLogger(__name__)
@@ -45,7 +46,12 @@ def make_engine_info(
     return EngineInfo(
         model=config.model_name or config.model_dir.resolve().name,
         revision=checkpoint.revision(
-            weights_digest, getattr(torch, dtype), config.quantize, shared, config.kv_cache_dtype
+            weights_digest,
+            getattr(torch, dtype),
+            config.quantize,
+            shared,
+            config.kv_cache_dtype,
+            length_choice(checkpoint.config, of_model["max_model_len"]),
         ),
         weights_digest=weights_digest,
         block_size=config.block_size,

@@ -295,3 +295,16 @@ def test_weights_digest_covers_names_shapes_and_dtypes():
     ]  # fmt: skip
     assert len({digest(tensors) for tensors in variants}) == len(variants)
     assert digest({"b": x, "a": x[:6]}) == digest({"a": x[:6], "b": x})
+
+
+def test_gpt2_with_the_tensor_names_of_its_first_repository_is_loaded(tmp_path):
+    """The Hub's gpt2 was saved without its head, so its tensors lack `transformer.`; it also stores masks."""
+    folder = make_model(tmp_path / "gpt2", "gpt2")
+
+    def rename(tensors):
+        for name in list(tensors):
+            tensors[name.removeprefix("transformer.")] = tensors.pop(name)
+        tensors["h.0.attn.bias"] = torch.ones(1, 1, 4, 4)
+
+    change_tensors(folder, rename)
+    assert load(folder).info.vocab_size

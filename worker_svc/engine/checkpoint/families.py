@@ -17,7 +17,7 @@ from worker_svc.engine.checkpoint.model_folder import CheckpointError
 NormKind = Literal["rms", "rms_offset", "layer"]
 TowerKind = Literal["qwen2_vl", "qwen2_5_vl", "qwen3_vl"]
 MropeKind = Literal["sections", "interleaved"]
-WindowRule = Literal["none", "opt_in", "all", "even", "five_of_six"]
+WindowRule = Literal["none", "opt_in", "opt_in_all", "all", "even", "five_of_six"]
 Role = Literal["q", "k", "v", "o", "gate", "up", "down", "router", "head"]
 QkNormScope = Literal["head", "projection"]  # what one norm of queries or keys spans
 
@@ -108,14 +108,14 @@ class Architecture:
     norm: NormKind = "rms"
     is_gated: bool = True  # the feed-forward part has a gate
     windows: WindowRule = "opt_in"  # layers with a sliding window, if config.json has no `layer_types`
-    default_window: int | None = None  # if config.json has no `sliding_window`, as in transformers
-    default_activation: str = "silu"
     has_experts: bool = False
     normalizes_experts: bool | None = None  # None: `norm_topk_prob`
     scales_embedding: bool = False  # by the square root of hidden_size
     tower: TowerKind | None = None  # of images; their tokens have positions on three axes (rows/positions.py)
     mrope: MropeKind | None = None  # how the frequencies of a head are divided among the axes
-    is_tied: bool = False  # if config.json has no `tie_word_embeddings`, as in transformers
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # of fields that config.json lacks, as in transformers
+    fixed: Mapping[str, Any] = field(default_factory=dict)  # fields with the only value that is computed
+    ignored: frozenset[str] = frozenset()  # fields that transformers does not read for this architecture
     fields: Mapping[str, str] = field(default_factory=dict)  # other names of fields of config.json
     names: Names = LLAMA_NAMES
 
@@ -126,14 +126,30 @@ GEMMA2 = Architecture(
     frozenset({"attention_scale", "sliding_window", "soft_caps"}),
     norm="rms_offset",
     windows="even",
-    default_window=4096,
-    default_activation="gelu_pytorch_tanh",
     scales_embedding=True,
-    is_tied=True,
+    defaults={
+        "sliding_window": 4096,
+        "hidden_act": "gelu_pytorch_tanh",
+        "tie_word_embeddings": True,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "query_pre_attn_scalar": 256,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+    },
+    fixed={"use_bidirectional_attention": False},
     fields={"hidden_act": "hidden_activation"},
     names=GEMMA_NAMES,
 )
-QWEN2_VL = Architecture("Qwen2-VL", WINDOWS, has_qkv_bias=True, has_o_bias=False, tower="qwen2_vl", mrope="sections")
+QWEN2_VL = Architecture(
+    "Qwen2-VL",
+    WINDOWS,
+    has_qkv_bias=True,
+    has_o_bias=False,
+    tower="qwen2_vl",
+    mrope="sections",
+    defaults={"rms_norm_eps": 1e-5, "rope_theta": 1e6, "max_window_layers": 80},
+)
 GPT2_FIELDS = {
     "hidden_size": "n_embd",
     "intermediate_size": "n_inner",
@@ -145,11 +161,24 @@ GPT2_FIELDS = {
 }
 
 ARCHITECTURES = {
-    "Qwen3ForCausalLM": Architecture("Qwen3", WINDOWS, qk_norm="head"),
-    "Qwen2ForCausalLM": Architecture("Qwen2, Qwen2.5", WINDOWS, has_qkv_bias=True, has_o_bias=False),
+    "Qwen3ForCausalLM": Architecture(
+        "Qwen3", WINDOWS, qk_norm="head", defaults={"head_dim": 128, "num_key_value_heads": 32, "sliding_window": 4096}
+    ),
+    "Qwen2ForCausalLM": Architecture(
+        "Qwen2, Qwen2.5",
+        WINDOWS,
+        has_qkv_bias=True,
+        has_o_bias=False,
+        defaults={"num_key_value_heads": 32, "sliding_window": 4096},
+    ),
     "LlamaForCausalLM": Architecture("Llama 2 and 3", has_mlp_bias=None, windows="none"),
     "MistralForCausalLM": Architecture(
-        "Mistral", WINDOWS, has_qkv_bias=False, has_o_bias=False, windows="all", default_window=4096
+        "Mistral",
+        WINDOWS,
+        has_qkv_bias=False,
+        has_o_bias=False,
+        windows="all",
+        defaults={"sliding_window": 4096, "num_key_value_heads": 8},
     ),
     "Phi3ForCausalLM": Architecture(
         "Phi-3, Phi-3.5 and Phi-4",
@@ -157,15 +186,40 @@ ARCHITECTURES = {
         has_qkv_bias=False,
         has_o_bias=False,
         windows="all",
+        defaults={"rms_norm_eps": 1e-5},
         names=FUSED_NAMES,
     ),
     "Gemma2ForCausalLM": GEMMA2,
-    "Gemma3ForCausalLM": replace(GEMMA2, models="Gemma 3, text only", qk_norm="head", windows="five_of_six"),
-    "Qwen3MoeForCausalLM": Architecture("Qwen3-MoE", WINDOWS, qk_norm="head", has_experts=True),
+    "Gemma3ForCausalLM": replace(
+        GEMMA2,
+        models="Gemma 3, text only",
+        qk_norm="head",
+        windows="five_of_six",
+        defaults={
+            **GEMMA2.defaults,
+            "final_logit_softcapping": None,
+            "rope_theta": 1e6,
+            "rope_local_base_freq": 1e4,
+        },
+        ignored=frozenset({"attn_logit_softcapping"}),
+    ),
+    "Qwen3MoeForCausalLM": Architecture(
+        "Qwen3-MoE",
+        WINDOWS,
+        qk_norm="head",
+        has_experts=True,
+        windows="opt_in_all",
+        defaults={"num_key_value_heads": 4, "sliding_window": 4096, "moe_intermediate_size": 768},
+    ),
     "Qwen2VLForConditionalGeneration": QWEN2_VL,
     "Qwen2_5_VLForConditionalGeneration": replace(QWEN2_VL, models="Qwen2.5-VL", tower="qwen2_5_vl"),
     "Qwen3VLForConditionalGeneration": Architecture(
-        "Qwen3-VL", qk_norm="head", windows="none", tower="qwen3_vl", mrope="interleaved"
+        "Qwen3-VL",
+        qk_norm="head",
+        windows="none",
+        tower="qwen3_vl",
+        mrope="interleaved",
+        defaults={"head_dim": 128, "rope_theta": 5e5},
     ),
     "MixtralForCausalLM": Architecture(
         "Mixtral",
@@ -175,11 +229,17 @@ ARCHITECTURES = {
         windows="all",
         has_experts=True,
         normalizes_experts=True,
+        defaults={"rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_key_value_heads": 8},
         fields={"num_experts": "num_local_experts"},
         names=MIXTRAL_NAMES,
     ),
     "Olmo2ForCausalLM": Architecture(
-        "OLMo 2", qk_norm="projection", has_mlp_bias=False, windows="none", names=OLMO2_NAMES
+        "OLMo 2",
+        qk_norm="projection",
+        has_mlp_bias=False,
+        windows="none",
+        defaults={"rms_norm_eps": 1e-5},
+        names=OLMO2_NAMES,
     ),
     "GPT2LMHeadModel": Architecture(
         "GPT-2",
@@ -189,8 +249,8 @@ ARCHITECTURES = {
         norm="layer",
         is_gated=False,
         windows="none",
-        default_activation="gelu_new",
-        is_tied=True,
+        defaults={"norm_eps": 1e-5, "hidden_act": "gelu_new", "tie_word_embeddings": True},
+        fixed={"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False},
         fields=GPT2_FIELDS,
         names=GPT2_NAMES,
     ),
@@ -242,5 +302,5 @@ def _with_tokens(name: str) -> str:
 
 def without_prefix(names: Names, prefix: str) -> Names:
     """The names of a checkpoint that was saved without its head: they lack the prefix of the decoder."""
-    shortened = {name: getattr(names, name).removeprefix(prefix) for name in ("embedding", "layer", "final_norm")}
-    return replace(names, **shortened)
+    of_decoder = ("embedding", "position_embedding", "layer", "final_norm")
+    return replace(names, **{name: getattr(names, name).removeprefix(prefix) for name in of_decoder})

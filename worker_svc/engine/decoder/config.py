@@ -32,7 +32,6 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
 }
 SLIDING = "sliding_attention"
-PREFIX = "model."
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,9 +139,10 @@ class ModelConfig:
     def named_in(self, has_tensor: Callable[[str], bool]) -> ModelConfig:
         """The same decoder with the names of its tensors in a checkpoint."""
         names = self.names
-        if has_tensor(f"{names.embedding}.weight") or not names.embedding.startswith(PREFIX):
+        prefix = names.embedding.partition(".")[0] + "."
+        if has_tensor(f"{names.embedding}.weight") or not has_tensor(f"{names.embedding.removeprefix(prefix)}.weight"):
             return self
-        return replace(self, architecture=replace(self.architecture, names=without_prefix(names, PREFIX)))
+        return replace(self, architecture=replace(self.architecture, names=without_prefix(names, prefix)))
 
     def classes(self, num_classes: int) -> HeadSpec | None:
         """The classification head; None if the model has none."""
@@ -172,7 +172,7 @@ class ModelConfig:
 def parse_config(config: dict[str, Any]) -> ModelConfig:
     """Reads config.json. Raises CheckpointError naming the field for anything that is not supported."""
     architecture = architecture_of(config)
-    config = config | {ours: config[theirs] for ours, theirs in architecture.fields.items() if theirs in config}
+    config = _completed(config, architecture)
     heads = _heads(config)
     attention_bias = bool(config.get("attention_bias", False))
     hidden_size = _size(config, "hidden_size")
@@ -196,12 +196,22 @@ def parse_config(config: dict[str, Any]) -> ModelConfig:
         attention_soft_cap=_optional(config, "attn_logit_softcapping"),
         logit_soft_cap=_optional(config, "final_logit_softcapping"),
         embedding_scale=hidden_size**0.5 if architecture.scales_embedding else 1.0,
-        is_tied=bool(config.get("tie_word_embeddings", architecture.is_tied)),
+        is_tied=bool(config.get("tie_word_embeddings", False)),
         vision=_vision(config, architecture, hidden_size),
         image_token_id=_image_token(config, architecture),
         quantization=quantization_of(config, architecture),
         head=head_of(config),
     )
+
+
+def _completed(config: dict[str, Any], architecture: Architecture) -> dict[str, Any]:
+    """config.json with our names of fields, the architecture's defaults, and without fields that it ignores."""
+    for field, value in architecture.fixed.items():
+        if bool(config.get(field, value)) is not value:
+            raise CheckpointError(f"{field}: {config[field]!r} is not supported; only {value} is computed")
+    renamed = {ours: config[theirs] for ours, theirs in architecture.fields.items() if theirs in config}
+    completed = {**architecture.defaults, **config, **renamed}
+    return {field: value for field, value in completed.items() if field not in architecture.ignored}
 
 
 def _vision(config: dict[str, Any], architecture: Architecture, hidden_size: int) -> VisionConfig | None:
@@ -237,7 +247,7 @@ def _heads(config: dict[str, Any]) -> HeadShape:
 
 
 def _activation(config: dict[str, Any], architecture: Architecture) -> str:
-    name = config.get("hidden_act") or architecture.default_activation
+    name = config.get("hidden_act") or architecture.defaults.get("hidden_act", "silu")
     if name not in ACTIVATIONS:
         raise CheckpointError(f"hidden_act: {name!r} is not supported; use one of {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[name]
@@ -290,8 +300,8 @@ def _layers(
 def _windows(config: dict[str, Any], architecture: Architecture, count: int) -> tuple[int | None, list[str]]:
     """The sliding window, and the type of each layer."""
     rule = architecture.windows
-    window = config.get("sliding_window", architecture.default_window)
-    if rule == "none" or (rule == "opt_in" and not config.get("use_sliding_window", False)):
+    window = config.get("sliding_window")
+    if rule == "none" or (rule.startswith("opt_in") and not config.get("use_sliding_window", False)):
         window = None
     if window is not None:
         window = _size({"sliding_window": window}, "sliding_window")
@@ -308,6 +318,7 @@ WINDOW_RULES: dict[str, Callable[[dict[str, Any]], Callable[[int], bool]]] = {
     "none": lambda config: lambda index: False,
     "all": lambda config: lambda index: True,
     "opt_in": lambda config: lambda index: index >= config.get("max_window_layers", 28),
+    "opt_in_all": lambda config: lambda index: True,
     "even": lambda config: lambda index: index % 2 == 0,
     "five_of_six": lambda config: lambda index: bool((index + 1) % config.get("sliding_window_pattern", 6)),
 }

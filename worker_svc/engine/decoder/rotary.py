@@ -17,6 +17,7 @@ from worker_svc.engine.checkpoint.model_folder import CheckpointError
 from worker_svc.engine.kernels.exact_ops import cos_sin
 
 ORIGINAL_LENGTH = "original_max_position_embeddings"
+LONG_ROPES = ("longrope", "su")  # `su`: its name in the first checkpoints of Phi-3
 MROPE_SECTIONS: dict[MropeKind, list[int]] = {
     "sections": [16, 24, 24],
     "interleaved": [24, 20, 20],
@@ -41,6 +42,15 @@ class Rotary:
         if self.factor != 1.0:
             cos, sin = cos * self.factor, sin * self.factor
         return RotaryTable(cos, sin, self.axes)
+
+
+def length_choice(config: dict[str, Any], max_model_len: int) -> str:
+    """What the maximum length decides about a rotation: the factors of LongRoPE. Empty for other rotations."""
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if rope.get("rope_type", rope.get("type")) not in LONG_ROPES:
+        return ""
+    original = config.get(ORIGINAL_LENGTH) or rope.get(ORIGINAL_LENGTH) or 0
+    return "long" if max_model_len > original else "short"
 
 
 def rotary_at(table: RotaryTable, positions: I64) -> RotaryTable:
@@ -166,5 +176,4 @@ ROPE_SCALINGS: dict[str, Callable[[torch.Tensor, dict[str, Any]], Rotary]] = {
     "linear": _linear,
     "llama3": _llama3,
     "yarn": _yarn,
-    "longrope": _longrope,
-}
+} | dict.fromkeys(LONG_ROPES, _longrope)

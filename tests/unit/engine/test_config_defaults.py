@@ -1,0 +1,115 @@
+"""A field that config.json lacks means what transformers takes it to mean."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import transformers
+
+from worker_svc.engine.checkpoint.families import ARCHITECTURES
+from worker_svc.engine.checkpoint.model_folder import CheckpointError
+from worker_svc.engine.decoder.config import ModelConfig, parse_config
+from worker_svc.engine.decoder.rotary import length_choice
+
+CONFIGS = {
+    "Qwen3ForCausalLM": transformers.Qwen3Config,
+    "Qwen2ForCausalLM": transformers.Qwen2Config,
+    "LlamaForCausalLM": transformers.LlamaConfig,
+    "MistralForCausalLM": transformers.MistralConfig,
+    "Phi3ForCausalLM": transformers.Phi3Config,
+    "Gemma2ForCausalLM": transformers.Gemma2Config,
+    "Gemma3ForCausalLM": transformers.Gemma3TextConfig,
+    "Qwen3MoeForCausalLM": transformers.Qwen3MoeConfig,
+    "MixtralForCausalLM": transformers.MixtralConfig,
+    "Olmo2ForCausalLM": transformers.Olmo2Config,
+    "GPT2LMHeadModel": transformers.GPT2Config,
+}
+# Their towers describe other classes; the text part has the defaults of these.
+WITH_TOWERS = {
+    "Qwen2VLForConditionalGeneration": transformers.Qwen2VLTextConfig,
+    "Qwen2_5_VLForConditionalGeneration": transformers.Qwen2_5_VLTextConfig,
+    "Qwen3VLForConditionalGeneration": transformers.Qwen3VLTextConfig,
+}
+
+
+def test_every_decoder_is_compared() -> None:
+    assert CONFIGS.keys() | WITH_TOWERS.keys() == ARCHITECTURES.keys()
+
+
+def comparable(config: ModelConfig) -> tuple[Any, ...]:
+    """The configuration without tensors."""
+    rotaries = [
+        (r.inv_freq.tolist(), r.factor, None if r.axes is None else r.axes.tolist(), r.original_length)
+        for r in config.rotaries
+    ]
+    layers = [
+        (replace(layer, rotary=None), None if layer.rotary is None else rotaries[layer.rotary])
+        for layer in config.layers
+    ]
+    return replace(config, rotaries=(), layers=()), layers
+
+
+@contextmanager
+def named(*fields: str) -> Iterator[None]:
+    """Accepts a refusal that names one of the fields."""
+    try:
+        yield
+    except CheckpointError as error:
+        if str(error).partition(":")[0] not in fields:
+            raise
+
+
+def parse(architecture: str, fields: dict[str, Any]) -> tuple[Any, ...]:
+    return comparable(parse_config(fields | {"architectures": [architecture]}))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("changes", [{}, {"use_sliding_window": True, "sliding_window": 16}], ids=["plain", "windows"])
+def test_a_missing_field_has_the_default_of_transformers(name: str, changes: dict[str, Any]) -> None:
+    """The configuration is the same as with the default, or the missing field is named."""
+    whole = CONFIGS[name](**changes).to_dict()
+    for field in whole:
+        rest = {key: value for key, value in whole.items() if key != field}
+        ours = {theirs: ours for ours, theirs in ARCHITECTURES[name].fields.items()}.get(field, field)
+        with named(field, ours):
+            assert parse(name, rest) == parse(name, CONFIGS[name].from_dict(rest).to_dict()), field
+
+
+def test_qwen3_moe_has_windows_in_all_layers() -> None:
+    """transformers reads no max_window_layers for it."""
+    config = transformers.Qwen3MoeConfig(use_sliding_window=True, sliding_window=16).to_dict()
+    parsed = parse_config(config | {"architectures": ["Qwen3MoeForCausalLM"], "max_window_layers": 4})
+    assert {layer.window for layer in parsed.layers} == {16}
+
+
+def test_gemma3_has_no_cap_of_scores() -> None:
+    config = transformers.Gemma3TextConfig().to_dict() | {"attn_logit_softcapping": 50.0}
+    assert parse_config(config | {"architectures": ["Gemma3ForCausalLM"]}).attention_soft_cap is None
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "value"),
+    [
+        ("GPT2LMHeadModel", "scale_attn_by_inverse_layer_idx", True),
+        ("GPT2LMHeadModel", "scale_attn_weights", False),
+        ("Gemma2ForCausalLM", "use_bidirectional_attention", True),
+        ("Gemma3ForCausalLM", "use_bidirectional_attention", True),
+    ],
+)
+def test_a_field_that_changes_the_result_is_refused_by_name(name: str, field: str, value: bool) -> None:
+    config = CONFIGS[name]().to_dict() | {"architectures": [name], field: value}
+    with pytest.raises(CheckpointError, match=f"^{field}: {value} is not supported; only {not value} is computed$"):
+        parse_config(config)
+
+
+def test_a_choice_by_the_maximum_length_is_part_of_the_revision() -> None:
+    """Two workers whose pools differ may choose other factors of LongRoPE, and so give other tokens."""
+    rope = {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
+    config = {"rope_scaling": rope, "original_max_position_embeddings": 4096}
+    assert [length_choice(config, length) for length in (4096, 4097)] == ["short", "long"]
+    assert length_choice({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, 4097) == ""
+    assert length_choice({}, 4097) == ""
