@@ -6,11 +6,14 @@ import base64
 import binascii
 import hashlib
 import os
+import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from svc_common.config import SettingError
+from svc_common.security.reread import Reread
 
 KEY_BYTES = 32
 NONCE_BYTES = 12
@@ -79,10 +82,25 @@ class AesCipher:
         return data
 
 
+class FileCipher:
+    """Encrypts with the keys that a file has now. While a changed file is invalid, the previous keys stay in use."""
+
+    def __init__(self, key_file: Path) -> None:
+        self._cipher = Reread(partial(_read_cipher, key_file), "record keys", time.monotonic)
+
+    def seal(self, data: bytes, place: bytes) -> bytes:
+        return self._cipher().seal(data, place)
+
+    def open(self, stored: bytes, place: bytes) -> bytes:
+        return self._cipher().open(stored, place)
+
+
 def make_cipher(key_file: Path | None) -> Cipher:
     """The cipher for the keys of a file; without a file, values are not encrypted. Raises RecordKeyError."""
-    if key_file is None:
-        return NoCipher()
+    return NoCipher() if key_file is None else FileCipher(key_file)
+
+
+def _read_cipher(key_file: Path) -> AesCipher:
     try:
         lines = key_file.read_text(encoding="ascii").splitlines()
     except (OSError, UnicodeDecodeError) as error:

@@ -15,9 +15,13 @@ import hashlib
 import hmac
 import re
 import struct
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+
+from svc_common.security.reread import Reread
 
 TAG_BYTES = 16
 SEAL_BYTES = 8 + TAG_BYTES
@@ -37,20 +41,20 @@ class LeaseIds:
 
 
 class BlockKeys:
-    """The keys of the schedulers of a model. The first key makes tags; a tag of any key is valid."""
+    """The keys of the schedulers of a model, as `keys` returns them. The first makes tags; a tag of any is valid."""
 
-    def __init__(self, keys: Sequence[bytes]) -> None:
+    def __init__(self, keys: Callable[[], Sequence[bytes]]) -> None:
         self._keys = keys
 
     def tags(self, lease: LeaseIds, block_ids: Iterable[int], digests: Sequence[bytes]) -> bytes:
         """16 bytes per block."""
-        key = self._keys[0]
+        key = self._keys()[0]
         return b"".join(_tag(key, lease, block, digest) for block, digest in zip(block_ids, digests, strict=True))
 
     def is_valid(self, worker_epoch: int, block_id: int, digest: bytes, seal: bytes) -> bool:
         """Whether a holder of one of the keys committed this block with this digest."""
         lease = LeaseIds(worker_epoch, int.from_bytes(seal[:8], "little"))
-        return any(hmac.compare_digest(_tag(key, lease, block_id, digest), seal[8:]) for key in self._keys)
+        return any(hmac.compare_digest(_tag(key, lease, block_id, digest), seal[8:]) for key in self._keys())
 
 
 def _tag(key: bytes, lease: LeaseIds, block_id: int, digest: bytes) -> bytes:
@@ -59,13 +63,15 @@ def _tag(key: bytes, lease: LeaseIds, block_id: int, digest: bytes) -> bytes:
 
 
 def read_block_keys(path: Path | None) -> BlockKeys | None:
-    """The keys of a file, one per line, 64 hexadecimal digits each. Raises BlockKeyError."""
-    if path is None:
-        return None
+    """The keys of a file, one per line, 64 hexadecimal digits each. The file is read again. Raises BlockKeyError."""
+    return None if path is None else BlockKeys(Reread(partial(_read_keys, path), "block keys", time.monotonic))
+
+
+def _read_keys(path: Path) -> list[bytes]:
     try:
         lines = path.read_text(encoding="ascii").split()
     except (OSError, UnicodeDecodeError) as error:
         raise BlockKeyError(f"--block-key-file {path}: {getattr(error, 'strerror', None) or error}") from None
     if not lines or not all(re.fullmatch(r"[0-9a-fA-F]{64}", line) for line in lines):
         raise BlockKeyError(f"--block-key-file {path}: each line must be a key of 64 hexadecimal digits")
-    return BlockKeys([bytes.fromhex(line) for line in lines])
+    return [bytes.fromhex(line) for line in lines]

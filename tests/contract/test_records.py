@@ -19,6 +19,7 @@ from quire.v1 import types_pb2 as types
 from gateway_svc.records.cipher import RecordKeyError, UnreadableValueError, make_cipher
 from gateway_svc.records.store import RecordStore, Update
 from svc_common.errors import InvalidRequestError, UnavailableError
+from svc_common.security import reread
 from tests.processes.redis_server import RedisServer
 
 SECRET = "a secret prompt"
@@ -171,6 +172,23 @@ async def test_the_size_of_a_record_is_limited(make_store: MakeStore) -> None:
 def write_keys(path: Path, *keys: bytes) -> Path:
     path.write_text("# a comment\n" + "\n".join(base64.b64encode(key).decode() for key in keys) + "\n")
     return path
+
+
+def test_keys_of_records_rotate_without_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reread, "REREAD_S", 0.0)
+    old, new = os.urandom(32), os.urandom(32)
+    path = write_keys(tmp_path / "keys", old)
+    cipher = make_cipher(path)
+    before = cipher.seal(b"data", b"place")
+    write_keys(path, new, old)
+    assert cipher.open(before, b"place") == b"data"
+    after = cipher.seal(b"data", b"place")
+    path.write_text("not a key")  # a mistake keeps the previous keys
+    assert cipher.open(before, b"place") == b"data"
+    write_keys(path, new)
+    assert cipher.open(after, b"place") == b"data"
+    with pytest.raises(UnreadableValueError):
+        cipher.open(before, b"place")
 
 
 async def test_encrypted_records_are_read_only_with_a_key(
