@@ -58,7 +58,7 @@ def test_both_kinds_of_pods_run_ranks_of_one_worker() -> None:
     leader, follower = map(flags, templates_of(large()))
     assert (leader.node_rank, leader.node_listen, leader.leader_address) == (0, "0.0.0.0:50062", None)
     assert (follower.node_rank, follower.leader_address) == (1, f"{OF_GROUP['LWS_LEADER_ADDRESS']}:50062")
-    assert (follower.node_listen, follower.scheduler) == (None, None)
+    assert (follower.node_listen, follower.scheduler) == (None, [])
     assert leader.scheduler
     settings = [engine_config(args) for args in (leader, follower)]
     assert [(s.tensor_parallel_size, s.nnodes, s.ranks_per_node) for s in settings] == [(16, 2, 8)] * 2
