@@ -68,7 +68,8 @@ def test_a_norm_that_rounds_gives_the_same_rows(kind, group):
         found = norm_rows.add_norm_rows(x, residual, norm, group)
         assert torch.equal(x[[0, 1, 3, 4]], plain[[0, 1, 3, 4]])
         assert torch.equal(found.scales.isnan(), expected.scales.isnan())
-        assert found.scales[2].isnan().all()
+        has_nan = found.scales[2].isnan()
+        assert has_nan[0] if kind is None else has_nan.all()  # a norm carries NaN into all groups of a row
         rows = [0, 1, 3, 4]
         assert torch.equal(found.steps.float()[rows], expected.steps.float()[rows])
         assert torch.equal(found.scales[rows], expected.scales[rows])

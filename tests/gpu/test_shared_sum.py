@@ -208,7 +208,7 @@ def share(monkeypatch, config, **options):
         share_sums(config, group, "0", CPU)
         return group
 
-    monkeypatch.setattr(shared_sum, "SharedSum", make)
+    monkeypatch.setattr(shared_sum, "SharedMemorySum", make)
     return on_all_ranks(2, work, **options)[0]
 
 
