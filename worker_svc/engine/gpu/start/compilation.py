@@ -28,6 +28,7 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from worker_svc.engine.gpu.collectives.group import Group
+from worker_svc.engine.gpu.start.compile_process import settle_key
 from worker_svc.engine.kernels.machine import available_cores, available_memory
 
 logger = logging.getLogger(__name__)
@@ -67,6 +68,7 @@ class Launch:
 
     def is_cached(self) -> bool:
         """Whether Triton's cache has the kernel, under the key that triton.compile computes."""
+        settle_key(self.kernel)
         source = ASTSource(self.kernel, self.signature, self.constants, self.attributes)
         backend = make_backend(driver.active.get_current_target())
         stored = json.loads(self.specialization)["options"]

@@ -19,6 +19,7 @@ from typing import Any
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver as nvidia
 from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
 
 
 class CompileTarget:
@@ -34,10 +35,25 @@ class CompileTarget:
         return self._target
 
 
+def settle_key(function: JITFunction[Any]) -> None:
+    """Computes the keys of the functions that a kernel calls, then its own.
+
+    Triton adds the constants of a called function to a key only if that function has its key already. Without an order,
+    two processes look for the same kernel under two keys.
+    """
+    called = (function.fn.__globals__.get(name) for name in function.fn.__code__.co_names)
+    for other in called:
+        if isinstance(other, JITFunction) and other is not function and other.hash is None:
+            settle_key(other)
+    _ = function.cache_key
+
+
 def compile_kernel(module: str, name: str, specialization: str) -> str | None:
     """Returns the error, if any."""
     try:
-        compiled = getattr(importlib.import_module(module), name).preload(specialization)
+        kernel = getattr(importlib.import_module(module), name)
+        settle_key(kernel)
+        compiled = kernel.preload(specialization)
         if hasattr(nvidia, "make_launcher"):  # Triton 3.6 compiles a C function for each signature
             nvidia.CudaLauncher(compiled.src, compiled.metadata)
     except Exception as error:  # Any error of the compiler: the launch of this kernel reports it.
