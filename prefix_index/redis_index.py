@@ -46,8 +46,8 @@ local found = redis.call('HMGET', KEYS[1], 'epoch', 'owner')
 if found[1] == ARGV[1] and found[2] == ARGV[2] then return redis.call('DEL', KEYS[1]) end
 return 0"""
 
-# Records that ARGV[1] serves revision ARGV[2] for the next ARGV[3] milliseconds, unless another owner serves another
-# revision now and ARGV[4] is 0. Returns that revision, else an empty string.
+# Records that ARGV[1] serves revision ARGV[2] for the next ARGV[3] milliseconds. If an owner, itself included, serves
+# another revision now and ARGV[4] is 0, returns that revision instead; else an empty string.
 CLAIM_REVISION = """
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
@@ -56,7 +56,7 @@ for i = 1, #served, 2 do
   local revision, until_ms = string.match(served[i + 1], '^(%S+) (%d+)$')
   if not until_ms or tonumber(until_ms) < now then
     redis.call('HDEL', KEYS[1], served[i])
-  elseif served[i] ~= ARGV[1] and revision ~= ARGV[2] and ARGV[4] == '0' then
+  elseif revision ~= ARGV[2] and ARGV[4] == '0' then
     return revision
   end
 end
@@ -201,7 +201,7 @@ class RedisPrefixIndex:
         return revisions_key(self._prefix, model), self._owner, revision, ttl_ms, str(int(replaces))
 
     def release_revision(self) -> None:
-        self._released, self._revision = self._revision, None
+        self._released, self._revision = self._revision or self._released, None
         self._wake.set()
 
     async def next_scheduler_epoch(self) -> int:

@@ -240,12 +240,21 @@ async def test_a_second_revision_is_refused_until_the_first_is_released(redis: R
     assert await one.claim_revision("m", "r2", replaces=True) == ""
 
 
+async def test_two_first_workers_of_a_scheduler_cannot_claim_two_revisions(redis: Redis) -> None:
+    """The refused one must not replace the claim of the other."""
+    index, other = redis.index("s0"), redis.index("s1")
+    assert await index.claim_revision("m", "r1", replaces=False) == ""
+    assert await index.claim_revision("m", "r2", replaces=False) == "r1"
+    assert await other.claim_revision("m", "r2", replaces=False) == "r1"
+
+
 async def test_a_released_or_expired_revision_can_be_replaced(redis: Redis) -> None:
     one, two = redis.index("s0", lease_ttl_s=0.3), redis.index("s1")
     assert await one.claim_revision("m", "r1", replaces=False) == ""
     await asyncio.sleep(0.6)  # several renewals later it is still served
     assert await two.claim_revision("m", "r2", replaces=False) == "r1"
     one.release_revision()
+    one.release_revision()  # two leases may end at the same time
 
     async def is_free() -> bool:
         return await two.claim_revision("m", "r2", replaces=False) == ""
