@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 
 import grpc
@@ -38,21 +40,31 @@ async def inspect(
 
 
 async def add_adapter(client: SchedulerClient, name: str, path: str) -> public.Adapter:
-    """Load an adapter on all workers."""
+    """Load an adapter on all workers. The next request of this gateway can use it."""
     request = pb.AddAdapterRequest(name=name, path=path)
     try:
-        return (await client.stub.AddAdapter(request, timeout=ADAPTER_TIMEOUT_S)).adapter
+        adapter = (await client.stub.AddAdapter(request, timeout=ADAPTER_TIMEOUT_S)).adapter
     except grpc.aio.AioRpcError as error:
         raise _error(client, error) from None
+    await _announced(client, name, bytes.fromhex(adapter.digest))
+    return adapter
 
 
 async def remove_adapter(client: SchedulerClient, name: str) -> bool:
-    """Unload an adapter from all workers. False if none had it."""
+    """Unload an adapter from all workers. False if none had it. The next request of this gateway cannot use it."""
     request = pb.RemoveAdapterRequest(name=name)
     try:
-        return (await client.stub.RemoveAdapter(request, timeout=ADAPTER_TIMEOUT_S)).was_loaded
+        was_loaded = (await client.stub.RemoveAdapter(request, timeout=ADAPTER_TIMEOUT_S)).was_loaded
     except grpc.aio.AioRpcError as error:
         raise _error(client, error) from None
+    await _announced(client, name, b"")
+    return was_loaded
+
+
+async def _announced(client: SchedulerClient, name: str, digest: bytes) -> None:
+    """Wait for the announcement of a change: it comes by the stream, which the answer of a call can overtake."""
+    with contextlib.suppress(TimeoutError):  # the stream broke; the Welcome of the next one has the change
+        await asyncio.wait_for(client.loader.until_adapter(name, digest), STATUS_TIMEOUT_S)
 
 
 async def adapters(client: SchedulerClient) -> list[public.Adapter]:

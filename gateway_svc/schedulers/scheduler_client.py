@@ -53,6 +53,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 import grpc
@@ -119,14 +120,16 @@ class ModelLoader:
         self._max_bytes = max_bytes
         self._on_loaded = on_loaded
         self._task: asyncio.Task[None] | None = None
+        self._has_changed = asyncio.Event()  # replaced after each change
 
     def update(self, info: types.ModelInfo, stub: SchedulerServiceAsyncStub) -> None:
         """The scheduler serves this model now."""
-        if self.model is not None and self.model.info == info:
-            return
+        self.stop()
         if self.model is not None and self.model.info.revision != info.revision:
             self.model = None
-        self.stop()
+        if self.model is not None and self.model.info.bundle_digest == info.bundle_digest:
+            self._set(replace(self.model, info=info, parameters={}))
+            return
         self.problem = f"loading the bundle of model {info.model!r}"
         self._task = asyncio.create_task(self._load(info, stub))
 
@@ -148,8 +151,25 @@ class ModelLoader:
                 log.error("scheduler %s: %s", self._address, self.problem)
                 await asyncio.sleep(backoff)
                 backoff = min(backoff * 2, 10 * BACKOFF_MAX_S)
-        self.model = ServedModel(info, text, self._parsers)
-        describe_model(self.model)
+        model = ServedModel(info, text, self._parsers)
+        describe_model(model)
+        self._set(model)
+
+    async def until_adapter(self, name: str, digest: bytes) -> None:
+        """Return when the model has this adapter; empty `digest`: when it has none of this name."""
+        while self.model is not None:
+            have = [adapter.digest for adapter in self.model.info.adapters if adapter.name == name]
+            if have == ([digest] if digest else []):
+                return
+            await self._has_changed.wait()
+
+    def _set(self, model: ServedModel) -> None:
+        """Set the model, if it differs."""
+        if self.model == model:
+            return
+        self.model = model
+        self._has_changed.set()
+        self._has_changed = asyncio.Event()
         self._on_loaded()
 
     async def _fetch(self, digest: bytes, stub: SchedulerServiceAsyncStub) -> bytes:

@@ -105,6 +105,9 @@ def make_info(bundle: bytes = b"", **changes: Any) -> types.ModelInfo:
     return types.ModelInfo(**{**facts, **changes})
 
 
+ADAPTER_DIGEST = bytes(range(16))
+
+
 class FakeScheduler(SchedulerServiceServicer):
     """Accepts every request unless `refusals` has an entry. Tests send the tokens and the finished samples."""
 
@@ -271,6 +274,16 @@ class FakeScheduler(SchedulerServiceServicer):
     async def AbortRequests(self, request: pb.AbortRequestsRequest, context: Any) -> pb.AbortRequestsResponse:
         self.asked_to_abort.extend(request.request_ids)
         return pb.AbortRequestsResponse(aborted_ids=[id_ for id_ in request.request_ids if id_ in self.elsewhere])
+
+    async def AddAdapter(self, request: pb.AddAdapterRequest, context: Any) -> pb.AddAdapterResponse:
+        """Announce the adapter by the stream, later than the answer of this call arrives."""
+        assert self.info is not None
+        info = types.ModelInfo()
+        info.CopyFrom(self.info)
+        info.adapters.add(name=request.name, digest=ADAPTER_DIGEST)
+        self.info = info
+        asyncio.get_running_loop().call_later(0.05, self.welcome)
+        return pb.AddAdapterResponse(adapter=public.Adapter(name=request.name, digest=ADAPTER_DIGEST.hex()))
 
     async def ReleaseWorker(self, request: pb.ReleaseWorkerRequest, context: Any) -> pb.ReleaseWorkerResponse:
         self.released.append(request)

@@ -255,3 +255,12 @@ def test_the_gateway_loads_neither_torch_nor_numpy() -> None:
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.stderr == ""
     assert done.returncode == 0
+
+
+async def test_a_loaded_adapter_can_be_used_when_the_call_returns(
+    gateway: TestGateway, scheduler: FakeScheduler
+) -> None:
+    scheduler.play([7])
+    scheduler.gives_bundle.clear()  # the tokenizer is loaded already
+    await gateway.admin.LoadAdapter(pb.LoadAdapterRequest(name="poems", path="poems"))
+    assert (await gateway.collect(adapter="poems")).ids() == [7]
