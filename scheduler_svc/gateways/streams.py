@@ -61,7 +61,8 @@ class Outbox:
         self._num_tokens = 0
         self._interval_ends = 0.0  # when further tokens may be sent, in loop time
         self._is_due = False  # `_deltas` and `_queued` may be sent
-        self._timer: asyncio.TimerHandle | None = None  # sends them later
+        self._timer: asyncio.Handle | None = None  # sends them at `_timer_at`
+        self._timer_at = 0.0
         self._wake = asyncio.Event()
         self._error: QuireError | None = None
         self._is_closed = False
@@ -123,9 +124,9 @@ class Outbox:
         loop = asyncio.get_running_loop()
         if at <= loop.time():
             self._on_due()
-        elif self._timer is None or at < self._timer.when():
+        elif self._timer is None or at < self._timer_at:
             self._stop_timer()
-            self._timer = loop.call_at(at, self._on_due)
+            self._timer, self._timer_at = loop.call_at(at, self._on_due), at
 
     def _on_due(self) -> None:
         if self._deltas:

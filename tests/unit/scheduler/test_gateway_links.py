@@ -9,6 +9,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+import uvloop
 from quire.internal.v1 import scheduler_pb2
 from quire.v1 import types_pb2
 
@@ -70,6 +71,18 @@ async def test_outbox_keeps_further_tokens_for_an_interval() -> None:
     outbox.deliver(deltas(3))
     assert offsets_of(await anext(messages)) == [2, 3]
     assert loop.time() - started > 0.049
+
+
+def test_an_interval_may_end_in_less_than_a_millisecond() -> None:
+    """uvloop, the loop of the services, then runs the call at once, and its handle has no time."""
+
+    async def run() -> None:
+        outbox = Outbox("g", interval_s=0.0003)
+        for offset in range(3):
+            outbox.deliver(deltas(offset))
+        assert offsets_of(await anext(outbox.messages())) == [0, 1, 2]
+
+    uvloop.run(run())
 
 
 async def test_a_first_token_begins_the_interval() -> None:
