@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 from quire.v1 import types_pb2 as types
@@ -13,6 +14,8 @@ from quire.v1 import types_pb2 as types
 from svc_common.observe.metrics import LATENCIES_S, TOKEN_COUNTS, Buckets
 
 log = logging.getLogger(__name__)
+
+http_request_id: ContextVar[str] = ContextVar("http_request_id", default="")  # x-request-id of the HTTP request
 
 REASONS = {value: name.removeprefix("FINISH_REASON_").lower() for name, value in types.FinishReason.items()}
 
@@ -112,16 +115,19 @@ class RequestMeter:
         if not log.isEnabledFor(logging.INFO):
             return
         total_s = now - self._started_at
+        x_request_id = http_request_id.get()
         first_s = None if self.first_token_at is None else self.first_token_at - self._started_at
         log.info(
-            "request %s ended (%s): %d prompt tokens, %d output tokens, %.3f s",
+            "request %s ended (%s): %d prompt tokens, %d output tokens, %.3f s%s",
             self._request_id,
             reason,
             self.num_prompt_tokens,
             self.num_output_tokens,
             total_s,
+            x_request_id and f", x-request-id {x_request_id}",
             extra={
                 "request_id": self._request_id,
+                **({"x_request_id": x_request_id} if x_request_id else {}),
                 "model": self.model,
                 "reason": reason,
                 "prompt_tokens": self.num_prompt_tokens,

@@ -1,4 +1,8 @@
-"""Spans of sampled requests: the whole request, its preparation until it is sent to a scheduler, and its moves."""
+"""Spans of sampled requests: the whole request, its preparation until it is sent to a scheduler, and its moves.
+
+The span of the whole request has the name and attributes of OpenTelemetry's semantic conventions for generative AI.
+Prompts, outputs and stop strings are not exported.
+"""
 
 from __future__ import annotations
 
@@ -20,17 +24,44 @@ if TYPE_CHECKING:
 
 Events = AsyncGenerator[pb.GenerateResponse, None]
 
+MAX_INT = 2**63 - 1  # of an attribute; seeds have 64 bits without a sign
+PROVIDER = "quire"
+OPERATIONS = {"chat": "chat", "audio": "generate_content"}  # by kind of prompt; others: text_completion
+SAMPLING_ATTRIBUTES = {  # by field of SamplingParams
+    "temperature": "gen_ai.request.temperature",
+    "top_p": "gen_ai.request.top_p",
+    "top_k": "gen_ai.request.top_k",
+    "frequency_penalty": "gen_ai.request.frequency_penalty",
+    "presence_penalty": "gen_ai.request.presence_penalty",
+    "seed": "gen_ai.request.seed",
+    "n": "gen_ai.request.choice.count",
+}
+
+
+def request_attributes(request: pb.GenerateRequest) -> dict[str, str | bool | int | float]:
+    """What the request asks for, without its prompt. Fields that are not set have no attribute."""
+    operation = OPERATIONS.get(request.prompt.WhichOneof("kind") or "", "text_completion")
+    facts: dict[str, str | bool | int | float] = {"gen_ai.operation.name": operation, "gen_ai.provider.name": PROVIDER}
+    if request.stop.HasField("max_tokens"):
+        facts["gen_ai.request.max_tokens"] = request.stop.max_tokens
+    for field, attribute in SAMPLING_ATTRIBUTES.items():
+        if request.sampling.HasField(field):  # type: ignore[arg-type]
+            value = getattr(request.sampling, field)
+            facts[attribute] = min(value, MAX_INT) if isinstance(value, int) else value
+    return facts
+
 
 class RequestTrace:
     """The spans of one sampled request. Times are on the event loop's clock."""
 
-    def __init__(self, tracer: Tracer, parent: str) -> None:
+    def __init__(self, tracer: Tracer, parent: str, request: pb.GenerateRequest) -> None:
         self._tracer = tracer
         self._started_at = time.monotonic()
-        self._span: OpenSpan = tracer.begin("generate", parent=parent, at=self._started_at, is_served=True)
+        self._facts = request_attributes(request)
+        self._operation = str(self._facts["gen_ai.operation.name"])
+        self._span: OpenSpan = tracer.begin(self._operation, parent=parent, at=self._started_at, is_served=True)
         self._meter: RequestMeter | None = None
         self._detached_at: float | None = None  # while the request waits for another scheduler
-        self._facts: dict[str, str | bool | int] = {}
 
     @property
     def traceparent(self) -> str:
@@ -40,7 +71,9 @@ class RequestTrace:
     def set_meter(self, request_id: str, meter: RequestMeter) -> None:
         """The request has its id and is measured by `meter`."""
         self._meter = meter
-        self._facts = {"quire.request_id": request_id, "gen_ai.request.model": meter.model}
+        self._span.rename(f"{self._operation} {meter.model}")
+        ids = {"quire.request_id": request_id, "gen_ai.response.id": request_id}
+        self._facts |= {**ids, "gen_ai.request.model": meter.model}
 
     def on_prepared(self, request: SchedulerRequest) -> None:
         """The request is checked and tokenized; `request` is what is sent to a scheduler."""
@@ -93,7 +126,8 @@ class RequestTrace:
             **self._facts,
             "gen_ai.usage.input_tokens": meter.num_prompt_tokens,
             "gen_ai.usage.output_tokens": meter.num_output_tokens,
-            "quire.cached_tokens": meter.num_cached_tokens,
+            "gen_ai.usage.cache_read.input_tokens": meter.num_cached_tokens,
+            "gen_ai.response.model": meter.model,
             "gen_ai.response.finish_reasons": [meter.finish_reason] if meter.finish_reason else [],
         }
 
@@ -106,13 +140,13 @@ class GenerationTraces:
         self._ratio = ratio
         self._draw = draw
 
-    def begin(self) -> RequestTrace | None:
-        """The trace of the request that the running task serves; None if it is not sampled.
+    def begin(self, request: pb.GenerateRequest) -> RequestTrace | None:
+        """The trace of this request, which the running task serves; None if it is not sampled.
 
         If the client sent a traceparent, its flag decides; else the ratio decides.
         """
         given = current_traceparent.get()
         if given and is_traceparent(given):
             parent = valid_traceparent(given)
-            return RequestTrace(self._tracer, parent) if parent else None
-        return RequestTrace(self._tracer, "") if self._draw() < self._ratio else None
+            return RequestTrace(self._tracer, parent, request) if parent else None
+        return RequestTrace(self._tracer, "", request) if self._draw() < self._ratio else None

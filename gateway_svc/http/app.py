@@ -14,6 +14,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import BaseRoute, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from gateway_svc.answer.request_meter import http_request_id
 from gateway_svc.callers.authenticator import Authenticator
 from gateway_svc.callers.caller import current_caller
 from gateway_svc.http.answers import encode
@@ -87,6 +88,7 @@ class HttpApp:
         headers = Headers(scope=scope)
         answer = _Sender(send, headers.get(REQUEST_ID_HEADER, ""))
         scope["request_id"] = answer.request_id
+        http_request_id.set(answer.request_id)
         if self._is_traced:
             current_traceparent.set(headers.get(HEADER, ""))
         with self._audited(scope, answer):

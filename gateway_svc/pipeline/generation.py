@@ -83,7 +83,7 @@ class GenerationPipeline:
         """The events of one generation. To end it early, cancel the task or close the generator. `notes` are kept in
         the request's record.
         """
-        trace = None if self.traces is None else self.traces.begin()
+        trace = None if self.traces is None else self.traces.begin(request)
         events = self._generate(GenerationCall(request, deadline, resumed, notes, trace))
         return events if trace is None else trace.around(events)
 

@@ -40,6 +40,10 @@ class OpenSpan:
         context = span.get_span_context()
         self.traceparent = f"00-{context.trace_id:032x}-{context.span_id:016x}-01"  # sampled
 
+    def rename(self, name: str) -> None:
+        """Give the span another name."""
+        self._span.update_name(name)
+
     def event(self, name: str, at: float) -> None:
         """Record an event of the span at time `at`."""
         self._span.add_event(name, timestamp=self._clock.unix_ns(at))

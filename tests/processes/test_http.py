@@ -166,13 +166,15 @@ async def test_malformed_bodies_are_the_callers_mistake(
 async def test_a_client_that_hangs_up_frees_its_blocks(running: Running, grpc_client: AsyncClient) -> None:
     body = {"prompt": "os", "max_tokens": 4000, "ignore_eos": True, "stream": True}
     async with aiohttp.ClientSession(running.url, timeout=TIMEOUT) as session:
-        async with session.post("/v1/completions", json=body) as reply:
+        async with session.post("/v1/completions", json=body, headers={"x-request-id": "from-client"}) as reply:
             assert reply.status == 200
             await reply.content.readline()
         with pytest.raises(asyncio.TimeoutError):
             await session.post("/v1/completions", json={**body, "stream": False}, timeout=aiohttp.ClientTimeout(0.5))
     await wait_idle(running.stack, grpc_client)
-    assert "ended (cancelled)" in running.gateway.log()
+    log = running.gateway.log()
+    assert "ended (cancelled)" in log
+    assert "x-request-id from-client" in log
 
 
 async def test_blocks_are_free_a_step_after_a_hang_up(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from tests.processes.trace_collector import Collector, Span, trace_collector
 
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 CALLER_SPAN = "b7ad6b7169203331"
+ROOT = f"text_completion {demo_model_dir().name}"
 SAMPLED, UNSAMPLED = f"00-{TRACE_ID}-{CALLER_SPAN}-01", f"00-{TRACE_ID}-{CALLER_SPAN}-00"
 NUM_TOKENS = 40
 CLOCK_NS = 50_000_000  # the clock of an event loop shows when its turn began
@@ -91,14 +92,14 @@ async def test_spans_of_a_request_join_in_all_services_after_its_worker_was_kill
     assert seen[-1] == "finished"
     all_ = traced.collector.wait(
         lambda spans: (
-            {"generate", "prepare", "schedule", "queue", "prefill", "decode", "move", "row"}
+            {ROOT, "prepare", "schedule", "queue", "prefill", "decode", "move", "row"}
             <= set(of_request(spans, "moved"))
         )
     )
     spans = of_request(all_, "moved")
     assert {span.trace_id for span in spans.values()} == {TRACE_ID}
     assert {span.service for span in spans.values()} == {"quire-gateway", "quire-scheduler", "quire-worker"}
-    root, schedule, row = spans["generate"], spans["schedule"], spans["row"]
+    root, schedule, row = spans[ROOT], spans["schedule"], spans["row"]
     assert root.parent_id == CALLER_SPAN
     assert (schedule.parent_id, row.parent_id) == (root.span_id, schedule.span_id)
     assert {spans[name].parent_id for name in ("queue", "prefill", "decode", "move")} == {schedule.span_id}
@@ -110,7 +111,11 @@ async def test_spans_of_a_request_join_in_all_services_after_its_worker_was_kill
         killed.name,
         survivor.name,
     )
-    assert root.attributes["gen_ai.usage.output_tokens"] == NUM_TOKENS
+    facts = {name.removeprefix("gen_ai."): value for name, value in root.attributes.items()}
+    assert (facts["operation.name"], facts["provider.name"]) == ("text_completion", "quire")
+    assert (facts["request.temperature"], facts["request.max_tokens"]) == (0.0, NUM_TOKENS)
+    assert facts["request.model"] == facts["response.model"] == ROOT.partition(" ")[2]
+    assert (facts["usage.output_tokens"], facts["response.id"]) == (NUM_TOKENS, "moved")
     assert not any(span.is_failed for span in spans.values())
     queue, prefill, decode, moved = (spans[name] for name in ("queue", "prefill", "decode", "move"))
     assert schedule.start_ns == queue.start_ns <= queue.end_ns == prefill.start_ns <= prefill.end_ns == decode.start_ns
@@ -130,7 +135,7 @@ def running_worker(traced: TracedStack, request_id: str) -> Service:
 async def test_the_flag_of_a_traceparent_and_the_ratio_decide(traced: TracedStack) -> None:
     for request_id, header in (("unsampled", UNSAMPLED), ("invalid", "00-zz"), ("sampled", SAMPLED)):
         assert [kind async for kind in generate(traced, header, request_of(request_id, 2))][-1] == "finished"
-    spans = traced.collector.wait(lambda spans: "generate" in of_request(spans, "sampled"))
+    spans = traced.collector.wait(lambda spans: ROOT in of_request(spans, "sampled"))
     assert not of_request(spans, "unsampled")
     assert not of_request(spans, "invalid"), "without a valid traceparent, --trace-ratio=0 decides"
 
@@ -141,7 +146,7 @@ async def test_a_refused_request_has_a_failed_span(traced: TracedStack) -> None:
             pass
     spans = traced.collector.wait(lambda spans: any(span.trace_id == "1" * 32 for span in spans))
     (root,) = [span for span in spans if span.trace_id == "1" * 32]
-    assert (root.name, root.is_failed, root.attributes["error.type"]) == ("generate", True, "INVALID_ARGUMENT")
+    assert (root.name, root.is_failed, root.attributes["error.type"]) == (ROOT, True, "INVALID_ARGUMENT")
 
 
 async def test_the_traceparent_of_an_http_request(traced: TracedStack) -> None:
@@ -155,7 +160,7 @@ async def test_the_traceparent_of_an_http_request(traced: TracedStack) -> None:
     answer = await asyncio.to_thread(lambda: urllib.request.urlopen(request, timeout=30).read())
     assert json.loads(answer)["usage"]["completion_tokens"] == 2
     spans = traced.collector.wait(
-        lambda spans: {"generate", "schedule", "row"} <= {span.name for span in spans if span.trace_id == trace_id}
+        lambda spans: {ROOT, "schedule", "row"} <= {span.name for span in spans if span.trace_id == trace_id}
     )
     assert {s.service for s in spans if s.trace_id == trace_id} == {"quire-gateway", "quire-scheduler", "quire-worker"}
 

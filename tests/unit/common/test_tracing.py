@@ -91,7 +91,7 @@ def test_the_parent_decides_before_the_ratio(tracer: Tracer, header: str, drawn:
     traces = GenerationTraces(tracer, 0.1, lambda: drawn)
     token = current_traceparent.set(header)
     try:
-        assert (traces.begin() is not None) == is_sampled
+        assert (traces.begin(pb.GenerateRequest()) is not None) == is_sampled
     finally:
         current_traceparent.reset(token)
 
@@ -118,7 +118,7 @@ async def test_the_span_of_a_request_fails_with_it_and_quotes_no_message(
     error_type: str | None,
     is_cancelled: bool | None,
 ) -> None:
-    trace = GenerationTraces(tracer, 1.0).begin()
+    trace = GenerationTraces(tracer, 1.0).begin(pb.GenerateRequest())
     assert trace is not None
     with suppress(OverloadedError, RuntimeError, asyncio.CancelledError):
         async for _ in trace.around(stream(error)):
