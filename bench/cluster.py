@@ -23,9 +23,10 @@ import heapq
 import json
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -35,7 +36,7 @@ from scheduler_svc.core.messages import Deltas, WorkerCapacity
 from scheduler_svc.core.placement import Placement, WorkerChoice
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import QueueEntry, SequenceGroup, StopCondition
-from scheduler_svc.core.steps.step_planner import StepPlanner
+from scheduler_svc.core.waiting_queue import WaitingQueue
 from step_protocol.columns import U32
 from step_protocol.messages import StepBatch, StepOutput
 
@@ -325,13 +326,13 @@ class PassMeter:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.spent_ns = self.most_waiting = 0
-        self._waiting, self._place = scheduler._waiting, scheduler._scan.place
-        vars(scheduler._scan)["place"] = self._measure
+        self._assign = scheduler._placement.assign
+        vars(scheduler._placement)["assign"] = self._measure
 
-    def _measure(self, ready: Mapping[str, StepPlanner], now: float) -> dict[str, list[QueueEntry]]:
-        self.most_waiting = max(self.most_waiting, self._waiting.num_schedulable)
+    def _measure(self, waiting: WaitingQueue, *args: Any, **options: Any) -> dict[str, list[QueueEntry]]:
+        self.most_waiting = max(self.most_waiting, waiting.num_schedulable)
         start = time.thread_time_ns()
-        placed = self._place(ready, now)
+        placed = self._assign(waiting, *args, **options)
         self.spent_ns += time.thread_time_ns() - start
         return placed
 

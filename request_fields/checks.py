@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from request_fields.beams import ONLY_WITH_BEAMS, check_beam_fields
 from request_fields.fields import (
@@ -17,6 +17,7 @@ from request_fields.fields import (
     Field,
     FieldError,
     Kind,
+    ProtoMessage,
     SamplingParams,
     fields_of,
     sampling_params,
@@ -28,12 +29,6 @@ SAMPLING = fields_of("sampling")
 # check_beam_fields refuses no request without one of these.
 BEAM_FIELDS = {"beam_width", *(BY_PATH[path].name for path in ONLY_WITH_BEAMS)}
 SAMPLED_IDS = [name for name, field in SAMPLING.items() if field.kind in (Kind.TOKEN_IDS, Kind.BIASES)]
-
-
-class ProtoMessage(Protocol):
-    """The methods of a protobuf message that are used here."""
-
-    def ListFields(self) -> Sequence[tuple[Any, Any]]: ...
 
 
 def check_fields(request: ProtoMessage) -> None:

@@ -7,11 +7,11 @@ sampler of each backend. `scripts/docs_tables.py` then writes comments, tables a
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import Enum, Flag, auto
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 MAX_UINT32 = 2**32 - 1
 MAX_BEAM_WIDTH = 64
@@ -34,6 +34,12 @@ class FieldError(ValueError):
     def __init__(self, field: str, problem: str) -> None:
         super().__init__(f"{field} {problem}")
         self.field = field
+
+
+class ProtoMessage(Protocol):
+    """The methods of a protobuf message that are used here."""
+
+    def ListFields(self) -> Sequence[tuple[Any, Any]]: ...
 
 
 class Kind(Enum):

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from request_fields.checks import ProtoMessage
-from request_fields.fields import GRAMMAR_FIELDS, MAX_GRAMMAR_BYTES, FieldError
+from request_fields.fields import GRAMMAR_FIELDS, MAX_GRAMMAR_BYTES, FieldError, ProtoMessage
 
 # White space between JSON tokens: a space, or a line break with indentation. The limit matters because small models
 # may repeat unlimited white space forever.

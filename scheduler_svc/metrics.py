@@ -14,8 +14,7 @@ from typing import Protocol
 import numpy as np
 from quire.v1 import types_pb2
 
-from scheduler_svc.core.measurements import Counts
-from scheduler_svc.core.messages import Deltas, Finished, MigrationReason
+from scheduler_svc.core.messages import Counts, Deltas, Finished, MigrationReason
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import SequenceGroup
 from scheduler_svc.core.stats import SchedulerStats

@@ -7,9 +7,9 @@ from collections import Counter
 import numpy as np
 
 from scheduler_svc.core.placement import Placement
-from scheduler_svc.core.queue.requests import Requests
+from scheduler_svc.core.requests import Requests
 from scheduler_svc.core.sequence import Sequence, SequenceStatus
-from scheduler_svc.core.steps.worker_state import WorkerState
+from scheduler_svc.core.worker_state import WorkerState
 
 
 def check_worker(worker: WorkerState) -> None:

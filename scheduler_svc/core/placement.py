@@ -1,6 +1,6 @@
 """Placement: the worker on which a waiting sequence should run.
 
-One pass over the queue (`queue/scan.py`) asks for each waiting sequence, in the order of the queue, on which worker it
+One pass over the queue (`assign`) chooses for each waiting sequence, in the order of the queue, on which worker it
 should run. The choice holds for this pass only: a sequence stays in the queue until a step admits it, so a better
 worker may be found in every pass. Nothing is bound early.
 
@@ -22,7 +22,8 @@ Room
     the wait that it saves (`policy.is_worth_leaving`); else it is *held* for the best worker. A starved sequence
     reserves its eligible workers: they accept no other sequence in this pass.
 
-    The pass ends when no ready worker accepts more, so the cost of a pass depends on the workers and not on the queue.
+    The pass ends when no ready worker accepts more, so the cost of a pass depends on the workers and not on the queue:
+    thousands of waiting sequences cost no more than a few.
 
 What is kept, and why it stays right
     The inputs are columns with one value per worker. `mark_changed` names the workers whose values may differ; only
@@ -33,14 +34,14 @@ What is kept, and why it stays right
     Most answers change one worker while most sequences wait for another one. If all sequences of the last pass wait
     (`Wait`), and every worker that has changed since is still worse by the same rule that chose, the pass is skipped.
 
-Order within a pass
-    `begin_pass` reads changed workers and forgets reservations; `place` for each sequence; `reserve_for` after the
-    sequence that is starved. Positions of workers are valid until one joins or leaves, which raises `_version`.
+    Positions of workers are valid until one joins or leaves, which raises `_version`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from itertools import islice
+from operator import is_
 from typing import NamedTuple
 
 import numpy as np
@@ -48,17 +49,19 @@ import numpy.typing as npt
 
 from prefix_index.hashing import NO_KEYS
 from request_fields.sizes import SizeLimits
-from scheduler_svc.core.blocks.prompt_digests import PromptDigests
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.messages import WorkerCapacity
 from scheduler_svc.core.policy import is_worth_leaving, least_pressed, placement_scores, places_near_best, ties
+from scheduler_svc.core.prompt_digests import PromptDigests
 from scheduler_svc.core.sequence import QueueEntry, Refusal, Sequence, SequenceGroup
-from scheduler_svc.core.steps.worker_state import WorkerState
+from scheduler_svc.core.waiting_queue import WaitingQueue
+from scheduler_svc.core.worker_state import WorkerState
 from step_protocol.columns import I64, U32, Bools
 
 F64 = npt.NDArray[np.float64]
 
 MAX_LOOKUP_AGE_S = 0.5  # age at which a lookup of cached tokens is repeated on all workers: pools change slowly
+MAX_SKIPPED = 256  # sequences per pass that wait for one worker: until it is prepared, or although others have room
 NOTHING_RUNS = np.iinfo(np.int64).min  # below every priority number: there is no row to preempt
 
 
@@ -91,13 +94,9 @@ class WorkerChoice(NamedTuple):
 
 
 class Placement:
-    """The workers, and the load that the current pass over the queue adds to each.
-
-    `begin_pass` starts a pass. `place` adds each sequence to the load of its worker, so that later sequences see it.
-    """
+    """The workers, and the load that the current pass over the queue adds to each."""
 
     def __init__(self, config: SchedulerConfig) -> None:
-        self.num_accepting = 0  # workers that accept more sequences in this pass
         self.first: WorkerCapacity | None = None  # the first that joined; requests were checked against it
         self._config = config
         self._version = 0  # +1 whenever a worker joins or leaves, because positions change
@@ -105,6 +104,8 @@ class Placement:
         self._reserved: Bools | None = None  # workers reserved for starved sequences in this pass
         self._digests = PromptDigests(config.root_salt)
         self._preparing: dict[str, WorkerState] = {}
+        self._waits: list[Wait] = []  # of the last pass, if all its sequences got one
+        self._is_cut = False  # the last pass ended before the queue
         self._set([], np.zeros(0, dtype=np.int64))
 
     @property
@@ -183,10 +184,75 @@ class Placement:
 
     # -- one pass over the queue --------------------------------------------------------------------------------------
 
-    def begin_pass(self, ready: Collection[str], *, is_mixed: bool) -> None:
-        """Start a pass. `ready`: the workers whose next step is planned now. `is_mixed`: live requests differ in
-        priority.
+    def assign(
+        self, waiting: WaitingQueue, ready: Collection[str], now: float, tokens_per_s: float | None, *, is_mixed: bool
+    ) -> dict[str, list[QueueEntry]]:
+        """For each ready worker, the sequences to admit in its next step, in order. The assignment holds for this step
+        only, and the sequences stay in the queue until a step admits them. `ready`: the workers whose next step is
+        planned now. `is_mixed`: live requests differ in priority. `tokens_per_s`: the pace of one worker, if known.
         """
+        placed: dict[str, list[QueueEntry]] = {}
+        if not waiting.num_schedulable or not self._may_admit(waiting, ready, is_mixed=is_mixed):
+            return placed
+        if not is_mixed and self._waits_still_hold(waiting, now, tokens_per_s):
+            return placed
+        self._begin_pass(ready, is_mixed=is_mixed)
+        found: list[Wait | None] = []
+        moved: list[QueueEntry] = []
+        num_passed = num_skipped = 0
+        self._is_cut = False
+        for entry in waiting if self._accepts else ():
+            choice = self.place(entry, now, tokens_per_s)
+            found.append(choice.wait)
+            if entry.has_old_key:
+                moved.append(entry)
+            if choice.is_now:
+                placed.setdefault(choice.worker.capacity.worker_id, []).append(entry)
+            elif choice.is_held or not choice.is_prepared:
+                num_skipped += 1  # it takes no place from later sequences
+            else:
+                num_passed += 1
+            if not choice.has_room and not choice.is_held and entry.is_starved(now, self._config.aging_s):
+                self._reserve_for(entry)
+            self._is_cut = num_passed > self._config.max_bypass or num_skipped > MAX_SKIPPED
+            if self._is_cut or not self._accepts:
+                break
+        for entry in moved:
+            waiting.move(entry)
+        self._waits = [] if is_mixed or None in found else [wait for wait in found if wait is not None]
+        return placed
+
+    def _may_admit(self, waiting: WaitingQueue, ready: Collection[str], *, is_mixed: bool) -> bool:
+        """Whether some ready worker has not refused some sequence that may be admitted next.
+
+        A refusal holds until rows or blocks become free. Only the first sequence is also retried when the projected
+        peak may have fallen far enough: retrying all of them would cost more than it gains.
+        """
+        first, workers = next(iter(waiting)), []
+        for name in ready:
+            worker = self._workers[self._position[name]]
+            if is_mixed or worker.num_free_rows > 0:
+                if not first.refusals:
+                    return True
+                worker.expire_refusal(first)
+                workers.append(worker)
+        entries = list(islice(waiting, self._config.max_bypass + 1))
+        refusals = (worker.refusal(entry) for entry in entries for worker in workers)
+        return any(refusal is None or (is_mixed and refusal.can_preempt) for refusal in refusals)
+
+    def _waits_still_hold(self, waiting: WaitingQueue, now: float, tokens_per_s: float | None) -> bool:
+        """Whether a pass would choose as the last one, in which all sequences got a wait. Most answers change one
+        worker, while most sequences wait for another.
+        """
+        waits = self._waits
+        if not waits:
+            return False
+        entries = list(islice(waiting, len(waits) + (not self._is_cut)))  # no others unless the pass was cut
+        is_same = len(entries) == len(waits) and all(map(is_, entries, (wait.entry for wait in waits)))
+        return is_same and self.would_wait(waits, now, tokens_per_s)
+
+    def _begin_pass(self, ready: Collection[str], *, is_mixed: bool) -> None:
+        """Read the workers that have changed, and forget what the last pass has placed and reserved."""
         self._pass += 1
         self._ready = {self._position[name] for name in ready}
         if is_mixed != self._is_mixed:
@@ -198,7 +264,6 @@ class Placement:
         self._load, self._free_rows = self._expected_prefill.copy(), self._rows.copy()
         self._has_room = self._had_room.copy()
         self._accepts = {i for i in self._ready if self._can_take[i]}
-        self.num_accepting = len(self._accepts)
 
     def _read(self, i: int, worker: WorkerState) -> None:
         expected_prefill, num_rows, is_open = worker.expected_prefill, worker.num_free_rows, not worker.is_draining
@@ -291,12 +356,11 @@ class Placement:
         score = load + self._config.placement_alpha * int(wait.entry.uncached_at[i])
         return score > wait.score and not ties(score, load, wait.score, wait.load, wait.slack)
 
-    def reserve_for(self, entry: QueueEntry) -> None:
+    def _reserve_for(self, entry: QueueEntry) -> None:
         """Reserve the eligible workers of a starved sequence: they accept no other sequence in this pass."""
         eligible = self._eligible(entry.seq.group, entry.seq.failed_on)
         self._reserved = eligible if self._reserved is None else self._reserved | eligible
         self._accepts = {i for i in self._accepts if not eligible[i]}
-        self.num_accepting = len(self._accepts)
 
     def _count_in(self, i: int, num_tokens: int, num_rows: int) -> None:
         load, free_rows = self._load.item(i) + num_tokens, self._free_rows.item(i) - num_rows
@@ -306,7 +370,6 @@ class Placement:
             self._has_room[i] = False
         if i in self._accepts and (is_full or (free_rows <= 0 and self._least_urgent[i] == NOTHING_RUNS)):
             self._accepts.remove(i)
-            self.num_accepting -= 1
 
     def _prepare(self, i: int, group: SequenceGroup) -> bool | None:
         """Ask a worker to prepare for a waiting request. None if it is ready, else whether preparation is under way."""

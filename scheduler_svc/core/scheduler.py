@@ -23,14 +23,22 @@ import numpy as np
 
 from prefix_index.changes import PrefixChanges
 from scheduler_svc.core import invariants
+from scheduler_svc.core.admission_control import AdmissionControl
+from scheduler_svc.core.answers import Stops, append_tokens, check_answer, untrusted_after
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.features.adapters import AdapterSwaps
-from scheduler_svc.core.measurements import Counts, Throughput
-from scheduler_svc.core.messages import CachedBlock, Deltas, Finished, MigrationReason, WorkerCapacity, with_outputs
+from scheduler_svc.core.messages import (
+    CachedBlock,
+    Counts,
+    Deltas,
+    Finished,
+    MigrationReason,
+    WorkerCapacity,
+    with_outputs,
+)
 from scheduler_svc.core.placement import Placement
-from scheduler_svc.core.queue.admission_control import AdmissionControl
-from scheduler_svc.core.queue.requests import Requests
-from scheduler_svc.core.queue.scan import QueueScan
+from scheduler_svc.core.policy import Throughput
+from scheduler_svc.core.requests import Requests
 from scheduler_svc.core.sequence import FinishReason, QueueEntry, Refusal, SequenceGroup
 from scheduler_svc.core.stats import (
     Load,
@@ -45,10 +53,8 @@ from scheduler_svc.core.stats import (
     waiting_snapshot,
     worker_stats,
 )
-from scheduler_svc.core.steps.answers import Stops, append_tokens, check_answer, untrusted_after
-from scheduler_svc.core.steps.step_plan import InFlightStep, StepPlan
-from scheduler_svc.core.steps.step_planner import StepPlanner
-from scheduler_svc.core.steps.worker_state import Advance, WorkerState
+from scheduler_svc.core.step_planner import StepPlanner
+from scheduler_svc.core.worker_state import Advance, InFlightStep, StepPlan, WorkerState
 from step_protocol.columns import I64
 from step_protocol.messages import EMPTY, RowError, StepBatch, StepOutput
 
@@ -74,7 +80,6 @@ class Scheduler:
         self._counts = Counts()
         self._requests = Requests(config, self._workers, self._placement, self._stops, self._throughput, self._counts)
         self._admission = AdmissionControl(config, self._requests, self._placement, self._throughput, self._counts)
-        self._scan = QueueScan(config, self._requests, self._placement, self._throughput)
         self._waiting = self._requests.waiting
         self._share = self._requests.share
         self._touched: dict[str, WorkerState] = {}  # workers whose cached prefixes may have changed
@@ -184,7 +189,9 @@ class Scheduler:
 
     def schedule(self, now: float) -> list[StepBatch]:
         """Returns all steps that can be sent now. Fills each worker's pipeline."""
-        self._expired += self._requests.expire(now)
+        while (late := self._waiting.pop_expired(now)) is not None:
+            message = "the deadline passed while the request was waiting"
+            self._expired += self._requests.abort(late.group.request_id, FinishReason.ABORTED, message)
         if self._waiting.unschedulable or not self._workers:
             self._expired += self._requests.give_up(now)
         batches: list[StepBatch] = []
@@ -219,7 +226,9 @@ class Scheduler:
         """Plan one step for each worker whose pipeline has room. Workers without changes or placed sequences are
         skipped, so an answer of one worker causes no work for the others.
         """
-        placed, changed = self._scan.place(self._ready, now), self._placement.changed
+        is_mixed, pace = len(self._requests.priorities) > 1, self._throughput.prefill.per_s
+        placed = self._placement.assign(self._waiting, self._ready, now, pace, is_mixed=is_mixed)
+        changed = self._placement.changed
         batches = []
         for name, planner in list(self._ready.items()):
             if name not in changed and name not in placed:
@@ -285,7 +294,7 @@ class Scheduler:
             if features.num_bytes and not plan.has_room_for(features.num_bytes):
                 break
             if smallest is None or entry.num_needed_tokens < smallest[0]:
-                found = worker.try_admit(entry.seq, self.config.watermark, self._throughput.mean_output)
+                found = worker.try_admit(entry, self.config.watermark, self._throughput.mean_output)
                 if not isinstance(found, Refusal):
                     if plan.budget < features.num_head_tokens and not len(found.hits):
                         break  # one step must hold all of them; the sequence is the first to get tokens of the next one
@@ -299,7 +308,7 @@ class Scheduler:
                 smallest = entry.num_needed_tokens, found
                 num_refused += 1
             entry.refusals[worker.capacity.worker_id] = smallest[1]
-            if self._requests.is_starved(entry, now):
+            if entry.is_starved(now, self.config.aging_s):
                 break
         return smallest
 

@@ -334,6 +334,14 @@ class QueueEntry:
         self.num_cached_at, self.uncached_at = num_cached_at, self.num_tokens - num_cached_at
         self.max_cached = int(num_cached_at[num_cached_at.argmax()])
 
+    def is_starved(self, now: float, aging_s: float) -> bool:
+        """Record that the sequence was passed over for lack of room. True if that first happened `aging_s` ago: the
+        sequence is starved.
+        """
+        if self.blocked_since is None:
+            self.blocked_since = now
+        return now - self.blocked_since >= aging_s
+
     def forget_refusals(self, worker_id: str) -> None:
         """Drop the refusal of an earlier worker process with the same id."""
         self.refusals.pop(worker_id, None)

@@ -16,8 +16,7 @@ from hypothesis.stateful import (
 )
 
 from prefix_index.hashing import extend_digests
-from scheduler_svc.core.blocks.block_manager import BlockManager
-from scheduler_svc.core.blocks.free_blocks import FreeList, LruQueue
+from scheduler_svc.core.block_manager import BlockManager, FreeList, LruQueue
 
 BLOCK_SIZE = 2
 SETTINGS = settings(max_examples=120, stateful_step_count=40)

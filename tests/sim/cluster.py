@@ -16,6 +16,7 @@ import numpy as np
 
 from prefix_index.changes import Holder
 from request_fields.beams import BeamParams
+from scheduler_svc.core.block_manager import ceil_div
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.errors import (
     DuplicateRequestError,
@@ -28,7 +29,6 @@ from scheduler_svc.core.features.adapters import AdapterSwap, adapter_of
 from scheduler_svc.core.features.beams import beam_blocks
 from scheduler_svc.core.features.pooled import Pooled
 from scheduler_svc.core.messages import Deltas, Finished, RowAssignment, WorkerCapacity
-from scheduler_svc.core.policy import ceil_div
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishReason, SequenceGroup, StopCondition
 from step_protocol.messages import EMPTY, StepOutput

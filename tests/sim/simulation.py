@@ -20,9 +20,9 @@ from typing import Any
 from prefix_index import hashing
 from prefix_index.content_ids import FIRST_CONTENT_ID
 from request_fields.beams import BeamParams, EarlyStopping
+from scheduler_svc.core.block_manager import ceil_div
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.messages import WorkerCapacity
-from scheduler_svc.core.policy import ceil_div
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import StopCondition
 from tests.sim.cluster import ADAPTERS, ROOT_SALT, Cluster

@@ -16,25 +16,20 @@ import pytest
 
 from prefix_index import hashing
 from prefix_index.content_ids import FIRST_CONTENT_ID
-from scheduler_svc.core import scheduler
-from scheduler_svc.core.blocks import prompt_digests
-from scheduler_svc.core.blocks.block_manager import BlockManager
-from scheduler_svc.core.blocks.free_blocks import LruQueue
+from scheduler_svc.core import answers, prompt_digests, scheduler, windows, worker_state
+from scheduler_svc.core.answers import Untrusted
+from scheduler_svc.core.block_manager import BlockManager, LruQueue
 from scheduler_svc.core.features.adapters import AdapterSlots
 from scheduler_svc.core.features.beam_search import BeamSearch
 from scheduler_svc.core.features.beams import BeamRows
 from scheduler_svc.core.features.inputs import Inputs
-from scheduler_svc.core.queue.scan import QueueScan
+from scheduler_svc.core.forks import Forks
+from scheduler_svc.core.placement import Placement
+from scheduler_svc.core.rows import DecodeRun, RowTable
 from scheduler_svc.core.sequence import QueueEntry, Sequence
-from scheduler_svc.core.steps import answers, windows, worker_state
-from scheduler_svc.core.steps.answers import Untrusted
-from scheduler_svc.core.steps.decode_run import DecodeRun
-from scheduler_svc.core.steps.forks import Forks
-from scheduler_svc.core.steps.rows import RowTable
-from scheduler_svc.core.steps.step_plan import InFlightStep, StepPlan
-from scheduler_svc.core.steps.step_planner import StepPlanner
-from scheduler_svc.core.steps.windows import Windows
-from scheduler_svc.core.steps.worker_state import WorkerState
+from scheduler_svc.core.step_planner import StepPlanner
+from scheduler_svc.core.windows import Windows
+from scheduler_svc.core.worker_state import InFlightStep, StepPlan, WorkerState
 from step_protocol.messages import PooledRows, StepBatch
 from tests.sim.cluster import Cluster
 from tests.sim.simulation import run_seed
@@ -446,16 +441,16 @@ def refused_once_and_never_checked_again(patch: Patch) -> None:
 
 @bug("is draining and gets a new row")
 def draining_worker_gets_sequences(patch: Patch) -> None:
-    def place(original: Any, scan: QueueScan, ready: Any, now: float) -> Any:
-        draining = [worker for worker in scan._placement.workers if worker.is_draining]
+    def assign(original: Any, placement: Placement, *args: Any, **options: Any) -> Any:
+        draining = [worker for worker in placement.workers if worker.is_draining]
         for worker in draining:
             worker.is_draining = False
-        placed = original(scan, ready, now)
+        placed = original(placement, *args, **options)
         for worker in draining:
             worker.is_draining = True
         return placed
 
-    wrap(patch, QueueScan, "place", place)
+    wrap(patch, Placement, "assign", assign)
 
 
 # -- beams -------------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from scheduler_svc.core.errors import NoWorkerError
 from scheduler_svc.core.sequence import Feature, SequenceGroup
-from scheduler_svc.core.steps.worker_state import WorkerPart, WorkerState
+from scheduler_svc.core.worker_state import WorkerPart, WorkerState
 
 
 @dataclass(frozen=True, slots=True)

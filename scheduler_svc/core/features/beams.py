@@ -14,13 +14,12 @@ from collections.abc import Sequence as Seq
 import numpy as np
 
 from request_fields.beams import BeamParams
+from scheduler_svc.core.block_manager import ceil_div
 from scheduler_svc.core.errors import NeverFitsError
 from scheduler_svc.core.features.beam_search import BeamSearch, Candidates, Move
 from scheduler_svc.core.messages import RowAssignment, WorkerCapacity
-from scheduler_svc.core.policy import ceil_div
 from scheduler_svc.core.sequence import Completion, Feature, Sequence, SequenceGroup
-from scheduler_svc.core.steps.step_plan import InFlightStep, StepPlan
-from scheduler_svc.core.steps.worker_state import Advance, WorkerPart, WorkerState
+from scheduler_svc.core.worker_state import Advance, InFlightStep, StepPlan, WorkerPart, WorkerState
 from step_protocol.columns import I64, U32
 from step_protocol.messages import RowError, StepBatch, StepOutput
 

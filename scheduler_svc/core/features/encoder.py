@@ -11,7 +11,7 @@ from typing import Any
 
 from scheduler_svc.core.errors import NeverFitsError
 from scheduler_svc.core.sequence import Feature, SequenceGroup
-from scheduler_svc.core.steps.worker_state import WorkerPart, WorkerState
+from scheduler_svc.core.worker_state import WorkerPart, WorkerState
 
 
 class EncoderRows(WorkerPart):

@@ -14,8 +14,7 @@ from typing import Protocol
 from prefix_index.hashing import extra_keys
 from scheduler_svc.core.messages import RowAssignment
 from scheduler_svc.core.sequence import Feature, Sequence
-from scheduler_svc.core.steps.step_plan import StepPlan
-from scheduler_svc.core.steps.worker_state import WorkerPart, WorkerState
+from scheduler_svc.core.worker_state import StepPlan, WorkerPart, WorkerState
 from step_protocol.messages import ImageWork, StepBatch
 
 

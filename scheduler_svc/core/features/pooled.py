@@ -9,8 +9,7 @@ from typing import Any
 
 from scheduler_svc.core.messages import Deltas, RowAssignment, pooled_deltas
 from scheduler_svc.core.sequence import Feature, Sequence, SequenceGroup
-from scheduler_svc.core.steps.step_plan import InFlightStep, StepPlan
-from scheduler_svc.core.steps.worker_state import WorkerPart, WorkerState
+from scheduler_svc.core.worker_state import InFlightStep, StepPlan, WorkerPart, WorkerState
 from step_protocol.columns import Bools
 from step_protocol.messages import RowError, StepOutput
 

@@ -8,8 +8,7 @@ import numpy as np
 
 from scheduler_svc.core.messages import Deltas, PromptDeltas, RowAssignment
 from scheduler_svc.core.sequence import Feature, FinishReason, Sequence, SequenceGroup
-from scheduler_svc.core.steps.step_plan import InFlightStep, StepPlan
-from scheduler_svc.core.steps.worker_state import WorkerPart, WorkerState
+from scheduler_svc.core.worker_state import InFlightStep, StepPlan, WorkerPart, WorkerState
 from step_protocol.columns import Bools
 from step_protocol.messages import RowError, StepOutput
 

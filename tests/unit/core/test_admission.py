@@ -5,11 +5,11 @@ import random
 import numpy as np
 import pytest
 
-from scheduler_svc.core.blocks.block_manager import BlockManager
+from scheduler_svc.core.block_manager import BlockManager
+from scheduler_svc.core.policy import excess_blocks, steps_to_retry
+from scheduler_svc.core.rows import RowTable
 from scheduler_svc.core.sequence import Sequence, SequenceData
-from scheduler_svc.core.steps.admission import excess_blocks, steps_to_retry
-from scheduler_svc.core.steps.rows import RowTable
-from scheduler_svc.core.steps.worker_state import WorkerState
+from scheduler_svc.core.worker_state import WorkerState
 from step_protocol.messages import EMPTY
 from tests.builders import make_capacity, make_group, make_scheduler, run_to_end
 from tests.unit.core.calls import count_calls

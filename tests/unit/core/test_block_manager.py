@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from scheduler_svc.core.blocks.block_manager import BlockManager
+from scheduler_svc.core.block_manager import BlockManager
 
 A, B = bytes(16), bytes([1] * 16)
 

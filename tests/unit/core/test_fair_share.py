@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from scheduler_svc.core.queue import fair_share
-from scheduler_svc.core.queue.fair_share import FairShare
+from scheduler_svc.core import waiting_queue
+from scheduler_svc.core.waiting_queue import FairShare
 
 
 def test_a_tenant_neither_saves_up_credit_while_idle_nor_pays_twice() -> None:
@@ -35,7 +35,7 @@ def test_outputs_count_per_tenant() -> None:
 
 def test_the_longest_idle_tenants_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     share = FairShare()
-    monkeypatch.setattr(fair_share, "MAX_IDLE_TENANTS", 3)
+    monkeypatch.setattr(waiting_queue, "MAX_IDLE_TENANTS", 3)
     stays = share.join("stays")
     for i in range(100):
         share.leave(share.join(f"t{i}"))

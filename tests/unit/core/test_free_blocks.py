@@ -3,7 +3,7 @@
 import random
 from collections import deque
 
-from scheduler_svc.core.blocks.free_blocks import FreeList
+from scheduler_svc.core.block_manager import FreeList
 
 
 def test_numbers_are_taken_in_the_order_in_which_they_were_put() -> None:

@@ -4,7 +4,7 @@ import random
 
 import numpy as np
 
-from scheduler_svc.core.blocks.free_blocks import LruQueue
+from scheduler_svc.core.block_manager import LruQueue
 
 NUM_BLOCKS = 12
 

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler_svc.core.measurements import Rate
+from scheduler_svc.core.block_manager import ceil_div
 from scheduler_svc.core.policy import (
-    ceil_div,
+    Rate,
     count_within,
     expected_remaining,
     expected_tokens,

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from prefix_index.hashing import extend_digests, root_digest
-from scheduler_svc.core.blocks.prompt_digests import DIGEST_BYTES, ENTRY_BYTES, PromptDigests
+from scheduler_svc.core.prompt_digests import DIGEST_BYTES, ENTRY_BYTES, PromptDigests
 
 BLOCK_SIZE = 4
 

@@ -25,7 +25,7 @@ from scheduler_svc.core.sequence import (
     SequenceStatus,
     StopCondition,
 )
-from scheduler_svc.core.steps.worker_state import WorkerState
+from scheduler_svc.core.worker_state import WorkerState
 from step_protocol.messages import EMPTY, RowError, StepBatch, StepOutput
 from tests.unit.core.calls import count_calls
 
@@ -126,7 +126,7 @@ def test_deadlines_of_admitted_sequences_are_dropped_early() -> None:
             for batch in batches:
                 scheduler.update(answer(batch), now)
     scheduler.add_group(group("waits", range(1, 5), timeout_s=5.0), now)
-    assert len(scheduler._requests._deadlines) < 100
+    assert len(scheduler._waiting._deadlines) < 100
     scheduler.remove_worker("w")
     scheduler.schedule(now + 6.0)
     assert [finished.group.request_id for finished in scheduler.take_expired().finished] == ["waits"]

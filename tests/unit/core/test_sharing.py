@@ -4,10 +4,10 @@ import random
 
 import numpy as np
 
-from scheduler_svc.core.blocks.block_manager import BlockManager
+from scheduler_svc.core.block_manager import BlockManager
+from scheduler_svc.core.policy import shared_before
+from scheduler_svc.core.rows import RowTable
 from scheduler_svc.core.sequence import Sequence, SequenceData
-from scheduler_svc.core.steps.admission import shared_before
-from scheduler_svc.core.steps.rows import RowTable
 from tests.builders import make_capacity, make_group
 
 BLOCK_SIZE = 4

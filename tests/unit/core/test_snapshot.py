@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from scheduler_svc.core import stats
-from scheduler_svc.core.blocks.block_manager import CACHED, EMPTY, SHARED, USED
+from scheduler_svc.core.block_manager import CACHED, EMPTY, SHARED, USED
 from scheduler_svc.core.scheduler import Scheduler
 from step_protocol.messages import StepBatch, StepOutput
 from tests.builders import make_capacity, make_group, make_scheduler, run_to_end

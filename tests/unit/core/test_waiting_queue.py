@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from itertools import islice
 from typing import Any
 
-from scheduler_svc.core.queue.fair_share import FairShare
-from scheduler_svc.core.queue.waiting_queue import WaitingQueue
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import QueueEntry, Sequence, SequenceData
+from scheduler_svc.core.waiting_queue import FairShare, WaitingQueue
 from step_protocol.messages import EMPTY
 from tests.builders import make_capacity, make_group, make_scheduler
 from tests.call_counts import counted
@@ -22,7 +22,7 @@ class Waiting:
 
     def __init__(self) -> None:
         self.share = FairShare()
-        self.queue = WaitingQueue(self.share)
+        self.queue = WaitingQueue(self.share, math.inf)
         self.num_made = 0
 
     def add(self, name: str, tenant: str = "", size: int = 10, priority: int = 0, arrival: float = 0.0) -> Sequence:
@@ -30,7 +30,7 @@ class Waiting:
         group.arrival, group.tenant_slot = arrival, self.share.join(tenant)
         self.num_made += 1
         seq = Sequence(group, 0, SequenceData(group.prompt, EMPTY), self.num_made)
-        self.queue.add(QueueEntry(seq, size), arrival)
+        self.queue.add(QueueEntry(seq, size))
         return seq
 
     def entry(self, seq: Sequence) -> QueueEntry:
@@ -51,7 +51,7 @@ def test_one_tenant_is_served_in_order_of_priority_and_arrival() -> None:
     preempted = waiting.add("preempted", arrival=7.0)
     waiting.queue.remove(preempted)
     preempted.is_admitted_before = True
-    waiting.queue.add(QueueEntry(preempted, 10), 7.0)
+    waiting.queue.add(QueueEntry(preempted, 10))
     assert waiting.names() == ["urgent", "preempted", "early", "late"]
 
 
@@ -63,7 +63,8 @@ def test_an_entry_can_move_and_tokens_ahead_follow() -> None:
     slot = waiting.share.slot_of("")
     assert waiting.queue.tokens_ahead(slot, 0) == 62
     assert waiting.queue.tokens_ahead(slot, 0, 3.5) == 57
-    waiting.queue.move(waiting.entry(long_one), 4.5)
+    long_one.group.arrival = 4.5
+    waiting.queue.move(waiting.entry(long_one))
     assert waiting.names() == ["urgent", "short", "long"]
     assert waiting.queue.tokens_ahead(slot, 0, 4.2) == 12
 
@@ -85,7 +86,7 @@ def test_priority_and_preempted_sequences_come_before_shares() -> None:
     back = waiting.add("a back", "a")
     waiting.queue.remove(back)
     back.is_admitted_before = True
-    waiting.queue.add(QueueEntry(back, 10), 0.0)
+    waiting.queue.add(QueueEntry(back, 10))
     waiting.add("a new", "a")
     assert waiting.names() == ["a", "a back", "b", "a new"]
 

@@ -6,7 +6,7 @@ from collections import Counter
 
 from quire.v1 import types_pb2
 
-from scheduler_svc.core.measurements import Counts
+from scheduler_svc.core.messages import Counts
 from scheduler_svc.metrics import COUNTS, GAUGES, SPECS, SchedulerReader
 from scheduler_svc.step_loop import StepLoop
 from svc_common.observe.metrics import Labels, ServiceMetrics

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from prefix_index.changes import Holder, PrefixChanges
-from scheduler_svc.core.blocks.block_manager import BlockManager
+from scheduler_svc.core.block_manager import BlockManager
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishReason
 from scheduler_svc.refusals import RetryAdvice

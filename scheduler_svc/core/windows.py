@@ -21,10 +21,8 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from scheduler_svc.core.blocks.block_manager import BlockManager
-from scheduler_svc.core.policy import ceil_div
-from scheduler_svc.core.steps.rows import RowTable
-from scheduler_svc.core.steps.step_plan import StepPlan
+from scheduler_svc.core.block_manager import BlockManager, ceil_div
+from scheduler_svc.core.rows import RowTable
 from step_protocol.columns import I64
 
 
@@ -78,7 +76,7 @@ class Windows:
         self.free_unneeded(waiting)
         return len(waiting)
 
-    def give_prompt_blocks(self, row: int, count: int, plan: StepPlan) -> int:
+    def give_prompt_blocks(self, row: int, count: int, tables: list[tuple[I64, I64, I64]]) -> int:
         """Append the blocks for the next `count` tokens of a row's prompt to its table. Returns the number of tokens
         that have a block: fewer than `count` if the pool has too few. Leaves one block for each other row if it can.
         """
@@ -94,7 +92,7 @@ class Windows:
             indices, blocks = np.arange(num_blocks, num_blocks + num_new), self._pool.allocate(num_new)
             r.table[row, indices] = blocks
             r.num_blocks[row] += num_new
-            plan.tables.append((np.full(num_new, row), indices, blocks))
+            tables.append((np.full(num_new, row), indices, blocks))
         return min(count, (num_blocks + num_new) * bs - start)
 
 

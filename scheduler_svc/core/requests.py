@@ -7,16 +7,13 @@ from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
-from heapq import heapify, heappop, heappush
 
 from request_fields.fields import End
+from scheduler_svc.core.answers import Stops
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.measurements import Counts, Throughput
-from scheduler_svc.core.messages import Finished, MigrationReason
+from scheduler_svc.core.messages import Counts, Finished, MigrationReason
 from scheduler_svc.core.placement import Placement
-from scheduler_svc.core.policy import expected_tokens, virtual_arrival
-from scheduler_svc.core.queue.fair_share import FairShare
-from scheduler_svc.core.queue.waiting_queue import WaitingQueue
+from scheduler_svc.core.policy import Throughput, expected_tokens
 from scheduler_svc.core.sequence import (
     Completion,
     FinishReason,
@@ -26,12 +23,11 @@ from scheduler_svc.core.sequence import (
     SequenceGroup,
     SequenceStatus,
 )
-from scheduler_svc.core.steps.answers import Stops
-from scheduler_svc.core.steps.worker_state import WorkerState, num_forks_needed
+from scheduler_svc.core.waiting_queue import FairShare, WaitingQueue
+from scheduler_svc.core.worker_state import WorkerState, num_forks_needed
 from step_protocol.messages import EMPTY
 
 RETRY_ADVICE = "retry later or on another scheduler"
-SPARE_DEADLINES = 64  # entries of sequences that no longer wait are removed when there are more than about this many
 
 
 class Requests:
@@ -48,7 +44,7 @@ class Requests:
     ) -> None:
         self.groups: dict[str, SequenceGroup] = {}
         self.share = FairShare()
-        self.waiting = WaitingQueue(self.share)
+        self.waiting = WaitingQueue(self.share, config.aging_tokens_per_s)
         self.priorities: Counter[int] = Counter()  # number of live groups per priority
         self.num_bytes = 0  # data that live groups carry
         self._config = config
@@ -57,7 +53,6 @@ class Requests:
         self._stops = stops
         self._throughput = throughput
         self._counts = counts
-        self._deadlines: list[tuple[float, int, Sequence]] = []  # a heap; some of its sequences no longer wait
         self._next_seq_id = 0
         self._no_worker_since = math.inf  # inf until `give_up` sets it
 
@@ -134,16 +129,6 @@ class Requests:
             )
             for end, best in zip(ends, outputs, strict=False)
         ] + ends[len(outputs) :]
-
-    def expire(self, now: float) -> list[Finished]:
-        """End requests that still wait at their deadline."""
-        ended: list[Finished] = []
-        while self._deadlines and self._deadlines[0][0] <= now:
-            _, _, seq = heappop(self._deadlines)
-            if seq.status is SequenceStatus.WAITING and seq in self.waiting:
-                message = "the deadline passed while the request was waiting"
-                ended += self.abort(seq.group.request_id, FinishReason.ABORTED, message)
-        return ended
 
     def give_up(self, now: float) -> list[Finished]:
         """End each request that no present worker could run for `worker_patience_s`. Without workers, that is every
@@ -291,33 +276,11 @@ class Requests:
         entry = QueueEntry(seq, num_tokens)
         if entry.is_new:
             self._placement.look_up_cached(entry, seq.group.arrival)
-        self.waiting.add(entry, self.virtual_arrival(entry))
+        self.waiting.add(entry)
 
     def _enqueue(self, seq: Sequence) -> None:
         self._join_queue(seq)
-        if seq.group.deadline < math.inf:
-            self._add_deadline(seq)
-
-    def _add_deadline(self, seq: Sequence) -> None:
-        heappush(self._deadlines, (seq.group.deadline, seq.seq_id, seq))
-        if len(self._deadlines) > 2 * len(self.waiting) + SPARE_DEADLINES:  # most no longer wait
-            self._deadlines = list({entry for entry in self._deadlines if entry[2] in self.waiting})
-            heapify(self._deadlines)
-
-    def virtual_arrival(self, entry: QueueEntry) -> float:
-        """The sort key of an entry. A sequence that has run before is sorted by arrival alone, because most of its work
-        is done.
-        """
-        uncached = entry.num_tokens - entry.max_cached if entry.is_new else 0
-        return virtual_arrival(entry.seq.group.arrival, uncached, self._config.aging_tokens_per_s)
-
-    def is_starved(self, entry: QueueEntry, now: float) -> bool:
-        """Record that a sequence was passed over for lack of room. True if that first happened `aging_s` ago: the
-        sequence is starved.
-        """
-        if entry.blocked_since is None:
-            entry.blocked_since = now
-        return now - entry.blocked_since >= self._config.aging_s
+        self.waiting.add_deadline(seq)
 
 
 def _finished(seq: Sequence, reason: FinishReason, stop_token_id: int | None = None, message: str = "") -> Finished:

@@ -1,4 +1,11 @@
-"""The waiting sequences, in the order in which they are served."""
+"""The waiting sequences, in the order in which they are served.
+
+Tenants get fair shares of the work by the virtual token counter (VTC, Sheng et al., "Fairness in Serving Large Language
+Models", OSDI 2024). A tenant's counter grows with the tokens computed for it, and the tenant with the lowest counter is
+served next. When an idle tenant returns, its counter is raised to the lowest counter of the active tenants, so that
+idle tenants do not save up credit. Tenants that always have requests waiting get equal shares, whatever the size of
+their requests. A tenant that needs less than its share hardly waits.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +13,120 @@ import math
 from bisect import bisect_left, insort
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
-from heapq import heapify, heappop, heappush
+from heapq import heapify, heappop, heappush, heapreplace
 from operator import attrgetter
 
-from scheduler_svc.core.queue.fair_share import INPUT_WEIGHT, FairShare
+import numpy as np
+
+from scheduler_svc.core.policy import virtual_arrival
 from scheduler_svc.core.sequence import QueueEntry, Sequence
+from step_protocol.columns import I64
 
 _key = attrgetter("key")
 Rank = tuple[int, bool, int, float, int]
-SPARE_HEADS = 64  # outdated heads are removed when there are more than about this many
+SPARE = 64  # outdated entries of a heap are removed when there are more than about this many
+
+INPUT_WEIGHT = 1  # per computed prompt token
+OUTPUT_WEIGHT = 2  # per generated token
+MAX_IDLE_TENANTS = 4096  # idle tenants whose counters are kept
+
+
+class FairShare:
+    """The tenants' counters. A tenant is active while it has a live request. Its slot is its index in columns."""
+
+    def __init__(self) -> None:
+        # [slots] weighted tokens per tenant, at least the floor at the tenant's last join
+        self.served: I64 = np.zeros(8, dtype=np.int64)
+        self._active: set[int] = set()  # slots
+        self._slots: dict[str, int] = {}
+        self._names: list[str] = []
+        self._num_live: list[int] = []
+        self._idle: dict[int, None] = {}  # slots, longest idle first
+        # Counters of active slots when they were pushed; empty or old while one slot is active. These counters
+        # only grow, so the lowest is found by correcting the top until it is right.
+        self._lowest: list[tuple[int, int]] = []
+        self._floor = 0
+
+    def slot_of(self, tenant_id: str) -> int | None:
+        """The slot of a tenant; None if the tenant is unknown."""
+        return self._slots.get(tenant_id)
+
+    def join(self, tenant_id: str) -> int:
+        """Count a new request of this tenant. Returns the tenant's slot."""
+        slot = self._slots.get(tenant_id)
+        if slot is None:
+            slot = self._new_slot(tenant_id)
+        if not self._num_live[slot]:
+            has_others = False
+            if self._active:
+                has_others, self._floor = True, max(self._floor, self._lowest_counter())
+            if self.served[slot] < self._floor:
+                self.served[slot] = self._floor
+            self._active.add(slot)
+            if has_others:
+                heappush(self._lowest, (self.served.item(slot), slot))
+            self._idle.pop(slot, None)
+        self._num_live[slot] += 1
+        return slot
+
+    def _lowest_counter(self) -> int:
+        """The lowest counter of the active tenants. There is at least one."""
+        heap = self._lowest
+        if len(self._active) == 1 or len(heap) > 2 * len(self._active) + SPARE:  # most have left
+            self._lowest = heap = [(self.served.item(slot), slot) for slot in self._active]
+            heapify(heap)
+        while True:
+            counter, slot = heap[0]
+            now = self.served.item(slot)
+            if slot in self._active and counter == now:
+                return counter
+            if slot in self._active and counter < now:
+                heapreplace(heap, (now, slot))
+            else:
+                heappop(heap)
+
+    def leave(self, slot: int) -> None:
+        """Count the end of a request of this tenant."""
+        self._num_live[slot] -= 1
+        if self._num_live[slot]:
+            return
+        self._active.remove(slot)
+        self._idle[slot] = None
+        if not self._active:  # nothing to compare with: the next tenant starts at this counter
+            self._floor = max(self._floor, int(self.served[slot]))
+
+    def charge_prompt(self, slot: int, num_tokens: int) -> None:
+        """Charge a tenant for prompt tokens to compute."""
+        self.served[slot] += INPUT_WEIGHT * num_tokens
+
+    def charge_outputs(self, slot_of_row: I64, rows: I64) -> None:
+        """Charge one generated token of each row to the row's tenant."""
+        if not len(rows):
+            return
+        if len(self._active) == 1:
+            self.served[slot_of_row[rows[0]]] += OUTPUT_WEIGHT * len(rows)
+            return
+        np.add.at(self.served, slot_of_row[rows], OUTPUT_WEIGHT)  # the cost depends on the rows, not on the tenants
+
+    def _new_slot(self, tenant_id: str) -> int:
+        if len(self._idle) >= MAX_IDLE_TENANTS:
+            slot = next(iter(self._idle))
+            del self._idle[slot], self._slots[self._names[slot]]
+            self._names[slot] = tenant_id
+        else:
+            slot = len(self._names)
+            self._names.append(tenant_id)
+            self._num_live.append(0)
+        if slot >= len(self.served):
+            self.served = np.concatenate((self.served, np.zeros(len(self.served), dtype=np.int64)))
+        self.served[slot] = 0
+        self._slots[tenant_id] = slot
+        return slot
+
+    def check_invariants(self, live: dict[int, int]) -> None:
+        """Raise AssertionError unless the live requests per slot are `live`."""
+        assert {slot: n for slot, n in enumerate(self._num_live) if n} == live, "tenants and live requests disagree"
+        assert self._active == live.keys(), "the active tenants are wrong"
 
 
 class TenantQueue:
@@ -47,8 +159,10 @@ class WaitingQueue:
     A sequence that no present worker could run is unschedulable: it waits outside the order and delays no others.
     """
 
-    def __init__(self, share: FairShare) -> None:
+    def __init__(self, share: FairShare, aging_tokens_per_s: float) -> None:
         self._share = share
+        self._aging_tokens_per_s = aging_tokens_per_s
+        self._deadlines: list[tuple[float, int, Sequence]] = []  # a heap; some of its sequences no longer wait
         self._entries: dict[Sequence, QueueEntry] = {}
         self._by_tenant: dict[int, TenantQueue] = {}  # by slot; only tenants that have waiting sequences
         self.unschedulable: dict[Sequence, float] = {}  # -> since when, oldest first; inf until `give_up` sets it
@@ -93,8 +207,10 @@ class WaitingQueue:
         """The tokens in `expected_tokens` that belong to one tenant."""
         return self._by_tenant[slot].expected_tokens if slot in self._by_tenant else 0
 
-    def add(self, entry: QueueEntry, virtual_arrival: float) -> None:
-        """Insert an entry into its tenant's list."""
+    def add(self, entry: QueueEntry) -> None:
+        """Insert an entry into its tenant's list. A sequence that has run before is sorted by arrival alone, because
+        most of its work is done.
+        """
         seq = entry.seq
         slot = seq.group.tenant_slot
         tenant = self._by_tenant.get(slot)
@@ -103,7 +219,8 @@ class WaitingQueue:
                 self._push_head(next(iter(self._by_tenant)))
             tenant = self._by_tenant[slot] = TenantQueue()
             self._num_tenants += 1
-        entry.set_key(virtual_arrival)
+        uncached = entry.num_tokens - entry.max_cached if entry.is_new else 0
+        entry.set_key(virtual_arrival(seq.group.arrival, uncached, self._aging_tokens_per_s))
         self._entries[seq] = entry
         insort(tenant.entries, entry, key=_key)
         if self._num_tenants > 1 and tenant.entries[0] is entry:
@@ -145,10 +262,27 @@ class WaitingQueue:
         self.pending_tokens -= entry.num_tokens
         self.expected_tokens -= entry.num_expected_tokens
 
-    def move(self, entry: QueueEntry, virtual_arrival: float) -> None:
-        """Move an entry within its tenant's list."""
+    def move(self, entry: QueueEntry) -> None:
+        """Move an entry to its present place in its tenant's list."""
         self.remove(entry.seq)
-        self.add(entry, virtual_arrival)
+        self.add(entry)
+
+    def add_deadline(self, seq: Sequence) -> None:
+        """`pop_expired` returns the sequence if it waits at its deadline."""
+        if seq.group.deadline == math.inf:
+            return
+        heappush(self._deadlines, (seq.group.deadline, seq.seq_id, seq))
+        if len(self._deadlines) > 2 * len(self) + SPARE:  # most no longer wait
+            self._deadlines = list({entry for entry in self._deadlines if entry[2] in self})
+            heapify(self._deadlines)
+
+    def pop_expired(self, now: float) -> Sequence | None:
+        """A sequence that still waits at its deadline; None if there is none."""
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, _, seq = heappop(self._deadlines)
+            if seq in self:
+                return seq
+        return None
 
     def tokens_ahead(self, slot: int | None, priority: int, virtual_arrival: float | None = None) -> int:
         """Number of tokens to compute before a new sequence of this tenant is served. Without `virtual_arrival` the
@@ -208,7 +342,7 @@ class WaitingQueue:
 
     def _correct_top(self) -> None:
         """Remove outdated heads from the top of the heap, and all of them when they are many."""
-        if len(self._heads) > 2 * len(self._by_tenant) + SPARE_HEADS:
+        if len(self._heads) > 2 * len(self._by_tenant) + SPARE:
             self._heads = [head for head in self._heads if self._versions.get(head[2]) == head[1]]
             heapify(self._heads)
         while self._heads and self._versions.get(self._heads[0][2]) != self._heads[0][1]:

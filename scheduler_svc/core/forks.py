@@ -16,8 +16,7 @@ import numpy as np
 
 from scheduler_svc.core.messages import RowAssignment
 from scheduler_svc.core.sequence import Sequence, SequenceStatus
-from scheduler_svc.core.steps.step_plan import StepPlan
-from scheduler_svc.core.steps.worker_state import WorkerState
+from scheduler_svc.core.worker_state import StepPlan, WorkerState
 from step_protocol.columns import I64
 from step_protocol.messages import EMPTY
 
@@ -96,10 +95,9 @@ class Forks:
         """The blocks from which a late fork starts: those of its cached prefix, or of the leader's prompt if that is
         longer. A leader with an attention window has freed blocks of its prompt.
         """
-        r, token_ids, bs = self._worker.rows, fork.data.token_ids(), self._worker.capacity.block_size
+        r, num_prompt = self._worker.rows, len(fork.group.prompt) // self._worker.capacity.block_size
         self._worker.extend_digests(fork)
-        min_blocks, num_prompt = fork.group.features.num_head_tokens // bs, len(fork.group.prompt) // bs
-        hits = self._worker.pool.match(fork.digests, token_ids, (len(token_ids) - 1) // bs, min_blocks)
+        hits = self._worker.find_hits(fork, fork.data.token_ids())
         if len(hits) >= num_prompt or r.blocks_before is not None:
             return hits
         return r.table[row, :num_prompt].astype(np.int64)

@@ -23,7 +23,7 @@ Refusals
     `room_version` is unchanged, which grows whenever rows or blocks become free. The first sequence of the queue is
     also checked again after as many steps as the projected peak may need to fall below the limit (`retry_at`).
     Admission looks ahead: a sequence is admitted only if it and all rows that are at least as urgent fit at their
-    projected peak (`admission.py`). That keeps preemption rare, but does not exclude it, because lengths are guesses.
+    projected peak (`policy.py`). That keeps preemption rare, but does not exclude it, because lengths are guesses.
 
 Forks and gangs
     A sequence with forks reserves a row for each (`num_reserved_rows`), so that nothing is admitted into them while the
@@ -46,21 +46,74 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from prefix_index.changes import Holder, PrefixChanges
 from prefix_index.hashing import NO_KEYS, block_bytes, chained, extend_digests, root_digest, token_bytes
-from scheduler_svc.core.blocks.block_manager import BlockManager
+from request_fields.inputs import MAX_INPUT_BYTES
+from scheduler_svc.core.block_manager import BlockManager, Fill
 from scheduler_svc.core.messages import CachedBlock, Deltas, RowAssignment, WorkerCapacity
+from scheduler_svc.core.policy import excess_blocks, steps_to_retry
+from scheduler_svc.core.rows import Members, RowTable
 from scheduler_svc.core.sequence import NEVER, Completion, QueueEntry, Refusal, Sequence, SequenceGroup, SequenceStatus
-from scheduler_svc.core.steps.admission import excess_blocks, steps_to_retry
-from scheduler_svc.core.steps.rows import RowTable
-from scheduler_svc.core.steps.step_plan import Changes, InFlightStep, StepPlan
-from scheduler_svc.core.steps.windows import Windows
-from step_protocol.columns import I64, Bools
+from scheduler_svc.core.windows import Windows
+from step_protocol.columns import I64, U32, Bools
 from step_protocol.messages import RowError, StepBatch, StepOutput
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """A step that is being planned. Each row is added at most once."""
+
+    budget: int  # tokens that can still be added
+    now: float
+    joins_message: bool = False  # the step is sent in the message of the previous step
+    run: Members | None = None  # its rows precede all other rows, and its table changes all others
+    decodes: I64 | None = None  # other rows that compute one token; they precede the chunks
+    chunks: list[tuple[int, int]] = field(default_factory=list)  # (row, number of prompt tokens)
+    opens: list[RowAssignment] = field(default_factory=list)
+    forks: list[tuple[int, int]] = field(default_factory=list)  # (row, parent)
+    tables: list[tuple[I64, I64, I64]] = field(default_factory=list)  # columns: row, index, block
+    copies: list[tuple[int, int]] = field(default_factory=list)  # (from, to)
+    fills: list[tuple[int, list[Fill]]] = field(default_factory=list)  # per row, the blocks that its chunk completes
+    num_prompt_tokens: int = 0  # in chunks of several tokens
+    num_bytes: int = 0  # data that opened rows carry
+    has_part_work: bool = False  # a part of the worker computes something, even if no token is planned
+
+    def has_room_for(self, num_bytes: int) -> bool:
+        """Whether the message of the step has room for data of this size. The data of the first row always fits."""
+        return not self.num_bytes or self.num_bytes + num_bytes <= MAX_INPUT_BYTES
+
+
+# Changes since the previous step that the next step carries: rows closed, blocks committed.
+Changes = tuple[list[int], list[Fill]]
+
+
+@dataclass(slots=True)
+class InFlightStep:
+    """A step that was sent but not answered yet, with all data to check and apply its answer."""
+
+    step_id: int
+    rows: U32
+    context_lens: U32
+    query_lens: U32
+    sampled: U32  # rows whose tokens the answer must contain, in this order
+    full: I64  # indices of the decoding rows that fill a block (prompt chunks are in `fills`)
+    run: Members | None  # its rows, if all of them are in the decode run
+    may_reach_limit: bool
+    fills: list[tuple[int, list[Fill]]]  # per row
+    forks: list[tuple[int, int]]  # (row, parent)
+    prompt_only: tuple[int, ...]  # rows with max_tokens 0 whose prompt this step completes
+    is_full: bool  # the step uses the whole token budget
+    burst_len: int = 1  # steps of the message that this step ends; 0: more steps follow in the message
+    num_prompt_tokens: int = 0  # in chunks of several tokens
+    has_awaiting: bool = False  # the scheduler chooses the tokens of some rows
+    sent_at: float = 0.0
+    closed: set[int] = field(default_factory=set)  # rows closed since the step was sent: their answers are ignored
+    releases: list[I64] = field(default_factory=list)  # block tables of ended rows, freed when the step is answered
 
 
 class Advance(NamedTuple):
@@ -322,22 +375,27 @@ class WorkerState:
 
     # -- admission ----------------------------------------------------------------------------------------------------
 
-    def try_admit(self, seq: Sequence, watermark: float, mean_output: float) -> Admission | Refusal:
+    def try_admit(self, entry: QueueEntry, watermark: float, mean_output: float) -> Admission | Refusal:
         """Rows and blocks for a waiting sequence with as many forks as there are free rows, else for the sequence
         alone, else a refusal. For a gang: rows and blocks for all its sequences, else a refusal.
         """
-        bs, num_forks = self.capacity.block_size, min(len(seq.forks), self.num_free_rows - 1)
+        seq = entry.seq
+        num_forks = min(len(seq.forks), self.num_free_rows - 1)
         if num_forks < num_forks_needed(seq):  # -1: no row is free
             return self.refuse()
-        token_ids = seq.data.token_ids()
-        min_blocks = seq.group.features.num_head_tokens // bs
-        hits = self.pool.match(seq.digests, token_ids, seq.max_cached_tokens // bs, min_blocks)
-        if self.num_missing(len(token_ids), hits) > self.pool.num_free:
+        hits = self.find_hits(seq, seq.data.token_ids(), entry.max_cached)
+        if self.num_missing(entry.num_tokens, hits) > self.pool.num_free:
             return self.refuse()
         num_excess = self._excess_blocks(seq, hits, num_forks, watermark, mean_output)
         if num_excess and num_forks > num_forks_needed(seq):
             num_forks, num_excess = 0, self._excess_blocks(seq, hits, 0, watermark, mean_output)
         return self._refuse_for(num_excess) if num_excess else Admission(hits, num_forks)
+
+    def find_hits(self, seq: Sequence, token_ids: U32, num_expected: int = 0) -> I64:
+        """The cached blocks from which a waiting sequence can start. `num_expected`: perhaps the number of tokens."""
+        bs = self.capacity.block_size
+        min_blocks = seq.group.features.num_head_tokens // bs
+        return self.pool.match(seq.digests, token_ids, seq.max_cached_tokens // bs, min_blocks, num_expected // bs)
 
     def num_missing(self, num_tokens: int, hits: I64) -> int:
         """Number of free blocks that a sequence takes when it opens a row with so many tokens and these cached blocks:
@@ -353,9 +411,8 @@ class WorkerState:
         rows = r.active()
         rows = rows[r.priority[rows] <= seq.group.priority]
         is_held = r.num_holders(rows, self.capacity.num_blocks) > 0
-        bs, min_blocks = self.capacity.block_size, seq.group.features.num_head_tokens // self.capacity.block_size
-        hits = self.pool.match(seq.digests, token_ids, seq.max_cached_tokens // bs, min_blocks)
-        first, end = r.opening_blocks(len(token_ids), len(hits) * bs)
+        hits = self.find_hits(seq, token_ids)
+        first, end = r.opening_blocks(len(token_ids), len(hits) * self.capacity.block_size)
         num_blocks = end - first - int(np.count_nonzero(is_held[hits[first:]])) + int(np.count_nonzero(is_held))
         num_rows = sum(1 + len(r.sequence(row).forks) for row in rows.tolist())
         num_forks = num_forks_needed(seq)

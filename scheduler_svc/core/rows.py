@@ -15,18 +15,34 @@ If all layers of the model have attention windows, a row frees the blocks that i
     table   | freed | freed | held | held | held |      first_block = 2, num_blocks = 5
 
 Entries before `first_block` keep their last value, which may be a block of another row now. Nothing reads them.
+
+The decode run
+    Most rows of a busy server decode, and each step of a decoding row equals its previous step, advanced by one token.
+    The `DecodeRun` advances them together. A row joins it when its prompt is computed, and leaves it when it is closed
+    or reaches its limit. Other rows of the same step (prompts, beams, rows that copy a shared block) are planned one by
+    one, and do not end the run. The columns are indexed by row, so a change of members moves no values.
+
+Columns of a step
+    Making the columns of a step (`Columns`) advances its rows by the tokens of the step. Chunks of prompts are handled
+    one by one: most steps have one at most, and a numpy operation on one row takes longer than a few plain numbers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
+from scheduler_svc.core.block_manager import ceil_div
 from scheduler_svc.core.messages import WorkerCapacity
-from scheduler_svc.core.policy import ceil_div
 from scheduler_svc.core.sequence import Sequence, SequenceStage
 from step_protocol.columns import I64, U32, Bools
+from step_protocol.messages import EMPTY
+
+NO_ROWS: I64 = np.empty(0, dtype=np.int64)
 
 
 class RowTable:
@@ -243,3 +259,223 @@ class RowTable:
         """Slot of each (row, position): block_id * block_size + offset."""
         blocks = self.table[rows, positions // self.block_size]
         return (blocks * np.uint32(self.block_size) + (positions % self.block_size)).astype(np.uint32)
+
+
+@dataclass(slots=True)
+class DeltaColumns:
+    """The columns of members that an answer needs."""
+
+    token_starts: I64  # [N] index of position 1 of each row in the flat column of tokens
+    first_offsets: U32  # [N] output position of the token at position 1, modulo 2**32
+    owners: U32  # [N]
+    owner: int | None  # the owner of all rows; None if they have several
+    handles: U32  # [N]
+    sample_indices: U32  # [N]
+
+    @classmethod
+    def of(cls, table: RowTable, rows: I64) -> DeltaColumns:
+        owners = table.owner[rows]
+        return cls(
+            token_starts=table.row_starts[rows] + 1,
+            first_offsets=(1 - table.prompt_len[rows]).astype(np.uint32),
+            owners=owners,
+            owner=None if np.count_nonzero(owners != owners[0]) else int(owners[0]),
+            handles=table.handle[rows],
+            sample_indices=table.sample_index[rows],
+        )
+
+
+@dataclass(slots=True)
+class Members:
+    """The rows of the run in some steps, in batch order. Never changes, because steps in flight refer to it."""
+
+    rows: I64  # [N]
+    sent_rows: U32  # [N] `rows` as they are sent
+    in_run: I64  # [max_num_seqs] 1 for a member: adding a whole column is cheaper than indexing rows
+    phases: I64  # [N] the phase of the steps that fill the row's block
+    _columns: DeltaColumns | None = field(default=None)
+
+    def columns(self, table: RowTable) -> DeltaColumns:
+        """Made for the first answer: while rows join and leave in every step, no answer needs them. The caller has
+        checked that no row was closed since the step.
+        """
+        if self._columns is None:
+            self._columns = DeltaColumns.of(table, self.rows)
+        return self._columns
+
+
+class DecodeRun:
+    """The decoding rows of one worker. In each step, each of them computes one token and samples one."""
+
+    def __init__(self, table: RowTable) -> None:
+        num_rows = len(table.in_run)
+        self._table = table
+        self._slots = np.zeros(num_rows, dtype=np.int64)  # of the newest step, per row
+        self._phases = np.zeros(num_rows, dtype=np.int64)  # phase of the steps that fill the row's block, per row
+        self._ends = np.zeros(num_rows, dtype=np.int64)  # number of the step in which the row reaches its limit
+        self._num_steps = 0  # of the run; the phase of a step is its number modulo block_size
+        self.steps_left = 0  # until a row reaches its limit
+        self.members: Members | None = None  # None: no row decodes
+        self.full: I64 = NO_ROWS  # indices of members that need a block in the next step
+
+    def update(self, joining: list[int]) -> None:
+        """Remove rows that were closed or have reached their limit, and add the rows of `joining`."""
+        r = self._table
+        if not joining and not r.has_left_run and (self.steps_left or self.members is None):
+            return
+        if self.members is not None and not self.steps_left:
+            rows = self.members.rows
+            r.in_run[rows[self._ends[rows] <= self._num_steps]] = 0
+        for row in joining:
+            self._join(row)
+        self._renew()
+
+    def leave(self) -> None:
+        """Remove the rows that need a block, because the pool has too few. They are then planned one by one."""
+        if self.members is not None:
+            rows = self.members.rows[self.full]
+            self._table.in_run[rows] = 0
+            self._table.outside.update(dict.fromkeys(rows.tolist()))
+            self._renew()
+
+    def _join(self, row: int) -> None:
+        r, bs = self._table, self._table.block_size
+        end = r.num_computed_tokens.item(row)
+        self._slots[row] = r.table.item(row, (end - 1) // bs) * bs + (end - 1) % bs
+        self._phases[row] = (self._num_steps - end) % bs
+        self._ends[row] = self._num_steps + r.limit.item(row) - r.num_planned.item(row)
+        r.in_run[row] = 1
+        del r.outside[row]
+
+    def _renew(self) -> None:
+        """Determine the members again."""
+        r = self._table
+        r.has_left_run = False
+        rows = r.in_run.nonzero()[0]
+        if not len(rows):
+            self.members, self.full, self.steps_left = None, NO_ROWS, 0
+            return
+        self.members = Members(rows, rows.astype(np.uint32), r.in_run.copy(), self._phases[rows])
+        ends = self._ends[rows]
+        self.steps_left = int(ends[ends.argmin()]) - self._num_steps
+        self.full = (self.members.phases == self._num_steps % r.block_size).nonzero()[0]
+
+    def advance(self, members: Members, new_blocks: I64 | None) -> tuple[U32, U32]:
+        """Advance by one step. `new_blocks` has a block for each row whose previous block is full. Returns the context
+        lengths and slots of the step.
+        """
+        r, rows = self._table, members.rows
+        context_lens = r.num_computed_tokens[rows].astype(np.uint32)
+        r.progress += members.in_run
+        self._slots += members.in_run
+        if new_blocks is not None:
+            self._slots[rows[self.full]] = new_blocks * r.block_size
+        self._num_steps += 1
+        self.full = (members.phases == self._num_steps % r.block_size).nonzero()[0]
+        self.steps_left -= 1
+        return context_lens, self._slots[rows].astype(np.uint32)
+
+
+class Columns(NamedTuple):
+    """Some rows of a step."""
+
+    rows: U32  # [N]
+    query_lens: U32  # [N]
+    context_lens: U32  # [N]
+    sample_mask: Bools  # [N]
+    slots: U32  # [sum(query_lens)]
+    full: I64 = NO_ROWS  # indices of the decoding rows that fill a block
+    prompt_only: tuple[int, ...] = ()  # rows with max_tokens 0 whose prompt the step completes
+    may_reach_limit: bool = False
+    continues: bool = True  # some row has a token to compute in the next step, even before an answer
+
+
+NO_COLUMNS = Columns(EMPTY, EMPTY, EMPTY, np.empty(0, dtype=np.bool_), EMPTY, continues=False)
+
+
+def columns_of_run(table: RowTable, run: DecodeRun, members: Members, new_blocks: I64 | None) -> Columns:
+    """Advance the decode run. `new_blocks` has a block for each row whose previous block is full."""
+    context_lens, slots = run.advance(members, new_blocks)
+    ones, trues = table.ones[: len(members.rows)], table.trues[: len(members.rows)]
+    return Columns(members.sent_rows, ones, context_lens, trues, slots, run.full, may_reach_limit=not run.steps_left)
+
+
+def columns_of_decodes(table: RowTable, rows: I64) -> Columns:
+    """Advance rows that compute one token each and are not in the run."""
+    context_lens, planned = table.num_computed_tokens[rows], table.num_planned[rows]
+    left, reaches_end = table.limit[rows] - planned, context_lens + 1 == planned
+    sample_mask = reaches_end & (left > 0)
+    slots, full = table.slots(rows, context_lens), table.fills_block(context_lens)
+    if table.num_private:
+        full = full[~table.is_private[rows[full]]]
+    table.num_computed_tokens[rows] = context_lens + 1
+    table.num_planned[rows] = planned + (sample_mask & ~table.is_awaiting[rows] if table.num_awaiting else sample_mask)
+    return Columns(
+        rows.astype(np.uint32),
+        table.ones[: len(rows)],
+        context_lens.astype(np.uint32),
+        sample_mask,
+        slots,
+        full,
+        tuple(rows[reaches_end & ~sample_mask].tolist()),
+        may_reach_limit=bool(np.count_nonzero(left <= 1)),
+        continues=bool(np.count_nonzero((left > 1) | ~reaches_end)),
+    )
+
+
+def with_chunks(table: RowTable, head: Columns, chunks: list[tuple[int, int]]) -> Columns:
+    """Advance rows by chunks of their prompts: pairs of a row and its number of tokens. Returns the columns of `head`,
+    followed by those of these rows.
+    """
+    starts, samples, slots, prompt_only = [], [], [head.slots] if len(head.slots) else [], []
+    may_reach_limit, continues = head.may_reach_limit, head.continues
+    for row, count in chunks:
+        start, planned = table.num_computed_tokens.item(row), table.num_planned.item(row)
+        left, reaches_end = table.limit.item(row) - planned, start + count == planned
+        starts.append(start)
+        samples.append(reaches_end and left > 0)
+        slots.append(table.chunk_slots(row, start, count))
+        table.num_computed_tokens[row] = start + count
+        if samples[-1] and not table.is_awaiting[row]:
+            table.num_planned[row] = planned + 1
+        elif reaches_end and left <= 0:
+            prompt_only.append(row)
+        may_reach_limit |= left <= 1
+        continues |= left > 1 or not reaches_end
+    return Columns(
+        _extended(head.rows, [row for row, _ in chunks]),
+        _extended(head.query_lens, [count for _, count in chunks]),
+        _extended(head.context_lens, starts),
+        _extended(head.sample_mask, samples),
+        np.concatenate(slots) if len(slots) > 1 else slots[0],
+        head.full,
+        (*head.prompt_only, *prompt_only),
+        may_reach_limit,
+        continues,
+    )
+
+
+def _extended(column: npt.NDArray[Any], values: list[int] | list[bool]) -> npt.NDArray[Any]:
+    """The column with these values at its end."""
+    size = len(column)
+    if not size:
+        return np.array(values, dtype=column.dtype)
+    extended = np.empty(size + len(values), dtype=column.dtype)
+    extended[:size] = column
+    extended[size:] = values
+    return extended
+
+
+def concatenated(first: Columns, second: Columns) -> Columns:
+    """The columns of all rows, in this order. Indices in `full` count from the first row."""
+    return Columns(
+        np.concatenate((first.rows, second.rows)),
+        np.concatenate((first.query_lens, second.query_lens)),
+        np.concatenate((first.context_lens, second.context_lens)),
+        np.concatenate((first.sample_mask, second.sample_mask)),
+        np.concatenate((first.slots, second.slots)),
+        np.concatenate((first.full, second.full + len(first.rows))),
+        first.prompt_only + second.prompt_only,
+        first.may_reach_limit or second.may_reach_limit,
+        first.continues or second.continues,
+    )

@@ -15,18 +15,18 @@ from scheduler_svc.core.errors import (
     UnreachableDeadlineError,
     WorkerMismatchError,
 )
-from scheduler_svc.core.measurements import Counts, Throughput
-from scheduler_svc.core.messages import WorkerCapacity
+from scheduler_svc.core.messages import Counts, WorkerCapacity
 from scheduler_svc.core.placement import Placement
 from scheduler_svc.core.policy import (
     DEADLINE_FRACTION,
+    Throughput,
     expected_tokens,
     first_token_wait_s,
     is_queue_full,
     is_too_late,
     virtual_arrival,
 )
-from scheduler_svc.core.queue.requests import Requests
+from scheduler_svc.core.requests import Requests
 from scheduler_svc.core.sequence import SequenceGroup
 
 RETURNING_FACTOR = 4  # the queue's limits are this much higher for requests that were accepted before

@@ -10,11 +10,9 @@ import numpy as np
 from request_fields.fields import End, StopCondition
 from scheduler_svc.core.errors import UnexpectedStepError
 from scheduler_svc.core.messages import Deltas
+from scheduler_svc.core.rows import Members, RowTable
 from scheduler_svc.core.sequence import FinishReason, Sequence
-from scheduler_svc.core.steps.decode_run import Members
-from scheduler_svc.core.steps.rows import RowTable
-from scheduler_svc.core.steps.step_plan import InFlightStep
-from scheduler_svc.core.steps.worker_state import WorkerState
+from scheduler_svc.core.worker_state import InFlightStep, WorkerState
 from step_protocol.columns import I64, U32, Bools
 from step_protocol.messages import PooledRows, PromptLogprobs, RowError, StepOutput
 

@@ -2,7 +2,7 @@
 
 A step is planned in five chapters, and each row is in one of them at most:
 
-    the decode run     rows that decode as in the previous step (`decode_run.py`): their part of the step is their part
+    the decode run     rows that decode as in the previous step (`DecodeRun`): their part of the step is their part
                        of the previous one, advanced by one token, without a Python object per row
     other decodes      rows with one token left that cannot join the run: they would write to a shared block, wait for
                        the scheduler's choice of their token, or were put out of the run for lack of blocks
@@ -58,27 +58,25 @@ from collections.abc import Callable
 
 import numpy as np
 
+from scheduler_svc.core.forks import Forks
 from scheduler_svc.core.messages import RowAssignment
-from scheduler_svc.core.sequence import Sequence, SequenceStatus
-from scheduler_svc.core.steps.decode_run import DecodeRun
-from scheduler_svc.core.steps.forks import Forks
-from scheduler_svc.core.steps.step_plan import (
+from scheduler_svc.core.rows import (
     NO_COLUMNS,
     NO_ROWS,
     Columns,
-    InFlightStep,
-    StepPlan,
+    DecodeRun,
     columns_of_decodes,
     columns_of_run,
     concatenated,
-    make_batch,
     with_chunks,
 )
-from scheduler_svc.core.steps.worker_state import WorkerState
+from scheduler_svc.core.sequence import Sequence, SequenceStatus
+from scheduler_svc.core.worker_state import Changes, InFlightStep, StepPlan, WorkerState
 from step_protocol.columns import I64, U32, Bools
-from step_protocol.messages import StepBatch
+from step_protocol.messages import EMPTY, StepBatch
 
 MAX_BURST = 16  # maximum number of steps in one message
+NO_PAIRS = (EMPTY, EMPTY)
 DECODE_WEIGHT = 0.2  # weight of the newest message in the running mean of the duration of a decode step
 
 
@@ -294,7 +292,7 @@ class StepPlanner:
         if row in self.worker.chunk_parts:
             count = self.worker.chunk_parts[row].plan_chunk(row, count, plan)
         if self.worker.windows is not None:
-            count = self.worker.windows.give_prompt_blocks(row, count, plan)
+            count = self.worker.windows.give_prompt_blocks(row, count, plan.tables)
         if count < 1:
             return
         plan.chunks.append((row, count))
@@ -413,6 +411,57 @@ class StepPlanner:
         )
         self.worker.add_open(seq, opened, plan)
         return row
+
+
+def make_batch(
+    worker_id: str,
+    plan: StepPlan,
+    step: InFlightStep,
+    sample_mask: Bools,
+    slots: U32,
+    changes: Changes,
+) -> StepBatch:
+    """The message of a step, without what the worker's parts add."""
+    closed, commits = changes
+    fork_rows, fork_parents = _columns(plan.forks) if plan.forks else NO_PAIRS
+    copy_src, copy_dst = _columns(plan.copies) if plan.copies else NO_PAIRS
+    table_rows, table_indices, table_blocks = _joined(plan.tables)
+    return StepBatch(
+        worker_id=worker_id,
+        step_id=step.step_id,
+        rows=step.rows,
+        query_lens=step.query_lens,
+        context_lens=step.context_lens,
+        sample_mask=sample_mask,
+        is_decode=step.run is not None,
+        slot_mapping=slots,
+        fork_rows=fork_rows,
+        fork_parents=fork_parents,
+        close_rows=np.array(closed, dtype=np.uint32) if closed else EMPTY,
+        opens=plan.opens,
+        table_rows=table_rows,
+        table_indices=table_indices,
+        table_blocks=table_blocks,
+        copy_src=copy_src,
+        copy_dst=copy_dst,
+        commit_blocks=np.array([block for block, _ in commits], dtype=np.uint32) if commits else EMPTY,
+        commit_digests=[digest for _, digest in commits] if commits else [],
+        beam_rows=EMPTY,
+        beam_parents=EMPTY,
+        beam_tokens=EMPTY,
+    )
+
+
+def _columns(pairs: list[tuple[int, int]]) -> tuple[U32, U32]:
+    first, second = np.array(pairs, dtype=np.uint32).T
+    return first, second
+
+
+def _joined(tables: list[tuple[I64, I64, I64]]) -> tuple[U32, U32, U32]:
+    if not tables:
+        return EMPTY, EMPTY, EMPTY
+    rows, indices, blocks = tables[0] if len(tables) == 1 else map(np.concatenate, zip(*tables, strict=True))
+    return rows.astype(np.uint32), indices.astype(np.uint32), blocks.astype(np.uint32)
 
 
 def _sampled(columns: Columns, forks: list[tuple[int, int]]) -> U32:

@@ -1,1 +1,0 @@
-"""Requests from arrival to end: admission control, waiting queue, fair shares, preemption."""
