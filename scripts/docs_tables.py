@@ -1,5 +1,5 @@
-"""Writes the tables of docs/, and from the table of request fields also the comments of parameters in the protocol and
-the SDK's options. `--check`: only report outdated files.
+"""Writes the tables of docs/, from the table of request fields also the comments of parameters in the protocol and the
+SDK's options, and the services' flags for `quire up`. `--check`: only report outdated files.
 
 A table is the text between `<!-- NAME -->` and `<!-- end -->`; the rest of the page is written by hand.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import sys
 import tempfile
@@ -29,7 +30,7 @@ import worker_svc.metrics
 from gateway_svc.http.fields import ENDPOINTS, BodyField
 from request_fields.beams import NOT_WITH_BEAMS
 from request_fields.fields import BY_PATH, FIELDS, MAX_UINT32, BodyForm, Field, Kind
-from svc_common.config import allowed_values, environment_name, make_parser, settings_of
+from svc_common.config import FlagKind, allowed_values, environment_name, make_parser, settings_of
 from svc_common.observe.metrics import COMMON, PREFIX, Spec
 from worker_svc.engine.checkpoint.families import ARCHITECTURES
 from worker_svc.engine.checkpoint.features import FEATURES, OF_BACKEND, features_of
@@ -54,6 +55,7 @@ PARAMETERS = {  # message -> prefix of the paths of its fields
 }
 PROTOS = [ROOT / "protos/quire/v1" / name for name in ("types.proto", "inference.proto")]
 SDK_OPTIONS = ROOT / "client/quire_client/requests.py"
+FLAGS_OF_SERVICES = ROOT / "client/quire_cli/stack/service_flags.json"
 SDK_TYPES = {
     **dict.fromkeys((Kind.INT32, Kind.UINT32, Kind.UINT64), "int"),
     Kind.FLOAT: "float",
@@ -98,6 +100,39 @@ def _default_of(action: argparse.Action) -> str:
     if action.default is None or action.default == []:
         return ""
     return f"`{str(action.default).lower() if isinstance(action.default, bool) else action.default}`"
+
+
+def flags_of_services() -> str:
+    """The flags of the services as JSON, one per line, for `quire up`, which imports no service."""
+    flags: dict[str, dict[str, Any]] = {}
+    for service in ("gateway", "scheduler", "worker"):
+        for name, action in settings_of(PARSERS[service]):
+            row = flags.setdefault(name, {"name": name, "services": [], **_flag_fields(action)})
+            row["services"].append(service)
+    return "[\n" + ",\n".join(json.dumps(row) for row in flags.values()) + "\n]\n"
+
+
+def _flag_fields(action: argparse.Action) -> dict[str, Any]:
+    """What argparse needs for a flag, as JSON. Ranges are checked by `quire up`, other values by the service."""
+    default = "" if action.default in (None, [], False, "") else f" (default: {action.default})"
+    fields: dict[str, Any] = {"help": f"{action.help}{default}"}
+    if action.nargs == 0:
+        return fields | {"is_switch": True}
+    if action.choices is not None:
+        fields["choices"] = list(action.choices)
+    elif isinstance(action.type, FlagKind) and action.type.metavar in ("N", "X", "SIZE"):
+        fields |= _checked_type(action.type)
+    if action.metavar is not None:
+        fields["metavar"] = action.metavar
+    return fields | ({"is_list": True} if action.default == [] else {})
+
+
+def _checked_type(kind: FlagKind[Any]) -> dict[str, Any]:
+    if kind.metavar == "SIZE":
+        return {"type": "size"}
+    name, number = ("int", int) if kind.metavar == "N" else ("float", float)
+    low, high = map(number, kind.allowed.split(" to "))
+    return {} if high == math.inf else {"type": name, "range": [low, high]}
 
 
 def metrics_rows(specs: Sequence[Spec]) -> Iterator[list[str]]:
@@ -295,7 +330,8 @@ def written() -> dict[Path, str]:
         SDK_OPTIONS.read_text(encoding="utf-8"),
         flags=re.DOTALL,
     )
-    return pages() | {path: commented_proto(path) for path in PROTOS} | {SDK_OPTIONS: sdk}
+    others = {SDK_OPTIONS: sdk, FLAGS_OF_SERVICES: flags_of_services()}
+    return pages() | {path: commented_proto(path) for path in PROTOS} | others
 
 
 def pages() -> dict[Path, str]:

@@ -20,8 +20,10 @@ from worker_svc.engine.config import (
     QUANTIZING_BACKENDS,
     EngineConfig,
 )
+from worker_svc.engine.kernels.machine import total_memory
 from worker_svc.simulator.runner import SimConfig
 
+GIB = 1 << 30
 DESCRIPTION = "Loads one Hugging Face checkpoint, holds its KV blocks and runs its steps for a scheduler."
 EPILOG = """examples:
   quire-worker --model ./Qwen3-0.6B --scheduler 127.0.0.1:50052 --dtype bfloat16 --kv-cache-memory 2G
@@ -207,6 +209,18 @@ def check_node_flags(args: argparse.Namespace) -> None:
             )
     if args.nnodes > 1 and args.executor == "sim":
         raise ValueError(f"--nnodes {args.nnodes} needs --executor model: the simulation has one process")
+
+
+def check_memory(args: argparse.Namespace) -> None:
+    """Raises ValueError for a pool that a CPU worker cannot have, before torch and the weights are loaded."""
+    size, memory = args.kv_cache_memory, total_memory()
+    if size is None or args.num_blocks is not None or args.backend == "cuda" or args.executor == "sim":
+        return
+    if size > memory:
+        raise ValueError(
+            f"--kv-cache-memory is {size / GIB:.1f} GiB, but this machine or its control group has {memory / GIB:.1f} "
+            "GiB; use a smaller pool"
+        )
 
 
 def scheduler_addresses(args: argparse.Namespace) -> list[str]:

@@ -20,12 +20,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code. An error is one line on stderr, never a traceback."""
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # gRPC reads this on import; by default it logs to stderr
     os.environ.setdefault("GRPC_EXPERIMENTS", GRPC_EXPERIMENTS)
+    import argcomplete
     from quire_client.errors import QuireError
 
     from quire_cli.arguments import make_parser
     from quire_cli.output import complain, describe
 
-    args = make_parser().parse_args(argv)
+    parser = make_parser()
+    if "_ARGCOMPLETE" in os.environ:  # set by the script of `quire completion`
+        argcomplete.autocomplete(parser)
+    args = parser.parse_args(argv)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # replace characters that the terminal cannot encode

@@ -8,10 +8,11 @@ import json
 import math
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
-from request_fields.fields import BY_PATH
+N = TypeVar("N", int, float)
 
 INVALID_CHOICE = re.compile(
     r"argument (?P<name>\S+): invalid choice: '(?P<given>[^']*)' \(choose from (?P<choices>.*)\)"
@@ -53,39 +54,73 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message}; see `{self.prog} --help`\n")
 
 
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """A flag or a positional argument: what `add_argument` takes."""
+
+    names: tuple[str, ...]
+    settings: dict[str, Any]
+
+
+def arg(*names: str, help: str, **settings: Any) -> Argument:
+    """A row of a table of arguments."""
+    return Argument(names, {"help": help, **settings})
+
+
+def switch(name: str, help: str) -> Argument:
+    """A flag without a value."""
+    return arg(name, help=help, action="store_true")
+
+
+def count_of(name: str, help: str, low: int = 1, *, metavar: str = "N", **settings: Any) -> Argument:
+    """A flag whose value is a whole number of at least `low`."""
+    return arg(name, help=help, type=within(low), metavar=metavar, **settings)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Arguments with a heading of their own in --help."""
+
+    title: str
+    arguments: Sequence[Argument]
+
+
+Arguments = Sequence[Argument | Group]
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A command: the function in quire_cli.commands that runs it, and its arguments; or a name for other commands."""
+
+    name: str
+    runs: str  # MODULE.FUNCTION
+    summary: str
+    arguments: Arguments = ()
+    epilog: str = ""
+    actions: Sequence[Command] = ()
+
+    def add_to(self, commands: argparse._SubParsersAction[Parser]) -> None:
+        """Declare the command to argparse. Parsed arguments have `module`, `function` and `parser`."""
+        parser = commands.add_parser(self.name, help=self.summary, description=self.summary, epilog=self.epilog)
+        for row in self.arguments:
+            if isinstance(row, Argument):
+                parser.add_argument(*row.names, **row.settings)
+                continue
+            group = parser.add_argument_group(row.title)
+            for argument in row.arguments:
+                group.add_argument(*argument.names, **argument.settings)
+        if self.actions:
+            found = parser.add_subparsers(metavar="ACTION", required=True)
+            for action in self.actions:
+                action.add_to(found)
+        else:
+            module, _, function = self.runs.partition(".")
+            parser.set_defaults(module=module, function=function, parser=parser)
+
+
 def _suggestion(given: str, known: Sequence[str]) -> str:
     close = difflib.get_close_matches(given, known, n=1)
     return f"; did you mean {close[0]}?" if close else ""
-
-
-def at_least(low: int) -> Callable[[str], int]:
-    def convert(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-        if value < low:
-            raise argparse.ArgumentTypeError(f"{text} is less than {low}")
-        return value
-
-    return convert
-
-
-def port(text: str) -> int:
-    value = at_least(0)(text)
-    if value > 65535:
-        raise argparse.ArgumentTypeError(f"{text} is above 65535")
-    return value
-
-
-def priority(text: str) -> int:
-    """A value of the request field scheduling.priority."""
-    field = BY_PATH["scheduling.priority"]
-    assert field.low is not None and field.high is not None  # noqa: PT018
-    value = at_least(int(field.low))(text)
-    if value > field.high:
-        raise argparse.ArgumentTypeError(f"{text} is above {field.high}")
-    return value
 
 
 def number(text: str) -> float:
@@ -98,6 +133,29 @@ def number(text: str) -> float:
     return value
 
 
+def whole(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+
+
+def within(low: N, high: N | None = None, kind: Callable[[str], N] = whole) -> Callable[[str], N]:
+    """The type of a number from `low` to `high`, both included."""
+
+    def convert(text: str) -> N:
+        value = kind(text)
+        if value < low:
+            raise argparse.ArgumentTypeError(f"{text} is less than {low:g}")
+        if high is not None and value > high:
+            raise argparse.ArgumentTypeError(
+                f"{text} is above {high:g}" if kind is number else f"{text} is above {high}"
+            )
+        return value
+
+    return convert
+
+
 def positive(text: str) -> float:
     value = number(text)
     if value <= 0:
@@ -105,18 +163,11 @@ def positive(text: str) -> float:
     return value
 
 
-def not_negative(text: str) -> float:
-    value = number(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{text} is less than 0")
-    return value
-
-
-def fraction(text: str) -> float:
-    value = number(text)
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
-    return value
+def size(text: str) -> str:
+    """A number of bytes, as the services take it."""
+    if not re.fullmatch(r"\d+(\.\d+)?[KMGTkmgt]?", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write 512M or 2G")
+    return text
 
 
 def json_object(text: str) -> dict[str, Any]:

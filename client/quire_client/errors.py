@@ -23,14 +23,16 @@ QuireError                the base: code, message, request_id, details
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
-
-from quire_client import protobuf_wire
+from google.protobuf.message import DecodeError, Message
+from google.rpc import error_details_pb2, status_pb2
 
 if TYPE_CHECKING:
     from quire_client.types import GenerateResult, PartialSample
+
+M = TypeVar("M", bound=Message)
 
 # A gRPC server that stops ends open calls with CANCELLED and no message; an intended cancel has a message.
 SERVER_GONE = "the server cancelled the call without a message; it is probably shutting down"
@@ -259,52 +261,31 @@ def _call(error: grpc.RpcError, name: str, default: Any) -> Any:
     return default if value is None else value
 
 
-def _status_details(data: str | bytes) -> dict[str, bytes]:
-    """google.rpc.Status {3: repeated Any {1: type_url, 2: value}} as type name -> value."""
-    found: dict[str, bytes] = {}
-    for packed in _repeated(data, 3):
-        entry = dict(_fields(packed))
-        found[_text(entry.get(1)).rpartition("/")[2]] = _bytes(entry.get(2))
-    return found
+def _status_details(data: bytes) -> dict[str, bytes]:
+    """The details of a google.rpc.Status: type name -> value."""
+    return {entry.type_url.rpartition("/")[2]: entry.value for entry in _parsed(status_pb2.Status, data).details}
 
 
 def _field_violations(data: bytes) -> tuple[FieldViolation, ...]:
-    """google.rpc.BadRequest {1: repeated FieldViolation {1: field, 2: description}}."""
-    entries = [dict(_fields(violation)) for violation in _repeated(data, 1)]
-    return tuple(FieldViolation(_text(entry.get(1)), _text(entry.get(2))) for entry in entries)
+    found = _parsed(error_details_pb2.BadRequest, data).field_violations
+    return tuple(FieldViolation(violation.field, violation.description) for violation in found)
 
 
 def _retry_delay_s(data: bytes | None) -> float | None:
-    """google.rpc.RetryInfo {1: Duration {1: seconds, 2: nanos}}."""
     if data is None:
         return None
-    duration = dict(_fields(_bytes(dict(_fields(data)).get(1))))
-    seconds, nanos = duration.get(1, 0), duration.get(2, 0)
-    if not isinstance(seconds, int) or not isinstance(nanos, int):
-        return None
-    return seconds + nanos * 1e-9
+    delay = _parsed(error_details_pb2.RetryInfo, data).retry_delay
+    return float(delay.seconds + delay.nanos * 1e-9)
+
+
+def _parsed(kind: type[M], data: bytes) -> M:
+    """The message; an empty one if the bytes are invalid: error details must not cause a second error."""
+    try:
+        return kind.FromString(data)
+    except DecodeError:
+        return kind()
 
 
 def _pushback_s(value: str | bytes | None) -> float | None:
-    text = _text(value) if isinstance(value, bytes) else value
+    text = value.decode("utf-8", "replace") if isinstance(value, bytes) else value
     return int(text) / 1000 if text and text.isdigit() else None
-
-
-def _repeated(data: str | bytes, number: int) -> list[bytes]:
-    return [_bytes(value) for found, value in _fields(_bytes(data)) if found == number]
-
-
-def _fields(data: bytes) -> list[tuple[int, int | bytes]]:
-    """Fields of a message. Invalid bytes have no fields: error details must not cause a second error."""
-    try:
-        return list(protobuf_wire.fields(data))
-    except ValueError:
-        return []
-
-
-def _bytes(value: str | int | bytes | None) -> bytes:
-    return value if isinstance(value, bytes) else b""
-
-
-def _text(value: int | bytes | None) -> str:
-    return _bytes(value).decode("utf-8", "replace")

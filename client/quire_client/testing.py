@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import grpc
+from google.rpc import error_details_pb2, status_pb2
 from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2
 from quire.v1.inference_pb2_grpc import (
@@ -245,20 +246,10 @@ def sample_events(
 
 def bad_request(code: grpc.StatusCode, error: FieldError) -> bytes:
     """google.rpc.Status with a BadRequest that names the field."""
-    violation = _length_delimited(1, error.field.encode()) + _length_delimited(2, str(error).encode())
-    detail = _length_delimited(1, b"type.googleapis.com/google.rpc.BadRequest")
-    detail += _length_delimited(2, _length_delimited(1, violation))
-    status = bytes((0x08, code.value[0])) + _length_delimited(2, str(error).encode())
-    return status + _length_delimited(3, detail)
-
-
-def _length_delimited(number: int, data: bytes) -> bytes:
-    """A field of a protobuf message."""
-    length, size = bytearray(), len(data)
-    while size > 0x7F:
-        length.append(size & 0x7F | 0x80)
-        size >>= 7
-    return bytes((number << 3 | 2, *length, size)) + data
+    status = status_pb2.Status(code=code.value[0], message=str(error))
+    violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=str(error))
+    status.details.add().Pack(error_details_pb2.BadRequest(field_violations=[violation]))
+    return bytes(status.SerializeToString())
 
 
 def _max_tokens(request: pb.GenerateRequest, default: int) -> int:

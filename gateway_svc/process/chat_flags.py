@@ -12,9 +12,9 @@ from svc_common.config import Flag, FlagGroup, SettingError, text
 
 CHAT_FLAGS = FlagGroup("chats (docs/chat.md)", (
     Flag("--chat-template", text,
-        "a Jinja chat template that requests can name; `default=FILE` replaces the default template of all "
-        "models. Repeat the flag for more templates (in the environment variable, separate them by commas). "
-        "Requests cannot send templates", metavar="NAME=FILE", is_list=True,
+        "a Jinja chat template that requests can name; FILE alone or `default=FILE` replaces the default template of "
+        "all models. Repeat the flag for more templates (in the environment variable, separate them by commas). "
+        "Requests cannot send templates", metavar="[NAME=]FILE", is_list=True,
     ),
     Flag("--tool-parser", text,
         "how a model writes tool calls: " + ", ".join((AUTO, NONE, *TOOL_FORMATS)) + ". Unset: auto, from the "
@@ -28,16 +28,16 @@ CHAT_FLAGS = FlagGroup("chats (docs/chat.md)", (
 
 
 class TemplateFileError(SettingError):
-    """A value of --chat-template is not NAME=FILE, or the file cannot be read."""
+    """A value of --chat-template is not FILE or NAME=FILE, or the file cannot be read."""
 
 
 def chat_templates(args: argparse.Namespace) -> dict[str, str]:
     """The templates of --chat-template, by name. Raises TemplateFileError."""
     templates: dict[str, str] = {}
     for value in args.chat_template:
-        name, _, path = value.partition("=")
+        name, path = value.split("=", 1) if "=" in value else ("default", value)
         if not name or not path:
-            raise TemplateFileError(f"--chat-template is {value!r}; must be NAME=FILE")
+            raise TemplateFileError(f"--chat-template is {value!r}; must be FILE or NAME=FILE")
         try:
             templates[name] = Path(path).read_text("utf-8")
         except (OSError, UnicodeDecodeError) as error:

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib.metadata
 import importlib.util
 import json
 import os
 import platform
 import shutil
-import socket
-import ssl
 import subprocess
 import sys
-import urllib.parse
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +24,7 @@ from quire_client.sync import Client
 from quire_cli.connection import tls_option
 from quire_cli.installation import SERVICES, install_command, is_installed
 from quire_cli.output import count, to_json
+from quire_cli.redis_ping import RedisUrlError, ping
 from quire_cli.stack.plan import has_gpu
 from quire_cli.stack.supervisor import cores
 
@@ -49,7 +46,6 @@ SERVICE_PACKAGES = {
 PROBE_TIMEOUT_S = 300.0  # compiles the kernels on a new machine
 KINDS = ("bfloat16", "int8", "float32")
 NOT_FASTEST = "QUIRE_DISABLE_AMX is set, the compiler does not know it, or the system refuses it (see a worker's log)"
-REDIS_TIMEOUT_S = 2.0
 TARGET_TIMEOUT_S = 2.0
 
 
@@ -199,15 +195,14 @@ def check_demo_model() -> Finding:
 def check_redis(url: str | None) -> Finding:
     if not url:
         return Finding("redis", OK, "not configured: prefix index in memory (fine for one scheduler)")
-    parts = urllib.parse.urlsplit(url)
-    name = parts._replace(netloc=parts.netloc.rpartition("@")[2], query="").geturl()  # without the password
     try:
-        _ping_any(_servers_of(parts))
-    except OSError as error:  # before ValueError: the error of a certificate is both
-        return Finding("redis", FALLBACK, f"{name} does not answer ({error}); services run without it, with fewer hits")
-    except ValueError:
-        return Finding("redis", MISSING, f"{name} is not a Redis URL; write redis://[:password@]host:port/db")
-    return Finding("redis", OK, f"{name} answers")
+        return Finding("redis", OK, f"{ping(url)} answers")
+    except RedisUrlError as error:
+        return Finding("redis", MISSING, str(error))
+    except OSError as error:
+        return Finding("redis", FALLBACK, f"{error}; services run without it, with fewer hits")
+    except ImportError:
+        return Finding("redis", FALLBACK, f"not checked: redis-py is not installed; run {install_command('scheduler')}")
 
 
 def check_target(address: str, *, is_named: bool, tls: Tls | None = None, api_key: str | None = None) -> Finding:
@@ -231,57 +226,3 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _servers_of(parts: urllib.parse.SplitResult) -> list[urllib.parse.SplitResult]:
-    """The servers of a URL: one Redis, or its Sentinels."""
-    scheme, _, kind = parts.scheme.partition("+")
-    if kind != "sentinel":
-        return [parts]
-    places = parts.netloc.rpartition("@")[2].split(",")
-    return [parts._replace(scheme=scheme, netloc=place if ":" in place else f"{place}:26379") for place in places]
-
-
-def _ping_any(servers: list[urllib.parse.SplitResult]) -> None:
-    """Raises the last error if no server answers."""
-    *others, last = servers
-    for server in others:
-        with contextlib.suppress(OSError):
-            _ping_redis(server)
-            return
-    _ping_redis(last)
-
-
-def _ping_redis(parts: urllib.parse.SplitResult) -> None:
-    """Send PING without a client library. Any answer of Redis counts, even 'authentication required'."""
-    with contextlib.ExitStack() as stack:
-        connection = stack.enter_context(_connect_redis(parts))
-        if parts.scheme == "rediss":
-            connection = stack.enter_context(_redis_tls().wrap_socket(connection, server_hostname=parts.hostname))
-        connection.sendall(b"PING\r\n")
-        if not connection.recv(64).startswith((b"+", b"-")):
-            raise OSError("the server there is not Redis")
-
-
-def _redis_tls() -> ssl.SSLContext:
-    """TLS with the files of the variables that the services read. Raises OSError."""
-    ca, cert, key = (os.environ.get(f"QUIRE_REDIS_TLS_{name}_FILE") for name in ("CA", "CERT", "KEY"))
-    context = ssl.create_default_context(cafile=ca)
-    if cert:
-        context.load_cert_chain(cert, key)
-    return context
-
-
-def _connect_redis(parts: urllib.parse.SplitResult) -> socket.socket:
-    if parts.scheme in ("redis", "rediss"):
-        return socket.create_connection((parts.hostname or "localhost", parts.port or 6379), REDIS_TIMEOUT_S)
-    if parts.scheme != "unix":
-        raise OSError(f"{parts.scheme or 'no scheme'}: write redis://host:port/0")
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        connection.settimeout(REDIS_TIMEOUT_S)
-        connection.connect(parts.path)
-    except OSError:
-        connection.close()
-        raise
-    return connection

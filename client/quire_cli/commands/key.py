@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import hashlib
 import os
 import re
 import secrets
@@ -11,6 +10,7 @@ import sys
 from pathlib import Path
 
 from quire_cli.output import complain, read_stdin, to_json
+from quire_cli.stack.local_trust import digest_line
 
 PREFIX = "qk-"
 OWNER = re.compile(r"[A-Za-z0-9_:-][A-Za-z0-9._:-]{0,63}")  # a gateway ignores files whose name begins with a dot
@@ -19,11 +19,6 @@ MIN_KEY_CHARS = 16
 
 def run(args: argparse.Namespace) -> int:
     return _new(args.owner, args.dir, is_json=args.json) if args.action == "new" else _hash(args)
-
-
-def digest_line(key: str) -> str:
-    """The line of a key in the folder of --api-keys. A digest without salt is enough, because keys are random."""
-    return f"sha256:{hashlib.sha256(key.encode()).hexdigest()}"
 
 
 def _new(owner: str | None, folder: Path | None, *, is_json: bool) -> int:

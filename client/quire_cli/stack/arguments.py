@@ -1,10 +1,15 @@
-"""Flags, help and examples of `quire up` and `quire serve`."""
+"""Arguments and examples of `quire up` and `quire serve`: their own, and those of the services that they start."""
 
 from __future__ import annotations
 
 import argparse
+import json
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
 
-from quire_cli.parser import at_least, not_negative, port, positive
+from quire_cli.parser import Argument, Group, arg, count_of, number, positive, size, switch, within
 
 MODEL_HELP = "Hugging Face folder, ORG/NAME[@REVISION] of the Hugging Face Hub, or demo: the bundled model"
 
@@ -15,8 +20,7 @@ examples:
   quire up --model Qwen/Qwen3-0.6B@main      a model of the Hugging Face Hub: cached, else downloaded
   quire up --gateways 2 --schedulers 2 --workers 2   two replicas of every service
   quire up --redis redis://localhost:6379/0  prefix index in Redis instead of memory
-  quire up --tls                             certificates for clients and services, made for this run
-  quire up --host 0.0.0.0 --port 50051       reachable from other machines (no authentication: trusted networks only)
+  quire up --host 0.0.0.0 --api-key KEY --tls   for other machines: clients need the key and the printed CA
   quire up --json --ready-file ready.json    for scripts: events as JSON lines, addresses in a file
 
 Ctrl-C or SIGTERM drains: running requests finish, then all services stop. A second signal stops them immediately.
@@ -26,121 +30,120 @@ SERVE_EXAMPLES = """\
 examples:
   quire serve Qwen/Qwen3-0.6B                from the local cache of the Hub, else downloaded
   quire serve ./Qwen3-0.6B --workers 2 --dtype bfloat16
+  quire serve Qwen/Qwen3-0.6B --served-model-name qwen --api-key KEY --max-model-len 8192 --tool-parser hermes
 """
 
+# Of the services. `quire up` sets the first ones itself; the last ones are for several machines.
+NOT_OFFERED = {
+    *("model", "listen", "http-listen", "advertise", "scheduler", "scheduler-id", "worker-id", "insecure"),
+    *("metrics-listen", "health-listen", "console-listen", "token-file", "internal-tls-worker-name"),
+    *("internal-tls-ca-file", "internal-tls-cert-file", "internal-tls-key-file"),
+    *("tls-cert-file", "tls-key-file", "tls-client-ca-file"),
+    *("nnodes", "node-rank", "node-listen", "leader-address", "node-timeout-s"),
+}
+NAMES_IN_VLLM = {"tool-parser": "--tool-call-parser", "http-allow-origin": "--allowed-origins"}
+ON_ONE_MACHINE = {
+    "threads": "default: an equal share of the cores",
+    "chunk-interval-ms": "default 50",
+    "burst-ms": "default 20",
+}
 
-def add_up_flags(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--model-name", metavar="NAME", help="name of the model in requests (default: ORG/NAME or the folder's name)")
-    add("--workers", type=at_least(1), default=1, metavar="N", help="worker processes (default 1)")
-    add(
-        "--gateways",
-        type=at_least(1),
-        default=1,
-        metavar="N",
-        help="gateway processes (default 1), on consecutive ports",
-    )
-    add("--schedulers", type=at_least(1), default=1, metavar="N", help="scheduler replicas (default 1)")
-    add("--redis", metavar="URL", help="prefix index in this Redis (default: in memory)")
-    add("--host", default="127.0.0.1", help="address that gateways listen on (default 127.0.0.1: this machine only)")
-    add("--port", type=port, default=50051, help="port of the first gateway (default 50051; 0: free ports)")
-    add(
-        "--http-port",
-        type=port,
-        metavar="PORT",
+
+def up_arguments() -> tuple[Argument | Group, ...]:
+    """All arguments except the model."""
+    return (*OWN, *_of_services())
+
+
+OWN = (
+    arg("--model-name", "--served-model-name", metavar="NAME",
+        help="name of the model in requests (default: ORG/NAME or the folder's name)"),
+    count_of("--workers", "worker processes (default 1)", default=1),
+    count_of("--gateways", "gateway processes (default 1), on consecutive ports", default=1),
+    count_of("--schedulers", "scheduler replicas (default 1)", default=1),
+    arg("--redis", metavar="URL", help="prefix index and records of requests in this Redis (default: in memory)"),
+    arg("--host", default="127.0.0.1", help="address that gateways listen on (default 127.0.0.1: this machine only)"),
+    arg("--port", type=within(0, 65535), default=50051,
+        help="port of the first gateway (default 50051; 0: free ports)"),
+    arg("--http-port", type=within(0, 65535), metavar="PORT",
         help="port of the OpenAI-compatible HTTP API of the first gateway (default 8000, or free ports if 8000 is in "
-        "use or --port is 0; 0: free ports)",
-    )
-    add(
-        "--chunk-interval-ms",
-        type=not_negative,
-        metavar="MS",
-        help="least time between two chunks of a stream (default 50, because all services share this machine; 0: none)",
-    )
-    add(
-        "--tls",
-        action="store_true",
-        help="encrypt all connections with certificates that are made for this run; prints --tls-ca for clients",
-    )
-    add("--metrics", action="store_true", help="serve /metrics of every service on free ports of 127.0.0.1")
-    add("--console", action="store_true", help="serve the console, a page for browsers, on a free port of 127.0.0.1")
-    add(
-        "--log-dir",
-        metavar="DIR",
-        help="folder of the log files NAME.log (default: a temporary folder that is removed after a clean stop)",
-    )
-    add(
-        "--ready-file",
-        metavar="FILE",
-        help="write addresses and process ids to this file as JSON when all services are ready",
-    )
-    add("--json", action="store_true", help="one JSON line per event instead of text")
-    add(
-        "--drain-timeout-s",
-        type=positive,
-        default=30.0,
-        metavar="S",
-        help="time limit for running requests at shutdown (default 30)",
-    )
-    _add_worker_flags(parser.add_argument_group("flags of every worker (default: the worker's own)"))
-    _add_scheduler_flags(parser.add_argument_group("flags of every scheduler"))
+        "use or --port is 0; 0: free ports)"),
+    arg("--api-key", action="append", metavar="KEY", default=[],
+        help="clients need this key; repeat the flag for several (--api-keys DIR: keys with owners, by digest)"),
+    switch("--tls",
+        "encrypt all connections with certificates that are made for this run; prints --tls-ca for clients"),
+    switch("--metrics", "serve /metrics of every service on free ports of 127.0.0.1"),
+    switch("--console", "serve the console, a page for browsers, on a free port of 127.0.0.1"),
+    arg("--log-dir", metavar="DIR",
+        help="folder of the log files NAME.log (default: a temporary folder that is removed after a clean stop)"),
+    arg("--ready-file", metavar="FILE",
+        help="write addresses and process ids to this file as JSON when all services are ready"),
+    switch("--json", "one JSON line per event instead of text"),
+    arg("--drain-timeout-s", type=positive, default=30.0, metavar="S",
+        help="time limit for running requests at shutdown (default 30)"),
+    switch("--enable-auto-tool-choice", "has no effect, as models may always call the tools of a request"),
+)  # fmt: skip
 
 
-def _add_worker_flags(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), help="numeric type of weights and KV cache")
-    add("--kv-cache-dtype", choices=("auto", "fp8"), help="fp8: keys and values in 8 bits (backend cuda)")
-    add(
-        "--quantize",
-        choices=("int8", "fp8"),
-        help="round weights to 8 bits, int8 on CPUs, fp8 on GPUs: faster, less accurate",
-    )
-    add("--block-size", type=at_least(1), metavar="N", help="tokens per KV block, a power of two")
-    add("--num-blocks", type=at_least(1), metavar="N", help="KV blocks of the pool")
-    add("--kv-cache-memory", metavar="SIZE", help="memory of the pool, instead of --num-blocks, e.g. 2G")
-    add("--max-num-seqs", type=at_least(1), metavar="N", help="limit of sequences that run at the same time")
-    add("--max-num-batched-tokens", type=at_least(1), metavar="N", help="limit of tokens computed per step")
-    add("--max-model-len", type=at_least(1), metavar="N", help="longest prompt + output")
-    add("--determinism", choices=("exact", "best_effort"), help="exact: logits do not depend on the batch")
-    add("--executor", choices=("model", "sim"), help="sim: no model runs; tokens are a function of context and seed")
-    add("--backend", choices=("cpu", "cuda", "reference"), help="compute backend; cuda: a GPU")
-    add(
-        "--attention",
-        choices=("auto", "triton", "flash", "flash3", "flashinfer", "torch"),
-        help="attention kernel (backend cuda)",
-    )
-    add("--gpu-memory-utilization", metavar="FRACTION", help="fraction of the GPU's memory that a worker may use")
-    add(
-        "--tensor-parallel-size",
-        type=at_least(1),
-        metavar="N",
-        help="GPUs per worker; they share one copy of the model",
-    )
-    add("--adapter", action="append", metavar="NAME=DIR", help="LoRA adapter to load; repeat the flag for more")
-    add("--adapter-dir", metavar="DIR", help="folder below which `quire adapter load` finds adapters")
-    add("--max-adapters", type=at_least(1), metavar="N", help="adapters that sequences may use at the same time")
-    add(
-        "--threads",
-        type=at_least(1),
-        metavar="N",
-        help="CPU threads of each worker (default: an equal share of the cores)",
-    )
+@cache
+def _rows() -> tuple[Mapping[str, Any], ...]:
+    """The flags of the services that can be set here. scripts/docs_tables.py writes the file."""
+    rows = json.loads(Path(__file__).with_name("service_flags.json").read_text(encoding="utf-8"))
+    return tuple(row for row in rows if row["name"] not in NOT_OFFERED)
 
 
-def _add_scheduler_flags(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add("--max-waiting", type=at_least(1), metavar="N", help="limit of waiting sequences")
-    add(
-        "--burst-ms",
-        type=not_negative,
-        metavar="MS",
-        help="how long a worker may decode per message (default 20, because all services share this machine; 0: one "
-        "step per message)",
+def _of_services() -> Iterator[Group]:
+    own = {name for argument in OWN for name in argument.names}
+    groups: dict[str, list[Argument]] = {}
+    for row in _rows():
+        if f"--{row['name']}" not in own:
+            groups.setdefault(" and ".join(f"every {service}" for service in row["services"]), []).append(_flag(row))
+    for services, flags in groups.items():
+        yield Group(f"flags of {services}", flags)
+
+
+def _flag(row: Mapping[str, Any]) -> Argument:
+    name = row["name"]
+    names = [f"--{name}", *([NAMES_IN_VLLM[name]] if name in NAMES_IN_VLLM else [])]
+    default = (
+        f"; here {ON_ONE_MACHINE[name]}, because all services share this machine" if name in ON_ONE_MACHINE else ""
     )
-    add("--no-prefix-caching", action="store_true", help="disable the prefix cache")
-    add(
-        "--max-waiting-tokens",
-        type=at_least(1),
-        metavar="N",
-        help="limit of tokens in the queue (prompts plus expected outputs)",
-    )
+    if row.get("is_switch"):
+        return arg(*names, help=row["help"], action="store_true")
+    value = {"choices": row["choices"]} if "choices" in row else {"type": _type(row), "metavar": row.get("metavar")}
+    repeated = {"action": "append"} if row.get("is_list") else {}
+    return arg(*names, help=row["help"] + default, **value, **repeated)
+
+
+def _type(row: Mapping[str, Any]) -> Any:
+    if row["name"] == "http-allow-origin":
+        return _origins
+    kind = row.get("type")
+    if kind == "size":
+        return size
+    return str if kind is None else within(*row["range"], *([number] if kind == "float" else []))
+
+
+def _origins(text: str) -> str | list[str]:
+    """One origin, or vLLM's list in JSON."""
+    if not text.startswith("["):
+        return text
+    try:
+        return [str(origin) for origin in json.loads(text)]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not valid JSON: {error}") from None
+
+
+def flags_of(service: str, args: argparse.Namespace) -> Iterator[tuple[str, object]]:
+    """The flags of a service that are set, with their values."""
+    for row in _rows():
+        value = getattr(args, row["name"].replace("-", "_"))
+        if service in row["services"]:
+            yield from ((row["name"], one) for one in _flat(value))
+
+
+def _flat(value: object) -> Iterator[object]:
+    if isinstance(value, list):
+        for item in value:
+            yield from _flat(item)
+    else:
+        yield value

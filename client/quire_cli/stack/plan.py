@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import urllib.parse
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,6 +15,8 @@ from typing import TypeVar
 
 from hub_models.find import HubError, find_model, parse_name
 from quire_cli.installation import SERVICES, install_command, is_installed
+from quire_cli.redis_ping import RedisUrlError, ping
+from quire_cli.stack.arguments import flags_of
 from quire_cli.stack.local_trust import LocalTrust, make_trust
 from quire_cli.stack.supervisor import ServiceSpec, flag_arguments, free_ports, is_free, threads_each
 
@@ -64,21 +65,21 @@ def make_plan(args: argparse.Namespace, say: Callable[[str], None] = print) -> P
     _check_installed()
     _check_environment()
     _check_device(args)
-    args.redis = args.redis or os.environ.get("QUIRE_REDIS")  # the scheduler also reads the variable
+    args.redis = args.redis or os.environ.get("QUIRE_REDIS")
+    _set_defaults_of_one_machine(args)
     ports = _gateway_ports(args.host, args.port, args.gateways)
     http_ports = _http_ports(args, excluded=ports)
-    folder, name = resolve_model(args.model, args.model_name, say)
+    folder, args.model_name = resolve_model(args.model, args.model_name, say)
     others = free_ports(args.schedulers + args.workers, excluded=[*ports, *http_ports])
     schedulers = [f"127.0.0.1:{port}" for port in others[: args.schedulers]]
-    threads = threads_each(args.workers, args.threads)
     devices = _devices_each(args, visible_gpus() if args.backend == "cuda" else [])
     log_dir = Path(args.log_dir or tempfile.mkdtemp(prefix="quire-"))
     log_dir.mkdir(parents=True, exist_ok=True)
-    trust = make_trust(log_dir, args.host, has_tls=args.tls)
+    trust = make_trust(log_dir, args.host, args.api_key, has_tls=args.tls)
     specs = [
         *(_scheduler_spec(name, address, args) for name, address in _named("scheduler", schedulers)),
         *(
-            _worker_spec(f"worker-{i}", f"127.0.0.1:{port}", schedulers, folder, name, threads, devices[i], args)
+            _worker_spec(f"worker-{i}", f"127.0.0.1:{port}", schedulers, folder, devices[i], args)
             for i, port in enumerate(others[args.schedulers :])
         ),
         *(
@@ -94,15 +95,16 @@ def make_plan(args: argparse.Namespace, say: Callable[[str], None] = print) -> P
     specs, console = _with_console(specs, excluded=[*ports, *http_ports, *others]) if args.console else (specs, "")
     specs = [trust.added_to(spec) for spec in specs]
     notes = (
-        _model_note(args.model, folder, name),
-        _backend_note(args, threads),
+        _model_note(args.model, folder, args.model_name),
+        _backend_note(args),
         _index_note(args.redis, args.schedulers),
+        *_reach_notes(args),
         *([f"console    {'https' if args.tls else 'http'}://{console}/console/"] if console else []),
         *(f"metrics    http://{spec.metrics}/metrics ({spec.name})" for spec in specs if spec.metrics),
     )
     target = ",".join(f"{_reachable(args.host)}:{port}" for port in ports)
     urls = tuple(f"{'https' if args.tls else 'http'}://{_reachable(args.host)}:{port}/v1" for port in http_ports)
-    return Plan(tuple(specs), target, name, notes, log_dir, not args.log_dir, urls, trust)
+    return Plan(tuple(specs), target, args.model_name, notes, log_dir, not args.log_dir, urls, trust)
 
 
 def _named(kind: str, items: Sequence[T]) -> Iterator[tuple[str, T]]:
@@ -222,16 +224,17 @@ def _http_ports(args: argparse.Namespace, *, excluded: Sequence[int]) -> list[in
     return free_ports(args.gateways, excluded=excluded)
 
 
+def _set_defaults_of_one_machine(args: argparse.Namespace) -> None:
+    """Defaults where those of the services are for separate machines. A variable of the environment replaces them."""
+    args.threads = threads_each(args.workers, args.threads)
+    for name, default in (("chunk_interval_ms", CHUNK_INTERVAL_MS), ("burst_ms", BURST_MS)):
+        if getattr(args, name) is None and f"QUIRE_{name.upper()}" not in os.environ:
+            setattr(args, name, default)
+
+
 def _scheduler_spec(name: str, address: str, args: argparse.Namespace) -> ServiceSpec:
-    flags = [
-        ("listen", address),
-        ("redis", args.redis),
-        ("max-waiting", args.max_waiting),
-        ("max-waiting-tokens", args.max_waiting_tokens),
-        ("burst-ms", _shared_machine(args.burst_ms, "QUIRE_BURST_MS", BURST_MS)),
-    ]
-    switches = ("--no-prefix-caching",) if args.no_prefix_caching else ()
-    return ServiceSpec(name, "scheduler_svc.service", (*flag_arguments(flags), *switches), address, SCHEDULER_PHASE)
+    flags = flag_arguments([("listen", address), *flags_of("scheduler", args)])
+    return ServiceSpec(name, "scheduler_svc.service", flags, address, SCHEDULER_PHASE)
 
 
 def _worker_spec(
@@ -239,68 +242,20 @@ def _worker_spec(
     address: str,
     schedulers: Sequence[str],
     folder: Path,
-    model_name: str,
-    threads: int,
     environment: tuple[tuple[str, str], ...],
     args: argparse.Namespace,
 ) -> ServiceSpec:
-    flags: list[tuple[str, object]] = [
-        ("model", folder),
-        ("model-name", model_name),
-        ("listen", address),
-        ("advertise", address),
-        *(("scheduler", scheduler) for scheduler in schedulers),
-        ("worker-id", worker_id),
-        ("threads", threads),
-        ("drain-timeout-s", args.drain_timeout_s),
-        ("dtype", args.dtype),
-        ("kv-cache-dtype", args.kv_cache_dtype),
-        ("quantize", args.quantize),
-        ("block-size", args.block_size),
-        ("num-blocks", args.num_blocks),
-        ("kv-cache-memory", args.kv_cache_memory),
-        ("max-num-seqs", args.max_num_seqs),
-        ("max-num-batched-tokens", args.max_num_batched_tokens),
-        ("max-model-len", args.max_model_len),
-        ("determinism", args.determinism),
-        ("executor", args.executor),
-        ("backend", args.backend),
-        ("attention", args.attention),
-        ("gpu-memory-utilization", args.gpu_memory_utilization),
-        ("tensor-parallel-size", args.tensor_parallel_size),
-        *(("adapter", _resolved_adapter(adapter)) for adapter in args.adapter or ()),
-        ("adapter-dir", None if args.adapter_dir is None else Path(args.adapter_dir).resolve()),
-        ("max-adapters", args.max_adapters),
-    ]
-    return ServiceSpec(
-        worker_id, "worker_svc.service", flag_arguments(flags), address, WORKER_PHASE, environment=environment
-    )
-
-
-def _resolved_adapter(text: str) -> str:
-    """NAME=DIR with the whole path. Raises SetupError if it has another form."""
-    name, _, folder = text.partition("=")
-    if not name or not folder:
-        raise SetupError(f"--adapter {text}: must be NAME=DIR")
-    return f"{name}={Path(folder).resolve()}"
+    own = (("model", folder), ("listen", address), ("advertise", address), ("worker-id", worker_id))
+    flags = flag_arguments([*own, *(("scheduler", one) for one in schedulers), *flags_of("worker", args)])
+    return ServiceSpec(worker_id, "worker_svc.service", flags, address, WORKER_PHASE, environment=environment)
 
 
 def _gateway_spec(
     name: str, host: str, port: int, http_port: int, schedulers: Sequence[str], args: argparse.Namespace
 ) -> ServiceSpec:
-    flags: list[tuple[str, object]] = [
-        ("listen", f"{_bracketed(host)}:{port}"),
-        ("http-listen", f"{_bracketed(host)}:{http_port}"),
-        *(("scheduler", scheduler) for scheduler in schedulers),
-        ("redis", args.redis),
-        ("chunk-interval-ms", _shared_machine(args.chunk_interval_ms, "QUIRE_CHUNK_INTERVAL_MS", CHUNK_INTERVAL_MS)),
-    ]
-    return ServiceSpec(name, "gateway_svc.service", flag_arguments(flags), f"{_reachable(host)}:{port}", GATEWAY_PHASE)
-
-
-def _shared_machine(given: float | None, variable: str, default: float) -> float | None:
-    """The value of a flag whose default in the service is for separate machines. None: the variable sets it."""
-    return default if given is None and variable not in os.environ else given
+    own = (("listen", f"{_bracketed(host)}:{port}"), ("http-listen", f"{_bracketed(host)}:{http_port}"))
+    flags = flag_arguments([*own, *(("scheduler", one) for one in schedulers), *flags_of("gateway", args)])
+    return ServiceSpec(name, "gateway_svc.service", flags, f"{_reachable(host)}:{port}", GATEWAY_PHASE)
 
 
 def _bracketed(host: str) -> str:
@@ -334,8 +289,8 @@ def _devices_each(args: argparse.Namespace, visible: Sequence[str]) -> list[tupl
     return [(("CUDA_VISIBLE_DEVICES", ",".join(visible[i : i + size])),) for i in range(0, needed, size)]
 
 
-def _backend_note(args: argparse.Namespace, threads: int) -> str:
-    num_workers: int = args.workers
+def _backend_note(args: argparse.Namespace) -> str:
+    num_workers, threads = args.workers, args.threads
     if args.backend == "cuda":
         ranks = f" of {args.tensor_parallel_size} GPUs" if (args.tensor_parallel_size or 1) > 1 else ""
         return f"backend    CUDA, {num_workers} worker{'s' if num_workers > 1 else ''}{ranks}"
@@ -344,12 +299,26 @@ def _backend_note(args: argparse.Namespace, threads: int) -> str:
 
 
 def _index_note(redis: str | None, num_schedulers: int) -> str:
-    if not redis and num_schedulers > 1:
-        return "index      in memory of each scheduler (no --redis given)"
     if not redis:
-        return "index      in memory (no --redis given)"
-    parts = urllib.parse.urlsplit(redis)
-    return f"index      Redis at {parts._replace(netloc=parts.netloc.rpartition('@')[2]).geturl()}"
+        where = "in memory of each scheduler" if num_schedulers > 1 else "in memory"
+        return f"index      {where} (no --redis given)"
+    try:
+        return f"index      Redis at {ping(redis)}"
+    except RedisUrlError as error:
+        raise SetupError(f"--redis: {error}") from None
+    except OSError as error:
+        return f"index      {error}; the services use it as soon as it answers"
+
+
+def _reach_notes(args: argparse.Namespace) -> Iterator[str]:
+    has_keys = args.api_key or args.api_keys or args.jwt_issuer
+    if args.host not in ("127.0.0.1", "localhost", "::1") and not has_keys:
+        yield f"WARNING    --host {args.host}: other machines need no key to use this server; see --api-key and --tls"
+    if args.chunk_interval_ms:
+        yield (
+            f"chunks     a stream gets one every {args.chunk_interval_ms:g} ms, with all tokens since the last one; "
+            "--chunk-interval-ms 0 sends each token when it is there"
+        )
 
 
 def has_gpu() -> bool:

@@ -96,6 +96,7 @@ class TextReporter:
         self._is_serving = True
         target = "" if plan.target in DEFAULT_TARGETS else f" --target {plan.target}"
         target += f" --tls-ca {plan.trust.ca}" if plan.trust.ca else ""
+        target += " --api-key KEY" if plan.trust.has_keys else ""
         question = SAMPLE_QUESTION if plan.model == "demo" else "Hello!"
         self._line(f"\nServing {plan.model} on {plan.target}. In another terminal:")
         self._line(f'  quire chat "{question}"{target}')
@@ -109,7 +110,7 @@ class TextReporter:
 
     def failed(self, error: StartFailedError, log_dir: Path) -> None:
         self._clear()
-        complain(f"{error}. The last lines of {log_dir / error.name}.log:")
+        complain(f"{error}. The last lines of {log_dir / error.name}.log:" if error.tail else str(error))
         for line in error.tail:
             print(f"  {line}", file=sys.stderr)
 

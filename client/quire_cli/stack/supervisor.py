@@ -56,9 +56,10 @@ class StartFailedError(Exception):
     """A service ended before it was ready for the first time: its settings or its model are wrong."""
 
     def __init__(self, name: str, how: str, tail: list[str]) -> None:
-        super().__init__(f"{name} {how} before it was ready")
+        reason = setting_error(tail[-1]) if tail else ""
+        super().__init__(f"{name}: {reason}" if reason else f"{name} {how} before it was ready")
         self.name = name
-        self.tail = tail
+        self.tail = [] if reason else tail
 
 
 @dataclass(slots=True)
@@ -237,6 +238,12 @@ def starting_step(path: Path, start: int) -> str | None:
     return found[-1].decode("utf-8", "replace").strip() if found else None
 
 
+def setting_error(line: str) -> str:
+    """What a service says about a wrong setting in the last line of its log; empty if the line is something else."""
+    found = re.fullmatch(r"(?:quire-\w+: (?:error: )?|\S+ \S+ ERROR )(.+)", line)
+    return found[1] if found else ""
+
+
 def _read_end(path: Path, start: int) -> bytes:
     with path.open("rb") as log:
         size = log.seek(0, os.SEEK_END)
@@ -291,5 +298,6 @@ def threads_each(num_workers: int, threads: int | None) -> int:
 
 
 def flag_arguments(flags: Sequence[tuple[str, object]]) -> tuple[str, ...]:
-    """`--name value` for each flag that has a value."""
-    return tuple(part for name, value in flags if value is not None for part in (f"--{name}", str(value)))
+    """`--name value` for each flag that has a value, `--name` for a switch that is on."""
+    given = ((f"--{name}", value) for name, value in flags if value is not None and value is not False)
+    return tuple(part for name, value in given for part in ((name,) if value is True else (name, str(value))))

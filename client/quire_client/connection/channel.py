@@ -7,7 +7,6 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from quire_client import protobuf_wire
 from quire_client.connection.diagnosis import check_address
 from quire_client.errors import invalid
 
@@ -104,5 +103,5 @@ def health_request(service: str) -> bytes:
 
 def health_state(response: bytes) -> str:
     """The state in grpc.health.v1.HealthCheckResponse {1: status}."""
-    value = dict(protobuf_wire.fields(response)).get(1, 0)
-    return HEALTH_STATES.get(value, "unknown") if isinstance(value, int) else "unknown"
+    value = response[1] if len(response) == 2 and response[0] == 0x08 else 0
+    return HEALTH_STATES.get(value, "unknown")

@@ -17,6 +17,8 @@ from quire_cli.stack import reporters
 from quire_cli.stack import supervisor as stack
 from quire_cli.stack.supervisor import ServiceSpec, Stack, StartFailedError
 
+from gateway_svc.callers.api_keys import ApiKeys
+
 TOY = """
     import pathlib, signal, sys, threading, time
     from concurrent import futures
@@ -234,8 +236,9 @@ def test_plan_wires_the_services_together(model, tmp_path):
     (url,) = made.http_urls
     http = url.removeprefix("http://").removesuffix("/v1")
     own = {"--listen": made.target, "--http-listen": http, "--scheduler": scheduler, "--chunk-interval-ms": "50.0"}
+    own["--drain-timeout-s"] = "30.0"
     assert flags_of(made, "gateway") == own | quiet | {"--token-file": str(tmp_path / "l" / "tokens")}
-    assert all(flags_of(made, spec.name)["--token-file"] == str(made.trust.secrets) for spec in made.specs)
+    assert all(flags_of(made, spec.name)["--token-file"] == str(*made.trust.secrets) for spec in made.specs)
     assert "--redis" not in flags_of(made, "scheduler")
     assert "in memory (no --redis given)" in "".join(made.notes)
 
@@ -300,12 +303,15 @@ def test_gateways_get_consecutive_ports(model, tmp_path):
 
 def test_plan_passes_the_flags_to_the_services(model, tmp_path):
     made = plan(
-        "--model", model, "--port", "0", "--model-name", "m", "--redis", "redis://r", "--max-waiting", "5",
-        "--max-waiting-tokens", "99", "--executor", "sim", "--threads", "3", "--num-blocks", "7",
+        "--model", model, "--port", "0", "--served-model-name", "m", "--redis", "redis://r.invalid",
+        "--max-waiting", "5", "--max-waiting-tokens", "99", "--executor", "sim", "--threads", "3", "--num-blocks", "7",
         "--quantize", "int8", "--burst-ms", "7.5", "--dtype", "float16", "--kv-cache-dtype", "fp8",
-        "--determinism", "exact", "--host", "0.0.0.0", "--log-dir", str(tmp_path),
+        "--determinism", "exact", "--host", "0.0.0.0", "--log-dir", str(tmp_path), "--tool-call-parser", "hermes",
+        "--reasoning-parser", "think", "--chat-template", "t.jinja", "--max-logprobs", "5", "--kv-cache-memory", "64M",
+        "--trace-endpoint", "http://otel:4317",
     )  # fmt: skip
-    assert flags_of(made, "scheduler")["--redis"] == flags_of(made, "gateway")["--redis"] == "redis://r"
+    assert flags_of(made, "scheduler")["--redis"] == flags_of(made, "gateway")["--redis"] == "redis://r.invalid"
+    assert "redis://r.invalid does not answer" in "".join(made.notes)
     assert flags_of(made, "scheduler")["--max-waiting"] == "5"
     assert flags_of(made, "scheduler")["--max-waiting-tokens"] == "99"
     assert flags_of(made, "scheduler")["--burst-ms"] == "7.5"
@@ -313,8 +319,39 @@ def test_plan_passes_the_flags_to_the_services(model, tmp_path):
     worker = flags_of(made, "worker-0")
     assert (worker["--threads"], worker["--num-blocks"], worker["--determinism"]) == ("3", "7", "exact")
     assert (worker["--quantize"], worker["--dtype"], worker["--kv-cache-dtype"]) == ("int8", "float16", "fp8")
-    assert flags_of(made, "gateway")["--listen"].startswith("0.0.0.0:")
+    gateway = flags_of(made, "gateway")
+    assert (gateway["--tool-parser"], gateway["--reasoning-parser"]) == ("hermes", "think")
+    assert (gateway["--chat-template"], gateway["--max-logprobs"], worker["--kv-cache-memory"]) == (
+        "t.jinja",
+        "5",
+        "64M",
+    )
+    assert all(flags_of(made, spec.name)["--trace-endpoint"] == "http://otel:4317" for spec in made.specs)
+    assert worker["--model-name"] == made.model == "m"
+    assert gateway["--listen"].startswith("0.0.0.0:")
+    assert "other machines need no key" in "".join(made.notes)
     assert made.target.startswith("127.0.0.1:")
+
+
+def test_origins_are_given_as_in_vllm_or_one_by_one(model, tmp_path):
+    def origins(*flags):
+        made = plan("--model", model, "--port", "0", "--log-dir", str(tmp_path), *flags)
+        words = next(spec for spec in made.specs if spec.name == "gateway").arguments
+        return [words[i + 1] for i, word in enumerate(words) if word == "--http-allow-origin"]
+
+    assert origins("--allowed-origins", '["https://a", "https://b"]') == ["https://a", "https://b"]
+    assert origins("--http-allow-origin", "*") == ["*"]
+
+
+def test_clients_need_the_keys_of_the_command_line(model, tmp_path):
+    made = plan("--model", model, "--port", "0", "--log-dir", str(tmp_path), "--api-key", "token-abc", "--host", "::1")
+    folder = tmp_path / "api-keys"
+    assert flags_of(made, "gateway")["--api-keys"] == str(folder)
+    assert ApiKeys(folder).find("token-abc").owner == "local"
+    assert "token-abc" not in (folder / "local").read_text()
+    assert folder.stat().st_mode & 0o077 == 0
+    made.trust.delete()
+    assert not folder.exists()
 
 
 def test_each_worker_gets_its_own_gpus(model, monkeypatch):
@@ -367,6 +404,29 @@ def test_plan_refuses_gateways_with_tls(model, monkeypatch):
     monkeypatch.setenv("QUIRE_TLS_CERT_FILE", "tls.crt")
     with pytest.raises(plans.SetupError, match="`quire up` uses no certificates, or with --tls its own"):
         plan("--model", model)
+
+
+def test_a_malformed_redis_url_is_refused(model):
+    with pytest.raises(plans.SetupError, match="--redis: redis://host:six/0 is not a Redis URL"):
+        plan("--model", model, "--redis", "redis://:secret@host:six/0")
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("quire-gateway: --chat-template is '='; must be FILE", "--chat-template is '='; must be FILE"),
+        ("quire-worker: error: argument --backend: no", "argument --backend: no"),
+        ("12:00:01 worker ERROR --kv-cache-memory is too much", "--kv-cache-memory is too much"),
+        ("12:00:01 worker INFO loading", ""),
+        ("RuntimeError: out of memory", ""),
+    ],
+)
+def test_a_wrong_setting_is_shown_in_one_line(line, reason):
+    assert stack.setting_error(line) == reason
+    error = StartFailedError("w", "ended with exit code 2", ["Traceback", line])
+    assert (str(error), error.tail) == (
+        (f"w: {reason}", []) if reason else ("w ended with exit code 2 before it was ready", ["Traceback", line])
+    )
 
 
 def test_free_ports_differ():

@@ -9,6 +9,7 @@ import zipfile
 from email.parser import Parser
 from pathlib import Path
 
+import argcomplete
 import google.protobuf
 import grpc
 import pytest
@@ -56,7 +57,9 @@ def test_the_sdk_wheel_has_the_sdk_and_the_stubs_only(wheels):
     } <= set(sdk.namelist())
     assert not [name for name in sdk.namelist() if "demo_model" in name]
     needed, extras = requirements(sdk)
-    assert {line.partition(">")[0] for line in needed} == {"grpcio", "protobuf"}
+    assert {line.partition(">")[0] for line in needed} == {
+        *("argcomplete", "googleapis-common-protos", "grpcio", "protobuf"),
+    }
     assert extras == {"bench", "hub"}
 
 
@@ -114,9 +117,11 @@ def test_equal_wheels_have_equal_sboms():
 
 
 def test_the_sdk_wheel_works_without_the_services(wheels, tmp_path):
-    """Runs an interpreter that can import only the wheel, grpc, protobuf and the standard library."""
+    """Runs an interpreter that can import only the wheel, its requirements and the standard library."""
     wheels["quire_client"].extractall(tmp_path)
-    installed = [Path(grpc.__file__).parent, Path(google.protobuf.__file__).parents[1]]
+    installed = [Path(module.__file__).parent for module in (argcomplete, grpc)] + [
+        Path(google.protobuf.__file__).parents[1]
+    ]
     try:
         import typing_extensions  # grpc needs it
     except ImportError:

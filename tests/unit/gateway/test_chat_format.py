@@ -70,6 +70,14 @@ def test_templates_from_files(tmp_path: Path) -> None:
     assert tokenizer.chat_format().tools is None
 
 
+def test_a_template_without_a_name_is_the_default(tmp_path: Path) -> None:
+    file = tmp_path / "t.jinja"
+    file.write_text("text")
+    assert chat_templates(config.parse(make_parser(), ["--scheduler", "a:1", "--chat-template", str(file)])) == {
+        "default": "text"
+    }
+
+
 @pytest.mark.parametrize("value", ["file.jinja", "=x", "a=", "a=/does/not/exist"])
 def test_a_wrong_template_flag_is_refused(value: str) -> None:
     args = config.parse(make_parser(), ["--scheduler", "a:1", "--chat-template", value])

@@ -11,7 +11,8 @@ from worker_svc.engine.backend import Backend
 from worker_svc.engine.decoder.block_contents import BlockContents
 from worker_svc.engine.kernels.memory import lazy_zeros
 
-DEFAULT_MEMORY = 1 << 30
+GIB = 1 << 30
+DEFAULT_MEMORY = GIB
 
 
 class KVCachePool(BlockContents):
@@ -23,9 +24,9 @@ class KVCachePool(BlockContents):
     def __init__(
         self, num_layers: int, num_blocks: int, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype
     ) -> None:
-        super().__init__(num_blocks, block_size)
         self.keys = _lazy_zeros((num_layers, num_blocks, kv_heads, head_dim, block_size), dtype)
         self.values = _lazy_zeros((num_layers, num_blocks, kv_heads, block_size, head_dim), dtype)
+        super().__init__(num_blocks, block_size)
         self._layers = list(zip(self.keys.unbind(), self.values.unbind(), strict=True))
 
     @staticmethod
@@ -45,5 +46,10 @@ class KVCachePool(BlockContents):
 
 
 def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Zeros that take memory when they are first written: blocks are used one by one."""
-    return lazy_zeros(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
+    """Zeros that take memory when they are first written: blocks are used one by one. Raises ValueError."""
+    size = math.prod(shape) * dtype.itemsize
+    try:
+        return lazy_zeros(size).view(dtype).view(shape)
+    except OSError as error:
+        words = f"keys and values of {shape[1]} blocks need {2 * size / GIB:.1f} GiB"
+        raise ValueError(f"{words}: {error.strerror}; lower num_blocks or kv_cache_memory") from None

@@ -34,6 +34,16 @@ def available_memory(cgroup: Path = CGROUP) -> int:
     return free if limit == "max" else min(free, max(int(limit) - used, 0))
 
 
+def total_memory(cgroup: Path = CGROUP) -> int:
+    """Bytes of memory of this machine, or of its control group's limit if that is less."""
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        limit = (cgroup / "memory.max").read_text().strip()
+    except OSError:
+        return memory
+    return memory if limit == "max" else min(memory, int(limit))
+
+
 def instruction_sets(cpuinfo: Path = CPUINFO) -> frozenset[str]:
     """The processor's instruction sets as /proc/cpuinfo names them; empty if there is no such file."""
     try:
