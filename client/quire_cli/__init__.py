@@ -20,7 +20,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code. An error is one line on stderr, never a traceback."""
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # gRPC reads this on import; by default it logs to stderr
     os.environ.setdefault("GRPC_EXPERIMENTS", GRPC_EXPERIMENTS)
-    import argcomplete
     from quire_client.errors import QuireError
 
     from quire_cli.arguments import make_parser
@@ -28,6 +27,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     parser = make_parser()
     if "_ARGCOMPLETE" in os.environ:  # set by the script of `quire completion`
+        import argcomplete
+
         argcomplete.autocomplete(parser)
     args = parser.parse_args(argv)
     for stream in (sys.stdout, sys.stderr):
