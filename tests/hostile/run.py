@@ -1,9 +1,9 @@
 """Attack every port of a running system and print figures: `python -m tests.hostile.run` or `make hostile`.
 
-One line per attack and port: how long it took, the speed of eight good streams compared with before, the slowest
-probe, and the process whose memory grew most. The good streams have a process of their own. The attacker shares the
-processors with the system, at a lower priority. At the end, the port between the hosts of a worker is attacked. Ends
-with status 1 after a finding or a wrong token.
+One line per attack and port: how long it took, the speed of eight good streams compared with before and their longest
+pause, the slowest probe, and the process whose memory grew most. The good streams have a process of their own. The
+attacker shares the processors with the system, at a lower priority. At the end, the port between the hosts of a worker
+is attacked. Ends with status 1 after a finding or a wrong token.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 
 from tests.hostile import attacks
+from tests.hostile.attacks import FLOODS
 from tests.hostile.node_attacks import NODE_ATTACKS
 from tests.hostile.node_target import NodeTarget
 from tests.hostile.streams_apart import streams_apart
@@ -28,6 +29,7 @@ ATTACKER_NICENESS = 10
 MIN_S = 2.0  # the speed during a shorter attack says nothing
 KEPT_MIB = 128.0
 PEAK_MIB = 600.0
+PAUSE_S = 0.5
 
 
 def main() -> None:
@@ -49,7 +51,7 @@ async def attack(target: Target, args: argparse.Namespace) -> int:
     await (await target.connect()).close()  # every worker is leased
     async with streams_apart(target) as streams:
         os.nice(ATTACKER_NICENESS)
-        suite = Suite(target, streams, kept_mib=KEPT_MIB, peak_mib=PEAK_MIB)
+        suite = Suite(target, streams, kept_mib=KEPT_MIB, peak_mib=PEAK_MIB, pause_s=PAUSE_S, pausing=FLOODS)
         rest = await suite.rest(REST_S)
         print(f"8 good streams without an attack: {rest:.0f} tokens/s", flush=True)
         ports = one_of_each(target)
@@ -87,11 +89,12 @@ async def attack_nodes(target: NodeTarget, args: argparse.Namespace) -> int:
 
 
 def _report(row: Row, rest: float, caller: str = "") -> None:
-    name, growth = row.largest_growth
+    name, growth, peak = row.largest_growth
     speed = f"{row.tokens_per_s / rest:4.0%}" if row.seconds >= MIN_S else "   -"
+    memory = f"memory {growth:+5.0f} MiB, peak {peak:+5.0f} ({name})"
     print(
-        f"{row.attack:45} {row.port:22} {caller:17} {row.seconds:6.1f} s  speed {speed}  "
-        f"slowest probe {row.slowest_probe_s:5.2f} s  memory {growth:+5.0f} MiB ({name})  {dict(row.codes) or ''}",
+        f"{row.attack:45} {row.port:22} {caller:17} {row.seconds:6.1f} s  speed {speed}  pause {row.pause_s:5.2f} s  "
+        f"slowest probe {row.slowest_probe_s:5.2f} s  {memory}  {dict(row.codes) or ''}",
         flush=True,
     )
     for finding in row.findings:

@@ -1,6 +1,6 @@
 """Good streams in a process of their own, so that their speed is not that of the attacker's process.
 
-The child prints `COUNT TIME` for each line that it reads, and a JSON object at the end of its input.
+The child prints a `Progress` for each line that it reads, and a JSON object at the end of its input.
 """
 
 from __future__ import annotations
@@ -9,14 +9,13 @@ import asyncio
 import contextlib
 import json
 import sys
-import time
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 from quire_client import AsyncClient
 
-from tests.hostile.suite import good_streams
+from tests.hostile.suite import Progress, good_streams
 from tests.hostile.target import GOOD_KEY, Target
 
 
@@ -28,13 +27,12 @@ class StreamsApart:
         self._wrong: list[str] = []
         self.num_ended = 0
 
-    async def count(self) -> tuple[int, float]:
-        """The number of tokens so far, and when they were counted, on the child's clock in seconds."""
+    async def progress(self) -> Progress:
+        """The state of the streams, on the child's clock."""
         assert self._child.stdin is not None
         assert self._child.stdout is not None
         self._child.stdin.write(b"\n")
-        count, at = (await self._child.stdout.readline()).split()
-        return int(count), float(at)
+        return Progress(*json.loads(await self._child.stdout.readline()))
 
     def wrong(self) -> list[str]:
         """The streams whose tokens differ from the reference, or that failed; known after the end."""
@@ -68,7 +66,7 @@ async def run(targets: str, model_dir: Path) -> None:
     client = await AsyncClient.connect(targets, timeout_s=300.0, api_key=GOOD_KEY)
     async with client, good_streams(model_dir, client) as streams:
         while await asyncio.to_thread(sys.stdin.readline):
-            print(streams.num_tokens, time.monotonic(), flush=True)
+            print(json.dumps(await streams.progress()), flush=True)
     print(json.dumps({"wrong": streams.wrong(), "ended": streams.num_ended}), flush=True)
 
 

@@ -6,17 +6,19 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from quire_client import AsyncClient
 
 from tests.chaos.reference import Catalogue, SimRule
-from tests.chaos.streams import StreamLoad
+from tests.chaos.streams import StreamLoad, StreamRecord
 from tests.hostile.attacks import Attack, Size, attacks_on, launch
 from tests.hostile.campaigns import Outcomes, mutated_bodies, mutated_calls, stranger_calls
+from tests.hostile.costly import costly_attacks_on
 from tests.hostile.target import Port, Target
 from tests.hostile.watch import Finding, Memory, Watch
 
@@ -34,30 +36,34 @@ class Row:
     port: str
     seconds: float
     tokens_per_s: float
+    pause_s: float  # the longest one of a good stream
     slowest_probe_s: float
     memory: dict[str, Memory]
     findings: list[Finding]
     codes: Counter[str] = field(default_factory=Counter)
 
     @property
-    def largest_growth(self) -> tuple[str, float]:
-        """The process whose memory has grown most, and by how many MiB."""
-        growth = {name: memory.after - memory.before for name, memory in self.memory.items()}
-        name = max(growth, key=growth.__getitem__)
-        return name, growth[name]
+    def largest_growth(self) -> tuple[str, float, float]:
+        """The process whose memory was largest compared with before, and by how many MiB: afterwards, and at most."""
+        name, memory = max(self.memory.items(), key=lambda one: one[1].peak - one[1].before)
+        return name, memory.after - memory.before, memory.peak - memory.before
+
+
+class Progress(NamedTuple):
+    """The state of the good streams. `pause_s`: the longest pause of one of them since the last call."""
+
+    num_tokens: int
+    at: float
+    pause_s: float
+
+    def tokens_per_s(self, before: Progress) -> float:
+        return (self.num_tokens - before.num_tokens) / max(self.at - before.at, 0.1)
 
 
 class Counted(Protocol):
-    """Streams whose speed is measured."""
+    """Streams whose speed and pauses are measured."""
 
-    async def count(self) -> tuple[int, float]:
-        """The number of tokens so far, and the time in seconds."""
-        ...
-
-
-def _speed(before: tuple[int, float], after: tuple[int, float]) -> float:
-    """Tokens per second."""
-    return (after[0] - before[0]) / max(after[1] - before[1], 0.1)
+    async def progress(self) -> Progress: ...
 
 
 class GoodStreams:
@@ -65,10 +71,14 @@ class GoodStreams:
 
     def __init__(self, load: StreamLoad) -> None:
         self._load = load
+        self._asked_at = 0.0
 
-    async def count(self) -> tuple[int, float]:
-        """The number of tokens so far, and the time in seconds."""
-        return self.num_tokens, time.monotonic()
+    async def progress(self) -> Progress:
+        now, since = asyncio.get_running_loop().time(), self._asked_at
+        self._asked_at = now
+        active = (record for record in self._load.records if not record.ended or record.ended > since)
+        pause_s = max((_longest_pause(record, since, now) for record in active), default=0.0)
+        return Progress(self.num_tokens, time.monotonic(), pause_s)
 
     @property
     def num_tokens(self) -> int:
@@ -81,6 +91,12 @@ class GoodStreams:
     @property
     def num_ended(self) -> int:
         return self._load.counts["streams"]
+
+
+def _longest_pause(record: StreamRecord, since: float, now: float) -> float:
+    """The longest time without tokens that ended after `since`."""
+    times = [record.began, *record.delta_times, record.ended or now]
+    return max(later - earlier for earlier, later in pairwise(times) if later > since)
 
 
 @contextlib.asynccontextmanager
@@ -99,11 +115,24 @@ async def good_streams(model_dir: Path, client: AsyncClient) -> AsyncIterator[Go
 
 
 class Suite:
-    """Attacks the ports of a target and keeps the figures."""
+    """Attacks the ports of a target and keeps the figures. A longer pause of a good stream than `pause_s` is a finding,
+    except during `pausing` attacks.
+    """
 
-    def __init__(self, target: Target, streams: Counted, *, kept_mib: float, peak_mib: float) -> None:
+    def __init__(
+        self,
+        target: Target,
+        streams: Counted,
+        *,
+        kept_mib: float,
+        peak_mib: float,
+        pause_s: float,
+        pausing: Collection[Attack] = (),
+    ) -> None:
         self._target = target
         self._streams = streams
+        self._pause_s = pause_s
+        self._pausing = {attack.__name__ for attack in pausing}
         self._bounds = {"kept_mib": kept_mib, "peak_mib": peak_mib}
         self.rows: list[Row] = []
 
@@ -113,9 +142,9 @@ class Suite:
 
     async def rest(self, seconds: float) -> float:
         """The tokens per second of the good streams without an attack."""
-        before = await self._streams.count()
+        before = await self._streams.progress()
         await asyncio.sleep(seconds)
-        return _speed(before, await self._streams.count())
+        return (await self._streams.progress()).tokens_per_s(before)
 
     async def launch(self, attack: Attack, ports: Sequence[Port], size: Size) -> None:
         """One attack on some ports at once, with credentials."""
@@ -128,12 +157,23 @@ class Suite:
 
     async def _run(self, attack: str, ports: Sequence[Port], runs: Sequence[object]) -> None:
         place = ", ".join(port.name for port in ports)
-        before, began = await self._streams.count(), time.monotonic()
+        before, began = await self._streams.progress(), time.monotonic()
         async with Watch(attack, self._target.services, self._target.ports, **self._bounds) as watch:
             results = await asyncio.gather(*runs)  # type: ignore[call-overload]
             seconds = time.monotonic() - began
-            speed = _speed(before, await self._streams.count())
-        row = Row(attack, place, seconds, speed, watch.slowest_probe_s, watch.memory, watch.findings)
+            after = await self._streams.progress()
+        row = Row(
+            attack,
+            place,
+            seconds,
+            after.tokens_per_s(before),
+            after.pause_s,
+            watch.slowest_probe_s,
+            watch.memory,
+            watch.findings,
+        )
+        if row.pause_s > self._pause_s and attack not in self._pausing:
+            row.findings.append(Finding(attack, place, f"a good stream paused for {row.pause_s:.1f} s"))
         for port, outcomes in zip(ports, results, strict=True):
             if isinstance(outcomes, Outcomes):
                 row.codes += outcomes.codes()
@@ -174,6 +214,6 @@ def all_attacks(ports: Sequence[Port]) -> dict[Attack, list[Port]]:
     """Each attack with the ports that it fits."""
     found: dict[Attack, list[Port]] = {}
     for port in ports:
-        for attack in attacks_on(port):
+        for attack in (*attacks_on(port), *costly_attacks_on(port)):
             found.setdefault(attack, []).append(port)
     return found

@@ -13,6 +13,7 @@ import pytest
 from quire_client import AsyncClient, QuireError
 
 from tests.hostile import attacks
+from tests.hostile.costly import COSTLY_CALLS, COSTLY_REQUESTS
 from tests.hostile.streams_apart import StreamsApart
 from tests.hostile.suite import Suite, all_attacks, as_stranger, good_streams, one_of_each_code, takes_messages
 from tests.hostile.target import Target
@@ -21,9 +22,13 @@ from tests.hostile.watch import Watch
 SIZE = attacks.Size(frames=2_000, connections=200, open_calls=400, slow_s=1.0, bomb_bytes=4 << 20)
 COUNT = 150
 # Without credentials, these end before the code that they are for. Other attacks alternate between both callers.
-FOR_INSIDERS = (attacks.http_bombs, attacks.bombs, attacks.stream_bombs, attacks.framing_lies, attacks.unread_answers)
+FOR_INSIDERS = (
+    attacks.http_bombs, attacks.bombs, attacks.stream_bombs, attacks.framing_lies, attacks.unread_answers,
+    *COSTLY_CALLS, *COSTLY_REQUESTS,
+)  # fmt: skip
 KEPT_MIB = 64.0
 PEAK_MIB = 200.0
+PAUSE_S = 5.0  # beside other tests; `make hostile` has 0.5
 NUM_LIED_TO = 80
 
 
@@ -44,8 +49,9 @@ async def test_attacks_harm_neither_processes_nor_other_streams(target: Target, 
     ports = one_of_each_code(target)
     is_short = size is SIZE
     bounds = {"kept_mib": KEPT_MIB, "peak_mib": PEAK_MIB} if is_short else {"kept_mib": 256.0, "peak_mib": 800.0}
+    bounds["pause_s"] = PAUSE_S
     async with client, good_streams(target.model_dir, client) as streams:
-        suite = Suite(target, streams, **bounds)
+        suite = Suite(target, streams, pausing=attacks.FLOODS, **bounds)
         spoken = [port for port in ports if takes_messages(port)]
         await suite.mutate(spoken, count=count, seed=0, is_insider=False)
         await suite.mutate(spoken, count=count, seed=0, is_insider=True)
