@@ -8,23 +8,19 @@ process that it can kill (gateway_svc/request/sandbox/grammar_process.py), befor
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
-from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
+from grammars.schemas import MAX_SEARCH_S, GrammarError, Schema, failing_part, schema_of, with_known_formats
 from request_fields.grammar import JSON_WHITESPACE, GrammarKind
 
-MAX_DEPTH = 64  # nesting of a JSON Schema; llguidance's parser stops at 128
 MAX_ERROR_CHARS = 400
 GBNF_RULE = "::="
 
 MASK_WORD_BITS = 32
-
-
-class GrammarError(ValueError):
-    """The grammar cannot be used; the message says why."""
 
 
 class UnsupportedTokenizerError(ValueError):
@@ -62,10 +58,30 @@ class GrammarCompiler:
         return matcher
 
 
+def located_error(schemas: Sequence[str]) -> tuple[int, str, str] | None:
+    """Number, path and error of the first schema, of those in a grammar, that cannot be compiled; None if all can be.
+
+    The search is limited: its path may end early.
+    """
+    stop_at = time.process_time() + MAX_SEARCH_S
+    for i, text in enumerate(schemas):
+        schema = with_known_formats(schema_of(text))
+        if time.process_time() >= stop_at:
+            return None
+        if error := _error_of_schema(schema):
+            return i, failing_part(schema, _error_of_schema, stop_at), error
+    return None
+
+
+def _error_of_schema(schema: Schema) -> str:
+    return _first_line(LLMatcher.validate_grammar(_to_llguidance(GrammarKind.JSON_SCHEMA, json.dumps(schema))))
+
+
 def normalized(kind: GrammarKind, text: str) -> str:
     """The text in the form that `compile` takes: GBNF becomes Lark. Raises GrammarError."""
     if kind is GrammarKind.JSON_SCHEMA:
-        _check_schema(text)
+        schema = schema_of(text)
+        return text if (known := with_known_formats(schema)) == schema else json.dumps(known, ensure_ascii=False)
     if kind is not GrammarKind.LARK:
         return text
     if text.lstrip().startswith("{"):
@@ -97,33 +113,6 @@ def _to_llguidance(kind: GrammarKind, text: str) -> str:
 def _check(matcher: LLMatcher) -> None:
     if matcher.is_error():
         raise GrammarError(error_of(matcher))
-
-
-def _check_schema(text: str) -> None:
-    try:
-        schema = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise GrammarError(f"it is not JSON: {error}") from None
-    if not isinstance(schema, dict):
-        raise GrammarError(f"it is a JSON {type(schema).__name__}; give an object")
-    if (depth := _depth(schema)) > MAX_DEPTH:
-        raise GrammarError(f"it is nested {depth} levels deep; at most {MAX_DEPTH} are allowed")
-
-
-def _depth(value: Any) -> int:
-    """Nesting of objects and arrays, without recursion."""
-    level, depth = [value], 0
-    while True:
-        level = [child for parent in level for child in _children(parent)]
-        if not level:
-            return depth
-        depth += 1
-
-
-def _children(value: Any) -> list[Any]:
-    if isinstance(value, dict):
-        return list(value.values())
-    return value if isinstance(value, list) else []
 
 
 def _first_line(text: str) -> str:

@@ -31,22 +31,27 @@ class GrammarKind(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class GrammarSchema:
+    """A JSON Schema in a grammar, for error messages. `owner`: words that name what it describes."""
+
+    field: str
+    text: str
+    owner: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Grammar:
     """A grammar as text, not compiled. `field`: the request field, for error messages."""
 
     kind: GrammarKind
     text: str
     field: str = ""
+    schemas: tuple[GrammarSchema, ...] = ()  # those in the text
 
     @property
     def key(self) -> tuple[GrammarKind, str]:
         """Grammars with the same key accept the same texts."""
         return self.kind, self.text
-
-
-def has_grammar(sampling: ProtoMessage) -> bool:
-    """Whether a SamplingParams constrains the output."""
-    return not GRAMMAR_FIELDS.isdisjoint(descriptor.name for descriptor, _ in sampling.ListFields())
 
 
 def grammar_of(sampling: ProtoMessage) -> Grammar | None:
@@ -69,7 +74,8 @@ def _grammar(values: Mapping[str, Any]) -> Grammar:
         return Grammar(GrammarKind.REGEX, regex_of_choice(_checked_choices(field, value)), field)
     if not value:
         raise FieldError(field, "is empty; leave it unset, or give a text")
-    return Grammar(GrammarKind(name), value, field)
+    schemas = (GrammarSchema(field, value),) if name == GrammarKind.JSON_SCHEMA.value else ()
+    return Grammar(GrammarKind(name), value, field, schemas)
 
 
 def _checked_choices(field: str, choices: Sequence[str]) -> Sequence[str]:

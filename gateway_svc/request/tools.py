@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,8 +15,9 @@ from gateway_svc.request.models import ServedModel
 from gateway_svc.text.bundle import Tokenizer
 from gateway_svc.text.chat_output import ChatFormat, ChatParser
 from gateway_svc.text.tool_grammar import CallRules, tool_grammar
+from grammars.schemas import GrammarError, schema_of
 from request_fields.fields import MAX_GRAMMAR_BYTES
-from request_fields.grammar import Grammar, GrammarKind, has_grammar
+from request_fields.grammar import Grammar, GrammarKind, GrammarSchema
 from svc_common.errors import InvalidRequestError
 
 MAX_TOOLS = 1024
@@ -125,31 +126,67 @@ def answer_plan(
     )
 
 
-def call_grammar(
-    request: pb.GenerateRequest, model: ServedModel, tools: ChatTools, prompt_ids: Sequence[int]
+def answer_grammar(
+    request: pb.GenerateRequest,
+    model: ServedModel,
+    tools: ChatTools,
+    prompt_ids: Sequence[int],
+    content: Grammar | None,
 ) -> Grammar | None:
-    """The grammar of the answer to a chat, if it must have a tool call or if a tool is strict; None: no grammar.
+    """The grammar of the answer to a chat. `content`: the grammar of the request, which answers without a call match.
 
-    Raises InvalidRequestError.
+    It is `content` alone if no call has to match a grammar. Raises InvalidRequestError.
     """
     chat = request.prompt.chat
-    if not (must_call(chat) or tools.strict):
-        return None
-    name = "tool_choice" if must_call(chat) else "tools_json"
-    if has_grammar(request.sampling):
-        raise refused(name, "needs a grammar for the calls, but sampling has one too; set only one of them")
+    if not (must_call(chat) or tools.strict or (tools.given and content and content.kind is not GrammarKind.LARK)):
+        return content
     format = model.chat_format(chat.chat_template, has_tools=True)
+    if format.tools is None and not (must_call(chat) or tools.strict):
+        return content  # calls cannot be parsed
+    name = "tool_choice" if must_call(chat) else "tools_json"
     if format.tools is None:
         words = "needs a grammar for the calls, but their format is not known for this model"
         raise refused(name, f"{words}; set --tool-parser of the gateway")
+    constrained = _constrained(chat, tools)
+    is_parallel = _is_parallel(chat) and not chat.tool_name
+    rules = CallRules(constrained, must_call(chat), is_parallel, None if must_call(chat) else _rule(content))
+    shared = content.schemas if rules.content and content else ()
+    schemas = (*_schemas_of(tools, constrained), *shared)
+    _check_schemas(schemas)
     tokenizer = model.require_tokenizer(CHAT)
-    rules = CallRules(_constrained(chat, tools), must_call(chat), _is_parallel(chat) and not chat.tool_name)
     is_begun = _is_reasoning_begun(chat, format, tokenizer, prompt_ids)
     text = tool_grammar(format, rules, tokenizer.token_id, is_reasoning_begun=is_begun)
     size = len(text.encode())
     if size > MAX_GRAMMAR_BYTES:
         raise refused("tools_json", f"needs a grammar of {size} bytes; at most {MAX_GRAMMAR_BYTES} are allowed")
-    return Grammar(GrammarKind.LARK, text, f"{CHAT}.tools_json")
+    return Grammar(GrammarKind.LARK, text, f"{CHAT}.tools_json", schemas)
+
+
+def _schemas_of(tools: ChatTools, constrained: Mapping[str, Mapping[str, Any]]) -> Iterator[GrammarSchema]:
+    """The schemas of the calls, for error messages."""
+    for i, name in enumerate(tools.schemas):
+        if name in constrained:
+            field = f"{CHAT}.tools_json[{i}].function.parameters"
+            yield GrammarSchema(field, json.dumps(constrained[name]), f" of tool {name!r}")
+
+
+def _check_schemas(schemas: Iterable[GrammarSchema]) -> None:
+    for schema in schemas:
+        try:
+            schema_of(schema.text)
+        except GrammarError as error:
+            message = f"{schema.field}{schema.owner} cannot be used: {error}"
+            raise InvalidRequestError(message, field=schema.field) from None
+
+
+def _rule(content: Grammar | None) -> tuple[GrammarKind, str] | None:
+    """The grammar of content as a rule beside the calls."""
+    if content is None:
+        return None
+    if content.kind is GrammarKind.LARK:
+        words = "is set, but strict tools need a grammar too; use json_schema, or tools that are not strict"
+        raise invalid(content.field, words)
+    return content.key
 
 
 def _constrained(chat: pb.Chat, tools: ChatTools) -> Mapping[str, Mapping[str, Any]]:

@@ -1,6 +1,7 @@
 """Grammars that make a model write valid tool calls: Lark as llguidance reads it, in the format of the model's calls.
 
     start: reasoning calls               tool_choice required, or a named tool
+    start: reasoning (calls | content)   auto, if the content has a grammar of its own
     start: reasoning TEXT? calls?        auto, with strict tools
 
 The name and the markers are fixed text, and the arguments match the tool's JSON schema. A marker that is one token of
@@ -10,6 +11,7 @@ the vocabulary is written as this token: text cannot contain it. The reasoning i
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -18,12 +20,15 @@ from gateway_svc.text.chat_output import ChatFormat
 from gateway_svc.text.reasoning import ReasoningFormat
 from gateway_svc.text.tool_formats import TOOL_CALLS
 from gateway_svc.text.tool_xml import END_TOOL_CALL, TOOL_CALL
-from request_fields.grammar import JSON_WHITESPACE
+from grammars.schemas import SHARED, with_known_formats
+from request_fields.grammar import JSON_WHITESPACE, GrammarKind
 
 TokenId: TypeAlias = Callable[[str], int | None]
 """The id of a text that is one token of the vocabulary, else None."""
 
+CLOSED_OBJECT: Mapping[str, Any] = {"type": "object", "additionalProperties": False}
 GAP = r"/[ \t\r\n]{0,4}/"
+IN_SLASHES = re.compile(r"\\.|/|\n", re.DOTALL)  # parts of a regular expression that may change between slashes
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +38,7 @@ class CallRules:
     schemas: Mapping[str, Mapping[str, Any]]  # of the arguments, by name of the tool; an empty schema: no arguments
     needs_call: bool
     is_parallel: bool
+    content: tuple[GrammarKind, str] | None = None  # of an answer without a call: a schema or a regex; None: any text
 
 
 def tool_grammar(format: ChatFormat, rules: CallRules, token_id: TokenId, *, is_reasoning_begun: bool = False) -> str:
@@ -40,10 +46,13 @@ def tool_grammar(format: ChatFormat, rules: CallRules, token_id: TokenId, *, is_
     assert format.tools is not None
     lark = _Lark(token_id)
     writer = WRITERS[format.tools.name](lark)
-    bodies = [lark.add("call", writer.body(name, schema)) for name, schema in rules.schemas.items()]
+    body = writer.body if rules.content is None else writer.body_beside_content
+    bodies = [lark.add("call", body(name, schema)) for name, schema in rules.schemas.items()]
     calls = writer.calls(lark.add("any_call", " | ".join(bodies)), is_parallel=rules.is_parallel)
     if rules.needs_call:
         answer = f"{writer.lead} {calls}"
+    elif rules.content is not None:
+        answer = f"({writer.lead} {calls} | {lark.add_content(*rules.content)})"
     else:
         before = lark.until(writer.start) if writer.start else ""
         answer = f"({before} {calls} | {lark.add_text(writer.start)})?"
@@ -72,8 +81,14 @@ class _Lark:
 
     def add_json(self, schema: Mapping[str, Any]) -> str:
         """Add a JSON value of this schema."""
-        schema = {**schema, "x-guidance": {"whitespace_pattern": JSON_WHITESPACE}}
+        schema = {**with_known_formats(schema), "x-guidance": {"whitespace_pattern": JSON_WHITESPACE}}
         return self.add("json", f"%json {json.dumps(schema)}")
+
+    def add_content(self, kind: GrammarKind, text: str) -> str:
+        """Add text that matches a JSON Schema or a regular expression. Raises ValueError for text that is not JSON."""
+        if kind is GrammarKind.JSON_SCHEMA:
+            return self.add_json(json.loads(text))
+        return self.add("regex", f"/{IN_SLASHES.sub(_in_slashes, text)}/")
 
     def add_text(self, marker: str) -> str:
         """Add text that is not empty and does not contain the marker; without a marker, it does not begin with `{`."""
@@ -117,6 +132,10 @@ class _Hermes:
         """One call without the marker before it."""
         return f'"\\n" {_object(self._lark, name, "arguments", schema)} "\\n" {self._lark.marker(END_TOOL_CALL)}'
 
+    def body_beside_content(self, name: str, schema: Mapping[str, Any]) -> str:
+        """The same, if the answer may be content that matches a grammar instead."""
+        return self.body(name, schema)
+
     def calls(self, body: str, *, is_parallel: bool) -> str:
         """All calls, without the marker before the first."""
         return f"{body} ({self.separator} {self.lead} {body})*" if is_parallel else body
@@ -140,7 +159,7 @@ class _Qwen3Coder(_Hermes):
         if schema.get("type") == "string":
             values = " | ".join(_literal(str(value)) for value in schema["enum"])
             return f'{head} ({values}) "\\n</parameter>\\n"'
-        shared = {name: root[name] for name in ("$defs", "definitions") if name in root}
+        shared = {name: root[name] for name in SHARED if name in root}
         return f'{head} {self._lark.add_json({**shared, **schema})} "\\n</parameter>\\n"'
 
 
@@ -152,6 +171,12 @@ class _Llama3(_Hermes):
 
     def body(self, name: str, schema: Mapping[str, Any]) -> str:
         return _object(self._lark, name, "parameters", schema)
+
+    def body_beside_content(self, name: str, schema: Mapping[str, Any]) -> str:
+        """As a JSON Schema: the lexer cannot follow a literal and the start of another object at the same time."""
+        shared = {keyword: schema[keyword] for keyword in SHARED if keyword in schema}
+        properties = {"name": {"const": name}, "parameters": _arguments(schema)}
+        return self._lark.add_json({**shared, **CLOSED_OBJECT, "properties": properties, "required": list(properties)})
 
 
 class _Mistral(_Hermes):
@@ -192,7 +217,7 @@ def _object(lark: _Lark, name: str, key: str, schema: Mapping[str, Any]) -> str:
 
 def _arguments(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     if not schema:
-        return {"type": "object", "properties": {}, "additionalProperties": False}
+        return {**CLOSED_OBJECT, "properties": {}}
     return {**schema, "type": "object"}
 
 
@@ -209,3 +234,8 @@ def _literal(text: str) -> str:
 def _escaped(text: str) -> str:
     """Text as part of a regular expression between slashes."""
     return "".join(char if char.isalnum() or char == "_" else f"\\x{{{ord(char):x}}}" for char in text)
+
+
+def _in_slashes(found: re.Match[str]) -> str:
+    """A part of a regular expression as it is written between slashes."""
+    return found[0].replace("\n", "n" if found[0].startswith("\\") else "\\n") if found[0] != "/" else r"\/"

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from quire_client.demo import demo_model_dir
 
+from tests.chat_templates import HERMES
 from tests.processes.ports import free_port
 from tests.processes.stack import Stack
 
@@ -22,12 +23,15 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def start(stack: Stack, model_dir: Path) -> str:
-    """Start a scheduler, a worker and a gateway. Returns the URL of its HTTP API."""
+    """Start a scheduler, a worker and a gateway, whose chats can have tools. Returns the URL of its HTTP API."""
     address = f"127.0.0.1:{free_port()}"
     scheduler = stack.start_scheduler()
     flags = ("--kv-cache-memory", "64M", "--model-name", MODEL, "--dtype", "float32")
     worker = stack.start_worker(scheduler, model_dir, *flags)
-    gateway = stack.start_gateway(scheduler, flags=("--http-listen", address))
+    template = stack.folder / "tools.jinja"
+    template.write_text(HERMES)
+    chats = ("--chat-template", f"tool_use={template}", "--reasoning-parser", "none")
+    gateway = stack.start_gateway(scheduler, flags=("--http-listen", address, *chats))
     worker.wait_ready()
     gateway.wait_ready()
     return f"http://{address}"

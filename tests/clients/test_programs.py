@@ -22,9 +22,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize(
-    "program", ["langchain_chat", "litellm_chat", "agents_chat", "instructor_objects", "lm_eval_scores"]
-)
+@pytest.mark.parametrize("program", sorted(path.stem for path in PROGRAMS.glob("*.py")))
 def test_a_client(url: str, program: str) -> None:
     command = [PYTHON, PROGRAMS / f"{program}.py", url, MODEL]
     if program == "lm_eval_scores":

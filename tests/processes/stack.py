@@ -124,7 +124,7 @@ class Stack:
     """Owns the service processes of one test or module."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self.folder = folder
         self.services: list[Service] = []
 
     def __enter__(self) -> Stack:
@@ -153,7 +153,7 @@ class Stack:
     def _start(self, kind: str, module: str, flags: list[str]) -> Service:
         name, address = self._next_name(kind), f"127.0.0.1:{free_port()}"
         command = [sys.executable, "-m", module, "--listen", address, *flags]
-        service = Service(name, command, address, self._folder / f"{name}.log")
+        service = Service(name, command, address, self.folder / f"{name}.log")
         self.services.append(service)
         service.start()
         return service

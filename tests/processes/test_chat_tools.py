@@ -207,6 +207,30 @@ async def test_openai_parses_pydantic_models(http: openai.AsyncOpenAI) -> None:
     assert isinstance(answer.choices[0].message.parsed, Trip)
 
 
+async def test_tools_together_with_a_schema(http: openai.AsyncOpenAI, client: AsyncClient) -> None:
+    """The answer is a call or matches the schema, over both HTTP APIs and gRPC."""
+    options: dict[str, Any] = {"model": MODEL, "temperature": 0}
+    tool = openai.pydantic_function_tool(Trip, name="trip")
+    less = [(await client.tokenize(text)).ids[0] for text in ("<", "<t", "<tool_call>")]
+    for biases in ({}, {"logit_bias": dict.fromkeys(map(str, less), -100)}):
+        extra: dict[str, Any] = {"extra_body": biases}
+        answer = await http.chat.completions.parse(
+            **options, messages=QUESTION, tools=[tool], response_format=Trip, **extra
+        )
+        message = answer.choices[0].message
+        assert bool(message.tool_calls) == (not biases)
+        found = message.tool_calls[0].function.parsed_arguments if message.tool_calls else message.parsed
+        assert isinstance(found, Trip)
+        flat: Any = {"type": "function", "strict": True, **tool["function"]}
+        response = await http.responses.parse(**options, input="Where?", tools=[flat], text_format=Trip, **extra)
+        assert response.output[-1].type == ("message" if biases else "function_call")
+        assert not biases or isinstance(response.output_parsed, Trip)
+    schema = json.dumps(Trip.model_json_schema())
+    bias = dict.fromkeys(less, -100.0)
+    chat = await client.chat(QUESTION, tools=[tool], json_schema=schema, logit_bias=bias, temperature=0)
+    assert Trip.model_validate_json(chat.text)
+
+
 async def long_call(client: AsyncClient, begun: asyncio.Event | None = None) -> tuple[GenerateResult, str]:
     """A call with long arguments, and its arguments as streamed. `begun` is set in the middle of them."""
     streamed = ""

@@ -68,7 +68,7 @@ class GrammarChecker:
         else:
             self._results.move_to_end(key)
         if isinstance(result, InvalidRequestError):
-            raise InvalidRequestError(result.message, field=grammar.field)
+            raise InvalidRequestError(result.message, field=result.field)
         return Grammar(grammar.kind, result, grammar.field)
 
     async def close(self) -> None:
@@ -122,12 +122,13 @@ async def _compile(grammar: Grammar, model: ServedModel, process: SandboxProcess
             f"{grammar.field} was not compiled within {CHECK_TIMEOUT_S:g} s; simplify it", field=grammar.field
         ) from None
     if answer["error"]:
-        raise _refused(grammar, f"cannot be used: {answer['error']}")
+        raise _located(grammar, f"cannot be used: {answer['error']}", answer.get("place"))
     return str(answer["text"])
 
 
 def _key(grammar: Grammar, model: ServedModel) -> bytes:
-    content = (_tokenizer_key(model.info), grammar.kind.value, grammar.text)
+    fields = [schema.field for schema in grammar.schemas]  # errors name them
+    content = (_tokenizer_key(model.info), grammar.kind.value, grammar.text, fields)
     return hashlib.sha256(json.dumps(content).encode()).digest()
 
 
@@ -136,7 +137,9 @@ def _tokenizer_key(info: types.ModelInfo) -> str:
 
 
 def _frame(tokenizer: str, grammar: Grammar) -> bytes:
-    return to_frame({"tokenizer": tokenizer, "kind": grammar.kind.value, "text": grammar.text, "cpu_s": GRAMMAR_CPU_S})
+    schemas = [schema.text for schema in grammar.schemas]
+    content = {"tokenizer": tokenizer, "kind": grammar.kind.value, "text": grammar.text, "schemas": schemas}
+    return to_frame({**content, "cpu_s": GRAMMAR_CPU_S})
 
 
 def _setup_frame(model: ServedModel) -> bytes:
@@ -167,6 +170,14 @@ def _error_of_end(grammar: Grammar, error: SandboxEndedError) -> InvalidRequestE
 
 def _refused(grammar: Grammar, words: str) -> InvalidRequestError:
     return InvalidRequestError(f"{grammar.field} {words}", field=grammar.field)
+
+
+def _located(grammar: Grammar, words: str, place: tuple[int, str] | None) -> InvalidRequestError:
+    """The error of the part of a schema that cannot be used. `place`: number of the schema, path in it."""
+    if place is None:
+        return _refused(grammar, words)
+    schema, path = grammar.schemas[place[0]], place[1]
+    return InvalidRequestError(f"{schema.field}{path}{schema.owner} {words}", field=f"{schema.field}{path}")
 
 
 def _overloaded() -> OverloadedError:

@@ -5,18 +5,21 @@
 Reads messages from stdin and answers each on stdout (sandbox/frames.py):
 
     {"tokenizer": key, "json": ..., "vocab_size": ..., "eos_token_ids": [...]}    -> {"error": ...}
-    {"tokenizer": key, "kind": ..., "text": ...}                                  -> {"error": ..., "text": ...}
+    {"tokenizer": key, "kind": ..., "text": ..., "schemas": [...]}                -> {"error": ..., "text": ...}
 
-An empty error means success. `text` is the grammar in the form that workers compile.
+An empty error means success. `text` is the grammar in the form that workers compile. `schemas` are the JSON Schemas in
+it: if one of them causes the error, `place` is its number and the path of the part that cannot be used.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 from gateway_svc.request.sandbox.child import answer_messages, limit_process
-from grammars.compiler import GrammarCompiler, GrammarError, UnsupportedTokenizerError, normalized
+from grammars.compiler import GrammarCompiler, UnsupportedTokenizerError, located_error, normalized
+from grammars.schemas import GrammarError
 from request_fields.grammar import GrammarKind
 
 MAX_MEMORY_BYTES = 4 << 30  # of address space; a process that needs more ends
@@ -39,8 +42,16 @@ def _answer(compilers: dict[str, GrammarCompiler], request: dict[str, Any]) -> d
         text = normalized(kind, request["text"])
         compilers[request["tokenizer"]].compile(kind, text)
     except (GrammarError, UnsupportedTokenizerError) as error:
-        return {"error": str(error) or type(error).__name__}
+        return _error_answer(str(error) or type(error).__name__, request.get("schemas", ()))
     return {"error": "", "text": text}
+
+
+def _error_answer(error: str, schemas: Sequence[str]) -> dict[str, Any]:
+    try:
+        found = located_error(schemas)
+    except GrammarError:
+        found = None
+    return {"error": error} if found is None else {"error": found[2], "place": found[:2]}
 
 
 if __name__ == "__main__":

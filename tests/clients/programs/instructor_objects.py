@@ -1,4 +1,4 @@
-"""instructor: objects by JSON schema, whole and streamed, and an answer that is cut. Usage: ... URL MODEL"""
+"""instructor: objects by JSON schema and by tools, whole and streamed, and a cut answer. Usage: ... URL MODEL"""
 
 import sys
 from typing import Literal
@@ -26,6 +26,9 @@ with OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as plain:
     assert entry.name in ("a.txt", "b"), entry
     parts = list(client.chat.completions.create_partial(**options))
     assert parts[-1].model_dump() == entry.model_dump()
+    for mode in (instructor.Mode.TOOLS_STRICT, instructor.Mode.RESPONSES_TOOLS):
+        called = instructor.from_openai(plain, mode=mode).chat.completions.create(**options)
+        assert called.name in ("a.txt", "b"), called
     try:
         client.chat.completions.create(max_tokens=2, **options)
     except IncompleteOutputException:

@@ -335,20 +335,93 @@ async def test_calls_that_are_not_forced_need_no_grammar(options: dict[str, Any]
     assert not scheduler.submits[-1].sampling.HasField("grammar")
 
 
-async def test_a_grammar_of_the_request_excludes_forced_calls() -> None:
-    async with serving() as (gateway, _):
-        prompt = chat_of(tools_json=TOOLS, tool_choice=pb.TOOL_CHOICE_REQUIRED)
-        error = await refused(gateway.generate(prompt=prompt, sampling=types.SamplingParams(regex="a")))
-    assert "sampling has one too" in (error.details() or "")
+SCHEMA = '{"type": "object", "properties": {"tall": {"type": "integer"}}, "required": ["tall"]}'
+LARK = 'start: "a"'
 
 
-async def test_a_schema_that_cannot_be_a_grammar_is_refused() -> None:
-    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "not": {}}}}
+@pytest.mark.parametrize(
+    ("options", "sampling", "first", "has_content"),
+    [
+        ({"tools_json": TOOLS}, {"json_schema": SCHEMA}, "call", True),
+        ({"tools_json": json.dumps([STRICT])}, {"json_schema": SCHEMA}, "call", True),
+        ({"tools_json": TOOLS}, {"choice": ["tall", "b"]}, "call", True),
+        ({"tools_json": TOOLS, "tool_choice": pb.TOOL_CHOICE_REQUIRED}, {"json_schema": SCHEMA}, "call", False),
+        ({"tools_json": TOOLS, "tool_name": "clock"}, {"regex": "tall"}, "call", False),
+        ({"tools_json": TOOLS}, {"grammar": LARK}, '"a"', False),
+    ],
+)
+async def test_an_answer_is_a_call_or_matches_the_grammar_of_the_request(
+    options: dict[str, Any], sampling: dict[str, Any], first: str, has_content: bool
+) -> None:
+    async with serving() as (gateway, scheduler):
+        scheduler.play(encode("x"))
+        await gateway.collect(
+            prompt=chat_of(**options), output=parsed(), sampling=types.SamplingParams(seed=1, **sampling)
+        )
+    sent = scheduler.submits[-1].sampling
+    assert first in sent.grammar.splitlines()[0]
+    assert ("tall" in sent.grammar) == has_content
+    assert [name for name in sampling if name != "grammar" and name in {d.name for d, _ in sent.ListFields()}] == []
+
+
+async def test_without_a_format_of_calls_the_grammar_of_the_request_is_used_alone() -> None:
+    async with serving("{{ tools }}") as (gateway, scheduler):
+        scheduler.play(encode("x"))
+        sampling = types.SamplingParams(seed=1, json_schema=SCHEMA)
+        await gateway.collect(prompt=chat_of(tools_json=TOOLS), output=parsed(), sampling=sampling)
+    assert scheduler.submits[-1].sampling.json_schema == SCHEMA
+
+
+async def test_strict_tools_exclude_a_grammar_in_lark() -> None:
     async with serving() as (gateway, _):
-        prompt = chat_of(tools_json=json.dumps([tool]), tool_name="f")
+        prompt = chat_of(tools_json=json.dumps([STRICT]))
+        error = await refused(gateway.generate(prompt=prompt, sampling=types.SamplingParams(grammar=LARK)))
+    assert "sampling.grammar is set, but strict tools" in (error.details() or "")
+
+
+def tool_with(schema: Any) -> Any:
+    return {"type": "function", "function": {"name": "find", "parameters": {"type": "object", "properties": schema}}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "path", "words"),
+    [
+        ({"ids": {"type": "array", "uniqueItems": True}}, ".properties.ids", "uniqueItems"),
+        ({"a": {"anyOf": [{"type": "null"}, {"pattern": "(?=a)b"}]}}, ".properties.a.anyOf[1]", "look-around"),
+        ({"a": {"type": "text"}}, ".properties.a", "Invalid type: text"),
+    ],
+)
+async def test_a_schema_that_cannot_be_a_grammar_is_named(schema: Any, path: str, words: str) -> None:
+    async with serving() as (gateway, _):
+        prompt = chat_of(tools_json=json.dumps([CLOCK, tool_with(schema)]), tool_choice=pb.TOOL_CHOICE_REQUIRED)
         error = await refused(gateway.generate(prompt=prompt))
     assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
-    assert "prompt.chat.tools_json" in (error.details() or "")
+    field = f"prompt.chat.tools_json[1].function.parameters{path}"
+    assert (error.details() or "").startswith(f"{field} of tool 'find' cannot be used: ")
+    assert words in (error.details() or "")
+    assert "start:" not in (error.details() or "")
+
+
+async def test_unknown_formats_of_strings_are_annotations() -> None:
+    schema = {"data": {"type": "string", "format": "byte"}, "format": {"type": "string", "format": "date"}}
+    async with serving() as (gateway, scheduler):
+        scheduler.play(encode("x"))
+        await gateway.collect(prompt=chat_of(tools_json=json.dumps([tool_with(schema)]), tool_name="find"))
+        assert '"format": {"type": "string", "format": "date"}' in scheduler.submits[-1].sampling.grammar
+        assert "byte" not in scheduler.submits[-1].sampling.grammar
+        whole = json.dumps({"type": "object", "properties": schema})
+        await gateway.collect(sampling=types.SamplingParams(seed=1, json_schema=whole))
+        assert "byte" not in scheduler.submits[-1].sampling.json_schema
+
+
+async def test_a_tool_that_is_nested_too_deep_is_named() -> None:
+    deep: Any = {}
+    for _ in range(70):
+        deep = {"items": deep}
+    async with serving() as (gateway, _):
+        prompt = chat_of(tools_json=json.dumps([tool_with({"a": deep})]), tool_name="find")
+        error = await refused(gateway.generate(prompt=prompt))
+    assert "of tool 'find' cannot be used: it is nested 72 levels deep; at most 64" in (error.details() or "")
 
 
 async def test_the_message_of_a_template_error_is_sent() -> None:

@@ -29,6 +29,7 @@ BAD = [
     (SP(json_schema="{"), "sampling.json_schema", "cannot be used: it is not JSON"),
     (SP(json_schema="false"), "sampling.json_schema", "is a JSON bool; give an object"),
     (SP(json_schema='{"type": "text"}'), "sampling.json_schema", "Invalid type: text"),
+    (SP(json_schema='{"items": {"uniqueItems": true}}'), "sampling.json_schema.items", "Unimplemented keys"),
     (SP(json_schema='{"enum": []}'), "sampling.json_schema", "Unsatisfiable"),
     (SP(json_schema='{"$ref": "https://example.com/a"}'), "sampling.json_schema", "does not fetch"),
     (SP(json_schema='{"not":' * 65 + "{}" + "}" * 65), "sampling.json_schema", "65 levels deep; at most 64"),

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+import json
 import re
 from typing import Any
 
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
-from gateway_svc.text.answer import ItemKind
+from gateway_svc.text.answer import Item, ItemKind
 from gateway_svc.text.chat_output import ChatFormat, parse
 from gateway_svc.text.reasoning import THINK
 from gateway_svc.text.tool_formats import TOOL_FORMATS
@@ -139,6 +140,29 @@ def test_other_text_is_refused(name: str, has_tokens: bool) -> None:
             text.replace("Paris", "").replace('"city"', '"town"') if '"city"' in text else "{}",
         ):
             assert not case.accepts(wrong), wrong
+
+
+CONTENT = json.dumps({"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]})
+NAMED = json.dumps({"type": "object", "properties": {"name": {"type": "string"}}, "additionalProperties": False})
+
+
+@pytest.mark.parametrize("has_tokens", [True, False])
+@pytest.mark.parametrize("name", VALID)
+def test_an_answer_is_calls_or_content_with_a_grammar(name: str, has_tokens: bool) -> None:
+    for content, good in (
+        ((GrammarKind.JSON_SCHEMA, CONTENT), '{"x": 1}'),
+        ((GrammarKind.JSON_SCHEMA, NAMED), '{"name": "weathers"}'),
+        ((GrammarKind.JSON_SCHEMA, NAMED), '{"name":"other"}'),
+        ((GrammarKind.REGEX, "a/b\\/c|d\ne"), "a/b/c"),
+        ((GrammarKind.REGEX, "a/b\\/c|d\ne"), "d\ne"),
+    ):
+        case = Case(name, has_tokens=has_tokens, reasoning=True, needs_call=False, content=content)
+        for thought in ("", "<think>Hm.</think>\n"):
+            assert case.accepts(thought + good)
+            assert parse(case.format, good, tools=SCHEMAS)[-1] == Item(ItemKind.CONTENT, good)
+            assert not case.accepts(thought + "Hello")
+            assert all(case.accepts(thought + text) for text in valid(name, has_tokens=has_tokens))
+            assert not any(case.accepts(thought + text + good) for text in valid(name, has_tokens=has_tokens))
 
 
 @pytest.mark.parametrize("name", VALID)
