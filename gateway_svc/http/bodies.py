@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import base64
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2 as types
@@ -25,6 +24,7 @@ from gateway_svc.http.fields import (
     shown,
     token_ids,
 )
+from gateway_svc.http.json_text import TooManyValuesError, decode
 from svc_common.errors import InvalidRequestError
 
 COMPLETION_MAX_TOKENS = 16  # default max_tokens of /v1/completions, as in OpenAI's API
@@ -34,7 +34,6 @@ MAX_INPUTS = 2048
 MAX_PROMPTS = 1024  # number of prompts in one body
 MAX_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 MAX_IGNORED_SHOWN = 32
-LONE_SURROGATE = b"\\ud"
 RESPONSE_FORMAT, STRUCTURED_OUTPUTS = "response_format", "structured_outputs"
 RESPONSE_FORMATS = "text, json_object and json_schema"
 OF_KEY = {row.name.removeprefix("guided_"): row for row in GUIDED}  # keys of structured_outputs
@@ -75,20 +74,16 @@ class Generation:
 def body_of(data: bytes) -> dict[str, Any]:
     """The JSON object of a body. Raises InvalidRequestError."""
     try:
-        body = json.loads(data.decode(), parse_constant=_refuse_constant)
-        if LONE_SURROGATE in data.lower():
-            json.dumps(body, ensure_ascii=False).encode()  # a lone \ud800 is valid JSON but cannot be encoded
+        body = decode(data)
     except UnicodeDecodeError as error:
         raise InvalidRequestError(f"the body is not UTF-8: {error.reason} at byte {error.start}") from None
+    except TooManyValuesError as error:
+        raise InvalidRequestError(f"the body is too large: {error}") from None
     except (ValueError, RecursionError) as error:
         raise InvalidRequestError(f"the body is not JSON: {error}") from None
     if not isinstance(body, dict):
         raise InvalidRequestError(f"the body is {shown(body)}; must be a JSON object")
     return body
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a JSON number")
 
 
 def chat_generation(data: bytes) -> Generation:

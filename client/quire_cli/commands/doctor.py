@@ -34,6 +34,7 @@ SERVICE_PACKAGES = {
     "gateway": (
         "tokenizers",
         "jinja2",
+        "msgspec",
         "starlette",
         "uvicorn",
         "xxhash",

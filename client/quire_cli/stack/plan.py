@@ -28,6 +28,7 @@ NEEDED = {
     "safetensors": "worker",
     "tokenizers": "gateway",
     "jinja2": "gateway",
+    "msgspec": "gateway",
     "starlette": "gateway",
     "uvicorn": "gateway",
     "redis": "gateway and scheduler",

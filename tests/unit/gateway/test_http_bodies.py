@@ -368,9 +368,9 @@ def test_unknown_fields_are_listed_as_ignored() -> None:
         (b"{", "not JSON"),
         (b"[]", "must be a JSON object"),
         (b'{"messages": "\xff"}', "not UTF-8"),
-        (b'{"temperature": NaN}', "NaN is not a JSON number"),
-        (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', "not JSON.*surrogates"),
-        (b'{"a":' * 100_000, "not JSON"),
+        (b'{"temperature": NaN}', "invalid character"),
+        (b'{"messages": [{"role": "user", "content": "\\ud800 and"}]}', "not JSON.*surrogate"),
+        (b'{"a":' * 30_000, "not JSON"),
         (b'{"seed": ' + b"1" * 5000 + b"}", "not JSON"),
     ],
 )
