@@ -9,6 +9,7 @@ grammar       a context-free grammar, in llguidance's variant of Lark
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -87,8 +88,4 @@ def _checked_choices(field: str, choices: Sequence[str]) -> Sequence[str]:
 
 def regex_of_choice(choices: Iterable[str]) -> str:
     """A regular expression that matches exactly these strings."""
-    return "|".join("".join(map(_literal, choice)) for choice in dict.fromkeys(choices))
-
-
-def _literal(char: str) -> str:
-    return char if char.isascii() and char.isalnum() else f"\\x{{{ord(char):x}}}"
+    return "|".join(map(re.escape, dict.fromkeys(choices)))

@@ -140,7 +140,7 @@ def test_the_output_matches_its_grammar(driver: Driver, tokenizer: Tokenizer, na
     elif name == "lark":
         assert re.fullmatch(r"(\[*[a-z]+\]*)(,\[*[a-z]+\]*){2}", text)
     else:
-        assert re.fullmatch(GRAMMARS[name].text.replace(r"\x{20}", " ").replace(r"\x{21}", "!"), text)
+        assert re.fullmatch(GRAMMARS[name].text, text)
 
 
 def test_a_row_without_a_grammar_is_not_changed_by_its_neighbour(driver: Driver) -> None:

@@ -44,7 +44,7 @@ GOOD = [
     (SP(json_object=True), GrammarKind.JSON_SCHEMA, '{"type":"object"}'),
     (SP(json_schema='{"type": "string"}'), GrammarKind.JSON_SCHEMA, '{"type": "string"}'),
     (SP(regex="a+"), GrammarKind.REGEX, "a+"),
-    (SP(choice=["b", "a b", "b"]), GrammarKind.REGEX, r"b|a\x{20}b"),
+    (SP(choice=["b", "a b", "b"]), GrammarKind.REGEX, r"b|a\ b"),
     (SP(grammar='start: "a"'), GrammarKind.LARK, 'start: "a"'),
 ]
 
