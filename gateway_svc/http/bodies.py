@@ -25,6 +25,8 @@ from gateway_svc.http.fields import (
     token_ids,
 )
 from gateway_svc.http.json_text import TooManyValuesError, decode
+from gateway_svc.request.cost import check_cost
+from request_fields.fields import FieldError
 from svc_common.errors import InvalidRequestError
 
 COMPLETION_MAX_TOKENS = 16  # default max_tokens of /v1/completions, as in OpenAI's API
@@ -104,8 +106,6 @@ def completion_generation(data: bytes) -> Generation:
     for request in asked.requests:
         if not request.stop.HasField("max_tokens"):
             request.stop.max_tokens = COMPLETION_MAX_TOKENS
-        if asked.has_echo and request.output.HasField("logprobs"):
-            request.output.prompt_logprobs = max(request.output.prompt_logprobs, request.output.logprobs)
     return asked
 
 
@@ -160,18 +160,32 @@ def _generation(
         _check_stream(request)
     # Token ids are needed to count tokens in each chunk; otherwise only the final usage has a count.
     request.output.token_ids = is_continuous or returns_token_ids
+    has_echo, returns_prompt_logprobs = flag(body, "echo", default=False), request.output.HasField("prompt_logprobs")
+    names = {"prompt.embeddings": "prompt_embeds"} | path_names(rows, body) | names
+    if has_echo and request.output.logprobs >= request.output.prompt_logprobs and request.output.HasField("logprobs"):
+        request.output.prompt_logprobs = request.output.logprobs
+        names["output.prompt_logprobs"] = LOGPROBS.name
+    _check_cost(request, prompts, names)
     return Generation(
         requests=tuple(_with_prompt(request, prompt) for prompt in prompts),
-        has_echo=flag(body, "echo", default=False),
+        has_echo=has_echo,
         returns_token_ids=returns_token_ids,
-        returns_prompt_logprobs=request.output.HasField("prompt_logprobs"),
+        returns_prompt_logprobs=returns_prompt_logprobs,
         is_stream=is_stream,
         includes_usage=includes_usage,
         has_continuous_usage=is_continuous,
         timeout_s=_timeout_of(body),
         ignored=(*ignored_names(rows, body), *ignored),
-        names={"prompt.embeddings": "prompt_embeds"} | path_names(rows, body) | names,
+        names=names,
     )
+
+
+def _check_cost(request: pb.GenerateRequest, prompts: Sequence[pb.Prompt], names: Mapping[str, str]) -> None:
+    try:
+        check_cost(request, prompts)
+    except FieldError as error:
+        name = names.get(error.field, error.field)
+        raise InvalidRequestError(str(error).replace(error.field, name, 1), field=name) from None
 
 
 def _check_stream(request: pb.GenerateRequest) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from quire.v1 import inference_pb2 as pb
 
+from gateway_svc.request.cost import check_cost
 from gateway_svc.request.field_errors import FieldErrors, invalid
 from gateway_svc.request.prompts.readers import check_prompt
 from request_fields import checks
@@ -49,6 +50,7 @@ def check_generate(
         checks.check_fields(request)
         if is_new:
             checks.check_beams(request)
+        check_cost(request, (request.prompt,))
         grammar = grammar_of(request.sampling)
     check_priority(request.scheduling.priority, limits)
     _check_logprobs(request.output, limits.max_logprobs)

@@ -1,0 +1,68 @@
+"""A request is refused by what it becomes, before its parts are made: over HTTP and gRPC by the same count."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from quire.v1 import inference_pb2 as pb
+from quire.v1 import types_pb2 as types
+
+from gateway_svc.http import bodies
+from gateway_svc.request.cost import MAX_COST, SAMPLE_COST
+from gateway_svc.request.validation import check_generate
+from svc_common.errors import InvalidRequestError
+
+IDS = list(range(5, 4005))
+SCHEMA = {"properties": {f"k{number}": {"type": "string"} for number in range(3000)}}
+
+TOO_LARGE: dict[str, dict[str, Any]] = {  # by the field that the error names
+    "n": {"prompt": [5], "n": 1_000_000},
+    "best_of": {"prompt": [[5]] * 1024, "n": 2, "best_of": 20},
+    "beam_width": {"prompt": [[5]] * 1024, "beam_width": 64},
+    "guided_json": {"prompt": [[5]] * 1024, "guided_json": SCHEMA},
+    "guided_choice": {"prompt": [[5]] * 1024, "guided_choice": ["x" * 1000] * 100},
+    "structured_outputs.choice": {"prompt": [[5]] * 1024, "structured_outputs": {"choice": ["x" * 1000] * 100}},
+    "allowed_token_ids": {"prompt": [[5]] * 1024, "allowed_token_ids": list(range(65_000))},
+    "prompt_logprobs": {"prompt": [IDS] * 16, "prompt_logprobs": 20},
+    "logprobs": {"prompt": [IDS] * 32, "echo": True, "logprobs": 20},
+}
+SERVED: tuple[dict[str, Any], ...] = (
+    {"prompt": [[5]] * 1024, "n": 4},
+    {"prompt": [[5]] * 64, "guided_json": SCHEMA},
+    {"prompt": [[5] * 2000] * 1024},
+    {"prompt": [[5] * 32_000], "prompt_logprobs": 20},
+    {"prompt": [[5] * 2000] * 64, "echo": True, "logprobs": 1, "max_tokens": 0},
+    {"prompt": "word " * 1_000_000},
+)
+
+
+@pytest.mark.parametrize("name", TOO_LARGE)
+def test_a_body_is_refused_before_its_requests_are_made(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[pb.Prompt] = []
+    monkeypatch.setattr(bodies, "_with_prompt", lambda request, prompt: made.append(prompt))
+    with pytest.raises(InvalidRequestError) as caught:
+        bodies.completion_generation(json.dumps(TOO_LARGE[name]).encode())
+    assert caught.value.field == name
+    assert caught.value.message.startswith(f"{name} makes this request too large: ")
+    assert f"at most {MAX_COST} are allowed" in caught.value.message
+    assert not made
+
+
+@pytest.mark.parametrize("body", SERVED, ids=lambda body: ",".join(body))
+def test_a_large_body_that_is_worth_its_cost(body: dict[str, Any]) -> None:
+    asked = bodies.completion_generation(json.dumps(body).encode())
+    for request in asked.requests[:2]:
+        check_generate(request)
+
+
+def test_a_message_is_counted_like_a_body() -> None:
+    prompt = pb.Prompt(tokens=types.TokenIds(ids=[5]))
+    most = MAX_COST // SAMPLE_COST - 2
+    check_generate(pb.GenerateRequest(prompt=prompt, sampling=types.SamplingParams(n=most)))
+    with pytest.raises(
+        InvalidRequestError, match=r"sampling\.n makes this request too large: 1 prompts with"
+    ) as caught:
+        check_generate(pb.GenerateRequest(prompt=prompt, sampling=types.SamplingParams(n=most + 2)))
+    assert caught.value.field == "sampling.n"
