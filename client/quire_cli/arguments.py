@@ -140,6 +140,7 @@ SAMPLING = Group("sampling (default: the model's)", (
 ))  # fmt: skip
 JSON = switch("--json", "one JSON line")
 JSON_AT_END = switch("--json", "no stream: one JSON line at the end")
+STACK = arg("stack", nargs="?", default="", metavar="STACK", help="its process or model, if several stacks run")
 OUTPUT_FILE = "-o", "--output"
 
 COMMANDS = (
@@ -149,6 +150,15 @@ COMMANDS = (
     Command("serve", "up.run", "like `quire up`, with the model as an argument", (
         arg("model", metavar="MODEL", help=MODEL_HELP), *up_arguments(),
     ), SERVE_EXAMPLES),
+    Command("ps", "stacks.ps", "list the stacks that `quire up` runs here", (JSON,)),
+    Command("stop", "stacks.stop", "drain and stop a stack, as Ctrl-C does where it runs", (
+        STACK, switch("--now", "end running requests at once"),
+    )),
+    Command("logs", "stacks.logs", "print the logs of a stack", (
+        STACK, arg("--service", default="", metavar="NAME", help="gateway, scheduler or worker-0 (default: all)"),
+        switch("--follow", "print new lines until Ctrl-C"),
+        count_of("--lines", "lines of each log (default 20)", default=20),
+    )),
     Command("generate", "generate.run", "continue a prompt", (
         arg("prompt", nargs="?", metavar="PROMPT", help="text to continue (default: read stdin)"),
         arg("--tokens", type=token_ids, metavar="1,2,3", help="token ids instead of text"),

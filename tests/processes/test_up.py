@@ -161,6 +161,48 @@ def test_the_bundled_model_answers_a_chat(tmp_path: Path) -> None:
     assert all(name in said for name in ("scheduler", "worker-0", "gateway")), said
 
 
+def test_a_stack_in_the_background_is_listed_and_stopped(tmp_path: Path) -> None:
+    environment = os.environ | {"XDG_STATE_HOME": str(tmp_path)}
+
+    def run(*arguments: str) -> str:
+        done = subprocess.run(
+            [*QUIRE, *arguments],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=90,
+        )
+        assert done.returncode == 0, done.stdout
+        return done.stdout
+
+    flags = ("--executor", "sim", "--port", "0", "--log-dir", str(tmp_path / "logs"), "--api-key", "token-abc")
+    said = run("up", "--detach", *flags)
+    assert "detached" in said
+    (stack,) = json.loads(run("ps", "--json"))["stacks"]
+    try:
+        assert (stack["model"], stack["state"]) == ("demo", "serving")
+        assert "INFO serving" in run("logs", "--service", "gateway")
+        refused = subprocess.run([*QUIRE, "models", "--target", stack["target"]], capture_output=True, text=True)
+        assert "an API key is required" in refused.stderr
+        assert "demo" in quire(stack["target"], "models", "--api-key", "token-abc")
+        assert "stopped demo" in run("stop")
+        gone = subprocess.run([*QUIRE, "models", "--target", stack["target"]], capture_output=True, text=True)
+        assert "no gateway answers" in gone.stderr
+        assert "no stack runs here" in run("ps")
+    finally:
+        if psutil.pid_exists(stack["pid"]):
+            os.kill(stack["pid"], signal.SIGKILL)
+
+
+def test_a_wrong_setting_ends_the_start_with_one_line(tmp_path: Path) -> None:
+    command = [*QUIRE, "up", "--port", "0", "--log-dir", str(tmp_path), "--kv-cache-memory", "900T"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90)
+    assert done.returncode == 1
+    assert done.stderr.startswith("quire: error: worker-0: --kv-cache-memory is 921600.0 GiB, but this machine")
+    assert done.stderr.count("\n") == 1
+
+
 def test_up_refuses_a_missing_model(tmp_path: Path) -> None:
     done = subprocess.run([*QUIRE, "up", "--model", str(tmp_path / "nowhere")], capture_output=True, text=True)
     assert done.returncode != 0

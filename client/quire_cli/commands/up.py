@@ -8,16 +8,25 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
+import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
-from quire_cli.output import complain
+from quire_cli.output import complain, write
 from quire_cli.stack.plan import Plan, SetupError, make_plan
 from quire_cli.stack.reporters import JsonReporter, Reporter, TextReporter
+from quire_cli.stack.running import Entry, is_serving
 from quire_cli.stack.supervisor import Service, Stack, StartFailedError
+
+POLL_S = 0.1
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.detach:
+        return _detach(args)
     reporter = JsonReporter() if args.json else TextReporter()
     try:
         plan = make_plan(args, reporter.note)
@@ -28,6 +37,30 @@ def run(args: argparse.Namespace) -> int:
     finally:
         if args.ready_file:
             Path(args.ready_file).unlink(missing_ok=True)
+
+
+def _detach(args: argparse.Namespace) -> int:
+    """Run the same command in a session of its own, and show its output until it serves or ends."""
+    log_dir = Path(args.log_dir or tempfile.mkdtemp(prefix="quire-"))
+    log_dir.mkdir(parents=True, exist_ok=True)
+    words = [word for word in sys.argv[1:] if word != "--detach"]
+    command = [sys.executable, "-P", "-m", "quire_cli", *words, "--log-dir", str(log_dir)]
+    with (log_dir / "up.log").open("w+") as output:
+        child = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        with (log_dir / "up.log").open() as shown:
+            try:
+                while child.poll() is None and not is_serving(child.pid):
+                    write(shown.read())
+                    time.sleep(POLL_S)
+            except KeyboardInterrupt:
+                child.terminate()
+                child.wait()
+            write(shown.read())
+    if child.returncode is None:
+        print(f"detached (process {child.pid}): `quire ps`, `quire logs`, `quire stop`")
+    return child.returncode or 0
 
 
 async def _serve(plan: Plan, args: argparse.Namespace, reporter: Reporter) -> int:
@@ -41,14 +74,17 @@ async def _serve(plan: Plan, args: argparse.Namespace, reporter: Reporter) -> in
         loop.add_signal_handler(number, on_signal)
     stack = Stack(plan.specs, plan.log_dir, reporter.report)
     reporter.begin(plan)
+    entry = Entry(state="starting", **_facts(plan))
     running = asyncio.create_task(stack.run())
     try:
         if await _ready_before(stack, running, stopping):
             _announce(plan, stack, args.ready_file, reporter)
+            entry.update(state="serving")
             await _either(running, stopping)
         if running.done():
             running.result()  # raises the exception that ended it
         reporter.draining()
+        entry.update(state="draining")
         await stack.stop(args.drain_timeout_s, hurry)
         await running
     except StartFailedError as error:
@@ -56,6 +92,7 @@ async def _serve(plan: Plan, args: argparse.Namespace, reporter: Reporter) -> in
         return 1
     finally:
         plan.trust.delete()
+        entry.close()
     reporter.end()
     if plan.is_log_dir_temporary:
         shutil.rmtree(plan.log_dir, ignore_errors=True)  # kept after a failure
@@ -80,14 +117,7 @@ async def _either(running: asyncio.Task[None], stopping: asyncio.Event) -> None:
 
 
 def _announce(plan: Plan, stack: Stack, ready_file: str | None, reporter: Reporter) -> None:
-    services = [_service_facts(service) for service in stack.services]
-    facts = {
-        "target": plan.target,
-        "http": list(plan.http_urls),
-        "model": plan.model,
-        "log_dir": str(plan.log_dir),
-        "services": services,
-    }
+    facts = _facts(plan) | {"services": [_service_facts(service) for service in stack.services]}
     if plan.trust.ca is not None:
         facts["tls_ca"] = str(plan.trust.ca)
     if ready_file:
@@ -95,6 +125,11 @@ def _announce(plan: Plan, stack: Stack, ready_file: str | None, reporter: Report
         scratch.write_text(json.dumps(facts))
         scratch.replace(ready_file)  # atomic: a reader never sees a partial file
     reporter.serving(plan, facts)
+
+
+def _facts(plan: Plan) -> dict[str, Any]:
+    http = list(plan.http_urls)
+    return {"target": plan.target, "http": http, "model": plan.model, "log_dir": str(plan.log_dir)}
 
 
 def _service_facts(service: Service) -> dict[str, Any]:

@@ -21,6 +21,7 @@ examples:
   quire up --gateways 2 --schedulers 2 --workers 2   two replicas of every service
   quire up --redis redis://localhost:6379/0  prefix index in Redis instead of memory
   quire up --host 0.0.0.0 --api-key KEY --tls   for other machines: clients need the key and the printed CA
+  quire up --detach                          in the background: quire ps, quire logs, quire stop
   quire up --json --ready-file ready.json    for scripts: events as JSON lines, addresses in a file
 
 Ctrl-C or SIGTERM drains: running requests finish, then all services stop. A second signal stops them immediately.
@@ -69,6 +70,7 @@ OWN = (
         "use or --port is 0; 0: free ports)"),
     arg("--api-key", action="append", metavar="KEY", default=[],
         help="clients need this key; repeat the flag for several (--api-keys DIR: keys with owners, by digest)"),
+    switch("--detach", "return when all services are ready; `quire logs` and `quire stop` find the stack"),
     switch("--tls",
         "encrypt all connections with certificates that are made for this run; prints --tls-ca for clients"),
     switch("--metrics", "serve /metrics of every service on free ports of 127.0.0.1"),

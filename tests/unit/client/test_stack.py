@@ -11,9 +11,10 @@ import textwrap
 import time
 
 import pytest
+import quire_cli as cli
 from quire_cli import arguments
 from quire_cli.stack import plan as plans
-from quire_cli.stack import reporters
+from quire_cli.stack import reporters, running
 from quire_cli.stack import supervisor as stack
 from quire_cli.stack.supervisor import ServiceSpec, Stack, StartFailedError
 
@@ -482,6 +483,47 @@ sys.exit(cli.main(sys.argv[1:]))
 
 def astuple(spec):
     return (spec.name, spec.module, spec.arguments, spec.address, spec.stop_phase)
+
+
+# The stacks of this machine
+
+
+def test_a_stack_is_listed_while_its_process_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    assert running.running() == []
+    entry = running.Entry(state="starting", model="m", target="a:1", http=["http://a:2/v1"], log_dir=str(tmp_path))
+    assert not running.is_serving(os.getpid())
+    entry.update(state="serving")
+    assert running.is_serving(os.getpid())
+    (facts,) = running.running()
+    assert (facts["pid"], facts["model"]) == (os.getpid(), "m")
+    assert cli.main(["ps"]) == 0
+    assert f"{os.getpid()}  m      serving  a:1" in capsys.readouterr().out
+    (tmp_path / "gateway.log").write_text("one\ntwo\n")
+    assert cli.main(["logs", "--service", "worker-0"]) == 1
+    assert "has no log of 'worker-0'" in capsys.readouterr().err
+    assert cli.main(["stop", "other"]) == 1
+    assert f"no single stack is other; running: {os.getpid()} (m)" in capsys.readouterr().err
+    entry.close()
+    assert running.running() == []
+
+
+def test_the_entry_of_a_killed_process_is_removed(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    running.folder().mkdir(parents=True)
+    left = running.folder() / "1.json"
+    left.write_text('{"pid": 1}')
+    assert running.running() == []
+    assert not left.exists()
+
+
+def test_a_stack_runs_without_a_folder_for_its_entry(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    entry = running.Entry(state="starting")
+    entry.update(state="serving")
+    entry.close()
+    assert running.running() == []
 
 
 # Text output
