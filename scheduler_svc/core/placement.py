@@ -61,7 +61,7 @@ from step_protocol.columns import I64, U32, Bools
 F64 = npt.NDArray[np.float64]
 
 MAX_LOOKUP_AGE_S = 0.5  # age at which a lookup of cached tokens is repeated on all workers: pools change slowly
-MAX_SKIPPED = 256  # sequences per pass that wait for one worker: until it is prepared, or although others have room
+MAX_SKIPPED = 256  # sequences per pass that wait for one worker and compete with none for the others
 NOTHING_RUNS = np.iinfo(np.int64).min  # below every priority number: there is no row to preempt
 
 
@@ -90,6 +90,7 @@ class WorkerChoice(NamedTuple):
     is_now: bool  # the step is being planned now
     is_held: bool  # it is better to wait for this worker, even if others have room
     is_prepared: bool = True  # false: the worker prepares first
+    is_elsewhere: bool = False  # no worker that accepts sequences in this pass could run it
     wait: Wait | None = None
 
 
@@ -208,12 +209,12 @@ class Placement:
                 moved.append(entry)
             if choice.is_now:
                 placed.setdefault(choice.worker.capacity.worker_id, []).append(entry)
-            elif choice.is_held or not choice.is_prepared:
-                num_skipped += 1  # it takes no place from later sequences
+            elif choice.has_room or choice.is_held or choice.is_elsewhere or not choice.is_prepared:
+                num_skipped += 1  # later sequences take no place from it
             else:
                 num_passed += 1
             if not choice.has_room and not choice.is_held and entry.is_starved(now, self._config.aging_s):
-                self._reserve_for(entry)
+                self._serve_starved(entry, choice)
             self._is_cut = num_passed > self._config.max_bypass or num_skipped > MAX_SKIPPED
             if self._is_cut or not self._accepts:
                 break
@@ -310,12 +311,15 @@ class Placement:
             wait = self._wait(entry, near, scores, slack)
         if needs_preparation:
             wait = None  # each pass asks the worker to prepare
-            is_preparing = self._prepare(best, seq.group)
+            is_preparing = self._prepare(self._workers[best], seq.group)
             if is_preparing is not None:
                 return WorkerChoice(self._workers[best], False, False, is_preparing, is_prepared=False)
-        has_room = bool(room[best])
+        has_room, is_elsewhere = bool(room[best]), False
+        if not has_room and eligible is not self._is_open:
+            is_elsewhere = self._accepts.isdisjoint(eligible.nonzero()[0].tolist())
         self._count_in(best, int(uncached[best]), entry.num_rows)
-        return WorkerChoice(self._workers[best], has_room, has_room and best in self._ready, is_held, wait=wait)
+        is_now = has_room and best in self._ready
+        return WorkerChoice(self._workers[best], has_room, is_now, is_held, is_elsewhere=is_elsewhere, wait=wait)
 
     def _place_alone(self, entry: QueueEntry) -> WorkerChoice:
         """`place` for the only worker, which needs no scores. They would cost three times as much as the rest."""
@@ -356,8 +360,13 @@ class Placement:
         score = load + self._config.placement_alpha * int(wait.entry.uncached_at[i])
         return score > wait.score and not ties(score, load, wait.score, wait.load, wait.slack)
 
-    def _reserve_for(self, entry: QueueEntry) -> None:
-        """Reserve the eligible workers of a starved sequence: they accept no other sequence in this pass."""
+    def _serve_starved(self, entry: QueueEntry, choice: WorkerChoice) -> None:
+        """Reserve the eligible workers of a starved sequence: they accept no other sequence in this pass. If it waits
+        for the preparation of its worker, free rows would not help it.
+        """
+        if not choice.is_prepared:
+            self._prepare(choice.worker, entry.seq.group, is_starved=True)
+            return
         eligible = self._eligible(entry.seq.group, entry.seq.failed_on)
         self._reserved = eligible if self._reserved is None else self._reserved | eligible
         self._accepts = {i for i in self._accepts if not eligible[i]}
@@ -371,10 +380,9 @@ class Placement:
         if i in self._accepts and (is_full or (free_rows <= 0 and self._least_urgent[i] == NOTHING_RUNS)):
             self._accepts.remove(i)
 
-    def _prepare(self, i: int, group: SequenceGroup) -> bool | None:
+    def _prepare(self, worker: WorkerState, group: SequenceGroup, *, is_starved: bool = False) -> bool | None:
         """Ask a worker to prepare for a waiting request. None if it is ready, else whether preparation is under way."""
-        worker = self._workers[i]
-        under_way = [part.prepare(group) for part in worker.parts_of(group)]
+        under_way = [part.prepare(group, is_starved=is_starved) for part in worker.parts_of(group)]
         self._preparing[worker.capacity.worker_id] = worker
         return None if worker.is_ready(group) else any(under_way)
 

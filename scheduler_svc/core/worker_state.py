@@ -147,8 +147,10 @@ class WorkerPart:
         """Whether the worker could open a row of the request now."""
         return True
 
-    def prepare(self, group: SequenceGroup) -> bool:
-        """Make the worker ready: a waiting request should run here. Returns whether that is under way already."""
+    def prepare(self, group: SequenceGroup, *, is_starved: bool) -> bool:
+        """Make the worker ready: a waiting request should run here, whose sequence may be starved. Returns whether that
+        is under way already.
+        """
         return False
 
     def open(self, seq: Sequence, opened: RowAssignment, plan: StepPlan) -> None:

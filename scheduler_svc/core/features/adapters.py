@@ -29,6 +29,10 @@ class AdapterSlots:
 
     A swap takes the worker longer than a step, so waiting sequences of the new adapter are placed when it is done. The
     rows of the evicted adapter in steps in flight are not affected: the worker keeps an adapter while a row has it.
+
+    Busy adapters always have rows. For a starved sequence of another adapter, the adapter that is resident longest is
+    retired: it gets no new rows, so that its slot becomes free when its last row ends. Meanwhile the rows that end go
+    to the other adapters, so a worker with enough requests stays full. In overload the adapters take turns.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -37,6 +41,8 @@ class AdapterSlots:
         self.num_swaps = 0
         self._resident: dict[bytes, None] = {}  # the least recently used one first
         self._loading: bytes = b""
+        self._retired: bytes = b""  # resident, but gets no new rows
+        self._since: dict[bytes, int] = {}  # number of the swap that made each adapter resident
         self._wanted: dict[bytes, None] = {}  # in the order of the queue
 
     @property
@@ -55,39 +61,49 @@ class AdapterSlots:
 
     def is_ready(self, digest: bytes) -> bool:
         """Whether rows with this adapter can be opened now."""
-        return not digest or digest in self._resident
+        return not digest or (digest in self._resident and digest != self._retired)
 
     def is_loading(self, digest: bytes) -> bool:
         return digest == self._loading
 
     # -- swaps --------------------------------------------------------------------------------------------------------
 
-    def want(self, digest: bytes) -> None:
+    def want(self, digest: bytes, *, is_starved: bool = False) -> None:
         """A waiting sequence should run here. Wants hold until the next `take_swap`."""
         self._wanted[digest] = None
         if digest in self._resident:
             self._touch(digest)
+        elif is_starved and not (self._retired or self._loading) and 0 < self._num_slots <= len(self._resident):
+            self._retired = min(self._resident, key=self._since.__getitem__)
 
     def take_swap(self, in_use: Collection[bytes]) -> tuple[bytes, tuple[bytes, ...]] | None:
         """The adapter to make resident and those that stay so, if a swap is needed and possible. One at a time.
         `in_use`: the adapters of the worker's rows.
         """
-        wanted, self._wanted = self._wanted, {}
-        missing = next((digest for digest in wanted if digest in self.loaded and digest not in self._resident), None)
-        if missing is None or self._loading:
+        wanted, self._wanted = list(self._wanted), {}
+        place = next((i for i, digest in enumerate(wanted) if self._is_missing(digest)), None)
+        if place is None:
+            self._retired = b""
+        if place is None or self._loading:
             return None
         if len(self._resident) >= self._num_slots:
-            evicted = self._least_used(wanted, in_use)
+            evicted = self._evictable(wanted[:place], wanted, in_use)
             if not evicted:
                 return None
             del self._resident[evicted]
-        self._loading = missing
-        return missing, tuple(self._resident)
+        self._loading, self._retired = wanted[place], b""
+        return self._loading, tuple(self._resident)
 
-    def _least_used(self, wanted: Collection[bytes], in_use: Collection[bytes]) -> bytes:
-        """The least recently used adapter without rows; one that no waiting sequence wants, if there is one."""
+    def _is_missing(self, digest: bytes) -> bool:
+        return digest in self.loaded and digest not in self._resident
+
+    def _evictable(self, before: Collection[bytes], wanted: Collection[bytes], in_use: Collection[bytes]) -> bytes:
+        """The least recently used adapter without rows; one that no waiting sequence wants, if there is one. None that
+        a sequence before the one of the missing adapter wants, unless it is retired.
+        """
         unused = [digest for digest in self._resident if digest not in in_use]
-        return next((digest for digest in unused if digest not in wanted), unused[0] if unused else b"")
+        allowed = [digest for digest in unused if digest not in before or digest == self._retired]
+        return next((digest for digest in allowed if digest not in wanted), allowed[0] if allowed else b"")
 
     def end_swap(self, digest: bytes, *, is_resident: bool) -> None:
         """The worker has answered. After a failure the adapter counts as not loaded until the worker reports it."""
@@ -96,8 +112,8 @@ class AdapterSlots:
         if not is_resident:
             self.loaded -= {digest}
         elif digest in self.loaded:
-            self._resident[digest] = None
             self.num_swaps += 1
+            self._resident[digest], self._since[digest] = None, self.num_swaps
 
     def _touch(self, digest: bytes) -> None:
         del self._resident[digest]
@@ -125,8 +141,8 @@ class ResidentAdapters(WorkerPart):
     def is_ready(self, group: SequenceGroup) -> bool:
         return self.slots.is_ready(adapter_of(group))
 
-    def prepare(self, group: SequenceGroup) -> bool:
-        self.slots.want(adapter_of(group))
+    def prepare(self, group: SequenceGroup, *, is_starved: bool) -> bool:
+        self.slots.want(adapter_of(group), is_starved=is_starved)
         return self.slots.is_loading(adapter_of(group))
 
     def take_swap(self) -> AdapterSwap | None:

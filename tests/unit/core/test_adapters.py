@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -14,6 +17,7 @@ from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import Features, SequenceGroup
 from tests.builders import make_capacity, make_group, make_scheduler
 from tests.unit.core.calls import count_calls
+from tests.unit.core.test_scheduler import answer
 
 A, B, C = (bytes([number]) * 16 for number in (1, 2, 3))
 
@@ -152,3 +156,107 @@ def test_an_adapter_that_is_gone_makes_its_requests_unschedulable() -> None:
     scheduler.adapters.set_loaded("w0", [A, B])
     assert scheduler.stats().num_unschedulable == 0
     scheduler.check_invariants()
+
+
+class Overload:
+    """One worker with 3 slots for adapters and 12 rows, and a queue that always has 40 requests. Time is counted in
+    steps of 20 ms; a swap takes 15 of them.
+    """
+
+    def __init__(self, adapters: Iterator[bytes], *, aging_s: float = 2.0) -> None:
+        capacity = make_capacity(max_num_seqs=12, num_blocks=1024, max_num_batched_tokens=512)
+        self.scheduler = make_scheduler(replace(capacity, max_adapters=3), aging_s=aging_s)
+        self.scheduler.adapters.set_loaded("w0", EIGHT)
+        self.num_row_steps = self.longest_wait = self.num_swaps = 0
+        self.num_run: Counter[bytes] = Counter()
+        self._adapters, self._rng = adapters, random.Random(1)
+        self._added_at: dict[str, int] = {}
+
+    def run(self, num_steps: int) -> None:
+        swaps: dict[int, bytes] = {}
+        for step in range(num_steps):
+            self._fill_queue(step)
+            if step in swaps:
+                self.scheduler.adapters.end_swap("w0", swaps.pop(step), is_resident=True)
+            for batch in self.scheduler.schedule(step / 50):
+                for opened in batch.opens:
+                    self.num_run[opened.group.features.items[0].digest] += 1
+                    self.longest_wait = max(self.longest_wait, step - self._added_at[opened.group.request_id])
+                self.scheduler.update(answer(batch), step / 50)
+            for swap in self.scheduler.adapters.take_swaps():
+                self.num_swaps += 1
+                swaps[step + 15] = swap.digest
+            self.num_row_steps += self.scheduler.load().num_running
+
+    def _fill_queue(self, step: int) -> None:
+        while self.scheduler.load().num_waiting < 40:
+            name, size = f"{len(self._added_at)}", self._rng.randint(5, 60)
+            group = make_group(size, name, max_tokens=self._rng.randint(1, 80), ignore_eos=True)
+            self.scheduler.add_group(with_adapter(group, next(self._adapters)), step / 50)
+            self._added_at[name] = step
+
+
+EIGHT = [bytes([number]) * 16 for number in range(1, 9)]
+
+
+def equally() -> Iterator[bytes]:
+    rng = random.Random(0)
+    while True:
+        yield rng.choice(EIGHT)
+
+
+def test_starved_requests_of_many_adapters_leave_no_rows_idle() -> None:
+    """A request that waits for a slot reserves the slot, not the rows of the worker."""
+    overload, without = Overload(equally()), Overload(equally(), aging_s=1e9)
+    for run in (overload, without):
+        run.run(1500)
+    assert overload.num_row_steps > 0.97 * without.num_row_steps
+    assert overload.num_row_steps > 0.8 * 12 * 1500
+    assert min(overload.num_run[digest] for digest in EIGHT) > 0.5 * max(overload.num_run.values())
+    assert overload.num_swaps < 1500 / 30
+    overload.scheduler.check_invariants()
+
+
+def test_busy_adapters_do_not_keep_another_one_out() -> None:
+    """Three adapters always have rows. A request of a fourth gets a slot when the rows of one of them have ended."""
+
+    def mostly_three() -> Iterator[bytes]:
+        for i in range(10_000):
+            yield EIGHT[3] if i % 100 == 50 else EIGHT[i % 3]
+
+    overload = Overload(mostly_three())
+    overload.run(1500)
+    assert overload.num_run[EIGHT[3]] >= 4
+    assert overload.longest_wait < 400, "2 s, the rows of one adapter (80 steps), a swap, and a row"
+    assert overload.num_row_steps > 0.9 * 12 * 1500
+
+
+def test_an_adapter_is_retired_only_while_another_one_needs_its_slot() -> None:
+    slots = AdapterSlots(1)
+    slots.set_loaded([A, B])
+    slots.want(A)
+    slots.take_swap(())
+    slots.end_swap(A, is_resident=True)
+    slots.want(B, is_starved=True)
+    assert not slots.is_ready(A)
+    assert slots.take_swap({A}) is None
+    slots.want(A)
+    assert slots.take_swap({A}) is None  # the request of B has ended
+    assert slots.is_ready(A)
+    slots.want(B, is_starved=True)
+    slots.want(A)
+    assert slots.take_swap(()) == (B, ())
+
+
+def test_an_adapter_is_not_evicted_before_an_older_request_has_used_it() -> None:
+    slots = AdapterSlots(1)
+    slots.set_loaded([A, B])
+    slots.want(A)
+    slots.take_swap(())
+    slots.end_swap(A, is_resident=True)
+    slots.want(A)
+    slots.want(B)
+    assert slots.take_swap(()) is None
+    slots.want(B)
+    slots.want(A)
+    assert slots.take_swap(()) == (B, ())

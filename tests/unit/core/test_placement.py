@@ -258,3 +258,14 @@ def test_requests_that_wait_for_their_prefix_keep_no_other_worker_idle() -> None
     idle = ({"a", "b"} - {batch.worker_id}).pop()
     assert opened(scheduler.schedule(0.0)) == {idle: ["later"]}
     scheduler.check_invariants()
+
+
+def test_requests_that_only_a_full_worker_can_run_keep_no_other_worker_idle() -> None:
+    capacities = [make_capacity("large", max_num_seqs=1), make_capacity("small", num_blocks=4)]
+    scheduler = make_scheduler(*capacities, max_bypass=4)
+    for i in range(12):
+        add(scheduler, f"large{i}", 30, max_tokens=20)
+    assert opened(scheduler.schedule(0.0)) == {"large": ["large0"]}
+    add(scheduler, "later", 12, now=1.0)
+    assert opened(scheduler.schedule(1.0)) == {"small": ["later"]}
+    scheduler.check_invariants()
