@@ -239,7 +239,7 @@ class StreamAnswer(ChoicesAnswer):
             self._tally.outputs[choice] = chunk.offset + len(chunk.token_ids)
         own: Json = {"token_ids": list(chunk.token_ids)} if self._asked.returns_token_ids else {}
         if chunk.HasField("logprobs"):
-            own["logprobs"] = self._logprobs_of(choice, list(positions(chunk.logprobs)))
+            own["logprobs"] = self._logprobs_of(choice, list(positions(chunk.logprobs, chunk.token_ids)))
         if own or self._asked.has_continuous_usage:
             return b"".join(self._part_events(choice, chunk, own))
         if not parts:
@@ -330,7 +330,9 @@ class WholeAnswer(ChoicesAnswer):
             self._messages[choice].add(event.chunk.parts)
             self._token_ids[choice].extend(event.chunk.token_ids)
             if event.chunk.HasField("logprobs"):
-                self._found[choice].append(self._logprobs_of(choice, list(positions(event.chunk.logprobs))))
+                self._found[choice].append(
+                    self._logprobs_of(choice, list(positions(event.chunk.logprobs, event.chunk.token_ids)))
+                )
         elif kind == "prompt_logprobs":
             self._take_prompt_logprobs(prompt, event.prompt_logprobs)
         elif kind == "finished":

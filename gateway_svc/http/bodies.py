@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from quire.v1 import inference_pb2 as pb
@@ -134,6 +134,13 @@ def detokenize_request(data: bytes) -> tuple[pb.DetokenizeRequest, list[str]]:
         raise invalid("tokens", f"is {shown(tokens)}; must be a list of token ids")
     request = pb.DetokenizeRequest(model=model_name(body), ids=token_ids("tokens", tokens))
     return request, ignored_names(fields.DETOKENIZE, body)
+
+
+def with_token_ids(asked: Generation) -> Generation:
+    """The same generation with `return_token_ids`, for a model without a tokenizer: its answers have no text."""
+    for request in asked.requests:
+        request.output.token_ids = True
+    return replace(asked, returns_token_ids=True)
 
 
 def ignored_header(names: Sequence[str]) -> str:

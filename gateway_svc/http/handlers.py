@@ -19,7 +19,7 @@ from starlette.types import Scope
 from gateway_svc.http import answers, bodies, openapi, pooling
 from gateway_svc.http.answers import AnswerShape, PromptParts, StreamAnswer, WholeAnswer, models_of, sse
 from gateway_svc.http.audio import AudioHandlers
-from gateway_svc.http.bodies import Generation
+from gateway_svc.http.bodies import Generation, with_token_ids
 from gateway_svc.http.errors import error_body
 from gateway_svc.http.merge import Numbered, merged, within
 from gateway_svc.http.replies import EventStream, ignored_headers, json_reply
@@ -169,7 +169,8 @@ class Handlers:
 
     async def _generate(self, request: Request, asked: Generation, shape: AnswerShape) -> Response | EventStream:
         request.scope["names"] = asked.names
-        self._directory.find_text(asked.model).require_tokenizer("prompt")  # answers are text
+        if self._directory.find_text(asked.model).text.tokenizer is None:
+            asked = with_token_ids(asked)
         prompts = [await self._parts_of(one, asked) for one in asked.requests]
         answer_id = f"{shape.id_prefix}-{secrets.token_hex(12)}"
         log.debug("HTTP request %s is request %s", request.scope["request_id"], answer_id)

@@ -40,16 +40,22 @@ class Position:
 
 
 def positions(columns: pb.Logprobs, token_ids: Sequence[int] = ()) -> Iterator[Position]:
-    """The positions of the columns. `token_ids` may be empty if the ids are not needed."""
+    """The positions of the columns. `token_ids` may be empty if the ids are not needed. Without a tokenizer the columns
+    have no bytes; a token is then `token_id:` with its id, as in vLLM."""
     count = len(columns.logprobs)
     k = len(columns.top_logprobs) // count if count else 0
-    top_bytes = columns.top_token_bytes or [b""] * len(columns.top_logprobs)
+    top_bytes = columns.top_token_bytes or map(_named, columns.top_token_ids)
     top_values = zip(columns.top_token_ids, map(_finite, columns.top_logprobs), top_bytes, strict=True)
     top = [Candidate(*values) for values in top_values]
     for i in range(count):
-        data = columns.token_bytes[i] if columns.token_bytes else b""
-        token = Candidate(token_ids[i] if token_ids else -1, _finite(columns.logprobs[i]), data)
+        token_id = token_ids[i] if token_ids else -1
+        data = columns.token_bytes[i] if columns.token_bytes else _named(token_id)
+        token = Candidate(token_id, _finite(columns.logprobs[i]), data)
         yield Position(token, columns.ranks[i], top[i * k : (i + 1) * k])
+
+
+def _named(token_id: int) -> bytes:
+    return b"token_id:%d" % token_id
 
 
 def first_of(found: Sequence[Position], k: int) -> list[Position]:
@@ -61,7 +67,8 @@ def prompt_positions(event: pb.PromptLogprobs) -> list[Position]:
     """The positions of an event; the first event of a prompt begins with the prompt's first token."""
     first = []
     if event.HasField("first_token_id"):
-        first.append(Position(Candidate(event.first_token_id, None, event.first_token_bytes), 0, ()))
+        data = event.first_token_bytes or _named(event.first_token_id)
+        first.append(Position(Candidate(event.first_token_id, None, data), 0, ()))
     return [*first, *positions(event.logprobs, event.token_ids)]
 
 

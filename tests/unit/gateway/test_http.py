@@ -27,7 +27,7 @@ from gateway_svc.http.handlers import Handlers
 from gateway_svc.http.server import MAX_CONNECTIONS, HttpServer
 from svc_common.errors import RpcStats
 from svc_common.serve import BindError
-from tests.unit.gateway.fakes import EOS, LENGTH, FakeScheduler, TestGateway, until
+from tests.unit.gateway.fakes import EOS, LENGTH, FakeScheduler, TestGateway, make_bundle, make_info, until
 from tests.unit.gateway.tokenizer_kinds import byte_level
 
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}
@@ -107,6 +107,30 @@ def ids_of(text: str) -> list[int]:
 def texts(chunks: list[Any], index: int = 0) -> str:
     choices = [c for chunk in chunks if chunk != "[DONE]" for c in chunk["choices"] if c["index"] == index]
     return "".join(c["text"] if "text" in c else c["delta"].get("content", "") for c in choices)
+
+
+async def test_completions_of_a_model_without_a_tokenizer_are_token_ids() -> None:
+    data = make_bundle({})
+    scheduler = FakeScheduler(make_info(data), data)
+    await scheduler.start()
+    async with TestGateway([scheduler.address]) as gateway, HttpGateway(gateway) as http:
+        await gateway.ready()
+        scheduler.play([9, 10])
+        status, _, answer = await http.post(COMPLETIONS, {"prompt": [5, 6, 7]})
+        (choice,) = answer["choices"]
+        assert (status, choice["text"], choice["token_ids"]) == (200, "", [9, 10])
+        assert choice["prompt_token_ids"] == [5, 6, 7]
+        scheduler.play([9, 10])
+        chunks = await http.stream(COMPLETIONS, {"prompt": [[5], [6, 7]]})
+        found = [one for chunk in chunks[:-1] for one in chunk["choices"]]
+        for index in (0, 1):
+            assert [id_ for one in found if one["index"] == index for id_ in one.get("token_ids", [])] == [9, 10]
+        for body in ({"prompt": "text"}, {"prompt": [5], "stop": "x"}, {"prompt": [5], "echo": True}):
+            status, _, answer = await http.post(COMPLETIONS, body)
+            assert (status, "has no tokenizer.json" in answer["error"]["message"]) == (400, True)
+        status, _, answer = await http.post(CHAT, HELLO)
+        assert (status, answer["error"]["param"]) == (400, "messages")
+    await scheduler.stop()
 
 
 async def test_a_chat(http: HttpGateway, scheduler: FakeScheduler) -> None:
