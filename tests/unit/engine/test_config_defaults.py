@@ -14,6 +14,9 @@ from worker_svc.engine.checkpoint.families import ARCHITECTURES
 from worker_svc.engine.checkpoint.model_folder import CheckpointError
 from worker_svc.engine.decoder.config import ModelConfig, parse_config
 from worker_svc.engine.decoder.rotary import length_choice
+from worker_svc.engine.encoder.config import EncoderConfig, parse_encoder
+from worker_svc.engine.encoder.families import ENCODERS, encoder_of
+from worker_svc.engine.encoder_decoder.config import ENCODER_DECODERS, EncoderDecoderConfig, parse_encoder_decoder
 
 CONFIGS = {
     "Qwen3ForCausalLM": transformers.Qwen3Config,
@@ -36,8 +39,31 @@ WITH_TOWERS = {
 }
 
 
-def test_every_decoder_is_compared() -> None:
+def test_every_family_is_compared() -> None:
     assert CONFIGS.keys() | WITH_TOWERS.keys() == ARCHITECTURES.keys()
+    assert {name.removesuffix("Model") for name in ENCODER_CONFIGS} == ENCODERS.keys()
+    assert ENCODER_DECODER_CONFIGS.keys() == ENCODER_DECODERS.keys()
+
+
+# Sizes that are not the defaults, so that no default follows from another field by chance.
+ENCODER_CONFIGS = {
+    "BertModel": transformers.BertConfig(hidden_size=96, num_attention_heads=4, layer_norm_eps=1e-3, type_vocab_size=5),
+    "RobertaModel": transformers.RobertaConfig(hidden_size=96, num_attention_heads=4, pad_token_id=7),
+    "XLMRobertaModel": transformers.XLMRobertaConfig(hidden_size=96, num_attention_heads=4, pad_token_id=7),
+    "ModernBertModel": transformers.ModernBertConfig(
+        hidden_size=96, num_attention_heads=4, norm_eps=1e-3, local_attention=32, norm_bias=True, mlp_bias=True
+    ),
+}
+_BART = {"d_model": 96, "encoder_attention_heads": 4, "decoder_attention_heads": 4, "decoder_layers": 3}
+ENCODER_DECODER_CONFIGS = {
+    "T5ForConditionalGeneration": transformers.T5Config(
+        d_model=96, d_kv=20, num_heads=4, num_layers=4, num_decoder_layers=3, feed_forward_proj="gated-gelu",
+        relative_attention_num_buckets=16, relative_attention_max_distance=64, layer_norm_epsilon=1e-3, n_positions=99,
+    ),
+    "BartForConditionalGeneration": transformers.BartConfig(**_BART, scale_embedding=True),
+    "MBartForConditionalGeneration": transformers.MBartConfig(**_BART, activation_function="relu"),
+    "WhisperForConditionalGeneration": transformers.WhisperConfig(**_BART, num_mel_bins=32),
+}  # fmt: skip
 
 
 def comparable(config: ModelConfig) -> tuple[Any, ...]:
@@ -51,6 +77,18 @@ def comparable(config: ModelConfig) -> tuple[Any, ...]:
         for layer in config.layers
     ]
     return replace(config, rotaries=(), layers=()), layers
+
+
+def parse_whole_encoder(fields: dict[str, Any]) -> EncoderConfig:
+    family = encoder_of(fields)
+    assert family is not None
+    return parse_encoder(fields, family, 3)
+
+
+def comparable_rotaries(config: EncoderConfig | EncoderDecoderConfig) -> tuple[Any, ...]:
+    if not isinstance(config, EncoderConfig):
+        return config, ()
+    return replace(config, rotaries=()), [rotary.inv_freq.tolist() for rotary in config.rotaries]
 
 
 @contextmanager
@@ -75,8 +113,35 @@ def test_a_missing_field_has_the_default_of_transformers(name: str, changes: dic
     for field in whole:
         rest = {key: value for key, value in whole.items() if key != field}
         ours = {theirs: ours for ours, theirs in ARCHITECTURES[name].fields.items()}.get(field, field)
+        found = None
         with named(field, ours):
-            assert parse(name, rest) == parse(name, CONFIGS[name].from_dict(rest).to_dict()), field
+            found = parse(name, rest)
+        if found is not None:
+            assert found == parse(name, CONFIGS[name].from_dict(rest).to_dict()), field
+
+
+OTHERS = {name: (config, parse_whole_encoder) for name, config in ENCODER_CONFIGS.items()} | {
+    name: (config, parse_encoder_decoder) for name, config in ENCODER_DECODER_CONFIGS.items()
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_missing_field_of_a_model_with_an_encoder_has_the_default_of_transformers(name: str) -> None:
+    config, parse_fields = OTHERS[name]
+    whole = config.to_dict() | {"architectures": [name]}
+    for field in whole.keys() - {"architectures"}:
+        rest = {key: value for key, value in whole.items() if key != field}
+        found = None
+        with named(field):
+            found = comparable_rotaries(parse_fields(rest))
+        if found is not None:
+            assert found == comparable_rotaries(parse_fields(type(config).from_dict(rest).to_dict())), field
+
+
+def test_positions_after_padding_need_its_id() -> None:
+    config = ENCODER_CONFIGS["RobertaModel"].to_dict() | {"architectures": ["RobertaModel"], "pad_token_id": None}
+    with pytest.raises(CheckpointError, match=r"^pad_token_id: positions begin after it"):
+        parse_whole_encoder(config)
 
 
 def test_qwen3_moe_has_windows_in_all_layers() -> None:

@@ -99,6 +99,19 @@ def test_hits_inside_an_image_and_the_same_image_later(folder):
     assert (driver.runner.images.num_encoded, driver.runner.images.num_hits) == (3, 3)
 
 
+def test_deepstack_after_the_last_layers_matches_transformers(tmp_path):
+    """A prompt that ends with an image samples from one of its tokens."""
+    folder, ends = make_vision_model(tmp_path, "qwen3_vl", num_hidden_layers=2), scene(5, (3, 5), seed=2)
+    for backend in ("cpu", "reference"):
+        driver = Driver(load(folder, backend=backend))
+        for row, found in ((0, ends), (1, ONE)):
+            open_row(driver, row, found)
+        driver.step({0: 8, 1: 13})
+        driver.step({0: len(ends.tokens) - 8, 1: len(ONE.tokens) - 13})
+        driver.decode([0, 1], 2)
+        check(load_vision_reference(folder), driver, {0: ends, 1: ONE})
+
+
 def test_a_row_returns_with_its_output(folder):
     """The delta follows from the images, also when all of them are computed and their data is not sent again."""
     driver = Driver(load(folder))

@@ -103,10 +103,15 @@ def test_gated_activation(backends, randn, dtype, dim, activation):
     assert_close(outs[0], outs[1], dtype)
 
 
+def is_paired(kernels, keys):
+    dim, block = keys.shape[-2:]
+    return kernels._kernels.quire_kv_is_paired(int(keys.dtype is torch.bfloat16), block, dim)
+
+
 def kernel_layout(kernels, keys, values):
     """Keys [.., dim, block] and values [.., block, dim] in the layout of the kernels."""
     *lead, dim, block = keys.shape
-    if not kernels._kernels.quire_kv_is_paired(int(keys.dtype is torch.bfloat16), block):
+    if not is_paired(kernels, keys):
         return keys, values
     keys = keys.reshape(*lead, dim // 2, 2, block).transpose(-1, -2).reshape(keys.shape)
     values = values.reshape(*lead, block // 2, 2, dim).transpose(-1, -2).reshape(values.shape)
@@ -116,7 +121,7 @@ def kernel_layout(kernels, keys, values):
 def plain_layout(kernels, keys, values):
     """The inverse of `kernel_layout`."""
     *lead, dim, block = keys.shape
-    if not kernels._kernels.quire_kv_is_paired(int(keys.dtype is torch.bfloat16), block):
+    if not is_paired(kernels, keys):
         return keys, values
     keys = keys.reshape(*lead, dim // 2, block, 2).transpose(-1, -2).reshape(keys.shape)
     values = values.reshape(*lead, block // 2, dim, 2).transpose(-1, -2).reshape(values.shape)
@@ -152,7 +157,7 @@ def mixed_batch(pool, shape, query_lens, context_lens, seed=0):
 
 
 SHAPES = [HeadShape(4, 4, 32), HeadShape(8, 2, 64), HeadShape(6, 1, 128), HeadShape(6, 2, 24), HeadShape(2, 1, 256),
-          HeadShape(3, 1, 10), HeadShape(80, 1, 16)]  # fmt: skip
+          HeadShape(3, 1, 10), HeadShape(80, 1, 16), HeadShape(4, 2, 15)]  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

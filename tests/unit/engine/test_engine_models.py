@@ -7,7 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+import transformers
 
+from step_protocol.messages import Pooling, PoolingKind, PoolingTask
 from tests.unit.engine.driver import Driver
 from tests.unit.engine.models import ARCHITECTURES, load_reference, make_model
 from worker_svc.engine.config import EngineConfig
@@ -47,6 +49,7 @@ MODELS = {
         4,
         {"num_attention_heads": 5, "num_key_value_heads": 1, "hidden_size": 70, "intermediate_size": 74},
     ),
+    "gpt2-odd-heads": ("gpt2", 16, {"n_embd": 60}),
     "mistral-gelu-tanh": ("mistral", 256, {"hidden_act": "gelu_pytorch_tanh", "sliding_window": None}),
 }
 
@@ -163,9 +166,12 @@ def test_duplicate_rope_fields_have_the_precedence_of_transformers(tmp_path, rew
     check_against(reference, driver, [0])
 
 
-def test_bfloat16_is_as_close_as_transformers(tmp_path):
+@pytest.mark.parametrize(
+    ("architecture", "overrides"), [("qwen3", {"num_hidden_layers": 4}), ("gpt2", {"n_embd": 60, "n_layer": 4})]
+)
+def test_bfloat16_is_as_close_as_transformers(tmp_path, architecture, overrides):
     """The rounding error is as large as that of transformers; a planted bug would be far above it."""
-    folder = make_model(tmp_path, "qwen3", dtype=torch.bfloat16, num_hidden_layers=4)
+    folder = make_model(tmp_path, architecture, dtype=torch.bfloat16, **overrides)
     exact, rounded = load_reference(folder), load_reference(folder, torch.bfloat16)
     runner = ModelRunner(EngineConfig(folder, "auto", num_blocks=64, max_num_seqs=8, threads=1))
     driver = Driver(runner)
@@ -184,6 +190,22 @@ def test_bfloat16_is_as_close_as_transformers(tmp_path):
             bounds.append(float((theirs[position - 1] - expected[position - 1]).norm() / norm))
     assert np.mean(errors) <= 1.5 * np.mean(bounds) + 0.005
     assert max(errors) < 0.08
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_encoder_with_heads_of_an_odd_size_matches_transformers(tmp_path, dtype):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 211, "hidden_size": 60, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.RobertaConfig(**sizes, intermediate_size=96, max_position_embeddings=80, type_vocab_size=1)
+    transformers.RobertaModel(config).eval().save_pretrained(tmp_path)
+    settings = {"num_blocks": 64, "max_num_seqs": 4, "max_num_batched_tokens": 128, "threads": 1}
+    driver = Driver(ModelRunner(EngineConfig(tmp_path, dtype, **settings)))
+    (tokens,) = prompts([40])
+    driver.open(0, tokens, pooling=Pooling(PoolingTask.VECTOR, PoolingKind.CLS))
+    driver.step({0: 40})
+    with torch.no_grad():
+        expected = transformers.RobertaModel.from_pretrained(tmp_path)(torch.tensor([tokens])).last_hidden_state[0, 0]
+    assert np.abs(driver.pooled[0] - expected.numpy()).max() < (1e-4 if dtype == "float32" else 0.05)
 
 
 def wrong_rotation(driver):

@@ -88,7 +88,6 @@ def test_unsupported_towers_are_refused_by_field(tmp_path):
         "vision_config.out_hidden_size": changed(config, out_hidden_size=65),
         "vision_config.num_position_embeddings: 24 is not a square": changed(config, num_position_embeddings=24),
         "must name different layers": changed(config, deepstack_visual_indexes=[1, 1]),
-        "need a decoder of more than 3 layers": changed(config, deepstack_visual_indexes=[0, 1, 2]),
         "image_token_id": config | {"image_token_id": None},
         "mrope_section": config | {"rope_parameters": config["rope_parameters"] | {"mrope_section": [8, 8, 8]}},
     }

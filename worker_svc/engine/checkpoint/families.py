@@ -243,6 +243,7 @@ ARCHITECTURES = {
     ),
     "GPT2LMHeadModel": Architecture(
         "GPT-2",
+        frozenset({"odd_heads"}),
         has_qkv_bias=True,
         has_o_bias=True,
         has_mlp_bias=True,

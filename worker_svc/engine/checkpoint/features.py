@@ -16,6 +16,7 @@ FEATURES = {
     "wide_qk_norm": "norms of queries and keys over all heads",
     "partial_rotary": "rotation of a part of each head",
     "learned_positions": "learned positions",
+    "odd_heads": "heads of an odd size",
     "plain_feed_forward": "a feed-forward part without gate",
     "sliding_window": "sliding windows",
     "soft_caps": "soft caps of attention scores or logits",

@@ -81,7 +81,7 @@ def declare(library: ctypes.CDLL) -> ctypes.CDLL:
         function.argtypes = argtypes
         function.restype = None
     library.quire_tile_product.argtypes = [_INT, *[_POINTER] * 3]
-    library.quire_kv_is_paired.argtypes = [_INT, _LONG]
+    library.quire_kv_is_paired.argtypes = [_INT, _LONG, _LONG]
     library.quire_forward_workspace.argtypes = [_POINTER]
     library.quire_forward_workspace.restype = _LONG
     library.quire_sampling_columns.argtypes = []

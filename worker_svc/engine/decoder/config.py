@@ -159,6 +159,7 @@ class ModelConfig:
         """What a backend must compute; see checkpoint/features.py."""
         rotary_dims = {2 * len(rotary.inv_freq) for rotary in self.rotaries}
         needed = {
+            "odd_heads": self.heads.head_dim % 2 == 1,
             "partial_rotary": bool(rotary_dims - {self.heads.head_dim}),
             "sliding_window": self.window is not None,
             "soft_caps": self.attention_soft_cap is not None or self.logit_soft_cap is not None,
@@ -217,7 +218,7 @@ def _completed(config: dict[str, Any], architecture: Architecture) -> dict[str, 
 def _vision(config: dict[str, Any], architecture: Architecture, hidden_size: int) -> VisionConfig | None:
     if architecture.tower is None:
         return None
-    return parse_vision(config, architecture.tower, hidden_size, _size(config, "num_hidden_layers"))
+    return parse_vision(config, architecture.tower, hidden_size)
 
 
 def _image_token(config: dict[str, Any], architecture: Architecture) -> int | None:
@@ -241,9 +242,7 @@ def _heads(config: dict[str, Any]) -> HeadShape:
     if num_q_heads % num_kv_heads:
         raise CheckpointError(f"num_key_value_heads: {num_kv_heads} does not divide the {num_q_heads} attention heads")
     head_dim = config.get("head_dim") or _size(config, "hidden_size") // num_q_heads
-    if head_dim % 2:
-        raise CheckpointError(f"head_dim: rotary positions need an even number, found {head_dim}")
-    return HeadShape(num_q_heads, num_kv_heads, int(head_dim))
+    return HeadShape(num_q_heads, num_kv_heads, _size({"head_dim": head_dim}, "head_dim"))
 
 
 def _activation(config: dict[str, Any], architecture: Architecture) -> str:

@@ -227,6 +227,10 @@ class _BackendOperations:
         deep = self._batch.deep
         if deep is None or index >= len(deep.rows):
             return
-        tokens = torch.from_numpy(deep.tokens)
-        x[tokens] = x[tokens] + residual[tokens] + deep.rows[index]
-        residual[tokens] = 0
+        tokens, rows = deep.tokens, deep.rows[index]
+        if index == self._config.num_layers - 1:  # only the rows of head tokens are left
+            heads = self._batch.head_tokens
+            rows, tokens = rows[torch.from_numpy(np.isin(tokens, heads))], np.flatnonzero(np.isin(heads, tokens))
+        places = torch.from_numpy(tokens)
+        x[places] = x[places] + residual[places] + rows
+        residual[places] = 0

@@ -68,18 +68,19 @@ class EncoderConfig:
 def parse_encoder(config: dict[str, Any], family: EncoderFamily, num_classes: int) -> EncoderConfig:
     """Reads config.json. Raises CheckpointError naming the field for anything that is not supported."""
     check_encoder(config)
-    config = config | {ours: config[theirs] for ours, theirs in family.fields.items() if theirs in config}
+    renamed = {ours: config[theirs] for ours, theirs in family.fields.items() if theirs in config}
+    config = {**family.defaults, **config, **renamed}
     hidden, num_heads = _size(config, "hidden_size"), _size(config, "num_attention_heads")
-    if hidden % num_heads or hidden // num_heads % 2:
-        raise CheckpointError(f"num_attention_heads: {num_heads} heads of an even size do not divide {hidden}")
+    if hidden % num_heads:
+        raise CheckpointError(f"num_attention_heads: {num_heads} heads do not divide hidden_size {hidden}")
     heads = HeadShape(num_heads, num_heads, hidden // num_heads)
-    offset = int(config.get("pad_token_id") or 0) + 1 if family.has_positions_after_padding else 0
+    offset = _first_position(config) if family.has_positions_after_padding else 0
     num_positions = _size(config, "max_position_embeddings")
     layers, rotaries = _layers(config, family, heads.head_dim)
     biases = [bool(config.get(name, False)) for name in ("attention_bias", "mlp_bias", "norm_bias")]
     if family.is_biased is not None:
         biases = [family.is_biased] * 3
-    norm_eps = float(config.get("layer_norm_eps", 1e-5 if family.norms_precede else 1e-12))
+    norm_eps = float(config["layer_norm_eps"])
     return EncoderConfig(
         family=family,
         names=family.names,
@@ -117,6 +118,13 @@ def _head(config: dict[str, Any], family: EncoderFamily, hidden: int, num_classe
     )
     kind = PoolingKind.MEAN if config.get("classifier_pooling") == "mean" else PoolingKind.CLS
     return HeadSpec(kind, (dense, HeadPart(names.classifier, hidden, num_classes, has_bias=True)), norm_eps)
+
+
+def _first_position(config: dict[str, Any]) -> int:
+    padding = config["pad_token_id"]
+    if not isinstance(padding, int) or isinstance(padding, bool) or padding < 0:
+        raise CheckpointError(f"pad_token_id: positions begin after it, so it must be a token id, found {padding!r}")
+    return padding + 1
 
 
 def _size(config: dict[str, Any], field: str) -> int:

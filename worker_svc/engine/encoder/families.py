@@ -87,15 +87,22 @@ class EncoderFamily:
     has_positions_after_padding: bool = False  # positions begin at pad_token_id + 1
     has_windows: bool = False  # layer_types or global_attn_every_n_layers
     fields: Mapping[str, str] = field(default_factory=dict)  # other names of fields of config.json
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # of fields that config.json lacks, as in transformers
 
 
-BERT = EncoderFamily("BERT", HeadNames("pooler.dense", "classifier", is_in_prefix=True), BERT_NAMES)
+BERT = EncoderFamily(
+    "BERT",
+    HeadNames("pooler.dense", "classifier", is_in_prefix=True),
+    BERT_NAMES,
+    defaults={"layer_norm_eps": 1e-12, "type_vocab_size": 2, "pad_token_id": 0},
+)
 ROBERTA = replace(
     BERT,
     models="RoBERTa",
     head=HeadNames("classifier.dense", "classifier.out_proj"),
     names=replace(BERT_NAMES, prefix="roberta."),
     has_positions_after_padding=True,
+    defaults=BERT.defaults | {"pad_token_id": 1},
 )
 MODERN_BERT = EncoderFamily(
     "ModernBERT",
@@ -106,6 +113,7 @@ MODERN_BERT = EncoderFamily(
     is_biased=None,
     has_windows=True,
     fields={"hidden_act": "hidden_activation", "layer_norm_eps": "norm_eps"},
+    defaults={"layer_norm_eps": 1e-5},
 )
 
 ENCODERS: Mapping[str, EncoderFamily] = {

@@ -242,15 +242,13 @@ def parse_encoder_decoder(config: Mapping[str, Any]) -> EncoderDecoderConfig:
     found = next(ENCODER_DECODERS[name] for name in config["architectures"] if name in ENCODER_DECODERS)
     given = _Fields(config, found)
     hidden, num_heads = given.size("d_model"), given.size("head_count")
-    head_dim = given.size("d_kv", hidden // num_heads)
-    if config.get("encoder_attention_heads", num_heads) != num_heads:
+    is_t5 = bool(found.decoder.relative_bias)
+    head_dim = given.size("d_kv", 64 if is_t5 else hidden // num_heads)
+    if not is_t5 and given.size("encoder_attention_heads") != num_heads:
         raise CheckpointError(
             f"encoder_attention_heads: {config['encoder_attention_heads']} differs from decoder_attention_heads "
             f"{num_heads}; models with different heads in encoder and decoder are not supported"
         )
-    if head_dim % 2:
-        raise CheckpointError(f"d_model / heads: the head size must be even, found {head_dim}")
-    is_t5 = bool(found.decoder.relative_bias)
     activation, is_gated = _t5_feed_forward(config) if is_t5 else (given.text("activation"), False)
     if activation not in ACTIVATIONS:
         raise CheckpointError(f"activation: {activation!r} is not supported; use one of {', '.join(ACTIVATIONS)}")

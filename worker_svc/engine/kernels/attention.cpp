@@ -63,8 +63,8 @@ void paged_attention(Pass& pass, int is_bf16, const AttentionPlan& plan, const A
 extern "C" {
 
 // Whether blocks of this storage type and size are laid out in pairs; see qk_norm_rope_store.
-int quire_kv_is_paired(int is_bf16, int64_t block_size) {
-  return is_bf16 ? is_paired<uint16_t>(block_size) : is_paired<float>(block_size);
+int quire_kv_is_paired(int is_bf16, int64_t block_size, int64_t head_dim) {
+  return is_bf16 ? is_paired<uint16_t>(block_size, head_dim) : is_paired<float>(block_size, head_dim);
 }
 
 void quire_paged_attention(int is_bf16, const void* q, const void* k_cache, const void* v_cache, void* out,

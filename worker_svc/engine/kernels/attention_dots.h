@@ -8,7 +8,7 @@ namespace {
 
 struct Dots {
   // Number of 32-bit words of a query vector.
-  static int64_t key_pairs(int64_t dim) { return dim / 2; }
+  static int64_t key_pairs(int64_t dim) { return (dim + 1) / 2; }
 
   static INLINE v16 multiply(v16 sum, __m512i a, uint32_t b) {
     return (v16)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)_mm512_set1_epi32(int32_t(b)));

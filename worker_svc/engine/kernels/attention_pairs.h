@@ -102,7 +102,7 @@ void pad_pairs(const PairedArgs& a, const KeyRange& range, int64_t start, int co
 }
 
 bool are_keys_in_place(const PairedArgs& a, const PairedScratch& s) {
-  return is_paired<uint16_t>(a.block_size()) && s.key_pairs * 2 == a.head_dim && s.padded_dim == a.head_dim;
+  return is_paired<uint16_t>(a.block_size(), a.head_dim) && s.key_pairs * 2 == a.head_dim && s.padded_dim == a.head_dim;
 }
 
 // The tile of a range that begins with key `start`: in place, or packed into the scratch memory.
@@ -110,7 +110,7 @@ PairedTile gather_pairs(const PairedArgs& a, const KeyRange& range, int64_t star
   const int64_t bs = a.block_size(), dim = a.head_dim;
   const int count = int(std::min<int64_t>(kKeyTile, range.to - start)), groups = (count + kLanes - 1) / kLanes;
   const bool in_place = are_keys_in_place(a, s);
-  if (!in_place) (is_paired<uint16_t>(bs) ? pad_pairs : pack_pairs)(a, range, start, count, s);
+  if (!in_place) (is_paired<uint16_t>(bs, dim) ? pad_pairs : pack_pairs)(a, range, start, count, s);
   PairedTile tile;
   tile.count = count;
   tile.key_stride = in_place ? bs : kKeyTile;

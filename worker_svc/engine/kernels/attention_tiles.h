@@ -46,7 +46,7 @@ constexpr int kSmallDim = 64;
 class TileProducts {
  public:
   // Number of 32-bit words of a query vector: whole products, filled up with zeros.
-  static int64_t key_pairs(int64_t dim) { return (dim / 2 + tiles::kGroups - 1) / tiles::kGroups * tiles::kGroups; }
+  static int64_t key_pairs(int64_t dim) { return ((dim + 1) / 2 + tiles::kGroups - 1) / tiles::kGroups * tiles::kGroups; }
 
   void attend(PairedScratch& s, int first, int count, const PairedTile& tile, const PairedTile& ahead,
               const Sight* sights, const Scores& scores) {

@@ -146,7 +146,7 @@ template <typename T> void store_token(const Qkv<T>& a, int64_t i, T* key) {
     norm_rope(x + s.q_heads * dim, h, k_norm, a.norms.k_width, k_scale, key);
     const T* value = x + (s.q_heads + s.kv_heads + h) * dim;
     const int64_t plane = (block * s.kv_heads + h) * dim * s.block_size;
-    if (is_paired<T>(s.block_size)) {
+    if (is_paired<T>(s.block_size, dim)) {
       store_key<T, 2>(key, dim, s.block_size, a.k_cache + plane + 2 * offset);
       store_paired_value(value, dim, offset % 2, a.v_cache + plane + offset / 2 * 2 * dim);
     } else {
@@ -237,7 +237,7 @@ void qk_norm_rope_store(Pass& pass, int is_bf16, const void* qkv, const QkNorms&
 
 extern "C" {
 
-int quire_abi_version() { return 21; }
+int quire_abi_version() { return 22; }
 
 // The instructions that this build computes with, as words. The last one, the width of vectors, affects no result.
 const char* quire_arithmetic() {

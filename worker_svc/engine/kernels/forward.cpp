@@ -233,11 +233,18 @@ struct Forward {
     if (b.num_heads && logits) head(pass, m, p.x, p.residual, logits, b.num_heads);
   }
 
-  // Adds the residual and the rows of layer `index` of `deep` to their tokens, whose residual is 0 then.
+  // Adds the residual and the rows of layer `index` of `deep` to their tokens, whose residual is 0 then. After the last
+  // layer only the rows of head tokens are left.
   template <typename T> void add_deep(int64_t index) {
     for (int64_t i = 0; i < b.num_deep_tokens; i++) {
-      T* x = (T*)p.x + b.deep_tokens[i] * m.hidden;
-      T* residual = (T*)p.residual + b.deep_tokens[i] * m.hidden;
+      int64_t row = b.deep_tokens[i];
+      if (index == m.num_layers - 1) {
+        const int64_t* head = std::lower_bound(b.heads, b.heads + b.num_heads, row);
+        if (head == b.heads + b.num_heads || *head != row) continue;
+        row = head - b.heads;
+      }
+      T* x = (T*)p.x + row * m.hidden;
+      T* residual = (T*)p.residual + row * m.hidden;
       add_row(x, residual, m.hidden);
       add_row(x, (const T*)b.deep + (index * b.num_deep_tokens + i) * m.hidden, m.hidden);
       std::fill_n(residual, m.hidden, T(0));

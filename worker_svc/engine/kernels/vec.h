@@ -203,8 +203,8 @@ INLINE v16 exp16(v16 x) {
 }
 
 // Whether a block of the KV pool is stored in pairs, as products of bfloat16 read them.
-template <typename T> INLINE bool is_paired(int64_t block_size) {
-  return QUIRE_HAS_PAIRS && sizeof(T) == 2 && block_size % kLanes == 0;
+template <typename T> INLINE bool is_paired(int64_t block_size, int64_t head_dim) {
+  return QUIRE_HAS_PAIRS && sizeof(T) == 2 && block_size % kLanes == 0 && head_dim % 2 == 0;
 }
 
 template <typename T> INLINE float sum_of(const T* x, int64_t dim) {

@@ -121,7 +121,7 @@ class VisionConfig:
         return self.num_layers * self.hidden * (4 * self.hidden + parts * self.inner)
 
 
-def parse_vision(config: dict[str, Any], kind: TowerKind, decoder_hidden: int, decoder_layers: int) -> VisionConfig:
+def parse_vision(config: dict[str, Any], kind: TowerKind, decoder_hidden: int) -> VisionConfig:
     """Reads `vision_config`. Raises CheckpointError naming the field for anything that is not supported."""
     fields = config.get("vision_config")
     if not isinstance(fields, dict):
@@ -153,7 +153,7 @@ def parse_vision(config: dict[str, Any], kind: TowerKind, decoder_hidden: int, d
         window=_window(fields) if kind == "qwen2_5_vl" else None,
         full_layers=frozenset(fields.get("fullatt_block_indexes", ())),
         num_positions_per_side=_positions(fields) if family.names.positions else 0,
-        deep_layers=_deep_layers(fields, depth, decoder_layers) if family.names.deep_norm else (),
+        deep_layers=_deep_layers(fields, depth) if family.names.deep_norm else (),
     )
 
 
@@ -193,16 +193,11 @@ def _positions(fields: dict[str, Any]) -> int:
     return side
 
 
-def _deep_layers(fields: dict[str, Any], depth: int, decoder_layers: int) -> tuple[int, ...]:
+def _deep_layers(fields: dict[str, Any], depth: int) -> tuple[int, ...]:
     layers = fields.get("deepstack_visual_indexes") or []
     if any(not isinstance(layer, int) or not 0 <= layer < depth for layer in layers) or len(set(layers)) < len(layers):
         raise CheckpointError(
             f"vision_config.deepstack_visual_indexes: {layers} must name different layers below depth {depth}"
-        )
-    if len(layers) >= decoder_layers:
-        raise CheckpointError(
-            f"vision_config.deepstack_visual_indexes: {len(layers)} layers need a decoder of more than {len(layers)} "
-            f"layers, found {decoder_layers}"
         )
     return tuple(layers)
 
