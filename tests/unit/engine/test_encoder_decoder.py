@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +146,25 @@ def test_configurations_that_are_not_supported_are_refused(
         parse_encoder_decoder(config | changes)
 
 
+def test_rules_of_outputs_are_those_of_transformers(tmp_path: Path, rewrite_config: Callable[..., None]) -> None:
+    """generation_config.json replaces what config.json says about outputs."""
+    folder = make_text_checkpoint(tmp_path, TEXT_SHAPES[3])
+    rewrite_config(folder, forced_eos_token_id=2, forced_bos_token_id=6, decoder_start_token_id=9)
+    path = folder / "generation_config.json"
+    without_start = json.loads(path.read_text()) | {"decoder_start_token_id": None, "bos_token_id": 5}
+    for generation in (json.loads(path.read_text()), without_start, None):
+        path.unlink() if generation is None else path.write_text(json.dumps(generation))
+        found = Steps(folder, "cpu").runner.info.encoder
+        expected = AutoModelForSeq2SeqLM.from_pretrained(folder).generation_config
+        start = (
+            expected.decoder_start_token_id if expected.decoder_start_token_id is not None else expected.bos_token_id
+        )
+        assert found is not None
+        assert found.decoder_start_ids == (start,)
+        assert found.forced_eos_token_id == expected.forced_eos_token_id
+        assert found.forced_bos_token_id == expected.forced_bos_token_id
+
+
 def test_a_checkpoint_with_other_tensors_is_refused(tmp_path: Path) -> None:
     folder = make_text_checkpoint(tmp_path, TEXT_SHAPES[2])
     tensors = safetensors.torch.load_file(folder / "model.safetensors")
@@ -157,8 +178,11 @@ def test_a_checkpoint_with_other_tensors_is_refused(tmp_path: Path) -> None:
             Steps(folder, "cpu")
 
 
+ODD_HEADS = replace(TEXT_SHAPES[2], name="bart-odd-heads", extra=TEXT_SHAPES[2].extra | {"d_model": 60})
+
+
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
-@pytest.mark.parametrize("shape", TEXT_SHAPES, ids=lambda shape: shape.name)
+@pytest.mark.parametrize("shape", [*TEXT_SHAPES, ODD_HEADS], ids=lambda shape: shape.name)
 def test_logits_equal_transformers(shape: Any, backend: str, tmp_path: Path) -> None:
     folder = make_text_checkpoint(tmp_path, shape)
     encoder, decoder = inputs(1, 45, 23)

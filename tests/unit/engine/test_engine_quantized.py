@@ -108,6 +108,15 @@ def test_fused_tensors_experts_and_a_quantized_head(tmp_path):
     check_parity(folder, quantize_model(folder, gptq(4, 48)), "cpu")
 
 
+def test_layers_that_config_json_does_not_list_may_be_in_a_float_type(tmp_path):
+    """transformers leaves heads and routers as they are."""
+    target = fp8(40)
+    del target.fields["modules_to_not_convert"]
+    for architecture, backend in (("llama", "reference"), ("qwen3_moe", "cpu")):
+        folder = make_model(tmp_path / architecture, architecture)
+        check_parity(folder, quantize_model(folder, target), backend)
+
+
 def check_parity(folder, plain, backend):
     driver = Driver(load(folder, backend=backend))
     for row, prompt in enumerate(prompts([1, 33, 70])):

@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 from worker_svc.engine.checkpoint.model_folder import (
     INDEX_FILE,
+    WEIGHT_DTYPES,
     CheckpointError,
     decoder_config,
     read_object,
@@ -22,6 +23,7 @@ from worker_svc.engine.checkpoint.model_folder import (
     weight_files,
 )
 
+GENERATION_FILE = "generation_config.json"
 CHUNK_BYTES = 2 << 20  # digested by one thread at a time
 SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -37,9 +39,8 @@ class Checkpoint:
             raise CheckpointError(f"{folder} is not a folder; give the folder that holds config.json")
         self.folder = folder
         self.config = decoder_config(read_object(folder / "config.json"))
-        self.generation_config = (
-            read_object(folder / "generation_config.json") if (folder / "generation_config.json").exists() else {}
-        )
+        self.has_generation_config = (folder / GENERATION_FILE).exists()
+        self.generation_config = read_object(folder / GENERATION_FILE) if self.has_generation_config else {}
         self._weight_map = read_weight_map(folder)
         self._files = {name: _open(folder / name) for name in weight_files(self._weight_map)}
         stored = [(name, file) for file in self._files.values() for name in file.keys()]  # noqa: SIM118
@@ -59,6 +60,10 @@ class Checkpoint:
 
     def has(self, name: str) -> bool:
         return name in self._file_of
+
+    def has_float(self, name: str) -> bool:
+        """Whether there is such a tensor, in a float type."""
+        return self.has(name) and self._file_of[name].get_slice(self._stored_name[name]).get_dtype() in WEIGHT_DTYPES
 
     def tensor(
         self,

@@ -13,7 +13,7 @@ from worker_svc.engine.adapters.targets import Module, modules_of
 from worker_svc.engine.backend import ExpertLinears, Linear, Norm
 from worker_svc.engine.checkpoint.families import LAYER_NORMS, Role
 from worker_svc.engine.checkpoint.model_folder import CheckpointError
-from worker_svc.engine.checkpoint.quantization_config import Packed, Scaled, Scheme
+from worker_svc.engine.checkpoint.quantization_config import Scaled, Scheme
 from worker_svc.engine.checkpoint.quantized import read_int8_rows, read_weight
 from worker_svc.engine.checkpoint.tensors import Checkpoint
 from worker_svc.engine.decoder.config import LayerSpec, ModelConfig
@@ -272,8 +272,8 @@ class WeightLoader:
         """How a linear layer is stored. None: in a float type."""
         quantization = self._config.quantization
         scheme = None if quantization is None else quantization.scheme_of(name)
-        # config.json does not list all layers that GPTQ and AWQ leave in a float type
-        return None if isinstance(scheme, Packed) and self._checkpoint.has(f"{name}.weight") else scheme
+        # config.json does not list all layers that are left in a float type, e.g. heads and routers
+        return None if scheme is None or self._checkpoint.has_float(f"{name}.weight") else scheme
 
     def _weight(self, name: str, shape: tuple[int, int]) -> torch.Tensor:
         """The weight [out, in] of a linear layer."""

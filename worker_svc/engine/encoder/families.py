@@ -102,7 +102,7 @@ ROBERTA = replace(
     head=HeadNames("classifier.dense", "classifier.out_proj"),
     names=replace(BERT_NAMES, prefix="roberta."),
     has_positions_after_padding=True,
-    defaults=BERT.defaults | {"pad_token_id": 1},
+    defaults={**BERT.defaults, "pad_token_id": 1},
 )
 MODERN_BERT = EncoderFamily(
     "ModernBERT",

@@ -97,7 +97,7 @@ def load_encoder_decoder(
     loader = EncoderDecoderLoader(checkpoint, model, backend, dtype)
     checkpoint.start_digest(config.threads or 1)
     loaded = EncoderDecoderModel(loader, model, backend, max_encoder, max_decoder, progress)
-    info = _encoder_info(model, audio, checkpoint.config, checkpoint.generation_config, max_encoder, max_decoder)
+    info = _encoder_info(model, audio, checkpoint, max_encoder, max_decoder)
     return EncoderDecoder(loaded, info, padded + max_decoder, budget, None if audio is None else LogMel(audio))
 
 
@@ -121,15 +121,15 @@ def _lengths(config: EngineConfig, model: EncoderDecoderConfig) -> tuple[int, in
 def _encoder_info(
     model: EncoderDecoderConfig,
     settings: AudioSettings | None,
-    config: Mapping[str, Any],
-    generation_config: Mapping[str, Any],
+    checkpoint: Checkpoint,
     max_tokens: int,
     max_decoder_tokens: int,
 ) -> EncoderInfo:
-    """Reads generation_config.json, and config.json where it says nothing. Raises CheckpointError."""
-    given = {**config, **generation_config}
-    start = _ids(given, "decoder_start_token_id", model.vocab_size)
-    if not start:
+    """Reads generation_config.json, or else config.json, as transformers. Raises CheckpointError."""
+    given = checkpoint.generation_config if checkpoint.has_generation_config else checkpoint.config
+    places = (given, "decoder_start_token_id"), (given, "bos_token_id"), (checkpoint.config, "decoder_start_token_id")
+    start = next(filter(None, (_ids(place, field, model.vocab_size) for place, field in places)), None)
+    if start is None:
         raise CheckpointError("decoder_start_token_id: neither generation_config.json nor config.json has it")
     return EncoderInfo(
         max_tokens=max_tokens,
@@ -139,7 +139,7 @@ def _encoder_info(
         forced_eos_token_id=next(iter(_ids(given, "forced_eos_token_id", model.vocab_size)), None),
         suppress_ids=_ids(given, "suppress_tokens", model.vocab_size),
         begin_suppress_ids=_ids(given, "begin_suppress_tokens", model.vocab_size),
-        audio=None if settings is None else _audio_info(settings, generation_config, model.vocab_size),
+        audio=None if settings is None else _audio_info(settings, given, model.vocab_size),
     )
 
 
