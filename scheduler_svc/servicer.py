@@ -135,14 +135,15 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def GetSchedulerStatus(
         self, request: scheduler_pb2.GetSchedulerStatusRequest, context: Context
     ) -> scheduler_pb2.GetSchedulerStatusResponse:
+        parts = self._parts
         return scheduler_pb2.GetSchedulerStatusResponse(
-            status=describe(self._parts.step_loop, self._parts.pool, self._parts.index, self.address)
+            status=describe(parts.step_loop, parts.pool, parts.index, parts.gateways.num_attached, self.address)
         )
 
     async def GetPools(
         self, request: scheduler_pb2.GetPoolsRequest, context: Context
     ) -> scheduler_pb2.GetPoolsResponse:
-        return self._snapshots.newest()
+        return self._snapshots.newest(request.worker_ids)
 
     async def InspectScheduler(
         self, request: scheduler_pb2.InspectSchedulerRequest, context: Context

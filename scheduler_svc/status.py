@@ -1,12 +1,12 @@
 """Answers of GetSchedulerStatus and GetPools.
 
-However many callers GetPools has, the core is read for it at most once per MIN_INTERVAL_S.
+However many callers GetPools has, the core is read for the same workers at most once per MIN_INTERVAL_S.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from quire.internal.v1 import scheduler_pb2
 from quire.v1 import inference_pb2
@@ -22,7 +22,7 @@ MIN_INTERVAL_S = 0.2
 
 
 def describe(
-    step_loop: StepLoop, pool: WorkerPool, index: PrefixIndex, listen_address: str
+    step_loop: StepLoop, pool: WorkerPool, index: PrefixIndex, num_gateways: int, listen_address: str
 ) -> inference_pb2.SchedulerStatus:
     """The scheduler's status: queue, prefix hits and workers. The gateway sets `connected`."""
     core = step_loop.core
@@ -32,6 +32,7 @@ def describe(
         model=pool.info.model if pool.info is not None else "",
         revision=pool.info.revision if pool.info is not None else "",
         prefix_index=index.state(),
+        num_gateways=num_gateways,
         workers=pool.describe(stats),
         max_waiting=core.config.max_waiting,
         max_waiting_tokens=core.config.max_waiting_tokens,
@@ -69,19 +70,22 @@ class Snapshots:
     def __init__(self, step_loop: StepLoop, now: Callable[[], float]) -> None:
         self._step_loop = step_loop
         self._now = now
-        self._newest = scheduler_pb2.GetPoolsResponse()
-        self._made_at: float | None = None
+        self._newest: dict[tuple[str, ...], tuple[float, scheduler_pb2.GetPoolsResponse]] = {}  # by workers
 
-    def newest(self) -> scheduler_pb2.GetPoolsResponse:
-        """The state of all pools, at most MIN_INTERVAL_S old."""
-        now = self._now()
-        if self._made_at is None or now - self._made_at >= MIN_INTERVAL_S:
-            self._made_at = now
-            self._newest = scheduler_pb2.GetPoolsResponse(
-                pools=[_pool_to_proto(pool, now) for pool in self._step_loop.core.pool_snapshots()],
-                waiting=[_waiting_to_proto(waiting) for waiting in self._step_loop.core.waiting_snapshot(now)],
-            )
-        return self._newest
+    def newest(self, worker_ids: Iterable[str] = ()) -> scheduler_pb2.GetPoolsResponse:
+        """The state of these pools, or of the first ones, at most MIN_INTERVAL_S old."""
+        now, wanted = self._now(), tuple(worker_ids)
+        self._newest = {key: made for key, made in self._newest.items() if now - made[0] < MIN_INTERVAL_S}
+        if wanted not in self._newest:
+            self._newest[wanted] = now, self._read(wanted, now)
+        return self._newest[wanted][1]
+
+    def _read(self, worker_ids: tuple[str, ...], now: float) -> scheduler_pb2.GetPoolsResponse:
+        core = self._step_loop.core
+        return scheduler_pb2.GetPoolsResponse(
+            pools=[_pool_to_proto(pool, now) for pool in core.pool_snapshots(worker_ids)],
+            waiting=[_waiting_to_proto(waiting) for waiting in core.waiting_snapshot(now)],
+        )
 
 
 def _pool_to_proto(pool: PoolSnapshot, now: float) -> scheduler_pb2.PoolState:

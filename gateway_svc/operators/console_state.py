@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
+from itertools import islice
 
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
@@ -16,29 +17,35 @@ from gateway_svc.schedulers.directory import ModelDirectory
 from svc_common.observe.metrics import quire_version
 
 MIN_INTERVAL_S = 0.2
+MAX_POOLS = 8  # of one page, unless it asks for no workers
 
 
 class ConsoleState:
-    """Owns the newest state. However many pages are open, schedulers are asked at most once per MIN_INTERVAL_S."""
+    """Owns the newest states. Schedulers are asked once per MIN_INTERVAL_S for all pages that show the same workers."""
 
     def __init__(self, status: Callable[[], Awaitable[pb.GetStatusResponse]], directory: ModelDirectory) -> None:
         self._status = status
         self._directory = directory
-        self._newest = b""
-        self._read_at: float | None = None
+        self._newest: dict[frozenset[str], tuple[float, bytes]] = {}  # by workers
         self._reading = asyncio.Lock()
 
-    async def newest(self) -> bytes:
-        """The state as JSON, at most MIN_INTERVAL_S old. Field names are those of the protocol."""
+    async def newest(self, worker_ids: Iterable[str] = ()) -> bytes:
+        """The state as JSON, at most MIN_INTERVAL_S old, with the pools of these workers or of the first ones. Field
+        names are those of the protocol.
+        """
+        wanted = frozenset(islice(worker_ids, MAX_POOLS))
         async with self._reading:
             now = time.monotonic()
-            if self._read_at is None or now - self._read_at >= MIN_INTERVAL_S:
-                self._newest, self._read_at = await self._read(), now
-            return self._newest
+            self._newest = {key: made for key, made in self._newest.items() if now - made[0] < MIN_INTERVAL_S}
+            if wanted not in self._newest:
+                self._newest[wanted] = now, await self._read(wanted)
+            return self._newest[wanted][1]
 
-    async def _read(self) -> bytes:
+    async def _read(self, worker_ids: frozenset[str]) -> bytes:
         clients = self._directory.clients
-        status, pools = await asyncio.gather(self._status(), asyncio.gather(*(get_pools(client) for client in clients)))
+        status, pools = await asyncio.gather(
+            self._status(), asyncio.gather(*(get_pools(client, worker_ids) for client in clients))
+        )
         schedulers = [
             {**_plain(scheduler), **_plain(state)} for scheduler, state in zip(status.schedulers, pools, strict=True)
         ]

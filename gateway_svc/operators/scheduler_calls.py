@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections.abc import Collection
 
 import grpc
 from quire.internal.v1 import scheduler_pb2 as pb
@@ -19,10 +20,12 @@ log = logging.getLogger(__name__)
 ADAPTER_TIMEOUT_S = 180.0  # all workers load it
 
 
-async def get_pools(client: SchedulerClient) -> pb.GetPoolsResponse:
-    """The blocks, rows and waiting sequences of the scheduler; nothing if it does not answer in time."""
+async def get_pools(client: SchedulerClient, worker_ids: Collection[str]) -> pb.GetPoolsResponse:
+    """The blocks and rows of these workers, without ids of the first ones, and the waiting sequences; nothing if the
+    scheduler does not answer in time.
+    """
     try:
-        return await client.stub.GetPools(pb.GetPoolsRequest(), timeout=STATUS_TIMEOUT_S)
+        return await client.stub.GetPools(pb.GetPoolsRequest(worker_ids=worker_ids), timeout=STATUS_TIMEOUT_S)
     except grpc.aio.AioRpcError:
         return pb.GetPoolsResponse()
 

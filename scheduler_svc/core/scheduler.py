@@ -450,9 +450,10 @@ class Scheduler:
         """Occupancy of one worker. The worker must have joined."""
         return worker_stats(self._workers[worker_id])
 
-    def pool_snapshots(self) -> list[PoolSnapshot]:
-        """The blocks and rows of each worker."""
-        return [pool_snapshot(worker) for worker in islice(self._workers.values(), MAX_POOLS)]
+    def pool_snapshots(self, worker_ids: Iterable[str] = ()) -> list[PoolSnapshot]:
+        """The blocks and rows of these workers, if they are known; without ids, of the first ones."""
+        known = (self._workers[name] for name in worker_ids or self._workers if name in self._workers)
+        return [pool_snapshot(worker) for worker in islice(known, MAX_POOLS)]
 
     def waiting_snapshot(self, now: float) -> list[OpenSequence]:
         """The first waiting sequences."""

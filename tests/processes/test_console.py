@@ -230,3 +230,98 @@ def test_the_page_asks_for_keys_and_uses_them(console: Console) -> None:
         assert unexpected == []
         wide = browser.execute_script("return document.documentElement.scrollWidth <= innerWidth")
         assert wide, "no horizontal scrolling on a narrow screen"
+
+
+OVERLAPS = """
+const leaves = [...document.querySelectorAll("body *")].filter((element) => element.checkVisibility()
+  && [...element.childNodes].some((node) => node.nodeType === 3 && node.data.trim())
+  && !element.closest("dialog, #tip, option, ol, .scroll, #chat"));
+const boxes = leaves.map((element) => {
+  const range = document.createRange();
+  range.selectNodeContents(element);
+  const [text, box] = [range.getBoundingClientRect(), element.getBoundingClientRect()]; // the box clips its text
+  return [element, { left: Math.max(text.left, box.left), right: Math.min(text.right, box.right),
+    top: Math.max(text.top, box.top), bottom: Math.min(text.bottom, box.bottom) }];
+});
+const found = [];
+boxes.forEach(([one, a], i) => boxes.slice(i + 1).forEach(([other, b]) => {
+  if (one.contains(other) || other.contains(one)) return;
+  const width = Math.min(a.right, b.right) - Math.max(a.left, b.left);
+  const height = Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top);
+  if (width > 2 && height > 4) found.push(`${one.textContent} | ${other.textContent}`);
+}));
+return found;
+"""
+LARGE_FLEET = """
+const done = arguments[0];
+import("/console/fleet.js").then(({ Fleet }) => {
+  const fleet = new Fleet(() => {});
+  const worker = (i, state) => ({ worker_id: `pool-a-${String(i).padStart(3, "0")}`, state: `WORKER_STATE_${state}`,
+    rows_used: i % 50, rows_total: 256, steps: String(i),
+    blocks_used: 900 * i, blocks_cached: 1000, blocks_free: 99000 - 900 * i });
+  const state = (number) => [{ address: "10.0.0.1:50051", model: "qwen", revision: "0123456789abcdef", connected: true,
+    prefix_index: "redis", num_gateways: 3, preemptions: String(2 * number), refused_deadline: "0",
+    workers: [...Array(100).keys()].map((i) => worker(i, i === 7 && number ? "LOST" : "READY")) }];
+  const began = performance.now();
+  for (let number = 0; number < 10; number++) fleet.update(1000 + number, state(Math.min(number, 1)));
+  window.fleet = fleet;
+  done([fleet.wanted(), performance.now() - began]);
+});
+"""
+
+
+def workers_in(browser: WebDriver) -> list[str]:
+    return [row.text for row in browser.find_elements(By.CSS_SELECTOR, "#workers tbody tr")]
+
+
+@needs_browser()
+def test_a_fleet_of_a_hundred_workers_can_be_sorted_and_filtered(open_console: Console) -> None:
+    with open_browser() as browser:
+        browser.get(f"{open_console.url}/console/style.css")  # without the page's own fleet
+        page = open_console.get("/console/")[2].replace('<script type="module" src="app.js"></script>', "")
+        browser.execute_script("document.open(); document.write(arguments[0]); document.close()", page)
+        wanted, spent_ms = browser.execute_async_script(LARGE_FLEET)
+        assert wanted == [f"pool-a-{i:03d}" for i in range(4)], "not the blocks of all"
+        assert spent_ms < 5000
+        assert len(workers_in(browser)) == 100
+        assert "lost 8 s ago, 7 sequences moved" in workers_in(browser)[7]
+        events = text_of(browser, "#events")
+        assert "pool-a-007 is lost, 7 sequences moved" in events
+        assert "2 sequences preempted or moved" in events
+        blocks = browser.find_elements(By.CSS_SELECTOR, "#workers th button")[5]
+        blocks.click()
+        blocks.click()
+        assert workers_in(browser)[0].startswith("pool-a-099"), "the fullest first"
+        browser.find_element(By.ID, "filter").send_keys("lost")
+        assert len(workers_in(browser)) == 1
+        assert text_of(browser, "#count-workers") == "1 of 100"
+        browser.find_element(By.CSS_SELECTOR, "#workers tbody button").click()
+        assert browser.execute_script("return window.fleet.wanted()") == ["pool-a-007"]
+
+
+@needs_browser()
+def test_a_lost_worker_stays_with_what_happened(tmp_path: Path) -> None:
+    with Stack(tmp_path) as stack, open_browser() as browser:
+        console = Console(stack, tmp_path)
+        browser.get(f"{console.url}/console/")
+        wait_for("the worker", lambda: any("ready" in row for row in workers_in(browser)))
+        assert "prefix index in memory" in text_of(browser, "#schedulers")
+        assert "1 gateway" in text_of(browser, "#schedulers")
+        with console.running("moved", None, 20):
+            wait_for("the request runs", lambda: "moved" in lane(browser, "running"))
+            console.worker.kill()
+            wait_for(
+                "the loss", lambda: any("lost" in row and "1 sequence moved" in row for row in workers_in(browser))
+            )
+            assert f"{console.worker.name} is lost" in text_of(browser, "#events")
+            console.worker.start()
+            wait_for("its return", lambda: any("ready" in row for row in workers_in(browser)))
+
+
+@needs_browser()
+@pytest.mark.parametrize("width", [500, 1010, 1300, 1700])
+def test_texts_do_not_overlap(open_console: Console, width: int) -> None:
+    with open_browser(width=width) as browser, open_console.running("a-request-with-a-rather-long-name", None):
+        browser.get(f"{open_console.url}/console/")
+        wait_for("its row", lambda: "decode" in text_of(browser, "#pools"))
+        assert browser.execute_script(OVERLAPS) == []

@@ -1,7 +1,7 @@
 """The ASGI application of --console-listen.
 
     /console/            the page and its files: constant, without data, so they need no key
-    /console/api/state   the state; needs a key of operators, if there are keys
+    /console/api/state   the state; needs a key of operators, if there are keys. ?worker=ID&worker=ID: with their pools
     everything else      the HTTP API, for the playground; needs a key for inference, if there are keys
 
 The page sends keys in a header, never in cookies, so that no other page can use them.
@@ -42,7 +42,7 @@ def console_app(api: ASGIApp, state: ConsoleState, operators: Authenticator | No
     assets = read_assets()
 
     async def console_state(request: Request) -> Response:
-        return Response(await state.newest(), media_type="application/json")
+        return Response(await state.newest(request.query_params.getlist("worker")), media_type="application/json")
 
     async def console_file(request: Request) -> Response:
         name = request.url.path.removeprefix(FOLDER) or "index.html"

@@ -23,6 +23,7 @@ class Client:
 
     def __init__(self) -> None:
         self.num_calls = 0
+        self.asked: list[str] = []
 
     @property
     def stub(self) -> Client:
@@ -30,6 +31,7 @@ class Client:
 
     async def GetPools(self, request: scheduler_pb2.GetPoolsRequest, timeout: float) -> scheduler_pb2.GetPoolsResponse:
         self.num_calls += 1
+        self.asked = sorted(request.worker_ids)
         await asyncio.sleep(0)
         pool = scheduler_pb2.PoolState(worker_id="w", num_blocks=3, blocks_per_cell=1, states=bytes([0, 2, 3]))
         return scheduler_pb2.GetPoolsResponse(pools=[pool])
@@ -62,6 +64,8 @@ async def test_many_pages_cause_one_call(monkeypatch: pytest.MonkeyPatch) -> Non
     now = console_state.MIN_INTERVAL_S
     await state.newest()
     assert client.num_calls == 2
+    await asyncio.gather(*(state.newest(["b", "a"]) for _ in range(10)), state.newest(["a", "b"]))
+    assert (client.num_calls, client.asked) == (3, ["a", "b"])
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1:8080", "localhost", "localhost:1", "[::1]:8080", "10.0.0.3"])
@@ -87,3 +91,24 @@ def test_the_page_has_no_inline_code_and_no_other_hosts() -> None:
         assert "//" not in text.replace("// ", "").replace("http://www.w3.org/2000/svg", ""), name
         assert "innerHTML" not in text, f"{name}: text of models must not become elements"
         assert "eval(" not in text, name
+
+
+def luminance(colour: str) -> float:
+    """As in WCAG 2."""
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+@pytest.mark.parametrize("scheme", [0, 1])
+def test_texts_have_enough_contrast(scheme: int) -> None:
+    style = read_assets()["style.css"].decode()
+    block = style.split(":root {")[1 + scheme].split("}")[0]
+    colours = dict(re.findall(r"--([\w-]+): (#\w{6});", block))
+    pairs = [
+        (text, ground) for text in ("text", "dim", "accent", "second", "good", "bad") for ground in ("card", "page")
+    ]
+    for text, ground in [*pairs, ("accent-text", "accent"), ("text", "cached")]:
+        low, high = sorted(luminance(colours[name]) for name in (text, ground))
+        assert (high + 0.05) / (low + 0.05) >= 4.5, (text, ground)
+    assert "opacity" not in style.split("#lane-finished")[-1].split("}")[0]

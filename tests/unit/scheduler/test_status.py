@@ -28,3 +28,5 @@ def test_an_answer_is_kept_for_a_moment() -> None:
     now = 5.0 + MIN_INTERVAL_S
     assert snapshots.newest() is not first
     assert core.pool_snapshots.call_count == 2
+    assert [pool.worker_id for pool in snapshots.newest(["w0", "unknown"]).pools] == ["w0"]
+    assert not snapshots.newest(["unknown"]).pools

@@ -26,8 +26,10 @@ async function checked(response) {
   throw new ApiError(response.status, body?.error?.message ?? `status ${response.status}`);
 }
 
-export async function readState() {
-  const response = await fetch("/console/api/state", { headers: headers(keys.operator), cache: "no-store" });
+// With the pools of these workers; without any, of the first ones.
+export async function readState(workers) {
+  const query = new URLSearchParams(workers.map((id) => ["worker", id]));
+  const response = await fetch(`/console/api/state?${query}`, { headers: headers(keys.operator), cache: "no-store" });
   return (await checked(response)).json();
 }
 

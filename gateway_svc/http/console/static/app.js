@@ -3,6 +3,7 @@
 import { ApiError, keys, readState } from "./api.js";
 import { Counters, draw, Series } from "./charts.js";
 import { colour, make } from "./draw.js";
+import { Fleet } from "./fleet.js";
 import { Playground } from "./playground.js";
 import { PoolBoard } from "./pools.js";
 import { Lanes } from "./sequences.js";
@@ -16,6 +17,7 @@ const series = Object.fromEntries(["rate", "ttft", "high", "running", "waiting"]
 const lanes = new Lanes();
 const pools = new PoolBoard(field("pools"));
 const playground = new Playground();
+const fleet = new Fleet(() => lanes.forget());
 let models = "";
 
 function total(schedulers, name) {
@@ -39,14 +41,17 @@ function number(value) {
 }
 
 function showModels(schedulers) {
-  const ready = new Map();
+  const [ready, revisions] = [new Map(), new Map()];
   for (const scheduler of schedulers) {
     const workers = scheduler.workers.filter((worker) => worker.state === "WORKER_STATE_READY").length;
     if (scheduler.model) ready.set(scheduler.model, (ready.get(scheduler.model) ?? 0) + workers);
+    if (workers) revisions.set(scheduler.model, (revisions.get(scheduler.model) ?? new Set()).add(scheduler.revision));
   }
   const items = [...ready].map(([name, count]) => {
     const item = make("li", name);
     item.append(make("span", ` ${count} ${count === 1 ? "worker" : "workers"}`));
+    const different = revisions.get(name)?.size ?? 0;
+    if (different > 1) item.append(make("b", `, ${different} revisions`, "bad"));
     return item;
   });
   field("models").replaceChildren(...items);
@@ -86,6 +91,7 @@ function show(state) {
   showModels(state.schedulers);
   showNumbers(state);
   drawCharts();
+  fleet.update(state.time, state.schedulers);
   pools.update(state.schedulers);
   lanes.update(state.schedulers);
   const away = state.schedulers.filter((scheduler) => !scheduler.connected).length;
@@ -103,7 +109,7 @@ async function poll() {
   if (document.hidden) return setTimeout(poll, RETRY_MS);
   let pause = INTERVAL_MS;
   try {
-    show(await readState());
+    show(await readState(fleet.wanted()));
   } catch (error) {
     field("connection").className = "";
     field("connection").textContent = error.message;

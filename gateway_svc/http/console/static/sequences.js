@@ -28,6 +28,11 @@ export class Lanes {
     this.show("finished", [...this.finished.values()].reverse(), sum(schedulers, "finished"));
   }
 
+  // Other workers are shown from now on: sequences that are gone have not finished.
+  forget() {
+    this.open = new Map();
+  }
+
   finish(key, sequence) {
     this.finished.set(key, sequence);
     if (this.finished.size > MAX_FINISHED) this.finished.delete(this.finished.keys().next().value);
