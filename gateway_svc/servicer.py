@@ -20,6 +20,7 @@ from gateway_svc.pipeline.admission import CallAdmission
 from gateway_svc.pipeline.generation import GenerationPipeline
 from gateway_svc.pipeline.pooling import PoolingPipeline
 from gateway_svc.records.recorder import OutputRecorder
+from gateway_svc.request.cost import BYTES_PER_TOKEN
 from gateway_svc.request.plan import Planner
 from gateway_svc.request.prompts.readers import PromptReaders, check_detokenize, check_tokenize
 from gateway_svc.request.sandbox.grammar_checker import GrammarChecker
@@ -38,6 +39,7 @@ class InferenceServicer(InferenceServiceServicer):
     def __init__(
         self,
         directory: ModelDirectory,
+        admission: CallAdmission,
         prompts: PromptReaders,
         generation: GenerationPipeline,
         pooling: PoolingPipeline,
@@ -45,6 +47,7 @@ class InferenceServicer(InferenceServiceServicer):
         shows_workers: bool = True,
     ) -> None:
         self._directory = directory
+        self._admission = admission
         self._prompts = prompts
         self.generation = generation
         self.pooling = pooling
@@ -91,6 +94,11 @@ class InferenceServicer(InferenceServiceServicer):
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context | None = None) -> pb.TokenizeResponse:
         """Token ids of a prompt."""
+        async with self._admission.call(request.ByteSize() // BYTES_PER_TOKEN):
+            return await self.tokenize(request)
+
+    async def tokenize(self, request: pb.TokenizeRequest) -> pb.TokenizeResponse:
+        """The same as a part of another call."""
         check_tokenize(request.prompt)
         model = self._directory.find_text(request.model)
         annotate(model=model.name)
@@ -100,10 +108,16 @@ class InferenceServicer(InferenceServiceServicer):
         self, request: pb.CountTokensRequest, context: Context | None = None
     ) -> pb.CountTokensResponse:
         """The number of tokens of a prompt."""
-        return pb.CountTokensResponse(prompt_tokens=await self.generation.count_tokens(request.request))
+        async with self._admission.call(request.ByteSize() // BYTES_PER_TOKEN):
+            return pb.CountTokensResponse(prompt_tokens=await self.generation.count_tokens(request.request))
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context | None = None) -> pb.DetokenizeResponse:
         """Text of token ids."""
+        async with self._admission.call(len(request.ids)):
+            return await self.detokenize(request)
+
+    async def detokenize(self, request: pb.DetokenizeRequest) -> pb.DetokenizeResponse:
+        """The same as a part of another call."""
         check_detokenize(request.ids)
         model = self._directory.find_text(request.model)
         annotate(model=model.name)
@@ -113,13 +127,15 @@ class InferenceServicer(InferenceServiceServicer):
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Context | None = None) -> pb.ListModelsResponse:
         """All models."""
-        models = self._directory.models()
+        async with self._admission.call():
+            models = self._directory.models()
         return pb.ListModelsResponse(models=[pb.Model(info=m.info, ready_workers=workers) for m, workers in models])
 
     async def GetModel(self, request: pb.GetModelRequest, context: Context | None = None) -> pb.GetModelResponse:
         """One model."""
-        name = self._directory.find_text(request.model).name
-        model, workers = next((m, w) for m, w in self._directory.models() if m.name == name)
+        async with self._admission.call():
+            name = self._directory.find_text(request.model).name
+            model, workers = next((m, w) for m, w in self._directory.models() if m.name == name)
         return pb.GetModelResponse(model=pb.Model(info=model.info, ready_workers=workers))
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.GetStatusResponse:
@@ -160,7 +176,7 @@ def make_servicer(
         directory, admission, prompts, Planner(grammars, lane), submitter, streams, recorder=recorder, traces=traces
     )
     pooling = PoolingPipeline(admission, prompts, submitter, streams)
-    return InferenceServicer(directory, prompts, generation, pooling, shows_workers=shows_workers)
+    return InferenceServicer(directory, admission, prompts, generation, pooling, shows_workers=shows_workers)
 
 
 def _deadline(context: Context) -> float | None:

@@ -192,7 +192,7 @@ class Handlers:
         echo = await self._text_of(request) if asked.has_echo else ""
         if not asked.returns_token_ids or request.prompt.HasField("embeddings") or has_images(request.prompt.chat):
             return PromptParts(echo)
-        tokens = await self._servicer.Tokenize(pb.TokenizeRequest(model=request.model, prompt=request.prompt))
+        tokens = await self._servicer.tokenize(pb.TokenizeRequest(model=request.model, prompt=request.prompt))
         return PromptParts(echo, list(tokens.ids))
 
     async def _text_of(self, request: pb.GenerateRequest) -> str:
@@ -200,7 +200,7 @@ class Handlers:
         if prompt.HasField("text"):
             return prompt.text
         try:
-            text = await self._servicer.Detokenize(
+            text = await self._servicer.detokenize(
                 pb.DetokenizeRequest(
                     model=request.model,
                     ids=prompt.tokens.ids,

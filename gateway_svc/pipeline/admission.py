@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, nullcontext
 
 from quire.v1 import inference_pb2 as pb
 
@@ -51,6 +52,12 @@ class CallAdmission:
         number of used tokens at the end. Raises OverloadedError with a retry delay.
         """
         return self._keys.admitted(current_caller.get().owner, scoped_id, num_tokens, num_used)
+
+    def call(self, num_tokens: int = 0) -> AbstractAsyncContextManager[None]:
+        """Count a call that no worker serves against its key. Raises OverloadedError with a retry delay."""
+        if not self.counts:
+            return nullcontext()
+        return self.counted(f"call-{secrets.token_hex(8)}", num_tokens, lambda: num_tokens)
 
     def cache_salt(self, scheduling: pb.SchedulingParams) -> str:
         """A record keeps the salt of the request, so a resumed request gets the same salt again."""

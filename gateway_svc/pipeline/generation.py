@@ -41,10 +41,34 @@ class GenerationCall:
     notes: bytes = b""  # kept in its record
     trace: RequestTrace | None = None
 
-    @property
-    def is_new(self) -> bool:
-        """No earlier stream of this request was lost."""
-        return self.resumed is None and not self.request.HasField("continuation")
+
+@dataclass(frozen=True, slots=True)
+class TokenCost:
+    """The tokens that a request computes. Beams send no output before their end: a search that is cancelled counts in
+    full.
+    """
+
+    request: SchedulerRequest
+    num_given: int  # prompt and known output; 0: another gateway computes the request
+    num_known: int
+    num_beams: int
+    most: int  # with the largest output
+
+    @classmethod
+    def of(cls, plan: GenerationPlan, request: SchedulerRequest, *, is_read: bool) -> TokenCost:
+        known, num_open = request.num_output_tokens, sum(sample.finish is None for sample in request.samples)
+        num_given = len(plan.prompt.ids) + known if num_open and not is_read else 0
+        beams = 0 if plan.sampling.beams is None else plan.sampling.beams.width
+        num_left = (beams or len(request.samples)) * plan.sampling.stop.max_tokens - known
+        return cls(request, num_given, known, beams, num_given + num_left)
+
+    def used(self) -> int:
+        """The tokens computed so far."""
+        if not self.num_beams:
+            return self.num_given + self.request.num_output_tokens - self.num_known
+        if not self.request.is_finished:
+            return self.most
+        return self.num_given + self.num_beams * max(len(sample.outputs) for sample in self.request.samples)
 
 
 class GenerationPipeline:
@@ -136,15 +160,13 @@ class GenerationPipeline:
     def _counted(
         self, call: GenerationCall, plan: GenerationPlan, request: SchedulerRequest
     ) -> AbstractAsyncContextManager[None]:
-        """Count the request against the limits of its key. Tokens before a resume are not counted again."""
+        """Count what is computed against the limits of the caller's key: the prompt, the output that a continuation
+        claims, which is computed like a prompt, and the output of all samples or beams.
+        """
         if not self._admission.counts:
             return NOTHING
-        before = request.num_output_tokens
-        num_prompt = len(plan.prompt.ids) if call.is_new else 0
-        num_tokens = num_prompt + len(request.samples) * plan.sampling.stop.max_tokens - before
-        return self._admission.counted(
-            request.request_id, num_tokens, lambda: num_prompt + request.num_output_tokens - before
-        )
+        cost = TokenCost.of(plan, request, is_read=call.resumed is not None and call.resumed.follows)
+        return self._admission.counted(request.request_id, cost.most, cost.used)
 
     def _recording(
         self, call: GenerationCall, plan: GenerationPlan, submission: Submission

@@ -57,6 +57,12 @@ def test_a_large_body_that_is_worth_its_cost(body: dict[str, Any]) -> None:
         check_generate(request)
 
 
+def test_images_and_continuations_are_not_parameters_of_prompts() -> None:
+    request = pb.GenerateRequest(prompt=pb.Prompt(text="x"), media=[bytes(12 << 20)])
+    request.continuation.samples.add(output_token_ids=[50_000] * 1_000_000)
+    check_generate(request)
+
+
 def test_a_message_is_counted_like_a_body() -> None:
     prompt = pb.Prompt(tokens=types.TokenIds(ids=[5]))
     most = MAX_COST // SAMPLE_COST - 2

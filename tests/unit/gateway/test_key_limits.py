@@ -8,13 +8,18 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from quire.v1 import inference_pb2 as pb
+from quire.v1 import types_pb2 as types
 
-from gateway_svc.limits.buckets import LocalBuckets, RateBuckets, RedisBuckets, Take
+from gateway_svc.limits.buckets import ADMITTED, LocalBuckets, RateBuckets, RedisBuckets, Take, Verdict
 from gateway_svc.limits.key_limits import KeyLimits
 from gateway_svc.limits.settings import LimitsError, LimitsFile, OwnerLimits, read_limits
 from svc_common.errors import InvalidRequestError, OverloadedError, PermissionDeniedError
 from svc_common.security.reread import REREAD_S
 from tests.processes.redis_server import RedisServer
+from tests.unit.gateway.fakes import FakeScheduler, TestGateway, rest, until
+
+SEEDED = types.SamplingParams(seed=1)
 
 FILE = """
 [default]
@@ -163,3 +168,101 @@ async def test_unused_tokens_of_a_request_are_put_back(tmp_path: Path) -> None:
     assert refused.value.retry_after_s > 900
     async with limits.admitted("x", "3", 1, lambda: 1):
         pass
+
+
+class Taken:
+    """Buckets that admit everything and keep what was taken and given back."""
+
+    def __init__(self) -> None:
+        self.taken: list[int] = []
+        self.unused: list[int] = []
+
+    async def take(self, owner: str, limits: OwnerLimits, take: Take) -> Verdict:
+        self.taken.append(take.num_tokens)
+        return ADMITTED
+
+    async def give_back(self, owner: str, limits: OwnerLimits, stream_id: str, num_tokens: int) -> None:
+        self.unused.append(num_tokens)
+
+    async def keep(self, streams: list[tuple[str, str]]) -> None:
+        pass
+
+    async def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+async def counted(scheduler: FakeScheduler, tmp_path: Path) -> AsyncIterator[tuple[TestGateway, Taken]]:
+    taken = Taken()
+    limits = KeyLimits(LimitsFile(file_of(tmp_path, "[default]\ntokens_per_min = 1000")), taken)
+    async with TestGateway([scheduler.address], limits=limits) as gateway:
+        yield await gateway.ready(), taken
+
+
+CLAIMED = types.Continuation(samples=[types.SampleState(output_token_ids=[7] * 19)])
+REQUESTS: dict[str, tuple[pb.GenerateRequest, list[int], int]] = {  # with the tokens that come back, and those taken
+    "output": (pb.GenerateRequest(stop=types.StopParams(max_tokens=20)), [7, 7], 24),
+    "claimed output": (pb.GenerateRequest(stop=types.StopParams(max_tokens=20), continuation=CLAIMED), [7], 24),
+    "an empty continuation": (
+        pb.GenerateRequest(stop=types.StopParams(max_tokens=1), continuation=types.Continuation()),
+        [7],
+        5,
+    ),
+    "best_of": (
+        pb.GenerateRequest(stop=types.StopParams(max_tokens=10), sampling=types.SamplingParams(n=1, best_of=3)),
+        [],
+        34,
+    ),
+    "beams": (
+        pb.GenerateRequest(stop=types.StopParams(max_tokens=10), sampling=types.SamplingParams(n=2, beam_width=4)),
+        [7],
+        44,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+async def test_a_request_counts_what_it_computes(
+    counted: tuple[TestGateway, Taken], scheduler: FakeScheduler, name: str
+) -> None:
+    gateway, taken = counted
+    request, ids, expected = REQUESTS[name]
+    sent = pb.GenerateRequest(prompt=pb.Prompt(tokens=types.TokenIds(ids=[1, 2, 3, 4])), sampling=SEEDED)
+    sent.MergeFrom(request)
+    stream = gateway.stub.Generate(sent)
+    await until(lambda: scheduler.submits)
+    (submit,) = scheduler.submits
+    for sample in range(submit.sampling.n):
+        known = len(submit.continuation.samples[0].output_token_ids) if submit.continuation.samples else 0
+        scheduler.send(submit.handle, ids, sample=sample, offset=known)
+        scheduler.finish(submit.handle, sample=sample)
+    await rest(stream)
+    await until(lambda: taken.unused)
+    computed = 4 if name == "beams" else len(ids)
+    known = 19 if name == "claimed output" else 0
+    assert (taken.taken, taken.unused) == ([expected], [expected - 4 - known - computed])
+
+
+async def test_a_cancelled_beam_search_counts_in_full(
+    counted: tuple[TestGateway, Taken], scheduler: FakeScheduler
+) -> None:
+    gateway, taken = counted
+    sent = pb.GenerateRequest(prompt=pb.Prompt(tokens=types.TokenIds(ids=[1, 2, 3, 4])))
+    sent.MergeFrom(REQUESTS["beams"][0])
+    stream = gateway.stub.Generate(sent)
+    await until(lambda: scheduler.submits)
+    stream.cancel()
+    await until(lambda: taken.unused)
+    assert (taken.taken, taken.unused) == ([44], [0])
+
+
+async def test_calls_without_a_worker_are_counted(counted: tuple[TestGateway, Taken]) -> None:
+    gateway, taken = counted
+    text = pb.Prompt(text="x" * 4000)
+    await gateway.stub.Tokenize(pb.TokenizeRequest(prompt=text))
+    await gateway.stub.CountTokens(pb.CountTokensRequest(request=pb.GenerateRequest(prompt=pb.Prompt(text="x" * 400))))
+    await gateway.stub.Detokenize(pb.DetokenizeRequest(ids=[5] * 100))
+    await gateway.stub.ListModels(pb.ListModelsRequest())
+    await gateway.stub.GetModel(pb.GetModelRequest())
+    assert [round(num_tokens, -2) for num_tokens in taken.taken] == [1000, 100, 100, 0, 0]
+    assert taken.unused == [0] * 5
