@@ -143,7 +143,8 @@ FLAGS = (
     TRUST_FLAGS,
     TRACE_FLAGS_OF_GATEWAY,
     Flag("--scheduler-patience-s", in_range(float, 0.0, 3600.0),
-        "how long an open generation waits for a scheduler before it ends with UNAVAILABLE", default=30.0,
+        "how long a request, new or open, waits for a scheduler of its model before it ends with UNAVAILABLE",
+        default=30.0,
     ),
     Flag("--drain-timeout-s", in_range(float, 0.0, 3600.0),
         "time for open generations to finish after SIGTERM; then they end with UNAVAILABLE, and clients resume "

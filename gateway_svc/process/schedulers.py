@@ -6,7 +6,6 @@ import argparse
 import asyncio
 from collections.abc import Callable
 
-from gateway_svc.operators.operator_port import is_public_for_operators
 from gateway_svc.process.chat_flags import chat_templates, parser_names
 from gateway_svc.request.models import BundleCache
 from gateway_svc.schedulers.directory import ModelDirectory, SchedulerClients
@@ -31,7 +30,6 @@ class Schedulers:
                 deltas_interval_s=args.chunk_interval_ms / 1000,
                 open_channel=open_channel,
                 max_bundle_bytes=args.max_bundle_bytes,
-                shows_address=is_public_for_operators(args),
             )
         )
         self.dispatcher = Dispatcher(self._clients.all, patience_s=args.scheduler_patience_s, on_change=on_change)

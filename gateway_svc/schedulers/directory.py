@@ -10,7 +10,7 @@ from dataclasses import replace
 from quire.v1 import types_pb2 as types
 
 from gateway_svc.request.models import ADAPTER_MARK, ServedModel
-from gateway_svc.schedulers.scheduler_client import RETRY_AFTER_S, SchedulerClient, SchedulerEvents
+from gateway_svc.schedulers.scheduler_client import RETRY_AFTER_S, SchedulerClient, SchedulerEvents, problems_of
 from svc_common.errors import InvalidRequestError, NotFoundError, UnavailableError
 from svc_common.tasks import cancel
 
@@ -88,15 +88,15 @@ class ModelDirectory:
         return [(model, self._num_workers(name)) for name, (_, model) in sorted(known.items())]
 
     def find(self, name: str, revision: str = "", adapter: str = "") -> ServedModel:
-        """The model, with the adapter of its own name or of `name`, if it can take requests now. Empty name: the only
-        model. Empty revision: any.
+        """The model, with the adapter of its own name or of `name`, even while its schedulers are away. Empty name: the
+        only model. Empty revision: any.
 
         Raises NotFoundError, InvalidRequestError (several models, none named) or UnavailableError.
         """
         known = self._known()
         resolved, adapter = self._names(name, adapter, known)
         of_revision = self._known(revision.partition(ADAPTER_MARK)[0]) if revision else known
-        client, model = of_revision.get(resolved, known[resolved])
+        model = of_revision.get(resolved, known[resolved])[1]
         if not revision:
             self._used[resolved] = model.info.revision
         if adapter:
@@ -108,15 +108,10 @@ class ModelDirectory:
                 "again",
                 retry_after_s=RETRY_AFTER_S,
             )
-        if not client.is_ready:
-            raise UnavailableError(
-                f"the scheduler of model {resolved!r} is not ready ({client.shown_problem}); retry later",
-                retry_after_s=RETRY_AFTER_S,
-            )
         return model
 
     def find_text(self, name: str) -> ServedModel:
-        """The model, even while its schedulers are disconnected. Raises like `find`."""
+        """The model without its adapter. Raises like `find`."""
         known = self._known()
         return known[self._names(name, "", known)[0]][1]
 
@@ -159,7 +154,7 @@ class ModelDirectory:
             return next(iter(known))
         have = ", ".join(repr(model) for model in sorted(known))
         if not known:
-            problems = "; ".join(client.shown_problem for client in self.clients) or "no scheduler has been found"
+            problems = problems_of(self.clients) or "no scheduler has been found"
             raise UnavailableError(f"no model is ready yet ({problems}); retry later", retry_after_s=RETRY_AFTER_S)
         if not name:
             raise InvalidRequestError(

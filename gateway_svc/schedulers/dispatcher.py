@@ -3,10 +3,11 @@
                  +--- refused: try the next replica ------------+
                  v                                              |
     submit --> placed on a replica --accepted--> runs there ----+--> finished, or released by its handler
-                 ^                                 |
-                 |    stream broken or silent, or its scheduler has no worker while another replica has one
-                 |                                 |
-                 +-- another replica is ready <----+--> waits at most `patience_s` for a replica
+       |         ^                                 |
+       |         |    stream broken or silent, or its scheduler has no worker while another replica has one
+       |         |                                 |
+       |         +---- a replica is ready <--------+--> waits at most `patience_s` for a replica
+       +-- none is ready --------------------------+
 
 A request that moves carries its output as a Continuation. Messages from its old scheduler are ignored.
 """
@@ -21,7 +22,7 @@ from dataclasses import dataclass, field
 from quire.v1 import types_pb2 as types
 
 from gateway_svc.schedulers.replicas import Replica, choose_replica
-from gateway_svc.schedulers.scheduler_client import RETRY_AFTER_S, SchedulerClient
+from gateway_svc.schedulers.scheduler_client import RETRY_AFTER_S, SchedulerClient, problems_of
 from gateway_svc.schedulers.scheduler_request import SchedulerRequest
 from svc_common.errors import AlreadyExistsError, OverloadedError, QuireError, UnavailableError
 
@@ -29,6 +30,9 @@ log = logging.getLogger(__name__)
 
 RESUBMIT_DELAY_S = 0.2
 MOVE_AFTER_S = 0.5  # a replica without workers for this long loses its requests to other replicas
+# New requests that wait for a scheduler. The limit keeps room for the other models of this gateway.
+MAX_HELD = 1024
+MAX_HELD_BYTES = 64 << 20
 
 ELSEWHERE = (UnavailableError, OverloadedError)  # another replica may accept the request
 # Refusals that end by themselves: a restarted scheduler waits for its workers and for the end of our old stream.
@@ -79,6 +83,7 @@ class Dispatcher:
         self._patience_s = patience_s
         self._on_change = on_change
         self._open: dict[SchedulerRequest, RequestPlacement] = {}
+        self._held: dict[SchedulerRequest, int] = {}  # bytes of each new request that waits for a scheduler
         self.num_moves = 0  # number of times that an open request left its scheduler
         self._idle_since: dict[SchedulerClient, float] = {}  # attached schedulers without workers
         for client in self._clients:
@@ -95,16 +100,14 @@ class Dispatcher:
     # -- called by handlers -------------------------------------------------------------------------------------------
 
     def submit(self, request: SchedulerRequest, info: types.ModelInfo, hints: Hints) -> None:
-        """Send a request to a replica of its model. The request's `wait` methods report the outcome.
+        """Send a request to a replica of its model, or keep it until one is ready. The request's `wait` methods report
+        the outcome.
 
-        Raises UnavailableError if no replica is ready.
+        Raises UnavailableError if no replica is ready and too many requests wait for one.
         """
         placement = RequestPlacement(info.model, info.revision, hints)
         if not self._place(request, placement):
-            raise UnavailableError(
-                f"no scheduler of model {info.model!r} is ready: {self._problems()}; retry later",
-                retry_after_s=RETRY_AFTER_S,
-            )
+            self._hold(request, placement)
         self._open[request] = placement
         request.attach(self)
 
@@ -122,6 +125,7 @@ class Dispatcher:
         placement = self._open.pop(request, None)
         if placement is None:
             return
+        self._held.pop(request, None)
         placement.stop_timers()
         if placement.client is not None:
             placement.client.stream.withdraw(request)
@@ -142,8 +146,9 @@ class Dispatcher:
             if placement.client is None and client.serves(placement.model, placement.revision):
                 placement.refusals.clear()
                 self._place(request, placement)
-            elif placement.client is None and _is_other_revision(client, placement):
-                self._give_up_on_revision(request, placement)
+            elif placement.client is None and self._has_other_revision(placement):
+                words = f"model {placement.model!r} is now served with another revision; start the request again"
+                self._fail(request, UnavailableError(words, retry_after_s=RETRY_AFTER_S))
         self._on_change()
 
     def on_lost(self, client: SchedulerClient, requests: list[SchedulerRequest]) -> None:
@@ -158,7 +163,8 @@ class Dispatcher:
         placement.refusals[client] = error
         if isinstance(error, ELSEWHERE) and self._place(request, placement):
             return
-        if not request.is_resumed or not isinstance(error, PASSING):
+        may_wait = request.is_resumed or not client.serves(placement.model, placement.revision)
+        if not may_wait or not isinstance(error, PASSING):
             self._fail(request, min(placement.refusals.values(), key=_refusal_order))
             return
         self._wait(request, placement)
@@ -189,6 +195,7 @@ class Dispatcher:
             clients = [client for client in clients if client.can_hold(request)] or clients
         if not clients:
             return False
+        self._held.pop(request, None)
         placement.client = clients[0] if len(clients) == 1 else _choose(clients, request, placement.hints)
         placement.client.stream.submit(request)
         if request.is_resumed:
@@ -219,31 +226,45 @@ class Dispatcher:
         else:
             self._place(request, placement)
 
+    def _hold(self, request: SchedulerRequest, placement: RequestPlacement) -> None:
+        """Keep a new request until a replica is ready. Raises UnavailableError if there is no room."""
+        num_bytes = sum(self._held.values()) + request.num_bytes
+        if len(self._held) >= MAX_HELD or num_bytes > MAX_HELD_BYTES:
+            raise UnavailableError(
+                f"no scheduler of model {placement.model!r} is ready ({self._problems()}), and {len(self._held)} "
+                "requests wait for one; retry later",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        self._held[request] = request.num_bytes
+        self._wait(request, placement)
+
     def _wait(self, request: SchedulerRequest, placement: RequestPlacement) -> None:
         if placement.patience is None:
             loop = asyncio.get_running_loop()
             placement.patience = loop.call_later(self._patience_s, self._give_up, request)
 
     def _give_up(self, request: SchedulerRequest) -> None:
-        placement = self._open[request]
+        lost, then = ("the request lost its scheduler, and ", "resume with a continuation")
+        if not request.is_resumed:
+            lost, then = "", "retry later"
         words = (
-            f"the request lost its scheduler, and no scheduler of model {placement.model!r} accepted it within "
-            f"{self._patience_s:g} s ({self._problems()}); resume with a continuation"
+            f"{lost}no scheduler of model {self._open[request].model!r} accepted it within {self._patience_s:g} s "
+            f"({self._problems()}); {then}"
         )
         self._fail(request, UnavailableError(words, retry_after_s=RETRY_AFTER_S))
 
-    def _give_up_on_revision(self, request: SchedulerRequest, placement: RequestPlacement) -> None:
-        if not any(not client.is_connected or client.info is None for client in self._clients):
-            words = f"model {placement.model!r} is now served with another revision; start the request again"
-            self._fail(request, UnavailableError(words, retry_after_s=RETRY_AFTER_S))
+    def _has_other_revision(self, placement: RequestPlacement) -> bool:
+        """The schedulers of its model serve another revision, and none is away that may come back with its own."""
+        infos = [client.info if client.is_connected else None for client in self._clients]
+        served = {info.revision for info in infos if info is not None and info.model == placement.model}
+        return bool(served) and placement.revision not in served and None not in infos
 
     def _fail(self, request: SchedulerRequest, error: QuireError) -> None:
         self.release(request)
         request.fail(error)
 
     def _problems(self) -> str:
-        problems = [client.shown_problem for client in self._clients if not client.is_ready]
-        return "; ".join(problems) or "all schedulers refused it"
+        return problems_of(self._clients) or "all schedulers refused it"
 
     # -- replicas without workers -------------------------------------------------------------------------------------
 
@@ -289,10 +310,6 @@ def _choose(clients: Sequence[SchedulerClient], request: SchedulerRequest, hints
     hits = hints.cached_tokens
     replicas = [Replica(c.address, c.load_tokens, c.ready_workers, hits.get(c.scheduler_epoch, 0)) for c in clients]
     return clients[choose_replica(replicas, request.num_prompt_tokens, hints.affinity)]
-
-
-def _is_other_revision(client: SchedulerClient, placement: RequestPlacement) -> bool:
-    return client.info is not None and client.info.model == placement.model
 
 
 def _refusal_order(error: QuireError) -> tuple[bool, float]:

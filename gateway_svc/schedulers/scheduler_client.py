@@ -27,7 +27,8 @@ gap fails the request.
 
 A request moves when its stream ends, when its scheduler is silent, when its scheduler refuses it although another one
 may take it, and when its scheduler has had no worker for a while and another one has. It waits for a scheduler at most
-the dispatcher's patience. Requests move in the order in which they were sent.
+the dispatcher's patience, and so does a new request of a model that has no scheduler now. Requests move in the order in
+which they were sent.
 
 A *heartbeat* has two meanings. Any message from the scheduler shows that it lives: after SILENT_INTERVALS of its
 interval without one, the stream ends, however healthy TCP looks. The interval is in the Welcome; a process that was
@@ -43,8 +44,9 @@ old channel closes when its unary calls have ended. After a stream that lasted, 
 the attempts back off to BACKOFF_MAX_S, with jitter, so that many gateways do not attach at the same moment.
 
 The model is known when its bundle is loaded. Until then the scheduler `serves` it, so that requests which are open can
-move there, but new requests of the model wait for another replica. A scheduler that comes back with the same ModelInfo
-needs no bundle; one with another revision of the model has no model until the new bundle is loaded.
+move there, but new requests of the model wait for another replica. A scheduler that stops serves nothing. A scheduler
+that comes back with the same ModelInfo needs no bundle; one with another revision of the model has no model until the
+new bundle is loaded.
 """
 
 from __future__ import annotations
@@ -146,14 +148,20 @@ class ModelLoader:
                 text = await self._bundles.get(info.bundle_digest, lambda: self._fetch(info.bundle_digest, stub))
                 break
             except (grpc.aio.AioRpcError, BundleError) as error:
-                reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
-                self.problem = f"cannot load the bundle of model {info.model!r}: {reason}"
-                log.error("scheduler %s: %s", self._address, self.problem)
+                self._record_failure(info.model, error)
                 await asyncio.sleep(backoff)
                 backoff = min(backoff * 2, 10 * BACKOFF_MAX_S)
         model = ServedModel(info, text, self._parsers)
         describe_model(model)
         self._set(model)
+
+    def _record_failure(self, model: str, error: grpc.aio.AioRpcError | BundleError) -> None:
+        self.problem = f"cannot load the bundle of model {model!r}"
+        if isinstance(error, BundleError):
+            self.problem += f": {error}"
+        # The details of a call have an address, so only the log has them.
+        details = f": {error.details()}" if isinstance(error, grpc.aio.AioRpcError) else ""
+        log.error("scheduler %s: %s%s", self._address, self.problem, details)
 
     async def until_adapter(self, name: str, digest: bytes) -> None:
         """Return when the model has this adapter; empty `digest`: when it has none of this name."""
@@ -198,17 +206,15 @@ class SchedulerClient:
         parsers: ParserNames = DETECTED,
         deltas_interval_s: float = 0.0,
         max_bundle_bytes: int = MAX_BUNDLE_BYTES,
-        shows_address: bool = True,
     ) -> None:
         self.address = address
-        self._shows_address = shows_address
         self.info: types.ModelInfo | None = None  # from the Welcome of the current stream
-        self._served: tuple[str, str] | None = None  # name and revision of `info`
+        self._served: tuple[str, str] | None = None  # name and revision of `info`; None while it stops
         self.is_connected = False
         self.scheduler_epoch = 0
         self.ready_workers = 0
         self.heartbeat: pb.SchedulerHeartbeat | None = None  # the last one of the current stream
-        self._problem = "not connected yet"
+        self._end = ""  # why the last stream ended
         self._hello = pb.Hello(
             gateway_id=gateway_id,
             protocol_version=PROTOCOL_VERSION,
@@ -237,15 +243,10 @@ class SchedulerClient:
 
     @property
     def problem(self) -> str:
-        """Why it is not ready."""
-        return self.loader.problem if self.info is not None else self._problem
-
-    @property
-    def shown_problem(self) -> str:
-        """Why it is not ready, for clients. The reason of a lost connection contains the address."""
-        if self._shows_address:
-            return f"{self.address}: {self.problem}"
-        return self.problem if self.is_connected else "not connected"
+        """Why it is not ready, for clients: without addresses, which are in the log."""
+        if not self.is_connected:
+            return "not connected"
+        return "no worker has registered yet" if self.info is None else self.loader.problem
 
     @property
     def load_tokens(self) -> int:
@@ -300,9 +301,9 @@ class SchedulerClient:
         requests = self.stream.end()
         if self.is_connected:
             log.warning("lost scheduler %s: %s; moving %d requests", self.address, problem, len(requests))
-        elif problem != self._problem:
+        elif problem != self._end:
             log.info("cannot reach scheduler %s yet: %s", self.address, problem)
-        self.is_connected, self.ready_workers, self._problem = False, 0, problem
+        self.is_connected, self.ready_workers, self._end = False, 0, problem
         self.info = self._served = self.heartbeat = None
         self.loader.stop()
         self.events.on_lost(self, requests)
@@ -320,8 +321,8 @@ class SchedulerClient:
             self.info = welcome.info
             self._served = (welcome.info.model, welcome.info.revision)
             self.loader.update(welcome.info, self.stub)
-        elif self.model is None:
-            self._problem = "no worker has registered yet"
+        if welcome.is_stopping:
+            self._served = None
         self.events.on_changed(self)
 
     def on_accepted(self, request: SchedulerRequest) -> None:
@@ -360,6 +361,11 @@ class SchedulerClient:
             log.warning("scheduler %s failed to abort requests: %s", self.address, error.details())
             return ()
         return response.aborted_ids
+
+
+def problems_of(clients: Sequence[SchedulerClient]) -> str:
+    """Why schedulers are not ready, for clients. Empty if all are."""
+    return "; ".join(dict.fromkeys(client.problem for client in clients if not client.is_ready))
 
 
 def _raise_if_cancelled() -> None:

@@ -168,6 +168,11 @@ class SchedulerRequest:
         return self._submit.request_id
 
     @property
+    def num_bytes(self) -> int:
+        """Size of its message, without its output."""
+        return self._submit.ByteSize()
+
+    @property
     def num_prompt_tokens(self) -> int:
         return len(self._submit.prompt_token_ids) // 4
 

@@ -240,7 +240,7 @@ class Gateways:
         self._send_welcome(info, 0 if self._is_stopping else ready_workers)
 
     def announce_stop(self) -> None:
-        """From now on announce 0 ready workers, so that gateways send new requests to other schedulers."""
+        """From now on announce 0 ready workers, and that gateways send new requests to other schedulers."""
         self._is_stopping = True
         self._send_welcome(self.info, 0)
 
@@ -251,6 +251,7 @@ class Gateways:
             ready_workers=ready_workers,
             heartbeat_interval_s=self._interval_s,
             takes_batches=True,
+            is_stopping=self._is_stopping,
         )
         if welcome == self._welcome:
             return

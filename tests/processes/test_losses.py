@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import torch
+from quire_client import AsyncClient
 
 from tests.processes.load import Load
 from tests.processes.models import make_checkpoint
@@ -38,6 +40,13 @@ async def test_outputs_survive_worker_and_scheduler(tmp_path: Path) -> None:
             load = Load(client, "scheduler killed")
             await load.reach(0.2)
             scheduler.kill()
-            scheduler.start()
+            await stack.until(client, lambda schedulers: not schedulers[0].connected)
+            async with await AsyncClient.connect(gateway.address, retry=None) as impatient:
+                num_open = (await client.status()).open_streams
+                new = [asyncio.create_task(impatient.generate(token_ids=[i], max_tokens=4)) for i in range(1, 20)]
+                while (await client.status()).open_streams < num_open + len(new):
+                    assert not any(task.done() for task in new)
+                scheduler.start()
+                assert [len(result.token_ids) for result in await asyncio.gather(*new)] == [4] * len(new)
             assert await load.finish() == undisturbed
             await wait_idle(stack, client)

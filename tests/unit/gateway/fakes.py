@@ -119,6 +119,7 @@ class FakeScheduler(SchedulerServiceServicer):
         self.refusals: deque[pb.Refusal | None] = deque()
         self.on_submit: Callable[[pb.Submit], None] = lambda submit: None
         self.answers_cancels = True
+        self.answers_submits = True
         self.num_attached = 0
         self.num_bundle_calls = 0
         self.gives_bundle = asyncio.Event()  # a test clears it to block GetBundle
@@ -241,6 +242,8 @@ class FakeScheduler(SchedulerServiceServicer):
 
     def _take_submit(self, submit: pb.Submit) -> None:
         self.submits.append(submit)
+        if not self.answers_submits:
+            return
         refusal = self.refusals.popleft() if self.refusals else None
         if refusal is None and self.reports_queued_handles:
             self.say(deltas=pb.Deltas(queued_handles=u32([submit.handle])))

@@ -13,7 +13,7 @@ from quire.internal.v1 import scheduler_pb2
 from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2 as types
 
-from gateway_svc.schedulers import attach_stream
+from gateway_svc.schedulers import attach_stream, dispatcher
 from svc_common import errors
 from svc_common.channels import MAX_MESSAGE_BYTES
 from tests.unit.gateway.fakes import (
@@ -130,14 +130,65 @@ async def test_a_request_fails_when_no_scheduler_returns_in_time(scheduler: Fake
         assert not gateway.dispatcher.num_open
 
 
-async def test_new_requests_are_refused_while_the_scheduler_is_disconnected(
-    gateway: TestGateway, scheduler: FakeScheduler
-) -> None:
+async def held(gateway: TestGateway, scheduler: FakeScheduler, num_calls: int) -> list[Any]:
+    """Calls that began while the scheduler was away."""
     await scheduler.stop()
     await until(lambda: not gateway.clients[0].is_connected)
+    calls = [gateway.generate() for _ in range(num_calls)]
+    await until(lambda: gateway.dispatcher.num_open == num_calls)
+    return calls
+
+
+async def test_new_requests_wait_while_the_scheduler_is_away(gateway: TestGateway, scheduler: FakeScheduler) -> None:
+    calls = await held(gateway, scheduler, 3)
+    scheduler.play([10, 11])
+    await scheduler.start()
+    assert [ids_of(await rest(call)) for call in calls] == [[10, 11]] * 3
+    assert not any(submit.takes_over for submit in scheduler.submits)
+    assert not gateway.dispatcher._held
+
+
+@pytest.mark.parametrize(("name", "limit"), [("MAX_HELD", 2), ("MAX_HELD_BYTES", 260)])
+async def test_waiting_requests_are_bounded(
+    gateway: TestGateway, scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch, name: str, limit: int
+) -> None:
+    monkeypatch.setattr(dispatcher, name, limit)
+    first, _ = await held(gateway, scheduler, 2)
     error = await refused(gateway.generate())
     assert error.code() is grpc.StatusCode.UNAVAILABLE
+    assert "is ready (not connected), and 2 requests wait for one" in error.details()
     assert error.trailing_metadata()["grpc-retry-pushback-ms"] == "1000"
+    first.cancel()
+    await until(lambda: gateway.dispatcher.num_open == 1)
+    _third = gateway.generate()
+    await until(lambda: gateway.dispatcher.num_open == 2)
+
+
+async def test_a_waiting_request_fails_without_an_address(scheduler: FakeScheduler) -> None:
+    async with TestGateway([scheduler.address], patience_s=0.1) as gateway:
+        await gateway.ready()
+        (call,) = await held(gateway, scheduler, 1)
+        error = await refused(call)
+        assert error.code() is grpc.StatusCode.UNAVAILABLE
+        assert "no scheduler of model 'demo' accepted it within 0.1 s (not connected); retry later" in error.details()
+
+
+async def test_a_scheduler_that_stops_gets_no_more_requests(gateway: TestGateway, scheduler: FakeScheduler) -> None:
+    scheduler.answers_submits = False
+    crossing = gateway.generate()
+    await until(lambda: scheduler.submits)
+    scheduler.say(welcome=scheduler_pb2.Welcome(info=scheduler.info, is_stopping=True))
+    refusal = scheduler_pb2.Refusal(code=UNAVAILABLE, message="stopping")
+    scheduler.say(submit_reply=scheduler_pb2.SubmitReply(handle=scheduler.submits[0].handle, refusal=refusal))
+    await until(lambda: not gateway.clients[0].serves("demo", "r1"))
+    later = gateway.generate()
+    await until(lambda: gateway.dispatcher.num_open == 2)
+    await scheduler.stop()
+    assert len(scheduler.submits) == 1
+    scheduler.answers_submits = True
+    scheduler.play([10])
+    await scheduler.start()
+    assert [ids_of(await rest(call)) for call in (crossing, later)] == [[10]] * 2
 
 
 @pytest.mark.parametrize("code", [UNAVAILABLE, RESOURCE_EXHAUSTED, ALREADY_EXISTS])
