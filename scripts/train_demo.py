@@ -34,9 +34,22 @@ ROW_TOKENS = 1024
 LONGEST_SYSTEM = 32
 MIN_EXACT = 0.95
 
+# The model was not trained with tools: the template makes it a model that a client can try them with.
 CHAT_TEMPLATE = """\
+{%- if tools %}
+    {{- '<|im_start|>system\\nTools:\\n' }}
+    {%- for tool in tools %}
+        {{- tool | tojson + '\\n' }}
+    {%- endfor %}
+    {{- 'A call is <tool_call>{"name": ..., "arguments": ...}</tool_call>.<|im_end|>\\n' }}
+{%- endif %}
 {%- for message in messages %}
-    {{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}
+    {{- '<|im_start|>' + message['role'] + '\\n' + (message['content'] or '') }}
+    {%- for call in message['tool_calls'] or [] %}
+        {{- '<tool_call>{"name": "' + call.function.name + '", "arguments": ' }}
+        {{- call.function.arguments | tojson + '}</tool_call>' }}
+    {%- endfor %}
+    {{- '<|im_end|>' + '\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}
     {{- '<|im_start|>assistant\\n' }}

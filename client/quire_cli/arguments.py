@@ -85,7 +85,7 @@ examples:
 
 BATCH_EXAMPLES = """\
 examples:
-  quire batch input.jsonl -o output.jsonl
+  quire batch examples/input.jsonl -o output.jsonl
   quire batch input.jsonl -o output.jsonl --concurrency 64 --base-url http://a:8000,http://b:8000
 
 A line of the input:

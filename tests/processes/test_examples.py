@@ -30,6 +30,7 @@ COVERED = {
     "json_object.py",
     "logprobs.py",
     "batch.py",
+    "input.jsonl",
     "failover.py",
     "langchain_chat.py",
     "streaming.mjs",

@@ -1,5 +1,5 @@
-"""Every command and example of README.md, docs/sdk.md and docs/running.md is run with a real stack, or only checked if
-it needs more than a test has.
+"""Every command and example of the pages below is run with a real stack, or only checked if it needs more than a test
+has.
 
 tests/chart/test_docs.py checks the helm commands, test_http.py the curl command. CI runs `make demo` and
 `make test` in a fresh clone.
@@ -22,7 +22,7 @@ from tests.processes.openai_server import OpenAIServer
 from tests.processes.stack import ROOT, demo_gateway
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-PAGES = ("README.md", "docs/sdk.md", "docs/running.md")
+PAGES = ("README.md", "docs/sdk.md", "docs/running.md", "docs/chat.md")
 BLOCKS = [block for page in PAGES for block in FENCE.findall((ROOT / page).read_text())]
 LINES = dict.fromkeys(
     line

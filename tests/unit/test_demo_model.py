@@ -82,6 +82,21 @@ def test_the_template_is_chatml(tokenizer: Any) -> None:
     assert text == without + "<|im_start|>assistant\n"
 
 
+def test_the_template_takes_tools(tokenizer: Any) -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+    messages = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "2"},
+    ]
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    text = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
+    assert text.startswith(f"<|im_start|>system\nTools:\n{json.dumps(tools[0])}\n")
+    called = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
+    assert text.endswith(f"<|im_start|>assistant\n{called}<|im_end|>\n<|im_start|>tool\n2<|im_end|>\n")
+    assert "system" not in tokenizer.apply_chat_template(messages[:1], tokenize=False)
+
+
 @pytest.mark.parametrize("question", EXACT)
 def test_learned_answers_are_exact(question: str, model: Any, tokenizer: Any) -> None:
     messages = [{"role": "user", "content": question}]
