@@ -11,7 +11,8 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,8 @@ from quire_cli.redis_ping import RedisUrlError, ping
 from quire_cli.stack.plan import has_gpu
 from quire_cli.stack.supervisor import cores
 
-OK, FALLBACK, MISSING = "ok", "fallback", "missing"
-MARKS = {OK: "ok  ", FALLBACK: "note", MISSING: "FAIL"}
+OK, FALLBACK, MISSING, UNKNOWN = "ok", "fallback", "missing", "unknown"
+MARKS = {OK: "ok  ", FALLBACK: "note", MISSING: "FAIL", UNKNOWN: "?   "}
 SERVICE_PACKAGES = {
     "gateway": (
         "tokenizers",
@@ -44,7 +45,7 @@ SERVICE_PACKAGES = {
     "scheduler": ("numpy", "xxhash", "redis"),
     "worker": ("torch", "numpy", "safetensors", "xxhash"),
 }
-PROBE_TIMEOUT_S = 300.0  # compiles the kernels on a new machine
+PROBE_TIMEOUT_S = 60.0  # compiles the kernels on a new machine
 KINDS = ("bfloat16", "int8", "float32")
 NOT_FASTEST = "QUIRE_DISABLE_AMX is set, the compiler does not know it, or the system refuses it (see a worker's log)"
 TARGET_TIMEOUT_S = 2.0
@@ -52,7 +53,7 @@ TARGET_TIMEOUT_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of one check. `state`: ok, fallback (works, but with the limit in `detail`) or missing (fails)."""
+    """The result of a check. `state`: ok, fallback (works, with the limit in `detail`), missing (fails) or unknown."""
 
     name: str
     state: str
@@ -60,34 +61,41 @@ class Finding:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit code 1 if a required check failed."""
-    findings = list(examine(args.redis or os.environ.get("QUIRE_REDIS"), args.target, tls_option(args), args.api_key))
+    """Print each finding when its check ends. Exit code 1 if a required check failed."""
+    findings = []
+    for finding in examine(args.redis or os.environ.get("QUIRE_REDIS"), args.target, tls_option(args), args.api_key):
+        findings.append(finding)
+        if not args.json:
+            print(f"{MARKS[finding.state]}  {finding.name:<10} {finding.detail}", flush=True)
     is_healthy = all(finding.state != MISSING for finding in findings)
     if args.json:
         print(to_json({"healthy": is_healthy, "findings": findings}))
-    else:
-        for finding in findings:
-            print(f"{MARKS[finding.state]}  {finding.name:<10} {finding.detail}")
     return 0 if is_healthy else 1
 
 
 def examine(
     redis: str | None, target: str | None, tls: Tls | None = None, api_key: str | None = None
-) -> Iterable[Finding]:
-    """All checks: this machine first, then the network."""
-    yield check_python()
-    yield check_sdk()
-    for service, packages in SERVICE_PACKAGES.items():
-        yield check_service(service, packages)
-    yield check_backend()
-    yield check_compiler()
-    yield from check_kernels()
-    yield check_demo_model()
-    yield check_redis(redis)
-    is_named = bool(target or os.environ.get(TARGET_ENV))
-    yield from (
-        check_target(address, is_named=is_named, tls=tls, api_key=api_key) for address in resolve_targets(target)
-    )
+) -> Iterator[Finding]:
+    """All checks; the kernels, which take the longest, are measured meanwhile and reported last."""
+    with ThreadPoolExecutor(1) as pool:
+        probe = pool.submit(probe_kernels) if is_installed(SERVICES["worker"]) else None
+        yield check_python()
+        yield check_sdk()
+        for service, packages in SERVICE_PACKAGES.items():
+            yield check_service(service, packages)
+        yield check_backend()
+        yield check_compiler()
+        yield check_demo_model()
+        yield check_redis(redis)
+        is_named = bool(target or os.environ.get(TARGET_ENV))
+        for address in resolve_targets(target):
+            yield check_target(address, is_named=is_named, tls=tls, api_key=api_key)
+        if probe is None:
+            yield Finding("kernels", FALLBACK, "not measured: the worker is not installed")
+            return
+        if not probe.done():
+            print("measuring the kernels; a new machine compiles them first", file=sys.stderr, flush=True)
+        yield from check_kernels(probe.result())
 
 
 def check_python() -> Finding:
@@ -133,22 +141,22 @@ def check_compiler() -> Finding:
     )
 
 
-def check_kernels() -> Iterable[Finding]:
+def check_kernels(found: dict[str, Any]) -> Iterator[Finding]:
     """The path of a CPU worker on this machine with its speed, and the speeds of the other paths."""
-    if not is_installed(SERVICES["worker"]):
-        yield Finding("kernels", FALLBACK, "not measured: the worker is not installed")
-        return
-    found = probe_kernels()
-    if error := found.get("error"):
-        if found.get("is_fatal"):
-            yield Finding("kernels", MISSING, f"CPU workers do not start: {error}")
-        else:
-            yield Finding("kernels", FALLBACK, f"workers use plain torch, which is slower: {error}")
-        return
-    yield describe_path(found)
-    if others := found["others"]:
+    late = f"the measurement did not end within {PROBE_TIMEOUT_S:g} s on this busy or slow machine"
+    if found.get("is_fatal"):
+        yield Finding("kernels", MISSING, f"CPU workers do not start: {found['error']}")
+    elif error := found.get("error"):
+        yield Finding("kernels", FALLBACK, f"workers use plain torch, which is slower: {error}")
+    elif "path" in found:
+        yield describe_path(found)
+    else:
+        yield Finding("kernels", UNKNOWN, late)
+    if others := found.get("others"):
         speeds = ", ".join(f"{other['path']} {' / '.join(map(_speed, _ordered(other)))}" for other in others)
         yield Finding("paths", OK, f"QUIRE_CPU_PATH can select: {speeds} GOP/s ({' / '.join(KINDS)})")
+    if found.get("is_late") and "path" in found:
+        yield Finding("paths", UNKNOWN, late)
 
 
 def describe_path(found: dict[str, Any]) -> Finding:
@@ -174,14 +182,20 @@ def _speed(giga_operations: float) -> str:
 
 
 def probe_kernels() -> dict[str, Any]:
-    """The line of worker_svc.engine.kernels.probe, or the field `error`."""
+    """The first line of worker_svc.engine.kernels.probe, or the field `error`, with the other lines as `others`.
+
+    `is_late`: lines are missing because of the time limit.
+    """
     command = [sys.executable, "-P", "-m", "worker_svc.engine.kernels.probe", "--all"]
+    is_late = False
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=PROBE_TIMEOUT_S)
-        found: dict[str, Any] = json.loads(done.stdout)
-    except (OSError, subprocess.SubprocessError, ValueError) as error:
-        return {"error": f"{' '.join(command)}: {error}"}
-    return found
+        lines = subprocess.run(command, capture_output=True, check=True, timeout=PROBE_TIMEOUT_S).stdout
+    except subprocess.TimeoutExpired as error:
+        lines, is_late = error.stdout or b"", True
+    except (OSError, subprocess.SubprocessError) as error:
+        return {"error": f"{' '.join(command)}: {error}", "others": []}
+    first, *others = [json.loads(line) for line in lines.splitlines()] or [{}]
+    return {**first, "others": others, "is_late": is_late}
 
 
 def check_demo_model() -> Finding:

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 
 import grpc
 import pytest
@@ -478,6 +479,7 @@ def test_doctor_names_an_invalid_redis_url(gateway, capsys, url):
         ),
         ({"fastest": "amx2"}, "is not used: QUIRE_DISABLE_AMX is set"),
         ({"fastest": "amx2", "is_chosen": True}, "is not used: QUIRE_CPU_PATH\n"),
+        ({"is_late": True}, "?     paths      the measurement did not end within 60 s"),
         ({"error": "no C++ compiler"}, "note  kernels    workers use plain torch, which is slower: no C++ compiler\n"),
     ],
 )
@@ -486,6 +488,25 @@ def test_doctor_names_the_instructions_of_the_kernels(gateway, capsys, monkeypat
     code, out, _ = run(capsys, "doctor")
     assert code == 0
     assert text in out
+
+
+def test_doctor_prints_each_finding_when_its_check_ends(gateway, capsys, monkeypatch):
+    shown = threading.Event()
+    monkeypatch.setattr(
+        doctor, "probe_kernels", lambda: KERNELS if shown.wait(60.0) else {"error": "nothing was shown"}
+    )
+    findings = doctor.examine(None, None)
+    names = [next(findings).name for _ in range(9)]
+    assert (names[0], names[-1]) == ("python", "redis")
+    shown.set()
+    assert [finding.state for finding in findings if finding.name == "kernels"] == ["ok"]
+
+
+def test_doctor_concludes_nothing_from_a_time_limit(monkeypatch):
+    monkeypatch.undo()
+    monkeypatch.setattr(doctor, "PROBE_TIMEOUT_S", 0.001)
+    (finding,) = doctor.check_kernels(doctor.probe_kernels())
+    assert finding.state == "unknown"
 
 
 def test_doctor_fails_where_the_chosen_path_cannot_run(gateway, capsys, monkeypatch):

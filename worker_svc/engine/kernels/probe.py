@@ -1,4 +1,5 @@
-"""How fast the CPU kernels multiply on this machine, and with which instructions: one line of JSON, for `quire doctor`.
+"""How fast the CPU kernels multiply on this machine, and with which instructions: a line of JSON for each path of the
+processor, for `quire doctor`.
 
 python -m worker_svc.engine.kernels.probe           # the path that a worker takes here
 python -m worker_svc.engine.kernels.probe --all     # the other paths of this processor too, which may compile them
@@ -11,7 +12,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -110,26 +111,25 @@ def measure() -> dict[str, Any]:
     return found | {"copy_gb_s": round(copy_rate(), 1), "fastest": fastest, "is_chosen": chosen_path() is not None}
 
 
-def measure_others(used: str) -> list[dict[str, Any]]:
+def measure_others(used: str) -> Iterator[dict[str, Any]]:
     """The other paths of this processor, except for those that the compiler or the system refuses."""
-    found = []
     for path in available_paths():
         try:
             if path.name != used:
-                found.append(measure_path(load_kernels_of(path, LINEAR_SOURCES)))
+                yield measure_path(load_kernels_of(path, LINEAR_SOURCES))
         except KernelBuildError as error:
             print(f"{path.name}: {error}", file=sys.stderr)
-    return found
 
 
 def main() -> None:
     try:
         found = measure()
-        if "--all" in sys.argv[1:]:
-            found["others"] = measure_others(found["path"])
     except (KernelBuildError, CpuPathError) as error:
         found = {"error": str(error), "is_fatal": bool(os.environ.get(PATH_ENV))}
-    print(json.dumps(found))
+    print(json.dumps(found), flush=True)
+    if "--all" in sys.argv[1:] and "path" in found:
+        for other in measure_others(found["path"]):
+            print(json.dumps(other), flush=True)
 
 
 if __name__ == "__main__":
