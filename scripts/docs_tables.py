@@ -361,7 +361,7 @@ def _fill(page: str, tables: dict[str, str]) -> str:
     def put(match: re.Match[str]) -> str:
         return f"<!-- {match[1]} -->\n{tables[match[1]]}\n<!-- end -->"
 
-    return re.sub(r"<!-- ([a-z0-9/ ]+) -->\n.*?<!-- end -->", put, page, flags=re.DOTALL)
+    return re.sub(r"<!-- ([a-z0-9_/ ]+) -->\n.*?<!-- end -->", put, page, flags=re.DOTALL)
 
 
 def main() -> int:

@@ -6,7 +6,7 @@ Choice i of prompt p has index p * n + i, as in OpenAI's API.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from json.encoder import encode_basestring as encode_string
 from typing import Any, Protocol
@@ -16,6 +16,7 @@ from quire.v1 import types_pb2 as types
 
 from gateway_svc.http.bodies import Generation
 from gateway_svc.http.chat_answers import MessageBuilder, delta_of
+from gateway_svc.http.errors import error_body
 from gateway_svc.http.logprobs import (
     ChatLogprobs,
     Entries,
@@ -56,6 +57,11 @@ def encode_text(text: str) -> bytes:
 def sse(value: Json) -> bytes:
     """One server-sent event."""
     return b"data: " + encode(value) + b"\n\n"
+
+
+def named_event(value: Json) -> bytes:
+    """One server-sent event with its `type` as its name."""
+    return b"event: %b\ndata: %b\n\n" % (value["type"].encode(), encode(value))
 
 
 class AnswerShape(Protocol):
@@ -222,6 +228,10 @@ class StreamAnswer(ChoicesAnswer):
         if kind == "chunk":
             return self._text(prompt, event.chunk)
         return b"".join(map(sse, self._chunks(prompt, event)))
+
+    def failed(self, error: QuireError, names: Mapping[str, str]) -> bytes:
+        """The last event of a stream that fails."""
+        return sse(error_body(error, names))
 
     def end(self) -> bytes:
         """The data after the last event: usage if the client wants it, then [DONE]."""

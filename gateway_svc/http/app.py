@@ -22,7 +22,7 @@ from gateway_svc.http.errors import (
     BodyTimeoutError,
     BodyTooLargeError,
     MethodNotAllowedError,
-    error_body,
+    error_body_of,
     error_headers,
 )
 from gateway_svc.operators.audit.audit_log import AuditLog
@@ -36,6 +36,7 @@ MAX_BODY_BYTES = 16 << 20  # about three million token ids as JSON
 BODY_TIMEOUT_S = 60.0
 OPEN_PATHS = ("/health",)  # probes need no key
 REQUEST_ID_HEADER = "x-request-id"
+KEY_HEADER = "x-api-key"  # sent by Anthropic's clients
 IGNORED_HEADER = "x-ignored-fields"
 
 
@@ -124,7 +125,8 @@ class HttpApp:
     async def _authenticate(self, path: str, headers: Headers) -> None:
         if self._authenticator is None or path in self._open_paths:
             return
-        await self._authenticator.authenticate(headers.get("authorization"))
+        key = headers.get(KEY_HEADER)
+        await self._authenticator.authenticate(headers.get("authorization") or (key and f"Bearer {key}"))
 
     async def _answer_unrouted(self, scope: Scope, error: HTTPException, answer: _Sender) -> None:
         """Answer a path or method without a handler. OPTIONS of a known path lists its methods."""
@@ -143,7 +145,7 @@ class HttpApp:
         shown = shown_error(f"HTTP {scope['path']}", error)
         self._stats.errors[_method(scope), shown.code.name] += 1
         annotate(code=shown.code.name)
-        body = encode(error_body(shown, scope.get("names")))
+        body = encode(error_body_of(scope["path"], shown, scope.get("names")))
         headers = {"content-type": "application/json", "content-length": str(len(body)), **error_headers(shown)}
         raw = [(name.encode(), value.encode()) for name, value in headers.items()]
         await answer({"type": "http.response.start", "status": shown.http_status, "headers": raw})

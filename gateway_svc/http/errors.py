@@ -27,6 +27,8 @@ TYPES = {
     413: "invalid_request_error",
     429: "rate_limit_error",
 }
+MESSAGES = "/v1/messages"  # the endpoints of Anthropic's API
+MESSAGE_TYPES = {413: "request_too_large", 500: "api_error", 503: "overloaded_error"}
 CODES: dict[type[QuireError], str] = {
     ContextLengthError: "context_length_exceeded",
     DeadlineError: "deadline_exceeded",
@@ -76,6 +78,21 @@ def error_body(error: QuireError, names: Mapping[str, str] | None = None) -> dic
         message = f"This model's maximum context length is {error.limit} tokens. However, {message}"
     kind = TYPES.get(error.http_status, "server_error")
     return {"error": {"message": message, "type": kind, "param": param or None, "code": _code_of(error)}}
+
+
+def error_body_of(path: str, error: QuireError, names: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """The body of an error of an endpoint."""
+    return message_error(error, names) if path.startswith(MESSAGES) else error_body(error, names)
+
+
+def message_error(error: QuireError, names: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """An error in Anthropic's format."""
+    found = error_body(error, names)["error"]
+    return {"type": "error", "error": {"type": MESSAGE_TYPES.get(error.http_status, found["type"]), **_words(found)}}
+
+
+def _words(found: dict[str, Any]) -> dict[str, Any]:
+    return {name: found[name] for name in ("message", "param", "code")}
 
 
 def error_headers(error: QuireError) -> dict[str, str]:

@@ -233,10 +233,38 @@ RESPONSES = (
     BodyField("prompt", only=()),
 )
 
+COUNT_TOKENS = (
+    MODEL,
+    BodyField(
+        "messages",
+        doc="Roles user, assistant and system; blocks of type text, image, document (text only), tool_use, tool_result "
+        "and thinking. An assistant's text at the end is continued.",
+    ),
+    BodyField("system", doc="A system message: a string or blocks of text."),
+    BodyField("tools", doc="Tools of the client. Tools of other types are ignored and listed in `x-ignored-fields`."),
+    BodyField("tool_choice", doc="Type `auto`, `any`, `none` or `tool` with a `name`; `disable_parallel_tool_use`."),
+    BodyField("thinking", doc="Type `enabled`, `adaptive` or `disabled` is the template's variable `enable_thinking`."),
+    BodyField(
+        "output_config",
+        doc="`effort` is passed to the chat template as `reasoning_effort`; `format`: a JSON Schema of the answer.",
+    ),
+)
+MESSAGES = (
+    *COUNT_TOKENS,
+    BodyField("output_format", doc="The earlier name of `output_config.format`."),
+    BodyField("stop_sequences", "stop.stop"),
+    BodyField("stream", doc="Answer with server-sent events."),
+    *(row for row in SAMPLING if row.name not in ("n", "best_of", "max_completion_tokens", "stop")),
+    BodyField("metadata", doc="No effect."),
+    BodyField("service_tier", doc="No effect."),
+)
+
 ENDPOINTS: Mapping[str, tuple[BodyField, ...]] = {
     "/v1/chat/completions": CHAT,
     "/v1/completions": COMPLETION,
     "/v1/responses": RESPONSES,
+    "/v1/messages": MESSAGES,
+    "/v1/messages/count_tokens": COUNT_TOKENS,
     "/v1/embeddings": EMBEDDINGS,
     "/v1/score": SCORE,
     "/v1/rerank": RERANK,

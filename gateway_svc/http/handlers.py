@@ -6,7 +6,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -14,22 +14,21 @@ from quire.v1 import inference_pb2 as pb
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Scope
 
 from gateway_svc.http import answers, bodies, openapi, pooling
-from gateway_svc.http.answers import AnswerShape, PromptParts, StreamAnswer, WholeAnswer, models_of, sse
+from gateway_svc.http.answers import AnswerShape, PromptParts, StreamAnswer, WholeAnswer, models_of
 from gateway_svc.http.audio import AudioHandlers
 from gateway_svc.http.bodies import Generation, with_token_ids
-from gateway_svc.http.errors import error_body
 from gateway_svc.http.merge import Numbered, merged, within
-from gateway_svc.http.replies import EventStream, ignored_headers, json_reply
+from gateway_svc.http.messages.handlers import MessagesHandlers
+from gateway_svc.http.replies import EventStream, encoded_events, ignored_headers, json_reply
 from gateway_svc.http.responses.handlers import ResponsesHandlers
-from gateway_svc.operators.audit.entry import annotate, record_request_id
+from gateway_svc.operators.audit.entry import record_request_id
 from gateway_svc.request.prompts.images import has_images
 from gateway_svc.request.threads import Lane
 from gateway_svc.schedulers.directory import ModelDirectory
 from gateway_svc.servicer import InferenceServicer
-from svc_common.errors import InvalidRequestError, UnavailableError, shown_error
+from svc_common.errors import InvalidRequestError, UnavailableError
 from svc_common.observe.metrics import quire_version
 
 log = logging.getLogger(__name__)
@@ -55,6 +54,7 @@ class Handlers:
         self._is_serving = is_serving
         self._created = int(time.time())
         self._responses = ResponsesHandlers(servicer.generation, directory, self._read)
+        self._messages = MessagesHandlers(servicer.generation, directory, self._read)
         self._audio = AudioHandlers(servicer.generation, lane)
 
     def routes(self) -> list[Route]:
@@ -63,6 +63,7 @@ class Handlers:
             Route("/v1/chat/completions", self.chat_completions, methods=["POST"]),
             Route("/v1/completions", self.completions, methods=["POST"]),
             *self._responses.routes(),
+            *self._messages.routes(),
             *self._audio.routes(),
             Route("/v1/embeddings", self.embeddings, methods=["POST"]),
             Route("/v1/score", self.score, methods=["POST"]),
@@ -179,8 +180,8 @@ class Handlers:
         events = self._events(requests, asked.timeout_s)
         headers = ignored_headers(asked.ignored)
         if asked.is_stream:
-            stream = _stream(StreamAnswer(asked, shape, answer_id, int(time.time()), prompts), events, request.scope)
-            return await EventStream.begun(stream, headers)
+            stream = StreamAnswer(asked, shape, answer_id, int(time.time()), prompts)
+            return await EventStream.begun(encoded_events(stream, events, request.scope), headers)
         answer = WholeAnswer(asked, shape, answer_id, int(time.time()), prompts)
         async with aclosing(events):
             async for prompt, event in events:
@@ -220,25 +221,6 @@ class Handlers:
         # that `within` always raises the error.
         deadline = asyncio.get_running_loop().time() + timeout_s + DEADLINE_MARGIN_S
         return within(timeout_s, merged([generate(one, deadline=deadline) for one in requests]))
-
-
-async def _stream(answer: StreamAnswer, events: Numbered, scope: Scope) -> AsyncGenerator[bytes, None]:
-    """Server-sent events. An error after the first event is sent as the last event."""
-    is_begun = False
-    async with aclosing(events):
-        try:
-            async for prompt, event in events:
-                if data := answer.take(prompt, event):
-                    yield data
-                    is_begun = True
-        except Exception as error:
-            if not is_begun:
-                raise
-            shown = shown_error(f"HTTP {scope['path']}", error)
-            annotate(code=shown.code.name)
-            yield sse(error_body(shown, scope["names"]))
-            return
-    yield answer.end()
 
 
 def _with_ids(requests: Sequence[pb.GenerateRequest], answer_id: str) -> Sequence[pb.GenerateRequest]:

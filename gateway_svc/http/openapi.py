@@ -85,6 +85,10 @@ OWN: Mapping[str, Schema] = {
     "chat_template": TEXT,
     "reasoning_effort": {"enum": ["none", "minimal", "low", "medium", "high", "xhigh"]},
     "input": {"anyOf": [{**TEXT, "minLength": 1}, {"type": "array", "minItems": 1, "items": OBJECT}]},
+    "system": {"anyOf": [TEXT, {"type": "array", "items": PART}]},
+    "thinking": OBJECT,
+    "output_config": OBJECT,
+    "output_format": OBJECT,
     "instructions": TEXT,
     "previous_response_id": TEXT,
     "store": FLAG,
@@ -111,6 +115,8 @@ REQUIRED: Mapping[str, Sequence[str]] = {
     "/v1/chat/completions": ["messages"],
     "/v1/completions": ["prompt"],
     "/v1/responses": ["input"],
+    "/v1/messages": ["messages", "max_tokens"],
+    "/v1/messages/count_tokens": ["messages"],
     "/detokenize": ["tokens"],
 }
 
@@ -170,6 +176,16 @@ ANSWERS: Mapping[str, Schema] = {
     "/v1/completions": _completion("text_completion", {"text": TEXT}),
     "/v1/models": _object(object={"const": "list"}, data={"type": "array", "items": MODEL}),
     "/v1/models/{model}": MODEL,
+    "/v1/messages": _object(
+        id=TEXT,
+        type={"const": "message"},
+        role={"const": "assistant"},
+        model=TEXT,
+        content={"type": "array", "items": OBJECT},
+        stop_reason=OPTIONAL_TEXT,
+        usage=_object(input_tokens=COUNT, output_tokens=COUNT),
+    ),
+    "/v1/messages/count_tokens": _object(input_tokens=COUNT),
     "/tokenize": _object(count=COUNT, max_model_len=COUNT, tokens=TOKEN_IDS),
     "/detokenize": _object(prompt=TEXT),
     "/tokenizer_info": _object(
@@ -180,7 +196,10 @@ ANSWERS: Mapping[str, Schema] = {
     "/health": _object(status=TEXT),
     "/version": _object(version=TEXT),
 }
-STREAMS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/responses/{response_id}")
+STREAMS = (
+    *("/v1/chat/completions", "/v1/completions", "/v1/messages"),
+    *("/v1/responses", "/v1/responses/{response_id}"),
+)
 OPEN = ("/health",)  # need no API key
 QUERY: Mapping[str, Sequence[str]] = {
     "/tokenizer_info": ["model"],

@@ -2,22 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
-from typing import Any
+from typing import Any, Protocol
 
+from quire.v1 import inference_pb2 as pb
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from gateway_svc.http.answers import encode
 from gateway_svc.http.app import IGNORED_HEADER
 from gateway_svc.http.bodies import ignored_header
+from gateway_svc.http.merge import Numbered
+from gateway_svc.operators.audit.entry import annotate
+from svc_common.errors import QuireError, shown_error
 
 SSE_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache",
     "x-accel-buffering": "no",
 }
+
+
+Read = Callable[[Request, Callable[[bytes], Any]], Any]
+"""Reads the body of a request and parses it, in a thread if it is large."""
+
+
+class StreamedAnswer(Protocol):
+    """Encodes the events of generations as server-sent events."""
+
+    def take(self, prompt: int, event: pb.GenerateResponse) -> bytes:
+        """The data for an event. Raises QuireError if the generation failed."""
+
+    def failed(self, error: QuireError, names: Mapping[str, str]) -> bytes:
+        """The last event of a stream that fails. `names`: of fields in the body."""
+
+    def end(self) -> bytes:
+        """The data after the last event."""
+
+
+async def encoded_events(answer: StreamedAnswer, events: Numbered, scope: Scope) -> AsyncGenerator[bytes, None]:
+    """Server-sent events. An error after the first event is sent as the last event."""
+    is_begun = False
+    async with aclosing(events):
+        try:
+            async for prompt, event in events:
+                if data := answer.take(prompt, event):
+                    yield data
+                    is_begun = True
+        except Exception as error:
+            if not is_begun:
+                raise
+            shown = shown_error(f"HTTP {scope['path']}", error)
+            annotate(code=shown.code.name)
+            yield answer.failed(shown, scope["names"])
+            return
+    yield answer.end()
 
 
 class EventStream:

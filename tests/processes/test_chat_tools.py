@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+import anthropic
 import openai
 import pytest
 from pydantic import BaseModel, Field
@@ -260,6 +261,38 @@ async def test_a_call_survives_kill_9_in_its_arguments(tmp_path: Path) -> None:
                 assert disturbed.tool_calls == undisturbed.tool_calls
                 assert disturbed.token_ids == undisturbed.token_ids
                 assert (disturbed.resumes > 0) == (victim == "gateway")
+
+
+async def long_message(http: anthropic.AsyncAnthropic, begun: asyncio.Event | None = None) -> tuple[Any, str]:
+    """A message with a long call, and the arguments as streamed. `begun` is set in the middle of them."""
+    function, streamed = ROUTE["function"], ""
+    options: dict[str, Any] = {
+        "tools": [{"name": function["name"], "input_schema": function["parameters"]}],
+        "tool_choice": {"type": "tool", "name": function["name"]},
+        "extra_body": {"seed": 3, "temperature": 1.0},
+    }
+    async with http.messages.stream(model=MODEL, max_tokens=2000, messages=QUESTION, **options) as stream:
+        async for event in stream:
+            streamed += event.partial_json if event.type == "input_json" else ""
+            if begun is not None and len(streamed) > 100:
+                begun.set()
+        return await stream.get_final_message(), streamed
+
+
+async def test_a_message_survives_kill_9_of_its_worker(running: Running, client: AsyncClient) -> None:
+    url = running.url.removesuffix("/v1")
+    async with anthropic.AsyncAnthropic(base_url=url, api_key="unused", max_retries=0) as http:
+        undisturbed, text = await long_message(http)
+        assert undisturbed.content[0].input == json.loads(text)
+        assert (len(json.loads(text)["cities"]), undisturbed.stop_reason) == (NUM_CITIES, "tool_use")
+        begun = asyncio.Event()
+        task = asyncio.create_task(long_message(http, begun))
+        await begun.wait()
+        await kill_and_restart(running, "worker", client)
+        disturbed, streamed = await task
+    assert streamed == text
+    assert disturbed.content[0].input == undisturbed.content[0].input
+    assert disturbed.usage.output_tokens == undisturbed.usage.output_tokens
 
 
 async def kill_and_restart(running: Running, victim: str, client: AsyncClient) -> None:

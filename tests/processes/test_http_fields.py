@@ -25,12 +25,15 @@ from tests.processes.stack import Stack
 Json = dict[str, Any]
 
 CHAT, COMPLETIONS, RESPONSES, TOKENIZE = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/tokenize"
+MESSAGES, COUNT_TOKENS = "/v1/messages", "/v1/messages/count_tokens"
 QUESTION = [{"role": "user", "content": "What does os.path.join do?"}]
 # Equal requests have equal answers: greedy, or sampled with a seed.
 BASES: Mapping[str, Json] = {
     CHAT: {"messages": QUESTION, "temperature": 0, "max_tokens": 40},
     COMPLETIONS: {"prompt": "What does", "temperature": 0, "max_tokens": 40},
     RESPONSES: {"input": "What does os.path.join do?", "temperature": 0, "max_output_tokens": 40},
+    MESSAGES: {"messages": QUESTION, "temperature": 0, "max_tokens": 40},
+    COUNT_TOKENS: {"messages": QUESTION},
     TOKENIZE: {"messages": QUESTION},
     "/detokenize": {"tokens": [5]},
 }
@@ -52,6 +55,8 @@ CALLING: Json = {"tools": TOOLS, "tool_choice": "required", "temperature": 1, "s
 FUNCTIONS: list[Json] = [{"type": "function", "name": name, "parameters": NO_ARGUMENTS} for name in ("look", "wait")]
 RESPONSE_CALLING: Json = {"tools": FUNCTIONS, "tool_choice": "required", "temperature": 1, "seed": 7}
 RESPONSE_CALLING |= {"max_tokens": 120}
+OWN_TOOLS: list[Json] = [{"name": name, "input_schema": NO_ARGUMENTS} for name in ("look", "wait")]
+MESSAGE_CALLING: Json = {**CALLING, "tools": OWN_TOOLS, "tool_choice": {"type": "any"}}
 EMBEDDINGS = base64.b64encode(PromptEmbeddings.of(np.eye(3, 128, dtype=np.float32)).data).decode()
 
 
@@ -68,6 +73,8 @@ class Effect:
 
 
 def text_of(answer: Json) -> str:
+    if answer.get("type") == "message":
+        return str(answer["content"][0]["text"])
     if "output" in answer:
         return str(answer["output"][0]["content"][0]["text"])
     choice = answer["choices"][0]
@@ -162,6 +169,11 @@ EFFECTS: Mapping[str, Effect] = {
     "prompt_cache_key": Effect("k"),
     "include": Effect([]),
     "service_tier": Effect("auto"),
+    "system": Effect("Answer in a few words."),
+    "stop_sequences": Effect(lambda answer: [words_of(answer)]),
+    "thinking": Effect({"type": "disabled"}),
+    "output_config": Effect({"effort": "max"}),
+    "output_format": Effect({"type": "json_schema", "schema": SCHEMA}),
 }
 # Fields that have another effect on another endpoint.
 OWN: Mapping[tuple[str, str], Effect] = {
@@ -171,6 +183,10 @@ OWN: Mapping[tuple[str, str], Effect] = {
     (RESPONSES, "tools"): Effect(FUNCTIONS),
     (RESPONSES, "tool_choice"): Effect("none", RESPONSE_CALLING),
     (RESPONSES, "parallel_tool_calls"): Effect(False, RESPONSE_CALLING),
+    **{(path, "tools"): Effect(OWN_TOOLS) for path in (MESSAGES, COUNT_TOKENS)},
+    (MESSAGES, "include_stop_str_in_output"): Effect(True, {"stop_sequences": ["o", "e", "a"]}),
+    (MESSAGES, "tool_choice"): Effect({"type": "none"}, MESSAGE_CALLING),
+    (COUNT_TOKENS, "tool_choice"): Effect({"type": "none"}, {"tools": OWN_TOOLS}),
     (TOKENIZE, "tool_choice"): Effect("none", {"tools": TOOLS}),
     (TOKENIZE, "parallel_tool_calls"): Effect("no", status=400),
     (TOKENIZE, "prompt"): Effect("import", {"messages": None, "prompt": "a"}),
@@ -209,7 +225,10 @@ def post(url: str, path: str, body: Json) -> tuple[int, Json]:
         return status, comparable_response(answer)
     for name in ("id", "created"):
         answer.pop(name, None)
-    answer["usage"] = (answer.get("usage") or {}).get("prompt_tokens")
+    usage = answer.get("usage") or {}
+    answer["usage"] = usage.get("prompt_tokens", usage.get("input_tokens", 0) + usage.get("cache_read_input_tokens", 0))
+    for block in answer.get("content", ()):
+        block.pop("id", None)
     for choice in answer.get("choices", ()):
         for call in choice.get("message", {}).get("tool_calls") or ():
             call.pop("id")

@@ -54,7 +54,7 @@ def response_request(data: bytes) -> ResponseBody:
     request.output.parse_chat = True
     chat = request.prompt.chat
     chat.messages.extend(messages_of(items))
-    ignored = _set_tools(chat, body)
+    ignored, names = _set_tools(chat, body)
     _set_format(request, body)
     _set_reasoning(chat, body)
     return ResponseBody(
@@ -67,7 +67,7 @@ def response_request(data: bytes) -> ResponseBody:
         is_stream=flag(body, "stream", default=False),
         is_background=flag(body, "background", default=False),
         ignored=(*ignored_names(fields.RESPONSES, body), *ignored),
-        names={**NAMES, **path_names(fields.RESPONSES, body)},
+        names={**NAMES, **names, **path_names(fields.RESPONSES, body)},
     )
 
 
@@ -114,12 +114,12 @@ def _metadata(body: Mapping[str, Any]) -> Json:
     return metadata
 
 
-def _set_tools(chat: pb.Chat, body: Mapping[str, Any]) -> list[str]:
-    """Set the functions and tool_choice. Returns the types of the ignored tools."""
+def _set_tools(chat: pb.Chat, body: Mapping[str, Any]) -> tuple[list[str], dict[str, str]]:
+    """Set the functions and tool_choice. Returns the types of the ignored tools, and field names in the body."""
     tools, choice = body.get("tools"), body.get("tool_choice")
     if tools is not None and not isinstance(tools, list):
         raise invalid("tools", f"is {shown(tools)}; must be a list")
-    functions, ignored = [], dict[str, None]()
+    functions, ignored, names = list[Json](), dict[str, None](), dict[str, str]()
     for i, tool in enumerate(tools or ()):
         if not isinstance(tool, dict):
             raise invalid(f"tools[{i}]", f"is {shown(tool)}; must be an object")
@@ -128,6 +128,7 @@ def _set_tools(chat: pb.Chat, body: Mapping[str, Any]) -> list[str]:
             continue
         if not isinstance(tool.get("name"), str) or not tool["name"]:
             raise invalid(f"tools[{i}].name", f"is {shown(tool.get('name'))}; must be the name of a function")
+        names[f"prompt.chat.tools_json[{len(functions)}].function"] = f"tools[{i}]"
         own = {name: value for name, value in tool.items() if name != "type" and value is not None}
         functions.append({"type": "function", "function": own})
     if functions:
@@ -135,7 +136,7 @@ def _set_tools(chat: pb.Chat, body: Mapping[str, Any]) -> list[str]:
     _set_choice(chat, choice)
     if not flag(body, "parallel_tool_calls", default=True):
         chat.parallel_tool_calls = False
-    return list(ignored)
+    return list(ignored), names
 
 
 def _set_choice(chat: pb.Chat, choice: Any) -> None:

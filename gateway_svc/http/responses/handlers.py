@@ -6,9 +6,8 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Any
 
 from quire.internal.v1 import record_pb2, scheduler_pb2
 from quire.v1 import inference_pb2 as pb
@@ -19,9 +18,9 @@ from starlette.routing import Route
 
 from gateway_svc.answer.resuming import Resumed
 from gateway_svc.callers.caller import scoped
-from gateway_svc.http.answers import encode
+from gateway_svc.http.answers import encode, named_event
 from gateway_svc.http.fields import invalid
-from gateway_svc.http.replies import EventStream, ignored_headers, json_reply
+from gateway_svc.http.replies import EventStream, Read, ignored_headers, json_reply
 from gateway_svc.http.responses.bodies import ResponseBody, response_request
 from gateway_svc.http.responses.events import Event, Json, events_of
 from gateway_svc.http.responses.items import messages_of, with_ids
@@ -35,7 +34,6 @@ from svc_common.errors import NotFoundError, UnavailableError
 
 log = logging.getLogger(__name__)
 
-Read = Callable[[Request, Callable[[bytes], Any]], Any]
 MAX_LISTED = 100
 DEFAULT_LISTED = 20
 
@@ -310,7 +308,7 @@ async def _of_client(run: ResponseRun) -> AsyncGenerator[Event, None]:
 async def _encoded(events: AsyncGenerator[Event, None]) -> AsyncGenerator[bytes, None]:
     async with aclosing(events):
         async for event in events:
-            yield b"event: %b\ndata: %b\n\n" % (event.data["type"].encode(), encode(event.data))
+            yield named_event(event.data)
 
 
 def _id_of(request: Request) -> str:
