@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import fields
 from pathlib import Path
 
 from svc_common import config
@@ -230,43 +231,17 @@ def scheduler_addresses(args: argparse.Namespace) -> list[str]:
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
     """Settings of the engine. Raises ValueError with the field's name."""
-    sizes = CUDA_SIZES if args.backend == "cuda" else CPU_SIZES
-    return EngineConfig(
-        model_dir=args.model,
-        model_name=args.model_name or args.model.resolve().name,
-        adapters=tuple(args.adapter or ()),
-        max_adapters=args.max_adapters if args.adapter or args.adapter_dir else 0,
-        max_adapter_rank=args.max_adapter_rank,
-        max_loaded_adapters=args.max_loaded_adapters,
-        dtype=args.dtype,
-        block_size=args.block_size or sizes.block_size,
-        num_blocks=args.num_blocks,
-        kv_cache_memory=args.kv_cache_memory,
-        max_num_seqs=args.max_num_seqs or sizes.max_num_seqs,
-        max_num_batched_tokens=args.max_num_batched_tokens or sizes.max_num_batched_tokens,
-        max_model_len=args.max_model_len,
-        determinism=args.determinism,
-        threads=args.threads,
-        backend=args.backend,
-        attention=args.attention,
-        gpu_memory_utilization=args.gpu_memory_utilization,
-        tensor_parallel_size=args.tensor_parallel_size,
-        all_reduce=args.all_reduce,
-        nnodes=args.nnodes,
-        node_rank=args.node_rank,
-        cuda_graphs=args.cuda_graphs,
-        kv_cache_dtype=args.kv_cache_dtype,
-        cuda_graph_tokens=args.cuda_graph_tokens,
-        quantize=args.quantize,
-        image_cache_memory=args.image_cache_memory,
-    )
+    sizes = (CUDA_SIZES if args.backend == "cuda" else CPU_SIZES)._asdict()
+    own = {
+        "model_dir": args.model,
+        "model_name": args.model_name or args.model.resolve().name,
+        "adapters": tuple(args.adapter or ()),
+        "max_adapters": args.max_adapters if args.adapter or args.adapter_dir else 0,
+    } | {name: getattr(args, name) or size for name, size in sizes.items()}
+    names = {field.name for field in fields(EngineConfig)} - own.keys()  # these flags have the names of settings
+    return EngineConfig(**own, **{name: getattr(args, name) for name in names})
 
 
 def sim_config(args: argparse.Namespace) -> SimConfig:
     """Settings of the simulation."""
-    return SimConfig(
-        step_ms=args.sim_step_ms,
-        prefill_tokens_per_s=args.sim_prefill_tokens_per_s,
-        token_us=args.sim_token_us,
-        eos_probability=args.sim_eos_probability,
-    )
+    return SimConfig(**{field.name: getattr(args, f"sim_{field.name}") for field in fields(SimConfig)})

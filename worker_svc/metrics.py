@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
+from prometheus_client import CollectorRegistry
+
 from step_protocol.messages import StepBatch
-from svc_common.observe.metrics import SHORT_TIMES_S, Buckets, Row, Spec
+from svc_common.errors import RpcStats
+from svc_common.observe.metrics import SHORT_TIMES_S, Buckets, Row, ServiceMetrics, Spec, make_registry
+from svc_common.security.own_certificate import certificate_files
 from worker_svc.engine.adapters.store import AdapterStore
 from worker_svc.engine.config import EngineInfo
 
@@ -133,6 +138,11 @@ class WorkerReader:
         self._load_progress = load_progress
         self._is_ready = is_ready
         self._info = info
+
+    def registry(self, args: argparse.Namespace, rpc: RpcStats) -> CollectorRegistry:
+        """All metrics of the process."""
+        has_vllm = args.metrics_compat != "none"
+        return make_registry(ServiceMetrics("worker", SPECS, self, rpc, has_vllm, certificate_files(args)))
 
     def __call__(self) -> Iterator[Row]:
         executor, meter = self._executor, self._executor.meter

@@ -1,15 +1,22 @@
-"""The runners of steps, as the executor sees them."""
+"""The runners of steps, as the executor sees them, and the choice of one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import argparse
+import logging
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol, runtime_checkable
 
 from step_protocol.columns import U32
 from step_protocol.messages import StepBatch, StepOutput
 from worker_svc.engine.adapters.store import AdapterStore
-from worker_svc.engine.config import EngineInfo
+from worker_svc.engine.config import EngineConfig, EngineInfo
+from worker_svc.engine.nodes import Nodes
+from worker_svc.flags import sim_config
 from worker_svc.metrics import ImageCounts
+from worker_svc.simulator.runner import SimRunner
+
+log = logging.getLogger(__name__)
 
 
 class Runner(Protocol):
@@ -48,3 +55,21 @@ class ImageRunner(Protocol):
     def images(self) -> ImageCounts | None:
         """What it counts; None if its model takes none."""
         ...
+
+
+def make_runner(
+    args: argparse.Namespace, settings: EngineConfig, progress: Callable[[float], None], nodes: Nodes | None
+) -> Runner:
+    """The simulation, or an engine with its model. Raises ValueError for settings that contradict the machine or the
+    model."""
+    if args.executor == "sim":
+        return SimRunner(settings, sim_config(args))
+    # After the flags are checked and the port is bound: importing torch takes seconds.
+    log.info("starting: importing torch")  # `quire up` shows these lines
+    from worker_svc.engine.backend import BackendUnavailableError
+    from worker_svc.engine.engines import load_runner
+
+    try:
+        return load_runner(settings, progress, nodes)
+    except BackendUnavailableError as error:
+        raise ValueError(f"--backend {settings.backend}: {error}") from error

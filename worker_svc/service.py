@@ -21,10 +21,8 @@ from svc_common.errors import UnavailableError
 from svc_common.observe.admin import AdminServer
 from svc_common.observe.inspection import Inspector
 from svc_common.observe.logs import setup_logging
-from svc_common.observe.metrics import ServiceMetrics, make_registry
 from svc_common.observe.tracing import make_tracer
 from svc_common.scheduler_names import SchedulerNames
-from svc_common.security.own_certificate import certificate_files
 from svc_common.security.trust import Trust, check_reach, make_trust
 from svc_common.serve import BindError, GrpcServer, run_service, settle_gc
 from svc_common.tasks import cancel
@@ -33,16 +31,15 @@ from worker_svc.bundle import Bundle, ModelFolderError, read_bundle
 from worker_svc.check_model import check_model, resolve_model
 from worker_svc.engine.config import EngineConfig, EngineInfo
 from worker_svc.executor import StepExecutor
-from worker_svc.flags import check_memory, check_node_flags, engine_config, make_parser, scheduler_addresses, sim_config
+from worker_svc.flags import check_memory, check_node_flags, engine_config, make_parser, scheduler_addresses
 from worker_svc.lifecycle import DRAINING, Lifecycle
-from worker_svc.metrics import SPECS, WorkerReader
+from worker_svc.metrics import WorkerReader
 from worker_svc.node_links.leader_link import run_node
 from worker_svc.node_links.node_server import NodeServer
 from worker_svc.registration import Registration
 from worker_svc.row_traces import RowTraces
-from worker_svc.runner import Runner
+from worker_svc.runner import make_runner
 from worker_svc.servicer import WorkerServicer
-from worker_svc.simulator.runner import SimRunner
 from worker_svc.wire import capacity_to_proto
 
 log = logging.getLogger(__name__)
@@ -135,12 +132,10 @@ class WorkerProcess:
     def _make_admin(self) -> AdminServer:
         """Metrics; startup: the model is loaded; liveness: steps make progress; readiness: a scheduler leases it."""
         read = WorkerReader(self._executor, lambda: self._lifecycle.load_progress, self._is_ready, lambda: self._info)
-        has_vllm = self._args.metrics_compat != "none"
-        metrics = ServiceMetrics("worker", SPECS, read, self._server.rpc, has_vllm, certificate_files(self._args))
         return AdminServer(
             metrics_listen=self._args.metrics_listen,
             health_listen=self._args.health_listen,
-            registry=make_registry(metrics),
+            registry=read.registry(self._args, self._server.rpc),
             is_alive=lambda: self._executor.stalled_s < self._args.stuck_after_s,
             is_ready=self._is_ready,
             is_started=lambda: self._info is not None,
@@ -210,7 +205,7 @@ class WorkerProcess:
             write_log(fraction)
 
         started_at = loop.time()
-        info = await self._executor.load(lambda: _make_runner(self._args, self._settings, progress, self._nodes))
+        info = await self._executor.load(lambda: make_runner(self._args, self._settings, progress, self._nodes))
         self._info = info
         settle_gc()
         self._adapters.announce()
@@ -255,22 +250,6 @@ class WorkerProcess:
 
 def _make_nodes(args: argparse.Namespace, trust: Trust, drain: Callable[[], None]) -> NodeServer:
     return NodeServer(args.node_listen, trust, args.nnodes, args.node_timeout_s, drain)
-
-
-def _make_runner(
-    args: argparse.Namespace, settings: EngineConfig, progress: Callable[[float], None], nodes: NodeServer | None
-) -> Runner:
-    if args.executor == "sim":
-        return SimRunner(settings, sim_config(args))
-    # After the flags are checked and the port is bound: importing torch takes seconds.
-    log.info("starting: importing torch")  # `quire up` shows these lines
-    from worker_svc.engine.backend import BackendUnavailableError
-    from worker_svc.engine.engines import load_runner
-
-    try:
-        return load_runner(settings, progress, nodes)
-    except BackendUnavailableError as error:
-        raise ValueError(f"--backend {settings.backend}: {error}") from error
 
 
 def _every(step: float, report: Callable[[float], None]) -> Callable[[float], None]:

@@ -10,13 +10,11 @@ from quire.v1 import types_pb2
 
 from request_fields import checks
 from step_protocol.columns import U32, WireError, u32_to_bytes
-from step_protocol.messages import (
-    StepBatch,
-)
+from step_protocol.messages import StepBatch
 from step_protocol.proto import POOLING_KINDS, batch_from_proto
 from svc_common.errors import InvalidRequestError
 from worker_svc.engine.adapters.store import AdapterEntry
-from worker_svc.engine.config import EncoderInfo, EngineInfo, PoolingInfo
+from worker_svc.engine.config import EncoderInfo, EngineInfo
 from worker_svc.seals import TAG_BYTES, Seals
 
 KIND_NUMBERS = {kind: types_pb2.PoolingKind.ValueType(number) for number, kind in POOLING_KINDS.items()}
@@ -78,7 +76,9 @@ def model_info_to_proto(info: EngineInfo, bundle_digest: bytes) -> types_pb2.Mod
         quantization=info.quantize or "",
         numerics=info.numerics,
         kv_cache_dtype="" if info.kv_cache_dtype == "auto" else info.kv_cache_dtype,
-        pooling=_pooling_info_to_proto(info.pooling),
+        pooling=None
+        if info.pooling is None
+        else types_pb2.PoolingInfo(**asdict(info.pooling) | {"kind": KIND_NUMBERS[info.pooling.kind]}),
         is_encoder=info.is_encoder,
         build=info.build,
         hidden_size=info.hidden_size,
@@ -90,42 +90,7 @@ def model_info_to_proto(info: EngineInfo, bundle_digest: bytes) -> types_pb2.Mod
 
 def encoder_info_to_proto(info: EncoderInfo) -> types_pb2.EncoderInfo:
     """The encoder of a model."""
-    message = types_pb2.EncoderInfo(
-        max_tokens=info.max_tokens,
-        max_decoder_tokens=info.max_decoder_tokens,
-        decoder_start_ids=info.decoder_start_ids,
-        forced_bos_token_id=info.forced_bos_token_id,
-        forced_eos_token_id=info.forced_eos_token_id,
-        suppress_ids=info.suppress_ids,
-        begin_suppress_ids=info.begin_suppress_ids,
-    )
-    if info.audio is not None:
-        message.audio.CopyFrom(
-            types_pb2.AudioInfo(
-                sampling_rate=info.audio.sampling_rate,
-                max_samples=info.audio.max_samples,
-                language_ids=info.audio.language_ids,
-                task_ids=info.audio.task_ids,
-                no_timestamps_id=info.audio.no_timestamps_id,
-            )
-        )
-    return message
-
-
-def _pooling_info_to_proto(info: PoolingInfo | None) -> types_pb2.PoolingInfo | None:
-    if info is None:
-        return None
-    return types_pb2.PoolingInfo(
-        kind=KIND_NUMBERS[info.kind],
-        normalize=info.normalize,
-        dimensions=info.dimensions,
-        max_length=info.max_length,
-        num_classes=info.num_classes,
-        answer_token_ids=info.answer_token_ids,
-        has_sigmoid=info.has_sigmoid,
-        generates=info.generates,
-        embeds=info.embeds,
-    )
+    return types_pb2.EncoderInfo(**asdict(info))
 
 
 def capacity_to_proto(info: EngineInfo, *, bundle_digest: bytes, pipeline_depth: int) -> scheduler_pb2.WorkerCapacity:

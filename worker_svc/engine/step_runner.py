@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 import numpy as np
-import torch
 
 from step_protocol.columns import I64, U32
 from step_protocol.messages import RowErrorCode, RowOpen, StepBatch, StepOutput
@@ -73,7 +72,7 @@ class StepRunner(ABC):
         """Returns the block copies: sources and targets."""
         self._rows.close(batch.close_rows)
         self._rows.open(batch.opens, errors)
-        self._after_opens(batch.opens)
+        self._after_opens([item for item in batch.opens if item.row not in errors])
         self._rows.change_tables(batch.table_rows, batch.table_indices, batch.table_blocks, errors)
         copies = batch.copy_src.astype(np.int64), batch.copy_dst.astype(np.int64)
         if len(copies[0]):
@@ -84,7 +83,7 @@ class StepRunner(ABC):
         return copies
 
     def _after_opens(self, opens: list[RowOpen]) -> None:
-        """For what a backend keeps of a row besides its entry in the table."""
+        """For what a backend keeps of an opened row besides its entry in the table."""
         return
 
     def _after_moves(self, rows: I64) -> None:
@@ -120,6 +119,6 @@ class StepRunner(ABC):
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether torch or numpy could not allocate memory."""
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+    if isinstance(error, MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(text in str(error) for text in OUT_OF_MEMORY)

@@ -13,9 +13,8 @@ from request_fields.checks import default_sampling
 from request_fields.inputs import ImageShape
 from request_fields.sizes import SizeLimits
 from worker_svc.engine.adapters.config import CONFIG_FILE, WEIGHTS_FILE, AdapterError, read_adapter_config
-from worker_svc.engine.checkpoint.model_folder import CheckpointError, eos_token_ids
+from worker_svc.engine.checkpoint.model_folder import CheckpointError, eos_token_ids, read_object
 from worker_svc.engine.config import ComputeDtype, EngineConfig, EngineInfo
-from worker_svc.simulator.tokens import read_json
 
 DEFAULT_NUM_BLOCKS = 4096
 
@@ -23,8 +22,8 @@ DEFAULT_NUM_BLOCKS = 4096
 def read_info(config: EngineConfig) -> EngineInfo:
     """Facts about the folder's model. Its revision never equals that of a loaded model."""
     folder = config.model_dir
-    model = read_json(folder / "config.json")
-    given = read_json(folder / "generation_config.json") if (folder / "generation_config.json").is_file() else {}
+    model = read_object(folder / "config.json")
+    given = read_object(folder / "generation_config.json") if (folder / "generation_config.json").is_file() else {}
     num_blocks = config.num_blocks or DEFAULT_NUM_BLOCKS
     limit = int(model.get("max_position_embeddings") or num_blocks * config.block_size)
     dtype: ComputeDtype = "float32" if config.dtype == "auto" else config.dtype

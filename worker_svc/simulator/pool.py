@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import numpy.typing as npt
 
-from step_protocol.columns import I64, U32, Bools
-from worker_svc.engine.decoder.block_contents import HASH_BYTES
+from step_protocol.columns import I64, U32
+from worker_svc.engine.decoder.block_contents import BlockContents
 from worker_svc.simulator.tokens import GOLDEN, MIX_1, MIX_2
 
 U64 = npt.NDArray[np.uint64]
-
-LIST_CHUNK = 1024
 
 
 def mix(values: U64) -> U64:
@@ -61,46 +57,30 @@ class Histories:
         self.sums[rows, ends // self._block_size - 1] = sums
 
 
-class SimPool:
-    """Blocks whose content is a digest per slot. Any write to a block makes it uncommitted."""
+class SimPool(BlockContents):
+    """Blocks whose content is a digest per slot."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
-        self._block_size = block_size
+        super().__init__(num_blocks, block_size)
         self._weights = block_weights(block_size)
         self.digests: U64 = np.zeros(num_blocks * block_size, np.uint64)
         self.sums: U64 = np.zeros(num_blocks, np.uint64)  # weighted, to detect exchanged slots
-        self._tokens: U32 = np.zeros((num_blocks, block_size), np.uint32)
-        self._is_committed: Bools = np.zeros(num_blocks, np.bool_)
-        self._hashes: npt.NDArray[np.uint8] = np.zeros((num_blocks, HASH_BYTES), np.uint8)
 
     def write(self, slots: I64, token_ids: I64, digests: U64) -> None:
         """Stores the tokens and digests of computed slots."""
+        self.write_tokens(slots, token_ids)
         self.digests[slots] = digests
-        self._tokens.reshape(-1)[slots] = token_ids
-        blocks = np.unique(slots // self._block_size)
-        self._is_committed[blocks] = False
-        self.sums[blocks] = (self.digests.reshape(-1, self._block_size)[blocks] * self._weights).sum(axis=1)
+        blocks = np.unique(slots // self.block_size)
+        self.sums[blocks] = (self.digests.reshape(-1, self.block_size)[blocks] * self._weights).sum(axis=1)
 
-    def copy(self, src: U32, dst: U32) -> None:
+    def copy(self, src: I64, dst: I64) -> None:
         """Copies blocks, one pair after the other; the copies are not committed."""
-        content = self.digests.reshape(-1, self._block_size)
+        content = self.digests.reshape(-1, self.block_size)
         for source, target in zip(src.tolist(), dst.tolist(), strict=True):
             content[target] = content[source]
             self.sums[target] = self.sums[source]
-            self._tokens[target] = self._tokens[source]
-            self._is_committed[target] = False
-
-    def commit(self, block_ids: U32, hashes: list[bytes]) -> None:
-        """Marks full blocks as cached prefixes with these digests."""
-        self._is_committed[block_ids] = True
-        self._hashes[block_ids] = np.frombuffer(b"".join(hashes), np.uint8).reshape(-1, HASH_BYTES)
-
-    def committed_blocks(self) -> Iterator[tuple[U32, list[bytes], U32]]:
-        """Block ids [N], their digests, and their tokens [N, block_size], in pieces."""
-        ids = np.flatnonzero(self._is_committed).astype(np.uint32)
-        for start in range(0, len(ids), LIST_CHUNK):
-            part = ids[start : start + LIST_CHUNK]
-            yield part, [row.tobytes() for row in self._hashes[part]], self._tokens[part]
+        self.copy_tokens(src, dst)
+        self.uncommit(dst)
 
 
 def block_weights(block_size: int) -> U64:

@@ -24,6 +24,7 @@ from step_protocol.messages import (
     LogprobColumns,
     PromptLogprobs,
     RowErrorCode,
+    RowOpen,
     StepBatch,
     StepOutput,
 )
@@ -34,10 +35,11 @@ from worker_svc.engine.config import EngineConfig
 from worker_svc.engine.rows.errors import RowErrors
 from worker_svc.engine.rows.logprobs import LogprobRows, PromptTargets, spread, to_columns
 from worker_svc.engine.rows.open_rows import OpenRows
-from worker_svc.engine.rows.step_checker import CheckedStep, StepChecker
+from worker_svc.engine.rows.step_checker import CheckedStep
 from worker_svc.engine.sampling.beams import BeamLines
 from worker_svc.engine.sampling.grammars import RowMasks, compiled_grammars
 from worker_svc.engine.sampling.processors import ProcessedRows
+from worker_svc.engine.step_runner import StepRunner
 from worker_svc.simulator.model import SimAdapter, read_info, read_sim_adapter
 from worker_svc.simulator.pool import U64, Histories, SimPool, mix
 from worker_svc.simulator.tokens import GOLDEN, GREEDY_BELOW, read_vocabulary, start_digest
@@ -72,8 +74,8 @@ class SimConfig:
         return self.step_ms / 1e3 + num_prefill_tokens / self.prefill_tokens_per_s + num_decodes * self.token_us / 1e6
 
 
-class SimRunner:
-    """Implements `executor.Runner`. It reads config.json and the tokenizer of the model folder, never weights.
+class SimRunner(StepRunner):
+    """A step is computed when it is called. It reads config.json and the tokenizer of the model folder, never weights.
 
     num_blocks None: 4096. max_model_len may be above the model's own. ValueError for an unusable folder.
     """
@@ -82,7 +84,7 @@ class SimRunner:
         self._sim = sim
         self._vocabulary = read_vocabulary(config.model_dir, eos_probability=sim.eos_probability)
         self._printable = np.array(self._vocabulary.printable_ids, np.uint32)
-        self.info = info = read_info(config)
+        info = read_info(config)
         grammars = compiled_grammars(config.model_dir, info.vocab_size, info.eos_token_ids)
         self.adapters: AdapterStore[SimAdapter, SimAdapter] = AdapterStore(
             read_sim_adapter,
@@ -93,16 +95,15 @@ class SimRunner:
         for name, folder in config.adapters:
             self.adapters.load(name, folder)
         self._row_adapters = RowAdapters(info.max_num_seqs, self.adapters.find)
-        self._rows = OpenRows(
+        rows = OpenRows(
             info.max_num_seqs, info.max_model_len, info.block_size, info.num_blocks, info.vocab_size, grammars,
             hidden_size=info.hidden_size, adapters=self._row_adapters, images=info.images,
         )  # fmt: skip
-        self._checker = StepChecker(self._rows, info)
+        self._serve(rows, info)
         self._pool = SimPool(info.num_blocks, info.block_size)
         self._histories = Histories(info.max_num_seqs, info.max_model_len, info.block_size)
 
     def execute(self, batch: StepBatch) -> StepOutput:
-        """Applies and runs one step, as `ModelRunner.execute` does."""
         started = time.perf_counter()
         self._checker.check_columns(batch)
         errors = RowErrors()
@@ -125,30 +126,21 @@ class SimRunner:
         )
 
     def committed_blocks(self) -> Iterator[tuple[U32, list[bytes], U32]]:
-        """Block ids [N], their digests and their tokens [N, block_size] of all committed blocks, in pieces."""
         return self._pool.committed_blocks()
 
-    def reset_rows(self) -> None:
-        """Closes all rows, for a new lease. Committed blocks stay."""
-        self._rows.reset()
+    def _after_opens(self, opens: list[RowOpen]) -> None:
+        for item in opens:
+            self._start_history(item.row, item.inputs)
 
-    def rows_used(self) -> int:
-        """The number of open rows."""
-        return self._rows.rows_used()
+    def _copy_blocks(self, sources: I64, targets: I64) -> None:
+        self._pool.copy(sources, targets)
 
-    def _apply_changes(self, batch: StepBatch, errors: RowErrors) -> None:
-        self._rows.close(batch.close_rows)
-        self._rows.open(batch.opens, errors)
-        for item in batch.opens:
-            if item.row not in errors:
-                self._start_history(item.row, item.inputs)
-        self._rows.change_tables(batch.table_rows, batch.table_indices, batch.table_blocks, errors)
-        self._pool.copy(batch.copy_src, batch.copy_dst)
-        self._pool.commit(batch.commit_blocks, batch.commit_digests)
-        self._rows.move_beams(batch.beam_rows, batch.beam_parents, batch.beam_tokens, errors)
-        for row in batch.beam_rows.tolist():
-            if row not in errors:
-                self._start_history(row)
+    def _commit_blocks(self, blocks: I64, digests: list[bytes]) -> None:
+        self._pool.commit(blocks, digests)
+
+    def _after_moves(self, rows: I64) -> None:
+        for row in rows.tolist():
+            self._start_history(row)
 
     def _start_history(self, row: int, inputs: Sequence[CarriedInput] = ()) -> None:
         """Sets the history of a row to its tokens. The positions of inputs follow from the data of the inputs, so that

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from worker_svc.engine.checkpoint.model_folder import eos_token_ids
+from worker_svc.engine.checkpoint.model_folder import eos_token_ids, read_object
 
 MASK = 2**64 - 1
 GOLDEN = 0x9E3779B97F4A7C15
@@ -126,29 +126,16 @@ def read_vocabulary(model_dir: Path, *, eos_probability: float = 0.0) -> SimVoca
 
     Without tokenizer.json: all ids. Raises ValueError for a file that cannot be read.
     """
-    config = read_json(model_dir / "config.json")
+    config = read_object(model_dir / "config.json")
     vocab_size = config.get("vocab_size")
     if not isinstance(vocab_size, int) or vocab_size < 1:
         raise ValueError(f"{model_dir / 'config.json'}: vocab_size must be at least 1, found {vocab_size!r}")
     generation = model_dir / "generation_config.json"
-    eos_ids = eos_token_ids(read_json(generation) if generation.is_file() else {}, config)
+    eos_ids = eos_token_ids(read_object(generation) if generation.is_file() else {}, config)
     tokenizer = model_dir / "tokenizer.json"
-    known = _printable_ids(read_json(tokenizer)) if tokenizer.is_file() else set(range(vocab_size))
+    known = _printable_ids(read_object(tokenizer)) if tokenizer.is_file() else set(range(vocab_size))
     printable = sorted(token_id for token_id in known if token_id < vocab_size and token_id not in eos_ids)
     return SimVocabulary(tuple(printable), eos_ids[0] if eos_ids else None, eos_probability)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object. ValueError names a file that is not one."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} must hold a JSON object")
-    return content
 
 
 def _printable_ids(tokenizer: dict[str, Any]) -> set[int]:

@@ -10,7 +10,6 @@ likely tokens, its value is the same. `exact_ops.top_logprobs` is the reference.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -137,13 +136,3 @@ def spread(columns: LogprobColumns, lines: I64, num_tokens: int) -> LogprobColum
     lens = np.zeros(num_tokens, np.uint32)
     lens[lines] = columns.lens
     return LogprobColumns(lens, columns.logprobs, columns.token_ids, columns.ranks)
-
-
-def concat_columns(parts: Sequence[LogprobColumns]) -> LogprobColumns:
-    """The tokens of all parts in order."""
-    return LogprobColumns(
-        np.concatenate([part.lens for part in parts]),
-        np.concatenate([part.logprobs for part in parts]),
-        np.concatenate([part.token_ids for part in parts]),
-        np.concatenate([part.ranks for part in parts]),
-    )

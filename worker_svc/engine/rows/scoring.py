@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from step_protocol.columns import I64, U32, Bools
-from step_protocol.messages import LogprobColumns, PromptLogprobs
+from step_protocol.messages import LogprobColumns, PromptLogprobs, concat_columns
 from worker_svc.engine.backend import Backend
-from worker_svc.engine.rows.logprobs import LogprobRows, PromptTargets, concat_columns, spread, to_columns
+from worker_svc.engine.rows.logprobs import LogprobRows, PromptTargets, spread, to_columns
 
 LOGITS_AT_ONCE = 64  # rows of logits in memory for prompt tokens: 38 MB if vocab is 150,000
 

@@ -7,10 +7,17 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from step_protocol.columns import I64, Bools
-from step_protocol.messages import NO_CANDIDATES, BeamCandidates, LogprobColumns, PooledRows, PromptLogprobs
+from step_protocol.messages import (
+    NO_CANDIDATES,
+    BeamCandidates,
+    LogprobColumns,
+    PooledRows,
+    PromptLogprobs,
+    concat_columns,
+)
 from worker_svc.engine.gpu.step.pooling import HostPooled, PooledTokens
 from worker_svc.engine.gpu.step.scores import HostCandidates, HostScores
-from worker_svc.engine.rows.logprobs import LogprobRows, PromptTargets, concat_columns, spread, to_columns
+from worker_svc.engine.rows.logprobs import LogprobRows, PromptTargets, spread, to_columns
 from worker_svc.engine.rows.open_rows import OpenRows
 from worker_svc.engine.rows.step_checker import CheckedStep
 from worker_svc.engine.sampling.beams import BeamLines
