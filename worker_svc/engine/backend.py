@@ -179,16 +179,8 @@ class ExpertLinears:
     is_normalized: bool  # the shares of the chosen experts add up to 1
 
 
-class Backend(Protocol):
-    """Operations of the decoder. Tensors are contiguous and have the engine's dtype unless stated otherwise.
-
-    k_cache is [num_blocks, kv_heads, head_dim, block_size], v_cache [num_blocks, kv_heads, block_size, head_dim]. A
-    backend may order the numbers within a block differently.
-    """
-
-    name: str
-    arithmetic: str  # identifies everything its rounding depends on; part of `numerics`
-    features: frozenset[str]  # see checkpoint/features.py
+class LinearMaker(Protocol):
+    """Prepares weights for use."""
 
     @property
     def copies_weights(self) -> bool:
@@ -198,6 +190,18 @@ class Backend(Protocol):
     def make_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         """Prepares a weight [out, in]. Without `copies_weights` the result may refer to it, so it must not change."""
         ...
+
+
+class Backend(LinearMaker, Protocol):
+    """Operations of the decoder. Tensors are contiguous and have the engine's dtype unless stated otherwise.
+
+    k_cache is [num_blocks, kv_heads, head_dim, block_size], v_cache [num_blocks, kv_heads, block_size, head_dim]. A
+    backend may order the numbers within a block differently.
+    """
+
+    name: str
+    arithmetic: str  # identifies everything its rounding depends on; part of `numerics`
+    features: frozenset[str]  # see checkpoint/features.py
 
     def end_load(self) -> None:
         """The weights of the model are complete. Work on their memory that serving needs not wait for begins."""

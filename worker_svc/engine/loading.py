@@ -27,7 +27,7 @@ from worker_svc.engine.decoder.model import DecoderModel, Progress
 from worker_svc.engine.decoder.weights import WeightLoader
 from worker_svc.engine.encoder.config import EncoderConfig, parse_encoder
 from worker_svc.engine.encoder.families import encoder_of
-from worker_svc.engine.encoder.model import EncoderLoader, EncoderModel
+from worker_svc.engine.encoder.model import EncoderModel
 from worker_svc.engine.encoder_decoder.config import EncoderDecoderConfig, is_encoder_decoder, parse_encoder_decoder
 from worker_svc.engine.encoder_decoder.load import load_encoder_decoder
 from worker_svc.engine.engine_info import choose_max_model_len
@@ -178,10 +178,8 @@ def _load_encoder(
     model = parse_encoder(checkpoint.config, family, settings.num_classes).named_in(checkpoint.has)
     max_length = _longest_text(config, model, settings)
     num_blocks = config.num_blocks or _blocks_of_texts(config, max_length)
-    loader = EncoderLoader(checkpoint, model, backend, dtype)
-    loader.check()
     checkpoint.start_digest(report.threads)
-    encoder = EncoderModel(loader, model, backend, max_length, report.progress)
+    encoder = EncoderModel(checkpoint, model, backend, dtype, max_length, report.progress)
     sizes = (model.hidden_size, model.vocab_size)
     pooling = load_pooling(checkpoint, settings, model.head, backend, sizes=sizes, generates=False)
     heads = model.heads

@@ -10,7 +10,7 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from worker_svc.engine.adapters.targets import Module, modules_of
-from worker_svc.engine.backend import ExpertLinears, Linear, Norm
+from worker_svc.engine.backend import ExpertLinears, Linear, LinearMaker, Norm
 from worker_svc.engine.checkpoint.families import LAYER_NORMS, Role
 from worker_svc.engine.checkpoint.model_folder import CheckpointError
 from worker_svc.engine.checkpoint.quantization_config import Scaled, Scheme
@@ -52,17 +52,6 @@ class Layer:
     pre_feedforward_layernorm: Norm | None
     feed_forward: FeedForward | RoutedExperts
     post_feedforward_layernorm: Norm | None
-
-
-class LinearMaker(Protocol):
-    """Prepares weights for use. Every backend implements it. `copies_weights`: a weight may be overwritten after
-    `make_linear`.
-    """
-
-    @property
-    def copies_weights(self) -> bool: ...
-
-    def make_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear: ...
 
 
 @runtime_checkable

@@ -14,10 +14,11 @@ import numpy as np
 import torch
 
 from step_protocol.columns import I32, I64
-from worker_svc.engine.backend import AttentionShape, Backend, ForwardBatch, Norm
+from worker_svc.engine.backend import AttentionShape, Backend, ForwardBatch
 from worker_svc.engine.decoder.kv_cache import KVCachePool
 from worker_svc.engine.encoder_decoder.config import CONV_STRIDE, EncoderDecoderConfig
-from worker_svc.engine.encoder_decoder.weights import KERNEL, CrossAttention, EncoderDecoderLoader, LayerStack, SeqLayer
+from worker_svc.engine.encoder_decoder.weights import KERNEL, EncoderDecoderLoader, LayerStack
+from worker_svc.engine.layers import Attention, LayerRunner
 
 NO_HEADS: I64 = np.empty(0, np.int64)
 
@@ -40,6 +41,7 @@ class EncoderDecoderModel:
         self._config = config
         self._backend = backend
         self._parts = loader.load(max_encoder, max_decoder, report)
+        self._runner = LayerRunner(backend, config.activation, config.is_gated, config.family.is_pre_norm)
         self.num_encoder_runs = 0
         report(1.0)
 
@@ -146,83 +148,18 @@ class EncoderDecoderModel:
         """The output of a stack for x [T, hidden]. `cache` has one layer, which all layers of an encoder share, or
         those of the decoder.
         """
+        heads, scale, residual = self._config.heads, self._config.attention_scale, None
+        own_shape = AttentionShape(heads, scale, is_causal=cross is not None, bias=stack.bias)
+        cross_shape = AttentionShape(heads, scale, is_causal=False)
         for index, layer in enumerate(stack.layers):
             kv = cache.layer(index if cross is not None else 0)
-            x = self._add(
-                x, self._attend(self._input(x, layer.attention.norm), layer, own, kv, stack), layer.attention.norm
-            )
-            if layer.cross is not None and cross is not None:
-                attended = self._attend_cross(self._input(x, layer.cross.norm), layer.cross, cross, kv)
-                x = self._add(x, attended, layer.cross.norm)
-            x = self._add(x, self._feed(self._input(x, layer.feed_norm), layer), layer.feed_norm)
+            to_encoder = None if cross is None else Attention(cross, kv, cross_shape)
+            residual = self._runner.run(layer, x, residual, Attention(own, kv, own_shape), to_encoder)
         if stack.final_norm is not None:
-            self._backend.add_norm(x, None, stack.final_norm, x)
+            self._backend.add_norm(x, residual, stack.final_norm, x)
+        elif residual is not None:
+            x += residual
         return x
-
-    def _input(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
-        """The input of a part of a layer."""
-        if not self._config.family.is_pre_norm:
-            return x
-        normed = torch.empty_like(x)
-        self._backend.add_norm(x, None, norm, normed)
-        return normed
-
-    def _add(self, x: torch.Tensor, y: torch.Tensor, norm: Norm) -> torch.Tensor:
-        """x plus the output of a part, in the memory of x."""
-        if self._config.family.is_pre_norm:
-            return x.add_(y)
-        self._backend.add_norm(x, y, norm, x)
-        return x
-
-    def _attend(
-        self,
-        x: torch.Tensor,
-        layer: SeqLayer,
-        batch: ForwardBatch,
-        cache: tuple[torch.Tensor, torch.Tensor],
-        stack: LayerStack,
-    ) -> torch.Tensor:
-        heads = self._config.heads
-        q = x.new_empty(len(x), heads.num_q_heads, heads.head_dim)
-        self._backend.qk_norm_rope_store(layer.attention.qkv(x), None, None, batch, cache, q, heads)
-        is_causal = layer.cross is not None
-        shape = AttentionShape(heads, self._config.attention_scale, is_causal=is_causal, bias=stack.bias)
-        return layer.attention.o(self._attention(q, cache, batch, shape))
-
-    def _attend_cross(
-        self,
-        x: torch.Tensor,
-        part: CrossAttention,
-        batch: ForwardBatch,
-        cache: tuple[torch.Tensor, torch.Tensor],
-    ) -> torch.Tensor:
-        heads = self._config.heads
-        q = part.q(x).view(len(x), heads.num_q_heads, heads.head_dim)
-        shape = AttentionShape(heads, self._config.attention_scale, is_causal=False)
-        return part.o(self._attention(q, cache, batch, shape))
-
-    def _attention(
-        self, q: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], batch: ForwardBatch, shape: AttentionShape
-    ) -> torch.Tensor:
-        attended = torch.empty_like(q)
-        self._backend.paged_attention(q, cache, batch, attended, shape)
-        return attended.view(len(q), -1)
-
-    def _feed(self, x: torch.Tensor, layer: SeqLayer) -> torch.Tensor:
-        hidden, activation = layer.up(x), self._config.activation
-        if activation == "relu":
-            return layer.down(_gated_relu(hidden) if self._config.is_gated else hidden.relu_())
-        if not self._config.is_gated:
-            self._backend.activation(hidden, activation)
-            return layer.down(hidden)
-        activated = hidden.new_empty(len(hidden), hidden.shape[1] // 2)
-        self._backend.gated_activation(hidden, activated, activation)
-        return layer.down(activated)
-
-
-def _gated_relu(gate_up: torch.Tensor) -> torch.Tensor:
-    gate, up = gate_up.chunk(2, dim=-1)
-    return gate.relu() * up
 
 
 def _windows(frames: torch.Tensor, stride: int) -> torch.Tensor:

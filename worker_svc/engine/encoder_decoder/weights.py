@@ -8,50 +8,20 @@ from dataclasses import dataclass
 
 import torch
 
-from worker_svc.engine.backend import Linear, Norm, PositionBias
+from worker_svc.engine.backend import Linear, LinearMaker, Norm, PositionBias
 from worker_svc.engine.checkpoint.model_folder import CheckpointError
 from worker_svc.engine.checkpoint.tensors import Checkpoint
-from worker_svc.engine.decoder.weights import LinearMaker
 from worker_svc.engine.encoder_decoder.config import (
     AttentionNames,
     EncoderDecoderConfig,
     RelativePositions,
     StackConfig,
 )
+from worker_svc.engine.layers import CrossAttention, LayerReader, StackLayer
 
 KERNEL = 3  # width of Whisper's convolutions
 BIAS_PADDING = 127  # see PositionBias
 LOGITS_BIAS = "final_logits_bias"
-
-
-@dataclass(frozen=True, slots=True)
-class SelfAttention:
-    """qkv is [q | k | v] of all heads."""
-
-    norm: Norm
-    qkv: Linear
-    o: Linear
-
-
-@dataclass(frozen=True, slots=True)
-class CrossAttention:
-    """Queries of the decoder; kv is [k | v] of the encoder's output."""
-
-    norm: Norm
-    q: Linear
-    kv: Linear
-    o: Linear
-
-
-@dataclass(frozen=True, slots=True)
-class SeqLayer:
-    """A layer of an encoder, which has no cross-attention, or of a decoder."""
-
-    attention: SelfAttention
-    cross: CrossAttention | None
-    feed_norm: Norm
-    up: Linear  # [gate | up], or up alone
-    down: Linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +30,7 @@ class LayerStack:
 
     positions: torch.Tensor | None  # [.., hidden]
     embedding_norm: Norm | None
-    layers: list[SeqLayer]
+    layers: list[StackLayer]
     final_norm: Norm | None
     bias: PositionBias | None
 
@@ -93,8 +63,8 @@ class EncoderDecoderLoader:
         self._checkpoint = checkpoint
         self._config = config
         self._backend = backend
-        self._dtype = dtype
-        self._read: set[str] = set()
+        self._reader = LayerReader(checkpoint, backend, dtype, config.family.norm, config.norm_eps)
+        self._tensor = self._reader.tensor
 
     def load(self, max_encoder: int, max_decoder: int, report: Callable[[float], None]) -> EncoderDecoderParts:
         """All weights. Raises CheckpointError unless the checkpoint has all tensors and no others."""
@@ -107,7 +77,7 @@ class EncoderDecoderLoader:
         convolutions = self._convolutions() if family.is_audio else None
         head = self._head(embedding)
         self._check_copies(embedding)
-        self._checkpoint.check_names(self._read, family.ignored)
+        self._checkpoint.check_names(self._reader.read, family.ignored)
         return EncoderDecoderParts(embedding, convolutions, encoder, decoder, head)
 
     def _stack(self, stack: StackConfig, max_len: int, *, is_causal: bool) -> LayerStack:
@@ -129,60 +99,37 @@ class EncoderDecoderLoader:
             bias=bias,
         )
 
-    def _layer(self, stack: StackConfig, index: int) -> SeqLayer:
+    def _layer(self, stack: StackConfig, index: int) -> StackLayer:
         config, names, prefix = self._config, stack.names, stack.names.layer.format(index)
-        hidden, has_bias = config.hidden_size, config.family.has_biases
+        own, linear, has_bias = names.attention, self._reader.linear, config.family.has_biases
+        hidden, heads = config.hidden_size, config.heads.num_q_heads * config.heads.head_dim
         ups = [prefix + name for name in (names.gate, names.up) if name]
-        return SeqLayer(
-            attention=self._self_attention(prefix, names.attention),
-            cross=None if names.cross is None else self._cross_attention(prefix, names.cross),
+        return StackLayer(
+            attention_norm=self._norm(prefix + own.norm),
+            qkv=linear([prefix + name for name in (own.q, own.k, own.v)], heads, hidden, self._has_biases()),
+            o=linear([prefix + own.o], hidden, heads, has_bias),
             feed_norm=self._norm(prefix + names.feed_norm),
-            up=self._linear(ups, (stack.inner, hidden), [has_bias] * len(ups)),
-            down=self._linear([prefix + names.down], (hidden, stack.inner), [has_bias]),
+            up=linear(ups, stack.inner, hidden, has_bias),
+            down=linear([prefix + names.down], hidden, stack.inner, has_bias),
+            cross=None if names.cross is None else self._cross(prefix, names.cross, heads),
         )
 
-    def _self_attention(self, prefix: str, names: AttentionNames) -> SelfAttention:
-        shape, biases = self._projection()
-        qkv = [prefix + name for name in (names.q, names.k, names.v)]
-        return SelfAttention(
-            self._norm(prefix + names.norm), self._linear(qkv, shape, biases), self._output(prefix, names)
-        )
-
-    def _cross_attention(self, prefix: str, names: AttentionNames) -> CrossAttention:
-        shape, biases = self._projection()
+    def _cross(self, prefix: str, names: AttentionNames, heads: int) -> CrossAttention:
+        hidden, linear, biases = self._config.hidden_size, self._reader.linear, self._has_biases()
         return CrossAttention(
             norm=self._norm(prefix + names.norm),
-            q=self._linear([prefix + names.q], shape, biases[:1]),
-            kv=self._linear([prefix + names.k, prefix + names.v], shape, biases[1:]),
-            o=self._output(prefix, names),
+            q=linear([prefix + names.q], heads, hidden, biases[:1]),
+            kv=linear([prefix + names.k, prefix + names.v], heads, hidden, biases[1:]),
+            o=linear([prefix + names.o], hidden, heads, biases[:1]),
         )
 
-    def _projection(self) -> tuple[tuple[int, int], list[bool]]:
-        """Shape of the projections of queries, keys and values, and which of them have a bias."""
-        config, family = self._config, self._config.family
-        inner = config.heads.num_q_heads * config.heads.head_dim
-        return (inner, config.hidden_size), [family.has_biases, family.has_key_bias, family.has_biases]
-
-    def _output(self, prefix: str, names: AttentionNames) -> Linear:
-        (inner, hidden), biases = self._projection()
-        return self._linear([prefix + names.o], (hidden, inner), biases[:1])
-
-    def _linear(self, names: list[str], shape: tuple[int, int], has_bias: list[bool]) -> Linear:
-        """Linear layers of one shape as one. A missing bias is 0."""
-        weight = torch.cat([self._tensor(f"{name}.weight", shape) for name in names])
-        bias = None
-        if any(has_bias):
-            biases = (
-                self._tensor(f"{name}.bias", shape[:1]) if has else torch.zeros(shape[0], dtype=self._dtype)
-                for name, has in zip(names, has_bias, strict=True)
-            )
-            bias = torch.cat(list(biases))
-        return self._backend.make_linear(weight, bias)
+    def _has_biases(self) -> list[bool]:
+        """Of the projections of queries, keys and values."""
+        family = self._config.family
+        return [family.has_biases, family.has_key_bias, family.has_biases]
 
     def _norm(self, name: str) -> Norm:
-        shape = (self._config.hidden_size,)
-        bias = self._tensor(f"{name}.bias", shape) if self._config.family.norm == "layer" else None
-        return Norm(self._tensor(f"{name}.weight", shape), bias, self._config.norm_eps, self._config.family.norm)
+        return self._reader.norm(name, self._config.hidden_size)
 
     def _convolutions(self) -> Convolutions:
         config = self._config
@@ -213,10 +160,6 @@ class EncoderDecoderLoader:
                     f"{name} differs from {self._config.family.embedding}.weight; models whose encoder and decoder "
                     "have different embeddings are not supported"
                 )
-
-    def _tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        self._read.add(name)
-        return self._checkpoint.tensor(name, shape, self._dtype)
 
 
 def position_bias(table: torch.Tensor, relative: RelativePositions, max_len: int, *, is_causal: bool) -> PositionBias:

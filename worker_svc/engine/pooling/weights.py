@@ -16,13 +16,12 @@ from safetensors.torch import load_file
 
 from step_protocol.columns import F32
 from step_protocol.messages import Pooling, PoolingKind, PoolingTask
-from worker_svc.engine.backend import Linear, Norm
+from worker_svc.engine.backend import Linear, LinearMaker, Norm
 from worker_svc.engine.checkpoint.model_folder import CheckpointError
 from worker_svc.engine.checkpoint.tensors import Checkpoint
 from worker_svc.engine.config import PoolingInfo
 from worker_svc.engine.cpu import torch_ops
 from worker_svc.engine.decoder.heads import HeadPart, HeadSpec
-from worker_svc.engine.decoder.weights import LinearMaker
 from worker_svc.engine.kernels.exact_ops import exp
 from worker_svc.engine.pooling.config import DenseLayer, PoolingConfig
 

@@ -16,12 +16,12 @@ import torch
 from worker_svc.engine.backend import AttentionShape, Backend, ForwardBatch, Linear, Norm, RotaryTable
 from worker_svc.engine.checkpoint.tensors import Checkpoint
 from worker_svc.engine.kernels.exact_ops import cos_sin
+from worker_svc.engine.layers import Attention, LayerReader, LayerRunner, StackLayer
 from worker_svc.engine.vision.config import VisionConfig
 
 NORM_EPS = 1e-6
 ROPE_THETA = 10000.0
 BLOCK_SIZE = 64  # keys and values; the patches of a window of the usual size
-QUICK_GELU = 1.702
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,18 +32,6 @@ class Pixels:
     values: npt.NDArray[np.float32]  # [channels, 256]: the normalized value of each value of a channel
     height: int  # in patches
     width: int
-
-
-@dataclass(frozen=True, slots=True)
-class TowerLayer:
-    """Weights of one layer."""
-
-    input_norm: Norm
-    qkv: Linear
-    o: Linear
-    post_norm: Norm
-    gate_up: Linear
-    down: Linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +49,7 @@ class VisionTower:
         self.config = config
         self.dtype = dtype
         self._backend = backend
+        self._runner = LayerRunner(backend, config.activation, config.family.is_gated, is_pre_norm=True)
         reader = _Reader(checkpoint, config, backend, dtype)
         self._patch = reader.patch()
         self._positions = reader.positions()
@@ -84,14 +73,14 @@ class VisionTower:
         found: npt.NDArray[np.float32] = np.repeat(pixels.values[channels, values], config.frames, axis=2)
         return found.reshape(len(found), -1)
 
-    def run_layer(self, index: int, x: torch.Tensor, residual: torch.Tensor | None, layout: _Layout) -> torch.Tensor:
+    def run_layer(
+        self, index: int, x: torch.Tensor, residual: torch.Tensor | None, layout: _Layout
+    ) -> torch.Tensor | None:
         """Adds the residual to x; returns the residual of the layer."""
-        backend, layer = self._backend, self._layers[index]
-        normed = torch.empty_like(x)
-        backend.add_norm(x, residual, layer.input_norm, normed)
-        attended = layer.o(self._attend(layer.qkv(normed), layout, index))
-        backend.add_norm(x, attended, layer.post_norm, normed)
-        return layer.down(self._activated(layer.gate_up(normed)))
+        config, cache = self.config, layout.cache(x.dtype)
+        batch = layout.whole if config.window is None or index in config.full_layers else layout.windows
+        shape = AttentionShape(config.heads, config.heads.head_dim**-0.5, is_causal=False)
+        return self._runner.run(self._layers[index], x, residual, Attention(batch, cache, shape, layout.rotary))
 
     def merge(self, x: torch.Tensor) -> torch.Tensor:
         """The embeddings [num_tokens, out] of a whole tower."""
@@ -110,31 +99,6 @@ class VisionTower:
         hidden = merger.linears[0](squares)
         self._backend.activation(hidden, "gelu")
         return merger.linears[1](hidden)
-
-    def _attend(self, qkv: torch.Tensor, layout: _Layout, index: int) -> torch.Tensor:
-        config = self.config
-        is_full = config.window is None or index in config.full_layers
-        batch = layout.whole if is_full else layout.windows
-        cache = layout.cache(qkv.dtype)
-        q = qkv.new_empty(len(qkv), config.heads.num_q_heads, config.heads.head_dim)
-        self._backend.qk_norm_rope_store(qkv, None, layout.rotary, batch, cache, q, config.heads)
-        attended = torch.empty_like(q)
-        shape = AttentionShape(config.heads, config.heads.head_dim**-0.5, is_causal=False)
-        self._backend.paged_attention(q, cache, batch, attended, shape)
-        return attended.view(len(qkv), -1)
-
-    def _activated(self, hidden: torch.Tensor) -> torch.Tensor:
-        activation = self.config.activation
-        if self.config.family.is_gated:
-            activated = hidden.new_empty(len(hidden), hidden.shape[1] // 2)
-            self._backend.gated_activation(hidden, activated, activation)
-            return activated
-        if activation != "quick_gelu":
-            self._backend.activation(hidden, activation)
-            return hidden
-        wide = hidden.float() * QUICK_GELU  # x * sigmoid(1.702 x) = silu(1.702 x) / 1.702
-        self._backend.activation(wide, "silu")
-        return (wide / QUICK_GELU).to(hidden.dtype)
 
 
 class TowerRun:
@@ -276,64 +240,49 @@ def _taps(
     return taps
 
 
-class _Reader:
+class _Reader(LayerReader):
     """Reads the tensors of a tower."""
 
     def __init__(self, checkpoint: Checkpoint, config: VisionConfig, backend: Backend, dtype: torch.dtype) -> None:
-        self._checkpoint = checkpoint
+        super().__init__(checkpoint, backend, dtype, config.family.norm, NORM_EPS)
         self._config = config
-        self._backend = backend
-        self._dtype = dtype
 
     def patch(self) -> Linear:
         config, name = self._config, self._config.names.patch
         kernel = (config.channels, config.frames, config.patch_size, config.patch_size)
-        weight = self._tensor(f"{name}.weight", (config.hidden, *kernel)).view(config.hidden, -1)
-        bias = self._tensor(f"{name}.bias", (config.hidden,)) if config.family.has_patch_bias else None
-        return self._backend.make_linear(weight, bias)
+        weight = self.tensor(f"{name}.weight", (config.hidden, *kernel)).view(config.hidden, -1)
+        bias = self.tensor(f"{name}.bias", (config.hidden,)) if config.family.has_patch_bias else None
+        return self._maker.make_linear(weight, bias)
 
     def positions(self) -> torch.Tensor | None:
         config = self._config
         if not config.names.positions:
             return None
-        return self._tensor(f"{config.names.positions}.weight", (config.num_positions_per_side**2, config.hidden))
+        return self.tensor(f"{config.names.positions}.weight", (config.num_positions_per_side**2, config.hidden))
 
-    def layer(self, index: int) -> TowerLayer:
+    def layer(self, index: int) -> StackLayer:
         config, names = self._config, self._config.names
         prefix, hidden, inner = names.layer.format(index), config.hidden, config.inner
-        return TowerLayer(
-            input_norm=self._norm(prefix + names.input_norm, hidden),
-            qkv=self._linear((prefix + names.qkv,), 3 * hidden, hidden),
-            o=self._linear((prefix + names.o,), hidden, hidden),
-            post_norm=self._norm(prefix + names.post_norm, hidden),
-            gate_up=self._linear(tuple(prefix + name for name in names.gate_up), inner, hidden),
-            down=self._linear((prefix + names.down,), hidden, inner),
+        return StackLayer(
+            attention_norm=self.norm(prefix + names.input_norm, hidden),
+            qkv=self.linear([prefix + names.qkv], 3 * hidden, hidden, has_bias=True),
+            o=self.linear([prefix + names.o], hidden, hidden, has_bias=True),
+            feed_norm=self.norm(prefix + names.post_norm, hidden),
+            up=self.linear([prefix + name for name in names.gate_up], inner, hidden, has_bias=True),
+            down=self.linear([prefix + names.down], hidden, inner, has_bias=True),
         )
 
     def merger(self) -> Merger:
         names = self._config.names
-        return self._merger(self._norm(names.merger_norm, self._config.hidden), names.merger_linears)
+        return self._merger(self.norm(names.merger_norm, self._config.hidden), names.merger_linears)
 
     def deep_merger(self, index: int) -> Merger:
         config, names = self._config, self._config.names
-        norm = self._norm(names.deep_norm.format(index), config.hidden * config.merge_size**2)
+        norm = self.norm(names.deep_norm.format(index), config.hidden * config.merge_size**2)
         first, second = (name.format(index) for name in names.deep_linears)
         return self._merger(norm, (first, second))
 
     def _merger(self, norm: Norm, names: tuple[str, str]) -> Merger:
         width = self._config.hidden * self._config.merge_size**2
-        linears = self._linear(names[:1], width, width), self._linear(names[1:], self._config.out, width)
-        return Merger(norm, linears)
-
-    def _linear(self, names: tuple[str, ...], out: int, inputs: int) -> Linear:
-        weights = [self._tensor(f"{name}.weight", (out, inputs)) for name in names]
-        biases = [self._tensor(f"{name}.bias", (out,)) for name in names]
-        return self._backend.make_linear(torch.cat(weights), torch.cat(biases))
-
-    def _norm(self, name: str, size: int) -> Norm:
-        kind = self._config.family.norm
-        bias = self._tensor(f"{name}.bias", (size,)) if kind == "layer" else None
-        return Norm(self._tensor(f"{name}.weight", (size,)), bias, NORM_EPS, kind)
-
-    def _tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        return self._checkpoint.tensor(name, shape, self._dtype)
+        first = self.linear(names[:1], width, width, has_bias=True)
+        return Merger(norm, (first, self.linear(names[1:], self._config.out, width, has_bias=True)))
