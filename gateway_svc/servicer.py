@@ -99,7 +99,7 @@ class InferenceServicer(InferenceServiceServicer):
 
     async def tokenize(self, request: pb.TokenizeRequest) -> pb.TokenizeResponse:
         """The same as a part of another call."""
-        check_tokenize(request.prompt)
+        check_tokenize(request)
         model = self._directory.find_text(request.model)
         annotate(model=model.name)
         return await self._prompts.tokenize(request, model)

@@ -6,6 +6,20 @@ import asyncio
 from typing import Any
 
 REPEAT_S = 5.0  # longer than tasks need to clean up
+SLICE_S = 0.005  # far below the least pause of a stream that its client notices
+
+
+class Slices:
+    """Divides a loop over many parts: `rest` after each part lets other tasks run if the slice is over."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._ends_at = self._loop.time() + SLICE_S
+
+    async def rest(self) -> None:
+        if self._loop.time() >= self._ends_at:
+            await asyncio.sleep(0)
+            self._ends_at = self._loop.time() + SLICE_S
 
 
 async def cancel(*tasks: asyncio.Future[Any]) -> None:

@@ -102,7 +102,7 @@ class OpenStreams:
 
         `kind` begins the id of a request without one.
         """
-        self._check_room(num_bytes)
+        self.check_room(num_bytes)
         request_id = request_id or f"{kind}-{secrets.token_hex(12)}"
         scoped_id = scoped(request_id)
         self._end_former(request_id, scoped_id, resumes=resumes)
@@ -150,14 +150,16 @@ class OpenStreams:
         for stream in list(self._by_id.values()):
             stream.end(UnavailableError("this gateway is shutting down; resume on another gateway"))
 
-    def _check_room(self, num_bytes: int) -> None:
+    def check_room(self, num_bytes: int = 0, num_calls: int = 1) -> None:
+        """Raise if this many further calls would be refused."""
         if self._is_draining:
             raise UnavailableError(
                 "this gateway is shutting down; retry on another gateway", retry_after_s=RETRY_DRAINING_S
             )
-        if len(self._by_id) >= self.max_streams:
+        if len(self._by_id) + num_calls > self.max_streams:
             raise OverloadedError(
-                f"{self.max_streams} streams are open on this gateway, the limit of --max-streams; retry later",
+                f"{len(self._by_id)} streams are open on this gateway and this request needs {num_calls} more; the "
+                f"limit is {self.max_streams} (--max-streams); retry later",
                 retry_after_s=RETRY_FULL_S,
             )
         if self._by_id and (used := self._memory.exceeded_by()) is not None:

@@ -54,16 +54,16 @@ async def _numbers_of(submission: Submission) -> array[float]:
     return request.pooled
 
 
-def embeddings_of(plan: PoolingPlan, numbers: Sequence[array[float]]) -> list[pb.Embedding]:
-    """The vectors of an Embed."""
-    found = zip(numbers, plan.inputs, strict=True)
-    return [pb.Embedding(values=values, prompt_tokens=len(item.ids)) for values, item in found]
+def add_embeddings(response: pb.EmbedResponse, plan: PoolingPlan, numbers: Sequence[array[float]]) -> None:
+    """Add the vectors of an Embed, which takes time if they are many."""
+    for values, item in zip(numbers, plan.inputs, strict=True):
+        response.embeddings.add(values=values, prompt_tokens=len(item.ids))
 
 
 def scores_of(
     plan: PoolingPlan, numbers: Sequence[array[float]], facts: types.PoolingInfo
 ) -> tuple[list[float], list[int]]:
-    """The scores of the pairs, and their prompt tokens."""
+    """The scores of the pairs, and their prompt tokens. Takes time if the pairs are many."""
     sizes = [len(item.ids) for item in plan.inputs]
     if not plan.pairs:
         return [_score(values, facts) for values in numbers], sizes

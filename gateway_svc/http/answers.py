@@ -5,18 +5,19 @@ Choice i of prompt p has index p * n + i, as in OpenAI's API.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from json.encoder import encode_basestring as encode_string
 from typing import Any, Protocol
 
+from msgspec import Raw
 from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2 as types
 
 from gateway_svc.http.bodies import Generation
 from gateway_svc.http.chat_answers import MessageBuilder, delta_of
 from gateway_svc.http.errors import error_body
+from gateway_svc.http.json_text import encode, encoded_list, joined_lists
 from gateway_svc.http.logprobs import (
     ChatLogprobs,
     Entries,
@@ -40,13 +41,9 @@ DONE = b"data: [DONE]\n\n"
 # Placeholders for index and text while a chunk's other bytes are built. No other value of a chunk contains them:
 # model names and ids have no U+0000.
 PLACE_INDEX, PLACE_TEXT = "\0index", "\0text"
+EVENT_BYTES = 1024  # of the log probabilities of one event, at least
 
 Json = dict[str, Any]
-
-
-def encode(value: Json) -> bytes:
-    """Compact JSON."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
 
 
 def encode_text(text: str) -> bytes:
@@ -326,7 +323,7 @@ class WholeAnswer(ChoicesAnswer):
         self._messages = {choice: MessageBuilder() for choice in indices}
         self._token_ids: dict[int, list[int]] = {choice: [] for choice in indices}
         self._found: dict[int, list[Json]] = {choice: [] for choice in indices}  # logprobs
-        self._prompt_logprobs: dict[int, list[Json | None]] = {}
+        self._prompt_logprobs: dict[int, list[Raw]] = {}
         self._ends: dict[int, Json] = {}
 
     def take(self, prompt: int, event: pb.GenerateResponse) -> None:
@@ -353,27 +350,49 @@ class WholeAnswer(ChoicesAnswer):
 
     def _take_prompt_logprobs(self, prompt: int, event: pb.PromptLogprobs) -> None:
         if self._asked.returns_prompt_logprobs:
-            self._prompt_logprobs.setdefault(prompt, []).extend(prompt_logprobs(prompt_positions(event)))
-        if found := self._echoed(event):
+            found = encoded_list(prompt_logprobs(prompt_positions(event)))
+            self._prompt_logprobs.setdefault(prompt, []).append(found)
+        if echoed := self._echoed(event):
             for choice in range(self._index(prompt, 0), self._index(prompt + 1, 0)):
-                self._found[choice].append(self._logprobs_of(choice, found))
+                self._found[choice].append(self._logprobs_of(choice, echoed))
 
-    def whole(self) -> Json:
-        """The answer, after the last event."""
+    @property
+    def num_bytes(self) -> int:
+        """About the size of the lists."""
+        num_parts = sum(map(len, self._found.values())) + sum(map(len, self._prompt_logprobs.values()))
+        return EVENT_BYTES * num_parts + sum(map(len, self._token_ids.values()))
+
+    def encoded(self) -> bytes:
+        """The answer as JSON, after the last event."""
+        return encode(self._whole())
+
+    def _whole(self) -> Json:
         choices = [self._choice(choice, "".join(texts)) for choice, texts in self._texts.items()]
         answer = {**self._head, "object": self._shape.whole_object, "choices": choices, "usage": self._tally.usage()}
         if self._asked.returns_token_ids:
             self._add_prompt_ids(answer)
         for choice in choices if self._asked.returns_prompt_logprobs else ():
             place = answer if self._shape.has_one_prompt else choice
-            place["prompt_logprobs"] = self._prompt_logprobs.get(choice["index"] // self._asked.n)
+            place["prompt_logprobs"] = self._joined_prompt(choice["index"] // self._asked.n)
         return answer
+
+    def _joined_prompt(self, prompt: int) -> Raw | None:
+        found = self._prompt_logprobs.get(prompt)
+        return None if found is None else joined_lists(found)
 
     def _choice(self, choice: int, text: str) -> Json:
         ids = {"token_ids": self._token_ids[choice]} if self._asked.returns_token_ids else {}
         own = self._shape.whole(text, self._messages[choice])
         found = self._logprobs[choice].joined(self._found[choice]) if choice in self._logprobs else None
         return {"index": choice, **own, "logprobs": found, **ids, **self._ends[choice]}
+
+
+def encoded_tokens(reply: pb.TokenizeResponse, has_strings: bool) -> bytes:
+    """The answer of /tokenize."""
+    strings = encoded_list(reply.token_strings) if has_strings else None
+    ids = encoded_list(reply.ids)
+    answer = {"count": len(reply.ids), "max_model_len": reply.max_model_len, "tokens": ids, "token_strs": strings}
+    return encode(answer)
 
 
 def models_of(model: pb.Model, created: int) -> list[Json]:

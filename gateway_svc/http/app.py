@@ -17,7 +17,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from gateway_svc.answer.request_meter import http_request_id
 from gateway_svc.callers.authenticator import Authenticator
 from gateway_svc.callers.caller import current_caller
-from gateway_svc.http.answers import encode
 from gateway_svc.http.errors import (
     BodyTimeoutError,
     BodyTooLargeError,
@@ -25,6 +24,7 @@ from gateway_svc.http.errors import (
     error_body_of,
     error_headers,
 )
+from gateway_svc.http.json_text import encode
 from gateway_svc.operators.audit.audit_log import AuditLog
 from gateway_svc.operators.audit.entry import CANCELLED, OK, annotate
 from gateway_svc.request.validation import REQUEST_ID

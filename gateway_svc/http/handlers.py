@@ -30,6 +30,7 @@ from gateway_svc.schedulers.directory import ModelDirectory
 from gateway_svc.servicer import InferenceServicer
 from svc_common.errors import InvalidRequestError, UnavailableError
 from svc_common.observe.metrics import quire_version
+from svc_common.tasks import Slices
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +95,7 @@ class Handlers:
         asked = await self._read(request, pooling.embeddings_of)
         reply = await self._servicer.pooling.embed(asked.request)
         size = 8 * sum(len(item.values) for item in reply.embeddings)
-        answer = await self._lane.run(size, pooling.embeddings_answer, reply, is_base64=asked.is_base64)
+        answer = await self._lane.run(size, pooling.encoded_embeddings, reply, is_base64=asked.is_base64)
         return json_reply(answer, asked.ignored)
 
     async def score(self, request: Request) -> Response:
@@ -125,10 +126,8 @@ class Handlers:
         """Token ids of a text or a chat."""
         asked, ignored = await self._read(request, bodies.tokenize_request)
         reply = await self._servicer.Tokenize(asked)
-        ids = list(reply.ids)
-        strings = list(reply.token_strings) if asked.token_strings else None
-        answer = {"count": len(ids), "max_model_len": reply.max_model_len, "tokens": ids, "token_strs": strings}
-        return json_reply(answer, ignored)
+        has_strings = asked.token_strings
+        return json_reply(await self._lane.run(len(reply.ids), answers.encoded_tokens, reply, has_strings), ignored)
 
     async def tokenizer_info(self, request: Request) -> Response:
         """Special tokens and chat template of a model (`?model=`)."""
@@ -170,9 +169,13 @@ class Handlers:
 
     async def _generate(self, request: Request, asked: Generation, shape: AnswerShape) -> Response | EventStream:
         request.scope["names"] = asked.names
+        self._servicer.generation.streams.check_room(num_calls=len(asked.requests))
         if self._directory.find_text(asked.model).text.tokenizer is None:
             asked = with_token_ids(asked)
-        prompts = [await self._parts_of(one, asked) for one in asked.requests]
+        prompts, slices = list[PromptParts](), Slices()
+        for one in asked.requests:
+            prompts.append(await self._parts_of(one, asked))
+            await slices.rest()
         answer_id = f"{shape.id_prefix}-{secrets.token_hex(12)}"
         log.debug("HTTP request %s is request %s", request.scope["request_id"], answer_id)
         record_request_id(answer_id)
@@ -186,7 +189,8 @@ class Handlers:
         async with aclosing(events):
             async for prompt, event in events:
                 answer.take(prompt, event)
-        return json_reply(answer.whole(), asked.ignored)
+                await slices.rest()
+        return json_reply(await self._lane.run(answer.num_bytes, answer.encoded), asked.ignored)
 
     async def _parts_of(self, request: pb.GenerateRequest, asked: Generation) -> PromptParts:
         """The parts of the prompt that the answer repeats: text for echo, token ids for return_token_ids."""

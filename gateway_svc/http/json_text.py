@@ -1,4 +1,5 @@
-"""Decodes the JSON of a body. Refuses many values before they are made, and never holds the interpreter for long. Pure.
+"""Decodes and encodes the JSON of bodies. Refuses many values before they are made, and never holds the interpreter for
+long. Pure.
 
 Decoding holds Python's lock, also in a thread. A large value is therefore decoded in parts: the event loop runs between
 them. An empty list takes 2 bytes of a body but 56 bytes decoded; numbers in a list, such as token ids, are cheap.
@@ -7,7 +8,7 @@ them. An empty list takes 2 bytes of a body but 56 bytes decoded; numbers in a l
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -15,6 +16,7 @@ import msgspec
 SMALL_BYTES = 64 << 10  # values of smaller bodies are not counted
 PART_BYTES = 256 << 10  # decoded at once: at most a few milliseconds
 MAX_VALUES = 100_000  # besides numbers in lists: above a chat of 10,000 messages. A value after a comma counts twice
+PART_VALUES = 4096  # encoded at once
 MAX_OPENED = 4  # levels of a value that are decoded in parts: body, messages, message, content
 
 OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -107,3 +109,20 @@ def _numbers(text: bytes) -> list[Any]:
         start = end + 1
     values += msgspec.json.decode(b"[%b" % inner[start:])
     return values
+
+
+def encode(value: Any) -> bytes:
+    """Compact JSON. The value may have parts that are encoded already."""
+    return msgspec.json.encode(value)
+
+
+def encoded_list(values: Sequence[Any]) -> msgspec.Raw:
+    """A list as a part of a larger value. Encoded, it takes a tenth of its memory."""
+    parts = (values[start : start + PART_VALUES] for start in range(0, len(values), PART_VALUES))
+    return joined_lists(msgspec.json.encode(part) for part in parts)
+
+
+def joined_lists(lists: Iterable[Any]) -> msgspec.Raw:
+    """Encoded lists as one list."""
+    inner = (memoryview(one)[1:-1] for one in lists)
+    return msgspec.Raw(b"[%b]" % b",".join(part for part in inner if len(part)))

@@ -10,6 +10,8 @@ from typing import Any, Protocol
 
 from quire.v1 import inference_pb2 as pb
 
+from gateway_svc.http.json_text import encoded_list, joined_lists
+
 Json = dict[str, Any]
 
 TEXT_LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
@@ -76,7 +78,7 @@ class Entries(Protocol):
     """Builds `logprobs` of one choice."""
 
     def entry(self, found: Sequence[Position]) -> Json:
-        """The object for the next positions."""
+        """The object for the next positions. Its lists are encoded."""
 
     def joined(self, parts: Sequence[Json]) -> Json:
         """Join the objects of consecutive positions into one object."""
@@ -86,10 +88,10 @@ class ChatLogprobs:
     """`logprobs` of one choice of a chat."""
 
     def entry(self, found: Sequence[Position]) -> Json:
-        return {"content": [_chat_entry(position) for position in found], "refusal": None}
+        return {"content": encoded_list([_chat_entry(position) for position in found]), "refusal": None}
 
     def joined(self, parts: Sequence[Json]) -> Json:
-        return {"content": [entry for part in parts for entry in part["content"]], "refusal": None}
+        return {"content": joined_lists(part["content"] for part in parts), "refusal": None}
 
 
 def _chat_entry(position: Position) -> Json:
@@ -109,15 +111,16 @@ class TextLogprobs:
 
     def entry(self, found: Sequence[Position]) -> Json:
         # The first token of a prompt has no log probability: its values are null.
-        return {
+        lists: dict[str, list[Any]] = {
             "tokens": [position.token.text for position in found],
             "token_logprobs": [position.token.logprob for position in found],
             "top_logprobs": [_by_text(position) for position in found],
             "text_offset": [self._offset_of(position.token) for position in found],
         }
+        return {name: encoded_list(values) for name, values in lists.items()}
 
     def joined(self, parts: Sequence[Json]) -> Json:
-        return {name: [value for part in parts for value in part[name]] for name in TEXT_LISTS}
+        return {name: joined_lists(part[name] for part in parts) for name in TEXT_LISTS}
 
     def _offset_of(self, token: Candidate) -> int:
         start = self._num_chars

@@ -13,6 +13,7 @@ from svc_common.tasks import cancel
 
 Events = AsyncGenerator[pb.GenerateResponse, None]
 Numbered = AsyncGenerator[tuple[int, pb.GenerateResponse], None]
+STARTED_AT_ONCE = 8
 MAX_QUEUED = 64  # number of events that wait for a slow reader; further tokens wait in the journals
 
 
@@ -64,8 +65,13 @@ async def within(timeout_s: float, events: Numbered) -> Numbered:
 
 
 async def _first_events(streams: Sequence[Events]) -> list[pb.GenerateResponse]:
-    tasks = [asyncio.ensure_future(anext(stream)) for stream in streams]
+    """Starts the streams in slices: planning a thousand requests takes longer than a pause of other streams may."""
+    tasks: list[asyncio.Future[pb.GenerateResponse]] = []
     try:
+        for number, stream in enumerate(streams, start=1):
+            tasks.append(asyncio.ensure_future(anext(stream)))
+            if not number % STARTED_AT_ONCE:
+                await asyncio.sleep(0)
         return await asyncio.gather(*tasks)
     finally:
         await cancel(*tasks)

@@ -15,7 +15,10 @@ from gateway_svc.http import fields
 from gateway_svc.http.bodies import body_of, model_name, pooled_inputs, text_value
 from gateway_svc.http.chat import flag
 from gateway_svc.http.fields import ignored_names, invalid, shown
-from request_fields.fields import MAX_UINT32
+from gateway_svc.http.json_text import encode, encoded_list
+from gateway_svc.request.cost import check_pooled_cost
+from request_fields.fields import MAX_UINT32, FieldError
+from svc_common.errors import InvalidRequestError
 
 POOLING = {
     "last": types.POOLING_KIND_LAST,
@@ -72,11 +75,9 @@ def score_of(data: bytes) -> Scores:
     """Parse a body of /v1/score: one or more `text_1` against one or more `text_2`. Raises InvalidRequestError."""
     body = body_of(data)
     first, second = _texts("text_1", body.get("text_1")), _texts("text_2", body.get("text_2"))
-    if len(first) == 1:
-        first = first * len(second)
-    if len(first) != len(second):
+    if len(first) not in (1, len(second)):
         raise invalid("text_1", f"has {len(first)} texts and text_2 has {len(second)}; send one, or as many")
-    request = _score_request(body, zip(first, second, strict=True))
+    request = _score_request(body, "text_2", first * (len(second) // len(first)), second)
     return Scores(request, ignored_names(fields.SCORE, body))
 
 
@@ -90,18 +91,19 @@ def rerank_of(data: bytes) -> Scores:
     documents = [_document(f"documents[{i}]", item) for i, item in enumerate(given)]
     top_n = _number(body, "top_n") if body.get("top_n") is not None else 0
     kept = documents if flag(body, "return_documents", default=True) else ()
-    request = _score_request(body, ((query, document) for document in documents))
+    request = _score_request(body, "documents", [query] * len(documents), documents)
     return Scores(request, ignored_names(fields.RERANK, body), top_n, kept)
 
 
-def embeddings_answer(reply: pb.EmbedResponse, *, is_base64: bool) -> dict[str, Any]:
+def encoded_embeddings(reply: pb.EmbedResponse, *, is_base64: bool) -> bytes:
     """The answer in OpenAI's shape."""
     data = [
-        {"object": "embedding", "index": i, "embedding": _encoded(item.values) if is_base64 else list(item.values)}
+        {"object": "embedding", "index": i, "embedding": (_base64 if is_base64 else encoded_list)(item.values)}
         for i, item in enumerate(reply.embeddings)
     ]
     used = sum(item.prompt_tokens for item in reply.embeddings)
-    return {"object": "list", "data": data, "model": reply.model, "usage": _usage(used), "id": reply.request_id}
+    head = {"object": "list", "model": reply.model, "usage": _usage(used), "id": reply.request_id}
+    return encode({**head, "data": data})
 
 
 def score_answer(reply: pb.ScoreResponse, created: int) -> dict[str, Any]:
@@ -125,7 +127,7 @@ def rerank_answer(reply: pb.ScoreResponse, asked: Scores) -> dict[str, Any]:
     return {"id": reply.request_id, "model": reply.model, "usage": usage, "results": results}
 
 
-def _encoded(values: Sequence[float]) -> str:
+def _base64(values: Sequence[float]) -> str:
     """float32, little-endian, as base64."""
     return base64.b64encode(array("f", values).tobytes()).decode()
 
@@ -134,7 +136,14 @@ def _usage(num_tokens: int) -> dict[str, int]:
     return {"prompt_tokens": num_tokens, "total_tokens": num_tokens, "completion_tokens": 0}
 
 
-def _score_request(body: Mapping[str, Any], pairs: Any) -> pb.ScoreRequest:
+def _score_request(
+    body: Mapping[str, Any], field: str, queries: Sequence[str], documents: Sequence[str]
+) -> pb.ScoreRequest:
+    try:
+        check_pooled_cost(field, len(documents), sum(map(len, queries)) + sum(map(len, documents)))
+    except FieldError as error:
+        raise InvalidRequestError(str(error), field=error.field) from None
+    pairs = zip(queries, documents, strict=True)
     return pb.ScoreRequest(
         model=model_name(body),
         pairs=[pb.TextPair(query=query, document=document) for query, document in pairs],

@@ -15,8 +15,8 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from gateway_svc.http.answers import encode
 from gateway_svc.http.errors import error_body, error_headers
+from gateway_svc.http.json_text import encode
 from svc_common.errors import InvalidRequestError, QuireError, UnavailableError
 
 HEADER_TIMEOUT_S = 20.0  # from the first byte of a request, or from the connection, to the end of its header

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, Protocol
@@ -11,9 +12,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from gateway_svc.http.answers import encode
 from gateway_svc.http.app import IGNORED_HEADER
 from gateway_svc.http.bodies import ignored_header
+from gateway_svc.http.json_text import encode
 from gateway_svc.http.merge import Numbered
 from gateway_svc.operators.audit.entry import annotate
 from svc_common.errors import QuireError, shown_error
@@ -23,6 +24,7 @@ SSE_HEADERS = {
     "cache-control": "no-cache",
     "x-accel-buffering": "no",
 }
+PART_BYTES = 256 << 10  # written at once
 
 
 Read = Callable[[Request, Callable[[bytes], Any]], Any]
@@ -88,6 +90,21 @@ def ignored_headers(names: Sequence[str]) -> dict[str, str]:
     return {IGNORED_HEADER: ignored_header(names)} if names else {}
 
 
-def json_reply(value: dict[str, Any], ignored: Sequence[str] = ()) -> Response:
-    """A JSON answer."""
-    return Response(encode(value), media_type="application/json", headers=ignored_headers(ignored))
+def json_reply(value: dict[str, Any] | bytes, ignored: Sequence[str] = ()) -> Response:
+    """A JSON answer. A large value is encoded before, in a thread."""
+    content = value if isinstance(value, bytes) else encode(value)
+    return PartsResponse(content, media_type="application/json", headers=ignored_headers(ignored))
+
+
+class PartsResponse(Response):
+    """A response that is written in parts."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        body, start = bytes(self.body), 0
+        while len(body) - start > PART_BYTES:
+            part = body[start : start + PART_BYTES]
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+            await asyncio.sleep(0)
+            start += PART_BYTES
+        await send({"type": "http.response.body", "body": body[start:]})

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 
 from quire.v1 import inference_pb2 as pb
 
 from gateway_svc.answer.open_streams import OpenStream, OpenStreams
-from gateway_svc.answer.pooled import embeddings_of, pooled_numbers, scores_of
+from gateway_svc.answer.pooled import add_embeddings, pooled_numbers, scores_of
 from gateway_svc.pipeline.admission import CallAdmission
 from gateway_svc.request.models import ServedModel
 from gateway_svc.request.pooling import PoolingPlan, check_embed, check_model, check_score, plan_embed, plan_score
@@ -23,6 +24,7 @@ class PoolingPipeline:
     ) -> None:
         self._admission = admission
         self._prompts = prompts
+        self._lane = prompts.threads.requests
         self._submitter = submitter
         self._streams = streams
 
@@ -34,12 +36,9 @@ class PoolingPipeline:
         with self._open(request, model) as stream:
             plan = await plan_embed(request, model, self._prompts)
             numbers = await self._numbers(plan, request, model, stream, deadline)
-        return pb.EmbedResponse(
-            request_id=stream.request_id,
-            model=model.name,
-            revision=model.info.revision,
-            embeddings=embeddings_of(plan, numbers),
-        )
+        response = pb.EmbedResponse(request_id=stream.request_id, model=model.name, revision=model.info.revision)
+        await self._lane.run(_size(numbers), add_embeddings, response, plan, numbers)
+        return response
 
     async def score(self, request: pb.ScoreRequest, deadline: float | None = None) -> pb.ScoreResponse:
         """One score per pair of texts. Raises QuireError."""
@@ -49,7 +48,7 @@ class PoolingPipeline:
         with self._open(request, model) as stream:
             plan = await plan_score(request, model, self._prompts)
             numbers = await self._numbers(plan, request, model, stream, deadline)
-        scores, prompt_tokens = scores_of(plan, numbers, model.info.pooling)
+        scores, prompt_tokens = await self._lane.run(_size(numbers), scores_of, plan, numbers, model.info.pooling)
         return pb.ScoreResponse(
             request_id=stream.request_id,
             model=model.name,
@@ -70,7 +69,7 @@ class PoolingPipeline:
         deadline: float | None,
     ) -> list[array[float]]:
         """The numbers of all inputs."""
-        submissions = self._submitter.prepare_pooled(
+        submissions = await self._submitter.prepare_pooled(
             plan.inputs,
             plan.pooling,
             model,
@@ -85,3 +84,8 @@ class PoolingPipeline:
                 stream.set_request(submission.request)
             stream.meter.on_accepted(count, resumes=False)
             return await pooled_numbers(submissions)
+
+
+def _size(numbers: Sequence[array[float]]) -> int:
+    """Bytes of all numbers."""
+    return 4 * sum(map(len, numbers))

@@ -17,6 +17,7 @@ MAX_COST = 32 << 20  # of one request: twice the largest message
 PROMPT_COST = 4 << 10  # handler, plan and message of a prompt
 SAMPLE_COST = 4 << 10  # journal, detokenizer and answer of a sample
 PARAMETER_COPIES = 4  # of the sampling parameters: in request, plan, message, and the message after a move
+POOLED_TEXT_COST = 8  # of a byte of an input that becomes a vector or a score
 LOGPROB_COST = 48  # one log probability in an answer
 BYTES_PER_TOKEN = 4  # of a text, whose tokens are not counted yet
 
@@ -44,6 +45,17 @@ def check_cost(shared: pb.GenerateRequest, prompts: Sequence[pb.Prompt]) -> None
         f"bytes of parameters per prompt and {num_logprobs} log probabilities per prompt token count as {total} bytes; "
         f"at most {MAX_COST} are allowed: lower it, or send fewer prompts in a request",
     )
+
+
+def check_pooled_cost(field: str, num_inputs: int, num_bytes: int) -> None:
+    """Refuse inputs of an Embed or Score that are too large together. Raises FieldError."""
+    total = num_inputs * PROMPT_COST + num_bytes * POOLED_TEXT_COST
+    if total > MAX_COST:
+        raise FieldError(
+            field,
+            f"has {num_inputs} items of {num_bytes} bytes, which count as {total} bytes; at most {MAX_COST} are "
+            "allowed: send them in parts",
+        )
 
 
 def _samples_field(sampling: types.SamplingParams) -> str:

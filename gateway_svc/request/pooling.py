@@ -10,6 +10,7 @@ from quire.internal.v1 import pooling_pb2
 from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2 as types
 
+from gateway_svc.request.cost import check_pooled_cost
 from gateway_svc.request.field_errors import FieldErrors, check_token_ids, invalid
 from gateway_svc.request.models import ServedModel
 from gateway_svc.request.plan import check_determinism
@@ -51,7 +52,7 @@ class PoolingPlan:
 
 def check_embed(request: pb.EmbedRequest, limits: RequestLimits) -> None:
     """All checks that do not depend on the model. Raises InvalidRequestError."""
-    _check_count("inputs", len(request.inputs), MAX_INPUTS)
+    _check_count("inputs", request.inputs, MAX_INPUTS)
     for i, prompt in enumerate(request.inputs):
         check_prompt(prompt, f"inputs[{i}]")
     _check_fields(request, limits)
@@ -59,7 +60,7 @@ def check_embed(request: pb.EmbedRequest, limits: RequestLimits) -> None:
 
 def check_score(request: pb.ScoreRequest, limits: RequestLimits) -> None:
     """All checks that do not depend on the model. Raises InvalidRequestError."""
-    _check_count("pairs", len(request.pairs), MAX_PAIRS)
+    _check_count("pairs", request.pairs, MAX_PAIRS)
     for i, pair in enumerate(request.pairs):
         for name in PAIR_ROLES:
             if not getattr(pair, name):
@@ -217,9 +218,11 @@ def _check_fields(request: pb.EmbedRequest | pb.ScoreRequest, limits: RequestLim
     check_priority(request.scheduling.priority, limits)
 
 
-def _check_count(field: str, count: int, limit: int) -> None:
-    if not 1 <= count <= limit:
-        raise invalid(field, f"has {count} items; must have 1 to {limit}")
+def _check_count(field: str, inputs: Sequence[pb.Prompt] | Sequence[pb.TextPair], limit: int) -> None:
+    if not 1 <= len(inputs) <= limit:
+        raise invalid(field, f"has {len(inputs)} items; must have 1 to {limit}")
+    with FieldErrors():
+        check_pooled_cost(field, len(inputs), sum(one.ByteSize() for one in inputs))
 
 
 def _embed_pooling(request: pb.EmbedRequest, info: types.ModelInfo) -> pooling_pb2.Pooling:

@@ -16,21 +16,32 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 INLINE_BYTES = 1024  # tokenizing this much text takes less than a millisecond
+LARGE_BYTES = 64 << 10  # tokenizing this much takes longer than a small input should wait
 RETRY_FULL_S = 1.0
 
 
 class Lane:
-    """Threads for one kind of work, which never waits for the other kind. `is_call`: tokenizer calls."""
+    """Threads for one kind of work, which never waits for the other kind. `is_call`: tokenizer calls.
+
+    Large inputs have threads of their own, half as many, so that small ones overtake them.
+    """
 
     def __init__(self, num_threads: int, name: str, *, is_call: bool) -> None:
         self.is_call = is_call
-        self.executor = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
+        self._small = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
+        self._large = ThreadPoolExecutor(max(1, num_threads // 2), thread_name_prefix=f"{name}-large")
 
     async def run(self, size: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call the function directly if its input is small (`size` in bytes), else in a thread."""
         if size <= INLINE_BYTES:
             return function(*args, **kwargs)
-        return await asyncio.get_running_loop().run_in_executor(self.executor, partial(function, *args, **kwargs))
+        executor = self._small if size <= LARGE_BYTES else self._large
+        return await asyncio.get_running_loop().run_in_executor(executor, partial(function, *args, **kwargs))
+
+    def close(self) -> None:
+        """Stop the threads."""
+        for executor in (self._small, self._large):
+            executor.shutdown(wait=False, cancel_futures=True)
 
 
 class Threads:
@@ -76,4 +87,4 @@ class Threads:
     def close(self) -> None:
         """Stop the threads."""
         for lane in (self.requests, self.calls):
-            lane.executor.shutdown(wait=False, cancel_futures=True)
+            lane.close()

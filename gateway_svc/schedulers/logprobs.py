@@ -12,7 +12,7 @@ from quire.v1 import inference_pb2 as pb
 from gateway_svc.columns import ProtocolError, u32_from_bytes
 from gateway_svc.text.bundle import Tokenizer
 
-MAX_EVENT_ENTRIES = 1 << 15  # log probabilities per event; about 0.5 MB with token bytes, below clients' limit of 4 MiB
+MAX_EVENT_ENTRIES = 1 << 11  # log probabilities per event: building it takes a few milliseconds
 
 
 class TokenLogprobs(NamedTuple):

@@ -21,6 +21,7 @@ from gateway_svc.schedulers.dispatcher import Dispatcher, Hints
 from gateway_svc.schedulers.scheduler_request import SchedulerRequest, WakePacer
 from gateway_svc.schedulers.wire import submit_from_plan
 from prefix_index.hashing import encoder_digest, extend_digests, extra_keys, model_salt, root_digest, root_key
+from svc_common.tasks import Slices
 
 MIN_BLOCKS_TO_LOOK_UP = 2  # computing a shorter prefix takes less time than the lookup
 NO_HINTS = Hints()
@@ -77,7 +78,7 @@ class Submitter:
         hints = await self._look_up(plan) if self._dispatcher.has_choice(plan.model.info) else NO_HINTS
         return Submission(request, self._dispatcher, plan.model, hints)
 
-    def prepare_pooled(
+    async def prepare_pooled(
         self,
         inputs: Sequence[PooledInput],
         pooling: pooling_pb2.Pooling,
@@ -89,7 +90,7 @@ class Submitter:
         deadline: float | None,
     ) -> list[Submission]:
         """One request per input. With several inputs, the ids have a number."""
-        submissions = []
+        submissions, slices = list[Submission](), Slices()
         for i, item in enumerate(inputs):
             submit = internal.Submit(
                 request_id=scoped_id if len(inputs) == 1 else f"{scoped_id}#{i}",
@@ -104,6 +105,7 @@ class Submitter:
             submit.pooling.second_text = item.second_text
             request = SchedulerRequest(submit, [array("I")], [False], deadline=deadline)
             submissions.append(Submission(request, self._dispatcher, model, NO_HINTS))
+            await slices.rest()
         return submissions
 
     async def _look_up(self, plan: GenerationPlan) -> Hints:

@@ -29,6 +29,8 @@ READERS: Mapping[str, PromptReader] = {
     "audio": AudioReader(),
 }
 MAX_DETOKENIZE_IDS = 1 << 20
+MAX_STRINGS_BYTES = 1 << 20  # of a Tokenize that returns strings, which take up to 150 bytes each
+PART_IDS = 1 << 14
 
 
 def check_prompt(prompt: pb.Prompt, field: str = "prompt") -> None:
@@ -94,11 +96,13 @@ class PromptReaders:
         return await self.threads.run_call(request.ByteSize(), _detokenize_response, request, model)
 
 
-def check_tokenize(prompt: pb.Prompt) -> None:
+def check_tokenize(request: pb.TokenizeRequest) -> None:
     """Check the size and the form of a Tokenize prompt."""
-    size = prompt.ByteSize()
-    if size > MAX_TOKENIZE_BYTES:
-        raise invalid("prompt", f"has {size} bytes; Tokenize accepts at most {MAX_TOKENIZE_BYTES}: send it in parts")
+    prompt, size = request.prompt, request.prompt.ByteSize()
+    limit = MAX_STRINGS_BYTES if request.token_strings else MAX_TOKENIZE_BYTES
+    if size > limit:
+        words = "with token_strings " if request.token_strings else ""
+        raise invalid("prompt", f"has {size} bytes; Tokenize accepts {words}at most {limit}: send it in parts")
     check_prompt(prompt)
     if (kind := prompt.WhichOneof("kind")) not in TOKEN_READERS:
         raise invalid(f"prompt.{kind}", f"is set, but {kind} has no tokens; send text or a chat")
@@ -113,9 +117,16 @@ def check_detokenize(ids: Sequence[int]) -> None:
 
 
 def _tokenize_response(request: pb.TokenizeRequest, model: ServedModel, ids: Sequence[int]) -> pb.TokenizeResponse:
+    """Built in parts: other threads run in between."""
     check_token_ids("prompt", ids, model)
-    strings = model.require_tokenizer("token_strings").token_strings(ids) if request.token_strings else ()
-    return pb.TokenizeResponse(ids=ids, max_model_len=model.info.max_model_len, token_strings=strings)
+    tokenizer = model.require_tokenizer("token_strings") if request.token_strings else None
+    response = pb.TokenizeResponse(max_model_len=model.info.max_model_len)
+    for start in range(0, len(ids), PART_IDS):
+        part = ids[start : start + PART_IDS]
+        response.ids.extend(part)
+        if tokenizer is not None:
+            response.token_strings.extend(tokenizer.token_strings(part))
+    return response
 
 
 def _detokenize_response(request: pb.DetokenizeRequest, model: ServedModel) -> pb.DetokenizeResponse:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import AsyncGenerator
+from itertools import pairwise
 from typing import Any
 
 import pytest
 from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2 as types
 
-from gateway_svc.http import bodies
+from gateway_svc.http import bodies, pooling
+from gateway_svc.http.merge import STARTED_AT_ONCE, merged
 from gateway_svc.request.cost import MAX_COST, SAMPLE_COST
-from gateway_svc.request.validation import check_generate
+from gateway_svc.request.pooling import check_embed
+from gateway_svc.request.validation import RequestLimits, check_generate
 from svc_common.errors import InvalidRequestError
 
 IDS = list(range(5, 4005))
@@ -55,6 +60,41 @@ def test_a_large_body_that_is_worth_its_cost(body: dict[str, Any]) -> None:
     asked = bodies.completion_generation(json.dumps(body).encode())
     for request in asked.requests[:2]:
         check_generate(request)
+
+
+@pytest.mark.parametrize(
+    ("parse", "body", "field"),
+    [
+        (pooling.embeddings_of, {"input": ["x" * 7000] * 2048}, "inputs"),
+        (pooling.score_of, {"text_1": "x" * 1_000_000, "text_2": ["y"] * 1000}, "text_2"),
+        (pooling.score_of, {"text_1": "x", "text_2": ["y"] * 10_000}, "text_2"),
+        (pooling.rerank_of, {"query": "x" * 1_000_000, "documents": ["y"] * 1000}, "documents"),
+    ],
+)
+def test_inputs_that_are_too_large_together(parse: Any, body: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidRequestError, match=f"^{field} has .* at most {MAX_COST} are allowed") as caught:
+        check_embed(parse(json.dumps(body).encode()).request, RequestLimits())
+    assert caught.value.field == field
+
+
+async def test_a_thousand_prompts_are_started_in_slices() -> None:
+    """Other tasks of the loop run in between."""
+    started: list[int] = []
+    seen: list[int] = []
+
+    async def events(number: int) -> AsyncGenerator[pb.GenerateResponse, None]:
+        started.append(number)
+        yield pb.GenerateResponse()
+
+    async def watch() -> None:
+        while len(started) < 1024:
+            seen.append(len(started))
+            await asyncio.sleep(0)
+
+    watching = asyncio.create_task(watch())
+    assert len([event async for event in merged([events(number) for number in range(1024)])]) == 1024
+    await watching
+    assert max(later - earlier for earlier, later in pairwise([*seen, 1024])) <= STARTED_AT_ONCE
 
 
 def test_images_and_continuations_are_not_parameters_of_prompts() -> None:

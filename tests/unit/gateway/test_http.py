@@ -341,6 +341,14 @@ async def test_a_full_queue(http: HttpGateway, scheduler: FakeScheduler, is_stre
     assert headers["x-should-retry"] == "true"
 
 
+async def test_more_prompts_than_streams_are_refused_before_the_first_one_starts(
+    http: HttpGateway, scheduler: FakeScheduler
+) -> None:
+    status, _, body = await http.post(COMPLETIONS, {"prompt": [[5]] * 65})
+    assert (status, scheduler.submits) == (429, [])
+    assert "this request needs 65 more; the limit is 64 (--max-streams)" in body["error"]["message"]
+
+
 async def test_a_refused_prompt_cancels_the_other_prompts(
     http: HttpGateway, scheduler: FakeScheduler, gateway: TestGateway
 ) -> None:

@@ -81,7 +81,7 @@ def whole(asked: Generation, shape: answers.Shape = answers.COMPLETION) -> Any:
     answer = WholeAnswer(asked, shape, "id", 1, [PromptParts("op" if asked.has_echo else "")])
     for event in events(asked.n):
         answer.take(0, event)
-    return answer.whole()
+    return json.loads(answer.encoded())
 
 
 def streamed(asked: Generation, shape: answers.Shape = answers.COMPLETION) -> list[Any]:

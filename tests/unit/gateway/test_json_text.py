@@ -11,7 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway_svc.http import json_text
-from gateway_svc.http.json_text import MAX_VALUES, TooManyValuesError, check_values, decode
+from gateway_svc.http.json_text import (
+    MAX_VALUES,
+    TooManyValuesError,
+    check_values,
+    decode,
+    encode,
+    encoded_list,
+    joined_lists,
+)
 
 MANY = MAX_VALUES + 1
 TOO_MANY = {
@@ -83,3 +91,21 @@ def test_what_is_not_json(text: bytes) -> None:
 def test_what_is_too_deep() -> None:
     with pytest.raises(RecursionError):
         decode(b"[" * 30_000 + b"]" * 30_000)
+
+
+def test_large_values_are_encoded_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes, whole = [], msgspec.json.encode
+
+    def counted(value: Any) -> bytes:
+        sizes.append(len(value))
+        return whole(value)
+
+    monkeypatch.setattr(msgspec.json, "encode", counted)
+    values = [{"logprob": -0.5 * number} for number in range(10_000)]
+    answer = {"found": joined_lists([encoded_list(values[:1]), encoded_list([]), encoded_list(values[1:])])}
+    assert json.loads(encode(answer)) == {"found": values}
+    assert max(sizes) == json_text.PART_VALUES
+
+
+def test_integers_of_any_size_are_encoded() -> None:
+    assert encode({"x": 2**70}) == b'{"x":1180591620717411303424}'

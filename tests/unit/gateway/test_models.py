@@ -172,9 +172,7 @@ async def test_other_streams_continue_while_a_long_text_is_tokenized(
     scheduler.play([9])
     text = "the quick brown fox " * 100_000
     slow = asyncio.create_task(_tokenize(gateway, text))
-    await until(
-        lambda: gateway.threads.calls.executor._work_queue.qsize() == 0 and gateway.threads.calls.executor._threads
-    )
+    await until(lambda: gateway.threads.calls._large._work_queue.qsize() == 0 and gateway.threads.calls._large._threads)
     assert (await gateway.collect()).ids() == [9]
     assert not slow.done()
     await slow

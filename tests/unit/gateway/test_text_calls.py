@@ -13,7 +13,7 @@ from google.rpc.status_pb2 import Status
 from quire.v1 import inference_pb2 as pb
 
 from gateway_svc.request.prompts import readers
-from gateway_svc.request.threads import INLINE_BYTES, Threads
+from gateway_svc.request.threads import INLINE_BYTES, LARGE_BYTES, Threads
 from svc_common.errors import OverloadedError
 from tests.unit.gateway.fakes import FakeScheduler, TestGateway, refused, until
 
@@ -53,6 +53,23 @@ async def test_a_cancelled_call_and_a_failed_call_return_their_budget(threads: T
     with pytest.raises(ZeroDivisionError):
         await threads.run_call(3 * SIZE, lambda: 1 // 0)
     assert await threads.run_call(3 * SIZE, lambda: "all") == "all"
+
+
+async def test_small_inputs_overtake_large_ones(threads: Threads) -> None:
+    gate = threading.Event()
+    large = [asyncio.create_task(threads.requests.run(LARGE_BYTES + 1, gate.wait)) for _ in range(64)]
+    await asyncio.sleep(0)
+    assert await threads.requests.run(LARGE_BYTES, lambda: "small") == "small"
+    assert not any(task.done() for task in large)
+    gate.set()
+    assert await asyncio.gather(*large) == [True] * 64
+
+
+async def test_strings_of_a_long_text_are_refused(gateway: TestGateway) -> None:
+    prompt = pb.Prompt(text="x" * (1 << 20))
+    with pytest.raises(grpc.aio.AioRpcError, match="Tokenize accepts with token_strings at most 1048576"):
+        await gateway.stub.Tokenize(pb.TokenizeRequest(prompt=prompt, token_strings=True))
+    assert len((await gateway.stub.Tokenize(pb.TokenizeRequest(prompt=prompt))).ids) > readers.PART_IDS
 
 
 async def test_a_single_call_above_the_budget_is_served(threads: Threads) -> None:
