@@ -14,13 +14,13 @@ import gc
 import logging
 import signal
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import grpc
 import uvloop
 from grpc_health.v1 import health, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from svc_common.channels import MAX_MESSAGE_BYTES, ServiceChannel
 from svc_common.connections import ConnectionLimits, raise_file_limit
@@ -31,6 +31,7 @@ from svc_common.tasks import cancel
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
+REFLECTION_V1 = "grpc.reflection.v1.ServerReflection"
 ONLY_IDENTITY = 1 << 0  # bit set of compression algorithms with only GRPC_COMPRESS_NONE
 
 SERVER_OPTIONS: list[tuple[str, Any]] = [
@@ -145,7 +146,18 @@ class GrpcServer:
         self.address = ""
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
         if has_reflection:
-            reflection.enable_server_reflection((*names, health.SERVICE_NAME, reflection.SERVICE_NAME), self.grpc)
+            self._add_reflection((*names, health.SERVICE_NAME, reflection.SERVICE_NAME, REFLECTION_V1))
+
+    def _add_reflection(self, names: Sequence[str]) -> None:
+        """Reflection under both of its names. The package has v1alpha only; the messages of v1 are the same."""
+        reflection.enable_server_reflection(names, self.grpc)
+        info = grpc.stream_stream_rpc_method_handler(
+            reflection.aio.ReflectionServicer(names).ServerReflectionInfo,
+            request_deserializer=reflection_pb2.ServerReflectionRequest.FromString,
+            response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString,
+        )
+        handler = grpc.method_handlers_generic_handler(REFLECTION_V1, {"ServerReflectionInfo": info})
+        self.grpc.add_generic_rpc_handlers((handler,))
 
     async def start(self) -> str:
         """Bind and accept calls. Health is NOT_SERVING until `set_serving`. Returns host:port. Raises BindError."""

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from quire_client.errors import InvalidRequest, QuireError
+from quire_client.errors import InvalidRequest, QuireError, renamed
 from quire_client.types import Delta, FinishReason, GenerateResult, Sample, TokenLogprob, TopLogprob, Usage
 
 from request_fields.fields import FIELDS
@@ -17,12 +16,11 @@ from request_fields.fields import FIELDS
 FLAGS = {field.path: f"--{field.option.replace('_', '-')}" for field in FIELDS if field.has_flag} | {
     "sampling.n": "--n",
     "prompt.text": "the prompt",
-    "prompt.tokens": "--tokens",
-    "prompt.chat": "the chat",
+    **dict.fromkeys(("prompt.tokens", "prompt.tokens.ids"), "--tokens"),
+    **dict.fromkeys(("prompt.chat", "prompt.chat.messages"), "the chat"),
 }
 
 SDK_OPTION = "api_key=... in the client"  # in the gateway's message for a missing key
-PATHS = re.compile("|".join(rf"\b{re.escape(path)}\b" for path in sorted(FLAGS, key=len, reverse=True)))
 
 
 def complain(message: str) -> None:
@@ -32,7 +30,7 @@ def complain(message: str) -> None:
 
 def describe(error: QuireError) -> str:
     """An error in one line, with the invalid fields as flags and the retry delay."""
-    parts = [error.message]
+    parts = [error.wire_message or error.message]
     parts += [f"{v.field}: {v.description}" for v in error.field_violations if v.description not in error.message]
     if error.retry_after_s:
         parts.append(f"retry in {error.retry_after_s:.1f} s")
@@ -130,7 +128,7 @@ def _jsonable(value: Any) -> Any:
 def with_flag_names(message: str) -> str:
     """The message with flags instead of paths such as sampling.top_p."""
     message = message.replace(SDK_OPTION, "--api-key")
-    return PATHS.sub(lambda match: FLAGS[match[0]], message)
+    return renamed(message, FLAGS)
 
 
 def score_lines(result: GenerateResult) -> Iterator[str]:

@@ -41,6 +41,9 @@ class ChatOptions(TypedDict, total=False):
 def fill_chat(chat: pb.Chat, messages: Messages, options: Mapping[str, Any]) -> None:
     """Set a chat from messages and ChatOptions. Raises InvalidRequest."""
     chat.SetInParent()
+    if not isinstance(messages, Iterable) or isinstance(messages, Mapping | bytes):
+        shown = repr(messages)[:MAX_CHARS_SHOWN]
+        raise invalid("messages", f"messages must be a str (one user message) or a list of messages; got {shown}")
     for message in [Message("user", messages)] if isinstance(messages, str) else messages:
         try:
             _fill_message(chat.messages.add(), _as_message(message))

@@ -22,12 +22,16 @@ QuireError                the base: code, message, request_id, details
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 from google.protobuf.message import DecodeError, Message
 from google.rpc import error_details_pb2, status_pb2
+
+from request_fields.fields import FIELDS
 
 if TYPE_CHECKING:
     from quire_client.types import GenerateResult, PartialSample
@@ -55,6 +59,17 @@ TRANSPORT_WORDS = (
     "ping timeout",
     "unexpected <class 'asyncio.exceptions.cancellederror'>",
 )
+# The SDK's names of the protocol's fields
+OPTIONS = {field.path: field.option for field in FIELDS} | {
+    "prompt.text": "prompt",
+    "prompt.tokens": "token_ids",
+    "prompt.tokens.ids": "token_ids",
+    "prompt.chat": "messages",
+    "prompt.chat.messages": "messages",
+    "prompt.chat.tools_json": "tools",
+    "prompt.chat.template_kwargs_json": "template_kwargs",
+}
+PATH = re.compile(rf"(?<![-\w])({'|'.join(sorted(map(re.escape, OPTIONS), key=len, reverse=True))})(?![-\w]|\.\w)")
 DETAILS_KEY = "grpc-status-details-bin"
 PUSHBACK_KEY = "grpc-retry-pushback-ms"
 
@@ -71,10 +86,13 @@ class QuireError(Exception):
     """Base of all errors. `details` has the raw google.rpc details: type URL -> bytes.
 
     `partial`: the output of each sample received before a generation failed; empty if none was received.
+    `wire_message`: the gateway's message with the protocol's names of fields (`sampling.temperature`); `message` and
+    `field_violations` have the SDK's names of options (`temperature`).
     """
 
     code = grpc.StatusCode.UNKNOWN
     partial: tuple[PartialSample, ...] = ()
+    wire_message = ""
 
     def __init__(
         self,
@@ -215,14 +233,21 @@ def error_from_rpc(error: grpc.RpcError, request_id: str = "") -> QuireError:
     kind = BY_CODE.get(code, InternalError)
     if kind is ModelNotFound and any(violation.field == "request_id" for violation in violations):
         kind = RequestNotFound
-    return kind(
-        message,
+    found = kind(
+        renamed(message, OPTIONS),
         code=code,
         request_id=request_id,
         details=details,
         field_violations=violations,
         retry_after_s=retry_after_s,
     )
+    found.wire_message = message
+    return found
+
+
+def renamed(message: str, names: Mapping[str, str]) -> str:
+    """The message with other names for the protocol's fields, the keys of `names`."""
+    return PATH.sub(lambda found: names.get(found[0], found[0]), message)
 
 
 def gateway_hangs(stall_timeout_s: float | None, request_id: str) -> ConnectionFailed:
@@ -268,7 +293,7 @@ def _status_details(data: bytes) -> dict[str, bytes]:
 
 def _field_violations(data: bytes) -> tuple[FieldViolation, ...]:
     found = _parsed(error_details_pb2.BadRequest, data).field_violations
-    return tuple(FieldViolation(violation.field, violation.description) for violation in found)
+    return tuple(FieldViolation(renamed(one.field, OPTIONS), renamed(one.description, OPTIONS)) for one in found)
 
 
 def _retry_delay_s(data: bytes | None) -> float | None:

@@ -5,14 +5,16 @@ with FakeGateway({"What is 1 + 1?": "2"}) as gateway, Client.connect(gateway.tar
 
 It serves real gRPC on a free local port, so it works with both clients, the `quire` command and other languages. One
 token is one character; its id is the code point. It applies n, max_tokens, min_tokens, stop and stop_token_ids, and
-refuses the values that a gateway refuses. It accepts continuations, so streams can be resumed. Subclass it to simulate
-errors and broken streams.
+refuses the values that a gateway refuses. It accepts continuations, so streams can be resumed. An answer that is a
+ToolCall, or a list of them, calls tools. Embeddings count letters, so that similar texts have similar ones. Subclass it
+to simulate errors and broken streams.
 """
 
 from __future__ import annotations
 
+import math
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
 from dataclasses import dataclass
 from typing import Any, Self
@@ -30,13 +32,16 @@ from quire.v1.inference_pb2_grpc import (
 
 from quire_client.assembly import load_digest
 from quire_client.errors import DETAILS_KEY
+from quire_client.types import ToolCall
 from request_fields.checks import check_fields, values_set
 from request_fields.fields import FieldError, stop_condition
 
 MAX_MODEL_LEN = 4096
 HEALTH_SERVING = b"\x08\x01"
+EMBEDDING_SIZE = 16
 
-Answers = Mapping[str, str] | Callable[[str], str]
+Answer = str | ToolCall | Sequence[ToolCall]
+Answers = Mapping[str, Answer] | Callable[[str], Answer]
 
 
 class FakeGateway(InferenceServiceServicer, AdminServiceServicer):
@@ -73,7 +78,7 @@ class FakeGateway(InferenceServiceServicer, AdminServiceServicer):
         if self._server is not None:
             self._server.stop(None).wait()
 
-    def answer(self, prompt: str) -> str:
+    def answer(self, prompt: str) -> Answer:
         """The answer to a prompt."""
         if callable(self._answers):
             return self._answers(prompt)
@@ -93,9 +98,9 @@ class FakeGateway(InferenceServiceServicer, AdminServiceServicer):
             context.abort(grpc.StatusCode.NOT_FOUND, f"no record of request {request.request_id!r}")
         again = pb.GenerateRequest()
         again.CopyFrom(sent[-1])
-        answer = self.answer(prompt_text(again.prompt))
+        answer = FakeAnswer.of(self.answer(prompt_text(again.prompt)), again.stop)
         for position in request.after:
-            ids = [ord(char) for char in answer[: position.num_tokens]]
+            ids = [ord(char) for char in answer.tokens[: position.num_tokens]]
             again.continuation.samples.add(index=position.index, output_token_ids=ids)
         for event_seq, event in enumerate(self.events(again)):
             event.event_seq = event_seq
@@ -132,6 +137,31 @@ class FakeGateway(InferenceServiceServicer, AdminServiceServicer):
             if not sample.finished:
                 start = len(sample.output_token_ids)
                 yield from sample_events(index, answer, num_prompt_tokens=len(prompt), start=start)
+
+    def embedding(self, text: str) -> list[float]:
+        """The embedding of a text: how often it has each letter, scaled to length 1."""
+        counts = [0.0] * EMBEDDING_SIZE
+        for char in text.lower():
+            counts[ord(char) % EMBEDDING_SIZE] += 1.0
+        length = math.hypot(*counts) or 1.0
+        return [count / length for count in counts]
+
+    def score(self, query: str, document: str) -> float:
+        """How well a document matches a query."""
+        return sum(a * b for a, b in zip(self.embedding(query), self.embedding(document), strict=True))
+
+    def Embed(self, request: pb.EmbedRequest, context: Any) -> pb.EmbedResponse:
+        texts = [prompt_text(prompt) for prompt in request.inputs]
+        size = request.dimensions or EMBEDDING_SIZE
+        found = [pb.Embedding(values=self.embedding(text)[:size], prompt_tokens=len(text)) for text in texts]
+        return pb.EmbedResponse(request_id=request.request_id, model=self._model, revision="fake", embeddings=found)
+
+    def Score(self, request: pb.ScoreRequest, context: Any) -> pb.ScoreResponse:
+        response = pb.ScoreResponse(request_id=request.request_id, model=self._model, revision="fake")
+        for pair in request.pairs:
+            response.scores.append(self.score(pair.query, pair.document))
+            response.prompt_tokens.append(len(pair.query) + len(pair.document))
+        return response
 
     def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:
         self.aborted_ids.extend(request.request_ids)
@@ -193,14 +223,18 @@ def prompt_text(prompt: pb.Prompt) -> str:
 class FakeAnswer:
     """The output of a sample: its tokens, its text and its end."""
 
-    tokens: str  # one character per token
+    tokens: str  # one character per token; of tool calls, their arguments
     text: str
     reason: types_pb2.FinishReason.ValueType = types_pb2.FINISH_REASON_EOS
     matched: str | int | None = None
+    calls: tuple[ToolCall, ...] = ()
 
     @classmethod
-    def of(cls, answer: str, stop: types_pb2.StopParams) -> Self:
-        """An answer, ended by the first stop condition that applies."""
+    def of(cls, answer: Answer, stop: types_pb2.StopParams) -> Self:
+        """An answer, ended by the first stop condition that applies. Tool calls are not ended by one."""
+        if not isinstance(answer, str):
+            calls = (answer,) if isinstance(answer, ToolCall) else tuple(answer)
+            return cls("".join(call.arguments for call in calls), "", calls=calls)
         limit = stop.max_tokens if stop.HasField("max_tokens") else MAX_MODEL_LEN
         for end in range(1, min(limit, len(answer)) + 1):
             tokens = answer[:end]
@@ -217,18 +251,32 @@ class FakeAnswer:
         return cls(answer, answer)
 
 
+def call_parts(calls: Sequence[ToolCall]) -> list[pb.AnswerPart]:
+    """A part per character of the arguments."""
+    return [
+        pb.AnswerPart(
+            item=i,
+            offset=offset,
+            tool_call=pb.ToolCallPart(index=i, id=call.id or f"call-{i + 1}", name=call.name, arguments=char),
+        )
+        for i, call in enumerate(calls)
+        for offset, char in enumerate(call.arguments)
+    ]
+
+
 def sample_events(
     index: int, answer: str | FakeAnswer, *, num_prompt_tokens: int = 0, start: int = 0
 ) -> Iterator[pb.GenerateResponse]:
     """One Chunk per token of a sample from output position `start`, then Finished. event_seq is not set."""
     whole = FakeAnswer(answer, answer) if isinstance(answer, str) else answer
     ids = [ord(char) for char in whole.tokens]
+    parts = call_parts(whole.calls)
     text_offset = len(whole.text[:start].encode())
     for offset in range(start, len(ids)):
         text = whole.text[offset : offset + 1]
-        yield pb.GenerateResponse(
-            chunk=pb.Chunk(index=index, offset=offset, token_ids=[ids[offset]], text=text, text_offset=text_offset)
-        )
+        chunk = pb.Chunk(index=index, offset=offset, token_ids=[ids[offset]], text=text, text_offset=text_offset)
+        chunk.parts.extend(parts[offset : offset + 1])
+        yield pb.GenerateResponse(chunk=chunk)
         text_offset += len(text.encode())
     digest = load_digest()
     finished = pb.Finished(

@@ -15,7 +15,11 @@ from svc_common.errors import Handler, QuireError, UnauthenticatedError
 SCHEME = "bearer "
 DOTS_OF_TOKEN = 2  # header.claims.signature
 # Health probes and generic tools need no key; everything else does.
-OPEN_TO_ALL = ("/grpc.health.v1.Health/", "/grpc.reflection.v1alpha.ServerReflection/")
+OPEN_TO_ALL = (
+    "/grpc.health.v1.Health/",
+    "/grpc.reflection.v1.ServerReflection/",
+    "/grpc.reflection.v1alpha.ServerReflection/",
+)
 
 
 class Authenticator:

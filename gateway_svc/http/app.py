@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import difflib
 import secrets
 from collections.abc import Collection, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
@@ -34,6 +35,7 @@ from svc_common.tasks import cancel
 
 MAX_BODY_BYTES = 16 << 20  # about three million token ids as JSON
 BODY_TIMEOUT_S = 60.0
+MAX_SHOWN_PATH = 100
 OPEN_PATHS = ("/health",)  # probes need no key
 REQUEST_ID_HEADER = "x-request-id"
 KEY_HEADER = "x-api-key"  # sent by Anthropic's clients
@@ -130,7 +132,7 @@ class HttpApp:
 
     async def _answer_unrouted(self, scope: Scope, error: HTTPException, answer: _Sender) -> None:
         """Answer a path or method without a handler. OPTIONS of a known path lists its methods."""
-        shown = _unrouted(scope, error)
+        shown = _unrouted(scope, error, [getattr(route, "path", "") for route in self._router.routes])
         if not isinstance(shown, MethodNotAllowedError) or scope["method"] != "OPTIONS":
             await self._answer_error(scope, shown, answer)
             return
@@ -233,10 +235,13 @@ async def _hang_up(receive: Receive) -> None:
         pass
 
 
-def _unrouted(scope: Scope, error: HTTPException) -> NotFoundError | MethodNotAllowedError:
+def _unrouted(scope: Scope, error: HTTPException, known: Sequence[str]) -> NotFoundError | MethodNotAllowedError:
     path = scope["path"]
     if error.status_code != MethodNotAllowedError.http_status:
-        return NotFoundError(f"there is no endpoint {path}; docs/http.md lists the endpoints")
+        (close,) = difflib.get_close_matches(path[:MAX_SHOWN_PATH], known, n=1) or [""]
+        close = f"/v1{path}" if f"/v1{path}" in known else close
+        words = f"did you mean {close}?" if close else "docs/http.md lists the endpoints"
+        return NotFoundError(f"there is no endpoint {path[:MAX_SHOWN_PATH]}; {words}")
     methods = (error.headers or {}).get("Allow", "").split(", ")
     allowed = ", ".join(sorted({*methods, "OPTIONS"}))
     words = f"{path} does not accept {scope['method']}; send one of {allowed}"

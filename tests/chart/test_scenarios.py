@@ -330,6 +330,7 @@ def test_external_routes_exclude_admin_calls() -> None:
         "quire.v1.InferenceService",
         health.SERVICE_NAME,
         reflection.SERVICE_NAME,
+        "grpc.reflection.v1.ServerReflection",
     }
     assert {name for name in SERVICE_NAMES if name not in routed} == {"quire.v1.AdminService"}
 

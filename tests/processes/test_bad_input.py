@@ -14,7 +14,7 @@ import pytest
 import torch
 from quire.v1 import inference_pb2 as pb
 from quire_client import AlreadyExists, AsyncClient, InvalidRequest, ModelNotFound, Overloaded, QuireError
-from quire_client.errors import error_from_rpc
+from quire_client.errors import OPTIONS, error_from_rpc, renamed
 from quire_client.retry import RetryPolicy
 from safetensors.torch import load_file, save_file
 
@@ -150,7 +150,7 @@ async def test_every_bad_field_is_named(client: AsyncClient) -> None:
         good = {"prompt": {"tokens": {"ids": [1, 2, 3]}}, "stop": {"max_tokens": 4}}
         error = await refusal(client, pb.GenerateRequest(**(good | wrong)))
         assert error.code == code, f"{name}: {error.code} {error.message}"
-        assert [v.field for v in error.field_violations] == [field], f"{name}: {error.message}"
+        assert [v.field for v in error.field_violations] == [renamed(field, OPTIONS)], f"{name}: {error.message}"
         assert part in error.message, f"{name}: {error.message}"
         assert len(error.message) < 1000, name
 
@@ -271,7 +271,7 @@ async def test_a_chat_template_that_raises_is_the_callers_error(model_dir: Path,
         async with await stack.connect(running.gateway) as client:
             with pytest.raises(InvalidRequest, match="must end with a question") as caught:
                 await client.chat("hi")
-            assert [v.field for v in caught.value.field_violations] == ["prompt.chat"]
+            assert [v.field for v in caught.value.field_violations] == ["messages"]
             await check_works(running, client)
 
 

@@ -205,17 +205,17 @@ async def test_conflicting_fields_are_refused_by_name(stack: Stack, model_dir: P
     scheduler = stack.start_scheduler()
     start_worker(stack, scheduler, model_dir)
     refused: list[tuple[dict[str, Any], str]] = [
-        ({"beam_width": 2, "temperature": 0.5}, "sampling.temperature"),
-        ({"beam_width": 2, "top_p": 0.5}, "sampling.top_p"),
-        ({"beam_width": 2, "stop": ["x"]}, "stop.stop"),
-        ({"beam_width": 2, "regex": "a"}, "sampling.regex"),
-        ({"beam_width": 2, "n": 3}, "sampling.n"),
-        ({"beam_width": 9}, "sampling.beam_width"),
-        ({"beam_width": 65}, "sampling.beam_width"),
-        ({"beam_width": 2, "max_tokens": 0}, "stop.max_tokens"),
-        ({"beam_width": 8, "max_tokens": 2000}, "sampling.beam_width"),
-        ({"length_penalty": 2.0}, "sampling.length_penalty"),
-        ({"early_stopping": True}, "sampling.early_stopping"),
+        ({"beam_width": 2, "temperature": 0.5}, "temperature"),
+        ({"beam_width": 2, "top_p": 0.5}, "top_p"),
+        ({"beam_width": 2, "stop": ["x"]}, "stop"),
+        ({"beam_width": 2, "regex": "a"}, "regex"),
+        ({"beam_width": 2, "n": 3}, "n"),
+        ({"beam_width": 9}, "beam_width"),
+        ({"beam_width": 65}, "beam_width"),
+        ({"beam_width": 2, "max_tokens": 0}, "max_tokens"),
+        ({"beam_width": 8, "max_tokens": 2000}, "beam_width"),
+        ({"length_penalty": 2.0}, "length_penalty"),
+        ({"early_stopping": True}, "early_stopping"),
     ]
     async with await stack.connect(stack.start_gateway(scheduler)) as client:
         for fields, field in refused:

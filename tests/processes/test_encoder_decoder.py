@@ -163,7 +163,7 @@ async def test_requests_that_do_not_fit_are_refused_with_the_limit(tmp_path: Pat
             for message, options in (
                 (f"prompt has {MAX_LEN + 1} tokens; the encoder .* takes at most {MAX_LEN}", {"length": MAX_LEN + 1}),
                 (f"ask for at most {MAX_LEN - 1}", {"max_tokens": MAX_LEN}),
-                ("output.prompt_logprobs is set", {"prompt_logprobs": 1}),
+                ("prompt_logprobs is set", {"prompt_logprobs": 1}),
             ):
                 length = options.pop("length", 5)
                 with pytest.raises(InvalidRequest, match=message):

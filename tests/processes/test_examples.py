@@ -12,8 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from quire.v1 import inference_pb2 as pb
-from quire.v1 import types_pb2
+from quire_client import ToolCall
 from quire_client.demo import demo_model_dir
 from quire_client.testing import FakeGateway
 
@@ -135,25 +134,9 @@ def test_curl(services: dict[str, str]) -> None:
     assert "data: [DONE]" in events
 
 
-class Calling(FakeGateway):
-    """Calls the tool `add` if the chat has no result of it yet."""
-
-    def events(self, request: pb.GenerateRequest) -> Iterator[pb.GenerateResponse]:
-        messages = request.prompt.chat.messages
-        if messages[-1].role == "tool":
-            assert messages[-2].tool_calls[0].id == messages[-1].tool_call_id == "call-1"
-            yield from super().events(request)
-            return
-        assert json.loads(request.prompt.chat.tools_json)[0]["function"]["name"] == "add"
-        yield pb.GenerateResponse(accepted=pb.Accepted(request_id="r", model="fake"))
-        call = pb.ToolCallPart(id="call-1", name="add", arguments='{"a": 17.5, "b": 24.5}')
-        yield pb.GenerateResponse(chunk=pb.Chunk(token_ids=[], parts=[pb.AnswerPart(tool_call=call)]))
-        yield pb.GenerateResponse(
-            finished=pb.Finished(reason=types_pb2.FINISH_REASON_EOS, output_digest=3244421341483603138)
-        )
-
-
 def test_tools() -> None:
-    with Calling(lambda prompt: f"The sum is {prompt}.") as gateway:
+    call = ToolCall("", "add", '{"a": 17.5, "b": 24.5}')
+    answers = {"What is 17.5 + 24.5? Use the tool.": call, "42.0": "The sum is 42.0."}
+    with FakeGateway(answers) as gateway:
         out, _ = run({"QUIRE_TARGET": gateway.target}, "tools.py")
     assert out == 'add({"a": 17.5, "b": 24.5}) = 42.0\nThe sum is 42.0.\n'

@@ -14,6 +14,7 @@ import quire_client
 from quire.v1 import inference_pb2 as pb
 from quire_cli.commands import doctor
 from quire_cli.commands import status as show
+from quire_cli.output import with_flag_names
 from quire_client.testing import FakeGateway
 
 from gateway_svc.callers.api_keys import ApiKeys
@@ -327,6 +328,10 @@ def test_errors_name_flags(capsys):
     with Strict() as gateway:
         err = run(capsys, "generate", "hi", "--top-p", "3", "--target", gateway.target)[2]
     assert err == "quire: error: --top-p is 3; must be above 0 and at most 1\n"
+
+
+def test_flags_of_services_are_left_as_they_are():
+    assert with_flag_names("set --adapter-dir; adapter is unknown") == "set --adapter-dir; --adapter is unknown"
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

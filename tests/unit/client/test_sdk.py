@@ -30,6 +30,7 @@ from quire_client import (
     Overloaded,
     RetryPolicy,
     StreamCorrupted,
+    ToolCall,
     Unimplemented,
 )
 from quire_client.connection.channel import call_metadata
@@ -158,12 +159,37 @@ async def test_async_client_does_the_same(gateway):
             await client.model("other")
 
 
+@pytest.mark.parametrize("messages", [5, {"role": "user", "content": "hi"}, b"hi"])
+def test_a_chat_needs_messages(client, messages):
+    with pytest.raises(InvalidRequest, match=r"messages must be a str .one user message. or a list of messages; got"):
+        client.chat(messages)
+
+
+def test_the_fake_gateway_calls_tools():
+    calls = [ToolCall("a", "f", '{"x": 1}'), ToolCall("", "g", "{}")]
+    with FakeGateway({"one": calls[0], "two": calls}) as gateway, Client(gateway.target) as client:
+        assert client.chat("one").tool_calls == (calls[0],)
+        assert client.chat("two", stop="x", n=2).samples[1].tool_calls == (calls[0], ToolCall("call-2", "g", "{}"))
+        assert client.chat("two").text == ""
+
+
+def test_the_fake_gateway_embeds_and_scores():
+    with FakeGateway() as gateway, Client(gateway.target) as client:
+        one, same, other = client.embed(["to be", "to be", "kiwi"]).embeddings
+        assert one == same != other
+        assert sum(number**2 for number in one) == pytest.approx(1)
+        assert client.embed("a", dimensions=4).prompt_tokens == (1,)
+        equal, different = client.score("to be", ["to be", "kiwi"]).scores
+        assert equal == pytest.approx(1)
+        assert different < 0.9
+
+
 def test_unary_calls(client):
     assert client.tokenize(messages="hi").ids == (104, 105)
     assert client.tokenize("hi").max_model_len == 4096
     assert client.detokenize([104, 105]) == "hi"
     assert client.count_tokens("hi", temperature=0) == client.count_tokens(messages="no", timeout_s=5) == 2
-    with pytest.raises(InvalidRequest, match="temperature is 3"):
+    with pytest.raises(InvalidRequest, match=r"^temperature is 3"):
         client.count_tokens("hi", temperature=3)
     assert [m.name for m in client.models()] == ["fake"]
     assert client.status().schedulers[0].prefix_index == "memory"
@@ -388,10 +414,11 @@ def test_a_stream_must_be_entered(client):
 def test_bad_request_details_are_decoded():
     code = grpc.StatusCode.INVALID_ARGUMENT
     violation = {"field": "sampling.top_p", "description": "1.5 is above 1"}
-    play = failing(code, "top_p", rich_details(code, BadRequest(field_violations=[violation])))
-    with pytest.raises(InvalidRequest, match="top_p") as caught:
+    play = failing(code, "sampling.top_p is 1.5", rich_details(code, BadRequest(field_violations=[violation])))
+    with pytest.raises(InvalidRequest, match=r"^top_p is 1\.5$") as caught:
         run_script(play)
-    assert [(v.field, v.description) for v in caught.value.field_violations] == [tuple(violation.values())]
+    assert [(v.field, v.description) for v in caught.value.field_violations] == [("top_p", "1.5 is above 1")]
+    assert caught.value.wire_message == "sampling.top_p is 1.5"
     assert caught.value.code is code
 
 

@@ -296,11 +296,11 @@ def test_the_fake_gateway_ends_answers(client, options, text, reason, matched):
 @pytest.mark.parametrize(
     ("options", "field"),
     [
-        ({"temperature": 3}, "sampling.temperature"),
-        ({"top_p": 0}, "sampling.top_p"),
-        ({"stop": ["a"] * 17}, "stop.stop"),
-        ({"priority": 2000}, "scheduling.priority"),
-        ({"min_tokens": 5, "max_tokens": 3}, "stop.min_tokens"),
+        ({"temperature": 3}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"stop": ["a"] * 17}, "stop"),
+        ({"priority": 2000}, "priority"),
+        ({"min_tokens": 5, "max_tokens": 3}, "min_tokens"),
     ],
 )
 def test_the_fake_gateway_refuses_what_a_gateway_refuses(client, options, field):

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
+import grpc
+import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2
 
 from svc_common.serve import GrpcServer, open_channel
 
@@ -19,5 +22,22 @@ async def test_the_server_waits_for_the_next_call_with_one_task() -> None:
             await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
         accepting = [task for task in asyncio.all_tasks() - before if "._request_" in repr(task)]
         assert len(accepting) == 1, accepting
+    finally:
+        await server.grpc.stop(None)
+
+
+@pytest.mark.parametrize("package", ["grpc.reflection.v1", "grpc.reflection.v1alpha"])
+async def test_reflection_has_both_of_its_names(package: str) -> None:
+    server = GrpcServer(listen="127.0.0.1:0", service_names=["a.B"])
+    address = await server.start()
+    try:
+        async with grpc.aio.insecure_channel(address) as channel:
+            call = channel.stream_stream(
+                f"/{package}.ServerReflection/ServerReflectionInfo",
+                request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
+                response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
+            )
+            (answer,) = [one async for one in call(iter([reflection_pb2.ServerReflectionRequest(list_services="*")]))]
+        assert {"a.B", f"{package}.ServerReflection"} <= {one.name for one in answer.list_services_response.service}
     finally:
         await server.grpc.stop(None)

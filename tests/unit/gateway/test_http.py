@@ -332,6 +332,21 @@ async def test_errors(
     assert sum(http.stats.errors.values()) == 1
 
 
+@pytest.mark.parametrize(
+    ("path", "advice"),
+    [
+        ("/chat/completions", "did you mean /v1/chat/completions?"),
+        ("/v1/chat/completion", "did you mean /v1/chat/completions?"),
+        ("/nothing", "docs/http.md lists the endpoints"),
+    ],
+)
+async def test_an_unknown_path_names_a_similar_one(http: HttpGateway, path: str, advice: str) -> None:
+    status, _, answer = await http.post(path, HELLO)
+    assert (status, answer["error"]["message"]) == (404, f"there is no endpoint {path}; {advice}")
+    status, _, answer = await http.post("/x" * 1000, HELLO)
+    assert (status, len(answer["error"]["message"]) < 200) == (404, True)
+
+
 @pytest.mark.parametrize("is_stream", [False, True])
 async def test_a_full_queue(http: HttpGateway, scheduler: FakeScheduler, is_stream: bool) -> None:
     scheduler.refusals.append(pb.Refusal(code=8, message="full", retry_after_ms=1500))
