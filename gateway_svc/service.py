@@ -23,6 +23,7 @@ from gateway_svc.process.readiness import ReadyLink
 from gateway_svc.process.schedulers import Schedulers
 from gateway_svc.process.shared_state import SharedState
 from gateway_svc.request.prompts.readers import PromptReaders
+from gateway_svc.request.sandbox.audio_decoder import AudioDecoder
 from gateway_svc.request.sandbox.grammar_checker import GrammarChecker
 from gateway_svc.request.sandbox.image_preparer import ImageLimits, ImagePreparer
 from gateway_svc.request.sandbox.template_renderer import TemplateRenderer
@@ -84,6 +85,7 @@ class GatewayProcess:
         self._tracer = make_tracer(args, "gateway", gateway_id)
         self._schedulers = Schedulers(args, gateway_id, self._changed.set)
         self._templates = TemplateRenderer()
+        self._audio = AudioDecoder()
         self._images = ImagePreparer(ImageLimits(args.max_images, args.max_image_bytes, args.max_image_pixels))
         self._threads = Threads(args.max_tokenize_bytes)
         self._grammars = GrammarChecker()
@@ -96,7 +98,7 @@ class GatewayProcess:
         return make_servicer(
             directory,
             self._schedulers.dispatcher,
-            PromptReaders(self._threads, self._templates, self._images),
+            PromptReaders(self._threads, self._templates, self._images, self._audio),
             self._grammars,
             OpenStreams(args.max_streams, args.max_request_bytes, _memory_limit(args)),
             admission=CallAdmission(
@@ -131,7 +133,7 @@ class GatewayProcess:
         if self._tracer is not None:
             closing.push_async_callback(self._tracer.close)
         await self._ports.start_admin(closing)
-        for helper in (self._images, self._templates, self._grammars):
+        for helper in (self._images, self._audio, self._templates, self._grammars):
             closing.push_async_callback(helper.close)
         closing.callback(self._threads.close)
         self._templates.start()

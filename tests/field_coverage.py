@@ -57,6 +57,7 @@ OWN_TESTS: Mapping[str, str] = {
     "Audio.format": SPEECH + "test_outputs_equal_transformers_also_after_a_kill",
     "Audio.language": SPEECH + "test_outputs_equal_transformers_also_after_a_kill",
     "Audio.task": SPEECH + "test_outputs_equal_transformers_also_after_a_kill",
+    "Audio.prompt": SPEECH + "test_text_before_the_speech_equals_transformers",
     "ResumeRequest.request_id": RESUME + "test_a_client_with_only_the_id_continues_after_its_gateway_was_killed",
     "ResumeRequest.after": RESUME + "test_resume_takes_over_a_request_that_still_runs",
     "ResumePosition.index": RESUME + "test_resume_takes_over_a_request_that_still_runs",

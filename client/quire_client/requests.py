@@ -232,7 +232,7 @@ def _set_audio(message: pb.Audio, audio: Audio) -> None:
     if audio.format not in AUDIO_FORMATS:
         raise invalid("prompt", f"the format of audio is {audio.format!r}; must be one of {', '.join(AUDIO_FORMATS)}")
     message.data, message.format = audio.data, AUDIO_FORMATS[audio.format]
-    message.language, message.task = audio.language or "", audio.task or ""
+    message.language, message.task, message.prompt = audio.language or "", audio.task or "", audio.prompt or ""
 
 
 def _token_ids(prompt: Any) -> list[int]:

@@ -5,7 +5,7 @@ WORKDIR /src
 COPY . .
 ENV UV_COMPILE_BYTECODE=1 UV_LINK_MODE=copy
 RUN uv venv /opt/quire \
-  && uv pip install --python /opt/quire/bin/python --constraint deploy/docker/constraints.txt ".[gateway,records,jwt,images,tracing]"
+  && uv pip install --python /opt/quire/bin/python --constraint deploy/docker/constraints.txt ".[gateway,records,jwt,images,audio,tracing]"
 
 FROM python:3.11.14-slim-bookworm
 COPY --from=build /opt/quire /opt/quire

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from gateway_svc.http.audio import PLAIN, SEGMENTED
 from gateway_svc.http.fields import ENDPOINTS, BodyField
 from request_fields.fields import BY_PATH, BodyForm, Field, Kind
 
@@ -106,7 +107,10 @@ AUDIO_FORM: Schema = {
         "file": {**TEXT, "format": "binary"},
         "model": TEXT,
         "language": TEXT,
-        "response_format": {"enum": ["json", "text"]},
+        "prompt": TEXT,
+        "response_format": {"enum": [*PLAIN, *SEGMENTED]},
+        "timestamp_granularities[]": {"type": "array", "items": {"enum": ["segment"]}},
+        "stream": FLAG,
         "temperature": {"type": "number", "minimum": 0, "maximum": 2},
     },
 }
@@ -191,8 +195,8 @@ ANSWERS: Mapping[str, Schema] = {
     "/tokenizer_info": _object(
         eos_token=OPTIONAL_TEXT, bos_token=OPTIONAL_TEXT, pad_token=OPTIONAL_TEXT, chat_template=OPTIONAL_TEXT
     ),
-    "/v1/audio/transcriptions": _object(text=TEXT, usage=OBJECT),
-    "/v1/audio/translations": _object(text=TEXT, usage=OBJECT),
+    "/v1/audio/transcriptions": _object(text=TEXT),
+    "/v1/audio/translations": _object(text=TEXT),
     "/health": _object(status=TEXT),
     "/version": _object(version=TEXT),
 }

@@ -20,7 +20,8 @@ from gateway_svc.pipeline.admission import CallAdmission
 from gateway_svc.records.recorder import OutputRecorder, Recording
 from gateway_svc.request.models import ServedModel
 from gateway_svc.request.plan import GenerationPlan, Planner
-from gateway_svc.request.prompts.readers import PromptReaders
+from gateway_svc.request.prompts.audio import AudioPart
+from gateway_svc.request.prompts.readers import PromptReaders, check_prompt_size
 from gateway_svc.request.validation import check_generate, check_request_id, check_resume, sent_tokens
 from gateway_svc.schedulers.directory import ModelDirectory
 from gateway_svc.schedulers.scheduler_request import SchedulerRequest
@@ -110,6 +111,12 @@ class GenerationPipeline:
         trace = None if self.traces is None else self.traces.begin(request)
         events = self._generate(GenerationCall(request, deadline, resumed, notes, trace))
         return events if trace is None else trace.around(events)
+
+    async def audio_parts(self, request: pb.GenerateRequest, max_s: float) -> tuple[ServedModel, list[AudioPart]]:
+        """The model of a request, and its speech in parts that the model takes, of at most `max_s`."""
+        model = self._admission.model(request, "", request.adapter)
+        check_prompt_size(request, model)
+        return model, await self._prompts.audio_parts(request.prompt.audio, model, max_s)
 
     async def _generate(self, call: GenerationCall) -> Events:
         request, resumed = call.request, call.resumed

@@ -20,6 +20,7 @@ from request_fields.grammar import Grammar
 from svc_common.errors import ContextLengthError
 
 TRANSCRIBE = "transcribe"
+MAX_TEXT_CHARS = 4096  # of the text before speech
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,16 +50,17 @@ def decoder_start(prompt: pb.Prompt, model: ServedModel) -> DecoderStart | None:
         return None
     info = model.info.encoder
     if info.HasField("audio"):
-        return _speech_start(prompt.audio, info)
+        return _speech_start(prompt.audio, model)
     first = ((info.forced_bos_token_id,),) if info.HasField("forced_bos_token_id") else ()
     return DecoderStart(tuple(info.decoder_start_ids), first)
 
 
-def _speech_start(audio: pb.Audio, info: types.EncoderInfo) -> DecoderStart:
-    """Start, language, task and no timestamps. The model detects a language that is not given: then these ids are its
-    first output tokens.
+def _speech_start(audio: pb.Audio, model: ServedModel) -> DecoderStart:
+    """Text before the speech, start, language, task and no timestamps. The model detects a language that is not given:
+    then these ids are its first output tokens.
     """
-    start, known = tuple(info.decoder_start_ids), info.audio
+    known = model.info.encoder.audio
+    start = (*_text_before(audio, model), *model.info.encoder.decoder_start_ids)
     task = known.task_ids.get(audio.task or TRANSCRIBE)
     after = () if task is None or not known.language_ids else (task,)
     if known.HasField("no_timestamps_id"):
@@ -69,6 +71,19 @@ def _speech_start(audio: pb.Audio, info: types.EncoderInfo) -> DecoderStart:
         return DecoderStart((*start, known.language_ids[audio.language], *after))
     languages = tuple(sorted(set(known.language_ids.values())))
     return DecoderStart(start, (languages, *((id_,) for id_ in after)))
+
+
+def _text_before(audio: pb.Audio, model: ServedModel) -> list[int]:
+    """The ids of the text before the speech: its end, in less than half of the decoder's positions, as in Whisper."""
+    if not audio.prompt:
+        return []
+    info, field = model.info.encoder, "prompt.audio.prompt"
+    if not info.audio.HasField("previous_id"):
+        raise invalid(field, f"is set, but model {model.name!r} takes no text before the speech; leave it unset")
+    if len(audio.prompt) > MAX_TEXT_CHARS:
+        raise invalid(field, f"has {len(audio.prompt)} characters; at most {MAX_TEXT_CHARS} are allowed")
+    ids = model.require_tokenizer(field).encode(f" {audio.prompt.strip()}", add_special_tokens=False)
+    return [info.audio.previous_id, *ids[-(info.max_decoder_tokens // 2 - 1) :]]
 
 
 def resolve_max_tokens(stop: types.StopParams, num_prompt: int, start: DecoderStart, model: ServedModel) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -122,6 +123,7 @@ RATE = 16_000
 CHUNK_S = 2
 AUDIO_LEN = 60  # decoder prompt and output
 LANGUAGES, TASKS, NO_TIMESTAMPS_ID = {"en": 20, "de": 21}, {"transcribe": 22, "translate": 23}, 24
+PREVIOUS_ID = 25
 SPEECH_SUPPRESSED, SPEECH_FIRST_SUPPRESSED = [30, 31], [40, 41]
 
 
@@ -155,6 +157,7 @@ def make_speech_checkpoint(folder: Path, *, seed: int = 0) -> Path:
         lang_to_id={f"<|{name}|>": id_ for name, id_ in LANGUAGES.items()},
         task_to_id=TASKS,
         no_timestamps_token_id=NO_TIMESTAMPS_ID,
+        prev_sot_token_id=PREVIOUS_ID,
         suppress_tokens=SPEECH_SUPPRESSED,
         begin_suppress_tokens=SPEECH_FIRST_SUPPRESSED,
     )
@@ -182,10 +185,16 @@ class SpeechReference:
         self._features = WhisperFeatureExtractor.from_pretrained(folder)
 
     def generate(
-        self, waveform: npt.NDArray[np.float32], language: str, task: str, max_tokens: int, **settings: Any
+        self,
+        waveform: npt.NDArray[np.float32],
+        language: str,
+        task: str,
+        max_tokens: int,
+        before: Sequence[int] = (),
+        **settings: Any,
     ) -> list[list[int]]:
-        """The outputs of `generate` after language, task and no timestamps."""
-        start = [START_ID, LANGUAGES[language], TASKS[task], NO_TIMESTAMPS_ID]
+        """The outputs of `generate` after language, task and no timestamps; `before` them the ids of earlier text."""
+        start = [*before, START_ID, LANGUAGES[language], TASKS[task], NO_TIMESTAMPS_ID]
         with torch.no_grad():
             found = GenerationMixin.generate(
                 self._model,

@@ -159,6 +159,7 @@ class AudioInfo:
     language_ids: Mapping[str, int]
     task_ids: Mapping[str, int]
     no_timestamps_id: int | None
+    previous_id: int | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from quire.v1 import inference_pb2 as pb
 
 from gateway_svc.columns import u32_from_bytes
 from gateway_svc.request.models import ServedModel
+from gateway_svc.request.sandbox.audio_decoder import AudioDecoder
 from gateway_svc.request.sandbox.image_preparer import ImagePreparer
 from gateway_svc.request.sandbox.template_renderer import TemplateRenderer
 from gateway_svc.request.threads import Lane
@@ -48,6 +49,7 @@ class ReadContext:
     lane: Lane
     templates: TemplateRenderer
     images: ImagePreparer
+    audio: AudioDecoder
 
 
 class PromptReader(Protocol):

@@ -8,12 +8,13 @@ from quire.v1 import inference_pb2 as pb
 
 from gateway_svc.request.field_errors import check_token_ids, invalid
 from gateway_svc.request.models import ServedModel
-from gateway_svc.request.prompts.audio import AudioReader
+from gateway_svc.request.prompts.audio import AudioPart, AudioReader, audio_parts
 from gateway_svc.request.prompts.chat import ChatReader
 from gateway_svc.request.prompts.embeddings import EmbeddingsReader
 from gateway_svc.request.prompts.images import ImageReader, has_images
 from gateway_svc.request.prompts.reader import PromptInput, PromptReader, ReadContext
 from gateway_svc.request.prompts.text import MAX_TOKENIZE_BYTES, TextReader, TokensReader
+from gateway_svc.request.sandbox.audio_decoder import AudioDecoder
 from gateway_svc.request.sandbox.image_preparer import ImageLimits, ImagePreparer
 from gateway_svc.request.sandbox.template_renderer import TemplateRenderer
 from gateway_svc.request.threads import Threads
@@ -54,11 +55,17 @@ def check_prompt_size(request: pb.GenerateRequest, model: ServedModel) -> Prompt
 class PromptReaders:
     """Reads prompts for generations, for Embed and Score, and for calls that only tokenize."""
 
-    def __init__(self, threads: Threads, templates: TemplateRenderer, images: ImagePreparer | None = None) -> None:
-        images = images or ImagePreparer(ImageLimits())
+    def __init__(
+        self,
+        threads: Threads,
+        templates: TemplateRenderer,
+        images: ImagePreparer | None = None,
+        audio: AudioDecoder | None = None,
+    ) -> None:
+        decoders = images or ImagePreparer(ImageLimits()), audio or AudioDecoder()
         self.threads = threads
-        self._requests = ReadContext(threads.requests, templates, images)
-        self._calls = ReadContext(threads.calls, templates, images)
+        self._requests = ReadContext(threads.requests, templates, *decoders)
+        self._calls = ReadContext(threads.calls, templates, *decoders)
 
     async def read(
         self, request: pb.GenerateRequest, model: ServedModel, known_ids: Sequence[int] | None = None
@@ -69,6 +76,10 @@ class PromptReaders:
         """
         reader = check_prompt_size(request, model)
         return await reader.read(request, model, known_ids, self._requests)
+
+    async def audio_parts(self, audio: pb.Audio, model: ServedModel, max_s: float) -> list[AudioPart]:
+        """Speech of any length in parts that the model takes, of at most `max_s`, which end at pauses."""
+        return await audio_parts(audio, model, max_s, self._requests)
 
     async def count(self, request: pb.GenerateRequest, model: ServedModel) -> int:
         """The number of tokens of a prompt. Raises like `read`, and like `tokenize` if there are too many calls."""

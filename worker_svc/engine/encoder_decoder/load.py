@@ -151,6 +151,7 @@ def _audio_info(settings: AudioSettings, given: Mapping[str, Any], vocab_size: i
         language_ids={name.removeprefix("<|").removesuffix("|>"): id_ for name, id_ in languages.items()},
         task_ids=_id_map(given, "task_to_id", vocab_size),
         no_timestamps_id=next(iter(_ids(given, "no_timestamps_token_id", vocab_size)), None),
+        previous_id=next(iter(_ids(given, "prev_sot_token_id", vocab_size)), None),
     )
 
 
