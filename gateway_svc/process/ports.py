@@ -45,8 +45,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SERVICE_NAMES = ("quire.v1.InferenceService", "quire.v1.AdminService")
-# Size of the largest request that passes all checks: a continuation of 4 Mi ids (MAX_CONTINUATION_IDS), each a varint
-# of 3 bytes (vocabularies below 2 Mi), and a prompt of 4 MiB. A request is decoded before its content is checked.
+# Size of the largest request that passes all checks, which has images. A request is decoded before it is checked.
 MAX_RECEIVE_BYTES = 16 << 20
 MIN_CONNECTION_CALLS = 1024
 MAX_OPERATORS = 256  # connections to the console

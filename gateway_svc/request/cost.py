@@ -31,7 +31,7 @@ def check_cost(shared: pb.GenerateRequest, prompts: Sequence[pb.Prompt]) -> None
     num_samples = max(1, sampling.n, sampling.best_of, sampling.beam_width)
     num_logprobs = 1 + output.prompt_logprobs if output.HasField("prompt_logprobs") else 0
     costs = (
-        num_prompts * PROMPT_COST + sum([prompt.ByteSize() for prompt in prompts]),
+        num_prompts * PROMPT_COST + sum([_prompt_bytes(prompt) for prompt in prompts]),
         num_prompts * num_samples * SAMPLE_COST,
         num_prompts * sampling.ByteSize() * PARAMETER_COPIES,
         num_logprobs and num_logprobs * sum(map(_num_tokens, prompts)) * LOGPROB_COST,
@@ -66,6 +66,11 @@ def _largest_field(sampling: types.SamplingParams) -> str:
     """The largest parameter. The other ones are small."""
     sizes = {field.name: len(value) for field, value in sampling.ListFields() if hasattr(value, "__len__")}
     return "sampling." + max(sizes, key=sizes.__getitem__, default="n")
+
+
+def _prompt_bytes(prompt: pb.Prompt) -> int:
+    """About as many as its ByteSize, which takes a millisecond for 50,000 ids."""
+    return 4 * len(prompt.tokens.ids) if prompt.HasField("tokens") else prompt.ByteSize()
 
 
 def _num_tokens(prompt: pb.Prompt) -> int:

@@ -15,7 +15,7 @@ from gateway_svc.request.field_errors import check_token_ids, invalid
 from gateway_svc.request.models import ServedModel
 from gateway_svc.request.parameters import SamplingPlan
 
-MAX_CONTINUATION_IDS = 4 << 20  # number of output ids of all samples together
+MAX_CONTINUATION_IDS = 1 << 20  # number of output ids of all samples together
 NO_OUTPUT = array("I")  # never changed: journals copy the output that they begin with
 
 

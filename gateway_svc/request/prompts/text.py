@@ -52,7 +52,7 @@ class TokensReader:
     async def token_ids(
         self, prompt: pb.Prompt, model: ServedModel, context: ReadContext, *, add_special_tokens: bool = True
     ) -> PromptInput:
-        size = prompt.ByteSize()
+        size = 4 * len(prompt.tokens.ids)
         return PromptInput(await context.lane.run(0 if size <= INLINE_ID_BYTES else size, list, prompt.tokens.ids))
 
 

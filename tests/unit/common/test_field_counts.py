@@ -11,7 +11,7 @@ from quire.v1 import inference_pb2 as pb
 
 from svc_common import field_counts
 from svc_common.errors import ErrorInterceptor
-from svc_common.field_counts import MAX_FIELDS, TooManyFieldsError, check_field_count, layout_of
+from svc_common.field_counts import MAX_FIELDS, NUMBERS_PER_FIELD, TooManyFieldsError, check_field_count, layout_of
 
 GENERATE = layout_of(pb.GenerateRequest.DESCRIPTOR)
 
@@ -28,7 +28,10 @@ def generate(**prompt: Any) -> bytes:
         generate(
             chat={"messages": [{"role": "tool", "content": "some text", "tool_call_id": "id", "name": "f"}] * 10_000}
         ),
-        pb.GenerateRequest(continuation={"samples": [{"output_token_ids": range(1 << 18)}] * 16}).SerializeToString(),
+        pb.GenerateRequest(
+            prompt={"tokens": {"ids": range(1 << 20)}},
+            continuation={"samples": [{"output_token_ids": range(1 << 16)}] * 15},
+        ).SerializeToString(),
     ],
 )
 def test_the_largest_valid_requests_pass(data: bytes) -> None:
@@ -41,6 +44,8 @@ def test_the_largest_valid_requests_pass(data: bytes) -> None:
         generate(chat={"messages": [{}] * (2 * MAX_FIELDS)}),
         pb.GenerateRequest(stop={"stop": [""] * (2 * MAX_FIELDS)}).SerializeToString(),
         pb.GenerateRequest(continuation={"samples": [{}] * (2 * MAX_FIELDS)}).SerializeToString(),
+        generate(tokens={"ids": [5] * (NUMBERS_PER_FIELD * MAX_FIELDS + NUMBERS_PER_FIELD)}),
+        pb.GenerateRequest(sampling={"allowed_token_ids": [70_000] * 3_000_000}).SerializeToString(),
         b"\x1a\x00" * (2 * MAX_FIELDS),  # prompt, again and again
         b"\xf8\x7f\x00" * (2 * MAX_FIELDS),  # a field that the message does not have
         b"\xfb\x7f" * (2 * MAX_FIELDS),  # groups
