@@ -28,6 +28,7 @@ from scheduler_svc.workers.leased_worker import Dialer, LinkTimeouts
 from scheduler_svc.workers.pool import WorkerPool
 from scheduler_svc.workers.seals import read_block_keys
 from svc_common.config import parse
+from svc_common.connections import SCHEDULER_PINGS
 from svc_common.observe.admin import AdminServer
 from svc_common.observe.inspection import Inspector
 from svc_common.observe.logs import setup_logging
@@ -99,6 +100,7 @@ class SchedulerProcess:
         self._server = GrpcServer(
             listen=args.listen,
             service_names=[SERVICE_NAME],
+            pings=SCHEDULER_PINGS,
             credentials=trust.server_credentials(),
             has_reflection=not trust.is_on,
             max_bytes={f"{SERVICE_NAME}/Register": MAX_REGISTER_BYTES},

@@ -1,4 +1,6 @@
-"""Limits on the connections of a gRPC port, so that no client uses up its files, memory or CPU time."""
+"""Limits on the connections of a gRPC port, so that no client uses up its files, memory or CPU time; and pings, which
+find broken connections.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +14,34 @@ log = logging.getLogger(__name__)
 HANDSHAKE_TIMEOUT_S = 20.0  # for TLS and the first frames of HTTP/2
 IDLE_TIMEOUT_S = 600.0  # without a call; gRPC clients connect again by themselves
 MAX_METADATA_BYTES = 16 << 10  # headers of a call, such as an API key or a JWT
+
+
+@dataclass(frozen=True, slots=True)
+class Pings:
+    """A ping after `after_s` without data; without an answer within `answer_s`, the connection is closed.
+
+    The core of gRPC answers in a thread of its own, without the event loop and without Python's lock. So a busy process
+    answers. A stopped process, or one whose host is gone, does not, and its streams end.
+    """
+
+    after_s: float
+    answer_s: float
+
+    def options(self) -> dict[str, Any]:
+        """As options of a server or channel."""
+        answer_ms = int(1000 * self.answer_s)
+        return {
+            "grpc.keepalive_time_ms": int(1000 * self.after_s),
+            "grpc.keepalive_timeout_ms": answer_ms,  # also the limit for TCP, if the peer's host acknowledges nothing
+            "grpc.http2.ping_timeout_ms": answer_ms,
+            "grpc.http2.max_pings_without_data": 0,
+            "grpc.keepalive_permit_without_calls": 1,
+        }
+
+
+PUBLIC_PINGS = Pings(30.0, 10.0)
+SCHEDULER_PINGS = Pings(1.0, 2.0)  # between a scheduler and its gateways: requests can move at little cost
+WORKER_PINGS = Pings(2.0, 8.0)  # of a scheduler to its workers: their sequences are computed again
 
 
 @dataclass(frozen=True, slots=True)

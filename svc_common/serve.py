@@ -23,7 +23,7 @@ from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from svc_common.channels import MAX_MESSAGE_BYTES, ServiceChannel
-from svc_common.connections import ConnectionLimits, raise_file_limit
+from svc_common.connections import PUBLIC_PINGS, SCHEDULER_PINGS, ConnectionLimits, Pings, raise_file_limit
 from svc_common.errors import ErrorInterceptor, OnCall
 from svc_common.health import HealthServicer
 from svc_common.tasks import cancel
@@ -38,20 +38,15 @@ SERVER_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.so_reuseport", 0),  # otherwise a second server could bind the same port without an error
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    # Lets a client ping every 10 s during a long prefill without a GOAWAY (too_many_pings).
-    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.keepalive_time_ms", 30_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
+    # Clients may ping this often, also during a long prefill. More pings end the connection (too_many_pings).
+    ("grpc.http2.min_ping_interval_without_data_ms", 500),
+    *PUBLIC_PINGS.options().items(),
 ]
 
 CHANNEL_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.keepalive_time_ms", 30_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.max_pings_without_data", 0),
+    *SCHEDULER_PINGS.options().items(),
     # A restarted peer is back soon, so do not wait minutes before reconnecting.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2_000),
@@ -118,6 +113,7 @@ class GrpcServer:
         shares_port: bool = False,
         credentials: grpc.ServerCredentials | None = None,
         connections: ConnectionLimits | None = None,
+        pings: Pings = PUBLIC_PINGS,
         max_receive_bytes: int = MAX_MESSAGE_BYTES,
         max_bytes: Mapping[str, int] | None = None,
         accepts_compression: bool = False,
@@ -127,7 +123,7 @@ class GrpcServer:
     ) -> None:
         errors = ErrorInterceptor(on_call=on_call, max_bytes=max_bytes)
         self.rpc = errors.stats
-        options = dict(SERVER_OPTIONS) | (connections or ConnectionLimits()).options()
+        options = dict(SERVER_OPTIONS) | (connections or ConnectionLimits()).options() | pings.options()
         options["grpc.max_receive_message_length"] = max_receive_bytes
         if shares_port:
             options["grpc.so_reuseport"] = 1

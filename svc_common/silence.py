@@ -1,5 +1,9 @@
 """Decides when a silent peer counts as lost.
 
+A stopped process, or one whose host is gone, is found by pings (svc_common/connections.py): its streams end. A peer
+that answers pings and sends no heartbeats hangs or is busy, for example with a large request. It counts as lost only
+after SILENT_INTERVALS heartbeats, because the loss of a peer makes others compute again what it had.
+
 Silence counts only while this process runs: after a SIGSTOP, a suspended machine or a long pause, the peer's messages
 may have arrived but not been read. A timer that fires late shows such a gap, and silence then counts from that time.
 """
@@ -10,6 +14,7 @@ import asyncio
 import math
 from typing import Any
 
+SILENT_INTERVALS = 30
 LATE_FRACTION = 0.25  # fraction of the timeout; a shorter delay of a timer is caused by load, not by a stop
 
 
@@ -25,6 +30,11 @@ class SilenceWatch:
         self.timeout_s = timeout_s
         self._last_message_at = now
         self._wakes_at = now
+
+    @classmethod
+    def of_heartbeats(cls, interval_s: float, now: float) -> SilenceWatch:
+        """For a peer that sends a heartbeat every `interval_s`."""
+        return cls(SILENT_INTERVALS * interval_s, now)
 
     @property
     def deadline(self) -> float:

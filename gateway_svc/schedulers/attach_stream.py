@@ -30,7 +30,6 @@ log = logging.getLogger(__name__)
 AttachCall = grpc.aio.StreamStreamCall[pb.AttachRequest, pb.AttachResponse]
 
 HANDSHAKE_TIMEOUT_S = 10.0
-SILENT_INTERVALS = 3  # number of missed heartbeats after which the requests of a scheduler move to another
 MAX_HANDLE = 2**32
 # A batch ends with the message that reaches this size, so a batch is at most this much larger than a single message.
 BATCH_BYTES = 256 << 10
@@ -251,7 +250,7 @@ class AttachStream:
     def _on_welcome(self, welcome: pb.Welcome) -> None:
         self.takes_batches = welcome.takes_batches
         if self._watcher is None and (interval_s := welcome.heartbeat_interval_s) > 0:
-            self._silence = SilenceWatch(SILENT_INTERVALS * interval_s, asyncio.get_running_loop().time())
+            self._silence = SilenceWatch.of_heartbeats(interval_s, asyncio.get_running_loop().time())
             self._watcher = asyncio.create_task(self._watch(self._silence, interval_s))
         self._events.on_welcome(welcome)
 

@@ -30,11 +30,12 @@ may take it, and when its scheduler has had no worker for a while and another on
 the dispatcher's patience, and so does a new request of a model that has no scheduler now. Requests move in the order in
 which they were sent.
 
-A *heartbeat* has two meanings. Any message from the scheduler shows that it lives: after SILENT_INTERVALS of its
-interval without one, the stream ends, however healthy TCP looks. The interval is in the Welcome; a process that was
-paused itself does not count that time (svc_common/silence.py). And the scheduler's Heartbeat message reports its load,
-from which replicas are chosen: `load_tokens` is the load of the last heartbeat plus what was sent since, because
-between two heartbeats the requests that this gateway sends are the largest change.
+A *heartbeat* has two meanings. Any message from the scheduler shows that it works: after SILENT_INTERVALS of its
+interval without one, the stream ends, because the scheduler hangs. The interval is in the Welcome; a process that was
+paused itself does not count that time (svc_common/silence.py). A scheduler whose process is stopped or whose host is
+gone is found sooner, by the pings of the connection. And the scheduler's Heartbeat message reports its load, from which
+replicas are chosen: `load_tokens` is the load of the last heartbeat plus what was sent since, because between two
+heartbeats the requests that this gateway sends are the largest change.
 
 Messages that wait are written as one batch (AttachBatch), if the scheduler takes batches. A cancel is written like any
 other message, so it arrives after the Submit that it cancels.

@@ -39,7 +39,6 @@ PROTOCOL_VERSION = 1
 MAX_PENDING_TOKENS = 1 << 20  # 16 MiB of columns; two entries of log probabilities count as a token
 MAX_PENDING_REPLIES = 1 << 16
 QUEUED_WAIT_S = 0.02
-SILENT_INTERVALS = 3  # heartbeats that a gateway may miss before its stream ends
 
 
 class Outbox:
@@ -274,7 +273,7 @@ class Gateways:
         outbox = Outbox(
             hello.gateway_id, hello.deltas_interval_ms / 1000, takes_queued_handles=hello.takes_queued_handles
         )
-        silence = SilenceWatch(SILENT_INTERVALS * self._interval_s, asyncio.get_running_loop().time())
+        silence = SilenceWatch.of_heartbeats(self._interval_s, asyncio.get_running_loop().time())
         attached = Attached(hello.gateway_id, self._step_loop.attach(outbox), outbox, silence)
         self._outboxes[attached.owner] = outbox
         outbox.welcome(self._welcome)

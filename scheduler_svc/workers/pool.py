@@ -30,7 +30,7 @@ from svc_common.silence import wait_for_peer
 
 log = logging.getLogger(__name__)
 
-HEARTBEATS_PER_TIMEOUT = 5
+HEARTBEATS_PER_TIMEOUT = 15
 LOST_SHOWN_S = 300.0  # how long status shows a lost worker
 DRAIN_REFUSED_S = 2.0  # time within which a worker reports that it cannot be drained
 MAX_RELEASE_S = 24 * 3600.0

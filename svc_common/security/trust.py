@@ -29,6 +29,7 @@ import grpc
 
 from svc_common.channels import OpenChannel, ServiceChannel
 from svc_common.config import Flag, FlagGroup, SettingError, path, switch, text
+from svc_common.connections import SCHEDULER_PINGS, WORKER_PINGS, Pings
 from svc_common.errors import Handler, PermissionDeniedError, UnauthenticatedError, decoder
 from svc_common.security.own_certificate import OwnCertificate
 from svc_common.security.reread import Reread
@@ -209,30 +210,33 @@ class Trust:
 
     def open_channel(self, target: str, role: str) -> grpc.aio.Channel:
         """A channel to a service of this role. With certificates, a server of another role fails the handshake."""
-        return self._open(target, self.name.format(role=role))
+        pings = WORKER_PINGS if role == "worker" else SCHEDULER_PINGS
+        return self._open(target, self.name.format(role=role), pings)
 
     def open_worker(self, target: str, worker_id: str) -> grpc.aio.Channel:
         """A channel to a worker. If certificates name ids, a server with another id fails the handshake."""
         if self.worker_name is None:
             return self.open_channel(target, "worker")
-        return self._open(target, self.worker_name.format(id=worker_id))
+        return self._open(target, self.worker_name.format(id=worker_id), WORKER_PINGS)
 
-    def _open(self, target: str, name: str) -> grpc.aio.Channel:
-        tokens = self.tokens
+    def _open(self, target: str, name: str, pings: Pings) -> grpc.aio.Channel:
+        tokens, options = self.tokens, list((dict(CHANNEL_OPTIONS) | pings.options()).items())
         authorization = None if tokens is None else lambda: f"{SCHEME}{tokens.own(self.role)}"
         if self.reader is None:
-            channel = grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
+            channel = grpc.aio.insecure_channel(target, options=options)
         else:
-            channel = self._secure_channel(target, self.reader, name)
+            channel = self._secure_channel(target, self.reader, name, options)
         return ServiceChannel(channel, authorization)
 
-    def _secure_channel(self, target: str, reader: TlsReader, name: str) -> grpc.aio.Channel:
+    def _secure_channel(
+        self, target: str, reader: TlsReader, name: str, options: list[tuple[str, Any]]
+    ) -> grpc.aio.Channel:
         self.check_own_certificate()
         served = reader.newest()
         credentials = grpc.ssl_channel_credentials(served.client_ca, served.key, served.cert)
         # Check the role in the certificate, not the address: a worker's address changes with its pod.
         override = [] if "://" in name else [("grpc.ssl_target_name_override", name)]
-        return grpc.aio.secure_channel(target, credentials, options=[*CHANNEL_OPTIONS, *override])
+        return grpc.aio.secure_channel(target, credentials, options=[*options, *override])
 
     # -- as a server --------------------------------------------------------------------------------------------------
 

@@ -136,8 +136,8 @@ class Stack:
         for service in self.services:
             service.wait()
 
-    def start_scheduler(self, *flags: str) -> Service:
-        return self._start("scheduler", "scheduler_svc.service", [*flags])
+    def start_scheduler(self, *flags: str, module: str = "scheduler_svc.service") -> Service:
+        return self._start("scheduler", module, [*flags])
 
     def start_worker(self, scheduler: Service, model_dir: Path | str, *flags: str, module: str = WORKER) -> Service:
         """Start a worker with one compute thread. Its worker id is its name: worker-0, worker-1, ..."""
@@ -146,9 +146,11 @@ class Stack:
         own = ["--model", str(model_dir), "--scheduler", scheduler.address, "--worker-id", name, "--threads", "1"]
         return self._start("worker", module, [*own, *flags])
 
-    def start_gateway(self, *schedulers: Service, flags: tuple[str, ...] = ()) -> Service:
+    def start_gateway(
+        self, *schedulers: Service, flags: tuple[str, ...] = (), module: str = "gateway_svc.service"
+    ) -> Service:
         own = [word for scheduler in schedulers for word in ("--scheduler", scheduler.address)]
-        return self._start("gateway", "gateway_svc.service", [*own, *flags])
+        return self._start("gateway", module, [*own, *flags])
 
     def _start(self, kind: str, module: str, flags: list[str]) -> Service:
         name, address = self._next_name(kind), f"127.0.0.1:{free_port()}"

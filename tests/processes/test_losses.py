@@ -41,11 +41,11 @@ async def test_outputs_survive_worker_and_scheduler(tmp_path: Path) -> None:
             await load.reach(0.2)
             scheduler.kill()
             await stack.until(client, lambda schedulers: not schedulers[0].connected)
-            async with await AsyncClient.connect(gateway.address, retry=None) as impatient:
+            async with await AsyncClient.connect(gateway.address, retry=None, stall_timeout_s=None) as new_client:
                 num_open = (await client.status()).open_streams
-                new = [asyncio.create_task(impatient.generate(token_ids=[i], max_tokens=4)) for i in range(1, 20)]
+                new = [asyncio.create_task(new_client.generate(token_ids=[i], max_tokens=4)) for i in range(1, 20)]
                 while (await client.status()).open_streams < num_open + len(new):
-                    assert not any(task.done() for task in new)
+                    assert not [task.result() for task in new if task.done()]  # raises a refusal
                 scheduler.start()
                 assert [len(result.token_ids) for result in await asyncio.gather(*new)] == [4] * len(new)
             assert await load.finish() == undisturbed

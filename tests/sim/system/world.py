@@ -71,7 +71,7 @@ class Setup:
     eos_token_ids: frozenset[int] = frozenset()
     uses_redis: bool = False
     step_s: float = 0.03
-    gateway_heartbeat_s: float = 0.5
+    gateway_heartbeat_s: float = 0.05  # a silent peer counts as lost after 1.5 s
     heartbeat_timeout_s: float = 2.0
     step_timeout_s: float = 3.0
     patience_s: float = 30.0

@@ -406,7 +406,7 @@ async def test_heartbeats_contain_the_load(make_stack: MakeStack) -> None:
 
 
 async def test_a_gateway_whose_heartbeats_end_is_cut_off(make_stack: MakeStack) -> None:
-    stack = await make_stack("--gateway-heartbeat-s", "0.1")
+    stack = await make_stack("--gateway-heartbeat-s", "0.02")
     worker = await stack.worker()
     frozen, alive = await stack.gateway(), await stack.gateway()
     await until(lambda: alive.welcomes and alive.welcomes[-1].ready_workers)
@@ -434,7 +434,7 @@ async def test_a_gateway_whose_heartbeats_end_is_cut_off(make_stack: MakeStack) 
 
 
 async def test_a_frozen_gateway_frees_its_rows_even_if_its_stream_is_stuck(make_stack: MakeStack) -> None:
-    stack = await make_stack("--gateway-heartbeat-s", "0.1")
+    stack = await make_stack("--gateway-heartbeat-s", "0.02")
     await stack.worker()
     gateway = await stack.gateway()
     await until(lambda: gateway.welcomes and gateway.welcomes[-1].ready_workers)
@@ -448,7 +448,7 @@ async def test_a_frozen_gateway_frees_its_rows_even_if_its_stream_is_stuck(make_
 
 
 async def test_a_stopped_scheduler_does_not_blame_its_gateways(make_stack: MakeStack) -> None:
-    stack = await make_stack("--gateway-heartbeat-s", "0.2")
+    stack = await make_stack("--gateway-heartbeat-s", "0.02")
     gateway = await stack.gateway()
     await gateway.heartbeat()
     await until(lambda: gateway.heartbeats)
