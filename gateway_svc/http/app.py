@@ -36,7 +36,7 @@ from svc_common.tasks import cancel
 MAX_BODY_BYTES = 16 << 20  # about three million token ids as JSON
 BODY_TIMEOUT_S = 60.0
 MAX_SHOWN_PATH = 100
-OPEN_PATHS = ("/health",)  # probes need no key
+OPEN_PATHS = ("/health", "/ping")  # probes need no key
 REQUEST_ID_HEADER = "x-request-id"
 KEY_HEADER = "x-api-key"  # sent by Anthropic's clients
 IGNORED_HEADER = "x-ignored-fields"

@@ -18,6 +18,7 @@ from gateway_svc.http.fields import (
     BodyField,
     ignored_names,
     invalid,
+    number_of,
     path_names,
     set_parameter,
     set_parameters,
@@ -250,7 +251,7 @@ def _stream_options(body: Mapping[str, Any], *, is_stream: bool) -> tuple[bool, 
 
 
 def _timeout_of(body: Mapping[str, Any]) -> float | None:
-    value = body.get("timeout")
+    value = number_of(body.get("timeout"))
     if value is None:
         return None
     if type(value) not in (int, float) or not 0 < value <= MAX_TIMEOUT_S:

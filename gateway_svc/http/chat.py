@@ -12,8 +12,12 @@ from quire.v1 import inference_pb2 as pb
 from gateway_svc.http.fields import invalid, shown
 
 # Fields of a message that would change the prompt but do not exist in the protocol.
-UNSERVED = ("function_call", "audio", "refusal")
-KNOWN = ("role", "content", "tool_calls", "tool_call_id", "name", "reasoning", "reasoning_content", *UNSERVED)
+UNSERVED = ("function_call", "audio")
+KNOWN = (
+    *("role", "content", "refusal", "tool_calls", "tool_call_id", "name", "reasoning", "reasoning_content"),
+    *UNSERVED,
+)
+TEXT_PARTS = ("text", "refusal")  # types of parts, whose text has the name of the type
 WITHOUT_MEANING = ("annotations",)  # fields of answers; ignored if empty
 TOOL_CHOICES = {
     "none": pb.TOOL_CHOICE_NONE,
@@ -52,9 +56,10 @@ def _add_message(message: pb.ChatMessage, where: str, body: Mapping[str, Any]) -
         raise invalid(f"{where}.role", f"is {shown(role)}; must be a string")
     message.role = role
     _set_content(message, f"{where}.content", body.get("content"))
+    message.content = message.content or text(body, "refusal", where)
     message.tool_call_id = text(body, "tool_call_id", where)
     message.name = text(body, "name", where)
-    message.reasoning = text(body, "reasoning", where) or text(body, "reasoning_content", where)
+    message.reasoning = text(body, "reasoning", where) or text(body, "reasoning_content", where) or message.reasoning
     calls = body.get("tool_calls")
     if calls is not None and not isinstance(calls, list):
         raise invalid(f"{where}.tool_calls", f"is {shown(calls)}; must be a list")
@@ -92,7 +97,9 @@ def _set_content(message: pb.ChatMessage, where: str, content: Any) -> None:
         return
     if not isinstance(content, list):
         raise invalid(where, f"is {shown(content)}; must be a string or a list of parts")
-    set_parts(message, [_part_of(f"{where}[{i}]", part) for i, part in enumerate(content)])
+    thoughts = [i for i, part in enumerate(content) if isinstance(part, dict) and part.get("type") == "thinking"]
+    message.reasoning = "\n".join(text(content[i], "thinking", f"{where}[{i}]") for i in thoughts)
+    set_parts(message, [_part_of(f"{where}[{i}]", part) for i, part in enumerate(content) if i not in thoughts])
 
 
 def set_parts(message: pb.ChatMessage, parts: Sequence[pb.ContentPart]) -> None:
@@ -111,11 +118,13 @@ def _part_of(where: str, part: Any) -> pb.ContentPart:
     if part.get("type") == "image_url":
         image = part.get("image_url")
         return image_part(f"{where}.image_url", image.get("url") if isinstance(image, dict) else image)
-    if part.get("type") != "text":
-        raise invalid(f"{where}.type", f"is {shown(part.get('type'))}; must be 'text' or 'image_url'")
-    if not isinstance(part.get("text"), str):
-        raise invalid(f"{where}.text", f"is {shown(part.get('text'))}; must be a string")
-    return pb.ContentPart(text=part["text"])
+    kind = part.get("type")
+    if kind not in TEXT_PARTS:
+        words = f"is {shown(kind)}; must be {', '.join(map(repr, TEXT_PARTS))}, 'thinking' or 'image_url'"
+        raise invalid(f"{where}.type", words)
+    if not isinstance(part.get(kind), str):
+        raise invalid(f"{where}.{kind}", f"is {shown(part.get(kind))}; must be a string")
+    return pb.ContentPart(text=part[kind])
 
 
 def image_part(where: str, url: Any) -> pb.ContentPart:

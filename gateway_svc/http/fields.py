@@ -8,6 +8,7 @@ that all generations have. Rows with `only` are not supported: any other value i
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,6 +20,8 @@ from request_fields.fields import BY_PATH, FIELDS, GRAMMAR_FIELDS, MAX_UINT32, B
 from svc_common.errors import InvalidRequestError
 
 INTEGERS = (Kind.INT32, Kind.UINT32, Kind.UINT64)
+NUMBERS = (Kind.FLOAT, *INTEGERS)
+NUMBER = re.compile(r" *[+-]?[0-9]{1,30}(\.[0-9]{0,30})?([eE][+-]?[0-9]{1,3})? *")
 MAX_SHOWN = 80  # characters of a wrong value in an error
 
 
@@ -272,6 +275,18 @@ ENDPOINTS: Mapping[str, tuple[BodyField, ...]] = {
     "/detokenize": DETOKENIZE,
 }
 
+ALIASES = {  # other paths of an endpoint, or endpoints with the same body
+    "/score": "/v1/score",
+    "/rerank": "/v1/rerank",
+    "/v2/rerank": "/v1/rerank",
+    "/v1/responses/input_tokens": "/v1/responses",
+}
+
+
+def paths_of(path: str) -> list[str]:
+    """All paths of an endpoint."""
+    return [path, *(alias for alias, name in ALIASES.items() if name == path)]
+
 
 def invalid(field: str, words: str) -> InvalidRequestError:
     """The error for a field of a body."""
@@ -333,6 +348,8 @@ def _enum_number(field: Field, value: Any) -> int:
 
 def typed_value(name: str, kind: Kind, value: Any) -> Any:
     """The value as the protocol's type. Raises InvalidRequestError."""
+    if kind in NUMBERS:
+        value = number_of(value)
     if kind is Kind.FLOAT and type(value) in (int, float):
         return _as_float(name, value)
     if kind in INTEGERS and (type(value) is int or (type(value) is float and value.is_integer())):
@@ -359,6 +376,13 @@ WORDS = {
     Kind.TOKEN_IDS: "a list of token ids",
     Kind.BIASES: "an object of token ids and numbers",
 }
+
+
+def number_of(value: Any) -> Any:
+    """The number that a string contains, as vLLM accepts it; other values unchanged."""
+    if not isinstance(value, str) or not NUMBER.fullmatch(value):
+        return value
+    return float(value) if set(value) & set(".eE") else int(value)
 
 
 def _biases(name: str, values: dict[str, Any]) -> dict[int, float]:

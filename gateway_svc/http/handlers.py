@@ -19,16 +19,18 @@ from gateway_svc.http import answers, bodies, openapi, pooling
 from gateway_svc.http.answers import AnswerShape, PromptParts, StreamAnswer, WholeAnswer, models_of
 from gateway_svc.http.audio import AudioHandlers
 from gateway_svc.http.bodies import Generation, with_token_ids
+from gateway_svc.http.fields import paths_of
 from gateway_svc.http.merge import Numbered, merged, within
 from gateway_svc.http.messages.handlers import MessagesHandlers
 from gateway_svc.http.replies import EventStream, encoded_events, ignored_headers, json_reply
 from gateway_svc.http.responses.handlers import ResponsesHandlers
+from gateway_svc.http.status import StatusHandlers
 from gateway_svc.operators.audit.entry import record_request_id
 from gateway_svc.request.prompts.images import has_images
 from gateway_svc.request.threads import Lane
 from gateway_svc.schedulers.directory import ModelDirectory
 from gateway_svc.servicer import InferenceServicer
-from svc_common.errors import InvalidRequestError, UnavailableError
+from svc_common.errors import InvalidRequestError
 from svc_common.observe.metrics import quire_version
 from svc_common.tasks import Slices
 
@@ -47,12 +49,12 @@ class Handlers:
         servicer: InferenceServicer,
         directory: ModelDirectory,
         lane: Lane,
-        is_serving: Callable[[], bool],
+        status: StatusHandlers,
     ) -> None:
         self._servicer = servicer
         self._directory = directory
         self._lane = lane
-        self._is_serving = is_serving
+        self._status = status
         self._created = int(time.time())
         self._responses = ResponsesHandlers(servicer.generation, directory, self._read)
         self._messages = MessagesHandlers(servicer.generation, directory, self._read)
@@ -67,16 +69,15 @@ class Handlers:
             *self._messages.routes(),
             *self._audio.routes(),
             Route("/v1/embeddings", self.embeddings, methods=["POST"]),
-            Route("/v1/score", self.score, methods=["POST"]),
-            Route("/v1/rerank", self.rerank, methods=["POST"]),
+            *(Route(path, self.score, methods=["POST"]) for path in paths_of("/v1/score")),
+            *(Route(path, self.rerank, methods=["POST"]) for path in paths_of("/v1/rerank")),
             Route("/v1/models", self.models, methods=["GET"]),
             Route("/v1/models/{model:path}", self.model, methods=["GET"]),
             Route("/tokenize", self.tokenize, methods=["POST"]),
             Route("/detokenize", self.detokenize, methods=["POST"]),
             Route("/tokenizer_info", self.tokenizer_info, methods=["GET"]),
             Route("/openapi.json", self.openapi, methods=["GET"]),
-            Route("/health", self.health, methods=["GET"]),
-            Route("/version", self.version, methods=["GET"]),
+            *self._status.routes(),
         ]
 
     async def chat_completions(self, request: Request) -> Response | EventStream:
@@ -142,25 +143,12 @@ class Handlers:
         asked, ignored = await self._read(request, bodies.detokenize_request)
         return json_reply({"prompt": (await self._servicer.Detokenize(asked)).text}, ignored)
 
-    async def health(self, request: Request) -> Response:
-        """200 while every process of this gateway can take requests."""
-        if not self._is_serving():
-            raise UnavailableError(
-                "this gateway is not serving: it is shutting down, no model is ready, or one of its processes is not "
-                "ready; retry later"
-            )
-        return json_reply({"status": "serving"})
-
     async def openapi(self, request: Request) -> Response:
         """The description of this API in the format OpenAPI 3.1."""
         endpoints = [
             (route.path_format, method, doc_of(route)) for route in self.routes() for method in methods_of(route)
         ]
         return json_reply(openapi.document(endpoints, quire_version()))
-
-    async def version(self, request: Request) -> Response:
-        """The gateway's version."""
-        return json_reply({"version": quire_version()})
 
     async def _read(self, request: Request, parse: Callable[[bytes], Any]) -> Any:
         """The parsed body. A large body is parsed in a thread."""

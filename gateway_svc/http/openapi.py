@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from gateway_svc.http.audio import PLAIN, SEGMENTED
-from gateway_svc.http.fields import ENDPOINTS, BodyField
+from gateway_svc.http.fields import ALIASES, ENDPOINTS, BodyField
 from request_fields.fields import BY_PATH, BodyForm, Field, Kind
 
 Schema = dict[str, Any]
@@ -197,14 +197,17 @@ ANSWERS: Mapping[str, Schema] = {
     ),
     "/v1/audio/transcriptions": _object(text=TEXT),
     "/v1/audio/translations": _object(text=TEXT),
-    "/health": _object(status=TEXT),
+    "/v1/responses/input_tokens": _object(object={"const": "response.input_tokens"}, input_tokens=COUNT),
+    **dict.fromkeys(("/health", "/ping"), _object(status=TEXT)),
+    "/load": _object(server_load=COUNT),
     "/version": _object(version=TEXT),
 }
 STREAMS = (
     *("/v1/chat/completions", "/v1/completions", "/v1/messages"),
     *("/v1/responses", "/v1/responses/{response_id}"),
 )
-OPEN = ("/health",)  # need no API key
+TEXTS = ("/metrics",)  # the answer is plain text
+OPEN = ("/health", "/ping")  # need no API key
 QUERY: Mapping[str, Sequence[str]] = {
     "/tokenizer_info": ["model"],
     "/v1/responses/{response_id}": ["stream", "starting_after"],
@@ -260,6 +263,8 @@ def _query_parameters(path: str) -> list[Schema]:
 
 
 def _answer(path: str) -> Schema:
+    if path in TEXTS:
+        return {"description": "The answer.", "content": {"text/plain": {"schema": TEXT}}}
     content = {"application/json": {"schema": ANSWERS.get(path, OBJECT)}}
     if path in STREAMS:
         content["text/event-stream"] = {"schema": _object(data=TEXT)}  # of one event
@@ -279,6 +284,7 @@ def _error_schema() -> Schema:
 
 def _body(path: str) -> Schema:
     """The schema of a body. Unknown fields are ignored; null means: not set."""
+    path = ALIASES.get(path, path)
     rows = ENDPOINTS.get(path, ())
     return {
         "type": "object",

@@ -14,7 +14,7 @@ from quire.v1 import types_pb2 as types
 from gateway_svc.http import fields
 from gateway_svc.http.bodies import body_of, model_name, pooled_inputs, text_value
 from gateway_svc.http.chat import flag
-from gateway_svc.http.fields import ignored_names, invalid, shown
+from gateway_svc.http.fields import ignored_names, invalid, number_of, shown
 from gateway_svc.http.json_text import encode, encoded_list
 from gateway_svc.request.cost import check_pooled_cost
 from request_fields.fields import MAX_UINT32, FieldError
@@ -154,7 +154,7 @@ def _score_request(
 
 
 def _scheduling(body: Mapping[str, Any]) -> pb.SchedulingParams:
-    priority = body.get("priority")
+    priority = number_of(body.get("priority"))
     if priority is not None and (not isinstance(priority, int) or isinstance(priority, bool) or abs(priority) > 1000):
         raise invalid("priority", f"is {shown(priority)}; must be an integer from -1000 to 1000")
     return pb.SchedulingParams(priority=priority or 0)
@@ -173,7 +173,7 @@ def _optional_text(body: Mapping[str, Any], name: str) -> str:
 
 
 def _number(body: Mapping[str, Any], name: str) -> int:
-    value = body[name]
+    value = number_of(body[name])
     if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= MAX_UINT32:
         raise invalid(name, f"is {shown(value)}; must be a positive integer")
     return value

@@ -93,7 +93,7 @@ class Ports:
             streams.metrics, streams, directory, lambda: schedulers.dispatcher.num_moves, reader, self._audit
         )
         self._admin = make_admin(args, server, read)
-        make_app = make_http_apps(args, servicer, directory, lane, server, self._audit)
+        make_app = make_http_apps(args, servicer, directory, lane, server, self._admin, self._audit)
         self._http = make_http(args, make_app, self._authenticator, self._tls, shares_port=self._shares_port)
         state = ConsoleState(servicer.full_status, directory)
         self._console = make_console(args, make_app, self._authenticator, state, server, self._tls)
@@ -146,6 +146,7 @@ def make_http_apps(
     directory: ModelDirectory,
     lane: Lane,
     server: GrpcServer,
+    admin: AdminServer,
     audit: AuditLog | None,
 ) -> MakeApp | None:
     """Makes the HTTP API for the callers of an authenticator; None if no port serves it. Its packages are imported
@@ -155,8 +156,10 @@ def make_http_apps(
         return None
     from gateway_svc.http.app import HttpApp, with_cors
     from gateway_svc.http.handlers import Handlers
+    from gateway_svc.http.status import StatusHandlers
 
-    routes = Handlers(servicer, directory, lane, lambda: server.is_serving).routes()
+    status = StatusHandlers(lambda: server.is_serving, servicer.generation.streams, admin.metrics_text)
+    routes = Handlers(servicer, directory, lane, status).routes()
     is_traced = args.trace_endpoint is not None
 
     def make_app(authenticator: Authenticator | None) -> ASGIApp:

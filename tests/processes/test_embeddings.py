@@ -233,8 +233,14 @@ async def test_the_http_endpoints_with_the_openai_client(stack: Stack, tmp_path:
         assert ranked["results"][0]["document"]["text"] == inputs[0]
         assert ranked["results"][0]["relevance_score"] == pytest.approx(1.0, abs=1e-5)
         assert len(ranked["results"]) == 2
+        plain_api = api.with_options(base_url=f"http://127.0.0.1:{port}")
+        for path in ("/rerank", "/v2/rerank"):
+            again: Any = await plain_api.post(path, body=body, cast_to=object)
+            assert again["results"] == ranked["results"]
         scored: Any = await api.post("/score", body={"text_1": inputs[0], "text_2": inputs[1:]}, cast_to=object)
         check([item["score"] for item in scored["data"]], expected[1:] @ expected[0])
+        again = await plain_api.post("/score", body={"text_1": inputs[0], "text_2": inputs[1:]}, cast_to=object)
+        assert again["data"] == scored["data"]
 
 
 BODIES: dict[str, dict[str, Any]] = {

@@ -53,6 +53,7 @@ class ResponsesHandlers:
         one = "/v1/responses/{response_id}"
         return [
             Route("/v1/responses", self.create_response, methods=["POST"]),
+            Route("/v1/responses/input_tokens", self.count_input_tokens, methods=["POST"]),
             Route("/v1/responses/compact", self.compact_response, methods=["POST"]),
             Route(one, self.one_response, methods=["GET", "DELETE"]),
             Route(f"{one}/cancel", self.cancel_response, methods=["POST"]),
@@ -141,6 +142,15 @@ class ResponsesHandlers:
                 "has_more": start + limit < len(items),
             }
         )
+
+    async def count_input_tokens(self, request: Request) -> Response:
+        """The number of tokens of the prompt that a response would have."""
+        asked: ResponseBody = await self._read(request, response_request)
+        request.scope["names"] = asked.names
+        self._directory.find_text(asked.request.model).require_tokenizer("input")
+        await self._add_conversation(asked)
+        count = await self._generation.count_tokens(asked.request)
+        return json_reply({"object": "response.input_tokens", "input_tokens": count}, asked.ignored)
 
     async def compact_response(self, request: Request) -> Response:
         """Not supported."""

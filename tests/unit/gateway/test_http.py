@@ -25,6 +25,7 @@ from gateway_svc.http.app import HttpApp, with_cors
 from gateway_svc.http.fields import ENDPOINTS
 from gateway_svc.http.handlers import Handlers
 from gateway_svc.http.server import MAX_CONNECTIONS, HttpServer
+from gateway_svc.http.status import StatusHandlers
 from svc_common.errors import RpcStats
 from svc_common.serve import BindError
 from tests.unit.gateway.fakes import EOS, LENGTH, FakeScheduler, TestGateway, make_bundle, make_info, until
@@ -49,7 +50,9 @@ class HttpGateway:
     ) -> None:
         self.is_serving = True
         self.stats = RpcStats()
-        handlers = Handlers(gateway.servicer, gateway.directory, gateway.threads.requests, lambda: self.is_serving)
+        streams = gateway.servicer.generation.streams
+        status = StatusHandlers(lambda: self.is_serving, streams, lambda: b"quire_up 1\n")
+        handlers = Handlers(gateway.servicer, gateway.directory, gateway.threads.requests, status)
         app = with_cors(HttpApp(handlers.routes(), authenticator=authenticator, stats=self.stats, audit=audit), origins)
         self.server = HttpServer(app, "127.0.0.1:0", max_connections=max_connections)
 
@@ -291,8 +294,18 @@ async def test_the_description_of_the_api(http: HttpGateway) -> None:
     assert "get" in described["paths"]["/v1/models/{model}"]
 
 
+async def test_load_and_metrics(http: HttpGateway, scheduler: FakeScheduler, tmp_path: Path) -> None:
+    assert (await http.get("/load"))[2] == {"server_load": 0}
+    scheduler.on_submit = lambda submit: scheduler.send(submit.handle, ids_of("hi"))
+    async with http.session.post(CHAT, json={**HELLO, "stream": True}) as reply:
+        await reply.content.readuntil(b"hi")
+        assert (await http.get("/load"))[2] == {"server_load": 1}
+    async with http.session.get("/metrics") as reply:
+        assert (reply.content_type, await reply.text()) == ("text/plain", "quire_up 1\n")
+
+
 async def test_health_and_version(http: HttpGateway) -> None:
-    assert (await http.get("/health"))[0] == 200
+    assert (await http.get("/health"))[0] == (await http.get("/ping"))[0] == 200
     http.is_serving = False
     assert (await http.get("/health"))[0] == 503
     assert (await http.get("/version"))[2]["version"]
@@ -337,7 +350,7 @@ async def test_errors(
     [
         ("/chat/completions", "did you mean /v1/chat/completions?"),
         ("/v1/chat/completion", "did you mean /v1/chat/completions?"),
-        ("/nothing", "docs/http.md lists the endpoints"),
+        ("/unknown", "docs/http.md lists the endpoints"),
     ],
 )
 async def test_an_unknown_path_names_a_similar_one(http: HttpGateway, path: str, advice: str) -> None:
@@ -460,7 +473,8 @@ async def test_an_invalid_request_id_is_replaced(http: HttpGateway) -> None:
 async def test_keys(gateway: TestGateway, tmp_path: Path) -> None:
     (tmp_path / "me").write_text("secret")
     async with HttpGateway(gateway, Authenticator(ApiKeys(tmp_path))) as http:
-        assert (await http.get("/health"))[0] == 200
+        assert (await http.get("/health"))[0] == (await http.get("/ping"))[0] == 200
+        assert (await http.get("/metrics"))[0] == 401
         for headers in ({}, {"authorization": "Bearer other"}, {"authorization": "Basic secret"}):
             status, _, answer = await http.get("/v1/models", headers=headers)
             assert (status, answer["error"]["code"]) == (401, "invalid_api_key")

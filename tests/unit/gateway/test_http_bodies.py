@@ -105,6 +105,37 @@ def test_a_field_is_set_and_its_value_matters(row: fields.BodyField) -> None:
             assert value_at(request, row.path) == value
 
 
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("1", 1), (" 1 ", 1), ("+1", 1), ("1.0", 1), ("1e0", 1), ("1.5", None), ("one", None), ("", None)],
+)
+def test_a_number_may_be_a_string(text: str, value: int | None) -> None:
+    if value is None:
+        assert refusal(max_tokens=text)[0] == "max_tokens"
+        return
+    (request,) = chat(max_tokens=text, temperature=text, logit_bias={"5": text}, seed=text).requests
+    assert (request.stop.max_tokens, request.sampling.seed) == (value, value)
+    assert dict(request.sampling.logit_bias) == {5: 1.0}
+    assert chat(timeout=text).timeout_s == value
+    for name, wrong in (("seed", "9" * 40), ("temperature", "nan"), ("temperature", "1_0")):
+        assert refusal(**{name: wrong})[0] == name
+    assert list(chat(stop="1").requests[0].stop.stop) == ["1"]
+
+
+def test_refusals_and_thoughts_are_part_of_the_conversation() -> None:
+    content = [
+        {"type": "thinking", "thinking": "Hm."},
+        {"type": "text", "text": "No."},
+        {"type": "refusal", "refusal": "I will not."},
+    ]
+    messages = [*HELLO, {"role": "assistant", "content": content}, {"role": "assistant", "refusal": "No!"}]
+    (request,) = chat(messages=messages).requests
+    _, first, second = request.prompt.chat.messages
+    assert (first.content, first.reasoning, second.content) == ("No.\nI will not.", "Hm.", "No!")
+    for part in ({"type": "refusal"}, {"type": "thinking", "thinking": 5}, {"type": ["text"]}):
+        assert refusal(messages=[{"role": "assistant", "content": [part]}])[0].startswith("messages[0].content[0]")
+
+
 def test_early_stopping_has_the_values_of_transformers() -> None:
     numbers = {False: types_pb2.EARLY_STOPPING_FALSE, True: types_pb2.EARLY_STOPPING_TRUE}
     numbers["never"] = types_pb2.EARLY_STOPPING_NEVER
@@ -349,7 +380,7 @@ def test_streaming() -> None:
 
 def test_timeout() -> None:
     assert (chat().timeout_s, chat(timeout=1.5).timeout_s) == (None, 1.5)
-    for wrong in (0, -1, 86401, "1", True):
+    for wrong in (0, -1, 86401, "one", True):
         assert refusal(timeout=wrong)[0] == "timeout"
 
 

@@ -94,6 +94,16 @@ async def replay(http: HttpGateway, response_id: str, after: int) -> list[Any]:
         return events_of(text) if text else []
 
 
+async def test_the_tokens_of_an_input_are_counted(http: HttpGateway, scheduler: FakeScheduler) -> None:
+    scheduler.play([*IDS, 1], EOS)
+    asked = {"input": "hello", "instructions": "Be brief."}
+    _, _, counted = await http.post(f"{PATH}/input_tokens", asked)
+    _, _, answer = await http.post(PATH, asked)
+    assert counted == {"object": "response.input_tokens", "input_tokens": answer["usage"]["input_tokens"]}
+    status, _, error = await http.post(f"{PATH}/input_tokens", {"input": "hello", "tools": [{"type": "function"}]})
+    assert (status, error["error"]["param"]) == (400, "tools[0].name")
+
+
 async def test_a_response_has_the_output_and_repeats_the_request(http: HttpGateway, scheduler: FakeScheduler) -> None:
     scheduler.play([*IDS, 1], EOS)
     asked = {
