@@ -43,7 +43,7 @@ class AdapterSlots:
         self._loading: bytes = b""
         self._retired: bytes = b""  # resident, but gets no new rows
         self._since: dict[bytes, int] = {}  # number of the swap that made each adapter resident
-        self._wanted: dict[bytes, None] = {}  # in the order of the queue
+        self._wanted: dict[bytes, bool] = {}  # whether for a starved sequence; in the order of the queue
 
     @property
     def num_resident(self) -> int:
@@ -69,41 +69,39 @@ class AdapterSlots:
     # -- swaps --------------------------------------------------------------------------------------------------------
 
     def want(self, digest: bytes, *, is_starved: bool = False) -> None:
-        """A waiting sequence should run here. Wants hold until the next `take_swap`."""
-        self._wanted[digest] = None
+        """A waiting sequence should run here. Wants hold until the next `take_swap`, in the order of the queue."""
+        self._wanted[digest] = is_starved or self._wanted.get(digest, False)
         if digest in self._resident:
-            self._touch(digest)
-        elif is_starved and not (self._retired or self._loading) and 0 < self._num_slots <= len(self._resident):
-            self._retired = min(self._resident, key=self._since.__getitem__)
+            del self._resident[digest]
+            self._resident[digest] = None
 
     def take_swap(self, in_use: Collection[bytes]) -> tuple[bytes, tuple[bytes, ...]] | None:
         """The adapter to make resident and those that stay so, if a swap is needed and possible. One at a time.
         `in_use`: the adapters of the worker's rows.
+
+        No adapter makes place that a more urgent sequence wants: two sequences would take the slot from each other.
         """
-        wanted, self._wanted = list(self._wanted), {}
-        place = next((i for i, digest in enumerate(wanted) if self._is_missing(digest)), None)
+        wanted, self._wanted = self._wanted, {}
+        order = list(wanted)
+        place = next((i for i, digest in enumerate(order) if self._is_missing(digest)), None)
         if place is None:
             self._retired = b""
         if place is None or self._loading:
             return None
+        missing, before = order[place], order[:place]
         if len(self._resident) >= self._num_slots:
-            evicted = self._evictable(wanted[:place], wanted, in_use)
-            if not evicted:
+            others = [digest for digest in self._resident if digest not in before]
+            unused = [digest for digest in others if digest not in in_use]
+            if not unused:
+                self._retired = min(others, key=self._since.__getitem__, default=b"") if wanted[missing] else b""
                 return None
+            evicted = next((digest for digest in unused if digest not in wanted), unused[0])
             del self._resident[evicted]
-        self._loading, self._retired = wanted[place], b""
-        return self._loading, tuple(self._resident)
+        self._loading, self._retired = missing, b""
+        return missing, tuple(self._resident)
 
     def _is_missing(self, digest: bytes) -> bool:
         return digest in self.loaded and digest not in self._resident
-
-    def _evictable(self, before: Collection[bytes], wanted: Collection[bytes], in_use: Collection[bytes]) -> bytes:
-        """The least recently used adapter without rows; one that no waiting sequence wants, if there is one. None that
-        a sequence before the one of the missing adapter wants, unless it is retired.
-        """
-        unused = [digest for digest in self._resident if digest not in in_use]
-        allowed = [digest for digest in unused if digest not in before or digest == self._retired]
-        return next((digest for digest in allowed if digest not in wanted), allowed[0] if allowed else b"")
 
     def end_swap(self, digest: bytes, *, is_resident: bool) -> None:
         """The worker has answered. After a failure the adapter counts as not loaded until the worker reports it."""
@@ -114,10 +112,6 @@ class AdapterSlots:
         elif digest in self.loaded:
             self.num_swaps += 1
             self._resident[digest], self._since[digest] = None, self.num_swaps
-
-    def _touch(self, digest: bytes) -> None:
-        del self._resident[digest]
-        self._resident[digest] = None
 
 
 class ResidentAdapters(WorkerPart):

@@ -237,15 +237,28 @@ def test_an_adapter_is_retired_only_while_another_one_needs_its_slot() -> None:
     slots.want(A)
     slots.take_swap(())
     slots.end_swap(A, is_resident=True)
-    slots.want(B, is_starved=True)
-    assert not slots.is_ready(A)
+    slots.want(B)
     assert slots.take_swap({A}) is None
+    assert slots.is_ready(A)
+    slots.want(B, is_starved=True)
+    assert slots.take_swap({A}) is None
+    assert not slots.is_ready(A)
     slots.want(A)
     assert slots.take_swap({A}) is None  # the request of B has ended
     assert slots.is_ready(A)
-    slots.want(B, is_starved=True)
+
+
+def test_an_adapter_is_not_retired_while_a_more_urgent_request_wants_it() -> None:
+    """A seed of the simulation: two requests took the slot from each other, and a third one used their blocks."""
+    slots = AdapterSlots(1)
+    slots.set_loaded([A, B])
     slots.want(A)
-    assert slots.take_swap(()) == (B, ())
+    slots.take_swap(())
+    slots.end_swap(A, is_resident=True)
+    slots.want(A, is_starved=True)
+    slots.want(B, is_starved=True)
+    assert slots.take_swap(()) is None
+    assert slots.is_ready(A)
 
 
 def test_an_adapter_is_not_evicted_before_an_older_request_has_used_it() -> None:
