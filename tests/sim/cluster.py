@@ -218,20 +218,24 @@ class Cluster:
         elif any(self._can_hold(worker, request) for worker in self.workers.values()):
             raise Violation(f"refused although it fits: {error}")
 
-    def _can_hold(self, worker: SymbolicWorker, request: Request) -> bool:
-        c = worker.capacity
-        num_blocks = most = ceil_div(request.num_tokens, c.block_size)
-        if c.attention_window is not None:
-            most = 1 + ceil_div(c.attention_window - 1, c.block_size)
+    def num_blocks_of(self, request: Request, window: int | None) -> int:
+        """The smallest pool that can run the request."""
+        num_blocks = most = ceil_div(request.num_tokens, self.block_size)
+        if window is not None:
+            most = 1 + ceil_div(window - 1, self.block_size)
         if request.beams is not None:
             width, prompt_len = request.num_sequences, len(request.prompt)
             num_blocks = beam_blocks(prompt_len, request.stop.max_tokens, width, self.block_size)
             most *= width
+        return num_blocks if window is None else min(num_blocks, most)
+
+    def _can_hold(self, worker: SymbolicWorker, request: Request) -> bool:
+        c = worker.capacity
         return (
             request.num_tokens <= c.max_model_len
             and request.num_encoder_tokens <= c.max_encoder_tokens
             and request.num_sequences <= c.max_num_seqs
-            and min(num_blocks, most if c.attention_window is not None else num_blocks) <= c.num_blocks
+            and self.num_blocks_of(request, c.attention_window) <= c.num_blocks
         )
 
     def abort(self, request: Request) -> None:

@@ -27,7 +27,7 @@ from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import StopCondition
 from tests.sim.cluster import ADAPTERS, ROOT_SALT, Cluster
 from tests.sim.inputs import NUM_CONTENTS, SimInput
-from tests.sim.symbolic_worker import SymbolicWorker
+from tests.sim.symbolic_worker import NAN_SEED, SymbolicWorker
 from tests.sim.transcript import describe
 
 WORKER_IDS = ("w0", "w1", "w2")
@@ -71,6 +71,12 @@ class Simulation:
         self._input_rate = self._input_rng.choice((0.0, 0.0, 0.3, 1.0))
         self._adapter_rng = Random(f"adapters {seed}")
         self._adapter_rate = self._adapter_rng.choice((0.0, 0.0, 0.5, 0.9))
+        self._tight_rng = Random(f"tight {seed}")
+        self._tight_rate = self._tight_rng.choice((0.0, 0.0, 0.5, 1.0))
+        if self._tight_rate:
+            self._beam_rate = 0.6
+        self._nan_rng = Random(f"nan {seed}")
+        self._nan_rate = self._nan_rng.choice((0.0, 0.0, 0.0, 0.2))
         self.num_events = self._num_arrived = self._next_epoch = 0
         self.setup = replace(self._choose_setup(), **changes)
         block_size = rng.choice((1, 2, 2, 3, 4, 4, 4, 8, 16))
@@ -116,7 +122,7 @@ class Simulation:
             eos_token_ids=frozenset(rng.choice(((), (0,), (0,), (0, 1)))),
             burst_s=Random(f"burst {self.seed}").choice((0.0, 0.0, 0.3, 1.0)),
             changes_wait_s=Random(f"changes {self.seed}").choice((0.0, 0.3)),
-            prefix_caching=Random(f"cache {self.seed}").random() < 0.85,
+            prefix_caching=Random(f"cache {self.seed}").random() < (0.4 if self._tight_rate else 0.85),
             root_salt=ROOT_SALT,
         )
 
@@ -129,6 +135,8 @@ class Simulation:
         longest = ceil_div(max_len, bs)
         num_blocks = rng.choice((rng.randint(2, longest), longest, longest + rng.randint(0, longest), 6 * longest))
         max_num_seqs = rng.randint(1, 8)
+        if tight := self._tight_pool():
+            num_blocks, max_num_seqs = tight, 8
         budget = max_num_seqs + rng.choice((0, 1, 5, 20, 100))
         if self._encoder_rate:
             budget = max(budget, self._encoder_rng.choice((0, max_len)))
@@ -138,6 +146,15 @@ class Simulation:
             pipeline_depth=rng.randint(1, 6), vocab_size=self.cluster.vocab_size, attention_window=self.window,
             max_adapters=self._adapter_rng.randint(1, 3),
         )  # fmt: skip
+
+    def _tight_pool(self) -> int:
+        """Perhaps the number of blocks that the largest open beam search needs: if its beams share less than they
+        should, it starts again without end. Else 0.
+        """
+        searches = [request for request in self.cluster.open.values() if request.beams is not None]
+        if not searches or self._tight_rng.random() >= self._tight_rate:
+            return 0
+        return max(self.cluster.num_blocks_of(request, self.window) for request in searches)
 
     def _choose_prompt(self) -> list[int]:
         """Shared prefixes, repeated prompts and continued conversations are as common as new prompts."""
@@ -238,6 +255,8 @@ class Simulation:
             return self._arrive
         if rng.random() < s.fault_rate and self.cluster.workers:
             return rng.choice((self._lose, self._reconnect, self._drain, self._restart_scheduler))
+        if self._tight_rng.random() < 0.05 * self._tight_rate and self.cluster.workers:
+            return self._replace_workers
         if rng.random() < s.failure_rate and self.cluster.workers:
             return self._break_a_row
         if rng.random() < s.abort_rate and self.cluster.open:
@@ -262,6 +281,8 @@ class Simulation:
         if pooling:
             stop, beams = StopCondition(0), None
         seed, n = rng.choice((7, rng.randrange(1 << 32))), rng.choice((1, 1, rng.randint(1, self.setup.max_n)))
+        if self._nan_rng.random() < self._nan_rate:
+            seed = NAN_SEED
         request = self.cluster.make_request(
             prompt,
             stop,
@@ -308,6 +329,12 @@ class Simulation:
     def _lose(self) -> None:
         self.cluster.lose(self._random_worker())
 
+    def _replace_workers(self) -> None:
+        """All sequences continue on one new worker."""
+        for worker in list(self.cluster.workers.values()):
+            self.cluster.lose(worker)
+        self._join()
+
     def _reconnect(self) -> None:
         self.cluster.reconnect(self._random_worker())
 
@@ -329,11 +356,13 @@ class Simulation:
         c, longest = self.cluster, ceil_div(self.cluster.max_model_len, self.cluster.block_size)
         self._next_epoch += 1
         width = max((request.num_sequences for request in c.open.values() if request.beams is not None), default=1)
-        rows = max(4, width)
+        rows, num_blocks = max(4, width), longest * width
+        if self._tight_rng.random() < self._tight_rate:
+            num_blocks = max(c.num_blocks_of(request, self.window) for request in c.open.values())
         budget = rows + max((request.num_encoder_tokens for request in c.open.values()), default=0)
         c.join(
             WorkerCapacity(
-                "ample", self._next_epoch, longest * width, c.block_size, rows, budget + self.rng.randint(0, 20),
+                "ample", self._next_epoch, num_blocks, c.block_size, rows, budget + self.rng.randint(0, 20),
                 c.max_model_len, vocab_size=c.vocab_size, attention_window=self.window, max_adapters=1,
             ),
             is_lazy=self.setup.is_lazy,

@@ -81,6 +81,9 @@ class Chains:
         return digest
 
 
+NAN_SEED = 1 << 32  # a request with this seed has NaN logits
+
+
 class SymbolicWorker:
     """One worker process in miniature. `send` queues a step, `answer` gives the oldest answer."""
 
@@ -113,6 +116,7 @@ class SymbolicWorker:
     def _columns(self, rows: int, width: int, max_len: int) -> None:
         self.is_open = np.zeros(rows, dtype=np.bool_)
         self.is_broken = np.zeros(rows, dtype=np.bool_)
+        self.is_hopeless = np.zeros(rows, dtype=np.bool_)  # its logits are NaN, on every worker
         self.is_sticky = np.zeros(rows, dtype=np.bool_)  # broken, and fails in every later step too
         self.num_candidates = np.zeros(rows, dtype=np.int64)
         self.candidates: dict[int, set[int]] = {}  # by row: ids returned for the newest token
@@ -247,6 +251,7 @@ class SymbolicWorker:
         self.sums[row] = 0
         self.is_open[row], self.group[row] = True, opened
         self.seed[row], self.sample[row] = opened.group.sampling, opened.sample_index
+        self.is_hopeless[row] = opened.group.sampling == NAN_SEED
         self.prompt_len[row], self.history_len[row] = opened.prompt_len, count
         self.num_computed_tokens[row] = opened.num_computed_tokens
         self.num_candidates[row] = opened.num_candidates
@@ -384,7 +389,8 @@ class SymbolicWorker:
         self.kv_token[slots] = self.tokens[flat_rows, flat_positions]
         self.fill_step[slots // self.capacity.block_size] = batch.step_id
         self.num_computed_tokens[rows] = starts + lens
-        broken = self._break_rows(rows, starts) if self.fail_next or self.is_broken.any() else []
+        may_fail = self.fail_next or self.is_broken.any() or self.is_hopeless[rows].any()
+        broken = self._break_rows(rows, starts) if may_fail else []
         self._read_back(rows, starts)
         np.add.at(self.sums, flat_rows, self.kv[slots])
         self._record_full_blocks(rows, starts)
@@ -462,6 +468,10 @@ class SymbolicWorker:
         for row in hurt:
             self._poison(row, int(starts[rows == row][0]))
         broken = [row for row in hurt if self.is_sticky[row] or self.num_computed_tokens[row] > self.history_len[row]]
+        for row in rows[self.is_hopeless[rows] & ~self.is_broken[rows]].tolist():
+            if self.num_computed_tokens[row] == self.history_len[row]:
+                self.is_broken[row] = self.is_sticky[row] = True
+                broken.append(row)
         sound = [row for row in rows.tolist() if not self.is_broken[row]]
         if self.fail_next and sound:
             row = sound[self._next_step % len(sound)]

@@ -17,15 +17,17 @@ import pytest
 from prefix_index import hashing
 from prefix_index.content_ids import FIRST_CONTENT_ID
 from scheduler_svc.core import answers, prompt_digests, scheduler, windows, worker_state
-from scheduler_svc.core.answers import Untrusted
+from scheduler_svc.core.answers import Untrusted, untrusted_after
 from scheduler_svc.core.block_manager import BlockManager, LruQueue
 from scheduler_svc.core.features.adapters import AdapterSlots
 from scheduler_svc.core.features.beam_search import BeamSearch
 from scheduler_svc.core.features.beams import BeamRows
 from scheduler_svc.core.features.inputs import Inputs
 from scheduler_svc.core.forks import Forks
+from scheduler_svc.core.messages import MigrationReason
 from scheduler_svc.core.placement import Placement
 from scheduler_svc.core.rows import DecodeRun, RowTable
+from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import QueueEntry, Sequence
 from scheduler_svc.core.step_planner import StepPlanner
 from scheduler_svc.core.windows import Windows
@@ -165,7 +167,7 @@ def hit_stays_in_the_free_list(patch: Patch) -> None:
     wrap(patch, BlockManager, "share", share)
 
 
-@bug("leaks|which another open row has|which other rows share|written to one slot")
+@bug("leaks|which another open row has|which other rows share|written to one slot|did not end within")
 def fork_takes_no_reference(patch: Patch) -> None:
     def fork(original: Any, forks: Forks, row: int, count: int, plan: StepPlan) -> None:
         num_opens = len(plan.opens)
@@ -375,7 +377,7 @@ def stop_ids_ignored(patch: Patch) -> None:
     wrap(patch, RowTable, "open", open_row)
 
 
-@bug("the oracle has")
+@bug("the oracle has|sample beyond max_model_len")
 def one_token_more_than_asked(patch: Patch) -> None:
     def open_row(original: Any, table: RowTable, seq: Any, tokens: Any, blocks: Any, computed: int, limit: int) -> int:
         more = limit if seq.group.stop.max_tokens == 0 else min(limit + 1, table.tokens.shape[1])
@@ -411,7 +413,7 @@ def row_at_its_limit_stays_in_the_decode_run(patch: Patch) -> None:
     wrap(patch, DecodeRun, "_renew", renew)
 
 
-@bug("written to one slot|beyond their tables|rows are at|share")
+@bug("written to one slot|beyond their tables|rows are at|share|disagrees with the tables")
 def row_joins_the_decode_run_without_a_check_of_its_blocks(patch: Patch) -> None:
     def may_join(original: Any, planner: StepPlanner, row: int) -> bool:
         r = planner.worker.rows
@@ -537,6 +539,31 @@ def scores_lost_at_a_preemption(patch: Patch) -> None:
 )
 def moves_not_sent(patch: Patch) -> None:
     change_batches(patch, lambda b: replace(b, beam_rows=b.beam_rows[:0], beam_parents=b.beam_parents[:0]))
+
+
+@bug("did not end within|no progress")
+def late_beams_copy_the_prompt_without_a_prefix_cache(patch: Patch) -> None:
+    """Admission counts the blocks of the prompt once, so the pool is too small for the search, which starts again."""
+
+    def hits(original: Any, forks: Forks, row: int, fork: Sequence) -> np.ndarray:
+        forks._worker.extend_digests(fork)
+        return forks._worker.find_hits(fork, fork.data.token_ids())
+
+    wrap(patch, Forks, "_hits", hits)
+
+
+@bug("did not end within")
+def failed_gang_retried_without_end(patch: Patch) -> None:
+    """The rows that read the blocks of a failed leader move first, and the failure is not counted."""
+
+    def fail_rows(original: Any, core: Scheduler, worker: WorkerState, step: InFlightStep, failures: Any) -> Any:
+        failed = {failure.row for failure in failures if failure.row not in step.closed}
+        for row in untrusted_after(worker, failed, step).rows:
+            if worker.rows.sequences[row] is not None:
+                core._requests.requeue(worker.preempt(row), MigrationReason.FAILED)
+        return original(core, worker, step, failures)
+
+    wrap(patch, Scheduler, "_fail_rows", fail_rows)
 
 
 # -- encoder positions -------------------------------------------------------------------------------------------------
