@@ -72,6 +72,13 @@ SPECS = (
     Spec("gateway_request_bytes", "gauge", "size of all open requests", "bytes"),
     Spec("gateway_schedulers", "gauge", "schedulers by state: ready, attached (no model yet), away", "", ("state",)),
     Spec("gateway_revisions", "gauge", "revisions of the model with ready workers; normally 1", "", MODEL),
+    Spec(
+        "gateway_unready_requests_total",
+        "counter",
+        "requests whose model was not served or not ready when they arrived, by the name in the request",
+        "",
+        MODEL,
+    ),
     Spec("gateway_ready_workers", "gauge", "ready workers of all schedulers", "", MODEL),
     Spec(
         "gateway_requests_waiting", "gauge", "sequences in the queues of all schedulers, by their heartbeats", "", MODEL
@@ -146,6 +153,8 @@ class GatewayReader:
             yield "gateway_revisions", (model.name,), len(self._directory.revisions(model.name))
             yield "gateway_ready_workers", (model.name,), num_workers
             yield from self._queue_rows(model.name)
+        for name, count in self._directory.unready.items():
+            yield "gateway_unready_requests_total", (name,), count
         for name, times in list(self._metrics.models.items()):
             yield from model_rows(name, times)
         if self._audit is not None:

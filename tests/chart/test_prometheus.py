@@ -202,17 +202,24 @@ SCALING = [
     ([series("quire_num_requests_waiting", "20+0x5")], {"a needed-workers": 3.0, "b needed-workers": 1.0}),
     # Without schedulers there is no result, which KEDA takes for an error.
     ([], {"a needed-workers": None, "a refused-requests": None}),
-    # Refused requests start a worker only while there is none.
+    # Refused requests start a worker only while there is none, and only one of their model.
     (
         [
-            series("quire_rpc_errors_total", "0+60x5", GATEWAY, code="UNAVAILABLE"),
+            series("quire_gateway_unready_requests_total", "0+60x5", GATEWAY, model_name="demo"),
             series("quire_workers", "0+0x5", state="ready"),
         ],
         {"a refused-requests": 120.0},
     ),
     (
         [
-            series("quire_rpc_errors_total", "0+60x5", GATEWAY, code="UNAVAILABLE"),
+            series("quire_gateway_unready_requests_total", "0+60x5", GATEWAY, model_name="other"),
+            series("quire_workers", "0+0x5", state="ready"),
+        ],
+        {"a refused-requests": None},
+    ),
+    (
+        [
+            series("quire_gateway_unready_requests_total", "0+60x5", GATEWAY, model_name="demo"),
             series("quire_workers", "1+0x5", state="loading"),
         ],
         {"a refused-requests": None},

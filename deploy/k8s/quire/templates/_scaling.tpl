@@ -36,9 +36,11 @@ namespace="{{ .root.Release.Namespace }}", service="{{ include "quire.fullname" 
 {{ divf (int .pool.autoscaling.maxReplicas) $sum | toString | trunc 6 }}
 {{- end -}}
 
-{{/* Requests that gateways refused while the model has no worker: a scheduler that has started since does not know its model and
-     queues nothing. */}}
+{{/* Requests for the model that arrived at gateways while it has no worker: a scheduler that has started since does not know its
+     model and queues nothing. Requests without a name are for the only model. */}}
 {{- define "quire.refusedQuery" -}}
 {{- $gateways := printf "namespace=%q, service=%q" .root.Release.Namespace (printf "%s-gateway-headless" (include "quire.fullname" .root)) -}}
-sum(increase(quire_rpc_errors_total{ {{- $gateways }}, code="UNAVAILABLE"}[2m])) unless on() sum(quire_workers{ {{- include "quire.schedulerLabels" . }}, state=~"loading|joining|ready"}) > 0
+{{- $name := regexQuoteMeta .pool.modelSpec.servedName -}}
+{{- $names := ternary (printf "%s|" $name) $name (eq (len .root.Values.models) 1) -}}
+sum(increase(quire_gateway_unready_requests_total{ {{- $gateways }}, model_name=~{{ $names | quote }}}[2m])) unless on() sum(quire_workers{ {{- include "quire.schedulerLabels" . }}, state=~"loading|joining|ready"}) > 0
 {{- end -}}
