@@ -103,6 +103,10 @@ FLAGS = (
         "counts the limits of owners for all gateways together",
     ),
     FlagGroup("records of resumable requests and stored answers, in Redis (docs/resume.md)", (
+        Flag("--record-memory", size_bytes,
+            "without --redis: keep records in this much memory of the gateway, for a single gateway process; those "
+            "written longest ago make room. 0: keep none", default=0,
+        ),
         Flag("--record-ttl-s", in_range(float, 1.0, 30 * 86_400.0),
             "a record is deleted this long after its last write", default=3600.0,
         ),

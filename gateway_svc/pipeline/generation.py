@@ -198,7 +198,7 @@ class GenerationPipeline:
         if self._recorder is None:
             raise NotConfiguredError(
                 "this deployment keeps no request records, which resumable and stored answers need; start the gateways "
-                "with --redis, or send the request without resumable",
+                "with --redis, or a single one with --record-memory, or send the request without resumable",
                 field="resumable",
             )
         return self._recorder

@@ -1,4 +1,4 @@
-"""What the gateways of a deployment share in Redis: cached prefixes, records, counted limits."""
+"""What the gateways of a deployment share in Redis, or one gateway has in memory: prefixes, records, counted limits."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ from gateway_svc.limits.buckets import LocalBuckets, RedisBuckets
 from gateway_svc.limits.key_limits import KeyLimits
 from gateway_svc.limits.settings import LimitsError, LimitsFile
 from gateway_svc.records.cipher import make_cipher
+from gateway_svc.records.memory_fields import MemoryFields
 from gateway_svc.records.recorder import OutputRecorder
+from gateway_svc.records.redis_fields import RedisFields
 from gateway_svc.records.store import RecordStore
 from prefix_index.reader import RedisPrefixReader
+from svc_common.config import SettingError
 from svc_common.redis.server import RedisServer, redis_server
 
 
 class SharedState:
-    """The reader of the prefix index and the recorder, None without --redis, and the limits of owners.
+    """The reader of the prefix index, None without --redis, the recorder, None without records, and owners' limits.
 
     Raises SettingError.
     """
@@ -38,17 +41,16 @@ class SharedState:
 
 def _make_recorder(args: argparse.Namespace, redis: RedisServer | None) -> OutputRecorder | None:
     cipher = make_cipher(args.record_key_file)
-    if redis is None:
+    limits = {"ttl_s": args.record_ttl_s, "max_bytes": args.max_record_bytes}
+    if redis is not None:
+        return OutputRecorder(RecordStore(RedisFields(redis, namespace=args.redis_namespace, **limits), cipher=cipher))
+    if not args.record_memory:
         return None
-    return OutputRecorder(
-        RecordStore(
-            redis,
-            namespace=args.redis_namespace,
-            ttl_s=args.record_ttl_s,
-            max_bytes=args.max_record_bytes,
-            cipher=cipher,
+    if args.processes > 1:
+        raise SettingError(
+            f"--record-memory needs --processes 1 or --redis: {args.processes} processes share no memory"
         )
-    )
+    return OutputRecorder(RecordStore(MemoryFields(args.record_memory, **limits), cipher=cipher))
 
 
 def _make_limits(args: argparse.Namespace, redis: RedisServer | None) -> KeyLimits:

@@ -1,77 +1,35 @@
-"""Records in Redis (commands of 6.2): one hash per record, which expires `ttl_s` after its last write.
-
-    <namespace>:record:<id>
-      request          RequestRecord
-      object           the finished answer of an API, if that API stores one
-      o:<i>:<offset>   output token ids of sample i from this position on, little-endian uint32
-      e:<i>            SampleEnd
-      run, lease, size run that writes the record, end of its lease (ms, server's clock), bytes of all values
+"""Records as messages: what is stored for a request, sealed by a cipher, in Redis or in memory.
 
 A *run* is one execution of the request. Only the run that claimed the record last can write output. Its lease expires
-if its gateway is killed. `request`, `object`, `o:` and `e:` may be encrypted.
+if its gateway is killed. A record is deleted some time after its last write. Its fields:
+
+    request          RequestRecord
+    object           the finished answer of an API, if that API stores one
+    o:<i>:<offset>   output token ids of sample i from this position on, little-endian uint32
+    e:<i>            SampleEnd
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Protocol
 
 from google.protobuf.message import DecodeError
 from quire.internal.v1 import record_pb2 as pb
 
 from gateway_svc.columns import u32_from_bytes
 from gateway_svc.records.cipher import Cipher, NoCipher, UnreadableValueError
-from svc_common.errors import InvalidRequestError, UnavailableError
-from svc_common.redis.connect import call_errors, connect
-from svc_common.redis.server import Availability, RedisServer
+from svc_common.errors import InvalidRequestError
 
 log = logging.getLogger(__name__)
 
 LEASE_S = 3.0  # a run renews its lease every second
-RETRY_S = 1.0
+TTL_S = 3600.0
+MAX_BYTES = 4 << 20
 OUTPUT, END = "o:", "e:"
-
-NOW = """
-local time = redis.call('TIME')
-local now = time[1] * 1000 + math.floor(time[2] / 1000)
-"""
-# ARGV: run, lease in ms (0 ends the lease), time to live in ms, limit of bytes, then pairs of field and value. Output
-# above the limit is not stored. Returns 0 if another run has claimed the record, or if it does not exist.
-WRITE = f"""{NOW}
-if redis.call('HGET', KEYS[1], 'run') ~= ARGV[1] then return 0 end
-local lease = tonumber(ARGV[2])
-redis.call('HSET', KEYS[1], 'lease', lease > 0 and now + lease or 0)
-local size = tonumber(redis.call('HGET', KEYS[1], 'size')) or 0
-for i = 5, #ARGV, 2 do
-  local total = size + #ARGV[i + 1]
-  if total <= tonumber(ARGV[4]) or string.sub(ARGV[i], 1, 2) == 'e:' then
-    redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1])
-    size = total
-  end
-end
-redis.call('HSET', KEYS[1], 'size', size)
-redis.call('PEXPIRE', KEYS[1], ARGV[3])
-return 1"""
-# ARGV: run, lease in ms, time to live in ms, 1 to end the lease of another run. Returns 1 if the run has the record
-# now, 0 if another run has a lease, -1 if there is no record.
-CLAIM = f"""{NOW}
-if redis.call('EXISTS', KEYS[1]) == 0 then return -1 end
-local lease = tonumber(redis.call('HGET', KEYS[1], 'lease')) or 0
-if ARGV[4] == '0' and lease > now and redis.call('HGET', KEYS[1], 'run') ~= ARGV[1] then return 0 end
-redis.call('HSET', KEYS[1], 'run', ARGV[1], 'lease', now + ARGV[2])
-redis.call('PEXPIRE', KEYS[1], ARGV[3])
-return 1"""
-# Stores an object unless the record has one. ARGV: object, time to live in ms. Returns the stored object; nil if there
-# is no record.
-PUT_OBJECT = """
-if redis.call('EXISTS', KEYS[1]) == 0 then return false end
-redis.call('HSETNX', KEYS[1], 'object', ARGV[1])
-redis.call('PEXPIRE', KEYS[1], ARGV[2])
-return redis.call('HGET', KEYS[1], 'object')"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,42 +59,46 @@ class Update:
     releases: bool = False  # the run has ended
 
 
-class RecordStore:
-    """Reads and writes records. Methods raise UnavailableError if Redis does not answer.
+class RecordFields(Protocol):
+    """Stores the fields of records. Methods raise UnavailableError if the storage does not answer.
 
-    Raises ValueError for a malformed URL.
+    `max_bytes` limits a record: output above it is not stored.
     """
 
-    def __init__(
-        self,
-        server: RedisServer | str,
-        *,
-        namespace: str = "quire",
-        ttl_s: float = 3600.0,
-        max_bytes: int = 4 << 20,
-        cipher: Cipher | None = None,
-        timeout_s: float = 1.0,
-        lease_s: float = LEASE_S,
-    ) -> None:
-        self._redis = connect(server, timeout_s)
-        self._server = Availability("request records are kept")
-        self._prefix = f"{namespace}:record:"
-        self._ttl_ms = int(ttl_s * 1000)
-        self._max_bytes = max_bytes
-        self._cipher = cipher or NoCipher()
-        self._timeout_s = timeout_s
-        self._lease_ms = int(lease_s * 1000)
-
-    async def close(self) -> None:
-        await self._redis.aclose()
+    max_bytes: int
 
     async def answers(self) -> bool:
-        """Whether Redis answers now."""
-        try:
-            await self._call(self._redis.ping())
-        except UnavailableError:
-            return False
-        return True
+        """Whether the storage can be used now."""
+
+    async def create(self, record_id: str, request: bytes, run: str) -> None:
+        """Create or replace a record, and give its lease to this run."""
+
+    async def claim(self, record_id: str, run: str, *, by_force: bool) -> bool:
+        """Give the lease to this run. False if another run has it or there is no record. `by_force`: end that lease."""
+
+    async def write(self, updates: Sequence[tuple[Update, Mapping[str, bytes]]]) -> list[bool]:
+        """Store fields and renew leases. False for a run that has lost its record."""
+
+    async def put_object(self, record_id: str, value: bytes) -> bytes | None:
+        """Store the field `object` unless the record has one. Returns the stored one; None if there is no record."""
+
+    async def delete(self, record_id: str) -> bool:
+        """Delete a record. False if there is none."""
+
+    async def load(self, record_id: str) -> tuple[Mapping[str, bytes], bool]:
+        """The fields of a record, and whether a run has a lease. No fields if there is no record."""
+
+    async def close(self) -> None: ...
+
+
+class RecordStore:
+    """Reads and writes records. Methods raise UnavailableError if the storage does not answer."""
+
+    def __init__(self, fields: RecordFields, *, cipher: Cipher | None = None) -> None:
+        self._fields = fields
+        self._cipher = cipher or NoCipher()
+        self.answers, self.claim = fields.answers, fields.claim
+        self.delete, self.close = fields.delete, fields.close
 
     async def create(self, record_id: str, content: pb.RequestRecord, run: str) -> None:
         """Create or replace a record, and give its lease to this run.
@@ -144,75 +106,51 @@ class RecordStore:
         Raises InvalidRequestError if it is too large.
         """
         value = self._seal(content.SerializeToString(), record_id, "request")
-        if len(value) > self._max_bytes:
+        if len(value) > self._fields.max_bytes:
             raise InvalidRequestError(
-                f"the record of the request has {len(value)} bytes; at most {self._max_bytes} are allowed "
+                f"the record of the request has {len(value)} bytes; at most {self._fields.max_bytes} are allowed "
                 "(--max-record-bytes): shorten the request, or do not ask for a record (resumable, store)",
                 field="resumable",
             )
-        key = self._key(record_id)
-        pipeline = self._redis.pipeline(transaction=True)
-        pipeline.delete(key)
-        pipeline.hset(key, mapping={"request": value, "run": run, "lease": 0, "size": len(value)})
-        pipeline.eval(CLAIM, 1, key, run, self._lease_ms, self._ttl_ms, 0)
-        await self._call(pipeline.execute())
-
-    async def claim(self, record_id: str, run: str, *, by_force: bool) -> bool:
-        """Give the lease to this run. False if another run has it or there is no record. `by_force`: end that lease."""
-        call = self._redis.eval(CLAIM, 1, self._key(record_id), run, self._lease_ms, self._ttl_ms, int(by_force))
-        return bool(await self._call(call) == 1)
+        await self._fields.create(record_id, value, run)
 
     async def write(self, updates: Sequence[Update]) -> list[bool]:
         """Store output and renew leases. False for a run that has lost its record."""
-        pipeline = self._redis.pipeline(transaction=False)
-        for update in updates:
-            pairs: list[Any] = []
-            for (sample, offset), column in update.columns.items():
-                pairs += self._pair(update.record_id, f"{OUTPUT}{sample}:{offset}", column)
-            for sample, end in update.ends.items():
-                pairs += self._pair(update.record_id, f"{END}{sample}", end)
-            lease_ms = 0 if update.releases else self._lease_ms
-            key = self._key(update.record_id)
-            pipeline.eval(WRITE, 1, key, update.run, lease_ms, self._ttl_ms, self._max_bytes, *pairs)
-        return [bool(answer) for answer in await self._call(pipeline.execute())]
+        return await self._fields.write([(update, self._sealed_output(update)) for update in updates])
+
+    def _sealed_output(self, update: Update) -> dict[str, bytes]:
+        output = {f"{OUTPUT}{sample}:{offset}": column for (sample, offset), column in update.columns.items()}
+        output |= {f"{END}{sample}": end for sample, end in update.ends.items()}
+        return {name: self._seal(data, update.record_id, name) for name, data in output.items()}
 
     async def put_object(self, record_id: str, data: bytes) -> bytes:
         """Store the finished answer unless one is stored. Returns the stored one, or `data` if there is no record."""
-        value = self._seal(data, record_id, "object")
-        found = await self._call(self._redis.eval(PUT_OBJECT, 1, self._key(record_id), value, self._ttl_ms))
+        found = await self._fields.put_object(record_id, self._seal(data, record_id, "object"))
         try:
             return data if found is None else self._open(found, record_id, "object")
         except UnreadableValueError:
             return data
 
-    async def delete(self, record_id: str) -> bool:
-        """Delete a record. False if there is none."""
-        return bool(await self._call(self._redis.delete(self._key(record_id))))
-
     async def load(self, record_id: str) -> StoredRecord | None:
         """The record; None if there is none, or if it cannot be read."""
-        pipeline = self._redis.pipeline(transaction=True)
-        pipeline.hgetall(self._key(record_id))
-        pipeline.time()
-        found, (seconds, micros) = await self._call(pipeline.execute())
-        if b"request" not in found:
+        found, has_run = await self._fields.load(record_id)
+        if "request" not in found:
             return None
         try:
-            return self._read(record_id, found, seconds * 1000 + micros // 1000)
+            return self._read(record_id, found, has_run)
         except (UnreadableValueError, DecodeError, ValueError) as error:
             log.error("record %s cannot be read: %s", record_id, error)
             return None
 
-    def _read(self, record_id: str, found: Mapping[bytes, bytes], now_ms: int) -> StoredRecord:
-        names = {name.decode(): value for name, value in found.items()}
-        values = {name: self._open(names[name], record_id, name) for name in names if _is_sealed(name)}
+    def _read(self, record_id: str, found: Mapping[str, bytes], has_run: bool) -> StoredRecord:
+        values = {name: self._open(value, record_id, name) for name, value in found.items()}
         content = pb.RequestRecord.FromString(values["request"])
         num_samples = max(1, content.request.sampling.n)
         columns: list[dict[int, bytes]] = [{} for _ in range(num_samples)]
-        for name in names:
+        for name, value in values.items():
             if name.startswith(OUTPUT):
                 sample, offset = name.removeprefix(OUTPUT).split(":")
-                columns[int(sample)][int(offset)] = values[name]
+                columns[int(sample)][int(offset)] = value
         outputs = tuple(map(_joined, columns))
         ends = [values.get(f"{END}{sample}") for sample in range(num_samples)]
         return StoredRecord(
@@ -221,36 +159,14 @@ class RecordStore:
             outputs,
             tuple(_end_of(end, output) for end, output in zip(ends, outputs, strict=True)),
             values.get("object", b""),
-            int(names.get("lease", b"0")) > now_ms,
+            has_run,
         )
-
-    def _key(self, record_id: str) -> str:
-        return self._prefix + record_id
-
-    def _pair(self, record_id: str, name: str, data: bytes) -> tuple[str, bytes]:
-        return name, self._seal(data, record_id, name)
 
     def _seal(self, data: bytes, record_id: str, name: str) -> bytes:
         return self._cipher.seal(data, f"{record_id} {name}".encode())
 
     def _open(self, value: bytes, record_id: str, name: str) -> bytes:
         return self._cipher.open(value, f"{record_id} {name}".encode())
-
-    async def _call(self, call: Any) -> Any:
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                answer = await call
-        except call_errors() as error:
-            self._server.went_down(error)
-            raise UnavailableError(
-                "Redis, which keeps the records of requests, does not answer; retry later", retry_after_s=RETRY_S
-            ) from None
-        self._server.came_up()
-        return answer
-
-
-def _is_sealed(name: str) -> bool:
-    return name in ("request", "object") or name.startswith((OUTPUT, END))
 
 
 def _joined(columns: Mapping[int, bytes]) -> array[int]:

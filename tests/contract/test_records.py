@@ -1,4 +1,4 @@
-"""The store of request records with a real Redis: runs, leases, limits, expiry, encryption."""
+"""The store of request records, with a real Redis and in memory: runs, leases, limits, expiry, encryption."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ from quire.internal.v1 import scheduler_pb2
 from quire.v1 import inference_pb2
 from quire.v1 import types_pb2 as types
 
-from gateway_svc.records.cipher import RecordKeyError, UnreadableValueError, make_cipher
+from gateway_svc.records.cipher import Cipher, RecordKeyError, UnreadableValueError, make_cipher
+from gateway_svc.records.memory_fields import MemoryFields
+from gateway_svc.records.redis_fields import RedisFields
 from gateway_svc.records.store import RecordStore, Update
-from svc_common.errors import InvalidRequestError, UnavailableError
+from svc_common.errors import InvalidRequestError, OverloadedError, UnavailableError
 from svc_common.security import reread
 from tests.processes.redis_server import RedisServer
 
@@ -36,17 +38,25 @@ def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServ
 
 
 @pytest.fixture
-async def make_store(redis_server: RedisServer) -> AsyncIterator[MakeStore]:
-    """A function that makes a store, which is closed at the end."""
+async def make_redis_store(redis_server: RedisServer) -> AsyncIterator[MakeStore]:
+    """A function that makes a store in Redis, which is closed at the end."""
     redis_server.flush()
     async with AsyncExitStack() as stores:
 
-        def make(**options: Any) -> RecordStore:
-            store = RecordStore(redis_server.url, **{"timeout_s": TIMEOUT_S} | options)
+        def make(cipher: Cipher | None = None, **options: Any) -> RecordStore:
+            store = RecordStore(RedisFields(redis_server.url, **{"timeout_s": TIMEOUT_S} | options), cipher=cipher)
             stores.push_async_callback(store.close)
             return store
 
         yield make
+
+
+@pytest.fixture(params=["redis", "memory"])
+def make_store(request: pytest.FixtureRequest, make_redis_store: MakeStore) -> MakeStore:
+    """A function that makes a store of each kind."""
+    if request.param == "redis":
+        return make_redis_store
+    return lambda **options: RecordStore(MemoryFields(1 << 20, **options))
 
 
 @pytest.fixture
@@ -63,8 +73,8 @@ def end(num_output: int) -> bytes:
     return pb.SampleEnd(finish=finish, num_output=num_output).SerializeToString()
 
 
-async def outputs(store: RecordStore) -> list[list[int]]:
-    record = await store.load("r")
+async def outputs(store: RecordStore, record_id: str = "r") -> list[list[int]]:
+    record = await store.load(record_id)
     assert record is not None
     return [list(output) for output in record.outputs]
 
@@ -113,14 +123,14 @@ async def test_a_record_can_be_claimed_when_its_lease_has_expired(make_store: Ma
     assert not record.has_run
 
 
-async def test_a_deleted_record_is_not_written_again(store: RecordStore, redis_server: RedisServer) -> None:
+async def test_a_deleted_record_is_not_written_again(store: RecordStore) -> None:
     await store.create("r", CONTENT, "run")
     assert await store.delete("r")
     assert not await store.delete("r")
     assert await store.write([Update("r", "run", {(0, 0): column(5)})]) == [False]
     assert not await store.claim("r", "other", by_force=True)
     await store.put_object("r", b"{}")
-    assert redis_server.num_keys() == 0
+    assert await store.load("r") is None
 
 
 async def test_a_new_record_replaces_an_older_one(store: RecordStore) -> None:
@@ -142,13 +152,16 @@ async def test_the_first_stored_object_stays(store: RecordStore) -> None:
     assert record.stored_object == b"first"
 
 
-async def test_a_record_expires_after_its_last_write(make_store: MakeStore, redis_server: RedisServer) -> None:
-    store = make_store(ttl_s=1000.0)
+async def test_each_write_renews_the_time_to_live(make_redis_store: MakeStore, redis_server: RedisServer) -> None:
+    store = make_redis_store(ttl_s=1000.0)
     await store.create("r", CONTENT, "run")
     with redis_server.client() as client:
         client.pexpire("quire:record:r", 500_000)
         await store.write([Update("r", "run", {(0, 0): column(5)})])
         assert 500_000 < client.pttl("quire:record:r") <= 1_000_000
+
+
+async def test_a_record_expires_after_its_last_write(make_store: MakeStore) -> None:
     store = make_store(ttl_s=0.2)
     await store.create("r", CONTENT, "run")
     async with asyncio.timeout(30.0):
@@ -192,10 +205,10 @@ def test_keys_of_records_rotate_without_a_restart(tmp_path: Path, monkeypatch: p
 
 
 async def test_encrypted_records_are_read_only_with_a_key(
-    make_store: MakeStore, redis_server: RedisServer, tmp_path: Path
+    make_redis_store: MakeStore, redis_server: RedisServer, tmp_path: Path
 ) -> None:
     old, new = os.urandom(32), os.urandom(32)
-    before = make_store(cipher=make_cipher(write_keys(tmp_path / "old", old)))
+    before = make_redis_store(cipher=make_cipher(write_keys(tmp_path / "old", old)))
     await before.create("r", CONTENT, "run")
     await before.write([Update("r", "run", {(0, 0): column(5)}, {1: end(0)})])
     await before.put_object("r", SECRET.encode())
@@ -205,15 +218,15 @@ async def test_encrypted_records_are_read_only_with_a_key(
         # A value that is moved to another field or record is not accepted.
         client.hset("quire:record:moved", mapping=values)
 
-    both = make_store(cipher=make_cipher(write_keys(tmp_path / "both", new, old)))
+    both = make_redis_store(cipher=make_cipher(write_keys(tmp_path / "both", new, old)))
     record = await both.load("r")
     assert record is not None
     assert (record.content, list(record.outputs[0]), record.stored_object) == (CONTENT, [5], SECRET.encode())
     assert await both.load("moved") is None
 
     await both.create("r", CONTENT, "run")
-    after = make_store(cipher=make_cipher(write_keys(tmp_path / "new", new)))
-    plain = make_store()
+    after = make_redis_store(cipher=make_cipher(write_keys(tmp_path / "new", new)))
+    plain = make_redis_store()
     assert await after.load("r") is not None
     assert await before.load("r") is None
     assert await plain.load("r") is None
@@ -241,9 +254,9 @@ def test_a_wrong_key_file_is_refused(tmp_path: Path, text: str) -> None:
 
 
 async def test_calls_fail_with_unavailable_while_redis_is_down(
-    make_store: MakeStore, redis_server: RedisServer
+    make_redis_store: MakeStore, redis_server: RedisServer
 ) -> None:
-    store = make_store()
+    store = make_redis_store()
     redis_server.stop()
     try:
         assert not await store.answers()
@@ -253,3 +266,25 @@ async def test_calls_fail_with_unavailable_while_redis_is_down(
     finally:
         redis_server.start()
     assert await store.answers()
+
+
+async def test_records_in_memory_make_room_for_new_ones() -> None:
+    now = [0.0]
+    fields = MemoryFields(2000, lease_s=3.0, clock=lambda: now[0])
+    store = RecordStore(fields)
+    content = pb.RequestRecord(notes=bytes(600))
+    for record_id in "abc":
+        await store.create(record_id, content, "run")
+    with pytest.raises(OverloadedError, match=r"need more than 2000 bytes \(--record-memory\)"):
+        await store.create("d", content, "run")  # all are open
+    assert await store.write([Update("a", "run", {(0, 0): column(*range(100))})]) == [True]
+    await store.write([Update("a", "run", releases=True), Update("b", "run", releases=True)])
+    assert (await outputs(store, "a"))[0] == []  # there was no room for its output
+    await store.write([Update("a", "run", {(0, 0): column(1)}, {0: end(1)}, releases=True)])
+    await store.create("d", content, "run")
+    assert [await store.load(record_id) is not None for record_id in "abcd"] == [True, False, True, True]
+    now[0] = 4.0  # all leases have expired
+    assert await store.put_object("c", b"{}" * 100) == b"{}" * 100
+    await store.create("e", pb.RequestRecord(notes=bytes(1900)), "run")
+    assert [await store.load(record_id) is not None for record_id in "abcde"] == [False] * 4 + [True]
+    assert sum(len(value) for record in fields._records.values() for value in record.fields.values()) == fields._size

@@ -152,6 +152,7 @@ def test_the_bundled_model_answers_a_chat(tmp_path: Path) -> None:
                 assert f'quire_build_info{{service="{kind}"' in page.read().decode()
         answer = quire(ready["target"], "chat", "What does os.path.join do?")
         assert answer.strip() == "Join two or more pathname components, inserting '/' as needed."
+        check_background_response(ready["http"][0])
         in_json = json.loads(quire(ready["target"], "chat", "Who are you?", "--json"))
         assert in_json["finish_reason"] == "eos"
         assert "demo model of Quire" in in_json["text"]
@@ -201,6 +202,26 @@ def test_a_wrong_setting_ends_the_start_with_one_line(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert done.stderr.startswith("quire: error: worker-0: --kv-cache-memory is 921600.0 GiB, but this machine")
     assert done.stderr.count("\n") == 1
+
+
+def check_background_response(base_url: str) -> None:
+    """Without Redis, one gateway keeps responses in memory."""
+
+    def call(path: str, **body: Any) -> dict[str, Any]:
+        data = json.dumps(body).encode() if body else None
+        headers = {"content-type": "application/json"}
+        with urllib.request.urlopen(urllib.request.Request(f"{base_url}{path}", data, headers), timeout=60.0) as reply:
+            return dict(json.load(reply))
+
+    question = "What does os.path.join do?"
+    first = call("/responses", model="demo", input=question, background=True, temperature=0)
+    deadline = time.monotonic() + READY_DEADLINE_S
+    while (stored := call(f"/responses/{first['id']}"))["status"] != "completed":
+        assert time.monotonic() < deadline, stored
+        time.sleep(0.05)
+    assert "Join two or more pathname components" in stored["output"][0]["content"][0]["text"]
+    again = call("/responses", model="demo", input="Who are you?", previous_response_id=first["id"])
+    assert again["status"] == "completed"
 
 
 def test_up_refuses_a_missing_model(tmp_path: Path) -> None:

@@ -43,10 +43,11 @@ NOT_OFFERED = {
     *("nnodes", "node-rank", "node-listen", "leader-address", "node-timeout-s"),
 }
 NAMES_IN_VLLM = {"tool-parser": "--tool-call-parser", "http-allow-origin": "--allowed-origins"}
-ON_ONE_MACHINE = {
-    "threads": "default: an equal share of the cores",
-    "chunk-interval-ms": "default 50",
-    "burst-ms": "default 20",
+DEFAULTS_HERE = {
+    "threads": "here an equal share of the cores",
+    "chunk-interval-ms": "here 50, because all services share this machine",
+    "burst-ms": "here 20, because all services share this machine",
+    "record-memory": "here 64M for one gateway without --redis",
 }
 
 
@@ -106,9 +107,7 @@ def _of_services() -> Iterator[Group]:
 def _flag(row: Mapping[str, Any]) -> Argument:
     name = row["name"]
     names = [f"--{name}", *([NAMES_IN_VLLM[name]] if name in NAMES_IN_VLLM else [])]
-    default = (
-        f"; here {ON_ONE_MACHINE[name]}, because all services share this machine" if name in ON_ONE_MACHINE else ""
-    )
+    default = f"; {DEFAULTS_HERE[name]}" if name in DEFAULTS_HERE else ""
     if row.get("is_switch"):
         return arg(*names, help=row["help"], action="store_true")
     value = {"choices": row["choices"]} if "choices" in row else {"type": _type(row), "metavar": row.get("metavar")}

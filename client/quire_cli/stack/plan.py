@@ -37,6 +37,7 @@ MAX_PORT = 65_535
 DEFAULT_HTTP_PORT = 8000
 # All services share one machine with the model: each message and each chunk takes CPU time from the model.
 CHUNK_INTERVAL_MS = 50.0  # text still appears smoothly
+RECORD_MEMORY = "64M"  # of one gateway without Redis, for stored and background responses
 BURST_MS = 20.0  # a new request may wait this long for each of two messages in flight
 
 
@@ -228,7 +229,10 @@ def _http_ports(args: argparse.Namespace, *, excluded: Sequence[int]) -> list[in
 def _set_defaults_of_one_machine(args: argparse.Namespace) -> None:
     """Defaults where those of the services are for separate machines. A variable of the environment replaces them."""
     args.threads = threads_each(args.workers, args.threads)
-    for name, default in (("chunk_interval_ms", CHUNK_INTERVAL_MS), ("burst_ms", BURST_MS)):
+    has_one_gateway = args.gateways == 1 and args.processes in (None, 1) and not args.redis
+    record_memory = RECORD_MEMORY if has_one_gateway else None
+    defaults = {"chunk_interval_ms": CHUNK_INTERVAL_MS, "burst_ms": BURST_MS, "record_memory": record_memory}
+    for name, default in defaults.items():
         if getattr(args, name) is None and f"QUIRE_{name.upper()}" not in os.environ:
             setattr(args, name, default)
 

@@ -237,7 +237,7 @@ def test_plan_wires_the_services_together(model, tmp_path):
     (url,) = made.http_urls
     http = url.removeprefix("http://").removesuffix("/v1")
     own = {"--listen": made.target, "--http-listen": http, "--scheduler": scheduler, "--chunk-interval-ms": "50.0"}
-    own["--drain-timeout-s"] = "30.0"
+    own |= {"--drain-timeout-s": "30.0", "--record-memory": "64M"}
     assert flags_of(made, "gateway") == own | quiet | {"--token-file": str(tmp_path / "l" / "tokens")}
     assert all(flags_of(made, spec.name)["--token-file"] == str(*made.trust.secrets) for spec in made.specs)
     assert "--redis" not in flags_of(made, "scheduler")
@@ -332,6 +332,17 @@ def test_plan_passes_the_flags_to_the_services(model, tmp_path):
     assert gateway["--listen"].startswith("0.0.0.0:")
     assert "other machines need no key" in "".join(made.notes)
     assert made.target.startswith("127.0.0.1:")
+
+
+def test_only_a_single_gateway_without_redis_keeps_records_in_memory(model, tmp_path):
+    def memory(*flags):
+        made = plan("--model", model, "--port", "0", "--log-dir", str(tmp_path), *flags)
+        gateway = next(spec for spec in made.specs if spec.name.startswith("gateway"))
+        return dict(zip(gateway.arguments[::2], gateway.arguments[1::2], strict=True)).get("--record-memory")
+
+    assert memory() == "64M"
+    assert memory("--record-memory", "1G") == "1G"
+    assert memory("--gateways", "2") is memory("--processes", "2") is memory("--redis", "redis://r.invalid") is None
 
 
 def test_origins_are_given_as_in_vllm_or_one_by_one(model, tmp_path):

@@ -16,6 +16,7 @@ from gateway_svc.callers.api_keys import ApiKeys
 from gateway_svc.callers.authenticator import Authenticator, CallerInterceptor
 from gateway_svc.operators.audit.audit_log import AuditLog, AuditLogError
 from gateway_svc.records.recorder import OutputRecorder
+from gateway_svc.records.redis_fields import RedisFields
 from gateway_svc.records.store import RecordStore
 from tests.processes.redis_server import RedisServer
 from tests.unit.gateway.fakes import EOS, FakeScheduler, TestGateway, refused, until
@@ -58,7 +59,10 @@ class Audited:
 async def audited(scheduler: FakeScheduler, redis_server: RedisServer, tmp_path: Path) -> AsyncIterator[Audited]:
     (tmp_path / "keys").mkdir()
     (tmp_path / "keys" / "team-a").write_text(KEY)
-    authenticator, recorder = Authenticator(ApiKeys(tmp_path / "keys")), OutputRecorder(RecordStore(redis_server.url))
+    authenticator, recorder = (
+        Authenticator(ApiKeys(tmp_path / "keys")),
+        OutputRecorder(RecordStore(RedisFields(redis_server.url))),
+    )
     audit = AuditLog(str(tmp_path / "audit"), "gateway-1")
     async with TestGateway(
         [scheduler.address],

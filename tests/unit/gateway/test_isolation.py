@@ -17,6 +17,7 @@ from gateway_svc.callers.caller import CallersError, tenant_salt
 from gateway_svc.callers.flags import isolates_tenants
 from gateway_svc.flags import make_parser
 from gateway_svc.records.recorder import OutputRecorder
+from gateway_svc.records.redis_fields import RedisFields
 from gateway_svc.records.store import RecordStore
 from gateway_svc.request.plan import plan_generation
 from gateway_svc.request.prompts.reader import PromptInput
@@ -40,7 +41,7 @@ async def isolating(scheduler: FakeScheduler, folder: Path, redis_url: str) -> A
     """A gateway with the keys `key-of-OWNER`."""
     for owner in OWNERS:
         (folder / owner).write_text(f"key-of-{owner}")
-    recorder = OutputRecorder(RecordStore(redis_url))
+    recorder = OutputRecorder(RecordStore(RedisFields(redis_url)))
     interceptor = CallerInterceptor(Authenticator(ApiKeys(folder)))
     async with TestGateway(
         [scheduler.address], interceptors=[interceptor], recorder=recorder, isolates_tenants=True

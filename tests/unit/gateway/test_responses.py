@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from gateway_svc.records.recorder import OutputRecorder
+from gateway_svc.records.redis_fields import RedisFields
 from gateway_svc.records.store import RecordStore
 from tests.processes.redis_server import RedisServer
 from tests.unit.gateway.fakes import ABORTED, EOS, LENGTH, FakeScheduler, TestGateway, until
@@ -61,7 +62,7 @@ async def http(gateway: TestGateway) -> AsyncIterator[HttpGateway]:
 async def stored(redis_server: RedisServer, scheduler: FakeScheduler) -> AsyncIterator[HttpGateway]:
     """With records."""
     redis_server.flush()
-    recorder = OutputRecorder(RecordStore(redis_server.url))
+    recorder = OutputRecorder(RecordStore(RedisFields(redis_server.url)))
     async with TestGateway([scheduler.address], recorder=recorder) as gateway:
         await gateway.ready()
         recorder.start()

@@ -14,6 +14,7 @@ from quire_client import PromptEmbeddings
 
 from gateway_svc.callers.caller import Caller, current_caller, scoped
 from gateway_svc.records.recorder import OutputRecorder
+from gateway_svc.records.redis_fields import RedisFields
 from gateway_svc.records.store import RecordStore
 from tests.processes.redis_server import RedisServer
 from tests.unit.gateway.fakes import (
@@ -56,7 +57,7 @@ class Recorded:
 
     def __init__(self, bundle: bytes, redis_url: str) -> None:
         self.scheduler = FakeScheduler(make_info(bundle, hidden_size=HIDDEN), bundle)
-        self.recorder = OutputRecorder(RecordStore(redis_url))
+        self.recorder = OutputRecorder(RecordStore(RedisFields(redis_url)))
 
     async def __aenter__(self) -> Recorded:
         await self.scheduler.start()

@@ -1,0 +1,135 @@
+"""The fields of records in the memory of one gateway process, for a machine without Redis."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from gateway_svc.records.store import END, LEASE_S, MAX_BYTES, TTL_S, Update
+from svc_common.errors import OverloadedError
+
+
+@dataclass(slots=True)
+class _Record:
+    fields: dict[str, bytes]
+    run: str
+    lease_until: float
+    expires_at: float
+    size: int = 0
+
+
+class MemoryFields:
+    """Records of this process, at most `total_bytes`: the records that were written longest ago make room, unless their
+    request is open. They end with the process. Times are seconds of `clock`.
+    """
+
+    def __init__(
+        self,
+        total_bytes: int,
+        *,
+        ttl_s: float = TTL_S,
+        max_bytes: int = MAX_BYTES,
+        lease_s: float = LEASE_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.max_bytes = min(max_bytes, total_bytes)
+        self._total_bytes = total_bytes
+        self._ttl_s = ttl_s
+        self._lease_s = lease_s
+        self._clock = clock
+        self._records: OrderedDict[str, _Record] = OrderedDict()  # the one written longest ago first
+        self._size = 0
+
+    async def close(self) -> None:
+        self._records.clear()
+
+    async def answers(self) -> bool:
+        return True
+
+    async def create(self, record_id: str, request: bytes, run: str) -> None:
+        """Raises OverloadedError if open requests leave no room."""
+        self._remove(record_id)
+        if not self._make_room(len(request)):
+            raise OverloadedError(
+                f"the records of open requests need more than {self._total_bytes} bytes (--record-memory); retry when "
+                "some have ended, or start the gateways with --redis",
+                retry_after_s=self._lease_s,
+            )
+        now = self._clock()
+        self._records[record_id] = _Record({}, run, now + self._lease_s, now + self._ttl_s)
+        self._put(self._records[record_id], "request", request)
+
+    async def claim(self, record_id: str, run: str, *, by_force: bool) -> bool:
+        record = self._find(record_id)
+        if record is None or (not by_force and record.run != run and record.lease_until > self._clock()):
+            return False
+        record.run = run
+        self._touch(record_id, record, self._lease_s)
+        return True
+
+    async def write(self, updates: Sequence[tuple[Update, Mapping[str, bytes]]]) -> list[bool]:
+        return [self._write(update, fields) for update, fields in updates]
+
+    def _write(self, update: Update, fields: Mapping[str, bytes]) -> bool:
+        record = self._find(update.record_id)
+        if record is None or record.run != update.run:
+            return False
+        for name, value in fields.items():
+            fits = record.size + len(value) <= self.max_bytes and self._make_room(len(value), keep=update.record_id)
+            if fits or name.startswith(END):
+                self._put(record, name, value)
+        self._touch(update.record_id, record, 0.0 if update.releases else self._lease_s)
+        return True
+
+    async def put_object(self, record_id: str, value: bytes) -> bytes | None:
+        record = self._find(record_id)
+        if record is None:
+            return None
+        if "object" not in record.fields and self._make_room(len(value), keep=record_id):
+            self._put(record, "object", value)
+        self._touch(record_id, record, record.lease_until - self._clock())
+        return record.fields.get("object")
+
+    async def delete(self, record_id: str) -> bool:
+        is_known = self._find(record_id) is not None
+        self._remove(record_id)
+        return is_known
+
+    async def load(self, record_id: str) -> tuple[Mapping[str, bytes], bool]:
+        record = self._find(record_id)
+        return ({}, False) if record is None else (dict(record.fields), record.lease_until > self._clock())
+
+    def _find(self, record_id: str) -> _Record | None:
+        record = self._records.get(record_id)
+        if record is not None and record.expires_at <= self._clock():
+            self._remove(record_id)
+            return None
+        return record
+
+    def _put(self, record: _Record, name: str, value: bytes) -> None:
+        growth = len(value) - len(record.fields.get(name, b""))
+        record.fields[name] = value
+        record.size += growth
+        self._size += growth
+
+    def _touch(self, record_id: str, record: _Record, lease_s: float) -> None:
+        """A record expires a time after its last write, and is the last one to make room."""
+        now = self._clock()
+        record.lease_until, record.expires_at = now + lease_s, now + self._ttl_s
+        self._records.move_to_end(record_id)
+
+    def _make_room(self, num_bytes: int, keep: str = "") -> bool:
+        """Remove records that no run writes until there is room. False if there is none."""
+        now = self._clock()
+        while self._size + num_bytes > self._total_bytes:
+            others = (name for name, record in self._records.items() if name != keep and record.lease_until <= now)
+            if (oldest := next(others, None)) is None:
+                return False
+            self._remove(oldest)
+        return True
+
+    def _remove(self, record_id: str) -> None:
+        record = self._records.pop(record_id, None)
+        self._size -= record.size if record else 0

@@ -1,0 +1,142 @@
+"""The fields of records in Redis (commands of 6.2): one hash per record, which expires after its last write.
+
+<namespace>:record:<id>   the fields of store.py, and
+  run, lease, size        run that writes the record, end of its lease (ms, server's clock), bytes of all values
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gateway_svc.records.store import LEASE_S, MAX_BYTES, TTL_S, Update
+from svc_common.errors import UnavailableError
+from svc_common.redis.connect import call_errors, connect
+from svc_common.redis.server import Availability, RedisServer
+
+RETRY_S = 1.0
+OWN = (b"run", b"lease", b"size")
+
+NOW = """
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+"""
+# ARGV: run, lease in ms (0 ends the lease), time to live in ms, limit of bytes, then pairs of field and value. Output
+# above the limit is not stored. Returns 0 if another run has claimed the record, or if it does not exist.
+WRITE = f"""{NOW}
+if redis.call('HGET', KEYS[1], 'run') ~= ARGV[1] then return 0 end
+local lease = tonumber(ARGV[2])
+redis.call('HSET', KEYS[1], 'lease', lease > 0 and now + lease or 0)
+local size = tonumber(redis.call('HGET', KEYS[1], 'size')) or 0
+for i = 5, #ARGV, 2 do
+  local total = size + #ARGV[i + 1]
+  if total <= tonumber(ARGV[4]) or string.sub(ARGV[i], 1, 2) == 'e:' then
+    redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1])
+    size = total
+  end
+end
+redis.call('HSET', KEYS[1], 'size', size)
+redis.call('PEXPIRE', KEYS[1], ARGV[3])
+return 1"""
+# ARGV: run, lease in ms, time to live in ms, 1 to end the lease of another run. Returns 1 if the run has the record
+# now, 0 if another run has a lease, -1 if there is no record.
+CLAIM = f"""{NOW}
+if redis.call('EXISTS', KEYS[1]) == 0 then return -1 end
+local lease = tonumber(redis.call('HGET', KEYS[1], 'lease')) or 0
+if ARGV[4] == '0' and lease > now and redis.call('HGET', KEYS[1], 'run') ~= ARGV[1] then return 0 end
+redis.call('HSET', KEYS[1], 'run', ARGV[1], 'lease', now + ARGV[2])
+redis.call('PEXPIRE', KEYS[1], ARGV[3])
+return 1"""
+# Stores an object unless the record has one. ARGV: object, time to live in ms. Returns the stored object; nil if there
+# is no record.
+PUT_OBJECT = """
+if redis.call('EXISTS', KEYS[1]) == 0 then return false end
+redis.call('HSETNX', KEYS[1], 'object', ARGV[1])
+redis.call('PEXPIRE', KEYS[1], ARGV[2])
+return redis.call('HGET', KEYS[1], 'object')"""
+
+
+class RedisFields:
+    """Records that all gateways with this Redis share. Raises ValueError for a malformed URL."""
+
+    def __init__(
+        self,
+        server: RedisServer | str,
+        *,
+        namespace: str = "quire",
+        ttl_s: float = TTL_S,
+        max_bytes: int = MAX_BYTES,
+        timeout_s: float = 1.0,
+        lease_s: float = LEASE_S,
+    ) -> None:
+        self.max_bytes = max_bytes
+        self._redis = connect(server, timeout_s)
+        self._server = Availability("request records are kept")
+        self._prefix = f"{namespace}:record:"
+        self._ttl_ms = int(ttl_s * 1000)
+        self._timeout_s = timeout_s
+        self._lease_ms = int(lease_s * 1000)
+
+    async def close(self) -> None:
+        await self._redis.aclose()
+
+    async def answers(self) -> bool:
+        try:
+            await self._call(self._redis.ping())
+        except UnavailableError:
+            return False
+        return True
+
+    async def create(self, record_id: str, request: bytes, run: str) -> None:
+        key = self._key(record_id)
+        pipeline = self._redis.pipeline(transaction=True)
+        pipeline.delete(key)
+        pipeline.hset(key, mapping={"request": request, "run": run, "lease": 0, "size": len(request)})
+        pipeline.eval(CLAIM, 1, key, run, self._lease_ms, self._ttl_ms, 0)
+        await self._call(pipeline.execute())
+
+    async def claim(self, record_id: str, run: str, *, by_force: bool) -> bool:
+        call = self._redis.eval(CLAIM, 1, self._key(record_id), run, self._lease_ms, self._ttl_ms, int(by_force))
+        return bool(await self._call(call) == 1)
+
+    async def write(self, updates: Sequence[tuple[Update, Mapping[str, bytes]]]) -> list[bool]:
+        pipeline = self._redis.pipeline(transaction=False)
+        for update, fields in updates:
+            lease_ms = 0 if update.releases else self._lease_ms
+            pairs = [part for pair in fields.items() for part in pair]
+            key = self._key(update.record_id)
+            pipeline.eval(WRITE, 1, key, update.run, lease_ms, self._ttl_ms, self.max_bytes, *pairs)
+        return [bool(answer) for answer in await self._call(pipeline.execute())]
+
+    async def put_object(self, record_id: str, value: bytes) -> bytes | None:
+        found: bytes | None = await self._call(
+            self._redis.eval(PUT_OBJECT, 1, self._key(record_id), value, self._ttl_ms)
+        )
+        return found
+
+    async def delete(self, record_id: str) -> bool:
+        return bool(await self._call(self._redis.delete(self._key(record_id))))
+
+    async def load(self, record_id: str) -> tuple[Mapping[str, bytes], bool]:
+        pipeline = self._redis.pipeline(transaction=True)
+        pipeline.hgetall(self._key(record_id))
+        pipeline.time()
+        found, (seconds, micros) = await self._call(pipeline.execute())
+        has_run = int(found.get(b"lease", b"0")) > seconds * 1000 + micros // 1000
+        return {name.decode(): value for name, value in found.items() if name not in OWN}, has_run
+
+    def _key(self, record_id: str) -> str:
+        return self._prefix + record_id
+
+    async def _call(self, call: Any) -> Any:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                answer = await call
+        except call_errors() as error:
+            self._server.went_down(error)
+            raise UnavailableError(
+                "Redis, which keeps the records of requests, does not answer; retry later", retry_after_s=RETRY_S
+            ) from None
+        self._server.came_up()
+        return answer
