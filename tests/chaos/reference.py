@@ -13,7 +13,8 @@ from tokenizers import Tokenizer
 
 from tests.chaos.parameters import Parameter, served_parameters
 from tests.chaos.workload import MIN_TOKENS, Answer, Request, make_requests, with_stop_string
-from worker_svc.simulator.tokens import read_vocabulary, sim_output
+from tests.simulated_tokens import sim_output
+from worker_svc.simulator.tokens import read_vocabulary
 
 Answers = tuple[Answer, ...]
 AT_ONCE = 8

@@ -23,7 +23,8 @@ from quire_client.errors import Overloaded
 
 from tests.chaos.report import quantile
 from tests.processes.stack import Stack, wait_idle
-from worker_svc.simulator.tokens import read_vocabulary, sim_output
+from tests.simulated_tokens import sim_output
+from worker_svc.simulator.tokens import read_vocabulary
 
 SECONDS = float(os.environ.get("OVERLOAD_SECONDS", "8"))
 STEP_S = 0.004

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.processes.models import SHAPES, VOCAB_SIZE, make_checkpoint
 from tests.processes.stack import Service, Stack, is_ready
-from worker_svc.simulator.tokens import context_digest, sim_logprobs
+from tests.simulated_tokens import context_digest, sim_logprobs
 
 RNG = random.Random(4)
 PROMPT = [RNG.randrange(VOCAB_SIZE) for _ in range(150)]

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -16,10 +15,6 @@ from step_protocol.columns import I64, U32
 from step_protocol.messages import (
     EMPTY,
     NO_CANDIDATES,
-    BeamCandidates,
-    LogprobColumns,
-    PooledRows,
-    PromptLogprobs,
     RowErrorCode,
     StepBatch,
     StepOutput,
@@ -64,21 +59,6 @@ from worker_svc.engine.step_runner import NOTHING_TO_SAMPLE, StepRunner
 logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-@dataclass(frozen=True, slots=True)
-class Computed:
-    """The results of a step."""
-
-    rows: I64  # [S]
-    token_ids: U32  # [S] ignored for beams: the scheduler chooses one of the candidates
-    logprobs: LogprobColumns | None = None
-    prompt_logprobs: PromptLogprobs | None = None
-    candidates: BeamCandidates = NO_CANDIDATES
-    pooled: PooledRows | None = None
-
-
-NOTHING = Computed(np.empty(0, np.int64), EMPTY)
 
 
 class ModelRunner(StepRunner):
@@ -144,25 +124,9 @@ class ModelRunner(StepRunner):
         return self._inputs.num_encoder_runs
 
     def execute(self, batch: StepBatch) -> StepOutput:
-        started = time.perf_counter()
-        self._checker.check_columns(batch)
         self._bind_thread()
         with torch.inference_mode():
-            errors = RowErrors()
-            self._apply_changes(batch, errors)
-            found = self._compute_or_fail(batch, errors, lambda: self._check_and_run(batch, errors)) or NOTHING
-        elapsed_us = int((time.perf_counter() - started) * 1e6)
-        return StepOutput(
-            batch.step_id,
-            found.rows.astype(np.uint32),
-            found.token_ids,
-            errors.to_list(),
-            elapsed_us,
-            found.logprobs,
-            found.prompt_logprobs,
-            found.candidates,
-            found.pooled,
-        )
+            return super().execute(batch)
 
     def committed_blocks(self) -> Iterator[tuple[U32, list[bytes], U32]]:
         return self._pool.committed_blocks()
@@ -179,10 +143,10 @@ class ModelRunner(StepRunner):
     def _commit_blocks(self, blocks: I64, digests: list[bytes]) -> None:
         self._pool.commit(blocks, digests)
 
-    def _check_and_run(self, batch: StepBatch, errors: RowErrors) -> Computed:
+    def _run_step(self, batch: StepBatch, errors: RowErrors) -> StepOutput | None:
         self._advance_images(batch)
         plan = self._checker.check(batch, errors)
-        return self._run(plan, errors) if len(plan.rows) else NOTHING
+        return self._run(batch.step_id, plan, errors) if len(plan.rows) else None
 
     def _advance_images(self, batch: StepBatch) -> None:
         """Does the work on images that this step has. A row that is closed, or that failed, has none."""
@@ -191,7 +155,7 @@ class ModelRunner(StepRunner):
             if self.images is not None and item is not None and item.kind == "image":
                 self.images.advance(item, work.done / work.total)
 
-    def _run(self, plan: CheckedStep, errors: RowErrors) -> Computed:
+    def _run(self, step_id: int, plan: CheckedStep, errors: RowErrors) -> StepOutput:
         """Runs the forward pass, then samples and scores."""
         heads, logits_index = plan.sources, None
         if plan.has_forks:
@@ -228,20 +192,19 @@ class ModelRunner(StepRunner):
         prompts = None if targets is None else self._score_prompts(forward, plan.token_rows, targets, errors)
         logits = self._model.forward(forward, self._pool) if prompts is None else prompts.logits
         self._rows.mark_computed(plan.rows, plan.ends)
-        found = NOTHING
-        pooled = None
+        output = StepOutput(step_id, EMPTY, EMPTY)
         if chunks:
-            pooled, bad_rows = self._pooler.numbers(chunks, self._model.hidden, logits, forward.head_tokens)
+            output.pooled, bad_rows = self._pooler.numbers(chunks, self._model.hidden, logits, forward.head_tokens)
             for row in bad_rows:
                 errors.add(row, NOT_FINITE, RowErrorCode.NAN)
             logits = logits[torch.from_numpy(np.searchsorted(forward.head_tokens, samplers))]
         if len(plan.sampling_rows):
             if logits_index is not None:
                 logits = logits[torch.from_numpy(logits_index)]
-            found = self._sample(plan, logits, masks, errors)
-        if prompts is None and pooled is None:
-            return found
-        return replace(found, prompt_logprobs=None if prompts is None else prompts.prompt_logprobs, pooled=pooled)
+            self._sample(plan, logits, masks, errors, output)
+        if prompts is not None:
+            output.prompt_logprobs = prompts.prompt_logprobs
+        return output
 
     def _with_adapters(self, forward: ForwardBatch, token_rows: I64) -> ForwardBatch:
         """The same batch with the adapters of its rows."""
@@ -264,8 +227,14 @@ class ModelRunner(StepRunner):
         return prompts
 
     def _sample(
-        self, plan: CheckedStep, logits: torch.Tensor, masks: PendingMasks | None, errors: RowErrors
-    ) -> Computed:
+        self,
+        plan: CheckedStep,
+        logits: torch.Tensor,
+        masks: PendingMasks | None,
+        errors: RowErrors,
+        output: StepOutput,
+    ) -> None:
+        """Sets the sampled tokens, and what belongs to them."""
         asked = self._rows.logprobs.asked(plan.sampling_rows)
         columns = self._rows.sampling_columns(plan.sampling_rows, plan.sampled_positions)
         processed = self._rows.processed_rows(plan.sampling_rows, plan.sampled_positions)
@@ -297,12 +266,13 @@ class ModelRunner(StepRunner):
         is_good = ~is_bad
         if len(errors):
             is_good &= [int(row) not in errors for row in rows]
-        logprobs = None if raw is None else score_sampled(self._backend, raw, token_ids, is_good)
+        if raw is not None:
+            output.logprobs = score_sampled(self._backend, raw, token_ids, is_good)
         if len(errors):
             candidates = candidates.without(rows[~is_good])
             rows, positions, token_ids = rows[is_good], positions[is_good], token_ids[is_good]
         self._rows.append(rows, positions, token_ids)
-        return Computed(rows, token_ids, logprobs, candidates=candidates)
+        output.rows, output.token_ids, output.candidates = rows.astype(np.uint32), token_ids, candidates
 
 
 def _choose_dtype(config: EngineConfig, checkpoint: Checkpoint) -> ComputeDtype:

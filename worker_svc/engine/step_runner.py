@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import TypeVar
@@ -10,7 +11,7 @@ from typing import TypeVar
 import numpy as np
 
 from step_protocol.columns import I64, U32
-from step_protocol.messages import RowErrorCode, RowOpen, StepBatch, StepOutput
+from step_protocol.messages import EMPTY, RowErrorCode, RowOpen, StepBatch, StepOutput
 from worker_svc.engine.config import EngineInfo
 from worker_svc.engine.rows.errors import RowErrors
 from worker_svc.engine.rows.open_rows import OpenRows
@@ -35,8 +36,8 @@ MAX_OUT_OF_MEMORY_STEPS = 3  # consecutive; a worker that cannot compute must no
 class StepRunner(ABC):
     """A loaded model with its KV pool and open rows. One thread at a time may call it.
 
-    A backend that computes at once implements `execute`. One with several steps in flight has a method `launch`, which
-    returns a step whose `result` is read later, in any thread.
+    A backend that computes at once implements `_run_step`. One with several steps in flight has a method `launch`,
+    which returns a step whose `result` is read later, in any thread.
     """
 
     info: EngineInfo
@@ -48,13 +49,25 @@ class StepRunner(ABC):
         self._checker = StepChecker(rows, info)
         self._num_out_of_memory = 0  # consecutive steps
 
-    @abstractmethod
     def execute(self, batch: StepBatch) -> StepOutput:
         """Applies and runs one step. A bad row becomes a RowError and affects no other row.
 
         Raises BadBatchError, with nothing applied, for columns that contradict each other or the pool. If a step runs
         out of memory, its rows fail. The third consecutive such step raises, and so does a failure to apply changes.
         """
+        started = time.perf_counter()
+        self._checker.check_columns(batch)
+        errors = RowErrors()
+        self._apply_changes(batch, errors)
+        output = self._compute_or_fail(batch, errors, lambda: self._run_step(batch, errors))
+        output = output or StepOutput(batch.step_id, EMPTY, EMPTY)
+        output.errors = errors.to_list()
+        output.forward_us = int((time.perf_counter() - started) * 1e6)
+        return output
+
+    def _run_step(self, batch: StepBatch, errors: RowErrors) -> StepOutput | None:
+        """The output of a step whose changes are applied, without its errors; None if no row is left."""
+        raise NotImplementedError
 
     @abstractmethod
     def committed_blocks(self) -> Iterator[tuple[U32, list[bytes], U32]]:

@@ -65,7 +65,7 @@ class SimConfig:
         if self.prefill_tokens_per_s <= 0:
             raise ValueError(f"prefill_tokens_per_s must be above 0, got {self.prefill_tokens_per_s}")
 
-    def step_s(self, query_lens: I64) -> float:
+    def step_s(self, query_lens: U32) -> float:
         """Duration of a step whose rows compute `query_lens` tokens."""
         if not len(query_lens):
             return 0.0
@@ -105,25 +105,12 @@ class SimRunner(StepRunner):
 
     def execute(self, batch: StepBatch) -> StepOutput:
         started = time.perf_counter()
-        self._checker.check_columns(batch)
-        errors = RowErrors()
-        self._apply_changes(batch, errors)
-        plan = self._checker.check(batch, errors)
-        rows, token_ids, logprobs, prompt_logprobs, candidates = self._compute(plan, errors)
-        left_s = self._sim.step_s(plan.ends - plan.context_lens) - (time.perf_counter() - started)
+        output = super().execute(batch)
+        left_s = self._sim.step_s(batch.query_lens) - (time.perf_counter() - started)
         if left_s > 0:  # a sleep of 0 also gives the processor away
             time.sleep(left_s)
-        elapsed_us = int((time.perf_counter() - started) * 1e6)
-        return StepOutput(
-            batch.step_id,
-            rows.astype(np.uint32),
-            token_ids,
-            errors.to_list(),
-            elapsed_us,
-            logprobs,
-            prompt_logprobs,
-            candidates,
-        )
+        output.forward_us = int((time.perf_counter() - started) * 1e6)
+        return output
 
     def committed_blocks(self) -> Iterator[tuple[U32, list[bytes], U32]]:
         return self._pool.committed_blocks()
@@ -167,9 +154,8 @@ class SimRunner(StepRunner):
         places: I64 = time ^ ((height - time) << 16) ^ ((width - time) << 24)
         return places
 
-    def _compute(
-        self, plan: CheckedStep, errors: RowErrors
-    ) -> tuple[I64, U32, LogprobColumns | None, PromptLogprobs | None, BeamCandidates]:
+    def _run_step(self, batch: StepBatch, errors: RowErrors) -> StepOutput:
+        plan = self._checker.check(batch, errors)
         tokens = self._rows.token_ids(plan.token_rows, plan.positions)
         digests = self._histories.digests[plan.token_rows, plan.positions + 1]
         self._pool.write(plan.slots, tokens, digests)
@@ -187,8 +173,14 @@ class SimRunner(StepRunner):
         token_ids = self._sample(rows, positions, None if masks is None else masks.result().without_failed())
         self._rows.append(rows, positions, token_ids)
         self._histories.append(rows, positions, self._rows.positions.shifted(rows, positions), token_ids)
-        logprobs = self._logprobs(rows, positions, token_ids)
-        return rows, token_ids, logprobs, self._prompt_logprobs(plan, plan.rows[is_wrong]), candidates
+        return StepOutput(
+            batch.step_id,
+            rows.astype(np.uint32),
+            token_ids,
+            logprobs=self._logprobs(rows, positions, token_ids),
+            prompt_logprobs=self._prompt_logprobs(plan, plan.rows[is_wrong]),
+            candidates=candidates,
+        )
 
     def _logprobs(self, rows: I64, positions: I64, token_ids: U32) -> LogprobColumns | None:
         asked = self._rows.logprobs.asked(rows)
