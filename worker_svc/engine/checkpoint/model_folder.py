@@ -47,6 +47,21 @@ def read_objects(path: Path) -> list[dict[str, Any]]:
     return content
 
 
+def size_of(config: Mapping[str, Any], field: str, default: int | None = None, *, within: str = "") -> int:
+    """A positive integer; `default` if it is missing or null. Raises CheckpointError naming the field."""
+    value = default if config.get(field) is None else config[field]
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise CheckpointError(f"{within}{field}: config.json must hold a positive integer, found {value!r}")
+    return value
+
+
+def activation_of(name: object, supported: Mapping[str, str], field: str) -> str:
+    """Our name of an activation. Raises CheckpointError naming the field."""
+    if name not in supported:
+        raise CheckpointError(f"{field}: {name!r} is not supported; use one of {', '.join(supported)}")
+    return supported[str(name)]
+
+
 def decoder_config(config: dict[str, Any]) -> dict[str, Any]:
     """config.json with the fields of `text_config`, where models with a tower have those of their decoder."""
     text = config.get("text_config")

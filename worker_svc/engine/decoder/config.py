@@ -18,7 +18,7 @@ from worker_svc.engine.checkpoint.families import (
     without_prefix,
 )
 from worker_svc.engine.checkpoint.features import features_of
-from worker_svc.engine.checkpoint.model_folder import CheckpointError
+from worker_svc.engine.checkpoint.model_folder import CheckpointError, activation_of, size_of
 from worker_svc.engine.checkpoint.quantization_config import QuantizationConfig, quantization_of
 from worker_svc.engine.decoder.heads import HeadPart, HeadSpec
 from worker_svc.engine.decoder.rotary import ORIGINAL_LENGTH, Rotary, mrope_axes, parse_rotary, positive
@@ -176,13 +176,13 @@ def parse_config(config: dict[str, Any]) -> ModelConfig:
     config = _completed(config, architecture)
     heads = _heads(config)
     attention_bias = bool(config.get("attention_bias", False))
-    hidden_size = _size(config, "hidden_size")
+    hidden_size = size_of(config, "hidden_size")
     rotaries, rotary_of = _rotaries(config, architecture, heads.head_dim)
     return ModelConfig(
         architecture=architecture,
         hidden_size=hidden_size,
-        vocab_size=_size(config, "vocab_size"),
-        max_position_embeddings=_size(config, "max_position_embeddings"),
+        vocab_size=size_of(config, "vocab_size"),
+        max_position_embeddings=size_of(config, "max_position_embeddings"),
         heads=heads,
         layers=_layers(config, architecture, rotary_of),
         rotaries=rotaries,
@@ -192,7 +192,9 @@ def parse_config(config: dict[str, Any]) -> ModelConfig:
         has_mlp_bias=bool(config.get("mlp_bias", False))
         if architecture.has_mlp_bias is None
         else architecture.has_mlp_bias,
-        activation=_activation(config, architecture),
+        activation=activation_of(
+            config.get("hidden_act") or architecture.defaults.get("hidden_act", "silu"), ACTIVATIONS, "hidden_act"
+        ),
         attention_scale=positive({"query_pre_attn_scalar": heads.head_dim} | config, "query_pre_attn_scalar") ** -0.5,
         attention_soft_cap=_optional(config, "attn_logit_softcapping"),
         logit_soft_cap=_optional(config, "final_logit_softcapping"),
@@ -222,14 +224,7 @@ def _vision(config: dict[str, Any], architecture: Architecture, hidden_size: int
 
 
 def _image_token(config: dict[str, Any], architecture: Architecture) -> int | None:
-    return None if architecture.tower is None else _size(config, "image_token_id")
-
-
-def _size(config: dict[str, Any], field: str) -> int:
-    value = config.get(field)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise CheckpointError(f"{field}: config.json must hold a positive integer, found {value!r}")
-    return value
+    return None if architecture.tower is None else size_of(config, "image_token_id")
 
 
 def _optional(config: dict[str, Any], field: str) -> float | None:
@@ -237,19 +232,12 @@ def _optional(config: dict[str, Any], field: str) -> float | None:
 
 
 def _heads(config: dict[str, Any]) -> HeadShape:
-    num_q_heads = _size(config, "num_attention_heads")
-    num_kv_heads = _size(config, "num_key_value_heads") if config.get("num_key_value_heads") else num_q_heads
+    num_q_heads = size_of(config, "num_attention_heads")
+    num_kv_heads = size_of(config, "num_key_value_heads") if config.get("num_key_value_heads") else num_q_heads
     if num_q_heads % num_kv_heads:
         raise CheckpointError(f"num_key_value_heads: {num_kv_heads} does not divide the {num_q_heads} attention heads")
-    head_dim = config.get("head_dim") or _size(config, "hidden_size") // num_q_heads
-    return HeadShape(num_q_heads, num_kv_heads, _size({"head_dim": head_dim}, "head_dim"))
-
-
-def _activation(config: dict[str, Any], architecture: Architecture) -> str:
-    name = config.get("hidden_act") or architecture.defaults.get("hidden_act", "silu")
-    if name not in ACTIVATIONS:
-        raise CheckpointError(f"hidden_act: {name!r} is not supported; use one of {', '.join(ACTIVATIONS)}")
-    return ACTIVATIONS[name]
+    head_dim = config.get("head_dim") or size_of(config, "hidden_size") // num_q_heads
+    return HeadShape(num_q_heads, num_kv_heads, size_of({"head_dim": head_dim}, "head_dim"))
 
 
 def _rotaries(
@@ -280,12 +268,12 @@ def _rotaries(
 def _layers(
     config: dict[str, Any], architecture: Architecture, rotary_of: dict[str, int | None]
 ) -> tuple[LayerSpec, ...]:
-    count = _size(config, "num_hidden_layers")
+    count = size_of(config, "num_hidden_layers")
     window, kinds = _windows(config, architecture, count)
     has_experts = _has_experts(config, architecture)
-    inner = 4 * _size(config, "hidden_size")  # GPT-2's, if n_inner is null
+    inner = 4 * size_of(config, "hidden_size")  # GPT-2's, if n_inner is null
     if config.get("intermediate_size") is not None or architecture.is_gated:
-        inner = _size(config, "intermediate_size")
+        inner = size_of(config, "intermediate_size")
     layers = []
     for index, kind in enumerate(kinds):
         if kind not in rotary_of:
@@ -303,7 +291,7 @@ def _windows(config: dict[str, Any], architecture: Architecture, count: int) -> 
     if rule == "none" or (rule.startswith("opt_in") and not config.get("use_sliding_window", False)):
         window = None
     if window is not None:
-        window = _size({"sliding_window": window}, "sliding_window")
+        window = size_of({"sliding_window": window}, "sliding_window")
     kinds = config.get("layer_types")
     if kinds is not None and len(kinds) != count:
         raise CheckpointError(f"layer_types: {len(kinds)} entries for {count} layers; config.json must hold one each")
@@ -331,8 +319,8 @@ def _has_experts(config: dict[str, Any], architecture: Architecture) -> Callable
 
 def _experts(config: dict[str, Any], architecture: Architecture) -> Experts:
     # transformers writes num_local_experts, the models on the Hub have the field of their architecture
-    num_experts = _size(config, "num_experts" if "num_experts" in config else "num_local_experts")
-    top_k = _size(config, "num_experts_per_tok")
+    num_experts = size_of(config, "num_experts" if "num_experts" in config else "num_local_experts")
+    top_k = size_of(config, "num_experts_per_tok")
     if top_k > num_experts:
         raise CheckpointError(f"num_experts_per_tok: {top_k} is above the number of experts, {num_experts}")
     normalizes = architecture.normalizes_experts

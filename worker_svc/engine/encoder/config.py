@@ -8,7 +8,7 @@ from typing import Any
 
 from step_protocol.messages import PoolingKind
 from worker_svc.engine.backend import AttentionShape, HeadShape
-from worker_svc.engine.checkpoint.model_folder import CheckpointError
+from worker_svc.engine.checkpoint.model_folder import CheckpointError, activation_of, size_of
 from worker_svc.engine.decoder.config import ACTIVATIONS, SLIDING
 from worker_svc.engine.decoder.heads import HeadPart, HeadSpec
 from worker_svc.engine.decoder.rotary import Rotary, parse_rotary
@@ -70,12 +70,12 @@ def parse_encoder(config: dict[str, Any], family: EncoderFamily, num_classes: in
     check_encoder(config)
     renamed = {ours: config[theirs] for ours, theirs in family.fields.items() if theirs in config}
     config = {**family.defaults, **config, **renamed}
-    hidden, num_heads = _size(config, "hidden_size"), _size(config, "num_attention_heads")
+    hidden, num_heads = size_of(config, "hidden_size"), size_of(config, "num_attention_heads")
     if hidden % num_heads:
         raise CheckpointError(f"num_attention_heads: {num_heads} heads do not divide hidden_size {hidden}")
     heads = HeadShape(num_heads, num_heads, hidden // num_heads)
     offset = _first_position(config) if family.has_positions_after_padding else 0
-    num_positions = _size(config, "max_position_embeddings")
+    num_positions = size_of(config, "max_position_embeddings")
     layers, rotaries = _layers(config, family, heads.head_dim)
     biases = [bool(config.get(name, False)) for name in ("attention_bias", "mlp_bias", "norm_bias")]
     if family.is_biased is not None:
@@ -85,9 +85,9 @@ def parse_encoder(config: dict[str, Any], family: EncoderFamily, num_classes: in
         family=family,
         names=family.names,
         hidden_size=hidden,
-        inner=_size(config, "intermediate_size"),
-        vocab_size=_size(config, "vocab_size"),
-        num_types=_size(config, "type_vocab_size") if family.names.type_embedding else 0,
+        inner=size_of(config, "intermediate_size"),
+        vocab_size=size_of(config, "vocab_size"),
+        num_types=size_of(config, "type_vocab_size") if family.names.type_embedding else 0,
         num_positions=num_positions,
         position_offset=offset,
         max_length=num_positions - offset,
@@ -98,7 +98,7 @@ def parse_encoder(config: dict[str, Any], family: EncoderFamily, num_classes: in
         has_attention_bias=biases[0],
         has_mlp_bias=biases[1],
         has_norm_bias=biases[2],
-        activation=_activation(config, "hidden_act"),
+        activation=activation_of(config.get("hidden_act", "gelu"), ACTIVATIONS, "hidden_act"),
         head=_head(config, family, hidden, num_classes, norm_eps) if num_classes else None,
     )
 
@@ -106,7 +106,9 @@ def parse_encoder(config: dict[str, Any], family: EncoderFamily, num_classes: in
 def _head(config: dict[str, Any], family: EncoderFamily, hidden: int, num_classes: int, norm_eps: float) -> HeadSpec:
     names = family.head
     is_named = names.activation not in ("tanh",)
-    activation = _activation(config, names.activation) if is_named else names.activation
+    activation = names.activation
+    if is_named:
+        activation = activation_of(config.get(activation, "gelu"), ACTIVATIONS, activation)
     dense = HeadPart(
         (family.names.prefix if names.is_in_prefix else "") + names.dense,
         hidden,
@@ -127,24 +129,10 @@ def _first_position(config: dict[str, Any]) -> int:
     return padding + 1
 
 
-def _size(config: dict[str, Any], field: str) -> int:
-    value = config.get(field)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise CheckpointError(f"{field}: config.json must hold a positive integer, found {value!r}")
-    return value
-
-
-def _activation(config: dict[str, Any], field: str) -> str:
-    name = config.get(field, "gelu")
-    if name not in ACTIVATIONS:
-        raise CheckpointError(f"{field}: {name!r} is not supported; use one of {', '.join(ACTIVATIONS)}")
-    return ACTIVATIONS[name]
-
-
 def _layers(
     config: dict[str, Any], family: EncoderFamily, head_dim: int
 ) -> tuple[tuple[EncoderLayerSpec, ...], tuple[Rotary, ...]]:
-    count = _size(config, "num_hidden_layers")
+    count = size_of(config, "num_hidden_layers")
     if family.names.position_embedding:
         return (EncoderLayerSpec(None, None),) * count, ()
     every = int(config.get("global_attn_every_n_layers") or 3)
@@ -156,6 +144,6 @@ def _layers(
     for kind, theta in DEFAULT_THETA.items():
         rope = {"rope_theta": config.get(THETA_FIELDS[kind]) or theta} | (given.get(kind) or {})
         rotaries.append(parse_rotary(config, rope, head_dim))
-    order, window = list(DEFAULT_THETA), _size({"local_attention": 128} | config, "local_attention")
+    order, window = list(DEFAULT_THETA), size_of(config, "local_attention", 128)
     layers = tuple(EncoderLayerSpec(order.index(kind), window if kind == SLIDING else None) for kind in kinds)
     return layers, tuple(rotaries)

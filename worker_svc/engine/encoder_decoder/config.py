@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from worker_svc.engine.backend import HeadShape
-from worker_svc.engine.checkpoint.model_folder import CheckpointError
+from worker_svc.engine.checkpoint.model_folder import CheckpointError, activation_of, size_of
 
 if TYPE_CHECKING:
     from worker_svc.engine.checkpoint.families import NormKind
@@ -250,8 +250,6 @@ def parse_encoder_decoder(config: Mapping[str, Any]) -> EncoderDecoderConfig:
             f"{num_heads}; models with different heads in encoder and decoder are not supported"
         )
     activation, is_gated = _t5_feed_forward(config) if is_t5 else (given.text("activation"), False)
-    if activation not in ACTIVATIONS:
-        raise CheckpointError(f"activation: {activation!r} is not supported; use one of {', '.join(ACTIVATIONS)}")
     positions = 512 if is_t5 else None  # T5's default
     return EncoderDecoderConfig(
         family=found,
@@ -271,7 +269,7 @@ def parse_encoder_decoder(config: Mapping[str, Any]) -> EncoderDecoderConfig:
             given.size("decoder_positions", positions),
         ),
         norm_eps=float(config.get("layer_norm_epsilon", 1e-6)) if is_t5 else 1e-5,
-        activation=ACTIVATIONS[activation],
+        activation=activation_of(activation, ACTIVATIONS, "activation"),
         is_gated=is_gated,
         attention_scale=1.0 if is_t5 else head_dim**-0.5,
         # Whisper's scale_embedding is not used by its reference implementation
@@ -311,13 +309,7 @@ class _Fields:
 
     def size(self, name: str, default: int | None = None) -> int:
         """A positive integer. Raises CheckpointError with the field's name in config.json."""
-        stored = self._family.fields.get(name, name)
-        value = self._config.get(stored)
-        if value is None and default is not None:
-            return default
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise CheckpointError(f"{stored}: config.json must hold a positive integer, found {value!r}")
-        return value
+        return size_of(self._config, self._family.fields.get(name, name), default)
 
     def text(self, name: str) -> str:
         return str(self._config.get(self._family.fields.get(name, name), "gelu"))

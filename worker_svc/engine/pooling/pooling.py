@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from step_protocol.columns import I64, U32
+from step_protocol.columns import I64
 from step_protocol.messages import PooledRows, Pooling, PoolingKind, PoolingTask, RowOpen
+from worker_svc.engine.row_part import SomeRows
 
 if TYPE_CHECKING:  # simulated workers have no torch
     import torch
@@ -51,13 +52,13 @@ class PooledChunk:
         return range(self.end - self.is_last, self.end)
 
 
-class PoolingTable:
+class PoolingTable(SomeRows[Pooling]):
     """The pooled ones among the open rows. All its state comes from RowOpen."""
 
     def __init__(self, weights: PoolingWeights | None) -> None:
         """Without `weights`, pooled rows are refused."""
+        super().__init__()
         self._weights = weights
-        self._rows: dict[int, Pooling] = {}
 
     def refusal(self, item: RowOpen) -> str | None:
         """Why this row cannot be opened; None if it can."""
@@ -86,20 +87,8 @@ class PoolingTable:
             return f"token_ids has {highest}, expected ids below the vocabulary size {weights.vocab_size}"
         return None
 
-    def open(self, item: RowOpen) -> None:
-        """Sets what an opened row returns. Replaces what the row returned before it was opened."""
-        self._rows.pop(item.row, None)
-        if item.pooling is not None:
-            self._rows[item.row] = item.pooling
-
-    def close(self, rows: U32) -> None:
-        if self._rows:
-            for row in rows.tolist():
-                self._rows.pop(row, None)
-
-    def reset(self) -> None:
-        """Closes all rows."""
-        self._rows.clear()
+    def _state_of(self, item: RowOpen) -> Pooling | None:
+        return item.pooling
 
     def chunks(self, rows: I64, starts: I64, context_lens: I64, ends: I64, prompt_lens: I64) -> list[PooledChunk]:
         """The pooled ones among the rows of a step. `prompt_lens`: of all rows of the table."""

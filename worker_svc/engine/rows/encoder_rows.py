@@ -11,6 +11,7 @@ import numpy as np
 from step_protocol.columns import I32, I64, U32, Bools
 from step_protocol.messages import EncoderInput, RowOpen
 from worker_svc.engine.config import EncoderInfo
+from worker_svc.engine.row_part import SomeRows
 
 if TYPE_CHECKING:
     import torch  # rows use this type even if torch is not installed
@@ -18,17 +19,17 @@ if TYPE_CHECKING:
 MAX_RULE_IDS = 1024
 
 
-class EncoderTable:
+class EncoderTable(SomeRows["OutputRules"]):
     """The encoder input of each open row. All its state comes from RowOpen."""
 
     def __init__(self, max_num_seqs: int, block_size: int, vocab_size: int, info: EncoderInfo | None) -> None:
         """`info` None: the model has no encoder."""
+        super().__init__()
         self._info = info
         self._block_size = block_size
         self._vocab_size = vocab_size
         self._lens: I32 = np.zeros(max_num_seqs, np.int32)
         self._ends: I32 = np.zeros(max_num_seqs, np.int32)
-        self._rules: dict[int, OutputRules] = {}
 
     @property
     def is_on(self) -> bool:
@@ -61,26 +62,13 @@ class EncoderTable:
     def _end_of(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size) * self._block_size
 
-    def open(self, item: RowOpen) -> None:
-        """Sets the encoder input of an opened row."""
+    def _state_of(self, item: RowOpen) -> OutputRules | None:
         if item.encoder is None:
-            return
+            return None
         self._lens[item.row] = item.encoder.num_tokens
         self._ends[item.row] = self._end_of(item.encoder.num_tokens)
         rules = OutputRules(item.encoder)
-        self._rules.pop(item.row, None)
-        if rules.has_any:
-            self._rules[item.row] = rules
-
-    def close(self, rows: U32) -> None:
-        """Rows without rules are ignored."""
-        if self._rules:
-            for row in rows.tolist():
-                self._rules.pop(row, None)
-
-    def reset(self) -> None:
-        """Closes all rows."""
-        self._rules.clear()
+        return rules if rules.has_any else None
 
     def start(self, row: int) -> int:
         """Where the decoder's positions of a row begin."""
@@ -103,11 +91,11 @@ class EncoderTable:
 
     def rules(self, rows: I64, positions: I64) -> list[tuple[int, OutputRules, int]]:
         """For each row with rules at its output position: its index in `rows`, its rules and the position."""
-        if not self._rules:
+        if not self._rows:
             return []
         found = []
         for line, (row, position) in enumerate(zip(rows.tolist(), positions.tolist(), strict=True)):
-            rules = self._rules.get(row)
+            rules = self._rows.get(row)
             if rules is not None and rules.applies_at(position):
                 found.append((line, rules, position))
         return found

@@ -13,8 +13,9 @@ import numpy as np
 
 from prefix_index.content_ids import DIGEST_BYTES, FIRST_CONTENT_ID, content_ids
 from request_fields.inputs import AUDIO_DTYPES, EMBEDDING_DTYPES, INPUT_DTYPE_BYTES, ImageShape
-from step_protocol.columns import I64, U32
+from step_protocol.columns import I64
 from step_protocol.messages import CarriedInput, ImageSpan, RowOpen
+from worker_svc.engine.row_part import SomeRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +28,11 @@ class InputSpan:
     token: int  # index of the first position among the tokens of the step
 
 
-class InputTable:
+class InputTable(SomeRows[tuple[CarriedInput, ...]]):
     """The inputs of each open row, as far as they are not computed. All its state comes from RowOpen."""
 
     def __init__(
         self,
-        max_num_seqs: int,
         vocab_size: int,
         hidden_size: int,
         max_samples: int = 0,
@@ -41,12 +41,11 @@ class InputTable:
         """`hidden_size` 0: the backend computes no inputs, so rows with inputs are refused. `max_samples` above 0: the
         model takes audio of at most this length, and no other inputs. Without `images`, rows with images are refused.
         """
+        super().__init__()
         self._images = images
         self._vocab_size = vocab_size
         self._hidden_size = hidden_size
         self._max_samples = max_samples
-        self._inputs: dict[int, tuple[CarriedInput, ...]] = {}
-        self._has_inputs = np.zeros(max_num_seqs, np.bool_)
 
     def refusal(self, item: RowOpen) -> str | None:
         """The error in the inputs of a row, or in its token ids beyond the vocabulary; None if there is none."""
@@ -127,46 +126,29 @@ class InputTable:
         found = f"token id {item.token_ids[unknown[0]]} at position {unknown[0]}"
         return f"{found} is not below the vocabulary size {self._vocab_size}, and no input has this position"
 
-    def open(self, item: RowOpen) -> None:
-        """Sets the inputs of an opened row."""
-        self._drop(item.row)
-        if item.inputs:
-            self._inputs[item.row] = item.inputs
-            self._has_inputs[item.row] = True
+    def _state_of(self, item: RowOpen) -> tuple[CarriedInput, ...] | None:
+        return item.inputs or None
 
     def find(self, row: int, start: int) -> CarriedInput | None:
         """The input of a row that begins at this position, if its positions are not all computed."""
-        return next((item for item in self._inputs.get(row, ()) if item.start == start), None)
-
-    def close(self, rows: U32) -> None:
-        """Rows without inputs are ignored."""
-        if self._inputs:
-            for row in rows.tolist():
-                self._drop(row)
-
-    def reset(self) -> None:
-        """Closes all rows."""
-        self._inputs.clear()
-        self._has_inputs[:] = False
-
-    def _drop(self, row: int) -> None:
-        if self._inputs.pop(row, None) is not None:
-            self._has_inputs[row] = False
+        return next((item for item in self._rows.get(row, ()) if item.start == start), None)
 
     def spans(self, rows: I64, context_lens: I64, ends: I64, starts: I64) -> list[InputSpan]:
         """The inputs at the positions that a step computes: row i computes its positions from `context_lens[i]` to
         `ends[i]`, whose first is token `starts[i]` of the step. Inputs that are computed before are dropped.
         """
-        if not self._inputs:
+        if not self._rows:
             return []
         found: list[InputSpan] = []
-        for i in np.flatnonzero(self._has_inputs[rows]).tolist():
-            row, begin, end = int(rows[i]), int(context_lens[i]), int(ends[i])
-            left = tuple(item for item in self._inputs[row] if item.start + item.length > begin)
-            if not left:
-                self._drop(row)
+        for i, row in enumerate(rows.tolist()):
+            if row not in self._rows:
                 continue
-            self._inputs[row] = left
+            begin, end = int(context_lens[i]), int(ends[i])
+            left = tuple(item for item in self._rows[row] if item.start + item.length > begin)
+            if not left:
+                del self._rows[row]
+                continue
+            self._rows[row] = left
             for item in left:
                 first, last = max(begin, item.start), min(end, item.start + item.length)
                 if first < last:

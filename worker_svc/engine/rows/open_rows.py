@@ -7,7 +7,7 @@ of a step at once.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,7 @@ from worker_svc.engine.adapters.rows import RowAdapters
 from worker_svc.engine.backend import SamplingColumns
 from worker_svc.engine.config import EncoderInfo
 from worker_svc.engine.pooling.pooling import PoolingTable
+from worker_svc.engine.row_part import RowPart
 from worker_svc.engine.rows.encoder_rows import EncoderTable
 from worker_svc.engine.rows.errors import RowErrors
 from worker_svc.engine.rows.inputs import InputTable
@@ -39,19 +40,6 @@ def sampling_columns(num_rows: int) -> dict[str, npt.NDArray[Any]]:
     """One column per sampling parameter, by name, plus `sample_index`."""
     columns = {name: np.zeros(num_rows, COLUMN_TYPES[field.kind]) for name, field in SAMPLER_FIELDS.items()}
     return columns | {"sample_index": np.zeros(num_rows, np.uint32)}
-
-
-class RowPart(Protocol):
-    """One kind of state of all rows. All of it comes from RowOpen and the row's tokens."""
-
-    def open(self, item: RowOpen, /) -> None:
-        """Sets the state of an opened row, in place of what the row had before."""
-
-    def close(self, rows: U32, /) -> None:
-        """Rows that are not open are ignored."""
-
-    def reset(self) -> None:
-        """Closes all rows."""
 
 
 class OpenRows:
@@ -95,7 +83,7 @@ class OpenRows:
         self.logprobs = LogprobTable(max_num_seqs, vocab_size)
         self.pooling = pooling or PoolingTable(None)
         max_samples = 0 if encoder is None or encoder.audio is None else encoder.audio.max_samples
-        self.inputs = InputTable(max_num_seqs, vocab_size, hidden_size, max_samples, images)
+        self.inputs = InputTable(vocab_size, hidden_size, max_samples, images)
         self.encoders = EncoderTable(max_num_seqs, block_size, vocab_size, encoder)
         self._processors = ProcessorTable(self._tokens, vocab_size, self.encoders.start)
         self.positions = RowPositions(max_num_seqs)

@@ -12,8 +12,9 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from step_protocol.columns import I64, U32
+from step_protocol.columns import I64
 from step_protocol.messages import ImageSpan, RowOpen
+from worker_svc.engine.row_part import SomeRows
 
 
 class MropePositions:
@@ -50,34 +51,17 @@ class MropePositions:
         return positions
 
 
-class RowPositions:
+class RowPositions(SomeRows[MropePositions]):
     """The positions of all rows. A row without images has positions equal to indices."""
 
     def __init__(self, max_num_seqs: int) -> None:
-        self._rows: dict[int, MropePositions] = {}  # rows with images
+        super().__init__()
         self._deltas = np.zeros(max_num_seqs, np.int64)
 
-    def open(self, item: RowOpen) -> None:
-        """Sets the images of a row."""
-        self._close_one(item.row)
-        if item.images:
-            self._rows[item.row] = MropePositions(item.images)
-            self._deltas[item.row] = self._rows[item.row].delta
-
-    def close(self, rows: U32) -> None:
-        """Rows without images are ignored."""
-        if self._rows:
-            for row in rows.tolist():
-                self._close_one(row)
-
-    def reset(self) -> None:
-        """Closes all rows."""
-        self._rows.clear()
-        self._deltas[:] = 0
-
-    def _close_one(self, row: int) -> None:
-        if self._rows.pop(row, None) is not None:
-            self._deltas[row] = 0
+    def _state_of(self, item: RowOpen) -> MropePositions | None:
+        found = MropePositions(item.images) if item.images else None
+        self._deltas[item.row] = 0 if found is None else found.delta
+        return found
 
     def shifted(self, rows: I64, indices: I64) -> I64:
         """The positions of tokens after the images of their rows."""

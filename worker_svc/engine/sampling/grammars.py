@@ -25,6 +25,7 @@ from request_fields.grammar import Grammar
 from step_protocol.columns import I64, U32, Bools
 from step_protocol.messages import EMPTY, RowError, RowOpen
 from worker_svc.engine.kernels.machine import available_cores
+from worker_svc.engine.row_part import SomeRows
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
@@ -144,35 +145,22 @@ class PendingMasks:
         return self.future.result()
 
 
-class RowGrammars:
+class RowGrammars(SomeRows[_RowGrammar]):
     """The grammars of the open rows of one engine. One thread at a time may call it."""
 
     def __init__(self, compiled: CompiledGrammars, tokens: U32, vocab_size: int) -> None:
         """`tokens` [max_num_seqs, width] are the token histories of all rows; the row table writes them."""
+        super().__init__()
         self._compiled = compiled
         self._tokens = tokens
         self._vocab_size = vocab_size
-        self._rows: dict[int, _RowGrammar] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="masks")
         self._executor: LLExecutor | None = None  # made for the first mask
 
-    def open(self, item: RowOpen) -> None:
-        """Sets the grammar of an opened row, in place of the one that the row had before."""
-        self._rows.pop(item.row, None)
-        if item.grammar is not None:
-            self._rows[item.row] = _RowGrammar(
-                self._compiled.get(item.grammar), item.prompt_len, self._compiled.eos_token_ids
-            )
-
-    def close(self, rows: U32) -> None:
-        """Rows without a grammar are ignored."""
-        if self._rows:
-            for row in rows.tolist():
-                self._rows.pop(row, None)
-
-    def reset(self) -> None:
-        """Closes all rows."""
-        self._rows.clear()
+    def _state_of(self, item: RowOpen) -> _RowGrammar | None:
+        if item.grammar is None:
+            return None
+        return _RowGrammar(self._compiled.get(item.grammar), item.prompt_len, self._compiled.eos_token_ids)
 
     def has_any(self, rows: I64) -> bool:
         """Whether any of these rows has a grammar."""

@@ -35,6 +35,7 @@ from request_fields.fields import (
 )
 from step_protocol.columns import F32, I64, U32
 from step_protocol.messages import RowOpen, TokenRules
+from worker_svc.engine.row_part import SomeRows
 
 ALWAYS = 2**31  # output position that no row reaches
 
@@ -126,17 +127,17 @@ class ProcessedRows:
         self.table.process(logits, int(self.rows[index]), int(self.num_tokens[index]))
 
 
-class ProcessorTable:
+class ProcessorTable(SomeRows[tuple[RowProcessing, object]]):
     """The processing that each open row requests. All its state comes from RowOpen and the row's tokens."""
 
     def __init__(self, tokens: U32, vocab_size: int, start_of: Callable[[int], int] = lambda _row: 0) -> None:
         """`tokens` [max_num_seqs, width] are the token histories of all rows; the row table writes them. `start_of`
         returns the position of a row's first token that has an effect.
         """
+        super().__init__()  # with the arrays of each row's record
         self._tokens = tokens
         self._start_of = start_of
         self._vocab_size = vocab_size
-        self._asked: dict[int, tuple[RowProcessing, object]] = {}  # with the arrays of its record
         self._asks_before: I64 = np.zeros(len(tokens), np.int64)
         self._starts: I64 = np.zeros(len(tokens), np.int64)  # the tokens before have no effect: encoder positions
         self.records = np.zeros(len(tokens), RECORD)
@@ -172,34 +173,27 @@ class ProcessorTable:
             return f"{name} has id {int(ids.max())}, which is not below the vocabulary size {self._vocab_size}"
         return None
 
-    def open(self, item: RowOpen) -> None:
-        """Sets what an opened row requests. Replaces what the row requested before it was opened."""
-        if self._asked.pop(item.row, None) is not None:
-            self._asks_before[item.row] = 0
+    def _state_of(self, item: RowOpen) -> tuple[RowProcessing, object] | None:
         asked = RowProcessing(item.sampling, item.rules, item.banned_ids, item.banned_before)
-        if not asked.asks_before:
-            return
         self._asks_before[item.row] = asked.asks_before
+        if not asked.asks_before:
+            return None
         start = self._starts[item.row] = self._start_of(item.row)
-        self._asked[item.row] = asked, self._write_record(item.row, asked, item.prompt_len - start)
+        return asked, self._write_record(item.row, asked, item.prompt_len - start)
 
     def close(self, rows: U32) -> None:
-        """Rows that are not open are ignored."""
-        if not self._asked:
-            return
-        for row in rows.tolist():
-            if self._asked.pop(row, None) is not None:
-                self._asks_before[row] = 0
+        if self._rows:
+            super().close(rows)
+            self._asks_before[rows[rows < len(self._asks_before)]] = 0
 
     def reset(self) -> None:
-        """Closes all rows."""
-        self._asked.clear()
+        super().reset()
         self._asks_before[:] = 0
 
     @property
     def has_rows(self) -> bool:
         """Whether some open row asks for processing."""
-        return bool(self._asked)
+        return bool(self._rows)
 
     def select(self, rows: I64, positions: I64, output_positions: I64) -> ProcessedRows | None:
         """The rows of a step that ask for processing before they sample the token at these sequence and output
@@ -218,7 +212,7 @@ class ProcessorTable:
         """Processes the logits [vocab] of one row in place, as `process_logits` specifies."""
         prompt_len = int(self.records["prompt_len"][row])
         tokens = self._tokens[row, self._starts[row] :]
-        process_logits(logits, self._asked[row][0], tokens[:prompt_len], tokens[prompt_len:num_tokens])
+        process_logits(logits, self._rows[row][0], tokens[:prompt_len], tokens[prompt_len:num_tokens])
 
     def _write_record(self, row: int, asked: RowProcessing, prompt_len: int) -> object:
         """Writes the kernel's record of a row. Returns the arrays that it refers to."""

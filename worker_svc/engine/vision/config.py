@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from worker_svc.engine.backend import HeadShape
 from worker_svc.engine.checkpoint.families import NormKind, TowerKind
-from worker_svc.engine.checkpoint.model_folder import CheckpointError
+from worker_svc.engine.checkpoint.model_folder import CheckpointError, activation_of, size_of
 
 ACTIVATIONS = {
     "quick_gelu": "quick_gelu",
@@ -15,6 +16,7 @@ ACTIVATIONS = {
     "gelu": "gelu",
     "gelu_pytorch_tanh": "gelu_tanh",
 }
+_size = partial(size_of, within="vision_config.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,15 +143,17 @@ def parse_vision(config: dict[str, Any], kind: TowerKind, decoder_hidden: int) -
     return VisionConfig(
         family=family,
         patch_size=_size(fields, "patch_size"),
-        frames=_size({"temporal_patch_size": 2} | fields, "temporal_patch_size"),
-        channels=_size({"in_channels": fields.get("in_chans", 3)} | fields, "in_channels"),
-        merge_size=_size({"spatial_merge_size": 2} | fields, "spatial_merge_size"),
+        frames=_size(fields, "temporal_patch_size", 2),
+        channels=_size(fields, "in_channels", fields.get("in_chans", 3)),
+        merge_size=_size(fields, "spatial_merge_size", 2),
         hidden=hidden,
         inner=_inner(fields, kind, hidden),
         out=out,
         heads=HeadShape(num_heads, num_heads, head_dim),
         num_layers=depth,
-        activation=_activation(fields, family),
+        activation=activation_of(
+            fields.get("hidden_act") or family.default_activation, ACTIVATIONS, "vision_config.hidden_act"
+        ),
         window=_window(fields) if kind == "qwen2_5_vl" else None,
         full_layers=frozenset(fields.get("fullatt_block_indexes", ())),
         num_positions_per_side=_positions(fields) if family.names.positions else 0,
@@ -157,29 +161,13 @@ def parse_vision(config: dict[str, Any], kind: TowerKind, decoder_hidden: int) -
     )
 
 
-def _size(fields: dict[str, Any], name: str) -> int:
-    value = fields.get(name)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise CheckpointError(f"vision_config.{name}: config.json must hold a positive integer, found {value!r}")
-    return value
-
-
 def _inner(fields: dict[str, Any], kind: TowerKind, hidden: int) -> int:
     return int(hidden * fields.get("mlp_ratio", 4)) if kind == "qwen2_vl" else _size(fields, "intermediate_size")
 
 
-def _activation(fields: dict[str, Any], family: TowerFamily) -> str:
-    name = fields.get("hidden_act") or family.default_activation
-    if name not in ACTIVATIONS:
-        raise CheckpointError(
-            f"vision_config.hidden_act: {name!r} is not supported; use one of {', '.join(ACTIVATIONS)}"
-        )
-    return ACTIVATIONS[name]
-
-
 def _window(fields: dict[str, Any]) -> int:
-    unit = _size({"spatial_merge_size": 2} | fields, "spatial_merge_size") * _size(fields, "patch_size")
-    size = _size({"window_size": 112} | fields, "window_size")
+    unit = _size(fields, "spatial_merge_size", 2) * _size(fields, "patch_size")
+    size = _size(fields, "window_size", 112)
     if size < unit:
         raise CheckpointError(f"vision_config.window_size: {size} pixels are below one token of {unit} pixels")
     return size // unit
