@@ -108,8 +108,7 @@ class InferenceServicer(InferenceServiceServicer):
         self, request: pb.CountTokensRequest, context: Context | None = None
     ) -> pb.CountTokensResponse:
         """The number of tokens of a prompt."""
-        async with self._admission.call(request.ByteSize() // BYTES_PER_TOKEN):
-            return pb.CountTokensResponse(prompt_tokens=await self.generation.count_tokens(request.request))
+        return pb.CountTokensResponse(prompt_tokens=await self.generation.count_tokens(request.request))
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context | None = None) -> pb.DetokenizeResponse:
         """Text of token ids."""

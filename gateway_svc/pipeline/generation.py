@@ -18,6 +18,7 @@ from gateway_svc.callers.caller import scoped
 from gateway_svc.operators.audit.entry import annotate, record_request_id
 from gateway_svc.pipeline.admission import CallAdmission
 from gateway_svc.records.recorder import OutputRecorder, Recording
+from gateway_svc.request.cost import BYTES_PER_TOKEN
 from gateway_svc.request.models import ServedModel
 from gateway_svc.request.plan import GenerationPlan, Planner
 from gateway_svc.request.prompts.audio import AudioPart
@@ -188,7 +189,8 @@ class GenerationPipeline:
         check_generate(request, self._admission.requests)
         model = self._directory.find(request.model, request.continuation.revision, request.adapter)
         annotate(model=model.name)
-        return await self._prompts.count(request, model)
+        async with self._admission.call(request.ByteSize() // BYTES_PER_TOKEN):
+            return await self._prompts.count(request, model)
 
     # -- records ------------------------------------------------------------------------------------------------------
 

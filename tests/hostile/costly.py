@@ -43,14 +43,61 @@ class Call(NamedTuple):
 
 
 COMPLETIONS = "/v1/completions"
+ONE, MANY = {"prompt": [5], "max_tokens": 1}, {"prompt": [[5]] * 256, "max_tokens": 1}
+SCHEMA = {"properties": {f"k{number}": {"type": "string"} for number in range(3000)}}
+CHOICE = [f"{number} -_-_-_-_-_-_-_-_-_-_-_-_-_-_-_-_-_-_-_-_-_" for number in range(1024)]
+MILLION = 1_000_000
+
+
+def _named(count: int) -> dict[str, int]:
+    return {str(number): 1 for number in range(count)}
+
+
 REQUESTS = (
-    Request("many_samples", COMPLETIONS, lambda: {"prompt": "a", "n": 1_000_000}),
+    Request("many_samples", COMPLETIONS, lambda: {"prompt": "a", "n": MILLION}),
     Request("many_samples_ten_times", COMPLETIONS, lambda: {"prompt": "a", "n": 300_000}, at_once=10),
+    Request("prompts_with_samples", COMPLETIONS, lambda: MANY | {"n": 16}),
+    Request("prompts_with_a_schema", COMPLETIONS, lambda: MANY | {"guided_json": SCHEMA}),
+    Request("prompts_with_a_choice", COMPLETIONS, lambda: MANY | {"guided_choice": CHOICE}),
+    Request("prompts_with_allowed_ids", COMPLETIONS, lambda: MANY | {"allowed_token_ids": list(range(4096)) * 15}),
+    Request("logprobs_of_prompts", COMPLETIONS, lambda: ONE | {"prompt": [[5] * 2000] * 16, "prompt_logprobs": 20}),
+    Request(
+        "logprobs_of_long_prompts", COMPLETIONS, lambda: ONE | {"prompt": [[5] * 2000] * 64, "prompt_logprobs": 20}
+    ),
+    Request("many_ids", COMPLETIONS, lambda: ONE | {"prompt": [[5] * 1500] * 1000}, at_once=2),
+    Request("unknown_keys", COMPLETIONS, lambda: ONE | _named(1_200_000)),
+    Request("biases", COMPLETIONS, lambda: ONE | {"logit_bias": _named(1_200_000)}),
+    Request("empty_lists", COMPLETIONS, lambda: ONE | {"x": [[]] * (4 * MILLION)}),
+    Request("empty_lists_eight_times", COMPLETIONS, lambda: ONE | {"x": [[]] * (4 * MILLION)}, at_once=8),
+    Request("beams", COMPLETIONS, lambda: {"prompt": [5], "beam_width": 64, "max_tokens": 300, "ignore_eos": True}),
+    Request("embeddings_of_long_texts", "/v1/embeddings", lambda: {"input": ["word " * 1400] * 2048}),
+    Request("a_query_for_many_documents", "/v1/rerank", lambda: {"query": "a " * MILLION, "documents": ["b"] * 1000}),
+    Request("strings_of_a_text", "/tokenize", lambda: {"prompt": "a b" * MILLION, "return_token_strs": True}),
+    Request("strings_of_a_short_text", "/tokenize", lambda: {"prompt": "a b" * 300_000, "return_token_strs": True}),
+    Request("text_of_many_ids", "/detokenize", lambda: {"tokens": [5] * MILLION}),
 )
+PROMPT = pb.Prompt(tokens=types_pb2.TokenIds(ids=[5]))
+
+
+def _sampled(**sampling: Any) -> pb.GenerateRequest:
+    return pb.GenerateRequest(prompt=PROMPT, sampling=types_pb2.SamplingParams(**sampling))
+
+
 CALLS = (
-    Call("many_samples", "Generate", lambda: pb.GenerateRequest(
-        prompt=pb.Prompt(text="a"), sampling=types_pb2.SamplingParams(n=1_000_000)
+    Call("many_samples", "Generate", lambda: _sampled(n=MILLION)),
+    Call("a_choice", "Generate", lambda: _sampled(choice=CHOICE), at_once=100),
+    Call("allowed_ids", "Generate", lambda: _sampled(allowed_token_ids=[5] * (15 * MILLION)), at_once=4),
+    Call("bad_words", "Generate", lambda: _sampled(bad_words=["a"] * 50_000), at_once=4),
+    Call("many_ids", "Generate", lambda: pb.GenerateRequest(
+        prompt=pb.Prompt(tokens=types_pb2.TokenIds(ids=[5] * (15 * MILLION)))
+    ), at_once=4),
+    Call("claimed_output", "Generate", lambda: pb.GenerateRequest(
+        prompt=PROMPT, continuation={"samples": [{"output_token_ids": [5] * MILLION}]}
+    ), at_once=4),
+    Call("strings_of_a_text", "Tokenize", lambda: pb.TokenizeRequest(
+        prompt=pb.Prompt(text="a b" * 300_000), token_strings=True
     )),
+    Call("embeddings_of_long_texts", "Embed", lambda: pb.EmbedRequest(inputs=[pb.Prompt(text="word " * 1400)] * 2048)),
 )  # fmt: skip
 
 
