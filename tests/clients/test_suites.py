@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 BIN = Path(sys.executable).parent
-# The demo model has no tool format, no reasoning and no pictures. The error test sends no model, which a gateway with
-# one model accepts, as vLLM does.
+# The demo model calls no tools by itself, and has no reasoning and no pictures. The error test sends no model, which a
+# gateway with one model accepts, as vLLM does.
 UNSUPPORTED = {
     *("chat-image-input", "chat-tool-calling", "chat-reasoning-summary", "chat-error-handling"),
     *("image-input", "tool-calling", "reasoning-summary", "error-handling", "compact-response"),

@@ -26,6 +26,7 @@ COVERED = {
     "chat.py",
     "streaming.py",
     "tools.py",
+    "openai_tools.py",
     "json_object.py",
     "logprobs.py",
     "batch.py",
@@ -132,6 +133,13 @@ def test_curl(services: dict[str, str]) -> None:
     assert json.loads(models)["data"][0]["id"] == "demo"
     assert json.loads(chat)["choices"][0]["finish_reason"] == "stop"
     assert "data: [DONE]" in events
+
+
+def test_tools_over_http(services: dict[str, str]) -> None:
+    pytest.importorskip("openai")
+    called, answer = run(services, "openai_tools.py")[0].splitlines()
+    assert re.fullmatch(r"weather\(\{'city': '(Paris|Rome)'\}\) = It rains in (Paris|Rome)\.", called)
+    assert answer
 
 
 def test_tools() -> None:

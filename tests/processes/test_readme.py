@@ -22,7 +22,7 @@ from tests.processes.openai_server import OpenAIServer
 from tests.processes.stack import ROOT, demo_gateway
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-PAGES = ("README.md", "docs/sdk.md", "docs/running.md", "docs/chat.md")
+PAGES = ("README.md", "docs/sdk.md", "docs/running.md", "docs/chat.md", "docs/vllm.md", "docs/recipes.md")
 BLOCKS = [block for page in PAGES for block in FENCE.findall((ROOT / page).read_text())]
 LINES = dict.fromkeys(
     line
@@ -34,7 +34,9 @@ LINES = dict.fromkeys(
 QUIRE = [line for line in LINES if line.startswith("quire ")]
 SERVICES = [line for line in LINES if line.startswith("quire-")]
 BUF = [line for line in LINES if line.startswith(".venv/bin/buf")]
-ELSEWHERE = ("make ", "helm ", "export ", ". .venv/bin/activate", "grpcurl ", "curl ")
+ELSEWHERE = (
+    *("make ", "helm ", "export ", ". .venv/bin/activate", "grpcurl ", "curl ", "docker ", "ANTHROPIC_BASE_URL="),
+)
 LOAD = {
     "--num-prompts": "12",
     "--request-rate": "50",
@@ -60,7 +62,8 @@ def test_every_command_is_covered() -> None:
 def test_quire_commands_run(line: str, target: str, tmp_path: Path, monkeypatch, capsys) -> None:
     words = shlex.split(line, comments=True)[1:]
     if words[0] in ("up", "serve", "batch"):  # test_up.py, test_hub.py and test_batch.py run them
-        parsed = {str(value) for value in vars(make_parser().parse_args(words)).values()}
+        values = vars(make_parser().parse_args(words)).values()
+        parsed = {str(item) for value in values for item in (value if isinstance(value, list) else [value])}
         assert {word for word in words[1:] if not word.startswith("-")} <= parsed
         return
     monkeypatch.setenv("QUIRE_TARGET", target)

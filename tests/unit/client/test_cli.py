@@ -3,15 +3,18 @@
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import grpc
 import pytest
 import quire_cli as cli
 import quire_client
 from quire.v1 import inference_pb2 as pb
+from quire_cli.arguments import COMMANDS
 from quire_cli.commands import doctor
 from quire_cli.commands import status as show
 from quire_cli.output import with_flag_names
@@ -328,6 +331,23 @@ def test_errors_name_flags(capsys):
     with Strict() as gateway:
         err = run(capsys, "generate", "hi", "--top-p", "3", "--target", gateway.target)[2]
     assert err == "quire: error: --top-p is 3; must be above 0 and at most 1\n"
+
+
+def test_the_flags_for_users_of_vllm_exist():
+    page = Path(__file__).parents[3] / "docs/vllm.md"
+    rows = [line.split(" | ") for line in page.read_text().split("## Flags")[1].split("## ")[0].splitlines()]
+    known = next(command for command in COMMANDS if command.name == "serve").arguments
+    names = {name for row in known for argument in getattr(row, "arguments", [row]) for name in argument.names}
+    words = [
+        (*re.findall(r"`(--[\w-]+)", row[0]), "|", *re.findall(r"`(--[\w-]+)", row[1])) for row in rows if len(row) == 2
+    ]
+    assert len(words) > 20
+    of_services = {"--tls-cert-file", "--tls-key-file"}
+    for row in words:
+        divider = row.index("|")
+        assert set(row[divider + 1 :]) <= names | of_services
+    same = [row.split("|")[1] for row in page.read_text().splitlines() if " | the same" in row and "`--" in row]
+    assert set(re.findall(r"`(--[\w-]+)", "".join(same))) <= names
 
 
 def test_flags_of_services_are_left_as_they_are():
