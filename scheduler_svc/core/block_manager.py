@@ -421,26 +421,3 @@ class BlockManager:
     def _empty_out(self, blocks: I64) -> None:
         self.forget(blocks)
         self._empty.put(blocks)
-
-    # -- tests --------------------------------------------------------------------------------------------------------
-
-    def queues(self) -> tuple[list[int], list[int], list[int]]:
-        """Cached blocks never hit, cached blocks hit before, and empty blocks, each in the order of allocation."""
-        return self._cached.tolist(), self._reused.tolist(), self._empty.tolist()
-
-    def check_invariants(self) -> None:
-        """Raise AssertionError if counts, queues and digests disagree."""
-        never_hit, hit, empties = self.queues()
-        empty, cached = set(empties), set(np.flatnonzero(self._put_back_at).tolist())
-        assert sorted(never_hit + hit) == sorted(cached), "a cached block is in no LRU queue, or in two"
-        assert len(cached) == self._num_cached, "the number of cached blocks is wrong"
-        used = set(np.flatnonzero(self.refs).tolist())
-        assert len(empty) == self._empty.size, "a block is in the empty list twice"
-        assert len(empty) + len(cached) + len(used) == self.num_blocks, "a block is in two places or in none"
-        assert empty | cached | used == set(range(self.num_blocks)), "a block number is outside the pool"
-        assert (self.refs >= 0).all(), "negative ref count"
-        digests = {block: digest for block, digest in enumerate(self._digest_of) if digest is not None}
-        assert {digest: block for block, digest in digests.items()} == self.held, "digest maps disagree"
-        committed = set(np.flatnonzero(self._is_committed).tolist())
-        assert cached <= committed <= set(digests), "a cached block must be committed, a committed block needs a digest"
-        assert not empty & set(digests), "an empty block has a digest"

@@ -122,12 +122,6 @@ class RowTable:
         full: I64 = np.where(is_prefill, self.num_tokens[rows], self.num_computed_tokens[rows]) // self.block_size
         return full
 
-    def pending_prefill(self) -> int:
-        """Number of prompt tokens that are admitted but not in any step. Used by invariants.py."""
-        if not self._order:
-            return 0
-        return int(np.maximum(self.todo(self.active()) - 1, 0).sum())
-
     def stage(self, row: int) -> SequenceStage:
         return SequenceStage.PREFILL if self.todo_of(row) > 1 else SequenceStage.DECODE
 

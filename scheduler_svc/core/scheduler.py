@@ -22,7 +22,6 @@ from itertools import islice
 import numpy as np
 
 from prefix_index.changes import PrefixChanges
-from scheduler_svc.core import invariants
 from scheduler_svc.core.admission_control import AdmissionControl
 from scheduler_svc.core.answers import Stops, append_tokens, check_answer, untrusted_after
 from scheduler_svc.core.config import SchedulerConfig
@@ -466,14 +465,6 @@ class Scheduler:
     def stats(self) -> SchedulerStats:
         """Load, occupancy of each worker, and counters since the start."""
         return scheduler_stats(self._requests, self._workers.values(), self._counts)
-
-    def check_invariants(self) -> None:
-        """Raise AssertionError if any data structures disagree. For tests."""
-        for worker in self._workers.values():
-            invariants.check_worker(worker)
-        invariants.check_requests(self._requests, self._workers, self._placement)
-        ready = {name for name, worker in self._workers.items() if worker.can_send}
-        assert set(self._ready) == ready, "the ready workers differ from the workers that can send"
 
 
 def _finishes(finished: list[Finished]) -> Deltas:

@@ -45,7 +45,7 @@ Changes
     Closed rows and commits travel with the next step. An idle worker gets a step without rows for them after
     `changes_wait_s`, because on an idle system a step of their own would compete with the next request.
 
-Invariants (invariants.py checks them after every step of the tests)
+Invariants (tests/invariants.py checks them after every step)
     - A row never writes into a block that another row uses.
     - No row has computed beyond its blocks, its known and planned tokens, or its limit.
     - A row with tokens to compute is either in the run or outside, never both.

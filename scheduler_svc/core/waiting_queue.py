@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from heapq import heapify, heappop, heappush, heapreplace
 from operator import attrgetter
@@ -122,11 +122,6 @@ class FairShare:
         self.served[slot] = 0
         self._slots[tenant_id] = slot
         return slot
-
-    def check_invariants(self, live: dict[int, int]) -> None:
-        """Raise AssertionError unless the live requests per slot are `live`."""
-        assert {slot: n for slot, n in enumerate(self._num_live) if n} == live, "tenants and live requests disagree"
-        assert self._active == live.keys(), "the active tenants are wrong"
 
 
 class TenantQueue:
@@ -347,38 +342,6 @@ class WaitingQueue:
             heapify(self._heads)
         while self._heads and self._versions.get(self._heads[0][2]) != self._heads[0][1]:
             heappop(self._heads)
-
-    def check_invariants(self) -> None:
-        """Raise AssertionError if counts, keys and order disagree."""
-        waiting = [entry for tenant in self._by_tenant.values() for entry in tenant.entries]
-        assert {entry.seq: entry for entry in waiting} == self._entries, "entries and the order disagree"
-        assert len(waiting) == len(self._entries), "a sequence waits twice"
-        tokens_outside = self._unschedulable_tokens
-        assert tokens_outside.keys() == self.unschedulable.keys(), "tokens of other sequences are counted"
-        assert self.unschedulable_tokens == sum(tokens_outside.values()), "unschedulable_tokens is wrong"
-        assert self.unschedulable.keys().isdisjoint(self._entries), (
-            "an unschedulable sequence is also in the queue order"
-        )
-        by_priority = Counter[int]()
-        for entry in waiting:
-            by_priority[entry.seq.group.priority] += entry.num_tokens
-        assert self._tokens == by_priority, "tokens per priority are wrong"
-        assert self.pending_tokens == sum(entry.seq.data.num_tokens for entry in waiting), "pending_tokens is wrong"
-        assert self.expected_tokens == sum(entry.num_expected_tokens for entry in waiting), "expected_tokens is wrong"
-        for slot, tenant in self._by_tenant.items():
-            entries, tokens = tenant.entries, Counter[int]()
-            for entry in entries:
-                tokens[entry.seq.group.priority] += entry.num_tokens
-            assert entries, "a tenant has no entries but is listed"
-            assert tenant.tokens == tokens, "tokens per tenant are wrong"
-            assert tenant.expected_tokens == sum(entry.num_expected_tokens for entry in entries), (
-                "expected tokens per tenant are wrong"
-            )
-            assert entries == sorted(entries, key=_key), "the queue is out of order"
-            assert all(entry.seq.group.tenant_slot == slot for entry in entries), (
-                "an entry is listed under another tenant"
-            )
-            assert all(entry.key[:2] == entry.seq.order[:2] for entry in entries), "an entry has an outdated key"
 
 
 def _urgent(tokens: Mapping[int, int], priority: int) -> int:

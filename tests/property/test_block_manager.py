@@ -17,6 +17,7 @@ from hypothesis.stateful import (
 
 from prefix_index.hashing import extend_digests
 from scheduler_svc.core.block_manager import BlockManager, FreeList, LruQueue
+from tests.invariants import check_pool
 
 BLOCK_SIZE = 2
 SETTINGS = settings(max_examples=120, stateful_step_count=40)
@@ -161,7 +162,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
     @invariant()
     def books_balance(self) -> None:
-        self.pool.check_invariants()
+        check_pool(self.pool)
         counts = (self.pool.num_empty, self.pool.num_cached, self.pool.num_used)
         assert counts == (len(self.empty), len(self.cached), len(self.users))
         assert {b: n for b, n in enumerate(self.pool.refs.tolist()) if n} == self.users

@@ -29,6 +29,7 @@ from scheduler_svc.core.messages import Deltas, WorkerCapacity
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishReason, SequenceGroup, StopCondition
 from step_protocol.messages import StepBatch, StepOutput
+from tests.invariants import check_scheduler, queues
 
 EOS = 2
 
@@ -52,7 +53,7 @@ class Transcript:
             output = command(*plain, **options)
         except SchedulerError as error:
             output = f"{type(error).__name__}: {error}"
-        self.scheduler.check_invariants()
+        check_scheduler(self.scheduler)
         return output or "ok"
 
     # -- commands -----------------------------------------------------------------------------------------------------
@@ -182,7 +183,7 @@ class Transcript:
 
     def do_cached(self, worker_id: str = "w") -> str:
         pool = self.scheduler._workers[worker_id].pool
-        return "cached, next to go first: {}; hit before: {}; empty: {}".format(*pool.queues())
+        return "cached, next to go first: {}; hit before: {}; empty: {}".format(*queues(pool))
 
     def do_stats(self) -> str:
         s = self.scheduler.stats()

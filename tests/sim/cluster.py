@@ -33,6 +33,7 @@ from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishReason, SequenceGroup, StopCondition
 from step_protocol.messages import EMPTY, StepOutput
 from tests.builders import make_features
+from tests.invariants import check_scheduler
 from tests.sim import symbolic_model
 from tests.sim.inputs import SimInput, inputs_of
 from tests.sim.oracle import Expected, expected_beams, expected_output
@@ -118,7 +119,7 @@ class Cluster:
     def check(self) -> None:
         """The core's own invariants."""
         if self._checks_invariants:
-            self.scheduler.check_invariants()
+            check_scheduler(self.scheduler)
 
     # -- requests -----------------------------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishReason, SequenceGroup, StopCondition
 from scheduler_svc.core.stats import worker_stats
 from step_protocol.messages import RowError, StepBatch, StepOutput
+from tests.invariants import check_scheduler, check_share
 
 LIFECYCLES_PER_PART = 10_000
 NUM_PARTS, NUM_DEEP_PARTS = 2, 100
@@ -231,14 +232,14 @@ class Life:
 
     def _check_empty(self) -> None:
         core = self.core
-        core.check_invariants()
+        check_scheduler(core)
         load = core.load()
         assert (load.num_waiting, load.num_running, load.pending_tokens) == (0, 0, 0), f"left over: {load}"
         groups = core._requests.groups
         assert not groups, f"groups are left over: {list(groups)}"
         assert not self.open, f"requests without an end: {list(self.open)}"
         assert core._waiting.expected_tokens == 0, f"an empty queue counts {core._waiting.expected_tokens} tokens"
-        core._share.check_invariants(Counter())
+        check_share(core._share, Counter())
         for state in core._workers.values():
             stats = worker_stats(state)
             assert stats.blocks_used == 0, f"blocks leak on {stats}"

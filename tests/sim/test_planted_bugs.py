@@ -1,6 +1,6 @@
 """Tests of the simulation: each bug is planted into the real core and must be caught with the named complaint.
 
-The core's own `check_invariants` is switched off where the symbolic workers and the gateways' journals must suffice.
+The core's own invariants are switched off where the symbolic workers and the gateways' journals must suffice.
 The seed that caught a bug is then run once more on the core as it is, and passes.
 """
 

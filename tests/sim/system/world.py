@@ -34,6 +34,7 @@ from prefix_index.hashing import model_salt
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.messages import WorkerCapacity
 from scheduler_svc.core.sequence import FinishReason, SequenceGroup, StopCondition
+from tests.invariants import check_scheduler
 from tests.sim.oracle import Expected, expected_output
 from tests.sim.symbolic_worker import Chains, Violation
 from tests.sim.system.fake_redis import RedisClient, RedisServer
@@ -406,7 +407,7 @@ class World:
                     self._check_scheduler(scheduler)
 
     def _check_scheduler(self, scheduler: SchedulerService) -> None:
-        scheduler.core.check_invariants()
+        check_scheduler(scheduler.core)
         live = list(scheduler.step_loop._requests.values())
         ids = [group.request_id for group in live]
         if len(set(ids)) != len(ids):
@@ -453,7 +454,7 @@ class World:
                     raise Violation(f"{gateway.name} still has requests open at {client.address}")
 
     def _check_scheduler_end(self, scheduler: SchedulerService) -> None:
-        scheduler.core.check_invariants()
+        check_scheduler(scheduler.core)
         if scheduler.step_loop._requests or scheduler.core._requests.groups or len(scheduler.core._waiting):
             raise Violation(f"{scheduler.name} still has requests: {scheduler.step_loop._requests}")
         for outbox in scheduler.gateways._outboxes.values():

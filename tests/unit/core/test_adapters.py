@@ -16,6 +16,7 @@ from scheduler_svc.core.placement import Placement
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import Features, SequenceGroup
 from tests.builders import make_capacity, make_group, make_scheduler
+from tests.invariants import check_scheduler
 from tests.unit.core.calls import count_calls
 from tests.unit.core.test_scheduler import answer
 
@@ -45,7 +46,7 @@ def test_a_swap_delays_only_the_requests_of_its_adapter() -> None:
     assert scheduler.adapters.take_swaps() == []
     scheduler.adapters.end_swap("w0", A, is_resident=True)
     assert scheduler.adapters.is_resident("w0", A)
-    scheduler.check_invariants()
+    check_scheduler(scheduler)
 
 
 def test_the_least_recently_used_adapter_without_rows_is_replaced() -> None:
@@ -102,7 +103,7 @@ def test_requests_run_only_where_their_adapter_is() -> None:
     scheduler.adapters.end_swap("w1", A, is_resident=True)
     (batch,) = scheduler.schedule(0.0)
     assert batch.worker_id == "w1"
-    scheduler.check_invariants()
+    check_scheduler(scheduler)
 
 
 def test_a_request_waits_until_a_worker_has_its_adapter_again() -> None:
@@ -141,7 +142,7 @@ def test_a_swap_costs_nothing_for_the_queue(monkeypatch: pytest.MonkeyPatch) -> 
     assert not checks, "the adapters in memory are the same"
     scheduler.adapters.set_loaded("w0", [A])
     assert not checks, "no request waits for the other adapter"
-    scheduler.check_invariants()
+    check_scheduler(scheduler)
 
 
 def test_an_adapter_that_is_gone_makes_its_requests_unschedulable() -> None:
@@ -152,10 +153,10 @@ def test_an_adapter_that_is_gone_makes_its_requests_unschedulable() -> None:
     (swap,) = scheduler.adapters.take_swaps()
     scheduler.adapters.end_swap("w0", swap.digest, is_resident=False)
     assert scheduler.stats().num_unschedulable == 1
-    scheduler.check_invariants()
+    check_scheduler(scheduler)
     scheduler.adapters.set_loaded("w0", [A, B])
     assert scheduler.stats().num_unschedulable == 0
-    scheduler.check_invariants()
+    check_scheduler(scheduler)
 
 
 class Overload:
@@ -214,7 +215,7 @@ def test_starved_requests_of_many_adapters_leave_no_rows_idle() -> None:
     assert overload.num_row_steps > 0.8 * 12 * 1500
     assert min(overload.num_run[digest] for digest in EIGHT) > 0.5 * max(overload.num_run.values())
     assert overload.num_swaps < 1500 / 30
-    overload.scheduler.check_invariants()
+    check_scheduler(overload.scheduler)
 
 
 def test_busy_adapters_do_not_keep_another_one_out() -> None:

@@ -12,6 +12,7 @@ from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishReason
 from step_protocol.messages import EMPTY, BeamCandidates, RowError, StepBatch, StepOutput
 from tests.builders import make_capacity, make_group, make_scheduler
+from tests.invariants import check_scheduler
 
 
 def u32(*values: int) -> np.ndarray:
@@ -39,7 +40,7 @@ def test_a_search_whose_logits_are_always_nan_ends_after_one_retry() -> None:
     for _ in range(10):
         for batch in scheduler.schedule(0.0):
             finished += answer_beams(scheduler, batch, fails=True).finished
-            scheduler.check_invariants()
+            check_scheduler(scheduler)
     assert [(end.reason, end.message) for end in finished] == [(FinishReason.ERROR, "the logits are NaN")]
 
 
@@ -54,7 +55,7 @@ def test_beams_that_start_again_share_their_prompt_without_a_prefix_cache() -> N
             scheduler.remove_worker("a")
         for batch in scheduler.schedule(0.0):
             answer_beams(scheduler, batch)
-            scheduler.check_invariants()
+            check_scheduler(scheduler)
         if not scheduler.has_work:
             break
     assert not scheduler.has_work

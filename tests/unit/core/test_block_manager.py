@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from scheduler_svc.core.block_manager import BlockManager
+from tests.invariants import check_pool, queues
 
 A, B = bytes(16), bytes([1] * 16)
 
@@ -46,7 +47,7 @@ def test_a_block_freed_before_its_step_is_acknowledged_keeps_nothing() -> None:
     pool.free(np.array([block]))
     assert pool.match([A], u32(1, 2), 1).tolist() == []
     assert not commit(pool, block, A)
-    pool.check_invariants()
+    check_pool(pool)
 
 
 def test_empty_blocks_are_allocated_first_then_the_least_recently_used() -> None:
@@ -60,7 +61,7 @@ def test_empty_blocks_are_allocated_first_then_the_least_recently_used() -> None
     assert pool.allocate(1) == [2]
     assert pool.allocate(1) == [two]
     assert pool.take_events() == [(B, False)]
-    pool.check_invariants()
+    check_pool(pool)
 
 
 def test_a_hit_on_a_free_block_costs_capacity_and_on_a_used_one_does_not() -> None:
@@ -92,7 +93,7 @@ def test_of_equal_blocks_in_one_step_the_first_holds_the_prefix() -> None:
     assert pool.register(blocks, [A, A, B], tokens) == [(blocks[0], A), (blocks[2], B)]
     assert pool.match([A], u32(1, 2), 1).tolist() == [blocks[0]]
     assert pool.match([B], u32(3, 4), 1).tolist() == [blocks[2]]
-    pool.check_invariants()
+    check_pool(pool)
 
 
 def test_adopted_blocks_are_hits_and_taken_ones_are_refused() -> None:
@@ -102,8 +103,8 @@ def test_adopted_blocks_are_hits_and_taken_ones_are_refused() -> None:
     assert pool.adopt(np.array([1, 0]), [bytes([3] * 16), A], tokens[:2]) == 0
     assert pool.match([A], u32(1, 2), 1).tolist() == [1]
     assert pool.take_events() == [(A, True), (B, True)]
-    assert pool.queues() == ([1, 2], [], [0, 3])
-    pool.check_invariants()
+    assert queues(pool) == ([1, 2], [], [0, 3])
+    check_pool(pool)
 
 
 def test_allocating_too_much_raises() -> None:
@@ -136,7 +137,7 @@ def test_a_block_that_was_hit_is_cached_longer_but_not_for_ever() -> None:
     for name in names[4:]:
         cache(pool, name)
     assert pool.match_len([A], 1) == 0  # as many blocks as the pool has were cached since
-    pool.check_invariants()
+    check_pool(pool)
 
 
 def test_the_queue_has_room_for_any_number_of_hits() -> None:
@@ -145,8 +146,8 @@ def test_the_queue_has_room_for_any_number_of_hits() -> None:
     for _ in range(100):
         pool.hit(np.array([hot]))
         pool.free(np.array([hot]))
-    assert pool.queues() == ([], [hot], [1 - hot])
-    pool.check_invariants()
+    assert queues(pool) == ([], [hot], [1 - hot])
+    check_pool(pool)
 
 
 def test_without_a_bonus_the_least_recently_used_block_is_evicted_first() -> None:
@@ -177,7 +178,7 @@ def test_a_large_pool_evicts_several_blocks_at_once() -> None:
     assert (pool.num_empty, pool.num_cached) == (2, 1016)
     assert len(pool.allocate(1018)) == 1018
     assert pool.num_free == 0
-    pool.check_invariants()
+    check_pool(pool)
 
 
 def test_a_small_pool_evicts_no_block_early() -> None:
@@ -203,4 +204,4 @@ def test_tables_are_freed_together_in_order() -> None:
     pool.share(np.array([0]))
     pool.free_tables([np.array([0, 1]), np.array([2, 0])])
     assert pool.num_empty == 3
-    pool.check_invariants()
+    check_pool(pool)

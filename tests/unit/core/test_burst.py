@@ -8,6 +8,7 @@ from scheduler_svc.core.messages import Deltas, WorkerCapacity
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishReason, SequenceGroup, StopCondition
 from step_protocol.messages import StepBatch, StepOutput
+from tests.invariants import check_scheduler
 
 STEP_S = 0.001
 PROMPT_LEN = 3
@@ -28,7 +29,7 @@ class Driver:
 
     def schedule(self) -> None:
         self.in_flight += self.scheduler.schedule(self.now)
-        self.scheduler.check_invariants()
+        check_scheduler(self.scheduler)
 
     def answer(self, token: int = 500) -> list[Deltas]:
         """The oldest message is answered, then what can be sent is sent."""
@@ -40,7 +41,7 @@ class Driver:
             rows = step.rows[step.sample_mask]
             tokens = np.full(len(rows), token, np.uint32)
             deltas.append(self.scheduler.update(StepOutput(step.step_id, rows, tokens, worker_id="w"), self.now))
-            self.scheduler.check_invariants()
+            check_scheduler(self.scheduler)
         self.schedule()
         return deltas
 

@@ -7,6 +7,7 @@ import numpy as np
 from scheduler_svc.core.scheduler import Scheduler
 from step_protocol.messages import StepBatch, StepOutput
 from tests.builders import make_group, make_scheduler
+from tests.invariants import check_scheduler
 
 WAIT_S = 0.5
 
@@ -38,7 +39,7 @@ def test_the_next_step_carries_the_changes() -> None:
     assert has_changes(batch)
     assert len(batch.rows) == 1
     assert scheduler.changes_due_at == math.inf
-    scheduler.check_invariants()
+    check_scheduler(scheduler)
 
 
 def test_a_step_without_rows_carries_changes_that_are_due() -> None:

@@ -7,6 +7,7 @@ from scheduler_svc.core.messages import WorkerCapacity
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import SequenceGroup, StopCondition
 from step_protocol.messages import StepBatch, StepOutput
+from tests.invariants import check_scheduler
 
 
 def test_a_row_that_lacked_a_block_continues_where_it_was() -> None:
@@ -27,4 +28,4 @@ def test_a_row_that_lacked_a_block_continues_where_it_was() -> None:
     assert answer_oldest() == []  # no block is free yet
     (batch,) = answer_oldest()[:1]  # the step that named the blocks is answered
     assert batch.context_lens.tolist() == [8]
-    scheduler.check_invariants()
+    check_scheduler(scheduler)

@@ -9,6 +9,7 @@ from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import SequenceGroup
 from step_protocol.messages import StepBatch
 from tests.builders import make_capacity, make_group, make_scheduler
+from tests.invariants import check_scheduler
 from tests.unit.core.test_scheduler import answer
 
 ENCODER = range(100, 116)  # 4 blocks of 4 tokens
@@ -26,7 +27,7 @@ def step(scheduler: Scheduler) -> StepBatch:
     """The next step of the only worker, answered."""
     (batch,) = scheduler.schedule(0.0)
     scheduler.update(answer(batch), 0.0)
-    scheduler.check_invariants()
+    check_scheduler(scheduler)
     return batch
 
 

@@ -15,6 +15,7 @@ from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishReason, SequenceGroup
 from step_protocol.messages import StepBatch, StepOutput
 from tests.builders import make_capacity, make_group, make_scheduler, run_to_end
+from tests.invariants import check_scheduler
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ def test_the_inputs_of_a_step_fit_one_message() -> None:
         opened.append([item.group.request_id for item in batch.opens])
         answer(scheduler, batch)
     assert opened == [["r0"], ["r1", "r2"], ["r3"]]
-    scheduler.check_invariants()
+    check_scheduler(scheduler)
 
 
 def test_the_inputs_of_open_requests_are_limited() -> None:
@@ -96,12 +97,12 @@ def test_the_inputs_of_open_requests_are_limited() -> None:
         scheduler.add_group(request("c", 8, (0, 8)), 0.0)
     scheduler.add_group(request("text", 8, num_bytes=0), 0.0)
     scheduler.add_group(request("c", 8, (0, 8), takes_over=True), 0.0)  # it was accepted before
-    scheduler.check_invariants()
+    check_scheduler(scheduler)
     scheduler.abort_group("a", FinishReason.ABORTED)
     scheduler.abort_group("c", FinishReason.ABORTED)
     scheduler.add_group(request("d", 8, (0, 8)), 0.0)
     run_to_end(scheduler)
-    scheduler.check_invariants()
+    check_scheduler(scheduler)
     scheduler.add_group(request("e", 8, (0, 8), num_bytes=250), 0.0)
 
 
@@ -195,5 +196,5 @@ def test_the_last_token_of_a_prompt_waits_for_its_image(
         done = max([done, *(work.done for work in batch.images)])
         is_last = bool(len(batch.rows)) and batch.context_lens[0] + batch.query_lens[0] >= num_prompt
         assert done == 20 or not is_last, "the last token is computed before its image"
-        scheduler.check_invariants()
+        check_scheduler(scheduler)
         answer(scheduler, batch)

@@ -16,6 +16,7 @@ from scheduler_svc.core.sequence import FinishReason
 from scheduler_svc.gateways import wire
 from step_protocol.messages import LogprobColumns, PromptLogprobs, StepBatch, StepOutput
 from tests.builders import make_capacity, make_group, make_scheduler
+from tests.invariants import check_scheduler
 
 
 def u32(*values: int) -> np.ndarray:
@@ -145,7 +146,7 @@ def test_each_position_is_delivered_once_before_the_first_token(seed: int) -> No
             scheduler.remove_worker("w1")
             in_flight = [batch for batch in in_flight if batch.worker_id != "w1"]
             scheduler.add_worker(make_capacity("w1", worker_epoch=epoch, **sizes))
-        scheduler.check_invariants()
+        check_scheduler(scheduler)
     while scheduler.has_work:
         in_flight += scheduler.schedule(0.0)
         worker.answer(in_flight.pop(0))
@@ -200,7 +201,7 @@ def test_a_leading_sample_that_ends_early_does_not_take_the_prompt_along() -> No
     (batch,) = scheduler.schedule(0.0)
     worker.note(scheduler.finish_sample("r", 0, FinishReason.STOP))
     worker.answer(batch)
-    scheduler.check_invariants()
+    check_scheduler(scheduler)
     while scheduler.has_work:
         for batch in scheduler.schedule(0.0):
             worker.answer(batch)

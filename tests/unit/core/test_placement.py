@@ -16,6 +16,7 @@ from scheduler_svc.core.step_planner import StepPlanner
 from scheduler_svc.core.worker_state import StepPlan, WorkerState
 from step_protocol.messages import StepBatch, StepOutput
 from tests.builders import make_capacity, make_group, make_scheduler
+from tests.invariants import check_scheduler
 from tests.unit.core.calls import count_calls
 from tests.unit.core.test_scheduler import answer
 
@@ -257,7 +258,7 @@ def test_requests_that_wait_for_their_prefix_keep_no_other_worker_idle() -> None
     add(scheduler, "later", list(range(300, 310)))
     idle = ({"a", "b"} - {batch.worker_id}).pop()
     assert opened(scheduler.schedule(0.0)) == {idle: ["later"]}
-    scheduler.check_invariants()
+    check_scheduler(scheduler)
 
 
 def test_requests_that_only_a_full_worker_can_run_keep_no_other_worker_idle() -> None:
@@ -268,4 +269,4 @@ def test_requests_that_only_a_full_worker_can_run_keep_no_other_worker_idle() ->
     assert opened(scheduler.schedule(0.0)) == {"large": ["large0"]}
     add(scheduler, "later", 12, now=1.0)
     assert opened(scheduler.schedule(1.0)) == {"small": ["later"]}
-    scheduler.check_invariants()
+    check_scheduler(scheduler)

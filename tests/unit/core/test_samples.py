@@ -6,6 +6,7 @@ from scheduler_svc.core.messages import Finished
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishReason
 from tests.builders import make_capacity, make_group, make_scheduler
+from tests.invariants import check_scheduler
 from tests.unit.core.test_scheduler import answer
 
 STEP_S = 0.05
@@ -24,7 +25,7 @@ def first_steps(scheduler: Scheduler, arrivals: dict[int, list[str]]) -> dict[tu
             deltas = scheduler.update(answer(batch), step * STEP_S)
             for handle, sample in zip(deltas.handles.tolist(), deltas.sample_indices.tolist(), strict=True):
                 first.setdefault((handle, sample), step)
-        scheduler.check_invariants()
+        check_scheduler(scheduler)
     return first
 
 
@@ -43,7 +44,7 @@ def answer_all(scheduler: Scheduler, num_steps: int = 1000) -> list[Finished]:
     for _ in range(num_steps):
         for batch in scheduler.schedule(0.0):
             ended += scheduler.update(answer(batch), 0.0).finished
-        scheduler.check_invariants()
+        check_scheduler(scheduler)
         if not scheduler.has_work:
             break
     return ended
@@ -78,7 +79,7 @@ def test_a_request_can_end_while_some_samples_wait() -> None:
     answer_all(scheduler, 1)
     assert (scheduler.load().num_running, scheduler.load().num_waiting) == (5, 1)
     scheduler.finish_sample("group", 4, FinishReason.STOP)
-    scheduler.check_invariants()
+    check_scheduler(scheduler)
     assert len(scheduler.abort_group("group", FinishReason.ABORTED).finished) == 4
-    scheduler.check_invariants()
+    check_scheduler(scheduler)
     assert scheduler.load().num_waiting == 0

@@ -27,6 +27,7 @@ from scheduler_svc.core.sequence import (
 )
 from scheduler_svc.core.worker_state import WorkerState
 from step_protocol.messages import EMPTY, RowError, StepBatch, StepOutput
+from tests.invariants import check_scheduler
 from tests.unit.core.calls import count_calls
 
 
@@ -82,7 +83,7 @@ def test_a_full_queue_refuses_until_it_is_shorter() -> None:
         scheduler.add_group(group("c", range(4)), 0.0)
     scheduler.schedule(0.0)
     scheduler.add_group(group("c", range(4)), 0.0)
-    scheduler.check_invariants()
+    check_scheduler(scheduler)
 
 
 def test_an_empty_prompt_is_refused() -> None:
@@ -114,7 +115,7 @@ def test_workers_of_another_size_may_join_when_no_request_is_left() -> None:
     with pytest.raises(WorkerMismatchError, match="block_size 4, but worker x has 8"):
         scheduler.add_worker(capacity("y", block_size=4, max_model_len=128))
     scheduler.add_group(group("b", range(70)), 0.0)
-    scheduler.check_invariants()
+    check_scheduler(scheduler)
 
 
 def test_deadlines_of_admitted_sequences_are_dropped_early() -> None:
@@ -168,7 +169,7 @@ def test_a_row_without_token_has_failed_and_the_others_continue() -> None:
     deltas = scheduler.update(StepOutput(batch.step_id, u32(1), u32(9), worker_id="w"), 0.0)
     assert [(f.group.request_id, f.reason) for f in deltas.finished] == [("a", FinishReason.ERROR)]
     assert deltas.token_ids.tolist() == [9]
-    scheduler.check_invariants()
+    check_scheduler(scheduler)
     (batch,) = scheduler.schedule(0.0)
     assert batch.rows.tolist() == [1]
 
@@ -180,7 +181,7 @@ def test_rows_that_share_blocks_of_a_failed_row_are_computed_again() -> None:
     (batch,) = scheduler.schedule(0.0)
     assert batch.opens[1].num_computed_tokens == 8  # shares two blocks of the same step
     deltas = scheduler.update(answer(batch, failures=(0,)), 0.0)
-    scheduler.check_invariants()
+    check_scheduler(scheduler)
     assert [(f.group.request_id, f.message) for f in deltas.finished] == [("bad", "NaN in the logits")]
     assert not len(deltas.token_ids)  # good's token came from blocks that were never filled
     (batch,) = scheduler.schedule(0.0)
@@ -195,7 +196,7 @@ def test_samples_of_a_failed_prompt_are_computed_on_their_own() -> None:
     (batch,) = scheduler.schedule(0.0)
     deltas = scheduler.update(StepOutput(batch.step_id, EMPTY, EMPTY, [RowError(0, "NaN")], worker_id="w"), 0.0)
     assert [(f.sample_index, f.reason) for f in deltas.finished] == [(0, FinishReason.ERROR)]
-    scheduler.check_invariants()
+    check_scheduler(scheduler)
     (batch,) = scheduler.schedule(0.0)
     deltas = scheduler.update(answer(batch), 0.0)
     assert [(f.sample_index, f.reason) for f in deltas.finished] == [(1, FinishReason.LENGTH), (2, FinishReason.LENGTH)]
@@ -213,7 +214,7 @@ def test_adopted_blocks_are_hits_after_a_comparison_of_tokens() -> None:
     (batch,) = scheduler.schedule(0.0)
     assert batch.opens[0].num_computed_tokens == 4  # block 3 holds other tokens than its digest says
     assert batch.opens[0].block_table[0] == 7
-    scheduler.check_invariants()
+    check_scheduler(scheduler)
     with pytest.raises(ValueError, match="block 99"):
         scheduler.add_worker(capacity("x"), [CachedBlock(99, digests[0], u32(0, 1, 2, 3))])
 
@@ -235,7 +236,7 @@ def test_without_prefix_caching_every_prompt_is_computed() -> None:
         (batch,) = scheduler.schedule(0.0)
         assert batch.opens[0].num_computed_tokens == 0
         scheduler.update(answer(batch), 0.0)
-        scheduler.check_invariants()
+        check_scheduler(scheduler)
     assert scheduler.take_prefix_events() == []
     assert scheduler.stats().counts.prefix_cache_hits == 0
 
@@ -279,7 +280,7 @@ def test_prefix_events_match_the_cached_prefixes() -> None:
 
 def fail_all(scheduler: Scheduler, batch: StepBatch) -> list[tuple[str, FinishReason]]:
     deltas = scheduler.update(answer(batch, failures=tuple(batch.rows.tolist())), 0.0)
-    scheduler.check_invariants()
+    check_scheduler(scheduler)
     return [(finished.group.request_id, finished.reason) for finished in deltas.finished]
 
 
@@ -322,10 +323,10 @@ def test_a_queue_is_bounded_by_tokens_too() -> None:
         scheduler.add_group(group("second", range(10), max_tokens=1), 0.0)
     scheduler.add_group(group("second", range(10), max_tokens=1, takes_over=True), 0.0)  # it was accepted before
     scheduler.add_group(group("third", range(10), max_tokens=1, tenant_id="b"), 0.0)  # its share is free
-    scheduler.check_invariants()
+    check_scheduler(scheduler)
     scheduler.abort_group("first", FinishReason.ABORTED)
     scheduler.add_group(group("fourth", range(10), max_tokens=1), 0.0)
-    scheduler.check_invariants()
+    check_scheduler(scheduler)
 
 
 def busy_scheduler(now: float = 0.0) -> tuple[Scheduler, list[StepBatch]]:
@@ -352,7 +353,7 @@ def test_a_deadline_that_cannot_be_met_is_refused_with_advice() -> None:
     scheduler.add_group(group("urgent", range(500, 520), timeout_s=3.0, priority=-1), 3.0)
     scheduler.add_group(group("stranger", range(500, 520), timeout_s=3.0, tenant_id="b"), 3.0)
     scheduler.add_group(group("accepted before", range(500, 520), timeout_s=1.0, takes_over=True), 3.0)
-    scheduler.check_invariants()
+    check_scheduler(scheduler)
 
 
 def test_no_deadline_is_refused_on_a_cold_estimate() -> None:
@@ -390,7 +391,7 @@ def test_a_request_that_waits_past_its_deadline_is_never_computed() -> None:
     assert (expired.group.request_id, expired.reason) == ("late", FinishReason.ABORTED)
     assert "deadline" in expired.message
     assert scheduler.take_expired().finished == []
-    scheduler.check_invariants()
+    check_scheduler(scheduler)
 
 
 def test_a_row_of_a_drained_worker_stays_if_no_other_worker_could_hold_it() -> None:
@@ -400,7 +401,7 @@ def test_a_row_of_a_drained_worker_stays_if_no_other_worker_could_hold_it() -> N
     (batch,) = scheduler.schedule(0.0)
     scheduler.add_worker(capacity("tiny", num_blocks=4))
     scheduler.drain_worker("w")
-    scheduler.check_invariants()
+    check_scheduler(scheduler)
     scheduler.update(answer(batch), 0.0)
     served = {b.worker_id: [o.group.request_id for o in b.opens] for b in scheduler.schedule(0.0)}
     assert served == {"w": [], "tiny": ["small"]}
@@ -419,12 +420,12 @@ def test_a_request_that_moves_between_owners_for_ever_leaks_nothing() -> None:
         if owner % 3 == 0:
             deltas = scheduler.update(answer(flying.pop(0)), 0.0)
             output += deltas.token_ids[deltas.owners == owner].tolist()
-        scheduler.check_invariants()
+        check_scheduler(scheduler)
     while scheduler.has_work:
         flying += scheduler.schedule(0.0)
         deltas = scheduler.update(answer(flying.pop(0)), 0.0)
         assert set(deltas.owners.tolist()) <= {59}
-        scheduler.check_invariants()
+        check_scheduler(scheduler)
     for batch in [*flying, *scheduler.schedule(0.0)]:
         scheduler.update(answer(batch), 0.0)
     stats = scheduler.stats()
@@ -445,7 +446,7 @@ def test_a_gateway_that_resumes_late_does_not_take_back_a_request_that_moved() -
     assert send("g", takes_over=True) == [ord("g")]  # g lost its stream and sends it again on a new one
     scheduler.abort_group("a", FinishReason.ABORTED)
     assert send("f", takes_over=True) == []  # g is lost: no gateway has it
-    scheduler.check_invariants()
+    check_scheduler(scheduler)
 
 
 def crowded_scheduler(urgent: SequenceGroup) -> Scheduler:
@@ -468,7 +469,7 @@ def test_nothing_is_preempted_for_a_request_without_room_even_then() -> None:
     while scheduler.has_work:
         for batch in scheduler.schedule(0.0):
             ended += [end.group.request_id for end in scheduler.update(answer(batch), 0.0).finished]
-        scheduler.check_invariants()
+        check_scheduler(scheduler)
     assert ended.index("first") < ended.index("urgent")
     assert scheduler.stats().counts.num_preemptions == 0
 
@@ -496,7 +497,7 @@ def test_a_displaced_sequence_does_not_take_its_blocks_back_before_the_urgent_on
         scheduler.update(answer(in_flight.pop(0)), 0.0)
         in_flight += scheduler.schedule(0.0)
         opened = [row.group.request_id for batch in in_flight for row in batch.opens]
-        scheduler.check_invariants()
+        check_scheduler(scheduler)
     assert opened == ["urgent"]
     assert scheduler.stats().counts.num_preemptions == 1
 

@@ -10,6 +10,7 @@ from scheduler_svc.core.block_manager import CACHED, EMPTY, SHARED, USED
 from scheduler_svc.core.scheduler import Scheduler
 from step_protocol.messages import StepBatch, StepOutput
 from tests.builders import make_capacity, make_group, make_scheduler, run_to_end
+from tests.invariants import check_scheduler
 
 
 def answer(scheduler: Scheduler, batch: StepBatch) -> None:
@@ -42,7 +43,7 @@ def test_states_and_owners_of_blocks() -> None:
         ("second", 1),
     ]
     assert ((pool.owners > 0) == (pool.states >= USED)).all()
-    scheduler.check_invariants()
+    check_scheduler(scheduler)
 
 
 def test_a_large_pool_is_shown_in_cells(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from scheduler_svc.core.placement import Placement
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishReason
 from tests.builders import make_capacity, make_group, make_scheduler
+from tests.invariants import check_scheduler
 from tests.unit.core.test_scheduler import answer
 
 BIG = make_capacity("big", num_blocks=640, max_num_seqs=32, max_num_batched_tokens=1024)
@@ -30,7 +31,7 @@ def run(scheduler: Scheduler, now: float) -> dict[str, Finished]:
         ended += scheduler.take_expired().finished
         for batch in batches:
             ended += scheduler.update(answer(batch), now).finished
-        scheduler.check_invariants()
+        check_scheduler(scheduler)
     return {end.group.request_id: end for end in ended + scheduler.take_expired().finished}
 
 
@@ -122,7 +123,7 @@ def test_a_starved_request_reserves_no_worker_that_it_cannot_use() -> None:
         scheduler.update(answer(batch), 3.0)
     opened = [(b.worker_id, o.group.request_id) for b in scheduler.schedule(3.0) for o in b.opens]
     assert opened == [("w0", "for either")]
-    scheduler.check_invariants()
+    check_scheduler(scheduler)
 
 
 def test_a_request_starved_for_the_big_worker_leaves_the_small_one_to_others() -> None:
@@ -170,4 +171,4 @@ def test_requests_that_no_open_worker_could_run_are_bounded(limits: dict[str, in
     add(scheduler, "short", 7000, 4, 4, 0.0)
     assert run(scheduler, 1.0).keys() == {"short"}
     scheduler.abort_group("long0", FinishReason.ABORTED)
-    scheduler.check_invariants()
+    check_scheduler(scheduler)

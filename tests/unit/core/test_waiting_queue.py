@@ -14,6 +14,7 @@ from scheduler_svc.core.waiting_queue import FairShare, WaitingQueue
 from step_protocol.messages import EMPTY
 from tests.builders import make_capacity, make_group, make_scheduler
 from tests.call_counts import counted
+from tests.invariants import check_queue, check_scheduler, check_share
 from tests.unit.core.test_scheduler import answer
 
 
@@ -39,7 +40,7 @@ class Waiting:
         return entry
 
     def names(self) -> list[str]:
-        self.queue.check_invariants()
+        check_queue(self.queue)
         return [entry.seq.group.request_id for entry in self.queue]
 
 
@@ -105,8 +106,8 @@ def test_random_changes_keep_the_books_balanced() -> None:
             tenant, size = rng.choice("abcdefgh"), rng.randint(1, 40)
             live.append(waiting.add(f"{step}", tenant, size, rng.randint(-1, 1), float(step // 3)))
         if step % 50 == 0:
-            waiting.queue.check_invariants()
-            waiting.share.check_invariants(Counter(seq.group.tenant_slot for seq in live))
+            check_queue(waiting.queue)
+            check_share(waiting.share, Counter(seq.group.tenant_slot for seq in live))
             assert {entry.seq for entry in waiting.queue} == {*live}
             assert list(waiting.queue) == merged(waiting)
         if live and rng.random() < 0.5:  # a running sequence of the tenant gets tokens
@@ -166,6 +167,6 @@ def test_a_flood_of_one_tenant_leaves_another_its_share() -> None:
     for i in range(100):
         scheduler.add_group(make_group(8, f"b{i}", tenant_id="b", handle=1, ignore_eos=True), 0.0)
     served = serve(scheduler, 2.0)
-    scheduler.check_invariants()
+    check_scheduler(scheduler)
     assert served["b"] > 300
     assert abs(served["a"] - served["b"]) < 0.1 * served["a"]

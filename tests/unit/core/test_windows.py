@@ -11,6 +11,7 @@ from scheduler_svc.core.messages import WorkerCapacity
 from scheduler_svc.core.scheduler import Scheduler
 from step_protocol.messages import StepBatch, StepOutput
 from tests.builders import make_capacity, make_group, make_scheduler, run_to_end
+from tests.invariants import check_scheduler
 
 WINDOW = 10  # with blocks of 4 tokens: 3 blocks before the one that a token is in
 
@@ -51,7 +52,7 @@ def test_a_pool_that_holds_the_window_holds_any_length() -> None:
 def test_a_long_sequence_runs_in_the_blocks_of_its_window(depth: int, num_prompt: int) -> None:
     scheduler = make_scheduler(window_capacity(num_blocks=4, pipeline_depth=depth))
     scheduler.add_group(make_group(num_prompt, max_tokens=250 - num_prompt), 0.0)
-    run_to_end(scheduler, lambda step: scheduler.check_invariants())
+    run_to_end(scheduler, lambda step: check_scheduler(scheduler))
     assert scheduler.stats().counts.num_preemptions == 0
     assert num_used(scheduler) == 0
 
@@ -92,7 +93,7 @@ def test_freed_blocks_of_a_running_row_can_be_hit() -> None:
     (opened,) = batch.opens
     assert opened.num_computed_tokens == 24
     assert num_used(scheduler) <= 4 + 3 + 1  # of the hit, only the blocks in the window are in use
-    scheduler.check_invariants()
+    check_scheduler(scheduler)
 
 
 def test_an_ended_row_leaves_its_whole_prefix_to_be_hit() -> None:
@@ -114,5 +115,5 @@ def test_a_blocked_prompt_does_not_stop_others() -> None:
     scheduler = make_scheduler(capacity, watermark=0.0)
     for i in range(8):
         scheduler.add_group(make_group([i + 1] * 90, f"r{i}", max_tokens=60, n=1 + i % 2), 0.0)
-    assert run_to_end(scheduler, lambda step: scheduler.check_invariants()) < 2000
+    assert run_to_end(scheduler, lambda step: check_scheduler(scheduler)) < 2000
     assert num_used(scheduler) == 0

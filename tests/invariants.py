@@ -1,4 +1,4 @@
-"""Invariants across the data structures of the core, for tests: where each sequence is, which rows hold each block."""
+"""The invariants of the scheduler's core: each check raises AssertionError if data structures disagree."""
 
 from __future__ import annotations
 
@@ -6,21 +6,34 @@ from collections import Counter
 
 import numpy as np
 
+from scheduler_svc.core.block_manager import BlockManager
 from scheduler_svc.core.placement import Placement
 from scheduler_svc.core.requests import Requests
+from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import Sequence, SequenceStatus
+from scheduler_svc.core.waiting_queue import FairShare, WaitingQueue
 from scheduler_svc.core.worker_state import WorkerState
+
+
+def check_scheduler(scheduler: Scheduler) -> None:
+    """Where each sequence is, which rows hold each block, and all the others."""
+    for worker in scheduler._workers.values():
+        check_worker(worker)
+    check_requests(scheduler._requests, scheduler._workers, scheduler._placement)
+    ready = {name for name, worker in scheduler._workers.items() if worker.can_send}
+    assert set(scheduler._ready) == ready, "the ready workers differ from the workers that can send"
 
 
 def check_worker(worker: WorkerState) -> None:
     """Raise AssertionError if rows, tables and blocks disagree."""
-    worker.pool.check_invariants()
+    check_pool(worker.pool)
     rows, r = worker.rows.active(), worker.rows
     assert worker.num_messages <= worker.capacity.pipeline_depth, "more messages in flight than pipeline_depth"
     num_messages = sum(step.burst_len > 0 for step in worker.in_flight)
     assert worker.num_messages == num_messages, "the number of messages in flight is wrong"
     assert not worker.in_flight or worker.in_flight[-1].burst_len, "the newest step is not the last step of its message"
-    assert worker.pending_prefill == r.pending_prefill(), "pending_prefill is wrong"
+    todo = r.todo(rows)
+    assert worker.pending_prefill == int(np.maximum(todo - 1, 0).sum()), "pending_prefill is wrong"
     in_flight = sum(int(step.query_lens[step.query_lens > 1].sum()) for step in worker.in_flight)
     assert worker.backlog == worker.pending_prefill + in_flight, "the prompt tokens in flight are wrong"
     in_run = set(r.in_run.nonzero()[0].tolist())
@@ -59,8 +72,8 @@ def _check_row(worker: WorkerState, row: int) -> None:
 def check_requests(requests: Requests, workers: dict[str, WorkerState], placement: Placement) -> None:
     """Raise AssertionError if the queue, the shares and the places of the sequences disagree."""
     groups = requests.groups.values()
-    requests.waiting.check_invariants()
-    requests.share.check_invariants(Counter(group.tenant_slot for group in groups))
+    check_queue(requests.waiting)
+    check_share(requests.share, Counter(group.tenant_slot for group in groups))
     assert requests.priorities == Counter(group.priority for group in groups), "priorities are wrong"
     assert requests.num_bytes == sum(group.features.num_bytes for group in groups), "bytes of inputs are wrong"
     for entry in requests.waiting:
@@ -84,3 +97,61 @@ def _check_place(seq: Sequence, requests: Requests, workers: dict[str, WorkerSta
     assert sum(places) == (0 if seq.is_finished else 1), f"sequence {seq.seq_id} is in {sum(places)} places"
     if seq.status is SequenceStatus.WAITING:
         assert not places[1], f"sequence {seq.seq_id} is waiting but holds a row"
+
+
+def check_queue(queue: WaitingQueue) -> None:
+    """Raise AssertionError if counts, keys and order disagree."""
+    waiting = [entry for tenant in queue._by_tenant.values() for entry in tenant.entries]
+    assert {entry.seq: entry for entry in waiting} == queue._entries, "entries and the order disagree"
+    assert len(waiting) == len(queue._entries), "a sequence waits twice"
+    tokens_outside = queue._unschedulable_tokens
+    assert tokens_outside.keys() == queue.unschedulable.keys(), "tokens of other sequences are counted"
+    assert queue.unschedulable_tokens == sum(tokens_outside.values()), "unschedulable_tokens is wrong"
+    assert queue.unschedulable.keys().isdisjoint(queue._entries), "an unschedulable sequence is also in the queue order"
+    by_priority = Counter[int]()
+    for entry in waiting:
+        by_priority[entry.seq.group.priority] += entry.num_tokens
+    assert queue._tokens == by_priority, "tokens per priority are wrong"
+    assert queue.pending_tokens == sum(entry.seq.data.num_tokens for entry in waiting), "pending_tokens is wrong"
+    assert queue.expected_tokens == sum(entry.num_expected_tokens for entry in waiting), "expected_tokens is wrong"
+    for slot, tenant in queue._by_tenant.items():
+        entries, tokens = tenant.entries, Counter[int]()
+        for entry in entries:
+            tokens[entry.seq.group.priority] += entry.num_tokens
+        assert entries, "a tenant has no entries but is listed"
+        assert tenant.tokens == tokens, "tokens per tenant are wrong"
+        assert tenant.expected_tokens == sum(entry.num_expected_tokens for entry in entries), (
+            "expected tokens per tenant are wrong"
+        )
+        assert entries == sorted(entries, key=lambda entry: entry.key), "the queue is out of order"
+        assert all(entry.seq.group.tenant_slot == slot for entry in entries), "an entry is listed under another tenant"
+        assert all(entry.key[:2] == entry.seq.order[:2] for entry in entries), "an entry has an outdated key"
+
+
+def check_share(share: FairShare, live: dict[int, int]) -> None:
+    """Raise AssertionError unless the live requests per slot are `live`."""
+    assert {slot: n for slot, n in enumerate(share._num_live) if n} == live, "tenants and live requests disagree"
+    assert share._active == live.keys(), "the active tenants are wrong"
+
+
+def check_pool(pool: BlockManager) -> None:
+    """Raise AssertionError if counts, queues and digests disagree."""
+    never_hit, hit, empties = queues(pool)
+    empty, cached = set(empties), set(np.flatnonzero(pool._put_back_at).tolist())
+    assert sorted(never_hit + hit) == sorted(cached), "a cached block is in no LRU queue, or in two"
+    assert len(cached) == pool._num_cached, "the number of cached blocks is wrong"
+    used = set(np.flatnonzero(pool.refs).tolist())
+    assert len(empty) == pool._empty.size, "a block is in the empty list twice"
+    assert len(empty) + len(cached) + len(used) == pool.num_blocks, "a block is in two places or in none"
+    assert empty | cached | used == set(range(pool.num_blocks)), "a block number is outside the pool"
+    assert (pool.refs >= 0).all(), "negative ref count"
+    digests = {block: digest for block, digest in enumerate(pool._digest_of) if digest is not None}
+    assert {digest: block for block, digest in digests.items()} == pool.held, "digest maps disagree"
+    committed = set(np.flatnonzero(pool._is_committed).tolist())
+    assert cached <= committed <= set(digests), "a cached block must be committed, a committed block needs a digest"
+    assert not empty & set(digests), "an empty block has a digest"
+
+
+def queues(pool: BlockManager) -> tuple[list[int], list[int], list[int]]:
+    """Cached blocks never hit, cached blocks hit before, and empty blocks, each in the order of allocation."""
+    return pool._cached.tolist(), pool._reused.tolist(), pool._empty.tolist()
