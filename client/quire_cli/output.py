@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from quire_client.errors import InvalidRequest, QuireError, renamed
-from quire_client.types import Delta, FinishReason, GenerateResult, Sample, TokenLogprob, TopLogprob, Usage
+from quire_client.types import Delta, GenerateResult, Sample, TokenLogprob, TopLogprob, Usage, plain
 
 from request_fields.fields import FIELDS
 
@@ -93,7 +92,7 @@ def count(number: int, noun: str) -> str:
 
 def to_json(value: Any) -> str:
     """A dataclass, or any structure of dataclasses, as one line of JSON."""
-    return json.dumps(value, default=_jsonable)
+    return json.dumps(plain(value))
 
 
 def sample_fields(sample: Sample) -> dict[str, Any]:
@@ -113,16 +112,6 @@ def usage_line(usage: Usage, seconds: float) -> str:
     cached = f" ({usage.cached_tokens} cached)" if usage.cached_tokens else ""
     prompt = f"{count(usage.prompt_tokens, 'prompt token')}{cached}"
     return f"{prompt}, {count(usage.output_tokens, 'output token')}, {seconds:.2f} s"
-
-
-def _jsonable(value: Any) -> Any:
-    if isinstance(value, FinishReason):
-        return value.value
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-    if isinstance(value, bytes):  # the bytes of a token may not be valid UTF-8
-        return value.decode(errors="backslashreplace")
-    raise TypeError(f"{type(value).__name__} cannot be written as JSON")
 
 
 def with_flag_names(message: str) -> str:

@@ -18,21 +18,20 @@ class Result:
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as a dictionary that `json.dumps` accepts."""
-        plain = _plain(self)
-        assert isinstance(plain, dict)
-        return plain
+        return dict(plain(self))
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """A structure of dataclasses as one that `json.dumps` accepts."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, enum.Enum):
         return value.value
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, bytes):  # the bytes of a token may not be valid UTF-8
         return value.decode(errors="backslashreplace")
-    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+    return [plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 class FinishReason(enum.Enum):

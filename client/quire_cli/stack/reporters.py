@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from quire_client.connection.channel import DEFAULT_TARGET
 
@@ -17,18 +17,6 @@ from quire_cli.stack.supervisor import StartFailedError
 
 DEFAULT_TARGETS = (DEFAULT_TARGET, "127.0.0.1:50051")
 SAMPLE_QUESTION = "What does os.path.join do?"
-
-
-class Reporter(Protocol):
-    """Prints the events of a stack."""
-
-    def note(self, text: str) -> None: ...
-    def begin(self, plan: Plan) -> None: ...
-    def report(self, event: str, service: str, facts: dict[str, Any]) -> None: ...
-    def serving(self, plan: Plan, facts: dict[str, Any]) -> None: ...
-    def draining(self) -> None: ...
-    def failed(self, error: StartFailedError, log_dir: Path) -> None: ...
-    def end(self) -> None: ...
 
 
 class JsonReporter:
@@ -150,3 +138,6 @@ class TextReporter:
     def _clear(self) -> None:
         if self._is_tty:
             sys.stdout.write("\r\x1b[K")
+
+
+Reporter = JsonReporter | TextReporter

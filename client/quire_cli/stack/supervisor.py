@@ -21,7 +21,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
-from quire_client.connection.channel import HEALTH_METHOD, channel_options, health_request, health_state
+from quire_client.connection.channel import HEALTH_METHOD, health_request, health_state, open_channel
 from quire_client.connection.tls import Tls
 
 import child_processes
@@ -138,7 +138,9 @@ class Stack:
         """Report progress, or the last log line without progress, until the service is SERVING."""
         started = reported = time.monotonic()
         last_percent = last_step = None
-        async with _open_channel(service.spec) as channel:
+        tls, address = service.spec.tls, service.spec.address
+        security = (None, ()) if tls is None else (tls.credentials(), tls.options())
+        async with open_channel(grpc.aio, address, *security) as channel:
             while not await _is_serving(channel):
                 step = starting_step(service.log_path, log_start)
                 percent = loading_percent(service.log_path, log_start)
@@ -249,13 +251,6 @@ def _read_end(path: Path, start: int) -> bytes:
         size = log.seek(0, os.SEEK_END)
         log.seek(max(start, size - TAIL_BYTES))
         return log.read()
-
-
-def _open_channel(spec: ServiceSpec) -> grpc.aio.Channel:
-    if spec.tls is None:
-        return grpc.aio.insecure_channel(spec.address, options=channel_options(spec.address))
-    options = [*channel_options(spec.address), *spec.tls.options()]
-    return grpc.aio.secure_channel(spec.address, spec.tls.credentials(), options=options)
 
 
 async def _is_serving(channel: grpc.aio.Channel) -> bool:

@@ -9,24 +9,16 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 import grpc
 import grpc.aio
 from quire.v1 import inference_pb2 as pb
 from quire.v1.inference_pb2_grpc import AdminServiceStub, InferenceServiceStub
 
-from quire_client.connection.channel import (
-    HEALTH_METHOD,
-    Metadata,
-    channel_options,
-    health_request,
-    joined,
-    resolve_targets,
-)
-from quire_client.connection.diagnosis import cannot_connect
+from quire_client.connection import channel as connection
+from quire_client.connection.channel import HEALTH_METHOD, Metadata, health_request, joined
 from quire_client.connection.targets import TargetRing
-from quire_client.connection.tls import Tls, channel_security
 from quire_client.errors import Cancelled, QuireError, client_closed, error_from_rpc, unanswered
 from quire_client.retry import PROBE_TIMEOUT_S
 
@@ -46,7 +38,6 @@ __all__ = [
     "Gateway",
     "channel_openers",
     "in_thread",
-    "open_channel",
     "read_event",
     "sleep",
 ]
@@ -197,36 +188,7 @@ class BoundedEvent(asyncio.Event):
             await asyncio.wait_for(self.wait(), timeout_s)
 
 
-def channel_openers(
-    target: str | grpc.aio.Channel | Sequence[str] | Sequence[grpc.aio.Channel] | None,
-    tls: Tls | bool | None,
-    credentials: grpc.ChannelCredentials | None,
-) -> tuple[list[Callable[[], grpc.aio.Channel]], Callable[[QuireError], QuireError]]:
-    """Functions that open the channels, and one that explains why no gateway was reached. Raises InvalidRequest."""
-    given: list[Any] = list(target) if isinstance(target, Sequence) and not isinstance(target, str) else [target]
-    channels = [one for one in given if one is not None and not isinstance(one, str)]
-    if channels:
-        return [partial(_opened, channel) for channel in channels], lambda error: error
-    targets = resolve_targets(cast("str | Sequence[str] | None", target))
-    credentials, options = channel_security(tls, credentials)
-    openers: list[Callable[[], grpc.aio.Channel]] = [
-        partial(open_channel, address, credentials, options) for address in targets
-    ]
-    return openers, partial(cannot_connect, targets, is_tls=credentials is not None)
-
-
-def _opened(channel: grpc.aio.Channel) -> grpc.aio.Channel:
-    """A channel that the caller has opened."""
-    return channel
-
-
-def open_channel(
-    target: str, credentials: grpc.ChannelCredentials | None, security_options: list[tuple[str, Any]]
-) -> grpc.aio.Channel:
-    options = [*channel_options(target), *security_options]
-    if credentials is None:
-        return grpc.aio.insecure_channel(target, options)
-    return grpc.aio.secure_channel(target, credentials, options)
+channel_openers = partial(connection.channel_openers, grpc.aio)
 
 
 async def in_thread(function: Callable[[], T]) -> T:

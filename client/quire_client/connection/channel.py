@@ -1,14 +1,20 @@
-"""Targets, channel options, metadata and health messages of both clients."""
+"""Targets, channels, metadata and health messages of both clients."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
-from quire_client.connection.diagnosis import check_address
-from quire_client.errors import invalid
+import grpc
+
+from quire_client.connection.diagnosis import cannot_connect, check_address
+from quire_client.connection.tls import Tls, channel_security
+from quire_client.errors import QuireError, invalid
+
+T = TypeVar("T")
 
 Metadata = tuple[tuple[str, str], ...]
 
@@ -93,6 +99,42 @@ def channel_options(target: str) -> list[tuple[str, Any]]:
     host = target.rpartition("/")[2].rpartition(":")[0].strip("[]")
     is_local = target.startswith("unix:") or host == "localhost" or host.startswith("127.") or host == "::1"
     return [*CHANNEL_OPTIONS, ("grpc.enable_http_proxy", 0)] if is_local else CHANNEL_OPTIONS
+
+
+def open_channel(
+    library: Any,
+    target: str,
+    credentials: grpc.ChannelCredentials | None,
+    security_options: Sequence[tuple[str, Any]] = (),
+) -> Any:
+    """A channel of `library`, which is grpc or grpc.aio. No credentials: plaintext."""
+    options = [*channel_options(target), *security_options]
+    if credentials is None:
+        return library.insecure_channel(target, options=options)
+    return library.secure_channel(target, credentials, options=options)
+
+
+def channel_openers(
+    library: Any,
+    target: str | Any | Sequence[str] | Sequence[Any] | None,
+    tls: Tls | bool | None,
+    credentials: grpc.ChannelCredentials | None,
+) -> tuple[list[Callable[[], Any]], Callable[[QuireError], QuireError]]:
+    """Functions that open the channels, and one that explains why no gateway was reached. `target` may have channels
+    that the caller has opened. Raises InvalidRequest.
+    """
+    given: list[Any] = list(target) if isinstance(target, Sequence) and not isinstance(target, str) else [target]
+    opened = [one for one in given if one is not None and not isinstance(one, str)]
+    if opened:
+        return [partial(_itself, channel) for channel in opened], _itself
+    targets = resolve_targets(target)
+    credentials, options = channel_security(tls, credentials)
+    openers = [partial(open_channel, library, address, credentials, options) for address in targets]
+    return list(openers), partial(cannot_connect, targets, is_tls=credentials is not None)
+
+
+def _itself(value: T) -> T:
+    return value
 
 
 def health_request(service: str) -> bytes:

@@ -41,7 +41,15 @@ def suspects(streams: Iterable[Watched], ring: TargetRing, now: float) -> set[in
     return found
 
 
-def record_probe(
+def record_probes(
+    streams: Collection[Watched], ring: TargetRing, probed: Iterable[int], alive: Collection[int], probed_at: float
+) -> None:
+    """Record which of the probed gateways are alive."""
+    for target in probed:
+        _record_probe(streams, ring, target, probed_at=probed_at, now=time.monotonic(), is_alive=target in alive)
+
+
+def _record_probe(
     streams: Iterable[Watched], ring: TargetRing, target: int, *, probed_at: float, now: float, is_alive: bool
 ) -> None:
     """Record the result of a probe. If the gateway is dead, streams that waited for it during the probe are lost.
@@ -105,13 +113,8 @@ class StallWatch:
             streams = self._snapshot()
             probed_at = time.monotonic()
             suspected = suspects(streams, self._ring, probed_at) | set(self._ring.frozen())
-            if not suspected:
-                continue
-            alive = self._probe(suspected)
-            for target in suspected:
-                record_probe(
-                    streams, self._ring, target, probed_at=probed_at, now=time.monotonic(), is_alive=target in alive
-                )
+            if suspected:
+                record_probes(streams, self._ring, suspected, self._probe(suspected), probed_at)
 
     def _wait_for_streams(self) -> bool:
         """Sleep for a tick, or without streams until one is added. False ends the thread."""
@@ -160,10 +163,5 @@ class AsyncStallWatch:
             streams = list(self._streams)
             probed_at = time.monotonic()
             suspected = suspects(streams, self._ring, probed_at) | set(self._ring.frozen())
-            if not suspected:
-                continue
-            alive = await self._probe(suspected)
-            for target in suspected:
-                record_probe(
-                    streams, self._ring, target, probed_at=probed_at, now=time.monotonic(), is_alive=target in alive
-                )
+            if suspected:
+                record_probes(streams, self._ring, suspected, await self._probe(suspected), probed_at)

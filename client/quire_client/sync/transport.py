@@ -9,24 +9,15 @@ from dataclasses import dataclass
 from functools import partial
 from time import sleep
 from types import TracebackType
-from typing import Any, Protocol, Self, TypeVar, cast
+from typing import Any, Protocol, Self, TypeVar
 
 import grpc
 from quire.v1 import inference_pb2 as pb
 from quire.v1.inference_pb2_grpc import AdminServiceStub, InferenceServiceStub
 
-from quire_client.connection.channel import (
-    HEALTH_METHOD,
-    Metadata,
-    channel_options,
-    health_request,
-    health_state,
-    joined,
-    resolve_targets,
-)
-from quire_client.connection.diagnosis import cannot_connect
+from quire_client.connection import channel as connection
+from quire_client.connection.channel import HEALTH_METHOD, Metadata, health_request, health_state, joined
 from quire_client.connection.targets import TargetRing
-from quire_client.connection.tls import Tls, channel_security
 from quire_client.errors import Cancelled, QuireError, client_closed, error_from_rpc, unanswered
 from quire_client.retry import PROBE_TIMEOUT_S, REDIAL_S
 
@@ -39,7 +30,6 @@ __all__ = [
     "Gateways",
     "channel_openers",
     "in_thread",
-    "open_channel",
     "read_event",
     "sleep",
 ]
@@ -228,36 +218,7 @@ class BoundedEvent(threading.Event):
         self.wait(timeout_s)
 
 
-def channel_openers(
-    target: str | grpc.Channel | Sequence[str] | Sequence[grpc.Channel] | None,
-    tls: Tls | bool | None,
-    credentials: grpc.ChannelCredentials | None,
-) -> tuple[list[Callable[[], grpc.Channel]], Callable[[QuireError], QuireError]]:
-    """Functions that open the channels, and one that explains why no gateway was reached. Raises InvalidRequest."""
-    given: list[Any] = list(target) if isinstance(target, Sequence) and not isinstance(target, str) else [target]
-    channels = [one for one in given if one is not None and not isinstance(one, str)]
-    if channels:
-        return [partial(_opened, channel) for channel in channels], lambda error: error
-    targets = resolve_targets(cast("str | Sequence[str] | None", target))
-    credentials, options = channel_security(tls, credentials)
-    openers: list[Callable[[], grpc.Channel]] = [
-        partial(open_channel, address, credentials, options) for address in targets
-    ]
-    return openers, partial(cannot_connect, targets, is_tls=credentials is not None)
-
-
-def _opened(channel: grpc.Channel) -> grpc.Channel:
-    """A channel that the caller has opened."""
-    return channel
-
-
-def open_channel(
-    target: str, credentials: grpc.ChannelCredentials | None, security_options: list[tuple[str, Any]]
-) -> grpc.Channel:
-    options = [*channel_options(target), *security_options]
-    if credentials is None:
-        return grpc.insecure_channel(target, options)
-    return grpc.secure_channel(target, credentials, options)
+channel_openers = partial(connection.channel_openers, grpc)
 
 
 def in_thread(function: Callable[[], T]) -> T:
