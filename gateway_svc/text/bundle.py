@@ -30,6 +30,9 @@ from request_fields.checks import unserved_settings
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 EXTRA_TOKENS = ("additional_special_tokens", "extra_special_tokens")
+LONG_CHARS = 8  # a text with more characters per token than this has repetitions, or too many tokens
+PART_CHARS = 4
+MAX_CUT_TOKENS = 64  # more tokens than a cut within a word adds
 TEMPLATE_FOLDER = "additional_chat_templates/"
 
 
@@ -44,6 +47,10 @@ class RenderOptions(TypedDict, total=False):
 
 class BundleError(ValueError):
     """A file of the bundle is invalid; the message names it."""
+
+
+class TooManyTokensError(ValueError):
+    """A text has more tokens than it may have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,10 +151,24 @@ class Tokenizer:
         """The entries of the vocabulary for these ids, e.g. `Ġthe`; empty for an id without a token."""
         return [self._backend.id_to_token(id_) or "" for id_ in ids]
 
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of a text. Special tokens in the text become their ids, as in transformers."""
+    def encode(self, text: str, *, add_special_tokens: bool, most: int | None = None) -> list[int]:
+        """Token ids of a text. Special tokens in the text become their ids, as in transformers.
+
+        Raises TooManyTokensError for a text that has far more than `most` tokens.
+        """
+        if most is not None and len(text) > LONG_CHARS * most:
+            self._check_parts(text, most)
         # Only the library's batch calls release the GIL, and a long text takes seconds.
         return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+
+    def _check_parts(self, text: str, most: int) -> None:
+        """Count the tokens of a text part by part: a token takes 130 bytes while it is made."""
+        num_tokens, size = 0, PART_CHARS * most
+        for start in range(0, len(text), size):
+            part = text[start : start + size]
+            num_tokens += len(self._backend.encode_batch_fast([part], add_special_tokens=False)[0]) - MAX_CUT_TOKENS
+            if num_tokens > most:
+                raise TooManyTokensError(f"has more than {most} tokens")
 
     def encode_cut(self, text: str, limit: int | None) -> list[int]:
         """Token ids of a text with special tokens. `limit`: it is cut to this many, and keeps its special tokens."""

@@ -34,7 +34,13 @@ class ChatReader:
         check_text_size(request, _text_size(request.prompt), model, limit)
 
     async def token_ids(
-        self, prompt: pb.Prompt, model: ServedModel, context: ReadContext, *, add_special_tokens: bool = True
+        self,
+        prompt: pb.Prompt,
+        model: ServedModel,
+        context: ReadContext,
+        *,
+        add_special_tokens: bool = True,
+        most: int | None = None,
     ) -> PromptInput:
         tokenizer = model.require_tokenizer(CHAT)
         size = _text_size(prompt)
@@ -42,7 +48,7 @@ class ChatReader:
         answer = await context.templates.render(frame, model, is_call=context.lane.is_call)
 
         def tokenize() -> list[int]:
-            return tokenizer.encode(rendered_text(answer), add_special_tokens=False)
+            return tokenizer.encode(rendered_text(answer), add_special_tokens=False, most=most)
 
         return PromptInput(some_ids(await context.lane.run(len(answer), tokenize), CHAT), tools=tools)
 

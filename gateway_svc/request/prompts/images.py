@@ -14,9 +14,10 @@ from gateway_svc.request.models import ServedModel
 from gateway_svc.request.prompts.reader import PromptInput, ReadContext, carried_input
 from gateway_svc.request.sandbox.image_preparer import PreparedImage, RequestImage
 from gateway_svc.request.tools import read_tools
+from gateway_svc.text.bundle import TooManyTokensError
 from prefix_index.content_ids import FIRST_CONTENT_ID, content_ids
 from request_fields.inputs import MAX_INPUT_BYTES
-from svc_common.errors import InvalidRequestError
+from svc_common.errors import ContextLengthError, InvalidRequestError
 
 
 class TokenReader(Protocol):
@@ -25,8 +26,16 @@ class TokenReader(Protocol):
     def check(self, prompt: pb.Prompt, field: str) -> None: ...
     def check_size(self, request: pb.GenerateRequest, model: ServedModel) -> None: ...
     async def token_ids(
-        self, prompt: pb.Prompt, model: ServedModel, context: ReadContext, *, add_special_tokens: bool = True
-    ) -> PromptInput: ...
+        self,
+        prompt: pb.Prompt,
+        model: ServedModel,
+        context: ReadContext,
+        *,
+        add_special_tokens: bool = True,
+        most: int | None = None,
+    ) -> PromptInput:
+        """Raises TooManyTokensError for a text with far more than `most` tokens."""
+        ...
 
 
 class ImageReader:
@@ -47,7 +56,7 @@ class ImageReader:
             chat = request.prompt.chat
             prompt = PromptInput(known_ids, tools=await context.lane.run(len(chat.tools_json), read_tools, chat))
         else:
-            prompt = await self.tokens.token_ids(request.prompt, model, context)
+            prompt = await self._token_ids(request, model, context)
             if model.info.HasField("images"):
                 _check_placeholders(prompt.ids, len(given), model)
         if not given:
@@ -55,6 +64,18 @@ class ImageReader:
         images = await context.images.prepare(given, model)
         put = _with_images if known_ids is None else _with_images_again
         return await context.lane.run(sum(len(image.data) for image in images), put, prompt, images, model)
+
+    async def _token_ids(self, request: pb.GenerateRequest, model: ServedModel, context: ReadContext) -> PromptInput:
+        is_cut = request.HasField("truncate_prompt_tokens") or model.info.HasField("encoder")
+        most = None if is_cut else model.limits.max_tokens
+        try:
+            return await self.tokens.token_ids(request.prompt, model, context, most=most)
+        except TooManyTokensError as error:
+            field = f"prompt.{request.prompt.WhichOneof('kind')}"
+            words = (
+                f"{field} {error}, the limit for prompt and output (max_model_len and the KV pool): shorten the prompt"
+            )
+            raise ContextLengthError(words, field=field, limit=model.limits.max_tokens) from None
 
 
 def images_of(request: pb.GenerateRequest) -> list[RequestImage]:

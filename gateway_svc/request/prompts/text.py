@@ -26,11 +26,17 @@ class TextReader:
         check_text_size(request, request.prompt.ByteSize(), model, model.max_prompt_bytes)
 
     async def token_ids(
-        self, prompt: pb.Prompt, model: ServedModel, context: ReadContext, *, add_special_tokens: bool = True
+        self,
+        prompt: pb.Prompt,
+        model: ServedModel,
+        context: ReadContext,
+        *,
+        add_special_tokens: bool = True,
+        most: int | None = None,
     ) -> PromptInput:
         tokenizer = model.require_tokenizer("prompt.text")
         ids = await context.lane.run(
-            prompt.ByteSize(), tokenizer.encode, prompt.text, add_special_tokens=add_special_tokens
+            prompt.ByteSize(), tokenizer.encode, prompt.text, add_special_tokens=add_special_tokens, most=most
         )
         return PromptInput(some_ids(ids, "prompt.text"))
 
@@ -50,7 +56,13 @@ class TokensReader:
                 model.limits.resolve(num_tokens, None)
 
     async def token_ids(
-        self, prompt: pb.Prompt, model: ServedModel, context: ReadContext, *, add_special_tokens: bool = True
+        self,
+        prompt: pb.Prompt,
+        model: ServedModel,
+        context: ReadContext,
+        *,
+        add_special_tokens: bool = True,
+        most: int | None = None,
     ) -> PromptInput:
         size = 4 * len(prompt.tokens.ids)
         return PromptInput(await context.lane.run(0 if size <= INLINE_ID_BYTES else size, list, prompt.tokens.ids))

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import grpc
 import pytest
 import xxhash
+from quire.v1 import inference_pb2 as pb
 from tokenizers import Tokenizer as Backend
 
 from gateway_svc.request.models import read_bundle
-from gateway_svc.text.bundle import BundleError, Tokenizer, model_text_from_files
-from tests.unit.gateway.fakes import make_bundle
+from gateway_svc.text.bundle import BundleError, Tokenizer, TooManyTokensError, model_text_from_files
+from tests.unit.gateway.fakes import TestGateway, make_bundle
 from tests.unit.gateway.tokenizer_kinds import bundle_files, byte_fallback, byte_level
 
 
@@ -90,3 +92,32 @@ def test_the_longest_token_bounds_the_bytes_per_token() -> None:
     backend: Backend = byte_level()
     backend.add_tokens(["x" * 77])
     assert Tokenizer.from_files(bundle_files(backend)).max_token_bytes == 77
+
+
+class CountingBackend:
+    """Counts the characters that are tokenized."""
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+        self.num_chars = 0
+
+    def encode_batch_fast(self, texts: list[str], **options: Any) -> Any:
+        self.num_chars += sum(map(len, texts))
+        return self._backend.encode_batch_fast(texts, **options)
+
+
+def test_a_text_that_is_far_too_long_is_not_tokenized_as_a_whole() -> None:
+    tokenizer = Tokenizer.from_files(bundle_files(byte_level()))
+    counting = tokenizer._backend = CountingBackend(tokenizer._backend)
+    with pytest.raises(TooManyTokensError, match="has more than 100 tokens"):
+        tokenizer.encode("x1" * 1_000_000, add_special_tokens=False, most=100)
+    assert counting.num_chars <= 1000
+    text = "<tool call>" * 90  # long, and of few tokens
+    assert len(tokenizer.encode(text, add_special_tokens=False, most=100)) == 90
+    assert len(tokenizer.encode(text * 2, add_special_tokens=False)) == 180
+
+
+async def test_the_error_of_a_text_that_is_far_too_long(gateway: TestGateway) -> None:
+    with pytest.raises(grpc.aio.AioRpcError, match=r"prompt\.text has more than 256 tokens, the limit") as caught:
+        await gateway.collect(prompt=pb.Prompt(text="x1" * 1500))
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
