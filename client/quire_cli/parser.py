@@ -19,6 +19,9 @@ INVALID_CHOICE = re.compile(
 )
 
 
+MAX_IN_USAGE = 16  # rows of arguments, above which the first line of --help does not repeat them
+
+
 class Formatter(argparse.RawDescriptionHelpFormatter):
     """Help that keeps the line breaks of the examples."""
 
@@ -61,6 +64,11 @@ class Argument:
     names: tuple[str, ...]
     settings: dict[str, Any]
 
+    @property
+    def is_value(self) -> bool:
+        """It is not a flag."""
+        return not self.names[0].startswith("-")
+
 
 def arg(*names: str, help: str, **settings: Any) -> Argument:
     """A row of a table of arguments."""
@@ -102,6 +110,9 @@ class Command:
     def add_to(self, commands: argparse._SubParsersAction[Parser]) -> None:
         """Declare the command to argparse. Parsed arguments have `module`, `function` and `parser`."""
         parser = commands.add_parser(self.name, help=self.summary, description=self.summary, epilog=self.epilog)
+        if len(self.arguments) > MAX_IN_USAGE:
+            values = [row.names[0].upper() for row in self.arguments if isinstance(row, Argument) and row.is_value]
+            parser.usage = " ".join(["%(prog)s [FLAG ...]", *values])
         for row in self.arguments:
             if isinstance(row, Argument):
                 parser.add_argument(*row.names, **row.settings)

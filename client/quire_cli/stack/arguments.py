@@ -6,6 +6,7 @@ import argparse
 import json
 from collections.abc import Iterator, Mapping
 from functools import cache
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +38,17 @@ examples:
 # Of the services. `quire up` sets the first ones itself; the last ones are for several machines.
 NOT_OFFERED = {
     *("model", "listen", "http-listen", "advertise", "scheduler", "scheduler-id", "worker-id", "insecure"),
-    *("metrics-listen", "health-listen", "console-listen", "token-file", "internal-tls-worker-name"),
+    *(
+        "metrics-listen",
+        "health-listen",
+        "console-listen",
+        "token-file",
+        "internal-tls-worker-name",
+        "internal-tls-name",
+    ),
     *("internal-tls-ca-file", "internal-tls-cert-file", "internal-tls-key-file"),
     *("tls-cert-file", "tls-key-file", "tls-client-ca-file"),
+    *("revision", "replace-revision"),  # of a fleet; vLLM's --revision is MODEL@REVISION
     *("nnodes", "node-rank", "node-listen", "leader-address", "node-timeout-s"),
 }
 NAMES_IN_VLLM = {"tool-parser": "--tool-call-parser", "http-allow-origin": "--allowed-origins"}
@@ -99,9 +108,9 @@ def _of_services() -> Iterator[Group]:
     groups: dict[str, list[Argument]] = {}
     for row in _rows():
         if f"--{row['name']}" not in own:
-            groups.setdefault(" and ".join(f"every {service}" for service in row["services"]), []).append(_flag(row))
-    for services, flags in groups.items():
-        yield Group(f"flags of {services}", flags)
+            services = "services" if len(row["services"]) == 3 else " and ".join(f"{one}s" for one in row["services"])
+            groups.setdefault(f"flags of all {services}", []).append(_flag(row))
+    return starmap(Group, groups.items())
 
 
 def _flag(row: Mapping[str, Any]) -> Argument:

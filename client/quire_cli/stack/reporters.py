@@ -88,7 +88,8 @@ class TextReporter:
         question = SAMPLE_QUESTION if plan.model == "demo" else "Hello!"
         self._line(f"\nServing {plan.model} on {plan.target}. In another terminal:")
         self._line(f'  quire chat "{question}"{target}')
-        self._line(f"  quire status{target}")
+        if not plan.trust.has_keys:  # else for operators only, at --admin-listen
+            self._line(f"  quire status{target}")
         for url in plan.http_urls:
             self._line(f"OpenAI-compatible HTTP API: {url}")
         self._line("Ctrl-C drains and stops.\n")

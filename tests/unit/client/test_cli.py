@@ -399,6 +399,7 @@ def test_tokenize(gateway, capsys, monkeypatch):
         ("up --kv-cache-memory 9GiB", "--kv-cache-memory: '9GiB' is not a size; write 512M or 2G"),
         ("up --allowed-origins [", "--allowed-origins: '[' is not valid JSON"),
         ("serve", "MODEL"),
+        ("serve m --revision main", "unrecognized arguments: --revision main"),
         ("drain", "WORKER"),
         ("nonsense", "quire: error: there is no command 'nonsense'; see"),
         ("generte hi", "there is no command 'generte'; did you mean generate?"),

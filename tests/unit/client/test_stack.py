@@ -16,6 +16,7 @@ from quire_cli import arguments
 from quire_cli.stack import plan as plans
 from quire_cli.stack import reporters, running
 from quire_cli.stack import supervisor as stack
+from quire_cli.stack.local_trust import LocalTrust
 from quire_cli.stack.supervisor import ServiceSpec, Stack, StartFailedError
 
 from gateway_svc.callers.api_keys import ApiKeys
@@ -576,6 +577,15 @@ def test_text_of_every_event(output_of):
     assert 'quire chat "What does os.path.join do?"\n' in out
     assert "worker-0   was killed by SIGKILL; restarting in 0.5 s" in out
     assert "| bye" in out
+
+
+def test_clients_with_keys_are_not_shown_the_calls_of_operators(tmp_path, capsys):
+    trust = LocalTrust({"gateway": ("--api-keys", "keys")})
+    made = plans.Plan((), "127.0.0.1:50051", "demo", (), tmp_path, trust=trust)
+    reporters.TextReporter().serving(made, {})
+    out = capsys.readouterr().out
+    assert "--api-key KEY" in out
+    assert "quire status" not in out
 
 
 def test_a_terminal_gets_a_progress_line(output_of, monkeypatch):
