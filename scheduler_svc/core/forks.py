@@ -93,12 +93,13 @@ class Forks:
 
     def _hits(self, row: int, fork: Sequence) -> I64:
         """The blocks from which a late fork starts: those of its cached prefix, or of the leader's prompt if that is
-        longer. A leader with an attention window has freed blocks of its prompt.
+        longer. Behind an attention window the leader may have freed some that the fork needs.
         """
-        r, num_prompt = self._worker.rows, len(fork.group.prompt) // self._worker.capacity.block_size
+        r, bs = self._worker.rows, self._worker.capacity.block_size
+        num_prompt = len(fork.group.prompt) // bs
         self._worker.extend_digests(fork)
         hits = self._worker.find_hits(fork, fork.data.token_ids())
-        if len(hits) >= num_prompt or r.blocks_before is not None:
+        if len(hits) >= num_prompt or r.first_block[row] > r.first_needed(num_prompt * bs):
             return hits
         return r.table[row, :num_prompt].astype(np.int64)
 
