@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from request_fields.fields import End, StopCondition
+from request_fields.fields import End
 from scheduler_svc.core.errors import UnexpectedStepError
 from scheduler_svc.core.messages import Deltas
 from scheduler_svc.core.rows import Members, RowTable
@@ -144,17 +144,12 @@ class Stops:
             return None
         return REASONS[end or End.LENGTH], token_id if end is End.STOP else None
 
-    def is_complete(self, seq: Sequence) -> bool:
-        """Whether a Continuation already ends with the token that ends the sequence."""
+    def end_of_output(self, seq: Sequence) -> tuple[FinishReason, int | None] | None:
+        """Why a Continuation already ends with its last token, as `end_of`; None if it continues."""
         output = seq.data.output
-        if not len(output):
-            return False
-        return seq.group.stop.end_of(int(output[-1]), len(output), self._eos_token_ids) is not None
-
-    def why(self, stop: StopCondition, last_token: int, num_output: int) -> tuple[FinishReason, int | None]:
-        """The reason to end with this output token, and the token if it is a stop id. LENGTH: a limit is reached."""
-        end = stop.end_of(last_token, num_output, self._eos_token_ids) or End.LENGTH
-        return REASONS[end], last_token if end is End.STOP else None
+        last = int(output[-1])
+        end = seq.group.stop.end_of(last, len(output), self._eos_token_ids)
+        return None if end is None else (REASONS[end], last if end is End.STOP else None)
 
 
 class Untrusted(NamedTuple):

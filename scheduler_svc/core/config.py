@@ -5,6 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MAX_BURST_S = 1.0
+LOWEST = {
+    "max_waiting": 1, "max_waiting_tokens": 1, "max_input_bytes": 0, "placement_alpha": 0, "placement_slack": 0,
+    "leave_fraction": 0, "max_pending_prefill_steps": 1, "burst_s": 0, "changes_wait_s": 0, "worker_patience_s": 0,
+    "reuse_bonus": 0,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,29 +42,12 @@ class SchedulerConfig:
     root_salt: bytes = b""  # part of the root of every digest chain: model revision, dtype
 
     def __post_init__(self) -> None:
-        if self.max_waiting < 1:
-            raise ValueError(f"max_waiting is {self.max_waiting}; must be at least 1")
-        if self.max_waiting_tokens < 1:
-            raise ValueError(f"max_waiting_tokens is {self.max_waiting_tokens}; must be at least 1")
-        if self.max_input_bytes < 0:
-            raise ValueError(f"max_input_bytes is {self.max_input_bytes}; must be at least 0")
+        for name, low in LOWEST.items():
+            if not (value := getattr(self, name)) >= low:
+                raise ValueError(f"{name} is {value}; must be at least {low}")
         if not 0 <= self.watermark < 1:
             raise ValueError(f"watermark is {self.watermark}; must be from 0 to below 1")
         if not self.aging_tokens_per_s > 0:
             raise ValueError(f"aging_tokens_per_s is {self.aging_tokens_per_s}; must be above 0")
-        if not self.placement_alpha >= 0:
-            raise ValueError(f"placement_alpha is {self.placement_alpha}; must be at least 0")
-        if not self.reuse_bonus >= 0:
-            raise ValueError(f"reuse_bonus is {self.reuse_bonus}; must be at least 0")
-        if not self.placement_slack >= 0:
-            raise ValueError(f"placement_slack is {self.placement_slack}; must be at least 0")
-        if not self.leave_fraction >= 0:
-            raise ValueError(f"leave_fraction is {self.leave_fraction}; must be at least 0")
-        if not 0 <= self.burst_s <= MAX_BURST_S:
-            raise ValueError(f"burst_s is {self.burst_s}; must be from 0 to {MAX_BURST_S:g}")
-        if not self.changes_wait_s >= 0:
-            raise ValueError(f"changes_wait_s is {self.changes_wait_s}; must be at least 0")
-        if not self.worker_patience_s >= 0:
-            raise ValueError(f"worker_patience_s is {self.worker_patience_s}; must be at least 0")
-        if self.max_pending_prefill_steps < 1:
-            raise ValueError(f"max_pending_prefill_steps is {self.max_pending_prefill_steps}; must be at least 1")
+        if not self.burst_s <= MAX_BURST_S:
+            raise ValueError(f"burst_s is {self.burst_s}; must be at most {MAX_BURST_S:g}")

@@ -14,11 +14,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from scheduler_svc.core.messages import RowAssignment
-from scheduler_svc.core.sequence import Sequence, SequenceStatus
+from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.core.worker_state import StepPlan, WorkerState
 from step_protocol.columns import I64
-from step_protocol.messages import EMPTY
 
 
 class Forks:
@@ -46,22 +44,10 @@ class Forks:
         prompt, table = fork.group.prompt, r.table[row, : r.num_blocks[row]].copy()
         fork.digests = list(r.sequence(row).digests)
         worker.pool.share(r.held_blocks(row))
-        child = r.open(fork, prompt, table, len(prompt), int(r.limit[row]))
+        child = worker.open_row(fork, prompt, table, len(prompt), plan, parent=row)
+        fork.is_admitted_before = True
         r.first_block[child] = r.first_block[row]
         r.num_planned[child] += 1 if r.limit[row] > len(prompt) and not r.is_awaiting[child] else 0
-        fork.move_to(SequenceStatus.RUNNING)
-        fork.worker_id, fork.row, fork.is_admitted_before = worker.capacity.worker_id, child, True
-        opened = RowAssignment(
-            row=child,
-            group=fork.group,
-            sample_index=fork.sample_index,
-            token_ids=EMPTY,
-            prompt_len=len(prompt),
-            block_table=table,
-            num_computed_tokens=len(prompt),
-            fork_of_row=row,
-        )
-        worker.add_open(fork, opened, plan)
         plan.forks.append((child, row))
 
     # -- late forks ---------------------------------------------------------------------------------------------------

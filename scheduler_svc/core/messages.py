@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -215,8 +215,8 @@ def merge_deltas(parts: Sequence[Deltas]) -> Deltas:
         token_ids=np.concatenate([part.token_ids for part in parts]),
         finished=[finished for part in parts for finished in part.finished],
         logprobs=_merge_logprobs(parts),
-        prompt=concat_prompts([part.prompt for part in parts if part.prompt is not None]),
-        pooled=concat_pooled([part.pooled for part in parts if part.pooled is not None]),
+        prompt=concat_parts([part.prompt for part in parts]),
+        pooled=concat_parts([part.pooled for part in parts]),
     )
 
 
@@ -243,14 +243,7 @@ def split_deltas(deltas: Deltas) -> dict[int, Deltas]:
 
 
 def _of_owner(deltas: Deltas, owner: int) -> Deltas:
-    mine, prompt = deltas.owners == owner, deltas.prompt
-    if prompt is not None:
-        is_mine = prompt.owners == owner
-        prompt = prompt.select(is_mine) if is_mine.any() else None
-    pooled = deltas.pooled
-    if pooled is not None:
-        is_mine = pooled.owners == owner
-        pooled = pooled.select(is_mine) if is_mine.any() else None
+    mine, prompt, pooled = deltas.owners == owner, deltas.prompt, deltas.pooled
     return Deltas(
         owners=deltas.owners[mine],
         handles=deltas.handles[mine],
@@ -259,20 +252,8 @@ def _of_owner(deltas: Deltas, owner: int) -> Deltas:
         token_ids=deltas.token_ids[mine],
         finished=[finished for finished in deltas.finished if finished.group.owner == owner],
         logprobs=None if deltas.logprobs is None else deltas.logprobs.select(mine),
-        prompt=prompt,
-        pooled=pooled,
-    )
-
-
-def concat_prompts(parts: Sequence[PromptDeltas]) -> PromptDeltas | None:
-    """The prompt tokens of all parts in order; None if there are no parts."""
-    if len(parts) < 2:
-        return parts[0] if parts else None
-    return PromptDeltas(
-        np.concatenate([part.owners for part in parts]),
-        np.concatenate([part.handles for part in parts]),
-        np.concatenate([part.positions for part in parts]),
-        concat_columns([part.columns for part in parts]),
+        prompt=None if prompt is None or owner not in prompt.owners else prompt.select(prompt.owners == owner),
+        pooled=None if pooled is None or owner not in pooled.owners else pooled.select(pooled.owners == owner),
     )
 
 
@@ -285,13 +266,16 @@ def pooled_deltas(found: Sequence[tuple[int, int, F32]]) -> PooledDeltas | None:
     return PooledDeltas(np.array(owners, np.uint32), np.array(handles, np.uint32), lens, np.concatenate(values))
 
 
-def concat_pooled(parts: Sequence[PooledDeltas]) -> PooledDeltas | None:
-    """The requests of all parts in order; None if there are no parts."""
-    if len(parts) < 2:
-        return parts[0] if parts else None
-    return PooledDeltas(
-        np.concatenate([part.owners for part in parts]),
-        np.concatenate([part.handles for part in parts]),
-        np.concatenate([part.lens for part in parts]),
-        np.concatenate([part.values for part in parts]),
-    )
+Parts = TypeVar("Parts", PromptDeltas, PooledDeltas)
+
+
+def concat_parts(parts: Sequence[Parts | None]) -> Parts | None:
+    """The columns of all parts in order; None if there are no parts."""
+    present = [part for part in parts if part is not None]
+    if len(present) < 2:
+        return present[0] if present else None
+    columns = ([getattr(part, column.name) for part in present] for column in fields(present[0]))
+    joined: list[Any] = [
+        concat_columns(found) if isinstance(found[0], LogprobColumns) else np.concatenate(found) for found in columns
+    ]
+    return type(present[0])(*joined)

@@ -73,8 +73,9 @@ class Requests:
         for seq in group.sequences:
             if not len(seq.data.output):
                 fresh.append(seq)
-            elif self._stops.is_complete(seq):
-                finished.append(self._end_early(seq))
+            elif (end := self._stops.end_of_output(seq)) is not None:
+                seq.move_to(SequenceStatus.FINISHED)
+                finished.append(_finished(seq, *end))
             else:
                 self._enqueue(seq)
         self.enqueue_samples(fresh)
@@ -86,12 +87,6 @@ class Requests:
         output = group.outputs[sample_index] if sample_index < len(group.outputs) else EMPTY
         self._next_seq_id += 1
         return Sequence(group, sample_index, SequenceData(group.prompt, output), self._next_seq_id)
-
-    def _end_early(self, seq: Sequence) -> Finished:
-        seq.move_to(SequenceStatus.FINISHED)
-        output = seq.data.output
-        reason, stop_id = self._stops.why(seq.group.stop, int(output[-1]), len(output))
-        return _finished(seq, reason, stop_id)
 
     # -- ends ---------------------------------------------------------------------------------------------------------
 

@@ -59,7 +59,6 @@ from collections.abc import Callable
 import numpy as np
 
 from scheduler_svc.core.forks import Forks
-from scheduler_svc.core.messages import RowAssignment
 from scheduler_svc.core.rows import (
     NO_COLUMNS,
     NO_ROWS,
@@ -70,7 +69,7 @@ from scheduler_svc.core.rows import (
     concatenated,
     with_chunks,
 )
-from scheduler_svc.core.sequence import Sequence, SequenceStatus
+from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.core.worker_state import Changes, InFlightStep, StepPlan, WorkerState
 from step_protocol.columns import I64, U32, Bools
 from step_protocol.messages import EMPTY, StepBatch
@@ -388,29 +387,12 @@ class StepPlanner:
         blocks = self._pool.allocate(end - num_hits).astype(np.uint32)
         if num_hits:
             blocks = np.concatenate((hits.astype(np.uint32), blocks))
-        row = self._open_row(seq, token_ids, blocks, num_hits * bs, plan)
+        row = self.worker.open_row(seq, token_ids, blocks, num_hits * bs, plan)
         self._rows.first_block[row] = first
+        self.worker.prefilling.add(row)
         self.worker.num_reserved_rows += len(seq.forks)
         seq.count_cached(num_hits * bs)
         self._plan_chunk(row, plan, 0 if num_hits else seq.group.features.num_head_tokens)
-
-    def _open_row(self, seq: Sequence, token_ids: U32, blocks: U32, num_computed: int, plan: StepPlan) -> int:
-        limit = len(seq.group.prompt) + seq.group.stop.max_tokens
-        row = self._rows.open(seq, token_ids, blocks, num_computed, limit)
-        self.worker.prefilling.add(row)
-        seq.move_to(SequenceStatus.RUNNING)
-        seq.worker_id, seq.row = self._capacity.worker_id, row
-        opened = RowAssignment(
-            row=row,
-            group=seq.group,
-            sample_index=seq.sample_index,
-            token_ids=token_ids,
-            prompt_len=len(seq.group.prompt),
-            block_table=blocks,
-            num_computed_tokens=num_computed,
-        )
-        self.worker.add_open(seq, opened, plan)
-        return row
 
 
 def make_batch(

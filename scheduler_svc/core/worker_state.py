@@ -61,7 +61,7 @@ from scheduler_svc.core.rows import Members, RowTable
 from scheduler_svc.core.sequence import NEVER, Completion, QueueEntry, Refusal, Sequence, SequenceGroup, SequenceStatus
 from scheduler_svc.core.windows import Windows
 from step_protocol.columns import I64, U32, Bools
-from step_protocol.messages import RowError, StepBatch, StepOutput
+from step_protocol.messages import EMPTY, RowError, StepBatch, StepOutput
 
 
 @dataclass(slots=True)
@@ -254,12 +254,29 @@ class WorkerState:
         """The parts of the features that a request uses."""
         return [self.part(feature.part) for feature in group.features.items if feature.part is not None]
 
-    def add_open(self, seq: Sequence, opened: RowAssignment, plan: StepPlan) -> None:
-        """Add a row to those that the step opens, with what the features of its request add."""
-        if seq.group.features.items:
-            for part in self.parts_of(seq.group):
+    def open_row(
+        self, seq: Sequence, token_ids: U32, blocks: U32, num_computed: int, plan: StepPlan, parent: int | None = None
+    ) -> int:
+        """Open a row in this step, with what the features of the request add. A fork has the row `parent` to begin."""
+        group, prompt_len = seq.group, len(seq.group.prompt)
+        row = self.rows.open(seq, token_ids, blocks, num_computed, prompt_len + group.stop.max_tokens)
+        seq.move_to(SequenceStatus.RUNNING)
+        seq.worker_id, seq.row = self.capacity.worker_id, row
+        opened = RowAssignment(
+            row=row,
+            group=group,
+            sample_index=seq.sample_index,
+            token_ids=token_ids if parent is None else EMPTY,
+            prompt_len=prompt_len,
+            block_table=blocks,
+            num_computed_tokens=num_computed,
+            fork_of_row=parent,
+        )
+        if group.features.items:
+            for part in self.parts_of(group):
                 part.open(seq, opened, plan)
         plan.opens.append(opened)
+        return row
 
     def could_run(self, group: SequenceGroup) -> bool:
         """Whether this worker could run the request if it were idle."""
