@@ -15,13 +15,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from gateway_svc.http import answers, bodies, openapi, pooling
+from gateway_svc.http import answers, bodies, openapi
 from gateway_svc.http.answers import AnswerShape, PromptParts, StreamAnswer, WholeAnswer, models_of
 from gateway_svc.http.audio import AudioHandlers
 from gateway_svc.http.bodies import Generation, with_token_ids
-from gateway_svc.http.fields import paths_of
 from gateway_svc.http.merge import Numbered, merged, within
 from gateway_svc.http.messages.handlers import MessagesHandlers
+from gateway_svc.http.pooling.handlers import PoolingHandlers
 from gateway_svc.http.replies import EventStream, encoded_events, ignored_headers, json_reply
 from gateway_svc.http.responses.handlers import ResponsesHandlers
 from gateway_svc.http.status import StatusHandlers
@@ -37,7 +37,6 @@ from svc_common.tasks import Slices
 log = logging.getLogger(__name__)
 
 DEADLINE_MARGIN_S = 0.5
-EMBED_NAMES = {"inputs": "input"}  # names of fields in a body, for errors
 PARSE_BYTES = 16  # parsing this many bytes of JSON takes as long as tokenizing one byte of text
 
 
@@ -58,6 +57,7 @@ class Handlers:
         self._created = int(time.time())
         self._responses = ResponsesHandlers(servicer.generation, directory, self._read)
         self._messages = MessagesHandlers(servicer.generation, directory, self._read)
+        self._pooling = PoolingHandlers(servicer.pooling, lane, self._read)
         self._audio = AudioHandlers(servicer.generation, lane)
 
     def routes(self) -> list[Route]:
@@ -68,9 +68,7 @@ class Handlers:
             *self._responses.routes(),
             *self._messages.routes(),
             *self._audio.routes(),
-            Route("/v1/embeddings", self.embeddings, methods=["POST"]),
-            *(Route(path, self.score, methods=["POST"]) for path in paths_of("/v1/score")),
-            *(Route(path, self.rerank, methods=["POST"]) for path in paths_of("/v1/rerank")),
+            *self._pooling.routes(),
             Route("/v1/models", self.models, methods=["GET"]),
             Route("/v1/models/{model:path}", self.model, methods=["GET"]),
             Route("/tokenize", self.tokenize, methods=["POST"]),
@@ -89,27 +87,6 @@ class Handlers:
         """Continue one or more prompts."""
         asked = await self._read(request, bodies.completion_generation)
         return await self._generate(request, asked, answers.COMPLETION)
-
-    async def embeddings(self, request: Request) -> Response:
-        """Embed one or more inputs."""
-        request.scope["names"] = EMBED_NAMES
-        asked = await self._read(request, pooling.embeddings_of)
-        reply = await self._servicer.pooling.embed(asked.request)
-        size = 8 * sum(len(item.values) for item in reply.embeddings)
-        answer = await self._lane.run(size, pooling.encoded_embeddings, reply, is_base64=asked.is_base64)
-        return json_reply(answer, asked.ignored)
-
-    async def score(self, request: Request) -> Response:
-        """Score pairs of texts."""
-        asked = await self._read(request, pooling.score_of)
-        reply = await self._servicer.pooling.score(asked.request)
-        return json_reply(pooling.score_answer(reply, int(time.time())), asked.ignored)
-
-    async def rerank(self, request: Request) -> Response:
-        """Sort documents by how well they match a query."""
-        asked = await self._read(request, pooling.rerank_of)
-        reply = await self._servicer.pooling.score(asked.request)
-        return json_reply(pooling.rerank_answer(reply, asked), asked.ignored)
 
     async def models(self, request: Request) -> Response:
         """All models."""

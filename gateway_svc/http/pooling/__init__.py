@@ -1,0 +1,1 @@
+"""Embeddings, scores and classes over HTTP, in the forms of OpenAI, vLLM and Cohere. `handlers` does I/O."""
