@@ -90,9 +90,9 @@ def make_embedder(
 
 
 def make_cross_encoder(folder: Path, kind: str, **extra: Any) -> None:
-    """A reranker with a classification head."""
+    """A reranker with a classification head, or with more labels a classifier."""
     torch.manual_seed(2)
-    config = make_config(kind, num_labels=1, **extra)
+    config = make_config(kind, **{"num_labels": 1, **extra})
     AutoModelForSequenceClassification.from_config(config).eval().save_pretrained(folder)
     make_tokenizer(kind).save_pretrained(folder)
 

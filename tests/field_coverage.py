@@ -24,7 +24,10 @@ REFUSALS = EMBED + "test_a_decoder_without_configuration_scores_nothing"
 HTTP_BODIES = EMBED + "test_every_field_of_an_http_body_has_an_effect"
 
 # Endpoints whose fields one test of their own covers: the model of the other fields computes no scores.
-OWN_ENDPOINTS: Mapping[str, str] = dict.fromkeys(("/v1/embeddings", "/v1/score", "/v1/rerank"), HTTP_BODIES)
+OWN_ENDPOINTS: Mapping[str, str] = {
+    **dict.fromkeys(("/v1/embeddings", "/v2/embed", "/pooling", "/v1/score", "/v1/rerank"), HTTP_BODIES),
+    "/classify": EMBED + "test_classes_equal_those_of_transformers",
+}
 
 OWN_TESTS: Mapping[str, str] = {
     "EmbedRequest.request_id": POOLING,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import mul
 
 from quire.v1 import inference_pb2 as pb
@@ -57,7 +57,7 @@ async def _numbers_of(submission: Submission) -> array[float]:
 def add_embeddings(response: pb.EmbedResponse, plan: PoolingPlan, numbers: Sequence[array[float]]) -> None:
     """Add the vectors of an Embed, which takes time if they are many."""
     for values, item in zip(numbers, plan.inputs, strict=True):
-        response.embeddings.add(values=values, prompt_tokens=len(item.ids))
+        response.embeddings.add(values=ACTIVATIONS[plan.activation](values), prompt_tokens=len(item.ids))
 
 
 def scores_of(
@@ -74,6 +74,22 @@ def scores_of(
 def _score(values: Sequence[float], facts: types.PoolingInfo) -> float:
     """The output of the head, or the logit of yes minus that of no; as a probability if the model says so."""
     value = values[0] - (values[1] if len(values) > 1 else 0.0)
-    if not facts.has_sigmoid:
-        return value
+    return _sigmoid(value) if facts.has_sigmoid else value
+
+
+def _sigmoid(value: float) -> float:
     return 1.0 / (1.0 + math.exp(-value)) if value >= 0 else math.exp(value) / (1.0 + math.exp(value))
+
+
+def _softmax(values: Sequence[float]) -> list[float]:
+    largest = max(values)
+    powers = [math.exp(value - largest) for value in values]
+    total = sum(powers)
+    return [power / total for power in powers]
+
+
+ACTIVATIONS: Mapping[str, Callable[[Sequence[float]], Sequence[float]]] = {
+    "": lambda values: values,
+    "sigmoid": lambda values: list(map(_sigmoid, values)),
+    "softmax": _softmax,
+}

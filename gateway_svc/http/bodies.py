@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +12,7 @@ from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2 as types
 
 from gateway_svc.http import fields
-from gateway_svc.http.chat import chat_of, flag
+from gateway_svc.http.chat import chat_of, flag, text
 from gateway_svc.http.fields import (
     GUIDED,
     BodyField,
@@ -27,6 +27,7 @@ from gateway_svc.http.fields import (
 )
 from gateway_svc.http.json_text import TooManyValuesError, decode
 from gateway_svc.request.cost import check_cost
+from gateway_svc.text.infill import infill_prompt
 from request_fields.fields import FieldError
 from svc_common.errors import InvalidRequestError
 
@@ -54,6 +55,7 @@ class Generation:
     includes_usage: bool
     has_continuous_usage: bool
     timeout_s: float | None
+    suffix: str  # text after the output
     ignored: tuple[str, ...]  # names of fields that have no effect here
     names: Mapping[str, str]  # field names in the body, by field path in GenerateRequest
 
@@ -144,6 +146,20 @@ def with_token_ids(asked: Generation) -> Generation:
     return replace(asked, returns_token_ids=True)
 
 
+def with_suffix(asked: Generation, has_token: Callable[[str], bool]) -> Generation:
+    """The generation whose output stands between prompt and suffix. Raises InvalidRequestError."""
+    if asked.has_echo:
+        raise invalid("suffix", "is set, and echo is true; set only one of them")
+    for request in asked.requests:
+        if not request.prompt.HasField("text"):
+            raise invalid("suffix", "is set, but a prompt is not a text; send texts, or leave suffix unset")
+        prompt = infill_prompt(request.prompt.text, asked.suffix, has_token)
+        if prompt is None:
+            raise invalid("suffix", "is set, but the model's vocabulary has no tokens for infilling; leave it unset")
+        request.prompt.text = prompt
+    return asked
+
+
 def ignored_header(names: Sequence[str]) -> str:
     """The value of x-ignored-fields; empty if nothing was ignored. A name that is unsafe in a header becomes `?`."""
     shown_names = [name if MAX_NAME.fullmatch(name) else "?" for name in names[:MAX_IGNORED_SHOWN]]
@@ -183,6 +199,7 @@ def _generation(
         includes_usage=includes_usage,
         has_continuous_usage=is_continuous,
         timeout_s=_timeout_of(body),
+        suffix=text(body, "suffix"),
         ignored=(*ignored_names(rows, body), *ignored),
         names=names,
     )
@@ -295,9 +312,9 @@ def _embeddings_prompt(value: Any) -> pb.Prompt:
         raise invalid("prompt_embeds", f"is not base64: {error}") from None
 
 
-def pooled_inputs(value: Any) -> list[pb.Prompt]:
+def pooled_inputs(value: Any, name: str = "input") -> list[pb.Prompt]:
     """The `input` of embeddings: as a prompt, with more items."""
-    return _prompts_of(value, "input", MAX_INPUTS)
+    return _prompts_of(value, name, MAX_INPUTS)
 
 
 def _prompts_of(prompt: Any, name: str = "prompt", most: int = MAX_PROMPTS) -> list[pb.Prompt]:

@@ -154,6 +154,11 @@ COMPLETION = (
         doc="Prompts as input embeddings: a base64 string, or a list of such strings, of a safetensors file with one "
         "tensor [positions, hidden_size]. These prompts come before those of `prompt`, which may then be left out.",
     ),
+    BodyField(
+        "suffix",
+        doc="The text after the output, for models whose vocabulary has tokens for it (`<|fim_prefix|>` and others). "
+        "The prompts are texts. Not with `echo`.",
+    ),
     BodyField("echo", doc="Return the prompt in front of the output. Not with `prompt_embeds`."),
     *SAMPLING,
     BEAMS,
@@ -164,7 +169,6 @@ COMPLETION = (
     RETURN_IDS,
     TIMEOUT,
     *UNSERVED,
-    BodyField("suffix", only=("",)),
 )
 TOKENIZE = (
     MODEL,
@@ -191,6 +195,33 @@ EMBEDDINGS = (
     BodyField("pooling", doc="`last`, `mean` or `cls`. Default: the setting of the model."),
     BodyField("normalize", doc="Scale embeddings to length 1. Default: the setting of the model."),
     BodyField("prompt_name", doc="Name of a prompt of the model, which precedes each text."),
+)
+USE_ACTIVATION = BodyField("use_activation", doc="False: the outputs of the classification head. Default true.")
+POOLING = (
+    *POOLED,
+    *(row for row in EMBEDDINGS if row.name in ("input", "encoding_format", "dimensions", "normalize", "prompt_name")),
+    BodyField("task", doc="`embed` or `classify`. Default: `classify` if the model has classes, else `embed`."),
+    USE_ACTIVATION,
+)
+CLASSIFY = (
+    *POOLED,
+    *(row for row in EMBEDDINGS if row.name in ("input", "prompt_name")),
+    USE_ACTIVATION,
+)
+COHERE_EMBED = (
+    MODEL,
+    BodyField("texts", doc="A list of strings; at most 2048."),
+    BodyField(
+        "input_type",
+        doc="The name of a prompt of the model, which precedes each text; `search_query` is also `query`, "
+        "`search_document` also `document` or `passage`. No prompt if the model has none for it.",
+    ),
+    BodyField("embedding_types", doc="`float` (the default), `base64`, `binary` or `ubinary`."),
+    BodyField("output_dimension", doc="Keep the first numbers of each embedding."),
+    BodyField("truncate", doc="`END` (the default) cuts long texts, `NONE` refuses them."),
+    BodyField("priority", doc="Lower runs first; from -1000 to 1000."),
+    BodyField("images", only=([],)),
+    BodyField("inputs", only=([],)),
 )
 SCORE = (
     *POOLED,
@@ -229,7 +260,9 @@ RESPONSES = (
     BodyField("safety_identifier", doc="Returned."),
     BodyField("prompt_cache_key", doc="Returned."),
     BodyField("service_tier", doc="No effect."),
-    BodyField("truncation", only=("disabled",)),
+    BodyField(
+        "truncation", doc="`auto`: leave out the oldest turns of a conversation that is too long. Default: `disabled`."
+    ),
     BodyField("top_logprobs", only=(0,)),
     BodyField("max_tool_calls", only=()),
     BodyField("conversation", only=()),
@@ -269,6 +302,9 @@ ENDPOINTS: Mapping[str, tuple[BodyField, ...]] = {
     "/v1/messages": MESSAGES,
     "/v1/messages/count_tokens": COUNT_TOKENS,
     "/v1/embeddings": EMBEDDINGS,
+    "/v2/embed": COHERE_EMBED,
+    "/pooling": POOLING,
+    "/classify": CLASSIFY,
     "/v1/score": SCORE,
     "/v1/rerank": RERANK,
     "/tokenize": TOKENIZE,

@@ -18,7 +18,7 @@ from starlette.routing import Route
 from gateway_svc.http import answers, bodies, openapi
 from gateway_svc.http.answers import AnswerShape, PromptParts, StreamAnswer, WholeAnswer, models_of
 from gateway_svc.http.audio import AudioHandlers
-from gateway_svc.http.bodies import Generation, with_token_ids
+from gateway_svc.http.bodies import Generation, with_suffix, with_token_ids
 from gateway_svc.http.merge import Numbered, merged, within
 from gateway_svc.http.messages.handlers import MessagesHandlers
 from gateway_svc.http.pooling.handlers import PoolingHandlers
@@ -57,7 +57,7 @@ class Handlers:
         self._created = int(time.time())
         self._responses = ResponsesHandlers(servicer.generation, directory, self._read)
         self._messages = MessagesHandlers(servicer.generation, directory, self._read)
-        self._pooling = PoolingHandlers(servicer.pooling, lane, self._read)
+        self._pooling = PoolingHandlers(servicer.pooling, directory, lane, self._read)
         self._audio = AudioHandlers(servicer.generation, lane)
 
     def routes(self) -> list[Route]:
@@ -85,7 +85,10 @@ class Handlers:
 
     async def completions(self, request: Request) -> Response | EventStream:
         """Continue one or more prompts."""
-        asked = await self._read(request, bodies.completion_generation)
+        asked: Generation = await self._read(request, bodies.completion_generation)
+        if asked.suffix:
+            tokenizer = self._directory.find_text(asked.model).require_tokenizer("suffix")
+            asked = with_suffix(asked, tokenizer.has_token)
         return await self._generate(request, asked, answers.COMPLETION)
 
     async def models(self, request: Request) -> Response:

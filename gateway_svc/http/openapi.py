@@ -119,6 +119,7 @@ REQUIRED: Mapping[str, Sequence[str]] = {
     "/v1/chat/completions": ["messages"],
     "/v1/completions": ["prompt"],
     "/v1/responses": ["input"],
+    "/v2/embed": ["texts"],
     "/v1/messages": ["messages", "max_tokens"],
     "/v1/messages/count_tokens": ["messages"],
     "/detokenize": ["tokens"],

@@ -1,9 +1,10 @@
-"""Embed and Score: each is read and planned, its inputs are submitted, and their numbers become the answer."""
+"""Embed, Score and classification: each is planned, its inputs are submitted, and their numbers become the answer."""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 
 from quire.v1 import inference_pb2 as pb
 
@@ -11,13 +12,23 @@ from gateway_svc.answer.open_streams import OpenStream, OpenStreams
 from gateway_svc.answer.pooled import add_embeddings, pooled_numbers, scores_of
 from gateway_svc.pipeline.admission import CallAdmission
 from gateway_svc.request.models import ServedModel
-from gateway_svc.request.pooling import PoolingPlan, check_embed, check_model, check_score, plan_embed, plan_score
+from gateway_svc.request.pooling import (
+    PoolingPlan,
+    check_embed,
+    check_model,
+    check_score,
+    plan_classes,
+    plan_embed,
+    plan_score,
+)
 from gateway_svc.request.prompts.readers import PromptReaders
 from gateway_svc.schedulers.submitter import Submitter
 
+PlanVectors = Callable[[pb.EmbedRequest, ServedModel, PromptReaders], Awaitable[PoolingPlan]]
+
 
 class PoolingPipeline:
-    """Serves Embed and Score. Calls in progress are counted among `streams`."""
+    """Serves Embed, Score and classification. Calls in progress are counted among `streams`."""
 
     def __init__(
         self, admission: CallAdmission, prompts: PromptReaders, submitter: Submitter, streams: OpenStreams
@@ -30,11 +41,20 @@ class PoolingPipeline:
 
     async def embed(self, request: pb.EmbedRequest, deadline: float | None = None) -> pb.EmbedResponse:
         """One vector per input. Raises QuireError."""
+        return await self._vectors(request, plan_embed, deadline)
+
+    async def classify(self, request: pb.EmbedRequest, *, is_raw: bool) -> pb.EmbedResponse:
+        """The probabilities of the classes of each input; with `is_raw` the outputs of the head. Raises QuireError."""
+        return await self._vectors(request, partial(plan_classes, is_raw=is_raw), None)
+
+    async def _vectors(
+        self, request: pb.EmbedRequest, plan_of: PlanVectors, deadline: float | None
+    ) -> pb.EmbedResponse:
         check_embed(request, self._admission.requests)
         model = self._admission.model(request)
         check_model(request, model)
         with self._open(request, model) as stream:
-            plan = await plan_embed(request, model, self._prompts)
+            plan = await plan_of(request, model, self._prompts)
             numbers = await self._numbers(plan, request, model, stream, deadline)
         response = pb.EmbedResponse(request_id=stream.request_id, model=model.name, revision=model.info.revision)
         await self._lane.run(_size(numbers), add_embeddings, response, plan, numbers)

@@ -44,6 +44,7 @@ class PoolingPlan:
     inputs: Sequence[PooledInput]
     pooling: pooling_pb2.Pooling
     pairs: Sequence[tuple[int, int]] = ()
+    activation: str = ""  # of the outputs of a classification head; "": none
 
     @property
     def num_tokens(self) -> int:
@@ -99,6 +100,33 @@ async def plan_embed(request: pb.EmbedRequest, model: ServedModel, prompts: Prom
     """One vector per input. The model is checked. Raises InvalidRequestError."""
     reader = PooledInputReader(prompts, model, truncates=request.truncate)
     return PoolingPlan(await reader.inputs(request.inputs, request.prompt_name), _embed_pooling(request, model.info))
+
+
+async def plan_classes(
+    request: pb.EmbedRequest, model: ServedModel, prompts: PromptReaders, *, is_raw: bool = False
+) -> PoolingPlan:
+    """One number per class and input: a probability, or with `is_raw` the output of the head. The model is checked.
+
+    Raises InvalidRequestError or NotConfiguredError.
+    """
+    facts = model.info.pooling
+    if not facts.num_classes:
+        raise NotConfiguredError(
+            f"model {model.name!r} has no classification head, so it cannot classify; serve a model whose architecture "
+            "ends with ForSequenceClassification",
+            field="model",
+        )
+    reader = PooledInputReader(prompts, model, truncates=request.truncate)
+    inputs = await reader.inputs(request.inputs, request.prompt_name)
+    pooling = pooling_pb2.Pooling(task=pooling_pb2.POOLING_TASK_CLASSES)
+    return PoolingPlan(inputs, pooling, activation="" if is_raw else _activation(model))
+
+
+def _activation(model: ServedModel) -> str:
+    facts = model.info.pooling
+    if facts.num_classes == 1:
+        return "sigmoid" if facts.has_sigmoid else ""
+    return "sigmoid" if model.text.pooling.has_many_labels else "softmax"
 
 
 async def plan_score(request: pb.ScoreRequest, model: ServedModel, prompts: PromptReaders) -> PoolingPlan:

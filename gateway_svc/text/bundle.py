@@ -45,6 +45,9 @@ class RenderOptions(TypedDict, total=False):
     add_generation_prompt: bool
 
 
+MULTI_LABEL = "multi_label_classification"  # problem_type of a model
+
+
 class BundleError(ValueError):
     """A file of the bundle is invalid; the message names it."""
 
@@ -60,6 +63,8 @@ class PoolingText:
     prompts: Mapping[str, str] = field(default_factory=dict)  # by name; they precede a text
     default_prompt: str = ""  # name of the prompt of a request without one; empty: none
     adds_generation_prompt: bool = False  # in chat templates of pairs
+    labels: Mapping[int, str] = field(default_factory=dict)  # names of classes
+    has_many_labels: bool = False  # an input may be of several classes
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +110,15 @@ def _pooling_text(files: Mapping[str, bytes]) -> PoolingText:
         {str(name): str(text) for name, text in prompts.items()},
         str(config.get("default_prompt_name") or ""),
         bool(template.get("add_generation_prompt", False)),
+        _labels(files),
+        _json_object(files, "config.json").get("problem_type") == MULTI_LABEL,
     )
+
+
+def _labels(files: Mapping[str, bytes]) -> dict[int, str]:
+    given = _json_object(files, "config.json").get("id2label")
+    items = given.items() if isinstance(given, dict) else ()
+    return {int(number): str(label) for number, label in items if str(number).isdecimal()}
 
 
 class Tokenizer:

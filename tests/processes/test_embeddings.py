@@ -16,7 +16,7 @@ import torch
 from quire.v1 import inference_pb2 as pb
 from quire_client import AsyncClient, InvalidRequest, ModelNotFound
 from sentence_transformers import CrossEncoder
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from tests.embedding_models import (
     MAX_LENGTH,
@@ -244,29 +244,44 @@ async def test_the_http_endpoints_with_the_openai_client(stack: Stack, tmp_path:
 
 
 BODIES: dict[str, dict[str, Any]] = {
-    "/embeddings": {"input": "w1 w2"},
-    "/score": {"text_1": "w1", "text_2": ["w2", "w3"]},
-    "/rerank": {"query": "w1", "documents": ["w2", "w3"]},
+    "/v1/embeddings": {"input": "w1 w2"},
+    "/v1/score": {"text_1": "w1", "text_2": ["w2", "w3"]},
+    "/v1/rerank": {"query": "w1", "documents": ["w2", "w3"]},
+    "/v2/embed": {"texts": ["w1 w2"]},
+    "/pooling": {"input": "w1 w2"},
 }
 # (endpoint, field, value, whether the request is refused)
 EFFECTS = [
-    ("/embeddings", "input", "w5", False),
-    ("/embeddings", "encoding_format", "base64", False),
-    ("/embeddings", "dimensions", 3, False),
-    ("/embeddings", "pooling", "cls", False),
-    ("/embeddings", "normalize", False, False),
-    ("/embeddings", "prompt_name", "query", False),
-    ("/score", "text_1", "w9", False),
-    ("/score", "text_2", "w9", False),
-    ("/score", "instruction", "w9", True),
-    ("/rerank", "query", "w9", False),
-    ("/rerank", "documents", ["w9"], False),
-    ("/rerank", "top_n", 1, False),
-    ("/rerank", "return_documents", False, False),
-    ("/rerank", "instruction", "w9", True),
+    ("/v1/embeddings", "input", "w5", False),
+    ("/v1/embeddings", "encoding_format", "base64", False),
+    ("/v1/embeddings", "dimensions", 3, False),
+    ("/v1/embeddings", "pooling", "cls", False),
+    ("/v1/embeddings", "normalize", False, False),
+    ("/v1/embeddings", "prompt_name", "query", False),
+    ("/v1/score", "text_1", "w9", False),
+    ("/v1/score", "text_2", "w9", False),
+    ("/v1/score", "instruction", "w9", True),
+    ("/v1/rerank", "query", "w9", False),
+    ("/v1/rerank", "documents", ["w9"], False),
+    ("/v1/rerank", "top_n", 1, False),
+    ("/v1/rerank", "return_documents", False, False),
+    ("/v1/rerank", "instruction", "w9", True),
+    ("/v2/embed", "texts", ["w5"], False),
+    ("/v2/embed", "input_type", "search_query", False),
+    ("/v2/embed", "embedding_types", ["binary"], False),
+    ("/v2/embed", "output_dimension", 3, False),
+    ("/v2/embed", "truncate", "START", True),
+    ("/v2/embed", "images", ["a"], True),
+    ("/pooling", "input", "w5", False),
+    ("/pooling", "encoding_format", "base64", False),
+    ("/pooling", "dimensions", 3, False),
+    ("/pooling", "normalize", False, False),
+    ("/pooling", "prompt_name", "query", False),
+    ("/pooling", "task", "token_embed", True),
+    ("/pooling", "use_activation", "no", True),
     *((path, "model", "other", True) for path in BODIES),
     *((path, "priority", 2000, True) for path in BODIES),
-    *((path, "truncate_prompt_tokens", 5, True) for path in BODIES),
+    *((path, "truncate_prompt_tokens", 5, True) for path in BODIES if path != "/v2/embed"),
 ]
 
 
@@ -274,12 +289,12 @@ async def test_every_field_of_an_http_body_has_an_effect(stack: Stack, tmp_path:
     make_embedder(tmp_path / "model", "bert", "mean")
     port = free_port()
     flags = ("--http-listen", f"127.0.0.1:{port}")
-    api_of = openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
+    api_of = openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}", api_key="none", max_retries=0)
     async with served(stack, tmp_path / "model", *ENCODER, gateway_flags=flags), api_of as api:
 
         async def numbers(path: str, body: dict[str, Any]) -> str:
             answer: Any = await api.post(path, body=body, cast_to=object)
-            return str(answer.get("data") or answer.get("results"))
+            return str(answer.get("data") or answer.get("results") or answer["embeddings"])
 
         for path, name, value, is_refused in EFFECTS:
             body = {**BODIES[path], name: value}
@@ -289,11 +304,63 @@ async def test_every_field_of_an_http_body_has_an_effect(stack: Stack, tmp_path:
             else:
                 assert await numbers(path, body) != await numbers(path, BODIES[path]), (path, name)
         long = "w1 " * 400
-        for path, body in {"/embeddings": {"input": long}, "/score": {"text_1": "w1", "text_2": long}}.items():
+        for path, body in {"/v1/embeddings": {"input": long}, "/v1/score": {"text_1": "w1", "text_2": long}}.items():
             with pytest.raises(openai.BadRequestError, match="set truncate"):
                 await numbers(path, body)
             whole = await numbers(path, {**body, "truncate": True})
             assert await numbers(path, {**body, "truncate_prompt_tokens": -1, "user": "me"}) == whole
+        default: Any = await api.post("/v1/embeddings", body={"input": ["w1", "w2 w3"]}, cast_to=object)
+        vectors = [item["embedding"] for item in default["data"]]
+        body = {"texts": ["w1", "w2 w3"], "embedding_types": ["float", "base64", "ubinary", "binary"]}
+        cohere: Any = await api.post("/v2/embed", body=body, cast_to=object)
+        found = cohere["embeddings"]
+        bits = np.packbits(np.array(vectors) > 0, axis=1)
+        assert found["float"] == vectors
+        assert [base64.b64decode(one) for one in found["base64"]] == [np.float32(one).tobytes() for one in vectors]
+        assert (found["ubinary"], found["binary"]) == (bits.tolist(), (bits.astype(int) - 128).tolist())
+        assert cohere["meta"]["billed_units"] == {"input_tokens": default["usage"]["total_tokens"]}
+        pooled: Any = await api.post("/pooling", body={"input": ["w1", "w2 w3"]}, cast_to=object)
+        assert [item["data"] for item in pooled["data"]] == vectors
+        for path in ("/classify", "/pooling"):
+            with pytest.raises(openai.APIStatusError, match="has no classification head, so it cannot classify"):
+                await api.post(path, body={"input": "w1", "task": "classify"}, cast_to=object)
+
+
+LABELS = {0: "low", 1: "middle", 2: "high"}
+
+
+@pytest.mark.parametrize("problem", ["single_label_classification", "multi_label_classification"])
+async def test_classes_equal_those_of_transformers(stack: Stack, tmp_path: Path, problem: str) -> None:
+    make_cross_encoder(tmp_path / "model", "bert", num_labels=3, id2label=LABELS, problem_type=problem)
+    inputs, port = texts(3, 20), free_port()
+    activation = torch.nn.Softmax(dim=-1) if problem.startswith("single") else torch.nn.Sigmoid()
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model").eval()
+    with torch.no_grad():
+        logits = model(**tokenizer(inputs, padding=True, return_tensors="pt")).logits
+    flags = ("--http-listen", f"127.0.0.1:{port}")
+    api_of = openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}", api_key="none", max_retries=0)
+    async with served(stack, tmp_path / "model", *ENCODER, gateway_flags=flags), api_of as api:
+        found: Any = await api.post("/classify", body={"input": inputs, "user": "me", "priority": 1}, cast_to=object)
+        check([item["probs"] for item in found["data"]], activation(logits).numpy())
+        assert [item["label"] for item in found["data"]] == [LABELS[int(row.argmax())] for row in logits]
+        assert {item["num_classes"] for item in found["data"]} == {3}
+        assert found["usage"]["total_tokens"] == sum(len(ids) for ids in tokenizer(inputs)["input_ids"])
+        raw: Any = await api.post("/classify", body={"input": inputs, "use_activation": False}, cast_to=object)
+        check([item["probs"] for item in raw["data"]], logits.numpy())
+        pooled: Any = await api.post("/pooling", body={"input": inputs}, cast_to=object)
+        assert [item["data"] for item in pooled["data"]] == [item["probs"] for item in found["data"]]
+        long = {"input": "w1 " * 400}
+        with pytest.raises(openai.BadRequestError, match="set truncate"):
+            await api.post("/classify", body=long, cast_to=object)
+        first, second = [
+            (await api.post("/classify", body={**long, **cut}, cast_to=object))["data"]  # type: ignore[index]
+            for cut in ({"truncate": True}, {"truncate_prompt_tokens": -1})
+        ]
+        assert first == second
+        for name in ("model", "prompt_name"):
+            with pytest.raises(openai.APIStatusError, match=name):
+                await api.post("/classify", body={"input": "w1", name: "other"}, cast_to=object)
 
 
 async def test_a_decoder_without_configuration_scores_nothing(stack: Stack, tmp_path: Path) -> None:

@@ -108,6 +108,8 @@ EFFECTS: Mapping[str, Effect] = {
     "prompt": Effect("import"),
     "prompt_embeds": Effect(EMBEDDINGS),
     "echo": Effect(True),
+    "suffix": Effect("b", status=400),
+    "truncation": Effect("some", status=400),
     "best_of": Effect(6, SAMPLED),
     "temperature": Effect(1, {"seed": 1, **LONG}),
     "top_p": Effect(0.01, SAMPLED),

@@ -1,4 +1,4 @@
-"""Bodies and answers of /v1/embeddings, /v1/score and /v1/rerank."""
+"""Bodies and answers of /v1/embeddings, /v1/score, /v1/rerank, /pooling and /classify."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ POOLING = {
     "cls": types.POOLING_KIND_CLS,
 }
 FORMATS = ("float", "base64")
+TASKS = ("embed", "classify")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,17 @@ class Embeddings:
     """A body of /v1/embeddings."""
 
     request: pb.EmbedRequest
+    is_base64: bool
+    ignored: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Pooled:
+    """A body of /pooling or /classify. `task`: of TASKS; None: what the model was made for."""
+
+    request: pb.EmbedRequest
+    task: str | None
+    is_raw: bool  # outputs of the classification head instead of probabilities
     is_base64: bool
     ignored: list[str]
 
@@ -50,25 +62,57 @@ class Scores:
 def embeddings_of(data: bytes) -> Embeddings:
     """Parse a body of /v1/embeddings. Raises InvalidRequestError."""
     body = body_of(data)
-    encoding = body.get("encoding_format") or "float"
-    if encoding not in FORMATS:
-        raise invalid("encoding_format", f"is {shown(encoding)}; must be one of {', '.join(FORMATS)}")
-    request = pb.EmbedRequest(
-        model=model_name(body),
-        inputs=pooled_inputs(body.get("input")),
-        prompt_name=_optional_text(body, "prompt_name"),
-        truncate=_truncates(body),
-        scheduling=_scheduling(body),
-    )
+    is_base64 = _is_base64(body)
+    request = _embed_request(body)
     if (pooling := body.get("pooling")) is not None:
         if not isinstance(pooling, str) or pooling not in POOLING:
             raise invalid("pooling", f"is {shown(pooling)}; must be one of {', '.join(POOLING)}")
         request.pooling = POOLING[pooling]
+    _set_vector(body, request)
+    return Embeddings(request, is_base64, ignored_names(fields.EMBEDDINGS, body))
+
+
+def _is_base64(body: Mapping[str, Any]) -> bool:
+    encoding = body.get("encoding_format") or "float"
+    if encoding not in FORMATS:
+        raise invalid("encoding_format", f"is {shown(encoding)}; must be one of {', '.join(FORMATS)}")
+    return bool(encoding == "base64")
+
+
+def _embed_request(body: Mapping[str, Any]) -> pb.EmbedRequest:
+    return pb.EmbedRequest(
+        model=model_name(body),
+        inputs=pooled_inputs(body.get("input")),
+        prompt_name=_optional_text(body, "prompt_name"),
+        truncate=_truncates(body),
+        scheduling=scheduling_of(body),
+    )
+
+
+def _set_vector(body: Mapping[str, Any], request: pb.EmbedRequest) -> None:
     if body.get("normalize") is not None:
         request.normalize = flag(body, "normalize", default=True)
     if body.get("dimensions") is not None:
-        request.dimensions = _number(body, "dimensions")
-    return Embeddings(request, encoding == "base64", ignored_names(fields.EMBEDDINGS, body))
+        request.dimensions = positive(body, "dimensions")
+
+
+def pooling_of(data: bytes) -> Pooled:
+    """Parse a body of /pooling. Raises InvalidRequestError."""
+    body = body_of(data)
+    task = body.get("task")
+    if task is not None and task not in TASKS:
+        raise invalid("task", f"is {shown(task)}; must be one of {', '.join(TASKS)}")
+    request = _embed_request(body)
+    _set_vector(body, request)
+    is_raw = not flag(body, "use_activation", default=True)
+    return Pooled(request, task, is_raw, _is_base64(body), ignored_names(fields.POOLING, body))
+
+
+def classify_of(data: bytes) -> Pooled:
+    """Parse a body of /classify. Raises InvalidRequestError."""
+    body = body_of(data)
+    is_raw = not flag(body, "use_activation", default=True)
+    return Pooled(_embed_request(body), "classify", is_raw, False, ignored_names(fields.CLASSIFY, body))
 
 
 def score_of(data: bytes) -> Scores:
@@ -89,7 +133,7 @@ def rerank_of(data: bytes) -> Scores:
     if not isinstance(given, list) or not given:
         raise invalid("documents", "must be a list of strings, or of objects with `text`")
     documents = [_document(f"documents[{i}]", item) for i, item in enumerate(given)]
-    top_n = _number(body, "top_n") if body.get("top_n") is not None else 0
+    top_n = positive(body, "top_n") if body.get("top_n") is not None else 0
     kept = documents if flag(body, "return_documents", default=True) else ()
     request = _score_request(body, "documents", [query] * len(documents), documents)
     return Scores(request, ignored_names(fields.RERANK, body), top_n, kept)
@@ -98,12 +142,37 @@ def rerank_of(data: bytes) -> Scores:
 def encoded_embeddings(reply: pb.EmbedResponse, *, is_base64: bool) -> bytes:
     """The answer in OpenAI's shape."""
     data = [
-        {"object": "embedding", "index": i, "embedding": (_base64 if is_base64 else encoded_list)(item.values)}
+        {"object": "embedding", "index": i, "embedding": (as_base64 if is_base64 else encoded_list)(item.values)}
         for i, item in enumerate(reply.embeddings)
     ]
     used = sum(item.prompt_tokens for item in reply.embeddings)
     head = {"object": "list", "model": reply.model, "usage": _usage(used), "id": reply.request_id}
     return encode({**head, "data": data})
+
+
+def encoded_pooling(reply: pb.EmbedResponse, *, is_base64: bool, created: int) -> bytes:
+    """The answer of /pooling, as vLLM's."""
+    data = [
+        {"index": i, "object": "pooling", "data": (as_base64 if is_base64 else encoded_list)(item.values)}
+        for i, item in enumerate(reply.embeddings)
+    ]
+    return encode({**_head_of(reply, created), "data": data})
+
+
+def classify_answer(reply: pb.EmbedResponse, labels: Mapping[int, str], created: int) -> dict[str, Any]:
+    """The answer of /classify, as vLLM's: the class with the largest number, and the numbers of all classes."""
+    data = []
+    for i, item in enumerate(reply.embeddings):
+        numbers = list(item.values)
+        best = max(range(len(numbers)), key=numbers.__getitem__)
+        label = labels.get(best, f"LABEL_{best}")
+        data.append({"index": i, "label": label, "probs": numbers, "num_classes": len(numbers)})
+    return {**_head_of(reply, created), "data": data}
+
+
+def _head_of(reply: pb.EmbedResponse, created: int) -> dict[str, Any]:
+    usage = _usage(sum(item.prompt_tokens for item in reply.embeddings))
+    return {"id": reply.request_id, "object": "list", "created": created, "model": reply.model, "usage": usage}
 
 
 def score_answer(reply: pb.ScoreResponse, created: int) -> dict[str, Any]:
@@ -127,7 +196,7 @@ def rerank_answer(reply: pb.ScoreResponse, asked: Scores) -> dict[str, Any]:
     return {"id": reply.request_id, "model": reply.model, "usage": usage, "results": results}
 
 
-def _base64(values: Sequence[float]) -> str:
+def as_base64(values: Sequence[float]) -> str:
     """float32, little-endian, as base64."""
     return base64.b64encode(array("f", values).tobytes()).decode()
 
@@ -149,11 +218,12 @@ def _score_request(
         pairs=[pb.TextPair(query=query, document=document) for query, document in pairs],
         instruction=_optional_text(body, "instruction"),
         truncate=_truncates(body),
-        scheduling=_scheduling(body),
+        scheduling=scheduling_of(body),
     )
 
 
-def _scheduling(body: Mapping[str, Any]) -> pb.SchedulingParams:
+def scheduling_of(body: Mapping[str, Any]) -> pb.SchedulingParams:
+    """The priority of a body. Raises InvalidRequestError."""
     priority = number_of(body.get("priority"))
     if priority is not None and (not isinstance(priority, int) or isinstance(priority, bool) or abs(priority) > 1000):
         raise invalid("priority", f"is {shown(priority)}; must be an integer from -1000 to 1000")
@@ -172,7 +242,8 @@ def _optional_text(body: Mapping[str, Any], name: str) -> str:
     return "" if body.get(name) is None else text_value(name, body[name])
 
 
-def _number(body: Mapping[str, Any], name: str) -> int:
+def positive(body: Mapping[str, Any], name: str) -> int:
+    """A positive integer of a body. Raises InvalidRequestError."""
     value = number_of(body[name])
     if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= MAX_UINT32:
         raise invalid(name, f"is {shown(value)}; must be a positive integer")

@@ -41,6 +41,7 @@ class ResponseBody:
     store: bool | None  # None: store it if the gateway keeps records
     is_stream: bool
     is_background: bool
+    truncates: bool  # leave out the oldest turns of a conversation that is too long
     ignored: tuple[str, ...]
     names: Mapping[str, str]  # field names in the body, by field path in GenerateRequest
 
@@ -66,6 +67,7 @@ def response_request(data: bytes) -> ResponseBody:
         store=None if body.get("store") is None else flag(body, "store", default=True),
         is_stream=flag(body, "stream", default=False),
         is_background=flag(body, "background", default=False),
+        truncates=_truncation(body) == "auto",
         ignored=(*ignored_names(fields.RESPONSES, body), *ignored),
         names={**NAMES, **names, **path_names(fields.RESPONSES, body)},
     )
@@ -96,9 +98,16 @@ def _head(body: Mapping[str, Any], request: pb.GenerateRequest) -> Json:
         "top_p": sampling.top_p if sampling.HasField("top_p") else 1.0,
         "presence_penalty": sampling.presence_penalty,
         "frequency_penalty": sampling.frequency_penalty,
-        "truncation": "disabled",
+        "truncation": _truncation(body),
         **{name: _string(body, name) or None for name in REPEATED},
     }
+
+
+def _truncation(body: Mapping[str, Any]) -> str:
+    value = body.get("truncation") or "disabled"
+    if value not in ("auto", "disabled"):
+        raise invalid("truncation", f"is {shown(value)}; must be auto or disabled")
+    return str(value)
 
 
 def _metadata(body: Mapping[str, Any]) -> Json:

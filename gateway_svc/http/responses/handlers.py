@@ -31,7 +31,7 @@ from gateway_svc.pipeline.generation import GenerationPipeline
 from gateway_svc.records.store import StoredRecord, Update
 from gateway_svc.request.validation import REQUEST_ID
 from gateway_svc.schedulers.directory import ModelDirectory
-from svc_common.errors import NotFoundError, UnavailableError
+from svc_common.errors import ContextLengthError, NotFoundError, UnavailableError
 
 log = logging.getLogger(__name__)
 
@@ -184,6 +184,32 @@ class ResponsesHandlers:
             before.insert(0, pb.ChatMessage(role="system", content=asked.instructions))
         del asked.request.prompt.chat.messages[:]
         asked.request.prompt.chat.messages.extend([*before, *own])
+        if asked.truncates:
+            await self._truncate(asked)
+
+    async def _truncate(self, asked: ResponseBody) -> None:
+        """Leave out as many of the oldest turns as needed, and keep the instructions and the last turn."""
+        messages, kept = asked.request.prompt.chat.messages, int(bool(asked.instructions))
+        starts = [i for i, message in enumerate(messages) if message.role == "user" and i > kept]
+        if not starts or await self._fits(asked.request):
+            return
+        low, high = 1, len(starts)  # the number of turns to leave out
+        cuts = [kept, *starts]
+        while low < high:
+            middle = (low + high) // 2
+            if await self._fits(_without(asked.request, kept, cuts[middle])):
+                high = middle
+            else:
+                low = middle + 1
+        del messages[kept : cuts[low]]
+
+    async def _fits(self, request: pb.GenerateRequest) -> bool:
+        """Whether prompt and output fit into the context of the model."""
+        limit = self._directory.find_text(request.model).info.max_model_len - max(1, request.stop.max_tokens)
+        try:
+            return await self._generation.count_tokens(request) <= limit
+        except ContextLengthError:
+            return False
 
     def _new_run(self, response_id: str, asked: ResponseBody, *, is_stored: bool) -> ResponseRun:
         model = asked.request.model or self._directory.find_text("").name
@@ -297,6 +323,14 @@ class ResponsesHandlers:
         await records.write([_cancelled(current, run_id)])
         current = await records.load(record.record_id) or current
         await self._continue(current).over()
+
+
+def _without(request: pb.GenerateRequest, start: int, end: int) -> pb.GenerateRequest:
+    """A copy without these messages."""
+    copy = pb.GenerateRequest()
+    copy.CopyFrom(request)
+    del copy.prompt.chat.messages[start:end]
+    return copy
 
 
 def _notes_of(record: StoredRecord) -> Json:

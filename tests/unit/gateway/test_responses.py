@@ -14,7 +14,9 @@ from gateway_svc.records.redis_fields import RedisFields
 from gateway_svc.records.store import RecordStore
 from tests.processes.redis_server import RedisServer
 from tests.unit.gateway.fakes import ABORTED, EOS, LENGTH, FakeScheduler, TestGateway, until
+from tests.unit.gateway.test_chat_streams import serving
 from tests.unit.gateway.test_http import HttpGateway
+from tests.unit.gateway.test_http_chat import prompt_of
 from tests.unit.gateway.tokenizer_kinds import byte_level
 
 PATH = "/v1/responses"
@@ -33,7 +35,7 @@ INVALID: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input[0].content[0].type", "input_image"),
     ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type", "item_reference"),
-    ({"input": "x", "truncation": "auto"}, "truncation", "is not served"),
+    ({"input": "x", "truncation": "some"}, "truncation", "must be auto or disabled"),
     ({"input": "x", "conversation": "c"}, "conversation", "is not served"),
     ({"input": "x", "temperature": 9}, "temperature", "must be a number from 0 to 2"),
     ({"input": "x", "max_output_tokens": "many"}, "max_output_tokens", "must be an integer"),
@@ -93,6 +95,31 @@ async def replay(http: HttpGateway, response_id: str, after: int) -> list[Any]:
         assert reply.status == 200, await reply.text()
         text = await reply.text()
         return events_of(text) if text else []
+
+
+@pytest.mark.parametrize("instructions", ["", "Be brief."])
+async def test_the_oldest_turns_of_a_long_conversation_are_left_out(instructions: str) -> None:
+    turns = [{"role": role, "content": f"{i} " * 100} for i in range(1, 9) for role in ("user", "assistant")]
+    asked: Any = {"input": [*turns, {"role": "user", "content": "hello"}], "max_output_tokens": 9}
+    asked["instructions"] = instructions or None
+    async with serving() as (gateway, scheduler), HttpGateway(gateway) as http:
+        scheduler.play([*IDS, 1], EOS)
+        status, _, error = await http.post(PATH, asked)
+        assert (status, error["error"]["code"]) == (400, "context_length_exceeded")
+        status, _, answer = await http.post(PATH, {**asked, "truncation": "auto"})
+        assert (status, answer["truncation"], answer["status"]) == (200, "auto", "completed")
+        text = await prompt_of(scheduler, gateway)
+        used = len(scheduler.submits[-1].prompt_token_ids) // 4
+        assert text.startswith(f"<|im_start|>system\n{instructions}" if instructions else "<|im_start|>user\n")
+        assert text.endswith("hello<|im_end|>\n<|im_start|>assistant\n")
+        first = min(i for i in range(1, 9) if f"user\n{i} " in text)
+        assert first > 1
+        more = [turn for turn in turns if turn["content"][0] >= str(first - 1)]
+        longer = {**asked, "input": [*more, asked["input"][-1]]}
+        _, _, counted = await http.post(f"{PATH}/input_tokens", longer)
+        assert used <= 2048 - 9 < counted["input_tokens"]
+        status, _, _ = await http.post(PATH, {"input": "hello", "truncation": "auto"})
+        assert status == 200
 
 
 async def test_the_tokens_of_an_input_are_counted(http: HttpGateway, scheduler: FakeScheduler) -> None:
