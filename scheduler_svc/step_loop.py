@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,6 +29,7 @@ from scheduler_svc.refusals import RETRY_NO_WORKER_S, RETRY_STOPPING_S, RetryAdv
 from scheduler_svc.request_traces import RequestTraces, log_finished, log_queued
 from step_protocol.messages import StepBatch, StepOutput
 from svc_common.errors import AlreadyExistsError, QuireError, UnavailableError
+from svc_common.flush import FlushTimer
 
 log = logging.getLogger(__name__)
 
@@ -87,8 +87,6 @@ class StepLoop:
         self._index = index
         self._traces = traces
         self._now = 0.0  # time of the current turn
-        self._alarm: asyncio.TimerHandle | None = None  # of the next turn that needs no event
-        self._alarm_at = math.inf  # its time
         self.core = Scheduler(config)  # others only read it
         self._facts: ModelFacts | None = None
         self._workers: dict[str, WorkerLink] = {}
@@ -99,6 +97,7 @@ class StepLoop:
         self._inbox: list[Callable[[], None]] = []
         self._produced: list[Deltas] = []
         self._wake = asyncio.Event()
+        self._alarm = FlushTimer(self._wake.set)  # a turn that needs no event: the core has something due
         self._idle = asyncio.Event()
         self._refusal: QuireError | None = None
         self._advice = RetryAdvice()
@@ -183,8 +182,7 @@ class StepLoop:
 
     def stop(self) -> None:
         """Let `run` return after its current turn."""
-        if self._alarm is not None:
-            self._alarm.cancel()
+        self._alarm.stop()
         self._is_stopped = True
         self._wake.set()
 
@@ -230,7 +228,7 @@ class StepLoop:
             self._record_moves()
             self._record_steps(batches)
         self._produce(self.core.take_expired())
-        self._set_alarm(min(self.core.patience_ends_at, self.core.changes_due_at))
+        self._alarm.by(min(self.core.patience_ends_at, self.core.changes_due_at))
         self._route()
         if self._draining:
             self._release_drained()
@@ -244,19 +242,6 @@ class StepLoop:
     def _record_steps(self, batches: Sequence[StepBatch]) -> None:
         if self._traces is not None:
             self._traces.record_steps(batches, self._now)
-
-    def _set_alarm(self, at: float) -> None:
-        """Take a turn at time `at` even if no event arrives."""
-        if at >= self._alarm_at:
-            return
-        if self._alarm is not None:
-            self._alarm.cancel()
-        self._alarm_at = at
-        self._alarm = asyncio.get_running_loop().call_at(at, self._ring)
-
-    def _ring(self) -> None:
-        self._alarm, self._alarm_at = None, math.inf
-        self._wake.set()
 
     def _produce(self, deltas: Deltas) -> None:
         """Keep tokens and finishes of the core for `_route`."""

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import sys
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import grpc
@@ -19,6 +19,7 @@ from gateway_svc.schedulers.replicas import REQUEST_TOKENS
 from gateway_svc.schedulers.scheduler_request import SchedulerRequest
 from svc_common.channels import MAX_MESSAGE_BYTES
 from svc_common.errors import InvalidRequestError, QuireError, error_from_code
+from svc_common.flush import FlushTimer
 from svc_common.silence import SilenceWatch
 from svc_common.tasks import cancel
 
@@ -62,7 +63,9 @@ class AttachStream:
         self._events = events
         self._by_handle: dict[int, SchedulerRequest] = {}
         self._last_handle = 0
-        self._outbox: asyncio.Queue[pb.AttachRequest] = asyncio.Queue()
+        self._waiting: list[pb.AttachRequest] = []
+        self._writes = asyncio.Event()
+        self._flush = FlushTimer(self._writes.set, holds=True)
         self._limit: asyncio.Timeout | None = None  # ends the stream
         self._limit_reason = f"no Welcome within {HANDSHAKE_TIMEOUT_S:g} s"  # the problem to report when it expires
         self._watcher: asyncio.Task[None] | None = None
@@ -88,7 +91,7 @@ class AttachStream:
             return
         self._by_handle[handle] = request
         self.sent_tokens += request.num_prompt_tokens + request.num_output_tokens + REQUEST_TOKENS
-        self._outbox.put_nowait(message)
+        self._send(message)
 
     def _new_handle(self) -> int:
         self._last_handle = (self._last_handle + 1) % MAX_HANDLE
@@ -101,7 +104,7 @@ class AttachStream:
         if request.handle is None:
             return False
         cancel = pb.Cancel(handle=request.handle, sample_index=sample_index, reason=reason)
-        self._outbox.put_nowait(pb.AttachRequest(cancel=cancel))
+        self._send(pb.AttachRequest(cancel=cancel))
         return True
 
     def withdraw(self, request: SchedulerRequest) -> None:
@@ -125,9 +128,9 @@ class AttachStream:
 
     async def run(self, stub: SchedulerServiceAsyncStub, hello: pb.Hello) -> str:
         """Run the stream from start to end. Returns why it ended."""
-        self._outbox.put_nowait(pb.AttachRequest(hello=hello))
+        self._send(pb.AttachRequest(hello=hello))
         call = stub.Attach()
-        writer = asyncio.create_task(_write(call, self._outbox, lambda: self.takes_batches))
+        writer = asyncio.create_task(self._write(call))
         try:
             async with asyncio.timeout(HANDSHAKE_TIMEOUT_S) as self._limit:
                 return await self._read(call)
@@ -145,8 +148,24 @@ class AttachStream:
             self._limit = None
             if self._watcher is not None:
                 self._watcher.cancel()
+            self._flush.stop()
             call.cancel()
             await cancel(writer)
+
+    def _send(self, message: pb.AttachRequest) -> None:
+        """Send a message at once, or with others BATCH_GAP_S after the last ones."""
+        self._waiting.append(message)
+        self._flush.soon()
+
+    async def _write(self, call: AttachCall) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await self._writes.wait()
+            self._writes.clear()
+            waiting, self._waiting = self._waiting, []
+            for message in batches_of(waiting) if self.takes_batches else waiting:
+                await call.write(message)
+            self._flush.free(loop.time() + BATCH_GAP_S)
 
     async def _read(self, call: AttachCall) -> str:
         loop = asyncio.get_running_loop()
@@ -166,7 +185,7 @@ class AttachStream:
         """Send heartbeats, and end the stream when the scheduler has been silent for too long."""
         loop = asyncio.get_running_loop()
         while not silence.is_silent(loop.time()):
-            self._outbox.put_nowait(pb.AttachRequest(heartbeat=pb.GatewayHeartbeat()))
+            self._send(pb.AttachRequest(heartbeat=pb.GatewayHeartbeat()))
             await asyncio.sleep(silence.pause_s(loop.time(), interval_s))
             silence.on_wake(loop.time())
         if self._limit is not None:
@@ -292,26 +311,15 @@ def _refusal_of(refusal: pb.Refusal) -> QuireError:
     return error_from_code(refusal.code, refusal.message, field=refusal.field, retry_after_s=retry_after_s)
 
 
-async def _write(call: AttachCall, outbox: asyncio.Queue[pb.AttachRequest], takes_batches: Callable[[], bool]) -> None:
-    """Write the messages of the outbox. A message that follows another within BATCH_GAP_S waits, and all that wait go
-    out as one batch: on an idle system no message waits, under load there are fewer.
-    """
-    while True:
-        message = await outbox.get()
-        if not takes_batches():
-            await call.write(message)
-            continue
-        await call.write(message if outbox.empty() else batch_of(message, outbox))
-        await asyncio.sleep(BATCH_GAP_S)
-
-
-def batch_of(first: pb.AttachRequest, outbox: asyncio.Queue[pb.AttachRequest]) -> pb.AttachRequest:
-    """A batch of the first message and those that wait in the outbox."""
-    messages, size = [first], first.ByteSize()
-    while size < BATCH_BYTES and not outbox.empty():
-        messages.append(outbox.get_nowait())
-        size += messages[-1].ByteSize()
-    return pb.AttachRequest(batch=pb.AttachBatch(messages=messages))
+def batches_of(messages: Sequence[pb.AttachRequest]) -> Iterator[pb.AttachRequest]:
+    """The same messages in fewer ones, in order."""
+    start, size = 0, 0
+    for end, message in enumerate(messages, 1):
+        size += message.ByteSize()
+        if size >= BATCH_BYTES or end == len(messages):
+            parts = messages[start:end]
+            yield message if len(parts) == 1 else pb.AttachRequest(batch=pb.AttachBatch(messages=parts))
+            start, size = end, 0
 
 
 def _too_large(size: int) -> QuireError:

@@ -18,6 +18,7 @@ from quire.v1 import types_pb2 as types
 from gateway_svc.schedulers.logprobs import LogprobJournal, PromptLogprobJournal, TokenLogprobs
 from gateway_svc.schedulers.wire import continuation_from_outputs
 from svc_common.errors import QuireError
+from svc_common.flush import FlushTimer
 
 log = logging.getLogger(__name__)
 
@@ -66,22 +67,18 @@ class WakePacer:
     def __init__(self, interval_s: float = 0.0) -> None:
         self._interval_s = interval_s
         self._waiting: dict[Handler, None] = {}
-        self._is_busy = False  # a round is scheduled or in progress
+        self._rounds = FlushTimer(self._run_round, interval_s, holds=True, joins_turn=True)
 
     def wake(self, handler: Handler) -> None:
         """Wake the handler in the next round."""
         self._waiting[handler] = None
-        if not self._is_busy:
-            self._is_busy = True
-            asyncio.get_running_loop().call_soon(self._run_round)
+        self._rounds.soon()
 
     def begin_interval(self) -> None:
         """A handler sends a first token outside of the rounds. If no round is in progress, the next one keeps the
         interval to that token.
         """
-        if self._interval_s and not self._is_busy:
-            self._is_busy = True
-            asyncio.get_running_loop().call_later(self._interval_s, self._rest_over)
+        self._rounds.begin()
 
     def _run_round(self) -> None:
         loop = asyncio.get_running_loop()
@@ -95,14 +92,9 @@ class WakePacer:
         if turns:
             loop.call_soon(self._drain, started_at, turns - 1)
             return
-        took_s = loop.time() - started_at
-        loop.call_later(max(min(REST_FRACTION * took_s, MAX_REST_S), self._interval_s - took_s), self._rest_over)
-
-    def _rest_over(self) -> None:
-        self._is_busy = False
-        if self._waiting:
-            self._is_busy = True
-            self._run_round()
+        now = loop.time()
+        rest_s = min(REST_FRACTION * (now - started_at), MAX_REST_S)
+        self._rounds.free(max(now + rest_s, started_at + self._interval_s))
 
 
 class SampleJournal:

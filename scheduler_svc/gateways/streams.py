@@ -31,6 +31,7 @@ from scheduler_svc.refusals import RETRY_NO_WORKER_S
 from scheduler_svc.step_loop import StepLoop
 from step_protocol.columns import u32_to_bytes
 from svc_common.errors import InvalidRequestError, OverloadedError, QuireError, UnavailableError, shown_error
+from svc_common.flush import FlushTimer
 from svc_common.silence import SilenceWatch
 
 log = logging.getLogger(__name__)
@@ -44,13 +45,12 @@ QUEUED_WAIT_S = 0.02
 class Outbox:
     """Messages that wait for one gateway's stream. Filled by the step loop, emptied by the stream's handler.
 
-    It alone decides when bytes leave for the gateway (docs/adr/0014-when-bytes-leave-a-process.md): a first token or an
-    end takes along all that waits; further tokens wait for the end of the interval of `interval_s`.
+    A first token or an end takes along all that waits; further tokens wait for the end of the interval of `interval_s`
+    (svc_common/flush.py). An end begins no interval, so that intervals stay aligned with those of the gateway.
     """
 
     def __init__(self, gateway_id: str, interval_s: float = 0.0, *, takes_queued_handles: bool = False) -> None:
         self._gateway_id = gateway_id
-        self._interval_s = interval_s
         self._takes_queued_handles = takes_queued_handles
         self._welcome: scheduler_pb2.Welcome | None = None
         self._heartbeat: scheduler_pb2.SchedulerHeartbeat | None = None
@@ -58,10 +58,8 @@ class Outbox:
         self._queued: list[int] = []  # handles of queued requests, for the next Deltas
         self._deltas: list[Deltas] = []
         self._num_tokens = 0
-        self._interval_ends = 0.0  # when further tokens may be sent, in loop time
+        self._flush = FlushTimer(self._send, interval_s)
         self._is_due = False  # `_deltas` and `_queued` may be sent
-        self._timer: asyncio.Handle | None = None  # sends them at `_timer_at`
-        self._timer_at = 0.0
         self._wake = asyncio.Event()
         self._error: QuireError | None = None
         self._is_closed = False
@@ -84,7 +82,7 @@ class Outbox:
         """Reply to one Submit, before any Deltas of that handle."""
         if error is None and self._takes_queued_handles:
             self._queued.append(handle)
-            self._send_by(asyncio.get_running_loop().time() + QUEUED_WAIT_S)
+            self._flush.by(asyncio.get_running_loop().time() + QUEUED_WAIT_S)
             if len(self._queued) > MAX_PENDING_REPLIES:
                 self._overflow(f"{len(self._queued)} unread replies")
             return
@@ -100,53 +98,24 @@ class Outbox:
             return
         self._deltas.append(deltas)
         self._num_tokens += deltas.size
-        has_first = not deltas.offsets.all()
-        if has_first and self._interval_s:
-            self._begin_interval()
-        if has_first or deltas.finished or not self._interval_s:
-            self._send()
+        if has_first := not deltas.offsets.all():
+            self._flush.begin()
+        if has_first or deltas.finished:
+            self._flush.now()
         else:
-            self._send_by(self._interval_ends)
+            self._flush.soon()
         if self._num_tokens > MAX_PENDING_TOKENS:
             self._overflow(f"{self._num_tokens} unread tokens")
 
-    def _begin_interval(self) -> None:
-        """Begin an interval if none runs. An end does not begin one, so that intervals stay aligned with those of the
-        gateway, which sends further tokens when its own interval ends.
-        """
-        now = asyncio.get_running_loop().time()
-        if now >= self._interval_ends:
-            self._interval_ends = now + self._interval_s
-
-    def _send_by(self, at: float) -> None:
-        """Send all that waits at that time, or earlier with something else."""
-        loop = asyncio.get_running_loop()
-        if at <= loop.time():
-            self._on_due()
-        elif self._timer is None or at < self._timer_at:
-            self._stop_timer()
-            self._timer, self._timer_at = loop.call_at(at, self._on_due), at
-
-    def _on_due(self) -> None:
-        if self._deltas:
-            self._begin_interval()
-        self._send()
-
     def _send(self) -> None:
-        self._stop_timer()
         self._is_due = True
         self._wake.set()
-
-    def _stop_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
 
     def close(self, error: QuireError | None = None) -> None:
         """End `messages` after the waiting messages, with `error` if it is set."""
         self._error = self._error or error
         self._is_closed = True
-        self._send()
+        self._flush.now()
 
     def cut_off(self, error: QuireError) -> None:
         """Drop the waiting messages and end `messages` with `error`."""

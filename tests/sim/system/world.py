@@ -448,7 +448,7 @@ class World:
             self._check_scheduler_end(scheduler)
         for gateway in self.gateways:
             for client in gateway.clients:
-                queue = client.stream._outbox._queue if client.is_connected else ()
+                queue = client.stream._waiting if client.is_connected else ()
                 waiting = [message for message in queue if not message.HasField("heartbeat")]
                 if client.stream.requests() or waiting:
                     raise Violation(f"{gateway.name} still has requests open at {client.address}")

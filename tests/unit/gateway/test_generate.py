@@ -312,19 +312,15 @@ async def test_messages_that_wait_for_the_stream_are_sent_as_one_batch(
     scheduler.play(encode("done"))
     heartbeats = [scheduler_pb2.AttachRequest(heartbeat=scheduler_pb2.GatewayHeartbeat()) for _ in range(3)]
     for message in heartbeats:
-        client.stream._outbox.put_nowait(message)
+        client.stream._send(message)
     result = await gateway.collect()
     assert result.text() == "done"
     assert scheduler.num_heartbeats == 3
     assert scheduler.batch_sizes[:1] == [3]
 
 
-async def test_a_batch_is_not_much_larger_than_its_last_message() -> None:
-    outbox: asyncio.Queue[scheduler_pb2.AttachRequest] = asyncio.Queue()
+def test_a_batch_is_not_much_larger_than_its_last_message() -> None:
     submit = scheduler_pb2.Submit(prompt_token_ids=bytes(attach_stream.BATCH_BYTES // 2))
-    for _ in range(5):
-        outbox.put_nowait(scheduler_pb2.AttachRequest(submit=submit))
-    sizes = []
-    while not outbox.empty():
-        sizes.append(len(attach_stream.batch_of(outbox.get_nowait(), outbox).batch.messages))
-    assert sizes == [2, 2, 1]
+    batches = list(attach_stream.batches_of([scheduler_pb2.AttachRequest(submit=submit)] * 5))
+    assert [len(batch.batch.messages) for batch in batches] == [2, 2, 0]
+    assert batches[-1].submit == submit

@@ -20,6 +20,7 @@ from quire.v1 import types_pb2 as types
 
 from gateway_svc.answer.request_traces import GenerationTraces
 from gateway_svc.request.models import ServedModel, read_bundle
+from gateway_svc.schedulers.attach_stream import AttachStream
 from svc_common.observe.otlp import Tracer
 from tests.call_counts import counted
 from tests.unit.gateway.fakes import LENGTH, TestGateway, make_bundle, make_info, u32
@@ -48,6 +49,16 @@ async def gateway() -> AsyncIterator[TestGateway]:
     await made.templates.close()
 
 
+async def submitted(stream: AttachStream) -> int:
+    """The handle of the next Submit, which is taken from the stream as by its writer."""
+    await stream._writes.wait()
+    stream._writes.clear()
+    [message] = stream._waiting
+    stream._waiting = []
+    stream._flush.free(0.0)
+    return message.submit.handle
+
+
 async def serve_one(gateway: TestGateway, request: pb.GenerateRequest = REQUEST) -> list[pb.GenerateResponse]:
     """The messages of one request with one output token."""
 
@@ -56,7 +67,7 @@ async def serve_one(gateway: TestGateway, request: pb.GenerateRequest = REQUEST)
 
     reader = asyncio.create_task(read())
     client = gateway.clients[0]
-    handle = (await client.stream._outbox.get()).submit.handle
+    handle = await submitted(client.stream)
     deltas = scheduler_pb2.Deltas(
         queued_handles=u32([handle]), handles=u32([handle]), offsets=u32([0]), token_ids=u32([7])
     )
@@ -89,7 +100,7 @@ async def test_calls_of_a_short_request(gateway: TestGateway) -> None:
         for _ in range(NUM_REQUESTS):
             await serve_one(gateway)
     assert calls["call"] / NUM_REQUESTS <= 320, "Python calls"
-    assert calls["c_call"] / NUM_REQUESTS <= 241, "calls of C functions"
+    assert calls["c_call"] / NUM_REQUESTS <= 242, "calls of C functions"
 
 
 async def test_calls_of_a_short_request_with_joined_events(gateway: TestGateway) -> None:
@@ -104,7 +115,7 @@ async def test_calls_of_a_short_request_with_joined_events(gateway: TestGateway)
         for _ in range(NUM_REQUESTS):
             await serve_one(gateway, request)
     assert calls["call"] / NUM_REQUESTS <= 320, "Python calls"
-    assert calls["c_call"] / NUM_REQUESTS <= 248, "calls of C functions"
+    assert calls["c_call"] / NUM_REQUESTS <= 249, "calls of C functions"
 
 
 async def test_calls_of_a_chunk(gateway: TestGateway) -> None:
@@ -114,7 +125,7 @@ async def test_calls_of_a_chunk(gateway: TestGateway) -> None:
     request.stop.max_tokens = 100
     events, client, calls = gateway.generation.generate(request), gateway.clients[0], Counter[str]()
     first = asyncio.create_task(anext(events))
-    handle = u32([(await client.stream._outbox.get()).submit.handle])
+    handle = u32([await submitted(client.stream)])
     client.stream.on_response(scheduler_pb2.AttachResponse(deltas=scheduler_pb2.Deltas(queued_handles=handle)))
     assert (await first).HasField("accepted")
     for position in range(1 + NUM_CHUNKS):
@@ -125,5 +136,5 @@ async def test_calls_of_a_chunk(gateway: TestGateway) -> None:
             event = await anext(events)
         assert event.chunk.token_ids == [7]
     await events.aclose()
-    assert calls["call"] / NUM_CHUNKS <= 111, "Python calls"
-    assert calls["c_call"] / NUM_CHUNKS <= 101, "calls of C functions"
+    assert calls["call"] / NUM_CHUNKS <= 112, "Python calls"
+    assert calls["c_call"] / NUM_CHUNKS <= 102, "calls of C functions"
