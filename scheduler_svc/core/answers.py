@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ from scheduler_svc.core.rows import Members, RowTable
 from scheduler_svc.core.sequence import FinishReason, Sequence
 from scheduler_svc.core.worker_state import InFlightStep, WorkerState
 from step_protocol.columns import I64, U32, Bools
-from step_protocol.messages import PooledRows, PromptLogprobs, RowError, StepOutput
+from step_protocol.messages import RowError, StepOutput
 
 
 def check_answer(in_flight: Seq[InFlightStep], output: StepOutput) -> tuple[InFlightStep, list[RowError]]:
@@ -27,10 +28,13 @@ def check_answer(in_flight: Seq[InFlightStep], output: StepOutput) -> tuple[InFl
     if step is None or step.step_id != output.step_id:
         expected = "no step" if step is None else f"step {step.step_id}"
         raise UnexpectedStepError(f"worker {output.worker_id} answered step {output.step_id}, expected {expected}")
-    if output.prompt_logprobs is not None:
-        _check_prompt_rows(step, output.prompt_logprobs, output.worker_id)
-    if output.pooled is not None:
-        _check_pooled_rows(step, output.pooled, output.worker_id)
+    name, prompt, pooled = output.worker_id, output.prompt_logprobs, output.pooled
+    if prompt is not None:
+        why = "which the step did not compute"
+        _check_rows(step, name, "prompt_logprobs", prompt.rows, step.rows.tolist(), why)
+    if pooled is not None:
+        why = "whose prompt the step does not complete"
+        _check_rows(step, name, "numbers", pooled.rows, step.prompt_only, why)
     if not output.errors and output.rows.tobytes() == step.sampled.tobytes():
         return step, []
     return step, _failures(step, output)
@@ -50,21 +54,11 @@ def _failures(step: InFlightStep, output: StepOutput) -> list[RowError]:
     return [*reported.values(), *(RowError(row, "the worker returned no token for this row") for row in missing)]
 
 
-def _check_prompt_rows(step: InFlightStep, found: PromptLogprobs, worker_id: str) -> None:
-    is_known = np.isin(found.rows, step.rows)
-    if not is_known.all():
-        raise UnexpectedStepError(
-            f"worker {worker_id} answered step {step.step_id} with prompt_logprobs of row "
-            f"{found.rows[~is_known][0]}, which the step did not compute"
-        )
-
-
-def _check_pooled_rows(step: InFlightStep, found: PooledRows, worker_id: str) -> None:
-    unknown = set(found.rows.tolist()) - set(step.prompt_only)
+def _check_rows(step: InFlightStep, worker_id: str, content: str, rows: U32, known: Iterable[int], why: str) -> None:
+    unknown = set(np.unique(rows).tolist()).difference(known)
     if unknown:
         raise UnexpectedStepError(
-            f"worker {worker_id} answered step {step.step_id} with numbers of row {min(unknown)}, whose prompt the "
-            "step does not complete"
+            f"worker {worker_id} answered step {step.step_id} with {content} of row {min(unknown)}, {why}"
         )
 
 

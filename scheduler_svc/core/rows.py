@@ -38,7 +38,7 @@ import numpy.typing as npt
 
 from scheduler_svc.core.block_manager import ceil_div
 from scheduler_svc.core.messages import WorkerCapacity
-from scheduler_svc.core.sequence import Sequence, SequenceStage
+from scheduler_svc.core.sequence import Sequence
 from step_protocol.columns import I64, U32, Bools
 from step_protocol.messages import EMPTY
 
@@ -121,9 +121,6 @@ class RowTable:
         is_prefill = self.todo(rows) > 1
         full: I64 = np.where(is_prefill, self.num_tokens[rows], self.num_computed_tokens[rows]) // self.block_size
         return full
-
-    def stage(self, row: int) -> SequenceStage:
-        return SequenceStage.PREFILL if self.todo_of(row) > 1 else SequenceStage.DECODE
 
     def open(self, seq: Sequence, token_ids: U32, blocks: U32, num_computed: int, limit: int) -> int:
         """Give `seq` a row. The caller has checked `num_free`."""
@@ -235,11 +232,6 @@ class RowTable:
         first, end = start // bs, -(-(start + count) // bs)
         slots: U32 = (self.table[row, first:end, None] * self._stride + self._offsets).reshape(-1)
         return slots[start - first * bs : start - first * bs + count]
-
-    def fills_block(self, context_lens: I64) -> I64:
-        """Indices of the rows whose next token fills a block."""
-        full: I64 = ((context_lens + 1) % self.block_size == 0).nonzero()[0]
-        return full
 
     def known_tokens(self, row: int) -> U32:
         """Prompt and output so far, as a view."""
@@ -399,7 +391,7 @@ def columns_of_decodes(table: RowTable, rows: I64) -> Columns:
     context_lens, planned = table.num_computed_tokens[rows], table.num_planned[rows]
     left, reaches_end = table.limit[rows] - planned, context_lens + 1 == planned
     sample_mask = reaches_end & (left > 0)
-    slots, full = table.slots(rows, context_lens), table.fills_block(context_lens)
+    slots, full = table.slots(rows, context_lens), ((context_lens + 1) % table.block_size == 0).nonzero()[0]
     if table.num_private:
         full = full[~table.is_private[rows[full]]]
     table.num_computed_tokens[rows] = context_lens + 1

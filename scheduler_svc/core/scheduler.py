@@ -337,8 +337,8 @@ class Scheduler:
         step, failures = check_answer(worker.in_flight, output)
         worker.pop_in_flight()
         self._mark_changed(worker)
-        if step.is_full:
-            self._measure_prefill(planner, step, now)
+        if step.is_full:  # in other steps the worker could have computed more tokens
+            self._throughput.prefill.add(step.num_prompt_tokens, now - max(step.sent_at, planner.answered_at))
         if step.burst_len:
             planner.end_message(step, now)
             self._ready[output.worker_id] = planner
@@ -354,8 +354,9 @@ class Scheduler:
         may_reach_limit = step.may_reach_limit
         if places := self._stops.may_end(worker.rows, rows, deltas.token_ids, may_reach_limit=may_reach_limit):
             self._finish_rows(worker, rows, deltas, places)
-        if step.prompt_only:
-            self._finish_prompt_only(worker, step, deltas)
+        for row in step.prompt_only:  # requests without output
+            if row not in step.closed:
+                deltas.finished.append(self._requests.end(worker.rows.sequence(row), FinishReason.LENGTH))
         if step.releases:
             worker.free_released(step)
         for part in worker.parts:
@@ -373,10 +374,6 @@ class Scheduler:
             deltas = with_outputs(deltas, group, outputs, self._requests.end_gang(group, outputs))
         return deltas
 
-    def _measure_prefill(self, planner: StepPlanner, step: InFlightStep, now: float) -> None:
-        """Measure the pace from full steps only: in other steps the worker could have computed more tokens."""
-        self._throughput.prefill.add(step.num_prompt_tokens, now - max(step.sent_at, planner.answered_at))
-
     def _finish_rows(self, worker: WorkerState, rows: I64, deltas: Deltas, places: list[int]) -> None:
         """End the rows at these indices whose newest token is their last one."""
         for i in places:
@@ -388,12 +385,6 @@ class Scheduler:
             deltas.finished.append(self._requests.end(seq, end[0], stop_token_id=end[1]))
             if end[0] is not FinishReason.LENGTH:
                 self._throughput.add_output(len(seq.data.output))
-
-    def _finish_prompt_only(self, worker: WorkerState, step: InFlightStep, deltas: Deltas) -> None:
-        """End the requests without output whose prompts are complete."""
-        for row in step.prompt_only:
-            if row not in step.closed:
-                deltas.finished.append(self._requests.end(worker.rows.sequence(row), FinishReason.LENGTH))
 
     def _fail_rows(self, worker: WorkerState, step: InFlightStep, failures: list[RowError]) -> list[Finished]:
         """Retry a failed row once on another worker, because the machine may have caused the failure. End the sequence

@@ -28,13 +28,6 @@ class SequenceStatus(Enum):
     __hash__ = object.__hash__  # a key of dicts in hot paths; the hash of Enum is a Python function
 
 
-class SequenceStage(Enum):
-    """DECODE when only the newest token remains to be computed, else PREFILL."""
-
-    PREFILL = "prefill"
-    DECODE = "decode"
-
-
 class FinishReason(Enum):
     """Why a sequence ended: the same values as in the protocol. Preemption is an event, never a reason."""
 
@@ -133,6 +126,13 @@ class Features:
             if isinstance(item, kind):
                 return item
         return None
+
+    def get(self, kind: type[F]) -> F:
+        """The feature of this kind. The request uses it."""
+        found = self.find(kind)
+        if found is None:
+            raise RuntimeError(f"a request does not use {kind.__name__}: a bug in the scheduler")
+        return found
 
     def block_keys(self, block_size: int) -> Mapping[int, bytes]:
         """See `Feature.block_keys`."""

@@ -19,7 +19,7 @@ from scheduler_svc.core.block_manager import ceil_div
 from scheduler_svc.core.features.adapters import ResidentAdapters
 from scheduler_svc.core.messages import Counts
 from scheduler_svc.core.requests import Requests
-from scheduler_svc.core.sequence import Sequence, SequenceStage
+from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.core.worker_state import WorkerState
 from step_protocol.columns import U32
 
@@ -192,7 +192,7 @@ def _row(worker: WorkerState, row: int) -> RowSnapshot:
         sequence=rows.sequence(row),
         num_tokens=int(rows.num_tokens[row]),
         num_computed_tokens=int(rows.num_computed_tokens[row]),
-        is_prefill=rows.stage(row) is SequenceStage.PREFILL,
+        is_prefill=rows.todo_of(row) > 1,
         num_blocks=int(rows.num_blocks[row]),
     )
 

@@ -163,7 +163,8 @@ class Transcript:
                 seq = worker.rows.sequence(row)
                 label = f"{seq.group.request_id}.{seq.sample_index}"
                 blocks = worker.rows.held_blocks(row).tolist()
-                lines.append(f"{name} {label} {seq.status.value} {worker.rows.stage(row).value} {blocks}")
+                stage = "prefill" if worker.rows.todo_of(row) > 1 else "decode"
+                lines.append(f"{name} {label} {seq.status.value} {stage} {blocks}")
         return "\n".join(lines) or "no rows"
 
     def do_refs(self, worker_id: str = "w") -> str:

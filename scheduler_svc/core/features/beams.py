@@ -84,7 +84,7 @@ class BeamRows(WorkerPart):
         return group.num_sequences <= capacity.max_num_seqs and _num_blocks(group, capacity) <= capacity.num_blocks
 
     def open(self, seq: Sequence, opened: RowAssignment, plan: StepPlan) -> None:
-        opened.num_candidates = self._num_candidates(search_of(seq.group))
+        opened.num_candidates = self._num_candidates(seq.group.features.get(Beams).search)
 
     def _num_candidates(self, search: BeamSearch) -> int:
         return min(search.num_candidates, self.worker.capacity.vocab_size)
@@ -127,7 +127,7 @@ class BeamRows(WorkerPart):
                 outcome.failures.append(problem)
                 continue
             outcome.advanced.append(row)
-            if search_of(group).is_ready:
+            if group.features.get(Beams).search.is_ready:
                 ready.append(group)
         for group in ready:
             found = self._advance(group)
@@ -137,17 +137,18 @@ class BeamRows(WorkerPart):
 
     def _put(self, seq: Sequence, row: int, output: StepOutput) -> RowError | None:
         """Store the candidates of a beam. Returns a failure if the worker did not return as many as requested."""
-        search, candidates = search_of(seq.group), candidates_of(output, row)
-        expected = self._num_candidates(search)
+        search, found = seq.group.features.get(Beams).search, output.candidates
+        is_mine, expected = found.rows == row, self._num_candidates(search)
+        candidates = Candidates(found.token_ids[is_mine], found.logprobs[is_mine])
         if len(candidates.token_ids) != expected:
-            found = f"{len(candidates.token_ids)} candidates for this beam, expected {expected}"
-            return RowError(row, f"the worker returned {found}")
+            num_found = len(candidates.token_ids)
+            return RowError(row, f"the worker returned {num_found} candidates for this beam, expected {expected}")
         search.put(seq.sample_index, candidates)
         return None
 
     def _advance(self, group: SequenceGroup) -> list[Completion] | None:
         """Move the beams of a search. Returns its outputs if it has ended, the best first."""
-        search, r, rows = search_of(group), self.worker.rows, rows_of(group)
+        search, r, rows = group.features.get(Beams).search, self.worker.rows, rows_of(group)
         length = int(r.num_tokens[rows[0]] - r.prompt_len[rows[0]]) + 1
         moves = search.advance(length, lambda beam: r.output_tokens(int(rows[beam])))
         if moves is None:
@@ -222,23 +223,9 @@ def _num_blocks(group: SequenceGroup, capacity: WorkerCapacity) -> int:
     return beam_blocks(*size, capacity.block_size, capacity.blocks_before)
 
 
-def search_of(group: SequenceGroup) -> BeamSearch:
-    """The search of a request that uses beams."""
-    beams = group.features.find(Beams)
-    if beams is None:
-        raise RuntimeError(f"request {group.request_id} has no beam search: a bug in the scheduler")
-    return beams.search
-
-
 def rows_of(group: SequenceGroup) -> I64:
     """The rows of all beams of a running search, in the order of the beams."""
     return np.array([seq.row for seq in group.sequences], dtype=np.int64)
-
-
-def candidates_of(output: StepOutput, row: int) -> Candidates:
-    """The best continuations of one beam in an answer; empty if the worker returned none."""
-    is_mine = output.candidates.rows == row
-    return Candidates(output.candidates.token_ids[is_mine], output.candidates.logprobs[is_mine])
 
 
 def newest_of_each(rows: U32, indices: U32, blocks: U32) -> tuple[U32, U32, U32]:

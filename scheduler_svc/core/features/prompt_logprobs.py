@@ -52,7 +52,7 @@ class PromptRows(WorkerPart):
         self._closed: list[ClosedRow] = []
 
     def open(self, seq: Sequence, opened: RowAssignment, plan: StepPlan) -> None:
-        feature = delivery_of(seq.group)
+        feature = seq.group.features.get(PromptDelivery)
         if opened.fork_of_row is None and feature.is_pending(seq.group):
             opened.prompt_logprobs = feature.num_top
             self._pending[opened.row] = seq
@@ -67,7 +67,7 @@ class PromptRows(WorkerPart):
             group = self._group(row, step, is_open)
             if group is None:
                 continue
-            groups[row], feature, is_mine = group, delivery_of(group), found.rows == row
+            groups[row], feature, is_mine = group, group.features.get(PromptDelivery), found.rows == row
             in_prompt = (found.positions >= feature.num_delivered) & (found.positions < len(group.prompt))
             is_new |= is_mine & in_prompt
             feature.num_delivered = max(feature.num_delivered, int(found.positions[is_mine].max()) + 1)
@@ -87,7 +87,7 @@ class PromptRows(WorkerPart):
             seq = next((closed.seq for closed in self._closed if closed.row == row), None)
         if seq is None or seq.finish_reason is FinishReason.ERROR or seq.group.is_finished:
             return None
-        return seq.group if delivery_of(seq.group).is_pending(seq.group) else None
+        return seq.group if seq.group.features.get(PromptDelivery).is_pending(seq.group) else None
 
     def close(self, row: int) -> None:
         seq = self._pending.pop(row, None)
@@ -95,14 +95,6 @@ class PromptRows(WorkerPart):
             oldest, newest = self.worker.in_flight[0].step_id, self.worker.in_flight[-1].step_id
             self._closed = [closed for closed in self._closed if closed.last_step_id >= oldest]
             self._closed.append(ClosedRow(row, seq, newest))
-
-
-def delivery_of(group: SequenceGroup) -> PromptDelivery:
-    """The feature of a request that uses it."""
-    found = group.features.find(PromptDelivery)
-    if found is None:
-        raise RuntimeError(f"request {group.request_id} returns no prompt log probabilities: a bug in the scheduler")
-    return found
 
 
 PromptDelivery.part = PromptRows
