@@ -75,7 +75,8 @@ SPECS = (
     Spec(
         "gateway_unready_requests_total",
         "counter",
-        "requests whose model was not served or not ready when they arrived, by the name in the request",
+        "requests that arrived while their model was not ready; no name: for models that are not served, while a "
+        "scheduler has no model yet",
         "",
         MODEL,
     ),

@@ -18,7 +18,6 @@ from svc_common.tasks import cancel
 log = logging.getLogger(__name__)
 
 PRUNE_INTERVAL_S = 5.0
-MAX_NAMES, OTHER_NAMES = 32, "(other)"  # of models that clients name: labels of a metric are bounded
 
 
 class SchedulerClients:
@@ -78,7 +77,7 @@ class ModelDirectory:
     def __init__(self, clients: Sequence[SchedulerClient]) -> None:
         self.clients = clients
         self._used: dict[str, str] = {}  # by model, the revision of its last request
-        self.unready: Counter[str] = Counter()  # requests whose model was not served or not ready, by its name
+        self.unready: Counter[str] = Counter()  # requests whose model is not ready, by its name; "": it is not known
 
     @property
     def is_ready(self) -> bool:
@@ -101,7 +100,7 @@ class ModelDirectory:
         of_revision = self._known(revision.partition(ADAPTER_MARK)[0]) if revision else known
         client, model = of_revision.get(resolved, known[resolved])
         if not client.is_ready:
-            self._count_unready(resolved)
+            self.unready[resolved] += 1
         if not revision:
             self._used[resolved] = model.info.revision
         if adapter:
@@ -158,7 +157,7 @@ class ModelDirectory:
         if not name and len(known) == 1:
             return next(iter(known))
         have = ", ".join(repr(model) for model in sorted(known))
-        self._count_unready(name)
+        self.unready[""] += any(client.model is None for client in self.clients)
         if not known:
             problems = problems_of(self.clients) or "no scheduler has been found"
             raise UnavailableError(f"no model is ready yet ({problems}); retry later", retry_after_s=RETRY_AFTER_S)
@@ -169,10 +168,6 @@ class ModelDirectory:
         adapters = sorted(adapter for model in known for adapter in self._adapters_of(model))
         of_models = f"; adapters: {', '.join(map(repr, adapters))}" if adapters else ""
         raise NotFoundError(f"model {name[:200]!r} is not served here; served models: {have}{of_models}", field="model")
-
-    def _count_unready(self, name: str) -> None:
-        has_room = name in self.unready or len(self.unready) < MAX_NAMES
-        self.unready[name if has_room else OTHER_NAMES] += 1
 
     def _known(self, revision: str = "") -> dict[str, tuple[SchedulerClient, ServedModel]]:
         """By model name, the replica whose ModelInfo is used: prefer a replica that can run requests, then the revision

@@ -71,8 +71,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--fault", choices=FAULTS, required=True)
     own, others = parser.parse_known_args()
-    make: Callable[..., Runner] = service._make_runner
-    service._make_runner = lambda *args: FaultyDevice(make(*args), own.fault)
+    make: Callable[..., Runner] = service.make_runner
+    service.make_runner = lambda *args: FaultyDevice(make(*args), own.fault)
     service.main(others)
 
 

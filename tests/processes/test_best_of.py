@@ -195,7 +195,7 @@ async def test_http_returns_the_best_choices(stack: Stack) -> None:
             ({"best_of": 0}, "best_of is 0; must be from 1 to 20"),
             ({"best_of": 21}, "best_of is 21; must be from 1 to 20"),
             ({"best_of": 9}, "best_of is 9; a worker of this model runs at most 8 samples at once"),
-            ({"best_of": "4"}, "best_of is '4'"),
+            ({"best_of": "four"}, "best_of is 'four'"),
         )
         for fields, words in refused:
             status, answer = await post(**fields)

@@ -109,7 +109,7 @@ async def test_the_curl_command_of_the_readme(running: Running, grpc_client: Asy
 
 
 def test_the_example_of_the_documentation(running: Running, grpc_client: AsyncClient) -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/http.md").read_text(), re.DOTALL)
+    code = re.findall(r"```python\n(.*?)```", (ROOT / "docs/http.md").read_text(), re.DOTALL)[0]
     code = code.replace("http://127.0.0.1:8000", running.url) + "print(answer.choices[0].message.content)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")

@@ -216,7 +216,7 @@ async def test_limits_bytes_and_stop_strings(stack: Stack, tmp_path: Path) -> No
     gateway = stack.start_gateway(scheduler, flags=("--max-logprobs", "7"))
     async with await stack.connect(gateway) as client:
         for option in ("logprobs", "prompt_logprobs"):
-            with pytest.raises(InvalidRequest, match=rf"output.{option} is 8; must be at most 7 .*--max-logprobs"):
+            with pytest.raises(InvalidRequest, match=rf"{option} is 8; must be at most 7 .*--max-logprobs"):
                 await client.generate("the fox", max_tokens=1, **{option: 8})
         result = await client.generate("the quick fox", max_tokens=9, seed=1, logprobs=7, prompt_logprobs=7)
         sample = result.samples[0]

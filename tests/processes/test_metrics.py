@@ -332,6 +332,9 @@ async def check_scheduler_restart(observed: Observed, client: AsyncClient) -> No
         assert firing(History(samples, samples, seconds=10.0)) == {"QuireSchedulerAway"}
         assert [(await observed.get(observed.gateway, path))[0] for path in ("/livez", "/readyz")] == [200, 503]
         assert [await observed.health(observed.gateway, name) for name in ("liveness", "readiness")] == [1, 2]
+        with pytest.raises(TimeoutError):  # a new request waits
+            await asyncio.wait_for(client.generate(token_ids=PROMPT, max_tokens=2), 0.5)
+        assert total(await observed.samples(), "quire_gateway_unready_requests_total", model_name=MODEL) == 1
         observed.scheduler.start()
         result = await stream.result()
     assert result.usage.output_tokens == 60

@@ -37,10 +37,9 @@ namespace="{{ .root.Release.Namespace }}", service="{{ include "quire.fullname" 
 {{- end -}}
 
 {{/* Requests for the model that arrived at gateways while it has no worker: a scheduler that has started since does not know its
-     model and queues nothing. Requests without a name are for the only model. */}}
+     model and queues nothing. Those without a name are for a model that gateways do not know. */}}
 {{- define "quire.refusedQuery" -}}
 {{- $gateways := printf "namespace=%q, service=%q" .root.Release.Namespace (printf "%s-gateway-headless" (include "quire.fullname" .root)) -}}
-{{- $name := regexQuoteMeta .pool.modelSpec.servedName -}}
-{{- $names := ternary (printf "%s|" $name) $name (eq (len .root.Values.models) 1) -}}
+{{- $names := printf "%s|" (regexQuoteMeta .pool.modelSpec.servedName) -}}
 sum(increase(quire_gateway_unready_requests_total{ {{- $gateways }}, model_name=~{{ $names | quote }}}[2m])) unless on() sum(quire_workers{ {{- include "quire.schedulerLabels" . }}, state=~"loading|joining|ready"}) > 0
 {{- end -}}
