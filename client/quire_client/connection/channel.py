@@ -29,6 +29,7 @@ CHANNEL_OPTIONS: list[tuple[str, Any]] = [
     # the connection with GOAWAY if pings are less than 10 s apart.
     ("grpc.keepalive_time_ms", 11_000),
     ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.ping_timeout_ms", 5_000),  # gRPC's core waits this long for the answer; the default is a minute
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
