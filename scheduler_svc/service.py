@@ -9,7 +9,6 @@ import secrets
 import socket
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING
 
 from quire.internal.v1 import scheduler_pb2_grpc
 
@@ -39,9 +38,6 @@ from svc_common.security.own_certificate import certificate_files
 from svc_common.security.tls import TlsError
 from svc_common.security.trust import Trust, check_reach, make_trust
 from svc_common.serve import BindError, GrpcServer, run_service, settle_gc
-
-if TYPE_CHECKING:
-    pass
 
 log = logging.getLogger(__name__)
 

@@ -290,13 +290,12 @@ class ResponsesHandlers:
         """The events of a stored response after a sequence number. Any gateway may compute the response."""
         while True:
             run = run or self._runs.get(scoped(response_id))
+            if run is None and (record := await self._load(response_id)).stored_object:
+                rests = [event.after(after) for event in events_of(json.loads(record.stored_object))]
+                for rest in filter(None, rests):
+                    yield rest
+                return
             if run is None:
-                record = await self._load(response_id)
-                if record.stored_object:
-                    for event in events_of(json.loads(record.stored_object)):
-                        if (rest := event.after(after)) is not None:
-                            yield rest
-                    return
                 run = self._continue(record)
                 await run.begun()
             async with aclosing(run.watch(after)) as events:
