@@ -3,13 +3,17 @@
 When a limit is passed on purpose, run `make bench-core` before and after, and raise it with the reason in the commit.
 """
 
+import sys
 from collections import Counter
 
 import numpy as np
 import pytest
 
-from bench.core import SteadyDecode, add, answer_all, make_scheduler
+from bench import core
+from bench.core import SteadyDecode, add, answer_all
+from tests.builders import make_capacity, make_scheduler
 from tests.call_counts import counted
+from tests.unit.core.test_scheduler import answer
 
 BLOCK_SIZE = 16
 
@@ -36,7 +40,7 @@ def calls_per_step(num_seqs: int, *, has_churn: bool = False, window: int | None
 
 def calls_per_admission(num_workers: int, num_tokens: int) -> Counter[str]:
     """Mean calls from the arrival of a new prompt to the step that admits it."""
-    scheduler, calls = make_scheduler(16, BLOCK_SIZE, num_workers), Counter[str]()
+    scheduler, calls = core.make_scheduler(16, BLOCK_SIZE, num_workers), Counter[str]()
     rng = np.random.default_rng(0)
     for i in range(9):
         prompt = rng.integers(3, 50_000, num_tokens, dtype=np.uint32)
@@ -82,3 +86,23 @@ def test_a_row_that_opens_no_block_costs_no_call() -> None:
     rows_that_open_a_block = (256 - 16) // BLOCK_SIZE
     per_row = (many["call"] + many["c_call"] - few["call"] - few["c_call"]) / rows_that_open_a_block
     assert per_row <= 10, "calls for each row that fills a block and opens the next"
+
+
+def test_one_schedule_passes_few_files() -> None:
+    """What a reader of one step must open: a decode run, and prompts that are admitted to a pool which may fill up."""
+    scheduler = make_scheduler(make_capacity(num_blocks=120, block_size=16, max_num_batched_tokens=256))
+    sizes = [(90, 150)] * 6 + [(100, 150), (100, 100), (100, 100)]
+    for i, (num_tokens, max_tokens) in enumerate(sizes):
+        add(scheduler, f"{i}", np.arange(200 * i, 200 * i + num_tokens, dtype=np.uint32), max_tokens)
+        if i < 6:
+            (batch,) = scheduler.schedule(0.0)
+            scheduler.update(answer(batch), 0.0)
+    files = set()
+    sys.setprofile(lambda frame, event, arg: files.add(frame.f_code.co_filename))
+    try:
+        (batch,) = scheduler.schedule(0.0)
+    finally:
+        sys.setprofile(None)
+    assert set(batch.query_lens.tolist()) > {1}, "a mixed step"
+    assert batch.opens
+    assert len([name for name in files if "/scheduler_svc/" in name]) <= 9
