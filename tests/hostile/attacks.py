@@ -380,10 +380,16 @@ async def unfinished_messages(port: Port, size: Size) -> None:
     path, _ = first_call(port)
     unfinished = frame_message(bytes(size.message_bytes - 10), length=size.message_bytes)
     async with await Http2.open(port.address) as connection:
-        calls = (
-            connection.call(path, unfinished, insider(port), within_s=size.unfinished_s) for _ in range(size.messages)
-        )
-        await asyncio.gather(*calls, return_exceptions=True)
+
+        async def call() -> None:
+            stream_id = connection.begin(path, insider(port))
+            ended = connection.outcome(stream_id)
+            await connection.write(stream_id, unfinished)
+            await ended
+
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(size.unfinished_s):
+                await asyncio.gather(*(call() for _ in range(size.messages)), return_exceptions=True)
 
 
 def swelling_tags(descriptor: Descriptor, depth: int = 4) -> list[int]:
