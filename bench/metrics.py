@@ -25,7 +25,7 @@ from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.stats import SchedulerStats, WorkerStats
 from scheduler_svc.metrics import SPECS as SCHEDULER_SPECS
 from scheduler_svc.metrics import SchedulerReader, SchedulerTimes
-from svc_common.errors import RpcStats
+from svc_common.calls import RpcStats
 from svc_common.observe.metrics import ServiceMetrics, make_registry
 
 ROUNDS, CALLS = 15, 2000

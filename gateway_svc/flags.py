@@ -25,6 +25,7 @@ from svc_common.config import (
     size_bytes,
     text,
 )
+from svc_common.memory import MEMORY_FLAG
 from svc_common.observe.tracing import TRACE_FLAGS_OF_GATEWAY
 from svc_common.redis.server import redis_flags
 from svc_common.security.trust import TRUST_FLAGS
@@ -89,11 +90,7 @@ FLAGS = (
         "limit on the total size of tokenizer calls in progress; further ones are refused with "
         "RESOURCE_EXHAUSTED. These calls do not count in --max-streams and --max-request-bytes", default="16M",
     ),
-    Flag("--max-memory-bytes", size_bytes,
-        "memory of a gateway process above which new requests are refused with RESOURCE_EXHAUSTED while others "
-        "are open. Unset: 85 percent of the container's limit, divided by --processes; outside of a container "
-        "no limit",
-    ),
+    MEMORY_FLAG,
     Flag("--max-bundle-bytes", size_bytes,
         "limit on the size of a model's bundle (tokenizer and chat templates); a model with a larger one is not "
         "served", default=DEFAULT_MAX_BUNDLE,

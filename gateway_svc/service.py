@@ -31,7 +31,6 @@ from gateway_svc.request.threads import Threads
 from gateway_svc.request.validation import RequestLimits
 from gateway_svc.servicer import InferenceServicer, make_servicer
 from svc_common import config
-from svc_common.memory import MemoryLimit
 from svc_common.observe.logs import setup_logging
 from svc_common.observe.tracing import make_tracer
 from svc_common.serve import BindError, run_service, settle_gc
@@ -100,7 +99,7 @@ class GatewayProcess:
             self._schedulers.dispatcher,
             PromptReaders(self._threads, self._templates, self._images, self._audio),
             self._grammars,
-            OpenStreams(args.max_streams, args.max_request_bytes, _memory_limit(args)),
+            OpenStreams(args.max_streams, args.max_request_bytes),
             admission=CallAdmission(
                 directory,
                 requests=RequestLimits(min_priority(args), args.max_logprobs),
@@ -173,13 +172,6 @@ class GatewayProcess:
     async def _drain(self) -> None:
         self._changed.set()  # for the other processes
         await self._streams.drain(self._args.drain_timeout_s)
-
-
-def _memory_limit(args: argparse.Namespace) -> MemoryLimit:
-    """The limit of --max-memory-bytes, or its default."""
-    if args.max_memory_bytes is not None:
-        return MemoryLimit(args.max_memory_bytes)
-    return MemoryLimit.of_container(args.processes)
 
 
 if __name__ == "__main__":

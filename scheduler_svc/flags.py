@@ -9,6 +9,7 @@ from scheduler_svc.core.config import MAX_BURST_S
 from svc_common import config
 from svc_common.channels import DEFAULT_MAX_BUNDLE
 from svc_common.config import Flag, address, in_range, path, size_bytes, switch, text
+from svc_common.memory import MEMORY_FLAG
 from svc_common.observe.tracing import TRACE_FLAGS
 from svc_common.redis.server import redis_flags
 from svc_common.security.trust import TRUST_FLAGS
@@ -38,6 +39,7 @@ FLAGS = (
         "limit of the data of inputs that are not tokens (embeddings) of all open requests; further requests "
         "with such inputs get RESOURCE_EXHAUSTED", default="1G",
     ),
+    MEMORY_FLAG,
     Flag("--watermark", in_range(float, 0.0, 0.5),
         "fraction of a pool that admission leaves free, rounded down to whole blocks", default=0.01,
     ),

@@ -13,13 +13,7 @@ from scheduler_svc.core.errors import (
     SchedulerError,
     UnreachableDeadlineError,
 )
-from svc_common.errors import (
-    AlreadyExistsError,
-    InvalidRequestError,
-    OverloadedError,
-    QuireError,
-    UnavailableError,
-)
+from svc_common.errors import AlreadyExistsError, InvalidRequestError, OverloadedError, QuireError, UnavailableError
 
 RETRY_NO_WORKER_S = 1.0
 RETRY_STOPPING_S = 1.0

@@ -28,6 +28,7 @@ from scheduler_svc.workers.pool import WorkerPool
 from scheduler_svc.workers.seals import read_block_keys
 from svc_common.config import parse
 from svc_common.connections import SCHEDULER_PINGS
+from svc_common.memory import Intake, MemoryLimit
 from svc_common.observe.admin import AdminServer
 from svc_common.observe.inspection import Inspector
 from svc_common.observe.logs import setup_logging
@@ -63,7 +64,7 @@ def build(args: argparse.Namespace, trust: Trust) -> SchedulerParts:
     index = make_index(args, make_owner(scheduler_id, epoch), lambda: step_loop.core.cached_prefixes())
     tracer = make_tracer(args, "scheduler", scheduler_id)
     step_loop = StepLoop(config, index, None if tracer is None else RequestTraces(tracer))
-    gateways = Gateways(step_loop, epoch, args.gateway_heartbeat_s)
+    gateways = Gateways(step_loop, epoch, args.gateway_heartbeat_s, MemoryLimit.of_flag(args.max_memory_bytes))
     timeouts = LinkTimeouts(heartbeat_s=args.heartbeat_timeout_s, step_s=args.step_timeout_s)
     dialer = Dialer(
         index, scheduler_id, timeouts, step_loop.times.steps, trust.open_worker, keys, args.max_bundle_bytes
@@ -100,7 +101,8 @@ class SchedulerProcess:
             credentials=trust.server_credentials(),
             has_reflection=not trust.is_on,
             max_bytes={f"{SERVICE_NAME}/Register": MAX_REGISTER_BYTES},
-            interceptors=trust.interceptors(CALLERS),
+            admit=trust.admit(CALLERS),
+            intake=Intake(MemoryLimit.of_flag(args.max_memory_bytes)),
         )
         self._admin = self._make_admin()
         instance = args.scheduler_id or socket.gethostname()

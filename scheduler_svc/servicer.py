@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 SERVICE_NAME = "quire.internal.v1.SchedulerService"
 CALLERS = {
-    f"/{SERVICE_NAME}/{method}": {role}
+    f"{SERVICE_NAME}/{method}": {role}
     for method, role in {
         "Attach": "gateway",
         "GetBundle": "gateway",

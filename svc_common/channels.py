@@ -8,7 +8,8 @@ from typing import Any
 
 import grpc
 
-from svc_common.errors import InvalidRequestError, decoder
+from svc_common.calls import decoder
+from svc_common.errors import InvalidRequestError
 
 log = logging.getLogger(__name__)
 

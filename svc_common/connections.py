@@ -13,6 +13,7 @@ log = logging.getLogger(__name__)
 
 HANDSHAKE_TIMEOUT_S = 20.0  # for TLS and the first frames of HTTP/2
 IDLE_TIMEOUT_S = 600.0  # without a call; gRPC clients connect again by themselves
+WINDOW_BYTES = 64 << 10
 MAX_METADATA_BYTES = 16 << 10  # headers of a call, such as an API key or a JWT
 
 
@@ -49,12 +50,13 @@ class ConnectionLimits:
     """Limits of one port (docs/adr/0030-hostile-input.md).
 
     `max_streams`: calls on one connection at the same time; a client delays further calls. Without it, gRPC creates a
-    call for each HEADERS frame, also if RST_STREAM follows at once ("rapid reset").
+    call for each HEADERS frame, also if RST_STREAM follows at once ("rapid reset"). The default is enough for services:
+    each has one stream to a peer, and a few calls beside it.
     `max_age_s`: clients must reconnect after about this time (10 % jitter); 0: never.
     """
 
     max_connections: int = 4096
-    max_streams: int = 1024
+    max_streams: int = 32
     max_age_s: float = 0.0
 
     def options(self) -> dict[str, Any]:
@@ -64,6 +66,9 @@ class ConnectionLimits:
             "grpc.max_concurrent_streams": self.max_streams,
             "grpc.server_handshake_timeout_ms": int(HANDSHAKE_TIMEOUT_S * 1000),
             "grpc.max_connection_idle_ms": int(IDLE_TIMEOUT_S * 1000),
+            # A call that is not read holds one window. Without these, gRPC lets windows grow to 64 MiB on fast links.
+            "grpc.http2.bdp_probe": 0,
+            "grpc.http2.lookahead_bytes": WINDOW_BYTES,
             "grpc.max_metadata_size": MAX_METADATA_BYTES,
             "grpc.absolute_max_metadata_size": MAX_METADATA_BYTES,
         }

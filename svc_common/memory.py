@@ -1,13 +1,24 @@
-"""The memory of this process and its limit, so that a service refuses requests before the kernel kills it."""
+"""The memory of this process: its limit, and the requests that it receives at the same time, so that a service refuses
+requests before the kernel kills it.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import os
 import sys
 import time
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any, TypeVar
+from weakref import WeakValueDictionary
+
+from svc_common.config import Flag, size_bytes
+from svc_common.errors import LateRequestError, OverloadedError
+
+T = TypeVar("T")
 
 CGROUPS = Path("/sys/fs/cgroup")
 OWN_CGROUP = Path("/proc/self/cgroup")
@@ -15,6 +26,17 @@ STATM = Path("/proc/self/statm")
 DEFAULT_FRACTION = 0.85  # of the container's limit; the rest is for requests that are open
 READ_INTERVAL_S = 0.05
 TRIM_INTERVAL_S = 5.0
+MAX_RECEIVING = 64  # requests that arrive at the same time; with 16 MiB each they have 1 GiB
+SENDER_FRACTION = 0.25  # of MAX_RECEIVING for one sender
+MAX_OF_STRANGERS = 16
+REQUEST_TIMEOUT_S = 60.0  # from the start of a request to its last byte
+CHECK_INTERVAL_S = 1.0
+RETRY_FULL_S = 1.0
+
+MEMORY_FLAG = Flag("--max-memory-bytes", size_bytes,
+    "memory of a process above which new requests are refused with RESOURCE_EXHAUSTED while others are open. Unset: 85 "
+    "percent of the container's limit, divided by the gateway's --processes; outside of a container no limit",
+)  # fmt: skip
 
 
 def container_limit() -> int | None:
@@ -57,6 +79,11 @@ class MemoryLimit:
         limit = container_limit()
         return cls(None if limit is None else int(DEFAULT_FRACTION * limit / num_processes))
 
+    @classmethod
+    def of_flag(cls, max_bytes: int | None, num_processes: int = 1) -> MemoryLimit:
+        """The limit of --max-memory-bytes, or its default."""
+        return cls.of_container(num_processes) if max_bytes is None else cls(max_bytes)
+
     def exceeded_by(self) -> int | None:
         """The used bytes if they exceed the limit, else None. Cheap: memory is read every 50 ms at most."""
         if self.max_bytes is None:
@@ -67,6 +94,15 @@ class MemoryLimit:
             self._trim(now)
         return self._used if self._used > self.max_bytes else None
 
+    def check(self) -> None:
+        """Raise OverloadedError if the limit is exceeded."""
+        if (used := self.exceeded_by()) is not None:
+            raise OverloadedError(
+                f"this process uses {used} bytes of memory; the limit is {self.max_bytes} (--max-memory-bytes); "
+                "retry later",
+                retry_after_s=RETRY_FULL_S,
+            )
+
     def _trim(self, now: float) -> None:
         """Return free memory to the kernel, which the C library keeps after a peak."""
         if self.max_bytes is None or self._used <= self.max_bytes or now - self._trimmed_at < TRIM_INTERVAL_S:
@@ -76,3 +112,87 @@ class MemoryLimit:
             with suppress(OSError, AttributeError):  # another C library
                 ctypes.CDLL(None).malloc_trim(0)
         self._used = resident_bytes()
+
+
+class Intake:
+    """Bounds the memory of requests while they arrive, and the calls that begin while memory is scarce.
+
+    Until a request is read, gRPC and HTTP hold one window (64 KiB) of it, and its sender waits. So a request is read
+    when its sender is known and has a place: any number of calls and connections hold `max_receiving` at most.
+    """
+
+    def __init__(self, limit: MemoryLimit | None = None, max_receiving: int = MAX_RECEIVING) -> None:
+        self._limit = limit or MemoryLimit(None)
+        self._places = asyncio.Semaphore(max_receiving)
+        self._max_of_sender = max(1, int(max_receiving * SENDER_FRACTION))
+        self._of_sender: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+        self._began: dict[asyncio.Task[Any], float] = {}  # the requests that arrive, oldest first
+        self._of_strangers: dict[asyncio.Task[Any], None] = {}
+        self._late: set[asyncio.Task[Any]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._num_calls = 0
+
+    def __enter__(self) -> None:
+        """A call begins."""
+        self._num_calls += 1
+
+    def __exit__(self, *exc: object) -> None:
+        self._num_calls -= 1
+
+    def check_memory(self) -> None:
+        """Raise OverloadedError if memory exceeds its limit while other calls are open."""
+        if self._num_calls > 1:
+            self._limit.check()
+
+    async def receive(self, sender: str, read: Callable[[], Awaitable[T]]) -> T:
+        """What `read` returns, once there is a place. Raises LateRequestError if it takes too long.
+
+        `sender` is empty for a caller without credentials, which no other caller waits for.
+        """
+        task = asyncio.current_task()
+        if task is None:
+            raise RuntimeError("only a task can receive a request")
+        self._began[task] = time.monotonic()
+        if self._timer is None:  # one for all requests: a timer for each costs more than the rest of this method
+            self._timer = asyncio.get_running_loop().call_later(CHECK_INTERVAL_S, self._end_late)
+        try:
+            return await (self._receive_in_place(sender, read) if sender else self._receive_of_stranger(task, read))
+        except asyncio.CancelledError:
+            if task not in self._late or task.uncancel():
+                raise
+            raise LateRequestError(
+                f"the request did not arrive within {REQUEST_TIMEOUT_S:g} s, or before others needed its place; retry",
+                retry_after_s=RETRY_FULL_S,
+            ) from None
+        finally:
+            del self._began[task]
+            self._late.discard(task)
+
+    async def _receive_in_place(self, sender: str, read: Callable[[], Awaitable[T]]) -> T:
+        own = self._of_sender.get(sender)
+        if own is None:
+            own = self._of_sender[sender] = asyncio.Semaphore(self._max_of_sender)
+        async with own, self._places:
+            return await read()
+
+    async def _receive_of_stranger(self, task: asyncio.Task[Any], read: Callable[[], Awaitable[T]]) -> T:
+        """Strangers do not wait for each other: the oldest request loses its place. Health checks arrive at once."""
+        self._of_strangers[task] = None
+        if len(self._of_strangers) > MAX_OF_STRANGERS:
+            self._end(next(iter(self._of_strangers)))
+        try:
+            return await read()
+        finally:
+            self._of_strangers.pop(task, None)
+
+    def _end_late(self) -> None:
+        now, self._timer = time.monotonic(), None
+        for task in [task for task, began in self._began.items() if now - began > REQUEST_TIMEOUT_S]:
+            self._end(task)
+        if self._began:
+            self._timer = asyncio.get_running_loop().call_later(CHECK_INTERVAL_S, self._end_late)
+
+    def _end(self, task: asyncio.Task[Any]) -> None:
+        self._of_strangers.pop(task, None)
+        self._late.add(task)
+        task.cancel()

@@ -22,10 +22,11 @@ import uvloop
 from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
+from svc_common.calls import Admit, ErrorInterceptor, OnCall
 from svc_common.channels import MAX_MESSAGE_BYTES, ServiceChannel
 from svc_common.connections import PUBLIC_PINGS, SCHEDULER_PINGS, ConnectionLimits, Pings, raise_file_limit
-from svc_common.errors import ErrorInterceptor, OnCall
 from svc_common.health import HealthServicer
+from svc_common.memory import Intake
 from svc_common.tasks import cancel
 
 log = logging.getLogger(__name__)
@@ -101,8 +102,7 @@ class GrpcServer:
     `shares_port`: several processes listen on the same port, and the kernel spreads connections over them.
     `credentials`: TLS; None is plaintext. `max_receive_bytes` limits a message before and after decompression,
     `max_bytes` the messages of some methods. Without `accepts_compression` a compressed request is refused with
-    UNIMPLEMENTED; Quire's own services never compress. `interceptors` run after the error interceptor and before the
-    handlers. `on_call` is called when a call starts.
+    UNIMPLEMENTED; Quire's own services never compress. `on_call`, `admit` and `intake`: see `ErrorInterceptor`.
     """
 
     def __init__(
@@ -118,10 +118,11 @@ class GrpcServer:
         max_bytes: Mapping[str, int] | None = None,
         accepts_compression: bool = False,
         has_reflection: bool = True,
-        interceptors: Iterable[grpc.aio.ServerInterceptor] = (),
         on_call: OnCall | None = None,
+        admit: Admit | None = None,
+        intake: Intake | None = None,
     ) -> None:
-        errors = ErrorInterceptor(on_call=on_call, max_bytes=max_bytes)
+        errors = ErrorInterceptor(on_call=on_call, max_bytes=max_bytes, admit=admit, intake=intake)
         self.rpc = errors.stats
         options = dict(SERVER_OPTIONS) | (connections or ConnectionLimits()).options() | pings.options()
         options["grpc.max_receive_message_length"] = max_receive_bytes
@@ -129,7 +130,7 @@ class GrpcServer:
             options["grpc.so_reuseport"] = 1
         if not accepts_compression:
             options["grpc.compression_enabled_algorithms_bitset"] = ONLY_IDENTITY
-        self.grpc = grpc.aio.server(interceptors=[errors, *interceptors], options=list(options.items()))
+        self.grpc = grpc.aio.server(interceptors=[errors], options=list(options.items()))
         # Generated code also registers each method with gRPC's core. The server then waits for the next call with one
         # task per method: 50 us per call with 13 methods. Handlers that are found by name need no such tasks.
         self.grpc.add_registered_method_handlers = _register_nothing  # type: ignore[method-assign]

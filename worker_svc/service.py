@@ -49,7 +49,7 @@ METHODS = (
     *("Lease", "StepStream", "StepBatch", "ListBlocks", "Drain", "GetWorkerBundle", "InspectWorker"),
     *("LoadWorkerAdapter", "UnloadWorkerAdapter", "SwapWorkerAdapter"),
 )
-CALLERS = {f"/{SERVICE_NAME}/{method}": {"scheduler"} for method in METHODS}
+CALLERS = {f"{SERVICE_NAME}/{method}": {"scheduler"} for method in METHODS}
 EXIT_FAILED = 1
 EXIT_BAD_SETTING = 2
 DRAIN_ACK_TIMEOUT_S = 2.0
@@ -87,7 +87,7 @@ class WorkerProcess:
             service_names=[SERVICE_NAME],
             credentials=trust.server_credentials(),
             has_reflection=not trust.is_on,
-            interceptors=trust.interceptors(CALLERS),
+            admit=trust.admit(CALLERS),
         )
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self._servicer, self._server.grpc)
         self._nodes = None if args.nnodes == 1 else _make_nodes(args, trust, self._stop_soon)

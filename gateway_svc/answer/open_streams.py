@@ -15,7 +15,6 @@ from gateway_svc.operators.audit.entry import record_generation
 from gateway_svc.request.threads import RETRY_FULL_S
 from gateway_svc.schedulers.scheduler_request import SchedulerRequest
 from svc_common.errors import AlreadyExistsError, OverloadedError, QuireError, TakenOverError, UnavailableError
-from svc_common.memory import MemoryLimit
 from svc_common.observe.logs import current_request_id
 
 log = logging.getLogger(__name__)
@@ -80,14 +79,11 @@ class OpenStream:
 class OpenStreams:
     """Owns the calls in progress of this gateway."""
 
-    def __init__(
-        self, max_streams: int, max_bytes: int, memory: MemoryLimit | None = None, metrics: GatewayMetrics | None = None
-    ) -> None:
+    def __init__(self, max_streams: int, max_bytes: int, metrics: GatewayMetrics | None = None) -> None:
         self.metrics = metrics or GatewayMetrics()
         self.max_streams = max_streams
         self.num_bytes = 0  # of all requests
         self._max_bytes = max_bytes
-        self._memory = memory or MemoryLimit(None)
         self._by_id: dict[str, OpenStream] = {}
         self._is_draining = False
         self._all_closed = asyncio.Event()
@@ -160,12 +156,6 @@ class OpenStreams:
             raise OverloadedError(
                 f"{len(self._by_id)} streams are open on this gateway and this request needs {num_calls} more; the "
                 f"limit is {self.max_streams} (--max-streams); retry later",
-                retry_after_s=RETRY_FULL_S,
-            )
-        if self._by_id and (used := self._memory.exceeded_by()) is not None:
-            raise OverloadedError(
-                f"this gateway uses {used} bytes of memory; the limit is {self._memory.max_bytes} "
-                "(--max-memory-bytes); retry later",
                 retry_after_s=RETRY_FULL_S,
             )
         self._check_bytes(num_bytes)

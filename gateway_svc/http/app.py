@@ -7,6 +7,7 @@ import difflib
 import secrets
 from collections.abc import Collection, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from starlette.datastructures import Headers
@@ -19,7 +20,6 @@ from gateway_svc.answer.request_meter import http_request_id
 from gateway_svc.callers.authenticator import Authenticator
 from gateway_svc.callers.caller import current_caller
 from gateway_svc.http.errors import (
-    BodyTimeoutError,
     BodyTooLargeError,
     MethodNotAllowedError,
     error_body_of,
@@ -29,12 +29,13 @@ from gateway_svc.http.json_text import encode
 from gateway_svc.operators.audit.audit_log import AuditLog
 from gateway_svc.operators.audit.entry import CANCELLED, OK, annotate
 from gateway_svc.request.validation import REQUEST_ID
-from svc_common.errors import NotFoundError, QuireError, RpcStats, shown_error
+from svc_common.calls import ANYONE, RpcStats
+from svc_common.errors import NotFoundError, QuireError, shown_error
+from svc_common.memory import Intake
 from svc_common.observe.tracing import HEADER, current_traceparent
 from svc_common.tasks import cancel
 
 MAX_BODY_BYTES = 16 << 20  # about three million token ids as JSON
-BODY_TIMEOUT_S = 60.0
 MAX_SHOWN_PATH = 100
 OPEN_PATHS = ("/health", "/ping")  # probes need no key
 REQUEST_ID_HEADER = "x-request-id"
@@ -76,6 +77,7 @@ class HttpApp:
         authenticator: Authenticator | None,
         stats: RpcStats,
         audit: AuditLog | None = None,
+        intake: Intake | None = None,
         is_traced: bool = False,
         open_paths: Collection[str] = OPEN_PATHS,
     ) -> None:
@@ -83,6 +85,7 @@ class HttpApp:
         self._authenticator = authenticator
         self._stats = stats
         self._audit = audit
+        self._intake = intake or Intake()
         self._is_traced = is_traced
         self._open_paths = open_paths
 
@@ -99,9 +102,11 @@ class HttpApp:
 
     async def _answer(self, scope: Scope, headers: Headers, receive: Receive, answer: _Sender) -> None:
         try:
-            await self._authenticate(scope["path"], headers)
-            body = await _read_body(receive)
-            await _until_hang_up(self._router(scope, _replay(body), answer), receive)
+            if scope["path"] in self._open_paths:
+                await self._router(scope, _replay(b""), answer)
+                return
+            with self._intake:
+                await self._answer_admitted(scope, headers, receive, answer)
         except ClientGoneError:
             return
         except HTTPException as error:
@@ -124,11 +129,17 @@ class HttpApp:
             entry.http_status, entry.http_request_id = answer.status, answer.request_id
             entry.end(OK if answer.is_complete else CANCELLED)
 
-    async def _authenticate(self, path: str, headers: Headers) -> None:
-        if self._authenticator is None or path in self._open_paths:
-            return
-        key = headers.get(KEY_HEADER)
-        await self._authenticator.authenticate(headers.get("authorization") or (key and f"Bearer {key}"))
+    async def _answer_admitted(self, scope: Scope, headers: Headers, receive: Receive, answer: _Sender) -> None:
+        """Check the caller before the body is received."""
+        if self._authenticator is not None:
+            key = headers.get(KEY_HEADER)
+            await self._authenticator.authenticate(headers.get("authorization") or (key and f"Bearer {key}"))
+        self._intake.check_memory()
+        body = b""
+        if headers.get("content-length", "0") != "0" or "transfer-encoding" in headers:
+            sender = current_caller.get().credential or ANYONE
+            body = await self._intake.receive(sender, partial(_read_body, receive))
+        await _until_hang_up(self._router(scope, _replay(body), answer), receive)
 
     async def _answer_unrouted(self, scope: Scope, error: HTTPException, answer: _Sender) -> None:
         """Answer a path or method without a handler. OPTIONS of a known path lists its methods."""
@@ -178,28 +189,24 @@ class _Sender:
 
 
 async def _read_body(receive: Receive) -> bytes:
-    """The whole body. Raises BodyTooLargeError, BodyTimeoutError or ClientGoneError.
+    """The whole body. Raises BodyTooLargeError or ClientGoneError.
 
     A body that is too large is read to its end and discarded: many clients read no answer before they have sent it.
     """
     body = bytearray()
     size = 0
-    try:
-        async with asyncio.timeout(BODY_TIMEOUT_S):
-            while True:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    raise ClientGoneError
-                part = message.get("body", b"")
-                size += len(part)
-                if size <= MAX_BODY_BYTES:
-                    body += part
-                else:
-                    body.clear()
-                if not message.get("more_body", False):
-                    break
-    except TimeoutError:
-        raise BodyTimeoutError(f"the body did not arrive within {BODY_TIMEOUT_S:g} s; retry") from None
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGoneError
+        part = message.get("body", b"")
+        size += len(part)
+        if size <= MAX_BODY_BYTES:
+            body += part
+        else:
+            body.clear()
+        if not message.get("more_body", False):
+            break
     if size > MAX_BODY_BYTES:
         raise BodyTooLargeError(f"the body has {size} bytes; at most {MAX_BODY_BYTES} are allowed: send a smaller body")
     return bytes(body)

@@ -10,6 +10,7 @@ from svc_common.errors import (
     ContextLengthError,
     DeadlineError,
     InvalidRequestError,
+    LateRequestError,
     NotFoundError,
     OverloadedError,
     QuireError,
@@ -54,10 +55,6 @@ class BodyTooLargeError(InvalidRequestError):
     http_status = 413
 
 
-class BodyTimeoutError(InvalidRequestError):
-    http_status = 408
-
-
 class MethodNotAllowedError(InvalidRequestError):
     """`allowed`: the methods of the path."""
 
@@ -68,7 +65,7 @@ class MethodNotAllowedError(InvalidRequestError):
         self.allowed = allowed
 
 
-RETRYABLE = (OverloadedError, UnavailableError, BodyTimeoutError)
+RETRYABLE = (OverloadedError, UnavailableError, LateRequestError)
 
 
 def error_body(error: QuireError, names: Mapping[str, str] | None = None) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from quire.v1 import inference_pb2 as pb
 from quire.v1.inference_pb2_grpc import AdminServiceServicer, add_AdminServiceServicer_to_server
 
 from gateway_svc.callers.api_keys import ApiKeys
-from gateway_svc.callers.authenticator import Authenticator, CallerInterceptor
+from gateway_svc.callers.authenticator import Authenticator
 from gateway_svc.callers.flags import identifies_callers
 from gateway_svc.operators.admin import AdminServicer
 from gateway_svc.operators.audit.audit_log import AuditLog
@@ -28,6 +28,7 @@ from svc_common.security.trust import TrustError, is_loopback
 from svc_common.serve import GrpcServer
 
 SERVICE_NAME = "quire.v1.AdminService"
+MAX_RECEIVE_BYTES = 1 << 20
 
 ADMIN_FLAGS = FlagGroup("operations (draining workers), apart from inference", (
     Flag("--admin-listen", address_or_off,
@@ -84,7 +85,8 @@ def add_admin_service(
         listen=args.admin_listen,
         service_names=[SERVICE_NAME],
         credentials=None if tls is None else server_credentials(tls),
-        interceptors=[] if operators is None else [CallerInterceptor(operators)],
+        max_receive_bytes=MAX_RECEIVE_BYTES,
+        admit=None if operators is None else operators.admit,
         on_call=None if audit is None else audit.on_call,
     )
     add_AdminServiceServicer_to_server(servicer, server.grpc)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from quire.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
 
-from gateway_svc.callers.authenticator import Authenticator, CallerInterceptor
+from gateway_svc.callers.authenticator import Authenticator
 from gateway_svc.callers.flags import make_authenticator
 from gateway_svc.metrics import SPECS, GatewayReader, specs_for_picker
 from gateway_svc.operators.admin import AdminServicer
@@ -28,6 +28,7 @@ from gateway_svc.servicer import InferenceServicer
 from prefix_index.reader import RedisPrefixReader
 from svc_common import config
 from svc_common.connections import ConnectionLimits
+from svc_common.memory import Intake, MemoryLimit
 from svc_common.observe.admin import AdminServer
 from svc_common.observe.inspection import Inspector
 from svc_common.observe.metrics import ServiceMetrics, make_registry
@@ -64,6 +65,7 @@ class Ports:
         self._tls = tls_files(args.tls_cert_file, args.tls_key_file, args.tls_client_ca_file)
         self._authenticator = make_authenticator(args)
         self._audit = None if args.audit_log is None else AuditLog(args.audit_log, gateway_id)
+        self._intake = Intake(MemoryLimit.of_flag(args.max_memory_bytes, args.processes))
         # So many calls of one client that --max-streams refuses them before HTTP/2 does.
         num_calls = max(MIN_CONNECTION_CALLS, 2 * args.max_streams)
         self.server = GrpcServer(
@@ -74,7 +76,8 @@ class Ports:
             connections=ConnectionLimits(args.max_connections, num_calls, args.max_connection_age_s),
             max_receive_bytes=MAX_RECEIVE_BYTES,
             accepts_compression=True,
-            interceptors=[] if self._authenticator is None else [CallerInterceptor(self._authenticator)],
+            admit=None if self._authenticator is None else self._authenticator.admit,
+            intake=self._intake,
             on_call=None if self._audit is None else self._audit.on_call,
         )
 
@@ -93,7 +96,7 @@ class Ports:
             streams.metrics, streams, directory, lambda: schedulers.dispatcher.num_moves, reader, self._audit
         )
         self._admin = make_admin(args, server, read)
-        make_app = make_http_apps(args, servicer, directory, lane, server, self._admin, self._audit)
+        make_app = make_http_apps(args, servicer, directory, lane, server, self._admin, self._audit, self._intake)
         self._http = make_http(args, make_app, self._authenticator, self._tls, shares_port=self._shares_port)
         state = ConsoleState(servicer.full_status, directory)
         self._console = make_console(args, make_app, self._authenticator, state, server, self._tls)
@@ -148,6 +151,7 @@ def make_http_apps(
     server: GrpcServer,
     admin: AdminServer,
     audit: AuditLog | None,
+    intake: Intake,
 ) -> MakeApp | None:
     """Makes the HTTP API for the callers of an authenticator; None if no port serves it. Its packages are imported
     only if one does.
@@ -163,7 +167,9 @@ def make_http_apps(
     is_traced = args.trace_endpoint is not None
 
     def make_app(authenticator: Authenticator | None) -> ASGIApp:
-        app = HttpApp(routes, authenticator=authenticator, stats=server.rpc, audit=audit, is_traced=is_traced)
+        app = HttpApp(
+            routes, authenticator=authenticator, stats=server.rpc, audit=audit, is_traced=is_traced, intake=intake
+        )
         return with_cors(app, args.http_allow_origin)
 
     return make_app

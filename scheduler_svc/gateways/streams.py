@@ -32,6 +32,7 @@ from scheduler_svc.step_loop import StepLoop
 from step_protocol.columns import u32_to_bytes
 from svc_common.errors import InvalidRequestError, OverloadedError, QuireError, UnavailableError, shown_error
 from svc_common.flush import FlushTimer
+from svc_common.memory import MemoryLimit
 from svc_common.silence import SilenceWatch
 
 log = logging.getLogger(__name__)
@@ -184,8 +185,15 @@ class Gateways:
     Both sides send heartbeats every `heartbeat_interval_s`. With 0 the scheduler neither sends nor expects any.
     """
 
-    def __init__(self, step_loop: StepLoop, scheduler_epoch: int, heartbeat_interval_s: float = 1.0) -> None:
+    def __init__(
+        self,
+        step_loop: StepLoop,
+        scheduler_epoch: int,
+        heartbeat_interval_s: float = 1.0,
+        memory: MemoryLimit | None = None,
+    ) -> None:
         self._step_loop = step_loop
+        self._memory = memory or MemoryLimit(None)
         self._outboxes: dict[int, Outbox] = {}
         self._interval_s = heartbeat_interval_s
         self._is_stopping = False
@@ -322,6 +330,8 @@ class Gateways:
         try:
             if self._reader is None:
                 raise UnavailableError("no worker has registered yet; retry later", retry_after_s=RETRY_NO_WORKER_S)
+            if self._memory.exceeded_by() is not None and self._step_loop.core.load().num_running:
+                self._memory.check()
             group = self._reader.group(submit, owner=attached.owner, origin=attached.gateway_id)
         except QuireError as error:
             attached.outbox.reply(submit.handle, error)

@@ -21,9 +21,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
+from svc_common.calls import ErrorInterceptor
 from svc_common.config import OFF
 from svc_common.connections import ConnectionLimits
-from svc_common.errors import ErrorInterceptor, NotFoundError, UnimplementedError
+from svc_common.errors import NotFoundError, UnimplementedError
 from svc_common.serve import SERVER_OPTIONS, BindError
 
 log = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from svc_common.errors import RpcStats
+from svc_common.calls import RpcStats
 from svc_common.security.own_certificate import remaining_fraction
 
 PREFIX = "quire_"

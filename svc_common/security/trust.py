@@ -1,7 +1,7 @@
 """Trust between the services: the role of a peer, and the calls that each role may make.
 
     trust = make_trust(args, "scheduler")                        # raises TrustError or TlsError
-    GrpcServer(credentials=trust.server_credentials(), interceptors=trust.interceptors(CALLERS), ...)
+    GrpcServer(credentials=trust.server_credentials(), admit=trust.admit(CALLERS), ...)
     channel = trust.open_channel(address, role="worker")
 
 A peer proves its role (gateway, scheduler or worker) by a certificate, by a token, or by both if both are set:
@@ -20,17 +20,18 @@ import hashlib
 import ipaddress
 import re
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import grpc
 
+from svc_common.calls import PROBES, Admit, Context
 from svc_common.channels import OpenChannel, ServiceChannel
 from svc_common.config import Flag, FlagGroup, SettingError, path, switch, text
 from svc_common.connections import SCHEDULER_PINGS, WORKER_PINGS, Pings
-from svc_common.errors import Handler, PermissionDeniedError, UnauthenticatedError, decoder
+from svc_common.errors import PermissionDeniedError, UnauthenticatedError
 from svc_common.security.own_certificate import OwnCertificate
 from svc_common.security.reread import Reread
 from svc_common.security.tls import TlsFiles, TlsFlags, TlsReader, server_credentials, tls_files
@@ -41,11 +42,10 @@ DIGEST = "sha256:"
 ROLES = ("gateway", "scheduler", "worker")
 SERVERS = ("scheduler", "worker")  # roles that other services call
 WORKER_NAME = "--internal-tls-worker-name"
-# Health probes need no role. Reflection is off where roles are checked.
-OPEN_TO_ALL = "/grpc.health.v1.Health/"
 INTERNAL = TlsFlags("--internal-tls-cert-file", "--internal-tls-key-file", "--internal-tls-ca-file")
 
-Callers = Mapping[str, Collection[str]]  # roles that may call a method, by its path /package.Service/Method
+# Roles that may call a method, by package.Service/Method. Probes need none; reflection is off where roles are checked.
+Callers = Mapping[str, Collection[str]]
 
 TRUST_FLAGS = FlagGroup("trust between the services (docs/trust.md); files are read again on changes", (
     Flag(INTERNAL.cert, path, "certificate of this service for the other services (PEM)"),
@@ -244,24 +244,34 @@ class Trust:
         """None: plaintext. Raises TlsError."""
         return None if self.files is None else server_credentials(self.files)
 
-    def interceptors(self, callers: Callers) -> list[grpc.aio.ServerInterceptor]:
-        """Interceptors that check the role of each caller; empty if this service does not check peers."""
-        return [RoleInterceptor(callers, self)] if self.is_on else []
+    def admit(self, callers: Callers) -> Admit | None:
+        """The check of the role of each caller; None if this service does not check peers. A method without an entry
+        admits no caller.
+        """
 
-    def check(self, context: grpc.aio.ServicerContext[Any, Any], authorization: str, callers: Collection[str]) -> None:
+        async def check(method: str, context: Context) -> str:
+            if method.startswith(PROBES):
+                return ""
+            metadata = dict(context.invocation_metadata() or ())
+            self.check(context, str(metadata.get("authorization", "")), callers.get(method, ()))
+            return "a service"
+
+        return check if self.is_on else None
+
+    def check(self, context: Context, authorization: str, callers: Collection[str]) -> None:
         """Raise UnauthenticatedError or PermissionDeniedError unless the caller has one of these roles."""
         if self.files is not None:
             self._check_certificate(context, callers)
         if self.tokens is not None:
             self._check_token(self.tokens, authorization, callers)
 
-    def _check_certificate(self, context: grpc.aio.ServicerContext[Any, Any], callers: Collection[str]) -> None:
+    def _check_certificate(self, context: Context, callers: Collection[str]) -> None:
         names = _names(context)
         if not {self.name.format(role=role) for role in callers} & set(names):
             found = ", ".join(names) or "no role"
             raise PermissionDeniedError(f"this call is for {_either(callers)}; the caller's certificate names {found}")
 
-    def check_worker_id(self, context: grpc.aio.ServicerContext[Any, Any], worker_id: str) -> None:
+    def check_worker_id(self, context: Context, worker_id: str) -> None:
         """Raise PermissionDeniedError if certificates name ids and the caller's does not name this one."""
         if self.worker_name is None:
             return
@@ -283,7 +293,7 @@ class Trust:
             raise PermissionDeniedError(f"this call is for {_either(callers)}; the caller's token has role {role}")
 
 
-def _names(context: grpc.aio.ServicerContext[Any, Any]) -> list[str]:
+def _names(context: Context) -> list[str]:
     """The DNS names and URIs in the certificate of the caller."""
     names = context.auth_context().get("x509_subject_alternative_name", ())
     return [name.decode("utf-8", "replace") for name in names]
@@ -298,60 +308,3 @@ def certificate_problem(details: str) -> str:
 
 def _either(roles: Collection[str]) -> str:
     return " or ".join(f"a {role}" for role in sorted(roles)) or "no role"
-
-
-class RoleInterceptor(grpc.aio.ServerInterceptor):
-    """Rejects calls by other roles before it decodes their requests. Rejects all calls of a method without an entry."""
-
-    def __init__(self, callers: Callers, trust: Trust) -> None:
-        self._callers = callers
-        self._trust = trust
-
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Handler | None:
-        handler = await continuation(handler_call_details)
-        method = handler_call_details.method
-        if handler is None or method.startswith(OPEN_TO_ALL):
-            return handler
-        callers = self._callers.get(method, ())
-        authorization = dict(handler_call_details.invocation_metadata or ()).get("authorization", "")
-
-        def check(context: grpc.aio.ServicerContext[Any, Any]) -> None:
-            self._trust.check(context, str(authorization), callers)
-
-        return _guarded(handler, check, method.lstrip("/"))
-
-
-def _guarded(handler: Handler, check: Callable[[Any], None], method: str) -> Handler:
-    """The handler, called after the check. Requests are decoded after the check, in a stream one by one."""
-    make = {
-        (True, True): grpc.stream_stream_rpc_method_handler,
-        (True, False): grpc.stream_unary_rpc_method_handler,
-        (False, True): grpc.unary_stream_rpc_method_handler,
-        (False, False): grpc.unary_unary_rpc_method_handler,
-    }[handler.request_streaming, handler.response_streaming]
-    behaviour: Any = handler.stream_stream or handler.stream_unary or handler.unary_stream or handler.unary_unary
-    deserialize: Any = handler.request_deserializer
-    if not handler.request_streaming:
-        behaviour, deserialize = _decoding(behaviour, decoder(deserialize, method)), None
-    return make(
-        _checking(behaviour, check), request_deserializer=deserialize, response_serializer=handler.response_serializer
-    )
-
-
-def _decoding(behaviour: Any, decode: Callable[[bytes], Any]) -> Any:
-    def call(data: bytes, context: Any) -> Any:
-        return behaviour(decode(data), context)
-
-    return call
-
-
-def _checking(behaviour: Any, check: Callable[[Any], None]) -> Any:
-    def call(request: Any, context: Any) -> Any:
-        check(context)
-        return behaviour(request, context)
-
-    return call

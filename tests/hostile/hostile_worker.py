@@ -9,30 +9,24 @@ valid, so that the scheduler goes on and the next mutation reaches code behind t
 from __future__ import annotations
 
 import sys
-from collections.abc import Awaitable, Callable
 from typing import Any
 
-import grpc
-
-from svc_common.security.trust import Callers, Trust
+from svc_common.calls import ErrorInterceptor, Handler
 from tests.hostile.mutations import Mutator
 from worker_svc import registration, service
 
 
-class MutatingInterceptor(grpc.aio.ServerInterceptor):
+class Mutations:
     """Mutates the responses of all methods."""
 
     def __init__(self, mutator: Mutator, fraction: float) -> None:
         self._mutator = mutator
         self._fraction = fraction
+        self._wrap = ErrorInterceptor._wrap
 
-    async def intercept_service(
-        self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], details: grpc.HandlerCallDetails
-    ) -> Any:
-        handler = await continuation(details)
-        if handler is None or "WorkerService" not in details.method:
-            return handler
-        return handler._replace(response_serializer=self._serialize)
+    def wrap(self, interceptor: ErrorInterceptor, handler: Handler, method: str) -> Any:
+        wrapped: Any = self._wrap(interceptor, handler, method)
+        return wrapped._replace(response_serializer=self._serialize) if "WorkerService" in method else wrapped
 
     def _serialize(self, message: Any) -> bytes:
         rng = self._mutator.rng
@@ -46,13 +40,8 @@ class MutatingInterceptor(grpc.aio.ServerInterceptor):
 
 def main() -> None:
     seed, fraction, *flags = sys.argv[1:]
-    mutating = MutatingInterceptor(Mutator(seed), float(fraction))
-    interceptors = Trust.interceptors
-
-    def with_mutations(trust: Trust, callers: Callers) -> list[grpc.aio.ServerInterceptor]:
-        return [*interceptors(trust, callers), mutating]
-
-    Trust.interceptors = with_mutations  # type: ignore[method-assign]
+    mutations = Mutations(Mutator(seed), float(fraction))
+    ErrorInterceptor._wrap = lambda *args: mutations.wrap(*args)  # type: ignore[method-assign]
     for name in ("FIRST_PAUSE_S", "MAX_PAUSE_S", "REFUSED_PAUSE_S"):
         setattr(registration, name, 0.02)  # it registers again at once
     service.main(flags)

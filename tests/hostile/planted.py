@@ -14,7 +14,8 @@ from typing import Any
 
 from scheduler_svc import service
 from scheduler_svc.gateways import streams as gateway_links
-from svc_common import errors
+from scheduler_svc.servicer import CALLERS, SERVICE_NAME
+from svc_common import calls
 from svc_common.security import trust
 
 MAX_MEMORY = 2 << 30  # a plant must not exhaust the memory of the test machine
@@ -23,14 +24,13 @@ STALL_S = 3.0
 
 def open_method() -> None:
     """One method has no role: any caller may abort requests."""
-    intercept = trust.RoleInterceptor.intercept_service
+    check = trust.Trust.check
 
-    async def skip_one(self: Any, continuation: Any, details: Any) -> Any:
-        if details.method.endswith("/AbortRequests"):
-            return await continuation(details)
-        return await intercept(self, continuation, details)
+    def skip_one(self: Any, context: Any, authorization: str, callers: Any) -> None:
+        if callers is not CALLERS[f"{SERVICE_NAME}/AbortRequests"]:
+            check(self, context, authorization, callers)
 
-    trust.RoleInterceptor.intercept_service = skip_one  # type: ignore[method-assign]
+    trust.Trust.check = skip_one  # type: ignore[method-assign]
 
 
 def ended_task() -> None:
@@ -45,7 +45,7 @@ def ended_task() -> None:
 
 def no_limit() -> None:
     """The fields of a message are not counted before it is decoded."""
-    errors.check_field_count = lambda *args: None  # type: ignore[assignment]
+    calls.check_field_count = lambda *args: None  # type: ignore[assignment]
 
 
 def allocation() -> None:
@@ -64,13 +64,13 @@ def allocation() -> None:
 def leak() -> None:
     """Each refused call leaves 512 KiB."""
     kept: list[bytearray] = []
-    end = errors.ErrorInterceptor._end
+    end = calls.ErrorInterceptor._end
 
     async def end_and_keep(self: Any, *args: Any) -> Any:
         kept.append(bytearray(b"\1" * 524_288))
         return await end(self, *args)
 
-    errors.ErrorInterceptor._end = end_and_keep  # type: ignore[method-assign]
+    calls.ErrorInterceptor._end = end_and_keep  # type: ignore[method-assign]
 
 
 def unhandled() -> None:

@@ -22,7 +22,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from gateway_svc.callers.authenticator import Authenticator
 from gateway_svc.http.app import HttpApp
 from gateway_svc.operators.console_state import ConsoleState
-from svc_common.errors import PermissionDeniedError, RpcStats
+from svc_common.calls import RpcStats
+from svc_common.errors import PermissionDeniedError
 
 FOLDER = "/console/"
 STATE = "/console/api/state"

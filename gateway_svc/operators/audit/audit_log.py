@@ -15,7 +15,6 @@ from gateway_svc.operators.audit.line_writer import LineWriter
 from svc_common.config import SettingError
 
 CLOSE_TIMEOUT_S = 5.0
-OPEN_METHODS = tuple(prefix.lstrip("/") for prefix in OPEN_TO_ALL)
 
 
 class AuditLogError(SettingError):
@@ -45,7 +44,7 @@ class AuditLog:
 
     def on_call(self, method: str, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         """Begin the entry of a call over gRPC, which ends with the call. Probes and reflection have no line."""
-        if not method.startswith(OPEN_METHODS):
+        if not method.startswith(OPEN_TO_ALL):
             entry = self.begin(method, urllib.parse.unquote(context.peer().partition(":")[2]))
             context.add_done_callback(partial(_end_call, entry))  # type: ignore[arg-type]
 

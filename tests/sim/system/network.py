@@ -17,7 +17,7 @@ from typing import Any
 import grpc
 from grpc.aio import EOF, AioRpcError, Metadata
 
-from svc_common.errors import ErrorInterceptor
+from svc_common.calls import ErrorInterceptor
 from tests.sim.system.virtual_loop import PROCESS, Process, VirtualLoop
 
 KEEPALIVE_S = 40.0  # CHANNEL_OPTIONS: a ping every 30 s, an answer within 10 s
@@ -624,14 +624,12 @@ class ServerSide:
         if handler is None:
             self._status = Status(grpc.StatusCode.UNIMPLEMENTED, f"no method {self._call.path}")
             return
-        requests = self._requests(handler)
+        requests = self._requests = self._read_all(handler)
         try:
-            if handler.request_streaming:
+            if handler.response_streaming:
                 await handler.stream_stream(requests, self)
-            elif handler.response_streaming:
-                await handler.unary_stream(await anext(requests), self)
             else:
-                response = await handler.unary_unary(await anext(requests), self)
+                response = await handler.stream_unary(requests, self)
                 await self._write(handler.response_serializer(response))
         except grpc.aio.AbortError:
             return
@@ -642,7 +640,7 @@ class ServerSide:
         for part in call.network.on_response(call, data):
             call._post("client", part)
 
-    async def _requests(self, handler: Handler) -> AsyncIterator[Any]:
+    async def _read_all(self, handler: Handler) -> AsyncIterator[Any]:
         inbox = self._call.to_server
         while True:
             while not inbox.items:
@@ -664,6 +662,9 @@ class ServerSide:
         self._call.side_ended(self._status)
 
     # -- grpc.aio.ServicerContext -------------------------------------------------------------------------------------
+
+    async def read(self) -> Any:
+        return await anext(self._requests, EOF)
 
     async def write(self, response: Any) -> None:
         if self._handler is not None:

@@ -11,7 +11,8 @@ import pytest
 from google.rpc.error_details_pb2 import BadRequest
 from google.rpc.status_pb2 import Status
 
-from svc_common.errors import ErrorInterceptor, InvalidRequestError
+from svc_common.calls import ErrorInterceptor
+from svc_common.errors import InvalidRequestError
 
 METHOD = "/test.Service/Refuse"
 

@@ -10,7 +10,7 @@ from google.protobuf.message import DecodeError
 from quire.v1 import inference_pb2 as pb
 
 from svc_common import field_counts
-from svc_common.errors import ErrorInterceptor
+from svc_common.calls import ErrorInterceptor
 from svc_common.field_counts import MAX_FIELDS, NUMBERS_PER_FIELD, TooManyFieldsError, check_field_count, layout_of
 
 GENERATE = layout_of(pb.GenerateRequest.DESCRIPTOR)

@@ -49,7 +49,7 @@ def parsed(*words: str):
     ],
 )
 def test_every_internal_call_has_callers(service, callers: dict[str, set[str]]) -> None:
-    assert set(callers) == {f"/{service.full_name}/{method.name}" for method in service.methods}
+    assert set(callers) == {f"{service.full_name}/{method.name}" for method in service.methods}
     assert all(callers.values())
 
 

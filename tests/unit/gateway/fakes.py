@@ -36,7 +36,8 @@ from gateway_svc.schedulers.directory import ModelDirectory
 from gateway_svc.schedulers.dispatcher import Dispatcher
 from gateway_svc.schedulers.scheduler_client import SchedulerClient
 from gateway_svc.servicer import make_servicer
-from svc_common.memory import MemoryLimit
+from svc_common.calls import Admit
+from svc_common.memory import Intake, MemoryLimit
 from svc_common.observe.inspection import Inspector
 from svc_common.serve import GrpcServer, open_channel
 from tests.unit.gateway.tokenizer_kinds import bundle_files, byte_level
@@ -308,7 +309,7 @@ class TestGateway:
         memory: MemoryLimit | None = None,
         min_priority: int = -1000,
         reader: Any = None,
-        interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+        admit: Admit | None = None,
         recorder: Any = None,
         isolates_tenants: bool = False,
         on_call: Any = None,
@@ -330,7 +331,7 @@ class TestGateway:
             self.dispatcher,
             self.prompts,
             self.grammars,
-            OpenStreams(max_streams, max_request_bytes, memory),
+            OpenStreams(max_streams, max_request_bytes),
             admission=CallAdmission(
                 self.directory,
                 requests=RequestLimits(min_priority),
@@ -347,7 +348,8 @@ class TestGateway:
             service_names=["quire.v1.InferenceService"],
             max_receive_bytes=MAX_RECEIVE_BYTES,
             accepts_compression=True,
-            interceptors=interceptors,
+            admit=admit,
+            intake=Intake(memory),
             on_call=on_call,
         )
         add_InferenceServiceServicer_to_server(self.servicer, self._server.grpc)

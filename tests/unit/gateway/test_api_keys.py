@@ -8,7 +8,7 @@ import pytest
 from quire.v1 import inference_pb2 as pb
 
 from gateway_svc.callers.api_keys import ApiKeys, ApiKeysError
-from gateway_svc.callers.authenticator import Authenticator, CallerInterceptor
+from gateway_svc.callers.authenticator import Authenticator
 from gateway_svc.callers.caller import Caller
 from gateway_svc.callers.flags import min_priority
 from gateway_svc.flags import make_parser
@@ -99,9 +99,7 @@ async def test_a_request_is_aborted_and_resumed_only_with_a_key_of_its_owner(sch
     def bearer(key):
         return {"metadata": (("authorization", f"Bearer {key}"),), "timeout": 60}
 
-    async with TestGateway(
-        [scheduler.address], interceptors=[CallerInterceptor(Authenticator(ApiKeys(folder)))]
-    ) as gateway:
+    async with TestGateway([scheduler.address], admit=Authenticator(ApiKeys(folder)).admit) as gateway:
         await gateway.ready()
         request = pb.GenerateRequest(request_id="mine", prompt={"tokens": {"ids": [5, 6]}})
         own = gateway.stub.Generate(request, **bearer("key-a"))
@@ -152,9 +150,7 @@ def test_a_folder_without_keys_fails_the_start(tmp_path, name, words):
 async def test_a_body_is_decoded_only_with_a_key(scheduler, folder, key, code):
     """The body is undecodable, so the status code shows whether the gateway tried to decode it."""
     metadata = (("authorization", f"Bearer {key}"),)
-    async with TestGateway(
-        [scheduler.address], interceptors=[CallerInterceptor(Authenticator(ApiKeys(folder)))]
-    ) as gateway:
+    async with TestGateway([scheduler.address], admit=Authenticator(ApiKeys(folder)).admit) as gateway:
         stream = gateway.channel.unary_stream("/quire.v1.InferenceService/Generate")
         assert (await refused(stream(NO_MESSAGE, metadata=metadata))).code().name == code
         call = gateway.channel.unary_unary("/quire.v1.InferenceService/Tokenize")
@@ -165,8 +161,8 @@ async def test_a_body_is_decoded_only_with_a_key(scheduler, folder, key, code):
 
 async def test_the_owner_of_the_key_is_the_tenant(scheduler, folder):
     scheduler.play([5])
-    interceptor = CallerInterceptor(Authenticator(ApiKeys(folder)))
-    async with TestGateway([scheduler.address], interceptors=[interceptor]) as gateway:
+    admit = Authenticator(ApiKeys(folder)).admit
+    async with TestGateway([scheduler.address], admit=admit) as gateway:
         await gateway.ready()
         request = pb.GenerateRequest(prompt={"tokens": {"ids": [5, 6]}}, scheduling={"tenant_id": "another"})
         async for _ in gateway.stub.Generate(request, metadata=(("authorization", "Bearer key-a"),), timeout=60):

@@ -13,7 +13,7 @@ import pytest
 from quire.v1 import inference_pb2 as pb
 
 from gateway_svc.callers.api_keys import ApiKeys
-from gateway_svc.callers.authenticator import Authenticator, CallerInterceptor
+from gateway_svc.callers.authenticator import Authenticator
 from gateway_svc.operators.audit.audit_log import AuditLog, AuditLogError
 from gateway_svc.records.recorder import OutputRecorder
 from gateway_svc.records.redis_fields import RedisFields
@@ -66,7 +66,7 @@ async def audited(scheduler: FakeScheduler, redis_server: RedisServer, tmp_path:
     audit = AuditLog(str(tmp_path / "audit"), "gateway-1")
     async with TestGateway(
         [scheduler.address],
-        interceptors=[CallerInterceptor(authenticator)],
+        admit=authenticator.admit,
         recorder=recorder,
         on_call=audit.on_call,
     ) as gateway:

@@ -26,7 +26,8 @@ from gateway_svc.http.fields import ENDPOINTS
 from gateway_svc.http.handlers import Handlers
 from gateway_svc.http.server import MAX_CONNECTIONS, HttpServer
 from gateway_svc.http.status import StatusHandlers
-from svc_common.errors import RpcStats
+from svc_common import memory
+from svc_common.calls import RpcStats
 from svc_common.serve import BindError
 from tests.unit.gateway.fakes import EOS, LENGTH, FakeScheduler, TestGateway, make_bundle, make_info, until
 from tests.unit.gateway.tokenizer_kinds import byte_level
@@ -409,7 +410,7 @@ async def test_a_body_that_is_too_large(http: HttpGateway, monkeypatch: pytest.M
 
 
 async def test_a_body_that_does_not_arrive(http: HttpGateway, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_app, "BODY_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(memory, "REQUEST_TIMEOUT_S", 0.05)
     reader, writer = await asyncio.open_connection(*http.server.address)
     writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 5\r\n\r\n{")
     assert (await reader.readline()).startswith(b"HTTP/1.1 408 ")

@@ -12,7 +12,7 @@ import pytest
 from quire.v1 import inference_pb2 as pb
 
 from gateway_svc.callers.api_keys import ApiKeys
-from gateway_svc.callers.authenticator import Authenticator, CallerInterceptor
+from gateway_svc.callers.authenticator import Authenticator
 from gateway_svc.callers.caller import CallersError, tenant_salt
 from gateway_svc.callers.flags import isolates_tenants
 from gateway_svc.flags import make_parser
@@ -42,10 +42,8 @@ async def isolating(scheduler: FakeScheduler, folder: Path, redis_url: str) -> A
     for owner in OWNERS:
         (folder / owner).write_text(f"key-of-{owner}")
     recorder = OutputRecorder(RecordStore(RedisFields(redis_url)))
-    interceptor = CallerInterceptor(Authenticator(ApiKeys(folder)))
-    async with TestGateway(
-        [scheduler.address], interceptors=[interceptor], recorder=recorder, isolates_tenants=True
-    ) as gateway:
+    admit = Authenticator(ApiKeys(folder)).admit
+    async with TestGateway([scheduler.address], admit=admit, recorder=recorder, isolates_tenants=True) as gateway:
         await gateway.ready()
         recorder.start()
         yield gateway

@@ -14,7 +14,7 @@ from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2 as types
 
 from gateway_svc.schedulers import attach_stream, dispatcher
-from svc_common import errors
+from svc_common import calls as server_calls
 from svc_common.channels import MAX_MESSAGE_BYTES
 from tests.unit.gateway.fakes import (
     ABORTED,
@@ -321,7 +321,7 @@ async def test_a_message_with_too_many_fields_ends_the_link_of_its_scheduler_onl
     bundle: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its request moves to the other scheduler, whose own request is not affected."""
-    monkeypatch.setattr(errors, "MAX_STREAM_FIELDS", 1000)
+    monkeypatch.setattr(server_calls, "MAX_STREAM_FIELDS", 1000)
     pair = [FakeScheduler(make_info(bundle), bundle) for _ in range(2)]
     for epoch, fake in enumerate(pair):
         fake.scheduler_epoch = 100 + epoch

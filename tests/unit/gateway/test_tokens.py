@@ -15,7 +15,7 @@ import pytest
 from quire.v1 import inference_pb2 as pb
 
 from gateway_svc.callers.api_keys import ApiKeys
-from gateway_svc.callers.authenticator import Authenticator, CallerInterceptor
+from gateway_svc.callers.authenticator import Authenticator
 from gateway_svc.callers.caller import Caller, CallersError
 from gateway_svc.callers.flags import make_authenticator
 from gateway_svc.callers.jwks import Jwks, JwksError, read_keys
@@ -301,8 +301,8 @@ async def test_limits_apply_to_the_owner_of_a_token(
     (tmp_path / "limits.toml").write_text("[owners.team-t]\nmodels = []\n[owners.'sub:alice']\ntokens_per_min = 6\n")
     limits = KeyLimits(LimitsFile(tmp_path / "limits.toml"), LocalBuckets())
     scheduler.play([5])
-    interceptors = [CallerInterceptor(Authenticator(None, tokens))]
-    async with TestGateway([scheduler.address], interceptors=interceptors, limits=limits) as gateway:
+    admit = Authenticator(None, tokens).admit
+    async with TestGateway([scheduler.address], admit=admit, limits=limits) as gateway:
         await gateway.ready()
 
         async def code_of(token: str) -> str:
@@ -326,7 +326,7 @@ async def test_keys_and_tokens_are_accepted_beside_each_other(
     authenticator = Authenticator(ApiKeys(tmp_path / "keys"), tokens)
     scheduler.play([5])
     async with (
-        TestGateway([scheduler.address], interceptors=[CallerInterceptor(authenticator)]) as gateway,
+        TestGateway([scheduler.address], admit=authenticator.admit) as gateway,
         HttpGateway(gateway, authenticator) as http,
     ):
         await gateway.ready()

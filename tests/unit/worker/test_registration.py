@@ -15,7 +15,8 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from quire.internal.v1 import scheduler_pb2, scheduler_pb2_grpc
 from quire.v1 import types_pb2
 
-from svc_common.errors import ErrorInterceptor, StaleEpochError, UnavailableError
+from svc_common.calls import ErrorInterceptor
+from svc_common.errors import StaleEpochError, UnavailableError
 from worker_svc import registration as registration_module
 from worker_svc import schedulers as schedulers_module
 from worker_svc.lifecycle import DRAINING, LOADING, READY, Lifecycle
