@@ -224,7 +224,7 @@ def variables(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, st
     (up,) = [p.values[0] for p in commands("quire") if p.values[0][1] == "up"]
     folder, port = tmp_path_factory.mktemp("up"), free_port()
     ready, log = folder / "ready.json", folder / "up.log"
-    flags = ["--port", str(port), "--ready-file", str(ready), "--log-dir", str(folder)]
+    flags = ["--port", str(port), "--http-port", "0", "--ready-file", str(ready), "--log-dir", str(folder)]
     process = start_child([program("quire"), *up[1:], *flags], log, **exported)
     try:
         wait_for(ready, process, log)

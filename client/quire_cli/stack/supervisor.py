@@ -56,7 +56,7 @@ class StartFailedError(Exception):
     """A service ended before it was ready for the first time: its settings or its model are wrong."""
 
     def __init__(self, name: str, how: str, tail: list[str]) -> None:
-        reason = setting_error(tail[-1]) if tail else ""
+        reason = setting_error(tail)
         super().__init__(f"{name}: {reason}" if reason else f"{name} {how} before it was ready")
         self.name = name
         self.tail = [] if reason else tail
@@ -240,10 +240,11 @@ def starting_step(path: Path, start: int) -> str | None:
     return found[-1].decode("utf-8", "replace").strip() if found else None
 
 
-def setting_error(line: str) -> str:
-    """What a service says about a wrong setting in the last line of its log; empty if the line is something else."""
-    found = re.fullmatch(r"(?:quire-\w+: (?:error: )?|\S+ \S+ ERROR )(.+)", line)
-    return found[1] if found else ""
+def setting_error(tail: Sequence[str]) -> str:
+    """What a service says in the end of its log about a wrong setting; empty if it ended for another reason."""
+    said = [found[1] for line in tail if (found := re.match(r"quire-\w+: (?:error: )?(.+)", line))]
+    logged = re.match(r"\S+ \S+ ERROR (.+)", tail[-1]) if tail else None
+    return said[-1] if said else logged[1] if logged else ""
 
 
 def _read_end(path: Path, start: int) -> bytes:

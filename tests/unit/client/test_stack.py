@@ -435,11 +435,17 @@ def test_a_malformed_redis_url_is_refused(model):
     ],
 )
 def test_a_wrong_setting_is_shown_in_one_line(line, reason):
-    assert stack.setting_error(line) == reason
+    assert stack.setting_error([line]) == reason
     error = StartFailedError("w", "ended with exit code 2", ["Traceback", line])
     assert (str(error), error.tail) == (
         (f"w: {reason}", []) if reason else ("w ended with exit code 2 before it was ready", ["Traceback", line])
     )
+
+
+def test_what_a_service_says_precedes_the_noise_of_its_end():
+    tail = ["12:00:01 gateway ERROR late", "quire-gateway: cannot listen on a:1", "RuntimeError: Event loop is closed"]
+    assert stack.setting_error(tail) == "cannot listen on a:1"
+    assert stack.setting_error([]) == ""
 
 
 def test_free_ports_differ():
