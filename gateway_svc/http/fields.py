@@ -254,7 +254,8 @@ RESPONSES = (
     BodyField("reasoning", doc="`effort` is passed to the chat template as `reasoning_effort`."),
     BodyField("max_output_tokens", "stop.max_tokens"),
     *(row for row in SAMPLING if row.name not in ("n", "best_of", "max_tokens", "max_completion_tokens")),
-    BodyField("include", doc="No effect."),
+    BodyField("include", doc="`message.output_text.logprobs`: log probabilities. Other values have no effect."),
+    BodyField("top_logprobs", "output.logprobs"),
     BodyField("metadata", doc="Returned unchanged. At most 16 strings."),
     BodyField("user", doc="Returned."),
     BodyField("safety_identifier", doc="Returned."),
@@ -263,7 +264,6 @@ RESPONSES = (
     BodyField(
         "truncation", doc="`auto`: leave out the oldest turns of a conversation that is too long. Default: `disabled`."
     ),
-    BodyField("top_logprobs", only=(0,)),
     BodyField("max_tool_calls", only=()),
     BodyField("conversation", only=()),
     BodyField("prompt", only=()),

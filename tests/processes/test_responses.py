@@ -96,6 +96,41 @@ async def undisturbed(client: openai.AsyncOpenAI) -> str:
     return answer.output_text
 
 
+async def test_log_probabilities_are_those_of_chats_after_a_kill_too(running: Running) -> None:
+    scored: dict[str, Any] = {**LONG, "max_output_tokens": 600, "top_logprobs": 2, "background": True}
+    scored["include"] = ["message.output_text.logprobs"]
+    async with client_of(running.first_url) as first, client_of(running.second_url) as second:
+        chat = await second.chat.completions.create(
+            model=MODEL,
+            messages=[{"role": "user", "content": LONG["input"]}],
+            max_tokens=600,
+            temperature=LONG["temperature"],
+            logprobs=True,
+            top_logprobs=2,
+            extra_body=LONG["extra_body"],
+        )
+        assert chat.choices[0].logprobs is not None
+        expected = [one.model_dump() for one in chat.choices[0].logprobs.content or ()]
+        deltas, received = [], Received()
+        async for event in await second.responses.create(**scored, stream=True):
+            received.take(event)
+            if event.type == "response.output_text.delta":
+                deltas += [one.to_dict() for one in event.logprobs]
+        found = [one.to_dict() for one in received.final.output[0].content[0].logprobs]
+        assert found == deltas == expected
+        stored: Any = await first.responses.retrieve(received.response_id)
+        assert stored == received.final
+
+        received = Received()
+        stream = await first.responses.create(**scored, stream=True)
+        with pytest.raises(openai.APIConnectionError):
+            await received.read(stream, at=100, then=running.first.kill)
+        rest = await second.responses.retrieve(received.response_id, stream=True, starting_after=received.number)
+        async for event in rest:
+            received.take(event)
+        assert [one.to_dict() for one in received.final.output[0].content[0].logprobs] == expected
+
+
 async def test_a_background_stream_continues_on_another_gateway_after_a_kill(running: Running) -> None:
     async with client_of(running.first_url) as first, client_of(running.second_url) as second:
         expected = await undisturbed(second)

@@ -26,6 +26,7 @@ NAMES = {
     "sampling.json_schema": "text.format.schema",
     "sampling.json_object": "text.format",
 }
+LOGPROBS = "message.output_text.logprobs"  # a value of `include`
 REPEATED = ("user", "safety_identifier", "prompt_cache_key")
 
 
@@ -53,6 +54,7 @@ def response_request(data: bytes) -> ResponseBody:
     set_parameters(fields.RESPONSES, body, request)
     items = items_of(body.get("input"))
     request.output.parse_chat = True
+    _set_logprobs(request, body.get("include"))
     chat = request.prompt.chat
     chat.messages.extend(messages_of(items))
     ignored, names = _set_tools(chat, body)
@@ -94,13 +96,23 @@ def _head(body: Mapping[str, Any], request: pb.GenerateRequest) -> Json:
         "text": {"format": {"type": "text"}, **text},
         "tool_choice": body.get("tool_choice") or "auto",
         "tools": body.get("tools") or [],
-        "top_logprobs": 0,
+        "top_logprobs": request.output.logprobs,
         "top_p": sampling.top_p if sampling.HasField("top_p") else 1.0,
         "presence_penalty": sampling.presence_penalty,
         "frequency_penalty": sampling.frequency_penalty,
         "truncation": _truncation(body),
         **{name: _string(body, name) or None for name in REPEATED},
     }
+
+
+def _set_logprobs(request: pb.GenerateRequest, include: Any) -> None:
+    """Log probabilities are returned if `include` names them or `top_logprobs` is set."""
+    if include is not None and not isinstance(include, list):
+        raise invalid("include", f"is {shown(include)}; must be a list of strings")
+    if LOGPROBS in (include or ()):
+        request.output.logprobs = request.output.logprobs
+    elif not request.output.logprobs:
+        request.output.ClearField("logprobs")
 
 
 def _truncation(body: Mapping[str, Any]) -> str:

@@ -17,6 +17,8 @@ from typing import Any
 
 import xxhash
 
+from gateway_svc.http.json_text import encoded_list, joined_lists
+
 Json = dict[str, Any]
 
 MESSAGE, REASONING, CALL = "message", "reasoning", "function_call"
@@ -31,6 +33,7 @@ class OutputPart:
     text: str
     name: str = ""  # of the called function
     call_id: str = ""
+    logprobs: Any = ()  # of the tokens of a message's text: a list, or one that is encoded
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +50,8 @@ class Event:
         delta = self.data.get("delta", "")
         if len(delta) <= self.number - number:
             return self
-        return Event(self.number, {**self.data, "delta": delta[number - self.number :]})
+        cut: Json = {"logprobs": []} if "logprobs" in self.data else {}  # the tokens may be those before
+        return Event(self.number, {**self.data, "delta": delta[number - self.number :], **cut})
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +96,7 @@ class _OutputItem:
     index: int
     part: OutputPart  # its first part
     texts: list[str] = field(default_factory=list)
+    logprobs: list[Any] = field(default_factory=list)  # a list per delta that has them
 
     @property
     def form(self) -> _Form:
@@ -102,8 +107,15 @@ class _OutputItem:
         return "".join(self.texts)
 
     def content(self, text: str) -> Json:
-        extra: Json = {"annotations": [], "logprobs": []} if self.part.kind == MESSAGE else {}
+        extra: Json = {}
+        if self.part.kind == MESSAGE:
+            extra = {"annotations": [], "logprobs": self.all_logprobs if text else []}
         return {"type": self.form.part, "text": text, **extra}
+
+    @property
+    def all_logprobs(self) -> Any:
+        """Those of the whole text."""
+        return joined_lists(self.logprobs) if self.logprobs else []
 
     def shown(self, status: str, *, is_empty: bool = False) -> Json:
         """The item as JSON."""
@@ -152,7 +164,7 @@ class ResponseEvents:
                 events += self._close_item("completed")
                 events += self._open_item(part)
             if part.text:
-                events.append(self._delta(self._items[-1], part.text))
+                events.append(self._delta(self._items[-1], part))
         return events
 
     def finish(self, end: ResponseEnd) -> list[Event]:
@@ -197,18 +209,20 @@ class ResponseEvents:
             events.append(self._event("response.content_part.added", **item.place, part=item.content("")))
         return events
 
-    def _delta(self, item: _OutputItem, text: str) -> Event:
-        item.texts.append(text)
-        self._next += len(text) - 1
-        extra: Json = {"logprobs": []} if item.part.kind == MESSAGE else {}
-        return self._event(f"{item.form.event}.delta", **item.place, delta=text, **extra)
+    def _delta(self, item: _OutputItem, part: OutputPart) -> Event:
+        item.texts.append(part.text)
+        if part.logprobs:
+            item.logprobs.append(part.logprobs)
+        self._next += len(part.text) - 1
+        extra: Json = {"logprobs": part.logprobs or []} if item.part.kind == MESSAGE else {}
+        return self._event(f"{item.form.event}.delta", **item.place, delta=part.text, **extra)
 
     def _close_item(self, status: str) -> list[Event]:
         if not self._is_open:
             return []
         self._is_open = False
         item = self._items[-1]
-        extra: Json = {"logprobs": []} if item.part.kind == MESSAGE else {}
+        extra: Json = {"logprobs": item.all_logprobs} if item.part.kind == MESSAGE else {}
         if item.part.kind == CALL:
             extra = {"name": item.part.name}
         events = [self._event(f"{item.form.event}.done", **item.place, **{item.form.text: item.text}, **extra)]
@@ -238,4 +252,6 @@ def part_of(index: int, item: Json) -> OutputPart:
     """The whole text of an output item."""
     if item["type"] == CALL:
         return OutputPart(index, CALL, item["arguments"], item["name"], item["call_id"])
-    return OutputPart(index, item["type"], "".join(content["text"] for content in item["content"]))
+    logprobs = [one for content in item["content"] for one in content.get("logprobs", ())]
+    text = "".join(content["text"] for content in item["content"])
+    return OutputPart(index, item["type"], text, logprobs=encoded_list(logprobs) if logprobs else ())

@@ -7,10 +7,14 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
+from dataclasses import replace
+from typing import Any
 
 from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2 as types
 
+from gateway_svc.http.json_text import joined_lists
+from gateway_svc.http.logprobs import ChatLogprobs, positions
 from gateway_svc.http.responses.events import (
     CALL,
     MESSAGE,
@@ -49,6 +53,7 @@ class ResponseRun:
         self._source = source
         self._store = store
         self._final: Json | None = None  # the stored object
+        self._logprobs: list[Any] = []  # of tokens whose text has not arrived
         self._events: list[Event] = []
         self._changed = asyncio.Event()  # replaced after each change
         self._task: asyncio.Task[None] | None = None
@@ -117,9 +122,22 @@ class ResponseRun:
         if event.HasField("accepted"):
             self._publish(self._builder.begin())
         elif event.HasField("chunk"):
-            self._publish(self._builder.add(parts_of(event.chunk)))
+            self._publish(self._builder.add(self._parts_of(event.chunk)))
         elif event.HasField("finished"):
             await self._finish(event.finished)
+
+    def _parts_of(self, chunk: pb.Chunk) -> list[OutputPart]:
+        """The output of a chunk. Log probabilities are those of the tokens since the text of a message before."""
+        parts = [_part_of(part) for part in chunk.parts]
+        if not chunk.HasField("logprobs"):
+            return parts
+        self._logprobs.append(ChatLogprobs().entry(list(positions(chunk.logprobs)))["content"])
+        first = next((i for i, part in enumerate(parts) if part.kind == MESSAGE), None)
+        if first is not None:
+            parts[first] = replace(parts[first], logprobs=joined_lists(self._logprobs))
+        if parts:
+            self._logprobs.clear()
+        return parts
 
     async def _finish(self, finished: pb.Finished) -> None:
         if finished.reason not in STATUSES:
@@ -151,11 +169,6 @@ class ResponseRun:
         self._events += events
         self._changed.set()
         self._changed = asyncio.Event()
-
-
-def parts_of(chunk: pb.Chunk) -> list[OutputPart]:
-    """The output of a chunk."""
-    return [_part_of(part) for part in chunk.parts]
 
 
 def _part_of(part: pb.AnswerPart) -> OutputPart:

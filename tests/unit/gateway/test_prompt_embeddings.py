@@ -131,7 +131,7 @@ def test_fields_that_need_prompt_tokens_are_refused(fields: dict[str, Any], fiel
 
 def test_embeddings_cannot_be_tokenized() -> None:
     with pytest.raises(InvalidRequestError, match="embeddings has no tokens"):
-        check_tokenize(pb.Prompt(embeddings=saved(rows())))
+        check_tokenize(pb.TokenizeRequest(prompt=pb.Prompt(embeddings=saved(rows()))))
 
 
 # -- finite values -----------------------------------------------------------------------------------------------------
