@@ -18,7 +18,7 @@ import torch
 
 from worker_svc.engine.adapters.kernel_adapter import adapter_structs
 from worker_svc.engine.backend import ForwardBatch, Linear, Norm, RotaryTable
-from worker_svc.engine.checkpoint.families import LAYER_NORMS
+from worker_svc.engine.decoder.forward import compute_layers
 from worker_svc.engine.decoder.weights import FeedForward, Layer, RoutedExperts
 from worker_svc.engine.kernels.linear import PANEL, KernelLinear, LinearStruct, address_of
 
@@ -53,23 +53,32 @@ class _ExpertsStruct(ctypes.Structure):
 
 class _LayerStruct(ctypes.Structure):
     _fields_ = (
-        *((name, _NormStruct) for name in LAYER_NORMS),
         *((name, _POINTER) for name in ("q_norm", "k_norm")),
         *((name, _LONG) for name in ("q_width", "k_width")),
-        *((name, LinearStruct) for name in ("qkv", "o", "gate_up", "down")),
-        ("experts", _ExpertsStruct),
         ("rotary", _RotaryStruct),
         ("window", _LONG),
         *((name, _POINTER) for name in ("k_cache", "v_cache")),
     )
 
 
+class _OpStruct(ctypes.Structure):
+    _fields_ = (
+        *((name, _LONG) for name in ("kind", "layer", "site", "adds_residual")),
+        ("norm", _NormStruct),
+        ("linear", LinearStruct),
+        ("experts", _ExpertsStruct),
+    )
+
+
 class _ModelStruct(ctypes.Structure):
     _fields_ = (
-        *((name, _POINTER) for name in ("layers", "embedding", "position_embedding")),
+        *((name, _POINTER) for name in ("layers", "ops", "embedding", "position_embedding")),
         ("final_norm", _NormStruct),
         ("head", LinearStruct),
-        *((name, _LONG) for name in ("num_layers", "hidden", "inner", "experts", "q_heads", "kv_heads", "head_dim")),
+        *(
+            (name, _LONG)
+            for name in ("num_layers", "num_ops", "hidden", "inner", "experts", "q_heads", "kv_heads", "head_dim")
+        ),
         *((name, _LONG) for name in ("block_size", "norm_kind", "activation", "is_gated", "is_bf16", "threads")),
         *((name, ctypes.c_float) for name in ("eps", "scale", "embedding_scale", "attention_cap", "logit_cap")),
     )
@@ -85,6 +94,60 @@ class _BatchStruct(ctypes.Structure):
     )
 
 
+# In the order of `OpKind` in forward.cpp.
+EMBED, LINEAR, LINEAR_OF_NORM, ATTEND, KEEP_HEADS, EXPERTS, OUTPUT, END_LAYER = range(8)
+PLACE = torch.empty(1)  # stands for a tensor that is in the workspace
+
+
+class _Recorder:
+    """Records the operations of a pass instead of computing them; see `StepOperations`."""
+
+    def __init__(self) -> None:
+        self.ops: list[_OpStruct] = []
+        self.experts_kept: list[tuple[Structs, Structs]] = []  # keeps alive the memory that the operations point to
+
+    def _record(
+        self, kind: int, layer: int = 0, site: int = 0, norm: Norm | None = None, **fields: Any
+    ) -> torch.Tensor:
+        self.ops.append(_OpStruct(kind=kind, layer=layer, site=site, norm=_norm_struct(norm), **fields))
+        return PLACE
+
+    def embed(self) -> torch.Tensor:
+        return self._record(EMBED)
+
+    def linear(self, linear: Linear, x: torch.Tensor, index: int, site: int) -> torch.Tensor:
+        return self._record(LINEAR, index, site, linear=_linear_struct(linear))
+
+    def linear_of_norm(
+        self, linear: Linear, x: torch.Tensor, residual: torch.Tensor | None, norm: Norm | None, index: int, site: int
+    ) -> torch.Tensor:
+        struct, adds = _linear_struct(linear), int(residual is not None)
+        return self._record(LINEAR_OF_NORM, index, site, norm, linear=struct, adds_residual=adds)
+
+    def attend(self, qkv: torch.Tensor, index: int) -> torch.Tensor:
+        return self._record(ATTEND, index)
+
+    def keep_heads(self, x: torch.Tensor, attended: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._record(KEEP_HEADS), attended
+
+    def activated(self, gate_up: torch.Tensor) -> torch.Tensor:
+        return gate_up  # the kernel of gate_up computes its activation
+
+    def experts(self, part: RoutedExperts, x: torch.Tensor, residual: torch.Tensor, norm: Norm | None) -> torch.Tensor:
+        experts = part.experts
+        sides = [(LinearStruct * len(side))(*map(_linear_struct, side)) for side in (experts.gate_up, experts.down)]
+        self.experts_kept.append((sides[0], sides[1]))
+        addresses, sizes = map(ctypes.addressof, sides), (len(sides[0]), experts.top_k, int(experts.is_normalized))
+        struct = _ExpertsStruct(_linear_struct(part.router), *addresses, *sizes)
+        return self._record(EXPERTS, norm=norm, adds_residual=1, experts=struct)
+
+    def output(self, x: torch.Tensor, norm: Norm | None) -> torch.Tensor:
+        return x if norm is None else self._record(OUTPUT, norm=norm)
+
+    def end_layer(self, x: torch.Tensor, residual: torch.Tensor, index: int) -> None:
+        self._record(END_LAYER, index)
+
+
 class FusedModel:
     """One model over one KV pool. Called on a batch, it returns logits [S, vocab] that the next call overwrites."""
 
@@ -93,22 +156,26 @@ class FusedModel:
         self._run = kernels.quire_forward
         self._run_logits = kernels.quire_forward_logits
         self._run_hidden = kernels.quire_forward_hidden
-        experts = [_expert_arrays(layer.feed_forward) for layer in parts.layers]
-        self._kept = (parts, pool, experts)  # keeps alive the memory that the structs point to
+        recorder = _Recorder()
+        compute_layers(recorder, parts.layers)
+        self._kept = (parts, pool, recorder.experts_kept)  # keeps alive the memory that the structs point to
+        self._ops = (_OpStruct * len(recorder.ops))(*recorder.ops)
         self._layers = (_LayerStruct * len(parts.layers))(
             *(
-                _describe(layer, arrays, parts.rotary(index), config.layers[index].window, pool.layer(index))
-                for index, (layer, arrays) in enumerate(zip(parts.layers, experts, strict=True))
+                _describe(layer, parts.rotary(index), config.layers[index].window, pool.layer(index))
+                for index, layer in enumerate(parts.layers)
             )
         )
-        num_experts = max(len(arrays[0]) for arrays in experts)
+        num_experts = max((len(up) for up, _ in recorder.experts_kept), default=0)
         self._model = _ModelStruct(
             ctypes.addressof(self._layers),
+            ctypes.addressof(self._ops),
             parts.embedding.data_ptr(),
             pointer(parts.position_embedding),
             _norm_struct(parts.final_norm),
             LinearStruct() if parts.head is None else _linear_struct(parts.head),
             len(parts.layers),
+            len(self._ops),
             config.hidden_size,
             max(config.widest_inner, config.hidden_size if num_experts else 0),
             num_experts,
@@ -231,42 +298,16 @@ def _linears(layer: Layer) -> tuple[Linear, ...]:
     return layer.qkv, layer.o, part.router, *part.experts.gate_up, *part.experts.down
 
 
-def _expert_arrays(part: FeedForward | RoutedExperts) -> tuple[Structs, Structs]:
-    """gate_up and down of all experts; empty if there are none."""
-    linears = ((), ()) if isinstance(part, FeedForward) else (part.experts.gate_up, part.experts.down)
-    up, down = ((LinearStruct * len(of_all))(*map(_linear_struct, of_all)) for of_all in linears)
-    return up, down
-
-
 def _describe(
-    layer: Layer,
-    arrays: tuple[Structs, Structs],
-    rotary: RotaryTable | None,
-    window: int | None,
-    cache: tuple[torch.Tensor, torch.Tensor],
+    layer: Layer, rotary: RotaryTable | None, window: int | None, cache: tuple[torch.Tensor, torch.Tensor]
 ) -> _LayerStruct:
-    qk_norms, part = layer.qk_norms or (None, None), layer.feed_forward
-    dense = (part.gate_up, part.down) if isinstance(part, FeedForward) else ()
+    qk_norms = layer.qk_norms or (None, None)
     return _LayerStruct(
-        *(_norm_struct(getattr(layer, name)) for name in LAYER_NORMS),
         *(None if norm is None else norm.weight.data_ptr() for norm in qk_norms),
         *(0 if norm is None else len(norm.weight) for norm in qk_norms),
-        *map(_linear_struct, (layer.qkv, layer.o)),
-        *(map(_linear_struct, dense) if dense else (LinearStruct(), LinearStruct())),
-        _experts_struct(part, arrays),
         _RotaryStruct() if rotary is None else _rotary_struct(rotary),
         window or 0,
         *(part.data_ptr() for part in cache),
-    )
-
-
-def _experts_struct(part: FeedForward | RoutedExperts, arrays: tuple[Structs, Structs]) -> _ExpertsStruct:
-    if isinstance(part, FeedForward):
-        return _ExpertsStruct()
-    experts = part.experts
-    addresses = (ctypes.addressof(array) for array in arrays)
-    return _ExpertsStruct(
-        _linear_struct(part.router), *addresses, len(arrays[0]), experts.top_k, int(experts.is_normalized)
     )
 
 

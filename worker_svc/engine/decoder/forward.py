@@ -10,7 +10,7 @@ each backend computes this sum and a norm in one pass over the rows. `Layer` is 
 None there, and no operation here asks whether it exists.
 
 model.py computes the operations on a CPU one after the other, gpu/model.py on a device, where they may be recorded as a
-CUDA graph. kernels/forward.cpp is the same pass as one native call; it reads `Layer` as a table (cpu/fused.py).
+CUDA graph. For kernels/forward.cpp the operations are recorded once (cpu/fused.py) and computed in one native call.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-// A decoder from token ids to logits in one call and one pass of the team. The operations are those of the other files, in
-// the order of decoder/forward.py. One call avoids a return to Python after each operation, which takes a small model longer than
-// the operations, and avoids waking the helpers for each of them.
+// A decoder from token ids to logits in one call and one pass of the team: the operations that cpu/fused.py has recorded
+// from decoder/forward.py, which decides their order. One call avoids a return to Python after each operation, which takes a
+// small model longer than the operations, and avoids waking the helpers for each of them.
 #include <algorithm>
 #include <cstring>
 
@@ -11,22 +11,34 @@ namespace {
 
 // The structs are those of cpu/fused.py.
 struct Layer {
-  NormWeights input_layernorm, post_attention_layernorm, pre_feedforward_layernorm, post_feedforward_layernorm;
-  const void *q_norm, *k_norm;   // null: none
-  int64_t q_width, k_width;      // numbers that one of these norms spans
-  Linear qkv, o, gate_up, down;  // gate_up: `up` alone if there is no gate
-  Experts experts;               // count 0: gate_up and down
+  const void *q_norm, *k_norm;  // null: none
+  int64_t q_width, k_width;     // numbers that one of these norms spans
   Rotary rotary;
   int64_t window;  // 0: none
   void *k_cache, *v_cache;
 };
 
+// The linear layers that an adapter may change, of each layer of the model.
+enum Site { kSiteQkv = 0, kSiteO = 1, kSiteGateUp = 2, kSiteDown = 3, kNumSites = 4 };
+
+// Operations of StepOperations (decoder/forward.py).
+enum OpKind { kEmbed, kLinear, kLinearOfNorm, kAttend, kKeepHeads, kExperts, kOutput, kEndLayer };
+
+struct Op {
+  int64_t kind, layer, site;
+  int64_t adds_residual;  // to x, before the norm
+  NormWeights norm;
+  Linear linear;  // [gate | up] with its activation at kSiteGateUp, or `up` alone if there is no gate
+  Experts experts;
+};
+
 struct Model {
   const Layer* layers;
+  const Op* ops;
   const void *embedding, *position_embedding;  // positions are learned, or null
   NormWeights final_norm;
   Linear head;
-  int64_t num_layers, hidden;
+  int64_t num_layers, num_ops, hidden;
   int64_t inner;    // the widest feed-forward part; with experts at least `hidden`
   int64_t experts;  // the most experts of a layer
   int64_t q_heads, kv_heads, head_dim, block_size, norm_kind, activation;
@@ -37,9 +49,6 @@ struct Model {
     return {x, residual, weights, NormKind(norm_kind), eps};
   }
 };
-
-// The layers that an adapter may change, of each layer of the model.
-enum Site { kSiteQkv = 0, kSiteO = 1, kSiteGateUp = 2, kSiteDown = 3, kNumSites = 4 };
 
 // An adapter that a batch uses, and its rows.
 struct Adapter {
@@ -109,6 +118,8 @@ struct Forward {
   const AttentionRows rows;
   const AttentionPlan all, heads;  // attention of all tokens, and of those that need logits
   Pass pass;
+  int64_t n;              // rows of x: all tokens, then the head tokens
+  bool of_heads = false;  // the rows are those of the head tokens
 
   Forward(const Model& m, const Batch& b, char* workspace)
       : m(m),
@@ -118,7 +129,8 @@ struct Forward {
         rows{b.tables, b.table_stride, b.rows, b.query_starts, b.context_lens, b.num_rows},
         all(plan_attention(rows, shape, int(m.threads))),
         heads(needs_all() ? all : plan_attention(rows, shape, int(m.threads), b.heads, b.num_heads)),
-        pass(int(m.threads)) {}
+        pass(int(m.threads)),
+        n(b.num_tokens) {}
 
   bool needs_all() const { return b.num_heads == b.num_tokens; }
 
@@ -133,103 +145,83 @@ struct Forward {
       add_positions(pass, int(m.is_bf16), p.x, m.position_embedding, b.positions, b.num_tokens, m.hidden);
   }
 
-  // The adapters that change a site of layer `index`, with their rows of the batch or, if `of_heads`, of the head tokens.
-  std::vector<LowRankRows> adapters_of(int64_t index, Site site, bool of_heads) const {
+  // The adapters that change a site of a layer, with their rows of x.
+  std::vector<LowRankRows> adapters_of(const Op& op) const {
     std::vector<LowRankRows> found;
     for (int64_t i = 0; i < b.num_adapters; i++) {
       const Adapter& a = b.adapters[i];
-      const LowRank* low_rank = a.sites + index * kNumSites + site;
-      const int64_t n = of_heads ? a.num_heads : a.num_tokens;
-      if (low_rank->shrink.out && n) found.push_back({low_rank, of_heads ? a.heads : a.tokens, n});
+      const LowRank* low_rank = a.sites + op.layer * kNumSites + op.site;
+      const int64_t rows = of_heads ? a.num_heads : a.num_tokens;
+      if (low_rank->shrink.out && rows) found.push_back({low_rank, of_heads ? a.heads : a.tokens, rows});
     }
     return found;
   }
 
-  // The rows of a norm, for a linear layer and its adapters.
-  char* normed_rows(const Norm& norm, int64_t n) {
+  // Writes the norm of x, with the residual if the operation adds it, for a linear layer and its adapters.
+  char* normed_rows(const Norm& norm) {
     char* normed = AdaptedRows::at_least(adapted_rows.normed, n * m.hidden * (m.is_bf16 ? 2 : 4));
     add_norm(pass, int(m.is_bf16), norm, normed, n, m.hidden);
     return normed;
   }
 
-  void adapted_linear(const Linear& layer, const std::vector<LowRankRows>& adapters, const void* x, void* y, int64_t n) {
-    linear(pass, int(m.is_bf16), layer, x, y, n);
-    add_adapters(pass, int(m.is_bf16), adapters, x, y, layer.out);
+  void linear_op(const Op& op, const void* x, void* y) {
+    linear(pass, int(m.is_bf16), op.linear, x, y, n);
+    add_adapters(pass, int(m.is_bf16), adapters_of(op), x, y, op.linear.out);
   }
 
-  void adapted_linear_of_norm(const Linear& layer, const std::vector<LowRankRows>& adapters, const Norm& norm, void* y,
-                              int64_t n) {
-    if (adapters.empty()) return linear_of_norm(pass, int(m.is_bf16), layer, norm, y, n);
-    adapted_linear(layer, adapters, normed_rows(norm, n), y, n);
-  }
-
-  void adapted_gated_linear_of_norm(const Linear& layer, const std::vector<LowRankRows>& adapters, const Norm& norm,
-                                    void* y, int64_t n) {
+  void linear_of_norm_op(const Op& op, const Norm& norm) {
     const int is_bf16 = int(m.is_bf16);
-    if (adapters.empty()) return gated_linear_of_norm(pass, is_bf16, layer, norm, Activation(m.activation), y, n);
-    char* gate_up = AdaptedRows::at_least(adapted_rows.gate_up, n * layer.out * (is_bf16 ? 2 : 4));
-    adapted_linear(layer, adapters, normed_rows(norm, n), gate_up, n);
-    gated_activation(pass, is_bf16, gate_up, y, n, layer.out / 2, Activation(m.activation));
-  }
-
-  // `added`: the residual of the previous layer, to be added to x; null: none.
-  void attend(int64_t index, const void* added, const AttentionPlan& plan) {
-    const int is_bf16 = int(m.is_bf16);
-    const Layer& layer = m.layers[index];
-    adapted_linear_of_norm(layer.qkv, adapters_of(index, kSiteQkv, false), m.norm(p.x, added, layer.input_layernorm), p.qkv,
-                           b.num_tokens);
-    const Rotary rotary = b.cos ? Rotary{b.cos, b.sin, layer.rotary.dims} : layer.rotary;
-    qk_norm_rope_store(pass, is_bf16, p.qkv, {layer.q_norm, layer.k_norm, layer.q_width, layer.k_width, NormKind(m.norm_kind), m.eps}, rotary,
-                       b.positions, b.slots, layer.k_cache, layer.v_cache, p.q, b.num_tokens, shape);
-    paged_attention(pass, is_bf16, plan, rows, shape, p.q, layer.k_cache, layer.v_cache, p.attended,
-                    {m.scale, m.attention_cap, layer.window});
-  }
-
-  // `of_heads`: the rows are those of the head tokens.
-  void feed_forward(int64_t index, int64_t n, bool of_heads) {
-    const int is_bf16 = int(m.is_bf16);
-    const Layer& layer = m.layers[index];
-    const Norm norm = m.norm(p.x, p.residual, layer.pre_feedforward_layernorm);
-    adapted_linear(layer.o, adapters_of(index, kSiteO, of_heads), p.attended, p.residual, n);
-    norm_output(layer.post_attention_layernorm, n);
-    if (layer.experts.count) return route(layer, norm, n);
-    const std::vector<LowRankRows> adapters = adapters_of(index, kSiteGateUp, of_heads);
-    if (m.is_gated) {
-      adapted_gated_linear_of_norm(layer.gate_up, adapters, norm, p.activated, n);
-    } else {
-      adapted_linear_of_norm(layer.gate_up, adapters, norm, p.activated, n);
-      activate(pass, is_bf16, p.activated, n, layer.gate_up.out, Activation(m.activation));
+    const bool is_fed = op.site == kSiteGateUp, is_adapted = !adapters_of(op).empty();
+    void* y = is_fed ? p.activated : p.qkv;
+    if (is_fed && m.is_gated && is_adapted) {
+      char* gate_up = AdaptedRows::at_least(adapted_rows.gate_up, n * op.linear.out * (is_bf16 ? 2 : 4));
+      linear_op(op, normed_rows(norm), gate_up);
+      return gated_activation(pass, is_bf16, gate_up, y, n, op.linear.out / 2, Activation(m.activation));
     }
-    adapted_linear(layer.down, adapters_of(index, kSiteDown, of_heads), p.activated, p.residual, n);
-    norm_output(layer.post_feedforward_layernorm, n);
+    if (is_fed && m.is_gated)
+      return gated_linear_of_norm(pass, is_bf16, op.linear, norm, Activation(m.activation), y, n);
+    is_adapted ? linear_op(op, normed_rows(norm), y) : linear_of_norm(pass, is_bf16, op.linear, norm, y, n);
+    if (is_fed) activate(pass, is_bf16, y, n, op.linear.out, Activation(m.activation));
   }
 
-  void route(const Layer& layer, const Norm& norm, int64_t n) {
+  void attend(int64_t index) {
+    const int is_bf16 = int(m.is_bf16);
+    const Layer& layer = m.layers[index];
+    const Rotary rotary = b.cos ? Rotary{b.cos, b.sin, layer.rotary.dims} : layer.rotary;
+    const QkNorms norms{layer.q_norm, layer.k_norm, layer.q_width, layer.k_width, NormKind(m.norm_kind), m.eps};
+    qk_norm_rope_store(pass, is_bf16, p.qkv, norms, rotary, b.positions, b.slots, layer.k_cache, layer.v_cache, p.q,
+                       b.num_tokens, shape);
+    paged_attention(pass, is_bf16, is_last(index) ? heads : all, rows, shape, p.q, layer.k_cache, layer.v_cache,
+                    p.attended, {m.scale, m.attention_cap, layer.window});
+  }
+
+  void experts_op(const Op& op, const Norm& norm) {
     const int is_bf16 = int(m.is_bf16);
     add_norm(pass, is_bf16, norm, p.activated, n, m.hidden);
-    linear(pass, is_bf16, layer.experts.router, p.activated, p.router_logits, n);
-    experts(pass, is_bf16, layer.experts, p.activated, p.router_logits, Activation(m.activation), p.residual, n);
-    norm_output(layer.post_feedforward_layernorm, n);
+    linear(pass, is_bf16, op.experts.router, p.activated, p.router_logits, n);
+    experts(pass, is_bf16, op.experts, p.activated, p.router_logits, Activation(m.activation), p.residual, n);
   }
 
-  void norm_output(const NormWeights& weights, int64_t n) {
-    if (weights.weight) add_norm(pass, int(m.is_bf16), m.norm(p.residual, nullptr, weights), p.residual, n, m.hidden);
+  bool is_last(int64_t index) const { return index == m.num_layers - 1; }
+
+  void run_op(const Op& op) {
+    const Norm norm = m.norm(p.x, op.adds_residual ? p.residual : nullptr, op.norm);
+    switch (op.kind) {
+      case kEmbed: return embed();
+      case kLinear: return linear_op(op, op.site == kSiteO ? p.attended : p.activated, p.residual);
+      case kLinearOfNorm: return linear_of_norm_op(op, norm);
+      case kAttend: return attend(op.layer);
+      case kKeepHeads: return keep_heads();
+      case kExperts: return experts_op(op, norm);
+      case kOutput:
+        return add_norm(pass, int(m.is_bf16), m.norm(p.residual, nullptr, op.norm), p.residual, n, m.hidden);
+      case kEndLayer:
+        if (op.layer < b.num_deep_layers) m.is_bf16 ? add_deep<uint16_t>(op.layer) : add_deep<float>(op.layer);
+    }
   }
 
   void run(void* logits) {
-    const int64_t element = m.is_bf16 ? 2 : 4;
-    embed();
-    for (int64_t i = 0; i < m.num_layers; i++) {
-      const bool is_last = i == m.num_layers - 1;
-      attend(i, i ? p.residual : nullptr, is_last ? heads : all);
-      if (is_last) {
-        keep_heads(p.x, m.hidden * element);
-        keep_heads(p.attended, m.q_heads * m.head_dim * element);
-      }
-      const int64_t n = is_last ? b.num_heads : b.num_tokens;
-      if (n) feed_forward(i, n, is_last);
-      if (i < b.num_deep_layers) m.is_bf16 ? add_deep<uint16_t>(i) : add_deep<float>(i);
-    }
+    for (int64_t i = 0; i < m.num_ops && n; i++) run_op(m.ops[i]);
     if (b.num_heads && logits) head(pass, m, p.x, p.residual, logits, b.num_heads);
   }
 
@@ -238,7 +230,7 @@ struct Forward {
   template <typename T> void add_deep(int64_t index) {
     for (int64_t i = 0; i < b.num_deep_tokens; i++) {
       int64_t row = b.deep_tokens[i];
-      if (index == m.num_layers - 1) {
+      if (is_last(index)) {
         const int64_t* head = std::lower_bound(b.heads, b.heads + b.num_heads, row);
         if (head == b.heads + b.num_heads || *head != row) continue;
         row = head - b.heads;
@@ -252,8 +244,12 @@ struct Forward {
   }
 
   // Moves the rows of the head tokens to the front.
-  void keep_heads(char* rows, int64_t row_bytes) {
-    for (int64_t i = 0; i < b.num_heads; i++) memmove(rows + i * row_bytes, rows + b.heads[i] * row_bytes, row_bytes);
+  void keep_heads() {
+    const int64_t element = m.is_bf16 ? 2 : 4;
+    for (auto [rows, width] : {std::pair(p.x, m.hidden), std::pair(p.attended, m.q_heads * m.head_dim)})
+      for (int64_t i = 0; i < b.num_heads; i++)
+        memmove(rows + i * width * element, rows + b.heads[i] * width * element, width * element);
+    n = b.num_heads, of_heads = true;
   }
 };
 
