@@ -14,12 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import psutil
 import pytest
 import trustme
 from quire_client import AsyncClient, QuireError
 from quire_client.demo import demo_model_dir
 
 from tests.chart.chart import Manifest, Objects, program, render
+from tests.hostile import attacks, examples
+from tests.hostile.target import Port
 from tests.processes.children import start_child
 from tests.processes.ports import free_port
 from tests.processes.stack import Stack
@@ -186,6 +189,31 @@ async def test_envoy_routes_requests_and_no_admin_calls(tmp_path: Path, has_tls:
                     await client.drain_worker("worker-0")
                 assert refused.value.code.name == "UNIMPLEMENTED"  # Envoy has no route for it
                 assert scheduler.is_running
+
+
+FLOOD = attacks.Size(frames=20_000, connections=0, open_calls=0, slow_s=0.0, bomb_bytes=0)
+FLOOD_CPU_S = 0.5  # without Envoy 0.9
+
+
+async def test_floods_of_frames_end_at_envoy(tmp_path: Path) -> None:
+    """Envoy reads the connections in turn and passes calls only, so the gateway does not work for a flood."""
+    objects = render({"gateway": ROUTE})
+    with Stack(tmp_path) as stack:
+        scheduler = stack.start_scheduler()
+        stack.start_worker(scheduler, demo_model_dir(), "--executor", "sim", "--sim-step-ms", "20")
+        gateway = stack.start_gateway(scheduler)
+        with envoy(tmp_path / "envoy", objects, {"GRPCRoute": gateway.address}) as ports:
+            async with connected(ports["GRPCRoute"]) as client:
+                port = Port("envoy", gateway, f"127.0.0.1:{ports['GRPCRoute']}", (examples.INFERENCE,))
+                process = psutil.Process(gateway.process.pid)
+                before = process.cpu_times()
+                stream = asyncio.create_task(client.generate(token_ids=[1, 2, 3], max_tokens=200, ignore_eos=True))
+                for flood in attacks.FLOODS:
+                    await attacks.launch(flood, port, FLOOD)
+                done = await stream
+                after = process.cpu_times()
+    assert len(done.samples[0].token_ids) == 200
+    assert after.user + after.system - before.user - before.system < FLOOD_CPU_S
 
 
 NUM_SECONDS = 17  # more than the 15 after which Envoy ends an answer on a route without a timeout

@@ -11,7 +11,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client import generate_latest
 
-from svc_common.observe.admin import AdminServer
+from svc_common.observe.admin import MAX_PAGES_PER_S, AdminServer
 from svc_common.observe.metrics import Buckets, Row, ServiceMetrics, Spec, make_registry
 from svc_common.serve import BindError
 from tests.promql import History, names_in, read_scrape
@@ -158,6 +158,21 @@ async def test_openmetrics_has_the_requested_version(probed: Probed) -> None:
     accept = "application/openmetrics-text; version=1.0.0; escaping=underscores, text/plain; version=0.0.4;q=0.5"
     _, text = await probed.send(f"GET /metrics HTTP/1.1\r\nAccept: {accept}\r\n\r\n".encode())
     assert text.endswith("# EOF\n")
+
+
+async def test_many_scrapes_at_once_share_a_page(probed: Probed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """500 scrapes at once used to pause the streams of a gateway for 3 s."""
+    monkeypatch.setattr("svc_common.observe.admin.time.monotonic", lambda: 7.5)
+    made: list[bytes] = []
+
+    def encode() -> bytes:
+        made.append(b"%d" % len(made))
+        return made[-1]
+
+    pages = [probed.server._page("text", encode) for _ in range(2 * MAX_PAGES_PER_S)]
+    assert pages == made + MAX_PAGES_PER_S * [made[-1]]
+    monkeypatch.setattr("svc_common.observe.admin.time.monotonic", lambda: 8.5)
+    assert probed.server._page("text", encode) == b"%d" % MAX_PAGES_PER_S
 
 
 async def test_head_has_no_body(probed: Probed) -> None:
