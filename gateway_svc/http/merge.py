@@ -13,7 +13,7 @@ from svc_common.tasks import cancel
 
 Events = AsyncGenerator[pb.GenerateResponse, None]
 Numbered = AsyncGenerator[tuple[int, pb.GenerateResponse], None]
-STARTED_AT_ONCE = 8
+STARTED_AT_ONCE = 4
 MAX_QUEUED = 64  # number of events that wait for a slow reader; further tokens wait in the journals
 
 

@@ -123,7 +123,8 @@ class GenerationPipeline:
         request, resumed = call.request, call.resumed
         check_request_id(request.request_id)
         record_request_id(request.request_id)
-        grammar = check_generate(request, self._admission.requests, is_new=resumed is None)
+        limits, is_new = self._admission.requests, resumed is None
+        grammar = await self._lane.run(request.sampling.ByteSize(), check_generate, request, limits, is_new=is_new)
         model = self._admission.model(request, request.continuation.revision, request.adapter)
         resumes = request.HasField("continuation")
         with self._open(call, model, resumes=resumes) as stream:
