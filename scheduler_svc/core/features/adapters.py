@@ -59,6 +59,9 @@ class AdapterSlots:
         """Whether the worker can run sequences with this adapter, now or after a swap."""
         return not digest or digest in self.loaded
 
+    def is_resident(self, digest: bytes) -> bool:
+        return digest in self._resident
+
     def is_ready(self, digest: bytes) -> bool:
         """Whether rows with this adapter can be opened now."""
         return not digest or (digest in self._resident and digest != self._retired)
@@ -210,9 +213,9 @@ class AdapterSwaps:
             self._on_change(lambda group: adapter_of(group) == digest)
 
     def is_resident(self, worker_id: str, adapter: bytes) -> bool:
-        """Whether rows of a worker can use an adapter now."""
+        """Whether rows of a worker can use an adapter now, or do although it is retired."""
         worker = self._workers.get(worker_id)
-        return worker is not None and worker.part(ResidentAdapters).slots.is_ready(adapter)
+        return worker is not None and worker.part(ResidentAdapters).slots.is_resident(adapter)
 
     def num_requests_with(self, adapter: bytes) -> int:
         """Number of open requests that use an adapter."""

@@ -243,7 +243,7 @@ def test_an_adapter_is_retired_only_while_another_one_needs_its_slot() -> None:
     assert slots.is_ready(A)
     slots.want(B, is_starved=True)
     assert slots.take_swap({A}) is None
-    assert not slots.is_ready(A)
+    assert (slots.is_ready(A), slots.is_resident(A)) == (False, True)
     slots.want(A)
     assert slots.take_swap({A}) is None  # the request of B has ended
     assert slots.is_ready(A)
