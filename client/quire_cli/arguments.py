@@ -11,8 +11,8 @@ from quire_client.connection.channel import DEFAULT_TARGET
 from quire_cli.bench.arguments import BENCH_ARGUMENTS, BENCH_EXAMPLES
 from quire_cli.parser import (
     Argument,
+    ArgumentGroup,
     Command,
-    Group,
     Parser,
     arg,
     count_of,
@@ -114,7 +114,7 @@ def _model(unset: str) -> Argument:
     return arg("--model", default="", metavar="NAME", help=f"the model (default: {unset})")
 
 
-TLS = Group("TLS (default: $QUIRE_TLS, $QUIRE_TLS_CA, ...; else plaintext)", (
+TLS = ArgumentGroup("TLS (default: $QUIRE_TLS, $QUIRE_TLS_CA, ...; else plaintext)", (
     arg("--tls", action="store_true", default=None, help="use TLS; implied by the other TLS flags"),
     arg("--tls-ca", metavar="FILE",
         help="CA certificates that sign the gateways' certificates (default: the CAs bundled with gRPC)"),
@@ -131,7 +131,7 @@ TARGET = (
     API_KEY,
     TLS,
 )  # fmt: skip
-SAMPLING = Group("sampling (default: the model's)", (
+SAMPLING = ArgumentGroup("sampling (default: the model's)", (
     _model("the only served model"),
     *(arg(f"--{field.option.replace('_', '-')}", help=field.doc, **_value_of(field)) for field in FIELDS
       if field.has_flag),

@@ -86,14 +86,14 @@ def count_of(name: str, help: str, low: int = 1, *, metavar: str = "N", **settin
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class ArgumentGroup:
     """Arguments with a heading of their own in --help."""
 
     title: str
     arguments: Sequence[Argument]
 
 
-Arguments = Sequence[Argument | Group]
+Arguments = Sequence[Argument | ArgumentGroup]
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import argparse
 
 from quire_client.connection.channel import DEFAULT_TARGET
 
-from quire_cli.parser import Group, arg, count_of, json_object, number, positive, switch, within
+from quire_cli.parser import ArgumentGroup, arg, count_of, json_object, number, positive, switch, within
 
 BENCH_EXAMPLES = """\
 examples:
@@ -21,7 +21,7 @@ Without --request-rate and --concurrency all requests are sent at once. docs/ben
 Exit code: 0; 1 if a request failed; 2 for invalid flags; 130 after Ctrl-C, which still prints the figures so far.
 """
 
-SERVER = Group("server", (
+SERVER = ArgumentGroup("server", (
     arg("--backend", choices=("quire", "openai"), default="quire", help="quire: gRPC (default); openai: HTTP"),
     arg("--target", metavar="HOST:PORT,...", help=f"gateways (default: $QUIRE_TARGET, else {DEFAULT_TARGET})"),
     arg("--base-url", metavar="URL", help="HTTP server, e.g. http://localhost:8000"),
@@ -41,7 +41,7 @@ SERVER = Group("server", (
         help="additional fields of every HTTP request"),
     arg("--timeout-s", type=positive, metavar="S", help="timeout of a request (default 600)"),
 ))  # fmt: skip
-LOAD = Group("load", (
+LOAD = ArgumentGroup("load", (
     count_of("--num-prompts", "number of requests (default 100; for file and trace: all)"),
     arg("--request-rate", type=positive, metavar="R", help="mean number of conversations started per second"),
     arg("--burstiness", type=positive, default=1.0, metavar="B",
@@ -50,7 +50,7 @@ LOAD = Group("load", (
     count_of("--warmup", "uncounted requests before the run (default 1)", 0, default=1),
     count_of("--seed", "the same seed gives the same requests (default 0)", 0, default=0),
 ))  # fmt: skip
-DATASET = Group("dataset", (
+DATASET = ArgumentGroup("dataset", (
     arg("--dataset", choices=("random", "shared-prefix", "multi-turn", "trace", "demo", "sharegpt", "file"),
         default="random",
         help="random (default), shared-prefix, multi-turn: token ids from the seed; trace: JSON lines with timestamp, "
@@ -72,7 +72,7 @@ DATASET = Group("dataset", (
     count_of("--vocab-size", "upper limit of the token ids (default: the model's vocabulary size, or 2048)", 16),
     switch("--skip-too-long", "skip requests that exceed max_model_len"),
 ))  # fmt: skip
-RESULT = Group("result", (
+RESULT = ArgumentGroup("result", (
     arg("--slo", metavar="ttft:MS,...", help="count requests within these limits (ttft, tpot, e2e) as goodput"),
     arg("--output", metavar="FILE", help="write settings, figures and every request to this file as JSON"),
     arg("--plot", metavar="FILE", help="write plots to this file: NAME.html, or NAME.png with matplotlib"),

@@ -18,7 +18,7 @@ from typing import Any
 from quire_cli.output import complain, write
 from quire_cli.stack.plan import Plan, SetupError, make_plan
 from quire_cli.stack.reporters import JsonReporter, Reporter, TextReporter
-from quire_cli.stack.running import Entry, is_serving
+from quire_cli.stack.running import RunningStack, is_serving
 from quire_cli.stack.supervisor import Service, Stack, StartFailedError
 
 POLL_S = 0.1
@@ -74,7 +74,7 @@ async def _serve(plan: Plan, args: argparse.Namespace, reporter: Reporter) -> in
         loop.add_signal_handler(number, on_signal)
     stack = Stack(plan.specs, plan.log_dir, reporter.report)
     reporter.begin(plan)
-    entry = Entry(state="starting", **_facts(plan))
+    entry = RunningStack(state="starting", **_facts(plan))
     running = asyncio.create_task(stack.run())
     try:
         if await _ready_before(stack, running, stopping):

@@ -10,7 +10,7 @@ from itertools import starmap
 from pathlib import Path
 from typing import Any
 
-from quire_cli.parser import Argument, Group, arg, count_of, number, positive, size, switch, within
+from quire_cli.parser import Argument, ArgumentGroup, arg, count_of, number, positive, size, switch, within
 
 MODEL_HELP = "Hugging Face folder, ORG/NAME[@REVISION] of the Hugging Face Hub, or demo: the bundled model"
 
@@ -60,7 +60,7 @@ DEFAULTS_HERE = {
 }
 
 
-def up_arguments() -> tuple[Argument | Group, ...]:
+def up_arguments() -> tuple[Argument | ArgumentGroup, ...]:
     """All arguments except the model."""
     return (*OWN, *_of_services())
 
@@ -103,14 +103,14 @@ def _rows() -> tuple[Mapping[str, Any], ...]:
     return tuple(row for row in rows if row["name"] not in NOT_OFFERED)
 
 
-def _of_services() -> Iterator[Group]:
+def _of_services() -> Iterator[ArgumentGroup]:
     own = {name for argument in OWN for name in argument.names}
     groups: dict[str, list[Argument]] = {}
     for row in _rows():
         if f"--{row['name']}" not in own:
             services = "services" if len(row["services"]) == 3 else " and ".join(f"{one}s" for one in row["services"])
             groups.setdefault(f"flags of all {services}", []).append(_flag(row))
-    return starmap(Group, groups.items())
+    return starmap(ArgumentGroup, groups.items())
 
 
 def _flag(row: Mapping[str, Any]) -> Argument:

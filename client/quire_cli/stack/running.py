@@ -20,8 +20,8 @@ def folder() -> Path:
     return Path(state).expanduser() / "quire" / "stacks"
 
 
-class Entry:
-    """The entry of this process. Without a folder that can be written, the stack runs without one."""
+class RunningStack:
+    """The entry of this process's stack. Without a folder that can be written, the stack runs without one."""
 
     def __init__(self, **facts: Any) -> None:
         self._facts = {"pid": os.getpid(), "started": time.time(), **facts}

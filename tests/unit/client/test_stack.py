@@ -509,7 +509,9 @@ def astuple(spec):
 def test_a_stack_is_listed_while_its_process_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     assert running.running() == []
-    entry = running.Entry(state="starting", model="m", target="a:1", http=["http://a:2/v1"], log_dir=str(tmp_path))
+    entry = running.RunningStack(
+        state="starting", model="m", target="a:1", http=["http://a:2/v1"], log_dir=str(tmp_path)
+    )
     assert not running.is_serving(os.getpid())
     entry.update(state="serving")
     assert running.is_serving(os.getpid())
@@ -538,7 +540,7 @@ def test_the_entry_of_a_killed_process_is_removed(tmp_path, monkeypatch):
 def test_a_stack_runs_without_a_folder_for_its_entry(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
-    entry = running.Entry(state="starting")
+    entry = running.RunningStack(state="starting")
     entry.update(state="serving")
     entry.close()
     assert running.running() == []
