@@ -17,6 +17,7 @@ from worker_svc.engine.config import (
     CUDA_GRAPHS,
     CUDA_SIZES,
     DTYPES,
+    KERNELS,
     KV_CACHE_DTYPES,
     QUANTIZING_BACKENDS,
     EngineConfig,
@@ -125,6 +126,10 @@ FLAGS = (
         Flag("--all-reduce", one_of(*ALL_REDUCE),
             "cuda, several devices: auto adds up small messages in memory that the devices of a host share, if "
             "NVLink connects them; nccl: NCCL adds up all", default="auto",
+        ),
+        Flag("--kernels", one_of(*KERNELS),
+            "cuda: auto replaces kernels of Triton that fail at the start by plain torch; triton: such a start fails; "
+            "torch: plain torch for all, slow, on any device", default="auto",
         ),
         Flag("--cuda-graphs", one_of(*CUDA_GRAPHS),
             "cuda: record CUDA graphs at start-up, lazily when a size first occurs, or never (off)", default="start",

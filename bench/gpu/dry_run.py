@@ -41,9 +41,8 @@ from step_protocol.messages import (
     TokenRules,
 )
 from worker_svc.engine.config import EngineConfig
-from worker_svc.engine.gpu import loading, runner
-from worker_svc.engine.gpu.start import compilation, memory
-from worker_svc.engine.gpu.start.checks import case
+from worker_svc.engine.gpu import check, loading, runner
+from worker_svc.engine.gpu.start import compilation, memory, setup
 
 KINDS: list[dict[str, Any]] = [
     {"dtype": "bfloat16", "max_adapters": 2},
@@ -132,11 +131,11 @@ def without_gpu(recorder: Recorder) -> Iterator[None]:
     """Engines that are made here start as on a GPU."""
     with (
         mock.patch.object(runner, "find_device", return_value=torch.device("cpu")),
-        mock.patch.object(loading, "choose_dtype", lambda config, *_: config.dtype),
+        mock.patch.object(setup, "choose_dtype", lambda config, *_: config.dtype),
         mock.patch.object(loading, "make_recorder", return_value=recorder),
         mock.patch.object(memory, "_measure", measure),
-        mock.patch.object(case.Setup, "is_compiled", True),
-        mock.patch.object(case, "find_fault", return_value=None),  # nothing is computed
+        mock.patch.object(setup.Setup, "is_compiled", True),
+        mock.patch.object(check, "difference", return_value=None),  # nothing is computed
     ):
         yield
 

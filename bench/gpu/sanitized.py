@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 import triton
 
+from bench.gpu.checks.case import verify
 from bench.gpu.dry_run import take_steps
 from bench.gpu.model import FEW_EXPERTS, SETTINGS, SMOKE_SETTINGS, make_checkpoint
 from bench.gpu.report import Report
@@ -20,7 +21,6 @@ from bench.gpu.self_checks import FORMATS, checks_of, launches, make_setup
 from bench.gpu.stand_ins import install_stand_ins
 from worker_svc.engine.config import EngineConfig
 from worker_svc.engine.gpu.runner import DeviceRunner
-from worker_svc.engine.gpu.start.checks.case import verify
 from worker_svc.engine.gpu.start.compilation import compile_first
 
 KINDS = [
@@ -54,7 +54,7 @@ def check_kernels(report: Report, determinism: str) -> None:
         compile_first(launches(setup), setup.group)
         for _, cases in checks_of(setup):
             for case in cases:
-                verify(case, "", is_exact=setup.is_exact)
+                verify(case, is_exact=setup.is_exact)
     print(f"{determinism}: checks done", flush=True)
 
 

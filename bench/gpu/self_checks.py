@@ -9,6 +9,14 @@ from typing import Any, get_args
 
 import torch
 
+from bench.gpu.checks import case as checks
+from bench.gpu.checks.adapters import adapter_cases
+from bench.gpu.checks.attention import MAX_ROWS, MAX_TOKENS, attention_cases
+from bench.gpu.checks.experts import expert_cases
+from bench.gpu.checks.layers import activation_cases, linear_cases, norm_cases, rope_store_cases, soft_cap_cases
+from bench.gpu.checks.sampling import banned_cases, filtered_cases, greedy_cases, noise_cases, processed_cases
+from bench.gpu.checks.steps import deltas_cases, prepare_cases
+from bench.gpu.checks.weights import fp8_cases, int4_cases
 from bench.gpu.model import EXPERTS, FEW_EXPERTS, model_of
 from bench.gpu.report import OutOfTimeError, Report
 from bench.workloads import COMMON
@@ -16,10 +24,12 @@ from worker_svc.engine.decoder.config import parse_config
 from worker_svc.engine.gpu.attention.paged import TritonAttention
 from worker_svc.engine.gpu.collectives.group import Group
 from worker_svc.engine.gpu.layers.linears import WeightFormat
-from worker_svc.engine.gpu.start.checks import case as checks
-from worker_svc.engine.gpu.start.checks.attention import MAX_ROWS, MAX_TOKENS, attention_cases
-from worker_svc.engine.gpu.start.start_up import CHECKS
 
+CHECKS = (
+    linear_cases, fp8_cases, int4_cases, expert_cases, adapter_cases, norm_cases, rope_store_cases, activation_cases,
+    soft_cap_cases, deltas_cases, prepare_cases, banned_cases, processed_cases, greedy_cases, noise_cases,
+    filtered_cases,
+)  # fmt: skip
 FORMATS = frozenset(get_args(WeightFormat))  # every kind of quantized weights
 SETTINGS: list[dict[str, Any]] = [
     {"dtype": torch.bfloat16, "determinism": "best_effort", "formats": FORMATS},
@@ -50,7 +60,7 @@ def self_checks(report: Report) -> None:
             try:
                 for case in cases:
                     count += 1
-                    checks.verify(case, "", is_exact=setup.is_exact)
+                    checks.verify(case, is_exact=setup.is_exact)
             except OutOfTimeError:
                 raise
             except Exception as error:  # the table should be complete
@@ -81,7 +91,7 @@ def make_setup(report: Report, fields: dict[str, Any]) -> checks.Setup:
 def checks_of(setup: checks.Setup) -> Iterator[tuple[str, Iterator[checks.Case]]]:
     """The name of each check and its cases."""
     yield "attention", _attention_cases(setup)
-    for cases, _ in CHECKS:
+    for cases in CHECKS:
         yield cases.__name__.removesuffix("_cases"), cases(setup)
 
 

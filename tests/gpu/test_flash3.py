@@ -5,8 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import sys
-from dataclasses import replace
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from tests.gpu import fake_flash3
 from tests.gpu.builders import DEVICE, AttentionCase, relative_error
 from tests.gpu.driver import DeviceDriver, load
 from tests.gpu.fake_graphs import FakeRecorder
-from tests.gpu.test_checks import EXACT
 from tests.gpu.test_graphs import run as run_in_graphs
 from tests.gpu.test_runner import HEADS_4_2, SMALL, run_forced, run_mixed, worst_error
 from tests.unit.engine.models import load_reference, make_model
@@ -28,6 +26,7 @@ from worker_svc.engine.gpu.attention.paged import LayerCache
 from worker_svc.engine.gpu.compute import NO_ROWS
 from worker_svc.engine.gpu.kernels import attention
 from worker_svc.engine.gpu.start import attention_choice as choice
+from worker_svc.engine.gpu.start.setup import Setup
 from worker_svc.engine.gpu.step.step_buffer import Bucket, HostStep, StepColumns
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -166,15 +165,19 @@ def test_errors_of_an_fp8_cache(folder, installed):
     assert worst_error(drivers[1], drivers[0]) < 0.06
 
 
+def setup_of(device, *, has_scaled_cache=False):
+    return SimpleNamespace(config=SimpleNamespace(kernels="auto"), device=device, has_scaled_cache=has_scaled_cache)
+
+
 def test_auto_prefers_flash3_on_hopper_unless_the_cache_is_fp8(monkeypatch):
     chosen = []
     for capability in ((8, 0), (9, 0), (10, 0)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
         for has_scaled_cache in (False, True):
-            setup = replace(EXACT, device=torch.device("cuda"), has_scaled_cache=has_scaled_cache)
+            setup = setup_of(torch.device("cuda"), has_scaled_cache=has_scaled_cache)
             chosen.append(choice.preferred_library(setup))
     assert chosen == ["flash", "flash", "flash3", None, None, None]
-    assert choice.preferred_library(EXACT) is None
+    assert choice.preferred_library(setup_of(torch.device("cpu"))) is None
 
 
 def test_auto_uses_flash3_that_passes_its_check(folder, installed, monkeypatch):
@@ -192,18 +195,18 @@ def without_page_table(q, k_cache, v_cache, *, block_table):
 
 
 @pytest.mark.parametrize(("broken", "message"), [
-    (one_key_short, r"flash-attn 3 failed the start-up check \(.* difference of output is"),
-    (without_page_table, r"flash-attn 3 failed in the start-up check .*cache_seqlens.*use --attention triton"),
+    (one_key_short, "the largest difference is"),
+    (without_page_table, "cache_seqlens"),
 ])  # fmt: skip
 def test_flash3_is_checked_at_start_up(folder, monkeypatch, caplog, broken, message):
     broken_package = ModuleType(MODULE)
     vars(broken_package).update(vars(fake_flash3), flash_attn_with_kvcache=broken)
     monkeypatch.setitem(sys.modules, MODULE, broken_package)
-    with pytest.raises(BackendUnavailableError, match=message):
-        load(folder, attention="flash3")
+    monkeypatch.setattr(Setup, "is_compiled", True)
     monkeypatch.setattr(choice, "preferred_library", lambda setup: "flash3")
     assert load(folder, attention="auto").info.backend == "cuda/triton"
-    assert "--attention auto uses triton: flash-attn 3 failed" in caplog.text
+    assert "attention triton is used instead: attention failed" in caplog.text
+    assert message in caplog.text
 
 
 def test_flash3_needs_its_package(folder, monkeypatch, caplog):

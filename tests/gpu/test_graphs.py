@@ -12,6 +12,7 @@ from tests.gpu.fake_graphs import FakeRecorder
 from tests.gpu.test_runner import HEADS_4_2, SMALL, small_prompts
 from tests.unit.engine.driver import GREEDY, seeded
 from tests.unit.engine.models import make_model
+from worker_svc.engine.backend import BackendUnavailableError
 from worker_svc.engine.gpu import compute, loading
 from worker_svc.engine.gpu.collectives.group import Group
 from worker_svc.engine.gpu.compute import mixed_sizes
@@ -158,6 +159,20 @@ def test_steps_that_cannot_be_recorded_continue_without_a_graph(caplog):
     with pytest.raises(GraphError, match="capture failed"):
         made.record_at_start(lambda part: None)
     made.record_after(bucket(2))
+
+
+def test_a_worker_whose_graphs_cannot_be_recorded_serves_without(folder, recorder, monkeypatch, caplog):
+    def fail(step):
+        raise GraphError("capture failed")
+
+    plain, _ = run(load(folder, cuda_graphs="off"))
+    monkeypatch.setattr(recorder, "record", fail)
+    engine = load(folder, cuda_graphs="lazy", cuda_graph_tokens=24)
+    assert "capture failed; steps launch their kernels one by one" in caplog.text
+    assert engine._compute.num_graphs == 0
+    assert run(engine)[0] == plain
+    with pytest.raises(BackendUnavailableError, match="capture failed; use --cuda-graphs off"):
+        load(folder, cuda_graphs="lazy", cuda_graph_tokens=24, kernels="triton")
 
 
 @pytest.mark.parametrize(("limit", "sizes"), [

@@ -21,7 +21,7 @@ from worker_svc.engine.gpu.collectives.group import Group
 from worker_svc.engine.gpu.kernels.scaled_linear import reference_rows
 from worker_svc.engine.gpu.layers import weights
 from worker_svc.engine.gpu.layers.linears import DeviceLinears, Int4Linear, has_int4
-from worker_svc.engine.gpu.start import start_up
+from worker_svc.engine.gpu.start import setup
 
 # Padding rows hold uninitialized memory; numpy warns about it where a device does not.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -113,7 +113,7 @@ def test_weights_rounded_to_fp8_at_load(tmp_path):
 
 def test_devices_without_fp8(tmp_path, monkeypatch):
     """A checkpoint is converted there; rounding to fp8 is refused."""
-    for module in (start_up, weights):
+    for module in (setup, weights):
         monkeypatch.setattr(module, "has_fp8", lambda device: False)
     folder = make_model(tmp_path / "model", "qwen3", **SMALL, **HEADS_4_2)
     with pytest.raises(BackendUnavailableError, match=r"quantize fp8 needs a GPU of compute capability 8\.9"):

@@ -14,7 +14,7 @@ import torch
 from worker_svc.engine.backend import HeadShape
 from worker_svc.engine.config import EngineConfig
 from worker_svc.engine.gpu.attention.tiles import DECODE_TILES, EXACT_TILES, PREFILL_TILES, for_heads
-from worker_svc.engine.gpu.start.start_up import choose_dtype
+from worker_svc.engine.gpu.start.setup import choose_dtype
 from worker_svc.engine.gpu.step.pending_step import NO_IDS, PendingStep, Writes
 from worker_svc.engine.gpu.step.step_buffer import Staging
 

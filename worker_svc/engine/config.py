@@ -17,6 +17,7 @@ KvCacheDtype = Literal["auto", "fp8"]
 Determinism = Literal["exact", "best_effort"]
 Quantization = Literal["int8", "fp8"]
 CudaGraphs = Literal["start", "lazy", "off"]
+Kernels = Literal["auto", "triton", "torch"]
 AllReduce = Literal["auto", "nccl"]
 
 MAX_BLOCK_SIZE = 256
@@ -24,6 +25,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = ("auto", "fp8")
 ATTENTION = ("auto", "triton", "flash", "flash3", "flashinfer", "torch")
 CUDA_GRAPHS = ("start", "lazy", "off")
+KERNELS = ("auto", "triton", "torch")
 ALL_REDUCE = ("auto", "nccl")
 QUANTIZING_BACKENDS: Mapping[Quantization, tuple[str, ...]] = {"int8": ("cpu", "reference"), "fp8": ("cuda",)}
 
@@ -60,6 +62,8 @@ class EngineConfig:
     gpu_memory_utilization: a fraction of the memory of the whole device.
     cuda_graphs: recorded at start-up (start), when a size first occurs (lazy), or never (off).
     cuda_graph_tokens: the largest step with prompts that is recorded as a graph; 0: decode steps only.
+    kernels: auto replaces kernels of Triton that fail at the start by plain torch; triton fails instead; torch replaces
+    all, on any device.
     kv_cache_dtype fp8: keys and values in 8 bits.
     all_reduce nccl: NCCL adds up all messages between ranks; auto: small ones are added up in shared memory.
     nnodes: hosts that share the model; node_rank: the number of this one. Each has an equal share of the ranks.
@@ -92,6 +96,7 @@ class EngineConfig:
     cuda_graphs: CudaGraphs = "start"
     cuda_graph_tokens: int = 8192
     kv_cache_dtype: KvCacheDtype = "auto"
+    kernels: Kernels = "auto"
 
     def __post_init__(self) -> None:
         _check_choice("dtype", self.dtype, DTYPES)
@@ -99,6 +104,7 @@ class EngineConfig:
         _check_choice("determinism", self.determinism, ("exact", "best_effort"))
         _check_choice("attention", self.attention, ATTENTION)
         _check_choice("cuda_graphs", self.cuda_graphs, CUDA_GRAPHS)
+        _check_choice("kernels", self.kernels, KERNELS)
         _check_choice("all_reduce", self.all_reduce, ALL_REDUCE)
         if self.cuda_graph_tokens < 0:
             raise ValueError(f"cuda_graph_tokens must be 0 (none) or more, got {self.cuda_graph_tokens}")

@@ -55,6 +55,10 @@ class DeviceAdapters:
         found = ((digest, self.store.find(digest)) for digest in digests)
         self._known = {digest: adapter for digest, adapter in found if adapter is not None}
 
+    def know(self, adapter: Adapter) -> None:
+        """Lets rows of the next step open with this adapter."""
+        self._known = {adapter.digest: self._pack(adapter)}
+
     def place(self) -> None:
         """Copies the adapters of open rows that are in no slot."""
         self.slots.place(self.rows.in_use.values())

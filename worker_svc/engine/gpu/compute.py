@@ -89,7 +89,6 @@ class StepCompute:
         """`graph_tokens`: the token limit of steps with prompts that are captured as CUDA graphs."""
         max_rows, device = len(state), state.device
         self._model = model
-        self._attention = attention
         self._buffer = buffer
         self._state = state
         self._block_size = block_size
@@ -100,7 +99,8 @@ class StepCompute:
         self._vocab = vocab
         self._thresholds = Thresholds(max_rows, len(vocab), device, group)
         self._scores, self._faults = sample.scratch_for(max_rows, len(vocab), device)
-        self._mixed_sizes = mixed_sizes(graph_tokens) if attention.can_capture(is_decode=False) else []
+        self._graph_tokens = graph_tokens
+        self.use_attention(attention)
         self._graphs: Graphs | None = None
         self._is_eager = False
         self._cache = torch.empty(0)
@@ -109,6 +109,11 @@ class StepCompute:
         self._scorer = Scorer(vocab, group, device)
         self._pooling = DevicePooling(pooling, model.final_norm, model.max_positions, max_rows, self._scorer)
         self.results = torch.zeros(2, max_rows, dtype=torch.int32, device=device)
+
+    def use_attention(self, attention: Attention) -> None:
+        """Sets the attention of all later steps."""
+        self._attention = attention
+        self._mixed_sizes = mixed_sizes(self._graph_tokens) if attention.can_capture(is_decode=False) else []
 
     def use_cache(self, cache: torch.Tensor) -> None:
         """Sets the KV pool of all later steps."""
@@ -144,6 +149,10 @@ class StepCompute:
             rare_buckets=self._rare_buckets(),
         )  # fmt: skip
         self._graphs.record_at_start(progress)
+
+    def drop_graphs(self) -> None:
+        """Launches all later steps kernel by kernel."""
+        self._graphs = None
 
     @property
     def num_graphs(self) -> int:

@@ -22,10 +22,13 @@ from step_protocol.columns import I64, U32
 from step_protocol.messages import RowOpen, StepBatch, StepOutput
 from worker_svc.engine.config import EngineConfig
 from worker_svc.engine.decoder.block_contents import BlockContents
+from worker_svc.engine.engine_info import choose_max_model_len
+from worker_svc.engine.gpu.check import StartCheck
 from worker_svc.engine.gpu.collectives.group import Group
+from worker_svc.engine.gpu.kernels import forms
 from worker_svc.engine.gpu.kernels.deltas import apply_deltas
 from worker_svc.engine.gpu.kernels.sampler import filters
-from worker_svc.engine.gpu.loading import load_model
+from worker_svc.engine.gpu.loading import fill_memory, load_model
 from worker_svc.engine.gpu.messages import (
     RESET_ROWS,
     STOP,
@@ -35,7 +38,8 @@ from worker_svc.engine.gpu.messages import (
     step_from_bytes,
     step_to_bytes,
 )
-from worker_svc.engine.gpu.start.start_up import find_device
+from worker_svc.engine.gpu.start.memory import make_pool
+from worker_svc.engine.gpu.start.setup import Stages, find_device
 from worker_svc.engine.gpu.step.device_rows import changed_words
 from worker_svc.engine.gpu.step.extras import StepExtras, Wanted
 from worker_svc.engine.gpu.step.pending_step import NO_IDS, PendingStep, Writes
@@ -60,17 +64,50 @@ class DeviceRunner(StepRunner):
         self, config: EngineConfig, progress: Callable[[float], None] | None = None, group: Group | None = None
     ) -> None:
         self._group = group or Group()
-        self._device = find_device(self._group.local_rank)
-        loaded = load_model(config, self._group, self._device, progress)
-        on_device = loaded.on_device
-        self._compute, self._buffer, self._state = on_device.compute, on_device.buffer, on_device.state
-        self._pool, self._adapters = on_device.pool, on_device.adapters
+        self._device = find_device(config, self._group.local_rank)
+        stages = Stages(progress, has_graphs=self._device.type == "cuda" and config.cuda_graphs != "off")
+        self._forms = forms.TORCH if config.kernels == "torch" else forms.TRITON
+        with torch.inference_mode(), forms.using(self._forms):
+            loaded = self._loaded = load_model(config, self._group, self._device, stages.weights)
+        self._compute, self._buffer, self._state = loaded.compute, loaded.buffer, loaded.state
+        self._adapters = loaded.adapters
+        self._attention = loaded.attention
         self.adapters = None if self._adapters is None else self._adapters.store
-        self._contents = BlockContents(loaded.info.num_blocks, config.block_size)
-        self._embedder = InputEmbedder(loaded.info.hidden_size, loaded.dtype)
+        self._embedder = InputEmbedder(loaded.setup.whole.hidden_size, loaded.setup.dtype)
         self._last_tokens = np.zeros(config.max_num_seqs, np.int64)
         self._in_flight: deque[PendingStep] = deque()
-        self._serve(loaded.rows, loaded.info)
+        if loaded.setup.is_compiled and config.kernels != "torch":
+            self._choose_forms()
+        with torch.inference_mode(), forms.using(self._forms):
+            pool = fill_memory(loaded, stages)
+            self._serve_pool(pool, choose_max_model_len(config, loaded.setup.whole, pool.shape[2]))
+        if self.adapters is not None and self._group.rank == 0:  # the others receive them
+            for name, folder in config.adapters:
+                self.adapters.load(name, folder)
+
+    def _choose_forms(self) -> None:
+        """Replaces kernels that fail the start-up check, which runs on a small pool."""
+        setup = self._loaded.setup
+        check = StartCheck(self._loaded, self._launch)
+        with torch.inference_mode():
+            size = setup.config.block_size
+            pool = make_pool(check.num_blocks, size, setup.model, setup.cache_dtype, self._device)
+            self._serve_pool(pool, check.max_model_len)
+            self._forms, self._attention = check.choose()
+            self._settle_all()
+            self._buffer.clear()
+        super().reset_rows()
+
+    def _serve_pool(self, pool: torch.Tensor, max_model_len: int) -> None:
+        """Opens rows on this pool."""
+        num_blocks, loaded = pool.shape[2], self._loaded
+        self._pool = pool
+        self._compute.use_cache(pool)
+        self._contents = BlockContents(num_blocks, loaded.setup.config.block_size)
+        self._serve(
+            loaded.rows(num_blocks, max_model_len),
+            loaded.info(num_blocks, max_model_len, self._attention.name, self._forms.in_torch),
+        )
 
     def execute(self, batch: StepBatch) -> StepOutput:
         return self.launch(batch).result()
@@ -84,7 +121,8 @@ class DeviceRunner(StepRunner):
             for message in () if self._adapters is None else self._adapters.messages():
                 self._group.send(message)
             self._group.send(step_to_bytes(batch))
-        return self._launch(batch)
+        with forms.using(self._forms):
+            return self._launch(batch)
 
     def _launch(self, batch: StepBatch) -> PendingStep:
         started = time.perf_counter()
@@ -105,8 +143,7 @@ class DeviceRunner(StepRunner):
         return pending
 
     def committed_blocks(self) -> Iterator[tuple[U32, list[bytes], U32]]:
-        while self._in_flight:
-            self._settle(self._in_flight.popleft())
+        self._settle_all()
         return self._contents.committed_blocks()
 
     def reset_rows(self) -> None:
@@ -127,7 +164,8 @@ class DeviceRunner(StepRunner):
         if kind == MessageKind.RESET_ROWS:
             super().reset_rows()
         elif kind == MessageKind.STEP:
-            self._launch(step_from_bytes(message))
+            with forms.using(self._forms):
+                self._launch(step_from_bytes(message))
         elif self._adapters is None:
             raise RuntimeError("rank 0 sent an adapter, but this rank has none: a bug in the engine")
         elif kind == MessageKind.ADAPTER_PIECE:
@@ -211,8 +249,7 @@ class DeviceRunner(StepRunner):
 
     def _mask(self, plan: CheckedStep, errors: RowErrors, logits: torch.Tensor) -> None:
         """Applies grammars while the device computes the forward pass. It needs the tokens of all earlier steps."""
-        while self._in_flight:
-            self._settle(self._in_flight.popleft())
+        self._settle_all()
         pending = self._rows.start_masks(plan.sampling_rows, plan.sampled_positions)
         if pending is None:
             return
@@ -225,6 +262,10 @@ class DeviceRunner(StepRunner):
         )  # fmt: skip
 
     # After the step
+
+    def _settle_all(self) -> None:
+        while self._in_flight:
+            self._settle(self._in_flight.popleft())
 
     def _settle_finished(self) -> None:
         while self._in_flight and self._in_flight[0].is_done():

@@ -37,15 +37,18 @@ def cpu_numerics(backend: str, arithmetic: str, cpuinfo: Path = CPUINFO) -> str:
     return ", ".join((backend, " ".join((platform.machine(), *sets)), arithmetic))
 
 
-def device_numerics(backend: str, device: torch.device, num_ranks: int, formats: Collection[str] = ()) -> str:
+def device_numerics(
+    backend: str, device: torch.device, num_ranks: int, formats: Collection[str] = (), in_torch: Collection[str] = ()
+) -> str:
     """The kind of a GPU worker. Ranks sum partial results, so their number changes roundings. `formats`: of
-    quantized weights that are multiplied as they are stored."""
-    kind = "interpreted"
+    quantized weights that are multiplied as they are stored. `in_torch`: kernels that plain torch replaces."""
+    kind = "cpu" if in_torch else "interpreted"
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         kind = f"sm_{major}{minor}"
     weights = [f"{name} weights" for name in sorted(formats)]
-    return ", ".join((backend, kind, f"{num_ranks} rank{'s' if num_ranks > 1 else ''}", *weights))
+    replaced = [f"torch for {' '.join(in_torch)}"] if in_torch else []
+    return ", ".join((backend, kind, f"{num_ranks} rank{'s' if num_ranks > 1 else ''}", *weights, *replaced))
 
 
 @cache

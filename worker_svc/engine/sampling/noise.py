@@ -61,12 +61,15 @@ def gumbel_noise(seed: int, position: int, sample_index: int, ids: U32) -> F32:
     return (-np.log(-np.log1p(-u))).astype(np.float32)
 
 
-def keep_threshold(z: F32, params: SamplingParams) -> np.float32:
-    """The smallest z [vocab] that the filters keep; -inf if they are off."""
+def log_of(min_p: float) -> np.float32:
+    """The logarithm of min_p; -inf if it is off."""
+    return np.float32(np.log(np.float64(np.float32(min_p)))) if min_p > 0 else np.float32(-np.inf)
+
+
+def keep_threshold(z: F32, params: SamplingParams, log_min_p: np.float32 | None = None) -> np.float32:
+    """The smallest z [vocab] that the filters keep; -inf if they are off. `log_min_p`: in place of that of `params`."""
     top = z.max()
-    lowest = np.float32(-np.inf)
-    if params.min_p > 0:
-        lowest = np.float32(top + np.float32(np.log(np.float64(np.float32(params.min_p)))))
+    lowest = np.float32(top + (log_of(params.min_p) if log_min_p is None else log_min_p))
     kept = np.sort(z[z >= lowest])[::-1]
     if params.top_a > 0:
         least = np.float64(np.float32(params.top_a)) * MASS_UNIT / np.float64(_weights(kept, top).sum())
@@ -90,11 +93,20 @@ def _weights(z: F32, top: np.float32) -> npt.NDArray[np.int64]:
 
 def sample_token(logits: F32, params: SamplingParams, sample_index: int, position: int) -> int | None:
     """The sampled token for logits [vocab] at an output position; None for NaN, +inf or no finite number."""
-    if np.isnan(logits).any() or (logits == np.inf).any() or not np.isfinite(logits).any():
+    if not has_token(logits):
         return None
     if np.float32(params.temperature) < np.float32(GREEDY_BELOW):  # float32, as in the protocol and the kernels
         return int(logits.argmax())
     z = logits / np.float32(params.temperature)
-    ids = np.flatnonzero(z >= max(keep_threshold(z, params), z.max() - np.float32(2 * MAX_NOISE))).astype(np.uint32)
-    scores = z[ids] + gumbel_noise(params.seed, position, sample_index, ids)
-    return int(ids[scores.argmax()])
+    return pick_token(z, keep_threshold(z, params), params.seed, sample_index, position)
+
+
+def has_token(logits: F32) -> bool:
+    """Whether a token can be sampled: no NaN, no +inf, and some finite number."""
+    return not (np.isnan(logits).any() or (logits == np.inf).any()) and bool(np.isfinite(logits).any())
+
+
+def pick_token(z: F32, lowest: np.float32, seed: int, sample_index: int, position: int) -> int:
+    """The id with the largest z + noise among those from `lowest` on."""
+    ids = np.flatnonzero(z >= max(lowest, z.max() - np.float32(2 * MAX_NOISE))).astype(np.uint32)
+    return int(ids[(z[ids] + gumbel_noise(seed, position, sample_index, ids)).argmax()])

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from worker_svc.engine.backend import AttentionShape, BackendUnavailableError
-from worker_svc.engine.gpu.attention.paged import LayerCache, host_lengths
+from worker_svc.engine.gpu.attention.paged import LayerCache, host_lengths, torch_attend
+from worker_svc.engine.gpu.kernels.forms import kernel
 from worker_svc.engine.gpu.step.step_buffer import Bucket, HostStep, StepColumns
 
 
@@ -39,6 +40,7 @@ class FlashAttention:
             return
         self._key_starts = F.pad(self._key_lens.cumsum(0), (1, 0)).to(torch.int32)
 
+    @kernel("attention", torch_attend, writes="out")
     def attend(
         self, q: torch.Tensor, cache: LayerCache, columns: StepColumns, shape: AttentionShape, out: torch.Tensor
     ) -> None:

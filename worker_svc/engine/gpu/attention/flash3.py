@@ -17,7 +17,8 @@ import torch
 
 from worker_svc.engine.backend import AttentionShape, BackendUnavailableError
 from worker_svc.engine.gpu.attention.flash import mask_and_scale
-from worker_svc.engine.gpu.attention.paged import LayerCache
+from worker_svc.engine.gpu.attention.paged import LayerCache, torch_attend
+from worker_svc.engine.gpu.kernels.forms import kernel
 from worker_svc.engine.gpu.kernels.fp8 import LARGEST
 from worker_svc.engine.gpu.step.step_buffer import Bucket, HostStep, StepColumns
 
@@ -74,6 +75,7 @@ class Flash3Attention:
             "has_softcap": shape.soft_cap is not None,
         }
 
+    @kernel("attention", torch_attend, writes="out")
     def attend(
         self, q: torch.Tensor, cache: LayerCache, columns: StepColumns, shape: AttentionShape, out: torch.Tensor
     ) -> None:

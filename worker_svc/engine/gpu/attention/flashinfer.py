@@ -22,8 +22,9 @@ import torch
 
 from step_protocol.columns import I32
 from worker_svc.engine.backend import AttentionShape, BackendUnavailableError, HeadShape
-from worker_svc.engine.gpu.attention.paged import LayerCache
+from worker_svc.engine.gpu.attention.paged import LayerCache, torch_attend
 from worker_svc.engine.gpu.attention.tiles import Processors
+from worker_svc.engine.gpu.kernels.forms import kernel
 from worker_svc.engine.gpu.kernels.pack_tables import pack_tables
 from worker_svc.engine.gpu.step.step_buffer import Bucket, HostStep, StepColumns
 
@@ -124,6 +125,7 @@ class FlashInferAttention:
     def begin(self, columns: StepColumns) -> None:
         pack_tables(columns.queries, columns.num_rows, self._blocks, columns.bucket.tokens, self._block_size)
 
+    @kernel("attention", torch_attend, writes="out")
     def attend(
         self, q: torch.Tensor, cache: LayerCache, columns: StepColumns, shape: AttentionShape, out: torch.Tensor
     ) -> None:

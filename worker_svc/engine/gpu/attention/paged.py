@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 
 from worker_svc.engine.backend import AttentionShape, HeadShape
 from worker_svc.engine.config import Determinism
@@ -20,8 +19,9 @@ from worker_svc.engine.gpu.attention.tiles import (
     for_heads,
     splits_for,
 )
-from worker_svc.engine.gpu.kernels.attention import AttentionTiles, Parts, WorkList, paged_attention, visible
-from worker_svc.engine.gpu.kernels.work_list import make_work_list
+from worker_svc.engine.gpu.kernels.attention import AttentionTiles, Parts, WorkList, paged_attention, reference
+from worker_svc.engine.gpu.kernels.forms import kernel
+from worker_svc.engine.gpu.kernels.work_list import MAX_QUERIES, make_work_list
 from worker_svc.engine.gpu.step.step_buffer import Bucket, HostStep, StepColumns
 
 
@@ -61,6 +61,29 @@ class Attention(Protocol):
     ) -> None:
         """Causal attention of q [T, q_heads, dim] over each row's blocks. `shape` is that of a layer of the model."""
         ...
+
+
+def torch_attend(
+    self: Any, q: torch.Tensor, cache: LayerCache, columns: StepColumns, shape: AttentionShape, out: torch.Tensor
+) -> None:
+    """`attend` of every implementation, row by row over gathered blocks, in float32."""
+    _attend(q, cache, columns, shape, out, MAX_QUERIES)
+
+
+def _attend(
+    q: torch.Tensor,
+    cache: LayerCache,
+    columns: StepColumns,
+    shape: AttentionShape,
+    out: torch.Tensor,
+    most_queries: int,
+) -> None:
+    num_rows = int(columns.num_rows)
+    found = reference(
+        q, cache.pools, columns.queries, num_rows, shape, cache.scales, dtype=torch.float32, most_queries=most_queries
+    )
+    num_tokens = int(columns.queries.starts[num_rows])
+    out[:num_tokens] = found[:num_tokens].to(out.dtype)
 
 
 class TritonAttention:
@@ -109,6 +132,7 @@ class TritonAttention:
         if not columns.bucket.is_decode:
             self._list(columns, self._many_work, self._many, 2)
 
+    @kernel("attention", torch_attend, writes="out")
     def attend(
         self, q: torch.Tensor, cache: LayerCache, columns: StepColumns, shape: AttentionShape, out: torch.Tensor
     ) -> None:
@@ -153,9 +177,12 @@ class TritonAttention:
 
 
 class TorchAttention:
-    """Computes row by row over gathered blocks. Slow and without dependencies, for comparison with the others."""
+    """Slow: it replaces a kernel that fails. With `is_exact` it computes each query alone."""
 
     name = "torch"
+
+    def __init__(self, *, is_exact: bool = False) -> None:
+        self._most_queries = 1 if is_exact else MAX_QUERIES
 
     def can_capture(self, *, is_decode: bool) -> bool:
         return False
@@ -169,41 +196,7 @@ class TorchAttention:
     def attend(
         self, q: torch.Tensor, cache: LayerCache, columns: StepColumns, shape: AttentionShape, out: torch.Tensor
     ) -> None:
-        host, queries = host_lengths(columns), columns.queries
-        block_size = cache.keys.shape[1]
-        for i, context in enumerate(host.contexts.tolist()):
-            first, last = int(host.starts[i]), int(host.starts[i + 1])
-            lowest = 0 if shape.window is None else max(context + 1 - shape.window, 0)
-            first_block = lowest // block_size
-            num_keys = context + last - first - first_block * block_size
-            blocks = queries.tables[queries.rows[i], first_block : first_block + -(-num_keys // block_size)].long()
-            k, v = (_gather(pool, blocks).flatten(0, 1)[:num_keys].to(q.dtype) for pool in cache.pools)
-            if cache.scales is not None:
-                k, v = (x * scale[:, None].to(q.dtype) for x, scale in zip((k, v), cache.scales[:2], strict=True))
-            keys = first_block * block_size + torch.arange(num_keys, device=q.device)
-            k, v = (x.masked_fill((keys < lowest)[:, None, None], 0.0) for x in (k, v))
-            is_visible = visible(shape, keys, context + torch.arange(last - first, device=q.device))
-            out[first:last] = _attend(q[first:last], k, v, is_visible, shape)
-
-
-def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_visible: torch.Tensor, shape: AttentionShape
-) -> torch.Tensor:
-    """Attention of q [n, q_heads, dim] over k and v [m, kv_heads, dim], where is_visible [n, m]."""
-    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-    if shape.soft_cap is None:
-        found = F.scaled_dot_product_attention(q, k, v, attn_mask=is_visible, scale=shape.scale, enable_gqa=True)
-        return found[0].transpose(0, 1)
-    group = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    scores = shape.soft_cap * torch.tanh((q @ k.transpose(2, 3)).float() * (shape.scale / shape.soft_cap))
-    weights = scores.masked_fill(~is_visible, -torch.inf).softmax(-1)
-    return (weights.to(v.dtype) @ v)[0].transpose(0, 1)
-
-
-def _gather(pool: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
-    """Indexes fp8 as bytes, because torch cannot index float8 tensors."""
-    return pool[blocks] if pool.itemsize > 1 else pool.view(torch.uint8)[blocks].view(pool.dtype)
+        _attend(q, cache, columns, shape, out, self._most_queries)
 
 
 def host_lengths(columns: StepColumns) -> HostStep:

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from worker_svc.engine.gpu.kernels.forms import kernel
 from worker_svc.engine.gpu.kernels.launch import after_predecessor, dependent
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
@@ -59,6 +60,19 @@ def soft_cap_kernel(x_ptr, cap, N, BLOCK: tl.constexpr, PDL: tl.constexpr):
     tl.store(x_ptr + column, capped.to(x.dtype), mask=column < N)
 
 
+def torch_gated_activation(gate_up: torch.Tensor, out: torch.Tensor, activation: str) -> None:
+    out.copy_(reference(gate_up, activation))
+
+
+def torch_activate(x: torch.Tensor, activation: str) -> None:
+    x.copy_(reference_activate(x, activation))
+
+
+def torch_soft_cap(x: torch.Tensor, cap: float) -> None:
+    x.copy_(cap * torch.tanh(x.float() / cap))
+
+
+@kernel("gated_activation", torch_gated_activation, writes="out")
 def gated_activation(gate_up: torch.Tensor, out: torch.Tensor, activation: str) -> None:
     """out [n, dim] = activation(gate) * up, for gate_up [n, 2 * dim]."""
     n, dim = out.shape
@@ -67,6 +81,7 @@ def gated_activation(gate_up: torch.Tensor, out: torch.Tensor, activation: str) 
     )
 
 
+@kernel("activation", torch_activate, writes="x")
 def activate(x: torch.Tensor, activation: str) -> None:
     """x [n, dim] = activation(x)."""
     n, dim = x.shape
@@ -75,6 +90,7 @@ def activate(x: torch.Tensor, activation: str) -> None:
     )
 
 
+@kernel("soft_cap", torch_soft_cap, writes="x")
 def soft_cap(x: torch.Tensor, cap: float) -> None:
     """x [n, dim] = cap * tanh(x / cap)."""
     n, dim = x.shape

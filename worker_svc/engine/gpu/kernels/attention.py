@@ -313,27 +313,39 @@ def reference(
     num_rows: int,
     shape: AttentionShape,
     scales: torch.Tensor | None = None,
+    *,
+    dtype: torch.dtype = torch.float64,
+    most_queries: int = 2**31,
 ) -> torch.Tensor:
-    """Attention in float64, row by row over gathered pages. It reads no key that no query sees."""
-    out = torch.empty(q.shape, dtype=torch.float64)
+    """Attention in `dtype`, row by row over gathered pages. It reads no key that none of `most_queries` successive
+    queries sees."""
+    out = torch.empty(q.shape, dtype=dtype, device=q.device)
     block_size, group = cache[0].shape[1], shape.heads.num_q_heads // shape.heads.num_kv_heads
     for i in range(num_rows):
-        first, last = int(queries.starts[i]), int(queries.starts[i + 1])
-        context = int(queries.contexts[i])
-        lowest = 0 if shape.window is None else max(context + 1 - shape.window, 0)
-        keys = torch.arange(lowest, context + last - first, device=q.device)
-        blocks = queries.tables[int(queries.rows[i])].long()[keys // block_size]
-        k, v = (pool[blocks, keys % block_size].double() for pool in cache)
-        if scales is not None:
-            k, v = k * scales[0, :, None], v * scales[1, :, None]
-        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-        scores = torch.einsum("qhd,khd->hqk", q[first:last].double(), k) * shape.scale
-        if shape.soft_cap is not None:
-            scores = shape.soft_cap * torch.tanh(scores / shape.soft_cap)
-        positions = context + torch.arange(last - first, device=q.device)
-        weights = scores.masked_fill(~visible(shape, keys, positions), -torch.inf).softmax(-1)
-        out[first:last] = torch.einsum("hqk,khd->qhd", weights, v).to(out.device)
+        begin, end = int(queries.starts[i]), int(queries.starts[i + 1])
+        table, context = queries.tables[int(queries.rows[i])].long(), int(queries.contexts[i]) - begin
+        for first in range(begin, end, most_queries):
+            last = min(first + most_queries, end)
+            lowest = 0 if shape.window is None else max(context + first + 1 - shape.window, 0)
+            keys = torch.arange(lowest, context + last, device=q.device)
+            k, v = (_gathered(pool, table[keys // block_size], keys % block_size).to(dtype) for pool in cache)
+            if scales is not None:
+                k, v = k * scales[0, :, None].to(dtype), v * scales[1, :, None].to(dtype)
+            k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+            scores = torch.einsum("qhd,khd->hqk", q[first:last].to(dtype), k) * shape.scale
+            if shape.soft_cap is not None:
+                scores = shape.soft_cap * torch.tanh(scores / shape.soft_cap)
+            positions = context + torch.arange(first, last, device=q.device)
+            weights = scores.masked_fill(~visible(shape, keys, positions), -torch.inf).softmax(-1)
+            out[first:last] = torch.einsum("hqk,khd->qhd", weights, v)
     return out
+
+
+def _gathered(pool: torch.Tensor, blocks: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """Indexes fp8 as bytes, because torch cannot index float8 tensors."""
+    if pool.itemsize > 1:
+        return pool[blocks, offsets]
+    return pool.view(torch.uint8)[blocks, offsets].view(pool.dtype)
 
 
 def visible(shape: AttentionShape, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

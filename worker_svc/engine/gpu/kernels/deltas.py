@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from worker_svc.engine.gpu.kernels.forms import kernel
+
 BLOCK = 256
 
 
@@ -18,13 +20,12 @@ def deltas_kernel(state_ptr, delta_ptr, num_deltas, BLOCK: tl.constexpr):
     tl.store(state_ptr + index, value, mask=is_item)
 
 
+def torch_deltas(state: torch.Tensor, deltas: torch.Tensor) -> None:
+    state.view(-1)[deltas[:, 0].long()] = deltas[:, 1]
+
+
+@kernel("deltas", torch_deltas, writes="state")
 def apply_deltas(state: torch.Tensor, deltas: torch.Tensor) -> None:
     """state.view(-1)[deltas[:, 0]] = deltas[:, 1], all int32. No index may occur twice."""
     count = len(deltas)
     deltas_kernel[(triton.cdiv(count, BLOCK),)](state, deltas, count, BLOCK=BLOCK, num_warps=4)
-
-
-def reference(state: torch.Tensor, deltas: torch.Tensor) -> torch.Tensor:
-    result = state.clone().view(-1)
-    result[deltas[:, 0].long()] = deltas[:, 1]
-    return result.view_as(state)

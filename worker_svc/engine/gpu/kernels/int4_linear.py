@@ -13,10 +13,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from worker_svc.engine.gpu.kernels.forms import kernel
 from worker_svc.engine.gpu.kernels.launch import after_predecessor, dependent
+from worker_svc.engine.gpu.kernels.linear import torch_linear
 from worker_svc.engine.gpu.kernels.scaled_linear import Tile
 
 DEPTH = 128  # inputs whose words are neighbours: the innermost tiles of torch's kernel, 8 of 16 inputs
@@ -115,6 +118,29 @@ def tile_for(num_rows: int, *, is_exact: bool) -> Tile:
     return FEW_ROWS if num_rows <= FEW_ROWS.rows and not is_exact else EXACT
 
 
+def reference(weight: Int4Weight) -> torch.Tensor:
+    """As `widened`, in float32."""
+    blocks, depth = weight.words.shape[:2]
+    words = weight.words.view(blocks, depth, OUTPUTS, 4, 4, 1)  # .., lane, pair
+    parts = ((words >> _shifts(words.device)) & 15).unflatten(5, (2, 2, 2))  # .., tile, half, low
+    steps = parts.permute(0, 2, 1, 4, 5, 6, 3, 7).reshape(weight.shape)
+    scales, zeros = (part.T.repeat_interleave(weight.group, 1) for part in weight.scales_and_zeros.float().unbind(-1))
+    found: torch.Tensor = (steps - MIDDLE) * scales + zeros
+    return found
+
+
+def torch_widened(weight: Int4Weight) -> torch.Tensor:
+    return reference(weight).to(weight.scales_and_zeros.dtype)
+
+
+def torch_int4_linear(
+    x: torch.Tensor, weight: Int4Weight, bias: torch.Tensor | None, *, is_exact: bool
+) -> torch.Tensor:
+    wide = torch_widened(weight).to(x.dtype)
+    return torch_linear(x, wide, bias) if is_exact else F.linear(x, wide, bias)
+
+
+@kernel("int4_linear", torch_int4_linear)
 def int4_linear(x: torch.Tensor, weight: Int4Weight, bias: torch.Tensor | None, *, is_exact: bool) -> torch.Tensor:
     """x [n, in], with inputs in the order of the weight, @ weight [out, in].T + bias. With `is_exact`, one tile serves
     every number of rows."""
@@ -131,6 +157,7 @@ def int4_linear(x: torch.Tensor, weight: Int4Weight, bias: torch.Tensor | None, 
     return out
 
 
+@kernel("widen", torch_widened)
 def widened(weight: Int4Weight) -> torch.Tensor:
     """The weight [out, in] in the dtype of its scales, with inputs in its own order."""
     out_size, in_size = weight.shape
@@ -148,27 +175,21 @@ def unit_of(group: int, in_size: int) -> int:
     return group if is_served or group % DEPTH else DEPTH
 
 
+def _shifts(device: torch.device) -> torch.Tensor:
+    """The bits of a word's steps, in the order (tile, half, low)."""
+    shifts = [16 * low + 8 * tile + 4 * half for tile in (0, 1) for half in (0, 1) for low in (0, 1)]
+    return torch.tensor(shifts, dtype=torch.int32, device=device)
+
+
 def packed(steps: torch.Tensor) -> torch.Tensor:
     """The words of steps [out, in] from 0 to 15."""
     out_size, in_size = steps.shape
     parts = steps.view(out_size // OUTPUTS, OUTPUTS, in_size // DEPTH, 4, 2, 2, 4, 2)  # .., pair, tile, half, lane, low
-    shifts = torch.tensor([16 * low + 8 * tile + 4 * half for tile in (0, 1) for half in (0, 1) for low in (0, 1)])
     ordered = parts.permute(0, 2, 1, 6, 3, 4, 5, 7).flatten(5)  # [out / 8, in / 128, 8, lane, pair, (tile, half, low)]
-    words = (ordered.int() << shifts.int().to(steps.device)).sum(-1, dtype=torch.int32)
+    words = (ordered.int() << _shifts(steps.device)).sum(-1, dtype=torch.int32)
     return words.flatten(2, 3).contiguous()
 
 
 def scales_and_zeros(scales: torch.Tensor, zeros: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """[groups, out, 2] of scales and zero points in steps, both [out, groups]."""
     return torch.stack((scales, (MIDDLE - zeros) * scales), -1).transpose(0, 1).to(dtype).contiguous()
-
-
-def reference(weight: Int4Weight) -> torch.Tensor:
-    """As `widened`, in float32, word by word."""
-    out_size, in_size = weight.shape
-    n, k = torch.meshgrid(torch.arange(out_size), torch.arange(in_size), indexing="ij")
-    low, lane, half, tile, pair = k % 2, k // 2 % 4, k // 8 % 2, k // 16 % 2, k // 32 % 4
-    words = weight.words.cpu()[n // 8, k // 128, n % 8 * 4 + lane, pair]
-    steps = (words >> (16 * low + 8 * tile + 4 * half)) & 15
-    scales, zeros = weight.scales_and_zeros.cpu().float()[k // weight.group, n].unbind(-1)
-    return ((steps - MIDDLE) * scales + zeros).to(weight.words.device)

@@ -27,6 +27,8 @@ import triton
 import triton.language as tl
 from triton.runtime.driver import driver
 
+from worker_svc.engine.gpu.kernels import forms
+
 FIRST_ARCHITECTURE = 90  # sm_90 (Hopper) and newer have the instructions
 DISABLE = "QUIRE_DISABLE_PDL"
 EARLY_BYTES = 16 << 20  # of a weight that is read early: a part of the L2 cache, which has 50 MB on an H100
@@ -72,7 +74,7 @@ def early_bytes(weight: torch.Tensor, num_programs: int) -> int:
 
 def dependent() -> dict[str, Any]:
     """Arguments for the launch of a kernel with a constant PDL, which says whether to call `after_predecessor`."""
-    return {"PDL": True, "launch_pdl": True} if _is_available() else {"PDL": False}
+    return {"PDL": True, "launch_pdl": True} if forms.chosen().may_overlap and _is_available() else {"PDL": False}
 
 
 @cache

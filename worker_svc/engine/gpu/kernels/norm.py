@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from worker_svc.engine.backend import Norm
+from worker_svc.engine.gpu.kernels.forms import kernel
 from worker_svc.engine.gpu.kernels.launch import after_predecessor, dependent
 
 KINDS = {"rms": 0, "rms_offset": 1, "layer": 2}
@@ -61,6 +62,13 @@ def arguments_of(norm: Norm | None, x: torch.Tensor) -> tuple[torch.Tensor, torc
     return norm.weight, norm.weight if norm.bias is None else norm.bias, norm.eps, KINDS[norm.kind]
 
 
+def torch_add_norm(x: torch.Tensor, residual: torch.Tensor | None, norm: Norm | None, out: torch.Tensor) -> None:
+    total, found = reference(x, residual, norm)
+    x.copy_(total)
+    out.copy_(found)
+
+
+@kernel("norm", torch_add_norm, writes="x out")
 def add_norm(x: torch.Tensor, residual: torch.Tensor | None, norm: Norm | None, out: torch.Tensor) -> None:
     """x [n, dim] += residual (if any), out = norm of x, or x if there is no norm. `out` may be x."""
     n, dim = x.shape

@@ -8,10 +8,11 @@ import triton
 import triton.language as tl
 
 from worker_svc.engine.backend import Norm
+from worker_svc.engine.gpu.kernels.forms import kernel
 from worker_svc.engine.gpu.kernels.fp8 import round_e4m3
 from worker_svc.engine.gpu.kernels.launch import after_predecessor, dependent
-from worker_svc.engine.gpu.kernels.norm import arguments_of, normed_row
-from worker_svc.engine.gpu.kernels.scaled_linear import FP8, SMALLEST, ScaledRows, scales_of
+from worker_svc.engine.gpu.kernels.norm import arguments_of, normed_row, reference
+from worker_svc.engine.gpu.kernels.scaled_linear import FP8, SMALLEST, ScaledRows, reference_rows, scales_of
 
 WIDEST = 8192  # inputs that a program holds
 
@@ -51,6 +52,13 @@ def serves(dim: int, group: int) -> bool:
     return dim <= WIDEST and (group >= dim or group == triton.next_power_of_2(group))
 
 
+def torch_add_norm_rows(x: torch.Tensor, residual: torch.Tensor | None, norm: Norm | None, group: int) -> ScaledRows:
+    total, normed = reference(x, residual, norm)
+    x.copy_(total)
+    return reference_rows(normed, group)
+
+
+@kernel("norm_rows", torch_add_norm_rows, writes="x")
 def add_norm_rows(x: torch.Tensor, residual: torch.Tensor | None, norm: Norm | None, group: int) -> ScaledRows:
     """x [n, dim] += residual (if any). Returns the norm of x in fp8, with a scale for each `group` inputs of a row."""
     n, dim = x.shape

@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from worker_svc.engine.gpu.kernels.forms import kernel
 from worker_svc.engine.gpu.kernels.record import LAST_TOKEN, TABLE, WORDS
 
 BLOCK = 128
@@ -44,6 +45,29 @@ def prepare_kernel(
             tl.store(slot_ptr + token, block * PAGE + position % PAGE, mask=is_token)
 
 
+def torch_prepare(
+    state: torch.Tensor,
+    num_rows: torch.Tensor,
+    rows: torch.Tensor,
+    starts: torch.Tensor,
+    contexts: torch.Tensor,
+    known: torch.Tensor,
+    out: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    block_size: int,
+) -> None:
+    count = int(num_rows)
+    lens = starts[: count + 1].diff()
+    lines = torch.arange(count, device=state.device).repeat_interleave(lens)
+    tokens = torch.arange(len(lines), device=state.device)
+    records, positions = rows[lines].long(), contexts[lines] + tokens - starts[lines]
+    blocks = state[records, TABLE + positions // block_size]
+    ids = torch.where(known[: len(lines)] < 0, state[records, WORDS["last_token"]], known[: len(lines)])
+    found = (ids, positions, blocks * block_size + positions % block_size)
+    for column, values, fill in zip(out, found, (0, 0, -1), strict=True):
+        column.fill_(fill)[: len(lines)] = values
+
+
+@kernel("prepare", torch_prepare, writes="out")
 def prepare(
     state: torch.Tensor,
     num_rows: torch.Tensor,

@@ -10,10 +10,13 @@
 from __future__ import annotations
 
 from itertools import accumulate
+from typing import Any
 
+import numpy as np
+import torch
 import triton.language as tl
 
-from request_fields.fields import SAMPLER_FIELDS, Kind
+from request_fields.fields import SAMPLER_FIELDS, Kind, SamplingParams, sampling_params
 
 ALIGNMENT = 8  # words: kernels are compiled for aligned block tables
 _SIZES = {"last_token": 1, **{name: 1 + (field.kind is Kind.UINT64) for name, field in SAMPLER_FIELDS.items()}}
@@ -25,3 +28,15 @@ TABLE = -(-sum(_SIZES.values()) // ALIGNMENT) * ALIGNMENT
 # Words that several kernels read.
 LAST_TOKEN = tl.constexpr(WORDS["last_token"])
 TEMPERATURE = tl.constexpr(WORDS["temperature"])
+
+
+def read_record(record: torch.Tensor) -> tuple[SamplingParams, int]:
+    """Sampling parameters as a record holds them (min_p as its logarithm), and the sample index."""
+    words = record[:TABLE].cpu().numpy()
+    types: dict[Kind, np.dtype[Any]] = {Kind.FLOAT: np.dtype("f4"), Kind.UINT64: np.dtype("<u8")}
+    found = {}
+    for name, field in SAMPLER_FIELDS.items():
+        dtype = types.get(field.kind, np.dtype("i4"))
+        first = WORDS[name]
+        found[name] = words[first : first + dtype.itemsize // 4].view(dtype)[0].item()
+    return sampling_params(found), int(words.view(np.uint32)[WORDS["sample_index"]])

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 
 from worker_svc.engine.backend import HeadShape, Norm, RotaryTable
+from worker_svc.engine.gpu.kernels.forms import kernel
+from worker_svc.engine.gpu.kernels.fp8 import reference as round_to_fp8
 from worker_svc.engine.gpu.kernels.fp8 import round_e4m3
 from worker_svc.engine.gpu.kernels.launch import after_predecessor, dependent
 from worker_svc.engine.gpu.kernels.norm import normed
@@ -98,6 +100,31 @@ def rope_store_kernel(
         tl.store(values + right, second, mask=is_v)
 
 
+def torch_rope_store(
+    qkv: torch.Tensor,
+    norms: tuple[Norm, Norm] | None,
+    rotary: RotaryTable | None,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    cache: tuple[torch.Tensor, torch.Tensor],
+    q_out: torch.Tensor,
+    shape: HeadShape,
+    scales: torch.Tensor | None = None,
+) -> None:
+    q, *stored = reference(qkv, norms, rotary, positions, shape)
+    q_out.copy_(q)
+    if scales is not None:
+        stored = [round_to_fp8(x, scale[:, None]) for x, scale in zip(stored, scales, strict=False)]
+    is_stored = slots >= 0
+    places = slots[is_stored].long()
+    for pool, x in zip(cache, stored, strict=True):
+        lines, values = pool.view(-1, *pool.shape[2:]), x[is_stored]
+        if pool.itemsize == 1:  # torch cannot index float8
+            lines, values = lines.view(torch.uint8), values.view(torch.uint8)
+        lines[places] = values
+
+
+@kernel("rope_store", torch_rope_store, writes="cache q_out")
 def rope_store(
     qkv: torch.Tensor,
     norms: tuple[Norm, Norm] | None,

@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from worker_svc.engine.gpu.kernels.forms import kernel
 from worker_svc.engine.gpu.kernels.fp8 import LARGEST, reference_widened, round_e4m3
 from worker_svc.engine.gpu.kernels.launch import after_predecessor, dependent, early_bytes, prefetch_rows
 
@@ -149,6 +150,17 @@ def depth_for(group: int) -> int:
     return next(depth for depth in (WIDEST_K, 64, SMALLEST_GROUP) if group % depth == 0 or depth == SMALLEST_GROUP)
 
 
+def reference_rows(x: torch.Tensor, group: int) -> ScaledRows:
+    """As `quantize_rows`, in torch."""
+    n, in_size = x.shape
+    padded = torch.nn.functional.pad(x.float(), (0, -in_size % group)).view(n, -1, group)
+    top = padded.abs().amax(-1)
+    inverse = torch.where(top > SMALLEST, LARGEST / top, 0.0)
+    steps = (padded * inverse[..., None]).clamp(-LARGEST, LARGEST).to(FP8).view(n, -1)[:, :in_size]
+    return ScaledRows(steps.contiguous(), top / LARGEST)
+
+
+@kernel("quantize_rows", reference_rows)
 def quantize_rows(x: torch.Tensor, group: int) -> ScaledRows:
     """x [n, in] in fp8, with one scale for each `group` inputs of a row."""
     n, in_size = x.shape
@@ -166,6 +178,19 @@ def quantize_rows(x: torch.Tensor, group: int) -> ScaledRows:
     return ScaledRows(steps, scales)
 
 
+def torch_scaled_linear(
+    rows: ScaledRows, weight: Fp8Weight, bias: torch.Tensor | None, dtype: torch.dtype, *, is_exact: bool
+) -> torch.Tensor:
+    """Row by row in exact mode, as in linear.py."""
+    out = torch.empty(len(rows.steps), len(weight.steps), dtype=dtype, device=rows.steps.device)
+    size = 1 if is_exact else max(len(out), 1)
+    parts = zip(rows.steps.split(size), rows.scales.split(size), out.split(size), strict=True)
+    for steps, scales, lines in parts:
+        lines.copy_(reference(ScaledRows(steps, scales), weight, bias))
+    return out
+
+
+@kernel("scaled_linear", torch_scaled_linear)
 def scaled_linear(
     rows: ScaledRows, weight: Fp8Weight, bias: torch.Tensor | None, dtype: torch.dtype, *, is_exact: bool
 ) -> torch.Tensor:
@@ -184,16 +209,6 @@ def scaled_linear(
         num_warps=tile.num_warps, num_stages=tile.num_stages, **dependent(),
     )  # fmt: skip
     return out
-
-
-def reference_rows(x: torch.Tensor, group: int) -> ScaledRows:
-    """As `quantize_rows`, in torch."""
-    n, in_size = x.shape
-    padded = torch.nn.functional.pad(x.float(), (0, -in_size % group)).view(n, -1, group)
-    top = padded.abs().amax(-1)
-    inverse = torch.where(top > SMALLEST, LARGEST / top, 0.0)
-    steps = (padded * inverse[..., None]).clamp(-LARGEST, LARGEST).to(FP8).view(n, -1)[:, :in_size]
-    return ScaledRows(steps.contiguous(), top / LARGEST)
 
 
 def reference(rows: ScaledRows, weight: Fp8Weight, bias: torch.Tensor | None) -> torch.Tensor:

@@ -12,7 +12,16 @@ from collections.abc import Collection
 import torch
 
 from worker_svc.engine.adapters.targets import SITES
-from worker_svc.engine.gpu.kernels.low_rank import LINE, LowRankShape, SiteOutputs, SlotBuffers, add_low_rank, shape_for
+from worker_svc.engine.gpu.kernels.forms import kernel
+from worker_svc.engine.gpu.kernels.low_rank import (
+    LINE,
+    LowRankShape,
+    SiteOutputs,
+    SlotBuffers,
+    add_low_rank,
+    reference,
+    shape_for,
+)
 from worker_svc.engine.gpu.kernels.route import ExpertTiles, group
 from worker_svc.engine.gpu.layers.adapter_shapes import AdapterShapes, DeviceAdapter
 
@@ -32,6 +41,10 @@ class StepAdapters:
         """Those of some tokens of the step."""
         return StepAdapters(self._slots, self._of_tokens.index_select(0, tokens))
 
+    def _add_in_torch(self, layer: int, site: int, x: torch.Tensor, y: torch.Tensor) -> None:
+        y.copy_(reference(x, y, self._slots.buffers, self._slots.site(layer, site), self._of_tokens.tolist()))
+
+    @kernel("adapters", _add_in_torch, writes="y")
     def add(self, layer: int, site: int, x: torch.Tensor, y: torch.Tensor) -> None:
         """y [n, out] += what the adapters of its rows add to a linear layer of x [n, in]."""
         outputs = self._slots.site(layer, site)

@@ -7,8 +7,11 @@ from dataclasses import dataclass
 import torch
 
 from worker_svc.engine.backend import ExpertLinears
+from worker_svc.engine.gpu.kernels.activation import reference as activated
 from worker_svc.engine.gpu.kernels.expert_linear import ExpertWeights, add_experts, expert_linear, shape_for
+from worker_svc.engine.gpu.kernels.forms import kernel
 from worker_svc.engine.gpu.kernels.route import group, route
+from worker_svc.engine.gpu.kernels.route import reference as route_in_torch
 from worker_svc.engine.gpu.kernels.scaled_linear import ScaledRows, quantize_rows
 
 
@@ -22,6 +25,19 @@ class StackedExperts(ExpertLinears):
     is_exact: bool
 
 
+def torch_experts(
+    x: torch.Tensor, router_logits: torch.Tensor, experts: StackedExperts, activation: str
+) -> torch.Tensor:
+    routes = route_in_torch(router_logits, experts.top_k, is_normalized=experts.is_normalized)
+    total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for number in sorted(set(routes.experts.flatten().tolist())):
+        tokens, ranks = (routes.experts == number).nonzero(as_tuple=True)
+        inner = activated(experts.gate_up[number](x[tokens]), activation)
+        total[tokens] += experts.down[number](inner).float() * routes.shares[tokens, ranks, None]
+    return total.to(x.dtype)
+
+
+@kernel("experts", torch_experts)
 def compute_experts(
     x: torch.Tensor, router_logits: torch.Tensor, experts: StackedExperts, activation: str
 ) -> torch.Tensor:

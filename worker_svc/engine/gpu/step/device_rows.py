@@ -33,7 +33,7 @@ def sampling_words(params: SamplingParams, sample_index: int) -> I32:
 
 def _to_words(name: str, kind: Kind, value: float) -> I32:
     if name in STORED_AS:
-        value = STORED_AS[name](value)
+        value = float(STORED_AS[name](value))
     if kind is Kind.FLOAT:
         return np.array([value], np.float32).view(np.int32)
     if kind is Kind.UINT64:

@@ -109,13 +109,18 @@ class StepBuffer:
         self._places["adapters"] = place + _aligned(2 * state.numel())
         self._size = self._places["adapters"] + _aligned(max_tokens)
         self._device = torch.zeros(self._size, dtype=torch.int32, device=device)
-        self._device[self._places["adapters"] :] = NO_ADAPTER
-        place = self._places["sample_rows"]
-        self._device[place : place + max_rows] = NO_ROW
         self._prepared = torch.zeros(3, _aligned(max_tokens), dtype=torch.int32, device=device)
         self._is_cuda = device.type == "cuda"
         self._max_rows = max_rows
         self._free: list[Staging] = []
+        self.clear()
+
+    def clear(self) -> None:
+        """Makes it hold a step without rows, in every bucket."""
+        self._device.zero_()
+        self._device[self._places["adapters"] :] = NO_ADAPTER
+        place = self._places["sample_rows"]
+        self._device[place : place + self._max_rows] = NO_ROW
 
     def take_staging(self) -> Staging:
         """Memory for one step. Give it back when the step has finished."""

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from request_fields.fields import MAX_BANNED_IDS
+from worker_svc.engine.gpu.kernels.forms import kernel
 from worker_svc.engine.gpu.kernels.launch import after_predecessor, dependent
 from worker_svc.engine.gpu.kernels.record import WORDS
 
@@ -37,6 +38,16 @@ def banned_kernel(
         tl.store(logits_ptr + sample.to(tl.int64) * stride + id, -float("inf"), mask=is_here)
 
 
+def torch_mask_banned(
+    logits: torch.Tensor, state: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, first_id: int = 0
+) -> None:
+    for line, row in enumerate(rows.tolist()):
+        if row >= 0 and int(positions[line]) < int(state[row, WORDS["banned_before"]]):
+            ids = state[row, -MAX_BANNED_IDS:][: int(state[row, WORDS["num_banned"]])] - first_id
+            logits[line, ids[(ids >= 0) & (ids < logits.shape[1])].long()] = -torch.inf
+
+
+@kernel("mask_banned", torch_mask_banned, writes="logits")
 def mask_banned(
     logits: torch.Tensor, state: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, first_id: int = 0
 ) -> None:

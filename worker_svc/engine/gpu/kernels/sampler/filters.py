@@ -24,7 +24,7 @@ from worker_svc.engine.backend import SamplingColumns
 from worker_svc.engine.gpu.collectives.group import Group
 from worker_svc.engine.gpu.kernels.launch import after_predecessor, dependent
 from worker_svc.engine.gpu.kernels.record import TEMPERATURE, WORDS
-from worker_svc.engine.sampling.noise import GREEDY_BELOW, keep_threshold
+from worker_svc.engine.sampling.noise import GREEDY_BELOW, keep_threshold, log_of
 
 TOP_K = tl.constexpr(WORDS["top_k"])
 TOP_P = tl.constexpr(WORDS["top_p"])
@@ -77,12 +77,7 @@ class RowLimits:
         )
 
 
-def log_min_p(min_p: float) -> float:
-    """The value that a record holds for min_p: its logarithm."""
-    return float(np.log(np.float64(np.float32(min_p)))) if min_p > 0 else -np.inf
-
-
-STORED_AS = {"min_p": log_min_p}  # parameters that the record holds in another form
+STORED_AS = {"min_p": log_of}  # parameters that the record holds in another form
 
 
 def is_needed(columns: SamplingColumns) -> bool:

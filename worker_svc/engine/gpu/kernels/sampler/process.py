@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from request_fields.fields import MAX_BAD_WORD_IDS
+from worker_svc.engine.gpu.kernels.forms import kernel
 from worker_svc.engine.gpu.kernels.record import WORDS
 
 IS_PROCESSED = tl.constexpr(WORDS["is_processed"])
@@ -103,6 +104,59 @@ def record_tokens_kernel(
     tl.store(count, tl.load(count, mask=is_here, other=0) + 1, mask=is_here)
 
 
+def torch_process(
+    logits: torch.Tensor, state: torch.Tensor, rows: torch.Tensor, added: torch.Tensor, counts: torch.Tensor
+) -> torch.Tensor:
+    out = logits.to(torch.float32, copy=True)
+    for line, row in enumerate(rows.tolist()):
+        if row < 0 or not int(state[row, WORDS["is_processed"]]):
+            continue
+        penalties = state[row, [WORDS[f"{name}_penalty"] for name in ("repetition", "frequency", "presence")]]
+        repetition, frequency, presence = penalties.view(torch.float32)
+        x, bias, seen = out[line], added[row], counts[row]
+        x = torch.where(bias != 0, x + bias, x)
+        x = torch.where(seen != 0, torch.where(x > 0, x / repetition, x * repetition), x)
+        num_output = seen & 0x7FFFFFFF
+        x = torch.where(num_output > 0, (x - frequency * num_output) - presence, x)
+        out[line] = torch.where(bias == -torch.inf, -torch.inf, x)
+    return out
+
+
+def torch_ban_bad_words(
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    positions: torch.Tensor,
+    words: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    recent: torch.Tensor,
+    first_id: int,
+) -> None:
+    ranges, starts, ids = (part.tolist() for part in words)
+    for line, (row, position) in enumerate(zip(rows.tolist(), positions.tolist(), strict=True)):
+        for word in range(*ranges[row]) if row >= 0 else ():
+            *before, last = ids[starts[word] : starts[word + 1]]
+            places = [place % RECENT for place in range(position - len(before), position)]
+            is_here = 0 <= last - first_id < logits.shape[1]
+            if is_here and len(before) <= position and recent[row, places].tolist() == before:
+                logits[line, last - first_id] = -torch.inf
+
+
+def torch_record_tokens(
+    tokens: torch.Tensor,
+    rows: torch.Tensor,
+    positions: torch.Tensor,
+    counts: torch.Tensor,
+    recent: torch.Tensor,
+    first_id: int,
+) -> None:
+    lines = (rows >= 0).nonzero().flatten()
+    rows, tokens = rows[lines].long(), tokens[lines]
+    recent[rows, positions[lines].long() % RECENT] = tokens
+    ids = tokens.long() - first_id
+    is_here = (ids >= 0) & (ids < counts.shape[1])
+    counts[rows[is_here], ids[is_here]] += 1
+
+
+@kernel("process", torch_process)
 def process(
     logits: torch.Tensor, state: torch.Tensor, rows: torch.Tensor, added: torch.Tensor, counts: torch.Tensor
 ) -> torch.Tensor:
@@ -117,6 +171,7 @@ def process(
     return out
 
 
+@kernel("bad_words", torch_ban_bad_words, writes="logits")
 def ban_bad_words(
     logits: torch.Tensor,
     rows: torch.Tensor,
@@ -137,6 +192,7 @@ def ban_bad_words(
     )  # fmt: skip
 
 
+@kernel("record_tokens", torch_record_tokens, writes="counts recent")
 def record_tokens(
     tokens: torch.Tensor,
     rows: torch.Tensor,

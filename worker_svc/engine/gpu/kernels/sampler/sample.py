@@ -13,13 +13,15 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 
 from request_fields.fields import SamplingParams
 from worker_svc.engine.gpu.collectives.group import ALONE, Group
+from worker_svc.engine.gpu.kernels.forms import kernel
 from worker_svc.engine.gpu.kernels.launch import after_predecessor, dependent
-from worker_svc.engine.gpu.kernels.record import LAST_TOKEN, TEMPERATURE, WORDS
+from worker_svc.engine.gpu.kernels.record import LAST_TOKEN, TEMPERATURE, WORDS, read_record
 from worker_svc.engine.gpu.kernels.sampler.filters import load_z
 from worker_svc.engine.gpu.kernels.sampler.noise import (
     APPROXIMATION_ERROR,
@@ -27,7 +29,7 @@ from worker_svc.engine.gpu.kernels.sampler.noise import (
     exact_noise,
     philox_words,
 )
-from worker_svc.engine.sampling.noise import sample_token
+from worker_svc.engine.sampling.noise import GREEDY_BELOW, has_token, pick_token, sample_token
 
 SEED_LOW = tl.constexpr(WORDS["seed"])
 SEED_HIGH = tl.constexpr(WORDS["seed"] + 1)
@@ -139,6 +141,42 @@ def read_keys_kernel(
     tl.store(state_ptr + row.to(tl.int64) * state_stride + LAST_TOKEN, token, mask=is_row)
 
 
+def whole_vocabulary(logits: torch.Tensor, group: Group) -> torch.Tensor:
+    """The logits [S, vocab] of all ranks. Only the last parts may be shorter."""
+    if group.size == 1:
+        return logits
+    width = group.all_reduce_max(torch.tensor([logits.shape[1]], device=logits.device))
+    padded = F.pad(logits, (0, int(width) - logits.shape[1]), value=-torch.inf)
+    return group.all_gather(padded).movedim(0, 1).flatten(1)
+
+
+def torch_sample(
+    logits: torch.Tensor,
+    state: torch.Tensor,
+    rows: torch.Tensor,
+    positions: torch.Tensor,
+    lowest: torch.Tensor | None,
+    scratch: tuple[torch.Tensor, torch.Tensor],
+    out: tuple[torch.Tensor, torch.Tensor],
+    first_id: int = 0,
+    group: Group = ALONE,
+) -> None:
+    whole = whole_vocabulary(logits, group).float().cpu().numpy()
+    for line, (row, position) in enumerate(zip(rows.tolist(), positions.tolist(), strict=True)):
+        if row < 0:
+            continue
+        (params, index), of_row, token = read_record(state[row]), whole[line], 0
+        is_good = has_token(of_row)
+        if is_good and params.temperature < np.float32(GREEDY_BELOW):
+            token = int(of_row.argmax())
+        elif is_good:
+            bound = np.float32(-np.inf if lowest is None else lowest[line].item())
+            token = pick_token(of_row / np.float32(params.temperature), bound, params.seed, index, position)
+        out[0][line], out[1][line] = token, not is_good
+        state[row, WORDS["last_token"]] = token
+
+
+@kernel("sample", torch_sample, writes="state out")
 def sample(
     logits: torch.Tensor,
     state: torch.Tensor,

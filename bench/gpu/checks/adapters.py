@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from bench.gpu.checks.case import TOLERANCES, Case, Outputs, Setup
 from worker_svc.engine.adapters.adapter import Adapter, AdapterPart
 from worker_svc.engine.adapters.targets import SITES, Module
 from worker_svc.engine.gpu.kernels import low_rank
 from worker_svc.engine.gpu.layers.adapter_shapes import AdapterShapes, ModuleShard, SiteShard
 from worker_svc.engine.gpu.layers.device_slots import NO_ADAPTER, DeviceSlots, StepAdapters
-from worker_svc.engine.gpu.start.checks.case import TOLERANCES, Case, Outputs, Setup
 
 OUTPUTS = (low_rank.BLOCK_N + 16, 48, 16)  # of the modules of the fused layer
 NUM_INPUTS = low_rank.SPLIT_INPUTS + 32  # two parts

@@ -7,11 +7,11 @@ from functools import partial
 
 import torch
 
+from bench.gpu.checks.case import TOLERANCES, Case, Outputs, Setup
 from worker_svc.engine.backend import Norm
 from worker_svc.engine.gpu.kernels import int4_linear, norm, norm_rows, scaled_linear
 from worker_svc.engine.gpu.kernels.int4_linear import DEPTH, Int4Weight
 from worker_svc.engine.gpu.kernels.scaled_linear import FP8, Fp8Weight, ScaledRows
-from worker_svc.engine.gpu.start.checks.case import TOLERANCES, Case, Outputs, Setup
 
 NUM_ROWS = scaled_linear.EXACT.rows + 1  # two tiles; the second has one row
 NUM_OUTPUTS = scaled_linear.EXACT.columns + 16

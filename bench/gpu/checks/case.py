@@ -7,24 +7,17 @@ from dataclasses import dataclass, field
 
 import torch
 
-from worker_svc.engine.backend import AttentionShape, BackendUnavailableError
+from worker_svc.engine.backend import AttentionShape
 from worker_svc.engine.config import Determinism
 from worker_svc.engine.decoder.config import ModelConfig
+from worker_svc.engine.gpu.check import TOLERANCES, difference
 from worker_svc.engine.gpu.collectives.group import Group
 from worker_svc.engine.gpu.layers.linears import WeightFormat
 from worker_svc.engine.gpu.step.device_rows import make_state
 
-Outputs = dict[str, torch.Tensor]
+__all__ = ["TOLERANCES", "Case", "Outputs", "Setup", "find_fault", "launch", "verify"]
 
-# Allowed difference per element, as a fraction of the sum of its magnitude and the root mean square of its last
-# dimension. A value in the wrong place differs by about 1, roundings of 16-bit numbers by less than 2 of their steps
-# (eps). float32 sums of thousands of products differ by 1e-5, products rounded to TF32 by 1e-3.
-TOLERANCES = {
-    torch.float32: 1e-4,
-    torch.float16: 4 * torch.finfo(torch.float16).eps,
-    torch.bfloat16: 4 * torch.finfo(torch.bfloat16).eps,
-    torch.float8_e4m3fn: torch.finfo(torch.float8_e4m3fn).eps,
-}
+Outputs = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,20 +88,22 @@ class Case:
         return len(self.starts) - 1
 
 
-def verify(case: Case, advice: str, *, is_exact: bool) -> None:
-    """Raises BackendUnavailableError, ending with `advice`, if the kernel fails to run or is wrong.
+class CheckError(Exception):
+    """A kernel fails to run or is wrong."""
+
+
+def verify(case: Case, *, is_exact: bool) -> None:
+    """Raises CheckError.
 
     `is_exact`: rows must also have the same bits when they are computed alone.
     """
     try:
         whole, parts = launch(case, is_exact=is_exact)
     except Exception as error:
-        raise BackendUnavailableError(
-            f"{case.kernel} failed in the start-up check ({case.inputs}): {error}; {advice}"
-        ) from error
+        raise CheckError(f"{case.kernel} does not run ({case.inputs}): {error}") from error
     fault = find_fault(case, whole, parts)
     if fault is not None:
-        raise BackendUnavailableError(f"{case.kernel} failed the start-up check ({case.inputs}): {fault}; {advice}")
+        raise CheckError(f"{case.kernel} is wrong ({case.inputs}): {fault}")
 
 
 def launch(case: Case, *, is_exact: bool) -> tuple[Outputs, dict[tuple[int, int], Outputs]]:
@@ -120,15 +115,15 @@ def launch(case: Case, *, is_exact: bool) -> tuple[Outputs, dict[tuple[int, int]
 def find_fault(case: Case, whole: Outputs, parts: dict[tuple[int, int], Outputs]) -> str | None:
     """Describes a fault in the outputs of all rows or of a part of them. None if there is none."""
     for name, expected in _on_host(case.expected).items():
-        fault = _difference(name, whole[name], expected, case.tolerances.get(name, 0.0))
+        fault = difference(whole[name], expected, case.tolerances.get(name, 0.0))
         if fault is not None:
-            return fault
+            return f"{name}: {fault}"
     for (first, last), part in parts.items():
         begin, end = case.starts[first], case.starts[last]
         for name, found in part.items():
-            fault = _difference(name, found[: end - begin], whole[name][begin:end], 0.0)
+            fault = difference(found[: end - begin], whole[name][begin:end], 0.0)
             if fault is not None:
-                return f"rows {first} to {last - 1} depend on the number of rows: {fault}"
+                return f"rows {first} to {last - 1} depend on the number of rows: {name}: {fault}"
     return None
 
 
@@ -139,19 +134,3 @@ def _parts(num_rows: int) -> list[tuple[int, int]]:
 
 def _on_host(outputs: Outputs) -> Outputs:
     return {name: output.cpu().double() for name, output in outputs.items()}
-
-
-def _difference(name: str, found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> str | None:
-    """Describes the element that is furthest beyond the tolerance. NaN counts as infinitely far."""
-    distance = torch.where(found == expected, 0.0, (found - expected).abs()).nan_to_num(torch.inf)
-    allowed = torch.zeros_like(distance)
-    if tolerance:
-        allowed = tolerance * (expected.abs() + expected.square().mean(-1, keepdim=True).sqrt())
-    excess = distance - allowed
-    if not (excess > 0).any():
-        return None
-    place = torch.unravel_index(excess.argmax(), excess.shape)
-    return (
-        f"the largest difference of {name} is {float(distance[place]):.3g} at {[int(index) for index in place]} "
-        f"(got {float(found[place]):.6g}, expected {float(expected[place]):.6g}, tolerance {float(allowed[place]):.3g})"
-    )

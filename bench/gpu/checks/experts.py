@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from bench.gpu.checks.case import TOLERANCES, Case, Outputs, Setup
 from worker_svc.engine.gpu.kernels import activation, expert_linear, route, scaled_linear
 from worker_svc.engine.gpu.kernels.expert_linear import ExpertWeights
 from worker_svc.engine.gpu.kernels.scaled_linear import FP8, Fp8Weight
 from worker_svc.engine.gpu.layers.experts import StackedExperts, compute_experts
 from worker_svc.engine.gpu.layers.linears import DeviceLinears
-from worker_svc.engine.gpu.start.checks.case import TOLERANCES, Case, Outputs, Setup
 
 NUM_TOKENS = 5
 MORE_TOKENS = (expert_linear.FEW_ROWS.rows + 1, expert_linear.EXACT.rows + 1)  # of each expert: the other tile shapes

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import torch
 
+from bench.gpu.checks.case import Case, Outputs, Setup
 from worker_svc.engine.gpu.kernels import deltas, prepare
-from worker_svc.engine.gpu.start.checks.case import Case, Outputs, Setup
 
 STARTS, ROWS = (0, 1, 4, 5), (3, 0, 2)
 PADDING = 6  # tokens beyond the batch
@@ -25,7 +25,9 @@ def deltas_cases(setup: Setup) -> Iterator[Case]:
         deltas.apply_deltas(changed, changes)
         return {"rows": changed}
 
-    expected = {"rows": deltas.reference(state, changes)}
+    wanted = state.clone()
+    deltas.torch_deltas(wanted, changes)
+    expected = {"rows": wanted}
     yield Case("deltas", f"{NUM_DELTAS} of {NUM_WORDS} words", (0, NUM_WORDS), run, expected)
 
 

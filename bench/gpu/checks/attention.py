@@ -8,10 +8,10 @@ from functools import partial
 
 import torch
 
+from bench.gpu.checks.case import TOLERANCES, Case, Outputs, Setup
 from worker_svc.engine.backend import AttentionShape
 from worker_svc.engine.gpu.attention.paged import Attention, LayerCache, host_lengths
 from worker_svc.engine.gpu.kernels.attention import Queries, reference
-from worker_svc.engine.gpu.start.checks.case import TOLERANCES, Case, Outputs, Setup
 from worker_svc.engine.gpu.step.device_rows import HEAD_WORDS
 from worker_svc.engine.gpu.step.step_buffer import Bucket, HostStep, StepColumns
 

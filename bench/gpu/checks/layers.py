@@ -7,9 +7,9 @@ from functools import partial
 
 import torch
 
+from bench.gpu.checks.case import TOLERANCES, Case, Outputs, Setup
 from worker_svc.engine.backend import Norm, RotaryTable
 from worker_svc.engine.gpu.kernels import activation, fp8, linear, norm, rope_store
-from worker_svc.engine.gpu.start.checks.case import TOLERANCES, Case, Outputs, Setup
 
 NUM_ROWS = 3
 LINEAR_ROWS = linear.BLOCK_M + 1  # two tiles; the second has one row

@@ -8,13 +8,13 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from bench.gpu.checks.case import Case, Outputs, Setup
 from request_fields.fields import MAX_BANNED_IDS, SamplingParams, sampling_params
 from step_protocol.messages import RowOpen, TokenRules
 from worker_svc.engine.gpu.kernels.record import WORDS
 from worker_svc.engine.gpu.kernels.sampler import filters, sample
 from worker_svc.engine.gpu.kernels.sampler.banned import mask_banned
 from worker_svc.engine.gpu.kernels.sampler.thresholds import Thresholds
-from worker_svc.engine.gpu.start.checks.case import Case, Outputs, Setup
 from worker_svc.engine.gpu.step.device_rows import HEAD_WORDS, sampling_words
 from worker_svc.engine.gpu.step.processing import DeviceProcessing
 from worker_svc.engine.rows.errors import RowErrors

@@ -1,0 +1,96 @@
+"""The start-up check: correct kernels pass, and a kernel that fails is replaced, with a warning that names it."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.gpu.driver import DeviceDriver, load
+from tests.gpu.test_runner import HEADS_4_2, SMALL, run_mixed
+from tests.unit.engine.models import load_reference, make_model
+from tests.unit.engine.test_engine_models import check_against
+from worker_svc.engine.backend import BackendUnavailableError
+from worker_svc.engine.gpu.kernels import attention, norm, rope_store, scaled_linear
+from worker_svc.engine.gpu.kernels.sampler import candidates, sample
+from worker_svc.engine.gpu.start.setup import Setup
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+@pytest.fixture(autouse=True)
+def _as_where_kernels_are_compiled(monkeypatch):
+    monkeypatch.setattr(Setup, "is_compiled", True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("model"), "qwen3", **SMALL, **HEADS_4_2)
+
+
+@pytest.mark.parametrize("settings", [
+    {"determinism": "exact"},
+    {"kv_cache_dtype": "fp8", "quantize": "fp8", "max_adapters": 2, "max_adapter_rank": 4},
+], ids=["exact", "fp8 and adapters"])  # fmt: skip
+def test_correct_kernels_pass(folder, caplog, settings):
+    runner = load(folder, **settings)
+    assert "torch" not in runner.info.numerics
+    assert runner.info.backend == "cuda/triton"
+    assert caplog.text == ""
+    driver = DeviceDriver(runner)
+    run_mixed(driver)
+    if "quantize" not in settings:
+        check_against(load_reference(folder), driver, [0, 1, 2])
+
+
+FAULTS = [
+    ("rope_store", rope_store, "cos_ptr + position", "cos_ptr + (position + 1)"),
+    ("norm", norm, "residual.to(tl.float32)", "tl.where(column == 31, 0.0, residual.to(tl.float32))"),
+    ("sample", sample, "tl.store(token_ptr + sample, token)", "tl.store(token_ptr + sample, token + (sample == 1))"),
+    (
+        "thresholds", candidates, "    tl.store(lowest_ptr + sample, lowest)\n\n\nclass",
+        "    tl.store(lowest_ptr + sample, lowest + 0.1)\n\n\nclass",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "module", "old", "new"), FAULTS, ids=[fault[0] for fault in FAULTS])
+def test_a_kernel_that_fails_is_replaced(folder, plant_mutant, caplog, name, module, old, new):
+    plant_mutant(module, old, new)
+    runner = load(folder)
+    assert runner.info.numerics.endswith(f"torch for {name}")
+    assert f"plain torch replaces {name}, which is slower: {name} failed the start-up check" in caplog.text
+    driver = DeviceDriver(runner)
+    run_mixed(driver)
+    check_against(load_reference(folder), driver, [0, 1, 2])
+
+
+def test_a_kernel_that_fails_ends_the_start_if_triton_is_required(folder, plant_mutant):
+    plant_mutant(norm, "residual.to(tl.float32)", "tl.where(column == 31, 0.0, residual.to(tl.float32))")
+    with pytest.raises(BackendUnavailableError, match=r"norm failed the start-up check .*the largest difference is"):
+        load(folder, kernels="triton")
+
+
+def test_a_kernel_that_does_not_run_is_replaced(folder, monkeypatch, caplog):
+    monkeypatch.setattr(scaled_linear, "scaled_linear_kernel", None)
+    assert load(folder, quantize="fp8", determinism="exact").info.numerics.endswith("torch for scaled_linear")
+    assert "scaled_linear failed in the start-up check" in caplog.text
+
+
+def test_attention_that_fails_is_replaced(folder, plant_mutant, caplog):
+    plant_mutant(attention, "key[None, :] <= query_position[:, None]", "key[None, :] < query_position[:, None]")
+    runner = load(folder)
+    assert runner.info.backend == "cuda/torch"
+    assert "attention torch is used instead: attention failed the start-up check" in caplog.text
+    driver = DeviceDriver(runner)
+    run_mixed(driver)
+    check_against(load_reference(folder), driver, [0, 1, 2])
+
+
+def test_exact_mode_replaces_kernels_whose_rows_depend_on_each_other(folder, plant_mutant, caplog):
+    plant_mutant(norm, "/ N + eps)", "/ N * (1 + 1e-6 * tl.num_programs(0)) + eps)")
+    assert load(folder, determinism="best_effort").info.backend == "cuda/triton"
+    runner = load(folder, determinism="exact")
+    assert "rows depend on the number of rows" in caplog.text
+    assert runner.info.numerics.endswith("torch for all kernels")
+    driver = DeviceDriver(runner)
+    run_mixed(driver)
+    check_against(load_reference(folder), driver, [0, 1, 2])

@@ -1,0 +1,144 @@
+"""What is chosen and checked before the weights are loaded: device, dtype, shapes of this rank; and the progress."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from worker_svc.engine.backend import AttentionShape, BackendUnavailableError
+from worker_svc.engine.checkpoint.tensors import Checkpoint
+from worker_svc.engine.config import ComputeDtype, EngineConfig
+from worker_svc.engine.decoder.config import ModelConfig
+from worker_svc.engine.gpu.collectives.group import Group
+from worker_svc.engine.gpu.layers.linears import FP8_CAPABILITY, has_fp8
+from worker_svc.engine.gpu.layers.weights import shard_config
+
+DTYPES: dict[ComputeDtype, torch.dtype] = {
+    "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16,
+}  # fmt: skip
+STORED = {dtype: name for name, dtype in DTYPES.items()}
+HEAD_DIMS = (16, 256)  # lower limit: tensor cores; upper limit: registers and shared memory
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """The shapes and settings of this rank."""
+
+    config: EngineConfig
+    whole: ModelConfig
+    model: ModelConfig  # this rank's shard: its heads and its part of the intermediate size
+    dtype_name: ComputeDtype
+    device: torch.device
+    group: Group
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype_name]
+
+    @property
+    def is_exact(self) -> bool:
+        return self.config.determinism == "exact"
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether kernels are compiled. Elsewhere they are interpreted, which tests cover."""
+        return self.device.type == "cuda"
+
+    @property
+    def has_scaled_cache(self) -> bool:
+        return self.config.kv_cache_dtype == "fp8"
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        return torch.float8_e4m3fn if self.has_scaled_cache else self.dtype
+
+    @property
+    def max_model_len(self) -> int:
+        return self.config.max_model_len or self.whole.max_position_embeddings
+
+    @property
+    def max_tokens(self) -> int:
+        """Of a step."""
+        return max(self.config.max_num_batched_tokens, self.config.max_num_seqs)
+
+    @property
+    def vocab(self) -> range:
+        """This rank's part of the vocabulary."""
+        return self.group.vocab_part(self.whole.vocab_size)
+
+    @property
+    def attention_shapes(self) -> list[AttentionShape]:
+        """The different attentions of the layers."""
+        return list(dict.fromkeys(self.model.attention(index) for index in range(self.model.num_layers)))
+
+
+def make_setup(
+    config: EngineConfig, checkpoint: Checkpoint, whole: ModelConfig, device: torch.device, group: Group
+) -> Setup:
+    """Raises BackendUnavailableError for a model or settings that the device cannot serve."""
+    model = shard_config(whole, group)
+    dim, (least, most) = model.heads.head_dim, HEAD_DIMS
+    if config.kernels != "torch" and not least <= dim <= most:
+        raise BackendUnavailableError(
+            f"head_dim {dim} is outside {least} to {most}, the range of the cuda backend; use --backend cpu"
+        )
+    if config.kv_cache_dtype == "fp8":
+        _check_fp8(device, "kv_cache_dtype fp8", "use --kv-cache-dtype auto")
+    if config.quantize == "fp8":
+        _check_fp8(device, "quantize fp8", "start the worker without --quantize")
+    return Setup(config, whole, model, choose_dtype(config, checkpoint, device), device, group)
+
+
+def find_device(config: EngineConfig, rank: int = 0) -> torch.device:
+    """This rank's GPU, or the CPU for torch forms and for Triton's interpreter. Raises BackendUnavailableError if there
+    is neither."""
+    if torch.cuda.is_available():
+        if rank >= torch.cuda.device_count():
+            raise BackendUnavailableError(
+                f"rank {rank} of this host has no GPU: {torch.cuda.device_count()} are visible; lower "
+                "tensor_parallel_size"
+            )
+        torch.cuda.set_device(rank)
+        return torch.device("cuda", rank)
+    import triton
+
+    if config.kernels == "torch" or triton.knobs.runtime.interpret:
+        return torch.device("cpu")
+    raise BackendUnavailableError("no CUDA device was found; use --backend cpu")
+
+
+def _check_fp8(device: torch.device, setting: str, advice: str) -> None:
+    if not has_fp8(device):
+        major, minor = FP8_CAPABILITY
+        raise BackendUnavailableError(f"{setting} needs a GPU of compute capability {major}.{minor} or newer; {advice}")
+
+
+def choose_dtype(config: EngineConfig, checkpoint: Checkpoint, device: torch.device) -> ComputeDtype:
+    """The dtype of the weights and of the KV cache, as set or as stored."""
+    dtype = config.dtype
+    if dtype == "auto":
+        dtype = STORED.get(checkpoint.stored_dtype(), "bfloat16")  # other types are refused when they are read
+    if dtype == "bfloat16" and device.type != "cuda" and config.kernels != "torch":
+        raise BackendUnavailableError("Triton's interpreter multiplies bfloat16 wrongly; use --dtype float32")
+    return dtype
+
+
+class Stages:
+    """Combines the progress of weights and graphs. Weights may take minutes, graphs seconds."""
+
+    WEIGHTS = 0.8  # fraction of the weights if graphs follow
+
+    def __init__(self, progress: Callable[[float], None] | None, *, has_graphs: bool) -> None:
+        self._progress = progress or (lambda fraction: None)
+        self._share = self.WEIGHTS if has_graphs else 1.0
+
+    def weights(self, fraction: float) -> None:
+        self._progress(fraction * self._share)
+
+    def graphs(self, fraction: float) -> None:
+        self._progress(self._share + fraction * (1 - self._share))
+
+    def end(self) -> None:
+        self._progress(1.0)
