@@ -16,7 +16,7 @@ from scheduler_svc.core.features.adapters import UsesAdapter
 from scheduler_svc.core.features.beams import Beams
 from scheduler_svc.core.features.encoder import EncoderPositions
 from scheduler_svc.core.features.inputs import Inputs
-from scheduler_svc.core.features.pooled import Pooled
+from scheduler_svc.core.features.pooled import PooledRequest
 from scheduler_svc.core.features.prompt_logprobs import PromptDelivery
 from scheduler_svc.core.messages import WorkerCapacity
 from scheduler_svc.core.scheduler import Scheduler
@@ -96,7 +96,7 @@ def make_features(
     image_work: Sequence[tuple[int, int]] = (),
     prompt_logprobs: int | None = None,
     num_prompt_logprobs: int = 1,
-    pooling: Pooled | None = None,
+    pooling: PooledRequest | None = None,
     adapter: bytes = b"",
 ) -> Features:
     """The features of a request that uses these."""

@@ -25,7 +25,7 @@ from scheduler_svc.core.features.adapters import UsesAdapter
 from scheduler_svc.core.features.beams import Beams
 from scheduler_svc.core.features.encoder import EncoderPositions
 from scheduler_svc.core.features.inputs import Inputs
-from scheduler_svc.core.features.pooled import Pooled
+from scheduler_svc.core.features.pooled import PooledRequest
 from scheduler_svc.core.features.prompt_logprobs import PromptDelivery
 from scheduler_svc.core.sequence import NO_FEATURES, Feature, Features, RowOptions, SequenceGroup
 from step_protocol.columns import U32, WireError, u32_from_bytes, u32_to_bytes
@@ -277,7 +277,7 @@ def _adapter(digest: bytes) -> UsesAdapter:
     return UsesAdapter(digest)
 
 
-def _pooled(submit: scheduler_pb2.Submit, n: int, info: types_pb2.ModelInfo) -> Pooled | None:
+def _pooled(submit: scheduler_pb2.Submit, n: int, info: types_pb2.ModelInfo) -> PooledRequest | None:
     """What a request returns instead of tokens; None if it generates."""
     if not submit.HasField("pooling"):
         if info.is_encoder or (info.HasField("pooling") and not info.pooling.generates):
@@ -293,4 +293,4 @@ def _pooled(submit: scheduler_pb2.Submit, n: int, info: types_pb2.ModelInfo) -> 
     if submit.stop.max_tokens or n != 1:
         raise InvalidRequestError("a request with pooling must have max_tokens 0 and n 1", field="pooling")
     reads_last = message.kind == types_pb2.POOLING_KIND_LAST or not is_vector
-    return Pooled(message, may_hit=not info.is_encoder and reads_last)
+    return PooledRequest(message, may_hit=not info.is_encoder and reads_last)

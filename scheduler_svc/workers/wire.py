@@ -18,7 +18,7 @@ from request_fields.sizes import MAX_POOL_BLOCKS, MAX_POOL_TOKENS
 from scheduler_svc.core.features.adapters import UsesAdapter
 from scheduler_svc.core.features.encoder import EncoderPositions
 from scheduler_svc.core.features.inputs import Inputs
-from scheduler_svc.core.features.pooled import Pooled
+from scheduler_svc.core.features.pooled import PooledRequest
 from scheduler_svc.core.messages import CachedBlock, RowAssignment, WorkerCapacity
 from scheduler_svc.core.sequence import Feature
 from scheduler_svc.workers.seals import SEAL_BYTES, BlockKeys, LeaseIds
@@ -91,7 +91,7 @@ def _open_row(assignment: RowAssignment, batch: worker_pb2.StepBatch) -> None:
 
 def _add_feature(feature: Feature, message: worker_pb2.RowOpen) -> None:
     match feature:
-        case Pooled():
+        case PooledRequest():
             message.pooling.CopyFrom(feature.message)
         case EncoderPositions(message=encoder) if encoder is not None:
             message.encoder.CopyFrom(encoder)

@@ -27,7 +27,7 @@ from scheduler_svc.core.errors import (
 )
 from scheduler_svc.core.features.adapters import AdapterSwap, adapter_of
 from scheduler_svc.core.features.beams import beam_blocks
-from scheduler_svc.core.features.pooled import Pooled
+from scheduler_svc.core.features.pooled import PooledRequest
 from scheduler_svc.core.messages import Deltas, Finished, RowAssignment, WorkerCapacity
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishReason, SequenceGroup, StopCondition
@@ -196,7 +196,7 @@ class Cluster:
             features=make_features(
                 beam_params=request.beams,
                 num_encoder_tokens=request.num_encoder_tokens,
-                pooling=Pooled(request.pooling, may_hit=request.pooling == "last") if request.pooling else None,
+                pooling=PooledRequest(request.pooling, may_hit=request.pooling == "last") if request.pooling else None,
                 inputs=request.inputs,
                 num_input_bytes=sum(item.length for item in request.inputs),
                 image_work=[(item.start, 1 + 3 * item.length) for item in request.inputs if item.content == 0],

@@ -28,7 +28,7 @@ from xxhash import xxh3_128_digest
 
 from prefix_index.content_ids import FIRST_CONTENT_ID
 from scheduler_svc.core.features.adapters import adapter_of
-from scheduler_svc.core.features.pooled import Pooled
+from scheduler_svc.core.features.pooled import PooledRequest
 from scheduler_svc.core.messages import CachedBlock, RowAssignment, WorkerCapacity
 from scheduler_svc.core.sequence import SequenceGroup
 from step_protocol.messages import BeamCandidates, PooledRows, RowError, StepBatch, StepOutput
@@ -607,5 +607,5 @@ class SymbolicWorker:
 
 def _pooling(opened: RowAssignment) -> str | None:
     """What the row pools; None if it returns tokens."""
-    found = opened.group.features.find(Pooled)
+    found = opened.group.features.find(PooledRequest)
     return None if found is None else found.message

@@ -39,7 +39,7 @@ class PoolingRows(WorkerPart):
         self._rows.discard(row)
 
 
-class Pooled(Feature):
+class PooledRequest(Feature):
     """What a pooled request returns. `message` is opaque and reaches the worker in RowAssignment.
 
     `may_hit`: the numbers depend on the state of the last token only. Others need the states of all tokens, which a
