@@ -18,6 +18,7 @@ SMALL_BYTES = 64 << 10  # fields of smaller messages are not counted: they decod
 MAX_FIELDS = 60_000  # above the largest valid request: a chat of 10,000 messages
 MAX_STREAM_FIELDS = 1_000_000  # of a message in a stream between services: the requests of many clients
 NUMBERS_PER_FIELD = 35  # packed numbers that count as one field: 2 million in a request
+MAX_NUMBER_BYTES = 5  # of a uint32
 MAX_DEPTH = 100  # of messages in each other; the decoder refuses more
 
 
@@ -84,7 +85,7 @@ def _count(data: bytes, position: int, end: int, layout: Layout, left: int, dept
                 length, position = _varint(data, position - 1)
             inner = layout.get(tag >> 3)
             if inner is NUMBERS:
-                left -= len(data[position : position + length].translate(None, CONTINUES)) // NUMBERS_PER_FIELD
+                left -= _count_numbers(data, position, length, left)
             elif inner is not None and depth < MAX_DEPTH:
                 left = _count(data, position, min(end, position + length), inner, left, depth + 1)
             position += length
@@ -93,6 +94,13 @@ def _count(data: bytes, position: int, end: int, layout: Layout, left: int, dept
         else:
             position += {FIXED64: 8, FIXED32: 4}.get(wire_type, 0)
     return left
+
+
+def _count_numbers(data: bytes, position: int, length: int, left: int) -> int:
+    """The numbers of a packed field, as fields. A payload that is certainly too long is not read."""
+    if length > MAX_NUMBER_BYTES * NUMBERS_PER_FIELD * left:
+        return left + 1
+    return len(data[position : position + length].translate(None, CONTINUES)) // NUMBERS_PER_FIELD
 
 
 def _varint(data: bytes, position: int) -> tuple[int, int]:
