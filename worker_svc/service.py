@@ -114,7 +114,7 @@ class WorkerProcess:
             serving = asyncio.ensure_future(self._server.run_until_stopped(self._drain))
             loading = asyncio.ensure_future(self._load_or_cancel(serving))
             registering.add_done_callback(lambda _: self._cancel_if_failed(registering, serving))
-            closing.push_async_callback(_cancel, registering)
+            closing.push_async_callback(cancel, registering)
             if self._nodes is not None:
                 closing.callback(self._nodes.stop)
             closing.callback(self._adapters.close)
@@ -125,7 +125,7 @@ class WorkerProcess:
             return self._exit_code
         serving.result()
         if not loading.done() or self._executor.num_in_flight:
-            await _cancel(loading)
+            await cancel(loading)
             _exit_now()  # the model thread cannot be interrupted
         return 0
 
@@ -299,11 +299,6 @@ def set_thread_environment(threads: int | None) -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if threads is not None:
         os.environ["OMP_NUM_THREADS"] = str(threads)
-
-
-async def _cancel(task: asyncio.Future[None]) -> None:
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)  # failures are already logged
 
 
 def _exit_now() -> NoReturn:

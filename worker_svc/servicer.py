@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import suppress
 from typing import Any
 
 import grpc
@@ -13,6 +12,7 @@ from quire.internal.v1 import worker_pb2, worker_pb2_grpc
 
 from svc_common.errors import InvalidRequestError, QuireError, UnavailableError
 from svc_common.observe.inspection import Inspector
+from svc_common.tasks import cancel
 from worker_svc.adapters import WorkerAdapters
 from worker_svc.bundle import Bundle
 from worker_svc.executor import StepExecutor
@@ -131,7 +131,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         finally:
             unwatch()
             self._inboxes.discard(inbox)
-            await _cancel(reader)
+            await cancel(reader)
 
     async def StepBatch(self, request: worker_pb2.StepBatchRequest, context: Context) -> worker_pb2.StepBatchResponse:
         (answer,) = self._executor.submit((request.batch,))
@@ -185,9 +185,3 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._end_error = error
         for inbox in self._inboxes:
             inbox.fail(error)
-
-
-async def _cancel(task: asyncio.Future[None]) -> None:
-    task.cancel()
-    with suppress(asyncio.CancelledError):
-        await task

@@ -80,7 +80,7 @@ class LayerReader:
 
 
 @dataclass(frozen=True, slots=True)
-class Attention:
+class AttentionInput:
     """The rows of a batch, where their keys and values are, and how they attend to them."""
 
     batch: ForwardBatch
@@ -103,8 +103,8 @@ class LayerRunner:
         layer: StackLayer,
         x: torch.Tensor,
         residual: torch.Tensor | None,
-        own: Attention,
-        cross: Attention | None = None,
+        own: AttentionInput,
+        cross: AttentionInput | None = None,
     ) -> torch.Tensor | None:
         """Adds the residual to x; returns the residual of the layer, if norms precede its parts."""
         part, to = layer.cross, cross
@@ -128,14 +128,14 @@ class LayerRunner:
         self.backend.add_norm(x, residual, norm, normed)
         return compute(normed)
 
-    def _attend(self, qkv: torch.Tensor, own: Attention) -> torch.Tensor:
+    def _attend(self, qkv: torch.Tensor, own: AttentionInput) -> torch.Tensor:
         """Stores the keys and values of [q | k | v]; the output of the heads [T, q_heads * head_dim]."""
         heads = own.shape.heads
         q = qkv.new_empty(len(qkv), heads.num_q_heads, heads.head_dim)
         self.backend.qk_norm_rope_store(qkv, None, own.rotary, own.batch, own.cache, q, heads)
         return self._heads(q, own)
 
-    def _heads(self, q: torch.Tensor, to: Attention) -> torch.Tensor:
+    def _heads(self, q: torch.Tensor, to: AttentionInput) -> torch.Tensor:
         """The output of the heads for queries, over keys and values that are stored."""
         q = q.view(len(q), to.shape.heads.num_q_heads, to.shape.heads.head_dim)
         attended = torch.empty_like(q)

@@ -15,7 +15,7 @@ from worker_svc.engine.checkpoint.tensors import Checkpoint
 from worker_svc.engine.decoder.kv_cache import KVCachePool
 from worker_svc.engine.decoder.model import Progress
 from worker_svc.engine.encoder.config import EncoderConfig
-from worker_svc.engine.layers import Attention, LayerReader, LayerRunner, StackLayer
+from worker_svc.engine.layers import AttentionInput, LayerReader, LayerRunner, StackLayer
 
 # of heads that are not computed, and of buffers
 IGNORED_ENDINGS = (
@@ -103,7 +103,7 @@ class EncoderModel:
     def _encode(self, batch: ForwardBatch, pool: KVCachePool) -> torch.Tensor:
         x, residual, cache = self._embed(batch), None, pool.layer(0)
         for index, layer in enumerate(self._layers):
-            own = Attention(batch, cache, self._config.attention(index), self._rotary(index))
+            own = AttentionInput(batch, cache, self._config.attention(index), self._rotary(index))
             residual = self._runner.run(layer, x, residual, own)
         if self._final_norm is not None:
             self._backend.add_norm(x, residual, self._final_norm, x)

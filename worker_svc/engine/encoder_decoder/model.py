@@ -18,7 +18,7 @@ from worker_svc.engine.backend import AttentionShape, Backend, ForwardBatch
 from worker_svc.engine.decoder.kv_cache import KVCachePool
 from worker_svc.engine.encoder_decoder.config import CONV_STRIDE, EncoderDecoderConfig
 from worker_svc.engine.encoder_decoder.weights import KERNEL, EncoderDecoderLoader, LayerStack
-from worker_svc.engine.layers import Attention, LayerRunner
+from worker_svc.engine.layers import AttentionInput, LayerRunner
 
 NO_HEADS: I64 = np.empty(0, np.int64)
 
@@ -153,8 +153,8 @@ class EncoderDecoderModel:
         cross_shape = AttentionShape(heads, scale, is_causal=False)
         for index, layer in enumerate(stack.layers):
             kv = cache.layer(index if cross is not None else 0)
-            to_encoder = None if cross is None else Attention(cross, kv, cross_shape)
-            residual = self._runner.run(layer, x, residual, Attention(own, kv, own_shape), to_encoder)
+            to_encoder = None if cross is None else AttentionInput(cross, kv, cross_shape)
+            residual = self._runner.run(layer, x, residual, AttentionInput(own, kv, own_shape), to_encoder)
         if stack.final_norm is not None:
             self._backend.add_norm(x, residual, stack.final_norm, x)
         elif residual is not None:

@@ -16,7 +16,7 @@ import torch
 from worker_svc.engine.backend import AttentionShape, Backend, ForwardBatch, Linear, Norm, RotaryTable
 from worker_svc.engine.checkpoint.tensors import Checkpoint
 from worker_svc.engine.kernels.exact_ops import cos_sin
-from worker_svc.engine.layers import Attention, LayerReader, LayerRunner, StackLayer
+from worker_svc.engine.layers import AttentionInput, LayerReader, LayerRunner, StackLayer
 from worker_svc.engine.vision.config import VisionConfig
 
 NORM_EPS = 1e-6
@@ -80,7 +80,7 @@ class VisionTower:
         config, cache = self.config, layout.cache(x.dtype)
         batch = layout.whole if config.window is None or index in config.full_layers else layout.windows
         shape = AttentionShape(config.heads, config.heads.head_dim**-0.5, is_causal=False)
-        return self._runner.run(self._layers[index], x, residual, Attention(batch, cache, shape, layout.rotary))
+        return self._runner.run(self._layers[index], x, residual, AttentionInput(batch, cache, shape, layout.rotary))
 
     def merge(self, x: torch.Tensor) -> torch.Tensor:
         """The embeddings [num_tokens, out] of a whole tower."""
