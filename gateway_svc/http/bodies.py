@@ -27,7 +27,6 @@ from gateway_svc.http.fields import (
 )
 from gateway_svc.http.json_text import TooManyValuesError, decode
 from gateway_svc.request.cost import check_cost
-from gateway_svc.text.infill import infill_prompt
 from request_fields.fields import FieldError
 from svc_common.errors import InvalidRequestError
 
@@ -41,6 +40,13 @@ MAX_IGNORED_SHOWN = 32
 RESPONSE_FORMAT, STRUCTURED_OUTPUTS = "response_format", "structured_outputs"
 RESPONSE_FORMATS = "text, json_object and json_schema"
 OF_KEY = {row.name.removeprefix("guided_"): row for row in GUIDED}  # keys of structured_outputs
+PREFIX, SUFFIX = "{prefix}", "{suffix}"
+INFILL_FORMATS = (  # special tokens and the texts between them
+    ("<|fim_prefix|>", PREFIX, "<|fim_suffix|>", SUFFIX, "<|fim_middle|>"),  # Qwen2.5-Coder, CodeGemma
+    ("<fim_prefix>", PREFIX, "<fim_suffix>", SUFFIX, "<fim_middle>"),  # StarCoder, Granite
+    ("<｜fim▁begin｜>", PREFIX, "<｜fim▁hole｜>", SUFFIX, "<｜fim▁end｜>"),  # DeepSeek-Coder
+    ("[SUFFIX]", SUFFIX, "[PREFIX]", PREFIX),  # Codestral
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +164,15 @@ def with_suffix(asked: Generation, has_token: Callable[[str], bool]) -> Generati
             raise invalid("suffix", "is set, but the model's vocabulary has no tokens for infilling; leave it unset")
         request.prompt.text = prompt
     return asked
+
+
+def infill_prompt(prefix: str, suffix: str, has_token: Callable[[str], bool]) -> str | None:
+    """The prompt whose answer stands between prefix and suffix; None if the vocabulary has no tokens for it."""
+    given = {PREFIX: prefix, SUFFIX: suffix}
+    for format in INFILL_FORMATS:
+        if all(has_token(part) for part in format if part not in given):
+            return "".join(given.get(part, part) for part in format)
+    return None
 
 
 def ignored_header(names: Sequence[str]) -> str:

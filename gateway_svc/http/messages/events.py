@@ -21,7 +21,7 @@ STOP_REASONS = {
 }
 
 
-class MessageBuilder:
+class BlockBuilder:
     """Builds one message. Blocks are numbered in the order in which they begin, and one ends before the next begins."""
 
     def __init__(self, message_id: str, model: str) -> None:

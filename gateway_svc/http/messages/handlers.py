@@ -16,7 +16,7 @@ from gateway_svc.http.answers import named_event
 from gateway_svc.http.errors import message_error
 from gateway_svc.http.merge import merged
 from gateway_svc.http.messages.bodies import MessagesBody, count_request, messages_request
-from gateway_svc.http.messages.events import MessageBuilder
+from gateway_svc.http.messages.events import BlockBuilder
 from gateway_svc.http.replies import EventStream, Read, encoded_events, ignored_headers, json_reply
 from gateway_svc.operators.audit.entry import record_request_id
 from gateway_svc.pipeline.generation import GenerationPipeline
@@ -45,7 +45,7 @@ class MessagesHandlers:
         message_id = f"msg_{secrets.token_hex(12)}"
         record_request_id(message_id)
         asked.request.request_id = message_id
-        builder = MessageBuilder(message_id, asked.request.model)
+        builder = BlockBuilder(message_id, asked.request.model)
         events = merged([self._generation.generate(asked.request)])
         if asked.is_stream:
             data = encoded_events(MessageStream(builder), events, request.scope)
@@ -70,7 +70,7 @@ class MessagesHandlers:
 class MessageStream:
     """A message as server-sent events."""
 
-    def __init__(self, builder: MessageBuilder) -> None:
+    def __init__(self, builder: BlockBuilder) -> None:
         self._builder = builder
 
     def take(self, prompt: int, event: pb.GenerateResponse) -> bytes:

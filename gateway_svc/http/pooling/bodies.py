@@ -39,7 +39,7 @@ class Embeddings:
 
 
 @dataclass(frozen=True, slots=True)
-class Pooled:
+class PoolingBody:
     """A body of /pooling or /classify. `task`: of TASKS; None: what the model was made for."""
 
     request: pb.EmbedRequest
@@ -96,7 +96,7 @@ def _set_vector(body: Mapping[str, Any], request: pb.EmbedRequest) -> None:
         request.dimensions = positive(body, "dimensions")
 
 
-def pooling_of(data: bytes) -> Pooled:
+def pooling_of(data: bytes) -> PoolingBody:
     """Parse a body of /pooling. Raises InvalidRequestError."""
     body = body_of(data)
     task = body.get("task")
@@ -105,14 +105,14 @@ def pooling_of(data: bytes) -> Pooled:
     request = _embed_request(body)
     _set_vector(body, request)
     is_raw = not flag(body, "use_activation", default=True)
-    return Pooled(request, task, is_raw, _is_base64(body), ignored_names(fields.POOLING, body))
+    return PoolingBody(request, task, is_raw, _is_base64(body), ignored_names(fields.POOLING, body))
 
 
-def classify_of(data: bytes) -> Pooled:
+def classify_of(data: bytes) -> PoolingBody:
     """Parse a body of /classify. Raises InvalidRequestError."""
     body = body_of(data)
     is_raw = not flag(body, "use_activation", default=True)
-    return Pooled(_embed_request(body), "classify", is_raw, False, ignored_names(fields.CLASSIFY, body))
+    return PoolingBody(_embed_request(body), "classify", is_raw, False, ignored_names(fields.CLASSIFY, body))
 
 
 def score_of(data: bytes) -> Scores:

@@ -12,7 +12,7 @@ from starlette.routing import Route
 
 from gateway_svc.http.fields import paths_of
 from gateway_svc.http.pooling import bodies, cohere
-from gateway_svc.http.pooling.bodies import Pooled
+from gateway_svc.http.pooling.bodies import PoolingBody
 from gateway_svc.http.pooling.cohere import CohereEmbeddings
 from gateway_svc.http.replies import Read, json_reply
 from gateway_svc.pipeline.pooling import PoolingPipeline
@@ -67,7 +67,7 @@ class PoolingHandlers:
     async def pool(self, request: Request) -> Response:
         """The vectors or the class probabilities of one or more inputs."""
         request.scope["names"] = EMBED_NAMES
-        asked: Pooled = await self._read(request, bodies.pooling_of)
+        asked: PoolingBody = await self._read(request, bodies.pooling_of)
         reply = await self._pooled(asked)
         encode = partial(bodies.encoded_pooling, is_base64=asked.is_base64, created=int(time.time()))
         return json_reply(await self._lane.run(_size(reply), encode, reply), asked.ignored)
@@ -75,13 +75,13 @@ class PoolingHandlers:
     async def classify(self, request: Request) -> Response:
         """The class of one or more inputs."""
         request.scope["names"] = EMBED_NAMES
-        asked: Pooled = await self._read(request, bodies.classify_of)
+        asked: PoolingBody = await self._read(request, bodies.classify_of)
         reply = await self._pooled(asked)
         labels = self._directory.find_text(reply.model).text.pooling.labels
         answer = partial(bodies.classify_answer, labels=labels, created=int(time.time()))
         return json_reply(await self._lane.run(_size(reply), answer, reply), asked.ignored)
 
-    async def _pooled(self, asked: Pooled) -> pb.EmbedResponse:
+    async def _pooled(self, asked: PoolingBody) -> pb.EmbedResponse:
         facts = self._directory.find_text(asked.request.model).info.pooling
         if asked.task == "classify" or (asked.task is None and facts.num_classes):
             return await self._pooling.classify(asked.request, is_raw=asked.is_raw)
