@@ -9,9 +9,9 @@ from __future__ import annotations
 import heapq
 from dataclasses import dataclass
 
+from bench.gpu.checks.references import work_items
 from worker_svc.engine.backend import HeadShape
 from worker_svc.engine.gpu.attention.tiles import DECODE_TILES, Processors, splits_for
-from worker_svc.engine.gpu.kernels.work_list import reference
 
 FIXED_KEYS = 48  # a unit's start and end take as long as so many keys: a query, a block table, a result
 MERGE_KEYS = 24  # storing the result of a split, and merging it later
@@ -38,7 +38,7 @@ class Distribution:
 def distribute(lengths: list[int], shape: HeadShape, processors: Processors, per_processor: int = 3) -> Distribution:
     """A decode step of rows with these numbers of keys."""
     num_programs = processors.count * per_processor
-    items, split = reference(
+    items, split = work_items(
         list(range(len(lengths) + 1)), [length - 1 for length in lengths],
         queries_per_tile=1, min_split=DECODE_TILES.min_split, splits=splits_for(shape, processors), min_queries=1,
     )  # fmt: skip

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from bench.gpu.checks.references import work_items as expected_items
 from tests.gpu.builders import DEVICE, DTYPES, TOLERANCE, AttentionCase, relative_error
 from worker_svc.engine.backend import AttentionShape, HeadShape
 from worker_svc.engine.gpu.kernels import attention
 from worker_svc.engine.gpu.kernels.attention import AttentionTiles
 from worker_svc.engine.gpu.kernels.work_list import Splits, make_work_list
-from worker_svc.engine.gpu.kernels.work_list import reference as expected_items
 
 DECODE = AttentionTiles(block_m=16, block_n=16, min_split=32, num_warps=4, num_stages=3)
 PREFILL = AttentionTiles(block_m=32, block_n=16, min_split=0, num_warps=4, num_stages=3)

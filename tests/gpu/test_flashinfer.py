@@ -9,6 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 
+from bench.gpu.checks.references import packed_blocks
 from tests.gpu import fake_flashinfer
 from tests.gpu.builders import DEVICE, AttentionCase, ints
 from tests.gpu.driver import DeviceDriver, load
@@ -117,7 +118,7 @@ def test_blocks_are_packed_without_gaps():
     case = AttentionCase.make(HeadShape(2, 1, 16), MIXED, dtype=torch.float32, block_size=4, padding=2)
     out = ints(*[-1] * 60)
     pack_tables.pack_tables(case.queries, case.num_rows, out, 5, 4)
-    expected = pack_tables.reference(case.queries, len(MIXED), 4)
+    expected = packed_blocks(case.queries, len(MIXED), 4)
     assert out.tolist() == expected + [0] * 5 + [-1] * (55 - len(expected))
 
 
@@ -131,7 +132,7 @@ def test_mutants_of_packing_are_caught(plant_mutant, old, new):
     case = AttentionCase.make(HeadShape(2, 1, 16), MIXED, dtype=torch.float32, block_size=4)
     out = ints(*[-1] * 60)
     pack_tables.pack_tables(case.queries, case.num_rows, out, 0, 4)
-    expected = pack_tables.reference(case.queries, len(MIXED), 4)
+    expected = packed_blocks(case.queries, len(MIXED), 4)
     assert out[: len(expected)].tolist() != expected
 
 

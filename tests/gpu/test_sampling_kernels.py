@@ -10,13 +10,13 @@ import torch
 import triton
 import triton.language as tl
 
+from bench.gpu.checks.references import threshold_of, token_of
 from request_fields.fields import MAX_BANNED_IDS, SamplingParams
 from tests.gpu.builders import DEVICE, ints
 from tests.gpu.ranks import Meeting, Rank
 from worker_svc.engine.gpu.collectives.group import Group
 from worker_svc.engine.gpu.kernels import record
 from worker_svc.engine.gpu.kernels.sampler import banned, candidates, digits, filters, noise, sample
-from worker_svc.engine.gpu.kernels.sampler.filters import reference as threshold_of
 from worker_svc.engine.gpu.kernels.sampler.thresholds import Thresholds
 from worker_svc.engine.gpu.step.device_rows import HEAD_WORDS, sampling_words
 from worker_svc.engine.sampling.noise import gumbel_noise
@@ -46,7 +46,7 @@ def run(logits, params, positions, *, sample_indices=None, has_filters=True):
 def expected(logits, params, positions, sample_indices=None):
     indices = sample_indices or [0] * len(params)
     rows = zip(logits.cpu(), params, indices, positions, strict=True)
-    return [sample.reference(row, p, index, position) for row, p, index, position in rows]
+    return [token_of(row, p, index, position) for row, p, index, position in rows]
 
 
 def randn(rows, vocab=VOCAB, seed=0, dtype=torch.float32):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from bench.gpu.checks.references import prepared
 from tests.gpu.builders import DEVICE, DTYPES, TOLERANCE, ints, relative_error
 from worker_svc.engine.backend import HeadShape, Norm, RotaryTable
 from worker_svc.engine.gpu.kernels import activation, deltas, fp8, linear, norm, prepare, record, rope_store
@@ -182,7 +184,7 @@ def test_fp8_scales():
 def test_linear(n, in_size, out_size, dtype, has_bias):
     x, weight = randn(n, in_size, dtype=dtype), randn(out_size, in_size, dtype=dtype, seed=1)
     bias = randn(out_size, dtype=dtype, seed=2) if has_bias else None
-    expected = linear.reference(x.double(), weight.double(), None if bias is None else bias.double())
+    expected = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
     assert relative_error(linear.linear(x, weight, bias), expected) < TOLERANCE[dtype]
 
 
@@ -213,7 +215,7 @@ def run_prepare(num_rows, block_size=4, padding=6):
         block_size,
     )
     count = starts[num_rows]
-    expected = prepare.reference(state, rows[:num_rows], starts[: num_rows + 1], contexts[:num_rows], known.tolist(), 4)
+    expected = prepared(state, rows[:num_rows], starts[: num_rows + 1], contexts[:num_rows], known.tolist(), 4)
     found = list(zip(*(column.tolist() for column in out), strict=True))
     return found, expected + [(0, 0, -1)] * (137 + padding - count)
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 
 from bench.gpu.checks.case import TOLERANCES, Case, Outputs, Setup
 from worker_svc.engine.backend import Norm, RotaryTable
@@ -40,7 +41,7 @@ def linear_cases(setup: Setup) -> Iterator[Case]:
 def _linear_case(setup: Setup, in_size: int, out_size: int, *, has_bias: bool) -> Case:
     x, weight = setup.random(LINEAR_ROWS, in_size), setup.random(out_size, in_size, seed=1)
     bias = setup.random(out_size, seed=2) if has_bias else None
-    expected = linear.reference(x.double(), weight.double(), None if bias is None else bias.double())
+    expected = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
     return Case(
         "linear",
         f"[{LINEAR_ROWS}, {in_size}] x [{in_size}, {out_size}] {'with' if has_bias else 'without'} bias, {setup.dtype}",

@@ -9,10 +9,11 @@ import numpy as np
 import torch
 
 from bench.gpu.checks.case import Case, Outputs, Setup
+from bench.gpu.checks.references import threshold_of, token_of
 from request_fields.fields import MAX_BANNED_IDS, SamplingParams, sampling_params
 from step_protocol.messages import RowOpen, TokenRules
 from worker_svc.engine.gpu.kernels.record import WORDS
-from worker_svc.engine.gpu.kernels.sampler import filters, sample
+from worker_svc.engine.gpu.kernels.sampler import sample
 from worker_svc.engine.gpu.kernels.sampler.banned import mask_banned
 from worker_svc.engine.gpu.kernels.sampler.thresholds import Thresholds
 from worker_svc.engine.gpu.step.device_rows import HEAD_WORDS, sampling_words
@@ -141,11 +142,11 @@ def _case(
     """Every rank passes its part of the vocabulary and expects the tokens of the whole vocabulary."""
     part = setup.group.vocab_part(setup.vocab_size)
     own = logits[:, part.start : part.stop].contiguous().to(setup.device)
-    wanted = [sample.reference(row, p, i, position(i)) for i, (row, p) in enumerate(zip(logits, params, strict=True))]
+    wanted = [token_of(row, p, i, position(i)) for i, (row, p) in enumerate(zip(logits, params, strict=True))]
     tokens = torch.tensor([0 if token is None else token for token in wanted])
     expected = {"tokens": tokens, "statuses": torch.tensor([token is None for token in wanted]), "last tokens": tokens}
     if is_filtered:
-        bounds = [float(filters.reference(row, p)) for row, p in zip(logits, params, strict=True)]
+        bounds = [float(threshold_of(row, p)) for row, p in zip(logits, params, strict=True)]
         expected["thresholds"] = torch.tensor(bounds)
 
     def run(first: int, last: int) -> Outputs:

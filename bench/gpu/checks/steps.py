@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from bench.gpu.checks.case import Case, Outputs, Setup
+from bench.gpu.checks.references import prepared
 from worker_svc.engine.gpu.kernels import deltas, prepare
 
 STARTS, ROWS = (0, 1, 4, 5), (3, 0, 2)
@@ -52,6 +53,6 @@ def prepare_cases(setup: Setup) -> Iterator[Case]:
         )  # fmt: skip
         return {"columns": torch.stack(out, dim=1)}
 
-    tokens = prepare.reference(state, list(ROWS), list(STARTS), contexts, known, size)
+    tokens = prepared(state, list(ROWS), list(STARTS), contexts, known, size)
     expected = {"columns": torch.tensor(tokens + [(0, 0, -1)] * PADDING)}
     yield Case("prepare", f"rows after {contexts} tokens, block_size {size}", STARTS, run, expected)

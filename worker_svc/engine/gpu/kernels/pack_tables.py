@@ -49,12 +49,3 @@ def pack_tables(queries: Queries, num_rows: torch.Tensor, out: torch.Tensor, num
         num_zeros, PAGE=block_size, ROWS=max(MIN_ROWS, triton.next_power_of_2(bound)), BLOCK=BLOCK, num_warps=4,
         **dependent(),
     )  # fmt: skip
-
-
-def reference(queries: Queries, num_rows: int, block_size: int) -> list[int]:
-    """The blocks of the rows."""
-    found: list[int] = []
-    for i in range(num_rows):
-        num_keys = int(queries.contexts[i] + queries.starts[i + 1] - queries.starts[i])
-        found += queries.tables[int(queries.rows[i]), : -(-num_keys // block_size)].tolist()
-    return found

@@ -87,17 +87,3 @@ def prepare(
         state, state.stride(0), num_rows, rows, starts, contexts, known, *out, len(out[0]),
         TABLE=TABLE, PAGE=block_size, BLOCK=BLOCK, num_warps=4,
     )  # fmt: skip
-
-
-def reference(
-    state: torch.Tensor, rows: list[int], starts: list[int], contexts: list[int], known: list[int], block_size: int
-) -> list[tuple[int, int, int]]:
-    """(token, position, slot) of every token of the batch."""
-    result = []
-    for i, row in enumerate(rows):
-        for token in range(starts[i], starts[i + 1]):
-            position = contexts[i] + token - starts[i]
-            value = known[token] if known[token] >= 0 else int(state[row, WORDS["last_token"]])
-            slot = int(state[row, TABLE + position // block_size]) * block_size + position % block_size
-            result.append((value, position, slot))
-    return result

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -123,32 +122,3 @@ def make_work_list(
         QUERIES=queries_per_tile, MIN_SPLIT=tiles.min_split, ROWS=max(MIN_ROWS, triton.next_power_of_2(bound)),
         BLOCK=64, num_warps=4, **dependent(),
     )  # fmt: skip
-
-
-def reference(
-    starts: list[int],
-    contexts: list[int],
-    *,
-    queries_per_tile: int,
-    min_split: int,
-    splits: Splits,
-    min_queries: int,
-    window: int | None = None,
-) -> tuple[list[tuple[int, int, int, int]], int]:
-    """The work items in order, and the keys of a split."""
-    counts = [after - before for before, after in itertools.pairwise(starts)]
-    keys = {row: contexts[row] + count for row, count in enumerate(counts)}
-    if not min_split:
-        rows = sorted((row for row in keys if counts[row] >= min_queries), key=lambda row: (-keys[row], row))
-        return [(row, q, 0, 0) for row in rows for q in reversed(range(0, counts[row], queries_per_tile))], 0
-    rows = [row for row in keys if counts[row] == 1]
-    if window is not None:
-        keys = {row: count - max(count - window, 0) // min_split * min_split for row, count in keys.items()}
-    split = splits.keys(sum(keys[row] for row in rows), min_split)
-    full, tails, part = [], [], 0
-    for row in rows:
-        num_full, tail = divmod(keys[row], split)
-        full += [(row, 0, index, part) for index in range(num_full)]
-        tails += [(-tail, (row, 0, num_full, part))] if tail else []
-        part += num_full + bool(tail)
-    return full + [item for _, item in sorted(tails)], split

@@ -14,17 +14,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
 
-from request_fields.fields import FILTERS, SamplingParams
+from request_fields.fields import FILTERS
 from worker_svc.engine.backend import SamplingColumns
 from worker_svc.engine.gpu.collectives.group import Group
 from worker_svc.engine.gpu.kernels.launch import after_predecessor, dependent
 from worker_svc.engine.gpu.kernels.record import TEMPERATURE, WORDS
-from worker_svc.engine.sampling.noise import GREEDY_BELOW, keep_threshold, log_of
+from worker_svc.engine.sampling.noise import GREEDY_BELOW, log_of
 
 TOP_K = tl.constexpr(WORDS["top_k"])
 TOP_P = tl.constexpr(WORDS["top_p"])
@@ -275,8 +274,3 @@ def find_limits(source: StepLogits, limits: RowLimits, chunk: int, group: Group)
         *source.row_arguments(), limits.top, limits.weight, limits.lowest, limits.bound, limits.count,
         limits.total, chunks, vocab_size, CHUNKS=lines, num_warps=1, **dependent(),
     )  # fmt: skip
-
-
-def reference(logits: torch.Tensor, params: SamplingParams) -> np.float32:
-    """The threshold of one row of logits [vocab]."""
-    return keep_threshold((logits.float().numpy() / np.float32(params.temperature)).astype(np.float32), params)

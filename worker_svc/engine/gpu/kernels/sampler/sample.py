@@ -17,7 +17,6 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from request_fields.fields import SamplingParams
 from worker_svc.engine.gpu.collectives.group import ALONE, Group
 from worker_svc.engine.gpu.kernels.forms import kernel
 from worker_svc.engine.gpu.kernels.launch import after_predecessor, dependent
@@ -29,7 +28,7 @@ from worker_svc.engine.gpu.kernels.sampler.noise import (
     exact_noise,
     philox_words,
 )
-from worker_svc.engine.sampling.noise import GREEDY_BELOW, has_token, pick_token, sample_token
+from worker_svc.engine.sampling.noise import GREEDY_BELOW, has_token, pick_token
 
 SEED_LOW = tl.constexpr(WORDS["seed"])
 SEED_HIGH = tl.constexpr(WORDS["seed"] + 1)
@@ -222,8 +221,3 @@ def scratch_for(num_samples: int, vocab_size: int, device: torch.device) -> tupl
     return torch.zeros(num_samples, chunks, device=device), torch.zeros(
         num_samples, chunks, dtype=torch.int32, device=device
     )
-
-
-def reference(logits: torch.Tensor, params: SamplingParams, sample_index: int, position: int) -> int | None:
-    """The token for logits [vocab]; None if they hold NaN, +inf or no finite number."""
-    return sample_token(logits.float().numpy().astype(np.float32), params, sample_index, position)

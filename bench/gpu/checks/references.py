@@ -1,0 +1,76 @@
+"""What kernels of integers and the sampler must give, in plain Python and numpy. Other kernels have a torch form."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import torch
+
+from request_fields.fields import SamplingParams
+from worker_svc.engine.gpu.kernels.attention import Queries
+from worker_svc.engine.gpu.kernels.record import TABLE, WORDS
+from worker_svc.engine.gpu.kernels.work_list import Splits
+from worker_svc.engine.sampling.noise import keep_threshold, sample_token
+
+
+def prepared(
+    state: torch.Tensor, rows: list[int], starts: list[int], contexts: list[int], known: list[int], block_size: int
+) -> list[tuple[int, int, int]]:
+    """(token, position, slot) of every token of the batch."""
+    result = []
+    for i, row in enumerate(rows):
+        for token in range(starts[i], starts[i + 1]):
+            position = contexts[i] + token - starts[i]
+            value = known[token] if known[token] >= 0 else int(state[row, WORDS["last_token"]])
+            slot = int(state[row, TABLE + position // block_size]) * block_size + position % block_size
+            result.append((value, position, slot))
+    return result
+
+
+def packed_blocks(queries: Queries, num_rows: int, block_size: int) -> list[int]:
+    """The blocks of the rows."""
+    found: list[int] = []
+    for i in range(num_rows):
+        num_keys = int(queries.contexts[i] + queries.starts[i + 1] - queries.starts[i])
+        found += queries.tables[int(queries.rows[i]), : -(-num_keys // block_size)].tolist()
+    return found
+
+
+def work_items(
+    starts: list[int],
+    contexts: list[int],
+    *,
+    queries_per_tile: int,
+    min_split: int,
+    splits: Splits,
+    min_queries: int,
+    window: int | None = None,
+) -> tuple[list[tuple[int, int, int, int]], int]:
+    """The work items in order, and the keys of a split."""
+    counts = [after - before for before, after in itertools.pairwise(starts)]
+    keys = {row: contexts[row] + count for row, count in enumerate(counts)}
+    if not min_split:
+        rows = sorted((row for row in keys if counts[row] >= min_queries), key=lambda row: (-keys[row], row))
+        return [(row, q, 0, 0) for row in rows for q in reversed(range(0, counts[row], queries_per_tile))], 0
+    rows = [row for row in keys if counts[row] == 1]
+    if window is not None:
+        keys = {row: count - max(count - window, 0) // min_split * min_split for row, count in keys.items()}
+    split = splits.keys(sum(keys[row] for row in rows), min_split)
+    full, tails, part = [], [], 0
+    for row in rows:
+        num_full, tail = divmod(keys[row], split)
+        full += [(row, 0, index, part) for index in range(num_full)]
+        tails += [(-tail, (row, 0, num_full, part))] if tail else []
+        part += num_full + bool(tail)
+    return full + [item for _, item in sorted(tails)], split
+
+
+def threshold_of(logits: torch.Tensor, params: SamplingParams) -> np.float32:
+    """The threshold of one row of logits [vocab]."""
+    return keep_threshold((logits.float().numpy() / np.float32(params.temperature)).astype(np.float32), params)
+
+
+def token_of(logits: torch.Tensor, params: SamplingParams, sample_index: int, position: int) -> int | None:
+    """The token for logits [vocab]; None if they hold NaN, +inf or no finite number."""
+    return sample_token(logits.float().numpy().astype(np.float32), params, sample_index, position)
