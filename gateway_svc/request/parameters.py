@@ -21,6 +21,7 @@ from request_fields.grammar import Grammar
 
 MAX_KEPT = 256  # results per model
 MAX_KEPT_BYTES = 1024  # parameters larger than this are checked each time
+BEAM_RESERVE = 4  # a fourth of the rows of a worker stays free for others: a beam search needs its rows all at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +121,8 @@ def _check_num_samples(sampling: types.SamplingParams, model: ServedModel) -> No
     most = model.info.max_num_seqs
     if sampling.n > most:
         raise invalid("sampling.n", f"is {sampling.n}; a worker of this model runs at most {most} at once")
-    if sampling.beam_width > most:
-        words = f"is {sampling.beam_width}; must be at most max_num_seqs of the model's workers, {most}"
+    if sampling.beam_width > (share := most - most // BEAM_RESERVE):
+        words = f"is {sampling.beam_width}; must be at most {share}, three quarters of a worker's rows (max_num_seqs)"
         raise invalid("sampling.beam_width", words)
     if not sampling.HasField("best_of"):
         return
