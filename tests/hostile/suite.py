@@ -18,12 +18,13 @@ from tests.chaos.reference import Catalogue, SimRule
 from tests.chaos.streams import StreamLoad, StreamRecord
 from tests.hostile.attacks import Attack, Size, attacks_on, launch
 from tests.hostile.campaigns import Outcomes, mutated_bodies, mutated_calls, stranger_calls
-from tests.hostile.costly import costly_attacks_on
+from tests.hostile.costly import PREPARE, costly_attacks_on
 from tests.hostile.target import Port, Target
 from tests.hostile.watch import Finding, Memory, Watch
 
 LANES = 8
 NUM_REQUESTS = 24
+PREPARED_S = 0.5  # good streams in this process go on
 # Valid calls of an insider that change the system: a drained worker does not return by itself.
 SKIPPED = ("Drain",)
 
@@ -148,6 +149,9 @@ class Suite:
 
     async def launch(self, attack: Attack, ports: Sequence[Port], size: Size) -> None:
         """One attack on some ports at once, with credentials."""
+        if attack in PREPARE:
+            PREPARE[attack]()
+            await asyncio.sleep(PREPARED_S)
         await self._run(attack.__name__, ports, [launch(attack, port, size) for port in ports])
 
     async def mutate(self, ports: Sequence[Port], *, count: int, seed: int, is_insider: bool) -> None:
