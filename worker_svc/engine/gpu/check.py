@@ -105,7 +105,8 @@ def difference(found: torch.Tensor, expected: torch.Tensor, tolerance: float) ->
     distance = torch.where(is_same, 0.0, (found - expected).abs()).nan_to_num(torch.inf)
     allowed = torch.zeros_like(distance)
     if tolerance:
-        allowed = tolerance * (expected.abs() + expected.square().mean(-1, keepdim=True).sqrt())
+        finite = expected.where(expected.isfinite(), 0.0)
+        allowed = tolerance * (finite.abs() + finite.square().mean(-1, keepdim=True).sqrt())
     excess = distance - allowed
     if not (excess > 0).any():
         return None
