@@ -14,15 +14,14 @@ from quire.v1 import types_pb2 as types
 
 from gateway_svc.request.field_errors import invalid
 from gateway_svc.request.sandbox.frames import parse_frame, to_frame
-from gateway_svc.request.sandbox.pool import NoFreeProcessError, SandboxPool
-from gateway_svc.request.sandbox.process import OversizedAnswerError, SandboxEndedError, SandboxProcess
-from svc_common.errors import OverloadedError, UnimplementedError
+from gateway_svc.request.sandbox.pool import SandboxErrors, SandboxPool
+from gateway_svc.request.sandbox.process import SandboxProcess
+from svc_common.errors import UnimplementedError
 
 NUM_PROCESSES = 2
 MAX_AUDIO_S = 1800.0  # of one file: 58 MB of samples
 CPU_S = 30.0
 TIMEOUT_S = 60.0  # longer than CPU_S, because the machine may be busy
-RETRY_S = 1.0
 PROCESS = "gateway_svc.request.sandbox.audio_process"
 PACKAGES = ("av", "numpy")
 
@@ -54,18 +53,17 @@ class AudioDecoder:
                 f"{info.sampling_rate} samples per second, mono; install it with pip install 'quire-server[audio]'",
                 field=field,
             )
-        try:
+        errors = SandboxErrors(
+            partial(invalid, field),
+            busy="all processes that decode audio are busy",
+            slow=f"audio was not decoded within {TIMEOUT_S:g} s",
+            killed="the process that decodes audio was killed twice",
+            oversized="becomes too large when it is decoded; send it in parts",
+            out_of_cpu_time=f"takes more than {CPU_S:g} s of CPU time to decode; send it in parts",
+            ended="ended the process that decodes it with status {status}; send another file",
+        )
+        with errors.raised():
             return await self._pool.run(partial(_ask, data, info, field, max_part_s), TIMEOUT_S)
-        except (NoFreeProcessError, TimeoutError):
-            words = "the processes that decode audio are busy; retry later"
-            raise OverloadedError(words, retry_after_s=RETRY_S) from None
-        except OversizedAnswerError:
-            raise invalid(field, "becomes too large when it is decoded; send it in parts") from None
-        except SandboxEndedError as error:
-            if error.is_killed and not error.is_out_of_cpu_time:
-                words = "the process that decodes audio was killed twice; retry later"
-                raise OverloadedError(words, retry_after_s=RETRY_S) from None
-            raise invalid(field, "cannot be decoded within the limits of this gateway; send another file") from None
 
 
 async def _ask(

@@ -16,8 +16,8 @@ from quire.v1 import types_pb2 as types
 
 from gateway_svc.request.models import ServedModel
 from gateway_svc.request.sandbox.frames import to_frame
-from gateway_svc.request.sandbox.pool import NoFreeProcessError, SandboxPool
-from gateway_svc.request.sandbox.process import OversizedAnswerError, SandboxEndedError, SandboxProcess
+from gateway_svc.request.sandbox.pool import RETRY_S, SandboxErrors, SandboxPool
+from gateway_svc.request.sandbox.process import SandboxProcess
 from request_fields.grammar import Grammar
 from svc_common.errors import InvalidRequestError, OverloadedError
 from svc_common.tasks import cancel
@@ -32,7 +32,7 @@ TOKENIZER_CPU_S = 60
 MAX_RUNNING = 256  # checks that run or wait
 MAX_CACHED = 4096
 MAX_ANSWER_BYTES = 64 << 20
-RETRY_S = 1.0
+BUSY = "too many grammars are being checked on this gateway"
 PROCESS = "gateway_svc.request.sandbox.grammar_process"
 
 
@@ -81,7 +81,7 @@ class GrammarChecker:
         task = self._running.get(key)
         if task is None:
             if len(self._running) >= MAX_RUNNING:
-                raise _overloaded()
+                raise OverloadedError(f"{BUSY}; retry later, or reuse a grammar", retry_after_s=RETRY_S)
             task = self._running[key] = asyncio.create_task(self._check(key, grammar, model))
             task.add_done_callback(lambda done: self._settle(key, done))
         return await asyncio.shield(task)  # a client that disconnects must not cancel the check of another client
@@ -94,15 +94,12 @@ class GrammarChecker:
     async def _check(self, key: bytes, grammar: Grammar, model: ServedModel) -> Result:
         self.num_compiled += 1
         try:
-            result: Result = await self._pool.run(partial(_compile, grammar, model), WAIT_TIMEOUT_S)
-        except NoFreeProcessError:
-            raise _overloaded() from None
+            with _errors_of(grammar).raised():
+                result: Result = await self._pool.run(partial(_compile, grammar, model), WAIT_TIMEOUT_S)
         except SlowGrammarError as error:
             return error  # not cached: the machine may have been busy
         except InvalidRequestError as error:
             result = error
-        except SandboxEndedError as error:
-            result = _error_of_end(grammar, error)
         self._results[key] = result
         if len(self._results) > MAX_CACHED:
             self._results.popitem(last=False)
@@ -115,8 +112,6 @@ async def _compile(grammar: Grammar, model: ServedModel, process: SandboxProcess
         if not process.has_setup(tokenizer) and (error := await process.set_up(tokenizer, _setup_frame(model))):
             raise _refused(grammar, f"cannot be applied by model {model.name!r}: {error}; leave it unset")
         answer = json.loads(await process.ask(_frame(tokenizer, grammar), CHECK_TIMEOUT_S))
-    except OversizedAnswerError:
-        raise _refused(grammar, "becomes too large when it is normalized; make it smaller") from None
     except TimeoutError:
         raise SlowGrammarError(
             f"{grammar.field} was not compiled within {CHECK_TIMEOUT_S:g} s; simplify it", field=grammar.field
@@ -154,18 +149,17 @@ def _setup_frame(model: ServedModel) -> bytes:
     )
 
 
-def _error_of_end(grammar: Grammar, error: SandboxEndedError) -> InvalidRequestError:
-    """The cached result of a grammar whose process ended. Raises OverloadedError if another process killed it."""
-    if error.is_out_of_cpu_time:
-        return _refused(
-            grammar,
-            f"takes more than {GRAMMAR_CPU_S} s of CPU time to compile; simplify it: fewer alternatives, smaller "
-            "repetitions and numbers",
-        )
-    if error.is_killed:
-        raise OverloadedError("the process that checks grammars was killed twice; retry later", retry_after_s=RETRY_S)
-    log.warning("a process that compiles grammars ended with status %d", error.returncode)
-    return _refused(grammar, "needs too much memory to compile; make it smaller")
+def _errors_of(grammar: Grammar) -> SandboxErrors:
+    return SandboxErrors(
+        partial(_refused, grammar),
+        busy=BUSY,
+        slow=BUSY,  # not raised: a check that takes too long refuses the grammar
+        killed="the process that checks grammars was killed twice",
+        oversized="becomes too large when it is normalized; make it smaller",
+        out_of_cpu_time=f"takes more than {GRAMMAR_CPU_S} s of CPU time to compile; simplify it: fewer alternatives, "
+        "smaller repetitions and numbers",
+        ended="needs too much memory to compile; make it smaller",
+    )
 
 
 def _refused(grammar: Grammar, words: str) -> InvalidRequestError:
@@ -178,9 +172,3 @@ def _located(grammar: Grammar, words: str, place: tuple[int, str] | None) -> Inv
         return _refused(grammar, words)
     schema, path = grammar.schemas[place[0]], place[1]
     return InvalidRequestError(f"{schema.field}{path}{schema.owner} {words}", field=f"{schema.field}{path}")
-
-
-def _overloaded() -> OverloadedError:
-    return OverloadedError(
-        "too many grammars are being checked on this gateway; retry later, or reuse a grammar", retry_after_s=RETRY_S
-    )

@@ -17,16 +17,15 @@ from quire.v1 import types_pb2 as types
 
 from gateway_svc.request.models import ServedModel
 from gateway_svc.request.sandbox.frames import parse_frame, to_frame
-from gateway_svc.request.sandbox.pool import NoFreeProcessError, SandboxPool
-from gateway_svc.request.sandbox.process import OversizedAnswerError, SandboxEndedError, SandboxProcess
-from svc_common.errors import InvalidRequestError, OverloadedError, UnimplementedError
+from gateway_svc.request.sandbox.pool import SandboxErrors, SandboxPool
+from gateway_svc.request.sandbox.process import SandboxProcess
+from svc_common.errors import InvalidRequestError, UnimplementedError
 
 NUM_PROCESSES = 2
 CPU_S = 10.0
 TIMEOUT_S = 30.0  # longer than CPU_S, because the machine may be busy
 WAIT_TIMEOUT_S = 30.0  # for a free process
 MAX_ANSWER_BYTES = 256 << 20
-RETRY_S = 1.0
 PROCESS = "gateway_svc.request.sandbox.image_process"
 PACKAGES = ("transformers", "PIL", "numpy")
 
@@ -116,16 +115,17 @@ class ImagePreparer:
             )
 
     async def _prepare(self, image: RequestImage, model: ServedModel) -> PreparedImage:
-        try:
+        errors = SandboxErrors(
+            partial(_refused, image),
+            busy="all processes that prepare images are busy",
+            slow=f"an image was not prepared within {TIMEOUT_S:g} s",
+            killed="the process that prepares images was killed twice",
+            oversized="becomes too large when it is prepared; send a smaller image",
+            out_of_cpu_time=f"takes more than {CPU_S:g} s of CPU time to prepare; send a smaller image",
+            ended="ended the process that decodes it with status {status}; send another image",
+        )
+        with errors.raised():
             return await self._pool.run(partial(_ask, image, model, self._limits.max_pixels), WAIT_TIMEOUT_S)
-        except NoFreeProcessError:
-            raise _overloaded("all processes that prepare images are busy") from None
-        except TimeoutError:
-            raise _overloaded(f"an image was not prepared within {TIMEOUT_S:g} s") from None
-        except OversizedAnswerError:
-            raise _refused(image, "becomes too large when it is prepared; send a smaller image") from None
-        except SandboxEndedError as error:
-            raise _error_of_end(image, error) from None
 
 
 async def _ask(image: RequestImage, model: ServedModel, max_pixels: int, process: SandboxProcess) -> PreparedImage:
@@ -142,17 +142,5 @@ async def _ask(image: RequestImage, model: ServedModel, max_pixels: int, process
     return PreparedImage(answer["height"], answer["width"], answer["data"])
 
 
-def _error_of_end(image: RequestImage, error: SandboxEndedError) -> InvalidRequestError | OverloadedError:
-    if error.is_out_of_cpu_time:
-        return _refused(image, f"takes more than {CPU_S:g} s of CPU time to prepare; send a smaller image")
-    if error.is_killed:
-        return _overloaded("the process that prepares images was killed twice")
-    return _refused(image, f"ended the process that decodes it with status {error.returncode}; send another image")
-
-
 def _refused(image: RequestImage, words: str) -> InvalidRequestError:
     return InvalidRequestError(f"{image.field} {words}", field=image.field)
-
-
-def _overloaded(words: str) -> OverloadedError:
-    return OverloadedError(f"{words}; retry later", retry_after_s=RETRY_S)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TypeVar
 
-from gateway_svc.request.sandbox.process import SandboxEndedError, SandboxProcess
+from gateway_svc.request.sandbox.process import OversizedAnswerError, SandboxEndedError, SandboxProcess
+from svc_common.errors import InvalidRequestError, OverloadedError
 from svc_common.tasks import cancel
 
 log = logging.getLogger(__name__)
@@ -16,8 +19,47 @@ T = TypeVar("T")
 MakeProcess = Callable[[], SandboxProcess]
 
 
+RETRY_S = 1.0
+
+
 class NoFreeProcessError(Exception):
     """All processes stayed busy."""
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxErrors:
+    """The errors of a client when a sandbox process does not answer its message."""
+
+    refused: Callable[[str], InvalidRequestError]  # the error of the field that the message is about
+    busy: str
+    slow: str
+    killed: str  # by another process
+    oversized: str
+    out_of_cpu_time: str
+    ended: str  # {status}: of the process
+
+    @contextmanager
+    def raised(self) -> Iterator[None]:
+        """Raise the errors of `SandboxPool.run` and `SandboxProcess.ask` as InvalidRequestError or OverloadedError."""
+        try:
+            yield
+        except NoFreeProcessError:
+            raise _overloaded(self.busy) from None
+        except TimeoutError:
+            raise _overloaded(self.slow) from None
+        except OversizedAnswerError:
+            raise self.refused(self.oversized) from None
+        except SandboxEndedError as error:
+            if error.is_out_of_cpu_time:
+                raise self.refused(self.out_of_cpu_time) from None
+            if error.is_killed:
+                raise _overloaded(self.killed) from None
+            log.warning("a sandbox process ended with status %d", error.returncode)
+            raise self.refused(self.ended.format(status=error.returncode)) from None
+
+
+def _overloaded(words: str) -> OverloadedError:
+    return OverloadedError(f"{words}; retry later", retry_after_s=RETRY_S)
 
 
 class SandboxPool:

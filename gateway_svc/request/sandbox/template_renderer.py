@@ -15,10 +15,10 @@ from typing import Any
 from gateway_svc.request.field_errors import CHAT
 from gateway_svc.request.models import ServedModel
 from gateway_svc.request.sandbox.frames import to_frame
-from gateway_svc.request.sandbox.pool import NoFreeProcessError, SandboxPool, Spares
-from gateway_svc.request.sandbox.process import OversizedAnswerError, SandboxEndedError, SandboxProcess
+from gateway_svc.request.sandbox.pool import SandboxErrors, SandboxPool, Spares
+from gateway_svc.request.sandbox.process import SandboxProcess
 from gateway_svc.text.bundle import RenderOptions
-from svc_common.errors import InvalidRequestError, OverloadedError, QuireError
+from svc_common.errors import InvalidRequestError
 
 NUM_PROCESSES = 2  # of each model for generations; one may be busy with a chat that takes long
 NUM_CALL_PROCESSES = 1  # of each model for Tokenize calls, so that they never delay a generation
@@ -31,7 +31,6 @@ OUTPUT_CHARS_PER_BYTE = 16
 MAX_OUTPUT_CHARS = 16 << 20
 MAX_ANSWER_BYTES = 64 << 20
 MAX_POOLS = 32
-RETRY_S = 1.0
 PROCESS = "gateway_svc.request.sandbox.template_process"
 
 
@@ -67,17 +66,17 @@ class TemplateRenderer:
         Raises InvalidRequestError, or OverloadedError if the processes of the model are busy.
         """
         pool = await self._pool_of(model, is_call=is_call)
-        try:
+        errors = SandboxErrors(
+            partial(_refused, model),
+            busy=f"all processes that render chats of model {model.name!r} are busy",
+            slow=f"the chat template of model {model.name!r} did not finish within {TIMEOUT_S:g} s",
+            killed=f"the process that renders chats of model {model.name!r} was killed twice",
+            oversized="writes too much text",
+            out_of_cpu_time=f"takes more than {CPU_S:g} s of CPU time",
+            ended="ended its process with status {status}, probably by a limit on memory",
+        )
+        with errors.raised():
             return await pool.run(partial(_render, frame, model), WAIT_TIMEOUT_S)
-        except NoFreeProcessError:
-            raise _overloaded(f"all processes that render chats of model {model.name!r} are busy") from None
-        except TimeoutError:
-            words = f"the chat template of model {model.name!r} did not finish within {TIMEOUT_S:g} s"
-            raise _overloaded(words) from None
-        except OversizedAnswerError:
-            raise _refused(model, "writes too much text") from None
-        except SandboxEndedError as error:
-            raise _error_of_end(model, error) from None
 
     async def close(self) -> None:
         """End the processes."""
@@ -118,21 +117,9 @@ def _setup_frame(model: ServedModel) -> bytes:
     return to_frame({"templates": tokenizer.templates, "special_tokens": model.text.special_tokens, "cpu_s": CPU_S})
 
 
-def _error_of_end(model: ServedModel, error: SandboxEndedError) -> QuireError:
-    if error.is_out_of_cpu_time:
-        return _refused(model, f"takes more than {CPU_S:g} s of CPU time")
-    if error.is_killed:
-        return _overloaded(f"the process that renders chats of model {model.name!r} was killed twice")
-    return _refused(model, f"ended its process with status {error.returncode}, probably by a limit on memory")
-
-
 def _refused(model: ServedModel, words: str) -> InvalidRequestError:
     return InvalidRequestError(
         f"{CHAT}: the chat template of model {model.name!r} {words}; send a shorter chat, or prompt.text. An operator "
         "can replace the template (--chat-template of the gateway)",
         field=CHAT,
     )
-
-
-def _overloaded(words: str) -> OverloadedError:
-    return OverloadedError(f"{words}; retry later", retry_after_s=RETRY_S)
