@@ -33,7 +33,6 @@ from bench.gpu.report import Report
 from bench.workloads import COMMON, QWEN3_06B, weight_shapes
 from worker_svc.engine.config import EngineConfig
 from worker_svc.engine.gpu.attention.tiles import Processors
-from worker_svc.engine.gpu.kernels.sampler import sample
 from worker_svc.engine.gpu.runner import DeviceRunner
 from worker_svc.engine.gpu.start import compilation
 from worker_svc.engine.gpu.start.compilation import Kernel
@@ -142,7 +141,6 @@ def listing(capability: int) -> Iterator[None]:
         mock.patch.object(torch, "_scaled_mm", return_value=torch.zeros(1, 1)),
         mock.patch.object(kernels.Case, "make", small_case),
         mock.patch.object(kernels.Case, "error", return_value=0.0),
-        mock.patch.object(sample, "reference", return_value=0),
     ]
     with ExitStack() as stack:
         for patch in patches:

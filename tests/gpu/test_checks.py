@@ -185,7 +185,7 @@ ONE_WRONG_ELEMENT = [
     (steps.prepare_cases, EXACT, prepare, "position = context + token - first", "position = context + token // 4 * 4"),
     (steps.prepare_cases, EXACT, prepare, "token * 0 - 1", "token * 0 - (token != 7).to(tl.int32)"),
     (sampling.banned_cases, EXACT, banned, "(id < vocab_size)", "(id < vocab_size - 1)"),
-    (sampling.processed_cases, EXACT, process, "(x - frequency *", "(x + frequency *"),
+    (sampling.processed_cases, EXACT, process, "(x - frequency * num_output.to(", "(x + frequency * num_output.to("),
     (sampling.processed_cases, EXACT, process, "tl.div_rn(x, repetition)", "x * repetition"),
     (sampling.processed_cases, FP8, process, "other=0) + 1, mask", "other=0) + 2, mask"),
     (sampling.processed_cases, EXACT, process, "before + item) % RECENT", "before + item + 1) % RECENT"),

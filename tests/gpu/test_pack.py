@@ -27,7 +27,7 @@ ROOTS = (
     *ROOT.glob("*_svc"),
 )
 ON_THE_MACHINE = {"torch", "triton", "numpy", "safetensors", "tokenizers"}  # safetensors, tokenizers: by transformers
-ONLY_IF_ASKED_FOR = {"opentelemetry"}  # imported with --trace-endpoint
+ONLY_IF_ASKED_FOR = {"opentelemetry", "av"}  # imported with --trace-endpoint, and to decode speech
 MODULES = {
     "protobuf": "google", "googleapis-common-protos": "google", "grpcio": "grpc",
     "grpcio-health-checking": "grpc_health", "grpcio-reflection": "grpc_reflection",

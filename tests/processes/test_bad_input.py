@@ -135,7 +135,7 @@ BAD_REQUESTS: list[tuple[str, dict[str, Any], grpc.StatusCode, str, str]] = [
     ),
     ("bad word", sampling(bad_words=[""]), CODES.INVALID_ARGUMENT, "sampling.bad_words[0]", "empty"),
     ("truncation", {"truncate_prompt_tokens": 0}, CODES.INVALID_ARGUMENT, "truncate_prompt_tokens", "at least 1"),
-    ("beams above rows", sampling(beam_width=5), CODES.INVALID_ARGUMENT, "sampling.beam_width", "4"),
+    ("beams above rows", sampling(beam_width=5), CODES.INVALID_ARGUMENT, "sampling.beam_width", "at most 3"),
     ("beams and a grammar", sampling(beam_width=2, regex="a"), CODES.INVALID_ARGUMENT, "sampling.regex", "beam"),
     ("schema", sampling(json_schema="{"), CODES.INVALID_ARGUMENT, "sampling.json_schema", "is not JSON"),
     ("logprobs", {"output": {"logprobs": 21}}, CODES.INVALID_ARGUMENT, "output.logprobs", "at most 20"),

@@ -49,8 +49,9 @@ async def test_a_busy_process_is_not_lost_and_a_stopped_one_is(tmp_path: Path) -
                     began = time.monotonic()
                     assert await output_of(patient, held) == undisturbed
                     assert time.monotonic() - began > HELD_S, "it was held"
-            for service, words in ((gateway, "lost scheduler"), (scheduler, " left"), (worker, "not available")):
+            for service, words in ((gateway, "lost scheduler"), (scheduler, " left")):
                 assert words not in service.log()
+            assert worker.log().count("leased by scheduler") == 1
 
             stuck = asyncio.create_task(output_of(client))
             await stack.until(client, lambda schedulers: bool(schedulers[0].num_running))
