@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from bench.worker import Limits, measure_limits
-from worker_svc.engine.backend import AttentionShape, ForwardBatch, HeadShape
+from worker_svc.engine.backend import AttentionShape, ForwardBatch, HeadShape, KVLayout
 from worker_svc.engine.cpu.backend import CpuBackend
 from worker_svc.engine.decoder.kv_cache import KVCachePool
 from worker_svc.engine.kernels import build
@@ -105,7 +105,7 @@ def thread_seconds(call: Callable[[], object]) -> float:
 
 def paged_call(backend: CpuBackend, case: Case, dtype: torch.dtype) -> Callable[[], None]:
     batch, num_blocks = make_batch(case)
-    pool = KVCachePool(1, num_blocks, BLOCK, case.shape.num_kv_heads, case.shape.head_dim, dtype)
+    pool = KVCachePool([KVLayout.of(case.shape)], num_blocks, BLOCK, dtype)
     keys, values = pool.layer(0)
     keys.normal_()
     values.normal_()

@@ -232,10 +232,11 @@ def test_models_that_cannot_be_sharded_are_refused(folder):
     ):
         shard_config(config, Group(0, 3))
     shape = HeadShape(num_q_heads=36, num_kv_heads=6, head_dim=16)
+    layers = tuple(replace(layer, heads=shape) for layer in config.layers)
     with pytest.raises(
         BackendUnavailableError, match="size 4 must be a divisor or a multiple of num_key_value_heads 6"
     ):
-        shard_config(replace(config, heads=shape), Group(0, 4))
+        shard_config(replace(config, layers=layers), Group(0, 4))
     wide = replace(config, architecture=replace(config.architecture, qk_norm="projection"))
     with pytest.raises(BackendUnavailableError, match=r"norms of queries and keys .* use tensor_parallel_size 1"):
         shard_config(wide, Group(0, 2))

@@ -114,6 +114,25 @@ class HeadShape:
 
 
 @dataclass(frozen=True, slots=True)
+class KVLayout:
+    """What a layer keeps of each token in the KV pool."""
+
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    owner: int | None = None  # the layer whose keys and values this one reads. None: it has its own
+
+    @classmethod
+    def of(cls, heads: HeadShape, owner: int | None = None) -> KVLayout:
+        """Keys and values of equal size."""
+        return cls(heads.num_kv_heads, heads.head_dim, heads.head_dim, owner)
+
+    def shapes(self, block_size: int) -> tuple[tuple[int, ...], ...]:
+        """The shapes of a block's keys and values."""
+        return (self.num_kv_heads, self.key_dim, block_size), (self.num_kv_heads, block_size, self.value_dim)
+
+
+@dataclass(frozen=True, slots=True)
 class PositionBias:
     """Biases of attention scores that depend on the distance of key and query: the score of query position p and key
     position k gets values[head, zero + k - p]."""

@@ -16,7 +16,7 @@ from step_protocol.messages import PoolingKind
 from worker_svc.engine.adapters.adapter import Adapter, make_store
 from worker_svc.engine.adapters.packed import PackedAdapter, reserved_bytes
 from worker_svc.engine.adapters.store import AdapterStore
-from worker_svc.engine.backend import Backend, ForwardBatch
+from worker_svc.engine.backend import Backend, ForwardBatch, KVLayout
 from worker_svc.engine.checkpoint.features import check_features
 from worker_svc.engine.checkpoint.tensors import Checkpoint
 from worker_svc.engine.config import EncoderInfo, EngineConfig, PoolingInfo
@@ -127,8 +127,7 @@ def _load_decoder(
     head = model.classes(settings.num_classes)
     sizes, generates = (model.hidden_size, model.vocab_size), model.head == "tokens"
     pooling = load_pooling(checkpoint, settings, head, backend, sizes=sizes, generates=generates)
-    heads = model.heads
-    pool = KVCachePool(model.num_layers, num_blocks, config.block_size, heads.num_kv_heads, heads.head_dim, dtype)
+    pool = KVCachePool(model.kv_layouts(), num_blocks, config.block_size, dtype)
     adapters = make_store(
         config, modules, model.names, dtype, lambda adapter: backend.pack_adapter(adapter, model.num_layers)
     )
@@ -182,8 +181,7 @@ def _load_encoder(
     encoder = EncoderModel(checkpoint, model, backend, dtype, max_length, report.progress)
     sizes = (model.hidden_size, model.vocab_size)
     pooling = load_pooling(checkpoint, settings, model.head, backend, sizes=sizes, generates=False)
-    heads = model.heads
-    pool = KVCachePool(1, num_blocks, config.block_size, heads.num_kv_heads, heads.head_dim, dtype)
+    pool = KVCachePool([KVLayout.of(model.heads)], num_blocks, config.block_size, dtype)
     info = pooling_info(settings, pooling, max_length)
     return Loaded(
         encoder, pool, num_blocks, max_length, model.vocab_size, pooling, info, is_encoder=True,
@@ -203,8 +201,7 @@ def _load_encoder_decoder(
     num_blocks = config.num_blocks or _fitting_blocks(config, model, dtype, 0)
     check_features(model.features() | ({"adapters"} if config.max_adapters else set()), backend.name)
     encoder = load_encoder_decoder(config, checkpoint, model, backend, dtype, report.progress)
-    heads = model.heads
-    pool = KVCachePool(model.num_layers, num_blocks, config.block_size, heads.num_kv_heads, heads.head_dim, dtype)
+    pool = KVCachePool(model.kv_layouts(), num_blocks, config.block_size, dtype)
     return Loaded(
         encoder.model, pool, num_blocks, encoder.max_model_len, model.vocab_size, None, None,
         is_encoder=False, adapters=_no_adapters(), input_size=model.hidden_size if encoder.max_samples else 0,
@@ -255,10 +252,7 @@ def _fitting_blocks(
 ) -> int:
     """`reserved`: memory for adapters and images, which the default size of the pool leaves free."""
     memory = config.kv_cache_memory or min(DEFAULT_MEMORY, max(available_memory() - reserved, 0) // 2)
-    heads = model.heads
-    per_block = KVCachePool.bytes_per_block(
-        model.num_layers, config.block_size, heads.num_kv_heads, heads.head_dim, dtype
-    )
+    per_block = KVCachePool.bytes_per_block(model.kv_layouts(), config.block_size, dtype)
     if memory < per_block:
         raise ValueError(
             f"kv_cache_memory of {memory} bytes is below one block of {per_block} bytes; raise kv_cache_memory"

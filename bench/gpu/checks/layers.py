@@ -173,7 +173,7 @@ def rope_store_cases(setup: Setup) -> Iterator[Case]:
 
 
 def _qk_norms(setup: Setup) -> tuple[Norm, Norm] | None:
-    widths = setup.model.qk_norm_widths
+    widths = setup.model.qk_norm_widths(0)
     return None if widths is None else (_random_norm(setup, widths[0], seed=1), _random_norm(setup, widths[1], seed=2))
 
 

@@ -159,8 +159,8 @@ def test_stale_blocks_change_nothing(runner_factory):
     runner = runner_factory()
     (prompt,) = prompts([50])
     expected = alone(runner, prompt, 5, seeded(2))
-    runner._pool.keys.fill_(float("nan"))
-    runner._pool.values.fill_(float("nan"))
+    for tensor in runner._pool.tensors:
+        tensor.fill_(float("nan"))
     assert_same(expected, 0, alone(runner, prompt, 5, seeded(2)), 0)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from worker_svc.engine.backend import AttentionShape, ForwardBatch, HeadShape, Norm, RotaryTable
+from worker_svc.engine.backend import AttentionShape, ForwardBatch, HeadShape, KVLayout, Norm, RotaryTable
 from worker_svc.engine.cpu.backend import CpuBackend
 from worker_svc.engine.cpu.backends import make_backend
 from worker_svc.engine.decoder.kv_cache import KVCachePool
@@ -165,7 +165,7 @@ SHAPES = [HeadShape(4, 4, 32), HeadShape(8, 2, 64), HeadShape(6, 1, 128), HeadSh
 @pytest.mark.parametrize("block_size", [2, 16, 64])
 def test_attention_of_mixed_batches(backends, randn, dtype, shape, block_size):
     query_lens, context_lens = [1, 37, 1, 5, 1, 140], [0, 0, 300, 127, 128, 33]
-    pool = KVCachePool(1, 2048 // block_size, block_size, shape.num_kv_heads, shape.head_dim, dtype)
+    pool = KVCachePool([KVLayout.of(shape)], 2048 // block_size, block_size, dtype)
     keys, values = pool.layer(0)
     keys.copy_(randn(*keys.shape) * 3)
     values.copy_(randn(*values.shape))
@@ -197,11 +197,11 @@ def test_qk_norm_rope_store(backends, randn, dtype, norm, shape, block_size, unr
     results = []
     qkv = randn(120, (shape.num_q_heads + 2 * shape.num_kv_heads) * shape.head_dim).to(dtype)
     for backend in backends:
-        pool = KVCachePool(1, 512 // block_size, block_size, shape.num_kv_heads, shape.head_dim, dtype)
+        pool = KVCachePool([KVLayout.of(shape)], 512 // block_size, block_size, dtype)
         batch = mixed_batch(pool, shape, [1, 100, 19], [50, 0, 131])
         q = qkv.new_empty(120, shape.num_q_heads, shape.head_dim)
         backend.qk_norm_rope_store(qkv, norms, table, batch, pool.layer(0), q, shape)
-        pools = pool.keys, pool.values
+        pools = tuple(pool.tensors)
         results.append((q, *(plain_layout(backend, *pools) if backend is backends[0] else pools)))
     assert_close(results[0][0], results[1][0], dtype)
     assert_close(results[0][1], results[1][1], dtype)
@@ -237,7 +237,7 @@ def test_store_and_attention_agree_on_the_layout(backends, randn):
     """Attention reads the value that was stored at a slot."""
     kernels, _ = backends
     shape = HeadShape(1, 1, 16)
-    pool = KVCachePool(1, 8, 4, 1, 16, torch.float32)
+    pool = KVCachePool([KVLayout.of(shape)], 8, 4, torch.float32)
     batch = mixed_batch(pool, shape, [9], [0])
     qkv = randn(9, 48)
     q, out = torch.empty(9, 1, 16), torch.empty(9, 1, 16)

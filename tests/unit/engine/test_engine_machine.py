@@ -7,6 +7,7 @@ import os
 import pytest
 import torch
 
+from worker_svc.engine.backend import KVLayout
 from worker_svc.engine.decoder.kv_cache import KVCachePool
 from worker_svc.engine.kernels.machine import available_cores, available_memory, total_memory
 from worker_svc.flags import check_memory, make_parser
@@ -54,4 +55,4 @@ def test_a_pool_that_no_memory_can_hold_is_refused_in_one_line():
         check_memory(flags("--kv-cache-memory", "900T", *others))
     check_memory(flags("--kv-cache-memory", "64M"))
     with pytest.raises(ValueError, match=r"keys and values of 1000000000 blocks need .* GiB: Cannot allocate memory"):
-        KVCachePool(30, 1_000_000_000, 16, 8, 128, torch.float32)
+        KVCachePool([KVLayout(8, 128, 128)] * 30, 1_000_000_000, 16, torch.float32)

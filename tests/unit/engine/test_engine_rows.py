@@ -120,7 +120,7 @@ BAD_ROWS = {
 def test_bad_row_is_left_out(runner, name):
     fields, message = BAD_ROWS[name]
     runner.execute(batch(opens=[opening(), opening(row=3, blocks=(1,))], rows=(), query_lens=(), context_lens=()))
-    before = runner._pool.keys.clone()
+    before = runner._pool.tensors[0].clone()
     columns = {"rows": (0,), "query_lens": (10,), "context_lens": (0,)} | fields
     slots = columns.pop("slots", range(sum(columns["query_lens"])))
     joined = {key: (*value, extra) for (key, value), extra in zip(columns.items(), (3, 10, 0), strict=True)}
@@ -128,8 +128,8 @@ def test_bad_row_is_left_out(runner, name):
     assert {(e.row, e.code) for e in output.errors} == {(columns["rows"][0], RowErrorCode.BAD_INPUT)}
     assert message in output.errors[0].message
     assert output.rows.tolist() == [3]
-    assert torch.equal(runner._pool.keys[:, 0], before[:, 0])
-    assert torch.equal(runner._pool.keys[:, 2:], before[:, 2:])
+    assert torch.equal(runner._pool.tensors[0][:, 0], before[:, 0])
+    assert torch.equal(runner._pool.tensors[0][:, 2:], before[:, 2:])
 
 
 def test_two_rows_that_write_one_slot_do_not_both_run(runner):
@@ -279,19 +279,19 @@ def test_copy_on_write_keeps_the_original(folder):
     block, copy = second.blocks[1], driver.free.pop()
     second.blocks[1] = copy
     driver.add(copy_src=u32(block), copy_dst=u32(copy), table_rows=u32(1), table_indices=u32(1), table_blocks=u32(copy))
-    before = driver.runner._pool.keys[:, block].clone()
+    before = driver.runner._pool.tensors[0][:, block].clone()
     driver.decode([1], 8)
-    assert torch.equal(driver.runner._pool.keys[:, block], before)
+    assert torch.equal(driver.runner._pool.tensors[0][:, block], before)
     check_against(load_reference(folder), driver, [1])
     assert len(tail) == 6
 
 
 def test_chained_copies_run_in_order(runner):
-    pool = runner._pool
-    pool.keys[:, 0], pool.keys[:, 1], pool.keys[:, 2] = 1.0, 2.0, 3.0
+    keys = runner._pool.tensors[0]
+    keys[:, 0], keys[:, 1], keys[:, 2] = 1.0, 2.0, 3.0
     runner.execute(batch((), (), (), copy_src=u32(0, 1), copy_dst=u32(1, 2)))
-    assert (pool.keys[:, 2] == 1.0).all()
-    pool.keys.zero_()
+    assert (keys[:, 2] == 1.0).all()
+    keys.zero_()
 
 
 def test_committed_blocks_know_their_tokens(folder):

@@ -19,6 +19,7 @@ FEATURES = {
     "odd_heads": "heads of an odd size",
     "plain_feed_forward": "a feed-forward part without gate",
     "sliding_window": "sliding windows",
+    "kv_layouts": "heads of other sizes in some layers, or layers that share keys and values",
     "soft_caps": "soft caps of attention scores or logits",
     "embedding_scale": "scaled embeddings",
     "attention_scale": "a scale of attention scores other than head_dim^-0.5",

@@ -18,6 +18,7 @@ import torch
 
 from worker_svc.engine.adapters.kernel_adapter import adapter_structs
 from worker_svc.engine.backend import ForwardBatch, Linear, Norm, RotaryTable
+from worker_svc.engine.decoder.config import LayerSpec
 from worker_svc.engine.decoder.forward import compute_layers
 from worker_svc.engine.decoder.weights import FeedForward, Layer, RoutedExperts
 from worker_svc.engine.kernels.linear import PANEL, KernelLinear, LinearStruct, address_of
@@ -58,6 +59,7 @@ class _LayerStruct(ctypes.Structure):
         ("rotary", _RotaryStruct),
         ("window", _LONG),
         *((name, _POINTER) for name in ("k_cache", "v_cache")),
+        *((name, _LONG) for name in ("q_heads", "kv_heads", "head_dim")),
     )
 
 
@@ -75,10 +77,7 @@ class _ModelStruct(ctypes.Structure):
         *((name, _POINTER) for name in ("layers", "ops", "embedding", "position_embedding")),
         ("final_norm", _NormStruct),
         ("head", LinearStruct),
-        *(
-            (name, _LONG)
-            for name in ("num_layers", "num_ops", "hidden", "inner", "experts", "q_heads", "kv_heads", "head_dim")
-        ),
+        *((name, _LONG) for name in ("num_layers", "num_ops", "hidden", "inner", "experts", "qkv", "q")),
         *((name, _LONG) for name in ("block_size", "norm_kind", "activation", "is_gated", "is_bf16", "threads")),
         *((name, ctypes.c_float) for name in ("eps", "scale", "embedding_scale", "attention_cap", "logit_cap")),
     )
@@ -152,7 +151,7 @@ class FusedModel:
     """One model over one KV pool. Called on a batch, it returns logits [S, vocab] that the next call overwrites."""
 
     def __init__(self, kernels: ctypes.CDLL, parts: DecoderParts, pool: KVCachePool, threads: int) -> None:
-        config, heads = parts.config, parts.config.heads
+        config, shapes = parts.config, [layer.heads for layer in parts.config.layers]
         self._run = kernels.quire_forward
         self._run_logits = kernels.quire_forward_logits
         self._run_hidden = kernels.quire_forward_hidden
@@ -162,7 +161,7 @@ class FusedModel:
         self._ops = (_OpStruct * len(recorder.ops))(*recorder.ops)
         self._layers = (_LayerStruct * len(parts.layers))(
             *(
-                _describe(layer, parts.rotary(index), config.layers[index].window, pool.layer(index))
+                _describe(layer, config.layers[index], parts.rotary(index), pool.layer(index))
                 for index, layer in enumerate(parts.layers)
             )
         )
@@ -179,9 +178,8 @@ class FusedModel:
             config.hidden_size,
             max(config.widest_inner, config.hidden_size if num_experts else 0),
             num_experts,
-            heads.num_q_heads,
-            heads.num_kv_heads,
-            heads.head_dim,
+            max((heads.num_q_heads + 2 * heads.num_kv_heads) * heads.head_dim for heads in shapes),
+            max(heads.num_q_heads * heads.head_dim for heads in shapes),
             pool.block_size,
             NORM_KINDS[config.norm],
             ACTIVATIONS[config.activation],
@@ -299,15 +297,18 @@ def _linears(layer: Layer) -> tuple[Linear, ...]:
 
 
 def _describe(
-    layer: Layer, rotary: RotaryTable | None, window: int | None, cache: tuple[torch.Tensor, torch.Tensor]
+    layer: Layer, spec: LayerSpec, rotary: RotaryTable | None, cache: tuple[torch.Tensor, torch.Tensor]
 ) -> _LayerStruct:
-    qk_norms = layer.qk_norms or (None, None)
+    qk_norms, heads = layer.qk_norms or (None, None), spec.heads
     return _LayerStruct(
         *(None if norm is None else norm.weight.data_ptr() for norm in qk_norms),
         *(0 if norm is None else len(norm.weight) for norm in qk_norms),
         _RotaryStruct() if rotary is None else _rotary_struct(rotary),
-        window or 0,
+        spec.window or 0,
         *(part.data_ptr() for part in cache),
+        heads.num_q_heads,
+        heads.num_kv_heads,
+        heads.head_dim,
     )
 
 

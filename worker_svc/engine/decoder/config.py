@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from step_protocol.messages import PoolingKind
-from worker_svc.engine.backend import AttentionShape, HeadShape
+from worker_svc.engine.backend import AttentionShape, HeadShape, KVLayout
 from worker_svc.engine.checkpoint.families import (
     Architecture,
     HeadKind,
@@ -47,10 +47,12 @@ class Experts:
 class LayerSpec:
     """What differs between the layers of a decoder."""
 
+    heads: HeadShape
     rotary: int | None  # index into `ModelConfig.rotaries`; None: positions are learned
     window: int | None  # a token attends to this many tokens, itself included; None: to all before it
     inner: int  # width of the feed-forward part, or of one expert
     experts: Experts | None
+    kv_owner: int | None = None  # as in KVLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +63,6 @@ class ModelConfig:
     hidden_size: int
     vocab_size: int
     max_position_embeddings: int
-    heads: HeadShape
     layers: tuple[LayerSpec, ...]
     rotaries: tuple[Rotary, ...]
     norm_eps: float
@@ -88,9 +89,17 @@ class ModelConfig:
         return self.architecture.norm
 
     @property
-    def qk_norm_widths(self) -> tuple[int, int] | None:
-        """How many numbers one norm of queries and one of keys span. None: there are no such norms."""
-        heads = self.heads
+    def heads(self) -> HeadShape:
+        """The heads of all layers, for backends that refuse other models (`kv_layouts` of features.py)."""
+        return self.layers[0].heads
+
+    def kv_layouts(self) -> list[KVLayout]:
+        """What each layer keeps of a token."""
+        return [KVLayout.of(layer.heads, layer.kv_owner) for layer in self.layers]
+
+    def qk_norm_widths(self, index: int) -> tuple[int, int] | None:
+        """How many numbers one norm of a layer's queries and one of its keys span. None: there are no such norms."""
+        heads = self.layers[index].heads
         if self.architecture.qk_norm == "projection":
             return heads.num_q_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
         return None if self.architecture.qk_norm is None else (heads.head_dim, heads.head_dim)
@@ -121,12 +130,12 @@ class ModelConfig:
 
     def num_linear_parameters(self) -> int:
         """Weights that a token is multiplied with, without the head."""
-        heads, hidden = self.heads, self.hidden_size
-        attention = hidden * heads.head_dim * (2 * heads.num_q_heads + 2 * heads.num_kv_heads)
+        hidden, shapes = self.hidden_size, [layer.heads for layer in self.layers]
+        attention = sum(hidden * heads.head_dim * 2 * (heads.num_q_heads + heads.num_kv_heads) for heads in shapes)
         parts = 3 if self.is_gated else 2
         uses = [layer.experts.top_k if layer.experts else 1 for layer in self.layers]
         inner = sum(layer.inner * used for layer, used in zip(self.layers, uses, strict=True))
-        return self.num_layers * attention + parts * hidden * inner
+        return attention + parts * hidden * inner
 
     def within(self, max_model_len: int) -> ModelConfig:
         """The same decoder without windows that no sequence of at most `max_model_len` tokens leaves."""
@@ -153,14 +162,17 @@ class ModelConfig:
 
     def attention(self, index: int) -> AttentionShape:
         """The attention of a layer."""
-        return AttentionShape(self.heads, self.attention_scale, self.attention_soft_cap, self.layers[index].window)
+        layer = self.layers[index]
+        return AttentionShape(layer.heads, self.attention_scale, self.attention_soft_cap, layer.window)
 
     def features(self) -> set[str]:
         """What a backend must compute; see checkpoint/features.py."""
+        dims = {layer.heads.head_dim for layer in self.layers}
         rotary_dims = {2 * len(rotary.inv_freq) for rotary in self.rotaries}
         needed = {
-            "odd_heads": self.heads.head_dim % 2 == 1,
-            "partial_rotary": bool(rotary_dims - {self.heads.head_dim}),
+            "odd_heads": any(dim % 2 for dim in dims),
+            "partial_rotary": bool(rotary_dims - dims),
+            "kv_layouts": len(set(self.kv_layouts())) > 1,
             "sliding_window": self.window is not None,
             "soft_caps": self.attention_soft_cap is not None or self.logit_soft_cap is not None,
             "quantized_weights": self.quantization is not None,
@@ -183,8 +195,7 @@ def parse_config(config: dict[str, Any]) -> ModelConfig:
         hidden_size=hidden_size,
         vocab_size=size_of(config, "vocab_size"),
         max_position_embeddings=size_of(config, "max_position_embeddings"),
-        heads=heads,
-        layers=_layers(config, architecture, rotary_of),
+        layers=_layers(config, architecture, heads, rotary_of),
         rotaries=rotaries,
         norm_eps=float(config.get("norm_eps", config.get("rms_norm_eps", 1e-6))),
         has_qkv_bias=attention_bias if architecture.has_qkv_bias is None else architecture.has_qkv_bias,
@@ -266,7 +277,7 @@ def _rotaries(
 
 
 def _layers(
-    config: dict[str, Any], architecture: Architecture, rotary_of: dict[str, int | None]
+    config: dict[str, Any], architecture: Architecture, heads: HeadShape, rotary_of: dict[str, int | None]
 ) -> tuple[LayerSpec, ...]:
     count = size_of(config, "num_hidden_layers")
     window, kinds = _windows(config, architecture, count)
@@ -280,7 +291,7 @@ def _layers(
             raise CheckpointError(f"layer_types: {kind!r} is not supported; use one of {', '.join(rotary_of)}")
         experts = _experts(config, architecture) if has_experts(index) else None
         expert_inner = config.get("moe_intermediate_size", inner) if experts else inner
-        layers.append(LayerSpec(rotary_of[kind], window if kind == SLIDING else None, expert_inner, experts))
+        layers.append(LayerSpec(heads, rotary_of[kind], window if kind == SLIDING else None, expert_inner, experts))
     return tuple(layers)
 
 

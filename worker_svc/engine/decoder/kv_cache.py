@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
 from step_protocol.columns import I64
-from worker_svc.engine.backend import Backend
+from worker_svc.engine.backend import Backend, KVLayout
 from worker_svc.engine.decoder.block_contents import BlockContents
 from worker_svc.engine.kernels.memory import lazy_zeros
 
@@ -18,38 +19,45 @@ DEFAULT_MEMORY = GIB
 class KVCachePool(BlockContents):
     """Keys and values of `num_blocks` blocks in all layers, and their content as tokens.
 
-    Memory is claimed when it is first written.
+    A block of the pool is a block of each layer that has keys and values of its own: their layouts may differ. Memory
+    is claimed when it is first written.
     """
 
-    def __init__(
-        self, num_layers: int, num_blocks: int, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype
-    ) -> None:
-        self.keys = _lazy_zeros((num_layers, num_blocks, kv_heads, head_dim, block_size), dtype)
-        self.values = _lazy_zeros((num_layers, num_blocks, kv_heads, block_size, head_dim), dtype)
+    def __init__(self, layouts: Sequence[KVLayout], num_blocks: int, block_size: int, dtype: torch.dtype) -> None:
+        size = num_blocks * self.bytes_per_block(layouts, block_size, dtype)
+        self.tensors: list[torch.Tensor] = []  # [layers of one layout, num_blocks, ...]
+        owned: dict[int, tuple[torch.Tensor, ...]] = {}
+        for layout in dict.fromkeys(layout for layout in layouts if layout.owner is None):
+            layers = [index for index, other in enumerate(layouts) if other == layout]
+            shapes = ((len(layers), num_blocks, *shape) for shape in layout.shapes(block_size))
+            tensors = [_lazy_zeros(shape, dtype, size) for shape in shapes]
+            self.tensors += tensors
+            owned |= zip(layers, zip(*tensors, strict=True), strict=True)
+        self._layers = [owned[index if one.owner is None else one.owner] for index, one in enumerate(layouts)]
         super().__init__(num_blocks, block_size)
-        self._layers = list(zip(self.keys.unbind(), self.values.unbind(), strict=True))
 
     @staticmethod
-    def bytes_per_block(num_layers: int, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-        return 2 * num_layers * block_size * kv_heads * head_dim * dtype.itemsize
+    def bytes_per_block(layouts: Sequence[KVLayout], block_size: int, dtype: torch.dtype) -> int:
+        shapes = [shape for layout in layouts if layout.owner is None for shape in layout.shapes(block_size)]
+        return sum(map(math.prod, shapes)) * dtype.itemsize
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys [num_blocks, kv_heads, head_dim, block_size] and values [num_blocks, kv_heads, block_size, head_dim]."""
-        return self._layers[index]
+        keys, values = self._layers[index]
+        return keys, values
 
     def copy(self, backend: Backend, src: I64, dst: I64) -> None:
         """Copies blocks with their tokens, in the given order. The copies are not committed."""
-        backend.copy_blocks(self.keys, src, dst)
-        backend.copy_blocks(self.values, src, dst)
+        for tensor in self.tensors:
+            backend.copy_blocks(tensor, src, dst)
         self.copy_tokens(src, dst)
         self.uncommit(dst)
 
 
-def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, pool_size: int) -> torch.Tensor:
     """Zeros that take memory when they are first written: blocks are used one by one. Raises ValueError."""
-    size = math.prod(shape) * dtype.itemsize
     try:
-        return lazy_zeros(size).view(dtype).view(shape)
+        return lazy_zeros(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
     except OSError as error:
-        words = f"keys and values of {shape[1]} blocks need {2 * size / GIB:.1f} GiB"
+        words = f"keys and values of {shape[1]} blocks need {pool_size / GIB:.1f} GiB"
         raise ValueError(f"{words}: {error.strerror}; lower num_blocks or kv_cache_memory") from None

@@ -191,7 +191,7 @@ class _BackendOperations:
         return normed
 
     def attend(self, qkv: torch.Tensor, index: int) -> torch.Tensor:
-        batch, backend, heads = self._batch, self._backend, self._config.heads
+        batch, backend, heads = self._batch, self._backend, self._config.layers[index].heads
         q, cache = qkv.new_empty(len(qkv), heads.num_q_heads, heads.head_dim), self._pool.layer(index)
         rotary = batch.rotary or self._parts.rotary(index)
         backend.qk_norm_rope_store(qkv, self._parts.layers[index].qk_norms, rotary, batch, cache, q, heads)

@@ -142,7 +142,7 @@ class WeightLoader:
         )
 
     def layer(self, index: int) -> Layer:
-        names, stored, widths = self._names, self._stored(index), self._config.qk_norm_widths
+        names, stored, widths = self._names, self._stored(index), self._config.qk_norm_widths(index)
         prefix = names.layer.format(index)
         qk_norms = None
         if widths is not None:
@@ -182,7 +182,7 @@ class WeightLoader:
         for index in range(self._config.num_layers):
             prefix = names.layer.format(index)
             norms += [prefix + name for name in names.layer_norms().values()]
-            if self._config.qk_norm_widths is not None:
+            if self._config.qk_norm_widths(index) is not None:
                 norms += [prefix + names.q_norm, prefix + names.k_norm]
             for stored in self._stored(index).values():
                 linears += self._weight_names(stored)
@@ -194,7 +194,7 @@ class WeightLoader:
     def _stored(self, index: int) -> dict[str, Stored]:
         """The linear layers of a layer by name."""
         config, names, spec = self._config, self._names, self._config.layers[index]
-        heads, hidden = config.heads, config.hidden_size
+        heads, hidden = spec.heads, config.hidden_size
         q_size, kv_size = heads.num_q_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
         prefix = names.layer.format(index)
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from worker_svc.engine.backend import HeadShape
+from worker_svc.engine.backend import HeadShape, KVLayout
 from worker_svc.engine.checkpoint.model_folder import CheckpointError, activation_of, size_of
 
 if TYPE_CHECKING:
@@ -222,6 +222,10 @@ class EncoderDecoderConfig:
     def attention_window(self) -> None:
         """No layer has a window."""
         return None
+
+    def kv_layouts(self) -> list[KVLayout]:
+        """What each layer of the decoder keeps of a token."""
+        return [KVLayout.of(self.heads)] * self.num_layers
 
     def features(self) -> set[str]:
         """What a backend must compute; see checkpoint/features.py."""

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from step_protocol.columns import I32, I64
-from worker_svc.engine.backend import AttentionShape, Backend, ForwardBatch
+from worker_svc.engine.backend import AttentionShape, Backend, ForwardBatch, KVLayout
 from worker_svc.engine.decoder.kv_cache import KVCachePool
 from worker_svc.engine.encoder_decoder.config import CONV_STRIDE, EncoderDecoderConfig
 from worker_svc.engine.encoder_decoder.weights import KERNEL, EncoderDecoderLoader, LayerStack
@@ -91,14 +91,8 @@ class EncoderDecoderModel:
         start, num = int(batch.query_starts[index]), int(columns.lens[index])
         x = self._encoder_input(batch.token_ids[start : start + num], columns.inputs.get(int(batch.rows[index])))
         own = whole_batch(num, pool.block_size)
-        scratch = KVCachePool(
-            1,
-            own.tables.shape[1],
-            pool.block_size,
-            self._config.heads.num_kv_heads,
-            self._config.heads.head_dim,
-            x.dtype,
-        )
+        layout = KVLayout.of(self._config.heads)
+        scratch = KVCachePool([layout], own.tables.shape[1], pool.block_size, x.dtype)
         x = self._run(x, self._parts.encoder, own, scratch, None)
         self._store_cross(x, replace(own, slots=batch.slots[start : start + num]), pool)
         self.num_encoder_runs += 1

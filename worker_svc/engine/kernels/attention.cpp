@@ -1,6 +1,7 @@
 // Paged attention over mixed batches, as attention_plan.cpp divides it. Softmax is online over tiles of keys at absolute
 // positions, so results depend neither on chunk boundaries nor on the other rows of a batch.
 #include <algorithm>
+#include <map>
 #include <memory>
 #include <vector>
 
@@ -13,9 +14,9 @@ namespace {
 
 // Scratch memory of a thread, kept between calls because allocating would fault in fresh pages.
 template <typename Scratch> Scratch& scratch_of_thread(int64_t head_dim, int64_t key_size, int64_t padded_dim) {
-  thread_local std::unique_ptr<Scratch> scratch;
-  thread_local int64_t dim = 0;
-  if (dim != head_dim) scratch = std::make_unique<Scratch>(key_size, padded_dim), dim = head_dim;
+  thread_local std::map<int64_t, std::unique_ptr<Scratch>> of_dim;
+  std::unique_ptr<Scratch>& scratch = of_dim[head_dim];
+  if (!scratch) scratch = std::make_unique<Scratch>(key_size, padded_dim);
   return *scratch;
 }
 

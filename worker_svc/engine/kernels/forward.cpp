@@ -2,7 +2,9 @@
 // from decoder/forward.py, which decides their order. One call avoids a return to Python after each operation, which takes a
 // small model longer than the operations, and avoids waking the helpers for each of them.
 #include <algorithm>
+#include <array>
 #include <cstring>
+#include <map>
 
 #include "kernels.h"
 #include "rows.h"
@@ -16,6 +18,7 @@ struct Layer {
   Rotary rotary;
   int64_t window;  // 0: none
   void *k_cache, *v_cache;
+  int64_t q_heads, kv_heads, head_dim;
 };
 
 // The linear layers that an adapter may change, of each layer of the model.
@@ -41,7 +44,8 @@ struct Model {
   int64_t num_layers, num_ops, hidden;
   int64_t inner;    // the widest feed-forward part; with experts at least `hidden`
   int64_t experts;  // the most experts of a layer
-  int64_t q_heads, kv_heads, head_dim, block_size, norm_kind, activation;
+  int64_t qkv, q;   // the widest queries with keys and values, and the widest queries
+  int64_t block_size, norm_kind, activation;
   int64_t is_gated, is_bf16, threads;
   float eps, scale, embedding_scale, attention_cap, logit_cap;  // caps 0: none
 
@@ -77,7 +81,7 @@ struct Parts {
   char *x, *residual, *qkv, *q, *attended, *activated, *router_logits;
 
   Parts(const Model& m, int64_t num_tokens, char* workspace) {
-    const int64_t row = num_tokens * (m.is_bf16 ? 2 : 4), q_size = m.q_heads * m.head_dim;
+    const int64_t row = num_tokens * (m.is_bf16 ? 2 : 4);
     auto take = [&](int64_t width) {
       char* part = workspace;
       workspace += row * width;
@@ -85,9 +89,9 @@ struct Parts {
     };
     x = take(m.hidden);
     residual = take(m.hidden);
-    qkv = take(q_size + 2 * m.kv_heads * m.head_dim);
-    q = take(q_size);
-    attended = take(q_size);
+    qkv = take(m.qkv);
+    q = take(m.q);
+    attended = take(m.q);
     activated = take(m.inner);
     router_logits = take(m.experts);
   }
@@ -114,10 +118,9 @@ struct Forward {
   const Model& m;
   const Batch& b;
   const Parts p;
-  const QkvShape shape;
   const AttentionRows rows;
-  const AttentionPlan all, heads;  // attention of all tokens, and of those that need logits
   Pass pass;
+  std::map<std::array<int64_t, 3>, AttentionPlan> plans;
   int64_t n;              // rows of x: all tokens, then the head tokens
   bool of_heads = false;  // the rows are those of the head tokens
 
@@ -125,14 +128,19 @@ struct Forward {
       : m(m),
         b(b),
         p(m, b.num_tokens, workspace),
-        shape{m.q_heads, m.kv_heads, m.head_dim, m.block_size},
         rows{b.tables, b.table_stride, b.rows, b.query_starts, b.context_lens, b.num_rows},
-        all(plan_attention(rows, shape, int(m.threads))),
-        heads(needs_all() ? all : plan_attention(rows, shape, int(m.threads), b.heads, b.num_heads)),
         pass(int(m.threads)),
         n(b.num_tokens) {}
 
-  bool needs_all() const { return b.num_heads == b.num_tokens; }
+  // Attention of all tokens, or of those that need logits. Layers with as many heads have the same plan.
+  const AttentionPlan& plan(const QkvShape& shape, bool of_head_tokens) {
+    of_head_tokens &= b.num_heads != b.num_tokens;
+    const auto [found, is_new] = plans.try_emplace({shape.q_heads, shape.kv_heads, of_head_tokens});
+    if (!is_new) return found->second;
+    const int threads = int(m.threads);
+    return found->second = of_head_tokens ? plan_attention(rows, shape, threads, b.heads, b.num_heads)
+                                          : plan_attention(rows, shape, threads);
+  }
 
   void embed() {
     const int64_t bytes = m.hidden * (m.is_bf16 ? 2 : 4);
@@ -187,11 +195,12 @@ struct Forward {
   void attend(int64_t index) {
     const int is_bf16 = int(m.is_bf16);
     const Layer& layer = m.layers[index];
+    const QkvShape shape{layer.q_heads, layer.kv_heads, layer.head_dim, m.block_size};
     const Rotary rotary = b.cos ? Rotary{b.cos, b.sin, layer.rotary.dims} : layer.rotary;
     const QkNorms norms{layer.q_norm, layer.k_norm, layer.q_width, layer.k_width, NormKind(m.norm_kind), m.eps};
     qk_norm_rope_store(pass, is_bf16, p.qkv, norms, rotary, b.positions, b.slots, layer.k_cache, layer.v_cache, p.q,
                        b.num_tokens, shape);
-    paged_attention(pass, is_bf16, is_last(index) ? heads : all, rows, shape, p.q, layer.k_cache, layer.v_cache,
+    paged_attention(pass, is_bf16, plan(shape, is_last(index)), rows, shape, p.q, layer.k_cache, layer.v_cache,
                     p.attended, {m.scale, m.attention_cap, layer.window});
   }
 
@@ -246,7 +255,8 @@ struct Forward {
   // Moves the rows of the head tokens to the front.
   void keep_heads() {
     const int64_t element = m.is_bf16 ? 2 : 4;
-    for (auto [rows, width] : {std::pair(p.x, m.hidden), std::pair(p.attended, m.q_heads * m.head_dim)})
+    const Layer& last = m.layers[m.num_layers - 1];
+    for (auto [rows, width] : {std::pair(p.x, m.hidden), std::pair(p.attended, last.q_heads * last.head_dim)})
       for (int64_t i = 0; i < b.num_heads; i++)
         memmove(rows + i * width * element, rows + b.heads[i] * width * element, width * element);
     n = b.num_heads, of_heads = true;
@@ -260,8 +270,7 @@ extern "C" {
 // Bytes of workspace per token.
 int64_t quire_forward_workspace(const void* model) {
   const Model& m = *(const Model*)model;
-  const int64_t q_size = m.q_heads * m.head_dim;
-  return (2 * m.hidden + 3 * q_size + 2 * m.kv_heads * m.head_dim + m.inner + m.experts) * (m.is_bf16 ? 2 : 4);
+  return (2 * m.hidden + m.qkv + 2 * m.q + m.inner + m.experts) * (m.is_bf16 ? 2 : 4);
 }
 
 // Stores keys and values of all tokens; writes logits [num_heads, vocab]. Null: none, and quire_forward_logits follows.

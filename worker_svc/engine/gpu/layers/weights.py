@@ -107,7 +107,7 @@ def shard_config(config: ModelConfig, group: Group) -> ModelConfig:
         )
     shape = HeadShape(heads.num_q_heads // size, max(heads.num_kv_heads // size, 1), heads.head_dim)
     return replace(
-        config, heads=shape, layers=tuple(replace(layer, inner=layer.inner // size) for layer in config.layers)
+        config, layers=tuple(replace(layer, heads=shape, inner=layer.inner // size) for layer in config.layers)
     )
 
 

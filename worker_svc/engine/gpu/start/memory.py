@@ -71,10 +71,7 @@ def divide_memory(
     if config.num_blocks is not None:
         return Shares(config.num_blocks, graph_bytes)
     memory = config.kv_cache_memory or _left(config, peak + graph_bytes, device)
-    heads = model.heads
-    per_block = KVCachePool.bytes_per_block(
-        model.num_layers, config.block_size, heads.num_kv_heads, heads.head_dim, dtype
-    )
+    per_block = KVCachePool.bytes_per_block(model.kv_layouts(), config.block_size, dtype)
     if memory < per_block:
         raise ValueError(
             f"{max(memory, 0)} bytes are left for the KV cache, but one block takes {per_block}; raise "
