@@ -14,6 +14,7 @@ from tests.gpu.test_runner import HEADS_4_2, SMALL, run_forced, run_mixed, worst
 from tests.unit.engine.models import load_reference, make_model
 from tests.unit.engine.quantized import fp8, gptq, quantize_model
 from tests.unit.engine.test_engine_models import check_against
+from worker_svc.engine.backend import Routing
 from worker_svc.engine.cpu import torch_ops
 from worker_svc.engine.gpu.kernels import activation, expert_linear, route
 from worker_svc.engine.gpu.kernels.expert_linear import ExpertWeights
@@ -83,7 +84,7 @@ def make_experts(num_experts, hidden, inner, top_k, *, determinism="exact", dtyp
         stacked = (torch.stack([getattr(row, field) for row in rows]) for field in ("steps", "scales"))
         weights.append(ExpertWeights(*stacked, group))
         views.append([linears.make_fp8_linear(row, None) for row in rows])
-    return StackedExperts(*views, top_k, True, *weights, determinism == "exact")
+    return StackedExperts(*views, Routing(num_experts, top_k, True), None, *weights, determinism == "exact")
 
 
 def fp8_weight(weight, group):

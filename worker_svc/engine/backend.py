@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from worker_svc.engine.adapters.adapter import Adapter
     from worker_svc.engine.adapters.packed import AdapterRows, PackedAdapter
-    from worker_svc.engine.checkpoint.families import NormKind
+    from worker_svc.engine.checkpoint.families import NormKind, SharedKind
     from worker_svc.engine.sampling.processors import ProcessedRows
 
 
@@ -189,13 +189,47 @@ class Linear(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Routing:
+    """How the experts of a token are chosen from its router logits, and what their shares are.
+
+    The `top_k` experts with the highest score plus correction are chosen, in this order; of equal ones the lower index
+    comes first. With groups (of neighbours, of equal size) they are chosen from the `top_groups` groups whose
+    `group_best` highest values have the highest sum. The score of a chosen expert is its share. A shared expert has the
+    index `num_experts`; all tokens use it, after those that they choose.
+    """
+
+    num_experts: int
+    top_k: int
+    is_normalized: bool  # shares are divided by their sum
+    is_sigmoid: bool = False  # a score is the sigmoid of its logit. False: the softmax of all logits
+    scale: float = 1.0  # of the shares, after that
+    num_groups: int = 1
+    top_groups: int = 1
+    group_best: int = 2
+    shared: SharedKind = "none"  # gated: its share is the sigmoid of the last router logit. whole: 1
+    scales_inputs: bool = False  # a share multiplies what goes into its expert, not what comes out
+    is_float32: bool = False  # router logits are computed in float32
+
+    @property
+    def num_used(self) -> int:
+        """The number of experts that a token uses."""
+        return self.top_k + (self.shared != "none")
+
+    @property
+    def num_logits(self) -> int:
+        """The number of outputs of the router."""
+        return self.num_experts + (self.shared == "gated")
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertLinears:
-    """Weights of a layer's experts. Those of one expert are [gate | up], [2 * inner, dim], and down, [dim, inner]."""
+    """Weights of a layer's experts, the shared one last. Those of one expert are [gate | up], [2 * inner, dim], and
+    down, [dim, inner]."""
 
     gate_up: Sequence[Linear]
     down: Sequence[Linear]
-    top_k: int
-    is_normalized: bool  # the shares of the chosen experts add up to 1
+    routing: Routing
+    correction: torch.Tensor | None  # float32 [num_experts], added to scores for the choice alone
 
 
 class LinearMaker(Protocol):
@@ -277,8 +311,8 @@ class Backend(LinearMaker, Protocol):
     def experts(
         self, x: torch.Tensor, router_logits: torch.Tensor, experts: ExpertLinears, activation: str, out: torch.Tensor
     ) -> None:
-        """out [n, dim] = sum of the outputs of each token's `top_k` experts, times their share of the router's softmax
-        over router_logits [n, num_experts], in the order of decreasing share (then of the expert's index)."""
+        """out [n, dim] = the sum of the outputs of each token's experts times their shares, in the order of `Routing`,
+        for router_logits [n, num_logits]."""
         ...
 
     def soft_cap(self, x: torch.Tensor, cap: float) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 
 from bench.gpu.checks.case import TOLERANCES, Case, Outputs, Setup
+from worker_svc.engine.backend import Routing
 from worker_svc.engine.gpu.kernels import activation, expert_linear, route, scaled_linear
 from worker_svc.engine.gpu.kernels.expert_linear import ExpertWeights
 from worker_svc.engine.gpu.kernels.scaled_linear import FP8, Fp8Weight
@@ -26,23 +28,23 @@ def expert_cases(setup: Setup) -> Iterator[Case]:
     found = next((layer.experts for layer in setup.model.layers if layer.experts is not None), None)
     if found is None:
         return
-    sizes = [(NUM_TOKENS, found.num_experts)]
+    routing = found.routing
+    sizes = [(NUM_TOKENS, routing.num_experts)]
     if not setup.is_exact:
-        sizes += [(num_tokens, found.top_k) for num_tokens in MORE_TOKENS]  # every expert gets all tokens
+        sizes += [(num_tokens, routing.top_k) for num_tokens in MORE_TOKENS]  # every expert gets all tokens
     for is_fp8 in [False, True] if "fp8" in setup.formats else [False]:
         for num_tokens, num_experts in sizes:
-            experts = _experts(setup, num_experts, found.top_k, is_fp8=is_fp8, is_normalized=found.is_normalized)
+            experts = _experts(setup, replace(routing, num_experts=num_experts), is_fp8=is_fp8)
             yield _case(setup, experts, num_tokens, num_experts)
 
 
-def _experts(setup: Setup, num_experts: int, top_k: int, *, is_fp8: bool, is_normalized: bool) -> StackedExperts:
-    gate_up = setup.random(num_experts, 2 * INNER, HIDDEN, seed=2) * HIDDEN**-0.5
-    down = setup.random(num_experts, HIDDEN, INNER, seed=3) * INNER**-0.5
+def _experts(setup: Setup, routing: Routing, *, is_fp8: bool) -> StackedExperts:
+    gate_up = setup.random(routing.num_experts, 2 * INNER, HIDDEN, seed=2) * HIDDEN**-0.5
+    down = setup.random(routing.num_experts, HIDDEN, INNER, seed=3) * INNER**-0.5
     linears = DeviceLinears("best_effort", setup.dtype)
     gate_up_views, down_views = ([linears.make_linear(part, None) for part in weight] for weight in (gate_up, down))
     return StackedExperts(
-        gate_up_views, down_views, top_k, is_normalized, _weights(gate_up, is_fp8), _weights(down, is_fp8),
-        setup.is_exact,
+        gate_up_views, down_views, routing, None, _weights(gate_up, is_fp8), _weights(down, is_fp8), setup.is_exact
     )  # fmt: skip
 
 
@@ -56,12 +58,13 @@ def _weights(weight: torch.Tensor, is_fp8: bool) -> ExpertWeights:
 
 def _case(setup: Setup, experts: StackedExperts, num_tokens: int, num_experts: int) -> Case:
     x, logits = setup.random(num_tokens, HIDDEN), setup.random(num_tokens, num_experts, seed=1)
-    routes = route.reference(logits, experts.top_k, is_normalized=experts.is_normalized)
+    top_k, is_normalized = experts.routing.top_k, experts.routing.is_normalized
+    routes = route.reference(logits, top_k, is_normalized=is_normalized)
     is_fp8 = experts.down_weights.scales is not None
 
     def run(first: int, last: int) -> Outputs:
         part = x[first:last].clone(), logits[first:last].clone()
-        chosen = route.route(part[1], experts.top_k, is_normalized=experts.is_normalized)
+        chosen = route.route(part[1], top_k, is_normalized=is_normalized)
         return {
             "experts": chosen.experts, "shares": chosen.shares,
             "output": compute_experts(*part, experts, setup.model.activation),
@@ -69,7 +72,7 @@ def _case(setup: Setup, experts: StackedExperts, num_tokens: int, num_experts: i
 
     return Case(
         "experts",
-        f"{num_experts} experts, {experts.top_k} per token, [{num_tokens}, {HIDDEN}], {FP8 if is_fp8 else setup.dtype}",
+        f"{num_experts} experts, {top_k} per token, [{num_tokens}, {HIDDEN}], {FP8 if is_fp8 else setup.dtype}",
         range(num_tokens + 1),
         run,
         {

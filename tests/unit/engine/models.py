@@ -14,6 +14,7 @@ import transformers
 
 ARCHITECTURES = (
     "qwen3", "qwen2", "llama", "mistral", "phi3", "gemma2", "gemma3", "qwen3_moe", "mixtral", "olmo2", "gpt2",
+    "qwen2_moe", "glm4_moe",
 )  # fmt: skip
 
 CLASSES = {
@@ -28,6 +29,8 @@ CLASSES = {
     "mixtral": (transformers.MixtralConfig, transformers.MixtralForCausalLM),
     "olmo2": (transformers.Olmo2Config, transformers.Olmo2ForCausalLM),
     "gpt2": (transformers.GPT2Config, transformers.GPT2LMHeadModel),
+    "qwen2_moe": (transformers.Qwen2MoeConfig, transformers.Qwen2MoeForCausalLM),
+    "glm4_moe": (transformers.Glm4MoeConfig, transformers.Glm4MoeForCausalLM),
 }
 
 # Fields that differ from DEFAULTS. Windows are short and caps low, so that leaving one out changes the logits.
@@ -40,6 +43,11 @@ FIELDS: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2},
     "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 1024, "n_inner": 96,
              "num_key_value_heads": 4},
+    "qwen2_moe": {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "num_hidden_layers": 3,
+                  "shared_expert_intermediate_size": 64, "mlp_only_layers": [1], "norm_topk_prob": False},
+    "glm4_moe": {"n_routed_experts": 9, "num_experts_per_tok": 3, "n_group": 3, "topk_group": 2, "head_dim": 20,
+                 "moe_intermediate_size": 32, "n_shared_experts": 2, "num_hidden_layers": 3, "use_qk_norm": True,
+                 "attention_bias": True, "routed_scaling_factor": 1.7},
 }  # fmt: skip
 DEFAULTS: dict[str, Any] = {
     "vocab_size": 211,
@@ -97,5 +105,8 @@ def randomize(model: torch.nn.Module, generator: torch.Generator) -> None:
             parameter.normal_(0.0, 1.0, generator=generator)
         else:
             parameter.normal_(0.0, parameter.shape[-1] ** -0.5, generator=generator)
+    for name, buffer in model.named_buffers():
+        if name.endswith("correction_bias"):  # as wide as the scores, so that it changes the choice
+            buffer.normal_(0.0, 0.3, generator=generator)
     if model.config.tie_word_embeddings:  # the head has unit gain too
         model.get_input_embeddings().weight.mul_(model.config.hidden_size**-0.5)

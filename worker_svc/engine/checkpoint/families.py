@@ -17,8 +17,9 @@ from worker_svc.engine.checkpoint.model_folder import CheckpointError
 NormKind = Literal["rms", "rms_offset", "layer"]
 TowerKind = Literal["qwen2_vl", "qwen2_5_vl", "qwen3_vl"]
 MropeKind = Literal["sections", "interleaved"]
-WindowRule = Literal["none", "opt_in", "opt_in_all", "all", "even", "five_of_six"]
+WindowRule = Literal["none", "opt_in", "opt_in_all", "opt_in_even", "last", "all", "even", "five_of_six"]
 Role = Literal["q", "k", "v", "o", "gate", "up", "down", "router", "head"]
+SharedKind = Literal["none", "whole", "gated"]  # a shared expert, and whether its output has a gate
 QkNormScope = Literal["head", "projection"]  # what one norm of queries or keys spans
 
 # The norms that a layer may have, in their order; decoder/forward.py says where. The names are those of transformers.
@@ -50,7 +51,10 @@ class Names:
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
     router: str = "mlp.gate"
+    correction: str = "mlp.gate.e_score_correction_bias"  # the tensor itself
+    shared_gate: str = "mlp.shared_expert_gate"
     experts: str = "mlp.experts.{}."
+    shared: str = "mlp.shared_experts."
     expert_linears: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     is_transposed: bool = False  # linear weights are stored as [in, out]
 
@@ -96,20 +100,32 @@ GPT2_NAMES = Names(
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertFamily:
+    """How the experts of a family are chosen; see `Routing` of backend.py. None: config.json decides."""
+
+    is_normalized: bool | None = None  # None: `norm_topk_prob`
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    has_correction: bool = False
+    group_best: int = 2
+    shared: SharedKind = "none"  # if config.json gives its width
+    scales_inputs: bool = False
+    has_float32_router: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Architecture:
     """The differences of one family from the common decoder. None: config.json decides."""
 
     models: str  # of the Hub, for docs/models.md
     may_need: frozenset[str] = frozenset()  # features that config.json decides, beside those that the row implies
-    qk_norm: QkNormScope | None = None  # norms of queries and keys
+    qk_norm: QkNormScope | None = None  # norms of queries and keys, unless `use_qk_norm` is false
     has_qkv_bias: bool | None = None  # None: `attention_bias`
     has_o_bias: bool | None = None  # None: `attention_bias`
     has_mlp_bias: bool | None = False  # None: `mlp_bias`
     norm: NormKind = "rms"
     is_gated: bool = True  # the feed-forward part has a gate
     windows: WindowRule = "opt_in"  # layers with a sliding window, if config.json has no `layer_types`
-    has_experts: bool = False
-    normalizes_experts: bool | None = None  # None: `norm_topk_prob`
+    experts: ExpertFamily | None = None
     scales_embedding: bool = False  # by the square root of hidden_size
     tower: TowerKind | None = None  # of images; their tokens have positions on three axes (rows/positions.py)
     mrope: MropeKind | None = None  # how the frequencies of a head are divided among the axes
@@ -121,6 +137,7 @@ class Architecture:
 
 
 WINDOWS = frozenset({"sliding_window"})
+DEEPSEEK_EXPERTS = ExpertFamily(scores="sigmoid", has_correction=True, shared="whole", has_float32_router=True)
 GEMMA2 = Architecture(
     "Gemma 2",
     frozenset({"attention_scale", "sliding_window", "soft_caps"}),
@@ -207,7 +224,7 @@ ARCHITECTURES = {
         "Qwen3-MoE",
         WINDOWS,
         qk_norm="head",
-        has_experts=True,
+        experts=ExpertFamily(),
         windows="opt_in_all",
         defaults={"num_key_value_heads": 4, "sliding_window": 4096, "moe_intermediate_size": 768},
     ),
@@ -227,8 +244,7 @@ ARCHITECTURES = {
         has_qkv_bias=False,
         has_o_bias=False,
         windows="all",
-        has_experts=True,
-        normalizes_experts=True,
+        experts=ExpertFamily(is_normalized=True),
         defaults={"rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_key_value_heads": 8},
         fields={"num_experts": "num_local_experts"},
         names=MIXTRAL_NAMES,
@@ -240,6 +256,43 @@ ARCHITECTURES = {
         windows="none",
         defaults={"rms_norm_eps": 1e-5},
         names=OLMO2_NAMES,
+    ),
+    "Qwen2MoeForCausalLM": Architecture(
+        "Qwen1.5-MoE, Qwen2-MoE",
+        WINDOWS,
+        has_o_bias=False,
+        experts=ExpertFamily(shared="gated"),
+        windows="opt_in_even",
+        defaults={
+            "attention_bias": True,
+            "sliding_window": 4096,
+            "num_key_value_heads": 16,
+            "num_experts": 60,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1408,
+            "shared_expert_intermediate_size": 5632,
+        },
+        fields={"attention_bias": "qkv_bias"},
+        names=replace(LLAMA_NAMES, shared="mlp.shared_expert."),
+    ),
+    "Glm4MoeForCausalLM": Architecture(
+        "GLM-4.5, GLM-4.6",
+        qk_norm="head",
+        has_o_bias=False,
+        windows="none",
+        experts=DEEPSEEK_EXPERTS,
+        defaults={
+            "use_qk_norm": False,
+            "rms_norm_eps": 1e-5,
+            "partial_rotary_factor": 0.5,
+            "num_key_value_heads": 8,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 1408,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "norm_topk_prob": True,
+        },
+        fields={"num_experts": "n_routed_experts"},
     ),
     "GPT2LMHeadModel": Architecture(
         "GPT-2",

@@ -10,6 +10,8 @@ from worker_svc.engine.checkpoint.model_folder import CheckpointError
 
 FEATURES = {
     "experts": "experts",
+    "expert_scores": "experts chosen by corrected or sigmoid scores",
+    "shared_experts": "shared experts",
     "layer_norm": "LayerNorm",
     "offset_norm": "RMSNorm with weights around 0",
     "output_norms": "norms of the outputs of attention and feed-forward part",
@@ -56,9 +58,11 @@ OF_BACKEND = {"cpu": CPU, "cuda": CUDA, "reference": REFERENCE}
 
 def features_of(architecture: Architecture) -> set[str]:
     """What every model of an architecture needs."""
-    names = architecture.names
+    names, experts = architecture.names, architecture.experts
     needed = {
-        "experts": architecture.has_experts,
+        "experts": experts is not None,
+        "expert_scores": experts is not None and (experts.has_correction or experts.scores != "softmax"),
+        "shared_experts": experts is not None and experts.shared != "none",
         "layer_norm": architecture.norm == "layer",
         "offset_norm": architecture.norm == "rms_offset",
         "output_norms": bool(names.post_attention_layernorm),

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+_Choice = TypeVar("_Choice")
 LENGTH_BYTES = 8  # a safetensors file starts with the length of its JSON header, little endian
 MAX_HEADER_BYTES = 100_000_000  # limit of the safetensors library
 WEIGHT_DTYPES = ("F32", "BF16", "F16")
@@ -55,11 +56,11 @@ def size_of(config: Mapping[str, Any], field: str, default: int | None = None, *
     return value
 
 
-def activation_of(name: object, supported: Mapping[str, str], field: str) -> str:
-    """Our name of an activation. Raises CheckpointError naming the field."""
-    if name not in supported:
+def choice_of(name: object, supported: Mapping[str, _Choice], field: str) -> _Choice:
+    """What a name in config.json stands for. Raises CheckpointError naming the field."""
+    if not isinstance(name, str) or name not in supported:
         raise CheckpointError(f"{field}: {name!r} is not supported; use one of {', '.join(supported)}")
-    return supported[str(name)]
+    return supported[name]
 
 
 def decoder_config(config: dict[str, Any]) -> dict[str, Any]:

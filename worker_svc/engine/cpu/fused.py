@@ -33,6 +33,7 @@ _LONG = ctypes.c_int64
 Structs = ctypes.Array[LinearStruct]
 
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
+SHARED_KINDS = {"none": 0, "whole": 1, "gated": 2}
 NORM_KINDS = {"rms": 0, "rms_offset": 1, "layer": 2}
 
 
@@ -47,8 +48,10 @@ class _RotaryStruct(ctypes.Structure):
 class _ExpertsStruct(ctypes.Structure):
     _fields_ = (
         ("router", LinearStruct),
-        *((name, _POINTER) for name in ("gate_up", "down")),
-        *((name, _LONG) for name in ("count", "top_k", "is_normalized")),
+        *((name, _POINTER) for name in ("gate_up", "down", "correction")),
+        *((name, _LONG) for name in ("num_experts", "top_k", "is_normalized", "is_sigmoid", "num_groups")),
+        *((name, _LONG) for name in ("top_groups", "group_best", "shared", "scales_inputs", "is_float32")),
+        ("scale", ctypes.c_double),
     )
 
 
@@ -77,7 +80,7 @@ class _ModelStruct(ctypes.Structure):
         *((name, _POINTER) for name in ("layers", "ops", "embedding", "position_embedding")),
         ("final_norm", _NormStruct),
         ("head", LinearStruct),
-        *((name, _LONG) for name in ("num_layers", "num_ops", "hidden", "inner", "experts", "qkv", "q")),
+        *((name, _LONG) for name in ("num_layers", "num_ops", "hidden", "inner", "qkv", "q")),
         *((name, _LONG) for name in ("block_size", "norm_kind", "activation", "is_gated", "is_bf16", "threads")),
         *((name, ctypes.c_float) for name in ("eps", "scale", "embedding_scale", "attention_cap", "logit_cap")),
     )
@@ -133,11 +136,25 @@ class _Recorder:
         return gate_up  # the kernel of gate_up computes its activation
 
     def experts(self, part: RoutedExperts, x: torch.Tensor, residual: torch.Tensor, norm: Norm | None) -> torch.Tensor:
-        experts = part.experts
+        experts, routing = part.experts, part.experts.routing
         sides = [(LinearStruct * len(side))(*map(_linear_struct, side)) for side in (experts.gate_up, experts.down)]
         self.experts_kept.append((sides[0], sides[1]))
-        addresses, sizes = map(ctypes.addressof, sides), (len(sides[0]), experts.top_k, int(experts.is_normalized))
-        struct = _ExpertsStruct(_linear_struct(part.router), *addresses, *sizes)
+        struct = _ExpertsStruct(
+            _linear_struct(part.router),
+            *map(ctypes.addressof, sides),
+            pointer(experts.correction),
+            routing.num_experts,
+            routing.top_k,
+            int(routing.is_normalized),
+            int(routing.is_sigmoid),
+            routing.num_groups,
+            routing.top_groups,
+            routing.group_best,
+            SHARED_KINDS[routing.shared],
+            int(routing.scales_inputs),
+            int(routing.is_float32),
+            routing.scale,
+        )
         return self._record(EXPERTS, norm=norm, adds_residual=1, experts=struct)
 
     def output(self, x: torch.Tensor, norm: Norm | None) -> torch.Tensor:
@@ -165,7 +182,6 @@ class FusedModel:
                 for index, layer in enumerate(parts.layers)
             )
         )
-        num_experts = max((len(up) for up, _ in recorder.experts_kept), default=0)
         self._model = _ModelStruct(
             ctypes.addressof(self._layers),
             ctypes.addressof(self._ops),
@@ -176,8 +192,7 @@ class FusedModel:
             len(parts.layers),
             len(self._ops),
             config.hidden_size,
-            max(config.widest_inner, config.hidden_size if num_experts else 0),
-            num_experts,
+            max(config.widest_inner, config.hidden_size if recorder.experts_kept else 0),
             max((heads.num_q_heads + 2 * heads.num_kv_heads) * heads.head_dim for heads in shapes),
             max(heads.num_q_heads * heads.head_dim for heads in shapes),
             pool.block_size,
@@ -265,7 +280,8 @@ class FusedModel:
 def fuse(kernels: ctypes.CDLL, parts: DecoderParts, pool: KVCachePool, threads: int) -> FusedModel | None:
     """None unless all linear layers are KernelLinear, the experts of each layer have the same number type, and gates
     fill whole panels."""
-    has_panels = not parts.config.is_gated or not any(layer.inner % PANEL for layer in parts.config.layers)
+    widths = [width for layer in parts.config.layers for width in (layer.expert_widths() or [layer.inner])]
+    has_panels = not parts.config.is_gated or not any(width % PANEL for width in widths)
     if not has_panels:
         return None
     linears = [linear for layer in parts.layers for linear in _linears(layer)]

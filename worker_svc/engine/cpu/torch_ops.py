@@ -6,9 +6,10 @@ from collections.abc import Callable
 
 import torch
 
-from worker_svc.engine.backend import ExpertLinears, Norm
+from worker_svc.engine.backend import ExpertLinears, Norm, Routing
 from worker_svc.engine.kernels import exact_ops
 
+SMALLEST_SUM = 1e-20  # added to sums of shares, which may be 0 in float32
 GatedActivation = Callable[[torch.Tensor, torch.Tensor, str], None]
 
 
@@ -21,28 +22,58 @@ def experts(
     out: torch.Tensor,
 ) -> None:
     """`Backend.experts`, expert by expert."""
-    shares, chosen = route(router_logits, experts)
-    terms = x.new_empty(len(x), experts.top_k, out.shape[1])
+    routing = experts.routing
+    shares, chosen = route(router_logits, routing, experts.correction)
+    terms = x.new_empty(*chosen.shape, out.shape[1])
     for expert in sorted(set(chosen.flatten().tolist())):
         rows, ranks = (chosen == expert).nonzero(as_tuple=True)
-        gate_up = experts.gate_up[expert](x[rows])
+        given = x[rows]
+        if routing.scales_inputs:
+            given = (given.float() * shares[rows, ranks, None]).to(x.dtype)
+        gate_up = experts.gate_up[expert](given)
         activated = gate_up.new_empty(len(rows), gate_up.shape[1] // 2)
         gated_activation(gate_up, activated, activation)
         terms[rows, ranks] = experts.down[expert](activated)
     total = torch.zeros(out.shape)
-    for rank in range(experts.top_k):
-        total += terms[:, rank].float() * shares[:, rank, None]
+    for rank in range(routing.num_used):
+        term = terms[:, rank].float()
+        total += term if routing.scales_inputs else term * shares[:, rank, None]
     out.copy_(total)
 
 
-def route(router_logits: torch.Tensor, experts: ExpertLinears) -> tuple[torch.Tensor, torch.Tensor]:
-    """Shares, float32 [n, top_k], and indices [n, top_k] of the experts of each token, the largest share first. Of
-    equal ones the lower index comes first."""
-    logits = router_logits.float()
-    weights = exact_ops.exp(logits - logits.amax(-1, keepdim=True))
-    order = torch.sort(weights, dim=-1, descending=True, stable=True)
-    top, chosen = order.values[:, : experts.top_k], order.indices[:, : experts.top_k]
-    return top / exact_ops.ordered_sum(top if experts.is_normalized else weights), chosen
+def route(
+    router_logits: torch.Tensor, routing: Routing, correction: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Shares, float32 [n, num_used], and indices [n, num_used] of the experts of each token; see `Routing`."""
+    logits = router_logits.float()[:, : routing.num_experts]
+    scores = sigmoid(logits) if routing.is_sigmoid else exact_ops.exp(logits - logits.amax(-1, keepdim=True))
+    total = torch.ones(len(logits), 1) if routing.is_sigmoid else exact_ops.ordered_sum(scores)
+    keys = scores if correction is None else scores / total + correction
+    keys = _in_top_groups(keys, routing)
+    chosen = torch.sort(keys, dim=-1, descending=True, stable=True).indices[:, : routing.top_k]
+    top = scores.gather(1, chosen)
+    shares = top / (exact_ops.ordered_sum(top) + SMALLEST_SUM if routing.is_normalized else total) * routing.scale
+    if routing.shared == "none":
+        return shares, chosen
+    shared = sigmoid(router_logits[:, -1:].float()) if routing.shared == "gated" else torch.ones(len(logits), 1)
+    last = torch.full_like(chosen[:, :1], routing.num_experts)
+    return torch.cat((shares, shared), 1), torch.cat((chosen, last), 1)
+
+
+def _in_top_groups(keys: torch.Tensor, routing: Routing) -> torch.Tensor:
+    """keys [n, num_experts], those outside of the best groups replaced by -inf."""
+    if routing.num_groups == 1:
+        return keys
+    groups = keys.view(len(keys), routing.num_groups, -1)
+    best = torch.sort(groups, dim=-1, descending=True, stable=True).values[..., : routing.group_best]
+    order = torch.sort(exact_ops.ordered_sum(best)[..., 0], dim=-1, descending=True, stable=True).indices
+    is_kept = torch.zeros(len(keys), routing.num_groups, dtype=torch.bool).scatter(1, order[:, : routing.top_groups], 1)
+    return groups.masked_fill(~is_kept[..., None], -torch.inf).view_as(keys)
+
+
+def sigmoid(x: torch.Tensor) -> torch.Tensor:
+    """The logistic function of float32 x."""
+    return 1.0 / (1.0 + exact_ops.exp(-x))
 
 
 def activate(x: torch.Tensor, activation: str) -> torch.Tensor:

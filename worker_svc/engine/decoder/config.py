@@ -7,18 +7,20 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from step_protocol.messages import PoolingKind
-from worker_svc.engine.backend import AttentionShape, HeadShape, KVLayout
+from worker_svc.engine.backend import AttentionShape, HeadShape, KVLayout, Routing
 from worker_svc.engine.checkpoint.families import (
     Architecture,
+    ExpertFamily,
     HeadKind,
     Names,
     NormKind,
+    QkNormScope,
     architecture_of,
     head_of,
     without_prefix,
 )
 from worker_svc.engine.checkpoint.features import features_of
-from worker_svc.engine.checkpoint.model_folder import CheckpointError, activation_of, size_of
+from worker_svc.engine.checkpoint.model_folder import CheckpointError, choice_of, size_of
 from worker_svc.engine.checkpoint.quantization_config import QuantizationConfig, quantization_of
 from worker_svc.engine.decoder.heads import HeadPart, HeadSpec
 from worker_svc.engine.decoder.rotary import ORIGINAL_LENGTH, Rotary, mrope_axes, parse_rotary, positive
@@ -32,15 +34,17 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
 }
 SLIDING = "sliding_attention"
+SCORES = {"softmax": False, "sigmoid": True}
+MLP_KINDS = {"dense": False, "sparse": True}
 
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """A feed-forward part of several experts, of which each token uses the `top_k` with the highest router scores."""
+    """A feed-forward part of several experts, of which each token uses some."""
 
-    num_experts: int
-    top_k: int
-    is_normalized: bool  # the weights of the chosen experts add up to 1
+    routing: Routing
+    has_correction: bool
+    shared_inner: int  # width of the shared expert; 0: there is none
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +58,19 @@ class LayerSpec:
     experts: Experts | None
     kv_owner: int | None = None  # as in KVLayout
 
+    def expert_widths(self) -> list[int]:
+        """The widths of all experts, the shared one last. Empty: the feed-forward part is dense."""
+        if self.experts is None:
+            return []
+        shared = [self.experts.shared_inner] if self.experts.shared_inner else []
+        return [self.inner] * self.experts.routing.num_experts + shared
+
+    def used_inner(self) -> int:
+        """The width that one token uses."""
+        return (
+            self.inner if self.experts is None else self.inner * self.experts.routing.top_k + self.experts.shared_inner
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
@@ -66,6 +83,7 @@ class ModelConfig:
     layers: tuple[LayerSpec, ...]
     rotaries: tuple[Rotary, ...]
     norm_eps: float
+    qk_norm: QkNormScope | None
     has_qkv_bias: bool
     has_o_bias: bool
     has_mlp_bias: bool
@@ -100,9 +118,9 @@ class ModelConfig:
     def qk_norm_widths(self, index: int) -> tuple[int, int] | None:
         """How many numbers one norm of a layer's queries and one of its keys span. None: there are no such norms."""
         heads = self.layers[index].heads
-        if self.architecture.qk_norm == "projection":
+        if self.qk_norm == "projection":
             return heads.num_q_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
-        return None if self.architecture.qk_norm is None else (heads.head_dim, heads.head_dim)
+        return None if self.qk_norm is None else (heads.head_dim, heads.head_dim)
 
     @property
     def is_gated(self) -> bool:
@@ -133,9 +151,7 @@ class ModelConfig:
         hidden, shapes = self.hidden_size, [layer.heads for layer in self.layers]
         attention = sum(hidden * heads.head_dim * 2 * (heads.num_q_heads + heads.num_kv_heads) for heads in shapes)
         parts = 3 if self.is_gated else 2
-        uses = [layer.experts.top_k if layer.experts else 1 for layer in self.layers]
-        inner = sum(layer.inner * used for layer, used in zip(self.layers, uses, strict=True))
-        return attention + parts * hidden * inner
+        return attention + parts * hidden * sum(layer.used_inner() for layer in self.layers)
 
     def within(self, max_model_len: int) -> ModelConfig:
         """The same decoder without windows that no sequence of at most `max_model_len` tokens leaves."""
@@ -198,12 +214,13 @@ def parse_config(config: dict[str, Any]) -> ModelConfig:
         layers=_layers(config, architecture, heads, rotary_of),
         rotaries=rotaries,
         norm_eps=float(config.get("norm_eps", config.get("rms_norm_eps", 1e-6))),
+        qk_norm=architecture.qk_norm if config.get("use_qk_norm", True) else None,
         has_qkv_bias=attention_bias if architecture.has_qkv_bias is None else architecture.has_qkv_bias,
         has_o_bias=attention_bias if architecture.has_o_bias is None else architecture.has_o_bias,
         has_mlp_bias=bool(config.get("mlp_bias", False))
         if architecture.has_mlp_bias is None
         else architecture.has_mlp_bias,
-        activation=activation_of(
+        activation=choice_of(
             config.get("hidden_act") or architecture.defaults.get("hidden_act", "silu"), ACTIVATIONS, "hidden_act"
         ),
         attention_scale=positive({"query_pre_attn_scalar": heads.head_dim} | config, "query_pre_attn_scalar") ** -0.5,
@@ -289,7 +306,7 @@ def _layers(
     for index, kind in enumerate(kinds):
         if kind not in rotary_of:
             raise CheckpointError(f"layer_types: {kind!r} is not supported; use one of {', '.join(rotary_of)}")
-        experts = _experts(config, architecture) if has_experts(index) else None
+        experts = _experts(config, architecture.experts) if architecture.experts and has_experts(index) else None
         expert_inner = config.get("moe_intermediate_size", inner) if experts else inner
         layers.append(LayerSpec(heads, rotary_of[kind], window if kind == SLIDING else None, expert_inner, experts))
     return tuple(layers)
@@ -317,22 +334,73 @@ WINDOW_RULES: dict[str, Callable[[dict[str, Any]], Callable[[int], bool]]] = {
     "all": lambda config: lambda index: True,
     "opt_in": lambda config: lambda index: index >= config.get("max_window_layers", 28),
     "opt_in_all": lambda config: lambda index: True,
+    "opt_in_even": lambda config: lambda index: index % 2 == 0 and index < config.get("max_window_layers", 28),
+    "last": lambda config: lambda index: index >= config["max_window_layers"],
     "even": lambda config: lambda index: index % 2 == 0,
     "five_of_six": lambda config: lambda index: bool((index + 1) % config.get("sliding_window_pattern", 6)),
 }
 
 
 def _has_experts(config: dict[str, Any], architecture: Architecture) -> Callable[[int], bool]:
+    """Which layers have experts. Some configurations list the layers, others have rules, which apply together."""
+    if architecture.experts is None or not config.get("num_experts", config.get("num_local_experts", 1)):
+        return lambda index: False
+    kinds = config.get("mlp_layer_types")
+    if kinds is not None:
+        return lambda index: bool(choice_of(kinds[index], MLP_KINDS, "mlp_layer_types"))
+    if config.get("moe_layers") is not None:
+        return lambda index: index in config["moe_layers"]
     dense = config.get("mlp_only_layers") or []
     step = config.get("decoder_sparse_step") or 1
-    return lambda index: architecture.has_experts and index not in dense and (index + 1) % step == 0
+    first, last = config.get("first_k_dense_replace") or 0, config.get("moe_layer_end_index", -1)
+    return lambda index: (
+        index not in dense and (index + 1) % step == 0 and index >= first and (last == -1 or index <= last)
+    )
 
 
-def _experts(config: dict[str, Any], architecture: Architecture) -> Experts:
+def _experts(config: dict[str, Any], family: ExpertFamily) -> Experts:
     # transformers writes num_local_experts, the models on the Hub have the field of their architecture
     num_experts = size_of(config, "num_experts" if "num_experts" in config else "num_local_experts")
     top_k = size_of(config, "num_experts_per_tok")
     if top_k > num_experts:
         raise CheckpointError(f"num_experts_per_tok: {top_k} is above the number of experts, {num_experts}")
-    normalizes = architecture.normalizes_experts
-    return Experts(num_experts, top_k, bool(config.get("norm_topk_prob", False)) if normalizes is None else normalizes)
+    num_groups, top_groups = _groups(config, num_experts, top_k)
+    is_sigmoid = family.scores == "sigmoid"
+    if choice_of(config.get("scoring_func", family.scores), SCORES, "scoring_func") != is_sigmoid:
+        raise CheckpointError(f"scoring_func: only {family.scores!r} is computed, found {config['scoring_func']!r}")
+    shared_inner = _shared_inner(config) if family.shared != "none" else 0
+    is_normalized = family.is_normalized
+    routing = Routing(
+        num_experts,
+        top_k,
+        bool(config.get("norm_topk_prob", False)) if is_normalized is None else is_normalized,
+        is_sigmoid=is_sigmoid,
+        scale=positive({"routed_scaling_factor": 1.0, **config}, "routed_scaling_factor"),
+        num_groups=num_groups,
+        top_groups=top_groups,
+        group_best=family.group_best,
+        shared=family.shared if shared_inner else "none",
+        scales_inputs=family.scales_inputs,
+        is_float32=family.has_float32_router,
+    )
+    return Experts(routing, family.has_correction, shared_inner)
+
+
+def _groups(config: dict[str, Any], num_experts: int, top_k: int) -> tuple[int, int]:
+    """The number of groups of experts, and how many of them a token chooses from."""
+    num_groups, top_groups = size_of(config, "n_group", 1), size_of(config, "topk_group", 1)
+    if num_experts % num_groups:
+        raise CheckpointError(f"n_group: {num_groups} does not divide the {num_experts} experts")
+    if top_groups > num_groups or top_groups * (num_experts // num_groups) < top_k:
+        raise CheckpointError(
+            f"topk_group: {top_groups} of {num_groups} groups must hold the {top_k} experts of a token"
+        )
+    return num_groups, top_groups
+
+
+def _shared_inner(config: dict[str, Any]) -> int:
+    """The width of the shared expert; 0: there is none."""
+    if config.get("shared_expert_intermediate_size") is not None:
+        return size_of(config, "shared_expert_intermediate_size")
+    count = config.get("n_shared_experts") or 0
+    return size_of(config, "n_shared_experts") * size_of(config, "moe_intermediate_size") if count else 0

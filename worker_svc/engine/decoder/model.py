@@ -214,7 +214,7 @@ class _BackendOperations:
 
     def experts(self, part: RoutedExperts, x: torch.Tensor, residual: torch.Tensor, norm: Norm | None) -> torch.Tensor:
         normed, out = self._normed(x, residual, norm), torch.empty_like(x)
-        self._backend.experts(normed, part.router(normed), part.experts, self._config.activation, out)
+        self._backend.experts(normed, part.logits(normed), part.experts, self._config.activation, out)
         return out
 
     def output(self, x: torch.Tensor, norm: Norm | None) -> torch.Tensor:

@@ -66,6 +66,8 @@ def parse_rotary(config: dict[str, Any], rope: dict[str, Any], head_dim: int) ->
     if kind not in ROPE_SCALINGS:
         raise CheckpointError(f"rope_type: {kind!r} is not supported; use one of {', '.join(ROPE_SCALINGS)}")
     partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+    if "rotary_dim" in config and "partial_rotary_factor" not in rope:  # of the first checkpoints of MiniMax-M2
+        partial = positive(config, "rotary_dim") / head_dim
     dim = int(head_dim * positive({"partial_rotary_factor": partial}, "partial_rotary_factor"))
     if dim < 2 or dim % 2 or dim > head_dim:
         raise CheckpointError(

@@ -10,13 +10,13 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from worker_svc.engine.adapters.targets import Module, modules_of
-from worker_svc.engine.backend import ExpertLinears, Linear, LinearMaker, Norm
+from worker_svc.engine.backend import ExpertLinears, Linear, LinearMaker, Norm, Routing
 from worker_svc.engine.checkpoint.families import LAYER_NORMS, Role
 from worker_svc.engine.checkpoint.model_folder import CheckpointError
 from worker_svc.engine.checkpoint.quantization_config import Scaled, Scheme
 from worker_svc.engine.checkpoint.quantized import read_int8_rows, read_weight
 from worker_svc.engine.checkpoint.tensors import Checkpoint
-from worker_svc.engine.decoder.config import LayerSpec, ModelConfig
+from worker_svc.engine.decoder.config import Experts, LayerSpec, ModelConfig
 from worker_svc.engine.kernels.torch_linear import MAX_INT8_INPUTS, Int8Rows
 from worker_svc.engine.vision.config import tower_tensors
 
@@ -37,6 +37,10 @@ class RoutedExperts:
 
     router: Linear
     experts: ExpertLinears
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """Router logits [n, num_logits] of x [n, hidden]."""
+        return self.router(x.float() if self.experts.routing.is_float32 else x)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +158,7 @@ class WeightLoader:
             qkv=self._linear(stored["qkv"]),
             qk_norms=qk_norms,
             o=self._linear(stored["o"]),
-            feed_forward=self._feed_forward(self._config.layers[index], stored),
+            feed_forward=self._feed_forward(self._config.layers[index], stored, prefix),
             **norms,
         )
 
@@ -162,15 +166,33 @@ class WeightLoader:
         """The linear layers that adapters may change, by name."""
         return modules_of(self._stored(index) for index in range(self._config.num_layers))
 
-    def _feed_forward(self, spec: LayerSpec, stored: dict[str, Stored]) -> FeedForward | RoutedExperts:
+    def _feed_forward(self, spec: LayerSpec, stored: dict[str, Stored], prefix: str) -> FeedForward | RoutedExperts:
         if spec.experts is None:
             return FeedForward(self._linear(stored["gate_up"]), self._linear(stored["down"]))
         gate_up, down = [], []
-        for expert in range(spec.experts.num_experts):
+        for expert in range(len(spec.expert_widths())):
             gate_up.append(self._linear(stored[f"gate_up{expert}"]))
             down.append(self._linear(stored[f"down{expert}"]))
-        linears = ExpertLinears(gate_up, down, spec.experts.top_k, spec.experts.is_normalized)
-        return RoutedExperts(self._linear(stored["router"]), linears)
+        linears = ExpertLinears(gate_up, down, spec.experts.routing, self._correction(spec.experts, prefix))
+        return RoutedExperts(self._router(spec.experts.routing, stored["router"]), linears)
+
+    def _router(self, routing: Routing, stored: Stored) -> Linear:
+        if not routing.is_float32:
+            return self._linear(stored)
+        weights = [self._weight(name, stored.shape(roles)).float() for name, roles in stored.tensors()]
+        return self._backend.make_linear(torch.cat(weights), None)
+
+    def _correction(self, experts: Experts, prefix: str) -> torch.Tensor | None:
+        if not experts.has_correction:
+            return None
+        name = prefix + self._names.correction
+        shape = self._checkpoint.shape(name)
+        correction = self._checkpoint.tensor(name, shape, torch.float32).flatten()
+        if len(correction) != experts.routing.num_experts:
+            raise CheckpointError(
+                f"tensor {name} has shape {list(shape)}, but config.json requires {experts.routing.num_experts} numbers"
+            )
+        return correction
 
     def _expected_names(self) -> list[str]:
         names, linears = self._names, []
@@ -187,6 +209,8 @@ class WeightLoader:
             for stored in self._stored(index).values():
                 linears += self._weight_names(stored)
                 linears += [f"{name}.bias" for name in stored.names if stored.has_bias]
+            if (experts := self._config.layers[index].experts) is not None and experts.has_correction:
+                linears.append(prefix + names.correction)
         tables = [names.embedding, names.position_embedding]
         expected = [f"{name}.weight" for name in (*tables, *norms) if name] + linears
         return expected + [f"{name}.bias" for name in norms if self._config.norm == "layer"]
@@ -214,12 +238,15 @@ class WeightLoader:
             found["gate_up"] = stored(names.gate_up, roles, hidden, has_bias=config.has_mlp_bias)
             found["down"] = stored(names.down, (("down", hidden),), spec.inner, has_bias=config.has_mlp_bias)
             return found
-        router: tuple[tuple[Role, int], ...] = (("router", spec.experts.num_experts),)
-        found["router"] = Stored((prefix + names.router,), router, hidden, has_bias=False)
-        for expert in range(spec.experts.num_experts):
-            gate, up, down = (prefix + names.experts.format(expert) + name for name in names.expert_linears)
-            found[f"gate_up{expert}"] = Stored((gate, up), gates, hidden, has_bias=False)
-            found[f"down{expert}"] = Stored((down,), (("down", hidden),), spec.inner, has_bias=False)
+        routing = spec.experts.routing
+        routers: tuple[tuple[Role, int], ...] = (("router", routing.num_experts), ("router", 1))
+        count = 2 if routing.shared == "gated" else 1
+        found["router"] = stored((names.router, names.shared_gate)[:count], routers[:count], hidden, has_bias=False)
+        for expert, width in enumerate(spec.expert_widths()):
+            experts = names.experts.format(expert) if expert < routing.num_experts else names.shared
+            gate, up, down = (experts + name for name in names.expert_linears)
+            found[f"gate_up{expert}"] = stored((gate, up), (("gate", width), ("up", width)), hidden, has_bias=False)
+            found[f"down{expert}"] = stored((down,), (("down", hidden),), width, has_bias=False)
         return found
 
     def _linear(self, stored: Stored) -> Linear:

@@ -8,7 +8,7 @@ from typing import Any
 
 from step_protocol.messages import PoolingKind
 from worker_svc.engine.backend import AttentionShape, HeadShape
-from worker_svc.engine.checkpoint.model_folder import CheckpointError, activation_of, size_of
+from worker_svc.engine.checkpoint.model_folder import CheckpointError, choice_of, size_of
 from worker_svc.engine.decoder.config import ACTIVATIONS, SLIDING
 from worker_svc.engine.decoder.heads import HeadPart, HeadSpec
 from worker_svc.engine.decoder.rotary import Rotary, parse_rotary
@@ -98,7 +98,7 @@ def parse_encoder(config: dict[str, Any], family: EncoderFamily, num_classes: in
         has_attention_bias=biases[0],
         has_mlp_bias=biases[1],
         has_norm_bias=biases[2],
-        activation=activation_of(config.get("hidden_act", "gelu"), ACTIVATIONS, "hidden_act"),
+        activation=choice_of(config.get("hidden_act", "gelu"), ACTIVATIONS, "hidden_act"),
         head=_head(config, family, hidden, num_classes, norm_eps) if num_classes else None,
     )
 
@@ -108,7 +108,7 @@ def _head(config: dict[str, Any], family: EncoderFamily, hidden: int, num_classe
     is_named = names.activation not in ("tanh",)
     activation = names.activation
     if is_named:
-        activation = activation_of(config.get(activation, "gelu"), ACTIVATIONS, activation)
+        activation = choice_of(config.get(activation, "gelu"), ACTIVATIONS, activation)
     dense = HeadPart(
         (family.names.prefix if names.is_in_prefix else "") + names.dense,
         hidden,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from worker_svc.engine.backend import HeadShape, KVLayout
-from worker_svc.engine.checkpoint.model_folder import CheckpointError, activation_of, size_of
+from worker_svc.engine.checkpoint.model_folder import CheckpointError, choice_of, size_of
 
 if TYPE_CHECKING:
     from worker_svc.engine.checkpoint.families import NormKind
@@ -273,7 +273,7 @@ def parse_encoder_decoder(config: Mapping[str, Any]) -> EncoderDecoderConfig:
             given.size("decoder_positions", positions),
         ),
         norm_eps=float(config.get("layer_norm_epsilon", 1e-6)) if is_t5 else 1e-5,
-        activation=activation_of(activation, ACTIVATIONS, "activation"),
+        activation=choice_of(activation, ACTIVATIONS, "activation"),
         is_gated=is_gated,
         attention_scale=1.0 if is_t5 else head_dim**-0.5,
         # Whisper's scale_embedding is not used by its reference implementation

@@ -186,7 +186,7 @@ class _DeviceOperations:
         if not isinstance(part.experts, StackedExperts):
             raise TypeError(f"experts are {type(part.experts).__name__}; the device computes StackedExperts")
         normed = _normed(x, residual, norm)
-        return compute_experts(normed, part.router(normed), part.experts, self._config.activation)
+        return compute_experts(normed, part.logits(normed), part.experts, self._config.activation)
 
     def output(self, x: torch.Tensor, norm: Norm | None) -> torch.Tensor:
         summed = self._model.group.all_reduce(x)

@@ -43,7 +43,6 @@ struct Model {
   Linear head;
   int64_t num_layers, num_ops, hidden;
   int64_t inner;    // the widest feed-forward part; with experts at least `hidden`
-  int64_t experts;  // the most experts of a layer
   int64_t qkv, q;   // the widest queries with keys and values, and the widest queries
   int64_t block_size, norm_kind, activation;
   int64_t is_gated, is_bf16, threads;
@@ -78,7 +77,7 @@ struct Batch {
 
 // The workspace of a step: contiguous parts, each with num_tokens rows.
 struct Parts {
-  char *x, *residual, *qkv, *q, *attended, *activated, *router_logits;
+  char *x, *residual, *qkv, *q, *attended, *activated;
 
   Parts(const Model& m, int64_t num_tokens, char* workspace) {
     const int64_t row = num_tokens * (m.is_bf16 ? 2 : 4);
@@ -93,7 +92,6 @@ struct Parts {
     q = take(m.q);
     attended = take(m.q);
     activated = take(m.inner);
-    router_logits = take(m.experts);
   }
 };
 
@@ -207,8 +205,7 @@ struct Forward {
   void experts_op(const Op& op, const Norm& norm) {
     const int is_bf16 = int(m.is_bf16);
     add_norm(pass, is_bf16, norm, p.activated, n, m.hidden);
-    linear(pass, is_bf16, op.experts.router, p.activated, p.router_logits, n);
-    experts(pass, is_bf16, op.experts, p.activated, p.router_logits, Activation(m.activation), p.residual, n);
+    experts(pass, is_bf16, op.experts, p.activated, Activation(m.activation), p.residual, n);
   }
 
   bool is_last(int64_t index) const { return index == m.num_layers - 1; }
@@ -270,7 +267,7 @@ extern "C" {
 // Bytes of workspace per token.
 int64_t quire_forward_workspace(const void* model) {
   const Model& m = *(const Model*)model;
-  return (2 * m.hidden + m.qkv + 2 * m.q + m.inner + m.experts) * (m.is_bf16 ? 2 : 4);
+  return (2 * m.hidden + m.qkv + 2 * m.q + m.inner) * (m.is_bf16 ? 2 : 4);
 }
 
 // Stores keys and values of all tokens; writes logits [num_heads, vocab]. Null: none, and quire_forward_logits follows.

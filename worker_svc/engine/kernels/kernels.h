@@ -129,17 +129,23 @@ struct LowRankRows {
 // y [.., width] += what the adapters add for x. No row is in two parts.
 void add_adapters(Pass& pass, int is_bf16, const std::vector<LowRankRows>& parts, const void* x, void* y, int64_t width);
 
-// A feed-forward part of experts. gate_up and down have `count` entries.
+enum SharedKind { kNoShared = 0, kWholeShared = 1, kGatedShared = 2 };
+
+// A feed-forward part of experts; see `Routing` of backend.py.
 struct Experts {
   Linear router;
-  const Linear *gate_up, *down;
-  int64_t count, top_k, is_normalized;
+  const Linear *gate_up, *down;  // of all experts, the shared one last
+  const float* correction;       // null: none
+  int64_t num_experts, top_k, is_normalized, is_sigmoid, num_groups, top_groups, group_best, shared, scales_inputs;
+  int64_t is_float32;  // the router has float32 inputs and outputs
+  double scale;
+
+  int64_t total() const { return num_experts + (shared != kNoShared); }
+  int64_t num_used() const { return top_k + (shared != kNoShared); }
 };
 
-// out [n, hidden] = the outputs of each token's `top_k` experts for x [n, hidden], times their shares; see backend.py.
-// router_logits is [n, count].
-void experts(Pass& pass, int is_bf16, const Experts& e, const void* x, const void* router_logits, Activation activation,
-             void* out, int64_t n);
+// out [n, hidden] = the outputs of each token's experts for x [n, hidden], times their shares.
+void experts(Pass& pass, int is_bf16, const Experts& e, const void* x, Activation activation, void* out, int64_t n);
 
 // out = norm of rows x [n, dim]; `out` may be x.
 void add_norm(Pass& pass, int is_bf16, const Norm& norm, void* out, int64_t n, int64_t dim);

@@ -255,10 +255,10 @@ template <typename K, typename T> void multiply_all(Pass& pass, const Calls<T>& 
 template <typename K, typename T> void multiply_gated(Pass& pass, const Calls<T>& calls, Activation activation) {
   std::vector<RowScale> scales;
   const std::vector<Packed> packed = pack_rows<K>(pass, calls, scales);
-  const int64_t inner = calls[0].out / 2, panels = inner / kPanel;
   over_panels<K>(pass, calls, packed, 2 * kPanel, [&](int64_t call, int64_t first, int64_t last, int64_t panel) {
     const Call<T>& c = calls[call];
     const RowTiles& tiles = packed[call].tiles;
+    const int64_t inner = c.out / 2, panels = inner / kPanel;
     const int64_t start = tiles.start(first), rows = tiles.start(last) - start;
     T* gates = buffer_of_thread<T>(rows * kPanel) - start * kPanel;
     const Target<T> to_gates{gates, kPanel, kPanel, nullptr, activation, false};

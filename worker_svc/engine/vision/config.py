@@ -8,7 +8,7 @@ from typing import Any
 
 from worker_svc.engine.backend import HeadShape
 from worker_svc.engine.checkpoint.families import NormKind, TowerKind
-from worker_svc.engine.checkpoint.model_folder import CheckpointError, activation_of, size_of
+from worker_svc.engine.checkpoint.model_folder import CheckpointError, choice_of, size_of
 
 ACTIVATIONS = {
     "quick_gelu": "quick_gelu",
@@ -151,7 +151,7 @@ def parse_vision(config: dict[str, Any], kind: TowerKind, decoder_hidden: int) -
         out=out,
         heads=HeadShape(num_heads, num_heads, head_dim),
         num_layers=depth,
-        activation=activation_of(
+        activation=choice_of(
             fields.get("hidden_act") or family.default_activation, ACTIVATIONS, "vision_config.hidden_act"
         ),
         window=_window(fields) if kind == "qwen2_5_vl" else None,

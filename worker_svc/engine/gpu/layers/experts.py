@@ -28,7 +28,8 @@ class StackedExperts(ExpertLinears):
 def torch_experts(
     x: torch.Tensor, router_logits: torch.Tensor, experts: StackedExperts, activation: str
 ) -> torch.Tensor:
-    routes = route_in_torch(router_logits, experts.top_k, is_normalized=experts.is_normalized)
+    routing = experts.routing
+    routes = route_in_torch(router_logits, routing.top_k, is_normalized=routing.is_normalized)
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for number in sorted(set(routes.experts.flatten().tolist())):
         tokens, ranks = (routes.experts == number).nonzero(as_tuple=True)
@@ -43,8 +44,8 @@ def compute_experts(
 ) -> torch.Tensor:
     """The sum of the outputs of each token's experts, for x [n, hidden] and logits [n, num_experts]. Of a rank's shard,
     the sum over ranks is still missing."""
-    num_experts = len(experts.gate_up_weights.steps)
-    routes = route(router_logits, experts.top_k, is_normalized=experts.is_normalized)
+    routing, num_experts = experts.routing, len(experts.gate_up_weights.steps)
+    routes = route(router_logits, routing.top_k, is_normalized=routing.is_normalized)
     shape = shape_for(routes.experts.numel(), num_experts, x.dtype, x.device, is_exact=experts.is_exact)
     tiles = group(routes.experts, num_experts, shape.rows)
     inner = expert_linear(

@@ -193,16 +193,15 @@ class ShardLoader(WeightLoader):
         self.formats.add("int4")
         return self._linears.make_int4_linear(packed, self._bias(stored))
 
-    def _feed_forward(self, spec: LayerSpec, stored: dict[str, Stored]) -> FeedForward | RoutedExperts:
+    def _feed_forward(self, spec: LayerSpec, stored: dict[str, Stored], prefix: str) -> FeedForward | RoutedExperts:
         if spec.experts is None:
-            return super()._feed_forward(spec, stored)
-        numbers = range(spec.experts.num_experts)
+            return super()._feed_forward(spec, stored, prefix)
+        numbers = range(spec.experts.routing.num_experts)
         gate_up = self._stack([stored[f"gate_up{number}"] for number in numbers])
         down = self._stack([stored[f"down{number}"] for number in numbers])
         experts = StackedExperts(
-            self._views(gate_up), self._views(down), spec.experts.top_k, spec.experts.is_normalized, gate_up, down,
-            self._linears.is_exact,
-        )  # fmt: skip
+            self._views(gate_up), self._views(down), spec.experts.routing, None, gate_up, down, self._linears.is_exact
+        )
         return RoutedExperts(self._linear(stored["router"]), experts)
 
     def _stack(self, experts: list[Stored]) -> ExpertWeights:
