@@ -14,7 +14,7 @@ import transformers
 
 ARCHITECTURES = (
     "qwen3", "qwen2", "llama", "mistral", "phi3", "gemma2", "gemma3", "qwen3_moe", "mixtral", "olmo2", "gpt2",
-    "qwen2_moe", "glm4_moe",
+    "qwen2_moe", "glm4_moe", "dots1",
 )  # fmt: skip
 
 CLASSES = {
@@ -31,6 +31,7 @@ CLASSES = {
     "gpt2": (transformers.GPT2Config, transformers.GPT2LMHeadModel),
     "qwen2_moe": (transformers.Qwen2MoeConfig, transformers.Qwen2MoeForCausalLM),
     "glm4_moe": (transformers.Glm4MoeConfig, transformers.Glm4MoeForCausalLM),
+    "dots1": (transformers.Dots1Config, transformers.Dots1ForCausalLM),
 }
 
 # Fields that differ from DEFAULTS. Windows are short and caps low, so that leaving one out changes the logits.
@@ -48,6 +49,8 @@ FIELDS: dict[str, dict[str, Any]] = {
     "glm4_moe": {"n_routed_experts": 9, "num_experts_per_tok": 3, "n_group": 3, "topk_group": 2, "head_dim": 20,
                  "moe_intermediate_size": 32, "n_shared_experts": 2, "num_hidden_layers": 3, "use_qk_norm": True,
                  "attention_bias": True, "routed_scaling_factor": 1.7},
+    "dots1": {"n_routed_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_shared_experts": 1,
+              "num_hidden_layers": 3, "first_k_dense_replace": 1, "max_window_layers": 2, "sliding_window": 24},
 }  # fmt: skip
 DEFAULTS: dict[str, Any] = {
     "vocab_size": 211,

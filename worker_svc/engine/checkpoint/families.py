@@ -294,6 +294,15 @@ ARCHITECTURES = {
         },
         fields={"num_experts": "n_routed_experts"},
     ),
+    "Dots1ForCausalLM": Architecture(
+        "dots.llm1",
+        WINDOWS,
+        qk_norm="head",
+        windows="last",
+        experts=DEEPSEEK_EXPERTS,
+        defaults={"sliding_window": 4096, "max_window_layers": 62, "moe_intermediate_size": 1408},
+        fields={"num_experts": "n_routed_experts"},
+    ),
     "GPT2LMHeadModel": Architecture(
         "GPT-2",
         frozenset({"odd_heads"}),
