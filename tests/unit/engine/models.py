@@ -14,7 +14,7 @@ import transformers
 
 ARCHITECTURES = (
     "qwen3", "qwen2", "llama", "mistral", "phi3", "gemma2", "gemma3", "qwen3_moe", "mixtral", "olmo2", "gpt2",
-    "qwen2_moe", "glm4_moe", "dots1",
+    "qwen2_moe", "glm4_moe", "dots1", "minimax_m2",
 )  # fmt: skip
 
 CLASSES = {
@@ -32,6 +32,7 @@ CLASSES = {
     "qwen2_moe": (transformers.Qwen2MoeConfig, transformers.Qwen2MoeForCausalLM),
     "glm4_moe": (transformers.Glm4MoeConfig, transformers.Glm4MoeForCausalLM),
     "dots1": (transformers.Dots1Config, transformers.Dots1ForCausalLM),
+    "minimax_m2": (transformers.MiniMaxM2Config, transformers.MiniMaxM2ForCausalLM),
 }
 
 # Fields that differ from DEFAULTS. Windows are short and caps low, so that leaving one out changes the logits.
@@ -51,6 +52,8 @@ FIELDS: dict[str, dict[str, Any]] = {
                  "attention_bias": True, "routed_scaling_factor": 1.7},
     "dots1": {"n_routed_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_shared_experts": 1,
               "num_hidden_layers": 3, "first_k_dense_replace": 1, "max_window_layers": 2, "sliding_window": 24},
+    "minimax_m2": {"num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 20,
+                   "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
 }  # fmt: skip
 DEFAULTS: dict[str, Any] = {
     "vocab_size": 211,

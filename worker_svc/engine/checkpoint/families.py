@@ -303,6 +303,17 @@ ARCHITECTURES = {
         defaults={"sliding_window": 4096, "max_window_layers": 62, "moe_intermediate_size": 1408},
         fields={"num_experts": "n_routed_experts"},
     ),
+    "MiniMaxM2ForCausalLM": Architecture(
+        "MiniMax-M2",
+        qk_norm="projection",
+        has_qkv_bias=False,
+        has_o_bias=False,
+        windows="none",
+        experts=ExpertFamily(is_normalized=True, scores="sigmoid", has_correction=True),
+        defaults={"rope_theta": 5e6, "head_dim": 128, "num_key_value_heads": 8, "num_experts_per_tok": 8},
+        fields={"num_experts": "num_local_experts"},
+        names=replace(MIXTRAL_NAMES, correction="block_sparse_moe.e_score_correction_bias"),
+    ),
     "GPT2LMHeadModel": Architecture(
         "GPT-2",
         frozenset({"odd_heads"}),
