@@ -156,6 +156,7 @@ class RowOpen:
     images: tuple[ImageSpan, ...] = ()  # all images of the prompt; those at computed positions too
     adapter: bytes = b""  # digest of the row's adapter; empty: none
     encoder: EncoderInput | None = None  # set if the model has an encoder
+    snapshot: int | None = None  # slot of a state after the computed tokens, of a model with recurrent layers
 
     @property
     def computes_encoder(self) -> bool:
@@ -200,6 +201,9 @@ class StepBatch:
     beam_parents: U32 = field(default_factory=_empty)  # [M] rows whose computed tokens they take
     beam_tokens: U32 = field(default_factory=_empty)  # [M] tokens to append
     images: Sequence[ImageWork] = ()  # work on images, before the forward pass
+    snapshot_rows: U32 = field(default_factory=_empty)  # [N] rows whose states are kept
+    snapshot_positions: U32 = field(default_factory=_empty)  # [N] after so many tokens of the row, in this step
+    snapshot_slots: U32 = field(default_factory=_empty)  # [N] where; rows opened in later steps may start from there
     # Known to the scheduler only:
     worker_id: str = ""
     is_decode: bool = False  # every row computes one token and samples it, so query_lens and sample_mask are all ones

@@ -50,6 +50,7 @@ CHANGES = (
     ("commit_blocks",),
     ("fork_rows", "fork_parents"),
     ("beam_rows", "beam_parents", "beam_tokens"),
+    ("snapshot_rows", "snapshot_positions", "snapshot_slots"),
 )
 ROW_ERROR_CODES = {
     RowErrorCode.NAN: worker_pb2.ROW_ERROR_CODE_NAN,
@@ -112,6 +113,10 @@ def batch_to_proto(batch: StepBatch, message: worker_pb2.StepBatch) -> None:
         message.beam_rows = u32_to_bytes(batch.beam_rows)
         message.beam_parents = u32_to_bytes(batch.beam_parents)
         message.beam_tokens = u32_to_bytes(batch.beam_tokens)
+    if batch.snapshot_rows is not EMPTY:
+        message.snapshot_rows = u32_to_bytes(batch.snapshot_rows)
+        message.snapshot_positions = u32_to_bytes(batch.snapshot_positions)
+        message.snapshot_slots = u32_to_bytes(batch.snapshot_slots)
     if batch.commit_digests:
         message.commit_hashes = b"".join(batch.commit_digests)
     if batch.images:
@@ -226,6 +231,7 @@ def _row_open(field: str, message: worker_pb2.RowOpen) -> RowOpen:
         inputs=tuple(map(_carried_input, message.inputs)),
         encoder=_encoder(message.encoder) if message.HasField("encoder") else None,
         images=_spans(f"{field}.images", message.images),
+        snapshot=message.snapshot if message.HasField("snapshot") else None,
     )
 
 

@@ -105,6 +105,10 @@ FLAGS = (
             "memory for embeddings of images, so that an image of a later turn is not computed again; the default "
             "size of the pool leaves it free. Only for models that take images", default="256M",
         ),
+        Flag("--snapshot-memory", size_bytes,
+            "memory for snapshots of states: a prefix is reused only from a snapshot. The default size of the pool "
+            "leaves it free. Only for models with recurrent layers", default="256M",
+        ),
         Flag("--kv-cache-dtype", one_of(*KV_CACHE_DTYPES),
             "cuda: fp8 stores keys and values in 8 bits: twice as many fit, and reading them takes half as long; "
             "all workers of a model must agree; auto: same as --dtype", default="auto",

@@ -103,6 +103,8 @@ def capacity_to_proto(info: EngineInfo, *, bundle_digest: bytes, pipeline_depth:
         max_num_batched_tokens=info.max_num_batched_tokens,
         pipeline_depth=pipeline_depth,
         max_adapters=info.max_adapters,
+        num_snapshots=info.num_snapshots,
+        snapshot_tokens=info.snapshot_tokens,
     )
 
 

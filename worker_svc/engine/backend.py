@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from worker_svc.engine.adapters.adapter import Adapter
     from worker_svc.engine.adapters.packed import AdapterRows, PackedAdapter
     from worker_svc.engine.checkpoint.families import NormKind, SharedKind
+    from worker_svc.engine.recurrent import RecurrentWeights, StatePool
     from worker_svc.engine.sampling.processors import ProcessedRows
 
 
@@ -53,6 +54,15 @@ class DeepRows:
 
 
 @dataclass(frozen=True, slots=True)
+class SnapshotColumns:
+    """The snapshots that a step of B rows takes: those of row i are starts[i] to starts[i + 1], ascending."""
+
+    starts: I32  # [B + 1]
+    ends: I32  # [N] number of the row's tokens of this step that they include
+    slots: I32  # [N] slots of the state pool
+
+
+@dataclass(frozen=True, slots=True)
 class ForwardBatch:
     """The rows of one forward pass: B rows, T tokens, all valid."""
 
@@ -72,6 +82,7 @@ class ForwardBatch:
     deep: DeepRows | None = None
     rotary: RotaryTable | None = None  # in place of that of the layers; `positions` are rows of it
     adapters: Sequence[AdapterRows] = ()  # no token has two
+    snapshots: SnapshotColumns | None = None  # of a model with recurrent layers
 
     def merged_heads(self) -> tuple[I64, Bools]:
         """Head tokens and hidden tokens together, ascending, and which of them are hidden tokens."""
@@ -130,6 +141,9 @@ class KVLayout:
     def shapes(self, block_size: int) -> tuple[tuple[int, ...], ...]:
         """The shapes of a block's keys and values."""
         return (self.num_kv_heads, self.key_dim, block_size), (self.num_kv_heads, block_size, self.value_dim)
+
+
+NO_KV = KVLayout(0, 0, 0)  # the layer keeps nothing of a token
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,6 +312,17 @@ class Backend(LinearMaker, Protocol):
         shape: AttentionShape,
     ) -> None:
         """Attention of q [T, q_heads, dim] over each row's table, into out of the same shape."""
+        ...
+
+    def gate_outputs(self, out: torch.Tensor, gate: torch.Tensor) -> None:
+        """out [n, dim] *= sigmoid(gate), rounded once."""
+        ...
+
+    def recurrent(
+        self, weights: RecurrentWeights, states: StatePool, index: int, batch: ForwardBatch, projected: torch.Tensor
+    ) -> torch.Tensor:
+        """The outputs [T, num_values] of recurrent layer `index` for the projections of all tokens. Advances the states
+        of the batch's rows, and takes its snapshots."""
         ...
 
     def gated_activation(self, gate_up: torch.Tensor, out: torch.Tensor, activation: str) -> None:

@@ -53,6 +53,7 @@ class EngineConfig:
     adapters: names and PEFT folders that are loaded at the start (docs/adapters.md).
     max_adapters: adapters that rows may use at the same time; 0: none can be loaded.
     image_cache_memory: bytes of embeddings of images that are kept. The default size of the pool leaves them free.
+    snapshot_memory: bytes of snapshots of the states of recurrent layers; a prefix is reused only from a snapshot.
     max_adapter_rank: their largest rank. Their memory is reserved for this rank.
     max_loaded_adapters: adapters in host memory.
     quantize: weights and inputs of linear layers are rounded to int8 (CPUs, docs/adr/0003-cpu-kernels.md) or to fp8
@@ -83,6 +84,7 @@ class EngineConfig:
     kv_cache_memory: int | None = None
     model_name: str | None = None
     image_cache_memory: int = 256 << 20
+    snapshot_memory: int = 256 << 20
     adapters: tuple[tuple[str, Path], ...] = ()
     max_adapters: int = 0
     max_adapter_rank: int = 64
@@ -121,8 +123,9 @@ class EngineConfig:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         self._check_nodes()
-        if self.image_cache_memory < 0:
-            raise ValueError(f"image_cache_memory must be 0 or more, got {self.image_cache_memory}")
+        for name in ("image_cache_memory", "snapshot_memory"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}")
         if self.max_adapters < 0 or self.max_adapter_rank < 1 or self.max_loaded_adapters < 1:
             raise ValueError(
                 "max_adapters must be 0 or more, max_adapter_rank and max_loaded_adapters at least 1, got "
@@ -226,3 +229,5 @@ class EngineInfo:
     max_adapters: int = 0  # adapters that rows may use at the same time
     attention_window: int | None = None  # a token attends to so many tokens, itself included; None: to all
     encoder: EncoderInfo | None = None  # of an encoder-decoder model
+    num_snapshots: int | None = None  # of states that a worker can keep; None: the model has no recurrent layers
+    snapshot_tokens: int = 0  # tokens whose keys and values have as many bytes as a snapshot

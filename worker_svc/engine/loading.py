@@ -34,6 +34,7 @@ from worker_svc.engine.engine_info import choose_max_model_len
 from worker_svc.engine.kernels.machine import available_memory
 from worker_svc.engine.pooling.config import PoolingConfig, read_pooling
 from worker_svc.engine.pooling.weights import PoolingWeights, load_pooling, pooling_info
+from worker_svc.engine.recurrent import StatePool
 from worker_svc.engine.rows.embedder import InputEmbedder, StepInputReader
 from worker_svc.engine.rows.images import ImageEncoder, image_shape
 from worker_svc.engine.vision.tower import VisionTower
@@ -86,6 +87,8 @@ class Loaded:
     attention_window: int | None = None  # as in EngineInfo
     images: ImageEncoder | None = None  # None: the model takes no images
     image_shape: ImageShape | None = None
+    num_snapshots: int | None = None  # as in EngineInfo
+    snapshot_tokens: int = 0
 
 
 def load_model(
@@ -114,7 +117,11 @@ def _load_decoder(
     modules = WeightLoader(checkpoint, model, backend, dtype).modules()
     reserved = config.max_adapters * reserved_bytes(modules, config.max_adapter_rank, dtype)
     reserved += 0 if model.vision is None else config.image_cache_memory
+    state_bytes = StatePool.bytes_per_slot(model.recurrences)
+    num_snapshots = config.snapshot_memory // state_bytes if state_bytes else 0
+    reserved += (config.max_num_seqs + num_snapshots) * state_bytes
     num_blocks = config.num_blocks or _fitting_blocks(config, model, dtype, reserved)
+    block_bytes = max(1, KVCachePool.bytes_per_block(model.kv_layouts(), config.block_size, dtype))
     max_model_len = choose_max_model_len(config, model, num_blocks)
     model = model.within(max_model_len)
     check_features(model.features() | ({"adapters"} if config.max_adapters else set()), backend.name)
@@ -127,7 +134,8 @@ def _load_decoder(
     head = model.classes(settings.num_classes)
     sizes, generates = (model.hidden_size, model.vocab_size), model.head == "tokens"
     pooling = load_pooling(checkpoint, settings, head, backend, sizes=sizes, generates=generates)
-    pool = KVCachePool(model.kv_layouts(), num_blocks, config.block_size, dtype)
+    states = StatePool(model.recurrences, config.max_num_seqs, num_snapshots) if model.is_recurrent else None
+    pool = KVCachePool(model.kv_layouts(), num_blocks, config.block_size, dtype, states)
     adapters = make_store(
         config, modules, model.names, dtype, lambda adapter: backend.pack_adapter(adapter, model.num_layers)
     )
@@ -148,6 +156,8 @@ def _load_decoder(
         max_num_batched_tokens=config.max_num_batched_tokens,
         images=images,
         image_shape=image_shape(model),
+        num_snapshots=num_snapshots if model.is_recurrent else None,
+        snapshot_tokens=state_bytes * config.block_size // block_bytes,
     )
 
 
@@ -252,7 +262,7 @@ def _fitting_blocks(
 ) -> int:
     """`reserved`: memory for adapters and images, which the default size of the pool leaves free."""
     memory = config.kv_cache_memory or min(DEFAULT_MEMORY, max(available_memory() - reserved, 0) // 2)
-    per_block = KVCachePool.bytes_per_block(model.kv_layouts(), config.block_size, dtype)
+    per_block = max(1, KVCachePool.bytes_per_block(model.kv_layouts(), config.block_size, dtype))
     if memory < per_block:
         raise ValueError(
             f"kv_cache_memory of {memory} bytes is below one block of {per_block} bytes; raise kv_cache_memory"

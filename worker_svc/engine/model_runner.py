@@ -95,6 +95,7 @@ class ModelRunner(StepRunner):
             encoder=loaded.encoder,
             pooling=PoolingTable(loaded.pooling),
             images=loaded.image_shape,
+            states=loaded.pool.states,
         )  # fmt: skip
         info = make_engine_info(
             config,
@@ -114,6 +115,8 @@ class ModelRunner(StepRunner):
             encoder=loaded.encoder,
             pooling=loaded.pooling_info,
             is_encoder=loaded.is_encoder,
+            num_snapshots=loaded.num_snapshots,
+            snapshot_tokens=loaded.snapshot_tokens,
         )
         self._serve(rows, info)
         self._backend.end_load()
@@ -146,7 +149,7 @@ class ModelRunner(StepRunner):
     def _run_step(self, batch: StepBatch, errors: RowErrors) -> StepOutput | None:
         self._advance_images(batch)
         plan = self._checker.check(batch, errors)
-        return self._run(batch.step_id, plan, errors) if len(plan.rows) else None
+        return self._run(batch, plan, errors) if len(plan.rows) else None
 
     def _advance_images(self, batch: StepBatch) -> None:
         """Does the work on images that this step has. A row that is closed, or that failed, has none."""
@@ -155,7 +158,7 @@ class ModelRunner(StepRunner):
             if self.images is not None and item is not None and item.kind == "image":
                 self.images.advance(item, work.done / work.total)
 
-    def _run(self, step_id: int, plan: CheckedStep, errors: RowErrors) -> StepOutput:
+    def _run(self, batch: StepBatch, plan: CheckedStep, errors: RowErrors) -> StepOutput:
         """Runs the forward pass, then samples and scores."""
         heads, logits_index = plan.sources, None
         if plan.has_forks:
@@ -182,6 +185,7 @@ class ModelRunner(StepRunner):
             hidden_tokens=hidden_tokens(chunks) if chunks else None,
             token_types=token_types(chunks, plan.positions),
             deep=inputs.deep,
+            snapshots=None if self._rows.states is None else self._rows.states.begin(batch, plan),
         )
         on_axes = self._rows.positions.on_axes(plan.rows, plan.starts, plan.positions)
         if on_axes is not None and isinstance(self._model, DecoderModel):
@@ -192,7 +196,9 @@ class ModelRunner(StepRunner):
         prompts = None if targets is None else self._score_prompts(forward, plan.token_rows, targets, errors)
         logits = self._model.forward(forward, self._pool) if prompts is None else prompts.logits
         self._rows.mark_computed(plan.rows, plan.ends)
-        output = StepOutput(step_id, EMPTY, EMPTY)
+        if self._rows.states is not None:
+            self._rows.states.end(batch, plan, errors)
+        output = StepOutput(batch.step_id, EMPTY, EMPTY)
         if chunks:
             output.pooled, bad_rows = self._pooler.numbers(chunks, self._model.hidden, logits, forward.head_tokens)
             for row in bad_rows:

@@ -117,8 +117,10 @@ class Driver:
         adapter: bytes = b"",
         pooling: Pooling | None = None,
         num_candidates: int = 0,
+        snapshot: int | None = None,
     ) -> Row:
-        """Opens a row in the next step. `shared` are full blocks whose keys and values are already computed."""
+        """Opens a row in the next step. `shared` are full blocks whose keys and values are already computed, and
+        `snapshot` the slot of the state after them."""
         tokens, blocks = [*prompt, *output], list(shared or ())
         state = Row(tokens, len(prompt), blocks, len(blocks) * self.block_size, pooling is not None)
         self._grow(state, len(tokens))
@@ -126,7 +128,8 @@ class Driver:
             RowOpen(row, np.array(tokens, np.uint32), len(prompt), np.array(state.blocks, np.uint32), state.computed,
                     sampling, sample_index, banned_ids=u32(*banned), banned_before=banned_before,
                     rules=rules, grammar=grammar, logprobs=logprobs, prompt_logprobs=prompt_logprobs, inputs=inputs,
-                    images=images, adapter=adapter, pooling=pooling, num_candidates=num_candidates)
+                    images=images, adapter=adapter, pooling=pooling, num_candidates=num_candidates,
+                    snapshot=snapshot)
         )  # fmt: skip
         self.rows[row] = state
         return state

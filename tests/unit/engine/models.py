@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import transformers
+from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
 
 ARCHITECTURES = (
     "qwen3", "qwen2", "llama", "mistral", "phi3", "gemma2", "gemma3", "qwen3_moe", "mixtral", "olmo2", "gpt2",
@@ -28,6 +29,7 @@ CLASSES = {
     "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
     "mixtral": (transformers.MixtralConfig, transformers.MixtralForCausalLM),
     "olmo2": (transformers.Olmo2Config, transformers.Olmo2ForCausalLM),
+    "qwen3_5": (transformers.Qwen3_5TextConfig, transformers.Qwen3_5ForCausalLM),
     "gpt2": (transformers.GPT2Config, transformers.GPT2LMHeadModel),
     "qwen2_moe": (transformers.Qwen2MoeConfig, transformers.Qwen2MoeForCausalLM),
     "glm4_moe": (transformers.Glm4MoeConfig, transformers.Glm4MoeForCausalLM),
@@ -36,6 +38,8 @@ CLASSES = {
 }
 
 # Fields that differ from DEFAULTS. Windows are short and caps low, so that leaving one out changes the logits.
+RECURRENT = ("qwen3_5",)
+
 FIELDS: dict[str, dict[str, Any]] = {
     "gemma2": {"sliding_window": 24, "attn_logit_softcapping": 4.0, "final_logit_softcapping": 3.0, "head_dim": 16,
                "query_pre_attn_scalar": 40},
@@ -43,6 +47,10 @@ FIELDS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "num_hidden_layers": 3,
                   "mlp_only_layers": [1], "norm_topk_prob": True},
     "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2},
+    "qwen3_5": {"num_hidden_layers": 4, "head_dim": 24, "linear_num_key_heads": 3, "linear_num_value_heads": 6,
+                "linear_key_head_dim": 10, "linear_value_head_dim": 20,
+                "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+                "layer_types": ["linear_attention", "full_attention", "full_attention", "linear_attention"]},
     "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 1024, "n_inner": 96,
              "num_key_value_heads": 4},
     "qwen2_moe": {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "num_hidden_layers": 3,
@@ -93,7 +101,8 @@ def make_model(
 
 
 def load_reference(folder: Path, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
-    """The checkpoint as transformers runs it."""
+    """The checkpoint as transformers runs it; gated delta nets token by token, which is its more precise form."""
+    qwen3_5.torch_chunk_gated_delta_rule = qwen3_5.torch_recurrent_gated_delta_rule
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
     return model.eval()
 

@@ -18,7 +18,8 @@ NormKind = Literal["rms", "rms_offset", "layer"]
 TowerKind = Literal["qwen2_vl", "qwen2_5_vl", "qwen3_vl"]
 MropeKind = Literal["sections", "interleaved"]
 WindowRule = Literal["none", "opt_in", "opt_in_all", "opt_in_even", "last", "all", "even", "five_of_six"]
-Role = Literal["q", "k", "v", "o", "gate", "up", "down", "router", "head"]
+RecurrenceName = Literal["gated_delta", "mamba2", "short_conv"]
+Role = Literal["q", "k", "v", "o", "gate", "up", "down", "router", "head", "state"]
 SharedKind = Literal["none", "whole", "gated"]  # a shared expert, and whether its output has a gate
 QkNormScope = Literal["head", "projection"]  # what one norm of queries or keys spans
 
@@ -29,6 +30,20 @@ LAYER_NORMS = (
     "pre_feedforward_layernorm",
     "post_feedforward_layernorm",
 )
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentNames:
+    """Names of the tensors of recurrent layers (recurrent.py). Empty: the layers have none."""
+
+    inputs: tuple[str, ...]  # in the order of the projections, or of `layout`
+    out: str
+    conv: str
+    step_bias: str = ""
+    decay: str = ""
+    skip: str = ""
+    norm: str = ""
+    by_key_head: bool = False  # the rows of each of two tensors, [q, k, v, z] and [b, a], are grouped by key head
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +72,7 @@ class Names:
     shared: str = "mlp.shared_experts."
     expert_linears: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     is_transposed: bool = False  # linear weights are stored as [in, out]
+    recurrent: RecurrentNames | None = None  # of layers that keep a state
 
     def layer_norms(self) -> dict[str, str]:
         """Names of the norms that layers have, by their entry of LAYER_NORMS."""
@@ -64,6 +80,16 @@ class Names:
 
 
 LLAMA_NAMES = Names()
+QWEN3_5_NAMES = Names(
+    recurrent=RecurrentNames(
+        inputs=tuple(f"linear_attn.in_proj_{part}" for part in ("qkv", "z", "b", "a")),
+        out="linear_attn.out_proj",
+        conv="linear_attn.conv1d",
+        step_bias="linear_attn.dt_bias",
+        decay="linear_attn.A_log",
+        norm="linear_attn.norm",
+    )
+)
 FUSED_NAMES = replace(LLAMA_NAMES, qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",))
 MIXTRAL_NAMES = replace(
     LLAMA_NAMES,
@@ -127,12 +153,16 @@ class Architecture:
     windows: WindowRule = "opt_in"  # layers with a sliding window, if config.json has no `layer_types`
     experts: ExpertFamily | None = None
     scales_embedding: bool = False  # by the square root of hidden_size
+    recurrence: RecurrenceName | None = None  # of the layers of type `recurrent_type`
+    recurrent_type: str = "linear_attention"
+    has_output_gate: bool = False  # q_proj also has a gate for each attention output
     tower: TowerKind | None = None  # of images; their tokens have positions on three axes (rows/positions.py)
     mrope: MropeKind | None = None  # how the frequencies of a head are divided among the axes
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of fields that config.json lacks, as in transformers
     fixed: Mapping[str, Any] = field(default_factory=dict)  # fields with the only value that is computed
     ignored: frozenset[str] = frozenset()  # fields that transformers does not read for this architecture
     fields: Mapping[str, str] = field(default_factory=dict)  # other names of fields of config.json
+    unread: tuple[str, ...] = ()  # beginnings of names of tensors that are not read
     names: Names = LLAMA_NAMES
 
 
@@ -176,6 +206,30 @@ GPT2_FIELDS = {
     "hidden_act": "activation_function",
     "norm_eps": "layer_norm_epsilon",
 }
+
+QWEN3_5 = Architecture(
+    "Qwen3.5 and Qwen3.6 dense, text only",
+    frozenset({"partial_rotary"}),
+    qk_norm="head",
+    norm="rms_offset",
+    windows="none",
+    recurrence="gated_delta",
+    has_output_gate=True,
+    defaults={
+        "rms_norm_eps": 1e-6,
+        "head_dim": 256,
+        "num_key_value_heads": 4,
+        "full_attention_interval": 4,
+        "partial_rotary_factor": 0.25,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+    },
+    unread=("mtp.", "visual."),
+    names=QWEN3_5_NAMES,
+)
 
 ARCHITECTURES = {
     "Qwen3ForCausalLM": Architecture(
@@ -314,6 +368,8 @@ ARCHITECTURES = {
         fields={"num_experts": "num_local_experts"},
         names=replace(MIXTRAL_NAMES, correction="block_sparse_moe.e_score_correction_bias"),
     ),
+    "Qwen3_5ForCausalLM": QWEN3_5,
+    "Qwen3_5ForConditionalGeneration": QWEN3_5,
     "GPT2LMHeadModel": Architecture(
         "GPT-2",
         frozenset({"odd_heads"}),

@@ -30,6 +30,8 @@ FEATURES = {
     "encoder": "attention of encoders",
     "no_logits": "a model without language-model head",
     "images": "images",
+    "recurrent": "recurrent layers",
+    "output_gate": "a gate of attention outputs",
     "adapters": "LoRA adapters",
 }
 REFERENCE = frozenset(FEATURES)
@@ -71,6 +73,8 @@ def features_of(architecture: Architecture) -> set[str]:
         "plain_feed_forward": not architecture.is_gated,
         "embedding_scale": architecture.scales_embedding,
         "images": architecture.tower is not None,
+        "recurrent": architecture.recurrence is not None,
+        "output_gate": architecture.has_output_gate,
     }
     return {name for name, is_needed in needed.items() if is_needed}
 

@@ -90,8 +90,9 @@ class Checkpoint:
             self._digest.add(name, tensor)
         return tensor if dtype is None else tensor.to(dtype)
 
-    def check_names(self, expected: Iterable[str], ignored: Iterable[str]) -> None:
-        """Raises CheckpointError unless the tensors are exactly `expected`; names ending in `ignored` are allowed."""
+    def check_names(self, expected: Iterable[str], ignored: Iterable[str], unread: tuple[str, ...] = ()) -> None:
+        """Raises CheckpointError unless the tensors are exactly `expected`; names that end in one of `ignored` or begin
+        with one of `unread` are allowed."""
         wanted, endings = set(expected), tuple(ignored)
         missing = sorted(wanted - self._file_of.keys())
         if missing:
@@ -99,7 +100,8 @@ class Checkpoint:
                 f"{len(missing)} tensors are missing, first {missing[0]}; "
                 f"the download of {self.folder} is incomplete or config.json belongs to another model"
             )
-        unexpected = sorted(n for n in self._file_of.keys() - wanted if not n.endswith(endings))
+        others = self._file_of.keys() - wanted
+        unexpected = sorted(name for name in others if not (name.endswith(endings) or name.startswith(unread)))
         if unexpected:
             shape = list(self.shape(unexpected[0]))
             raise CheckpointError(

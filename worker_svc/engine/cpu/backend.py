@@ -31,10 +31,12 @@ from worker_svc.engine.checkpoint import features
 from worker_svc.engine.config import Quantization
 from worker_svc.engine.cpu import torch_ops
 from worker_svc.engine.cpu.fused import ACTIVATIONS, NORM_KINDS, FusedModel, fuse, pointer
+from worker_svc.engine.cpu.recurrent import recurrence_struct, state_rows_struct
 from worker_svc.engine.kernels.build import load_kernels
 from worker_svc.engine.kernels.linear import BFLOAT16, FLOAT32, INT8, KernelLinear, address_of
 from worker_svc.engine.kernels.memory import collapse
 from worker_svc.engine.kernels.torch_linear import Int8Rows, check_int8_width
+from worker_svc.engine.recurrent import RecurrentWeights, StatePool
 from worker_svc.engine.sampling.processors import ProcessedRows
 
 if TYPE_CHECKING:
@@ -66,6 +68,7 @@ _SIGNATURES = {
     "quire_linear_pack": [_INT, _INT, _POINTER, _LONG, _LONG, _POINTER, _POINTER, _INT],
     "quire_linear_pack_steps": [_POINTER, _LONG, _LONG, _POINTER, _INT],
     "quire_linear": [_INT, _INT, *[_POINTER] * 5, *[_LONG] * 3, _INT],
+    "quire_recurrent": [_INT, *[_POINTER] * 4, _LONG, _INT],
     "quire_forward": [_POINTER] * 4,
     "quire_forward_logits": [_POINTER, _LONG, _LONG, _LONG, *[_POINTER] * 2],
     "quire_add_adapters": [_INT, _POINTER, _LONG, _POINTER, _POINTER, _LONG, _INT],
@@ -258,6 +261,26 @@ class CpuBackend:
             0 if bias is None else bias.values.shape[1],
             self._threads,
         )
+
+    def gate_outputs(self, out: torch.Tensor, gate: torch.Tensor) -> None:
+        torch_ops.gate_outputs(out, gate)
+
+    def recurrent(
+        self, weights: RecurrentWeights, states: StatePool, index: int, batch: ForwardBatch, projected: torch.Tensor
+    ) -> torch.Tensor:
+        spec = states.layers[index]
+        assert spec is not None
+        out = projected.new_empty(len(projected), spec.num_values)
+        self._kernels.quire_recurrent(
+            _is_bf16(projected),
+            ctypes.byref(recurrence_struct(weights, states, index)),
+            ctypes.byref(state_rows_struct(batch)),
+            projected.data_ptr(),
+            out.data_ptr(),
+            len(projected),
+            self._threads,
+        )
+        return out
 
     def gated_activation(self, gate_up: torch.Tensor, out: torch.Tensor, activation: str) -> None:
         n, dim = out.shape

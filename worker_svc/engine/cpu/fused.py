@@ -18,10 +18,12 @@ import torch
 
 from worker_svc.engine.adapters.kernel_adapter import adapter_structs
 from worker_svc.engine.backend import ForwardBatch, Linear, Norm, RotaryTable
+from worker_svc.engine.cpu.recurrent import RecurrenceStruct, recurrence_struct
 from worker_svc.engine.decoder.config import LayerSpec
 from worker_svc.engine.decoder.forward import compute_layers
 from worker_svc.engine.decoder.weights import FeedForward, Layer, RoutedExperts
 from worker_svc.engine.kernels.linear import PANEL, KernelLinear, LinearStruct, address_of
+from worker_svc.engine.recurrent import RecurrentWeights
 
 if TYPE_CHECKING:
     from worker_svc.engine.decoder.kv_cache import KVCachePool
@@ -63,6 +65,8 @@ class _LayerStruct(ctypes.Structure):
         ("window", _LONG),
         *((name, _POINTER) for name in ("k_cache", "v_cache")),
         *((name, _LONG) for name in ("q_heads", "kv_heads", "head_dim")),
+        ("recurrence", _POINTER),
+        *((name, _LONG) for name in ("mixed_width", "has_gate")),
     )
 
 
@@ -80,7 +84,7 @@ class _ModelStruct(ctypes.Structure):
         *((name, _POINTER) for name in ("layers", "ops", "embedding", "position_embedding")),
         ("final_norm", _NormStruct),
         ("head", LinearStruct),
-        *((name, _LONG) for name in ("num_layers", "num_ops", "hidden", "inner", "qkv", "q")),
+        *((name, _LONG) for name in ("num_layers", "num_ops", "hidden", "inner", "qkv", "q", "mixed")),
         *((name, _LONG) for name in ("block_size", "norm_kind", "activation", "is_gated", "is_bf16", "threads")),
         *((name, ctypes.c_float) for name in ("eps", "scale", "embedding_scale", "attention_cap", "logit_cap")),
     )
@@ -91,13 +95,14 @@ class _BatchStruct(ctypes.Structure):
         *((name, _POINTER) for name in ("token_ids", "positions", "slots", "tables", "rows")),
         *((name, _POINTER) for name in ("query_starts", "context_lens", "heads", "embedded_tokens", "embedded")),
         *((name, _POINTER) for name in ("adapters", "cos", "sin", "deep_tokens", "deep")),
+        *((name, _POINTER) for name in ("snapshot_starts", "snapshot_ends", "snapshot_slots")),
         *((name, _LONG) for name in ("num_tokens", "num_rows", "num_heads", "num_embedded", "table_stride")),
         *((name, _LONG) for name in ("num_adapters", "num_deep_tokens", "num_deep_layers")),
     )
 
 
 # In the order of `OpKind` in forward.cpp.
-EMBED, LINEAR, LINEAR_OF_NORM, ATTEND, KEEP_HEADS, EXPERTS, OUTPUT, END_LAYER = range(8)
+EMBED, LINEAR, LINEAR_OF_NORM, ATTEND, RECUR, KEEP_HEADS, EXPERTS, OUTPUT, END_LAYER = range(9)
 PLACE = torch.empty(1)  # stands for a tensor that is in the workspace
 
 
@@ -128,6 +133,9 @@ class _Recorder:
 
     def attend(self, qkv: torch.Tensor, index: int) -> torch.Tensor:
         return self._record(ATTEND, index)
+
+    def recur(self, layer: RecurrentWeights, projected: torch.Tensor, index: int) -> torch.Tensor:
+        return self._record(RECUR, index)
 
     def keep_heads(self, x: torch.Tensor, attended: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self._record(KEEP_HEADS), attended
@@ -174,11 +182,17 @@ class FusedModel:
         self._run_hidden = kernels.quire_forward_hidden
         recorder = _Recorder()
         compute_layers(recorder, parts.layers)
-        self._kept = (parts, pool, recorder.experts_kept)  # keeps alive the memory that the structs point to
+        recurrences = [_recurrence(layer, pool, index) for index, layer in enumerate(parts.layers)]
+        self._kept = (
+            parts,
+            pool,
+            recorder.experts_kept,
+            recurrences,
+        )  # keeps alive the memory that the structs point to
         self._ops = (_OpStruct * len(recorder.ops))(*recorder.ops)
         self._layers = (_LayerStruct * len(parts.layers))(
             *(
-                _describe(layer, config.layers[index], parts.rotary(index), pool.layer(index))
+                _describe(layer, config.layers[index], parts.rotary(index), pool.layer(index), recurrences[index])
                 for index, layer in enumerate(parts.layers)
             )
         )
@@ -193,8 +207,9 @@ class FusedModel:
             len(self._ops),
             config.hidden_size,
             max(config.widest_inner, config.hidden_size if recorder.experts_kept else 0),
-            max((heads.num_q_heads + 2 * heads.num_kv_heads) * heads.head_dim for heads in shapes),
+            max(_outputs(layer.qkv) for layer in parts.layers),
             max(heads.num_q_heads * heads.head_dim for heads in shapes),
+            max(layer.mixed_width for layer in self._layers),
             pool.block_size,
             NORM_KINDS[config.norm],
             ACTIVATIONS[config.activation],
@@ -271,9 +286,11 @@ class FusedModel:
             *((None, None) if rotary is None else (rotary.cos.data_ptr(), rotary.sin.data_ptr())),
             *((None, None) if deep is None else (address_of(deep.tokens), deep.rows.data_ptr())),
         )
+        taken = batch.snapshots
+        snapshots = (None,) * 3 if taken is None else map(address_of, (taken.starts, taken.ends, taken.slots))
         deep_sizes = (0, 0) if deep is None else (len(deep.tokens), len(deep.rows))
         sizes = *counts, batch.tables.shape[1], len(adapters), *deep_sizes
-        struct = _BatchStruct(*addresses, ctypes.addressof(adapters), *images, *sizes)
+        struct = _BatchStruct(*addresses, ctypes.addressof(adapters), *images, *snapshots, *sizes)
         self._run(ctypes.byref(self._model), ctypes.byref(struct), logits, self._workspace.data_ptr())
 
 
@@ -312,8 +329,22 @@ def _linears(layer: Layer) -> tuple[Linear, ...]:
     return layer.qkv, layer.o, part.router, *part.experts.gate_up, *part.experts.down
 
 
+def _recurrence(layer: Layer, pool: KVCachePool, index: int) -> RecurrenceStruct | None:
+    if layer.recurrent is None or pool.states is None:
+        return None
+    return recurrence_struct(layer.recurrent, pool.states, index)
+
+
+def _outputs(linear: Linear) -> int:
+    return int(_linear_struct(linear).out_features)
+
+
 def _describe(
-    layer: Layer, spec: LayerSpec, rotary: RotaryTable | None, cache: tuple[torch.Tensor, torch.Tensor]
+    layer: Layer,
+    spec: LayerSpec,
+    rotary: RotaryTable | None,
+    cache: tuple[torch.Tensor, torch.Tensor],
+    recurrence: RecurrenceStruct | None,
 ) -> _LayerStruct:
     qk_norms, heads = layer.qk_norms or (None, None), spec.heads
     return _LayerStruct(
@@ -325,6 +356,9 @@ def _describe(
         heads.num_q_heads,
         heads.num_kv_heads,
         heads.head_dim,
+        None if recurrence is None else ctypes.addressof(recurrence),
+        spec.mixed_width,
+        int(spec.has_output_gate),
     )
 
 

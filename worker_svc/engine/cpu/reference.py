@@ -30,9 +30,10 @@ from worker_svc.engine.backend import (
 )
 from worker_svc.engine.checkpoint import features
 from worker_svc.engine.config import Determinism, Quantization
-from worker_svc.engine.cpu import torch_ops
+from worker_svc.engine.cpu import recurrent, torch_ops
 from worker_svc.engine.kernels import exact_ops
 from worker_svc.engine.kernels.torch_linear import FixedPointLinear, Int8Linear, Int8Rows, PackedLinear
+from worker_svc.engine.recurrent import RecurrentWeights, StatePool
 from worker_svc.engine.sampling.noise import sample_token
 from worker_svc.engine.sampling.processors import ProcessedRows
 
@@ -125,6 +126,16 @@ class ReferenceBackend:
             end = start + TOKEN_TILE
             lens = None if key_lens is None else key_lens[start:end]
             out[start:end] = _attend(q[start:end], cache, tables[start:end], positions[start:end], lens, shape)
+
+    def gate_outputs(self, out: torch.Tensor, gate: torch.Tensor) -> None:
+        torch_ops.gate_outputs(out, gate)
+
+    def recurrent(
+        self, weights: RecurrentWeights, states: StatePool, index: int, batch: ForwardBatch, projected: torch.Tensor
+    ) -> torch.Tensor:
+        spec = states.layers[index]
+        assert spec is not None
+        return recurrent.recurrent(spec, weights, states.layer(index), batch, projected)
 
     def gated_activation(self, gate_up: torch.Tensor, out: torch.Tensor, activation: str) -> None:
         gate, up = gate_up.float().chunk(2, dim=-1)

@@ -105,3 +105,19 @@ def normed(x: torch.Tensor, norm: Norm | None) -> torch.Tensor:
 def soft_cap(x: torch.Tensor, cap: float) -> torch.Tensor:
     """cap * tanh(x / cap) of float32 x."""
     return cap * (1.0 - 2.0 / (exact_ops.exp(2.0 / cap * x) + 1.0))
+
+
+def gate_outputs(out: torch.Tensor, gate: torch.Tensor) -> None:
+    """`Backend.gate_outputs`."""
+    out.copy_(out.float() * sigmoid(gate.float()))
+
+
+def softplus(x: torch.Tensor) -> torch.Tensor:
+    """log(1 + e^x) of float32 x: max(x, 0) + 2 atanh(y / (2 + y)) for y = e^-|x|."""
+    y = exact_ops.exp(-x.abs())
+    z = y / (y + 2.0)
+    square = z * z
+    total = torch.full_like(z, 1 / 17)
+    for odd in (15, 13, 11, 9, 7, 5, 3):
+        total = total * square + 1 / odd
+    return x.clamp_min(0.0) + 2.0 * (total * square * z + z)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from step_protocol.messages import PoolingKind
-from worker_svc.engine.backend import AttentionShape, HeadShape, KVLayout, Routing
+from worker_svc.engine.backend import NO_KV, AttentionShape, HeadShape, KVLayout, Routing
 from worker_svc.engine.checkpoint.families import (
     Architecture,
     ExpertFamily,
@@ -15,6 +15,7 @@ from worker_svc.engine.checkpoint.families import (
     Names,
     NormKind,
     QkNormScope,
+    RecurrenceName,
     architecture_of,
     head_of,
     without_prefix,
@@ -24,6 +25,7 @@ from worker_svc.engine.checkpoint.model_folder import CheckpointError, choice_of
 from worker_svc.engine.checkpoint.quantization_config import QuantizationConfig, quantization_of
 from worker_svc.engine.decoder.heads import HeadPart, HeadSpec
 from worker_svc.engine.decoder.rotary import ORIGINAL_LENGTH, Rotary, mrope_axes, parse_rotary, positive
+from worker_svc.engine.recurrent import Recurrence, gated_delta
 from worker_svc.engine.vision.config import VisionConfig, parse_vision
 
 ACTIVATIONS = {
@@ -36,6 +38,7 @@ ACTIVATIONS = {
 SLIDING = "sliding_attention"
 SCORES = {"softmax": False, "sigmoid": True}
 MLP_KINDS = {"dense": False, "sparse": True}
+RECURRENCES: Mapping[RecurrenceName, Callable[[Mapping[str, Any]], Recurrence]] = {"gated_delta": gated_delta}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +60,24 @@ class LayerSpec:
     inner: int  # width of the feed-forward part, or of one expert
     experts: Experts | None
     kv_owner: int | None = None  # as in KVLayout
+    has_output_gate: bool = False  # attention outputs are multiplied by the sigmoid of a gate, which follows v in qkv
+    recurrence: Recurrence | None = None  # None: the layer attends
+
+    @property
+    def mixed_width(self) -> int:
+        """Width of the outputs of attention or recurrence."""
+        return self.heads.num_q_heads * self.heads.head_dim if self.recurrence is None else self.recurrence.num_values
+
+    def kv_layout(self) -> KVLayout:
+        """What the layer keeps of a token; nothing if it keeps a state."""
+        return NO_KV if self.recurrence is not None else KVLayout.of(self.heads, self.kv_owner)
+
+    def num_mixer_parameters(self, hidden: int) -> int:
+        """Weights of the linear layers around attention or recurrence."""
+        if self.recurrence is not None:
+            return hidden * (self.recurrence.width + self.recurrence.num_values)
+        num_q_parts = 3 if self.has_output_gate else 2
+        return hidden * self.heads.head_dim * (num_q_parts * self.heads.num_q_heads + 2 * self.heads.num_kv_heads)
 
     def expert_widths(self) -> list[int]:
         """The widths of all experts, the shared one last. Empty: the feed-forward part is dense."""
@@ -113,7 +134,7 @@ class ModelConfig:
 
     def kv_layouts(self) -> list[KVLayout]:
         """What each layer keeps of a token."""
-        return [KVLayout.of(layer.heads, layer.kv_owner) for layer in self.layers]
+        return [layer.kv_layout() for layer in self.layers]
 
     def qk_norm_widths(self, index: int) -> tuple[int, int] | None:
         """How many numbers one norm of a layer's queries and one of its keys span. None: there are no such norms."""
@@ -121,6 +142,16 @@ class ModelConfig:
         if self.qk_norm == "projection":
             return heads.num_q_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
         return None if self.qk_norm is None else (heads.head_dim, heads.head_dim)
+
+    @property
+    def recurrences(self) -> list[Recurrence | None]:
+        """The recurrence of each layer; None: it attends."""
+        return [layer.recurrence for layer in self.layers]
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether some layer keeps a state instead of keys and values."""
+        return any(layer.recurrence is not None for layer in self.layers)
 
     @property
     def is_gated(self) -> bool:
@@ -148,10 +179,9 @@ class ModelConfig:
 
     def num_linear_parameters(self) -> int:
         """Weights that a token is multiplied with, without the head."""
-        hidden, shapes = self.hidden_size, [layer.heads for layer in self.layers]
-        attention = sum(hidden * heads.head_dim * 2 * (heads.num_q_heads + heads.num_kv_heads) for heads in shapes)
-        parts = 3 if self.is_gated else 2
-        return attention + parts * hidden * sum(layer.used_inner() for layer in self.layers)
+        hidden, parts = self.hidden_size, 3 if self.is_gated else 2
+        inner = sum(layer.used_inner() for layer in self.layers)
+        return sum(layer.num_mixer_parameters(hidden) for layer in self.layers) + parts * hidden * inner
 
     def within(self, max_model_len: int) -> ModelConfig:
         """The same decoder without windows that no sequence of at most `max_model_len` tokens leaves."""
@@ -188,7 +218,7 @@ class ModelConfig:
         needed = {
             "odd_heads": any(dim % 2 for dim in dims),
             "partial_rotary": bool(rotary_dims - dims),
-            "kv_layouts": len(set(self.kv_layouts())) > 1,
+            "kv_layouts": len({*self.kv_layouts()} - {NO_KV}) > 1,
             "sliding_window": self.window is not None,
             "soft_caps": self.attention_soft_cap is not None or self.logit_soft_cap is not None,
             "quantized_weights": self.quantization is not None,
@@ -298,17 +328,30 @@ def _layers(
 ) -> tuple[LayerSpec, ...]:
     count = size_of(config, "num_hidden_layers")
     window, kinds = _windows(config, architecture, count)
+    recurrent = {} if architecture.recurrence is None else {architecture.recurrent_type: architecture.recurrence}
     has_experts = _has_experts(config, architecture)
     inner = 4 * size_of(config, "hidden_size")  # GPT-2's, if n_inner is null
     if config.get("intermediate_size") is not None or architecture.is_gated:
         inner = size_of(config, "intermediate_size")
     layers = []
     for index, kind in enumerate(kinds):
-        if kind not in rotary_of:
-            raise CheckpointError(f"layer_types: {kind!r} is not supported; use one of {', '.join(rotary_of)}")
+        if kind not in {*rotary_of, *recurrent}:
+            known = ", ".join((*rotary_of, *recurrent))
+            raise CheckpointError(f"layer_types: {kind!r} is not supported; use one of {known}")
+        recurrence = RECURRENCES[recurrent[kind]](config) if kind in recurrent else None
         experts = _experts(config, architecture.experts) if architecture.experts and has_experts(index) else None
         expert_inner = config.get("moe_intermediate_size", inner) if experts else inner
-        layers.append(LayerSpec(heads, rotary_of[kind], window if kind == SLIDING else None, expert_inner, experts))
+        layers.append(
+            LayerSpec(
+                heads,
+                rotary_of.get(kind),
+                window if kind == SLIDING else None,
+                expert_inner,
+                experts,
+                has_output_gate=architecture.has_output_gate and kind not in recurrent,
+                recurrence=recurrence,
+            )
+        )
     return tuple(layers)
 
 
@@ -323,7 +366,10 @@ def _windows(config: dict[str, Any], architecture: Architecture, count: int) -> 
     kinds = config.get("layer_types")
     if kinds is not None and len(kinds) != count:
         raise CheckpointError(f"layer_types: {len(kinds)} entries for {count} layers; config.json must hold one each")
-    if kinds is None or window is None:
+    if kinds is None and architecture.recurrence is not None:
+        every = size_of(config, "full_attention_interval")
+        kinds = [architecture.recurrent_type if (i + 1) % every else "full_attention" for i in range(count)]
+    if kinds is None or (window is None and architecture.recurrence is None):
         has_window = WINDOW_RULES[rule](config)
         kinds = [SLIDING if window is not None and has_window(i) else "full_attention" for i in range(count)]
     return window, list(kinds)

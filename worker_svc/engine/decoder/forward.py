@@ -1,6 +1,6 @@
 """The forward pass of a decoder: the parts of a layer in their order. Every backend executes this description.
 
-    x += residual;  input_layernorm;  qkv;  norms of q and k, rotation, store of k and v;  attention;
+    x += residual;  input_layernorm;  qkv;  norms of q and k, rotation, store of k and v;  attention;  or: recurrence
         o;  post_attention_layernorm                                                            -> residual
     x += residual;  pre_feedforward_layernorm;  gate_up, activation, down, or the experts;
         post_feedforward_layernorm                                                              -> residual
@@ -23,6 +23,7 @@ import torch
 from worker_svc.engine.adapters.targets import SITES
 from worker_svc.engine.backend import Linear, Norm
 from worker_svc.engine.decoder.weights import FeedForward, Layer, RoutedExperts
+from worker_svc.engine.recurrent import RecurrentWeights
 
 QKV, OUT, GATE_UP, DOWN = range(len(SITES))
 
@@ -47,6 +48,10 @@ class StepOperations(Protocol):
 
     def attend(self, qkv: torch.Tensor, index: int) -> torch.Tensor:
         """Stores keys and values; the attention output [T, q_heads * head_dim]."""
+        ...
+
+    def recur(self, layer: RecurrentWeights, projected: torch.Tensor, index: int) -> torch.Tensor:
+        """Advances the states of a recurrent layer; its output [T, num_values]."""
         ...
 
     def keep_heads(self, x: torch.Tensor, attended: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -75,7 +80,8 @@ def compute_layers(operations: StepOperations, layers: Sequence[Layer]) -> tuple
     x, residual = operations.embed(), None
     for index, layer in enumerate(layers):
         qkv = operations.linear_of_norm(layer.qkv, x, residual, layer.input_layernorm, index, QKV)
-        attended = operations.attend(qkv, index)
+        recurrent = layer.recurrent
+        attended = operations.attend(qkv, index) if recurrent is None else operations.recur(recurrent, qkv, index)
         if index == len(layers) - 1:
             x, attended = operations.keep_heads(x, attended)
         if not len(x):

@@ -11,19 +11,29 @@ from step_protocol.columns import I64
 from worker_svc.engine.backend import Backend, KVLayout
 from worker_svc.engine.decoder.block_contents import BlockContents
 from worker_svc.engine.kernels.memory import lazy_zeros
+from worker_svc.engine.recurrent import StatePool
 
 GIB = 1 << 30
 DEFAULT_MEMORY = GIB
 
 
 class KVCachePool(BlockContents):
-    """Keys and values of `num_blocks` blocks in all layers, and their content as tokens.
+    """Keys and values of `num_blocks` blocks in all layers, and their content as tokens; the `states` of layers that
+    keep a state instead.
 
     A block of the pool is a block of each layer that has keys and values of its own: their layouts may differ. Memory
     is claimed when it is first written.
     """
 
-    def __init__(self, layouts: Sequence[KVLayout], num_blocks: int, block_size: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        layouts: Sequence[KVLayout],
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        states: StatePool | None = None,
+    ) -> None:
+        self.states = states
         size = num_blocks * self.bytes_per_block(layouts, block_size, dtype)
         self.tensors: list[torch.Tensor] = []  # [layers of one layout, num_blocks, ...]
         owned: dict[int, tuple[torch.Tensor, ...]] = {}

@@ -16,6 +16,7 @@ from worker_svc.engine.decoder.forward import compute_layers
 from worker_svc.engine.decoder.kv_cache import KVCachePool
 from worker_svc.engine.decoder.rotary import rotary_at
 from worker_svc.engine.decoder.weights import Layer, RoutedExperts, WeightLoader
+from worker_svc.engine.recurrent import RecurrentWeights
 
 Progress = Callable[[float], None]
 
@@ -191,13 +192,24 @@ class _BackendOperations:
         return normed
 
     def attend(self, qkv: torch.Tensor, index: int) -> torch.Tensor:
-        batch, backend, heads = self._batch, self._backend, self._config.layers[index].heads
+        batch, backend, spec = self._batch, self._backend, self._config.layers[index]
+        heads, gate, q_size = spec.heads, None, spec.mixed_width
+        if spec.has_output_gate:
+            qkv, gate = (part.contiguous() for part in torch.split(qkv, [qkv.shape[1] - q_size, q_size], 1))
         q, cache = qkv.new_empty(len(qkv), heads.num_q_heads, heads.head_dim), self._pool.layer(index)
         rotary = batch.rotary or self._parts.rotary(index)
         backend.qk_norm_rope_store(qkv, self._parts.layers[index].qk_norms, rotary, batch, cache, q, heads)
         attended = torch.empty_like(q)
         backend.paged_attention(q, cache, batch, attended, self._config.attention(index))
+        if gate is not None:
+            backend.gate_outputs(attended.view(gate.shape), gate)
         return attended.view(len(qkv), -1)
+
+    def recur(self, layer: RecurrentWeights, projected: torch.Tensor, index: int) -> torch.Tensor:
+        states = self._pool.states
+        if states is None:
+            raise RuntimeError("a recurrent layer has no states: a bug in the engine")
+        return self._backend.recurrent(layer, states, index, self._batch, projected)
 
     def keep_heads(self, x: torch.Tensor, attended: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         self._adapters = [(part.adapter, part.heads) for part in self._batch.adapters]

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 import torch
 
 from worker_svc.engine.adapters.targets import Module, modules_of
-from worker_svc.engine.backend import ExpertLinears, Linear, LinearMaker, Norm, Routing
-from worker_svc.engine.checkpoint.families import LAYER_NORMS, Role
+from worker_svc.engine.backend import ExpertLinears, HeadShape, Linear, LinearMaker, Norm, Routing
+from worker_svc.engine.checkpoint.families import LAYER_NORMS, RecurrentNames, Role
 from worker_svc.engine.checkpoint.model_folder import CheckpointError
 from worker_svc.engine.checkpoint.quantization_config import Scaled, Scheme
 from worker_svc.engine.checkpoint.quantized import read_int8_rows, read_weight
 from worker_svc.engine.checkpoint.tensors import Checkpoint
 from worker_svc.engine.decoder.config import Experts, LayerSpec, ModelConfig
+from worker_svc.engine.kernels import exact_ops
 from worker_svc.engine.kernels.torch_linear import MAX_INT8_INPUTS, Int8Rows
+from worker_svc.engine.recurrent import Recurrence, RecurrentWeights
 from worker_svc.engine.vision.config import tower_tensors
 
 IGNORED_ENDINGS = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
@@ -56,6 +58,7 @@ class Layer:
     pre_feedforward_layernorm: Norm | None
     feed_forward: FeedForward | RoutedExperts
     post_feedforward_layernorm: Norm | None
+    recurrent: RecurrentWeights | None = None  # then `qkv` makes the projections of a recurrent layer
 
 
 @runtime_checkable
@@ -73,6 +76,7 @@ class Stored:
     roles: tuple[tuple[Role, int], ...]  # with the number of outputs
     in_features: int
     has_bias: bool
+    order: torch.Tensor | None = None  # of the outputs, if the forward pass has another one
 
     def shape(self, roles: tuple[tuple[Role, int], ...]) -> tuple[int, int]:
         """The shape [out, in] of a tensor with the outputs of `roles`."""
@@ -84,6 +88,40 @@ class Stored:
             yield self.names[0], self.roles
         else:
             yield from ((name, (role,)) for name, role in zip(self.names, self.roles, strict=True))
+
+
+def _gates_last(heads: HeadShape) -> torch.Tensor:
+    """[q | gate] of each head, k, v become q, k, v, gate."""
+    q_size, kv_size = heads.num_q_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
+    q, gate = torch.arange(2 * q_size).view(-1, 2, heads.head_dim).unbind(1)
+    return torch.cat((q.flatten(), torch.arange(2 * q_size, 2 * q_size + 2 * kv_size), gate.flatten()))
+
+
+def _recurrent_linears(prefix: str, names: RecurrentNames | None, spec: Recurrence, hidden: int) -> dict[str, Stored]:
+    """The projections of a recurrent layer, and the layer of its outputs."""
+    assert names is not None
+    sizes, order = _projections(names, spec)
+    roles: tuple[tuple[Role, int], ...] = tuple(("state", size) for size in sizes)
+    inputs = Stored(tuple(prefix + name for name in names.inputs), roles, hidden, has_bias=False, order=order)
+    out = Stored((prefix + names.out,), (("o", hidden),), spec.num_values, has_bias=False)
+    return {"qkv": inputs, "o": out}
+
+
+def _projections(names: RecurrentNames, spec: Recurrence) -> tuple[tuple[int, ...], torch.Tensor | None]:
+    """The widths of the stored projections, and their order if it is not [q | k | v | z | b | a]."""
+    if names.by_key_head:
+        groups = spec.num_key_heads
+        parts = [spec.num_key_heads * spec.key_dim] * 2 + [spec.num_values] * 2, [spec.num_heads] * 2
+        first = sum(parts[0])
+        orders = [*_ungrouped(parts[0], groups, 0), *_ungrouped(parts[1], groups, first)]
+        return (first, sum(parts[1])), torch.cat(orders)
+    return (spec.channels, spec.num_values, spec.num_heads, spec.num_heads), None
+
+
+def _ungrouped(sizes: list[int], num_groups: int, first: int) -> list[torch.Tensor]:
+    """The indices of parts, of which each group has an equal share."""
+    indices = torch.arange(first, first + sum(sizes)).view(num_groups, -1)
+    return [part.flatten() for part in torch.split(indices, [size // num_groups for size in sizes], dim=1)]
 
 
 class WeightLoader:
@@ -106,7 +144,8 @@ class WeightLoader:
         if self._config.vision is not None:
             expected += tower_tensors(self._config.vision)
         has_ignored_head = is_tied or self._config.head != "tokens"
-        self._checkpoint.check_names(expected, (*IGNORED_ENDINGS, *((head,) if has_ignored_head else ())))
+        ignored = (*IGNORED_ENDINGS, *((head,) if has_ignored_head else ()))
+        self._checkpoint.check_names(expected, ignored, self._config.architecture.unread)
         if is_tied and head in self._checkpoint.tensor_names and not self._is_same(head, embedding):
             raise CheckpointError(
                 f"tie_word_embeddings is true, but {head} differs from {embedding}; set tie_word_embeddings to false "
@@ -148,8 +187,8 @@ class WeightLoader:
     def layer(self, index: int) -> Layer:
         names, stored, widths = self._names, self._stored(index), self._config.qk_norm_widths(index)
         prefix = names.layer.format(index)
-        qk_norms = None
-        if widths is not None:
+        qk_norms, recurrence = None, self._config.layers[index].recurrence
+        if widths is not None and recurrence is None:
             qk_norms = self._norm(prefix + names.q_norm, widths[0]), self._norm(prefix + names.k_norm, widths[1])
         norms: dict[str, Norm | None] = dict.fromkeys(LAYER_NORMS)
         for norm, name in names.layer_norms().items():
@@ -159,12 +198,48 @@ class WeightLoader:
             qk_norms=qk_norms,
             o=self._linear(stored["o"]),
             feed_forward=self._feed_forward(self._config.layers[index], stored, prefix),
+            recurrent=None if recurrence is None else self._recurrent(prefix, recurrence),
             **norms,
         )
 
+    def _recurrent(self, prefix: str, spec: Recurrence) -> RecurrentWeights:
+        names = self._names.recurrent
+        assert names is not None
+
+        def floats(name: str, *shape: int) -> torch.Tensor | None:
+            return self._checkpoint.tensor(prefix + name, shape, torch.float32) if name else None
+
+        conv = floats(f"{names.conv}.weight", spec.channels, 1, spec.kernel)
+        assert conv is not None
+        norm = floats(f"{names.norm}.weight" if names.norm else "", spec.norm_width)
+        decay = floats(names.decay, spec.num_heads)
+        return RecurrentWeights(
+            conv[:, 0].T.contiguous(),
+            floats(f"{names.conv}.bias" if spec.has_conv_bias else "", spec.channels),
+            None if decay is None else -exact_ops.exp(decay),
+            floats(names.step_bias, spec.num_heads),
+            floats(names.skip, spec.num_heads),
+            norm,
+        )
+
+    def _recurrent_names(self, prefix: str, spec: Recurrence) -> list[str]:
+        """The tensors of a recurrent layer besides its linear layers."""
+        names = self._names.recurrent
+        assert names is not None
+        found = [f"{names.conv}.weight", names.step_bias, names.decay, names.skip]
+        found += [f"{names.conv}.bias"] if spec.has_conv_bias else []
+        found += [f"{names.norm}.weight"] if names.norm else []
+        return [prefix + name for name in found if name]
+
     def modules(self) -> dict[str, Module]:
         """The linear layers that adapters may change, by name."""
-        return modules_of(self._stored(index) for index in range(self._config.num_layers))
+        stored = [self._stored(index) for index in range(self._config.num_layers)]
+        for sites, spec in zip(stored, self._config.layers, strict=True):
+            if spec.recurrence is not None:  # adapters of recurrent layers are not computed
+                del sites["qkv"], sites["o"]
+            elif sites["qkv"].order is not None:
+                del sites["qkv"]
+        return modules_of(stored)
 
     def _feed_forward(self, spec: LayerSpec, stored: dict[str, Stored], prefix: str) -> FeedForward | RoutedExperts:
         if spec.experts is None:
@@ -204,7 +279,10 @@ class WeightLoader:
         for index in range(self._config.num_layers):
             prefix = names.layer.format(index)
             norms += [prefix + name for name in names.layer_norms().values()]
-            if self._config.qk_norm_widths(index) is not None:
+            spec = self._config.layers[index].recurrence
+            if spec is not None:
+                linears += self._recurrent_names(prefix, spec)
+            if self._config.qk_norm_widths(index) is not None and spec is None:
                 norms += [prefix + names.q_norm, prefix + names.k_norm]
             for stored in self._stored(index).values():
                 linears += self._weight_names(stored)
@@ -229,10 +307,16 @@ class WeightLoader:
 
         gates: tuple[tuple[Role, int], ...] = (("gate", spec.inner), ("up", spec.inner))
         heads_of: tuple[tuple[Role, int], ...] = (("q", q_size), ("k", kv_size), ("v", kv_size))
+        if spec.has_output_gate:
+            heads_of = (("q", 2 * q_size), *heads_of[1:])
         found = {
             "qkv": stored(names.qkv, heads_of, hidden, has_bias=config.has_qkv_bias),
             "o": stored(names.o, (("o", hidden),), q_size, has_bias=config.has_o_bias),
         }
+        if spec.has_output_gate:
+            found["qkv"] = replace(found["qkv"], order=_gates_last(heads))
+        if spec.recurrence is not None:
+            found |= _recurrent_linears(prefix, names.recurrent, spec.recurrence, hidden)
         if spec.experts is None:
             roles = gates if config.is_gated else gates[1:]
             found["gate_up"] = stored(names.gate_up, roles, hidden, has_bias=config.has_mlp_bias)
@@ -257,7 +341,7 @@ class WeightLoader:
         for name, roles in stored.tensors():
             weights += self._parts(roles, self._weight(name, stored.shape(roles)))
         joined = self._join_in_scratch(weights) if self._backend.copies_weights else self._join(weights)
-        return self._backend.make_linear(joined, bias)
+        return self._backend.make_linear(joined if stored.order is None else joined[stored.order], bias)
 
     def _bias(self, stored: Stored) -> torch.Tensor | None:
         if not stored.has_bias:
@@ -265,7 +349,7 @@ class WeightLoader:
         biases = []
         for name, roles in stored.tensors():
             biases += self._parts(roles, self._checkpoint.tensor(f"{name}.bias", stored.shape(roles)[:1], None))
-        return self._join(biases)
+        return self._join(biases) if stored.order is None else self._join(biases)[stored.order]
 
     def _parts(self, roles: tuple[tuple[Role, int], ...], tensor: torch.Tensor) -> list[torch.Tensor]:
         """The part of each role that is kept, of a tensor with the outputs of `roles`."""
@@ -282,7 +366,8 @@ class WeightLoader:
             if not isinstance(scheme, Scaled) or not scheme.has_int8_rows:
                 return None
             rows.append(read_int8_rows(self._checkpoint, name, scheme, stored.shape(roles)))
-        return Int8Rows(torch.cat([part.steps for part in rows]), torch.cat([part.scales for part in rows]))
+        steps, scales = torch.cat([part.steps for part in rows]), torch.cat([part.scales for part in rows])
+        return Int8Rows(steps, scales) if stored.order is None else Int8Rows(steps[stored.order], scales[stored.order])
 
     def _scheme(self, name: str) -> Scheme | None:
         """How a linear layer is stored. None: in a float type."""

@@ -21,6 +21,7 @@ from worker_svc.engine.gpu.layers.experts import StackedExperts, compute_experts
 from worker_svc.engine.gpu.layers.linears import Fp8Linear
 from worker_svc.engine.gpu.layers.weights import kv_scales
 from worker_svc.engine.gpu.step.step_buffer import StepColumns
+from worker_svc.engine.recurrent import RecurrentWeights
 
 
 class DeviceDecoder:
@@ -168,6 +169,9 @@ class _DeviceOperations:
         attended = torch.empty_like(q)
         self._attention.attend(q, cache, columns, self._config.attention(index), attended)
         return attended.view(len(qkv), -1)
+
+    def recur(self, layer: RecurrentWeights, projected: torch.Tensor, index: int) -> torch.Tensor:
+        raise RuntimeError("check_features refuses recurrent layers on a device: a bug in the engine")
 
     def keep_heads(self, x: torch.Tensor, attended: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if self._adapters is not None:

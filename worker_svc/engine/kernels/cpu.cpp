@@ -128,8 +128,8 @@ template <typename T> struct Qkv {
 
 template <typename T> void store_token(const Qkv<T>& a, int64_t i, T* key) {
   const QkvShape& s = a.shape;
-  const int64_t dim = s.head_dim, half = a.rotary.dims / 2, heads = s.q_heads + 2 * s.kv_heads;
-  const T *x = a.qkv + i * heads * dim, *q_norm = (const T*)a.norms.q, *k_norm = (const T*)a.norms.k;
+  const int64_t dim = s.head_dim, half = a.rotary.dims / 2, stride = s.qkv_stride();
+  const T *x = a.qkv + i * stride, *q_norm = (const T*)a.norms.q, *k_norm = (const T*)a.norms.k;
   const float *cos = a.rotary.cos + a.positions[i] * half, *sin = a.rotary.sin + a.positions[i] * half;
   const int64_t block = a.slots[i] / s.block_size, offset = a.slots[i] % s.block_size;
   // A norm of `width` numbers spans a head, or all heads, which have one scale then.
@@ -237,7 +237,7 @@ void qk_norm_rope_store(Pass& pass, int is_bf16, const void* qkv, const QkNorms&
 
 extern "C" {
 
-int quire_abi_version() { return 25; }
+int quire_abi_version() { return 26; }
 
 // The instructions that this build computes with, as words. The last one, the width of vectors, affects no result.
 const char* quire_arithmetic() {

@@ -19,13 +19,16 @@ struct Layer {
   int64_t window;  // 0: none
   void *k_cache, *v_cache;
   int64_t q_heads, kv_heads, head_dim;
+  const Recurrence* recurrence;  // null: the layer attends
+  int64_t mixed_width;           // of the outputs of attention or recurrence
+  int64_t has_gate;              // qkv is [q | k | v | gate]: attention outputs are multiplied by its sigmoid
 };
 
 // The linear layers that an adapter may change, of each layer of the model.
 enum Site { kSiteQkv = 0, kSiteO = 1, kSiteGateUp = 2, kSiteDown = 3, kNumSites = 4 };
 
 // Operations of StepOperations (decoder/forward.py).
-enum OpKind { kEmbed, kLinear, kLinearOfNorm, kAttend, kKeepHeads, kExperts, kOutput, kEndLayer };
+enum OpKind { kEmbed, kLinear, kLinearOfNorm, kAttend, kRecur, kKeepHeads, kExperts, kOutput, kEndLayer };
 
 struct Op {
   int64_t kind, layer, site;
@@ -43,7 +46,8 @@ struct Model {
   Linear head;
   int64_t num_layers, num_ops, hidden;
   int64_t inner;    // the widest feed-forward part; with experts at least `hidden`
-  int64_t qkv, q;   // the widest queries with keys and values, and the widest queries
+  int64_t qkv, q;   // the widest projection before attention or recurrence, and the widest queries
+  int64_t mixed;    // the widest output of attention or recurrence
   int64_t block_size, norm_kind, activation;
   int64_t is_gated, is_bf16, threads;
   float eps, scale, embedding_scale, attention_cap, logit_cap;  // caps 0: none
@@ -72,6 +76,7 @@ struct Batch {
   const float *cos, *sin;      // in place of those of the layers; null: none. `positions` are rows of them
   const int64_t* deep_tokens;  // tokens to which `deep` is added after each of the first layers
   const void* deep;            // [num_deep_layers, num_deep_tokens, hidden]
+  const int32_t *snapshot_starts, *snapshot_ends, *snapshot_slots;  // of a model with recurrent layers
   int64_t num_tokens, num_rows, num_heads, num_embedded, table_stride, num_adapters, num_deep_tokens, num_deep_layers;
 };
 
@@ -90,7 +95,7 @@ struct Parts {
     residual = take(m.hidden);
     qkv = take(m.qkv);
     q = take(m.q);
-    attended = take(m.q);
+    attended = take(m.mixed);
     activated = take(m.inner);
   }
 };
@@ -196,10 +201,21 @@ struct Forward {
     const QkvShape shape{layer.q_heads, layer.kv_heads, layer.head_dim, m.block_size};
     const Rotary rotary = b.cos ? Rotary{b.cos, b.sin, layer.rotary.dims} : layer.rotary;
     const QkNorms norms{layer.q_norm, layer.k_norm, layer.q_width, layer.k_width, NormKind(m.norm_kind), m.eps};
+    const int64_t q_size = shape.q_heads * shape.head_dim, gate = q_size + 2 * shape.kv_heads * shape.head_dim;
+    QkvShape of_qkv = shape;
+    if (layer.has_gate) of_qkv.stride = gate + q_size;
     qk_norm_rope_store(pass, is_bf16, p.qkv, norms, rotary, b.positions, b.slots, layer.k_cache, layer.v_cache, p.q,
-                       b.num_tokens, shape);
+                       b.num_tokens, of_qkv);
     paged_attention(pass, is_bf16, plan(shape, is_last(index)), rows, shape, p.q, layer.k_cache, layer.v_cache,
                     p.attended, {m.scale, m.attention_cap, layer.window});
+    if (layer.has_gate)
+      gate_outputs(pass, is_bf16, p.attended, p.qkv + gate * (is_bf16 ? 2 : 4), b.num_tokens, q_size, of_qkv.stride);
+  }
+
+  void recur(int64_t index) {
+    const StateRows states{b.rows, b.query_starts, b.context_lens, b.snapshot_starts, b.snapshot_ends, b.snapshot_slots,
+                           b.num_rows};
+    recurrent(pass, int(m.is_bf16), *m.layers[index].recurrence, states, p.qkv, p.attended, b.num_tokens);
   }
 
   void experts_op(const Op& op, const Norm& norm) {
@@ -217,6 +233,7 @@ struct Forward {
       case kLinear: return linear_op(op, op.site == kSiteO ? p.attended : p.activated, p.residual);
       case kLinearOfNorm: return linear_of_norm_op(op, norm);
       case kAttend: return attend(op.layer);
+      case kRecur: return recur(op.layer);
       case kKeepHeads: return keep_heads();
       case kExperts: return experts_op(op, norm);
       case kOutput:
@@ -252,8 +269,7 @@ struct Forward {
   // Moves the rows of the head tokens to the front.
   void keep_heads() {
     const int64_t element = m.is_bf16 ? 2 : 4;
-    const Layer& last = m.layers[m.num_layers - 1];
-    for (auto [rows, width] : {std::pair(p.x, m.hidden), std::pair(p.attended, last.q_heads * last.head_dim)})
+    for (auto [rows, width] : {std::pair(p.x, m.hidden), std::pair(p.attended, m.layers[m.num_layers - 1].mixed_width)})
       for (int64_t i = 0; i < b.num_heads; i++)
         memmove(rows + i * width * element, rows + b.heads[i] * width * element, width * element);
     n = b.num_heads, of_heads = true;
@@ -267,7 +283,7 @@ extern "C" {
 // Bytes of workspace per token.
 int64_t quire_forward_workspace(const void* model) {
   const Model& m = *(const Model*)model;
-  return (2 * m.hidden + m.qkv + 2 * m.q + m.inner) * (m.is_bf16 ? 2 : 4);
+  return (2 * m.hidden + m.qkv + m.q + m.mixed + m.inner) * (m.is_bf16 ? 2 : 4);
 }
 
 // Stores keys and values of all tokens; writes logits [num_heads, vocab]. Null: none, and quire_forward_logits follows.

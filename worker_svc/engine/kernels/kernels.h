@@ -49,6 +49,9 @@ struct Rotary {
 
 struct QkvShape {
   int64_t q_heads, kv_heads, head_dim, block_size;
+  int64_t stride = 0;  // from token to token of qkv, in numbers; 0: q, k and v only
+
+  int64_t qkv_stride() const { return stride ? stride : (q_heads + 2 * kv_heads) * head_dim; }
 };
 
 // The rows of a batch and their blocks.
@@ -199,3 +202,33 @@ struct Scores {
 void paged_attention(Pass& pass, int is_bf16, const AttentionPlan& plan, const AttentionRows& rows,
                      const QkvShape& shape, const void* q, const void* k_cache, const void* v_cache, void* out,
                      const Scores& scores);
+
+// Recurrent layers; recurrent.py describes them. Queries and keys of Mamba 2 are its C and B.
+enum RecurrenceKind { kGatedDelta = 0, kMamba2 = 1, kShortConv = 2 };
+
+struct Recurrence {
+  int64_t kind, key_heads, heads, key_dim, value_dim;
+  int64_t kernel, channels;  // of the convolution, over [q | k | v]
+  int64_t width;             // of the projections of a token: [q | k | v | z | b | a], [q | k | v | z | a], or [b | c | x]
+  int64_t norm_width, norms_first, norm_is_shared;  // the norm of outputs: before the gate; one weight for all groups
+  int64_t slot_stride;                              // floats of a state of all layers
+  const float *conv, *conv_bias;                    // [kernel, channels]; null: no bias
+  const float *decay, *step_bias, *skip, *norm;     // [heads], [heads], [heads] or null, weights or null
+  float* states;                                    // of this layer in slot 0
+  float eps, min_step, max_step;
+};
+
+// The rows of a step, their slots, and the snapshots that are taken of them: after `snapshot_ends` tokens of the step.
+struct StateRows {
+  const int32_t *slots, *query_starts, *context_lens;  // [count], [count + 1], [count]; context 0: the state is 0
+  const int32_t *snapshot_starts;                      // [count + 1]
+  const int32_t *snapshot_ends, *snapshot_slots;       // ascending in each row
+  int64_t count;
+};
+
+// Advances the states of all rows by their tokens; out [n, heads * value_dim].
+void recurrent(Pass& pass, int is_bf16, const Recurrence& r, const StateRows& rows, const void* projected, void* out,
+               int64_t n);
+
+// out [n, width] *= sigmoid(gate), whose rows are `gate_stride` numbers apart.
+void gate_outputs(Pass& pass, int is_bf16, void* out, const void* gate, int64_t n, int64_t width, int64_t gate_stride);

@@ -7,7 +7,7 @@ of a step at once.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,9 +27,13 @@ from worker_svc.engine.rows.errors import RowErrors
 from worker_svc.engine.rows.inputs import InputTable
 from worker_svc.engine.rows.logprobs import LogprobTable, PromptTargets
 from worker_svc.engine.rows.positions import RowPositions
+from worker_svc.engine.rows.states import RowStates
 from worker_svc.engine.sampling.beams import BeamLines
 from worker_svc.engine.sampling.grammars import CompiledGrammars, PendingMasks, RowGrammars
 from worker_svc.engine.sampling.processors import ProcessedRows, ProcessorTable
+
+if TYPE_CHECKING:
+    from worker_svc.engine.recurrent import StatePool
 
 NO_BLOCK = -1
 NO_ROWS: I64 = np.empty(0, np.int64)
@@ -59,6 +63,7 @@ class OpenRows:
         images: ImageShape | None = None,
         adapters: RowAdapters[Any] | None = None,
         encoder: EncoderInfo | None = None,
+        states: StatePool | None = None,
     ) -> None:
         """Without `compiled`, rows with a grammar are rejected; without `hidden_size`, rows with inputs are; without
         `adapters`, rows with an adapter are."""
@@ -87,10 +92,11 @@ class OpenRows:
         self.encoders = EncoderTable(max_num_seqs, block_size, vocab_size, encoder)
         self._processors = ProcessorTable(self._tokens, vocab_size, self.encoders.start)
         self.positions = RowPositions(max_num_seqs)
+        self.states = None if states is None else RowStates(states, self._tokens)
         self._generations: I64 = np.zeros(max_num_seqs, np.int64)  # changes with each new history of a row
         self._nth_in_batch: I64 = np.zeros(max_num_seqs, np.int64)  # valid for rows that were just written
         self._indices: I64 = np.arange(max_num_seqs)
-        optional: list[RowPart | None] = [self._grammars, adapters]
+        optional: list[RowPart | None] = [self._grammars, adapters, self.states]
         self._parts: list[RowPart] = [
             self.encoders,  # before the processors, which read where the outputs of a row begin
             self._processors,
@@ -114,6 +120,7 @@ class OpenRows:
             self.logprobs.refusal,
             self._adapter_refusal,
             self.pooling.refusal,
+            self._snapshot_refusal,
             _sampling_refusal,
         )
 
@@ -186,6 +193,11 @@ class OpenRows:
         if item.num_candidates > self._vocab_size:
             return f"num_candidates is {item.num_candidates}, expected at most the vocabulary size {self._vocab_size}"
         return None
+
+    def _snapshot_refusal(self, item: RowOpen) -> str | None:
+        if self.states is not None:
+            return self.states.refusal(item)
+        return None if item.snapshot is None else "the row has a snapshot, but the model has no recurrent layers"
 
     def _adapter_refusal(self, item: RowOpen) -> str | None:
         if self.adapters is not None:
@@ -278,6 +290,8 @@ class OpenRows:
         self._tokens[targets, ends] = token_ids[is_good]
         self.num_tokens[targets], self._num_computed[targets] = ends + 1, ends
         self._generations[targets] += 1  # a token that these rows sampled is not theirs any more
+        if self.states is not None:
+            self.states.copy_rows(sources.tolist(), targets.tolist())
         return targets
 
     def _are_beams(self, rows: U32) -> Bools:
@@ -323,6 +337,8 @@ class OpenRows:
             computed = self._num_computed[rows]
             if self.encoders.are_bad_chunks(rows, batch.context_lens, ends, computed).any():
                 return False
+        if self.states is not None and self.states.are_elsewhere(rows, batch.context_lens).any():
+            return False
         return not (batch.sample_mask & (ends < self.prompt_lens[rows])).any()
 
     def _find_bad_one_by_one(self, batch: StepBatch, errors: RowErrors) -> Bools:
@@ -355,6 +371,12 @@ class OpenRows:
             (
                 self.encoders.are_bad_chunks(rows, batch.context_lens, ends, computed),
                 lambda i: f"positions {batch.context_lens[i]} to {ends[i] - 1} are no chunk of an encoder or a decoder",
+            ),
+            (
+                np.zeros(len(rows), np.bool_)
+                if self.states is None
+                else self.states.are_elsewhere(rows, batch.context_lens),
+                lambda i: f"context_len is {batch.context_lens[i]}, but the row's state is at another position",
             ),
             (
                 batch.sample_mask & (ends < first_output),

@@ -52,6 +52,11 @@ class StepChecker:
             blocks = getattr(batch, name)
             if len(blocks) and (block := int(blocks.max())) >= info.num_blocks:
                 raise BadBatchError(f"{name} names block {block}, but the pool has {info.num_blocks} blocks")
+        slots, num_snapshots = batch.snapshot_slots, info.num_snapshots or 0
+        if len(slots) and (int(slots.max()) >= num_snapshots or len(np.unique(slots)) < len(slots)):
+            raise BadBatchError(
+                f"snapshot_slots names slot {int(slots.max())}, or one slot twice; this worker has {num_snapshots}"
+            )
 
     def check(self, batch: StepBatch, errors: RowErrors) -> CheckedStep:
         """The batch without its bad rows, which get their error in `errors`."""

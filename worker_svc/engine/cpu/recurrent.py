@@ -1,0 +1,139 @@
+"""Recurrent layers on a CPU: the structs of kernels/recurrent.cpp, and the same layers in plain torch."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from worker_svc.engine.backend import ForwardBatch
+from worker_svc.engine.cpu import torch_ops
+from worker_svc.engine.kernels import exact_ops
+from worker_svc.engine.kernels.linear import address_of
+from worker_svc.engine.recurrent import Recurrence, RecurrentWeights, StatePool
+
+_POINTER = ctypes.c_void_p
+_LONG = ctypes.c_int64
+_FLOAT = ctypes.c_float
+KINDS = {"gated_delta": 0, "mamba2": 1, "short_conv": 2}
+
+
+class RecurrenceStruct(ctypes.Structure):
+    _fields_ = (
+        *((name, _LONG) for name in ("kind", "key_heads", "heads", "key_dim", "value_dim", "kernel", "channels")),
+        *((name, _LONG) for name in ("width", "norm_width", "norms_first", "norm_is_shared", "slot_stride")),
+        *((name, _POINTER) for name in ("conv", "conv_bias", "decay", "step_bias", "skip", "norm", "states")),
+        *((name, _FLOAT) for name in ("eps", "min_step", "max_step")),
+    )
+
+
+class StateRowsStruct(ctypes.Structure):
+    _fields_ = (
+        *((name, _POINTER) for name in ("slots", "query_starts", "context_lens", "snapshot_starts")),
+        *((name, _POINTER) for name in ("snapshot_ends", "snapshot_slots")),
+        ("count", _LONG),
+    )
+
+
+def recurrence_struct(weights: RecurrentWeights, pool: StatePool, index: int) -> RecurrenceStruct:
+    """A layer over its states. It refers to the weights and the pool."""
+    spec, states = pool.layers[index], pool.layer(index)
+    assert spec is not None
+    tensors = (weights.conv, weights.conv_bias, weights.decay, weights.step_bias, weights.skip, weights.norm, states)
+    return RecurrenceStruct(
+        *(KINDS[spec.kind], spec.num_key_heads, spec.num_heads, spec.key_dim, spec.value_dim, spec.kernel),
+        *(spec.channels, spec.width, spec.norm_width or spec.num_values, int(spec.norms_first)),
+        *(int(weights.norm is not None and len(weights.norm) == spec.norm_width), pool.slots.shape[1]),
+        *(None if tensor is None else tensor.data_ptr() for tensor in tensors),
+        *(spec.eps, *spec.step_limits),
+    )
+
+
+def state_rows_struct(batch: ForwardBatch) -> StateRowsStruct:
+    """The rows of a batch, which keeps the memory alive."""
+    taken = batch.snapshots
+    assert taken is not None
+    columns = (batch.rows, batch.query_starts, batch.context_lens, taken.starts, taken.ends, taken.slots)
+    return StateRowsStruct(*map(address_of, columns), len(batch.rows))
+
+
+def recurrent(
+    spec: Recurrence, weights: RecurrentWeights, states: torch.Tensor, batch: ForwardBatch, projected: torch.Tensor
+) -> torch.Tensor:
+    """The outputs [T, num_values] of a layer with `states` [slots, floats], which it advances: row by row, token by
+    token."""
+    out = projected.new_empty(len(projected), spec.num_values)
+    taken = batch.snapshots
+    assert taken is not None
+    for index, row in enumerate(batch.rows.tolist()):
+        first, end = batch.query_starts[index : index + 2].tolist()
+        state = states[row].clone() if batch.context_lens[index] else torch.zeros(spec.num_floats)
+        for snapshot in range(*taken.starts[index : index + 2].tolist()):
+            stop = batch.query_starts[index] + int(taken.ends[snapshot])
+            out[first:stop] = _advance(spec, weights, state, projected[first:stop])
+            states[int(taken.slots[snapshot])] = state
+            first = stop
+        out[first:end] = _advance(spec, weights, state, projected[first:end])
+        states[row] = state
+    return out
+
+
+def _advance(spec: Recurrence, weights: RecurrentWeights, state: torch.Tensor, projected: torch.Tensor) -> torch.Tensor:
+    """The outputs of some tokens, whose state is changed in place."""
+    x, count = projected.float(), len(projected)
+    tail = state[spec.num_matrix_floats :].view(spec.kernel - 1, spec.channels)
+    conv_inputs = x[:, : spec.channels]
+    if spec.kind == "short_conv":
+        conv_inputs = conv_inputs * x[:, 2 * spec.channels :]
+    inputs = torch.cat((tail, conv_inputs))
+    mixed = torch.zeros(count, spec.channels) if weights.conv_bias is None else weights.conv_bias.expand(count, -1)
+    for tap in range(spec.kernel):
+        mixed = mixed + weights.conv[tap] * inputs[tap : tap + count]
+    tail.copy_(inputs[count:].clone())
+    if spec.kind == "short_conv":
+        return (x[:, spec.channels : 2 * spec.channels] * mixed).to(projected.dtype)
+    outputs = _recur(spec, weights, state, torch_ops.activate(mixed, "silu"), x[:, spec.channels + spec.num_values :])
+    gate = torch_ops.activate(x[:, spec.channels : spec.channels + spec.num_values], "silu")
+    return _gated(spec, weights, outputs, gate).to(projected.dtype)
+
+
+def _recur(
+    spec: Recurrence, weights: RecurrentWeights, state: torch.Tensor, mixed: torch.Tensor, gates: torch.Tensor
+) -> torch.Tensor:
+    count, keys, group = len(mixed), spec.num_key_heads * spec.key_dim, spec.num_heads // spec.num_key_heads
+    matrix = state[: spec.num_matrix_floats].view(spec.num_heads, spec.key_dim, spec.columns)
+    matrix = matrix[..., : spec.value_dim]  # a view: changes are in `state`
+    q, k = mixed[:, : 2 * keys].view(count, 2, spec.num_key_heads, spec.key_dim).unbind(1)
+    v = mixed[:, 2 * keys :].view(count, spec.num_heads, spec.value_dim)
+    is_delta = spec.kind == "gated_delta"
+    if is_delta:
+        q, k = _unit(q) * spec.key_dim**-0.5, _unit(k)
+    q, k = q.repeat_interleave(group, 1), k.repeat_interleave(group, 1)
+    assert weights.decay is not None
+    assert weights.step_bias is not None
+    step = torch_ops.softplus(gates[:, -spec.num_heads :] + weights.step_bias).clamp(*spec.step_limits)
+    decays = exact_ops.exp(step * weights.decay)
+    shares = torch_ops.sigmoid(gates[:, : spec.num_heads]) if is_delta else step
+    outputs = torch.empty_like(v)
+    for i in range(count):
+        matrix *= decays[i, :, None, None]
+        known = exact_ops.ordered_sum((matrix * k[i, :, :, None]).mT)[..., 0] if is_delta else 0.0
+        change = (v[i] - known) * shares[i, :, None]
+        matrix += k[i, :, :, None] * change[:, None]
+        outputs[i] = exact_ops.ordered_sum((matrix * q[i, :, :, None]).mT)[..., 0]
+    return outputs if weights.skip is None else outputs + v * weights.skip[:, None]
+
+
+def _unit(x: torch.Tensor) -> torch.Tensor:
+    return x / torch.sqrt(exact_ops.ordered_sum(x * x) + 1e-6)
+
+
+def _gated(spec: Recurrence, weights: RecurrentWeights, outputs: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    outputs = outputs.reshape(gate.shape)
+    if not spec.norms_first:
+        outputs = outputs * gate
+    if weights.norm is not None:
+        grouped = outputs.view(len(outputs), -1, spec.norm_width)
+        grouped = grouped / torch.sqrt(exact_ops.ordered_sum(grouped * grouped) / spec.norm_width + spec.eps)
+        outputs = (grouped * weights.norm.view(-1, spec.norm_width)).view(gate.shape)
+    return outputs * gate if spec.norms_first else outputs

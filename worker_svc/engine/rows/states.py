@@ -1,0 +1,195 @@
+"""The states of open rows of a model with recurrent layers, and the snapshots that a step takes of them.
+
+A row's state has no meaning without its position: the number of tokens that it includes. A step must continue there.
+A snapshot is used only for a row with exactly its tokens and its adapter; both are compared when the row opens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+from xxhash import xxh3_64_digest, xxh3_128_digest
+
+from step_protocol.columns import I32, I64, U32, Bools
+from step_protocol.messages import RowOpen, StepBatch
+from worker_svc.engine.backend import SnapshotColumns
+from worker_svc.engine.rows.errors import RowErrors
+
+if TYPE_CHECKING:
+    from worker_svc.engine.recurrent import StatePool  # rows work where torch is not installed
+
+UNKNOWN = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The state of a sequence after `position` tokens, bit for bit, with what it depends on. It can be stored and sent.
+
+    `chain`: digest of the tokens and of what else rows with the same tokens may differ in. `revision`: of the model.
+    `layout`: the order of the numbers in `data`.
+    """
+
+    position: int
+    chain: bytes
+    revision: str
+    layout: str
+    data: bytes
+    checksum: bytes
+
+    @classmethod
+    def of(cls, position: int, chain: bytes, revision: str, layout: str, data: bytes) -> Snapshot:
+        return cls(position, chain, revision, layout, data, _checksum(position, chain, revision, layout, data))
+
+    @property
+    def is_intact(self) -> bool:
+        """Whether nothing has changed since it was made."""
+        return self.checksum == _checksum(self.position, self.chain, self.revision, self.layout, self.data)
+
+
+def _checksum(position: int, chain: bytes, revision: str, layout: str, data: bytes) -> bytes:
+    head = f"{position}|{chain.hex()}|{revision}|{layout}|".encode()
+    return xxh3_64_digest(head + xxh3_128_digest(data))
+
+
+class StepRows(Protocol):
+    """The valid rows of a step: part of `CheckedStep`."""
+
+    @property
+    def rows(self) -> I64: ...
+    @property
+    def context_lens(self) -> I64: ...
+    @property
+    def ends(self) -> I64: ...
+    @property
+    def has_forks(self) -> bool: ...
+
+
+class RowStates:
+    """A RowPart: the position of each row's state, and what the snapshot slots hold."""
+
+    def __init__(self, pool: StatePool, tokens: U32) -> None:
+        """`tokens` [max_num_seqs, ..]: the known tokens of each row."""
+        self._pool = pool
+        self._tokens = tokens
+        self.positions: I64 = np.full(pool.num_rows, UNKNOWN, np.int64)
+        self._adapters: list[bytes] = [b""] * pool.num_rows
+        self._kept: list[tuple[int, bytes] | None] = [None] * pool.num_snapshots  # position, chain
+
+    # -- rows ---------------------------------------------------------------------------------------------------------
+
+    def refusal(self, item: RowOpen) -> str | None:
+        """The error in the snapshot of a row; None if there is none."""
+        if item.fork_of_row is not None:
+            return None
+        if item.snapshot is None:
+            if not item.num_computed_tokens:
+                return None
+            return f"num_computed_tokens is {item.num_computed_tokens}, but the row starts from no snapshot"
+        if item.snapshot >= self._pool.num_snapshots:
+            return f"snapshot {item.snapshot} is beyond the {self._pool.num_snapshots} snapshots of this worker"
+        expected = item.num_computed_tokens, _chain(item.token_ids[: item.num_computed_tokens], item.adapter)
+        if self._kept[item.snapshot] != expected:
+            return f"snapshot {item.snapshot} is not of the first {item.num_computed_tokens} tokens of the row"
+        return None
+
+    def open(self, item: RowOpen) -> None:
+        row = item.row
+        self._adapters[row] = item.adapter
+        if item.fork_of_row is not None:
+            self.positions[row] = UNKNOWN  # until its parent's prompt is computed in this step
+            return
+        self.positions[row] = item.num_computed_tokens
+        if item.snapshot is not None:
+            self._pool.copy([self._pool.num_rows + item.snapshot], [row])
+
+    def close(self, rows: U32) -> None:
+        self.positions[rows[rows < len(self.positions)]] = UNKNOWN
+
+    def reset(self) -> None:
+        """Closes all rows. Another scheduler knows no snapshot, so all of them are forgotten."""
+        self.positions[:] = UNKNOWN
+        self._kept = [None] * self._pool.num_snapshots
+
+    def are_elsewhere(self, rows: U32 | I64, context_lens: U32 | I64) -> Bools:
+        """Rows whose state is not at the position where their tokens of this step begin."""
+        found: Bools = self.positions[rows] != context_lens
+        return found
+
+    def copy_rows(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Rows continue from the states of other rows, all at once."""
+        self._pool.copy(sources, targets)
+        self.positions[list(targets)] = self.positions[list(sources)]
+
+    # -- steps --------------------------------------------------------------------------------------------------------
+
+    def begin(self, batch: StepBatch, plan: StepRows) -> SnapshotColumns:
+        """The snapshots of a step. Its rows have no known state until `end`, in case the step fails."""
+        self.positions[plan.rows] = UNKNOWN
+        empty: I32 = np.zeros(1, np.int32)  # the kernels need an address
+        starts = np.zeros(len(plan.rows) + 1, np.int32)
+        if not len(batch.snapshot_rows):
+            return SnapshotColumns(starts, empty, empty)
+        slots, places = batch.snapshot_slots.astype(np.int64), self._places(batch, plan)
+        for slot in slots.tolist():
+            self._kept[slot] = None
+        keep = np.flatnonzero(places >= 0)
+        keep = keep[np.lexsort((batch.snapshot_positions[keep], places[keep]))]
+        places, positions = places[keep], batch.snapshot_positions[keep].astype(np.int64)
+        np.cumsum(np.bincount(places, minlength=len(plan.rows)), out=starts[1:])
+        ends = (positions - plan.context_lens[places]).astype(np.int32)
+        return (
+            SnapshotColumns(starts, ends, (slots[keep] + self._pool.num_rows).astype(np.int32))
+            if len(keep)
+            else (SnapshotColumns(starts, empty, empty))
+        )
+
+    def _places(self, batch: StepBatch, plan: StepRows) -> I64:
+        """For each snapshot of a step, the index of its row among the rows that compute; -1: none of them does."""
+        place_of = np.full(len(self.positions), -1, np.int64)
+        place_of[plan.rows] = np.arange(len(plan.rows))
+        places = place_of[np.minimum(batch.snapshot_rows, len(place_of) - 1)]
+        positions = batch.snapshot_positions.astype(np.int64)
+        is_inside = (positions > plan.context_lens[places]) & (positions <= plan.ends[places])
+        return np.where(is_inside & (batch.snapshot_rows < len(place_of)), places, -1)
+
+    def end(self, batch: StepBatch, plan: StepRows, errors: RowErrors) -> None:
+        """A step is computed: its rows have states again, its forks those of their parents, its snapshots are kept."""
+        self.positions[plan.rows] = plan.ends
+        if plan.has_forks:
+            forks, parents = batch.fork_rows.tolist(), batch.fork_parents.tolist()
+            pairs = [pair for pair in zip(parents, forks, strict=True) if pair[1] not in errors]
+            self.copy_rows([parent for parent, _ in pairs], [fork for _, fork in pairs])
+        if not len(batch.snapshot_rows):
+            return
+        places = self._places(batch, plan)
+        for i in np.flatnonzero(places >= 0).tolist():
+            row, position = int(batch.snapshot_rows[i]), int(batch.snapshot_positions[i])
+            chain = _chain(self._tokens[row, :position], self._adapters[row])
+            self._kept[int(batch.snapshot_slots[i])] = position, chain
+
+    # -- snapshots as objects -----------------------------------------------------------------------------------------
+
+    def export(self, slot: int, revision: str) -> Snapshot | None:
+        """The snapshot in a slot; None if it holds none."""
+        kept = self._kept[slot]
+        if kept is None:
+            return None
+        data = self._pool.slots[self._pool.num_rows + slot].numpy().tobytes()
+        return Snapshot.of(*kept, revision, self._pool.layout, data)
+
+    def restore(self, slot: int, snapshot: Snapshot, revision: str) -> bool:
+        """Puts a snapshot into a slot. False, and nothing is changed, if it is not intact or of another model."""
+        target = self._pool.slots[self._pool.num_rows + slot].numpy()
+        is_ours = snapshot.revision == revision and snapshot.layout == self._pool.layout
+        if not is_ours or not snapshot.is_intact or len(snapshot.data) != target.nbytes:
+            return False
+        target[:] = np.frombuffer(snapshot.data, np.float32)
+        self._kept[slot] = snapshot.position, snapshot.chain
+        return True
+
+
+def _chain(token_ids: U32, adapter: bytes) -> bytes:
+    return xxh3_128_digest(adapter + np.ascontiguousarray(token_ids, "<u4").tobytes())
