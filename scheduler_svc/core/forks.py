@@ -82,9 +82,9 @@ class Forks:
         longer. Behind an attention window the leader may have freed some that the fork needs.
         """
         r, bs = self._worker.rows, self._worker.capacity.block_size
-        num_prompt = len(fork.group.prompt) // bs
         self._worker.extend_digests(fork)
         hits = self._worker.find_hits(fork, fork.data.token_ids())
+        num_prompt = self._worker.usable_hits(fork.digests, len(fork.group.prompt) // bs)
         if len(hits) >= num_prompt or r.first_block[row] > r.first_needed(num_prompt * bs):
             return hits
         return r.table[row, :num_prompt].astype(np.int64)

@@ -36,6 +36,8 @@ class WorkerCapacity:
     vocab_size: int = 1 << 32  # its token ids are below
     attention_window: int | None = None  # tokens that a token attends to, itself included; None: all
     max_adapters: int = 0  # adapters that its rows may use at the same time
+    num_snapshots: int | None = None  # of states of recurrent layers; None: the model has no recurrent layers
+    snapshot_tokens: int = 1  # tokens whose keys and values have as many bytes as a snapshot
 
     @property
     def size_limits(self) -> SizeLimits:
@@ -79,6 +81,7 @@ class RowAssignment:
     num_candidates: int = 0  # above 0: the row is a beam; number of best continuations to return
     prompt_logprobs: int | None = None  # number of most likely tokens to return with each prompt token
     inputs: Seq[Any] = ()  # those whose positions are not all computed
+    snapshot: int | None = None  # slot of the state after the computed tokens, if the model has recurrent layers
 
 
 class MigrationReason(Enum):

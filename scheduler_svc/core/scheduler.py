@@ -26,6 +26,7 @@ from scheduler_svc.core.admission_control import AdmissionControl
 from scheduler_svc.core.answers import Stops, append_tokens, check_answer, untrusted_after
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.features.adapters import AdapterSwaps
+from scheduler_svc.core.features.snapshots import Snapshots
 from scheduler_svc.core.messages import (
     CachedBlock,
     Counts,
@@ -108,6 +109,8 @@ class Scheduler:
             reuse_bonus=self.config.reuse_bonus,
             keeps_events=self.config.publishes_prefixes,
         )
+        if capacity.num_snapshots is not None:
+            worker.add_part(Snapshots)
         worker.adopt(blocks)
         planner = StepPlanner(worker, next_step_id, self.config.changes_wait_s)
         self._workers[capacity.worker_id] = worker

@@ -431,6 +431,9 @@ def make_batch(
         beam_rows=EMPTY,
         beam_parents=EMPTY,
         beam_tokens=EMPTY,
+        snapshot_rows=EMPTY,
+        snapshot_positions=EMPTY,
+        snapshot_slots=EMPTY,
     )
 
 

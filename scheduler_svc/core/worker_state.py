@@ -127,9 +127,10 @@ class Advance(NamedTuple):
 class WorkerPart:
     """The state that one feature keeps of its rows on one worker, as an object with hooks. The defaults do nothing.
 
-    The hooks in the order of a row's life: `check`, `could_run`, `is_ready` (admit); `open`, `plan_chunk`, `fill`
-    (plan); `read`, `advance` (answer); `close` (the row ends, or its sequence moves). A worker gets the part with the
-    first request that asks for it, so that steps of workers without such requests cost nothing.
+    The hooks in the order of a row's life: `check`, `could_run`, `usable_hits`, `is_ready` (admit); `open`,
+    `plan_chunk`, `fill` (plan); `read`, `advance` (answer); `close` (the row ends, or its sequence moves). A worker
+    gets the part with the first request that asks for it, so that steps of workers without such requests cost nothing.
+    A part that the model needs is there from the start, for all rows (`WorkerState.add_part`).
     """
 
     def __init__(self, worker: WorkerState) -> None:
@@ -142,6 +143,11 @@ class WorkerPart:
     def could_run(self, group: SequenceGroup) -> bool:
         """Whether the worker could run the request if it were idle. Asked if the pool is large enough."""
         return True
+
+    def usable_hits(self, digests: Seq[bytes], num_blocks: int) -> int:
+        """Number of leading blocks from which a row can start, if `num_blocks` with these digests are cached. Asked of
+        parts for all rows."""
+        return num_blocks
 
     def is_ready(self, group: SequenceGroup) -> bool:
         """Whether the worker could open a row of the request now."""
@@ -235,6 +241,7 @@ class WorkerState:
         self.late_forks: set[int] = set()  # computed rows whose forks wait for a row and blocks of their own
         self.parts: list[WorkerPart] = []  # of the features that requests of this worker have used
         self._part_of: dict[type[WorkerPart], WorkerPart] = {}
+        self._parts_of_all: list[WorkerPart] = []  # of all rows, whatever their requests use
         self.chunk_parts: dict[int, WorkerPart] = {}  # by row: the part that plans its chunks too
         self._closed: list[int] = []
 
@@ -246,13 +253,18 @@ class WorkerState:
             self.parts.append(part)
         return part  # type: ignore[return-value]
 
+    def add_part(self, kind: type[P]) -> None:
+        """Add a part for all rows. The worker has none yet."""
+        self._parts_of_all.append(self.part(kind))
+
     def find_part(self, kind: type[P]) -> P | None:
         """The part of this kind, if a request has used the feature here."""
         return self._part_of.get(kind)  # type: ignore[return-value]
 
     def parts_of(self, group: SequenceGroup) -> list[WorkerPart]:
         """The parts of the features that a request uses."""
-        return [self.part(feature.part) for feature in group.features.items if feature.part is not None]
+        used = [self.part(feature.part) for feature in group.features.items if feature.part is not None]
+        return self._parts_of_all + used
 
     def open_row(
         self, seq: Sequence, token_ids: U32, blocks: U32, num_computed: int, plan: StepPlan, parent: int | None = None
@@ -272,7 +284,7 @@ class WorkerState:
             num_computed_tokens=num_computed,
             fork_of_row=parent,
         )
-        if group.features.items:
+        if group.features.items or self._parts_of_all:
             for part in self.parts_of(group):
                 part.open(seq, opened, plan)
         plan.opens.append(opened)
@@ -363,8 +375,14 @@ class WorkerState:
         `min_tokens`. `before`: the result of an earlier call.
         """
         bs = self.capacity.block_size
-        count = bs * self.pool.match_len(digests, max_tokens // bs, before // bs)
+        count = bs * self.usable_hits(digests, self.pool.match_len(digests, max_tokens // bs, before // bs))
         return count if count >= min_tokens else 0
+
+    def usable_hits(self, digests: Seq[bytes], num_blocks: int) -> int:
+        """Number of leading blocks from which a row can start, if `num_blocks` with these digests are cached."""
+        for part in self._parts_of_all:
+            num_blocks = part.usable_hits(digests, num_blocks)
+        return num_blocks
 
     def extend_digests(self, seq: Sequence) -> None:
         """Compute the missing digests of a waiting sequence that is not in the queue."""
@@ -414,7 +432,8 @@ class WorkerState:
         """The cached blocks from which a waiting sequence can start. `num_expected`: perhaps the number of tokens."""
         bs = self.capacity.block_size
         min_blocks = seq.group.features.num_head_tokens // bs
-        return self.pool.match(seq.digests, token_ids, seq.max_cached_tokens // bs, min_blocks, num_expected // bs)
+        hits = self.pool.match(seq.digests, token_ids, seq.max_cached_tokens // bs, min_blocks, num_expected // bs)
+        return hits[: self.usable_hits(seq.digests, len(hits))] if self._parts_of_all else hits
 
     def num_missing(self, num_tokens: int, hits: I64) -> int:
         """Number of free blocks that a sequence takes when it opens a row with so many tokens and these cached blocks:

@@ -81,6 +81,8 @@ def _open_row(assignment: RowAssignment, batch: worker_pb2.StepBatch) -> None:
         message.logprobs = options.logprobs
     if assignment.prompt_logprobs is not None:
         message.prompt_logprobs = assignment.prompt_logprobs
+    if assignment.snapshot is not None:
+        message.snapshot = assignment.snapshot
     if assignment.inputs:
         message.inputs.extend(assignment.inputs)
     for feature in group.features.items:
@@ -223,6 +225,8 @@ def capacity_from_proto(request: scheduler_pb2.RegisterRequest) -> WorkerCapacit
         vocab_size=capacity.info.vocab_size,
         attention_window=capacity.info.attention_window or None,
         max_adapters=capacity.max_adapters,
+        snapshot_tokens=capacity.snapshot_tokens or 1,
+        num_snapshots=capacity.num_snapshots if capacity.HasField("num_snapshots") else None,
     )
 
 

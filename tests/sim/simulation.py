@@ -75,6 +75,8 @@ class Simulation:
         self._tight_rate = self._tight_rng.choice((0.0, 0.0, 0.5, 1.0))
         if self._tight_rate:
             self._beam_rate = 0.6
+        self._state_rng = Random(f"states {seed}")
+        self._has_states = not self._encoder_rate and self._state_rng.random() < 0.4
         self._nan_rng = Random(f"nan {seed}")
         self._nan_rate = self._nan_rng.choice((0.0, 0.0, 0.0, 0.2))
         self.num_events = self._num_arrived = self._next_epoch = 0
@@ -145,6 +147,8 @@ class Simulation:
             worker_id, self._next_epoch, num_blocks, bs, max_num_seqs, budget, max_len,
             pipeline_depth=rng.randint(1, 6), vocab_size=self.cluster.vocab_size, attention_window=self.window,
             max_adapters=self._adapter_rng.randint(1, 3),
+            num_snapshots=self._state_rng.choice((0, 1, 2, 4, 9)) if self._has_states else None,
+            snapshot_tokens=self._state_rng.choice((1, bs, 3 * bs, 1000)),
         )  # fmt: skip
 
     def _tight_pool(self) -> int:

@@ -13,6 +13,8 @@ bad prefix hit and a block freed early are all one mismatch. Beyond that it chec
     inputs      a row has each input whose positions it computes, and no other
     beams       continue a beam of their request by one of its candidates; they share its blocks or copy the last one
     pooled      rows start from position 0 if they pool all states; their blocks are never committed
+    snapshots   of rows and positions that a step computes; a row starts from one of exactly its computed tokens
+    states      follow from the state before and the tokens of a step; a row samples from that of its own tokens
     windows     a row holds the blocks that its next token attends to; blocks before them may get new content
 
 Everything per token is a numpy column; Python loops run over rows that open or blocks that fill only.
@@ -111,6 +113,7 @@ class SymbolicWorker:
         self.committed: dict[int, bytes] = {}
         self.is_committed = np.zeros(capacity.num_blocks, dtype=np.bool_)
         self._next_step = next_step_id
+        self.has_states = capacity.num_snapshots is not None
         self._columns(rows, width, capacity.max_model_len)
 
     def _columns(self, rows: int, width: int, max_len: int) -> None:
@@ -134,6 +137,8 @@ class SymbolicWorker:
         self.table_len = np.zeros(rows, dtype=np.int64)
         self.num_dead = np.zeros(rows, dtype=np.int64)  # leading entries that no later token attends to
         self.slots = np.zeros((rows, width * self.capacity.block_size), dtype=np.int64)
+        self.state = np.zeros(rows, dtype=np.uint64)  # of a model with recurrent layers
+        self.snapshots: dict[int, tuple[int, int]] = {}  # slot -> position, state
         self.sums = np.zeros(rows, dtype=np.uint64)  # of the states that pooled rows have computed
         self.refs = np.zeros(self.capacity.num_blocks, dtype=np.int64)  # open rows that name the block
         self._positions = np.arange(max_len + 1)
@@ -261,6 +266,8 @@ class SymbolicWorker:
         contents = with_contents(tokens, inputs_in(opened.group)).astype(np.uint64)
         terms = symbolic_model.term_column(contents, self._places[:count])
         self.digests[row, :count] = np.cumsum(terms) + np.uint64(symbolic_model.root(model_key))
+        if self.has_states:
+            self._start_state(opened, symbolic_model.root(model_key))
         self.table_len[row] = len(blocks)
         self.table[row, : len(blocks)] = blocks
         self.slots[row, : len(blocks) * bs] = (blocks[:, None] * bs + np.arange(bs)).reshape(-1)
@@ -268,6 +275,46 @@ class SymbolicWorker:
         self.refs[held] += 1
         self._claims[blocks[num_dead:num_shared]] += 1
         fresh += [(row, block) for block in blocks[num_shared:].tolist()]
+
+    def _start_state(self, opened: RowAssignment, root: int) -> None:
+        row, count = opened.row, opened.num_computed_tokens
+        if opened.fork_of_row is not None:
+            return  # it continues from the state of its parent, which this step computes
+        if not count:
+            self.state[row] = root
+            return
+        kept = None if opened.snapshot is None else self.snapshots.get(opened.snapshot)
+        if kept is None or kept[0] != count:
+            raise Violation(f"row {row} starts after {count} tokens from the snapshot {kept}")
+        self.state[row] = kept[1]
+
+    def _advance_states(self, batch: StepBatch, rows: np.ndarray, starts: np.ndarray) -> None:
+        """Each state follows from the one before; garbage stays garbage."""
+        taken = zip(
+            batch.snapshot_rows.tolist(), batch.snapshot_positions.tolist(), batch.snapshot_slots.tolist(), strict=True
+        )
+        wanted = {(row, position): slot for row, position, slot in taken}
+        slots = set(wanted.values())
+        if len(slots) < len(batch.snapshot_slots) or (slots and max(slots) >= self.capacity.num_snapshots):
+            raise Violation(f"takes snapshots in slots {batch.snapshot_slots.tolist()}")
+        for row, start in zip(rows.tolist(), starts.tolist(), strict=True):
+            end = int(self.num_computed_tokens[row])
+            terms = symbolic_model.term_column(self._contents(row, start, end), self._places[start:end])
+            states = np.cumsum(terms) + self.state[row]
+            if self.state[row] == POISON or (self.kv[self.slots[row, start:end]] == POISON).any():
+                states[:] = POISON
+            self.state[row] = states[-1]
+            for position in range(start + 1, end + 1):
+                if (slot := wanted.pop((row, position), None)) is not None:
+                    self.snapshots[slot] = position, int(states[position - start - 1])
+        if wanted:
+            raise Violation(f"takes snapshots of rows and positions {list(wanted)}, which the step does not compute")
+        forks, parents = batch.fork_rows.astype(np.int64), batch.fork_parents.astype(np.int64)
+        self.state[forks] = self.state[parents]
+
+    def _contents(self, row: int, start: int, end: int) -> np.ndarray:
+        tokens = with_contents(self.tokens[row], inputs_in(self.group[row].group))
+        return tokens[start:end].astype(np.uint64)
 
     def _give_inputs(self, opened: RowAssignment) -> None:
         """The row can compute the positions of these inputs from now on."""
@@ -371,6 +418,7 @@ class SymbolicWorker:
         terms = symbolic_model.term_column(batch.beam_tokens.astype(np.uint64), self._places[ends])
         self.digests[rows, ends] = digests[np.arange(len(rows)), ends - 1] + terms
         self.history_len[rows], self.num_computed_tokens[rows] = ends + 1, ends
+        self.state[rows] = self.state[parents]
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
@@ -394,6 +442,8 @@ class SymbolicWorker:
         self._read_back(rows, starts)
         np.add.at(self.sums, flat_rows, self.kv[slots])
         self._record_full_blocks(rows, starts)
+        if self.has_states:
+            self._advance_states(batch, rows, starts)
         return rows, broken
 
     def _check_shape(self, batch: StepBatch, rows: np.ndarray, lens: np.ndarray) -> None:
@@ -599,6 +649,11 @@ class SymbolicWorker:
         positions = (ends - self.prompt_len[rows]).astype(np.uint64)
         tokens = symbolic_model.next_token_column(last, self.seed[rows], self.sample[rows], positions, self.vocab_size)
         read = self.kv[self.slots[rows, ends - 1]]
+        if self.has_states:
+            is_wrong = (self.state[rows] != last) & (self.state[rows] != POISON) & (read != POISON)
+            if is_wrong.any():
+                raise Violation(f"rows {rows[is_wrong].tolist()} sample from a state that is not that of their tokens")
+            read = np.where(self.state[rows] == POISON, POISON, read)
         tokens = np.where(read == POISON, (tokens + np.uint64(1)) % np.uint64(self.vocab_size), tokens)
         self.tokens[rows, ends] = tokens
         self.digests[rows, ends] = last + symbolic_model.term_column(tokens, self._places[ends])

@@ -23,6 +23,7 @@ from scheduler_svc.core.features.adapters import AdapterSlots
 from scheduler_svc.core.features.beam_search import BeamSearch
 from scheduler_svc.core.features.beams import BeamRows
 from scheduler_svc.core.features.inputs import Inputs
+from scheduler_svc.core.features.snapshots import Kept, Snapshots, Taken
 from scheduler_svc.core.forks import Forks
 from scheduler_svc.core.messages import MigrationReason
 from scheduler_svc.core.placement import Placement
@@ -657,6 +658,87 @@ def last_token_of_a_prompt_planned_as_a_decode(patch: Patch) -> None:
         return rows[todo == 1], rows[todo > 1]
 
     wrap(patch, StepPlanner, "_split_by_stage", split)
+
+
+# -- snapshots ---------------------------------------------------------------------------------------------------------
+
+
+@bug("starts after .* tokens from the snapshot|sample from a state|takes snapshots in slots")
+def snapshot_of_another_position(patch: Patch) -> None:
+    shifted: set[int] = set()
+
+    def take(original: Any, self: Snapshots, row: int, plan: Any, context: int, end: int) -> list[Taken]:
+        taken = original(self, row, plan, context, end)
+        for one in taken:
+            if one.position > context + 1:
+                one.position -= 1
+                shifted.add(id(one))
+        return taken
+
+    def keep(original: Any, self: Snapshots, taken: Taken) -> None:
+        taken.position += id(taken) in shifted
+        original(self, taken)
+
+    wrap(patch, Snapshots, "_take", take)
+    wrap(patch, Snapshots, "_keep", keep)
+
+
+@bug("starts after .* tokens from the snapshot|sample from a state")
+def snapshot_of_another_prefix(patch: Patch) -> None:
+    def hit(original: Any, self: Snapshots, digest: bytes) -> int:
+        original(self, digest)
+        return next(iter(self.kept.values())).slot
+
+    wrap(patch, Snapshots, "_hit", hit)
+
+
+@bug("starts after .* tokens from the snapshot None")
+def hit_without_a_snapshot(patch: Patch) -> None:
+    wrap(patch, Snapshots, "usable_hits", lambda original, self, digests, num_blocks: num_blocks)
+    wrap(
+        patch, Snapshots, "_hit", lambda original, self, digest: original(self, digest) if digest in self.kept else None
+    )
+
+
+@bug("starts after .* tokens from the snapshot|sample from a state|takes snapshots in slots")
+def slot_of_a_kept_snapshot_given_away(patch: Patch) -> None:
+    def keep(original: Any, self: Snapshots, taken: Taken) -> None:
+        original(self, taken)
+        self._free.append(taken.slot)
+
+    wrap(patch, Snapshots, "_keep", keep)
+
+
+@bug("starts after .* tokens from the snapshot|sample from a state|takes snapshots in slots")
+def snapshot_used_before_its_step_is_answered(patch: Patch) -> None:
+    def take(original: Any, self: Snapshots, row: int, plan: Any, *args: Any) -> list[Taken]:
+        taken = original(self, row, plan, *args)
+        for one in taken:
+            index = one.position // self._block_size - 1
+            if index < len(plan.digests):
+                self.kept.setdefault(plan.digests[index], Kept(one.slot, 1, 0.0))
+        return taken
+
+    wrap(patch, Snapshots, "_take", take)
+
+
+@bug("the oracle has", failure_rate=0.3)
+def snapshot_of_a_failed_row_kept(patch: Patch) -> None:
+    def read(original: Any, self: Snapshots, step: InFlightStep, output: Any, is_open: Any, deltas: Any) -> Any:
+        found = original(self, step, output, is_open, deltas)
+        for taken in self._answered:
+            taken.digests = self.worker.rows.digests[taken.row]
+        return found
+
+    wrap(patch, Snapshots, "read", read)
+
+
+@bug("sample from a state")
+def state_not_reset_at_reuse(patch: Patch) -> None:
+    def start(original: Any, self: SymbolicWorker, opened: Any, root: int) -> None:
+        original(self, opened, root if not self.state[opened.row] else int(self.state[opened.row]))
+
+    wrap(patch, SymbolicWorker, "_start_state", start)
 
 
 # -- the tests ---------------------------------------------------------------------------------------------------------

@@ -1,0 +1,231 @@
+"""Snapshots of the states of recurrent layers: where they are taken, which are kept, and which a row starts from.
+
+A model with recurrent layers has, besides its blocks, a state per row: one matrix per head, of constant size. Cached
+blocks alone are no hit for such a model, because the state after their tokens is needed too. So a row starts from the
+deepest snapshot at or before the cached blocks, and computes the rest again; the worker keeps the snapshots in slots
+that the scheduler gives.
+
+    cached blocks  |######|######|######|######|      a hit of 4 blocks
+    snapshots             ^2            ^4 evicted    the row starts after block 2
+
+Where
+    - at the last block boundary below the end of a prompt: the same prompt, or its next turn, starts there;
+    - where a prompt leaves the cached blocks of another one: what both share is likely to come again;
+    - in long prompts each time that the tokens since the last snapshot have as much KV as the snapshot has bytes, so
+      that snapshots take at most as much memory as the blocks that they make useful;
+    - at each block boundary of an output, in place of the previous one of the row: the next turn starts at the last.
+    All are at block boundaries, because blocks are the unit of hits.
+
+When
+    A step takes snapshots as it passes their positions, so they cost no step. A snapshot can be used when that step is
+    answered, and only if its row was not closed by then: a row that failed, or that read what a failed row wrote, is
+    closed before. A slot may be overwritten at any time, because rows that start from it are opened, and copy it,
+    before anything in a later step writes to it.
+
+Price (GreedyDual)
+    A snapshot is worth the tokens that would be computed without it: since the previous snapshot of its row. The slot
+    with the lowest `clock + tokens` is evicted, and the clock becomes that number, so that old snapshots lose to new
+    ones; a hit sets it anew. A snapshot whose blocks are evicted is worth nothing.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import numpy as np
+
+from scheduler_svc.core.messages import Deltas, RowAssignment
+from scheduler_svc.core.sequence import Sequence
+from scheduler_svc.core.worker_state import Advance, InFlightStep, StepPlan, WorkerPart, WorkerState
+from step_protocol.columns import Bools
+from step_protocol.messages import RowError, StepBatch, StepOutput
+
+
+@dataclass(slots=True)
+class Kept:
+    """A snapshot that rows can start from."""
+
+    slot: int
+    tokens: int  # that are computed again without it
+    value: float
+    was_hit: bool = False
+
+
+@dataclass(slots=True)
+class Taken:
+    """A snapshot of a step in flight."""
+
+    row: int
+    position: int
+    slot: int
+    tokens: int
+    is_last: bool  # of the row's output: it replaces the previous one
+    digests: list[bytes] | None = None  # of the row's blocks, once the step is answered
+
+
+@dataclass(slots=True)
+class RowPlan:
+    """Where snapshots of one row are taken."""
+
+    digests: list[bytes]
+    positions: list[int]  # in the tokens that the row opened with, ascending
+    end: int  # number of these tokens; snapshots behind them replace each other
+    newest: int  # position of the newest snapshot
+    last: bytes = b""  # digest of the newest one behind `end`
+
+
+@dataclass(slots=True)
+class SnapshotCounts:
+    """Counters of one worker since it joined."""
+
+    taken: int = 0
+    hits: int = 0
+    evicted: int = 0
+    lost_tokens: int = 0  # tokens of cached blocks that rows computed again for lack of a snapshot
+
+
+class Snapshots(WorkerPart):
+    """The snapshots of one worker. Only workers of models with recurrent layers have this part, for all their rows."""
+
+    def __init__(self, worker: WorkerState) -> None:
+        super().__init__(worker)
+        capacity = worker.capacity
+        self.counts = SnapshotCounts()
+        self.kept: dict[bytes, Kept] = {}  # by the digest of the block that ends at the position
+        self._block_size = capacity.block_size
+        self._spacing = max(1, -(-capacity.snapshot_tokens // capacity.block_size)) * capacity.block_size
+        self._free = list(range((capacity.num_snapshots or 0) - 1, -1, -1))
+        self._rows: dict[int, RowPlan] = {}
+        self._in_flight: dict[int, list[Taken]] = {}  # by step id
+        self._answered: list[Taken] = []  # of the step whose answer is being applied
+        self._clock = 0.0
+
+    @property
+    def num_kept(self) -> int:
+        return len(self.kept)
+
+    # -- hits ---------------------------------------------------------------------------------------------------------
+
+    def usable_hits(self, digests: Seq[bytes], num_blocks: int) -> int:
+        while num_blocks and digests[num_blocks - 1] not in self.kept:
+            num_blocks -= 1
+        return num_blocks
+
+    def open(self, seq: Sequence, opened: RowAssignment, plan: StepPlan) -> None:
+        digests, end, start = seq.digests, seq.data.num_tokens, opened.num_computed_tokens
+        row_plan = self._rows[opened.row] = RowPlan(digests, [], end, start)
+        if opened.fork_of_row is not None:
+            return
+        if start:
+            opened.snapshot = self._hit(digests[start // self._block_size - 1])
+        if seq.group.features.is_private:
+            del self._rows[opened.row]  # its blocks are no prefixes
+            return
+        row_plan.positions = self._positions(seq, start, end)
+
+    def _hit(self, digest: bytes) -> int:
+        kept = self.kept[digest]
+        kept.was_hit, kept.value = True, self._clock + kept.tokens
+        self.counts.hits += 1
+        return kept.slot
+
+    def _positions(self, seq: Sequence, start: int, end: int) -> list[int]:
+        """The positions of snapshots in the tokens from `start` to `end`, ascending."""
+        bs, last = self._block_size, (end - 1) // self._block_size * self._block_size
+        branch = bs * self.worker.pool.match_len(seq.digests, seq.max_cached_tokens // bs)
+        self.counts.lost_tokens += max(0, branch - start)
+        wanted = {last, branch, *range(start + self._spacing, last, self._spacing)}
+        return sorted(position for position in wanted if start < position <= last)
+
+    # -- steps --------------------------------------------------------------------------------------------------------
+
+    def fill(self, batch: StepBatch) -> None:
+        contexts, ends = batch.context_lens, batch.context_lens + batch.query_lens
+        crosses = ends // self._block_size > contexts // self._block_size
+        if not np.count_nonzero(crosses):
+            return
+        taken: list[Taken] = []
+        for i in np.flatnonzero(crosses).tolist():
+            plan = self._rows.get(int(batch.rows[i]))
+            if plan is not None:
+                taken += self._take(int(batch.rows[i]), plan, int(contexts[i]), int(ends[i]))
+        if not taken:
+            return
+        self._in_flight[batch.step_id] = taken
+        columns = [(one.row, one.position, one.slot) for one in taken]
+        batch.snapshot_rows, batch.snapshot_positions, batch.snapshot_slots = np.array(columns, np.uint32).T.copy()
+
+    def _take(self, row: int, plan: RowPlan, context: int, end: int) -> list[Taken]:
+        """The snapshots of a row whose tokens from `context` to `end` a step computes."""
+        first, stop = (bisect_right(plan.positions, position) for position in (context, min(end, plan.end)))
+        wanted = [(position, False) for position in plan.positions[first:stop]]
+        boundary = end // self._block_size * self._block_size
+        if boundary > max(plan.end, context) and not self.worker.rows.is_awaiting[row]:
+            wanted.append((boundary, True))
+        taken = []
+        for position, is_last in wanted:
+            index = position // self._block_size - 1
+            if index < len(plan.digests) and plan.digests[index] in self.kept:
+                plan.newest = position
+                continue
+            slot = self._take_slot(position - plan.newest, plan if is_last else None)
+            if slot is not None:
+                taken.append(Taken(row, position, slot, position - plan.newest, is_last))
+                plan.newest = position if not is_last else plan.newest
+        return taken
+
+    def _take_slot(self, tokens: int, replacing: RowPlan | None) -> int | None:
+        """A slot for a snapshot that saves so many tokens; None if all slots hold snapshots that are worth more."""
+        if replacing is not None and (last := self.kept.get(replacing.last)) is not None and not last.was_hit:
+            return self._drop(replacing.last)
+        if self._free:
+            return self._free.pop()
+        held = self.worker.pool.held
+        lowest = min(self.kept, key=lambda digest: self.kept[digest].value if digest in held else 0.0, default=None)
+        if lowest is None:
+            return None
+        value = self.kept[lowest].value if lowest in held else 0.0
+        if value > self._clock + tokens:
+            return None
+        self._clock = max(self._clock, value)
+        self.counts.evicted += 1
+        return self._drop(lowest)
+
+    def _drop(self, digest: bytes) -> int:
+        return self.kept.pop(digest).slot
+
+    # -- answers ------------------------------------------------------------------------------------------------------
+
+    def read(self, step: InFlightStep, output: StepOutput, is_open: Bools | None, deltas: Deltas) -> list[RowError]:
+        self._answered = self._in_flight.pop(step.step_id, [])
+        for taken in self._answered:
+            if taken.row not in step.closed:
+                taken.digests = self.worker.rows.digests[taken.row]
+        return []
+
+    def advance(self, step: InFlightStep, output: StepOutput) -> Advance | None:
+        for taken in self._answered:
+            self._keep(taken)
+        self._answered = []
+        return None
+
+    def _keep(self, taken: Taken) -> None:
+        """A snapshot is complete. Rows can start from it unless its row was closed, or its blocks have no digest."""
+        index, digests = taken.position // self._block_size - 1, taken.digests
+        if digests is None or index >= len(digests) or digests[index] in self.kept:
+            self._free.append(taken.slot)
+            return
+        digest = digests[index]
+        self.kept[digest] = Kept(taken.slot, taken.tokens, self._clock + taken.tokens)
+        self.counts.taken += 1
+        plan = self._rows.get(taken.row)
+        if not taken.is_last or plan is None or plan.digests is not digests:
+            return
+        if (before := self.kept.get(plan.last)) is not None and not before.was_hit and plan.last != digest:
+            self._free.append(self._drop(plan.last))
+        plan.last = digest
+
+    def close(self, row: int) -> None:
+        self._rows.pop(row, None)
