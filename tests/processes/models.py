@@ -59,6 +59,19 @@ SHAPES = (
         is_tied=True,
         extra={"sliding_window": 40, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 8.0},
     ),
+    Shape(
+        "qwen3_5_text",
+        4,
+        2,
+        24,
+        extra={
+            "linear_num_key_heads": 3,
+            "linear_num_value_heads": 6,
+            "linear_key_head_dim": 10,
+            "linear_value_head_dim": 20,
+            "layer_types": ["linear_attention", "full_attention"],
+        },
+    ),
     Shape("qwen3_moe", 4, 2, 16, extra={"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}),
 )
 DEFAULT_SHAPE = SHAPES[0]
