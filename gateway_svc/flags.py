@@ -20,6 +20,7 @@ from svc_common.config import (
     address,
     address_or_off,
     in_range,
+    one_of,
     path,
     scheduler_address,
     size_bytes,
@@ -132,6 +133,10 @@ FLAGS = (
     Flag("--max-logprobs", in_range(int, 0, MAX_LOGPROBS),
         "highest output.logprobs and output.prompt_logprobs that a request may have",
         default=DEFAULT_MAX_LOGPROBS, metavar="K",
+    ),
+    Flag("--logprobs-mode", one_of("raw", "processed"),
+        "sampling.logprobs_mode of requests that do not set it: the distribution whose log probabilities they get",
+        default="raw",
     ),
     FlagGroup("TLS for --listen; files are read again when they change", (
         Flag("--tls-cert-file", path, "certificate chain (PEM); unset: plaintext"),

@@ -28,7 +28,7 @@ from gateway_svc.request.sandbox.grammar_checker import GrammarChecker
 from gateway_svc.request.sandbox.image_preparer import ImageLimits, ImagePreparer
 from gateway_svc.request.sandbox.template_renderer import TemplateRenderer
 from gateway_svc.request.threads import Threads
-from gateway_svc.request.validation import RequestLimits
+from gateway_svc.request.validation import LOGPROBS_MODES, RequestLimits
 from gateway_svc.servicer import InferenceServicer, make_servicer
 from svc_common import config
 from svc_common.observe.logs import setup_logging
@@ -102,7 +102,7 @@ class GatewayProcess:
             OpenStreams(args.max_streams, args.max_request_bytes),
             admission=CallAdmission(
                 directory,
-                requests=RequestLimits(min_priority(args), args.max_logprobs),
+                requests=RequestLimits(min_priority(args), args.max_logprobs, LOGPROBS_MODES[args.logprobs_mode]),
                 keys=self._state.limits,
                 isolates_tenants=isolates_tenants(args),
             ),

@@ -245,6 +245,24 @@ FIELDS = (
         Side.SCHEDULER, Resume.PER_REQUEST, low=0, high=3, values={False: 1, True: 2, "never": 3}, needs_beams=True,
     ),
     Field(
+        "sampling.logprobs_mode", Kind.ENUM,
+        "The distribution whose log probabilities are returned: `raw`, of the model's logits, or `processed`, after "
+        "penalties, bans, temperature and filters. Unset: the gateway's --logprobs-mode (docs/rollouts.md).",
+        Side.GATEWAY | Side.WORKER, Resume.STATELESS, low=0, high=2,
+        values={"raw": 1, "processed": 2}, has_flag=True, http=None, works_with_beams=False,
+    ),
+    Field(
+        "sampling.num_forced_tokens", Kind.UINT32,
+        "The last k tokens of the prompt count as output: with output.prompt_logprobs, their log probabilities are the "
+        "bits that Generate returns for them with the same parameters. Shorter than the prompt.",
+        Side.GATEWAY | Side.WORKER, Resume.COUNTED, default=0, low=0, http=None, works_with_beams=False,
+    ),
+    Field(
+        "sampling.logits_digests", Kind.BOOL,
+        "Return a digest of the model's logits with each log probability: xxh3_64 of all of them as float32.",
+        Side.WORKER, Resume.STATELESS, default=False, http=None, works_with_beams=False,
+    ),
+    Field(
         "sampling.json_schema", Kind.STRING, "The output is JSON that matches this JSON Schema.",
         Side.GATEWAY | Side.SCHEDULER | Side.WORKER, Resume.REPLAYED, max_bytes=MAX_GRAMMAR_BYTES,
         http=Http("guided_json", form=BodyForm.OBJECT_OR_TEXT), works_with_beams=False,

@@ -11,6 +11,7 @@ import numpy.typing as npt
 U32 = npt.NDArray[np.uint32]
 I32 = npt.NDArray[np.int32]
 I64 = npt.NDArray[np.int64]
+U64 = npt.NDArray[np.uint64]
 F32 = npt.NDArray[np.float32]
 Bools = npt.NDArray[np.bool_]
 

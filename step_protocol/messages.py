@@ -17,7 +17,7 @@ import numpy as np
 
 from request_fields.fields import SamplingParams
 from request_fields.grammar import Grammar
-from step_protocol.columns import F32, I64, U32, Bools
+from step_protocol.columns import F32, I64, U32, U64, Bools
 
 EMPTY: U32 = np.empty(0, dtype=np.uint32)
 NO_FLOATS: F32 = np.empty(0, dtype=np.float32)
@@ -150,6 +150,9 @@ class RowOpen:
     grammar: Grammar | None = None
     logprobs: int | None = None  # number of most likely tokens to return with each sampled token; None: no logprobs
     prompt_logprobs: int | None = None  # the same for prompt tokens that follow computed tokens
+    processed_logprobs: bool = False  # of the distribution that output tokens are drawn from
+    logits_digests: bool = False  # with each log probability
+    num_forced: int = 0  # output tokens from the first on that `prompt_logprobs` covers too
     num_candidates: int = 0  # above 0: the row is a beam; number of most likely tokens in each answer
     pooling: Pooling | None = None  # None: the row samples
     inputs: tuple[CarriedInput, ...] = ()  # those whose positions are not all computed
@@ -234,25 +237,51 @@ class LogprobColumns:
     lens: U32  # [N] entries per token
     logprobs: F32  # [sum(lens)]
     token_ids: U32  # [sum(lens)]
-    ranks: U32  # [tokens with entries] 1 + number of tokens with a greater logit
+    ranks: U32  # [tokens with entries] 1 + number of tokens with a greater value
+    # [tokens with entries] of rows that ask for them, 0 for others; None if no row asks:
+    raw_logprobs: F32 | None = None  # of the tokens themselves, if `logprobs` are processed
+    num_kept: U32 | None = None  # token ids that the filters keep
+    logits_digests: U64 | None = None
 
     def select(self, mask: Bools) -> LogprobColumns:
         """The tokens where `mask` [N] is true."""
         if mask.all():
             return self
-        entries = np.repeat(mask, self.lens)
-        ranks = self.ranks[mask[self.lens > 0]]
-        return LogprobColumns(self.lens[mask], self.logprobs[entries], self.token_ids[entries], ranks)
+        entries, has_entries = np.repeat(mask, self.lens), mask[self.lens > 0]
+        extras = {name: column[has_entries] for name, column in self.extras().items()}
+        return LogprobColumns(
+            self.lens[mask], self.logprobs[entries], self.token_ids[entries], self.ranks[has_entries], **extras
+        )
+
+    def extras(self) -> dict[str, Any]:
+        """The columns that some row asks for, by name."""
+        found = {name: getattr(self, name) for name in LOGPROB_EXTRAS}
+        return {name: column for name, column in found.items() if column is not None}
+
+
+LOGPROB_EXTRAS = {  # the optional columns and their numbers
+    "raw_logprobs": np.dtype(np.float32),
+    "num_kept": np.dtype(np.uint32),
+    "logits_digests": np.dtype(np.uint64),
+}
 
 
 def concat_columns(parts: Sequence[LogprobColumns]) -> LogprobColumns:
     """The tokens of all parts in order."""
+    names = dict.fromkeys(name for part in parts for name in part.extras())
+    extras = {name: np.concatenate([_extra(part, name) for part in parts]) for name in names}
     return LogprobColumns(
         np.concatenate([part.lens for part in parts]),
         np.concatenate([part.logprobs for part in parts]),
         np.concatenate([part.token_ids for part in parts]),
         np.concatenate([part.ranks for part in parts]),
+        **extras,
     )
+
+
+def _extra(part: LogprobColumns, name: str) -> Any:
+    found = getattr(part, name)
+    return np.zeros(len(part.ranks), LOGPROB_EXTRAS[name]) if found is None else found
 
 
 def no_logprobs(num_tokens: int) -> LogprobColumns:

@@ -19,6 +19,7 @@ from request_fields.grammar import Grammar, grammar_of
 from step_protocol.columns import U32, Bools, WireError, f32_from_bytes, f32_to_bytes, u32_from_bytes, u32_to_bytes
 from step_protocol.messages import (
     EMPTY,
+    LOGPROB_EXTRAS,
     NO_CANDIDATES,
     NO_RULES,
     BeamCandidates,
@@ -208,12 +209,17 @@ def _digests(data: bytes, num_blocks: int) -> list[bytes]:
 
 def _row_open(field: str, message: worker_pb2.RowOpen) -> RowOpen:
     fork_of_row = message.fork_of_row if message.HasField("fork_of_row") else None
+    sampling = message.sampling
+    num_forced = sampling.num_forced_tokens
+    if num_forced and (fork_of_row is not None or num_forced >= message.prompt_len):
+        words = f"is {num_forced}, expected less than prompt_len, {message.prompt_len}, and 0 for a fork"
+        raise _invalid(f"{field}.sampling.num_forced_tokens", words)
     if fork_of_row is not None and message.token_ids:
         raise _invalid(f"{field}.token_ids", f"has tokens and fork_of_row is {fork_of_row}, expected one of the two")
     return RowOpen(
         row=message.row,
         token_ids=u32_from_bytes(message.token_ids, f"{field}.token_ids"),
-        prompt_len=message.prompt_len,
+        prompt_len=message.prompt_len - num_forced,
         block_table=u32_from_bytes(message.block_table, f"{field}.block_table"),
         num_computed_tokens=message.num_computed_tokens,
         sampling=sampling_params(checks.values_set(message.sampling)),
@@ -225,6 +231,9 @@ def _row_open(field: str, message: worker_pb2.RowOpen) -> RowOpen:
         grammar=_grammar(field, message.sampling),
         logprobs=message.logprobs if message.HasField("logprobs") else None,
         prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
+        processed_logprobs=sampling.logprobs_mode == types_pb2.LOGPROBS_MODE_PROCESSED,
+        logits_digests=sampling.logits_digests,
+        num_forced=num_forced,
         num_candidates=message.num_candidates,
         adapter=_adapter_digest(field, message.adapter),
         pooling=_pooling(field, message.pooling) if message.HasField("pooling") else None,
@@ -369,6 +378,8 @@ def logprobs_to_proto(columns: LogprobColumns, message: logprobs_pb2.LogprobColu
     message.logprobs = f32_to_bytes(columns.logprobs)
     message.token_ids = u32_to_bytes(columns.token_ids)
     message.ranks = u32_to_bytes(columns.ranks)
+    for name, column in columns.extras().items():
+        setattr(message, name, column.astype(LOGPROB_EXTRAS[name].newbyteorder("<")).tobytes())
 
 
 def _logprobs(message: logprobs_pb2.LogprobColumns, num_tokens: int) -> LogprobColumns:
@@ -377,6 +388,7 @@ def _logprobs(message: logprobs_pb2.LogprobColumns, num_tokens: int) -> LogprobC
         logprobs=f32_from_bytes(message.logprobs, "logprobs"),
         token_ids=u32_from_bytes(message.token_ids, "logprobs.token_ids"),
         ranks=u32_from_bytes(message.ranks, "ranks"),
+        **_extras(message),
     )
     expected = num_tokens, int(columns.lens.sum(dtype=np.uint64)), int(np.count_nonzero(columns.lens))
     found = len(columns.lens), len(columns.logprobs), len(columns.ranks)
@@ -385,7 +397,22 @@ def _logprobs(message: logprobs_pb2.LogprobColumns, num_tokens: int) -> LogprobC
             f"log probabilities have {found[0]} lens, {found[1]} logprobs, {len(columns.token_ids)} token_ids and "
             f"{found[2]} ranks; expected {expected[0]}, {expected[1]}, {expected[1]} and {expected[2]}"
         )
+    for name, column in columns.extras().items():
+        if len(column) != expected[2]:
+            raise WireError(f"log probabilities have {len(column)} {name}; expected {expected[2]}")
     return columns
+
+
+def _extras(message: logprobs_pb2.LogprobColumns) -> dict[str, Any]:
+    """The optional columns of a message. Raises WireError."""
+    found: dict[str, Any] = {}
+    for name, dtype in LOGPROB_EXTRAS.items():
+        data = getattr(message, name)
+        if len(data) % dtype.itemsize:
+            raise WireError(f"{name} has {len(data)} bytes; the length must be a multiple of {dtype.itemsize}", name)
+        if data:
+            found[name] = np.frombuffer(data, dtype.newbyteorder("<"))
+    return found
 
 
 def _prompt_logprobs(message: worker_pb2.StepOutput) -> PromptLogprobs:

@@ -61,6 +61,9 @@ def token_logprobs(message: pb.Logprobs, token_ids: Sequence[int]) -> tuple[Toke
             rank=message.ranks[i],
             token=message.token_bytes[i] if message.token_bytes else b"",
             top=top[i * num_top : (i + 1) * num_top],
+            raw_logprob=message.raw_logprobs[i] if message.raw_logprobs else None,
+            num_kept=message.num_kept[i] if message.num_kept else None,
+            logits_digest=message.logits_digests[i] if message.logits_digests else None,
         )
         for i in range(count)
     )

@@ -68,6 +68,14 @@ class GenerateOptions(ChatOptions, total=False):
     # to 10. Default 1.
     length_penalty: float
     early_stopping: bool | str  # With beam_width: when the search ends, as in transformers. Unset: false.
+    # The distribution whose log probabilities are returned: `raw`, of the model's logits, or `processed`, after
+    # penalties, bans, temperature and filters. Unset: the gateway's --logprobs-mode (docs/rollouts.md).
+    logprobs_mode: str
+    # The last k tokens of the prompt count as output: with output.prompt_logprobs, their log probabilities are the bits
+    # that Generate returns for them with the same parameters. Shorter than the prompt. Default 0.
+    num_forced_tokens: int
+    # Return a digest of the model's logits with each log probability: xxh3_64 of all of them as float32. Default false.
+    logits_digests: bool
     json_schema: str | Mapping[str, Any]  # The output is JSON that matches this JSON Schema. At most 128 KiB.
     json_object: bool  # The output is a JSON object.
     regex: str  # The output matches this regular expression as a whole. At most 128 KiB.

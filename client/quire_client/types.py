@@ -89,8 +89,9 @@ class TopLogprob:
 class TokenLogprob:
     """The log probability of one token, and the most likely tokens at its position, most likely first.
 
-    `logprob` is the log-softmax of the model's logits, before penalties, bans and temperature. `rank` is 1 + the number
-    of tokens with a greater logit. `token` has the bytes of the token's text, which need not be whole characters.
+    `logprob` is that of the distribution that `logprobs_mode` names: raw, the log-softmax of the model's logits, or
+    processed, from which the token was drawn. `rank` is 1 + the number of more likely tokens. `token` has the bytes of
+    the token's text, which need not be whole characters.
     """
 
     token_id: int | None  # None if token ids are neither requested nor needed to resume the stream
@@ -98,6 +99,9 @@ class TokenLogprob:
     rank: int
     token: bytes = b""
     top: tuple[TopLogprob, ...] = ()
+    raw_logprob: float | None = None  # with the mode `processed`
+    num_kept: int | None = None  # with the mode `processed`: token ids that the filters kept; 0 for a prompt token
+    logits_digest: int | None = None  # with `logits_digests`: xxh3_64 of the model's logits
 
 
 @dataclass(frozen=True, slots=True)

@@ -171,9 +171,11 @@ class ChoicesAnswer:
         self._tally = Tally(reasoning_tokens=0 if shape.has_parts else None)
         self._calling: set[int] = set()  # choices with tool calls
         self._logprobs: dict[int, Entries] = {}
+        self._seeds: dict[int, int] = {}  # by prompt
         self._head: Json = {"id": answer_id, "object": "", "created": created, "model": asked.model}
 
-    def _accept(self, accepted: pb.Accepted) -> None:
+    def _accept(self, prompt: int, accepted: pb.Accepted) -> None:
+        self._seeds[prompt] = accepted.seed
         self._tally.prompt_tokens += accepted.prompt_tokens
         self._head |= {"model": accepted.model, "system_fingerprint": accepted.revision}
 
@@ -208,10 +210,11 @@ class ChoicesAnswer:
         return prompt * self._asked.n + sample
 
     def _add_prompt_ids(self, answer: Json) -> None:
-        """Add the prompts' token ids to an answer or to the first chunk of a choice."""
+        """Add the prompts' token ids and the seeds of their samples to an answer or to the first chunk of a choice."""
         for choice in answer["choices"]:
             place = answer if self._shape.has_one_prompt else choice
-            place["prompt_token_ids"] = self._prompts[choice["index"] // self._asked.n].token_ids
+            prompt = choice["index"] // self._asked.n
+            place["prompt_token_ids"], place["seed"] = self._prompts[prompt].token_ids, self._seeds[prompt]
 
 
 class StreamAnswer(ChoicesAnswer):
@@ -275,7 +278,7 @@ class StreamAnswer(ChoicesAnswer):
 
     def _chunks(self, prompt: int, event: pb.GenerateResponse) -> Iterator[Json]:
         if event.HasField("accepted"):
-            self._accept(event.accepted)
+            self._accept(prompt, event.accepted)
             self._head["object"] = self._shape.chunk_object
             yield from self._first_chunks(prompt)
         elif event.HasField("prompt_logprobs"):
@@ -330,7 +333,7 @@ class WholeAnswer(ChoicesAnswer):
         """Add an event of the generation of this prompt. Raises QuireError for a choice that failed."""
         kind = event.WhichOneof("event")
         if kind == "accepted":
-            self._accept(event.accepted)
+            self._accept(prompt, event.accepted)
         elif kind == "chunk":
             choice = self._index(prompt, event.chunk.index)
             self._texts[choice].append(event.chunk.text)

@@ -89,7 +89,12 @@ RETURN_IDS = BodyField(
 TIMEOUT = BodyField(
     "timeout", doc="Seconds until the request is cancelled and ends with error 408; above 0 and at most 86400."
 )
-PROMPT_LOGPROBS = BodyField("prompt_logprobs", "output.prompt_logprobs", doc="Not with `stream`.")
+PROMPT_LOGPROBS = (
+    BodyField("prompt_logprobs", "output.prompt_logprobs", doc="Not with `stream`."),
+    BodyField("logprobs_mode", "sampling.logprobs_mode"),
+    BodyField("num_forced_tokens", "sampling.num_forced_tokens"),
+    BodyField("logits_digests", "sampling.logits_digests", doc="16 hexadecimal digits."),
+)
 MODEL = BodyField("model", doc="May be left out if the gateway serves one model.")
 UNSERVED = (
     BodyField("logits_processors", only=([],)),
@@ -133,7 +138,7 @@ CHAT = (
     *STREAMING,
     BodyField("logprobs", doc="Return the log probability of each output token."),
     BodyField("top_logprobs", "output.logprobs", doc="Needs `logprobs`."),
-    PROMPT_LOGPROBS,
+    *PROMPT_LOGPROBS,
     RETURN_IDS,
     TIMEOUT,
     *UNSERVED,
@@ -165,7 +170,7 @@ COMPLETION = (
     *STRUCTURED,
     *STREAMING,
     BodyField("logprobs", "output.logprobs", doc="With `echo`, of the prompt's tokens too."),
-    PROMPT_LOGPROBS,
+    *PROMPT_LOGPROBS,
     RETURN_IDS,
     TIMEOUT,
     *UNSERVED,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import codecs
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from quire.v1 import inference_pb2 as pb
@@ -39,6 +39,16 @@ class Position:
     token: Candidate
     rank: int
     top: Sequence[Candidate]
+    extras: Mapping[str, Any] = field(default_factory=dict)  # by column of `EXTRAS`, if the request asks for them
+
+
+# Columns of Logprobs: their names in the objects of chats, and their values in JSON, whose numbers have 53 bits. Text
+# completions have lists with the columns' names.
+EXTRAS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
+    "raw_logprobs": ("raw_logprob", lambda value: _finite(value)),
+    "num_kept": ("num_kept", int),
+    "logits_digests": ("logits_digest", "{:016x}".format),
+}
 
 
 def positions(columns: pb.Logprobs, token_ids: Sequence[int] = ()) -> Iterator[Position]:
@@ -49,11 +59,15 @@ def positions(columns: pb.Logprobs, token_ids: Sequence[int] = ()) -> Iterator[P
     top_bytes = columns.top_token_bytes or map(_named, columns.top_token_ids)
     top_values = zip(columns.top_token_ids, map(_finite, columns.top_logprobs), top_bytes, strict=True)
     top = [Candidate(*values) for values in top_values]
+    extras = {
+        name: list(map(shown, column)) for name, (_, shown) in EXTRAS.items() if (column := getattr(columns, name))
+    }
     for i in range(count):
         token_id = token_ids[i] if token_ids else -1
         data = columns.token_bytes[i] if columns.token_bytes else _named(token_id)
         token = Candidate(token_id, _finite(columns.logprobs[i]), data)
-        yield Position(token, columns.ranks[i], top[i * k : (i + 1) * k])
+        own = {name: column[i] for name, column in extras.items()}
+        yield Position(token, columns.ranks[i], top[i * k : (i + 1) * k], own)
 
 
 def _named(token_id: int) -> bytes:
@@ -62,7 +76,7 @@ def _named(token_id: int) -> bytes:
 
 def first_of(found: Sequence[Position], k: int) -> list[Position]:
     """The positions, each with only the k most likely tokens."""
-    return [Position(one.token, one.rank, one.top[:k]) for one in found]
+    return [replace(one, top=one.top[:k]) for one in found]
 
 
 def prompt_positions(event: pb.PromptLogprobs) -> list[Position]:
@@ -95,7 +109,8 @@ class ChatLogprobs:
 
 
 def _chat_entry(position: Position) -> Json:
-    return {**_chat_candidate(position.token), "top_logprobs": [_chat_candidate(one) for one in position.top]}
+    extras = {EXTRAS[name][0]: value for name, value in position.extras.items()}
+    return {**_chat_candidate(position.token), "top_logprobs": [_chat_candidate(one) for one in position.top], **extras}
 
 
 def _chat_candidate(one: Candidate) -> Json:
@@ -117,10 +132,13 @@ class TextLogprobs:
             "top_logprobs": [_by_text(position) for position in found],
             "text_offset": [self._offset_of(position.token) for position in found],
         }
+        for name in {name for position in found for name in position.extras}:
+            lists[name] = [position.extras.get(name) for position in found]
         return {name: encoded_list(values) for name, values in lists.items()}
 
     def joined(self, parts: Sequence[Json]) -> Json:
-        return {name: joined_lists(part[name] for part in parts) for name in TEXT_LISTS}
+        extras = [name for name in EXTRAS if any(name in part for part in parts)]
+        return {name: joined_lists(part[name] for part in parts if name in part) for name in (*TEXT_LISTS, *extras)}
 
     def _offset_of(self, token: Candidate) -> int:
         start = self._num_chars

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from quire.v1 import inference_pb2 as pb
+from quire.v1 import types_pb2 as types
 
 from gateway_svc.request.cost import check_cost
 from gateway_svc.request.field_errors import FieldErrors, invalid
@@ -20,6 +21,7 @@ from request_fields.grammar import Grammar, grammar_of
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 DEFAULT_MAX_LOGPROBS = 20
+LOGPROBS_MODES = {"raw": types.LOGPROBS_MODE_RAW, "processed": types.LOGPROBS_MODE_PROCESSED}
 MAX_ABORT_IDS = 10_000
 MAX_ID_CHARS_SHOWN = 80
 
@@ -30,6 +32,7 @@ class RequestLimits:
 
     min_priority: int = -1000
     max_logprobs: int = DEFAULT_MAX_LOGPROBS
+    logprobs_mode: types.LogprobsMode.ValueType = types.LOGPROBS_MODE_RAW  # of requests that do not choose
 
 
 DEFAULT_LIMITS = RequestLimits()
@@ -39,7 +42,7 @@ def check_generate(
     request: pb.GenerateRequest, limits: RequestLimits = DEFAULT_LIMITS, *, is_new: bool = True
 ) -> Grammar | None:
     """All checks that do not depend on the model. Returns the grammar, not compiled. A record sets every field, so how
-    fields are combined is checked only in a new request.
+    fields are combined is checked only in a new request. Sets `logprobs_mode` if the request needs it and does not.
 
     Raises InvalidRequestError.
     """
@@ -54,6 +57,10 @@ def check_generate(
         grammar = grammar_of(request.sampling)
     check_priority(request.scheduling.priority, limits)
     _check_logprobs(request.output, limits.max_logprobs)
+    _check_forced(request)
+    asks = request.output.HasField("logprobs") or request.output.HasField("prompt_logprobs")
+    if asks and not request.sampling.logprobs_mode:
+        request.sampling.logprobs_mode = limits.logprobs_mode
     return grammar
 
 
@@ -74,6 +81,19 @@ def _check_logprobs(output: pb.OutputParams, max_logprobs: int) -> None:
             raise invalid(
                 f"output.{name}", f"is {num_top}; must be at most {max_logprobs} on this gateway (--max-logprobs)"
             )
+
+
+def _check_forced(request: pb.GenerateRequest) -> None:
+    """Forced tokens are those of one sample, and scored with the prompt."""
+    sampling = request.sampling
+    if not sampling.num_forced_tokens:
+        return
+    for field, is_wrong, words in (
+        ("output.prompt_logprobs", not request.output.HasField("prompt_logprobs"), "is unset; set it to score them"),
+        ("sampling.n", max(sampling.n, sampling.best_of) > 1, "is above 1; send a request per sample"),
+    ):
+        if is_wrong:
+            raise invalid(field, f"{words}: sampling.num_forced_tokens is {sampling.num_forced_tokens}")
 
 
 def check_request_id(request_id: str) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from array import array
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from quire.internal.v1 import logprobs_pb2
 from quire.v1 import inference_pb2 as pb
+from quire.v1 import types_pb2 as types
 
 from gateway_svc.columns import ProtocolError, u32_from_bytes
 from gateway_svc.text.bundle import Tokenizer
@@ -21,6 +25,33 @@ class TokenLogprobs(NamedTuple):
     logprobs: array[float]
     token_ids: array[int]
     rank: int
+    extras: tuple[float | int, ...] = (0.0, 0, 0)  # by EXTRAS; 0 for what the step's columns lack
+
+
+@dataclass(frozen=True, slots=True)
+class Extra:
+    """A number of each token that some requests ask for. The columns of both protocols have its name."""
+
+    name: str
+    typecode: str  # of array
+    is_asked: Callable[[types.SamplingParams], bool]
+
+
+def is_processed(sampling: types.SamplingParams) -> bool:
+    return sampling.logprobs_mode == types.LOGPROBS_MODE_PROCESSED
+
+
+EXTRAS = (
+    Extra("raw_logprobs", "f", is_processed),
+    Extra("num_kept", "I", is_processed),
+    Extra("logits_digests", "Q", lambda sampling: sampling.logits_digests),
+)
+RAW_LOGPROBS, NUM_KEPT = 0, 1  # in EXTRAS
+
+
+def extras_of(sampling: types.SamplingParams) -> tuple[int, ...]:
+    """The indices in EXTRAS of what a request asks for."""
+    return tuple(i for i, extra in enumerate(EXTRAS) if extra.is_asked(sampling))
 
 
 def entries_from_columns(columns: logprobs_pb2.LogprobColumns, num_tokens: int) -> Iterator[TokenLogprobs | None]:
@@ -33,16 +64,34 @@ def entries_from_columns(columns: logprobs_pb2.LogprobColumns, num_tokens: int) 
             f"columns of log probabilities have {len(lens)} lens, {len(logprobs)} logprobs, {len(token_ids)} token_ids "
             f"and {len(ranks)} ranks; expected {num_tokens}, {num_entries}, {num_entries} and {num_ranks}"
         )
-    return _split(lens, logprobs, token_ids, iter(ranks))
+    extras = [_extra_from_columns(columns, extra, num_ranks) for extra in EXTRAS]
+    return _split(lens, logprobs, token_ids, iter(ranks), zip(*extras, strict=True))
+
+
+def _extra_from_columns(columns: logprobs_pb2.LogprobColumns, extra: Extra, num_tokens: int) -> array[Any]:
+    data: bytes = getattr(columns, extra.name)
+    values: array[Any] = array(extra.typecode)
+    if not data:
+        data = bytes(num_tokens * values.itemsize)
+    if len(data) != num_tokens * values.itemsize:
+        raise ProtocolError(f"{extra.name} has {len(data)} bytes; expected {num_tokens * values.itemsize}")
+    values.frombytes(data)
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values
 
 
 def _split(
-    lens: array[int], logprobs: array[float], token_ids: array[int], ranks: Iterator[int]
+    lens: array[int],
+    logprobs: array[float],
+    token_ids: array[int],
+    ranks: Iterator[int],
+    extras: Iterator[tuple[float | int, ...]],
 ) -> Iterator[TokenLogprobs | None]:
     start = 0
     for length in lens:
         end = start + length
-        yield TokenLogprobs(logprobs[start:end], token_ids[start:end], next(ranks)) if length else None
+        yield TokenLogprobs(logprobs[start:end], token_ids[start:end], next(ranks), next(extras)) if length else None
         start = end
 
 
@@ -53,10 +102,12 @@ def _f32_from_bytes(data: bytes) -> array[float]:
 
 
 class LogprobJournal:
-    """The unsent log probabilities of received tokens, in order: 1 + `num_top` per token."""
+    """The unsent log probabilities of received tokens, in order: 1 + `num_top` per token, and the `extras` of each
+    (indices in EXTRAS)."""
 
-    def __init__(self, num_top: int) -> None:
+    def __init__(self, num_top: int, extras: tuple[int, ...] = ()) -> None:
         self.num_top = num_top
+        self._extras = {index: array(EXTRAS[index].typecode) for index in extras}
         self._chosen = array("f")
         self._token_ids = array("I")
         self._ranks = array("I")
@@ -80,6 +131,9 @@ class LogprobJournal:
         self._ranks.append(entries.rank)
         self._top_ids.extend(entries.token_ids[1:])
         self._top.extend(entries.logprobs[1:])
+        for index, column in self._extras.items():
+            is_raw = not entries.extras[NUM_KEPT]  # a prompt token: its log probability is raw
+            column.append(entries.logprobs[0] if index == RAW_LOGPROBS and is_raw else entries.extras[index])
         return True
 
     def total(self, num_tokens: int) -> float:
@@ -96,8 +150,9 @@ class LogprobJournal:
             self._ranks[:num_tokens],
             self._top_ids[:num_top],
             self._top[:num_top],
+            {EXTRAS[index].name: column[:num_tokens] for index, column in self._extras.items()},
         )
-        for column in (self._chosen, self._token_ids, self._ranks):
+        for column in (self._chosen, self._token_ids, self._ranks, *self._extras.values()):
             del column[:num_tokens]
         for column in (self._top_ids, self._top):
             del column[:num_top]
@@ -113,6 +168,7 @@ class TakenLogprobs(NamedTuple):
     ranks: array[int]  # [n]
     top_ids: array[int]  # [n * num_top]
     top: array[float]  # [n * num_top]
+    extras: Mapping[str, array[Any]] = MappingProxyType({})  # columns [n] by name
 
     def first(self, num_tokens: int) -> TakenLogprobs:
         """The log probabilities of the first tokens."""
@@ -124,6 +180,7 @@ class TakenLogprobs(NamedTuple):
             self.ranks[:num_tokens],
             self.top_ids[:num_top],
             self.top[:num_top],
+            {name: column[:num_tokens] for name, column in self.extras.items()},
         )
 
     def fill(self, message: pb.Logprobs, tokenizer: Tokenizer | None) -> None:
@@ -132,6 +189,8 @@ class TakenLogprobs(NamedTuple):
         message.ranks.extend(self.ranks)
         message.top_token_ids.extend(self.top_ids)
         message.top_logprobs.extend(self.top)
+        for name, column in self.extras.items():
+            getattr(message, name).extend(column)
         if tokenizer is not None:
             message.token_bytes.extend(tokenizer.token_bytes(self.token_ids))
             message.top_token_bytes.extend(tokenizer.token_bytes(self.top_ids))
@@ -140,9 +199,9 @@ class TakenLogprobs(NamedTuple):
 class PromptLogprobJournal:
     """The log probabilities of a prompt's tokens. `num_received` includes the first token, which has none."""
 
-    def __init__(self, num_top: int, num_received: int) -> None:
+    def __init__(self, num_top: int, num_received: int, extras: tuple[int, ...] = ()) -> None:
         self.num_received = max(1, num_received)
-        self.pending = LogprobJournal(num_top)
+        self.pending = LogprobJournal(num_top, extras)
 
     def append(self, position: int, entries: TokenLogprobs | None) -> str | None:
         """Append the next position. A repeated position is dropped. Returns an error message, or None."""

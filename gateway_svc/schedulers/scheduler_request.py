@@ -15,7 +15,7 @@ from typing import Protocol
 from quire.internal.v1 import scheduler_pb2 as pb
 from quire.v1 import types_pb2 as types
 
-from gateway_svc.schedulers.logprobs import LogprobJournal, PromptLogprobJournal, TokenLogprobs
+from gateway_svc.schedulers.logprobs import LogprobJournal, PromptLogprobJournal, TokenLogprobs, extras_of
 from gateway_svc.schedulers.wire import continuation_from_outputs
 from svc_common.errors import QuireError
 from svc_common.flush import FlushTimer
@@ -133,7 +133,9 @@ class SchedulerRequest:
         self.samples = [SampleJournal(output[:], _logprob_journal(submit)) for output in outputs]
         self.prompt_logprobs: PromptLogprobJournal | None = None
         if submit.HasField("prompt_logprobs"):
-            self.prompt_logprobs = PromptLogprobJournal(submit.prompt_logprobs, num_prompt_logprobs)
+            self.prompt_logprobs = PromptLogprobJournal(
+                submit.prompt_logprobs, num_prompt_logprobs, extras_of(submit.sampling)
+            )
         for index, sample in enumerate(self.samples):
             if finished[index]:
                 sample.finish = pb.SampleFinished(sample_index=index)
@@ -402,4 +404,4 @@ class SchedulerRequest:
 
 
 def _logprob_journal(submit: pb.Submit) -> LogprobJournal | None:
-    return LogprobJournal(submit.logprobs) if submit.HasField("logprobs") else None
+    return LogprobJournal(submit.logprobs, extras_of(submit.sampling)) if submit.HasField("logprobs") else None

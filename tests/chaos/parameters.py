@@ -57,6 +57,8 @@ PARAMETERS = (
     Parameter("banned_token_ids", lambda rng, v: {"banned_token_ids": _ids(rng, v, 100)}),
     Parameter("bad_words", lambda rng, _: {"bad_words": rng.sample(("the", "return", "string", "a new", "is"), 3)}),
     Parameter("logprobs", lambda rng, _: {"logprobs": rng.randint(0, 5)}),
+    Parameter("logprobs_mode", lambda rng, _: {"logprobs_mode": rng.choice(("raw", "processed")), "logprobs": 2}),
+    Parameter("logits_digests", lambda rng, _: {"logits_digests": True, "logprobs": 0}),
     Parameter("prompt_logprobs", lambda rng, _: {"prompt_logprobs": rng.randint(0, 3)}),
     Parameter("json_schema", lambda rng, _: {"json_schema": LONG_SCHEMA, "ignore_eos": False}),
     Parameter("regex", lambda rng, _: {"regex": LONG_REGEX, "ignore_eos": False}),
@@ -89,6 +91,7 @@ NOT_DRAWN = {
     "cache_salt": "changes no token; set for some streams by streams.py",
     "determinism": "changes no token: a request is accepted or refused",
     "resumable": "changes no token",
+    "num_forced_tokens": "needs requests whose prompt ends with the output of another (test_rollouts.py)",
 }
 GRAMMARS = {"json_schema", "regex", "grammar", "choice"}  # a request has at most one of them
 CLASHES = {"stop_token_ids": {"min_tokens"}, "min_tokens": {"stop_token_ids", *GRAMMARS}, "bad_words": GRAMMARS}

@@ -182,6 +182,13 @@ GENERATE: Mapping[str, Effect] = {
     "SamplingParams.grammar": effect({"sampling": {"grammar": 'start: "yes"'}}),
     "SamplingParams.choice": effect({"sampling": {"choice": ["yes"]}}),
     "SamplingParams.json_object": effect({"sampling": {"jsonObject": True}}),
+    "SamplingParams.logprobs_mode": effect(
+        {"sampling": {"logprobsMode": "LOGPROBS_MODE_PROCESSED"}}, sampling=sampled(topK=3), output={"logprobs": 5}
+    ),
+    "SamplingParams.num_forced_tokens": effect(
+        {"sampling": {"numForcedTokens": 1}}, sampling=sampled(), output={"promptLogprobs": 0}
+    ),
+    "SamplingParams.logits_digests": effect({"sampling": {"logitsDigests": True}}, output={"logprobs": 0}),
     "GenerateRequest.stop": effect({"stop": {"maxTokens": 3}}),
     "StopParams.max_tokens": effect({"stop": {"maxTokens": 3}}),
     "StopParams.min_tokens": effect(
@@ -253,11 +260,12 @@ def _add(answer: Json, event: pb.GenerateResponse) -> None:
     elif event.HasField("chunk"):
         chunk = event.chunk
         sample = answer["samples"].setdefault(
-            chunk.index, {"at": chunk.offset, "text": "", "ids": [], "logprobs": [], "parts": {}}
+            chunk.index, {"at": chunk.offset, "text": "", "ids": [], "logprobs": [], "digests": [], "parts": {}}
         )
         sample["text"] += chunk.text
         sample["ids"] += chunk.token_ids
         sample["logprobs"] += chunk.logprobs.top_logprobs
+        sample["digests"] += chunk.logprobs.logits_digests
         for part in chunk.parts:
             words = part.content + part.reasoning + part.tool_call.arguments
             key = (part.item, part.WhichOneof("kind"), part.tool_call.name)

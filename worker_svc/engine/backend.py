@@ -361,3 +361,9 @@ class Backend(LinearMaker, Protocol):
         """Log probabilities of `token_ids` [n] and of the `num_top` most likely tokens, from the rows `lines` [n] of
         logits [.., vocab], as logprobs.py specifies."""
         ...
+
+    def filter_logits(self, logits: torch.Tensor, lines: I64, columns: SamplingColumns) -> tuple[torch.Tensor, U32]:
+        """The values [n, vocab], float32, of the processed distributions of the rows `lines` [n] of processed logits
+        [.., vocab], as logprobs.py specifies, and the number of ids [n] that have one. `columns` are of these n rows.
+        A row with NaN, +inf or no finite number has NaN and 0."""
+        ...

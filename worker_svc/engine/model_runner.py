@@ -21,7 +21,7 @@ from step_protocol.messages import (
 )
 from worker_svc.engine.adapters.packed import rows_of_step
 from worker_svc.engine.adapters.rows import RowAdapters
-from worker_svc.engine.backend import ForwardBatch
+from worker_svc.engine.backend import ForwardBatch, SamplingColumns
 from worker_svc.engine.checkpoint.model_folder import eos_token_ids
 from worker_svc.engine.checkpoint.tensors import Checkpoint
 from worker_svc.engine.config import ComputeDtype, EngineConfig
@@ -227,10 +227,22 @@ class ModelRunner(StepRunner):
         forward = replace(forward, head_tokens=heads_with_prompts(heads, targets))
         forward = self._with_adapters(forward, token_rows)
         slices = self._model.forward_in_slices(forward, self._pool, LOGITS_AT_ONCE)
-        prompts = score_prompts(self._backend, slices, heads, targets)
+        prompts = score_prompts(self._backend, slices, heads, targets, self._process_forced)
         for row in prompts.bad_rows.tolist():
             errors.add(row, NOTHING_TO_SAMPLE, RowErrorCode.NAN)
         return prompts
+
+    def _process_forced(self, logits: torch.Tensor, rows: I64, positions: I64) -> SamplingColumns:
+        """Processes float32 logits [n, vocab] in place, as if these rows sampled the tokens at these positions."""
+        processed = self._rows.processed_rows(rows, positions)
+        if processed is not None:
+            self._backend.process_logits(logits, processed)
+        for i in range(len(rows)):  # the matcher of a row consumes one token after the other
+            masks = self._rows.start_masks(rows[i : i + 1], positions[i : i + 1])
+            if masks is not None:
+                has_rules = processed is not None
+                apply_masks(logits[i : i + 1], masks.result(), self.info.eos_token_ids, has_rules=has_rules)
+        return self._rows.sampling_columns(rows, positions)
 
     def _sample(
         self,
@@ -273,7 +285,7 @@ class ModelRunner(StepRunner):
         if len(errors):
             is_good &= [int(row) not in errors for row in rows]
         if raw is not None:
-            output.logprobs = score_sampled(self._backend, raw, token_ids, is_good)
+            output.logprobs = score_sampled(self._backend, raw, logits, columns, token_ids, is_good)
         if len(errors):
             candidates = candidates.without(rows[~is_good])
             rows, positions, token_ids = rows[is_good], positions[is_good], token_ids[is_good]

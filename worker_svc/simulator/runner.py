@@ -12,8 +12,10 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from prefix_index.content_ids import content_ids, input_digest
 from step_protocol.columns import F32, I64, U32, Bools
@@ -329,14 +331,29 @@ def sampled_columns(draws: U64, token_ids: U32, asked: LogprobRows, vocab_size: 
     """Columns of the sampled tokens; `draws` [S] and `token_ids` [S] are of all rows that sampled."""
     lines = asked.lines
     found = top_logprobs(draws[lines], token_ids[lines], int(asked.num_top.max()), vocab_size)
-    return spread(to_columns(found, asked.num_top), lines, len(token_ids))
+    extras = _extras(found, draws[lines], asked.is_processed, asked.has_digest, vocab_size)
+    return spread(to_columns(found, asked.num_top, extras), lines, len(token_ids))
+
+
+def _extras(
+    found: TopLogprobs, draws: U64, is_processed: Bools, has_digest: Bools, vocab_size: int
+) -> dict[str, npt.NDArray[Any]]:
+    """The extra columns that rows ask for. Processed values are the raw ones, and the digest of logits is `draws`."""
+    extras: dict[str, npt.NDArray[Any]] = {}
+    if is_processed.any():
+        extras["raw_logprobs"] = found.values[:, 0]
+        extras["num_kept"] = np.where(is_processed, np.uint32(vocab_size), np.uint32(0))
+    if has_digest.any():
+        extras["logits_digests"] = np.where(has_digest, draws, np.uint64(0))
+    return extras
 
 
 def prompt_columns(draws: U64, targets: PromptTargets, bad_rows: I64, vocab_size: int) -> PromptLogprobs:
     """Columns of prompt tokens, without those of bad rows. `draws` [n] are of the contexts of the targets."""
     found = top_logprobs(draws, targets.token_ids, int(targets.num_top.max()), vocab_size)
     is_kept = ~np.isin(targets.rows, bad_rows)
-    columns = to_columns(found, targets.num_top).select(is_kept)
+    extras = _extras(found, draws, targets.is_processed, targets.has_digest, vocab_size)
+    columns = to_columns(found, targets.num_top, extras).select(is_kept)
     return PromptLogprobs(
         targets.rows[is_kept].astype(np.uint32), targets.positions[is_kept].astype(np.uint32), columns
     )

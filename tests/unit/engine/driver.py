@@ -44,6 +44,9 @@ class Score(NamedTuple):
     values: list[float]
     token_ids: list[int]
     rank: int
+    extras: tuple[
+        float | int, ...
+    ] = ()  # raw log probability, kept ids, digest of the logits, as far as the step has them
 
 
 def scores_of(columns: LogprobColumns) -> list[Score | None]:
@@ -51,10 +54,11 @@ def scores_of(columns: LogprobColumns) -> list[Score | None]:
     found: list[Score | None] = []
     start = 0
     ranks = iter(columns.ranks.tolist())
+    extras = zip(*(column.tolist() for column in columns.extras().values()), strict=True)
     for length in columns.lens.tolist():
         end = start + length
         entries = columns.logprobs[start:end].tolist(), columns.token_ids[start:end].tolist()
-        found.append(Score(*entries, next(ranks)) if length else None)
+        found.append(Score(*entries, next(ranks), next(extras, ())) if length else None)
         start = end
     assert start == len(columns.logprobs) == len(columns.token_ids)
     assert next(ranks, None) is None
@@ -118,6 +122,9 @@ class Driver:
         pooling: Pooling | None = None,
         num_candidates: int = 0,
         snapshot: int | None = None,
+        processed: bool = False,
+        digests: bool = False,
+        num_forced: int = 0,
     ) -> Row:
         """Opens a row in the next step. `shared` are full blocks whose keys and values are already computed, and
         `snapshot` the slot of the state after them."""
@@ -129,7 +136,7 @@ class Driver:
                     sampling, sample_index, banned_ids=u32(*banned), banned_before=banned_before,
                     rules=rules, grammar=grammar, logprobs=logprobs, prompt_logprobs=prompt_logprobs, inputs=inputs,
                     images=images, adapter=adapter, pooling=pooling, num_candidates=num_candidates,
-                    snapshot=snapshot)
+                    snapshot=snapshot, processed_logprobs=processed, logits_digests=digests, num_forced=num_forced)
         )  # fmt: skip
         self.rows[row] = state
         return state

@@ -65,6 +65,7 @@ _SIGNATURES = {
     "quire_sample": [_INT, _POINTER, _LONG, _LONG, *[_POINTER] * 5, _INT],
     "quire_process_logits": [_POINTER, _LONG, _POINTER, _LONG, *[_POINTER] * 3, _INT],
     "quire_logprobs": [_INT, _POINTER, _POINTER, _LONG, _LONG, _POINTER, _LONG, *[_POINTER] * 4, _INT],
+    "quire_filter_logits": [_INT, _POINTER, _POINTER, _LONG, _LONG, *[_POINTER] * 4, _INT],
     "quire_linear_pack": [_INT, _INT, _POINTER, _LONG, _LONG, _POINTER, _POINTER, _INT],
     "quire_linear_pack_steps": [_POINTER, _LONG, _LONG, _POINTER, _INT],
     "quire_linear": [_INT, _INT, *[_POINTER] * 5, *[_LONG] * 3, _INT],
@@ -357,6 +358,24 @@ class CpuBackend:
             self._threads,
         )
         return TopLogprobs(values, ids, ranks, status != 0)
+
+    def filter_logits(self, logits: torch.Tensor, lines: I64, columns: SamplingColumns) -> tuple[torch.Tensor, U32]:
+        n, vocab = len(lines), logits.shape[1]
+        found, num_kept = torch.empty(n, vocab), np.empty(n, np.uint32)
+        of_lines, of_rows = np.array(lines, np.int64), np.array(columns.rows, np.int64)
+        self._kernels.quire_filter_logits(
+            _is_bf16(logits),
+            logits.data_ptr(),
+            address_of(of_lines),
+            n,
+            vocab,
+            self._columns_of(columns.params),
+            address_of(of_rows),
+            found.data_ptr(),
+            address_of(num_kept),
+            self._threads,
+        )
+        return found, num_kept
 
     def _columns_of(self, params: Mapping[str, npt.NDArray[Any]]) -> ctypes.Array[ctypes.c_void_p]:
         """Addresses of the columns in the order of the kernel; read once, because a row table never replaces them."""

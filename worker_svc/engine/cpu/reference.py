@@ -34,7 +34,7 @@ from worker_svc.engine.cpu import recurrent, torch_ops
 from worker_svc.engine.kernels import exact_ops
 from worker_svc.engine.kernels.torch_linear import FixedPointLinear, Int8Linear, Int8Rows, PackedLinear
 from worker_svc.engine.recurrent import RecurrentWeights, StatePool
-from worker_svc.engine.sampling.noise import sample_token
+from worker_svc.engine.sampling.noise import filtered, sample_token
 from worker_svc.engine.sampling.processors import ProcessedRows
 
 KEY_TILE = 128
@@ -178,6 +178,14 @@ class ReferenceBackend:
             if not is_bad[i]:
                 values[i], ids[i], ranks[i] = exact_ops.top_logprobs(row, int(token_ids[i]), num_top)
         return TopLogprobs(values, ids, ranks, is_bad)
+
+    def filter_logits(self, logits: torch.Tensor, lines: I64, columns: SamplingColumns) -> tuple[torch.Tensor, U32]:
+        given = {name: columns[name].tolist() for name in SAMPLER_FIELDS}
+        rows = logits[torch.from_numpy(lines)].float().numpy()
+        found = np.empty_like(rows)
+        for i, row in enumerate(rows):
+            found[i] = filtered(row, sampling_params({name: column[i] for name, column in given.items()}))
+        return torch.from_numpy(found), (found > -np.inf).sum(axis=1, dtype=np.uint32)
 
 
 def _head_norm(x: torch.Tensor, norm: Norm) -> torch.Tensor:

@@ -80,6 +80,7 @@ class LoadedModel:
             hidden_size=whole.hidden_size,
             pooling=PoolingTable(self.pooling),
             adapters=None if self.adapters is None else self.adapters.rows,
+            are_logprobs_raw=True,
         )
 
     def info(self, num_blocks: int, max_model_len: int, attention: str, replaced: Sequence[str]) -> EngineInfo:

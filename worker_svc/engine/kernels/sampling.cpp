@@ -302,6 +302,43 @@ void sample(const T* logits, int64_t n, int64_t vocab, const SamplingColumns& co
   Pass(threads_for(n * vocab, kSerialSampling, threads)).run(n, 1, sample_rows);
 }
 
+// One row of quire_filter_logits; `z` is scratch. Returns the number of ids that have a value.
+template <typename T>
+uint32_t filter_row(const T* x, int64_t vocab, const SamplingColumns& columns, int64_t row, std::vector<float>& z,
+                    float* out) {
+  const float temperature = columns.temperature[row];
+  uint32_t top_id = 0;
+  if (temperature < 1e-5f) {
+    const bool is_good = greedy_token(x, vocab, top_id);
+    std::fill_n(out, vocab, is_good ? kNegInf : NAN);
+    if (is_good) out[top_id] = 0.f;
+    return is_good;
+  }
+  z.resize((vocab + 63) / 64 * 64);
+  if (!scale_logits(x, vocab, temperature, z.data(), top_id)) {
+    std::fill_n(out, vocab, NAN);
+    return 0;
+  }
+  const float lowest = keep_threshold(z.data(), vocab, z[top_id], columns, row);
+  uint32_t kept = 0;
+  for (int64_t i = 0; i < vocab; i++) {
+    out[i] = z[i] >= lowest ? z[i] : kNegInf;
+    kept += out[i] > kNegInf;
+  }
+  return kept;
+}
+
+template <typename T>
+void filter(const T* logits, const int64_t* lines, int64_t n, int64_t vocab, const SamplingColumns& columns,
+            const int64_t* rows, float* out, uint32_t* kept, int threads) {
+  auto filter_rows = [&](int64_t first, int64_t last) {
+    std::vector<float> z;
+    for (int64_t i = first; i < last; i++)
+      kept[i] = filter_row(logits + lines[i] * vocab, vocab, columns, rows[i], z, out + i * vocab);
+  };
+  Pass(threads_for(n * vocab, kSerialSampling, threads)).run(n, 1, filter_rows);
+}
+
 }  // namespace
 
 extern "C" {
@@ -316,6 +353,17 @@ void quire_sample(int is_bf16, const void* logits, int64_t n, int64_t vocab, con
     sample((const uint16_t*)logits, n, vocab, *columns, rows, positions, tokens, status, threads);
   else
     sample((const float*)logits, n, vocab, *columns, rows, positions, tokens, status, threads);
+}
+
+// The values from which quire_sample draws, -inf for ids that it cannot return: row i of out [n, vocab] is that of line
+// lines[i] of the logits with element rows[i] of each column. kept: the number of the other ids. NaN and 0 if the logits
+// have NaN, +inf or no finite number.
+void quire_filter_logits(int is_bf16, const void* logits, const int64_t* lines, int64_t n, int64_t vocab,
+                         const SamplingColumns* columns, const int64_t* rows, float* out, uint32_t* kept, int threads) {
+  if (is_bf16)
+    filter((const uint16_t*)logits, lines, n, vocab, *columns, rows, out, kept, threads);
+  else
+    filter((const float*)logits, lines, n, vocab, *columns, rows, out, kept, threads);
 }
 
 // Noise of single ids, for tests.

@@ -64,9 +64,10 @@ class OpenRows:
         adapters: RowAdapters[Any] | None = None,
         encoder: EncoderInfo | None = None,
         states: StatePool | None = None,
+        are_logprobs_raw: bool = False,
     ) -> None:
         """Without `compiled`, rows with a grammar are rejected; without `hidden_size`, rows with inputs are; without
-        `adapters`, rows with an adapter are."""
+        `adapters`, rows with an adapter are; with `are_logprobs_raw`, rows that ask for processed log probabilities."""
         self.adapters = adapters
         self._max_num_seqs = max_num_seqs
         self._max_model_len = max_model_len
@@ -85,7 +86,7 @@ class OpenRows:
         self._num_candidates: I64 = np.zeros(max_num_seqs, np.int64)  # 0: no beam
         self._has_beams = False  # some row opened since the last reset was a beam
         self._grammars = None if compiled is None else RowGrammars(compiled, self._tokens, vocab_size)
-        self.logprobs = LogprobTable(max_num_seqs, vocab_size)
+        self.logprobs = LogprobTable(max_num_seqs, vocab_size, are_raw_only=are_logprobs_raw)
         self.pooling = pooling or PoolingTable(None)
         max_samples = 0 if encoder is None or encoder.audio is None else encoder.audio.max_samples
         self.inputs = InputTable(vocab_size, hidden_size, max_samples, images)
@@ -432,7 +433,8 @@ class OpenRows:
         return tokens[:prompt_len], tokens[prompt_len : self.num_tokens[row]]
 
     def prompt_targets(self, rows: I64, positions: I64) -> PromptTargets | None:
-        """The prompt tokens to score, which follow the computed tokens at (row, position); None if there are none."""
+        """The prompt and forced tokens to score, which follow the computed tokens at (row, position); None if there are
+        none."""
         return self.logprobs.prompt_targets(rows, positions, self.prompt_lens, self._tokens)
 
     def mark_computed(self, rows: I64, ends: I64) -> None:

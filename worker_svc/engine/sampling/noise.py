@@ -101,6 +101,19 @@ def sample_token(logits: F32, params: SamplingParams, sample_index: int, positio
     return pick_token(z, keep_threshold(z, params), params.seed, sample_index, position)
 
 
+def filtered(logits: F32, params: SamplingParams) -> F32:
+    """z [vocab] of the distribution from which `sample_token` draws, minus infinity for ids that it cannot return. NaN
+    if there is no token."""
+    if not has_token(logits):
+        return np.full_like(logits, np.nan)
+    if np.float32(params.temperature) < np.float32(GREEDY_BELOW):
+        only = np.full_like(logits, -np.inf)
+        only[logits.argmax()] = 0
+        return only
+    z = logits / np.float32(params.temperature)
+    return np.where(z >= keep_threshold(z, params), z, np.float32(-np.inf))
+
+
 def has_token(logits: F32) -> bool:
     """Whether a token can be sampled: no NaN, no +inf, and some finite number."""
     return not (np.isnan(logits).any() or (logits == np.inf).any()) and bool(np.isfinite(logits).any())
