@@ -138,6 +138,10 @@ FLAGS = (
         "sampling.logprobs_mode of requests that do not set it: the distribution whose log probabilities they get",
         default="raw",
     ),
+    Flag("--receipt-key-file", path,
+        "Ed25519 private key (PEM) that signs receipts; read again when it changes (docs/receipts.md). Unset: requests "
+        "with `receipt` are refused",
+    ),
     FlagGroup("TLS for --listen; files are read again when they change", (
         Flag("--tls-cert-file", path, "certificate chain (PEM); unset: plaintext"),
         Flag("--tls-key-file", path, "private key of the certificate (PEM, without a password)"),

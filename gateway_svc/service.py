@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack, suppress
 
 from gateway_svc.answer.open_streams import OpenStreams
+from gateway_svc.answer.receipts import ReceiptSigner
 from gateway_svc.answer.request_traces import GenerationTraces
 from gateway_svc.callers.flags import isolates_tenants, min_priority
 from gateway_svc.flags import make_parser
@@ -94,6 +95,7 @@ class GatewayProcess:
 
     def _make_servicer(self) -> InferenceServicer:
         args, directory = self._args, self._schedulers.directory
+        signer = None if args.receipt_key_file is None else ReceiptSigner(args.receipt_key_file)
         return make_servicer(
             directory,
             self._schedulers.dispatcher,
@@ -102,7 +104,9 @@ class GatewayProcess:
             OpenStreams(args.max_streams, args.max_request_bytes),
             admission=CallAdmission(
                 directory,
-                requests=RequestLimits(min_priority(args), args.max_logprobs, LOGPROBS_MODES[args.logprobs_mode]),
+                requests=RequestLimits(
+                    min_priority(args), args.max_logprobs, LOGPROBS_MODES[args.logprobs_mode], signer is not None
+                ),
                 keys=self._state.limits,
                 isolates_tenants=isolates_tenants(args),
             ),
@@ -111,6 +115,7 @@ class GatewayProcess:
             recorder=self._state.recorder,
             traces=None if self._tracer is None else GenerationTraces(self._tracer, args.trace_ratio),
             shows_workers=is_public_for_operators(args),
+            signer=signer,
         )
 
     async def run(self, ready_within_s: float) -> None:

@@ -13,6 +13,7 @@ from quire.v1 import inference_pb2 as pb
 from quire.v1.inference_pb2_grpc import InferenceServiceServicer
 
 from gateway_svc.answer.open_streams import OpenStreams
+from gateway_svc.answer.receipts import ReceiptSigner
 from gateway_svc.answer.request_traces import GenerationTraces
 from gateway_svc.callers.caller import scoped
 from gateway_svc.operators.audit.entry import annotate, record_target
@@ -167,12 +168,21 @@ def make_servicer(
     recorder: OutputRecorder | None = None,
     traces: GenerationTraces | None = None,
     shows_workers: bool = True,
+    signer: ReceiptSigner | None = None,
 ) -> InferenceServicer:
     """A servicer with its pipelines."""
     admission, lane = admission or CallAdmission(directory), prompts.threads.requests
     submitter = Submitter(dispatcher, lane, reader, chunk_interval_s)
     generation = GenerationPipeline(
-        directory, admission, prompts, Planner(grammars, lane), submitter, streams, recorder=recorder, traces=traces
+        directory,
+        admission,
+        prompts,
+        Planner(grammars, lane),
+        submitter,
+        streams,
+        recorder=recorder,
+        traces=traces,
+        signer=signer,
     )
     pooling = PoolingPipeline(admission, prompts, submitter, streams)
     return InferenceServicer(directory, admission, prompts, generation, pooling, shows_workers=shows_workers)

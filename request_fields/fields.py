@@ -255,12 +255,12 @@ FIELDS = (
         "sampling.num_forced_tokens", Kind.UINT32,
         "The last k tokens of the prompt count as output: with output.prompt_logprobs, their log probabilities are the "
         "bits that Generate returns for them with the same parameters. Shorter than the prompt.",
-        Side.GATEWAY | Side.WORKER, Resume.COUNTED, default=0, low=0, http=None, works_with_beams=False,
+        Side.GATEWAY | Side.WORKER, Resume.COUNTED, low=0, http=None, works_with_beams=False,
     ),
     Field(
         "sampling.logits_digests", Kind.BOOL,
         "Return a digest of the model's logits with each log probability: xxh3_64 of all of them as float32.",
-        Side.WORKER, Resume.STATELESS, default=False, http=None, works_with_beams=False,
+        Side.WORKER, Resume.STATELESS, http=None, works_with_beams=False,
     ),
     Field(
         "sampling.json_schema", Kind.STRING, "The output is JSON that matches this JSON Schema.",
@@ -375,6 +375,12 @@ FIELDS = (
         "Keep a record of the request in Redis, so that a client can continue it by its id (docs/resume.md). Refused "
         "with FAILED_PRECONDITION if the gateways keep no records.",
         Side.GATEWAY, default=False, has_flag=True, http=None,
+    ),
+    Field(
+        "receipt", Kind.BOOL,
+        "Return a signed receipt of each sample (docs/receipts.md). Sets output.logprobs, if it is unset, and "
+        "sampling.logits_digests. Refused with FAILED_PRECONDITION by gateways without --receipt-key-file.",
+        Side.GATEWAY, http=None, works_with_beams=False,
     ),
     Field(
         "adapter", Kind.STRING, "Name of a LoRA adapter of the model (docs/adapters.md). Empty: none, or the adapter "

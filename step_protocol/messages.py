@@ -259,7 +259,7 @@ class LogprobColumns:
         return {name: column for name, column in found.items() if column is not None}
 
 
-LOGPROB_EXTRAS = {  # the optional columns and their numbers
+LOGPROB_EXTRAS: dict[str, np.dtype[Any]] = {  # the optional columns and their numbers
     "raw_logprobs": np.dtype(np.float32),
     "num_kept": np.dtype(np.uint32),
     "logits_digests": np.dtype(np.uint64),

@@ -51,6 +51,7 @@ OWN_TESTS: Mapping[str, str] = {
     "GenerateRequest.media": IMAGES,
     "GenerateRequest.request_id": FIELDS + "test_a_request_id_and_a_seed_are_in_the_answer",
     "GenerateRequest.joins_events": FIELDS + "test_joined_events_are_fewer_messages",
+    "GenerateRequest.receipt": "tests/processes/test_receipts.py::test_honest_receipts_are_confirmed",
     "GenerateRequest.resumable": FIELDS + "test_a_resumable_request_has_a_record",
     "SchedulingParams.priority": FIELDS + "test_priority_and_tenant_order_the_queue",
     "SchedulingParams.tenant_id": FIELDS + "test_priority_and_tenant_order_the_queue",

@@ -139,6 +139,7 @@ SAMPLING = ArgumentGroup("sampling (default: the model's)", (
         help="The output is JSON that matches the schema in this file."),
 ))  # fmt: skip
 JSON = switch("--json", "one JSON line")
+PUBLIC_KEY = arg("--public-key", type=Path, metavar="FILE", help="the key that must have signed (PEM)")
 JSON_AT_END = switch("--json", "no stream: one JSON line at the end")
 STACK = arg("stack", nargs="?", default="", metavar="STACK", help="its process or model, if several stacks run")
 OUTPUT_FILE = "-o", "--output"
@@ -166,6 +167,7 @@ COMMANDS = (
             help="image for a placeholder of the prompt; repeat the flag for several"),
         count_of("--n", "number of samples (default 1)"),
         arg("--request-id", metavar="ID", help="id of the request (default: chosen by the server)"),
+        arg("--receipt", type=Path, metavar="FILE", help="write a signed receipt per sample to this file"),
         JSON_AT_END, SAMPLING, *TARGET,
     ), GENERATE_EXAMPLES),
     Command("resume", "generate.resume", "continue a request that was sent with --resumable, by its id", (
@@ -216,6 +218,22 @@ COMMANDS = (
     Command("doctor", "doctor.run",
         "check this machine: list what works, what is missing and which fallbacks are used; exit code 0 or 1", (
         arg("--redis", metavar="URL", help="Redis to check (default: $QUIRE_REDIS)"), JSON, *TARGET,
+    )),
+    Command("verify", "receipt.verify",
+        "check receipts by computing the answers again; exit code 0: the model gave them, 1: it did not, 3: not "
+        "decidable on this machine", (
+        arg("receipt", type=Path, metavar="RECEIPT", help="file with a receipt per line; -: stdin"),
+        arg("--model", type=Path, required=True, metavar="DIR", help="folder of the model"),
+        arg("--adapter", type=Path, metavar="DIR", help="folder of the adapter, if the answer has one"),
+        PUBLIC_KEY,
+        count_of("--first", "first output position to check (default 0)", 0),
+        count_of("--last", "output position after the last one to check (default: all)", 0),
+    )),
+    Command("receipt", "", "read receipts", actions=(
+        Command("show", "receipt.show", "what a receipt says, and whether its signature is valid", (
+            arg("receipt", type=Path, metavar="RECEIPT", help="file with a receipt per line; -: stdin"),
+            PUBLIC_KEY, JSON,
+        )),
     )),
     Command("fetch", "fetch.run", "download a model of the Hugging Face Hub once, pinned to a commit", (
         arg("model", metavar="ORG/NAME@COMMIT", help="the model and the 40 digits of its commit"),

@@ -86,6 +86,7 @@ def sample(finished: pb.Finished, token_ids: Iterable[int], text: str, logprobs:
         preemptions=finished.preemptions,
         message=finished.message,
         logprobs=tuple(logprobs),
+        receipt=finished.receipt,
         score=finished.score if finished.HasField("score") else None,
         cumulative_logprob=finished.cumulative_logprob if finished.HasField("cumulative_logprob") else None,
     )

@@ -72,9 +72,9 @@ class GenerateOptions(ChatOptions, total=False):
     # penalties, bans, temperature and filters. Unset: the gateway's --logprobs-mode (docs/rollouts.md).
     logprobs_mode: str
     # The last k tokens of the prompt count as output: with output.prompt_logprobs, their log probabilities are the bits
-    # that Generate returns for them with the same parameters. Shorter than the prompt. Default 0.
+    # that Generate returns for them with the same parameters. Shorter than the prompt.
     num_forced_tokens: int
-    # Return a digest of the model's logits with each log probability: xxh3_64 of all of them as float32. Default false.
+    # Return a digest of the model's logits with each log probability: xxh3_64 of all of them as float32.
     logits_digests: bool
     json_schema: str | Mapping[str, Any]  # The output is JSON that matches this JSON Schema. At most 128 KiB.
     json_object: bool  # The output is a JSON object.
@@ -116,6 +116,9 @@ class GenerateOptions(ChatOptions, total=False):
     # Keep a record of the request in Redis, so that a client can continue it by its id (docs/resume.md). Refused with
     # FAILED_PRECONDITION if the gateways keep no records. Default false.
     resumable: bool
+    # Return a signed receipt of each sample (docs/receipts.md). Sets output.logprobs, if it is unset, and
+    # sampling.logits_digests. Refused with FAILED_PRECONDITION by gateways without --receipt-key-file.
+    receipt: bool
     # Name of a LoRA adapter of the model (docs/adapters.md). Empty: none, or the adapter that `model` names. At most
     # 512 bytes.
     adapter: str

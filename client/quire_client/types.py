@@ -153,6 +153,7 @@ class Sample(Result):
     reasoning: str = ""  # in a chat
     tool_calls: tuple[ToolCall, ...] = ()  # in a chat
     logprobs: tuple[TokenLogprob, ...] = ()  # one per token, with the option `logprobs`
+    receipt: str = ""  # with the option `receipt`: a signed record of the sample (docs/receipts.md)
     cumulative_logprob: float | None = None  # sum of all log probabilities; also with best_of and of a beam search
     score: float | None = None  # of a beam search: the score of this sample; the first sample has the best score
 

@@ -19,6 +19,7 @@ from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2 as types
 
 from gateway_svc.answer.answer_stream import AnswerStream
+from gateway_svc.answer.receipts import ReceiptSigner, SampleProof
 from gateway_svc.answer.request_meter import RequestMeter
 from gateway_svc.columns import u32_to_bytes
 from gateway_svc.records.recorder import Recording
@@ -43,7 +44,9 @@ MAX_CHUNK_TOKENS = 1024  # detokenizing takes a few milliseconds, and the messag
 class SampleStream:
     """The stream of one sample: the position up to which it was sent, and the events for new tokens."""
 
-    def __init__(self, index: int, plan: GenerationPlan, text: SampleText | None) -> None:
+    def __init__(
+        self, index: int, plan: GenerationPlan, text: SampleText | None, signer: ReceiptSigner | None = None
+    ) -> None:
         self.index = index
         self.is_done = plan.resume.finished[index]
         self.is_stopped = False  # a stop string matched
@@ -59,6 +62,7 @@ class SampleStream:
         self._cumulative = plan.resume.cumulative_logprobs[index] if plan.output.logprobs is not None else 0.0
         self._text_bytes = 0
         self._digest = xxhash.xxh3_64()
+        self._proof = None if signer is None or not plan.output.wants_receipt else SampleProof(signer, plan, index)
 
     def prime(self, output: array[int]) -> scheduler_pb2.SampleFinished | None:
         """Read output that the client already has. Returns the end of a sample that is already complete.
@@ -153,6 +157,8 @@ class SampleStream:
         """Add the log probabilities of the tokens of a chunk."""
         for logprob in taken.chosen:
             self._cumulative += logprob
+        if self._proof is not None:
+            self._proof.digests.extend(taken.extras["logits_digests"])
         if event is not None:
             taken.fill(event.chunk.logprobs, self._plan.model.text.tokenizer if self._plan.output.wants_text else None)
 
@@ -200,6 +206,8 @@ class SampleStream:
         self.num_output += len(ids)
         self._text_bytes += len(text) if text.isascii() else len(text.encode())
         self._digest.update(u32_to_bytes(ids))
+        if self._proof is not None:
+            self._proof.token_ids.extend(ids)
 
     def _finished(self, finish: scheduler_pb2.SampleFinished) -> pb.Finished:
         usage = types.Usage()
@@ -229,6 +237,8 @@ class SampleStream:
         if finish.HasField("score"):
             finished.score = finish.score
         self.reason = finished.reason
+        if self._proof is not None:
+            finished.receipt = self._proof.receipt(finished)
         return finished
 
     def _end_of(self, output: array[int]) -> scheduler_pb2.SampleFinished | None:
@@ -279,9 +289,10 @@ class GenerationStream:
     Then `report_known`, `begin`, and `next_messages` until it `is_over`.
     """
 
-    def __init__(self, plan: GenerationPlan) -> None:
+    def __init__(self, plan: GenerationPlan, signer: ReceiptSigner | None = None) -> None:
         self._plan = plan
-        self._samples = [SampleStream(i, plan, text) for i, text in enumerate(new_texts(plan, plan.sampling.params.n))]
+        texts = new_texts(plan, plan.sampling.params.n)
+        self._samples = [SampleStream(i, plan, text, signer) for i, text in enumerate(texts)]
         self._ends = [s.prime(output) for s, output in zip(self._samples, plan.resume.outputs, strict=True)]
         tokenizer = plan.model.text.tokenizer if plan.output.wants_text else None
         self._prompt = PromptLogprobStream(plan.prompt.ids, plan.resume.num_prompt_logprobs, tokenizer)

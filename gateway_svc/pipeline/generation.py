@@ -11,6 +11,7 @@ from quire.v1 import inference_pb2 as pb
 
 from gateway_svc.answer.best_of import source_of
 from gateway_svc.answer.open_streams import OpenStream, OpenStreams
+from gateway_svc.answer.receipts import ReceiptSigner
 from gateway_svc.answer.request_traces import GenerationTraces, RequestTrace
 from gateway_svc.answer.resuming import Resumed, no_record, record_of, recorded
 from gateway_svc.answer.stream import GenerationStream
@@ -87,6 +88,7 @@ class GenerationPipeline:
         *,
         recorder: OutputRecorder | None = None,
         traces: GenerationTraces | None = None,
+        signer: ReceiptSigner | None = None,
     ) -> None:
         self.streams = streams
         self.traces = traces
@@ -97,6 +99,7 @@ class GenerationPipeline:
         self._planner = planner
         self._submitter = submitter
         self._recorder = recorder
+        self._signer = signer
 
     def generate(
         self,
@@ -140,7 +143,7 @@ class GenerationPipeline:
             )
             if prompt.inputs:
                 stream.add_inputs(prompt.inputs)
-            answer = await self._lane.run(4 * sum(map(len, plan.resume.outputs)), GenerationStream, plan)
+            answer = await self._lane.run(4 * sum(map(len, plan.resume.outputs)), GenerationStream, plan, self._signer)
             submission = await self._submitter.prepare(
                 plan, scoped_id=stream.scoped_id, resumes=resumes, deadline=call.deadline
             )

@@ -50,6 +50,7 @@ class OutputPlan:
     answer: AnswerPlan | None = None  # how the text is parsed; None: it is sent unchanged
     logprobs: int | None = None  # number of most likely tokens to send with each output token; None: no logprobs
     prompt_logprobs: int | None = None  # the same for prompt tokens
+    wants_receipt: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +183,8 @@ def _output_plan(
     request: pb.GenerateRequest, model: ServedModel, prompt: PromptInput, ids: Sequence[int]
 ) -> OutputPlan:
     output = request.output
+    if request.receipt and (prompt.inputs or request.prompt.HasField("audio")):
+        raise invalid("receipt", "is set, but the prompt has positions without a token; leave the field unset")
     if output.logprobs or output.prompt_logprobs:
         _check_num_top(output, model)
     wants_text = (not output.HasField("text") or output.text) and model.text.tokenizer is not None
@@ -193,6 +196,7 @@ def _output_plan(
         answer=answer_plan(request, model, prompt.tools, ids) if wants_text else None,
         logprobs=output.logprobs if output.HasField("logprobs") else None,
         prompt_logprobs=output.prompt_logprobs if output.HasField("prompt_logprobs") else None,
+        wants_receipt=request.receipt,
     )
 
 

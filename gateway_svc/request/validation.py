@@ -18,6 +18,7 @@ from gateway_svc.request.field_errors import FieldErrors, invalid
 from gateway_svc.request.prompts.readers import check_prompt
 from request_fields import checks
 from request_fields.grammar import Grammar, grammar_of
+from svc_common.errors import NotConfiguredError
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 DEFAULT_MAX_LOGPROBS = 20
@@ -33,6 +34,7 @@ class RequestLimits:
     min_priority: int = -1000
     max_logprobs: int = DEFAULT_MAX_LOGPROBS
     logprobs_mode: types.LogprobsMode.ValueType = types.LOGPROBS_MODE_RAW  # of requests that do not choose
+    signs_receipts: bool = False
 
 
 DEFAULT_LIMITS = RequestLimits()
@@ -58,6 +60,8 @@ def check_generate(
     check_priority(request.scheduling.priority, limits)
     _check_logprobs(request.output, limits.max_logprobs)
     _check_forced(request)
+    if request.receipt:
+        _prepare_receipt(request, limits)
     asks = request.output.HasField("logprobs") or request.output.HasField("prompt_logprobs")
     if asks and not request.sampling.logprobs_mode:
         request.sampling.logprobs_mode = limits.logprobs_mode
@@ -94,6 +98,21 @@ def _check_forced(request: pb.GenerateRequest) -> None:
     ):
         if is_wrong:
             raise invalid(field, f"{words}: sampling.num_forced_tokens is {sampling.num_forced_tokens}")
+
+
+def _prepare_receipt(request: pb.GenerateRequest, limits: RequestLimits) -> None:
+    """A receipt needs a key, samples as workers compute them, and digests of their logits."""
+    if not limits.signs_receipts:
+        raise NotConfiguredError(
+            "receipt is set, but this gateway signs no receipts; start it with --receipt-key-file, or leave the field "
+            "unset",
+            field="receipt",
+        )
+    if request.sampling.best_of > max(1, request.sampling.n):
+        raise invalid("receipt", "is set together with sampling.best_of; leave one of them unset")
+    if not request.output.HasField("logprobs"):
+        request.output.logprobs = 0
+    request.sampling.logits_digests = True
 
 
 def check_request_id(request_id: str) -> None:

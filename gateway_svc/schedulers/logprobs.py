@@ -107,7 +107,7 @@ class LogprobJournal:
 
     def __init__(self, num_top: int, extras: tuple[int, ...] = ()) -> None:
         self.num_top = num_top
-        self._extras = {index: array(EXTRAS[index].typecode) for index in extras}
+        self._extras: dict[int, array[Any]] = {index: array(EXTRAS[index].typecode) for index in extras}
         self._chosen = array("f")
         self._token_ids = array("I")
         self._ranks = array("I")
@@ -152,7 +152,8 @@ class LogprobJournal:
             self._top[:num_top],
             {EXTRAS[index].name: column[:num_tokens] for index, column in self._extras.items()},
         )
-        for column in (self._chosen, self._token_ids, self._ranks, *self._extras.values()):
+        columns: list[array[Any]] = [self._chosen, self._token_ids, self._ranks, *self._extras.values()]
+        for column in columns:
             del column[:num_tokens]
         for column in (self._top_ids, self._top):
             del column[:num_top]

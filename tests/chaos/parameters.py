@@ -91,6 +91,7 @@ NOT_DRAWN = {
     "cache_salt": "changes no token; set for some streams by streams.py",
     "determinism": "changes no token: a request is accepted or refused",
     "resumable": "changes no token",
+    "receipt": "tests/processes/test_receipts.py checks receipts by computing the answers again",
     "num_forced_tokens": "needs requests whose prompt ends with the output of another (test_rollouts.py)",
 }
 GRAMMARS = {"json_schema", "regex", "grammar", "choice"}  # a request has at most one of them

@@ -183,6 +183,8 @@ EFFECTS: Mapping[str, Effect] = {
 # Fields that have another effect on another endpoint.
 OWN: Mapping[tuple[str, str], Effect] = {
     (COMPLETIONS, "logprobs"): Effect(1),
+    (COMPLETIONS, "logprobs_mode"): Effect("processed", {**SAMPLED, "logprobs": 1}),
+    (COMPLETIONS, "logits_digests"): Effect(True, {"logprobs": 1}),
     (COMPLETIONS, "length_penalty"): Effect(-10, {**BEAMS, "prompt": CHAT_TEXT}),
     (RESPONSES, "stream_options"): Effect({"include_obfuscation": False}),
     (RESPONSES, "top_logprobs"): Effect(2),

@@ -38,7 +38,7 @@ async def score(client: AsyncClient, output: tuple[int, ...], **others: Any) -> 
 async def test_scores_equal_generated_values_after_a_kill(stack: Stack) -> None:
     scheduler = stack.start_scheduler()
     workers = [stack.start_worker(scheduler, demo_model_dir(), *FLAGS) for _ in range(2)]
-    gateway = stack.start_gateway(scheduler, "--logprobs-mode", "processed")
+    gateway = stack.start_gateway(scheduler, flags=("--logprobs-mode", "processed"))
     async with await stack.connect(gateway) as client:
         result = await client.generate(token_ids=PROMPT, n=3, max_tokens=30, ignore_eos=True, logprobs=2, **PARAMETERS)
         workers[0].kill()

@@ -34,6 +34,8 @@ def run(args: argparse.Namespace) -> int:
         started = time.monotonic()
         with client.stream(prompt, token_ids=args.tokens, **sampling_options(args)) as stream:
             result = stream.result() if args.json else show_stream(stream, is_single=args.n in (None, 1))
+    if args.receipt is not None:
+        args.receipt.write_text("".join(f"{sample.receipt}\n" for sample in result.samples if sample.receipt))
     if args.json:
         print(to_json(result_fields(result)))
     else:
@@ -83,6 +85,7 @@ def _workers_text(status: Status) -> str:
 def sampling_options(args: argparse.Namespace) -> GenerateOptions:
     """Options from the flags that are set; other options keep the model's defaults."""
     given = {name: getattr(args, name, None) for name in OPTIONS}
+    given["receipt"] = getattr(args, "receipt", None) is not None
     return cast(GenerateOptions, {name: value for name, value in given.items() if _is_given(value)})
 
 

@@ -111,8 +111,8 @@ def score_forced(driver: Driver, row: int, prompt: Sequence[int], output: Sequen
     driver.prefill(row, chunk=7)
     assert driver.errors == []
     driver.close(row)
-    first = len(prompt)
-    return [driver.scores.pop((row, position)) for position in range(first, first + len(output))]
+    found = {position: driver.scores.pop((row, position)) for row_, position in [*driver.scores] if row_ == row}
+    return [found[position] for position in range(len(prompt), len(prompt) + len(output))]
 
 
 def generated(driver: Driver, row: int, steps: int) -> list:

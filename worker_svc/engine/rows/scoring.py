@@ -108,8 +108,8 @@ def score_prompts(
                 targets.is_processed[chosen],
                 targets.has_digest[chosen],
             )
-            rows, positions = targets.rows[chosen], targets.positions[chosen]
-            found, extras = score(backend, part, lines, asked, _forced(process, part, lines, rows, positions))
+            forced = _forced(process, part, lines, targets.rows[chosen], targets.positions[chosen])
+            found, extras = score(backend, part, lines, asked, forced)
             parts.append(to_columns(found, asked.num_top, extras))
             is_bad.append(found.is_bad)
     bad_rows = np.unique(targets.rows[np.concatenate(is_bad)])

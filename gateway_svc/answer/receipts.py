@@ -1,0 +1,97 @@
+"""Receipts of samples: what their answers depend on, with digests, signed by the gateway's key (docs/receipts.md)."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from google.protobuf.json_format import MessageToDict
+from google.protobuf.message import Message
+from quire.v1 import inference_pb2 as pb
+from quire.v1 import types_pb2 as types
+
+from gateway_svc.request.plan import GenerationPlan
+from request_fields.receipts import Answer, ReceiptError, private_key, receipt_text
+from svc_common.config import SettingError
+from svc_common.security.reread import Reread
+
+MODEL_FACTS = (
+    "model", "revision", "weights_digest", "numerics", "build", "dtype", "quantization", "kv_cache_dtype", "block_size",
+    "max_model_len",
+)  # fmt: skip
+
+
+class ReceiptKeyError(SettingError):
+    """--receipt-key-file cannot be used."""
+
+
+class ReceiptSigner:
+    """Signs with the key that a file has now. While a changed file is invalid, the previous key stays in use."""
+
+    def __init__(self, key_file: Path) -> None:
+        self._key = Reread(partial(_read_key, key_file), "receipt key", time.monotonic)
+
+    def sign(self, payload: dict[str, Any], answer: Answer) -> str:
+        return receipt_text(
+            {**payload, "time": datetime.now(UTC).isoformat(timespec="milliseconds")}, answer, self._key()
+        )
+
+
+def _read_key(key_file: Path) -> Any:
+    try:
+        return private_key(key_file.read_bytes())
+    except (OSError, ReceiptError) as error:
+        raise ReceiptKeyError(f"--receipt-key-file {key_file}: {error}") from None
+
+
+class SampleProof:
+    """Collects what the receipt of one sample covers. The stream adds all output tokens, and the digests of those that
+    were computed for it: a continuation has none for the output that it begins with.
+    """
+
+    def __init__(self, signer: ReceiptSigner, plan: GenerationPlan, index: int) -> None:
+        self.token_ids = array("I")
+        self.digests = array("Q")
+        self._signer = signer
+        self._plan = plan
+        self._index = index
+
+    def receipt(self, finished: pb.Finished) -> str:
+        """The receipt of a finished sample; empty if it has no output or has failed."""
+        if not self.token_ids or finished.reason in (types.FINISH_REASON_ERROR, types.FINISH_REASON_UNSPECIFIED):
+            return ""
+        return self._signer.sign(
+            {
+                **_facts(self._plan),
+                "sample": self._index,
+                "finish_reason": types.FinishReason.Name(finished.reason).removeprefix("FINISH_REASON_").lower(),
+                "num_prompt_tokens": len(self._plan.prompt.ids),
+                "num_output_tokens": len(self.token_ids),
+                "first_digest": len(self.token_ids) - len(self.digests),
+            },
+            Answer(self._plan.prompt.ids, self.token_ids, self.digests),
+        )
+
+
+def _facts(plan: GenerationPlan) -> dict[str, Any]:
+    """What is the same for all samples of a request."""
+    info, sampling = plan.model.info, plan.sampling
+    return {
+        **{name: getattr(info, name) for name in MODEL_FACTS},
+        "determinism": types.Determinism.Name(info.determinism).removeprefix("DETERMINISM_").lower(),
+        "adapter": plan.model.adapter_digest.hex(),
+        "request_id": plan.request_id,
+        "seed": sampling.params.seed,
+        "sampling": _fields(sampling.params),
+        "stop": _fields(sampling.stop),
+        "bad_words_ids": [list(ids) for ids in sampling.bad_words_ids],
+    }
+
+
+def _fields(message: Message) -> dict[str, Any]:
+    found: dict[str, Any] = MessageToDict(message, preserving_proto_field_name=True)
+    return found

@@ -1,0 +1,198 @@
+"""Receipts of real services: honest ones are confirmed, each kind of forgery is detected."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from quire_client import AsyncClient, InvalidRequest, QuireError
+from quire_client.demo import demo_model_dir
+from safetensors.torch import load_file, save_file
+
+from request_fields.receipts import Answer, Receipt, parse_receipt, private_key, receipt_text
+from tests.processes.stack import Stack
+from worker_svc.verify import CONFIRMED, REFUTED, UNDECIDED, Verifier
+
+FLAGS = ("--num-blocks", "160", "--max-num-seqs", "8")
+NUM_PROMPT = 20
+
+
+def openssl_key(path: Path) -> Path:
+    subprocess.run(["openssl", "genpkey", "-algorithm", "ed25519", "-out", path], check=True, capture_output=True)
+    return path
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[list[Receipt], Path]]:
+    """Receipts of requests with many kinds of parameters, some of them beside others, and the key that signed them."""
+    folder = tmp_path_factory.mktemp("receipts")
+    key = openssl_key(folder / "key.pem")
+    with Stack(folder) as stack:
+        scheduler = stack.start_scheduler()
+        stack.start_worker(scheduler, demo_model_dir(), *FLAGS)
+        gateway = stack.start_gateway(scheduler, flags=("--receipt-key-file", str(key)))
+        plain = stack.start_gateway(scheduler)
+        yield [parse_receipt(text) for text in asyncio.run(answers(stack, gateway, plain))], key
+
+
+async def answers(stack: Stack, gateway: Any, plain: Any) -> list[str]:
+    async with await stack.connect(plain) as client:
+        with pytest.raises(QuireError, match="signs no receipts"):
+            await client.generate("a", max_tokens=1, receipt=True)
+    async with await stack.connect(gateway) as client:
+        with pytest.raises(InvalidRequest, match="best_of"):
+            await client.generate("a", max_tokens=1, receipt=True, best_of=3)
+        assert not (await client.generate("a", max_tokens=1)).samples[0].receipt
+        rng = random.Random(5)
+        results = await asyncio.gather(*(ask(client, rng, **options) for options in PARAMETERS))
+    return [sample.receipt for result in results for sample in result.samples]
+
+
+async def ask(client: AsyncClient, rng: random.Random, **options: Any) -> Any:
+    prompt = [rng.randrange(3, 2000) for _ in range(NUM_PROMPT)]
+    return await client.generate(token_ids=prompt, receipt=True, **{"max_tokens": 24, "ignore_eos": True, **options})
+
+
+PARAMETERS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0},
+    {"temperature": 1.0, "n": 3},
+    {"temperature": 0.7, "top_p": 0.8, "seed": 2**64 - 1, "logprobs": 3, "logprobs_mode": "processed"},
+    {"temperature": 1.3, "top_k": 40, "min_p": 0.02, "repetition_penalty": 1.3, "presence_penalty": 0.4},
+    {
+        "logit_bias": {7: 3.0},
+        "banned_token_ids": [9, 10],
+        "min_tokens": 12,
+        "stop_token_ids": [11],
+        "ignore_eos": False,
+    },
+    {"regex": "[a-f]{3,9}-[0-9]{2}", "ignore_eos": False},
+    {"stop": ["e"], "bad_words": ["the", "is"]},
+    {"max_tokens": 80, "temperature": 0.9},
+)
+
+
+@pytest.fixture(scope="module")
+def verifier() -> Verifier:
+    return Verifier(demo_model_dir())
+
+
+def resigned(receipt: Receipt, key: Path, answer: Answer | None = None, **payload: Any) -> Receipt:
+    """A receipt that the holder of the key changed and signed again."""
+    facts = {name: value for name, value in receipt.payload.items() if not name.endswith("_sha256")}
+    return parse_receipt(receipt_text({**facts, **payload}, answer or receipt.answer, private_key(key.read_bytes())))
+
+
+def test_honest_receipts_are_confirmed(made: tuple[list[Receipt], Path], verifier: Verifier) -> None:
+    receipts, _ = made
+    assert len(receipts) == len(PARAMETERS) + 2
+    for receipt in receipts:
+        verdict = verifier.verify(receipt)
+        assert verdict.code == CONFIRMED, (verdict.reason, receipt.payload["sampling"])
+        assert verifier.verify(receipt, first=3, last=5).code == CONFIRMED
+
+
+def test_forgeries_are_refuted(made: tuple[list[Receipt], Path], verifier: Verifier, tmp_path: Path) -> None:
+    receipts, key = made
+    sampled = receipts[1]
+    ids = sampled.answer.token_ids
+    edited = Answer(
+        sampled.answer.prompt_token_ids, ids[:6] + type(ids)("I", [ids[6] ^ 1]) + ids[7:], sampled.answer.logits_digests
+    )
+    forged = parse_receipt(as_text(sampled, signed=sampled.signed.replace(b'"sample": 0', b'"sample": 1')))
+    for name, receipt in {
+        "an edited token, signed again": resigned(sampled, key, edited),
+        "another seed": resigned(sampled, key, seed=sampled.payload["seed"] ^ 1),
+        "another sample": resigned(sampled, key, sample=sampled.payload["sample"] + 1),
+        "another temperature": resigned(sampled, key, sampling={**sampled.payload["sampling"], "temperature": 0.5}),
+        "another quantization": resigned(sampled, key, quantization="int8"),
+        "a changed payload": forged,
+        "an edited token": parse_receipt(as_text(sampled, answer=edited)),
+        "weights that it names wrongly": resigned(sampled, key, weights_digest="0" * 32),
+    }.items():
+        verdict = verifier.verify(receipt)
+        assert verdict.code == REFUTED, name
+        assert verdict.reason
+    other = Verifier(
+        demo_model_dir(),
+        public_key=private_key(openssl_key(tmp_path / "k").read_bytes()).public_key().public_bytes_raw(),
+    )
+    assert "another key" in other.verify(sampled).reason
+
+
+def as_text(receipt: Receipt, signed: bytes | None = None, answer: Answer | None = None) -> str:
+    """A receipt whose parts were replaced without the key."""
+    own = json.loads(receipt_text({}, answer or receipt.answer, _AnyKey()))
+    kept = json.loads(receipt_text({}, receipt.answer, _AnyKey(receipt.signature, receipt.public_key)))
+    return json.dumps(
+        {
+            **own,
+            **{name: kept[name] for name in ("signature", "public_key")},
+            "payload": (signed or receipt.signed).decode(),
+        }
+    )
+
+
+class _AnyKey:
+    def __init__(self, signature: bytes = b"", public_key: bytes = b"") -> None:
+        self._signature, self._public_key = signature, public_key
+
+    def sign(self, data: bytes) -> bytes:
+        return self._signature
+
+    def public_key(self) -> _AnyKey:
+        return self
+
+    def public_bytes_raw(self) -> bytes:
+        return self._public_key
+
+
+def test_one_changed_weight_is_found_even_if_the_digest_is_kept(
+    made: tuple[list[Receipt], Path], tmp_path: Path
+) -> None:
+    receipts, key = made
+    folder = shutil.copytree(demo_model_dir(), tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    name = next(name for name in weights if "layers.1" in name and "down_proj" in name)
+    weights[name][3, 5] += torch.tensor(0.5, dtype=weights[name].dtype)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    changed = Verifier(folder)
+    verdict = changed.verify(receipts[0])
+    assert (verdict.code, "weights" in verdict.reason) == (REFUTED, True)
+    info = changed._loaded[1].info  # type: ignore[index]
+    lied = [resigned(one, key, weights_digest=info.weights_digest, revision=info.revision) for one in receipts]
+    assert {changed.verify(one).code for one in lied} == {REFUTED}
+
+
+def test_what_cannot_be_decided_says_so(made: tuple[list[Receipt], Path], verifier: Verifier) -> None:
+    receipts, key = made
+    for payload, words in (
+        ({"numerics": "cpu, aarch64 sve, float32"}, "computes with"),
+        ({"adapter": "00" * 16}, "--adapter"),
+        ({"determinism": "best_effort"}, "best_effort"),
+    ):
+        verdict = verifier.verify(resigned(receipts[0], key, **payload))
+        assert (verdict.code, words in verdict.reason) == (UNDECIDED, True)
+
+
+def test_the_commands(made: tuple[list[Receipt], Path], tmp_path: Path) -> None:
+    receipts, key = made
+    file = tmp_path / "receipts"
+    file.write_text("".join(f"{as_text(one)}\n" for one in receipts[:2]))
+    quire = [sys.executable, "-P", "-m", "quire_cli"]
+    shown = subprocess.run([*quire, "receipt", "show", file, "--json"], capture_output=True, text=True, check=True)
+    assert [json.loads(line)["signature"] for line in shown.stdout.splitlines()] == ["valid", "valid"]
+    command = [*quire, "verify", file, "--model", demo_model_dir(), "--public-key", key]
+    checked = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert checked.returncode == 0, checked.stderr
+    assert [json.loads(line)["verdict"] for line in checked.stdout.splitlines()] == ["confirmed", "confirmed"]
+    file.write_text("nothing\n")
+    assert subprocess.run([*quire, "verify", file, "--model", demo_model_dir()], check=False).returncode == 2
