@@ -185,7 +185,7 @@ class Recomputation:
         return output
 
     def _num_blocks(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._info.block_size)
+        return -(-num_tokens // int(self._info.block_size))
 
     def _step(
         self,

@@ -59,7 +59,8 @@ def check_generate(
         grammar = grammar_of(request.sampling)
     check_priority(request.scheduling.priority, limits)
     _check_logprobs(request.output, limits.max_logprobs)
-    _check_forced(request)
+    if request.sampling.num_forced_tokens:
+        _check_forced(request)
     if request.receipt:
         _prepare_receipt(request, limits)
     asks = request.output.HasField("logprobs") or request.output.HasField("prompt_logprobs")
@@ -90,8 +91,6 @@ def _check_logprobs(output: pb.OutputParams, max_logprobs: int) -> None:
 def _check_forced(request: pb.GenerateRequest) -> None:
     """Forced tokens are those of one sample, and scored with the prompt."""
     sampling = request.sampling
-    if not sampling.num_forced_tokens:
-        return
     for field, is_wrong, words in (
         ("output.prompt_logprobs", not request.output.HasField("prompt_logprobs"), "is unset; set it to score them"),
         ("sampling.n", max(sampling.n, sampling.best_of) > 1, "is above 1; send a request per sample"),

@@ -51,6 +51,7 @@ EXAMPLES: dict[Kind, tuple[Any, Any]] = {
 WITHOUT_BODY_FIELD = {
     "adapter",  # `model` names it
     "media",
+    "receipt",
     "resumable",
     "output.text",
     "output.token_ids",

@@ -86,7 +86,7 @@ void keep_top_groups(const Experts& e, float* keys) {
 // Scores of a token's experts. Returns what they are to be divided by.
 float score(const float* logits, const Experts& e, float* scores) {
   if (e.is_sigmoid) {
-    map_lanes(logits, scores, e.num_experts, sigmoid16);
+    map_lanes(logits, scores, e.num_experts, [](v16 x) { return sigmoid16(x); });
     return 1.f;
   }
   float top = logits[0], total = 0.f;
