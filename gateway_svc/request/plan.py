@@ -131,7 +131,7 @@ def plan_generation(
             ids = ids[-request.truncate_prompt_tokens :]
         check_token_ids("prompt", ids, model)
     check_determinism(request.scheduling.determinism, model)
-    if request.sampling.num_forced_tokens >= max(1, len(ids)):
+    if request.sampling.num_forced_tokens and request.sampling.num_forced_tokens >= len(ids):
         words = f"is {request.sampling.num_forced_tokens}; must be less than the prompt's {len(ids)} tokens"
         raise invalid("sampling.num_forced_tokens", words)
     start = encoder.decoder_start(request.prompt, model)

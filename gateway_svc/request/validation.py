@@ -22,7 +22,7 @@ from svc_common.errors import NotConfiguredError
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 DEFAULT_MAX_LOGPROBS = 20
-LOGPROBS_MODES = {"raw": types.LOGPROBS_MODE_RAW, "processed": types.LOGPROBS_MODE_PROCESSED}
+LOGPROBS_MODES = {"raw": types.LOGPROBS_MODE_UNSPECIFIED, "processed": types.LOGPROBS_MODE_PROCESSED}
 MAX_ABORT_IDS = 10_000
 MAX_ID_CHARS_SHOWN = 80
 
@@ -33,7 +33,7 @@ class RequestLimits:
 
     min_priority: int = -1000
     max_logprobs: int = DEFAULT_MAX_LOGPROBS
-    logprobs_mode: types.LogprobsMode.ValueType = types.LOGPROBS_MODE_RAW  # of requests that do not choose
+    logprobs_mode: types.LogprobsMode.ValueType = types.LOGPROBS_MODE_UNSPECIFIED  # the default
     signs_receipts: bool = False
 
 
@@ -44,7 +44,7 @@ def check_generate(
     request: pb.GenerateRequest, limits: RequestLimits = DEFAULT_LIMITS, *, is_new: bool = True
 ) -> Grammar | None:
     """All checks that do not depend on the model. Returns the grammar, not compiled. A record sets every field, so how
-    fields are combined is checked only in a new request. Sets `logprobs_mode` if the request needs it and does not.
+    fields are combined is checked only in a new request. Sets `logprobs_mode` if the gateway has a default and the request has none.
 
     Raises InvalidRequestError.
     """
@@ -63,8 +63,7 @@ def check_generate(
         _check_forced(request)
     if request.receipt:
         _prepare_receipt(request, limits)
-    asks = request.output.HasField("logprobs") or request.output.HasField("prompt_logprobs")
-    if asks and not request.sampling.logprobs_mode:
+    if is_new and limits.logprobs_mode and not request.sampling.logprobs_mode:
         request.sampling.logprobs_mode = limits.logprobs_mode
     return grammar
 
