@@ -97,7 +97,7 @@ def test_figures_and_words_match_the_code() -> None:
     assert f"exit code {ranks.EXIT_RANK_LOST}" in PAGE
     assert MAX_OUT_OF_MEMORY_STEPS == 3
     assert "the third such step" in PAGE
-    assert "has numerics 'cuda/triton, sm_90, 1 rank'" in PAGE
+    assert "has numerics 'cuda/triton, sm_90, triton 3.7.1 ptxas 12.8.93 kernels" in PAGE
     assert device_numerics("cuda/triton", ranks.torch.device("cpu"), 1) == "cuda/triton, interpreted, 1 rank"
     extras = (ROOT / "pyproject.toml").read_text()
     assert all(f"\n{name} = [" in extras for name in re.findall(r"'\.\[(\w+)\]'", PAGE))

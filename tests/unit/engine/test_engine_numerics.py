@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import re
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,9 @@ import torch
 from tests.unit.engine.models import make_model
 from worker_svc.engine.config import EngineConfig
 from worker_svc.engine.cpu import backend as cpu_backend
+from worker_svc.engine.kernels import numerics
 from worker_svc.engine.kernels.machine import instruction_sets
-from worker_svc.engine.kernels.numerics import build, cpu_numerics, device_numerics
+from worker_svc.engine.kernels.numerics import build, cpu_numerics, device_numerics, gpu_compiler
 from worker_svc.engine.model_runner import ModelRunner
 
 
@@ -54,10 +56,31 @@ def test_a_worker_on_a_chosen_path_announces_nothing_else(tmp_path, kernel_build
 
 def test_ranks_are_part_of_the_kind_of_a_gpu_worker(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(numerics, "gpu_compiler", lambda capability: f"compiler of {capability}")
     device = torch.device("cuda", 0)
-    assert device_numerics("cuda/triton", device, 1) == "cuda/triton, sm_90, 1 rank"
-    assert device_numerics("cuda/triton", device, 2) == "cuda/triton, sm_90, 2 ranks"
-    assert device_numerics("cuda/triton", device, 1, {"fp8"}) == "cuda/triton, sm_90, 1 rank, fp8 weights"
+    kind = "cuda/triton, sm_90, compiler of 90"
+    assert device_numerics("cuda/triton", device, 1) == f"{kind}, 1 rank"
+    assert device_numerics("cuda/triton", device, 2) == f"{kind}, 2 ranks"
+    assert device_numerics("cuda/triton", device, 1, {"fp8"}) == f"{kind}, 1 rank, fp8 weights"
+
+
+def test_kernels_that_compile_differently_are_another_kind(tmp_path, monkeypatch):
+    pytest.importorskip("triton")
+    kernel, tiles = tmp_path / "kernels" / "sampler" / "pick.py", tmp_path / "tiles.py"
+    kernel.parent.mkdir(parents=True)
+    kernel.write_text("a")
+    tiles.write_text("64")
+    monkeypatch.setattr(numerics, "GPU_SOURCES", (tmp_path / "kernels", tiles))
+    kinds = [gpu_compiler.__wrapped__(90)]
+    assert re.fullmatch(r"triton [\d.]+ ptxas [\d.]+ kernels [0-9a-f]{16}", kinds[0])
+    for path in (kernel, tiles):
+        path.write_text("b")
+        kinds.append(gpu_compiler.__wrapped__(90))
+    ptxas = "Cuda compilation tools, release 13.0, V13.0.48"
+    monkeypatch.setattr("triton.backends.nvidia.compiler.get_ptxas_version", lambda capability: ptxas)
+    kinds.append(gpu_compiler.__wrapped__(90))
+    assert "ptxas 13.0.48 " in kinds[-1]
+    assert len(set(kinds)) == 4
 
 
 def test_a_build_names_sources_and_libraries():

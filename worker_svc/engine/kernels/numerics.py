@@ -7,7 +7,8 @@ revision, and a scheduler refuses workers of another kind. Builds differ during 
 from __future__ import annotations
 
 import platform
-from collections.abc import Collection
+import re
+from collections.abc import Collection, Iterable
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -25,6 +26,7 @@ INSTRUCTION_SETS = (
 )  # fmt: skip
 BUILT_FROM = ("torch", "triton")
 SOURCES = Path(__file__).parents[1]  # the whole engine
+GPU_SOURCES = (SOURCES / "gpu" / "kernels", SOURCES / "gpu" / "attention" / "tiles.py")
 
 
 def cpu_numerics(backend: str, arithmetic: str, cpuinfo: Path = CPUINFO) -> str:
@@ -42,22 +44,41 @@ def device_numerics(
 ) -> str:
     """The kind of a GPU worker. Ranks sum partial results, so their number changes roundings. `formats`: of
     quantized weights that are multiplied as they are stored. `in_torch`: kernels that plain torch replaces."""
-    kind = "cpu" if in_torch else "interpreted"
+    kind, compiled = "cpu" if in_torch else "interpreted", list[str]()
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
-        kind = f"sm_{major}{minor}"
+        kind, compiled = f"sm_{major}{minor}", [gpu_compiler(10 * major + minor)]
     weights = [f"{name} weights" for name in sorted(formats)]
     replaced = [f"torch for {' '.join(in_torch)}"] if in_torch else []
-    return ", ".join((backend, kind, f"{num_ranks} rank{'s' if num_ranks > 1 else ''}", *weights, *replaced))
+    ranks = f"{num_ranks} rank{'s' if num_ranks > 1 else ''}"
+    return ", ".join((backend, kind, *compiled, ranks, *weights, *replaced))
+
+
+@cache
+def gpu_compiler(capability: int) -> str:
+    """What fixes the order of a GPU kernel's operations: the compilers, and the sources of kernels and tile sizes.
+    `capability`: 90 for sm_90.
+    """
+    from triton.backends.nvidia.compiler import get_ptxas_version
+
+    found = re.search(r"V(\d[\d.]*)", get_ptxas_version(capability))
+    sources = (path for root in GPU_SOURCES for path in (root.rglob("*.py") if root.is_dir() else (root,)))
+    ptxas = found.group(1) if found else "unknown"
+    return f"triton {_version('triton')} ptxas {ptxas} kernels {_digest(sources)}"
 
 
 @cache
 def build() -> str:
     """A digest of the engine's sources, and the versions of the libraries that compile or run it."""
+    sources = (path for kind in ("*.py", "*.cpp", "*.h") for path in SOURCES.rglob(kind))
+    return " ".join((f"engine-{_digest(sources)}", *(f"{name}-{_version(name)}" for name in BUILT_FROM)))
+
+
+def _digest(paths: Iterable[Path]) -> str:
     digest = xxhash.xxh3_64()
-    for path in sorted((*SOURCES.rglob("*.py"), *SOURCES.rglob("*.cpp"), *SOURCES.rglob("*.h"))):
+    for path in sorted(paths):
         digest.update(path.read_bytes())
-    return " ".join((f"engine-{digest.hexdigest()}", *(f"{name}-{_version(name)}" for name in BUILT_FROM)))
+    return digest.hexdigest()
 
 
 def _version(name: str) -> str:

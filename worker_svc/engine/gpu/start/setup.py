@@ -106,7 +106,19 @@ def find_device(config: EngineConfig, rank: int = 0) -> torch.device:
 
     if config.kernels == "torch" or triton.knobs.runtime.interpret:
         return torch.device("cpu")
-    raise BackendUnavailableError("no CUDA device was found; use --backend cpu")
+    raise BackendUnavailableError(f"no CUDA device was found: {_why_no_device()}; use --backend cpu")
+
+
+def _why_no_device() -> str:
+    """Torch's reason, for example a driver that is too old for the CUDA version of this torch."""
+    built_for = torch.version.cuda
+    if built_for is None:
+        return f"torch {torch.__version__} is built without CUDA"
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        return f"{str(error).strip().splitlines()[0]} (torch {torch.__version__} is built for CUDA {built_for})"
+    return f"torch {torch.__version__}, built for CUDA {built_for}, sees no GPU; check CUDA_VISIBLE_DEVICES"
 
 
 def _check_fp8(device: torch.device, setting: str, advice: str) -> None:
