@@ -11,6 +11,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.unit.engine.models import load_reference
+
 VOCAB_SIZE = 512
 MAX_MODEL_LEN = 1024
 EOS_ID = 2
@@ -145,7 +147,7 @@ class Reference:
     """The same checkpoint in transformers, one sequence at a time, in float32."""
 
     def __init__(self, folder: Path) -> None:
-        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self._model = load_reference(folder)
 
     def greedy(self, prompt: list[int], max_tokens: int, **settings: Any) -> list[int]:
         """The tokens of `generate` with these settings. Without `eos_token_id`, it does not stop early."""

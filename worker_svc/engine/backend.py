@@ -166,6 +166,8 @@ class AttentionShape:
     window: int | None = None
     is_causal: bool = True  # False: a token attends to all tokens of its row, also those after it
     bias: PositionBias | None = None  # added to scores after the soft cap
+    chunk: int | None = None  # a token attends to those from the last multiple of this position on
+    sinks: torch.Tensor | None = None  # float32 [q_heads] a further score of each softmax, of a key without value
 
     @classmethod
     def plain(cls, heads: HeadShape) -> AttentionShape:
@@ -194,6 +196,9 @@ class RotaryTable:
     cos: torch.Tensor
     sin: torch.Tensor
     axes: I64 | None = None  # [dims / 2] the axis whose position each frequency rotates by; None: there is one axis
+    q_scales: torch.Tensor | None = None  # float32 [max_model_len] queries are multiplied by it at the end
+    is_interleaved: bool = False  # neighbours are rotated together. False: the same places of two halves
+    is_first: bool = False  # heads are rotated before their norms. False: after them
 
 
 class Linear(Protocol):
@@ -299,8 +304,8 @@ class Backend(LinearMaker, Protocol):
         q_out: torch.Tensor,
         shape: HeadShape,
     ) -> None:
-        """Splits fused qkv [T, heads, dim]; norms and rotates q and k where given. Writes q to q_out [T, q_heads, dim],
-        k and v to the slots of the batch. A norm spans as many numbers as its weight has."""
+        """Splits fused qkv [T, heads, dim]; norms, rotates and scales q and k where given. Writes q to q_out
+        [T, q_heads, dim], k and v to the slots of the batch. A norm spans as many numbers as its weight has."""
         ...
 
     def paged_attention(
@@ -326,7 +331,7 @@ class Backend(LinearMaker, Protocol):
         ...
 
     def gated_activation(self, gate_up: torch.Tensor, out: torch.Tensor, activation: str) -> None:
-        """out [n, dim] = activation(gate) * up, for gate_up [n, 2 * dim]."""
+        """out [n, dim] = activation(gate) * up, for gate_up [n, 2 * dim]. `clamped_swiglu`: that of GPT-OSS."""
         ...
 
     def activation(self, x: torch.Tensor, activation: str) -> None:

@@ -6,6 +6,7 @@ that a wrong position, page or mask changes them far beyond rounding.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -89,22 +90,30 @@ def make_model(
     **overrides: Any,
 ) -> Path:
     """Writes a checkpoint to `folder` and returns it. `overrides` are fields of the architecture's config."""
-    config_class, model_class = CLASSES[architecture]
-    fields = DEFAULTS | FIELDS.get(architecture, {}) | overrides
-    if "head_dim" not in fields and architecture in ("qwen3", "mistral", "qwen3_moe", "mixtral"):
-        fields["head_dim"] = fields["hidden_size"] // fields["num_attention_heads"]
     torch.manual_seed(seed)
-    model = model_class(config_class(**fields))
+    model = CLASSES[architecture][1](_config(architecture, overrides))
     randomize(model, torch.Generator().manual_seed(seed))
     model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
     return folder
 
 
+def make_config(architecture: str, **overrides: Any) -> dict[str, Any]:
+    """The config.json of a checkpoint."""
+    return _config(architecture, overrides).to_dict() | {"architectures": [CLASSES[architecture][1].__name__]}
+
+
+def _config(architecture: str, overrides: dict[str, Any]) -> transformers.PreTrainedConfig:
+    fields = DEFAULTS | FIELDS.get(architecture, {}) | overrides
+    if "head_dim" not in fields and architecture in ("qwen3", "mistral", "qwen3_moe", "mixtral"):
+        fields["head_dim"] = fields["hidden_size"] // fields["num_attention_heads"]
+    return CLASSES[architecture][0](**fields)
+
+
 def load_reference(folder: Path, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
     """The checkpoint as transformers runs it; gated delta nets token by token, which is its more precise form."""
     qwen3_5.torch_chunk_gated_delta_rule = qwen3_5.torch_recurrent_gated_delta_rule
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
-    return model.eval()
+    (name,) = json.loads((folder / "config.json").read_text())["architectures"]
+    return getattr(transformers, name).from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
 
 
 @torch.no_grad()
@@ -114,6 +123,8 @@ def randomize(model: torch.nn.Module, generator: torch.Generator) -> None:
             parameter.uniform_(1.0, 2.0, generator=generator)
         elif "norm" in name or ".ln_" in name:
             parameter.uniform_(0.5, 1.5, generator=generator)
+        elif name.endswith("sinks"):
+            parameter.normal_(0.0, 2.0, generator=generator)
         elif name.endswith("bias"):
             parameter.normal_(0.0, 0.5, generator=generator)
         elif "embed_tokens" in name or ".wte." in name or ".wpe." in name:
@@ -124,4 +135,5 @@ def randomize(model: torch.nn.Module, generator: torch.Generator) -> None:
         if name.endswith("correction_bias"):  # as wide as the scores, so that it changes the choice
             buffer.normal_(0.0, 0.3, generator=generator)
     if model.config.tie_word_embeddings:  # the head has unit gain too
-        model.get_input_embeddings().weight.mul_(model.config.hidden_size**-0.5)
+        embedding = model.get_input_embeddings().weight
+        embedding.mul_(embedding.shape[1] ** -0.5)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from worker_svc.engine.backend import AttentionShape, ForwardBatch, HeadShape, K
 from worker_svc.engine.cpu.backend import CpuBackend
 from worker_svc.engine.cpu.backends import make_backend
 from worker_svc.engine.decoder.kv_cache import KVCachePool
-from worker_svc.engine.decoder.rotary import Rotary
+from worker_svc.engine.decoder.rotary import QueryScaling, Rotary
 
 DTYPES = {torch.float32: 2e-5, torch.bfloat16: 2e-2}  # largest difference allowed for values of magnitude 1
 
@@ -84,7 +85,11 @@ def test_activation_and_soft_cap(backends, randn, dtype, dim):
     x = (randn(200, dim) * 9).to(dtype)
     x[0, 0], x[1, 0] = 300.0, -300.0
     kernels, reference = backends
-    for apply in (lambda b, y: b.activation(y, "gelu_tanh"), lambda b, y: b.soft_cap(y, 5.0)):
+    for apply in (
+        lambda b, y: b.activation(y, "gelu_tanh"),
+        lambda b, y: b.activation(y, "relu2"),
+        lambda b, y: b.soft_cap(y, 5.0),
+    ):
         found, expected = x.clone(), x.clone()
         apply(kernels, found)
         apply(reference, expected)
@@ -93,7 +98,7 @@ def test_activation_and_soft_cap(backends, randn, dtype, dim):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [7, 32, 100])
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "clamped_swiglu"])
 def test_gated_activation(backends, randn, dtype, dim, activation):
     gate_up = (randn(200, 2 * dim) * 5).to(dtype)
     gate_up[0, 0], gate_up[1, 0] = 200.0, -200.0
@@ -164,6 +169,19 @@ SHAPES = [HeadShape(4, 4, 32), HeadShape(8, 2, 64), HeadShape(6, 1, 128), HeadSh
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"{s.num_q_heads}x{s.num_kv_heads}x{s.head_dim}")
 @pytest.mark.parametrize("block_size", [2, 16, 64])
 def test_attention_of_mixed_batches(backends, randn, dtype, shape, block_size):
+    check_attention(backends, randn, dtype, AttentionShape.plain(shape), block_size)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [HeadShape(6, 2, 24), HeadShape(8, 2, 64)], ids=["24", "64"])
+@pytest.mark.parametrize("more", [{"window": 40}, {"chunk": 24}, {"soft_cap": 3.0}, {}], ids=str)
+def test_attention_with_sinks(backends, randn, dtype, shape, more):
+    sinks = randn(shape.num_q_heads) * 4
+    check_attention(backends, randn, dtype, replace(AttentionShape.plain(shape), sinks=sinks, **more), 16)
+
+
+def check_attention(backends, randn, dtype, attention, block_size):
+    shape = attention.heads
     query_lens, context_lens = [1, 37, 1, 5, 1, 140], [0, 0, 300, 127, 128, 33]
     pool = KVCachePool([KVLayout.of(shape)], 2048 // block_size, block_size, dtype)
     keys, values = pool.layer(0)
@@ -173,7 +191,6 @@ def test_attention_of_mixed_batches(backends, randn, dtype, shape, block_size):
     q = randn(len(batch.positions), shape.num_q_heads, shape.head_dim).to(dtype)
     outs = [torch.empty_like(q) for _ in backends]
     kernels, reference = backends
-    attention = AttentionShape(shape, shape.head_dim**-0.5)
     kernels.paged_attention(q, kernel_layout(kernels, keys, values), batch, outs[0], attention)
     reference.paged_attention(q, (keys, values), batch, outs[1], attention)
     assert_close(outs[0], outs[1], dtype)
@@ -185,6 +202,23 @@ def test_attention_of_mixed_batches(backends, randn, dtype, shape, block_size):
 @pytest.mark.parametrize("block_size", [8, 16])
 @pytest.mark.parametrize("unrotated", [0, 4, None], ids=["whole", "part", "none"])
 def test_qk_norm_rope_store(backends, randn, dtype, norm, shape, block_size, unrotated):
+    check_rope_store(backends, randn, dtype, norm, shape, block_size, unrotated)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("norm", ["rms", None])
+@pytest.mark.parametrize("unrotated", [0, 4], ids=["whole", "part"])
+@pytest.mark.parametrize(
+    "style",
+    [{"is_interleaved": True}, {"is_first": True}, {"is_interleaved": True, "is_first": True},
+     {"q_scaling": QueryScaling(0.4, 16, 1)}],
+    ids=["interleaved", "first", "both", "scaled"],
+)  # fmt: skip
+def test_styles_of_rotation(backends, randn, dtype, norm, unrotated, style):
+    check_rope_store(backends, randn, dtype, norm, HeadShape(3, 1, 18), 8, unrotated, **style)
+
+
+def check_rope_store(backends, randn, dtype, norm, shape, block_size, unrotated, **style):
     norms, widths = None, (shape.head_dim, shape.head_dim)
     if norm == "wide":  # over all heads
         norm, widths = "rms", (shape.num_q_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim)
@@ -193,7 +227,7 @@ def test_qk_norm_rope_store(backends, randn, dtype, norm, shape, block_size, unr
     table = None
     if unrotated is not None:
         dims = shape.head_dim - unrotated
-        table = Rotary(1.0 / 1e4 ** (torch.arange(0, dims, 2).float() / dims)).table(256)
+        table = Rotary(1.0 / 1e4 ** (torch.arange(0, dims, 2).float() / dims), **style).table(256)
     results = []
     qkv = randn(120, (shape.num_q_heads + 2 * shape.num_kv_heads) * shape.head_dim).to(dtype)
     for backend in backends:

@@ -17,11 +17,14 @@ from worker_svc.engine.checkpoint.model_folder import CheckpointError
 NormKind = Literal["rms", "rms_offset", "layer"]
 TowerKind = Literal["qwen2_vl", "qwen2_5_vl", "qwen3_vl"]
 MropeKind = Literal["sections", "interleaved"]
-WindowRule = Literal["none", "opt_in", "opt_in_all", "opt_in_even", "last", "all", "even", "five_of_six"]
+WindowRule = Literal["none", "opt_in", "opt_in_all", "opt_in_even", "last", "all", "even", "pattern", "chunked"]
 RecurrenceName = Literal["gated_delta", "mamba2", "short_conv"]
 Role = Literal["q", "k", "v", "o", "gate", "up", "down", "router", "head", "state"]
 SharedKind = Literal["none", "whole", "gated"]  # a shared expert, and whether its output has a gate
-QkNormScope = Literal["head", "projection"]  # what one norm of queries or keys spans
+QkNormScope = Literal["head", "projection", "rotated_head"]  # what one norm of queries or keys spans
+# Which layers are rotated: those with a 1 in `no_rope_layers`, those with a window, or all if `position_embedding_type`
+# says so.
+RotationRule = Literal["all", "listed", "windows", "windows_if_any", "embedding_type"]
 
 # The norms that a layer may have, in their order; decoder/forward.py says where. The names are those of transformers.
 LAYER_NORMS = (
@@ -63,14 +66,19 @@ class Names:
     post_attention_layernorm: str = ""  # of the attention output, before it is added
     pre_feedforward_layernorm: str = "post_attention_layernorm"  # before the feed-forward part
     post_feedforward_layernorm: str = ""  # of the feed-forward output, before it is added
-    q_norm: str = "self_attn.q_norm"
+    q_norm: str = "self_attn.q_norm"  # empty: it has no weights
     k_norm: str = "self_attn.k_norm"
+    sinks: str = ""  # the tensor itself
     router: str = "mlp.gate"
     correction: str = "mlp.gate.e_score_correction_bias"  # the tensor itself
     shared_gate: str = "mlp.shared_expert_gate"
     experts: str = "mlp.experts.{}."
     shared: str = "mlp.shared_experts."
-    expert_linears: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    expert_linears: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")  # or two names, the first of gate and up
+    shared_linears: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
+    has_stacked_experts: bool = False  # a tensor [experts, in, out] has those of all experts; no `.weight`
+    has_gates_in_turns: bool = False  # outputs of gate and up alternate
+    unused: tuple[str, ...] = ()  # beginnings of the names of tensors that are not computed
     is_transposed: bool = False  # linear weights are stored as [in, out]
     recurrent: RecurrentNames | None = None  # of layers that keep a state
 
@@ -146,9 +154,16 @@ class Architecture:
     may_need: frozenset[str] = frozenset()  # features that config.json decides, beside those that the row implies
     qk_norm: QkNormScope | None = None  # norms of queries and keys, unless `use_qk_norm` is false
     has_qkv_bias: bool | None = None  # None: `attention_bias`
-    has_o_bias: bool | None = None  # None: `attention_bias`
+    has_o_bias: bool | None = None  # None: `attention_out_bias`, or `attention_bias`
     has_mlp_bias: bool | None = False  # None: `mlp_bias`
+    has_expert_bias: bool = False  # of experts and router
+    has_norm_bias: bool = True  # of LayerNorm
     norm: NormKind = "rms"
+    rotated: RotationRule = "all"
+    is_interleaved: bool = False  # neighbours are rotated together
+    rotates_first: bool = False  # before the norms of queries and keys
+    is_parallel: bool = False  # the feed-forward part reads the input of the layer
+    activation: str | None = None  # None: `hidden_act`
     is_gated: bool = True  # the feed-forward part has a gate
     windows: WindowRule = "opt_in"  # layers with a sliding window, if config.json has no `layer_types`
     experts: ExpertFamily | None = None
@@ -187,6 +202,14 @@ GEMMA2 = Architecture(
     fixed={"use_bidirectional_attention": False},
     fields={"hidden_act": "hidden_activation"},
     names=GEMMA_NAMES,
+)
+MISTRAL = Architecture(
+    "Mistral",
+    WINDOWS,
+    has_qkv_bias=False,
+    has_o_bias=False,
+    windows="all",
+    defaults={"sliding_window": 4096, "num_key_value_heads": 8},
 )
 QWEN2_VL = Architecture(
     "Qwen2-VL",
@@ -243,14 +266,7 @@ ARCHITECTURES = {
         defaults={"num_key_value_heads": 32, "sliding_window": 4096},
     ),
     "LlamaForCausalLM": Architecture("Llama 2 and 3", has_mlp_bias=None, windows="none"),
-    "MistralForCausalLM": Architecture(
-        "Mistral",
-        WINDOWS,
-        has_qkv_bias=False,
-        has_o_bias=False,
-        windows="all",
-        defaults={"sliding_window": 4096, "num_key_value_heads": 8},
-    ),
+    "MistralForCausalLM": MISTRAL,
     "Phi3ForCausalLM": Architecture(
         "Phi-3, Phi-3.5 and Phi-4",
         WINDOWS | {"partial_rotary"},
@@ -265,12 +281,13 @@ ARCHITECTURES = {
         GEMMA2,
         models="Gemma 3, text only",
         qk_norm="head",
-        windows="five_of_six",
+        windows="pattern",
         defaults={
             **GEMMA2.defaults,
             "final_logit_softcapping": None,
             "rope_theta": 1e6,
             "rope_local_base_freq": 1e4,
+            "sliding_window_pattern": 6,
         },
         ignored=frozenset({"attn_logit_softcapping"}),
     ),

@@ -17,7 +17,12 @@ QUANTIZED_DTYPES = ("I8", "F8_E4M3")
 
 
 # A model with a tower nests the tensors of its decoder.
-NESTED = {"model.language_model.": "model.", "model.visual.": "visual."}
+NESTED = {
+    "model.language_model.": "model.",
+    "model.visual.": "visual.",
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+}
 
 
 class CheckpointError(ValueError):

@@ -11,6 +11,7 @@ from worker_svc.engine.checkpoint.families import Architecture
 from worker_svc.engine.checkpoint.model_folder import CheckpointError
 
 FLOATS = ("float32", "bfloat16", "float16")
+MXFP4_GROUP = 32  # inputs that have a scale in common
 WORD_BITS = 32  # of a packed tensor
 INPUT_SCALE = "input_scale"
 LINEAR = "Linear"  # the target that stands for all linear layers
@@ -37,6 +38,7 @@ FORMATS = (
     ),
     ("fp8", "fp8 (e4m3) per tensor, or per block (`weight_block_size`)", IN_DTYPE, FP8_STORED),
     ("gptq", "int4 and int8, any `group_size`, `desc_act`, `sym`; `gptq` and `gptq_v2`", IN_DTYPE, INT4_STORED),
+    ("mxfp4", "experts of GPT-OSS: fp4 (e2m1), a power of two per 32 inputs", IN_DTYPE, "no"),
     ("awq", "int4, any `group_size`, layout `gemm` of AutoAWQ", IN_DTYPE, INT4_STORED),
 )
 
@@ -119,7 +121,21 @@ class Packed:
             )
 
 
-Scheme = Scaled | Packed
+@dataclass(frozen=True, slots=True)
+class Mxfp4:
+    """4 bits per weight (E2M1), two in a byte, and a power of two for 32 inputs. The tensors hold all experts of a
+    layer."""
+
+    def parts(self, outputs: int, inputs: int) -> dict[str, StoredTensor]:
+        """The tensors of one expert by name, without the name of the layer."""
+        groups = inputs // MXFP4_GROUP
+        return {
+            "blocks": StoredTensor((outputs, groups, MXFP4_GROUP // 2), ("uint8",)),
+            "scales": StoredTensor((outputs, groups), ("uint8",)),
+        }
+
+
+Scheme = Scaled | Packed | Mxfp4
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,11 +277,16 @@ def _is_int8_per_token(inputs: dict[str, Any]) -> bool:
     return found == {"type": "int", "symmetric": True, "strategy": "token", "num_bits": 8}
 
 
+def _mxfp4(fields: dict[str, Any]) -> QuantizationConfig:
+    return QuantizationConfig((((r"re:.*\.experts\.",), Mxfp4()),), _entries(fields, "modules_to_not_convert"))
+
+
 METHODS: dict[str, Callable[[dict[str, Any]], QuantizationConfig]] = {
     "compressed-tensors": _compressed_tensors,
     "fp8": _fp8,
     "gptq": _gptq,
     "awq": _awq,
+    "mxfp4": _mxfp4,
 }
 
 

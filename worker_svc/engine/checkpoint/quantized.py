@@ -7,10 +7,20 @@ from dataclasses import dataclass
 import torch
 
 from worker_svc.engine.checkpoint.model_folder import CheckpointError
-from worker_svc.engine.checkpoint.quantization_config import FLOATS, WORD_BITS, Packed, Scaled, Scheme
+from worker_svc.engine.checkpoint.quantization_config import (
+    FLOATS,
+    MXFP4_GROUP,
+    WORD_BITS,
+    Mxfp4,
+    Packed,
+    Scaled,
+    Scheme,
+)
 from worker_svc.engine.checkpoint.tensors import Checkpoint
 from worker_svc.engine.kernels.torch_linear import Int8Rows
 
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+E8M0_BIAS = 127  # of the exponent of a scale
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the output, of eight, that each 4 bits of a word belong to
 
 
@@ -20,11 +30,28 @@ def read_weight(checkpoint: Checkpoint, name: str, scheme: Scheme, shape: tuple[
         parts = _read(checkpoint, name, scheme, shape)
         weight, scales = parts["weight"].float(), parts[scheme.scale].float()
         return weight.mul_(_spread(scales, shape, scheme.block))
+    if isinstance(scheme, Mxfp4):
+        raise CheckpointError(f"{name}: only stacked experts are read as mxfp4; the checkpoint lacks {name}.weight")
     scheme.check_size(name, *shape)
     parts = _read(checkpoint, name, scheme, shape)
     if scheme.layout == "compressed":
         return _compressed(name, scheme, parts, shape)
     return _with_zeros(name, scheme, parts, shape[1])
+
+
+def read_mxfp4(
+    checkpoint: Checkpoint, name: str, scheme: Mxfp4, shape: tuple[int, int, int], expert: int
+) -> torch.Tensor:
+    """The weight [out, in] of one of `shape[0]` experts in float32, which holds all its numbers exactly."""
+    count, outputs, inputs = shape
+    if inputs % MXFP4_GROUP:
+        raise CheckpointError(f"{name}: {inputs} inputs do not fill groups of {MXFP4_GROUP}, which mxfp4 requires")
+    blocks, scales = (
+        checkpoint.tensor(f"{name}_{part}", (count, *stored.shape), None, (torch.uint8,))[expert]
+        for part, stored in scheme.parts(outputs, inputs).items()
+    )
+    values = torch.stack((E2M1[(blocks & 15).long()], E2M1[(blocks >> 4).long()]), -1).flatten(-2)
+    return torch.ldexp(values, scales[..., None].int() - E8M0_BIAS).view(outputs, inputs)
 
 
 def read_int8_rows(checkpoint: Checkpoint, name: str, scheme: Scaled, shape: tuple[int, int]) -> Int8Rows:

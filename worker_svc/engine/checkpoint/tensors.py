@@ -90,10 +90,10 @@ class Checkpoint:
             self._digest.add(name, tensor)
         return tensor if dtype is None else tensor.to(dtype)
 
-    def check_names(self, expected: Iterable[str], ignored: Iterable[str], unread: tuple[str, ...] = ()) -> None:
+    def check_names(self, expected: Iterable[str], ignored: Iterable[str], unread: Iterable[str] = ()) -> None:
         """Raises CheckpointError unless the tensors are exactly `expected`; names that end in one of `ignored` or begin
         with one of `unread` are allowed."""
-        wanted, endings = set(expected), tuple(ignored)
+        wanted, endings, starts = set(expected), tuple(ignored), tuple(unread)
         missing = sorted(wanted - self._file_of.keys())
         if missing:
             raise CheckpointError(
@@ -101,7 +101,7 @@ class Checkpoint:
                 f"the download of {self.folder} is incomplete or config.json belongs to another model"
             )
         others = self._file_of.keys() - wanted
-        unexpected = sorted(name for name in others if not (name.endswith(endings) or name.startswith(unread)))
+        unexpected = sorted(name for name in others if not (name.endswith(endings) or name.startswith(starts)))
         if unexpected:
             shape = list(self.shape(unexpected[0]))
             raise CheckpointError(

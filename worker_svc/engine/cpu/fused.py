@@ -34,7 +34,7 @@ _LONG = ctypes.c_int64
 
 Structs = ctypes.Array[LinearStruct]
 
-ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
+ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu2": 3, "clamped_swiglu": 4}
 SHARED_KINDS = {"none": 0, "whole": 1, "gated": 2}
 NORM_KINDS = {"rms": 0, "rms_offset": 1, "layer": 2}
 
@@ -44,7 +44,12 @@ class _NormStruct(ctypes.Structure):
 
 
 class _RotaryStruct(ctypes.Structure):
-    _fields_ = (("cos", _POINTER), ("sin", _POINTER), ("dims", _LONG))
+    _fields_ = (
+        *((name, _POINTER) for name in ("cos", "sin")),
+        ("dims", _LONG),
+        ("q_scales", _POINTER),
+        *((name, _LONG) for name in ("is_interleaved", "is_first")),
+    )
 
 
 class _ExpertsStruct(ctypes.Structure):
@@ -62,8 +67,8 @@ class _LayerStruct(ctypes.Structure):
         *((name, _POINTER) for name in ("q_norm", "k_norm")),
         *((name, _LONG) for name in ("q_width", "k_width")),
         ("rotary", _RotaryStruct),
-        ("window", _LONG),
-        *((name, _POINTER) for name in ("k_cache", "v_cache")),
+        *((name, _LONG) for name in ("window", "chunk")),
+        *((name, _POINTER) for name in ("sinks", "k_cache", "v_cache")),
         *((name, _LONG) for name in ("q_heads", "kv_heads", "head_dim")),
         ("recurrence", _POINTER),
         *((name, _LONG) for name in ("mixed_width", "has_gate")),
@@ -72,7 +77,7 @@ class _LayerStruct(ctypes.Structure):
 
 class _OpStruct(ctypes.Structure):
     _fields_ = (
-        *((name, _LONG) for name in ("kind", "layer", "site", "adds_residual")),
+        *((name, _LONG) for name in ("kind", "layer", "site", "adds_residual", "adds_output")),
         ("norm", _NormStruct),
         ("linear", LinearStruct),
         ("experts", _ExpertsStruct),
@@ -86,7 +91,8 @@ class _ModelStruct(ctypes.Structure):
         ("head", LinearStruct),
         *((name, _LONG) for name in ("num_layers", "num_ops", "hidden", "inner", "qkv", "q", "mixed")),
         *((name, _LONG) for name in ("block_size", "norm_kind", "activation", "is_gated", "is_bf16", "threads")),
-        *((name, ctypes.c_float) for name in ("eps", "scale", "embedding_scale", "attention_cap", "logit_cap")),
+        *((name, ctypes.c_float) for name in ("eps", "scale", "embedding_scale", "residual_scale", "logit_scale")),
+        *((name, ctypes.c_float) for name in ("attention_cap", "logit_cap")),
     )
 
 
@@ -109,7 +115,8 @@ PLACE = torch.empty(1)  # stands for a tensor that is in the workspace
 class _Recorder:
     """Records the operations of a pass instead of computing them; see `StepOperations`."""
 
-    def __init__(self) -> None:
+    def __init__(self, residual_scale: float) -> None:
+        self._residual_scale = residual_scale
         self.ops: list[_OpStruct] = []
         self.experts_kept: list[tuple[Structs, Structs]] = []  # keeps alive the memory that the operations point to
 
@@ -122,8 +129,10 @@ class _Recorder:
     def embed(self) -> torch.Tensor:
         return self._record(EMBED)
 
-    def linear(self, linear: Linear, x: torch.Tensor, index: int, site: int) -> torch.Tensor:
-        return self._record(LINEAR, index, site, linear=_linear_struct(linear))
+    def linear(
+        self, linear: Linear, x: torch.Tensor, index: int, site: int, onto: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return self._record(LINEAR, index, site, linear=_linear_struct(linear), adds_output=int(onto is not None))
 
     def linear_of_norm(
         self, linear: Linear, x: torch.Tensor, residual: torch.Tensor | None, norm: Norm | None, index: int, site: int
@@ -143,7 +152,9 @@ class _Recorder:
     def activated(self, gate_up: torch.Tensor) -> torch.Tensor:
         return gate_up  # the kernel of gate_up computes its activation
 
-    def experts(self, part: RoutedExperts, x: torch.Tensor, residual: torch.Tensor, norm: Norm | None) -> torch.Tensor:
+    def experts(
+        self, part: RoutedExperts, x: torch.Tensor, residual: torch.Tensor | None, norm: Norm | None
+    ) -> torch.Tensor:
         experts, routing = part.experts, part.experts.routing
         sides = [(LinearStruct * len(side))(*map(_linear_struct, side)) for side in (experts.gate_up, experts.down)]
         self.experts_kept.append((sides[0], sides[1]))
@@ -163,10 +174,10 @@ class _Recorder:
             int(routing.is_float32),
             routing.scale,
         )
-        return self._record(EXPERTS, norm=norm, adds_residual=1, experts=struct)
+        return self._record(EXPERTS, norm=norm, adds_residual=int(residual is not None), experts=struct)
 
     def output(self, x: torch.Tensor, norm: Norm | None) -> torch.Tensor:
-        return x if norm is None else self._record(OUTPUT, norm=norm)
+        return x if norm is None and self._residual_scale == 1.0 else self._record(OUTPUT, norm=norm)
 
     def end_layer(self, x: torch.Tensor, residual: torch.Tensor, index: int) -> None:
         self._record(END_LAYER, index)
@@ -180,7 +191,7 @@ class FusedModel:
         self._run = kernels.quire_forward
         self._run_logits = kernels.quire_forward_logits
         self._run_hidden = kernels.quire_forward_hidden
-        recorder = _Recorder()
+        recorder = _Recorder(config.residual_scale)
         compute_layers(recorder, parts.layers)
         recurrences = [_recurrence(layer, pool, index) for index, layer in enumerate(parts.layers)]
         self._kept = (
@@ -218,7 +229,9 @@ class FusedModel:
             threads,
             config.norm_eps,
             config.attention_scale,
-            config.embedding_scale,
+            float(torch.tensor(config.embedding_scale, dtype=parts.embedding.dtype)),
+            config.residual_scale,
+            config.logit_scale,
             config.attention_soft_cap or 0.0,
             config.logit_soft_cap or 0.0,
         )
@@ -352,6 +365,8 @@ def _describe(
         *(0 if norm is None else len(norm.weight) for norm in qk_norms),
         _RotaryStruct() if rotary is None else _rotary_struct(rotary),
         spec.window or 0,
+        spec.chunk or 0,
+        pointer(layer.sinks),
         *(part.data_ptr() for part in cache),
         heads.num_q_heads,
         heads.num_kv_heads,
@@ -373,4 +388,11 @@ def _norm_struct(norm: Norm | None) -> _NormStruct:
 
 
 def _rotary_struct(rotary: RotaryTable) -> _RotaryStruct:
-    return _RotaryStruct(rotary.cos.data_ptr(), rotary.sin.data_ptr(), 2 * rotary.cos.shape[1])
+    return _RotaryStruct(
+        rotary.cos.data_ptr(),
+        rotary.sin.data_ptr(),
+        2 * rotary.cos.shape[1],
+        pointer(rotary.q_scales),
+        int(rotary.is_interleaved),
+        int(rotary.is_first),
+    )

@@ -97,12 +97,11 @@ class ReferenceBackend:
     ) -> None:
         heads = [shape.num_q_heads, shape.num_kv_heads, shape.num_kv_heads]
         q, k, v = torch.split(qkv.view(len(batch.positions), -1, shape.head_dim), heads, dim=1)
-        if norms is not None:
-            q, k = _head_norm(q, norms[0]), _head_norm(k, norms[1])
-        if rotary is not None:
-            positions = torch.from_numpy(batch.positions).long()
-            cos, sin = rotary.cos[positions][:, None], rotary.sin[positions][:, None]
-            q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+        q_norm, k_norm = norms or (None, None)
+        positions = torch.from_numpy(batch.positions).long()
+        q, k = _norm_rotate(q, q_norm, rotary, positions), _norm_rotate(k, k_norm, rotary, positions)
+        if rotary is not None and rotary.q_scales is not None:
+            q = q.float() * rotary.q_scales[positions][:, None, None]
         q_out.copy_(q)
         slots, block_size = torch.from_numpy(batch.slots), cache[0].shape[-1]
         blocks, offsets = slots // block_size, slots % block_size
@@ -139,7 +138,7 @@ class ReferenceBackend:
 
     def gated_activation(self, gate_up: torch.Tensor, out: torch.Tensor, activation: str) -> None:
         gate, up = gate_up.float().chunk(2, dim=-1)
-        out.copy_(torch_ops.activate(gate, activation) * up)
+        out.copy_(torch_ops.gated(gate, up, activation))
 
     def activation(self, x: torch.Tensor, activation: str) -> None:
         x.copy_(torch_ops.activate(x.float(), activation))
@@ -188,15 +187,35 @@ class ReferenceBackend:
         return torch.from_numpy(found), (found > -np.inf).sum(axis=1, dtype=np.uint32)
 
 
-def _head_norm(x: torch.Tensor, norm: Norm) -> torch.Tensor:
+def _norm_rotate(
+    x: torch.Tensor, norm: Norm | None, rotary: RotaryTable | None, positions: torch.Tensor
+) -> torch.Tensor:
+    """x [T, heads, dim] after norm and rotation, in the dtype of x."""
+    if rotary is None:
+        return _head_norm(x, norm)
+    if rotary.is_first:
+        return _head_norm(_rotate(x, rotary, positions).to(x.dtype), norm)
+    return _rotate(_head_norm(x, norm), rotary, positions).to(x.dtype)
+
+
+def _head_norm(x: torch.Tensor, norm: Norm | None) -> torch.Tensor:
     """x [T, heads, dim] with a norm of each head, or of all heads together if the norm is that wide."""
+    if norm is None:
+        return x
     return torch_ops.normed(x.reshape(len(x), -1, len(norm.weight)), norm).view(x.shape)
 
 
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def _rotate(x: torch.Tensor, rotary: RotaryTable, positions: torch.Tensor) -> torch.Tensor:
+    cos, sin = rotary.cos[positions][:, None], rotary.sin[positions][:, None]
     rest = 2 * cos.shape[-1]
-    a, b = x[..., :rest].float().chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin, x[..., rest:].float()), dim=-1)
+    rotated = x[..., :rest].float()
+    if rotary.is_interleaved:
+        a, b = rotated[..., ::2], rotated[..., 1::2]
+        turned = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
+    else:
+        a, b = rotated.chunk(2, dim=-1)
+        turned = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+    return torch.cat((turned, x[..., rest:].float()), dim=-1)
 
 
 def _key_lens(batch: ForwardBatch) -> npt.NDArray[np.int32]:
@@ -216,12 +235,16 @@ def _attend(
     count, missing = len(q), TOKEN_TILE - len(q)
     q, tables = F.pad(q, (0, 0, 0, 0, 0, missing)), F.pad(tables, (0, 0, 0, missing))
     first, ends = _sights(positions, key_lens, shape.window)
+    if shape.chunk is not None:
+        first = torch.maximum(first, positions // shape.chunk * shape.chunk)
     first, ends, positions = (F.pad(column, (0, missing)) for column in (first, ends, positions))
     heads = shape.heads
     group, dim = heads.num_q_heads // heads.num_kv_heads, heads.head_dim
     grouped = q.float().view(TOKEN_TILE, heads.num_kv_heads, group, dim) * shape.scale
     best = torch.full((TOKEN_TILE, heads.num_kv_heads, group, 1), -torch.inf)
     total, acc = torch.zeros_like(best), torch.zeros_like(grouped)
+    if shape.sinks is not None:
+        best, total = shape.sinks.view(heads.num_kv_heads, group, 1).expand_as(best), torch.ones_like(best)
     for start in range(0, int(ends.max()), KEY_TILE):
         keys = torch.arange(start, start + KEY_TILE)
         is_visible = (keys >= first[:, None]) & (keys < ends[:, None])  # [TOKEN_TILE, KEY_TILE]

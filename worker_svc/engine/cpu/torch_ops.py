@@ -10,6 +10,7 @@ from worker_svc.engine.backend import ExpertLinears, Norm, Routing
 from worker_svc.engine.kernels import exact_ops
 
 SMALLEST_SUM = 1e-20  # added to sums of shares, which may be 0 in float32
+SWIGLU_LIMIT, SWIGLU_ALPHA = 7.0, 1.702
 GatedActivation = Callable[[torch.Tensor, torch.Tensor, str], None]
 
 
@@ -76,10 +77,20 @@ def sigmoid(x: torch.Tensor) -> torch.Tensor:
     return 1.0 / (1.0 + exact_ops.exp(-x))
 
 
+def gated(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
+    """`Backend.gated_activation` of float32 gate and up."""
+    if activation != "clamped_swiglu":
+        return activate(gate, activation) * up
+    gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
+    return (up + 1.0) * (gate * sigmoid(SWIGLU_ALPHA * gate))
+
+
 def activate(x: torch.Tensor, activation: str) -> torch.Tensor:
     """The activation of float32 x."""
     if activation == "silu":
         return x / (1.0 + exact_ops.exp(-x))
+    if activation == "relu2":
+        return x.clamp(min=0.0) ** 2
     if activation == "gelu_tanh":
         inner = 0.79788456080286536 * (x + 0.044715 * x * x * x)
         return x * (1.0 - 1.0 / (exact_ops.exp(2.0 * inner) + 1.0))

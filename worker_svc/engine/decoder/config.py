@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from step_protocol.messages import PoolingKind
 from worker_svc.engine.backend import NO_KV, AttentionShape, HeadShape, KVLayout, Routing
 from worker_svc.engine.checkpoint.families import (
@@ -16,6 +18,7 @@ from worker_svc.engine.checkpoint.families import (
     NormKind,
     QkNormScope,
     RecurrenceName,
+    RotationRule,
     architecture_of,
     head_of,
     without_prefix,
@@ -24,7 +27,7 @@ from worker_svc.engine.checkpoint.features import features_of
 from worker_svc.engine.checkpoint.model_folder import CheckpointError, choice_of, size_of
 from worker_svc.engine.checkpoint.quantization_config import QuantizationConfig, quantization_of
 from worker_svc.engine.decoder.heads import HeadPart, HeadSpec
-from worker_svc.engine.decoder.rotary import ORIGINAL_LENGTH, Rotary, mrope_axes, parse_rotary, positive
+from worker_svc.engine.decoder.rotary import ORIGINAL_LENGTH, QueryScaling, Rotary, mrope_axes, parse_rotary, positive
 from worker_svc.engine.recurrent import Recurrence, gated_delta
 from worker_svc.engine.vision.config import VisionConfig, parse_vision
 
@@ -34,11 +37,20 @@ ACTIVATIONS = {
     "gelu": "gelu",
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
+    "relu2": "relu2",
 }
-SLIDING = "sliding_attention"
+FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+KIND_NAMES = {FULL: FULL, "attention": FULL, SLIDING: SLIDING, CHUNKED: CHUNKED}  # in `layer_types`
 SCORES = {"softmax": False, "sigmoid": True}
 MLP_KINDS = {"dense": False, "sparse": True}
 RECURRENCES: Mapping[RecurrenceName, Callable[[Mapping[str, Any]], Recurrence]] = {"gated_delta": gated_delta}
+CHOICES: dict[str, Mapping[str, object]] = {
+    "hidden_act": ACTIVATIONS,
+    "mlp_layer_types": MLP_KINDS,
+    "position_embedding_type": dict.fromkeys(("rope", "nope")),
+    "scoring_func": SCORES,
+    "topk_method": dict.fromkeys(("greedy", "group_limited_greedy", "noaux_tc")),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +67,14 @@ class LayerSpec:
     """What differs between the layers of a decoder."""
 
     heads: HeadShape
-    rotary: int | None  # index into `ModelConfig.rotaries`; None: positions are learned
+    rotary: int | None  # index into `ModelConfig.rotaries`; None: queries and keys are not rotated
     window: int | None  # a token attends to this many tokens, itself included; None: to all before it
     inner: int  # width of the feed-forward part, or of one expert
     experts: Experts | None
     kv_owner: int | None = None  # as in KVLayout
     has_output_gate: bool = False  # attention outputs are multiplied by the sigmoid of a gate, which follows v in qkv
     recurrence: Recurrence | None = None  # None: the layer attends
+    chunk: int | None = None  # a token attends to those from the last multiple of this position on
 
     @property
     def mixed_width(self) -> int:
@@ -113,10 +126,13 @@ class ModelConfig:
     attention_soft_cap: float | None  # scores become cap * tanh(score / cap)
     logit_soft_cap: float | None
     embedding_scale: float
+    residual_scale: float  # of the outputs of attention and feed-forward part
+    logit_scale: float
     is_tied: bool
     vision: VisionConfig | None  # None: the model takes no images
     image_token_id: int | None  # stands for an image in a prompt
     quantization: QuantizationConfig | None  # of the linear layers; None: they are stored in a float type
+    num_predicting_layers: int = 0  # layers of the checkpoint that are not used
     head: HeadKind = "tokens"
 
     @property
@@ -139,9 +155,22 @@ class ModelConfig:
     def qk_norm_widths(self, index: int) -> tuple[int, int] | None:
         """How many numbers one norm of a layer's queries and one of its keys span. None: there are no such norms."""
         heads = self.layers[index].heads
+        if self.qk_norm == "rotated_head":
+            return (heads.head_dim, heads.head_dim) if self.is_rotated(index) else None
         if self.qk_norm == "projection":
             return heads.num_q_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
         return None if self.qk_norm is None else (heads.head_dim, heads.head_dim)
+
+    def is_rotated(self, index: int) -> bool:
+        """Whether queries and keys of a layer are rotated."""
+        rotary = self.layers[index].rotary
+        return rotary is not None and len(self.rotaries[rotary].inv_freq) > 0
+
+    def unused_tensors(self) -> list[str]:
+        """Beginnings of the names of tensors that are not computed: image towers, and layers that predict further
+        tokens, which follow the last layer."""
+        more = range(self.num_layers, self.num_layers + self.num_predicting_layers)
+        return [*self.architecture.unread, *self.names.unused, *map(self.names.layer.format, more)]
 
     @property
     def recurrences(self) -> list[Recurrence | None]:
@@ -209,17 +238,22 @@ class ModelConfig:
     def attention(self, index: int) -> AttentionShape:
         """The attention of a layer."""
         layer = self.layers[index]
-        return AttentionShape(layer.heads, self.attention_scale, self.attention_soft_cap, layer.window)
+        scale, cap = self.attention_scale, self.attention_soft_cap
+        return AttentionShape(layer.heads, scale, cap, layer.window, chunk=layer.chunk)
 
     def features(self) -> set[str]:
         """What a backend must compute; see checkpoint/features.py."""
         dims = {layer.heads.head_dim for layer in self.layers}
-        rotary_dims = {2 * len(rotary.inv_freq) for rotary in self.rotaries}
+        rotary_dims = {2 * len(rotary.inv_freq) for rotary in self.rotaries if len(rotary.inv_freq)}
         needed = {
             "odd_heads": any(dim % 2 for dim in dims),
             "partial_rotary": bool(rotary_dims - dims),
             "kv_layouts": len({*self.kv_layouts()} - {NO_KV}) > 1,
+            "query_scales": any(rotary.q_scaling is not None for rotary in self.rotaries),
+            "interleaved_rotary": any(rotary.is_interleaved for rotary in self.rotaries),
+            "relu2": self.activation == "relu2",
             "sliding_window": self.window is not None,
+            "chunks": any(layer.chunk is not None for layer in self.layers),
             "soft_caps": self.attention_soft_cap is not None or self.logit_soft_cap is not None,
             "quantized_weights": self.quantization is not None,
             "no_logits": self.head != "tokens",
@@ -231,32 +265,41 @@ class ModelConfig:
 def parse_config(config: dict[str, Any]) -> ModelConfig:
     """Reads config.json. Raises CheckpointError naming the field for anything that is not supported."""
     architecture = architecture_of(config)
+    _check_choices(config)
     config = _completed(config, architecture)
     heads = _heads(config)
     attention_bias = bool(config.get("attention_bias", False))
     hidden_size = size_of(config, "hidden_size")
     rotaries, rotary_of = _rotaries(config, architecture, heads.head_dim)
+    rotaries = tuple(_in_style(rotary, config, architecture) for rotary in rotaries)
+    layers, rotaries = _with_unrotated(_layers(config, architecture, heads, rotary_of), rotaries, config, architecture)
     return ModelConfig(
         architecture=architecture,
         hidden_size=hidden_size,
         vocab_size=size_of(config, "vocab_size"),
         max_position_embeddings=size_of(config, "max_position_embeddings"),
-        layers=_layers(config, architecture, heads, rotary_of),
+        layers=layers,
         rotaries=rotaries,
         norm_eps=float(config.get("norm_eps", config.get("rms_norm_eps", 1e-6))),
         qk_norm=architecture.qk_norm if config.get("use_qk_norm", True) else None,
         has_qkv_bias=attention_bias if architecture.has_qkv_bias is None else architecture.has_qkv_bias,
-        has_o_bias=attention_bias if architecture.has_o_bias is None else architecture.has_o_bias,
+        has_o_bias=bool(config.get("attention_out_bias", attention_bias))
+        if architecture.has_o_bias is None
+        else architecture.has_o_bias,
         has_mlp_bias=bool(config.get("mlp_bias", False))
         if architecture.has_mlp_bias is None
         else architecture.has_mlp_bias,
-        activation=choice_of(
+        activation=architecture.activation
+        or choice_of(
             config.get("hidden_act") or architecture.defaults.get("hidden_act", "silu"), ACTIVATIONS, "hidden_act"
         ),
-        attention_scale=positive({"query_pre_attn_scalar": heads.head_dim} | config, "query_pre_attn_scalar") ** -0.5,
+        attention_scale=_attention_scale(config, heads),
         attention_soft_cap=_optional(config, "attn_logit_softcapping"),
         logit_soft_cap=_optional(config, "final_logit_softcapping"),
-        embedding_scale=hidden_size**0.5 if architecture.scales_embedding else 1.0,
+        embedding_scale=hidden_size**0.5 if architecture.scales_embedding else _factor(config, "embedding_multiplier"),
+        residual_scale=_factor(config, "residual_multiplier"),
+        logit_scale=_factor(config, "logit_scale") / _factor(config, "logits_scaling"),
+        num_predicting_layers=int(config.get("num_nextn_predict_layers") or config.get("num_mtp_layers") or 0),
         is_tied=bool(config.get("tie_word_embeddings", False)),
         vision=_vision(config, architecture, hidden_size),
         image_token_id=_image_token(config, architecture),
@@ -265,10 +308,21 @@ def parse_config(config: dict[str, Any]) -> ModelConfig:
     )
 
 
+def _check_choices(config: dict[str, Any]) -> None:
+    """Raises CheckpointError for a value that would change what is computed and is not known, whether the architecture
+    reads it or not."""
+    for field, known in CHOICES.items():
+        given = config.get(field)
+        for value in given if isinstance(given, list) else [given]:
+            if value is not None:
+                choice_of(value, known, field)
+
+
 def _completed(config: dict[str, Any], architecture: Architecture) -> dict[str, Any]:
     """config.json with our names of fields, the architecture's defaults, and without fields that it ignores."""
     for field, value in architecture.fixed.items():
-        if bool(config.get(field, value)) is not value:
+        found = config.get(field, value)
+        if (bool(found) if isinstance(value, bool) else found) != value:
             raise CheckpointError(f"{field}: {config[field]!r} is not supported; only {value} is computed")
     renamed = {ours: config[theirs] for ours, theirs in architecture.fields.items() if theirs in config}
     completed = {**architecture.defaults, **config, **renamed}
@@ -283,6 +337,17 @@ def _vision(config: dict[str, Any], architecture: Architecture, hidden_size: int
 
 def _image_token(config: dict[str, Any], architecture: Architecture) -> int | None:
     return None if architecture.tower is None else size_of(config, "image_token_id")
+
+
+def _factor(config: dict[str, Any], field: str) -> float:
+    return positive({field: 1.0, **config}, field)
+
+
+def _attention_scale(config: dict[str, Any], heads: HeadShape) -> float:
+    if "attention_multiplier" in config:
+        return positive(config, "attention_multiplier")
+    scalar = positive({"query_pre_attn_scalar": heads.head_dim} | config, "query_pre_attn_scalar")
+    return float(scalar**-0.5)
 
 
 def _optional(config: dict[str, Any], field: str) -> float | None:
@@ -306,7 +371,7 @@ def _rotaries(
     If config.json sets a value twice, the one that transformers reads applies.
     """
     if architecture.names.position_embedding:
-        return (), {"full_attention": None, SLIDING: None}
+        return (), {FULL: None, SLIDING: None}
     rope = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
     if all(isinstance(value, dict) for value in rope.values()) and rope:  # one for each type of layer
         kinds = list(rope)
@@ -318,9 +383,9 @@ def _rotaries(
     if architecture.mrope is not None:
         whole = replace(whole, axes=mrope_axes(rope, architecture.mrope, len(whole.inv_freq)))
     if "rope_local_base_freq" not in config:
-        return (whole,), {"full_attention": 0, SLIDING: 0}
+        return (whole,), {FULL: 0, SLIDING: 0, CHUNKED: 0}
     local = parse_rotary(config, {"rope_theta": positive(config, "rope_local_base_freq")}, head_dim)
-    return (whole, local), {"full_attention": 0, SLIDING: 1}
+    return (whole, local), {FULL: 0, SLIDING: 1}
 
 
 def _layers(
@@ -350,9 +415,62 @@ def _layers(
                 experts,
                 has_output_gate=architecture.has_output_gate and kind not in recurrent,
                 recurrence=recurrence,
+                chunk=size_of(config, "attention_chunk_size") if kind == CHUNKED else None,
             )
         )
     return tuple(layers)
+
+
+def _in_style(rotary: Rotary, config: dict[str, Any], architecture: Architecture) -> Rotary:
+    """A rotation with what the architecture says about all its rotations."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    scaling = None
+    if rope.get("llama_4_scaling_beta") is not None:
+        scaling = QueryScaling(positive(rope, "llama_4_scaling_beta"), size_of(rope, ORIGINAL_LENGTH))
+    return replace(
+        rotary, is_interleaved=architecture.is_interleaved, is_first=architecture.rotates_first, q_scaling=scaling
+    )
+
+
+def _with_unrotated(
+    layers: tuple[LayerSpec, ...], rotaries: tuple[Rotary, ...], config: dict[str, Any], architecture: Architecture
+) -> tuple[tuple[LayerSpec, ...], tuple[Rotary, ...]]:
+    """The same without rotation of the layers that have no positions, whose queries may be scaled instead."""
+    is_rotated = ROTATION_RULES[architecture.rotated](config, layers)
+    unrotated = None
+    if architecture.rotated == "listed" and config.get("attn_temperature_tuning"):
+        scaling = QueryScaling(positive(config, "attn_scale"), size_of(config, "floor_scale"), shift=1)
+        unrotated, rotaries = len(rotaries), (*rotaries, Rotary(torch.empty(0), q_scaling=scaling))
+    return tuple(
+        layer if is_rotated(index) else replace(layer, rotary=unrotated) for index, layer in enumerate(layers)
+    ), rotaries
+
+
+def _listed(config: dict[str, Any]) -> Callable[[int], bool]:
+    listed, count = config.get("no_rope_layers"), size_of(config, "num_hidden_layers")
+    if listed and len(listed) < count:
+        raise CheckpointError(
+            f"no_rope_layers: {len(listed)} entries for {count} layers; config.json must hold one each"
+        )
+    interval = size_of(config, "no_rope_layer_interval", 4)
+    return lambda index: bool(listed[index]) if listed else (index + 1) % interval != 0
+
+
+def _by_embedding_type(config: dict[str, Any], layers: tuple[LayerSpec, ...]) -> Callable[[int], bool]:
+    kind = config.get("position_embedding_type") or "nope"
+    is_rotated = choice_of(kind, {"rope": True, "nope": False}, "position_embedding_type")
+    return lambda index: is_rotated
+
+
+ROTATION_RULES: dict[RotationRule, Callable[[dict[str, Any], tuple[LayerSpec, ...]], Callable[[int], bool]]] = {
+    "all": lambda config, layers: lambda index: True,
+    "listed": lambda config, layers: _listed(config),
+    "windows": lambda config, layers: lambda index: layers[index].window is not None,
+    "windows_if_any": lambda config, layers: (
+        lambda index: config.get("sliding_window") is None or layers[index].window is not None
+    ),
+    "embedding_type": _by_embedding_type,
+}
 
 
 def _windows(config: dict[str, Any], architecture: Architecture, count: int) -> tuple[int | None, list[str]]:
@@ -366,13 +484,26 @@ def _windows(config: dict[str, Any], architecture: Architecture, count: int) -> 
     kinds = config.get("layer_types")
     if kinds is not None and len(kinds) != count:
         raise CheckpointError(f"layer_types: {len(kinds)} entries for {count} layers; config.json must hold one each")
-    if kinds is None and architecture.recurrence is not None:
+    if kinds is not None:
+        named = [_kind_of(kind, architecture) for kind in kinds]
+        return window, [FULL if kind == SLIDING and window is None else kind for kind in named]
+    if architecture.recurrence is not None:
         every = size_of(config, "full_attention_interval")
-        kinds = [architecture.recurrent_type if (i + 1) % every else "full_attention" for i in range(count)]
-    if kinds is None or (window is None and architecture.recurrence is None):
-        has_window = WINDOW_RULES[rule](config)
-        kinds = [SLIDING if window is not None and has_window(i) else "full_attention" for i in range(count)]
-    return window, list(kinds)
+        return window, [architecture.recurrent_type if (index + 1) % every else FULL for index in range(count)]
+    if rule == "chunked":
+        is_chunked = _listed(config)
+        return window, [CHUNKED if is_chunked(index) else FULL for index in range(count)]
+    has_window = WINDOW_RULES[rule](config)
+    return window, [SLIDING if window is not None and has_window(index) else FULL for index in range(count)]
+
+
+def _kind_of(name: object, architecture: Architecture) -> str:
+    """The type of a layer. Raises CheckpointError for one that the architecture does not have."""
+    own = {architecture.recurrent_type: architecture.recurrent_type} if architecture.recurrence is not None else {}
+    kind = choice_of(name, KIND_NAMES | own, "layer_types")
+    if kind == CHUNKED and architecture.windows != "chunked":
+        raise CheckpointError(f"layer_types: {CHUNKED!r} is not supported for {architecture.models}")
+    return kind
 
 
 WINDOW_RULES: dict[str, Callable[[dict[str, Any]], Callable[[int], bool]]] = {
@@ -383,7 +514,7 @@ WINDOW_RULES: dict[str, Callable[[dict[str, Any]], Callable[[int], bool]]] = {
     "opt_in_even": lambda config: lambda index: index % 2 == 0 and index < config.get("max_window_layers", 28),
     "last": lambda config: lambda index: index >= config["max_window_layers"],
     "even": lambda config: lambda index: index % 2 == 0,
-    "five_of_six": lambda config: lambda index: bool((index + 1) % config.get("sliding_window_pattern", 6)),
+    "pattern": lambda config: lambda index: bool((index + 1) % size_of(config, "sliding_window_pattern")),
 }
 
 

@@ -5,6 +5,9 @@
     x += residual;  pre_feedforward_layernorm;  gate_up, activation, down, or the experts;
         post_feedforward_layernorm                                                              -> residual
 
+In a parallel layer (`Layer.is_parallel`) the feed-forward part also reads the layer's input, and its output is added to
+that of attention.
+
 x and residual are two terms of a sum: the first operation of a part adds the output of the part before it, because
 each backend computes this sum and a norm in one pass over the rows. `Layer` is the layer as data. What a layer lacks is
 None there, and no operation here asks whether it exists.
@@ -36,8 +39,11 @@ class StepOperations(Protocol):
         """Input embeddings [T, hidden]."""
         ...
 
-    def linear(self, linear: Linear, x: torch.Tensor, index: int, site: int) -> torch.Tensor:
-        """The output of a linear layer, with what adapters add to their rows of it."""
+    def linear(
+        self, linear: Linear, x: torch.Tensor, index: int, site: int, onto: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The output of a linear layer, with what adapters add to their rows of it. With `onto` it is added to that
+        output of the linear layer before."""
         ...
 
     def linear_of_norm(
@@ -62,12 +68,14 @@ class StepOperations(Protocol):
         """The activation of [gate | up], or of up alone."""
         ...
 
-    def experts(self, part: RoutedExperts, x: torch.Tensor, residual: torch.Tensor, norm: Norm | None) -> torch.Tensor:
+    def experts(
+        self, part: RoutedExperts, x: torch.Tensor, residual: torch.Tensor | None, norm: Norm | None
+    ) -> torch.Tensor:
         """x += residual; the experts' output for the norm of x."""
         ...
 
     def output(self, x: torch.Tensor, norm: Norm | None) -> torch.Tensor:
-        """The norm of a part's output x, in place. With several ranks x is summed before."""
+        """The norm of a part's output x times `residual_scale`, in place. With several ranks x is summed before."""
         ...
 
     def end_layer(self, x: torch.Tensor, residual: torch.Tensor, index: int) -> None:
@@ -87,18 +95,26 @@ def compute_layers(operations: StepOperations, layers: Sequence[Layer]) -> tuple
         if not len(x):
             return x, None
         output = operations.linear(layer.o, attended, index, OUT)
-        residual = operations.output(output, layer.post_attention_layernorm)
-        output = _feed_forward(operations, layer, x, residual, index)
-        residual = operations.output(output, layer.post_feedforward_layernorm)
+        if layer.is_parallel:
+            residual = operations.output(_feed_forward(operations, layer, x, None, index, output), None)
+        else:
+            residual = operations.output(output, layer.post_attention_layernorm)
+            output = _feed_forward(operations, layer, x, residual, index)
+            residual = operations.output(output, layer.post_feedforward_layernorm)
         operations.end_layer(x, residual, index)
     return x, residual
 
 
 def _feed_forward(
-    operations: StepOperations, layer: Layer, x: torch.Tensor, residual: torch.Tensor, index: int
+    operations: StepOperations,
+    layer: Layer,
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    index: int,
+    onto: torch.Tensor | None = None,
 ) -> torch.Tensor:
     part, norm = layer.feed_forward, layer.pre_feedforward_layernorm
     if not isinstance(part, FeedForward):
         return operations.experts(part, x, residual, norm)
     gate_up = operations.linear_of_norm(part.gate_up, x, residual, norm, index, GATE_UP)
-    return operations.linear(part.down, operations.activated(gate_up), index, DOWN)
+    return operations.linear(part.down, operations.activated(gate_up), index, DOWN, onto)

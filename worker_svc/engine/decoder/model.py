@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from step_protocol.columns import I64
-from worker_svc.engine.backend import Backend, ForwardBatch, Linear, Norm, RotaryTable
+from worker_svc.engine.backend import AttentionShape, Backend, ForwardBatch, Linear, Norm, RotaryTable
 from worker_svc.engine.decoder.config import ModelConfig
 from worker_svc.engine.decoder.forward import compute_layers
 from worker_svc.engine.decoder.kv_cache import KVCachePool
@@ -148,6 +148,8 @@ class DecoderModel:
         if not len(x) or self._parts.head is None:
             return x.new_empty(0, self._config.vocab_size)
         logits = self._parts.head(self._final(x, residual))
+        if self._config.logit_scale != 1.0:
+            logits *= self._config.logit_scale
         if self._config.logit_soft_cap is not None:
             self._backend.soft_cap(logits, self._config.logit_soft_cap)
         return logits
@@ -175,11 +177,13 @@ class _BackendOperations:
             x += self._parts.position_embedding[torch.from_numpy(batch.positions).long()]
         return x
 
-    def linear(self, linear: Linear, x: torch.Tensor, index: int, site: int) -> torch.Tensor:
+    def linear(
+        self, linear: Linear, x: torch.Tensor, index: int, site: int, onto: torch.Tensor | None = None
+    ) -> torch.Tensor:
         y = linear(x)
         if self._adapters:
             self._backend.add_adapters(index, site, self._adapters, x, y)
-        return y
+        return y if onto is None else onto.add_(y)
 
     def linear_of_norm(
         self, linear: Linear, x: torch.Tensor, residual: torch.Tensor | None, norm: Norm | None, index: int, site: int
@@ -200,10 +204,13 @@ class _BackendOperations:
         rotary = batch.rotary or self._parts.rotary(index)
         backend.qk_norm_rope_store(qkv, self._parts.layers[index].qk_norms, rotary, batch, cache, q, heads)
         attended = torch.empty_like(q)
-        backend.paged_attention(q, cache, batch, attended, self._config.attention(index))
+        backend.paged_attention(q, cache, batch, attended, self._attention(index))
         if gate is not None:
             backend.gate_outputs(attended.view(gate.shape), gate)
         return attended.view(len(qkv), -1)
+
+    def _attention(self, index: int) -> AttentionShape:
+        return replace(self._config.attention(index), sinks=self._parts.layers[index].sinks)
 
     def recur(self, layer: RecurrentWeights, projected: torch.Tensor, index: int) -> torch.Tensor:
         states = self._pool.states
@@ -224,7 +231,9 @@ class _BackendOperations:
         self._backend.gated_activation(gate_up, activated, self._config.activation)
         return activated
 
-    def experts(self, part: RoutedExperts, x: torch.Tensor, residual: torch.Tensor, norm: Norm | None) -> torch.Tensor:
+    def experts(
+        self, part: RoutedExperts, x: torch.Tensor, residual: torch.Tensor | None, norm: Norm | None
+    ) -> torch.Tensor:
         normed, out = self._normed(x, residual, norm), torch.empty_like(x)
         self._backend.experts(normed, part.logits(normed), part.experts, self._config.activation, out)
         return out
@@ -232,6 +241,8 @@ class _BackendOperations:
     def output(self, x: torch.Tensor, norm: Norm | None) -> torch.Tensor:
         if norm is not None:
             self._backend.add_norm(x, None, norm, x)
+        if self._config.residual_scale != 1.0:
+            x *= self._config.residual_scale
         return x
 
     def end_layer(self, x: torch.Tensor, residual: torch.Tensor, index: int) -> None:

@@ -25,6 +25,21 @@ MROPE_SECTIONS: dict[MropeKind, list[int]] = {
 
 
 @dataclass(frozen=True, slots=True)
+class QueryScaling:
+    """Factors of queries that grow with the position p: 1 + strength * ln(1 + floor((p + shift) / length))."""
+
+    strength: float
+    length: int
+    shift: int = 0
+
+    def table(self, length: int) -> torch.Tensor:
+        """The factors of positions below `length`."""
+        steps = (torch.arange(length) + self.shift) // self.length
+        factors = [1.0 + self.strength * math.log1p(step) for step in range(int(steps[-1]) + 1)]
+        return torch.tensor(factors)[steps]
+
+
+@dataclass(frozen=True, slots=True)
 class Rotary:
     """The rotation of queries and keys: the first 2 * len(inv_freq) dimensions of each head, in two halves."""
 
@@ -33,6 +48,9 @@ class Rotary:
     long_inv_freq: torch.Tensor | None = None  # replaces inv_freq if the maximum length is above `original_length`
     original_length: int = 0
     axes: I64 | None = None  # see RotaryTable
+    is_interleaved: bool = False  # these three too
+    is_first: bool = False
+    q_scaling: QueryScaling | None = None
 
     def table(self, length: int) -> RotaryTable:
         """cos and sin of positions below `length`, as in transformers; the same on every machine."""
@@ -41,7 +59,8 @@ class Rotary:
         cos, sin = cos_sin(torch.arange(length).float()[:, None] * inv_freq[None])
         if self.factor != 1.0:
             cos, sin = cos * self.factor, sin * self.factor
-        return RotaryTable(cos, sin, self.axes)
+        q_scales = None if self.q_scaling is None else self.q_scaling.table(length)
+        return RotaryTable(cos, sin, self.axes, q_scales, self.is_interleaved, self.is_first)
 
 
 def length_choice(config: dict[str, Any], max_model_len: int) -> str:
@@ -104,6 +123,17 @@ def positive(rope: dict[str, Any], field: str) -> float:
 
 def _default(wave: torch.Tensor, rope: dict[str, Any]) -> Rotary:
     return Rotary(1.0 / wave)
+
+
+def _dynamic(wave: torch.Tensor, rope: dict[str, Any]) -> Rotary:
+    """A fixed stretch of the base by `alpha` (Hunyuan). Without it a rotation depends on the sequence"""
+    if rope.get("alpha") is None:
+        raise CheckpointError(
+            "rope_type: 'dynamic' without alpha is not supported: it changes keys that are in the cache"
+        )
+    dim = 2 * len(wave)
+    theta = rope["rope_theta"] * positive(rope, "alpha") ** (dim / (dim - 2))
+    return Rotary(1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim))
 
 
 def _linear(wave: torch.Tensor, rope: dict[str, Any]) -> Rotary:
@@ -175,6 +205,7 @@ def _longrope(wave: torch.Tensor, rope: dict[str, Any]) -> Rotary:
 ROPE_SCALINGS: dict[str, Callable[[torch.Tensor, dict[str, Any]], Rotary]] = {
     "default": _default,
     "mrope": _default,
+    "dynamic": _dynamic,
     "linear": _linear,
     "llama3": _llama3,
     "yarn": _yarn,

@@ -13,8 +13,8 @@ from worker_svc.engine.adapters.targets import Module, modules_of
 from worker_svc.engine.backend import ExpertLinears, HeadShape, Linear, LinearMaker, Norm, Routing
 from worker_svc.engine.checkpoint.families import LAYER_NORMS, RecurrentNames, Role
 from worker_svc.engine.checkpoint.model_folder import CheckpointError
-from worker_svc.engine.checkpoint.quantization_config import Scaled, Scheme
-from worker_svc.engine.checkpoint.quantized import read_int8_rows, read_weight
+from worker_svc.engine.checkpoint.quantization_config import Mxfp4, Scaled, Scheme
+from worker_svc.engine.checkpoint.quantized import read_int8_rows, read_mxfp4, read_weight
 from worker_svc.engine.checkpoint.tensors import Checkpoint
 from worker_svc.engine.decoder.config import Experts, LayerSpec, ModelConfig
 from worker_svc.engine.kernels import exact_ops
@@ -53,11 +53,13 @@ class Layer:
     input_layernorm: Norm | None
     qkv: Linear
     qk_norms: tuple[Norm, Norm] | None
+    sinks: torch.Tensor | None  # float32 [q_heads]
     o: Linear
     post_attention_layernorm: Norm | None
     pre_feedforward_layernorm: Norm | None
     feed_forward: FeedForward | RoutedExperts
     post_feedforward_layernorm: Norm | None
+    is_parallel: bool  # the feed-forward part reads the input of the layer, as attention does
     recurrent: RecurrentWeights | None = None  # then `qkv` makes the projections of a recurrent layer
 
 
@@ -77,6 +79,7 @@ class Stored:
     in_features: int
     has_bias: bool
     order: torch.Tensor | None = None  # of the outputs, if the forward pass has another one
+    expert: int | None = None  # the tensors hold the layers of all experts, and this is one of them
 
     def shape(self, roles: tuple[tuple[Role, int], ...]) -> tuple[int, int]:
         """The shape [out, in] of a tensor with the outputs of `roles`."""
@@ -145,7 +148,7 @@ class WeightLoader:
             expected += tower_tensors(self._config.vision)
         has_ignored_head = is_tied or self._config.head != "tokens"
         ignored = (*IGNORED_ENDINGS, *((head,) if has_ignored_head else ()))
-        self._checkpoint.check_names(expected, ignored, self._config.architecture.unread)
+        self._checkpoint.check_names(expected, ignored, self._config.unused_tensors())
         if is_tied and head in self._checkpoint.tensor_names and not self._is_same(head, embedding):
             raise CheckpointError(
                 f"tie_word_embeddings is true, but {head} differs from {embedding}; set tie_word_embeddings to false "
@@ -189,13 +192,16 @@ class WeightLoader:
         prefix = names.layer.format(index)
         qk_norms, recurrence = None, self._config.layers[index].recurrence
         if widths is not None and recurrence is None:
-            qk_norms = self._norm(prefix + names.q_norm, widths[0]), self._norm(prefix + names.k_norm, widths[1])
+            q_norm, k_norm = (name and prefix + name for name in (names.q_norm, names.k_norm))
+            qk_norms = self._norm(q_norm, widths[0]), self._norm(k_norm, widths[1])
         norms: dict[str, Norm | None] = dict.fromkeys(LAYER_NORMS)
         for norm, name in names.layer_norms().items():
             norms[norm] = self._norm(prefix + name, self._config.hidden_size)
         return Layer(
             qkv=self._linear(stored["qkv"]),
             qk_norms=qk_norms,
+            sinks=self._sinks(index),
+            is_parallel=self._config.architecture.is_parallel,
             o=self._linear(stored["o"]),
             feed_forward=self._feed_forward(self._config.layers[index], stored, prefix),
             recurrent=None if recurrence is None else self._recurrent(prefix, recurrence),
@@ -251,10 +257,16 @@ class WeightLoader:
         linears = ExpertLinears(gate_up, down, spec.experts.routing, self._correction(spec.experts, prefix))
         return RoutedExperts(self._router(spec.experts.routing, stored["router"]), linears)
 
+    def _sinks(self, index: int) -> torch.Tensor | None:
+        if not self._names.sinks:
+            return None
+        name = self._names.layer.format(index) + self._names.sinks
+        return self._checkpoint.tensor(name, (self._config.layers[index].heads.num_q_heads,), torch.float32)
+
     def _router(self, routing: Routing, stored: Stored) -> Linear:
         if not routing.is_float32:
             return self._linear(stored)
-        weights = [self._weight(name, stored.shape(roles)).float() for name, roles in stored.tensors()]
+        weights = [self._weight(name, stored, roles).float() for name, roles in stored.tensors()]
         return self._backend.make_linear(torch.cat(weights), None)
 
     def _correction(self, experts: Experts, prefix: str) -> torch.Tensor | None:
@@ -282,16 +294,18 @@ class WeightLoader:
             spec = self._config.layers[index].recurrence
             if spec is not None:
                 linears += self._recurrent_names(prefix, spec)
-            if self._config.qk_norm_widths(index) is not None and spec is None:
+            if self._config.qk_norm_widths(index) is not None and spec is None and names.q_norm:
                 norms += [prefix + names.q_norm, prefix + names.k_norm]
             for stored in self._stored(index).values():
                 linears += self._weight_names(stored)
-                linears += [f"{name}.bias" for name in stored.names if stored.has_bias]
+                linears += [self._bias_name(name, stored) for name in stored.names if stored.has_bias]
             if (experts := self._config.layers[index].experts) is not None and experts.has_correction:
                 linears.append(prefix + names.correction)
+            linears += [prefix + names.sinks] if names.sinks else []
         tables = [names.embedding, names.position_embedding]
         expected = [f"{name}.weight" for name in (*tables, *norms) if name] + linears
-        return expected + [f"{name}.bias" for name in norms if self._config.norm == "layer"]
+        has_bias = self._config.norm == "layer" and self._config.architecture.has_norm_bias
+        return expected + [f"{name}.bias" for name in norms if has_bias]
 
     def _stored(self, index: int) -> dict[str, Stored]:
         """The linear layers of a layer by name."""
@@ -325,12 +339,21 @@ class WeightLoader:
         routing = spec.experts.routing
         routers: tuple[tuple[Role, int], ...] = (("router", routing.num_experts), ("router", 1))
         count = 2 if routing.shared == "gated" else 1
-        found["router"] = stored((names.router, names.shared_gate)[:count], routers[:count], hidden, has_bias=False)
+        has_bias = config.architecture.has_expert_bias
+        found["router"] = stored((names.router, names.shared_gate)[:count], routers[:count], hidden, has_bias=has_bias)
         for expert, width in enumerate(spec.expert_widths()):
-            experts = names.experts.format(expert) if expert < routing.num_experts else names.shared
-            gate, up, down = (experts + name for name in names.expert_linears)
-            found[f"gate_up{expert}"] = stored((gate, up), (("gate", width), ("up", width)), hidden, has_bias=False)
-            found[f"down{expert}"] = stored((down,), (("down", hidden),), width, has_bias=False)
+            is_shared = expert == routing.num_experts
+            of_expert = names.shared if is_shared else names.experts.format(expert)
+            *gate_up, down = names.shared_linears if is_shared else names.expert_linears
+            sides = {
+                "gate_up": stored(
+                    tuple(of_expert + name for name in gate_up), (("gate", width), ("up", width)), hidden,
+                    has_bias=has_bias,
+                ),
+                "down": stored((of_expert + down,), (("down", hidden),), width, has_bias=has_bias),
+            }  # fmt: skip
+            index_in_stack = expert if names.has_stacked_experts and not is_shared else None
+            found |= {f"{side}{expert}": replace(linear, expert=index_in_stack) for side, linear in sides.items()}
         return found
 
     def _linear(self, stored: Stored) -> Linear:
@@ -339,7 +362,7 @@ class WeightLoader:
             return self._backend.make_int8_linear(rows, bias)
         weights = []
         for name, roles in stored.tensors():
-            weights += self._parts(roles, self._weight(name, stored.shape(roles)))
+            weights += self._parts(roles, self._weight(name, stored, roles))
         joined = self._join_in_scratch(weights) if self._backend.copies_weights else self._join(weights)
         return self._backend.make_linear(joined if stored.order is None else joined[stored.order], bias)
 
@@ -348,7 +371,7 @@ class WeightLoader:
             return None
         biases = []
         for name, roles in stored.tensors():
-            biases += self._parts(roles, self._checkpoint.tensor(f"{name}.bias", stored.shape(roles)[:1], None))
+            biases += self._parts(roles, self._bias_of(name, stored, roles))
         return self._join(biases) if stored.order is None else self._join(biases)[stored.order]
 
     def _parts(self, roles: tuple[tuple[Role, int], ...], tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -374,20 +397,51 @@ class WeightLoader:
         quantization = self._config.quantization
         scheme = None if quantization is None else quantization.scheme_of(name)
         # config.json does not list all layers that are left in a float type, e.g. heads and routers
-        return None if scheme is None or self._checkpoint.has_float(f"{name}.weight") else scheme
+        is_float = self._checkpoint.has_float(f"{name}.weight") or self._checkpoint.has_float(name)
+        return None if scheme is None or is_float else scheme
 
-    def _weight(self, name: str, shape: tuple[int, int]) -> torch.Tensor:
+    def _weight(self, name: str, stored: Stored, roles: tuple[tuple[Role, int], ...]) -> torch.Tensor:
         """The weight [out, in] of a linear layer."""
-        scheme = self._scheme(name)
+        scheme, shape = self._scheme(name), stored.shape(roles)
+        if stored.expert is not None:
+            return self._stacked_weight(name, scheme, shape, stored.expert)
         if scheme is None:
             return self._matrix(f"{name}.weight", shape)
         return read_weight(self._checkpoint, name, scheme, shape).to(self._dtype)
+
+    def _stacked_weight(self, name: str, scheme: Scheme | None, shape: tuple[int, int], expert: int) -> torch.Tensor:
+        """The weight [out, in] of one expert, with outputs in the order [gate | up]."""
+        routing = next(layer.experts.routing for layer in self._config.layers if layer.experts is not None)
+        if isinstance(scheme, Mxfp4):
+            weight = read_mxfp4(self._checkpoint, name, scheme, (routing.num_experts, *shape), expert).to(self._dtype)
+        else:
+            weight = self._checkpoint.tensor(name, (routing.num_experts, *shape[::-1]), None)[expert].T
+        return self._in_halves(name, weight)
+
+    def _in_halves(self, name: str, outputs: torch.Tensor) -> torch.Tensor:
+        """Outputs [gate | up] of a stacked tensor that may have them in turns."""
+        if not self._names.has_gates_in_turns or name.endswith(self._names.expert_linears[-1]):
+            return outputs
+        return torch.cat((outputs[::2], outputs[1::2]))
+
+    def _bias_name(self, name: str, stored: Stored) -> str:
+        return f"{name}.bias" if stored.expert is None else f"{name}_bias"
+
+    def _bias_of(self, name: str, stored: Stored, roles: tuple[tuple[Role, int], ...]) -> torch.Tensor:
+        (size, _), bias_name = stored.shape(roles), self._bias_name(name, stored)
+        if stored.expert is None:
+            return self._checkpoint.tensor(bias_name, (size,), None)
+        count = self._checkpoint.shape(bias_name)[0]
+        return self._in_halves(name, self._checkpoint.tensor(bias_name, (count, size), None)[stored.expert])
 
     def _weight_names(self, stored: Stored) -> list[str]:
         """The tensors of the weights of a linear layer."""
         found = []
         for name, roles in stored.tensors():
             scheme = self._scheme(name)
+            if stored.expert is not None:
+                found += [name] if scheme is None else [f"{name}_{part}" for part in scheme.parts(*stored.shape(roles))]
+                continue
             suffixes = ["weight"] if scheme is None else list(scheme.parts(*stored.shape(roles)))
             found += [f"{name}.{suffix}" for suffix in suffixes]
         return found
@@ -400,9 +454,12 @@ class WeightLoader:
 
     def _norm(self, name: str, size: int) -> Norm:
         bias = None
-        if self._config.norm == "layer":
-            bias = self._join([self._checkpoint.tensor(f"{name}.bias", (size,), None)])
+        if not name:  # a norm without weights
+            return Norm(torch.ones(size, dtype=self._dtype), bias, self._config.norm_eps, self._config.norm)
         weight = self._join([self._checkpoint.tensor(f"{name}.weight", (size,), None)])
+        if self._config.norm == "layer":
+            has_bias = self._config.architecture.has_norm_bias
+            bias = self._join([self._checkpoint.tensor(f"{name}.bias", (size,), None)]) if has_bias else weight * 0
         return Norm(weight, bias, self._config.norm_eps, self._config.norm)
 
     def _vocabulary(self, name: str) -> torch.Tensor:

@@ -81,6 +81,8 @@ class DeviceDecoder:
         if self._head is None:
             raise RuntimeError("the model has no logits, but a row asks for some: PoolingTable refuses it")
         logits = self._head(normed)
+        if self.config.logit_scale != 1.0:
+            logits *= self.config.logit_scale
         if self.config.logit_soft_cap is not None:
             soft_cap(logits, self.config.logit_soft_cap)
         return logits
@@ -141,11 +143,13 @@ class _DeviceOperations:
         self._attention.begin(self._columns)
         return x
 
-    def linear(self, linear: Linear, x: torch.Tensor, index: int, site: int) -> torch.Tensor:
+    def linear(
+        self, linear: Linear, x: torch.Tensor, index: int, site: int, onto: torch.Tensor | None = None
+    ) -> torch.Tensor:
         y = linear(x)
         if self._adapters is not None:
             self._adapters.add(index, site, x, y)
-        return y
+        return y if onto is None else onto.add_(y)
 
     def linear_of_norm(
         self, linear: Linear, x: torch.Tensor, residual: torch.Tensor | None, norm: Norm | None, index: int, site: int
@@ -186,7 +190,9 @@ class _DeviceOperations:
         gated_activation(gate_up, activated, self._config.activation)
         return activated
 
-    def experts(self, part: RoutedExperts, x: torch.Tensor, residual: torch.Tensor, norm: Norm | None) -> torch.Tensor:
+    def experts(
+        self, part: RoutedExperts, x: torch.Tensor, residual: torch.Tensor | None, norm: Norm | None
+    ) -> torch.Tensor:
         if not isinstance(part.experts, StackedExperts):
             raise TypeError(f"experts are {type(part.experts).__name__}; the device computes StackedExperts")
         normed = _normed(x, residual, norm)
@@ -196,6 +202,8 @@ class _DeviceOperations:
         summed = self._model.group.all_reduce(x)
         if norm is not None:
             add_norm(summed, None, norm, summed)
+        if self._config.residual_scale != 1.0:
+            summed *= self._config.residual_scale
         return summed
 
     def end_layer(self, x: torch.Tensor, residual: torch.Tensor, index: int) -> None:

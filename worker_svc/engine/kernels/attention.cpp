@@ -72,13 +72,13 @@ void quire_paged_attention(int is_bf16, const void* q, const void* k_cache, cons
                            const int32_t* tables, int64_t table_stride, const int32_t* rows,
                            const int32_t* query_starts, const int32_t* context_lens, const int32_t* key_lens,
                            int64_t num_rows, int64_t q_heads, int64_t kv_heads, int64_t head_dim, int64_t block_size,
-                           float scale, float cap, int64_t window, int is_full, const float* bias, int64_t bias_zero,
-                           int64_t bias_stride, int threads) {
+                           float scale, float cap, int64_t window, int64_t chunk, const float* sinks, int is_full,
+                           const float* bias, int64_t bias_zero, int64_t bias_stride, int threads) {
   Pass pass(threads);
   const AttentionRows all{tables,  table_stride, rows,    query_starts, context_lens,
                           num_rows, is_full != 0, key_lens};
   const QkvShape shape{q_heads, kv_heads, head_dim, block_size};
   paged_attention(pass, is_bf16, plan_attention(all, shape, threads), all, shape, q, k_cache, v_cache, out,
-                  {scale, cap, window, {bias, bias_zero, bias_stride}});
+                  {scale, cap, window, {bias, bias_zero, bias_stride}, chunk, sinks});
 }
 }

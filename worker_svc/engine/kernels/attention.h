@@ -50,16 +50,21 @@ template <typename T> struct AttentionArgs {
     } else if (scores.window) {
       seen.from = std::max<int64_t>(0, to - scores.window);
     }
+    if (scores.chunk) seen.from = std::max(seen.from, position / scores.chunk * scores.chunk);
     const PositionBias& bias = scores.bias;
     if (bias.values) seen.bias = bias.values + (head * group() + i % group()) * bias.stride + bias.zero - position;
     return seen;
+  }
+  // What the softmax of a query vector begins with.
+  float sink(int64_t head, int64_t i) const {
+    return scores.sinks ? scores.sinks[head * group() + i % group()] : kNegInf;
   }
   // Start of the first tile of keys that a query vector of the span sees.
   int64_t first_key(const Span& span) const { return sight(span.row, 0, span.first).from / kKeyTile * kKeyTile; }
   // One past the last key that a query vector of the span sees.
   int64_t end_key(const Span& span) const { return sight(span.row, 0, span.first + span.queries - 1).to; }
   // Windows begin at other keys in each row, and biases depend on the position of the query.
-  bool can_share_keys() const { return !scores.window && !scores.bias.values; }
+  bool can_share_keys() const { return !scores.window && !scores.chunk && !scores.bias.values; }
 };
 
 }  // namespace

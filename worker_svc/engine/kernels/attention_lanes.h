@@ -223,8 +223,8 @@ void attend_span(const AttentionArgs<T>& a, const Span& span, int64_t head, int6
   for (int r = 0; r < queries; r++) {
     const T* x = a.q + a.query(span.row, head, first + r);
     for (int64_t d = 0; d < dim; d++) q[r * dim + d] = to_float(x[d]) * a.scores.scale;
-    scratch.row_max[r] = kNegInf;
-    scratch.row_sum[r] = 0.f;
+    scratch.row_max[r] = a.sink(head, first + r);
+    scratch.row_sum[r] = a.scores.sinks ? 1.f : 0.f;
   }
   std::fill(acc, acc + queries * padded_dim, 0.f);
   const int64_t end = a.end_key(span);

@@ -279,11 +279,14 @@ void attend_range(const PairedArgs& a, const KeyRange& range, const KeyRange& ne
   }
 }
 
-void start_row(const PairedArgs& a, const uint16_t* q, int r, PairedScratch& s) {
+// Row `r` of the scratch memory for query vector `i` of a span.
+void start_row(const PairedArgs& a, const Span& span, int64_t head, int64_t i, int r, PairedScratch& s) {
+  const uint16_t* q = a.q + a.query(span.row, head, span.first + i);
   memcpy(s.q.data() + r * s.key_pairs, q, a.head_dim * sizeof(uint16_t));  // what pads it stays 0
   std::fill_n(s.acc.data() + r * s.padded_dim, s.padded_dim, 0.f);
-  s.row_max[r] = kNegInf;
-  s.row_sum.data()[r] = v16{};
+  const bool is_scaled = a.scores.cap != 0.f || a.scores.bias.values;  // as in softmax_pairs
+  s.row_max[r] = is_scaled ? a.sink(head, span.first + i) : a.sink(head, span.first + i) / a.scores.scale;
+  s.row_sum.data()[r] = a.scores.sinks ? splat(1.f / kLanes) : v16{};
 }
 
 void finish_row(const PairedArgs& a, int r, uint16_t* out, PairedScratch& s) {
@@ -330,8 +333,7 @@ template <typename Products>
 void attend_spans(const PairedArgs& a, const Span* spans, const Task& task, const KeyRange& after, Products& products,
                   PairedScratch& s) {
   for (int64_t i = 0; i < task.num_spans; i++) {
-    for (int j = 0; j < spans[i].queries; j++)
-      start_row(a, a.q + a.query(spans[i].row, task.head, spans[i].first + j), j, s);
+    for (int j = 0; j < spans[i].queries; j++) start_row(a, spans[i], task.head, j, j, s);
     const bool is_last = i + 1 == task.num_spans;
     const KeyRange next = is_last ? after : keys_of(a, spans[i + 1], task, a.first_key(spans[i + 1]));
     attend_span(a, spans[i], task, a.first_key(spans[i]), next, 0, products, s);
@@ -346,8 +348,7 @@ void paired_task(const PairedArgs& a, const AttentionPlan& plan, const Task& tas
   if (!task.shared_keys || !a.can_share_keys()) return attend_spans(a, spans, task, after, products, s);
   int count = 0;
   for (int64_t i = 0; i < task.num_spans; i++)
-    for (int j = 0; j < spans[i].queries; j++)
-      start_row(a, a.q + a.query(spans[i].row, task.head, spans[i].first + j), count++, s);
+    for (int j = 0; j < spans[i].queries; j++) start_row(a, spans[i], task.head, j, count++, s);
   Sight sights[kSharingQueries];
   std::fill_n(sights, count, Sight{0, task.shared_keys});
   const KeyRange own = keys_of(a, *spans, task, task.shared_keys);

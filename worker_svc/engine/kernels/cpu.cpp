@@ -47,11 +47,11 @@ template <typename Op> void map_rows(Pass& pass, int is_bf16, void* x, int64_t n
 template <typename T>
 void gated_activation_row(const T* gate, const T* up, T* out, int64_t dim, Activation activation) {
   int64_t i = 0;
-  for (; i + kLanes <= dim; i += kLanes) store16(out + i, activate16(load16(gate + i), activation) * load16(up + i));
+  for (; i + kLanes <= dim; i += kLanes) store16(out + i, gated16(load16(gate + i), load16(up + i), activation));
   if (i == dim) return;
   float g[kLanes] = {}, u[kLanes] = {}, y[kLanes];
   for (int64_t j = i; j < dim; j++) g[j - i] = to_float(gate[j]), u[j - i] = to_float(up[j]);
-  store16(y, activate16(load16(g), activation) * load16(u));
+  store16(y, gated16(load16(g), load16(u), activation));
   for (int64_t j = i; j < dim; j++) out[j] = from_float<T>(y[j - i]);
 }
 
@@ -95,7 +95,17 @@ INLINE void norm_rope_head(const T* x, const T* weight, float scale, const QkNor
     out[d] = from_float<T>(a * cos[d] - b * sin[d]);
     out[d + half] = from_float<T>(b * cos[d] + a * sin[d]);
   }
-  for (d = 2 * half; d < head_dim; d++) out[d] = from_float<T>(normed1(d));
+  for (d = 2 * half; d + kLanes <= head_dim; d += kLanes) store16(out + d, normed16(d));
+  for (; d < head_dim; d++) out[d] = from_float<T>(normed1(d));
+}
+
+// Rotates pairs of neighbours in place.
+template <typename T> INLINE void rotate_neighbours(T* x, const float* cos, const float* sin, int64_t half) {
+  for (int64_t d = 0; d < half; d++) {
+    const float a = to_float(x[2 * d]), b = to_float(x[2 * d + 1]);
+    x[2 * d] = from_float<T>(a * cos[d] - b * sin[d]);
+    x[2 * d + 1] = from_float<T>(b * cos[d] + a * sin[d]);
+  }
 }
 
 // Stores one key in its block. `width` is 2 in a paired block, else 1.
@@ -116,6 +126,10 @@ template <typename T> INLINE void store_paired_value(const T* value, int64_t dim
   for (; d < dim; d++) pairs[2 * d + side] = value[d];
 }
 
+template <typename T> void scale_row(T* x, float factor, int64_t dim) {
+  for (int64_t d = 0; d < dim; d++) x[d] = from_float<T>(to_float(x[d]) * factor);
+}
+
 template <typename T> struct Qkv {
   const T* qkv;
   QkNorms norms;
@@ -131,17 +145,23 @@ template <typename T> void store_token(const Qkv<T>& a, int64_t i, T* key) {
   const int64_t dim = s.head_dim, half = a.rotary.dims / 2, stride = s.qkv_stride();
   const T *x = a.qkv + i * stride, *q_norm = (const T*)a.norms.q, *k_norm = (const T*)a.norms.k;
   const float *cos = a.rotary.cos + a.positions[i] * half, *sin = a.rotary.sin + a.positions[i] * half;
+  const int64_t halves = a.rotary.is_interleaved ? 0 : half;  // what is rotated together with the norm
   const int64_t block = a.slots[i] / s.block_size, offset = a.slots[i] % s.block_size;
   // A norm of `width` numbers spans a head, or all heads, which have one scale then.
   auto norm_rope = [&](const T* first, int64_t h, const T* weight, int64_t width, float& scale, T* out) {
     const T* head = first + h * dim;
     const bool is_wide = width > dim;
-    if (weight && (h == 0 || !is_wide)) scale = norm_scale(head, width, a.norms);
-    norm_rope_head(head, is_wide ? weight + h * dim : weight, scale, a.norms, cos, sin, half, dim, out);
+    if (weight && !a.rotary.is_first && (h == 0 || !is_wide)) scale = norm_scale(head, width, a.norms);
+    const T* first_weight = a.rotary.is_first ? nullptr : is_wide ? weight + h * dim : weight;
+    norm_rope_head(head, first_weight, scale, a.norms, cos, sin, halves, dim, out);
+    if (a.rotary.is_interleaved) rotate_neighbours(out, cos, sin, half);
+    if (a.rotary.is_first && weight)
+      norm_rope_head(out, weight, norm_scale(out, dim, a.norms), a.norms, cos, sin, 0, dim, out);
   };
   float q_scale = 1.f, k_scale = 1.f;
   for (int64_t h = 0; h < s.q_heads; h++)
     norm_rope(x, h, q_norm, a.norms.q_width, q_scale, a.q_out + (i * s.q_heads + h) * dim);
+  if (a.rotary.q_scales) scale_row(a.q_out + i * s.q_heads * dim, a.rotary.q_scales[a.positions[i]], s.q_heads * dim);
   for (int64_t h = 0; h < s.kv_heads; h++) {
     norm_rope(x + s.q_heads * dim, h, k_norm, a.norms.k_width, k_scale, key);
     const T* value = x + (s.q_heads + s.kv_heads + h) * dim;
@@ -184,8 +204,7 @@ void add_norm(Pass& pass, int is_bf16, const Norm& norm, void* out, int64_t n, i
 }
 
 void scale_rows(Pass& pass, int is_bf16, void* x, int64_t n, int64_t dim, float factor) {
-  const float rounded = is_bf16 ? round_to<uint16_t>(factor) : factor;
-  map_rows(pass, is_bf16, x, n, dim, [&](v16 lanes) { return lanes * rounded; });
+  map_rows(pass, is_bf16, x, n, dim, [&](v16 lanes) { return lanes * factor; });
 }
 
 void add_positions(Pass& pass, int is_bf16, void* x, const void* table, const int32_t* positions, int64_t n,
@@ -237,7 +256,7 @@ void qk_norm_rope_store(Pass& pass, int is_bf16, const void* qkv, const QkNorms&
 
 extern "C" {
 
-int quire_abi_version() { return 26; }
+int quire_abi_version() { return 27; }
 
 // The instructions that this build computes with, as words. The last one, the width of vectors, affects no result.
 const char* quire_arithmetic() {
@@ -289,13 +308,16 @@ void quire_gated_activation(int is_bf16, const void* gate_up, void* out, int64_t
 }
 
 void quire_qk_norm_rope_store(int is_bf16, const void* qkv, int norm_kind, const void* q_norm, const void* k_norm,
-                              int64_t q_width, int64_t k_width, const float* cos, const float* sin, int64_t rotary_dims, const int32_t* positions,
+                              int64_t q_width, int64_t k_width, const float* cos, const float* sin,
+                              int64_t rotary_dims, const float* q_scales, int is_interleaved, int is_first, const int32_t* positions,
                               const int64_t* slots, void* k_cache, void* v_cache, void* q_out, int64_t n,
                               int64_t q_heads, int64_t kv_heads, int64_t head_dim, int64_t block_size, float eps,
                               int threads) {
   Pass pass(threads_for(n * (q_heads + 2 * kv_heads) * head_dim, kSerialWork, threads));
-  qk_norm_rope_store(pass, is_bf16, qkv, {q_norm, k_norm, q_width, k_width, NormKind(norm_kind), eps}, {cos, sin, rotary_dims}, positions,
-                     slots, k_cache, v_cache, q_out, n, {q_heads, kv_heads, head_dim, block_size});
+  const QkNorms norms{q_norm, k_norm, q_width, k_width, NormKind(norm_kind), eps};
+  const Rotary rotary{cos, sin, rotary_dims, q_scales, is_interleaved, is_first};
+  qk_norm_rope_store(pass, is_bf16, qkv, norms, rotary, positions, slots, k_cache, v_cache, q_out, n,
+                     {q_heads, kv_heads, head_dim, block_size});
 }
 
 void quire_copy_blocks(void* pool, const int64_t* src, const int64_t* dst, int64_t n, int64_t num_layers,

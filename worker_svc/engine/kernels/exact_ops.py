@@ -127,7 +127,8 @@ def erf(x: torch.Tensor) -> torch.Tensor:
 def cos_sin(angles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """cos and sin of float32 angles below 2^20, correctly rounded except for rare ties."""
     flat = angles.reshape(-1).numpy()
-    parts = [_cos_sin(flat[i : i + ANGLES_AT_ONCE]) for i in range(0, len(flat), ANGLES_AT_ONCE)]
+    starts = range(0, max(len(flat), 1), ANGLES_AT_ONCE)
+    parts = [_cos_sin(flat[start : start + ANGLES_AT_ONCE]) for start in starts]
     cos, sin = (torch.from_numpy(np.concatenate(values)).view(angles.shape) for values in zip(*parts, strict=True))
     return cos, sin
 

@@ -16,7 +16,8 @@ struct Layer {
   const void *q_norm, *k_norm;  // null: none
   int64_t q_width, k_width;     // numbers that one of these norms spans
   Rotary rotary;
-  int64_t window;  // 0: none
+  int64_t window, chunk;  // 0: none
+  const float* sinks;     // null: none
   void *k_cache, *v_cache;
   int64_t q_heads, kv_heads, head_dim;
   const Recurrence* recurrence;  // null: the layer attends
@@ -33,6 +34,7 @@ enum OpKind { kEmbed, kLinear, kLinearOfNorm, kAttend, kRecur, kKeepHeads, kExpe
 struct Op {
   int64_t kind, layer, site;
   int64_t adds_residual;  // to x, before the norm
+  int64_t adds_output;    // to the output of the operation before it
   NormWeights norm;
   Linear linear;  // [gate | up] with its activation at kSiteGateUp, or `up` alone if there is no gate
   Experts experts;
@@ -50,7 +52,7 @@ struct Model {
   int64_t mixed;    // the widest output of attention or recurrence
   int64_t block_size, norm_kind, activation;
   int64_t is_gated, is_bf16, threads;
-  float eps, scale, embedding_scale, attention_cap, logit_cap;  // caps 0: none
+  float eps, scale, embedding_scale, residual_scale, logit_scale, attention_cap, logit_cap;  // caps 0: none
 
   Norm norm(void* x, const void* residual, const NormWeights& weights) const {
     return {x, residual, weights, NormKind(norm_kind), eps};
@@ -102,6 +104,7 @@ struct Parts {
 
 void head(Pass& pass, const Model& m, void* x, const void* residual, void* logits, int64_t n) {
   linear_of_norm(pass, int(m.is_bf16), m.head, m.norm(x, residual, m.final_norm), logits, n);
+  if (m.logit_scale != 1.f) scale_rows(pass, int(m.is_bf16), logits, n, m.head.out, m.logit_scale);
   if (m.logit_cap != 0.f) soft_cap(pass, int(m.is_bf16), logits, n, m.head.out, m.logit_cap);
 }
 
@@ -176,7 +179,7 @@ struct Forward {
   }
 
   void linear_op(const Op& op, const void* x, void* y) {
-    linear(pass, int(m.is_bf16), op.linear, x, y, n);
+    grouped_linear(pass, int(m.is_bf16), {LinearRows{&op.linear, x, nullptr, y, n, 0, 0, nullptr, op.adds_output != 0}});
     add_adapters(pass, int(m.is_bf16), adapters_of(op), x, y, op.linear.out);
   }
 
@@ -199,7 +202,7 @@ struct Forward {
     const int is_bf16 = int(m.is_bf16);
     const Layer& layer = m.layers[index];
     const QkvShape shape{layer.q_heads, layer.kv_heads, layer.head_dim, m.block_size};
-    const Rotary rotary = b.cos ? Rotary{b.cos, b.sin, layer.rotary.dims} : layer.rotary;
+    const Rotary rotary = b.cos ? layer.rotary.with(b.cos, b.sin) : layer.rotary;
     const QkNorms norms{layer.q_norm, layer.k_norm, layer.q_width, layer.k_width, NormKind(m.norm_kind), m.eps};
     const int64_t q_size = shape.q_heads * shape.head_dim, gate = q_size + 2 * shape.kv_heads * shape.head_dim;
     QkvShape of_qkv = shape;
@@ -207,7 +210,7 @@ struct Forward {
     qk_norm_rope_store(pass, is_bf16, p.qkv, norms, rotary, b.positions, b.slots, layer.k_cache, layer.v_cache, p.q,
                        b.num_tokens, of_qkv);
     paged_attention(pass, is_bf16, plan(shape, is_last(index)), rows, shape, p.q, layer.k_cache, layer.v_cache,
-                    p.attended, {m.scale, m.attention_cap, layer.window});
+                    p.attended, {m.scale, m.attention_cap, layer.window, {}, layer.chunk, layer.sinks});
     if (layer.has_gate)
       gate_outputs(pass, is_bf16, p.attended, p.qkv + gate * (is_bf16 ? 2 : 4), b.num_tokens, q_size, of_qkv.stride);
   }
@@ -224,6 +227,11 @@ struct Forward {
     experts(pass, is_bf16, op.experts, p.activated, Activation(m.activation), p.residual, n);
   }
 
+  void output_op(const Op& op) {
+    if (op.norm.weight) add_norm(pass, int(m.is_bf16), m.norm(p.residual, nullptr, op.norm), p.residual, n, m.hidden);
+    if (m.residual_scale != 1.f) scale_rows(pass, int(m.is_bf16), p.residual, n, m.hidden, m.residual_scale);
+  }
+
   bool is_last(int64_t index) const { return index == m.num_layers - 1; }
 
   void run_op(const Op& op) {
@@ -236,8 +244,7 @@ struct Forward {
       case kRecur: return recur(op.layer);
       case kKeepHeads: return keep_heads();
       case kExperts: return experts_op(op, norm);
-      case kOutput:
-        return add_norm(pass, int(m.is_bf16), m.norm(p.residual, nullptr, op.norm), p.residual, n, m.hidden);
+      case kOutput: return output_op(op);
       case kEndLayer:
         if (op.layer < b.num_deep_layers) m.is_bf16 ? add_deep<uint16_t>(op.layer) : add_deep<float>(op.layer);
     }

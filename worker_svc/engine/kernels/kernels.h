@@ -6,7 +6,7 @@
 
 #include "team.h"
 
-enum Activation { kSilu = 0, kGelu = 1, kGeluTanh = 2 };
+enum Activation { kSilu = 0, kGelu = 1, kGeluTanh = 2, kRelu2 = 3, kClampedSwiglu = 4 };
 
 // A packed weight; see linear.cpp.
 struct Linear {
@@ -41,10 +41,18 @@ struct QkNorms {
   float eps;
 };
 
-// Rotates the first `dims` dimensions of each head, in two halves. cos and sin are [positions, dims / 2].
+// Rotates the first `dims` dimensions of each head. cos and sin are [positions, dims / 2].
 struct Rotary {
   const float *cos, *sin;
   int64_t dims;
+  const float* q_scales = nullptr;  // [positions] queries are multiplied by it at the end; null: they are not
+  int64_t is_interleaved = 0;       // neighbours are rotated together, not the same places of two halves
+  int64_t is_first = 0;             // heads are rotated before their norms, not after them
+
+  // The same rotation with another table.
+  Rotary with(const float* other_cos, const float* other_sin) const {
+    return {other_cos, other_sin, dims, nullptr, is_interleaved, is_first};
+  }
 };
 
 struct QkvShape {
@@ -153,7 +161,7 @@ void experts(Pass& pass, int is_bf16, const Experts& e, const void* x, Activatio
 // out = norm of rows x [n, dim]; `out` may be x.
 void add_norm(Pass& pass, int is_bf16, const Norm& norm, void* out, int64_t n, int64_t dim);
 
-// x *= factor, x [n, dim]; the factor is rounded to the storage type.
+// x *= factor, x [n, dim].
 void scale_rows(Pass& pass, int is_bf16, void* x, int64_t n, int64_t dim, float factor);
 
 // x [n, dim] += rows `positions` of table [.., dim].
@@ -196,6 +204,8 @@ struct Scores {
   // A token sees this many keys, its own included; with `is_full` those at most window / 2 positions away. 0: no window.
   int64_t window;
   PositionBias bias = {};
+  int64_t chunk = 0;             // a token sees the keys from the last multiple of `chunk` on; 0: no chunks
+  const float* sinks = nullptr;  // [q_heads] a further score of each softmax, of a key without value; null: none
 };
 
 // Writes the outputs of the tokens of `plan` only.

@@ -94,7 +94,7 @@ INLINE void store_tile(const Call<T> c, const Target<T> target, const int32_t* s
       if (c.bias) y[half] += bias[half];
       if (target.gates) {
         const v16 gate = load16(target.gates + r * kPanel + half * kLanes);
-        y[half] = activate16(gate, target.activation) * round16<T>(y[half]);
+        y[half] = gated16(gate, round16<T>(y[half]), target.activation);
       }
     }
     if (target.adds) add_outputs(target.row(r), y, target.count);

@@ -69,9 +69,19 @@ INLINE v16 erf16(v16 x) {
 
 INLINE v16 activate16(v16 x, Activation activation) {
   if (activation == kSilu) return x / (1.f + exp16(-x));
+  if (activation == kRelu2) return select(x < splat(0.f), v16{}, x * x);
   if (activation == kGelu) return 0.5f * x * (1.f + erf16(x * 0.70710678118654752f));
   const v16 inner = 0.79788456080286536f * (x + 0.044715f * x * x * x);
   return x * (1.f - 1.f / (exp16(2.f * inner) + 1.f));
+}
+
+// activation(gate) * up; of a clamped SwiGLU up + 1, both clamped to 7.
+INLINE v16 gated16(v16 gate, v16 up, Activation activation) {
+  if (activation != kClampedSwiglu) return activate16(gate, activation) * up;
+  const v16 limit = splat(7.f);
+  gate = select(gate > limit, limit, gate);
+  up = select(up > limit, limit, select(up < -limit, -limit, up));
+  return (up + 1.f) * (gate / (1.f + exp16(gate * -1.702f)));
 }
 
 // cap * tanh(x / cap)

@@ -24,7 +24,7 @@ void quire_gated_activation(int, const void*, void*, int64_t, int64_t, int, int)
 void quire_soft_cap(int, void*, int64_t, int64_t, float, int);
 void quire_paged_attention(int, const void*, const void*, const void*, void*, const int32_t*, int64_t, const int32_t*,
                            const int32_t*, const int32_t*, const int32_t*, int64_t, int64_t, int64_t, int64_t, int64_t,
-                           float, float, int64_t, int, const float*, int64_t, int64_t, int);
+                           float, float, int64_t, int64_t, const float*, int, const float*, int64_t, int64_t, int);
 }
 
 namespace {
@@ -141,7 +141,7 @@ Bytes attend(int is_bf16, Rows rows, int64_t q_heads, int64_t kv_heads, int64_t 
   }
   quire_paged_attention(is_bf16, part.data(), k.data(), v.data(), out.data(), tables.data(), stride, lines.data(),
                         starts.data(), contexts.data(), nullptr, rows.count, q_heads, kv_heads, dim, block_size,
-                        1 / std::sqrt(float(dim)), 0, 0, 0, nullptr, 0, 0, 1);
+                        1 / std::sqrt(float(dim)), 0, 0, 0, nullptr, 0, nullptr, 0, 0, 1);
   return out;
 }
 

@@ -230,7 +230,7 @@ class ShardLoader(WeightLoader):
         """The weight [out, in] in the dtype of the model."""
         weights = []
         for name, roles in stored.tensors():
-            weights += self._parts(roles, self._weight(name, stored.shape(roles)))
+            weights += self._parts(roles, self._weight(name, stored, roles))
         return self._join(weights)
 
     def _fp8_weight(self, stored: Stored) -> Fp8Weight | None:
