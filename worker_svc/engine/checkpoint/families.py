@@ -387,6 +387,26 @@ ARCHITECTURES = {
     ),
     "Qwen3_5ForCausalLM": QWEN3_5,
     "Qwen3_5ForConditionalGeneration": QWEN3_5,
+    "Glm4ForCausalLM": Architecture(
+        "GLM-4 (0414)",
+        frozenset({"partial_rotary"}),
+        has_o_bias=False,
+        windows="none",
+        is_interleaved=True,
+        defaults={
+            "attention_bias": True,
+            "rms_norm_eps": 1.5625e-7,
+            "partial_rotary_factor": 0.5,
+            "head_dim": 128,
+            "num_key_value_heads": 2,
+        },
+        names=replace(
+            FUSED_NAMES,
+            qkv=LLAMA_NAMES.qkv,
+            post_attention_layernorm="post_self_attn_layernorm",
+            post_feedforward_layernorm="post_mlp_layernorm",
+        ),
+    ),
     "GPT2LMHeadModel": Architecture(
         "GPT-2",
         frozenset({"odd_heads"}),
