@@ -16,7 +16,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
 
 ARCHITECTURES = (
     "qwen3", "qwen2", "llama", "mistral", "phi3", "gemma2", "gemma3", "qwen3_moe", "mixtral", "olmo2", "gpt2",
-    "qwen2_moe", "glm4_moe", "dots1", "minimax_m2", "glm4",
+    "qwen2_moe", "glm4_moe", "dots1", "minimax_m2", "glm4", "olmo3",
 )  # fmt: skip
 
 CLASSES = {
@@ -37,6 +37,7 @@ CLASSES = {
     "dots1": (transformers.Dots1Config, transformers.Dots1ForCausalLM),
     "minimax_m2": (transformers.MiniMaxM2Config, transformers.MiniMaxM2ForCausalLM),
     "glm4": (transformers.Glm4Config, transformers.Glm4ForCausalLM),
+    "olmo3": (transformers.Olmo3Config, transformers.Olmo3ForCausalLM),
 }
 
 # Fields that differ from DEFAULTS. Windows are short and caps low, so that leaving one out changes the logits.
@@ -65,6 +66,8 @@ FIELDS: dict[str, dict[str, Any]] = {
     "minimax_m2": {"num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 20,
                    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
     "glm4": {"head_dim": 20, "num_attention_heads": 6, "num_key_value_heads": 3, "attention_bias": True},
+    "olmo3": {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 60, "sliding_window": 24,
+              "num_hidden_layers": 5},
 }  # fmt: skip
 DEFAULTS: dict[str, Any] = {
     "vocab_size": 211,

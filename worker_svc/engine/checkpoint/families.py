@@ -407,6 +407,20 @@ ARCHITECTURES = {
             post_feedforward_layernorm="post_mlp_layernorm",
         ),
     ),
+    "Olmo3ForCausalLM": Architecture(
+        "OLMo 3",
+        WINDOWS,
+        qk_norm="projection",
+        windows="pattern",
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 4,
+            "rope_theta": 5e5,
+            "rope_local_base_freq": 5e5,
+        },
+        names=OLMO2_NAMES,
+    ),
     "GPT2LMHeadModel": Architecture(
         "GPT-2",
         frozenset({"odd_heads"}),
