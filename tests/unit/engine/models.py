@@ -16,7 +16,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
 
 ARCHITECTURES = (
     "qwen3", "qwen2", "llama", "mistral", "phi3", "gemma2", "gemma3", "qwen3_moe", "mixtral", "olmo2", "gpt2",
-    "qwen2_moe", "glm4_moe", "dots1", "minimax_m2", "glm4", "olmo3",
+    "qwen2_moe", "glm4_moe", "dots1", "minimax_m2", "glm4", "olmo3", "smollm3",
 )  # fmt: skip
 
 CLASSES = {
@@ -38,6 +38,7 @@ CLASSES = {
     "minimax_m2": (transformers.MiniMaxM2Config, transformers.MiniMaxM2ForCausalLM),
     "glm4": (transformers.Glm4Config, transformers.Glm4ForCausalLM),
     "olmo3": (transformers.Olmo3Config, transformers.Olmo3ForCausalLM),
+    "smollm3": (transformers.SmolLM3Config, transformers.SmolLM3ForCausalLM),
 }
 
 # Fields that differ from DEFAULTS. Windows are short and caps low, so that leaving one out changes the logits.
@@ -68,6 +69,8 @@ FIELDS: dict[str, dict[str, Any]] = {
     "glm4": {"head_dim": 20, "num_attention_heads": 6, "num_key_value_heads": 3, "attention_bias": True},
     "olmo3": {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 60, "sliding_window": 24,
               "num_hidden_layers": 5},
+    "smollm3": {"num_hidden_layers": 4, "no_rope_layers": [1, 0, 0, 1], "hidden_size": 72, "num_attention_heads": 6,
+                "num_key_value_heads": 2},
 }  # fmt: skip
 DEFAULTS: dict[str, Any] = {
     "vocab_size": 211,

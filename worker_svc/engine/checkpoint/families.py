@@ -421,6 +421,14 @@ ARCHITECTURES = {
         },
         names=OLMO2_NAMES,
     ),
+    "SmolLM3ForCausalLM": Architecture(
+        "SmolLM3",
+        has_mlp_bias=None,
+        windows="none",
+        rotated="listed",
+        defaults={"rope_theta": 2e6, "num_key_value_heads": 4, "tie_word_embeddings": True},
+        fixed={"use_sliding_window": False},
+    ),
     "GPT2LMHeadModel": Architecture(
         "GPT-2",
         frozenset({"odd_heads"}),
