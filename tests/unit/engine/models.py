@@ -16,7 +16,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
 
 ARCHITECTURES = (
     "qwen3", "qwen2", "llama", "mistral", "phi3", "gemma2", "gemma3", "qwen3_moe", "mixtral", "olmo2", "gpt2",
-    "qwen2_moe", "glm4_moe", "dots1", "minimax_m2", "glm4", "olmo3", "smollm3",
+    "qwen2_moe", "glm4_moe", "dots1", "minimax_m2", "glm4", "olmo3", "smollm3", "granite",
 )  # fmt: skip
 
 CLASSES = {
@@ -39,6 +39,7 @@ CLASSES = {
     "glm4": (transformers.Glm4Config, transformers.Glm4ForCausalLM),
     "olmo3": (transformers.Olmo3Config, transformers.Olmo3ForCausalLM),
     "smollm3": (transformers.SmolLM3Config, transformers.SmolLM3ForCausalLM),
+    "granite": (transformers.GraniteConfig, transformers.GraniteForCausalLM),
 }
 
 # Fields that differ from DEFAULTS. Windows are short and caps low, so that leaving one out changes the logits.
@@ -71,6 +72,8 @@ FIELDS: dict[str, dict[str, Any]] = {
               "num_hidden_layers": 5},
     "smollm3": {"num_hidden_layers": 4, "no_rope_layers": [1, 0, 0, 1], "hidden_size": 72, "num_attention_heads": 6,
                 "num_key_value_heads": 2},
+    "granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.22, "attention_multiplier": 0.4,
+                "logits_scaling": 1.3},
 }  # fmt: skip
 DEFAULTS: dict[str, Any] = {
     "vocab_size": 211,

@@ -203,6 +203,9 @@ GEMMA2 = Architecture(
     fields={"hidden_act": "hidden_activation"},
     names=GEMMA_NAMES,
 )
+MULTIPLIERS = dict.fromkeys(
+    ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"), 1.0
+)
 MISTRAL = Architecture(
     "Mistral",
     WINDOWS,
@@ -429,6 +432,7 @@ ARCHITECTURES = {
         defaults={"rope_theta": 2e6, "num_key_value_heads": 4, "tie_word_embeddings": True},
         fixed={"use_sliding_window": False},
     ),
+    "GraniteForCausalLM": Architecture("Granite 3", has_mlp_bias=None, windows="none", defaults=MULTIPLIERS),
     "GPT2LMHeadModel": Architecture(
         "GPT-2",
         frozenset({"odd_heads"}),
