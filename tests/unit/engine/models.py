@@ -16,7 +16,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
 
 ARCHITECTURES = (
     "qwen3", "qwen2", "llama", "mistral", "phi3", "gemma2", "gemma3", "qwen3_moe", "mixtral", "olmo2", "gpt2",
-    "qwen2_moe", "glm4_moe", "dots1", "minimax_m2", "glm4", "olmo3", "smollm3", "granite",
+    "qwen2_moe", "glm4_moe", "dots1", "minimax_m2", "glm4", "olmo3", "smollm3", "granite", "granite4",
 )  # fmt: skip
 
 CLASSES = {
@@ -40,6 +40,7 @@ CLASSES = {
     "olmo3": (transformers.Olmo3Config, transformers.Olmo3ForCausalLM),
     "smollm3": (transformers.SmolLM3Config, transformers.SmolLM3ForCausalLM),
     "granite": (transformers.GraniteConfig, transformers.GraniteForCausalLM),
+    "granite4": (transformers.GraniteMoeHybridConfig, transformers.GraniteMoeHybridForCausalLM),
 }
 
 # Fields that differ from DEFAULTS. Windows are short and caps low, so that leaving one out changes the logits.
@@ -74,6 +75,9 @@ FIELDS: dict[str, dict[str, Any]] = {
                 "num_key_value_heads": 2},
     "granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.22, "attention_multiplier": 0.4,
                 "logits_scaling": 1.3},
+    "granite4": {"embedding_multiplier": 3.0, "residual_multiplier": 0.22, "attention_multiplier": 0.4,
+                 "logits_scaling": 1.3, "num_local_experts": 0, "layer_types": ["attention", "attention"],
+                 "shared_intermediate_size": 70, "mamba_n_heads": 8},
 }  # fmt: skip
 DEFAULTS: dict[str, Any] = {
     "vocab_size": 211,

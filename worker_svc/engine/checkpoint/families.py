@@ -433,6 +433,15 @@ ARCHITECTURES = {
         fixed={"use_sliding_window": False},
     ),
     "GraniteForCausalLM": Architecture("Granite 3", has_mlp_bias=None, windows="none", defaults=MULTIPLIERS),
+    "GraniteMoeHybridForCausalLM": Architecture(
+        "Granite 4, dense",
+        windows="none",
+        rotated="embedding_type",
+        defaults=MULTIPLIERS,
+        fixed={"num_local_experts": 0},
+        fields={"intermediate_size": "shared_intermediate_size"},
+        names=replace(LLAMA_NAMES, gate_up=("shared_mlp.input_linear",), down=("shared_mlp.output_linear",)),
+    ),
     "GPT2LMHeadModel": Architecture(
         "GPT-2",
         frozenset({"odd_heads"}),
