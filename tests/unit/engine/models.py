@@ -16,7 +16,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
 
 ARCHITECTURES = (
     "qwen3", "qwen2", "llama", "mistral", "phi3", "gemma2", "gemma3", "qwen3_moe", "mixtral", "olmo2", "gpt2",
-    "qwen2_moe", "glm4_moe", "dots1", "minimax_m2", "glm4", "olmo3", "smollm3", "granite", "granite4",
+    "qwen2_moe", "glm4_moe", "dots1", "minimax_m2", "glm4", "olmo3", "smollm3", "granite", "granite4", "ernie4_5",
 )  # fmt: skip
 
 CLASSES = {
@@ -41,6 +41,7 @@ CLASSES = {
     "smollm3": (transformers.SmolLM3Config, transformers.SmolLM3ForCausalLM),
     "granite": (transformers.GraniteConfig, transformers.GraniteForCausalLM),
     "granite4": (transformers.GraniteMoeHybridConfig, transformers.GraniteMoeHybridForCausalLM),
+    "ernie4_5": (transformers.Ernie4_5Config, transformers.Ernie4_5ForCausalLM),
 }
 
 # Fields that differ from DEFAULTS. Windows are short and caps low, so that leaving one out changes the logits.
@@ -78,6 +79,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "granite4": {"embedding_multiplier": 3.0, "residual_multiplier": 0.22, "attention_multiplier": 0.4,
                  "logits_scaling": 1.3, "num_local_experts": 0, "layer_types": ["attention", "attention"],
                  "shared_intermediate_size": 70, "mamba_n_heads": 8},
+    "ernie4_5": {"head_dim": 20, "use_bias": True},
 }  # fmt: skip
 DEFAULTS: dict[str, Any] = {
     "vocab_size": 211,

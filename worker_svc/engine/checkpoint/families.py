@@ -214,6 +214,20 @@ MISTRAL = Architecture(
     windows="all",
     defaults={"sliding_window": 4096, "num_key_value_heads": 8},
 )
+ERNIE = Architecture(
+    "ERNIE 4.5",
+    has_mlp_bias=None,
+    windows="none",
+    is_interleaved=True,
+    defaults={
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 5e5,
+        "head_dim": 128,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+    },
+    fields={"attention_bias": "use_bias", "mlp_bias": "use_bias"},
+)
 QWEN2_VL = Architecture(
     "Qwen2-VL",
     WINDOWS,
@@ -442,6 +456,7 @@ ARCHITECTURES = {
         fields={"intermediate_size": "shared_intermediate_size"},
         names=replace(LLAMA_NAMES, gate_up=("shared_mlp.input_linear",), down=("shared_mlp.output_linear",)),
     ),
+    "Ernie4_5ForCausalLM": ERNIE,
     "GPT2LMHeadModel": Architecture(
         "GPT-2",
         frozenset({"odd_heads"}),
