@@ -484,6 +484,14 @@ ARCHITECTURES = {
         },
         names=replace(LLAMA_NAMES, correction="mlp.moe_statics.e_score_correction_bias"),
     ),
+    "HunYuanDenseV1ForCausalLM": Architecture(
+        "Hunyuan, dense",
+        qk_norm="head",
+        windows="none",
+        rotates_first=True,
+        defaults={"rms_norm_eps": 1e-5},
+        names=replace(LLAMA_NAMES, q_norm="self_attn.query_layernorm", k_norm="self_attn.key_layernorm"),
+    ),
     "GPT2LMHeadModel": Architecture(
         "GPT-2",
         frozenset({"odd_heads"}),
