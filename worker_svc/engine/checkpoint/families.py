@@ -492,6 +492,12 @@ ARCHITECTURES = {
         defaults={"rms_norm_eps": 1e-5},
         names=replace(LLAMA_NAMES, q_norm="self_attn.query_layernorm", k_norm="self_attn.key_layernorm"),
     ),
+    "SeedOssForCausalLM": Architecture(
+        "Seed-OSS",
+        has_mlp_bias=None,
+        windows="none",
+        defaults={"attention_bias": True, "attention_out_bias": False, "head_dim": 128, "num_key_value_heads": 8},
+    ),
     "GPT2LMHeadModel": Architecture(
         "GPT-2",
         frozenset({"odd_heads"}),
