@@ -17,7 +17,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
 ARCHITECTURES = (
     "qwen3", "qwen2", "llama", "mistral", "phi3", "gemma2", "gemma3", "qwen3_moe", "mixtral", "olmo2", "gpt2",
     "qwen2_moe", "glm4_moe", "dots1", "minimax_m2", "glm4", "olmo3", "smollm3", "granite", "granite4", "ernie4_5",
-    "ernie4_5_moe", "hunyuan", "seed_oss",
+    "ernie4_5_moe", "hunyuan", "seed_oss", "exaone4",
 )  # fmt: skip
 
 CLASSES = {
@@ -46,6 +46,7 @@ CLASSES = {
     "ernie4_5_moe": (transformers.Ernie4_5_MoeConfig, transformers.Ernie4_5_MoeForCausalLM),
     "hunyuan": (transformers.HunYuanDenseV1Config, transformers.HunYuanDenseV1ForCausalLM),
     "seed_oss": (transformers.SeedOssConfig, transformers.SeedOssForCausalLM),
+    "exaone4": (transformers.Exaone4Config, transformers.Exaone4ForCausalLM),
 }
 
 # Fields that differ from DEFAULTS. Windows are short and caps low, so that leaving one out changes the logits.
@@ -89,6 +90,8 @@ FIELDS: dict[str, dict[str, Any]] = {
     "hunyuan": {"head_dim": 20, "rope_parameters": {"rope_type": "dynamic", "alpha": 50.0, "rope_theta": 1e4,
                 "factor": 1.0}},
     "seed_oss": {"head_dim": 24, "attention_bias": True, "attention_out_bias": False},
+    "exaone4": {"sliding_window": 24, "sliding_window_pattern": 3, "num_hidden_layers": 4, "num_attention_heads": 6,
+                "num_key_value_heads": 3, "hidden_size": 60},
 }  # fmt: skip
 DEFAULTS: dict[str, Any] = {
     "vocab_size": 211,

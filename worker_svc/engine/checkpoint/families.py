@@ -498,6 +498,17 @@ ARCHITECTURES = {
         windows="none",
         defaults={"attention_bias": True, "attention_out_bias": False, "head_dim": 128, "num_key_value_heads": 8},
     ),
+    "Exaone4ForCausalLM": Architecture(
+        "EXAONE 4",
+        WINDOWS,
+        qk_norm="head",
+        has_qkv_bias=False,
+        has_o_bias=False,
+        windows="pattern",
+        rotated="windows_if_any",
+        defaults={"rms_norm_eps": 1e-5, "num_key_value_heads": 32, "sliding_window": 4096, "sliding_window_pattern": 4},
+        names=OLMO2_NAMES,
+    ),
     "GPT2LMHeadModel": Architecture(
         "GPT-2",
         frozenset({"odd_heads"}),
