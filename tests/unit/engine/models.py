@@ -17,7 +17,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
 ARCHITECTURES = (
     "qwen3", "qwen2", "llama", "mistral", "phi3", "gemma2", "gemma3", "qwen3_moe", "mixtral", "olmo2", "gpt2",
     "qwen2_moe", "glm4_moe", "dots1", "minimax_m2", "glm4", "olmo3", "smollm3", "granite", "granite4", "ernie4_5",
-    "ernie4_5_moe", "hunyuan", "seed_oss", "exaone4",
+    "ernie4_5_moe", "hunyuan", "seed_oss", "exaone4", "ministral3",
 )  # fmt: skip
 
 CLASSES = {
@@ -47,6 +47,7 @@ CLASSES = {
     "hunyuan": (transformers.HunYuanDenseV1Config, transformers.HunYuanDenseV1ForCausalLM),
     "seed_oss": (transformers.SeedOssConfig, transformers.SeedOssForCausalLM),
     "exaone4": (transformers.Exaone4Config, transformers.Exaone4ForCausalLM),
+    "ministral3": (transformers.Ministral3Config, transformers.Ministral3ForCausalLM),
 }
 
 # Fields that differ from DEFAULTS. Windows are short and caps low, so that leaving one out changes the logits.
@@ -92,6 +93,9 @@ FIELDS: dict[str, dict[str, Any]] = {
     "seed_oss": {"head_dim": 24, "attention_bias": True, "attention_out_bias": False},
     "exaone4": {"sliding_window": 24, "sliding_window_pattern": 3, "num_hidden_layers": 4, "num_attention_heads": 6,
                 "num_key_value_heads": 3, "hidden_size": 60},
+    "ministral3": {"head_dim": 20, "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 16.0,
+                   "original_max_position_embeddings": 32, "beta_fast": 32.0, "beta_slow": 1.0, "mscale_all_dim": 1.0,
+                   "mscale": 1.0, "llama_4_scaling_beta": 0.3}},
 }  # fmt: skip
 DEFAULTS: dict[str, Any] = {
     "vocab_size": 211,

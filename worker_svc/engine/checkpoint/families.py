@@ -509,6 +509,9 @@ ARCHITECTURES = {
         defaults={"rms_norm_eps": 1e-5, "num_key_value_heads": 32, "sliding_window": 4096, "sliding_window_pattern": 4},
         names=OLMO2_NAMES,
     ),
+    "Ministral3ForCausalLM": replace(
+        MISTRAL, models="Ministral 3", defaults={"rms_norm_eps": 1e-5, "head_dim": 128, "num_key_value_heads": 8}
+    ),
     "GPT2LMHeadModel": Architecture(
         "GPT-2",
         frozenset({"odd_heads"}),
