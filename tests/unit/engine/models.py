@@ -14,10 +14,12 @@ import torch
 import transformers
 from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
 
+from worker_svc.engine.checkpoint.model_folder import decoder_config
+
 ARCHITECTURES = (
     "qwen3", "qwen2", "llama", "mistral", "phi3", "gemma2", "gemma3", "qwen3_moe", "mixtral", "olmo2", "gpt2",
     "qwen2_moe", "glm4_moe", "dots1", "minimax_m2", "glm4", "olmo3", "smollm3", "granite", "granite4", "ernie4_5",
-    "ernie4_5_moe", "hunyuan", "seed_oss", "exaone4", "ministral3",
+    "ernie4_5_moe", "hunyuan", "seed_oss", "exaone4", "ministral3", "mistral3",
 )  # fmt: skip
 
 CLASSES = {
@@ -130,9 +132,22 @@ def make_model(
     return folder
 
 
+def _mistral3_config(**fields: Any) -> transformers.Mistral3Config:
+    tower = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return transformers.Mistral3Config(
+        text_config={"model_type": "mistral", "sliding_window": None, **fields},
+        vision_config={"model_type": "pixtral", "head_dim": 8, "image_size": 28, "patch_size": 14, **tower},
+        tie_word_embeddings=fields["tie_word_embeddings"],
+    )
+
+
+CLASSES["mistral3"] = (_mistral3_config, transformers.Mistral3ForConditionalGeneration)
+
+
 def make_config(architecture: str, **overrides: Any) -> dict[str, Any]:
-    """The config.json of a checkpoint."""
-    return _config(architecture, overrides).to_dict() | {"architectures": [CLASSES[architecture][1].__name__]}
+    """The fields of a checkpoint's config.json that describe the decoder."""
+    config = _config(architecture, overrides).to_dict()
+    return decoder_config(config | {"architectures": [CLASSES[architecture][1].__name__]})
 
 
 def _config(architecture: str, overrides: dict[str, Any]) -> transformers.PreTrainedConfig:

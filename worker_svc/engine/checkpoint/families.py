@@ -512,6 +512,12 @@ ARCHITECTURES = {
     "Ministral3ForCausalLM": replace(
         MISTRAL, models="Ministral 3", defaults={"rms_norm_eps": 1e-5, "head_dim": 128, "num_key_value_heads": 8}
     ),
+    "Mistral3ForConditionalGeneration": replace(
+        MISTRAL,
+        models="Mistral Small 3.1 and 3.2, Magistral, Ministral 3, text only",
+        defaults={"rms_norm_eps": 1e-5, "head_dim": 128, "num_key_value_heads": 8},
+        names=replace(LLAMA_NAMES, unused=("vision_tower.", "multi_modal_projector.")),
+    ),
     "GPT2LMHeadModel": Architecture(
         "GPT-2",
         frozenset({"odd_heads"}),
