@@ -19,7 +19,7 @@ from worker_svc.engine.checkpoint.model_folder import decoder_config
 ARCHITECTURES = (
     "qwen3", "qwen2", "llama", "mistral", "phi3", "gemma2", "gemma3", "qwen3_moe", "mixtral", "olmo2", "gpt2",
     "qwen2_moe", "glm4_moe", "dots1", "minimax_m2", "glm4", "olmo3", "smollm3", "granite", "granite4", "ernie4_5",
-    "ernie4_5_moe", "hunyuan", "seed_oss", "exaone4", "ministral3", "mistral3",
+    "ernie4_5_moe", "hunyuan", "seed_oss", "exaone4", "ministral3", "mistral3", "cohere2",
 )  # fmt: skip
 
 CLASSES = {
@@ -50,6 +50,7 @@ CLASSES = {
     "seed_oss": (transformers.SeedOssConfig, transformers.SeedOssForCausalLM),
     "exaone4": (transformers.Exaone4Config, transformers.Exaone4ForCausalLM),
     "ministral3": (transformers.Ministral3Config, transformers.Ministral3ForCausalLM),
+    "cohere2": (transformers.Cohere2Config, transformers.Cohere2ForCausalLM),
 }
 
 # Fields that differ from DEFAULTS. Windows are short and caps low, so that leaving one out changes the logits.
@@ -98,6 +99,8 @@ FIELDS: dict[str, dict[str, Any]] = {
     "ministral3": {"head_dim": 20, "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 16.0,
                    "original_max_position_embeddings": 32, "beta_fast": 32.0, "beta_slow": 1.0, "mscale_all_dim": 1.0,
                    "mscale": 1.0, "llama_4_scaling_beta": 0.3}},
+    "cohere2": {"sliding_window": 24, "num_hidden_layers": 4, "sliding_window_pattern": 3, "hidden_size": 60,
+                "num_attention_heads": 6, "num_key_value_heads": 3},
 }  # fmt: skip
 DEFAULTS: dict[str, Any] = {
     "vocab_size": 211,
