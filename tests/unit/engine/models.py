@@ -19,7 +19,7 @@ from worker_svc.engine.checkpoint.model_folder import decoder_config
 ARCHITECTURES = (
     "qwen3", "qwen2", "llama", "mistral", "phi3", "gemma2", "gemma3", "qwen3_moe", "mixtral", "olmo2", "gpt2",
     "qwen2_moe", "glm4_moe", "dots1", "minimax_m2", "glm4", "olmo3", "smollm3", "granite", "granite4", "ernie4_5",
-    "ernie4_5_moe", "hunyuan", "seed_oss", "exaone4", "ministral3", "mistral3", "cohere2", "starcoder2",
+    "ernie4_5_moe", "hunyuan", "seed_oss", "exaone4", "ministral3", "mistral3", "cohere2", "starcoder2", "arcee",
 )  # fmt: skip
 
 CLASSES = {
@@ -52,6 +52,7 @@ CLASSES = {
     "ministral3": (transformers.Ministral3Config, transformers.Ministral3ForCausalLM),
     "cohere2": (transformers.Cohere2Config, transformers.Cohere2ForCausalLM),
     "starcoder2": (transformers.Starcoder2Config, transformers.Starcoder2ForCausalLM),
+    "arcee": (transformers.ArceeConfig, transformers.ArceeForCausalLM),
 }
 
 # Fields that differ from DEFAULTS. Windows are short and caps low, so that leaving one out changes the logits.
@@ -103,6 +104,8 @@ FIELDS: dict[str, dict[str, Any]] = {
     "cohere2": {"sliding_window": 24, "num_hidden_layers": 4, "sliding_window_pattern": 3, "hidden_size": 60,
                 "num_attention_heads": 6, "num_key_value_heads": 3},
     "starcoder2": {"sliding_window": 24, "hidden_size": 60, "num_attention_heads": 6, "num_key_value_heads": 3},
+    "arcee": {"hidden_size": 60, "num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 70,
+              "mlp_bias": True},
 }  # fmt: skip
 DEFAULTS: dict[str, Any] = {
     "vocab_size": 211,

@@ -555,6 +555,14 @@ ARCHITECTURES = {
         fields={"attention_bias": "use_bias", "mlp_bias": "use_bias", "norm_eps": "norm_epsilon"},
         names=replace(LLAMA_NAMES, gate_up=("mlp.c_fc",), down=("mlp.c_proj",)),
     ),
+    "ArceeForCausalLM": Architecture(
+        "AFM (Arcee)",
+        has_mlp_bias=None,
+        is_gated=False,
+        windows="none",
+        defaults={"rms_norm_eps": 1e-5, "hidden_act": "relu2"},
+        names=replace(LLAMA_NAMES, gate_up=("mlp.up_proj",)),
+    ),
     "GPT2LMHeadModel": Architecture(
         "GPT-2",
         frozenset({"odd_heads"}),
