@@ -19,7 +19,7 @@ from worker_svc.engine.checkpoint.model_folder import decoder_config
 ARCHITECTURES = (
     "qwen3", "qwen2", "llama", "mistral", "phi3", "gemma2", "gemma3", "qwen3_moe", "mixtral", "olmo2", "gpt2",
     "qwen2_moe", "glm4_moe", "dots1", "minimax_m2", "glm4", "olmo3", "smollm3", "granite", "granite4", "ernie4_5",
-    "ernie4_5_moe", "hunyuan", "seed_oss", "exaone4", "ministral3", "mistral3", "cohere2", "starcoder2", "arcee",
+    "ernie4_5_moe", "hunyuan", "seed_oss", "exaone4", "ministral3", "mistral3", "cohere2", "starcoder2", "arcee", "llama4",
 )  # fmt: skip
 
 CLASSES = {
@@ -53,6 +53,7 @@ CLASSES = {
     "cohere2": (transformers.Cohere2Config, transformers.Cohere2ForCausalLM),
     "starcoder2": (transformers.Starcoder2Config, transformers.Starcoder2ForCausalLM),
     "arcee": (transformers.ArceeConfig, transformers.ArceeForCausalLM),
+    "llama4": (transformers.Llama4TextConfig, transformers.Llama4ForCausalLM),
 }
 
 # Fields that differ from DEFAULTS. Windows are short and caps low, so that leaving one out changes the logits.
@@ -106,6 +107,9 @@ FIELDS: dict[str, dict[str, Any]] = {
     "starcoder2": {"sliding_window": 24, "hidden_size": 60, "num_attention_heads": 6, "num_key_value_heads": 3},
     "arcee": {"hidden_size": 60, "num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 70,
               "mlp_bias": True},
+    "llama4": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 48, "intermediate_size_mlp": 80,
+               "moe_layers": [1, 2], "num_hidden_layers": 4, "no_rope_layers": [1, 0, 1, 1],
+               "attention_chunk_size": 24, "floor_scale": 16, "head_dim": 20, "attn_scale": 0.4},
 }  # fmt: skip
 DEFAULTS: dict[str, Any] = {
     "vocab_size": 211,
