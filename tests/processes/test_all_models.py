@@ -26,7 +26,7 @@ PATIENT_TOKENS, URGENT_TOKENS = 100, 12
 PATIENT_LENGTHS, URGENT_LENGTHS = (60, 33, 97), (300, 5, 90)
 SHARED_PREFIX = 48
 QUANTIZED = ("gptq-int4-act-order", "awq", "fp8-block", "compressed-int8-channel", "compressed-int4")
-NOT_DEEP = ("gemma3", "awq")  # each takes several seconds; test_architectures.py has others
+NOT_DEEP = ("gemma3", "gpt_oss", "awq")  # each takes several seconds; test_architectures.py has others
 
 
 def make_case(name: str, folder: Path) -> tuple[Path, Path]:

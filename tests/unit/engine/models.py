@@ -19,7 +19,8 @@ from worker_svc.engine.checkpoint.model_folder import decoder_config
 ARCHITECTURES = (
     "qwen3", "qwen2", "llama", "mistral", "phi3", "gemma2", "gemma3", "qwen3_moe", "mixtral", "olmo2", "gpt2",
     "qwen2_moe", "glm4_moe", "dots1", "minimax_m2", "glm4", "olmo3", "smollm3", "granite", "granite4", "ernie4_5",
-    "ernie4_5_moe", "hunyuan", "seed_oss", "exaone4", "ministral3", "mistral3", "cohere2", "starcoder2", "arcee", "llama4",
+    "ernie4_5_moe", "hunyuan", "seed_oss", "exaone4", "ministral3", "mistral3", "cohere2", "starcoder2", "arcee",
+    "llama4", "gpt_oss",
 )  # fmt: skip
 
 CLASSES = {
@@ -54,6 +55,7 @@ CLASSES = {
     "starcoder2": (transformers.Starcoder2Config, transformers.Starcoder2ForCausalLM),
     "arcee": (transformers.ArceeConfig, transformers.ArceeForCausalLM),
     "llama4": (transformers.Llama4TextConfig, transformers.Llama4ForCausalLM),
+    "gpt_oss": (transformers.GptOssConfig, transformers.GptOssForCausalLM),
 }
 
 # Fields that differ from DEFAULTS. Windows are short and caps low, so that leaving one out changes the logits.
@@ -110,6 +112,9 @@ FIELDS: dict[str, dict[str, Any]] = {
     "llama4": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 48, "intermediate_size_mlp": 80,
                "moe_layers": [1, 2], "num_hidden_layers": 4, "no_rope_layers": [1, 0, 1, 1],
                "attention_chunk_size": 24, "floor_scale": 16, "head_dim": 20, "attn_scale": 0.4},
+    "gpt_oss": {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 48, "sliding_window": 24,
+                "head_dim": 20, "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0,
+                "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False, "original_max_position_embeddings": 64}},
 }  # fmt: skip
 DEFAULTS: dict[str, Any] = {
     "vocab_size": 211,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from safetensors.torch import load_file, save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from tests.unit.engine.driver import Driver
 from tests.unit.engine.models import load_reference, make_model
@@ -32,9 +34,11 @@ from worker_svc.engine.checkpoint.model_folder import CheckpointError
 from worker_svc.engine.checkpoint.quantization_config import Packed, Scaled, parse_quantization
 from worker_svc.engine.checkpoint.quantized import read_weight
 from worker_svc.engine.checkpoint.tensors import Checkpoint
+from worker_svc.engine.config import EngineConfig
 from worker_svc.engine.cpu.backends import make_backend
 from worker_svc.engine.decoder.config import parse_config
 from worker_svc.engine.kernels.torch_linear import Int8Linear, Int8Rows
+from worker_svc.engine.model_runner import ModelRunner
 
 SHAPES = [(72, 104), (8, 40), (40, 200)]
 LAYER = "model.layers.0.self_attn.q_proj"
@@ -344,3 +348,35 @@ def test_scales_without_dimension_are_read(tmp_path):
     tensors, weight = scaled_pack(torch.float8_e4m3fn, "weight_scale", (None, None))(np.random.default_rng(0), 5, 7)
     checkpoint = checkpoint_of(tmp_path, tensors | {"weight_scale": tensors["weight_scale"].reshape(())})
     assert torch.equal(read_weight(checkpoint, LAYER, scheme_of(fp8(None).fields), (5, 7)), torch.from_numpy(weight))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_experts_in_mxfp4_have_the_weights_of_transformers(tmp_path, dtype):
+    """Each weight is exact in bfloat16 too, so the packed and the unpacked checkpoint give the same bits."""
+    unpacked = make_model(tmp_path / "unpacked", "gpt_oss", intermediate_size=96, dtype=getattr(torch, dtype))
+    packed = shutil.copytree(unpacked, tmp_path / "packed")
+    tensors, rng = load_file(unpacked / "model.safetensors"), np.random.default_rng(0)
+    quantized = dict(tensors)
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        count, inputs, outputs = tensors[name].shape
+        blocks = torch.from_numpy(rng.integers(0, 256, (count, outputs, inputs // 32, 16)).astype(np.uint8))
+        scales = torch.from_numpy(rng.integers(121, 126, (count, outputs, inputs // 32)).astype(np.uint8))
+        del quantized[name]
+        quantized |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        tensors[name] = convert_moe_packed_tensors(blocks, scales, dtype=tensors[name].dtype).contiguous()
+    save_file(tensors, unpacked / "model.safetensors", {"format": "pt"})
+    save_file(quantized, packed / "model.safetensors", {"format": "pt"})
+    config = json.loads((packed / "config.json").read_text())
+    fields = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+    (packed / "config.json").write_text(json.dumps(config | {"quantization_config": fields}))
+    settings = {"num_blocks": 64, "max_num_seqs": 8, "threads": 1}
+    drivers = [Driver(ModelRunner(EngineConfig(folder, dtype, **settings))) for folder in (unpacked, packed)]
+    for driver in drivers:
+        driver.open(0, prompts([40])[0])
+        driver.prefill(0)
+        driver.decode([0], 3)
+    assert drivers[0].rows[0].tokens == drivers[1].rows[0].tokens
+    for position, logits in drivers[0].logits.items():
+        assert torch.equal(logits, drivers[1].logits[position])
+    if dtype == "float32":
+        check_against(load_reference(unpacked), drivers[1], [0])
