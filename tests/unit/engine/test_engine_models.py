@@ -167,7 +167,13 @@ def test_duplicate_rope_fields_have_the_precedence_of_transformers(tmp_path, rew
 
 
 @pytest.mark.parametrize(
-    ("architecture", "overrides"), [("qwen3", {"num_hidden_layers": 4}), ("gpt2", {"n_embd": 60, "n_layer": 4})]
+    ("architecture", "overrides"),
+    [
+        ("qwen3", {"num_hidden_layers": 4}),
+        ("gpt2", {"n_embd": 60, "n_layer": 4}),
+        ("gpt_oss", {"intermediate_size": 64}),
+        *(pytest.param(name, {}, marks=pytest.mark.deep) for name in ("cohere2", "ministral3", "hunyuan", "granite")),
+    ],
 )
 def test_bfloat16_is_as_close_as_transformers(tmp_path, architecture, overrides):
     """The rounding error is as large as that of transformers; a planted bug would be far above it."""

@@ -1,0 +1,58 @@
+"""Values of config.json that no decoder computes are refused by field and value, before any weight is read."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.unit.engine.models import ARCHITECTURES, make_config
+from worker_svc.engine.checkpoint.model_folder import CheckpointError
+from worker_svc.engine.decoder.config import parse_config
+
+UNKNOWN = {
+    "hidden_act": "mish",
+    "layer_types": "sparse_attention",
+    "mlp_layer_types": "hashed",
+    "position_embedding_type": "alibi",
+    "scoring_func": "sqrtsoftplus",
+    "topk_method": "by_token_id",
+}
+
+
+OF_LAYERS = {"layer_types": "full_attention", "mlp_layer_types": "dense"}  # a list, and what the other layers are
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_an_unknown_value_is_refused_whether_or_not_the_architecture_reads_it(architecture):
+    config = make_config(architecture)
+    others = parse_config(config).num_layers - 1
+    for field, value in UNKNOWN.items():
+        given = [*[OF_LAYERS[field]] * others, value] if field in OF_LAYERS else value
+        with pytest.raises(CheckpointError, match=f"{field}: '{value}' is not supported"):
+            parse_config({**config, field: given})
+
+
+@pytest.mark.parametrize("architecture", [name for name in ARCHITECTURES if name != "gpt2"])
+def test_an_unknown_rotation_is_refused(architecture):
+    config = make_config(architecture) | {"rope_parameters": {"rope_type": "spiral", "rope_theta": 1e4}}
+    with pytest.raises(CheckpointError, match="rope_type: 'spiral' is not supported"):
+        parse_config(config)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "fields", "message"),
+    [
+        ("glm4_moe", {"scoring_func": "softmax"}, "scoring_func: only 'sigmoid' is computed, found 'softmax'"),
+        ("glm4_moe", {"n_group": 2}, "n_group: 2 does not divide the 9 experts"),
+        ("glm4_moe", {"n_group": 9, "topk_group": 2}, "topk_group: 2 of 9 groups must hold the 3 experts of a token"),
+        ("gpt_oss", {"swiglu_limit": 10.0}, "swiglu_limit: 10.0 is not supported; only 7.0"),
+        ("granite4", {"layer_types": ["attention", "mamba"]}, "layer_types: 'mamba' is not supported"),
+        ("granite4", {"num_local_experts": 8}, "num_local_experts: 8 is not supported; only 0"),
+        ("llama", {"layer_types": ["chunked_attention"] * 2}, "layer_types: 'chunked_attention' is not supported for"),
+        ("llama4", {"no_rope_layers": [1, 0]}, "no_rope_layers: 2 entries for 4 layers"),
+        ("smollm3", {"use_sliding_window": True}, "use_sliding_window: True is not supported"),
+        ("hunyuan", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4}}, "'dynamic' without alpha"),
+    ],
+)
+def test_a_value_that_another_model_computes_is_refused(architecture, fields, message):
+    with pytest.raises(CheckpointError, match=message):
+        parse_config(make_config(architecture) | fields)
