@@ -30,12 +30,42 @@ CONFIGS = {
     "MixtralForCausalLM": transformers.MixtralConfig,
     "Olmo2ForCausalLM": transformers.Olmo2Config,
     "GPT2LMHeadModel": transformers.GPT2Config,
+    "Qwen2MoeForCausalLM": transformers.Qwen2MoeConfig,
+    "Glm4MoeForCausalLM": transformers.Glm4MoeConfig,
+    "Dots1ForCausalLM": transformers.Dots1Config,
+    "MiniMaxM2ForCausalLM": transformers.MiniMaxM2Config,
+    "Glm4ForCausalLM": transformers.Glm4Config,
+    "Olmo3ForCausalLM": transformers.Olmo3Config,
+    "SmolLM3ForCausalLM": transformers.SmolLM3Config,
+    "GraniteForCausalLM": transformers.GraniteConfig,
+    "GraniteMoeHybridForCausalLM": transformers.GraniteMoeHybridConfig,
+    "Ernie4_5ForCausalLM": transformers.Ernie4_5Config,
+    "Ernie4_5_MoeForCausalLM": transformers.Ernie4_5_MoeConfig,
+    "HunYuanDenseV1ForCausalLM": transformers.HunYuanDenseV1Config,
+    "SeedOssForCausalLM": transformers.SeedOssConfig,
+    "Exaone4ForCausalLM": transformers.Exaone4Config,
+    "Ministral3ForCausalLM": transformers.Ministral3Config,
+    "Cohere2ForCausalLM": transformers.Cohere2Config,
+    "Starcoder2ForCausalLM": transformers.Starcoder2Config,
+    "ArceeForCausalLM": transformers.ArceeConfig,
+    "Llama4ForCausalLM": transformers.Llama4TextConfig,
+    "GptOssForCausalLM": transformers.GptOssConfig,
+    "Qwen3_5ForCausalLM": transformers.Qwen3_5TextConfig,
+}
+# Fields without which transformers has no such model.
+NEEDED: dict[str, dict[str, Any]] = {
+    "Glm4MoeForCausalLM": {"num_attention_heads": 32},
+    "Dots1ForCausalLM": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "GraniteMoeHybridForCausalLM": {"num_local_experts": 0, "layer_types": ["attention"] * 32},
 }
 # Their towers describe other classes; the text part has the defaults of these.
 WITH_TOWERS = {
     "Qwen2VLForConditionalGeneration": transformers.Qwen2VLTextConfig,
     "Qwen2_5_VLForConditionalGeneration": transformers.Qwen2_5_VLTextConfig,
     "Qwen3VLForConditionalGeneration": transformers.Qwen3VLTextConfig,
+    "Qwen3_5ForConditionalGeneration": transformers.Qwen3_5TextConfig,
+    "Llama4ForConditionalGeneration": transformers.Llama4TextConfig,
+    "Mistral3ForConditionalGeneration": transformers.MistralConfig,
 }
 
 
@@ -69,7 +99,7 @@ ENCODER_DECODER_CONFIGS = {
 def comparable(config: ModelConfig) -> tuple[Any, ...]:
     """The configuration without tensors."""
     rotaries = [
-        (r.inv_freq.tolist(), r.factor, None if r.axes is None else r.axes.tolist(), r.original_length)
+        (r.inv_freq.tolist(), r.factor, None if r.axes is None else r.axes.tolist(), r.original_length, r.q_scaling)
         for r in config.rotaries
     ]
     layers = [
@@ -109,7 +139,7 @@ def parse(architecture: str, fields: dict[str, Any]) -> tuple[Any, ...]:
 @pytest.mark.parametrize("changes", [{}, {"use_sliding_window": True, "sliding_window": 16}], ids=["plain", "windows"])
 def test_a_missing_field_has_the_default_of_transformers(name: str, changes: dict[str, Any]) -> None:
     """The configuration is the same as with the default, or the missing field is named."""
-    whole = CONFIGS[name](**changes).to_dict()
+    whole = CONFIGS[name](**NEEDED.get(name, {}), **changes).to_dict()
     for field in whole:
         rest = {key: value for key, value in whole.items() if key != field}
         ours = {theirs: ours for ours, theirs in ARCHITECTURES[name].fields.items()}.get(field, field)

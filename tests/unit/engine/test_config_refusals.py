@@ -49,7 +49,6 @@ def test_an_unknown_rotation_is_refused(architecture):
         ("granite4", {"num_local_experts": 8}, "num_local_experts: 8 is not supported; only 0"),
         ("llama", {"layer_types": ["chunked_attention"] * 2}, "layer_types: 'chunked_attention' is not supported for"),
         ("llama4", {"no_rope_layers": [1, 0]}, "no_rope_layers: 2 entries for 4 layers"),
-        ("smollm3", {"use_sliding_window": True}, "use_sliding_window: True is not supported"),
         ("hunyuan", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4}}, "'dynamic' without alpha"),
     ],
 )

@@ -17,7 +17,9 @@ from worker_svc.engine.checkpoint.model_folder import CheckpointError
 NormKind = Literal["rms", "rms_offset", "layer"]
 TowerKind = Literal["qwen2_vl", "qwen2_5_vl", "qwen3_vl"]
 MropeKind = Literal["sections", "interleaved"]
-WindowRule = Literal["none", "opt_in", "opt_in_all", "opt_in_even", "last", "all", "even", "pattern", "chunked"]
+WindowRule = Literal[
+    "none", "opt_in", "opt_in_all", "opt_in_even", "opt_in_unrotated", "last", "all", "even", "pattern", "chunked"
+]
 RecurrenceName = Literal["gated_delta", "mamba2", "short_conv"]
 Role = Literal["q", "k", "v", "o", "gate", "up", "down", "router", "head", "state"]
 SharedKind = Literal["none", "whole", "gated"]  # a shared expert, and whether its output has a gate
@@ -78,7 +80,6 @@ class Names:
     shared_linears: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
     has_stacked_experts: bool = False  # a tensor [experts, in, out] has those of all experts; no `.weight`
     has_gates_in_turns: bool = False  # outputs of gate and up alternate
-    unused: tuple[str, ...] = ()  # beginnings of the names of tensors that are not computed
     is_transposed: bool = False  # linear weights are stored as [in, out]
     recurrent: RecurrentNames | None = None  # of layers that keep a state
 
@@ -241,6 +242,7 @@ LLAMA4 = Architecture(
         "rope_theta": 5e5,
         "head_dim": 128,
         "num_key_value_heads": 8,
+        "num_experts": 16,
         "num_experts_per_tok": 1,
         "n_shared_experts": 1,
         "attention_chunk_size": 8192,
@@ -265,8 +267,8 @@ LLAMA4 = Architecture(
         expert_linears=("gate_up_proj", "down_proj"),
         has_stacked_experts=True,
         shared="feed_forward.shared_expert.",
-        unused=("vision_model.", "multi_modal_projector."),
     ),
+    unread=("vision_model.", "multi_modal_projector."),
 )
 QWEN2_VL = Architecture(
     "Qwen2-VL",
@@ -414,11 +416,13 @@ ARCHITECTURES = {
             "rms_norm_eps": 1e-5,
             "partial_rotary_factor": 0.5,
             "num_key_value_heads": 8,
+            "num_experts": 128,
             "num_experts_per_tok": 8,
             "moe_intermediate_size": 1408,
             "n_shared_experts": 1,
             "first_k_dense_replace": 1,
             "norm_topk_prob": True,
+            "num_nextn_predict_layers": 1,
         },
         fields={"num_experts": "n_routed_experts"},
     ),
@@ -428,7 +432,7 @@ ARCHITECTURES = {
         qk_norm="head",
         windows="last",
         experts=DEEPSEEK_EXPERTS,
-        defaults={"sliding_window": 4096, "max_window_layers": 62, "moe_intermediate_size": 1408},
+        defaults={"sliding_window": 4096, "max_window_layers": 62, "num_experts": None, "moe_intermediate_size": 1408},
         fields={"num_experts": "n_routed_experts"},
     ),
     "MiniMaxM2ForCausalLM": Architecture(
@@ -438,7 +442,13 @@ ARCHITECTURES = {
         has_o_bias=False,
         windows="none",
         experts=ExpertFamily(is_normalized=True, scores="sigmoid", has_correction=True),
-        defaults={"rope_theta": 5e6, "head_dim": 128, "num_key_value_heads": 8, "num_experts_per_tok": 8},
+        defaults={
+            "rope_theta": 5e6,
+            "head_dim": 128,
+            "num_key_value_heads": 8,
+            "num_experts": 256,
+            "num_experts_per_tok": 8,
+        },
         fields={"num_experts": "num_local_experts"},
         names=replace(MIXTRAL_NAMES, correction="block_sparse_moe.e_score_correction_bias"),
     ),
@@ -480,18 +490,18 @@ ARCHITECTURES = {
     ),
     "SmolLM3ForCausalLM": Architecture(
         "SmolLM3",
+        WINDOWS,
         has_mlp_bias=None,
-        windows="none",
+        windows="opt_in_unrotated",
         rotated="listed",
         defaults={"rope_theta": 2e6, "num_key_value_heads": 4, "tie_word_embeddings": True},
-        fixed={"use_sliding_window": False},
     ),
     "GraniteForCausalLM": Architecture("Granite 3", has_mlp_bias=None, windows="none", defaults=MULTIPLIERS),
     "GraniteMoeHybridForCausalLM": Architecture(
         "Granite 4, dense",
         windows="none",
         rotated="embedding_type",
-        defaults=MULTIPLIERS,
+        defaults={**MULTIPLIERS, "num_local_experts": 8, "intermediate_size": 1024, "layer_types": []},
         fixed={"num_local_experts": 0},
         fields={"intermediate_size": "shared_intermediate_size"},
         names=replace(LLAMA_NAMES, gate_up=("shared_mlp.input_linear",), down=("shared_mlp.output_linear",)),
@@ -508,7 +518,7 @@ ARCHITECTURES = {
             **ERNIE.defaults,
             "num_key_value_heads": 4,
             "head_dim": None,
-            "moe_layer_start_index": 1,
+            "first_k_dense_replace": 1,
             "n_shared_experts": 2,
             "num_experts": 64,
             "num_experts_per_tok": 6,
@@ -550,13 +560,30 @@ ARCHITECTURES = {
         names=OLMO2_NAMES,
     ),
     "Ministral3ForCausalLM": replace(
-        MISTRAL, models="Ministral 3", defaults={"rms_norm_eps": 1e-5, "head_dim": 128, "num_key_value_heads": 8}
+        MISTRAL,
+        models="Ministral 3",
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "head_dim": 128,
+            "num_key_value_heads": 8,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e6,
+                "factor": 16.0,
+                "original_max_position_embeddings": 16384,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "mscale_all_dim": 1.0,
+                "mscale": 1.0,
+                "llama_4_scaling_beta": 0.1,
+            },
+        },
     ),
     "Mistral3ForConditionalGeneration": replace(
         MISTRAL,
         models="Mistral Small 3.1 and 3.2, Magistral, Ministral 3, text only",
         defaults={"rms_norm_eps": 1e-5, "head_dim": 128, "num_key_value_heads": 8},
-        names=replace(LLAMA_NAMES, unused=("vision_tower.", "multi_modal_projector.")),
+        unread=("vision_tower.", "multi_modal_projector."),
     ),
     "Cohere2ForCausalLM": Architecture(
         "Command R7B, Command A",
@@ -589,6 +616,7 @@ ARCHITECTURES = {
             "mlp_bias": True,
             "norm_eps": 1e-5,
             "hidden_act": "gelu_pytorch_tanh",
+            "intermediate_size": 12288,
             "num_key_value_heads": 2,
             "tie_word_embeddings": True,
         },
@@ -600,7 +628,7 @@ ARCHITECTURES = {
         has_mlp_bias=None,
         is_gated=False,
         windows="none",
-        defaults={"rms_norm_eps": 1e-5, "hidden_act": "relu2"},
+        defaults={"rms_norm_eps": 1e-5, "hidden_act": "relu2", "intermediate_size": 18432},
         names=replace(LLAMA_NAMES, gate_up=("mlp.up_proj",)),
     ),
     "Llama4ForCausalLM": LLAMA4,
@@ -618,8 +646,17 @@ ARCHITECTURES = {
             "head_dim": 64,
             "num_key_value_heads": 8,
             "num_experts_per_tok": 4,
+            "num_experts": 128,
             "sliding_window": 128,
             "rope_theta": 150000.0,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 4096,
+            },
         },
         fixed={"hidden_act": "silu", "swiglu_limit": 7.0, "swiglu_alpha": 1.702},
         fields={"num_experts": "num_local_experts"},

@@ -166,11 +166,11 @@ class ModelConfig:
         rotary = self.layers[index].rotary
         return rotary is not None and len(self.rotaries[rotary].inv_freq) > 0
 
-    def unused_tensors(self) -> list[str]:
+    def unread_tensors(self) -> list[str]:
         """Beginnings of the names of tensors that are not computed: image towers, and layers that predict further
         tokens, which follow the last layer."""
         more = range(self.num_layers, self.num_layers + self.num_predicting_layers)
-        return [*self.architecture.unread, *self.names.unused, *map(self.names.layer.format, more)]
+        return [*self.architecture.unread, *map(self.names.layer.format, more)]
 
     @property
     def recurrences(self) -> list[Recurrence | None]:
@@ -321,10 +321,13 @@ def _check_choices(config: dict[str, Any]) -> None:
 def _completed(config: dict[str, Any], architecture: Architecture) -> dict[str, Any]:
     """config.json with our names of fields, the architecture's defaults, and without fields that it ignores."""
     for field, value in architecture.fixed.items():
-        found = config.get(field, value)
+        found = config.get(field, architecture.defaults.get(field, value))
         if (bool(found) if isinstance(value, bool) else found) != value:
-            raise CheckpointError(f"{field}: {config[field]!r} is not supported; only {value} is computed")
+            raise CheckpointError(f"{field}: {found!r} is not supported; only {value} is computed")
+    defaults = architecture.defaults
     renamed = {ours: config[theirs] for ours, theirs in architecture.fields.items() if theirs in config}
+    # A field of our name stands for something else then, e.g. the width of experts
+    renamed |= {ours: defaults[ours] for ours in architecture.fields if ours in defaults and ours not in renamed}
     completed = {**architecture.defaults, **config, **renamed}
     return {field: value for field, value in completed.items() if field not in architecture.ignored}
 
@@ -423,7 +426,7 @@ def _layers(
 
 def _in_style(rotary: Rotary, config: dict[str, Any], architecture: Architecture) -> Rotary:
     """A rotation with what the architecture says about all its rotations."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     scaling = None
     if rope.get("llama_4_scaling_beta") is not None:
         scaling = QueryScaling(positive(rope, "llama_4_scaling_beta"), size_of(rope, ORIGINAL_LENGTH))
@@ -512,6 +515,7 @@ WINDOW_RULES: dict[str, Callable[[dict[str, Any]], Callable[[int], bool]]] = {
     "opt_in": lambda config: lambda index: index >= config.get("max_window_layers", 28),
     "opt_in_all": lambda config: lambda index: True,
     "opt_in_even": lambda config: lambda index: index % 2 == 0 and index < config.get("max_window_layers", 28),
+    "opt_in_unrotated": lambda config: lambda index: not _listed(config)(index),
     "last": lambda config: lambda index: index >= config["max_window_layers"],
     "even": lambda config: lambda index: index % 2 == 0,
     "pattern": lambda config: lambda index: bool((index + 1) % size_of(config, "sliding_window_pattern")),

@@ -148,7 +148,7 @@ class WeightLoader:
             expected += tower_tensors(self._config.vision)
         has_ignored_head = is_tied or self._config.head != "tokens"
         ignored = (*IGNORED_ENDINGS, *((head,) if has_ignored_head else ()))
-        self._checkpoint.check_names(expected, ignored, self._config.unused_tensors())
+        self._checkpoint.check_names(expected, ignored, self._config.unread_tensors())
         if is_tied and head in self._checkpoint.tensor_names and not self._is_same(head, embedding):
             raise CheckpointError(
                 f"tie_word_embeddings is true, but {head} differs from {embedding}; set tie_word_embeddings to false "
