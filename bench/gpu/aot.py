@@ -178,10 +178,10 @@ def _head_variants(
     for has_norm in (False, True):
         yield Variant(
             f"rope_store {model} norm={has_norm}", rope_store.rope_store_kernel,
-            f"{t} {t} {t} {f} {f} {i} {i} {t} {kv} {kv} {f} fp32",
+            f"{t} {t} {t} {f} {f} {i} {i} {t} {kv} {kv} {f} {f} fp32",
             heads | {
                 "HEADS": lines, "HALVES": width // 2, "TURNED": shape.head_dim // 2, "NORM": int(has_norm),
-                "WIDE": False, "SCALED": is_scaled,
+                "WIDE": False, "SCALED": is_scaled, "INTERLEAVED": False, "SCALES_Q": False,
             },
         )  # fmt: skip
     for use, all_tiles in (("decode", DECODE_TILES), ("prefill", PREFILL_TILES), ("exact", EXACT_TILES)):

@@ -28,6 +28,15 @@ MODELS = {
         "sliding_window": 7, "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"],
     }),
     "olmo2": ("olmo2", HEADS_4_2 | {"hidden_size": 64}),
+    "granite": ("granite", HEADS_4_2 | {"hidden_size": 64}),
+    "smollm3": ("smollm3", HEADS_4_2 | {"hidden_size": 64, "no_rope_layers": [1, 0]}),
+    "cohere2": ("cohere2", HEADS_4_2 | {"hidden_size": 64, "sliding_window": 7, "sliding_window_pattern": 2}),
+    "arcee": ("arcee", HEADS_4_2 | {"hidden_size": 64}),
+    "glm4": ("glm4", HEADS_4_2 | {"hidden_size": 64}),
+    "ministral3": ("ministral3", HEADS_4_2 | {"rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 8,
+        "llama_4_scaling_beta": 0.5,
+    }}),
     "gpt2": ("gpt2", {"vocab_size": 97, "n_embd": 64, "n_inner": 40}),
 }  # fmt: skip
 

@@ -63,13 +63,13 @@ def test_soft_cap(dtype):
     assert relative_error(x, expected) < TOLERANCE[dtype]
 
 
-def run_rope(shape, dtype, *, has_norms, is_wide=False, turned=None, kind="rms"):
+def run_rope(shape, dtype, *, has_norms, is_wide=False, turned=None, kind="rms", **style):
     """Actual and expected q, k, v of seven tokens, one without a slot, and the pools with guard blocks."""
     dim, block_size, num_blocks = shape.head_dim, 4, 5
     qkv = randn(7, (shape.num_q_heads + 2 * shape.num_kv_heads) * dim, dtype=dtype)
     angles = torch.arange(50, device=DEVICE).float()[:, None] * 1e4 ** -(torch.arange(0, dim, 2, device=DEVICE) / dim)
     angles = angles[:, :turned].contiguous()
-    rotary = RotaryTable(angles.cos(), angles.sin()) if turned != 0 else None
+    rotary = RotaryTable(angles.cos(), angles.sin(), **style) if turned != 0 else None
     widths = (shape.num_q_heads * dim, shape.num_kv_heads * dim) if is_wide else (dim, dim)
     norms = None
     if has_norms:
@@ -101,6 +101,17 @@ def rope_error(q, guarded, slots, expected):
 @pytest.mark.parametrize("has_norms", [True, False])
 def test_rope_store(shape, dtype, has_norms):
     assert rope_error(*run_rope(shape, dtype, has_norms=has_norms)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("turned", [None, 6])
+@pytest.mark.parametrize("has_norms", [True, False])
+def test_rotation_of_neighbours_and_scaled_queries(has_norms, turned, dtype):
+    style = {"is_interleaved": True, "q_scales": torch.linspace(1.0, 3.0, 50, device=DEVICE)}
+    assert (
+        rope_error(*run_rope(HeadShape(3, 2, 16), dtype, has_norms=has_norms, turned=turned, **style))
+        < TOLERANCE[dtype]
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -10,7 +10,7 @@ import triton.language as tl
 from worker_svc.engine.gpu.kernels.forms import kernel
 from worker_svc.engine.gpu.kernels.launch import after_predecessor, dependent
 
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2")
 BLOCK = 1024
 
 
@@ -21,6 +21,8 @@ def activation_of(x, KIND: tl.constexpr):
         x = x / (1.0 + tl.exp(-x))
     elif KIND == 1:
         x = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif KIND == 3:
+        x = tl.where(x < 0.0, 0.0, x * x)
     else:  # tanh(y) = 2 / (1 + exp(-2y)) - 1, because the interpreter lacks libdevice.tanh
         inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
         x = x / (1.0 + tl.exp(-2.0 * inner))
@@ -111,4 +113,6 @@ def reference_activate(x: torch.Tensor, activation: str) -> torch.Tensor:
 def _activated(x: torch.Tensor, activation: str) -> torch.Tensor:
     if activation == "silu":
         return F.silu(x)
+    if activation == "relu2":
+        return F.relu(x).square()
     return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")

@@ -2,7 +2,7 @@
 
 One program per token computes all heads of its fused row [q | k | v]. It holds a head as pairs of numbers c and
 HALF + c, which are rotated. If only the first 2 * TURNED numbers of a head are rotated, the pairs are c and TURNED + c
-for c < TURNED, and otherwise TURNED + c and HALF + c.
+for c < TURNED, and otherwise TURNED + c and HALF + c. With neighbours, 2 c and 2 c + 1.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ NORMS = {"rms": 1, "rms_offset": 2}  # 0: none
 @triton.jit
 def rope_store_kernel(
     qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, position_ptr, slot_ptr, q_out_ptr, k_pool_ptr, v_pool_ptr,
-    kv_scale_ptr, eps,
+    kv_scale_ptr, q_scale_ptr, eps,
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, HALVES: tl.constexpr,
-    TURNED: tl.constexpr, NORM: tl.constexpr, WIDE: tl.constexpr, SCALED: tl.constexpr, PDL: tl.constexpr,
+    TURNED: tl.constexpr, NORM: tl.constexpr, WIDE: tl.constexpr, SCALED: tl.constexpr,
+    INTERLEAVED: tl.constexpr, SCALES_Q: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     HALF: tl.constexpr = D // 2
@@ -39,6 +40,8 @@ def rope_store_kernel(
         is_turned = column < TURNED
         left = tl.where(is_turned, column, TURNED + column)
         right = tl.where(is_turned, TURNED + column, HALF + column)
+    if INTERLEAVED:
+        left, right = 2 * column, 2 * column + 1
     is_q = (head < HQ) & is_column
     is_k = (head >= HQ) & (head < HQ + HKV) & is_column
     is_v = (head >= HQ + HKV) & (head < HQ + 2 * HKV) & is_column
@@ -80,6 +83,10 @@ def rope_store_kernel(
         b = b.to(first.dtype).to(tl.float32)
     turned_a = (a * cos - b * sin).to(first.dtype)
     turned_b = (b * cos + a * sin).to(first.dtype)
+    if SCALES_Q:
+        q_scale = tl.load(q_scale_ptr + position)
+        turned_a = tl.where(head < HQ, (turned_a.to(tl.float32) * q_scale).to(first.dtype), turned_a)
+        turned_b = tl.where(head < HQ, (turned_b.to(tl.float32) * q_scale).to(first.dtype), turned_b)
     target = q_out_ptr + (token * HQ + head) * D
     tl.store(target + left, turned_a, mask=is_q)
     tl.store(target + right, turned_b, mask=is_q)
@@ -147,12 +154,15 @@ def rope_store(
     if norms is not None:
         q_norm, k_norm, eps, kind = norms[0].weight, norms[1].weight, norms[0].eps, NORMS[norms[0].kind]
     cos, sin, turned = (qkv, qkv, 0) if rotary is None else (rotary.cos, rotary.sin, rotary.cos.shape[1])
+    q_scales = None if rotary is None else rotary.q_scales
     rope_store_kernel[(len(positions),)](
-        qkv, q_norm, k_norm, cos, sin, positions, slots, q_out, *cache, qkv if scales is None else scales, eps,
+        qkv, q_norm, k_norm, cos, sin, positions, slots, q_out, *cache, qkv if scales is None else scales,
+        qkv if q_scales is None else q_scales, eps,
         HQ=shape.num_q_heads, HKV=shape.num_kv_heads, D=shape.head_dim,
         HEADS=triton.next_power_of_2(shape.num_q_heads + 2 * shape.num_kv_heads),
         HALVES=triton.next_power_of_2(shape.head_dim // 2), TURNED=turned, NORM=kind,
         WIDE=norms is not None and len(norms[0].weight) > shape.head_dim, SCALED=scales is not None,
+        INTERLEAVED=rotary is not None and rotary.is_interleaved, SCALES_Q=q_scales is not None,
         num_warps=4, **dependent(),
     )  # fmt: skip
 
@@ -173,13 +183,19 @@ def reference(
             for x, norm in zip((q, k), norms, strict=True)
         )
     if rotary is not None:
-        cos, sin = rotary.cos[positions.long()][:, None], rotary.sin[positions.long()][:, None]
-        q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+        q, k = _rotate(q, rotary, positions), _rotate(k, rotary, positions)
+        if rotary.q_scales is not None:
+            q = (q.float() * rotary.q_scales[positions.long()][:, None, None]).to(q.dtype)
     return q, k, v
 
 
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def _rotate(x: torch.Tensor, rotary: RotaryTable, positions: torch.Tensor) -> torch.Tensor:
+    cos, sin = rotary.cos[positions.long()][:, None], rotary.sin[positions.long()][:, None]
     dims = 2 * cos.shape[-1]
-    a, b = x[..., :dims].float().chunk(2, dim=-1)
-    turned = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+    if rotary.is_interleaved:
+        a, b = x[..., :dims:2].float(), x[..., 1:dims:2].float()
+        turned = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2).to(x.dtype)
+    else:
+        a, b = x[..., :dims].float().chunk(2, dim=-1)
+        turned = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
     return torch.cat((turned, x[..., dims:]), dim=-1)
