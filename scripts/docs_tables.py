@@ -28,6 +28,8 @@ import scheduler_svc.metrics
 import worker_svc.flags
 import worker_svc.metrics
 from gateway_svc.http.fields import ENDPOINTS, BodyField
+from gateway_svc.text.reasoning import REASONING_FORMATS
+from gateway_svc.text.tool_formats import TOOL_FORMATS
 from request_fields.beams import NOT_WITH_BEAMS
 from request_fields.fields import BY_PATH, FIELDS, MAX_UINT32, BodyForm, Field, Kind
 from svc_common.config import FlagKind, allowed_values, environment_name, make_parser, settings_of
@@ -314,6 +316,22 @@ def quantization_rows() -> Iterator[list[str]]:
         yield [f"`{method}`", *cells]
 
 
+def tool_format_rows() -> Iterator[list[str]]:
+    """One row per format of tool calls."""
+    for one in TOOL_FORMATS.values():
+        yield [_names(one.name, one.aliases), one.models, f"`{one.example}`".replace("|", r"\|")]
+
+
+def reasoning_format_rows() -> Iterator[list[str]]:
+    """One row per format of reasoning."""
+    for one in REASONING_FORMATS.values():
+        yield [_names(one.name, one.aliases), one.models, f"`{one.start}...{one.end}`".replace("|", r"\|")]
+
+
+def _names(name: str, aliases: Sequence[str]) -> str:
+    return ", ".join(f"`{one}`" for one in (name, *aliases))
+
+
 def _served(backend: str, needed: Set[str], may_need: Set[str]) -> str:
     features = OF_BACKEND[backend]
     if needed - features:
@@ -352,7 +370,10 @@ def pages() -> dict[Path, str]:
     tables["quantized checkpoints"] = table(
         ("`quant_method`", "read", "computed by `cpu` and `reference`", "computed by `cuda`"), quantization_rows()
     )
-    names = ("beam-search.md", "configuration.md", "http.md", "metrics.md", "models.md", "request-fields.md")
+    head = ("`--tool-parser`", "models", "a call")
+    tables["tool formats"] = table(head, tool_format_rows())
+    tables["reasoning formats"] = table(("`--reasoning-parser`", "models", "reasoning"), reasoning_format_rows())
+    names = ("beam-search.md", "chat.md", "configuration.md", "http.md", "metrics.md", "models.md", "request-fields.md")
     paths = [ROOT / "docs" / name for name in names]
     return {path: _fill(path.read_text(encoding="utf-8"), tables) for path in paths}
 

@@ -8,7 +8,7 @@ depends only on the text, not on how the text was split into pieces.
 from __future__ import annotations
 
 import re
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, Protocol, TypeAlias
@@ -133,14 +133,18 @@ class AnswerReader:
         """Read characters without writing them."""
         self._position += count
 
-    def space_end(self, at: int = 0) -> Generator[None, None, int]:
-        """The offset of the first character at or after `at` that is not space; else the end of the text."""
+    def end_of(self, pattern: re.Pattern[str], at: int) -> Generator[None, None, int]:
+        """The offset where a run of a pattern's characters ends. Waits until a character follows, or the text ends."""
         while True:
-            match = self.match(SPACES, at)
+            match = self.match(pattern, at)
             end = at if match is None else self.offset_of(match.end())
             if end < self.num_pending or self.is_ended:
                 return end
             yield
+
+    def space_end(self, at: int = 0) -> Generator[None, None, int]:
+        """The offset of the first character at or after `at` that is not space; else the end of the text."""
+        return (yield from self.end_of(SPACES, at))
 
     def skip_space(self) -> Steps:
         """Read space without writing it."""
@@ -156,6 +160,13 @@ class AnswerReader:
                 return False
             yield
 
+    def has_any(self, markers: tuple[str, ...], at: int = 0) -> Generator[None, None, str]:
+        """The marker that is at this offset; "": none of them."""
+        for marker in markers:
+            if (yield from self.has(marker, at)):
+                return marker
+        return ""
+
     def skip_end(self, marker: str) -> Steps:
         """Read an end marker with the space around it, if it follows. It may be cut off by the end of the text."""
         yield from self.skip_space()
@@ -168,13 +179,22 @@ class AnswerReader:
 
         TOOL_CALL: write to the arguments of the current call. Returns the marker; "" at the end of the text.
         """
+        return (yield from self.take_until(markers, lambda text: self.write(kind, text), keeps_space=not markers))
+
+    def take_until(
+        self, markers: tuple[str, ...], take: Callable[[str], None], *, keeps_space: bool = True
+    ) -> Generator[None, None, str]:
+        """Read text up to the first marker, and pass it on as it arrives.
+
+        Without `keeps_space`, stops before the space in front of the marker. Returns the marker; "": the text ended.
+        """
         prefixes = tuple({marker[:size] for marker in markers for size in range(1, len(marker))})
         while True:
             found = [(at, marker) for marker in markers if (at := self._text.find(marker, self._position)) >= 0]
             end, marker = min(found) if found else (self._end_of_text(prefixes), "")
-            if found or (markers and not self.is_ended):
+            if not keeps_space and (found or not self.is_ended):
                 end = self._position + len(self._text[self._position : end].rstrip(SPACE))
-            self.write(kind, self._text[self._position : end])
+            take(self._text[self._position : end])
             self._position = end
             if marker or self.is_ended:
                 return marker

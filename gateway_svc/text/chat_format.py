@@ -6,18 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from gateway_svc.text.chat_output import ChatFormat
-from gateway_svc.text.reasoning import REASONING_FORMATS, ReasoningFormat
-from gateway_svc.text.tool_formats import TOOL_FORMATS, ToolFormat
+from gateway_svc.text.reasoning import REASONING_FORMATS, REASONING_PARSERS, ReasoningFormat
+from gateway_svc.text.tool_formats import TOOL_FORMATS, TOOL_PARSERS, ToolFormat
 
 AUTO, NONE = "auto", "none"
-# Words of a template that calls tools in this format; the first format whose words all occur is used.
-TOOL_WORDS = (
-    ("mistral", ("[TOOL_CALLS]",)),
-    ("qwen3_coder", ("<function=", "<parameter=")),
-    ("hermes", ("<tool_call>",)),
-    ("llama3", ("<|python_tag|>",)),
-    ("llama3", ("<|start_header_id|>", '"parameters":')),
-)
 
 
 class ParserNameError(ValueError):
@@ -28,11 +20,15 @@ def detect_format(template: str, has_token: Callable[[str], bool]) -> ChatFormat
     """Detect the format from a template's source and the vocabulary. A template contains the markers of tool calls;
     the markers of reasoning may be in the vocabulary only.
     """
-    tools = next((name for name, words in TOOL_WORDS if all(word in template for word in words)), None)
+    tools = next((one for one in TOOL_FORMATS.values() if _uses(template, one)), None)
     reasoning = next(
         (one for one in REASONING_FORMATS.values() if one.end in template or all(map(has_token, one.markers))), None
     )
-    return ChatFormat(reasoning, None if tools is None else TOOL_FORMATS[tools])
+    return ChatFormat(reasoning, tools)
+
+
+def _uses(template: str, format: ToolFormat) -> bool:
+    return any(all(word in template for word in words) for words in format.words)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,16 +42,16 @@ class ParserNames:
     def from_flags(cls, tools: Sequence[str], reasoning: Sequence[str]) -> ParserNames:
         """Each flag is NAME or MODEL=NAME. Raises ParserNameError."""
         return cls(
-            _by_model("--tool-parser", tools, TOOL_FORMATS),
-            _by_model("--reasoning-parser", reasoning, REASONING_FORMATS),
+            _by_model("--tool-parser", tools, TOOL_PARSERS),
+            _by_model("--reasoning-parser", reasoning, REASONING_PARSERS),
         )
 
     def format_of(self, model: str, detected: ChatFormat) -> ChatFormat:
         """The format of a model's answers."""
         tools, reasoning = _of(self.tools, model), _of(self.reasoning, model)
-        chosen_tools: ToolFormat | None = detected.tools if tools == AUTO else TOOL_FORMATS.get(tools)
+        chosen_tools: ToolFormat | None = detected.tools if tools == AUTO else TOOL_PARSERS.get(tools)
         chosen_reasoning: ReasoningFormat | None = (
-            detected.reasoning if reasoning == AUTO else REASONING_FORMATS.get(reasoning)
+            detected.reasoning if reasoning == AUTO else REASONING_PARSERS.get(reasoning)
         )
         return ChatFormat(chosen_reasoning, chosen_tools)
 

@@ -9,11 +9,13 @@ from gateway_svc.text.answer import AnswerReader, ItemKind, Steps
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """The markers around reasoning."""
+    """The markers around reasoning. `aliases`: other names, which vLLM uses."""
 
     name: str
+    models: str
     start: str
     end: str
+    aliases: tuple[str, ...] = ()
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -38,6 +40,14 @@ class ReasoningFormat:
         return text.rfind(self.start) > text.rfind(self.end)
 
 
-THINK = ReasoningFormat("think", "<think>", "</think>")  # Qwen3, DeepSeek R1 and others
-MAGISTRAL = ReasoningFormat("magistral", "[THINK]", "[/THINK]")
-REASONING_FORMATS = {one.name: one for one in (THINK, MAGISTRAL)}
+THINK = ReasoningFormat(
+    "think",
+    "Qwen3, DeepSeek R1 and V3.1, GLM-4.5, Kimi K2, MiniMax M2 and others",
+    "<think>",
+    "</think>",
+    ("deepseek_r1", "deepseek_v3", "qwen3", "glm45", "kimi_k2", "minimax_m2"),
+)
+MAGISTRAL = ReasoningFormat("magistral", "Magistral, Ministral", "[THINK]", "[/THINK]", ("mistral",))
+ROWS = (THINK, MAGISTRAL)
+REASONING_FORMATS = {one.name: one for one in ROWS}
+REASONING_PARSERS = REASONING_FORMATS | {alias: one for one in ROWS for alias in one.aliases}

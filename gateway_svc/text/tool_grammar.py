@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from gateway_svc.text.chat_output import ChatFormat
 from gateway_svc.text.reasoning import ReasoningFormat
-from gateway_svc.text.tool_formats import TOOL_CALLS
-from gateway_svc.text.tool_xml import END_TOOL_CALL, TOOL_CALL
+from gateway_svc.text.tool_formats import ToolFormat
+from gateway_svc.text.tool_json import END_TOOL_CALL, TOOL_CALL, TOOL_CALLS
+from gateway_svc.text.tool_xml import XmlCalls
 from grammars.schemas import SHARED, with_known_formats
 from request_fields.grammar import JSON_WHITESPACE, GrammarKind
 
@@ -44,8 +45,9 @@ class CallRules:
 def tool_grammar(format: ChatFormat, rules: CallRules, token_id: TokenId, *, is_reasoning_begun: bool = False) -> str:
     """The grammar of an answer in this format. `format.tools` must be set."""
     assert format.tools is not None
-    lark = _Lark(token_id)
-    writer = WRITERS[format.tools.name](lark)
+    lark = _Lark(token_id, format.markers)
+    kind = format.tools.name if format.tools.layout is None else type(format.tools.layout)
+    writer = WRITERS[kind](lark, format.tools)
     body = writer.body if rules.content is None else writer.body_beside_content
     bodies = [lark.add("call", body(name, schema)) for name, schema in rules.schemas.items()]
     calls = writer.calls(lark.add("any_call", " | ".join(bodies)), is_parallel=rules.is_parallel)
@@ -63,14 +65,15 @@ def _reasoning(lark: _Lark, format: ReasoningFormat | None, *, is_begun: bool) -
     if format is None:
         return ""
     rest = f"{lark.until(format.end)} {GAP}"
-    return rest if is_begun else f"({lark.marker(format.start)} {rest})?"
+    return rest if is_begun else f"({lark.literal(format.start)} {rest})?"
 
 
 class _Lark:
     """The rules of one grammar."""
 
-    def __init__(self, token_id: TokenId) -> None:
+    def __init__(self, token_id: TokenId, markers: Iterable[str]) -> None:
         self.token_id = token_id
+        self._tokens = re.compile("|".join(f"({re.escape(one)})" for one in markers if token_id(one) is not None))
         self._rules: list[str] = []
 
     def add(self, name: str, body: str) -> str:
@@ -103,12 +106,15 @@ class _Lark:
             name = f"until_{len(self._rules)}"
             self._rules.append(f"{name}[suffix={json.dumps(marker)}]: /(?s:.*)/")
             return name
-        return f"{self.add_text(marker)}? {self.marker(marker)}"
+        return f"{self.add_text(marker)}? {self.literal(marker)}"
 
-    def marker(self, text: str) -> str:
-        """The token of a marker, or its text if it is not one token."""
-        id_ = self.token_id(text)
-        return _literal(text) if id_ is None else f"<[{id_}]>"
+    def literal(self, text: str) -> str:
+        """A text; markers in it that are one token are written as this token."""
+        parts = [one for one in self._tokens.split(text) if one] if self._tokens.pattern else [text]
+        return " ".join(self._token(one) if self._tokens.fullmatch(one) else json.dumps(one) for one in parts)
+
+    def _token(self, marker: str) -> str:
+        return f"<[{self.token_id(marker)}]>"
 
     def text(self, start: str) -> str:
         """The grammar."""
@@ -121,16 +127,16 @@ class _Hermes:
     start = TOOL_CALL  # the marker before the first call; "": none
     separator = '"\\n"'
 
-    def __init__(self, lark: _Lark) -> None:
+    def __init__(self, lark: _Lark, format: ToolFormat) -> None:
         self._lark = lark
 
     @property
     def lead(self) -> str:
-        return self._lark.marker(self.start) if self.start else ""
+        return self._lark.literal(self.start) if self.start else ""
 
     def body(self, name: str, schema: Mapping[str, Any]) -> str:
         """One call without the marker before it."""
-        return f'"\\n" {_object(self._lark, name, "arguments", schema)} "\\n" {self._lark.marker(END_TOOL_CALL)}'
+        return f'"\\n" {_object(self._lark, name, "arguments", schema)} "\\n" {self._lark.literal(END_TOOL_CALL)}'
 
     def body_beside_content(self, name: str, schema: Mapping[str, Any]) -> str:
         """The same, if the answer may be content that matches a grammar instead."""
@@ -141,26 +147,46 @@ class _Hermes:
         return f"{body} ({self.separator} {self.lead} {body})*" if is_parallel else body
 
 
-class _Qwen3Coder(_Hermes):
+class _Xml(_Hermes):
     """Required parameters, then the optional ones, each in the order of the schema."""
+
+    def __init__(self, lark: _Lark, format: ToolFormat) -> None:
+        super().__init__(lark, format)
+        assert isinstance(format.layout, XmlCalls)
+        self._xml = format.layout
+        self.start = self._xml.block[0].strip()
 
     def body(self, name: str, schema: Mapping[str, Any]) -> str:
         properties, required = _properties(schema), schema.get("required") or ()
         ordered = sorted(properties, key=lambda key: key not in required)
         parameters = [self._parameter(key, properties[key], schema) for key in ordered]
         optional = [p if key in required else f"({p})?" for key, p in zip(ordered, parameters, strict=True)]
-        head, end = _literal(f"\n<function={name}>\n"), self._lark.marker(END_TOOL_CALL)
-        return f'{head} {" ".join(optional)} "</function>\\n" {end}'
+        head, end = (one.replace("{name}", name) for one in self._xml.function)
+        if not self._xml.has_many:
+            head, end = self._gap + head, end + self._xml.block[1]
+        return f"{self._lark.literal(head)} {' '.join(optional)} {self._lark.literal(end)}"
+
+    @property
+    def _gap(self) -> str:
+        """The white space after the start of a block."""
+        return self._xml.block[0].removeprefix(self.start)
+
+    def calls(self, body: str, *, is_parallel: bool) -> str:
+        if not self._xml.has_many:
+            return super().calls(body, is_parallel=is_parallel)
+        more = f"({body})*" if is_parallel else ""
+        return f"{self._lark.literal(self._gap)} {body} {more} {self._lark.literal(self._xml.block[1])}"
 
     def _parameter(self, key: str, schema: Mapping[str, Any], root: Mapping[str, Any]) -> str:
-        head = _literal(f"<parameter={key}>\n")
+        head, end = self._lark.literal(self._xml.parameter[0].replace("{key}", key)), self._xml.parameter[1]
         if schema.get("type") == "string" and "enum" not in schema:
-            return f'{head} {self._lark.until("</parameter>")} "\\n"'
+            marker = end.strip()
+            return f"{head} {self._lark.until(marker)} {self._lark.literal(end.partition(marker)[2])}"
         if schema.get("type") == "string":
-            values = " | ".join(_literal(str(value)) for value in schema["enum"])
-            return f'{head} ({values}) "\\n</parameter>\\n"'
+            values = " | ".join(json.dumps(str(value)) for value in schema["enum"])
+            return f"{head} ({values}) {self._lark.literal(end)}"
         shared = {name: root[name] for name in SHARED if name in root}
-        return f'{head} {self._lark.add_json({**shared, **schema})} "\\n</parameter>\\n"'
+        return f"{head} {self._lark.add_json({**shared, **schema})} {self._lark.literal(end)}"
 
 
 class _Llama3(_Hermes):
@@ -185,14 +211,14 @@ class _Mistral(_Hermes):
     start = TOOL_CALLS
     separator = ""
 
-    def __init__(self, lark: _Lark) -> None:
-        super().__init__(lark)
+    def __init__(self, lark: _Lark, format: ToolFormat) -> None:
+        super().__init__(lark, format)
         self._is_list = lark.token_id("[ARGS]") is None
 
     def body(self, name: str, schema: Mapping[str, Any]) -> str:
         if self._is_list:
             return _object(self._lark, name, "arguments", schema)
-        return f"{_literal(name)} {self._lark.marker('[ARGS]')} {self._lark.add_json(_arguments(schema))}"
+        return f"{self._lark.literal(f'{name}[ARGS]')} {self._lark.add_json(_arguments(schema))}"
 
     def calls(self, body: str, *, is_parallel: bool) -> str:
         if not self._is_list:
@@ -201,17 +227,18 @@ class _Mistral(_Hermes):
         return f'"[" {body} {more} "]"'
 
 
-WRITERS: Mapping[str, type[_Hermes]] = {
+# By the name of the format, or the type of its layout.
+WRITERS: Mapping[str | type, type[_Hermes]] = {
     "hermes": _Hermes,
-    "qwen3_coder": _Qwen3Coder,
     "llama3": _Llama3,
     "mistral": _Mistral,
+    XmlCalls: _Xml,
 }
 
 
 def _object(lark: _Lark, name: str, key: str, schema: Mapping[str, Any]) -> str:
     """The object of a call. The schema stays a separate document, because its references start at its root."""
-    head = _literal(f'{{"name": {json.dumps(name)}, "{key}": ')
+    head = json.dumps(f'{{"name": {json.dumps(name)}, "{key}": ')
     return f'{head} {lark.add_json(_arguments(schema))} "}}"'
 
 
@@ -225,10 +252,6 @@ def _properties(schema: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     given = schema.get("properties")
     given = given if isinstance(given, dict) else {}
     return {key: value if isinstance(value, dict) else {} for key, value in given.items()}
-
-
-def _literal(text: str) -> str:
-    return json.dumps(text)
 
 
 def _escaped(text: str) -> str:

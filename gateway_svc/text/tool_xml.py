@@ -1,6 +1,6 @@
-"""Tool calls of Qwen3-Coder: one XML-like element per parameter, which becomes a member of a JSON object.
+"""Tool calls that are XML-like elements, one per parameter, which become the members of a JSON object.
 
-    <tool_call><function=f><parameter=city>Paris</parameter></function></tool_call>
+    <tool_call><function=f><parameter=city>Paris</parameter></function></tool_call>      Qwen3-Coder
 
 A parameter whose schema allows only strings is a string. Any other parameter with valid JSON is JSON, else a string.
 """
@@ -10,97 +10,130 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Generator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from gateway_svc.text.answer import AnswerReader, ItemKind, Steps
+from gateway_svc.text.call_heads import read_head
 
-TOOL_CALL, END_TOOL_CALL = "<tool_call>", "</tool_call>"
-FUNCTION, END_FUNCTION = "<function=", "</function>"
-PARAMETER, END_PARAMETER = "<parameter=", "</parameter>"
-MAX_HEAD = 256  # characters of <function=...>
-FUNCTION_HEAD = re.compile(r"<function=\s*([A-Za-z0-9_.:/-]{1,128})\s*>")
-MAYBE_HEAD = re.compile(r"<function=[^<>]*")
-PARAMETER_HEAD = re.compile(r"<parameter=([^<>]{1,256})>")
+MAX_HEAD = 512  # characters of the start of a parameter
+KEY = r"([^<>\"]{1,256}?)"
 
 
-def read_qwen3_coder(reader: AnswerReader, tools: Mapping[str, Mapping[str, Any]]) -> Steps:
-    """Read an answer."""
-    while (yield from reader.write_until(ItemKind.CONTENT, (TOOL_CALL,))):
-        at = (yield from reader.space_end()) + len(TOOL_CALL)
-        start = yield from reader.space_end(at)
-        head = yield from _function_head(reader, start)
+@dataclass(frozen=True, slots=True)
+class XmlCalls:
+    """The elements of a format, outermost first: the texts before and after each, with the white space that the model
+    writes there. `{name}` and `{key}` are the names of tool and parameter.
+    """
+
+    block: tuple[str, str]
+    function: tuple[str, str]  # without an end, a block is one call
+    parameter: tuple[str, str]
+    has_many: bool = False  # a block holds all calls of an answer
+
+    def read(self, reader: AnswerReader, tools: Mapping[str, Mapping[str, Any]]) -> Steps:
+        """Read an answer."""
+        start, end = self.block[0].strip(), self.block[1]
+        while (yield from reader.write_until(ItemKind.CONTENT, (start,))):
+            at = (yield from reader.space_end()) + len(start)
+            if not (yield from self._read_call(reader, at, tools)):
+                reader.keep(at)
+                continue
+            while self.function[1] and (yield from self._read_call(reader, 0, tools)):
+                pass
+            yield from reader.skip_end(end)
+
+    def _read_call(
+        self, reader: AnswerReader, at: int, tools: Mapping[str, Mapping[str, Any]]
+    ) -> Generator[None, None, bool]:
+        """Read one call at an offset. False: it is not a call; nothing was read."""
+        head = yield from read_head(reader, at, self.function[0])
         if head is None:
-            reader.keep(at)
-            continue
-        reader.skip(reader.offset_of(head.end()))
-        yield from _read_function(reader, head[1], tools.get(head[1], {}))
-        yield from reader.skip_end(END_FUNCTION)
-        yield from reader.skip_end(END_TOOL_CALL)
+            return False
+        name, end = head
+        if not self.function[1] and not (yield from self._has_parameter_or_end(reader, end)):
+            return False
+        reader.skip(end)
+        yield from self._read_parameters(reader, name, tools.get(name, {}))
+        yield from reader.skip_end(self.function[1].strip())
+        return True
 
+    def _has_parameter_or_end(self, reader: AnswerReader, at: int) -> Generator[None, None, bool]:
+        at = yield from reader.space_end(at)
+        return bool((yield from reader.has_any((self._start, self.block[1]), at)))
 
-def _function_head(reader: AnswerReader, at: int) -> Generator[None, None, re.Match[str] | None]:
-    if not (yield from reader.has(FUNCTION, at)):
-        return None
-    while True:
-        head = reader.match(FUNCTION_HEAD, at, MAX_HEAD)
-        maybe = reader.match(MAYBE_HEAD, at, MAX_HEAD)
-        is_over = maybe is None or reader.offset_of(maybe.end()) < reader.num_pending
-        if head is not None or is_over or reader.is_ended:
-            return head
-        yield
-
-
-def _read_function(reader: AnswerReader, name: str, schema: Mapping[str, Any]) -> Steps:
-    """Write the arguments, one parameter at a time. Stops at the first text that is not a parameter."""
-    properties = schema.get("properties")
-    properties = properties if isinstance(properties, dict) else {}
-    reader.begin_call(name)
-    reader.write(ItemKind.TOOL_CALL, "{")
-    separator = ""
-    while True:
-        yield from reader.skip_space()
-        parameter = yield from _parameter(reader)
-        if parameter is None:
-            break
-        key, value = parameter
-        member = f"{json.dumps(key, ensure_ascii=False)}: {_json_value(value, properties.get(key))}"
-        reader.write(ItemKind.TOOL_CALL, separator + member)
-        separator = ", "
-    is_cut_off = reader.is_ended and any(m.startswith(reader.pending(0)) for m in (PARAMETER, END_FUNCTION))
-    if is_cut_off:
-        reader.skip(reader.num_pending)
-    else:
-        reader.write(ItemKind.TOOL_CALL, "}")
-
-
-def _parameter(reader: AnswerReader) -> Generator[None, None, tuple[str, str] | None]:
-    """Read one parameter. None: no complete parameter; then nothing was read, except at the end of the text."""
-    if not (yield from reader.has(PARAMETER)):
-        return None
-    searched = 0
-    while True:
-        end = reader.find(END_PARAMETER, searched)
-        if end is not None:
-            break
-        if reader.is_ended:
+    def _read_parameters(self, reader: AnswerReader, name: str, schema: Mapping[str, Any]) -> Steps:
+        """Write the arguments. Stops at the first text that is not a parameter."""
+        properties = schema.get("properties")
+        properties = properties if isinstance(properties, dict) else {}
+        reader.begin_call(name)
+        reader.write(ItemKind.TOOL_CALL, "{")
+        separator, is_whole = "", True
+        while True:
+            yield from reader.skip_space()
+            key = yield from self._read_key(reader)
+            if key is None:
+                break
+            reader.write(ItemKind.TOOL_CALL, f"{separator}{json.dumps(key, ensure_ascii=False)}: ")
+            is_whole = yield from self._read_value(reader, properties.get(key))
+            separator = ", "
+        starts = (self._start, self.function[1].strip() or self.block[1])
+        if reader.is_ended and (not is_whole or any(one.startswith(reader.pending(0)) for one in starts)):
             reader.skip(reader.num_pending)  # cut off: the arguments stay incomplete
+        else:
+            reader.write(ItemKind.TOOL_CALL, "}")
+
+    @property
+    def _start(self) -> str:
+        """The text before the name of a parameter."""
+        return self.parameter[0].partition("{key}")[0]
+
+    def _read_key(self, reader: AnswerReader) -> Generator[None, None, str | None]:
+        """Read the start of a parameter. None: it is not there; nothing was read."""
+        if not (yield from reader.has(self._start)):
             return None
-        searched = max(0, reader.num_pending - len(END_PARAMETER))
-        yield
-    head = reader.match(PARAMETER_HEAD)
-    start = reader.offset_of(head.end()) if head is not None else end
-    value = reader.pending(start, end)
-    reader.skip(end + len(END_PARAMETER))
-    key = "" if head is None else head[1].strip()
-    return key, value.removeprefix("\n").removesuffix("\n")
+        before, after = (r"\s*".join(map(re.escape, one.split())) for one in self.parameter[0].split("{key}"))
+        pattern = re.compile(rf"{before}\s*{KEY}\s*{after}")
+        while True:
+            head = reader.match(pattern, 0, MAX_HEAD)
+            if head is not None:
+                reader.skip(reader.offset_of(head.end()))
+                return head[1]
+            if reader.is_ended or reader.num_pending > MAX_HEAD:
+                return None
+            yield
+
+    def _read_value(self, reader: AnswerReader, schema: Any) -> Generator[None, None, bool]:
+        """Write a value with its end. A string is written as it arrives. False: it was cut off."""
+        end = self.parameter[1].strip()
+        if (yield from reader.has("\n")):
+            reader.skip(1)
+        pieces: list[str] = []
+        if _is_string(schema):
+            reader.write(ItemKind.TOOL_CALL, '"')
+            marker = yield from reader.take_until(("\n" + end, end), lambda text: _write_escaped(reader, text))
+        else:
+            marker = yield from reader.take_until(("\n" + end, end), pieces.append)
+        if not marker:
+            return False
+        reader.skip(len(marker))
+        reader.write(ItemKind.TOOL_CALL, '"' if _is_string(schema) else _json_value("".join(pieces)))
+        return True
 
 
-def _json_value(value: str, schema: Any) -> str:
-    kind = schema.get("type") if isinstance(schema, dict) else None
-    if kind != "string":
-        try:
-            json.loads(value)
-            return value.strip()
-        except (ValueError, RecursionError):
-            pass
-    return json.dumps(value, ensure_ascii=False)
+def _is_string(schema: Any) -> bool:
+    return isinstance(schema, dict) and schema.get("type") == "string"
+
+
+def _write_escaped(reader: AnswerReader, text: str) -> None:
+    """Write a part of a JSON string."""
+    reader.write(ItemKind.TOOL_CALL, json.dumps(text, ensure_ascii=False)[1:-1])
+
+
+def _json_value(text: str) -> str:
+    """A parameter that is not a string: JSON, or else text as a JSON string."""
+    try:
+        json.loads(text)
+        return text.strip()
+    except (ValueError, RecursionError):
+        return json.dumps(text, ensure_ascii=False)

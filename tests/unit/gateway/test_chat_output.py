@@ -106,7 +106,8 @@ def check_positions(parts: Sequence[AnswerPiece]) -> None:
             "</function>\n</tool_call>\nDone.",
             [call("weather", '{"city": "12", "days": 3}'), content("Done.")],
         ),
-        ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=x>\ncut", [call("f", "{")]),
+        ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=x>\ncut", [call("f", '{"x": ')]),
+        ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=code>\ncut\n", [call("f", '{"code": "cut\\n')]),
         (
             "llama3",
             '{"name": "weather", "parameters": {"city": "Paris"}}; {"name": "f", "parameters": {}}',
