@@ -319,7 +319,8 @@ def quantization_rows() -> Iterator[list[str]]:
 def tool_format_rows() -> Iterator[list[str]]:
     """One row per format of tool calls."""
     for one in TOOL_FORMATS.values():
-        yield [_names(one.name, one.aliases), one.models, f"`{one.example}`".replace("|", r"\|")]
+        example = one.example if one.example.startswith("the ") else f"`{one.example}`"
+        yield [_names(one.name, one.aliases), one.models, example.replace("|", r"\|")]
 
 
 def reasoning_format_rows() -> Iterator[list[str]]:

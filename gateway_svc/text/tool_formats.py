@@ -40,6 +40,9 @@ QWEN3_CODER = XmlCalls(
     ("<function={name}>\n", "</function>\n"),
     ("<parameter={key}>\n", "\n</parameter>\n"),
 )
+GLM45 = XmlCalls(TOOL_CALL, ("{name}\n", ""), ("<arg_key>{key}</arg_key>\n<arg_value>", "</arg_value>\n"))
+GLM47 = XmlCalls(TOOL_CALL, ("{name}", ""), ("<arg_key>{key}</arg_key><arg_value>", "</arg_value>"))
+GLM_MARKERS = (*TOOL_CALL, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
 
 # In the order in which a template is searched for their words.
 ROWS = (
@@ -61,6 +64,24 @@ ROWS = (
         QWEN3_CODER.read,
         QWEN3_CODER,
         aliases=("qwen3_xml",),
+    ),
+    ToolFormat(
+        "glm47",
+        "GLM-4.7",
+        "<tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>",
+        GLM_MARKERS,
+        (("<arg_key>", "</arg_key><arg_value>"),),
+        GLM47.read,
+        GLM47,
+    ),
+    ToolFormat(
+        "glm45",
+        "GLM-4.5, GLM-4.6",
+        "the same, with a line break after the name and each element",
+        GLM_MARKERS,
+        (("<arg_key>",),),
+        GLM45.read,
+        GLM45,
     ),
     ToolFormat(
         "hermes",

@@ -110,8 +110,8 @@ class _Lark:
 
     def literal(self, text: str) -> str:
         """A text; markers in it that are one token are written as this token."""
-        parts = [one for one in self._tokens.split(text) if one] if self._tokens.pattern else [text]
-        return " ".join(self._token(one) if self._tokens.fullmatch(one) else json.dumps(one) for one in parts)
+        parts = self._tokens.split(text) if self._tokens.pattern else [text]
+        return " ".join(self._token(one) if self._tokens.fullmatch(one) else json.dumps(one) for one in parts if one)
 
     def _token(self, marker: str) -> str:
         return f"<[{self.token_id(marker)}]>"

@@ -1,6 +1,7 @@
 """Tool calls that are XML-like elements, one per parameter, which become the members of a JSON object.
 
     <tool_call><function=f><parameter=city>Paris</parameter></function></tool_call>      Qwen3-Coder
+    <tool_call>f<arg_key>city</arg_key><arg_value>Paris</arg_value></tool_call>          GLM-4.5
 
 A parameter whose schema allows only strings is a string. Any other parameter with valid JSON is JSON, else a string.
 """

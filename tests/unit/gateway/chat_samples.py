@@ -82,4 +82,23 @@ MISTRAL = (
     '[THINK]Hm.[/THINK]So: [TOOL_CALLS]weather[ARGS]{"city"',
 )
 
-SAMPLES = {"hermes": HERMES, "qwen3_coder": QWEN3_CODER, "llama3": LLAMA3, "mistral": MISTRAL}
+GLM45 = (
+    f"{THINKING}I call.\n<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Zürich</arg_value>\n<arg_key>days</arg_key>\n"
+    "<arg_value>3</arg_value>\n</tool_call>\n<tool_call>clock\n</tool_call>",
+    "<tool_call>f\n<arg_key>code</arg_key>\n<arg_value>a < b\n\n</arg_value>\n<arg_key>x</arg_key>\n<arg_value>[1]</arg_value>\n</tool_call>z",
+    "<tool_call>f<arg_key>code</arg_key><arg_value>cut",
+    "<tool_call>f\n<arg_key>a<b</arg_key>\n<arg_value>1</arg_value></tool_call>",
+    "<tool_call>two words</tool_call>",
+    "<tool_call>f oops</tool_call>",
+    "<tool_call>f\n<arg_key>x</arg_",
+    "<tool_call>f",
+)
+
+SAMPLES = {
+    "hermes": HERMES,
+    "qwen3_coder": QWEN3_CODER,
+    "llama3": LLAMA3,
+    "mistral": MISTRAL,
+    "glm45": GLM45,
+    "glm47": tuple(text.replace("\n<", "<") for text in GLM45[:3]),
+}

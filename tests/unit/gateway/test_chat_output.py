@@ -109,6 +109,14 @@ def check_positions(parts: Sequence[AnswerPiece]) -> None:
         ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=x>\ncut", [call("f", '{"x": ')]),
         ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=code>\ncut\n", [call("f", '{"code": "cut\\n')]),
         (
+            "glm45",
+            "Hm.\n<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>12</arg_value>\n<arg_key>days</arg_key>\n"
+            "<arg_value>3</arg_value>\n</tool_call>\n<tool_call>clock</tool_call>",
+            [content("Hm."), call("weather", '{"city": "12", "days": 3}'), call("clock", "{}")],
+        ),
+        ("glm45", "<tool_call>two words</tool_call>", [content("<tool_call>two words</tool_call>")]),
+        ("glm45", "<tool_call>f<arg_key>code</arg_key><arg_value>cu", [call("f", '{"code": "cu')]),
+        (
             "llama3",
             '{"name": "weather", "parameters": {"city": "Paris"}}; {"name": "f", "parameters": {}}',
             [call("weather", '{"city": "Paris"}'), call("f", "{}")],
@@ -187,6 +195,7 @@ FRAGMENTS = {
         "</parameter>",
         "<think>",
     ],
+    "glm45": ["<tool_call>", "</tool_call>", "f", "<arg_key>x</arg_key>", "<arg_value>", "</arg_value>", "</think>"],
     "llama3": ["<|python_tag|>", ";", "<think>", "</think>"],
     "mistral": ["[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "[", "]", "weather", "[THINK]", "[/THINK]"],
 }
@@ -201,7 +210,7 @@ COMMON = [
 
 @given(st.data())
 def test_random_text_in_random_pieces(data: st.DataObject) -> None:
-    name = data.draw(st.sampled_from(sorted(FORMATS)))
+    name = data.draw(st.sampled_from(sorted(FRAGMENTS)))
     text = "".join(data.draw(st.lists(st.sampled_from(FRAGMENTS[name] + COMMON), max_size=14)))
     is_begun = data.draw(st.booleans())
     seed = data.draw(st.integers(0, 2**32))
@@ -228,6 +237,9 @@ def test_random_text_in_random_pieces(data: st.DataObject) -> None:
         ("hermes", '<tool_call>{"name": "f", "arguments": {"x": "', "some words "),
         ("hermes", '<tool_call>{"name": "f", "arguments": {"x": oops', "some words "),
         ("hermes", "<think>", "some words "),
+        ("qwen3_coder", "<tool_call><function=f><parameter=code>", "some words "),
+        ("qwen3_coder", "<tool_call><function=f><parameter=x>", "some words "),
+        ("glm45", "<tool_call>f<arg_key>code</arg_key><arg_value>", "some words "),
         ("llama3", '{"name": "f", "parameters": {"x": [', '{"y": 1}, '),
         ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {"x": "', "some words "),
     ],

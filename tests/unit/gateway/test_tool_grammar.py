@@ -36,12 +36,6 @@ SCHEMAS: dict[str, Any] = {
     "clock": CLOCK["function"]["parameters"],  # type: ignore[index]
     "go": NESTED,
 }
-MARKERS = {
-    "hermes": ["<tool_call>", "</tool_call>"],
-    "qwen3_coder": ["<tool_call>", "</tool_call>"],
-    "llama3": ["<|python_tag|>"],
-    "mistral": ["[TOOL_CALLS]", "[ARGS]"],
-}
 
 
 @functools.cache
@@ -58,7 +52,7 @@ class Case:
     def __init__(
         self, name: str, *, has_tokens: bool, reasoning: bool = False, begun: bool = False, **rules: Any
     ) -> None:
-        markers = [*MARKERS[name], *(THINK.markers if reasoning else ())] if has_tokens else []
+        markers = [*TOOL_FORMATS[name].markers, *(THINK.markers if reasoning else ())] if has_tokens else []
         self._tokenizer, compiler = tokenizer_with(*markers)
         self.format = ChatFormat(THINK if reasoning else None, TOOL_FORMATS[name])
         options = {"schemas": SCHEMAS, "needs_call": True, "is_parallel": True, **rules}
@@ -91,6 +85,15 @@ VALID = {
         "<tool_call>\n<function=clock>\n</function>\n</tool_call>",
         '<tool_call>\n<function=go>\n<parameter=to>\n{"x": 1}\n</parameter>\n<parameter=unit>\nc\n</parameter>\n'
         "</function>\n</tool_call>",
+    ],
+    "glm45": [
+        "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n</tool_call>",
+        "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>a < b</arg_value>\n<arg_key>days</arg_key>\n"
+        "<arg_value>3</arg_value>\n</tool_call>\n<tool_call>clock\n</tool_call>",
+    ],
+    "glm47": [
+        "<tool_call>weather<arg_key>city</arg_key><arg_value>Paris</arg_value></tool_call>",
+        "<tool_call>clock</tool_call>",
     ],
     "llama3": [
         f'{{"name": "weather", "parameters": {PARIS}}}',
