@@ -43,6 +43,12 @@ QWEN3_CODER = XmlCalls(
 GLM45 = XmlCalls(TOOL_CALL, ("{name}\n", ""), ("<arg_key>{key}</arg_key>\n<arg_value>", "</arg_value>\n"))
 GLM47 = XmlCalls(TOOL_CALL, ("{name}", ""), ("<arg_key>{key}</arg_key><arg_value>", "</arg_value>"))
 GLM_MARKERS = (*TOOL_CALL, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
+MINIMAX_M2 = XmlCalls(
+    ("<minimax:tool_call>\n", "</minimax:tool_call>"),
+    ('<invoke name="{name}">\n', "</invoke>\n"),
+    ('<parameter name="{key}">', "</parameter>\n"),
+    has_many=True,
+)
 
 # In the order in which a template is searched for their words.
 ROWS = (
@@ -82,6 +88,15 @@ ROWS = (
         (("<arg_key>",),),
         GLM45.read,
         GLM45,
+    ),
+    ToolFormat(
+        "minimax_m2",
+        "MiniMax M2",
+        '<minimax:tool_call><invoke name="f"><parameter name="a">1</parameter></invoke></minimax:tool_call>',
+        ("<minimax:tool_call>", "</minimax:tool_call>"),
+        (("<minimax:tool_call>",),),
+        MINIMAX_M2.read,
+        MINIMAX_M2,
     ),
     ToolFormat(
         "hermes",

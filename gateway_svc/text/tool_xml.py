@@ -2,6 +2,7 @@
 
     <tool_call><function=f><parameter=city>Paris</parameter></function></tool_call>      Qwen3-Coder
     <tool_call>f<arg_key>city</arg_key><arg_value>Paris</arg_value></tool_call>          GLM-4.5
+    <minimax:tool_call><invoke name="f"><parameter name="city">Paris</parameter></invoke></minimax:tool_call>
 
 A parameter whose schema allows only strings is a string. Any other parameter with valid JSON is JSON, else a string.
 """

@@ -94,11 +94,21 @@ GLM45 = (
     "<tool_call>f",
 )
 
+MINIMAX_M2 = (
+    'Hm.\n</think>\n\n<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">Rome</parameter>\n</invoke>\n'
+    '<invoke name="clock">\n</invoke>\n</minimax:tool_call>\nDone.',
+    '<minimax:tool_call>\n<invoke name="f">\n<parameter name="x">{"y": "</"}</parameter>\n<parameter name="code">a\nb',
+    '<minimax:tool_call>\n<invoke name="f',
+    '<minimax:tool_call><invoke name="f g"></invoke></minimax:tool_call>',
+    '<minimax:tool_call><invoke name="f"><parameter x>1</parameter></invoke></minimax:tool_call>',
+)
+
 SAMPLES = {
     "hermes": HERMES,
     "qwen3_coder": QWEN3_CODER,
     "llama3": LLAMA3,
     "mistral": MISTRAL,
     "glm45": GLM45,
+    "minimax_m2": MINIMAX_M2,
     "glm47": tuple(text.replace("\n<", "<") for text in GLM45[:3]),
 }

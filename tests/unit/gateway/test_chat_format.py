@@ -31,6 +31,7 @@ QWEN3_CODER = "{{ tools }}<tool_call>\n<function=name>\n<parameter=a>"
         (QWEN3_CODER, (), "qwen3_coder", None),
         ("{{ tools }}<tool_call>name\n<arg_key>a</arg_key>\n<arg_value>", (), "glm45", None),
         ("{{ tools }}<tool_call>name<arg_key>a</arg_key><arg_value></think>", (), "glm47", THINK),
+        ("{{ tools }}<minimax:tool_call><think></think>", (), "minimax_m2", THINK),
         ("{{ messages }}", (), None, None),
         ("{{ messages }}", ("<think>",), None, None),
         ("{{ messages }}", ("<think>", "</think>"), None, THINK),

@@ -114,6 +114,12 @@ def check_positions(parts: Sequence[AnswerPiece]) -> None:
             "<arg_value>3</arg_value>\n</tool_call>\n<tool_call>clock</tool_call>",
             [content("Hm."), call("weather", '{"city": "12", "days": 3}'), call("clock", "{}")],
         ),
+        (
+            "minimax_m2",
+            'Hm. <minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">Rome</parameter>\n</invoke>\n'
+            '<invoke name="clock">\n</invoke>\n</minimax:tool_call>',
+            [content("Hm."), call("weather", '{"city": "Rome"}'), call("clock", "{}")],
+        ),
         ("glm45", "<tool_call>two words</tool_call>", [content("<tool_call>two words</tool_call>")]),
         ("glm45", "<tool_call>f<arg_key>code</arg_key><arg_value>cu", [call("f", '{"code": "cu')]),
         (
@@ -196,6 +202,14 @@ FRAGMENTS = {
         "<think>",
     ],
     "glm45": ["<tool_call>", "</tool_call>", "f", "<arg_key>x</arg_key>", "<arg_value>", "</arg_value>", "</think>"],
+    "minimax_m2": [
+        "<minimax:tool_call>",
+        "</minimax:tool_call>",
+        '<invoke name="f">',
+        "</invoke>",
+        '<parameter name="x">',
+        "</parameter>",
+    ],
     "llama3": ["<|python_tag|>", ";", "<think>", "</think>"],
     "mistral": ["[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "[", "]", "weather", "[THINK]", "[/THINK]"],
 }

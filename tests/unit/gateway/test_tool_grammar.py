@@ -95,6 +95,12 @@ VALID = {
         "<tool_call>weather<arg_key>city</arg_key><arg_value>Paris</arg_value></tool_call>",
         "<tool_call>clock</tool_call>",
     ],
+    "minimax_m2": [
+        '<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">Paris</parameter>\n</invoke>\n'
+        "</minimax:tool_call>",
+        '<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">Paris</parameter>\n</invoke>\n'
+        '<invoke name="clock">\n</invoke>\n</minimax:tool_call>',
+    ],
     "llama3": [
         f'{{"name": "weather", "parameters": {PARIS}}}',
         f'{{"name": "weather", "parameters": {PARIS}}}; {{"name": "clock", "parameters": {{}}}}',
