@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from quire.v1 import inference_pb2 as pb
 
 from gateway_svc.request.tools import AnswerPlan
-from gateway_svc.text.chat_output import AnswerPiece, ItemKind, call_id
+from gateway_svc.text.chat_output import AnswerPiece, ItemKind
 from gateway_svc.text.detokenizer import SampleText
 
 
@@ -16,7 +16,7 @@ class AnswerStream:
 
     def __init__(self, plan: AnswerPlan, request_id: str, sample: int) -> None:
         self._parser = plan.new_parser()
-        self._has_short_ids = plan.format.tools is not None and plan.format.tools.has_short_ids
+        self._plan = plan
         self._request_id = request_id
         self._sample = sample
         self._is_finished = False
@@ -68,7 +68,7 @@ class AnswerStream:
         else:
             call = message.tool_call
             call.index, call.name, call.arguments = part.call, part.name, part.text
-            call.id = call_id(self._request_id, self._sample, part.call, is_short=self._has_short_ids)
+            call.id = self._plan.call_id(self._request_id, self._sample, part)
 
 
 def _append(message: pb.AnswerPart, text: str) -> None:

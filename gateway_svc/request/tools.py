@@ -13,7 +13,8 @@ from quire.v1 import inference_pb2 as pb
 from gateway_svc.request.field_errors import CHAT, invalid
 from gateway_svc.request.models import ServedModel
 from gateway_svc.text.bundle import Tokenizer
-from gateway_svc.text.chat_output import ChatFormat, ChatParser
+from gateway_svc.text.chat_output import AnswerPiece, ChatFormat, ChatParser, call_id, short_call_id
+from gateway_svc.text.tool_formats import CallIds
 from gateway_svc.text.tool_grammar import CallRules, tool_grammar
 from grammars.schemas import GrammarError, schema_of
 from request_fields.fields import MAX_GRAMMAR_BYTES
@@ -47,6 +48,7 @@ class AnswerPlan:
     schemas: Mapping[str, Mapping[str, Any]]
     is_parallel: bool
     is_reasoning_begun: bool  # the prompt ends with the start of reasoning
+    num_earlier_calls: int = 0  # in the messages of the chat
 
     def new_parser(self) -> ChatParser:
         """A parser for one answer."""
@@ -56,6 +58,13 @@ class AnswerPlan:
             tools=self.schemas,
             is_parallel=self.is_parallel,
         )
+
+    def call_id(self, request_id: str, sample: int, call: AnswerPiece) -> str:
+        """The id of a call of an answer."""
+        ids = CallIds.OPAQUE if self.format.tools is None else self.format.tools.ids
+        if ids is CallIds.NUMBERED:
+            return f"functions.{call.name}:{self.num_earlier_calls + call.call}"
+        return (short_call_id if ids is CallIds.SHORT else call_id)(request_id, sample, call.call)
 
 
 def must_call(chat: pb.Chat) -> bool:
@@ -123,6 +132,7 @@ def answer_plan(
         tools.schemas,
         is_parallel=_is_parallel(chat),
         is_reasoning_begun=_is_reasoning_begun(chat, format, model.text.tokenizer, prompt_ids),
+        num_earlier_calls=sum(len(message.tool_calls) for message in chat.messages),
     )
 
 

@@ -25,7 +25,17 @@ from gateway_svc.text.answer import AnswerPiece, AnswerReader, Item, ItemKind, S
 from gateway_svc.text.reasoning import ReasoningFormat
 from gateway_svc.text.tool_formats import ToolFormat
 
-__all__ = ["AnswerPiece", "ChatFormat", "ChatParser", "Item", "ItemKind", "call_id", "items_of", "parse"]
+__all__ = [
+    "AnswerPiece",
+    "ChatFormat",
+    "ChatParser",
+    "Item",
+    "ItemKind",
+    "call_id",
+    "items_of",
+    "parse",
+    "short_call_id",
+]
 
 SHORT_ID_CHARS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
 SHORT_ID_SIZE = 9
@@ -127,13 +137,19 @@ def parse(
     return items_of([*parts, *(parser.finish() if is_finished else [])])
 
 
-def call_id(request_id: str, sample: int, call: int, *, is_short: bool = False) -> str:
+def call_id(request_id: str, sample: int, call: int) -> str:
     """The id of a tool call: the same after a resume, in streams and in whole answers."""
-    digest = xxhash.xxh3_128_intdigest(f"{request_id}/{sample}/{call}".encode())
-    if not is_short:
-        return f"call_{digest:032x}"
-    chars = []
+    return f"call_{_digest(request_id, sample, call):032x}"
+
+
+def short_call_id(request_id: str, sample: int, call: int) -> str:
+    """The same of 9 letters and digits."""
+    digest, chars = _digest(request_id, sample, call), []
     for _ in range(SHORT_ID_SIZE):
         digest, index = divmod(digest, len(SHORT_ID_CHARS))
         chars.append(SHORT_ID_CHARS[index])
     return "".join(chars)
+
+
+def _digest(request_id: str, sample: int, call: int) -> int:
+    return xxhash.xxh3_128_intdigest(f"{request_id}/{sample}/{call}".encode())

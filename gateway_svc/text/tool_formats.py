@@ -10,10 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
 
 from gateway_svc.text.answer import AnswerReader, Steps
 from gateway_svc.text.tool_json import Schemas, read_hermes, read_llama3, read_mistral
+from gateway_svc.text.tool_marked import MarkedCalls
 from gateway_svc.text.tool_xml import XmlCalls
+
+
+class CallIds(Enum):
+    """The ids of calls that the chat template accepts."""
+
+    OPAQUE = "call_ and 32 hex digits"
+    SHORT = "9 letters and digits"
+    NUMBERED = "functions.NAME:NUMBER, numbered through the chat"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +39,9 @@ class ToolFormat:
     markers: tuple[str, ...]
     words: tuple[tuple[str, ...], ...]
     read: Callable[[AnswerReader, Schemas], Steps]
-    layout: XmlCalls | None = None
+    layout: XmlCalls | MarkedCalls | None = None
     aliases: tuple[str, ...] = ()
-    has_short_ids: bool = False  # the chat template accepts only call ids of 9 letters and digits
+    ids: CallIds = CallIds.OPAQUE
 
 
 TOOL_CALL = ("<tool_call>", "</tool_call>")
@@ -49,6 +59,17 @@ MINIMAX_M2 = XmlCalls(
     ('<parameter name="{key}">', "</parameter>\n"),
     has_many=True,
 )
+DEEPSEEK_MARKERS = tuple(
+    f"<｜{one}｜>" for one in ("tool▁calls▁begin", "tool▁calls▁end", "tool▁call▁begin", "tool▁call▁end", "tool▁sep")
+)
+DEEPSEEK_V31 = MarkedCalls(
+    (DEEPSEEK_MARKERS[0], DEEPSEEK_MARKERS[1]), ("<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>", "<｜tool▁call▁end｜>")
+)
+DEEPSEEK_V3 = MarkedCalls(
+    (DEEPSEEK_MARKERS[0], DEEPSEEK_MARKERS[1]),
+    ("<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n", "\n```<｜tool▁call▁end｜>"),
+    separator="\n",
+)
 
 # In the order in which a template is searched for their words.
 ROWS = (
@@ -59,7 +80,25 @@ ROWS = (
         ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
         (("[TOOL_CALLS]",),),
         read_mistral,
-        has_short_ids=True,
+        ids=CallIds.SHORT,
+    ),
+    ToolFormat(
+        "deepseek_v3",
+        "DeepSeek V3 and R1",
+        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f ```json {} ```<｜tool▁call▁end｜>",
+        DEEPSEEK_MARKERS,
+        (("<｜tool▁calls▁begin｜>", "```json"),),
+        DEEPSEEK_V3.read,
+        DEEPSEEK_V3,
+    ),
+    ToolFormat(
+        "deepseek_v31",
+        "DeepSeek V3.1",
+        "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁end｜>",
+        DEEPSEEK_MARKERS,
+        (("<｜tool▁calls▁begin｜>",),),
+        DEEPSEEK_V31.read,
+        DEEPSEEK_V31,
     ),
     ToolFormat(
         "qwen3_coder",

@@ -20,6 +20,7 @@ from gateway_svc.text.chat_output import ChatFormat
 from gateway_svc.text.reasoning import ReasoningFormat
 from gateway_svc.text.tool_formats import ToolFormat
 from gateway_svc.text.tool_json import END_TOOL_CALL, TOOL_CALL, TOOL_CALLS
+from gateway_svc.text.tool_marked import MarkedCalls
 from gateway_svc.text.tool_xml import XmlCalls
 from grammars.schemas import SHARED, with_known_formats
 from request_fields.grammar import JSON_WHITESPACE, GrammarKind
@@ -189,6 +190,28 @@ class _Xml(_Hermes):
         return f"{head} {self._lark.add_json({**shared, **schema})} {self._lark.literal(end)}"
 
 
+class _Marked(_Hermes):
+    """A name and JSON arguments between markers."""
+
+    def __init__(self, lark: _Lark, format: ToolFormat) -> None:
+        super().__init__(lark, format)
+        assert isinstance(format.layout, MarkedCalls)
+        self._marked = format.layout
+        self.start = self._marked.section[0]
+
+    def body(self, name: str, schema: Mapping[str, Any]) -> str:
+        before, after = self._marked.call[0].split("{name}")
+        head = self._lark.literal(f"{before}{name}{after}")
+        if self._marked.is_numbered:
+            named = self._lark.literal(f"{before}functions.{name}:")
+            head = f"{named} /[0-9]{{1,4}}/ {self._lark.literal(after)}"
+        return f"{head} {self._lark.add_json(_arguments(schema))} {self._lark.literal(self._marked.call[1])}"
+
+    def calls(self, body: str, *, is_parallel: bool) -> str:
+        more = f"({self._lark.literal(self._marked.separator)} {body})*" if is_parallel else ""
+        return f"{body} {more} {self._lark.literal(self._marked.section[1])}"
+
+
 class _Llama3(_Hermes):
     """An object without a marker, so free text must not begin with a brace."""
 
@@ -233,6 +256,7 @@ WRITERS: Mapping[str | type, type[_Hermes]] = {
     "llama3": _Llama3,
     "mistral": _Mistral,
     XmlCalls: _Xml,
+    MarkedCalls: _Marked,
 }
 
 

@@ -103,11 +103,26 @@ MINIMAX_M2 = (
     '<minimax:tool_call><invoke name="f"><parameter x>1</parameter></invoke></minimax:tool_call>',
 )
 
+DEEPSEEK_V31 = (
+    'Hm.</think>I call.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{"city": "Rome"}<｜tool▁call▁end｜>'
+    "<｜tool▁call▁begin｜>clock<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    '<｜tool▁call▁begin｜>f<｜tool▁sep｜>{"x": oops}<｜tool▁call▁end｜>after',
+    "<｜tool▁calls▁begin｜>none<｜tool▁calls▁end｜>",
+    "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁se",
+)
+DEEPSEEK_V3 = (
+    "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n"
+    '{"x": "```"}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>g\n```json\n{"x": [',
+    "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```",
+)
+
 SAMPLES = {
     "hermes": HERMES,
     "qwen3_coder": QWEN3_CODER,
     "llama3": LLAMA3,
     "mistral": MISTRAL,
+    "deepseek_v3": DEEPSEEK_V3,
+    "deepseek_v31": DEEPSEEK_V31,
     "glm45": GLM45,
     "minimax_m2": MINIMAX_M2,
     "glm47": tuple(text.replace("\n<", "<") for text in GLM45[:3]),

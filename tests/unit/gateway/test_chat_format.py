@@ -32,6 +32,8 @@ QWEN3_CODER = "{{ tools }}<tool_call>\n<function=name>\n<parameter=a>"
         ("{{ tools }}<tool_call>name\n<arg_key>a</arg_key>\n<arg_value>", (), "glm45", None),
         ("{{ tools }}<tool_call>name<arg_key>a</arg_key><arg_value></think>", (), "glm47", THINK),
         ("{{ tools }}<minimax:tool_call><think></think>", (), "minimax_m2", THINK),
+        ("{{ tools }}<｜tool▁calls▁begin｜>{{ name }}\n```json", ("<think>", "</think>"), "deepseek_v3", THINK),
+        ("{{ tools }}<｜tool▁calls▁begin｜></think>", (), "deepseek_v31", THINK),
         ("{{ messages }}", (), None, None),
         ("{{ messages }}", ("<think>",), None, None),
         ("{{ messages }}", ("<think>", "</think>"), None, THINK),

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway_svc.text.answer import AnswerPiece, Item, ItemKind, items_of
-from gateway_svc.text.chat_output import ChatFormat, ChatParser, call_id, parse
+from gateway_svc.text.chat_output import ChatFormat, ChatParser, call_id, parse, short_call_id
 from gateway_svc.text.reasoning import MAGISTRAL, THINK
 from gateway_svc.text.tool_formats import TOOL_FORMATS
 from tests.unit.gateway.chat_samples import SAMPLES
@@ -120,6 +120,19 @@ def check_positions(parts: Sequence[AnswerPiece]) -> None:
             '<invoke name="clock">\n</invoke>\n</minimax:tool_call>',
             [content("Hm."), call("weather", '{"city": "Rome"}'), call("clock", "{}")],
         ),
+        (
+            "deepseek_v31",
+            "Hm.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
+            '<｜tool▁call▁begin｜>f<｜tool▁sep｜>{"x": 1}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+            [content("Hm."), call("weather", "{}"), call("f", '{"x": 1}')],
+        ),
+        (
+            "deepseek_v3",
+            "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{}\n```<｜tool▁call▁end｜>\n"
+            '<｜tool▁call▁begin｜>function<｜tool▁sep｜>g\n```json\n{"x": oops}\n```<｜tool▁call▁end｜>'
+            "<｜tool▁calls▁end｜>z",
+            [call("f", "{}"), call("g", '{"x": oops}'), content("z")],
+        ),
         ("glm45", "<tool_call>two words</tool_call>", [content("<tool_call>two words</tool_call>")]),
         ("glm45", "<tool_call>f<arg_key>code</arg_key><arg_value>cu", [call("f", '{"code": "cu')]),
         (
@@ -210,6 +223,14 @@ FRAGMENTS = {
         '<parameter name="x">',
         "</parameter>",
     ],
+    "deepseek_v31": [
+        "<｜tool▁calls▁begin｜>",
+        "<｜tool▁calls▁end｜>",
+        "<｜tool▁call▁begin｜>",
+        "<｜tool▁call▁end｜>",
+        "f<｜tool▁sep｜>{",
+        "<｜tool▁sep｜>",
+    ],
     "llama3": ["<|python_tag|>", ";", "<think>", "</think>"],
     "mistral": ["[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "[", "]", "weather", "[THINK]", "[/THINK]"],
 }
@@ -272,7 +293,7 @@ def test_call_ids_are_a_function_of_request_sample_and_call() -> None:
     assert len(ids) == 8
     assert call_id("a", 0, 0) == call_id("a", 0, 0)
     assert call_id("a", 0, 0).startswith("call_")
-    short = call_id("a", 0, 0, is_short=True)
+    short = short_call_id("a", 0, 0)
     assert len(short) == 9
     assert short.isalnum()
 

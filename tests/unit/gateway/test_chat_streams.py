@@ -13,7 +13,7 @@ from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2 as types
 from tokenizers import AddedToken
 
-from gateway_svc.text.chat_output import call_id
+from gateway_svc.text.chat_output import call_id, short_call_id
 from tests.chat_templates import CLOCK, TEMPLATES, WEATHER
 from tests.unit.gateway.fakes import EOS, FakeScheduler, Result, TestGateway, make_bundle, make_info, refused
 from tests.unit.gateway.tokenizer_kinds import bundle_files, byte_level
@@ -141,7 +141,7 @@ async def test_markers_that_are_special_tokens_reach_the_parser() -> None:
         result = await gateway.collect(request_id="r", prompt=chat_of(tools_json=TOOLS), output=parsed())
         plain = await gateway.collect(prompt=chat_of(tools_json=TOOLS))
     assert items(parts_of(result)) == [("content", "Hm."), ("weather", '{"city": "Zürich"}')]
-    assert parts_of(result)[-1].tool_call.id == call_id("r", 0, 0, is_short=True)
+    assert parts_of(result)[-1].tool_call.id == short_call_id("r", 0, 0)
     assert plain.text() == 'Hm.weather{"city": "Zürich"}'
 
 

@@ -101,6 +101,14 @@ VALID = {
         '<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">Paris</parameter>\n</invoke>\n'
         '<invoke name="clock">\n</invoke>\n</minimax:tool_call>',
     ],
+    "deepseek_v31": [
+        f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{PARIS}<｜tool▁call▁end｜>"
+        "<｜tool▁call▁begin｜>clock<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    ],
+    "deepseek_v3": [
+        f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n{PARIS}\n```<｜tool▁call▁end｜>"
+        "<｜tool▁calls▁end｜>",
+    ],
     "llama3": [
         f'{{"name": "weather", "parameters": {PARIS}}}',
         f'{{"name": "weather", "parameters": {PARIS}}}; {{"name": "clock", "parameters": {{}}}}',
