@@ -114,7 +114,8 @@ def _read(
 ) -> Steps:
     yield
     if format.reasoning is not None:
-        yield from format.reasoning.read(reader, is_begun=is_reasoning_begun)
+        stops = () if format.tools is None else format.tools.ends_reasoning
+        yield from format.reasoning.read(reader, is_begun=is_reasoning_begun, stops=stops)
     reader.is_past_reasoning = True
     if format.tools is not None:
         yield from format.tools.read(reader, tools)

@@ -21,8 +21,10 @@ class ReasoningFormat:
     def markers(self) -> tuple[str, ...]:
         return self.start, self.end
 
-    def read(self, reader: AnswerReader, *, is_begun: bool) -> Steps:
-        """Read the reasoning, if the answer starts with it. `is_begun`: the prompt ended with the start marker."""
+    def read(self, reader: AnswerReader, *, is_begun: bool, stops: tuple[str, ...] = ()) -> Steps:
+        """Read the reasoning, if the answer starts with it. `is_begun`: the prompt ended with the start marker.
+        `stops`: markers that also end it, and are not read.
+        """
         at = yield from reader.space_end()
         has_start = yield from reader.has(self.start, at)
         if not (has_start or is_begun):
@@ -30,9 +32,10 @@ class ReasoningFormat:
         reader.is_reasoning = True
         reader.skip(at + len(self.start) if has_start else at)
         yield from reader.skip_space()
-        if (yield from reader.write_until(ItemKind.REASONING, (self.end,))):
-            reader.skip((yield from reader.space_end()) + len(self.end))
+        if marker := (yield from reader.write_until(ItemKind.REASONING, (self.end, *stops))):
+            at = yield from reader.space_end()
             reader.is_reasoning, reader.is_past_reasoning = False, True
+            reader.skip(at + len(self.end) if marker == self.end else at)
             yield from reader.skip_space()
 
     def is_open_in(self, text: str) -> bool:

@@ -42,6 +42,7 @@ class ToolFormat:
     layout: XmlCalls | MarkedCalls | None = None
     aliases: tuple[str, ...] = ()
     ids: CallIds = CallIds.OPAQUE
+    ends_reasoning: tuple[str, ...] = ()  # markers that end reasoning whose end is missing
 
 
 TOOL_CALL = ("<tool_call>", "</tool_call>")
@@ -69,6 +70,21 @@ DEEPSEEK_V3 = MarkedCalls(
     (DEEPSEEK_MARKERS[0], DEEPSEEK_MARKERS[1]),
     ("<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n", "\n```<｜tool▁call▁end｜>"),
     separator="\n",
+)
+KIMI_MARKERS = tuple(
+    f"<|{one}|>"
+    for one in (
+        "tool_calls_section_begin",
+        "tool_calls_section_end",
+        "tool_call_begin",
+        "tool_call_argument_begin",
+        "tool_call_end",
+    )
+)
+KIMI_K2 = MarkedCalls(
+    (KIMI_MARKERS[0], KIMI_MARKERS[1]),
+    ("<|tool_call_begin|>{name}<|tool_call_argument_begin|>", "<|tool_call_end|>"),
+    is_numbered=True,
 )
 
 # In the order in which a template is searched for their words.
@@ -99,6 +115,17 @@ ROWS = (
         (("<｜tool▁calls▁begin｜>",),),
         DEEPSEEK_V31.read,
         DEEPSEEK_V31,
+    ),
+    ToolFormat(
+        "kimi_k2",
+        "Kimi K2",
+        "<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{}<|tool_call_end|>",
+        KIMI_MARKERS,
+        (("<|tool_calls_section_begin|>",),),
+        KIMI_K2.read,
+        KIMI_K2,
+        ids=CallIds.NUMBERED,
+        ends_reasoning=KIMI_MARKERS[:1],
     ),
     ToolFormat(
         "qwen3_coder",

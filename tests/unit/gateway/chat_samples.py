@@ -116,6 +116,13 @@ DEEPSEEK_V3 = (
     "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```",
 )
 
+KIMI_K2 = (
+    "Hm.</think>I call.<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>"
+    '{"city": "Rome"}<|tool_call_end|><|tool_call_begin|>clock:1<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>',
+    "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_arg",
+    "<think>Hm. <|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{}<|tool_call_end|>",
+)
+
 SAMPLES = {
     "hermes": HERMES,
     "qwen3_coder": QWEN3_CODER,
@@ -124,6 +131,7 @@ SAMPLES = {
     "deepseek_v3": DEEPSEEK_V3,
     "deepseek_v31": DEEPSEEK_V31,
     "glm45": GLM45,
+    "kimi_k2": KIMI_K2,
     "minimax_m2": MINIMAX_M2,
     "glm47": tuple(text.replace("\n<", "<") for text in GLM45[:3]),
 }

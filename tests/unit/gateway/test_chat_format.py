@@ -34,6 +34,7 @@ QWEN3_CODER = "{{ tools }}<tool_call>\n<function=name>\n<parameter=a>"
         ("{{ tools }}<minimax:tool_call><think></think>", (), "minimax_m2", THINK),
         ("{{ tools }}<｜tool▁calls▁begin｜>{{ name }}\n```json", ("<think>", "</think>"), "deepseek_v3", THINK),
         ("{{ tools }}<｜tool▁calls▁begin｜></think>", (), "deepseek_v31", THINK),
+        ("{{ tools }}<|tool_calls_section_begin|></think>", (), "kimi_k2", THINK),
         ("{{ messages }}", (), None, None),
         ("{{ messages }}", ("<think>",), None, None),
         ("{{ messages }}", ("<think>", "</think>"), None, THINK),

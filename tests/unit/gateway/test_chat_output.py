@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway_svc.request.tools import AnswerPlan
 from gateway_svc.text.answer import AnswerPiece, Item, ItemKind, items_of
 from gateway_svc.text.chat_output import ChatFormat, ChatParser, call_id, parse, short_call_id
 from gateway_svc.text.reasoning import MAGISTRAL, THINK
@@ -132,6 +133,17 @@ def check_positions(parts: Sequence[AnswerPiece]) -> None:
             '<｜tool▁call▁begin｜>function<｜tool▁sep｜>g\n```json\n{"x": oops}\n```<｜tool▁call▁end｜>'
             "<｜tool▁calls▁end｜>z",
             [call("f", "{}"), call("g", '{"x": oops}'), content("z")],
+        ),
+        (
+            "kimi_k2",
+            "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{}<|tool_call_end|>"
+            "<|tool_call_begin|>g:1<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>",
+            [call("f", "{}"), call("g", "{}")],
+        ),
+        (
+            "kimi_k2",
+            "<think>Hm. <|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{}",
+            [reasoning("Hm."), call("f", "{}")],
         ),
         ("glm45", "<tool_call>two words</tool_call>", [content("<tool_call>two words</tool_call>")]),
         ("glm45", "<tool_call>f<arg_key>code</arg_key><arg_value>cu", [call("f", '{"code": "cu')]),
@@ -296,6 +308,12 @@ def test_call_ids_are_a_function_of_request_sample_and_call() -> None:
     short = short_call_id("a", 0, 0)
     assert len(short) == 9
     assert short.isalnum()
+
+
+def test_numbered_call_ids_count_through_the_chat() -> None:
+    plan = AnswerPlan(FORMATS["kimi_k2"], {}, is_parallel=True, is_reasoning_begun=False, num_earlier_calls=2)
+    piece = AnswerPiece(1, ItemKind.TOOL_CALL, "{", call=1, name="f")
+    assert plan.call_id("r", 0, piece) == "functions.f:3"
 
 
 def test_streamed_arguments_are_valid_json() -> None:

@@ -109,6 +109,11 @@ VALID = {
         f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n{PARIS}\n```<｜tool▁call▁end｜>"
         "<｜tool▁calls▁end｜>",
     ],
+    "kimi_k2": [
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>"
+        f"{PARIS}<|tool_call_end|><|tool_call_begin|>functions.clock:1<|tool_call_argument_begin|>{{}}<|tool_call_end|>"
+        "<|tool_calls_section_end|>",
+    ],
     "llama3": [
         f'{{"name": "weather", "parameters": {PARIS}}}',
         f'{{"name": "weather", "parameters": {PARIS}}}; {{"name": "clock", "parameters": {{}}}}',
