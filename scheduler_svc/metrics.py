@@ -14,6 +14,7 @@ from typing import Protocol
 import numpy as np
 from quire.v1 import types_pb2
 
+from scheduler_svc.core.costs import Costs
 from scheduler_svc.core.messages import Counts, Deltas, Finished, MigrationReason
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import SequenceGroup
@@ -22,6 +23,7 @@ from svc_common.observe.metrics import LATENCIES_S, SHORT_TIMES_S, Buckets, Row,
 
 MODEL = ("model_name",)
 WORKER = ("model_name", "worker_id")
+TENANT = ("model_name", "tenant")
 WORKER_STATES = {
     types_pb2.WORKER_STATE_LOADING: "loading",
     types_pb2.WORKER_STATE_JOINING: "joining",
@@ -132,6 +134,22 @@ SPECS = (
         ("model_name", "state"),
     ),
     Spec("gateways", "gauge", "attached gateways", "", MODEL),
+    Spec("step_processor_seconds_total", "counter", "time that workers took for the answered steps", "seconds", MODEL),
+    Spec(
+        "unattributed_processor_seconds_total",
+        "counter",
+        "the part of it that no request pays for: steps whose rows had all ended",
+        "seconds",
+        MODEL,
+    ),
+    Spec(
+        "tenant_processor_seconds_total",
+        "counter",
+        "the share of ended samples, by tenant; `other` after the first 1000 tenants, empty: requests without one",
+        "seconds",
+        TENANT,
+    ),
+    Spec("tenant_block_seconds_total", "counter", "KV blocks x seconds of ended samples, by tenant", "", TENANT),
     Spec("step_round_trip_seconds", "histogram", "time from sending a step to its answer", "seconds", MODEL),
     Spec("scheduler_step_bytes", "histogram", "size of one step and its answer on the wire", "bytes", MODEL),
     Spec("scheduler_step_rows_total", "counter", "rows computed by answered steps", "", MODEL),
@@ -327,7 +345,16 @@ class SchedulerReader:
             yield "redis_pending_entries", (), self._redis.num_pending
 
 
+def _cost_rows(model: str, costs: Costs) -> Iterator[Row]:
+    yield "step_processor_seconds_total", (model,), costs.processor_us / 1e6
+    yield "unattributed_processor_seconds_total", (model,), costs.unattributed_us / 1e6
+    for tenant, cost in costs.tenants.items():
+        yield "tenant_processor_seconds_total", (model, tenant), cost.processor_us / 1e6
+        yield "tenant_block_seconds_total", (model, tenant), cost.block_s
+
+
 def _core_rows(model: str, stats: SchedulerStats) -> Iterator[Row]:
+    yield from _cost_rows(model, stats.costs)
     for gauge, read in GAUGES:
         yield gauge.name, (model,), read(stats)
     for field, count in COUNTS.items():

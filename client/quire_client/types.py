@@ -132,6 +132,8 @@ class Usage(Result):
     recomputed_tokens: int = 0  # recomputed after a preemption or a move to another worker
     reasoning_tokens: int = 0  # output tokens of reasoning, in a chat
     discarded_tokens: int = 0  # with best_of: tokens of the samples that are not returned; the first sample has them
+    processor_seconds: float = 0.0  # of workers; the first sample of a request has the prompt
+    block_seconds: float = 0.0  # KV blocks x seconds
 
     @property
     def total_tokens(self) -> int:

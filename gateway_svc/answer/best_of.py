@@ -120,7 +120,13 @@ class BestSamples:
         chosen = [self._journal_of(sample) for sample in ranked[: self._n]]
         best = chosen[0].finish
         if best is not None:
-            best.usage.discarded_tokens = sum(sample.num_output for sample in ranked[self._n :])
+            discarded = ranked[self._n :]
+            best.usage.discarded_tokens = sum(sample.num_output for sample in discarded)
+            for sample in discarded:
+                finish = self._request.samples[sample.index].finish
+                if finish is not None:
+                    best.usage.processor_seconds += finish.usage.processor_seconds
+                    best.usage.block_seconds += finish.usage.block_seconds
         return chosen
 
     def _journal_of(self, sample: ComputedSample) -> SampleJournal:

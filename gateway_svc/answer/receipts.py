@@ -72,6 +72,7 @@ class SampleProof:
                 "num_prompt_tokens": len(self._plan.prompt.ids),
                 "num_output_tokens": len(self.token_ids),
                 "first_digest": len(self.token_ids) - len(self.digests),
+                "processor_seconds": finished.usage.processor_seconds,
             },
             Answer(self._plan.prompt.ids, self.token_ids, self.digests),
         )

@@ -54,6 +54,8 @@ class RequestMeter:
         self.num_prompt_tokens = 0
         self.num_output_tokens = 0
         self.num_cached_tokens = 0
+        self.processor_s = 0.0
+        self.block_s = 0.0
         self.finish_reason = ""  # of the last sample that ended
         self._reason = "stop"  # for a continuation that is already complete
 
@@ -93,10 +95,13 @@ class RequestMeter:
             self._times.ttft.observe(now - self._started_at)
         self._first_at[sample] = now
 
-    def on_finished(self, reason: types.FinishReason.ValueType, num_cached: int = 0) -> None:
-        """One sample has ended; `num_cached` tokens of its prompt were cached."""
+    def on_finished(self, reason: types.FinishReason.ValueType, usage: types.Usage | None = None) -> None:
+        """One sample has ended, with this usage."""
         self._reason = self.finish_reason = REASONS[reason]
-        self.num_cached_tokens += num_cached
+        if usage is not None:
+            self.num_cached_tokens += usage.cached_tokens
+            self.processor_s += usage.processor_seconds
+            self.block_s += usage.block_seconds
 
     def end(self, reason: str | None = None) -> None:
         """The request ended. Default reason: the finish reason of the last sample. Called once."""

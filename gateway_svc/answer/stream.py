@@ -51,7 +51,7 @@ class SampleStream:
         self.is_done = plan.resume.finished[index]
         self.is_stopped = False  # a stop string matched
         self.num_output = 0
-        self.num_cached = 0  # tokens of the prompt; known when it is done
+        self.usage: types.Usage | None = None  # set when it is done
         self._sent = 0 if plan.resume.replay is None else plan.resume.replay.sent[index]  # output that the client has
         self.reason = types.FINISH_REASON_UNSPECIFIED  # set when it is done
         self._plan = plan
@@ -214,8 +214,8 @@ class SampleStream:
         usage.CopyFrom(finish.usage)
         usage.prompt_tokens = len(self._plan.prompt.ids)
         usage.output_tokens = self.num_output
-        self.num_cached = usage.cached_tokens
         usage.reasoning_tokens = 0 if self._answer is None else self._answer.num_reasoning_tokens
+        self.usage = usage
         finished = pb.Finished(
             index=self.index,
             reason=finish.reason,
@@ -374,7 +374,7 @@ class GenerationStream:
                 self._recording.advance(index, sample.num_output, is_done=sample.is_done)
             if sample.is_done:
                 self._num_open -= 1
-                meter.on_finished(sample.reason, sample.num_cached)
+                meter.on_finished(sample.reason, sample.usage)
             if sample.is_stopped and not was_stopped:
                 source.close_sample(index)
         self.is_over = not self._num_open

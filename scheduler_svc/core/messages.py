@@ -154,6 +154,8 @@ class Finished:
     num_cached_tokens: int
     num_recomputed_tokens: int
     num_preemptions: int
+    processor_us: float = 0.0
+    block_s: float = 0.0
     stop_token_id: int | None = None
     message: str = ""
     logprob: float | None = None  # of a sequence from beam search: sum over its tokens

@@ -11,6 +11,7 @@ from dataclasses import replace
 from request_fields.fields import End
 from scheduler_svc.core.answers import Stops
 from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.costs import Costs
 from scheduler_svc.core.messages import Counts, Finished, MigrationReason
 from scheduler_svc.core.placement import Placement
 from scheduler_svc.core.policy import Throughput, expected_tokens
@@ -53,6 +54,7 @@ class Requests:
         self._stops = stops
         self._throughput = throughput
         self._counts = counts
+        self.costs = Costs()
         self._next_seq_id = 0
         self._no_worker_since = math.inf  # inf until `give_up` sets it
 
@@ -182,6 +184,7 @@ class Requests:
         else:
             self._leave_queue(seq)
             seq.move_to(SequenceStatus.FINISHED)
+        self.costs.end(seq)
         seq.forks = []
         if keep_forks:
             self.enqueue_samples(forks)
@@ -288,6 +291,8 @@ def _finished(seq: Sequence, reason: FinishReason, stop_token_id: int | None = N
         num_cached_tokens=seq.num_cached_tokens,
         num_recomputed_tokens=seq.num_recomputed_tokens,
         num_preemptions=seq.num_preemptions,
+        processor_us=seq.processor_us,
+        block_s=seq.block_s,
         stop_token_id=stop_token_id,
         message=message,
     )

@@ -78,6 +78,8 @@ class RowTable:
         self.is_private = np.zeros(rows, dtype=np.bool_)  # its blocks do not become cached prefixes
         self.num_private = 0  # rows in use that are private
         self.num_with_stop_ids = 0  # rows in use that have stop ids
+        self.processor_us = np.zeros(rows)  # of the row's sequence since it was opened (costs.py)
+        self.block_s = np.zeros(rows)
         self.max_blocks = 0  # an upper bound of the blocks that the rows in use hold if all reach their limits
         self.ones = np.ones(rows, dtype=np.uint32)
         self.trues = np.ones(rows, dtype=np.bool_)
@@ -137,6 +139,7 @@ class RowTable:
         self.table[row, :num_blocks] = blocks
         self.num_blocks[row] = num_blocks
         self.first_block[row] = 0
+        self.processor_us[row] = self.block_s[row] = 0.0
         self.num_tokens[row] = self.num_planned[row] = num_tokens
         self.num_computed_tokens[row] = num_computed
         self.prompt_len[row] = len(group.prompt)

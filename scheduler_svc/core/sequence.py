@@ -189,6 +189,8 @@ class Sequence:
     num_recomputed_tokens: int = 0
     num_computed_peak: int = 0  # largest number of tokens computed so far, to count recomputed tokens
     num_preemptions: int = 0
+    processor_us: float = 0.0  # of the rows that it has had (costs.py)
+    block_s: float = 0.0
     requeue_reason: str = ""  # of the last preemption: "preempted", or the value of a MigrationReason
     is_admitted_before: bool = False
     admitted_at: float | None = None  # first admission

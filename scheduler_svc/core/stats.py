@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from scheduler_svc.core.block_manager import ceil_div
+from scheduler_svc.core.costs import Costs
 from scheduler_svc.core.features.adapters import ResidentAdapters
 from scheduler_svc.core.messages import Counts
 from scheduler_svc.core.requests import Requests
@@ -60,6 +61,7 @@ class SchedulerStats(Load):
     counts: Counts = field(default_factory=Counts)
     num_unschedulable: int = 0  # sequences in the queue that no present worker could run
     waiting_tokens: int = 0  # of the queue, to compute and expected to be generated
+    costs: Costs = field(default_factory=Costs)
 
     @property
     def kv_cache_usage(self) -> float:
@@ -104,6 +106,7 @@ def scheduler_stats(requests: Requests, workers: Collection[WorkerState], counts
         counts=replace(counts, migrations=counts.migrations.copy()),
         num_unschedulable=len(requests.waiting.unschedulable if workers else requests.waiting),
         waiting_tokens=requests.waiting.expected_tokens,
+        costs=requests.costs,
     )
 
 

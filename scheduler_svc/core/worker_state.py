@@ -572,6 +572,8 @@ class WorkerState:
 
     def _close(self, row: int, seq: Sequence, status: SequenceStatus) -> None:
         seq.data.output = self.rows.output_tokens(row)
+        seq.processor_us += self.rows.processor_us.item(row)
+        seq.block_s += self.rows.block_s.item(row)
         seq.move_to(status)
         self.num_reserved_rows -= len(seq.forks)
         seq.worker_id = seq.row = None

@@ -89,6 +89,8 @@ def _fill_finished(finished: Finished, message: scheduler_pb2.SampleFinished) ->
     usage.prompt_tokens = num_prompt_tokens
     usage.cached_tokens = min(finished.num_cached_tokens, num_prompt_tokens)
     usage.output_tokens = finished.num_output_tokens
+    usage.processor_seconds = finished.processor_us / 1e6
+    usage.block_seconds = finished.block_s
     if finished.stop_token_id is not None:
         message.stop_token_id = finished.stop_token_id
     if finished.num_preemptions:

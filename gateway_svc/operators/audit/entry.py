@@ -23,6 +23,8 @@ class Meter(Protocol):
     num_prompt_tokens: int
     num_output_tokens: int
     num_cached_tokens: int
+    processor_s: float
+    block_s: float
     finish_reason: str
 
 
@@ -41,9 +43,11 @@ class Entry:
     code: str = ""  # name of a gRPC status; empty: not known yet
     http_status: int | None = None
     meters: list[Meter] = field(default_factory=list)  # a request over HTTP may have several generations
-    num_prompt_tokens: int = 0  # this and the next three are known at the end
+    num_prompt_tokens: int = 0  # this and the next five are known at the end
     num_output_tokens: int = 0
     num_cached_tokens: int = 0
+    processor_s: float = 0.0
+    block_s: float = 0.0
     finish_reason: str = ""
     began_at: float = field(default_factory=time.time)
     started_at: float = field(default_factory=time.monotonic)
@@ -57,6 +61,8 @@ class Entry:
             self.num_prompt_tokens += meter.num_prompt_tokens
             self.num_output_tokens += meter.num_output_tokens
             self.num_cached_tokens += meter.num_cached_tokens
+            self.processor_s += meter.processor_s
+            self.block_s += meter.block_s
             self.finish_reason = meter.finish_reason if self.code == OK else ""
         self.meters.clear()  # many entries may wait for a disk
         self.write(self)
@@ -86,6 +92,8 @@ class Entry:
             "prompt_tokens": self.num_prompt_tokens,
             "output_tokens": self.num_output_tokens,
             "cached_tokens": self.num_cached_tokens,
+            "processor_s": round(self.processor_s, 6),
+            "block_s": round(self.block_s, 6),
             "code": self.code,
             "finish_reason": self.finish_reason,
             "duration_s": round(self.duration_s, 4),
