@@ -222,6 +222,8 @@ class GenerateResult(Result):
             recomputed_tokens=sum(s.usage.recomputed_tokens for s in self.samples),
             reasoning_tokens=sum(s.usage.reasoning_tokens for s in self.samples),
             discarded_tokens=first.discarded_tokens,
+            processor_seconds=sum(s.usage.processor_seconds for s in self.samples),
+            block_seconds=sum(s.usage.block_seconds for s in self.samples),
         )
 
 

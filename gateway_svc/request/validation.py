@@ -44,7 +44,7 @@ def check_generate(
     request: pb.GenerateRequest, limits: RequestLimits = DEFAULT_LIMITS, *, is_new: bool = True
 ) -> Grammar | None:
     """All checks that do not depend on the model. Returns the grammar, not compiled. A record sets every field, so how
-    fields are combined is checked only in a new request. Sets `logprobs_mode` if the gateway has a default and the request has none.
+    fields are combined is checked only in a new request. Sets `logprobs_mode` if only the gateway has one.
 
     Raises InvalidRequestError.
     """

@@ -1,21 +1,20 @@
 """What requests cost: the time that their workers compute, and the blocks that they hold.
 
-The time of a step (`forward_us`) is divided among its rows by the tokens that each of them computes. A row that was closed
-after the step was sent pays nothing; the others pay for it, and if there are none, nobody does (`unattributed_us`). So
+The time of a step (`forward_us`) is divided among its rows by the tokens that each of them computes. A row that was
+closed after the step was sent pays nothing: the others pay for it. If there are none, the time is unattributed. So
 
     sum over requests + unattributed_us = sum of forward_us of all answered steps
 
-Blocks x seconds are measured when a message of steps is answered: each row pays for the blocks that it holds, for the time
-since the answer before, or since the step was sent. A block that several rows share is paid by each of them.
+Blocks x seconds: the time from a row's opening to its end, times the mean of the blocks that it held then. A block that
+several rows share is paid by each of them.
 
-In steady decode a step adds two columns and nothing per row.
+In steady decode a step adds one number for all rows of the run (`owed_us`). It is added to their column when the run
+changes or a row ends.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-
-import numpy as np
 
 from scheduler_svc.core.rows import RowTable
 from scheduler_svc.core.sequence import Sequence
@@ -50,16 +49,16 @@ class Costs:
         """Divide the time of an answered step. `is_open`: see `WorkerState.commit_fills`."""
         self.processor_us += forward_us
         if step.run is not None and is_open is None:
-            table.processor_us += step.run.in_run * (forward_us / len(step.rows))
+            if step.run is not table.paying_run:
+                table.pay()
+                table.paying_run = step.run
+            table.owed_us += forward_us / len(step.rows)
             return
-        rows, shares = step.rows.astype(np.int64), step.query_lens.astype(np.float64)
-        if is_open is not None:
-            shares *= is_open[rows]
-        total = float(shares.sum())
-        if not total:
+        shares = step.query_lens if is_open is None else step.query_lens * is_open[step.rows]
+        if total := int(shares.sum()):
+            table.processor_us[step.rows] += shares * (forward_us / total)
+        else:
             self.unattributed_us += forward_us
-            return
-        table.processor_us[rows] += shares * (forward_us / total)
 
     def end(self, seq: Sequence) -> None:
         """Charge the tenant of a sequence that has ended."""
@@ -67,9 +66,3 @@ class Costs:
         if tenant not in self.tenants and len(self.tenants) >= MAX_TENANTS:
             tenant = OTHER_TENANTS
         self.tenants.setdefault(tenant, Cost()).add(seq.processor_us, seq.block_s)
-
-
-def add_block_time(table: RowTable, seconds: float) -> None:
-    """Charge all rows for the blocks that they held during this time. The values of unused rows have no meaning."""
-    held = table.num_blocks if table.blocks_before is None else table.num_blocks - table.first_block
-    table.block_s += held * seconds

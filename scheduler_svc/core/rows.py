@@ -79,7 +79,11 @@ class RowTable:
         self.num_private = 0  # rows in use that are private
         self.num_with_stop_ids = 0  # rows in use that have stop ids
         self.processor_us = np.zeros(rows)  # of the row's sequence since it was opened (costs.py)
-        self.block_s = np.zeros(rows)
+        self.paying_run: Members | None = None  # its rows owe `owed_us` each, which is not in the column yet
+        self.owed_us = 0.0
+        self.opened_at = np.zeros(rows)
+        self.opened_blocks = np.zeros(rows, dtype=np.int64)  # length of the table then
+        self.now = 0.0  # time of the newest step or answer
         self.max_blocks = 0  # an upper bound of the blocks that the rows in use hold if all reach their limits
         self.ones = np.ones(rows, dtype=np.uint32)
         self.trues = np.ones(rows, dtype=np.bool_)
@@ -139,7 +143,7 @@ class RowTable:
         self.table[row, :num_blocks] = blocks
         self.num_blocks[row] = num_blocks
         self.first_block[row] = 0
-        self.processor_us[row] = self.block_s[row] = 0.0
+        self.processor_us[row], self.opened_at[row], self.opened_blocks[row] = 0.0, self.now, num_blocks
         self.num_tokens[row] = self.num_planned[row] = num_tokens
         self.num_computed_tokens[row] = num_computed
         self.prompt_len[row] = len(group.prompt)
@@ -209,6 +213,18 @@ class RowTable:
         if seq is None:
             raise RuntimeError(f"row {row} has no sequence: a bug in the scheduler")
         return seq
+
+    def pay(self) -> None:
+        """Add what the decode run owes to the column of its rows."""
+        if self.paying_run is not None:
+            self.processor_us += self.paying_run.in_run * self.owed_us
+            self.paying_run, self.owed_us = None, 0.0
+
+    def cost_of(self, row: int) -> tuple[float, float]:
+        """Microseconds of computation and blocks x seconds of the row's sequence since it was opened."""
+        self.pay()
+        num_blocks = (self.opened_blocks.item(row) + self.num_blocks.item(row) - self.first_block.item(row)) / 2
+        return self.processor_us.item(row), num_blocks * max(0.0, self.now - self.opened_at.item(row))
 
     def held_blocks(self, row: int) -> I64:
         """The blocks of the row's table that are not freed."""

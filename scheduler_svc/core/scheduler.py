@@ -340,16 +340,18 @@ class Scheduler:
         step, failures = check_answer(worker.in_flight, output)
         worker.pop_in_flight()
         self._mark_changed(worker)
-        paying = worker.rows.open_since(step.closed) if step.closed else None
-        self._requests.costs.add_step(worker.rows, step, output.forward_us, paying)
+        worker.rows.now = now
+        is_open = worker.rows.open_since(step.closed) if step.closed else None
+        self._requests.costs.add_step(worker.rows, step, output.forward_us, is_open)
         if step.is_full:  # in other steps the worker could have computed more tokens
             self._throughput.prefill.add(step.num_prompt_tokens, now - max(step.sent_at, planner.answered_at))
         if step.burst_len:
-            add_block_time(worker.rows, now - max(step.sent_at, planner.answered_at))
             planner.end_message(step, now)
             self._ready[output.worker_id] = planner
-        failed = self._fail_rows(worker, step, failures) if failures else []
-        is_open = worker.rows.open_since(step.closed) if step.closed else None
+        failed = list[Finished]()
+        if failures:
+            failed = self._fail_rows(worker, step, failures)
+            is_open = worker.rows.open_since(step.closed) if step.closed else None
         rows, deltas = append_tokens(worker.rows, step, output, is_open)
         for part in worker.parts:
             for failure in part.read(step, output, is_open, deltas):

@@ -271,6 +271,7 @@ class WorkerState:
     ) -> int:
         """Open a row in this step, with what the features of the request add. A fork has the row `parent` to begin."""
         group, prompt_len = seq.group, len(seq.group.prompt)
+        self.rows.now = plan.now
         row = self.rows.open(seq, token_ids, blocks, num_computed, prompt_len + group.stop.max_tokens)
         seq.move_to(SequenceStatus.RUNNING)
         seq.worker_id, seq.row = self.capacity.worker_id, row
@@ -572,8 +573,9 @@ class WorkerState:
 
     def _close(self, row: int, seq: Sequence, status: SequenceStatus) -> None:
         seq.data.output = self.rows.output_tokens(row)
-        seq.processor_us += self.rows.processor_us.item(row)
-        seq.block_s += self.rows.block_s.item(row)
+        processor_us, block_s = self.rows.cost_of(row)
+        seq.processor_us += processor_us
+        seq.block_s += block_s
         seq.move_to(status)
         self.num_reserved_rows -= len(seq.forks)
         seq.worker_id = seq.row = None

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import re
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +13,7 @@ import pytest
 from quire_client import AsyncClient, InvalidRequest, TokenLogprob
 from quire_client.demo import demo_model_dir
 
+from tests.processes.ports import free_port
 from tests.processes.stack import Stack
 
 PROMPT = list(range(5, 45))
@@ -66,3 +70,48 @@ async def test_scores_equal_generated_values_after_a_kill(stack: Stack) -> None:
                     **{"token_ids": PROMPT, "max_tokens": 0, "num_forced_tokens": 3, "prompt_logprobs": 0, **fields}
                 )
             assert name in str(refused.value)
+
+
+async def test_costs_of_requests_add_up_to_the_time_of_the_worker(stack: Stack) -> None:
+    ports = free_port(), free_port()
+    scheduler = stack.start_scheduler("--metrics-listen", f"127.0.0.1:{ports[0]}")
+    stack.start_worker(scheduler, demo_model_dir(), *FLAGS, "--metrics-listen", f"127.0.0.1:{ports[1]}")
+    gateway = stack.start_gateway(scheduler)
+    async with await stack.connect(gateway) as client:
+        results = await asyncio.gather(
+            *(
+                client.generate(
+                    token_ids=PROMPT[: 3 + 4 * i],
+                    n=1 + i % 3,
+                    max_tokens=10 + 3 * i,
+                    ignore_eos=True,
+                    seed=i,
+                    tenant_id="ab"[i % 2],
+                )
+                for i in range(8)
+            )
+        )
+    usages = [sample.usage for result in results for sample in result.samples]
+    assert all(usage.processor_seconds > 0 and usage.block_seconds > 0 for usage in usages)
+    paid = sum(result.usage.processor_seconds for result in results)
+    page = await asyncio.to_thread(metrics, ports[0])
+    unattributed = value(page, "quire_unattributed_processor_seconds_total")
+    assert paid + unattributed == pytest.approx(value(page, "quire_step_processor_seconds_total"), rel=1e-6)
+    assert sum(values(page, "quire_tenant_processor_seconds_total")) == pytest.approx(paid, rel=1e-6)
+    assert len(values(page, "quire_tenant_block_seconds_total")) == 2
+    worker = await asyncio.to_thread(metrics, ports[1])
+    assert paid + unattributed <= value(worker, "quire_worker_step_seconds_sum"), "with the time around the model"
+
+
+def metrics(port: int) -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as reply:
+        return str(reply.read(), "utf-8")
+
+
+def values(page: str, name: str) -> list[float]:
+    return [float(text) for text in re.findall(rf"^{name}(?:{{.*}})? (\S+)$", page, re.MULTILINE)]
+
+
+def value(page: str, name: str) -> float:
+    (found,) = values(page, name)
+    return found
