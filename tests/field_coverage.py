@@ -26,6 +26,7 @@ HTTP_BODIES = EMBED + "test_every_field_of_an_http_body_has_an_effect"
 # Endpoints whose fields one test of their own covers: the model of the other fields computes no scores.
 OWN_ENDPOINTS: Mapping[str, str] = {
     **dict.fromkeys(("/v1/embeddings", "/v2/embed", "/pooling", "/v1/score", "/v1/rerank"), HTTP_BODIES),
+    "/inference/v1/generate": "tests/processes/test_rollouts.py::test_token_ids_in_and_out_over_http",
     "/classify": EMBED + "test_classes_equal_those_of_transformers",
 }
 

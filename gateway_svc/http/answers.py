@@ -126,7 +126,31 @@ class CompletionShape:
         return TextLogprobs()
 
 
-CHAT, COMPLETION = ChatShape(), CompletionShape()
+class RolloutShape:
+    """The answer to token ids: token ids and their log probabilities, no text."""
+
+    id_prefix = "gen"
+    chunk_object = whole_object = "rollout"
+    has_one_prompt = True
+    has_parts = False
+
+    def begin(self, echo: str) -> Json | None:
+        return None
+
+    def delta(self, text: str) -> Json:
+        return {}
+
+    def end(self) -> Json:
+        return {}
+
+    def whole(self, text: str, parts: MessageBuilder) -> Json:
+        return {}
+
+    def new_logprobs(self) -> Entries:
+        return ChatLogprobs()
+
+
+CHAT, COMPLETION, ROLLOUT = ChatShape(), CompletionShape(), RolloutShape()
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,7 @@ from request_fields.fields import FieldError
 from svc_common.errors import InvalidRequestError
 
 COMPLETION_MAX_TOKENS = 16  # default max_tokens of /v1/completions, as in OpenAI's API
+ROLLOUT_IGNORED = {"detokenize", "output_kind"}  # the answer never has text
 LOGPROBS = BodyField("logprobs", "output.logprobs")
 MAX_TIMEOUT_S = 86400
 MAX_INPUTS = 2048
@@ -110,7 +111,28 @@ def chat_generation(data: bytes) -> Generation:
 
 def completion_generation(data: bytes) -> Generation:
     """Parse a body of /v1/completions. Raises InvalidRequestError."""
+    return _completion(body_of(data))
+
+
+def rollout_generation(data: bytes) -> Generation:
+    """Parse a body of /inference/v1/generate: token ids in, token ids out. Raises InvalidRequestError."""
     body = body_of(data)
+    ids, params = body.get("token_ids"), body.get("sampling_params") or {}
+    if not isinstance(ids, list) or not ids:
+        raise invalid("token_ids", f"is {shown(ids)}; must be a list of token ids")
+    if not isinstance(params, dict):
+        raise invalid("sampling_params", f"is {shown(params)}; must be an object")
+    own = {row.name: body[row.name] for row in fields.ROLLOUT if row.name in body}
+    kept = {name: value for name, value in params.items() if name not in ROLLOUT_IGNORED}
+    asked = _completion({**kept, **own, "prompt": token_ids("token_ids", ids), "return_token_ids": True})
+    for request in asked.requests:
+        request.output.text = False
+    unknown = (name for name in ignored_names(fields.ROLLOUT, body))
+    ignored = [name for name in asked.ignored if name not in ("token_ids", "sampling_params")]
+    return replace(asked, ignored=(*ignored, *unknown))
+
+
+def _completion(body: dict[str, Any]) -> Generation:
     asked = _generation(fields.COMPLETION, body, _completion_prompts(body))
     for request in asked.requests:
         if not request.stop.HasField("max_tokens"):

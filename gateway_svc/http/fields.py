@@ -300,6 +300,18 @@ MESSAGES = (
     BodyField("service_tier", doc="No effect."),
 )
 
+ROLLOUT = (
+    MODEL,
+    BodyField("token_ids", doc="The prompt."),
+    BodyField(
+        "sampling_params",
+        doc="An object with fields of /v1/completions: `n`, `max_tokens`, `temperature`, `logprobs` and others.",
+    ),
+    *STREAMING,
+    BodyField("priority", "scheduling.priority"),
+    BodyField("cache_salt", "scheduling.cache_salt"),
+    TIMEOUT,
+)
 ENDPOINTS: Mapping[str, tuple[BodyField, ...]] = {
     "/v1/chat/completions": CHAT,
     "/v1/completions": COMPLETION,
@@ -312,6 +324,7 @@ ENDPOINTS: Mapping[str, tuple[BodyField, ...]] = {
     "/classify": CLASSIFY,
     "/v1/score": SCORE,
     "/v1/rerank": RERANK,
+    "/inference/v1/generate": ROLLOUT,
     "/tokenize": TOKENIZE,
     "/detokenize": DETOKENIZE,
 }

@@ -65,6 +65,7 @@ class Handlers:
         return [
             Route("/v1/chat/completions", self.chat_completions, methods=["POST"]),
             Route("/v1/completions", self.completions, methods=["POST"]),
+            Route("/inference/v1/generate", self.rollouts, methods=["POST"]),
             *self._responses.routes(),
             *self._messages.routes(),
             *self._audio.routes(),
@@ -90,6 +91,11 @@ class Handlers:
             tokenizer = self._directory.find_text(asked.model).require_tokenizer("suffix")
             asked = with_suffix(asked, tokenizer.has_token)
         return await self._generate(request, asked, answers.COMPLETION)
+
+    async def rollouts(self, request: Request) -> Response | EventStream:
+        """Continue token ids; the answer has token ids, their log probabilities and the seed."""
+        asked: Generation = await self._read(request, bodies.rollout_generation)
+        return await self._generate(request, asked, answers.ROLLOUT)
 
     async def models(self, request: Request) -> Response:
         """All models."""

@@ -70,6 +70,8 @@ OWN: Mapping[str, Schema] = {
         ]
     },
     "tokens": TOKEN_IDS,
+    "token_ids": {**TOKEN_IDS, "minItems": 1},
+    "sampling_params": OBJECT,
     "stream": FLAG,
     "stream_options": {
         "type": "object",
@@ -123,6 +125,7 @@ REQUIRED: Mapping[str, Sequence[str]] = {
     "/v1/messages": ["messages", "max_tokens"],
     "/v1/messages/count_tokens": ["messages"],
     "/detokenize": ["tokens"],
+    "/inference/v1/generate": ["token_ids"],
 }
 
 USAGE: Schema = {
@@ -179,6 +182,7 @@ ANSWERS: Mapping[str, Schema] = {
         "chat.completion", {"message": _object(role={"const": "assistant"}, content=OPTIONAL_TEXT)}
     ),
     "/v1/completions": _completion("text_completion", {"text": TEXT}),
+    "/inference/v1/generate": _completion("rollout", {"token_ids": TOKEN_IDS}),
     "/v1/models": _object(object={"const": "list"}, data={"type": "array", "items": MODEL}),
     "/v1/models/{model}": MODEL,
     "/v1/messages": _object(
@@ -204,7 +208,7 @@ ANSWERS: Mapping[str, Schema] = {
     "/version": _object(version=TEXT),
 }
 STREAMS = (
-    *("/v1/chat/completions", "/v1/completions", "/v1/messages"),
+    *("/v1/chat/completions", "/v1/completions", "/v1/messages", "/inference/v1/generate"),
     *("/v1/responses", "/v1/responses/{response_id}"),
 )
 TEXTS = ("/metrics",)  # the answer is plain text

@@ -100,6 +100,54 @@ def test_honest_receipts_are_confirmed(made: tuple[list[Receipt], Path], verifie
         assert verifier.verify(receipt, first=3, last=5).code == CONFIRMED
 
 
+@pytest.mark.deep
+def test_many_honest_receipts_raise_no_false_alarm(tmp_path: Path, verifier: Verifier) -> None:
+    """Requests with random parameters, many at once, on two workers of which one is killed and started again."""
+    key, rng = openssl_key(tmp_path / "key.pem"), random.Random(1)
+    with Stack(tmp_path) as stack:
+        scheduler = stack.start_scheduler()
+        workers = [stack.start_worker(scheduler, demo_model_dir(), *FLAGS) for _ in range(2)]
+        gateway = stack.start_gateway(scheduler, flags=("--receipt-key-file", str(key)))
+
+        async def run() -> list[str]:
+            async with await stack.connect(gateway) as client:
+                found: list[str] = []
+                for part in range(20):
+                    if part in (5, 12):
+                        workers[part % 2].kill()
+                        workers[part % 2].start()
+                    results = await asyncio.gather(*(ask(client, rng, **drawn(rng)) for _ in range(50)))
+                    found += [sample.receipt for result in results for sample in result.samples]
+                return found
+
+        receipts = [parse_receipt(text) for text in asyncio.run(run())]
+    assert len(receipts) >= 1000
+    for receipt in receipts:
+        assert verifier.verify(receipt).code == CONFIRMED, receipt.payload
+
+
+def drawn(rng: random.Random) -> dict[str, Any]:
+    """The options of a request."""
+    own: dict[str, Any] = {
+        "temperature": rng.choice((0, 0.5, 1.0, 1.7)),
+        "n": rng.choice((1, 1, 3)),
+        "max_tokens": rng.randrange(1, 40),
+        "ignore_eos": rng.random() < 0.8,
+    }
+    optional: dict[str, Any] = {
+        "top_p": rng.uniform(0.3, 1),
+        "top_k": rng.randrange(1, 200),
+        "min_p": rng.uniform(0, 0.2),
+        "repetition_penalty": rng.uniform(0.8, 1.5),
+        "frequency_penalty": rng.uniform(-0.5, 1),
+        "logit_bias": {rng.randrange(2000): 4.0},
+        "seed": rng.getrandbits(64),
+        "logprobs_mode": rng.choice(("raw", "processed")),
+        "bad_words": ["the"],
+    }
+    return own | {name: optional[name] for name in rng.sample(sorted(optional), 3)}
+
+
 def test_forgeries_are_refuted(made: tuple[list[Receipt], Path], verifier: Verifier, tmp_path: Path) -> None:
     receipts, key = made
     sampled = receipts[1]

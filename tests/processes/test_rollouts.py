@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -115,3 +117,57 @@ def values(page: str, name: str) -> list[float]:
 def value(page: str, name: str) -> float:
     (found,) = values(page, name)
     return found
+
+
+async def test_token_ids_in_and_out_over_http(stack: Stack) -> None:
+    scheduler, address = stack.start_scheduler(), f"127.0.0.1:{free_port()}"
+    stack.start_worker(scheduler, demo_model_dir(), *FLAGS)
+    gateway = stack.start_gateway(scheduler, flags=("--http-listen", address))
+    params = {"n": 2, "max_tokens": 6, "seed": 3, "logprobs": 0, "temperature": 0.8, "ignore_eos": True}
+    body = {"token_ids": PROMPT, "sampling_params": {**params, "logprobs_mode": "processed", "detokenize": False}}
+    async with await stack.connect(gateway) as client:
+        expected = await client.generate(token_ids=PROMPT, logprobs_mode="processed", **params)
+    status, answer = await asyncio.to_thread(post, address, {**body, "model": expected.model, "session": "a"})
+    assert status == 200, answer
+    assert (answer["seed"], answer["prompt_token_ids"], answer["object"]) == (3, PROMPT, "rollout")
+    for choice, sample in zip(answer["choices"], expected.samples, strict=True):
+        assert choice["token_ids"] == list(sample.token_ids)
+        entries = choice["logprobs"]["content"]
+        assert [entry["logprob"] for entry in entries] == pytest.approx([entry.logprob for entry in sample.logprobs])
+        assert [entry["num_kept"] for entry in entries] == [entry.num_kept for entry in sample.logprobs]
+        assert [entry["token"] for entry in entries] == [f"token_id:{token}" for token in sample.token_ids]
+        assert "text" not in choice
+    streams = {"stream": True, "stream_options": {"include_usage": True}}
+    _, events = await asyncio.to_thread(post, address, {**body, **streams})
+    streamed: dict[int, list[int]] = {0: [], 1: []}
+    for choice in (choice for event in events for choice in event["choices"]):
+        streamed[choice["index"]] += choice.get("token_ids", [])
+    assert streamed == {sample.index: list(sample.token_ids) for sample in expected.samples}
+    assert events[-1]["usage"]["completion_tokens"] == 12
+    for wrong, name in (
+        ({"token_ids": []}, "token_ids"),
+        ({"token_ids": "a"}, "token_ids"),
+        ({"token_ids": [5, "a"]}, "token_ids"),
+        ({"sampling_params": 3}, "sampling_params"),
+        ({"sampling_params": {"temperature": 9}}, "temperature"),
+        ({"priority": 1001}, "priority"),
+        ({"cache_salt": "a" * 129}, "cache_salt"),
+        ({"timeout": 0}, "timeout"),
+        ({"model": "other"}, "model"),
+    ):
+        status, answer = await asyncio.to_thread(post, address, {**body, **wrong})
+        assert (status, answer["error"]["param"].partition("[")[0]) == (404 if name == "model" else 400, name)
+
+
+def post(address: str, body: dict[str, Any]) -> tuple[int, Any]:
+    """Status and answer of a rollout; of a stream, its events."""
+    request = urllib.request.Request(f"http://{address}/inference/v1/generate", json.dumps(body).encode())
+    try:
+        with urllib.request.urlopen(request, timeout=60) as reply:
+            status, text = reply.status, reply.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, json.loads(error.read())
+    if not text.startswith("data: "):
+        return status, json.loads(text)
+    lines = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
+    return status, [json.loads(line) for line in lines if line != "[DONE]"]
