@@ -32,10 +32,6 @@ class Cost:
     processor_us: float = 0.0
     block_s: float = 0.0
 
-    def add(self, processor_us: float, block_s: float) -> None:
-        self.processor_us += processor_us
-        self.block_s += block_s
-
 
 @dataclass(slots=True)
 class Costs:
@@ -62,7 +58,9 @@ class Costs:
 
     def end(self, seq: Sequence) -> None:
         """Charge the tenant of a sequence that has ended."""
-        tenant = seq.group.tenant_id
-        if tenant not in self.tenants and len(self.tenants) >= MAX_TENANTS:
-            tenant = OTHER_TENANTS
-        self.tenants.setdefault(tenant, Cost()).add(seq.processor_us, seq.block_s)
+        cost = self.tenants.get(seq.group.tenant_id)
+        if cost is None:
+            name = seq.group.tenant_id if len(self.tenants) < MAX_TENANTS else OTHER_TENANTS
+            cost = self.tenants.setdefault(name, Cost())
+        cost.processor_us += seq.processor_us
+        cost.block_s += seq.block_s

@@ -218,11 +218,12 @@ class RowTable:
         """Add what the decode run owes to the column of its rows."""
         if self.paying_run is not None:
             self.processor_us += self.paying_run.in_run * self.owed_us
-            self.paying_run, self.owed_us = None, 0.0
+        self.paying_run, self.owed_us = None, 0.0
 
     def cost_of(self, row: int) -> tuple[float, float]:
         """Microseconds of computation and blocks x seconds of the row's sequence since it was opened."""
-        self.pay()
+        if self.paying_run is not None:
+            self.pay()
         num_blocks = (self.opened_blocks.item(row) + self.num_blocks.item(row) - self.first_block.item(row)) / 2
         return self.processor_us.item(row), num_blocks * max(0.0, self.now - self.opened_at.item(row))
 

@@ -35,6 +35,7 @@ COVERED = {
     "langchain_chat.py",
     "streaming.mjs",
     "curl.sh",
+    "grpo.py",  # test_grpo.py
 }
 
 

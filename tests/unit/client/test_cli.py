@@ -87,6 +87,8 @@ def test_generate_json_is_one_line(gateway, capsys):
             "recomputed_tokens": 0,
             "reasoning_tokens": 0,
             "discarded_tokens": 0,
+            "processor_seconds": 0.0,
+            "block_seconds": 0.0,
         },
     }
     request = gateway.requests[-1]
