@@ -149,7 +149,7 @@ def answer_grammar(
     """
     chat = request.prompt.chat
     if not (must_call(chat) or tools.strict or (tools.given and content and content.kind is not GrammarKind.LARK)):
-        return content
+        return _framed(request, model, prompt_ids, content)
     format = model.chat_format(chat.chat_template, has_tools=True)
     if format.tools is None and not (must_call(chat) or tools.strict):
         return content  # calls cannot be parsed
@@ -170,6 +170,26 @@ def answer_grammar(
     if size > MAX_GRAMMAR_BYTES:
         raise refused("tools_json", f"needs a grammar of {size} bytes; at most {MAX_GRAMMAR_BYTES} are allowed")
     return Grammar(GrammarKind.LARK, text, f"{CHAT}.tools_json", schemas)
+
+
+def _framed(
+    request: pb.GenerateRequest, model: ServedModel, prompt_ids: Sequence[int], content: Grammar | None
+) -> Grammar | None:
+    """The grammar of content, after the reasoning that precedes it: without this, reasoning that the prompt began would
+    have to match the grammar, and so would the header of a message.
+    """
+    chat = request.prompt.chat
+    if content is None or content.kind is GrammarKind.LARK or not request.output.parse_chat:
+        return content
+    format = ChatFormat(model.chat_format(chat.chat_template, has_tools=False).reasoning)
+    tokenizer = model.require_tokenizer(CHAT)
+    is_begun = _is_reasoning_begun(chat, format, tokenizer, prompt_ids)
+    if format.reasoning is None or not (is_begun or format.reasoning.after):
+        return content
+    _check_schemas(content.schemas)
+    rules = CallRules({}, needs_call=False, is_parallel=False, content=content.key)
+    text = tool_grammar(format, rules, tokenizer.token_id, is_reasoning_begun=is_begun)
+    return Grammar(GrammarKind.LARK, text, content.field, content.schemas)
 
 
 def _schemas_of(tools: ChatTools, constrained: Mapping[str, Mapping[str, Any]]) -> Iterator[GrammarSchema]:

@@ -21,9 +21,9 @@ def detect_format(template: str, has_token: Callable[[str], bool]) -> ChatFormat
     the markers of reasoning may be in the vocabulary only.
     """
     tools = next((one for one in TOOL_FORMATS.values() if _uses(template, one)), None)
-    reasoning = next(
-        (one for one in REASONING_FORMATS.values() if one.end in template or all(map(has_token, one.markers))), None
-    )
+    formats = REASONING_FORMATS.values()
+    named = (one for one in formats if one.word in template)
+    reasoning = next(named, next((one for one in formats if all(map(has_token, one.markers))), None))
     return ChatFormat(reasoning, tools)
 
 

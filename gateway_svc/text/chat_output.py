@@ -114,8 +114,7 @@ def _read(
 ) -> Steps:
     yield
     if format.reasoning is not None:
-        stops = () if format.tools is None else format.tools.ends_reasoning
-        yield from format.reasoning.read(reader, is_begun=is_reasoning_begun, stops=stops)
+        yield from format.reasoning.read(reader, format.tools, is_begun=is_reasoning_begun)
     reader.is_past_reasoning = True
     if format.tools is not None:
         yield from format.tools.read(reader, tools)

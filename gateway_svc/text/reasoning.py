@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from gateway_svc.text.answer import AnswerReader, ItemKind, Steps
+from gateway_svc.text.harmony import MARKERS, read_harmony
+from gateway_svc.text.tool_formats import OPENAI, ToolFormat
+
+MARKER = re.compile(r"<[^<>]*>|\[[^\[\]]*\]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,15 +21,22 @@ class ReasoningFormat:
     start: str
     end: str
     aliases: tuple[str, ...] = ()
+    after: str = ""  # text between reasoning and the rest of an answer
+
+    @property
+    def word(self) -> str:
+        """A template with this text, or a vocabulary with all markers, makes the model use this format."""
+        return self.end
 
     @property
     def markers(self) -> tuple[str, ...]:
-        return self.start, self.end
+        return tuple(MARKER.findall(self.start + self.end))
 
-    def read(self, reader: AnswerReader, *, is_begun: bool, stops: tuple[str, ...] = ()) -> Steps:
+    def read(self, reader: AnswerReader, tools: ToolFormat | None, *, is_begun: bool) -> Steps:
         """Read the reasoning, if the answer starts with it. `is_begun`: the prompt ended with the start marker.
-        `stops`: markers that also end it, and are not read.
+        `tools`: the format of the calls that follow.
         """
+        stops = () if tools is None else tools.ends_reasoning
         at = yield from reader.space_end()
         has_start = yield from reader.has(self.start, at)
         if not (has_start or is_begun):
@@ -43,6 +55,22 @@ class ReasoningFormat:
         return text.rfind(self.start) > text.rfind(self.end)
 
 
+class HarmonyReasoning(ReasoningFormat):
+    """Reads whole answers: reasoning and calls are messages of equal rank, in any order."""
+
+    @property
+    def word(self) -> str:
+        return self.start
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        return MARKERS
+
+    def read(self, reader: AnswerReader, tools: ToolFormat | None, *, is_begun: bool) -> Steps:
+        has_calls = tools is not None and tools.name == OPENAI
+        yield from read_harmony(reader, has_reasoning=True, has_calls=has_calls, is_begun=is_begun)
+
+
 THINK = ReasoningFormat(
     "think",
     "Qwen3, DeepSeek R1 and V3.1, GLM-4.5, Kimi K2, MiniMax M2 and others",
@@ -51,6 +79,14 @@ THINK = ReasoningFormat(
     ("deepseek_r1", "deepseek_v3", "qwen3", "glm45", "kimi_k2", "minimax_m2"),
 )
 MAGISTRAL = ReasoningFormat("magistral", "Magistral, Ministral", "[THINK]", "[/THINK]", ("mistral",))
-ROWS = (THINK, MAGISTRAL)
+GPT_OSS = HarmonyReasoning(
+    "openai_gptoss",
+    "GPT-OSS",
+    "<|channel|>analysis<|message|>",
+    "<|end|>",
+    after="<|start|>assistant",
+)
+GEMMA4 = ReasoningFormat("gemma4", "Gemma 4", "<|channel>thought", "<channel|>")
+ROWS = (THINK, MAGISTRAL, GPT_OSS, GEMMA4)
 REASONING_FORMATS = {one.name: one for one in ROWS}
 REASONING_PARSERS = REASONING_FORMATS | {alias: one for one in ROWS for alias in one.aliases}

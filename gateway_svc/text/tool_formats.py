@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from enum import Enum
 
 from gateway_svc.text.answer import AnswerReader, Steps
+from gateway_svc.text.harmony import MARKERS as HARMONY_MARKERS
+from gateway_svc.text.harmony import read_harmony
 from gateway_svc.text.tool_json import Schemas, read_hermes, read_llama3, read_mistral
 from gateway_svc.text.tool_marked import MarkedCalls
 from gateway_svc.text.tool_xml import XmlCalls
@@ -87,8 +89,23 @@ KIMI_K2 = MarkedCalls(
     is_numbered=True,
 )
 
+
+def _read_harmony(reader: AnswerReader, tools: Schemas) -> Steps:
+    return read_harmony(reader, has_reasoning=False, has_calls=True)
+
+
+OPENAI = "openai"
+
 # In the order in which a template is searched for their words.
 ROWS = (
+    ToolFormat(
+        OPENAI,
+        "GPT-OSS",
+        "<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}<|call|>",
+        HARMONY_MARKERS,
+        (("<|channel|>", "<|message|>", "functions"),),
+        _read_harmony,
+    ),
     ToolFormat(
         "mistral",
         "Mistral, Magistral, Ministral",

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from gateway_svc.text.chat_output import ChatFormat
-from gateway_svc.text.reasoning import ReasoningFormat
-from gateway_svc.text.tool_formats import ToolFormat
+from gateway_svc.text.reasoning import HarmonyReasoning, ReasoningFormat
+from gateway_svc.text.tool_formats import OPENAI, TOOL_FORMATS, ToolFormat
 from gateway_svc.text.tool_json import END_TOOL_CALL, TOOL_CALL, TOOL_CALLS
 from gateway_svc.text.tool_marked import MarkedCalls
 from gateway_svc.text.tool_xml import XmlCalls
@@ -44,28 +44,35 @@ class CallRules:
 
 
 def tool_grammar(format: ChatFormat, rules: CallRules, token_id: TokenId, *, is_reasoning_begun: bool = False) -> str:
-    """The grammar of an answer in this format. `format.tools` must be set."""
-    assert format.tools is not None
+    """The grammar of an answer in this format. `format.tools` must be set if the rules have calls."""
     lark = _Lark(token_id, format.markers)
-    kind = format.tools.name if format.tools.layout is None else type(format.tools.layout)
-    writer = WRITERS[kind](lark, format.tools)
+    writer = _writer(lark, format)
     body = writer.body if rules.content is None else writer.body_beside_content
     bodies = [lark.add("call", body(name, schema)) for name, schema in rules.schemas.items()]
-    calls = writer.calls(lark.add("any_call", " | ".join(bodies)), is_parallel=rules.is_parallel)
-    if rules.needs_call:
+    content = "" if rules.content is None else writer.content(lark.add_content(*rules.content))
+    calls = ""
+    if bodies:
+        calls = writer.calls(lark.add("any_call", " | ".join(bodies)), is_parallel=rules.is_parallel)
+    if content:
+        answer = f"({writer.lead} {calls} | {content})" if bodies else content
+    elif rules.needs_call:
         answer = f"{writer.lead} {calls}"
-    elif rules.content is not None:
-        answer = f"({writer.lead} {calls} | {lark.add_content(*rules.content)})"
     else:
-        before = lark.until(writer.start) if writer.start else ""
-        answer = f"({before} {calls} | {lark.add_text(writer.start)})?"
+        answer = writer.calls_or_text(calls)
     return lark.text(f"{_reasoning(lark, format.reasoning, is_begun=is_reasoning_begun)} {answer}")
+
+
+def _writer(lark: _Lark, format: ChatFormat) -> _Hermes:
+    if isinstance(format.reasoning, HarmonyReasoning):
+        return _Harmony(lark, TOOL_FORMATS[OPENAI])
+    tools = format.tools or TOOL_FORMATS["hermes"]  # without calls, all formats write content alike
+    return WRITERS[tools.name if tools.layout is None else type(tools.layout)](lark, tools)
 
 
 def _reasoning(lark: _Lark, format: ReasoningFormat | None, *, is_begun: bool) -> str:
     if format is None:
         return ""
-    rest = f"{lark.until(format.end)} {GAP}"
+    rest = f"{lark.until(format.end)} {lark.literal(format.after) if format.after else GAP}"
     return rest if is_begun else f"({lark.literal(format.start)} {rest})?"
 
 
@@ -143,6 +150,15 @@ class _Hermes:
         """The same, if the answer may be content that matches a grammar instead."""
         return self.body(name, schema)
 
+    def content(self, rule: str) -> str:
+        """Content that matches a rule."""
+        return rule
+
+    def calls_or_text(self, calls: str) -> str:
+        """Any text, and the calls if they are not forced."""
+        before = self._lark.until(self.start) if self.start else ""
+        return f"({before} {calls} | {self._lark.add_text(self.start)})?"
+
     def calls(self, body: str, *, is_parallel: bool) -> str:
         """All calls, without the marker before the first."""
         return f"{body} ({self.separator} {self.lead} {body})*" if is_parallel else body
@@ -212,6 +228,28 @@ class _Marked(_Hermes):
         return f"{body} {more} {self._lark.literal(self._marked.section[1])}"
 
 
+class _Harmony(_Hermes):
+    """A message with a call or with content. It ends the turn, so there is one call, and its end is left to EOS."""
+
+    start = "<|channel|>commentary to=functions."
+    final = "<|channel|>final<|message|>"
+    preamble = "<|channel|>commentary<|message|>"
+
+    def body(self, name: str, schema: Mapping[str, Any]) -> str:
+        return f"{self._lark.literal(f'{name} <|constrain|>json<|message|>')} {self._lark.add_json(_arguments(schema))}"
+
+    def content(self, rule: str) -> str:
+        return f"{self._lark.literal(self.final)} {rule}"
+
+    def calls_or_text(self, calls: str) -> str:
+        end, next_ = self._lark.until("<|end|>"), self._lark.literal("<|start|>assistant")
+        before = f"({self._lark.literal(self.preamble)} {end} {next_})?"
+        return f"({before} {self.lead} {calls} | {self.content(self._lark.add_text('<|end|>'))})"
+
+    def calls(self, body: str, *, is_parallel: bool) -> str:
+        return body
+
+
 class _Llama3(_Hermes):
     """An object without a marker, so free text must not begin with a brace."""
 
@@ -255,6 +293,7 @@ WRITERS: Mapping[str | type, type[_Hermes]] = {
     "hermes": _Hermes,
     "llama3": _Llama3,
     "mistral": _Mistral,
+    OPENAI: _Harmony,
     XmlCalls: _Xml,
     MarkedCalls: _Marked,
 }

@@ -123,6 +123,18 @@ KIMI_K2 = (
     "<think>Hm. <|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{}<|tool_call_end|>",
 )
 
+HARMONY = (
+    "<|channel|>analysis<|message|>Is 3 < 4?<|end|><|start|>assistant<|channel|>final<|message|>Yes.<|return|>",
+    "<|channel|>analysis<|message|>A.<|end|><|start|>assistant<|channel|>analysis<|message|>B.<|end|><|start|>assistant"
+    '<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": "Rome"}<|call|>',
+    "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant to=functions.f<|channel|>commentary json<|message|>{}<|call|>",
+    ' to=functions.f<|channel|>commentary<|message|>{"x": oops}<|call|>',
+    "<|channel|>commentary to=functions.f<|message|>no object<|call|>",
+    "<|channel|>final<|message|>cut off",
+    "plain <|channel|>no message",
+    "<|channel|><|end|><|message|>x",
+)
+
 SAMPLES = {
     "hermes": HERMES,
     "qwen3_coder": QWEN3_CODER,
@@ -132,6 +144,7 @@ SAMPLES = {
     "deepseek_v31": DEEPSEEK_V31,
     "glm45": GLM45,
     "kimi_k2": KIMI_K2,
+    "openai": HARMONY,
     "minimax_m2": MINIMAX_M2,
     "glm47": tuple(text.replace("\n<", "<") for text in GLM45[:3]),
 }

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from gateway_svc.request.tools import AnswerPlan
 from gateway_svc.text.answer import AnswerPiece, Item, ItemKind, items_of
 from gateway_svc.text.chat_output import ChatFormat, ChatParser, call_id, parse, short_call_id
-from gateway_svc.text.reasoning import MAGISTRAL, THINK
+from gateway_svc.text.reasoning import GEMMA4, GPT_OSS, MAGISTRAL, THINK
 from gateway_svc.text.tool_formats import TOOL_FORMATS
 from tests.unit.gateway.chat_samples import SAMPLES
 
@@ -21,7 +21,8 @@ TOOLS = {
     "weather": {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
     "f": {"type": "object", "properties": {"code": {"type": "string"}, "x": {}}},
 }
-FORMATS = {name: ChatFormat(MAGISTRAL if name == "mistral" else THINK, tools) for name, tools in TOOL_FORMATS.items()}
+REASONING = {"mistral": MAGISTRAL, "openai": GPT_OSS}
+FORMATS = {name: ChatFormat(REASONING.get(name, THINK), tools) for name, tools in TOOL_FORMATS.items()}
 CASES = [(name, text) for name, texts in SAMPLES.items() for text in texts]
 
 
@@ -145,6 +146,25 @@ def check_positions(parts: Sequence[AnswerPiece]) -> None:
             "<think>Hm. <|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{}",
             [reasoning("Hm."), call("f", "{}")],
         ),
+        (
+            "openai",
+            "<|channel|>analysis<|message|>A.<|end|><|start|>assistant<|channel|>analysis<|message|>B.<|end|>"
+            "<|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
+            '<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"x": 1}<|call|>',
+            [reasoning("A.\nB."), content("I look."), call("f", '{"x": 1}')],
+        ),
+        (
+            "openai",
+            " to=functions.f<|channel|>commentary json<|message|>{}<|call|><|start|>assistant"
+            "<|channel|>final<|message|>Hi",
+            [call("f", "{}"), content("Hi")],
+        ),
+        (
+            "openai",
+            "<|channel|>commentary to=functions.f<|message|>no object<|call|>",
+            [content("<|channel|>commentary to=functions.f<|message|>no object")],
+        ),
+        ("openai", "plain <|channel|>x", [content("plain <|channel|>x")]),
         ("glm45", "<tool_call>two words</tool_call>", [content("<tool_call>two words</tool_call>")]),
         ("glm45", "<tool_call>f<arg_key>code</arg_key><arg_value>cu", [call("f", '{"code": "cu')]),
         (
@@ -243,6 +263,17 @@ FRAGMENTS = {
         "f<｜tool▁sep｜>{",
         "<｜tool▁sep｜>",
     ],
+    "openai": [
+        "<|channel|>",
+        "analysis",
+        "final",
+        "commentary to=functions.f ",
+        "<|message|>",
+        "<|end|>",
+        "<|start|>assistant",
+        "<|call|>",
+        "<|channel|>analysis<|message|>",
+    ],
     "llama3": ["<|python_tag|>", ";", "<think>", "</think>"],
     "mistral": ["[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "[", "]", "weather", "[THINK]", "[/THINK]"],
 }
@@ -287,6 +318,9 @@ def test_random_text_in_random_pieces(data: st.DataObject) -> None:
         ("qwen3_coder", "<tool_call><function=f><parameter=code>", "some words "),
         ("qwen3_coder", "<tool_call><function=f><parameter=x>", "some words "),
         ("glm45", "<tool_call>f<arg_key>code</arg_key><arg_value>", "some words "),
+        ("kimi_k2", "<|tool_call_begin|>f:0<|tool_call_argument_begin|>{", '"a": 1, '),
+        ("openai", "<|channel|>analysis<|message|>", "some words "),
+        ("openai", "<|channel|>final<|message|>", "some words "),
         ("llama3", '{"name": "f", "parameters": {"x": [', '{"y": 1}, '),
         ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {"x": "', "some words "),
     ],
@@ -308,6 +342,19 @@ def test_call_ids_are_a_function_of_request_sample_and_call() -> None:
     short = short_call_id("a", 0, 0)
     assert len(short) == 9
     assert short.isalnum()
+
+
+def test_parsers_of_one_half_of_harmony() -> None:
+    text = "<|channel|>analysis<|message|>A.<|end|><|start|>assistant<|channel|>commentary to=functions.f<|message|>{}"
+    called = "<|start|>assistant<|channel|>commentary to=functions.f<|message|>{}"
+    assert parse(ChatFormat(GPT_OSS), text) == (reasoning("A."), content(called))
+    assert parse(ChatFormat(None, TOOL_FORMATS["openai"]), text) == (content("A."), call("f", "{}"))
+
+
+def test_reasoning_of_gemma() -> None:
+    text = "<|channel>thought\nHm.<channel|>Yes."
+    assert parse(ChatFormat(GEMMA4), text) == (reasoning("Hm."), content("Yes."))
+    assert GEMMA4.markers == ("<|channel>", "<channel|>")
 
 
 def test_numbered_call_ids_count_through_the_chat() -> None:

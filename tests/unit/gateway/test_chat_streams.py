@@ -14,12 +14,13 @@ from quire.v1 import types_pb2 as types
 from tokenizers import AddedToken
 
 from gateway_svc.text.chat_output import call_id, short_call_id
+from gateway_svc.text.reasoning import GPT_OSS
 from tests.chat_templates import CLOCK, TEMPLATES, WEATHER
 from tests.unit.gateway.fakes import EOS, FakeScheduler, Result, TestGateway, make_bundle, make_info, refused
 from tests.unit.gateway.tokenizer_kinds import bundle_files, byte_level
 
 TOOLS = json.dumps([WEATHER, CLOCK])
-SPECIAL = ["[TOOL_CALLS]", "[ARGS]"]
+SPECIAL = ["[TOOL_CALLS]", "[ARGS]", *GPT_OSS.markers]
 ANSWER = (
     "<think>\nWhich city?\n</think>\n\nI look.\n"
     '<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich"}}\n</tool_call>\n'
@@ -362,6 +363,41 @@ async def test_an_answer_is_a_call_or_matches_the_grammar_of_the_request(
     assert first in sent.grammar.splitlines()[0]
     assert ("tall" in sent.grammar) == has_content
     assert [name for name in sampling if name != "grammar" and name in {d.name for d, _ in sent.ListFields()}] == []
+
+
+HARMONY = "{{ tools }}functions<|channel|>analysis<|message|>"
+
+
+async def test_hidden_special_tokens_are_the_messages_of_harmony() -> None:
+    thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>"
+    call = 'commentary to=functions.weather <|constrain|>json<|message|>{"city": "Rome"}<|call|>'
+    async with serving(HARMONY) as (gateway, scheduler):
+        scheduler.play(encode(thought + call))
+        result = await gateway.collect(prompt=chat_of(tools_json=TOOLS), output=parsed())
+        scheduler.play(encode(thought + "final<|message|>Yes.<|return|>"))
+        plain = await gateway.collect(prompt=chat_of(), output=parsed())
+    assert items(parts_of(result)) == [("reasoning", "Hm."), ("weather", '{"city": "Rome"}')]
+    assert items(parts_of(plain)) == [("reasoning", "Hm."), ("content", "Yes.")]
+
+
+@pytest.mark.parametrize(
+    ("template", "parses", "first"),
+    [
+        (HARMONY, True, '"final"'),
+        ("{{ messages }}</think>Now:<think>", True, "start: TEXT"),  # the prompt begins the reasoning
+        ("{{ messages }}</think>Now:", True, ""),
+        ("{{ messages }}</think>Now:<think>", False, ""),
+    ],
+)
+async def test_a_schema_begins_after_reasoning_and_header(template: str, parses: bool, first: str) -> None:
+    async with serving(template) as (gateway, scheduler):
+        scheduler.play(encode("x"))
+        sampling = types.SamplingParams(json_schema=SCHEMA)
+        await gateway.collect(prompt=chat_of(), sampling=sampling, output=pb.OutputParams(parse_chat=parses))
+    sent = scheduler.submits[-1].sampling
+    assert bool(sent.grammar) == bool(first)
+    assert first in sent.grammar
+    assert "tall" in (sent.grammar or sent.json_schema)
 
 
 async def test_without_a_format_of_calls_the_grammar_of_the_request_is_used_alone() -> None:

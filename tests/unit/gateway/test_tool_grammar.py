@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from gateway_svc.text.answer import Item, ItemKind
 from gateway_svc.text.chat_output import ChatFormat, parse
-from gateway_svc.text.reasoning import THINK
+from gateway_svc.text.reasoning import GPT_OSS, THINK
 from gateway_svc.text.tool_formats import TOOL_FORMATS
 from gateway_svc.text.tool_grammar import CallRules, tool_grammar
 from grammars.compiler import GrammarCompiler
@@ -54,7 +54,8 @@ class Case:
     ) -> None:
         markers = [*TOOL_FORMATS[name].markers, *(THINK.markers if reasoning else ())] if has_tokens else []
         self._tokenizer, compiler = tokenizer_with(*markers)
-        self.format = ChatFormat(THINK if reasoning else None, TOOL_FORMATS[name])
+        harmony = GPT_OSS if name == "openai" else None
+        self.format = ChatFormat(THINK if reasoning and not harmony else harmony, TOOL_FORMATS[name])
         options = {"schemas": SCHEMAS, "needs_call": True, "is_parallel": True, **rules}
         text = tool_grammar(self.format, CallRules(**options), self._tokenizer.token_to_id, is_reasoning_begun=begun)
         self._matcher = compiler.compile(GrammarKind.LARK, text)
@@ -215,3 +216,24 @@ def test_reasoning_is_free(begun: bool, has_tokens: bool) -> None:
     assert case.accepts(thought + call) == begun
     assert case.accepts("<think>" + thought + call) == (not begun or not has_tokens)
     assert case.accepts(call) == (not begun)
+
+
+@pytest.mark.parametrize("has_tokens", [True, False])
+def test_messages_of_harmony(has_tokens: bool) -> None:
+    thought = "<|channel|>analysis<|message|>Hm { <|end|><|start|>assistant"
+    call = f"<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{PARIS}"
+    forced = Case("openai", has_tokens=has_tokens)
+    assert forced.accepts(thought + call)
+    assert forced.accepts(call)
+    assert not forced.accepts(call.replace("weather", "rain"))
+    assert not forced.accepts("<|channel|>final<|message|>Hello")
+    auto = Case("openai", has_tokens=has_tokens, needs_call=False)
+    assert auto.accepts(thought + "<|channel|>final<|message|>Hello")
+    assert auto.accepts("<|channel|>commentary<|message|>I look.<|end|><|start|>assistant" + call)
+    assert not auto.accepts(thought + call.replace("weather", "rain"))
+    content = (GrammarKind.JSON_SCHEMA, CONTENT)
+    for rules in ({}, {"schemas": {}}):
+        schema = Case("openai", has_tokens=has_tokens, needs_call=False, content=content, **rules)
+        assert schema.accepts(thought + '<|channel|>final<|message|>{"x": 1}')
+        assert not schema.accepts('{"x": 1}')
+        assert schema.accepts(call) == (not rules)
