@@ -119,8 +119,12 @@ def _request_attack(row: Request) -> Attack:
 
 
 def _call_attack(row: Call) -> Attack:
+    @cache
+    def body() -> bytes:
+        return frame_message(row.message().SerializeToString())
+
     async def attack(port: Port, size: Size) -> None:
-        data = frame_message(row.message().SerializeToString())
+        data = body()
         path = path_of(INFERENCE.methods_by_name[row.method])
         with contextlib.suppress(OSError):
             async with await Http2.open(port.address) as connection:
@@ -128,6 +132,7 @@ def _call_attack(row: Call) -> Attack:
                 await asyncio.gather(*calls)
 
     attack.__name__ = row.name
+    PREPARE[attack] = body
     return attack
 
 
