@@ -8,6 +8,7 @@ import secrets
 from collections.abc import Collection, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from io import BytesIO
 from typing import Any
 
 from starlette.datastructures import Headers
@@ -193,7 +194,7 @@ async def _read_body(receive: Receive) -> bytes:
 
     A body that is too large is read to its end and discarded: many clients read no answer before they have sent it.
     """
-    body = bytearray()
+    body = BytesIO()  # gives its bytes without a copy
     size = 0
     while True:
         message = await receive()
@@ -202,14 +203,14 @@ async def _read_body(receive: Receive) -> bytes:
         part = message.get("body", b"")
         size += len(part)
         if size <= MAX_BODY_BYTES:
-            body += part
+            body.write(part)
         else:
-            body.clear()
+            body = BytesIO()
         if not message.get("more_body", False):
             break
     if size > MAX_BODY_BYTES:
         raise BodyTooLargeError(f"the body has {size} bytes; at most {MAX_BODY_BYTES} are allowed: send a smaller body")
-    return bytes(body)
+    return body.getvalue()
 
 
 def _replay(body: bytes) -> Receive:
