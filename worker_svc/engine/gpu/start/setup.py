@@ -115,7 +115,7 @@ def _why_no_device() -> str:
     if built_for is None:
         return f"torch {torch.__version__} is built without CUDA"
     try:
-        torch.cuda.init()
+        torch.cuda.init()  # type: ignore[no-untyped-call]
     except (RuntimeError, AssertionError) as error:
         return f"{str(error).strip().splitlines()[0]} (torch {torch.__version__} is built for CUDA {built_for})"
     return f"torch {torch.__version__}, built for CUDA {built_for}, sees no GPU; check CUDA_VISIBLE_DEVICES"
