@@ -57,6 +57,9 @@ chart: $(STAMP)  ## the chart's tests only: lint, schemas, rendering, its pods a
 bench-wire: $(STAMP)  ## the cost of messages between services, and the time that workers wait for the scheduler
 	$(BIN)/python bench/wire.py
 
+bench-kv: $(STAMP)  ## a restart, a small pool and a busy holder of a prefix, with and without tiers and transfers of blocks
+	$(BIN)/python bench/kv.py
+
 bench-gateway: $(STAMP)  ## streamed tokens per second of one gateway process with 256 clients
 	$(BIN)/python bench/gateway.py
 

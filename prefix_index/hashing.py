@@ -71,6 +71,23 @@ def root_digest(root_salt: bytes, block_size: int, root_key: bytes) -> bytes:
     return xxh3_128_digest(head + root_salt + root_key)
 
 
+def layout_digest(revision: str, numerics: str, parts: Iterable[tuple[str, Iterable[int]]]) -> bytes:
+    """Digest of what gives the bytes of a block their meaning besides its chain: weights and settings (`revision`), the
+    arithmetic that computed them, and the arrays that they fill, in order, by number type and shape.
+
+    In best_effort mode workers with different numerics have the same chains, but not the same bytes.
+    """
+    words = [revision, numerics, *(f"{dtype}{list(shape)}" for dtype, shape in parts)]
+    return xxh3_128_digest(b"".join(b"%d:%s|" % (len(word), word.encode()) for word in words))
+
+
+def block_key(digest: bytes, layout: bytes) -> bytes:
+    """The key of a block's bytes outside the pool that computed them, in tiers and transfers. It covers everything that
+    changes a bit of them: `digest` covers the chain from its root, `layout` is from `layout_digest`.
+    """
+    return layout + digest
+
+
 chained = xxh3_128_digest
 """Digest of one full block: its parent's digest, its tokens as `block_bytes` gives them, and its extra keys if it has
 some, concatenated.

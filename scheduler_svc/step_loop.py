@@ -18,6 +18,7 @@ from functools import partial
 from typing import Protocol
 
 from prefix_index.index import PrefixIndex
+from scheduler_svc.core.block_moves import BlockMove
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.errors import SchedulerError, UnexpectedStepError, WorkerMismatchError
 from scheduler_svc.core.features.adapters import AdapterSwap
@@ -56,6 +57,9 @@ class WorkerLink(Protocol):
 
     def send(self, batch: StepBatch) -> None:
         """Queue a step for the worker. A failure is reported with `StepLoop.worker_lost`."""
+
+    def fetch_blocks(self, move: BlockMove, source_address: str) -> None:
+        """Fill blocks of the worker's pool. The end is reported with `StepLoop.move_ended`."""
 
     def swap_adapter(self, swap: AdapterSwap) -> None:
         """Make an adapter resident. The end is reported with `StepLoop.adapter_swapped`."""
@@ -166,6 +170,14 @@ class StepLoop:
         """Report the end of a swap."""
         self._post(partial(self._apply_swapped, link, digest, is_resident))
 
+    def move_ended(self, link: WorkerLink, move_id: int, num_moved: int, took_s: float) -> None:
+        """Report the end of a move: this many of its leading blocks have their content."""
+        self._post(partial(self._apply_move_ended, link, move_id, num_moved, took_s))
+
+    def tier_changed(self, link: WorkerLink, added: Sequence[bytes], removed: Sequence[bytes]) -> None:
+        """Report digests of blocks that a worker's tier holds now, and of others that it holds no longer."""
+        self._post(partial(self._apply_tier_changed, link, added, removed))
+
     # -- start, stop, drain -------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
@@ -224,11 +236,17 @@ class StepLoop:
             self._workers[batch.worker_id].send(batch)
         for swap in self.core.adapters.take_swaps():
             self._workers[swap.worker_id].swap_adapter(swap)
+        for move in self.core.moves.take_moves():
+            source = None if move.source is None else self._workers.get(move.source.worker_id)
+            self._workers[move.worker_id].fetch_blocks(move, "" if source is None else source.address)
         if is_traced:
             self._record_moves()
             self._record_steps(batches)
         self._produce(self.core.take_expired())
-        self._alarm.by(min(self.core.patience_ends_at, self.core.changes_due_at))
+        due_at = min(self.core.patience_ends_at, self.core.changes_due_at)
+        if self.core.moves.is_on:
+            due_at = min(due_at, self.core.moves.next_end_of_patience(self._now))
+        self._alarm.by(due_at)
         self._route()
         if self._draining:
             self._release_drained()
@@ -272,7 +290,7 @@ class StepLoop:
     def _release_drained(self) -> None:
         for worker_id in sorted(self._draining):
             worker = self.core.worker_stats(worker_id)
-            if not worker.rows_used and not worker.steps_in_flight:
+            if not worker.rows_used and not worker.steps_in_flight and not self.core.moves.is_source(worker_id):
                 self._drop_worker(self._workers[worker_id], "drained")
 
     # -- applying requests --------------------------------------------------------------------------------------------
@@ -412,6 +430,14 @@ class StepLoop:
     def _apply_swapped(self, link: WorkerLink, digest: bytes, is_resident: bool) -> None:
         if self._workers.get(link.worker_id) is link:
             self.core.adapters.end_swap(link.worker_id, digest, is_resident=is_resident)
+
+    def _apply_move_ended(self, link: WorkerLink, move_id: int, num_moved: int, took_s: float) -> None:
+        if self._workers.get(link.worker_id) is link:
+            self.core.end_move(move_id, num_moved, took_s, self._now)
+
+    def _apply_tier_changed(self, link: WorkerLink, added: Sequence[bytes], removed: Sequence[bytes]) -> None:
+        if self._workers.get(link.worker_id) is link:
+            self.core.moves.change_tier(link.worker_id, added, removed)
 
     def _apply_lost(self, link: WorkerLink, reason: str) -> None:
         if self._workers.get(link.worker_id) is link:

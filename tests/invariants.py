@@ -7,6 +7,7 @@ from collections import Counter
 import numpy as np
 
 from scheduler_svc.core.block_manager import BlockManager
+from scheduler_svc.core.block_moves import BlockMoves
 from scheduler_svc.core.placement import Placement
 from scheduler_svc.core.requests import Requests
 from scheduler_svc.core.scheduler import Scheduler
@@ -18,13 +19,13 @@ from scheduler_svc.core.worker_state import WorkerState
 def check_scheduler(scheduler: Scheduler) -> None:
     """Where each sequence is, which rows hold each block, and all the others."""
     for worker in scheduler._workers.values():
-        check_worker(worker)
+        check_worker(worker, scheduler.moves)
     check_requests(scheduler._requests, scheduler._workers, scheduler._placement)
     ready = {name for name, worker in scheduler._workers.items() if worker.can_send}
     assert set(scheduler._ready) == ready, "the ready workers differ from the workers that can send"
 
 
-def check_worker(worker: WorkerState) -> None:
+def check_worker(worker: WorkerState, moves: BlockMoves | None = None) -> None:
     """Raise AssertionError if rows, tables and blocks disagree."""
     check_pool(worker.pool)
     rows, r = worker.rows.active(), worker.rows
@@ -48,7 +49,12 @@ def check_worker(worker: WorkerState) -> None:
     for step in worker.in_flight:
         for blocks in step.releases:
             np.add.at(refs, blocks, 1)
-    assert (refs == worker.pool.refs).all(), "ref counts disagree with tables and steps in flight"
+    for one in moves._open.values() if moves is not None else ():
+        if one.target is worker:
+            np.add.at(refs, np.concatenate((one.prefix, one.move.block_ids)), 1)
+        if one.source is worker:
+            np.add.at(refs, one.pinned, 1)
+    assert (refs == worker.pool.refs).all(), "ref counts disagree with tables, steps in flight and moves"
     reserved = sum(len(r.sequence(row).forks) for row in rows.tolist())
     assert reserved == worker.num_reserved_rows, "reserved rows disagree with samples to fork"
 

@@ -67,6 +67,7 @@ from step_protocol.proto import output_to_proto
 from svc_common.errors import InvalidRequestError, QuireError, StaleEpochError, UnavailableError
 from worker_svc.engine.adapters.store import AdapterStore
 from worker_svc.engine.config import EngineInfo
+from worker_svc.engine.decoder.block_payload import MovableBlocks
 from worker_svc.lease import MAX_EPOCH_JUMP, Answer, Lease, StepOrderError, bad_epoch, superseded
 from worker_svc.metrics import ImageCounts, StepMeter
 from worker_svc.row_traces import RowLog, RowTraces
@@ -77,6 +78,7 @@ from worker_svc.wire import blocks_to_proto, commit_tags, step_batch_from_proto
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 Outcome = worker_pb2.StepOutput | Exception
+OnCommit = Callable[[StepBatch, int, bytes], None]  # a step that commits blocks, scheduler_epoch, tags of the blocks
 
 EXIT_CORRUPT = 70  # EX_SOFTWARE: the pool may be corrupt
 
@@ -96,6 +98,7 @@ class QueuedStep:
     batch: StepBatch
     answer: Answer
     queued_at: float
+    commit_tags: bytes = b""  # 16 per committed block, or empty
     queue_us: int = 0  # time that it waited for the model
 
     def begin(self) -> None:
@@ -121,6 +124,7 @@ class StepExecutor:
         self.num_orders = 0  # leases and steps so far
         self.num_leases = 0
         self.meter = StepMeter()
+        self.on_commit: OnCommit | None = None  # called in the model thread
         self._row_log = RowLog()
         self._row_traces = row_traces
         self._seals = Seals()
@@ -270,7 +274,7 @@ class StepExecutor:
         self._in_flight.add(answer)
         self.num_orders += 1
         lease.accept(batch.step_id, answer)
-        queued.append(QueuedStep(batch, answer, time.monotonic()))
+        queued.append(QueuedStep(batch, answer, time.monotonic(), tags))
         return answer
 
     def _start(self, runner: Runner, lease: Lease, steps: Sequence[QueuedStep]) -> asyncio.Future[list[Outcome]]:
@@ -290,6 +294,8 @@ class StepExecutor:
             self._check_turn(lease, step.batch)
             output = self._measured(step, lambda: runner.execute(step.batch))
             self._record_run(runner, lease)
+            if self.on_commit is not None and len(step.batch.commit_blocks):
+                self.on_commit(step.batch, lease.epoch, step.commit_tags)
         except Exception as error:
             return error
         return self._to_response(output, step)
@@ -404,6 +410,21 @@ class StepExecutor:
         blocks = await self._call(lambda: list(_blocks(runner, self._seals)))
         self._check_current(lease)
         return blocks
+
+    def movable_blocks(self) -> MovableBlocks | None:
+        """The blocks of the pool as bytes; None if the model's blocks cannot leave it."""
+        return self._loaded().movable_blocks()
+
+    async def write_blocks(self, lease: Lease, after_step_id: int, write: Callable[[], None]) -> None:
+        """Call `write` between two steps, when this step has run. It writes to blocks that no later step uses before
+        the scheduler knows. Raises StaleEpochError if the lease has ended: the blocks may have other owners.
+        """
+        await lease.wait_for(after_step_id)
+        await self._call(partial(self._write_blocks, lease, write))
+
+    def _write_blocks(self, lease: Lease, write: Callable[[], None]) -> None:
+        self._check_current(lease)
+        write()
 
 
 def _refusal(error: QuireError) -> Answer:

@@ -116,6 +116,17 @@ FLAGS = (
         Flag("--max-num-seqs", _AT_LEAST_1, f"sequences that run at once; {_unset('max_num_seqs')}"),
         Flag("--max-num-batched-tokens", _AT_LEAST_1, f"tokens per step; {_unset('max_num_batched_tokens')}"),
     )),
+    FlagGroup("KV blocks outside the pool", (
+        Flag("--kv-disk", path,
+            "folder for copies of cached blocks: a prefix that the pool has evicted, or that a restart has emptied, is "
+            "read instead of computed. One worker per folder; unset: no disk tier", metavar="DIR",
+        ),
+        Flag("--kv-disk-size", size_bytes, "size of the files in --kv-disk", default="20G"),
+        Flag("--kv-transfer", switch,
+            "exchange cached blocks with the other workers of the scheduler: a sequence that moves takes its blocks "
+            "along; workers call each other at the addresses that they registered",
+        ),
+    ), "backend cpu; see docs/kv-moves.md"),
     FlagGroup("compute", (
         Flag("--backend", text, "cpu, cuda, or reference (plain torch, slow)", default="cpu", metavar="NAME"),
         Flag("--attention", one_of(*ATTENTION),

@@ -33,6 +33,8 @@ class Lease:
         self.end_error: QuireError | None = None
         self._answers: dict[int, Answer] = {}
         self._on_end: set[Callable[[QuireError], None]] = set()
+        self._num_answered = FIRST_STEP_ID - 1  # id of the newest step that has run
+        self._waiting: list[tuple[int, asyncio.Future[None]]] = []
 
     @property
     def epoch(self) -> int:
@@ -56,10 +58,30 @@ class Lease:
 
     def _undo_if_refused(self, step_id: int, answer: Answer) -> None:
         is_refused = not answer.cancelled() and answer.exception() is not None
+        if not is_refused and not answer.cancelled():
+            self._count_answered(step_id)
         if not is_refused or self._answers.get(step_id) is not answer:
             return
         self.next_step_id = step_id
         self._answers = {kept: value for kept, value in self._answers.items() if kept < step_id}
+
+    def _count_answered(self, step_id: int) -> None:
+        self._num_answered = step_id
+        due = [ran for waited, ran in self._waiting if waited <= step_id]
+        self._waiting = [(waited, ran) for waited, ran in self._waiting if waited > step_id]
+        for ran in due:
+            if not ran.done():
+                ran.set_result(None)
+
+    async def wait_for(self, step_id: int) -> None:
+        """Wait until this step has run. Raises the error that ends the lease."""
+        if self.end_error is not None:
+            raise self.end_error
+        if step_id <= self._num_answered:
+            return
+        ran: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append((step_id, ran))
+        await ran
 
     def watch(self, on_end: Callable[[QuireError], None]) -> Callable[[], None]:
         """Call `on_end` once when this lease ends. Returns a function that stops watching."""
@@ -71,6 +93,10 @@ class Lease:
     def end(self, error: QuireError) -> None:
         """End the lease; its streams end with `error`."""
         self.end_error = error
+        for _, ran in self._waiting:
+            if not ran.done():
+                ran.set_exception(error)
+        self._waiting.clear()
         for on_end in list(self._on_end):
             on_end(error)
 

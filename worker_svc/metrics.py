@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry
@@ -55,6 +55,36 @@ SPECS = (
     Spec("worker_images_encoded_total", "counter", "images that the vision tower computed"),
     Spec("worker_image_cache_hits_total", "counter", "images of rows that were computed before and still kept"),
     Spec("worker_image_cache_bytes", "gauge", "embeddings of images that are kept", "bytes"),
+    Spec("worker_kv_tier_bytes", "gauge", "files of the disk tier (--kv-disk)", "bytes"),
+    Spec("worker_kv_tier_writable", "gauge", "1 while this worker writes to its disk tier, 0 if it only reads"),
+    Spec("worker_kv_tier_queued_blocks", "gauge", "committed blocks that the writer of the tier has not looked at"),
+    Spec(
+        "worker_kv_tier_reads_total",
+        "counter",
+        "blocks read from the tier, by result: hit, miss (no file), corrupt (its checksum or key differs; not used)",
+        labels=("result",),
+    ),
+    Spec("worker_kv_tier_read_seconds_total", "counter", "time of these reads", "seconds"),
+    Spec("worker_kv_tier_read_bytes_total", "counter", "bytes of these reads", "bytes"),
+    Spec("worker_kv_tier_written_bytes_total", "counter", "bytes written to the tier", "bytes"),
+    Spec(
+        "worker_kv_tier_dropped_blocks_total",
+        "counter",
+        "committed blocks that were not written: evicted before their turn, no lock, or the disk refused",
+    ),
+    Spec("worker_kv_tier_errors_total", "counter", "errors of the file system"),
+    Spec(
+        "worker_kv_transfer_bytes_total",
+        "counter",
+        "bytes of blocks exchanged with other workers, by direction: in, out",
+        "bytes",
+        ("direction",),
+    ),
+    Spec(
+        "worker_kv_transfer_refused_blocks_total",
+        "counter",
+        "blocks of other workers that were not used, because checksum, key or tokens differ",
+    ),
 )
 
 
@@ -133,7 +163,9 @@ class WorkerReader:
         load_progress: Callable[[], float],
         is_ready: Callable[[], bool],
         info: Callable[[], EngineInfo | None],
+        more: Callable[[], Iterable[Row]] = tuple,
     ) -> None:
+        self._more = more
         self._executor = executor
         self._load_progress = load_progress
         self._is_ready = is_ready
@@ -170,3 +202,4 @@ class WorkerReader:
         yield "worker_images_encoded_total", (), 0 if images is None else images.num_encoded
         yield "worker_image_cache_hits_total", (), 0 if images is None else images.num_hits
         yield "worker_image_cache_bytes", (), 0 if images is None else images.num_bytes
+        yield from self._more()

@@ -27,6 +27,7 @@ from svc_common.security.trust import Trust, check_reach, make_trust
 from svc_common.serve import BindError, GrpcServer, run_service, settle_gc
 from svc_common.tasks import cancel
 from worker_svc.adapters import WorkerAdapters
+from worker_svc.blocks import MovementSettings, WorkerBlocks
 from worker_svc.bundle import Bundle, ModelFolderError, read_bundle
 from worker_svc.check_model import check_model, resolve_model
 from worker_svc.engine.config import EngineConfig, EngineInfo
@@ -47,9 +48,9 @@ log = logging.getLogger(__name__)
 SERVICE_NAME = "quire.internal.v1.WorkerService"
 METHODS = (
     *("Lease", "StepStream", "StepBatch", "ListBlocks", "Drain", "GetWorkerBundle", "InspectWorker"),
-    *("LoadWorkerAdapter", "UnloadWorkerAdapter", "SwapWorkerAdapter"),
+    *("LoadWorkerAdapter", "UnloadWorkerAdapter", "SwapWorkerAdapter", "FetchBlocks", "WatchTier"),
 )
-CALLERS = {f"{SERVICE_NAME}/{method}": {"scheduler"} for method in METHODS}
+CALLERS = {f"{SERVICE_NAME}/{method}": {"scheduler"} for method in METHODS} | {f"{SERVICE_NAME}/ReadBlocks": {"worker"}}
 EXIT_FAILED = 1
 EXIT_BAD_SETTING = 2
 DRAIN_ACK_TIMEOUT_S = 2.0
@@ -73,6 +74,8 @@ class WorkerProcess:
         row_traces = None if self._tracer is None else RowTraces(self._tracer, args.worker_id)
         self._executor = StepExecutor(worker_epoch=secrets.randbits(64), row_traces=row_traces)
         self._adapters = WorkerAdapters(lambda: self._executor.adapters, self._lifecycle, args.adapter_dir)
+        movement = MovementSettings(args.kv_disk, args.kv_disk_size, args.kv_transfer)
+        self._blocks = WorkerBlocks(self._executor, movement, trust.open_worker)
         self._servicer = WorkerServicer(
             executor=self._executor,
             lifecycle=self._lifecycle,
@@ -81,6 +84,7 @@ class WorkerProcess:
             inspector=Inspector("worker", args.worker_id, args.shown_settings, lambda: self._admin.metrics_text()),
             pipeline_depth=args.pipeline_depth,
             adapters=self._adapters,
+            blocks=self._blocks,
         )
         self._server = GrpcServer(
             listen=args.listen,
@@ -119,6 +123,7 @@ class WorkerProcess:
                 closing.callback(self._nodes.stop)
             closing.callback(self._adapters.close)
             closing.callback(self._executor.close)
+            closing.callback(self._blocks.close)
             await asyncio.wait([serving])
         if self._exit_code:
             await self._server.grpc.stop(0)
@@ -131,7 +136,13 @@ class WorkerProcess:
 
     def _make_admin(self) -> AdminServer:
         """Metrics; startup: the model is loaded; liveness: steps make progress; readiness: a scheduler leases it."""
-        read = WorkerReader(self._executor, lambda: self._lifecycle.load_progress, self._is_ready, lambda: self._info)
+        read = WorkerReader(
+            self._executor,
+            lambda: self._lifecycle.load_progress,
+            self._is_ready,
+            lambda: self._info,
+            self._blocks.metrics,
+        )
         return AdminServer(
             metrics_listen=self._args.metrics_listen,
             health_listen=self._args.health_listen,
@@ -210,7 +221,10 @@ class WorkerProcess:
         settle_gc()
         self._adapters.announce()
         depth = self._args.pipeline_depth
-        self._lifecycle.set_ready(capacity_to_proto(info, bundle_digest=self._bundle.digest, pipeline_depth=depth))
+        moves = await self._blocks.start(info)
+        self._lifecycle.set_ready(
+            capacity_to_proto(info, bundle_digest=self._bundle.digest, pipeline_depth=depth, blocks=moves)
+        )
         if not self._lifecycle.is_draining:
             self._server.set_serving(True)
         log.info("ready after %.1f s: %s", loop.time() - started_at, describe(info))
@@ -240,11 +254,15 @@ class WorkerProcess:
         self._servicer.end_streams(UnavailableError("the worker has drained and is shutting down"))
         self._drained.set()
 
+    @property
+    def _settled_s(self) -> float:
+        return ABANDONED_S if self._executor.rows_used else SETTLED_S
+
     async def _wait_until_unused(self) -> None:
         if self._registration is not None:
             await self._registration.acknowledged(DRAINING, DRAIN_ACK_TIMEOUT_S)
         # No event reports how long the executor has been idle.
-        while self._executor.idle_s < (ABANDONED_S if self._executor.rows_used else SETTLED_S):  # noqa: ASYNC110
+        while self._blocks.num_reads or self._executor.idle_s < self._settled_s:  # noqa: ASYNC110
             await asyncio.sleep(DRAIN_POLL_S)
 
 

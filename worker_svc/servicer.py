@@ -12,8 +12,10 @@ from quire.internal.v1 import worker_pb2, worker_pb2_grpc
 
 from svc_common.errors import InvalidRequestError, QuireError, UnavailableError
 from svc_common.observe.inspection import Inspector
+from svc_common.serve import open_channel
 from svc_common.tasks import cancel
 from worker_svc.adapters import WorkerAdapters
+from worker_svc.blocks import MovementSettings, WorkerBlocks
 from worker_svc.bundle import Bundle
 from worker_svc.executor import StepExecutor
 from worker_svc.lease import Answer
@@ -92,8 +94,12 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         inspector: Inspector,
         pipeline_depth: int = 2,
         adapters: WorkerAdapters | None = None,
+        blocks: WorkerBlocks | None = None,
     ) -> None:
         self._executor = executor
+        self._blocks = blocks or WorkerBlocks(
+            executor, MovementSettings(), lambda address, worker_id: open_channel(address)
+        )
         self._adapters = adapters or WorkerAdapters(lambda: executor.adapters, lifecycle, None)
         self._lifecycle = lifecycle
         self._bundle = bundle
@@ -141,6 +147,23 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self, request: worker_pb2.ListBlocksRequest, context: Context
     ) -> AsyncIterator[worker_pb2.ListBlocksResponse]:
         for response in await self._executor.list_blocks(request.fence):
+            yield response
+
+    async def FetchBlocks(
+        self, request: worker_pb2.FetchBlocksRequest, context: Context
+    ) -> worker_pb2.FetchBlocksResponse:
+        return await self._blocks.fetch(request)
+
+    async def WatchTier(
+        self, request: worker_pb2.WatchTierRequest, context: Context
+    ) -> AsyncIterator[worker_pb2.WatchTierResponse]:
+        async for response in self._blocks.watch(request):
+            yield response
+
+    async def ReadBlocks(
+        self, request: worker_pb2.ReadBlocksRequest, context: Context
+    ) -> AsyncIterator[worker_pb2.ReadBlocksResponse]:
+        async for response in self._blocks.read(request):
             yield response
 
     async def LoadWorkerAdapter(

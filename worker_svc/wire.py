@@ -93,7 +93,13 @@ def encoder_info_to_proto(info: EncoderInfo) -> types_pb2.EncoderInfo:
     return types_pb2.EncoderInfo(**asdict(info))
 
 
-def capacity_to_proto(info: EngineInfo, *, bundle_digest: bytes, pipeline_depth: int) -> scheduler_pb2.WorkerCapacity:
+def capacity_to_proto(
+    info: EngineInfo,
+    *,
+    bundle_digest: bytes,
+    pipeline_depth: int,
+    blocks: scheduler_pb2.BlockMovement | None = None,
+) -> scheduler_pb2.WorkerCapacity:
     """The capacity of this worker, for its registration."""
     return scheduler_pb2.WorkerCapacity(
         info=model_info_to_proto(info, bundle_digest),
@@ -105,6 +111,7 @@ def capacity_to_proto(info: EngineInfo, *, bundle_digest: bytes, pipeline_depth:
         max_adapters=info.max_adapters,
         num_snapshots=info.num_snapshots,
         snapshot_tokens=info.snapshot_tokens,
+        blocks=blocks,
     )
 
 

@@ -22,6 +22,16 @@ from step_protocol.messages import LogprobColumns, concat_columns, no_logprobs
 
 
 @dataclass(frozen=True, slots=True)
+class BlockMovement:
+    """How the blocks of a worker can leave and enter its pool."""
+
+    layout: bytes  # only workers with equal layouts exchange blocks
+    block_bytes: int
+    has_tier: bool = False
+    can_transfer: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerCapacity:
     """The sizes of one worker. They never change within a `worker_epoch`: a restarted worker joins as a new worker."""
 
@@ -38,6 +48,7 @@ class WorkerCapacity:
     max_adapters: int = 0  # adapters that its rows may use at the same time
     num_snapshots: int | None = None  # of states of recurrent layers; None: the model has no recurrent layers
     snapshot_tokens: int = 1  # tokens whose keys and values have as many bytes as a snapshot
+    movement: BlockMovement | None = None  # None: its blocks do not move
 
     @property
     def size_limits(self) -> SizeLimits:
@@ -105,6 +116,12 @@ class Counts:
     prefix_cache_queries: int = counted("prompt tokens of admitted sequences", "tokens")
     prefix_cache_hits: int = counted("prompt tokens of admitted sequences that were cached", "tokens")
     num_preemptions: int = counted("sequences requeued because blocks ran out or a more urgent sequence needed them")
+    block_moves: int = counted("moves of cached blocks into a worker's pool, from its tier or from another worker")
+    failed_block_moves: int = counted("moves of which not all blocks arrived; the others were computed")
+    tier_hit_tokens: int = counted("tokens whose KV was read from a tier", "tokens")
+    transferred_tokens: int = counted("tokens whose KV came from another worker", "tokens")
+    moved_bytes: int = counted("bytes of KV that moves brought", "bytes")
+    block_move_lost_ms: int = counted("time by which moves took longer than computing the tokens would have", "ms")
     refused_deadline: int = 0  # requests whose first token would come too late
     migrations: Counter[MigrationReason] = field(default_factory=Counter)  # sequences requeued for another worker
 

@@ -25,6 +25,10 @@ Room
     The pass ends when no ready worker accepts more, so the cost of a pass depends on the workers and not on the queue:
     thousands of waiting sequences cost no more than a few.
 
+Moves
+    Where workers can move blocks, a prefix in a worker's tier or in the pool of another worker counts as cached at its
+    price (`BlockMoves.gains`). If the chosen worker has room, the move begins, and the sequence is held until it ends.
+
 What is kept, and why it stays right
     The inputs are columns with one value per worker. `mark_changed` names the workers whose values may differ; only
     these are read again at the next pass, so one choice costs about the same for 8 workers and for 64.
@@ -49,6 +53,7 @@ import numpy.typing as npt
 
 from prefix_index.hashing import NO_KEYS
 from request_fields.sizes import SizeLimits
+from scheduler_svc.core.block_moves import BlockMoves
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.messages import WorkerCapacity
 from scheduler_svc.core.policy import is_worth_leaving, least_pressed, placement_scores, places_near_best, ties
@@ -98,6 +103,7 @@ class Placement:
     """The workers, and the load that the current pass over the queue adds to each."""
 
     def __init__(self, config: SchedulerConfig) -> None:
+        self.moves: BlockMoves | None = None  # set while some worker can move blocks
         self.first: WorkerCapacity | None = None  # the first that joined; requests were checked against it
         self._config = config
         self._version = 0  # +1 whenever a worker joins or leaves, because positions change
@@ -282,11 +288,18 @@ class Placement:
         schedulable.
         """
         self._update_cached(entry, now)
-        if len(self._workers) == 1 and not self._is_mixed and not entry.seq.group.features.needs_preparation:
+        if (
+            len(self._workers) == 1
+            and not self._is_mixed
+            and not entry.seq.group.features.needs_preparation
+            and self.moves is None
+        ):
             return self._place_alone(entry)
         seq = entry.seq
         eligible = self._eligible(seq.group, seq.failed_on)
         uncached = entry.uncached_at
+        if self.moves is not None:
+            uncached = np.maximum(uncached - self.moves.gains(self._workers, entry), 1)
         scores = placement_scores(self._load, uncached, self._config.placement_alpha)
         slack = self._config.placement_slack * self._config.placement_alpha * entry.num_tokens
         near = places_near_best(scores, slack, self._load, eligible)
@@ -319,6 +332,10 @@ class Placement:
             is_elsewhere = self._accepts.isdisjoint(eligible.nonzero()[0].tolist())
         self._count_in(best, int(uncached[best]), entry.num_rows)
         is_now = has_room and best in self._ready
+        if self.moves is not None:
+            wait = None  # each pass prices the moves again
+            if has_room and self.moves.wait_for(self._workers[best], entry, now):
+                return WorkerChoice(self._workers[best], False, False, is_held=True, is_prepared=False)
         return WorkerChoice(self._workers[best], has_room, is_now, is_held, is_elsewhere=is_elsewhere, wait=wait)
 
     def _place_alone(self, entry: QueueEntry) -> WorkerChoice:

@@ -360,3 +360,32 @@ class Throughput:
             self.queue.add(self._num_admitted_tokens, now - self._waited_since)
         self._num_admitted_tokens = 0
         self._waited_since = now if is_served else None
+
+
+class MoveSpeed:
+    """How fast blocks come from one place to one worker: a fixed time per move, and a time per block, as measured."""
+
+    FIXED_S = 0.005  # two messages and the start of a read
+    GUESS_BLOCK_S = 0.0002  # until a move was measured, besides its bytes
+    GUESS_BYTES_PER_S = 500e6
+    WEIGHT = 0.3  # of the newest move in the running mean
+
+    def __init__(self, block_bytes: int) -> None:
+        self.block_s = self.GUESS_BLOCK_S + block_bytes / self.GUESS_BYTES_PER_S
+
+    def seconds(self, num_blocks: int) -> float:
+        """Expected duration of a move."""
+        return self.FIXED_S + num_blocks * self.block_s
+
+    def add(self, num_blocks: int, took_s: float) -> None:
+        """Record a move."""
+        if num_blocks:
+            found = max(took_s - self.FIXED_S, took_s / 10) / num_blocks
+            self.block_s += self.WEIGHT * (found - self.block_s)
+
+
+def moved_tokens_gain(num_tokens: int, move_s: float, tokens_per_s: float | None) -> int:
+    """The gain of moving the KV of tokens instead of computing it, as tokens that are computed in the time saved. 0 or
+    less: compute. `tokens_per_s`: the pace of prefill; while it is unknown, blocks are moved.
+    """
+    return num_tokens if tokens_per_s is None else num_tokens - math.ceil(move_s * tokens_per_s)

@@ -24,6 +24,7 @@ import numpy as np
 from prefix_index.changes import PrefixChanges
 from scheduler_svc.core.admission_control import AdmissionControl
 from scheduler_svc.core.answers import Stops, append_tokens, check_answer, untrusted_after
+from scheduler_svc.core.block_moves import BlockMoves
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.features.adapters import AdapterSwaps
 from scheduler_svc.core.features.snapshots import Snapshots
@@ -90,6 +91,8 @@ class Scheduler:
             self._placement.take_preparing,
             self._requests.update_schedulable,
         )
+        self.moves = BlockMoves(self._workers, self._throughput, self._counts, config.watermark)
+        self._now = 0.0  # of the newest `schedule` or `end_move`
         self._expired: list[Finished] = []
 
     # -- workers ------------------------------------------------------------------------------------------------------
@@ -116,6 +119,9 @@ class Scheduler:
         self._workers[capacity.worker_id] = worker
         self._planners[capacity.worker_id] = self._ready[capacity.worker_id] = planner
         self._placement.join(worker)
+        if self.config.prefix_caching:
+            self.moves.join(worker)
+            self._placement.moves = self.moves if self.moves.is_on else None
         self._touched[capacity.worker_id] = worker
         self._requests.update_schedulable()
         for entry in self._waiting:
@@ -128,6 +134,8 @@ class Scheduler:
         if worker is None:
             return
         self._placement.leave(worker)
+        self.moves.forget(worker)
+        self._placement.moves = self.moves if self.moves.is_on else None
         del self._planners[worker_id]
         self._ready.pop(worker_id, None)
         self._changes_due.pop(worker_id, None)
@@ -148,12 +156,22 @@ class Scheduler:
             self._move_drained_rows()
 
     def _move_drained_rows(self) -> None:
+        """Rows whose blocks can move go when these have arrived on another worker."""
         workers = self._workers.values()
         takers = [worker for worker in workers if not worker.is_draining]
         for worker in workers:
             for seq in worker.running() if worker.is_draining else ():
-                if seq.row is not None and any(taker.could_run(seq.group) for taker in takers):
+                if seq.row is None or not any(taker.could_run(seq.group) for taker in takers):
+                    continue
+                if not self.moves.is_on or self.moves.leave(seq, worker, takers, self._now):
                     self._requests.requeue(worker.preempt(seq.row), MigrationReason.DRAIN)
+
+    def end_move(self, move_id: int, num_moved: int, took_s: float, now: float) -> None:
+        """A worker has fetched this many of the leading blocks of a move. `took_s`: the duration of the fetch."""
+        self._now = now
+        for worker in self.moves.end_move(move_id, num_moved, took_s):
+            self._mark_changed(worker)
+        self._move_drained_rows()
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
@@ -191,6 +209,10 @@ class Scheduler:
 
     def schedule(self, now: float) -> list[StepBatch]:
         """Returns all steps that can be sent now. Fills each worker's pipeline."""
+        if self._placement.moves is not None and self._now < self.moves.next_end_of_patience(self._now) <= now:
+            self._now = now
+            self._move_drained_rows()
+        self._now = now
         while (late := self._waiting.pop_expired(now)) is not None:
             message = "the deadline passed while the request was waiting"
             self._expired += self._requests.abort(late.group.request_id, FinishReason.ABORTED, message)

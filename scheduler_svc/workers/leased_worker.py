@@ -21,12 +21,14 @@ from quire.v1 import inference_pb2, types_pb2
 from xxhash import xxh3_128_digest
 
 from prefix_index.index import PrefixIndex
+from scheduler_svc.core.block_moves import BlockMove
 from scheduler_svc.core.features.adapters import AdapterSwap
 from scheduler_svc.core.messages import CachedBlock, WorkerCapacity
 from scheduler_svc.metrics import RoundTripMeter
 from scheduler_svc.workers import wire as worker_wire
 from scheduler_svc.workers.adapter_calls import AdapterCalls
 from scheduler_svc.workers.agreement import WorkerRefusedError
+from scheduler_svc.workers.block_calls import BlockCalls
 from scheduler_svc.workers.seals import BlockKeys
 from step_protocol import columns
 from step_protocol.messages import StepBatch, StepOutput
@@ -85,6 +87,7 @@ class LeasedWorker:
         """Without `stub`, the worker's adapters cannot be changed."""
         self.capacity = capacity
         self.adapters = None if stub is None else AdapterCalls(stub, fence, capacity.worker_id)
+        self.blocks = None if stub is None else BlockCalls(stub, fence, capacity.worker_id, keys)
         self._address = address
         self._fence = fence
         self._call = call
@@ -128,6 +131,10 @@ class LeasedWorker:
         if self.adapters is not None and not self._closed.done():
             self.adapters.swap(swap)
 
+    def fetch_blocks(self, move: BlockMove, source_address: str) -> None:
+        if self.blocks is not None and not self._closed.done():
+            self.blocks.fetch(move, source_address)
+
     def close(self, reason: str) -> None:
         if not self._closed.done():
             self._closed.set_result(reason)
@@ -149,6 +156,8 @@ class LeasedWorker:
             self.close("the scheduler is stopping")
             if self.adapters is not None:
                 self.adapters.close()
+            if self.blocks is not None:
+                self.blocks.close()
             await cancel(*tasks)
             self._call.cancel()
         # If both tasks have ended, prefer the reader's reason: it is more precise than the writer's.
@@ -272,8 +281,19 @@ class Dialer:
             except columns.WireError as error:
                 raise QuireError(f"worker {capacity.worker_id} at {address}: {error}") from error
             link = LeasedWorker(capacity, address, granted.fence, call, self._timeouts, self._meter, self._keys, stub)
+            await self._list_tier(link)
             log.info("worker %s: leased with scheduler_epoch %d", capacity.worker_id, granted.fence.scheduler_epoch)
             yield link, blocks, granted.next_step_id
+
+    async def _list_tier(self, link: LeasedWorker) -> None:
+        """Without the list, the tier is not used."""
+        movement = link.capacity.movement
+        if link.blocks is None or movement is None or not movement.has_tier:
+            return
+        try:
+            await link.blocks.list_tier()
+        except (grpc.aio.AioRpcError, TimeoutError) as error:
+            log.warning("worker %s: its tier cannot be listed: %s", link.worker_id, error)
 
     async def claim_revision(self, worker_id: str, info: types_pb2.ModelInfo, *, replaces: bool) -> None:
         """Record the revision of this scheduler's workers. Raises WorkerRefusedError if another scheduler of the model

@@ -13,6 +13,7 @@ import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from quire.internal.v1 import scheduler_pb2, worker_pb2
@@ -358,11 +359,23 @@ class WorkerPool:
             self._agreement.start_with(worker.worker_id, info)
         worker.link = link
         self.adapters.join(link, worker.adapters)
+        self._watch_blocks(link)
         log.info("worker %s is ready: %s, %d cached blocks adopted", worker.worker_id, info.model, num_blocks)
         self._agreement.warn_numerics_mismatch(worker.worker_id, info)
         if worker.state == DRAINING:  # it began draining during the handshake
             self._step_loop.worker_draining(link)
         self._changed()
+
+    def _watch_blocks(self, link: LeasedWorker) -> None:
+        """Report moves and the tier of a worker whose blocks can move."""
+        movement, calls = link.capacity.movement, link.blocks
+        if movement is None or calls is None:
+            return
+        calls.on_moved = partial(self._step_loop.move_ended, link)
+        calls.on_tier = partial(self._step_loop.tier_changed, link)
+        calls.on_broken = link.close
+        if movement.has_tier:
+            calls.follow_tier()
 
     def _end_of_lease(self, worker: WorkerRecord, reason: str) -> QuireError | None:
         if worker.state == DRAINING or self._is_closed:

@@ -5,6 +5,7 @@ Frequent messages are columns, so steady decode does no work per sequence.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 from operator import attrgetter
@@ -15,11 +16,12 @@ from quire.v1 import types_pb2
 
 from prefix_index.hashing import model_salt
 from request_fields.sizes import MAX_POOL_BLOCKS, MAX_POOL_TOKENS
+from scheduler_svc.core.block_moves import BlockMove
 from scheduler_svc.core.features.adapters import UsesAdapter
 from scheduler_svc.core.features.encoder import EncoderPositions
 from scheduler_svc.core.features.inputs import Inputs
 from scheduler_svc.core.features.pooled import PooledRequest
-from scheduler_svc.core.messages import CachedBlock, RowAssignment, WorkerCapacity
+from scheduler_svc.core.messages import BlockMovement, CachedBlock, RowAssignment, WorkerCapacity
 from scheduler_svc.core.sequence import Feature
 from scheduler_svc.workers.seals import SEAL_BYTES, BlockKeys, LeaseIds
 from step_protocol.columns import WireError, u32_from_bytes, u32_to_bytes
@@ -28,6 +30,8 @@ from step_protocol.proto import batch_to_proto, output_from_proto
 from svc_common.errors import InvalidRequestError
 
 DIGEST_BYTES = 16
+MAX_BLOCK_BYTES = 1 << 30
+ORIGIN = struct.Struct(f"<QI{SEAL_BYTES}s")  # worker_epoch, block id, seal
 MAX_POOLED_NUMBERS = 1 << 16  # of one row
 MAX_ROW_ERROR_CHARS = 500  # the message goes to the client and to the log
 
@@ -227,7 +231,49 @@ def capacity_from_proto(request: scheduler_pb2.RegisterRequest) -> WorkerCapacit
         max_adapters=capacity.max_adapters,
         snapshot_tokens=capacity.snapshot_tokens or 1,
         num_snapshots=capacity.num_snapshots if capacity.HasField("num_snapshots") else None,
+        movement=_movement_from_proto(capacity.blocks) if capacity.HasField("blocks") else None,
     )
+
+
+def _movement_from_proto(blocks: scheduler_pb2.BlockMovement) -> BlockMovement:
+    if len(blocks.layout) != DIGEST_BYTES:
+        raise _bad_capacity("blocks.layout", f"has {len(blocks.layout)} bytes; must have {DIGEST_BYTES}")
+    if not 1 <= blocks.block_bytes <= MAX_BLOCK_BYTES:
+        raise _bad_capacity("blocks.block_bytes", f"is {blocks.block_bytes}; must be from 1 to {MAX_BLOCK_BYTES}")
+    return BlockMovement(blocks.layout, blocks.block_bytes, blocks.has_tier, blocks.can_transfer)
+
+
+def fetch_to_proto(move: BlockMove, fence: worker_pb2.Fence, source_address: str) -> worker_pb2.FetchBlocksRequest:
+    """The order to fill blocks of a worker's pool."""
+    request = worker_pb2.FetchBlocksRequest(
+        fence=fence,
+        after_step_id=move.after_step_id,
+        block_ids=u32_to_bytes(move.block_ids.astype(np.uint32)),
+        hashes=b"".join(move.digests),
+        token_ids=u32_to_bytes(move.token_blocks.reshape(-1)),
+    )
+    if move.source is not None:
+        request.source.worker_id, request.source.address = move.source.worker_id, source_address
+        request.source.worker_epoch = move.source.worker_epoch
+        request.source.block_ids = u32_to_bytes(move.source.block_ids.astype(np.uint32))
+    return request
+
+
+def num_fetched(response: worker_pb2.FetchBlocksResponse, move: BlockMove, keys: BlockKeys | None) -> int:
+    """The number of leading blocks of a move that may be committed. With `keys`, a block from a tier counts only if a
+    scheduler with one of the keys committed it.
+    """
+    count = response.num_fetched
+    if count > len(move.digests):
+        raise WireError(f"num_fetched is {count}, but the move has {len(move.digests)} blocks")
+    if keys is None or move.source is not None:
+        return count
+    if len(response.origins) != count * ORIGIN.size:
+        raise WireError(f"{len(response.origins)} bytes of origins for {count} blocks")
+    for index, (epoch, block_id, seal) in enumerate(ORIGIN.iter_unpack(response.origins)):
+        if not keys.is_valid(epoch, block_id, move.digests[index], seal):
+            return index
+    return count
 
 
 def cached_blocks_from_proto(

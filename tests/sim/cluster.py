@@ -17,6 +17,7 @@ import numpy as np
 from prefix_index.changes import Holder
 from request_fields.beams import BeamParams
 from scheduler_svc.core.block_manager import ceil_div
+from scheduler_svc.core.block_moves import BlockMove
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.errors import (
     DuplicateRequestError,
@@ -39,6 +40,7 @@ from tests.sim.inputs import SimInput, inputs_of
 from tests.sim.oracle import Expected, expected_beams, expected_output
 from tests.sim.symbolic_model import pooled_number
 from tests.sim.symbolic_worker import Chains, SymbolicWorker, Violation
+from tests.sim.tiers import Tier, fetch, record_of
 
 ROOT_SALT = b"sim"
 
@@ -115,6 +117,9 @@ class Cluster:
         self._failed_requests: set[str] = set()
         self._has_seen_worker = False
         self.swaps: list[AdapterSwap] = []  # that workers have not ended
+        self.moves: list[BlockMove] = []  # of blocks, under way
+        self.tiers: dict[str, Tier] = {}  # by worker id: they survive the process
+        self.num_moved_blocks = 0
 
     def check(self) -> None:
         """The core's own invariants."""
@@ -298,6 +303,7 @@ class Cluster:
                     raise Violation(f"row {opened.row} of {batch.worker_id} opens with an adapter that is not resident")
             worker.send(batch)
         self._begin_swaps()
+        self._begin_moves()
         self.num_steps += len(batches)
         self.check()
         self._check_rows()
@@ -313,6 +319,38 @@ class Cluster:
             if swap.digest in worker.resident or swap.digest in (s.digest for s in self.swaps_of(worker)):
                 raise Violation(f"worker {swap.worker_id} swaps an adapter in twice")
             self.swaps.append(swap)
+
+    def _begin_moves(self) -> None:
+        for worker_id, worker in self.workers.items():
+            news, worker.newly_committed = worker.newly_committed, []
+            movement = worker.capacity.movement
+            if movement is None or not movement.has_tier:
+                continue
+            held = [(block, digest) for block, digest in news if worker.committed.get(block) == digest]
+            tier = self.tiers.setdefault(worker_id, {})
+            tier.update({digest: record_of(worker, block, digest) for block, digest in held})
+            self.scheduler.moves.change_tier(worker_id, [digest for _, digest in held], ())
+        for move in self.scheduler.moves.take_moves():
+            self.trace.append(("move", move))
+            self.moves.append(move)
+
+    def ready_moves(self) -> list[BlockMove]:
+        """The moves whose blocks their target may write now: the steps that were in flight have run."""
+        return [move for move in self.moves if self._may_write(move)]
+
+    def _may_write(self, move: BlockMove) -> bool:
+        worker = self.workers.get(move.worker_id)
+        return worker is None or worker.next_step_id > move.after_step_id
+
+    def end_move(self, move: BlockMove, limit: int) -> None:
+        """A fetch ends with at most this many blocks."""
+        self.moves.remove(move)
+        target = self.workers[move.worker_id]
+        count = fetch(move, target, self.workers, self.tiers.setdefault(move.worker_id, {}), limit)
+        self.trace.append(("moved", move, count))
+        self.num_moved_blocks += count
+        self.scheduler.end_move(move.move_id, count, 0.01, self.now)
+        self._follow_prefixes()
 
     def swaps_of(self, worker: SymbolicWorker) -> list[AdapterSwap]:
         return [swap for swap in self.swaps if swap.worker_id == worker.capacity.worker_id]
@@ -432,6 +470,8 @@ class Cluster:
         self._published[c.worker_id] = set()
         self.scheduler.add_worker(c, blocks, next_step_id=worker.next_step_id)
         self.scheduler.adapters.set_loaded(c.worker_id, ADAPTERS if c.max_adapters else ())
+        if c.movement is not None and c.movement.has_tier:
+            self.scheduler.moves.change_tier(c.worker_id, self.tiers.get(c.worker_id, ()), ())
         self._follow_prefixes()
 
     def lose(self, worker: SymbolicWorker) -> None:
@@ -451,6 +491,7 @@ class Cluster:
         self.trace.append(("remove", name))
         self.scheduler.remove_worker(name)
         self.swaps = [swap for swap in self.swaps if swap.worker_id != name]
+        self.moves = [move for move in self.moves if move.worker_id != name]
         del self.workers[name]
         self._follow_prefixes()
         if self._published.pop(name):
@@ -468,6 +509,7 @@ class Cluster:
         self.scheduler = self._make_scheduler(self.config)
         self.open, workers, self.workers = {}, self.workers, {}
         self.swaps.clear()
+        self.moves.clear()
         for request in self.requests.values():
             request.num_cached.clear()
         for worker in workers.values():
@@ -522,13 +564,16 @@ class Cluster:
             self.schedule()
             or self.busy_workers()
             or self.scheduler.has_work
+            or self.moves
             or self.scheduler.changes_due_at < math.inf
         ):
             self.now += 1.0
             busy = self.busy_workers()
-            num_idle = 0 if busy or self.swaps else num_idle + 1
+            num_idle = 0 if busy or self.swaps or self.moves else num_idle + 1
             if self.swaps:
                 self.end_swap(self.swaps[0])
+            if ready := self.ready_moves():
+                self.end_move(ready[0], len(ready[0].digests))
             if busy:
                 self.answer(choose(busy))
                 self.check()

@@ -22,12 +22,13 @@ from prefix_index.content_ids import FIRST_CONTENT_ID
 from request_fields.beams import BeamParams, EarlyStopping
 from scheduler_svc.core.block_manager import ceil_div
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.messages import WorkerCapacity
+from scheduler_svc.core.messages import BlockMovement, WorkerCapacity
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import StopCondition
 from tests.sim.cluster import ADAPTERS, ROOT_SALT, Cluster
 from tests.sim.inputs import NUM_CONTENTS, SimInput
 from tests.sim.symbolic_worker import NAN_SEED, SymbolicWorker
+from tests.sim.tiers import damage
 from tests.sim.transcript import describe
 
 WORKER_IDS = ("w0", "w1", "w2")
@@ -46,6 +47,7 @@ class Setup:
     abort_rate: float
     eagerness: float  # chance that `schedule` follows an event
     is_lazy: bool  # workers execute when their answer is read, not when the step arrives
+    has_moves: bool = False  # workers have tiers and exchange blocks: few prefixes, small pools, frequent losses
 
 
 class Simulation:
@@ -77,14 +79,20 @@ class Simulation:
             self._beam_rate = 0.6
         self._state_rng = Random(f"states {seed}")
         self._has_states = not self._encoder_rate and self._state_rng.random() < 0.4
+        self._move_rng = Random(f"moves {seed}")
         self._nan_rng = Random(f"nan {seed}")
         self._nan_rate = self._nan_rng.choice((0.0, 0.0, 0.0, 0.2))
         self.num_events = self._num_arrived = self._next_epoch = 0
         self.setup = replace(self._choose_setup(), **changes)
+        if self.setup.has_moves:
+            self._encoder_rate = self._tight_rate = 0.0
+            self._has_states = False
+            own = {"num_requests": 24, "fault_rate": 0.04, "arrival_rate": 0.3, "abort_rate": 0.01}
+            self.setup = replace(self.setup, **own)
         block_size = rng.choice((1, 2, 2, 3, 4, 4, 4, 8, 16))
         # From separate sources, so that seeds of old bugs give the same runs.
         windows = (None, 1, 2, block_size, block_size + 2, 3 * block_size + 1)
-        self.window = None if self._encoder_rate else Random(f"window {seed}").choice(windows)
+        self.window = None if self._encoder_rate or self.setup.has_moves else Random(f"window {seed}").choice(windows)
         self.cluster = Cluster(
             self._choose_config(),
             block_size=block_size,
@@ -136,6 +144,8 @@ class Simulation:
         rng, bs, max_len = self.rng, self.cluster.block_size, self.cluster.max_model_len
         longest = ceil_div(max_len, bs)
         num_blocks = rng.choice((rng.randint(2, longest), longest, longest + rng.randint(0, longest), 6 * longest))
+        if self.setup.has_moves:
+            num_blocks = max(num_blocks, longest + 2)
         max_num_seqs = rng.randint(1, 8)
         if tight := self._tight_pool():
             num_blocks, max_num_seqs = tight, 8
@@ -146,10 +156,18 @@ class Simulation:
         return WorkerCapacity(
             worker_id, self._next_epoch, num_blocks, bs, max_num_seqs, budget, max_len,
             pipeline_depth=rng.randint(1, 6), vocab_size=self.cluster.vocab_size, attention_window=self.window,
-            max_adapters=self._adapter_rng.randint(1, 3),
+            max_adapters=self._adapter_rng.randint(1, 3), movement=self._choose_movement(),
             num_snapshots=self._state_rng.choice((0, 1, 2, 4, 9)) if self._has_states else None,
             snapshot_tokens=self._state_rng.choice((1, bs, 3 * bs, 1000)),
         )  # fmt: skip
+
+    def _choose_movement(self) -> BlockMovement | None:
+        """From a separate source, as `_choose_beams`."""
+        rng = self._move_rng
+        if not self.setup.has_moves or rng.random() < 0.1:
+            return None
+        layout = b"other" if rng.random() < 0.1 else b"layout"
+        return BlockMovement(layout, 1, has_tier=rng.random() < 0.7, can_transfer=rng.random() < 0.8)
 
     def _tight_pool(self) -> int:
         """Perhaps the number of blocks that the largest open beam search needs: if its beams share less than they
@@ -163,6 +181,8 @@ class Simulation:
     def _choose_prompt(self) -> list[int]:
         """Shared prefixes, repeated prompts and continued conversations are as common as new prompts."""
         rng, limit, kind = self.rng, self.cluster.max_model_len, self.rng.random()
+        if self.setup.has_moves and kind < 0.85:
+            return rng.choice(self._prefixes)[: limit - rng.randint(1, 6)] + self._random_tokens(rng.randint(0, 2))
         earlier = list(self.cluster.requests.values())
         if kind < 0.5:
             prompt = rng.choice(self._prefixes)[: rng.randint(0, limit)] + self._random_tokens(rng.randint(0, 4))
@@ -269,6 +289,12 @@ class Simulation:
             return rng.choice((self._join, self.cluster.talk_nonsense))
         if self.cluster.swaps and self._adapter_rng.random() < 0.3:
             return self._end_swap
+        if self.setup.has_moves and self._move_rng.random() < (0.1 if self.cluster.moves else 0.01):
+            return self._restart_worker
+        if self.cluster.moves and self._move_rng.random() < 0.3:
+            return self._end_move
+        if self.cluster.tiers and self._move_rng.random() < 0.05:
+            return self._damage_a_record
         if not self.cluster.busy_workers() and self._num_arrived < s.num_requests:
             return self._arrive
         return self._answer
@@ -321,6 +347,26 @@ class Simulation:
 
     def _end_swap(self) -> None:
         self.cluster.end_swap(self._adapter_rng.choice(self.cluster.swaps))
+
+    def _end_move(self) -> None:
+        if ready := self.cluster.ready_moves():
+            move = self._move_rng.choice(ready)
+            whole = len(move.digests)
+            limit = self._move_rng.randint(0, whole) if self._move_rng.random() < 0.3 else whole
+            self.cluster.end_move(move, limit)
+
+    def _restart_worker(self) -> None:
+        """kill -9: another process with the same id and tier, while blocks of the first one may be on their way."""
+        if self.cluster.workers:
+            worker = self._random_worker()
+            self.cluster.lose(worker)
+            self._next_epoch += 1
+            self.cluster.join(replace(worker.capacity, worker_epoch=self._next_epoch), is_lazy=self.setup.is_lazy)
+
+    def _damage_a_record(self) -> None:
+        records = [record for tier in self.cluster.tiers.values() for record in tier.values()]
+        if records:
+            damage(self._move_rng.choice(records))
 
     def _join(self) -> None:
         """A new worker, or another one with the id of an earlier one."""
@@ -413,7 +459,7 @@ def main(first: int, last: int) -> None:
     for seed in range(first, last):
         simulation = run_seed(seed)
         totals["events"] += simulation.num_events
-        for name in ("steps", "tokens", "preemptions", "cached_tokens"):
+        for name in ("steps", "tokens", "preemptions", "cached_tokens", "moved_blocks"):
             totals[name] += getattr(simulation.cluster, f"num_{name}")
     print(f"{last - first} seeds in {time.process_time() - start:.1f} s of CPU: {dict(totals)}")
 

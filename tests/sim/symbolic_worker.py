@@ -112,6 +112,7 @@ class SymbolicWorker:
         self.duplicates: set[bytes] = set()  # contents that were in two blocks at once
         self.committed: dict[int, bytes] = {}
         self.is_committed = np.zeros(capacity.num_blocks, dtype=np.bool_)
+        self.newly_committed: list[tuple[int, bytes]] = []  # for the tier
         self._next_step = next_step_id
         self.has_states = capacity.num_snapshots is not None
         self._columns(rows, width, capacity.max_model_len)
@@ -401,6 +402,22 @@ class SymbolicWorker:
             self.committed.pop(block, None)  # the order of the table is that of the commits
             self.committed[block] = digest
             self.is_committed[block] = True
+            self.newly_committed.append((block, digest))
+
+    def deposit(self, block: int, tokens: np.ndarray, kv: np.ndarray, digest: bytes) -> None:
+        """A fetched block gets its content, between two steps. If a row that has not ended uses it, the next step that
+        reads it back tells.
+        """
+        bs = self.capacity.block_size
+        self._drop_content(block)
+        self.committed.pop(block, None)
+        self.is_committed[block] = False
+        self.kv[block * bs : (block + 1) * bs] = kv
+        self.kv_token[block * bs : (block + 1) * bs] = tokens
+        self.content[block], self.fill_step[block] = digest, 0
+        if digest in self.holder:
+            self.duplicates.add(digest)
+        self.holder.setdefault(digest, block)
 
     def _move_beams(self, batch: StepBatch) -> None:
         rows, parents = batch.beam_rows.astype(np.int64), batch.beam_parents.astype(np.int64)

@@ -19,6 +19,7 @@ from prefix_index.content_ids import FIRST_CONTENT_ID
 from scheduler_svc.core import answers, prompt_digests, scheduler, windows, worker_state
 from scheduler_svc.core.answers import Untrusted, untrusted_after
 from scheduler_svc.core.block_manager import BlockManager, LruQueue
+from scheduler_svc.core.block_moves import BlockMoves
 from scheduler_svc.core.features.adapters import AdapterSlots
 from scheduler_svc.core.features.beam_search import BeamSearch
 from scheduler_svc.core.features.beams import BeamRows
@@ -34,9 +35,11 @@ from scheduler_svc.core.step_planner import StepPlanner
 from scheduler_svc.core.windows import Windows
 from scheduler_svc.core.worker_state import InFlightStep, StepPlan, WorkerState
 from step_protocol.messages import PooledRows, StepBatch
+from tests.sim import tiers
 from tests.sim.cluster import Cluster
 from tests.sim.simulation import run_seed
 from tests.sim.symbolic_worker import SymbolicWorker
+from tests.sim.tiers import Tier, is_sound
 
 MAX_SEEDS = 200
 
@@ -51,10 +54,12 @@ class Bug:
     complaint: str
     checks_invariants: bool = False
     failure_rate: float | None = None  # for bugs that show only if rows fail in rare states
+    has_moves: bool = False  # for bugs in moves of blocks
 
     @property
     def changes(self) -> dict[str, float]:
-        return {} if self.failure_rate is None else {"failure_rate": self.failure_rate}
+        changes = {} if self.failure_rate is None else {"failure_rate": self.failure_rate}
+        return changes | ({"has_moves": True} if self.has_moves else {})
 
 
 BUGS: dict[str, Bug] = {}
@@ -739,6 +744,95 @@ def state_not_reset_at_reuse(patch: Patch) -> None:
         original(self, opened, root if not self.state[opened.row] else int(self.state[opened.row]))
 
     wrap(patch, SymbolicWorker, "_start_state", start)
+
+
+# -- moves of blocks ---------------------------------------------------------------------------------------------------
+
+
+@bug("was given away while it is read", has_moves=True)
+def source_freed_during_a_read(patch: Patch) -> None:
+    def begin(original: Any, moves: BlockMoves, *args: Any) -> Any:
+        move = original(moves, *args)
+        if move is not None and move.source is not None:
+            one = moves._open[move.move_id]
+            one.source.pool.free(one.pinned[::-1])
+            one.pinned = one.pinned[:0]
+        return move
+
+    wrap(patch, BlockMoves, "_begin", begin)
+
+
+@bug("reads the wrong content|has the wrong content|under a digest that is not|holds the wrong content", has_moves=True)
+def fetched_into_the_wrong_block(patch: Patch) -> None:
+    def deposit(original: Any, worker: SymbolicWorker, block: int, *content: Any) -> None:
+        original(worker, (block + 1) % worker.capacity.num_blocks, *content)
+
+    wrap(patch, SymbolicWorker, "deposit", deposit)
+
+
+@bug("reads the wrong content", has_moves=True)
+def tier_serves_another_salt(patch: Patch) -> None:
+    """The record of a block with the same tokens, in another chain."""
+
+    def find(original: Any, tier: Tier, digest: bytes, tokens: np.ndarray) -> Any:
+        others = (record for record in tier.values() if np.array_equal(record.tokens, tokens) and is_sound(record))
+        return next(others, None)
+
+    wrap(patch, tiers, "find_in_tier", find)
+
+
+@bug("reads the wrong content", has_moves=True)
+def checksum_ignored(patch: Patch) -> None:
+    patch.setattr(tiers, "is_sound", lambda record: True)
+
+
+@bug("was given away while it is read|reads the wrong content", has_moves=True)
+def stale_epoch_served(patch: Patch) -> None:
+    patch.setattr(tiers, "is_same_process", lambda source, worker: True)
+
+
+@bug("which is not full|under a digest that is not|no acknowledged step has computed|reads the wrong", has_moves=True)
+def blocks_committed_that_did_not_arrive(patch: Patch) -> None:
+    def settle(original: Any, moves: BlockMoves, one: Any, num_moved: int) -> None:
+        original(moves, one, len(one.move.digests))
+
+    wrap(patch, BlockMoves, "_settle", settle)
+
+
+@bug(
+    "reads the wrong content|which other rows share|which another open row has|opens with a bad table|are free",
+    has_moves=True,
+)
+def target_blocks_free_during_a_fetch(patch: Patch) -> None:
+    def begin(original: Any, moves: BlockMoves, *args: Any) -> Any:
+        move = original(moves, *args)
+        if move is not None:
+            moves._open[move.move_id].target.pool.free(move.block_ids)
+        return move
+
+    def settle(original: Any, moves: BlockMoves, one: Any, num_moved: int) -> None:
+        one.target.pool.share(one.move.block_ids)
+        original(moves, one, num_moved)
+
+    wrap(patch, BlockMoves, "_begin", begin)
+    wrap(patch, BlockMoves, "_settle", settle)
+
+
+@bug("under a digest that is not|which is not full|reads the wrong content|writes into committed", has_moves=True)
+def fetched_before_the_steps_in_flight_have_run(patch: Patch) -> None:
+    wrap(patch, Cluster, "_may_write", lambda original, cluster, move: move.worker_id in cluster.workers)
+
+
+@bug("no progress|did not end within", has_moves=True)
+def a_failed_move_is_waited_for_without_end(patch: Patch) -> None:
+    def end(original: Any, moves: BlockMoves, move_id: int, *args: Any) -> Any:
+        one = moves._open.get(move_id)
+        changed = original(moves, move_id, *args)
+        if one is not None:
+            one.move.is_ended, one.move.give_up_at = False, np.inf
+        return changed
+
+    wrap(patch, BlockMoves, "end_move", end)
 
 
 # -- the tests ---------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from scheduler_svc.core.block_moves import BlockMove
 from tests.sim.seeds import parametrize_seeds, read_regressions
 from tests.sim.simulation import run_seed
 
@@ -27,6 +28,20 @@ def test_seeds(seeds: Iterable[int]) -> None:
 @pytest.mark.parametrize("seed", read_regressions(REGRESSIONS))
 def test_regression(seed: int) -> None:
     run_seed(seed)
+
+
+@pytest.mark.parametrize("first", [0, 20, *(pytest.param(n, marks=pytest.mark.deep) for n in range(40, 4000, 40))])
+def test_blocks_move(first: int) -> None:
+    """From tiers and from other workers, ahead of a sequence that leaves, and while steps are in flight."""
+    moves: list[BlockMove] = []
+    num_moved = 0
+    for seed in range(first, first + 20):
+        cluster = run_seed(seed, has_moves=True).cluster
+        moves += [event[1] for event in cluster.trace if event[0] == "move"]
+        num_moved += cluster.num_moved_blocks
+    assert num_moved > 20
+    assert {move.source is None for move in moves} == {True, False}
+    assert any(move.after_step_id for move in moves)
 
 
 def test_a_seed_is_the_same_run_every_time() -> None:

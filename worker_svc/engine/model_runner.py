@@ -26,6 +26,7 @@ from worker_svc.engine.checkpoint.model_folder import eos_token_ids
 from worker_svc.engine.checkpoint.tensors import Checkpoint
 from worker_svc.engine.config import ComputeDtype, EngineConfig
 from worker_svc.engine.cpu.backends import make_backend
+from worker_svc.engine.decoder.block_payload import MovableBlocks
 from worker_svc.engine.decoder.model import DecoderModel
 from worker_svc.engine.engine_info import make_engine_info
 from worker_svc.engine.kernels.machine import available_cores
@@ -133,6 +134,9 @@ class ModelRunner(StepRunner):
 
     def committed_blocks(self) -> Iterator[tuple[U32, list[bytes], U32]]:
         return self._pool.committed_blocks()
+
+    def movable_blocks(self) -> MovableBlocks | None:
+        return None if self.info.is_encoder else MovableBlocks(self._pool, self._pool.block_parts())
 
     def _bind_thread(self) -> None:
         """torch keeps thread counts per calling thread, so they are set in the thread that runs steps."""

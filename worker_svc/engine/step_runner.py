@@ -13,6 +13,7 @@ import numpy as np
 from step_protocol.columns import I64, U32
 from step_protocol.messages import EMPTY, RowErrorCode, RowOpen, StepBatch, StepOutput
 from worker_svc.engine.config import EngineInfo
+from worker_svc.engine.decoder.block_payload import MovableBlocks
 from worker_svc.engine.rows.errors import RowErrors
 from worker_svc.engine.rows.open_rows import OpenRows
 from worker_svc.engine.rows.step_checker import StepChecker
@@ -72,6 +73,10 @@ class StepRunner(ABC):
     @abstractmethod
     def committed_blocks(self) -> Iterator[tuple[U32, list[bytes], U32]]:
         """Block ids [N], their digests and their tokens [N, block_size] of all committed blocks, in pieces."""
+
+    def movable_blocks(self) -> MovableBlocks | None:
+        """The blocks of the pool as bytes; None if they cannot leave it."""
+        return None
 
     def reset_rows(self) -> None:
         """Closes all rows, for a new lease. Committed blocks stay."""

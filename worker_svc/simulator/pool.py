@@ -7,6 +7,7 @@ import numpy.typing as npt
 
 from step_protocol.columns import I64, U32
 from worker_svc.engine.decoder.block_contents import BlockContents
+from worker_svc.engine.decoder.block_payload import BlockPart
 from worker_svc.simulator.tokens import GOLDEN, MIX_1, MIX_2
 
 U64 = npt.NDArray[np.uint64]
@@ -75,12 +76,17 @@ class SimPool(BlockContents):
 
     def copy(self, src: I64, dst: I64) -> None:
         """Copies blocks, one pair after the other; the copies are not committed."""
+        self.uncommit(dst)
         content = self.digests.reshape(-1, self.block_size)
         for source, target in zip(src.tolist(), dst.tolist(), strict=True):
             content[target] = content[source]
             self.sums[target] = self.sums[source]
         self.copy_tokens(src, dst)
-        self.uncommit(dst)
+
+    def block_parts(self) -> list[BlockPart]:
+        """The arrays of which a block has a part."""
+        arrays = self.digests.reshape(1, self.num_blocks, -1), self.sums.reshape(1, self.num_blocks, 1)
+        return [BlockPart("uint64", array.shape[2:], array.view(np.uint8)) for array in arrays]
 
 
 def block_weights(block_size: int) -> U64:

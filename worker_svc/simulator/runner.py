@@ -34,6 +34,7 @@ from worker_svc.engine.adapters.rows import RowAdapters
 from worker_svc.engine.adapters.store import AdapterStore
 from worker_svc.engine.backend import TopLogprobs
 from worker_svc.engine.config import EngineConfig
+from worker_svc.engine.decoder.block_payload import MovableBlocks
 from worker_svc.engine.rows.errors import RowErrors
 from worker_svc.engine.rows.logprobs import LogprobRows, PromptTargets, spread, to_columns
 from worker_svc.engine.rows.open_rows import OpenRows
@@ -116,6 +117,9 @@ class SimRunner(StepRunner):
 
     def committed_blocks(self) -> Iterator[tuple[U32, list[bytes], U32]]:
         return self._pool.committed_blocks()
+
+    def movable_blocks(self) -> MovableBlocks:
+        return MovableBlocks(self._pool, self._pool.block_parts())
 
     def _after_opens(self, opens: list[RowOpen]) -> None:
         for item in opens:

@@ -22,10 +22,29 @@ class BlockContents:
         self._slot_tokens: U32 = np.zeros(num_blocks * block_size, np.uint32)
         self._is_committed: Bools = np.zeros(num_blocks, np.bool_)
         self._hashes: npt.NDArray[np.uint8] = np.zeros((num_blocks, HASH_BYTES), np.uint8)
+        self._num_writes: I64 | None = None  # of each block; None: no other thread reads blocks
 
     def uncommit(self, block_ids: I64) -> None:
         """Marks blocks that are about to be written as uncommitted."""
         self._is_committed[block_ids] = False
+        if self._num_writes is not None:
+            self._num_writes[block_ids] += 1
+
+    def count_writes(self) -> None:
+        """From now on, `version` tells another thread whether a block was written while it read the block."""
+        self._num_writes = np.zeros(self.num_blocks, np.int64)
+
+    def version(self, block: int, digest: bytes) -> int | None:
+        """Changes with each write of the block; None unless the block is committed with this digest. Any thread may
+        call it.
+        """
+        version = 0 if self._num_writes is None else int(self._num_writes[block])
+        is_same = self._is_committed[block] and self._hashes[block].tobytes() == digest
+        return version if is_same else None
+
+    def tokens_of(self, block: int) -> U32:
+        """A copy of the tokens of a block."""
+        return self._slot_tokens[block * self.block_size : (block + 1) * self.block_size].copy()
 
     def write_tokens(self, slots: I64, token_ids: I64) -> None:
         """Records the tokens whose keys and values are being written."""

@@ -10,6 +10,7 @@ import torch
 from step_protocol.columns import I64
 from worker_svc.engine.backend import Backend, KVLayout
 from worker_svc.engine.decoder.block_contents import BlockContents
+from worker_svc.engine.decoder.block_payload import BlockPart
 from worker_svc.engine.kernels.memory import lazy_zeros
 from worker_svc.engine.recurrent import StatePool
 
@@ -58,10 +59,17 @@ class KVCachePool(BlockContents):
 
     def copy(self, backend: Backend, src: I64, dst: I64) -> None:
         """Copies blocks with their tokens, in the given order. The copies are not committed."""
+        self.uncommit(dst)
         for tensor in self.tensors:
             backend.copy_blocks(tensor, src, dst)
         self.copy_tokens(src, dst)
-        self.uncommit(dst)
+
+    def block_parts(self) -> list[BlockPart]:
+        """The arrays of which a block has a part."""
+        return [
+            BlockPart(str(tensor.dtype), tuple(tensor.shape[2:]), tensor.flatten(2).view(torch.uint8).numpy())
+            for tensor in self.tensors
+        ]
 
 
 def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, pool_size: int) -> torch.Tensor:

@@ -1,0 +1,376 @@
+"""Moves of cached blocks into a worker's pool: from its own tier, or from the pool of another worker.
+
+A move fills blocks of the target with the blocks that continue what it has cached of a sequence. When it has ended,
+they are cached prefixes like any others, and the sequence hits them when it is admitted. So a move is a matter of the
+cache alone: whatever becomes of it, the tokens are the same, and what did not arrive is computed.
+
+    decided      `wait_for`: placement has chosen a worker with room for a waiting sequence. `leave`: a running sequence
+                 should leave its worker
+    taken        by `take_moves`; the caller has the target fetch the blocks
+    ended        `end_move`, with the number of leading blocks that arrived
+
+Ownership of blocks
+    The target's blocks have a reference of the move, so that no row gets them. They are written only after the steps
+    that were in flight when the move took them (`after_step_id`): such a step may carry a commit of their old content.
+    The source's blocks have a reference too, so that they are not evicted while they are read, and so have the blocks
+    of the target that the moved ones continue. A move ends without effect on a worker that has left the scheduler.
+
+Waiting
+    A sequence whose blocks are on their way stays in the queue, and others pass it. It waits at most until
+    `give_up_at`, when computing the tokens would have been done as well. It moves once per stay in the queue, so a
+    source that always fails costs one attempt. Sequences with the same prefix wait for the same move.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from scheduler_svc.core.block_manager import NO_BLOCKS
+from scheduler_svc.core.messages import Counts
+from scheduler_svc.core.policy import MoveSpeed, Throughput, moved_tokens_gain
+from scheduler_svc.core.sequence import QueueEntry, Refusal, Sequence
+from scheduler_svc.core.worker_state import WorkerState
+from step_protocol.columns import I64, U32
+
+PATIENCE = 2.0  # a sequence waits for its blocks at most this many times as long as computing them would take
+MIN_PATIENCE_S = 0.5
+UNKNOWN_PACE = 1000.0  # tokens per second, to limit the wait while the pace of prefill is unknown
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSource:
+    """The worker process to read blocks from."""
+
+    worker_id: str
+    worker_epoch: int
+    block_ids: I64
+
+
+@dataclass(eq=False, slots=True)
+class BlockMove:
+    """The order for a worker: which blocks of its pool get what content. They continue each other."""
+
+    move_id: int
+    worker_id: str
+    after_step_id: int  # 0: no step is in flight
+    block_ids: I64  # [N]
+    digests: list[bytes]  # [N]
+    token_blocks: U32  # [N, block_size]
+    source: BlockSource | None  # None: the worker's own tier
+    is_ended: bool = False
+    give_up_at: float = 0.0  # no sequence waits longer
+
+
+@dataclass(slots=True)
+class _Open:
+    """A move under way, with what it holds."""
+
+    move: BlockMove
+    target: WorkerState
+    prefix: I64  # blocks of the target that the moved ones continue
+    source: WorkerState | None
+    pinned: I64  # blocks of the source
+    speed: MoveSpeed
+
+
+@dataclass(slots=True)
+class _Mover:
+    """What the scheduler knows of a worker whose blocks move."""
+
+    tier_speed: MoveSpeed
+    transfer_speed: MoveSpeed
+    tier: set[bytes] = field(default_factory=set)  # digests of the blocks in its tier
+    arriving: dict[bytes, BlockMove] = field(default_factory=dict)
+
+
+class BlockMoves:
+    """Decides which blocks move. Without workers that can move blocks, `is_on` is false and nothing is called."""
+
+    def __init__(
+        self, workers: Mapping[str, WorkerState], throughput: Throughput, counts: Counts, watermark: float
+    ) -> None:
+        self._workers = workers
+        self._throughput = throughput
+        self._counts = counts
+        self._watermark = watermark
+        self._movers: dict[str, _Mover] = {}
+        self._open: dict[int, _Open] = {}
+        self._new: list[BlockMove] = []
+        self._leaving: dict[Sequence, BlockMove] = {}  # running sequences whose blocks go ahead of them
+        self._num_moves = 0
+
+    @property
+    def is_on(self) -> bool:
+        """Whether some worker can move blocks."""
+        return bool(self._movers)
+
+    # -- workers ------------------------------------------------------------------------------------------------------
+
+    def join(self, worker: WorkerState) -> None:
+        """A worker joins."""
+        movement = worker.capacity.movement
+        if movement is not None:
+            speeds = MoveSpeed(movement.block_bytes), MoveSpeed(movement.block_bytes)
+            self._movers[worker.capacity.worker_id] = _Mover(*speeds)
+
+    def forget(self, worker: WorkerState) -> None:
+        """A worker has left, with the moves into it."""
+        self._movers.pop(worker.capacity.worker_id, None)
+        for move_id in [move_id for move_id, one in self._open.items() if one.target is worker]:
+            self.end_move(move_id, 0)
+        self._new = [move for move in self._new if not move.is_ended]
+
+    def change_tier(self, worker_id: str, added: Iterable[bytes], removed: Iterable[bytes]) -> None:
+        """The tier of a worker holds other blocks."""
+        mover = self._movers.get(worker_id)
+        if mover is not None:
+            mover.tier.update(added)
+            mover.tier.difference_update(removed)
+
+    def num_in_tier(self, worker_id: str) -> int:
+        """Number of blocks in the tier of a worker."""
+        return len(self._movers[worker_id].tier) if worker_id in self._movers else 0
+
+    def is_source(self, worker_id: str) -> bool:
+        """Whether blocks of this worker are being read."""
+        return any(one.source is not None and one.source.capacity.worker_id == worker_id for one in self._open.values())
+
+    # -- waiting sequences --------------------------------------------------------------------------------------------
+
+    def gains(self, workers: Seq[WorkerState], entry: QueueEntry) -> I64:
+        """For each worker, how many fewer tokens than uncached ones it computes in the time that a move leaves."""
+        return np.array([self._gain(worker, entry, workers) for worker in workers], dtype=np.int64)
+
+    def _gain(self, worker: WorkerState, entry: QueueEntry, workers: Seq[WorkerState]) -> int:
+        move = entry.move
+        if move is not None:
+            is_coming = not move.is_ended and move.worker_id == worker.capacity.worker_id
+            return len(move.digests) * worker.capacity.block_size if is_coming else 0
+        found = self._best(worker, entry.seq, workers)
+        return 0 if found is None else found[0]
+
+    def _best(
+        self, worker: WorkerState, seq: Sequence, workers: Iterable[WorkerState]
+    ) -> tuple[int, int, int, WorkerState | None] | None:
+        """The best move for a waiting sequence: gain in tokens, first block, number of blocks, source (None: tier)."""
+        mover = self._movers.get(worker.capacity.worker_id)
+        if mover is None:
+            return None
+        bs, digests = worker.capacity.block_size, seq.digests
+        end = min(seq.max_cached_tokens // bs, len(digests))
+        first = worker.pool.match_len(digests, end)
+        options: list[tuple[int, int, int, WorkerState | None]] = []
+        in_tier = first
+        while in_tier < end and digests[in_tier] in mover.tier:
+            in_tier += 1
+        for source, last in ((None, in_tier), self._holder(worker, digests, end, workers)):
+            speed = mover.tier_speed if source is None else mover.transfer_speed
+            count = last - first
+            if count < 1:
+                continue
+            gain = moved_tokens_gain(count * bs, speed.seconds(count), self._throughput.prefill.per_s)
+            options.append((gain, first, count, source))
+        best = max(options, key=lambda option: option[0], default=None)
+        return best if best is not None and best[0] > 0 else None
+
+    def _holder(
+        self, worker: WorkerState, digests: Seq[bytes], end: int, workers: Iterable[WorkerState]
+    ) -> tuple[WorkerState | None, int]:
+        """The other worker that holds most of these blocks and can send them, and how many."""
+        best: tuple[WorkerState | None, int] = None, 0
+        for other in workers:
+            if other is not worker and can_exchange(worker, other):
+                count = other.pool.match_len(digests, end)
+                if count > best[1]:
+                    best = other, count
+        return best
+
+    def wait_for(self, worker: WorkerState, entry: QueueEntry, now: float) -> bool:
+        """Whether a sequence that has room on this worker should wait for blocks. Begins the move if needed."""
+        mover = self._movers.get(worker.capacity.worker_id)
+        if mover is None:
+            return False
+        if entry.move is not None:
+            move = entry.move
+            return not move.is_ended and move.worker_id == worker.capacity.worker_id and now < move.give_up_at
+        seq, bs = entry.seq, worker.capacity.block_size
+        if seq.group.features.num_head_tokens or seq.group.features.is_private:
+            return False
+        end = min(seq.max_cached_tokens // bs, len(seq.digests))
+        first = worker.pool.match_len(seq.digests, end)
+        if first < end and (coming := mover.arriving.get(seq.digests[first])) is not None:
+            entry.move = coming
+            return now < coming.give_up_at
+        found = self._best(worker, seq, self._workers.values())
+        if found is None:
+            return False
+        if isinstance(worker.try_admit(entry, self._watermark, self._throughput.mean_output), Refusal):
+            return False
+        _, first, count, source = found
+        entry.move = self._begin(worker, seq.digests, seq.data.token_ids(), (first, first + count), source, now)
+        return entry.move is not None
+
+    # -- running sequences --------------------------------------------------------------------------------------------
+
+    def leave(self, seq: Sequence, worker: WorkerState, takers: Seq[WorkerState], now: float) -> bool:
+        """Whether a running sequence that should leave its worker may go. Its blocks go ahead to one of the takers, and
+        meanwhile it runs on, so that it pauses for the tokens of the last block only.
+        """
+        move = self._leaving.get(seq)
+        if move is None:
+            move = self._send_ahead(seq, worker, takers, now)
+            if move is None:
+                return True
+            self._leaving[seq] = move
+        if not move.is_ended and now < move.give_up_at:
+            return False
+        del self._leaving[seq]
+        return True
+
+    def _send_ahead(self, seq: Sequence, worker: WorkerState, takers: Seq[WorkerState], now: float) -> BlockMove | None:
+        row, bs = seq.row, worker.capacity.block_size
+        features = seq.group.features
+        if row is None or features.is_gang or features.is_private or features.num_head_tokens:
+            return None
+        digests = worker.rows.digests[row]
+        able = [taker for taker in takers if can_exchange(taker, worker) and taker.could_run(seq.group)]
+        if not able or not digests:
+            return None
+        tokens = worker.rows.token_blocks[row, : len(digests)].reshape(-1)
+        firsts = {taker: self._first_missing(taker, digests) for taker in able}
+        taker = max(able, key=lambda taker: taker.pool.num_free + firsts[taker])
+        first = firsts[taker]
+        count = len(digests) - first
+        move_s = self._movers[taker.capacity.worker_id].transfer_speed.seconds(count)
+        if count < 1 or moved_tokens_gain(count * bs, move_s, self._throughput.prefill.per_s) < 1:
+            return None
+        return self._begin(taker, digests, tokens, (first, len(digests)), worker, now)
+
+    def _first_missing(self, worker: WorkerState, digests: Seq[bytes]) -> int:
+        arriving = self._movers[worker.capacity.worker_id].arriving
+        first = worker.pool.match_len(digests, len(digests))
+        while first < len(digests) and digests[first] in arriving:
+            first += 1
+        return first
+
+    def next_end_of_patience(self, now: float) -> float:
+        """When the next sequence after `now` stops to wait for its move; inf if there is none."""
+        ends = (one.move.give_up_at for one in self._open.values())
+        return min((end for end in ends if end > now), default=math.inf)
+
+    # -- a move -------------------------------------------------------------------------------------------------------
+
+    def _begin(
+        self,
+        target: WorkerState,
+        digests: Seq[bytes],
+        token_ids: U32,
+        span: tuple[int, int],
+        source: WorkerState | None,
+        now: float,
+    ) -> BlockMove | None:
+        """Take the blocks of a move. None if the target has too few, or the source no longer holds them."""
+        (first, end), bs, pool = span, target.capacity.block_size, target.pool
+        pinned = NO_BLOCKS
+        if source is not None:
+            held = source.pool.match(digests, token_ids, end)
+            committed = source.pool.are_committed(held)
+            pinned = held if committed.all() else held[: int(committed.argmin())]
+            end = len(pinned)
+        if end <= first:
+            return None
+        prefix = pool.match(digests, token_ids, first)
+        if end - first + pool.num_unused(prefix) > pool.num_free:
+            return None
+        pool.share(prefix)
+        if source is not None:
+            source.pool.share(pinned)
+        self._num_moves += 1
+        count, mover = end - first, self._movers[target.capacity.worker_id]
+        pace = self._throughput.prefill.per_s or UNKNOWN_PACE
+        move = BlockMove(
+            move_id=self._num_moves,
+            worker_id=target.capacity.worker_id,
+            after_step_id=target.in_flight[-1].step_id if target.in_flight else 0,
+            block_ids=pool.allocate(count),
+            digests=list(digests[first:end]),
+            token_blocks=token_ids[first * bs : end * bs].reshape(count, bs).copy(),
+            source=None if source is None else _source_of(source, pinned[first:]),
+            give_up_at=now + max(MIN_PATIENCE_S, PATIENCE * count * bs / pace),
+        )
+        speed = mover.tier_speed if source is None else mover.transfer_speed
+        self._open[move.move_id] = _Open(move, target, prefix, source, pinned, speed)
+        mover.arriving.update(dict.fromkeys(move.digests, move))
+        self._new.append(move)
+        return move
+
+    def take_moves(self) -> list[BlockMove]:
+        """The moves that have begun since the last call. The caller reports the end of each with `end_move`."""
+        new, self._new = self._new, []
+        return new
+
+    def end_move(self, move_id: int, num_moved: int, took_s: float = 0.0) -> list[WorkerState]:
+        """A move has ended: this many of its leading blocks have their content. Returns the workers that changed."""
+        one = self._open.pop(move_id, None)
+        if one is None:
+            return []
+        move = one.move
+        move.is_ended = True
+        self._leaving = {seq: move for seq, move in self._leaving.items() if seq.row is not None}
+        changed = []
+        if self._workers.get(move.worker_id) is one.target:
+            changed.append(one.target)
+            self._settle(one, num_moved)
+            self._measure(one, num_moved, took_s)
+        source = one.source
+        if source is not None and self._workers.get(source.capacity.worker_id) is source:
+            changed.append(source)
+            source.pool.free(one.pinned[::-1])
+            source.room_version += 1
+        return changed
+
+    def _settle(self, one: _Open, num_moved: int) -> None:
+        """The moved blocks become cached prefixes; the others are empty."""
+        move, pool = one.move, one.target.pool
+        mover = self._movers[move.worker_id]
+        for digest in move.digests:
+            if mover.arriving.get(digest) is move:
+                del mover.arriving[digest]
+        if move.source is None and num_moved < len(move.digests):
+            mover.tier.discard(move.digests[num_moved])  # it is not there, or damaged
+        pool.cache(move.block_ids[:num_moved], move.digests[:num_moved], move.token_blocks[:num_moved])
+        pool.free(np.concatenate((one.prefix, move.block_ids))[::-1])
+        one.target.room_version += 1
+
+    def _measure(self, one: _Open, num_moved: int, took_s: float) -> None:
+        move, capacity, counts = one.move, one.target.capacity, self._counts
+        num_tokens = num_moved * capacity.block_size
+        counts.block_moves += 1
+        counts.failed_block_moves += num_moved < len(move.digests)
+        if move.source is None:
+            counts.tier_hit_tokens += num_tokens
+        else:
+            counts.transferred_tokens += num_tokens
+        one.speed.add(num_moved, took_s)
+        if capacity.movement is not None:
+            counts.moved_bytes += num_moved * capacity.movement.block_bytes
+        pace = self._throughput.prefill.per_s
+        if pace:
+            counts.block_move_lost_ms += int(1e3 * max(0.0, took_s - num_tokens / pace))
+
+
+def can_exchange(worker: WorkerState, other: WorkerState) -> bool:
+    """Whether the bytes of their blocks mean the same, and both exchange them."""
+    mine, theirs = worker.capacity.movement, other.capacity.movement
+    if mine is None or theirs is None:
+        return False
+    return mine.can_transfer and theirs.can_transfer and mine.layout == theirs.layout
+
+
+def _source_of(worker: WorkerState, block_ids: I64) -> BlockSource:
+    return BlockSource(worker.capacity.worker_id, worker.capacity.worker_epoch, block_ids)

@@ -1,0 +1,237 @@
+"""Blocks between two workers over gRPC: the target gets exactly the source's blocks, or fewer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from quire.internal.v1 import worker_pb2, worker_pb2_grpc
+from quire_client.demo import demo_model_dir
+
+from step_protocol.columns import u32_to_bytes
+from svc_common.observe.inspection import Inspector
+from svc_common.serve import GrpcServer, open_channel
+from tests.unit.worker.test_kv_store import make_block
+from worker_svc.blocks import MovementSettings, WorkerBlocks
+from worker_svc.bundle import Bundle
+from worker_svc.engine.config import EngineConfig
+from worker_svc.executor import StepExecutor
+from worker_svc.kv_store import record
+from worker_svc.lifecycle import Lifecycle
+from worker_svc.servicer import WorkerServicer
+from worker_svc.simulator.runner import SimConfig, SimRunner
+
+BLOCK_SIZE, NUM_BLOCKS, NUM_MOVED = 4, 24, 10
+
+
+@dataclass
+class Served:
+    """A worker that moves blocks, at its address."""
+
+    runner: SimRunner
+    blocks: WorkerBlocks
+    executor: StepExecutor
+    stub: Any
+    address: str
+    fence: worker_pb2.Fence
+
+
+@asynccontextmanager
+async def serve(epoch: int, **settings: Any) -> AsyncIterator[Served]:
+    config = EngineConfig(
+        model_dir=demo_model_dir(), block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS, max_num_seqs=2, max_model_len=64
+    )
+    executor = StepExecutor(worker_epoch=epoch)
+    runner = SimRunner(config, SimConfig(step_ms=0.0))
+    info = await executor.load(lambda: runner)
+    blocks = WorkerBlocks(executor, MovementSettings(**settings), lambda address, worker_id: open_channel(address))
+    await blocks.start(info)
+    servicer = WorkerServicer(
+        executor=executor,
+        lifecycle=Lifecycle(),
+        bundle=Bundle(b"", b"", False),
+        drain=lambda timeout_s: asyncio.sleep(0, 0),
+        inspector=Inspector("worker", "w", {}, lambda: b""),
+        blocks=blocks,
+    )
+    server = GrpcServer(listen="127.0.0.1:0", service_names=["quire.internal.v1.WorkerService"])
+    worker_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server.grpc)
+    address = await server.start()
+    async with AsyncExitStack() as closing:
+        closing.callback(executor.close)
+        closing.callback(blocks.close)
+        closing.push_async_callback(server.grpc.stop, 0)
+        channel = await closing.enter_async_context(open_channel(address))
+        stub = worker_pb2_grpc.WorkerServiceStub(channel)
+        yield Served(runner, blocks, executor, stub, address, executor.lease(0, "test").fence)
+
+
+def order(
+    target: Served, source: Served, *, epoch: int | None = None, salt: bytes = b""
+) -> worker_pb2.FetchBlocksRequest:
+    """Fetch blocks 0 to 9 of the source, filled now, into blocks 10 to 19 of the target."""
+    pool = source.runner._pool
+    digests = [make_block(pool, block) for block in range(NUM_MOVED)]
+    tokens = np.concatenate([pool.tokens_of(block) for block in range(NUM_MOVED)])
+    request = worker_pb2.FetchBlocksRequest(
+        fence=target.fence,
+        block_ids=u32_to_bytes(np.arange(NUM_MOVED, 2 * NUM_MOVED, dtype=np.uint32)),
+        hashes=b"".join(digests),
+        token_ids=u32_to_bytes(tokens),
+    )
+    request.source.worker_id, request.source.address = "source", source.address
+    request.source.worker_epoch = source.executor.worker_epoch if epoch is None else epoch
+    request.source.block_ids = u32_to_bytes(np.arange(NUM_MOVED, dtype=np.uint32))
+    return request
+
+
+def num_equal(target: Served, source: Served) -> int:
+    """Leading blocks of the target that hold what the source's blocks hold."""
+    mine, theirs = target.runner._pool, source.runner._pool
+    content = mine.digests.reshape(-1, BLOCK_SIZE)[NUM_MOVED:], theirs.digests.reshape(-1, BLOCK_SIZE)
+    equal = [
+        bool((content[0][i] == content[1][i]).all()) and mine.sums[NUM_MOVED + i] == theirs.sums[i]
+        for i in range(NUM_MOVED)
+    ]
+    return equal.index(False) if False in equal else NUM_MOVED
+
+
+@pytest.fixture
+async def pair() -> AsyncIterator[tuple[Served, Served]]:
+    async with serve(1, kv_transfer=True) as source, serve(2, kv_transfer=True) as target:
+        yield source, target
+
+
+async def test_blocks_arrive_as_they_were(pair: tuple[Served, Served]) -> None:
+    source, target = pair
+    response = await target.stub.FetchBlocks(order(target, source))
+    assert (response.num_fetched, response.message) == (NUM_MOVED, "")
+    assert num_equal(target, source) == NUM_MOVED
+    assert target.runner._pool.tokens_of(12).tolist() == source.runner._pool.tokens_of(2).tolist()
+    assert list(target.runner.committed_blocks()) == [], "only the scheduler commits"
+
+
+async def test_a_block_that_the_source_has_given_away_ends_the_fetch(pair: tuple[Served, Served]) -> None:
+    source, target = pair
+    request = order(target, source)
+    make_block(source.runner._pool, 4, b"other tenant")
+    response = await target.stub.FetchBlocks(request)
+    assert response.num_fetched == num_equal(target, source) == 4
+
+
+async def test_an_earlier_process_or_another_layout_serves_nothing(pair: tuple[Served, Served]) -> None:
+    source, target = pair
+    response = await target.stub.FetchBlocks(order(target, source, epoch=7))
+    assert response.num_fetched == 0
+    assert "FAILED_PRECONDITION" in response.message
+    target.blocks._layout = bytes(16)
+    response = await target.stub.FetchBlocks(order(target, source))
+    assert response.num_fetched == 0
+    assert "layout" in response.message
+
+
+async def test_bits_that_flip_on_the_way_are_found(
+    pair: tuple[Served, Served], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = pair
+    record_of = WorkerBlocks._record_of
+
+    def flipped(blocks: WorkerBlocks, pool: Any, block: int, digest: bytes) -> bytes | None:
+        data = record_of(blocks, pool, block, digest)
+        return data if data is None or block != 6 else data[:-30] + bytes([data[-30] ^ 4]) + data[-29:]
+
+    monkeypatch.setattr(WorkerBlocks, "_record_of", flipped)
+    response = await target.stub.FetchBlocks(order(target, source))
+    assert response.num_fetched == num_equal(target, source) == 6
+    assert "checksum" in response.message
+    assert target.blocks.counts.num_refused == 1
+
+
+async def test_a_source_that_dies_in_the_middle_leaves_the_blocks_before(
+    pair: tuple[Served, Served], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = pair
+    record_of = WorkerBlocks._record_of
+
+    def dying(blocks: WorkerBlocks, pool: Any, block: int, digest: bytes) -> bytes | None:
+        if block == 3:
+            raise RuntimeError("the process ends")
+        return record_of(blocks, pool, block, digest)
+
+    monkeypatch.setattr(WorkerBlocks, "_record_of", dying)
+    response = await target.stub.FetchBlocks(order(target, source))
+    assert response.num_fetched == num_equal(target, source) == 3
+    response = await target.stub.FetchBlocks(_unreachable(target, source))
+    assert response.num_fetched == 0
+    assert "UNAVAILABLE" in response.message
+
+
+def _unreachable(target: Served, source: Served) -> worker_pb2.FetchBlocksRequest:
+    request = order(target, source)
+    request.source.address = "127.0.0.1:1"
+    return request
+
+
+async def test_a_fetch_of_an_ended_lease_writes_nothing(pair: tuple[Served, Served]) -> None:
+    source, target = pair
+    request = order(target, source)
+    request.after_step_id = 1  # never sent
+    fetching = asyncio.ensure_future(target.stub.FetchBlocks(request))
+    while target.blocks.counts.blocks_in < NUM_MOVED:
+        await asyncio.sleep(0.001)
+    target.executor.lease(0, "another scheduler")
+    with pytest.raises(grpc.aio.AioRpcError, match="has ended"):
+        await fetching
+    assert num_equal(target, source) == 0
+    with pytest.raises(grpc.aio.AioRpcError, match="scheduler_epoch"):
+        await target.stub.FetchBlocks(request)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"block_ids": b"\1\0\0\0" * 10},
+        {"hashes": b"x"},
+        {"token_ids": b"\1\0\0\0"},
+        {"block_ids": u32_to_bytes(np.arange(20, 30, dtype=np.uint32))},
+    ],
+    ids=str,
+)
+async def test_columns_that_contradict_the_pool_are_refused(
+    pair: tuple[Served, Served], change: dict[str, bytes]
+) -> None:
+    source, target = pair
+    request = order(target, source)
+    for name, value in change.items():
+        setattr(request, name, value)
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await target.stub.FetchBlocks(request)
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_a_worker_without_the_flags_moves_nothing(tmp_path: Path) -> None:
+    async with serve(1) as source, serve(2, kv_disk=tmp_path / "tier", kv_disk_size=1 << 20) as target:
+        response = await target.stub.FetchBlocks(order(target, source))
+        assert response.num_fetched == 0
+        assert "start it with" in response.message
+        with pytest.raises(grpc.aio.AioRpcError, match="start it with"):
+            await source.stub.FetchBlocks(order(source, target))
+        listing = target.stub.WatchTier(worker_pb2.WatchTierRequest(fence=target.fence))
+        first = await listing.read()
+        assert first.is_listed
+        assert not first.added
+        listing.cancel()
+
+
+def test_a_record_names_where_its_block_was_committed() -> None:
+    """The scheduler checks the seal under these ids (scheduler_svc/workers/wire.py has the same layout)."""
+    from scheduler_svc.workers.wire import ORIGIN
+
+    assert ORIGIN.format == record.ORIGIN.format

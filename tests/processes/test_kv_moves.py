@@ -1,0 +1,86 @@
+"""Blocks that move between pools, files and workers: the same tokens as without, and fewer of them computed."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from quire_client import AsyncClient
+from quire_client.demo import demo_model_dir
+
+from tests.processes.models import make_checkpoint
+from tests.processes.ports import free_port
+from tests.processes.stack import Stack, is_ready, wait_idle, worker_status
+
+FLAGS = ("--dtype", "bfloat16", "--num-blocks", "64", "--max-num-seqs", "6", "--max-num-batched-tokens", "48")
+PROMPT = [3 + i * 7 % 90 for i in range(150)]
+BLOCK_SIZE = 16
+
+
+async def answer(client: AsyncClient, prompt: list[int] = PROMPT, **options: object) -> tuple[list[int], int]:
+    """The tokens of an answer and the prompt tokens that were cached."""
+    options = {"max_tokens": 24} | options
+    result = await client.generate(token_ids=prompt, seed=5, temperature=1.0, ignore_eos=True, **options)
+    return list(result.token_ids), result.usage.cached_tokens
+
+
+async def collect(stream: Any) -> list[int]:
+    """All tokens of a stream."""
+    async with stream:
+        return [token async for delta in stream for token in delta.token_ids]
+
+
+def wait_for_records(folder: Path, count: int) -> None:
+    deadline = time.monotonic() + 20
+    while len(list(folder.glob("*/*/*"))) < count:
+        assert time.monotonic() < deadline, sorted(folder.rglob("*"))
+        time.sleep(0.02)
+
+
+async def test_a_worker_that_was_killed_is_warm_again(tmp_path: Path) -> None:
+    disk = tmp_path / "tier"
+    with Stack(tmp_path) as stack:
+        scheduler = stack.start_scheduler()
+        worker = stack.start_worker(scheduler, make_checkpoint(tmp_path / "model"), *FLAGS, "--kv-disk", str(disk))
+        async with await stack.connect(stack.start_gateway(scheduler)) as client:
+            expected, num_cached = await answer(client)
+            assert num_cached == 0
+            wait_for_records(disk, (len(PROMPT) + 23) // BLOCK_SIZE)
+            worker.kill()
+            worker.start()
+            await stack.until(client, lambda schedulers: is_ready(schedulers, worker))
+            assert await answer(client) == (expected, len(PROMPT) // BLOCK_SIZE * BLOCK_SIZE)
+            other = await answer(client, cache_salt="another tenant")
+            assert other == (expected, 0)
+            await wait_idle(stack, client)
+
+
+async def test_streams_of_a_drained_worker_take_their_blocks_along(tmp_path: Path) -> None:
+    """Each simulated worker checks every block that a step reads."""
+    sim = ("--executor", "sim", "--sim-step-ms", "15", "--block-size", "16", "--num-blocks", "256", "--kv-transfer")
+    prompts = [[3 + (i * 7 + number) % 90 for i in range(300)] for number in range(4)]
+    with Stack(tmp_path) as stack:
+        scheduler = stack.start_scheduler("--metrics-listen", f"127.0.0.1:{(port := free_port())}")
+        workers = [stack.start_worker(scheduler, demo_model_dir(), *sim) for _ in range(2)]
+        async with await stack.connect(stack.start_gateway(scheduler), workers=2) as client:
+            streams = [client.stream(token_ids=p, max_tokens=250, seed=5, ignore_eos=True) for p in prompts]
+            tasks = [asyncio.create_task(collect(stream)) for stream in streams]
+            found = await stack.until(client, lambda schedulers: schedulers[0].num_running == len(tasks))
+            leaving = max(workers, key=lambda worker: worker_status(found, worker).rows_used)
+            await asyncio.to_thread(leaving.terminate)
+            tokens = [await task for task in tasks]
+            await wait_idle(stack, client)
+            expected = [
+                (
+                    await client.generate(token_ids=p, max_tokens=250, seed=5, ignore_eos=True, cache_salt="alone")
+                ).token_ids
+                for p in prompts
+            ]
+        assert tokens == [list(ids) for ids in expected]
+        page = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics").read().decode()
+        moved = re.search(r"^quire_transferred_tokens_total\S* (\S+)$", page, re.MULTILINE)
+        assert moved is not None and float(moved[1]) >= 300 // BLOCK_SIZE * BLOCK_SIZE, stack.logs()

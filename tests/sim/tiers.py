@@ -1,0 +1,81 @@
+"""Blocks outside the pools of symbolic workers: tiers that survive a worker, and moves that tests end as they like."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from scheduler_svc.core.block_moves import BlockMove, BlockSource
+from tests.sim.symbolic_worker import SymbolicWorker, Violation
+
+
+@dataclass(slots=True)
+class Record:
+    """A block in a tier or on its way, as a real record: what it is, and its content."""
+
+    digest: bytes
+    tokens: np.ndarray
+    kv: np.ndarray
+    is_damaged: bool = False  # a checksum would tell
+
+
+Tier = dict[bytes, Record]
+
+
+def record_of(worker: SymbolicWorker, block: int, digest: bytes) -> Record:
+    """The content of a worker's block now."""
+    bs = worker.capacity.block_size
+    span = slice(block * bs, (block + 1) * bs)
+    return Record(digest, worker.kv_token[span].copy(), worker.kv[span].copy())
+
+
+def damage(record: Record) -> None:
+    """Flip a bit of the content."""
+    record.kv = record.kv ^ np.uint64(1)
+    record.is_damaged = True
+
+
+def find_in_tier(tier: Tier, digest: bytes, tokens: np.ndarray) -> Record | None:
+    """The record of exactly this block."""
+    found = tier.get(digest)
+    return found if found is not None and np.array_equal(found.tokens, tokens) and is_sound(found) else None
+
+
+def is_sound(record: Record) -> bool:
+    """The check of a record's checksum."""
+    return not record.is_damaged
+
+
+def is_same_process(source: BlockSource, worker: SymbolicWorker) -> bool:
+    """The check of the source's epoch."""
+    return worker.capacity.worker_epoch == source.worker_epoch
+
+
+def read_source(source: BlockSource, worker: SymbolicWorker, index: int, digest: bytes) -> Record | None:
+    """A block of another worker. The scheduler holds it until the move ends, so it must not have changed."""
+    block = int(source.block_ids[index])
+    if not is_same_process(source, worker):
+        return None
+    if worker.committed.get(block) != digest and worker.content[block] != digest:
+        raise Violation(f"block {block} of {source.worker_id} was given away while it is read")
+    return record_of(worker, block, digest)
+
+
+def fetch(
+    move: BlockMove, target: SymbolicWorker, workers: Mapping[str, SymbolicWorker], tier: Tier, limit: int
+) -> int:
+    """What the target does with the order; it gets at most `limit` blocks. Returns the leading blocks that arrived."""
+    for index, (block, digest) in enumerate(zip(move.block_ids.tolist(), move.digests, strict=True)):
+        if index >= limit:
+            return index
+        source = None if move.source is None else workers.get(move.source.worker_id)
+        if move.source is None:
+            record = find_in_tier(tier, digest, move.token_blocks[index])
+        else:
+            record = None if source is None else read_source(move.source, source, index, digest)
+        if record is None:
+            return index
+        target.deposit(block, record.tokens, record.kv, digest)
+    return len(move.digests)

@@ -1,0 +1,170 @@
+"""Which blocks move: the price of a move against that of computing, and what a sequence waits for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from scheduler_svc.core.block_moves import BlockMove
+from scheduler_svc.core.messages import BlockMovement, WorkerCapacity
+from scheduler_svc.core.policy import MoveSpeed, moved_tokens_gain
+from scheduler_svc.core.scheduler import Scheduler
+from step_protocol.messages import StepBatch, StepOutput
+from tests.builders import make_capacity, make_group, make_scheduler, run_to_end
+from tests.invariants import check_scheduler
+
+PROMPT = list(range(1, 41))  # ten blocks
+BOTH = BlockMovement(b"layout", 100, has_tier=True, can_transfer=True)
+
+
+def test_a_move_gains_the_tokens_that_are_computed_in_the_time_saved() -> None:
+    assert moved_tokens_gain(1000, 0.1, 2000.0) == 800
+    assert moved_tokens_gain(100, 0.1, 2000.0) == -100
+    assert moved_tokens_gain(100, 0.1, None) == 100
+
+
+def test_the_time_of_a_block_follows_the_measured_moves() -> None:
+    speed = MoveSpeed(1 << 20)
+    assert speed.seconds(100) == pytest.approx(0.005 + 100 * (0.0002 + (1 << 20) / 500e6))
+    for _ in range(30):
+        speed.add(10, 0.105)
+    assert speed.seconds(10) == pytest.approx(0.105, rel=0.01)
+    speed.add(0, 9.0)
+    assert speed.seconds(10) == pytest.approx(0.105, rel=0.01)
+
+
+def capacity(name: str, movement: BlockMovement | None = BOTH, **sizes: int) -> WorkerCapacity:
+    return replace(make_capacity(name, **sizes), movement=movement)
+
+
+def digests_of(scheduler: Scheduler, worker_id: str) -> list[bytes]:
+    return scheduler._workers[worker_id].pool.cached_digests()
+
+
+def warm(scheduler: Scheduler, name: str = "first") -> None:
+    """Compute and cache the prompt."""
+    scheduler.add_group(make_group(PROMPT, name, max_tokens=1), 0.0)
+    run_to_end(scheduler)
+
+
+def answer(scheduler: Scheduler, batch: StepBatch, now: float) -> None:
+    """Each row of the step samples token 9."""
+    rows = batch.rows[batch.sample_mask]
+    scheduler.update(StepOutput(batch.step_id, rows, np.full_like(rows, 9), worker_id=batch.worker_id), now)
+
+
+def moves_of(scheduler: Scheduler, now: float = 1.0) -> list[BlockMove]:
+    assert scheduler.schedule(now) == [], "nothing is computed while the blocks are on the way"
+    return scheduler.moves.take_moves()
+
+
+def test_a_restarted_worker_reads_its_tier_and_the_sequence_hits_it() -> None:
+    scheduler = make_scheduler(capacity("w0"))
+    warm(scheduler)
+    held = digests_of(scheduler, "w0")
+    scheduler.remove_worker("w0")
+    scheduler.add_worker(capacity("w0", worker_epoch=2))
+    scheduler.moves.change_tier("w0", held, ())
+    scheduler.add_group(make_group([*PROMPT, 7], "again", max_tokens=1), 1.0)
+    (move,) = moves_of(scheduler)
+    assert (move.source, len(move.digests), move.after_step_id) == (None, 10, 0)
+    check_scheduler(scheduler)
+    scheduler.end_move(move.move_id, 10, 0.01, 1.1)
+    check_scheduler(scheduler)
+    (batch,) = scheduler.schedule(1.1)
+    assert batch.context_lens.tolist() == [40]
+    assert sorted(batch.commit_digests) == sorted(held)
+
+
+def test_blocks_that_do_not_arrive_are_computed_and_no_second_move_begins() -> None:
+    scheduler = make_scheduler(capacity("w0"))
+    warm(scheduler)
+    held = digests_of(scheduler, "w0")
+    scheduler.remove_worker("w0")
+    scheduler.add_worker(capacity("w0", worker_epoch=2))
+    scheduler.moves.change_tier("w0", held, ())
+    scheduler.add_group(make_group([*PROMPT, 7], "again", max_tokens=1), 1.0)
+    (move,) = moves_of(scheduler)
+    scheduler.end_move(move.move_id, 3, 0.01, 1.1)
+    (batch,) = scheduler.schedule(1.1)
+    assert batch.context_lens.tolist() == [12]
+    assert scheduler.moves.take_moves() == []
+    assert scheduler.moves.num_in_tier("w0") == 9, "the block that was not there is forgotten"
+    check_scheduler(scheduler)
+
+
+def test_a_sequence_stops_to_wait_and_the_late_blocks_are_a_cache() -> None:
+    scheduler = make_scheduler(capacity("w0"))
+    warm(scheduler)
+    held = digests_of(scheduler, "w0")
+    scheduler.remove_worker("w0")
+    scheduler.add_worker(capacity("w0", worker_epoch=2))
+    scheduler.moves.change_tier("w0", held, ())
+    scheduler.add_group(make_group([*PROMPT, 7], "again", max_tokens=1), 1.0)
+    (move,) = moves_of(scheduler)
+    assert scheduler.moves.next_end_of_patience(1.0) == move.give_up_at
+    (batch,) = scheduler.schedule(move.give_up_at)
+    assert batch.context_lens.tolist() == [0]
+    scheduler.end_move(move.move_id, 10, 9.0, 10.0)
+    check_scheduler(scheduler)
+    answer(scheduler, batch, 10.0)
+    assert not scheduler.has_work
+    check_scheduler(scheduler)
+
+
+def test_others_pass_a_sequence_that_waits_for_blocks_and_its_twin_waits_with_it() -> None:
+    scheduler = make_scheduler(capacity("w0"))
+    warm(scheduler)
+    held = digests_of(scheduler, "w0")
+    scheduler.remove_worker("w0")
+    scheduler.add_worker(capacity("w0", worker_epoch=2))
+    scheduler.moves.change_tier("w0", held, ())
+    scheduler.add_group(make_group([*PROMPT, 7], "again", max_tokens=1), 1.0)
+    scheduler.add_group(make_group([*PROMPT, 8], "twin", max_tokens=1), 1.0)
+    scheduler.add_group(make_group([50, 51, 52], "other", max_tokens=1), 1.0)
+    (batch,) = scheduler.schedule(1.0)
+    assert [opened.group.request_id for opened in batch.opens] == ["other"]
+    (move,) = scheduler.moves.take_moves()
+    assert move.after_step_id == 0
+    scheduler.end_move(move.move_id, 10, 0.01, 1.1)
+    answer(scheduler, batch, 1.2)
+    (both,) = scheduler.schedule(1.2)
+    assert both.context_lens.tolist() == [40, 40]
+    check_scheduler(scheduler)
+
+
+def test_a_draining_worker_sends_the_blocks_of_a_row_ahead() -> None:
+    scheduler = make_scheduler(capacity("w0"), capacity("w1"))
+    scheduler.add_group(make_group(PROMPT, "stream", max_tokens=100), 0.0)
+    for _ in range(4):
+        for batch in scheduler.schedule(0.0):
+            answer(scheduler, batch, 0.0)
+    source = next(w for w in scheduler._workers.values() if w.rows.num_used)
+    name = source.capacity.worker_id
+    scheduler.drain_worker(name)
+    (move,) = scheduler.moves.take_moves()
+    assert source.rows.num_used == 1, "it runs on"
+    assert (move.source.worker_id, len(move.digests)) == (name, 10)
+    assert scheduler.moves.is_source(name)
+    check_scheduler(scheduler)
+    scheduler.end_move(move.move_id, 10, 0.01, 0.2)
+    assert not source.rows.num_used
+    assert not scheduler.moves.is_source(name)
+    opens = [opened for batch in scheduler.schedule(0.3) for opened in batch.opens]
+    assert [opened.num_computed_tokens for opened in opens] == [40]
+    check_scheduler(scheduler)
+
+
+@pytest.mark.parametrize(
+    "other", [None, replace(BOTH, layout=b"other"), replace(BOTH, can_transfer=False)], ids=["none", "layout", "flag"]
+)
+def test_workers_that_cannot_exchange_blocks_do_not(other: BlockMovement | None) -> None:
+    scheduler = make_scheduler(capacity("w0"), capacity("w1", other))
+    scheduler.add_group(make_group(PROMPT, "stream", max_tokens=100), 0.0)
+    scheduler.schedule(0.0)
+    source = next(w for w in scheduler._workers.values() if w.rows.num_used)
+    scheduler.drain_worker(source.capacity.worker_id)
+    assert scheduler.moves.take_moves() == []
+    assert not source.rows.num_used, "it leaves at once, as without moves"

@@ -1,0 +1,409 @@
+"""The blocks of this worker outside its pool: what its RPCs read, write and announce.
+
+A fetch fills blocks of the pool, by order of the scheduler:
+
+    read and check a record -> wait until the steps that were sent before the order have run -> write the block
+
+The scheduler has taken these blocks, so no later step names them before its answer. It learns how many of the leading
+blocks arrived and commits them with a later step, like blocks that a step has filled. The first block that cannot be
+had ends the fetch: those after it continue a prefix that is not there.
+
+A write that ran after the answer could hit a block that a step uses by then. So the answer is sent when the last write
+has run: writes and steps run in one thread, in the order in which they were queued.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import grpc
+from quire.internal.v1 import scheduler_pb2, worker_pb2, worker_pb2_grpc
+
+from prefix_index.hashing import layout_digest
+from step_protocol.columns import U32, WireError, u32_from_bytes
+from step_protocol.messages import StepBatch
+from svc_common.errors import InvalidRequestError, QuireError, StaleEpochError, UnavailableError
+from svc_common.observe.metrics import Row
+from worker_svc.engine.config import EngineInfo
+from worker_svc.engine.decoder.block_payload import MovableBlocks
+from worker_svc.executor import StepExecutor
+from worker_svc.kv_store.block_store import BlockStore, Committed
+from worker_svc.kv_store.disk_tier import DiskTier
+from worker_svc.kv_store.record import BadRecordError, Found, Origin, Wanted, pack_record, unpack_record
+from worker_svc.lease import Lease
+from worker_svc.seals import TAG_BYTES, make_seal
+from worker_svc.wire import pieces
+
+log = logging.getLogger(__name__)
+
+DIGEST_BYTES = 16
+WRITE_BYTES = 4 << 20  # written to the pool at once, between two steps
+PIECE_BYTES = 1 << 20  # of a message between workers
+WATCH_PAUSE_S = 0.1  # changes of the tier are sent together
+MAX_LISTED = 1 << 14  # digests in one message
+FETCH_TIMEOUT_S = 60.0
+
+OpenWorker = Callable[[str, str], grpc.aio.Channel]  # from address and worker id
+
+
+@dataclass(frozen=True, slots=True)
+class MovementSettings:
+    """As the flags of the same names."""
+
+    kv_disk: Path | None = None
+    kv_disk_size: int = 0  # bytes
+    kv_transfer: bool = False
+
+    @property
+    def is_on(self) -> bool:
+        return self.kv_disk is not None or self.kv_transfer
+
+
+class FetchEndedError(Exception):
+    """A block cannot be had; the message says why. It and the blocks after it are computed again."""
+
+
+@dataclass(slots=True)
+class TransferCounts:
+    """Blocks that came from other workers, or went to them."""
+
+    blocks_in: int = 0
+    blocks_out: int = 0
+    bytes_in: int = 0
+    bytes_out: int = 0
+    num_refused: int = 0  # records that were not those of the wanted blocks
+    num_ended: int = 0  # fetches that got fewer blocks than they wanted
+
+
+@dataclass(slots=True)
+class Order:
+    """A fetch, as the scheduler orders it."""
+
+    block_ids: list[int]
+    wanted: list[Wanted]
+    after_step_id: int
+    source: worker_pb2.BlockSource | None
+    written: list[Found] = field(default_factory=list)
+
+
+class WorkerBlocks:
+    """Owns the tier of this worker and its exchange of blocks with other workers. Does nothing unless a flag asks."""
+
+    def __init__(self, executor: StepExecutor, settings: MovementSettings, open_worker: OpenWorker) -> None:
+        self.counts = TransferCounts()
+        self.store: BlockStore | None = None
+        self._executor = executor
+        self._settings = settings
+        self._open_worker = open_worker
+        self._blocks: MovableBlocks | None = None
+        self._layout = b""
+        self._senders = ThreadPoolExecutor(1, thread_name_prefix="block-sender")
+        self.num_reads = 0  # other workers that read blocks now
+
+    # -- start and end ------------------------------------------------------------------------------------------------
+
+    async def start(self, info: EngineInfo) -> scheduler_pb2.BlockMovement | None:
+        """The model is loaded: open the tier. Returns what this worker announces; None: its blocks cannot move."""
+        if not self._settings.is_on:
+            return None
+        blocks = self._executor.movable_blocks()
+        if blocks is None or info.attention_window is not None or info.num_snapshots is not None:
+            log.warning("--kv-disk and --kv-transfer have no effect: blocks of this model or backend cannot move yet")
+            return None
+        self._blocks, self._layout = blocks, layout_digest(info.revision, info.numerics, blocks.layout)
+        if self._settings.kv_disk is not None:
+            await self._open_tier(blocks)
+        return scheduler_pb2.BlockMovement(
+            layout=self._layout,
+            block_bytes=blocks.payload_bytes,
+            has_tier=self.store is not None,
+            can_transfer=self._settings.kv_transfer,
+        )
+
+    async def _open_tier(self, blocks: MovableBlocks) -> None:
+        folder, size = self._settings.kv_disk, self._settings.kv_disk_size
+        if folder is None:
+            return
+        tier = DiskTier(folder, size, self._layout, lambda digest, is_held: store.report(digest, is_held))
+        store = BlockStore(blocks, self._layout, tier)
+        await asyncio.get_running_loop().run_in_executor(self._senders, store.start)
+        self.store, self._executor.on_commit = store, self._offer
+        log.info(
+            "--kv-disk %s: %d blocks of this model, %.1f GiB used", folder, len(tier.digests()), tier.num_bytes / 2**30
+        )
+
+    def close(self) -> None:
+        """Stop all threads."""
+        self._executor.on_commit = None
+        self._senders.shutdown(wait=False, cancel_futures=True)
+        if self.store is not None:
+            self.store.close()
+
+    def _offer(self, batch: StepBatch, scheduler_epoch: int, tags: bytes) -> None:
+        """Called in the model thread for each step that commits blocks."""
+        if self.store is None:
+            return
+        committed = []
+        for index, (block, digest) in enumerate(zip(batch.commit_blocks.tolist(), batch.commit_digests, strict=True)):
+            seal = make_seal(scheduler_epoch, tags[index * TAG_BYTES : (index + 1) * TAG_BYTES])
+            committed.append(Committed(digest, Origin(self._executor.worker_epoch, block, seal)))
+        self.store.offer(committed)
+
+    def _movable(self) -> MovableBlocks:
+        if self._blocks is None:
+            raise UnavailableError("this worker moves no blocks; start it with --kv-disk or --kv-transfer")
+        return self._blocks
+
+    def metrics(self) -> Iterator[Row]:
+        """The current values of the metrics of tiers and transfers."""
+        if self._blocks is None:
+            return
+        transfers, store = self.counts, self.store
+        if store is not None:
+            counts = store.tier.counts
+            yield "worker_kv_tier_bytes", (), store.tier.num_bytes
+            yield "worker_kv_tier_writable", (), float(store.tier.is_writer)
+            yield "worker_kv_tier_queued_blocks", (), store.num_queued
+            yield "worker_kv_tier_reads_total", ("hit",), counts.num_hits
+            yield "worker_kv_tier_reads_total", ("miss",), counts.num_misses
+            yield "worker_kv_tier_reads_total", ("corrupt",), counts.num_corrupt
+            yield "worker_kv_tier_read_seconds_total", (), counts.read_s
+            yield "worker_kv_tier_read_bytes_total", (), counts.bytes_read
+            yield "worker_kv_tier_written_bytes_total", (), counts.bytes_written
+            yield "worker_kv_tier_dropped_blocks_total", (), counts.num_dropped
+            yield "worker_kv_tier_errors_total", (), counts.num_errors
+        yield "worker_kv_transfer_bytes_total", ("in",), transfers.bytes_in
+        yield "worker_kv_transfer_bytes_total", ("out",), transfers.bytes_out
+        yield "worker_kv_transfer_refused_blocks_total", (), transfers.num_refused
+
+    # -- fetching -----------------------------------------------------------------------------------------------------
+
+    async def fetch(self, request: worker_pb2.FetchBlocksRequest) -> worker_pb2.FetchBlocksResponse:
+        """Fill blocks of the pool. Whatever fails, the blocks before it count."""
+        blocks, lease = self._movable(), self._executor.check_fence(request.fence)
+        order, message = self._order(request, blocks), ""
+        try:
+            async with asyncio.timeout(FETCH_TIMEOUT_S):
+                await self._fetch(order, lease, blocks)
+        except FetchEndedError as error:
+            message = str(error)
+        except TimeoutError:
+            message = f"not all blocks arrived within {FETCH_TIMEOUT_S:g} s"
+        if len(order.written) < len(order.wanted):
+            self.counts.num_ended += 1
+        origins = b"" if order.source is not None else b"".join(found.origin for found in order.written)
+        return worker_pb2.FetchBlocksResponse(num_fetched=len(order.written), origins=origins, message=message)
+
+    def _order(self, request: worker_pb2.FetchBlocksRequest, blocks: MovableBlocks) -> Order:
+        """Raises InvalidRequestError for columns that contradict each other or the pool."""
+        try:
+            ids, tokens = u32_from_bytes(request.block_ids, "block_ids"), u32_from_bytes(request.token_ids, "token_ids")
+        except WireError as error:
+            raise InvalidRequestError(str(error), field=error.field) from None
+        count = len(ids)
+        if len(request.hashes) != count * DIGEST_BYTES or len(tokens) != count * blocks.block_size:
+            raise InvalidRequestError(
+                f"{count} block_ids with {len(request.hashes)} bytes of hashes and {len(tokens)} token_ids; "
+                f"a block has {DIGEST_BYTES} bytes and {blocks.block_size} tokens",
+                field="block_ids",
+            )
+        if len(set(ids.tolist())) < count or (count and int(ids.max()) >= blocks.num_blocks):
+            raise InvalidRequestError(
+                f"block_ids must be distinct and below {blocks.num_blocks}, got {ids.tolist()[:16]}", field="block_ids"
+            )
+        wanted = [
+            Wanted(digest, row)
+            for digest, row in zip(split(request.hashes), tokens.reshape(count, blocks.block_size), strict=True)
+        ]
+        source = request.source if request.HasField("source") else None
+        return Order(ids.tolist(), wanted, request.after_step_id, source)
+
+    async def _fetch(self, order: Order, lease: Lease, blocks: MovableBlocks) -> None:
+        found = self._from_tier(order) if order.source is None else self._from_worker(order, order.source, blocks)
+        pending: list[Found] = []
+        at_once = max(1, WRITE_BYTES // max(1, blocks.payload_bytes))
+        try:
+            async for one in found:
+                pending.append(one)
+                if len(pending) >= at_once:
+                    await self._write(order, pending, lease, blocks)
+        except FetchEndedError:
+            if pending:
+                await self._write(order, pending, lease, blocks)
+            raise
+        if pending:
+            await self._write(order, pending, lease, blocks)
+
+    async def _write(self, order: Order, pending: list[Found], lease: Lease, blocks: MovableBlocks) -> None:
+        """Write the pending blocks, which follow those that are written, to the pool."""
+        start = len(order.written)
+        targets = list(zip(order.block_ids[start:], order.wanted[start:], pending, strict=False))
+
+        def write() -> None:
+            for block, wanted, found in targets:
+                blocks.write(block, wanted.tokens, found.payload)
+
+        await self._executor.write_blocks(lease, order.after_step_id, write)
+        order.written += pending
+        pending.clear()
+
+    async def _from_tier(self, order: Order) -> AsyncIterator[Found]:
+        if self.store is None:
+            raise FetchEndedError("this worker has no tier")
+        loop, store = asyncio.get_running_loop(), self.store
+        reads = [loop.run_in_executor(store.readers, store.read, wanted) for wanted in order.wanted]
+        try:
+            for read in reads:
+                if (found := await read) is None:
+                    raise FetchEndedError("the tier does not have a block, or its record is damaged")
+                yield found
+        finally:
+            for read in reads:
+                read.cancel()
+
+    async def _from_worker(
+        self, order: Order, source: worker_pb2.BlockSource, blocks: MovableBlocks
+    ) -> AsyncIterator[Found]:
+        request = worker_pb2.ReadBlocksRequest(
+            worker_epoch=source.worker_epoch,
+            layout=self._layout,
+            block_ids=source.block_ids,
+            hashes=b"".join(wanted.digest for wanted in order.wanted),
+        )
+        record, wanted = bytearray(), iter(order.wanted)
+        try:
+            async with self._open_worker(source.address, source.worker_id) as channel:
+                stub = worker_pb2_grpc.WorkerServiceStub(channel)
+                async for piece in stub.ReadBlocks(request, timeout=FETCH_TIMEOUT_S):
+                    record += piece.data
+                    if piece.ends_record:
+                        yield self._unpack(record, next(wanted), blocks)
+                        record = bytearray()
+        except grpc.aio.AioRpcError as error:
+            raise FetchEndedError(f"worker {source.worker_id}: {error.code().name}: {error.details()}") from None
+        except StopIteration:
+            raise FetchEndedError(f"worker {source.worker_id} sent more blocks than were wanted") from None
+
+    def _unpack(self, record: bytearray, wanted: Wanted, blocks: MovableBlocks) -> Found:
+        try:
+            found = unpack_record(record, wanted, self._layout, blocks.payload_bytes)
+        except BadRecordError as error:
+            self.counts.num_refused += 1
+            raise FetchEndedError(f"a block from another worker is not used: {error}") from None
+        self.counts.blocks_in += 1
+        self.counts.bytes_in += len(record)
+        return found
+
+    # -- serving ------------------------------------------------------------------------------------------------------
+
+    async def read(self, request: worker_pb2.ReadBlocksRequest) -> AsyncIterator[worker_pb2.ReadBlocksResponse]:
+        """The records of committed blocks, for another worker."""
+        blocks = self._movable()
+        if not self._settings.kv_transfer:
+            raise UnavailableError("this worker serves no blocks; start it with --kv-transfer")
+        if request.worker_epoch != self._executor.worker_epoch:
+            raise StaleEpochError("worker_epoch is not that of this process", field="worker_epoch")
+        if request.layout != self._layout:
+            raise StaleEpochError("layout is not that of this worker's blocks", field="layout")
+        ids, digests = _block_ids(request), split(request.hashes)
+        if len(digests) != len(ids):
+            raise InvalidRequestError(f"{len(ids)} block_ids with {len(digests)} hashes", field="hashes")
+        self.num_reads += 1
+        try:
+            async for response in self._send(blocks, list(zip(ids.tolist(), digests, strict=True))):
+                yield response
+        finally:
+            self.num_reads -= 1
+
+    async def _send(
+        self, blocks: MovableBlocks, wanted: Sequence[tuple[int, bytes]]
+    ) -> AsyncIterator[worker_pb2.ReadBlocksResponse]:
+        loop = asyncio.get_running_loop()
+        for block, digest in wanted:
+            record = await loop.run_in_executor(self._senders, partial(self._record_of, blocks, block, digest))
+            if record is None:
+                return
+            self.counts.blocks_out += 1
+            self.counts.bytes_out += len(record)
+            parts = list(pieces(record, PIECE_BYTES))
+            for part in parts[:-1]:
+                yield worker_pb2.ReadBlocksResponse(data=part)
+            yield worker_pb2.ReadBlocksResponse(data=parts[-1], ends_record=True)
+
+    def _record_of(self, blocks: MovableBlocks, block: int, digest: bytes) -> bytes | None:
+        found = blocks.read(block, digest) if block < blocks.num_blocks else None
+        if found is None:
+            return None
+        origin = Origin(self._executor.worker_epoch, block)
+        return b"".join(pack_record(digest, self._layout, *found, origin))
+
+    # -- announcing ---------------------------------------------------------------------------------------------------
+
+    async def watch(self, request: worker_pb2.WatchTierRequest) -> AsyncIterator[worker_pb2.WatchTierResponse]:
+        """What the tier holds, then each change."""
+        lease, store = self._executor.check_fence(request.fence), self.store
+        if store is None:
+            raise UnavailableError("this worker has no tier; start it with --kv-disk")
+        loop, has_changed, changes = asyncio.get_running_loop(), asyncio.Event(), dict[bytes, bool]()
+        end: list[QuireError] = []
+
+        def change(digest: bytes, is_held: bool) -> None:
+            changes[digest] = is_held
+            has_changed.set()
+
+        def end_watch(error: QuireError) -> None:
+            end.append(error)
+            has_changed.set()
+
+        def on_change(digest: bytes, is_held: bool) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(change, digest, is_held)
+
+        held = store.watch(on_change)
+        unwatch = lease.watch(end_watch)
+        try:
+            for start in range(0, len(held) or 1, MAX_LISTED):
+                part, is_last = held[start : start + MAX_LISTED], start + MAX_LISTED >= len(held)
+                yield worker_pb2.WatchTierResponse(added=b"".join(part), is_listed=is_last)
+            while not end:
+                await has_changed.wait()
+                await asyncio.sleep(WATCH_PAUSE_S)
+                has_changed.clear()
+                for message in _changes_to_proto(changes):
+                    yield message
+            raise end[0]
+        finally:
+            store.unwatch(on_change)
+            unwatch()
+
+
+def _changes_to_proto(changes: dict[bytes, bool]) -> list[worker_pb2.WatchTierResponse]:
+    """Takes all changes."""
+    found = list(changes.items())
+    changes.clear()
+    return [
+        worker_pb2.WatchTierResponse(
+            added=b"".join(digest for digest, is_held in part if is_held),
+            removed=b"".join(digest for digest, is_held in part if not is_held),
+        )
+        for part in (found[start : start + MAX_LISTED] for start in range(0, len(found), MAX_LISTED))
+    ]
+
+
+def _block_ids(request: worker_pb2.ReadBlocksRequest) -> U32:
+    try:
+        return u32_from_bytes(request.block_ids, "block_ids")
+    except WireError as error:
+        raise InvalidRequestError(str(error), field=error.field) from None
+
+
+def split(hashes: bytes) -> Sequence[bytes]:
+    """The digests of a column."""
+    return [hashes[start : start + DIGEST_BYTES] for start in range(0, len(hashes), DIGEST_BYTES)]

@@ -1,0 +1,70 @@
+"""The blocks of a pool as bytes: the one description of what a block holds, for tiers and transfers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from step_protocol.columns import I64, U32
+from worker_svc.engine.decoder.block_contents import BlockContents
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class BlockPart(NamedTuple):
+    """An array of the pool, as bytes [layers, num_blocks, bytes]. `dtype` and `shape` are of one block in one layer."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    array: Bytes
+
+
+class MovableBlocks:
+    """Reads committed blocks in any thread while steps run, and writes blocks in the model thread.
+
+    The payload of a block is the concatenation of its parts, in the order of the parts and of the layers.
+    """
+
+    def __init__(self, contents: BlockContents, parts: Sequence[BlockPart]) -> None:
+        self._contents = contents
+        self._parts = parts
+        contents.count_writes()
+        self.block_size = contents.block_size
+        self.num_blocks = contents.num_blocks
+        self.payload_bytes = sum(len(part.array) * part.array.shape[2] for part in parts)
+
+    @property
+    def layout(self) -> list[tuple[str, list[int]]]:
+        """Number type and shape of each part of a payload."""
+        return [(part.dtype, [len(part.array), *part.shape]) for part in self._parts]
+
+    def read(self, block: int, digest: bytes) -> tuple[U32, Bytes] | None:
+        """The tokens and the payload of a block. None if it is not committed with this digest, or was written during
+        the read.
+        """
+        version = self._contents.version(block, digest)
+        if version is None:
+            return None
+        tokens, payload = self._contents.tokens_of(block), np.empty(self.payload_bytes, np.uint8)
+        for part, place in self._places(payload):
+            place[:] = part.array[:, block]
+        return (tokens, payload) if self._contents.version(block, digest) == version else None
+
+    def write(self, block: int, tokens: U32, payload: Bytes) -> None:
+        """Fills a block. It is not committed."""
+        slots: I64 = np.arange(block * self.block_size, (block + 1) * self.block_size)
+        self._contents.write_tokens(slots, tokens.astype(np.int64))
+        for part, place in self._places(payload):
+            part.array[:, block] = place
+
+    def _places(self, payload: Bytes) -> list[tuple[BlockPart, Bytes]]:
+        """The part of the payload that belongs to each array, [layers, bytes]."""
+        places, start = [], 0
+        for part in self._parts:
+            layers, size = len(part.array), part.array.shape[2]
+            places.append((part, payload[start : start + layers * size].reshape(layers, size)))
+            start += layers * size
+        return places
