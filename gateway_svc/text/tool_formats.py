@@ -15,6 +15,7 @@ from enum import Enum
 from gateway_svc.text.answer import AnswerReader, Steps
 from gateway_svc.text.harmony import MARKERS as HARMONY_MARKERS
 from gateway_svc.text.harmony import read_harmony
+from gateway_svc.text.tool_gemma import GemmaCalls
 from gateway_svc.text.tool_json import Schemas, read_hermes, read_llama3, read_mistral
 from gateway_svc.text.tool_marked import MarkedCalls
 from gateway_svc.text.tool_xml import XmlCalls
@@ -44,6 +45,7 @@ class ToolFormat:
     layout: XmlCalls | MarkedCalls | None = None
     aliases: tuple[str, ...] = ()
     ids: CallIds = CallIds.OPAQUE
+    has_grammar: bool = True  # calls can be forced
     ends_reasoning: tuple[str, ...] = ()  # markers that end reasoning whose end is missing
 
 
@@ -88,6 +90,9 @@ KIMI_K2 = MarkedCalls(
     ("<|tool_call_begin|>{name}<|tool_call_argument_begin|>", "<|tool_call_end|>"),
     is_numbered=True,
 )
+
+GEMMA4 = GemmaCalls("<|tool_call>", "<tool_call|>", '<|"|>')
+FUNCTIONGEMMA = GemmaCalls("<start_function_call>", "<end_function_call>", "<escape>")
 
 
 def _read_harmony(reader: AnswerReader, tools: Schemas) -> Steps:
@@ -143,6 +148,24 @@ ROWS = (
         KIMI_K2,
         ids=CallIds.NUMBERED,
         ends_reasoning=KIMI_MARKERS[:1],
+    ),
+    ToolFormat(
+        "gemma4",
+        "Gemma 4",
+        '<|tool_call>call:f{a:<|"|>text<|"|>}<tool_call|>',
+        (GEMMA4.start, GEMMA4.end, GEMMA4.quote),
+        ((GEMMA4.start, GEMMA4.end),),
+        GEMMA4.read,
+        has_grammar=False,
+    ),
+    ToolFormat(
+        "functiongemma",
+        "FunctionGemma",
+        "<start_function_call>call:f{a:<escape>text<escape>}<end_function_call>",
+        (FUNCTIONGEMMA.start, FUNCTIONGEMMA.end, FUNCTIONGEMMA.quote),
+        ((FUNCTIONGEMMA.start,),),
+        FUNCTIONGEMMA.read,
+        has_grammar=False,
     ),
     ToolFormat(
         "qwen3_coder",

@@ -135,6 +135,17 @@ HARMONY = (
     "<|channel|><|end|><|message|>x",
 )
 
+GEMMA4 = (
+    '<|tool_call>call:f{code:<|"|>a "b"\n{}<|"|>,x:[1,{y:true,z:[]},<|"|>s<|"|>],n:null}<tool_call|><|tool_call>call:clock{}<tool_call|>',
+    "I call. <|tool_call>call:weather{city:New York,days:3}<tool_call|>Done.",
+    '<|tool_call>call:f{<|"|>x<|"|>: 1 , code : <|"|>cut',
+    "<|tool_call>call:f{x:}<tool_call|>after",
+    "<|tool_call>call:f{x:[1}<tool_call|>after",
+    "<|tool_call>call:f{x:12",
+    "<|tool_call>call f{}<tool_call|>",
+    "<|tool_call>call:f{:1}<tool_call|>",
+)
+
 SAMPLES = {
     "hermes": HERMES,
     "qwen3_coder": QWEN3_CODER,
@@ -142,6 +153,7 @@ SAMPLES = {
     "mistral": MISTRAL,
     "deepseek_v3": DEEPSEEK_V3,
     "deepseek_v31": DEEPSEEK_V31,
+    "gemma4": GEMMA4,
     "glm45": GLM45,
     "kimi_k2": KIMI_K2,
     "openai": HARMONY,

@@ -11,7 +11,7 @@ from gateway_svc.process.chat_flags import TemplateFileError, chat_templates, pa
 from gateway_svc.text.bundle import Tokenizer
 from gateway_svc.text.chat_format import ParserNames, detect_format
 from gateway_svc.text.chat_output import ChatFormat
-from gateway_svc.text.reasoning import GPT_OSS, MAGISTRAL, THINK
+from gateway_svc.text.reasoning import GEMMA4, GPT_OSS, MAGISTRAL, THINK
 from gateway_svc.text.tool_formats import TOOL_FORMATS
 from svc_common import config
 from tests.chat_templates import TEMPLATES
@@ -37,6 +37,7 @@ QWEN3_CODER = "{{ tools }}<tool_call>\n<function=name>\n<parameter=a>"
         ("{{ tools }}<|tool_calls_section_begin|></think>", (), "kimi_k2", THINK),
         ("{{ tools }}functions <|start|>assistant<|channel|>analysis<|message|>", (), "openai", GPT_OSS),
         ("{{ messages }}<|user|>a<|end|>", (), None, None),
+        ("{{ tools }}<|tool_call>call:<tool_call|><|channel>thought<channel|>", (), "gemma4", GEMMA4),
         ("{{ messages }}", (), None, None),
         ("{{ messages }}", ("<think>",), None, None),
         ("{{ messages }}", ("<think>", "</think>"), None, THINK),

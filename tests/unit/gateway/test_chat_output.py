@@ -165,6 +165,18 @@ def check_positions(parts: Sequence[AnswerPiece]) -> None:
             [content("<|channel|>commentary to=functions.f<|message|>no object")],
         ),
         ("openai", "plain <|channel|>x", [content("plain <|channel|>x")]),
+        (
+            "gemma4",
+            '<|tool_call>call:f{code:<|"|>a "b"\n<|"|>,x:[1,{y:true,z:[]},<|"|>s<|"|>],n:New York}<tool_call|>',
+            [call("f", '{"code": "a \\"b\\"\\n", "x": [1, {"y": true, "z": []}, "s"], "n": "New York"}')],
+        ),
+        ("gemma4", "<|tool_call>call:f{x:[1}<tool_call|>z", [call("f", '{"x": [1}'), content("z")]),
+        ("gemma4", '<|tool_call>call:f{x:<|"|>cu', [call("f", '{"x": "cu')]),
+        (
+            "functiongemma",
+            "<start_function_call>call:f{x:<escape>a<escape>}<end_function_call>",
+            [call("f", '{"x": "a"}')],
+        ),
         ("glm45", "<tool_call>two words</tool_call>", [content("<tool_call>two words</tool_call>")]),
         ("glm45", "<tool_call>f<arg_key>code</arg_key><arg_value>cu", [call("f", '{"code": "cu')]),
         (
@@ -274,6 +286,7 @@ FRAGMENTS = {
         "<|call|>",
         "<|channel|>analysis<|message|>",
     ],
+    "gemma4": ["<|tool_call>", "<tool_call|>", "call:f{", "x:", '<|"|>', "[", "]", "}", "<think>"],
     "llama3": ["<|python_tag|>", ";", "<think>", "</think>"],
     "mistral": ["[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "[", "]", "weather", "[THINK]", "[/THINK]"],
 }
@@ -320,6 +333,8 @@ def test_random_text_in_random_pieces(data: st.DataObject) -> None:
         ("glm45", "<tool_call>f<arg_key>code</arg_key><arg_value>", "some words "),
         ("kimi_k2", "<|tool_call_begin|>f:0<|tool_call_argument_begin|>{", '"a": 1, '),
         ("openai", "<|channel|>analysis<|message|>", "some words "),
+        ("gemma4", '<|tool_call>call:f{x:<|"|>', "some words "),
+        ("gemma4", "<|tool_call>call:f{x:[", "1, "),
         ("openai", "<|channel|>final<|message|>", "some words "),
         ("llama3", '{"name": "f", "parameters": {"x": [', '{"y": 1}, '),
         ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {"x": "', "some words "),

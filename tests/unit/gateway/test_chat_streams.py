@@ -306,6 +306,13 @@ async def test_a_required_call_needs_a_known_format() -> None:
     assert "set --tool-parser of the gateway" in (error.details() or "")
 
 
+async def test_a_required_call_needs_a_format_with_a_grammar() -> None:
+    async with serving("{{ tools }}<|tool_call><tool_call|>") as (gateway, _):
+        prompt = chat_of(tools_json=TOOLS, tool_choice=pb.TOOL_CHOICE_REQUIRED)
+        error = await refused(gateway.generate(prompt=prompt, output=parsed()))
+    assert "there is none for the format 'gemma4'" in (error.details() or "")
+
+
 STRICT = {"type": "function", "function": {**WEATHER["function"], "strict": True}}  # type: ignore[dict-item]
 
 
