@@ -532,6 +532,7 @@ ARCHITECTURES = {
             "first_k_dense_replace": "moe_layer_start_index",
             "decoder_sparse_step": "moe_layer_interval",
         },
+        unread=("model.mtp_",),
         names=replace(LLAMA_NAMES, correction="mlp.moe_statics.e_score_correction_bias"),
     ),
     "HunYuanDenseV1ForCausalLM": Architecture(

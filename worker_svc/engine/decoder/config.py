@@ -92,6 +92,12 @@ class LayerSpec:
         num_q_parts = 3 if self.has_output_gate else 2
         return hidden * self.heads.head_dim * (num_q_parts * self.heads.num_q_heads + 2 * self.heads.num_kv_heads)
 
+    @property
+    def has_scaled_experts(self) -> bool:
+        """Whether shares are more than the softmax of router logits."""
+        routing = None if self.experts is None else self.experts.routing
+        return routing is not None and (routing.num_groups > 1 or routing.scale != 1.0)
+
     def expert_widths(self) -> list[int]:
         """The widths of all experts, the shared one last. Empty: the feed-forward part is dense."""
         if self.experts is None:
@@ -251,6 +257,7 @@ class ModelConfig:
             "kv_layouts": len({*self.kv_layouts()} - {NO_KV}) > 1,
             "query_scales": any(rotary.q_scaling is not None for rotary in self.rotaries),
             "interleaved_rotary": any(rotary.is_interleaved for rotary in self.rotaries),
+            "expert_scores": any(layer.has_scaled_experts for layer in self.layers),
             "relu2": self.activation == "relu2",
             "sliding_window": self.window is not None,
             "chunks": any(layer.chunk is not None for layer in self.layers),
