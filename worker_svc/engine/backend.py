@@ -124,13 +124,40 @@ class HeadShape:
     head_dim: int
 
 
+LATENT_LANES = 16  # the rows of latents in the pool are whole vectors
+
+
+@dataclass(frozen=True, slots=True)
+class LatentShape:
+    """Heads of latent attention (decoder/latents.py). A key is the `rank` numbers of a latent and `rope_dim` rotated
+    ones, the value is the latent; all heads share them. A head's query and output have `key_dim` + `rope_dim` and
+    `value_dim` numbers before and after the heads' own linear layers."""
+
+    num_heads: int
+    rank: int
+    rope_dim: int
+    key_dim: int
+    value_dim: int
+    is_interleaved: bool  # a rotated pair is two neighbours; else a number of each half
+
+    @property
+    def width(self) -> int:
+        """Numbers of a token in the pool: its key, filled up with zeros."""
+        return -(-(self.rank + self.rope_dim) // LATENT_LANES) * LATENT_LANES
+
+    @property
+    def query_dim(self) -> int:
+        """Numbers of a head's query."""
+        return self.key_dim + self.rope_dim
+
+
 @dataclass(frozen=True, slots=True)
 class KVLayout:
     """What a layer keeps of each token in the KV pool."""
 
     num_kv_heads: int
     key_dim: int
-    value_dim: int
+    value_dim: int  # 0: a value is the beginning of its key
     owner: int | None = None  # the layer whose keys and values this one reads. None: it has its own
 
     @classmethod
@@ -139,7 +166,9 @@ class KVLayout:
         return cls(heads.num_kv_heads, heads.head_dim, heads.head_dim, owner)
 
     def shapes(self, block_size: int) -> tuple[tuple[int, ...], ...]:
-        """The shapes of a block's keys and values."""
+        """The shapes of a block's keys and values, or of its latents."""
+        if self.num_kv_heads and not self.value_dim:
+            return ((block_size, self.key_dim),)
         return (self.num_kv_heads, self.key_dim, block_size), (self.num_kv_heads, block_size, self.value_dim)
 
 
@@ -328,6 +357,34 @@ class Backend(LinearMaker, Protocol):
     ) -> torch.Tensor:
         """The outputs [T, num_values] of recurrent layer `index` for the projections of all tokens. Advances the states
         of the batch's rows, and takes its snapshots."""
+        ...
+
+    def latent_rope_store(
+        self,
+        q: torch.Tensor,
+        latents: torch.Tensor,
+        norm: Norm,
+        rotary: RotaryTable,
+        batch: ForwardBatch,
+        cache: torch.Tensor,
+        q_out: torch.Tensor,
+        shape: LatentShape,
+    ) -> None:
+        """Rows of q [T, heads * query_dim] and latents [T, rank + rope_dim] may be parts of longer rows. Norms the
+        latents and rotates the rest, into the slots of cache [num_blocks, block_size, width]. Rotates the last numbers
+        of each query, into those of q_out [T, heads, width] after the first `rank`. Fills both up with zeros."""
+        ...
+
+    def latent_attention(
+        self,
+        q: torch.Tensor,
+        cache: torch.Tensor,
+        batch: ForwardBatch,
+        out: torch.Tensor,
+        shape: LatentShape,
+        scale: float,
+    ) -> None:
+        """Causal attention of q [T, heads, width] over each row's latents, into out [T, heads, rank]."""
         ...
 
     def gated_activation(self, gate_up: torch.Tensor, out: torch.Tensor, activation: str) -> None:

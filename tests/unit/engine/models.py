@@ -21,6 +21,7 @@ ARCHITECTURES = (
     "qwen2_moe", "glm4_moe", "dots1", "minimax_m2", "glm4", "olmo3", "smollm3", "granite", "granite4", "ernie4_5",
     "ernie4_5_moe", "hunyuan", "seed_oss", "exaone4", "ministral3", "mistral3", "cohere2", "starcoder2", "arcee",
     "llama4", "gpt_oss",
+    "deepseek_v2", "deepseek_v3", "glm4_moe_lite",
 )  # fmt: skip
 
 CLASSES = {
@@ -56,6 +57,9 @@ CLASSES = {
     "arcee": (transformers.ArceeConfig, transformers.ArceeForCausalLM),
     "llama4": (transformers.Llama4TextConfig, transformers.Llama4ForCausalLM),
     "gpt_oss": (transformers.GptOssConfig, transformers.GptOssForCausalLM),
+    "deepseek_v2": (transformers.DeepseekV2Config, transformers.DeepseekV2ForCausalLM),
+    "deepseek_v3": (transformers.DeepseekV3Config, transformers.DeepseekV3ForCausalLM),
+    "glm4_moe_lite": (transformers.Glm4MoeLiteConfig, transformers.Glm4MoeLiteForCausalLM),
 }
 
 # Fields that differ from DEFAULTS. Windows are short and caps low, so that leaving one out changes the logits.
@@ -116,6 +120,37 @@ FIELDS: dict[str, dict[str, Any]] = {
                 "head_dim": 20, "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0,
                 "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False, "original_max_position_embeddings": 64}},
 }  # fmt: skip
+YARN = {
+    "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 32,
+    "beta_slow": 1, "mscale": 0.7, "mscale_all_dim": 1.3,
+}  # fmt: skip
+# No number divides another, and a latent does not fill whole vectors.
+LATENTS = {"kv_lora_rank": 27, "qk_rope_head_dim": 10, "qk_nope_head_dim": 14, "v_head_dim": 18, "hidden_size": 60,
+           "num_attention_heads": 5, "num_key_value_heads": 5, "num_hidden_layers": 3, "num_experts_per_tok": 3,
+           "moe_intermediate_size": 32}  # fmt: skip
+FIELDS |= {
+    "deepseek_v2": LATENTS
+    | {
+        "kv_lora_rank": 26,
+        "q_lora_rank": None,
+        "n_routed_experts": 6,
+        "n_group": 3,
+        "topk_method": "group_limited_greedy",
+        "topk_group": 2,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 2,
+    },
+    "deepseek_v3": LATENTS
+    | {
+        "q_lora_rank": 22,
+        "n_routed_experts": 9,
+        "n_group": 3,
+        "topk_group": 2,
+        "rope_parameters": YARN,
+        "first_k_dense_replace": 1,
+    },
+    "glm4_moe_lite": LATENTS | {"q_lora_rank": 30, "n_routed_experts": 5, "rope_interleave": False},
+}
 DEFAULTS: dict[str, Any] = {
     "vocab_size": 211,
     "hidden_size": 64,

@@ -51,9 +51,13 @@ CONFIGS = {
     "Llama4ForCausalLM": transformers.Llama4TextConfig,
     "GptOssForCausalLM": transformers.GptOssConfig,
     "Qwen3_5ForCausalLM": transformers.Qwen3_5TextConfig,
+    "DeepseekV2ForCausalLM": transformers.DeepseekV2Config,
+    "DeepseekV3ForCausalLM": transformers.DeepseekV3Config,
+    "Glm4MoeLiteForCausalLM": transformers.Glm4MoeLiteConfig,
 }
 # Fields without which transformers has no such model.
 NEEDED: dict[str, dict[str, Any]] = {
+    "DeepseekV2ForCausalLM": {"num_experts_per_tok": 6},
     "Glm4MoeForCausalLM": {"num_attention_heads": 32},
     "Dots1ForCausalLM": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "GraniteMoeHybridForCausalLM": {"num_local_experts": 0, "layer_types": ["attention"] * 32},

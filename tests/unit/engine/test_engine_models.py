@@ -56,7 +56,7 @@ MODELS = {
 
 def load(folder, block_size=16, **settings):
     fields = {"num_blocks": 1024 // block_size, "max_num_seqs": 8, "threads": 1} | settings
-    return ModelRunner(EngineConfig(folder, "float32", block_size=block_size, **fields))
+    return ModelRunner(EngineConfig(folder, fields.pop("dtype", "float32"), block_size=block_size, **fields))
 
 
 def prompts(lengths, vocab=211, seed=0):

@@ -21,7 +21,7 @@ WindowRule = Literal[
     "none", "opt_in", "opt_in_all", "opt_in_even", "opt_in_unrotated", "last", "all", "even", "pattern", "chunked"
 ]
 RecurrenceName = Literal["gated_delta", "mamba2", "short_conv"]
-Role = Literal["q", "k", "v", "o", "gate", "up", "down", "router", "head", "state"]
+Role = Literal["q", "k", "v", "latent", "o", "gate", "up", "down", "router", "head", "state"]
 SharedKind = Literal["none", "whole", "gated"]  # a shared expert, and whether its output has a gate
 QkNormScope = Literal["head", "projection", "rotated_head"]  # what one norm of queries or keys spans
 # Which layers are rotated: those with a 1 in `no_rope_layers`, those with a window, or all if `position_embedding_type`
@@ -154,6 +154,7 @@ class Architecture:
     models: str  # of the Hub, for docs/models.md
     may_need: frozenset[str] = frozenset()  # features that config.json decides, beside those that the row implies
     qk_norm: QkNormScope | None = None  # norms of queries and keys, unless `use_qk_norm` is false
+    has_latents: bool = False  # latent attention (decoder/latents.py), always with the same names
     has_qkv_bias: bool | None = None  # None: `attention_bias`
     has_o_bias: bool | None = None  # None: `attention_out_bias`, or `attention_bias`
     has_mlp_bias: bool | None = False  # None: `mlp_bias`
@@ -278,6 +279,28 @@ QWEN2_VL = Architecture(
     tower="qwen2_vl",
     mrope="sections",
     defaults={"rms_norm_eps": 1e-5, "rope_theta": 1e6, "max_window_layers": 80},
+)
+LATENT_SIZES = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "v_head_dim": 128, "qk_nope_head_dim": 128}
+DEEPSEEK_V3 = Architecture(
+    "DeepSeek V3 and R1, Kimi K2",
+    has_latents=True,
+    windows="none",
+    experts=DEEPSEEK_EXPERTS,
+    defaults={
+        **LATENT_SIZES,
+        "q_lora_rank": 1536,
+        "num_experts": 256,
+        "num_nextn_predict_layers": 1,
+        "n_group": 8,
+        "topk_group": 4,
+        "num_experts_per_tok": 8,
+        "first_k_dense_replace": 3,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 2048,
+    },
+    fields={"num_experts": "n_routed_experts"},
 )
 GPT2_FIELDS = {
     "hidden_size": "n_embd",
@@ -670,6 +693,40 @@ ARCHITECTURES = {
             has_stacked_experts=True,
             has_gates_in_turns=True,
         ),
+    ),
+    "DeepseekV2ForCausalLM": replace(
+        DEEPSEEK_V3,
+        models="DeepSeek V2",
+        has_mlp_bias=None,
+        experts=ExpertFamily(is_normalized=False, group_best=1, shared="whole", has_float32_router=True),
+        defaults={
+            **LATENT_SIZES,
+            "q_lora_rank": 1536,
+            "num_experts": 64,
+            "topk_method": "greedy",
+            "n_shared_experts": 2,
+            "moe_intermediate_size": 1407,
+        },
+        fixed={"norm_topk_prob": False, "rope_interleave": True},
+    ),
+    "DeepseekV3ForCausalLM": DEEPSEEK_V3,
+    "Glm4MoeLiteForCausalLM": replace(
+        DEEPSEEK_V3,
+        models="GLM-4.7-Flash",
+        defaults={
+            **LATENT_SIZES,
+            "q_lora_rank": 768,
+            "num_experts": 64,
+            "v_head_dim": 256,
+            "qk_nope_head_dim": 192,
+            "rms_norm_eps": 1e-5,
+            "num_experts_per_tok": 4,
+            "first_k_dense_replace": 1,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 1.8,
+            "n_shared_experts": 1,
+            "moe_intermediate_size": 1536,
+        },
     ),
     "GPT2LMHeadModel": Architecture(
         "GPT-2",

@@ -21,6 +21,7 @@ from worker_svc.engine.backend import (
     ExpertLinears,
     ForwardBatch,
     HeadShape,
+    LatentShape,
     Linear,
     Norm,
     RotaryTable,
@@ -30,7 +31,7 @@ from worker_svc.engine.backend import (
 from worker_svc.engine.checkpoint import features
 from worker_svc.engine.config import Quantization
 from worker_svc.engine.cpu import torch_ops
-from worker_svc.engine.cpu.fused import ACTIVATIONS, NORM_KINDS, FusedModel, fuse, pointer
+from worker_svc.engine.cpu.fused import ACTIVATIONS, NORM_KINDS, FusedModel, fuse, latent_struct, pointer
 from worker_svc.engine.cpu.recurrent import recurrence_struct, state_rows_struct
 from worker_svc.engine.kernels.build import load_kernels
 from worker_svc.engine.kernels.linear import BFLOAT16, FLOAT32, INT8, KernelLinear, address_of
@@ -60,6 +61,12 @@ _SIGNATURES = {
     "quire_paged_attention": [
         *(_INT, *[_POINTER] * 5, _LONG, *[_POINTER] * 4, *[_LONG] * 5),
         *(_FLOAT, _FLOAT, _LONG, _LONG, _POINTER, _INT, _POINTER, _LONG, _LONG, _INT),
+    ],
+    "quire_latent_rope_store": [
+        *(_INT, _POINTER, _LONG, _POINTER, _LONG, _LONG, _POINTER, _FLOAT, *[_POINTER] * 7, _INT),
+    ],
+    "quire_latent_attention": [
+        *(_INT, *[_POINTER] * 4, _LONG, *[_POINTER] * 3, _LONG, _LONG, _POINTER, _FLOAT, _INT),
     ],
     "quire_copy_blocks": [*[_POINTER] * 3, *[_LONG] * 4],
     "quire_sample": [_INT, _POINTER, _LONG, _LONG, *[_POINTER] * 5, _INT],
@@ -287,6 +294,64 @@ class CpuBackend:
             self._threads,
         )
         return out
+
+    def latent_rope_store(
+        self,
+        q: torch.Tensor,
+        latents: torch.Tensor,
+        norm: Norm,
+        rotary: RotaryTable,
+        batch: ForwardBatch,
+        cache: torch.Tensor,
+        q_out: torch.Tensor,
+        shape: LatentShape,
+    ) -> None:
+        addresses = self._addresses_of(batch)
+        self._kernels.quire_latent_rope_store(
+            _is_bf16(q),
+            q.data_ptr(),
+            q.stride(0),
+            latents.data_ptr(),
+            latents.stride(0),
+            len(q),
+            norm.weight.data_ptr(),
+            norm.eps,
+            rotary.cos.data_ptr(),
+            rotary.sin.data_ptr(),
+            addresses.positions,
+            addresses.slots,
+            cache.data_ptr(),
+            q_out.data_ptr(),
+            ctypes.byref(latent_struct(shape)),
+            self._threads,
+        )
+
+    def latent_attention(
+        self,
+        q: torch.Tensor,
+        cache: torch.Tensor,
+        batch: ForwardBatch,
+        out: torch.Tensor,
+        shape: LatentShape,
+        scale: float,
+    ) -> None:
+        addresses = self._addresses_of(batch)
+        self._kernels.quire_latent_attention(
+            _is_bf16(q),
+            q.data_ptr(),
+            cache.data_ptr(),
+            out.data_ptr(),
+            addresses.tables,
+            batch.tables.shape[1],
+            addresses.rows,
+            addresses.query_starts,
+            addresses.context_lens,
+            len(batch.rows),
+            cache.shape[1],
+            ctypes.byref(latent_struct(shape)),
+            scale,
+            self._threads,
+        )
 
     def gated_activation(self, gate_up: torch.Tensor, out: torch.Tensor, activation: str) -> None:
         n, dim = out.shape

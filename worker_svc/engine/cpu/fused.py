@@ -17,10 +17,11 @@ import numpy as np
 import torch
 
 from worker_svc.engine.adapters.kernel_adapter import adapter_structs
-from worker_svc.engine.backend import ForwardBatch, Linear, Norm, RotaryTable
+from worker_svc.engine.backend import ForwardBatch, LatentShape, Linear, Norm, RotaryTable
 from worker_svc.engine.cpu.recurrent import RecurrenceStruct, recurrence_struct
 from worker_svc.engine.decoder.config import LayerSpec
 from worker_svc.engine.decoder.forward import compute_layers
+from worker_svc.engine.decoder.latents import LatentAttention
 from worker_svc.engine.decoder.weights import FeedForward, Layer, RoutedExperts
 from worker_svc.engine.kernels.linear import PANEL, KernelLinear, LinearStruct, address_of
 from worker_svc.engine.recurrent import RecurrentWeights
@@ -62,6 +63,21 @@ class _ExpertsStruct(ctypes.Structure):
     )
 
 
+class _LatentShapeStruct(ctypes.Structure):
+    _fields_ = tuple(
+        (name, _LONG) for name in ("heads", "rank", "rope_dim", "key_dim", "value_dim", "width", "is_interleaved")
+    )
+
+
+class _LatentsStruct(ctypes.Structure):
+    _fields_ = (
+        ("query", LinearStruct),
+        *((name, _POINTER) for name in ("q_norm", "norm", "absorb", "expand")),
+        ("shape", _LatentShapeStruct),
+        ("eps", ctypes.c_float),
+    )
+
+
 class _LayerStruct(ctypes.Structure):
     _fields_ = (
         *((name, _POINTER) for name in ("q_norm", "k_norm")),
@@ -81,6 +97,7 @@ class _OpStruct(ctypes.Structure):
         ("norm", _NormStruct),
         ("linear", LinearStruct),
         ("experts", _ExpertsStruct),
+        ("latents", _LatentsStruct),
     )
 
 
@@ -89,7 +106,7 @@ class _ModelStruct(ctypes.Structure):
         *((name, _POINTER) for name in ("layers", "ops", "embedding", "position_embedding")),
         ("final_norm", _NormStruct),
         ("head", LinearStruct),
-        *((name, _LONG) for name in ("num_layers", "num_ops", "hidden", "inner", "qkv", "q", "mixed")),
+        *((name, _LONG) for name in ("num_layers", "num_ops", "hidden", "inner", "qkv", "q", "mixed", "queries")),
         *((name, _LONG) for name in ("block_size", "norm_kind", "activation", "is_gated", "is_bf16", "threads")),
         *((name, ctypes.c_float) for name in ("eps", "scale", "embedding_scale", "residual_scale", "logit_scale")),
         *((name, ctypes.c_float) for name in ("attention_cap", "logit_cap")),
@@ -109,6 +126,7 @@ class _BatchStruct(ctypes.Structure):
 
 # In the order of `OpKind` in forward.cpp.
 EMBED, LINEAR, LINEAR_OF_NORM, ATTEND, RECUR, KEEP_HEADS, EXPERTS, OUTPUT, END_LAYER = range(9)
+ATTEND_LATENTS, EXPAND_LATENTS = 9, 10
 PLACE = torch.empty(1)  # stands for a tensor that is in the workspace
 
 
@@ -119,6 +137,7 @@ class _Recorder:
         self._residual_scale = residual_scale
         self.ops: list[_OpStruct] = []
         self.experts_kept: list[tuple[Structs, Structs]] = []  # keeps alive the memory that the operations point to
+        self.heads_kept: list[tuple[Structs, Structs]] = []  # the same of latent attention
 
     def _record(
         self, kind: int, layer: int = 0, site: int = 0, norm: Norm | None = None, **fields: Any
@@ -145,6 +164,25 @@ class _Recorder:
 
     def recur(self, layer: RecurrentWeights, projected: torch.Tensor, index: int) -> torch.Tensor:
         return self._record(RECUR, index)
+
+    def attend_latents(self, part: LatentAttention, joined: torch.Tensor, index: int) -> torch.Tensor:
+        return self._record(ATTEND_LATENTS, index, latents=self._latents_struct(part))
+
+    def expand_latents(self, part: LatentAttention, attended: torch.Tensor) -> torch.Tensor:
+        return self._record(EXPAND_LATENTS, latents=self._latents_struct(part))
+
+    def _latents_struct(self, part: LatentAttention) -> _LatentsStruct:
+        absorb, expand = ((LinearStruct * len(side))(*map(_linear_struct, side)) for side in (part.absorb, part.expand))
+        self.heads_kept.append((absorb, expand))
+        query = None if part.query is None else _linear_struct(part.query)
+        return _LatentsStruct(
+            query or LinearStruct(),
+            None if part.query_norm is None else part.query_norm.weight.data_ptr(),
+            part.norm.weight.data_ptr(),
+            *map(ctypes.addressof, (absorb, expand)),
+            latent_struct(part.shape),
+            part.norm.eps,
+        )
 
     def keep_heads(self, x: torch.Tensor, attended: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self._record(KEEP_HEADS), attended
@@ -187,7 +225,7 @@ class FusedModel:
     """One model over one KV pool. Called on a batch, it returns logits [S, vocab] that the next call overwrites."""
 
     def __init__(self, kernels: ctypes.CDLL, parts: DecoderParts, pool: KVCachePool, threads: int) -> None:
-        config, shapes = parts.config, [layer.heads for layer in parts.config.layers]
+        config = parts.config
         self._run = kernels.quire_forward
         self._run_logits = kernels.quire_forward_logits
         self._run_hidden = kernels.quire_forward_hidden
@@ -199,11 +237,12 @@ class FusedModel:
             pool,
             recorder.experts_kept,
             recurrences,
+            recorder.heads_kept,
         )  # keeps alive the memory that the structs point to
         self._ops = (_OpStruct * len(recorder.ops))(*recorder.ops)
         self._layers = (_LayerStruct * len(parts.layers))(
             *(
-                _describe(layer, config.layers[index], parts.rotary(index), pool.layer(index), recurrences[index])
+                _describe(layer, config.layers[index], parts.rotary(index), pool.parts(index), recurrences[index])
                 for index, layer in enumerate(parts.layers)
             )
         )
@@ -218,9 +257,7 @@ class FusedModel:
             len(self._ops),
             config.hidden_size,
             max(config.widest_inner, config.hidden_size if recorder.experts_kept else 0),
-            max(_outputs(layer.qkv) for layer in parts.layers),
-            max(heads.num_q_heads * heads.head_dim for heads in shapes),
-            max(layer.mixed_width for layer in self._layers),
+            *_widest(parts),
             pool.block_size,
             NORM_KINDS[config.norm],
             ACTIVATIONS[config.activation],
@@ -307,6 +344,24 @@ class FusedModel:
         self._run(ctypes.byref(self._model), ctypes.byref(struct), logits, self._workspace.data_ptr())
 
 
+def _widest(parts: DecoderParts) -> tuple[int, int, int, int]:
+    """The widest numbers of a token around attention: see `Model` of forward.cpp."""
+    specs = parts.config.layers
+    latents = [spec.latents.shape for spec in specs if spec.latents is not None]
+    # `expand_latents` exchanges the last two
+    queries = max((shape.num_heads * max(shape.rank, shape.query_dim, shape.value_dim) for shape in latents), default=0)
+    return (
+        max(_outputs(layer.qkv) for layer in parts.layers),
+        max(
+            *(spec.heads.num_q_heads * spec.heads.head_dim for spec in specs),
+            *(shape.num_heads * shape.width for shape in latents),
+            0,
+        ),
+        max(*(spec.mixed_width for spec in specs), queries),
+        queries,
+    )
+
+
 def fuse(kernels: ctypes.CDLL, parts: DecoderParts, pool: KVCachePool, threads: int) -> FusedModel | None:
     """None unless all linear layers are KernelLinear, the experts of each layer have the same number type, and gates
     fill whole panels."""
@@ -336,10 +391,11 @@ def pointer(x: torch.Tensor | None) -> int | None:
 
 
 def _linears(layer: Layer) -> tuple[Linear, ...]:
-    part = layer.feed_forward
+    part, latents = layer.feed_forward, layer.latents
+    attention = layer.qkv, layer.o, *(() if latents is None else latents.linears())
     if isinstance(part, FeedForward):
-        return layer.qkv, layer.o, part.gate_up, part.down
-    return layer.qkv, layer.o, part.router, *part.experts.gate_up, *part.experts.down
+        return *attention, part.gate_up, part.down
+    return *attention, part.router, *part.experts.gate_up, *part.experts.down
 
 
 def _recurrence(layer: Layer, pool: KVCachePool, index: int) -> RecurrenceStruct | None:
@@ -356,7 +412,7 @@ def _describe(
     layer: Layer,
     spec: LayerSpec,
     rotary: RotaryTable | None,
-    cache: tuple[torch.Tensor, torch.Tensor],
+    cache: tuple[torch.Tensor, ...],
     recurrence: RecurrenceStruct | None,
 ) -> _LayerStruct:
     qk_norms, heads = layer.qk_norms or (None, None), spec.heads
@@ -367,7 +423,8 @@ def _describe(
         spec.window or 0,
         spec.chunk or 0,
         pointer(layer.sinks),
-        *(part.data_ptr() for part in cache),
+        cache[0].data_ptr(),
+        cache[-1].data_ptr(),
         heads.num_q_heads,
         heads.num_kv_heads,
         heads.head_dim,
@@ -375,6 +432,12 @@ def _describe(
         spec.mixed_width,
         int(spec.has_output_gate),
     )
+
+
+def latent_struct(shape: LatentShape) -> _LatentShapeStruct:
+    """The struct of latents.cpp."""
+    sizes = shape.num_heads, shape.rank, shape.rope_dim, shape.key_dim, shape.value_dim, shape.width
+    return _LatentShapeStruct(*sizes, int(shape.is_interleaved))
 
 
 def _linear_struct(linear: Linear) -> LinearStruct:

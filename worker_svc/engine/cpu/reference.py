@@ -22,6 +22,7 @@ from worker_svc.engine.backend import (
     ExpertLinears,
     ForwardBatch,
     HeadShape,
+    LatentShape,
     Linear,
     Norm,
     RotaryTable,
@@ -136,6 +137,40 @@ class ReferenceBackend:
         assert spec is not None
         return recurrent.recurrent(spec, weights, states.layer(index), batch, projected)
 
+    def latent_rope_store(
+        self,
+        q: torch.Tensor,
+        latents: torch.Tensor,
+        norm: Norm,
+        rotary: RotaryTable,
+        batch: ForwardBatch,
+        cache: torch.Tensor,
+        q_out: torch.Tensor,
+        shape: LatentShape,
+    ) -> None:
+        positions, used = torch.from_numpy(batch.positions).long(), shape.rank + shape.rope_dim
+        rows = latents.new_zeros(len(latents), shape.width)
+        rows[:, : shape.rank] = torch_ops.normed(latents[:, : shape.rank], norm)
+        rows[:, shape.rank : used] = _rotate(_paired(latents[:, None, shape.rank :], shape), rotary, positions)[:, 0]
+        cache.view(-1, shape.width)[torch.from_numpy(batch.slots)] = rows
+        rotated = _paired(q.reshape(len(q), shape.num_heads, -1)[..., shape.key_dim :], shape)
+        q_out[..., shape.rank : used] = _rotate(rotated, rotary, positions)
+        q_out[..., used:] = 0
+
+    def latent_attention(
+        self,
+        q: torch.Tensor,
+        cache: torch.Tensor,
+        batch: ForwardBatch,
+        out: torch.Tensor,
+        shape: LatentShape,
+        scale: float,
+    ) -> None:
+        whole, rows = torch.empty_like(q), cache[:, None]
+        one_head = AttentionShape(HeadShape(shape.num_heads, 1, shape.width), scale)
+        self.paged_attention(q, (rows.transpose(2, 3), rows), batch, whole, one_head)
+        out.copy_(whole[..., : shape.rank])
+
     def gated_activation(self, gate_up: torch.Tensor, out: torch.Tensor, activation: str) -> None:
         gate, up = gate_up.float().chunk(2, dim=-1)
         out.copy_(torch_ops.gated(gate, up, activation))
@@ -216,6 +251,11 @@ def _rotate(x: torch.Tensor, rotary: RotaryTable, positions: torch.Tensor) -> to
         a, b = rotated.chunk(2, dim=-1)
         turned = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
     return torch.cat((turned, x[..., rest:].float()), dim=-1)
+
+
+def _paired(x: torch.Tensor, shape: LatentShape) -> torch.Tensor:
+    """x with the two numbers of each rotated pair in its two halves."""
+    return torch.cat((x[..., ::2], x[..., 1::2]), -1) if shape.is_interleaved else x
 
 
 def _key_lens(batch: ForwardBatch) -> npt.NDArray[np.int32]:

@@ -27,6 +27,7 @@ from worker_svc.engine.checkpoint.features import features_of
 from worker_svc.engine.checkpoint.model_folder import CheckpointError, choice_of, size_of
 from worker_svc.engine.checkpoint.quantization_config import QuantizationConfig, quantization_of
 from worker_svc.engine.decoder.heads import HeadPart, HeadSpec
+from worker_svc.engine.decoder.latents import LatentSpec, latent_scale, parse_latents
 from worker_svc.engine.decoder.rotary import ORIGINAL_LENGTH, QueryScaling, Rotary, mrope_axes, parse_rotary, positive
 from worker_svc.engine.recurrent import Recurrence, gated_delta
 from worker_svc.engine.vision.config import VisionConfig, parse_vision
@@ -41,6 +42,7 @@ ACTIVATIONS = {
 }
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 KIND_NAMES = {FULL: FULL, "attention": FULL, SLIDING: SLIDING, CHUNKED: CHUNKED}  # in `layer_types`
+GROUP_METHODS = {"greedy": False, "group_limited_greedy": True, "noaux_tc": True}  # whether experts are in groups
 SCORES = {"softmax": False, "sigmoid": True}
 MLP_KINDS = {"dense": False, "sparse": True}
 RECURRENCES: Mapping[RecurrenceName, Callable[[Mapping[str, Any]], Recurrence]] = {"gated_delta": gated_delta}
@@ -75,14 +77,19 @@ class LayerSpec:
     has_output_gate: bool = False  # attention outputs are multiplied by the sigmoid of a gate, which follows v in qkv
     recurrence: Recurrence | None = None  # None: the layer attends
     chunk: int | None = None  # a token attends to those from the last multiple of this position on
+    latents: LatentSpec | None = None  # `heads` are those of its attention then: keys of latents and rotated parts
 
     @property
     def mixed_width(self) -> int:
         """Width of the outputs of attention or recurrence."""
-        return self.heads.num_q_heads * self.heads.head_dim if self.recurrence is None else self.recurrence.num_values
+        if self.recurrence is not None:
+            return self.recurrence.num_values
+        return self.heads.num_q_heads * (self.heads.head_dim if self.latents is None else self.latents.shape.rank)
 
     def kv_layout(self) -> KVLayout:
         """What the layer keeps of a token; nothing if it keeps a state."""
+        if self.latents is not None:
+            return KVLayout(1, self.latents.shape.width, 0)
         return NO_KV if self.recurrence is not None else KVLayout.of(self.heads, self.kv_owner)
 
     def num_mixer_parameters(self, hidden: int) -> int:
@@ -249,11 +256,11 @@ class ModelConfig:
 
     def features(self) -> set[str]:
         """What a backend must compute; see checkpoint/features.py."""
-        dims = {layer.heads.head_dim for layer in self.layers}
+        dims = {layer.heads.head_dim for layer in self.layers if layer.latents is None}
         rotary_dims = {2 * len(rotary.inv_freq) for rotary in self.rotaries if len(rotary.inv_freq)}
         needed = {
             "odd_heads": any(dim % 2 for dim in dims),
-            "partial_rotary": bool(rotary_dims - dims),
+            "partial_rotary": bool(dims) and bool(rotary_dims - dims),
             "kv_layouts": len({*self.kv_layouts()} - {NO_KV}) > 1,
             "query_scales": any(rotary.q_scaling is not None for rotary in self.rotaries),
             "interleaved_rotary": any(rotary.is_interleaved for rotary in self.rotaries),
@@ -264,7 +271,7 @@ class ModelConfig:
             "soft_caps": self.attention_soft_cap is not None or self.logit_soft_cap is not None,
             "quantized_weights": self.quantization is not None,
             "no_logits": self.head != "tokens",
-            "attention_scale": self.attention_scale != self.heads.head_dim**-0.5,
+            "attention_scale": bool(dims) and self.attention_scale != self.heads.head_dim**-0.5,
         }
         return features_of(self.architecture) | {name for name, is_needed in needed.items() if is_needed}
 
@@ -274,10 +281,11 @@ def parse_config(config: dict[str, Any]) -> ModelConfig:
     architecture = architecture_of(config)
     _check_choices(config)
     config = _completed(config, architecture)
-    heads = _heads(config)
+    latents = _latents(config, architecture)
+    heads = _heads(config) if latents is None else _latent_heads(latents)
     attention_bias = bool(config.get("attention_bias", False))
     hidden_size = size_of(config, "hidden_size")
-    rotaries, rotary_of = _rotaries(config, architecture, heads.head_dim)
+    rotaries, rotary_of = _rotaries(config, architecture, heads.head_dim if latents is None else latents.shape.rope_dim)
     rotaries = tuple(_in_style(rotary, config, architecture) for rotary in rotaries)
     layers, rotaries = _with_unrotated(_layers(config, architecture, heads, rotary_of), rotaries, config, architecture)
     return ModelConfig(
@@ -285,7 +293,7 @@ def parse_config(config: dict[str, Any]) -> ModelConfig:
         hidden_size=hidden_size,
         vocab_size=size_of(config, "vocab_size"),
         max_position_embeddings=size_of(config, "max_position_embeddings"),
-        layers=layers,
+        layers=tuple(replace(layer, latents=latents) for layer in layers),
         rotaries=rotaries,
         norm_eps=float(config.get("norm_eps", config.get("rms_norm_eps", 1e-6))),
         qk_norm=architecture.qk_norm if config.get("use_qk_norm", True) else None,
@@ -300,7 +308,7 @@ def parse_config(config: dict[str, Any]) -> ModelConfig:
         or choice_of(
             config.get("hidden_act") or architecture.defaults.get("hidden_act", "silu"), ACTIVATIONS, "hidden_act"
         ),
-        attention_scale=_attention_scale(config, heads),
+        attention_scale=_attention_scale(config, heads, latents),
         attention_soft_cap=_optional(config, "attn_logit_softcapping"),
         logit_soft_cap=_optional(config, "final_logit_softcapping"),
         embedding_scale=hidden_size**0.5 if architecture.scales_embedding else _factor(config, "embedding_multiplier"),
@@ -353,7 +361,9 @@ def _factor(config: dict[str, Any], field: str) -> float:
     return positive({field: 1.0, **config}, field)
 
 
-def _attention_scale(config: dict[str, Any], heads: HeadShape) -> float:
+def _attention_scale(config: dict[str, Any], heads: HeadShape, latents: LatentSpec | None) -> float:
+    if latents is not None:
+        return latent_scale(latents.shape, config.get("rope_scaling") or config.get("rope_parameters") or {})
     if "attention_multiplier" in config:
         return positive(config, "attention_multiplier")
     scalar = positive({"query_pre_attn_scalar": heads.head_dim} | config, "query_pre_attn_scalar")
@@ -362,6 +372,14 @@ def _attention_scale(config: dict[str, Any], heads: HeadShape) -> float:
 
 def _optional(config: dict[str, Any], field: str) -> float | None:
     return None if config.get(field) is None else positive(config, field)
+
+
+def _latents(config: dict[str, Any], architecture: Architecture) -> LatentSpec | None:
+    return parse_latents(config, is_interleaved=True) if architecture.has_latents else None
+
+
+def _latent_heads(latents: LatentSpec) -> HeadShape:
+    return HeadShape(latents.shape.num_heads, 1, latents.shape.rank + latents.shape.rope_dim)
 
 
 def _heads(config: dict[str, Any]) -> HeadShape:
@@ -576,6 +594,8 @@ def _experts(config: dict[str, Any], family: ExpertFamily) -> Experts:
 
 def _groups(config: dict[str, Any], num_experts: int, top_k: int) -> tuple[int, int]:
     """The number of groups of experts, and how many of them a token chooses from."""
+    if not choice_of(config.get("topk_method") or "noaux_tc", GROUP_METHODS, "topk_method"):
+        return 1, 1
     num_groups, top_groups = size_of(config, "n_group", 1), size_of(config, "topk_group", 1)
     if num_experts % num_groups:
         raise CheckpointError(f"n_group: {num_groups} does not divide the {num_experts} experts")

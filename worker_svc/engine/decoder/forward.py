@@ -9,7 +9,8 @@ In a parallel layer (`Layer.is_parallel`) the feed-forward part also reads the l
 that of attention.
 
 x and residual are two terms of a sum: the first operation of a part adds the output of the part before it, because
-each backend computes this sum and a norm in one pass over the rows. `Layer` is the layer as data. What a layer lacks is
+each backend computes this sum and a norm in one pass over the rows. With latent attention, qkv is the first of
+several linear layers (decoder/latents.py). `Layer` is the layer as data. What a layer lacks is
 None there, and no operation here asks whether it exists.
 
 model.py computes the operations on a CPU one after the other, gpu/model.py on a device, where they may be recorded as a
@@ -25,6 +26,7 @@ import torch
 
 from worker_svc.engine.adapters.targets import SITES
 from worker_svc.engine.backend import Linear, Norm
+from worker_svc.engine.decoder.latents import LatentAttention
 from worker_svc.engine.decoder.weights import FeedForward, Layer, RoutedExperts
 from worker_svc.engine.recurrent import RecurrentWeights
 
@@ -60,6 +62,14 @@ class StepOperations(Protocol):
         """Advances the states of a recurrent layer; its output [T, num_values]."""
         ...
 
+    def attend_latents(self, part: LatentAttention, joined: torch.Tensor, index: int) -> torch.Tensor:
+        """Stores latents; the attention output [T, heads * rank]. joined: see `LatentAttention`."""
+        ...
+
+    def expand_latents(self, part: LatentAttention, attended: torch.Tensor) -> torch.Tensor:
+        """The output [n, heads * value_dim] of the heads for attended latents [n, heads * rank]."""
+        ...
+
     def keep_heads(self, x: torch.Tensor, attended: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The rows of the tokens whose states are needed after the last layer."""
         ...
@@ -88,12 +98,18 @@ def compute_layers(operations: StepOperations, layers: Sequence[Layer]) -> tuple
     x, residual = operations.embed(), None
     for index, layer in enumerate(layers):
         qkv = operations.linear_of_norm(layer.qkv, x, residual, layer.input_layernorm, index, QKV)
-        recurrent = layer.recurrent
-        attended = operations.attend(qkv, index) if recurrent is None else operations.recur(recurrent, qkv, index)
+        if layer.recurrent is not None:
+            attended = operations.recur(layer.recurrent, qkv, index)
+        elif layer.latents is not None:
+            attended = operations.attend_latents(layer.latents, qkv, index)
+        else:
+            attended = operations.attend(qkv, index)
         if index == len(layers) - 1:
             x, attended = operations.keep_heads(x, attended)
         if not len(x):
             return x, None
+        if layer.latents is not None:
+            attended = operations.expand_latents(layer.latents, attended)
         output = operations.linear(layer.o, attended, index, OUT)
         if layer.is_parallel:
             residual = operations.output(_feed_forward(operations, layer, x, None, index, output), None)

@@ -57,6 +57,15 @@ class KVCachePool(BlockContents):
         keys, values = self._layers[index]
         return keys, values
 
+    def parts(self, index: int) -> tuple[torch.Tensor, ...]:
+        """The tensors of a layer: keys and values, or latents."""
+        return self._layers[index]
+
+    def latents(self, index: int) -> torch.Tensor:
+        """Latents [num_blocks, block_size, width]."""
+        (latents,) = self._layers[index]
+        return latents
+
     def copy(self, backend: Backend, src: I64, dst: I64) -> None:
         """Copies blocks with their tokens, in the given order. The copies are not committed."""
         self.uncommit(dst)

@@ -14,6 +14,7 @@ from worker_svc.engine.backend import AttentionShape, Backend, ForwardBatch, Lin
 from worker_svc.engine.decoder.config import ModelConfig
 from worker_svc.engine.decoder.forward import compute_layers
 from worker_svc.engine.decoder.kv_cache import KVCachePool
+from worker_svc.engine.decoder.latents import LatentAttention
 from worker_svc.engine.decoder.rotary import rotary_at
 from worker_svc.engine.decoder.weights import Layer, RoutedExperts, WeightLoader
 from worker_svc.engine.recurrent import RecurrentWeights
@@ -217,6 +218,27 @@ class _BackendOperations:
         if states is None:
             raise RuntimeError("a recurrent layer has no states: a bug in the engine")
         return self._backend.recurrent(layer, states, index, self._batch, projected)
+
+    def attend_latents(self, part: LatentAttention, joined: torch.Tensor, index: int) -> torch.Tensor:
+        shape, backend, rotary = part.shape, self._backend, self._parts.rotary(index)
+        if rotary is None:
+            raise TypeError(f"layer {index} has latent attention and no rotation: a bug in config.py")
+        kept = shape.rank + shape.rope_dim
+        source, latents = torch.split(joined, [joined.shape[1] - kept, kept], 1)
+        queries = source
+        if part.query is not None and part.query_norm is not None:
+            queries = part.query(self._normed(source.contiguous(), None, part.query_norm))
+        q, cache = joined.new_empty(len(joined), shape.num_heads, shape.width), self._pool.latents(index)
+        backend.latent_rope_store(queries, latents, part.norm, rotary, self._batch, cache, q, shape)
+        for head, (linear, own) in enumerate(zip(part.absorb, torch.split(queries, shape.query_dim, 1), strict=True)):
+            q[:, head, : shape.rank] = linear(own[:, : shape.key_dim].contiguous())
+        attended = q.new_empty(len(q), shape.num_heads, shape.rank)
+        backend.latent_attention(q, cache, self._batch, attended, shape, self._config.attention_scale)
+        return attended.view(len(q), -1)
+
+    def expand_latents(self, part: LatentAttention, attended: torch.Tensor) -> torch.Tensor:
+        heads = torch.split(attended, part.shape.rank, 1)
+        return torch.cat([linear(x.contiguous()) for linear, x in zip(part.expand, heads, strict=True)], 1)
 
     def keep_heads(self, x: torch.Tensor, attended: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         self._adapters = [(part.adapter, part.heads) for part in self._batch.adapters]

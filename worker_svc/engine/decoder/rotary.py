@@ -173,15 +173,23 @@ def _yarn(wave: torch.Tensor, rope: dict[str, Any]) -> Rotary:
     return Rotary(inv_freq, _yarn_factor(rope, factor))
 
 
-def _yarn_factor(rope: dict[str, Any], factor: float) -> float:
-    def scale(mscale: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+def yarn_mscale(rope: dict[str, Any]) -> float:
+    """What YaRN multiplies queries and keys with, if `mscale_all_dim` is set."""
+    if rope.get("rope_type", rope.get("type", "default")) == "default" or not rope.get("mscale_all_dim"):
+        return 1.0
+    return _mscale(positive(rope, "factor"), positive(rope, "mscale_all_dim"))
 
+
+def _mscale(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def _yarn_factor(rope: dict[str, Any], factor: float) -> float:
     if rope.get("attention_factor") is not None:
         return positive(rope, "attention_factor")
     if rope.get("mscale") and rope.get("mscale_all_dim"):
-        return scale(rope["mscale"]) / scale(rope["mscale_all_dim"])
-    return scale(1.0)
+        return _mscale(factor, rope["mscale"]) / _mscale(factor, rope["mscale_all_dim"])
+    return _mscale(factor, 1.0)
 
 
 def _longrope(wave: torch.Tensor, rope: dict[str, Any]) -> Rotary:

@@ -16,7 +16,9 @@ from worker_svc.engine.checkpoint.model_folder import CheckpointError
 from worker_svc.engine.checkpoint.quantization_config import Mxfp4, Scaled, Scheme
 from worker_svc.engine.checkpoint.quantized import read_int8_rows, read_mxfp4, read_weight
 from worker_svc.engine.checkpoint.tensors import Checkpoint
+from worker_svc.engine.decoder import latents
 from worker_svc.engine.decoder.config import Experts, LayerSpec, ModelConfig
+from worker_svc.engine.decoder.latents import LatentAttention, LatentSpec
 from worker_svc.engine.kernels import exact_ops
 from worker_svc.engine.kernels.torch_linear import MAX_INT8_INPUTS, Int8Rows
 from worker_svc.engine.recurrent import Recurrence, RecurrentWeights
@@ -54,6 +56,7 @@ class Layer:
     qkv: Linear
     qk_norms: tuple[Norm, Norm] | None
     sinks: torch.Tensor | None  # float32 [q_heads]
+    latents: LatentAttention | None  # with it, qkv is [source of queries | latent]
     o: Linear
     post_attention_layernorm: Norm | None
     pre_feedforward_layernorm: Norm | None
@@ -202,6 +205,7 @@ class WeightLoader:
             qk_norms=qk_norms,
             sinks=self._sinks(index),
             is_parallel=self._config.architecture.is_parallel,
+            latents=self._latents(index, stored),
             o=self._linear(stored["o"]),
             feed_forward=self._feed_forward(self._config.layers[index], stored, prefix),
             recurrent=None if recurrence is None else self._recurrent(prefix, recurrence),
@@ -236,6 +240,28 @@ class WeightLoader:
         found += [f"{names.conv}.bias"] if spec.has_conv_bias else []
         found += [f"{names.norm}.weight"] if names.norm else []
         return [prefix + name for name in found if name]
+
+    def _latents(self, index: int, stored: dict[str, Stored]) -> LatentAttention | None:
+        spec, prefix = self._config.layers[index].latents, self._names.layer.format(index)
+        if spec is None:
+            return None
+        shape, query_norm = spec.shape, None
+        if spec.query_rank is not None:
+            query_norm = self._latent_norm(prefix + latents.QUERY_NORM, spec.query_rank)
+        up = stored["latent_up"]
+        weight = self._weight(up.names[0], up, up.roles).to(self._dtype)
+        heads = [torch.split(head, [shape.key_dim, shape.value_dim]) for head in weight.chunk(shape.num_heads)]
+        return LatentAttention(
+            shape,
+            query_norm,
+            None if query_norm is None else self._linear(stored["query_up"]),
+            self._latent_norm(prefix + latents.NORM, shape.rank),
+            [self._backend.make_linear(key.T.contiguous(), None) for key, _ in heads],
+            [self._backend.make_linear(value.contiguous(), None) for _, value in heads],
+        )
+
+    def _latent_norm(self, name: str, size: int) -> Norm:
+        return replace(self._norm(name, size), eps=latents.NORM_EPS)
 
     def modules(self) -> dict[str, Module]:
         """The linear layers that adapters may change, by name."""
@@ -294,6 +320,9 @@ class WeightLoader:
             spec = self._config.layers[index].recurrence
             if spec is not None:
                 linears += self._recurrent_names(prefix, spec)
+            latent = self._config.layers[index].latents
+            if latent is not None:
+                norms += [prefix + latents.NORM, *([prefix + latents.QUERY_NORM] if latent.query_rank else [])]
             if self._config.qk_norm_widths(index) is not None and spec is None and names.q_norm:
                 norms += [prefix + names.q_norm, prefix + names.k_norm]
             for stored in self._stored(index).values():
@@ -323,10 +352,11 @@ class WeightLoader:
         heads_of: tuple[tuple[Role, int], ...] = (("q", q_size), ("k", kv_size), ("v", kv_size))
         if spec.has_output_gate:
             heads_of = (("q", 2 * q_size), *heads_of[1:])
-        found = {
-            "qkv": stored(names.qkv, heads_of, hidden, has_bias=config.has_qkv_bias),
-            "o": stored(names.o, (("o", hidden),), q_size, has_bias=config.has_o_bias),
-        }
+        found = {"qkv": stored(names.qkv, heads_of, hidden, has_bias=config.has_qkv_bias)}
+        if spec.latents is not None:
+            found = self._stored_latents(spec.latents, prefix)
+            q_size = spec.latents.shape.num_heads * spec.latents.shape.value_dim
+        found["o"] = stored(names.o, (("o", hidden),), q_size, has_bias=config.has_o_bias)
         if spec.has_output_gate:
             found["qkv"] = replace(found["qkv"], order=_gates_last(heads))
         if spec.recurrence is not None:
@@ -354,6 +384,20 @@ class WeightLoader:
             }  # fmt: skip
             index_in_stack = expert if names.has_stacked_experts and not is_shared else None
             found |= {f"{side}{expert}": replace(linear, expert=index_in_stack) for side, linear in sides.items()}
+        return found
+
+    def _stored_latents(self, spec: LatentSpec, prefix: str) -> dict[str, Stored]:
+        """The linear layers of latent attention up to the heads."""
+        shape, hidden = spec.shape, self._config.hidden_size
+        first = latents.QUERY if spec.query_rank is None else latents.QUERY_DOWN
+        joined: tuple[tuple[Role, int], ...] = (("q", spec.first_outputs), ("latent", shape.rank + shape.rope_dim))
+        names = prefix + first, prefix + latents.DOWN
+        found = {"qkv": Stored(names, joined, hidden, self._config.has_qkv_bias)}
+        up: tuple[tuple[Role, int], ...] = (("latent", shape.num_heads * (shape.key_dim + shape.value_dim)),)
+        found["latent_up"] = Stored((prefix + latents.UP,), up, shape.rank, has_bias=False)
+        if spec.query_rank is not None:
+            queries: tuple[tuple[Role, int], ...] = (("q", shape.num_heads * shape.query_dim),)
+            found["query_up"] = Stored((prefix + latents.QUERY_UP,), queries, spec.query_rank, has_bias=False)
         return found
 
     def _linear(self, stored: Stored) -> Linear:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from worker_svc.engine.backend import Linear, Norm, RotaryTable
 from worker_svc.engine.decoder.config import ModelConfig
 from worker_svc.engine.decoder.forward import compute_layers
+from worker_svc.engine.decoder.latents import LatentAttention
 from worker_svc.engine.decoder.weights import Layer, RoutedExperts, WeightLoader
 from worker_svc.engine.gpu.attention.paged import Attention, LayerCache
 from worker_svc.engine.gpu.collectives.group import Group
@@ -177,6 +178,12 @@ class _DeviceOperations:
 
     def recur(self, layer: RecurrentWeights, projected: torch.Tensor, index: int) -> torch.Tensor:
         raise RuntimeError("check_features refuses recurrent layers on a device: a bug in the engine")
+
+    def attend_latents(self, part: LatentAttention, joined: torch.Tensor, index: int) -> torch.Tensor:
+        raise TypeError("latent attention is not computed on a device: features.py refuses the model")
+
+    def expand_latents(self, part: LatentAttention, attended: torch.Tensor) -> torch.Tensor:
+        raise TypeError("latent attention is not computed on a device: features.py refuses the model")
 
     def keep_heads(self, x: torch.Tensor, attended: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if self._adapters is not None:

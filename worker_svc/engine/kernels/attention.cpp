@@ -7,6 +7,7 @@
 
 #include "attention_dots.h"
 #include "attention_lanes.h"
+#include "attention_latents.h"
 #include "attention_tiles.h"
 #include "kernels.h"
 
@@ -61,6 +62,20 @@ void paged_attention(Pass& pass, int is_bf16, const AttentionPlan& plan, const A
   is_bf16 ? run(uint16_t()) : run(float());
 }
 
+void latent_attention(Pass& pass, int is_bf16, const AttentionPlan& plan, const AttentionRows& rows, int64_t block_size,
+                      const void* q, const void* cache, void* out, const LatentShape& shape, float scale) {
+  auto run = [&](auto type) {
+    typedef decltype(type) T;
+    const LatentArgs<T> args{(const T*)q, (const T*)cache, (T*)out, rows, shape.heads, shape.rank, shape.width,
+                             __builtin_ctzll(uint64_t(block_size)), scale};
+    pass.run(plan.spans.size(), 1, [&](int64_t first, int64_t last) {
+      auto& scratch = scratch_of_thread<LatentScratch<T>>(shape.width, shape.width, shape.width);
+      for (int64_t i = first; i < last; i++) attend_latents(args, plan.spans[i], scratch);
+    });
+  };
+  is_bf16 ? run(uint16_t()) : run(float());
+}
+
 extern "C" {
 
 // Whether blocks of this storage type and size are laid out in pairs; see qk_norm_rope_store.
@@ -80,5 +95,16 @@ void quire_paged_attention(int is_bf16, const void* q, const void* k_cache, cons
   const QkvShape shape{q_heads, kv_heads, head_dim, block_size};
   paged_attention(pass, is_bf16, plan_attention(all, shape, threads), all, shape, q, k_cache, v_cache, out,
                   {scale, cap, window, {bias, bias_zero, bias_stride}, chunk, sinks});
+}
+
+void quire_latent_attention(int is_bf16, const void* q, const void* cache, void* out, const int32_t* tables,
+                            int64_t table_stride, const int32_t* rows, const int32_t* query_starts,
+                            const int32_t* context_lens, int64_t num_rows, int64_t block_size, const void* shape,
+                            float scale, int threads) {
+  Pass pass(threads);
+  const AttentionRows all{tables, table_stride, rows, query_starts, context_lens, num_rows};
+  const LatentShape& latents = *(const LatentShape*)shape;
+  latent_attention(pass, is_bf16, plan_latents(all, latents.heads, threads), all, block_size, q, cache, out, latents,
+                   scale);
 }
 }

@@ -5,21 +5,27 @@
 // vector goes through the same operations as alone, so the division changes no result.
 #include <algorithm>
 
-#include "attention.h"
+#include "attention_latents.h"
 
 namespace {
 
 // The division of one batch.
 class Planner {
  public:
-  Planner(const AttentionRows& rows, const QkvShape& shape, int threads)
-      : rows_(rows), shape_(shape), threads_(threads), group_(shape.q_heads / shape.kv_heads) {}
+  // `query_tile`: query vectors of a span. Only spans of up to kQueryTile of them can share keys.
+  Planner(const AttentionRows& rows, const QkvShape& shape, int threads, int64_t query_tile, bool can_share)
+      : rows_(rows),
+        shape_(shape),
+        threads_(threads),
+        group_(shape.q_heads / shape.kv_heads),
+        query_tile_(query_tile),
+        can_share_(can_share) {}
 
   // `count` tokens of a row, starting with its token `first`.
   void add(int32_t row, int64_t first, int64_t count) {
     const int64_t end = (first + count) * group_;
-    for (int64_t i = first * group_; i < end; i += kQueryTile) {
-      const int64_t queries = std::min<int64_t>(kQueryTile, end - i);
+    for (int64_t i = first * group_; i < end; i += query_tile_) {
+      const int64_t queries = std::min<int64_t>(query_tile_, end - i);
       const Span span{row, int32_t(i), int32_t(queries), rows_.num_keys(row, (i + queries - 1) / group_)};
       can_share(span) ? sharing_.push_back(span) : add_task({span}, 0);
     }
@@ -49,7 +55,7 @@ class Planner {
   }
 
  private:
-  bool can_share(const Span& span) const { return 2 * span.queries <= kSharingQueries && shareable(span.num_keys) > 0; }
+  bool can_share(const Span& span) const { return can_share_ && 2 * span.queries <= kSharingQueries && shareable(span.num_keys) > 0; }
 
   // Whole tiles of keys, of which one key at least stays unshared.
   static int64_t shareable(int64_t num_keys) { return (num_keys - 1) / kKeyTile * kKeyTile; }
@@ -75,22 +81,18 @@ class Planner {
 
   const AttentionRows& rows_;
   const QkvShape& shape_;
-  const int64_t threads_, group_;
+  const int64_t threads_, group_, query_tile_;
+  const bool can_share_;
   std::vector<Span> sharing_;
   AttentionPlan plan_;
 };
 
-}  // namespace
-
-AttentionPlan plan_attention(const AttentionRows& rows, const QkvShape& shape, int threads) {
-  Planner planner(rows, shape, threads);
-  for (int32_t b = 0; b < rows.count; b++) planner.add(b, 0, rows.query_starts[b + 1] - rows.query_starts[b]);
-  return planner.finish();
-}
-
-AttentionPlan plan_attention(const AttentionRows& rows, const QkvShape& shape, int threads, const int64_t* tokens,
-                             int64_t num_tokens) {
-  Planner planner(rows, shape, threads);
+// The plan of all tokens, or of `tokens`, which are ascending; null: all.
+AttentionPlan plan_of(Planner planner, const AttentionRows& rows, const int64_t* tokens, int64_t num_tokens) {
+  if (!tokens) {
+    for (int32_t b = 0; b < rows.count; b++) planner.add(b, 0, rows.query_starts[b + 1] - rows.query_starts[b]);
+    return planner.finish();
+  }
   int32_t row = 0;
   for (int64_t i = 0, next; i < num_tokens; i = next) {
     while (rows.query_starts[row + 1] <= tokens[i]) row++;
@@ -99,4 +101,20 @@ AttentionPlan plan_attention(const AttentionRows& rows, const QkvShape& shape, i
     planner.add(row, tokens[i] - rows.query_starts[row], next - i);
   }
   return planner.finish();
+}
+
+}  // namespace
+
+AttentionPlan plan_attention(const AttentionRows& rows, const QkvShape& shape, int threads, const int64_t* tokens,
+                             int64_t num_tokens) {
+  return plan_of(Planner(rows, shape, threads, kQueryTile, true), rows, tokens, num_tokens);
+}
+
+// A span holds all heads of a token if there are enough tokens for all threads.
+AttentionPlan plan_latents(const AttentionRows& rows, int64_t heads, int threads, const int64_t* tokens,
+                           int64_t num_tokens) {
+  const int64_t vectors = heads * (tokens ? num_tokens : int64_t(rows.query_starts[rows.count]));
+  const int64_t most = std::clamp<int64_t>(heads, kMostLatentQueries / 2, kMostLatentQueries);
+  const int64_t query_tile = std::clamp<int64_t>((vectors + threads - 1) / threads, kLanes, most);
+  return plan_of(Planner(rows, {heads, 1, 0, 1}, threads, query_tile, false), rows, tokens, num_tokens);
 }

@@ -29,7 +29,9 @@ struct Layer {
 enum Site { kSiteQkv = 0, kSiteO = 1, kSiteGateUp = 2, kSiteDown = 3, kNumSites = 4 };
 
 // Operations of StepOperations (decoder/forward.py).
-enum OpKind { kEmbed, kLinear, kLinearOfNorm, kAttend, kRecur, kKeepHeads, kExperts, kOutput, kEndLayer };
+enum OpKind {
+  kEmbed, kLinear, kLinearOfNorm, kAttend, kRecur, kKeepHeads, kExperts, kOutput, kEndLayer, kAttendLatents, kExpandLatents
+};
 
 struct Op {
   int64_t kind, layer, site;
@@ -38,6 +40,7 @@ struct Op {
   NormWeights norm;
   Linear linear;  // [gate | up] with its activation at kSiteGateUp, or `up` alone if there is no gate
   Experts experts;
+  Latents latents;
 };
 
 struct Model {
@@ -50,6 +53,7 @@ struct Model {
   int64_t inner;    // the widest feed-forward part; with experts at least `hidden`
   int64_t qkv, q;   // the widest projection before attention or recurrence, and the widest queries
   int64_t mixed;    // the widest output of attention or recurrence
+  int64_t queries;  // the widest queries before their heads absorb, or values of latent attention; 0: none
   int64_t block_size, norm_kind, activation;
   int64_t is_gated, is_bf16, threads;
   float eps, scale, embedding_scale, residual_scale, logit_scale, attention_cap, logit_cap;  // caps 0: none
@@ -84,7 +88,7 @@ struct Batch {
 
 // The workspace of a step: contiguous parts, each with num_tokens rows.
 struct Parts {
-  char *x, *residual, *qkv, *q, *attended, *activated;
+  char *x, *residual, *qkv, *q, *attended, *queries, *activated;
 
   Parts(const Model& m, int64_t num_tokens, char* workspace) {
     const int64_t row = num_tokens * (m.is_bf16 ? 2 : 4);
@@ -98,6 +102,7 @@ struct Parts {
     qkv = take(m.qkv);
     q = take(m.q);
     attended = take(m.mixed);
+    queries = take(m.queries);
     activated = take(m.inner);
   }
 };
@@ -123,7 +128,7 @@ thread_local AdaptedRows adapted_rows;
 struct Forward {
   const Model& m;
   const Batch& b;
-  const Parts p;
+  Parts p;
   const AttentionRows rows;
   Pass pass;
   std::map<std::array<int64_t, 3>, AttentionPlan> plans;
@@ -138,14 +143,14 @@ struct Forward {
         pass(int(m.threads)),
         n(b.num_tokens) {}
 
-  // Attention of all tokens, or of those that need logits. Layers with as many heads have the same plan.
-  const AttentionPlan& plan(const QkvShape& shape, bool of_head_tokens) {
-    of_head_tokens &= b.num_heads != b.num_tokens;
-    const auto [found, is_new] = plans.try_emplace({shape.q_heads, shape.kv_heads, of_head_tokens});
-    if (!is_new) return found->second;
-    const int threads = int(m.threads);
-    return found->second = of_head_tokens ? plan_attention(rows, shape, threads, b.heads, b.num_heads)
-                                          : plan_attention(rows, shape, threads);
+  // Attention of a layer, of all tokens or in the last layer of those that need logits. Layers with as many heads have the
+  // same plan. `make` is plan_attention or plan_latents.
+  template <typename Heads, typename Make>
+  const AttentionPlan& plan(int64_t layer, int64_t q_heads, int64_t kv_heads, const Heads& heads, const Make& make) {
+    const bool has_all = !is_last(layer) || b.num_heads == b.num_tokens;
+    const auto [found, is_new] = plans.try_emplace({q_heads, kv_heads, has_all});
+    if (is_new) found->second = make(rows, heads, int(m.threads), has_all ? nullptr : b.heads, b.num_heads);
+    return found->second;
   }
 
   void embed() {
@@ -209,7 +214,8 @@ struct Forward {
     if (layer.has_gate) of_qkv.stride = gate + q_size;
     qk_norm_rope_store(pass, is_bf16, p.qkv, norms, rotary, b.positions, b.slots, layer.k_cache, layer.v_cache, p.q,
                        b.num_tokens, of_qkv);
-    paged_attention(pass, is_bf16, plan(shape, is_last(index)), rows, shape, p.q, layer.k_cache, layer.v_cache,
+    const AttentionPlan& all = plan(index, shape.q_heads, shape.kv_heads, shape, plan_attention);
+    paged_attention(pass, is_bf16, all, rows, shape, p.q, layer.k_cache, layer.v_cache,
                     p.attended, {m.scale, m.attention_cap, layer.window, {}, layer.chunk, layer.sinks});
     if (layer.has_gate)
       gate_outputs(pass, is_bf16, p.attended, p.qkv + gate * (is_bf16 ? 2 : 4), b.num_tokens, q_size, of_qkv.stride);
@@ -219,6 +225,29 @@ struct Forward {
     const StateRows states{b.rows, b.query_starts, b.context_lens, b.snapshot_starts, b.snapshot_ends, b.snapshot_slots,
                            b.num_rows};
     recurrent(pass, int(m.is_bf16), *m.layers[index].recurrence, states, p.qkv, p.attended, b.num_tokens);
+  }
+
+  void attend_latents(const Op& op) {
+    const int is_bf16 = int(m.is_bf16), bytes = is_bf16 ? 2 : 4;
+    const Latents& a = op.latents;
+    const LatentShape& s = a.shape;
+    const Layer& layer = m.layers[op.layer];
+    const int64_t head_size = s.key_dim + s.rope_dim, q_size = s.heads * head_size;
+    const int64_t joined = (a.query.in ? a.query.in : q_size) + s.rank + s.rope_dim;
+    latent_queries(pass, is_bf16, a, p.qkv, joined, p.queries, n);
+    const HeadRows queries{a.query.in ? p.queries : p.qkv, a.query.in ? q_size : joined, head_size};
+    const LatentTokens tokens{queries.data, p.qkv + (joined - s.rank - s.rope_dim) * bytes, queries.stride, joined, n};
+    latent_rope_store(pass, is_bf16, tokens, a.norm, a.eps, layer.rotary, b.positions, b.slots, layer.k_cache, p.q, s);
+    head_linears(pass, is_bf16, a.absorb, s.heads, queries, {p.q, s.heads * s.width, s.width}, n);
+    const AttentionPlan& all = plan(op.layer, s.heads, 0, s.heads, plan_latents);
+    latent_attention(pass, is_bf16, all, rows, m.block_size, p.q, layer.k_cache, p.attended, s, m.scale);
+  }
+
+  void expand_latents(const Latents& a) {
+    const LatentShape& s = a.shape;
+    head_linears(pass, int(m.is_bf16), a.expand, s.heads, {p.attended, s.heads * s.rank, s.rank},
+             {p.queries, s.heads * s.value_dim, s.value_dim}, n);
+    std::swap(p.attended, p.queries);
   }
 
   void experts_op(const Op& op, const Norm& norm) {
@@ -247,6 +276,9 @@ struct Forward {
       case kOutput: return output_op(op);
       case kEndLayer:
         if (op.layer < b.num_deep_layers) m.is_bf16 ? add_deep<uint16_t>(op.layer) : add_deep<float>(op.layer);
+        return;
+      case kAttendLatents: return attend_latents(op);
+      case kExpandLatents: return expand_latents(op.latents);
     }
   }
 
@@ -290,7 +322,7 @@ extern "C" {
 // Bytes of workspace per token.
 int64_t quire_forward_workspace(const void* model) {
   const Model& m = *(const Model*)model;
-  return (2 * m.hidden + m.qkv + m.q + m.mixed + m.inner) * (m.is_bf16 ? 2 : 4);
+  return (2 * m.hidden + m.qkv + m.q + m.mixed + m.queries + m.inner) * (m.is_bf16 ? 2 : 4);
 }
 
 // Stores keys and values of all tokens; writes logits [num_heads, vocab]. Null: none, and quire_forward_logits follows.

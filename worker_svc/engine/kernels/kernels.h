@@ -185,10 +185,56 @@ void qk_norm_rope_store(Pass& pass, int is_bf16, const void* qkv, const QkNorms&
                         const int32_t* positions, const int64_t* slots, void* k_cache, void* v_cache, void* q_out,
                         int64_t n, const QkvShape& shape);
 
-// The tasks of all tokens, or of `tokens`, which are ascending.
-AttentionPlan plan_attention(const AttentionRows& rows, const QkvShape& shape, int threads);
-AttentionPlan plan_attention(const AttentionRows& rows, const QkvShape& shape, int threads, const int64_t* tokens,
-                             int64_t num_tokens);
+// See LatentShape of backend.py. Queries have key_dim + rope_dim numbers per head before `absorb`, `width` after it.
+struct LatentShape {
+  int64_t heads, rank, rope_dim, key_dim, value_dim, width, is_interleaved;
+};
+
+// The weights of latent attention (decoder/latents.py). query.in 0: the input has the queries themselves.
+struct Latents {
+  Linear query;
+  const void *q_norm, *norm;
+  const Linear *absorb, *expand;  // [heads]
+  LatentShape shape;
+  float eps;
+};
+
+// Norms the first query.in numbers of each row of `joined` in place; writes their queries.
+void latent_queries(Pass& pass, int is_bf16, const Latents& latents, void* joined, int64_t stride, void* queries,
+                    int64_t n);
+
+// Rows of several heads: token t of head h begins at number t * stride + h * head_stride.
+struct HeadRows {
+  void* data;
+  int64_t stride, head_stride;
+};
+
+// The linear layer of each head, of its rows of x, into its rows of y.
+void head_linears(Pass& pass, int is_bf16, const Linear* linears, int64_t heads, HeadRows x, HeadRows y, int64_t n);
+
+// Tokens of latent attention: queries [key_dim | rope_dim] of all heads, and [latent | rotated part]. Strides are from
+// token to token, in numbers.
+struct LatentTokens {
+  const void *q, *latents;
+  int64_t q_stride, latent_stride, n;
+};
+
+// Writes the normed latents, their rotated parts and zeros to the slots of `cache`, and the rotated parts of the queries
+// and zeros behind the first `rank` numbers of q_out [n, heads, width].
+void latent_rope_store(Pass& pass, int is_bf16, const LatentTokens& tokens, const void* norm, float eps,
+                       const Rotary& rotary, const int32_t* positions, const int64_t* slots, void* cache, void* q_out,
+                       const LatentShape& shape);
+
+// As paged_attention, of q [tokens, heads, width] over a cache [num_blocks, block_size, width], into out [tokens, heads,
+// rank].
+void latent_attention(Pass& pass, int is_bf16, const AttentionPlan& plan, const AttentionRows& rows, int64_t block_size,
+                      const void* q, const void* cache, void* out, const LatentShape& shape, float scale);
+
+// The tasks of all tokens (null), or of `tokens`, which are ascending.
+AttentionPlan plan_attention(const AttentionRows& rows, const QkvShape& shape, int threads, const int64_t* tokens = nullptr,
+                             int64_t num_tokens = 0);
+AttentionPlan plan_latents(const AttentionRows& rows, int64_t heads, int threads, const int64_t* tokens = nullptr,
+                           int64_t num_tokens = 0);
 
 // Added to the scores of query head h: values[h * stride + zero + position of key - position of query]. Tiles read up to
 // 127 numbers beyond the last key. Null: none.
