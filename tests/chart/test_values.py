@@ -149,6 +149,14 @@ COMMON = [
         "spec.ingress.0.from.0.podSelector.matchLabels.app~kubernetes~io/component",
         "scheduler",
     ),
+    Case(
+        "workerDefaults.kvTransfer",
+        True,
+        "NetworkPolicy worker",
+        "spec.ingress.0.from.1.podSelector.matchLabels.app~kubernetes~io/component",
+        "worker",
+        POLICY,
+    ),
     Case("networkPolicy.clients", [TEAM], "NetworkPolicy gateway", "spec.ingress.0.from.0", TEAM, POLICY),
     Case("networkPolicy.metricsClients", [TEAM], "NetworkPolicy worker", "spec.ingress.1.from.0", TEAM, POLICY),
     Case("networkPolicy.egress.enabled", False, "NetworkPolicy worker", "spec.egress", None, POLICY),
@@ -860,6 +868,11 @@ POOLS = [
     Case("workerDefaults.quantize", "int8", WORKER, "arg --quantize", "int8"),
     Case("workerDefaults.adapters", [{"name": "sql", "path": "/a/sql"}], WORKER, "arg --adapter", "sql=/a/sql"),
     Case("workerDefaults.imageCacheMemory", "64M", WORKER, "arg --image-cache-memory", "64M"),
+    Case("workerDefaults.kvDisk", "/tier", WORKER, "arg --kv-disk", "/tier"),
+    Case(
+        "workerDefaults.kvDiskSize", "5G", WORKER, "arg --kv-disk-size", "5G", {"workerDefaults": {"kvDisk": "/tier"}}
+    ),
+    Case("workerDefaults.kvTransfer", True, WORKER, "count --kv-transfer", 1),
     Case("workerDefaults.adapterDir", "/adapters", WORKER, "arg --adapter-dir", "/adapters"),
     Case("workerDefaults.dtype", "float16", WORKER, "arg --dtype", "float16", {"workerDefaults": {"gpuCount": 1}}),
     Case(

@@ -90,6 +90,13 @@ spec:
         {{- with .imageCacheMemory }}
         - --image-cache-memory={{ . }}
         {{- end }}
+        {{- with .kvDisk }}
+        - --kv-disk={{ . }}
+        - --kv-disk-size={{ $.pool.kvDiskSize }}
+        {{- end }}
+        {{- if .kvTransfer }}
+        - --kv-transfer
+        {{- end }}
         {{- with .maxNumSeqs | int }}
         - --max-num-seqs={{ . }}
         {{- end }}
