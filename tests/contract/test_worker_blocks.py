@@ -184,7 +184,8 @@ async def test_a_fetch_of_an_ended_lease_writes_nothing(pair: tuple[Served, Serv
     request = order(target, source)
     request.after_step_id = 1  # never sent
     fetching = asyncio.ensure_future(target.stub.FetchBlocks(request))
-    while target.blocks.counts.blocks_in < NUM_MOVED:
+    # No event tells that all records have arrived and their write waits.
+    while target.blocks.counts.blocks_in < NUM_MOVED:  # noqa: ASYNC110
         await asyncio.sleep(0.001)
     target.executor.lease(0, "another scheduler")
     with pytest.raises(grpc.aio.AioRpcError, match="has ended"):

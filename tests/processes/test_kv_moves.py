@@ -34,6 +34,12 @@ async def collect(stream: Any) -> list[int]:
         return [token async for delta in stream for token in delta.token_ids]
 
 
+def read_page(port: int) -> str:
+    """The metrics of a service."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as page:
+        return str(page.read().decode())
+
+
 def wait_for_records(folder: Path, count: int) -> None:
     deadline = time.monotonic() + 20
     while len(list(folder.glob("*/*/*"))) < count:
@@ -81,6 +87,7 @@ async def test_streams_of_a_drained_worker_take_their_blocks_along(tmp_path: Pat
                 for p in prompts
             ]
         assert tokens == [list(ids) for ids in expected]
-        page = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics").read().decode()
+        page = await asyncio.to_thread(read_page, port)
         moved = re.search(r"^quire_transferred_tokens_total\S* (\S+)$", page, re.MULTILINE)
-        assert moved is not None and float(moved[1]) >= 300 // BLOCK_SIZE * BLOCK_SIZE, stack.logs()
+        assert moved is not None
+        assert float(moved[1]) >= 300 // BLOCK_SIZE * BLOCK_SIZE, stack.logs()

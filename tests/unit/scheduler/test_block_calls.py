@@ -39,11 +39,17 @@ async def ends_of(answer: Any, *, keys: BlockKeys | None = None, source: BlockSo
     """The reports of one fetch: (move id, blocks), or the reason for which the lease ends."""
     reports: list[Any] = []
     calls = BlockCalls(Stub(answer), worker_pb2.Fence(), "w0", keys)  # type: ignore[arg-type]
-    calls.on_moved = lambda move_id, count, took_s: reports.append((move_id, count))
-    calls.on_broken = reports.append
+    has_ended = asyncio.Event()
+
+    def end(report: Any) -> None:
+        reports.append(report)
+        has_ended.set()
+
+    calls.on_moved = lambda move_id, count, took_s: end((move_id, count))
+    calls.on_broken = end
     calls.fetch(make_move(source), "source:1")
-    while not reports:
-        await asyncio.sleep(0)
+    async with asyncio.timeout(10):
+        await has_ended.wait()
     return reports
 
 
