@@ -49,6 +49,10 @@ MODELS = {
         4,
         {"num_attention_heads": 5, "num_key_value_heads": 1, "hidden_size": 70, "intermediate_size": 74},
     ),
+    # whole panels, so that one native call computes the pass
+    "llama4-in-one-call": ("llama4", 16, {"intermediate_size": 64, "intermediate_size_mlp": 96}),
+    "ernie4-moe-in-one-call": ("ernie4_5_moe", 8, {"moe_intermediate_size": 32}),
+    "gpt-oss-in-one-call": ("gpt_oss", 16, {"intermediate_size": 64}),
     "gpt2-odd-heads": ("gpt2", 16, {"n_embd": 60}),
     "mistral-gelu-tanh": ("mistral", 256, {"hidden_act": "gelu_pytorch_tanh", "sliding_window": None}),
 }
