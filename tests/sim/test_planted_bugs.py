@@ -247,7 +247,7 @@ def wrong_digest_committed(patch: Patch) -> None:
     change_batches(patch, lambda b: replace(b, commit_digests=[digest[::-1] for digest in b.commit_digests]))
 
 
-@bug("reads the wrong content|the oracle has|two changes in a row")
+@bug("reads the wrong content|the oracle has|two changes in a row|evicts a block before the blocks that continue it")
 def shared_before_its_step_was_sent(patch: Patch) -> None:
     def register(original: Any, planner: StepPlanner, row: int, count: int, plan: StepPlan) -> None:
         original(
