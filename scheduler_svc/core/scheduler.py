@@ -114,6 +114,7 @@ class Scheduler:
         )
         if capacity.num_snapshots is not None:
             worker.add_part(Snapshots)
+            worker.part(Snapshots).counts = self._counts
         worker.adopt(blocks)
         planner = StepPlanner(worker, next_step_id, self.config.changes_wait_s)
         self._workers[capacity.worker_id] = worker

@@ -42,7 +42,7 @@ class Recurrence:
     norm_width: int = 0  # outputs that one norm spans; 0: none
     norms_first: bool = True  # outputs are multiplied by their gate after the norm
     has_conv_bias: bool = False
-    has_skip: bool = False
+    has_projection_bias: bool = False
     step_limits: tuple[float, float] = (0.0, float("inf"))
     eps: float = 1e-6
 
@@ -109,6 +109,48 @@ def gated_delta(config: Mapping[str, Any]) -> Recurrence:
         norm_width=value_dim,
         eps=float(config["rms_norm_eps"]),
     )
+
+
+def short_conv(config: Mapping[str, Any]) -> Recurrence:
+    """The short convolution of LFM2. Raises CheckpointError naming the field."""
+    has_bias = bool(config.get("conv_bias", False))
+    hidden, kernel = size_of(config, "hidden_size"), size_of(config, "conv_L_cache")
+    return Recurrence("short_conv", 1, 1, 0, hidden, kernel, has_conv_bias=has_bias, has_projection_bias=has_bias)
+
+
+def mamba2(config: Mapping[str, Any]) -> Recurrence:
+    """Mamba 2. Raises CheckpointError naming the field."""
+    num_groups, num_heads = size_of(config, "mamba_n_groups"), size_of(config, "mamba_n_heads")
+    if num_heads % num_groups:
+        raise CheckpointError(f"mamba_n_groups: {num_groups} does not divide the {num_heads} heads of mamba_n_heads")
+    width = config.get("mamba_d_head")
+    if width in (None, "auto"):
+        width = int(config.get("mamba_expand", 2) * size_of(config, "hidden_size")) // num_heads
+    value_dim = size_of({"mamba_d_head": width}, "mamba_d_head")
+    return Recurrence(
+        "mamba2",
+        num_groups,
+        num_heads,
+        size_of(config, "mamba_d_state"),
+        value_dim,
+        size_of(config, "mamba_d_conv"),
+        norm_width=num_heads * value_dim // num_groups,
+        norms_first=False,
+        has_conv_bias=bool(config.get("mamba_conv_bias", True)),
+        has_projection_bias=bool(config.get("mamba_proj_bias", False)),
+        step_limits=_step_limits(config.get("time_step_limit")),
+        eps=float(config["rms_norm_eps"]),
+    )
+
+
+def _step_limits(limits: Any) -> tuple[float, float]:
+    """`time_step_limit` of config.json, where infinity may be an object."""
+    if limits is None:
+        return 0.0, float("inf")
+    found = [float(limit["__float__"]) if isinstance(limit, dict) else float(limit) for limit in limits]
+    if len(found) != 2:
+        raise CheckpointError(f"time_step_limit: config.json must hold two numbers, found {limits!r}")
+    return found[0], found[1]
 
 
 class StatePool:

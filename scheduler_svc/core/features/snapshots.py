@@ -36,7 +36,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from scheduler_svc.core.messages import Deltas, RowAssignment
+from scheduler_svc.core.messages import Counts, Deltas, RowAssignment
 from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.core.worker_state import Advance, InFlightStep, StepPlan, WorkerPart, WorkerState
 from step_protocol.columns import Bools
@@ -76,23 +76,13 @@ class RowPlan:
     last: bytes = b""  # digest of the newest one behind `end`
 
 
-@dataclass(slots=True)
-class SnapshotCounts:
-    """Counters of one worker since it joined."""
-
-    taken: int = 0
-    hits: int = 0
-    evicted: int = 0
-    lost_tokens: int = 0  # tokens of cached blocks that rows computed again for lack of a snapshot
-
-
 class Snapshots(WorkerPart):
     """The snapshots of one worker. Only workers of models with recurrent layers have this part, for all their rows."""
 
     def __init__(self, worker: WorkerState) -> None:
         super().__init__(worker)
         capacity = worker.capacity
-        self.counts = SnapshotCounts()
+        self.counts = Counts()  # the scheduler sets its own
         self.kept: dict[bytes, Kept] = {}  # by the digest of the block that ends at the position
         self._block_size = capacity.block_size
         self._spacing = max(1, -(-capacity.snapshot_tokens // capacity.block_size)) * capacity.block_size
@@ -128,14 +118,14 @@ class Snapshots(WorkerPart):
     def _hit(self, digest: bytes) -> int:
         kept = self.kept[digest]
         kept.was_hit, kept.value = True, self._clock + kept.tokens
-        self.counts.hits += 1
+        self.counts.snapshot_hits += 1
         return kept.slot
 
     def _positions(self, seq: Sequence, start: int, end: int) -> list[int]:
         """The positions of snapshots in the tokens from `start` to `end`, ascending."""
         bs, last = self._block_size, (end - 1) // self._block_size * self._block_size
         branch = bs * self.worker.pool.match_len(seq.digests, seq.max_cached_tokens // bs)
-        self.counts.lost_tokens += max(0, branch - start)
+        self.counts.snapshot_misses += max(0, branch - start)
         wanted = {last, branch, *range(start + self._spacing, last, self._spacing)}
         return sorted(position for position in wanted if start < position <= last)
 
@@ -190,7 +180,7 @@ class Snapshots(WorkerPart):
         if value > self._clock + tokens:
             return None
         self._clock = max(self._clock, value)
-        self.counts.evicted += 1
+        self.counts.snapshots_evicted += 1
         return self._drop(lowest)
 
     def _drop(self, digest: bytes) -> int:
@@ -219,7 +209,7 @@ class Snapshots(WorkerPart):
             return
         digest = digests[index]
         self.kept[digest] = Kept(taken.slot, taken.tokens, self._clock + taken.tokens)
-        self.counts.taken += 1
+        self.counts.snapshots_taken += 1
         plan = self._rows.get(taken.row)
         if not taken.is_last or plan is None or plan.digests is not digests:
             return

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import transformers
 from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
+from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as qwen3_5_moe
+from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
 from worker_svc.engine.checkpoint.model_folder import decoder_config
 
@@ -35,6 +37,10 @@ CLASSES = {
     "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
     "mixtral": (transformers.MixtralConfig, transformers.MixtralForCausalLM),
     "olmo2": (transformers.Olmo2Config, transformers.Olmo2ForCausalLM),
+    "qwen3_5_moe": (transformers.Qwen3_5MoeTextConfig, transformers.Qwen3_5MoeForCausalLM),
+    "qwen3_next": (transformers.Qwen3NextConfig, transformers.Qwen3NextForCausalLM),
+    "bamba": (transformers.BambaConfig, transformers.BambaForCausalLM),
+    "lfm2": (transformers.Lfm2Config, transformers.Lfm2ForCausalLM),
     "qwen3_5": (transformers.Qwen3_5TextConfig, transformers.Qwen3_5ForCausalLM),
     "gpt2": (transformers.GPT2Config, transformers.GPT2LMHeadModel),
     "qwen2_moe": (transformers.Qwen2MoeConfig, transformers.Qwen2MoeForCausalLM),
@@ -45,6 +51,7 @@ CLASSES = {
     "olmo3": (transformers.Olmo3Config, transformers.Olmo3ForCausalLM),
     "smollm3": (transformers.SmolLM3Config, transformers.SmolLM3ForCausalLM),
     "granite": (transformers.GraniteConfig, transformers.GraniteForCausalLM),
+    "granite_hybrid": (transformers.GraniteMoeHybridConfig, transformers.GraniteMoeHybridForCausalLM),
     "granite4": (transformers.GraniteMoeHybridConfig, transformers.GraniteMoeHybridForCausalLM),
     "ernie4_5": (transformers.Ernie4_5Config, transformers.Ernie4_5ForCausalLM),
     "ernie4_5_moe": (transformers.Ernie4_5_MoeConfig, transformers.Ernie4_5_MoeForCausalLM),
@@ -62,9 +69,26 @@ CLASSES = {
     "glm4_moe_lite": (transformers.Glm4MoeLiteConfig, transformers.Glm4MoeLiteForCausalLM),
 }
 
-# Fields that differ from DEFAULTS. Windows are short and caps low, so that leaving one out changes the logits.
-RECURRENT = ("qwen3_5",)
+RECURRENT = ("qwen3_5", "qwen3_5_moe", "qwen3_next", "lfm2", "bamba", "granite_hybrid")
+GATED_DELTA = {
+    "num_hidden_layers": 4,
+    "head_dim": 24,
+    "linear_num_key_heads": 3,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 10,
+    "linear_value_head_dim": 20,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+    "layer_types": ["linear_attention", "full_attention", "full_attention", "linear_attention"],
+}
+GATED_EXPERTS = {
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 48,
+    "norm_topk_prob": True,
+}
 
+# Fields that differ from DEFAULTS. Windows are short and caps low, so that leaving one out changes the logits.
 FIELDS: dict[str, dict[str, Any]] = {
     "gemma2": {"sliding_window": 24, "attn_logit_softcapping": 4.0, "final_logit_softcapping": 3.0, "head_dim": 16,
                "query_pre_attn_scalar": 40},
@@ -72,10 +96,14 @@ FIELDS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "num_hidden_layers": 3,
                   "mlp_only_layers": [1], "norm_topk_prob": True},
     "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2},
-    "qwen3_5": {"num_hidden_layers": 4, "head_dim": 24, "linear_num_key_heads": 3, "linear_num_value_heads": 6,
-                "linear_key_head_dim": 10, "linear_value_head_dim": 20,
-                "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
-                "layer_types": ["linear_attention", "full_attention", "full_attention", "linear_attention"]},
+    "qwen3_5": GATED_DELTA,
+    "qwen3_5_moe": GATED_DELTA | GATED_EXPERTS,
+    "qwen3_next": GATED_DELTA | GATED_EXPERTS,
+    "lfm2": {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "conv"],
+             "block_multiple_of": 40},
+    "bamba": {"num_hidden_layers": 4, "attn_layer_indices": [1], "mamba_n_heads": 6, "mamba_d_head": 24,
+              "mamba_n_groups": 3, "mamba_d_state": 10, "hidden_size": 72, "mamba_conv_bias": True,
+              "num_attention_heads": 6, "num_key_value_heads": 3, "time_step_limit": (0.01, 0.9)},
     "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 1024, "n_inner": 96,
              "num_key_value_heads": 4},
     "qwen2_moe": {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "num_hidden_layers": 3,
@@ -94,6 +122,11 @@ FIELDS: dict[str, dict[str, Any]] = {
                 "num_key_value_heads": 2},
     "granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.22, "attention_multiplier": 0.4,
                 "logits_scaling": 1.3},
+    "granite_hybrid": {"embedding_multiplier": 3.0, "residual_multiplier": 0.22, "attention_multiplier": 0.4,
+                       "logits_scaling": 2.0, "num_local_experts": 0, "shared_intermediate_size": 48,
+                       "position_embedding_type": "nope", "num_hidden_layers": 4,
+                       "layer_types": ["mamba", "attention", "mamba", "mamba"], "mamba_n_heads": 8,
+                       "mamba_d_head": 16, "mamba_d_state": 10, "mamba_n_groups": 2},
     "granite4": {"embedding_multiplier": 3.0, "residual_multiplier": 0.22, "attention_multiplier": 0.4,
                  "logits_scaling": 1.3, "num_local_experts": 0, "layer_types": ["attention", "attention"],
                  "shared_intermediate_size": 70, "mamba_n_heads": 8},
@@ -211,7 +244,8 @@ def _config(architecture: str, overrides: dict[str, Any]) -> transformers.PreTra
 
 def load_reference(folder: Path, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
     """The checkpoint as transformers runs it; gated delta nets token by token, which is its more precise form."""
-    qwen3_5.torch_chunk_gated_delta_rule = qwen3_5.torch_recurrent_gated_delta_rule
+    for module in (qwen3_5, qwen3_5_moe, qwen3_next):
+        module.torch_chunk_gated_delta_rule = module.torch_recurrent_gated_delta_rule
     (name,) = json.loads((folder / "config.json").read_text())["architectures"]
     return getattr(transformers, name).from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
 

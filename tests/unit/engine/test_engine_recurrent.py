@@ -26,7 +26,10 @@ BLOCK = 8
 NUM_SNAPSHOTS = 3
 
 
-@pytest.fixture(scope="module", params=RECURRENT)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=pytest.mark.deep if name == "qwen3_5_moe" else ()) for name in RECURRENT],
+)
 def model_dir(request, tmp_path_factory) -> Path:
     return make_model(tmp_path_factory.mktemp("recurrent"), request.param)
 

@@ -48,7 +48,9 @@ class RecurrentNames:
     decay: str = ""
     skip: str = ""
     norm: str = ""
-    by_key_head: bool = False  # the rows of each of two tensors, [q, k, v, z] and [b, a], are grouped by key head
+    # by_key_head: the rows of two tensors, [q, k, v, z] and [b, a], are grouped by key head.
+    # mamba: [z, v, k, q, a], and [v, k, q] in the convolution.
+    layout: Literal["parts", "by_key_head", "mamba"] = "parts"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,16 +91,52 @@ class Names:
 
 
 LLAMA_NAMES = Names()
-QWEN3_5_NAMES = Names(
-    recurrent=RecurrentNames(
-        inputs=tuple(f"linear_attn.in_proj_{part}" for part in ("qkv", "z", "b", "a")),
-        out="linear_attn.out_proj",
-        conv="linear_attn.conv1d",
-        step_bias="linear_attn.dt_bias",
-        decay="linear_attn.A_log",
-        norm="linear_attn.norm",
-    )
+MAMBA = RecurrentNames(
+    inputs=("mamba.in_proj",),
+    out="mamba.out_proj",
+    conv="mamba.conv1d",
+    step_bias="mamba.dt_bias",
+    decay="mamba.A_log",
+    skip="mamba.D",
+    norm="mamba.norm",
+    layout="mamba",
 )
+BAMBA_NAMES = replace(
+    LLAMA_NAMES,
+    final_norm="model.final_layernorm",
+    gate_up=("feed_forward.gate_proj", "feed_forward.up_proj"),
+    down=("feed_forward.down_proj",),
+    pre_feedforward_layernorm="pre_ff_layernorm",
+    recurrent=MAMBA,
+)
+MAMBA_DEFAULTS = {
+    "mamba_n_heads": 128,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 256,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_conv_bias": True,
+}
+LFM2_NAMES = Names(
+    final_norm="model.embedding_norm",
+    o=("self_attn.out_proj",),
+    gate_up=("feed_forward.w1", "feed_forward.w3"),
+    down=("feed_forward.w2",),
+    input_layernorm="operator_norm",
+    pre_feedforward_layernorm="ffn_norm",
+    q_norm="self_attn.q_layernorm",
+    k_norm="self_attn.k_layernorm",
+    recurrent=RecurrentNames(inputs=("conv.in_proj",), out="conv.out_proj", conv="conv.conv"),
+)
+QWEN3_5_STATE = RecurrentNames(
+    inputs=tuple(f"linear_attn.in_proj_{part}" for part in ("qkv", "z", "b", "a")),
+    out="linear_attn.out_proj",
+    conv="linear_attn.conv1d",
+    step_bias="linear_attn.dt_bias",
+    decay="linear_attn.A_log",
+    norm="linear_attn.norm",
+)
+QWEN3_5_NAMES = replace(LLAMA_NAMES, recurrent=QWEN3_5_STATE)
 FUSED_NAMES = replace(LLAMA_NAMES, qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",))
 MIXTRAL_NAMES = replace(
     LLAMA_NAMES,
@@ -170,8 +208,8 @@ class Architecture:
     windows: WindowRule = "opt_in"  # layers with a sliding window, if config.json has no `layer_types`
     experts: ExpertFamily | None = None
     scales_embedding: bool = False  # by the square root of hidden_size
-    recurrence: RecurrenceName | None = None  # of the layers of type `recurrent_type`
-    recurrent_type: str = "linear_attention"
+    recurrence: RecurrenceName | None = None  # of the layers that keep a state
+    adjusts_inner: bool = False  # config.json has a rule for the width of the feed-forward part, as LFM2
     has_output_gate: bool = False  # q_proj also has a gate for each attention output
     tower: TowerKind | None = None  # of images; their tokens have positions on three axes (rows/positions.py)
     mrope: MropeKind | None = None  # how the frequencies of a head are divided among the axes
@@ -312,6 +350,27 @@ GPT2_FIELDS = {
     "norm_eps": "layer_norm_epsilon",
 }
 
+LFM2 = Architecture(
+    "LFM2, LFM2.5",
+    qk_norm="head",
+    has_qkv_bias=False,
+    has_o_bias=False,
+    windows="none",
+    recurrence="short_conv",
+    adjusts_inner=True,
+    defaults={
+        "norm_eps": 1e-5,
+        "rope_theta": 1e6,
+        "num_key_value_heads": 8,
+        "tie_word_embeddings": True,
+        "conv_L_cache": 3,
+        "block_auto_adjust_ff_dim": True,
+        "block_ffn_dim_multiplier": 1.0,
+        "block_multiple_of": 256,
+    },
+    fields={"intermediate_size": "block_ff_dim"},
+    names=LFM2_NAMES,
+)
 QWEN3_5 = Architecture(
     "Qwen3.5 and Qwen3.6 dense, text only",
     frozenset({"partial_rotary"}),
@@ -334,6 +393,26 @@ QWEN3_5 = Architecture(
     },
     unread=("mtp.", "visual."),
     names=QWEN3_5_NAMES,
+)
+QWEN3_5_MOE = replace(
+    QWEN3_5,
+    models="Qwen3.5 and Qwen3.6 with experts, text only",
+    experts=ExpertFamily(shared="gated", is_normalized=True),
+    defaults={
+        **QWEN3_5.defaults,
+        "num_key_value_heads": 2,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+    },
+    names=replace(QWEN3_5_NAMES, shared="mlp.shared_expert."),
+)
+QWEN3_NEXT_NAMES = replace(
+    QWEN3_5_MOE.names,
+    recurrent=replace(
+        QWEN3_5_STATE, inputs=("linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba"), layout="by_key_head"
+    ),
 )
 
 ARCHITECTURES = {
@@ -477,6 +556,31 @@ ARCHITECTURES = {
     ),
     "Qwen3_5ForCausalLM": QWEN3_5,
     "Qwen3_5ForConditionalGeneration": QWEN3_5,
+    "Qwen3_5MoeForCausalLM": QWEN3_5_MOE,
+    "Qwen3_5MoeForConditionalGeneration": QWEN3_5_MOE,
+    "Qwen3NextForCausalLM": replace(
+        QWEN3_5_MOE,
+        models="Qwen3-Next",
+        experts=ExpertFamily(shared="gated"),
+        defaults={
+            **QWEN3_5_MOE.defaults,
+            "num_experts": 512,
+            "num_experts_per_tok": 10,
+            "norm_topk_prob": True,
+        },
+        names=QWEN3_NEXT_NAMES,
+    ),
+    "Lfm2ForCausalLM": LFM2,
+    "BambaForCausalLM": Architecture(
+        "Bamba",
+        frozenset({"partial_rotary"}),
+        has_mlp_bias=None,
+        windows="none",
+        recurrence="mamba2",
+        defaults={**MAMBA_DEFAULTS, "rms_norm_eps": 1e-5, "num_key_value_heads": 8, "partial_rotary_factor": 0.5},
+        fields={"full_attn_idxs": "attn_layer_indices"},
+        names=BAMBA_NAMES,
+    ),
     "Glm4ForCausalLM": Architecture(
         "GLM-4 (0414)",
         frozenset({"partial_rotary"}),
@@ -521,13 +625,23 @@ ARCHITECTURES = {
     ),
     "GraniteForCausalLM": Architecture("Granite 3", has_mlp_bias=None, windows="none", defaults=MULTIPLIERS),
     "GraniteMoeHybridForCausalLM": Architecture(
-        "Granite 4, dense",
+        "Granite 4 without experts",
+        frozenset({"recurrent"}),
         windows="none",
+        recurrence="mamba2",
         rotated="embedding_type",
-        defaults={**MULTIPLIERS, "num_local_experts": 8, "intermediate_size": 1024, "layer_types": []},
+        defaults={
+            **MULTIPLIERS,
+            **MAMBA_DEFAULTS,
+            "num_local_experts": 8,
+            "intermediate_size": 1024,
+            "layer_types": [],
+        },
         fixed={"num_local_experts": 0},
         fields={"intermediate_size": "shared_intermediate_size"},
-        names=replace(LLAMA_NAMES, gate_up=("shared_mlp.input_linear",), down=("shared_mlp.output_linear",)),
+        names=replace(
+            LLAMA_NAMES, gate_up=("shared_mlp.input_linear",), down=("shared_mlp.output_linear",), recurrent=MAMBA
+        ),
     ),
     "Ernie4_5ForCausalLM": ERNIE,
     "Ernie4_5_MoeForCausalLM": replace(

@@ -29,7 +29,7 @@ from worker_svc.engine.checkpoint.quantization_config import QuantizationConfig,
 from worker_svc.engine.decoder.heads import HeadPart, HeadSpec
 from worker_svc.engine.decoder.latents import LatentSpec, latent_scale, parse_latents
 from worker_svc.engine.decoder.rotary import ORIGINAL_LENGTH, QueryScaling, Rotary, mrope_axes, parse_rotary, positive
-from worker_svc.engine.recurrent import Recurrence, gated_delta
+from worker_svc.engine.recurrent import Recurrence, gated_delta, mamba2, short_conv
 from worker_svc.engine.vision.config import VisionConfig, parse_vision
 
 ACTIVATIONS = {
@@ -41,11 +41,21 @@ ACTIVATIONS = {
     "relu2": "relu2",
 }
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+RECURRENT = "linear_attention"
 KIND_NAMES = {FULL: FULL, "attention": FULL, SLIDING: SLIDING, CHUNKED: CHUNKED}  # in `layer_types`
 GROUP_METHODS = {"greedy": False, "group_limited_greedy": True, "noaux_tc": True}  # whether experts are in groups
 SCORES = {"softmax": False, "sigmoid": True}
 MLP_KINDS = {"dense": False, "sparse": True}
-RECURRENCES: Mapping[RecurrenceName, Callable[[Mapping[str, Any]], Recurrence]] = {"gated_delta": gated_delta}
+RECURRENT_NAMES: Mapping[RecurrenceName, tuple[str, ...]] = {  # of layers that keep a state, in `layer_types`
+    "gated_delta": (RECURRENT,),
+    "mamba2": (RECURRENT, "mamba"),
+    "short_conv": (RECURRENT, "conv"),
+}
+RECURRENCES: Mapping[RecurrenceName, Callable[[Mapping[str, Any]], Recurrence]] = {
+    "gated_delta": gated_delta,
+    "mamba2": mamba2,
+    "short_conv": short_conv,
+}
 CHOICES: dict[str, Mapping[str, object]] = {
     "hidden_act": ACTIVATIONS,
     "mlp_layer_types": MLP_KINDS,
@@ -261,6 +271,7 @@ class ModelConfig:
         needed = {
             "odd_heads": any(dim % 2 for dim in dims),
             "partial_rotary": bool(dims) and bool(rotary_dims - dims),
+            "recurrent": self.is_recurrent,
             "kv_layouts": len({*self.kv_layouts()} - {NO_KV}) > 1,
             "query_scales": any(rotary.q_scaling is not None for rotary in self.rotaries),
             "interleaved_rotary": any(rotary.is_interleaved for rotary in self.rotaries),
@@ -421,17 +432,19 @@ def _layers(
 ) -> tuple[LayerSpec, ...]:
     count = size_of(config, "num_hidden_layers")
     window, kinds = _windows(config, architecture, count)
-    recurrent = {} if architecture.recurrence is None else {architecture.recurrent_type: architecture.recurrence}
     has_experts = _has_experts(config, architecture)
     inner = 4 * size_of(config, "hidden_size")  # GPT-2's, if n_inner is null
     if config.get("intermediate_size") is not None or architecture.is_gated:
         inner = size_of(config, "intermediate_size")
+    if architecture.adjusts_inner and config["block_auto_adjust_ff_dim"]:
+        inner = _adjusted_inner(config, inner)
     layers = []
     for index, kind in enumerate(kinds):
-        if kind not in {*rotary_of, *recurrent}:
-            known = ", ".join((*rotary_of, *recurrent))
-            raise CheckpointError(f"layer_types: {kind!r} is not supported; use one of {known}")
-        recurrence = RECURRENCES[recurrent[kind]](config) if kind in recurrent else None
+        if kind not in rotary_of and kind != RECURRENT:
+            raise CheckpointError(f"layer_types: {kind!r} is not supported; use one of {', '.join(rotary_of)}")
+        recurrence = None
+        if kind == RECURRENT and architecture.recurrence is not None:
+            recurrence = RECURRENCES[architecture.recurrence](config)
         experts = _experts(config, architecture.experts) if architecture.experts and has_experts(index) else None
         expert_inner = config.get("moe_intermediate_size", inner) if experts else inner
         layers.append(
@@ -441,7 +454,7 @@ def _layers(
                 window if kind == SLIDING else None,
                 expert_inner,
                 experts,
-                has_output_gate=architecture.has_output_gate and kind not in recurrent,
+                has_output_gate=architecture.has_output_gate and recurrence is None,
                 recurrence=recurrence,
                 chunk=size_of(config, "attention_chunk_size") if kind == CHUNKED else None,
             )
@@ -516,8 +529,11 @@ def _windows(config: dict[str, Any], architecture: Architecture, count: int) -> 
         named = [_kind_of(kind, architecture) for kind in kinds]
         return window, [FULL if kind == SLIDING and window is None else kind for kind in named]
     if architecture.recurrence is not None:
-        every = size_of(config, "full_attention_interval")
-        return window, [architecture.recurrent_type if (index + 1) % every else FULL for index in range(count)]
+        attends = config.get("full_attn_idxs")
+        if attends is None:
+            every = size_of(config, "full_attention_interval")
+            attends = range(every - 1, count, every)
+        return window, [FULL if index in attends else RECURRENT for index in range(count)]
     if rule == "chunked":
         is_chunked = _listed(config)
         return window, [CHUNKED if is_chunked(index) else FULL for index in range(count)]
@@ -527,7 +543,7 @@ def _windows(config: dict[str, Any], architecture: Architecture, count: int) -> 
 
 def _kind_of(name: object, architecture: Architecture) -> str:
     """The type of a layer. Raises CheckpointError for one that the architecture does not have."""
-    own = {architecture.recurrent_type: architecture.recurrent_type} if architecture.recurrence is not None else {}
+    own = dict.fromkeys(RECURRENT_NAMES[architecture.recurrence] if architecture.recurrence else (), RECURRENT)
     kind = choice_of(name, KIND_NAMES | own, "layer_types")
     if kind == CHUNKED and architecture.windows != "chunked":
         raise CheckpointError(f"layer_types: {CHUNKED!r} is not supported for {architecture.models}")
@@ -545,6 +561,12 @@ WINDOW_RULES: dict[str, Callable[[dict[str, Any]], Callable[[int], bool]]] = {
     "even": lambda config: lambda index: index % 2 == 0,
     "pattern": lambda config: lambda index: bool((index + 1) % size_of(config, "sliding_window_pattern")),
 }
+
+
+def _adjusted_inner(config: dict[str, Any], inner: int) -> int:
+    """The width of a gated part with as many weights as one of width `inner` without gate, times a factor."""
+    factor, multiple = positive(config, "block_ffn_dim_multiplier"), size_of(config, "block_multiple_of")
+    return -(-int(factor * int(2 * inner / 3)) // multiple) * multiple
 
 
 def _has_experts(config: dict[str, Any], architecture: Architecture) -> Callable[[int], bool]:

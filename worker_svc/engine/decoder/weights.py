@@ -108,20 +108,37 @@ def _recurrent_linears(prefix: str, names: RecurrentNames | None, spec: Recurren
     assert names is not None
     sizes, order = _projections(names, spec)
     roles: tuple[tuple[Role, int], ...] = tuple(("state", size) for size in sizes)
-    inputs = Stored(tuple(prefix + name for name in names.inputs), roles, hidden, has_bias=False, order=order)
-    out = Stored((prefix + names.out,), (("o", hidden),), spec.num_values, has_bias=False)
+    has_bias = spec.has_projection_bias
+    inputs = Stored(tuple(prefix + name for name in names.inputs), roles, hidden, has_bias=has_bias, order=order)
+    out = Stored((prefix + names.out,), (("o", hidden),), spec.num_values, has_bias=has_bias)
     return {"qkv": inputs, "o": out}
 
 
 def _projections(names: RecurrentNames, spec: Recurrence) -> tuple[tuple[int, ...], torch.Tensor | None]:
     """The widths of the stored projections, and their order if it is not [q | k | v | z | b | a]."""
-    if names.by_key_head:
+    if spec.kind == "short_conv":
+        return (spec.width,), None
+    if names.layout == "mamba":
+        z, rest = torch.arange(spec.num_values), spec.num_values + _conv_order(names, spec)
+        steps = torch.arange(spec.width - spec.num_heads, spec.width)
+        return (spec.width,), torch.cat((rest, z, steps))
+    if names.layout == "by_key_head":
         groups = spec.num_key_heads
         parts = [spec.num_key_heads * spec.key_dim] * 2 + [spec.num_values] * 2, [spec.num_heads] * 2
         first = sum(parts[0])
         orders = [*_ungrouped(parts[0], groups, 0), *_ungrouped(parts[1], groups, first)]
         return (first, sum(parts[1])), torch.cat(orders)
     return (spec.channels, spec.num_values, spec.num_heads, spec.num_heads), None
+
+
+def _conv_order(names: RecurrentNames, spec: Recurrence) -> torch.Tensor:
+    """The channels [q | k | v] of the convolution, as they are stored."""
+    channels = torch.arange(spec.channels)
+    if names.layout != "mamba":
+        return channels
+    keys = spec.num_key_heads * spec.key_dim
+    v, k, q = torch.split(channels, [spec.num_values, keys, keys])
+    return torch.cat((q, k, v))
 
 
 def _ungrouped(sizes: list[int], num_groups: int, first: int) -> list[torch.Tensor]:
@@ -221,11 +238,13 @@ class WeightLoader:
 
         conv = floats(f"{names.conv}.weight", spec.channels, 1, spec.kernel)
         assert conv is not None
-        norm = floats(f"{names.norm}.weight" if names.norm else "", spec.norm_width)
-        decay = floats(names.decay, spec.num_heads)
+        is_shared = spec.kind == "gated_delta"
+        norm = floats(f"{names.norm}.weight" if names.norm else "", spec.norm_width if is_shared else spec.num_values)
+        decay, order = floats(names.decay, spec.num_heads), _conv_order(names, spec)
+        bias = floats(f"{names.conv}.bias" if spec.has_conv_bias else "", spec.channels)
         return RecurrentWeights(
-            conv[:, 0].T.contiguous(),
-            floats(f"{names.conv}.bias" if spec.has_conv_bias else "", spec.channels),
+            conv[order, 0].T.contiguous(),
+            None if bias is None else bias[order],
             None if decay is None else -exact_ops.exp(decay),
             floats(names.step_bias, spec.num_heads),
             floats(names.skip, spec.num_heads),

@@ -1,0 +1,120 @@
+"""Where snapshots of recurrent states are taken, which are evicted, and which prefixes hit."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.features.snapshots import Snapshots
+from scheduler_svc.core.messages import WorkerCapacity
+from scheduler_svc.core.sequence import StopCondition
+from tests.sim.cluster import ROOT_SALT, Cluster, Request
+
+VOCAB = 1000
+BLOCK = 16
+
+
+class Server:
+    """One symbolic worker, which checks every state that a row samples from."""
+
+    def __init__(self, num_snapshots: int | None, *, num_blocks: int = 4000, snapshot_tokens: int = 100_000) -> None:
+        config = SchedulerConfig(root_salt=ROOT_SALT)
+        self.cluster = Cluster(config, block_size=BLOCK, max_model_len=4096, vocab_size=VOCAB)
+        capacity = WorkerCapacity(
+            "w", 1, num_blocks, BLOCK, 8, 512, 4096, vocab_size=VOCAB,
+            num_snapshots=num_snapshots, snapshot_tokens=snapshot_tokens,
+        )  # fmt: skip
+        self.worker = self.cluster.join(capacity)
+
+    @property
+    def part(self) -> Snapshots:
+        return self.cluster.scheduler._workers["w"].part(Snapshots)
+
+    def positions(self) -> list[int]:
+        """Positions of the snapshots that rows can start from."""
+        return sorted(self.worker.snapshots[kept.slot][0] for kept in self.part.kept.values())
+
+    def run(self, *prompts: list[int], max_tokens: int = 1) -> list[int]:
+        """Run these prompts at the same time. Returns how many of their tokens were hits."""
+        requests: list[Request] = []
+        for prompt in prompts:
+            requests.append(self.cluster.make_request(prompt, StopCondition(max_tokens, ignore_eos=True)))
+            self.cluster.submit(requests[-1])
+        while not all(request.is_done for request in requests):
+            self.cluster.schedule()
+            for worker in self.cluster.busy_workers():
+                self.cluster.answer(worker)
+        return [request.num_cached[0] for request in requests]
+
+
+def tokens(count: int, seed: int = 0) -> list[int]:
+    rng = Random(seed)
+    return [rng.randrange(VOCAB) for _ in range(count)]
+
+
+def test_the_end_of_a_prompt_is_kept_and_hit():
+    server = Server(4)
+    prompt = tokens(100)
+    assert server.run(prompt) == [0]
+    assert server.positions() == [96]
+    assert server.run(prompt) == [96]
+    assert server.run(prompt[:96]) == [0]  # one token at least is computed, and there is no snapshot before
+    assert server.positions() == [80, 96]
+
+
+def test_the_third_prompt_starts_where_two_differ():
+    server = Server(8)
+    shared = tokens(70)
+    assert server.run(shared + tokens(40, 1)) == [0]
+    assert server.run(shared + tokens(40, 2)) == [0]
+    assert 64 in server.positions()
+    assert server.run(shared + tokens(40, 3)) == [64]
+
+
+def test_a_turn_starts_from_the_newest_block_of_the_output():
+    server = Server(8)
+    prompt = tokens(40)
+    server.run(prompt, max_tokens=60)
+    assert server.positions() == [32, 96]
+    output = next(iter(server.cluster.requests.values())).delivered[0]
+    assert server.run(prompt + output + tokens(20, 1)) == [96]
+
+
+@pytest.mark.parametrize(("snapshot_tokens", "expected"), [(100, [112, 224, 288]), (1000, [288])])
+def test_long_prompts_have_snapshots_as_large_as_the_kv_between_them(snapshot_tokens, expected):
+    server = Server(8, snapshot_tokens=snapshot_tokens)
+    server.run(tokens(300))
+    assert server.positions() == expected
+
+
+def test_a_snapshot_that_saves_more_is_kept_longer():
+    server = Server(2)
+    long, short = tokens(1000), tokens(40, 1)
+    server.run(long)
+    server.run(short)
+    for seed in range(2, 12):
+        server.run(tokens(40, seed))
+    assert server.run(long) == [992]
+    assert server.run(short) == [0]
+    assert server.part.counts.snapshots_evicted > 0
+
+
+def test_without_slots_there_are_no_hits():
+    server = Server(0)
+    prompt = tokens(100)
+    assert server.run(prompt) == [0]
+    assert server.run(prompt) == [0]
+
+
+@pytest.mark.parametrize("prefix", [1000, 1100])
+@pytest.mark.parametrize("width", [4, pytest.param(1, marks=pytest.mark.deep)])
+def test_hits_survive_a_shift_of_the_prompt(prefix, width):
+    """64 prompts share a prefix; in the same workload with 100 tokens more, peers that keep states at multiples of a
+    large block lose all hits."""
+    server = Server(16)
+    shared, hits = tokens(prefix), []
+    for first in range(0, 64, width):
+        hits += server.run(*(shared + tokens(64, 1 + first + i) for i in range(width)))
+    assert sum(hit == prefix // BLOCK * BLOCK for hit in hits) >= 64 - 2 * width
