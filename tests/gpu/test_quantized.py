@@ -15,6 +15,7 @@ from tests.unit.engine.models import load_reference, make_model
 from tests.unit.engine.quantized import FORMATS, awq, compressed_packed, fp8, gptq, quantize_model
 from tests.unit.engine.test_engine_models import check_against
 from worker_svc.engine.backend import BackendUnavailableError
+from worker_svc.engine.checkpoint.quantized import order_of
 from worker_svc.engine.checkpoint.tensors import Checkpoint
 from worker_svc.engine.decoder.config import parse_config
 from worker_svc.engine.gpu.collectives.group import Group
@@ -226,7 +227,7 @@ def test_ranks_hold_the_parts_of_experts(tmp_path):
 
 def test_inputs_are_sorted_only_by_equal_groups_of_one_size():
     groups, other = torch.tensor([1, 0, 0, 1]), torch.tensor([0, 1, 1, 0])
-    assert weights._order_of([groups, groups], 2).tolist() == [1, 2, 0, 3]
-    assert len(weights._order_of([torch.tensor([0, 0, 1, 1])], 2)) == 0
-    assert weights._order_of([groups, other], 2) is None
-    assert weights._order_of([torch.tensor([0, 0, 0, 1])], 2) is None
+    assert order_of([groups, groups], 2).tolist() == [1, 2, 0, 3]
+    assert len(order_of([torch.tensor([0, 0, 1, 1])], 2)) == 0
+    assert order_of([groups, other], 2) is None
+    assert order_of([torch.tensor([0, 0, 0, 1])], 2) is None

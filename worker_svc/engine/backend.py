@@ -303,6 +303,7 @@ class Backend(LinearMaker, Protocol):
     name: str
     arithmetic: str  # identifies everything its rounding depends on; part of `numerics`
     features: frozenset[str]  # see checkpoint/features.py
+    formats: set[str]  # of weights that are multiplied in 4 bits; part of `numerics`
 
     def end_load(self) -> None:
         """The weights of the model are complete. Work on their memory that serving needs not wait for begins."""

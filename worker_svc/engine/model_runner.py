@@ -103,7 +103,7 @@ class ModelRunner(StepRunner):
             checkpoint,
             dtype,
             self._backend.name,
-            cpu_numerics(self._backend.name, self._backend.arithmetic),
+            cpu_numerics(self._backend.name, self._backend.arithmetic, formats=self._backend.formats),
             max_model_len=loaded.max_model_len,
             vocab_size=loaded.vocab_size,
             num_blocks=loaded.num_blocks,

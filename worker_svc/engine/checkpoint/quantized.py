@@ -17,6 +17,7 @@ from worker_svc.engine.checkpoint.quantization_config import (
     Scheme,
 )
 from worker_svc.engine.checkpoint.tensors import Checkpoint
+from worker_svc.engine.kernels.four_bits import FourBitRows
 from worker_svc.engine.kernels.torch_linear import Int8Rows
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
@@ -97,6 +98,33 @@ def read_int4_rows(checkpoint: Checkpoint, name: str, scheme: Packed, shape: tup
     steps, zeros = _steps_and_zeros(scheme, parts)
     groups = _groups(name, "g_idx", scheme, parts, shape[1])
     return Int4Rows(steps.T.to(torch.uint8), parts["scales"].float().T, zeros.T.float(), groups)
+
+
+def order_of(groups: list[torch.Tensor], group: int) -> torch.Tensor | None:
+    """The inputs sorted by their group, empty if they are. None: layers that are multiplied together differ, or groups
+    have other sizes than `group`."""
+    inputs = torch.arange(len(groups[0]))
+    order = groups[0].argsort(stable=True)
+    if not torch.equal(groups[0][order], inputs // group) or any(not torch.equal(each, groups[0]) for each in groups):
+        return None
+    return order[:0] if torch.equal(order, inputs) else order
+
+
+def four_bit_rows(parts: list[Int4Rows], group: int) -> FourBitRows | None:
+    """The outputs of several weights together. None: their groups differ."""
+    order = order_of([part.groups for part in parts], group)
+    if order is None:
+        return None
+    codes, scales = torch.cat([part.steps for part in parts]), torch.cat([part.scales for part in parts])
+    zeros = torch.cat([part.zeros for part in parts]).to(torch.uint8)
+    return FourBitRows(codes[:, order] if len(order) else codes, scales, zeros, group, order if len(order) else None)
+
+
+def fp4_rows(blocks: torch.Tensor, scales: torch.Tensor) -> FourBitRows:
+    """A weight in MXFP4: blocks [out, groups, 16] of uint8, two E2M1 values in each, the first in the lower bits, and
+    scales [out, groups] of uint8, which stand for 2^(scale - 127)."""
+    codes = torch.stack((blocks & 15, blocks >> 4), -1).flatten(1)
+    return FourBitRows(codes, torch.exp2(scales.float() - E8M0_BIAS), None, 2 * blocks.shape[2])
 
 
 def _read(checkpoint: Checkpoint, name: str, scheme: Scheme, shape: tuple[int, int]) -> dict[str, torch.Tensor]:

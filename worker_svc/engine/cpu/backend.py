@@ -34,6 +34,7 @@ from worker_svc.engine.cpu import torch_ops
 from worker_svc.engine.cpu.fused import ACTIVATIONS, NORM_KINDS, FusedModel, fuse, latent_struct, pointer
 from worker_svc.engine.cpu.recurrent import recurrence_struct, state_rows_struct
 from worker_svc.engine.kernels.build import load_kernels
+from worker_svc.engine.kernels.four_bits import FourBitRows, units_of
 from worker_svc.engine.kernels.linear import BFLOAT16, FLOAT32, INT8, KernelLinear, address_of
 from worker_svc.engine.kernels.memory import collapse
 from worker_svc.engine.kernels.torch_linear import Int8Rows, check_int8_width
@@ -75,7 +76,8 @@ _SIGNATURES = {
     "quire_filter_logits": [_INT, _POINTER, _POINTER, _LONG, _LONG, *[_POINTER] * 4, _INT],
     "quire_linear_pack": [_INT, _INT, _POINTER, _LONG, _LONG, _POINTER, _POINTER, _INT],
     "quire_linear_pack_steps": [_POINTER, _LONG, _LONG, _POINTER, _INT],
-    "quire_linear": [_INT, _INT, *[_POINTER] * 5, *[_LONG] * 3, _INT],
+    "quire_linear_4bit_pack": [_INT, *[_POINTER] * 3, *[_LONG] * 3, _POINTER, _INT],
+    "quire_linear": [_INT, _INT, *[_POINTER] * 5, *[_LONG] * 4, _POINTER, _INT],
     "quire_recurrent": [_INT, *[_POINTER] * 4, _LONG, _INT],
     "quire_forward": [_POINTER] * 4,
     "quire_forward_logits": [_POINTER, _LONG, _LONG, _LONG, *[_POINTER] * 2],
@@ -102,6 +104,8 @@ def declare(library: ctypes.CDLL) -> ctypes.CDLL:
     library.quire_arithmetic.restype = ctypes.c_char_p
     library.quire_linear_packed_bytes.argtypes = [_INT, _LONG, _LONG]
     library.quire_linear_packed_bytes.restype = _LONG
+    library.quire_linear_4bit_bytes.argtypes = [_LONG, _LONG, _LONG]
+    library.quire_linear_4bit_bytes.restype = _LONG
     return library
 
 
@@ -133,6 +137,7 @@ class CpuBackend:
     def __init__(self, threads: int, quantize: Quantization | None = None) -> None:
         self._kernels = declare(load_kernels())
         self.arithmetic = self._kernels.quire_arithmetic().decode().strip()
+        self.formats: set[str] = set()
         self._quantize = quantize
         self._threads = threads
         self._loaded: WeakSet[KernelLinear] = WeakSet()  # since the last `end_load`
@@ -150,6 +155,13 @@ class CpuBackend:
 
     def make_int8_linear(self, rows: Int8Rows, bias: torch.Tensor | None) -> Linear:
         return self._added(KernelLinear(self._kernels, INT8, rows, bias, self._threads))
+
+    def make_four_bit_linear(self, rows: FourBitRows, bias: torch.Tensor | None) -> Linear | None:
+        units = None if self._quantize else units_of(rows)
+        if units is None:
+            return None
+        self.formats.add("int4" if rows.zeros is not None else "fp4")
+        return self._added(KernelLinear(self._kernels, units.kind, units, bias, self._threads))
 
     def _added(self, linear: KernelLinear) -> KernelLinear:
         self._loaded.add(linear)

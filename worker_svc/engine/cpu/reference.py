@@ -51,6 +51,7 @@ class ReferenceBackend:
     features = features.REFERENCE
 
     def __init__(self, determinism: Determinism, quantize: Quantization | None = None) -> None:
+        self.formats: set[str] = set()
         self._quantize = quantize
         self._linear_class = FixedPointLinear if determinism == "exact" else PackedLinear
 

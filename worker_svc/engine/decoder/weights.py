@@ -13,17 +13,25 @@ from worker_svc.engine.adapters.targets import Module, modules_of
 from worker_svc.engine.backend import ExpertLinears, HeadShape, Linear, LinearMaker, Norm, Routing
 from worker_svc.engine.checkpoint.families import LAYER_NORMS, RecurrentNames, Role
 from worker_svc.engine.checkpoint.model_folder import CheckpointError
-from worker_svc.engine.checkpoint.quantization_config import Mxfp4, Scaled, Scheme
-from worker_svc.engine.checkpoint.quantized import read_int8_rows, read_mxfp4, read_weight
+from worker_svc.engine.checkpoint.quantization_config import Mxfp4, Packed, Scaled, Scheme
+from worker_svc.engine.checkpoint.quantized import (
+    four_bit_rows,
+    read_int4_rows,
+    read_int8_rows,
+    read_mxfp4,
+    read_weight,
+)
 from worker_svc.engine.checkpoint.tensors import Checkpoint
 from worker_svc.engine.decoder import latents
 from worker_svc.engine.decoder.config import Experts, LayerSpec, ModelConfig
 from worker_svc.engine.decoder.latents import LatentAttention, LatentSpec
 from worker_svc.engine.kernels import exact_ops
+from worker_svc.engine.kernels.four_bits import FourBitRows
 from worker_svc.engine.kernels.torch_linear import MAX_INT8_INPUTS, Int8Rows
 from worker_svc.engine.recurrent import Recurrence, RecurrentWeights
 from worker_svc.engine.vision.config import tower_tensors
 
+FOUR_BITS = 4
 IGNORED_ENDINGS = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 
 
@@ -71,6 +79,15 @@ class Int8LinearMaker(Protocol):
     """A backend that computes with int8 weights as a checkpoint stores them."""
 
     def make_int8_linear(self, rows: Int8Rows, bias: torch.Tensor | None) -> Linear: ...
+
+
+@runtime_checkable
+class FourBitLinearMaker(Protocol):
+    """A backend that computes with weights in 4 bits as a checkpoint stores them."""
+
+    def make_four_bit_linear(self, rows: FourBitRows, bias: torch.Tensor | None) -> Linear | None:
+        """None: it does not compute these, so they are converted."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -423,6 +440,11 @@ class WeightLoader:
         rows, bias = self._int8_rows(stored), self._bias(stored)
         if rows is not None and isinstance(self._backend, Int8LinearMaker):
             return self._backend.make_int8_linear(rows, bias)
+        packed = self._four_bit_rows(stored)
+        if packed is not None and isinstance(self._backend, FourBitLinearMaker):
+            linear = self._backend.make_four_bit_linear(packed, bias)
+            if linear is not None:
+                return linear
         weights = []
         for name, roles in stored.tensors():
             weights += self._parts(roles, self._weight(name, stored, roles))
@@ -454,6 +476,19 @@ class WeightLoader:
             rows.append(read_int8_rows(self._checkpoint, name, scheme, stored.shape(roles)))
         steps, scales = torch.cat([part.steps for part in rows]), torch.cat([part.scales for part in rows])
         return Int8Rows(steps, scales) if stored.order is None else Int8Rows(steps[stored.order], scales[stored.order])
+
+    def _four_bit_rows(self, stored: Stored) -> FourBitRows | None:
+        """The stored values, if all tensors of a layer are in int4 with the same groups."""
+        schemes = {self._scheme(name) for name in stored.names}
+        scheme = next(iter(schemes))
+        if len(schemes) > 1 or not isinstance(scheme, Packed) or scheme.bits != FOUR_BITS:
+            return None
+        if not isinstance(self._backend, FourBitLinearMaker):
+            return None
+        tensors = stored.tensors()
+        rows = [read_int4_rows(self._checkpoint, name, scheme, stored.shape(roles)) for name, roles in tensors]
+        found = four_bit_rows(rows, scheme.group or stored.in_features)
+        return found if found is None or stored.order is None else found.of_outputs(stored.order)
 
     def _scheme(self, name: str) -> Scheme | None:
         """How a linear layer is stored. None: in a float type."""

@@ -15,6 +15,8 @@ struct Linear {
   const float* scales;
   const void* bias;
   int64_t in, out;
+  int64_t unit = 0;               // of 4 bits: inputs of a scale; see linear_4bit.h
+  const int32_t* order = nullptr;  // [in] the input that each column of the weight belongs to; null: its own
 };
 
 enum NormKind { kRms = 0, kRmsOffset = 1, kLayerNorm = 2 };  // see `Norm` of backend.py

@@ -15,9 +15,8 @@
 #include <memory>
 #include <vector>
 
+#include "linear_4bit.h"
 #include "linear_matrices.h"
-#include "linear_tiles.h"
-#include "linear_vectors.h"
 
 namespace {
 
@@ -124,6 +123,19 @@ void pack_steps(const int8_t* weight, int64_t out, int64_t in, char* packed, int
   });
 }
 
+// Packs 4-bit codes [out][in], with scales and zeros [out][units].
+void pack_4bits(bool is_fp4, const uint8_t* codes, const uint16_t* scales, const uint8_t* zeros, int64_t out, int64_t in,
+                int64_t unit, char* packed, int threads) {
+  const int64_t units = units_of(in, unit);
+  Pass(threads).run(ceil_div(out, kPanel), 1, [&](int64_t begin, int64_t end) {
+    for (int64_t p = begin; p < end; p++) {
+      const int64_t first = p * kPanel, outs = std::min<int64_t>(kPanel, out - first);
+      pack_panel_4bit(is_fp4, codes + first * in, scales + first * units, zeros + first * units, in, unit, outs,
+                      packed + p * panel_bytes_4bit(in, unit));
+    }
+  });
+}
+
 // ---------------------------------------------------------------------------------------------------------------
 // Multiplying.
 
@@ -134,11 +146,20 @@ template <typename T> T* buffer_of_thread(int64_t count) {
   return buffer.data();
 }
 
-template <typename T> const T* row_of(const Call<T>& c, int64_t row) {
+template <typename T> const T* plain_row(const Call<T>& c, int64_t row) {
   if (!c.norm) return c.x + (c.rows ? c.rows[row] : row) * c.x_stride;
   T* normed = buffer_of_thread<T>(c.in);
   add_norm_row(*c.norm, row, normed, c.in);
   return normed;
+}
+
+template <typename T> const T* row_of(const Call<T>& c, int64_t row) {
+  const T* x = plain_row(c, row);
+  if (!c.order) return x;
+  thread_local std::vector<T> ordered;
+  ordered.resize(c.in);
+  for (int64_t i = 0; i < c.in; i++) ordered[i] = x[c.order[i]];
+  return ordered.data();
 }
 
 // Calls that run in the same phases. More than one: the experts of a layer, or adapters, each with its own rows.
@@ -171,7 +192,7 @@ std::vector<Packed> pack_rows(Pass& pass, const Calls<T>& calls, std::vector<Row
     packed.push_back({RowTiles(c.n, K::kTileRows), words, nullptr, nullptr});
     tiles.add(packed.back().tiles.count);
     rows.add(c.n);
-    words += ceil_div(K::packed_rows(packed.back().tiles) * K::words_per_row(c.in), kAlignedWords) * kAlignedWords;
+    words += ceil_div(K::packed_rows(packed.back().tiles) * K::words_per_row(c.in, c.unit), kAlignedWords) * kAlignedWords;
   }
   int32_t* memory = memory_for_rows(words);
   scales.resize(rows.total());
@@ -184,7 +205,7 @@ std::vector<Packed> pack_rows(Pass& pass, const Calls<T>& calls, std::vector<Row
       for (int r = 0; r < p.tiles.rows(tile); r++) {
         const int64_t row = p.tiles.start(tile) + r;
         scales[rows.first(i) + row] =
-            K::pack_row(row_of(calls[i], row), calls[i].in, p.tiles, tile, r, memory + p.offset);
+            K::pack_row(row_of(calls[i], row), calls[i].in, calls[i].unit, p.tiles, tile, r, memory + p.offset);
       }
     }
   });
@@ -212,7 +233,7 @@ void over_panels(Pass& pass, const Calls<T>& calls, const std::vector<Packed>& p
   Numbers numbers;
   std::vector<Division> divisions;
   for (size_t i = 0; i < calls.size(); i++) {
-    const int64_t row_bytes = K::words_per_row(calls[i].in) * int64_t(sizeof(int32_t));
+    const int64_t row_bytes = K::words_per_row(calls[i].in, calls[i].unit) * int64_t(sizeof(int32_t));
     const int64_t panels = ceil_div(calls[i].out, outputs_per_panel);
     divisions.push_back({std::clamp<int64_t>(K::kBlockBytes / (row_bytes * K::kTileRows), 1, kBlockTiles),
                          grain_of(panels, row_bytes * outputs_per_panel, pass.threads), panels});
@@ -268,8 +289,21 @@ template <typename K, typename T> void multiply_gated(Pass& pass, const Calls<T>
   });
 }
 
+template <typename Run> void with_4bits(int64_t kind, int is_bf16, const Run& run) {
+#if QUIRE_HAS_TILES
+  typedef OnTiles<TiledFourBits<false>> Int4;
+  typedef OnTiles<TiledFourBits<true>> Fp4;
+#else
+  typedef FourBits<1, false> Int4;
+  typedef FourBits<1, true> Fp4;
+#endif
+  if (kind == kInt4) return is_bf16 ? run(Int4(), uint16_t()) : run(FourBits<2, false>(), float());
+  is_bf16 ? run(Fp4(), uint16_t()) : run(FourBits<2, true>(), float());
+}
+
 // Calls run(kind, type) with the types of that kind and storage.
 template <typename Run> void with_kind(int64_t kind, int is_bf16, const Run& run) {
+  if (kind == kInt4 || kind == kFp4) return with_4bits(kind, is_bf16, run);
 #if QUIRE_HAS_TILES
   typedef OnTiles<TiledBfloat16> OfBfloat16;
   typedef OnTiles<TiledInt8> OfInt8;
@@ -288,7 +322,8 @@ template <typename Run> void with_kind(int64_t kind, int is_bf16, const Run& run
 template <typename T> Call<T> call_of(const LinearRows& p, const Norm* norm = nullptr) {
   const Linear& layer = *p.layer;
   return {(const T*)p.x, norm, p.rows, (const char*)layer.packed, layer.scales, (const T*)layer.bias, (T*)p.y, p.n,
-          layer.in, layer.out, p.x_stride ? p.x_stride : layer.in, p.y_stride ? p.y_stride : layer.out, p.y_rows, p.adds};
+          layer.in, layer.out, p.x_stride ? p.x_stride : layer.in, p.y_stride ? p.y_stride : layer.out, p.y_rows, p.adds,
+          layer.unit, layer.order};
 }
 
 template <typename T> Calls<T> calls_of(const std::vector<LinearRows>& parts) {
@@ -335,7 +370,7 @@ void grouped_gated_linear(Pass& pass, int is_bf16, const std::vector<LinearRows>
 }
 
 // ---------------------------------------------------------------------------------------------------------------
-// The C ABI. `kind`: 0 bfloat16, 1 int8, 2 float32. `is_bf16` selects the storage type of weight, x, bias and y.
+// The C ABI. `kind`: 0 bfloat16, 1 int8, 2 float32, 3 int4, 4 E2M1. `is_bf16` selects the storage type of weight, x, bias and y.
 
 extern "C" {
 
@@ -356,9 +391,19 @@ void quire_linear_pack_steps(const int8_t* weight, int64_t out, int64_t in, void
   pack_steps(weight, out, in, (char*)packed, threads);
 }
 
+int64_t quire_linear_4bit_bytes(int64_t out, int64_t in, int64_t unit) {
+  return ceil_div(out, kPanel) * panel_bytes_4bit(in, unit);
+}
+
+void quire_linear_4bit_pack(int kind, const uint8_t* codes, const uint16_t* scales, const uint8_t* zeros, int64_t out,
+                            int64_t in, int64_t unit, void* packed, int threads) {
+  pack_4bits(kind == kFp4, codes, scales, zeros, out, in, unit, (char*)packed, threads);
+}
+
+// `unit` and `order` are for 4 bits only; see Linear.
 void quire_linear(int kind, int is_bf16, const void* x, const void* packed, const float* scales, const void* bias,
-                  void* y, int64_t n, int64_t in, int64_t out, int threads) {
+                  void* y, int64_t n, int64_t in, int64_t out, int64_t unit, const int32_t* order, int threads) {
   Pass pass(n * in * out > kSerialWork ? threads : 1);
-  linear(pass, is_bf16, {kind, packed, scales, bias, in, out}, x, y, n);
+  linear(pass, is_bf16, {kind, packed, scales, bias, in, out, unit, order}, x, y, n);
 }
 }

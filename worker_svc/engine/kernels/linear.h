@@ -23,6 +23,8 @@ template <typename T> struct Call {
   int64_t x_stride, y_stride;  // from row to row
   const int32_t* y_rows;       // [n] which rows of y; null: the first n
   bool adds;                   // to y, instead of replacing it
+  int64_t unit;                // as in Linear
+  const int32_t* order;
 };
 
 // Destination of a panel's outputs.

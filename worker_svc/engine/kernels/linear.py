@@ -1,4 +1,4 @@
-"""Linear layers computed by linear.cpp, in float32, bfloat16 or int8."""
+"""Linear layers computed by linear.cpp: in float32, bfloat16 or int8, or with weights in 4 bits."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import numpy.typing as npt
 import torch
 
+from worker_svc.engine.kernels.four_bits import FourBitUnits
 from worker_svc.engine.kernels.memory import aligned_zeros
 from worker_svc.engine.kernels.torch_linear import Int8Rows
 
@@ -33,6 +34,8 @@ class LinearStruct(ctypes.Structure):
         ("bias", ctypes.c_void_p),
         ("in_features", ctypes.c_int64),
         ("out_features", ctypes.c_int64),
+        ("unit", ctypes.c_int64),
+        ("order", ctypes.c_void_p),
     )
 
 
@@ -40,24 +43,37 @@ class KernelLinear:
     """A weight [out, in] with its bias, packed for linear.cpp, called on [n, in]. Rows do not affect each other."""
 
     def __init__(
-        self, kernels: ctypes.CDLL, kind: int, weight: torch.Tensor | Int8Rows, bias: torch.Tensor | None, threads: int
+        self,
+        kernels: ctypes.CDLL,
+        kind: int,
+        weight: torch.Tensor | Int8Rows | FourBitUnits,
+        bias: torch.Tensor | None,
+        threads: int,
     ) -> None:
-        self._out_features, self._in_features = (weight.steps if isinstance(weight, Int8Rows) else weight).shape
+        self._out_features, self._in_features = _shape_of(weight)
         self._multiply = kernels.quire_linear
         self._kind = kind
         self._threads = threads
         self._bias = bias
-        self.packed = aligned_zeros(kernels.quire_linear_packed_bytes(kind, self._out_features, self._in_features))
-        self._scales = torch.zeros(self._out_features + (-self._out_features % PANEL))
-        if isinstance(weight, Int8Rows):
-            self._pack_steps(kernels, weight)
+        self._unit, self._order = 0, None
+        if isinstance(weight, FourBitUnits):
+            self._unit, self._order = weight.unit, weight.order
+            self.packed = aligned_zeros(kernels.quire_linear_4bit_bytes(*weight.codes.shape, weight.unit))
+            self._scales = torch.zeros(0)
+            self._pack_units(kernels, weight)
         else:
-            self._pack(kernels, weight.contiguous())
+            self.packed = aligned_zeros(kernels.quire_linear_packed_bytes(kind, self._out_features, self._in_features))
+            self._scales = torch.zeros(self._out_features + (-self._out_features % PANEL))
+            if isinstance(weight, Int8Rows):
+                self._pack_steps(kernels, weight)
+            else:
+                self._pack(kernels, weight.contiguous())
         self._addresses = (
             self.packed.data_ptr(),
             self._scales.data_ptr(),
             None if bias is None else bias.data_ptr(),
         )
+        self._units = self._unit, None if self._order is None else self._order.data_ptr()
 
     def _pack(self, kernels: ctypes.CDLL, weight: torch.Tensor) -> None:
         kernels.quire_linear_pack(
@@ -78,9 +94,22 @@ class KernelLinear:
         )
         self._scales[: self._out_features] = weight.scales
 
+    def _pack_units(self, kernels: ctypes.CDLL, weight: FourBitUnits) -> None:
+        kernels.quire_linear_4bit_pack(
+            weight.kind,
+            weight.codes.data_ptr(),
+            weight.scales.data_ptr(),
+            weight.zeros.data_ptr(),
+            self._out_features,
+            self._in_features,
+            weight.unit,
+            self.packed.data_ptr(),
+            self._threads,
+        )
+
     def struct(self) -> LinearStruct:
         """This layer for forward.cpp, valid as long as this object exists."""
-        return LinearStruct(self._kind, *self._addresses, self._in_features, self._out_features)
+        return LinearStruct(self._kind, *self._addresses, self._in_features, self._out_features, *self._units)
 
     @property
     def kind(self) -> int:
@@ -99,6 +128,13 @@ class KernelLinear:
             n,
             self._in_features,
             self._out_features,
+            *self._units,
             self._threads,
         )
         return y
+
+
+def _shape_of(weight: torch.Tensor | Int8Rows | FourBitUnits) -> torch.Size:
+    if isinstance(weight, Int8Rows):
+        return weight.steps.shape
+    return weight.codes.shape if isinstance(weight, FourBitUnits) else weight.shape

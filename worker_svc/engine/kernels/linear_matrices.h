@@ -71,15 +71,16 @@ template <typename K> struct OnMatrices : K {
   static void configure(Scope&, int64_t, bool&) {}
 
   static int64_t steps(int64_t in) { return ceil_div(in, 2 * K::kGroup); }
-  static int64_t words_per_row(int64_t in) { return 2 * steps(in); }
+  static int64_t words_per_row(int64_t in, int64_t) { return 2 * steps(in); }
   // Each tile has room for one more row, so that pairs are whole.
   static int64_t packed_rows(const RowTiles& tiles) { return tiles.n + tiles.count; }
   static int64_t offset_of(const RowTiles& tiles, int64_t tile, int64_t in) {
-    return (tiles.start(tile) + tile) * words_per_row(in);
+    return (tiles.start(tile) + tile) * words_per_row(in, 0);
   }
 
   template <typename T>
-  static RowScale pack_row(const T* x, int64_t in, const RowTiles& tiles, int64_t tile, int row, int32_t* packed) {
+  static RowScale pack_row(const T* x, int64_t in, int64_t, const RowTiles& tiles, int64_t tile, int row,
+                           int32_t* packed) {
     constexpr int kStepInputs = 2 * K::kGroup;
     const int64_t stride = (tiles.rows(tile) + 1) / 2 * 4;  // words of a step
     int32_t* first = packed + offset_of(tiles, tile, in) + row / 2 * 4 + row % 2 * 2;

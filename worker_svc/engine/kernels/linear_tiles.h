@@ -91,11 +91,11 @@ template <typename K> struct OnTiles : K {
   }
 
   static int64_t steps(int64_t in) { return ceil_div(in, K::kGroup * tiles::kGroups); }
-  static int64_t words_per_row(int64_t in) { return steps(in) * tiles::kGroups; }
+  static int64_t words_per_row(int64_t in, int64_t) { return steps(in) * tiles::kGroups; }
   static int64_t packed_rows(const RowTiles& tiles) { return tiles.count * kTileRows; }
 
   template <typename T>
-  static RowScale pack_row(const T* x, int64_t in, const RowTiles&, int64_t tile, int row, int32_t* packed) {
+  static RowScale pack_row(const T* x, int64_t in, int64_t, const RowTiles&, int64_t tile, int row, int32_t* packed) {
     return K::pack(x, in, steps(in), packed + tile * steps(in) * kTileWords + row * tiles::kGroups);
   }
 };

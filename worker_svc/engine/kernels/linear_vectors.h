@@ -17,13 +17,14 @@ template <typename K> struct OnVectors : K {
   struct Scope {};
   static void configure(Scope&, int64_t, bool&) {}
 
-  static int64_t words_per_row(int64_t in) { return ceil_div(in, K::kGroup) * K::kWords; }
+  static int64_t words_per_row(int64_t in, int64_t) { return ceil_div(in, K::kGroup) * K::kWords; }
   static int64_t packed_rows(const RowTiles& tiles) { return tiles.n; }
 
   template <typename T>
-  static RowScale pack_row(const T* x, int64_t in, const RowTiles& tiles, int64_t tile, int row, int32_t* packed) {
+  static RowScale pack_row(const T* x, int64_t in, int64_t unit, const RowTiles& tiles, int64_t tile, int row,
+                           int32_t* packed) {
     const int64_t stride = tiles.rows(tile) * K::kWords;
-    return K::pack_row(x, in, stride, packed + tiles.start(tile) * words_per_row(in) + row * K::kWords);
+    return K::pack_row(x, in, stride, packed + tiles.start(tile) * words_per_row(in, unit) + row * K::kWords);
   }
 };
 

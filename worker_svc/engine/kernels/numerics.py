@@ -29,14 +29,16 @@ SOURCES = Path(__file__).parents[1]  # the whole engine
 GPU_SOURCES = (SOURCES / "gpu" / "kernels", SOURCES / "gpu" / "attention" / "tiles.py")
 
 
-def cpu_numerics(backend: str, arithmetic: str, cpuinfo: Path = CPUINFO) -> str:
+def cpu_numerics(backend: str, arithmetic: str, cpuinfo: Path = CPUINFO, formats: Collection[str] = ()) -> str:
     """The numerics of a CPU worker. `arithmetic` names the instruction sets that its backend uses: kernels may be
     compiled for fewer instruction sets than the processor has. If QUIRE_CPU_PATH chose a path, only the sets of this
-    path count, so workers on different processors can be of the same kind."""
+    path count, so workers on different processors can be of the same kind. `formats`: of weights that are multiplied as
+    they are stored."""
     path = chosen_path(cpuinfo) if backend == "cpu" else None
     found = instruction_sets(cpuinfo) if path is None else frozenset(path.sets)
     sets = [name for name in INSTRUCTION_SETS if name in found]
-    return ", ".join((backend, " ".join((platform.machine(), *sets)), arithmetic))
+    weights = [f"{name} weights" for name in sorted(formats)]
+    return ", ".join((backend, " ".join((platform.machine(), *sets)), arithmetic, *weights))
 
 
 def device_numerics(

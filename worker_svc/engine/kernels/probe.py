@@ -55,7 +55,7 @@ def multiplier(kernels: ctypes.CDLL, kind: int, rows: int, outputs: int) -> Call
 
     def multiply() -> None:
         addresses = (array.ctypes.data for array in (x, packed, scales))
-        kernels.quire_linear(kind, is_bf16, *addresses, None, y.ctypes.data, rows, INPUTS, outputs, 1)
+        kernels.quire_linear(kind, is_bf16, *addresses, None, y.ctypes.data, rows, INPUTS, outputs, 0, None, 1)
 
     return multiply
 
@@ -94,7 +94,7 @@ def measure_path(kernels: ctypes.CDLL) -> dict[str, Any]:
     kernels.quire_linear_packed_bytes.argtypes = [_INT, _LONG, _LONG]
     kernels.quire_linear_packed_bytes.restype = _LONG
     kernels.quire_linear_pack.argtypes = [_INT, _INT, _POINTER, _LONG, _LONG, _POINTER, _POINTER, _INT]
-    kernels.quire_linear.argtypes = [_INT, _INT, *[_POINTER] * 5, *[_LONG] * 3, _INT]
+    kernels.quire_linear.argtypes = [_INT, _INT, *[_POINTER] * 5, *[_LONG] * 4, _POINTER, _INT]
     arithmetic = kernels.quire_arithmetic().decode()
     return {
         "path": path_of(arithmetic).name,

@@ -11,7 +11,7 @@
 
 namespace {
 
-enum Kind { kBfloat16 = 0, kInt8 = 1, kFloat32 = 2 };
+enum Kind { kBfloat16 = 0, kInt8 = 1, kFloat32 = 2, kInt4 = 3, kFp4 = 4 };
 
 constexpr int kGroupBytes = 4;  // size of a weight's group, for every kind
 constexpr float kInt8Max = 127.f;

@@ -18,7 +18,10 @@ int quire_verify_matrices();
 const char* quire_arithmetic();
 int64_t quire_linear_packed_bytes(int, int64_t, int64_t);
 void quire_linear_pack(int, int, const void*, int64_t, int64_t, float*, void*, int);
-void quire_linear(int, int, const void*, const void*, const float*, const void*, void*, int64_t, int64_t, int64_t, int);
+void quire_linear(int, int, const void*, const void*, const float*, const void*, void*, int64_t, int64_t, int64_t, int64_t,
+                  const int32_t*, int);
+int64_t quire_linear_4bit_bytes(int64_t, int64_t, int64_t);
+void quire_linear_4bit_pack(int, const uint8_t*, const uint16_t*, const uint8_t*, int64_t, int64_t, int64_t, void*, int);
 void quire_add_norm(int, int, void*, const void*, const void*, const void*, void*, int64_t, int64_t, float, int);
 void quire_gated_activation(int, const void*, void*, int64_t, int64_t, int, int);
 void quire_soft_cap(int, void*, int64_t, int64_t, float, int);
@@ -80,7 +83,7 @@ Bytes linear(int kind, int is_bf16, const Bytes& x, const Bytes& w, int64_t n, i
   Bytes packed(quire_linear_packed_bytes(kind, out, in)), y(n * out * (is_bf16 ? 2 : 4));
   std::vector<float> scales((out + 31) / 32 * 32);
   quire_linear_pack(kind, is_bf16, w.data(), out, in, scales.data(), packed.data(), 1);
-  quire_linear(kind, is_bf16, x.data(), packed.data(), scales.data(), nullptr, y.data(), n, in, out, threads);
+  quire_linear(kind, is_bf16, x.data(), packed.data(), scales.data(), nullptr, y.data(), n, in, out, 0, nullptr, threads);
   return y;
 }
 

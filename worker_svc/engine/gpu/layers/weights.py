@@ -11,7 +11,7 @@ from worker_svc.engine.adapters.targets import SITES, Module
 from worker_svc.engine.backend import BackendUnavailableError, HeadShape, Linear, Norm
 from worker_svc.engine.checkpoint.families import Role
 from worker_svc.engine.checkpoint.quantization_config import Packed, Scaled
-from worker_svc.engine.checkpoint.quantized import read_fp8_rows, read_int4_rows
+from worker_svc.engine.checkpoint.quantized import order_of, read_fp8_rows, read_int4_rows
 from worker_svc.engine.checkpoint.tensors import Checkpoint
 from worker_svc.engine.config import Quantization
 from worker_svc.engine.decoder.config import LayerSpec, ModelConfig
@@ -119,16 +119,6 @@ def _range_of(indices: torch.Tensor) -> range:
 def _spread(numbers: torch.Tensor, times: int, count: int) -> torch.Tensor:
     """Each number of [out, groups] repeated for the shorter groups that its group becomes, `count` of which exist."""
     return numbers.repeat_interleave(times, 1)[:, :count] if times > 1 else numbers
-
-
-def _order_of(groups: list[torch.Tensor], group: int) -> torch.Tensor | None:
-    """The inputs sorted by their group, empty if they are. None: layers that are multiplied together differ, or groups
-    have other sizes than `group`."""
-    inputs = torch.arange(len(groups[0]))
-    order = groups[0].argsort(stable=True)
-    if not torch.equal(groups[0][order], inputs // group) or any(not torch.equal(each, groups[0]) for each in groups):
-        return None
-    return order[:0] if torch.equal(order, inputs) else order
 
 
 class ShardLoader(WeightLoader):
@@ -282,7 +272,7 @@ class ShardLoader(WeightLoader):
         found = [
             read_int4_rows(self._checkpoint, name, scheme, stored.shape(roles)) for name, roles in stored.tensors()
         ]
-        order = _order_of([rows.groups for rows in found], group)
+        order = order_of([rows.groups for rows in found], group)
         if order is None or (len(order) and self._is_divided(stored)):
             return None
         steps, scales, zeros = [], [], []
