@@ -121,6 +121,37 @@ void check_linear(int kind, int64_t in, int64_t out) {
   print(name, y);
 }
 
+// Weights in 4 bits; `kind`: 3 int4, 4 E2M1.
+void check_4bit(int kind, int is_bf16, int64_t in, int64_t out, int64_t unit) {
+  const int64_t most = 29, units = (in + unit - 1) / unit, output = out * (is_bf16 ? 2 : 4), row = in * (is_bf16 ? 2 : 4);
+  const std::string name = std::string(kind == 3 ? "int4 " : "fp4 ") + (is_bf16 ? "bfloat16 " : "float32 ") +
+                           std::to_string(in) + "x" + std::to_string(out) + " " + std::to_string(unit);
+  std::vector<uint8_t> codes(out * in), zeros(out * units);
+  std::vector<uint16_t> scales(out * units);
+  const Bytes random = random_numbers(0, out * in), x = random_numbers(is_bf16, most * in);
+  for (int64_t i = 0; i < out * in; i++) codes[i] = uint8_t(random[4 * i + 1]) % (kind == 3 ? 16 : 15);
+  for (int64_t i = 0; i < out * units; i++) {
+    zeros[i] = kind == 3 ? uint8_t(random[4 * i + 2]) % 16 : 12;
+    scales[i] = uint16_t(40 << 10 | (kind == 3 ? uint8_t(random[4 * i]) << 2 : 0));
+  }
+  Bytes packed(quire_linear_4bit_bytes(out, in, unit));
+  quire_linear_4bit_pack(kind, codes.data(), scales.data(), zeros.data(), out, in, unit, packed.data(), 1);
+  const auto compute = [&](int64_t first, int64_t n, int threads) {
+    Bytes y(n * output);
+    quire_linear(kind, is_bf16, x.data() + first * row, packed.data(), nullptr, nullptr, y.data(), n, in, out, unit, nullptr,
+                 threads);
+    return y;
+  };
+  const Bytes whole = compute(0, most, 1);
+  for (int64_t n = 1; n < most; n++) {
+    const int64_t first = n % (most - n + 1);
+    const Bytes found = compute(first, n, 1 + n % 2);
+    if (!std::equal(found.begin(), found.end(), whole.begin() + first * output))
+      fail(name + " differs with " + std::to_string(n) + " rows");
+  }
+  print(name, whole);
+}
+
 // Rows that compute `queries` tokens after `context` tokens each.
 struct Rows {
   int64_t count, queries, context;
@@ -188,6 +219,9 @@ int digests() {
   for (int kind : {kBfloat16, kInt8, kFloat32})
     for (int64_t in : {1, 37, 130})
       for (int64_t out : {5, 32, 75}) check_linear(kind, in, out);
+  for (int kind : {3, 4})
+    for (int is_bf16 : {0, 1})
+      for (int64_t unit : {40, 128}) check_4bit(kind, is_bf16, 200, 75, unit);
   for (int is_bf16 : {0, 1}) {
     check_elements(is_bf16);
     check_attention(is_bf16, {2, 11, 5}, 4, 2, 32);
