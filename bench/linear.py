@@ -3,7 +3,11 @@
     python bench/linear.py                                 # both models; a few minutes
     python bench/linear.py --models small --rows 1,36,256  # half a minute
     python bench/linear.py --layers                        # every layer by itself
+    python bench/linear.py --paths avx2 --rows 1,8,64 --layers  # 4 bits beside bfloat16 without AVX512
     ONEDNN_MAX_CPU_ISA=AVX2 python bench/linear.py --paths avx2,avx512 --numbers float32
+
+`int4` has float16 scales and zeros for each 128 inputs, `fp4` is MXFP4 (blocks of 32). In parentheses: the time
+of `--numbers` on the same path divided by theirs.
 
 Milliseconds of thread CPU time, the least of several rounds in which all implementations take turns. Each layer has
 several copies of its weights, which take turns too, so that weights come from where they would in a model. The
@@ -27,6 +31,7 @@ import torch
 from bench.workloads import QWEN3_06B, SMALL, Model
 from worker_svc.engine.cpu.backend import declare
 from worker_svc.engine.kernels.build import load_kernels_of
+from worker_svc.engine.kernels.four_bits import FourBitRows, units_of
 from worker_svc.engine.kernels.linear import BFLOAT16, FLOAT32, INT8, KernelLinear
 from worker_svc.engine.kernels.memory import collapse
 from worker_svc.engine.kernels.paths import available_paths
@@ -70,6 +75,8 @@ def implementations(names: list[str], number: str) -> dict[str, Maker]:
         makers[name] = partial(_kernel_linear, build, BFLOAT16 if number == "bfloat16" else FLOAT32)
         if number == "bfloat16":
             makers[f"{name} int8"] = partial(_kernel_linear, build, INT8)
+        for group, form in ((128, "int4"), (32, "fp4")):
+            makers[f"{name} {form}"] = partial(_four_bit_linear, build, group)
     makers["oneDNN"] = partial(PackedLinear, bias=None)
     return makers
 
@@ -77,6 +84,21 @@ def implementations(names: list[str], number: str) -> dict[str, Maker]:
 def _kernel_linear(kernels: ctypes.CDLL, kind: int, weight: torch.Tensor) -> Call:
     linear = KernelLinear(kernels, kind, weight, None, 1)
     collapse([linear.packed])  # as after a load
+    return linear
+
+
+def _four_bit_linear(kernels: ctypes.CDLL, group: int, weight: torch.Tensor) -> Call:
+    """Random codes: int4 in groups of 128, E2M1 in blocks of 32."""
+    groups = -(-weight.shape[1] // group)
+    codes = torch.randint(0, 16, weight.shape, dtype=torch.uint8)
+    is_int4 = group > 32
+    scales = torch.full((len(weight), groups), 2.0**-6)
+    zeros = torch.randint(0, 16, (len(weight), groups), dtype=torch.uint8) if is_int4 else None
+    units = units_of(FourBitRows(codes, scales, zeros, group))
+    if units is None:
+        raise ValueError(f"group {group} does not consist of whole units")
+    linear = KernelLinear(kernels, units.kind, units, None, 1)
+    collapse([linear.packed])
     return linear
 
 
@@ -99,7 +121,10 @@ def measure(layer: Layer, working_set: int, args: argparse.Namespace) -> Iterato
     weight = (torch.randn(layer.out_features, layer.in_features) / layer.in_features**0.5).to(dtype)
     num_copies = max(1, working_set // (weight.numel() * weight.element_size()))
     makers = implementations(args.paths.split(","), args.numbers)
-    copies = {name: [make(weight) for _ in range(num_copies)] for name, make in makers.items()}
+    copies = {
+        name: [make(weight) for _ in range(num_copies * (4 if name.endswith(("int4", "fp4")) else 1))]
+        for name, make in makers.items()
+    }
     for n in map(int, args.rows.split(",")):
         if layer.name == "head" and n > MAX_HEAD_ROWS:
             continue
@@ -120,7 +145,14 @@ def print_rows(title: str, times: dict[int, dict[str, float]]) -> None:
     names = list(next(iter(times.values())))
     print(f"\n| {title} | " + " | ".join(names) + " |\n|" + " --- |" * (1 + len(names)))
     for n, best in times.items():
-        print(f"| {n} | " + " | ".join(f"{best[name]:.3g}" for name in names) + " |", flush=True)
+        print(f"| {n} | " + " | ".join(_cell(name, best) for name in names) + " |", flush=True)
+
+
+def _cell(name: str, best: dict[str, float]) -> str:
+    """Milliseconds; for 4 bits also the ratio to the float type on the same path."""
+    path, _, form = name.partition(" ")
+    ratio = f" ({best[path] / best[name]:.2f}x)" if form in ("int4", "fp4") else ""
+    return f"{best[name]:.3g}{ratio}"
 
 
 @torch.inference_mode()
