@@ -26,7 +26,9 @@ def random_rows(out_size, in_size, group, *, is_fp4=False, seed=0):
     groups = -(-in_size // group)
     codes = torch.randint(0, 16, (out_size, in_size), generator=generator, dtype=torch.uint8)
     if is_fp4:
-        return FourBitRows(codes, torch.exp2(torch.randint(-12, 3, (out_size, groups), generator=generator)), None, group)
+        return FourBitRows(
+            codes, torch.exp2(torch.randint(-12, 3, (out_size, groups), generator=generator)), None, group
+        )
     scales = (torch.rand(out_size, groups, generator=generator) / 10 + 1e-3).half().float()
     zeros = torch.randint(0, 16, (out_size, groups), generator=generator, dtype=torch.uint8)
     scales[0] = 0
@@ -60,7 +62,9 @@ def model_of(x, rows, *, has_fma):
     for first in range(0, in_size, unit):
         group = first // rows.group
         codes = rows.codes[:, first : first + unit]
-        steps = torch.tensor(E2M1)[codes.int()] * 2 if rows.zeros is None else codes.float() - rows.zeros[:, group, None]
+        steps = (
+            torch.tensor(E2M1)[codes.int()] * 2 if rows.zeros is None else codes.float() - rows.zeros[:, group, None]
+        )
         integers, powers = fixed_point(wide[:, first : first + unit], parts)
         sums = (integers @ steps.double().numpy().T).astype(np.int32).astype(np.float32)  # exact, then rounded once
         total = sums[0] if parts == 1 else sums[0] * np.float32(1 << FIXED_BITS) + sums[1]
@@ -98,7 +102,10 @@ def test_results_are_at_least_as_near_as_those_of_converted_weights(kernel_build
     rows, x = random_rows(64, 512, 128), torch.randn(9, 512, generator=torch.Generator().manual_seed(1)).to(dtype)
     backend = make_backend("cpu", 1, "exact")
     expected = x.double() @ rows.widened().double().T
-    found, converted = backend.make_four_bit_linear(rows, None)(x), backend.make_linear(rows.widened().to(dtype), None)(x)
+    found, converted = (
+        backend.make_four_bit_linear(rows, None)(x),
+        backend.make_linear(rows.widened().to(dtype), None)(x),
+    )
     assert (found - expected).norm() <= max((converted - expected).norm(), 1e-6 * expected.norm())
 
 
