@@ -288,6 +288,12 @@ FIELDS = (
         http=Http("guided_grammar"), works_with_beams=False,
     ),
     Field(
+        "sampling.speculative", Kind.BOOL,
+        "False: the worker computes no drafts of this request (docs/speculation.md). The tokens are the same. "
+        "Unset: true.",
+        Side.WORKER, Resume.STATELESS, has_flag=True,
+    ),
+    Field(
         "stop.max_tokens", Kind.UINT32,
         "Maximum output tokens. 0 computes the prompt, which fills the prefix cache, and returns no token. Unset: as "
         "many as fit after the prompt in max_model_len and the KV pool.",

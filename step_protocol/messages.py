@@ -160,6 +160,7 @@ class RowOpen:
     adapter: bytes = b""  # digest of the row's adapter; empty: none
     encoder: EncoderInput | None = None  # set if the model has an encoder
     snapshot: int | None = None  # slot of a state after the computed tokens, of a model with recurrent layers
+    speculates: bool = True  # the worker may compute drafts of the row
 
     @property
     def computes_encoder(self) -> bool:
@@ -204,6 +205,7 @@ class StepBatch:
     beam_parents: U32 = field(default_factory=_empty)  # [M] rows whose computed tokens they take
     beam_tokens: U32 = field(default_factory=_empty)  # [M] tokens to append
     images: Sequence[ImageWork] = ()  # work on images, before the forward pass
+    max_query_lens: U32 | None = None  # [B] above 0: the row speculates. None: no row does
     snapshot_rows: U32 = field(default_factory=_empty)  # [N] rows whose states are kept
     snapshot_positions: U32 = field(default_factory=_empty)  # [N] after so many tokens of the row, in this step
     snapshot_slots: U32 = field(default_factory=_empty)  # [N] where; rows opened in later steps may start from there
@@ -211,6 +213,8 @@ class StepBatch:
     worker_id: str = ""
     is_decode: bool = False  # every row computes one token and samples it, so query_lens and sample_mask are all ones
     then: list[StepBatch] = field(default_factory=list)  # further steps of the same message, answered together
+    # Known to the worker only:
+    draft_lens: U32 | None = None  # [B] drafts at the end of each row's tokens. None: no row has any
 
 
 class RowErrorCode(Enum):
@@ -321,11 +325,13 @@ class StepOutput:
 
     step_id: int
     rows: U32  # [S] rows that sampled: of sample_mask in batch order, then of fork_rows; no failed rows
-    token_ids: U32  # [S]
+    token_ids: U32  # [sum(token_lens)]
     errors: list[RowError] = field(default_factory=list)
     forward_us: int = 0  # microseconds from batch to tokens
     logprobs: LogprobColumns | None = None  # of `token_ids`; None: no row requests them
     prompt_logprobs: PromptLogprobs | None = None
     candidates: BeamCandidates = NO_CANDIDATES  # of each beam among `rows`
     pooled: PooledRows | None = None
+    token_lens: U32 | None = None  # [S] tokens of each row. None: all 1
+    draft_lens: U32 | None = None  # [S] drafts wanted for the next step of each row. None: no row wants any
     worker_id: str = ""  # known to the scheduler only

@@ -94,6 +94,8 @@ def batch_to_proto(batch: StepBatch, message: worker_pb2.StepBatch) -> None:
     message.slot_mapping = u32_to_bytes(batch.slot_mapping)
     if len(batch.slot_mapping) > len(batch.rows):  # some row computes several tokens
         message.query_lens = u32_to_bytes(batch.query_lens)
+    if batch.max_query_lens is not None:
+        message.max_query_lens = u32_to_bytes(batch.max_query_lens)
     if not batch.is_decode and np.count_nonzero(batch.sample_mask) < len(batch.sample_mask):
         message.sample_mask = batch.sample_mask.tobytes()
     if batch.close_rows is not EMPTY:
@@ -137,6 +139,7 @@ def batch_from_proto(message: worker_pb2.StepBatch) -> StepBatch:
         context_lens=_column("context_lens", message.context_lens, len(rows), "one per item of rows"),
         sample_mask=_sample_mask(message.sample_mask, len(rows)),
         slot_mapping=_column("slot_mapping", message.slot_mapping, num_tokens, "the sum of query_lens"),
+        max_query_lens=_max_query_lens(message.max_query_lens, query_lens),
         opens=[_row_open(f"opens[{i}]", row_open) for i, row_open in enumerate(message.opens)],
         commit_digests=_digests(message.commit_hashes, len(changes.get("commit_blocks", EMPTY))),
         images=_image_work(message.images) if message.images else (),
@@ -184,6 +187,15 @@ def _query_lens(data: bytes, num_rows: int) -> U32:
     if not query_lens.all():
         raise _invalid("query_lens", f"is 0 at index {int(query_lens.argmin())}, expected at least 1")
     return query_lens
+
+
+def _max_query_lens(data: bytes, query_lens: U32) -> U32 | None:
+    if not data:
+        return None
+    found = _column("max_query_lens", data, len(query_lens), "one per item of rows, or none for all 0")
+    if ((found > 0) & (query_lens != 1)).any():
+        raise _invalid("max_query_lens", "is above 0 for a row whose query_len is not 1")
+    return found
 
 
 def _sample_mask(data: bytes, num_rows: int) -> Bools:
@@ -241,6 +253,7 @@ def _row_open(field: str, message: worker_pb2.RowOpen) -> RowOpen:
         encoder=_encoder(message.encoder) if message.HasField("encoder") else None,
         images=_spans(f"{field}.images", message.images),
         snapshot=message.snapshot if message.HasField("snapshot") else None,
+        speculates=message.sampling.speculative or not message.sampling.HasField("speculative"),
     )
 
 
@@ -328,6 +341,10 @@ def output_to_proto(output: StepOutput, *, worker_epoch: int, queue_us: int) -> 
         queue_us=queue_us,
         forward_us=output.forward_us,
     )
+    if output.token_lens is not None:
+        message.token_lens = u32_to_bytes(output.token_lens)
+    if output.draft_lens is not None:
+        message.draft_lens = u32_to_bytes(output.draft_lens)
     for error in output.errors:
         message.errors.add(row=error.row, code=ROW_ERROR_CODES[error.code], message=error.message)
     if output.logprobs is not None:
@@ -351,19 +368,27 @@ def output_from_proto(message: worker_pb2.StepOutput) -> StepOutput:
     """A worker's answer. Raises WireError if its columns disagree."""
     rows = u32_from_bytes(message.rows, "rows")
     token_ids = u32_from_bytes(message.token_ids, "token_ids")
-    if len(rows) != len(token_ids):
-        raise WireError(f"{len(rows)} rows but {len(token_ids)} token_ids")
+    token_lens = _lens_of_rows("token_lens", message.token_lens, rows)
+    num_tokens = len(rows) if token_lens is None else int(token_lens.sum(dtype=np.uint64))
+    if num_tokens != len(token_ids):
+        raise WireError(f"{num_tokens} tokens of {len(rows)} rows but {len(token_ids)} token_ids")
     return StepOutput(
         step_id=message.step_id,
         rows=rows,
         token_ids=token_ids,
+        token_lens=token_lens,
+        draft_lens=_lens_of_rows("draft_lens", message.draft_lens, rows),
         errors=[_row_error(error) for error in message.errors],
         forward_us=message.forward_us,
-        logprobs=_logprobs(message.logprobs, len(rows)) if message.HasField("logprobs") else None,
+        logprobs=_logprobs(message.logprobs, num_tokens) if message.HasField("logprobs") else None,
         prompt_logprobs=_prompt_logprobs(message) if message.HasField("prompt_logprobs") else None,
         candidates=_candidates(message) if message.candidate_rows else NO_CANDIDATES,
         pooled=_pooled(message) if message.pooled_rows else None,
     )
+
+
+def _lens_of_rows(field: str, data: bytes, rows: U32) -> U32 | None:
+    return _column(field, data, len(rows), "one per item of rows, or none") if data else None
 
 
 def _row_error(message: worker_pb2.RowError) -> RowError:

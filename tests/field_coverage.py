@@ -13,6 +13,7 @@ from collections.abc import Mapping
 FIELDS = "tests/processes/test_request_fields.py::"
 SUPPORT = "tests/processes/test_support.py::"
 SPEECH = "tests/processes/test_speech.py::"
+SPECULATION = "tests/processes/test_speculation.py::"
 RESUME = "tests/processes/test_resume.py::"
 
 ADAPTERS = "tests/processes/test_adapters.py::test_loading_unloading_and_refusals"
@@ -54,6 +55,7 @@ OWN_TESTS: Mapping[str, str] = {
     "GenerateRequest.joins_events": FIELDS + "test_joined_events_are_fewer_messages",
     "GenerateRequest.receipt": "tests/processes/test_receipts.py::test_honest_receipts_are_confirmed",
     "GenerateRequest.resumable": FIELDS + "test_a_resumable_request_has_a_record",
+    "SamplingParams.speculative": SPECULATION + "test_answers_are_those_without_drafts_also_after_a_kill",
     "SchedulingParams.priority": FIELDS + "test_priority_and_tenant_order_the_queue",
     "SchedulingParams.tenant_id": FIELDS + "test_priority_and_tenant_order_the_queue",
     "SchedulingParams.cache_salt": FIELDS + "test_requests_with_different_salts_share_no_blocks",

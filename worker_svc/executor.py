@@ -68,6 +68,8 @@ from svc_common.errors import InvalidRequestError, QuireError, StaleEpochError, 
 from worker_svc.engine.adapters.store import AdapterStore
 from worker_svc.engine.config import EngineInfo
 from worker_svc.engine.decoder.block_payload import MovableBlocks
+from worker_svc.engine.speculation.drafts import DraftCounts
+from worker_svc.engine.step_runner import StepRunner
 from worker_svc.lease import MAX_EPOCH_JUMP, Answer, Lease, StepOrderError, bad_epoch, superseded
 from worker_svc.metrics import ImageCounts, StepMeter
 from worker_svc.row_traces import RowLog, RowTraces
@@ -383,6 +385,11 @@ class StepExecutor:
     def images(self) -> ImageCounts | None:
         """Counts of images; None if the model takes none."""
         return self._runner.images if isinstance(self._runner, ImageRunner) else None
+
+    @property
+    def drafts(self) -> DraftCounts | None:
+        """Counts of drafts; None if no row speculates."""
+        return self._runner.draft_counts if isinstance(self._runner, StepRunner) else None
 
     @property
     def is_leased(self) -> bool:

@@ -19,7 +19,9 @@ from worker_svc.engine.config import (
     DTYPES,
     KERNELS,
     KV_CACHE_DTYPES,
+    MAX_DRAFTS,
     QUANTIZING_BACKENDS,
+    SPECULATE,
     EngineConfig,
 )
 from worker_svc.engine.kernels.machine import total_memory
@@ -152,6 +154,11 @@ FLAGS = (
         Flag("--cuda-graph-tokens", _TOKENS_OR_0,
             "cuda: largest step with prompts that is recorded as a graph; 0: decode steps only", default=8192,
         ),
+        Flag("--speculate", one_of(*SPECULATE),
+            "compute drafts of the next tokens with each token, which are kept if they are right: the output is the "
+            "same. suffix: from earlier text of the request; unset: none. Only on CPUs (docs/speculation.md)",
+        ),
+        Flag("--max-drafts", in_range(int, 1, MAX_DRAFTS), "drafts of a sequence in one step, at most", default=8),
         Flag("--threads", _AT_LEAST_1, "compute threads; unset: one per core that this process may use"),
     )),
     FlagGroup("several hosts", (

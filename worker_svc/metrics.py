@@ -15,6 +15,7 @@ from svc_common.observe.metrics import SHORT_TIMES_S, Buckets, Row, ServiceMetri
 from svc_common.security.own_certificate import certificate_files
 from worker_svc.engine.adapters.store import AdapterStore
 from worker_svc.engine.config import EngineInfo
+from worker_svc.engine.speculation.drafts import DraftCounts
 
 ROW_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 STEP_TIMES_S = (*SHORT_TIMES_S, 60.0)
@@ -51,6 +52,20 @@ SPECS = (
         "histogram",
         "idle time of the model before a step while rows were open: the cost of scheduling and network",
         "seconds",
+    ),
+    Spec(
+        "worker_draft_tokens_total",
+        "counter",
+        "drafts computed, by proposer and position in the row's step, from 1",
+        "tokens",
+        ("proposer", "position"),
+    ),
+    Spec(
+        "worker_accepted_draft_tokens_total",
+        "counter",
+        "drafts that became output tokens",
+        "tokens",
+        ("proposer", "position"),
     ),
     Spec("worker_images_encoded_total", "counter", "images that the vision tower computed"),
     Spec("worker_image_cache_hits_total", "counter", "images of rows that were computed before and still kept"),
@@ -152,6 +167,8 @@ class Executor(Protocol):
 
     @property
     def images(self) -> ImageCounts | None: ...
+    @property
+    def drafts(self) -> DraftCounts | None: ...
 
 
 class WorkerReader:
@@ -198,8 +215,17 @@ class WorkerReader:
             yield "worker_adapters_resident", (), adapters.num_resident
             yield "worker_adapter_swaps_total", (), adapters.num_swaps
         yield "worker_idle_seconds", (), meter.idle
+        yield from _draft_rows(executor.drafts)
         images = executor.images
         yield "worker_images_encoded_total", (), 0 if images is None else images.num_encoded
         yield "worker_image_cache_hits_total", (), 0 if images is None else images.num_hits
         yield "worker_image_cache_bytes", (), 0 if images is None else images.num_bytes
         yield from self._more()
+
+
+def _draft_rows(counts: DraftCounts | None) -> Iterator[Row]:
+    if counts is None:
+        return
+    for position, (drafted, accepted) in enumerate(zip(counts.drafted, counts.accepted, strict=True), start=1):
+        yield "worker_draft_tokens_total", (counts.proposer, str(position)), int(drafted)
+        yield "worker_accepted_draft_tokens_total", (counts.proposer, str(position)), int(accepted)

@@ -81,6 +81,8 @@ class GenerateOptions(ChatOptions, total=False):
     regex: str  # The output matches this regular expression as a whole. At most 128 KiB.
     choice: str | Sequence[str]  # The output is one of these strings. At most 1024 items, 1 to 1024 characters each.
     grammar: str  # The output matches this grammar, in llguidance's variant of Lark or in GBNF. At most 128 KiB.
+    # False: the worker computes no drafts of this request (docs/speculation.md). The tokens are the same. Unset: true.
+    speculative: bool
     # Maximum output tokens. 0 computes the prompt, which fills the prefix cache, and returns no token. Unset: as many
     # as fit after the prompt in max_model_len and the KV pool.
     max_tokens: int

@@ -13,9 +13,10 @@ from scheduler_svc.core.errors import UnexpectedStepError
 from scheduler_svc.core.messages import Deltas
 from scheduler_svc.core.rows import Members, RowTable
 from scheduler_svc.core.sequence import FinishReason, Sequence
+from scheduler_svc.core.speculation import Accepted, take_back
 from scheduler_svc.core.worker_state import InFlightStep, WorkerState
 from step_protocol.columns import I64, U32, Bools
-from step_protocol.messages import RowError, StepOutput
+from step_protocol.messages import LogprobColumns, RowError, StepOutput
 
 
 def check_answer(in_flight: Seq[InFlightStep], output: StepOutput) -> tuple[InFlightStep, list[RowError]]:
@@ -35,6 +36,8 @@ def check_answer(in_flight: Seq[InFlightStep], output: StepOutput) -> tuple[InFl
     if pooled is not None:
         why = "whose prompt the step does not complete"
         _check_rows(step, name, "numbers", pooled.rows, step.prompt_only, why)
+    if output.token_lens is not None:
+        _check_lens(step, output, output.token_lens)
     if not output.errors and output.rows.tobytes() == step.sampled.tobytes():
         return step, []
     return step, _failures(step, output)
@@ -54,6 +57,19 @@ def _failures(step: InFlightStep, output: StepOutput) -> list[RowError]:
     return [*reported.values(), *(RowError(row, "the worker returned no token for this row") for row in missing)]
 
 
+def _check_lens(step: InFlightStep, output: StepOutput, lens: U32) -> None:
+    most = np.ones(int(step.rows.max(initial=0)) + 1, np.uint32)
+    if step.max_query_lens is not None:
+        most[step.rows] = np.maximum(step.max_query_lens, 1)
+    is_wrong = (lens == 0) | (lens > most[np.minimum(output.rows, len(most) - 1)])
+    if is_wrong.any():
+        row, count = int(output.rows[is_wrong][0]), int(lens[is_wrong][0])
+        raise UnexpectedStepError(
+            f"worker {output.worker_id} answered step {step.step_id} with {count} tokens of row {row}, "
+            "which the step did not reserve"
+        )
+
+
 def _check_rows(step: InFlightStep, worker_id: str, content: str, rows: U32, known: Iterable[int], why: str) -> None:
     unknown = set(np.unique(rows).tolist()).difference(known)
     if unknown:
@@ -62,13 +78,21 @@ def _check_rows(step: InFlightStep, worker_id: str, content: str, rows: U32, kno
         )
 
 
-def append_tokens(table: RowTable, step: InFlightStep, output: StepOutput, is_open: Bools | None) -> tuple[I64, Deltas]:
+# Rows of the new tokens [N], the tokens, and the indices of the newest token of each row; None: each row has one token.
+Appended = tuple[I64, Deltas, I64 | None]
+
+
+def append_tokens(
+    table: RowTable, step: InFlightStep, output: StepOutput, is_open: Bools | None, stops: Stops
+) -> Appended:
     """Store the samples of rows that have not been closed since the step was sent. `is_open`: per row, whether it has
     not; None if no row has.
     """
     run = step.run
     if run is not None and is_open is None:
-        return run.rows, _append_run(table, run, step.context_lens, output)
+        return run.rows, _append_run(table, run, step.context_lens, output), None
+    if step.max_query_lens is not None:
+        return _append_accepted(table, step, step.max_query_lens, output, is_open, stops)
     rows, token_ids, logprobs = output.rows.astype(np.int64), output.token_ids, output.logprobs
     if is_open is not None:
         stays = is_open[rows]
@@ -81,7 +105,38 @@ def append_tokens(table: RowTable, step: InFlightStep, output: StepOutput, is_op
     positions = table.num_tokens[rows]
     table.flat_tokens[table.row_starts[rows] + positions] = token_ids
     table.num_tokens[rows] = positions + 1
-    return rows, Deltas(
+    return rows, _deltas(table, rows, positions, token_ids, logprobs), None
+
+
+def _append_accepted(
+    table: RowTable, step: InFlightStep, max_lens: U32, output: StepOutput, is_open: Bools | None, stops: Stops
+) -> Appended:
+    """Store the tokens of a step in which rows speculate, up to the first one that ends its row."""
+    rows, token_ids, logprobs = output.rows.astype(np.int64), output.token_ids, output.logprobs
+    lens = np.ones_like(rows) if output.token_lens is None else output.token_lens.astype(np.int64)
+    stays = ~table.is_awaiting[rows] if is_open is None else is_open[rows] & ~table.is_awaiting[rows]
+    reserved = np.zeros(len(table.limit), dtype=np.int64)
+    reserved[step.rows] = max_lens
+    starts = np.cumsum(lens) - lens
+    kept = np.where(stays, stops.num_before_end(table, rows, lens, starts, token_ids), 0)
+    nth = np.arange(len(token_ids)) - np.repeat(starts, lens)
+    is_kept = nth < np.repeat(kept, lens)
+    of_tokens, token_ids = np.repeat(rows, kept), token_ids[is_kept]
+    positions = table.num_tokens[of_tokens] + nth[is_kept]
+    table.flat_tokens[table.row_starts[of_tokens] + positions] = token_ids
+    rows, lens, kept = rows[stays], lens[stays], kept[stays]
+    speculates = reserved[rows] > 0
+    found = rows[speculates]
+    before = table.num_tokens[found]
+    table.num_tokens[rows] += kept
+    step.accepted = Accepted(found, before, table.num_tokens[found])
+    take_back(table, found, reserved[found], lens[speculates])
+    logprobs = None if logprobs is None else logprobs.select(is_kept)
+    return of_tokens, _deltas(table, of_tokens, positions, token_ids, logprobs), np.cumsum(kept) - 1
+
+
+def _deltas(table: RowTable, rows: I64, positions: I64, token_ids: U32, logprobs: LogprobColumns | None) -> Deltas:
+    return Deltas(
         owners=table.owner[rows],
         handles=table.handle[rows],
         sample_indices=table.sample_index[rows],
@@ -130,9 +185,26 @@ class Stops:
             found += (table.num_tokens[rows] >= table.limit[rows]).nonzero()[0].tolist()
         return sorted(set(found)) if len(found) > 1 else found
 
-    def end_of(self, table: RowTable, row: int, token_id: int) -> tuple[FinishReason, int | None] | None:
-        """Why a row ends with its newest token, and the token if it is a stop id; None if it continues."""
-        num_tokens, group = table.num_tokens.item(row), table.sequence(row).group
+    def num_before_end(self, table: RowTable, rows: I64, lens: I64, starts: I64, token_ids: U32) -> I64:
+        """The number of new tokens of each row up to the first one that ends it. Row i has those from `starts[i]`."""
+        kept = lens.copy()
+        may_end = np.isin(token_ids, self._eos)
+        for i in np.flatnonzero(lens > 1).tolist():
+            row, start, count = rows.item(i), starts.item(i), lens.item(i)
+            if table.sequences[row] is None or not (table.has_stop_ids[row] or may_end[start : start + count].any()):
+                continue
+            num_tokens = table.num_tokens.item(row)
+            for nth in range(1, count):
+                if self.end_of(table, row, token_ids.item(start + nth - 1), num_tokens + nth) is not None:
+                    kept[i] = nth
+                    break
+        return kept
+
+    def end_of(
+        self, table: RowTable, row: int, token_id: int, num_tokens: int
+    ) -> tuple[FinishReason, int | None] | None:
+        """Why a row ends with its `num_tokens`-th token, and the token if it is a stop id; None if it continues."""
+        group = table.sequence(row).group
         end = group.stop.end_of(token_id, num_tokens - len(group.prompt), self._eos_token_ids)
         if end is None and num_tokens < table.limit.item(row):
             return None

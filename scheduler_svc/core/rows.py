@@ -8,7 +8,8 @@ A *row* is a slot of the worker's persistent batch. For a row in use:
 
 `num_computed_tokens` includes the tokens of steps in flight, `num_planned` their samples. In steady decode `todo` is 1:
 the newest token, which the scheduler may not know yet (the worker continues with its own sample). Above 1 the row is in
-prefill. At 0 nothing is left to compute, and an answer in flight ends the sequence.
+prefill. At 0 nothing is left to compute, and an answer in flight ends the sequence. Both columns of a row that
+speculates count the most tokens that its steps in flight may have (`speculation.py`).
 
 If all layers of the model have attention windows, a row frees the blocks that its next tokens do not attend to:
 
@@ -77,6 +78,8 @@ class RowTable:
         self.num_awaiting = 0  # rows in use that await their tokens
         self.is_private = np.zeros(rows, dtype=np.bool_)  # its blocks do not become cached prefixes
         self.num_private = 0  # rows in use that are private
+        self.draft_lens = np.zeros(rows, dtype=np.int64)  # drafts that the worker wants in the row's next step
+        self.num_unknown = np.zeros(rows, dtype=np.int64)  # planned tokens of steps in flight that may not exist
         self.num_with_stop_ids = 0  # rows in use that have stop ids
         self.processor_us = np.zeros(rows)  # of the row's sequence since it was opened (costs.py)
         self.paying_run: Members | None = None  # its rows owe `owed_us` each, which is not in the column yet
@@ -161,6 +164,7 @@ class RowTable:
         is_private = group.features.is_private
         self.is_private[row] = is_private
         self.num_private += is_private
+        self.draft_lens[row] = self.num_unknown[row] = 0
         self.ignore_eos[row] = group.stop.ignore_eos or is_awaiting
         has_stop_ids = bool(group.stop.stop_token_ids) and not is_awaiting
         self.has_stop_ids[row] = has_stop_ids
@@ -390,10 +394,11 @@ class Columns(NamedTuple):
     context_lens: U32  # [N]
     sample_mask: Bools  # [N]
     slots: U32  # [sum(query_lens)]
-    full: I64 = NO_ROWS  # indices of the decoding rows that fill a block
+    full: I64 = NO_ROWS  # indices of the decoding rows that fill a block, if the number of their tokens is known
     prompt_only: tuple[int, ...] = ()  # rows with max_tokens 0 whose prompt the step completes
     may_reach_limit: bool = False
     continues: bool = True  # some row has a token to compute in the next step, even before an answer
+    max_query_lens: U32 | None = None  # [N] tokens reserved for a row that speculates, else 0. None: no row does
 
 
 NO_COLUMNS = Columns(EMPTY, EMPTY, EMPTY, np.empty(0, dtype=np.bool_), EMPTY, continues=False)
@@ -406,8 +411,12 @@ def columns_of_run(table: RowTable, run: DecodeRun, members: Members, new_blocks
     return Columns(members.sent_rows, ones, context_lens, trues, slots, run.full, may_reach_limit=not run.steps_left)
 
 
-def columns_of_decodes(table: RowTable, rows: I64) -> Columns:
-    """Advance rows that compute one token each and are not in the run."""
+def columns_of_decodes(table: RowTable, rows: I64, max_query_lens: U32 | None = None) -> Columns:
+    """Advance rows that compute one token each, or one and drafts, and are not in the run. `max_query_lens`: see
+    `Columns`.
+    """
+    if max_query_lens is not None:
+        return _columns_with_drafts(table, rows, max_query_lens)
     context_lens, planned = table.num_computed_tokens[rows], table.num_planned[rows]
     left, reaches_end = table.limit[rows] - planned, context_lens + 1 == planned
     sample_mask = reaches_end & (left > 0)
@@ -426,6 +435,24 @@ def columns_of_decodes(table: RowTable, rows: I64) -> Columns:
         tuple(rows[reaches_end & ~sample_mask].tolist()),
         may_reach_limit=bool(np.count_nonzero(left <= 1)),
         continues=bool(np.count_nonzero((left > 1) | ~reaches_end)),
+    )
+
+
+def _columns_with_drafts(table: RowTable, rows: I64, max_query_lens: U32) -> Columns:
+    """Some rows speculate. They advance by the most tokens that they may have, and their slot is that of the last
+    position that they may write.
+    """
+    context_lens, num_more = table.num_computed_tokens[rows], np.maximum(max_query_lens, 1).astype(np.int64) - 1
+    columns = columns_of_decodes(table, rows)
+    table.num_computed_tokens[rows] += num_more
+    table.num_planned[rows] += num_more
+    table.num_unknown[rows] += num_more
+    left = table.limit[rows] - table.num_planned[rows]
+    return columns._replace(
+        slots=table.slots(rows, context_lens + num_more),
+        full=columns.full[max_query_lens[columns.full] == 0],
+        may_reach_limit=columns.may_reach_limit or bool(np.count_nonzero(left <= 0)),
+        max_query_lens=max_query_lens,
     )
 
 
@@ -458,6 +485,7 @@ def with_chunks(table: RowTable, head: Columns, chunks: list[tuple[int, int]]) -
         (*head.prompt_only, *prompt_only),
         may_reach_limit,
         continues,
+        None if head.max_query_lens is None else _extended(head.max_query_lens, [0] * len(chunks)),
     )
 
 
@@ -484,4 +512,5 @@ def concatenated(first: Columns, second: Columns) -> Columns:
         first.prompt_only + second.prompt_only,
         first.may_reach_limit or second.may_reach_limit,
         first.continues or second.continues,
+        None if second.max_query_lens is None else np.append(np.zeros_like(first.rows), second.max_query_lens),
     )

@@ -56,7 +56,7 @@ from scheduler_svc.core.stats import (
 )
 from scheduler_svc.core.step_planner import StepPlanner
 from scheduler_svc.core.worker_state import Advance, InFlightStep, StepPlan, WorkerState
-from step_protocol.columns import I64
+from step_protocol.columns import I64, U32
 from step_protocol.messages import EMPTY, RowError, StepBatch, StepOutput
 
 MAX_POOLS = 32  # in one snapshot
@@ -375,16 +375,20 @@ class Scheduler:
         if failures:
             failed = self._fail_rows(worker, step, failures)
             is_open = worker.rows.open_since(step.closed) if step.closed else None
-        rows, deltas = append_tokens(worker.rows, step, output, is_open)
+        rows, deltas, newest = append_tokens(worker.rows, step, output, is_open, self._stops)
+        if output.draft_lens is not None or worker.speculation.is_on:
+            worker.speculation.note(output, is_open)
         for part in worker.parts:
             for failure in part.read(step, output, is_open, deltas):
                 failed += self._retry_or_end(worker, failure)
         self._share.charge_outputs(worker.rows.tenant, rows)
         worker.commit_fills(step, is_open)
         deltas.finished.extend(failed)
-        may_reach_limit = step.may_reach_limit
-        if places := self._stops.may_end(worker.rows, rows, deltas.token_ids, may_reach_limit=may_reach_limit):
-            self._finish_rows(worker, rows, deltas, places)
+        may_reach_limit, last_ids = step.may_reach_limit, deltas.token_ids
+        if newest is not None:
+            rows, last_ids = rows[newest], last_ids[newest]
+        if places := self._stops.may_end(worker.rows, rows, last_ids, may_reach_limit=may_reach_limit):
+            deltas.finished += self._finish_rows(worker, rows, last_ids, places)
         for row in step.prompt_only:  # requests without output
             if row not in step.closed:
                 deltas.finished.append(self._requests.end(worker.rows.sequence(row), FinishReason.LENGTH))
@@ -405,17 +409,19 @@ class Scheduler:
             deltas = with_outputs(deltas, group, outputs, self._requests.end_gang(group, outputs))
         return deltas
 
-    def _finish_rows(self, worker: WorkerState, rows: I64, deltas: Deltas, places: list[int]) -> None:
+    def _finish_rows(self, worker: WorkerState, rows: I64, newest_ids: U32, places: list[int]) -> list[Finished]:
         """End the rows at these indices whose newest token is their last one."""
+        ends: list[Finished] = []
         for i in places:
             row = rows.item(i)
-            end = self._stops.end_of(worker.rows, row, deltas.token_ids.item(i))
+            end = self._stops.end_of(worker.rows, row, newest_ids.item(i), worker.rows.num_tokens.item(row))
             if end is None:
                 continue
             seq = worker.rows.sequence(row)
-            deltas.finished.append(self._requests.end(seq, end[0], stop_token_id=end[1]))
+            ends.append(self._requests.end(seq, end[0], stop_token_id=end[1]))
             if end[0] is not FinishReason.LENGTH:
                 self._throughput.add_output(len(seq.data.output))
+        return ends
 
     def _fail_rows(self, worker: WorkerState, step: InFlightStep, failures: list[RowError]) -> list[Finished]:
         """Retry a failed row once on another worker, because the machine may have caused the failure. End the sequence

@@ -5,7 +5,7 @@ A step is planned in five chapters, and each row is in one of them at most:
     the decode run     rows that decode as in the previous step (`DecodeRun`): their part of the step is their part
                        of the previous one, advanced by one token, without a Python object per row
     other decodes      rows with one token left that cannot join the run: they would write to a shared block, wait for
-                       the scheduler's choice of their token, or were put out of the run for lack of blocks
+                       the scheduler's choice of their token, were put out of the run for lack of blocks, or speculate
     chunks             rows with several tokens left: as much of their prompts as the budget allows, oldest row first
     late forks         forks that are computed again (`forks.py`)
     admissions         waiting sequences, from the scan of the queue; the caller admits them one by one
@@ -120,6 +120,8 @@ class StepPlanner:
         while True:
             decode, prefill = self._split_by_stage()
             needy = self._rows_that_need_a_block(decode) if len(decode) else decode
+            if worker.speculation.is_on and len(needy) > worker.pool.num_free:
+                decode, needy = worker.speculation.without_waiting(decode, needy)
             num_needed = self._num_blocks_for(needy)
             if windows is not None:
                 num_needed += windows.num_without_block(prefill)
@@ -186,6 +188,8 @@ class StepPlanner:
         planned, end = r.num_planned.item(row), r.num_computed_tokens.item(row)
         if planned - end != 1 or planned >= r.limit.item(row) or r.is_awaiting[row] or not end or r.sequence(row).forks:
             return False
+        if self.worker.speculation.is_on and not self.worker.speculation.may_join_run(row):
+            return False
         num_spare = r.num_blocks.item(row) * bs - end
         return num_spare == 0 or (num_spare < bs and self._pool.refs.item(r.table.item(row, end // bs)) == 1)
 
@@ -215,11 +219,19 @@ class StepPlanner:
         if len(decode):
             plan.decodes = decode
             plan.budget -= len(decode)
+            if self.worker.speculation.is_on:
+                self._plan_drafts(decode, plan)
             if self.worker.num_reserved_rows:  # a prompt with a single uncached token completes here
                 for row in decode.tolist():
                     self._forks.open_if_complete(row, 1, plan)
         for row in prefill.tolist():
             self._plan_chunk(row, plan)
+
+    def _plan_drafts(self, decode: I64, plan: StepPlan) -> None:
+        reserve = self.worker.speculation.reserve
+        plan.max_query_lens = reserve(decode, plan.budget, lambda rows: self._append_blocks(rows, plan))
+        if plan.max_query_lens is not None:
+            plan.budget -= int(np.maximum(plan.max_query_lens, 1).sum()) - len(decode)
 
     def _split_by_stage(self) -> tuple[I64, I64]:
         """Of the rows outside the run: those that compute their newest token, and those that compute their prompts."""
@@ -344,6 +356,7 @@ class StepPlanner:
             prompt_only=prompt_only,
             is_full=plan.budget < 1,
             num_prompt_tokens=plan.num_prompt_tokens,
+            max_query_lens=columns.max_query_lens,
             has_awaiting=self._rows.num_awaiting > 0,
             sent_at=plan.now,
         )
@@ -363,7 +376,7 @@ class StepPlanner:
         if plan.run is not None:
             columns = columns_of_run(r, self._run, plan.run, plan.tables[0][2] if len(self._run.full) else None)
         if plan.decodes is not None:
-            decodes = columns_of_decodes(r, plan.decodes)
+            decodes = columns_of_decodes(r, plan.decodes, plan.max_query_lens)
             columns = decodes if plan.run is None else concatenated(columns, decodes)
         return with_chunks(r, columns, plan.chunks) if plan.chunks else columns
 
@@ -417,6 +430,7 @@ def make_batch(
         sample_mask=sample_mask,
         is_decode=step.run is not None,
         slot_mapping=slots,
+        max_query_lens=step.max_query_lens,
         fork_rows=fork_rows,
         fork_parents=fork_parents,
         close_rows=np.array(closed, dtype=np.uint32) if closed else EMPTY,

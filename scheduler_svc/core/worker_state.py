@@ -59,6 +59,7 @@ from scheduler_svc.core.messages import CachedBlock, Deltas, RowAssignment, Work
 from scheduler_svc.core.policy import excess_blocks, steps_to_retry
 from scheduler_svc.core.rows import Members, RowTable
 from scheduler_svc.core.sequence import NEVER, Completion, QueueEntry, Refusal, Sequence, SequenceGroup, SequenceStatus
+from scheduler_svc.core.speculation import Accepted, Speculation
 from scheduler_svc.core.windows import Windows
 from step_protocol.columns import I64, U32, Bools
 from step_protocol.messages import EMPTY, RowError, StepBatch, StepOutput
@@ -73,6 +74,7 @@ class StepPlan:
     joins_message: bool = False  # the step is sent in the message of the previous step
     run: Members | None = None  # its rows precede all other rows, and its table changes all others
     decodes: I64 | None = None  # other rows that compute one token; they precede the chunks
+    max_query_lens: U32 | None = None  # of `decodes`; see `Columns`
     chunks: list[tuple[int, int]] = field(default_factory=list)  # (row, number of prompt tokens)
     opens: list[RowAssignment] = field(default_factory=list)
     forks: list[tuple[int, int]] = field(default_factory=list)  # (row, parent)
@@ -110,6 +112,8 @@ class InFlightStep:
     is_full: bool  # the step uses the whole token budget
     burst_len: int = 1  # steps of the message that this step ends; 0: more steps follow in the message
     num_prompt_tokens: int = 0  # in chunks of several tokens
+    max_query_lens: U32 | None = None  # of `rows`; None: no row speculates
+    accepted: Accepted | None = None  # of the answer, if rows speculate
     has_awaiting: bool = False  # the scheduler chooses the tokens of some rows
     sent_at: float = 0.0
     closed: set[int] = field(default_factory=set)  # rows closed since the step was sent: their answers are ignored
@@ -223,6 +227,7 @@ class WorkerState:
             keeps_events=keeps_events,
         )
         self.rows = RowTable(capacity)
+        self.speculation = Speculation(self.rows, self.pool)
         self.in_flight: deque[InFlightStep] = deque()
         self._answered: InFlightStep | None = None  # the newest one; its answer is being applied
         self.num_messages = 0  # in flight; each carries one step, or a burst of steps
@@ -514,6 +519,8 @@ class WorkerState:
         """
         for _, fills in step.fills:
             self.pool.commit(fills)
+        if step.accepted is not None:
+            self._commit_accepted(step.accepted)
         if not len(step.full):
             return
         rows = step.rows[step.full].astype(np.int64)
@@ -523,6 +530,16 @@ class WorkerState:
             rows, indices = rows[stays], indices[stays]
         if len(rows):
             self._commit_decoded(rows, indices)
+
+    def _commit_accepted(self, accepted: Accepted) -> None:
+        """Commit the blocks that rows have filled with drafts that became tokens."""
+        rows, starts, ends = accepted
+        indices, last = (starts - 1) // self.capacity.block_size, (ends - 1) // self.capacity.block_size
+        if self.rows.num_private:
+            last = np.where(self.rows.is_private[rows], indices, last)
+        while np.count_nonzero(is_full := indices < last):
+            self._commit_decoded(rows[is_full], indices[is_full])
+            indices += 1
 
     def _commit_decoded(self, rows: I64, indices: I64) -> None:
         """Commit the block at this index of each row's table. Most of its tokens were sampled."""
@@ -562,7 +579,8 @@ class WorkerState:
 
     def _preempt_row(self, row: int) -> Sequence:
         seq = self.rows.sequence(row)
-        seq.num_computed_peak = max(seq.num_computed_peak, self.rows.num_computed_tokens.item(row))
+        num_computed = self.rows.num_computed_tokens.item(row) - self.rows.num_unknown.item(row)
+        seq.num_computed_peak = max(seq.num_computed_peak, num_computed)
         seq.num_preemptions += 1
         self._close(row, seq, SequenceStatus.WAITING)
         return seq

@@ -132,11 +132,14 @@ def step_output_from_proto(
 
 
 def _fail_invalid_tokens(output: StepOutput, vocab_size: int) -> None:
-    rows, token_ids = output.rows, output.token_ids
-    is_valid = token_ids < vocab_size
-    bad = zip(rows[~is_valid].tolist(), token_ids[~is_valid].tolist(), strict=True)
-    output.errors += [RowError(row, f"token id {id_} is not below vocab_size {vocab_size}") for row, id_ in bad]
-    output.rows, output.token_ids = rows[is_valid], token_ids[is_valid]
+    lens = np.ones_like(output.rows) if output.token_lens is None else output.token_lens
+    rows, token_ids = np.repeat(output.rows, lens), output.token_ids
+    is_bad = token_ids >= vocab_size
+    bad = dict(zip(rows[is_bad].tolist(), token_ids[is_bad].tolist(), strict=True))
+    output.errors += [RowError(row, f"token id {id_} is not below vocab_size {vocab_size}") for row, id_ in bad.items()]
+    is_valid, stays = ~np.isin(rows, rows[is_bad]), ~np.isin(output.rows, rows[is_bad])
+    output.rows, output.token_ids = output.rows[stays], token_ids[is_valid]
+    output.token_lens, output.draft_lens = lens[stays], None
     output.logprobs = None if output.logprobs is None else output.logprobs.select(is_valid)
 
 

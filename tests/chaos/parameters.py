@@ -93,6 +93,7 @@ NOT_DRAWN = {
     "resumable": "changes no token",
     "receipt": "tests/processes/test_receipts.py checks receipts by computing the answers again",
     "num_forced_tokens": "needs requests whose prompt ends with the output of another (test_rollouts.py)",
+    "speculative": "changes no token",
 }
 GRAMMARS = {"json_schema", "regex", "grammar", "choice"}  # a request has at most one of them
 CLASHES = {"stop_token_ids": {"min_tokens"}, "min_tokens": {"stop_token_ids", *GRAMMARS}, "bad_words": GRAMMARS}

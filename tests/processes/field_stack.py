@@ -52,7 +52,7 @@ class FieldStack:
 
     def start_worker(self, model_dir: Path) -> Service:
         flags = ("--kv-cache-memory", "64M", "--model-name", MODEL, "--dtype", "float32")
-        rows = ("--max-num-seqs", str(MAX_NUM_SEQS), "--determinism", "best_effort")
+        rows = ("--max-num-seqs", str(MAX_NUM_SEQS), "--determinism", "best_effort", "--speculate", "suffix")
         return self.stack.start_worker(self.scheduler, model_dir, *flags, *rows)
 
 

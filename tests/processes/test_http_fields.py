@@ -140,6 +140,7 @@ EFFECTS: Mapping[str, Effect] = {
     "skip_special_tokens": Effect(False, SPECIAL),
     "priority": Effect(1001, status=400),
     "cache_salt": Effect("a" * 129, status=400),
+    "speculative": Effect("sometimes", status=400),
     "response_format": Effect({"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}),
     "structured_outputs": Effect({"choice": ["yes"]}),
     "guided_json": Effect(SCHEMA),

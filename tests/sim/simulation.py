@@ -80,6 +80,7 @@ class Simulation:
         self._state_rng = Random(f"states {seed}")
         self._has_states = not self._encoder_rate and self._state_rng.random() < 0.4
         self._move_rng = Random(f"moves {seed}")
+        self._draft_rate = 0.0 if self._has_states else Random(f"drafts {seed}").choice((0.0, 0.3, 0.7, 1.0))
         self._nan_rng = Random(f"nan {seed}")
         self._nan_rate = self._nan_rng.choice((0.0, 0.0, 0.0, 0.2))
         self.num_events = self._num_arrived = self._next_epoch = 0
@@ -374,7 +375,8 @@ class Simulation:
         if free:
             first_step = self.rng.choice((1, 1, 100))
             capacity = self._choose_capacity(free[0])
-            self.cluster.join(capacity, first_step=first_step, is_lazy=self.setup.is_lazy)
+            worker = self.cluster.join(capacity, first_step=first_step, is_lazy=self.setup.is_lazy)
+            worker.draft_rate = self._draft_rate
 
     def _lose(self) -> None:
         self.cluster.lose(self._random_worker())
@@ -410,13 +412,14 @@ class Simulation:
         if self._tight_rng.random() < self._tight_rate:
             num_blocks = max(c.num_blocks_of(request, self.window) for request in c.open.values())
         budget = rows + max((request.num_encoder_tokens for request in c.open.values()), default=0)
-        c.join(
+        worker = c.join(
             WorkerCapacity(
                 "ample", self._next_epoch, num_blocks, c.block_size, rows, budget + self.rng.randint(0, 20),
                 c.max_model_len, vocab_size=c.vocab_size, attention_window=self.window, max_adapters=1,
             ),
             is_lazy=self.setup.is_lazy,
         )  # fmt: skip
+        worker.draft_rate = self._draft_rate
 
     # -- reports ------------------------------------------------------------------------------------------------------
 
@@ -461,6 +464,8 @@ def main(first: int, last: int) -> None:
         totals["events"] += simulation.num_events
         for name in ("steps", "tokens", "preemptions", "cached_tokens", "moved_blocks"):
             totals[name] += getattr(simulation.cluster, f"num_{name}")
+        for name in ("drafted", "accepted"):
+            totals[name] += sum(getattr(worker, f"num_{name}") for worker in simulation.cluster.workers.values())
     print(f"{last - first} seeds in {time.process_time() - start:.1f} s of CPU: {dict(totals)}")
 
 

@@ -16,6 +16,8 @@ bad prefix hit and a block freed early are all one mismatch. Beyond that it chec
     snapshots   of rows and positions that a step computes; a row starts from one of exactly its computed tokens
     states      follow from the state before and the tokens of a step; a row samples from that of its own tokens
     windows     a row holds the blocks that its next token attends to; blocks before them may get new content
+    drafts      a row that speculates continues where the worker left it, at most at the stated position: that one less
+                what unanswered steps have rejected. Some drafts are right; the rest are random
 
 Everything per token is a numpy column; Python loops run over rows that open or blocks that fill only.
 """
@@ -23,7 +25,7 @@ Everything per token is a numpy column; Python loops run over rows that open or 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from xxhash import xxh3_128_digest
@@ -33,7 +35,7 @@ from scheduler_svc.core.features.adapters import adapter_of
 from scheduler_svc.core.features.pooled import PooledRequest
 from scheduler_svc.core.messages import CachedBlock, RowAssignment, WorkerCapacity
 from scheduler_svc.core.sequence import SequenceGroup
-from step_protocol.messages import BeamCandidates, PooledRows, RowError, StepBatch, StepOutput
+from step_protocol.messages import EMPTY, BeamCandidates, PooledRows, RowError, StepBatch, StepOutput
 from tests.builders import inputs_in
 from tests.sim import symbolic_model
 from tests.sim.inputs import with_contents
@@ -102,6 +104,8 @@ class SymbolicWorker:
         )
         self.failed_requests: set[str] = set()
         self.resident: set[bytes] = set()  # adapters that rows may use
+        self.draft_rate = 0.0  # of the answers' rows that ask for drafts; that of right drafts is the same
+        self.num_drafted = self.num_accepted = 0
         bs, rows = capacity.block_size, capacity.max_num_seqs
         width = -(-capacity.max_model_len // bs)
         self.kv = np.zeros(capacity.num_blocks * bs, dtype=np.uint64)
@@ -142,6 +146,9 @@ class SymbolicWorker:
         self.snapshots: dict[int, tuple[int, int]] = {}  # slot -> position, state
         self.sums = np.zeros(rows, dtype=np.uint64)  # of the states that pooled rows have computed
         self.refs = np.zeros(self.capacity.num_blocks, dtype=np.int64)  # open rows that name the block
+        self._starts = np.zeros(rows, dtype=np.int64)  # where each row began its newest step
+        self.num_drafts = np.zeros(rows, dtype=np.int64)  # of the running step
+        self.rejected: dict[int, list[tuple[int, int]]] = {}  # by row: (step, reserved tokens that do not exist)
         self._positions = np.arange(max_len + 1)
         self._places = np.arange(max_len + 1, dtype=np.uint64)
 
@@ -207,6 +214,8 @@ class SymbolicWorker:
             self._commit(batch, num_acked)
         if len(batch.beam_rows):
             self._move_beams(batch)
+        if batch.max_query_lens is not None:
+            batch = self._with_drafts(batch, num_acked)
         rows, broken = self._forward(batch)
         return self._sample(batch, rows, broken)
 
@@ -226,6 +235,7 @@ class SymbolicWorker:
             self._need_open(row, "closes")
             self.refs[self.table[row, self.num_dead[row] : self.table_len[row]]] -= 1
             self.is_open[row] = self.is_broken[row] = self.is_sticky[row] = self.is_silent[row] = False
+            self.rejected.pop(row, None)
 
     def _need_open(self, row: int, verb: str) -> None:
         if row >= len(self.is_open) or not self.is_open[row]:
@@ -437,6 +447,79 @@ class SymbolicWorker:
         self.history_len[rows], self.num_computed_tokens[rows] = ends + 1, ends
         self.state[rows] = self.state[parents]
 
+    # -- drafts -------------------------------------------------------------------------------------------------------
+
+    def _with_drafts(self, batch: StepBatch, num_acked: int) -> StepBatch:
+        """The step with the positions, drafts and slots that this worker chooses for the rows that speculate."""
+        rows, most = batch.rows.astype(np.int64), batch.max_query_lens.astype(np.int64)
+        if int(np.maximum(most, batch.query_lens).sum()) > self.capacity.max_num_batched_tokens:
+            raise Violation(f"step {batch.step_id} reserves more tokens than max_num_batched_tokens")
+        context_lens, lens = batch.context_lens.copy(), batch.query_lens.copy()
+        firsts = np.cumsum(lens) - lens
+        slots = np.split(batch.slot_mapping, firsts[1:])
+        for i in np.flatnonzero(most).tolist():
+            row, reserved = int(rows[i]), int(most[i])
+            self._need_open(row, "speculates in")
+            start, end = int(self.num_computed_tokens[row]), int(context_lens[i]) + reserved
+            late = sum(count for step_id, count in self.rejected.get(row, ()) if step_id > num_acked)
+            if not self.is_broken[row] and context_lens[i] != start + late:
+                raise Violation(
+                    f"row {row} may be at {context_lens[i]}, but it is at {start} and {late} tokens are rejected"
+                )
+            if end > self.table_len[row] * self.capacity.block_size:
+                raise Violation(f"row {row} may compute {end} tokens beyond their tables")
+            if slots[i][0] != self.slots[row, end - 1]:
+                raise Violation(f"slot_mapping {slots[i][0]} disagrees with the tables {self.slots[row, end - 1]}")
+            count = reserved - 1 if self.is_broken[row] else self._draft(row, reserved - 1, batch.step_id)
+            context_lens[i], lens[i], self.num_drafts[row] = start, 1 + count, count
+            slots[i] = self.slots[row, start : start + 1 + count]
+        return replace(batch, context_lens=context_lens, query_lens=lens, slot_mapping=np.concatenate(slots))
+
+    def _chance(self, step_id: int, row: int, nth: int) -> float:
+        return symbolic_model.mix(step_id << 20 ^ row << 10 ^ nth) % 1000 / 1000
+
+    def _draft(self, row: int, most: int, step_id: int) -> int:
+        """Append drafts to the history of a row. Returns their number."""
+        count = min(most, int(self._chance(step_id, row, 500) * (most + 2)))
+        for nth in range(count):
+            end = int(self.history_len[row])
+            token = self._next_token(row, end)
+            if self._chance(step_id, row, nth) >= self.draft_rate:
+                token = int(self._chance(step_id, row, 100 + nth) * self.vocab_size)
+            self._append(row, end, token)
+        self.num_drafted += count
+        return count
+
+    def _next_token(self, row: int, end: int) -> int:
+        digest, position = int(self.digests[row, end - 1]), end - int(self.prompt_len[row])
+        seed, sample = int(self.seed[row]), int(self.sample[row])
+        return symbolic_model.next_token(digest, seed, sample, position, self.vocab_size)
+
+    def _append(self, row: int, end: int, token: int) -> None:
+        self.tokens[row, end] = token
+        term = symbolic_model.term(token, end)
+        self.digests[row, end] = (int(self.digests[row, end - 1]) + term) & symbolic_model.MASK
+        self.history_len[row] = end + 1
+
+    def _accept(self, batch: StepBatch, rows: list[int]) -> None:
+        """Replace the drafts of these rows by the tokens that are sampled, up to the first one that differs."""
+        reserved = dict(zip(batch.rows.tolist(), batch.max_query_lens.tolist(), strict=True))
+        for row in rows:
+            count = int(self.num_drafts[row])
+            start = int(self.history_len[row]) - count
+            for end in range(start, start + count + 1):
+                draft, read = int(self.tokens[row, end]), self.kv[self.slots[row, end - 1]]
+                token = (self._next_token(row, end) + int(read == POISON)) % self.vocab_size
+                self._append(row, end, token)
+                if token != draft:
+                    break
+            num_new = int(self.history_len[row]) - start
+            self.num_accepted += num_new - 1
+            self.num_computed_tokens[row] = self.history_len[row] - 1
+            self.rejected.setdefault(row, []).append((batch.step_id, reserved[row] - num_new))
+        found = np.array(rows, dtype=np.int64)
+        self._record_full_blocks(found, self._starts[found])
+
     # -- forward ------------------------------------------------------------------------------------------------------
 
     def _forward(self, batch: StepBatch) -> tuple[np.ndarray, list[int]]:
@@ -454,13 +537,19 @@ class SymbolicWorker:
         self.kv_token[slots] = self.tokens[flat_rows, flat_positions]
         self.fill_step[slots // self.capacity.block_size] = batch.step_id
         self.num_computed_tokens[rows] = starts + lens
+        self._starts[rows] = starts
         may_fail = self.fail_next or self.is_broken.any() or self.is_hopeless[rows].any()
         broken = self._break_rows(rows, starts) if may_fail else []
         self._read_back(rows, starts)
         np.add.at(self.sums, flat_rows, self.kv[slots])
-        self._record_full_blocks(rows, starts)
         if self.has_states:
             self._advance_states(batch, rows, starts)
+        known = np.ones(len(rows), dtype=np.bool_)
+        if batch.max_query_lens is not None:
+            known = batch.max_query_lens == 0
+            for i in np.flatnonzero(~known & np.isin(rows, broken)).tolist():  # what the scheduler expects of it
+                self.num_computed_tokens[rows[i]] = starts[i] + batch.max_query_lens[i]
+        self._record_full_blocks(rows[known], starts[known])
         return rows, broken
 
     def _check_shape(self, batch: StepBatch, rows: np.ndarray, lens: np.ndarray) -> None:
@@ -616,8 +705,13 @@ class SymbolicWorker:
             broken = broken + children.tolist()
         asked = np.concatenate((rows[batch.sample_mask], forks)) if len(rows) else rows
         samplers = asked[~np.isin(asked, broken)] if broken else asked
-        if len(samplers):
-            self._append_samples(samplers)
+        is_drafted = np.zeros(len(samplers), dtype=np.bool_)
+        if batch.max_query_lens is not None:
+            is_drafted = np.isin(samplers, rows[batch.max_query_lens > 0])
+            self._accept(batch, samplers[is_drafted].tolist())
+        if len(plain := samplers[~is_drafted]):
+            self._append_samples(plain)
+        lens = np.where(is_drafted, self.history_len[samplers] - 1 - self._starts[samplers], 1)
         candidates = self._candidates(samplers[self.num_candidates[samplers] > 0])
         if broken:
             self.failed_requests.update(self.group[row].group.request_id for row in broken)
@@ -626,11 +720,27 @@ class SymbolicWorker:
             worker_id=batch.worker_id,
             step_id=batch.step_id,
             rows=samplers.astype(np.uint32),
-            token_ids=self.tokens[samplers, self.history_len[samplers] - 1],
+            token_ids=self._newest(samplers, lens),
+            token_lens=lens.astype(np.uint32) if is_drafted.any() else None,
+            draft_lens=self._wanted(samplers, batch.step_id),
             errors=[RowError(row, "simulated failure") for row in broken],
             candidates=BeamCandidates(*candidates),
             pooled=self._pooled([row for row in rows.tolist() if row not in broken]),
         )
+
+    def _newest(self, rows: np.ndarray, lens: np.ndarray) -> np.ndarray:
+        """The newest tokens of each row."""
+        parts = [
+            self.tokens[row, end - count : end]
+            for row, end, count in zip(rows.tolist(), self.history_len[rows].tolist(), lens.tolist(), strict=True)
+        ]
+        return np.concatenate(parts) if parts else EMPTY
+
+    def _wanted(self, rows: np.ndarray, step_id: int) -> np.ndarray | None:
+        if not self.draft_rate:
+            return None
+        chances = [self._chance(step_id, row, 700) for row in rows.tolist()]
+        return np.array([int(6 * chance) if chance < self.draft_rate else 0 for chance in chances], dtype=np.uint32)
 
     def _pooled(self, rows: list[int]) -> PooledRows | None:
         """The numbers of the pooled rows whose prompts are complete."""

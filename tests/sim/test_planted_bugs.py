@@ -16,7 +16,7 @@ import pytest
 
 from prefix_index import hashing
 from prefix_index.content_ids import FIRST_CONTENT_ID
-from scheduler_svc.core import answers, prompt_digests, scheduler, windows, worker_state
+from scheduler_svc.core import answers, prompt_digests, scheduler, step_planner, windows, worker_state
 from scheduler_svc.core.answers import Untrusted, untrusted_after
 from scheduler_svc.core.block_manager import BlockManager, LruQueue
 from scheduler_svc.core.block_moves import BlockMoves
@@ -31,6 +31,7 @@ from scheduler_svc.core.placement import Placement
 from scheduler_svc.core.rows import DecodeRun, RowTable
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import QueueEntry, Sequence
+from scheduler_svc.core.speculation import Speculation
 from scheduler_svc.core.step_planner import StepPlanner
 from scheduler_svc.core.windows import Windows
 from scheduler_svc.core.worker_state import InFlightStep, StepPlan, WorkerState
@@ -148,6 +149,80 @@ def off_by_one_at_a_block_border(patch: Patch) -> None:
 @bug("beyond their tables|disagrees with the tables|computed tokens in")
 def last_partial_block_not_allocated(patch: Patch) -> None:
     patch.setattr(windows, "ceil_div", lambda a, b: max(1, a // b))
+
+
+# -- drafts ------------------------------------------------------------------------------------------------------------
+
+
+@bug("tokens are rejected|reads the wrong content|at offset")
+def position_off_by_one_after_rejected_drafts(patch: Patch) -> None:
+    def take_back(original: Any, table: RowTable, rows: np.ndarray, reserved: np.ndarray, lens: np.ndarray) -> None:
+        original(table, rows, reserved, lens + (lens < reserved - 1))
+
+    wrap(patch, answers, "take_back", take_back)
+
+
+@bug("which another open row has|leaks|reads the wrong content|beyond their tables")
+def reserved_block_given_back_before_its_step_is_answered(patch: Patch) -> None:
+    def columns(original: Any, table: RowTable, rows: np.ndarray, most: np.ndarray | None) -> Any:
+        found = original(table, rows, most)
+        for row in () if most is None else rows[most > 1].tolist():
+            early.append(int(table.table[row, table.num_blocks[row] - 1]))
+        return found
+
+    def begin(original: Any, planner: StepPlanner, now: float, **options: Any) -> StepPlan:
+        while early:
+            planner._pool.free(np.array([early.pop()]))
+        return original(planner, now, **options)
+
+    early: list[int] = []
+    wrap(patch, step_planner, "columns_of_decodes", columns)
+    wrap(patch, StepPlanner, "begin_step", begin)
+
+
+@bug("which is not full|not that of its chain|before step|published a prefix")
+def block_committed_with_rejected_drafts(patch: Patch) -> None:
+    def commit(original: Any, worker: WorkerState, accepted: Any) -> None:
+        original(worker, accepted._replace(ends=accepted.ends + 1))
+
+    wrap(patch, WorkerState, "_commit_accepted", commit)
+
+
+@bug("the oracle has|after the end")
+def drafts_behind_the_end_delivered(patch: Patch) -> None:
+    wrap(patch, answers.Stops, "num_before_end", lambda original, self, table, rows, lens, starts, ids: lens)
+
+
+@bug("beyond their tables")
+def drafts_without_blocks(patch: Patch) -> None:
+    def reserve(original: Any, speculation: Speculation, rows: np.ndarray, *args: Any) -> np.ndarray:
+        r = speculation._rows
+        wanted = np.minimum(r.draft_lens[rows], r.limit[rows] - r.num_planned[rows] - 1)
+        found = original(speculation, rows, *args)
+        return None if found is None else np.where(found > 0, 1 + wanted, 0).astype(np.uint32)
+
+    wrap(patch, Speculation, "reserve", reserve)
+
+
+@bug(
+    "computes rows|max_query_lens|more tokens than its limit|beyond max_model_len|the oracle has",
+    checks_invariants=True,
+)
+def drafts_beyond_the_limit(patch: Patch) -> None:
+    def reserve(original: Any, speculation: Speculation, rows: np.ndarray, *args: Any) -> np.ndarray:
+        limit = speculation._rows.limit
+        speculation._rows.limit = limit + 3
+        try:
+            return original(speculation, rows, *args)
+        finally:
+            speculation._rows.limit = limit
+
+    wrap(patch, Speculation, "reserve", reserve)
+
+
+@bug("may be at|at offset|compute tokens that do not exist|context_lens")
+def row_joins_the_run_with_unknown_tokens(patch: Patch) -> None:
+    patch.setattr(Speculation, "may_join_run", lambda self, row: not self._rows.draft_lens[row])
 
 
 # -- blocks ------------------------------------------------------------------------------------------------------------

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from scheduler_svc.core.messages import RowAssignment
 from scheduler_svc.core.sequence import SequenceGroup
 from step_protocol.messages import StepBatch, StepOutput
@@ -34,7 +36,9 @@ def _group(group: SequenceGroup) -> str:
 
 
 def _output(output: StepOutput) -> str:
-    tokens = dict(zip(output.rows.tolist(), output.token_ids.tolist(), strict=True))
+    lens = np.ones_like(output.rows) if output.token_lens is None else output.token_lens
+    parts = np.split(output.token_ids, np.cumsum(lens)[:-1])
+    tokens = dict(zip(output.rows.tolist(), (part.tolist() for part in parts), strict=False))
     failed = [failure.row for failure in output.errors]
     return f"{output.worker_id} step {output.step_id} tokens {tokens}" + f" failed {failed}" * bool(failed)
 
@@ -49,6 +53,7 @@ def _batch(b: StepBatch) -> str:
     parts += [f"commit {b.commit_blocks.tolist()}"] * bool(len(b.commit_blocks))
     rows = zip(b.rows.tolist(), b.context_lens.tolist(), b.query_lens.tolist(), b.sample_mask.tolist(), strict=True)
     parts += ["rows " + " ".join(f"{row}:{start}+{count}{'*' * is_last}" for row, start, count, is_last in rows)]
+    parts += [] if b.max_query_lens is None else [f"reserved {b.max_query_lens.tolist()}"]
     forks = list(zip(b.fork_rows.tolist(), b.fork_parents.tolist(), strict=True))
     parts += [f"sample forks {forks}"] * bool(forks)
     return "; ".join(parts)

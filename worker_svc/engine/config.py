@@ -19,6 +19,7 @@ Quantization = Literal["int8", "fp8"]
 CudaGraphs = Literal["start", "lazy", "off"]
 Kernels = Literal["auto", "triton", "torch"]
 AllReduce = Literal["auto", "nccl"]
+Speculate = Literal["suffix"]
 
 MAX_BLOCK_SIZE = 256
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -27,6 +28,8 @@ ATTENTION = ("auto", "triton", "flash", "flash3", "flashinfer", "torch")
 CUDA_GRAPHS = ("start", "lazy", "off")
 KERNELS = ("auto", "triton", "torch")
 ALL_REDUCE = ("auto", "nccl")
+SPECULATE = ("suffix",)
+MAX_DRAFTS = 16  # of one row in one step
 QUANTIZING_BACKENDS: Mapping[Quantization, tuple[str, ...]] = {"int8": ("cpu", "reference"), "fp8": ("cuda",)}
 
 
@@ -50,6 +53,7 @@ class EngineConfig:
     kv_cache_memory None: 1 GiB, or half of the free RAM if that is less.
     max_model_len None: the model's limit, capped by the size of the pool.
     threads None: one per core that this process may use.
+    speculate: how drafts are proposed (docs/speculation.md); None: there are none. max_drafts: of one row in one step.
     adapters: names and PEFT folders that are loaded at the start (docs/adapters.md).
     max_adapters: adapters that rows may use at the same time; 0: none can be loaded.
     image_cache_memory: bytes of embeddings of images that are kept. The default size of the pool leaves them free.
@@ -99,6 +103,8 @@ class EngineConfig:
     cuda_graph_tokens: int = 8192
     kv_cache_dtype: KvCacheDtype = "auto"
     kernels: Kernels = "auto"
+    speculate: Speculate | None = None
+    max_drafts: int = 8
 
     def __post_init__(self) -> None:
         _check_choice("dtype", self.dtype, DTYPES)
@@ -122,6 +128,11 @@ class EngineConfig:
         for name in ("max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.speculate is not None:
+            _check_choice("speculate", self.speculate, SPECULATE)
+            _check_choice(f"backend with speculate={self.speculate}", self.backend, ("cpu", "reference"))
+        if not 1 <= self.max_drafts <= MAX_DRAFTS:
+            raise ValueError(f"max_drafts must be from 1 to {MAX_DRAFTS}, got {self.max_drafts}")
         self._check_nodes()
         for name in ("image_cache_memory", "snapshot_memory"):
             if getattr(self, name) < 0:

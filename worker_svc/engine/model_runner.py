@@ -120,6 +120,7 @@ class ModelRunner(StepRunner):
             snapshot_tokens=loaded.snapshot_tokens,
         )
         self._serve(rows, info)
+        self._speculate(config)
         self._backend.end_load()
 
     @property
@@ -164,9 +165,9 @@ class ModelRunner(StepRunner):
 
     def _run(self, batch: StepBatch, plan: CheckedStep, errors: RowErrors) -> StepOutput:
         """Runs the forward pass, then samples and scores."""
-        heads, logits_index = plan.sources, None
+        samplers, logits_index = plan.sampled_tokens, None
         if plan.has_forks:
-            heads, logits_index = np.unique(plan.sources, return_inverse=True)
+            samplers, logits_index = np.unique(samplers, return_inverse=True)
         token_ids = self._rows.token_ids(plan.token_rows, plan.positions)
         self._pool.write_tokens(plan.slots, token_ids)
         spans = self._rows.inputs.spans(plan.rows, plan.context_lens, plan.ends, plan.starts)
@@ -174,7 +175,6 @@ class ModelRunner(StepRunner):
         if inputs.embedded is not None:
             token_ids[inputs.embedded.tokens] = 0  # in place of content ids, which the vocabulary does not have
         chunks = self._rows.pooling.chunks(plan.rows, plan.starts, plan.context_lens, plan.ends, self._rows.prompt_lens)
-        samplers = plan.starts[heads + 1] - 1
         forward = ForwardBatch(
             token_ids=token_ids,
             positions=self._rows.positions.shifted(plan.token_rows, plan.positions).astype(np.int32),
@@ -282,19 +282,19 @@ class ModelRunner(StepRunner):
             output_rules.apply(logits[line], position)
         candidates = NO_CANDIDATES if beams is None else best_candidates(logits, beams)
         token_ids, is_bad = self._backend.sample(logits, columns)
+        is_token = self._is_token(plan, token_ids, is_bad)
         rows, positions = plan.sampling_rows, plan.sampled_positions
-        for row in rows[is_bad]:
+        for row in rows[is_bad & is_token]:
             errors.add(int(row), NOTHING_TO_SAMPLE, RowErrorCode.NAN)
-        is_good = ~is_bad
+        is_good = is_token & ~is_bad
         if len(errors):
             is_good &= [int(row) not in errors for row in rows]
         if raw is not None:
             output.logprobs = score_sampled(self._backend, raw, logits, columns, token_ids, is_good)
         if len(errors):
             candidates = candidates.without(rows[~is_good])
-            rows, positions, token_ids = rows[is_good], positions[is_good], token_ids[is_good]
-        self._rows.append(rows, positions, token_ids)
-        output.rows, output.token_ids, output.candidates = rows.astype(np.uint32), token_ids, candidates
+        self._append_samples(plan, rows[is_good], positions[is_good], token_ids[is_good], output)
+        output.candidates = candidates
 
 
 def _choose_dtype(config: EngineConfig, checkpoint: Checkpoint) -> ComputeDtype:

@@ -10,13 +10,14 @@ from typing import TypeVar
 
 import numpy as np
 
-from step_protocol.columns import I64, U32
-from step_protocol.messages import EMPTY, RowErrorCode, RowOpen, StepBatch, StepOutput
-from worker_svc.engine.config import EngineInfo
+from step_protocol.columns import I64, U32, Bools
+from step_protocol.messages import EMPTY, BadBatchError, RowErrorCode, RowOpen, StepBatch, StepOutput
+from worker_svc.engine.config import EngineConfig, EngineInfo
 from worker_svc.engine.decoder.block_payload import MovableBlocks
 from worker_svc.engine.rows.errors import RowErrors
 from worker_svc.engine.rows.open_rows import OpenRows
-from worker_svc.engine.rows.step_checker import StepChecker
+from worker_svc.engine.rows.step_checker import CheckedStep, StepChecker
+from worker_svc.engine.speculation.drafts import DraftCounts, RowDrafts
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +49,29 @@ class StepRunner(ABC):
         """Ends the load: `rows` are the rows of the model that `info` describes."""
         self._rows, self.info = rows, info
         self._checker = StepChecker(rows, info)
+        self._drafts: RowDrafts | None = None  # None: no row speculates
         self._num_out_of_memory = 0  # consecutive steps
+
+    def _speculate(self, config: EngineConfig) -> None:
+        """Ends the load of a runner that can compute drafts."""
+        if config.speculate is None:
+            return
+        if self.info.attention_window is not None:
+            raise ValueError(
+                "speculate cannot be set for a model whose layers all have an attention window: its rows free blocks "
+                "behind known positions; leave --speculate out"
+            )
+        if self.info.num_snapshots is not None:
+            raise ValueError(
+                f"speculate cannot be set for {self.info.model}: its recurrent layers do not keep the state before a "
+                "draft; leave --speculate out"
+            )
+        self._drafts = RowDrafts(self._rows, config.max_drafts)
+
+    @property
+    def draft_counts(self) -> DraftCounts | None:
+        """Drafts so far; None: no row speculates."""
+        return None if self._drafts is None else self._drafts.counts
 
     def execute(self, batch: StepBatch) -> StepOutput:
         """Applies and runs one step. A bad row becomes a RowError and affects no other row.
@@ -60,11 +83,39 @@ class StepRunner(ABC):
         self._checker.check_columns(batch)
         errors = RowErrors()
         self._apply_changes(batch, errors)
-        output = self._compute_or_fail(batch, errors, lambda: self._run_step(batch, errors))
+        step = self._with_drafts(batch, errors)
+        output = self._compute_or_fail(step, errors, lambda: self._run_step(step, errors))
         output = output or StepOutput(batch.step_id, EMPTY, EMPTY)
         output.errors = errors.to_list()
-        output.forward_us = int((time.perf_counter() - started) * 1e6)
+        seconds = time.perf_counter() - started
+        output.forward_us = int(seconds * 1e6)
+        if self._drafts is not None:
+            self._drafts.propose(step, output, seconds)
         return output
+
+    def _with_drafts(self, batch: StepBatch, errors: RowErrors) -> StepBatch:
+        if self._drafts is not None:
+            return self._drafts.begin(batch, errors)
+        if batch.max_query_lens is not None:
+            raise BadBatchError("max_query_lens is set, but this worker computes no drafts")
+        return batch
+
+    def _append_samples(self, plan: CheckedStep, rows: I64, positions: I64, token_ids: U32, output: StepOutput) -> None:
+        """The new tokens of a step, for the rows and for the answer. Those of one row follow each other."""
+        output.rows, output.token_ids = rows.astype(np.uint32), token_ids
+        if plan.num_after is None:
+            self._rows.append(rows, positions, token_ids)
+            return
+        self._rows.append_accepted(rows, positions, token_ids)
+        starts = np.flatnonzero(np.append(True, rows[1:] != rows[:-1])[: len(rows)])
+        output.rows = output.rows[starts]
+        output.token_lens = np.diff(starts, append=len(rows)).astype(np.uint32)
+
+    def _is_token(self, plan: CheckedStep, token_ids: U32, is_bad: Bools) -> Bools:
+        """Which samples become tokens, or fail their row: all of them, except behind a wrong draft."""
+        if self._drafts is None or plan.num_after is None:
+            return np.ones(len(token_ids), np.bool_)
+        return self._drafts.accept(plan, plan.num_after, token_ids, is_bad)
 
     def _run_step(self, batch: StepBatch, errors: RowErrors) -> StepOutput | None:
         """The output of a step whose changes are applied, without its errors; None if no row is left."""

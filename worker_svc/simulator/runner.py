@@ -20,6 +20,7 @@ import numpy.typing as npt
 from prefix_index.content_ids import content_ids, input_digest
 from step_protocol.columns import F32, I64, U32, Bools
 from step_protocol.messages import (
+    EMPTY,
     NO_CANDIDATES,
     BeamCandidates,
     CarriedInput,
@@ -103,6 +104,7 @@ class SimRunner(StepRunner):
             hidden_size=info.hidden_size, adapters=self._row_adapters, images=info.images,
         )  # fmt: skip
         self._serve(rows, info)
+        self._speculate(config)
         self._pool = SimPool(info.num_blocks, info.block_size)
         self._histories = Histories(info.max_num_seqs, info.max_model_len, info.block_size)
 
@@ -162,31 +164,46 @@ class SimRunner(StepRunner):
 
     def _run_step(self, batch: StepBatch, errors: RowErrors) -> StepOutput:
         plan = self._checker.check(batch, errors)
+        if plan.num_after is not None:
+            self._add_drafts(plan, plan.num_after)
         tokens = self._rows.token_ids(plan.token_rows, plan.positions)
         digests = self._histories.digests[plan.token_rows, plan.positions + 1]
         self._pool.write(plan.slots, tokens, digests)
         self._rows.mark_computed(plan.rows, plan.ends)
         is_wrong = self._find_wrong(plan, digests, errors)
         is_good = ~is_wrong[plan.sources]
-        rows, positions = plan.sampling_rows[is_good], plan.sampled_positions[is_good]
         for row in plan.sampling_rows[~is_good]:
             errors.add(int(row), "the parent row of this fork has failed", RowErrorCode.INTERNAL)
-        masks = self._rows.start_masks(rows, positions)
+        rows, positions = plan.sampling_rows, plan.sampled_positions
+        pending = self._rows.start_masks(rows, positions)
+        masks = None if pending is None else pending.result()
         if masks is not None:
-            rows, positions = _without_failed(rows, positions, masks.result(), errors)
+            errors.add_all(masks.errors(rows))
+            is_good[list(masks.failures)] = False
+        token_ids = self._sample(rows, positions, masks)
+        is_good &= self._is_token(plan, token_ids, ~is_good)
+        rows, positions, token_ids = rows[is_good], positions[is_good], token_ids[is_good]
         beams = self._rows.beam_lines(rows)
-        candidates = NO_CANDIDATES if beams is None else self._candidates(beams, rows, positions)
-        token_ids = self._sample(rows, positions, None if masks is None else masks.result().without_failed())
-        self._rows.append(rows, positions, token_ids)
-        self._histories.append(rows, positions, self._rows.positions.shifted(rows, positions), token_ids)
-        return StepOutput(
+        output = StepOutput(
             batch.step_id,
-            rows.astype(np.uint32),
-            token_ids,
+            EMPTY,
+            EMPTY,
             logprobs=self._logprobs(rows, positions, token_ids),
             prompt_logprobs=self._prompt_logprobs(plan, plan.rows[is_wrong]),
-            candidates=candidates,
+            candidates=NO_CANDIDATES if beams is None else self._candidates(beams, rows, positions),
         )
+        self._append_samples(plan, rows, positions, token_ids, output)
+        self._histories.append(rows, positions, self._rows.positions.shifted(rows, positions), token_ids)
+        return output
+
+    def _add_drafts(self, plan: CheckedStep, num_after: I64) -> None:
+        """Adds the drafts of a step to the histories of their rows."""
+        for nth in range(int(num_after.max(initial=0)), 0, -1):
+            lines = num_after == nth
+            rows, positions = plan.sampling_rows[lines], plan.sampled_positions[lines]
+            places = self._rows.positions.shifted(rows, positions)
+            token_ids = self._rows.token_ids(rows, positions).astype(np.uint32)
+            self._histories.append(rows, positions, places, token_ids)
 
     def _logprobs(self, rows: I64, positions: I64, token_ids: U32) -> LogprobColumns | None:
         asked = self._rows.logprobs.asked(rows)
@@ -312,13 +329,6 @@ class SimRunner(StepRunner):
             among = np.arange(len(logits), dtype=np.uint32)
         highest = among[logits[among] == logits[among].max()]
         return int(highest[draw % len(highest)])
-
-
-def _without_failed(rows: I64, positions: I64, masks: RowMasks, errors: RowErrors) -> tuple[I64, I64]:
-    """The rows whose grammar did not fail; the others get an error."""
-    errors.add_all(masks.errors(rows))
-    failed = list(masks.failures)
-    return np.delete(rows, failed), np.delete(positions, failed)
 
 
 def top_logprobs(draws: U64, chosen: U32, num_top: int, vocab_size: int) -> TopLogprobs:

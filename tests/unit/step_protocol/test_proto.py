@@ -26,7 +26,7 @@ from step_protocol.messages import (
 from step_protocol.proto import CHANGES, batch_from_proto, batch_to_proto, output_from_proto, output_to_proto
 
 IDS = st.integers(0, 2**32 - 1)
-SCHEDULER_ONLY = {"worker_id", "is_decode", "then", "opens"}
+ONE_SIDE_ONLY = {"worker_id", "is_decode", "then", "opens", "draft_lens"}
 
 
 def u32(*values: int) -> np.ndarray:
@@ -54,6 +54,8 @@ def batches(draw: st.DrawFn) -> StepBatch:
         length = draw(st.integers(0, 2))
         for name in names if length else ():
             setattr(batch, name, draw(id_columns(length)))
+    if num_rows and draw(st.booleans()):
+        batch.max_query_lens = u32(*(draw(st.integers(0, 9)) if length == 1 else 0 for length in query_lens))
     batch.commit_digests = [draw(st.binary(min_size=16, max_size=16)) for _ in batch.commit_blocks]
     return batch
 
@@ -80,17 +82,19 @@ def test_a_step_arrives_as_it_was_sent(batch: StepBatch) -> None:
 
 def test_the_test_above_fills_every_column() -> None:
     always = {"step_id", "rows", "query_lens", "context_lens", "sample_mask", "slot_mapping"}
-    sometimes = {"commit_digests", "images", *(name for group in CHANGES for name in group)}
-    assert {field.name for field in fields(StepBatch)} == always | sometimes | SCHEDULER_ONLY
+    sometimes = {"commit_digests", "images", "max_query_lens", *(name for group in CHANGES for name in group)}
+    assert {field.name for field in fields(StepBatch)} == always | sometimes | ONE_SIDE_ONLY
 
 
 ANSWER = StepOutput(
     step_id=5,
     rows=u32(1, 2),
-    token_ids=u32(7, 2**32 - 1),
+    token_ids=u32(7, 2**32 - 1, 8),
+    token_lens=u32(1, 2),
+    draft_lens=u32(0, 4),
     errors=[RowError(3, "NaN", RowErrorCode.NAN), RowError(4, "", RowErrorCode.INTERNAL)],
     forward_us=99,
-    logprobs=LogprobColumns(u32(2, 0), np.array([-1, -2], np.float32), u32(7, 8), u32(1)),
+    logprobs=LogprobColumns(u32(2, 0, 0), np.array([-1, -2], np.float32), u32(7, 8), u32(1)),
     prompt_logprobs=PromptLogprobs(u32(1), u32(4), LogprobColumns(u32(1), np.array([-3], np.float32), u32(6), u32(2))),
     candidates=BeamCandidates(u32(1, 1), u32(9, 8), np.array([-0.5, -0.75], np.float32)),
     pooled=PooledRows(u32(6), u32(2), np.array([1, 2], np.float32)),
@@ -125,6 +129,7 @@ MALFORMED = {
     "commit_hashes": {"commit_blocks": u32(1).tobytes(), "commit_hashes": b"short"},
     "close_rows": {"close_rows": b"123"},
     "images": {"images": u32(1, 2, 3).tobytes()},
+    "max_query_lens": {"max_query_lens": u32(1, 1).tobytes()},
 }
 
 
@@ -143,7 +148,7 @@ def test_a_malformed_column_is_named(field: str) -> None:
         ("candidates", replace(ANSWER.candidates, token_ids=u32(9)), "2 candidate_rows, 1 candidate_ids"),
         ("pooled", PooledRows(u32(6), u32(3), np.array([1, 2], np.float32)), "1 pooled_lens and 2 pooled_values"),
         ("prompt_logprobs", replace(ANSWER.prompt_logprobs, rows=u32(1, 2)), "2 prompt_rows but 1 prompt_positions"),  # type: ignore[type-var]
-        ("logprobs", LogprobColumns(u32(2, 0), np.zeros(2, np.float32), u32(7, 8), u32()), "0 ranks; expected 2, 2, 2"),
+        ("logprobs", LogprobColumns(u32(2, 0), np.zeros(2, np.float32), u32(7, 8), u32()), "0 ranks; expected 3, 2, 2"),
         ("logprobs", LogprobColumns(u32(2), np.zeros(2, np.float32), u32(7, 8), u32(1)), "1 lens"),
     ],
 )

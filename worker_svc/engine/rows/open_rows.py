@@ -7,6 +7,7 @@ of a step at once.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -71,7 +72,7 @@ class OpenRows:
         self.adapters = adapters
         self._max_num_seqs = max_num_seqs
         self._max_model_len = max_model_len
-        self._block_size = block_size
+        self.block_size = self._block_size = block_size
         self._num_blocks = num_blocks
         self._vocab_size = vocab_size
         max_blocks = -(-max_model_len // block_size)
@@ -108,6 +109,10 @@ class OpenRows:
             *(part for part in optional if part is not None),
         ]
         self._checks = self._all_checks()
+
+    def add_part(self, part: RowPart) -> None:
+        """Adds a part whose state also depends on the table. No row is open."""
+        self._parts.append(part)
 
     def _all_checks(self) -> tuple[Callable[[RowOpen], str | None], ...]:
         return (
@@ -226,6 +231,33 @@ class OpenRows:
         self._has_beams |= item.num_candidates > 0
         for part in self._parts:
             part.open(item)
+
+    # Drafts
+
+    def tokens_of(self, row: int) -> U32:
+        """The history of a row, as a view; valid up to `num_tokens`."""
+        tokens: U32 = self._tokens[row]
+        return tokens
+
+    def newest_token(self, row: int) -> int:
+        return int(self._tokens[row, self.num_tokens[row] - 1])
+
+    def in_vocabulary(self, token_ids: list[int]) -> list[int]:
+        """The ids before the first content id."""
+        return list(takewhile(self._vocab_size.__gt__, token_ids))
+
+    def valid_drafts(self, row: int, drafts: list[int]) -> list[int]:
+        """The drafts of a row up to the first one that its grammar forbids."""
+        if self._grammars is None:
+            return drafts
+        return drafts[: self._grammars.num_valid(row, int(self.num_tokens[row]), drafts)]
+
+    def add_drafts(self, row: int, drafts: list[int]) -> int:
+        """Puts drafts behind the newest token of a row. Returns the position of that token."""
+        end = int(self.num_tokens[row])
+        self._tokens[row, end : end + len(drafts)] = drafts
+        self.num_tokens[row] = end + len(drafts)
+        return end - 1
 
     # Table changes
 
@@ -445,6 +477,12 @@ class OpenRows:
         """Appends a sampled token at that sequence position to the history of each row."""
         self._tokens[rows, positions] = token_ids
         self.num_tokens[rows] = positions + 1
+
+    def append_accepted(self, rows: I64, positions: I64, token_ids: U32) -> None:
+        """Like `append`, for rows that may have several tokens, in order. They replace the drafts of these rows, whose
+        keys and values are computed up to the newest token."""
+        self.append(rows, positions, token_ids)  # of equal rows the last one counts
+        self._num_computed[rows] = self.num_tokens[rows] - 1
 
     def generations(self, rows: I64) -> I64:
         """The generation of each row: it changes when the row is opened, or moved as a beam."""

@@ -26,12 +26,20 @@ class CheckedStep:
     slots: I64  # [T] where keys and values go
     sampling_rows: I64  # [S] rows of the sample mask in batch order, then forks
     sources: I64  # [S] index in `rows` of the row whose last logits are sampled
-    has_forks: bool  # without forks, sources ascend without repetition
+    has_forks: bool  # without forks, sources ascend, without repetition if no row has drafts
+    num_after: I64 | None = None  # [S] drafts of the row after the token that is sampled from. None: no row has drafts
 
     @property
     def sampled_positions(self) -> I64:
         """[S] sequence positions of the tokens to sample."""
-        return self.ends[self.sources]
+        ends = self.ends[self.sources]
+        return ends if self.num_after is None else ends - self.num_after
+
+    @property
+    def sampled_tokens(self) -> I64:
+        """[S] the tokens of the step whose logits are sampled."""
+        last = self.starts[self.sources + 1] - 1
+        return last if self.num_after is None else last - self.num_after
 
 
 class StepChecker:
@@ -66,7 +74,12 @@ class StepChecker:
         if wrong is not None:
             is_bad = wrong if is_bad is None else is_bad | wrong
             tokens = _Tokens(batch, is_bad)
-        samplers = np.flatnonzero(tokens.sample_mask)
+        samplers, num_after = np.flatnonzero(tokens.sample_mask), None
+        if batch.draft_lens is not None:
+            draft_lens = batch.draft_lens[tokens.kept[samplers]].astype(np.int64)
+            samplers = np.repeat(samplers, draft_lens + 1)
+            ends = np.cumsum(draft_lens + 1)
+            num_after = np.repeat(ends, draft_lens + 1) - 1 - np.arange(len(samplers))
         sampling_rows, sources = tokens.batch_rows[samplers], samplers
         if len(batch.fork_rows):
             fork_rows, fork_sources = self._plan_forks(batch, tokens, errors)
@@ -74,6 +87,8 @@ class StepChecker:
                 np.concatenate((sampling_rows, fork_rows)),
                 np.concatenate((samplers, fork_sources)),
             )
+            if num_after is not None:
+                num_after = np.append(num_after, np.zeros_like(fork_sources))
         return CheckedStep(
             rows=tokens.batch_rows,
             context_lens=tokens.context_lens,
@@ -85,6 +100,7 @@ class StepChecker:
             sampling_rows=sampling_rows,
             sources=sources,
             has_forks=len(sources) > len(samplers),
+            num_after=num_after,
         )
 
     def _find_bad_slots(self, batch: StepBatch, tokens: _Tokens, errors: RowErrors) -> Bools | None:
@@ -143,6 +159,7 @@ class _Tokens:
 
     def __init__(self, batch: StepBatch, is_bad: Bools | None) -> None:
         keep = np.arange(len(batch.rows)) if is_bad is None else np.flatnonzero(~is_bad)
+        self.kept = keep  # [B] index into the whole batch
         query_lens, slots = batch.query_lens.astype(np.int64), batch.slot_mapping.astype(np.int64)
         self.batch_rows = batch.rows.astype(np.int64)  # [B]
         self.context_lens = batch.context_lens.astype(np.int64)

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -134,6 +134,15 @@ class RowMasks:
         return RowMasks(lines - np.searchsorted(failed, lines), self.is_banned[is_kept], {})
 
 
+class _MaskWork(NamedTuple):
+    """The masks of one row: after its output and after each of its drafts."""
+
+    row: int
+    state: _RowGrammar
+    new: list[int]  # output tokens that the matcher lacks
+    drafts: list[int]
+
+
 @dataclass(frozen=True, slots=True)
 class PendingMasks:
     """Masks that a thread computes."""
@@ -166,15 +175,33 @@ class RowGrammars(SomeRows[_RowGrammar]):
         """Whether any of these rows has a grammar."""
         return bool(self._rows) and not self._rows.keys().isdisjoint(rows.tolist())
 
+    def num_valid(self, row: int, num_tokens: int, drafts: list[int]) -> int:
+        """How many of these tokens may follow the known tokens of the row, without an end of the output."""
+        if row not in self._rows:
+            return len(drafts)
+        state, new = self._take_new(row, num_tokens)
+        try:
+            matcher = state.advance(new)
+        except BaseException:  # a panic of llguidance is not an Exception; `start` reports it
+            return 0
+        count = next((i for i, id_ in enumerate(drafts) if id_ in state.eos_token_ids), len(drafts))
+        return 0 if state.is_ended or matcher.is_error() else matcher.validate_tokens(drafts[:count])
+
     def start(self, rows: I64, positions: I64) -> PendingMasks | None:
         """Starts to compute the masks for the tokens at these sequence positions, which follow the known tokens of the
-        rows; None if no row has a grammar."""
+        rows; None if no row has a grammar. A row with drafts occurs once for each of them, with ascending positions."""
         if not self._rows:
             return None
         lines = [i for i, row in enumerate(rows.tolist()) if row in self._rows]
         if not lines:
             return None
-        work = [self._take_new(int(rows[i]), int(positions[i])) for i in lines]
+        work: list[_MaskWork] = []
+        for i in lines:
+            row, position = int(rows[i]), int(positions[i])
+            if work and work[-1].row == row:
+                work[-1].drafts.append(int(self._tokens[row, position - 1]))
+            else:
+                work.append(_MaskWork(row, *self._take_new(row, position), []))
         return PendingMasks(self._thread.submit(self._compute, np.array(lines, np.int64), work))
 
     def _take_new(self, row: int, position: int) -> tuple[_RowGrammar, list[int]]:
@@ -187,21 +214,39 @@ class RowGrammars(SomeRows[_RowGrammar]):
         state.consumed = output.copy()
         return state, new
 
-    def _compute(self, lines: I64, work: list[tuple[_RowGrammar, list[int]]]) -> RowMasks:
+    def _compute(self, lines: I64, work: list[_MaskWork]) -> RowMasks:
         failures: dict[int, str] = {}
         matchers: list[tuple[LLMatcher, int]] = []
         masks = np.full((len(lines), -(-self._vocab_size // 32)), -1, np.int32)
-        for i, (state, token_ids) in enumerate(work):
+        i = 0
+        for item in work:
             try:
-                matchers.append((state.advance(token_ids), i))
+                matchers.append((item.state.advance(item.new), i))
             except BaseException as error:  # a panic of llguidance is not an Exception; only this row fails
                 failures[int(lines[i])] = str(error)
+            i += 1 + len(item.drafts)
         self._fill(masks, matchers)
+        self._fill_drafts(masks, work)
         for matcher, i in matchers:
             if matcher.is_error():
                 failures[int(lines[i])] = f"the grammar failed: {_error_of(matcher)}"
         bits = np.unpackbits((~masks).view(np.uint8), axis=1, count=self._vocab_size, bitorder="little")
         return RowMasks(lines, bits.view(np.bool_), failures)
+
+    def _fill_drafts(self, masks: npt.NDArray[np.int32], work: list[_MaskWork]) -> None:
+        """Writes the masks behind the drafts of each row, and takes its matcher back to before them."""
+        end = 0
+        for item in work:
+            end += 1 + len(item.drafts)
+            matcher, num_consumed = item.state.matcher, 0
+            if not item.drafts or matcher is None or matcher.is_error():
+                continue
+            for mask, draft in zip(masks[end - len(item.drafts) : end], item.drafts, strict=True):
+                if not matcher.try_consume_tokens([draft]):
+                    break  # a draft that the grammar forbids is not what is sampled
+                num_consumed += 1
+                matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+            matcher.rollback(num_consumed)
 
     def _fill(self, masks: npt.NDArray[np.int32], matchers: list[tuple[LLMatcher, int]]) -> None:
         """Writes one mask per matcher, in several threads. llguidance releases the interpreter lock, and reports a

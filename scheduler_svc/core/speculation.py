@@ -1,0 +1,110 @@
+"""Rows that speculate: a step computes their newest token and drafts after it, and its answer has one token or more.
+
+The worker proposes the drafts: it has the newest token of a row before the scheduler has. Its answers say how many
+drafts it wants in the next step of a row (`draft_lens`). From then on the row is out of the decode run, and each of its
+steps reserves positions and blocks for its newest token and these drafts. How many of them become tokens is known when
+the step is answered, so the columns of such a row count the most that is possible:
+
+    |<----- num_tokens ------>|<- one per step in flight ->|<- num_unknown ->|
+    |<------------------------- num_planned -------------------------------->|
+
+The worker begins each step where its previous one has left the row, and never beyond `num_computed_tokens`. An answer
+takes back what did not become a token. Blocks that were reserved stay with the row: it writes to them a few tokens
+later. A row with nothing unknown and no more drafts joins the run again.
+
+Drafts never cost another row its blocks: they take blocks only while each running row can still take one, and a row
+that needs a block for tokens that may not exist waits for its answer in place of preempting others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from scheduler_svc.core.block_manager import BlockManager
+from scheduler_svc.core.rows import RowTable
+from step_protocol.columns import I64, U32, Bools
+from step_protocol.messages import StepOutput
+
+MAX_DRAFTS = 16  # of one row in one step; a worker that wants more gets these
+
+
+class Accepted(NamedTuple):
+    """The speculating rows of an answer, with their numbers of known tokens before and after it."""
+
+    rows: I64
+    starts: I64
+    ends: I64
+
+
+class Speculation:
+    """The drafts that one worker wants, and the positions that are reserved for them."""
+
+    def __init__(self, rows: RowTable, pool: BlockManager) -> None:
+        self._rows = rows
+        self._pool = pool
+        self.is_on = False  # some row speculates
+        self._is_possible = rows.blocks_before is None  # a row frees blocks behind its window at known positions
+
+    def note(self, output: StepOutput, is_open: Bools | None) -> None:
+        """Record the drafts that an answer asks for. Rows that speculate leave the decode run."""
+        if not self._is_possible:
+            return
+        r, rows = self._rows, output.rows.astype(np.int64)
+        wanted = np.zeros_like(rows) if output.draft_lens is None else np.minimum(output.draft_lens, MAX_DRAFTS)
+        stays = ~r.is_awaiting[rows] if is_open is None else is_open[rows] & ~r.is_awaiting[rows]
+        rows, wanted = rows[stays], wanted[stays]
+        r.draft_lens[rows] = wanted
+        leaving = rows[(wanted > 0) & (r.in_run[rows] > 0)]
+        if len(leaving):
+            r.in_run[leaving], r.has_left_run = 0, True
+            r.outside.update(dict.fromkeys(leaving.tolist()))
+        self.is_on = bool(np.count_nonzero(r.draft_lens) or np.count_nonzero(r.num_unknown))
+
+    def may_join_run(self, row: int) -> bool:
+        """Whether the row decodes one token per step from a known position."""
+        return not (self._rows.draft_lens[row] or self._rows.num_unknown[row])
+
+    def without_waiting(self, decode: I64, needy: I64) -> tuple[I64, I64]:
+        """The decoding rows and those of them that need a block, without rows that need it for tokens that may not
+        exist.
+        """
+        waits = self._rows.num_unknown[needy] > 0
+        return decode[~np.isin(decode, needy[waits])], needy[~waits]
+
+    def reserve(self, rows: I64, budget: int, append_blocks: Callable[[I64], None]) -> U32 | None:
+        """For decoding rows, the most tokens that this step computes of each; 0 for a row that does not speculate.
+        None if none does. Drafts use at most `budget` tokens of the step.
+        """
+        r = self._rows
+        wanted = r.draft_lens[rows]
+        speculates = (wanted > 0) | (r.num_unknown[rows] > 0)
+        if not np.count_nonzero(speculates):
+            return None
+        wanted = np.maximum(np.minimum(wanted, r.limit[rows] - r.num_planned[rows] - 1), 0)
+        if int(wanted.sum()) > budget:
+            wanted = np.zeros_like(wanted)
+        self._extend_tables(rows, wanted, append_blocks)
+        room = r.num_blocks[rows] * r.block_size - r.num_computed_tokens[rows] - 1
+        return np.where(speculates, 1 + np.minimum(wanted, room), 0).astype(np.uint32)
+
+    def _extend_tables(self, rows: I64, wanted: I64, append_blocks: Callable[[I64], None]) -> None:
+        r = self._rows
+        ends = r.num_computed_tokens[rows] + 1 + wanted
+        missing = np.maximum(-(-ends // r.block_size) - r.num_blocks[rows], 0)
+        total = int(missing.sum())
+        if not total or self._pool.num_free - total < r.num_used:
+            return
+        while len(growing := rows[missing > 0]):
+            append_blocks(growing)
+            missing -= 1
+
+
+def take_back(table: RowTable, rows: I64, reserved: I64, lens: I64) -> None:
+    """Of the tokens reserved for each of these rows in an answered step, `lens` exist."""
+    rejected = reserved - lens
+    table.num_planned[rows] -= rejected
+    table.num_computed_tokens[rows] -= rejected
+    table.num_unknown[rows] -= reserved - 1

@@ -1,0 +1,46 @@
+"""How many drafts a row computes: a pure function, and the measurements that it is given."""
+
+from __future__ import annotations
+
+MEMORY = 0.05  # weight of a longer step in the running time of its size
+UNKNOWN_COST = 0.1  # share of a step that one more token of a row takes, before it is measured
+
+
+def draft_len(acceptance: float, num_outputs: float, token_cost: float, most: int) -> int:
+    """The number of drafts, at most `most`, that a row of a step should compute.
+
+    The k-th draft becomes a token with probability acceptance ** k. It makes the step longer by the fraction
+    `token_cost`, in which the step would return `num_outputs` * `token_cost` tokens without it. So it pays while its
+    probability is larger. Where a step takes as long as its weights are read, a token costs little; where it computes
+    as many tokens as the processor can, `token_cost` is 1 / tokens and no draft pays.
+    """
+    lost, chance, count = num_outputs * token_cost, acceptance, 0
+    while count < most and chance > lost:
+        count, chance = count + 1, chance * acceptance
+    return count
+
+
+class StepTimes:
+    """The time of steps without prompts by the number of their tokens, in groups of powers of two.
+
+    Other programs make steps longer and never shorter, so a shorter step counts at once and a longer one a little.
+    """
+
+    def __init__(self) -> None:
+        self._groups: dict[int, tuple[float, float]] = {}  # bits of the number -> mean number, seconds
+
+    def observe(self, num_tokens: int, seconds: float) -> None:
+        """A step has run."""
+        group = num_tokens.bit_length()
+        size, before = self._groups.get(group, (float(num_tokens), seconds))
+        weight = 1.0 if seconds < before else MEMORY
+        self._groups[group] = size + MEMORY * (num_tokens - size), before + weight * (seconds - before)
+
+    def token_cost(self, num_rows: int) -> float:
+        """The share of a step of so many rows that one more token takes."""
+        group = num_rows.bit_length()
+        base = self._groups.get(group)
+        larger = next((found for more in (1, 2, 3) if (found := self._groups.get(group + more))), None)
+        if base is None or larger is None or larger[0] <= base[0]:
+            return UNKNOWN_COST / num_rows
+        return max(larger[1] - base[1], 0.0) / (larger[0] - base[0]) / base[1]

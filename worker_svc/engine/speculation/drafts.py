@@ -1,0 +1,225 @@
+"""The drafts of open rows: proposed after each step, computed in the next one, accepted if they are what is sampled.
+
+A token is a function of (logits, seed, sample, position), and in exact mode the logits of a position do not depend on
+the step that computes it. So a step that computes drafts behind the newest token of a row gets, at each position, the
+token that would be sampled there if all drafts before it are right. A draft is right if it equals the token that is
+sampled before it: the output is the output without speculation.
+
+    propose    after a step, for its rows: drafts that may follow the newest token; the answer asks for room
+    begin      the next step with room: the drafts follow the tokens of the row, which computes 1 + n positions
+    accept     after sampling: the tokens up to the first draft that is wrong, and the token sampled in its place
+
+Acceptance is measured on each first draft, whether or not the step computed it: a row whose drafts are wrong computes
+none, and begins again when they become right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Protocol
+
+import numpy as np
+
+from step_protocol.columns import I64, U32, Bools
+from step_protocol.messages import RowOpen, StepBatch, StepOutput
+from worker_svc.engine.rows.errors import RowErrors
+from worker_svc.engine.rows.open_rows import OpenRows
+from worker_svc.engine.rows.step_checker import CheckedStep
+from worker_svc.engine.speculation.draft_len import StepTimes, draft_len
+from worker_svc.engine.speculation.suffix import SuffixIndex
+
+FIRST_ACCEPTANCE = 0.5  # of a row that has had no draft
+ACCEPTANCE_WEIGHT = 0.2  # of the newest draft
+PATIENCE = 8  # steps without a draft after which a row asks for no more room
+LEAST_USE = 0.95  # a step in which a draft must be as likely as this has none
+
+
+class Proposer(Protocol):
+    """Proposes drafts. Its state of a row is a function of the row's tokens."""
+
+    name: str
+
+    def propose(self, row: int, most: int) -> list[int]:
+        """Up to `most` tokens that may follow the known tokens of the row."""
+
+    def close(self, row: int) -> None:
+        """The row is closed, or opened with other tokens."""
+
+
+class SuffixProposer:
+    """The indices of rows."""
+
+    name = "suffix"
+
+    def __init__(self, rows: OpenRows) -> None:
+        self._rows = rows
+        self._indices: dict[int, SuffixIndex] = {}
+
+    def propose(self, row: int, most: int) -> list[int]:
+        index = self._indices.get(row)
+        if index is None:
+            index = self._indices[row] = SuffixIndex(self._rows.tokens_of(row))
+        return index.propose(int(self._rows.num_tokens[row]), most)
+
+    def close(self, row: int) -> None:
+        self._indices.pop(row, None)
+
+
+class DraftCounts:
+    """Drafts by their position in a row's step, from 0. Read by metrics."""
+
+    def __init__(self, proposer: str, most: int) -> None:
+        self.proposer = proposer
+        self.drafted: I64 = np.zeros(most, np.int64)
+        self.accepted: I64 = np.zeros(most, np.int64)
+
+
+class RowDrafts:
+    """Owns the drafts of the open rows. A RowPart; called by the model thread."""
+
+    def __init__(
+        self, rows: OpenRows, max_drafts: int, make_proposer: Callable[[OpenRows], Proposer] = SuffixProposer
+    ) -> None:
+        self._rows = rows
+        self._most = max_drafts
+        self._proposer = make_proposer(rows)
+        self.counts = DraftCounts(self._proposer.name, max_drafts)
+        num_rows = len(rows.is_open)
+        self._speculates: Bools = np.zeros(num_rows, np.bool_)
+        self._acceptance = np.zeros(num_rows, np.float64)
+        self._num_missed: I64 = np.zeros(num_rows, np.int64)  # steps since the last draft
+        self._wanted: I64 = np.zeros(num_rows, np.int64)
+        self._drafts: dict[int, list[int]] = {}
+        self._computed: dict[int, list[int]] = {}  # of the running step
+        self._times = StepTimes()
+        self._outputs_per_row = 1.0
+        rows.add_part(self)
+
+    # The life of a row
+
+    def open(self, item: RowOpen) -> None:
+        row = item.row
+        self._forget(row)
+        self._speculates[row] = item.speculates and not item.num_candidates and item.pooling is None
+        self._acceptance[row], self._num_missed[row], self._wanted[row] = FIRST_ACCEPTANCE, PATIENCE, 0
+
+    def close(self, rows: U32) -> None:
+        for row in rows[rows < len(self._speculates)].tolist():
+            self._forget(row)
+
+    def reset(self) -> None:
+        for row in np.flatnonzero(self._speculates).tolist():
+            self._forget(row)
+
+    def _forget(self, row: int) -> None:
+        self._speculates[row] = False
+        self._drafts.pop(row, None)
+        self._proposer.close(row)
+
+    # A step
+
+    def begin(self, batch: StepBatch, errors: RowErrors) -> StepBatch:
+        """The step with the positions and slots of the rows that speculate. Their drafts follow their tokens."""
+        self._computed = {}
+        if batch.max_query_lens is None:
+            return batch
+        context_lens, query_lens = batch.context_lens.copy(), batch.query_lens.copy()
+        slots: list[U32 | I64] = list(np.split(batch.slot_mapping, np.cumsum(query_lens)[:-1]))
+        for i in np.flatnonzero(batch.max_query_lens).tolist():
+            row, most, largest = (int(column[i]) for column in (batch.rows, batch.max_query_lens, context_lens))
+            message = self._refusal(row, largest, most, int(slots[i][0]))
+            if message is not None:
+                errors.add(row, message)
+                continue
+            drafts = self._drafts_of(row, most - 1)
+            context_lens[i], query_lens[i] = self._rows.add_drafts(row, drafts), 1 + len(drafts)
+            positions = int(context_lens[i]) + np.arange(1 + len(drafts))
+            slots[i] = self._rows.expected_slots(np.full(len(positions), row), positions)
+            if drafts:
+                self._computed[row] = drafts
+        return replace(
+            batch,
+            context_lens=context_lens,
+            query_lens=query_lens,
+            slot_mapping=np.concatenate(slots).astype(np.uint32),
+            draft_lens=np.where(batch.max_query_lens > 0, query_lens - 1, 0) if self._computed else None,
+        )
+
+    def _refusal(self, row: int, largest: int, most: int, slot: int) -> str | None:
+        """Why the row cannot speculate in a step that has room from position `largest` on; None if it can."""
+        rows = self._rows
+        if row >= len(self._speculates) or not rows.is_open[row]:
+            return "row is not open"
+        start, end = int(rows.num_tokens[row]) - 1, largest + most
+        if start > largest:
+            return f"context_len is at most {largest}, but the row has {start} tokens before its newest one"
+        room = int(rows.table_lens[row]) * rows.block_size
+        if end > room:
+            return f"{end} tokens do not fit the {room} slots of the row's table"
+        expected = int(rows.expected_slots(np.array([row]), np.array([end - 1]))[0])
+        if slot != expected:
+            return f"slot_mapping has slot {slot} for position {end - 1}, but the row's table has slot {expected}"
+        return None
+
+    def _drafts_of(self, row: int, most: int) -> list[int]:
+        drafts = self._drafts.get(row, [])[: min(most, int(self._wanted[row]))]
+        return self._rows.valid_drafts(row, drafts) if drafts else []
+
+    def accept(self, plan: CheckedStep, num_after: I64, token_ids: U32, is_bad: Bools) -> Bools:
+        """Which of the samples are tokens: of each row those up to its first wrong draft, and before a sample of bad
+        logits, except the first: it fails the row.
+        """
+        rows, positions, has_draft = plan.sampling_rows, plan.sampled_positions, num_after > 0
+        is_right = np.ones(len(rows), np.bool_)
+        is_right[has_draft] = self._rows.token_ids(rows[has_draft], positions[has_draft]) == token_ids[has_draft]
+        is_first = np.append(True, rows[1:] != rows[:-1])
+        firsts = np.flatnonzero(is_first)[np.cumsum(is_first) - 1]
+        num_wrong: I64 = np.cumsum(~is_right) - ~is_right  # before each sample
+        is_token: Bools = (num_wrong == num_wrong[firsts]) & (is_first | ~is_bad)
+        nth, compared = np.arange(len(rows)) - firsts, is_token & has_draft
+        np.add.at(self.counts.drafted, nth[has_draft], 1)
+        np.add.at(self.counts.accepted, nth[compared & is_right], 1)
+        for line in np.flatnonzero(compared).tolist():
+            self._learn(int(rows[line]), is_right=bool(is_right[line]))
+        return is_token
+
+    def _learn(self, row: int, *, is_right: bool) -> None:
+        self._acceptance[row] += ACCEPTANCE_WEIGHT * (is_right - self._acceptance[row])
+
+    # After a step
+
+    def propose(self, batch: StepBatch, output: StepOutput, seconds: float) -> None:
+        """Propose drafts for the rows that have sampled, and ask for room for them in the answer."""
+        num_rows = len(output.rows)
+        if not num_rows:
+            return
+        self._outputs_per_row += 0.1 * (len(output.token_ids) / num_rows - self._outputs_per_row)
+        num_tokens = len(batch.slot_mapping)
+        num_drafts = 0 if batch.draft_lens is None else int(batch.draft_lens.sum())
+        if num_tokens == len(batch.rows) + num_drafts and not batch.opens:
+            self._times.observe(num_tokens, seconds)
+        num_outputs, token_cost = self._outputs_per_row * num_rows, self._times.token_cost(num_rows)
+        if num_outputs * token_cost > LEAST_USE or not self._speculates[output.rows].any():
+            self._drafts.clear()
+            return
+        wanted = np.zeros(num_rows, np.uint32)
+        for i, row in enumerate(output.rows.tolist()):
+            if self._speculates[row]:
+                wanted[i] = self._propose(row, num_outputs, token_cost)
+        if wanted.any():
+            output.draft_lens = wanted
+
+    def _propose(self, row: int, num_outputs: float, token_cost: float) -> int:
+        before = self._drafts.pop(row, None)
+        if before and row not in self._computed:
+            self._learn(row, is_right=before[0] == self._rows.newest_token(row))
+        count = draft_len(float(self._acceptance[row]), num_outputs, token_cost, self._most)
+        drafts = self._rows.in_vocabulary(self._proposer.propose(row, max(count, 1)))
+        if drafts:
+            self._drafts[row] = drafts
+            self._num_missed[row] = 0
+        else:
+            self._num_missed[row] += 1
+        self._wanted[row] = count
+        return count if self._num_missed[row] < PATIENCE else 0
