@@ -137,7 +137,8 @@ def _streams() -> dict[str, list[list[Message]]]:
         sampling=types_pb2.SamplingParams(beam_width=2, n=2, length_penalty=1.0),
         stop=types_pb2.StopParams(max_tokens=4),
     )
-    fence = worker_pb2.Fence(scheduler_epoch=1, worker_epoch=2, nonce=3)
+    fence, two = worker_pb2.Fence(scheduler_epoch=1, worker_epoch=2, nonce=3), bytes([1, 0, 0, 0, 2, 0, 0, 0])
+    source = worker_pb2.BlockSource(worker_id=WORKER_ID, address="127.0.0.1:1", worker_epoch=2, block_ids=two)
     return {
         "Attach": [
             [hello, attach(submit=_submit()), attach(cancel=cancel), heartbeat],
@@ -155,6 +156,14 @@ def _streams() -> dict[str, list[list[Message]]]:
         "StepStream": [[worker_pb2.StepStreamRequest(batch=step_batch(), then=[step_batch(step_id=2)])]],
         "StepBatch": [[worker_pb2.StepBatchRequest(batch=step_batch())]],
         "ListBlocks": [[worker_pb2.ListBlocksRequest(fence=fence)]],
+        "FetchBlocks": [
+            [worker_pb2.FetchBlocksRequest(fence=fence, block_ids=two, hashes=bytes(32), token_ids=bytes(32))],
+            [worker_pb2.FetchBlocksRequest(fence=fence, block_ids=two, hashes=bytes(32), source=source)],
+        ],
+        "WatchTier": [[worker_pb2.WatchTierRequest(fence=fence)]],
+        "ReadBlocks": [
+            [worker_pb2.ReadBlocksRequest(worker_epoch=2, layout=bytes(16), block_ids=two, hashes=bytes(32))]
+        ],
         "Drain": [[worker_pb2.DrainRequest(timeout_s=float("nan"))]],
         "GetWorkerBundle": [[worker_pb2.GetWorkerBundleRequest()]],
         "InspectWorker": [[worker_pb2.InspectWorkerRequest(kind=pb.INSPECT_KIND_REPORT)]],

@@ -219,7 +219,7 @@ class WorkerService(Service):
         """A WorkerProcess with only the parts that a drain uses; it needs no flags and no port."""
         shell = WorkerProcess.__new__(WorkerProcess)
         shell._lifecycle, shell._executor, shell._servicer = self.lifecycle, self.executor, self.servicer
-        shell._registration = self.registration
+        shell._registration, shell._blocks = self.registration, self.servicer._blocks
         shell._drained = asyncio.Event()
         return shell
 

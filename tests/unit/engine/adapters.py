@@ -13,15 +13,17 @@ from tests.unit.engine.models import load_reference
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 FEED_FORWARD = ["gate_proj", "up_proj", "down_proj"]
-ALL = {
+ALL: dict[str, list[str] | str] = {
     "phi3": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"],
     "gpt2": ["c_attn", "c_proj", "c_fc"],
-    "qwen3_moe": ATTENTION,
-    "mixtral": ATTENTION,
+    "mistral3": r".*\.language_model\..*_proj",  # the image tower has modules of the same names
+    # Adapters of experts, of shared ones and of latents are not computed.
+    **dict.fromkeys(("qwen3_moe", "mixtral", "qwen2_moe", "glm4_moe", "dots1", "ernie4_5_moe", "llama4"), ATTENTION),
+    **{name: ["o_proj"] for name in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")},
 }
 
 
-def targets_of(architecture: str) -> list[str]:
+def targets_of(architecture: str) -> list[str] | str:
     """The modules of an architecture whose adapters are computed."""
     return ALL.get(architecture, [*ATTENTION, *FEED_FORWARD])
 
