@@ -51,6 +51,10 @@ CONFIGS = {
     "Llama4ForCausalLM": transformers.Llama4TextConfig,
     "GptOssForCausalLM": transformers.GptOssConfig,
     "Qwen3_5ForCausalLM": transformers.Qwen3_5TextConfig,
+    "Qwen3_5MoeForCausalLM": transformers.Qwen3_5MoeTextConfig,
+    "Qwen3NextForCausalLM": transformers.Qwen3NextConfig,
+    "Lfm2ForCausalLM": transformers.Lfm2Config,
+    "BambaForCausalLM": transformers.BambaConfig,
     "DeepseekV2ForCausalLM": transformers.DeepseekV2Config,
     "DeepseekV3ForCausalLM": transformers.DeepseekV3Config,
     "Glm4MoeLiteForCausalLM": transformers.Glm4MoeLiteConfig,
@@ -58,6 +62,7 @@ CONFIGS = {
 # Fields without which transformers has no such model.
 NEEDED: dict[str, dict[str, Any]] = {
     "DeepseekV2ForCausalLM": {"num_experts_per_tok": 6},
+    "BambaForCausalLM": {"attn_layer_indices": [3, 9]},
     "Glm4MoeForCausalLM": {"num_attention_heads": 32},
     "Dots1ForCausalLM": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "GraniteMoeHybridForCausalLM": {"num_local_experts": 0, "layer_types": ["attention"] * 32},
@@ -68,6 +73,7 @@ WITH_TOWERS = {
     "Qwen2_5_VLForConditionalGeneration": transformers.Qwen2_5_VLTextConfig,
     "Qwen3VLForConditionalGeneration": transformers.Qwen3VLTextConfig,
     "Qwen3_5ForConditionalGeneration": transformers.Qwen3_5TextConfig,
+    "Qwen3_5MoeForConditionalGeneration": transformers.Qwen3_5MoeTextConfig,
     "Llama4ForConditionalGeneration": transformers.Llama4TextConfig,
     "Mistral3ForConditionalGeneration": transformers.MistralConfig,
 }

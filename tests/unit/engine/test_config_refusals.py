@@ -45,7 +45,7 @@ def test_an_unknown_rotation_is_refused(architecture):
         ("glm4_moe", {"n_group": 2}, "n_group: 2 does not divide the 9 experts"),
         ("glm4_moe", {"n_group": 9, "topk_group": 2}, "topk_group: 2 of 9 groups must hold the 3 experts of a token"),
         ("gpt_oss", {"swiglu_limit": 10.0}, "swiglu_limit: 10.0 is not supported; only 7.0"),
-        ("granite4", {"layer_types": ["attention", "mamba"]}, "layer_types: 'mamba' is not supported"),
+        ("granite4", {"layer_types": ["attention", "conv"]}, "layer_types: 'conv' is not supported"),
         ("granite4", {"num_local_experts": 8}, "num_local_experts: 8 is not supported; only 0"),
         ("llama", {"layer_types": ["chunked_attention"] * 2}, "layer_types: 'chunked_attention' is not supported for"),
         ("llama4", {"no_rope_layers": [1, 0]}, "no_rope_layers: 2 entries for 4 layers"),

@@ -434,7 +434,8 @@ def _layers(
     window, kinds = _windows(config, architecture, count)
     has_experts = _has_experts(config, architecture)
     inner = 4 * size_of(config, "hidden_size")  # GPT-2's, if n_inner is null
-    if config.get("intermediate_size") is not None or architecture.is_gated:
+    is_all_experts = architecture.experts and all(map(has_experts, range(count))) and "moe_intermediate_size" in config
+    if config.get("intermediate_size") is not None or (architecture.is_gated and not is_all_experts):
         inner = size_of(config, "intermediate_size")
     if architecture.adjusts_inner and config["block_auto_adjust_ff_dim"]:
         inner = _adjusted_inner(config, inner)
@@ -530,6 +531,8 @@ def _windows(config: dict[str, Any], architecture: Architecture, count: int) -> 
         return window, [FULL if kind == SLIDING and window is None else kind for kind in named]
     if architecture.recurrence is not None:
         attends = config.get("full_attn_idxs")
+        if attends is None and "full_attention_interval" not in config:
+            raise CheckpointError("full_attn_idxs: config.json must list the layers with attention, or layer_types")
         if attends is None:
             every = size_of(config, "full_attention_interval")
             attends = range(every - 1, count, every)
