@@ -33,6 +33,7 @@ def test_json_output_has_log_probabilities() -> None:
     entry = {
         "token_id": 7, "logprob": -0.5, "rank": 2, "token": "\\xc3",
         "top": [{"token_id": 8, "logprob": -0.25, "token": " a"}, {"token_id": 9, "logprob": -1.0, "token": ""}],
+        "raw_logprob": None, "num_kept": None, "logits_digest": None,
     }  # fmt: skip
     assert fields["logprobs"] == [entry]
     assert fields["prompt_logprobs"] == [None, entry]
