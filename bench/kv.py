@@ -36,7 +36,7 @@ from bench.machine import describe
 from prefix_index.hashing import layout_digest
 from tests.processes.stack import Stack, is_ready, wait_idle
 from worker_svc.kv_store.disk_tier import DiskTier
-from worker_svc.kv_store.record import Origin, Wanted, pack_record, unpack_record
+from worker_svc.kv_store.record import Origin, WantedBlock, pack_record, unpack_record
 
 BLOCK_SIZE, BLOCK_BYTES, NUM_BLOCKS = 16, 7 << 18, 64
 NUM_PREFIXES, PREFIX_TOKENS, ROUNDS = 16, 1024, 3
@@ -59,12 +59,12 @@ def transport(folder: Path) -> dict[str, float]:
             data = tier.read(digest)
             if data is None:
                 raise RuntimeError("the tier lost a record")
-            target[:] = unpack_record(data, Wanted(digest, tokens), layout, BLOCK_BYTES).payload
+            target[:] = unpack_record(data, WantedBlock(digest, tokens), layout, BLOCK_BYTES).payload
 
     def through_memory() -> None:
         for digest in digests:
             data = b"".join(pack_record(digest, layout, tokens, payload, Origin(1, 1)))
-            target[:] = unpack_record(data, Wanted(digest, tokens), layout, BLOCK_BYTES).payload
+            target[:] = unpack_record(data, WantedBlock(digest, tokens), layout, BLOCK_BYTES).payload
 
     def copy() -> None:
         for _ in digests:

@@ -14,7 +14,7 @@ from quire.v1 import types_pb2
 
 from prefix_index.index import PrefixIndex
 from scheduler_svc.gateways.streams import Gateways
-from scheduler_svc.status import Snapshots, describe
+from scheduler_svc.status import PoolSnapshots, describe
 from scheduler_svc.step_loop import StepLoop
 from scheduler_svc.workers.leased_worker import Dialer
 from scheduler_svc.workers.pool import WorkerPool
@@ -67,7 +67,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     def __init__(self, parts: SchedulerParts, trust: Trust, inspector: Inspector) -> None:
         self._parts = parts
         self._inspector = inspector
-        self._snapshots = Snapshots(parts.step_loop, time.monotonic)
+        self._snapshots = PoolSnapshots(parts.step_loop, time.monotonic)
         self._trust = trust
         self.address = ""
 

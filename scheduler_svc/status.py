@@ -64,7 +64,7 @@ def _open_request_to_proto(open_sequence: OpenSequence) -> inference_pb2.OpenReq
     )
 
 
-class Snapshots:
+class PoolSnapshots:
     """Owns the newest answer. `now` is the event loop's clock."""
 
     def __init__(self, step_loop: StepLoop, now: Callable[[], float]) -> None:

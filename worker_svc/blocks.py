@@ -36,7 +36,7 @@ from worker_svc.engine.decoder.block_payload import MovableBlocks
 from worker_svc.executor import StepExecutor
 from worker_svc.kv_store.block_store import BlockStore, Committed
 from worker_svc.kv_store.disk_tier import DiskTier
-from worker_svc.kv_store.record import BadRecordError, Found, Origin, Wanted, pack_record, unpack_record
+from worker_svc.kv_store.record import BadRecordError, Found, Origin, WantedBlock, pack_record, unpack_record
 from worker_svc.lease import Lease
 from worker_svc.seals import TAG_BYTES, make_seal
 from worker_svc.wire import pieces
@@ -87,7 +87,7 @@ class Order:
     """A fetch, as the scheduler orders it."""
 
     block_ids: list[int]
-    wanted: list[Wanted]
+    wanted: list[WantedBlock]
     after_step_id: int
     source: worker_pb2.BlockSource | None
     written: list[Found] = field(default_factory=list)
@@ -219,7 +219,7 @@ class WorkerBlocks:
                 f"block_ids must be distinct and below {blocks.num_blocks}, got {ids.tolist()[:16]}", field="block_ids"
             )
         wanted = [
-            Wanted(digest, row)
+            WantedBlock(digest, row)
             for digest, row in zip(split(request.hashes), tokens.reshape(count, blocks.block_size), strict=True)
         ]
         source = request.source if request.HasField("source") else None
@@ -291,7 +291,7 @@ class WorkerBlocks:
         except StopIteration:
             raise FetchEndedError(f"worker {source.worker_id} sent more blocks than were wanted") from None
 
-    def _unpack(self, record: bytearray, wanted: Wanted, blocks: MovableBlocks) -> Found:
+    def _unpack(self, record: bytearray, wanted: WantedBlock, blocks: MovableBlocks) -> Found:
         try:
             found = unpack_record(record, wanted, self._layout, blocks.payload_bytes)
         except BadRecordError as error:

@@ -38,7 +38,7 @@ MAX_STEP_TOKENS = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class ReceiptVerdict:
     """The result of a check. `code` is the exit code."""
 
     code: int
@@ -62,20 +62,20 @@ class Verifier:
         self._public_key = public_key
         self._loaded: tuple[EngineConfig, Any] | None = None
 
-    def verify(self, receipt: Receipt, first: int | None = None, last: int | None = None) -> Verdict:
+    def verify(self, receipt: Receipt, first: int | None = None, last: int | None = None) -> ReceiptVerdict:
         """Checks signature, model and a slice of the answer, in this order."""
         try:
             receipt.check(self._public_key)
             answer = Recomputation(receipt, self._runner(receipt))
             problem = answer.wrong_model() or answer.first_difference(first, last)
         except ReceiptError as error:
-            return Verdict(REFUTED, str(error))
+            return ReceiptVerdict(REFUTED, str(error))
         except Undecidable as error:
-            return Verdict(UNDECIDED, str(error))
+            return ReceiptVerdict(UNDECIDED, str(error))
         if problem is not None:
-            return Verdict(REFUTED, problem)
+            return ReceiptVerdict(REFUTED, problem)
         start, end = answer.positions(first, last)
-        return Verdict(CONFIRMED, f"output tokens {start} to {end - 1} were computed again and are the same")
+        return ReceiptVerdict(CONFIRMED, f"output tokens {start} to {end - 1} were computed again and are the same")
 
     def _runner(self, receipt: Receipt) -> Any:
         """The model with the numeric settings of a receipt, and a pool for its answer. Raises ReceiptError and
@@ -332,11 +332,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     return worst
 
 
-def _verdict_of(line: str, verifier: Verifier, args: argparse.Namespace) -> tuple[Verdict, Receipt | None]:
+def _verdict_of(line: str, verifier: Verifier, args: argparse.Namespace) -> tuple[ReceiptVerdict, Receipt | None]:
     try:
         receipt = parse_receipt(line)
     except ReceiptError as error:
-        return Verdict(INVALID, str(error)), None
+        return ReceiptVerdict(INVALID, str(error)), None
     return verifier.verify(receipt, args.first, args.last), receipt
 
 

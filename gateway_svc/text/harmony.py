@@ -35,7 +35,7 @@ class _Header:
 
 def read_harmony(reader: AnswerReader, *, has_reasoning: bool, has_calls: bool, is_begun: bool = False) -> Steps:
     """Read an answer. `is_begun`: it begins inside of reasoning. Without `has_calls`, calls are content."""
-    messages = _Messages(reader, ItemKind.REASONING if has_reasoning else ItemKind.CONTENT, has_calls=has_calls)
+    messages = _HarmonyMessages(reader, ItemKind.REASONING if has_reasoning else ItemKind.CONTENT, has_calls=has_calls)
     if is_begun:
         yield from messages.read_text(messages.analysis)
     elif (yield from reader.has("to=", (yield from reader.space_end()))):  # the prompt has the start of the header
@@ -48,7 +48,7 @@ def read_harmony(reader: AnswerReader, *, has_reasoning: bool, has_calls: bool, 
             yield from messages.read(at, at + len(marker))
 
 
-class _Messages:
+class _HarmonyMessages:
     """Reads messages. Adjacent messages of one kind are one item, with a line break between them."""
 
     def __init__(self, reader: AnswerReader, analysis: ItemKind, *, has_calls: bool) -> None:

@@ -169,7 +169,8 @@ class _Xml(_Hermes):
 
     def __init__(self, lark: _Lark, format: ToolFormat) -> None:
         super().__init__(lark, format)
-        assert isinstance(format.layout, XmlCalls)
+        if not isinstance(format.layout, XmlCalls):
+            raise RuntimeError(f"the layout of {format.name} is no XmlCalls: a bug in its row")
         self._xml = format.layout
         self.start = self._xml.block[0].strip()
 
@@ -211,7 +212,8 @@ class _Marked(_Hermes):
 
     def __init__(self, lark: _Lark, format: ToolFormat) -> None:
         super().__init__(lark, format)
-        assert isinstance(format.layout, MarkedCalls)
+        if not isinstance(format.layout, MarkedCalls):
+            raise RuntimeError(f"the layout of {format.name} is no MarkedCalls: a bug in its row")
         self._marked = format.layout
         self.start = self._marked.section[0]
 

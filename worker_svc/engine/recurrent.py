@@ -173,12 +173,16 @@ class StatePool:
     def bytes_per_slot(layers: Sequence[Recurrence | None]) -> int:
         return sum(4 * layer.num_floats for layer in layers if layer is not None)
 
-    def layer(self, index: int) -> torch.Tensor:
-        """The states of one layer in all slots, [slots, floats], as a view."""
+    def spec(self, index: int) -> Recurrence:
+        """A recurrent layer."""
         layer = self.layers[index]
         if layer is None:
             raise RuntimeError(f"layer {index} is not recurrent: a bug in the engine")
-        return self.slots[:, self._starts[index] : self._starts[index] + layer.num_floats]
+        return layer
+
+    def layer(self, index: int) -> torch.Tensor:
+        """The states of one layer in all slots, [slots, floats], as a view."""
+        return self.slots[:, self._starts[index] : self._starts[index] + self.spec(index).num_floats]
 
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copies slots, all at once: a slot may be a source and a target."""

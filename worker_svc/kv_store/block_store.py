@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from worker_svc.engine.decoder.block_payload import MovableBlocks
 from worker_svc.kv_store.disk_tier import DiskTier
-from worker_svc.kv_store.record import BadRecordError, Found, Origin, Wanted, pack_record, unpack_record
+from worker_svc.kv_store.record import BadRecordError, Found, Origin, WantedBlock, pack_record, unpack_record
 
 log = logging.getLogger(__name__)
 
@@ -109,7 +109,7 @@ class BlockStore:
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
-    def read(self, wanted: Wanted) -> Found | None:
+    def read(self, wanted: WantedBlock) -> Found | None:
         """A block of the tier; None if it has none that is exactly this block. A damaged record is removed."""
         counts, data = self.tier.counts, self.tier.read(wanted.digest)
         if data is None:

@@ -43,7 +43,7 @@ class Origin(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class WantedBlock:
     """A block that a reader wants."""
 
     digest: bytes
@@ -67,7 +67,9 @@ def pack_record(
     return [*pieces, _checksum(pieces)]
 
 
-def unpack_record(data: bytes | bytearray | memoryview, wanted: Wanted, layout: bytes, payload_bytes: int) -> Found:
+def unpack_record(
+    data: bytes | bytearray | memoryview, wanted: WantedBlock, layout: bytes, payload_bytes: int
+) -> Found:
     """The wanted block. Raises BadRecordError if the record is damaged, or is that of another block or layout."""
     start = HEADER.size + 4 * len(wanted.tokens)
     end = start + payload_bytes

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
-from scheduler_svc.status import MIN_INTERVAL_S, Snapshots
+from scheduler_svc.status import MIN_INTERVAL_S, PoolSnapshots
 from tests.builders import make_capacity, make_group, make_scheduler
 
 
@@ -18,7 +18,7 @@ def test_an_answer_is_kept_for_a_moment() -> None:
     core.pool_snapshots = Mock(wraps=core.pool_snapshots)  # type: ignore[method-assign]
     now = 5.0
     step_loop: Any = SimpleNamespace(core=core)
-    snapshots = Snapshots(step_loop, lambda: now)
+    snapshots = PoolSnapshots(step_loop, lambda: now)
     first = snapshots.newest()
     assert (first.pools[0].worker_id, len(first.pools[0].states), len(first.pools[0].owners)) == ("w0", 64, 4 * 64)
     assert [(row.request_id, row.num_tokens, row.num_blocks) for row in first.pools[0].rows] == [("a", 10, 3)]

@@ -16,7 +16,7 @@ from prefix_index.hashing import block_key, chained, extra_keys, layout_digest, 
 from worker_svc.engine.decoder.block_payload import MovableBlocks
 from worker_svc.kv_store.block_store import BlockStore, Committed
 from worker_svc.kv_store.disk_tier import DiskTier
-from worker_svc.kv_store.record import Origin, Wanted, pack_record
+from worker_svc.kv_store.record import Origin, WantedBlock, pack_record
 from worker_svc.simulator.pool import SimPool
 
 BLOCK_SIZE, NUM_BLOCKS = 4, 24
@@ -56,8 +56,8 @@ class Tier:
             assert time.monotonic() < deadline, counts
             time.sleep(0.001)
 
-    def wanted(self, block: int) -> Wanted:
-        return Wanted(self.digests[block], self.pool.tokens_of(block))
+    def wanted(self, block: int) -> WantedBlock:
+        return WantedBlock(self.digests[block], self.pool.tokens_of(block))
 
     def is_right(self, block: int) -> bool | None:
         """Whether the tier serves the content of the pool's block; None: a miss."""

@@ -293,8 +293,7 @@ class CpuBackend:
     def recurrent(
         self, weights: RecurrentWeights, states: StatePool, index: int, batch: ForwardBatch, projected: torch.Tensor
     ) -> torch.Tensor:
-        spec = states.layers[index]
-        assert spec is not None
+        spec = states.spec(index)
         out = projected.new_empty(len(projected), spec.num_values)
         self._kernels.quire_recurrent(
             _is_bf16(projected),

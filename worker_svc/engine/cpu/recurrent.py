@@ -6,7 +6,7 @@ import ctypes
 
 import torch
 
-from worker_svc.engine.backend import ForwardBatch
+from worker_svc.engine.backend import ForwardBatch, SnapshotColumns
 from worker_svc.engine.cpu import torch_ops
 from worker_svc.engine.kernels import exact_ops
 from worker_svc.engine.kernels.linear import address_of
@@ -37,8 +37,7 @@ class StateRowsStruct(ctypes.Structure):
 
 def recurrence_struct(weights: RecurrentWeights, pool: StatePool, index: int) -> RecurrenceStruct:
     """A layer over its states. It refers to the weights and the pool."""
-    spec, states = pool.layers[index], pool.layer(index)
-    assert spec is not None
+    spec, states = pool.spec(index), pool.layer(index)
     tensors = (weights.conv, weights.conv_bias, weights.decay, weights.step_bias, weights.skip, weights.norm, states)
     return RecurrenceStruct(
         *(KINDS[spec.kind], spec.num_key_heads, spec.num_heads, spec.key_dim, spec.value_dim, spec.kernel),
@@ -51,10 +50,15 @@ def recurrence_struct(weights: RecurrentWeights, pool: StatePool, index: int) ->
 
 def state_rows_struct(batch: ForwardBatch) -> StateRowsStruct:
     """The rows of a batch, which keeps the memory alive."""
-    taken = batch.snapshots
-    assert taken is not None
+    taken = _taken(batch)
     columns = (batch.rows, batch.query_starts, batch.context_lens, taken.starts, taken.ends, taken.slots)
     return StateRowsStruct(*map(address_of, columns), len(batch.rows))
+
+
+def _taken(batch: ForwardBatch) -> SnapshotColumns:
+    if batch.snapshots is None:
+        raise RuntimeError("a step of recurrent layers does not say which snapshots it takes: a bug in the engine")
+    return batch.snapshots
 
 
 def recurrent(
@@ -63,8 +67,7 @@ def recurrent(
     """The outputs [T, num_values] of a layer with `states` [slots, floats], which it advances: row by row, token by
     token."""
     out = projected.new_empty(len(projected), spec.num_values)
-    taken = batch.snapshots
-    assert taken is not None
+    taken = _taken(batch)
     for index, row in enumerate(batch.rows.tolist()):
         first, end = batch.query_starts[index : index + 2].tolist()
         state = states[row].clone() if batch.context_lens[index] else torch.zeros(spec.num_floats)
@@ -109,8 +112,8 @@ def _recur(
     if is_delta:
         q, k = _unit(q) * spec.key_dim**-0.5, _unit(k)
     q, k = q.repeat_interleave(group, 1), k.repeat_interleave(group, 1)
-    assert weights.decay is not None
-    assert weights.step_bias is not None
+    if weights.decay is None or weights.step_bias is None:
+        raise RuntimeError(f"a layer of kind {spec.kind} has no decay or step: a bug in the engine")
     step = torch_ops.softplus(gates[:, -spec.num_heads :] + weights.step_bias).clamp(*spec.step_limits)
     decays = exact_ops.exp(step * weights.decay)
     shares = torch_ops.sigmoid(gates[:, : spec.num_heads]) if is_delta else step

@@ -134,8 +134,7 @@ class ReferenceBackend:
     def recurrent(
         self, weights: RecurrentWeights, states: StatePool, index: int, batch: ForwardBatch, projected: torch.Tensor
     ) -> torch.Tensor:
-        spec = states.layers[index]
-        assert spec is not None
+        spec = states.spec(index)
         return recurrent.recurrent(spec, weights, states.layer(index), batch, projected)
 
     def latent_rope_store(

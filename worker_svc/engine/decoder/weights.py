@@ -120,9 +120,14 @@ def _gates_last(heads: HeadShape) -> torch.Tensor:
     return torch.cat((q.flatten(), torch.arange(2 * q_size, 2 * q_size + 2 * kv_size), gate.flatten()))
 
 
-def _recurrent_linears(prefix: str, names: RecurrentNames | None, spec: Recurrence, hidden: int) -> dict[str, Stored]:
+def _present(names: RecurrentNames | None) -> RecurrentNames:
+    if names is None:
+        raise RuntimeError("an architecture with recurrent layers does not name their tensors: a bug in its row")
+    return names
+
+
+def _recurrent_linears(prefix: str, names: RecurrentNames, spec: Recurrence, hidden: int) -> dict[str, Stored]:
     """The projections of a recurrent layer, and the layer of its outputs."""
-    assert names is not None
     sizes, order = _projections(names, spec)
     roles: tuple[tuple[Role, int], ...] = tuple(("state", size) for size in sizes)
     has_bias = spec.has_projection_bias
@@ -247,14 +252,12 @@ class WeightLoader:
         )
 
     def _recurrent(self, prefix: str, spec: Recurrence) -> RecurrentWeights:
-        names = self._names.recurrent
-        assert names is not None
+        names = _present(self._names.recurrent)
 
         def floats(name: str, *shape: int) -> torch.Tensor | None:
             return self._checkpoint.tensor(prefix + name, shape, torch.float32) if name else None
 
-        conv = floats(f"{names.conv}.weight", spec.channels, 1, spec.kernel)
-        assert conv is not None
+        conv = self._checkpoint.tensor(f"{prefix}{names.conv}.weight", (spec.channels, 1, spec.kernel), torch.float32)
         is_shared = spec.kind == "gated_delta"
         norm = floats(f"{names.norm}.weight" if names.norm else "", spec.norm_width if is_shared else spec.num_values)
         decay, order = floats(names.decay, spec.num_heads), _conv_order(names, spec)
@@ -270,8 +273,7 @@ class WeightLoader:
 
     def _recurrent_names(self, prefix: str, spec: Recurrence) -> list[str]:
         """The tensors of a recurrent layer besides its linear layers."""
-        names = self._names.recurrent
-        assert names is not None
+        names = _present(self._names.recurrent)
         found = [f"{names.conv}.weight", names.step_bias, names.decay, names.skip]
         found += [f"{names.conv}.bias"] if spec.has_conv_bias else []
         found += [f"{names.norm}.weight"] if names.norm else []
@@ -396,7 +398,7 @@ class WeightLoader:
         if spec.has_output_gate:
             found["qkv"] = replace(found["qkv"], order=_gates_last(heads))
         if spec.recurrence is not None:
-            found |= _recurrent_linears(prefix, names.recurrent, spec.recurrence, hidden)
+            found |= _recurrent_linears(prefix, _present(names.recurrent), spec.recurrence, hidden)
         if spec.experts is None:
             roles = gates if config.is_gated else gates[1:]
             found["gate_up"] = stored(names.gate_up, roles, hidden, has_bias=config.has_mlp_bias)
