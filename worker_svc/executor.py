@@ -319,7 +319,7 @@ class StepExecutor:
         try:
             self._check_turn(lease, step.batch)
             launched = self._guarded(step.batch, lambda: runner.launch(step.batch))
-            self._record_run(runner, lease)
+            self._record_run(self._loaded(), lease)
         except Exception as error:
             return error
         return launched

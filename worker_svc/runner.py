@@ -43,7 +43,7 @@ class Launched(Protocol):
 
 
 @runtime_checkable
-class PipelinedRunner(Runner, Protocol):
+class PipelinedRunner(Protocol):
     """A runner that starts a step on its device while the previous one still runs."""
 
     def launch(self, batch: StepBatch) -> Launched: ...

@@ -94,9 +94,14 @@ def test_a_row_with_nan_fails_alone(qwen3):
     assert {row for row, _ in driver.scores} == {0}
 
 
+def asked_rows(count: int, num_top: int) -> LogprobRows:
+    is_none = np.zeros(count, np.bool_)
+    return LogprobRows(np.arange(count), np.full(count, num_top), is_none, is_none)
+
+
 def scored(logits: torch.Tensor, chosen: list[int], num_top: int):
     scorer = Scorer(range(logits.shape[1]), ALONE, DEVICE)
-    asked = LogprobRows(np.arange(len(logits)), np.full(len(logits), num_top))
+    asked = asked_rows(len(logits), num_top)
     found: HostScores = scorer.sampled(logits.to(DEVICE), asked, torch.tensor(chosen, dtype=torch.int32, device=DEVICE))
     if DEVICE.type == "cuda":
         torch.cuda.synchronize()
@@ -106,7 +111,7 @@ def scored(logits: torch.Tensor, chosen: list[int], num_top: int):
 def scored_in_parts(size: int, logits: torch.Tensor, chosen: list[int], num_top: int) -> list[TopLogprobs]:
     """The scores of each rank, which has only its part of the vocabulary."""
     meeting = Meeting(size)
-    asked = LogprobRows(np.arange(len(logits)), np.full(len(logits), num_top))
+    asked = asked_rows(len(logits), num_top)
 
     def run_one(number: int) -> TopLogprobs:
         rank = Rank(number, meeting)
