@@ -50,8 +50,10 @@ class ConnectionLimits:
     """Limits of one port (docs/adr/0030-hostile-input.md).
 
     `max_streams`: calls on one connection at the same time; a client delays further calls. Without it, gRPC creates a
-    call for each HEADERS frame, also if RST_STREAM follows at once ("rapid reset"). The default is enough for services:
-    each has one stream to a peer, and a few calls beside it.
+    call for each HEADERS frame, also if RST_STREAM follows at once ("rapid reset"). gRPC refuses some calls of a client
+    that keeps to the limit, because it counts a call that it has answered for a moment longer than the client
+    (UNAVAILABLE, REFUSED_STREAM): choose more than clients need. The default is enough for services: each has one
+    stream to a peer, and a few calls beside it.
     `max_age_s`: clients must reconnect after about this time (10 % jitter); 0: never.
     """
 

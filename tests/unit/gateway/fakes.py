@@ -37,6 +37,7 @@ from gateway_svc.schedulers.dispatcher import Dispatcher
 from gateway_svc.schedulers.scheduler_client import SchedulerClient
 from gateway_svc.servicer import make_servicer
 from svc_common.calls import Admit
+from svc_common.connections import ConnectionLimits
 from svc_common.memory import Intake, MemoryLimit
 from svc_common.observe.inspection import Inspector
 from svc_common.serve import GrpcServer, open_channel
@@ -346,6 +347,7 @@ class TestGateway:
         self._server = GrpcServer(
             listen="127.0.0.1:0",
             service_names=["quire.v1.InferenceService"],
+            connections=ConnectionLimits(max_streams=2 * max_streams),
             max_receive_bytes=MAX_RECEIVE_BYTES,
             accepts_compression=True,
             admit=admit,
