@@ -11,6 +11,8 @@ what is computed and how long the decisions and messages take; `transport` shows
     restart        seconds to the first token of a prompt of 2,000 tokens after kill -9 of its only worker
     small_pool     prompts of 16 prefixes in turn, with a pool that holds a quarter: cached fraction of tokens, seconds
     pull           seconds to the first token of a prefix of 8,000 tokens that another, busy worker holds
+    roles          time between tokens of 24 chats while a prompt of 6,000 tokens arrives each 2 s: three workers that
+                   are alike, and one that prefills beside two that decode
 
 The last line is one JSON object. Run it on an idle machine.
 """
@@ -39,6 +41,7 @@ from worker_svc.kv_store.disk_tier import DiskTier
 from worker_svc.kv_store.record import Origin, WantedBlock, pack_record, unpack_record
 
 BLOCK_SIZE, BLOCK_BYTES, NUM_BLOCKS = 16, 7 << 18, 64
+NUM_CHATS, CHAT_TOKENS, NUM_LONG = 24, 600, 6
 NUM_PREFIXES, PREFIX_TOKENS, ROUNDS = 16, 1024, 3
 
 
@@ -144,9 +147,48 @@ async def pull(folder: Path, sim: Sequence[str], *flags: str) -> float:
             return round(took, 3)
 
 
+async def roles(folder: Path, sim: Sequence[str], *names: str) -> dict[str, float]:
+    with Stack(folder) as stack:
+        scheduler = stack.start_scheduler()
+        for name in names:
+            flags = ("--num-blocks", "4096", "--kv-transfer", "--role", name)
+            stack.start_worker(scheduler, demo_model_dir(), *sim, *flags)
+        async with await stack.connect(stack.start_gateway(scheduler), workers=len(names)) as client:
+            gaps, firsts = list[float](), list[float]()
+            started = time.perf_counter()
+            long = [asyncio.create_task(_long_prompt(client, number, firsts)) for number in range(NUM_LONG)]
+            await asyncio.gather(*(_chat(client, number, gaps) for number in range(NUM_CHATS)))
+            chats_s = time.perf_counter() - started
+            await asyncio.gather(*long)
+            p50, p99, longest = (1e3 * float(gap) for gap in np.quantile(gaps, (0.5, 0.99, 1)))
+            return {
+                "p50_ms": round(p50, 1),
+                "p99_ms": round(p99, 1),
+                "longest_ms": round(longest, 1),
+                "chat_tokens_per_s": round(NUM_CHATS * CHAT_TOKENS / chats_s),
+                "long_first_token_p50_s": round(float(np.median(firsts)), 2),
+            }
+
+
+async def _long_prompt(client: AsyncClient, number: int, firsts: list[float]) -> None:
+    await asyncio.sleep(2.0 * number + 0.5)
+    firsts.append(await first_token_s(client, prompt_of(100 + number, 6000)))
+
+
+async def _chat(client: AsyncClient, number: int, gaps: list[float]) -> None:
+    async with client.stream(token_ids=prompt_of(200 + number, 64), max_tokens=CHAT_TOKENS, ignore_eos=True) as stream:
+        before = None
+        async for _ in stream:
+            now = time.perf_counter()
+            if before is not None:
+                gaps.append(now - before)
+            before = now
+
+
 async def measure(pace: float) -> dict[str, Any]:
     sim = ("--executor", "sim", "--sim-step-ms", "2", "--sim-prefill-tokens-per-s", str(pace))
     sim += ("--max-model-len", "24000", "--block-size", str(BLOCK_SIZE))
+    slow = (*sim, "--sim-step-ms", "20")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         folders = iter([folder / str(number) for number in range(20)])
@@ -166,6 +208,10 @@ async def measure(pace: float) -> dict[str, Any]:
                 "none": await small_pool(new(), sim, quarter),
                 "disk": await small_pool(new(), sim, quarter, *other),
                 "unlimited": await small_pool(new(), sim, 8 * quarter),
+            },
+            "roles": {
+                "colocated": await roles(new(), slow, "both", "both", "both"),
+                "split": await roles(new(), slow, "prefill", "decode", "decode"),
             },
             "pull_s": {"recompute": await pull(new(), sim), "transfer": await pull(new(), sim, "--kv-transfer")},
         }

@@ -25,6 +25,7 @@ from pathlib import Path
 
 import grpc
 from quire.internal.v1 import scheduler_pb2, worker_pb2, worker_pb2_grpc
+from quire.v1 import types_pb2
 
 from prefix_index.hashing import layout_digest
 from step_protocol.columns import U32, WireError, u32_from_bytes
@@ -49,6 +50,11 @@ PIECE_BYTES = 1 << 20  # of a message between workers
 WATCH_PAUSE_S = 0.1  # changes of the tier are sent together
 MAX_LISTED = 1 << 14  # digests in one message
 FETCH_TIMEOUT_S = 60.0
+ROLES = {
+    "both": types_pb2.WORKER_ROLE_UNSPECIFIED,
+    "prefill": types_pb2.WORKER_ROLE_PREFILL,
+    "decode": types_pb2.WORKER_ROLE_DECODE,
+}
 
 OpenWorker = Callable[[str, str], grpc.aio.Channel]  # from address and worker id
 
@@ -60,6 +66,7 @@ class MovementSettings:
     kv_disk: Path | None = None
     kv_disk_size: int = 0  # bytes
     kv_transfer: bool = False
+    role: str = "both"
 
     @property
     def is_on(self) -> bool:
@@ -115,7 +122,9 @@ class WorkerBlocks:
             return None
         blocks = self._executor.movable_blocks()
         if blocks is None or info.attention_window is not None or info.num_snapshots is not None:
-            log.warning("--kv-disk and --kv-transfer have no effect: blocks of this model or backend cannot move yet")
+            log.warning(
+                "--kv-disk, --kv-transfer and --role have no effect: blocks of this model or backend cannot move yet"
+            )
             return None
         self._blocks, self._layout = blocks, layout_digest(info.revision, info.numerics, blocks.layout)
         if self._settings.kv_disk is not None:
@@ -125,6 +134,7 @@ class WorkerBlocks:
             block_bytes=blocks.payload_bytes,
             has_tier=self.store is not None,
             can_transfer=self._settings.kv_transfer,
+            role=ROLES[self._settings.role],
         )
 
     async def _open_tier(self, blocks: MovableBlocks) -> None:

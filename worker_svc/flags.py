@@ -128,6 +128,10 @@ FLAGS = (
             "exchange cached blocks with the other workers of the scheduler: a sequence that moves takes its blocks "
             "along; workers call each other at the addresses that they registered",
         ),
+        Flag("--role", one_of("both", "prefill", "decode"),
+            "which work placement prefers for this worker: prompts, whose streams then leave for a decode worker with "
+            "their blocks (prefill), streams (decode), or both. Needs --kv-transfer", default="both",
+        ),
     ), "backend cpu; see docs/kv-moves.md"),
     FlagGroup("compute", (
         Flag("--backend", text, "cpu, cuda, or reference (plain torch, slow)", default="cpu", metavar="NAME"),
@@ -237,6 +241,12 @@ def check_node_flags(args: argparse.Namespace) -> None:
             )
     if args.nnodes > 1 and args.executor == "sim":
         raise ValueError(f"--nnodes {args.nnodes} needs --executor model: the simulation has one process")
+
+
+def check_role(args: argparse.Namespace) -> None:
+    """Raises ValueError if streams could not leave or reach a worker of this role."""
+    if args.role != "both" and not args.kv_transfer:
+        raise ValueError(f"--role {args.role} needs --kv-transfer: streams take their blocks along")
 
 
 def check_memory(args: argparse.Namespace) -> None:

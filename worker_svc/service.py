@@ -32,7 +32,7 @@ from worker_svc.bundle import Bundle, ModelFolderError, read_bundle
 from worker_svc.check_model import check_model, resolve_model
 from worker_svc.engine.config import EngineConfig, EngineInfo
 from worker_svc.executor import StepExecutor
-from worker_svc.flags import check_memory, check_node_flags, engine_config, make_parser, scheduler_addresses
+from worker_svc.flags import check_memory, check_node_flags, check_role, engine_config, make_parser, scheduler_addresses
 from worker_svc.lifecycle import DRAINING, Lifecycle
 from worker_svc.metrics import WorkerReader
 from worker_svc.node_links.leader_link import run_node
@@ -74,7 +74,7 @@ class WorkerProcess:
         row_traces = None if self._tracer is None else RowTraces(self._tracer, args.worker_id)
         self._executor = StepExecutor(worker_epoch=secrets.randbits(64), row_traces=row_traces)
         self._adapters = WorkerAdapters(lambda: self._executor.adapters, self._lifecycle, args.adapter_dir)
-        movement = MovementSettings(args.kv_disk, args.kv_disk_size, args.kv_transfer)
+        movement = MovementSettings(args.kv_disk, args.kv_disk_size, args.kv_transfer, args.role)
         self._blocks = WorkerBlocks(self._executor, movement, trust.open_worker)
         self._servicer = WorkerServicer(
             executor=self._executor,
@@ -335,6 +335,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         trust = make_trust(args, "worker")
         check_node_flags(args)
         check_memory(args)
+        check_role(args)
         check_reach(args, trust, *(address for address in (args.listen, args.node_listen) if address))
         resolve_model(args)
         settings, bundle = engine_config(args), read_bundle(args.model)

@@ -44,6 +44,8 @@ WORKER_STATES = {
     types_pb2.WORKER_STATE_JOINING: "joining",
 }
 
+WORKER_ROLES = {types_pb2.WORKER_ROLE_PREFILL: "prefill", types_pb2.WORKER_ROLE_DECODE: "decode"}
+
 
 def token_logprobs(message: pb.Logprobs, token_ids: Sequence[int]) -> tuple[TokenLogprob, ...]:
     """The log probabilities of consecutive tokens. `token_ids` is empty if the server did not send them."""
@@ -146,4 +148,5 @@ def scheduler_status(message: pb.SchedulerStatus) -> SchedulerStatus:
 
 
 def worker_status(message: pb.WorkerInfo) -> WorkerStatus:
-    return result(WorkerStatus, message, state=WORKER_STATES.get(message.state, "unknown"))
+    state, role = WORKER_STATES.get(message.state, "unknown"), WORKER_ROLES.get(message.role, "both")
+    return result(WorkerStatus, message, state=state, role=role)

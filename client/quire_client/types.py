@@ -306,6 +306,7 @@ class WorkerStatus(Result):
     adapters_loaded: int = 0
     adapters_resident: int = 0  # adapters that rows can use without a swap
     adapter_swaps: int = 0
+    role: str = "both"  # the work that it prefers: prefill, decode or both
 
 
 @dataclass(frozen=True, slots=True)

@@ -232,6 +232,10 @@ class BlockMoves:
         del self._leaving[seq]
         return True
 
+    def num_leaving_to(self, worker: WorkerState) -> int:
+        """Number of running sequences whose blocks have gone ahead to this worker."""
+        return sum(move.worker_id == worker.capacity.worker_id for move in self._leaving.values())
+
     def _send_ahead(self, seq: Sequence, worker: WorkerState, takers: Seq[WorkerState], now: float) -> BlockMove | None:
         row, bs = seq.row, worker.capacity.block_size
         features = seq.group.features

@@ -21,6 +21,14 @@ from step_protocol.columns import F32, U32, Bools
 from step_protocol.messages import LogprobColumns, concat_columns, no_logprobs
 
 
+class WorkerRole(Enum):
+    """What a worker is for (features/roles.py)."""
+
+    BOTH = "both"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
 @dataclass(frozen=True, slots=True)
 class BlockMovement:
     """How the blocks of a worker can leave and enter its pool."""
@@ -29,6 +37,7 @@ class BlockMovement:
     block_bytes: int
     has_tier: bool = False
     can_transfer: bool = False
+    role: WorkerRole = WorkerRole.BOTH
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +58,11 @@ class WorkerCapacity:
     num_snapshots: int | None = None  # of states of recurrent layers; None: the model has no recurrent layers
     snapshot_tokens: int = 1  # tokens whose keys and values have as many bytes as a snapshot
     movement: BlockMovement | None = None  # None: its blocks do not move
+
+    @property
+    def role(self) -> WorkerRole:
+        """Workers whose blocks do not move have no other role than both."""
+        return WorkerRole.BOTH if self.movement is None else self.movement.role
 
     @property
     def size_limits(self) -> SizeLimits:
@@ -99,6 +113,7 @@ class MigrationReason(Enum):
     """Why a sequence was taken off its worker, to continue on another worker if there is one."""
 
     DRAIN = "drain"
+    HANDOVER = "handover"  # from a prefill worker
     LOST = "lost"
     FAILED = "failed"  # its row failed, or a row whose blocks it read
 

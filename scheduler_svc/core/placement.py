@@ -29,6 +29,9 @@ Moves
     Where workers can move blocks, a prefix in a worker's tier or in the pool of another worker counts as cached at its
     price (`BlockMoves.gains`). If the chosen worker has room, the move begins, and the sequence is held until it ends.
 
+Roles
+    A prompt on a decode worker also counts the delay of the worker's streams (features/roles.py).
+
 What is kept, and why it stays right
     The inputs are columns with one value per worker. `mark_changed` names the workers whose values may differ; only
     these are read again at the next pass, so one choice costs about the same for 8 workers and for 64.
@@ -55,7 +58,8 @@ from prefix_index.hashing import NO_KEYS
 from request_fields.sizes import SizeLimits
 from scheduler_svc.core.block_moves import BlockMoves
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.messages import WorkerCapacity
+from scheduler_svc.core.features.roles import Roles
+from scheduler_svc.core.messages import WorkerCapacity, WorkerRole
 from scheduler_svc.core.policy import is_worth_leaving, least_pressed, placement_scores, places_near_best, ties
 from scheduler_svc.core.prompt_digests import PromptDigests
 from scheduler_svc.core.sequence import QueueEntry, Refusal, Sequence, SequenceGroup
@@ -104,6 +108,7 @@ class Placement:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.moves: BlockMoves | None = None  # set while some worker can move blocks
+        self.roles: Roles | None = None  # set while some worker has a role
         self.first: WorkerCapacity | None = None  # the first that joined; requests were checked against it
         self._config = config
         self._version = 0  # +1 whenever a worker joins or leaves, because positions change
@@ -154,6 +159,7 @@ class Placement:
         self._expected_prefill = np.zeros(len(workers), dtype=np.int64)
         self._rows = np.zeros(len(workers), dtype=np.int64)
         self._least_urgent = np.full(len(workers), NOTHING_RUNS)
+        self._num_delayed = np.zeros(len(workers), dtype=np.int64)  # streams that a prompt would delay
         # Tokens in use plus tokens ever written, as a multiple of the pool's size
         self._pressure = np.zeros(len(workers))
         self._load, self._free_rows = self._expected_prefill, self._rows
@@ -279,6 +285,7 @@ class Placement:
         self._expected_prefill[i], self._rows[i] = expected_prefill, num_rows
         used = worker.pool.num_used * worker.capacity.block_size
         self._pressure[i] = (self._written.item(i) + used) / self._pool_tokens.item(i)
+        self._num_delayed[i] = worker.rows.num_used if worker.capacity.role is WorkerRole.DECODE else 0
         self._least_urgent[i] = least_urgent = _least_urgent(worker) if self._is_mixed else NOTHING_RUNS
         self._had_room[i] = takes_prefill and num_rows > 0
         self._can_take[i] = takes_prefill and (num_rows > 0 or least_urgent > NOTHING_RUNS)
@@ -300,7 +307,11 @@ class Placement:
         uncached = entry.uncached_at
         if self.moves is not None:
             uncached = np.maximum(uncached - self.moves.gains(self._workers, entry), 1)
-        scores = placement_scores(self._load, uncached, self._config.placement_alpha)
+        costs = uncached
+        if self.roles is not None:
+            eligible = self.roles.eligible(self._workers, seq, eligible)
+            costs = uncached * (1 + self._num_delayed)
+        scores = placement_scores(self._load, uncached, self._config.placement_alpha, self._num_delayed)
         slack = self._config.placement_slack * self._config.placement_alpha * entry.num_tokens
         near = places_near_best(scores, slack, self._load, eligible)
         best = least_pressed(near, self._pressure)
@@ -313,9 +324,9 @@ class Placement:
         is_held, wait = False, None
         if not room[best] and np.count_nonzero(room):
             other = least_pressed(places_near_best(scores, slack, self._load, room), self._pressure)
-            is_held = self._should_wait(entry, int(uncached[other] - uncached[best]), now, tokens_per_s)
+            is_held = self._should_wait(entry, int(costs[other] - costs[best]), now, tokens_per_s)
             if is_held:
-                more = uncached - uncached[best]
+                more = costs - costs[best]
                 more[best] = more.max()
                 wait = self._wait(entry, near, scores, slack)._replace(other=other, extra_tokens=int(more.min()))
             else:

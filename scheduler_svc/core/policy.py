@@ -210,14 +210,15 @@ def _run_lengths(tables: U32, rows: I64, start: I64, end: I64, num_holders: I64)
     return lengths
 
 
-def placement_scores(expected_prefill: I64, uncached_tokens: I64, alpha: float) -> F64:
+def placement_scores(expected_prefill: I64, uncached_tokens: I64, alpha: float, num_delayed: I64 | int = 0) -> F64:
     """For each worker, its pending work plus the work that this request would add. Lower is better.
 
     Placing by the longest prefix alone would send all load to one worker when all requests share a block. Placing by
     load alone would compute every prefix on every worker. Added work counts more than pending work (`alpha` above 1),
-    because blocks that are computed twice also evict other blocks.
+    because blocks that are computed twice also evict other blocks. Each token also counts once for each of the streams
+    (`num_delayed`) that it would delay.
     """
-    return expected_prefill + alpha * uncached_tokens
+    return expected_prefill + (alpha + num_delayed) * uncached_tokens
 
 
 LOAD_FRACTION = 0.1  # of the slack: how much higher the load of a worker that ties may be

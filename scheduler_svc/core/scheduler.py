@@ -27,6 +27,7 @@ from scheduler_svc.core.answers import Stops, append_tokens, check_answer, untru
 from scheduler_svc.core.block_moves import BlockMoves
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.features.adapters import AdapterSwaps
+from scheduler_svc.core.features.roles import Roles
 from scheduler_svc.core.features.snapshots import Snapshots
 from scheduler_svc.core.messages import (
     CachedBlock,
@@ -92,6 +93,7 @@ class Scheduler:
             self._requests.update_schedulable,
         )
         self.moves = BlockMoves(self._workers, self._throughput, self._counts, config.watermark)
+        self._roles = Roles(self._workers, self.moves)
         self._now = 0.0  # of the newest `schedule` or `end_move`
         self._expired: list[Finished] = []
 
@@ -122,7 +124,7 @@ class Scheduler:
         self._placement.join(worker)
         if self.config.prefix_caching:
             self.moves.join(worker)
-            self._placement.moves = self.moves if self.moves.is_on else None
+            self._turn_moves_on_or_off()
         self._touched[capacity.worker_id] = worker
         self._requests.update_schedulable()
         for entry in self._waiting:
@@ -136,7 +138,7 @@ class Scheduler:
             return
         self._placement.leave(worker)
         self.moves.forget(worker)
-        self._placement.moves = self.moves if self.moves.is_on else None
+        self._turn_moves_on_or_off()
         del self._planners[worker_id]
         self._ready.pop(worker_id, None)
         self._changes_due.pop(worker_id, None)
@@ -145,6 +147,10 @@ class Scheduler:
             self._requests.requeue(worker.preempt(int(worker.rows.active()[0])), MigrationReason.LOST)
         self._touched.pop(worker_id, None)
         self._evicted += worker.leave_index()
+
+    def _turn_moves_on_or_off(self) -> None:
+        self._placement.moves = self.moves if self.moves.is_on else None
+        self._placement.roles = self._roles if self.moves.is_on and self._roles.is_on else None
 
     def drain_worker(self, worker_id: str) -> None:
         """Stop admitting sequences on the worker. Each running sequence returns to the queue with its tokens as soon as
@@ -214,6 +220,10 @@ class Scheduler:
             self._now = now
             self._move_drained_rows()
         self._now = now
+        if self._placement.roles is not None:
+            for worker, seq in list(self._roles.hand_overs(now)):
+                if seq.row is not None:
+                    self._requests.requeue(worker.preempt(seq.row), MigrationReason.HANDOVER)
         while (late := self._waiting.pop_expired(now)) is not None:
             message = "the deadline passed while the request was waiting"
             self._expired += self._requests.abort(late.group.request_id, FinishReason.ABORTED, message)

@@ -65,6 +65,7 @@ class WorkerRecord:
     link: LeasedWorker | None = None  # set while the worker accepts steps
     lease_task: asyncio.Task[None] | None = None
     info: types_pb2.ModelInfo | None = None
+    role: types_pb2.WorkerRole.ValueType = types_pb2.WORKER_ROLE_UNSPECIFIED
     lost_at: float | None = None
     adapters: tuple[worker_pb2.WorkerAdapter, ...] = ()  # in its memory, as of its last heartbeat
 
@@ -304,6 +305,7 @@ class WorkerPool:
         worker.info.CopyFrom(info)
         worker.info.max_num_blocks = capacity.num_blocks
         worker.info.max_num_seqs = capacity.max_num_seqs
+        worker.role = request.capacity.blocks.role
         replaces = request.replaces_revision
         worker.lease_task = asyncio.create_task(self._keep_lease(worker, capacity, worker.info, replaces))
 
@@ -475,6 +477,7 @@ def _describe(worker: WorkerRecord, occupancy: WorkerStats | None) -> inference_
         state=_state_of(worker),
         worker_epoch=worker.worker_epoch,
         steps=worker.link.num_answered if worker.link is not None else 0,
+        role=worker.role,
     )
     if occupancy is not None and worker.link is not None:
         info.rows_used, info.rows_total = occupancy.rows_used, occupancy.rows_total

@@ -21,7 +21,7 @@ from scheduler_svc.core.features.adapters import UsesAdapter
 from scheduler_svc.core.features.encoder import EncoderPositions
 from scheduler_svc.core.features.inputs import Inputs
 from scheduler_svc.core.features.pooled import PooledRequest
-from scheduler_svc.core.messages import BlockMovement, CachedBlock, RowAssignment, WorkerCapacity
+from scheduler_svc.core.messages import BlockMovement, CachedBlock, RowAssignment, WorkerCapacity, WorkerRole
 from scheduler_svc.core.sequence import Feature
 from scheduler_svc.workers.seals import SEAL_BYTES, BlockKeys, LeaseIds
 from step_protocol.columns import WireError, u32_from_bytes, u32_to_bytes
@@ -33,6 +33,7 @@ DIGEST_BYTES = 16
 MAX_BLOCK_BYTES = 1 << 30
 ORIGIN = struct.Struct(f"<QI{SEAL_BYTES}s")  # worker_epoch, block id, seal
 MAX_POOLED_NUMBERS = 1 << 16  # of one row
+WORKER_ROLES = {types_pb2.WORKER_ROLE_PREFILL: WorkerRole.PREFILL, types_pb2.WORKER_ROLE_DECODE: WorkerRole.DECODE}
 MAX_ROW_ERROR_CHARS = 500  # the message goes to the client and to the log
 
 
@@ -243,7 +244,8 @@ def _movement_from_proto(blocks: scheduler_pb2.BlockMovement) -> BlockMovement:
         raise _bad_capacity("blocks.layout", f"has {len(blocks.layout)} bytes; must have {DIGEST_BYTES}")
     if not 1 <= blocks.block_bytes <= MAX_BLOCK_BYTES:
         raise _bad_capacity("blocks.block_bytes", f"is {blocks.block_bytes}; must be from 1 to {MAX_BLOCK_BYTES}")
-    return BlockMovement(blocks.layout, blocks.block_bytes, blocks.has_tier, blocks.can_transfer)
+    role = WORKER_ROLES.get(blocks.role, WorkerRole.BOTH)  # those of newer workers: both
+    return BlockMovement(blocks.layout, blocks.block_bytes, blocks.has_tier, blocks.can_transfer, role)
 
 
 def fetch_to_proto(move: BlockMove, fence: worker_pb2.Fence, source_address: str) -> worker_pb2.FetchBlocksRequest:

@@ -35,6 +35,7 @@ COMBINATIONS = [
         {"gateway": {"admin": {"enabled": True, "existingSecret": "k", "console": {"enabled": True, "port": 9090}}}},
         "gateway.admin.console.port is 9090, the same as ports.metrics: set different ports",
     ),
+    (pools({"role": "decode"}), 'pool "cpu" has role decode, but its streams cannot move: set kvTransfer'),
     # a removed section or value
     ({"gateway": {"tls": None}}, "at '/gateway': missing property 'tls'"),
     ({"gateway": {"replicas": None}}, "at '/gateway': missing property 'replicas'"),

@@ -873,6 +873,7 @@ POOLS = [
         "workerDefaults.kvDiskSize", "5G", WORKER, "arg --kv-disk-size", "5G", {"workerDefaults": {"kvDisk": "/tier"}}
     ),
     Case("workerDefaults.kvTransfer", True, WORKER, "count --kv-transfer", 1),
+    Case("workerDefaults.role", "decode", WORKER, "arg --role", "decode", {"workerDefaults": {"kvTransfer": True}}),
     Case("workerDefaults.adapterDir", "/adapters", WORKER, "arg --adapter-dir", "/adapters"),
     Case("workerDefaults.dtype", "float16", WORKER, "arg --dtype", "float16", {"workerDefaults": {"gpuCount": 1}}),
     Case(

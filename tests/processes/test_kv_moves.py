@@ -91,3 +91,24 @@ async def test_streams_of_a_drained_worker_take_their_blocks_along(tmp_path: Pat
         moved = re.search(r"^quire_transferred_tokens_total\S* (\S+)$", page, re.MULTILINE)
         assert moved is not None
         assert float(moved[1]) >= 300 // BLOCK_SIZE * BLOCK_SIZE, stack.logs()
+
+
+async def test_streams_leave_a_prefill_worker_for_a_decode_worker_that_is_killed(tmp_path: Path) -> None:
+    flags = (*FLAGS, "--kv-transfer", "--role")
+    prompts = [[number, *PROMPT] for number in range(4)]
+    with Stack(tmp_path) as stack:
+        model = make_checkpoint(tmp_path / "model")
+        scheduler = stack.start_scheduler("--metrics-listen", f"127.0.0.1:{(port := free_port())}")
+        stack.start_worker(scheduler, model, *flags, "prefill")
+        decode = stack.start_worker(scheduler, model, *flags, "decode")
+        async with await stack.connect(stack.start_gateway(scheduler), workers=2) as client:
+            expected = [(await answer(client, p, max_tokens=100, cache_salt="alone"))[0] for p in prompts]
+            tasks = [asyncio.create_task(answer(client, p, max_tokens=100)) for p in prompts]
+            found = await stack.until(client, lambda schedulers: worker_status(schedulers, decode).rows_used > 0)
+            assert sorted(worker.role for worker in found[0].workers) == ["decode", "prefill"]
+            decode.kill()
+            assert [(await task)[0] for task in tasks] == expected
+        page = await asyncio.to_thread(read_page, port)
+        left = re.search(r'^quire_migrations_total{\S*reason="handover"\S* (\S+)$', page, re.MULTILINE)
+        assert left is not None, page
+        assert float(left[1]) > 0, stack.logs()

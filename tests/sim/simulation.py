@@ -22,7 +22,7 @@ from prefix_index.content_ids import FIRST_CONTENT_ID
 from request_fields.beams import BeamParams, EarlyStopping
 from scheduler_svc.core.block_manager import ceil_div
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.messages import BlockMovement, WorkerCapacity
+from scheduler_svc.core.messages import BlockMovement, WorkerCapacity, WorkerRole
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import StopCondition
 from tests.sim.cluster import ADAPTERS, ROOT_SALT, Cluster
@@ -168,7 +168,8 @@ class Simulation:
         if not self.setup.has_moves or rng.random() < 0.1:
             return None
         layout = b"other" if rng.random() < 0.1 else b"layout"
-        return BlockMovement(layout, 1, has_tier=rng.random() < 0.7, can_transfer=rng.random() < 0.8)
+        has_tier, can_transfer = rng.random() < 0.7, rng.random() < 0.8
+        return BlockMovement(layout, 1, has_tier, can_transfer, rng.choice(list(WorkerRole)))
 
     def _tight_pool(self) -> int:
         """Perhaps the number of blocks that the largest open beam search needs: if its beams share less than they

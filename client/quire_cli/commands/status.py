@@ -129,7 +129,10 @@ def scheduler_text(scheduler: SchedulerStatus) -> str:
     has_adapters = any(worker.adapters_loaded for worker in scheduler.workers)
     headers = ["worker", "state", "rows", "of", "free", "cached", "used", "steps", "address"]
     headers += ["adapters", "resident", "swaps"] if has_adapters else []
-    workers = table(headers, (_worker_row(worker, has_adapters=has_adapters) for worker in scheduler.workers))
+    has_roles = any(worker.role != "both" for worker in scheduler.workers)
+    headers += ["role"] if has_roles else []
+    rows = [_worker_row(worker, has_adapters) + ((worker.role,) if has_roles else ()) for worker in scheduler.workers]
+    workers = table(headers, rows)
     return "\n".join([*lines, *(f"  {line}" for line in workers.splitlines())])
 
 
@@ -147,7 +150,7 @@ def _hit_rate(scheduler: SchedulerStatus) -> str:
     )
 
 
-def _worker_row(worker: WorkerStatus, *, has_adapters: bool) -> tuple[object, ...]:
+def _worker_row(worker: WorkerStatus, has_adapters: bool) -> tuple[object, ...]:
     blocks = (worker.blocks_free, worker.blocks_cached, worker.blocks_used)
     adapters = (worker.adapters_loaded, worker.adapters_resident, worker.adapter_swaps) if has_adapters else ()
     rows = worker.rows_used, worker.rows_total

@@ -163,6 +163,9 @@ annotations:
 {{- if not (hasKey $byName $pool.model) -}}
 {{- fail (printf "pool %q has model %q, which is not a name in models (%s): add it to models, or correct it" $pool.name $pool.model (keys $byName | sortAlpha | join ", ")) -}}
 {{- end -}}
+{{- if and (ne $pool.role "both") (not $pool.kvTransfer) -}}
+{{- fail (printf "pool %q has role %s, but its streams cannot move: set kvTransfer for it and the other pools of the model" $pool.name $pool.role) -}}
+{{- end -}}
 {{- $_ := set $pool "modelSpec" (get $byName $pool.model) -}}
 {{- if and (not $pool.kvCacheMemory) (eq $pool.backend "cpu") (not (int $pool.numBlocks)) -}}
 {{- $_ := set $pool "kvCacheMemory" "1G" -}}

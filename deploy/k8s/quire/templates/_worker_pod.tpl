@@ -96,6 +96,7 @@ spec:
         {{- end }}
         {{- if .kvTransfer }}
         - --kv-transfer
+        - --role={{ .role }}
         {{- end }}
         {{- with .maxNumSeqs | int }}
         - --max-num-seqs={{ . }}

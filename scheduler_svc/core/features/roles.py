@@ -1,0 +1,84 @@
+"""Prefill and decode workers: long prompts are computed where no running stream waits for them.
+
+    role        prompts                                     running sequences
+    both        all                                         stay
+    prefill     all                                         leave for another worker after their first token
+    decode      those that cost its streams little          stay
+
+A prompt of U uncached tokens on a decode worker delays each of its R streams by the time of U tokens. Placement adds
+that to the score of the worker (`policy.placement_scores`). So an idle decode worker computes
+prompts like any other, a busy one computes short prompts while the prefill workers have more to do, and a small system
+stays colocated.
+
+A sequence leaves with its blocks: they go ahead while it runs on (block_moves.py), and it pauses for the tokens of its
+last block only. While no other worker has room for it, it stays. If anything fails, its tokens are computed again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Seq
+
+import numpy as np
+
+from scheduler_svc.core.block_moves import BlockMoves, can_exchange
+from scheduler_svc.core.messages import MigrationReason, WorkerRole
+from scheduler_svc.core.sequence import Sequence
+from scheduler_svc.core.worker_state import WorkerState
+from step_protocol.columns import Bools
+
+MIN_REMAINING = 16  # tokens; a sequence that ends sooner stays
+ROOM_BLOCKS = 2  # free blocks that a worker needs besides those of the sequence
+
+
+class Roles:
+    """Which sequences leave their worker, and what a prompt costs where streams run."""
+
+    def __init__(self, workers: Mapping[str, WorkerState], moves: BlockMoves) -> None:
+        self._workers = workers
+        self._moves = moves
+
+    @property
+    def is_on(self) -> bool:
+        """Whether some worker has a role."""
+        return any(worker.capacity.role is not WorkerRole.BOTH for worker in self._workers.values())
+
+    def eligible(self, workers: Seq[WorkerState], seq: Sequence, eligible: Bools) -> Bools:
+        """The workers that may run a waiting sequence, of those that could: one that has left a prefill worker does not
+        return to it, if there is another one.
+        """
+        if seq.requeue_reason != MigrationReason.HANDOVER.value:
+            return eligible
+        others = eligible & np.array([worker.capacity.role is not WorkerRole.PREFILL for worker in workers])
+        return others if others.any() else eligible
+
+    def hand_overs(self, now: float) -> Iterator[tuple[WorkerState, Sequence]]:
+        """The sequences that leave now: their blocks are on the other worker, or cost less than a move."""
+        for worker in [one for one in self._workers.values() if one.capacity.role is WorkerRole.PREFILL]:
+            for seq in self._past_prompt(worker):
+                takers = self._takers(worker, seq)
+                if takers and self._moves.leave(seq, worker, takers, now):
+                    yield worker, seq
+
+    def _past_prompt(self, worker: WorkerState) -> list[Sequence]:
+        table = worker.rows
+        rows = table.active()
+        has_output = table.num_tokens[rows] > table.prompt_len[rows]
+        is_long = table.limit[rows] - table.num_tokens[rows] >= MIN_REMAINING
+        moves = has_output & is_long & ~table.is_private[rows] & ~table.is_awaiting[rows]
+        sequences = [table.sequence(row) for row in rows[moves].tolist()]
+        return [seq for seq in sequences if not seq.group.features.is_gang and not seq.group.features.num_head_tokens]
+
+    def _takers(self, worker: WorkerState, seq: Sequence) -> list[WorkerState]:
+        """The workers with room for the sequence: decode workers if there are any."""
+        num_blocks = seq.data.num_tokens // worker.capacity.block_size + ROOM_BLOCKS
+        others = [one for one in self._workers.values() if one.capacity.role is not WorkerRole.PREFILL]
+        others = [one for one in others if not one.is_draining and can_exchange(one, worker)]
+        able = [one for one in others if one.capacity.role is WorkerRole.DECODE] or others
+        return [
+            one
+            for one in able
+            if one.num_free_rows > self._moves.num_leaving_to(one)
+            and one.pool.num_free >= num_blocks
+            and one.could_run(seq.group)
+        ]

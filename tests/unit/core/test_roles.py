@@ -1,0 +1,101 @@
+"""Prefill and decode workers: where prompts go, and when streams leave."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from scheduler_svc.core.messages import BlockMovement, MigrationReason, WorkerCapacity, WorkerRole
+from scheduler_svc.core.policy import placement_scores
+from scheduler_svc.core.scheduler import Scheduler
+from step_protocol.messages import StepBatch, StepOutput
+from tests.builders import make_capacity, make_group, make_scheduler
+from tests.invariants import check_scheduler
+
+PROMPT = list(range(1, 41))  # ten blocks
+
+
+def worker(name: str, role: WorkerRole, **sizes: int) -> WorkerCapacity:
+    movement = BlockMovement(b"layout", 100, has_tier=False, can_transfer=True, role=role)
+    return replace(make_capacity(name, **({"num_blocks": 400} | sizes)), movement=movement)
+
+
+def pair(**sizes: int) -> Scheduler:
+    return make_scheduler(worker("p", WorkerRole.PREFILL, **sizes), worker("d", WorkerRole.DECODE, **sizes))
+
+
+def answer(scheduler: Scheduler, batch: StepBatch, now: float) -> None:
+    rows = batch.rows[batch.sample_mask]
+    scheduler.update(StepOutput(batch.step_id, rows, np.full_like(rows, 9), worker_id=batch.worker_id), now)
+
+
+def run(scheduler: Scheduler, steps: int, *, moves: bool = True) -> None:
+    """Run steps of 10 ms, and moves, which end at once."""
+    for _ in range(steps):
+        now = scheduler._now + 0.01
+        for batch in scheduler.schedule(now):
+            answer(scheduler, batch, now)
+        for move in scheduler.moves.take_moves():
+            scheduler.end_move(move.move_id, len(move.digests) if moves else 0, 0.01, now)
+        check_scheduler(scheduler)
+
+
+def stream(scheduler: Scheduler, prompt: list[int], name: str) -> None:
+    scheduler.add_group(make_group(prompt, name, max_tokens=100), 0.0)
+
+
+def running(scheduler: Scheduler) -> dict[str, list[str]]:
+    workers = scheduler._workers.items()
+    return {name: [seq.group.request_id for seq in worker.running()] for name, worker in workers}
+
+
+def test_a_token_on_a_decode_worker_counts_once_more_for_each_stream() -> None:
+    scores = placement_scores(np.array([0, 5]), np.array([10, 10]), 2.0, np.array([0, 6]))
+    assert scores.tolist() == [20, 85]
+
+
+def test_a_stream_leaves_the_prefill_worker_with_its_blocks() -> None:
+    scheduler = pair()
+    stream(scheduler, PROMPT, "busy")
+    run(scheduler, 8)
+    assert running(scheduler) == {"p": [], "d": ["busy"]}, "an idle decode worker computes prompts too, or gets them"
+    stream(scheduler, [7, *PROMPT], "long")
+    run(scheduler, 1)
+    assert running(scheduler) == {"p": ["long"], "d": ["busy"]}, "its prompt would delay the stream"
+    run(scheduler, 6)
+    assert running(scheduler) == {"p": [], "d": ["busy", "long"]}
+    assert scheduler.stats().counts.migrations[MigrationReason.HANDOVER] >= 1
+    assert scheduler.stats().counts.transferred_tokens == 2 * len(PROMPT)
+
+
+def test_a_stream_stays_while_no_other_worker_has_room() -> None:
+    scheduler = make_scheduler(worker("p", WorkerRole.PREFILL), worker("d", WorkerRole.DECODE, max_num_seqs=1))
+    for name in ("a", "b", "c"):
+        stream(scheduler, [ord(name), *PROMPT], name)
+    run(scheduler, 12)
+    found = running(scheduler)
+    assert (len(found["p"]), len(found["d"])) == (2, 1)
+
+
+@pytest.mark.parametrize("gone", ["p", "d"])
+def test_the_other_worker_does_everything_if_one_is_lost(gone: str) -> None:
+    scheduler = pair()
+    stream(scheduler, PROMPT, "a")
+    run(scheduler, 6)
+    scheduler.remove_worker(gone)
+    stream(scheduler, [5, *PROMPT], "b")
+    run(scheduler, 6)
+    (left,) = running(scheduler).values()
+    assert sorted(left) == ["a", "b"]
+
+
+def test_a_failed_move_costs_time_only_and_the_stream_does_not_return() -> None:
+    scheduler = pair()
+    stream(scheduler, PROMPT, "busy")
+    run(scheduler, 8)
+    stream(scheduler, [7, *PROMPT], "long")
+    run(scheduler, 8, moves=False)
+    assert running(scheduler) == {"p": [], "d": ["busy", "long"]}
+    assert scheduler.stats().counts.migrations[MigrationReason.HANDOVER] <= 2
