@@ -5,14 +5,16 @@
     python bench/kv.py [--prefill-tokens-per-s 5000]
 
 Simulated workers with real services around them: a step takes its simulated time, blocks are small. So the figures show
-what is computed and how long the decisions and messages take; `transport` shows the speed of bytes, with blocks of
-1.75 MiB in one process (the xxh3 checksums and two copies included).
+what is computed and how long the decisions and messages take. `transport` shows the speed of bytes, with 64 blocks of
+1.75 MiB: a plain copy of them, records through files, and FetchBlocks of a worker that reads from another process over
+loopback, all copies and xxh3 checksums included.
 
     restart        seconds to the first token of a prompt of 2,000 tokens after kill -9 of its only worker
     small_pool     prompts of 16 prefixes in turn, with a pool that holds a quarter: cached fraction of tokens, seconds
     pull           seconds to the first token of a prefix of 8,000 tokens that another, busy worker holds
     roles          time between tokens of 24 chats while a prompt of 6,000 tokens arrives each 2 s: three workers that
                    are alike, and one that prefills beside two that decode
+    moves          of all runs: their number, and by how much they took longer than computing, together
 
 The last line is one JSON object. Run it on an idle machine.
 """
@@ -22,74 +24,170 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import multiprocessing
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from urllib.request import urlopen
 
+import grpc
 import numpy as np
+from quire.internal.v1 import worker_pb2
 from quire_client import AsyncClient
 from quire_client.demo import demo_model_dir
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench.machine import describe
 from prefix_index.hashing import layout_digest
-from tests.processes.stack import Stack, is_ready, wait_idle
+from step_protocol.columns import u32_to_bytes
+from svc_common.serve import SERVER_OPTIONS, open_channel
+from tests.processes.ports import free_port
+from tests.processes.stack import Stack, is_ready
+from worker_svc.blocks import MovementSettings, WorkerBlocks
+from worker_svc.engine.decoder.block_contents import BlockContents
+from worker_svc.engine.decoder.block_payload import BlockPart, MovableBlocks
+from worker_svc.kv_store.block_store import BlockStore
 from worker_svc.kv_store.disk_tier import DiskTier
-from worker_svc.kv_store.record import Origin, WantedBlock, pack_record, unpack_record
+from worker_svc.kv_store.record import Origin, WantedBlock, pack_record
 
-BLOCK_SIZE, BLOCK_BYTES, NUM_BLOCKS = 16, 7 << 18, 64
+BLOCK_SIZE, BLOCK_BYTES, LAYERS, NUM_BLOCKS = 16, 7 << 18, 28, 64
+DIGESTS = [number.to_bytes(16, "little") for number in range(NUM_BLOCKS)]
 NUM_CHATS, CHAT_TOKENS, NUM_LONG = 24, 600, 6
 NUM_PREFIXES, PREFIX_TOKENS, ROUNDS = 16, 1024, 3
 
 
-def transport(folder: Path) -> dict[str, float]:
-    """GB/s of a plain copy, and of records to and from files and memory."""
-    payload, tokens = np.random.default_rng(1).integers(0, 256, BLOCK_BYTES, np.uint8), np.zeros(BLOCK_SIZE, np.uint32)
-    layout, target = layout_digest("r", "n", [("uint8", [BLOCK_BYTES])]), np.empty(BLOCK_BYTES, np.uint8)
-    digests = [number.to_bytes(16, "little") for number in range(NUM_BLOCKS)]
-    tier = DiskTier(folder, 1 << 40, layout)
-    tier.open()
+def payload_blocks(*, is_source: bool) -> MovableBlocks:
+    """The pool of a worker with blocks of BLOCK_BYTES. Those of a source are committed."""
+    contents = BlockContents(NUM_BLOCKS, BLOCK_SIZE)
+    array = np.random.default_rng(1).integers(0, 256, (LAYERS, NUM_BLOCKS, BLOCK_BYTES // LAYERS), np.uint8)
+    blocks = MovableBlocks(contents, [BlockPart("uint8", (BLOCK_BYTES // LAYERS,), array)])
+    if is_source:
+        contents.commit(np.arange(NUM_BLOCKS), DIGESTS)
+    return blocks
 
-    def write() -> None:
-        for digest in digests:
-            tier.put(digest, pack_record(digest, layout, tokens, payload, Origin(1, 1)))
 
-    def read() -> None:
-        for digest in digests:
-            data = tier.read(digest)
-            if data is None:
-                raise RuntimeError("the tier lost a record")
-            target[:] = unpack_record(data, WantedBlock(digest, tokens), layout, BLOCK_BYTES).payload
+class PoolOnly(SimpleNamespace):
+    """In place of the executor of a worker without a model: a pool, whose writes wait for no step."""
 
-    def through_memory() -> None:
-        for digest in digests:
-            data = b"".join(pack_record(digest, layout, tokens, payload, Origin(1, 1)))
-            target[:] = unpack_record(data, WantedBlock(digest, tokens), layout, BLOCK_BYTES).payload
+    async def write_blocks(self, lease: object, after_step_id: int, write: Callable[[], None]) -> None:
+        write()
 
-    def copy() -> None:
-        for _ in digests:
-            target[:] = payload
 
-    found = {
-        "copy": _speed(copy),
-        "disk_write": _speed(write),
-        "disk_read": _speed(read),
-        "record": _speed(through_memory),
-    }
-    tier.close()
+async def worker_blocks(epoch: int, *, is_source: bool) -> WorkerBlocks:
+    executor: Any = PoolOnly(worker_epoch=epoch, on_commit=None, check_fence=lambda fence: None)
+    executor.movable_blocks = lambda: payload_blocks(is_source=is_source)
+    found = WorkerBlocks(executor, MovementSettings(kv_transfer=True), lambda address, worker_id: open_channel(address))
+    info: Any = SimpleNamespace(attention_window=None, num_snapshots=None, revision="r", numerics="n")
+    await found.start(info)
     return found
 
 
-def _speed(run: Any) -> float:
+def serve_blocks(pipe: Connection) -> None:
+    """The process of the source. Ends with the pipe."""
+
+    async def serve() -> None:
+        blocks, server = await worker_blocks(1, is_source=True), grpc.aio.server(options=SERVER_OPTIONS)
+
+        async def read(request: worker_pb2.ReadBlocksRequest, context: object) -> AsyncIterator[Any]:
+            async for response in blocks.read(request):
+                yield response
+
+        handler = grpc.unary_stream_rpc_method_handler(
+            read,
+            worker_pb2.ReadBlocksRequest.FromString,
+            worker_pb2.ReadBlocksResponse.SerializeToString,
+        )
+        name = "quire.internal.v1.WorkerService"
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, {"ReadBlocks": handler}),))
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        pipe.send(port)
+        await asyncio.get_running_loop().run_in_executor(None, pipe.poll, None)
+
+    asyncio.run(serve())
+
+
+async def fetch_speed() -> float:
+    """GB/s from a pool of one process to that of another."""
+    context = multiprocessing.get_context("spawn")
+    mine, theirs = context.Pipe()
+    process = context.Process(target=serve_blocks, args=(theirs,), daemon=True)
+    process.start()
+    port = await asyncio.get_running_loop().run_in_executor(None, mine.recv)
+    target = await worker_blocks(2, is_source=False)
+    ids = u32_to_bytes(np.arange(NUM_BLOCKS, dtype=np.uint32))
+    request = worker_pb2.FetchBlocksRequest(block_ids=ids, hashes=b"".join(DIGESTS))
+    request.token_ids = bytes(4 * BLOCK_SIZE * NUM_BLOCKS)
+    request.source.worker_id, request.source.address = "source", f"127.0.0.1:{port}"
+    request.source.worker_epoch, request.source.block_ids = 1, ids
+    best = float("inf")
+    for _ in range(5):
+        started = time.perf_counter()
+        response = await target.fetch(request)
+        best = min(best, time.perf_counter() - started)
+        if response.num_fetched != NUM_BLOCKS:
+            raise RuntimeError(response.message)
+    mine.send(None)
+    process.join(10)
+    target.close()
+    return round(NUM_BLOCKS * BLOCK_BYTES / best / 1e9, 2)
+
+
+async def transport(folder: Path) -> dict[str, float]:
+    """GB/s of a plain copy, of records to and from files, and between two processes."""
+    source, target = payload_blocks(is_source=True), payload_blocks(is_source=False)
+    layout = layout_digest("r", "n", source.layout)
+    tier = DiskTier(folder, 1 << 40, layout)
+    store = BlockStore(target, layout, tier)
+    store.start()
+    wanted = [WantedBlock(digest, np.zeros(BLOCK_SIZE, np.uint32)) for digest in DIGESTS]
+
+    def write() -> None:
+        for block, digest in enumerate(DIGESTS):
+            tokens, payload = source.read(block, digest) or (wanted[0].tokens, np.empty(0, np.uint8))
+            tier.put(digest, pack_record(digest, layout, tokens, payload, Origin(1, 1)))
+
+    def read() -> None:
+        for block, found in enumerate(store.read_all(wanted)):
+            target.write(block, wanted[block].tokens, found.payload)
+
+    pools = np.ones((2, NUM_BLOCKS * BLOCK_BYTES), np.uint8)
+    found = {
+        "copy": _speed(lambda: np.copyto(pools[0], pools[1])),
+        "disk_write": _speed(write),
+        "disk_read": _speed(read),
+        "grpc": await fetch_speed(),
+    }
+    store.close()
+    return found
+
+
+def _speed(run: Callable[[], None]) -> float:
     best = float("inf")
     for _ in range(3):
         started = time.perf_counter()
         run()
         best = min(best, time.perf_counter() - started)
     return round(NUM_BLOCKS * BLOCK_BYTES / best / 1e9, 2)
+
+
+class Lost:
+    """What moves of all runs took longer than computing, together, and their number."""
+
+    def __init__(self) -> None:
+        self.moves, self.lost_ms = 0, 0
+
+    async def add(self, page: str) -> None:
+        """Read the metrics of a scheduler."""
+        text = await asyncio.to_thread(lambda: urlopen(f"http://{page}/metrics", timeout=10).read().decode())
+        values = {line.split("{")[0]: line.rsplit(" ", 1)[1] for line in text.splitlines()}
+        self.moves += int(float(values["quire_scheduler_block_moves_total"]))
+        self.lost_ms += int(float(values["quire_scheduler_block_move_lost_ms_total"]))
 
 
 def prompt_of(number: int, length: int) -> list[int]:
@@ -115,9 +213,10 @@ async def restart(folder: Path, sim: Sequence[str], *flags: str) -> float:
             return round(await first_token_s(client, prompt_of(0, 2000)), 3)
 
 
-async def small_pool(folder: Path, sim: Sequence[str], num_blocks: int, *flags: str) -> dict[str, float]:
+async def small_pool(folder: Path, sim: Sequence[str], lost: Lost, num_blocks: int, *flags: str) -> dict[str, float]:
+    page = f"127.0.0.1:{free_port()}"
     with Stack(folder) as stack:
-        scheduler = stack.start_scheduler()
+        scheduler = stack.start_scheduler("--metrics-listen", page)
         stack.start_worker(scheduler, demo_model_dir(), *sim, "--num-blocks", str(num_blocks), *flags)
         async with await stack.connect(stack.start_gateway(scheduler)) as client:
             started, num_cached, num_tokens = time.perf_counter(), 0, 0
@@ -127,23 +226,29 @@ async def small_pool(folder: Path, sim: Sequence[str], num_blocks: int, *flags: 
                     if turn:
                         num_cached += result.usage.cached_tokens
                         num_tokens += PREFIX_TOKENS
-            return {"hits": round(num_cached / num_tokens, 3), "seconds": round(time.perf_counter() - started, 2)}
+            seconds = time.perf_counter() - started
+            await lost.add(page)
+            return {"hits": round(num_cached / num_tokens, 3), "seconds": round(seconds, 2)}
 
 
-async def pull(folder: Path, sim: Sequence[str], *flags: str) -> float:
-    """The holder is busy with a long prompt when the prefix is asked for again."""
+async def pull(folder: Path, sim: Sequence[str], lost: Lost, *flags: str) -> float:
+    """The only worker that has the prefix is busy with long prompts when another one is ready."""
+    page = f"127.0.0.1:{free_port()}"
     with Stack(folder) as stack:
-        scheduler = stack.start_scheduler()
-        for _ in range(2):
-            stack.start_worker(scheduler, demo_model_dir(), *sim, "--num-blocks", "4096", *flags)
-        async with await stack.connect(stack.start_gateway(scheduler), workers=2) as client:
+        scheduler = stack.start_scheduler("--metrics-listen", page)
+        stack.start_worker(scheduler, demo_model_dir(), *sim, "--num-blocks", "8192", *flags)
+        async with await stack.connect(stack.start_gateway(scheduler)) as client:
             prefix = prompt_of(1, 8000)
             await first_token_s(client, prefix)
-            await wait_idle(stack, client)
-            busy = [asyncio.create_task(first_token_s(client, [*prefix, *prompt_of(2, 12_000)]))]
-            await stack.until(client, lambda schedulers: schedulers[0].num_running > 0)
+            busy = [asyncio.create_task(first_token_s(client, prompt_of(2 + i, 23_000))) for i in range(3)]
+            await stack.until(client, lambda schedulers: schedulers[0].num_running == len(busy))
+            other = stack.start_worker(scheduler, demo_model_dir(), *sim, "--num-blocks", "8192", *flags)
+            await stack.until(client, lambda schedulers: is_ready(schedulers, other))
             took = await first_token_s(client, [*prefix, 5])
+            if all(task.done() for task in busy):
+                raise RuntimeError("the holder was idle before the prefix was asked for")
             await asyncio.gather(*busy)
+            await lost.add(page)
             return round(took, 3)
 
 
@@ -201,20 +306,25 @@ async def measure(pace: float) -> dict[str, Any]:
         quarter = NUM_PREFIXES * PREFIX_TOKENS // BLOCK_SIZE // 4
         disk = ("--kv-disk", str(folder / "tier"), "--kv-disk-size", "1G")
         other = ("--kv-disk", str(folder / "other"), "--kv-disk-size", "1G")
-        return {
-            "transport_gb_per_s": transport(new()),
+        lost = Lost()
+        found = {
+            "transport_gb_per_s": await transport(new()),
             "restart_s": {"none": await restart(new(), sim), "disk": await restart(new(), sim, *disk)},
             "small_pool": {
-                "none": await small_pool(new(), sim, quarter),
-                "disk": await small_pool(new(), sim, quarter, *other),
-                "unlimited": await small_pool(new(), sim, 8 * quarter),
+                "none": await small_pool(new(), sim, lost, quarter),
+                "disk": await small_pool(new(), sim, lost, quarter, *other),
+                "unlimited": await small_pool(new(), sim, lost, 8 * quarter),
+            },
+            "pull_s": {
+                "recompute": await pull(new(), sim, lost),
+                "transfer": await pull(new(), sim, lost, "--kv-transfer"),
             },
             "roles": {
                 "colocated": await roles(new(), slow, "both", "both", "both"),
                 "split": await roles(new(), slow, "prefill", "decode", "decode"),
             },
-            "pull_s": {"recompute": await pull(new(), sim), "transfer": await pull(new(), sim, "--kv-transfer")},
         }
+        return {**found, "moves": {"number": lost.moves, "lost_ms": lost.lost_ms}}
 
 
 def main() -> None:

@@ -20,7 +20,6 @@ import logging
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 import grpc
@@ -37,7 +36,15 @@ from worker_svc.engine.decoder.block_payload import MovableBlocks
 from worker_svc.executor import StepExecutor
 from worker_svc.kv_store.block_store import BlockStore, Committed
 from worker_svc.kv_store.disk_tier import DiskTier
-from worker_svc.kv_store.record import BadRecordError, Found, Origin, WantedBlock, pack_record, unpack_record
+from worker_svc.kv_store.record import (
+    BadRecordError,
+    Found,
+    Origin,
+    WantedBlock,
+    pack_record,
+    record_bytes,
+    unpack_record,
+)
 from worker_svc.lease import Lease
 from worker_svc.seals import TAG_BYTES, make_seal
 from worker_svc.wire import pieces
@@ -46,7 +53,8 @@ log = logging.getLogger(__name__)
 
 DIGEST_BYTES = 16
 WRITE_BYTES = 4 << 20  # written to the pool at once, between two steps
-PIECE_BYTES = 1 << 20  # of a message between workers
+MESSAGE_BYTES = 1 << 20  # of a message between workers: some records, or a piece of one
+READ_BYTES = 4 << 20  # of records that are read from the tier by one thread at once
 WATCH_PAUSE_S = 0.1  # changes of the tier are sent together
 MAX_LISTED = 1 << 14  # digests in one message
 FETCH_TIMEOUT_S = 60.0
@@ -111,7 +119,9 @@ class WorkerBlocks:
         self._open_worker = open_worker
         self._blocks: MovableBlocks | None = None
         self._layout = b""
+        self._record_bytes = 1
         self._senders = ThreadPoolExecutor(1, thread_name_prefix="block-sender")
+        self._receivers = ThreadPoolExecutor(1, thread_name_prefix="block-receiver")
         self.num_reads = 0  # other workers that read blocks now
 
     # -- start and end ------------------------------------------------------------------------------------------------
@@ -127,6 +137,7 @@ class WorkerBlocks:
             )
             return None
         self._blocks, self._layout = blocks, layout_digest(info.revision, info.numerics, blocks.layout)
+        self._record_bytes = record_bytes(blocks.block_size, blocks.payload_bytes)
         if self._settings.kv_disk is not None:
             await self._open_tier(blocks)
         return scheduler_pb2.BlockMovement(
@@ -153,6 +164,7 @@ class WorkerBlocks:
         """Stop all threads."""
         self._executor.on_commit = None
         self._senders.shutdown(wait=False, cancel_futures=True)
+        self._receivers.shutdown(wait=False, cancel_futures=True)
         if self.store is not None:
             self.store.close()
 
@@ -268,12 +280,16 @@ class WorkerBlocks:
         if self.store is None:
             raise FetchEndedError("this worker has no tier")
         loop, store = asyncio.get_running_loop(), self.store
-        reads = [loop.run_in_executor(store.readers, store.read, wanted) for wanted in order.wanted]
+        at_once = max(1, READ_BYTES // self._record_bytes)
+        parts = [order.wanted[start : start + at_once] for start in range(0, len(order.wanted), at_once)]
+        reads = [loop.run_in_executor(store.readers, store.read_all, part) for part in parts]
         try:
-            for read in reads:
-                if (found := await read) is None:
+            for part, read in zip(parts, reads, strict=True):
+                found = await read
+                for one in found:
+                    yield one
+                if len(found) < len(part):
                     raise FetchEndedError("the tier does not have a block, or its record is damaged")
-                yield found
         finally:
             for read in reads:
                 read.cancel()
@@ -287,21 +303,39 @@ class WorkerBlocks:
             block_ids=source.block_ids,
             hashes=b"".join(wanted.digest for wanted in order.wanted),
         )
-        record, wanted = bytearray(), iter(order.wanted)
+        loop, rest, start = asyncio.get_running_loop(), bytearray(), 0
         try:
             async with self._open_worker(source.address, source.worker_id) as channel:
                 stub = worker_pb2_grpc.WorkerServiceStub(channel)
-                async for piece in stub.ReadBlocks(request, timeout=FETCH_TIMEOUT_S):
-                    record += piece.data
-                    if piece.ends_record:
-                        yield self._unpack(record, next(wanted), blocks)
-                        record = bytearray()
+                async for message in stub.ReadBlocks(request, timeout=FETCH_TIMEOUT_S):
+                    rest += message.data
+                    if len(rest) < self._record_bytes:
+                        continue
+                    wanted = order.wanted[start : start + len(rest) // self._record_bytes]
+                    if not wanted:
+                        raise FetchEndedError(f"worker {source.worker_id} sent more blocks than were wanted")
+                    found, error = await loop.run_in_executor(self._receivers, self._unpack_all, rest, wanted, blocks)
+                    for one in found:
+                        yield one
+                    if error is not None:
+                        raise error
+                    rest, start = bytearray(), start + len(found)
         except grpc.aio.AioRpcError as error:
             raise FetchEndedError(f"worker {source.worker_id}: {error.code().name}: {error.details()}") from None
-        except StopIteration:
-            raise FetchEndedError(f"worker {source.worker_id} sent more blocks than were wanted") from None
 
-    def _unpack(self, record: bytearray, wanted: WantedBlock, blocks: MovableBlocks) -> Found:
+    def _unpack_all(
+        self, records: bytearray, wanted: Sequence[WantedBlock], blocks: MovableBlocks
+    ) -> tuple[list[Found], FetchEndedError | None]:
+        """The blocks of some records, up to one that is not the wanted block."""
+        found, size = list[Found](), self._record_bytes
+        for start, one in zip(range(0, len(records), size), wanted, strict=False):
+            try:
+                found.append(self._unpack(memoryview(records)[start : start + size], one, blocks))
+            except FetchEndedError as error:
+                return found, error
+        return found, None
+
+    def _unpack(self, record: memoryview, wanted: WantedBlock, blocks: MovableBlocks) -> Found:
         try:
             found = unpack_record(record, wanted, self._layout, blocks.payload_bytes)
         except BadRecordError as error:
@@ -335,17 +369,26 @@ class WorkerBlocks:
     async def _send(
         self, blocks: MovableBlocks, wanted: Sequence[tuple[int, bytes]]
     ) -> AsyncIterator[worker_pb2.ReadBlocksResponse]:
-        loop = asyncio.get_running_loop()
-        for block, digest in wanted:
-            record = await loop.run_in_executor(self._senders, partial(self._record_of, blocks, block, digest))
-            if record is None:
+        loop, at_once = asyncio.get_running_loop(), max(1, MESSAGE_BYTES // self._record_bytes)
+        parts = [wanted[start : start + at_once] for start in range(0, len(wanted), at_once)]
+        for part in parts:
+            records = await loop.run_in_executor(self._senders, self._records_of, blocks, part)
+            self.counts.blocks_out += len(records)
+            self.counts.bytes_out += len(records) * self._record_bytes
+            for data in pieces(records[0] if len(records) == 1 else b"".join(records), MESSAGE_BYTES):
+                yield worker_pb2.ReadBlocksResponse(data=data)
+            if len(records) < len(part):
                 return
-            self.counts.blocks_out += 1
-            self.counts.bytes_out += len(record)
-            parts = list(pieces(record, PIECE_BYTES))
-            for part in parts[:-1]:
-                yield worker_pb2.ReadBlocksResponse(data=part)
-            yield worker_pb2.ReadBlocksResponse(data=parts[-1], ends_record=True)
+
+    def _records_of(self, blocks: MovableBlocks, wanted: Sequence[tuple[int, bytes]]) -> list[bytes]:
+        """The records of these blocks, up to one that is not there."""
+        records = []
+        for block, digest in wanted:
+            record = self._record_of(blocks, block, digest)
+            if record is None:
+                break
+            records.append(record)
+        return records
 
     def _record_of(self, blocks: MovableBlocks, block: int, digest: bytes) -> bytes | None:
         found = blocks.read(block, digest) if block < blocks.num_blocks else None

@@ -173,10 +173,10 @@ class BlockMoves:
             count = last - first
             if count < 1:
                 continue
-            gain = moved_tokens_gain(count * bs, speed.seconds(count), self._throughput.prefill.per_s)
-            options.append((gain, first, count, source))
-        best = max(options, key=lambda option: option[0], default=None)
-        return best if best is not None and best[0] > 0 else None
+            gain = moved_tokens_gain(count * bs, speed.seconds(count), self._throughput.prefill.early_per_s)
+            if gain > 0:
+                options.append((gain, first, count, source))
+        return max(options, key=lambda option: option[0], default=None)
 
     def _holder(
         self, worker: WorkerState, digests: Seq[bytes], end: int, workers: Iterable[WorkerState]
@@ -208,6 +208,8 @@ class BlockMoves:
             return now < coming.give_up_at
         found = self._best(worker, seq, self._workers.values())
         if found is None:
+            mover.tier_speed.add_unmoved()
+            mover.transfer_speed.add_unmoved()
             return False
         if isinstance(worker.try_admit(entry, self._watermark, self._throughput.mean_output), Refusal):
             return False
@@ -251,7 +253,7 @@ class BlockMoves:
         first = firsts[taker]
         count = len(digests) - first
         move_s = self._movers[taker.capacity.worker_id].transfer_speed.seconds(count)
-        if count < 1 or moved_tokens_gain(count * bs, move_s, self._throughput.prefill.per_s) < 1:
+        if count < 1 or moved_tokens_gain(count * bs, move_s, self._throughput.prefill.early_per_s) < 1:
             return None
         return self._begin(taker, digests, tokens, (first, len(digests)), worker, now)
 
@@ -296,7 +298,7 @@ class BlockMoves:
             source.pool.share(pinned)
         self._num_moves += 1
         count, mover = end - first, self._movers[target.capacity.worker_id]
-        pace = self._throughput.prefill.per_s or UNKNOWN_PACE
+        pace = self._throughput.prefill.early_per_s or UNKNOWN_PACE
         move = BlockMove(
             move_id=self._num_moves,
             worker_id=target.capacity.worker_id,
@@ -363,7 +365,7 @@ class BlockMoves:
         one.speed.add(num_moved, took_s)
         if capacity.movement is not None:
             counts.moved_bytes += num_moved * capacity.movement.block_bytes
-        pace = self._throughput.prefill.per_s
+        pace = self._throughput.prefill.early_per_s
         if pace:
             counts.block_move_lost_ms += int(1e3 * max(0.0, took_s - num_tokens / pace))
 

@@ -330,9 +330,12 @@ class Rate:
     @property
     def per_s(self) -> float | None:
         """The rate; None while it is unknown."""
-        if self._seen_s < self.MIN_BUSY_S or self._amount <= 0:
-            return None
-        return self._amount / self._busy_s
+        return self.early_per_s if self._seen_s >= self.MIN_BUSY_S else None
+
+    @property
+    def early_per_s(self) -> float | None:
+        """The rate as soon as there is one, where a wrong estimate refuses nothing."""
+        return self._amount / self._busy_s if self._amount > 0 else None
 
 
 class Throughput:
@@ -364,25 +367,39 @@ class Throughput:
 
 
 class MoveSpeed:
-    """How fast blocks come from one place to one worker: a fixed time per move, and a time per block, as measured."""
+    """How fast blocks come from one place to one worker: a time per move and a time per block, as measured.
 
-    FIXED_S = 0.005  # two messages and the start of a read
-    GUESS_BLOCK_S = 0.0002  # until a move was measured, besides its bytes
+    A measurement corrects both, each by its share of the estimate: short moves say what a move costs, long ones what a
+    block costs. An estimate that is too high would never be measured again, so each sequence that moves nothing brings
+    it a little closer to the first guess.
+    """
+
+    GUESS_MOVE_S = 0.005  # two messages and the start of a read
+    GUESS_BLOCK_S = 0.0002  # besides its bytes
     GUESS_BYTES_PER_S = 500e6
-    WEIGHT = 0.3  # of the newest move in the running mean
+    WEIGHT = 0.3  # of the newest move
+    RETURN = 0.002  # of the distance to the guess
 
     def __init__(self, block_bytes: int) -> None:
-        self.block_s = self.GUESS_BLOCK_S + block_bytes / self.GUESS_BYTES_PER_S
+        self._guess = self.GUESS_MOVE_S, self.GUESS_BLOCK_S + block_bytes / self.GUESS_BYTES_PER_S
+        self.move_s, self.block_s = self._guess
 
     def seconds(self, num_blocks: int) -> float:
         """Expected duration of a move."""
-        return self.FIXED_S + num_blocks * self.block_s
+        return self.move_s + num_blocks * self.block_s
 
     def add(self, num_blocks: int, took_s: float) -> None:
         """Record a move."""
         if num_blocks:
-            found = max(took_s - self.FIXED_S, took_s / 10) / num_blocks
-            self.block_s += self.WEIGHT * (found - self.block_s)
+            factor = 1 + self.WEIGHT * (took_s / self.seconds(num_blocks) - 1)
+            in_blocks = num_blocks * self.block_s / self.seconds(num_blocks)
+            self.move_s *= 1 + (factor - 1) * (1 - in_blocks)
+            self.block_s *= 1 + (factor - 1) * in_blocks
+
+    def add_unmoved(self) -> None:
+        """Record that a sequence moved nothing."""
+        self.move_s += self.RETURN * min(0.0, self._guess[0] - self.move_s)
+        self.block_s += self.RETURN * min(0.0, self._guess[1] - self.block_s)
 
 
 def moved_tokens_gain(num_tokens: int, move_s: float, tokens_per_s: float | None) -> int:

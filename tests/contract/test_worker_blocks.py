@@ -19,6 +19,7 @@ from step_protocol.columns import u32_to_bytes
 from svc_common.observe.inspection import Inspector
 from svc_common.serve import GrpcServer, open_channel
 from tests.unit.worker.test_kv_store import make_block
+from worker_svc import blocks as worker_blocks
 from worker_svc.blocks import MovementSettings, WorkerBlocks
 from worker_svc.bundle import Bundle
 from worker_svc.engine.config import EngineConfig
@@ -118,6 +119,16 @@ async def test_blocks_arrive_as_they_were(pair: tuple[Served, Served]) -> None:
     assert list(target.runner.committed_blocks()) == [], "only the scheduler commits"
 
 
+async def test_records_that_are_larger_than_a_message_arrive_in_pieces(
+    pair: tuple[Served, Served], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = pair
+    monkeypatch.setattr(worker_blocks, "MESSAGE_BYTES", source.blocks._record_bytes - 1)
+    response = await target.stub.FetchBlocks(order(target, source))
+    assert (response.num_fetched, response.message) == (NUM_MOVED, "")
+    assert num_equal(target, source) == NUM_MOVED
+
+
 async def test_a_block_that_the_source_has_given_away_ends_the_fetch(pair: tuple[Served, Served]) -> None:
     source, target = pair
     request = order(target, source)
@@ -159,6 +170,7 @@ async def test_a_source_that_dies_in_the_middle_leaves_the_blocks_before(
 ) -> None:
     source, target = pair
     record_of = WorkerBlocks._record_of
+    monkeypatch.setattr(worker_blocks, "MESSAGE_BYTES", source.blocks._record_bytes)
 
     def dying(blocks: WorkerBlocks, pool: Any, block: int, digest: bytes) -> bytes | None:
         if block == 3:

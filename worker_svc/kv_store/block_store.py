@@ -109,6 +109,15 @@ class BlockStore:
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
+    def read_all(self, wanted: Sequence[WantedBlock]) -> list[Found]:
+        """The blocks of the tier, up to one that it does not have."""
+        found = []
+        for one in wanted:
+            if (block := self.read(one)) is None:
+                break
+            found.append(block)
+        return found
+
     def read(self, wanted: WantedBlock) -> Found | None:
         """A block of the tier; None if it has none that is exactly this block. A damaged record is removed."""
         counts, data = self.tier.counts, self.tier.read(wanted.digest)

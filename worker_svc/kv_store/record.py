@@ -58,6 +58,11 @@ class Found:
     payload: npt.NDArray[np.uint8]
 
 
+def record_bytes(block_size: int, payload_bytes: int) -> int:
+    """The size of a record, which is the same for all blocks of a layout."""
+    return HEADER.size + 4 * block_size + payload_bytes + CHECKSUM_BYTES
+
+
 def pack_record(
     digest: bytes, layout: bytes, tokens: U32, payload: npt.NDArray[np.uint8], origin: Origin
 ) -> list[bytes | memoryview]:

@@ -35,6 +35,36 @@ def test_the_time_of_a_block_follows_the_measured_moves() -> None:
     assert speed.seconds(10) == pytest.approx(0.105, rel=0.01)
 
 
+def test_short_moves_measure_what_a_move_costs_and_long_ones_what_a_block_costs() -> None:
+    """Short moves on a busy machine must not make long ones look expensive: nothing would be moved again."""
+    speed = MoveSpeed(100)
+    for _ in range(60):
+        speed.add(1, 0.05)
+    assert speed.seconds(1) == pytest.approx(0.05, rel=0.01)
+    assert speed.seconds(500) < 0.05 + 500 * 0.0021
+    for _ in range(60):
+        speed.add(500, 0.25)
+        speed.add(1, 0.05)
+    assert speed.seconds(500) == pytest.approx(0.25, rel=0.1)
+
+
+def test_an_estimate_that_forbids_moves_is_forgotten_in_time() -> None:
+    speed = MoveSpeed(100)
+    for _ in range(30):
+        speed.add(100, 60.0)
+    assert speed.seconds(100) > 50
+    for _ in range(5000):
+        speed.add_unmoved()
+    assert speed.seconds(100) == pytest.approx(MoveSpeed(100).seconds(100), rel=0.2)
+    before = speed.seconds(100)
+    for _ in range(30):
+        speed.add(100, 0.002)
+    assert speed.seconds(100) < before / 5
+    low = speed.seconds(100)
+    speed.add_unmoved()
+    assert speed.seconds(100) == low, "a measured low price stays"
+
+
 def capacity(name: str, movement: BlockMovement | None = BOTH, **sizes: int) -> WorkerCapacity:
     return replace(make_capacity(name, **sizes), movement=movement)
 
