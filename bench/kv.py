@@ -186,8 +186,8 @@ class Lost:
         """Read the metrics of a scheduler."""
         text = await asyncio.to_thread(lambda: urlopen(f"http://{page}/metrics", timeout=10).read().decode())
         values = {line.split("{")[0]: line.rsplit(" ", 1)[1] for line in text.splitlines()}
-        self.moves += int(float(values["quire_scheduler_block_moves_total"]))
-        self.lost_ms += int(float(values["quire_scheduler_block_move_lost_ms_total"]))
+        self.moves += int(float(values["quire_block_moves_total"]))
+        self.lost_ms += int(float(values["quire_block_move_lost_ms_total"]))
 
 
 def prompt_of(number: int, length: int) -> list[int]:
