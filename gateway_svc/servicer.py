@@ -1,5 +1,5 @@
-"""InferenceService: maps the RPCs that clients call to the pipelines. Methods raise QuireError, which an interceptor
-turns into a gRPC status.
+"""InferenceService and SessionService: maps RPCs that clients call to the pipelines. Methods raise QuireError, which
+an interceptor turns into a gRPC status.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from typing import Any
 
 import grpc
 from quire.v1 import inference_pb2 as pb
+from quire.v1 import session_pb2 as spb
 from quire.v1.inference_pb2_grpc import InferenceServiceServicer
+from quire.v1.session_pb2_grpc import SessionServiceServicer
 
 from gateway_svc.answer.open_streams import OpenStreams
 from gateway_svc.answer.receipts import ReceiptSigner
@@ -20,6 +22,7 @@ from gateway_svc.operators.audit.entry import annotate, record_target
 from gateway_svc.pipeline.admission import CallAdmission
 from gateway_svc.pipeline.generation import GenerationPipeline
 from gateway_svc.pipeline.pooling import PoolingPipeline
+from gateway_svc.pipeline.sessions import Sessions
 from gateway_svc.records.recorder import OutputRecorder
 from gateway_svc.request.cost import BYTES_PER_TOKEN
 from gateway_svc.request.plan import Planner
@@ -153,6 +156,42 @@ class InferenceServicer(InferenceServiceServicer):
         """The current state of every scheduler. A scheduler that does not answer is reported as not connected."""
         schedulers = await asyncio.gather(*(client.get_status() for client in self._directory.clients))
         return pb.GetStatusResponse(schedulers=schedulers, open_streams=len(self.generation.streams))
+
+
+class SessionServicer(SessionServiceServicer):
+    """One method per RPC of SessionService."""
+
+    def __init__(self, sessions: Sessions) -> None:
+        self._sessions = sessions
+
+    async def Checkpoint(self, request: spb.CheckpointRequest, context: Context) -> spb.CheckpointResponse:
+        """A copy of a session as it is now."""
+        return spb.CheckpointResponse(session=await self._sessions.checkpoint(request.session_id))
+
+    async def Fork(self, request: spb.ForkRequest, context: Context) -> spb.ForkResponse:
+        """Several copies of a session."""
+        return spb.ForkResponse(sessions=await self._sessions.fork(request.session_id, request.n))
+
+    async def Rewind(self, request: spb.RewindRequest, context: Context) -> spb.RewindResponse:
+        """A copy of a session with less output."""
+        return spb.RewindResponse(session=await self._sessions.rewind(request.session_id, request.num_tokens))
+
+    async def Pin(self, request: spb.PinRequest, context: Context) -> spb.PinResponse:
+        """Keep a session."""
+        return spb.PinResponse(session=await self._sessions.pin(request.session_id, request.ttl_s))
+
+    async def GetSession(self, request: spb.GetSessionRequest, context: Context) -> spb.GetSessionResponse:
+        """One session."""
+        return spb.GetSessionResponse(session=await self._sessions.get(request.session_id))
+
+    async def ListSessions(self, request: spb.ListSessionsRequest, context: Context) -> spb.ListSessionsResponse:
+        """The sessions of the caller."""
+        return spb.ListSessionsResponse(sessions=await self._sessions.list())
+
+    async def DeleteSession(self, request: spb.DeleteSessionRequest, context: Context) -> spb.DeleteSessionResponse:
+        """Delete a session."""
+        await self._sessions.delete(request.session_id)
+        return spb.DeleteSessionResponse()
 
 
 def make_servicer(

@@ -389,6 +389,16 @@ FIELDS = (
         Side.GATEWAY, http=None, works_with_beams=False,
     ),
     Field(
+        "session_id", Kind.STRING,
+        "Continue this session (docs/sessions.md): the prompt is the session's prompt, its output, and then the new "
+        "input. Fields that are not set have the session's values. Empty: the prompt is complete.",
+        Side.GATEWAY, default="", max_bytes=64, has_flag=True, http=None,
+    ),
+    Field(
+        "session_sample", Kind.UINT32, "With session_id: the sample whose output is continued.",
+        Side.GATEWAY, default=0, http=None,
+    ),
+    Field(
         "adapter", Kind.STRING, "Name of a LoRA adapter of the model (docs/adapters.md). Empty: none, or the adapter "
         "that `model` names.",
         Side.GATEWAY, default="", max_bytes=512, has_flag=True, http=None,

@@ -121,6 +121,10 @@ class GenerateOptions(ChatOptions, total=False):
     # Return a signed receipt of each sample (docs/receipts.md). Sets output.logprobs, if it is unset, and
     # sampling.logits_digests. Refused with FAILED_PRECONDITION by gateways without --receipt-key-file.
     receipt: bool
+    # Continue this session (docs/sessions.md): the prompt is the session's prompt, its output, and then the new input.
+    # Fields that are not set have the session's values. Empty: the prompt is complete. At most 64 bytes.
+    session_id: str
+    session_sample: int  # With session_id: the sample whose output is continued. Default 0.
     # Name of a LoRA adapter of the model (docs/adapters.md). Empty: none, or the adapter that `model` names. At most
     # 512 bytes.
     adapter: str

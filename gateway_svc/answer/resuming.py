@@ -12,7 +12,7 @@ from quire.v1 import inference_pb2 as pb
 
 from gateway_svc.columns import u32_from_bytes, u32_to_bytes
 from gateway_svc.records.recorder import OutputRecorder, Recording
-from gateway_svc.records.store import StoredRecord
+from gateway_svc.records.store import RecordStore, StoredRecord, keeps_output
 from gateway_svc.request.plan import GenerationPlan
 from gateway_svc.request.resume import Replay
 from gateway_svc.schedulers.submitter import Submission
@@ -80,16 +80,12 @@ async def recorded(
     """Keep the record of a request while it is open. A request that follows a run is sent when that run ends."""
     request, record_id = submission.request, submission.request.request_id
     stored = [len(output) for output in resumed.record.outputs] if resumed else [0] * len(request.samples)
-    output = content.request.output
-    is_function_of_tokens = not (
-        output.HasField("logprobs")
-        or output.HasField("prompt_logprobs")
-        or content.request.sampling.HasField("best_of")  # the sums of all samples decide which are sent
-    )
-    recording = recorder.recording(record_id, request.samples, stored, keeps_output=is_function_of_tokens)
+    recording = recorder.recording(record_id, request.samples, stored, keeps_output=keeps_output(content.request))
     follower = None
     if resumed is None:
         await recorder.records.create(record_id, content, recording.run)
+        if content.request.session_id:
+            await enlist(recorder.records, record_id, content.request.session_id)
         recorder.begin(recording)
     elif resumed.follows:
         follower = asyncio.create_task(Follower(recorder, recording, submission).run())
@@ -102,6 +98,12 @@ async def recorded(
         if follower is not None:
             await cancel(follower)
         recording.close()
+
+
+async def enlist(records: RecordStore, record_id: str, base_id: str = "") -> None:
+    """Put a session into its owner's list, in place of the one that it continues."""
+    owner = record_id.rpartition("/")[0]
+    await records.enlist(owner, record_id, f"{owner}/{base_id}" if owner else base_id)
 
 
 class Follower:
@@ -144,12 +146,12 @@ class Follower:
                 self._request.on_finished(_end_of(end, index))
 
 
-def no_record(request_id: str) -> NotFoundError:
+def no_record(request_id: str, field: str = "request_id") -> NotFoundError:
     """The error for a request without a record, or with the record of another API key's owner."""
     return NotFoundError(
         f"there is no record of request {request_id!r}: it was not sent with resumable, or the record has expired "
         "(--record-ttl-s) or was deleted",
-        field="request_id",
+        field=field,
     )
 
 

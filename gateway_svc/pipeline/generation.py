@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from quire.v1 import inference_pb2 as pb
 
@@ -14,12 +14,15 @@ from gateway_svc.answer.open_streams import OpenStream, OpenStreams
 from gateway_svc.answer.receipts import ReceiptSigner
 from gateway_svc.answer.request_traces import GenerationTraces, RequestTrace
 from gateway_svc.answer.resuming import Resumed, no_record, record_of, recorded
+from gateway_svc.answer.session import SessionBase
 from gateway_svc.answer.stream import GenerationStream
 from gateway_svc.callers.caller import scoped
 from gateway_svc.operators.audit.entry import annotate, record_request_id
 from gateway_svc.pipeline.admission import CallAdmission
+from gateway_svc.pipeline.sessions import Sessions
 from gateway_svc.records.recorder import OutputRecorder, Recording
 from gateway_svc.request.cost import BYTES_PER_TOKEN
+from gateway_svc.request.field_errors import invalid
 from gateway_svc.request.models import ServedModel
 from gateway_svc.request.plan import GenerationPlan, Planner
 from gateway_svc.request.prompts.audio import AudioPart
@@ -28,6 +31,7 @@ from gateway_svc.request.validation import check_generate, check_request_id, che
 from gateway_svc.schedulers.directory import ModelDirectory
 from gateway_svc.schedulers.scheduler_request import SchedulerRequest
 from gateway_svc.schedulers.submitter import Submission, Submitter
+from request_fields.grammar import Grammar
 from svc_common.errors import NotConfiguredError
 
 Events = AsyncGenerator[pb.GenerateResponse, None]
@@ -100,6 +104,7 @@ class GenerationPipeline:
         self._submitter = submitter
         self._recorder = recorder
         self._signer = signer
+        self.sessions = Sessions(admission, prompts, lambda: self.recorder.records)
 
     def generate(
         self,
@@ -128,10 +133,16 @@ class GenerationPipeline:
         record_request_id(request.request_id)
         limits, is_new = self._admission.requests, resumed is None
         grammar = await self._lane.run(request.sampling.ByteSize(), check_generate, request, limits, is_new=is_new)
+        base = None
+        if request.session_id and is_new:
+            request, base, grammar = await self._continued(call)
         model = self._admission.model(request, request.continuation.revision, request.adapter)
         resumes = request.HasField("continuation")
         with self._open(call, model, resumes=resumes) as stream:
-            prompt = await self._prompts.read(request, model, None if resumed is None else resumed.prompt_ids)
+            if base is None:
+                prompt = await self._prompts.read(request, model, None if resumed is None else resumed.prompt_ids)
+            else:
+                prompt = await self.sessions.read_prompt(request, base, model)
             plan = await self._planner.plan(
                 request,
                 model,
@@ -152,7 +163,7 @@ class GenerationPipeline:
             answer.report_known(submission.request)
             async with (
                 self._counted(call, plan, submission.request),
-                self._recording(call, plan, submission) as recording,
+                self._recording(replace(call, request=request), plan, submission) as recording,
             ):
                 stream.set_request(submission.request)
                 if resumed is None or not resumed.follows:
@@ -161,6 +172,14 @@ class GenerationPipeline:
                 while not answer.is_over:
                     for message in await answer.next_messages():
                         yield message
+
+    async def _continued(self, call: GenerationCall) -> tuple[pb.GenerateRequest, SessionBase, Grammar | None]:
+        """A request with the values of its session, what it continues, and its grammar."""
+        request, limits = pb.GenerateRequest(), self._admission.requests
+        request.CopyFrom(call.request)
+        base = await self.sessions.continued_by(request)
+        grammar = await self._lane.run(request.sampling.ByteSize(), check_generate, request, limits, is_new=False)
+        return request, base, grammar
 
     def _open(self, call: GenerationCall, model: ServedModel, *, resumes: bool) -> OpenStream:
         request = call.request
@@ -191,6 +210,8 @@ class GenerationPipeline:
     async def count_tokens(self, request: pb.GenerateRequest) -> int:
         """The number of tokens of the prompt that a request would have."""
         check_generate(request, self._admission.requests)
+        if request.session_id:
+            raise invalid("session_id", "is set, but CountTokens counts whole prompts; leave the field unset")
         model = self._directory.find(request.model, request.continuation.revision, request.adapter)
         annotate(model=model.name)
         async with self._admission.call(request.ByteSize() // BYTES_PER_TOKEN):

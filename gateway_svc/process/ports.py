@@ -13,6 +13,7 @@ from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING
 
 from quire.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
+from quire.v1.session_pb2_grpc import add_SessionServiceServicer_to_server
 
 from gateway_svc.callers.authenticator import Authenticator
 from gateway_svc.callers.flags import make_authenticator
@@ -24,7 +25,7 @@ from gateway_svc.operators.operator_port import add_admin_service, operators_of
 from gateway_svc.process.schedulers import Schedulers
 from gateway_svc.request.threads import Lane
 from gateway_svc.schedulers.directory import ModelDirectory
-from gateway_svc.servicer import InferenceServicer
+from gateway_svc.servicer import InferenceServicer, SessionServicer
 from prefix_index.reader import RedisPrefixReader
 from svc_common import config
 from svc_common.connections import ConnectionLimits
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-SERVICE_NAMES = ("quire.v1.InferenceService", "quire.v1.AdminService")
+SERVICE_NAMES = ("quire.v1.InferenceService", "quire.v1.SessionService", "quire.v1.AdminService")
 # Size of the largest request that passes all checks, which has images. A request is decoded before it is checked.
 MAX_RECEIVE_BYTES = 16 << 20
 MIN_CONNECTION_CALLS = 1024
@@ -101,6 +102,7 @@ class Ports:
         state = ConsoleState(servicer.full_status, directory)
         self._console = make_console(args, make_app, self._authenticator, state, server, self._tls)
         add_InferenceServiceServicer_to_server(servicer, server.grpc)
+        add_SessionServiceServicer_to_server(SessionServicer(servicer.generation.sessions), server.grpc)
         inspector = Inspector("gateway", self._gateway_id, args.shown_settings, self._admin.metrics_text)
         self._operations = add_admin_service(
             args, AdminServicer(directory, inspector), servicer.full_status, server, self._tls, self._audit

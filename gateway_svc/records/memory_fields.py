@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from gateway_svc.records.store import END, LEASE_S, MAX_BYTES, TTL_S, Update
+from gateway_svc.records.store import END, LEASE_S, MAX_BYTES, MAX_LISTED, TTL_S, Lifetime, Update
 from svc_common.errors import OverloadedError
 
 
@@ -18,11 +18,13 @@ class _Record:
     lease_until: float
     expires_at: float
     size: int = 0
+    pinned_until: float = 0.0
+    owner: str = ""  # of the pin
 
 
 class MemoryFields:
     """Records of this process, at most `total_bytes`: the records that were written longest ago make room, unless their
-    request is open. They end with the process. Times are seconds of `clock`.
+    request is open or they are pinned. They end with the process. Times are seconds of `clock`.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class MemoryFields:
         self._clock = clock
         self._records: OrderedDict[str, _Record] = OrderedDict()  # the one written longest ago first
         self._size = 0
+        self._lists: dict[str, dict[str, None]] = {}  # ids of sessions by owner, the newest last
 
     async def close(self) -> None:
         self._records.clear()
@@ -101,6 +104,36 @@ class MemoryFields:
         record = self._find(record_id)
         return ({}, False) if record is None else (dict(record.fields), record.lease_until > self._clock())
 
+    async def pin(self, owner: str, record_id: str, ttl_s: float, limit: int) -> bool:
+        record, now = self._find(record_id), self._clock()
+        if record is None:
+            return True
+        pinned = [one for one in self._records.values() if one is not record and one.pinned_until > now]
+        is_full = record.size + sum(one.size for one in pinned) > self._total_bytes // 2
+        if ttl_s and (is_full or sum(one.owner == owner for one in pinned) >= limit):
+            return False
+        record.owner, record.pinned_until = owner, now + ttl_s if ttl_s else 0.0
+        self._touch(record_id, record, record.lease_until - now)
+        return True
+
+    async def lifetimes(self, record_ids: Sequence[str]) -> list[Lifetime | None]:
+        now, found = self._clock(), [self._find(record_id) for record_id in record_ids]
+        return [
+            None if record is None else Lifetime(record.expires_at - now, max(0.0, record.pinned_until - now))
+            for record in found
+        ]
+
+    async def enlist(self, owner: str, record_id: str, instead_of: str) -> None:
+        ids = self._lists.setdefault(owner, {})
+        ids.pop(instead_of, None)
+        ids.pop(record_id, None)
+        ids[record_id] = None
+        for oldest in list(ids)[:-MAX_LISTED]:
+            del ids[oldest]
+
+    async def listed(self, owner: str) -> list[str]:
+        return list(reversed(self._lists.get(owner, {})))
+
     def _find(self, record_id: str) -> _Record | None:
         record = self._records.get(record_id)
         if record is not None and record.expires_at <= self._clock():
@@ -117,14 +150,18 @@ class MemoryFields:
     def _touch(self, record_id: str, record: _Record, lease_s: float) -> None:
         """A record expires a time after its last write, and is the last one to make room."""
         now = self._clock()
-        record.lease_until, record.expires_at = now + lease_s, now + self._ttl_s
+        record.lease_until, record.expires_at = now + lease_s, max(now + self._ttl_s, record.pinned_until)
         self._records.move_to_end(record_id)
 
     def _make_room(self, num_bytes: int, keep: str = "") -> bool:
         """Remove records that no run writes until there is room. False if there is none."""
         now = self._clock()
         while self._size + num_bytes > self._total_bytes:
-            others = (name for name, record in self._records.items() if name != keep and record.lease_until <= now)
+            others = (
+                name
+                for name, record in self._records.items()
+                if name != keep and max(record.lease_until, record.pinned_until) <= now
+            )
             if (oldest := next(others, None)) is None:
                 return False
             self._remove(oldest)
@@ -133,3 +170,7 @@ class MemoryFields:
     def _remove(self, record_id: str) -> None:
         record = self._records.pop(record_id, None)
         self._size -= record.size if record else 0
+        owner = record_id.rpartition("/")[0]
+        ids = self._lists.get(owner, {})
+        if ids.pop(record_id, 0) is None and not ids:
+            del self._lists[owner]

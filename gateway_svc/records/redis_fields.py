@@ -2,6 +2,9 @@
 
 <namespace>:record:<id>   the fields of store.py, and
   run, lease, size        run that writes the record, end of its lease (ms, server's clock), bytes of all values
+  keep                    end of its pin (ms)
+<namespace>:pins:<owner>, <namespace>:sessions:<owner>
+                          sorted sets of record ids: by the end of the pin, and by the time when a session was listed
 """
 
 from __future__ import annotations
@@ -10,17 +13,22 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gateway_svc.records.store import LEASE_S, MAX_BYTES, TTL_S, Update
+from gateway_svc.records.store import LEASE_S, MAX_BYTES, MAX_LISTED, TTL_S, Lifetime, Update
 from svc_common.errors import UnavailableError
 from svc_common.redis.connect import call_errors, connect
 from svc_common.redis.server import Availability, RedisServer
 
 RETRY_S = 1.0
-OWN = (b"run", b"lease", b"size")
+OWN = (b"run", b"lease", b"size", b"keep")
+LIST_TTL_S = 604_800
 
 NOW = """
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
+local function expire(ttl)
+  local keep = (tonumber(redis.call('HGET', KEYS[1], 'keep')) or 0) - now
+  redis.call('PEXPIRE', KEYS[1], math.max(tonumber(ttl), keep))
+end
 """
 # ARGV: run, lease in ms (0 ends the lease), time to live in ms, limit of bytes, then pairs of field and value. Output
 # above the limit is not stored. Returns 0 if another run has claimed the record, or if it does not exist.
@@ -37,7 +45,7 @@ for i = 5, #ARGV, 2 do
   end
 end
 redis.call('HSET', KEYS[1], 'size', size)
-redis.call('PEXPIRE', KEYS[1], ARGV[3])
+expire(ARGV[3])
 return 1"""
 # ARGV: run, lease in ms, time to live in ms, 1 to end the lease of another run. Returns 1 if the run has the record
 # now, 0 if another run has a lease, -1 if there is no record.
@@ -46,15 +54,36 @@ if redis.call('EXISTS', KEYS[1]) == 0 then return -1 end
 local lease = tonumber(redis.call('HGET', KEYS[1], 'lease')) or 0
 if ARGV[4] == '0' and lease > now and redis.call('HGET', KEYS[1], 'run') ~= ARGV[1] then return 0 end
 redis.call('HSET', KEYS[1], 'run', ARGV[1], 'lease', now + ARGV[2])
-redis.call('PEXPIRE', KEYS[1], ARGV[3])
+expire(ARGV[3])
 return 1"""
 # Stores an object unless the record has one. ARGV: object, time to live in ms. Returns the stored object; nil if there
 # is no record.
-PUT_OBJECT = """
+PUT_OBJECT = f"""{NOW}
 if redis.call('EXISTS', KEYS[1]) == 0 then return false end
 redis.call('HSETNX', KEYS[1], 'object', ARGV[1])
-redis.call('PEXPIRE', KEYS[1], ARGV[2])
+expire(ARGV[2])
 return redis.call('HGET', KEYS[1], 'object')"""
+# KEYS: record, pins of its owner. ARGV: id, time of the pin in ms (0 ends it), time to live in ms, limit of pins.
+# Returns 0 if the owner has as many other pins.
+PIN = f"""{NOW}
+if redis.call('EXISTS', KEYS[1]) == 0 then return 1 end
+redis.call('ZREMRANGEBYSCORE', KEYS[2], 0, now)
+redis.call('ZREM', KEYS[2], ARGV[1])
+local pin = tonumber(ARGV[2])
+if pin > 0 then
+  if redis.call('ZCARD', KEYS[2]) >= tonumber(ARGV[4]) then return 0 end
+  redis.call('ZADD', KEYS[2], now + pin, ARGV[1])
+  redis.call('PEXPIRE', KEYS[2], math.max(pin, redis.call('PTTL', KEYS[2])))
+end
+redis.call('HSET', KEYS[1], 'keep', pin > 0 and now + pin or 0)
+expire(ARGV[3])
+return 1"""
+# KEYS: list of an owner. ARGV: id, another id, largest number of ids, time to live in ms.
+ENLIST = f"""{NOW}
+redis.call('ZREM', KEYS[1], ARGV[2])
+redis.call('ZADD', KEYS[1], now, ARGV[1])
+redis.call('ZREMRANGEBYRANK', KEYS[1], 0, -ARGV[3] - 1)
+redis.call('PEXPIRE', KEYS[1], ARGV[4])"""
 
 
 class RedisFields:
@@ -74,6 +103,7 @@ class RedisFields:
         self._redis = connect(server, timeout_s)
         self._server = Availability("request records are kept")
         self._prefix = f"{namespace}:record:"
+        self._pins, self._lists = f"{namespace}:pins:", f"{namespace}:sessions:"
         self._ttl_ms = int(ttl_s * 1000)
         self._timeout_s = timeout_s
         self._lease_ms = int(lease_s * 1000)
@@ -125,6 +155,34 @@ class RedisFields:
         found, (seconds, micros) = await self._call(pipeline.execute())
         has_run = int(found.get(b"lease", b"0")) > seconds * 1000 + micros // 1000
         return {name.decode(): value for name, value in found.items() if name not in OWN}, has_run
+
+    async def pin(self, owner: str, record_id: str, ttl_s: float, limit: int) -> bool:
+        keys = self._key(record_id), self._pins + owner
+        call = self._redis.eval(PIN, 2, *keys, record_id, int(ttl_s * 1000), self._ttl_ms, limit)
+        return bool(await self._call(call))
+
+    async def lifetimes(self, record_ids: Sequence[str]) -> list[Lifetime | None]:
+        pipeline = self._redis.pipeline(transaction=False)
+        pipeline.time()
+        for record_id in record_ids:
+            pipeline.pttl(self._key(record_id))
+            pipeline.hget(self._key(record_id), "keep")
+        (seconds, micros), *found = await self._call(pipeline.execute())
+        now_ms = seconds * 1000 + micros // 1000
+        return [
+            None if ttl_ms < 0 else Lifetime(ttl_ms / 1000, max(0, int(keep or b"0") - now_ms) / 1000)
+            for ttl_ms, keep in zip(found[::2], found[1::2], strict=True)
+        ]
+
+    async def enlist(self, owner: str, record_id: str, instead_of: str) -> None:
+        call = self._redis.eval(
+            ENLIST, 1, self._lists + owner, record_id, instead_of, MAX_LISTED, int(LIST_TTL_S * 1000)
+        )
+        await self._call(call)
+
+    async def listed(self, owner: str) -> list[str]:
+        found = await self._call(self._redis.zrange(self._lists + owner, 0, -1, desc=True))
+        return [name.decode() for name in found]
 
     def _key(self, record_id: str) -> str:
         return self._prefix + record_id

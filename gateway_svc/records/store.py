@@ -12,20 +12,23 @@ if its gateway is killed. A record is deleted some time after its last write. It
 from __future__ import annotations
 
 import logging
+import secrets
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from google.protobuf.message import DecodeError
 from quire.internal.v1 import record_pb2 as pb
+from quire.v1.inference_pb2 import GenerateRequest
 
-from gateway_svc.columns import u32_from_bytes
+from gateway_svc.columns import u32_from_bytes, u32_to_bytes
 from gateway_svc.records.cipher import Cipher, NoCipher, UnreadableValueError
 from svc_common.errors import InvalidRequestError
 
 log = logging.getLogger(__name__)
 
+MAX_LISTED = 1000  # sessions of an owner that a list has
 LEASE_S = 3.0  # a run renews its lease every second
 TTL_S = 3600.0
 MAX_BYTES = 4 << 20
@@ -47,6 +50,20 @@ class StoredRecord:
     def is_finished(self) -> bool:
         return all(end is not None for end in self.ends)
 
+    @property
+    def keeps_output(self) -> bool:
+        """Whether the record gets the output: not if more than its tokens decides what is sent."""
+        return keeps_output(self.content.request)
+
+
+def keeps_output(request: GenerateRequest) -> bool:
+    """Whether the answer is a function of its tokens: not with log probabilities, and not with best_of, where the sums
+    of all samples decide which are sent.
+    """
+    output = request.output
+    has_logprobs = output.HasField("logprobs") or output.HasField("prompt_logprobs")
+    return not has_logprobs and not request.sampling.HasField("best_of")
+
 
 @dataclass(frozen=True, slots=True)
 class Update:
@@ -57,6 +74,13 @@ class Update:
     columns: Mapping[tuple[int, int], bytes] = field(default_factory=dict)
     ends: Mapping[int, bytes] = field(default_factory=dict)
     releases: bool = False  # the run has ended
+
+
+class Lifetime(NamedTuple):
+    """Seconds until a record is deleted, and until its pin ends."""
+
+    expires_in_s: float
+    pinned_for_s: float
 
 
 class RecordFields(Protocol):
@@ -88,6 +112,18 @@ class RecordFields(Protocol):
     async def load(self, record_id: str) -> tuple[Mapping[str, bytes], bool]:
         """The fields of a record, and whether a run has a lease. No fields if there is no record."""
 
+    async def pin(self, owner: str, record_id: str, ttl_s: float, limit: int) -> bool:
+        """Keep a record for at least this time. False if the owner has `limit` other pinned records."""
+
+    async def lifetimes(self, record_ids: Sequence[str]) -> list[Lifetime | None]:
+        """When each record ends; None for one that does not exist."""
+
+    async def enlist(self, owner: str, record_id: str, instead_of: str) -> None:
+        """Put a record into the owner's list of sessions; another one leaves it."""
+
+    async def listed(self, owner: str) -> list[str]:
+        """The ids in the owner's list, the newest first. Some may have ended."""
+
     async def close(self) -> None: ...
 
 
@@ -99,6 +135,8 @@ class RecordStore:
         self._cipher = cipher or NoCipher()
         self.answers, self.claim = fields.answers, fields.claim
         self.delete, self.close = fields.delete, fields.close
+        self.pin, self.lifetimes = fields.pin, fields.lifetimes
+        self.enlist, self.listed = fields.enlist, fields.listed
 
     async def create(self, record_id: str, content: pb.RequestRecord, run: str) -> None:
         """Create or replace a record, and give its lease to this run.
@@ -113,6 +151,14 @@ class RecordStore:
                 field="resumable",
             )
         await self._fields.create(record_id, value, run)
+
+    async def copy(self, record: StoredRecord, record_id: str, content: pb.RequestRecord) -> None:
+        """A new record with this content and the output of another one."""
+        run = secrets.token_hex(8)
+        await self.create(record_id, content, run)
+        columns = {(i, 0): u32_to_bytes(output) for i, output in enumerate(record.outputs) if output}
+        ends = {i: end.SerializeToString() for i, end in enumerate(record.ends) if end is not None}
+        await self.write([Update(record_id, run, columns, ends, releases=True)])
 
     async def write(self, updates: Sequence[Update]) -> list[bool]:
         """Store output and renew leases. False for a run that has lost its record."""

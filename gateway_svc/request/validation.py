@@ -116,12 +116,12 @@ def _prepare_receipt(request: pb.GenerateRequest, limits: RequestLimits) -> None
 def check_request_id(request_id: str) -> None:
     """Check the client's request id; it may be empty."""
     if request_id:
-        _check_id("request_id", request_id)
+        check_id("request_id", request_id)
 
 
 def check_resume(request: pb.ResumeRequest) -> None:
     """Check the form of a Resume."""
-    _check_id("request_id", request.request_id)
+    check_id("request_id", request.request_id)
     seen: set[int] = set()
     for i, position in enumerate(request.after):
         if position.index in seen:
@@ -144,10 +144,11 @@ def check_abort(request_ids: Sequence[str]) -> None:
         words = f"has {len(request_ids)} ids; at most {MAX_ABORT_IDS} are allowed: send them in parts"
         raise invalid("request_ids", words)
     for i, request_id in enumerate(request_ids):
-        _check_id(f"request_ids[{i}]", request_id)
+        check_id(f"request_ids[{i}]", request_id)
 
 
-def _check_id(field: str, request_id: str) -> None:
+def check_id(field: str, request_id: str) -> None:
+    """Check the form of an id of a request or a session."""
     if not REQUEST_ID.fullmatch(request_id):
         shown = request_id[:MAX_ID_CHARS_SHOWN]
         raise invalid(field, f"is {shown!r}; must be 1 to 64 characters of A-Z a-z 0-9 . _ : -")

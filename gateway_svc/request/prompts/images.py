@@ -69,7 +69,10 @@ class ImageReader:
         is_cut = request.HasField("truncate_prompt_tokens") or model.info.HasField("encoder")
         most = None if is_cut else model.limits.max_tokens
         try:
-            return await self.tokens.token_ids(request.prompt, model, context, most=most)
+            adds_special = not request.session_id  # the prompt of its session has them
+            return await self.tokens.token_ids(
+                request.prompt, model, context, add_special_tokens=adds_special, most=most
+            )
         except TooManyTokensError as error:
             field = f"prompt.{request.prompt.WhichOneof('kind')}"
             words = (

@@ -21,6 +21,7 @@ from quire.v1.inference_pb2_grpc import (
     add_AdminServiceServicer_to_server,
     add_InferenceServiceServicer_to_server,
 )
+from quire.v1.session_pb2_grpc import SessionServiceStub, add_SessionServiceServicer_to_server
 
 from gateway_svc.answer.open_streams import OpenStreams
 from gateway_svc.operators.admin import AdminServicer
@@ -35,7 +36,7 @@ from gateway_svc.request.validation import RequestLimits
 from gateway_svc.schedulers.directory import ModelDirectory
 from gateway_svc.schedulers.dispatcher import Dispatcher
 from gateway_svc.schedulers.scheduler_client import SchedulerClient
-from gateway_svc.servicer import make_servicer
+from gateway_svc.servicer import SessionServicer, make_servicer
 from svc_common.calls import Admit
 from svc_common.connections import ConnectionLimits
 from svc_common.memory import Intake, MemoryLimit
@@ -355,6 +356,7 @@ class TestGateway:
             on_call=on_call,
         )
         add_InferenceServiceServicer_to_server(self.servicer, self._server.grpc)
+        add_SessionServiceServicer_to_server(SessionServicer(self.servicer.generation.sessions), self._server.grpc)
         add_AdminServiceServicer_to_server(
             AdminServicer(self.directory, Inspector("gateway", "test", "", lambda: b"")), self._server.grpc
         )
@@ -365,6 +367,7 @@ class TestGateway:
         self._tasks = [asyncio.create_task(client.run()) for client in self.clients]
         self.channel = open_channel(self.address)
         self.stub = InferenceServiceStub(self.channel)
+        self.sessions = SessionServiceStub(self.channel)
         self.admin = AdminServiceStub(self.channel)
         return self
 

@@ -1,0 +1,178 @@
+"""Sessions: records of requests as values that are copied, cut, kept, listed, and continued with new input."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Sequence
+
+from quire.v1 import inference_pb2 as pb
+from quire.v1 import session_pb2
+
+from gateway_svc.answer.resuming import enlist, no_record
+from gateway_svc.answer.session import (
+    SessionBase,
+    base_of,
+    check_same_model,
+    content_of_copy,
+    continue_chat,
+    inherit,
+    join_prompts,
+    rewound,
+)
+from gateway_svc.callers.caller import current_caller, scoped
+from gateway_svc.operators.audit.entry import record_target
+from gateway_svc.pipeline.admission import CallAdmission
+from gateway_svc.records.store import LEASE_S, RecordStore, StoredRecord
+from gateway_svc.request.field_errors import invalid
+from gateway_svc.request.models import ServedModel
+from gateway_svc.request.prompts.reader import PromptInput
+from gateway_svc.request.prompts.readers import PromptReaders
+from gateway_svc.request.validation import check_id
+from svc_common.errors import OverloadedError, UnavailableError
+
+MAX_FORKS = 64
+MAX_PINS = 1000  # of one owner
+MAX_PIN_S = 604_800.0
+POLL_S = 0.02  # while the end of a session's output is being stored
+ID_BYTES = 12
+
+
+class Sessions:
+    """The sessions of all callers. `records` raises NotConfiguredError if this gateway keeps none. All methods raise
+    QuireError.
+    """
+
+    def __init__(self, admission: CallAdmission, prompts: PromptReaders, records: Callable[[], RecordStore]) -> None:
+        self._admission = admission
+        self._prompts = prompts
+        self._lane = prompts.threads.requests
+        self._records = records
+
+    # -- new input ----------------------------------------------------------------------------------------------------
+
+    async def continued_by(self, request: pb.GenerateRequest) -> SessionBase:
+        """What a request continues. Gives the request the fields and the messages of its session."""
+        check_id("session_id", request.session_id)
+        base = base_of(request, await self._load_ended(request.session_id))
+        inherit(request, base)
+        if request.prompt.HasField("chat"):
+            model = self._admission.model(request, "", request.adapter)
+            size = 4 * len(base.output) + base.request.prompt.ByteSize()
+            await self._lane.run(size, continue_chat, request, base, model)
+        return base
+
+    async def read_prompt(self, request: pb.GenerateRequest, base: SessionBase, model: ServedModel) -> PromptInput:
+        """The whole prompt of a request that continues a session."""
+        own = await self._prompts.read(request, model)
+        if request.prompt.HasField("chat"):
+            return own
+        check_same_model(base, model)
+        before = await self._prompts.read(base.request, model, base.ids)
+        return join_prompts(request, base, before, own)
+
+    async def _load_ended(self, session_id: str) -> StoredRecord:
+        """The record of a session whose output is not computed now. The end of an output is stored a little later than
+        its client gets it, possibly by another gateway.
+        """
+        loop = asyncio.get_running_loop()
+        give_up_at = loop.time() + LEASE_S
+        while (record := await self._load(session_id)).has_run and not record.is_finished:
+            if loop.time() > give_up_at:
+                raise UnavailableError(
+                    f"session {session_id!r} is being computed; wait for its end, or continue a checkpoint of it",
+                    field="session_id",
+                    retry_after_s=LEASE_S,
+                )
+            await asyncio.sleep(POLL_S)
+        return record
+
+    async def _load(self, session_id: str) -> StoredRecord:
+        check_id("session_id", session_id)
+        record_target(session_id)
+        record = await self._records().load(scoped(session_id))
+        if record is None:
+            raise no_record(session_id, "session_id")
+        return record
+
+    # -- values -------------------------------------------------------------------------------------------------------
+
+    async def checkpoint(self, session_id: str) -> session_pb2.Session:
+        """A new session that is equal to another one."""
+        async with self._admission.call():
+            return await self._copy(await self._load(session_id), session_id)
+
+    async def fork(self, session_id: str, n: int) -> list[session_pb2.Session]:
+        """Several new sessions that are equal to another one."""
+        if n > MAX_FORKS:
+            raise invalid("n", f"is {n}; must be from 1 to {MAX_FORKS}")
+        async with self._admission.call():
+            record = await self._load(session_id)
+            return [await self._copy(record, session_id) for _ in range(n or 1)]
+
+    async def rewind(self, session_id: str, num_tokens: int) -> session_pb2.Session:
+        """A new session with the first tokens of each sample of another one."""
+        async with self._admission.call():
+            return await self._copy(rewound(await self._load(session_id), num_tokens), session_id)
+
+    async def pin(self, session_id: str, ttl_s: float) -> session_pb2.Session:
+        """Keep a session for at least this time."""
+        if not 0 <= ttl_s <= MAX_PIN_S:
+            raise invalid("ttl_s", f"is {ttl_s}; must be from 0 to {MAX_PIN_S:.0f}")
+        async with self._admission.call():
+            record = await self._load(session_id)
+            owner = current_caller.get().owner
+            if not await self._records().pin(owner, record.record_id, ttl_s, MAX_PINS):
+                raise OverloadedError(
+                    f"{MAX_PINS} sessions are pinned, or those of a gateway without Redis need half of its "
+                    "--record-memory; end a pin with ttl_s 0",
+                    field="session_id",
+                )
+            return await self._describe(record, session_id)
+
+    async def get(self, session_id: str) -> session_pb2.Session:
+        """A session."""
+        async with self._admission.call():
+            return await self._describe(await self._load(session_id), session_id)
+
+    async def list(self) -> Sequence[session_pb2.Session]:
+        """The ids of the caller's sessions, the newest first, with their ends."""
+        async with self._admission.call():
+            ids = await self._records().listed(current_caller.get().owner)
+            ends = await self._records().lifetimes(ids)
+        return [
+            session_pb2.Session(session_id=record_id.rpartition("/")[2], **end._asdict())
+            for record_id, end in zip(ids, ends, strict=True)
+            if end is not None
+        ]
+
+    async def delete(self, session_id: str) -> None:
+        """Delete a session."""
+        async with self._admission.call():
+            await self._records().delete((await self._load(session_id)).record_id)
+
+    async def _copy(self, record: StoredRecord, source_id: str) -> session_pb2.Session:
+        session_id = f"sess_{secrets.token_hex(ID_BYTES)}"
+        content, records = content_of_copy(record, source_id, session_id), self._records()
+        await records.copy(record, scoped(session_id), content)
+        await enlist(records, scoped(session_id))
+        return await self._describe(await self._load(session_id), session_id)
+
+    async def _describe(self, record: StoredRecord, session_id: str) -> session_pb2.Session:
+        (end,) = await self._records().lifetimes([record.record_id])
+        if end is None:
+            raise no_record(session_id, "session_id")
+        content = record.content
+        session = session_pb2.Session(
+            session_id=session_id,
+            model=content.request.model,
+            adapter=content.request.adapter,
+            revision=content.request.continuation.revision,
+            prompt_tokens=len(content.prompt_token_ids) // 4,
+            is_running=record.has_run and not record.is_finished,
+            base_id=content.request.session_id,
+            **end._asdict(),
+        )
+        for output, ended in zip(record.outputs, record.ends, strict=True):
+            session.samples.add(num_tokens=len(output), is_finished=ended is not None)
+        return session

@@ -1,0 +1,456 @@
+"""Sessions over real gRPC: two gateways with the same records, in front of schedulers whose tokens are a function of
+prompt, seed, sample and position, as those of workers.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from array import array
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import grpc
+import pytest
+import xxhash
+from quire.internal.v1 import record_pb2, scheduler_pb2
+from quire.v1 import inference_pb2 as pb
+from quire.v1 import session_pb2 as spb
+from quire.v1 import types_pb2 as types
+
+from gateway_svc.callers.caller import Caller, current_caller
+from gateway_svc.pipeline import sessions
+from gateway_svc.records.memory_fields import MemoryFields
+from gateway_svc.records.recorder import OutputRecorder
+from gateway_svc.records.store import RecordStore, Update
+from tests.unit.gateway.fakes import (
+    EOS,
+    STOP,
+    FakeScheduler,
+    Result,
+    TestGateway,
+    make_bundle,
+    make_info,
+    refused,
+    rest,
+    until,
+)
+from tests.unit.gateway.tokenizer_kinds import bundle_files, byte_level
+
+TOKENIZER = byte_level()
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}"
+    "[{{ c.id }} {{ c.function.name }} {{ c.function.arguments | tojson }}]{% endfor %}{% endfor %}<assistant>"
+)
+FIRST_ID, NUM_IDS = 10, 200  # ids of output; none of them ends it
+PROMPT = [11, 12, 13]
+OWNERS: dict[str, str] = {}
+
+
+def encode(text: str) -> list[int]:
+    return TOKENIZER.encode(text, add_special_tokens=False).ids
+
+
+def token(submit: scheduler_pb2.Submit, sample: int, position: int) -> int:
+    key = (
+        submit.prompt_token_ids + bytes(submit.adapter_digest) + f"{submit.sampling.seed} {sample} {position}".encode()
+    )
+    return FIRST_ID + xxhash.xxh3_64_intdigest(key) % NUM_IDS
+
+
+def output_of(submit: scheduler_pb2.Submit, sample: int = 0) -> list[int]:
+    return [token(submit, sample, i) for i in range(submit.stop.max_tokens)]
+
+
+class Deterministic(FakeScheduler):
+    """Computes the tokens of every request, in two messages per sample."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.on_submit = self.compute
+        self.stops_at: int | None = None  # tokens after which all requests hang
+
+    def compute(self, submit: scheduler_pb2.Submit) -> None:
+        have = {sample.index: sample for sample in submit.continuation.samples}
+        for sample in range(submit.sampling.n):
+            if sample in have and have[sample].finished:
+                continue
+            start, ids = len(have[sample].output_token_ids) if sample in have else 0, output_of(submit, sample)
+            if self.stops_at is not None:
+                self.send(submit.handle, ids[start : self.stops_at], offset=start, sample=sample)
+            else:
+                self.finish(submit.handle, ids=ids[start:], offset=start, sample=sample)
+
+    @property
+    def prompt(self) -> list[int]:
+        """The newest prompt."""
+        return list(array("I", self.submits[-1].prompt_token_ids))
+
+
+class Served:
+    """Two gateways; the second one continues what the first one began."""
+
+    def __init__(self, gateways: list[TestGateway], schedulers: list[Deterministic], recorder: OutputRecorder) -> None:
+        self.first, self.second = gateways
+        self.schedulers = schedulers
+        self.records = recorder.records
+
+    @property
+    def sessions(self) -> Any:
+        return self.second.sessions
+
+    async def ask(self, gateway: TestGateway | None = None, **options: Any) -> Result:
+        options.setdefault("stop", types.StopParams(max_tokens=8))
+        return await (gateway or self.first).collect(resumable=True, **options)
+
+    async def resumed(self, session_id: str, *after: int) -> Result:
+        positions = [pb.ResumePosition(index=i, num_tokens=count) for i, count in enumerate(after)]
+        call = self.second.stub.Resume(pb.ResumeRequest(request_id=session_id, after=positions), timeout=30)
+        return Result(await rest(call))
+
+
+@asynccontextmanager
+async def serve(template: str = TEMPLATE, **settings: Any) -> AsyncIterator[Served]:
+    bundle = make_bundle(bundle_files(byte_level(), chat_template=template))
+    recorder = OutputRecorder(RecordStore(MemoryFields(8 << 20)))
+    async with AsyncExitStack() as closing:
+        schedulers, gateways = [], []
+        for _ in range(2):
+            scheduler = Deterministic(make_info(bundle), bundle)
+            await scheduler.start()
+            closing.push_async_callback(scheduler.stop)
+            gateway = TestGateway([scheduler.address], recorder=recorder, **settings)
+            gateways.append(await closing.enter_async_context(gateway))
+            schedulers.append(scheduler)
+            await gateway.ready()
+        recorder.start()
+        closing.push_async_callback(recorder.close)
+        yield Served(gateways, schedulers, recorder)
+
+
+@pytest.fixture
+async def served() -> AsyncIterator[Served]:
+    async with serve() as running:
+        yield running
+
+
+def tokens(*ids: int) -> pb.Prompt:
+    return pb.Prompt(tokens=types.TokenIds(ids=ids))
+
+
+def chat(*messages: tuple[str, str], **settings: Any) -> pb.Prompt:
+    return pb.Prompt(chat=pb.Chat(messages=[pb.ChatMessage(role=r, content=c) for r, c in messages], **settings))
+
+
+# -- new input --------------------------------------------------------------------------------------------------------
+
+
+async def test_turns_with_token_ids_equal_those_with_the_whole_prompt(served: Served) -> None:
+    sampling = types.SamplingParams(seed=7, temperature=0.5, logit_bias={3: 1.0})
+    first = await served.ask(prompt=tokens(*PROMPT), sampling=sampling, request_id="turn-1")
+    second = await served.ask(served.second, session_id="turn-1", prompt=tokens(14, 15), request_id="turn-2")
+    assert served.schedulers[1].prompt == [*PROMPT, *first.ids(), 14, 15]
+    submit = served.schedulers[1].submits[-1]
+    assert (submit.sampling.seed, submit.sampling.temperature, submit.sampling.logit_bias[3]) == (7, 0.5, 1.0)
+    whole = await served.ask(prompt=tokens(*PROMPT, *first.ids(), 14, 15), sampling=sampling)
+    assert second.ids() == whole.ids()
+    third = await served.ask(session_id="turn-2", prompt=pb.Prompt(text="Hello"), stop=types.StopParams(max_tokens=3))
+    assert served.schedulers[0].prompt == [*PROMPT, *first.ids(), 14, 15, *second.ids(), *encode("Hello")]
+    assert len(third.ids()) == 3
+
+
+async def test_a_turn_has_its_own_values_for_the_fields_that_it_sets(served: Served) -> None:
+    sampling = types.SamplingParams(seed=7, temperature=0.5, n=3, json_object=True, banned_token_ids=[9])
+    stop = types.StopParams(max_tokens=4, stop=["END"])
+    await served.ask(prompt=tokens(*PROMPT), sampling=sampling, stop=stop, request_id="a")
+    served.schedulers[0].on_submit = lambda submit: served.schedulers[0].finish(submit.handle)
+    await served.ask(
+        session_id="a", session_sample=2, prompt=tokens(5), sampling=types.SamplingParams(seed=0, regex="[a-z]*"),
+        stop=types.StopParams(stop=["A", "B"]),
+    )  # fmt: skip
+    submit = served.schedulers[0].submits[-1]
+    assert (submit.sampling.seed, submit.sampling.temperature, submit.sampling.n) == (0, 0.5, 1)
+    assert (submit.sampling.regex, submit.sampling.json_object, submit.sampling.json_schema) == ("[a-z]*", False, "")
+    assert list(submit.sampling.banned_token_ids) == [9]
+    assert submit.stop.max_tokens > 4, "max_tokens belong to a turn"
+
+
+async def test_the_sample_of_a_session_is_chosen(served: Served) -> None:
+    first = await served.ask(prompt=tokens(*PROMPT), sampling=types.SamplingParams(n=2, seed=1), request_id="a")
+    await served.ask(session_id="a", session_sample=1, prompt=tokens(5))
+    assert served.schedulers[0].prompt == [*PROMPT, *first.ids(1), 5]
+    error = await refused(served.first.generate(session_id="a", session_sample=2, prompt=tokens(5)))
+    assert "session_sample is 2; must be from 0 to 1" in str(error.details())
+
+
+async def test_turns_of_a_chat_have_the_messages_and_answers_before(served: Served) -> None:
+    scheduler = served.schedulers[0]
+    answers = iter([encode("Hi END"), encode("Fine")])
+    scheduler.on_submit = lambda submit: scheduler.finish(submit.handle, EOS, ids=[*next(answers), 1])
+    stop = types.StopParams(stop=["END"])
+    await served.ask(prompt=chat(("system", "Be kind."), ("user", "Hello")), stop=stop, request_id="a")
+    await served.ask(session_id="a", prompt=chat(("user", "How are you?")), request_id="b")
+    rendered = "<system>Be kind.<user>Hello<assistant>Hi <user>How are you?<assistant>"
+    assert TOKENIZER.decode(scheduler.prompt) == rendered
+    answers = iter([encode("ok")])
+    await served.ask(session_id="b", prompt=chat(("user", "Good")))
+    assert TOKENIZER.decode(scheduler.prompt) == rendered + "Fine<user>Good<assistant>"
+    answers = iter([encode("ok")])
+    await served.ask(session_id="b", prompt=pb.Prompt(text="raw"))
+    assert TOKENIZER.decode(scheduler.prompt, skip_special_tokens=False).startswith(rendered + "Fine")
+    assert scheduler.prompt[-len(encode("raw")) :] == encode("raw")
+
+
+async def test_tools_and_calls_of_a_chat_are_those_of_its_session() -> None:
+    template = TEMPLATE + "{% if tools %}{% endif %}{#<tool_call>{'name': 1, 'arguments': 1}</tool_call>#}"
+    tools = json.dumps([{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}])
+    async with serve(template) as served:
+        scheduler = served.schedulers[0]
+        call = 'Wait.<tool_call>\n{"name": "look", "arguments": {"at": 1}}\n</tool_call>'
+        answers = iter([encode(call), encode("done"), encode("done")])
+        scheduler.on_submit = lambda submit: scheduler.finish(submit.handle, ids=next(answers))
+        output = pb.OutputParams(parse_chat=True)
+        stop = types.StopParams(max_tokens=60)
+        first = await served.ask(
+            prompt=chat(("user", "Go"), tools_json=tools), output=output, stop=stop, request_id="a"
+        )
+        calls = [part.tool_call for chunk in first.chunks for part in chunk.parts if part.HasField("tool_call")]
+        assert [call.name for call in calls][:1] == ["look"], "the format is found in the template"
+        fork = (await served.sessions.Fork(spb.ForkRequest(session_id="a"))).sessions[0].session_id
+        for base in ("a", fork):
+            result = chat(("tool", "here"))
+            result.chat.messages[0].tool_call_id = calls[0].id
+            await served.ask(session_id=base, prompt=result, stop=stop)
+            words = f'<user>Go<assistant>Wait.[{calls[0].id} look {{"at": 1}}]<tool>here'
+            assert TOKENIZER.decode(scheduler.prompt).startswith(words)
+
+
+# -- values -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_forks_and_rewinds_continue_as_if_nothing_had_happened(served: Served, seed: int) -> None:
+    rng = random.Random(seed)
+    n, most = rng.randint(1, 3), rng.randint(5, 30)
+    sampling = types.SamplingParams(seed=seed, n=n, temperature=1.0)
+    options: dict[str, Any] = {"prompt": tokens(*PROMPT), "sampling": sampling}
+    whole = await served.ask(**options, stop=types.StopParams(max_tokens=most), request_id="a")
+    ids = [whole.ids(sample) for sample in range(n)]
+    for _ in range(6):
+        offset = rng.randint(0, most)
+        response = await served.sessions.Rewind(spb.RewindRequest(session_id="a", num_tokens=offset))
+        session = response.session
+        assert (session.base_id, session.prompt_tokens, session.model) == ("a", len(PROMPT), "demo")
+        assert [(s.num_tokens, s.is_finished) for s in session.samples] == [(offset, offset == most)] * n
+        forks = await served.sessions.Fork(spb.ForkRequest(session_id=session.session_id, n=2))
+        one = rng.choice([session, *forks.sessions])
+        after = [rng.randint(0, offset) for _ in range(n)]
+        again = await served.resumed(one.session_id, *after)
+        assert [again.ids(sample) for sample in range(n)] == [ids[i][after[i] :] for i in range(n)]
+        assert [again.finished[i].output_digest for i in range(n)] == [
+            whole.finished[i].output_digest for i in range(n)
+        ]
+        assert again.accepted.seed == seed
+    assert (await served.resumed("a")).ids() == ids[0], "a value does not change"
+
+
+async def test_a_checkpoint_keeps_what_a_running_request_has(served: Served) -> None:
+    served.schedulers[0].stops_at = 5
+    call = served.first.generate(
+        request_id="a", resumable=True, prompt=tokens(*PROMPT), sampling=types.SamplingParams(seed=3),
+        stop=types.StopParams(max_tokens=9),
+    )  # fmt: skip
+    received: list[int] = []
+    while len(received) < 5:
+        received += (await call.read()).chunk.token_ids
+
+    async def checkpoint() -> spb.Session:
+        return (await served.sessions.Checkpoint(spb.CheckpointRequest(session_id="a"))).session
+
+    while not (session := await checkpoint()).samples[0].num_tokens:
+        pass
+    got = await served.sessions.GetSession(spb.GetSessionRequest(session_id="a"))
+    assert got.session.is_running
+    assert not session.is_running
+    whole = output_of(served.schedulers[0].submits[0])
+    assert received == whole[:5]
+    again = await served.resumed(session.session_id, 0)
+    assert again.ids() == whole
+    assert not call.done(), "the request runs on"
+    branch = await served.ask(served.second, session_id=session.session_id, prompt=tokens(99))
+    assert served.schedulers[1].prompt[-1] == 99
+    assert len(branch.ids()) == 8
+    call.cancel()
+
+
+async def test_a_new_turn_waits_for_the_end_of_the_one_before(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions, "LEASE_S", 0.2)
+    served.schedulers[0].stops_at = 2
+    call = served.first.generate(request_id="a", resumable=True, stop=types.StopParams(max_tokens=9))
+    await until(lambda: served.schedulers[0].submits)
+    error = await refused(served.second.generate(session_id="a", prompt=tokens(5)))
+    assert error.code() is grpc.StatusCode.UNAVAILABLE
+    assert "is being computed" in str(error.details())
+    call.cancel()
+
+
+async def test_sessions_are_listed_and_a_turn_takes_the_place_of_the_one_before(served: Served) -> None:
+    async def listed() -> list[str]:
+        response = await served.sessions.ListSessions(spb.ListSessionsRequest())
+        return [session.session_id for session in response.sessions]
+
+    await served.ask(request_id="a")
+    assert await listed() == [], "a request without a session is none"
+    fork = (await served.sessions.Fork(spb.ForkRequest(session_id="a", n=3))).sessions
+    ids = [session.session_id for session in fork]
+    assert await listed() == ids[::-1]
+    await served.ask(session_id=ids[0], prompt=tokens(5), request_id="b")
+    assert await listed() == ["b", *ids[:0:-1]]
+    await served.sessions.DeleteSession(spb.DeleteSessionRequest(session_id=ids[1]))
+    assert await listed() == ["b", ids[2]]
+    again = await served.resumed("b", 0)
+    assert len(again.ids()) == 8, "what continues a session does not need it"
+
+
+async def test_pins_are_bounded(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions, "MAX_PINS", 2)
+    for name in "abc":
+        await served.ask(request_id=name)
+    for name in ("a", "b", "a"):
+        response = await served.sessions.Pin(spb.PinRequest(session_id=name, ttl_s=10_000))
+        assert response.session.pinned_for_s == pytest.approx(10_000, abs=60)
+        assert response.session.expires_in_s >= response.session.pinned_for_s
+    with pytest.raises(grpc.aio.AioRpcError, match="2 sessions are pinned") as caught:
+        await served.sessions.Pin(spb.PinRequest(session_id="c", ttl_s=10))
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    response = await served.sessions.Pin(spb.PinRequest(session_id="a", ttl_s=0))
+    assert response.session.pinned_for_s == 0
+    await served.sessions.Pin(spb.PinRequest(session_id="c", ttl_s=10))
+
+
+async def test_the_session_of_another_owner_does_not_exist() -> None:
+    """Each way to use an id: no call may tell more than that there is no such session."""
+
+    async def admit(method: str, context: Any) -> None:
+        current_caller.set(Caller(owner=dict(context.invocation_metadata()).get("owner", "")))
+
+    async with serve(admit=admit) as served:
+        mine, other = [("owner", "mine")], [("owner", "other")]
+        request = pb.GenerateRequest(request_id="a", resumable=True, prompt=tokens(*PROMPT))
+        request.stop.max_tokens = 4
+        assert len(await rest(served.first.stub.Generate(request, metadata=mine))) > 1
+        await served.sessions.Pin(spb.PinRequest(session_id="a", ttl_s=100), metadata=mine)
+        fork = await served.sessions.Fork(spb.ForkRequest(session_id="a"), metadata=mine)
+        session_id = fork.sessions[0].session_id
+        found = await served.sessions.ListSessions(spb.ListSessionsRequest(), metadata=mine)
+        assert [session.session_id for session in found.sessions] == [session_id]
+        for caller in (other, []):
+            errors = await refusals(served, session_id, caller)
+            assert errors == [(grpc.StatusCode.NOT_FOUND, f"there is no record of request {session_id!r}")] * len(
+                errors
+            )
+            found = await served.sessions.ListSessions(spb.ListSessionsRequest(), metadata=caller)
+            assert not found.sessions
+        assert await served.sessions.GetSession(spb.GetSessionRequest(session_id=session_id), metadata=mine)
+
+
+async def refusals(served: Served, session_id: str, caller: Any) -> list[tuple[grpc.StatusCode, str]]:
+    """How each call with this id is refused."""
+    stub, one = served.sessions, {"session_id": session_id}
+    calls = [
+        stub.Checkpoint(spb.CheckpointRequest(**one), metadata=caller),
+        stub.Fork(spb.ForkRequest(**one, n=2), metadata=caller),
+        stub.Rewind(spb.RewindRequest(**one, num_tokens=1), metadata=caller),
+        stub.Pin(spb.PinRequest(**one, ttl_s=5), metadata=caller),
+        stub.GetSession(spb.GetSessionRequest(**one), metadata=caller),
+        stub.DeleteSession(spb.DeleteSessionRequest(**one), metadata=caller),
+        rest(served.second.stub.Generate(pb.GenerateRequest(**one, prompt=tokens(5)), metadata=caller)),
+        rest(served.second.stub.Resume(pb.ResumeRequest(request_id=session_id), metadata=caller)),
+    ]
+    found = []
+    for call in calls:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call
+        found.append((caught.value.code(), str(caught.value.details()).split(":")[0]))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("turn", "message"),
+    [
+        ({"prompt": chat(("user", "x"))}, "the prompt of the session is tokens"),
+        ({"prompt": tokens(5), "session_id": "none"}, "there is no record of request 'none'"),
+        ({"prompt": tokens(5), "session_id": "a/b"}, "session_id is 'a/b'; must be 1 to 64 characters"),
+        ({"prompt": tokens(5), "session_id": "x" * 65}, "session_id"),
+        ({}, "prompt is not set"),
+        ({"prompt": tokens(*[5] * 300)}, "max_model_len"),
+        ({"prompt": tokens(*[5] * 250)}, "max_model_len"),
+    ],
+    ids=["chat", "unknown", "form", "long", "nothing", "long_prompt", "long_together"],
+)
+async def test_what_cannot_be_continued_is_refused(served: Served, turn: dict[str, Any], message: str) -> None:
+    await served.ask(request_id="a")
+    request = pb.GenerateRequest(**{"session_id": "a", **turn})
+    error = await refused(served.second.generate(request))
+    assert message in str(error.details())
+
+
+@pytest.mark.parametrize(
+    ("kept", "message"),
+    [
+        ({"prompt": tokens(5), "output": pb.OutputParams(logprobs=0)}, "output is not stored"),
+        ({"prompt": tokens(5), "sampling": types.SamplingParams(best_of=2, n=1)}, "output is not stored"),
+        ({"prompt": pb.Prompt(embeddings=b"x")}, "whose prompt is embeddings"),
+        ({"prompt": pb.Prompt(audio=pb.Audio(data=b"x"))}, "whose prompt is audio"),
+        ({"prompt": tokens(5), "model": "other"}, "the tokens of the session are those of 'other'"),
+    ],
+    ids=["logprobs", "best_of", "embeddings", "audio", "model"],
+)
+async def test_records_without_tokens_or_output_are_not_continued(
+    served: Served, kept: dict[str, Any], message: str
+) -> None:
+    content = record_pb2.RequestRecord(request=pb.GenerateRequest(**kept), prompt_token_ids=b"\5\0\0\0")
+    await served.records.create("a", content, "run")
+    await served.records.write([Update("a", "run", releases=True)])
+    error = await refused(served.second.generate(session_id="a", model="demo", prompt=tokens(5)))
+    assert message in str(error.details())
+
+
+@pytest.mark.parametrize(
+    ("call", "request_", "message"),
+    [
+        ("Rewind", spb.RewindRequest(session_id="a", num_tokens=9), "num_tokens is 9; must be at most 8"),
+        ("Fork", spb.ForkRequest(session_id="a", n=65), "n is 65; must be from 1 to 64"),
+        ("Pin", spb.PinRequest(session_id="a", ttl_s=-1), "ttl_s is -1.0; must be from 0 to 604800"),
+        ("Pin", spb.PinRequest(session_id="a", ttl_s=float("nan")), "ttl_s is nan"),
+        ("GetSession", spb.GetSessionRequest(), "session_id is ''"),
+    ],
+)
+async def test_calls_with_wrong_values_are_refused(served: Served, call: str, request_: Any, message: str) -> None:
+    await served.ask(request_id="a")
+    await until_finished(served, "a")
+    with pytest.raises(grpc.aio.AioRpcError, match=message) as caught:
+        await getattr(served.sessions, call)(request_)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def until_finished(served: Served, request_id: str) -> None:
+    while (record := await served.records.load(request_id)) is None or not record.is_finished:
+        pass
+
+
+async def test_an_answer_that_a_stop_token_ended_is_continued_with_it(served: Served) -> None:
+    scheduler = served.schedulers[0]
+    scheduler.on_submit = lambda submit: scheduler.finish(submit.handle, STOP, ids=[20, 21, 77], stop_token_id=77)
+    await served.ask(request_id="a", prompt=tokens(*PROMPT), stop=types.StopParams(stop_token_ids=[77]))
+    await served.ask(session_id="a", prompt=tokens(30))
+    assert scheduler.prompt == [*PROMPT, 20, 21, 77, 30]
+
+
+async def test_without_records_the_calls_say_so(gateway: TestGateway) -> None:
+    with pytest.raises(grpc.aio.AioRpcError, match="keeps no request records") as caught:
+        await gateway.sessions.GetSession(spb.GetSessionRequest(session_id="a"))
+    assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    error = await refused(gateway.generate(session_id="a", prompt=tokens(5)))
+    assert error.code() is grpc.StatusCode.FAILED_PRECONDITION
