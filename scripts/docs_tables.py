@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from google.protobuf.descriptor_pb2 import FileDescriptorSet
-from quire.v1 import inference_pb2
+from quire.v1 import inference_pb2, session_pb2
 
 import gateway_svc.flags
 import gateway_svc.metrics
@@ -247,7 +247,8 @@ def message_rows() -> Iterator[list[str]]:
 
 def _request_messages() -> list[Any]:
     """Descriptors of the messages that clients send, each once: requests, then the messages in them."""
-    services = inference_pb2.DESCRIPTOR.services_by_name.values()
+    files = inference_pb2.DESCRIPTOR, session_pb2.DESCRIPTOR
+    services = [service for file in files for service in file.services_by_name.values()]
     found = [method.input_type for service in services for method in service.methods]
     for message in found:  # grows while it is read
         found += [field.message_type for field in message.fields if field.message_type]
@@ -261,7 +262,7 @@ def _comments() -> dict[tuple[str, str], str]:
 
     with tempfile.NamedTemporaryFile() as out:
         flags = [f"-I{ROOT / 'protos'}", "--include_source_info", f"--descriptor_set_out={out.name}"]
-        if protoc.main(["protoc", *flags, "quire/v1/inference.proto", "quire/v1/types.proto"]):
+        if protoc.main(["protoc", *flags, *(f"quire/v1/{name}.proto" for name in ("inference", "session", "types"))]):
             raise RuntimeError("protoc failed")
         files = FileDescriptorSet.FromString(out.read()).file
     comments: dict[tuple[str, str], str] = {}

@@ -14,6 +14,7 @@ FIELDS = "tests/processes/test_request_fields.py::"
 SUPPORT = "tests/processes/test_support.py::"
 SPEECH = "tests/processes/test_speech.py::"
 SPECULATION = "tests/processes/test_speculation.py::"
+SESSIONS = "tests/processes/test_sessions.py::"
 RESUME = "tests/processes/test_resume.py::"
 
 ADAPTERS = "tests/processes/test_adapters.py::test_loading_unloading_and_refusals"
@@ -65,6 +66,17 @@ OWN_TESTS: Mapping[str, str] = {
     "Audio.language": SPEECH + "test_outputs_equal_transformers_also_after_a_kill",
     "Audio.task": SPEECH + "test_outputs_equal_transformers_also_after_a_kill",
     "Audio.prompt": SPEECH + "test_text_before_the_speech_equals_transformers",
+    "GenerateRequest.session_id": SESSIONS + "test_turns_forks_and_rewinds_equal_undisturbed_runs",
+    "GenerateRequest.session_sample": SESSIONS + "test_turns_forks_and_rewinds_equal_undisturbed_runs",
+    "CheckpointRequest.session_id": SESSIONS + "test_turns_forks_and_rewinds_equal_undisturbed_runs",
+    "ForkRequest.session_id": SESSIONS + "test_turns_forks_and_rewinds_equal_undisturbed_runs",
+    "ForkRequest.n": SESSIONS + "test_turns_forks_and_rewinds_equal_undisturbed_runs",
+    "RewindRequest.session_id": SESSIONS + "test_turns_forks_and_rewinds_equal_undisturbed_runs",
+    "RewindRequest.num_tokens": SESSIONS + "test_turns_forks_and_rewinds_equal_undisturbed_runs",
+    "PinRequest.session_id": SESSIONS + "test_the_command_lists_shows_and_deletes_sessions",
+    "PinRequest.ttl_s": SESSIONS + "test_the_command_lists_shows_and_deletes_sessions",
+    "GetSessionRequest.session_id": SESSIONS + "test_the_command_lists_shows_and_deletes_sessions",
+    "DeleteSessionRequest.session_id": SESSIONS + "test_the_command_lists_shows_and_deletes_sessions",
     "ResumeRequest.request_id": RESUME + "test_a_client_with_only_the_id_continues_after_its_gateway_was_killed",
     "ResumeRequest.after": RESUME + "test_resume_takes_over_a_request_that_still_runs",
     "ResumePosition.index": RESUME + "test_resume_takes_over_a_request_that_still_runs",

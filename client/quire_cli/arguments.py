@@ -140,6 +140,7 @@ SAMPLING = ArgumentGroup("sampling (default: the model's)", (
 ))  # fmt: skip
 JSON = switch("--json", "one JSON line")
 PUBLIC_KEY = arg("--public-key", type=Path, metavar="FILE", help="the key that must have signed (PEM)")
+SESSION = arg("id", metavar="ID", help="its id, or the id of a request that was sent with --resumable")
 JSON_AT_END = switch("--json", "no stream: one JSON line at the end")
 STACK = arg("stack", nargs="?", default="", metavar="STACK", help="its process or model, if several stacks run")
 OUTPUT_FILE = "-o", "--output"
@@ -214,6 +215,13 @@ COMMANDS = (
             arg("name", metavar="NAME", help="the adapter's name"), _model("the only one"), JSON, *TARGET,
         )),
         Command("list", "adapter.show", "the adapters of one model or of all models", (_model("all"), JSON, *TARGET)),
+    )),
+    Command("session", "", "list, show and delete sessions", actions=(
+        Command("list", "session.list_all", "your sessions, the newest first", (JSON, *TARGET)),
+        Command("show", "session.show", "what the server knows of a session", (SESSION, JSON, *TARGET)),
+        Command("rm", "session.remove", "delete sessions", (
+            arg("ids", nargs="+", metavar="ID", help="their ids"), JSON, *TARGET,
+        )),
     )),
     Command("doctor", "doctor.run",
         "check this machine: list what works, what is missing and which fallbacks are used; exit code 0 or 1", (

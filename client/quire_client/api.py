@@ -1,6 +1,6 @@
 """All public names of the SDK. `quire_client` exports them."""
 
-from quire_client.aio import AsyncClient, AsyncGenerateStream
+from quire_client.aio import AsyncClient, AsyncGenerateStream, AsyncSession
 from quire_client.audio import Audio
 from quire_client.chat_requests import ChatOptions
 from quire_client.connection.tls import Tls
@@ -29,7 +29,7 @@ from quire_client.errors import (
 from quire_client.images import Image
 from quire_client.requests import GenerateOptions
 from quire_client.retry import RetryPolicy
-from quire_client.sync import Client, GenerateStream
+from quire_client.sync import Client, GenerateStream, Session
 from quire_client.types import (
     AbortResult,
     Delta,
@@ -42,6 +42,8 @@ from quire_client.types import (
     Sample,
     SchedulerStatus,
     ScoreResult,
+    SessionInfo,
+    SessionSample,
     Status,
     TokenizeResult,
     TokenLogprob,
@@ -57,6 +59,7 @@ __all__ = [
     "AlreadyExists",
     "AsyncClient",
     "AsyncGenerateStream",
+    "AsyncSession",
     "Audio",
     "Cancelled",
     "ChatOptions",
@@ -88,6 +91,9 @@ __all__ = [
     "Sample",
     "SchedulerStatus",
     "ScoreResult",
+    "Session",
+    "SessionInfo",
+    "SessionSample",
     "Status",
     "StreamCorrupted",
     "StreamEndedEarly",

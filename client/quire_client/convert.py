@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from google.protobuf.message import Message as ProtoMessage
 from quire.v1 import inference_pb2 as pb
-from quire.v1 import types_pb2
+from quire.v1 import session_pb2, types_pb2
 
 from quire_client.types import (
     AbortResult,
@@ -19,6 +19,8 @@ from quire_client.types import (
     Result,
     Sample,
     SchedulerStatus,
+    SessionInfo,
+    SessionSample,
     Status,
     TokenLogprob,
     TopLogprob,
@@ -92,6 +94,12 @@ def sample(finished: pb.Finished, token_ids: Iterable[int], text: str, logprobs:
         score=finished.score if finished.HasField("score") else None,
         cumulative_logprob=finished.cumulative_logprob if finished.HasField("cumulative_logprob") else None,
     )
+
+
+def session(message: session_pb2.Session) -> SessionInfo:
+    """A session."""
+    samples = tuple(result(SessionSample, sample) for sample in message.samples)
+    return result(SessionInfo, message, samples=samples)
 
 
 def result(kind: type[R], message: ProtoMessage, **others: Any) -> R:

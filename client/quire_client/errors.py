@@ -6,7 +6,7 @@ QuireError                the base: code, message, request_id, details
   Cancelled               CANCELLED            this client or the server cancelled the call
   InvalidRequest          INVALID_ARGUMENT     the request is wrong: field_violations has field and limit
   ModelNotFound           NOT_FOUND            no such model
-    RequestNotFound       NOT_FOUND            no record of the request that `resume` names
+    RequestNotFound       NOT_FOUND            no record of a request to resume, or of a session
   NotConfigured           FAILED_PRECONDITION  the deployment does not have what the request needs, e.g. Redis
   AlreadyExists           ALREADY_EXISTS       another open request has this request_id
   Overloaded              RESOURCE_EXHAUSTED   a limit is reached: retry after retry_after_s
@@ -231,7 +231,7 @@ def error_from_rpc(error: grpc.RpcError, request_id: str = "") -> QuireError:
     if retry_after_s is None:
         retry_after_s = _pushback_s(metadata.get(PUSHBACK_KEY))
     kind = BY_CODE.get(code, InternalError)
-    if kind is ModelNotFound and any(violation.field == "request_id" for violation in violations):
+    if kind is ModelNotFound and any(violation.field in ("request_id", "session_id") for violation in violations):
         kind = RequestNotFound
     found = kind(
         renamed(message, OPTIONS),

@@ -278,6 +278,30 @@ class ModelInfo(Result):
 
 
 @dataclass(frozen=True, slots=True)
+class SessionSample(Result):
+    """The output of one sample of a session."""
+
+    num_tokens: int
+    is_finished: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SessionInfo(Result):
+    """A session. In a list, only its id and its ends are set."""
+
+    session_id: str
+    model: str
+    adapter: str
+    revision: str
+    prompt_tokens: int
+    samples: tuple[SessionSample, ...]
+    is_running: bool  # a gateway computes its output now
+    expires_in_s: float  # until it is deleted, if it is not used
+    pinned_for_s: float  # 0: it is not pinned
+    base_id: str  # of the session that it continues, or was made from
+
+
+@dataclass(frozen=True, slots=True)
 class AdapterStatus(Result):
     """A LoRA adapter of a model."""
 

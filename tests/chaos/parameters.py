@@ -73,6 +73,8 @@ PARAMETERS = (
 )
 # The other options, with the reason why the workload does not draw them from the table above.
 NOT_DRAWN = {
+    "session_id": "tests/processes/test_sessions.py kills workers between turns",
+    "session_sample": "of a request with session_id",
     "adapter": "tests/processes/test_adapters.py kills processes that serve adapters",
     "temperature": "drawn for every request by workload.py",
     "seed": "drawn for every sampled request by workload.py",

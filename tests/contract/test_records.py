@@ -16,6 +16,7 @@ from quire.internal.v1 import scheduler_pb2
 from quire.v1 import inference_pb2
 from quire.v1 import types_pb2 as types
 
+from gateway_svc.records import memory_fields, redis_fields
 from gateway_svc.records.cipher import Cipher, RecordKeyError, UnreadableValueError, make_cipher
 from gateway_svc.records.memory_fields import MemoryFields
 from gateway_svc.records.redis_fields import RedisFields
@@ -288,3 +289,53 @@ async def test_records_in_memory_make_room_for_new_ones() -> None:
     await store.create("e", pb.RequestRecord(notes=bytes(1900)), "run")
     assert [await store.load(record_id) is not None for record_id in "abcde"] == [False] * 4 + [True]
     assert sum(len(value) for record in fields._records.values() for value in record.fields.values()) == fields._size
+
+
+async def test_a_pin_outlives_the_time_to_live_also_after_later_writes(make_store: MakeStore) -> None:
+    store = make_store(ttl_s=1.0)
+    for name in ("mine/a", "mine/b"):
+        await store.create(name, CONTENT, "run")
+        assert await store.pin("mine", name, 100.0, 2)
+    await store.write([Update("mine/a", "run", {(0, 0): column(1)}, releases=True)])
+    assert not await store.pin("mine", "mine/a", 100.0, 1), "mine/b is pinned"
+    assert await store.pin("other", "mine/a", 100.0, 1), "another owner's pins do not count"
+    assert await store.pin("mine", "mine/b", 0.0, 1)
+    async with asyncio.timeout(TIMEOUT_S):
+        while await store.load("mine/b") is not None:
+            await asyncio.sleep(0.05)
+    a, b = await store.lifetimes(["mine/a", "mine/b"])
+    assert b is None
+    assert a is not None
+    assert a.expires_in_s >= a.pinned_for_s > 90
+    assert await outputs(store, "mine/a") == [[1], []]
+
+
+async def test_a_copy_has_the_output_and_the_ends_but_no_run(make_store: MakeStore) -> None:
+    store = make_store()
+    await store.create("a", CONTENT, "run")
+    await store.write([Update("a", "run", {(0, 0): column(1, 2), (1, 0): column(3)}, {0: end(2)})])
+    record = await store.load("a")
+    assert record is not None
+    content = pb.RequestRecord(request=REQUEST, origin_id="a")
+    await store.copy(record, "b", content)
+    copy = await store.load("b")
+    assert copy is not None
+    assert (copy.outputs, copy.ends, copy.content, copy.has_run) == (record.outputs, record.ends, content, False)
+    await store.delete("a")
+    assert await outputs(store, "b") == [[1, 2], [3]]
+
+
+async def test_the_list_of_an_owner_is_bounded_and_in_order(
+    make_store: MakeStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (memory_fields, redis_fields):
+        monkeypatch.setattr(module, "MAX_LISTED", 3)
+    store = make_store()
+    for name in "abcd":
+        await store.create(f"mine/{name}", CONTENT, "run")
+        await store.enlist("mine", f"mine/{name}", "")
+        await asyncio.sleep(0.002)  # Redis lists by milliseconds
+    assert await store.listed("mine") == ["mine/d", "mine/c", "mine/b"]
+    await store.enlist("mine", "mine/e", "mine/c")
+    assert sorted(await store.listed("mine")) == ["mine/b", "mine/d", "mine/e"]
+    assert await store.listed("other") == []

@@ -9,6 +9,7 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 from quire.internal.v1 import scheduler_pb2, worker_pb2
 from quire.v1 import inference_pb2 as pb
+from quire.v1 import session_pb2 as spb
 from quire.v1 import types_pb2
 
 REQUEST_ID = "example-request"
@@ -184,6 +185,13 @@ def _streams() -> dict[str, list[list[Message]]]:
         "AddAdapter": [[scheduler_pb2.AddAdapterRequest(name="a", path="a")]],
         "RemoveAdapter": [[scheduler_pb2.RemoveAdapterRequest(name="a")]],
         "GetAdapters": [[scheduler_pb2.GetAdaptersRequest()]],
+        "Checkpoint": [[spb.CheckpointRequest(session_id=REQUEST_ID)]],
+        "Fork": [[spb.ForkRequest(session_id=REQUEST_ID, n=64)]],
+        "Rewind": [[spb.RewindRequest(session_id=REQUEST_ID, num_tokens=3)]],
+        "Pin": [[spb.PinRequest(session_id=REQUEST_ID, ttl_s=float("nan"))], [spb.PinRequest(session_id="a", ttl_s=5)]],
+        "GetSession": [[spb.GetSessionRequest(session_id=REQUEST_ID)]],
+        "ListSessions": [[spb.ListSessionsRequest()]],
+        "DeleteSession": [[spb.DeleteSessionRequest(session_id=REQUEST_ID)]],
         "LoadAdapter": [[pb.LoadAdapterRequest(name="a", path="../a", model="m")]],
         "UnloadAdapter": [[pb.UnloadAdapterRequest(name="a")]],
         "ListAdapters": [[pb.ListAdaptersRequest(model="m")]],
@@ -199,6 +207,7 @@ CALLS = _streams()
 HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"]
 REFLECTION = reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"]
 INFERENCE = pb.DESCRIPTOR.services_by_name["InferenceService"]
+SESSIONS = spb.DESCRIPTOR.services_by_name["SessionService"]
 ADMIN = pb.DESCRIPTOR.services_by_name["AdminService"]
 SCHEDULER = scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"]
 WORKER = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"]

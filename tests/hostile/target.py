@@ -155,7 +155,13 @@ class Target:
 
         service = self._probed(start)
         self.gateways.append(service)
-        self._add(service, "grpc", service.address, [examples.INFERENCE, examples.REFLECTION], {"": API_KEY})
+        self._add(
+            service,
+            "grpc",
+            service.address,
+            [examples.INFERENCE, examples.SESSIONS, examples.REFLECTION],
+            {"": API_KEY},
+        )
         self._add(service, "operations", operations, [examples.ADMIN, examples.REFLECTION], {"": OPERATOR_KEY})
         self.ports.append(Port(f"{service.name}/http", service, http, (), {"": API_KEY}, "/v1/models"))
 

@@ -100,7 +100,14 @@ def test_every_plant_has_an_expected_finding() -> None:
 
 
 def test_every_rpc_has_an_example() -> None:
-    services = (examples.INFERENCE, examples.ADMIN, examples.SCHEDULER, examples.WORKER, examples.HEALTH)
+    services = (
+        examples.INFERENCE,
+        examples.SESSIONS,
+        examples.ADMIN,
+        examples.SCHEDULER,
+        examples.WORKER,
+        examples.HEALTH,
+    )
     for method in examples.methods_of(*services):
         for messages in examples.calls_of(method):
             assert {type(message).DESCRIPTOR for message in messages} == {method.input_type}

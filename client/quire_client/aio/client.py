@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack, cast
 import grpc
 import grpc.aio
 from quire.v1 import inference_pb2 as pb
+from quire.v1 import session_pb2
 
 from quire_client import convert, pooled_requests, requests
 from quire_client.aio.calls import AsyncCalls
+from quire_client.aio.session import AsyncSession
 from quire_client.aio.stream import AsyncGenerateStream
 from quire_client.aio.transport import Gateway, channel_openers
 from quire_client.chat_requests import ChatOptions, Messages
@@ -31,6 +33,7 @@ from quire_client.types import (
     GenerateResult,
     ModelInfo,
     ScoreResult,
+    SessionInfo,
     Status,
     TokenizeResult,
 )
@@ -212,6 +215,17 @@ class AsyncClient:
         policy = policy_of_call(self._resume, given)
         return AsyncGenerateStream(self._calls, request, timeout_s, policy, self._metadata)
 
+    def session(self, session_id: str = "", **options: Unpack[GenerateOptions]) -> AsyncSession:
+        """A conversation whose state the server keeps; with an id, the one with this state. See AsyncSession."""
+        requests.check_options(options)
+        return AsyncSession(self, session_id, options)
+
+    async def sessions(self, *, timeout_s: float | None = None) -> tuple[SessionInfo, ...]:
+        """Your sessions, the newest first. Only their ids and ends are set; `session(id).info()` has the rest."""
+        request = session_pb2.ListSessionsRequest()
+        response = await self.unary(lambda gateway: gateway.sessions.ListSessions, request, timeout_s)
+        return tuple(convert.session(session) for session in response.sessions)
+
     async def chat(
         self, messages: Messages, *, response_model: type | None = None, **options: Unpack[GenerateOptions]
     ) -> GenerateResult:
@@ -232,7 +246,7 @@ class AsyncClient:
     ) -> EmbedResult:
         """Embeddings of one text, or of a list of texts, token ids and conversations."""
         request = pooled_requests.embed_request(inputs, model or self._model, options)
-        response = await self._unary(lambda gateway: gateway.stub.Embed, request, timeout_s)
+        response = await self.unary(lambda gateway: gateway.stub.Embed, request, timeout_s)
         return convert.embed_result(response)
 
     async def score(
@@ -246,7 +260,7 @@ class AsyncClient:
     ) -> ScoreResult:
         """How well each document matches the query."""
         request = pooled_requests.score_request(query, documents, model or self._model, options)
-        response = await self._unary(lambda gateway: gateway.stub.Score, request, timeout_s)
+        response = await self.unary(lambda gateway: gateway.stub.Score, request, timeout_s)
         return convert.result(ScoreResult, response)
 
     async def tokenize(
@@ -261,7 +275,7 @@ class AsyncClient:
     ) -> TokenizeResult:
         """Token ids of a text or of a rendered conversation."""
         request = requests.tokenize_request(prompt, messages, model or self._model, add_special_tokens, chat_options)
-        response = await self._unary(lambda gateway: gateway.stub.Tokenize, request, timeout_s)
+        response = await self.unary(lambda gateway: gateway.stub.Tokenize, request, timeout_s)
         return convert.result(TokenizeResult, response)
 
     async def count_tokens(
@@ -291,23 +305,23 @@ class AsyncClient:
     ) -> str:
         """Text of token ids; incomplete characters become U+FFFD."""
         request = requests.detokenize_request(ids, model or self._model, skip_special_tokens)
-        response = await self._unary(lambda gateway: gateway.stub.Detokenize, request, timeout_s)
+        response = await self.unary(lambda gateway: gateway.stub.Detokenize, request, timeout_s)
         return response.text
 
     async def models(self, *, timeout_s: float | None = None) -> tuple[ModelInfo, ...]:
         """The served models, sorted by name."""
-        response = await self._unary(lambda gateway: gateway.stub.ListModels, pb.ListModelsRequest(), timeout_s)
+        response = await self.unary(lambda gateway: gateway.stub.ListModels, pb.ListModelsRequest(), timeout_s)
         return convert.models(response)
 
     async def model(self, name: str = "", *, timeout_s: float | None = None) -> ModelInfo:
         """One model; without a name, the only served model. Raises ModelNotFound."""
         request = pb.GetModelRequest(model=name or self._model)
-        response = await self._unary(lambda gateway: gateway.stub.GetModel, request, timeout_s)
+        response = await self.unary(lambda gateway: gateway.stub.GetModel, request, timeout_s)
         return convert.model_info(response.model)
 
     async def status(self, *, timeout_s: float | None = None) -> Status:
         """Schedulers, workers, rows, blocks, queues and cache hits behind this gateway, or a summary (`is_summary`)."""
-        response = await self._unary(lambda gateway: gateway.stub.GetStatus, pb.GetStatusRequest(), timeout_s)
+        response = await self.unary(lambda gateway: gateway.stub.GetStatus, pb.GetStatusRequest(), timeout_s)
         return convert.status(response)
 
     async def drain_worker(self, worker_id: str, *, model: str = "", timeout_s: float | None = None) -> int:
@@ -316,24 +330,24 @@ class AsyncClient:
         `timeout_s` limits the drain; default: the worker's --drain-timeout-s.
         """
         request = pb.DrainWorkerRequest(worker_id=worker_id, model=model, timeout_s=timeout_s or 0.0)
-        response = await self._unary(lambda gateway: gateway.admin.DrainWorker, request, None)
+        response = await self.unary(lambda gateway: gateway.admin.DrainWorker, request, None)
         return response.num_moved
 
     async def load_adapter(self, name: str, path: str, *, model: str = "") -> AdapterStatus:
         """Load a LoRA adapter on all workers of a model. `path`: its folder, below the workers' --adapter-dir."""
         request = pb.LoadAdapterRequest(name=name, path=path, model=model)
-        response = await self._unary(lambda gateway: gateway.admin.LoadAdapter, request, None)
+        response = await self.unary(lambda gateway: gateway.admin.LoadAdapter, request, None)
         return convert.result(AdapterStatus, response.adapter)
 
     async def unload_adapter(self, name: str, *, model: str = "") -> None:
         """Unload an adapter. Refused while requests use it."""
         request = pb.UnloadAdapterRequest(name=name, model=model)
-        await self._unary(lambda gateway: gateway.admin.UnloadAdapter, request, None)
+        await self.unary(lambda gateway: gateway.admin.UnloadAdapter, request, None)
 
     async def adapters(self, *, model: str = "") -> tuple[AdapterStatus, ...]:
         """The adapters of one model, or of all models."""
         request = pb.ListAdaptersRequest(model=model)
-        response = await self._unary(lambda gateway: gateway.admin.ListAdapters, request, None)
+        response = await self.unary(lambda gateway: gateway.admin.ListAdapters, request, None)
         return tuple(convert.result(AdapterStatus, adapter) for adapter in response.adapters)
 
     async def profile(self, service: str = "gateway", *, seconds: float = 10.0, hz: int = 200) -> bytes:
@@ -351,14 +365,14 @@ class AsyncClient:
 
     async def _inspect(self, request: pb.InspectRequest, seconds: float) -> bytes:
         timeout_s = INSPECT_TIMEOUT_S + 2 * seconds  # the services in between have shorter limits
-        response = await self._unary(lambda gateway: gateway.admin.Inspect, request, timeout_s)
+        response = await self.unary(lambda gateway: gateway.admin.Inspect, request, timeout_s)
         return response.data
 
     async def abort(self, *request_ids: str, timeout_s: float | None = None) -> AbortResult:
         """Abort requests by id; their streams finish with ABORTED. Calls every gateway: each knows its own streams."""
         request = pb.AbortRequest(request_ids=request_ids)
         if len(self._calls.gateways) == 1:
-            response = await self._unary(lambda gateway: gateway.stub.Abort, request, timeout_s)
+            response = await self.unary(lambda gateway: gateway.stub.Abort, request, timeout_s)
             return convert.abort_result([response], request)
         timeout_s = abort_timeout_s(self._unary_timeout_s if timeout_s is None else timeout_s)
         responses, errors = await self._calls.gateways.abort_on_all(request, timeout_s)
@@ -369,14 +383,15 @@ class AsyncClient:
     async def health(self, service: str = "", *, timeout_s: float | None = None) -> bool:
         """Whether a gateway accepts requests now. Raises ConnectionFailed when none answers."""
         try:
-            response = await self._unary(lambda gateway: gateway.health, health_request(service), timeout_s)
+            response = await self.unary(lambda gateway: gateway.health, health_request(service), timeout_s)
             return health_state(response) == "serving"
         except ModelNotFound:
             return False  # the server has no health entry of this name
 
-    async def _unary(
-        self, method: Callable[[Gateway], Callable[..., Awaitable[T]]], request: Any, timeout_s: float | None
+    async def unary(
+        self, method: Callable[[Gateway], Callable[..., Awaitable[T]]], request: Any, timeout_s: float | None = None
     ) -> T:
+        """Any unary call on one of the gateways, with retries."""
         timeout_s = self._unary_timeout_s if timeout_s is None else timeout_s
         return await self._calls.unary(method, request, timeout_s, self._metadata)
 

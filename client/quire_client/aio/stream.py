@@ -110,6 +110,11 @@ class AsyncGenerateStream:
                 return
 
     @property
+    def is_accepted(self) -> bool:
+        """Whether the server has accepted the request."""
+        return self._assembler.accepted is not None
+
+    @property
     def request_id(self) -> str:
         return self._accepted.request_id
 

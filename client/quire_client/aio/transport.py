@@ -15,6 +15,7 @@ import grpc
 import grpc.aio
 from quire.v1 import inference_pb2 as pb
 from quire.v1.inference_pb2_grpc import AdminServiceStub, InferenceServiceStub
+from quire.v1.session_pb2_grpc import SessionServiceStub
 
 from quire_client.connection import channel as connection
 from quire_client.connection.channel import HEALTH_METHOD, Metadata, health_request, joined
@@ -24,6 +25,7 @@ from quire_client.retry import PROBE_TIMEOUT_S
 
 if TYPE_CHECKING:
     from quire.v1.inference_pb2_grpc import AdminServiceAsyncStub, InferenceServiceAsyncStub
+    from quire.v1.session_pb2_grpc import SessionServiceAsyncStub
 
 T = TypeVar("T")
 OTHER_LOOP = (
@@ -57,12 +59,17 @@ class Gateway:
     channel: grpc.aio.Channel
     stub: InferenceServiceAsyncStub
     admin: AdminServiceAsyncStub
+    sessions: SessionServiceAsyncStub
     health: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]
 
     @classmethod
     def on(cls, channel: grpc.aio.Channel) -> Self:
         return cls(
-            channel, InferenceServiceStub(channel), AdminServiceStub(channel), channel.unary_unary(HEALTH_METHOD)
+            channel,
+            InferenceServiceStub(channel),
+            AdminServiceStub(channel),
+            SessionServiceStub(channel),
+            channel.unary_unary(HEALTH_METHOD),
         )
 
 

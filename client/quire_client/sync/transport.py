@@ -14,6 +14,7 @@ from typing import Any, Protocol, Self, TypeVar
 import grpc
 from quire.v1 import inference_pb2 as pb
 from quire.v1.inference_pb2_grpc import AdminServiceStub, InferenceServiceStub
+from quire.v1.session_pb2_grpc import SessionServiceStub
 
 from quire_client.connection import channel as connection
 from quire_client.connection.channel import HEALTH_METHOD, Metadata, health_request, health_state, joined
@@ -49,12 +50,17 @@ class Gateway:
     channel: grpc.Channel
     stub: InferenceServiceStub
     admin: AdminServiceStub
+    sessions: SessionServiceStub
     health: grpc.UnaryUnaryMultiCallable[bytes, bytes]
 
     @classmethod
     def on(cls, channel: grpc.Channel) -> Self:
         return cls(
-            channel, InferenceServiceStub(channel), AdminServiceStub(channel), channel.unary_unary(HEALTH_METHOD)
+            channel,
+            InferenceServiceStub(channel),
+            AdminServiceStub(channel),
+            SessionServiceStub(channel),
+            channel.unary_unary(HEALTH_METHOD),
         )
 
 

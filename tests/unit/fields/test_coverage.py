@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from quire.v1 import inference_pb2 as pb
+from quire.v1 import session_pb2
 
 from gateway_svc.http.fields import ENDPOINTS
 from request_fields.fields import BY_PATH, FIELDS
@@ -25,7 +26,8 @@ PARAMETER_MESSAGES = {
 
 def protocol_fields() -> Iterator[tuple[str, str]]:
     """Message and name of every field that a client can send, over all RPCs of the public services."""
-    todo = [m.input_type for service in pb.DESCRIPTOR.services_by_name.values() for m in service.methods]
+    services = [*pb.DESCRIPTOR.services_by_name.values(), *session_pb2.DESCRIPTOR.services_by_name.values()]
+    todo = [m.input_type for service in services for m in service.methods]
     seen: set[str] = set()
     while todo:
         message: Any = todo.pop()
