@@ -215,7 +215,7 @@ class AsyncClient:
         policy = policy_of_call(self._resume, given)
         return AsyncGenerateStream(self._calls, request, timeout_s, policy, self._metadata)
 
-    def session(self, session_id: str = "", **options: Unpack[GenerateOptions]) -> AsyncSession:
+    def session(self, session_id: str = "", /, **options: Unpack[GenerateOptions]) -> AsyncSession:
         """A conversation whose state the server keeps; with an id, the one with this state. See AsyncSession."""
         requests.check_options(options)
         return AsyncSession(self, session_id, options)

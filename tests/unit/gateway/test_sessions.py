@@ -266,7 +266,8 @@ async def test_a_checkpoint_keeps_what_a_running_request_has(served: Served) -> 
         received += (await call.read()).chunk.token_ids
 
     async def checkpoint() -> spb.Session:
-        return (await served.sessions.Checkpoint(spb.CheckpointRequest(session_id="a"))).session
+        response: spb.CheckpointResponse = await served.sessions.Checkpoint(spb.CheckpointRequest(session_id="a"))
+        return response.session
 
     while not (session := await checkpoint()).samples[0].num_tokens:
         pass
@@ -365,7 +366,7 @@ async def refusals(served: Served, session_id: str, caller: Any) -> list[tuple[g
         stub.Pin(spb.PinRequest(**one, ttl_s=5), metadata=caller),
         stub.GetSession(spb.GetSessionRequest(**one), metadata=caller),
         stub.DeleteSession(spb.DeleteSessionRequest(**one), metadata=caller),
-        rest(served.second.stub.Generate(pb.GenerateRequest(**one, prompt=tokens(5)), metadata=caller)),
+        rest(served.second.stub.Generate(pb.GenerateRequest(session_id=session_id, prompt=tokens(5)), metadata=caller)),
         rest(served.second.stub.Resume(pb.ResumeRequest(request_id=session_id), metadata=caller)),
     ]
     found = []
