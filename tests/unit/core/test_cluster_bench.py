@@ -6,7 +6,9 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from bench.cluster import BLOCK_SIZE, NUM_WORKERS, WORKLOADS, compare, templates, trace
+import numpy as np
+
+from bench.cluster import BLOCK_SIZE, WORKLOADS, Arrival, Workload, compare, oracle_hits, templates, trace
 
 
 def test_what_is_cached_is_found_more_often_than_by_a_router_in_front() -> None:
@@ -23,7 +25,17 @@ def test_workloads_are_the_same_each_time_and_in_order() -> None:
         times = [a.at_s for a in first.arrivals]
         assert times == sorted(times)
         longest = max(len(a.prompt) + len(a.output) for a in first.arrivals)
-        assert longest < first.num_blocks * BLOCK_SIZE, f"every request must fit on one of {NUM_WORKERS} workers"
+        assert longest < first.num_blocks * BLOCK_SIZE, "every request must fit on one worker"
+
+
+def test_the_oracle_keeps_what_is_used_first() -> None:
+    one, two, three = (np.arange(i, i + 2 * BLOCK_SIZE + 1, dtype=np.uint32) for i in (0, 1000, 2000))
+    answer = np.array([7], np.uint32)
+    arrivals = [Arrival(float(i), prompt, answer) for i, prompt in enumerate((one, two, three, one, two, three))]
+    size = 6 * (2 * BLOCK_SIZE + 1)
+    assert oracle_hits(Workload(arrivals, 6, num_workers=1)) == 6 * BLOCK_SIZE / size
+    assert oracle_hits(Workload(arrivals, 4, num_workers=1)) == 4 * BLOCK_SIZE / size, "LRU would hit nothing"
+    assert oracle_hits(Workload(arrivals, 2, num_workers=2)) == 4 * BLOCK_SIZE / size
 
 
 def test_a_trace_shares_what_its_hash_ids_share(tmp_path: Path) -> None:
