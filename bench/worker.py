@@ -3,7 +3,7 @@
     python bench/worker.py                    # w1, w2, w3 in float32, bfloat16 and int8; about five minutes
     python bench/worker.py --quick            # fewer requests and layers, under a minute
     python bench/worker.py --workloads w1 --numbers bfloat16 --profile
-    python bench/worker.py --numbers bfloat16 --speculation    # one row with drafts, of which a share is right
+    python bench/worker.py --numbers bfloat16 --speculation    # drafts of which a share is right
 
 The same run measures a padded PyTorch loop (bench/padded.py), the speed of one large product per number type, and the
 speed of reading memory. `of_limit` is the least possible time for the linear layers of the workload's steps (for each
@@ -33,6 +33,7 @@ import torch
 
 from bench.machine import Figures, describe, quiet
 from bench.padded import PaddedLoop
+from bench.speculation import GREEDY, measure_speculation
 from bench.workloads import WORKLOADS, Request, Workload, make_model
 from request_fields.fields import SamplingParams
 from step_protocol.messages import EMPTY, RowOpen, StepBatch
@@ -42,10 +43,7 @@ from worker_svc.engine.kernels import linear as kernel_linear
 from worker_svc.engine.kernels import torch_linear as linear
 from worker_svc.engine.kernels.machine import available_cores
 from worker_svc.engine.model_runner import ModelRunner
-from worker_svc.engine.rows.open_rows import OpenRows
-from worker_svc.engine.speculation.drafts import RowDrafts
 
-GREEDY = SamplingParams(0.0, 0, 1.0, 0.0, 0)
 NUMBERS = {"float32": ("float32", None), "bfloat16": ("bfloat16", None), "int8": ("bfloat16", "int8")}
 BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
 LIMIT_SHAPE = (512, 4096, 1024)  # rows, outputs, inputs of the product whose speed is the limit
@@ -290,84 +288,18 @@ def measure(name: str, args: argparse.Namespace, limits: Limits) -> dict[str, An
     return figures
 
 
-class Drafts:
-    """Proposes the tokens of an earlier run. A share of them is right."""
-
-    name = "given"
-
-    def __init__(self, rows: OpenRows, expected: list[int], right: float) -> None:
-        self._rows, self._expected, self._right = rows, expected, right
-        self._rng = np.random.default_rng(1)
-
-    def propose(self, row: int, most: int) -> list[int]:
-        known = len(self._rows.history(row)[1])
-        found = self._expected[known : known + most]
-        return [id_ if self._rng.random() < self._right else (id_ + 1) % 1000 for id_ in found]
-
-    def close(self, row: int) -> None: ...
-
-
-def decode_alone(runner: ModelRunner, num_tokens: int) -> tuple[list[int], float]:
-    """The output of one row, as the scheduler asks for it, and the tokens per second after the prompt."""
-    size = runner.info.block_size
-    table = np.arange(-(-(num_tokens + 64) // size), dtype=np.uint32)
-    prompt = np.arange(3, 35, dtype=np.uint32)
-    opened = RowOpen(0, prompt, len(prompt), table, 0, replace(GREEDY, seed=1), 0)
-    runner.reset_rows()
-    slots = np.arange(len(table) * size, dtype=np.uint32)
-    one, every = np.ones(1, np.uint32), np.ones(1, np.bool_)
-    lens = np.array([len(prompt)], np.uint32)
-    step = StepBatch(1, one - 1, lens, one - 1, every, slots[: len(prompt)], opens=[opened])
-    output = runner.execute(step)
-    found, started = output.token_ids.tolist(), time.perf_counter()
-    while len(found) < num_tokens:
-        start = len(prompt) + len(found) - 1
-        most = 1 + (0 if output.draft_lens is None else int(output.draft_lens[0]))
-        last = slots[start + most - 1 : start + most]
-        step = StepBatch(step.step_id + 1, one - 1, one, one * start, every, last, max_query_lens=one * most)
-        if runner.draft_counts is None:
-            step.max_query_lens = None
-        output = runner.execute(step)
-        found += output.token_ids.tolist()
-    return found[:num_tokens], (len(found) - 1) / (time.perf_counter() - started)
-
-
-def measure_speculation(number: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Tokens per second of one row by the share of right drafts and the most drafts of a step. `ideal`: steps with
-    drafts take as long as steps without.
-    """
-    num_tokens, figures = 48 if args.quick else 160, dict[str, Any]()
+def measure_drafts(number: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Drafts in one row and in many."""
     dtype, quantize = NUMBERS[number]
-    workload = choose_workload("w2", is_quick=args.quick)
+    workload, most_rows = choose_workload("w2", is_quick=args.quick), max(args.rows)
     with tempfile.TemporaryDirectory() as scratch:
         folder = make_model(Path(scratch), workload.model)
-        runner = ModelRunner(
-            EngineConfig(folder, dtype, quantize=quantize, num_blocks=32, max_num_seqs=1, threads=args.threads)
-        )
-    decode_alone(runner, 8)
-    expected, _ = decode_alone(runner, num_tokens + 8)
-    for most, right in ((most, right) for most in (3, 5) for right in (0.0, 0.5, 0.7, 0.9)):
-        drafts = RowDrafts(runner._rows, most, lambda rows, right=right: Drafts(rows, expected, right))
-        pairs = []
-        for _ in range(args.repeats):
-            runner._drafts = None
-            plain = decode_alone(runner, num_tokens)[1]
-            runner._drafts = drafts
-            tokens, speed = decode_alone(runner, num_tokens)
-            if tokens != expected[:num_tokens]:
-                raise RuntimeError("the output with drafts differs")
-            pairs.append((speed / plain, speed, plain))
-        gain, speed, plain = sorted(pairs)[len(pairs) // 2]
-        ideal = sum(right**nth for nth in range(most + 1))
-        key = f"k{most} accept {right}"
-        figures[key] = {
-            "tok_s": round(speed, 1),
-            "off": round(plain, 1),
-            "gain": round(gain, 2),
-            "ideal": round(ideal, 2),
-        }
-        print(f"{number} {key}: {figures[key]}", flush=True)
-        runner._rows._parts.remove(drafts)
+        sizes = {"num_blocks": 16 * most_rows, "max_num_seqs": most_rows, "max_model_len": 256}
+        runner = ModelRunner(EngineConfig(folder, dtype, quantize=quantize, threads=args.threads, **sizes))
+    figures = dict[str, Any]()
+    for num_rows in args.rows:
+        num_tokens = 120 if num_rows == 1 and not args.quick else 48
+        figures |= measure_speculation(runner, num_rows, num_tokens, args.repeats, number)
     return figures
 
 
@@ -393,10 +325,11 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer requests, 4 layers, one repeat")
     parser.add_argument("--no-padded", dest="padded", action="store_false", help="leave out the padded PyTorch loop")
     parser.add_argument("--profile", action="store_true", help="print the engine's time by operation")
-    parser.add_argument("--speculation", action="store_true", help="measure drafts of one row, and nothing else")
+    parser.add_argument("--speculation", action="store_true", help="measure drafts, and nothing else")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64], help="of --speculation (default 1 16 64)")
     args = parser.parse_args()
     if args.speculation:
-        figures = {number: measure_speculation(number, args) for number in args.numbers}
+        figures = {number: measure_drafts(number, args) for number in args.numbers}
         print(json.dumps({**describe(), "threads": args.threads, "quick": args.quick, "speculation": figures}))
         return
     args.repeats = 1 if args.quick else args.repeats

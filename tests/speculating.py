@@ -19,6 +19,7 @@ from scheduler_svc.workers.wire import step_batch_to_proto
 from step_protocol.proto import batch_from_proto, output_from_proto, output_to_proto
 from tests.invariants import check_scheduler
 from worker_svc.engine.rows.open_rows import OpenRows
+from worker_svc.engine.speculation.draft_len import StepTimes
 from worker_svc.engine.speculation.drafts import RowDrafts
 from worker_svc.engine.step_runner import StepRunner
 
@@ -27,12 +28,16 @@ class GivenDrafts:
     """Proposes what tests say: `expected` has the whole output of a request, by its prompt. Some drafts are wrong."""
 
     name = "given"
+    draft_s = 0.0
 
     def __init__(self, rows: OpenRows, expected: dict[bytes, list[int]], right: float, seed: int = 1) -> None:
         self._rows, self._expected, self._right = rows, expected, right
         self._rng = np.random.default_rng(seed)
 
-    def propose(self, row: int, most: int) -> list[int]:
+    def propose(self, rows: np.ndarray, counts: np.ndarray) -> list[list[int]]:
+        return [self._propose(row, most) for row, most in zip(rows.tolist(), counts.tolist(), strict=True)]
+
+    def _propose(self, row: int, most: int) -> list[int]:
         prompt, output = self._rows.history(row)
         known = self._expected.get(prompt.tobytes(), [])
         found = known[len(output) : len(output) + most]
@@ -42,9 +47,22 @@ class GivenDrafts:
     def close(self, row: int) -> None: ...
 
 
+class NoTimes(StepTimes):
+    """Further tokens take no time, so how much is drafted does not depend on the speed of a machine."""
+
+    def observe(self, num_tokens: int, seconds: float) -> None: ...
+
+    def is_stale(self, num_rows: int) -> bool:
+        return False
+
+    def token_cost(self, num_rows: int) -> float:
+        return 0.0
+
+
 def speculate(runner: StepRunner, expected: dict[bytes, list[int]], right: float, most: int = 4) -> RowDrafts:
     """Let a runner that has no drafts compute these, in each step."""
     drafts = RowDrafts(runner._rows, most, lambda rows: GivenDrafts(rows, expected, right))
+    drafts._times = NoTimes()
     runner._drafts = drafts
     return drafts
 

@@ -87,10 +87,9 @@ class StepRunner(ABC):
         output = self._compute_or_fail(step, errors, lambda: self._run_step(step, errors))
         output = output or StepOutput(batch.step_id, EMPTY, EMPTY)
         output.errors = errors.to_list()
-        seconds = time.perf_counter() - started
-        output.forward_us = int(seconds * 1e6)
         if self._drafts is not None:
-            self._drafts.propose(step, output, seconds)
+            self._drafts.propose(step, output, time.perf_counter() - started)
+        output.forward_us = int((time.perf_counter() - started) * 1e6)
         return output
 
     def _with_drafts(self, batch: StepBatch, errors: RowErrors) -> StepBatch:

@@ -69,7 +69,7 @@ def test_drafts_are_computed_while_they_pay(
 
 def test_the_cost_of_a_token_follows_from_the_times_of_steps() -> None:
     times = StepTimes()
-    assert times.token_cost(4) == pytest.approx(0.1 / 4)
+    assert times.token_cost(4) == pytest.approx(1 / 14)
     for _ in range(200):
         for num_tokens, seconds in ((1, 0.020), (4, 0.026), (64, 0.4), (128, 0.8)):
             times.observe(num_tokens, seconds)

@@ -77,8 +77,8 @@ def test_every_draft_gives_the_same_answers(model_dir, dtype):
         drafts = speculate(runner, expected_of(plain), right, most)
         assert answers_of(runner, depth) == plain
         assert drafts.counts.drafted.sum() > 0
-        steps[right] = drafts.counts.accepted.sum() / drafts.counts.drafted.sum()
-    assert steps[1.0] > 0.8 > steps[0.7] > 0.3 > steps[0.0]
+        steps[right] = drafts.counts.accepted[0] / drafts.counts.drafted[0]
+    assert steps[1.0] > steps[0.7] > steps[0.0] == 0
 
 
 def test_suffixes_chunks_and_preemption_give_the_same_answers(model_dir):

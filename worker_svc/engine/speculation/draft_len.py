@@ -2,8 +2,20 @@
 
 from __future__ import annotations
 
+import math
+
 MEMORY = 0.05  # weight of a longer step in the running time of its size
-UNKNOWN_COST = 0.1  # share of a step that one more token of a row takes, before it is measured
+UNMEASURED_TOKENS = 10  # before it is measured, a step takes as long as this number of tokens and those that it has
+LEAST_CHANCE = 0.05  # no draft that is less likely than this: steps with drafts are never free
+STALE = 64  # steps, after which a size is measured again
+PROBE_SHARE = 0.01  # of the time, for the drafts of rows whose drafts do not pay
+
+
+def probe_pause(draft_cost: float) -> int:
+    """The number of steps from one draft to the next of a row whose drafts do not pay. It shows whether they do again.
+    To propose a draft takes the share `draft_cost` of a step.
+    """
+    return max(1, math.ceil(draft_cost / PROBE_SHARE))
 
 
 def draft_len(acceptance: float, num_outputs: float, token_cost: float, most: int) -> int:
@@ -14,7 +26,7 @@ def draft_len(acceptance: float, num_outputs: float, token_cost: float, most: in
     probability is larger. Where a step takes as long as its weights are read, a token costs little; where it computes
     as many tokens as the processor can, `token_cost` is 1 / tokens and no draft pays.
     """
-    lost, chance, count = num_outputs * token_cost, acceptance, 0
+    lost, chance, count = max(num_outputs * token_cost, LEAST_CHANCE), acceptance, 0
     while count < most and chance > lost:
         count, chance = count + 1, chance * acceptance
     return count
@@ -28,13 +40,26 @@ class StepTimes:
 
     def __init__(self) -> None:
         self._groups: dict[int, tuple[float, float]] = {}  # bits of the number -> mean number, seconds
+        self._num_steps = 0
+        self._measured_at: dict[int, int] = {}  # bits of the number -> number of steps
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         """A step has run."""
         group = num_tokens.bit_length()
+        self._num_steps += 1
+        self._measured_at[group] = self._num_steps
         size, before = self._groups.get(group, (float(num_tokens), seconds))
         weight = 1.0 if seconds < before else MEMORY
         self._groups[group] = size + MEMORY * (num_tokens - size), before + weight * (seconds - before)
+
+    def is_stale(self, num_rows: int) -> bool:
+        """Whether a step of so many rows should have no drafts, to be measured."""
+        return self._num_steps - self._measured_at.get(num_rows.bit_length(), -STALE) >= STALE
+
+    def of_rows(self, num_rows: int) -> float | None:
+        """Seconds of a step of about so many rows without drafts; None before there was one."""
+        found = self._groups.get(num_rows.bit_length())
+        return None if found is None else found[1]
 
     def token_cost(self, num_rows: int) -> float:
         """The share of a step of so many rows that one more token takes."""
@@ -42,5 +67,5 @@ class StepTimes:
         base = self._groups.get(group)
         larger = next((found for more in (1, 2, 3) if (found := self._groups.get(group + more))), None)
         if base is None or larger is None or larger[0] <= base[0]:
-            return UNKNOWN_COST / num_rows
+            return 1 / (UNMEASURED_TOKENS + num_rows)
         return max(larger[1] - base[1], 0.0) / (larger[0] - base[0]) / base[1]

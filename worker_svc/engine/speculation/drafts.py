@@ -10,7 +10,7 @@ sampled before it: the output is the output without speculation.
     accept     after sampling: the tokens up to the first draft that is wrong, and the token sampled in its place
 
 Acceptance is measured on each first draft, whether or not the step computed it: a row whose drafts are wrong computes
-none, and begins again when they become right.
+none, and begins again when they become right. If drafts are costly to propose, such a row has one now and then.
 """
 
 from __future__ import annotations
@@ -26,22 +26,24 @@ from step_protocol.messages import RowOpen, StepBatch, StepOutput
 from worker_svc.engine.rows.errors import RowErrors
 from worker_svc.engine.rows.open_rows import OpenRows
 from worker_svc.engine.rows.step_checker import CheckedStep
-from worker_svc.engine.speculation.draft_len import StepTimes, draft_len
+from worker_svc.engine.speculation.draft_len import StepTimes, draft_len, probe_pause
 from worker_svc.engine.speculation.suffix import SuffixIndex
 
-FIRST_ACCEPTANCE = 0.5  # of a row that has had no draft
-ACCEPTANCE_WEIGHT = 0.2  # of the newest draft
+FIRST_ACCEPTANCE = 0.5  # of the first row
+ACCEPTANCE_WEIGHT = 0.2  # of the newest draft in the mean of its row
+SHARED_WEIGHT = 0.05  # of the newest draft in the mean of all rows
 PATIENCE = 8  # steps without a draft after which a row asks for no more room
 LEAST_USE = 0.95  # a step in which a draft must be as likely as this has none
 
 
 class Proposer(Protocol):
-    """Proposes drafts. Its state of a row is a function of the row's tokens."""
+    """Proposes drafts. What it keeps of a row is a function of the row's tokens."""
 
     name: str
+    draft_s: float  # seconds that one more draft of one row takes; 0: too few to count
 
-    def propose(self, row: int, most: int) -> list[int]:
-        """Up to `most` tokens that may follow the known tokens of the row."""
+    def propose(self, rows: I64, counts: I64) -> list[list[int]]:
+        """For each row, up to so many tokens that may follow its known tokens. Rows have their newest token."""
 
     def close(self, row: int) -> None:
         """The row is closed, or opened with other tokens."""
@@ -51,12 +53,16 @@ class SuffixProposer:
     """The indices of rows."""
 
     name = "suffix"
+    draft_s = 0.0
 
     def __init__(self, rows: OpenRows) -> None:
         self._rows = rows
         self._indices: dict[int, SuffixIndex] = {}
 
-    def propose(self, row: int, most: int) -> list[int]:
+    def propose(self, rows: I64, counts: I64) -> list[list[int]]:
+        return [self._propose(row, most) for row, most in zip(rows.tolist(), counts.tolist(), strict=True)]
+
+    def _propose(self, row: int, most: int) -> list[int]:
         index = self._indices.get(row)
         if index is None:
             index = self._indices[row] = SuffixIndex(self._rows.tokens_of(row))
@@ -88,6 +94,8 @@ class RowDrafts:
         num_rows = len(rows.is_open)
         self._speculates: Bools = np.zeros(num_rows, np.bool_)
         self._acceptance = np.zeros(num_rows, np.float64)
+        self._shared_acceptance = FIRST_ACCEPTANCE
+        self._num_waited: I64 = np.zeros(num_rows, np.int64)  # steps since the last proposal
         self._num_missed: I64 = np.zeros(num_rows, np.int64)  # steps since the last draft
         self._wanted: I64 = np.zeros(num_rows, np.int64)
         self._drafts: dict[int, list[int]] = {}
@@ -102,7 +110,8 @@ class RowDrafts:
         row = item.row
         self._forget(row)
         self._speculates[row] = item.speculates and not item.num_candidates and item.pooling is None
-        self._acceptance[row], self._num_missed[row], self._wanted[row] = FIRST_ACCEPTANCE, PATIENCE, 0
+        self._acceptance[row] = self._shared_acceptance
+        self._num_waited[row], self._num_missed[row], self._wanted[row] = 0, PATIENCE, 0
 
     def close(self, rows: U32) -> None:
         for row in rows[rows < len(self._speculates)].tolist():
@@ -186,6 +195,7 @@ class RowDrafts:
 
     def _learn(self, row: int, *, is_right: bool) -> None:
         self._acceptance[row] += ACCEPTANCE_WEIGHT * (is_right - self._acceptance[row])
+        self._shared_acceptance += SHARED_WEIGHT * (is_right - self._shared_acceptance)
 
     # After a step
 
@@ -199,27 +209,39 @@ class RowDrafts:
         num_drafts = 0 if batch.draft_lens is None else int(batch.draft_lens.sum())
         if num_tokens == len(batch.rows) + num_drafts and not batch.opens:
             self._times.observe(num_tokens, seconds)
+        speculating = output.rows[self._speculates[output.rows]].astype(np.int64)
         num_outputs, token_cost = self._outputs_per_row * num_rows, self._times.token_cost(num_rows)
-        if num_outputs * token_cost > LEAST_USE or not self._speculates[output.rows].any():
+        if num_outputs * token_cost > LEAST_USE or self._times.is_stale(num_rows) or not len(speculating):
             self._drafts.clear()
             return
-        wanted = np.zeros(num_rows, np.uint32)
-        for i, row in enumerate(output.rows.tolist()):
-            if self._speculates[row]:
-                wanted[i] = self._propose(row, num_outputs, token_cost)
+        self._learn_from_others(speculating)
+        draft_cost = self._proposer.draft_s / (self._times.of_rows(num_rows) or seconds)
+        self._count_drafts(speculating, num_outputs, token_cost + draft_cost)
+        self._propose(speculating, probe_pause(draft_cost))
+        wanted = self._wanted[output.rows] * (self._speculates & (self._num_missed < PATIENCE))[output.rows]
         if wanted.any():
-            output.draft_lens = wanted
+            output.draft_lens = wanted.astype(np.uint32)
 
-    def _propose(self, row: int, num_outputs: float, token_cost: float) -> int:
-        before = self._drafts.pop(row, None)
-        if before and row not in self._computed:
-            self._learn(row, is_right=before[0] == self._rows.newest_token(row))
-        count = draft_len(float(self._acceptance[row]), num_outputs, token_cost, self._most)
-        drafts = self._rows.in_vocabulary(self._proposer.propose(row, max(count, 1)))
-        if drafts:
-            self._drafts[row] = drafts
-            self._num_missed[row] = 0
-        else:
-            self._num_missed[row] += 1
-        self._wanted[row] = count
-        return count if self._num_missed[row] < PATIENCE else 0
+    def _learn_from_others(self, rows: I64) -> None:
+        """Learn from drafts that were not computed. All drafts are before the newest token now."""
+        for row in rows.tolist():
+            before = self._drafts.pop(row, None)
+            if before and row not in self._computed:
+                self._learn(row, is_right=before[0] == self._rows.newest_token(row))
+
+    def _count_drafts(self, rows: I64, num_outputs: float, cost: float) -> None:
+        for row in rows.tolist():
+            self._wanted[row] = draft_len(float(self._acceptance[row]), num_outputs, cost, self._most)
+
+    def _propose(self, rows: I64, pause: int) -> None:
+        """Propose drafts of rows whose drafts pay, and one of each other row that has waited for `pause` steps."""
+        self._num_waited[rows] += 1
+        rows = rows[(self._wanted[rows] > 0) | (self._num_waited[rows] >= pause)]
+        self._num_waited[rows] = 0
+        for row, drafts in zip(
+            rows.tolist(), self._proposer.propose(rows, np.maximum(self._wanted[rows], 1)), strict=True
+        ):
+            drafts = self._rows.in_vocabulary(drafts)
+            if drafts:
+                self._drafts[row] = drafts
+            self._num_missed[row] = 0 if drafts else self._num_missed[row] + 1
