@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,12 +49,15 @@ class GivenDrafts:
 
 
 class NoTimes(StepTimes):
-    """Further tokens take no time, so how much is drafted does not depend on the speed of a machine."""
+    """Further tokens and drafts take no time, so how much is drafted does not depend on the speed of a machine."""
 
     def observe(self, num_tokens: int, seconds: float) -> None: ...
 
     def is_stale(self, num_rows: int) -> bool:
         return False
+
+    def of_rows(self, num_rows: int) -> float:
+        return math.inf
 
     def token_cost(self, num_rows: int) -> float:
         return 0.0

@@ -21,8 +21,8 @@ from worker_svc.engine.config import (
     KV_CACHE_DTYPES,
     MAX_DRAFTS,
     QUANTIZING_BACKENDS,
-    SPECULATE,
     EngineConfig,
+    Speculate,
 )
 from worker_svc.engine.kernels.machine import total_memory
 from worker_svc.simulator.runner import SimConfig
@@ -41,6 +41,11 @@ def _addresses(text: str) -> list[str]:
     return [config.scheduler_address(part.strip()) for part in text.split(",")]
 
 
+def _speculate(text: str) -> str:
+    Speculate.parse(text)
+    return text
+
+
 def _adapter(text: str) -> tuple[str, Path]:
     name, _, folder = text.partition("=")
     if not name or not folder:
@@ -48,6 +53,7 @@ def _adapter(text: str) -> tuple[str, Path]:
     return name, Path(folder)
 
 
+_PROPOSER = config.FlagKind(_speculate, "suffix or draft:DIR")
 _ADAPTER = config.FlagKind(_adapter, "NAME=DIR")
 _ADDRESSES = config.FlagKind(_addresses, config.scheduler_address.allowed)
 
@@ -158,9 +164,10 @@ FLAGS = (
         Flag("--cuda-graph-tokens", _TOKENS_OR_0,
             "cuda: largest step with prompts that is recorded as a graph; 0: decode steps only", default=8192,
         ),
-        Flag("--speculate", one_of(*SPECULATE),
+        Flag("--speculate", _PROPOSER,
             "compute drafts of the next tokens with each token, which are kept if they are right: the output is the "
-            "same. suffix: from earlier text of the request; unset: none. Only on CPUs (docs/speculation.md)",
+            "same. suffix: from earlier text of the request; draft:DIR: a smaller model with the same tokenizer; "
+            "unset: none. Only on CPUs (docs/speculation.md)", metavar="PROPOSER",
         ),
         Flag("--max-drafts", in_range(int, 1, MAX_DRAFTS), "drafts of a sequence in one step, at most", default=8),
         Flag("--threads", _AT_LEAST_1, "compute threads; unset: one per core that this process may use"),

@@ -91,8 +91,11 @@ class Speculation:
         return np.where(speculates, 1 + np.minimum(wanted, room), 0).astype(np.uint32)
 
     def _extend_tables(self, rows: I64, wanted: I64, append_blocks: Callable[[I64], None]) -> None:
+        """Take the blocks of this step's drafts, and of as many after them: a worker that computes the next drafts with
+        a model stores their keys and values before it answers.
+        """
         r = self._rows
-        ends = r.num_computed_tokens[rows] + 1 + wanted
+        ends = np.minimum(r.num_computed_tokens[rows] + 1 + 2 * wanted, r.limit[rows])
         missing = np.maximum(-(-ends // r.block_size) - r.num_blocks[rows], 0)
         total = int(missing.sum())
         if not total or self._pool.num_free - total < r.num_used:

@@ -205,7 +205,7 @@ def drafts_without_blocks(patch: Patch) -> None:
 
 
 @bug(
-    "computes rows|max_query_lens|more tokens than its limit|beyond max_model_len|the oracle has",
+    "computes rows|max_query_lens|more tokens than its limit|beyond max_model_len|the oracle has|out of bounds",
     checks_invariants=True,
 )
 def drafts_beyond_the_limit(patch: Patch) -> None:

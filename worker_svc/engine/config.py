@@ -19,7 +19,6 @@ Quantization = Literal["int8", "fp8"]
 CudaGraphs = Literal["start", "lazy", "off"]
 Kernels = Literal["auto", "triton", "torch"]
 AllReduce = Literal["auto", "nccl"]
-Speculate = Literal["suffix"]
 
 MAX_BLOCK_SIZE = 256
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -28,9 +27,24 @@ ATTENTION = ("auto", "triton", "flash", "flash3", "flashinfer", "torch")
 CUDA_GRAPHS = ("start", "lazy", "off")
 KERNELS = ("auto", "triton", "torch")
 ALL_REDUCE = ("auto", "nccl")
-SPECULATE = ("suffix",)
+PROPOSERS = ("suffix", "draft")
 MAX_DRAFTS = 16  # of one row in one step
 QUANTIZING_BACKENDS: Mapping[Quantization, tuple[str, ...]] = {"int8": ("cpu", "reference"), "fp8": ("cuda",)}
+
+
+class Speculate(NamedTuple):
+    """How drafts are proposed: `suffix`, or `draft:DIR` with the folder of a model."""
+
+    proposer: str
+    folder: Path | None
+
+    @classmethod
+    def parse(cls, text: str) -> Speculate:
+        """Raises ValueError."""
+        proposer, colon, folder = text.partition(":")
+        if proposer not in PROPOSERS or (proposer == "draft") != bool(colon and folder):
+            raise ValueError(f"speculate must be suffix or draft:DIR, got {text!r}")
+        return cls(proposer, Path(folder) if folder else None)
 
 
 class Sizes(NamedTuple):
@@ -53,7 +67,8 @@ class EngineConfig:
     kv_cache_memory None: 1 GiB, or half of the free RAM if that is less.
     max_model_len None: the model's limit, capped by the size of the pool.
     threads None: one per core that this process may use.
-    speculate: how drafts are proposed (docs/speculation.md); None: there are none. max_drafts: of one row in one step.
+    speculate: how drafts are proposed, as `Speculate` reads it (docs/speculation.md); None: there are none.
+    max_drafts: of one row in one step.
     adapters: names and PEFT folders that are loaded at the start (docs/adapters.md).
     max_adapters: adapters that rows may use at the same time; 0: none can be loaded.
     image_cache_memory: bytes of embeddings of images that are kept. The default size of the pool leaves them free.
@@ -103,7 +118,7 @@ class EngineConfig:
     cuda_graph_tokens: int = 8192
     kv_cache_dtype: KvCacheDtype = "auto"
     kernels: Kernels = "auto"
-    speculate: Speculate | None = None
+    speculate: str | None = None
     max_drafts: int = 8
 
     def __post_init__(self) -> None:
@@ -129,7 +144,7 @@ class EngineConfig:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.speculate is not None:
-            _check_choice("speculate", self.speculate, SPECULATE)
+            Speculate.parse(self.speculate)
             _check_choice(f"backend with speculate={self.speculate}", self.backend, ("cpu", "reference"))
         if not 1 <= self.max_drafts <= MAX_DRAFTS:
             raise ValueError(f"max_drafts must be from 1 to {MAX_DRAFTS}, got {self.max_drafts}")
@@ -159,6 +174,11 @@ class EngineConfig:
             )
         if self.nnodes > 1:
             _check_choice(f"backend with nnodes={self.nnodes}", self.backend, ("cuda",))
+
+    @property
+    def draft_dir(self) -> Path | None:
+        """The folder of the model that proposes drafts."""
+        return None if self.speculate is None else Speculate.parse(self.speculate).folder
 
     @property
     def ranks_per_node(self) -> int:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -19,7 +19,8 @@ from worker_svc.engine.adapters.store import AdapterStore
 from worker_svc.engine.backend import Backend, ForwardBatch, KVLayout
 from worker_svc.engine.checkpoint.features import check_features
 from worker_svc.engine.checkpoint.tensors import Checkpoint
-from worker_svc.engine.config import EncoderInfo, EngineConfig, PoolingInfo
+from worker_svc.engine.checkpoint.vocabulary import check_same_vocabulary
+from worker_svc.engine.config import ComputeDtype, EncoderInfo, EngineConfig, EngineInfo, PoolingInfo
 from worker_svc.engine.cpu.backends import make_backend
 from worker_svc.engine.decoder.config import ModelConfig, parse_config
 from worker_svc.engine.decoder.kv_cache import DEFAULT_MEMORY, KVCachePool
@@ -37,12 +38,15 @@ from worker_svc.engine.pooling.weights import PoolingWeights, load_pooling, pool
 from worker_svc.engine.recurrent import StatePool
 from worker_svc.engine.rows.embedder import InputEmbedder, StepInputReader
 from worker_svc.engine.rows.images import ImageEncoder, image_shape
+from worker_svc.engine.rows.open_rows import OpenRows
+from worker_svc.engine.speculation.draft_model import DraftModel
 from worker_svc.engine.vision.tower import VisionTower
 
 logger = logging.getLogger(__name__)
 
 Adapters = AdapterStore[Adapter, PackedAdapter]
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 STEPS_IN_FLIGHT = 3  # whose texts have blocks at the same time
 
 
@@ -120,7 +124,7 @@ def _load_decoder(
     state_bytes = StatePool.bytes_per_slot(model.recurrences)
     num_snapshots = config.snapshot_memory // state_bytes if state_bytes else 0
     reserved += (config.max_num_seqs + num_snapshots) * state_bytes
-    num_blocks = config.num_blocks or _fitting_blocks(config, model, dtype, reserved)
+    num_blocks = config.num_blocks or _fitting_blocks(config, model, dtype, reserved, _draft_block_bytes(config))
     block_bytes = max(1, KVCachePool.bytes_per_block(model.kv_layouts(), config.block_size, dtype))
     max_model_len = choose_max_model_len(config, model, num_blocks)
     model = model.within(max_model_len)
@@ -257,12 +261,67 @@ def _blocks_of_texts(config: EngineConfig, max_length: int) -> int:
     return num_tokens // config.block_size + STEPS_IN_FLIGHT * config.max_num_seqs
 
 
+def choose_dtype(config: EngineConfig, checkpoint: Checkpoint) -> ComputeDtype:
+    """The number type of a model: as configured, or float32 if the checkpoint has it, else bfloat16."""
+    if config.dtype != "auto":
+        return config.dtype
+    return "float32" if checkpoint.stored_dtype() is torch.float32 else "bfloat16"
+
+
+def load_draft_model(
+    config: EngineConfig, folder: Path, info: EngineInfo, threads: int
+) -> Callable[[OpenRows], DraftModel]:
+    """The model of a folder, which proposes drafts for the loaded model. Raises CheckpointError, ValueError."""
+    checkpoint = Checkpoint(folder)
+    model = _draft_config(checkpoint, folder)
+    check_same_vocabulary(config.model_dir, folder, info.vocab_size, model.vocab_size)
+    backend = make_backend(config.backend, threads, config.determinism, config.quantize)
+    max_len = min(info.max_model_len, model.max_position_embeddings)
+    draft_config = replace(
+        config, model_dir=folder, num_blocks=info.num_blocks, max_model_len=max_len, adapters=(), max_adapters=0,
+        speculate=None,
+    )  # fmt: skip
+    dtype = DTYPES[choose_dtype(config, checkpoint)]
+    loaded = load_model(checkpoint, draft_config, backend, dtype, Report(threads, None))
+    decoder, pool = loaded.model, loaded.pool
+    if not isinstance(decoder, DecoderModel):
+        raise ValueError(f"speculate={config.speculate}: {folder} is not a decoder")
+    decoder.fuse(pool)
+    backend.end_load()
+    max_tokens = config.max_num_batched_tokens
+    return lambda rows: DraftModel(decoder, pool, backend, rows, max_tokens=max_tokens, max_len=max_len)
+
+
+def _draft_config(checkpoint: Checkpoint, folder: Path) -> ModelConfig:
+    if is_encoder_decoder(checkpoint.config) or encoder_of(checkpoint.config) is not None:
+        raise ValueError(f"speculate: the model of {folder} is not a decoder, so it cannot propose drafts")
+    model = parse_config(checkpoint.config)
+    if model.is_recurrent:
+        raise ValueError(f"speculate: the model of {folder} has recurrent layers, so it cannot propose drafts")
+    return model
+
+
+def _draft_block_bytes(config: EngineConfig) -> int:
+    """What each block of the pool takes in the pool of the model that proposes drafts."""
+    if config.draft_dir is None:
+        return 0
+    checkpoint = Checkpoint(config.draft_dir)
+    model, dtype = _draft_config(checkpoint, config.draft_dir), DTYPES[choose_dtype(config, checkpoint)]
+    return KVCachePool.bytes_per_block(model.kv_layouts(), config.block_size, dtype)
+
+
 def _fitting_blocks(
-    config: EngineConfig, model: ModelConfig | EncoderDecoderConfig, dtype: torch.dtype, reserved: int
+    config: EngineConfig,
+    model: ModelConfig | EncoderDecoderConfig,
+    dtype: torch.dtype,
+    reserved: int,
+    beside: int = 0,
 ) -> int:
-    """`reserved`: memory for adapters and images, which the default size of the pool leaves free."""
+    """`reserved`: memory for adapters and images, which the default size of the pool leaves free. `beside`: bytes that
+    each block takes in another pool.
+    """
     memory = config.kv_cache_memory or min(DEFAULT_MEMORY, max(available_memory() - reserved, 0) // 2)
-    per_block = max(1, KVCachePool.bytes_per_block(model.kv_layouts(), config.block_size, dtype))
+    per_block = max(1, KVCachePool.bytes_per_block(model.kv_layouts(), config.block_size, dtype) + beside)
     if memory < per_block:
         raise ValueError(
             f"kv_cache_memory of {memory} bytes is below one block of {per_block} bytes; raise kv_cache_memory"

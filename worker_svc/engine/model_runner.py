@@ -24,14 +24,14 @@ from worker_svc.engine.adapters.rows import RowAdapters
 from worker_svc.engine.backend import ForwardBatch, SamplingColumns
 from worker_svc.engine.checkpoint.model_folder import eos_token_ids
 from worker_svc.engine.checkpoint.tensors import Checkpoint
-from worker_svc.engine.config import ComputeDtype, EngineConfig
+from worker_svc.engine.config import EngineConfig
 from worker_svc.engine.cpu.backends import make_backend
 from worker_svc.engine.decoder.block_payload import MovableBlocks
 from worker_svc.engine.decoder.model import DecoderModel
 from worker_svc.engine.engine_info import make_engine_info
 from worker_svc.engine.kernels.machine import available_cores
 from worker_svc.engine.kernels.numerics import cpu_numerics
-from worker_svc.engine.loading import Report, load_model
+from worker_svc.engine.loading import DTYPES, Report, choose_dtype, load_draft_model, load_model
 from worker_svc.engine.pooling.pooling import (
     NOT_FINITE,
     Pooler,
@@ -59,8 +59,6 @@ from worker_svc.engine.step_runner import NOTHING_TO_SAMPLE, StepRunner
 
 logger = logging.getLogger(__name__)
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
 
 class ModelRunner(StepRunner):
     """Computes a step when it is called.
@@ -78,7 +76,7 @@ class ModelRunner(StepRunner):
         eos_ids = eos_token_ids(checkpoint.generation_config, checkpoint.config)
         sampling = default_sampling(checkpoint.generation_config)
         self._backend = make_backend(config.backend, self._threads, config.determinism, config.quantize)
-        dtype = _choose_dtype(config, checkpoint)
+        dtype = choose_dtype(config, checkpoint)
         loaded = load_model(checkpoint, config, self._backend, DTYPES[dtype], Report(self._threads, progress))
         self._model, self._pool, self._inputs = loaded.model, loaded.pool, loaded.inputs
         self._model.fuse(self._pool)
@@ -120,7 +118,10 @@ class ModelRunner(StepRunner):
             snapshot_tokens=loaded.snapshot_tokens,
         )
         self._serve(rows, info)
-        self._speculate(config)
+        if config.draft_dir is None:
+            self._speculate(config)
+        else:
+            self._speculate(config, load_draft_model(config, config.draft_dir, info, self._threads))
         self._backend.end_load()
 
     @property
@@ -295,9 +296,3 @@ class ModelRunner(StepRunner):
             candidates = candidates.without(rows[~is_good])
         self._append_samples(plan, rows[is_good], positions[is_good], token_ids[is_good], output)
         output.candidates = candidates
-
-
-def _choose_dtype(config: EngineConfig, checkpoint: Checkpoint) -> ComputeDtype:
-    if config.dtype != "auto":
-        return config.dtype
-    return "float32" if checkpoint.stored_dtype() is torch.float32 else "bfloat16"

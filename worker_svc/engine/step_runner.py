@@ -17,7 +17,7 @@ from worker_svc.engine.decoder.block_payload import MovableBlocks
 from worker_svc.engine.rows.errors import RowErrors
 from worker_svc.engine.rows.open_rows import OpenRows
 from worker_svc.engine.rows.step_checker import CheckedStep, StepChecker
-from worker_svc.engine.speculation.drafts import DraftCounts, RowDrafts
+from worker_svc.engine.speculation.drafts import DraftCounts, Proposer, RowDrafts, SuffixProposer
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class StepRunner(ABC):
         self._drafts: RowDrafts | None = None  # None: no row speculates
         self._num_out_of_memory = 0  # consecutive steps
 
-    def _speculate(self, config: EngineConfig) -> None:
+    def _speculate(self, config: EngineConfig, make_proposer: Callable[[OpenRows], Proposer] = SuffixProposer) -> None:
         """Ends the load of a runner that can compute drafts."""
         if config.speculate is None:
             return
@@ -66,7 +66,7 @@ class StepRunner(ABC):
                 f"speculate cannot be set for {self.info.model}: its recurrent layers do not keep the state before a "
                 "draft; leave --speculate out"
             )
-        self._drafts = RowDrafts(self._rows, config.max_drafts)
+        self._drafts = RowDrafts(self._rows, config.max_drafts, make_proposer)
 
     @property
     def draft_counts(self) -> DraftCounts | None:

@@ -94,6 +94,10 @@ class DecoderModel:
         report(1.0)
 
     @property
+    def vocab_size(self) -> int:
+        return self._config.vocab_size
+
+    @property
     def hidden(self) -> torch.Tensor:
         """The float32 states [H, hidden] of the hidden tokens of the last step, after the final norm."""
         return self._hidden_states if self._fused is None else self._fused.hidden

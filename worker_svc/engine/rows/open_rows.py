@@ -74,7 +74,7 @@ class OpenRows:
         self._max_model_len = max_model_len
         self.block_size = self._block_size = block_size
         self._num_blocks = num_blocks
-        self._vocab_size = vocab_size
+        self.vocab_size = self._vocab_size = vocab_size
         max_blocks = -(-max_model_len // block_size)
         self.is_open = np.zeros(max_num_seqs, np.bool_)
         self.tables: I32 = np.full((max_num_seqs, max_blocks), NO_BLOCK, np.int32)
@@ -258,6 +258,11 @@ class OpenRows:
         self._tokens[row, end : end + len(drafts)] = drafts
         self.num_tokens[row] = end + len(drafts)
         return end - 1
+
+    def add_draft(self, rows: I64, positions: I64, token_ids: U32) -> None:
+        """Puts a draft of each row at this position behind its newest token, for what reads the tokens before a
+        position. The row does not have it."""
+        self._tokens[rows, positions] = token_ids
 
     # Table changes
 

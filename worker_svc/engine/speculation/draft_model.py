@@ -1,0 +1,206 @@
+"""Drafts from a second, smaller model with the same vocabulary, sampled with the noise of the row itself.
+
+A token has the largest sum of logit and noise, and the noise is a function of (seed, sample, position). So a draft that
+is sampled with the noise of its position is what the row samples there if both models nearly agree. The most likely
+token of the draft model would be right only as often as the row samples the most likely one.
+
+The keys and values of the draft model lie beside those of the row: its pool has the blocks of the row's pool, and it
+reads the row's block table. Each slot has a mark of the tokens up to it:
+
+    marks of a row's slots   a a a a | a a b b | b ...      a: of these tokens. b: of others
+    to compute                           ^ from here to the newest token
+
+So blocks that were cached, moved, copied, freed or never computed need no message: what has no mark of the row's tokens
+is computed again, in pieces of `max_tokens`. Rows of one prefix share the blocks of both models.
+"""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from step_protocol.columns import I64, U32, Bools
+from worker_svc.engine.backend import Backend, ForwardBatch
+from worker_svc.engine.decoder.kv_cache import KVCachePool
+from worker_svc.engine.decoder.model import DecoderModel
+from worker_svc.engine.rows.open_rows import OpenRows
+
+U64 = npt.NDArray[np.uint64]
+Sampled = tuple[U32, Bools]  # tokens, and which of them are of bad logits
+NO_TOKENS: Sampled = np.empty(0, np.uint32), np.empty(0, np.bool_)
+
+FACTOR = np.uint64(0x9E3779B97F4A7C15)  # odd, so that a product loses no bits
+TIME_WEIGHT = 0.1  # of the newest pass in the running mean
+
+
+class DraftModel:
+    """Proposes what a smaller model samples. Called by the model thread, after a step."""
+
+    name = "draft"
+
+    def __init__(
+        self,
+        model: DecoderModel,
+        pool: KVCachePool,
+        backend: Backend,
+        rows: OpenRows,
+        *,
+        max_tokens: int,
+        max_len: int,
+        is_greedy: bool = False,
+    ) -> None:
+        """`max_tokens` of one pass; `max_len` of a row, with drafts. `is_greedy`: to measure what noise is worth."""
+        self._model, self._pool, self._backend, self._rows = model, pool, backend, rows
+        self._max_tokens, self._max_len, self._is_greedy = max_tokens, max_len, is_greedy
+        self._marks: U64 = np.zeros(pool.num_blocks * pool.block_size, np.uint64)
+        num_rows = len(rows.is_open)
+        self._chains: U64 = np.zeros((num_rows, max_len), np.uint64)
+        self._num_chained: I64 = np.zeros(num_rows, np.int64)
+        self._num_computed: I64 = np.zeros(num_rows, np.int64)
+        self._factors: U64 = np.cumprod(np.full(max_len, FACTOR), dtype=np.uint64)
+        self.draft_s = 0.0
+
+    def close(self, row: int) -> None:
+        self._num_chained[row] = self._num_computed[row] = 0
+
+    def propose(self, rows: I64, counts: I64) -> list[list[int]]:
+        counts = self._possible(rows, counts)
+        drafts: list[list[int]] = [[] for _ in rows]
+        lines, (token_ids, is_bad) = self._catch_up(rows, np.flatnonzero(counts))
+        nth = 0
+        while len(lines):
+            lines, token_ids = lines[~is_bad], token_ids[~is_bad]
+            self._rows.add_draft(rows[lines], self._rows.num_tokens[rows[lines]] + nth, token_ids)
+            for line, token in zip(lines.tolist(), token_ids.tolist(), strict=True):
+                drafts[line].append(token)
+            nth += 1
+            lines = lines[counts[lines] > nth]
+            token_ids, is_bad = self._compute_drafts(rows[lines], nth)
+        return drafts
+
+    def _possible(self, rows: I64, counts: I64) -> I64:
+        """How many drafts the model can compute: it reads the tokens up to the one before the last draft."""
+        ends = self._rows.num_tokens[rows]
+        room = np.minimum(self._rows.table_lens[rows] * self._pool.block_size, self._max_len) - ends + 1
+        return np.where(self._extend_chains(rows, ends), np.clip(room, 0, counts), 0)
+
+    # What is computed
+
+    def _extend_chains(self, rows: I64, ends: I64) -> Bools:
+        """Which rows the model can read: it knows neither images nor ids that only the other model has."""
+        return np.array(
+            [self._extend_chain(*pair) for pair in zip(rows.tolist(), ends.tolist(), strict=True)], np.bool_
+        )
+
+    def _extend_chain(self, row: int, end: int) -> bool:
+        if end > self._max_len:
+            return False
+        start = int(self._num_chained[row])
+        token_ids = self._rows.tokens_of(row)[start:end]
+        if len(token_ids) and int(token_ids.max()) >= self._model.vocab_size:
+            return False
+        self._chains[row, start:end] = self._chained(row, start, token_ids)
+        self._num_chained[row] = end
+        return True
+
+    def _chained(self, row: int, start: int, token_ids: U32) -> U64:
+        """The marks of tokens from position `start` on."""
+        end = start + len(token_ids)
+        before = self._chains[row, start - 1] if start else np.uint64(1)
+        chained: U64 = before + np.cumsum((token_ids.astype(np.uint64) + np.uint64(1)) * self._factors[start:end])
+        return chained
+
+    def _start_of(self, row: int) -> int:
+        """The first position of a row that must be computed; at most that of its newest token."""
+        last = int(self._rows.num_tokens[row]) - 1
+        start = max(
+            0, min(int(self._num_computed[row]), last) - 2 * self._pool.block_size
+        )  # its last block may be a copy
+        positions = np.arange(start, last)
+        is_same = self._marks[self._rows.expected_slots(np.full(len(positions), row), positions)]
+        differs = np.flatnonzero(is_same != self._chains[row, start:last])
+        return start + int(differs[0]) if len(differs) else last
+
+    def _catch_up(self, rows: I64, lines: I64) -> tuple[I64, Sampled]:
+        """Compute what is missing of these rows, up to their newest token. Returns those with their first draft."""
+        starts, lens, left = [], [], self._max_tokens
+        for row in rows[lines].tolist():
+            start = self._start_of(row)
+            count = min(int(self._rows.num_tokens[row]) - start, left)
+            starts.append(start)
+            lens.append(count)
+            left -= count
+        first, query_lens = np.array(starts, np.int64), np.array(lens, np.int64)
+        is_computed = query_lens > 0
+        lines, first, query_lens = lines[is_computed], first[is_computed], query_lens[is_computed]
+        is_done = first + query_lens == self._rows.num_tokens[rows[lines]]
+        return lines[is_done], self._compute(rows[lines], first, query_lens, is_done)
+
+    def _compute_drafts(self, rows: I64, nth: int) -> Sampled:
+        """The draft after the `nth` one of these rows."""
+        ones = np.ones_like(rows)
+        return self._compute(rows, self._rows.num_tokens[rows] + nth - 1, ones, ones > 0)
+
+    # A pass
+
+    def _compute(self, rows: I64, context_lens: I64, query_lens: I64, is_done: Bools) -> Sampled:
+        """Compute tokens of rows, and sample what follows those of the rows that are done."""
+        if not len(rows):
+            return NO_TOKENS
+        started, rows_of = time.perf_counter(), np.repeat(rows, query_lens)
+        starts = np.append(0, np.cumsum(query_lens))
+        positions = np.arange(starts[-1]) + np.repeat(context_lens - starts[:-1], query_lens)
+        token_ids, slots = self._rows.token_ids(rows_of, positions), self._rows.expected_slots(rows_of, positions)
+        self._mark(rows, context_lens, query_lens, slots, token_ids.astype(np.uint32))
+        forward = ForwardBatch(
+            token_ids=token_ids,
+            positions=positions.astype(np.int32),
+            slots=slots,
+            rows=rows.astype(np.int32),
+            query_starts=starts.astype(np.int32),
+            context_lens=context_lens.astype(np.int32),
+            tables=self._rows.tables,
+            head_tokens=starts[1:][is_done] - 1,
+        )
+        logits = self._model.forward(forward, self._pool)
+        self._num_computed[rows] = context_lens + query_lens
+        sampled = (
+            self._sample(logits, rows[is_done], (context_lens + query_lens)[is_done]) if is_done.any() else NO_TOKENS
+        )
+        if len(token_ids) <= 2 * len(rows):
+            self.draft_s += TIME_WEIGHT * ((time.perf_counter() - started) / len(rows) - self.draft_s)
+        return sampled
+
+    def _mark(self, rows: I64, context_lens: I64, query_lens: I64, slots: I64, token_ids: U32) -> None:
+        """Mark the slots, and add drafts to the chains."""
+        end = 0
+        for row, start, count in zip(rows.tolist(), context_lens.tolist(), query_lens.tolist(), strict=True):
+            end += count
+            if start + count > self._num_chained[row]:  # a draft
+                self._chains[row, start : start + count] = self._chained(row, start, token_ids[end - count : end])
+            self._marks[slots[end - count : end]] = self._chains[row, start : start + count]
+
+    def _sample(self, logits: torch.Tensor, rows: I64, positions: I64) -> Sampled:
+        """What the row samples at these positions if these are its logits."""
+        if not len(rows):
+            return NO_TOKENS
+        if self._is_greedy:
+            return logits.argmax(1).numpy().astype(np.uint32), np.zeros(len(rows), np.bool_)
+        logits = self._in_vocabulary(logits)
+        processed = self._rows.processed_rows(rows, positions)
+        if processed is not None:
+            logits = logits.float()
+            self._backend.process_logits(logits, processed)
+        return self._backend.sample(logits, self._rows.sampling_columns(rows, positions))
+
+    def _in_vocabulary(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits of the row's vocabulary: one of the two is padded further."""
+        size, own = self._rows.vocab_size, logits.shape[1]
+        if own == size:
+            return logits
+        if own > size:
+            return logits[:, :size].contiguous()
+        return torch.nn.functional.pad(logits, (0, size - own), value=-torch.inf)
