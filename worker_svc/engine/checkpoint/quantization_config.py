@@ -21,6 +21,7 @@ IN_DTYPE = "weights are converted to `--dtype` at load"
 FP8_STORED = "fp8 kernels with the stored values and scales"
 INT4_STORED = "int4 kernels with the stored values and scales; 8 bits are converted at load"
 INT4_ON_CPU = "`cpu`: int4 kernels with the stored values and scales; `reference`, and 8 bits: converted at load"
+FP4_ON_CPU = "`cpu`: fp4 kernels with the stored bits; `reference`: converted at load, which rounds nothing"
 # Formats for docs/models.md: quant_method, what is read, how it is computed on CPUs, how on GPUs
 FORMATS = (
     (
@@ -38,7 +39,7 @@ FORMATS = (
         INT4_STORED,
     ),
     ("fp8", "fp8 (e4m3) per tensor, or per block (`weight_block_size`)", IN_DTYPE, FP8_STORED),
-    ("mxfp4", "experts of GPT-OSS: fp4 (e2m1), a power of two per 32 inputs", IN_DTYPE, "no"),
+    ("mxfp4", "experts of GPT-OSS: fp4 (e2m1), a power of two per 32 inputs", FP4_ON_CPU, "no"),
     ("gptq", "int4 and int8, any `group_size`, `desc_act`, `sym`; `gptq` and `gptq_v2`", INT4_ON_CPU, INT4_STORED),
     ("awq", "int4, any `group_size`, layout `gemm` of AutoAWQ", INT4_ON_CPU, INT4_STORED),
 )

@@ -20,7 +20,6 @@ from worker_svc.engine.checkpoint.tensors import Checkpoint
 from worker_svc.engine.kernels.four_bits import FourBitRows
 from worker_svc.engine.kernels.torch_linear import Int8Rows
 
-E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 E8M0_BIAS = 127  # of the exponent of a scale
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the output, of eight, that each 4 bits of a word belong to
 
@@ -42,8 +41,8 @@ def read_weight(checkpoint: Checkpoint, name: str, scheme: Scheme, shape: tuple[
 
 def read_mxfp4(
     checkpoint: Checkpoint, name: str, scheme: Mxfp4, shape: tuple[int, int, int], expert: int
-) -> torch.Tensor:
-    """The weight [out, in] of one of `shape[0]` experts in float32, which holds all its numbers exactly."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The blocks [out, groups, 16] and scales [out, groups] of one of `shape[0]` experts."""
     count, outputs, inputs = shape
     if inputs % MXFP4_GROUP:
         raise CheckpointError(f"{name}: {inputs} inputs do not fill groups of {MXFP4_GROUP}, which mxfp4 requires")
@@ -51,8 +50,7 @@ def read_mxfp4(
         checkpoint.tensor(f"{name}_{part}", (count, *stored.shape), None, (torch.uint8,))[expert]
         for part, stored in scheme.parts(outputs, inputs).items()
     )
-    values = torch.stack((E2M1[(blocks & 15).long()], E2M1[(blocks >> 4).long()]), -1).flatten(-2)
-    return torch.ldexp(values, scales[..., None].int() - E8M0_BIAS).view(outputs, inputs)
+    return blocks, scales
 
 
 def read_int8_rows(checkpoint: Checkpoint, name: str, scheme: Scaled, shape: tuple[int, int]) -> Int8Rows:

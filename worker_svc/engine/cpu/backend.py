@@ -104,7 +104,7 @@ def declare(library: ctypes.CDLL) -> ctypes.CDLL:
     library.quire_arithmetic.restype = ctypes.c_char_p
     library.quire_linear_packed_bytes.argtypes = [_INT, _LONG, _LONG]
     library.quire_linear_packed_bytes.restype = _LONG
-    library.quire_linear_4bit_bytes.argtypes = [_LONG, _LONG, _LONG]
+    library.quire_linear_4bit_bytes.argtypes = [_INT, _LONG, _LONG, _LONG]
     library.quire_linear_4bit_bytes.restype = _LONG
     return library
 

@@ -16,6 +16,7 @@ from worker_svc.engine.checkpoint.model_folder import CheckpointError
 from worker_svc.engine.checkpoint.quantization_config import Mxfp4, Packed, Scaled, Scheme
 from worker_svc.engine.checkpoint.quantized import (
     four_bit_rows,
+    fp4_rows,
     read_int4_rows,
     read_int8_rows,
     read_mxfp4,
@@ -480,17 +481,31 @@ class WeightLoader:
         return Int8Rows(steps, scales) if stored.order is None else Int8Rows(steps[stored.order], scales[stored.order])
 
     def _four_bit_rows(self, stored: Stored) -> FourBitRows | None:
-        """The stored values, if all tensors of a layer are in int4 with the same groups."""
+        """The stored values, if all tensors of a layer are in 4 bits with the same groups."""
+        if not isinstance(self._backend, FourBitLinearMaker):
+            return None
         schemes = {self._scheme(name) for name in stored.names}
         scheme = next(iter(schemes))
+        if isinstance(scheme, Mxfp4):
+            return self._mxfp4_rows(stored, scheme)
         if len(schemes) > 1 or not isinstance(scheme, Packed) or scheme.bits != FOUR_BITS:
-            return None
-        if not isinstance(self._backend, FourBitLinearMaker):
             return None
         tensors = stored.tensors()
         rows = [read_int4_rows(self._checkpoint, name, scheme, stored.shape(roles)) for name, roles in tensors]
         found = four_bit_rows(rows, scheme.group or stored.in_features)
         return found if found is None or stored.order is None else found.of_outputs(stored.order)
+
+    def _mxfp4_rows(self, stored: Stored, scheme: Mxfp4) -> FourBitRows | None:
+        """The stored values of one expert; None if it is not one of a stack."""
+        ((name, roles),) = stored.tensors()
+        if stored.expert is None:
+            return None
+        shape = (self._num_experts(), *stored.shape(roles))
+        rows = fp4_rows(*read_mxfp4(self._checkpoint, name, scheme, shape, stored.expert))
+        return rows.of_outputs(self._in_halves(name, torch.arange(shape[1])))
+
+    def _num_experts(self) -> int:
+        return next(layer.experts.routing.num_experts for layer in self._config.layers if layer.experts is not None)
 
     def _scheme(self, name: str) -> Scheme | None:
         """How a linear layer is stored. None: in a float type."""
@@ -511,11 +526,12 @@ class WeightLoader:
 
     def _stacked_weight(self, name: str, scheme: Scheme | None, shape: tuple[int, int], expert: int) -> torch.Tensor:
         """The weight [out, in] of one expert, with outputs in the order [gate | up]."""
-        routing = next(layer.experts.routing for layer in self._config.layers if layer.experts is not None)
+        count = self._num_experts()
         if isinstance(scheme, Mxfp4):
-            weight = read_mxfp4(self._checkpoint, name, scheme, (routing.num_experts, *shape), expert).to(self._dtype)
+            rows = fp4_rows(*read_mxfp4(self._checkpoint, name, scheme, (count, *shape), expert))
+            weight = rows.widened().to(self._dtype)
         else:
-            weight = self._checkpoint.tensor(name, (routing.num_experts, *shape[::-1]), None)[expert].T
+            weight = self._checkpoint.tensor(name, (count, *shape[::-1]), None)[expert].T
         return self._in_halves(name, weight)
 
     def _in_halves(self, name: str, outputs: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ INT4, FP4 = 3, 4  # `Kind` of products.h
 MAX_UNIT, WORD = 128, 8  # inputs of a unit, and of a word
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 FP4_CODES = (7, 8, 9, 10, 11, 12, 13, 14, 7, 6, 5, 4, 3, 2, 1, 0)  # E2M1's codes in ascending order of their values
-FP4_ZERO, FP4_ZERO_STEP = 7, 12  # the code of 0 in this order, and what `kFp4Steps` has there
+FP4_ZERO = 7  # the code of 0 in this order
 # Scales in 16 bits: (1 + m / 1024) * 2^(e - 48), with 6 bits e and 10 bits m.
 SCALE_BIAS, SCALE_EXPONENTS, SCALE_BITS = 48, 64, 10
 FLOAT_BIAS, FLOAT_BITS = 127, 23
@@ -45,38 +45,43 @@ class FourBitRows:
 
 @dataclass(frozen=True, slots=True)
 class FourBitUnits:
-    """`FourBitRows` as linear_4bit.h packs them: each unit of inputs has a scale and a zero."""
+    """`FourBitRows` as linear_4bit.h packs them: each unit of inputs has a scale, and a zero if it is INT4."""
 
     kind: int
     codes: torch.Tensor  # uint8 [out, in]
-    scales: torch.Tensor  # int16 [out, units]: the bits of scales in 16 bits
-    zeros: torch.Tensor  # uint8 [out, units]
+    scales: torch.Tensor  # int16 [out, units]: the bits of scales in 16 bits, or the exponents of FP4's
+    zeros: torch.Tensor | None  # uint8 [out, units]
     unit: int
     order: torch.Tensor | None  # int32 [in]
 
 
 def units_of(rows: FourBitRows) -> FourBitUnits | None:
-    """None: the kernels do not compute these weights, because groups do not consist of units, or scales need more than
-    16 bits."""
+    """None: the kernels do not compute these weights, because groups do not consist of units, or scales need more
+    bits."""
     inputs = rows.codes.shape[1]
     unit = unit_of(rows.group, inputs)
     if unit is None:
         return None
     if rows.zeros is None:
-        kind, codes, scales = FP4, torch.tensor(FP4_CODES, dtype=torch.uint8)[rows.codes.int()], rows.scales / 2
-        zeros = torch.full(scales.shape, FP4_ZERO_STEP, dtype=torch.uint8)
-        codes, scales = _with_scales_of_zeros(codes, scales, torch.full_like(zeros, FP4_ZERO), rows.group)
+        kind, empty = FP4, torch.full_like(rows.scales, FP4_ZERO, dtype=torch.uint8)
+        codes = torch.tensor(FP4_CODES, dtype=torch.uint8)[rows.codes.int()]
+        codes, scales = _with_scales_of_zeros(codes, rows.scales / 2, empty, rows.group)
+        bits = exponents_of(scales)
     else:
-        kind, zeros = INT4, rows.zeros
-        codes, scales = _with_scales_of_zeros(rows.codes, rows.scales, zeros, rows.group)
-    bits = scale_bits(scales)
+        kind = INT4
+        codes, scales = _with_scales_of_zeros(rows.codes, rows.scales, rows.zeros, rows.group)
+        bits = scale_bits(scales)
     if bits is None:
         return None
     count = -(-inputs // unit)
     times = count if rows.group >= inputs else rows.group // unit
-    bits, zeros = (part.repeat_interleave(times, 1)[:, :count].contiguous() for part in (bits, zeros))
+
+    def of_units(part: torch.Tensor) -> torch.Tensor:
+        return part.repeat_interleave(times, 1)[:, :count].contiguous()
+
+    zeros = None if rows.zeros is None else of_units(rows.zeros)
     order = None if rows.order is None else rows.order.int().contiguous()
-    return FourBitUnits(kind, codes.contiguous(), bits, zeros, unit, order)
+    return FourBitUnits(kind, codes.contiguous(), of_units(bits), zeros, unit, order)
 
 
 def unit_of(group: int, inputs: int) -> int | None:
@@ -95,6 +100,16 @@ def scale_bits(scales: torch.Tensor) -> torch.Tensor | None:
         return None
     first = (FLOAT_BIAS - SCALE_BIAS) << FLOAT_BITS
     return ((bits - first) >> (FLOAT_BITS - SCALE_BITS)).to(torch.int16)
+
+
+def exponents_of(scales: torch.Tensor) -> torch.Tensor | None:
+    """The biased exponents of powers of two, as int16. None: some are not among the normal ones."""
+    bits = scales.float().contiguous().view(torch.int32)
+    exponents = bits >> FLOAT_BITS
+    is_power = (bits & ((1 << FLOAT_BITS) - 1)) == 0
+    if not (is_power & (exponents > 0) & (exponents < 2 * FLOAT_BIAS + 1)).all():
+        return None
+    return exponents.to(torch.int16)
 
 
 def _with_scales_of_zeros(

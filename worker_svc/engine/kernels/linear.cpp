@@ -123,15 +123,15 @@ void pack_steps(const int8_t* weight, int64_t out, int64_t in, char* packed, int
   });
 }
 
-// Packs 4-bit codes [out][in], with scales and zeros [out][units].
+// Packs 4-bit codes [out][in], with scales and zeros [out][units]; fp4 has no zeros.
 void pack_4bits(bool is_fp4, const uint8_t* codes, const uint16_t* scales, const uint8_t* zeros, int64_t out, int64_t in,
                 int64_t unit, char* packed, int threads) {
   const int64_t units = units_of(in, unit);
   Pass(threads).run(ceil_div(out, kPanel), 1, [&](int64_t begin, int64_t end) {
     for (int64_t p = begin; p < end; p++) {
       const int64_t first = p * kPanel, outs = std::min<int64_t>(kPanel, out - first);
-      pack_panel_4bit(is_fp4, codes + first * in, scales + first * units, zeros + first * units, in, unit, outs,
-                      packed + p * panel_bytes_4bit(in, unit));
+      pack_panel_4bit(is_fp4, codes + first * in, scales + first * units, zeros ? zeros + first * units : nullptr, in, unit,
+                      outs, packed + p * panel_bytes_4bit(is_fp4, in, unit));
     }
   });
 }
@@ -391,8 +391,8 @@ void quire_linear_pack_steps(const int8_t* weight, int64_t out, int64_t in, void
   pack_steps(weight, out, in, (char*)packed, threads);
 }
 
-int64_t quire_linear_4bit_bytes(int64_t out, int64_t in, int64_t unit) {
-  return ceil_div(out, kPanel) * panel_bytes_4bit(in, unit);
+int64_t quire_linear_4bit_bytes(int kind, int64_t out, int64_t in, int64_t unit) {
+  return ceil_div(out, kPanel) * panel_bytes_4bit(kind == kFp4, in, unit);
 }
 
 void quire_linear_4bit_pack(int kind, const uint8_t* codes, const uint16_t* scales, const uint8_t* zeros, int64_t out,

@@ -58,7 +58,7 @@ class KernelLinear:
         self._unit, self._order = 0, None
         if isinstance(weight, FourBitUnits):
             self._unit, self._order = weight.unit, weight.order
-            self.packed = aligned_zeros(kernels.quire_linear_4bit_bytes(*weight.codes.shape, weight.unit))
+            self.packed = aligned_zeros(kernels.quire_linear_4bit_bytes(kind, *weight.codes.shape, weight.unit))
             self._scales = torch.zeros(0)
             self._pack_units(kernels, weight)
         else:
@@ -99,7 +99,7 @@ class KernelLinear:
             weight.kind,
             weight.codes.data_ptr(),
             weight.scales.data_ptr(),
-            weight.zeros.data_ptr(),
+            None if weight.zeros is None else weight.zeros.data_ptr(),
             self._out_features,
             self._in_features,
             weight.unit,

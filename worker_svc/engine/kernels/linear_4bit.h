@@ -1,8 +1,9 @@
 // Linear layers whose weights stay in 4 bits: w = (code - zero) * scale, or E2M1 (`kFp4`) times a scale.
 //
 // A unit is `Linear::unit` inputs (a multiple of 8, at most 128) of an output, which have one scale and one zero. A panel is
-// [unit][word of 8 codes][kPanel] words, then [unit][kPanel] scales (`load_scales`), then [unit][kPanel] zeros in 8 bits,
-// in whole cache lines. Bits 4 k of a word have input 2 k, and bits 16 + 4 k have input 2 k + 1.
+// [unit][word of 8 codes][kPanel] words, then [unit][kPanel] scales in 16 bits, then [unit][kPanel] zeros in 8 bits, in whole
+// cache lines. `kFp4` has scales of 8 bits, which are the exponents of floats, and no zeros. Bits 4 k of a word have input
+// 2 k, and bits 16 + 4 k have input 2 k + 1.
 //
 // On vectors, each unit of a row of x is in fixed point: x = X * 2^e with |X| < 2^14, where e belongs to the largest
 // magnitude of the unit. So bfloat16 numbers within a factor of 64 of the largest one are exact. float32 has a second part of
@@ -20,6 +21,7 @@
 namespace {
 
 constexpr int kWordInputs = 8;
+constexpr int kFp4ZeroStep = 12;  // the step of 0; see `kFp4Steps`
 constexpr int64_t kMaxUnit = 128;
 constexpr int kFixedBits = 14;                    // of the magnitude of X
 constexpr uint32_t kInfinity = 0x7f800000, kLeastExponent = 40;  // as bits; units of x below 2^-87 have that of 2^-87
@@ -29,28 +31,11 @@ INLINE int64_t units_of(int64_t in, int64_t unit) { return ceil_div(in, unit); }
 INLINE int64_t word_bytes(int64_t in, int64_t unit) {
   return units_of(in, unit) * unit / kWordInputs * kPanel * int64_t(sizeof(uint32_t));
 }
-INLINE int64_t panel_bytes_4bit(int64_t in, int64_t unit) {
-  return word_bytes(in, unit) + ceil_div(units_of(in, unit) * kPanel * 3, kLine) * kLine;
+INLINE int64_t panel_bytes_4bit(bool is_fp4, int64_t in, int64_t unit) {
+  return word_bytes(in, unit) + ceil_div(units_of(in, unit) * kPanel * (is_fp4 ? 1 : 3), kLine) * kLine;
 }
 
-// A panel, and the unit of a word.
-struct Panel4 {
-  const char* words;
-  const uint16_t* scales;
-  const uint8_t* zeros;
-  Panel4(const char* panel, int64_t in, int64_t unit)
-      : words(panel), scales((const uint16_t*)(panel + word_bytes(in, unit))),
-        zeros((const uint8_t*)(scales + units_of(in, unit) * kPanel)) {}
-};
-
-// (1 + m / 1024) * 2^(e - 48) of numbers with 6 bits e and 10 bits m. All positive float16 are among them.
-INLINE Floats load_scales(const uint16_t* p) {
-  Halves x;
-  memcpy(&x, p, sizeof x);
-  return (Floats)((__builtin_convertvector(x, Words) << 13) + (79u << 23));
-}
-
-INLINE Ints load_zeros(const uint8_t* p) {
+INLINE Ints load_bytes(const uint8_t* p) {
 #if defined(__AVX512F__)
   return (Ints)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
 #elif defined(__AVX2__)
@@ -60,7 +45,30 @@ INLINE Ints load_zeros(const uint8_t* p) {
 #endif
 }
 
-// Twice the values of E2M1, less the smallest one, in ascending order: the zero is 12.
+// A panel. `index` is unit * kPanel + the first of kWidth outputs.
+template <bool kIsFp4> struct Panel4 {
+  const char* words;
+  const uint8_t *scales, *zeros;
+
+  Panel4(const char* panel, int64_t in, int64_t unit)
+      : words(panel), scales((const uint8_t*)panel + word_bytes(in, unit)),
+        zeros(scales + units_of(in, unit) * kPanel * sizeof(uint16_t)) {}
+
+  // In 16 bits: (1 + m / 1024) * 2^(e - 48) with 6 bits e and 10 bits m. All positive float16 are among these numbers.
+  INLINE Floats scale(int64_t index) const {
+    if constexpr (kIsFp4) return (Floats)((Words)load_bytes(scales + index) << 23);
+    Halves x;
+    memcpy(&x, scales + index * sizeof(uint16_t), sizeof x);
+    return (Floats)((__builtin_convertvector(x, Words) << 13) + (79u << 23));
+  }
+
+  INLINE Ints zero(int64_t index) const {
+    if constexpr (kIsFp4) return Ints{} + kFp4ZeroStep;
+    return load_bytes(zeros + index);
+  }
+};
+
+// Twice the values of E2M1, less the smallest one, in ascending order.
 alignas(16) constexpr uint8_t kFp4Steps[16] = {0, 4, 6, 8, 9, 10, 11, 12, 13, 14, 15, 16, 18, 20, 24, 0};
 
 // Per byte: the step of its code.
@@ -201,12 +209,12 @@ template <typename K> constexpr int vectors_at_once_4bit(int rows) {
 }
 
 // The sums of one unit times its scales, added to sums [R, kPanel] of floats.
-template <int kParts, int R, int V>
-INLINE void add_unit(const Ints (&sum)[R][V][kParts], const int32_t* x, const uint16_t* scales, const uint8_t* zeros,
+template <int kParts, bool kIsFp4, int R, int V>
+INLINE void add_unit(const Ints (&sum)[R][V][kParts], const int32_t* x, const Panel4<kIsFp4>& panel, int64_t index,
                      float* sums) {
   for (int v = 0; v < V; v++) {
-    const Floats scale = load_scales(scales + v * kWidth);
-    const Ints zero = load_zeros(zeros + v * kWidth);
+    const Floats scale = panel.scale(index + v * kWidth);
+    const Ints zero = panel.zero(index + v * kWidth);
     for (int r = 0; r < R; r++) {
       Floats y = __builtin_convertvector(sum[r][v][0] - zero * x[R + r], Floats);
       if constexpr (kParts == 2) {
@@ -221,12 +229,10 @@ INLINE void add_unit(const Ints (&sum)[R][V][kParts], const int32_t* x, const ui
 
 // R rows times V vectors of a panel, from its vector `first` on. kLines lines per word are fetched from `ahead`.
 template <int kParts, bool kIsFp4, int R, int V, int kLines>
-void multiply_units(const Panel4& panel, int first, const int32_t* x, int64_t units, int64_t words, const char* ahead,
+void multiply_units(const Panel4<kIsFp4>& panel, int first, const int32_t* x, int64_t units, int64_t words, const char* ahead,
                     float* sums) {
   const char* w = panel.words + first * kWidth * kGroupBytes;
-  const uint16_t* scales = panel.scales + first * kWidth;
-  const uint8_t* zeros = panel.zeros + first * kWidth;
-  for (int64_t u = 0; u < units; u++, scales += kPanel, zeros += kPanel) {
+  for (int64_t u = 0; u < units; u++) {
     Ints sum[R][V][kParts] = {};
     const int32_t* pairs = x + R * (1 + kParts);
     for (int64_t i = 0; i < words; i++, w += kPanel * kGroupBytes, ahead += kLines * kLine) {
@@ -244,7 +250,7 @@ void multiply_units(const Panel4& panel, int first, const int32_t* x, int64_t un
           }
       }
     }
-    add_unit<kParts, R, V>(sum, x, scales, zeros, sums + first * kWidth);
+    add_unit<kParts, kIsFp4, R, V>(sum, x, panel, u * kPanel + first * kWidth, sums + first * kWidth);
     asm volatile("" ::: "memory");  // the compiler would keep `sums` in the registers that products need
     x = pairs;
   }
@@ -252,7 +258,7 @@ void multiply_units(const Panel4& panel, int first, const int32_t* x, int64_t un
 
 // R rows, tile number `tile` of `tiles`, times a panel. As in multiply_tile, the first two passes fetch the next panel.
 template <int kParts, bool kIsFp4, int R>
-void multiply_tile_4bit(const Panel4& panel, const int32_t* x, int64_t units, int64_t words, const char* ahead,
+void multiply_tile_4bit(const Panel4<kIsFp4>& panel, const int32_t* x, int64_t units, int64_t words, const char* ahead,
                         int64_t tile, int64_t tiles, float* sums) {
   constexpr int V = vectors_at_once_4bit<FourBits<kParts, kIsFp4>>(R), kPasses = kVectors / V;
   memset(sums, 0, R * kPanel * sizeof(float));
@@ -268,7 +274,7 @@ void multiply_tile_4bit(const Panel4& panel, const int32_t* x, int64_t units, in
 }
 
 template <int kParts, bool kIsFp4, int R = FourBits<kParts, kIsFp4>::kTileRows>
-INLINE void multiply_4bit(int rows, const Panel4& panel, const int32_t* x, int64_t units, int64_t words,
+INLINE void multiply_4bit(int rows, const Panel4<kIsFp4>& panel, const int32_t* x, int64_t units, int64_t words,
                           const char* ahead, int64_t tile, int64_t tiles, float* sums) {
   if (rows == R) return multiply_tile_4bit<kParts, kIsFp4, R>(panel, x, units, words, ahead, tile, tiles, sums);
   if constexpr (R > 1) multiply_4bit<kParts, kIsFp4, R - 1>(rows, panel, x, units, words, ahead, tile, tiles, sums);
@@ -279,8 +285,8 @@ template <int kParts, bool kIsFp4, typename T>
 void multiply_panel(FourBits<kParts, kIsFp4>, const Call<T>& c, const Packed& packed, int64_t first_tile,
                     int64_t last_tile, Panels panels, const Target<T>& target) {
   typedef FourBits<kParts, kIsFp4> Kind;
-  const int64_t bytes = panel_bytes_4bit(c.in, c.unit);
-  const Panel4 panel(c.weight + panels.panel * bytes, c.in, c.unit);
+  const int64_t bytes = panel_bytes_4bit(kIsFp4, c.in, c.unit);
+  const Panel4<kIsFp4> panel(c.weight + panels.panel * bytes, c.in, c.unit);
   const char* ahead = panels.following == kNoPanel ? panel.words : c.weight + panels.following * bytes;
   float sums[Kind::kTileRows * kPanel];
   for (int64_t t = first_tile; t < last_tile; t++) {
@@ -312,11 +318,11 @@ INLINE Words bfloat16_pairs(Floats low, Floats high) {
 }
 
 // The weight tiles of one word of a panel: four groups of all outputs, from `to` on.
-template <bool kIsFp4> INLINE void widen_word(const char* words, const uint16_t* scales, const uint8_t* zeros, char* to) {
+template <bool kIsFp4> INLINE void widen_word(const Panel4<kIsFp4>& panel, const char* words, int64_t index, char* to) {
   for (int v = 0; v < kVectors; v++) {
     const Words codes = load_words(words + v * kWidth * kGroupBytes);
-    const Floats scale = load_scales(scales + v * kWidth);
-    const Ints zero = load_zeros(zeros + v * kWidth);
+    const Floats scale = panel.scale(index + v * kWidth);
+    const Ints zero = panel.zero(index + v * kWidth);
     const int output = v * kWidth;
     char* tile = to + output / tiles::kColumns * tiles::kBytes + output % tiles::kColumns * kGroupBytes;
     for (int k = 0; k < kWordInputs / 2; k++) {
@@ -332,7 +338,8 @@ template <bool kIsFp4> INLINE void widen_word(const char* words, const uint16_t*
 constexpr int kStepWords = 2 * tiles::kGroups / kWordInputs;
 
 // Steps [first, first + count) of a panel as weight tiles.
-template <bool kIsFp4> void widen_steps(const Panel4& panel, int64_t in, int64_t unit, int64_t first, int64_t count, char* to) {
+template <bool kIsFp4>
+void widen_steps(const Panel4<kIsFp4>& panel, int64_t in, int64_t unit, int64_t first, int64_t count, char* to) {
   const int64_t words = units_of(in, unit) * unit / kWordInputs, per_unit = unit / kWordInputs;
   for (int64_t i = first * kStepWords; i < (first + count) * kStepWords; i++) {
     char* tile = to + (i / kStepWords - first) * kStepBytes + i % kStepWords * 4 * tiles::kRowBytes;
@@ -342,7 +349,7 @@ template <bool kIsFp4> void widen_steps(const Panel4& panel, int64_t in, int64_t
     }
     const char* word = panel.words + i * kPanel * kGroupBytes;
     for (int line = 0; line < 2; line++) __builtin_prefetch(word + kOwnDistance + line * kLine, 0, 2);
-    widen_word<kIsFp4>(word, panel.scales + i / per_unit * kPanel, panel.zeros + i / per_unit * kPanel, tile);
+    widen_word(panel, word, i / per_unit * kPanel, tile);
   }
 }
 
@@ -352,7 +359,7 @@ void multiply_panel(OnTiles<TiledFourBits<kIsFp4>>, const Call<T>& c, const Pack
                     int64_t last_tile, Panels panels, const Target<T>& target) {
   typedef TiledFourBits<kIsFp4> K;
   const int64_t steps = OnTiles<K>::steps(c.in), count = last_tile - first_tile, stride = steps * kTileWords;
-  const Panel4 panel(c.weight + panels.panel * panel_bytes_4bit(c.in, c.unit), c.in, c.unit);
+  const Panel4<kIsFp4> panel(c.weight + panels.panel * panel_bytes_4bit(kIsFp4, c.in, c.unit), c.in, c.unit);
   const bool is_half = target.count <= tiles::kColumns;
   alignas(64) int32_t sums[kBlockTiles * kSumTile];
   alignas(64) char widened[kChunk * kStepBytes];
@@ -377,17 +384,21 @@ void multiply_panel(OnTiles<TiledFourBits<kIsFp4>>, const Call<T>& c, const Pack
 
 constexpr uint32_t kFp4Zero = 7;  // its code
 
-// One panel from codes [outs][in] of a byte each, and scales and zeros [outs][units].
+// One panel from codes [outs][in] of a byte each, and scales and zeros [outs][units], or scales alone if it is fp4.
 inline void pack_panel_4bit(bool is_fp4, const uint8_t* codes, const uint16_t* scales, const uint8_t* zeros, int64_t in,
                             int64_t unit, int64_t outs, char* panel) {
   const int64_t units = units_of(in, unit), words = units * unit / kWordInputs;
-  uint16_t* to_scales = (uint16_t*)(panel + word_bytes(in, unit));
-  uint8_t* to_zeros = (uint8_t*)(to_scales + units * kPanel);
-  memset(panel, 0, panel_bytes_4bit(in, unit));
+  uint8_t* const to_scales = (uint8_t*)panel + word_bytes(in, unit);
+  memset(panel, 0, panel_bytes_4bit(is_fp4, in, unit));
   for (int64_t o = 0; o < outs; o++) {
     for (int64_t u = 0; u < units; u++) {
-      to_scales[u * kPanel + o] = scales[o * units + u];
-      to_zeros[u * kPanel + o] = zeros[o * units + u];
+      const int64_t index = u * kPanel + o;
+      if (is_fp4) {
+        to_scales[index] = uint8_t(scales[o * units + u]);
+        continue;
+      }
+      ((uint16_t*)to_scales)[index] = scales[o * units + u];
+      to_scales[units * kPanel * sizeof(uint16_t) + index] = zeros[o * units + u];
     }
     for (int64_t i = 0; i < words; i++) {
       uint32_t word = 0;

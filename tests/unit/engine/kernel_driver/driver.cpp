@@ -20,7 +20,7 @@ int64_t quire_linear_packed_bytes(int, int64_t, int64_t);
 void quire_linear_pack(int, int, const void*, int64_t, int64_t, float*, void*, int);
 void quire_linear(int, int, const void*, const void*, const float*, const void*, void*, int64_t, int64_t, int64_t, int64_t,
                   const int32_t*, int);
-int64_t quire_linear_4bit_bytes(int64_t, int64_t, int64_t);
+int64_t quire_linear_4bit_bytes(int, int64_t, int64_t, int64_t);
 void quire_linear_4bit_pack(int, const uint8_t*, const uint16_t*, const uint8_t*, int64_t, int64_t, int64_t, void*, int);
 void quire_add_norm(int, int, void*, const void*, const void*, const void*, void*, int64_t, int64_t, float, int);
 void quire_gated_activation(int, const void*, void*, int64_t, int64_t, int, int);
@@ -131,10 +131,10 @@ void check_4bit(int kind, int is_bf16, int64_t in, int64_t out, int64_t unit) {
   const Bytes random = random_numbers(0, out * in), x = random_numbers(is_bf16, most * in);
   for (int64_t i = 0; i < out * in; i++) codes[i] = uint8_t(random[4 * i + 1]) % (kind == 3 ? 16 : 15);
   for (int64_t i = 0; i < out * units; i++) {
-    zeros[i] = kind == 3 ? uint8_t(random[4 * i + 2]) % 16 : 12;
-    scales[i] = uint16_t(40 << 10 | (kind == 3 ? uint8_t(random[4 * i]) << 2 : 0));
+    zeros[i] = uint8_t(random[4 * i + 2]) % 16;
+    scales[i] = uint16_t(kind == 3 ? 40 << 10 | uint8_t(random[4 * i]) << 2 : 119);
   }
-  Bytes packed(quire_linear_4bit_bytes(out, in, unit));
+  Bytes packed(quire_linear_4bit_bytes(kind, out, in, unit));
   quire_linear_4bit_pack(kind, codes.data(), scales.data(), zeros.data(), out, in, unit, packed.data(), 1);
   const auto compute = [&](int64_t first, int64_t n, int threads) {
     Bytes y(n * output);
