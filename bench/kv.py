@@ -244,9 +244,9 @@ async def pull(folder: Path, sim: Sequence[str], lost: Lost, *flags: str) -> flo
             await stack.until(client, lambda schedulers: schedulers[0].num_running > 0)
             other = stack.start_worker(scheduler, demo_model_dir(), *sim, "--num-blocks", "8192", *flags)
             await stack.until(client, lambda schedulers: is_ready(schedulers, other))
-            took = await first_token_s(client, [*prefix, 5])
             if busy.done():
                 raise RuntimeError("the holder was idle before the prefix was asked for")
+            took = await first_token_s(client, [*prefix, 5])
             await busy
             await lost.add(page)
             return round(took, 3)

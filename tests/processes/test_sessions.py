@@ -172,3 +172,51 @@ def memory_of(service: Service) -> int:
     assert service.process is not None
     text = Path(f"/proc/{service.process.pid}/status").read_text()
     return 1024 * int(next(line for line in text.splitlines() if line.startswith("VmRSS")).split()[1])
+
+
+async def test_grammars_penalties_and_adapters_of_a_session_stay(tmp_path: Path) -> None:
+    """A rewound output goes on in the state of its grammar, with its penalties and its adapter."""
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "adapter_config.json").write_text(json.dumps(config))
+        (tmp_path / name / "adapter_model.safetensors").write_bytes(name.encode())
+    given = [word for name in ("one", "two") for word in ("--adapter", f"{name}={tmp_path / name}")]
+    rng, options = random.Random(1), SAMPLING | {"max_tokens": 30, "n": 2, "adapter": "two", "request_id": "r"}
+    cases: list[dict[str, Any]] = [
+        {"regex": "[a-z]{3,40}( [a-z]+)*"},
+        {"json_schema": {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}},
+        {
+            "repetition_penalty": 1.5,
+            "frequency_penalty": 1.0,
+            "logit_bias": {40: 5.0},
+            "min_tokens": 20,
+            "stop": ["zq"],
+        },
+    ]
+    with Stack(tmp_path) as stack:
+        scheduler = stack.start_scheduler()
+        stack.start_worker(scheduler, demo_model_dir(), *SIM, "--max-adapters", "2", *given)
+        gateway = stack.start_gateway(scheduler, flags=("--record-memory", "16M"))
+        async with await stack.connect(gateway) as client:
+            for case in cases:
+                kept = options | case
+                result = await client.generate("What does", resumable=True, **kept)
+                whole = outputs(result)
+                for _ in range(3):
+                    offset = rng.randint(0, max(map(len, whole)))
+                    rewound = await client.session("r").rewind(offset)
+                    info = await rewound.info()
+                    assert (info.adapter, [s.num_tokens for s in info.samples]) == (
+                        "two", [min(offset, len(ids)) for ids in whole],
+                    )  # fmt: skip
+                    async with resumed(rewound) as again:
+                        assert outputs(again) == whole
+                        assert [s.text for s in again.samples] == [s.text for s in result.samples]
+                turn = await client.session("r").generate(" and", max_tokens=5, request_id="")
+                ids = list((await client.tokenize("What does")).ids) + whole[0]
+                ids += (await client.tokenize(" and", add_special_tokens=False)).ids
+                same = kept | {"max_tokens": 5, "n": 1, "request_id": "", "min_tokens": 0}
+                assert outputs(turn) == outputs(await client.generate(token_ids=ids, **same))
+                other = await client.session("r").generate(" and", max_tokens=5, adapter="one", request_id="")
+                assert other.token_ids != turn.token_ids or "json_schema" in case
