@@ -373,6 +373,11 @@ FIELDS = (
         Side.SCHEDULER, default="", max_bytes=128, http=None,
     ),
     Field(
+        "scheduling.keep_cached", Kind.BOOL, "The prompt and its answer will be continued: their cached blocks are "
+        "evicted as late as blocks that were used twice.",
+        Side.SCHEDULER, default=False, http=None,
+    ),
+    Field(
         "truncate_prompt_tokens", Kind.UINT32, "Keep only the last k tokens of the prompt. Unset: all.",
         Side.GATEWAY, low=1,
     ),

@@ -22,7 +22,7 @@ from gateway_svc.http.bodies import Generation, with_suffix, with_token_ids
 from gateway_svc.http.merge import Numbered, merged, within
 from gateway_svc.http.messages.handlers import MessagesHandlers
 from gateway_svc.http.pooling.handlers import PoolingHandlers
-from gateway_svc.http.replies import EventStream, encoded_events, ignored_headers, json_reply
+from gateway_svc.http.replies import EventStream, encoded_events, ignored_headers, json_reply, mark_conversation
 from gateway_svc.http.responses.handlers import ResponsesHandlers
 from gateway_svc.http.status import StatusHandlers
 from gateway_svc.operators.audit.entry import record_request_id
@@ -143,6 +143,7 @@ class Handlers:
 
     async def _generate(self, request: Request, asked: Generation, shape: AnswerShape) -> Response | EventStream:
         request.scope["names"] = asked.names
+        mark_conversation(request, asked.requests)
         self._servicer.generation.streams.check_room(num_calls=len(asked.requests))
         if self._directory.find_text(asked.model).text.tokenizer is None:
             asked = with_token_ids(asked)

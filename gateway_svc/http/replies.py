@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, Protocol
 
@@ -29,6 +29,17 @@ PART_BYTES = 256 << 10  # written at once
 
 Read = Callable[[Request, Callable[[bytes], Any]], Any]
 """Reads the body of a request and parses it, in a thread if it is large."""
+
+
+# What agents send with each request of a conversation (docs/http.md).
+SESSION_HEADERS = ("x-session-id", "session-id", "session_id", "x-litellm-session-id", "x-claude-code-session-id")
+
+
+def mark_conversation(request: Request, asked: Iterable[pb.GenerateRequest]) -> None:
+    """Keep the blocks of requests longer that are part of a conversation, by their headers."""
+    if any(request.headers.get(name) for name in SESSION_HEADERS):
+        for one in asked:
+            one.scheduling.keep_cached = True
 
 
 class StreamedAnswer(Protocol):

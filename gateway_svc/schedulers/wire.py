@@ -31,6 +31,7 @@ def submit_from_plan(plan: GenerationPlan, *, request_id: str) -> pb.Submit:
         bad_words_ids=[types.TokenIds(ids=ids) for ids in plan.sampling.bad_words_ids],
         stop=_without_strings(plan.sampling.stop),
         priority=plan.scheduling.priority,
+        keep_cached=plan.scheduling.keep_cached,
         cache_salt=plan.prompt.cache_salt,
         adapter_digest=plan.model.adapter_digest,
         tenant_id=current_caller.get().owner or plan.scheduling.tenant_id,

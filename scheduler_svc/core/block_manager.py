@@ -352,6 +352,10 @@ class BlockManager:
         forked block may be cached in a different block, which is not marked as hit: it would be evicted first.
         """
         self.share(blocks)
+        self.mark_hit(blocks)
+
+    def mark_hit(self, blocks: I64) -> None:
+        """Evict these blocks as late as blocks that were hit, as long as they hold their prefix."""
         self._was_hit[blocks] = True
 
     def allocate(self, count: int) -> I64:

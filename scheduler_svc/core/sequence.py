@@ -242,7 +242,8 @@ class SequenceGroup:
     sample already has.
     `takes_over`: the request was accepted before and its stream was lost. It replaces a live group with the same
     request_id, unless the live group also took over and has another origin; then this request belongs to an older,
-    delayed stream. `tenant_id`: the tenant whose share of the work the request counts against.
+    delayed stream. `tenant_id`: the tenant whose share of the work the request counts against. `keep_cached`: it will
+    be continued, so its blocks are evicted like those that were hit.
     """
 
     request_id: str
@@ -252,6 +253,7 @@ class SequenceGroup:
     handle: int = 0
     n: int = 1
     priority: int = 0
+    keep_cached: bool = False
     root_key: bytes = b""
     sampling: Any = None
     options: RowOptions = NO_OPTIONS

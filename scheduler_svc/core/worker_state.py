@@ -602,6 +602,8 @@ class WorkerState:
         for step in self.in_flight:
             step.closed.add(row)
         blocks = self.rows.held_blocks(row)[::-1]
+        if seq.group.keep_cached:
+            self.pool.mark_hit(blocks)
         if self.windows is not None and self.rows.first_block[row]:
             blocks = np.concatenate((blocks, self.windows.take_back(row)))
         self._release(blocks)

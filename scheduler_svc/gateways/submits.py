@@ -74,6 +74,7 @@ class SubmitReader:
             handle=submit.handle,
             n=given.n,
             priority=submit.priority,
+            keep_cached=submit.keep_cached,
             root_key=_root_key(submit, prompt),
             sampling=submit.sampling,
             options=_options(submit, given.options),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import urllib.request
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ from quire_cli import main
 from quire_client import AsyncSession, GenerateResult, Image, Message, NotConfigured, RequestNotFound
 from quire_client.demo import demo_model_dir
 
+from tests.processes.ports import free_port
 from tests.processes.redis_server import RedisServer
 from tests.processes.stack import Service, Stack, is_ready, wait_idle
 from tests.processes.vision_model import make_folder
@@ -220,3 +222,39 @@ async def test_grammars_penalties_and_adapters_of_a_session_stay(tmp_path: Path)
                 assert outputs(turn) == outputs(await client.generate(token_ids=ids, **same))
                 other = await client.session("r").generate(" and", max_tokens=5, adapter="one", request_id="")
                 assert other.token_ids != turn.token_ids or "json_schema" in case
+
+
+async def test_blocks_of_conversations_outlive_those_of_single_prompts(tmp_path: Path) -> None:
+    """Single prompts fill the pool between two turns. The next turn is cached with `keep_cached`, a session header or
+    a prompt_cache_key only.
+    """
+    address = f"127.0.0.1:{free_port()}"
+    prompts = [[3 + (i * 7 + number) % 90 for i in range(160)] for number in range(40)]
+    with Stack(tmp_path) as stack:
+        scheduler = stack.start_scheduler()
+        stack.start_worker(scheduler, demo_model_dir(), "--executor", "sim", "--sim-step-ms", "1", "--num-blocks", "64")
+        gateway = stack.start_gateway(scheduler, flags=("--http-listen", address))
+        async with await stack.connect(gateway) as client:
+
+            async def post(path: str, body: dict[str, Any], **headers: str) -> Any:
+                data, headers = json.dumps(body).encode(), {"content-type": "application/json", **headers}
+                request = urllib.request.Request(f"http://{address}{path}", data, headers)
+                return json.loads(await asyncio.to_thread(lambda: urllib.request.urlopen(request, timeout=30).read()))
+
+            async def num_cached(kept: int) -> int:
+                for prompt in prompts[1:9]:
+                    await client.generate(token_ids=prompt, max_tokens=1)
+                return (await client.generate(token_ids=prompts[kept], max_tokens=1)).usage.cached_tokens
+
+            for kept, keep_cached in (0, False), (20, True):
+                await client.generate(token_ids=prompts[kept], max_tokens=1, keep_cached=keep_cached)
+                assert (await num_cached(kept) > 100) == keep_cached
+            await post("/v1/completions", {"prompt": prompts[30], "max_tokens": 1}, **{"x-session-id": "s"})
+            assert await num_cached(30) > 100
+            text = " ".join(["word"] * 60)
+            for key, is_kept in ("", False), ("k", True):
+                body = {"input": f"{key} {text}", "max_output_tokens": 1, "prompt_cache_key": key}
+                await post("/v1/responses", body)
+                await num_cached(0)
+                again = await post("/v1/responses", body)
+                assert (again["usage"]["input_tokens_details"]["cached_tokens"] > 30) == is_kept

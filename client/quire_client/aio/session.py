@@ -85,7 +85,7 @@ class AsyncSession:
     ) -> AsyncGenerateStream:
         """Continue, and receive the output as it is produced. The next turn may begin when the stream has ended."""
         given = {**self._options, "request_id": f"turn-{uuid.uuid4().hex}", **cast(dict[str, Any], options)}
-        given |= {"resumable": True, "session_id": self.id}
+        given |= {"resumable": True, "session_id": self.id, "keep_cached": True}
         self._last = self._client.stream(prompt, token_ids=token_ids, messages=messages, **cast(GenerateOptions, given))
         return self._last
 

@@ -17,7 +17,7 @@ from gateway_svc.http.errors import message_error
 from gateway_svc.http.merge import merged
 from gateway_svc.http.messages.bodies import MessagesBody, count_request, messages_request
 from gateway_svc.http.messages.events import BlockBuilder
-from gateway_svc.http.replies import EventStream, Read, encoded_events, ignored_headers, json_reply
+from gateway_svc.http.replies import EventStream, Read, encoded_events, ignored_headers, json_reply, mark_conversation
 from gateway_svc.operators.audit.entry import record_request_id
 from gateway_svc.pipeline.generation import GenerationPipeline
 from gateway_svc.schedulers.directory import ModelDirectory
@@ -42,6 +42,7 @@ class MessagesHandlers:
     async def create_message(self, request: Request) -> Response | EventStream:
         """Answer a chat in Anthropic's format."""
         asked = await self._asked(request, messages_request)
+        mark_conversation(request, [asked.request])
         message_id = f"msg_{secrets.token_hex(12)}"
         record_request_id(message_id)
         asked.request.request_id = message_id

@@ -21,7 +21,7 @@ from gateway_svc.callers.caller import scoped
 from gateway_svc.http.answers import named_event
 from gateway_svc.http.fields import invalid
 from gateway_svc.http.json_text import encode
-from gateway_svc.http.replies import EventStream, Read, ignored_headers, json_reply
+from gateway_svc.http.replies import EventStream, Read, ignored_headers, json_reply, mark_conversation
 from gateway_svc.http.responses.bodies import ResponseBody, response_request
 from gateway_svc.http.responses.events import Event, Json, events_of
 from gateway_svc.http.responses.items import messages_of, with_ids
@@ -66,6 +66,7 @@ class ResponsesHandlers:
         """Answer an input, directly or in the background."""
         asked: ResponseBody = await self._read(request, response_request)
         request.scope["names"] = asked.names
+        mark_conversation(request, [asked.request])
         self._directory.find_text(asked.request.model).require_tokenizer("input")
         is_stored = await self._is_stored(asked)
         response_id = f"resp_{secrets.token_hex(24)}"
