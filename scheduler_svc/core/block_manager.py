@@ -352,7 +352,7 @@ class BlockManager:
         forked block may be cached in a different block, which is not marked as hit: it would be evicted first.
         """
         self.share(blocks)
-        self.mark_hit(blocks)
+        self._was_hit[blocks] = True
 
     def mark_hit(self, blocks: I64) -> None:
         """Evict these blocks as late as blocks that were hit, as long as they hold their prefix."""
