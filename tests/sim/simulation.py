@@ -80,6 +80,8 @@ class Simulation:
         self._state_rng = Random(f"states {seed}")
         self._has_states = not self._encoder_rate and self._state_rng.random() < 0.4
         self._move_rng = Random(f"moves {seed}")
+        self._role_rng = Random(f"roles {seed}")
+        self._has_roles = self._role_rng.random() < 0.3
         self._draft_rate = 0.0 if self._has_states else Random(f"drafts {seed}").choice((0.0, 0.3, 0.7, 1.0))
         self._nan_rng = Random(f"nan {seed}")
         self._nan_rate = self._nan_rng.choice((0.0, 0.0, 0.0, 0.2))
@@ -169,7 +171,8 @@ class Simulation:
             return None
         layout = b"other" if rng.random() < 0.1 else b"layout"
         has_tier, can_transfer = rng.random() < 0.7, rng.random() < 0.8
-        return BlockMovement(layout, 1, has_tier, can_transfer, rng.choice(list(WorkerRole)))
+        role = self._role_rng.choice(list(WorkerRole)) if self._has_roles else WorkerRole.BOTH
+        return BlockMovement(layout, 1, has_tier, can_transfer or self._has_roles, role)
 
     def _tight_pool(self) -> int:
         """Perhaps the number of blocks that the largest open beam search needs: if its beams share less than they
@@ -184,7 +187,8 @@ class Simulation:
         """Shared prefixes, repeated prompts and continued conversations are as common as new prompts."""
         rng, limit, kind = self.rng, self.cluster.max_model_len, self.rng.random()
         if self.setup.has_moves and kind < 0.85:
-            return rng.choice(self._prefixes)[: limit - rng.randint(1, 6)] + self._random_tokens(rng.randint(0, 2))
+            room = rng.randint(1, 6) * (6 if self._has_roles else 1)  # for outputs: streams leave after a few tokens
+            return rng.choice(self._prefixes)[: max(1, limit - room)] + self._random_tokens(rng.randint(0, 2))
         earlier = list(self.cluster.requests.values())
         if kind < 0.5:
             prompt = rng.choice(self._prefixes)[: rng.randint(0, limit)] + self._random_tokens(rng.randint(0, 4))

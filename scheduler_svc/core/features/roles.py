@@ -27,7 +27,7 @@ from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.core.worker_state import WorkerState
 from step_protocol.columns import Bools
 
-MIN_REMAINING = 16  # tokens; a sequence that ends sooner stays
+MIN_REMAINING = 4  # tokens; a sequence that ends sooner stays
 ROOM_BLOCKS = 2  # free blocks that a worker needs besides those of the sequence
 
 
