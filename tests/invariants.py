@@ -86,7 +86,7 @@ def check_requests(requests: Requests, workers: dict[str, WorkerState], placemen
         assert placement.could_run(entry.seq.group, entry.seq.failed_on), (
             f"sequence {entry.seq.seq_id} is schedulable, but no worker could run it"
         )
-    for seq in requests.waiting.unschedulable:
+    for seq in requests.waiting.unschedulable if requests.admits_new else ():
         assert not placement.could_run(seq.group, seq.failed_on), (
             f"sequence {seq.seq_id} is unschedulable, but a worker could run it"
         )

@@ -311,6 +311,12 @@ class BlockManager:
         self._was_hit[blocks] = False
         self._has_lost_commits = bool(self.commits)
 
+    def forget_all(self) -> None:
+        """Remove all digests. Cached blocks become empty, blocks in use stay in use."""
+        if self._num_cached:
+            self._evict(self._num_cached)
+        self.forget(np.array([block for block, digest in enumerate(self._digest_of) if digest is not None], np.int64))
+
     def adopt(self, blocks: I64, digests: Sequence[bytes], block_tokens: U32) -> int:
         """Adopt the prefixes that a worker's pool holds. The first blocks are evicted first. Skips blocks that are in
         use and prefixes that another block holds. Returns the number of adopted blocks.

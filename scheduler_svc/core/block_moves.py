@@ -241,7 +241,7 @@ class BlockMoves:
     def _send_ahead(self, seq: Sequence, worker: WorkerState, takers: Seq[WorkerState], now: float) -> BlockMove | None:
         row, bs = seq.row, worker.capacity.block_size
         features = seq.group.features
-        if row is None or features.is_gang or features.is_private or features.num_head_tokens:
+        if row is None or features.is_gang or features.num_head_tokens or worker.rows.is_private[row]:
             return None
         digests = worker.rows.digests[row]
         able = [taker for taker in takers if can_exchange(taker, worker) and taker.could_run(seq.group)]

@@ -116,6 +116,8 @@ class MigrationReason(Enum):
     HANDOVER = "handover"  # from a prefill worker
     LOST = "lost"
     FAILED = "failed"  # its row failed, or a row whose blocks it read
+    UPDATE = "update"  # the weights have changed
+    PAUSE = "pause"
 
 
 def counted(meaning: str, unit: str = "") -> Any:

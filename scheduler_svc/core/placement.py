@@ -179,6 +179,11 @@ class Placement:
         self._stale[name] = self._unchecked[name] = worker
         self.changed.add(name)
 
+    def change_root(self, root_salt: bytes) -> None:
+        """The digests of all sequences begin anew. They are looked up again."""
+        self._digests = PromptDigests(root_salt)
+        self._set(self._workers, self._written)
+
     def drain(self, worker: WorkerState) -> None:
         """Stop placing new sequences on the worker."""
         self._is_open[self._position[worker.capacity.worker_id]] = False

@@ -55,6 +55,7 @@ class Requests:
         self._throughput = throughput
         self._counts = counts
         self.costs = Costs()
+        self.admits_new = True  # else only sequences that have begun are schedulable
         self._next_seq_id = 0
         self._no_worker_since = math.inf  # inf until `give_up` sets it
 
@@ -131,6 +132,8 @@ class Requests:
         """End each request that no present worker could run for `worker_patience_s`. Without workers, that is every
         request.
         """
+        if not self.admits_new:
+            return []
         if not self._workers:
             self._no_worker_since = min(self._no_worker_since, now)
         unschedulable, ended = self.waiting.unschedulable, list[Finished]()
@@ -146,6 +149,8 @@ class Requests:
     @property
     def patience_ends_at(self) -> float:
         """When `give_up` ends the next request, unless a worker joins; inf if no request is at risk."""
+        if not self.admits_new:
+            return math.inf
         since = next(iter(self.waiting.unschedulable.values()), math.inf)
         if not self._workers and len(self.waiting):
             since = self._no_worker_since
@@ -261,14 +266,17 @@ class Requests:
                 self._update_schedulable(seq)
 
     def _update_schedulable(self, seq: Sequence) -> None:
-        if self._placement.could_run(seq.group, seq.failed_on) == (seq in self.waiting.unschedulable):
+        if self._is_schedulable(seq) == (seq in self.waiting.unschedulable):
             self.waiting.remove(seq)
             self._join_queue(seq)
+
+    def _is_schedulable(self, seq: Sequence) -> bool:
+        return (self.admits_new or not seq.is_new) and self._placement.could_run(seq.group, seq.failed_on)
 
     def _join_queue(self, seq: Sequence) -> None:
         remaining, num_samples = seq.group.stop.max_tokens - len(seq.data.output), 1 + len(seq.forks)
         num_tokens = expected_tokens(seq.data.num_tokens, remaining, num_samples, self._throughput.mean_output)
-        if not self._placement.could_run(seq.group, seq.failed_on):
+        if not self._is_schedulable(seq):
             self.waiting.add_unschedulable(seq, num_tokens)
             return
         entry = QueueEntry(seq, num_tokens)

@@ -161,7 +161,7 @@ class RowTable:
         is_awaiting = group.features.chooses_tokens
         self.is_awaiting[row] = is_awaiting
         self.num_awaiting += is_awaiting
-        is_private = group.features.is_private
+        is_private = group.features.is_private or group.keeps_kv
         self.is_private[row] = is_private
         self.num_private += is_private
         self.draft_lens[row] = self.num_unknown[row] = 0
@@ -171,6 +171,11 @@ class RowTable:
         self.num_with_stop_ids += has_stop_ids
         self.max_blocks += self.max_blocks_of(limit)
         return row
+
+    def make_private(self, rows: I64) -> None:
+        """The blocks of these rows become no cached prefixes from now on."""
+        self.num_private += int(np.count_nonzero(~self.is_private[rows]))
+        self.is_private[rows] = True
 
     def max_blocks_of(self, limit: int) -> int:
         """An upper bound of the blocks of a sequence with this limit, including the copy of a shared block."""

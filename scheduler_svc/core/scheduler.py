@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 
@@ -24,6 +25,7 @@ import numpy as np
 from prefix_index.changes import PrefixChanges
 from scheduler_svc.core.admission_control import AdmissionControl
 from scheduler_svc.core.answers import Stops, append_tokens, check_answer, untrusted_after
+from scheduler_svc.core.barrier import Barrier
 from scheduler_svc.core.block_moves import BlockMoves
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.features.adapters import AdapterSwaps
@@ -94,6 +96,7 @@ class Scheduler:
         )
         self.moves = BlockMoves(self._workers, self._throughput, self._counts, config.watermark)
         self._roles = Roles(self._workers, self.moves)
+        self.barrier = Barrier(self._workers, self._requests, self._placement)
         self._now = 0.0  # of the newest `schedule` or `end_move`
         self._expired: list[Finished] = []
 
@@ -229,6 +232,10 @@ class Scheduler:
             self._expired += self._requests.abort(late.group.request_id, FinishReason.ABORTED, message)
         if self._waiting.unschedulable or not self._workers:
             self._expired += self._requests.give_up(now)
+        if self.barrier.holders:
+            self.barrier.advance()
+        if self.barrier.is_closed:
+            return []
         batches: list[StepBatch] = []
         changed = self._placement.changed
         if self._changes_due:
@@ -250,7 +257,7 @@ class Scheduler:
     @property
     def changes_due_at(self) -> float:
         """When `schedule` sends the next changes of an idle worker; inf if there are none."""
-        return next(iter(self._changes_due.values()), math.inf)
+        return math.inf if self.barrier.is_closed else next(iter(self._changes_due.values()), math.inf)
 
     @property
     def patience_ends_at(self) -> float:
@@ -461,6 +468,17 @@ class Scheduler:
         seq.failed_on = worker.capacity.worker_id
         self._requests.requeue(worker.preempt(failure.row), MigrationReason.FAILED)
         return []
+
+    def change_weights(self, root_salt: bytes, *, keeps_kv: bool) -> int:
+        """See `Barrier.change_weights`. The barrier is reached."""
+        self.config = replace(self.config, root_salt=root_salt)
+        self._touched.update(self._workers)
+        return self.barrier.change_weights(root_salt, keeps_kv=keeps_kv)
+
+    def forget_prefixes(self) -> None:
+        """No prefix stays cached. The barrier is reached."""
+        self._touched.update(self._workers)
+        self.barrier.forget_prefixes()
 
     # -- facts --------------------------------------------------------------------------------------------------------
 

@@ -268,6 +268,7 @@ class SequenceGroup:
     arrival: float = 0.0
     deadline: float = math.inf
     tenant_slot: int = 0  # the core's own number for the tenant
+    keeps_kv: bool = False  # rows of it have keys and values of several weights: their blocks become no prefixes
     sequences: list[Sequence] = field(default_factory=list)
 
     @property

@@ -395,6 +395,18 @@ class WorkerState:
         bs = self.capacity.block_size
         extend_digests(seq.digests, self._root(seq), seq.data.token_ids(), bs, seq.group.features.block_keys(bs))
 
+    def change_root(self, root_salt: bytes) -> None:
+        """The digests of all sequences begin anew. The pool has none."""
+        self._root_salt = root_salt
+
+    def make_private(self) -> int:
+        """The blocks of the running rows, and of their forks, become no prefixes. Returns the number of rows."""
+        rows = self.rows.active()
+        for seq in self.running():
+            seq.group.keeps_kv = True
+        self.rows.make_private(rows)
+        return len(rows)
+
     def _root(self, seq: Sequence) -> bytes:
         return root_digest(self._root_salt, self.capacity.block_size, seq.group.root_key)
 
@@ -527,6 +539,9 @@ class WorkerState:
         indices = step.context_lens[step.full].astype(np.int64) // self.capacity.block_size
         if is_open is not None:
             stays = is_open[rows]
+            rows, indices = rows[stays], indices[stays]
+        if self.rows.num_private:
+            stays = ~self.rows.is_private[rows]
             rows, indices = rows[stays], indices[stays]
         if len(rows):
             self._commit_decoded(rows, indices)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -120,6 +120,7 @@ class Cluster:
         self.moves: list[BlockMove] = []  # of blocks, under way
         self.tiers: dict[str, Tier] = {}  # by worker id: they survive the process
         self.num_moved_blocks = 0
+        self.num_updates = 0  # of the weights
 
     def check(self) -> None:
         """The core's own invariants."""
@@ -463,6 +464,7 @@ class Cluster:
         c, blocks = worker.capacity, worker.list_blocks()
         self.trace.append(("join", c, f"blocks {len(blocks)}", f"next step {worker.next_step_id}"))
         self.workers[c.worker_id] = worker
+        worker.version = self.num_updates
         self._has_seen_worker = True
         self._opened_for = {
             place: opened_for for place, opened_for in self._opened_for.items() if place[0] != c.worker_id
@@ -502,6 +504,25 @@ class Cluster:
         self.trace.append(("drain", worker.capacity.worker_id))
         worker.is_draining = True
         self.scheduler.drain_worker(worker.capacity.worker_id)
+
+    def update_weights(self, *, keeps_kv: bool) -> None:
+        """All workers get other weights between two steps. Running rows are computed again, or keep what they have."""
+        self.trace.append(("update", keeps_kv))
+        barrier = self.scheduler.barrier
+        barrier.hold("update")
+        while not barrier.is_reached:
+            if self.schedule():
+                raise Violation("plans a step behind a closed barrier")
+            self.answer(self.busy_workers()[0])
+        self.num_updates += 1
+        for worker in self.workers.values():
+            worker.change_weights(self.num_updates)
+        salt = b"sim %d" % self.num_updates
+        self.config = replace(self.config, root_salt=salt)
+        self.chains.change_root(salt)
+        self.scheduler.change_weights(salt, keeps_kv=keeps_kv)
+        barrier.release("update")
+        self._follow_prefixes()
 
     def restart_scheduler(self, order: Iterable[Request]) -> None:
         """kill -9: a new scheduler adopts the pools, then the gateways submit their open requests, in this order."""

@@ -83,6 +83,8 @@ class Simulation:
         self._role_rng = Random(f"roles {seed}")
         self._has_roles = self._role_rng.random() < 0.3
         self._draft_rate = 0.0 if self._has_states else Random(f"drafts {seed}").choice((0.0, 0.3, 0.7, 1.0))
+        self._update_rng = Random(f"updates {seed}")
+        self._update_rate = self._update_rng.choice((0.0, 0.0, 0.004, 0.02))
         self._nan_rng = Random(f"nan {seed}")
         self._nan_rate = self._nan_rng.choice((0.0, 0.0, 0.0, 0.2))
         self.num_events = self._num_arrived = self._next_epoch = 0
@@ -293,6 +295,8 @@ class Simulation:
             return rng.choice((self._abort, self._stop_sample))
         if rng.random() < 0.02:
             return rng.choice((self._join, self.cluster.talk_nonsense))
+        if not self.setup.has_moves and self._update_rng.random() < self._update_rate:
+            return self._update_weights
         if self.cluster.swaps and self._adapter_rng.random() < 0.3:
             return self._end_swap
         if self.setup.has_moves and self._move_rng.random() < (0.1 if self.cluster.moves else 0.01):
@@ -382,6 +386,9 @@ class Simulation:
             capacity = self._choose_capacity(free[0])
             worker = self.cluster.join(capacity, first_step=first_step, is_lazy=self.setup.is_lazy)
             worker.draft_rate = self._draft_rate
+
+    def _update_weights(self) -> None:
+        self.cluster.update_weights(keeps_kv=self._update_rng.random() < 0.4)
 
     def _lose(self) -> None:
         self.cluster.lose(self._random_worker())

@@ -69,6 +69,12 @@ class Chains:
         head = f"{self.block_size}|{len(self.root_salt)}|{len(root_key)}|".encode()
         return xxh3_128_digest(head + self.root_salt + root_key)
 
+    def change_root(self, root_salt: bytes) -> None:
+        """All chains begin anew."""
+        self.root_salt = root_salt
+        self.by_prefix.clear()
+        self.parent.clear()
+
     def of_block(self, tokens: np.ndarray, digests: np.ndarray, index: int, group: SequenceGroup) -> bytes:
         """Digest of block `index` of a sequence with these tokens and prefix digests."""
         end = (index + 1) * self.block_size
@@ -109,6 +115,8 @@ class SymbolicWorker:
         bs, rows = capacity.block_size, capacity.max_num_seqs
         width = -(-capacity.max_model_len // bs)
         self.kv = np.zeros(capacity.num_blocks * bs, dtype=np.uint64)
+        self.kv_version = np.zeros(capacity.num_blocks * bs, dtype=np.int64)  # of the weights that wrote the slot
+        self.version = 0  # of its weights
         self.kv_token = np.zeros(capacity.num_blocks * bs, dtype=np.uint32)
         self.fill_step = np.zeros(capacity.num_blocks, dtype=np.int64)  # last step that wrote into the block
         self.content: list[bytes | None] = [None] * capacity.num_blocks  # chain digest of what a full block holds
@@ -130,6 +138,7 @@ class SymbolicWorker:
         self.candidates: dict[int, set[int]] = {}  # by row: ids returned for the newest token
         self.is_silent = np.zeros(rows, dtype=np.bool_)  # broken, and not even reported if a token was expected
         self.group: list[RowAssignment | None] = [None] * rows
+        self.row_version = np.zeros(rows, dtype=np.int64)  # of the weights whose content the row reads and writes
         self.seed = np.zeros(rows, dtype=np.uint64)
         self.sample = np.zeros(rows, dtype=np.uint64)
         self.prompt_len = np.zeros(rows, dtype=np.int64)
@@ -180,6 +189,19 @@ class SymbolicWorker:
         self._columns(len(self.is_open), self.table.shape[1], self.capacity.max_model_len)
         self.num_acked = self._next_step - 1
         self.is_draining, self.fail_next = False, None
+
+    def change_weights(self, version: int) -> None:
+        """Compute with other weights from the next step on. No block stays committed."""
+        if self.queue:
+            raise Violation("the weights change while a step is in flight")
+        self.version = version
+        self.content = [None] * self.capacity.num_blocks
+        self.holder.clear()
+        self.duplicates.clear()
+        self.committed.clear()
+        self.newly_committed.clear()
+        self.snapshots.clear()
+        self.is_committed[:] = False
 
     @property
     def next_step_id(self) -> int:
@@ -265,6 +287,8 @@ class SymbolicWorker:
         if _pooling(opened) == "mean" and opened.num_computed_tokens:
             raise Violation(f"row {row} pools all states, but {opened.num_computed_tokens} of them are cached")
         self.sums[row] = 0
+        parent = opened.fork_of_row
+        self.row_version[row] = self.version if parent is None else self.row_version[parent]
         self.is_open[row], self.group[row] = True, opened
         self.seed[row], self.sample[row] = opened.group.sampling, opened.sample_index
         self.is_hopeless[row] = opened.group.sampling == NAN_SEED
@@ -399,6 +423,7 @@ class SymbolicWorker:
                 raise Violation(f"copies block {src} over block {dst}, which is in use")
             self.kv[dst * bs : (dst + 1) * bs] = self.kv[src * bs : (src + 1) * bs]
             self.kv_token[dst * bs : (dst + 1) * bs] = self.kv_token[src * bs : (src + 1) * bs]
+            self.kv_version[dst * bs : (dst + 1) * bs] = self.kv_version[src * bs : (src + 1) * bs]
             self.fill_step[dst] = batch.step_id
 
     def _commit(self, batch: StepBatch, num_acked: int) -> None:
@@ -423,6 +448,7 @@ class SymbolicWorker:
         self.committed.pop(block, None)
         self.is_committed[block] = False
         self.kv[block * bs : (block + 1) * bs] = kv
+        self.kv_version[block * bs : (block + 1) * bs] = self.version
         self.kv_token[block * bs : (block + 1) * bs] = tokens
         self.content[block], self.fill_step[block] = digest, 0
         if digest in self.holder:
@@ -534,6 +560,7 @@ class SymbolicWorker:
         self._check_writable(slots)
         self._check_inputs(flat_rows, flat_positions)
         self.kv[slots] = self.digests[flat_rows, flat_positions]
+        self.kv_version[slots] = self.row_version[flat_rows]
         self.kv_token[slots] = self.tokens[flat_rows, flat_positions]
         self.fill_step[slots // self.capacity.block_size] = batch.step_id
         self.num_computed_tokens[rows] = starts + lens
@@ -651,7 +678,9 @@ class SymbolicWorker:
             width = int(self.num_computed_tokens[opened].max(initial=0))
             seen = self.kv[self.slots[opened, :width]]
             places = self._positions[:width]
-            wrong = (seen != self.digests[opened, :width]) & (places < self.num_computed_tokens[opened, None])
+            is_other = self.kv_version[self.slots[opened, :width]] != self.row_version[opened, None]
+            wrong = (seen != self.digests[opened, :width]) | is_other
+            wrong &= places < self.num_computed_tokens[opened, None]
             wrong &= places >= reads_from[opened, None]
             if not wrong.any():
                 return

@@ -18,6 +18,7 @@ from prefix_index import hashing
 from prefix_index.content_ids import FIRST_CONTENT_ID
 from scheduler_svc.core import answers, prompt_digests, scheduler, step_planner, windows, worker_state
 from scheduler_svc.core.answers import Untrusted, untrusted_after
+from scheduler_svc.core.barrier import Barrier
 from scheduler_svc.core.block_manager import BlockManager, LruQueue
 from scheduler_svc.core.block_moves import BlockMoves
 from scheduler_svc.core.features.adapters import AdapterSlots
@@ -645,6 +646,34 @@ def failed_gang_retried_without_end(patch: Patch) -> None:
         return original(core, worker, step, failures)
 
     wrap(patch, Scheduler, "_fail_rows", fail_rows)
+
+
+# -- updates of the weights --------------------------------------------------------------------------------------------
+
+
+@bug("the weights change while a step is in flight")
+def weights_of_two_versions_in_a_step(patch: Patch) -> None:
+    patch.setattr(Barrier, "is_reached", property(lambda barrier: barrier.is_closed))
+
+
+@bug("reads the wrong content|published a prefix")
+def blocks_of_the_old_weights_hit(patch: Patch) -> None:
+    """The weights are not part of the keys, and cached blocks stay."""
+
+    def change(original: Any, barrier: Barrier, root_salt: bytes, *, keeps_kv: bool) -> int:
+        return barrier.retract(MigrationReason.UPDATE)
+
+    wrap(patch, Barrier, "change_weights", change)
+
+
+@bug("plans a step behind a closed barrier")
+def steps_behind_the_barrier(patch: Patch) -> None:
+    patch.setattr(Barrier, "is_closed", property(lambda barrier: False))
+    patch.setattr(
+        Barrier,
+        "is_reached",
+        property(lambda barrier: not any(worker.in_flight for worker in barrier._workers.values())),
+    )
 
 
 # -- encoder positions -------------------------------------------------------------------------------------------------

@@ -110,7 +110,7 @@ class Snapshots(WorkerPart):
             return
         if start:
             opened.snapshot = self._hit(digests[start // self._block_size - 1])
-        if seq.group.features.is_private:
+        if self.worker.rows.is_private[opened.row]:
             del self._rows[opened.row]  # its blocks are no prefixes
             return
         row_plan.positions = self._positions(seq, start, end)
@@ -219,3 +219,9 @@ class Snapshots(WorkerPart):
 
     def close(self, row: int) -> None:
         self._rows.pop(row, None)
+
+    def forget_all(self) -> None:
+        """No row starts from a snapshot that was taken so far. No step is in flight."""
+        self._free += [kept.slot for kept in self.kept.values()]
+        self.kept.clear()
+        self._rows.clear()
