@@ -41,9 +41,11 @@ class U32Column(Protocol):
         """A slice of the column."""
 
 
-def model_salt(revision: str, dtype: str, determinism: int) -> bytes:
-    """The properties of a model on which KV depends: the `root_salt` of all its chains."""
-    return f"{revision}|{dtype}|{determinism}".encode()
+def model_salt(revision: str, dtype: str, determinism: int, weights_revision: str = "") -> bytes:
+    """The properties of a model on which KV depends: the `root_salt` of all its chains. After an update of the weights,
+    it is that of workers that start with the updated weights.
+    """
+    return f"{weights_revision or revision}|{dtype}|{determinism}".encode()
 
 
 def root_key(*, cache_salt: bytes = b"", encoder: bytes = b"", adapter: bytes = b"") -> bytes:

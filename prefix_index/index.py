@@ -37,6 +37,14 @@ class PrefixIndex(Protocol):
         `replaces` it. Empty: there is none, or the server does not answer.
         """
 
+    async def read_weights(self, model: str, revision: str) -> str | None:
+        """The record of the newest weights of a revision; empty: there is none. None: the server does not answer."""
+
+    async def write_weights(self, model: str, revision: str, version: int, record: str) -> str | None:
+        """Record newer weights of a revision. Returns the record that holds now: this one, or that of a version that is
+        not lower. None: the server does not answer, and nothing may have been recorded.
+        """
+
     def release_revision(self) -> None:
         """This scheduler has no worker any more."""
 
@@ -66,6 +74,12 @@ class NoPrefixIndex:
 
     async def claim_revision(self, model: str, revision: str, *, replaces: bool) -> str:
         return ""
+
+    async def read_weights(self, model: str, revision: str) -> str | None:
+        return ""
+
+    async def write_weights(self, model: str, revision: str, version: int, record: str) -> str | None:
+        return record
 
     def release_revision(self) -> None: ...
 

@@ -4,6 +4,7 @@
     <namespace>:scheduler_epoch   string  counter of leases, 1 to MAX_SCHEDULER_EPOCH; any other value counts as 0
     <namespace>:worker:<id>       hash    epoch, address, owner; expires when its scheduler stops renewing it
     <namespace>:revisions:<model> hash   by owner: revision and time (ms) until which it is served; expires likewise
+    <namespace>:weights:<model>:<revision>  hash  version and record of the newest update of the weights; never expires
     <namespace>:prefix:<digest>   set     8 bytes of worker epoch + worker id; expires unless refreshed
 
 An entry whose epoch differs from the epoch in the worker's record is ignored, so a restarted worker needs no clean-up.
@@ -35,6 +36,11 @@ def worker_key(namespace: str, worker_id: str) -> str:
 def revisions_key(namespace: str, model: str) -> str:
     """The key of the revisions that the schedulers of a model serve."""
     return f"{namespace}:revisions:{model}"
+
+
+def weights_key(namespace: str, model: str, revision: str) -> str:
+    """The key of the newest update of the weights of a revision."""
+    return f"{namespace}:weights:{model}:{revision}"
 
 
 def entry_key(namespace: str, digest: bytes) -> bytes:

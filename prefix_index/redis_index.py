@@ -17,6 +17,7 @@ from prefix_index.keys import (
     generation_key,
     member_of,
     revisions_key,
+    weights_key,
     worker_key,
 )
 from svc_common.redis.connect import call_errors, connect
@@ -63,6 +64,13 @@ end
 redis.call('HSET', KEYS[1], ARGV[1], ARGV[2] .. ' ' .. string.format('%d', now + ARGV[3]))
 redis.call('PEXPIRE', KEYS[1], ARGV[3])
 return ''"""
+
+# Records ARGV[2] as the weights of version ARGV[1], unless a version that is not lower is recorded. Returns what is.
+WRITE_WEIGHTS = """
+local version = redis.call('HGET', KEYS[1], 'version')
+if version and tonumber(version) >= tonumber(ARGV[1]) then return redis.call('HGET', KEYS[1], 'record') end
+redis.call('HSET', KEYS[1], 'version', ARGV[1], 'record', ARGV[2])
+return ARGV[2]"""
 
 Entry = tuple[Holder, bytes]
 
@@ -199,6 +207,25 @@ class RedisPrefixIndex:
     def _claim(self, model: str, revision: str, *, replaces: bool) -> tuple[str, ...]:
         ttl_ms = str(int(self._lease_ttl_s * 1000))
         return revisions_key(self._prefix, model), self._owner, revision, ttl_ms, str(int(replaces))
+
+    async def read_weights(self, model: str, revision: str) -> str | None:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                record: Any = await self._redis.hget(weights_key(self._prefix, model, revision), "record")
+        except call_errors() as error:
+            self._server.went_down(error)
+            return None
+        return bytes(record or b"").decode(errors="replace")
+
+    async def write_weights(self, model: str, revision: str, version: int, record: str) -> str | None:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                key = weights_key(self._prefix, model, revision)
+                held = await self._redis.eval(WRITE_WEIGHTS, 1, key, str(version), record)
+        except call_errors() as error:
+            self._server.went_down(error)
+            return None
+        return bytes(held).decode(errors="replace")
 
     def release_revision(self) -> None:
         self._released, self._revision = self._revision or self._released, None

@@ -152,6 +152,23 @@ def error_from_code(code: int, message: str, *, field: str = "", retry_after_s: 
     return BY_CODE.get(code, QuireError)(message, field=field, retry_after_s=retry_after_s)
 
 
+def error_of_call(error: Any, words: str) -> QuireError:
+    """The error with which a call to another service has failed, with its field. `words` come before its message."""
+    found = ""
+    for key, value in error.trailing_metadata() or ():
+        if key == "grpc-status-details-bin":
+            found = _field_of(value)
+    return error_from_code(error.code().value[0], f"{words}{error.details()}", field=found)
+
+
+def _field_of(details: bytes) -> str:
+    for detail in Status.FromString(details).details:
+        request = BadRequest()
+        if detail.Unpack(request) and request.field_violations:
+            return str(request.field_violations[0].field)
+    return ""
+
+
 def status_metadata(error: QuireError) -> tuple[tuple[str, str | bytes], ...]:
     """Trailing metadata of an error: google.rpc details, and the retry pushback that gRPC clients understand."""
     status = Status(code=error.code.value[0], message=error.message)

@@ -86,15 +86,20 @@ class WorkerAdapters:
             raise NotConfiguredError(
                 "this worker loads adapters only at its start (--adapter); start it with --adapter-dir", field="path"
             )
-        if not path or "\0" in path:
-            raise InvalidRequestError(f"path is {path!r}; name a folder below --adapter-dir", field="path")
-        root = self._folder.resolve()
-        found = (root / path).resolve()
-        if found == root or not found.is_relative_to(root):
-            raise InvalidRequestError(
-                f"path {path!r} is not below {root}, the worker's --adapter-dir; copy the adapter there", field="path"
-            )
-        return found
+        return found_below(self._folder, path, "--adapter-dir")
 
     async def _run(self, function: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function)
+
+
+def found_below(folder: Path, path: str, flag: str) -> Path:
+    """A path of a request, below the folder of this flag. Raises InvalidRequestError."""
+    if not path or "\0" in path:
+        raise InvalidRequestError(f"path is {path!r}; name what is below {flag}", field="path")
+    root = folder.resolve()
+    found = (root / path).resolve()
+    if found == root or not found.is_relative_to(root):
+        raise InvalidRequestError(
+            f"path {path!r} is not below {root}, the worker's {flag}; copy it there", field="path"
+        )
+    return found

@@ -127,16 +127,22 @@ class WorkerBlocks:
     # -- start and end ------------------------------------------------------------------------------------------------
 
     async def start(self, info: EngineInfo) -> scheduler_pb2.BlockMovement | None:
-        """The model is loaded: open the tier. Returns what this worker announces; None: its blocks cannot move."""
+        """The model is loaded, or its weights have changed: open its tier. Returns what this worker announces; None:
+        its blocks cannot move.
+        """
         if not self._settings.is_on:
             return None
+        if self.store is not None:
+            store, self.store, self._executor.on_commit = self.store, None, None
+            await asyncio.get_running_loop().run_in_executor(self._senders, store.close)
         blocks = self._executor.movable_blocks()
         if blocks is None or info.attention_window is not None or info.num_snapshots is not None:
             log.warning(
                 "--kv-disk, --kv-transfer and --role have no effect: blocks of this model or backend cannot move yet"
             )
             return None
-        self._blocks, self._layout = blocks, layout_digest(info.revision, info.numerics, blocks.layout)
+        revision = info.weights_revision or info.revision
+        self._blocks, self._layout = blocks, layout_digest(revision, info.numerics, blocks.layout)
         self._record_bytes = record_bytes(blocks.block_size, blocks.payload_bytes)
         if self._settings.kv_disk is not None:
             await self._open_tier(blocks)

@@ -162,6 +162,11 @@ class StepExecutor:
         return self._runner
 
     @property
+    def runner(self) -> Runner:
+        """The runner, for what another thread than the model's may call. Raises UnavailableError while it loads."""
+        return self._loaded()
+
+    @property
     def adapters(self) -> AdapterStore[Any, Any] | None:
         """The adapters of the model. None: it is not loaded yet, or its backend computes none."""
         return None if self._runner is None else self._runner.adapters
@@ -428,6 +433,10 @@ class StepExecutor:
         """
         await lease.wait_for(after_step_id)
         await self._call(partial(self._write_blocks, lease, write))
+
+    async def between_steps(self, lease: Lease, change: Callable[[], None]) -> None:
+        """Call `change`, which changes the weights, between two steps of the lease. Raises StaleEpochError."""
+        await self._call(partial(self._write_blocks, lease, change))
 
     def _write_blocks(self, lease: Lease, write: Callable[[], None]) -> None:
         self._check_current(lease)

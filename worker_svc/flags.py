@@ -103,6 +103,12 @@ FLAGS = (
         Flag("--max-adapter-rank", _AT_LEAST_1, "largest rank of an adapter", default=64),
         Flag("--max-loaded-adapters", _AT_LEAST_1, "adapters in host memory", default=256),
     ), "see docs/adapters.md"),
+    FlagGroup("updates of the weights", (
+        Flag("--weights-dir", path,
+            "folder of the files of updates, the same for all workers of a model; unset: weights cannot be updated",
+            metavar="DIR",
+        ),
+    ), "see docs/rollouts.md"),
     FlagGroup("KV pool and batches", (
         Flag("--block-size", _AT_LEAST_1, f"tokens per block, a power of two; {_unset('block_size')}"),
         Flag("--num-blocks", _AT_LEAST_1, "blocks; overrides --kv-cache-memory"),

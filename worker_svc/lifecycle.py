@@ -25,6 +25,8 @@ class Lifecycle:
     load_progress: float = 0.0
     capacity: scheduler_pb2.WorkerCapacity | None = None
     adapters: Sequence[worker_pb2.WorkerAdapter] = ()  # in the worker's memory
+    weights: worker_pb2.UpdatedWeights | None = None  # in use, if they are not those of the checkpoint
+    is_asleep: bool = False  # the weights' memory is free
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property

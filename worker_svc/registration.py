@@ -320,6 +320,8 @@ class Registration:
             capacity=self._lifecycle.capacity,
             adapters=self._lifecycle.adapters,
             replaces_revision=self._replaces_revision,
+            weights=self._lifecycle.weights,
+            is_asleep=self._lifecycle.is_asleep,
         )
 
     async def _check_revision(self, candidate: SchedulerCandidate) -> None:

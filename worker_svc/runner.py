@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from step_protocol.columns import U32
 from step_protocol.messages import StepBatch, StepOutput
 from worker_svc.engine.adapters.store import AdapterStore
-from worker_svc.engine.config import EngineConfig, EngineInfo
+from worker_svc.engine.checkpoint.model_folder import TensorSum
+from worker_svc.engine.config import EngineConfig, EngineInfo, StagedWeights
 from worker_svc.engine.decoder.block_payload import MovableBlocks
 from worker_svc.engine.nodes import Nodes
 from worker_svc.flags import sim_config
@@ -47,6 +49,16 @@ class PipelinedRunner(Protocol):
     """A runner that starts a step on its device while the previous one still runs."""
 
     def launch(self, batch: StepBatch) -> Launched: ...
+
+
+@runtime_checkable
+class UpdatableRunner(Protocol):
+    """A runner whose weights can change. `activate` and `sleep` are called in the model thread, between two steps."""
+
+    def check_update(self, files: Sequence[Path]) -> list[TensorSum]: ...
+    def stage(self, version: int, updates: Sequence[Path]) -> StagedWeights: ...
+    def activate(self, staged: StagedWeights) -> None: ...
+    def sleep(self, tags: Sequence[str]) -> None: ...
 
 
 @runtime_checkable

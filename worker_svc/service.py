@@ -14,6 +14,7 @@ from contextlib import AsyncExitStack, suppress
 from typing import NoReturn
 
 from quire.internal.v1 import worker_pb2_grpc
+from quire.v1 import types_pb2
 
 from hub_models.find import HubError
 from svc_common import config
@@ -41,6 +42,7 @@ from worker_svc.registration import Registration
 from worker_svc.row_traces import RowTraces
 from worker_svc.runner import make_runner
 from worker_svc.servicer import WorkerServicer
+from worker_svc.weights import WorkerWeights
 from worker_svc.wire import capacity_to_proto
 
 log = logging.getLogger(__name__)
@@ -49,6 +51,7 @@ SERVICE_NAME = "quire.internal.v1.WorkerService"
 METHODS = (
     *("Lease", "StepStream", "StepBatch", "ListBlocks", "Drain", "GetWorkerBundle", "InspectWorker"),
     *("LoadWorkerAdapter", "UnloadWorkerAdapter", "SwapWorkerAdapter", "FetchBlocks", "WatchTier"),
+    *("ChangeWeights", "WriteTensors"),
 )
 CALLERS = {f"{SERVICE_NAME}/{method}": {"scheduler"} for method in METHODS} | {f"{SERVICE_NAME}/ReadBlocks": {"worker"}}
 EXIT_FAILED = 1
@@ -76,6 +79,7 @@ class WorkerProcess:
         self._adapters = WorkerAdapters(lambda: self._executor.adapters, self._lifecycle, args.adapter_dir)
         movement = MovementSettings(args.kv_disk, args.kv_disk_size, args.kv_transfer, args.role)
         self._blocks = WorkerBlocks(self._executor, movement, trust.open_worker)
+        self._weights = WorkerWeights(self._executor, self._lifecycle, args.weights_dir, self._announce)
         self._servicer = WorkerServicer(
             executor=self._executor,
             lifecycle=self._lifecycle,
@@ -85,6 +89,7 @@ class WorkerProcess:
             pipeline_depth=args.pipeline_depth,
             adapters=self._adapters,
             blocks=self._blocks,
+            weights=self._weights,
         )
         self._server = GrpcServer(
             listen=args.listen,
@@ -122,6 +127,7 @@ class WorkerProcess:
             if self._nodes is not None:
                 closing.callback(self._nodes.stop)
             closing.callback(self._adapters.close)
+            closing.callback(self._weights.close)
             closing.callback(self._executor.close)
             closing.callback(self._blocks.close)
             await asyncio.wait([serving])
@@ -217,17 +223,21 @@ class WorkerProcess:
 
         started_at = loop.time()
         info = await self._executor.load(lambda: make_runner(self._args, self._settings, progress, self._nodes))
-        self._info = info
         settle_gc()
         self._adapters.announce()
-        depth = self._args.pipeline_depth
-        moves = await self._blocks.start(info)
-        self._lifecycle.set_ready(
-            capacity_to_proto(info, bundle_digest=self._bundle.digest, pipeline_depth=depth, blocks=moves)
-        )
+        await self._announce(info)
         if not self._lifecycle.is_draining:
             self._server.set_serving(True)
         log.info("ready after %.1f s: %s", loop.time() - started_at, describe(info))
+
+    async def _announce(self, info: EngineInfo) -> types_pb2.ModelInfo:
+        """The model is loaded, or its weights have changed: open its tier, and register it. Returns it as a message."""
+        self._info = info
+        depth = self._args.pipeline_depth
+        moves = await self._blocks.start(info)
+        capacity = capacity_to_proto(info, bundle_digest=self._bundle.digest, pipeline_depth=depth, blocks=moves)
+        self._lifecycle.set_ready(capacity)
+        return capacity.info
 
     # -- shutdown --------------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import grpc
 from quire.internal.v1 import worker_pb2, worker_pb2_grpc
+from quire.v1 import types_pb2
 
 from svc_common.errors import InvalidRequestError, QuireError, UnavailableError
 from svc_common.observe.inspection import Inspector
@@ -17,10 +18,12 @@ from svc_common.tasks import cancel
 from worker_svc.adapters import WorkerAdapters
 from worker_svc.blocks import MovementSettings, WorkerBlocks
 from worker_svc.bundle import Bundle
+from worker_svc.engine.config import EngineInfo
 from worker_svc.executor import StepExecutor
 from worker_svc.lease import Answer
 from worker_svc.lifecycle import Lifecycle
-from worker_svc.wire import adapters_to_proto, pieces
+from worker_svc.weights import WorkerWeights
+from worker_svc.wire import adapters_to_proto, model_info_to_proto, pieces
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +84,10 @@ async def _outcome(answers: Sequence[Answer]) -> tuple[list[worker_pb2.StepOutpu
     return outputs, None
 
 
+async def _unchanged(info: EngineInfo) -> types_pb2.ModelInfo:
+    return model_info_to_proto(info, b"")
+
+
 class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     """The gRPC service of one worker. `drain(timeout_s)` shuts it down and returns the rows that were still open."""
 
@@ -95,8 +102,10 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         pipeline_depth: int = 2,
         adapters: WorkerAdapters | None = None,
         blocks: WorkerBlocks | None = None,
+        weights: WorkerWeights | None = None,
     ) -> None:
         self._executor = executor
+        self._weights = weights or WorkerWeights(executor, lifecycle, None, _unchanged)
         self._blocks = blocks or WorkerBlocks(
             executor, MovementSettings(), lambda address, worker_id: open_channel(address)
         )
@@ -185,6 +194,17 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._executor.check_fence(request.fence)
         await self._adapters.swap(request.digest, request.kept)
         return worker_pb2.SwapWorkerAdapterResponse()
+
+    async def ChangeWeights(
+        self, request: worker_pb2.ChangeWeightsRequest, context: Context
+    ) -> worker_pb2.ChangeWeightsResponse:
+        return await self._weights.change(request)
+
+    async def WriteTensors(
+        self, request_iterator: AsyncIterator[worker_pb2.WriteTensorsRequest], context: Context
+    ) -> worker_pb2.WriteTensorsResponse:
+        await self._weights.write(request_iterator)
+        return worker_pb2.WriteTensorsResponse()
 
     async def Drain(self, request: worker_pb2.DrainRequest, context: Context) -> worker_pb2.DrainResponse:
         if not 0 <= request.timeout_s < float("inf"):

@@ -106,14 +106,27 @@ class Recomputation:
         if not self._prompt_len or not receipt.answer.token_ids:
             raise ReceiptError("the receipt has no prompt or no output")
         self._runner, self._info = runner, runner.info
+        self._span = self._span_of(self._info.weights_digest)
         self._row = self._row_open()
         self._step_id = 0
 
+    def _span_of(self, weights_digest: str) -> dict[str, Any] | None:
+        """The output tokens that the loaded weights have computed, if the weights were updated meanwhile."""
+        try:
+            spans = self._payload.get("weight_versions", ())
+            found = next((span for span in spans if span["weights_digest"] == weights_digest), None)
+            return None if found is None else dict(found, start=int(found["start"]), end=int(found["end"]))
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ReceiptError(f"the payload describes no spans of weights: {error}") from None
+
     def wrong_model(self) -> str | None:
         """Why the loaded model is not that of the receipt; None if it is. Raises Undecidable for another arithmetic."""
-        payload, info = self._payload, self._info
+        payload, info = self._span or self._payload, self._info
         if payload["weights_digest"] != info.weights_digest:
             return f"the weights are others: their digest is {info.weights_digest}, not {payload['weights_digest']}"
+        if self._span is not None and self._span["keeps_kv"]:
+            raise Undecidable("the weights were updated while the row kept its keys and values")
+        payload = {**self._payload, **payload}
         if payload["numerics"] != info.numerics:
             raise Undecidable(
                 f"this machine computes with {info.numerics!r}, the receipt's worker with {payload['numerics']!r}: "
@@ -125,8 +138,10 @@ class Recomputation:
 
     def positions(self, first: int | None, last: int | None) -> tuple[int, int]:
         """The slice of output positions to check."""
-        end = len(self._answer.token_ids)
-        return max(0, first or 0), min(end, end if last is None else last)
+        start, end = (
+            (0, len(self._answer.token_ids)) if self._span is None else (self._span["start"], self._span["end"])
+        )
+        return max(start, first or 0), min(end, end if last is None else last)
 
     def first_difference(self, first: int | None = None, last: int | None = None) -> str | None:
         """The first output position of a slice that the model does not give; None if there is none."""

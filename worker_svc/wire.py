@@ -85,6 +85,8 @@ def model_info_to_proto(info: EngineInfo, bundle_digest: bytes) -> types_pb2.Mod
         attention_window=info.attention_window or 0,
         encoder=None if info.encoder is None else encoder_info_to_proto(info.encoder),
         images=None if info.images is None else types_pb2.ImageInfo(**asdict(info.images)),
+        weight_version=info.weight_version,
+        weights_revision=info.weights_revision,
     )
 
 

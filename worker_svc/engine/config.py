@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from request_fields.fields import SamplingParams
 from request_fields.inputs import ImageShape
@@ -262,3 +262,14 @@ class EngineInfo:
     encoder: EncoderInfo | None = None  # of an encoder-decoder model
     num_snapshots: int | None = None  # of states that a worker can keep; None: the model has no recurrent layers
     snapshot_tokens: int = 0  # tokens whose keys and values have as many bytes as a snapshot
+    weight_version: int = 0  # of the last update of the weights; 0: they are those of the folder
+    weights_revision: str = ""  # what `revision` would be after a start with the updated weights; empty: `revision`
+
+
+@dataclass(frozen=True, slots=True)
+class StagedWeights:
+    """Weights that a runner has loaded and does not compute with yet."""
+
+    info: EngineInfo  # with these weights
+    used: frozenset[Path]  # the updates that some tensor comes from
+    weights: Any  # of the runner

@@ -37,7 +37,6 @@ def make_engine_info(
     """The facts about an engine whose checkpoint is loaded. `of_model` are fields of EngineInfo that backend and model
     determine; they come before the settings."""
     weights_digest = checkpoint.weights_digest()
-    shared = numerics if config.determinism == "exact" else None
     of_settings = {
         "max_num_seqs": config.max_num_seqs,
         "max_num_batched_tokens": config.max_num_batched_tokens,
@@ -45,14 +44,7 @@ def make_engine_info(
     }
     return EngineInfo(
         model=config.model_name or config.model_dir.resolve().name,
-        revision=checkpoint.revision(
-            weights_digest,
-            getattr(torch, dtype),
-            config.quantize,
-            shared,
-            config.kv_cache_dtype,
-            length_choice(checkpoint.config, of_model["max_model_len"]),
-        ),
+        revision=revision_of(config, checkpoint, dtype, numerics, weights_digest, of_model["max_model_len"]),
         weights_digest=weights_digest,
         block_size=config.block_size,
         dtype=dtype,
@@ -64,3 +56,12 @@ def make_engine_info(
         kv_cache_dtype=config.kv_cache_dtype,
         **(of_settings | of_model),
     )
+
+
+def revision_of(
+    config: EngineConfig, checkpoint: Checkpoint, dtype: ComputeDtype, numerics: str, digest: str, max_model_len: int
+) -> str:
+    """The revision of an engine with weights of this digest."""
+    shared = numerics if config.determinism == "exact" else None
+    choice = length_choice(checkpoint.config, max_model_len)
+    return checkpoint.revision(digest, getattr(torch, dtype), config.quantize, shared, config.kv_cache_dtype, choice)

@@ -72,6 +72,15 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True)
+class DecoderWeights:
+    """Everything of a decoder that its tensors determine."""
+
+    model: DecoderModel
+    images: ImageEncoder | None
+    pooling: PoolingWeights
+
+
+@dataclass(frozen=True, slots=True)
 class Loaded:
     """A model with everything that belongs to it."""
 
@@ -129,6 +138,44 @@ def _load_decoder(
     max_model_len = choose_max_model_len(config, model, num_blocks)
     model = model.within(max_model_len)
     check_features(model.features() | ({"adapters"} if config.max_adapters else set()), backend.name)
+    weights = load_decoder_weights(checkpoint, config, backend, dtype, max_model_len, report)
+    settings = read_pooling(checkpoint.folder, checkpoint.config, PoolingKind.LAST)
+    states = StatePool(model.recurrences, config.max_num_seqs, num_snapshots) if model.is_recurrent else None
+    pool = KVCachePool(model.kv_layouts(), num_blocks, config.block_size, dtype, states)
+    adapters = make_store(
+        config, modules, model.names, dtype, lambda adapter: backend.pack_adapter(adapter, model.num_layers)
+    )
+    return Loaded(
+        weights.model,
+        pool,
+        num_blocks,
+        max_model_len,
+        model.vocab_size,
+        weights.pooling,
+        pooling_info(settings, weights.pooling, max_model_len),
+        is_encoder=False,
+        adapters=adapters,
+        attention_window=model.attention_window,
+        input_size=model.hidden_size,
+        inputs=InputEmbedder(model.hidden_size, dtype, weights.images),
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        images=weights.images,
+        image_shape=image_shape(model),
+        num_snapshots=num_snapshots if model.is_recurrent else None,
+        snapshot_tokens=state_bytes * config.block_size // block_bytes,
+    )
+
+
+def load_decoder_weights(
+    checkpoint: Checkpoint,
+    config: EngineConfig,
+    backend: Backend,
+    dtype: torch.dtype,
+    max_model_len: int,
+    report: Report,
+) -> DecoderWeights:
+    """The weights of a checkpoint whose digest has not begun. Raises CheckpointError."""
+    model = parse_config(checkpoint.config).named_in(checkpoint.has).within(max_model_len)
     loader = WeightLoader(checkpoint, model, backend, dtype)
     loader.check()
     settings = read_pooling(checkpoint.folder, checkpoint.config, PoolingKind.LAST)
@@ -138,31 +185,7 @@ def _load_decoder(
     head = model.classes(settings.num_classes)
     sizes, generates = (model.hidden_size, model.vocab_size), model.head == "tokens"
     pooling = load_pooling(checkpoint, settings, head, backend, sizes=sizes, generates=generates)
-    states = StatePool(model.recurrences, config.max_num_seqs, num_snapshots) if model.is_recurrent else None
-    pool = KVCachePool(model.kv_layouts(), num_blocks, config.block_size, dtype, states)
-    adapters = make_store(
-        config, modules, model.names, dtype, lambda adapter: backend.pack_adapter(adapter, model.num_layers)
-    )
-    info = pooling_info(settings, pooling, max_model_len)
-    return Loaded(
-        decoder,
-        pool,
-        num_blocks,
-        max_model_len,
-        model.vocab_size,
-        pooling,
-        info,
-        is_encoder=False,
-        adapters=adapters,
-        attention_window=model.attention_window,
-        input_size=model.hidden_size,
-        inputs=InputEmbedder(model.hidden_size, dtype, images),
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        images=images,
-        image_shape=image_shape(model),
-        num_snapshots=num_snapshots if model.is_recurrent else None,
-        snapshot_tokens=state_bytes * config.block_size // block_bytes,
-    )
+    return DecoderWeights(decoder, images, pooling)
 
 
 def _load_images(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +17,7 @@ from step_protocol.columns import I64, U32
 from step_protocol.messages import (
     EMPTY,
     NO_CANDIDATES,
+    BadBatchError,
     RowErrorCode,
     StepBatch,
     StepOutput,
@@ -22,16 +25,24 @@ from step_protocol.messages import (
 from worker_svc.engine.adapters.packed import rows_of_step
 from worker_svc.engine.adapters.rows import RowAdapters
 from worker_svc.engine.backend import ForwardBatch, SamplingColumns
-from worker_svc.engine.checkpoint.model_folder import eos_token_ids
-from worker_svc.engine.checkpoint.tensors import Checkpoint
-from worker_svc.engine.config import EngineConfig
+from worker_svc.engine.checkpoint.model_folder import TensorSum, eos_token_ids
+from worker_svc.engine.checkpoint.tensors import Checkpoint, tensor_sums
+from worker_svc.engine.config import EngineConfig, StagedWeights
 from worker_svc.engine.cpu.backends import make_backend
 from worker_svc.engine.decoder.block_payload import MovableBlocks
 from worker_svc.engine.decoder.model import DecoderModel
-from worker_svc.engine.engine_info import make_engine_info
+from worker_svc.engine.engine_info import make_engine_info, revision_of
 from worker_svc.engine.kernels.machine import available_cores
+from worker_svc.engine.kernels.memory import release
 from worker_svc.engine.kernels.numerics import cpu_numerics
-from worker_svc.engine.loading import DTYPES, Report, choose_dtype, load_draft_model, load_model
+from worker_svc.engine.loading import (
+    DTYPES,
+    Report,
+    choose_dtype,
+    load_decoder_weights,
+    load_draft_model,
+    load_model,
+)
 from worker_svc.engine.pooling.pooling import (
     NOT_FINITE,
     Pooler,
@@ -40,6 +51,7 @@ from worker_svc.engine.pooling.pooling import (
     logit_tokens,
     token_types,
 )
+from worker_svc.engine.rows.embedder import InputEmbedder
 from worker_svc.engine.rows.errors import RowErrors
 from worker_svc.engine.rows.logprobs import PromptTargets
 from worker_svc.engine.rows.open_rows import OpenRows
@@ -69,6 +81,8 @@ class ModelRunner(StepRunner):
     """
 
     def __init__(self, config: EngineConfig, progress: Callable[[float], None] | None = None) -> None:
+        self._config = config
+        self._is_asleep = False
         self._threads = config.threads or available_cores()
         self._bound_thread: int | None = None
         self._bind_thread()
@@ -78,7 +92,8 @@ class ModelRunner(StepRunner):
         self._backend = make_backend(config.backend, self._threads, config.determinism, config.quantize)
         dtype = choose_dtype(config, checkpoint)
         loaded = load_model(checkpoint, config, self._backend, DTYPES[dtype], Report(self._threads, progress))
-        self._model, self._pool, self._inputs = loaded.model, loaded.pool, loaded.inputs
+        self._pool, self._inputs = loaded.pool, loaded.inputs
+        self._model: Any = loaded.model  # a Model; None while the weights sleep
         self._model.fuse(self._pool)
         self._pooler = Pooler(loaded.pooling)
         generates = loaded.pooling is None or loaded.pooling.generates
@@ -124,6 +139,55 @@ class ModelRunner(StepRunner):
             self._speculate(config, load_draft_model(config, config.draft_dir, info, self._threads))
         self._backend.end_load()
 
+    # -- weights ------------------------------------------------------------------------------------------------------
+
+    def check_update(self, files: Sequence[Path]) -> list[TensorSum]:
+        """The tensors of the last file. Raises CheckpointError unless they fit. Any thread may call it."""
+        Checkpoint(self._config.model_dir, files)
+        return tensor_sums(files[-1])
+
+    def stage(self, version: int, updates: Sequence[Path]) -> StagedWeights:
+        """The weights of the folder with these updates, beside those in use. Another thread than that of steps may call
+        it, while steps run. Raises CheckpointError for an update that does not fit, ValueError for a model whose
+        weights cannot change.
+        """
+        config, info = self._config, self.info
+        if info.is_encoder or info.encoder is not None:
+            raise ValueError("the weights of encoders cannot be updated; restart the workers with another model")
+        checkpoint = Checkpoint(config.model_dir, updates)
+        backend = make_backend(config.backend, self._threads, config.determinism, config.quantize)
+        report = Report(self._threads, None)
+        weights = load_decoder_weights(checkpoint, config, backend, DTYPES[info.dtype], info.max_model_len, report)
+        digest = checkpoint.weights_digest()
+        revision = revision_of(config, checkpoint, info.dtype, info.numerics, digest, info.max_model_len)
+        staged = replace(info, weight_version=version, weights_digest=digest, weights_revision=revision)
+        return StagedWeights(staged, frozenset(checkpoint.used_updates()), (backend, weights))
+
+    def activate(self, staged: StagedWeights) -> None:
+        """Compute with these weights from the next step on. Open rows keep their keys and values, and no block stays
+        committed: it was computed by other weights."""
+        backend, weights = staged.weights
+        self._backend, self._model, self.images = backend, weights.model, weights.images
+        self._model.fuse(self._pool)
+        self._pooler = Pooler(weights.pooling)
+        self._inputs = InputEmbedder(self.info.hidden_size, DTYPES[self.info.dtype], weights.images)
+        self._pool.uncommit(np.arange(self._pool.num_blocks))
+        if self._rows.states is not None:
+            self._rows.states.forget_snapshots()
+        self.info, self._is_asleep = staged.info, False
+        self._backend.end_load()
+
+    def sleep(self, tags: Sequence[str]) -> None:
+        """Free the memory of the weights, until the next `activate`, or that of the KV pool, whose rows are closed."""
+        if "weights" in tags:
+            self._is_asleep = True
+            self._model, self._pooler, self.images = None, Pooler(None), None
+            self._inputs = InputEmbedder(self.info.hidden_size, DTYPES[self.info.dtype])
+        if "kv_cache" in tags:
+            self._pool.uncommit(np.arange(self._pool.num_blocks))
+            for tensor in self._pool.tensors:
+                release(tensor)
+
     @property
     def num_encoder_runs(self) -> int:
         """Encoder inputs computed since the start."""
@@ -153,6 +217,8 @@ class ModelRunner(StepRunner):
         self._pool.commit(blocks, digests)
 
     def _run_step(self, batch: StepBatch, errors: RowErrors) -> StepOutput | None:
+        if self._is_asleep and len(batch.rows):
+            raise BadBatchError("the weights of this worker sleep; wake it first")
         self._advance_images(batch)
         plan = self._checker.check(batch, errors)
         return self._run(batch, plan, errors) if len(plan.rows) else None

@@ -11,11 +11,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from prefix_index.content_ids import content_ids, input_digest
 from step_protocol.columns import F32, I64, U32, Bools
@@ -34,7 +36,8 @@ from step_protocol.messages import (
 from worker_svc.engine.adapters.rows import RowAdapters
 from worker_svc.engine.adapters.store import AdapterStore
 from worker_svc.engine.backend import TopLogprobs
-from worker_svc.engine.config import EngineConfig
+from worker_svc.engine.checkpoint.model_folder import TensorSum
+from worker_svc.engine.config import EngineConfig, StagedWeights
 from worker_svc.engine.decoder.block_payload import MovableBlocks
 from worker_svc.engine.rows.errors import RowErrors
 from worker_svc.engine.rows.logprobs import LogprobRows, PromptTargets, spread, to_columns
@@ -86,6 +89,7 @@ class SimRunner(StepRunner):
 
     def __init__(self, config: EngineConfig, sim: SimConfig) -> None:
         self._sim = sim
+        self._start = 0  # of all contexts; a function of the weights
         self._vocabulary = read_vocabulary(config.model_dir, eos_probability=sim.eos_probability)
         self._printable = np.array(self._vocabulary.printable_ids, np.uint32)
         info = read_info(config)
@@ -117,6 +121,29 @@ class SimRunner(StepRunner):
         output.forward_us = int((time.perf_counter() - started) * 1e6)
         return output
 
+    def check_update(self, files: Sequence[Path]) -> list[TensorSum]:
+        """The tensors of the last file. They are compared with no model. Raises CheckpointError."""
+        from worker_svc.engine.checkpoint.tensors import tensor_sums  # it imports torch, which simulations do not need
+
+        return tensor_sums(files[-1])
+
+    def stage(self, version: int, updates: Sequence[Path]) -> StagedWeights:
+        """Weights whose digest follows from the files."""
+        digest = xxhash.xxh3_128_hexdigest(b"".join(path.read_bytes() for path in updates)) if updates else ""
+        revision = f"{self.info.revision}-{digest}" if updates else ""
+        info = replace(self.info, weight_version=version, weights_digest=digest, weights_revision=revision)
+        return StagedWeights(info, frozenset(updates), int(digest[:16] or "0", 16))
+
+    def activate(self, staged: StagedWeights) -> None:
+        """Rows that open from now on have contexts that begin with the digest of the weights."""
+        self.info, self._start = staged.info, staged.weights
+        self._pool.uncommit(np.arange(self.info.num_blocks))
+
+    def sleep(self, tags: Sequence[str]) -> None:
+        """There is no memory to free."""
+        if "kv_cache" in tags:
+            self._pool.uncommit(np.arange(self.info.num_blocks))
+
     def committed_blocks(self) -> Iterator[tuple[U32, list[bytes], U32]]:
         return self._pool.committed_blocks()
 
@@ -147,7 +174,7 @@ class SimRunner(StepRunner):
             found = content_ids(input_digest(item.kind, item.dtype, item.shape, item.data), item.length)
             token_ids[item.start : item.start + item.length] = np.frombuffer(found, "<u4")
         adapter = self._row_adapters.in_use.get(int(self._row_adapters.numbers[row]))
-        start = 0 if adapter is None else start_digest(adapter.digest)
+        start = self._start ^ (0 if adapter is None else start_digest(adapter.digest))
         self._histories.set(row, self._places(row, num_tokens), token_ids, start)
 
     def _places(self, row: int, num_tokens: int) -> I64:

@@ -11,7 +11,7 @@ from typing import Any
 
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from prefix_index.redis_index import CLAIM_REVISION, FORGET_WORKER, NEXT_EPOCH, RAISE_COUNTER
+from prefix_index.redis_index import CLAIM_REVISION, FORGET_WORKER, NEXT_EPOCH, RAISE_COUNTER, WRITE_WEIGHTS
 
 Value = bytes | set[bytes] | dict[str, bytes]
 
@@ -93,6 +93,10 @@ class RedisServer:
             value = self._counter(key) + 1
             self.data[key] = b"%d" % value
             return value
+        if script == WRITE_WEIGHTS:
+            if int(self._hget(key, "version") or b"0") < int(args[0]):
+                self._hset(key, {"version": args[0], "record": args[1]})
+            return self._hget(key, "record")
         if script == RAISE_COUNTER:
             self.data[key] = b"%d" % max(self._counter(key), int(args[0]))
             return 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,6 +28,16 @@ NESTED = {
 
 class CheckpointError(ValueError):
     """A model folder that cannot be served. The message names the file, field or tensor and says what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSum:
+    """A tensor of an update: its type as safetensors writes it, and xxh3_64 of its bytes in hex."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    checksum: str
 
 
 def read_object(path: Path) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from worker_svc.engine.checkpoint.model_folder import (
     INDEX_FILE,
     WEIGHT_DTYPES,
     CheckpointError,
+    TensorSum,
     decoder_config,
     read_object,
     read_weight_map,
@@ -29,12 +30,13 @@ SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Checkpoint:
-    """One model folder. Tensors stay on disk until they are read.
+    """One model folder. Tensors stay on disk until they are read. Those of `updates` replace tensors of the folder, the
+    last file first.
 
-    Raises CheckpointError when the folder, a file or the index is missing or broken.
+    Raises CheckpointError when the folder, a file or the index is missing or broken, or an update does not fit.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, updates: Sequence[Path] = ()) -> None:
         if not folder.is_dir():
             raise CheckpointError(f"{folder} is not a folder; give the folder that holds config.json")
         self.folder = folder
@@ -47,7 +49,40 @@ class Checkpoint:
         self._file_of = {tensor_name(name): file for name, file in stored}
         self._stored_name = {tensor_name(name): name for name, _ in stored}
         self._digest: WeightsDigest | None = None
+        self._update_of: dict[str, Path] = {}  # the update of each tensor that is not the folder's
         self._check_index()
+        for path in updates:
+            self._replace(path)
+
+    def _replace(self, path: Path) -> None:
+        """Take the tensors of this file from now on. Raises CheckpointError naming the tensor that does not fit."""
+        file = _open(path)
+        names = file.keys()
+        if not names:
+            raise CheckpointError(f"{path.name} has no tensors")
+        for stored in names:
+            self._check_replacement(path, file.get_slice(stored), stored)
+        for stored in names:
+            name = tensor_name(stored)
+            self._file_of[name], self._stored_name[name], self._update_of[name] = file, stored, path
+
+    def _check_replacement(self, path: Path, found: Any, stored: str) -> None:
+        name = tensor_name(stored)
+        if name not in self._file_of:
+            raise CheckpointError(f"tensor {stored} of {path.name} is not a tensor of the model; leave it out")
+        if tuple(found.get_shape()) != self.shape(name):
+            raise CheckpointError(
+                f"tensor {stored} of {path.name} has shape {found.get_shape()}, but the model's has "
+                f"{list(self.shape(name))}"
+            )
+        mine = self._file_of[name].get_slice(self._stored_name[name]).get_dtype()
+        theirs = found.get_dtype()
+        if theirs != mine and not (theirs in WEIGHT_DTYPES and mine in WEIGHT_DTYPES):
+            raise CheckpointError(f"tensor {stored} of {path.name} has type {theirs}, but the model's has {mine}")
+
+    def used_updates(self) -> set[Path]:
+        """The updates from which some tensor is read: no later one replaces all of theirs."""
+        return set(self._update_of.values())
 
     @property
     def tensor_names(self) -> list[str]:
@@ -157,6 +192,21 @@ class Checkpoint:
         for tensor, file in self._weight_map.items():
             if tensor not in self._file_of:
                 raise CheckpointError(f"tensor {tensor} is not in {file}, although {INDEX_FILE} lists it there")
+
+
+def tensor_sums(path: Path) -> list[TensorSum]:
+    """The tensors of a safetensors file, by name. Raises CheckpointError."""
+    file = _open(path)
+    found = []
+    for name in sorted(file.keys()):
+        tensor: torch.Tensor = file.get_tensor(name)
+        content = tensor.reshape(-1).view(torch.uint8).numpy()
+        found.append(
+            TensorSum(
+                name, file.get_slice(name).get_dtype(), tuple(tensor.shape), xxhash.xxh3_64_hexdigest(content.data)
+            )
+        )
+    return found
 
 
 def _open(path: Path) -> Any:

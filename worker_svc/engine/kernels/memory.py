@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 
 HUGE_PAGE = 2 << 20  # of x86, and of ARM with pages of 4 KiB
-MADV_HUGEPAGE, MADV_COLLAPSE = 14, 25  # of Linux; the second since 6.1
+MADV_DONTNEED, MADV_HUGEPAGE, MADV_COLLAPSE = 4, 14, 25  # of Linux; the last since 6.1
 
 
 def aligned_zeros(num_bytes: int) -> torch.Tensor:
@@ -35,6 +35,11 @@ def lazy_zeros(num_bytes: int) -> torch.Tensor:
     zeros = aligned_zeros(num_bytes)
     _advise(zeros, MADV_HUGEPAGE)
     return zeros
+
+
+def release(zeros: torch.Tensor) -> None:
+    """Give the whole huge pages of what `lazy_zeros` returned back to the system. They are zeros again."""
+    _advise(zeros.flatten().view(torch.uint8), MADV_DONTNEED)
 
 
 def collapse(memory: Sequence[torch.Tensor]) -> None:

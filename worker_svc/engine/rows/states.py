@@ -111,6 +111,10 @@ class RowStates:
     def reset(self) -> None:
         """Closes all rows. Another scheduler knows no snapshot, so all of them are forgotten."""
         self.positions[:] = UNKNOWN
+        self.forget_snapshots()
+
+    def forget_snapshots(self) -> None:
+        """No row starts from a snapshot that was taken so far."""
         self._kept = [None] * self._pool.num_snapshots
 
     def are_elsewhere(self, rows: U32 | I64, context_lens: U32 | I64) -> Bools:
