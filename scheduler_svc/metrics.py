@@ -134,6 +134,8 @@ SPECS = (
         ("model_name", "state"),
     ),
     Spec("gateways", "gauge", "attached gateways", "", MODEL),
+    Spec("weight_version", "gauge", "version of the weights in use; 0: those of the checkpoint", "", MODEL),
+    Spec("weight_updates_total", "counter", "updates of the weights", "", ("model_name", "outcome")),
     Spec("step_processor_seconds_total", "counter", "time that workers took for the answered steps", "seconds", MODEL),
     Spec(
         "unattributed_processor_seconds_total",
@@ -282,6 +284,18 @@ class Pool(Protocol):
     @property
     def info(self) -> types_pb2.ModelInfo | None: ...
     def num_in_states(self) -> Counter[types_pb2.WorkerState.ValueType]: ...
+    @property
+    def weights(self) -> WeightFacts: ...
+
+
+class WeightFacts(Protocol):
+    """The attributes of the weights that are read."""
+
+    num_updates: int
+    num_failed: int
+
+    @property
+    def version(self) -> int: ...
 
 
 class RedisFacts(Protocol):
@@ -320,6 +334,10 @@ class SchedulerReader:
         for state, text in WORKER_STATES.items():
             yield "workers", (model, text), states[state]
         yield "gateways", (model,), self._num_gateways()
+        weights = self._pool.weights
+        yield "weight_version", (model,), weights.version
+        yield "weight_updates_total", (model, "committed"), weights.num_updates
+        yield "weight_updates_total", (model, "failed"), weights.num_failed
         yield "max_requests_waiting", (model,), self._loop.core.config.max_waiting
         for code, count in self._loop.times.refusals.items():
             yield "requests_refused_total", (model, code), count

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 from quire.internal.v1 import scheduler_pb2, scheduler_pb2_grpc
-from quire.v1 import types_pb2
+from quire.v1 import rollouts_pb2, types_pb2
 
 from prefix_index.index import PrefixIndex
 from scheduler_svc.gateways.streams import Gateways
@@ -37,6 +37,8 @@ CALLERS = {
         "AddAdapter": "gateway",
         "RemoveAdapter": "gateway",
         "GetAdapters": "gateway",
+        "ControlRollouts": "gateway",
+        "AddTensors": "gateway",
         "InspectScheduler": "gateway",
         "ReleaseWorker": "gateway",
         "Register": "worker",
@@ -125,6 +127,16 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self, request: scheduler_pb2.GetAdaptersRequest, context: Context
     ) -> scheduler_pb2.GetAdaptersResponse:
         return scheduler_pb2.GetAdaptersResponse(adapters=self._parts.pool.describe_adapters())
+
+    async def ControlRollouts(
+        self, request: scheduler_pb2.ControlRolloutsRequest, context: Context
+    ) -> scheduler_pb2.ControlRolloutsResponse:
+        return await self._parts.pool.rollouts.control(request)
+
+    async def AddTensors(
+        self, request_iterator: AsyncIterator[rollouts_pb2.PutTensorsRequest], context: Context
+    ) -> rollouts_pb2.PutTensorsResponse:
+        return await self._parts.pool.rollouts.add_tensors(request_iterator)
 
     async def AbortRequests(
         self, request: scheduler_pb2.AbortRequestsRequest, context: Context

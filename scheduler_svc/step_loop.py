@@ -14,15 +14,17 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from prefix_index.index import PrefixIndex
+from scheduler_svc.core.barrier import HeldSample
 from scheduler_svc.core.block_moves import BlockMove
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.errors import SchedulerError, UnexpectedStepError, WorkerMismatchError
 from scheduler_svc.core.features.adapters import AdapterSwap
-from scheduler_svc.core.messages import CachedBlock, Deltas, WorkerCapacity, split_deltas
+from scheduler_svc.core.messages import CachedBlock, Deltas, MigrationReason, WorkerCapacity, split_deltas
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishReason, SequenceGroup
 from scheduler_svc.metrics import SchedulerTimes
@@ -33,6 +35,7 @@ from svc_common.errors import AlreadyExistsError, QuireError, UnavailableError
 from svc_common.flush import FlushTimer
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +44,25 @@ class ModelFacts:
 
     eos_token_ids: frozenset[int] = frozenset()
     root_salt: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsChange:
+    """The weights that compute the following tokens. `keeps_kv`: rows that run keep what the earlier ones computed."""
+
+    version: int
+    revision: str
+    weights_digest: str
+    keeps_kv: bool = False
+
+
+class HoldMode(Enum):
+    """What happens to requests when the barrier closes."""
+
+    KEEP = "keep"
+    RETRACT = "retract"
+    ABORT = "abort"
+    FINISH = "finish"
 
 
 class WorkerLink(Protocol):
@@ -77,6 +99,9 @@ class GatewayLink(Protocol):
     def deliver(self, deltas: Deltas) -> None:
         """Send new tokens and finishes of this gateway's requests. They may be merged with later ones."""
 
+    def change_weights(self, change: WeightsChange) -> None:
+        """Send that later tokens are computed by these weights."""
+
 
 class StepLoop:
     """Owns `core.Scheduler`. The methods that gateways and workers call only post an event.
@@ -98,6 +123,7 @@ class StepLoop:
         self._gateways: dict[int, GatewayLink] = {}
         self._requests: dict[tuple[int, int], SequenceGroup] = {}  # (owner, handle) of live requests
         self._next_owner = 0
+        self._reaching: list[tuple[HoldMode, asyncio.Future[list[HeldSample]]]] = []
         self._inbox: list[Callable[[], None]] = []
         self._produced: list[Deltas] = []
         self._wake = asyncio.Event()
@@ -178,6 +204,32 @@ class StepLoop:
         """Report digests of blocks that a worker's tier holds now, and of others that it holds no longer."""
         self._post(partial(self._apply_tier_changed, link, added, removed))
 
+    # -- weights, pauses ----------------------------------------------------------------------------------------------
+
+    def hold(self, holder: str, mode: HoldMode) -> asyncio.Future[list[HeldSample]]:
+        """Close the core's barrier for this holder. The result, when no worker computes: the samples that wait, or
+        those that were aborted.
+        """
+        reached: asyncio.Future[list[HeldSample]] = asyncio.get_running_loop().create_future()
+        self._post(partial(self._apply_hold, holder, mode, reached))
+        return reached
+
+    def release(self, holder: str) -> None:
+        """Open the barrier, unless another holder keeps it closed."""
+        self._post(lambda: self.core.barrier.release(holder))
+
+    def change(self, change: Callable[[Scheduler], T]) -> asyncio.Future[T]:
+        """Change the core between two turns. The caller holds the barrier, if that is needed."""
+        changed: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._post(partial(self._apply_change, change, changed))
+        return changed
+
+    def change_weights(self, facts: ModelFacts, change: WeightsChange) -> asyncio.Future[int]:
+        """The workers compute with other weights from the next step on. The caller holds the barrier, which is reached.
+        Returns the number of rows that ran.
+        """
+        return self.change(partial(self._change_weights, facts, change))
+
     # -- start, stop, drain -------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
@@ -232,6 +284,8 @@ class StepLoop:
         if is_traced:
             self._record_moves()
         batches = self.core.schedule(self._now)
+        if self._reaching:
+            self._settle_holds()
         for batch in batches:
             self._workers[batch.worker_id].send(batch)
         for swap in self.core.adapters.take_swaps():
@@ -348,12 +402,12 @@ class StepLoop:
         else:
             self._produce(self.core.finish_sample(group.request_id, sample_index, reason))
 
-    def _apply_abort(self, request_ids: Sequence[str], found: asyncio.Future[list[str]]) -> None:
+    def _apply_abort(self, request_ids: Sequence[str], found: asyncio.Future[list[str]] | None) -> None:
         live = {group.request_id for group in self._requests.values()}
         aborted = [request_id for request_id in request_ids if request_id in live]
         for request_id in aborted:
             self._produce(self.core.abort_group(request_id, FinishReason.ABORTED))
-        if not found.done():  # done: the caller was cancelled
+        if found is not None and not found.done():  # done: the caller was cancelled
             found.set_result(aborted)
 
     def _apply_detach(self, owner: int) -> None:
@@ -438,6 +492,35 @@ class StepLoop:
     def _apply_tier_changed(self, link: WorkerLink, added: Sequence[bytes], removed: Sequence[bytes]) -> None:
         if self._workers.get(link.worker_id) is link:
             self.core.moves.change_tier(link.worker_id, added, removed)
+
+    def _apply_hold(self, holder: str, mode: HoldMode, reached: asyncio.Future[list[HeldSample]]) -> None:
+        self.core.barrier.hold(holder, finishes=mode is HoldMode.FINISH)
+        self._reaching.append((mode, reached))
+
+    def _settle_holds(self) -> None:
+        """The barrier may be reached."""
+        if not self.core.barrier.is_reached:
+            return
+        reaching, self._reaching = self._reaching, []
+        for mode, reached in reaching:
+            samples = self.core.barrier.samples()
+            if mode is HoldMode.RETRACT:
+                self.core.barrier.retract(MigrationReason.PAUSE)
+            if mode is HoldMode.ABORT:
+                self._apply_abort([group.request_id for group in self._requests.values()], None)
+            if not reached.done():
+                reached.set_result(samples)
+
+    def _apply_change(self, change: Callable[[Scheduler], T], changed: asyncio.Future[T]) -> None:
+        result = change(self.core)
+        if not changed.done():
+            changed.set_result(result)
+
+    def _change_weights(self, facts: ModelFacts, change: WeightsChange, core: Scheduler) -> int:
+        self._facts = facts
+        for link in self._gateways.values():
+            link.change_weights(change)
+        return core.change_weights(facts.root_salt, keeps_kv=change.keeps_kv)
 
     def _apply_lost(self, link: WorkerLink, reason: str) -> None:
         if self._workers.get(link.worker_id) is link:

@@ -28,7 +28,7 @@ from scheduler_svc.core.messages import Deltas
 from scheduler_svc.gateways import wire
 from scheduler_svc.gateways.submits import SubmitReader
 from scheduler_svc.refusals import RETRY_NO_WORKER_S
-from scheduler_svc.step_loop import StepLoop
+from scheduler_svc.step_loop import StepLoop, WeightsChange
 from step_protocol.columns import u32_to_bytes
 from svc_common.errors import InvalidRequestError, OverloadedError, QuireError, UnavailableError, shown_error
 from svc_common.flush import FlushTimer
@@ -58,6 +58,7 @@ class Outbox:
         self._replies: deque[scheduler_pb2.SubmitReply] = deque()
         self._queued: list[int] = []  # handles of queued requests, for the next Deltas
         self._deltas: list[Deltas] = []
+        self._ready: deque[scheduler_pb2.AttachResponse] = deque()  # to be sent before them
         self._num_tokens = 0
         self._flush = FlushTimer(self._send, interval_s)
         self._is_due = False  # `_deltas` and `_queued` may be sent
@@ -108,6 +109,15 @@ class Outbox:
         if self._num_tokens > MAX_PENDING_TOKENS:
             self._overflow(f"{self._num_tokens} unread tokens")
 
+    def change_weights(self, change: WeightsChange) -> None:
+        """Send that later tokens are computed by other weights, behind the tokens that wait."""
+        if self._is_closed:
+            return
+        if self._deltas or self._queued:
+            self._ready.append(self._take_deltas())
+        self._ready.append(scheduler_pb2.AttachResponse(weights=wire.weights_change_to_proto(change)))
+        self._wake.set()
+
     def _send(self) -> None:
         self._is_due = True
         self._wake.set()
@@ -125,6 +135,7 @@ class Outbox:
         self._replies.clear()
         self._queued.clear()
         self._deltas.clear()
+        self._ready.clear()
         self._num_tokens = 0
         self.close(error)
 
@@ -152,6 +163,8 @@ class Outbox:
             return scheduler_pb2.AttachResponse(heartbeat=heartbeat)
         if self._replies:
             return scheduler_pb2.AttachResponse(submit_reply=self._replies.popleft())
+        if self._ready:
+            return self._ready.popleft()
         if (self._deltas or self._queued) and self._is_due:
             self._is_due = False
             return self._take_deltas()

@@ -30,6 +30,7 @@ from scheduler_svc.workers.adapter_calls import AdapterCalls
 from scheduler_svc.workers.agreement import WorkerRefusedError
 from scheduler_svc.workers.block_calls import BlockCalls
 from scheduler_svc.workers.seals import BlockKeys
+from scheduler_svc.workers.weight_calls import WeightCalls
 from step_protocol import columns
 from step_protocol.messages import StepBatch, StepOutput
 from svc_common.channels import MAX_BUNDLE_BYTES, ReceiveError, read_bundle
@@ -87,6 +88,7 @@ class LeasedWorker:
         """Without `stub`, the worker's adapters cannot be changed."""
         self.capacity = capacity
         self.adapters = None if stub is None else AdapterCalls(stub, fence, capacity.worker_id)
+        self.weights = None if stub is None else WeightCalls(stub, fence, capacity.worker_id)
         self.blocks = None if stub is None else BlockCalls(stub, fence, capacity.worker_id, keys)
         self._address = address
         self._fence = fence
@@ -249,7 +251,7 @@ class Dialer:
         max_bundle_bytes: int = MAX_BUNDLE_BYTES,
     ) -> None:
         self.bundles: dict[bytes, bytes] = {}
-        self._index = index
+        self.index = index
         self._scheduler_id = scheduler_id
         self._timeouts = timeouts
         self._meter = meter or RoundTripMeter()
@@ -299,7 +301,7 @@ class Dialer:
         """Record the revision of this scheduler's workers. Raises WorkerRefusedError if another scheduler of the model
         serves another one and this worker does not replace it.
         """
-        other = await self._index.claim_revision(info.model, info.revision, replaces=replaces)
+        other = await self.index.claim_revision(info.model, info.revision, replaces=replaces)
         if other:
             raise WorkerRefusedError(
                 f"worker {worker_id} has revision {info.revision!r} of model {info.model!r}, but another scheduler "
@@ -310,7 +312,7 @@ class Dialer:
 
     def release_revision(self) -> None:
         """The last worker of this scheduler has left."""
-        self._index.release_revision()
+        self.index.release_revision()
 
     async def drain(self, address: str, worker_id: str, timeout_s: float) -> int:
         """Tell a worker to drain and wait until it has drained. Returns the number of rows that were left.
@@ -342,7 +344,7 @@ class Dialer:
             return response.data
 
     async def _take_lease(self, stub: worker_pb2_grpc.WorkerServiceAsyncStub) -> worker_pb2.LeaseResponse:
-        epoch = await self._index.next_scheduler_epoch()
+        epoch = await self.index.next_scheduler_epoch()
         try:
             granted = await self._call_lease(stub, epoch)
         except grpc.aio.AioRpcError as error:
@@ -351,7 +353,7 @@ class Dialer:
             # Redis lost the counter. The worker has registered to be leased, so it may increment its own epoch.
             granted = await self._call_lease(stub, 0)
         _check_grant(granted)
-        self._index.record_scheduler_epoch(granted.fence.scheduler_epoch)
+        self.index.record_scheduler_epoch(granted.fence.scheduler_epoch)
         return granted
 
     async def _call_lease(self, stub: worker_pb2_grpc.WorkerServiceAsyncStub, epoch: int) -> worker_pb2.LeaseResponse:

@@ -12,7 +12,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -26,6 +26,8 @@ from scheduler_svc.workers import wire as worker_wire
 from scheduler_svc.workers.adapters import Adapters
 from scheduler_svc.workers.agreement import Agreement, WorkerRefusedError
 from scheduler_svc.workers.leased_worker import Dialer, LeasedWorker
+from scheduler_svc.workers.rollouts import Rollouts
+from scheduler_svc.workers.weights import Weights
 from svc_common.errors import AlreadyExistsError, InvalidRequestError, NotFoundError, QuireError, UnavailableError
 from svc_common.silence import wait_for_peer
 
@@ -68,6 +70,8 @@ class WorkerRecord:
     role: types_pb2.WorkerRole.ValueType = types_pb2.WORKER_ROLE_UNSPECIFIED
     lost_at: float | None = None
     adapters: tuple[worker_pb2.WorkerAdapter, ...] = ()  # in its memory, as of its last heartbeat
+    weights: worker_pb2.UpdatedWeights = field(default_factory=worker_pb2.UpdatedWeights)
+    is_asleep: bool = False
 
     @property
     def is_ready(self) -> bool:
@@ -96,6 +100,7 @@ class WorkerPool:
         self._workers: dict[str, WorkerRecord] = {}
         self._agreement = Agreement(revision)
         self.adapters = Adapters(step_loop)
+        self.rollouts = Rollouts(step_loop, Weights(step_loop, dialer.index, self._weights_changed))
         self._info: types_pb2.ModelInfo | None = None
         self._releases: set[asyncio.Task[int]] = set()
         self._is_closed = False
@@ -109,6 +114,11 @@ class WorkerPool:
     def served(self) -> types_pb2.ModelInfo | None:
         """The model of the leased workers; None without one."""
         return self._info if self._has_links else None
+
+    @property
+    def weights(self) -> Weights:
+        """The version of the weights."""
+        return self.rollouts.weights
 
     @property
     def num_ready(self) -> int:
@@ -237,6 +247,7 @@ class WorkerPool:
         was_draining = worker.state == DRAINING
         worker.state, worker.load_progress = request.state, request.load_progress
         worker.adapters = tuple(request.adapters)
+        worker.weights, worker.is_asleep = request.weights, request.is_asleep
         if worker.link is not None:
             worker.link.record_alive()
             if self.adapters.on_heartbeat(worker.link, worker.adapters):
@@ -323,11 +334,15 @@ class WorkerPool:
             if not self._has_links:
                 await self._dialer.claim_revision(worker.worker_id, info, replaces=replaces)
             async with self._dialer.lease(capacity, info.bundle_digest, worker.address) as (link, blocks, next_step_id):
-                self._check_agreement(worker.worker_id, info)
-                self.adapters.check(worker.worker_id, worker.adapters)
-                facts = ModelFacts(frozenset(info.eos_token_ids), worker_wire.root_salt(info))
-                self._step_loop.worker_joined(link, capacity, facts, blocks, next_step_id)
-                self._joined(worker, link, info, len(blocks))
+                weights, announced = self.rollouts.weights, worker.weights
+                async with weights.joining(link, info, announced, is_asleep=worker.is_asleep) as found:
+                    blocks = blocks if _same_weights(info, found) else []
+                    _set_weights(info, found)
+                    self._check_agreement(worker.worker_id, info)
+                    self.adapters.check(worker.worker_id, worker.adapters)
+                    facts = ModelFacts(frozenset(info.eos_token_ids), worker_wire.root_salt(info))
+                    self._step_loop.worker_joined(link, capacity, facts, blocks, next_step_id)
+                    self._joined(worker, link, info, len(blocks))
                 error = self._end_of_lease(worker, await self._run_link(link))
         except QuireError as refused:
             log.error("worker %s is refused: %s", worker.worker_id, refused.message)
@@ -335,6 +350,7 @@ class WorkerPool:
         finally:
             if worker.link is not None:
                 self.adapters.leave(worker.link)
+                self.rollouts.weights.leave(worker.link)
             worker.link = worker.lease_task = None
             if not self._has_links:
                 self._dialer.release_revision()
@@ -366,6 +382,15 @@ class WorkerPool:
         self._agreement.warn_numerics_mismatch(worker.worker_id, info)
         if worker.state == DRAINING:  # it began draining during the handshake
             self._step_loop.worker_draining(link)
+        self._changed()
+
+    def _weights_changed(self, link: LeasedWorker, found: types_pb2.ModelInfo) -> None:
+        """A worker computes with other weights."""
+        worker = self._workers.get(link.worker_id)
+        if worker is None or worker.link is not link or worker.info is None:
+            return
+        _set_weights(worker.info, found)
+        self._agreement.start_with(worker.worker_id, worker.info)
         self._changed()
 
     def _watch_blocks(self, link: LeasedWorker) -> None:
@@ -410,6 +435,7 @@ class WorkerPool:
     async def close(self) -> None:
         """End every lease and every Register stream. Workers keep their pools and register with another scheduler."""
         self._is_closed = True
+        await self.rollouts.weights.close()
         tasks: list[asyncio.Task[Any]] = [w.lease_task for w in self._workers.values() if w.lease_task is not None]
         tasks += self._releases
         for draining in self._releases:
@@ -459,6 +485,16 @@ class WorkerPool:
 
 async def _next(stream: AsyncIterator[scheduler_pb2.RegisterRequest]) -> scheduler_pb2.RegisterRequest | None:
     return await anext(stream, None)
+
+
+def _same_weights(one: types_pb2.ModelInfo, other: types_pb2.ModelInfo) -> bool:
+    return (one.weight_version, one.weights_digest) == (other.weight_version, other.weights_digest)
+
+
+def _set_weights(info: types_pb2.ModelInfo, found: types_pb2.ModelInfo) -> None:
+    """Replace what depends on the weights in use."""
+    info.weight_version, info.weights_revision = found.weight_version, found.weights_revision
+    info.weights_digest = found.weights_digest
 
 
 def _state_of(worker: WorkerRecord) -> types_pb2.WorkerState.ValueType:

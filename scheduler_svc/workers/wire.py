@@ -329,4 +329,4 @@ def _sealed(blocks: list[CachedBlock], seals: bytes, worker_epoch: int, keys: Bl
 
 def root_salt(info: types_pb2.ModelInfo) -> bytes:
     """The properties of the model on which KV depends; part of the root of every digest chain."""
-    return model_salt(info.revision, info.dtype, info.determinism)
+    return model_salt(info.revision, info.dtype, info.determinism, info.weights_revision)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from types import SimpleNamespace
 
 from quire.v1 import types_pb2
 
@@ -18,6 +19,7 @@ class FakePool:
     """A pool with one ready worker of model m."""
 
     info = types_pb2.ModelInfo(model="m", block_size=4)
+    weights = SimpleNamespace(version=3, num_updates=2, num_failed=1)
 
     def num_in_states(self) -> Counter[str]:
         return Counter(ready=1)
