@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from google.protobuf.message import Message as ProtoMessage
 from quire.v1 import inference_pb2 as pb
-from quire.v1 import session_pb2, types_pb2
+from quire.v1 import rollouts_pb2, session_pb2, types_pb2
 
 from quire_client.types import (
     AbortResult,
@@ -22,9 +22,13 @@ from quire_client.types import (
     SessionInfo,
     SessionSample,
     Status,
+    TensorChecksum,
     TokenLogprob,
     TopLogprob,
     Usage,
+    WeightsStatus,
+    WeightVersion,
+    WeightVersionSpan,
     WorkerStatus,
 )
 
@@ -91,6 +95,7 @@ def sample(finished: pb.Finished, token_ids: Iterable[int], text: str, logprobs:
         message=finished.message,
         logprobs=tuple(logprobs),
         receipt=finished.receipt,
+        weight_versions=tuple(map(_span, finished.weight_versions)),
         score=finished.score if finished.HasField("score") else None,
         cumulative_logprob=finished.cumulative_logprob if finished.HasField("cumulative_logprob") else None,
     )
@@ -100,6 +105,19 @@ def session(message: session_pb2.Session) -> SessionInfo:
     """A session."""
     samples = tuple(result(SessionSample, sample) for sample in message.samples)
     return result(SessionInfo, message, samples=samples)
+
+
+def _span(span: types_pb2.WeightVersionSpan) -> WeightVersionSpan:
+    return result(WeightVersionSpan, span, weights=result(WeightVersion, span.weights))
+
+
+def tensors(messages: Iterable[rollouts_pb2.TensorChecksum]) -> tuple[TensorChecksum, ...]:
+    return tuple(result(TensorChecksum, message) for message in messages)
+
+
+def weights_status(response: rollouts_pb2.GetWeightsResponse) -> WeightsStatus:
+    weights = result(WeightVersion, response.weights)
+    return result(WeightsStatus, response, weights=weights, tensors=tensors(response.tensors))
 
 
 def result(kind: type[R], message: ProtoMessage, **others: Any) -> R:

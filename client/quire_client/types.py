@@ -141,6 +141,57 @@ class Usage(Result):
 
 
 @dataclass(frozen=True, slots=True)
+class WeightVersion(Result):
+    """Weights of a model (`Client.update_weights`)."""
+
+    version: int = 0  # 0: those of the checkpoint
+    revision: str = ""
+    weights_digest: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightVersionSpan(Result):
+    """Output tokens of a sample that one version of the weights has computed."""
+
+    weights: WeightVersion
+    start: int
+    end: int
+    keeps_kv: bool = False  # keys and values of the tokens before are those of earlier versions
+
+
+@dataclass(frozen=True, slots=True)
+class PausedSample(Result):
+    """A sample that waits for the end of a pause."""
+
+    request_id: str
+    index: int
+    num_output_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class TensorChecksum(Result):
+    """A tensor of an update, as the workers have read it."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    checksum: str
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsStatus(Result):
+    """The weights in use, the open update, pauses and what sleeps."""
+
+    weights: WeightVersion
+    num_workers: int
+    update_id: str = ""
+    update_version: int = 0
+    tensors: tuple[TensorChecksum, ...] = ()
+    pause_ids: tuple[str, ...] = ()
+    asleep: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Sample(Result):
     """One complete answer."""
 
@@ -156,6 +207,7 @@ class Sample(Result):
     tool_calls: tuple[ToolCall, ...] = ()  # in a chat
     logprobs: tuple[TokenLogprob, ...] = ()  # one per token, with the option `logprobs`
     receipt: str = ""  # with the option `receipt`: a signed record of the sample (docs/receipts.md)
+    weight_versions: tuple[WeightVersionSpan, ...] = ()  # empty: the weights were not updated
     cumulative_logprob: float | None = None  # sum of all log probabilities; also with best_of and of a beam search
     score: float | None = None  # of a beam search: the score of this sample; the first sample has the best score
 

@@ -137,7 +137,7 @@ class BestSamples:
         if journal.finish is not None:
             finish.CopyFrom(journal.finish)
         finish.cumulative_logprob = sample.total
-        chosen.finish = finish
+        chosen.finish, chosen.versions = finish, journal.versions
         return chosen
 
     def _check_known(self) -> None:

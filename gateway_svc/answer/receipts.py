@@ -67,6 +67,7 @@ class SampleProof:
         return self._signer.sign(
             {
                 **_facts(self._plan),
+                **_weights(finished),
                 "sample": self._index,
                 "finish_reason": types.FinishReason.Name(finished.reason).removeprefix("FINISH_REASON_").lower(),
                 "num_prompt_tokens": len(self._plan.prompt.ids),
@@ -91,6 +92,26 @@ def _facts(plan: GenerationPlan) -> dict[str, Any]:
         "stop": _fields(sampling.stop),
         "bad_words_ids": [list(ids) for ids in sampling.bad_words_ids],
     }
+
+
+def _weights(finished: pb.Finished) -> dict[str, Any]:
+    """The weights that computed the sample, if they are not those of the checkpoint. The last ones come first."""
+    spans = finished.weight_versions
+    if not spans:
+        return {}
+    listed = [
+        {
+            "version": span.weights.version,
+            "revision": span.weights.revision,
+            "weights_digest": span.weights.weights_digest,
+            "start": span.start,
+            "end": span.end,
+            "keeps_kv": span.keeps_kv,
+        }
+        for span in spans
+    ]
+    last = spans[-1].weights
+    return {"revision": last.revision, "weights_digest": last.weights_digest, "weight_versions": listed}
 
 
 def _fields(message: Message) -> dict[str, Any]:

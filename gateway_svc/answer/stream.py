@@ -107,7 +107,7 @@ class SampleStream:
             if self.num_output < self._sent:
                 raise self._too_far()
             self.is_done = True
-            yield pb.GenerateResponse(finished=self._finished(finish))
+            yield pb.GenerateResponse(finished=self._finished(finish, journal))
 
     def _take(
         self, journal: SampleJournal, num_tokens: int, finish: scheduler_pb2.SampleFinished | None
@@ -209,7 +209,7 @@ class SampleStream:
         if self._proof is not None:
             self._proof.token_ids.extend(ids)
 
-    def _finished(self, finish: scheduler_pb2.SampleFinished) -> pb.Finished:
+    def _finished(self, finish: scheduler_pb2.SampleFinished, journal: SampleJournal) -> pb.Finished:
         usage = types.Usage()
         usage.CopyFrom(finish.usage)
         usage.prompt_tokens = len(self._plan.prompt.ids)
@@ -223,6 +223,7 @@ class SampleStream:
             output_digest=self._digest.intdigest(),
             message=finish.message,
             preemptions=finish.preemptions,
+            weight_versions=journal.spans(self.num_output),
         )
         if self._plan.output.logprobs is not None:
             finished.cumulative_logprob = self._cumulative

@@ -150,6 +150,23 @@ class RolloutShape:
         return ChatLogprobs()
 
 
+def _weight_versions(finished: pb.Finished) -> list[Json]:
+    """The weights that computed the tokens of a choice."""
+    if not finished.weight_versions:
+        return [{"version": 0, "start": 0, "end": finished.usage.output_tokens}]
+    return [
+        {
+            "version": span.weights.version,
+            "revision": span.weights.revision,
+            "weights_digest": span.weights.weights_digest,
+            "start": span.start,
+            "end": span.end,
+            "keeps_kv": span.keeps_kv,
+        }
+        for span in finished.weight_versions
+    ]
+
+
 CHAT, COMPLETION, ROLLOUT = ChatShape(), CompletionShape(), RolloutShape()
 
 
@@ -217,6 +234,7 @@ class ChoicesAnswer:
         return {
             "finish_reason": "tool_calls" if reason == "stop" and choice in self._calling else reason,
             "stop_reason": None if matched is None else getattr(finished, matched),
+            **({"weight_versions": _weight_versions(finished)} if self._shape is ROLLOUT else {}),
         }
 
     def _logprobs_of(self, choice: int, found: Sequence[Position]) -> Json:

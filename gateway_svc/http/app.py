@@ -29,6 +29,7 @@ from gateway_svc.http.errors import (
 from gateway_svc.http.json_text import encode
 from gateway_svc.operators.audit.audit_log import AuditLog
 from gateway_svc.operators.audit.entry import CANCELLED, OK, annotate
+from gateway_svc.operators.operator_port import NoOperators
 from gateway_svc.request.validation import REQUEST_ID
 from svc_common.calls import ANYONE, RpcStats
 from svc_common.errors import NotFoundError, QuireError, shown_error
@@ -81,7 +82,12 @@ class HttpApp:
         intake: Intake | None = None,
         is_traced: bool = False,
         open_paths: Collection[str] = OPEN_PATHS,
+        operators: Authenticator | NoOperators | None = None,
+        operator_paths: Collection[str] = (),
     ) -> None:
+        """`operators` are checked in place of the callers of inference, at `operator_paths`."""
+        self._operators = operators
+        self._operator_paths = operator_paths
         self._router = Router(routes)
         self._authenticator = authenticator
         self._stats = stats
@@ -132,9 +138,10 @@ class HttpApp:
 
     async def _answer_admitted(self, scope: Scope, headers: Headers, receive: Receive, answer: _Sender) -> None:
         """Check the caller before the body is received."""
-        if self._authenticator is not None:
+        authenticator = self._operators if scope["path"] in self._operator_paths else self._authenticator
+        if authenticator is not None:
             key = headers.get(KEY_HEADER)
-            await self._authenticator.authenticate(headers.get("authorization") or (key and f"Bearer {key}"))
+            await authenticator.authenticate(headers.get("authorization") or (key and f"Bearer {key}"))
         self._intake.check_memory()
         body = b""
         if headers.get("content-length", "0") != "0" or "transfer-encoding" in headers:

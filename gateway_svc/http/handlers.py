@@ -24,6 +24,7 @@ from gateway_svc.http.messages.handlers import MessagesHandlers
 from gateway_svc.http.pooling.handlers import PoolingHandlers
 from gateway_svc.http.replies import EventStream, encoded_events, ignored_headers, json_reply, mark_conversation
 from gateway_svc.http.responses.handlers import ResponsesHandlers
+from gateway_svc.http.rollouts import RolloutHandlers
 from gateway_svc.http.status import StatusHandlers
 from gateway_svc.operators.audit.entry import record_request_id
 from gateway_svc.request.prompts.images import has_images
@@ -49,7 +50,9 @@ class Handlers:
         directory: ModelDirectory,
         lane: Lane,
         status: StatusHandlers,
+        rollouts: RolloutHandlers,
     ) -> None:
+        self._rollouts = rollouts
         self._servicer = servicer
         self._directory = directory
         self._lane = lane
@@ -77,6 +80,7 @@ class Handlers:
             Route("/tokenizer_info", self.tokenizer_info, methods=["GET"]),
             Route("/openapi.json", self.openapi, methods=["GET"]),
             *self._status.routes(),
+            *self._rollouts.routes(),
         ]
 
     async def chat_completions(self, request: Request) -> Response | EventStream:

@@ -16,8 +16,8 @@ from quire.v1.inference_pb2_grpc import AdminServiceServicer
 from gateway_svc.operators import scheduler_calls
 from gateway_svc.operators.audit.entry import record_target
 from gateway_svc.schedulers.directory import ModelDirectory
-from gateway_svc.schedulers.scheduler_client import RETRY_AFTER_S, SchedulerClient
-from svc_common.errors import InvalidRequestError, NotFoundError, UnavailableError
+from gateway_svc.schedulers.scheduler_client import SchedulerClient
+from svc_common.errors import InvalidRequestError, NotFoundError
 from svc_common.observe.inspection import Inspector, checked_times
 
 log = logging.getLogger(__name__)
@@ -55,6 +55,9 @@ class AdminServicer(AdminServiceServicer):
     async def LoadAdapter(
         self, request: pb.LoadAdapterRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> pb.LoadAdapterResponse:
+        return await self.load(request)
+
+    async def load(self, request: pb.LoadAdapterRequest) -> pb.LoadAdapterResponse:
         """Load an adapter on all workers of a model. Raises QuireError."""
         if not 0 < len(request.name) <= MAX_NAME_CHARS or not request.name.isprintable():
             words = f"name is {request.name[:MAX_NAME_CHARS]!r}; use 1 to {MAX_NAME_CHARS} printable characters"
@@ -68,7 +71,7 @@ class AdminServicer(AdminServiceServicer):
                 f"name is {request.name!r}, which is the name of a model; use another", field="name"
             )
         record_target(request.name)
-        clients = self._schedulers_of(request.model)
+        clients = self._directory.schedulers_of(request.model)
         found = [await scheduler_calls.add_adapter(client, request.name, request.path) for client in clients]
         digests = {adapter.digest for adapter in found}
         if len(digests) > 1:
@@ -82,9 +85,12 @@ class AdminServicer(AdminServiceServicer):
     async def UnloadAdapter(
         self, request: pb.UnloadAdapterRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> pb.UnloadAdapterResponse:
+        return await self.unload(request)
+
+    async def unload(self, request: pb.UnloadAdapterRequest) -> pb.UnloadAdapterResponse:
         """Unload an adapter. Raises NotFoundError, or the scheduler's error while requests use it."""
         record_target(request.name)
-        clients = self._schedulers_of(request.model)
+        clients = self._directory.schedulers_of(request.model)
         were_loaded = [await scheduler_calls.remove_adapter(client, request.name) for client in clients]
         if not any(were_loaded):
             known = sorted({adapter.name for model, _ in self._directory.models() for adapter in model.info.adapters})
@@ -98,22 +104,10 @@ class AdminServicer(AdminServiceServicer):
         self, request: pb.ListAdaptersRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> pb.ListAdaptersResponse:
         """The adapters of one model or of all models."""
-        clients = self._schedulers_of(request.model) if request.model else self._directory.clients
+        clients = self._directory.schedulers_of(request.model) if request.model else self._directory.clients
         connected = [client for client in clients if client.is_connected]
         found = await asyncio.gather(*(scheduler_calls.adapters(client) for client in connected))
         return pb.ListAdaptersResponse(adapters=_merged([adapter for part in found for adapter in part]))
-
-    def _schedulers_of(self, name: str) -> list[SchedulerClient]:
-        """The schedulers of a model. Empty name: of the only model. Raises NotFoundError or UnavailableError."""
-        model = self._directory.find_text(name).info.model
-        clients = [client for client in self._directory.clients if client.model and client.model.info.model == model]
-        lost = [client.address for client in clients if not client.is_connected]
-        if lost:
-            raise UnavailableError(
-                f"not connected to scheduler {', '.join(lost)} of model {model!r}; retry when all are connected",
-                retry_after_s=RETRY_AFTER_S,
-            )
-        return clients
 
     async def Inspect(
         self, request: pb.InspectRequest, context: grpc.aio.ServicerContext[Any, Any]

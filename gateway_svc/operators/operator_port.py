@@ -14,12 +14,14 @@ from typing import Any, NoReturn
 import grpc
 from quire.v1 import inference_pb2 as pb
 from quire.v1.inference_pb2_grpc import AdminServiceServicer, add_AdminServiceServicer_to_server
+from quire.v1.rollouts_pb2_grpc import RolloutServiceServicer, add_RolloutServiceServicer_to_server
 
 from gateway_svc.callers.api_keys import ApiKeys
 from gateway_svc.callers.authenticator import Authenticator
 from gateway_svc.callers.flags import identifies_callers
 from gateway_svc.operators.admin import AdminServicer
 from gateway_svc.operators.audit.audit_log import AuditLog
+from gateway_svc.operators.rollouts import RolloutServicer
 from svc_common import config
 from svc_common.config import OFF, Flag, FlagGroup, address_or_off, path
 from svc_common.errors import PermissionDeniedError
@@ -27,7 +29,7 @@ from svc_common.security.tls import TlsFiles, server_credentials
 from svc_common.security.trust import TrustError, is_loopback
 from svc_common.serve import GrpcServer
 
-SERVICE_NAME = "quire.v1.AdminService"
+SERVICE_NAMES = ("quire.v1.AdminService", "quire.v1.RolloutService")
 MAX_RECEIVE_BYTES = 1 << 20
 
 ADMIN_FLAGS = FlagGroup("operations (draining workers), apart from inference", (
@@ -62,15 +64,33 @@ def operators_of(args: argparse.Namespace, flag: str, listen: str) -> Authentica
     return None if keys is None else Authenticator(keys)
 
 
+class NoOperators:
+    """Refuses the calls of operators over HTTP."""
+
+    async def authenticate(self, authorization: object) -> NoReturn:
+        raise PermissionDeniedError(
+            "this call needs the key of an operator, and this gateway has none; start it with --admin-keys"
+        )
+
+
+def operators_over_http(args: argparse.Namespace) -> Authenticator | NoOperators | None:
+    """Checks the operators that call the HTTP API; None if they need no key. Raises CallersError."""
+    if args.admin_keys is not None:
+        return Authenticator(ApiKeys(args.admin_keys, flag="--admin-keys"))
+    return None if is_public_for_operators(args) else NoOperators()
+
+
 def add_admin_service(
     args: argparse.Namespace,
     servicer: AdminServicer,
+    rollouts: RolloutServicer,
     status: Callable[[], Awaitable[pb.GetStatusResponse]],
     public: GrpcServer,
     tls: TlsFiles | None,
     audit: AuditLog | None,
 ) -> GrpcServer | None:
-    """Add AdminService to `public`, or to a new server if --admin-listen is set. Returns the new server, not started.
+    """Add AdminService and RolloutService to `public`, or to a new server if --admin-listen is set. Returns the new
+    server, not started.
 
     The new server also serves GetStatus, with the result of `status`.
 
@@ -78,18 +98,20 @@ def add_admin_service(
     """
     is_public = is_public_for_operators(args)
     add_AdminServiceServicer_to_server(servicer if is_public else Elsewhere(), public.grpc)
+    add_RolloutServiceServicer_to_server(rollouts if is_public else RolloutsElsewhere(), public.grpc)
     if args.admin_listen == config.OFF:
         return None
     operators = operators_of(args, "--admin-listen", args.admin_listen)
     server = GrpcServer(
         listen=args.admin_listen,
-        service_names=[SERVICE_NAME],
+        service_names=SERVICE_NAMES,
         credentials=None if tls is None else server_credentials(tls),
         max_receive_bytes=MAX_RECEIVE_BYTES,
         admit=None if operators is None else operators.admit,
         on_call=None if audit is None else audit.on_call,
     )
     add_AdminServiceServicer_to_server(servicer, server.grpc)
+    add_RolloutServiceServicer_to_server(rollouts, server.grpc)
     server.grpc.add_generic_rpc_handlers((_status_only(status),))
     return server
 
@@ -117,3 +139,17 @@ class Elsewhere(AdminServiceServicer):
         )
 
     Inspect = LoadAdapter = UnloadAdapter = ListAdapters = DrainWorker
+
+
+class RolloutsElsewhere(RolloutServiceServicer):
+    """Refuses the calls of RolloutService on the port for inference."""
+
+    async def Pause(self, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> NoReturn:
+        raise PermissionDeniedError(
+            "RolloutService is not served on the port for inference; use the address of the gateway's --admin-listen"
+        )
+
+    Unpause = Sleep = Wake = ResetPrefixCache = BeginUpdate = CommitUpdate = AbortUpdate = GetWeights = Pause
+
+    async def PutTensors(self, request_iterator: Any, context: grpc.aio.ServicerContext[Any, Any]) -> NoReturn:
+        await self.Pause(request_iterator, context)

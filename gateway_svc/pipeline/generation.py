@@ -97,6 +97,7 @@ class GenerationPipeline:
         self.streams = streams
         self.traces = traces
         self._directory = directory
+        self.limits = admission.requests
         self._admission = admission
         self._prompts = prompts
         self._lane = prompts.threads.requests

@@ -21,7 +21,8 @@ from gateway_svc.metrics import SPECS, GatewayReader, specs_for_picker
 from gateway_svc.operators.admin import AdminServicer
 from gateway_svc.operators.audit.audit_log import AuditLog
 from gateway_svc.operators.console_state import ConsoleState
-from gateway_svc.operators.operator_port import add_admin_service, operators_of
+from gateway_svc.operators.operator_port import add_admin_service, operators_of, operators_over_http
+from gateway_svc.operators.rollouts import Rollouts, RolloutServicer
 from gateway_svc.process.schedulers import Schedulers
 from gateway_svc.request.threads import Lane
 from gateway_svc.schedulers.directory import ModelDirectory
@@ -46,7 +47,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-SERVICE_NAMES = ("quire.v1.InferenceService", "quire.v1.SessionService", "quire.v1.AdminService")
+SERVICE_NAMES = tuple(
+    f"quire.v1.{name}" for name in ("InferenceService", "SessionService", "AdminService", "RolloutService")
+)
 # Size of the largest request that passes all checks, which has images. A request is decoded before it is checked.
 MAX_RECEIVE_BYTES = 16 << 20
 MIN_CONNECTION_CALLS = 1024
@@ -97,15 +100,19 @@ class Ports:
             streams.metrics, streams, directory, lambda: schedulers.dispatcher.num_moves, reader, self._audit
         )
         self._admin = make_admin(args, server, read)
-        make_app = make_http_apps(args, servicer, directory, lane, server, self._admin, self._audit, self._intake)
+        inspector = Inspector("gateway", self._gateway_id, args.shown_settings, self._admin.metrics_text)
+        operations = AdminServicer(directory, inspector), Rollouts(directory)
+        make_app = make_http_apps(
+            args, servicer, directory, lane, server, self._admin, self._audit, self._intake, operations
+        )
         self._http = make_http(args, make_app, self._authenticator, self._tls, shares_port=self._shares_port)
         state = ConsoleState(servicer.full_status, directory)
         self._console = make_console(args, make_app, self._authenticator, state, server, self._tls)
         add_InferenceServiceServicer_to_server(servicer, server.grpc)
         add_SessionServiceServicer_to_server(SessionServicer(servicer.generation.sessions), server.grpc)
-        inspector = Inspector("gateway", self._gateway_id, args.shown_settings, self._admin.metrics_text)
+        admin, rollouts = operations[0], RolloutServicer(operations[1])
         self._operations = add_admin_service(
-            args, AdminServicer(directory, inspector), servicer.full_status, server, self._tls, self._audit
+            args, admin, rollouts, servicer.full_status, server, self._tls, self._audit
         )
 
     async def start_admin(self, closing: AsyncExitStack) -> None:
@@ -154,6 +161,7 @@ def make_http_apps(
     admin: AdminServer,
     audit: AuditLog | None,
     intake: Intake,
+    operations: tuple[AdminServicer, Rollouts],
 ) -> MakeApp | None:
     """Makes the HTTP API for the callers of an authenticator; None if no port serves it. Its packages are imported
     only if one does.
@@ -162,15 +170,26 @@ def make_http_apps(
         return None
     from gateway_svc.http.app import HttpApp, with_cors
     from gateway_svc.http.handlers import Handlers
+    from gateway_svc.http.rollouts import RolloutHandlers
     from gateway_svc.http.status import StatusHandlers
 
     status = StatusHandlers(lambda: server.is_serving, servicer.generation.streams, admin.metrics_text)
-    routes = Handlers(servicer, directory, lane, status).routes()
+    admin_calls, rollouts = operations
+    controls = RolloutHandlers(rollouts, admin_calls, directory, servicer.generation.limits)
+    routes = Handlers(servicer, directory, lane, status, controls).routes()
+    operators, operator_paths = operators_over_http(args), frozenset(route.path for route in controls.routes())
     is_traced = args.trace_endpoint is not None
 
     def make_app(authenticator: Authenticator | None) -> ASGIApp:
         app = HttpApp(
-            routes, authenticator=authenticator, stats=server.rpc, audit=audit, is_traced=is_traced, intake=intake
+            routes,
+            authenticator=authenticator,
+            stats=server.rpc,
+            audit=audit,
+            is_traced=is_traced,
+            intake=intake,
+            operators=operators,
+            operator_paths=operator_paths,
         )
         return with_cors(app, args.http_allow_origin)
 

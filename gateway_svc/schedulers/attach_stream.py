@@ -63,6 +63,7 @@ class AttachStream:
         self._events = events
         self._by_handle: dict[int, SchedulerRequest] = {}
         self._last_handle = 0
+        self._weights: pb.WeightsChange | None = None  # that compute the next tokens of this stream
         self._waiting: list[pb.AttachRequest] = []
         self._writes = asyncio.Event()
         self._flush = FlushTimer(self._writes.set, holds=True)
@@ -90,6 +91,8 @@ class AttachStream:
             request.fail(_too_large(size))
             return
         self._by_handle[handle] = request
+        if self._weights is not None:
+            request.on_weights(self._weights)
         self.sent_tokens += request.num_prompt_tokens + request.num_output_tokens + REQUEST_TOKENS
         self._send(message)
 
@@ -201,6 +204,8 @@ class AttachStream:
             self._on_deltas(response.deltas)
         elif kind == "submit_reply":
             self._on_submit_reply(response.submit_reply)
+        elif kind == "weights":
+            self._on_weights(response.weights)
         elif kind == "welcome":
             self._on_welcome(response.welcome)
         elif kind == "heartbeat":
@@ -255,6 +260,11 @@ class AttachStream:
             if request is not None:
                 request.on_prompt_logprobs(position, scored)
 
+    def _on_weights(self, change: pb.WeightsChange) -> None:
+        self._weights = change
+        for request in self._by_handle.values():
+            request.on_weights(change)
+
     def _on_submit_reply(self, reply: pb.SubmitReply) -> None:
         request = self._by_handle.get(reply.handle)
         if request is None:
@@ -268,10 +278,22 @@ class AttachStream:
 
     def _on_welcome(self, welcome: pb.Welcome) -> None:
         self.takes_batches = welcome.takes_batches
+        if self._weights is None and welcome.HasField("info"):
+            self._weights = _weights_of(welcome.info)
         if self._watcher is None and (interval_s := welcome.heartbeat_interval_s) > 0:
             self._silence = SilenceWatch.of_heartbeats(interval_s, asyncio.get_running_loop().time())
             self._watcher = asyncio.create_task(self._watch(self._silence, interval_s))
         self._events.on_welcome(welcome)
+
+
+def _weights_of(info: types.ModelInfo) -> pb.WeightsChange:
+    """The weights when a stream begins."""
+    weights = types.WeightVersion(
+        version=info.weight_version,
+        revision=info.weights_revision or info.revision,
+        weights_digest=info.weights_digest,
+    )
+    return pb.WeightsChange(weights=weights)
 
 
 def _tokens_of(deltas: pb.Deltas) -> Iterator[tuple[int, int, int, int]]:

@@ -119,6 +119,20 @@ class ModelDirectory:
         known = self._known()
         return known[self._names(name, "", known)[0]][1]
 
+    def schedulers_of(self, name: str) -> list[SchedulerClient]:
+        """The schedulers of a model, for operations. Empty name: of the only model. Raises NotFoundError, or
+        UnavailableError while one is away.
+        """
+        model = self.find_text(name).info.model
+        clients = [client for client in self.clients if client.model and client.model.info.model == model]
+        lost = [client.address for client in clients if not client.is_connected]
+        if lost:
+            raise UnavailableError(
+                f"not connected to scheduler {', '.join(lost)} of model {model!r}; retry when all are connected",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        return clients
+
     def _names(self, name: str, adapter: str, known: dict[str, tuple[SchedulerClient, ServedModel]]) -> tuple[str, str]:
         """The names of the model and of the adapter (empty: none). `name` may be that of an adapter."""
         if not adapter and name in known:

@@ -102,13 +102,40 @@ class SampleJournal:
     None if not requested.
     """
 
-    __slots__ = ("finish", "is_closed", "logprobs", "outputs")
+    __slots__ = ("finish", "is_closed", "logprobs", "outputs", "versions")
 
     def __init__(self, outputs: array[int], logprobs: LogprobJournal | None = None) -> None:
         self.outputs = outputs
         self.logprobs = logprobs
         self.finish: pb.SampleFinished | None = None
         self.is_closed = False  # a stop string matched: later tokens are dropped, only `finish` is awaited
+        self.versions: list[tuple[int, pb.WeightsChange]] = []  # the weights from each of these output positions on
+
+    def note_weights(self, change: pb.WeightsChange) -> None:
+        """The next tokens are computed by these weights."""
+        start, versions = len(self.outputs), self.versions
+        if versions and versions[-1][1].weights.revision == change.weights.revision:
+            return
+        if versions and versions[-1][0] == start:
+            versions.pop()
+            if versions and versions[-1][1].weights.revision == change.weights.revision:
+                return
+        versions.append((start, change))
+
+    def spans(self, num_output: int) -> list[types.WeightVersionSpan]:
+        """The weights that computed the first output tokens. Empty: the checkpoint's computed all of them."""
+        if all(not change.weights.version for _, change in self.versions):
+            return []
+        ends = [start for start, _ in self.versions[1:]] + [num_output]
+        pairs = zip(self.versions, ends, strict=True)
+        spans = [(start, min(end, num_output), change) for (start, change), end in pairs]
+        return [
+            types.WeightVersionSpan(
+                weights=change.weights, start=start, end=end, keeps_kv=change.keeps_kv and start > 0
+            )
+            for start, end, change in spans
+            if start < end
+        ]
 
 
 class SchedulerRequest:
@@ -348,6 +375,12 @@ class SchedulerRequest:
             self.wake()
         else:
             self._pacer.wake(self)
+
+    def on_weights(self, change: pb.WeightsChange) -> None:
+        """The next tokens are computed by these weights."""
+        for sample in self.samples:
+            if sample.finish is None:
+                sample.note_weights(change)
 
     def on_pooled(self, numbers: array[float]) -> None:
         """The numbers of a pooled request. Its end follows."""

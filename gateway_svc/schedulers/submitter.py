@@ -124,7 +124,7 @@ def chain_of(plan: GenerationPlan) -> list[bytes]:
     digests: list[bytes] = []
     if info.block_size:
         prompt = plan.prompt
-        salt = model_salt(info.revision, info.dtype, info.determinism)
+        salt = model_salt(info.revision, info.dtype, info.determinism, info.weights_revision)
         encoder = b"" if prompt.encoder is None else encoder_digest(prompt.ids)
         adapter = plan.model.adapter_digest
         key = root_key(cache_salt=prompt.cache_salt.encode(), encoder=encoder, adapter=adapter)

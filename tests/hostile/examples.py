@@ -9,8 +9,8 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 from quire.internal.v1 import scheduler_pb2, worker_pb2
 from quire.v1 import inference_pb2 as pb
+from quire.v1 import rollouts_pb2, types_pb2
 from quire.v1 import session_pb2 as spb
-from quire.v1 import types_pb2
 
 REQUEST_ID = "example-request"
 WORKER_ID = "example-worker"
@@ -120,6 +120,12 @@ def decode_step(fence: worker_pb2.Fence, step_id: int) -> worker_pb2.StepBatch:
 def _streams() -> dict[str, list[list[Message]]]:
     """Calls by method name. Several calls of a method reach different code."""
     attach = scheduler_pb2.AttachRequest
+    begin = rollouts_pb2.BeginUpdateRequest(update_id="u", version=3, model="m")
+    commit = rollouts_pb2.CommitUpdateRequest(update_id="u", digest="0" * 32, running_rows="RUNNING_ROWS_KEEP")
+    pause = rollouts_pb2.PauseRequest(pause_id="p", mode="PAUSE_MODE_RETRACT")
+    put: list[Message] = [
+        rollouts_pb2.PutTensorsRequest(update_id="u", path="../a"), rollouts_pb2.PutTensorsRequest(data=b"tensors")
+    ]  # fmt: skip
     hello = attach(hello=scheduler_pb2.Hello(gateway_id="example", protocol_version=1, deltas_interval_ms=5))
     cancel = scheduler_pb2.Cancel(handle=1, sample_index=1, reason=types_pb2.FINISH_REASON_STOP)
     heartbeat = attach(heartbeat=scheduler_pb2.GatewayHeartbeat())
@@ -197,6 +203,34 @@ def _streams() -> dict[str, list[list[Message]]]:
         "ListAdapters": [[pb.ListAdaptersRequest(model="m")]],
         "Inspect": [[pb.InspectRequest(kind=pb.INSPECT_KIND_REPORT, service="gateway")]],
         "DrainWorker": [[pb.DrainWorkerRequest(worker_id=WORKER_ID, timeout_s=1.0)]],
+        "ChangeWeights": [
+            [
+                worker_pb2.ChangeWeightsRequest(
+                    fence=fence, action=action, version=1, files=["../a", "b"], tags=["weights"]
+                )
+            ]
+            for action in worker_pb2.WeightsAction.values()
+        ],
+        "WriteTensors": [
+            [worker_pb2.WriteTensorsRequest(fence=fence, path="../a"), worker_pb2.WriteTensorsRequest(data=b"tensors")]
+        ],
+        "ControlRollouts": [
+            [scheduler_pb2.ControlRolloutsRequest(begin=begin)],
+            [scheduler_pb2.ControlRolloutsRequest(commit=commit)],
+            [scheduler_pb2.ControlRolloutsRequest(pause=pause)],
+            [scheduler_pb2.ControlRolloutsRequest(unpause=rollouts_pb2.UnpauseRequest())],
+        ],
+        "AddTensors": [put],
+        "BeginUpdate": [[begin]],
+        "PutTensors": [put],
+        "CommitUpdate": [[commit]],
+        "AbortUpdate": [[rollouts_pb2.AbortUpdateRequest(update_id="u")]],
+        "GetWeights": [[rollouts_pb2.GetWeightsRequest()]],
+        "Pause": [[pause]],
+        "Unpause": [[rollouts_pb2.UnpauseRequest(pause_id="p")]],
+        "Sleep": [[rollouts_pb2.SleepRequest(tags=["disk"])]],
+        "Wake": [[rollouts_pb2.WakeRequest(tags=["weights"])]],
+        "ResetPrefixCache": [[rollouts_pb2.ResetPrefixCacheRequest(model="m")]],
         "Check": [[health_pb2.HealthCheckRequest(service="")]],
         "Watch": [[health_pb2.HealthCheckRequest(service="")]],
         "ServerReflectionInfo": [[reflection_pb2.ServerReflectionRequest(list_services="*")]],
@@ -209,6 +243,7 @@ REFLECTION = reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"]
 INFERENCE = pb.DESCRIPTOR.services_by_name["InferenceService"]
 SESSIONS = spb.DESCRIPTOR.services_by_name["SessionService"]
 ADMIN = pb.DESCRIPTOR.services_by_name["AdminService"]
+ROLLOUTS = rollouts_pb2.DESCRIPTOR.services_by_name["RolloutService"]
 SCHEDULER = scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"]
 WORKER = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"]
 

@@ -162,7 +162,13 @@ class Target:
             [examples.INFERENCE, examples.SESSIONS, examples.REFLECTION],
             {"": API_KEY},
         )
-        self._add(service, "operations", operations, [examples.ADMIN, examples.REFLECTION], {"": OPERATOR_KEY})
+        self._add(
+            service,
+            "operations",
+            operations,
+            [examples.ADMIN, examples.ROLLOUTS, examples.REFLECTION],
+            {"": OPERATOR_KEY},
+        )
         self.ports.append(Port(f"{service.name}/http", service, http, (), {"": API_KEY}, "/v1/models"))
 
     def _probed(self, start: object, *flags: object) -> Service:

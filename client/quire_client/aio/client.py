@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import json
+import secrets
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack, cast
 
 import grpc
 import grpc.aio
 from quire.v1 import inference_pb2 as pb
-from quire.v1 import session_pb2
+from quire.v1 import rollouts_pb2, session_pb2
 
 from quire_client import convert, pooled_requests, requests
 from quire_client.aio.calls import AsyncCalls
@@ -20,7 +21,7 @@ from quire_client.aio.transport import Gateway, channel_openers
 from quire_client.chat_requests import ChatOptions, Messages
 from quire_client.connection.channel import Metadata, call_metadata, extra_metadata, health_request, health_state
 from quire_client.connection.tls import Tls
-from quire_client.errors import ModelNotFound
+from quire_client.errors import ModelNotFound, QuireError
 from quire_client.pooled_requests import EmbedInput, EmbedOptions, ScoreOptions
 from quire_client.requests import GenerateOptions
 from quire_client.resume import ResumePolicy, policy_of_call
@@ -32,17 +33,29 @@ from quire_client.types import (
     EmbedResult,
     GenerateResult,
     ModelInfo,
+    PausedSample,
     ScoreResult,
     SessionInfo,
     Status,
+    TensorChecksum,
     TokenizeResult,
+    WeightsStatus,
+    WeightVersion,
 )
 
 if TYPE_CHECKING:
     from quire.v1.inference_pb2_grpc import InferenceServiceAsyncStub
 
 T = TypeVar("T")
+PIECE_BYTES = 1 << 20  # of a file of tensors, in one message
+UPDATE_TIMEOUT_S = 3600.0  # of calls that load weights, or wait for requests to end
 INSPECT_TIMEOUT_S = 60.0  # besides the duration of a profile
+
+
+def _put_tensors(gateway: Gateway) -> Callable[..., Any]:
+    """The call whose request is a list of messages: a retry sends all of them again."""
+    call: Any = gateway.rollouts.PutTensors
+    return lambda messages, **options: call(iter(messages), **options)
 
 
 class AsyncClient:
@@ -349,6 +362,90 @@ class AsyncClient:
         request = pb.ListAdaptersRequest(model=model)
         response = await self.unary(lambda gateway: gateway.admin.ListAdapters, request, None)
         return tuple(convert.result(AdapterStatus, adapter) for adapter in response.adapters)
+
+    # -- weights and pauses; see docs/rollouts.md ---------------------------------------------------------------------
+
+    async def update_weights(
+        self, paths: Sequence[str], *, version: int = 0, running_rows: str = "recompute", digest: str = ""
+    ) -> WeightVersion:
+        """Update the weights of all workers from safetensors files below their --weights-dir: `begin_update`,
+        `put_tensors` for each file, `commit_update`. After a failure, the update is aborted.
+        """
+        update_id = secrets.token_hex(16)
+        await self.begin_update(update_id, version=version)
+        try:
+            for path in paths:
+                await self.put_tensors(update_id, path)
+            return await self.commit_update(update_id, running_rows=running_rows, digest=digest)
+        except QuireError:
+            await self.abort_update(update_id)
+            raise
+
+    async def begin_update(self, update_id: str, *, version: int = 0, model: str = "") -> int:
+        """Begin an update of the weights. Returns its version; 0 asks for the next one."""
+        request = rollouts_pb2.BeginUpdateRequest(update_id=update_id, version=version, model=model)
+        response = await self.unary(lambda gateway: gateway.rollouts.BeginUpdate, request, None)
+        return response.version
+
+    async def put_tensors(
+        self, update_id: str, path: str = "", *, data: bytes = b"", model: str = ""
+    ) -> tuple[TensorChecksum, ...]:
+        """Add a safetensors file to an update: one below the workers' --weights-dir, or its bytes."""
+        first = rollouts_pb2.PutTensorsRequest(update_id=update_id, path=path, model=model)
+        pieces = (data[start : start + PIECE_BYTES] for start in range(0, len(data), PIECE_BYTES))
+        messages = [first, *(rollouts_pb2.PutTensorsRequest(data=piece) for piece in pieces)]
+        response = await self.unary(_put_tensors, messages, UPDATE_TIMEOUT_S)
+        return convert.tensors(response.tensors)
+
+    async def commit_update(
+        self, update_id: str, *, running_rows: str = "recompute", digest: str = "", model: str = ""
+    ) -> WeightVersion:
+        """Compute with the new weights. `running_rows`: recompute, keep or retire. `digest`: of all tensors."""
+        request = rollouts_pb2.CommitUpdateRequest(
+            update_id=update_id,
+            model=model,
+            digest=digest,
+            running_rows=rollouts_pb2.RunningRows.Value(f"RUNNING_ROWS_{running_rows.upper()}"),
+        )
+        response = await self.unary(lambda gateway: gateway.rollouts.CommitUpdate, request, UPDATE_TIMEOUT_S)
+        return convert.result(WeightVersion, response.weights)
+
+    async def abort_update(self, update_id: str, *, model: str = "") -> None:
+        """End an update without a change."""
+        request = rollouts_pb2.AbortUpdateRequest(update_id=update_id, model=model)
+        await self.unary(lambda gateway: gateway.rollouts.AbortUpdate, request, None)
+
+    async def weights(self, *, model: str = "") -> WeightsStatus:
+        """The weights in use, the open update, pauses and what sleeps."""
+        request = rollouts_pb2.GetWeightsRequest(model=model)
+        return convert.weights_status(await self.unary(lambda gateway: gateway.rollouts.GetWeights, request, None))
+
+    async def pause(self, pause_id: str, *, mode: str = "keep", model: str = "") -> tuple[PausedSample, ...]:
+        """Compute no steps until `unpause`. `mode`: keep, retract, abort or finish."""
+        chosen = rollouts_pb2.PauseMode.Value(f"PAUSE_MODE_{mode.upper()}")
+        request = rollouts_pb2.PauseRequest(pause_id=pause_id, mode=chosen, model=model)
+        response = await self.unary(lambda gateway: gateway.rollouts.Pause, request, UPDATE_TIMEOUT_S)
+        return tuple(convert.result(PausedSample, sample) for sample in response.samples)
+
+    async def unpause(self, pause_id: str = "", *, model: str = "") -> tuple[str, ...]:
+        """End a pause, or all. Returns the pauses that go on."""
+        request = rollouts_pb2.UnpauseRequest(pause_id=pause_id, model=model)
+        return tuple((await self.unary(lambda gateway: gateway.rollouts.Unpause, request, None)).pause_ids)
+
+    async def sleep_workers(self, *tags: str, model: str = "") -> None:
+        """Free memory of all workers until `wake_workers`. `tags`: weights, kv_cache; none: both."""
+        request = rollouts_pb2.SleepRequest(tags=tags, model=model)
+        await self.unary(lambda gateway: gateway.rollouts.Sleep, request, UPDATE_TIMEOUT_S)
+
+    async def wake_workers(self, *tags: str, model: str = "") -> None:
+        """Get memory of workers back."""
+        request = rollouts_pb2.WakeRequest(tags=tags, model=model)
+        await self.unary(lambda gateway: gateway.rollouts.Wake, request, UPDATE_TIMEOUT_S)
+
+    async def reset_prefix_cache(self, *, model: str = "") -> None:
+        """Forget all cached prefixes."""
+        request = rollouts_pb2.ResetPrefixCacheRequest(model=model)
+        await self.unary(lambda gateway: gateway.rollouts.ResetPrefixCache, request, None)
 
     async def profile(self, service: str = "gateway", *, seconds: float = 10.0, hz: int = 200) -> bytes:
         """Where the threads of a service spend their time: a trace in Chrome's JSON format, compressed with gzip.

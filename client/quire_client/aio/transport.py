@@ -15,6 +15,7 @@ import grpc
 import grpc.aio
 from quire.v1 import inference_pb2 as pb
 from quire.v1.inference_pb2_grpc import AdminServiceStub, InferenceServiceStub
+from quire.v1.rollouts_pb2_grpc import RolloutServiceStub
 from quire.v1.session_pb2_grpc import SessionServiceStub
 
 from quire_client.connection import channel as connection
@@ -25,6 +26,7 @@ from quire_client.retry import PROBE_TIMEOUT_S
 
 if TYPE_CHECKING:
     from quire.v1.inference_pb2_grpc import AdminServiceAsyncStub, InferenceServiceAsyncStub
+    from quire.v1.rollouts_pb2_grpc import RolloutServiceAsyncStub
     from quire.v1.session_pb2_grpc import SessionServiceAsyncStub
 
 T = TypeVar("T")
@@ -60,6 +62,7 @@ class Gateway:
     stub: InferenceServiceAsyncStub
     admin: AdminServiceAsyncStub
     sessions: SessionServiceAsyncStub
+    rollouts: RolloutServiceAsyncStub
     health: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]
 
     @classmethod
@@ -69,6 +72,7 @@ class Gateway:
             InferenceServiceStub(channel),
             AdminServiceStub(channel),
             SessionServiceStub(channel),
+            RolloutServiceStub(channel),
             channel.unary_unary(HEALTH_METHOD),
         )
 

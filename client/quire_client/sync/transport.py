@@ -14,6 +14,7 @@ from typing import Any, Protocol, Self, TypeVar
 import grpc
 from quire.v1 import inference_pb2 as pb
 from quire.v1.inference_pb2_grpc import AdminServiceStub, InferenceServiceStub
+from quire.v1.rollouts_pb2_grpc import RolloutServiceStub
 from quire.v1.session_pb2_grpc import SessionServiceStub
 
 from quire_client.connection import channel as connection
@@ -51,6 +52,7 @@ class Gateway:
     stub: InferenceServiceStub
     admin: AdminServiceStub
     sessions: SessionServiceStub
+    rollouts: RolloutServiceStub
     health: grpc.UnaryUnaryMultiCallable[bytes, bytes]
 
     @classmethod
@@ -60,6 +62,7 @@ class Gateway:
             InferenceServiceStub(channel),
             AdminServiceStub(channel),
             SessionServiceStub(channel),
+            RolloutServiceStub(channel),
             channel.unary_unary(HEALTH_METHOD),
         )
 

@@ -24,8 +24,11 @@ from gateway_svc.http import app as http_app
 from gateway_svc.http.app import HttpApp, with_cors
 from gateway_svc.http.fields import ENDPOINTS
 from gateway_svc.http.handlers import Handlers
+from gateway_svc.http.rollouts import RolloutHandlers
 from gateway_svc.http.server import MAX_CONNECTIONS, HttpServer
 from gateway_svc.http.status import StatusHandlers
+from gateway_svc.operators.admin import AdminServicer
+from gateway_svc.operators.rollouts import Rollouts
 from svc_common import memory
 from svc_common.calls import RpcStats
 from svc_common.serve import BindError
@@ -53,7 +56,10 @@ class HttpGateway:
         self.stats = RpcStats()
         streams = gateway.servicer.generation.streams
         status = StatusHandlers(lambda: self.is_serving, streams, lambda: b"quire_up 1\n")
-        handlers = Handlers(gateway.servicer, gateway.directory, gateway.threads.requests, status)
+        directory, limits = gateway.directory, gateway.servicer.generation.limits
+        inspector: Any = None  # no endpoint inspects
+        controls = RolloutHandlers(Rollouts(directory), AdminServicer(directory, inspector), directory, limits)
+        handlers = Handlers(gateway.servicer, directory, gateway.threads.requests, status, controls)
         app = with_cors(HttpApp(handlers.routes(), authenticator=authenticator, stats=self.stats, audit=audit), origins)
         self.server = HttpServer(app, "127.0.0.1:0", max_connections=max_connections)
 

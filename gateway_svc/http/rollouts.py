@@ -1,0 +1,312 @@
+"""The names by which trainers control a server over HTTP: those of vLLM, for the calls of RolloutService."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+from quire.v1 import inference_pb2, types_pb2
+from quire.v1 import rollouts_pb2 as pb
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from gateway_svc.http.replies import json_reply
+from gateway_svc.operators.admin import AdminServicer
+from gateway_svc.operators.rollouts import Rollouts
+from gateway_svc.request.validation import RequestLimits
+from gateway_svc.schedulers.directory import ModelDirectory
+from svc_common.errors import InvalidRequestError, NotConfiguredError
+from svc_common.observe.metrics import quire_version
+
+UPDATE_ID = PAUSE_ID = "http"  # these calls name neither
+PAUSE_MODES = {
+    "keep": pb.PAUSE_MODE_KEEP,
+    "retract": pb.PAUSE_MODE_RETRACT,
+    "abort": pb.PAUSE_MODE_ABORT,
+    "wait": pb.PAUSE_MODE_FINISH,
+    "finish": pb.PAUSE_MODE_FINISH,
+}
+RUNNING_ROWS = {
+    "recompute": pb.RUNNING_ROWS_RECOMPUTE,
+    "keep": pb.RUNNING_ROWS_KEEP,
+    "retire": pb.RUNNING_ROWS_RETIRE,
+}
+LEVELS = ("0", "1", "2")
+DTYPE_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "I8": "int8"}
+
+
+class RolloutHandlers:
+    """One method per endpoint. All need the key of an operator, if operators need keys."""
+
+    def __init__(
+        self, rollouts: Rollouts, admin: AdminServicer, directory: ModelDirectory, limits: RequestLimits
+    ) -> None:
+        self._rollouts = rollouts
+        self._admin = admin
+        self._directory = directory
+        self._limits = limits
+
+    def routes(self) -> list[Route]:
+        """All endpoints."""
+        posts = {
+            "/pause": self.pause,
+            "/resume": self.resume,
+            "/init_weight_transfer_engine": self.init_weight_transfer_engine,
+            "/start_weight_update": self.start_weight_update,
+            "/update_weights": self.update_weights,
+            "/finish_weight_update": self.finish_weight_update,
+            "/abort_weight_update": self.abort_weight_update,
+            "/reset_prefix_cache": self.reset_prefix_cache,
+            "/sleep": self.sleep,
+            "/wake_up": self.wake_up,
+            "/v1/load_lora_adapter": self.load_lora_adapter,
+            "/v1/unload_lora_adapter": self.unload_lora_adapter,
+        }
+        gets = {
+            "/weight_info": self.weight_info,
+            "/server_info": self.server_info,
+            "/get_world_size": self.get_world_size,
+            "/is_paused": self.is_paused,
+            "/is_sleeping": self.is_sleeping,
+        }
+        return [Route(path, handler, methods=["POST"]) for path, handler in posts.items()] + [
+            Route(path, handler, methods=["GET"]) for path, handler in gets.items()
+        ]
+
+    # -- pauses -------------------------------------------------------------------------------------------------------
+
+    async def pause(self, request: Request) -> Response:
+        """Compute no steps until /resume. `mode`: keep, retract, abort or wait."""
+        mode = _choice(request.query_params.get("mode", "keep"), PAUSE_MODES, "mode")
+        clears = _boolean(request.query_params.get("clear_cache", "false"), "clear_cache")
+        paused = await self._rollouts.pause(pb.PauseRequest(pause_id=PAUSE_ID, mode=mode))
+        if clears:
+            await self._rollouts.reset_prefix_cache(pb.ResetPrefixCacheRequest())
+        samples = [
+            {"request_id": one.request_id, "index": one.index, "num_output_tokens": one.num_output_tokens}
+            for one in paused.samples
+        ]
+        return json_reply({"status": "paused", "samples": samples})
+
+    async def resume(self, request: Request) -> Response:
+        """End the pause."""
+        await self._rollouts.unpause(pb.UnpauseRequest(pause_id=PAUSE_ID))
+        return json_reply({"status": "resumed"})
+
+    async def is_paused(self, request: Request) -> Response:
+        """Whether a pause has begun."""
+        state = await self._rollouts.get(pb.GetWeightsRequest())
+        return json_reply({"is_paused": bool(state.pause_ids)})
+
+    async def sleep(self, request: Request) -> Response:
+        """Free memory of all workers until /wake_up. `tags`: weights, kv_cache; without tags both."""
+        _choice(request.query_params.get("level", "1"), dict.fromkeys(LEVELS, 0), "level")
+        await self._rollouts.sleep(pb.SleepRequest(tags=request.query_params.getlist("tags")))
+        return json_reply({"status": "asleep"})
+
+    async def wake_up(self, request: Request) -> Response:
+        """Get the memory back."""
+        await self._rollouts.wake(pb.WakeRequest(tags=request.query_params.getlist("tags")))
+        return json_reply({"status": "awake"})
+
+    async def is_sleeping(self, request: Request) -> Response:
+        """Whether some memory is free."""
+        state = await self._rollouts.get(pb.GetWeightsRequest())
+        return json_reply({"is_sleeping": bool(state.asleep), "tags": list(state.asleep)})
+
+    async def reset_prefix_cache(self, request: Request) -> Response:
+        """Forget all cached prefixes."""
+        await self._rollouts.reset_prefix_cache(pb.ResetPrefixCacheRequest())
+        return json_reply({"success": True})
+
+    # -- weights ------------------------------------------------------------------------------------------------------
+
+    async def init_weight_transfer_engine(self, request: Request) -> Response:
+        """Agree on how tensors arrive: `{"init_info": {"backend": "files"}}`, which is the default."""
+        info = _part(await _body(request), "init_info")
+        if "master_address" in info:
+            raise NotConfiguredError(
+                "the workers take tensors from files, not by NCCL: send init_info without master_address, and in "
+                "/update_weights the path of a safetensors file below --weights-dir",
+                field="init_info.master_address",
+            )
+        if info.get("backend", "files") != "files":
+            raise InvalidRequestError(
+                f"init_info.backend is {str(info['backend'])[:64]!r}; use files", field="init_info.backend"
+            )
+        await self._rollouts.get(pb.GetWeightsRequest())
+        return json_reply({"message": "tensors are files below --weights-dir"})
+
+    async def start_weight_update(self, request: Request) -> Response:
+        """Begin an update. `version`: above that of the weights in use; unset: the next one."""
+        body = await _body(request)
+        version = _number(body.get("version", 0), "version")
+        begun = await self._rollouts.begin(pb.BeginUpdateRequest(update_id=UPDATE_ID, version=version))
+        return json_reply({"version": begun.version})
+
+    async def update_weights(self, request: Request) -> Response:
+        """Add a safetensors file. `update_info` has its `path`, and may have `names`, `dtype_names` and `shapes`."""
+        info = _part(await _body(request), "update_info")
+        path = info.get("path")
+        if not isinstance(path, str) or not path:
+            raise InvalidRequestError(
+                "update_info.path is missing; name a safetensors file below the workers' --weights-dir",
+                field="update_info.path",
+            )
+        put = await self._rollouts.put(pb.PutTensorsRequest(update_id=UPDATE_ID, path=path), _nothing())
+        found = {one.name: one for one in put.tensors}
+        problem = _difference(info, found)
+        if problem is not None:
+            await self._rollouts.abort(pb.AbortUpdateRequest(update_id=UPDATE_ID))
+            raise problem
+        return json_reply({"tensors": [_tensor(one) for one in put.tensors]})
+
+    async def finish_weight_update(self, request: Request) -> Response:
+        """Compute with the new weights. `running_rows`: recompute, keep or retire; `digest`: of all tensors."""
+        body = await _body(request)
+        rows = _choice(body.get("running_rows", "recompute"), RUNNING_ROWS, "running_rows")
+        digest = body.get("digest", "")
+        if not isinstance(digest, str):
+            raise InvalidRequestError(f"digest is {str(digest)[:64]!r}; must be a text", field="digest")
+        done = await self._rollouts.commit(
+            pb.CommitUpdateRequest(update_id=UPDATE_ID, digest=digest, running_rows=rows)
+        )
+        return json_reply({**_weights(done.weights), "num_rows": done.num_rows, "num_workers": done.num_workers})
+
+    async def abort_weight_update(self, request: Request) -> Response:
+        """End an update without a change."""
+        await self._rollouts.abort(pb.AbortUpdateRequest(update_id=UPDATE_ID))
+        return json_reply({})
+
+    async def weight_info(self, request: Request) -> Response:
+        """The weights in use, and the tensors of an open update."""
+        state = await self._rollouts.get(pb.GetWeightsRequest())
+        update = {"update_id": state.update_id, "version": state.update_version} if state.update_id else None
+        tensors = [_tensor(one) for one in state.tensors]
+        return json_reply(
+            {**_weights(state.weights), "num_workers": state.num_workers, "update": update, "tensors": tensors}
+        )
+
+    async def load_lora_adapter(self, request: Request) -> Response:
+        """Load a LoRA adapter on all workers: `lora_name`, `lora_path`."""
+        body = await _body(request)
+        name, path = (_text(body.get(field), field) for field in ("lora_name", "lora_path"))
+        await self._admin.load(inference_pb2.LoadAdapterRequest(name=name, path=path))
+        return json_reply({"status": "loaded"})
+
+    async def unload_lora_adapter(self, request: Request) -> Response:
+        """Unload a LoRA adapter: `lora_name`."""
+        name = _text((await _body(request)).get("lora_name"), "lora_name")
+        await self._admin.unload(inference_pb2.UnloadAdapterRequest(name=name))
+        return json_reply({"status": "unloaded"})
+
+    # -- facts --------------------------------------------------------------------------------------------------------
+
+    async def server_info(self, request: Request) -> Response:
+        """Facts about model and server in the form that trainers read."""
+        model = self._directory.find_text("")
+        info = model.info
+        most = self._limits.max_logprobs
+        config = {
+            "model_config": {
+                "model": model.name,
+                "dtype": f"torch.{info.dtype}",
+                "max_model_len": info.max_model_len,
+                "quantization": info.quantization or None,
+                "logprobs_mode": _logprobs_mode(self._limits),
+                "max_logprobs": most,
+            },
+            "parallel_config": {"world_size": await self._num_workers()},
+            "weight_transfer_config": {"backend": "files"},
+        }
+        return json_reply({"vllm_config": config, "vllm_env": {}, "version": quire_version()})
+
+    async def get_world_size(self, request: Request) -> Response:
+        """The number of workers."""
+        return json_reply({"world_size": await self._num_workers()})
+
+    async def _num_workers(self) -> int:
+        return (await self._rollouts.get(pb.GetWeightsRequest())).num_workers
+
+
+def _logprobs_mode(limits: RequestLimits) -> str:
+    is_processed = limits.logprobs_mode == types_pb2.LOGPROBS_MODE_PROCESSED
+    return "processed_logprobs" if is_processed else "raw_logprobs"
+
+
+async def _nothing() -> AsyncIterator[pb.PutTensorsRequest]:
+    return
+    yield
+
+
+async def _body(request: Request) -> dict[str, Any]:
+    """The JSON object of a body; empty if there is none."""
+    data = await request.body()
+    try:
+        found = json.loads(data or b"{}")
+    except ValueError:
+        raise InvalidRequestError("the body is not valid JSON", field="body") from None
+    if not isinstance(found, dict):
+        raise InvalidRequestError("the body must be a JSON object", field="body")
+    return found
+
+
+def _part(body: dict[str, Any], name: str) -> dict[str, Any]:
+    found = body.get(name, {})
+    if not isinstance(found, dict):
+        raise InvalidRequestError(f"{name} must be a JSON object", field=name)
+    return found
+
+
+def _choice(value: object, choices: dict[str, Any], name: str) -> Any:
+    if not isinstance(value, str) or value not in choices:
+        raise InvalidRequestError(f"{name} is {str(value)[:64]!r}; use one of {', '.join(choices)}", field=name)
+    return choices[value]
+
+
+def _boolean(value: str, name: str) -> bool:
+    return bool(_choice(value.lower(), {"true": True, "false": False, "1": True, "0": False}, name))
+
+
+def _number(value: object, name: str) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 63:
+        raise InvalidRequestError(f"{name} is {str(value)[:64]!r}; must be a number of 0 or more", field=name)
+    return value
+
+
+def _text(value: object, name: str) -> str:
+    if not isinstance(value, str):
+        raise InvalidRequestError(f"{name} must be a text", field=name)
+    return value
+
+
+def _difference(info: dict[str, Any], found: dict[str, pb.TensorChecksum]) -> InvalidRequestError | None:
+    """What the caller announces and the file does not have."""
+    announced: dict[str, list[Any]] = {
+        "names": list(found),
+        "dtype_names": [DTYPE_NAMES.get(one.dtype, one.dtype) for one in found.values()],
+        "shapes": [list(one.shape) for one in found.values()],
+    }
+    names = info.get("names", announced["names"])
+    if not isinstance(names, list) or sorted(map(str, names)) != sorted(found):
+        return InvalidRequestError("update_info.names are not those of the file", field="update_info.names")
+    order = {name: place for place, name in enumerate(found)}
+    for field in ("dtype_names", "shapes"):
+        expected = [announced[field][order[name]] for name in names]
+        if info.get(field, expected) != expected:
+            return InvalidRequestError(f"update_info.{field} are not those of the file", field=f"update_info.{field}")
+    return None
+
+
+def _tensor(one: pb.TensorChecksum) -> dict[str, Any]:
+    return {"name": one.name, "dtype": one.dtype, "shape": list(one.shape), "checksum": one.checksum}
+
+
+def _weights(weights: types_pb2.WeightVersion) -> dict[str, Any]:
+    return {
+        "weight_version": weights.version,
+        "revision": weights.revision,
+        "weights_digest": weights.weights_digest,
+    }

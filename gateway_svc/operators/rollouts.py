@@ -1,0 +1,194 @@
+"""RolloutService: forwards the calls of trainers to all schedulers of a model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import grpc
+from quire.internal.v1 import scheduler_pb2 as internal
+from quire.v1 import rollouts_pb2 as pb
+from quire.v1.rollouts_pb2_grpc import RolloutServiceServicer
+
+from gateway_svc.operators.audit.entry import record_target
+from gateway_svc.schedulers.directory import ModelDirectory
+from gateway_svc.schedulers.scheduler_client import SchedulerClient
+from svc_common.errors import InvalidRequestError, QuireError, error_of_call
+
+Context = grpc.aio.ServicerContext[Any, Any]
+Response = internal.ControlRolloutsResponse
+
+CALL_TIMEOUT_S = 3600.0  # of calls that wait for requests to end
+MAX_PIECE_BYTES = 1 << 20
+
+
+class Rollouts:
+    """The calls of RolloutService, over gRPC and HTTP. All raise QuireError."""
+
+    def __init__(self, directory: ModelDirectory) -> None:
+        self._directory = directory
+
+    async def begin(self, request: pb.BeginUpdateRequest) -> pb.BeginUpdateResponse:
+        """Begin an update at all schedulers, or at none."""
+        record_target(request.update_id)
+        clients = self._directory.schedulers_of(request.model)
+        begun = list[SchedulerClient]()
+        for client in clients:
+            try:
+                response = await self._ask(client, internal.ControlRolloutsRequest(begin=request))
+            except QuireError:
+                await self._end_at(begun, request.update_id)
+                raise
+            begun.append(client)
+            request.version = response.begin.version  # the same at all
+        return pb.BeginUpdateResponse(version=request.version)
+
+    async def _end_at(self, clients: Sequence[SchedulerClient], update_id: str) -> None:
+        message = internal.ControlRolloutsRequest(abort=pb.AbortUpdateRequest(update_id=update_id))
+        await asyncio.gather(*(self._ask(client, message) for client in clients), return_exceptions=True)
+
+    async def put(
+        self, first: pb.PutTensorsRequest, more: AsyncIterator[pb.PutTensorsRequest]
+    ) -> pb.PutTensorsResponse:
+        """Add a file of tensors. A stream is possible only if there is one scheduler."""
+        record_target(first.update_id)
+        clients = self._directory.schedulers_of(first.model)
+        if not first.path and len(clients) > 1:
+            raise InvalidRequestError(
+                "path is empty, but the model has several schedulers; write the file below --weights-dir, and name it",
+                field="path",
+            )
+
+        async def messages() -> AsyncIterator[pb.PutTensorsRequest]:
+            yield first
+            async for request in more:
+                if len(request.data) > MAX_PIECE_BYTES:
+                    raise InvalidRequestError(
+                        f"data has {len(request.data)} bytes; a message has at most {MAX_PIECE_BYTES}", field="data"
+                    )
+                yield request
+
+        responses = [await self._put(client, messages()) for client in clients]
+        return responses[0]
+
+    async def _put(
+        self, client: SchedulerClient, messages: AsyncIterator[pb.PutTensorsRequest]
+    ) -> pb.PutTensorsResponse:
+        try:
+            return await client.stub.AddTensors(messages, timeout=CALL_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            raise error_of_call(error, "") from None
+
+    async def commit(self, request: pb.CommitUpdateRequest) -> pb.CommitUpdateResponse:
+        """Load the new weights at all schedulers; then commit."""
+        record_target(request.update_id)
+        clients = self._directory.schedulers_of(request.model)
+        if len(clients) > 1:
+            await self._ask_all(clients, internal.ControlRolloutsRequest(prepare=request))
+        responses = await self._ask_all(clients, internal.ControlRolloutsRequest(commit=request))
+        first = responses[0].commit
+        first.num_rows = sum(one.commit.num_rows for one in responses)
+        first.num_workers = sum(one.commit.num_workers for one in responses)
+        return first
+
+    async def abort(self, request: pb.AbortUpdateRequest) -> pb.AbortUpdateResponse:
+        """End an update without a change."""
+        record_target(request.update_id)
+        await self._call(request.model, internal.ControlRolloutsRequest(abort=request))
+        return pb.AbortUpdateResponse()
+
+    async def get(self, request: pb.GetWeightsRequest) -> pb.GetWeightsResponse:
+        """The weights in use, and the open update."""
+        responses = await self._call(request.model, internal.ControlRolloutsRequest(get=request))
+        first = responses[0].weights
+        first.num_workers = sum(one.weights.num_workers for one in responses)
+        return first
+
+    async def pause(self, request: pb.PauseRequest) -> pb.PauseResponse:
+        """Compute no steps from now on."""
+        record_target(request.pause_id)
+        responses = await self._call(request.model, internal.ControlRolloutsRequest(pause=request))
+        samples = [sample for one in responses for sample in one.pause.samples]
+        for sample in samples:
+            sample.request_id = sample.request_id.rpartition("/")[2]
+        return pb.PauseResponse(samples=samples)
+
+    async def unpause(self, request: pb.UnpauseRequest) -> pb.UnpauseResponse:
+        """End a pause, or all."""
+        responses = await self._call(request.model, internal.ControlRolloutsRequest(unpause=request))
+        return responses[0].unpause
+
+    async def sleep(self, request: pb.SleepRequest) -> pb.SleepResponse:
+        """Free memory of all workers."""
+        await self._call(request.model, internal.ControlRolloutsRequest(sleep=request))
+        return pb.SleepResponse()
+
+    async def wake(self, request: pb.WakeRequest) -> pb.WakeResponse:
+        """Get it back."""
+        await self._call(request.model, internal.ControlRolloutsRequest(wake=request))
+        return pb.WakeResponse()
+
+    async def reset_prefix_cache(self, request: pb.ResetPrefixCacheRequest) -> pb.ResetPrefixCacheResponse:
+        """Forget all cached prefixes."""
+        await self._call(request.model, internal.ControlRolloutsRequest(reset=request))
+        return pb.ResetPrefixCacheResponse()
+
+    async def _call(self, model: str, message: internal.ControlRolloutsRequest) -> list[Response]:
+        return await self._ask_all(self._directory.schedulers_of(model), message)
+
+    async def _ask_all(
+        self, clients: Sequence[SchedulerClient], message: internal.ControlRolloutsRequest
+    ) -> list[Response]:
+        return list(await asyncio.gather(*(self._ask(client, message) for client in clients)))
+
+    async def _ask(self, client: SchedulerClient, message: internal.ControlRolloutsRequest) -> Response:
+        try:
+            return await client.stub.ControlRollouts(message, timeout=CALL_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            raise error_of_call(error, "") from None
+
+
+class RolloutServicer(RolloutServiceServicer):
+    """The service over gRPC."""
+
+    def __init__(self, rollouts: Rollouts) -> None:
+        self._rollouts = rollouts
+
+    async def BeginUpdate(self, request: pb.BeginUpdateRequest, context: Context) -> pb.BeginUpdateResponse:
+        return await self._rollouts.begin(request)
+
+    async def PutTensors(
+        self, request_iterator: AsyncIterator[pb.PutTensorsRequest], context: Context
+    ) -> pb.PutTensorsResponse:
+        stream = aiter(request_iterator)
+        first = await anext(stream, None)
+        if first is None:
+            raise InvalidRequestError("the stream has no message", field="update_id")
+        return await self._rollouts.put(first, stream)
+
+    async def CommitUpdate(self, request: pb.CommitUpdateRequest, context: Context) -> pb.CommitUpdateResponse:
+        return await self._rollouts.commit(request)
+
+    async def AbortUpdate(self, request: pb.AbortUpdateRequest, context: Context) -> pb.AbortUpdateResponse:
+        return await self._rollouts.abort(request)
+
+    async def GetWeights(self, request: pb.GetWeightsRequest, context: Context) -> pb.GetWeightsResponse:
+        return await self._rollouts.get(request)
+
+    async def Pause(self, request: pb.PauseRequest, context: Context) -> pb.PauseResponse:
+        return await self._rollouts.pause(request)
+
+    async def Unpause(self, request: pb.UnpauseRequest, context: Context) -> pb.UnpauseResponse:
+        return await self._rollouts.unpause(request)
+
+    async def Sleep(self, request: pb.SleepRequest, context: Context) -> pb.SleepResponse:
+        return await self._rollouts.sleep(request)
+
+    async def Wake(self, request: pb.WakeRequest, context: Context) -> pb.WakeResponse:
+        return await self._rollouts.wake(request)
+
+    async def ResetPrefixCache(
+        self, request: pb.ResetPrefixCacheRequest, context: Context
+    ) -> pb.ResetPrefixCacheResponse:
+        return await self._rollouts.reset_prefix_cache(request)
