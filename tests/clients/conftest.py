@@ -16,18 +16,24 @@ MODEL = "demo"
 
 
 @pytest.fixture(scope="session")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def weights_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The worker's folder for updates of its weights."""
+    return tmp_path_factory.mktemp("weights")
+
+
+@pytest.fixture(scope="session")
+def url(tmp_path_factory: pytest.TempPathFactory, weights_dir: Path) -> Iterator[str]:
     """The URL of the HTTP API, without /v1."""
     with Stack(tmp_path_factory.mktemp("clients")) as stack:
-        yield start(stack, demo_model_dir())
+        yield start(stack, demo_model_dir(), "--weights-dir", str(weights_dir))
 
 
-def start(stack: Stack, model_dir: Path) -> str:
+def start(stack: Stack, model_dir: Path, *worker_flags: str) -> str:
     """Start a scheduler, a worker and a gateway, whose chats can have tools. Returns the URL of its HTTP API."""
     address = f"127.0.0.1:{free_port()}"
     scheduler = stack.start_scheduler()
     flags = ("--kv-cache-memory", "64M", "--model-name", MODEL, "--dtype", "float32")
-    worker = stack.start_worker(scheduler, model_dir, *flags)
+    worker = stack.start_worker(scheduler, model_dir, *flags, *worker_flags)
     template = stack.folder / "tools.jinja"
     template.write_text(HERMES)
     chats = ("--chat-template", f"tool_use={template}", "--reasoning-parser", "none")
