@@ -238,6 +238,7 @@ def test_adapters_of_the_start(qwen3):
         load(folder, adapters=(("one", adapters[0]),), **(ADAPTED | {"max_adapter_rank": 2}))
 
 
+@pytest.mark.deep
 def test_two_ranks_give_the_results_of_one(tmp_path):
     """One KV head, which both ranks hold. Rank 1 has no folder: rank 0 sends it the matrices."""
     heads = {"num_attention_heads": 4, "num_key_value_heads": 1, "vocab_size": 98}

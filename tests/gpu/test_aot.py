@@ -29,6 +29,7 @@ def compiled(module: str, **variables: str) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.deep
 def test_a_worker_compiles_all_kernels_in_processes_and_its_next_start_none(tmp_path):
     (first,) = compiled("bench.gpu.dry_run", TRITON_CACHE_DIR=str(tmp_path))
     assert first["graphs"] > 0

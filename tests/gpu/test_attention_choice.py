@@ -83,8 +83,8 @@ def only_16_bits(*_, **__):
 
 @pytest.mark.parametrize(("name", "broken", "message"), [
     ("flash_attn_with_kvcache", one_key_short, "the largest difference is"),
-    ("flash_attn_varlen_func", aligned_to_the_top_left, "the largest difference is"),
-    ("flash_attn_varlen_func", only_16_bits, "only support fp16"),
+    pytest.param("flash_attn_varlen_func", aligned_to_the_top_left, "largest difference", marks=pytest.mark.deep),
+    pytest.param("flash_attn_varlen_func", only_16_bits, "only support fp16", marks=pytest.mark.deep),
 ])  # fmt: skip
 def test_flash_attention_is_checked_at_start_up(folder, monkeypatch, caplog, name, broken, message):
     broken_package = ModuleType("flash_attn")

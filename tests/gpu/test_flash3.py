@@ -196,7 +196,7 @@ def without_page_table(q, k_cache, v_cache, *, block_table):
 
 @pytest.mark.parametrize(("broken", "message"), [
     (one_key_short, "the largest difference is"),
-    (without_page_table, "cache_seqlens"),
+    pytest.param(without_page_table, "cache_seqlens", marks=pytest.mark.deep),
 ])  # fmt: skip
 def test_flash3_is_checked_at_start_up(folder, monkeypatch, caplog, broken, message):
     broken_package = ModuleType(MODULE)

@@ -81,7 +81,9 @@ def x86_digests(kernel_builds, tmp_path_factory):
     return subprocess.run([driver, "digests"], capture_output=True, text=True, check=True).stdout.splitlines()
 
 
-@pytest.mark.parametrize("processor", [MATRICES, "armv8-a", pytest.param("armv8.2-a+dotprod", marks=pytest.mark.deep)])
+@pytest.mark.parametrize(
+    "processor", [MATRICES, *(pytest.param(name, marks=pytest.mark.deep) for name in ("armv8-a", "armv8.2-a+dotprod"))]
+)
 def test_arm_gives_the_bits_of_x86_and_a_row_depends_on_no_other_row(run_arm, x86_digests, processor):
     """Except for layers in bfloat16 on matrix instructions, which have a test of their own."""
     found = run_arm(processor, "digests")
