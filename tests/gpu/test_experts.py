@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -84,7 +85,7 @@ def make_experts(num_experts, hidden, inner, top_k, *, determinism="exact", dtyp
         stacked = (torch.stack([getattr(row, field) for row in rows]) for field in ("steps", "scales"))
         weights.append(ExpertWeights(*stacked, group))
         views.append([linears.make_fp8_linear(row, None) for row in rows])
-    return StackedExperts(*views, Routing(num_experts, top_k, True), None, *weights, determinism == "exact")
+    return StackedExperts(*views, Routing(num_experts, top_k, True), None, True, *weights, determinism == "exact")
 
 
 def fp8_weight(weight, group):
@@ -105,7 +106,7 @@ def test_sums_of_experts_match_torch(determinism, scales):
     x, logits = random(9, 64), random(9, 6, seed=1)
     found = compute_experts(x, logits, experts, "silu")
     expected = torch.empty_like(x)
-    torch_ops.experts(x, logits, experts, activated, "silu", expected)
+    torch_ops.experts(x, logits, experts, SimpleNamespace(gated_activation=activated), "silu", expected)
     assert relative_error(found, expected) < (1e-6 if scales is None else 0.01)
 
 

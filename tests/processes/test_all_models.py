@@ -13,7 +13,7 @@ import torch
 from tests.processes.killed_run import Request, run, run_with_kill
 from tests.processes.models import Reference
 from tests.processes.stack import Stack, wait_idle
-from tests.unit.engine.models import ARCHITECTURES, make_model
+from tests.unit.engine.models import ARCHITECTURES, RECURRENT, make_model
 from tests.unit.engine.quantized import FORMATS, quantize_model
 
 BUDGET, BLOCK_SIZE, NUM_BLOCKS = 32, 16, 22
@@ -26,12 +26,12 @@ PATIENT_TOKENS, URGENT_TOKENS = 100, 12
 PATIENT_LENGTHS, URGENT_LENGTHS = (60, 33, 97), (300, 5, 90)
 SHARED_PREFIX = 48
 QUANTIZED = ("gptq-int4-act-order", "awq", "fp8-block", "compressed-int8-channel", "compressed-int4")
-NOT_DEEP = ("gemma3", "gpt_oss", "awq")  # each takes several seconds; test_architectures.py has others
+NOT_DEEP = ("gemma3", "gpt_oss", "nemotron_h", "awq")  # each takes several seconds; test_architectures.py has others
 
 
 def make_case(name: str, folder: Path) -> tuple[Path, Path]:
     """The folder of a model, and one with the same weights that transformers can read."""
-    if name in ARCHITECTURES:
+    if name in (*ARCHITECTURES, *RECURRENT):
         model_dir = make_model(folder, name)
         return model_dir, model_dir
     model_dir = make_model(folder, "llama", intermediate_size=104)
@@ -52,7 +52,10 @@ def mixed_requests() -> list[Request]:
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=() if n in NOT_DEEP else pytest.mark.deep) for n in (*ARCHITECTURES, *QUANTIZED)],
+    [
+        pytest.param(n, marks=() if n in NOT_DEEP else pytest.mark.deep)
+        for n in (*ARCHITECTURES, *RECURRENT, *QUANTIZED)
+    ],
 )
 async def test_greedy_tokens_equal_transformers(name: str, tmp_path: Path) -> None:
     torch.set_num_threads(1)

@@ -271,13 +271,14 @@ class Routing:
 
 @dataclass(frozen=True, slots=True)
 class ExpertLinears:
-    """Weights of a layer's experts, the shared one last. Those of one expert are [gate | up], [2 * inner, dim], and
-    down, [dim, inner]."""
+    """Weights of a layer's experts, the shared one last. Those of one expert are [gate | up], [2 * inner, dim], or up
+    alone, and down, [dim, inner]."""
 
     gate_up: Sequence[Linear]
     down: Sequence[Linear]
     routing: Routing
     correction: torch.Tensor | None  # float32 [num_experts], added to scores for the choice alone
+    is_gated: bool
 
 
 class LinearMaker(Protocol):

@@ -41,6 +41,7 @@ class Recurrence:
     kernel: int  # positions that the convolution spans
     norm_width: int = 0  # outputs that one norm spans; 0: none
     norms_first: bool = True  # outputs are multiplied by their gate after the norm
+    has_norm: bool = True
     has_conv_bias: bool = False
     has_projection_bias: bool = False
     step_limits: tuple[float, float] = (0.0, float("inf"))
@@ -125,7 +126,8 @@ def mamba2(config: Mapping[str, Any]) -> Recurrence:
         raise CheckpointError(f"mamba_n_groups: {num_groups} does not divide the {num_heads} heads of mamba_n_heads")
     width = config.get("mamba_d_head")
     if width in (None, "auto"):
-        width = int(config.get("mamba_expand", 2) * size_of(config, "hidden_size")) // num_heads
+        inner = config.get("mamba_d_ssm") or int(config.get("mamba_expand", 2) * size_of(config, "hidden_size"))
+        width = inner // num_heads
     value_dim = size_of({"mamba_d_head": width}, "mamba_d_head")
     return Recurrence(
         "mamba2",
@@ -135,11 +137,12 @@ def mamba2(config: Mapping[str, Any]) -> Recurrence:
         value_dim,
         size_of(config, "mamba_d_conv"),
         norm_width=num_heads * value_dim // num_groups,
-        norms_first=False,
+        norms_first=bool(config.get("mamba_norm_before_gate", False)),
+        has_norm=bool(config.get("mamba_rms_norm", True)),
         has_conv_bias=bool(config.get("mamba_conv_bias", True)),
         has_projection_bias=bool(config.get("mamba_proj_bias", False)),
         step_limits=_step_limits(config.get("time_step_limit")),
-        eps=float(config["rms_norm_eps"]),
+        eps=float(config.get("norm_eps", config.get("rms_norm_eps", 1e-6))),
     )
 
 

@@ -44,8 +44,9 @@ def _experts(setup: Setup, routing: Routing, *, is_fp8: bool) -> StackedExperts:
     linears = DeviceLinears("best_effort", setup.dtype)
     gate_up_views, down_views = ([linears.make_linear(part, None) for part in weight] for weight in (gate_up, down))
     return StackedExperts(
-        gate_up_views, down_views, routing, None, _weights(gate_up, is_fp8), _weights(down, is_fp8), setup.is_exact
-    )  # fmt: skip
+        *(gate_up_views, down_views, routing, None, True),
+        *(_weights(gate_up, is_fp8), _weights(down, is_fp8), setup.is_exact),
+    )
 
 
 def _weights(weight: torch.Tensor, is_fp8: bool) -> ExpertWeights:

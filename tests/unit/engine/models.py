@@ -40,6 +40,9 @@ CLASSES = {
     "qwen3_5_moe": (transformers.Qwen3_5MoeTextConfig, transformers.Qwen3_5MoeForCausalLM),
     "qwen3_next": (transformers.Qwen3NextConfig, transformers.Qwen3NextForCausalLM),
     "bamba": (transformers.BambaConfig, transformers.BambaForCausalLM),
+    "falcon_h1": (transformers.FalconH1Config, transformers.FalconH1ForCausalLM),
+    "nemotron_h": (transformers.NemotronHConfig, transformers.NemotronHForCausalLM),
+    "granite_hybrid_moe": (transformers.GraniteMoeHybridConfig, transformers.GraniteMoeHybridForCausalLM),
     "lfm2": (transformers.Lfm2Config, transformers.Lfm2ForCausalLM),
     "qwen3_5": (transformers.Qwen3_5TextConfig, transformers.Qwen3_5ForCausalLM),
     "gpt2": (transformers.GPT2Config, transformers.GPT2LMHeadModel),
@@ -69,7 +72,10 @@ CLASSES = {
     "glm4_moe_lite": (transformers.Glm4MoeLiteConfig, transformers.Glm4MoeLiteForCausalLM),
 }
 
-RECURRENT = ("qwen3_5", "qwen3_5_moe", "qwen3_next", "lfm2", "bamba", "granite_hybrid")
+RECURRENT = (
+    "qwen3_5", "qwen3_5_moe", "qwen3_next", "lfm2", "bamba", "granite_hybrid", "granite_hybrid_moe", "falcon_h1",
+    "nemotron_h",
+)  # fmt: skip
 GATED_DELTA = {
     "num_hidden_layers": 4,
     "head_dim": 24,
@@ -152,6 +158,25 @@ FIELDS: dict[str, dict[str, Any]] = {
     "gpt_oss": {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 48, "sliding_window": 24,
                 "head_dim": 20, "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0,
                 "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False, "original_max_position_embeddings": 64}},
+}  # fmt: skip
+FIELDS["granite_hybrid_moe"] = FIELDS["granite_hybrid"] | {
+    "num_local_experts": 5,
+    "num_experts_per_tok": 3,
+    "intermediate_size": 40,
+    "position_embedding_type": "rope",
+}
+FIELDS["falcon_h1"] = {
+    "hidden_size": 60, "num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 70,
+    "mamba_d_ssm": 96, "mamba_n_heads": 6, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 10,
+    "mamba_rms_norm": True, "lm_head_multiplier": 0.3, "embedding_multiplier": 2.5, "key_multiplier": 0.6,
+    "mlp_multipliers": [0.7, 1.6], "attention_in_multiplier": 1.2, "attention_out_multiplier": 0.8,
+    "ssm_multipliers": [0.5, 0.9, 1.3, 0.7, 1.1], "ssm_in_multiplier": 1.4, "ssm_out_multiplier": 0.6,
+}  # fmt: skip
+FIELDS["nemotron_h"] = {
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention", "mlp"],
+    "mamba_num_heads": 6, "mamba_head_dim": 20, "n_groups": 3, "ssm_state_size": 10, "head_dim": 20,
+    "n_routed_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "routed_scaling_factor": 1.5,
+    "moe_shared_expert_intermediate_size": 56,
 }  # fmt: skip
 YARN = {
     "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 32,

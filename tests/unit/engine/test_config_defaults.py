@@ -54,6 +54,8 @@ CONFIGS = {
     "Qwen3_5MoeForCausalLM": transformers.Qwen3_5MoeTextConfig,
     "Qwen3NextForCausalLM": transformers.Qwen3NextConfig,
     "Lfm2ForCausalLM": transformers.Lfm2Config,
+    "FalconH1ForCausalLM": transformers.FalconH1Config,
+    "NemotronHForCausalLM": transformers.NemotronHConfig,
     "BambaForCausalLM": transformers.BambaConfig,
     "DeepseekV2ForCausalLM": transformers.DeepseekV2Config,
     "DeepseekV3ForCausalLM": transformers.DeepseekV3Config,
@@ -65,7 +67,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "BambaForCausalLM": {"attn_layer_indices": [3, 9]},
     "Glm4MoeForCausalLM": {"num_attention_heads": 32},
     "Dots1ForCausalLM": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
-    "GraniteMoeHybridForCausalLM": {"num_local_experts": 0, "layer_types": ["attention"] * 32},
+    "GraniteMoeHybridForCausalLM": {"layer_types": ["attention"] * 32},
 }
 # Their towers describe other classes; the text part has the defaults of these.
 WITH_TOWERS = {

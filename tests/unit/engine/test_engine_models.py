@@ -53,6 +53,17 @@ MODELS = {
     "llama4-in-one-call": ("llama4", 16, {"intermediate_size": 64, "intermediate_size_mlp": 96}),
     "ernie4-moe-in-one-call": ("ernie4_5_moe", 8, {"moe_intermediate_size": 32}),
     "gpt-oss-in-one-call": ("gpt_oss", 16, {"intermediate_size": 64}),
+    "falcon-h1-in-one-call": ("falcon_h1", 16, {"intermediate_size": 96}),
+    "granite-hybrid-in-one-call": (
+        "granite_hybrid_moe",
+        16,
+        {"intermediate_size": 32, "shared_intermediate_size": 64},
+    ),
+    "nemotron-h-from-and-to-mlp": (
+        "nemotron_h",
+        16,
+        {"layers_block_type": ["mlp", "linear_attention", "full_attention", "moe"]},
+    ),
     "gpt2-odd-heads": ("gpt2", 16, {"n_embd": 60}),
     "mistral-gelu-tanh": ("mistral", 256, {"hidden_act": "gelu_pytorch_tanh", "sliding_window": None}),
 }
@@ -97,7 +108,7 @@ def test_mixed_batches_match_transformers(tmp_path, name):
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("backend", ["cpu", pytest.param("reference", marks=pytest.mark.deep)])
 def test_prefix_and_block_reuse_match_transformers(tmp_path, architecture, backend):
     folder = make_model(tmp_path, architecture)
     reference = load_reference(folder)

@@ -22,13 +22,14 @@ from worker_svc.engine.model_runner import ModelRunner
 from worker_svc.engine.recurrent import StatePool
 from worker_svc.engine.rows.states import RowStates
 
+EVERY_PART = ("qwen3_5", "lfm2", "falcon_h1", "nemotron_h")  # together; the others differ in names and sizes
 BLOCK = 8
 NUM_SNAPSHOTS = 3
 
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(name, marks=pytest.mark.deep if name == "qwen3_5_moe" else ()) for name in RECURRENT],
+    params=[pytest.param(name, marks=() if name in EVERY_PART else pytest.mark.deep) for name in RECURRENT],
 )
 def model_dir(request, tmp_path_factory) -> Path:
     return make_model(tmp_path_factory.mktemp("recurrent"), request.param)
@@ -38,7 +39,7 @@ def load_small(folder, **settings):
     """A runner with NUM_SNAPSHOTS snapshots."""
     config = parse_config(json.loads((folder / "config.json").read_text()))
     memory = NUM_SNAPSHOTS * StatePool.bytes_per_slot(config.recurrences)
-    fields = {"max_num_seqs": 4, "num_blocks": 64, "block_size": BLOCK, "threads": 1, "dtype": "float32"} | settings
+    fields = {"max_num_seqs": 4, "num_blocks": 200, "block_size": BLOCK, "threads": 1, "dtype": "float32"} | settings
     return ModelRunner(EngineConfig(folder, snapshot_memory=memory, **fields))
 
 
@@ -56,8 +57,10 @@ def take(driver: Driver, *taken: tuple[int, int, int]) -> None:
     driver.add(snapshot_rows=rows, snapshot_positions=positions, snapshot_slots=slots)
 
 
-@pytest.mark.parametrize("backend", ["cpu", "reference"])
-def test_mixed_batches_match_transformers(model_dir, backend):
+@pytest.mark.parametrize("backend", ["cpu", pytest.param("reference", marks=pytest.mark.deep)])
+@pytest.mark.parametrize("name", RECURRENT)
+def test_mixed_batches_match_transformers(tmp_path, name, backend):
+    model_dir = make_model(tmp_path, name)
     driver = Driver(load(model_dir, backend=backend))
     for row, prompt in enumerate(prompts([1, 33, 150, 16])):
         driver.open(row, prompt)

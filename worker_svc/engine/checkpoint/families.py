@@ -26,7 +26,10 @@ SharedKind = Literal["none", "whole", "gated"]  # a shared expert, and whether i
 QkNormScope = Literal["head", "projection", "rotated_head"]  # what one norm of queries or keys spans
 # Which layers are rotated: those with a 1 in `no_rope_layers`, those with a window, or all if `position_embedding_type`
 # says so.
-RotationRule = Literal["all", "listed", "windows", "windows_if_any", "embedding_type"]
+RotationRule = Literal["all", "none", "listed", "windows", "windows_if_any", "embedding_type"]
+# Which parts a layer has: attention or recurrence, then a feed-forward part; attention and recurrence side by side; one
+# of all these.
+LayerRule = Literal["mixer", "beside", "single"]
 
 # The norms that a layer may have, in their order; decoder/forward.py says where. The names are those of transformers.
 LAYER_NORMS = (
@@ -80,7 +83,8 @@ class Names:
     shared: str = "mlp.shared_experts."
     expert_linears: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")  # or two names, the first of gate and up
     shared_linears: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
-    has_stacked_experts: bool = False  # a tensor [experts, in, out] has those of all experts; no `.weight`
+    # A tensor of all experts: [experts, in, out] or [experts, out, in]. Its name is whole
+    stacked_experts: Literal["", "inputs_first", "outputs_first"] = ""
     has_gates_in_turns: bool = False  # outputs of gate and up alternate
     is_transposed: bool = False  # linear weights are stored as [in, out]
     recurrent: RecurrentNames | None = None  # of layers that keep a state
@@ -117,6 +121,33 @@ MAMBA_DEFAULTS = {
     "mamba_expand": 2,
     "mamba_conv_bias": True,
 }
+NEMOTRON_NAMES = Names(
+    embedding="backbone.embeddings",
+    layer="backbone.layers.{}.",
+    final_norm="backbone.norm_f",
+    qkv=("mixer.q_proj", "mixer.k_proj", "mixer.v_proj"),
+    o=("mixer.o_proj",),
+    gate_up=("mixer.up_proj",),
+    down=("mixer.down_proj",),
+    input_layernorm="norm",
+    pre_feedforward_layernorm="norm",
+    router="mixer.gate",
+    correction="mixer.gate.e_score_correction_bias",
+    experts="mixer.experts.{}.",
+    expert_linears=("up_proj", "down_proj"),
+    shared="mixer.shared_experts.",
+    shared_linears=("up_proj", "down_proj"),
+    recurrent=RecurrentNames(
+        inputs=("mixer.in_proj",),
+        out="mixer.out_proj",
+        conv="mixer.conv1d",
+        step_bias="mixer.dt_bias",
+        decay="mixer.A_log",
+        skip="mixer.D",
+        norm="mixer.norm",
+        layout="mamba",
+    ),
+)
 LFM2_NAMES = Names(
     final_norm="model.embedding_norm",
     o=("self_attn.out_proj",),
@@ -209,6 +240,8 @@ class Architecture:
     experts: ExpertFamily | None = None
     scales_embedding: bool = False  # by the square root of hidden_size
     recurrence: RecurrenceName | None = None  # of the layers that keep a state
+    layers: LayerRule = "mixer"
+    has_factors: bool = False  # config.json has factors of the outputs of linear layers, as Falcon-H1
     adjusts_inner: bool = False  # config.json has a rule for the width of the feed-forward part, as LFM2
     has_output_gate: bool = False  # q_proj also has a gate for each attention output
     tower: TowerKind | None = None  # of images; their tokens have positions on three axes (rows/positions.py)
@@ -304,7 +337,7 @@ LLAMA4 = Architecture(
         router="feed_forward.router",
         experts="feed_forward.experts.",
         expert_linears=("gate_up_proj", "down_proj"),
-        has_stacked_experts=True,
+        stacked_experts="inputs_first",
         shared="feed_forward.shared_expert.",
     ),
     unread=("vision_model.", "multi_modal_projector."),
@@ -625,23 +658,111 @@ ARCHITECTURES = {
     ),
     "GraniteForCausalLM": Architecture("Granite 3", has_mlp_bias=None, windows="none", defaults=MULTIPLIERS),
     "GraniteMoeHybridForCausalLM": Architecture(
-        "Granite 4 without experts",
-        frozenset({"recurrent"}),
+        "Granite 4",
+        frozenset({"recurrent", "experts", "shared_experts"}),
         windows="none",
+        experts=ExpertFamily(is_normalized=True, shared="whole"),
         recurrence="mamba2",
         rotated="embedding_type",
         defaults={
             **MULTIPLIERS,
             **MAMBA_DEFAULTS,
-            "num_local_experts": 8,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 11008,
+            "shared_expert_intermediate_size": 1024,
             "intermediate_size": 1024,
             "layer_types": [],
         },
-        fixed={"num_local_experts": 0},
-        fields={"intermediate_size": "shared_intermediate_size"},
+        fields={
+            "num_experts": "num_local_experts",
+            "moe_intermediate_size": "intermediate_size",
+            "shared_expert_intermediate_size": "shared_intermediate_size",
+            "intermediate_size": "shared_intermediate_size",
+        },
         names=replace(
-            LLAMA_NAMES, gate_up=("shared_mlp.input_linear",), down=("shared_mlp.output_linear",), recurrent=MAMBA
+            LLAMA_NAMES,
+            gate_up=("shared_mlp.input_linear",),
+            down=("shared_mlp.output_linear",),
+            router="block_sparse_moe.router.layer",
+            experts="block_sparse_moe.",
+            expert_linears=("input_linear.weight", "output_linear.weight"),
+            stacked_experts="outputs_first",
+            shared="shared_mlp.",
+            shared_linears=("input_linear", "output_linear"),
+            recurrent=MAMBA,
         ),
+    ),
+    "FalconH1ForCausalLM": Architecture(
+        "Falcon-H1",
+        windows="none",
+        recurrence="mamba2",
+        layers="beside",
+        has_factors=True,
+        defaults={
+            **MAMBA_DEFAULTS,
+            "mamba_d_ssm": 1024,
+            "mamba_rms_norm": False,
+            "mamba_norm_before_gate": True,
+            "rms_norm_eps": 1e-5,
+            "num_key_value_heads": 8,
+            "embedding_multiplier": 1.0,
+            "logit_scale": 1.0,
+        },
+        # Factors are multiplied into weights, not into biases
+        fixed={"attention_bias": False, "mlp_bias": False, "mamba_proj_bias": False, "projectors_bias": False},
+        fields={"logit_scale": "lm_head_multiplier"},
+        names=BAMBA_NAMES,
+    ),
+    "NemotronHForCausalLM": Architecture(
+        "Nemotron-H, Nemotron Nano 2 and 3",
+        frozenset({"experts", "shared_experts", "expert_scores"}),
+        has_qkv_bias=False,
+        has_o_bias=False,
+        is_gated=False,
+        windows="none",
+        rotated="none",
+        recurrence="mamba2",
+        layers="single",
+        experts=DEEPSEEK_EXPERTS,
+        defaults={
+            **MAMBA_DEFAULTS,
+            "mamba_n_groups": 8,
+            "mamba_d_state": 128,
+            "mamba_d_head": 64,
+            "norm_eps": 1e-5,
+            "head_dim": 128,
+            "num_key_value_heads": 8,
+            "hidden_act": "relu2",
+            "intermediate_size": 21504,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": True,
+            "moe_intermediate_size": 7688,
+            "shared_expert_intermediate_size": 7688,
+        },
+        fixed={
+            "mlp_bias": False,
+            "use_bias": False,
+            "mamba_hidden_act": "silu",
+            "moe_latent_size": None,
+            "residual_in_fp32": False,
+        },
+        fields={
+            "layer_types": "layers_block_type",
+            "norm_eps": "layer_norm_epsilon",
+            "hidden_act": "mlp_hidden_act",
+            "num_experts": "n_routed_experts",
+            "shared_expert_intermediate_size": "moe_shared_expert_intermediate_size",
+            "mamba_n_heads": "mamba_num_heads",
+            "mamba_d_head": "mamba_head_dim",
+            "mamba_n_groups": "n_groups",
+            "mamba_d_state": "ssm_state_size",
+            "mamba_d_conv": "conv_kernel",
+            "mamba_conv_bias": "use_conv_bias",
+        },
+        unread=("mtp.",),
+        names=NEMOTRON_NAMES,
     ),
     "Ernie4_5ForCausalLM": ERNIE,
     "Ernie4_5_MoeForCausalLM": replace(
@@ -804,7 +925,7 @@ ARCHITECTURES = {
             router="mlp.router",
             experts="mlp.experts.",
             expert_linears=("gate_up_proj", "down_proj"),
-            has_stacked_experts=True,
+            stacked_experts="inputs_first",
             has_gates_in_turns=True,
         ),
     ),

@@ -99,10 +99,10 @@ def features_of(architecture: Architecture) -> set[str]:
         "multipliers": "residual_multiplier" in architecture.defaults or "logit_scale" in architecture.defaults,
         "embedding_scale": architecture.scales_embedding,
         "images": architecture.tower is not None,
-        "recurrent": architecture.recurrence is not None and "recurrent" not in architecture.may_need,
+        "recurrent": architecture.recurrence is not None,
         "output_gate": architecture.has_output_gate,
     }
-    return {name for name, is_needed in needed.items() if is_needed}
+    return {name for name, is_needed in needed.items() if is_needed and name not in architecture.may_need}
 
 
 def check_features(needed: Set[str], backend: str) -> None:

@@ -377,7 +377,7 @@ class CpuBackend:
     def experts(
         self, x: torch.Tensor, router_logits: torch.Tensor, experts: ExpertLinears, activation: str, out: torch.Tensor
     ) -> None:
-        torch_ops.experts(x, router_logits, experts, self.gated_activation, activation, out)
+        torch_ops.experts(x, router_logits, experts, self, activation, out)
 
     def soft_cap(self, x: torch.Tensor, cap: float) -> None:
         n, dim = x.shape

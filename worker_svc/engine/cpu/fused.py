@@ -59,6 +59,7 @@ class _ExpertsStruct(ctypes.Structure):
         *((name, _POINTER) for name in ("gate_up", "down", "correction")),
         *((name, _LONG) for name in ("num_experts", "top_k", "is_normalized", "is_sigmoid", "num_groups")),
         *((name, _LONG) for name in ("top_groups", "group_best", "shared", "scales_inputs", "is_float32")),
+        ("is_gated", _LONG),
         ("scale", ctypes.c_double),
     )
 
@@ -184,8 +185,9 @@ class _Recorder:
             part.norm.eps,
         )
 
-    def keep_heads(self, x: torch.Tensor, attended: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._record(KEEP_HEADS), attended
+    def keep_heads(self, *rows: torch.Tensor) -> list[torch.Tensor]:
+        self._record(KEEP_HEADS)
+        return list(rows)
 
     def activated(self, gate_up: torch.Tensor) -> torch.Tensor:
         return gate_up  # the kernel of gate_up computes its activation
@@ -210,6 +212,7 @@ class _Recorder:
             SHARED_KINDS[routing.shared],
             int(routing.scales_inputs),
             int(routing.is_float32),
+            int(experts.is_gated),
             routing.scale,
         )
         return self._record(EXPERTS, norm=norm, adds_residual=int(residual is not None), experts=struct)
@@ -350,14 +353,13 @@ def _widest(parts: DecoderParts) -> tuple[int, int, int, int]:
     latents = [spec.latents.shape for spec in specs if spec.latents is not None]
     # `expand_latents` exchanges the last two
     queries = max((shape.num_heads * max(shape.rank, shape.query_dim, shape.value_dim) for shape in latents), default=0)
+    attended = [spec.heads.num_q_heads * spec.heads.head_dim for spec in specs]
+    inputs = [layer.qkv for layer in parts.layers]
+    inputs += [layer.beside.qkv for layer in parts.layers if layer.beside is not None]
     return (
-        max(_outputs(layer.qkv) for layer in parts.layers),
-        max(
-            *(spec.heads.num_q_heads * spec.heads.head_dim for spec in specs),
-            *(shape.num_heads * shape.width for shape in latents),
-            0,
-        ),
-        max(*(spec.mixed_width for spec in specs), queries),
+        max(_outputs(linear) for linear in inputs if linear is not None),
+        max(*attended, *(shape.num_heads * shape.width for shape in latents), 0),
+        max(*(spec.mixed_width for spec in specs), *attended, queries),
         queries,
     )
 
@@ -377,9 +379,9 @@ def fuse(kernels: ctypes.CDLL, parts: DecoderParts, pool: KVCachePool, threads: 
     return FusedModel(kernels, parts, pool, threads)
 
 
-def _have_one_kind(part: FeedForward | RoutedExperts) -> bool:
+def _have_one_kind(part: FeedForward | RoutedExperts | None) -> bool:
     """Whether the experts can be multiplied together: a checkpoint may quantize only some of them."""
-    if isinstance(part, FeedForward):
+    if not isinstance(part, RoutedExperts):
         return True
     sides = part.experts.gate_up, part.experts.down
     return all(len({linear.kind for linear in side if isinstance(linear, KernelLinear)}) == 1 for side in sides)
@@ -390,18 +392,23 @@ def pointer(x: torch.Tensor | None) -> int | None:
     return None if x is None else x.data_ptr()
 
 
-def _linears(layer: Layer) -> tuple[Linear, ...]:
-    part, latents = layer.feed_forward, layer.latents
+def _linears(layer: Layer) -> tuple[Linear | None, ...]:
+    part, latents, beside = layer.feed_forward, layer.latents, layer.beside
     attention = layer.qkv, layer.o, *(() if latents is None else latents.linears())
+    if beside is not None:
+        attention = *attention, beside.qkv, beside.o
+    if part is None:
+        return attention
     if isinstance(part, FeedForward):
         return *attention, part.gate_up, part.down
     return *attention, part.router, *part.experts.gate_up, *part.experts.down
 
 
 def _recurrence(layer: Layer, pool: KVCachePool, index: int) -> RecurrenceStruct | None:
-    if layer.recurrent is None or pool.states is None:
+    weights = layer.recurrent if layer.beside is None else layer.beside.recurrent
+    if weights is None or pool.states is None:
         return None
-    return recurrence_struct(layer.recurrent, pool.states, index)
+    return recurrence_struct(weights, pool.states, index)
 
 
 def _outputs(linear: Linear) -> int:

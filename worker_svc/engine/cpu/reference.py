@@ -181,7 +181,7 @@ class ReferenceBackend:
     def experts(
         self, x: torch.Tensor, router_logits: torch.Tensor, experts: ExpertLinears, activation: str, out: torch.Tensor
     ) -> None:
-        torch_ops.experts(x, router_logits, experts, self.gated_activation, activation, out)
+        torch_ops.experts(x, router_logits, experts, self, activation, out)
 
     def soft_cap(self, x: torch.Tensor, cap: float) -> None:
         x.copy_(torch_ops.soft_cap(x.float(), cap))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Protocol
 
 import torch
 
@@ -11,14 +11,31 @@ from worker_svc.engine.kernels import exact_ops
 
 SMALLEST_SUM = 1e-20  # added to sums of shares, which may be 0 in float32
 SWIGLU_LIMIT, SWIGLU_ALPHA = 7.0, 1.702
-GatedActivation = Callable[[torch.Tensor, torch.Tensor, str], None]
+
+
+class Activations(Protocol):
+    """The activations of a `Backend`."""
+
+    def gated_activation(self, gate_up: torch.Tensor, out: torch.Tensor, activation: str) -> None: ...
+
+    def activation(self, x: torch.Tensor, activation: str) -> None: ...
+
+
+def activated(backend: Activations, up: torch.Tensor, activation: str, *, is_gated: bool) -> torch.Tensor:
+    """The activation of [gate | up], or of up alone, which is changed then."""
+    if not is_gated:
+        backend.activation(up, activation)
+        return up
+    out = up.new_empty(len(up), up.shape[1] // 2)
+    backend.gated_activation(up, out, activation)
+    return out
 
 
 def experts(
     x: torch.Tensor,
     router_logits: torch.Tensor,
     experts: ExpertLinears,
-    gated_activation: GatedActivation,
+    backend: Activations,
     activation: str,
     out: torch.Tensor,
 ) -> None:
@@ -31,10 +48,8 @@ def experts(
         given = x[rows]
         if routing.scales_inputs:
             given = (given.float() * shares[rows, ranks, None]).to(x.dtype)
-        gate_up = experts.gate_up[expert](given)
-        activated = gate_up.new_empty(len(rows), gate_up.shape[1] // 2)
-        gated_activation(gate_up, activated, activation)
-        terms[rows, ranks] = experts.down[expert](activated)
+        up = activated(backend, experts.gate_up[expert](given), activation, is_gated=experts.is_gated)
+        terms[rows, ranks] = experts.down[expert](up)
     total = torch.zeros(out.shape)
     for rank in range(routing.num_used):
         term = terms[:, rank].float()

@@ -42,6 +42,8 @@ ACTIVATIONS = {
 }
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 RECURRENT = "linear_attention"
+DENSE, EXPERTS = "mlp", "moe"  # layers that have a feed-forward part only
+BLOCK_LETTERS = {"M": RECURRENT, "*": FULL, "-": DENSE, "E": EXPERTS}  # of `hybrid_override_pattern`
 KIND_NAMES = {FULL: FULL, "attention": FULL, SLIDING: SLIDING, CHUNKED: CHUNKED}  # in `layer_types`
 GROUP_METHODS = {"greedy": False, "group_limited_greedy": True, "noaux_tc": True}  # whether experts are in groups
 SCORES = {"softmax": False, "sigmoid": True}
@@ -81,33 +83,44 @@ class LayerSpec:
     heads: HeadShape
     rotary: int | None  # index into `ModelConfig.rotaries`; None: queries and keys are not rotated
     window: int | None  # a token attends to this many tokens, itself included; None: to all before it
-    inner: int  # width of the feed-forward part, or of one expert
+    inner: int  # width of the feed-forward part, or of one expert; 0: the layer has no such part
     experts: Experts | None
+    attends: bool = True
     kv_owner: int | None = None  # as in KVLayout
     has_output_gate: bool = False  # attention outputs are multiplied by the sigmoid of a gate, which follows v in qkv
-    recurrence: Recurrence | None = None  # None: the layer attends
+    recurrence: Recurrence | None = None  # None: the layer keeps no state
     chunk: int | None = None  # a token attends to those from the last multiple of this position on
     latents: LatentSpec | None = None  # `heads` are those of its attention then: keys of latents and rotated parts
 
     @property
+    def has_mixer(self) -> bool:
+        """Whether the layer attends or keeps a state."""
+        return self.attends or self.recurrence is not None
+
+    @property
     def mixed_width(self) -> int:
-        """Width of the outputs of attention or recurrence."""
+        """Width of the outputs of attention or recurrence; with both, of the recurrence."""
         if self.recurrence is not None:
             return self.recurrence.num_values
+        if not self.attends:
+            return 0
         return self.heads.num_q_heads * (self.heads.head_dim if self.latents is None else self.latents.shape.rank)
 
     def kv_layout(self) -> KVLayout:
-        """What the layer keeps of a token; nothing if it keeps a state."""
+        """What the layer keeps of a token; nothing if it does not attend."""
         if self.latents is not None:
             return KVLayout(1, self.latents.shape.width, 0)
-        return NO_KV if self.recurrence is not None else KVLayout.of(self.heads, self.kv_owner)
+        return KVLayout.of(self.heads, self.kv_owner) if self.attends else NO_KV
 
     def num_mixer_parameters(self, hidden: int) -> int:
         """Weights of the linear layers around attention or recurrence."""
-        if self.recurrence is not None:
-            return hidden * (self.recurrence.width + self.recurrence.num_values)
+        count = 0 if self.recurrence is None else hidden * (self.recurrence.width + self.recurrence.num_values)
+        if not self.attends:
+            return count
         num_q_parts = 3 if self.has_output_gate else 2
-        return hidden * self.heads.head_dim * (num_q_parts * self.heads.num_q_heads + 2 * self.heads.num_kv_heads)
+        return count + hidden * self.heads.head_dim * (
+            num_q_parts * self.heads.num_q_heads + 2 * self.heads.num_kv_heads
+        )
 
     @property
     def has_scaled_experts(self) -> bool:
@@ -156,6 +169,7 @@ class ModelConfig:
     image_token_id: int | None  # stands for an image in a prompt
     quantization: QuantizationConfig | None  # of the linear layers; None: they are stored in a float type
     num_predicting_layers: int = 0  # layers of the checkpoint that are not used
+    factors: Mapping[str, tuple[float, ...]] | None = None  # of linear layers by name, see `Stored`
     head: HeadKind = "tokens"
 
     @property
@@ -197,12 +211,12 @@ class ModelConfig:
 
     @property
     def recurrences(self) -> list[Recurrence | None]:
-        """The recurrence of each layer; None: it attends."""
+        """The recurrence of each layer; None: it has none."""
         return [layer.recurrence for layer in self.layers]
 
     @property
     def is_recurrent(self) -> bool:
-        """Whether some layer keeps a state instead of keys and values."""
+        """Whether some layer keeps a state."""
         return any(layer.recurrence is not None for layer in self.layers)
 
     @property
@@ -272,6 +286,8 @@ class ModelConfig:
             "odd_heads": any(dim % 2 for dim in dims),
             "partial_rotary": bool(dims) and bool(rotary_dims - dims),
             "recurrent": self.is_recurrent,
+            "experts": any(layer.experts is not None for layer in self.layers),
+            "shared_experts": any(layer.experts is not None and layer.experts.shared_inner for layer in self.layers),
             "kv_layouts": len({*self.kv_layouts()} - {NO_KV}) > 1,
             "query_scales": any(rotary.q_scaling is not None for rotary in self.rotaries),
             "interleaved_rotary": any(rotary.is_interleaved for rotary in self.rotaries),
@@ -330,6 +346,7 @@ def parse_config(config: dict[str, Any]) -> ModelConfig:
         vision=_vision(config, architecture, hidden_size),
         image_token_id=_image_token(config, architecture),
         quantization=quantization_of(config, architecture),
+        factors=_factors(config) if architecture.has_factors else None,
         head=head_of(config),
     )
 
@@ -355,7 +372,42 @@ def _completed(config: dict[str, Any], architecture: Architecture) -> dict[str, 
     # A field of our name stands for something else then, e.g. the width of experts
     renamed |= {ours: defaults[ours] for ours in architecture.fields if ours in defaults and ours not in renamed}
     completed = {**architecture.defaults, **config, **renamed}
+    if architecture.layers == "single":
+        completed |= _blocks(completed)
     return {field: value for field, value in completed.items() if field not in architecture.ignored}
+
+
+def _blocks(config: dict[str, Any]) -> dict[str, Any]:
+    """The types of layers that have one part each, and their number, which config.json may lack."""
+    kinds, letters = config.get("layer_types"), config.get("hybrid_override_pattern")
+    if kinds is None and letters is not None:
+        kinds = [choice_of(letter, BLOCK_LETTERS, "hybrid_override_pattern") for letter in letters]
+    if not kinds:
+        raise CheckpointError("layers_block_type: config.json must list the types of the layers")
+    return {"layer_types": kinds, "num_hidden_layers": len(kinds)}
+
+
+def _factors(config: dict[str, Any]) -> dict[str, tuple[float, ...]]:
+    """The factors of Falcon-H1, by linear layer and role."""
+    gate, down = _list_of(config, "mlp_multipliers", 2)
+    inside, state = _factor(config, "ssm_in_multiplier"), _list_of(config, "ssm_multipliers", 5)
+    attention = _factor(config, "attention_in_multiplier")
+    return {
+        "qkv": (attention, attention * _factor(config, "key_multiplier"), attention),
+        "o": (_factor(config, "attention_out_multiplier"),),
+        "gate_up": (gate, 1.0),
+        "down": (down,),
+        "beside_qkv": tuple(inside * factor for factor in state),
+        "beside_o": (_factor(config, "ssm_out_multiplier"),),
+    }
+
+
+def _list_of(config: dict[str, Any], field: str, count: int) -> list[float]:
+    """Positive numbers; 1 if config.json lacks them."""
+    values = config.get(field) or [1.0] * count
+    if not isinstance(values, list) or len(values) != count:
+        raise CheckpointError(f"{field}: config.json must hold {count} numbers, found {values!r}")
+    return [positive({field: value}, field) for value in values]
 
 
 def _vision(config: dict[str, Any], architecture: Architecture, hidden_size: int) -> VisionConfig | None:
@@ -441,11 +493,12 @@ def _layers(
         inner = _adjusted_inner(config, inner)
     layers = []
     for index, kind in enumerate(kinds):
-        if kind not in rotary_of and kind != RECURRENT:
+        if kind not in rotary_of and kind not in (RECURRENT, DENSE, EXPERTS):
             raise CheckpointError(f"layer_types: {kind!r} is not supported; use one of {', '.join(rotary_of)}")
-        recurrence = None
-        if kind == RECURRENT and architecture.recurrence is not None:
+        recurrence, has_both = None, architecture.layers == "beside"
+        if architecture.recurrence is not None and (kind == RECURRENT or has_both):
             recurrence = RECURRENCES[architecture.recurrence](config)
+        is_fed = architecture.layers != "single" or kind in (DENSE, EXPERTS)
         experts = _experts(config, architecture.experts) if architecture.experts and has_experts(index) else None
         expert_inner = config.get("moe_intermediate_size", inner) if experts else inner
         layers.append(
@@ -453,13 +506,16 @@ def _layers(
                 heads,
                 rotary_of.get(kind),
                 window if kind == SLIDING else None,
-                expert_inner,
+                expert_inner if is_fed else 0,
                 experts,
+                attends=kind in rotary_of,
                 has_output_gate=architecture.has_output_gate and recurrence is None,
                 recurrence=recurrence,
                 chunk=size_of(config, "attention_chunk_size") if kind == CHUNKED else None,
             )
         )
+    if not any(layer.has_mixer for layer in layers):
+        raise CheckpointError("layer_types: no layer attends or keeps a state, which is not computed")
     return tuple(layers)
 
 
@@ -506,6 +562,7 @@ def _by_embedding_type(config: dict[str, Any], layers: tuple[LayerSpec, ...]) ->
 
 ROTATION_RULES: dict[RotationRule, Callable[[dict[str, Any], tuple[LayerSpec, ...]], Callable[[int], bool]]] = {
     "all": lambda config, layers: lambda index: True,
+    "none": lambda config, layers: lambda index: False,
     "listed": lambda config, layers: _listed(config),
     "windows": lambda config, layers: lambda index: layers[index].window is not None,
     "windows_if_any": lambda config, layers: (
@@ -529,6 +586,8 @@ def _windows(config: dict[str, Any], architecture: Architecture, count: int) -> 
     if kinds is not None:
         named = [_kind_of(kind, architecture) for kind in kinds]
         return window, [FULL if kind == SLIDING and window is None else kind for kind in named]
+    if architecture.layers == "beside":
+        return window, [FULL] * count
     if architecture.recurrence is not None:
         attends = config.get("full_attn_idxs")
         if attends is None and "full_attention_interval" not in config:
@@ -547,6 +606,7 @@ def _windows(config: dict[str, Any], architecture: Architecture, count: int) -> 
 def _kind_of(name: object, architecture: Architecture) -> str:
     """The type of a layer. Raises CheckpointError for one that the architecture does not have."""
     own = dict.fromkeys(RECURRENT_NAMES[architecture.recurrence] if architecture.recurrence else (), RECURRENT)
+    own |= {DENSE: DENSE, EXPERTS: EXPERTS} if architecture.layers == "single" else {}
     kind = choice_of(name, KIND_NAMES | own, "layer_types")
     if kind == CHUNKED and architecture.windows != "chunked":
         raise CheckpointError(f"layer_types: {CHUNKED!r} is not supported for {architecture.models}")
@@ -576,6 +636,8 @@ def _has_experts(config: dict[str, Any], architecture: Architecture) -> Callable
     """Which layers have experts. Some configurations list the layers, others have rules, which apply together."""
     if architecture.experts is None or not config.get("num_experts", config.get("num_local_experts", 1)):
         return lambda index: False
+    if architecture.layers == "single":
+        return lambda index: bool(config["layer_types"][index] == EXPERTS)
     kinds = config.get("mlp_layer_types")
     if kinds is not None:
         return lambda index: bool(choice_of(kinds[index], MLP_KINDS, "mlp_layer_types"))

@@ -1,12 +1,13 @@
 """The forward pass of a decoder: the parts of a layer in their order. Every backend executes this description.
 
     x += residual;  input_layernorm;  qkv;  norms of q and k, rotation, store of k and v;  attention;  or: recurrence
-        o;  post_attention_layernorm                                                            -> residual
+        o;  beside attention maybe a recurrence, with its own linear layers;
+        post_attention_layernorm                                                                -> residual
     x += residual;  pre_feedforward_layernorm;  gate_up, activation, down, or the experts;
         post_feedforward_layernorm                                                              -> residual
 
-In a parallel layer (`Layer.is_parallel`) the feed-forward part also reads the layer's input, and its output is added to
-that of attention.
+A layer may lack the first part or the second one. In a parallel layer (`Layer.is_parallel`) the feed-forward part also
+reads the layer's input, and its output is added to that of attention.
 
 x and residual are two terms of a sum: the first operation of a part adds the output of the part before it, because
 each backend computes this sum and a norm in one pass over the rows. With latent attention, qkv is the first of
@@ -27,10 +28,11 @@ import torch
 from worker_svc.engine.adapters.targets import SITES
 from worker_svc.engine.backend import Linear, Norm
 from worker_svc.engine.decoder.latents import LatentAttention
-from worker_svc.engine.decoder.weights import FeedForward, Layer, RoutedExperts
+from worker_svc.engine.decoder.weights import Beside, FeedForward, Layer, RoutedExperts
 from worker_svc.engine.recurrent import RecurrentWeights
 
 QKV, OUT, GATE_UP, DOWN = range(len(SITES))
+BESIDE_QKV, BESIDE_OUT = len(SITES), len(SITES) + 1  # of a recurrence beside attention; adapters do not change them
 
 
 class StepOperations(Protocol):
@@ -70,8 +72,8 @@ class StepOperations(Protocol):
         """The output [n, heads * value_dim] of the heads for attended latents [n, heads * rank]."""
         ...
 
-    def keep_heads(self, x: torch.Tensor, attended: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The rows of the tokens whose states are needed after the last layer."""
+    def keep_heads(self, *rows: torch.Tensor) -> list[torch.Tensor]:
+        """Of tensors [T, ..], the rows of the tokens whose states are needed after the last layer."""
         ...
 
     def activated(self, gate_up: torch.Tensor) -> torch.Tensor:
@@ -97,40 +99,90 @@ def compute_layers(operations: StepOperations, layers: Sequence[Layer]) -> tuple
     """Stores keys and values of all tokens; the output of the last layer [n, hidden] as two terms of a sum."""
     x, residual = operations.embed(), None
     for index, layer in enumerate(layers):
-        qkv = operations.linear_of_norm(layer.qkv, x, residual, layer.input_layernorm, index, QKV)
-        if layer.recurrent is not None:
-            attended = operations.recur(layer.recurrent, qkv, index)
-        elif layer.latents is not None:
-            attended = operations.attend_latents(layer.latents, qkv, index)
-        else:
-            attended = operations.attend(qkv, index)
-        if index == len(layers) - 1:
-            x, attended = operations.keep_heads(x, attended)
+        x, residual = _mixed(operations, layer, x, residual, index, is_last=index == len(layers) - 1)
         if not len(x):
             return x, None
-        if layer.latents is not None:
-            attended = operations.expand_latents(layer.latents, attended)
-        output = operations.linear(layer.o, attended, index, OUT)
-        if layer.is_parallel:
-            residual = operations.output(_feed_forward(operations, layer, x, None, index, output), None)
-        else:
-            residual = operations.output(output, layer.post_attention_layernorm)
-            output = _feed_forward(operations, layer, x, residual, index)
-            residual = operations.output(output, layer.post_feedforward_layernorm)
-        operations.end_layer(x, residual, index)
+        if layer.feed_forward is not None:
+            residual = _fed(operations, layer, layer.feed_forward, x, residual, index)
+        if residual is not None:
+            operations.end_layer(x, residual, index)
     return x, residual
 
 
-def _feed_forward(
+def _mixed(
     operations: StepOperations,
     layer: Layer,
     x: torch.Tensor,
     residual: torch.Tensor | None,
     index: int,
-    onto: torch.Tensor | None = None,
+    *,
+    is_last: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The first part of a layer: the sum of x and residual, and the part's output. Without this part both as they
+    are."""
+    if layer.qkv is None or layer.o is None:
+        kept = [part for part in (x, residual) if part is not None]
+        x, *rest = operations.keep_heads(*kept) if is_last else kept
+        return x, rest[0] if rest else None
+    attended = _attended(operations, layer, layer.qkv, x, residual, index)
+    if layer.beside is not None:
+        output = operations.linear(layer.o, attended, index, OUT)
+        return _with_recurrence(operations, layer, layer.beside, x, output, index, is_last=is_last)
+    if is_last:
+        x, attended = operations.keep_heads(x, attended)
+    if not len(x):
+        return x, None
+    if layer.latents is not None:
+        attended = operations.expand_latents(layer.latents, attended)
+    output = operations.linear(layer.o, attended, index, OUT)
+    return x, output if layer.is_parallel else operations.output(output, layer.post_attention_layernorm)
+
+
+def _attended(
+    operations: StepOperations, layer: Layer, qkv: Linear, x: torch.Tensor, residual: torch.Tensor | None, index: int
 ) -> torch.Tensor:
-    part, norm = layer.feed_forward, layer.pre_feedforward_layernorm
+    projected = operations.linear_of_norm(qkv, x, residual, layer.input_layernorm, index, QKV)
+    if layer.recurrent is not None:
+        return operations.recur(layer.recurrent, projected, index)
+    if layer.latents is not None:
+        return operations.attend_latents(layer.latents, projected, index)
+    return operations.attend(projected, index)
+
+
+def _with_recurrence(
+    operations: StepOperations,
+    layer: Layer,
+    part: Beside,
+    x: torch.Tensor,
+    output: torch.Tensor,
+    index: int,
+    *,
+    is_last: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """As `_mixed`, for `output` of attention and a recurrence of the same input."""
+    projected = operations.linear_of_norm(part.qkv, x, None, layer.input_layernorm, index, BESIDE_QKV)
+    mixed = operations.recur(part.recurrent, projected, index)
+    if is_last:
+        x, output, mixed = operations.keep_heads(x, output, mixed)
+    if not len(x):
+        return x, None
+    output = operations.linear(part.o, mixed, index, BESIDE_OUT, output)
+    return x, operations.output(output, layer.post_attention_layernorm)
+
+
+def _fed(
+    operations: StepOperations,
+    layer: Layer,
+    part: FeedForward | RoutedExperts,
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    index: int,
+) -> torch.Tensor:
+    """The output of the second part of a layer."""
+    norm = layer.pre_feedforward_layernorm
+    added, onto = (None, residual) if layer.is_parallel else (residual, None)
     if not isinstance(part, FeedForward):
-        return operations.experts(part, x, residual, norm)
-    gate_up = operations.linear_of_norm(part.gate_up, x, residual, norm, index, GATE_UP)
-    return operations.linear(part.down, operations.activated(gate_up), index, DOWN, onto)
+        return operations.output(operations.experts(part, x, added, norm), layer.post_feedforward_layernorm)
+    gate_up = operations.linear_of_norm(part.gate_up, x, added, norm, index, GATE_UP)
+    output = operations.linear(part.down, operations.activated(gate_up), index, DOWN, onto)
+    return operations.output(output, layer.post_feedforward_layernorm)

@@ -10,7 +10,9 @@ import numpy as np
 import torch
 
 from step_protocol.columns import I64
+from worker_svc.engine.adapters.targets import SITES
 from worker_svc.engine.backend import AttentionShape, Backend, ForwardBatch, Linear, Norm, RotaryTable
+from worker_svc.engine.cpu import torch_ops
 from worker_svc.engine.decoder.config import ModelConfig
 from worker_svc.engine.decoder.forward import compute_layers
 from worker_svc.engine.decoder.kv_cache import KVCachePool
@@ -186,7 +188,7 @@ class _BackendOperations:
         self, linear: Linear, x: torch.Tensor, index: int, site: int, onto: torch.Tensor | None = None
     ) -> torch.Tensor:
         y = linear(x)
-        if self._adapters:
+        if self._adapters and site < len(SITES):
             self._backend.add_adapters(index, site, self._adapters, x, y)
         return y if onto is None else onto.add_(y)
 
@@ -202,7 +204,8 @@ class _BackendOperations:
 
     def attend(self, qkv: torch.Tensor, index: int) -> torch.Tensor:
         batch, backend, spec = self._batch, self._backend, self._config.layers[index]
-        heads, gate, q_size = spec.heads, None, spec.mixed_width
+        heads, gate = spec.heads, None
+        q_size = heads.num_q_heads * heads.head_dim
         if spec.has_output_gate:
             qkv, gate = (part.contiguous() for part in torch.split(qkv, [qkv.shape[1] - q_size, q_size], 1))
         q, cache = qkv.new_empty(len(qkv), heads.num_q_heads, heads.head_dim), self._pool.layer(index)
@@ -244,18 +247,13 @@ class _BackendOperations:
         heads = torch.split(attended, part.shape.rank, 1)
         return torch.cat([linear(x.contiguous()) for linear, x in zip(part.expand, heads, strict=True)], 1)
 
-    def keep_heads(self, x: torch.Tensor, attended: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def keep_heads(self, *rows: torch.Tensor) -> list[torch.Tensor]:
         self._adapters = [(part.adapter, part.heads) for part in self._batch.adapters]
         heads = torch.from_numpy(self._batch.head_tokens)
-        return (x[heads], attended[heads]) if len(heads) < len(x) else (x, attended)
+        return [part[heads] for part in rows] if len(heads) < len(rows[0]) else list(rows)
 
     def activated(self, gate_up: torch.Tensor) -> torch.Tensor:
-        if not self._config.is_gated:
-            self._backend.activation(gate_up, self._config.activation)
-            return gate_up
-        activated = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
-        self._backend.gated_activation(gate_up, activated, self._config.activation)
-        return activated
+        return torch_ops.activated(self._backend, gate_up, self._config.activation, is_gated=self._config.is_gated)
 
     def experts(
         self, part: RoutedExperts, x: torch.Tensor, residual: torch.Tensor | None, norm: Norm | None

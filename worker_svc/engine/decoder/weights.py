@@ -57,22 +57,32 @@ class RoutedExperts:
 
 
 @dataclass(frozen=True, slots=True)
+class Beside:
+    """A recurrence that reads the same input as attention, to whose output its own is added."""
+
+    qkv: Linear
+    recurrent: RecurrentWeights
+    o: Linear
+
+
+@dataclass(frozen=True, slots=True)
 class Layer:
     """Weights of one layer in the order of the forward pass. qkv is [q | k | v] of all heads. The norms are those of
     LAYER_NORMS; None: the decoder has none there."""
 
     input_layernorm: Norm | None
-    qkv: Linear
+    qkv: Linear | None  # None: the layer has a feed-forward part only
     qk_norms: tuple[Norm, Norm] | None
     sinks: torch.Tensor | None  # float32 [q_heads]
     latents: LatentAttention | None  # with it, qkv is [source of queries | latent]
-    o: Linear
+    o: Linear | None
     post_attention_layernorm: Norm | None
     pre_feedforward_layernorm: Norm | None
-    feed_forward: FeedForward | RoutedExperts
+    feed_forward: FeedForward | RoutedExperts | None  # None: the layer has attention or recurrence only
     post_feedforward_layernorm: Norm | None
     is_parallel: bool  # the feed-forward part reads the input of the layer, as attention does
     recurrent: RecurrentWeights | None = None  # then `qkv` makes the projections of a recurrent layer
+    beside: Beside | None = None
 
 
 @runtime_checkable
@@ -101,6 +111,7 @@ class Stored:
     has_bias: bool
     order: torch.Tensor | None = None  # of the outputs, if the forward pass has another one
     expert: int | None = None  # the tensors hold the layers of all experts, and this is one of them
+    factors: tuple[float, ...] = ()  # of the outputs of each role, multiplied into weights
 
     def shape(self, roles: tuple[tuple[Role, int], ...]) -> tuple[int, int]:
         """The shape [out, in] of a tensor with the outputs of `roles`."""
@@ -137,14 +148,22 @@ def _recurrent_linears(prefix: str, names: RecurrentNames, spec: Recurrence, hid
     return {"qkv": inputs, "o": out}
 
 
+def _in_factors(stored: Stored, weight: torch.Tensor) -> torch.Tensor:
+    """A weight [out, in] of all roles, times their factors."""
+    if not stored.factors:
+        return weight
+    sizes = torch.tensor([size for _, size in stored.roles])
+    return weight * torch.tensor(stored.factors).repeat_interleave(sizes)[:, None].to(weight.dtype)
+
+
 def _projections(names: RecurrentNames, spec: Recurrence) -> tuple[tuple[int, ...], torch.Tensor | None]:
     """The widths of the stored projections, and their order if it is not [q | k | v | z | b | a]."""
     if spec.kind == "short_conv":
         return (spec.width,), None
     if names.layout == "mamba":
         z, rest = torch.arange(spec.num_values), spec.num_values + _conv_order(names, spec)
-        steps = torch.arange(spec.width - spec.num_heads, spec.width)
-        return (spec.width,), torch.cat((rest, z, steps))
+        steps, keys = torch.arange(spec.width - spec.num_heads, spec.width), spec.num_key_heads * spec.key_dim
+        return (spec.num_values, spec.num_values, keys, keys, spec.num_heads), torch.cat((rest, z, steps))
     if names.layout == "by_key_head":
         groups = spec.num_key_heads
         parts = [spec.num_key_heads * spec.key_dim] * 2 + [spec.num_values] * 2, [spec.num_heads] * 2
@@ -233,24 +252,35 @@ class WeightLoader:
     def layer(self, index: int) -> Layer:
         names, stored, widths = self._names, self._stored(index), self._config.qk_norm_widths(index)
         prefix = names.layer.format(index)
-        qk_norms, recurrence = None, self._config.layers[index].recurrence
-        if widths is not None and recurrence is None:
+        spec, qk_norms = self._config.layers[index], None
+        recurrent = None if spec.recurrence is None else self._recurrent(prefix, spec.recurrence)
+        if widths is not None and spec.attends:
             q_norm, k_norm = (name and prefix + name for name in (names.q_norm, names.k_norm))
             qk_norms = self._norm(q_norm, widths[0]), self._norm(k_norm, widths[1])
         norms: dict[str, Norm | None] = dict.fromkeys(LAYER_NORMS)
-        for norm, name in names.layer_norms().items():
+        for norm, name in self._layer_norms(spec).items():
             norms[norm] = self._norm(prefix + name, self._config.hidden_size)
+        beside = None
+        if recurrent is not None and spec.attends:
+            beside = Beside(self._linear(stored["beside_qkv"]), recurrent, self._linear(stored["beside_o"]))
         return Layer(
-            qkv=self._linear(stored["qkv"]),
+            qkv=self._linear(stored["qkv"]) if "qkv" in stored else None,
             qk_norms=qk_norms,
             sinks=self._sinks(index),
             is_parallel=self._config.architecture.is_parallel,
             latents=self._latents(index, stored),
-            o=self._linear(stored["o"]),
-            feed_forward=self._feed_forward(self._config.layers[index], stored, prefix),
-            recurrent=None if recurrence is None else self._recurrent(prefix, recurrence),
+            o=self._linear(stored["o"]) if "o" in stored else None,
+            feed_forward=self._feed_forward(spec, stored, prefix) if spec.inner else None,
+            recurrent=recurrent if beside is None else None,
+            beside=beside,
             **norms,
         )
+
+    def _layer_norms(self, spec: LayerSpec) -> dict[str, str]:
+        """The names of a layer's norms."""
+        is_lacking = {LAYER_NORMS[:2]: not spec.has_mixer, LAYER_NORMS[2:]: not spec.inner}
+        lacking = {norm for norms, is_one in is_lacking.items() if is_one for norm in norms}
+        return {norm: name for norm, name in self._names.layer_norms().items() if norm not in lacking}
 
     def _recurrent(self, prefix: str, spec: Recurrence) -> RecurrentWeights:
         names = _present(self._names.recurrent)
@@ -260,7 +290,8 @@ class WeightLoader:
 
         conv = self._checkpoint.tensor(f"{prefix}{names.conv}.weight", (spec.channels, 1, spec.kernel), torch.float32)
         is_shared = spec.kind == "gated_delta"
-        norm = floats(f"{names.norm}.weight" if names.norm else "", spec.norm_width if is_shared else spec.num_values)
+        has_norm = names.norm and spec.has_norm
+        norm = floats(f"{names.norm}.weight" if has_norm else "", spec.norm_width if is_shared else spec.num_values)
         decay, order = floats(names.decay, spec.num_heads), _conv_order(names, spec)
         bias = floats(f"{names.conv}.bias" if spec.has_conv_bias else "", spec.channels)
         return RecurrentWeights(
@@ -277,7 +308,7 @@ class WeightLoader:
         names = _present(self._names.recurrent)
         found = [f"{names.conv}.weight", names.step_bias, names.decay, names.skip]
         found += [f"{names.conv}.bias"] if spec.has_conv_bias else []
-        found += [f"{names.norm}.weight"] if names.norm else []
+        found += [f"{names.norm}.weight"] if names.norm and spec.has_norm else []
         return [prefix + name for name in found if name]
 
     def _latents(self, index: int, stored: dict[str, Stored]) -> LatentAttention | None:
@@ -306,10 +337,10 @@ class WeightLoader:
         """The linear layers that adapters may change, by name."""
         stored = [self._stored(index) for index in range(self._config.num_layers)]
         for sites, spec in zip(stored, self._config.layers, strict=True):
-            if spec.recurrence is not None:  # adapters of recurrent layers are not computed
+            if spec.recurrence is not None and not spec.attends:  # adapters of recurrent layers are not computed
                 del sites["qkv"], sites["o"]
-            elif sites["qkv"].order is not None:
-                del sites["qkv"]
+            for site in [site for site, linear in sites.items() if linear.order is not None or linear.factors]:
+                del sites[site]
         return modules_of(stored)
 
     def _feed_forward(self, spec: LayerSpec, stored: dict[str, Stored], prefix: str) -> FeedForward | RoutedExperts:
@@ -319,7 +350,8 @@ class WeightLoader:
         for expert in range(len(spec.expert_widths())):
             gate_up.append(self._linear(stored[f"gate_up{expert}"]))
             down.append(self._linear(stored[f"down{expert}"]))
-        linears = ExpertLinears(gate_up, down, spec.experts.routing, self._correction(spec.experts, prefix))
+        routing, correction = spec.experts.routing, self._correction(spec.experts, prefix)
+        linears = ExpertLinears(gate_up, down, routing, correction, is_gated=self._config.is_gated)
         return RoutedExperts(self._router(spec.experts.routing, stored["router"]), linears)
 
     def _sinks(self, index: int) -> torch.Tensor | None:
@@ -355,14 +387,14 @@ class WeightLoader:
             linears.append("score.weight")
         for index in range(self._config.num_layers):
             prefix = names.layer.format(index)
-            norms += [prefix + name for name in names.layer_norms().values()]
-            spec = self._config.layers[index].recurrence
-            if spec is not None:
-                linears += self._recurrent_names(prefix, spec)
+            layer = self._config.layers[index]
+            norms += [prefix + name for name in self._layer_norms(layer).values()]
+            if layer.recurrence is not None:
+                linears += self._recurrent_names(prefix, layer.recurrence)
             latent = self._config.layers[index].latents
             if latent is not None:
                 norms += [prefix + latents.NORM, *([prefix + latents.QUERY_NORM] if latent.query_rank else [])]
-            if self._config.qk_norm_widths(index) is not None and spec is None and names.q_norm:
+            if self._config.qk_norm_widths(index) is not None and layer.attends and names.q_norm:
                 norms += [prefix + names.q_norm, prefix + names.k_norm]
             for stored in self._stored(index).values():
                 linears += self._weight_names(stored)
@@ -387,7 +419,9 @@ class WeightLoader:
         ) -> Stored:
             return Stored(tuple(prefix + part for part in parts), roles, in_features, has_bias)
 
-        gates: tuple[tuple[Role, int], ...] = (("gate", spec.inner), ("up", spec.inner))
+        def gates(width: int) -> tuple[tuple[Role, int], ...]:
+            return (("gate", width), ("up", width)) if config.is_gated else (("up", width),)
+
         heads_of: tuple[tuple[Role, int], ...] = (("q", q_size), ("k", kv_size), ("v", kv_size))
         if spec.has_output_gate:
             heads_of = (("q", 2 * q_size), *heads_of[1:])
@@ -398,12 +432,17 @@ class WeightLoader:
         found["o"] = stored(names.o, (("o", hidden),), q_size, has_bias=config.has_o_bias)
         if spec.has_output_gate:
             found["qkv"] = replace(found["qkv"], order=_gates_last(heads))
+        if not spec.attends:
+            found = {}
         if spec.recurrence is not None:
-            found |= _recurrent_linears(prefix, _present(names.recurrent), spec.recurrence, hidden)
-        if spec.experts is None:
-            roles = gates if config.is_gated else gates[1:]
-            found["gate_up"] = stored(names.gate_up, roles, hidden, has_bias=config.has_mlp_bias)
+            sides = _recurrent_linears(prefix, _present(names.recurrent), spec.recurrence, hidden)
+            found |= {f"beside_{side}": linear for side, linear in sides.items()} if spec.attends else sides
+        if spec.inner and spec.experts is None:
+            found["gate_up"] = stored(names.gate_up, gates(spec.inner), hidden, has_bias=config.has_mlp_bias)
             found["down"] = stored(names.down, (("down", hidden),), spec.inner, has_bias=config.has_mlp_bias)
+        for name, factors in (config.factors or {}).items():
+            found[name] = replace(found[name], factors=factors)
+        if spec.experts is None:
             return found
         routing = spec.experts.routing
         routers: tuple[tuple[Role, int], ...] = (("router", routing.num_experts), ("router", 1))
@@ -416,12 +455,11 @@ class WeightLoader:
             *gate_up, down = names.shared_linears if is_shared else names.expert_linears
             sides = {
                 "gate_up": stored(
-                    tuple(of_expert + name for name in gate_up), (("gate", width), ("up", width)), hidden,
-                    has_bias=has_bias,
+                    tuple(of_expert + name for name in gate_up), gates(width), hidden, has_bias=has_bias
                 ),
                 "down": stored((of_expert + down,), (("down", hidden),), width, has_bias=has_bias),
             }  # fmt: skip
-            index_in_stack = expert if names.has_stacked_experts and not is_shared else None
+            index_in_stack = expert if names.stacked_experts and not is_shared else None
             found |= {f"{side}{expert}": replace(linear, expert=index_in_stack) for side, linear in sides.items()}
         return found
 
@@ -452,6 +490,7 @@ class WeightLoader:
         for name, roles in stored.tensors():
             weights += self._parts(roles, self._weight(name, stored, roles))
         joined = self._join_in_scratch(weights) if self._backend.copies_weights else self._join(weights)
+        joined = _in_factors(stored, joined)
         return self._backend.make_linear(joined if stored.order is None else joined[stored.order], bias)
 
     def _bias(self, stored: Stored) -> torch.Tensor | None:
@@ -469,7 +508,7 @@ class WeightLoader:
 
     def _int8_rows(self, stored: Stored) -> Int8Rows | None:
         """The stored values, if the int8 kernel computes what they were quantized for."""
-        if not isinstance(self._backend, Int8LinearMaker) or stored.in_features > MAX_INT8_INPUTS:
+        if not isinstance(self._backend, Int8LinearMaker) or stored.in_features > MAX_INT8_INPUTS or stored.factors:
             return None
         rows = []
         for name, roles in stored.tensors():
@@ -482,7 +521,7 @@ class WeightLoader:
 
     def _four_bit_rows(self, stored: Stored) -> FourBitRows | None:
         """The stored values, if all tensors of a layer are in 4 bits with the same groups."""
-        if not isinstance(self._backend, FourBitLinearMaker):
+        if not isinstance(self._backend, FourBitLinearMaker) or stored.factors:
             return None
         schemes = {self._scheme(name) for name in stored.names}
         scheme = next(iter(schemes))
@@ -530,6 +569,8 @@ class WeightLoader:
         if isinstance(scheme, Mxfp4):
             rows = fp4_rows(*read_mxfp4(self._checkpoint, name, scheme, (count, *shape), expert))
             weight = rows.widened().to(self._dtype)
+        elif self._names.stacked_experts == "outputs_first":
+            weight = self._checkpoint.tensor(name, (count, *shape), None)[expert]
         else:
             weight = self._checkpoint.tensor(name, (count, *shape[::-1]), None)[expert].T
         return self._in_halves(name, weight)

@@ -185,10 +185,10 @@ class _DeviceOperations:
     def expand_latents(self, part: LatentAttention, attended: torch.Tensor) -> torch.Tensor:
         raise TypeError("latent attention is not computed on a device: features.py refuses the model")
 
-    def keep_heads(self, x: torch.Tensor, attended: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def keep_heads(self, *rows: torch.Tensor) -> list[torch.Tensor]:
         if self._adapters is not None:
             self._adapters = self._adapters.at(self._tokens)
-        return x.index_select(0, self._tokens), attended.index_select(0, self._tokens)
+        return [part.index_select(0, self._tokens) for part in rows]
 
     def activated(self, gate_up: torch.Tensor) -> torch.Tensor:
         if not self._config.is_gated:

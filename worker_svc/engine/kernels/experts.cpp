@@ -194,7 +194,14 @@ void run_experts(Pass& pass, int is_bf16, const Experts& e, const T* x, Activati
       up.push_back({&e.gate_up[i], x, s.tokens.data() + first, activated, count});
     down.push_back({&e.down[i], activated, nullptr, terms, count});
   }
-  grouped_gated_linear(pass, is_bf16, up, activation);
+  if (e.is_gated) {
+    grouped_gated_linear(pass, is_bf16, up, activation);
+  } else {
+    grouped_linear(pass, is_bf16, up);
+    activate(pass, is_bf16, s.activated.data(), n * e.top_k, inner, activation);
+    if (e.shared != kNoShared)
+      activate(pass, is_bf16, (T*)s.activated.data() + n * e.top_k * inner, n, e.down[e.num_experts].in, activation);
+  }
   grouped_linear(pass, is_bf16, down);
   pass.run(n, 4, [&](int64_t first, int64_t last) {
     for (int64_t t = first; t < last; t++) combine((const T*)s.terms.data(), e, s, t, out + t * dim, dim);

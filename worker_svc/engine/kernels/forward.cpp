@@ -21,12 +21,12 @@ struct Layer {
   void *k_cache, *v_cache;
   int64_t q_heads, kv_heads, head_dim;
   const Recurrence* recurrence;  // null: the layer attends
-  int64_t mixed_width;           // of the outputs of attention or recurrence
+  int64_t mixed_width;           // of the outputs of attention or recurrence, the later one
   int64_t has_gate;              // qkv is [q | k | v | gate]: attention outputs are multiplied by its sigmoid
 };
 
-// The linear layers that an adapter may change, of each layer of the model.
-enum Site { kSiteQkv = 0, kSiteO = 1, kSiteGateUp = 2, kSiteDown = 3, kNumSites = 4 };
+// The linear layers that an adapter may change, of each layer of the model; then those of a recurrence beside attention.
+enum Site { kSiteQkv = 0, kSiteO = 1, kSiteGateUp = 2, kSiteDown = 3, kNumSites = 4, kSiteBesideQkv = 4, kSiteBesideO = 5 };
 
 // Operations of StepOperations (decoder/forward.py).
 enum OpKind {
@@ -167,6 +167,7 @@ struct Forward {
   // The adapters that change a site of a layer, with their rows of x.
   std::vector<LowRankRows> adapters_of(const Op& op) const {
     std::vector<LowRankRows> found;
+    if (op.site >= kNumSites) return found;
     for (int64_t i = 0; i < b.num_adapters; i++) {
       const Adapter& a = b.adapters[i];
       const LowRank* low_rank = a.sites + op.layer * kNumSites + op.site;
@@ -267,7 +268,7 @@ struct Forward {
     const Norm norm = m.norm(p.x, op.adds_residual ? p.residual : nullptr, op.norm);
     switch (op.kind) {
       case kEmbed: return embed();
-      case kLinear: return linear_op(op, op.site == kSiteO ? p.attended : p.activated, p.residual);
+      case kLinear: return linear_op(op, op.site == kSiteDown ? p.activated : p.attended, p.residual);
       case kLinearOfNorm: return linear_of_norm_op(op, norm);
       case kAttend: return attend(op.layer);
       case kRecur: return recur(op.layer);
@@ -308,7 +309,8 @@ struct Forward {
   // Moves the rows of the head tokens to the front.
   void keep_heads() {
     const int64_t element = m.is_bf16 ? 2 : 4;
-    for (auto [rows, width] : {std::pair(p.x, m.hidden), std::pair(p.attended, m.layers[m.num_layers - 1].mixed_width)})
+    const int64_t mixed = m.layers[m.num_layers - 1].mixed_width;
+    for (auto [rows, width] : {std::pair(p.x, m.hidden), std::pair(p.residual, m.hidden), std::pair(p.attended, mixed)})
       for (int64_t i = 0; i < b.num_heads; i++)
         memmove(rows + i * width * element, rows + b.heads[i] * width * element, width * element);
     n = b.num_heads, of_heads = true;

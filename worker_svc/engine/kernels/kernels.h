@@ -151,6 +151,7 @@ struct Experts {
   const float* correction;       // null: none
   int64_t num_experts, top_k, is_normalized, is_sigmoid, num_groups, top_groups, group_best, shared, scales_inputs;
   int64_t is_float32;  // the router has float32 inputs and outputs
+  int64_t is_gated;    // else `gate_up` is up alone
   double scale;
 
   int64_t total() const { return num_experts + (shared != kNoShared); }

@@ -190,7 +190,8 @@ class ShardLoader(WeightLoader):
         gate_up = self._stack([stored[f"gate_up{number}"] for number in numbers])
         down = self._stack([stored[f"down{number}"] for number in numbers])
         experts = StackedExperts(
-            self._views(gate_up), self._views(down), spec.experts.routing, None, gate_up, down, self._linears.is_exact
+            *(self._views(gate_up), self._views(down), spec.experts.routing, None, self._config.is_gated),
+            *(gate_up, down, self._linears.is_exact),
         )
         return RoutedExperts(self._linear(stored["router"]), experts)
 
