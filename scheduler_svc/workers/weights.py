@@ -260,8 +260,9 @@ class Weights:
         self, update_id: str, digest: str, rows: rollouts_pb2.RunningRows.ValueType
     ) -> rollouts_pb2.CommitUpdateResponse:
         """Compute with the new weights. A commit that has begun comes to an end, even if the caller leaves."""
-        if self._newest is not None and self._newest[0] == update_id:
-            return self._newest[1]
+        is_open = self._update is not None and self._update.update_id == update_id
+        if not is_open and self._newest is not None and self._newest[0] == update_id:
+            return self._newest[1]  # a retry
         update = self._open(update_id)
         if rows not in rollouts_pb2.RunningRows.values():
             raise InvalidRequestError(f"running_rows is {rows}, which is not a value", field="running_rows")

@@ -17,6 +17,7 @@ from quire_client.demo import demo_model_dir
 
 from tests.processes.ports import free_port
 from tests.processes.stack import Stack
+from tests.unit.engine.adapters import make_adapter
 
 PROMPT = list(range(5, 45))
 FLAGS = ("--num-blocks", "96", "--max-num-seqs", "6", "--max-num-batched-tokens", "48")
@@ -72,6 +73,52 @@ async def test_scores_equal_generated_values_after_a_kill(stack: Stack) -> None:
                     **{"token_ids": PROMPT, "max_tokens": 0, "num_forced_tokens": 3, "prompt_logprobs": 0, **fields}
                 )
             assert name in str(refused.value)
+
+
+KINDS = {
+    "float32": ("--dtype", "float32"),
+    "bfloat16": ("--dtype", "bfloat16"),
+    "int8": ("--dtype", "bfloat16", "--quantize", "int8"),
+}
+REQUESTS: tuple[dict[str, Any], ...] = (
+    {"n": 3},
+    {"temperature": 0},
+    {"frequency_penalty": 0.7, "presence_penalty": -0.4, "min_p": 0.02, "bad_words": ["the"]},
+    {"regex": "[a-f]{9,30}-[0-9]{2}", "ignore_eos": False},
+    {"adapter": "poems", "top_k": 50},
+)
+
+
+@pytest.mark.parametrize(
+    ("kind", "speculate"),
+    [pytest.param(kind, speculate, marks=pytest.mark.deep) for kind in KINDS for speculate in (False, True)],
+)
+async def test_scores_equal_generated_values_in_any_batch(
+    stack: Stack, tmp_path: Path, kind: str, speculate: bool
+) -> None:
+    """Generated on a worker with one thread, many rows and drafts; scored on one with two threads and short steps."""
+    make_adapter(
+        demo_model_dir(), tmp_path / "adapters" / "poems", r=4, strength=3.0, target_modules=["q_proj", "v_proj"]
+    )
+    shared = (*KINDS[kind], "--adapter-dir", str(tmp_path / "adapters"), "--num-blocks", "160")
+    drafts = ("--speculate", "suffix") if speculate else ()
+    scheduler = stack.start_scheduler()
+    first = stack.start_worker(scheduler, demo_model_dir(), *shared, *drafts, "--threads", "1")
+    gateway = stack.start_gateway(scheduler, flags=("--logprobs-mode", "processed"))
+    async with await stack.connect(gateway) as client:
+        await client.load_adapter("poems", "poems")
+        calls = [
+            client.generate(token_ids=PROMPT, max_tokens=40, logprobs=2, **{**PARAMETERS, "ignore_eos": True, **own})
+            for own in REQUESTS
+        ]
+        results = await asyncio.gather(*calls)
+        other = ("--threads", "2", "--max-num-batched-tokens", "24", "--max-num-seqs", "3")
+        stack.start_worker(scheduler, demo_model_dir(), *shared, *other).wait_ready()
+        first.kill()
+        for own, result in zip(REQUESTS, results, strict=True):
+            options = {name: value for name, value in own.items() if name != "n"}
+            for sample in result.samples:
+                assert await score(client, sample.token_ids, **options) == list(sample.logprobs), own
 
 
 async def test_costs_of_requests_add_up_to_the_time_of_the_worker(stack: Stack) -> None:

@@ -218,6 +218,8 @@ async def test_refused_updates_change_nothing() -> None:
         assert (done.weights.version, done.num_workers) == (2, 3)
         assert await weights.commit("w", "", rollouts_pb2.RUNNING_ROWS_KEEP) == done, "a retry"
         assert fleet.versions == {(2, ("a", "c"))}
+        assert (await update(weights, "d", "w")).weights.version == 3, "another update with the same id"
+        assert fleet.versions == {(3, ("a", "c", "d"))}
         await weights.close()
 
 
