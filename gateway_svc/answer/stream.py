@@ -223,8 +223,9 @@ class SampleStream:
             output_digest=self._digest.intdigest(),
             message=finish.message,
             preemptions=finish.preemptions,
-            weight_versions=journal.spans(self.num_output),
         )
+        if journal.versions:
+            finished.weight_versions.extend(journal.spans(self.num_output))
         if self._plan.output.logprobs is not None:
             finished.cumulative_logprob = self._cumulative
         if self.is_stopped:

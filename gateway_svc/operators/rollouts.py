@@ -20,7 +20,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 Response = internal.ControlRolloutsResponse
 
 CALL_TIMEOUT_S = 3600.0  # of calls that wait for requests to end
-MAX_PIECE_BYTES = 1 << 20
+MAX_PIECE_BYTES = 1 << 19
 
 
 class Rollouts:

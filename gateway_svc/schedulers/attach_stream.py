@@ -91,8 +91,10 @@ class AttachStream:
             request.fail(_too_large(size))
             return
         self._by_handle[handle] = request
-        if self._weights is not None:
-            request.on_weights(self._weights)
+        if (weights := self._weights) is not None:
+            if weights.weights.version or request.base_weights is not None:
+                request.on_weights(weights)
+            request.base_weights = request.base_weights or weights
         self.sent_tokens += request.num_prompt_tokens + request.num_output_tokens + REQUEST_TOKENS
         self._send(message)
 

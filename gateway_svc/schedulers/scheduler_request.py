@@ -102,18 +102,22 @@ class SampleJournal:
     None if not requested.
     """
 
-    __slots__ = ("finish", "is_closed", "logprobs", "outputs", "versions")
+    __slots__ = ("finish", "is_closed", "logprobs", "num_given", "outputs", "versions")
 
     def __init__(self, outputs: array[int], logprobs: LogprobJournal | None = None) -> None:
         self.outputs = outputs
         self.logprobs = logprobs
         self.finish: pb.SampleFinished | None = None
         self.is_closed = False  # a stop string matched: later tokens are dropped, only `finish` is awaited
-        self.versions: list[tuple[int, pb.WeightsChange]] = []  # the weights from each of these output positions on
+        self.num_given = len(outputs)  # tokens that the client already had
+        # The weights from each of these output positions on. Empty: the checkpoint's.
+        self.versions: list[tuple[int, pb.WeightsChange]] = []
 
-    def note_weights(self, change: pb.WeightsChange) -> None:
-        """The next tokens are computed by these weights."""
+    def note_weights(self, change: pb.WeightsChange, base: pb.WeightsChange | None) -> None:
+        """The next tokens are computed by these weights. `base` computed the tokens so far, if nothing is noted."""
         start, versions = len(self.outputs), self.versions
+        if not versions and base is not None:
+            versions.append((self.num_given, base))
         if versions and versions[-1][1].weights.revision == change.weights.revision:
             return
         if versions and versions[-1][0] == start:
@@ -170,6 +174,7 @@ class SchedulerRequest:
         self._num_awaited = self._num_unfinished  # samples that are not finished and not closed
         self.pooled: array[float] | None = None  # the numbers of a pooled request
         self.handle: int | None = None  # while a scheduler has the request
+        self.base_weights: pb.WeightsChange | None = None  # that computed its first tokens
         self.is_resumed = resumes  # a stream was lost: the next Submit takes over from it and may wait for a scheduler
         self._submit = submit
         self._trace: Trace | None = None
@@ -380,7 +385,7 @@ class SchedulerRequest:
         """The next tokens are computed by these weights."""
         for sample in self.samples:
             if sample.finish is None:
-                sample.note_weights(change)
+                sample.note_weights(change, self.base_weights)
 
     def on_pooled(self, numbers: array[float]) -> None:
         """The numbers of a pooled request. Its end follows."""

@@ -35,15 +35,13 @@ class Barrier:
         self._requests = requests
         self._placement = placement
         self._finishes: dict[str, bool] = {}  # by holder: it waits for requests that have begun
+        # Attributes, because every step reads them.
+        self.is_held = False
+        self.is_closed = False  # no step may be planned
 
     @property
     def holders(self) -> list[str]:
         return list(self._finishes)
-
-    @property
-    def is_closed(self) -> bool:
-        """No step may be planned."""
-        return False in self._finishes.values()
 
     @property
     def is_reached(self) -> bool:
@@ -53,6 +51,7 @@ class Barrier:
     def hold(self, holder: str, *, finishes: bool = False) -> None:
         """Close the barrier. With `finishes`, it closes when the requests that have begun have ended."""
         self._finishes.setdefault(holder, finishes)
+        self._note()
         self._admit(is_new=False)
         self.advance()
 
@@ -60,6 +59,7 @@ class Barrier:
         """Open the barrier, unless another holder keeps it closed."""
         if self._finishes.pop(holder, None) is None:
             return
+        self._note()
         if not self._finishes:
             self._admit(is_new=True)
         for worker in self._workers.values():
@@ -69,6 +69,10 @@ class Barrier:
         """Close it for the holders that wait for requests, if these have ended."""
         if any(self._finishes.values()) and not any(self._begun()):
             self._finishes = dict.fromkeys(self._finishes, False)
+            self._note()
+
+    def _note(self) -> None:
+        self.is_held, self.is_closed = bool(self._finishes), False in self._finishes.values()
 
     def _begun(self) -> Iterator[bool]:
         """True for each sequence that has begun and has not ended."""

@@ -266,17 +266,17 @@ class Requests:
                 self._update_schedulable(seq)
 
     def _update_schedulable(self, seq: Sequence) -> None:
-        if self._is_schedulable(seq) == (seq in self.waiting.unschedulable):
+        is_admitted = self.admits_new or not seq.is_new
+        could_run = is_admitted and self._placement.could_run(seq.group, seq.failed_on)
+        if could_run == (seq in self.waiting.unschedulable):
             self.waiting.remove(seq)
             self._join_queue(seq)
-
-    def _is_schedulable(self, seq: Sequence) -> bool:
-        return (self.admits_new or not seq.is_new) and self._placement.could_run(seq.group, seq.failed_on)
 
     def _join_queue(self, seq: Sequence) -> None:
         remaining, num_samples = seq.group.stop.max_tokens - len(seq.data.output), 1 + len(seq.forks)
         num_tokens = expected_tokens(seq.data.num_tokens, remaining, num_samples, self._throughput.mean_output)
-        if not self._is_schedulable(seq):
+        is_admitted = self.admits_new or not seq.is_new
+        if not (is_admitted and self._placement.could_run(seq.group, seq.failed_on)):
             self.waiting.add_unschedulable(seq, num_tokens)
             return
         entry = QueueEntry(seq, num_tokens)

@@ -232,7 +232,7 @@ class Scheduler:
             self._expired += self._requests.abort(late.group.request_id, FinishReason.ABORTED, message)
         if self._waiting.unschedulable or not self._workers:
             self._expired += self._requests.give_up(now)
-        if self.barrier.holders:
+        if self.barrier.is_held:
             self.barrier.advance()
         if self.barrier.is_closed:
             return []

@@ -63,9 +63,14 @@ class WeightsRecord:
     weights_digest: str = ""
 
     @classmethod
-    def parse(cls, text: str) -> WeightsRecord:
-        found = json.loads(text)
-        return cls(found["version"], tuple(found["files"]), found["revision"], found["weights_digest"])
+    def parse(cls, text: str) -> WeightsRecord | None:
+        """None for a text that another program has written."""
+        try:
+            found = json.loads(text)
+            return cls(int(found["version"]), tuple(found["files"]), found["revision"], found["weights_digest"])
+        except (ValueError, TypeError, KeyError):
+            log.error("the record of the weights in Redis cannot be read, so it is ignored: %r", text[:200])
+            return None
 
 
 @dataclass(slots=True, eq=False)
@@ -105,6 +110,7 @@ class Weights:
         self.num_failed = 0
         self.asleep: set[str] = set()
         self._base = ("", "")  # model and revision of the checkpoint
+        self._num_holds = 0
         self._update: OpenUpdate | None = None
         self._newest: tuple[str, rollouts_pb2.CommitUpdateResponse] | None = None  # the last commit
         self._members: dict[str, LeasedWorker] = {}
@@ -170,10 +176,8 @@ class Weights:
 
     async def _follow_once(self) -> None:
         text = await self._index.read_weights(*self._base)
-        if not text:
-            return
-        record = WeightsRecord.parse(text)
-        if record.version > self.current.version:
+        record = WeightsRecord.parse(text) if text else None
+        if record is not None and record.version > self.current.version:
             await self._catch_up_with(record)
 
     async def close(self) -> None:
@@ -267,7 +271,7 @@ class Weights:
         if rows not in rollouts_pb2.RunningRows.values():
             raise InvalidRequestError(f"running_rows is {rows}, which is not a value", field="running_rows")
         is_retiring = rows == rollouts_pb2.RUNNING_ROWS_RETIRE
-        if is_retiring and any(holder != HOLDER for holder in self._step_loop.core.barrier.holders):
+        if is_retiring and any(not holder.startswith(HOLDER) for holder in self._step_loop.core.barrier.holders):
             raise InvalidRequestError(
                 "running_rows is RETIRE, but no row runs on during a pause; end the pause, or choose another value",
                 field="running_rows",
@@ -288,6 +292,7 @@ class Weights:
         except BaseException:
             self.num_failed += 1
             update.committing = None
+            await self._ask_all(lambda link: self._calls(link).drop(), is_needed=False)
             raise
         self.num_updates += 1
         self._update = None
@@ -299,6 +304,11 @@ class Weights:
 
     async def _decide_and_switch(self, update: OpenUpdate, *, keeps_kv: bool) -> int:
         async with self._turn:
+            if update.version <= self.current.version:
+                raise AlreadyExistsError(
+                    f"version is {update.version}, but {self.current.version} is in use by now; begin another update",
+                    field="version",
+                )
             # Workers that have joined since `prepare` load the weights now.
             record = await self._stage_all(update.version, self._files_with(update))
             await self._decide(record)
@@ -370,11 +380,13 @@ class Weights:
 
     async def _held(self, mode: HoldMode, act: Callable[[], Awaitable[int]]) -> int:
         """Act while no worker computes."""
+        self._num_holds += 1
+        holder = f"{HOLDER}:{self._num_holds}"  # a commit and a worker that joins may hold it at the same time
         try:
-            await self._step_loop.hold(HOLDER, mode)
+            await self._step_loop.hold(holder, mode)
             return await act()
         finally:
-            self._step_loop.release(HOLDER)
+            self._step_loop.release(holder)
 
     async def _decide(self, record: WeightsRecord) -> None:
         """From now on these are the weights of the model, whatever fails. Raises UnavailableError or AlreadyExistsError
