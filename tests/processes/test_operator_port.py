@@ -76,6 +76,20 @@ def test_each_port_accepts_its_own_keys_only(ports: tuple[str, str]) -> None:
     assert refused.value.code.name == "UNIMPLEMENTED", "no inference on the port for operations"
 
 
+def test_only_operators_update_weights(ports: tuple[str, str]) -> None:
+    public, admin = ports
+    for address, key, code in (
+        (public, USER, "PERMISSION_DENIED"),
+        (public, OPERATOR, "UNAUTHENTICATED"),
+        (admin, USER, "UNAUTHENTICATED"),
+    ):
+        with Client.connect(address, api_key=key, retry=None) as client:
+            for call in (client.weights, lambda: client.put_tensors("u", "a"), lambda: client.pause("p")):
+                with pytest.raises(QuireError) as refused:
+                    call()
+                assert refused.value.code.name == code
+
+
 def test_calls_of_operators_are_in_the_audit_log(ports: tuple[str, str], folders: dict[str, Path]) -> None:
     _, admin = ports
     path = folders["operators"].parent / AUDIT

@@ -28,6 +28,7 @@ from gateway_svc.http.rollouts import RolloutHandlers
 from gateway_svc.http.server import MAX_CONNECTIONS, HttpServer
 from gateway_svc.http.status import StatusHandlers
 from gateway_svc.operators.admin import AdminServicer
+from gateway_svc.operators.operator_port import NoOperators
 from gateway_svc.operators.rollouts import Rollouts
 from svc_common import memory
 from svc_common.calls import RpcStats
@@ -51,6 +52,7 @@ class HttpGateway:
         origins: Sequence[str] = (),
         max_connections: int = MAX_CONNECTIONS,
         audit: Any = None,
+        operators: Authenticator | NoOperators | None = None,
     ) -> None:
         self.is_serving = True
         self.stats = RpcStats()
@@ -60,7 +62,16 @@ class HttpGateway:
         inspector: Any = None  # no endpoint inspects
         controls = RolloutHandlers(Rollouts(directory), AdminServicer(directory, inspector), directory, limits)
         handlers = Handlers(gateway.servicer, directory, gateway.threads.requests, status, controls)
-        app = with_cors(HttpApp(handlers.routes(), authenticator=authenticator, stats=self.stats, audit=audit), origins)
+        self.operator_paths = sorted(route.path for route in controls.routes())
+        app = HttpApp(
+            handlers.routes(),
+            authenticator=authenticator,
+            stats=self.stats,
+            audit=audit,
+            operators=operators,
+            operator_paths=self.operator_paths,
+        )
+        app = with_cors(app, origins)
         self.server = HttpServer(app, "127.0.0.1:0", max_connections=max_connections)
 
     async def __aenter__(self) -> HttpGateway:
@@ -486,6 +497,27 @@ async def test_keys(gateway: TestGateway, tmp_path: Path) -> None:
             status, _, answer = await http.get("/v1/models", headers=headers)
             assert (status, answer["error"]["code"]) == (401, "invalid_api_key")
         assert (await http.get("/v1/models", headers={"authorization": "bearer secret"}))[0] == 200
+
+
+async def test_only_operators_control_weights_and_pauses(gateway: TestGateway, tmp_path: Path) -> None:
+    for owner, key in (("clients/me", "secret"), ("operators/me", "operator")):
+        (tmp_path / owner).parent.mkdir()
+        (tmp_path / owner).write_text(key)
+    clients, operators = (Authenticator(ApiKeys(tmp_path / name)) for name in ("clients", "operators"))
+
+    async def statuses(http: HttpGateway, key: str) -> set[int]:
+        """Of a request that every endpoint refuses, if it is not refused because of the key."""
+        options = {"headers": {"authorization": f"Bearer {key}"}, "data": b"[]"}
+        found = [await http.post(path, **options) for path in http.operator_paths]
+        return {status for status, _, _ in found}
+
+    async with HttpGateway(gateway, clients, operators=operators) as http:
+        assert "/update_weights" in http.operator_paths
+        assert await statuses(http, "secret") == {401}
+        assert (await http.get("/v1/models", headers={"authorization": "Bearer operator"}))[0] == 401
+        assert not await statuses(http, "operator") & {401, 403}
+    async with HttpGateway(gateway, clients, operators=NoOperators()) as http:
+        assert await statuses(http, "secret") == {403}
 
 
 @pytest.mark.parametrize("prompts", [["a"], ["a", "b"]])
