@@ -6,7 +6,8 @@
 A step is everything between a worker's answer and its next step: `update()`, the message for the gateway, `schedule()`,
 the message for the worker; in steady decode, staggered so that N / block_size rows open a block in each step.
 `step_us_core` is the same without the messages. `step_us_window`: all rows have left a sliding window of 256 tokens, so
-they free a block for each one that they take. `step_us_churn`: in every step one sequence ends and another, whose
+they free a block for each one that they take. `step_us_drafts`: all rows speculate with 3 drafts, of which 0 to 3
+become tokens. `step_us_churn`: in every step one sequence ends and another, whose
 prompt of 64 tokens is new, takes its place. `short_us`: time per request of short requests on one worker, of which 8
 begin and 8 end in every step (64 new prompt tokens, one output token), messages included. `admit_us_full` is `admit_us`
 with pools full of cached prefixes, as they are after the first minutes, so that each prompt evicts some. Figures are
@@ -33,6 +34,7 @@ from scheduler_svc.workers import wire as worker_wire
 from step_protocol.messages import StepBatch, StepOutput
 
 STEPS = 200
+NUM_DRAFTS = 3
 FILLS_POOLS = 400  # number of prompts that fill the pools; every later prompt evicts blocks
 EOS = 2
 WINDOW = 256
@@ -66,6 +68,15 @@ class SteadyDecode:
 
     def _add(self, name: str, num_tokens: int) -> None:
         add(self.scheduler, name, self._rng.integers(3, 50_000, num_tokens, dtype=np.uint32))
+
+    def answer_with_drafts(self) -> StepOutput:
+        """An answer to the oldest step in which each row has 1 to 4 tokens, as far as the step reserves them."""
+        batch = self._in_flight.pop(0)
+        most = np.ones_like(batch.rows) if batch.max_query_lens is None else np.maximum(batch.max_query_lens, 1)
+        lens = np.minimum(1 + (np.arange(len(most)) + batch.step_id) % 4, most).astype(np.uint32)
+        rows, token_ids = batch.rows[batch.sample_mask], np.full(int(lens.sum()), 7, np.uint32)
+        wanted = np.full(len(rows), NUM_DRAFTS, np.uint32)
+        return StepOutput(batch.step_id, rows, token_ids, worker_id=batch.worker_id, token_lens=lens, draft_lens=wanted)
 
     def answer(self, ending_row: int | None = None) -> StepOutput:
         """The worker's answer to the oldest step; the row that ends samples EOS."""
@@ -108,6 +119,7 @@ def step_us(
     has_messages: bool,
     has_churn: bool = False,
     window: int | None = None,
+    has_drafts: bool = False,
 ) -> float:
     """Floor of one step."""
     decode = SteadyDecode(num_seqs, block_size, window)
@@ -119,7 +131,8 @@ def step_us(
         for i in range(STEPS):
             if has_churn:
                 decode.replace_one()
-            answer = decode.answer(ending_row=i % num_seqs if has_churn else None)
+            ending_row = i % num_seqs if has_churn else None
+            answer = decode.answer_with_drafts() if has_drafts else decode.answer(ending_row)
             start = time.thread_time_ns()
             decode.step(answer, has_messages=has_messages)
             spent.append(time.thread_time_ns() - start)
@@ -212,7 +225,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5, help="number of repeats; the lowest figure counts")
     repeats = parser.parse_args().repeats
     meter = StealMeter()
-    names = ("step_us", "step_us_block_256", "step_us_core", "step_us_window", "step_us_churn")
+    names = ("step_us", "step_us_block_256", "step_us_core", "step_us_window", "step_us_drafts", "step_us_churn")
     figures: dict[str, dict[str, float]] = {name: {} for name in names}
     for num_seqs in (1, 32, 256, 1024):
         key = str(num_seqs)
@@ -220,11 +233,13 @@ def main() -> None:
         figures["step_us_block_256"][key] = step_us(num_seqs, 256, repeats, has_messages=True)
         figures["step_us_core"][key] = step_us(num_seqs, 16, repeats, has_messages=False)
         figures["step_us_window"][key] = step_us(num_seqs, 16, repeats, has_messages=True, window=WINDOW)
+        figures["step_us_drafts"][key] = step_us(num_seqs, 16, repeats, has_messages=True, has_drafts=True)
         figures["step_us_churn"][key] = step_us(num_seqs, 16, repeats, has_messages=True, has_churn=True)
         at = {name: figures[name][key] for name in names}
         print(
             f"N={num_seqs}: {at['step_us']} us a step at block 16, {at['step_us_block_256']} at block 256, "
             f"{at['step_us_core']} without messages, {at['step_us_window']} with a window, "
+            f"{at['step_us_drafts']} with drafts, "
             f"{at['step_us_churn']} with churn",
             flush=True,
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from worker_svc.engine.model_runner import ModelRunner
 from worker_svc.engine.rows.open_rows import OpenRows
 from worker_svc.engine.speculation.drafts import RowDrafts
 
-GREEDY = SamplingParams(0.0, 0, 1.0, 0.0, 0)
+GREEDY = SamplingParams(0.0, 0, 1.0, 0.0, 1)
 PROMPT_LEN = 32
 
 
@@ -40,28 +39,35 @@ class GivenDrafts:
 
 
 def decode(runner: ModelRunner, num_rows: int, num_tokens: int) -> tuple[list[list[int]], float]:
-    """The outputs of rows with different prompts, as the scheduler asks for them, and the tokens per second after the
-    prompts, until the first row has so many tokens.
+    """`decode_prompts` of rows with different prompts."""
+    prompts = [np.arange(3 + row, 3 + row + PROMPT_LEN, dtype=np.uint32) for row in range(num_rows)]
+    return decode_prompts(runner, prompts, num_tokens, GREEDY)
+
+
+def decode_prompts(
+    runner: ModelRunner, prompts: list[np.ndarray], num_tokens: int, sampling: SamplingParams
+) -> tuple[list[list[int]], float]:
+    """The outputs of these prompts, as the scheduler asks for them, and the tokens per second after the prompts, until
+    the first row has so many tokens.
     """
-    size = runner.info.block_size
-    num_blocks = -(-(PROMPT_LEN + num_tokens + 32) // size)
+    size, num_rows, prompt_lens = runner.info.block_size, len(prompts), np.array([len(prompt) for prompt in prompts])
+    num_blocks = -(-(int(prompt_lens.max()) + num_tokens + 48) // size)
     rows = np.arange(num_rows, dtype=np.uint32)
     first_slots = np.arange(num_rows, dtype=np.int64) * num_blocks * size
     runner.reset_rows()
     output = StepOutput(0, rows[:0], rows[:0])
     found: list[list[int]] = [[] for _ in range(num_rows)]
-    for row in rows.tolist():
-        prompt = np.arange(3 + row, 3 + row + PROMPT_LEN, dtype=np.uint32)
+    for row, prompt in enumerate(prompts):
         table = np.arange(row * num_blocks, (row + 1) * num_blocks, dtype=np.uint32)
-        opened = RowOpen(row, prompt, PROMPT_LEN, table, 0, replace(GREEDY, seed=1), 0)
-        slots = (first_slots[row] + np.arange(PROMPT_LEN)).astype(np.uint32)
+        opened = RowOpen(row, prompt, len(prompt), table, 0, sampling, 0)
+        slots = (first_slots[row] + np.arange(len(prompt))).astype(np.uint32)
         one = np.ones(1, np.uint32)
-        step = StepBatch(1 + row, one * row, one * PROMPT_LEN, one * 0, np.ones(1, np.bool_), slots, opens=[opened])
+        step = StepBatch(1 + row, one * row, one * len(prompt), one * 0, np.ones(1, np.bool_), slots, opens=[opened])
         output = runner.execute(step)
         found[row] += output.token_ids.tolist()
     wanted, started = np.zeros(num_rows, np.int64), time.perf_counter()
     while max(map(len, found)) < num_tokens:
-        starts = PROMPT_LEN + np.array([len(tokens) for tokens in found]) - 1
+        starts = prompt_lens + np.array([len(tokens) for tokens in found]) - 1
         slots = (first_slots + starts + wanted).astype(np.uint32)
         every, ones = np.ones(num_rows, np.bool_), np.ones(num_rows, np.uint32)
         step = StepBatch(step.step_id + 1, rows, ones, starts.astype(np.uint32), every, slots)

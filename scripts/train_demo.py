@@ -93,6 +93,12 @@ def train_tokenizer(pairs: list[Pair]) -> Any:
     return tokenizer
 
 
+def read_tokenizer(folder: Path) -> Any:
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+
 @dataclass(frozen=True, slots=True)
 class Turn:
     """One question and answer as tokens; the loss covers only the answer and its end."""
@@ -185,16 +191,17 @@ CONFIG_KEYS = words(
 )
 
 
-def make_config() -> Any:
+def make_config(*, is_draft: bool) -> Any:
+    """Of the demo model, or of a model of a fifth of its size that proposes drafts for it."""
     from transformers import Qwen3Config
 
     return Qwen3Config(
         vocab_size=VOCAB_SIZE,
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        hidden_size=64 if is_draft else 128,
+        intermediate_size=192 if is_draft else 384,
+        num_hidden_layers=1 if is_draft else 4,
+        num_attention_heads=2 if is_draft else 4,
+        num_key_value_heads=1 if is_draft else 2,
         head_dim=32,
         max_position_embeddings=MAX_POSITIONS,
         tie_word_embeddings=True,
@@ -205,13 +212,13 @@ def make_config() -> Any:
     )
 
 
-def train(pairs: list[Pair], tokenizer: Any, *, steps: int, peak_lr: float, seed: int) -> Any:
+def train(pairs: list[Pair], tokenizer: Any, config: Any, *, steps: int, peak_lr: float, seed: int) -> Any:
     """The trained model in float32. Prints loss and CPU seconds during the training."""
     import torch
     from transformers import Qwen3ForCausalLM
 
     torch.manual_seed(seed)
-    model = Qwen3ForCausalLM(make_config())
+    model = Qwen3ForCausalLM(config)
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=peak_lr, betas=(0.9, 0.98), weight_decay=0.0)
     rows = iter(Rows(pairs, tokenizer, random.Random(seed)))
@@ -344,11 +351,14 @@ def main() -> int:
     parser.add_argument("--pairs", type=Path, help="pair list to learn (default: pairs.json in the model folder)")
     parser.add_argument("--make-pairs", action="store_true", help="write the pair list from this Python's docstrings")
     parser.add_argument("--check", action="store_true", help="do not train; count the exact answers of the model")
+    parser.add_argument(
+        "--draft", action="store_true", help="train a smaller model with the demo model's tokenizer (--speculate)"
+    )
     parser.add_argument("--steps", type=int, default=3500, help="training rows of 1,024 tokens (default: 3500)")
     parser.add_argument("--lr", type=float, default=4e-3, help="peak learning rate (default: 0.004)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights and of the row order (default: 0)")
     args = parser.parse_args()
-    pairs_path = args.pairs or args.out / "pairs.json"
+    pairs_path = args.pairs or (DEFAULT_OUT if args.draft else args.out) / "pairs.json"
     args.out.mkdir(parents=True, exist_ok=True)
     if args.make_pairs:
         write_json(pairs_path, make_pairs())
@@ -361,10 +371,11 @@ def main() -> int:
 
     torch.set_num_threads(1)
     if not args.check:
-        tokenizer = train_tokenizer(pairs)
-        save(train(pairs, tokenizer, steps=args.steps, peak_lr=args.lr, seed=args.seed), tokenizer, args.out)
+        tokenizer = read_tokenizer(DEFAULT_OUT) if args.draft else train_tokenizer(pairs)
+        config = make_config(is_draft=args.draft)
+        save(train(pairs, tokenizer, config, steps=args.steps, peak_lr=args.lr, seed=args.seed), tokenizer, args.out)
         print(f"wrote {args.out}")
-    return 0 if report(args.out, pairs) else 1
+    return 0 if report(args.out, pairs) or args.draft else 1
 
 
 if __name__ == "__main__":

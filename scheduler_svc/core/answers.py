@@ -58,6 +58,10 @@ def _failures(step: InFlightStep, output: StepOutput) -> list[RowError]:
 
 
 def _check_lens(step: InFlightStep, output: StepOutput, lens: U32) -> None:
+    if step.max_query_lens is not None and output.rows.tobytes() == step.rows.tobytes():  # the usual case is quick
+        is_right = (lens > 0) & (lens <= np.maximum(step.max_query_lens, 1))
+        if is_right.all():
+            return
     most = np.ones(int(step.rows.max(initial=0)) + 1, np.uint32)
     if step.max_query_lens is not None:
         most[step.rows] = np.maximum(step.max_query_lens, 1)
@@ -188,10 +192,13 @@ class Stops:
     def num_before_end(self, table: RowTable, rows: I64, lens: I64, starts: I64, token_ids: U32) -> I64:
         """The number of new tokens of each row up to the first one that ends it. Row i has those from `starts[i]`."""
         kept = lens.copy()
-        may_end = np.isin(token_ids, self._eos)
-        for i in np.flatnonzero(lens > 1).tolist():
+        may_end = table.has_stop_ids[rows] if table.num_with_stop_ids else np.zeros(len(rows), np.bool_)
+        for eos in self._eos:
+            if np.count_nonzero(found := token_ids == eos):
+                may_end |= np.logical_or.reduceat(found, starts)
+        for i in (may_end & (lens > 1)).nonzero()[0].tolist():
             row, start, count = rows.item(i), starts.item(i), lens.item(i)
-            if table.sequences[row] is None or not (table.has_stop_ids[row] or may_end[start : start + count].any()):
+            if table.sequences[row] is None:
                 continue
             num_tokens = table.num_tokens.item(row)
             for nth in range(1, count):

@@ -18,7 +18,7 @@ that needs a block for tokens that may not exist waits for its answer in place o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 import numpy as np
@@ -63,9 +63,11 @@ class Speculation:
             r.outside.update(dict.fromkeys(leaving.tolist()))
         self.is_on = bool(np.count_nonzero(r.draft_lens) or np.count_nonzero(r.num_unknown))
 
-    def may_join_run(self, row: int) -> bool:
-        """Whether the row decodes one token per step from a known position."""
-        return not (self._rows.draft_lens[row] or self._rows.num_unknown[row])
+    def may_join_run(self, outside: Collection[int]) -> list[int]:
+        """Those of these rows that decode one token per step from a known position."""
+        rows = np.fromiter(outside, np.int64, len(outside))
+        joins: list[int] = rows[(self._rows.draft_lens[rows] + self._rows.num_unknown[rows]) == 0].tolist()
+        return joins
 
     def without_waiting(self, decode: I64, needy: I64) -> tuple[I64, I64]:
         """The decoding rows and those of them that need a block, without rows that need it for tokens that may not

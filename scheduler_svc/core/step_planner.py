@@ -177,8 +177,9 @@ class StepPlanner:
 
     def _joining(self) -> list[int]:
         """Rows outside the run that may join it."""
-        prefilling = self.worker.prefilling
-        return [row for row in self._rows.outside if row not in prefilling and self._may_join(row)]
+        prefilling, outside = self.worker.prefilling, self._rows.outside
+        rows = self.worker.speculation.may_join_run(outside) if self.worker.speculation.is_on else outside
+        return [row for row in rows if row not in prefilling and self._may_join(row)]
 
     def _may_join(self, row: int) -> bool:
         """Whether the row has one token left to compute, its newest, and owns the block to which it writes or needs a
@@ -187,8 +188,6 @@ class StepPlanner:
         r, bs = self._rows, self._capacity.block_size
         planned, end = r.num_planned.item(row), r.num_computed_tokens.item(row)
         if planned - end != 1 or planned >= r.limit.item(row) or r.is_awaiting[row] or not end or r.sequence(row).forks:
-            return False
-        if self.worker.speculation.is_on and not self.worker.speculation.may_join_run(row):
             return False
         num_spare = r.num_blocks.item(row) * bs - end
         return num_spare == 0 or (num_spare < bs and self._pool.refs.item(r.table.item(row, end // bs)) == 1)

@@ -223,7 +223,9 @@ def drafts_beyond_the_limit(patch: Patch) -> None:
 
 @bug("may be at|at offset|compute tokens that do not exist|context_lens")
 def row_joins_the_run_with_unknown_tokens(patch: Patch) -> None:
-    patch.setattr(Speculation, "may_join_run", lambda self, row: not self._rows.draft_lens[row])
+    patch.setattr(
+        Speculation, "may_join_run", lambda self, rows: [row for row in rows if not self._rows.draft_lens[row]]
+    )
 
 
 # -- blocks ------------------------------------------------------------------------------------------------------------
