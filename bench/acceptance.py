@@ -6,7 +6,8 @@
 
 Answers are as long as the learnt ones. For each kind the share of right first drafts (`right`) and the mean number of
 tokens of a step (`tokens`), each greedy and at temperature 1. `greedy drafts`: the draft model proposes its most likely
-tokens. The figures do not depend on the machine. The last line is one JSON object.
+tokens; `drafts with noise`: it samples with the noise of the row; `draft`: what was right more often. The figures do
+not depend on the machine. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -112,7 +113,7 @@ def main() -> None:
         found: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
         return found
 
-    for name in ("suffix",) if draft is None else ("suffix", "draft", "greedy drafts"):
+    for name in ("suffix",) if draft is None else ("suffix", "draft", "drafts with noise", "greedy drafts"):
         speculate = "suffix" if name == "suffix" else f"draft:{draft}"
         config = EngineConfig(folder, num_blocks=128, max_num_seqs=1, speculate=speculate, max_drafts=MAX_DRAFTS)
         runner = ModelRunner(config)
@@ -120,7 +121,7 @@ def main() -> None:
             runner._drafts._times = NoTimes()
             proposer = runner._drafts._proposer
             if isinstance(proposer, DraftModel):
-                proposer._is_greedy = name == "greedy drafts"
+                proposer.kind.is_greedy = {"draft": None, "greedy drafts": True, "drafts with noise": False}[name]
         for kind, texts in make_prompts(folder).items():
             prompts = [(np.array(ids(text), np.uint32), len(ids(answer))) for text, answer in texts]
             for temperature in (0.0, 1.0):

@@ -8,6 +8,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from quire_client import AsyncClient
 
@@ -17,7 +18,7 @@ from tests.processes.stack import Stack, is_ready, wait_idle
 
 METRICS = free_port()
 FLAGS = (
-    *("--dtype", "float32", "--num-blocks", "256", "--max-num-seqs", "8", "--speculate", "suffix"),
+    *("--dtype", "float32", "--num-blocks", "256", "--max-num-seqs", "8"),
     *("--metrics-listen", f"127.0.0.1:{METRICS}"),
 )
 WORDS = [[(7 * i + 3 * word) % VOCAB_SIZE for i in range(9)] for word in range(4)]
@@ -44,12 +45,14 @@ def num_drafts() -> float:
     return sum(map(float, found))
 
 
-async def test_answers_are_those_without_drafts_also_after_a_kill(tmp_path: Path) -> None:
+@pytest.mark.parametrize("proposer", ["suffix", pytest.param("draft", marks=pytest.mark.deep)])
+async def test_answers_are_those_without_drafts_also_after_a_kill(tmp_path: Path, proposer: str) -> None:
     torch.set_num_threads(1)
     model_dir = make_checkpoint(tmp_path / "model")
+    speculate = "suffix" if proposer == "suffix" else f"draft:{model_dir}"
     with Stack(tmp_path) as stack:
         scheduler = stack.start_scheduler()
-        worker = stack.start_worker(scheduler, model_dir, *FLAGS)
+        worker = stack.start_worker(scheduler, model_dir, *FLAGS, "--speculate", speculate)
         gateway = stack.start_gateway(scheduler)
         async with await stack.connect(gateway) as client:
             plain = [await answer(client, fields, speculative=False) for fields in REQUESTS]
@@ -65,5 +68,5 @@ async def test_answers_are_those_without_drafts_also_after_a_kill(tmp_path: Path
                         await stack.until(client, lambda schedulers: is_ready(schedulers, worker))
             assert await asyncio.wait_for(asyncio.gather(*running), 60) == plain
             drafted.append(num_drafts())
-            assert all(drafted)
+            assert proposer == "draft" or all(drafted)  # a draft model as large as the model may not pay
             await wait_idle(stack, client)

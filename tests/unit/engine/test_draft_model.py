@@ -17,7 +17,7 @@ from tests.unit.engine.models import make_model
 from tests.unit.engine.test_speculation import answers_of, make_runner, prompts
 from worker_svc.engine.config import EngineConfig
 from worker_svc.engine.model_runner import ModelRunner
-from worker_svc.engine.speculation.draft_model import DraftModel
+from worker_svc.engine.speculation.draft_model import DraftKind, DraftModel
 
 
 @pytest.fixture(scope="module")
@@ -91,16 +91,25 @@ def test_a_shared_prefix_is_computed_once_by_both_models(model_dir):
 
 def test_noise_agrees_more_often_than_the_most_likely_token(model_dir, near_dir):
     shares, answers = [], []
-    for is_greedy in (False, True):
+    for is_greedy in (False, True, None):
         runner = make_drafting(model_dir, near_dir)
-        proposer_of(runner)._is_greedy = is_greedy
+        proposer_of(runner).kind.is_greedy = is_greedy
         system = System(runner)
         for seed in range(8):
             system.add(prompts()[seed], StopCondition(40, ignore_eos=True), seed=seed, temperature=1.0)
         answers.append(list(system.run().values()))
         shares.append(runner.draft_counts.accepted[0] / runner.draft_counts.drafted[0])
-    assert answers[0] == answers[1]
+    assert answers[0] == answers[1] == answers[2]
     assert 1 > shares[0] > shares[1] > 0
+    assert shares[2] > shares[1]
+
+
+def test_the_kind_of_drafts_that_was_right_more_often_is_chosen():
+    kind, row, sampled, likely = DraftKind(), np.array([0]), np.array([5], np.uint32), np.array([6], np.uint32)
+    for token, chosen in ((6, 6), (5, 5), (5, 5), (6, 6), (7, 6)):
+        kind.note(row, np.array([1]), sampled, likely)
+        kind.learn(0, np.array([3, token], np.uint32))
+        assert kind.choose(sampled, likely) == chosen
 
 
 def test_another_model_changes_no_answer(model_dir, near_dir):
