@@ -1,0 +1,103 @@
+"""A batch of 32 requests with every kind of parameter: each proposer, in each number type, gives the same answers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from quire_client.demo import demo_model_dir
+from tokenizers import Tokenizer
+
+from request_fields.fields import StopCondition
+from scheduler_svc.core.sequence import RowOptions
+from tests.speculating import Answer, NoTimes, System, speculate
+from tests.unit.engine.quantized import awq, quantize_model
+from worker_svc.engine.config import EngineConfig
+from worker_svc.engine.model_runner import ModelRunner
+
+PROPOSERS = ("suffix", "draft", "random")
+NUMBERS = ("float32", "bfloat16", "int4")
+SCHEMA = json.dumps({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]})
+FIELDS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0},
+    {"seed": 1, "temperature": 1.3},
+    {"seed": 2, "top_p": 0.8, "top_k": 30, "min_p": 0.01},
+    {"seed": 3, "repetition_penalty": 1.2, "frequency_penalty": 0.4, "presence_penalty": 0.2},
+    {"temperature": 0.0, "frequency_penalty": 0.3},
+    {"seed": 4, "logit_bias": {300: 6.0, 301: 5.0}},
+    {"seed": 5, "allowed_token_ids": [300, 301, 302]},
+    {"seed": 6, "banned_token_ids": [13, 300], "options": RowOptions(logprobs=2)},
+    {"seed": 7, "options": RowOptions(banned_ids=np.array([2, 0], np.uint32).tobytes(), banned_before=20)},
+    {"temperature": 0.0, "regex": "([a-f]{3} ){4}end"},
+    {"seed": 8, "json_schema": SCHEMA},
+    {"seed": 9, "choice": ["yes and so on", "yes and no more", "no"]},
+    {"seed": 10, "n": 2, "options": RowOptions(logprobs=0)},
+    {"seed": 11, "n": 3, "temperature": 0.7, "repetition_penalty": 1.1},
+    {"seed": 12, "speculative": False},
+    {"seed": 13, "top_a": 0.2},
+)
+ROOM = {"block_size": 8, "max_num_seqs": 48, "max_num_batched_tokens": 96, "max_model_len": 160, "threads": 1}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo model in 4 bits, and in its own type."""
+    folder = tmp_path_factory.mktemp("matrix")
+    shutil.copytree(demo_model_dir(), folder / "int4")
+    quantize_model(folder / "int4", awq(32))
+    shutil.copytree(demo_model_dir(), folder / "float")
+    return folder
+
+
+@cache
+def prompts() -> list[list[int]]:
+    """Some share a prefix, some repeat themselves."""
+    encode = Tokenizer.from_file(str(demo_model_dir() / "tokenizer.json")).encode
+    texts = [f"Return the number of items in {name}. " * (1 + i % 3) for i, name in enumerate(("a list", "a set"))]
+    return [encode(texts[i % 2] + f"What is {i // 4}? " * (i % 4)).ids for i in range(2 * len(FIELDS))]
+
+
+def make_runner(models: Path, numbers: str, **settings: Any) -> ModelRunner:
+    dtype = "float32" if numbers == "float32" else "bfloat16"
+    folder = models / ("int4" if numbers == "int4" else "float")
+    return ModelRunner(EngineConfig(folder, dtype, **ROOM, **settings))
+
+
+def answers_of(runner: ModelRunner, depth: int) -> list[Answer]:
+    system = System(runner, depth)
+    for i, prompt in enumerate(prompts()):
+        stop = StopCondition(
+            24 + i % 5, frozenset(range(300, 900)) if i % 7 == 1 else frozenset(), ignore_eos=i % 3 == 0
+        )
+        system.add(prompt, stop, **FIELDS[i % len(FIELDS)])
+    return list(system.run().values())
+
+
+@cache
+def plain_answers(models: Path, numbers: str) -> list[Answer]:
+    return answers_of(make_runner(models, numbers, num_blocks=800), 2)
+
+
+@pytest.mark.parametrize("depth", [3, pytest.param(1, marks=pytest.mark.deep), pytest.param(2, marks=pytest.mark.deep)])
+@pytest.mark.parametrize("proposer", PROPOSERS)
+@pytest.mark.parametrize("numbers", NUMBERS)
+def test_each_proposer_gives_the_same_answers(models: Path, numbers: str, proposer: str, depth: int) -> None:
+    """Also with chunks of prompts, shared prefixes and a pool that preempts."""
+    plain = plain_answers(models, numbers)
+    assert len({answer.reason for answer in plain}) >= 3
+    text = {"suffix": "suffix", "draft": f"draft:{models / 'float'}", "random": None}[proposer]
+    runner = make_runner(models, numbers, num_blocks=110, speculate=text, max_drafts=5)
+    if runner._drafts is None:
+        speculate(runner, {}, 1.0)
+    else:
+        runner._drafts._times = NoTimes()
+    assert answers_of(runner, depth) == plain
+    counts = runner.draft_counts
+    assert counts is not None
+    assert counts.drafted.sum() > 0
+    assert proposer == "random" or counts.accepted.sum() > 0
