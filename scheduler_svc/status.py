@@ -43,6 +43,7 @@ def describe(
     status.prefix_query_tokens = counts.prefix_cache_queries
     status.prefix_hit_tokens = counts.prefix_cache_hits
     status.preemptions = counts.num_requeued
+    status.accepted_draft_tokens = counts.accepted_draft_tokens
     status.steps = counts.steps
     status.slowest.extend(map(_open_request_to_proto, core.slowest(asyncio.get_running_loop().time())))
     times = step_loop.times

@@ -429,6 +429,7 @@ class SchedulerStatus(Result):
     first_token: LatencyHistogram = LatencyHistogram()
     slowest: tuple[OpenRequest, ...] = ()  # the oldest open requests, the oldest first; at most 10
     revision: str = ""  # of the model; empty before the first worker
+    accepted_draft_tokens: int = 0  # output tokens that were drafts, since the scheduler started
 
 
 @dataclass(frozen=True, slots=True)

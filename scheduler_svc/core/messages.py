@@ -133,6 +133,7 @@ class Counts:
     prefix_cache_queries: int = counted("prompt tokens of admitted sequences", "tokens")
     prefix_cache_hits: int = counted("prompt tokens of admitted sequences that were cached", "tokens")
     num_preemptions: int = counted("sequences requeued because blocks ran out or a more urgent sequence needed them")
+    accepted_draft_tokens: int = counted("output tokens that were drafts", "tokens")
     block_moves: int = counted("moves of cached blocks into a worker's pool, from its tier or from another worker")
     failed_block_moves: int = counted("moves of which not all blocks arrived; the others were computed")
     tier_hit_tokens: int = counted("tokens whose KV was read from a tier", "tokens")

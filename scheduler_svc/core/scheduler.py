@@ -393,6 +393,8 @@ class Scheduler:
             failed = self._fail_rows(worker, step, failures)
             is_open = worker.rows.open_since(step.closed) if step.closed else None
         rows, deltas, newest = append_tokens(worker.rows, step, output, is_open, self._stops)
+        if step.accepted is not None:
+            self._counts.accepted_draft_tokens += step.accepted.num_drafts
         if output.draft_lens is not None or worker.speculation.is_on:
             worker.speculation.note(output, is_open)
         for part in worker.parts:

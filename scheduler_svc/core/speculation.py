@@ -38,6 +38,11 @@ class Accepted(NamedTuple):
     starts: I64
     ends: I64
 
+    @property
+    def num_drafts(self) -> int:
+        """Known tokens that were drafts: each row has sampled one more."""
+        return int(np.maximum(self.ends - self.starts - 1, 0).sum())
+
 
 class Speculation:
     """The drafts that one worker wants, and the positions that are reserved for them."""

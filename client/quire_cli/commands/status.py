@@ -124,6 +124,8 @@ def scheduler_text(scheduler: SchedulerStatus) -> str:
         f"  tokens  {_pending(scheduler)}, {scheduler.refused_deadline} refused for their deadline",
         f"  prefix  {_hit_rate(scheduler)}, index {scheduler.prefix_index}",
     ]
+    if drafts := scheduler.accepted_draft_tokens:
+        lines.append(f"  drafts  {drafts} of {count(scheduler.output_tokens, 'output token')} were drafts")
     if not scheduler.workers:
         return "\n".join([*lines, "  no worker has registered yet"])
     has_adapters = any(worker.adapters_loaded for worker in scheduler.workers)

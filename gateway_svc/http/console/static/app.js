@@ -76,6 +76,8 @@ function showNumbers(state) {
   const [asked, hit] = [total(schedulers, "prefix_query_tokens"), total(schedulers, "prefix_hit_tokens")];
   field("hits").textContent = asked ? `${Math.round((100 * hit) / asked)} %` : "–";
   field("pending").textContent = number(total(schedulers, "pending_tokens"));
+  const [kept, tokens] = [total(schedulers, "accepted_draft_tokens"), total(schedulers, "output_tokens")];
+  field("drafts").textContent = kept ? `${Math.round((100 * kept) / tokens)} % of tokens` : "–";
   field("preemptions").textContent = total(schedulers, "preemptions");
   field("streams").textContent = state.open_streams;
 }
