@@ -104,6 +104,14 @@ def test_noise_agrees_more_often_than_the_most_likely_token(model_dir, near_dir)
     assert shares[2] > shares[1]
 
 
+def test_the_scheduler_counts_tokens_that_were_drafts(model_dir):
+    runner = make_drafting(model_dir, model_dir)
+    system = System(runner)
+    system.add(prompts()[0], StopCondition(30, ignore_eos=True), seed=1)
+    system.run()
+    assert system.scheduler._counts.accepted_draft_tokens == runner.draft_counts.accepted.sum() > 10
+
+
 def test_the_kind_of_drafts_that_was_right_more_often_is_chosen():
     kind, row, sampled, likely = DraftKind(), np.array([0]), np.array([5], np.uint32), np.array([6], np.uint32)
     for token, chosen in ((6, 6), (5, 5), (5, 5), (6, 6), (7, 6)):
