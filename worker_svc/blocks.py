@@ -17,12 +17,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc
+import numpy as np
 from quire.internal.v1 import scheduler_pb2, worker_pb2, worker_pb2_grpc
 from quire.v1 import types_pb2
 
@@ -37,6 +38,7 @@ from worker_svc.executor import StepExecutor
 from worker_svc.kv_store.block_store import BlockStore, Committed
 from worker_svc.kv_store.disk_tier import DiskTier
 from worker_svc.kv_store.record import (
+    CHECKSUM_BYTES,
     BadRecordError,
     Found,
     Origin,
@@ -45,6 +47,7 @@ from worker_svc.kv_store.record import (
     record_bytes,
     unpack_record,
 )
+from worker_svc.kv_store.shared_memory import SharedMemory, find_shared_memory
 from worker_svc.lease import Lease
 from worker_svc.seals import TAG_BYTES, make_seal
 from worker_svc.wire import pieces
@@ -52,8 +55,8 @@ from worker_svc.wire import pieces
 log = logging.getLogger(__name__)
 
 DIGEST_BYTES = 16
-WRITE_BYTES = 4 << 20  # written to the pool at once, between two steps
 MESSAGE_BYTES = 1 << 20  # of a message between workers: some records, or a piece of one
+CALL_BYTES = 32 << 20  # of records between workers of one call, so of their shared memory
 READ_BYTES = 4 << 20  # of records that are read from the tier by one thread at once
 WATCH_PAUSE_S = 0.1  # changes of the tier are sent together
 MAX_LISTED = 1 << 14  # digests in one message
@@ -120,6 +123,7 @@ class WorkerBlocks:
         self._blocks: MovableBlocks | None = None
         self._layout = b""
         self._record_bytes = 1
+        self._memory: SharedMemory | None = None  # of the last call, for the next one
         self._senders = ThreadPoolExecutor(1, thread_name_prefix="block-sender")
         self._receivers = ThreadPoolExecutor(1, thread_name_prefix="block-receiver")
         self.num_reads = 0  # other workers that read blocks now
@@ -171,6 +175,8 @@ class WorkerBlocks:
         self._executor.on_commit = None
         self._senders.shutdown(wait=False, cancel_futures=True)
         self._receivers.shutdown(wait=False, cancel_futures=True)
+        if self._memory is not None:
+            self._memory.close()
         if self.store is not None:
             self.store.close()
 
@@ -255,34 +261,23 @@ class WorkerBlocks:
 
     async def _fetch(self, order: Order, lease: Lease, blocks: MovableBlocks) -> None:
         found = self._from_tier(order) if order.source is None else self._from_worker(order, order.source, blocks)
-        pending: list[Found] = []
-        at_once = max(1, WRITE_BYTES // max(1, blocks.payload_bytes))
-        try:
-            async for one in found:
-                pending.append(one)
-                if len(pending) >= at_once:
-                    await self._write(order, pending, lease, blocks)
-        except FetchEndedError:
-            if pending:
-                await self._write(order, pending, lease, blocks)
-            raise
-        if pending:
-            await self._write(order, pending, lease, blocks)
+        async with contextlib.aclosing(found):
+            async for batch in found:  # each is written before the next one is read
+                await self._write(order, batch, lease, blocks)
 
-    async def _write(self, order: Order, pending: list[Found], lease: Lease, blocks: MovableBlocks) -> None:
-        """Write the pending blocks, which follow those that are written, to the pool."""
+    async def _write(self, order: Order, batch: list[Found], lease: Lease, blocks: MovableBlocks) -> None:
+        """Write blocks that follow those that are written to the pool."""
         start = len(order.written)
-        targets = list(zip(order.block_ids[start:], order.wanted[start:], pending, strict=False))
+        targets = list(zip(order.block_ids[start:], order.wanted[start:], batch, strict=False))
 
         def write() -> None:
             for block, wanted, found in targets:
                 blocks.write(block, wanted.tokens, found.payload)
 
         await self._executor.write_blocks(lease, order.after_step_id, write)
-        order.written += pending
-        pending.clear()
+        order.written += batch
 
-    async def _from_tier(self, order: Order) -> AsyncIterator[Found]:
+    async def _from_tier(self, order: Order) -> AsyncGenerator[list[Found], None]:
         if self.store is None:
             raise FetchEndedError("this worker has no tier")
         loop, store = asyncio.get_running_loop(), self.store
@@ -292,8 +287,7 @@ class WorkerBlocks:
         try:
             for part, read in zip(parts, reads, strict=True):
                 found = await read
-                for one in found:
-                    yield one
+                yield found
                 if len(found) < len(part):
                     raise FetchEndedError("the tier does not have a block, or its record is damaged")
         finally:
@@ -302,35 +296,79 @@ class WorkerBlocks:
 
     async def _from_worker(
         self, order: Order, source: worker_pb2.BlockSource, blocks: MovableBlocks
-    ) -> AsyncIterator[Found]:
-        request = worker_pb2.ReadBlocksRequest(
-            worker_epoch=source.worker_epoch,
-            layout=self._layout,
-            block_ids=source.block_ids,
-            hashes=b"".join(wanted.digest for wanted in order.wanted),
-        )
-        loop, rest, start = asyncio.get_running_loop(), bytearray(), 0
+    ) -> AsyncGenerator[list[Found], None]:
+        at_once, num_found = max(1, CALL_BYTES // self._record_bytes), 0
         try:
             async with self._open_worker(source.address, source.worker_id) as channel:
                 stub = worker_pb2_grpc.WorkerServiceStub(channel)
-                async for message in stub.ReadBlocks(request, timeout=FETCH_TIMEOUT_S):
-                    rest += message.data
-                    if len(rest) < self._record_bytes:
-                        continue
-                    wanted = order.wanted[start : start + len(rest) // self._record_bytes]
-                    if not wanted:
-                        raise FetchEndedError(f"worker {source.worker_id} sent more blocks than were wanted")
-                    found, error = await loop.run_in_executor(self._receivers, self._unpack_all, rest, wanted, blocks)
-                    for one in found:
-                        yield one
-                    if error is not None:
-                        raise error
-                    rest, start = bytearray(), start + len(found)
+                for start in range(0, len(order.wanted), at_once):
+                    part = order.wanted[start : start + at_once]
+                    request = worker_pb2.ReadBlocksRequest(
+                        worker_epoch=source.worker_epoch,
+                        layout=self._layout,
+                        block_ids=source.block_ids[4 * start : 4 * (start + len(part))],
+                        hashes=b"".join(wanted.digest for wanted in part),
+                    )
+                    async with contextlib.aclosing(self._read_part(stub, request, part, blocks)) as batches:
+                        async for found in batches:
+                            yield found
+                            num_found += len(found)
+                    if num_found < start + len(part):
+                        return
         except grpc.aio.AioRpcError as error:
             raise FetchEndedError(f"worker {source.worker_id}: {error.code().name}: {error.details()}") from None
 
+    async def _read_part(
+        self,
+        stub: worker_pb2_grpc.WorkerServiceAsyncStub,
+        request: worker_pb2.ReadBlocksRequest,
+        part: Sequence[WantedBlock],
+        blocks: MovableBlocks,
+    ) -> AsyncGenerator[list[Found], None]:
+        """The blocks of one call: from memory that a source on this host shares, else from its messages."""
+        loop, rest, start, size = asyncio.get_running_loop(), bytearray(), 0, self._record_bytes
+        with self._shared_with(request, len(part) * size) as memory:
+            async for message in stub.ReadBlocks(request, timeout=FETCH_TIMEOUT_S):
+                rest += message.data
+                records: memoryview | bytearray = rest
+                if message.num_shared and memory is not None:
+                    records = memory[start * size : (start + message.num_shared) * size]
+                if len(records) < size:
+                    continue
+                wanted = part[start : start + len(records) // size]
+                if not wanted:
+                    raise FetchEndedError("the source sent more blocks than were wanted")
+                unpacked, error = await loop.run_in_executor(self._receivers, self._unpack_all, records, wanted, blocks)
+                yield unpacked
+                if error is not None:
+                    raise error
+                rest, start = bytearray(), start + len(unpacked)
+
+    @contextlib.contextmanager
+    def _shared_with(self, request: worker_pb2.ReadBlocksRequest, num_bytes: int) -> Iterator[memoryview | None]:
+        """Memory for the answer to a request, which gets its name; None if this system has none. After a call that has
+        not ended as it should, the source may still write to it.
+        """
+        memory, self._memory = self._memory, None
+        try:
+            if memory is None or len(memory.view) < num_bytes:
+                memory = SharedMemory(max(num_bytes, CALL_BYTES))
+        except (OSError, AttributeError):
+            yield None
+            return
+        request.memory.pid, request.memory.descriptor, request.memory.name = memory.pid, memory.descriptor, memory.name
+        try:
+            yield memory.view
+        except BaseException:
+            memory.close()
+            raise
+        if self._memory is None:
+            self._memory = memory
+        else:
+            memory.close()
+
     def _unpack_all(
-        self, records: bytearray, wanted: Sequence[WantedBlock], blocks: MovableBlocks
+        self, records: bytearray | memoryview, wanted: Sequence[WantedBlock], blocks: MovableBlocks
     ) -> tuple[list[Found], FetchEndedError | None]:
         """The blocks of some records, up to one that is not the wanted block."""
         found, size = list[Found](), self._record_bytes
@@ -365,19 +403,31 @@ class WorkerBlocks:
         ids, digests = _block_ids(request), split(request.hashes)
         if len(digests) != len(ids):
             raise InvalidRequestError(f"{len(ids)} block_ids with {len(digests)} hashes", field="hashes")
+        wanted, named = list(zip(ids.tolist(), digests, strict=True)), request.memory
+        size = len(wanted) * self._record_bytes
+        memory = find_shared_memory(named.pid, named.descriptor, named.name, size) if named.pid and size else None
         self.num_reads += 1
         try:
-            async for response in self._send(blocks, list(zip(ids.tolist(), digests, strict=True))):
+            async for response in self._send(blocks, wanted, memory):
                 yield response
         finally:
             self.num_reads -= 1
 
     async def _send(
-        self, blocks: MovableBlocks, wanted: Sequence[tuple[int, bytes]]
+        self, blocks: MovableBlocks, wanted: Sequence[tuple[int, bytes]], memory: memoryview | None
     ) -> AsyncIterator[worker_pb2.ReadBlocksResponse]:
         loop, at_once = asyncio.get_running_loop(), max(1, MESSAGE_BYTES // self._record_bytes)
         parts = [wanted[start : start + at_once] for start in range(0, len(wanted), at_once)]
-        for part in parts:
+        for number, part in enumerate(parts):
+            if memory is not None:
+                place = memory[number * at_once * self._record_bytes :]
+                count = await loop.run_in_executor(self._senders, self._share, blocks, part, place)
+                self.counts.blocks_out += count
+                self.counts.bytes_out += count * self._record_bytes
+                yield worker_pb2.ReadBlocksResponse(num_shared=count)
+                if count < len(part):
+                    return
+                continue
             records = await loop.run_in_executor(self._senders, self._records_of, blocks, part)
             self.counts.blocks_out += len(records)
             self.counts.bytes_out += len(records) * self._record_bytes
@@ -395,6 +445,22 @@ class WorkerBlocks:
                 break
             records.append(record)
         return records
+
+    def _share(self, blocks: MovableBlocks, wanted: Sequence[tuple[int, bytes]], memory: memoryview) -> int:
+        """Write the records of these blocks to shared memory. Returns how many, up to one that is not there."""
+        size, count = self._record_bytes, 0
+        for block, digest in wanted:
+            place = memory[count * size : (count + 1) * size] if block < blocks.num_blocks else memory[:0]
+            start = size - CHECKSUM_BYTES - blocks.payload_bytes
+            found = blocks.read(block, digest, np.frombuffer(place[start:-CHECKSUM_BYTES], np.uint8)) if place else None
+            if found is None:
+                break
+            head, tokens, _, checksum = pack_record(
+                digest, self._layout, *found, Origin(self._executor.worker_epoch, block)
+            )
+            place[:start], place[-CHECKSUM_BYTES:] = b"".join((head, tokens)), checksum
+            count += 1
+        return count
 
     def _record_of(self, blocks: MovableBlocks, block: int, digest: bytes) -> bytes | None:
         found = blocks.read(block, digest) if block < blocks.num_blocks else None

@@ -25,6 +25,7 @@ from worker_svc.bundle import Bundle
 from worker_svc.engine.config import EngineConfig
 from worker_svc.executor import StepExecutor
 from worker_svc.kv_store import record
+from worker_svc.kv_store.shared_memory import SharedMemory, find_shared_memory
 from worker_svc.lifecycle import Lifecycle
 from worker_svc.servicer import WorkerServicer
 from worker_svc.simulator.runner import SimConfig, SimRunner
@@ -104,8 +105,11 @@ def num_equal(target: Served, source: Served) -> int:
     return equal.index(False) if False in equal else NUM_MOVED
 
 
-@pytest.fixture
-async def pair() -> AsyncIterator[tuple[Served, Served]]:
+@pytest.fixture(params=["shared", "sent"])
+async def pair(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Served, Served]]:
+    """With records in shared memory, and as if the workers were on two hosts."""
+    if request.param == "sent":
+        monkeypatch.setattr(worker_blocks, "find_shared_memory", lambda *_: None)
     async with serve(1, kv_transfer=True) as source, serve(2, kv_transfer=True) as target:
         yield source, target
 
@@ -117,6 +121,34 @@ async def test_blocks_arrive_as_they_were(pair: tuple[Served, Served]) -> None:
     assert num_equal(target, source) == NUM_MOVED
     assert target.runner._pool.tokens_of(12).tolist() == source.runner._pool.tokens_of(2).tolist()
     assert list(target.runner.committed_blocks()) == [], "only the scheduler commits"
+
+
+async def test_memory_is_shared_again_and_by_its_name_only(pair: tuple[Served, Served]) -> None:
+    source, target = pair
+    for salt in (b"", b"1", b"22"):  # each time other blocks, in the same memory
+        request = order(target, source)
+        for block in range(NUM_MOVED):
+            make_block(source.runner._pool, block, salt)
+        request.hashes = b"".join(make_block(source.runner._pool, block, salt) for block in range(NUM_MOVED))
+        tokens = [source.runner._pool.tokens_of(block) for block in range(NUM_MOVED)]
+        request.token_ids = u32_to_bytes(np.concatenate(tokens))
+        assert (await target.stub.FetchBlocks(request)).num_fetched == num_equal(target, source) == NUM_MOVED
+    memory = SharedMemory(1 << 16)
+    found = find_shared_memory(memory.pid, memory.descriptor, memory.name, 1 << 16)
+    assert found is not None
+    memory.view[5] = 7
+    assert found[5] == 7
+    for other in (
+        (memory.pid, memory.descriptor, "0" * 32, 1 << 16),
+        (memory.pid, memory.descriptor, "", 1 << 16),
+        (memory.pid, memory.descriptor, memory.name, 1 << 17),
+        (memory.pid, memory.descriptor + 500, memory.name, 1 << 16),
+        (1 << 31, memory.descriptor, memory.name, 1 << 16),
+        (memory.pid, 0, "../../../../../../../etc/passwd\x00", 16),
+    ):
+        assert find_shared_memory(*other) is None
+    memory.close()
+    assert find_shared_memory(memory.pid, memory.descriptor, memory.name, 1 << 16) is None
 
 
 async def test_records_that_are_larger_than_a_message_arrive_in_pieces(
@@ -158,7 +190,15 @@ async def test_bits_that_flip_on_the_way_are_found(
         data = record_of(blocks, pool, block, digest)
         return data if data is None or block != 6 else data[:-30] + bytes([data[-30] ^ 4]) + data[-29:]
 
+    share = WorkerBlocks._share
+
+    def flipped_in_memory(blocks: WorkerBlocks, pool: Any, wanted: Any, memory: memoryview) -> int:
+        count = share(blocks, pool, wanted, memory)
+        memory[7 * blocks._record_bytes - 30] ^= 4
+        return count
+
     monkeypatch.setattr(WorkerBlocks, "_record_of", flipped)
+    monkeypatch.setattr(WorkerBlocks, "_share", flipped_in_memory)
     response = await target.stub.FetchBlocks(order(target, source))
     assert response.num_fetched == num_equal(target, source) == 6
     assert "checksum" in response.message
@@ -177,7 +217,15 @@ async def test_a_source_that_dies_in_the_middle_leaves_the_blocks_before(
             raise RuntimeError("the process ends")
         return record_of(blocks, pool, block, digest)
 
+    share = WorkerBlocks._share
+
+    def dying_before_memory(blocks: WorkerBlocks, pool: Any, wanted: Any, memory: memoryview) -> int:
+        if wanted[0][0] == 3:
+            raise RuntimeError("the process ends")
+        return share(blocks, pool, wanted, memory)
+
     monkeypatch.setattr(WorkerBlocks, "_record_of", dying)
+    monkeypatch.setattr(WorkerBlocks, "_share", dying_before_memory)
     response = await target.stub.FetchBlocks(order(target, source))
     assert response.num_fetched == num_equal(target, source) == 3
     response = await target.stub.FetchBlocks(_unreachable(target, source))

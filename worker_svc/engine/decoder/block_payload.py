@@ -41,14 +41,15 @@ class MovableBlocks:
         """Number type and shape of each part of a payload."""
         return [(part.dtype, [len(part.array), *part.shape]) for part in self._parts]
 
-    def read(self, block: int, digest: bytes) -> tuple[U32, Bytes] | None:
-        """The tokens and the payload of a block. None if it is not committed with this digest, or was written during
-        the read.
+    def read(self, block: int, digest: bytes, into: Bytes | None = None) -> tuple[U32, Bytes] | None:
+        """The tokens and the payload of a block, which may be written to `into`. None if it is not committed with this
+        digest, or was written during the read.
         """
         version = self._contents.version(block, digest)
         if version is None:
             return None
-        tokens, payload = self._contents.tokens_of(block), np.empty(self.payload_bytes, np.uint8)
+        tokens = self._contents.tokens_of(block)
+        payload = np.empty(self.payload_bytes, np.uint8) if into is None else into
         for part, place in self._places(payload):
             place[:] = part.array[:, block]
         return (tokens, payload) if self._contents.version(block, digest) == version else None
