@@ -6,8 +6,8 @@
 
 Simulated workers with real services around them: a step takes its simulated time, blocks are small. So the figures show
 what is computed and how long the decisions and messages take. `transport` shows the speed of bytes, with 64 blocks of
-1.75 MiB: a plain copy of them, records through files, and FetchBlocks of a worker that reads from another process over
-loopback, all copies and xxh3 checksums included.
+1.75 MiB: a plain copy of them, records through files, and FetchBlocks of a worker that reads from another process, by
+gRPC over loopback and by shared memory, all copies and xxh3 checksums included.
 
     restart        seconds to the first token of a prompt of 2,000 tokens after kill -9 of its only worker
     small_pool     prompts of 16 prefixes in turn, with a pool that holds a quarter: cached fraction of tokens, seconds
@@ -42,6 +42,7 @@ from quire_client import AsyncClient
 from quire_client.demo import demo_model_dir
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import worker_svc.blocks
 from bench.machine import describe
 from prefix_index.hashing import layout_digest
 from step_protocol.columns import u32_to_bytes
@@ -82,13 +83,17 @@ async def worker_blocks(epoch: int, *, is_source: bool) -> WorkerBlocks:
     executor: Any = PoolOnly(worker_epoch=epoch, on_commit=None, check_fence=lambda fence: None)
     executor.movable_blocks = lambda: payload_blocks(is_source=is_source)
     found = WorkerBlocks(executor, MovementSettings(kv_transfer=True), lambda address, worker_id: open_channel(address))
-    info: Any = SimpleNamespace(attention_window=None, num_snapshots=None, revision="r", numerics="n")
+    info: Any = SimpleNamespace(
+        attention_window=None, num_snapshots=None, revision="r", numerics="n", weights_revision=""
+    )
     await found.start(info)
     return found
 
 
-def serve_blocks(pipe: Connection) -> None:
+def serve_blocks(pipe: Connection, *, shares: bool) -> None:
     """The process of the source. Ends with the pipe."""
+    if not shares:
+        worker_svc.blocks.find_shared_memory = lambda *_: None
 
     async def serve() -> None:
         blocks, server = await worker_blocks(1, is_source=True), grpc.aio.server(options=SERVER_OPTIONS)
@@ -112,11 +117,11 @@ def serve_blocks(pipe: Connection) -> None:
     asyncio.run(serve())
 
 
-async def fetch_speed() -> float:
+async def fetch_speed(*, shares: bool) -> float:
     """GB/s from a pool of one process to that of another."""
     context = multiprocessing.get_context("spawn")
     mine, theirs = context.Pipe()
-    process = context.Process(target=serve_blocks, args=(theirs,), daemon=True)
+    process = context.Process(target=serve_blocks, args=(theirs,), kwargs={"shares": shares}, daemon=True)
     process.start()
     port = await asyncio.get_running_loop().run_in_executor(None, mine.recv)
     target = await worker_blocks(2, is_source=False)
@@ -161,7 +166,8 @@ async def transport(folder: Path) -> dict[str, float]:
         "copy": _speed(lambda: np.copyto(pools[0], pools[1])),
         "disk_write": _speed(write),
         "disk_read": _speed(read),
-        "grpc": await fetch_speed(),
+        "grpc": await fetch_speed(shares=False),
+        "shared_memory": await fetch_speed(shares=True),
     }
     store.close()
     return found
