@@ -4,6 +4,7 @@
     python bench/worker.py --quick            # fewer requests and layers, under a minute
     python bench/worker.py --workloads w1 --numbers bfloat16 --profile
     python bench/worker.py --numbers bfloat16 --speculation    # drafts of which a share is right
+    python bench/worker.py --recurrent --threads 2             # shapes of Qwen3.5-0.8B, beside a dense model
 
 The same run measures a padded PyTorch loop (bench/padded.py), the speed of one large product per number type, and the
 speed of reading memory. `of_limit` is the least possible time for the linear layers of the workload's steps (for each
@@ -34,7 +35,7 @@ import torch
 from bench.machine import Figures, describe, quiet
 from bench.padded import PaddedLoop
 from bench.speculation import GREEDY, measure_speculation
-from bench.workloads import WORKLOADS, Request, Workload, make_model
+from bench.workloads import QWEN3_06B, WORKLOADS, Request, Workload, make_model
 from request_fields.fields import SamplingParams
 from step_protocol.messages import EMPTY, RowOpen, StepBatch
 from worker_svc.engine.config import EngineConfig
@@ -47,6 +48,13 @@ from worker_svc.engine.model_runner import ModelRunner
 NUMBERS = {"float32": ("float32", None), "bfloat16": ("bfloat16", None), "int8": ("bfloat16", "int8")}
 BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
 LIMIT_SHAPE = (512, 4096, 1024)  # rows, outputs, inputs of the product whose speed is the limit
+RECURRENT_PROMPT, RECURRENT_OUTPUT, PADDED_OUTPUT = 512, 32, 8
+RECURRENT_SHAPES: dict[str, Any] = {  # of Qwen3.5-0.8B, with a smaller vocabulary
+    "vocab_size": 32768, "hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 24, "head_dim": 256,
+    "num_attention_heads": 8, "num_key_value_heads": 2, "linear_num_key_heads": 16, "linear_num_value_heads": 16,
+    "linear_key_head_dim": 128, "linear_value_head_dim": 128, "tie_word_embeddings": True,
+}  # fmt: skip
+DENSE_SHAPES: dict[str, Any] = QWEN3_06B | {"vocab_size": 32768, "num_hidden_layers": 24, "intermediate_size": 4704}
 QUICK_REQUESTS = {"w1": 16, "w2": 4, "w3": 16}
 QUICK_LAYERS = 4
 
@@ -303,6 +311,45 @@ def measure_drafts(number: str, args: argparse.Namespace) -> dict[str, Any]:
     return figures
 
 
+def measure_recurrent(args: argparse.Namespace) -> dict[str, Any]:
+    """Tokens per second of one row in bfloat16: of a prompt, and of the output after a short one. Of Qwen3.5-0.8B's
+    shapes, of a dense model with as many active parameters, and of the first in transformers."""
+    import transformers
+
+    figures, rng = dict[str, Any](), np.random.default_rng(0)
+    prompt = rng.integers(3, RECURRENT_SHAPES["vocab_size"], RECURRENT_PROMPT).tolist()
+    with tempfile.TemporaryDirectory() as scratch:
+        torch.manual_seed(0)
+        model = transformers.Qwen3_5ForCausalLM(transformers.Qwen3_5TextConfig(**RECURRENT_SHAPES)).bfloat16().eval()
+        model.save_pretrained(Path(scratch, "recurrent"))
+        folders = {"recurrent": Path(scratch, "recurrent"), "dense": make_model(Path(scratch, "dense"), DENSE_SHAPES)}
+        sizes = {"num_blocks": 64, "max_num_seqs": 2, "max_model_len": 1024, "snapshot_memory": 0}
+        for name, folder in folders.items():
+            runner = ModelRunner(EngineConfig(folder, "bfloat16", threads=args.threads, **sizes))
+            loops = [
+                Loop(runner, Workload([Request(prompt[:length], count)], DENSE_SHAPES, 0))
+                for length, count in ((RECURRENT_PROMPT, 1), (16, 1), (16, 1 + RECURRENT_OUTPUT))
+            ]
+            whole, short, long = (fastest(lambda loop=loop: loop.run(GREEDY), args.repeats) for loop in loops)
+            figures[name] = {
+                "prompt_tok_s": round(RECURRENT_PROMPT / whole, 1),
+                "decode_tok_s": round(RECURRENT_OUTPUT / (long - short), 1),
+            }
+            print(f"{name}: {figures[name]}", flush=True)
+    torch.set_num_threads(args.threads)
+    with torch.inference_mode():
+        start = time.perf_counter()
+        output = model(torch.tensor([prompt]), use_cache=True)
+        seconds = time.perf_counter() - start
+        start = time.perf_counter()
+        for _ in range(PADDED_OUTPUT):
+            token = output.logits[:, -1:].argmax(-1)
+            output = model(token, past_key_values=output.past_key_values, use_cache=True)
+        decode = PADDED_OUTPUT / (time.perf_counter() - start)
+    figures["transformers"] = {"prompt_tok_s": round(RECURRENT_PROMPT / seconds, 1), "decode_tok_s": round(decode, 1)}
+    return figures
+
+
 def _choices(allowed: Any) -> Callable[[str], list[str]]:
     def parse(text: str) -> list[str]:
         chosen = text.split(",")
@@ -327,7 +374,11 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="print the engine's time by operation")
     parser.add_argument("--speculation", action="store_true", help="measure drafts, and nothing else")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64], help="of --speculation (default 1 16 64)")
+    parser.add_argument("--recurrent", action="store_true", help="measure a model with recurrent layers, nothing else")
     args = parser.parse_args()
+    if args.recurrent:
+        print(json.dumps({**describe(), "threads": args.threads, "recurrent": measure_recurrent(args)}))
+        return
     if args.speculation:
         figures = {number: measure_drafts(number, args) for number in args.numbers}
         print(json.dumps({**describe(), "threads": args.threads, "quick": args.quick, "speculation": figures}))
