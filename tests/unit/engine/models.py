@@ -19,7 +19,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 from worker_svc.engine.checkpoint.model_folder import decoder_config
 
 ARCHITECTURES = (
-    "qwen3", "qwen2", "llama", "mistral", "phi3", "gemma2", "gemma3", "qwen3_moe", "mixtral", "olmo2", "gpt2",
+    "qwen3", "qwen2", "llama", "mistral", "phi3", "gemma2", "gemma3", "gemma4", "qwen3_moe", "mixtral", "olmo2", "gpt2",
     "qwen2_moe", "glm4_moe", "dots1", "minimax_m2", "glm4", "olmo3", "smollm3", "granite", "granite4", "ernie4_5",
     "ernie4_5_moe", "hunyuan", "seed_oss", "exaone4", "ministral3", "mistral3", "cohere2", "starcoder2", "arcee",
     "llama4", "gpt_oss",
@@ -33,6 +33,7 @@ CLASSES = {
     "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
     "phi3": (transformers.Phi3Config, transformers.Phi3ForCausalLM),
     "gemma2": (transformers.Gemma2Config, transformers.Gemma2ForCausalLM),
+    "gemma4": (transformers.Gemma4TextConfig, transformers.Gemma4ForCausalLM),
     "gemma3": (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM),
     "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
     "mixtral": (transformers.MixtralConfig, transformers.MixtralForCausalLM),
@@ -178,6 +179,14 @@ FIELDS["nemotron_h"] = {
     "n_routed_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "routed_scaling_factor": 1.5,
     "moe_shared_expert_intermediate_size": 56,
 }  # fmt: skip
+FIELDS["gemma4"] = {
+    "num_hidden_layers": 7, "sliding_window": 24, "head_dim": 16, "global_head_dim": 40, "num_key_value_heads": 2,
+    "num_global_key_value_heads": 1, "attention_k_eq_v": True, "hidden_size_per_layer_input": 20,
+    "vocab_size_per_layer_input": 230, "num_kv_shared_layers": 3, "use_double_wide_mlp": True,
+    "final_logit_softcapping": 3.0, "rope_parameters": None, "tie_word_embeddings": True,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention",
+                    "full_attention", "sliding_attention", "full_attention"],
+}  # fmt: skip
 YARN = {
     "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 32,
     "beta_slow": 1, "mscale": 0.7, "mscale_all_dim": 1.3,
@@ -280,6 +289,8 @@ def randomize(model: torch.nn.Module, generator: torch.Generator) -> None:
     for name, parameter in model.named_parameters():
         if name.endswith(("q_norm.weight", "k_norm.weight")):
             parameter.uniform_(1.0, 2.0, generator=generator)
+            if model.config.model_type == "gemma4_text":  # whose attention has no other scale
+                parameter.mul_(parameter.shape[0] ** -0.25)
         elif "norm" in name or ".ln_" in name:
             parameter.uniform_(0.5, 1.5, generator=generator)
         elif name.endswith("sinks"):
@@ -291,6 +302,8 @@ def randomize(model: torch.nn.Module, generator: torch.Generator) -> None:
         else:
             parameter.normal_(0.0, parameter.shape[-1] ** -0.5, generator=generator)
     for name, buffer in model.named_buffers():
+        if name.endswith("layer_scalar"):
+            buffer.uniform_(0.5, 1.5, generator=generator)
         if name.endswith("correction_bias"):  # as wide as the scores, so that it changes the choice
             buffer.normal_(0.0, 0.3, generator=generator)
     if model.config.tie_word_embeddings:  # the head has unit gain too

@@ -241,6 +241,7 @@ class Architecture:
     scales_embedding: bool = False  # by the square root of hidden_size
     recurrence: RecurrenceName | None = None  # of the layers that keep a state
     layers: LayerRule = "mixer"
+    has_layer_shapes: bool = False  # as Gemma 4 (decoder/per_layer.py)
     has_factors: bool = False  # config.json has factors of the outputs of linear layers, as Falcon-H1
     adjusts_inner: bool = False  # config.json has a rule for the width of the feed-forward part, as LFM2
     has_output_gate: bool = False  # q_proj also has a gate for each attention output
@@ -373,6 +374,33 @@ DEEPSEEK_V3 = Architecture(
     },
     fields={"num_experts": "n_routed_experts"},
 )
+GEMMA4 = Architecture(
+    "Gemma 4, dense, text only",
+    frozenset({"attention_scale", "sliding_window", "soft_caps", "kv_layouts"}),
+    qk_norm="head",
+    windows="pattern",
+    scales_embedding=True,
+    has_layer_shapes=True,
+    defaults={
+        "hidden_act": "gelu_pytorch_tanh",
+        "tie_word_embeddings": True,
+        "sliding_window": 512,
+        "sliding_window_pattern": 6,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "attention_multiplier": 1.0,
+        "vocab_size_per_layer_input": 262144,
+        "hidden_size_per_layer_input": 256,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+        },
+    },
+    fixed={"use_bidirectional_attention": None, "enable_moe_block": False, "attention_bias": False},
+    fields={"hidden_act": "hidden_activation"},
+    names=GEMMA_NAMES,
+    unread=("model.vision_tower.", "model.embed_vision.", "model.audio_tower.", "model.embed_audio."),
+)
 GPT2_FIELDS = {
     "hidden_size": "n_embd",
     "intermediate_size": "n_inner",
@@ -485,6 +513,8 @@ ARCHITECTURES = {
         },
         ignored=frozenset({"attn_logit_softcapping"}),
     ),
+    "Gemma4ForCausalLM": GEMMA4,
+    "Gemma4ForConditionalGeneration": GEMMA4,
     "Qwen3MoeForCausalLM": Architecture(
         "Qwen3-MoE",
         WINDOWS,

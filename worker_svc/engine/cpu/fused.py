@@ -366,7 +366,9 @@ def _widest(parts: DecoderParts) -> tuple[int, int, int, int]:
 
 def fuse(kernels: ctypes.CDLL, parts: DecoderParts, pool: KVCachePool, threads: int) -> FusedModel | None:
     """None unless all linear layers are KernelLinear, the experts of each layer have the same number type, and gates
-    fill whole panels."""
+    fill whole panels; or if layers have own shapes, as Gemma 4."""
+    if parts.config.architecture.has_layer_shapes:
+        return None
     widths = [width for layer in parts.config.layers for width in (layer.expert_widths() or [layer.inner])]
     has_panels = not parts.config.is_gated or not any(width % PANEL for width in widths)
     if not has_panels:

@@ -28,6 +28,7 @@ from worker_svc.engine.checkpoint.model_folder import CheckpointError, choice_of
 from worker_svc.engine.checkpoint.quantization_config import QuantizationConfig, quantization_of
 from worker_svc.engine.decoder.heads import HeadPart, HeadSpec
 from worker_svc.engine.decoder.latents import LatentSpec, latent_scale, parse_latents
+from worker_svc.engine.decoder.per_layer import kv_owners, layer_heads
 from worker_svc.engine.decoder.rotary import ORIGINAL_LENGTH, QueryScaling, Rotary, mrope_axes, parse_rotary, positive
 from worker_svc.engine.recurrent import Recurrence, gated_delta, mamba2, short_conv
 from worker_svc.engine.vision.config import VisionConfig, parse_vision
@@ -90,6 +91,8 @@ class LayerSpec:
     has_output_gate: bool = False  # attention outputs are multiplied by the sigmoid of a gate, which follows v in qkv
     recurrence: Recurrence | None = None  # None: the layer keeps no state
     chunk: int | None = None  # a token attends to those from the last multiple of this position on
+    has_value_norm: bool = False  # a norm of the values of each head, without weights
+    has_one_key_value: bool = False  # one projection makes keys and values, before their norms
     latents: LatentSpec | None = None  # `heads` are those of its attention then: keys of latents and rotated parts
 
     @property
@@ -169,6 +172,8 @@ class ModelConfig:
     image_token_id: int | None  # stands for an image in a prompt
     quantization: QuantizationConfig | None  # of the linear layers; None: they are stored in a float type
     num_predicting_layers: int = 0  # layers of the checkpoint that are not used
+    layer_input_vocab: int = 0  # of that embedding
+    layer_input_width: int = 0  # of the embedding per token and layer; 0: none
     factors: Mapping[str, tuple[float, ...]] | None = None  # of linear layers by name, see `Stored`
     head: HeadKind = "tokens"
 
@@ -207,7 +212,9 @@ class ModelConfig:
         """Beginnings of the names of tensors that are not computed: image towers, and layers that predict further
         tokens, which follow the last layer."""
         more = range(self.num_layers, self.num_layers + self.num_predicting_layers)
-        return [*self.architecture.unread, *map(self.names.layer.format, more)]
+        shared = [self.names.layer.format(i) for i, layer in enumerate(self.layers) if layer.kv_owner is not None]
+        unread = [f"{prefix}self_attn.{part}" for prefix in shared for part in ("k_", "v_")]
+        return [*self.architecture.unread, *map(self.names.layer.format, more), *unread]
 
     @property
     def recurrences(self) -> list[Recurrence | None]:
@@ -347,6 +354,8 @@ def parse_config(config: dict[str, Any]) -> ModelConfig:
         image_token_id=_image_token(config, architecture),
         quantization=quantization_of(config, architecture),
         factors=_factors(config) if architecture.has_factors else None,
+        layer_input_vocab=int(config.get("vocab_size_per_layer_input") or 0),
+        layer_input_width=_layer_input_width(config, architecture),
         head=head_of(config),
     )
 
@@ -465,8 +474,8 @@ def _rotaries(
         return (), {FULL: None, SLIDING: None}
     rope = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
     if all(isinstance(value, dict) for value in rope.values()) and rope:  # one for each type of layer
-        kinds = list(rope)
-        parsed = tuple(parse_rotary(config, rope[kind], head_dim) for kind in kinds)
+        kinds, sizes = list(rope), _head_dims(config, architecture, head_dim)
+        parsed = tuple(parse_rotary(config, rope[kind], sizes.get(kind, head_dim)) for kind in kinds)
         return parsed, {kind: index for index, kind in enumerate(kinds)}
     if ORIGINAL_LENGTH in config:
         rope[ORIGINAL_LENGTH] = config[ORIGINAL_LENGTH]
@@ -477,6 +486,44 @@ def _rotaries(
         return (whole,), {FULL: 0, SLIDING: 0, CHUNKED: 0}
     local = parse_rotary(config, {"rope_theta": positive(config, "rope_local_base_freq")}, head_dim)
     return (whole, local), {FULL: 0, SLIDING: 1}
+
+
+def _head_dims(config: dict[str, Any], architecture: Architecture, head_dim: int) -> dict[str, int]:
+    """The size of heads by type of layer, where it differs."""
+    if not architecture.has_layer_shapes:
+        return {}
+    _, kinds = _windows(config, architecture, size_of(config, "num_hidden_layers"))
+    heads = layer_heads(config, _heads(config), [kind == FULL for kind in kinds])
+    return {kind: one.head_dim for kind, one in zip(kinds, heads, strict=True)}
+
+
+def _in_shape(config: dict[str, Any], layers: list[LayerSpec]) -> list[LayerSpec]:
+    """The same layers with heads of their own shapes, and keys and values that some of them share."""
+    is_full = [layer.window is None for layer in layers]
+    heads, owners = layer_heads(config, layers[0].heads, is_full), kv_owners(config, is_full)
+    is_wide, is_one = bool(config.get("use_double_wide_mlp")), bool(config.get("attention_k_eq_v"))
+    return [
+        replace(
+            layer,
+            heads=heads[index],
+            kv_owner=owners[index],
+            inner=layer.inner * (2 if is_wide and owners[index] is not None else 1),
+            has_value_norm=True,
+            has_one_key_value=is_one and is_full[index],
+        )
+        for index, layer in enumerate(layers)
+    ]
+
+
+def _layer_input_width(config: dict[str, Any], architecture: Architecture) -> int:
+    if not architecture.has_layer_shapes or not config.get("hidden_size_per_layer_input"):
+        return 0
+    if size_of(config, "vocab_size_per_layer_input") < size_of(config, "vocab_size"):
+        raise CheckpointError(
+            f"vocab_size_per_layer_input: {config['vocab_size_per_layer_input']} is below vocab_size, "
+            f"{config['vocab_size']}; every token needs an embedding per layer"
+        )
+    return size_of(config, "hidden_size_per_layer_input")
 
 
 def _layers(
@@ -514,6 +561,8 @@ def _layers(
                 chunk=size_of(config, "attention_chunk_size") if kind == CHUNKED else None,
             )
         )
+    if architecture.has_layer_shapes:
+        layers = _in_shape(config, layers)
     if not any(layer.has_mixer for layer in layers):
         raise CheckpointError("layer_types: no layer attends or keeps a state, which is not computed")
     return tuple(layers)

@@ -12,11 +12,11 @@ import torch
 from step_protocol.columns import I64
 from worker_svc.engine.adapters.targets import SITES
 from worker_svc.engine.backend import AttentionShape, Backend, ForwardBatch, Linear, Norm, RotaryTable
-from worker_svc.engine.cpu import torch_ops
 from worker_svc.engine.decoder.config import ModelConfig
 from worker_svc.engine.decoder.forward import compute_layers
 from worker_svc.engine.decoder.kv_cache import KVCachePool
 from worker_svc.engine.decoder.latents import LatentAttention
+from worker_svc.engine.decoder.per_layer import PerLayerTable
 from worker_svc.engine.decoder.rotary import rotary_at
 from worker_svc.engine.decoder.weights import Layer, RoutedExperts, WeightLoader
 from worker_svc.engine.recurrent import RecurrentWeights
@@ -35,6 +35,7 @@ class DecoderParts:
     final_norm: Norm
     head: Linear | None  # None: the model has no logits
     rotaries: list[RotaryTable]
+    per_layer: PerLayerTable | None = None
 
     def rotary(self, index: int) -> RotaryTable | None:
         """The rotation of a layer."""
@@ -90,7 +91,8 @@ class DecoderModel:
         for index in range(config.num_layers):
             layers.append(loader.layer(index))
             report((index + 1) / total)
-        self._parts = DecoderParts(config, *tables, layers, final_norm, loader.head(), rotaries)
+        per_layer = loader.per_layer_table()
+        self._parts = DecoderParts(config, *tables, layers, final_norm, loader.head(), rotaries, per_layer)
         self._fused: FusedForward | None = None
         self._hidden_states = torch.empty(0)
         report(1.0)
@@ -172,6 +174,7 @@ class _BackendOperations:
         self._batch = batch
         self._pool = pool
         self._adapters = [(part.adapter, part.tokens) for part in batch.adapters]
+        self._layer_inputs = torch.empty(0)  # [tokens, layers, width], if layers have inputs
 
     def embed(self) -> torch.Tensor:
         batch = self._batch
@@ -182,7 +185,17 @@ class _BackendOperations:
             x[torch.from_numpy(batch.embedded.tokens)] = batch.embedded.rows
         if self._parts.position_embedding is not None:
             x += self._parts.position_embedding[torch.from_numpy(batch.positions).long()]
+        if self._parts.per_layer is not None:
+            self._layer_inputs = self._inputs_of_layers(self._parts.per_layer, x)
         return x
+
+    def _inputs_of_layers(self, part: PerLayerTable, x: torch.Tensor) -> torch.Tensor:
+        width, hidden = self._config.layer_input_width, self._config.hidden_size
+        projected = (part.projection(x) * hidden**-0.5).view(-1, width)
+        self._backend.add_norm(projected, None, part.norm, projected)
+        embedded = part.embedding[torch.from_numpy(self._batch.token_ids)] * torch.tensor(width**0.5, dtype=x.dtype)
+        inputs: torch.Tensor = (projected.view(embedded.shape) + embedded) * 2.0**-0.5
+        return inputs.view(len(x), -1, width)
 
     def linear(
         self, linear: Linear, x: torch.Tensor, index: int, site: int, onto: torch.Tensor | None = None
@@ -204,13 +217,21 @@ class _BackendOperations:
 
     def attend(self, qkv: torch.Tensor, index: int) -> torch.Tensor:
         batch, backend, spec = self._batch, self._backend, self._config.layers[index]
-        heads, gate = spec.heads, None
+        heads, gate, layer = spec.heads, None, self._parts.layers[index]
         q_size = heads.num_q_heads * heads.head_dim
         if spec.has_output_gate:
             qkv, gate = (part.contiguous() for part in torch.split(qkv, [qkv.shape[1] - q_size, q_size], 1))
         q, cache = qkv.new_empty(len(qkv), heads.num_q_heads, heads.head_dim), self._pool.layer(index)
         rotary = batch.rotary or self._parts.rotary(index)
-        backend.qk_norm_rope_store(qkv, self._parts.layers[index].qk_norms, rotary, batch, cache, q, heads)
+        stored, to = heads, cache
+        if spec.kv_owner is not None:  # the owner has stored keys and values
+            stored, to = replace(heads, num_kv_heads=0), (cache[0][:, :0], cache[1][:, :0])
+        elif layer.value_norm is not None:
+            values = qkv[:, -heads.num_kv_heads * heads.head_dim :]
+            values.copy_(
+                self._normed(values.reshape(-1, heads.head_dim).contiguous(), None, layer.value_norm).view(values.shape)
+            )
+        backend.qk_norm_rope_store(qkv, layer.qk_norms, rotary, batch, to, q, stored)
         attended = torch.empty_like(q)
         backend.paged_attention(q, cache, batch, attended, self._attention(index))
         if gate is not None:
@@ -250,10 +271,17 @@ class _BackendOperations:
     def keep_heads(self, *rows: torch.Tensor) -> list[torch.Tensor]:
         self._adapters = [(part.adapter, part.heads) for part in self._batch.adapters]
         heads = torch.from_numpy(self._batch.head_tokens)
+        if len(self._layer_inputs):
+            self._layer_inputs = self._layer_inputs[heads]
         return [part[heads] for part in rows] if len(heads) < len(rows[0]) else list(rows)
 
     def activated(self, gate_up: torch.Tensor) -> torch.Tensor:
-        return torch_ops.activated(self._backend, gate_up, self._config.activation, is_gated=self._config.is_gated)
+        if not self._config.is_gated:
+            self._backend.activation(gate_up, self._config.activation)
+            return gate_up
+        activated = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
+        self._backend.gated_activation(gate_up, activated, self._config.activation)
+        return activated
 
     def experts(
         self, part: RoutedExperts, x: torch.Tensor, residual: torch.Tensor | None, norm: Norm | None
@@ -270,7 +298,19 @@ class _BackendOperations:
         return x
 
     def end_layer(self, x: torch.Tensor, residual: torch.Tensor, index: int) -> None:
-        """Adds the residual and the rows of DeepStack to their tokens of x, whose residual is 0 then."""
+        """Adds the residual, what the layer's own input says, and the rows of DeepStack to x: the residual of changed
+        tokens is 0 then."""
+        layer = self._parts.layers[index]
+        if layer.per_layer is not None or layer.scale != 1.0:
+            x += residual
+            residual.zero_()
+        if layer.per_layer is not None:
+            gate = layer.per_layer.gate(x)
+            self._backend.activation(gate, self._config.activation)
+            added = layer.per_layer.projection(gate * self._layer_inputs[:, index])
+            x += self._normed(added, None, layer.per_layer.norm)
+        if layer.scale != 1.0:
+            x *= layer.scale
         deep = self._batch.deep
         if deep is None or index >= len(deep.rows):
             return

@@ -88,6 +88,8 @@ def parse_rotary(config: dict[str, Any], rope: dict[str, Any], head_dim: int) ->
     if "rotary_dim" in config and "partial_rotary_factor" not in rope:  # of the first checkpoints of MiniMax-M2
         partial = positive(config, "rotary_dim") / head_dim
     dim = int(head_dim * positive({"partial_rotary_factor": partial}, "partial_rotary_factor"))
+    if kind == "proportional":
+        rope, dim = {**rope, "num_rotated": dim // 2}, head_dim
     if dim < 2 or dim % 2 or dim > head_dim:
         raise CheckpointError(
             f"partial_rotary_factor: {partial!r} of head_dim {head_dim} is {dim} dimensions; rotary positions need an "
@@ -138,6 +140,13 @@ def _dynamic(wave: torch.Tensor, rope: dict[str, Any]) -> Rotary:
 
 def _linear(wave: torch.Tensor, rope: dict[str, Any]) -> Rotary:
     return Rotary(1.0 / wave / positive(rope, "factor"))
+
+
+def _proportional(wave: torch.Tensor, rope: dict[str, Any]) -> Rotary:
+    """All numbers of a head are in pairs, of which the first ones rotate."""
+    inv_freq = 1.0 / wave / positive({"factor": 1.0, **rope}, "factor")
+    inv_freq[rope["num_rotated"] :] = 0
+    return Rotary(inv_freq)
 
 
 def _llama3(wave: torch.Tensor, rope: dict[str, Any]) -> Rotary:
@@ -215,6 +224,7 @@ ROPE_SCALINGS: dict[str, Callable[[torch.Tensor, dict[str, Any]], Rotary]] = {
     "mrope": _default,
     "dynamic": _dynamic,
     "linear": _linear,
+    "proportional": _proportional,
     "llama3": _llama3,
     "yarn": _yarn,
 } | dict.fromkeys(LONG_ROPES, _longrope)

@@ -26,6 +26,7 @@ from worker_svc.engine.checkpoint.tensors import Checkpoint
 from worker_svc.engine.decoder import latents
 from worker_svc.engine.decoder.config import Experts, LayerSpec, ModelConfig
 from worker_svc.engine.decoder.latents import LatentAttention, LatentSpec
+from worker_svc.engine.decoder.per_layer import PerLayerTable, PerLayerWeights
 from worker_svc.engine.kernels import exact_ops
 from worker_svc.engine.kernels.four_bits import FourBitRows
 from worker_svc.engine.kernels.torch_linear import MAX_INT8_INPUTS, Int8Rows
@@ -33,6 +34,9 @@ from worker_svc.engine.recurrent import Recurrence, RecurrentWeights
 from worker_svc.engine.vision.config import tower_tensors
 
 FOUR_BITS = 4
+LAYER_EMBEDDING = "model.embed_tokens_per_layer"
+LAYER_INPUT_PROJECTION, LAYER_INPUT_NORM = "model.per_layer_model_projection", "model.per_layer_projection_norm"
+PER_LAYER_NORM = "post_per_layer_input_norm"
 IGNORED_ENDINGS = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 
 
@@ -83,6 +87,9 @@ class Layer:
     is_parallel: bool  # the feed-forward part reads the input of the layer, as attention does
     recurrent: RecurrentWeights | None = None  # then `qkv` makes the projections of a recurrent layer
     beside: Beside | None = None
+    per_layer: PerLayerWeights | None = None
+    value_norm: Norm | None = None
+    scale: float = 1.0  # of the output
 
 
 @runtime_checkable
@@ -256,7 +263,8 @@ class WeightLoader:
         recurrent = None if spec.recurrence is None else self._recurrent(prefix, spec.recurrence)
         if widths is not None and spec.attends:
             q_norm, k_norm = (name and prefix + name for name in (names.q_norm, names.k_norm))
-            qk_norms = self._norm(q_norm, widths[0]), self._norm(k_norm, widths[1])
+            own = k_norm if spec.kv_owner is None else q_norm  # keys of another layer have their norm
+            qk_norms = self._norm(q_norm, widths[0]), self._norm(own, widths[1])
         norms: dict[str, Norm | None] = dict.fromkeys(LAYER_NORMS)
         for norm, name in self._layer_norms(spec).items():
             norms[norm] = self._norm(prefix + name, self._config.hidden_size)
@@ -273,8 +281,42 @@ class WeightLoader:
             feed_forward=self._feed_forward(spec, stored, prefix) if spec.inner else None,
             recurrent=recurrent if beside is None else None,
             beside=beside,
+            per_layer=self._per_layer(index) if self._config.layer_input_width else None,
+            value_norm=self._norm("", spec.heads.head_dim) if spec.has_value_norm else None,
+            scale=self._scale(prefix) if self._config.architecture.has_layer_shapes else 1.0,
             **norms,
         )
+
+    def _scale(self, prefix: str) -> float:
+        return float(self._checkpoint.tensor(f"{prefix}layer_scalar", (1,), torch.float32))
+
+    def _per_layer(self, index: int) -> PerLayerWeights:
+        gate, projection = self._stored_per_layer(index)
+        norm = self._norm(self._names.layer.format(index) + PER_LAYER_NORM, self._config.hidden_size)
+        return PerLayerWeights(self._linear(gate), self._linear(projection), norm)
+
+    def _stored_per_layer(self, index: int) -> tuple[Stored, Stored]:
+        prefix, width, hidden = (
+            self._names.layer.format(index),
+            self._config.layer_input_width,
+            self._config.hidden_size,
+        )
+        gate = Stored((prefix + "per_layer_input_gate",), (("gate", width),), hidden, has_bias=False)
+        return gate, Stored((prefix + "per_layer_projection",), (("down", hidden),), width, has_bias=False)
+
+    def _stored_layer_inputs(self) -> Stored:
+        outputs = self._config.num_layers * self._config.layer_input_width
+        return Stored((LAYER_INPUT_PROJECTION,), (("up", outputs),), self._config.hidden_size, has_bias=False)
+
+    def per_layer_table(self) -> PerLayerTable | None:
+        """What makes the inputs of all layers; None: they have none."""
+        width = self._config.layer_input_width
+        if not width:
+            return None
+        shape = self._config.layer_input_vocab, self._config.num_layers * width
+        embedding = self._join([self._checkpoint.tensor(f"{LAYER_EMBEDDING}.weight", shape, None)])
+        projection = self._linear(self._stored_layer_inputs())
+        return PerLayerTable(embedding, projection, self._norm(LAYER_INPUT_NORM, width))
 
     def _layer_norms(self, spec: LayerSpec) -> dict[str, str]:
         """The names of a layer's norms."""
@@ -395,14 +437,22 @@ class WeightLoader:
             if latent is not None:
                 norms += [prefix + latents.NORM, *([prefix + latents.QUERY_NORM] if latent.query_rank else [])]
             if self._config.qk_norm_widths(index) is not None and layer.attends and names.q_norm:
-                norms += [prefix + names.q_norm, prefix + names.k_norm]
+                norms += [prefix + names.q_norm, *([] if layer.kv_owner is not None else [prefix + names.k_norm])]
             for stored in self._stored(index).values():
                 linears += self._weight_names(stored)
                 linears += [self._bias_name(name, stored) for name in stored.names if stored.has_bias]
             if (experts := self._config.layers[index].experts) is not None and experts.has_correction:
                 linears.append(prefix + names.correction)
             linears += [prefix + names.sinks] if names.sinks else []
+            if self._config.layer_input_width:
+                norms.append(prefix + PER_LAYER_NORM)
+                linears += [name for linear in self._stored_per_layer(index) for name in self._weight_names(linear)]
+            linears += [f"{prefix}layer_scalar"] if self._config.architecture.has_layer_shapes else []
         tables = [names.embedding, names.position_embedding]
+        if self._config.layer_input_width:
+            tables.append(LAYER_EMBEDDING)
+            norms.append(LAYER_INPUT_NORM)
+            linears += self._weight_names(self._stored_layer_inputs())
         expected = [f"{name}.weight" for name in (*tables, *norms) if name] + linears
         has_bias = self._config.norm == "layer" and self._config.architecture.has_norm_bias
         return expected + [f"{name}.bias" for name in norms if has_bias]
@@ -425,7 +475,14 @@ class WeightLoader:
         heads_of: tuple[tuple[Role, int], ...] = (("q", q_size), ("k", kv_size), ("v", kv_size))
         if spec.has_output_gate:
             heads_of = (("q", 2 * q_size), *heads_of[1:])
-        found = {"qkv": stored(names.qkv, heads_of, hidden, has_bias=config.has_qkv_bias)}
+        order = None
+        if spec.kv_owner is not None:
+            heads_of = heads_of[:1]
+        elif spec.has_one_key_value:
+            heads_of, keys = heads_of[:2], torch.arange(q_size, q_size + kv_size)
+            order = torch.cat((torch.arange(q_size), keys, keys))
+        qkv_names = names.qkv if len(names.qkv) == 1 else names.qkv[: len(heads_of)]
+        found = {"qkv": replace(stored(qkv_names, heads_of, hidden, has_bias=config.has_qkv_bias), order=order)}
         if spec.latents is not None:
             found = self._stored_latents(spec.latents, prefix)
             q_size = spec.latents.shape.num_heads * spec.latents.shape.value_dim
