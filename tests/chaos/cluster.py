@@ -78,17 +78,22 @@ class Cluster:
         own = [word for scheduler in schedulers[1:] for word in ("--scheduler", scheduler.address)]
         own += ["--executor", "sim"] if self._executor == "sim" else []
         workers = [
-            self._stack.start_worker(schedulers[0], self.model_dir, *WORKER_FLAGS, *own, *self._moves(number))
+            self._stack.start_worker(schedulers[0], self.model_dir, *WORKER_FLAGS, *own, *self._own_flags(number))
             for number in range(self._sizes["worker"])
         ]
         flags = (*index, *GATEWAY_FLAGS)
         gateways = [self._stack.start_gateway(*schedulers, flags=flags) for _ in range(self._sizes["gateway"])]
         self.members = {"gateway": gateways, "scheduler": schedulers, "worker": workers}
 
-    def _moves(self, number: int) -> tuple[str, ...]:
-        """Blocks move: a worker that is back reads its files, one that drains sends its streams' blocks ahead."""
+    def _own_flags(self, number: int) -> tuple[str, ...]:
+        """Blocks move: a worker that is back reads its files, one that drains sends its streams' blocks ahead. Each
+        worker proposes drafts in its own way, or none.
+        """
         folder = self._stack.folder / f"tier-{number}"
-        return ("--kv-transfer", "--kv-disk", str(folder), "--kv-disk-size", "128M")
+        moves = ("--kv-transfer", "--kv-disk", str(folder), "--kv-disk-size", "128M")
+        proposers = ("suffix", None) if self._executor == "sim" else ("suffix", f"draft:{self.model_dir}", None)
+        proposer = proposers[number % len(proposers)]
+        return moves if proposer is None else (*moves, "--speculate", proposer)
 
     @property
     def services(self) -> list[Service]:
