@@ -25,8 +25,8 @@ from step_protocol.messages import (
 from worker_svc.engine.adapters.packed import rows_of_step
 from worker_svc.engine.adapters.rows import RowAdapters
 from worker_svc.engine.backend import ForwardBatch, SamplingColumns
-from worker_svc.engine.checkpoint.model_folder import TensorSum, eos_token_ids
-from worker_svc.engine.checkpoint.tensors import Checkpoint, tensor_sums
+from worker_svc.engine.checkpoint.model_folder import TensorSum, eos_token_ids, tensor_sums
+from worker_svc.engine.checkpoint.tensors import Checkpoint
 from worker_svc.engine.config import EngineConfig, StagedWeights
 from worker_svc.engine.cpu.backends import make_backend
 from worker_svc.engine.decoder.block_payload import MovableBlocks

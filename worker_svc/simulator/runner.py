@@ -36,7 +36,7 @@ from step_protocol.messages import (
 from worker_svc.engine.adapters.rows import RowAdapters
 from worker_svc.engine.adapters.store import AdapterStore
 from worker_svc.engine.backend import TopLogprobs
-from worker_svc.engine.checkpoint.model_folder import TensorSum
+from worker_svc.engine.checkpoint.model_folder import TensorSum, tensor_sums
 from worker_svc.engine.config import EngineConfig, StagedWeights
 from worker_svc.engine.decoder.block_payload import MovableBlocks
 from worker_svc.engine.rows.errors import RowErrors
@@ -125,8 +125,6 @@ class SimRunner(StepRunner):
 
     def check_update(self, files: Sequence[Path]) -> list[TensorSum]:
         """The tensors of the last file. They are compared with no model. Raises CheckpointError."""
-        from worker_svc.engine.checkpoint.tensors import tensor_sums  # it imports torch, which simulations do not need
-
         return tensor_sums(files[-1])
 
     def stage(self, version: int, updates: Sequence[Path]) -> StagedWeights:

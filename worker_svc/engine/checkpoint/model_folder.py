@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import xxhash
+
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _Choice = TypeVar("_Choice")
@@ -147,6 +149,26 @@ def _check_file(path: Path, dtypes: tuple[str, ...]) -> None:
                 f"tensor {tensor} is stored as {entry['dtype']}; with the quantization_config of config.json, if any, "
                 f"weights are stored as {', '.join(dtypes)}; download the model again"
             )
+
+
+def tensor_sums(path: Path) -> list[TensorSum]:
+    """The tensors of a safetensors file, by name. Raises CheckpointError."""
+    found = []
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(LENGTH_BYTES), "little")
+            if length > MAX_HEADER_BYTES:
+                raise CheckpointError(f"{path} is damaged (it has no safetensors header); write it again")
+            for name, entry in sorted(_header(path, file.read(length)).items()):
+                start, end = entry["data_offsets"]
+                file.seek(LENGTH_BYTES + length + start)
+                checksum = xxhash.xxh3_64_hexdigest(file.read(end - start))
+                found.append(TensorSum(name, entry["dtype"], tuple(entry["shape"]), checksum))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} is missing; write it below --weights-dir of every worker") from error
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise CheckpointError(f"{path} is damaged ({error}); write it again") from error
+    return found
 
 
 def _header(path: Path, data: bytes) -> dict[str, Any]:

@@ -16,7 +16,6 @@ from worker_svc.engine.checkpoint.model_folder import (
     INDEX_FILE,
     WEIGHT_DTYPES,
     CheckpointError,
-    TensorSum,
     decoder_config,
     read_object,
     read_weight_map,
@@ -192,21 +191,6 @@ class Checkpoint:
         for tensor, file in self._weight_map.items():
             if tensor not in self._file_of:
                 raise CheckpointError(f"tensor {tensor} is not in {file}, although {INDEX_FILE} lists it there")
-
-
-def tensor_sums(path: Path) -> list[TensorSum]:
-    """The tensors of a safetensors file, by name. Raises CheckpointError."""
-    file = _open(path)
-    found = []
-    for name in sorted(file.keys()):
-        tensor: torch.Tensor = file.get_tensor(name)
-        content = tensor.reshape(-1).view(torch.uint8).numpy()
-        found.append(
-            TensorSum(
-                name, file.get_slice(name).get_dtype(), tuple(tensor.shape), xxhash.xxh3_64_hexdigest(content.data)
-            )
-        )
-    return found
 
 
 def _open(path: Path) -> Any:
