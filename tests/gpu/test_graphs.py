@@ -16,6 +16,7 @@ from worker_svc.engine.backend import BackendUnavailableError
 from worker_svc.engine.gpu import compute, loading
 from worker_svc.engine.gpu.collectives.group import Group
 from worker_svc.engine.gpu.compute import mixed_sizes
+from worker_svc.engine.gpu.kernels import forms
 from worker_svc.engine.gpu.step import graphs
 from worker_svc.engine.gpu.step.graphs import CudaRecorder, GraphError, Graphs
 from worker_svc.engine.gpu.step.step_buffer import Bucket
@@ -147,32 +148,89 @@ def test_recording_at_start_up_stops_at_its_time_limit(monkeypatch):
     assert len(made) == 0
 
 
-def test_steps_that_cannot_be_recorded_continue_without_a_graph(caplog):
-    class Failing(FakeRecorder):
-        def record(self, step):
-            raise GraphError("capture failed")
+class Failing(FakeRecorder):
+    """The nth recordings fail."""
 
-    _, made = make_graphs(Failing(), 1, is_lazy=True)
+    def __init__(self, *failing, error=None):
+        super().__init__()
+        self._failing, self._error = failing, error or GraphError("capture failed")
+
+    def record(self, step):
+        self.recordings.append([])
+        if len(self.recordings) in self._failing:
+            raise self._error
+        step()
+        return step
+
+
+def test_steps_that_cannot_be_recorded_continue_without_a_graph(caplog):
+    _, made = make_graphs(Failing(*range(9)), 1, is_lazy=True)
     made.record_after(bucket(2))
     assert "continue without a graph: capture failed" in caplog.text
     assert not made.serves(bucket(2))
     with pytest.raises(GraphError, match="capture failed"):
         made.record_at_start(lambda part: None)
+    assert not made.serves(bucket(1))  # it would fail as well, at a step of a request
     made.record_after(bucket(2))
 
 
-def test_a_worker_whose_graphs_cannot_be_recorded_serves_without(folder, recorder, monkeypatch, caplog):
-    def fail(step):
-        raise GraphError("capture failed")
+@pytest.mark.parametrize("error", [GraphError("capture failed"), torch.OutOfMemoryError("out of memory")])
+def test_graphs_that_were_recorded_before_one_failed_are_used(error):
+    _, made = make_graphs(Failing(2, 3, error=error), 1)
+    with pytest.raises(GraphError, match=str(error)):
+        made.record_at_start(lambda part: None)
+    assert [made.replay(bucket(n)) for n in (4, 2, 1)] == [True, False, False]
 
+
+def test_a_graph_that_fails_is_recorded_without_overlap(caplog):
+    overlaps = []
+
+    def compute(bucket):
+        overlaps.append(forms.chosen().may_overlap)
+
+    made = Graphs(compute, [bucket(4), bucket(2), bucket(1)], Failing(2), 1, Group(), is_lazy=False)
+    made.record_at_start(lambda part: None)
+    assert len(made) == 3
+    assert overlaps == [True, True, True, False, False, False, False]  # kernels without overlap are compiled first
+    assert "recorded without overlap of kernels: capture failed" in caplog.text
+    assert forms.chosen().may_overlap
+
+
+def test_ranks_agree_on_what_is_recorded():
+    class OtherFails(Group):
+        def all_reduce_min(self, value):
+            return 0 if value and made is not None and len(made) else value
+
+    made = None
+    made = Graphs(lambda bucket: None, [bucket(2), bucket(1)], Failing(), 1, OtherFails(), is_lazy=True)
+    made.record_at_start(lambda part: None)
+    made.record_after(bucket(1))
+    assert [made.serves(bucket(n)) for n in (2, 1)] == [True, False]
+
+
+@pytest.mark.parametrize(
+    "number", [1, 3, pytest.param(2, marks=pytest.mark.deep), pytest.param(4, marks=pytest.mark.deep)]
+)
+def test_a_worker_whose_graphs_cannot_be_recorded_serves_without(folder, recorder, monkeypatch, caplog, number):
+    """Each of its recordings fails in turn, with and without overlap."""
     plain, _ = run(load(folder, cuda_graphs="off"))
+    record, num_calls = recorder.record, 0
+
+    def fail(step):
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls >= number:
+            raise GraphError("capture failed")
+        return record(step)
+
     monkeypatch.setattr(recorder, "record", fail)
-    engine = load(folder, cuda_graphs="lazy", cuda_graph_tokens=24)
-    assert "capture failed; steps launch their kernels one by one" in caplog.text
-    assert engine._compute.num_graphs == 0
+    engine = load(folder, cuda_graphs="start", cuda_graph_tokens=24)
+    assert f"capture failed; {number - 1} CUDA graphs are recorded, and steps of other sizes" in caplog.text
+    assert engine._compute.num_graphs == number - 1
     assert run(engine)[0] == plain
-    with pytest.raises(BackendUnavailableError, match="capture failed; use --cuda-graphs off"):
-        load(folder, cuda_graphs="lazy", cuda_graph_tokens=24, kernels="triton")
+    if number == 1:
+        with pytest.raises(BackendUnavailableError, match="capture failed; use --cuda-graphs off"):
+            load(folder, cuda_graphs="lazy", cuda_graph_tokens=24, kernels="triton")
 
 
 @pytest.mark.parametrize(("limit", "sizes"), [

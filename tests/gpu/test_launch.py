@@ -6,7 +6,6 @@ import ast
 import importlib
 import pkgutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -82,8 +81,7 @@ def available(monkeypatch):
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
 
     def on(architecture: int, backend: str = "cuda") -> bool:
-        active = SimpleNamespace(get_current_target=lambda: GPUTarget(backend, architecture, 32))
-        monkeypatch.setattr(launch, "driver", SimpleNamespace(active=active))
+        monkeypatch.setattr(launch, "target", lambda: GPUTarget(backend, architecture, 32))
         launch._is_available.cache_clear()
         return launch.dependent() == {"PDL": True, "launch_pdl": True}
 

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
+import re
+from dataclasses import replace
+from functools import partial, wraps
+
 import pytest
 
 from tests.gpu.driver import DeviceDriver, load
@@ -9,7 +14,9 @@ from tests.gpu.test_runner import HEADS_4_2, SMALL, run_mixed
 from tests.unit.engine.models import load_reference, make_model
 from tests.unit.engine.test_engine_models import check_against
 from worker_svc.engine.backend import BackendUnavailableError
+from worker_svc.engine.gpu.check import Comparison, _tensors
 from worker_svc.engine.gpu.kernels import attention, norm, rope_store, scaled_linear
+from worker_svc.engine.gpu.kernels.forms import Forms
 from worker_svc.engine.gpu.kernels.sampler import candidates, sample
 from worker_svc.engine.gpu.start.setup import Setup
 
@@ -27,9 +34,12 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.parametrize("settings", [
-    {"determinism": "exact"},
-    {"kv_cache_dtype": "fp8", "quantize": "fp8", "max_adapters": 2, "max_adapter_rank": 4},
-], ids=["exact", "fp8 and adapters"])  # fmt: skip
+    pytest.param({"determinism": "exact"}, id="exact"),
+    pytest.param(
+        {"kv_cache_dtype": "fp8", "quantize": "fp8", "max_adapters": 2, "max_adapter_rank": 4}, id="fp8 and adapters",
+        marks=pytest.mark.deep,
+    ),
+])  # fmt: skip
 def test_correct_kernels_pass(folder, caplog, settings):
     runner = load(folder, **settings)
     assert "torch" not in runner.info.numerics
@@ -39,6 +49,65 @@ def test_correct_kernels_pass(folder, caplog, settings):
     run_mixed(driver)
     if "quantize" not in settings:
         check_against(load_reference(folder), driver, [0, 1, 2])
+
+
+class Faults:
+    """Torch forms in place of kernels, which take seconds in the interpreter. Those of `names` have a fault."""
+
+    def __init__(self, names, fault):
+        self._names, self._fault = names, fault
+        self.were_called = set()
+
+    def launch(self, kernel, /, *args, **kwargs):
+        self.were_called.add(kernel.name)
+        if kernel.name in self._names and self._fault == "does not run":
+            raise RuntimeError("no kernel image is available")
+        found = kernel.torch_form(*args, **kwargs)
+        if kernel.name in self._names:
+            given = inspect.signature(kernel.launch).bind(*args, **kwargs).arguments
+            written = [given[name] for name in kernel.writes]
+            changed = next(x for x in _tensors((written, found)) if x.numel()).view(-1)
+            if self._fault == "depends on other rows":
+                changed *= 1 + 1e-8 * len(changed)
+            else:
+                changed[len(changed) // 2] += 1
+        return found
+
+    def plant(self, monkeypatch):
+        for forms in (Forms, Comparison):
+            original = forms.call
+
+            def call(chosen, kernel, /, *args, original=original, **kwargs):
+                launch = wraps(kernel.launch)(partial(self.launch, kernel))
+                return original(chosen, replace(kernel, launch=launch), *args, **kwargs)
+
+            monkeypatch.setattr(forms, "call", call)
+
+
+KERNELS = (
+    *("norm", "rope_store", "attention", "linear", "gated_activation", "prepare", "deltas", "sample", "thresholds"),
+    *("mask_banned", "process", "bad_words", "record_tokens"),
+)
+
+
+@pytest.mark.parametrize(
+    "names", [KERNELS, *(pytest.param((name,), marks=pytest.mark.deep, id=name) for name in KERNELS)]
+)
+@pytest.mark.parametrize("fault", ["is wrong", "does not run"])
+def test_every_kernel_that_fails_is_replaced(folder, monkeypatch, caplog, names, fault):
+    faults = Faults(names, fault)
+    faults.plant(monkeypatch)
+    runner = load(folder, determinism="exact")
+    assert faults.were_called >= set(KERNELS)
+    for name in names:
+        replaces = "attention torch is used instead" if name == "attention" else f"plain torch replaces {name}"
+        assert re.search(rf"{replaces}[^:]*: {name} failed", caplog.text)
+    replaced = runner.info.numerics.rpartition("torch for ")[2].split() if names != ("attention",) else []
+    assert sorted(replaced) == sorted(set(names) - {"attention"})
+    assert runner.info.backend == ("cuda/torch" if "attention" in names else "cuda/triton")
+    driver = DeviceDriver(runner)
+    run_mixed(driver)
+    check_against(load_reference(folder), driver, [0, 1, 2])
 
 
 FAULTS = [
@@ -52,6 +121,7 @@ FAULTS = [
 ]  # fmt: skip
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(("name", "module", "old", "new"), FAULTS, ids=[fault[0] for fault in FAULTS])
 def test_a_kernel_that_fails_is_replaced(folder, plant_mutant, caplog, name, module, old, new):
     plant_mutant(module, old, new)
@@ -63,18 +133,20 @@ def test_a_kernel_that_fails_is_replaced(folder, plant_mutant, caplog, name, mod
     check_against(load_reference(folder), driver, [0, 1, 2])
 
 
-def test_a_kernel_that_fails_ends_the_start_if_triton_is_required(folder, plant_mutant):
-    plant_mutant(norm, "residual.to(tl.float32)", "tl.where(column == 31, 0.0, residual.to(tl.float32))")
+def test_a_kernel_that_fails_ends_the_start_if_triton_is_required(folder, monkeypatch):
+    Faults(["norm"], "is wrong").plant(monkeypatch)
     with pytest.raises(BackendUnavailableError, match=r"norm failed the start-up check .*the largest difference is"):
         load(folder, kernels="triton")
 
 
+@pytest.mark.deep
 def test_a_kernel_that_does_not_run_is_replaced(folder, monkeypatch, caplog):
     monkeypatch.setattr(scaled_linear, "scaled_linear_kernel", None)
     assert load(folder, quantize="fp8", determinism="exact").info.numerics.endswith("torch for scaled_linear")
     assert "scaled_linear failed in the start-up check" in caplog.text
 
 
+@pytest.mark.deep
 def test_attention_that_fails_is_replaced(folder, plant_mutant, caplog):
     plant_mutant(attention, "key[None, :] <= query_position[:, None]", "key[None, :] < query_position[:, None]")
     runner = load(folder)
@@ -85,8 +157,8 @@ def test_attention_that_fails_is_replaced(folder, plant_mutant, caplog):
     check_against(load_reference(folder), driver, [0, 1, 2])
 
 
-def test_exact_mode_replaces_kernels_whose_rows_depend_on_each_other(folder, plant_mutant, caplog):
-    plant_mutant(norm, "/ N + eps)", "/ N * (1 + 1e-6 * tl.num_programs(0)) + eps)")
+def test_exact_mode_replaces_kernels_whose_rows_depend_on_each_other(folder, monkeypatch, caplog):
+    Faults(["gated_activation"], "depends on other rows").plant(monkeypatch)
     assert load(folder, determinism="best_effort").info.backend == "cuda/triton"
     runner = load(folder, determinism="exact")
     assert "rows depend on the number of rows" in caplog.text

@@ -1,14 +1,25 @@
-"""`--kernels torch`: the whole GPU runner in plain torch, on a CPU, without Triton's interpreter."""
+"""`--kernels torch`: the whole GPU runner in plain torch, on a CPU, without Triton's interpreter; and the machines on
+which a worker falls back to it."""
 
 from __future__ import annotations
 
+import sys
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
+import torch
 import triton
 
+import worker_svc.engine
 from tests.gpu.driver import DeviceDriver, load
-from tests.gpu.test_runner import MODELS, SMALL, run_mixed
+from tests.gpu.test_runner import HEADS_4_2, MODELS, SMALL, run_forced, run_mixed, worst_error
 from tests.unit.engine.models import load_reference, make_model
 from tests.unit.engine.test_engine_models import check_against
+from worker_svc.engine.backend import BackendUnavailableError
+from worker_svc.engine.config import EngineConfig
+from worker_svc.engine.gpu.kernels import language
+from worker_svc.engine.gpu.start.setup import usable_kernels
 
 
 @pytest.fixture(autouse=True)
@@ -28,3 +39,72 @@ def test_mixed_batches_match_transformers(tmp_path, name, determinism):
     driver = DeviceDriver(load(folder, kernels="torch", **settings))
     run_mixed(driver)
     check_against(load_reference(folder), driver, [0, 1, 2])
+
+
+def test_bfloat16_is_as_close_to_transformers_as_its_roundings(tmp_path):
+    """The interpreter cannot multiply bfloat16, torch forms can."""
+    folder = make_model(tmp_path, "qwen3", **SMALL, **HEADS_4_2)
+    drivers = [DeviceDriver(load(folder, kernels="torch", dtype=dtype)) for dtype in ("bfloat16", "float32")]
+    for driver in drivers:
+        run_forced(driver)
+    assert drivers[0].runner.info.dtype == "bfloat16"
+    assert 0 < worst_error(*drivers) < 0.03
+
+
+@pytest.fixture
+def without_triton(monkeypatch):
+    """The engine, imported where Triton is not installed."""
+
+    def forget():
+        for name in [name for name in sys.modules if name.startswith("worker_svc.engine.gpu")]:
+            del sys.modules[name]
+
+    kept = {name: module for name, module in sys.modules.items() if name.startswith("worker_svc.engine.gpu")}
+    monkeypatch.setattr(worker_svc.engine, "gpu", None, raising=False)  # set back at the end
+    for name in [name for name in sys.modules if name.partition(".")[0] == "triton"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    forget()
+    yield
+    forget()
+    sys.modules.update(kept)
+
+
+@pytest.mark.usefixtures("without_triton")
+def test_a_worker_without_triton_serves(tmp_path, caplog):
+    from worker_svc.engine.gpu.runner import DeviceRunner
+    from worker_svc.engine.gpu.start import setup
+
+    folder = make_model(tmp_path, "qwen3", **SMALL, **HEADS_4_2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(setup.triton.knobs.runtime, "interpret", True)  # no device is needed
+        driver = DeviceDriver(load(folder, DeviceRunner))
+    assert "plain torch replaces all kernels, which is slower: triton cannot be imported" in caplog.text
+    assert driver.runner.info.numerics.endswith("torch for all kernels")
+    run_mixed(driver)
+    check_against(load_reference(folder), driver, [0, 1, 2])
+
+
+@pytest.mark.parametrize(("capability", "error", "reason"), [
+    ((7, 5), None, "the GPU has compute capability 7.5, Triton's kernels need 8.0"),
+    ((9, 0), RuntimeError("Failed to find C compiler. Please specify\nmore"),
+     "triton cannot launch kernels here: Failed to find C compiler. Please specify"),
+])  # fmt: skip
+def test_a_gpu_that_cannot_launch_kernels_of_triton_serves_in_torch(monkeypatch, caplog, capability, error, reason):
+    def target():
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(language, "target", target)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    device = torch.device("cuda", 0)
+    config = EngineConfig(Path("model"), backend="cuda")
+    assert usable_kernels(config, device) == "torch"
+    assert f"plain torch replaces all kernels, which is slower: {reason}" in caplog.text
+    with pytest.raises(BackendUnavailableError, match=f"{reason}; use --kernels auto"):
+        usable_kernels(replace(config, kernels="triton"), device)
+
+
+def test_a_gpu_that_launches_kernels_of_triton_uses_them(monkeypatch):
+    monkeypatch.setattr(language, "target", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert usable_kernels(EngineConfig(Path("model"), backend="cuda"), torch.device("cuda", 0)) == "auto"

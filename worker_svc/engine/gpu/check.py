@@ -26,7 +26,6 @@ from worker_svc.engine.gpu.attention.paged import Attention, TorchAttention
 from worker_svc.engine.gpu.kernels import forms
 from worker_svc.engine.gpu.kernels.forms import Forms, Kernel
 from worker_svc.engine.gpu.loading import LoadedModel
-from worker_svc.engine.gpu.start.compilation import compile_first
 from worker_svc.engine.gpu.step.pending_step import PendingStep
 
 logger = logging.getLogger(__name__)
@@ -185,6 +184,8 @@ class StartCheck:
     def choose(self) -> tuple[Forms, Attention]:
         """The forms and the attention with which the worker serves. Raises BackendUnavailableError for kernels that
         fail, if the settings exclude others."""
+        from worker_svc.engine.gpu.start.compilation import compile_first  # it needs Triton
+
         setup, chosen = self._setup, forms.TRITON
         steps: list[Callable[[], object]] = [partial(self._run, forms.TRITON)]
         if setup.is_exact:

@@ -150,10 +150,6 @@ class StepCompute:
         )  # fmt: skip
         self._graphs.record_at_start(progress)
 
-    def drop_graphs(self) -> None:
-        """Launches all later steps kernel by kernel."""
-        self._graphs = None
-
     @property
     def num_graphs(self) -> int:
         return 0 if self._graphs is None else len(self._graphs)

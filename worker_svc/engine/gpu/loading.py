@@ -156,10 +156,12 @@ def fill_memory(loaded: LoadedModel, stages: Stages) -> torch.Tensor:
         try:
             compute.record(recorder, shares.graph_bytes, stages.graphs, is_lazy=config.cuda_graphs == "lazy")
         except GraphError as error:
-            if config.kernels != "auto" or setup.group.size > 1:
+            if config.kernels == "triton":
                 raise BackendUnavailableError(f"{error}; use --cuda-graphs off") from error
-            logger.warning("%s; steps launch their kernels one by one, which is slower", error)
-            compute.drop_graphs()
+            logger.warning(
+                "%s; %d CUDA graphs are recorded, and steps of other sizes launch their kernels one by one, which is "
+                "slower", error, compute.num_graphs,
+            )  # fmt: skip
     stages.end()
     logger.info("%d CUDA graphs, %d blocks", compute.num_graphs, num_blocks)
     return pool

@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -39,7 +40,7 @@ from worker_svc.engine.gpu.messages import (
     step_to_bytes,
 )
 from worker_svc.engine.gpu.start.memory import make_pool
-from worker_svc.engine.gpu.start.setup import Stages, find_device
+from worker_svc.engine.gpu.start.setup import Stages, find_device, usable_kernels
 from worker_svc.engine.gpu.step.device_rows import changed_words
 from worker_svc.engine.gpu.step.extras import StepExtras, Wanted
 from worker_svc.engine.gpu.step.pending_step import NO_IDS, PendingStep, Writes
@@ -65,6 +66,7 @@ class DeviceRunner(StepRunner):
     ) -> None:
         self._group = group or Group()
         self._device = find_device(config, self._group.local_rank)
+        config = replace(config, kernels=usable_kernels(config, self._device))
         stages = Stages(progress, has_graphs=self._device.type == "cuda" and config.cuda_graphs != "off")
         self._forms = forms.TORCH if config.kernels == "torch" else forms.TRITON
         with torch.inference_mode(), forms.using(self._forms):

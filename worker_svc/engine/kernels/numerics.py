@@ -46,10 +46,13 @@ def device_numerics(
 ) -> str:
     """The kind of a GPU worker. Ranks sum partial results, so their number changes roundings. `formats`: of
     quantized weights that are multiplied as they are stored. `in_torch`: kernels that plain torch replaces."""
+    from worker_svc.engine.gpu.kernels.forms import ALL
+
     kind, compiled = "cpu" if in_torch else "interpreted", list[str]()
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
-        kind, compiled = f"sm_{major}{minor}", [gpu_compiler(10 * major + minor)]
+        kind = f"sm_{major}{minor}"
+        compiled = [] if ALL in in_torch else [gpu_compiler(10 * major + minor)]
     weights = [f"{name} weights" for name in sorted(formats)]
     replaced = [f"torch for {' '.join(in_torch)}"] if in_torch else []
     ranks = f"{num_ranks} rank{'s' if num_ranks > 1 else ''}"

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-import triton
-import triton.language as tl
 
 from worker_svc.engine.gpu.kernels.forms import kernel
+from worker_svc.engine.gpu.kernels.language import tl, triton
 from worker_svc.engine.gpu.kernels.launch import after_predecessor, dependent
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2")

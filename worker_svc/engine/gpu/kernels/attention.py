@@ -23,10 +23,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 
 from worker_svc.engine.backend import AttentionShape, HeadShape
+from worker_svc.engine.gpu.kernels.language import tl, triton
 from worker_svc.engine.gpu.kernels.launch import after_predecessor, dependent
 
 LOG2_E = math.log2(math.e)

@@ -7,8 +7,8 @@ of a value whose size is between 2^-6 and 448 times the scale.
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
+
+from worker_svc.engine.gpu.kernels.language import tl, triton
 
 LARGEST = 448.0
 TYPICAL = 4.0  # scaled root mean square of a head; normal numbers range from 1/256 of this to 112 times this

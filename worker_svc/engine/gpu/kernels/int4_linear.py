@@ -14,10 +14,9 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-import triton
-import triton.language as tl
 
 from worker_svc.engine.gpu.kernels.forms import kernel
+from worker_svc.engine.gpu.kernels.language import tl, triton
 from worker_svc.engine.gpu.kernels.launch import after_predecessor, dependent
 from worker_svc.engine.gpu.kernels.linear import torch_linear
 from worker_svc.engine.gpu.kernels.scaled_linear import Tile

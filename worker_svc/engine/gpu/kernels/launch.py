@@ -23,11 +23,9 @@ from functools import cache
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
-from triton.runtime.driver import driver
 
 from worker_svc.engine.gpu.kernels import forms
+from worker_svc.engine.gpu.kernels.language import target, tl, triton
 
 FIRST_ARCHITECTURE = 90  # sm_90 (Hopper) and newer have the instructions
 DISABLE = "QUIRE_DISABLE_PDL"
@@ -81,5 +79,5 @@ def dependent() -> dict[str, Any]:
 def _is_available() -> bool:
     if triton.knobs.runtime.interpret or os.environ.get(DISABLE, "") not in ("", "0"):
         return False
-    target = driver.active.get_current_target()
-    return bool(target.backend == "cuda" and target.arch >= FIRST_ARCHITECTURE)
+    gpu = target()
+    return bool(gpu.backend == "cuda" and gpu.arch >= FIRST_ARCHITECTURE)

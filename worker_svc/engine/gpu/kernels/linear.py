@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-import triton
-import triton.language as tl
 
 from worker_svc.engine.gpu.kernels.forms import kernel
+from worker_svc.engine.gpu.kernels.language import tl, triton
 from worker_svc.engine.gpu.kernels.launch import after_predecessor, dependent, early_bytes, prefetch_rows
 
 BLOCK_M, BLOCK_N, BLOCK_K = 64, 128, 64  # 64 rows: one row uses the same MMA instruction as thousands

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 
 from worker_svc.engine.backend import Norm
 from worker_svc.engine.gpu.kernels.forms import kernel
+from worker_svc.engine.gpu.kernels.language import tl, triton
 from worker_svc.engine.gpu.kernels.launch import after_predecessor, dependent
 
 KINDS = {"rms": 0, "rms_offset": 1, "layer": 2}

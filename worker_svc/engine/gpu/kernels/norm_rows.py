@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 
 from worker_svc.engine.backend import Norm
 from worker_svc.engine.gpu.kernels.forms import kernel
 from worker_svc.engine.gpu.kernels.fp8 import round_e4m3
+from worker_svc.engine.gpu.kernels.language import tl, triton
 from worker_svc.engine.gpu.kernels.launch import after_predecessor, dependent
 from worker_svc.engine.gpu.kernels.norm import arguments_of, normed_row, reference
 from worker_svc.engine.gpu.kernels.scaled_linear import FP8, SMALLEST, ScaledRows, reference_rows, scales_of

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 import torch
-import triton.language as tl
 
 from request_fields.fields import SAMPLER_FIELDS, Kind, SamplingParams, sampling_params
+from worker_svc.engine.gpu.kernels.language import tl
 
 ALIGNMENT = 8  # words: kernels are compiled for aligned block tables
 _SIZES = {"last_token": 1, **{name: 1 + (field.kind is Kind.UINT64) for name, field in SAMPLER_FIELDS.items()}}

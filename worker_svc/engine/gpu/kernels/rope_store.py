@@ -8,13 +8,12 @@ for c < TURNED, and otherwise TURNED + c and HALF + c. With neighbours, 2 c and 
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 
 from worker_svc.engine.backend import HeadShape, Norm, RotaryTable
 from worker_svc.engine.gpu.kernels.forms import kernel
 from worker_svc.engine.gpu.kernels.fp8 import reference as round_to_fp8
 from worker_svc.engine.gpu.kernels.fp8 import round_e4m3
+from worker_svc.engine.gpu.kernels.language import tl, triton
 from worker_svc.engine.gpu.kernels.launch import after_predecessor, dependent
 from worker_svc.engine.gpu.kernels.norm import normed
 

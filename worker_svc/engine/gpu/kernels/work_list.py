@@ -6,10 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import triton
-import triton.language as tl
 
 from worker_svc.engine.gpu.kernels.attention import AttentionTiles, Queries, WorkList
+from worker_svc.engine.gpu.kernels.language import tl, triton
 from worker_svc.engine.gpu.kernels.launch import after_predecessor, dependent
 
 MAX_QUERIES = NO_WINDOW = 2**31 - 1

@@ -28,7 +28,6 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from worker_svc.engine.gpu.collectives.group import Group
-from worker_svc.engine.gpu.kernels import forms
 from worker_svc.engine.gpu.start.compile_process import settle_key
 from worker_svc.engine.kernels.machine import available_cores, available_memory
 
@@ -117,7 +116,7 @@ def compile_first(steps: Sequence[Callable[[], object]], group: Group) -> int:
     The steps run without these kernels, so their results have no meaning, and their errors are ignored: the caller
     runs them again.
     """
-    if triton.knobs.runtime.interpret or forms.chosen() is forms.TORCH:
+    if triton.knobs.runtime.interpret:
         return 0
     with collecting() as launches:
         for step in steps:

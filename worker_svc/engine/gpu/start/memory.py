@@ -15,7 +15,7 @@ from worker_svc.engine.decoder.config import ModelConfig
 from worker_svc.engine.decoder.kv_cache import DEFAULT_MEMORY, KVCachePool
 from worker_svc.engine.gpu.collectives.group import ALONE, Group
 from worker_svc.engine.gpu.compute import StepCompute
-from worker_svc.engine.gpu.start.compilation import compile_first
+from worker_svc.engine.gpu.kernels import forms
 from worker_svc.engine.gpu.step.step_buffer import Bucket
 
 BYTES_PER_GRAPH = 8 << 20  # nodes and their parameters, besides the memory that all graphs share
@@ -65,7 +65,10 @@ def divide_memory(
     largest = f"a step of max_num_batched_tokens {config.max_num_batched_tokens}, max_num_seqs {config.max_num_seqs}"
     steps = [partial(compute.warm_up, config.max_num_batched_tokens)]
     steps += [partial(compute.run_empty, bucket) for bucket in _largest(compute.buckets())]
-    compile_first(steps, group)
+    if forms.chosen() is not forms.TORCH:
+        from worker_svc.engine.gpu.start.compilation import compile_first  # it needs Triton
+
+        compile_first(steps, group)
     with fitting(largest, "lower one of them, or raise tensor_parallel_size"):
         peak, graph_bytes = _measure(config, compute, device)
     if config.num_blocks is not None:

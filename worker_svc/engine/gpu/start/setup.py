@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -9,11 +10,14 @@ import torch
 
 from worker_svc.engine.backend import AttentionShape, BackendUnavailableError
 from worker_svc.engine.checkpoint.tensors import Checkpoint
-from worker_svc.engine.config import ComputeDtype, EngineConfig
+from worker_svc.engine.config import ComputeDtype, EngineConfig, Kernels
 from worker_svc.engine.decoder.config import ModelConfig
 from worker_svc.engine.gpu.collectives.group import Group
+from worker_svc.engine.gpu.kernels.language import triton, why_not_launched
 from worker_svc.engine.gpu.layers.linears import FP8_CAPABILITY, has_fp8
 from worker_svc.engine.gpu.layers.weights import shard_config
+
+logger = logging.getLogger(__name__)
 
 DTYPES: dict[ComputeDtype, torch.dtype] = {
     "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16,
@@ -102,11 +106,20 @@ def find_device(config: EngineConfig, rank: int = 0) -> torch.device:
             )
         torch.cuda.set_device(rank)
         return torch.device("cuda", rank)
-    import triton
-
     if config.kernels == "torch" or triton.knobs.runtime.interpret:
         return torch.device("cpu")
     raise BackendUnavailableError(f"no CUDA device was found: {_why_no_device()}; use --backend cpu")
+
+
+def usable_kernels(config: EngineConfig, device: torch.device) -> Kernels:
+    """`--kernels`, or torch where no kernel of Triton can be launched, with a warning. Raises BackendUnavailableError
+    if Triton is required there."""
+    if config.kernels == "torch" or (reason := why_not_launched(device)) is None:
+        return config.kernels
+    if config.kernels == "triton":
+        raise BackendUnavailableError(f"{reason}; use --kernels auto, or --backend cpu")
+    logger.warning("plain torch replaces all kernels, which is slower: %s", reason)
+    return "torch"
 
 
 def _why_no_device() -> str:

@@ -8,11 +8,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
 
 from worker_svc.engine.gpu.collectives.group import Group
+from worker_svc.engine.gpu.kernels import forms
 from worker_svc.engine.gpu.step.step_buffer import Bucket
 
 logger = logging.getLogger(__name__)
@@ -106,6 +108,7 @@ class Graphs:
         self._limit = limit
         self._group = group
         self._replays: dict[Bucket, Step] = {}
+        self._may_overlap = True
         self._buckets = buckets
         self._is_lazy = is_lazy
         self._later = {*buckets, *rare_buckets} if is_lazy else set(rare_buckets)  # recorded on first use
@@ -127,7 +130,8 @@ class Graphs:
 
     def record_at_start(self, progress: Callable[[float], None]) -> None:
         """Records all buckets or, if lazy, the largest with prompts and the largest without. If a bound stops the
-        recording, this is logged.
+        recording, this is logged. Raises GraphError if one cannot be recorded on some rank: then those recorded before
+        it serve, and no more are recorded.
 
         The buffer must hold a step without rows, so that the warm-up runs change neither rows nor the pool.
         """
@@ -142,8 +146,11 @@ class Graphs:
                     index, len(chosen), taken, self._limit >> 20, MAX_RECORDING_S,
                 )  # fmt: skip
                 break
-            self._compute(bucket)  # kernels cannot be compiled during recording
-            self._record(bucket)
+            try:
+                self._record(bucket, is_cold=True)
+            except GraphError:
+                self._later.clear()
+                raise
             progress((index + 1) / len(chosen))
 
     def record_after(self, bucket: Bucket) -> None:
@@ -161,9 +168,31 @@ class Graphs:
         except GraphError as error:
             logger.error("steps of %s continue without a graph: %s", bucket, error)
 
-    def _record(self, bucket: Bucket) -> None:
+    def _record(self, bucket: Bucket, *, is_cold: bool = False) -> None:
+        """Records a bucket, without overlap of kernels if it cannot be recorded with it. `is_cold`: no step of the
+        bucket has run, so kernels may not be compiled yet, which they cannot be during recording."""
         self._later.discard(bucket)  # also on failure, because it would fail again
-        self._replays[bucket] = self._recorder.record(lambda: self._compute(bucket))
+        step, error = self._try(bucket, is_cold=is_cold)
+        if step is None and self._may_overlap and forms.chosen().may_overlap:
+            self._may_overlap = False
+            logger.warning("CUDA graphs are recorded without overlap of kernels: %s", error)
+            step, error = self._try(bucket, is_cold=True)
+        if step is None:
+            raise GraphError(error)
+        self._replays[bucket] = step
+
+    def _try(self, bucket: Bucket, *, is_cold: bool) -> tuple[Step | None, str]:
+        """The recorded step, or None and the error if a rank cannot record it."""
+        step, fault = None, "a CUDA graph cannot be recorded on another rank"
+        chosen = forms.chosen()
+        with forms.using(replace(chosen, may_overlap=chosen.may_overlap and self._may_overlap)):
+            try:
+                if is_cold:
+                    self._compute(bucket)
+                step = self._recorder.record(lambda: self._compute(bucket))
+            except (GraphError, torch.OutOfMemoryError) as error:
+                fault = str(error)
+        return (step if self._group.all_reduce_min(int(step is not None)) else None), fault
 
     def _may_record(self, has_time: bool) -> bool:
         may = has_time and self._recorder.bytes_taken() < self._limit

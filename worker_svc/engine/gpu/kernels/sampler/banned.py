@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 
 from request_fields.fields import MAX_BANNED_IDS
 from worker_svc.engine.gpu.kernels.forms import kernel
+from worker_svc.engine.gpu.kernels.language import tl, triton
 from worker_svc.engine.gpu.kernels.launch import after_predecessor, dependent
 from worker_svc.engine.gpu.kernels.record import WORDS
 

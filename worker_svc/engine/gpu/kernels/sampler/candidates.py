@@ -8,9 +8,8 @@ by bisection. A row with too many candidates reads its logits instead, which tak
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 
+from worker_svc.engine.gpu.kernels.language import tl, triton
 from worker_svc.engine.gpu.kernels.launch import after_predecessor, dependent
 from worker_svc.engine.gpu.kernels.record import TEMPERATURE
 from worker_svc.engine.gpu.kernels.sampler.filters import (

@@ -7,10 +7,9 @@ per chunk of the vocabulary; the sums of all ranks are added, and one program pe
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 
 from worker_svc.engine.gpu.collectives.group import Group
+from worker_svc.engine.gpu.kernels.language import tl, triton
 from worker_svc.engine.gpu.kernels.record import TEMPERATURE
 from worker_svc.engine.gpu.kernels.sampler.filters import (
     TOP_K,

@@ -15,12 +15,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 
 from request_fields.fields import FILTERS
 from worker_svc.engine.backend import SamplingColumns
 from worker_svc.engine.gpu.collectives.group import Group
+from worker_svc.engine.gpu.kernels.language import tl, triton
 from worker_svc.engine.gpu.kernels.launch import after_predecessor, dependent
 from worker_svc.engine.gpu.kernels.record import TEMPERATURE, WORDS
 from worker_svc.engine.sampling.noise import GREEDY_BELOW, log_of

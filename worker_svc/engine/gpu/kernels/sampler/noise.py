@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
+from worker_svc.engine.gpu.kernels.language import tl, triton
 
 # Bound of |approximate - exact|: the series is cut off at 1e-8, and the fast logarithm has an error of 2^-22.
 APPROXIMATION_ERROR = 5e-5

@@ -12,11 +12,10 @@ They are written when a row is opened (gpu/processing.py) and by `record_tokens`
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 
 from request_fields.fields import MAX_BAD_WORD_IDS
 from worker_svc.engine.gpu.kernels.forms import kernel
+from worker_svc.engine.gpu.kernels.language import tl, triton
 from worker_svc.engine.gpu.kernels.record import WORDS
 
 IS_PROCESSED = tl.constexpr(WORDS["is_processed"])

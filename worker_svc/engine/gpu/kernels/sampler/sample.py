@@ -14,11 +14,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 import torch.nn.functional as F
-import triton
-import triton.language as tl
 
 from worker_svc.engine.gpu.collectives.group import ALONE, Group
 from worker_svc.engine.gpu.kernels.forms import kernel
+from worker_svc.engine.gpu.kernels.language import tl, triton
 from worker_svc.engine.gpu.kernels.launch import after_predecessor, dependent
 from worker_svc.engine.gpu.kernels.record import LAST_TOKEN, TEMPERATURE, WORDS, read_record
 from worker_svc.engine.gpu.kernels.sampler.filters import load_z

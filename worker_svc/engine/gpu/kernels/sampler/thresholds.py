@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-import triton
 
 from worker_svc.engine.gpu.collectives.group import ALONE, Group
 from worker_svc.engine.gpu.kernels.forms import kernel
+from worker_svc.engine.gpu.kernels.language import triton
 from worker_svc.engine.gpu.kernels.record import read_record
 from worker_svc.engine.gpu.kernels.sampler import candidates, digits
 from worker_svc.engine.gpu.kernels.sampler.candidates import CandidateSearch
