@@ -123,7 +123,7 @@ def check_service(name: str, packages: Iterable[str]) -> Finding:
 
 def check_backend() -> Finding:
     if has_gpu():
-        return Finding("backend", FALLBACK, "CPU: a GPU is present; --backend cuda uses it")
+        return Finding("backend", OK, "a GPU is present; `quire up` uses it for models that backend cuda serves")
     return Finding("backend", OK, "CPU: no GPU found (no /dev/nvidia*)")
 
 

@@ -72,6 +72,7 @@ def make_plan(args: argparse.Namespace, say: Callable[[str], None] = print) -> P
     ports = _gateway_ports(args.host, args.port, args.gateways)
     http_ports = _http_ports(args, excluded=ports)
     folder, args.model_name = resolve_model(args.model, args.model_name, say)
+    why_cpu = _choose_backend(args, folder)
     others = free_ports(args.schedulers + args.workers, excluded=[*ports, *http_ports])
     schedulers = [f"127.0.0.1:{port}" for port in others[: args.schedulers]]
     devices = _devices_each(args, visible_gpus() if args.backend == "cuda" else [])
@@ -98,7 +99,7 @@ def make_plan(args: argparse.Namespace, say: Callable[[str], None] = print) -> P
     specs = [trust.added_to(spec) for spec in specs]
     notes = (
         _model_note(args.model, folder, args.model_name),
-        _backend_note(args),
+        _backend_note(args, why_cpu),
         _index_note(args.redis, args.schedulers),
         *_reach_notes(args),
         *([f"console    {'https' if args.tls else 'http'}://{console}/console/"] if console else []),
@@ -294,13 +295,26 @@ def _devices_each(args: argparse.Namespace, visible: Sequence[str]) -> list[tupl
     return [(("CUDA_VISIBLE_DEVICES", ",".join(visible[i : i + size])),) for i in range(0, needed, size)]
 
 
-def _backend_note(args: argparse.Namespace) -> str:
+def _choose_backend(args: argparse.Namespace, folder: Path) -> str:
+    """Sets --backend to cuda if it is not set and a visible GPU serves the model. Returns why workers use the CPU."""
+    if args.backend is not None or "QUIRE_BACKEND" in os.environ or "QUIRE_CONFIG" in os.environ:
+        return "as configured"
+    if not visible_gpus():
+        return "no GPU found"
+    command = [sys.executable, "-P", "-m", "worker_svc.check_gpu", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        return "a GPU is present, but " + (done.stderr.strip().splitlines() or ["the check of backend cuda failed"])[-1]
+    args.backend = "cuda"
+    return ""
+
+
+def _backend_note(args: argparse.Namespace, why_cpu: str) -> str:
     num_workers, threads = args.workers, args.threads
     if args.backend == "cuda":
         ranks = f" of {args.tensor_parallel_size} GPUs" if (args.tensor_parallel_size or 1) > 1 else ""
         return f"backend    CUDA, {num_workers} worker{'s' if num_workers > 1 else ''}{ranks}"
-    reason = "a GPU is present; --backend cuda uses it" if has_gpu() else "no GPU found"
-    return f"backend    CPU ({reason}), {num_workers} x {threads} thread{'s' if threads > 1 else ''}"
+    return f"backend    CPU ({why_cpu}), {num_workers} x {threads} thread{'s' if threads > 1 else ''}"
 
 
 def _index_note(redis: str | None, num_schedulers: int) -> str:

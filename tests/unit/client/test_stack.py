@@ -389,6 +389,41 @@ def test_each_worker_gets_its_own_gpus(model, monkeypatch):
     assert "backend    CUDA, 1 worker of 2 GPUs" in made.notes
 
 
+def backend_of(made):
+    return flags_of(made, "worker-0").get("--backend"), next(note for note in made.notes if note.startswith("backend"))
+
+
+def test_a_visible_gpu_that_serves_the_model_is_used(model, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setattr(plans, "is_installed", lambda name: True)
+    asked = []
+
+    def check(command, **_):
+        asked.append(command[-2:])
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(plans.subprocess, "run", check)
+    made = plan("--model", model, "--port", "0")
+    assert backend_of(made) == ("cuda", "backend    CUDA, 1 worker")
+    assert asked == [["worker_svc.check_gpu", model]]
+    assert backend_of(plan("--model", model, "--port", "0", "--backend", "cpu"))[0] == "cpu"
+    monkeypatch.setenv("QUIRE_BACKEND", "reference")
+    assert backend_of(plan("--model", model, "--port", "0"))[0] is None
+    monkeypatch.delenv("QUIRE_BACKEND")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert backend_of(plan("--model", model, "--port", "0"))[0] is None
+    assert len(asked) == 1
+
+
+@pytest.mark.skipif(os.path.exists("/dev/nvidia0"), reason="the GPU serves")
+def test_a_gpu_that_torch_cannot_use_is_named_with_the_reason(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # the interpreter would do
+    flag, note = backend_of(plan("--model", "demo", "--port", "0"))
+    assert flag is None
+    assert note.startswith("backend    CPU (a GPU is present, but no CUDA device was found: torch ")
+
+
 def test_gpus_are_counted_without_a_driver(tmp_path, monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     for name in ("nvidia0", "nvidia1", "nvidiactl"):
