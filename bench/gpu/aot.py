@@ -56,21 +56,24 @@ class Architecture:
     number: int  # 90 is sm_90
     processors: Processors
     max_shared_bytes: int  # of one program
-    max_spills: int  # instructions; a few outside of loops cost nothing
+    max_spills: int  # instructions outside of loops over keys or weights, which cost little
 
 
 ARCHITECTURES = {
     arch.number: arch
     for arch in (
-        Architecture(80, Processors(108, 65536, 164 << 10, 2048), 163 << 10, 8),
-        Architecture(89, Processors(128, 65536, 100 << 10, 1536), 99 << 10, 32),
-        Architecture(90, Processors(132, 65536, 228 << 10, 2048), 227 << 10, 4),
-        Architecture(100, Processors(148, 65536, 228 << 10, 2048), 227 << 10, 32),
+        Architecture(80, Processors(108, 65536, 164 << 10, 2048), 163 << 10, 96),
+        Architecture(89, Processors(128, 65536, 100 << 10, 1536), 99 << 10, 96),
+        Architecture(90, Processors(132, 65536, 228 << 10, 2048), 227 << 10, 96),
+        Architecture(100, Processors(148, 65536, 228 << 10, 2048), 227 << 10, 96),
+        Architecture(120, Processors(170, 65536, 100 << 10, 1536), 99 << 10, 96),
     )
 }
 HOPPER = ARCHITECTURES[90]
 FIRST_WITH_FP8 = 89
 MAX_REGISTERS = 255
+MAX_LOOP_SPILLS = 2
+SPILL = re.compile(r"\b(?:LDL|STL)\b")
 # --short omits small kernels (bench/gpu/dry_run.py compiles them) and variants that differ little from a kept variant.
 LEFT_OUT = (
     "norm 4096", "soft_cap", "silu", "deltas", "prepare", "of ranks", "descend", "work_list", "gelu", "bias=True",
@@ -104,6 +107,9 @@ class Report:
     registers: int
     spill_instructions: int
     shared_bytes: int
+    loop_spills: int = 0  # of them, in innermost loops
+    fences: int = 0  # of the whole GPU: attention has one, where a split is announced
+    merge_loads: tuple[int, int] | None = None  # asynchronous and other loads in the loop that merges splits
     mma: dict[str, int] = field(default_factory=dict)
     waits: tuple[int, ...] = ()  # of loops that multiply and load asynchronously
     programs: int = 0  # that run at once on a processor
@@ -114,6 +120,7 @@ class Report:
         """Whether a program of it can run on this architecture, without many spills."""
         return (
             self.spill_instructions <= arch.max_spills
+            and self.loop_spills <= MAX_LOOP_SPILLS
             and self.shared_bytes <= arch.max_shared_bytes
             and self.registers <= MAX_REGISTERS
         )
@@ -189,16 +196,17 @@ def _head_variants(
         for page, (suffix, masks) in itertools.product(pages, all_masks.items()):
             constants = heads | masks | {
                 "PAGE": page, "GROUP": attention.group_lines(shape), "BLOCK_M": tiles.block_m,
-                "BLOCK_N": tiles.block_n, "BLOCK_D": width, "MIN_SPLIT": tiles.min_split,
+                "BLOCK_N": tiles.block_n, "BLOCK_D": width, "MIN_SPLIT": tiles.min_split, "FIXED": tiles.fixed_split,
                 "ONE_LOOP": tiles.one_loop, "SCALED": is_scaled,
             }  # fmt: skip
             types = f"{t} {kv} {kv} {f} {i} i32 {i} {i} {i} {i} {i} {i} {t} {f} {f} {i} fp32 i32 i32 fp32"
             name = f"attention {model} {use} page {page}{suffix}"
             yield Variant(name, attention.paged_attention_kernel, types, constants, tiles.num_warps, tiles.num_stages)
         constants = {
-            "QUERIES": tiles.queries(shape), "MIN_SPLIT": tiles.min_split, "ROWS": work_list.MIN_ROWS, "BLOCK": 64,
+            "QUERIES": tiles.queries(shape), "MIN_SPLIT": tiles.min_split, "FIXED": tiles.fixed_split,
+            "ROWS": work_list.MIN_ROWS, "BLOCK": 64,
         }  # fmt: skip
-        types = f"{i} {i} {i} {i} {i} i32 i32 i32 fp32 i32"
+        types = f"{i} {i} {i} {i} {i} {i} i32 i32 i32 i32 fp32 i32 i32"
         yield Variant(f"work_list {model} {use}", work_list.work_list_kernel, types, constants)
 
 
@@ -268,11 +276,16 @@ def compile_variant(variant: Variant, arch: Architecture = HOPPER) -> Report:
     if found is None:
         raise RuntimeError(f"cuobjdump reports no register count: {usage[:200]}")
     registers, shared = int(found[1]), int(compiled.metadata.shared)
+    bodies = [[text for _, text in body] for body in innermost_loops(sass)]
+    copies = [body for body in bodies if not any("MMA" in text for text in body) and any("LDGSTS" in t for t in body)]
     return Report(
         name=variant.name,
         registers=registers,
-        spill_instructions=len(re.findall(r"\b(?:LDL|STL)\b", sass)),
+        spill_instructions=len(SPILL.findall(sass)),
         shared_bytes=shared,
+        loop_spills=sum(bool(SPILL.search(text)) for body in bodies for text in body),
+        fences=len(re.findall(r"\bMEMBAR\.\w+(?:\.\w+)*\.GPU", sass)),
+        merge_loads=next((_loads(body) for body in copies), None),
         mma={kind: len(re.findall(rf"\b{kind}", sass)) for kind in ("HGMMA", "QGMMA", "HMMA", "LDGSTS")},
         waits=loop_waits(sass),
         programs=arch.processors.programs_per_processor(registers, shared, variant.num_warps),
@@ -283,21 +296,31 @@ def compile_variant(variant: Variant, arch: Architecture = HOPPER) -> Report:
     )
 
 
+def _loads(body: list[str]) -> tuple[int, int]:
+    """Asynchronous and other loads from global memory."""
+    return sum("LDGSTS" in text for text in body), sum("LDG." in text for text in body)
+
+
 def loop_waits(sass: str) -> tuple[int, ...]:
     """For each innermost loop with matrix products and asynchronous loads: the groups of loads that may be outstanding
     after its first wait. The groups are committed in order, so 0 waits for the newest ones."""
+    waits = []
+    for body in innermost_loops(sass):
+        texts = [text for _, text in body]
+        outstanding = [found[1] for text in texts if (found := re.search(r"\bDEPBAR\.LE SB\d+, (0x[0-9a-f]+)", text))]
+        if outstanding and any("MMA" in text for text in texts) and any("LDGSTS" in text for text in texts):
+            waits.append(int(outstanding[0], 16))
+    return tuple(waits)
+
+
+def innermost_loops(sass: str) -> Iterator[list[tuple[int, str]]]:
+    """The instructions, with their addresses, of each loop without another loop."""
     code = [(int(place, 16), text) for place, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+([^;]*);", sass)]
     jumps = ((place, re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", text)) for place, text in code)
     loops = [(int(found[1], 16), place) for place, found in jumps if found and int(found[1], 16) < place]
-    waits = []
     for first, last in loops:
-        if any(first <= other[0] and other[1] <= last for other in loops if other != (first, last)):
-            continue
-        body = [text for place, text in code if first <= place <= last]
-        outstanding = [found[1] for text in body if (found := re.search(r"\bDEPBAR\.LE SB\d+, (0x[0-9a-f]+)", text))]
-        if outstanding and any("MMA" in text for text in body) and any("LDGSTS" in text for text in body):
-            waits.append(int(outstanding[0], 16))
-    return tuple(waits)
+        if not any(first <= other[0] and other[1] <= last for other in loops if other != (first, last)):
+            yield [(place, text) for place, text in code if first <= place <= last]
 
 
 def early_arguments(ptx: str, names: list[str]) -> tuple[str, ...]:
@@ -350,6 +373,7 @@ def main() -> None:
         failed += [] if report.is_within(arch) else [report.name]
         print(
             f"{report.name:32s} {report.registers:4d} registers {report.spill_instructions:4d} spills "
+            f"({report.loop_spills} in loops) {report.fences} fences merge {report.merge_loads} "
             f"{report.shared_bytes:7d} B shared {report.programs:2d} programs waits {report.waits} "
             f"{report.mma}{verdict}",
             flush=True,

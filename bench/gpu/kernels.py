@@ -140,16 +140,16 @@ class Case:
         """The engine's own attention."""
         return TritonAttention(
             self.shape, determinism, windows=[self.layer.window], max_rows=self.num_rows, max_tokens=len(self.q),
-            max_model_len=self.longest, dtype=self.q.dtype, device=self.q.device,
+            num_layers=1, dtype=self.q.dtype, device=self.q.device,
         )  # fmt: skip
 
     def run(self, attention: Attention) -> tuple[Callable[[], None], torch.Tensor]:
-        """A function that computes a layer, after its first run, and its output."""
+        """A function that computes a step of one layer, after its first run, and its output."""
         out = torch.full_like(self.q, float("nan"))
         attention.plan(self.columns.bucket, host_lengths(self.columns))
-        attention.begin(self.columns)
 
         def run() -> None:
+            attention.begin(self.columns)
             attention.attend(self.q, self.cache, self.columns, self.layer, out)
 
         run()

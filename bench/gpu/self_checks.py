@@ -99,6 +99,6 @@ def _attention_cases(setup: checks.Setup) -> Iterator[checks.Case]:
     attention = TritonAttention(
         setup.model.heads, setup.determinism, windows=[shape.window for shape in setup.attention_shapes],
         max_rows=MAX_ROWS, max_tokens=MAX_TOKENS,
-        max_model_len=setup.max_model_len, dtype=setup.dtype, device=setup.device,
+        num_layers=1, dtype=setup.dtype, device=setup.device,
     )  # fmt: skip
     yield from attention_cases(attention, "attention", setup)

@@ -89,8 +89,8 @@ class AttentionCase:
             placed = tuple(fp8.reference(pool, scale[:, None]).to(DEVICE) for pool, scale in parts)
         return cls(q.to(dtype).to(DEVICE), placed, queries, ints(len(rows)), shape, scales, layer)
 
-    def empty_work(self, num_items: int = 4096) -> WorkList:
-        work = WorkList.empty(num_items, self.q.device)
+    def empty_work(self, num_items: int = 4096, num_launches: int = 1) -> WorkList:
+        work = WorkList.empty(num_items, self.q.device, num_launches)
         work.items.fill_(-1)
         work.sizes.fill_(-1)
         return work

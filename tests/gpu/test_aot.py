@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -58,7 +59,24 @@ def test_kernels_compile_within_bounds():
     assert all(any(name.startswith(start) for name in waits) for start in PRODUCTS)
     assert all(waits.values())
     assert all(min(each) > 0 for each in waits.values())  # no loop waits for the loads that it has just issued
+    check_merges(kernels)
     check_early_reads(kernels)
+
+
+def check_merges(kernels: dict[str, Any]) -> None:
+    """Loads of several splits overlap where they are merged. Units are taken without a fence; the one that is left is
+    that of the program that announces a split."""
+    divided = [kernel for name, kernel in kernels.items() if re.match(r"attention .* (decode|exact) ", name)]
+    assert len(divided) > 2
+    for kernel in divided:
+        asynchronous, others = kernel["merge_loads"]
+        assert asynchronous > 0
+        assert others == 0
+        assert kernel["fences"] == 1
+        assert kernel["loop_spills"] == 0
+    prefills = [kernel for name, kernel in kernels.items() if re.match(r"attention .* prefill ", name)]
+    assert prefills
+    assert {kernel["fences"] for kernel in prefills} == {0}
 
 
 def check_early_reads(kernels: dict[str, Any]) -> None:

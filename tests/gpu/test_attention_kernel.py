@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from bench.gpu.checks.references import work_items as expected_items
 from tests.gpu.builders import DEVICE, DTYPES, TOLERANCE, AttentionCase, relative_error
@@ -16,9 +19,10 @@ from worker_svc.engine.gpu.kernels.work_list import Splits, make_work_list
 
 DECODE = AttentionTiles(block_m=16, block_n=16, min_split=32, num_warps=4, num_stages=3)
 PREFILL = AttentionTiles(block_m=32, block_n=16, min_split=0, num_warps=4, num_stages=3)
-EXACT = AttentionTiles(block_m=16, block_n=16, min_split=0, num_warps=4, num_stages=3, one_loop=True)
+EXACT = AttentionTiles(block_m=16, block_n=16, min_split=0, num_warps=4, num_stages=3, one_loop=True, fixed_split=32)
 
-SHORT = Splits(0.0, 1000)  # as short as they may be
+SHORT = Splits(0.0, 1000)  # as short as they may be; with fixed splits, every row is divided
+WHOLE_ROWS = Splits(0.0, 0)  # with fixed splits, no row is divided
 
 PAIRS = HeadShape(4, 2, 16)
 MIXED = [(40, 1), (0, 21), (31, 1), (17, 13), (32, 1), (0, 1), (5, 2)]
@@ -114,14 +118,29 @@ def test_an_empty_batch_writes_nothing():
 
 
 @pytest.mark.parametrize(
-    ("min_split", "splits", "min_queries"),
-    [(0, SHORT, 1), (0, SHORT, 2), (16, SHORT, 1), (16, Splits(0.0, 1), 1), (16, Splits(3.0, 100), 1)],
+    ("min_split", "fixed_split", "splits", "min_queries"),
+    [
+        (0, 0, SHORT, 1),
+        (0, 0, SHORT, 2),
+        (16, 0, SHORT, 1),
+        (16, 0, Splits(0.0, 1), 1),
+        (16, 0, Splits(3.0, 100), 1),
+        (0, 16, SHORT, 1),
+        (0, 16, WHOLE_ROWS, 1),
+        (0, 16, Splits(0.0, 8), 1),
+        (0, 32, Splits(0.002, 100), 1),
+    ],
 )
-def test_work_list(min_split, splits, min_queries):
+@pytest.mark.parametrize("window", [None, 35])
+def test_work_list(min_split, fixed_split, splits, min_queries, window):
     case = AttentionCase.make(PAIRS, [*MIXED, (3, 300), (90, 1)], dtype=torch.float32, block_size=16, padding=5)
     work = case.empty_work()
-    options = {"queries_per_tile": 4, "splits": splits, "min_queries": min_queries}
-    make_work_list(case.queries, case.num_rows, work, replace(DECODE, min_split=min_split), **options)
+    work.tickets.fill_(7)
+    options = {"queries_per_tile": 4, "splits": splits, "min_queries": min_queries, "window": window}
+    tiles = replace(DECODE, min_split=min_split, fixed_split=fixed_split)
+    make_work_list(case.queries, case.num_rows, work, tiles, **options)
+    assert not work.tickets[:, 0].any()
+    options["fixed_split"] = fixed_split
     num_rows = int(case.num_rows)
     starts, contexts = case.queries.starts.tolist(), case.queries.contexts.tolist()
     expected, split = expected_items(starts[: num_rows + 1], contexts[:num_rows], min_split=min_split, **options)
@@ -137,21 +156,49 @@ def test_any_number_of_splits(splits):
     assert error_of(case, fast(case, splits=splits)) < TOLERANCE[torch.float32]
 
 
-def test_launches_share_their_counters():
-    """Each launch resets the counters, so every layer and every replay of a graph starts from zeros."""
+@pytest.mark.parametrize("tiles", [DECODE, EXACT], ids=["decode", "exact"])
+def test_replays_of_a_step_with_several_layers_start_from_zeros(tiles):
+    """A new list sets the tickets of all launches to zeros, so every replay of a graph does."""
     case = AttentionCase.make(PAIRS, [(90, 1), (9, 1), (40, 1)], dtype=torch.float32, block_size=16)
-    work, parts, outs = case.empty_work(), case.empty_parts(), []
-    make_work_list(case.queries, case.num_rows, work, DECODE, queries_per_tile=DECODE.queries(PAIRS), splits=SHORT)
+    work, parts, outs = case.empty_work(num_launches=2), case.empty_parts(), []
     for num_programs in (1, 3, 50):
-        outs.append(torch.full_like(case.q, torch.nan))
-        attention.paged_attention(
-            case.q, case.cache, case.queries, work, parts, outs[-1], case.attention, DECODE, num_programs, None
-        )
-        assert not work.tickets.any()
+        make_work_list(case.queries, case.num_rows, work, tiles, queries_per_tile=tiles.queries(PAIRS), splits=SHORT)
+        for launch in range(2):
+            outs.append(torch.full_like(case.q, torch.nan))
+            attention.paged_attention(
+                case.q, case.cache, case.queries, work, parts, outs[-1], case.attention, tiles, num_programs, None,
+                launch=launch,
+            )  # fmt: skip
+        num_units = int(work.sizes[0]) * PAIRS.num_kv_heads
+        assert work.tickets[:, 0].tolist() == [num_units if num_units > num_programs else 0] * 2
         assert not parts.arrived.any()
-    assert torch.equal(outs[0], outs[1])
-    assert torch.equal(outs[0], outs[2])
+    assert all(torch.equal(outs[0], out) for out in outs)
     assert error_of(case, outs[0]) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 8, 9, 33, 700])
+def test_merge_of_any_number_of_splits(count):
+    """The splits of a row, with results of very different weights, against their softmax in float64."""
+    generator = torch.Generator().manual_seed(count)
+    heads, group, dim = 3, 4, 16
+    found = torch.randn(count, heads, dim, generator=generator)
+    log_sum = torch.randn(count, heads, generator=generator) * 8
+    log_sum[0, 1] = -torch.inf  # a split that a query does not see
+    if count == 1:
+        log_sum[0, 1] = 3.0
+    out = torch.full((2, heads, dim), torch.nan, device=DEVICE)
+    merge_kernel[(1,)](found.to(DEVICE), log_sum.to(DEVICE), out, count, HQ=heads, GROUP=group, D=dim)
+    weights = torch.softmax(log_sum.double() * math.log(2), 0)
+    expected = (weights[:, :, None] * found.double()).sum(0) * 0.5
+    assert relative_error(out[1], expected) < TOLERANCE[torch.float32] * max(1, count**0.5 / 4)
+    assert torch.isnan(out[0]).all()
+
+
+@triton.jit
+def merge_kernel(part_ptr, log_sum_ptr, out_ptr, count, HQ: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr):
+    attention._merge_splits(
+        part_ptr, log_sum_ptr, out_ptr, count * 0, count, 0, count * 0 + 1, 0.5, HQ, HQ, GROUP, D, D
+    )
 
 
 def swap_blocks(case):
@@ -188,9 +235,17 @@ MUTATIONS = [
     ("first_key + tl.load(item + 2) * split_keys", "first_key + tl.load(item + 2) * (split_keys - 1)"),
     ("shrink = tl.exp2(best - zero)\n    total", "shrink = tl.exp2(zero - zero)\n    total"),
     ("block * PAGE + key % PAGE", "block * PAGE + (key + 1) % PAGE"),
-    ("for split in range(num_splits)", "for split in range(num_splits - 1)"),
+    ("for split in tl.range(0, num_splits,", "for split in tl.range(0, num_splits - 1,"),
     ('sem="acq_rel") == num_splits - 1', 'sem="acq_rel") == num_splits - 2'),
     ("first_part + tl.load(item + 2)", "tl.load(item + 2)"),
+    ("tl.fma(total, shrink, weight)", "tl.fma(total, shrink, shrink)"),
+]
+EXACT_MUTATIONS = [
+    ("log_sum = tl.where(sees_any, split_best + tl.log2(divisor),", "log_sum = tl.where(sees_any, split_best,"),
+    ("range(begin // FIXED * FIXED, end, FIXED)", "range(begin // FIXED * FIXED, end - FIXED, FIXED)"),
+    ("tl.minimum(end, split_begin + FIXED), BLOCK_N", "tl.minimum(end, split_begin + FIXED - BLOCK_N), BLOCK_N"),
+    ("found = split_acc / divisor[:, None]", "found = split_acc"),
+    ("found, log_sum = acc, best", "found, log_sum = acc, best * 0"),
 ]
 
 
@@ -202,6 +257,18 @@ def test_mutants_are_caught(plant_mutant, old, new):
     plant_mutant(attention, old, new)
     error = relative_error(fast(case), attention.reference(case.q, case.cache, case.queries, len(rows), case.attention))
     assert not error < 1e-4
+
+
+@pytest.mark.parametrize(("old", "new"), EXACT_MUTATIONS, ids=[old for old, _ in EXACT_MUTATIONS])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_mutants_of_fixed_splits_are_caught(plant_mutant, old, new):
+    """By their values, or because bits depend on whether a row is divided."""
+    rows = [(0, 37), (70, 1)]
+    case = AttentionCase.make(PAIRS, rows, dtype=torch.float32, block_size=16)
+    plant_mutant(attention, old, new)
+    divided, whole = (run(case, (EXACT, 1), splits=splits) for splits in (SHORT, WHOLE_ROWS))
+    expected = attention.reference(case.q, case.cache, case.queries, len(rows), case.attention)
+    assert not relative_error(whole, expected) < 1e-4 or not torch.equal(divided, whole)
 
 
 def part_of(whole, context, count):
@@ -217,11 +284,13 @@ def part_of(whole, context, count):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_exact_tiles_do_not_depend_on_chunks_or_other_rows(dtype):
-    """The same query over the same keys gives the same bits alone, in a chunk and in a batch."""
-    whole = AttentionCase.make(PAIRS, [(0, 37), (9, 3), (20, 1)], dtype=dtype, block_size=16)
-    expected = run(whole, (EXACT, 1))
-    for context, count in [(36, 1), (30, 7), (16, 21), (5, 20)]:
+def test_exact_rows_do_not_depend_on_chunks_other_rows_or_whether_they_are_divided(dtype):
+    """The same query over the same keys gives the same bits alone, in a chunk and in a batch, divided and whole."""
+    whole = AttentionCase.make(PAIRS, [(0, 77), (9, 3), (20, 1), (95, 1), (96, 1)], dtype=dtype, block_size=16)
+    expected = run(whole, (EXACT, 1), splits=WHOLE_ROWS)
+    for splits in (SHORT, Splits(0.0, 3)):
+        assert torch.equal(run(whole, (EXACT, 1), splits=splits), expected)
+    for context, count in [(76, 1), (63, 1), (64, 1), (36, 1), (30, 7), (16, 21), (5, 20), (60, 17)]:
         part = part_of(whole, context, count)
         assert torch.equal(run(part, (EXACT, 1)), expected[context : context + count])
 
@@ -277,9 +346,9 @@ def test_a_window_skips_the_keys_before_it():
 WINDOW_MUTATIONS = [
     ("key[None, :] > query_position[:, None] - window", "key[None, :] > query_position[:, None] - window - 1"),
     ("is_in = is_in & (key >= lowest)", "is_in = is_in & (key >= 0)"),
-    ('zero = tl.where(top == -float("inf"), 0.0, top)', "zero = top"),
+    ('zero = tl.where(top == -float("inf"), 0.0, top)\n    weights', "zero = top\n    weights"),
     ("lowest = tl.maximum(context + first_query + 1 - window, 0)", "lowest = tl.maximum(context + 1 - window, 0) + 1"),
-    ("first_key = lowest // MIN_SPLIT * MIN_SPLIT", "first_key = 0"),
+    ("first_key = lowest // (MIN_SPLIT + FIXED) * (MIN_SPLIT + FIXED)", "first_key = 0"),
     ("(1.0 - 2.0 / (doubled + 1.0))", "(1.0 - 2.0 / (doubled + 2.0))"),
 ]
 
@@ -295,9 +364,14 @@ def test_mutants_of_windows_are_caught(plant_mutant, old, new):
     assert not relative_error(fast(case), expected) < 1e-4
 
 
-def test_exact_tiles_with_a_window_do_not_depend_on_chunks():
-    whole = AttentionCase.make(PAIRS, [(0, 57)], dtype=torch.float32, block_size=16, layer=masked(PAIRS, window=19))
+@pytest.mark.parametrize("window", [19, 50])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_exact_rows_with_a_window_do_not_depend_on_chunks(window):
+    layer = masked(PAIRS, window=window)
+    whole = AttentionCase.make(PAIRS, [(0, 97)], dtype=torch.float32, block_size=16, layer=layer)
     whole.cache[0].nan_to_num_(0.5), whole.cache[1].nan_to_num_(0.5)
     expected = run(whole, (EXACT, 1))
-    for context, count in [(56, 1), (30, 7), (16, 21), (47, 10)]:
-        assert torch.equal(run(part_of(whole, context, count), (EXACT, 1)), expected[context : context + count])
+    for context, count in [(96, 1), (82, 1), (30, 7), (16, 21), (47, 10)]:
+        for splits in (SHORT, WHOLE_ROWS):
+            found = run(part_of(whole, context, count), (EXACT, 1), splits=splits)
+            assert torch.equal(found, expected[context : context + count])

@@ -57,7 +57,7 @@ def paged_attention_cases(setup):
     windows = [shape.window for shape in setup.attention_shapes]
     made = TritonAttention(
         setup.model.heads, setup.determinism, windows=windows, max_rows=MAX_ROWS, max_tokens=MAX_TOKENS,
-        max_model_len=setup.max_model_len, dtype=setup.dtype, device=DEVICE,
+        num_layers=1, dtype=setup.dtype, device=DEVICE,
     )  # fmt: skip
     return attention_cases(made, "paged_attention", setup)
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from request_fields.fields import SamplingParams
-from worker_svc.engine.gpu.kernels.attention import Queries
+from worker_svc.engine.gpu.kernels.attention import WHOLE, Queries
 from worker_svc.engine.gpu.kernels.record import TABLE, WORDS
 from worker_svc.engine.gpu.kernels.work_list import Splits
 from worker_svc.engine.sampling.noise import keep_threshold, sample_token
@@ -46,17 +46,25 @@ def work_items(
     splits: Splits,
     min_queries: int,
     window: int | None = None,
+    fixed_split: int = 0,
 ) -> tuple[list[tuple[int, int, int, int]], int]:
     """The work items in order, and the keys of a split."""
     counts = [after - before for before, after in itertools.pairwise(starts)]
     keys = {row: contexts[row] + count for row, count in enumerate(counts)}
     if not min_split:
         rows = sorted((row for row in keys if counts[row] >= min_queries), key=lambda row: (-keys[row], row))
-        return [(row, q, 0, 0) for row in rows for q in reversed(range(0, counts[row], queries_per_tile))], 0
+        divided = _divided(rows, counts, keys, queries_per_tile, splits, window, fixed_split) if fixed_split else {}
+        whole = [row for row in rows if row not in divided]
+        items = [(row, q, 0, WHOLE.value) for row in whole for q in reversed(range(0, counts[row], queries_per_tile))]
+        part = 0
+        for row, count in divided.items():
+            items += [(row, 0, index, part) for index in range(count)]
+            part += count
+        return items, fixed_split
     rows = [row for row in keys if counts[row] == 1]
     if window is not None:
         keys = {row: count - max(count - window, 0) // min_split * min_split for row, count in keys.items()}
-    split = splits.keys(sum(keys[row] for row in rows), min_split)
+    split = splits.keys(sum(keys[row] for row in rows), max((keys[row] for row in rows), default=0), min_split)
     full, tails, part = [], [], 0
     for row in rows:
         num_full, tail = divmod(keys[row], split)
@@ -64,6 +72,29 @@ def work_items(
         tails += [(-tail, (row, 0, num_full, part))] if tail else []
         part += num_full + bool(tail)
     return full + [item for _, item in sorted(tails)], split
+
+
+def _divided(
+    rows: list[int],
+    counts: list[int],
+    keys: dict[int, int],
+    queries_per_tile: int,
+    splits: Splits,
+    window: int | None,
+    size: int,
+) -> dict[int, int]:
+    """The numbers of fixed splits of the rows that are divided."""
+    first = {row: 0 if window is None else max(keys[row] - counts[row] + 1 - window, 0) // size * size for row in rows}
+    lengths = {row: keys[row] - first[row] for row in rows}
+    work = sum(-(-counts[row] // queries_per_tile) * lengths[row] for row in rows)
+    found, total = {}, 0
+    for row in sorted(rows):
+        if counts[row] != 1 or lengths[row] <= size or lengths[row] <= work * splits.factor:
+            continue
+        total += -(-lengths[row] // size)
+        if total <= splits.most:
+            found[row] = -(-lengths[row] // size)
+    return found
 
 
 def threshold_of(logits: torch.Tensor, params: SamplingParams) -> np.float32:

@@ -93,7 +93,9 @@ class LoadedModel:
             self.checkpoint,
             setup.dtype_name,
             backend,
-            device_numerics(backend, setup.device, num_ranks, self.loader.formats, replaced),
+            device_numerics(
+                backend, setup.device, num_ranks, self.loader.formats, replaced, is_compiled=forms.ALL not in replaced
+            ),
             max_model_len=max_model_len,
             vocab_size=whole.vocab_size,
             num_blocks=num_blocks,

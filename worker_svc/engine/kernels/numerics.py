@@ -42,17 +42,22 @@ def cpu_numerics(backend: str, arithmetic: str, cpuinfo: Path = CPUINFO, formats
 
 
 def device_numerics(
-    backend: str, device: torch.device, num_ranks: int, formats: Collection[str] = (), in_torch: Collection[str] = ()
+    backend: str,
+    device: torch.device,
+    num_ranks: int,
+    formats: Collection[str] = (),
+    in_torch: Collection[str] = (),
+    *,
+    is_compiled: bool = True,
 ) -> str:
     """The kind of a GPU worker. Ranks sum partial results, so their number changes roundings. `formats`: of
-    quantized weights that are multiplied as they are stored. `in_torch`: kernels that plain torch replaces."""
-    from worker_svc.engine.gpu.kernels.forms import ALL
-
+    quantized weights that are multiplied as they are stored. `in_torch`: kernels that plain torch replaces.
+    `is_compiled`: whether others are left."""
     kind, compiled = "cpu" if in_torch else "interpreted", list[str]()
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         kind = f"sm_{major}{minor}"
-        compiled = [] if ALL in in_torch else [gpu_compiler(10 * major + minor)]
+        compiled = [gpu_compiler(10 * major + minor)] if is_compiled else []
     weights = [f"{name} weights" for name in sorted(formats)]
     replaced = [f"torch for {' '.join(in_torch)}"] if in_torch else []
     ranks = f"{num_ranks} rank{'s' if num_ranks > 1 else ''}"

@@ -16,6 +16,7 @@ from worker_svc.engine.gpu.attention.tiles import (
     EXACT_TILES,
     PREFILL_TILES,
     Processors,
+    fixed_splits_for,
     for_heads,
     splits_for,
 )
@@ -99,7 +100,7 @@ class TritonAttention:
         windows: Iterable[int | None],
         max_rows: int,
         max_tokens: int,
-        max_model_len: int,
+        num_layers: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
@@ -109,13 +110,18 @@ class TritonAttention:
         self._programs: dict[tuple[AttentionTiles, bool, bool], int] = {}  # of each kernel that was launched
         number_bytes = dtype.itemsize if device.type == "cuda" else 2  # the interpreter has no limits on tiles
         sized = partial(for_heads, shape=shape, number_bytes=number_bytes, shared_bytes=self._processors.shared_bytes)
-        many = sized(EXACT_TILES if self._is_exact else PREFILL_TILES)
-        self._many, self._single = many, sized(DECODE_TILES)
-        self._splits = splits_for(shape, self._processors)
-        num_splits = 0 if self._is_exact else self._splits.most + max_rows
-        self._many_work = WorkList.empty(-(-max_tokens // many.queries(shape)) + max_rows, device)
-        self._single_work = {window: WorkList.empty(num_splits, device) for window in set(windows)}
+        self._many = many = sized(EXACT_TILES if self._is_exact else PREFILL_TILES)
+        self._single = sized(DECODE_TILES)
+        self._splits = (fixed_splits_for if self._is_exact else splits_for)(shape, self._processors)
+        num_splits = self._splits.most + max_rows
+        num_tiles = -(-max_tokens // many.queries(shape)) + max_rows
+        if self._is_exact:  # one list of both
+            self._work = {window: WorkList.empty(num_tiles + num_splits, device, num_layers) for window in set(windows)}
+        else:
+            self._work = {window: WorkList.empty(num_splits, device, num_layers) for window in set(windows)}
+            self._many_work = WorkList.empty(num_tiles, device, num_layers)
         self._parts = Parts.empty(num_splits, max_rows, shape, device)
+        self._num_attended = 0  # layers of the step
 
     def can_capture(self, *, is_decode: bool) -> bool:
         return True
@@ -124,22 +130,21 @@ class TritonAttention:
         pass
 
     def begin(self, columns: StepColumns) -> None:
-        if self._is_exact:
-            self._list(columns, self._many_work, self._many, 1)
-            return
-        for window, work in self._single_work.items():
-            self._list(columns, work, self._single, 1, window)
-        if not columns.bucket.is_decode:
+        self._num_attended = 0
+        for window, work in self._work.items():
+            self._list(columns, work, self._many if self._is_exact else self._single, 1, window)
+        if not self._is_exact and not columns.bucket.is_decode:
             self._list(columns, self._many_work, self._many, 2)
 
     @kernel("attention", torch_attend, writes="out")
     def attend(
         self, q: torch.Tensor, cache: LayerCache, columns: StepColumns, shape: AttentionShape, out: torch.Tensor
     ) -> None:
-        if not self._is_exact:
-            self._attend(q, cache, columns, shape, self._single_work[shape.window], self._single, out)
-        if self._is_exact or not columns.bucket.is_decode:
+        work = self._work[shape.window]
+        self._attend(q, cache, columns, shape, work, self._many if self._is_exact else self._single, out)
+        if not self._is_exact and not columns.bucket.is_decode:
             self._attend(q, cache, columns, shape, self._many_work, self._many, out)
+        self._num_attended += 1
 
     def _list(
         self, columns: StepColumns, work: WorkList, tiles: AttentionTiles, min_queries: int, window: int | None = None
@@ -171,6 +176,7 @@ class TritonAttention:
             tiles,
             self._programs.get(kernel, self._processors.count),
             cache.scales,
+            launch=self._num_attended,
         )
         if kernel not in self._programs and compiled is not None:  # None: its launch was only collected
             self._programs[kernel] = self._processors.num_programs(compiled, tiles.num_warps)

@@ -40,7 +40,9 @@ DECODE_TILES = measured(
 PREFILL_TILES = measured("prefill", AttentionTiles(block_m=128, block_n=64, min_split=0, num_warps=8, num_stages=5))
 # Exact mode: the same instructions for one query and for a prompt, keys in one order. Always the same, because they
 # affect the bits of results.
-EXACT_TILES = AttentionTiles(block_m=64, block_n=64, min_split=0, num_warps=4, num_stages=5, one_loop=True)
+EXACT_TILES = AttentionTiles(
+    block_m=64, block_n=64, min_split=0, num_warps=4, num_stages=5, one_loop=True, fixed_split=512
+)
 
 WIDE_HEAD = 128
 WIDE_KEYS = 32  # of a tile: two more tiles can be loaded ahead in the memory that tiles of 64 keys take
@@ -118,6 +120,12 @@ class Processors:
             MAX_PROGRAMS_PER_PROCESSOR,
         )
         return max(1, min(limits))
+
+
+def fixed_splits_for(shape: HeadShape, processors: Processors, per_processor: int = 2) -> Splits:
+    """Which rows of exact mode are divided: those that alone would take a program longer than a quarter of a step whose
+    tiles are evenly divided among all programs. This affects no bit of a result."""
+    return Splits(shape.num_kv_heads / (4 * per_processor * processors.count), MAX_SPLITS)
 
 
 def splits_for(shape: HeadShape, processors: Processors, per_processor: int = 3) -> Splits:

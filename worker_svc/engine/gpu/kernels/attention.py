@@ -8,9 +8,16 @@ m // GROUP, head m % GROUP of the group.
 A head_dim that is not a power of two is padded with zeros to the next one. Keys and values in fp8 are converted to the
 model's dtype as they are read; `scales` [2, kv_heads] float32 are the divisors with which they were stored.
 
-Only rows with a single query are split (flash-decoding). All splits of a step have the same number of keys, which the
-work list chooses. The program that ends last with a split of a row and KV head merges their results in order. MIN_SPLIT
-0 means that keys are not split: then the result of a row does not depend on the other rows.
+Only rows with a single query are divided among programs (flash-decoding). The program that ends last with a split of a
+row and KV head merges their results in order. There are two kinds of splits:
+
+- MIN_SPLIT: all splits of a step have the same number of keys, which the work list chooses.
+- FIXED: split i of a row always has the keys [i * FIXED, (i + 1) * FIXED). A tile of several queries, or of a row that
+  is not divided, goes through its splits in one program, with the same operations in the same order: every split has a
+  softmax of its own, and its result is merged into those before. So the result of a row depends neither on the other
+  rows nor on whether it was divided. A query that sees no key of a split merges it with weight 0, which changes no bit.
+
+If both are 0, keys are not split.
 
 With a sliding window, key tiles before the window of a tile's first query are skipped, and keys before it are read as
 0: their blocks may belong to another row by now. A query of the tile may see no key of a tile that another one sees.
@@ -29,7 +36,10 @@ from worker_svc.engine.gpu.kernels.language import tl, triton
 from worker_svc.engine.gpu.kernels.launch import after_predecessor, dependent
 
 LOG2_E = math.log2(math.e)
-ITEM_WORDS = 4  # row, first query, split, first part of the row: 16 bytes
+# Row, first query, split, first part of the row or WHOLE: 16 bytes.
+ITEM_WORDS = 4
+WHOLE = tl.constexpr(-1)  # the item has all keys of its queries
+MERGE_STAGES = tl.constexpr(8)  # loads of this many splits overlap
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +48,12 @@ class AttentionTiles:
 
     block_m: int  # lines of a tile: queries x heads of a group
     block_n: int  # keys of a tile
-    min_split: int  # least keys of a split; 0: keys are not split
+    min_split: int  # least keys of a split; 0: their number is not chosen by the step
     num_warps: int
     num_stages: int
     # True: one loop masks every key tile. This halves the code, and all chunks of a prompt run the same instructions.
     one_loop: bool = False
+    fixed_split: int = 0  # keys of a split, a multiple of block_n; 0: they are not fixed
 
     def queries(self, shape: HeadShape) -> int:
         """Number of queries in a tile."""
@@ -56,17 +67,19 @@ def group_lines(shape: HeadShape) -> int:
 
 @dataclass(frozen=True, slots=True)
 class WorkList:
-    """The items of one launch, all on the device. Programs reset `tickets` at the end of a launch."""
+    """The items of the launches of a step, all on the device. A new list sets `tickets` to zeros."""
 
     items: torch.Tensor  # int32 [n, ITEM_WORDS]
     sizes: torch.Tensor  # int32 [2]: items, keys of a split
-    tickets: torch.Tensor  # int32 [2], zeros: units taken after each program's first, programs that have ended
+    tickets: torch.Tensor  # int32 [launches, 4], of each the first: units taken after each program's first
 
     @classmethod
-    def empty(cls, num_items: int, device: torch.device) -> WorkList:
-        """A list with room for that many items."""
+    def empty(cls, num_items: int, device: torch.device, num_launches: int = 1) -> WorkList:
+        """A list with room for that many items, for one launch per layer."""
         items = torch.zeros(num_items, ITEM_WORDS, dtype=torch.int32, device=device)
-        return cls(items, *torch.zeros(2, 2, dtype=torch.int32, device=device))
+        sizes = torch.zeros(2, dtype=torch.int32, device=device)
+        # Rows of 16 bytes, because kernels are compiled for alignments.
+        return cls(items, sizes, torch.zeros(num_launches, 4, dtype=torch.int32, device=device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +126,8 @@ def _key_offsets(table_ptr, start, key, is_in, kv_head, PAGE: tl.constexpr, HKV:
 def _attend_tile(
     q, best, total, acc, table_ptr, k_ptr, v_ptr, start, lowest, end, query_position, kv_head, scale_log2, window,
     soft_cap,
-    MASKED: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr,
-    PAGE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    MASKED: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, SEES_NONE: tl.constexpr, HKV: tl.constexpr,
+    D: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Adds one tile of keys to the running softmax. Keys before `lowest` and from `end` on are not read."""
     key = start + tl.arange(0, BLOCK_N)
@@ -149,7 +162,7 @@ def _attend_tile(
         scores = tl.where(is_visible, scores, -float("inf"))
     top = tl.maximum(best, tl.max(scores, 1) * scale_log2)
     zero = top
-    if WINDOW:  # a query may have seen no key yet
+    if SEES_NONE:  # a query may have seen no key yet
         zero = tl.where(top == -float("inf"), 0.0, top)
     weights = tl.exp2(scores * scale_log2 - zero[:, None])
     shrink = tl.exp2(best - zero)
@@ -159,25 +172,38 @@ def _attend_tile(
 
 
 @triton.jit
+def _add_split(best, total, acc, log_sum, found):
+    """Merges the result of a split, with its maximum + log2(sum), into those of the splits before it. Products and sums
+    are explicit, because otherwise the compiler may choose others in each place."""
+    top = tl.maximum(best, log_sum)
+    zero = tl.where(top == -float("inf"), 0.0, top)
+    shrink, weight = tl.exp2(best - zero), tl.exp2(log_sum - zero)
+    shrinks = tl.broadcast_to(shrink[:, None], acc.shape)
+    return top, tl.fma(total, shrink, weight), tl.fma(acc, shrinks, weight[:, None] * found)
+
+
+@triton.jit
 def _merge_splits(
-    part_ptr, log_sum_ptr, first_part, num_splits, head, column, is_line, is_there, HQ: tl.constexpr, D: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+    part_ptr, log_sum_ptr, out_ptr, first_part, num_splits, first_head, token, scale,
+    HQ: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """The output [BLOCK_M, BLOCK_D] of a row and KV head whose splits are all stored."""
-    best = tl.full([BLOCK_M], -float("inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for split in range(num_splits):
+    """Writes the output of a row and KV head whose splits are all stored."""
+    line = tl.arange(0, GROUP)
+    column = tl.arange(0, BLOCK_D)
+    head = first_head + line
+    is_there = (line < G)[:, None] & (column < D)[None, :]
+    best = tl.full([GROUP], -float("inf"), tl.float32)
+    total = tl.zeros([GROUP], tl.float32)
+    acc = tl.zeros([GROUP, BLOCK_D], tl.float32)
+    for split in tl.range(0, num_splits, num_stages=MERGE_STAGES):
         part = (first_part + split).to(tl.int64) * HQ + head
         # From the L2 cache: other programs have stored them.
-        log_sum = tl.load(log_sum_ptr + part, mask=is_line, other=0.0, cache_modifier=".cg")
+        log_sum = tl.load(log_sum_ptr + part, mask=line < G, other=0.0, cache_modifier=".cg")
         found = tl.load(part_ptr + part[:, None] * D + column[None, :], mask=is_there, other=0.0, cache_modifier=".cg")
-        top = tl.maximum(best, log_sum)
-        shrink, weight = tl.exp2(best - top), tl.exp2(log_sum - top)
-        acc = acc * shrink[:, None] + weight[:, None] * found
-        total = total * shrink + weight
-        best = top
-    return acc / total[:, None]
+        best, total, acc = _add_split(best, total, acc, log_sum, found)
+    result = acc / total[:, None] * scale
+    target = out_ptr + (token.to(tl.int64) * HQ + head)[:, None] * D + column[None, :]
+    tl.store(target, result.to(out_ptr.dtype.element_ty), mask=is_there)
 
 
 # Otherwise a grid that is a multiple of 16 would need a kernel of its own.
@@ -187,7 +213,7 @@ def paged_attention_kernel(
     ticket_ptr, out_ptr, part_ptr, log_sum_ptr, arrived_ptr, softmax_scale_log2, num_programs, window, soft_cap,
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, MIN_SPLIT: tl.constexpr,
-    ONE_LOOP: tl.constexpr, SCALED: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
+    FIXED: tl.constexpr, ONE_LOOP: tl.constexpr, SCALED: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
@@ -221,60 +247,85 @@ def paged_attention_kernel(
             lowest = tl.maximum(context + first_query + 1 - window, 0)
         begin = lowest // BLOCK_N * BLOCK_N
         end = context + tl.minimum(first_query + BLOCK_M // GROUP, num_queries)
+        split_keys = 0
+        if FIXED > 0:
+            split_keys = FIXED
         if MIN_SPLIT > 0:
-            first_key = lowest // MIN_SPLIT * MIN_SPLIT  # of the first split, as in the work list
             split_keys = tl.load(size_ptr + 1)
-            split_begin = first_key + tl.load(item + 2) * split_keys
-            begin = tl.maximum(begin, split_begin)
-            end = tl.minimum(end, split_begin + split_keys)
-        seen_by_all = tl.minimum(end, context + first_query + 1)
-        unmasked = begin
-        if not ONE_LOOP and not WINDOW:
-            unmasked = begin + (tl.maximum(seen_by_all - begin, 0) // BLOCK_N) * BLOCK_N
+        first_key = 0  # of the first split, as in the work list
+        first_part = tl.load(item + 3)
+        if MIN_SPLIT + FIXED > 0:
+            first_key = lowest // (MIN_SPLIT + FIXED) * (MIN_SPLIT + FIXED)
+            if first_part != WHOLE:
+                split_begin = first_key + tl.load(item + 2) * split_keys
+                begin = tl.maximum(begin, split_begin)
+                end = tl.minimum(end, split_begin + split_keys)
 
         best = tl.full([BLOCK_M], -float("inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        for start in range(begin, unmasked, BLOCK_N):
-            best, total, acc = _attend_tile(
-                q, best, total, acc, table, k_ptr, v_ptr, start, lowest, end, context + query, kv_head, scale_log2,
-                window, soft_cap, False, WINDOW, CAPPED, HKV, D, PAGE, BLOCK_N, BLOCK_D,
-            )  # fmt: skip
-        for start in range(unmasked, end, BLOCK_N):
-            best, total, acc = _attend_tile(
-                q, best, total, acc, table, k_ptr, v_ptr, start, lowest, end, context + query, kv_head, scale_log2,
-                window, soft_cap, True, WINDOW, CAPPED, HKV, D, PAGE, BLOCK_N, BLOCK_D,
-            )  # fmt: skip
-
-        result = acc / total[:, None]
-        if SCALED:
-            result *= tl.load(kv_scale_ptr + HKV + kv_head)
-        if MIN_SPLIT > 0:
-            num_splits = (context - first_key + split_keys) // split_keys  # of context + 1 - first_key keys
-            is_last = num_splits == 1
-            if num_splits > 1:
-                first_part = tl.load(item + 3)
-                part = (first_part + tl.load(item + 2)).to(tl.int64) * HQ + head
-                tl.store(part_ptr + part[:, None] * D + column[None, :], result, mask=is_there)
-                tl.store(log_sum_ptr + part, best + tl.log2(total), mask=is_line)
-                tl.debug_barrier()  # all threads have stored before one of them announces it
-                counter = arrived_ptr + batch_row * HKV + kv_head
-                is_last = tl.atomic_add(counter, 1, sem="acq_rel") == num_splits - 1
-                if is_last:
-                    tl.store(counter, 0)
-                    result = _merge_splits(
-                        part_ptr, log_sum_ptr, first_part, num_splits, head, column, is_line, is_there,
-                        HQ, D, BLOCK_M, BLOCK_D,
+        if FIXED > 0:
+            for split_begin in range(begin // FIXED * FIXED, end, FIXED):
+                split_best = tl.full([BLOCK_M], -float("inf"), tl.float32)
+                split_total = tl.zeros([BLOCK_M], tl.float32)
+                split_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+                for start in range(tl.maximum(begin, split_begin), tl.minimum(end, split_begin + FIXED), BLOCK_N):
+                    split_best, split_total, split_acc = _attend_tile(
+                        q, split_best, split_total, split_acc, table, k_ptr, v_ptr, start, lowest, end,
+                        context + query, kv_head, scale_log2, window, soft_cap, True, WINDOW, CAPPED, True, HKV, D,
+                        PAGE, BLOCK_N, BLOCK_D,
                     )  # fmt: skip
-            if is_last:
-                tl.store(out_ptr + q_offsets, result.to(out_ptr.dtype.element_ty), mask=is_there)
+                sees_any = split_total > 0
+                divisor = tl.where(sees_any, split_total, 1.0)
+                log_sum = tl.where(sees_any, split_best + tl.log2(divisor), -float("inf"))
+                found = split_acc / divisor[:, None]
+                best, total, acc = _add_split(best, total, acc, log_sum, found)
         else:
-            tl.store(out_ptr + q_offsets, result.to(out_ptr.dtype.element_ty), mask=is_there)
-        unit = num_programs + tl.atomic_add(ticket_ptr, 1)
+            seen_by_all = tl.minimum(end, context + first_query + 1)
+            unmasked = begin
+            if not ONE_LOOP and not WINDOW:
+                unmasked = begin + (tl.maximum(seen_by_all - begin, 0) // BLOCK_N) * BLOCK_N
+            for start in range(begin, unmasked, BLOCK_N):
+                best, total, acc = _attend_tile(
+                    q, best, total, acc, table, k_ptr, v_ptr, start, lowest, end, context + query, kv_head, scale_log2,
+                    window, soft_cap, False, WINDOW, CAPPED, WINDOW, HKV, D, PAGE, BLOCK_N, BLOCK_D,
+                )  # fmt: skip
+            for start in range(unmasked, end, BLOCK_N):
+                best, total, acc = _attend_tile(
+                    q, best, total, acc, table, k_ptr, v_ptr, start, lowest, end, context + query, kv_head, scale_log2,
+                    window, soft_cap, True, WINDOW, CAPPED, WINDOW, HKV, D, PAGE, BLOCK_N, BLOCK_D,
+                )  # fmt: skip
 
-    if tl.atomic_add(ticket_ptr + 1, 1, sem="acq_rel") == num_programs - 1:
-        tl.store(ticket_ptr, 0)
-        tl.store(ticket_ptr + 1, 0)
+        value_scale = 1.0
+        if SCALED:
+            value_scale = tl.load(kv_scale_ptr + HKV + kv_head)
+        num_splits = 1
+        if MIN_SPLIT + FIXED > 0:  # noqa: SIM102 (known to the compiler, so the rest has no splits)
+            if first_part != WHOLE:
+                num_splits = (context - first_key + split_keys) // split_keys  # of context + 1 - first_key keys
+        if num_splits > 1:
+            part = (first_part + tl.load(item + 2)).to(tl.int64) * HQ + head
+            found, log_sum = acc, best  # one split was merged into none: its result, bit for bit
+            if FIXED == 0:
+                found, log_sum = acc / total[:, None], best + tl.log2(total)
+            tl.store(part_ptr + part[:, None] * D + column[None, :], found, mask=is_there)
+            tl.store(log_sum_ptr + part, log_sum, mask=is_line)
+            tl.debug_barrier()  # all threads have stored before one of them announces it
+            counter = arrived_ptr + batch_row * HKV + kv_head
+            if tl.atomic_add(counter, 1, sem="acq_rel") == num_splits - 1:
+                tl.store(counter, 0)
+                _merge_splits(
+                    part_ptr, log_sum_ptr, out_ptr, first_part, num_splits, kv_head * G, first_token, value_scale,
+                    HQ, G, GROUP, D, BLOCK_D,
+                )  # fmt: skip
+        else:
+            result = acc / total[:, None] * value_scale
+            tl.store(out_ptr + q_offsets, result.to(out_ptr.dtype.element_ty), mask=is_there)
+        if num_units > num_programs:
+            # Relaxed, because nothing is passed through it.
+            unit = num_programs + tl.atomic_add(ticket_ptr, 1, sem="relaxed")
+        else:
+            unit = num_units
 
 
 def paged_attention(
@@ -288,19 +339,22 @@ def paged_attention(
     tiles: AttentionTiles,
     num_programs: int,
     scales: torch.Tensor | None = None,
+    *,
+    launch: int = 0,
 ) -> Any:
     """Causal attention of the queries q [T, q_heads, dim] of the work list, made for the window of `shape` if keys are
-    split. Returns the compiled kernel."""
+    split. `launch`: the number of the launch since the list was made. Returns the compiled kernel."""
     heads = shape.heads
     return paged_attention_kernel[(num_programs,)](
         q, *cache, q if scales is None else scales, queries.tables, queries.tables.stride(0),
         queries.rows, queries.starts, queries.contexts,
-        work.items, work.sizes, work.tickets, out, parts.out, parts.log_sum, parts.arrived,
+        work.items, work.sizes, work.tickets[launch], out, parts.out, parts.log_sum, parts.arrived,
         shape.scale * LOG2_E, num_programs, shape.window or 0, shape.soft_cap or 1.0,
         HQ=heads.num_q_heads, HKV=heads.num_kv_heads, D=heads.head_dim, PAGE=cache[0].shape[1],
         GROUP=group_lines(heads), BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
-        BLOCK_D=triton.next_power_of_2(heads.head_dim), MIN_SPLIT=tiles.min_split, ONE_LOOP=tiles.one_loop,
-        SCALED=scales is not None, WINDOW=shape.window is not None, CAPPED=shape.soft_cap is not None,
+        BLOCK_D=triton.next_power_of_2(heads.head_dim), MIN_SPLIT=tiles.min_split, FIXED=tiles.fixed_split,
+        ONE_LOOP=tiles.one_loop, SCALED=scales is not None, WINDOW=shape.window is not None,
+        CAPPED=shape.soft_cap is not None,
         num_warps=tiles.num_warps, num_stages=tiles.num_stages, **dependent(),
     )  # fmt: skip
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+__all__ = ["target", "tl", "triton", "why_not_launched"]
+
 FIRST_CAPABILITY = (8, 0)  # before it, tensor cores do not multiply bfloat16, and loads are not asynchronous
 
 

@@ -62,7 +62,7 @@ def preferred_library(setup: Setup) -> str | None:
 def _make_triton(setup: Setup) -> TritonAttention:
     return TritonAttention(
         setup.model.heads, setup.config.determinism, max_rows=setup.config.max_num_seqs, max_tokens=setup.max_tokens,
-        windows=[shape.window for shape in setup.attention_shapes], max_model_len=setup.max_model_len,
+        windows=[shape.window for shape in setup.attention_shapes], num_layers=setup.model.num_layers,
         dtype=setup.dtype, device=setup.device,
     )  # fmt: skip
 
