@@ -33,6 +33,12 @@ class Gpu:
     host_ms: float = 0.15  # a launch of a step on the host; hidden behind the previous step if that takes longer
     host_row_us: float = 0.8
     lanes: int = 128  # of a multiprocessor
+    chain_us: float = 3.0  # of attention: loads that depend on each other before the first keys, about 0.6 us each
+    merge_us: float = 0.1  # of a split: its arithmetic; 7 loads overlap, one alone would take 0.25 us
+    arrive_us: float = 1.0  # a fenced counter, before the merge
+    sum_us: float = 5.5  # a sum over ranks of one row
+    exact_of_copy: float = 0.8  # attention's bandwidth with the tiles of exact mode, of a copy's
+    program_bandwidth: float = 97e9  # bytes/s of one program of the own linear layer
     gemm_bandwidth: float = 0.9  # of a copy's bandwidth, for products of few rows
     most_share: float = 3.0  # of bandwidth that a program gets when the others have ended, relative to an equal share
     prefill_of_matmul: float = 0.5  # of a matrix product's rate, for attention of prompts

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 from bench.gpu.costs import ACHIEVED_BANDWIDTH, ACHIEVED_FLOPS, GPUS, Gpu
 from bench.gpu.distribution import distribute
 from bench.workloads import QWEN3_06B, Model, nano
 from worker_svc.engine.backend import HeadShape
+from worker_svc.engine.gpu.kernels import linear
 
 NUMBER_BYTES = 2  # of weights and activations
 PRODUCT = "linear.default"
@@ -52,6 +54,12 @@ class Shape:
             model["hidden_size"], model["num_hidden_layers"], heads, model["intermediate_size"], model["vocab_size"]
         )
 
+    def of_rank(self, ranks: int) -> Shape:
+        """The part of a rank."""
+        q_heads, kv_heads = self.heads.num_q_heads // ranks, max(self.heads.num_kv_heads // ranks, 1)
+        heads = HeadShape(q_heads, kv_heads, self.heads.head_dim)
+        return replace(self, heads=heads, inner=self.inner // ranks, vocab=self.vocab // ranks)
+
     def layer_linears(self) -> dict[str, tuple[int, int]]:
         """Outputs and inputs of a layer's matrices."""
         q_size, kv_size = self.heads.num_q_heads * self.heads.head_dim, self.heads.num_kv_heads * self.heads.head_dim
@@ -85,6 +93,8 @@ class Step:
     queries: tuple[int, ...]  # new tokens
     sampling: str = "plain"  # greedy, plain (noise) or filtered (top_k and top_p, with noise)
     cache_bytes: int = NUMBER_BYTES  # of a number in the KV pool
+    is_exact: bool = False
+    ranks: int = 1
 
     @property
     def num_tokens(self) -> int:
@@ -131,14 +141,17 @@ def parts_ms(
     """What the device does in a step, in milliseconds."""
     tokens, samples = step.num_tokens, len(step.queries)
     counts = launches(shape, is_decode=step.is_decode, is_filtered=step.sampling == "filtered")
-    linears = sum(_product_s(gpu, tokens, *size) for size in shape.layer_linears().values()) * shape.layers
+    multiply = _exact_product_s if step.is_exact else _product_s
+    linears = sum(multiply(gpu, tokens, *size) for size in shape.layer_linears().values()) * shape.layers
     passes, operations = gpu.sampler[step.sampling]
     logit_bytes = samples * shape.vocab * NUMBER_BYTES
     numbers_per_s = gpu.processors * gpu.clock_hz * gpu.lanes
     return {
         "linear layers": 1e3 * linears,
-        "head": 1e3 * _product_s(gpu, samples, shape.vocab, shape.hidden),
+        "head": 1e3 * multiply(gpu, samples, shape.vocab, shape.hidden),
         "attention": 1e3 * _attention_s(shape, step, gpu, overhead),
+        "attention in series": 1e3 * _serial_s(shape, step, gpu),
+        "sums over ranks": (2 * shape.layers * gpu.sum_us / 1e3) if step.ranks > 1 else 0.0,
         "activations": 1e3 * tokens * shape.layers * shape.activation_bytes() / gpu.l2_bandwidth,
         "sampler": 1e3 * max(passes * logit_bytes / gpu.bandwidth, samples * shape.vocab * operations / numbers_per_s),
         "launches": launch_ms(counts, gpu, has_pdl=has_pdl),
@@ -152,13 +165,40 @@ def _product_s(gpu: Gpu, rows: int, outputs: int, inputs: int) -> float:
     return max(NUMBER_BYTES * outputs * inputs / (gpu.bandwidth * gpu.gemm_bandwidth), flop / gpu.flops)
 
 
+def _exact_product_s(gpu: Gpu, rows: int, outputs: int, inputs: int) -> float:
+    """As `_product_s`, with the one tile of exact mode: few outputs have few programs."""
+    programs = min(-(-outputs // linear.BLOCK_N) * -(-rows // linear.BLOCK_M), gpu.processors)
+    weight_s = NUMBER_BYTES * outputs * inputs / (programs * gpu.program_bandwidth)
+    return max(_product_s(gpu, rows, outputs, inputs), weight_s)
+
+
+def _serial_s(shape: Shape, step: Step, gpu: Gpu) -> float:
+    """Seconds of what no other program does meanwhile, in all layers: the loads before the first keys, and the merge of
+    the splits of the longest row."""
+    single = _single_rows(step)
+    if not single:
+        return 0.0
+    merged = distribute(single, shape.heads, gpu.counts, is_exact=step.is_exact, **_programs(step)).merged
+    us = gpu.chain_us + (gpu.arrive_us + gpu.merge_us * merged if merged else 0.0)
+    return us * shape.layers / 1e6
+
+
+def _single_rows(step: Step) -> list[int]:
+    """Keys of the rows with one query."""
+    return [context + 1 for context, queries in zip(step.contexts, step.queries, strict=True) if queries == 1]
+
+
+def _programs(step: Step) -> dict[str, int]:
+    return {"per_processor": 2} if step.is_exact else {}
+
+
 def _attention_s(shape: Shape, step: Step, gpu: Gpu, overhead: float | None) -> float:
     """Seconds of all layers: keys and values of single queries, arithmetic of prompts."""
-    single = [context + 1 for context, queries in zip(step.contexts, step.queries, strict=True) if queries == 1]
+    single = _single_rows(step)
     seconds = 0.0
     if single:
         if overhead is None:
-            overhead = decode_overhead(single, shape, gpu)
+            overhead = decode_overhead(single, shape, gpu, step)
         seconds += sum(single) * shape.token_bytes(step.cache_bytes) / gpu.bandwidth * overhead
     pairs = sum(
         queries * context + queries**2 / 2
@@ -169,11 +209,13 @@ def _attention_s(shape: Shape, step: Step, gpu: Gpu, overhead: float | None) -> 
     return seconds + flop / (gpu.flops * gpu.prefill_of_matmul)
 
 
-def decode_overhead(lengths: list[int], shape: Shape, gpu: Gpu) -> float:
+def decode_overhead(lengths: list[int], shape: Shape, gpu: Gpu, step: Step | None = None) -> float:
     """Time of a layer's attention for rows of these lengths / time to read their keys and values evenly."""
-    found = distribute(lengths, shape.heads, gpu.counts)
+    is_exact = step is not None and step.is_exact
+    options = _programs(step) if step is not None else {}
+    found = distribute(lengths, shape.heads, gpu.counts, is_exact=is_exact, **options)
     idle = max(found.longest_to_mean / 1.2, 1.0)  # few units leave programs idle, so the others get more bandwidth
-    return found.overhead / min(idle, gpu.most_share)
+    return found.overhead / min(idle, gpu.most_share) / (gpu.exact_of_copy if is_exact else 1.0)
 
 
 def workload_s(
@@ -236,6 +278,44 @@ WORKLOADS: dict[str, dict[str, Any]] = {
 }
 
 
+MODELS: dict[str, tuple[Shape, int]] = {
+    "0.6B": (Shape.of(QWEN3_06B), 1),
+    "8B": (Shape(4096, 36, HeadShape(32, 8, 128), 12_288, 151_936), 1),
+    "70B TP4": (Shape(8192, 80, HeadShape(64, 8, 128), 28_672, 128_256), 4),
+    "70B TP8": (Shape(8192, 80, HeadShape(64, 8, 128), 28_672, 128_256), 8),
+}
+CONTEXTS = (512, 4096, 32_768, 131_072)
+# What was expected on an H200 before: with merges in series, and exact mode without splits.
+FORMER: dict[tuple[str, int, str], str] = {
+    ("0.6B", 512, "best_effort"): "1.05 to 1.25", ("0.6B", 512, "exact"): "1.4", ("0.6B", 4096, "exact"): "2.8",
+    ("0.6B", 32_768, "best_effort"): "2.9", ("0.6B", 32_768, "exact"): "13 to 14",
+    ("0.6B", 131_072, "best_effort"): "6.9", ("8B", 512, "best_effort"): "4.7 to 5.0",
+    ("70B TP4", 512, "best_effort"): "12.5 to 13", ("70B TP8", 512, "best_effort"): "8 to 8.5",
+    ("70B TP8", 32_768, "best_effort"): "+5.1 of merges", ("70B TP8", 32_768, "exact"): "37 and more",
+    ("70B TP8", 131_072, "best_effort"): "+13.7 of merges",
+}  # fmt: skip
+
+
+def one_row_ms(model: str, context: int, gpu: Gpu, *, is_exact: bool) -> dict[str, float]:
+    """The parts of a step of one row."""
+    shape, ranks = MODELS[model]
+    step = Step((context - 1,), (1,), "greedy", is_exact=is_exact, ranks=ranks)
+    return parts_ms(shape.of_rank(ranks), step, gpu, has_pdl=gpu.has_pdl)
+
+
+def one_row_table(gpu: Gpu) -> list[str]:
+    """Lines of a table: milliseconds of a step of one row, with its serial part, beside the former expectation."""
+    lines = ["| one row, ms | context | mode | step | attention in series | former |", "|" + " --- |" * 6]
+    for (model, context), mode in product(product(MODELS, CONTEXTS), ("best_effort", "exact")):
+        parts = one_row_ms(model, context, gpu, is_exact=mode == "exact")
+        former = FORMER.get((model, context, mode), "")
+        lines.append(
+            f"| {model} | {context:,} | {mode} | {sum(parts.values()):.2f} | {parts['attention in series']:.2f} | "
+            f"{former} |"
+        )
+    return lines
+
+
 def comparison(figures: dict[str, Any]) -> list[str]:
     """Lines with predicted and measured figures, and predictions with the constants that were measured."""
     gpu = next((gpu for name, gpu in GPUS.items() if name in str(figures.get("device", ""))), None)
@@ -278,6 +358,7 @@ def main() -> None:
     for name in next(iter(columns.values())):
         cells = [f"{found[name]:,.0f}" if found[name] > 100 else f"{found[name]:.2f}" for found in columns.values()]
         print(f"| {name} | " + " | ".join(cells) + " |")
+    print("\nH200:\n" + "\n".join(one_row_table(GPUS["H200"])))
     shape, gpu = Shape.of(QWEN3_06B), GPUS["H200"]
     for rows, context in ((1, 512), (256, 1024)):
         parts = parts_ms(shape, Step((context,) * rows, (1,) * rows), gpu)

@@ -10,7 +10,20 @@ import torch
 from bench.gpu import model as bench_model
 from bench.gpu.costs import GPUS
 from bench.gpu.report import Report
-from bench.gpu.step_model import Shape, Step, calibrated, comparison, launches, parts_ms, step_ms, workload_s
+from bench.gpu.step_model import (
+    FORMER,
+    MODELS,
+    Shape,
+    Step,
+    calibrated,
+    comparison,
+    launches,
+    one_row_ms,
+    one_row_table,
+    parts_ms,
+    step_ms,
+    workload_s,
+)
 from bench.workloads import QWEN3_06B, nano, weight_shapes
 from tests.gpu.fake_graphs import FakeRecorder
 from worker_svc.engine.gpu import compute, loading
@@ -113,3 +126,17 @@ def test_measured_figures_are_compared_with_predictions():
     assert float(after) > float(predicted)  # because launches took longer
     assert calibrated(H200, figures).bandwidth == pytest.approx(4.3e12)
     assert comparison({"device": "cpu (smoke)", "step_ms_b1_ctx512": 2.0}) == []
+
+
+def test_long_contexts_of_one_row_are_not_bound_by_what_runs_in_series():
+    for model in MODELS:
+        for is_exact in (False, True):
+            parts = one_row_ms(model, 131_072, H200, is_exact=is_exact)
+            assert 0 < parts["attention in series"] < 0.3 * sum(parts.values()), (model, is_exact)
+    assert sum(one_row_ms("0.6B", 32_768, H200, is_exact=True).values()) < 4.0
+
+
+def test_every_expectation_of_the_former_reading_is_printed_beside_its_prediction():
+    text = "\n".join(one_row_table(H200))
+    assert text.count("\n") == 1 + len(MODELS) * 4 * 2
+    assert all(f"| {former} |" in text for former in FORMER.values())
