@@ -73,7 +73,7 @@ from worker_svc.engine.step_runner import StepRunner
 from worker_svc.lease import MAX_EPOCH_JUMP, Answer, Lease, StepOrderError, bad_epoch, superseded
 from worker_svc.metrics import ImageCounts, StepMeter
 from worker_svc.row_traces import RowLog, RowTraces
-from worker_svc.runner import ImageRunner, Launched, PipelinedRunner, Runner
+from worker_svc.runner import IdleRunner, ImageRunner, Launched, PipelinedRunner, Runner
 from worker_svc.seals import Seals
 from worker_svc.wire import blocks_to_proto, commit_tags, step_batch_from_proto
 
@@ -82,6 +82,7 @@ T = TypeVar("T")
 Outcome = worker_pb2.StepOutput | Exception
 OnCommit = Callable[[StepBatch, int, bytes], None]  # a step that commits blocks, scheduler_epoch, tags of the blocks
 
+IDLE_S = 0.5  # without a step; then the runner's other work begins
 EXIT_CORRUPT = 70  # EX_SOFTWARE: the pool may be corrupt
 
 
@@ -139,6 +140,7 @@ class StepExecutor:
         self._last_epoch = 0
         self._in_flight: set[Answer] = set()
         self._busy_since = self._idle_since = time.monotonic()
+        self._idle_timer: asyncio.TimerHandle | None = None
 
     # -- the model -------------------------------------------------------------------------------------------------
 
@@ -150,6 +152,7 @@ class StepExecutor:
 
     def close(self) -> None:
         """Drop queued work; a running step is not interrupted."""
+        self._stop_awaiting_idleness()
         self._thread.shutdown(wait=False, cancel_futures=True)
         self._results.shutdown(wait=False, cancel_futures=True)
 
@@ -380,6 +383,31 @@ class StepExecutor:
         self._idle_since = time.monotonic()
         if not answer.cancelled():
             answer.exception()  # mark as retrieved: the caller may have disconnected
+        if isinstance(self._runner, IdleRunner) and not self._in_flight:
+            self._await_idleness(self._runner)
+
+    def _await_idleness(self, runner: IdleRunner) -> None:
+        """When no step has come for IDLE_S, the runner does a part of its other work, then the next one."""
+        self._stop_awaiting_idleness()
+        self._idle_timer = asyncio.get_running_loop().call_later(IDLE_S, self._use_idleness, runner)
+
+    def _stop_awaiting_idleness(self) -> None:
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
+
+    def _use_idleness(self, runner: IdleRunner) -> None:
+        if self._in_flight:
+            return
+        work = asyncio.get_running_loop().run_in_executor(self._thread, runner.work_when_idle)
+        work.add_done_callback(partial(self._end_idle_work, runner))
+
+    def _end_idle_work(self, runner: IdleRunner, work: asyncio.Future[bool]) -> None:
+        if work.cancelled():
+            return
+        if (error := work.exception()) is not None:
+            self._on_fatal(error)
+        elif work.result() and not self._in_flight:
+            self._await_idleness(runner)
 
     @property
     def num_in_flight(self) -> int:

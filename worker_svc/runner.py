@@ -62,6 +62,15 @@ class UpdatableRunner(Protocol):
 
 
 @runtime_checkable
+class IdleRunner(Protocol):
+    """A runner with work that can wait until the worker is idle."""
+
+    def work_when_idle(self) -> bool:
+        """Does a short part of it. False if there is none."""
+        ...
+
+
+@runtime_checkable
 class ImageRunner(Protocol):
     """A runner whose model may take images."""
 

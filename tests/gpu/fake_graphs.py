@@ -22,9 +22,11 @@ class FakeRecorder:
     def __init__(self, bytes_per_graph: int = 0) -> None:
         self.recordings: list[list[str]] = []
         self.num_replays = 0
+        self.while_serving: list[bool] = []
         self._bytes_per_graph = bytes_per_graph
 
-    def record(self, step: Callable[[], None]) -> Callable[[], None]:
+    def record(self, step: Callable[[], None], *, while_serving: bool = False) -> Callable[[], None]:
+        self.while_serving.append(while_serving)
         tape = Tape()
         with tape, noting_kernels(tape):
             step()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from tests.unit.engine.models import make_model
 from worker_svc.engine.backend import BackendUnavailableError
 from worker_svc.engine.gpu import compute, loading
 from worker_svc.engine.gpu.collectives.group import Group
-from worker_svc.engine.gpu.compute import mixed_sizes
+from worker_svc.engine.gpu.compute import mixed_sizes, rare_sizes
 from worker_svc.engine.gpu.kernels import forms
 from worker_svc.engine.gpu.step import graphs
 from worker_svc.engine.gpu.step.graphs import CudaRecorder, GraphError, Graphs
@@ -155,7 +156,7 @@ class Failing(FakeRecorder):
         super().__init__()
         self._failing, self._error = failing, error or GraphError("capture failed")
 
-    def record(self, step):
+    def record(self, step, **_):
         self.recordings.append([])
         if len(self.recordings) in self._failing:
             raise self._error
@@ -196,6 +197,38 @@ def test_a_graph_that_fails_is_recorded_without_overlap(caplog):
     assert forms.chosen().may_overlap
 
 
+RARE = replace(bucket(4), ends_at_logits=True)
+
+
+def test_rare_graphs_are_recorded_when_idle(monkeypatch):
+    recorder, other = FakeRecorder(), replace(bucket(2), ends_at_logits=True)
+    made = Graphs(lambda bucket: None, [bucket(4)], recorder, 1, Group(), is_lazy=False, rare_buckets=[RARE, other])
+    assert not made.has_used
+    for used in (RARE, other, other):
+        made.record_after(used)
+    assert len(recorder.recordings) == 0
+    assert made.has_used
+    assert made.record_used()
+    assert (made.replay(RARE), made.replay(other)) == (False, True)  # what was used most comes first
+    assert recorder.while_serving == [True]
+    assert made.record_used()
+    assert not made.has_used
+    assert not made.record_used()
+
+
+def test_a_rare_graph_of_a_worker_that_is_never_idle_is_recorded_at_last(monkeypatch):
+    monkeypatch.setattr(graphs, "PATIENCE", 3)
+    made = Graphs(lambda bucket: None, [], FakeRecorder(), 1, Group(), is_lazy=False, rare_buckets=[RARE])
+    for expected in (0, 0, 1, 1):
+        made.record_after(RARE)
+        assert len(made) == expected
+
+
+def test_rare_steps_are_padded_to_powers_of_two():
+    assert rare_sizes([1, 2, 4, 8, 16, 24, 32, 40, 100]) == [1, 2, 4, 8, 16, 32, 100]
+    assert rare_sizes([]) == []
+
+
 def test_ranks_agree_on_what_is_recorded():
     class OtherFails(Group):
         def all_reduce_min(self, value):
@@ -216,7 +249,7 @@ def test_a_worker_whose_graphs_cannot_be_recorded_serves_without(folder, recorde
     plain, _ = run(load(folder, cuda_graphs="off"))
     record, num_calls = recorder.record, 0
 
-    def fail(step):
+    def fail(step, **_):
         nonlocal num_calls
         num_calls += 1
         if num_calls >= number:

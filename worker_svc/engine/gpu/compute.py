@@ -56,6 +56,11 @@ def mixed_sizes(max_tokens: int) -> list[int]:
     return [*(size for size in sizes if size < max_tokens), max_tokens] if max_tokens else []
 
 
+def rare_sizes(sizes: list[int]) -> list[int]:
+    """Powers of two and the largest: few graphs for steps that are rare."""
+    return [size for size in sizes if size & (size - 1) == 0 or size == sizes[-1]]
+
+
 def shorter_sizes(max_tokens: int) -> list[int]:
     """Token counts that use every tile of linear layers and experts: those tiles change at least fourfold apart."""
     sizes, size = [], 1
@@ -134,11 +139,13 @@ class StepCompute:
         return [replace(bucket, is_filtered=is_filtered) for bucket in found for is_filtered in (False, True)]
 
     def _rare_buckets(self) -> list[Bucket]:
-        plain = [bucket for bucket in self.buckets() if not bucket.is_filtered]
-        found = [replace(bucket, ends_at_logits=True) for bucket in plain]
+        """Of steps that end at their logits, or have adapters."""
+        sizes = {*rare_sizes(self._sizes), *rare_sizes(self._mixed_sizes)}
+        chosen = [bucket for bucket in self.buckets() if bucket.tokens in sizes]
+        found = [replace(bucket, ends_at_logits=True) for bucket in chosen if not bucket.is_filtered]
         if self._adapters is None:
             return found
-        return found + [replace(bucket, has_adapters=True) for bucket in (*self.buckets(), *found)]
+        return found + [replace(bucket, has_adapters=True) for bucket in (*chosen, *found)]
 
     def record(self, recorder: Recorder, limit: int, progress: Callable[[float], None], *, is_lazy: bool) -> None:
         """Records graphs, within `limit` bytes, for later steps to use. The pool must not change afterwards."""
@@ -149,6 +156,15 @@ class StepCompute:
             rare_buckets=self._rare_buckets(),
         )  # fmt: skip
         self._graphs.record_at_start(progress)
+
+    @property
+    def has_used(self) -> bool:
+        """Whether a rare size was used that has no graph and may get one."""
+        return self._graphs is not None and self._graphs.has_used
+
+    def record_used(self) -> bool:
+        """Records a graph of steps that are rare, while the worker is idle. False if there is none to record."""
+        return self._graphs is not None and self._graphs.record_used()
 
     @property
     def num_graphs(self) -> int:
@@ -168,14 +184,14 @@ class StepCompute:
     ) -> Bucket:
         """The bucket that a step is padded to. A step with prompts is not padded if it has no graph."""
         num_rows, num_tokens, num_samples = len(plan.rows), int(plan.starts[-1]), len(plan.sampling_rows)
-        is_filtered = is_filtered and not ends_at_logits
+        is_filtered, is_rare = is_filtered and not ends_at_logits, ends_at_logits or has_adapters
         if num_tokens == num_rows:
-            bucket = self._decode_bucket(max(num_rows, num_samples), is_filtered=is_filtered)
+            bucket = self._decode_bucket(max(num_rows, num_samples), is_filtered=is_filtered, is_rare=is_rare)
             return replace(bucket, ends_at_logits=ends_at_logits, has_adapters=has_adapters)
         size = max(num_tokens, num_samples)
         if self._graphs is not None and size <= max(self._mixed_sizes, default=0):
             bucket = replace(
-                self._mixed_bucket(size, is_filtered=is_filtered), ends_at_logits=ends_at_logits,
+                self._mixed_bucket(size, is_filtered=is_filtered, is_rare=is_rare), ends_at_logits=ends_at_logits,
                 has_adapters=has_adapters,
             )  # fmt: skip
             if self._graphs.serves(bucket):
@@ -185,12 +201,14 @@ class StepCompute:
             ends_at_logits=ends_at_logits, has_adapters=has_adapters,
         )  # fmt: skip
 
-    def _decode_bucket(self, num_rows: int, *, is_filtered: bool) -> Bucket:
-        size = self._sizes[bisect.bisect_left(self._sizes, num_rows)]
+    def _decode_bucket(self, num_rows: int, *, is_filtered: bool, is_rare: bool = False) -> Bucket:
+        sizes = rare_sizes(self._sizes) if is_rare else self._sizes
+        size = sizes[bisect.bisect_left(sizes, num_rows)]
         return Bucket(size, size, size, is_decode=True, is_filtered=is_filtered)
 
-    def _mixed_bucket(self, num_tokens: int, *, is_filtered: bool) -> Bucket:
-        size = self._mixed_sizes[bisect.bisect_left(self._mixed_sizes, num_tokens)]
+    def _mixed_bucket(self, num_tokens: int, *, is_filtered: bool, is_rare: bool = False) -> Bucket:
+        sizes = rare_sizes(self._mixed_sizes) if is_rare else self._mixed_sizes
+        size = sizes[bisect.bisect_left(sizes, num_tokens)]
         rows = min(size, self._max_rows)
         return Bucket(size, rows, rows, is_decode=False, is_filtered=is_filtered)
 

@@ -1,4 +1,5 @@
-"""Messages of rank 0 to the other ranks, as bytes: a step, adapters for it, close all rows, or stop.
+"""Messages of rank 0 to the other ranks, as bytes: a step, adapters for it, close all
+rows, record a graph, or stop.
 
     kind | length of the head | head | arrays and bytes of the step, in the order of the head
     kind | digest | a piece of the adapter's matrices
@@ -57,9 +58,11 @@ class MessageKind(IntEnum):
     STEP = 2
     ADAPTER_PIECE = 3
     ADAPTERS = 4
+    RECORD_USED = 5
 
 
 STOP, RESET_ROWS = bytes([MessageKind.STOP]), bytes([MessageKind.RESET_ROWS])
+RECORD_USED = bytes([MessageKind.RECORD_USED])
 
 
 def step_to_bytes(batch: StepBatch) -> bytes:

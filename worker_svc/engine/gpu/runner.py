@@ -31,6 +31,7 @@ from worker_svc.engine.gpu.kernels.deltas import apply_deltas
 from worker_svc.engine.gpu.kernels.sampler import filters
 from worker_svc.engine.gpu.loading import fill_memory, load_model
 from worker_svc.engine.gpu.messages import (
+    RECORD_USED,
     RESET_ROWS,
     STOP,
     MessageKind,
@@ -152,6 +153,14 @@ class DeviceRunner(StepRunner):
         self._group.send(RESET_ROWS)
         super().reset_rows()
 
+    def work_when_idle(self) -> bool:
+        """Records one CUDA graph of steps that are rare, which takes some 10 ms. False if there is none."""
+        if not self._compute.has_used:
+            return False
+        self._group.send(RECORD_USED)
+        with torch.inference_mode(), forms.using(self._forms):
+            return self._compute.record_used()
+
     def running_since(self, now: float) -> float:
         """Launch time of the oldest unfinished step; `now` if there is none. Any thread may call it."""
         return min((step.started for step in list(self._in_flight) if not step.is_done()), default=now)
@@ -165,6 +174,9 @@ class DeviceRunner(StepRunner):
         kind = message[0]
         if kind == MessageKind.RESET_ROWS:
             super().reset_rows()
+        elif kind == MessageKind.RECORD_USED:
+            with torch.inference_mode(), forms.using(self._forms):
+                self._compute.record_used()
         elif kind == MessageKind.STEP:
             with forms.using(self._forms):
                 self._launch(step_from_bytes(message))

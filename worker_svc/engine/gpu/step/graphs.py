@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
@@ -20,6 +21,8 @@ from worker_svc.engine.gpu.step.step_buffer import Bucket
 logger = logging.getLogger(__name__)
 
 MAX_RECORDING_S = 120.0  # at start-up; buckets not recorded by then stay eager
+PATIENCE = 1000  # steps of a rare size without a graph; then it is recorded although the worker is not idle
+DRIVER_BYTES = 8 << 20  # of a graph that is recorded while the worker serves
 MAX_DRIVER_BYTES = 64 << 20  # of one graph: its nodes and their parameters
 
 Step = Callable[[], None]
@@ -32,8 +35,9 @@ class GraphError(RuntimeError):
 class Recorder(Protocol):
     """Records the launches of a step for replay."""
 
-    def record(self, step: Step) -> Step:
-        """Records the launches of `step` without running them. The result replays them."""
+    def record(self, step: Step, *, while_serving: bool = False) -> Step:
+        """Records the launches of `step` without running them. The result replays them. `while_serving`: without
+        waiting for the device, and without emptying torch's cache, which later steps would fill again."""
         ...
 
     def bytes_taken(self) -> int:
@@ -48,21 +52,39 @@ class CudaRecorder:
         self._pool = torch.cuda.graph_pool_handle()
         self._device = device
         self._bytes_taken = 0
+        self._stream: torch.cuda.Stream | None = None
 
-    def record(self, step: Step) -> Step:
+    def record(self, step: Step, *, while_serving: bool = False) -> Step:
         """Raises GraphError, with the current stream restored, if a call in `step` cannot be recorded."""
         stream = torch.cuda.current_stream(self._device)
-        free, reserved = self._free(), torch.cuda.memory_reserved(self._device)
+        free = 0 if while_serving else self._free()
+        reserved = torch.cuda.memory_reserved(self._device)
         graph = torch.cuda.CUDAGraph()
         try:
-            # thread_local: other threads may wait for events during the capture.
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                step()
+            if while_serving:
+                self._capture(graph, step, stream)
+            else:
+                # thread_local: other threads may wait for events during the capture.
+                with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                    step()
         except RuntimeError as error:
             torch.cuda.set_stream(stream)  # torch does not restore the stream if ending the capture fails
             raise GraphError(f"a CUDA graph cannot be recorded: {error.__context__ or error}") from error
-        self._bytes_taken += bytes_of_graph(free - self._free(), torch.cuda.memory_reserved(self._device) - reserved)
+        taken = torch.cuda.memory_reserved(self._device) - reserved
+        self._bytes_taken += taken + DRIVER_BYTES if while_serving else bytes_of_graph(free - self._free(), taken)
         return graph.replay
+
+    def _capture(self, graph: torch.cuda.CUDAGraph, step: Step, stream: torch.cuda.Stream) -> None:
+        """As torch.cuda.graph, which also waits for the device and empties caches."""
+        self._stream = self._stream or torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        self._stream.wait_stream(stream)
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                step()
+            finally:
+                graph.capture_end()
+        stream.wait_stream(self._stream)
 
     def bytes_taken(self) -> int:
         return self._bytes_taken
@@ -89,7 +111,7 @@ class Graphs:
     """Graphs by bucket, each recording `compute(bucket)`. All ranks record the same buckets in the same order.
 
     `buckets` are in the order of recording; the first of a kind is the largest, so that later graphs use its memory
-    again. Graphs of `rare_buckets` are recorded on first use.
+    again. Graphs of `rare_buckets` are recorded once used: when the worker is idle, or after PATIENCE uses.
     """
 
     def __init__(
@@ -111,7 +133,9 @@ class Graphs:
         self._may_overlap = True
         self._buckets = buckets
         self._is_lazy = is_lazy
-        self._later = {*buckets, *rare_buckets} if is_lazy else set(rare_buckets)  # recorded on first use
+        self._later = {*buckets, *rare_buckets} if is_lazy else set(rare_buckets)  # recorded after their first use
+        self._rare = frozenset(rare_buckets)
+        self._uses: Counter[Bucket] = Counter()  # of rare buckets without a graph that were used
 
     def __len__(self) -> int:
         return len(self._replays)
@@ -154,9 +178,27 @@ class Graphs:
             progress((index + 1) / len(chosen))
 
     def record_after(self, bucket: Bucket) -> None:
-        """Records a graph for later steps, after a step of this bucket ran without one."""
+        """After a step of this bucket ran without a graph: records one for later steps, or notes a rare bucket."""
         if bucket not in self._later:
             return
+        self._uses[bucket] += 1
+        if bucket not in self._rare or self._uses[bucket] >= PATIENCE:
+            self._record_later(bucket)
+
+    @property
+    def has_used(self) -> bool:
+        """Whether a rare bucket was used that has no graph and may get one."""
+        return any(bucket in self._later for bucket in self._uses)
+
+    def record_used(self) -> bool:
+        """Records the rare bucket that was used most and has no graph. False if there is none."""
+        bucket = next((bucket for bucket, _ in self._uses.most_common() if bucket in self._later), None)
+        if bucket is None:
+            return False
+        self._record_later(bucket)
+        return True
+
+    def _record_later(self, bucket: Bucket) -> None:
         if not self._may_record(True):
             self._later.clear()
             logger.warning(
@@ -169,11 +211,11 @@ class Graphs:
             logger.error("steps of %s continue without a graph: %s", bucket, error)
 
     def _record(self, bucket: Bucket, *, is_cold: bool = False) -> None:
-        """Records a bucket, without overlap of kernels if it cannot be recorded with it. `is_cold`: no step of the
-        bucket has run, so kernels may not be compiled yet, which they cannot be during recording."""
+        """Records a bucket. `is_cold`: at the start, when no step of the bucket has run. Then its kernels run first,
+        because they cannot be compiled during recording, and if it fails, it is recorded without their overlap."""
         self._later.discard(bucket)  # also on failure, because it would fail again
         step, error = self._try(bucket, is_cold=is_cold)
-        if step is None and self._may_overlap and forms.chosen().may_overlap:
+        if step is None and is_cold and self._may_overlap and forms.chosen().may_overlap:
             self._may_overlap = False
             logger.warning("CUDA graphs are recorded without overlap of kernels: %s", error)
             step, error = self._try(bucket, is_cold=True)
@@ -189,7 +231,7 @@ class Graphs:
             try:
                 if is_cold:
                     self._compute(bucket)
-                step = self._recorder.record(lambda: self._compute(bucket))
+                step = self._recorder.record(lambda: self._compute(bucket), while_serving=bucket in self._rare)
             except (GraphError, torch.OutOfMemoryError) as error:
                 fault = str(error)
         return (step if self._group.all_reduce_min(int(step is not None)) else None), fault
