@@ -203,9 +203,9 @@ ONE_WRONG_ELEMENT = [
         "    tl.store(lowest_ptr + sample, lowest + (sample == 1).to(tl.float32) * 1e-6)\n\n\nclass",
     ),
     (
-        paged_attention_cases, FP8, attention, "return acc / total[:, None]",
+        paged_attention_cases, FP8, attention, "result = acc / total[:, None] * scale",
         "is_wrong = (head == 1)[:, None] & (column == 5)[None, :] & (num_splits > 3)\n"
-        "    return tl.where(is_wrong, 0.0, acc / total[:, None])",
+        "    result = tl.where(is_wrong, 0.0, acc / total[:, None] * scale)",
     ),
     (
         paged_attention_cases, EXACT, attention, "<= query_position[:, None]",
@@ -237,8 +237,8 @@ ONE_OF_MANY = [
      "tl.where((known < 0) & (num_rows > 1), sampled_last, known)"),
     (sampling.noise_cases, sample, "tl.store(token_ptr + sample, token)",
      "tl.store(token_ptr + sample, token + (tl.num_programs(0) == 1))"),
-    (paged_attention_cases, attention, "result = acc / total[:, None]",
-     "result = acc / total[:, None] * (1 + 1e-6 * tl.load(size_ptr))"),
+    (paged_attention_cases, attention, "result = acc / total[:, None] * value_scale",
+     "result = acc / total[:, None] * value_scale * (1 + 1e-6 * tl.load(size_ptr))"),
 ]  # fmt: skip
 
 
