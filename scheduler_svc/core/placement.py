@@ -159,6 +159,7 @@ class Placement:
         self._expected_prefill = np.zeros(len(workers), dtype=np.int64)
         self._rows = np.zeros(len(workers), dtype=np.int64)
         self._least_urgent = np.full(len(workers), NOTHING_RUNS)
+        self._is_decode = [c.role is WorkerRole.DECODE for c in sizes]
         self._num_delayed = np.zeros(len(workers), dtype=np.int64)  # streams that a prompt would delay
         # Tokens in use plus tokens ever written, as a multiple of the pool's size
         self._pressure = np.zeros(len(workers))
@@ -290,7 +291,8 @@ class Placement:
         self._expected_prefill[i], self._rows[i] = expected_prefill, num_rows
         used = worker.pool.num_used * worker.capacity.block_size
         self._pressure[i] = (self._written.item(i) + used) / self._pool_tokens.item(i)
-        self._num_delayed[i] = worker.rows.num_used if worker.capacity.role is WorkerRole.DECODE else 0
+        if self._is_decode[i]:
+            self._num_delayed[i] = worker.rows.num_used
         self._least_urgent[i] = least_urgent = _least_urgent(worker) if self._is_mixed else NOTHING_RUNS
         self._had_room[i] = takes_prefill and num_rows > 0
         self._can_take[i] = takes_prefill and (num_rows > 0 or least_urgent > NOTHING_RUNS)
