@@ -11,12 +11,6 @@ the newest token, which the scheduler may not know yet (the worker continues wit
 prefill. At 0 nothing is left to compute, and an answer in flight ends the sequence. Both columns of a row that
 speculates count the most tokens that its steps in flight may have (`speculation.py`).
 
-If all layers of the model have attention windows, a row frees the blocks that its next tokens do not attend to:
-
-    table   | freed | freed | held | held | held |      first_block = 2, num_blocks = 5
-
-Entries before `first_block` keep their last value, which may be a block of another row now. Nothing reads them.
-
 The decode run
     Most rows of a busy server decode, and each step of a decoding row equals its previous step, advanced by one token.
     The `DecodeRun` advances them together. A row joins it when its prompt is computed, and leaves it when it is closed
@@ -46,21 +40,50 @@ from step_protocol.messages import EMPTY
 NO_ROWS: I64 = np.empty(0, dtype=np.int64)
 
 
-class RowTable:
+class BlockTables:
+    """The block tables of one worker's rows. With an attention window, a row frees the blocks that its next tokens do
+    not attend to:
+
+        table   | freed | freed | held | held | held |      first_block = 2, num_blocks = 5
+
+    Entries before `first_block` keep their last value, which may be a block of another row now. Nothing reads them.
+    """
+
+    def __init__(self, num_rows: int, max_blocks: int, block_size: int, blocks_before: int | None) -> None:
+        self.block_size = block_size
+        self.table = np.zeros((num_rows, max_blocks), dtype=np.uint32)
+        self.num_blocks = np.zeros(num_rows, dtype=np.int64)  # length of the table
+        self.blocks_before = blocks_before  # blocks that a row keeps before the one it writes to; None: all
+        self.first_block = np.zeros(num_rows, dtype=np.int64)  # index of the first entry of the table that is not freed
+
+    def first_needed(self, num_computed: int) -> int:
+        """Index of the first block that the tokens after so many computed tokens attend to."""
+        return 0 if self.blocks_before is None else max(0, num_computed // self.block_size - self.blocks_before)
+
+    def held_blocks(self, row: int) -> I64:
+        """The blocks of the row's table that are not freed."""
+        return self.table[row, self.first_block[row] : self.num_blocks[row]].astype(np.int64)
+
+    def entries(self, rows: I64, starts: I64, ends: I64) -> I64:
+        """The blocks of each row from index `starts` to before `ends`, which is above."""
+        counts = ends - starts
+        if counts.max() > 1:
+            rows, offsets = np.repeat(rows, counts), np.repeat(np.cumsum(counts) - counts, counts)
+            starts = np.repeat(starts, counts) + np.arange(len(rows)) - offsets
+        return self.table[rows, starts].astype(np.int64)
+
+
+class RowTable(BlockTables):
     """The columns of one worker's rows. Pages of the large columns take memory only when they are first written."""
 
     def __init__(self, capacity: WorkerCapacity) -> None:
         rows, length = capacity.max_num_seqs, capacity.max_model_len
-        self.block_size = capacity.block_size
+        blocks = ceil_div(length, capacity.block_size) | 1  # odd: equal positions of rows have different cache sets
+        super().__init__(rows, blocks, capacity.block_size, capacity.blocks_before)
         self.sequences: list[Sequence | None] = [None] * rows
         self.digests: list[list[bytes]] = [[]] * rows  # `Sequence.digests` itself, not a copy
         self.extra_keys: dict[int, Mapping[int, bytes]] = {}  # of rows whose blocks hold more than tokens, for digests
-        blocks = ceil_div(length, capacity.block_size) | 1  # odd: equal positions of rows have different cache sets
         self.tokens = np.zeros((rows, blocks * capacity.block_size), dtype=np.uint32)
-        self.table = np.zeros((rows, blocks), dtype=np.uint32)
-        self.num_blocks = np.zeros(rows, dtype=np.int64)  # length of the table
-        self.blocks_before = capacity.blocks_before  # blocks that a row keeps before the one it writes to; None: all
-        self.first_block = np.zeros(rows, dtype=np.int64)  # index of the first entry of the table that is not freed
         self.num_tokens = np.zeros(rows, dtype=np.int64)
         self.progress = np.zeros((2, rows), dtype=np.int64)  # one array: a step of the decode run advances both columns
         self.num_computed_tokens, self.num_planned = self.progress
@@ -192,10 +215,6 @@ class RowTable:
         first = self.first_needed(num_cached)
         return first, min(end, first + self.blocks_before + 1)
 
-    def first_needed(self, num_computed: int) -> int:
-        """Index of the first block that the tokens after so many computed tokens attend to."""
-        return 0 if self.blocks_before is None else max(0, num_computed // self.block_size - self.blocks_before)
-
     def close(self, row: int) -> None:
         self.num_awaiting -= self.is_awaiting.item(row)
         self.num_private -= self.is_private.item(row)
@@ -235,18 +254,6 @@ class RowTable:
             self.pay()
         num_blocks = (self.opened_blocks.item(row) + self.num_blocks.item(row) - self.first_block.item(row)) / 2
         return self.processor_us.item(row), num_blocks * max(0.0, self.now - self.opened_at.item(row))
-
-    def held_blocks(self, row: int) -> I64:
-        """The blocks of the row's table that are not freed."""
-        return self.table[row, self.first_block[row] : self.num_blocks[row]].astype(np.int64)
-
-    def entries(self, rows: I64, starts: I64, ends: I64) -> I64:
-        """The blocks of each row from index `starts` to before `ends`, which is above."""
-        counts = ends - starts
-        if counts.max() > 1:
-            rows, offsets = np.repeat(rows, counts), np.repeat(np.cumsum(counts) - counts, counts)
-            starts = np.repeat(starts, counts) + np.arange(len(rows)) - offsets
-        return self.table[rows, starts].astype(np.int64)
 
     def num_holders(self, rows: I64, num_blocks: int) -> I64:
         """For each block of the pool, the number of these rows that hold it."""

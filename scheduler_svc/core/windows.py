@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from scheduler_svc.core.block_manager import BlockManager, ceil_div
-from scheduler_svc.core.rows import RowTable
+from scheduler_svc.core.rows import BlockTables, RowTable
 from step_protocol.columns import I64
 
 
@@ -44,21 +44,10 @@ class Windows:
         r = self._rows
         if r.blocks_before is None:
             return 0
-        firsts, needed = r.first_block[rows], r.num_computed_tokens[rows] // r.block_size - r.blocks_before
-        frees = needed > firsts
-        if not np.count_nonzero(frees):
-            return 0
-        r.first_block[rows] = np.maximum(firsts, needed)
-        blocks = r.entries(rows[frees], firsts[frees], needed[frees])
-        for part in _without_repeats(blocks):
-            is_committed = self._pool.are_committed(part)
-            if np.count_nonzero(is_committed) < len(part):
-                self._release(part[~is_committed])
-                part = part[is_committed]
-            self._pool.free(part)
-        if len(blocks) > len(rows):  # else the rows take as many blocks as they free
+        count = free_behind(r, self._pool, rows, r.num_computed_tokens[rows], self._release)
+        if count > len(rows):  # else the rows take as many blocks as they free
             self._on_room()
-        return len(blocks)
+        return count
 
     def take_back(self, row: int) -> I64:
         """Take back the blocks that a row has freed and that are still cached, the last one first."""
@@ -94,6 +83,27 @@ class Windows:
             r.num_blocks[row] += num_new
             tables.append((np.full(num_new, row), indices, blocks))
         return min(count, (num_blocks + num_new) * bs - start)
+
+
+def free_behind(
+    tables: BlockTables, pool: BlockManager, rows: I64, num_computed: I64, release: Callable[[I64], None]
+) -> int:
+    """Free the blocks of these rows that the tokens after their computed ones do not attend to. Returns their number.
+    Blocks that are not committed are passed to `release`.
+    """
+    firsts, needed = tables.first_block[rows], num_computed // tables.block_size - (tables.blocks_before or 0)
+    frees = needed > firsts
+    if not np.count_nonzero(frees):
+        return 0
+    tables.first_block[rows] = np.maximum(firsts, needed)
+    blocks = tables.entries(rows[frees], firsts[frees], needed[frees])
+    for part in _without_repeats(blocks):
+        is_committed = pool.are_committed(part)
+        if np.count_nonzero(is_committed) < len(part):
+            release(part[~is_committed])
+            part = part[is_committed]
+        pool.free(part)
+    return len(blocks)
 
 
 def _without_repeats(blocks: I64) -> Iterator[I64]:
