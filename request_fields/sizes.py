@@ -10,6 +10,7 @@ from request_fields.fields import FieldError
 # tokens of a 135 M-parameter model.
 MAX_POOL_BLOCKS = 1 << 22
 MAX_POOL_TOKENS = 1 << 26
+MAX_BURST = 16  # most decode steps in one message
 
 
 def largest_pool(block_size: int) -> int:
@@ -20,6 +21,14 @@ def largest_pool(block_size: int) -> int:
 def blocks_before(window: int, block_size: int) -> int:
     """The most blocks before the block of a token that it attends to: to `window` tokens, itself included."""
     return -(-(window - 1) // block_size)
+
+
+def blocks_of_row(window: int, block_size: int, pipeline_depth: int) -> int:
+    """The most blocks of a window group that a decoding row needs: those of its window, those that it has freed while
+    steps in flight may read them, and a copy of a shared one.
+    """
+    in_flight = -(-pipeline_depth * MAX_BURST // block_size) + 1
+    return blocks_before(window, block_size) + 1 + in_flight + 1
 
 
 class LengthError(FieldError):

@@ -160,6 +160,7 @@ class RowOpen:
     adapter: bytes = b""  # digest of the row's adapter; empty: none
     encoder: EncoderInput | None = None  # set if the model has an encoder
     snapshot: int | None = None  # slot of a state after the computed tokens, of a model with recurrent layers
+    group_tables: tuple[U32, ...] = ()  # block tables in the cache groups after the first one
     speculates: bool = True  # the worker may compute drafts of the row
 
     @property
@@ -194,7 +195,7 @@ class StepBatch:
     opens: list[Any] = field(default_factory=list)  # RowOpen; in the scheduler RowAssignment, from which it follows
     table_rows: U32 = field(default_factory=_empty)  # [T]
     table_indices: U32 = field(default_factory=_empty)  # [T] an index equal to the table's length appends
-    table_blocks: U32 = field(default_factory=_empty)  # [T]
+    table_blocks: U32 = field(default_factory=_empty)  # [T] blocks of the cache group whose table changes
     copy_src: U32 = field(default_factory=_empty)  # [C] blocks, copied in order
     copy_dst: U32 = field(default_factory=_empty)  # [C]
     commit_blocks: U32 = field(default_factory=_empty)  # [K]

@@ -253,6 +253,7 @@ def _row_open(field: str, message: worker_pb2.RowOpen) -> RowOpen:
         encoder=_encoder(message.encoder) if message.HasField("encoder") else None,
         images=_spans(f"{field}.images", message.images),
         snapshot=message.snapshot if message.HasField("snapshot") else None,
+        group_tables=tuple(u32_from_bytes(table, f"{field}.group_tables") for table in message.group_tables),
         speculates=message.sampling.speculative or not message.sampling.HasField("speculative"),
     )
 

@@ -18,7 +18,7 @@ from scheduler_svc.core.features.encoder import EncoderPositions
 from scheduler_svc.core.features.inputs import Inputs
 from scheduler_svc.core.features.pooled import PooledRequest
 from scheduler_svc.core.features.prompt_logprobs import PromptDelivery
-from scheduler_svc.core.messages import WorkerCapacity
+from scheduler_svc.core.messages import CacheGroup, WorkerCapacity
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import Feature, Features, SequenceGroup, StopCondition
 from step_protocol.messages import StepBatch, StepOutput
@@ -35,6 +35,7 @@ def make_capacity(
     pipeline_depth: int = 1,
     worker_epoch: int = 1,
     attention_window: int | None = None,
+    groups: tuple[CacheGroup, ...] = (),
 ) -> WorkerCapacity:
     """The capacity of a small worker with one step in flight."""
     return WorkerCapacity(
@@ -47,6 +48,7 @@ def make_capacity(
         max_model_len=max_model_len,
         pipeline_depth=pipeline_depth,
         attention_window=attention_window,
+        groups=groups,
     )
 
 

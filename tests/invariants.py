@@ -8,6 +8,7 @@ import numpy as np
 
 from scheduler_svc.core.block_manager import BlockManager
 from scheduler_svc.core.block_moves import BlockMoves
+from scheduler_svc.core.features.cache_groups import WindowGroup
 from scheduler_svc.core.placement import Placement
 from scheduler_svc.core.requests import Requests
 from scheduler_svc.core.scheduler import Scheduler
@@ -55,8 +56,31 @@ def check_worker(worker: WorkerState, moves: BlockMoves | None = None) -> None:
         if one.source is worker:
             np.add.at(refs, one.pinned, 1)
     assert (refs == worker.pool.refs).all(), "ref counts disagree with tables, steps in flight and moves"
+    for part in worker.parts_of_all:
+        if isinstance(part, WindowGroup):
+            check_group(worker, part)
     reserved = sum(len(r.sequence(row).forks) for row in rows.tolist())
     assert reserved == worker.num_reserved_rows, "reserved rows disagree with samples to fork"
+
+
+def check_group(worker: WorkerState, group: WindowGroup) -> None:
+    """Raise AssertionError if the tables and blocks of a cache group disagree, or may run out."""
+    check_pool(group.pool)
+    tables, r, refs = group.tables, worker.rows, np.zeros(group.pool.num_blocks, dtype=np.int64)
+    for row in r.active().tolist():
+        held, first, computed = tables.held_blocks(row), int(tables.first_block[row]), int(r.num_computed_tokens[row])
+        assert len(set(held.tolist())) == len(held), f"row {row}: a block is in its table of a group twice"
+        assert first <= tables.first_needed(computed), f"row {row}: freed a block of a group that it needs"
+        assert computed <= tables.num_blocks[row] * tables.block_size, f"row {row}: computed beyond its group's blocks"
+        np.add.at(refs, held, 1)
+    steps = {step.step_id for step in worker.in_flight}
+    assert group._releases.keys() <= steps, "blocks of a group wait for a step that is not in flight"
+    pending = [blocks for parts in group._releases.values() for blocks in parts]
+    assert group._num_pending == sum(map(len, pending)), "the pending blocks of a group are wrong"
+    for blocks in pending:
+        np.add.at(refs, blocks, 1)
+    assert (refs == group.pool.refs).all(), "ref counts of a group disagree with its tables and steps in flight"
+    assert not group._copies, "a copy of a group was not sent"
 
 
 def _check_row(worker: WorkerState, row: int) -> None:

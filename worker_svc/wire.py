@@ -114,6 +114,7 @@ def capacity_to_proto(
         num_snapshots=info.num_snapshots,
         snapshot_tokens=info.snapshot_tokens,
         blocks=blocks,
+        groups=[scheduler_pb2.CacheGroup(**asdict(group)) for group in info.groups],
     )
 
 

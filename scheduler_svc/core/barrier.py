@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from scheduler_svc.core.features.snapshots import Snapshots
 from scheduler_svc.core.messages import MigrationReason
 from scheduler_svc.core.placement import Placement
 from scheduler_svc.core.requests import Requests
@@ -113,8 +112,8 @@ class Barrier:
         """No prefix stays cached."""
         for worker in self._workers.values():
             worker.pool.forget_all()
-            if (snapshots := worker.find_part(Snapshots)) is not None:
-                snapshots.forget_all()
+            for part in worker.parts_of_all:
+                part.forget_all()
             self._placement.mark_changed(worker)
 
     def change_weights(self, root_salt: bytes, *, keeps_kv: bool) -> int:

@@ -83,8 +83,9 @@ class Forks:
         """
         r, bs = self._worker.rows, self._worker.capacity.block_size
         self._worker.extend_digests(fork)
-        hits = self._worker.find_hits(fork, fork.data.token_ids())
-        num_prompt = self._worker.usable_hits(fork.digests, len(fork.group.prompt) // bs)
+        token_ids = fork.data.token_ids()
+        hits = self._worker.find_hits(fork, token_ids)
+        num_prompt = self._worker.usable_hits(fork.digests, len(fork.group.prompt) // bs, token_ids)
         if len(hits) >= num_prompt or r.first_block[row] > r.first_needed(num_prompt * bs):
             return hits
         return r.table[row, :num_prompt].astype(np.int64)

@@ -41,6 +41,14 @@ class BlockMovement:
 
 
 @dataclass(frozen=True, slots=True)
+class CacheGroup:
+    """Layers with blocks of their own, because they attend to a window only."""
+
+    attention_window: int
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerCapacity:
     """The sizes of one worker. They never change within a `worker_epoch`: a restarted worker joins as a new worker."""
 
@@ -58,6 +66,7 @@ class WorkerCapacity:
     num_snapshots: int | None = None  # of states of recurrent layers; None: the model has no recurrent layers
     snapshot_tokens: int = 1  # tokens whose keys and values have as many bytes as a snapshot
     movement: BlockMovement | None = None  # None: its blocks do not move
+    groups: tuple[CacheGroup, ...] = ()  # beside the layers whose blocks `num_blocks` counts
 
     @property
     def role(self) -> WorkerRole:
@@ -70,6 +79,16 @@ class WorkerCapacity:
         return SizeLimits.of_pool(self.max_model_len, self.num_blocks, self.block_size, self.attention_window)
 
     @property
+    def num_all_blocks(self) -> int:
+        """Of all groups. The block ids of a group follow those of the groups before it."""
+        return self.num_blocks + sum(group.num_blocks for group in self.groups)
+
+    @property
+    def frees_blocks(self) -> bool:
+        """Whether rows free blocks behind attention windows."""
+        return self.attention_window is not None or bool(self.groups)
+
+    @property
     def blocks_before(self) -> int | None:
         """The most blocks before the block of a token that the token attends to; None: all."""
         return None if self.attention_window is None else blocks_before(self.attention_window, self.block_size)
@@ -79,7 +98,7 @@ class WorkerCapacity:
         """The most encoder positions of a sequence: they fit in one step beside a decode of every other row. 0 with an
         attention window, because a row would free them.
         """
-        return 0 if self.attention_window is not None else self.max_num_batched_tokens - self.max_num_seqs + 1
+        return 0 if self.frees_blocks else self.max_num_batched_tokens - self.max_num_seqs + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +126,7 @@ class RowAssignment:
     prompt_logprobs: int | None = None  # number of most likely tokens to return with each prompt token
     inputs: Seq[Any] = ()  # those whose positions are not all computed
     snapshot: int | None = None  # slot of the state after the computed tokens, if the model has recurrent layers
+    group_tables: tuple[U32, ...] = ()  # block tables in the cache groups after the first one
 
 
 class MigrationReason(Enum):

@@ -29,6 +29,7 @@ from scheduler_svc.core.barrier import Barrier
 from scheduler_svc.core.block_moves import BlockMoves
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.features.adapters import AdapterSwaps
+from scheduler_svc.core.features.cache_groups import add_groups
 from scheduler_svc.core.features.roles import Roles
 from scheduler_svc.core.features.snapshots import Snapshots
 from scheduler_svc.core.messages import (
@@ -118,8 +119,8 @@ class Scheduler:
             keeps_events=self.config.publishes_prefixes,
         )
         if capacity.num_snapshots is not None:
-            worker.add_part(Snapshots)
-            worker.part(Snapshots).counts = self._counts
+            worker.add_part(Snapshots(worker, self._counts))
+        add_groups(worker, prefix_caching=self.config.prefix_caching, reuse_bonus=self.config.reuse_bonus)
         worker.adopt(blocks)
         planner = StepPlanner(worker, next_step_id, self.config.changes_wait_s)
         self._workers[capacity.worker_id] = worker

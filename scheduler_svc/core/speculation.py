@@ -47,11 +47,11 @@ class Accepted(NamedTuple):
 class Speculation:
     """The drafts that one worker wants, and the positions that are reserved for them."""
 
-    def __init__(self, rows: RowTable, pool: BlockManager) -> None:
+    def __init__(self, rows: RowTable, pool: BlockManager, *, is_possible: bool) -> None:
         self._rows = rows
         self._pool = pool
         self.is_on = False  # some row speculates
-        self._is_possible = rows.blocks_before is None  # a row frees blocks behind its window at known positions
+        self._is_possible = is_possible  # not if rows free blocks: they do so at known positions
 
     def note(self, output: StepOutput, is_open: Bools | None) -> None:
         """Record the drafts that an answer asks for. Rows that speculate leave the decode run."""

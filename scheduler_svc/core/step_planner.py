@@ -58,6 +58,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from request_fields.sizes import MAX_BURST
 from scheduler_svc.core.forks import Forks
 from scheduler_svc.core.rows import (
     NO_COLUMNS,
@@ -74,7 +75,6 @@ from scheduler_svc.core.worker_state import Changes, InFlightStep, StepPlan, Wor
 from step_protocol.columns import I64, U32, Bools
 from step_protocol.messages import EMPTY, StepBatch
 
-MAX_BURST = 16  # maximum number of steps in one message
 NO_PAIRS = (EMPTY, EMPTY)
 DECODE_WEIGHT = 0.2  # weight of the newest message in the running mean of the duration of a decode step
 
@@ -303,6 +303,8 @@ class StepPlanner:
             count = self.worker.chunk_parts[row].plan_chunk(row, count, plan)
         if self.worker.windows is not None:
             count = self.worker.windows.give_prompt_blocks(row, count, plan.tables)
+        for part in self.worker.parts_of_all:
+            count = part.plan_chunk(row, count, plan)
         if count < 1:
             return
         plan.chunks.append((row, count))

@@ -134,7 +134,8 @@ class WorkerPart:
     The hooks in the order of a row's life: `check`, `could_run`, `usable_hits`, `is_ready` (admit); `open`,
     `plan_chunk`, `fill` (plan); `read`, `advance` (answer); `close` (the row ends, or its sequence moves). A worker
     gets the part with the first request that asks for it, so that steps of workers without such requests cost nothing.
-    A part that the model needs is there from the start, for all rows (`WorkerState.add_part`).
+    A part that the model needs is there from the start, for all rows (`WorkerState.add_part`). Only these parts have
+    blocks of their own: `adopt`, `num_free_rows`, `commit` and `take_over` are theirs.
     """
 
     def __init__(self, worker: WorkerState) -> None:
@@ -148,10 +149,22 @@ class WorkerPart:
         """Whether the worker could run the request if it were idle. Asked if the pool is large enough."""
         return True
 
-    def usable_hits(self, digests: Seq[bytes], num_blocks: int) -> int:
+    def adopt(self, blocks: list[CachedBlock]) -> None:
+        """Adopt those of the cached blocks that a worker lists which are the part's own, in this order."""
+
+    def usable_hits(self, digests: Seq[bytes], num_blocks: int, token_ids: U32 | None = None) -> int:
         """Number of leading blocks from which a row can start, if `num_blocks` with these digests are cached. Asked of
-        parts for all rows."""
+        parts for all rows. Without `token_ids` it is an estimate."""
         return num_blocks
+
+    @property
+    def max_rows(self) -> int:
+        """The most rows that an idle worker could open."""
+        return self.worker.capacity.max_num_seqs
+
+    def num_free_rows(self, *, when_answered: bool = False) -> int:
+        """The most rows that could be opened. `when_answered`: once the steps in flight are answered."""
+        return self.max_rows
 
     def is_ready(self, group: SequenceGroup) -> bool:
         """Whether the worker could open a row of the request now."""
@@ -167,8 +180,8 @@ class WorkerPart:
         """A sequence gets a row, also as a fork of another row."""
 
     def plan_chunk(self, row: int, count: int, plan: StepPlan) -> int:
-        """Called for the rows in `WorkerState.chunk_parts`, until the part removes the row from there. Returns how many
-        of the next `count` tokens of the row this step computes.
+        """Called for the rows in `WorkerState.chunk_parts`, until the part removes the row from there, and of parts for
+        all rows. Returns how many of the next `count` tokens of the row this step computes.
         """
         return count
 
@@ -183,6 +196,18 @@ class WorkerPart:
     def read(self, step: InFlightStep, output: StepOutput, is_open: Bools | None, deltas: Deltas) -> list[RowError]:
         """Add results of an answer to `deltas`, before rows end. `is_open`: see `WorkerState.commit_fills`."""
         return []
+
+    def commit(self, step: InFlightStep, is_open: Bools | None) -> None:
+        """The blocks that an answered step has filled are cached prefixes from now on; see `WorkerState`."""
+
+    def keep_cached(self, row: int) -> None:
+        """The row ends, and its blocks are evicted later than others."""
+
+    def forget_all(self) -> None:
+        """Nothing that is cached can be hit any more. No step is in flight."""
+
+    def take_over(self, rows: I64, parents: I64) -> None:
+        """Beams take over the computed tokens of other beams. No step in flight computes these rows."""
 
     def advance(self, step: InFlightStep, output: StepOutput) -> Advance | None:
         """Choose tokens from an answer, after rows have ended and their blocks are free."""
@@ -227,7 +252,7 @@ class WorkerState:
             keeps_events=keeps_events,
         )
         self.rows = RowTable(capacity)
-        self.speculation = Speculation(self.rows, self.pool)
+        self.speculation = Speculation(self.rows, self.pool, is_possible=not capacity.frees_blocks)
         self.in_flight: deque[InFlightStep] = deque()
         self._answered: InFlightStep | None = None  # the newest one; its answer is being applied
         self.num_messages = 0  # in flight; each carries one step, or a burst of steps
@@ -246,7 +271,7 @@ class WorkerState:
         self.late_forks: set[int] = set()  # computed rows whose forks wait for a row and blocks of their own
         self.parts: list[WorkerPart] = []  # of the features that requests of this worker have used
         self._part_of: dict[type[WorkerPart], WorkerPart] = {}
-        self._parts_of_all: list[WorkerPart] = []  # of all rows, whatever their requests use
+        self.parts_of_all: list[WorkerPart] = []  # the last of `parts`: of all rows, whatever their requests use
         self.chunk_parts: dict[int, WorkerPart] = {}  # by row: the part that plans its chunks too
         self._closed: list[int] = []
 
@@ -255,12 +280,13 @@ class WorkerState:
         part = self._part_of.get(kind)
         if part is None:
             part = self._part_of[kind] = kind(self)
-            self.parts.append(part)
+            self.parts.insert(len(self.parts) - len(self.parts_of_all), part)
         return part  # type: ignore[return-value]
 
-    def add_part(self, kind: type[P]) -> None:
-        """Add a part for all rows. The worker has none yet."""
-        self._parts_of_all.append(self.part(kind))
+    def add_part(self, part: WorkerPart) -> None:
+        """Add a part for all rows, before any is open. They fill messages after the other parts."""
+        self.parts.append(part)
+        self.parts_of_all.append(part)
 
     def find_part(self, kind: type[P]) -> P | None:
         """The part of this kind, if a request has used the feature here."""
@@ -269,7 +295,7 @@ class WorkerState:
     def parts_of(self, group: SequenceGroup) -> list[WorkerPart]:
         """The parts of the features that a request uses."""
         used = [self.part(feature.part) for feature in group.features.items if feature.part is not None]
-        return self._parts_of_all + used
+        return self.parts_of_all + used
 
     def open_row(
         self, seq: Sequence, token_ids: U32, blocks: U32, num_computed: int, plan: StepPlan, parent: int | None = None
@@ -290,7 +316,7 @@ class WorkerState:
             num_computed_tokens=num_computed,
             fork_of_row=parent,
         )
-        if group.features.items or self._parts_of_all:
+        if group.features.items or self.parts_of_all:
             for part in self.parts_of(group):
                 part.open(seq, opened, plan)
         plan.opens.append(opened)
@@ -315,7 +341,11 @@ class WorkerState:
 
     @property
     def num_free_rows(self) -> int:
-        return self.rows.num_free - self.num_reserved_rows
+        return self._num_free_rows() if self.parts_of_all else self.rows.num_free - self.num_reserved_rows
+
+    def _num_free_rows(self, *, when_answered: bool = False) -> int:
+        count = self.rows.num_free - self.num_reserved_rows
+        return min([count, *(part.num_free_rows(when_answered=when_answered) for part in self.parts_of_all)])
 
     @property
     def has_changes(self) -> bool:
@@ -356,7 +386,8 @@ class WorkerState:
 
     def has_space(self, num_rows: int, num_blocks: int) -> bool:
         """Whether the rows are free, and the blocks are free or become free when the steps in flight are answered."""
-        return num_rows <= self.num_free_rows and num_blocks <= self.pool.num_free + self.num_pending_free
+        has_rows = num_rows <= self._num_free_rows(when_answered=True)
+        return has_rows and num_blocks <= self.pool.num_free + self.num_pending_free
 
     def adopt(self, blocks: Iterable[CachedBlock]) -> None:
         """Adopt the cached blocks of the worker's pool, listed in the order of their commits.
@@ -364,17 +395,17 @@ class WorkerState:
         The head of a prefix is committed before its tail. Blocks are adopted in reverse order, so that tails are
         evicted first.
         """
-        listed = list(blocks)[::-1]
+        listed, num_blocks = list(blocks)[::-1], self.capacity.num_all_blocks
         for block in listed:
-            if not 0 <= block.block_id < self.capacity.num_blocks or len(block.token_ids) != self.capacity.block_size:
+            if not 0 <= block.block_id < num_blocks or len(block.token_ids) != self.capacity.block_size:
                 raise ValueError(
                     f"worker {self.capacity.worker_id} lists block {block.block_id} with "
-                    f"{len(block.token_ids)} tokens, but its pool has {self.capacity.num_blocks} blocks of "
+                    f"{len(block.token_ids)} tokens, but its pool has {num_blocks} blocks of "
                     f"{self.capacity.block_size} tokens"
                 )
-        if listed:
-            ids = np.array([block.block_id for block in listed], dtype=np.int64)
-            self.pool.adopt(ids, [block.digest for block in listed], np.array([block.token_ids for block in listed]))
+        adopt_listed(self.pool, listed)
+        for part in self.parts_of_all:
+            part.adopt(listed)
 
     def num_cached(self, digests: Seq[bytes], max_tokens: int, before: int = 0, min_tokens: int = 0) -> int:
         """Number of leading tokens of a sequence that are cached here: at most `max_tokens`, and 0 if below
@@ -384,10 +415,15 @@ class WorkerState:
         count = bs * self.usable_hits(digests, self.pool.match_len(digests, max_tokens // bs, before // bs))
         return count if count >= min_tokens else 0
 
-    def usable_hits(self, digests: Seq[bytes], num_blocks: int) -> int:
-        """Number of leading blocks from which a row can start, if `num_blocks` with these digests are cached."""
-        for part in self._parts_of_all:
-            num_blocks = part.usable_hits(digests, num_blocks)
+    def usable_hits(self, digests: Seq[bytes], num_blocks: int, token_ids: U32 | None = None) -> int:
+        """Number of leading blocks from which a row can start, if `num_blocks` with these digests are cached. Without
+        `token_ids` it is an estimate.
+        """
+        usable = -1
+        while usable != num_blocks:  # each part may need a shorter hit than the parts before it
+            usable = num_blocks
+            for part in self.parts_of_all:
+                num_blocks = part.usable_hits(digests, num_blocks, token_ids)
         return num_blocks
 
     def extend_digests(self, seq: Sequence) -> None:
@@ -451,7 +487,7 @@ class WorkerState:
         bs = self.capacity.block_size
         min_blocks = seq.group.features.num_head_tokens // bs
         hits = self.pool.match(seq.digests, token_ids, seq.max_cached_tokens // bs, min_blocks, num_expected // bs)
-        return hits[: self.usable_hits(seq.digests, len(hits))] if self._parts_of_all else hits
+        return hits[: self.usable_hits(seq.digests, len(hits), token_ids)] if self.parts_of_all else hits
 
     def num_missing(self, num_tokens: int, hits: I64) -> int:
         """Number of free blocks that a sequence takes when it opens a row with so many tokens and these cached blocks:
@@ -472,7 +508,8 @@ class WorkerState:
         num_blocks = end - first - int(np.count_nonzero(is_held[hits[first:]])) + int(np.count_nonzero(is_held))
         num_rows = sum(1 + len(r.sequence(row).forks) for row in rows.tolist())
         num_forks = num_forks_needed(seq)
-        if num_rows + num_forks >= self.capacity.max_num_seqs or num_blocks > self.capacity.num_blocks:
+        most = min([self.capacity.max_num_seqs, *(part.max_rows for part in self.parts_of_all)])
+        if num_rows + num_forks >= most or num_blocks > self.capacity.num_blocks:
             return self.refuse(can_preempt=False)
         num_excess = self._excess_blocks(seq, hits, num_forks, watermark, mean_output)
         return self._refuse_for(num_excess) if num_excess else None
@@ -533,18 +570,19 @@ class WorkerState:
             self.pool.commit(fills)
         if step.accepted is not None:
             self._commit_accepted(step.accepted)
-        if not len(step.full):
-            return
-        rows = step.rows[step.full].astype(np.int64)
-        indices = step.context_lens[step.full].astype(np.int64) // self.capacity.block_size
-        if is_open is not None:
-            stays = is_open[rows]
-            rows, indices = rows[stays], indices[stays]
-        if self.rows.num_private:
-            stays = ~self.rows.is_private[rows]
-            rows, indices = rows[stays], indices[stays]
-        if len(rows):
-            self._commit_decoded(rows, indices)
+        if len(step.full):
+            rows = step.rows[step.full].astype(np.int64)
+            indices = step.context_lens[step.full].astype(np.int64) // self.capacity.block_size
+            if is_open is not None:
+                stays = is_open[rows]
+                rows, indices = rows[stays], indices[stays]
+            if self.rows.num_private:
+                stays = ~self.rows.is_private[rows]
+                rows, indices = rows[stays], indices[stays]
+            if len(rows):
+                self._commit_decoded(rows, indices)
+        for part in self.parts_of_all:
+            part.commit(step, is_open)
 
     def _commit_accepted(self, accepted: Accepted) -> None:
         """Commit the blocks that rows have filled with drafts that became tokens."""
@@ -619,6 +657,8 @@ class WorkerState:
         blocks = self.rows.held_blocks(row)[::-1]
         if seq.group.keep_cached:
             self.pool.mark_hit(blocks)
+            for part in self.parts_of_all:
+                part.keep_cached(row)
         if self.windows is not None and self.rows.first_block[row]:
             blocks = np.concatenate((blocks, self.windows.take_back(row)))
         self._release(blocks)
@@ -641,6 +681,14 @@ class WorkerState:
             self.in_flight[-1].releases.append(blocks)
         else:
             self.pool.free(blocks)
+
+
+def adopt_listed(pool: BlockManager, listed: Seq[CachedBlock], first_id: int = 0) -> None:
+    """Adopt those of the listed blocks whose ids are those of the pool: from `first_id` on."""
+    own = [block for block in listed if first_id <= block.block_id < first_id + pool.num_blocks]
+    if own:
+        ids = np.array([block.block_id - first_id for block in own], dtype=np.int64)
+        pool.adopt(ids, [block.digest for block in own], np.array([block.token_ids for block in own]))
 
 
 def num_forks_needed(seq: Sequence) -> int:

@@ -15,13 +15,20 @@ from quire.internal.v1 import scheduler_pb2, worker_pb2
 from quire.v1 import types_pb2
 
 from prefix_index.hashing import model_salt
-from request_fields.sizes import MAX_POOL_BLOCKS, MAX_POOL_TOKENS
+from request_fields.sizes import MAX_POOL_BLOCKS, MAX_POOL_TOKENS, blocks_of_row
 from scheduler_svc.core.block_moves import BlockMove
 from scheduler_svc.core.features.adapters import UsesAdapter
 from scheduler_svc.core.features.encoder import EncoderPositions
 from scheduler_svc.core.features.inputs import Inputs
 from scheduler_svc.core.features.pooled import PooledRequest
-from scheduler_svc.core.messages import BlockMovement, CachedBlock, RowAssignment, WorkerCapacity, WorkerRole
+from scheduler_svc.core.messages import (
+    BlockMovement,
+    CachedBlock,
+    CacheGroup,
+    RowAssignment,
+    WorkerCapacity,
+    WorkerRole,
+)
 from scheduler_svc.core.sequence import Feature
 from scheduler_svc.workers.seals import SEAL_BYTES, BlockKeys, LeaseIds
 from step_protocol.columns import WireError, u32_from_bytes, u32_to_bytes
@@ -88,6 +95,8 @@ def _open_row(assignment: RowAssignment, batch: worker_pb2.StepBatch) -> None:
         message.prompt_logprobs = assignment.prompt_logprobs
     if assignment.snapshot is not None:
         message.snapshot = assignment.snapshot
+    if assignment.group_tables:
+        message.group_tables.extend(map(u32_to_bytes, assignment.group_tables))
     if assignment.inputs:
         message.inputs.extend(assignment.inputs)
     for feature in group.features.items:
@@ -185,6 +194,7 @@ CAPACITY_LIMITS = (
     CapacityLimit("info.vocab_size", 1 << 24, "check vocab_size in the model's config.json"),
 )
 MAX_EOS_TOKEN_IDS = 1024
+MAX_GROUPS = 8
 
 
 def _check_limits(capacity: scheduler_pb2.WorkerCapacity) -> None:
@@ -201,8 +211,24 @@ def _check_limits(capacity: scheduler_pb2.WorkerCapacity) -> None:
             f"is {capacity.num_blocks}: with block_size {capacity.block_size} the pool holds {num_tokens} tokens; must "
             f"be at most {MAX_POOL_TOKENS}; {CAPACITY_LIMITS[0].remedy}",
         )
+    _check_groups(capacity)
     if (num_ids := len(capacity.info.eos_token_ids)) > MAX_EOS_TOKEN_IDS:
         raise _bad_capacity("info.eos_token_ids", f"has {num_ids} ids; must have at most {MAX_EOS_TOKEN_IDS}")
+
+
+def _check_groups(capacity: scheduler_pb2.WorkerCapacity) -> None:
+    """Each group has room for a row at least, so that a sequence that fits the pool can run."""
+    if len(capacity.groups) > MAX_GROUPS:
+        raise _bad_capacity("groups", f"has {len(capacity.groups)} groups; must have at most {MAX_GROUPS}")
+    for index, group in enumerate(capacity.groups):
+        field = f"groups[{index}]"
+        if not 1 <= group.attention_window <= capacity.info.max_model_len:
+            what = f"is {group.attention_window}; must be from 1 to max_model_len {capacity.info.max_model_len}"
+            raise _bad_capacity(f"{field}.attention_window", what)
+        least = blocks_of_row(group.attention_window, capacity.block_size, capacity.pipeline_depth)
+        if not least <= group.num_blocks <= capacity.num_blocks:
+            what = f"is {group.num_blocks}; must be from {least}, which one row needs, to {capacity.num_blocks}"
+            raise _bad_capacity(f"{field}.num_blocks", what)
 
 
 def _bad_capacity(field: str, what: str) -> InvalidRequestError:
@@ -236,6 +262,7 @@ def capacity_from_proto(request: scheduler_pb2.RegisterRequest) -> WorkerCapacit
         snapshot_tokens=capacity.snapshot_tokens or 1,
         num_snapshots=capacity.num_snapshots if capacity.HasField("num_snapshots") else None,
         movement=_movement_from_proto(capacity.blocks) if capacity.HasField("blocks") else None,
+        groups=tuple(CacheGroup(group.attention_window, group.num_blocks) for group in capacity.groups),
     )
 
 

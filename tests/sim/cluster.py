@@ -16,6 +16,7 @@ import numpy as np
 
 from prefix_index.changes import Holder
 from request_fields.beams import BeamParams
+from request_fields.sizes import blocks_of_row
 from scheduler_svc.core.block_manager import ceil_div
 from scheduler_svc.core.block_moves import BlockMove
 from scheduler_svc.core.config import SchedulerConfig
@@ -28,8 +29,9 @@ from scheduler_svc.core.errors import (
 )
 from scheduler_svc.core.features.adapters import AdapterSwap, adapter_of
 from scheduler_svc.core.features.beams import beam_blocks
+from scheduler_svc.core.features.cache_groups import WindowGroup
 from scheduler_svc.core.features.pooled import PooledRequest
-from scheduler_svc.core.messages import Deltas, Finished, RowAssignment, WorkerCapacity
+from scheduler_svc.core.messages import CacheGroup, Deltas, Finished, RowAssignment, WorkerCapacity
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishReason, SequenceGroup, StopCondition
 from step_protocol.messages import EMPTY, StepOutput
@@ -225,14 +227,15 @@ class Cluster:
         elif any(self._can_hold(worker, request) for worker in self.workers.values()):
             raise Violation(f"refused although it fits: {error}")
 
-    def num_blocks_of(self, request: Request, window: int | None) -> int:
+    def num_blocks_of(self, request: Request, window: int | None, *, has_groups: bool = False) -> int:
         """The smallest pool that can run the request."""
         num_blocks = most = ceil_div(request.num_tokens, self.block_size)
         if window is not None:
             most = 1 + ceil_div(window - 1, self.block_size)
         if request.beams is not None:
             width, prompt_len = request.num_sequences, len(request.prompt)
-            num_blocks = beam_blocks(prompt_len, request.stop.max_tokens, width, self.block_size)
+            max_tokens, shares = request.stop.max_tokens, not has_groups
+            num_blocks = beam_blocks(prompt_len, max_tokens, width, self.block_size, shares_prompt=shares)
             most *= width
         return num_blocks if window is None else min(num_blocks, most)
 
@@ -242,8 +245,15 @@ class Cluster:
             request.num_tokens <= c.max_model_len
             and request.num_encoder_tokens <= c.max_encoder_tokens
             and request.num_sequences <= c.max_num_seqs
-            and self.num_blocks_of(request, c.attention_window) <= c.num_blocks
+            and self.num_blocks_of(request, c.attention_window, has_groups=bool(c.groups)) <= c.num_blocks
+            and all(self._num_rows(request) <= self._max_rows(c, group) for group in c.groups)
         )
+
+    def _num_rows(self, request: Request) -> int:
+        return 1 if request.beams is None else request.num_sequences
+
+    def _max_rows(self, capacity: WorkerCapacity, group: CacheGroup) -> int:
+        return group.num_blocks // blocks_of_row(group.attention_window, self.block_size, capacity.pipeline_depth)
 
     def abort(self, request: Request) -> None:
         """The client has cancelled."""
@@ -619,6 +629,10 @@ class Cluster:
             total = self.workers[worker.worker_id].capacity.num_blocks
             if worker.blocks_used or worker.rows_used or worker.blocks_free + worker.blocks_cached != total:
                 raise Violation(f"worker {worker.worker_id} leaks: {worker}")
+        for worker in self.scheduler._workers.values():
+            for part in worker.parts_of_all:
+                if isinstance(part, WindowGroup) and part.pool.num_used:
+                    raise Violation(f"worker {worker.capacity.worker_id} leaks {part.pool.num_used} blocks of a group")
         self._check_index()
         for name, fake in self.workers.items():
             self._check_worker_end(name, fake)
@@ -635,7 +649,11 @@ class Cluster:
             raise Violation(f"worker {name} was not asked to close rows {np.flatnonzero(worker.is_open).tolist()}")
         if not self._published[name] <= set(worker.committed.values()):
             raise Violation(f"worker {name}: published prefixes that it was not asked to commit")
+        for group in worker.groups:
+            group.check_end()
         for block in worker.list_blocks():
+            if block.block_id >= worker.capacity.num_blocks:
+                continue
             if worker.content[block.block_id] != block.digest:
                 raise Violation(f"worker {name}: committed block {block.block_id} holds the wrong content")
 

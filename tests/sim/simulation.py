@@ -20,9 +20,10 @@ from typing import Any
 from prefix_index import hashing
 from prefix_index.content_ids import FIRST_CONTENT_ID
 from request_fields.beams import BeamParams, EarlyStopping
+from request_fields.sizes import blocks_of_row
 from scheduler_svc.core.block_manager import ceil_div
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.messages import BlockMovement, WorkerCapacity, WorkerRole
+from scheduler_svc.core.messages import BlockMovement, CacheGroup, WorkerCapacity, WorkerRole
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import StopCondition
 from tests.sim.cluster import ADAPTERS, ROOT_SALT, Cluster
@@ -47,6 +48,7 @@ class Setup:
     abort_rate: float
     eagerness: float  # chance that `schedule` follows an event
     is_lazy: bool  # workers execute when their answer is read, not when the step arrives
+    has_groups: bool = False  # workers have several cache groups
     has_moves: bool = False  # workers have tiers and exchange blocks: few prefixes, small pools, frequent losses
 
 
@@ -89,6 +91,8 @@ class Simulation:
         self._nan_rate = self._nan_rng.choice((0.0, 0.0, 0.0, 0.2))
         self.num_events = self._num_arrived = self._next_epoch = 0
         self.setup = replace(self._choose_setup(), **changes)
+        if self.setup.has_groups:
+            self._encoder_rate = self._draft_rate = 0.0
         if self.setup.has_moves:
             self._encoder_rate = self._tight_rate = 0.0
             self._has_states = False
@@ -97,7 +101,11 @@ class Simulation:
         block_size = rng.choice((1, 2, 2, 3, 4, 4, 4, 8, 16))
         # From separate sources, so that seeds of old bugs give the same runs.
         windows = (None, 1, 2, block_size, block_size + 2, 3 * block_size + 1)
-        self.window = None if self._encoder_rate or self.setup.has_moves else Random(f"window {seed}").choice(windows)
+        has_window = not (self._encoder_rate or self.setup.has_moves or self.setup.has_groups)
+        self.window = Random(f"window {seed}").choice(windows) if has_window else None
+        self._group_rng = Random(f"groups {seed}")
+        num_groups = self._group_rng.choice((1, 1, 2)) if self.setup.has_groups else 0
+        self.group_windows = [self._group_rng.choice(windows[1:]) for _ in range(num_groups)]
         self.cluster = Cluster(
             self._choose_config(),
             block_size=block_size,
@@ -158,13 +166,26 @@ class Simulation:
         if self._encoder_rate:
             budget = max(budget, self._encoder_rng.choice((0, max_len)))
         self._next_epoch += 1
+        depth = rng.randint(1, 6)
         return WorkerCapacity(
             worker_id, self._next_epoch, num_blocks, bs, max_num_seqs, budget, max_len,
-            pipeline_depth=rng.randint(1, 6), vocab_size=self.cluster.vocab_size, attention_window=self.window,
+            pipeline_depth=depth, vocab_size=self.cluster.vocab_size, attention_window=self.window,
+            groups=self._choose_groups(depth, max_num_seqs),
             max_adapters=self._adapter_rng.randint(1, 3), movement=self._choose_movement(),
             num_snapshots=self._state_rng.choice((0, 1, 2, 4, 9)) if self._has_states else None,
             snapshot_tokens=self._state_rng.choice((1, bs, 3 * bs, 1000)),
         )  # fmt: skip
+
+    def _choose_groups(self, depth: int, max_num_seqs: int) -> tuple[CacheGroup, ...]:
+        """From pools for a single row to those for all. Some workers of such a model have one group."""
+        rng, bs = self._group_rng, self.cluster.block_size
+        if rng.random() < 0.1:
+            return ()
+        sizes = [blocks_of_row(window, bs, depth) * rng.choice((1, max_num_seqs)) for window in self.group_windows]
+        return tuple(
+            CacheGroup(window, size + rng.choice((0, 1, 9)))
+            for window, size in zip(self.group_windows, sizes, strict=True)
+        )
 
     def _choose_movement(self) -> BlockMovement | None:
         """From a separate source, as `_choose_beams`."""
@@ -183,7 +204,10 @@ class Simulation:
         searches = [request for request in self.cluster.open.values() if request.beams is not None]
         if not searches or self._tight_rng.random() >= self._tight_rate:
             return 0
-        return max(self.cluster.num_blocks_of(request, self.window) for request in searches)
+        return max(
+            self.cluster.num_blocks_of(request, self.window, has_groups=bool(self.group_windows))
+            for request in searches
+        )
 
     def _choose_prompt(self) -> list[int]:
         """Shared prefixes, repeated prompts and continued conversations are as common as new prompts."""
@@ -422,12 +446,16 @@ class Simulation:
         width = max((request.num_sequences for request in c.open.values() if request.beams is not None), default=1)
         rows, num_blocks = max(4, width), longest * width
         if self._tight_rng.random() < self._tight_rate:
-            num_blocks = max(c.num_blocks_of(request, self.window) for request in c.open.values())
+            num_blocks = max(
+                c.num_blocks_of(request, self.window, has_groups=bool(self.group_windows))
+                for request in c.open.values()
+            )
         budget = rows + max((request.num_encoder_tokens for request in c.open.values()), default=0)
         worker = c.join(
             WorkerCapacity(
                 "ample", self._next_epoch, num_blocks, c.block_size, rows, budget + self.rng.randint(0, 20),
                 c.max_model_len, vocab_size=c.vocab_size, attention_window=self.window, max_adapters=1,
+                groups=tuple(CacheGroup(w, rows * blocks_of_row(w, c.block_size, 2)) for w in self.group_windows),
             ),
             is_lazy=self.setup.is_lazy,
         )  # fmt: skip

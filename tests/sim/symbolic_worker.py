@@ -39,12 +39,8 @@ from step_protocol.messages import EMPTY, BeamCandidates, PooledRows, RowError, 
 from tests.builders import inputs_in
 from tests.sim import symbolic_model
 from tests.sim.inputs import with_contents
-
-POISON = np.uint64(0xDEAD)  # what a failed row leaves in its slots
-
-
-class Violation(AssertionError):
-    """The core sent a step that a real worker would compute wrongly or refuse."""
+from tests.sim.symbolic_groups import SymbolicGroup
+from tests.sim.violation import POISON, Violation
 
 
 @dataclass(slots=True)
@@ -127,7 +123,12 @@ class SymbolicWorker:
         self.newly_committed: list[tuple[int, bytes]] = []  # for the tier
         self._next_step = next_step_id
         self.has_states = capacity.num_snapshots is not None
+        self.groups: list[SymbolicGroup] = []
         self._columns(rows, width, capacity.max_model_len)
+        first_id = capacity.num_blocks
+        for index, group in enumerate(capacity.groups):
+            self.groups.append(SymbolicGroup(self, group, first_id, f"group {index + 1}"))
+            first_id += group.num_blocks
 
     def _columns(self, rows: int, width: int, max_len: int) -> None:
         self.is_open = np.zeros(rows, dtype=np.bool_)
@@ -187,6 +188,8 @@ class SymbolicWorker:
         self.queue.clear()
         self.resident.clear()
         self._columns(len(self.is_open), self.table.shape[1], self.capacity.max_model_len)
+        for group in self.groups:
+            group.reset()
         self.num_acked = self._next_step - 1
         self.is_draining, self.fail_next = False, None
 
@@ -210,7 +213,8 @@ class SymbolicWorker:
     def list_blocks(self) -> list[CachedBlock]:
         """Committed blocks in the order of their commits, with the tokens they really hold."""
         bs = self.capacity.block_size
-        return [CachedBlock(b, d, self.kv_token[b * bs : (b + 1) * bs].copy()) for b, d in self.committed.items()]
+        own = [CachedBlock(b, d, self.kv_token[b * bs : (b + 1) * bs].copy()) for b, d in self.committed.items()]
+        return [*own, *(block for group in self.groups for block in group.list_blocks())]
 
     # -- one step -----------------------------------------------------------------------------------------------------
 
@@ -221,12 +225,21 @@ class SymbolicWorker:
         self._next_step += 1
         if self.capacity.attention_window is not None:
             self._leave_dead_blocks()
+        for group in self.groups:
+            group.leave_dead_blocks()
+            group.close(batch.close_rows.tolist())
         if len(batch.close_rows):
             self._close(batch.close_rows)
+        parts = [group.part_of(batch) for group in self.groups]
+        if parts:
+            batch = self._of_first_group(batch)
         fresh: list[tuple[int, int]] = []
         self._claims = np.zeros(self.capacity.num_blocks, dtype=np.int64)  # sharing that begins in this step
         for opened in batch.opens:
             self._open(opened, fresh)
+        for index, group in enumerate(self.groups):
+            tables = [(opened, opened.group_tables[index]) for opened in batch.opens]
+            group.apply(parts[index], tables, num_acked)
         if len(batch.table_rows):
             self._change_tables(batch, fresh)
         self._take_fresh(fresh)
@@ -240,6 +253,22 @@ class SymbolicWorker:
             batch = self._with_drafts(batch, num_acked)
         rows, broken = self._forward(batch)
         return self._sample(batch, rows, broken)
+
+    def _of_first_group(self, batch: StepBatch) -> StepBatch:
+        """The step without changes of blocks that other groups have."""
+        changed, copied, committed = (
+            blocks < self.capacity.num_blocks for blocks in (batch.table_blocks, batch.copy_dst, batch.commit_blocks)
+        )
+        return replace(
+            batch,
+            table_rows=batch.table_rows[changed],
+            table_indices=batch.table_indices[changed],
+            table_blocks=batch.table_blocks[changed],
+            copy_src=batch.copy_src[copied],
+            copy_dst=batch.copy_dst[copied],
+            commit_blocks=batch.commit_blocks[committed],
+            commit_digests=[d for d, own in zip(batch.commit_digests, committed, strict=True) if own],
+        )
 
     def _first_seen(self, positions: np.ndarray) -> np.ndarray:
         """The first position that the token at each of these positions attends to."""
@@ -568,6 +597,10 @@ class SymbolicWorker:
         may_fail = self.fail_next or self.is_broken.any() or self.is_hopeless[rows].any()
         broken = self._break_rows(rows, starts) if may_fail else []
         self._read_back(rows, starts)
+        for group in self.groups:
+            group.write(flat_rows, flat_positions, batch.step_id)
+            group.read_back(rows, starts)
+            group.record_full_blocks(rows, starts)
         np.add.at(self.sums, flat_rows, self.kv[slots])
         if self.has_states:
             self._advance_states(batch, rows, starts)

@@ -21,15 +21,17 @@ from scheduler_svc.core.answers import Untrusted, untrusted_after
 from scheduler_svc.core.barrier import Barrier
 from scheduler_svc.core.block_manager import BlockManager, LruQueue
 from scheduler_svc.core.block_moves import BlockMoves
+from scheduler_svc.core.features import cache_groups
 from scheduler_svc.core.features.adapters import AdapterSlots
 from scheduler_svc.core.features.beam_search import BeamSearch
 from scheduler_svc.core.features.beams import BeamRows
+from scheduler_svc.core.features.cache_groups import WindowGroup
 from scheduler_svc.core.features.inputs import Inputs
 from scheduler_svc.core.features.snapshots import Kept, Snapshots, Taken
 from scheduler_svc.core.forks import Forks
 from scheduler_svc.core.messages import MigrationReason
 from scheduler_svc.core.placement import Placement
-from scheduler_svc.core.rows import DecodeRun, RowTable
+from scheduler_svc.core.rows import BlockTables, DecodeRun, RowTable
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import QueueEntry, Sequence
 from scheduler_svc.core.speculation import Speculation
@@ -57,11 +59,12 @@ class Bug:
     checks_invariants: bool = False
     failure_rate: float | None = None  # for bugs that show only if rows fail in rare states
     has_moves: bool = False  # for bugs in moves of blocks
+    has_groups: bool = False  # for bugs in cache groups
 
     @property
     def changes(self) -> dict[str, float]:
         changes = {} if self.failure_rate is None else {"failure_rate": self.failure_rate}
-        return changes | ({"has_moves": True} if self.has_moves else {})
+        return changes | {name: True for name in ("has_moves", "has_groups") if getattr(self, name)}
 
 
 BUGS: dict[str, Bug] = {}
@@ -295,6 +298,68 @@ def copy_not_sent(patch: Patch) -> None:
 @bug("neither its parent's nor a copy|without a copy|which is in use")
 def copy_in_the_wrong_direction(patch: Patch) -> None:
     change_batches(patch, lambda b: replace(b, copy_src=b.copy_dst, copy_dst=b.copy_src))
+
+
+# -- cache groups ------------------------------------------------------------------------------------------------------
+
+
+@bug(
+    "group .: (row .*(reads|gets new block|replaced|starts)|writes into|two tokens)|cache group lost|leaks",
+    has_groups=True,
+)
+def group_freed_early(patch: Patch) -> None:
+    def free(original: Any, tables: BlockTables, pool: Any, rows: Any, num_computed: np.ndarray, release: Any) -> int:
+        return original(tables, pool, rows, num_computed + tables.block_size, release)
+
+    wrap(patch, cache_groups, "free_behind", free)
+
+
+@bug(
+    "opens with a bad table|copies blocks of another group|is replaced by|commits block|with . blocks|which another",
+    has_groups=True,
+)
+def block_of_another_group_sent(patch: Patch) -> None:
+    patch.setattr(WindowGroup, "_sent", lambda self, blocks: blocks + np.uint32(self.worker.capacity.num_blocks - 1))
+
+
+@bug(
+    "group .: row . (opens with a bad table|reads)|a cache group lost|which another open row has|beyond their tables",
+    has_groups=True,
+)
+def table_of_a_group_not_reset_at_reuse(patch: Patch) -> None:
+    def open_row(original: Any, group: WindowGroup, seq: Sequence, opened: Any, plan: StepPlan) -> None:
+        tables, row = group.tables, opened.row
+        before = tables.first_block.item(row), tables.num_blocks.item(row)
+        original(group, seq, opened, plan)
+        if before[1] > tables.num_blocks[row]:
+            tables.first_block[row], tables.num_blocks[row] = before
+
+    wrap(patch, WindowGroup, "open", open_row)
+
+
+@bug("reads what a failed row has written|commits block|whose step is not answered", failure_rate=0.3, has_groups=True)
+def group_commits_what_a_failed_row_wrote(patch: Patch) -> None:
+    wrap(patch, WindowGroup, "commit", lambda original, group, step, is_open: original(group, step, None))
+
+
+@bug("group .: (writes into blocks that other rows share|two tokens of one step)", has_groups=True)
+def copy_of_a_group_skipped(patch: Patch) -> None:
+    patch.setattr(WindowGroup, "_copy", lambda self, row, index: None)
+
+
+@bug("a cache group lost|group .: row . starts from|group .: row . reads the wrong content", has_groups=True)
+def hit_without_its_window_in_the_group(patch: Patch) -> None:
+    patch.setattr(WindowGroup, "usable_hits", lambda self, digests, num_blocks, token_ids=None: num_blocks)
+
+
+@bug("leaks . blocks of a group|leaks .. blocks of a group|no progress|did not end", has_groups=True)
+def blocks_of_a_group_never_come_back(patch: Patch) -> None:
+    patch.setattr(WindowGroup, "advance", lambda self, step, output: None)
+
+
+@bug("beam|is replaced by|reads the wrong content|writes into|which another open row has", has_groups=True)
+def beam_keeps_its_blocks_of_a_group(patch: Patch) -> None:
+    patch.setattr(WindowGroup, "take_over", lambda self, rows, parents: None)
 
 
 # -- the prefix cache --------------------------------------------------------------------------------------------------

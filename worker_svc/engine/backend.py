@@ -6,7 +6,7 @@ A backend computes and makes no decisions. Every operation works on all tokens o
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -63,6 +63,14 @@ class SnapshotColumns:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupColumns:
+    """`slots` and `tables` of a batch in the cache groups after the first one."""
+
+    slots: I64  # [G, T]
+    tables: I32  # [G, max_num_seqs, max_blocks]
+
+
+@dataclass(frozen=True, slots=True)
 class ForwardBatch:
     """The rows of one forward pass: B rows, T tokens, all valid."""
 
@@ -83,6 +91,13 @@ class ForwardBatch:
     rotary: RotaryTable | None = None  # in place of that of the layers; `positions` are rows of it
     adapters: Sequence[AdapterRows] = ()  # no token has two
     snapshots: SnapshotColumns | None = None  # of a model with recurrent layers
+    groups: GroupColumns | None = None  # of a pool with several cache groups
+
+    def of_group(self, group: int) -> ForwardBatch:
+        """The same batch with the slots and tables of a cache group; 0: the first one."""
+        if self.groups is None or not group:
+            return self
+        return replace(self, slots=self.groups.slots[group - 1], tables=self.groups.tables[group - 1])
 
     def merged_heads(self) -> tuple[I64, Bools]:
         """Head tokens and hidden tokens together, ascending, and which of them are hidden tokens."""

@@ -75,6 +75,7 @@ class EngineConfig:
     snapshot_memory: bytes of snapshots of the states of recurrent layers; a prefix is reused only from a snapshot.
     max_adapter_rank: their largest rank. Their memory is reserved for this rank.
     max_loaded_adapters: adapters in host memory.
+    has_groups: layers with attention windows may have blocks of their own (decoder/cache_groups.py).
     quantize: weights and inputs of linear layers are rounded to int8 (CPUs, docs/adr/0003-cpu-kernels.md) or to fp8
     (backend cuda, docs/adr/0043-a-checkpoint-becomes-data.md). None: they are not.
 
@@ -120,6 +121,7 @@ class EngineConfig:
     kernels: Kernels = "auto"
     speculate: str | None = None
     max_drafts: int = 8
+    has_groups: bool = False
 
     def __post_init__(self) -> None:
         _check_choice("dtype", self.dtype, DTYPES)
@@ -231,6 +233,14 @@ class PoolingInfo:
     embeds: bool = False  # the model is meant for embeddings
 
 
+@dataclass(frozen=True, slots=True)
+class CacheGroup:
+    """Layers with blocks of their own, because they attend to a window only."""
+
+    attention_window: int
+    num_blocks: int
+
+
 @dataclass(frozen=True)
 class EngineInfo:
     """Facts about a loaded engine. They are announced at registration, and callers may rely on them."""
@@ -264,6 +274,12 @@ class EngineInfo:
     snapshot_tokens: int = 0  # tokens whose keys and values have as many bytes as a snapshot
     weight_version: int = 0  # of the last update of the weights; 0: they are those of the folder
     weights_revision: str = ""  # what `revision` would be after a start with the updated weights; empty: `revision`
+    groups: tuple[CacheGroup, ...] = ()  # beside the layers whose blocks `num_blocks` counts
+
+    @property
+    def num_all_blocks(self) -> int:
+        """Of all groups. The block ids of a group follow those of the groups before it."""
+        return self.num_blocks + sum(group.num_blocks for group in self.groups)
 
 
 @dataclass(frozen=True, slots=True)

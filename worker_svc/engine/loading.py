@@ -20,8 +20,9 @@ from worker_svc.engine.backend import Backend, ForwardBatch, KVLayout
 from worker_svc.engine.checkpoint.features import check_features
 from worker_svc.engine.checkpoint.tensors import Checkpoint
 from worker_svc.engine.checkpoint.vocabulary import check_same_vocabulary
-from worker_svc.engine.config import ComputeDtype, EncoderInfo, EngineConfig, EngineInfo, PoolingInfo
+from worker_svc.engine.config import CacheGroup, ComputeDtype, EncoderInfo, EngineConfig, EngineInfo, PoolingInfo
 from worker_svc.engine.cpu.backends import make_backend
+from worker_svc.engine.decoder.cache_groups import divide_pool
 from worker_svc.engine.decoder.config import ModelConfig, parse_config
 from worker_svc.engine.decoder.kv_cache import DEFAULT_MEMORY, KVCachePool
 from worker_svc.engine.decoder.model import DecoderModel, Progress
@@ -100,6 +101,7 @@ class Loaded:
     attention_window: int | None = None  # as in EngineInfo
     images: ImageEncoder | None = None  # None: the model takes no images
     image_shape: ImageShape | None = None
+    groups: tuple[CacheGroup, ...] = ()  # as in EngineInfo
     num_snapshots: int | None = None  # as in EngineInfo
     snapshot_tokens: int = 0
 
@@ -133,7 +135,11 @@ def _load_decoder(
     state_bytes = StatePool.bytes_per_slot(model.recurrences)
     num_snapshots = config.snapshot_memory // state_bytes if state_bytes else 0
     reserved += (config.max_num_seqs + num_snapshots) * state_bytes
-    num_blocks = config.num_blocks or _fitting_blocks(config, model, dtype, reserved, _draft_block_bytes(config))
+    groups = divide_pool(config, model, dtype, _pool_memory(config, reserved)) if config.has_groups else None
+    if groups is None:
+        num_blocks = config.num_blocks or _fitting_blocks(config, model, dtype, reserved, _draft_block_bytes(config))
+    else:
+        num_blocks = groups.num_blocks
     block_bytes = max(1, KVCachePool.bytes_per_block(model.kv_layouts(), config.block_size, dtype))
     max_model_len = choose_max_model_len(config, model, num_blocks)
     model = model.within(max_model_len)
@@ -141,7 +147,7 @@ def _load_decoder(
     weights = load_decoder_weights(checkpoint, config, backend, dtype, max_model_len, report)
     settings = read_pooling(checkpoint.folder, checkpoint.config, PoolingKind.LAST)
     states = StatePool(model.recurrences, config.max_num_seqs, num_snapshots) if model.is_recurrent else None
-    pool = KVCachePool(model.kv_layouts(), num_blocks, config.block_size, dtype, states)
+    pool = KVCachePool(model.kv_layouts(), num_blocks, config.block_size, dtype, states, groups)
     adapters = make_store(
         config, modules, model.names, dtype, lambda adapter: backend.pack_adapter(adapter, model.num_layers)
     )
@@ -161,6 +167,7 @@ def _load_decoder(
         max_num_batched_tokens=config.max_num_batched_tokens,
         images=weights.images,
         image_shape=image_shape(model),
+        groups=() if groups is None else groups.groups,
         num_snapshots=num_snapshots if model.is_recurrent else None,
         snapshot_tokens=state_bytes * config.block_size // block_bytes,
     )
@@ -333,6 +340,11 @@ def _draft_block_bytes(config: EngineConfig) -> int:
     return KVCachePool.bytes_per_block(model.kv_layouts(), config.block_size, dtype)
 
 
+def _pool_memory(config: EngineConfig, reserved: int) -> int:
+    """`reserved`: memory for adapters and images, which the default size of the pool leaves free."""
+    return config.kv_cache_memory or min(DEFAULT_MEMORY, max(available_memory() - reserved, 0) // 2)
+
+
 def _fitting_blocks(
     config: EngineConfig,
     model: ModelConfig | EncoderDecoderConfig,
@@ -340,10 +352,8 @@ def _fitting_blocks(
     reserved: int,
     beside: int = 0,
 ) -> int:
-    """`reserved`: memory for adapters and images, which the default size of the pool leaves free. `beside`: bytes that
-    each block takes in another pool.
-    """
-    memory = config.kv_cache_memory or min(DEFAULT_MEMORY, max(available_memory() - reserved, 0) // 2)
+    """The blocks of a pool in which a block holds all layers. `beside`: bytes that each block takes in another pool."""
+    memory = _pool_memory(config, reserved)
     per_block = max(1, KVCachePool.bytes_per_block(model.kv_layouts(), config.block_size, dtype) + beside)
     if memory < per_block:
         raise ValueError(

@@ -24,7 +24,7 @@ from step_protocol.messages import (
 )
 from worker_svc.engine.adapters.packed import rows_of_step
 from worker_svc.engine.adapters.rows import RowAdapters
-from worker_svc.engine.backend import ForwardBatch, SamplingColumns
+from worker_svc.engine.backend import ForwardBatch, GroupColumns, SamplingColumns
 from worker_svc.engine.checkpoint.model_folder import TensorSum, eos_token_ids, tensor_sums
 from worker_svc.engine.checkpoint.tensors import Checkpoint
 from worker_svc.engine.config import EngineConfig, StagedWeights
@@ -110,6 +110,7 @@ class ModelRunner(StepRunner):
             pooling=PoolingTable(loaded.pooling),
             images=loaded.image_shape,
             states=loaded.pool.states,
+            groups=loaded.groups,
         )  # fmt: skip
         info = make_engine_info(
             config,
@@ -131,6 +132,7 @@ class ModelRunner(StepRunner):
             is_encoder=loaded.is_encoder,
             num_snapshots=loaded.num_snapshots,
             snapshot_tokens=loaded.snapshot_tokens,
+            groups=loaded.groups,
         )
         self._serve(rows, info)
         if config.draft_dir is None:
@@ -202,7 +204,7 @@ class ModelRunner(StepRunner):
         return self._pool.committed_blocks()
 
     def movable_blocks(self) -> MovableBlocks | None:
-        return None if self.info.is_encoder else MovableBlocks(self._pool, self._pool.block_parts())
+        return None if self.info.is_encoder or self.info.groups else MovableBlocks(self._pool, self._pool.block_parts())
 
     def _bind_thread(self) -> None:
         """torch keeps thread counts per calling thread, so they are set in the thread that runs steps."""
@@ -237,6 +239,7 @@ class ModelRunner(StepRunner):
             samplers, logits_index = np.unique(samplers, return_inverse=True)
         token_ids = self._rows.token_ids(plan.token_rows, plan.positions)
         self._pool.write_tokens(plan.slots, token_ids)
+        groups = self._of_groups(plan, token_ids)
         spans = self._rows.inputs.spans(plan.rows, plan.context_lens, plan.ends, plan.starts)
         inputs = self._inputs.of_step(self._rows, plan, spans)
         if inputs.embedded is not None:
@@ -257,6 +260,7 @@ class ModelRunner(StepRunner):
             token_types=token_types(chunks, plan.positions),
             deep=inputs.deep,
             snapshots=None if self._rows.states is None else self._rows.states.begin(batch, plan),
+            groups=groups,
         )
         on_axes = self._rows.positions.on_axes(plan.rows, plan.starts, plan.positions)
         if on_axes is not None and isinstance(self._model, DecoderModel):
@@ -282,6 +286,14 @@ class ModelRunner(StepRunner):
         if prompts is not None:
             output.prompt_logprobs = prompts.prompt_logprobs
         return output
+
+    def _of_groups(self, plan: CheckedStep, token_ids: I64) -> GroupColumns | None:
+        """The slots and tables of the cache groups after the first one, whose blocks get their tokens too."""
+        if plan.group_slots is None:
+            return None
+        for slots in self._rows.groups.global_slots(plan.group_slots):
+            self._pool.write_tokens(slots, token_ids)
+        return GroupColumns(plan.group_slots, self._rows.groups.tables)
 
     def _with_adapters(self, forward: ForwardBatch, token_rows: I64) -> ForwardBatch:
         """The same batch with the adapters of its rows."""

@@ -14,10 +14,11 @@ from collections.abc import Sequence as Seq
 import numpy as np
 
 from request_fields.beams import BeamParams
-from scheduler_svc.core.block_manager import ceil_div
+from scheduler_svc.core.block_manager import BlockManager, ceil_div
 from scheduler_svc.core.errors import NeverFitsError
 from scheduler_svc.core.features.beam_search import BeamSearch, Candidates, Move
 from scheduler_svc.core.messages import RowAssignment, WorkerCapacity
+from scheduler_svc.core.rows import BlockTables
 from scheduler_svc.core.sequence import Completion, Feature, Sequence, SequenceGroup
 from scheduler_svc.core.worker_state import Advance, InFlightStep, StepPlan, WorkerPart, WorkerState
 from step_protocol.columns import I64, U32
@@ -71,7 +72,7 @@ class BeamRows(WorkerPart):
             )
         largest_pool = max(capacity.num_blocks * capacity.block_size for capacity in capacities)
         num_needed = capacities[0].block_size * _num_blocks(group, capacities[0])
-        if num_needed > largest_pool:
+        if not any(_num_blocks(group, capacity) <= capacity.num_blocks for capacity in capacities):
             raise NeverFitsError(
                 f"sampling.beam_width is {width}; with {len(group.prompt)} prompt tokens and max_tokens "
                 f"{group.stop.max_tokens} the beams need {num_needed} tokens of one KV pool, and the largest pool has "
@@ -163,7 +164,9 @@ class BeamRows(WorkerPart):
         token_ids = [move.token_id for move in moves]
         moved = rows != parents
         if moved.any():
-            self._take_tables(rows[moved], parents[moved])
+            self._tables |= take_tables(self.worker.rows, self.worker.pool, rows[moved], parents[moved])
+            for part in self.worker.parts_of_all:
+                part.take_over(rows[moved], parents[moved])
             self._take_tokens(rows[moved], parents[moved])
         r = self.worker.rows
         r.tokens[rows, r.num_tokens[rows]] = token_ids
@@ -171,25 +174,6 @@ class BeamRows(WorkerPart):
         r.num_planned[rows] += 1
         for row, parent, token_id in zip(rows.tolist(), parents.tolist(), token_ids, strict=True):
             self._moves[row] = parent, token_id
-
-    def _take_tables(self, rows: I64, parents: I64) -> None:
-        """Share the parents' blocks, then free the rows' previous blocks. No step in flight uses those: the last step
-        of these rows was answered, and blocks of ended rows keep a reference until their last step is answered.
-        """
-        r = self.worker.rows
-        width = int(r.num_blocks[rows[0]])  # equal for all beams
-        before = r.table[rows, :width].astype(np.int64)
-        after = r.table[parents, :width].astype(np.int64)
-        places, firsts = np.arange(width), r.first_block[parents]
-        had, has = places >= r.first_block[rows, None], places >= firsts[:, None]
-        stays = (before == after) & had & has
-        for i in range(len(rows)):
-            self.worker.pool.share(after[i, has[i] & ~stays[i]])
-        for i, row in enumerate(rows.tolist()):
-            self.worker.pool.free(before[i, had[i] & ~stays[i]][::-1])
-            changes = has[i] & (before[i] != after[i])
-            self._tables[row] = changes.nonzero()[0], after[i, changes]
-        r.table[rows, :width], r.first_block[rows] = np.where(has, after, before), firsts
 
     def _take_tokens(self, rows: I64, parents: I64) -> None:
         r = self.worker.rows
@@ -208,11 +192,42 @@ class BeamRows(WorkerPart):
 Beams.part = BeamRows
 
 
-def beam_blocks(num_prompt: int, max_tokens: int, width: int, block_size: int, blocks_before: int | None = None) -> int:
-    """The largest number of blocks that the beams of one search use in total. The beams always share the full blocks
-    of the prompt, and the last token of each beam needs no KV. `blocks_before`: see `WorkerCapacity`.
+def take_tables(tables: BlockTables, pool: BlockManager, rows: I64, parents: I64) -> dict[int, tuple[I64, I64]]:
+    """Share the parents' blocks, then free the rows' previous blocks. No step in flight uses those: the last step of
+    these rows was answered, and blocks of ended rows keep a reference until their last step is answered. Returns the
+    changes of each row: indices of its table, and blocks.
     """
-    shared = num_prompt // block_size
+    changed: dict[int, tuple[I64, I64]] = {}
+    width = int(tables.num_blocks[rows[0]])  # equal for all beams
+    before = tables.table[rows, :width].astype(np.int64)
+    after = tables.table[parents, :width].astype(np.int64)
+    places, firsts = np.arange(width), tables.first_block[parents]
+    had, has = places >= tables.first_block[rows, None], places >= firsts[:, None]
+    stays = (before == after) & had & has
+    for i in range(len(rows)):
+        pool.share(after[i, has[i] & ~stays[i]])
+    for i, row in enumerate(rows.tolist()):
+        pool.free(before[i, had[i] & ~stays[i]][::-1])
+        changes = has[i] & (before[i] != after[i])
+        changed[row] = changes.nonzero()[0], after[i, changes]
+    tables.table[rows, :width], tables.first_block[rows] = np.where(has, after, before), firsts
+    return changed
+
+
+def beam_blocks(
+    num_prompt: int,
+    max_tokens: int,
+    width: int,
+    block_size: int,
+    blocks_before: int | None = None,
+    *,
+    shares_prompt: bool = True,
+) -> int:
+    """The largest number of blocks that the beams of one search use in total. The beams share the full blocks of the
+    prompt, and the last token of each beam needs no KV. `blocks_before`: see `WorkerCapacity`. `shares_prompt`: not
+    with cache groups, where a beam that is computed again may miss the window before the end of the prompt.
+    """
+    shared = num_prompt // block_size if shares_prompt else 0
     num_blocks = shared + width * (ceil_div(num_prompt + max_tokens - 1, block_size) - shared)
     return num_blocks if blocks_before is None else min(num_blocks, width * (blocks_before + 1))
 
@@ -220,7 +235,7 @@ def beam_blocks(num_prompt: int, max_tokens: int, width: int, block_size: int, b
 def _num_blocks(group: SequenceGroup, capacity: WorkerCapacity) -> int:
     """The largest number of blocks that the beams of a request use together."""
     size = len(group.prompt), group.stop.max_tokens, group.num_sequences
-    return beam_blocks(*size, capacity.block_size, capacity.blocks_before)
+    return beam_blocks(*size, capacity.block_size, capacity.blocks_before, shares_prompt=not capacity.groups)
 
 
 def rows_of(group: SequenceGroup) -> I64:

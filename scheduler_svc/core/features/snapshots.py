@@ -39,7 +39,7 @@ import numpy as np
 from scheduler_svc.core.messages import Counts, Deltas, RowAssignment
 from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.core.worker_state import Advance, InFlightStep, StepPlan, WorkerPart, WorkerState
-from step_protocol.columns import Bools
+from step_protocol.columns import U32, Bools
 from step_protocol.messages import RowError, StepBatch, StepOutput
 
 
@@ -79,10 +79,10 @@ class RowPlan:
 class Snapshots(WorkerPart):
     """The snapshots of one worker. Only workers of models with recurrent layers have this part, for all their rows."""
 
-    def __init__(self, worker: WorkerState) -> None:
+    def __init__(self, worker: WorkerState, counts: Counts) -> None:
         super().__init__(worker)
         capacity = worker.capacity
-        self.counts = Counts()  # the scheduler sets its own
+        self.counts = counts
         self.kept: dict[bytes, Kept] = {}  # by the digest of the block that ends at the position
         self._block_size = capacity.block_size
         self._spacing = max(1, -(-capacity.snapshot_tokens // capacity.block_size)) * capacity.block_size
@@ -98,7 +98,7 @@ class Snapshots(WorkerPart):
 
     # -- hits ---------------------------------------------------------------------------------------------------------
 
-    def usable_hits(self, digests: Seq[bytes], num_blocks: int) -> int:
+    def usable_hits(self, digests: Seq[bytes], num_blocks: int, token_ids: U32 | None = None) -> int:
         while num_blocks and digests[num_blocks - 1] not in self.kept:
             num_blocks -= 1
         return num_blocks

@@ -30,7 +30,7 @@ class Server:
 
     @property
     def part(self) -> Snapshots:
-        return self.cluster.scheduler._workers["w"].part(Snapshots)
+        return self.cluster.scheduler._workers["w"].parts_of_all[0]
 
     def positions(self) -> list[int]:
         """Positions of the snapshots that rows can start from."""

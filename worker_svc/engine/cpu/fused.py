@@ -88,7 +88,7 @@ class _LayerStruct(ctypes.Structure):
         *((name, _POINTER) for name in ("sinks", "k_cache", "v_cache")),
         *((name, _LONG) for name in ("q_heads", "kv_heads", "head_dim")),
         ("recurrence", _POINTER),
-        *((name, _LONG) for name in ("mixed_width", "has_gate")),
+        *((name, _LONG) for name in ("mixed_width", "has_gate", "group")),
     )
 
 
@@ -120,8 +120,9 @@ class _BatchStruct(ctypes.Structure):
         *((name, _POINTER) for name in ("query_starts", "context_lens", "heads", "embedded_tokens", "embedded")),
         *((name, _POINTER) for name in ("adapters", "cos", "sin", "deep_tokens", "deep")),
         *((name, _POINTER) for name in ("snapshot_starts", "snapshot_ends", "snapshot_slots")),
+        *((name, _POINTER) for name in ("group_slots", "group_tables")),
         *((name, _LONG) for name in ("num_tokens", "num_rows", "num_heads", "num_embedded", "table_stride")),
-        *((name, _LONG) for name in ("num_adapters", "num_deep_tokens", "num_deep_layers")),
+        *((name, _LONG) for name in ("num_adapters", "num_deep_tokens", "num_deep_layers", "group_stride")),
     )
 
 
@@ -245,7 +246,14 @@ class FusedModel:
         self._ops = (_OpStruct * len(recorder.ops))(*recorder.ops)
         self._layers = (_LayerStruct * len(parts.layers))(
             *(
-                _describe(layer, config.layers[index], parts.rotary(index), pool.parts(index), recurrences[index])
+                _describe(
+                    layer,
+                    config.layers[index],
+                    parts.rotary(index),
+                    pool.parts(index),
+                    recurrences[index],
+                    pool.group_of[index],
+                )
                 for index, layer in enumerate(parts.layers)
             )
         )
@@ -342,8 +350,10 @@ class FusedModel:
         taken = batch.snapshots
         snapshots = (None,) * 3 if taken is None else map(address_of, (taken.starts, taken.ends, taken.slots))
         deep_sizes = (0, 0) if deep is None else (len(deep.tokens), len(deep.rows))
-        sizes = *counts, batch.tables.shape[1], len(adapters), *deep_sizes
-        struct = _BatchStruct(*addresses, ctypes.addressof(adapters), *images, *snapshots, *sizes)
+        groups = batch.groups
+        of_groups = (None, None) if groups is None else (address_of(groups.slots), address_of(groups.tables))
+        sizes = *counts, batch.tables.shape[1], len(adapters), *deep_sizes, batch.tables.size
+        struct = _BatchStruct(*addresses, ctypes.addressof(adapters), *images, *snapshots, *of_groups, *sizes)
         self._run(ctypes.byref(self._model), ctypes.byref(struct), logits, self._workspace.data_ptr())
 
 
@@ -423,6 +433,7 @@ def _describe(
     rotary: RotaryTable | None,
     cache: tuple[torch.Tensor, ...],
     recurrence: RecurrenceStruct | None,
+    group: int,
 ) -> _LayerStruct:
     qk_norms, heads = layer.qk_norms or (None, None), spec.heads
     return _LayerStruct(
@@ -440,6 +451,7 @@ def _describe(
         None if recurrence is None else ctypes.addressof(recurrence),
         spec.mixed_width,
         int(spec.has_output_gate),
+        group,
     )
 
 

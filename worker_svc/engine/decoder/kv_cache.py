@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Protocol
 
+import numpy as np
 import torch
 
 from step_protocol.columns import I64
@@ -18,12 +20,22 @@ GIB = 1 << 30
 DEFAULT_MEMORY = GIB
 
 
-class KVCachePool(BlockContents):
-    """Keys and values of `num_blocks` blocks in all layers, and their content as tokens; the `states` of layers that
-    keep a state instead.
+class LayerGroups(Protocol):
+    """The cache groups of a model's layers; see cache_groups.py."""
 
-    A block of the pool is a block of each layer that has keys and values of its own: their layouts may differ. Memory
-    is claimed when it is first written.
+    @property
+    def of_layer(self) -> tuple[int, ...]: ...
+
+    @property
+    def sizes(self) -> tuple[int, ...]: ...
+
+
+class KVCachePool(BlockContents):
+    """Keys and values of all layers in blocks, and their content as tokens; the `states` of layers that keep a state
+    instead.
+
+    A block of a cache group is a block of each of its layers that has keys and values of its own: their layouts may
+    differ. Blocks are numbered through all groups. Memory is claimed when it is first written.
     """
 
     def __init__(
@@ -33,19 +45,31 @@ class KVCachePool(BlockContents):
         block_size: int,
         dtype: torch.dtype,
         states: StatePool | None = None,
+        groups: LayerGroups | None = None,
     ) -> None:
+        """`groups`: with `num_blocks` of the first one. None: all layers have the same blocks."""
         self.states = states
-        size = num_blocks * self.bytes_per_block(layouts, block_size, dtype)
-        self.tensors: list[torch.Tensor] = []  # [layers of one layout, num_blocks, ...]
+        sizes, self.group_of = (
+            ((num_blocks,), (0,) * len(layouts)) if groups is None else (groups.sizes, groups.of_layer)
+        )
+        self._ends = np.cumsum(sizes)
+        self.tensors: list[torch.Tensor] = []  # [layers of one layout and group, blocks of the group, ...]
+        self._groups: list[int] = []  # of `tensors`
         owned: dict[int, tuple[torch.Tensor, ...]] = {}
-        for layout in dict.fromkeys(layout for layout in layouts if layout.owner is None):
-            layers = [index for index, other in enumerate(layouts) if other == layout]
-            shapes = ((len(layers), num_blocks, *shape) for shape in layout.shapes(block_size))
+        kinds = list(zip(layouts, self.group_of, strict=True))
+        size = sum(
+            self.bytes_per_block([one for one, other in kinds if other == group], block_size, dtype) * count
+            for group, count in enumerate(sizes)
+        )
+        for layout, group in dict.fromkeys(kind for kind in kinds if kind[0].owner is None):
+            layers = [index for index, other in enumerate(kinds) if other == (layout, group)]
+            shapes = ((len(layers), sizes[group], *shape) for shape in layout.shapes(block_size))
             tensors = [_lazy_zeros(shape, dtype, size) for shape in shapes]
             self.tensors += tensors
+            self._groups += [group] * len(tensors)
             owned |= zip(layers, zip(*tensors, strict=True), strict=True)
         self._layers = [owned[index if one.owner is None else one.owner] for index, one in enumerate(layouts)]
-        super().__init__(num_blocks, block_size)
+        super().__init__(int(self._ends[-1]), block_size)
 
     @staticmethod
     def bytes_per_block(layouts: Sequence[KVLayout], block_size: int, dtype: torch.dtype) -> int:
@@ -69,8 +93,11 @@ class KVCachePool(BlockContents):
     def copy(self, backend: Backend, src: I64, dst: I64) -> None:
         """Copies blocks with their tokens, in the given order. The copies are not committed."""
         self.uncommit(dst)
-        for tensor in self.tensors:
-            backend.copy_blocks(tensor, src, dst)
+        of_src, of_dst = (np.searchsorted(self._ends, blocks, side="right") for blocks in (src, dst))
+        for tensor, group in zip(self.tensors, self._groups, strict=True):
+            own, first = (of_src == group) & (of_dst == group), int(self._ends[group]) - tensor.shape[1]
+            if own.any():
+                backend.copy_blocks(tensor, src[own] - first, dst[own] - first)
         self.copy_tokens(src, dst)
 
     def block_parts(self) -> list[BlockPart]:

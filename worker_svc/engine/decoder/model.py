@@ -216,7 +216,7 @@ class _BackendOperations:
         return normed
 
     def attend(self, qkv: torch.Tensor, index: int) -> torch.Tensor:
-        batch, backend, spec = self._batch, self._backend, self._config.layers[index]
+        batch, backend, spec = self._of_layer(index), self._backend, self._config.layers[index]
         heads, gate, layer = spec.heads, None, self._parts.layers[index]
         q_size = heads.num_q_heads * heads.head_dim
         if spec.has_output_gate:
@@ -238,6 +238,9 @@ class _BackendOperations:
             backend.gate_outputs(attended.view(gate.shape), gate)
         return attended.view(len(qkv), -1)
 
+    def _of_layer(self, index: int) -> ForwardBatch:
+        return self._batch.of_group(self._pool.group_of[index])
+
     def _attention(self, index: int) -> AttentionShape:
         return replace(self._config.attention(index), sinks=self._parts.layers[index].sinks)
 
@@ -257,11 +260,12 @@ class _BackendOperations:
         if part.query is not None and part.query_norm is not None:
             queries = part.query(self._normed(source.contiguous(), None, part.query_norm))
         q, cache = joined.new_empty(len(joined), shape.num_heads, shape.width), self._pool.latents(index)
-        backend.latent_rope_store(queries, latents, part.norm, rotary, self._batch, cache, q, shape)
+        batch = self._of_layer(index)
+        backend.latent_rope_store(queries, latents, part.norm, rotary, batch, cache, q, shape)
         for head, (linear, own) in enumerate(zip(part.absorb, torch.split(queries, shape.query_dim, 1), strict=True)):
             q[:, head, : shape.rank] = linear(own[:, : shape.key_dim].contiguous())
         attended = q.new_empty(len(q), shape.num_heads, shape.rank)
-        backend.latent_attention(q, cache, self._batch, attended, shape, self._config.attention_scale)
+        backend.latent_attention(q, cache, batch, attended, shape, self._config.attention_scale)
         return attended.view(len(q), -1)
 
     def expand_latents(self, part: LatentAttention, attended: torch.Tensor) -> torch.Tensor:

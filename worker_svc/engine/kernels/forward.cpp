@@ -23,6 +23,7 @@ struct Layer {
   const Recurrence* recurrence;  // null: the layer attends
   int64_t mixed_width;           // of the outputs of attention or recurrence, the later one
   int64_t has_gate;              // qkv is [q | k | v | gate]: attention outputs are multiplied by its sigmoid
+  int64_t group;                 // the cache group whose slots and tables it uses; 0: the first one
 };
 
 // The linear layers that an adapter may change, of each layer of the model; then those of a recurrence beside attention.
@@ -83,7 +84,19 @@ struct Batch {
   const int64_t* deep_tokens;  // tokens to which `deep` is added after each of the first layers
   const void* deep;            // [num_deep_layers, num_deep_tokens, hidden]
   const int32_t *snapshot_starts, *snapshot_ends, *snapshot_slots;  // of a model with recurrent layers
+  const int64_t* group_slots;   // [groups, num_tokens] as `slots`, in the groups after the first one
+  const int32_t* group_tables;  // [groups, group_stride] as `tables`
   int64_t num_tokens, num_rows, num_heads, num_embedded, table_stride, num_adapters, num_deep_tokens, num_deep_layers;
+  int64_t group_stride;
+
+  const int64_t* slots_of(const Layer& layer) const {
+    return layer.group ? group_slots + (layer.group - 1) * num_tokens : slots;
+  }
+
+  AttentionRows rows_of(const Layer& layer) const {
+    const int32_t* own = layer.group ? group_tables + (layer.group - 1) * group_stride : tables;
+    return {own, table_stride, rows, query_starts, context_lens, num_rows};
+  }
 };
 
 // The workspace of a step: contiguous parts, each with num_tokens rows.
@@ -129,9 +142,8 @@ struct Forward {
   const Model& m;
   const Batch& b;
   Parts p;
-  const AttentionRows rows;
   Pass pass;
-  std::map<std::array<int64_t, 3>, AttentionPlan> plans;
+  std::map<std::array<int64_t, 4>, AttentionPlan> plans;
   int64_t n;              // rows of x: all tokens, then the head tokens
   bool of_heads = false;  // the rows are those of the head tokens
 
@@ -139,16 +151,16 @@ struct Forward {
       : m(m),
         b(b),
         p(m, b.num_tokens, workspace),
-        rows{b.tables, b.table_stride, b.rows, b.query_starts, b.context_lens, b.num_rows},
         pass(int(m.threads)),
         n(b.num_tokens) {}
 
-  // Attention of a layer, of all tokens or in the last layer of those that need logits. Layers with as many heads have the
-  // same plan. `make` is plan_attention or plan_latents.
+  // Attention of a layer, of all tokens or in the last layer of those that need logits. Layers of a cache group with as
+  // many heads have the same plan. `make` is plan_attention or plan_latents.
   template <typename Heads, typename Make>
   const AttentionPlan& plan(int64_t layer, int64_t q_heads, int64_t kv_heads, const Heads& heads, const Make& make) {
     const bool has_all = !is_last(layer) || b.num_heads == b.num_tokens;
-    const auto [found, is_new] = plans.try_emplace({q_heads, kv_heads, has_all});
+    const AttentionRows rows = b.rows_of(m.layers[layer]);
+    const auto [found, is_new] = plans.try_emplace({q_heads, kv_heads, has_all, m.layers[layer].group});
     if (is_new) found->second = make(rows, heads, int(m.threads), has_all ? nullptr : b.heads, b.num_heads);
     return found->second;
   }
@@ -213,10 +225,10 @@ struct Forward {
     const int64_t q_size = shape.q_heads * shape.head_dim, gate = q_size + 2 * shape.kv_heads * shape.head_dim;
     QkvShape of_qkv = shape;
     if (layer.has_gate) of_qkv.stride = gate + q_size;
-    qk_norm_rope_store(pass, is_bf16, p.qkv, norms, rotary, b.positions, b.slots, layer.k_cache, layer.v_cache, p.q,
+    qk_norm_rope_store(pass, is_bf16, p.qkv, norms, rotary, b.positions, b.slots_of(layer), layer.k_cache, layer.v_cache, p.q,
                        b.num_tokens, of_qkv);
     const AttentionPlan& all = plan(index, shape.q_heads, shape.kv_heads, shape, plan_attention);
-    paged_attention(pass, is_bf16, all, rows, shape, p.q, layer.k_cache, layer.v_cache,
+    paged_attention(pass, is_bf16, all, b.rows_of(layer), shape, p.q, layer.k_cache, layer.v_cache,
                     p.attended, {m.scale, m.attention_cap, layer.window, {}, layer.chunk, layer.sinks});
     if (layer.has_gate)
       gate_outputs(pass, is_bf16, p.attended, p.qkv + gate * (is_bf16 ? 2 : 4), b.num_tokens, q_size, of_qkv.stride);
@@ -238,10 +250,11 @@ struct Forward {
     latent_queries(pass, is_bf16, a, p.qkv, joined, p.queries, n);
     const HeadRows queries{a.query.in ? p.queries : p.qkv, a.query.in ? q_size : joined, head_size};
     const LatentTokens tokens{queries.data, p.qkv + (joined - s.rank - s.rope_dim) * bytes, queries.stride, joined, n};
-    latent_rope_store(pass, is_bf16, tokens, a.norm, a.eps, layer.rotary, b.positions, b.slots, layer.k_cache, p.q, s);
+    latent_rope_store(pass, is_bf16, tokens, a.norm, a.eps, layer.rotary, b.positions, b.slots_of(layer), layer.k_cache, p.q,
+                      s);
     head_linears(pass, is_bf16, a.absorb, s.heads, queries, {p.q, s.heads * s.width, s.width}, n);
     const AttentionPlan& all = plan(op.layer, s.heads, 0, s.heads, plan_latents);
-    latent_attention(pass, is_bf16, all, rows, m.block_size, p.q, layer.k_cache, p.attended, s, m.scale);
+    latent_attention(pass, is_bf16, all, b.rows_of(layer), m.block_size, p.q, layer.k_cache, p.attended, s, m.scale);
   }
 
   void expand_latents(const Latents& a) {

@@ -6,7 +6,7 @@ of a step at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
@@ -20,11 +20,12 @@ from step_protocol.columns import I32, I64, U32, Bools
 from step_protocol.messages import RowOpen, StepBatch
 from worker_svc.engine.adapters.rows import RowAdapters
 from worker_svc.engine.backend import SamplingColumns
-from worker_svc.engine.config import EncoderInfo
+from worker_svc.engine.config import CacheGroup, EncoderInfo
 from worker_svc.engine.pooling.pooling import PoolingTable
 from worker_svc.engine.row_part import RowPart
 from worker_svc.engine.rows.encoder_rows import EncoderTable
 from worker_svc.engine.rows.errors import RowErrors
+from worker_svc.engine.rows.group_tables import GroupTables
 from worker_svc.engine.rows.inputs import InputTable
 from worker_svc.engine.rows.logprobs import LogprobTable, PromptTargets
 from worker_svc.engine.rows.positions import RowPositions
@@ -65,6 +66,7 @@ class OpenRows:
         adapters: RowAdapters[Any] | None = None,
         encoder: EncoderInfo | None = None,
         states: StatePool | None = None,
+        groups: Sequence[CacheGroup] = (),
         are_logprobs_raw: bool = False,
     ) -> None:
         """Without `compiled`, rows with a grammar are rejected; without `hidden_size`, rows with inputs are; without
@@ -95,6 +97,7 @@ class OpenRows:
         self._processors = ProcessorTable(self._tokens, vocab_size, self.encoders.start)
         self.positions = RowPositions(max_num_seqs)
         self.states = None if states is None else RowStates(states, self._tokens)
+        self.groups = GroupTables(groups, num_blocks, max_num_seqs, max_blocks, block_size)
         self._generations: I64 = np.zeros(max_num_seqs, np.int64)  # changes with each new history of a row
         self._nth_in_batch: I64 = np.zeros(max_num_seqs, np.int64)  # valid for rows that were just written
         self._indices: I64 = np.arange(max_num_seqs)
@@ -106,6 +109,7 @@ class OpenRows:
             self.pooling,
             self.inputs,
             self.positions,
+            self.groups,
             *(part for part in optional if part is not None),
         ]
         self._checks = self._all_checks()
@@ -120,6 +124,7 @@ class OpenRows:
             self.inputs.refusal,
             self.encoders.refusal,
             self._table_refusal,
+            self.groups.refusal,
             self._candidates_refusal,
             self._processors.refusal,
             self._grammar_refusal,
@@ -270,6 +275,10 @@ class OpenRows:
         """Replaces or appends blocks; a row with an impossible change fails and is closed."""
         if not len(rows):
             return
+        if len(self.groups) and (blocks >= self._num_blocks).any():
+            rows, indices, blocks = self._change_groups(rows, indices, blocks, errors)
+            if not len(rows):
+                return
         if self._are_appends(rows, indices, blocks):
             self.tables[rows, indices] = blocks
             self.table_lens[rows] = indices.astype(np.int64) + 1
@@ -284,6 +293,16 @@ class OpenRows:
         self.tables[rows, indices] = blocks
         np.maximum.at(self.table_lens, rows, indices.astype(np.int64) + 1)
         self._fail_gaps(np.unique(rows), errors)
+
+    def _change_groups(self, rows: U32, indices: U32, blocks: U32, errors: RowErrors) -> tuple[U32, U32, U32]:
+        """Applies the changes of groups after the first one. Returns the others, and those of unknown rows."""
+        known = np.minimum(rows, self._max_num_seqs - 1)
+        own = (blocks >= self._num_blocks) & (rows < self._max_num_seqs) & self.is_open[known]
+        own &= blocks < self.groups.end_id
+        is_bad = self.groups.change(rows[own], indices[own], blocks[own])
+        for row in np.unique(rows[own][is_bad]).tolist():
+            self._fail(row, "a table change of a cache group is out of range or left a gap", errors)
+        return rows[~own], indices[~own], blocks[~own]
 
     def _are_appends(self, rows: U32, indices: U32, blocks: U32) -> bool:
         """Whether each change appends a valid block to the table of an open row, as nearly all do."""
@@ -369,6 +388,8 @@ class OpenRows:
         context_lens = batch.context_lens.astype(np.int64)
         ends = context_lens + batch.query_lens
         limits = np.minimum(self.num_tokens[rows], self.table_lens[rows] * self._block_size)
+        if len(self.groups) and self.groups.are_short(rows.astype(np.int64), ends).any():
+            return False
         if (ends > limits).any() or ends.max() > self._max_model_len or (context_lens > self._num_computed[rows]).any():
             return False
         if self.encoders.is_on:
@@ -406,6 +427,10 @@ class OpenRows:
                 lambda i: f"context_len is {batch.context_lens[i]}, but {computed[i]} tokens are computed",
             ),
             (ends > room, lambda i: f"{ends[i]} tokens do not fit the {room[i]} slots of the row's table"),
+            (
+                self.groups.are_short(rows, ends),
+                lambda i: f"{ends[i]} tokens do not fit the slots of the row's table in a cache group",
+            ),
             (
                 self.encoders.are_bad_chunks(rows, batch.context_lens, ends, computed),
                 lambda i: f"positions {batch.context_lens[i]} to {ends[i] - 1} are no chunk of an encoder or a decoder",

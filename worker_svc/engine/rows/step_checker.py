@@ -27,6 +27,7 @@ class CheckedStep:
     sampling_rows: I64  # [S] rows of the sample mask in batch order, then forks
     sources: I64  # [S] index in `rows` of the row whose last logits are sampled
     has_forks: bool  # without forks, sources ascend, without repetition if no row has drafts
+    group_slots: I64 | None = None  # [G, T] the same in the cache groups after the first one. None: there is one group
     num_after: I64 | None = None  # [S] drafts of the row after the token that is sampled from. None: no row has drafts
 
     @property
@@ -48,7 +49,7 @@ class StepChecker:
     def __init__(self, rows: OpenRows, info: EngineInfo) -> None:
         self._rows = rows
         self._info = info
-        self._slot_owner = np.zeros(info.num_blocks * info.block_size, np.int64)
+        self._slot_owner = np.zeros(info.num_all_blocks * info.block_size, np.int64)
 
     def check_columns(self, batch: StepBatch) -> None:
         """Raises BadBatchError for columns that contradict the pool. Their lengths agree: the protocol checks them."""
@@ -58,8 +59,16 @@ class StepChecker:
             raise BadBatchError(f"{num_tokens} tokens exceed max_num_batched_tokens {info.max_num_batched_tokens}")
         for name in ("copy_src", "copy_dst", "commit_blocks"):
             blocks = getattr(batch, name)
-            if len(blocks) and (block := int(blocks.max())) >= info.num_blocks:
-                raise BadBatchError(f"{name} names block {block}, but the pool has {info.num_blocks} blocks")
+            if len(blocks) and (block := int(blocks.max())) >= info.num_all_blocks:
+                raise BadBatchError(f"{name} names block {block}, but the pool has {info.num_all_blocks} blocks")
+        if info.groups:
+            ends = np.cumsum([info.num_blocks, *(group.num_blocks for group in info.groups)])
+            of_src, of_dst = (
+                np.searchsorted(ends, batch.copy_src, "right"),
+                np.searchsorted(ends, batch.copy_dst, "right"),
+            )
+            if not np.array_equal(of_src, of_dst):
+                raise BadBatchError("copy_src and copy_dst name blocks of different cache groups")
         slots, num_snapshots = batch.snapshot_slots, info.num_snapshots or 0
         if len(slots) and (int(slots.max()) >= num_snapshots or len(np.unique(slots)) < len(slots)):
             raise BadBatchError(
@@ -71,9 +80,12 @@ class StepChecker:
         is_bad = self._rows.find_bad(batch, errors)
         tokens = _Tokens(batch, is_bad)
         wrong = self._find_bad_slots(batch, tokens, errors)
+        if wrong is None and len(self._rows.groups):
+            wrong = self._find_bad_group_slots(batch, tokens, errors)
         if wrong is not None:
             is_bad = wrong if is_bad is None else is_bad | wrong
             tokens = _Tokens(batch, is_bad)
+        group_slots = self._rows.groups.slots(tokens.rows, tokens.positions) if len(self._rows.groups) else None
         samplers, num_after = np.flatnonzero(tokens.sample_mask), None
         if batch.draft_lens is not None:
             draft_lens = batch.draft_lens[tokens.kept[samplers]].astype(np.int64)
@@ -97,6 +109,7 @@ class StepChecker:
             token_rows=tokens.rows,
             positions=tokens.positions,
             slots=tokens.slots,
+            group_slots=group_slots,
             sampling_rows=sampling_rows,
             sources=sources,
             has_forks=len(sources) > len(samplers),
@@ -126,6 +139,20 @@ class StepChecker:
         for i in np.flatnonzero(is_shared):
             errors.add(int(batch.rows[writers[i]]), f"slot {slots[i]} is also written by another row of this step")
             found[writers[i]] = True
+        return found
+
+    def _find_bad_group_slots(self, batch: StepBatch, tokens: _Tokens, errors: RowErrors) -> Bools | None:
+        """The same for slots of cache groups, which follow from the tables: rows that write a slot of another row."""
+        groups = self._rows.groups
+        slots = groups.global_slots(groups.slots(tokens.rows, tokens.positions))
+        self._slot_owner[slots] = tokens.batch_indices
+        is_shared = self._slot_owner[slots] != tokens.batch_indices
+        if not is_shared.any():
+            return None
+        found = np.zeros(len(batch.rows), np.bool_)
+        found[np.broadcast_to(tokens.batch_indices, slots.shape)[is_shared]] = True
+        for i in np.flatnonzero(found).tolist():
+            errors.add(int(batch.rows[i]), "a slot of a cache group is also written by another row of this step")
         return found
 
     def _plan_forks(self, batch: StepBatch, tokens: _Tokens, errors: RowErrors) -> tuple[I64, I64]:

@@ -1,0 +1,160 @@
+"""Cache groups: layers with windows free their blocks although other layers keep all of them."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+import pytest
+
+from request_fields.beams import BeamParams, EarlyStopping
+from request_fields.sizes import blocks_before, blocks_of_row
+from scheduler_svc.core.features.cache_groups import WindowGroup
+from scheduler_svc.core.messages import CachedBlock, CacheGroup, WorkerCapacity
+from scheduler_svc.core.scheduler import Scheduler
+from step_protocol.messages import StepBatch, StepOutput
+from tests.builders import make_capacity, make_group, make_scheduler
+from tests.invariants import check_scheduler
+
+WINDOW, BLOCK = 10, 4
+
+
+def capacity(num_rows: int = 8, window: int = WINDOW, **sizes: int) -> WorkerCapacity:
+    group = CacheGroup(window, num_rows * blocks_of_row(window, BLOCK, sizes.get("pipeline_depth", 1)))
+    return make_capacity(**{"block_size": BLOCK, "num_blocks": 200, **sizes}, groups=(group,))
+
+
+def group_of(scheduler: Scheduler) -> WindowGroup:
+    (group,) = scheduler._workers["w0"].parts_of_all
+    assert isinstance(group, WindowGroup)
+    return group
+
+
+def num_held(scheduler: Scheduler, row: int = 0) -> int:
+    tables = group_of(scheduler).tables
+    return int(tables.num_blocks[row] - tables.first_block[row])
+
+
+def answer(scheduler: Scheduler, batch: StepBatch) -> None:
+    rows = np.concatenate((batch.rows[batch.sample_mask], batch.fork_rows))
+    scheduler.update(StepOutput(batch.step_id, rows, np.full_like(rows, 9), worker_id=batch.worker_id), 0.0)
+
+
+def run(scheduler: Scheduler) -> list[StepBatch]:
+    """Run to the end. Returns the steps."""
+    steps, queue = [], deque[StepBatch]()
+    while scheduler.has_work:
+        queue += scheduler.schedule(0.0)
+        check_scheduler(scheduler)
+        steps.append(queue.popleft())
+        answer(scheduler, steps[-1])
+    while queue:
+        answer(scheduler, queue.popleft())
+    return steps
+
+
+@pytest.mark.parametrize("budget", [8, 64])
+def test_a_long_sequence_holds_the_blocks_of_its_window(budget: int) -> None:
+    scheduler = make_scheduler(capacity(max_num_batched_tokens=budget))
+    scheduler.add_group(make_group(120, max_tokens=130), 0.0)
+    most: list[int] = []
+    while scheduler.has_work:
+        (batch,) = scheduler.schedule(0.0)
+        if batch.query_lens[0] == 1:
+            most.append(num_held(scheduler))
+        answer(scheduler, batch)
+        check_scheduler(scheduler)
+    assert max(most[BLOCK:]) == blocks_before(WINDOW, BLOCK) + 1 <= WINDOW // BLOCK + 2
+    assert scheduler._workers["w0"].rows.num_blocks[0] == 63  # the first group keeps all blocks
+    assert group_of(scheduler).pool.num_used == 0
+
+
+@pytest.mark.parametrize("window", [1, 2, 5, 6, 10, 13])
+def test_a_block_is_freed_exactly_when_no_token_attends_to_it(window: int) -> None:
+    scheduler = make_scheduler(capacity(window=window))
+    scheduler.add_group(make_group(3, max_tokens=60), 0.0)
+    while scheduler.has_work:
+        (batch,) = scheduler.schedule(0.0)
+        position = int(batch.context_lens[0])
+        first_seen = max(0, position - window + 1) // BLOCK
+        first = int(group_of(scheduler).tables.first_block[0])
+        assert first <= first_seen
+        if position and position % BLOCK == 0:  # it takes a block, and frees what the block's tokens do not attend to
+            assert first == max(0, position // BLOCK - blocks_before(window, BLOCK))
+        answer(scheduler, batch)
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_samples_share_and_copy_the_blocks_of_a_group(depth: int) -> None:
+    scheduler = make_scheduler(capacity(pipeline_depth=depth))
+    scheduler.add_group(make_group(30, max_tokens=40, n=4), 0.0)
+    batches = run(scheduler)
+    num_blocks = scheduler._workers["w0"].capacity.num_blocks
+    copies = [block for batch in batches for block in batch.copy_src.tolist()]
+    assert sum(block >= num_blocks for block in copies) == sum(block < num_blocks for block in copies) == 3
+    assert group_of(scheduler).pool.num_used == 0
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 3])
+def test_a_group_limits_the_rows(num_rows: int) -> None:
+    scheduler = make_scheduler(capacity(num_rows))
+    for number in range(4):
+        scheduler.add_group(make_group(range(number, number + 50), f"r{number}", max_tokens=30), 0.0)
+    assert max(len(step.rows) for step in run(scheduler)) == num_rows
+    assert scheduler.stats().counts.num_preemptions == 0
+
+
+def test_a_beam_search_needs_the_rows_of_a_group() -> None:
+    scheduler = make_scheduler(capacity(2))
+    worker = scheduler._workers["w0"]
+    assert not worker.could_run(make_group(20, beam_params=BeamParams(3, 1, 1.0, EarlyStopping.NEVER)))
+    assert worker.could_run(make_group(20, beam_params=BeamParams(2, 1, 1.0, EarlyStopping.NEVER)))
+
+
+def serve(scheduler: Scheduler, length: int, request_id: str) -> tuple[int, list[bytes]]:
+    """Run a request. Returns the number of cached tokens from which it started, and its digests."""
+    group = make_group(range(length), request_id, max_tokens=2)
+    scheduler.add_group(group, 0.0)
+    return int(run(scheduler)[0].context_lens[0]), group.sequences[0].digests
+
+
+def test_a_hit_needs_the_window_before_it_in_the_group() -> None:
+    scheduler = make_scheduler(capacity())
+    cached, chain = serve(scheduler, 50, "a")
+    assert (cached, len(chain)) == (0, 12)
+    assert serve(scheduler, 60, "b")[0] == 48
+    group, worker = group_of(scheduler), scheduler._workers["w0"]
+    group.pool.forget(np.array([group.pool.held[chain[10]]]))  # in the windows before blocks 11 to 13
+    assert worker.usable_hits(chain, 12) == 10
+    group.pool.forget(np.array([group.pool.held[chain[2]]]))
+    assert worker.usable_hits(chain, 12) == 10
+    assert worker.usable_hits(chain, 5) == 2
+
+
+def test_a_hit_compares_the_tokens_of_the_group() -> None:
+    scheduler = make_scheduler(capacity())
+    _, chain = serve(scheduler, 50, "a")
+    group, worker = group_of(scheduler), scheduler._workers["w0"]
+    tokens = np.arange(48, dtype=np.uint32)
+    assert worker.usable_hits(chain, 12, tokens) == 12
+    group.pool._tokens[group.pool.held[chain[11]], 1] ^= 1
+    assert worker.usable_hits(chain, 12, tokens) == 11
+
+
+def test_a_pool_is_adopted_with_all_its_groups() -> None:
+    scheduler = make_scheduler(capacity())
+    serve(scheduler, 50, "a")
+    worker, group = scheduler._workers["w0"], group_of(scheduler)
+    held = [(worker.pool, 0), (group.pool, worker.capacity.num_blocks)]
+    listed = [
+        CachedBlock(first + block, digest, pool._tokens[block].copy())
+        for pool, first in held
+        for digest, block in pool.held.items()
+    ]
+    other = make_scheduler()
+    other.remove_worker("w0")
+    other.add_worker(worker.capacity, listed)
+    assert group_of(other).pool.held == group.pool.held
+    assert serve(other, 60, "b")[0] == 48
+    with pytest.raises(ValueError, match="lists block 999"):
+        other.add_worker(capacity(worker_id="w1"), [CachedBlock(999, b"d" * 16, np.zeros(BLOCK, np.uint32))])
