@@ -25,6 +25,7 @@ WORKER_FLAGS = (
 PATIENT_TOKENS, URGENT_TOKENS = 100, 12
 PATIENT_LENGTHS, URGENT_LENGTHS = (60, 33, 97), (300, 5, 90)
 SHARED_PREFIX = 48
+HAVE_GROUPS = ("gemma3", "gpt_oss", "llama4", "olmo3")  # with two rows the pool is divided among cache groups
 QUANTIZED = ("gptq-int4-act-order", "awq", "fp8-block", "compressed-int8-channel", "compressed-int4")
 NOT_DEEP = ("gemma3", "gpt_oss", "nemotron_h", "awq")  # each takes several seconds; test_architectures.py has others
 
@@ -63,7 +64,8 @@ async def test_greedy_tokens_equal_transformers(name: str, tmp_path: Path) -> No
     requests = mixed_requests()
     with Stack(tmp_path) as stack:
         scheduler = stack.start_scheduler()
-        worker = stack.start_worker(scheduler, model_dir, *WORKER_FLAGS)
+        rows = ("--max-num-seqs", "2") if name in HAVE_GROUPS else ()
+        worker = stack.start_worker(scheduler, model_dir, *WORKER_FLAGS, *rows)
         gateway = stack.start_gateway(scheduler)
         reference = Reference(reference_dir)
         async with await stack.connect(gateway) as client:

@@ -44,6 +44,20 @@ def test_blocks_move(first: int) -> None:
     assert any(move.after_step_id for move in moves)
 
 
+@pytest.mark.parametrize("first", [0, *(pytest.param(n, marks=pytest.mark.deep) for n in range(20, 2000, 20))])
+def test_cache_groups(first: int) -> None:
+    """One or two groups with windows beside the first one, whose pools hold one row or all rows."""
+    num_cached = num_preemptions = num_groups = 0
+    for seed in range(first, first + 20):
+        simulation = run_seed(seed, has_groups=True)
+        num_groups = max(num_groups, len(simulation.group_windows))
+        num_cached += simulation.cluster.num_cached_tokens
+        num_preemptions += simulation.cluster.num_preemptions
+    assert num_groups == 2
+    assert num_cached > 20
+    assert num_preemptions
+
+
 def test_a_seed_is_the_same_run_every_time() -> None:
     first, second = run_seed(5), run_seed(5)
     assert first.transcript(1000) == second.transcript(1000)

@@ -2,7 +2,7 @@
 
 A block of a model whose layers keep the same of a sequence holds all layers. If some layers attend to all tokens and
 others to a window, the layers of each window form a group with blocks of its own, so that rows free what is behind it
-(docs/adr/0084-cache-groups.md). The first group has the layers that attend to all tokens.
+(docs/adr/0093-cache-groups.md). The first group has the layers that attend to all tokens.
 
 A row needs a fixed number of a window group's blocks, however long it is. So such a group gets what all rows need, and
 more for cached prefixes; the first group gets the rest of the memory. Where that would not save memory, because the
@@ -67,7 +67,7 @@ def _windows(config: EngineConfig, model: ModelConfig) -> list[int | None]:
         window if layer.kv_owner is None else windows[layer.kv_owner]
         for window, layer in zip(windows, model.layers, strict=True)
     ]
-    sees_all = [w is None and layer.recurrence is None for w, layer in zip(windows, model.layers, strict=True)]
+    sees_all = [w is None and layer.attends for w, layer in zip(windows, model.layers, strict=True)]
     return windows if any(sees_all) else [None] * len(windows)
 
 

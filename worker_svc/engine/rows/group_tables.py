@@ -40,7 +40,8 @@ class GroupTables:
         return None
 
     def _are_of(self, index: int, blocks: U32) -> Bools:
-        return (blocks >= self._first_ids[index]) & (blocks < self._end_ids[index])
+        own: Bools = (blocks >= self._first_ids[index]) & (blocks < self._end_ids[index])
+        return own
 
     def open(self, item: RowOpen) -> None:
         for index, table in enumerate(item.group_tables):
@@ -69,7 +70,7 @@ class GroupTables:
 
     def are_short(self, rows: I64, ends: I64) -> Bools:
         """Which rows have fewer slots in some group than tokens after this step."""
-        found: Bools = (ends > self.lens[:, rows] * self._block_size).any(axis=0)
+        found: Bools = np.any(ends > self.lens[:, rows] * self._block_size, axis=0)
         return found
 
     def global_slots(self, slots: I64) -> I64:
