@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from quire.v1 import inference_pb2 as pb
 
@@ -164,7 +164,7 @@ class GenerationPipeline:
             answer.report_known(submission.request)
             async with (
                 self._counted(call, plan, submission.request),
-                self._recording(replace(call, request=request), plan, submission) as recording,
+                self._recording(call, request, plan, submission) as recording,
             ):
                 stream.set_request(submission.request)
                 if resumed is None or not resumed.follows:
@@ -201,12 +201,14 @@ class GenerationPipeline:
         return self._admission.counted(request.request_id, cost.most, cost.used)
 
     def _recording(
-        self, call: GenerationCall, plan: GenerationPlan, submission: Submission
+        self, call: GenerationCall, request: pb.GenerateRequest, plan: GenerationPlan, submission: Submission
     ) -> AbstractAsyncContextManager[Recording | None]:
-        """The record of a resumable request while it is open; None for other requests."""
-        if not call.request.resumable:
+        """The record of a resumable request while it is open; None for other requests. `request`: with the values of
+        the session that it continues.
+        """
+        if not request.resumable:
             return NOTHING
-        return recorded(self.recorder, record_of(call.request, plan, call.notes), submission, call.resumed)
+        return recorded(self.recorder, record_of(request, plan, call.notes), submission, call.resumed)
 
     async def count_tokens(self, request: pb.GenerateRequest) -> int:
         """The number of tokens of the prompt that a request would have."""
