@@ -608,7 +608,9 @@ class SymbolicWorker:
         if batch.max_query_lens is not None:
             known = batch.max_query_lens == 0
             for i in np.flatnonzero(~known & np.isin(rows, broken)).tolist():  # what the scheduler expects of it
-                self.num_computed_tokens[rows[i]] = starts[i] + batch.max_query_lens[i]
+                row, end = rows[i], starts[i] + batch.max_query_lens[i]
+                self.kv[self.slots[row, self.num_computed_tokens[row] : end]] = POISON  # drafts that were not computed
+                self.num_computed_tokens[row] = end
         self._record_full_blocks(rows[known], starts[known])
         return rows, broken
 
