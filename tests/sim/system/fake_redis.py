@@ -122,6 +122,9 @@ class RedisClient:
     async def eval(self, script: str, num_keys: int, key: str, *args: str) -> int:
         return (await self._server.ask([("eval", key, script, *args)]))[0]
 
+    async def hget(self, key: str, field: str) -> bytes | None:
+        return (await self._server.ask([("hget", key, field)]))[0]
+
     async def ping(self) -> bool:
         await self._server.ask([])
         return True

@@ -265,6 +265,12 @@ class Channel:
 
         return start
 
+    def stream_unary(self, path: str, *_: Any, **__: Any) -> Any:
+        def start(*_: Any, **__: Any) -> Call:
+            raise NotImplementedError(f"no simulation calls {path}")
+
+        return start
+
     def stream_stream(
         self, path: str, request_serializer: Any = None, response_deserializer: Any = None, **_: Any
     ) -> Any:
