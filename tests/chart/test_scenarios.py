@@ -328,11 +328,12 @@ def test_external_routes_exclude_admin_calls() -> None:
     assert {path["path"].removeprefix("/") for path in paths} == routed
     assert routed == {
         "quire.v1.InferenceService",
+        "quire.v1.SessionService",
         health.SERVICE_NAME,
         reflection.SERVICE_NAME,
         "grpc.reflection.v1.ServerReflection",
     }
-    assert {name for name in SERVICE_NAMES if name not in routed} == {"quire.v1.AdminService"}
+    assert {name for name in SERVICE_NAMES if name not in routed} == {"quire.v1.AdminService", "quire.v1.RolloutService"}
 
 
 def may_enter(objects: Objects, to: dict[str, str], source: dict[str, str]) -> bool:

@@ -234,9 +234,9 @@ authenticationRef:
 {{- end -}}
 {{- end -}}
 
-{{/* gRPC services for clients outside the cluster, as a JSON list. AdminService is not among them. */}}
+{{/* gRPC services for clients outside the cluster, as a JSON list. AdminService and RolloutService are not among them. */}}
 {{- define "quire.publicServices" -}}
-{{ list "quire.v1.InferenceService" "grpc.health.v1.Health" "grpc.reflection.v1.ServerReflection" "grpc.reflection.v1alpha.ServerReflection" | toJson }}
+{{ list "quire.v1.InferenceService" "quire.v1.SessionService" "grpc.health.v1.Health" "grpc.reflection.v1.ServerReflection" "grpc.reflection.v1alpha.ServerReflection" | toJson }}
 {{- end -}}
 
 {{/* appProtocol for proxies in front of gateways. */}}
