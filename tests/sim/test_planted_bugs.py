@@ -21,7 +21,7 @@ from scheduler_svc.core.answers import Untrusted, untrusted_after
 from scheduler_svc.core.barrier import Barrier
 from scheduler_svc.core.block_manager import BlockManager, LruQueue
 from scheduler_svc.core.block_moves import BlockMoves
-from scheduler_svc.core.features import cache_groups
+from scheduler_svc.core.features import beams, cache_groups
 from scheduler_svc.core.features.adapters import AdapterSlots
 from scheduler_svc.core.features.beam_search import BeamSearch
 from scheduler_svc.core.features.beams import BeamRows
@@ -643,17 +643,17 @@ def numbers_of_another_request(patch: Patch) -> None:
 
 @bug("reads the wrong content|which other rows share")
 def beam_keeps_its_own_blocks(patch: Patch) -> None:
-    wrap(patch, BeamRows, "_take_tables", lambda original, beams, rows, parents: None)
+    wrap(patch, beams, "take_tables", lambda original, *args: {})
 
 
 @bug("which another open row has|neither its parent's nor a copy|which other rows share|written to one slot")
 def beam_takes_no_reference(patch: Patch) -> None:
-    def take(original: Any, beams: BeamRows, rows: np.ndarray, parents: np.ndarray) -> None:
+    def take(original: Any, *args: Any) -> Any:
         with pytest.MonkeyPatch.context() as inner:
             inner.setattr(BlockManager, "share", lambda pool, blocks: None)
-            original(beams, rows, parents)
+            return original(*args)
 
-    wrap(patch, BeamRows, "_take_tables", take)
+    wrap(patch, beams, "take_tables", take)
 
 
 @bug("reads the wrong content|no candidate of row|the oracle has|opens with a prompt")

@@ -1,13 +1,14 @@
 """SkyRL's client of inference servers: samples by token ids, pauses, sleep, an update of the weights from a file."""
 
 import asyncio
+import importlib.util
 import shutil
 import sys
 from collections.abc import Awaitable
 from pathlib import Path
 
-if sys.version_info < (3, 12):
-    print("the module of SkyRL 0.3 cannot be imported by an earlier Python than 3.12")
+if sys.version_info < (3, 12) or importlib.util.find_spec("skyrl") is None:
+    print("SkyRL 0.3 needs Python 3.12, and is not in requirements.txt, which is for 3.11: install skyrl==0.3.0")
     sys.exit(77)
 
 import aiohttp
