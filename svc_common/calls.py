@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, TypeVar
 
@@ -214,6 +215,15 @@ def _without_frames(error: E) -> E:
         linked.__traceback__ = None
         linked = linked.__cause__ or linked.__context__
     return error
+
+
+async def read_rest(requests: AsyncIterator[Any]) -> None:
+    """Read the stream of a call that is refused to its end: a client that still writes gets an internal error of its
+    own library instead of the refusal.
+    """
+    with suppress(Exception):
+        async for _ in requests:
+            pass
 
 
 async def _admit_all(method: str, context: Context) -> str:

@@ -14,7 +14,8 @@ from typing import TypeVar
 from quire.internal.v1 import worker_pb2
 from quire.v1 import rollouts_pb2, types_pb2
 
-from svc_common.errors import InvalidRequestError, NotConfiguredError
+from svc_common.calls import read_rest
+from svc_common.errors import InvalidRequestError, NotConfiguredError, QuireError
 from worker_svc.adapters import found_below
 from worker_svc.engine.checkpoint.model_folder import CheckpointError
 from worker_svc.engine.config import EngineInfo, StagedWeights
@@ -112,6 +113,13 @@ class WorkerWeights:
 
     async def write(self, requests: AsyncIterator[worker_pb2.WriteTensorsRequest]) -> None:
         """Write a file whose bytes arrive. It appears when it is complete."""
+        try:
+            await self._write(requests)
+        except QuireError:
+            await read_rest(requests)
+            raise
+
+    async def _write(self, requests: AsyncIterator[worker_pb2.WriteTensorsRequest]) -> None:
         first = await anext(aiter(requests), None)
         if first is None:
             raise InvalidRequestError("the stream has no message", field="path")

@@ -60,25 +60,32 @@ class Rollouts:
                 field="path",
             )
 
-        async def messages() -> AsyncIterator[pb.PutTensorsRequest]:
-            yield first
-            async for request in more:
-                if len(request.data) > MAX_PIECE_BYTES:
-                    raise InvalidRequestError(
-                        f"data has {len(request.data)} bytes; a message has at most {MAX_PIECE_BYTES}", field="data"
-                    )
-                yield request
-
-        responses = [await self._put(client, messages()) for client in clients]
+        responses = [await self._put(client, first, None if first.path else more) for client in clients]
         return responses[0]
 
     async def _put(
-        self, client: SchedulerClient, messages: AsyncIterator[pb.PutTensorsRequest]
+        self, client: SchedulerClient, first: pb.PutTensorsRequest, more: AsyncIterator[pb.PutTensorsRequest] | None
     ) -> pb.PutTensorsResponse:
+        bad: list[QuireError] = []
+
+        async def messages() -> AsyncIterator[pb.PutTensorsRequest]:
+            yield first
+            try:
+                if more is not None:
+                    async for request in more:
+                        yield _checked(request)
+            except QuireError as error:
+                bad.append(error)
+                raise  # gRPC cancels the call, so that no part of a file is used
+
         try:
-            return await client.stub.AddTensors(messages, timeout=CALL_TIMEOUT_S)
+            return await client.stub.AddTensors(messages(), timeout=CALL_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
             raise error_of_call(error, "") from None
+        except asyncio.CancelledError:
+            if bad:
+                raise bad[0] from None
+            raise
 
     async def commit(self, request: pb.CommitUpdateRequest) -> pb.CommitUpdateResponse:
         """Load the new weights at all schedulers; then commit."""
@@ -147,6 +154,14 @@ class Rollouts:
             return await client.stub.ControlRollouts(message, timeout=CALL_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
             raise error_of_call(error, "") from None
+
+
+def _checked(request: pb.PutTensorsRequest) -> pb.PutTensorsRequest:
+    if len(request.data) > MAX_PIECE_BYTES:
+        raise InvalidRequestError(
+            f"data has {len(request.data)} bytes; a message has at most {MAX_PIECE_BYTES}", field="data"
+        )
+    return request
 
 
 class RolloutServicer(RolloutServiceServicer):

@@ -11,7 +11,8 @@ from quire.v1 import rollouts_pb2
 from scheduler_svc.core.barrier import HeldSample
 from scheduler_svc.step_loop import HoldMode, StepLoop
 from scheduler_svc.workers.weights import Weights, check_name
-from svc_common.errors import InvalidRequestError
+from svc_common.calls import read_rest
+from svc_common.errors import InvalidRequestError, QuireError
 
 Request = scheduler_pb2.ControlRolloutsRequest
 Response = scheduler_pb2.ControlRolloutsResponse
@@ -82,7 +83,11 @@ class Rollouts:
             async for request in stream:
                 yield request.data
 
-        return rollouts_pb2.PutTensorsResponse(tensors=await self.weights.write(first.update_id, pieces()))
+        try:
+            return rollouts_pb2.PutTensorsResponse(tensors=await self.weights.write(first.update_id, pieces()))
+        except QuireError:
+            await read_rest(stream)
+            raise
 
     async def _pause(self, request: rollouts_pb2.PauseRequest) -> rollouts_pb2.PauseResponse:
         check_name(request.pause_id, "pause_id")

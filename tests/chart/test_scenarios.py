@@ -333,7 +333,10 @@ def test_external_routes_exclude_admin_calls() -> None:
         reflection.SERVICE_NAME,
         "grpc.reflection.v1.ServerReflection",
     }
-    assert {name for name in SERVICE_NAMES if name not in routed} == {"quire.v1.AdminService", "quire.v1.RolloutService"}
+    assert {name for name in SERVICE_NAMES if name not in routed} == {
+        "quire.v1.AdminService",
+        "quire.v1.RolloutService",
+    }
 
 
 def may_enter(objects: Objects, to: dict[str, str], source: dict[str, str]) -> bool:

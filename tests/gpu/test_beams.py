@@ -112,7 +112,7 @@ def test_a_search_equals_that_of_transformers(qwen3, monkeypatch):
     alone.prefill(4)
     alone.decode([4], NUM_TOKENS - 1)
     assert driver.rows[4].tokens == alone.rows[4].tokens
-    assert recorder.num_replays >= NUM_TOKENS - 2  # the graph is recorded on first use
+    assert driver.runner.work_when_idle(), "the graph of beams, which are rare, is recorded when the worker is idle"
 
 
 def test_penalties_and_rules_count_the_tokens_of_the_parent(qwen3):

@@ -209,7 +209,7 @@ async def check_refusals(client: AsyncClient) -> None:
     refusals = {
         ("two", "wrong"): r"lora_A.weight has shape \[8, \d+\], but rank 5 and this model require \[5, \d+\]",
         ("two", "missing"): r"missing has no adapter_config.json; give a folder",
-        ("two", "../model"): r"path '../model' is not below .*--adapter-dir; copy the adapter there",
+        ("two", "../model"): r"path '../model' is not below .*--adapter-dir; copy it there",
         ("two", "/etc"): r"path '/etc' is not below",
         ("one", "other"): r"adapter 'one' is loaded with other content .*; unload it first, or use another name",
         ("base", "good"): r"name is 'base', which is the name of a model",
