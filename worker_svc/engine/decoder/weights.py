@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
@@ -460,9 +460,7 @@ class WeightLoader:
     def _stored(self, index: int) -> dict[str, Stored]:
         """The linear layers of a layer by name."""
         config, names, spec = self._config, self._names, self._config.layers[index]
-        heads, hidden = spec.heads, config.hidden_size
-        q_size, kv_size = heads.num_q_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
-        prefix = names.layer.format(index)
+        hidden, prefix = config.hidden_size, names.layer.format(index)
 
         def stored(
             parts: tuple[str, ...], roles: tuple[tuple[Role, int], ...], in_features: int, *, has_bias: bool
@@ -472,25 +470,7 @@ class WeightLoader:
         def gates(width: int) -> tuple[tuple[Role, int], ...]:
             return (("gate", width), ("up", width)) if config.is_gated else (("up", width),)
 
-        heads_of: tuple[tuple[Role, int], ...] = (("q", q_size), ("k", kv_size), ("v", kv_size))
-        if spec.has_output_gate:
-            heads_of = (("q", 2 * q_size), *heads_of[1:])
-        order = None
-        if spec.kv_owner is not None:
-            heads_of = heads_of[:1]
-        elif spec.has_one_key_value:
-            heads_of, keys = heads_of[:2], torch.arange(q_size, q_size + kv_size)
-            order = torch.cat((torch.arange(q_size), keys, keys))
-        qkv_names = names.qkv if len(names.qkv) == 1 else names.qkv[: len(heads_of)]
-        found = {"qkv": replace(stored(qkv_names, heads_of, hidden, has_bias=config.has_qkv_bias), order=order)}
-        if spec.latents is not None:
-            found = self._stored_latents(spec.latents, prefix)
-            q_size = spec.latents.shape.num_heads * spec.latents.shape.value_dim
-        found["o"] = stored(names.o, (("o", hidden),), q_size, has_bias=config.has_o_bias)
-        if spec.has_output_gate:
-            found["qkv"] = replace(found["qkv"], order=_gates_last(heads))
-        if not spec.attends:
-            found = {}
+        found = self._stored_attention(spec, prefix, stored) if spec.attends else {}
         if spec.recurrence is not None:
             sides = _recurrent_linears(prefix, _present(names.recurrent), spec.recurrence, hidden)
             found |= {f"beside_{side}": linear for side, linear in sides.items()} if spec.attends else sides
@@ -519,6 +499,27 @@ class WeightLoader:
             index_in_stack = expert if names.stacked_experts and not is_shared else None
             found |= {f"{side}{expert}": replace(linear, expert=index_in_stack) for side, linear in sides.items()}
         return found
+
+    def _stored_attention(self, spec: LayerSpec, prefix: str, stored: Callable[..., Stored]) -> dict[str, Stored]:
+        """The linear layers of attention."""
+        config, names, heads, hidden = self._config, self._names, spec.heads, self._config.hidden_size
+        q_size, kv_size = heads.num_q_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
+        heads_of: tuple[tuple[Role, int], ...] = (("q", q_size), ("k", kv_size), ("v", kv_size))
+        if spec.has_output_gate:
+            heads_of = (("q", 2 * q_size), *heads_of[1:])
+        order = _gates_last(heads) if spec.has_output_gate else None
+        if spec.kv_owner is not None:
+            heads_of = heads_of[:1]
+        elif spec.has_one_key_value:
+            heads_of, keys = heads_of[:2], torch.arange(q_size, q_size + kv_size)
+            order = torch.cat((torch.arange(q_size), keys, keys))
+        if spec.latents is not None:
+            found = self._stored_latents(spec.latents, prefix)
+            q_size = spec.latents.shape.num_heads * spec.latents.shape.value_dim
+        else:
+            qkv_names = names.qkv if len(names.qkv) == 1 else names.qkv[: len(heads_of)]
+            found = {"qkv": replace(stored(qkv_names, heads_of, hidden, has_bias=config.has_qkv_bias), order=order)}
+        return found | {"o": stored(names.o, (("o", hidden),), q_size, has_bias=config.has_o_bias)}
 
     def _stored_latents(self, spec: LatentSpec, prefix: str) -> dict[str, Stored]:
         """The linear layers of latent attention up to the heads."""
