@@ -870,7 +870,7 @@ def snapshot_of_another_prefix(patch: Patch) -> None:
 
 @bug("starts after .* tokens from the snapshot None")
 def hit_without_a_snapshot(patch: Patch) -> None:
-    wrap(patch, Snapshots, "usable_hits", lambda original, self, digests, num_blocks: num_blocks)
+    wrap(patch, Snapshots, "usable_hits", lambda original, self, digests, num_blocks, *_: num_blocks)
     wrap(
         patch, Snapshots, "_hit", lambda original, self, digest: original(self, digest) if digest in self.kept else None
     )
