@@ -20,6 +20,7 @@ from svc_common.memory import Intake
 
 log = logging.getLogger(__name__)
 E = TypeVar("E", bound=BaseException)
+T = TypeVar("T")
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"  # generic for type checkers only
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
@@ -215,6 +216,14 @@ def _without_frames(error: E) -> E:
         linked.__traceback__ = None
         linked = linked.__cause__ or linked.__context__
     return error
+
+
+async def first_of(requests: AsyncIterator[T], field: str) -> T:
+    """The first message of a stream. Raises InvalidRequestError with its most important field if there is none."""
+    first = await anext(requests, None)
+    if first is None:
+        raise InvalidRequestError("the stream has no message", field=field)
+    return first
 
 
 async def read_rest(requests: AsyncIterator[Any]) -> None:

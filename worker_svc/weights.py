@@ -14,7 +14,7 @@ from typing import TypeVar
 from quire.internal.v1 import worker_pb2
 from quire.v1 import rollouts_pb2, types_pb2
 
-from svc_common.calls import read_rest
+from svc_common.calls import first_of, read_rest
 from svc_common.errors import InvalidRequestError, NotConfiguredError, QuireError
 from worker_svc.adapters import found_below
 from worker_svc.engine.checkpoint.model_folder import CheckpointError
@@ -26,7 +26,6 @@ from worker_svc.runner import UpdatableRunner
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-TAGS = ("weights", "kv_cache")
 Announce = Callable[[EngineInfo], Awaitable[types_pb2.ModelInfo]]
 
 
@@ -120,9 +119,7 @@ class WorkerWeights:
             raise
 
     async def _write(self, requests: AsyncIterator[worker_pb2.WriteTensorsRequest]) -> None:
-        first = await anext(aiter(requests), None)
-        if first is None:
-            raise InvalidRequestError("the stream has no message", field="path")
+        first = await first_of(aiter(requests), "path")
         self._executor.check_fence(first.fence)
         target = self._path(first.path)
         part = target.with_name(f".{target.name}.{secrets.token_hex(4)}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from array import array
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -99,7 +100,13 @@ def _weights(finished: pb.Finished) -> dict[str, Any]:
     spans = finished.weight_versions
     if not spans:
         return {}
-    listed = [
+    last = spans[-1].weights
+    return {"revision": last.revision, "weights_digest": last.weights_digest, "weight_versions": span_values(spans)}
+
+
+def span_values(spans: Iterable[types.WeightVersionSpan]) -> list[dict[str, Any]]:
+    """Spans of weights as JSON values, in receipts and answers."""
+    return [
         {
             "version": span.weights.version,
             "revision": span.weights.revision,
@@ -110,8 +117,6 @@ def _weights(finished: pb.Finished) -> dict[str, Any]:
         }
         for span in spans
     ]
-    last = spans[-1].weights
-    return {"revision": last.revision, "weights_digest": last.weights_digest, "weight_versions": listed}
 
 
 def _fields(message: Message) -> dict[str, Any]:

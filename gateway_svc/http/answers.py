@@ -14,6 +14,7 @@ from msgspec import Raw
 from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2 as types
 
+from gateway_svc.answer.receipts import span_values
 from gateway_svc.http.bodies import Generation
 from gateway_svc.http.chat_answers import MessageBuilder, delta_of
 from gateway_svc.http.errors import error_body
@@ -154,17 +155,7 @@ def _weight_versions(finished: pb.Finished) -> list[Json]:
     """The weights that computed the tokens of a choice."""
     if not finished.weight_versions:
         return [{"version": 0, "start": 0, "end": finished.usage.output_tokens}]
-    return [
-        {
-            "version": span.weights.version,
-            "revision": span.weights.revision,
-            "weights_digest": span.weights.weights_digest,
-            "start": span.start,
-            "end": span.end,
-            "keeps_kv": span.keeps_kv,
-        }
-        for span in finished.weight_versions
-    ]
+    return span_values(finished.weight_versions)
 
 
 CHAT, COMPLETION, ROLLOUT = ChatShape(), CompletionShape(), RolloutShape()

@@ -26,7 +26,9 @@ from gateway_svc.http.replies import EventStream, encoded_events, ignored_header
 from gateway_svc.http.responses.handlers import ResponsesHandlers
 from gateway_svc.http.rollouts import RolloutHandlers
 from gateway_svc.http.status import StatusHandlers
+from gateway_svc.operators.admin import AdminServicer
 from gateway_svc.operators.audit.entry import record_request_id
+from gateway_svc.operators.rollouts import RolloutCalls
 from gateway_svc.request.prompts.images import has_images
 from gateway_svc.request.threads import Lane
 from gateway_svc.schedulers.directory import ModelDirectory
@@ -50,9 +52,9 @@ class Handlers:
         directory: ModelDirectory,
         lane: Lane,
         status: StatusHandlers,
-        rollouts: RolloutHandlers,
+        admin: AdminServicer,
+        rollouts: RolloutCalls,
     ) -> None:
-        self._rollouts = rollouts
         self._servicer = servicer
         self._directory = directory
         self._lane = lane
@@ -62,6 +64,7 @@ class Handlers:
         self._messages = MessagesHandlers(servicer.generation, directory, self._read)
         self._pooling = PoolingHandlers(servicer.pooling, directory, lane, self._read)
         self._audio = AudioHandlers(servicer.generation, lane)
+        self._rollouts = RolloutHandlers(rollouts, admin, directory, servicer.generation.limits, self._read)
 
     def routes(self) -> list[Route]:
         """All endpoints."""
@@ -82,6 +85,11 @@ class Handlers:
             *self._status.routes(),
             *self._rollouts.routes(),
         ]
+
+    @property
+    def operator_paths(self) -> frozenset[str]:
+        """The endpoints that are for operators."""
+        return frozenset(route.path for route in self._rollouts.routes())
 
     async def chat_completions(self, request: Request) -> Response | EventStream:
         """Answer a chat."""

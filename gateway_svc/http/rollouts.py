@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -12,9 +11,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from gateway_svc.http.replies import json_reply
+from gateway_svc.http.bodies import body_of, text_value
+from gateway_svc.http.replies import Read, json_reply
 from gateway_svc.operators.admin import AdminServicer
-from gateway_svc.operators.rollouts import Rollouts
+from gateway_svc.operators.rollouts import RolloutCalls
 from gateway_svc.request.validation import RequestLimits
 from gateway_svc.schedulers.directory import ModelDirectory
 from svc_common.errors import InvalidRequestError, NotConfiguredError
@@ -41,12 +41,13 @@ class RolloutHandlers:
     """One method per endpoint. All need the key of an operator, if operators need keys."""
 
     def __init__(
-        self, rollouts: Rollouts, admin: AdminServicer, directory: ModelDirectory, limits: RequestLimits
+        self, rollouts: RolloutCalls, admin: AdminServicer, directory: ModelDirectory, limits: RequestLimits, read: Read
     ) -> None:
         self._rollouts = rollouts
         self._admin = admin
         self._directory = directory
         self._limits = limits
+        self._read = read
 
     def routes(self) -> list[Route]:
         """All endpoints."""
@@ -125,7 +126,7 @@ class RolloutHandlers:
 
     async def init_weight_transfer_engine(self, request: Request) -> Response:
         """Agree on how tensors arrive: `{"init_info": {"backend": "files"}}`, which is the default."""
-        info = _part(await _body(request), "init_info")
+        info = _part(await self._body(request), "init_info")
         if "master_address" in info:
             raise NotConfiguredError(
                 "the workers take tensors from files, not by NCCL: send init_info without master_address, and in "
@@ -141,14 +142,14 @@ class RolloutHandlers:
 
     async def start_weight_update(self, request: Request) -> Response:
         """Begin an update. `version`: above that of the weights in use; unset: the next one."""
-        body = await _body(request)
+        body = await self._body(request)
         version = _number(body.get("version", 0), "version")
         begun = await self._rollouts.begin(pb.BeginUpdateRequest(update_id=UPDATE_ID, version=version))
         return json_reply({"version": begun.version})
 
     async def update_weights(self, request: Request) -> Response:
         """Add a safetensors file. `update_info` has its `path`, and may have `names`, `dtype_names` and `shapes`."""
-        info = _part(await _body(request), "update_info")
+        info = _part(await self._body(request), "update_info")
         path = info.get("path")
         if not isinstance(path, str) or not path:
             raise InvalidRequestError(
@@ -165,11 +166,9 @@ class RolloutHandlers:
 
     async def finish_weight_update(self, request: Request) -> Response:
         """Compute with the new weights. `running_rows`: recompute, keep or retire; `digest`: of all tensors."""
-        body = await _body(request)
+        body = await self._body(request)
         rows = _choice(body.get("running_rows", "recompute"), RUNNING_ROWS, "running_rows")
-        digest = body.get("digest", "")
-        if not isinstance(digest, str):
-            raise InvalidRequestError(f"digest is {str(digest)[:64]!r}; must be a text", field="digest")
+        digest = text_value("digest", body.get("digest", ""))
         done = await self._rollouts.commit(
             pb.CommitUpdateRequest(update_id=UPDATE_ID, digest=digest, running_rows=rows)
         )
@@ -191,14 +190,14 @@ class RolloutHandlers:
 
     async def load_lora_adapter(self, request: Request) -> Response:
         """Load a LoRA adapter on all workers: `lora_name`, `lora_path`."""
-        body = await _body(request)
-        name, path = (_text(body.get(field), field) for field in ("lora_name", "lora_path"))
+        body = await self._body(request)
+        name, path = (text_value(field, body.get(field)) for field in ("lora_name", "lora_path"))
         await self._admin.load(inference_pb2.LoadAdapterRequest(name=name, path=path))
         return json_reply({"status": "loaded"})
 
     async def unload_lora_adapter(self, request: Request) -> Response:
         """Unload a LoRA adapter: `lora_name`."""
-        name = _text((await _body(request)).get("lora_name"), "lora_name")
+        name = text_value("lora_name", (await self._body(request)).get("lora_name"))
         await self._admin.unload(inference_pb2.UnloadAdapterRequest(name=name))
         return json_reply({"status": "unloaded"})
 
@@ -227,6 +226,13 @@ class RolloutHandlers:
         """The number of workers."""
         return json_reply({"world_size": await self._num_workers()})
 
+    async def _body(self, request: Request) -> dict[str, Any]:
+        """The JSON object of a body; empty if there is none."""
+        if not await request.body():
+            return {}
+        found: dict[str, Any] = await self._read(request, body_of)
+        return found
+
     async def _num_workers(self) -> int:
         return (await self._rollouts.get(pb.GetWeightsRequest())).num_workers
 
@@ -239,18 +245,6 @@ def _logprobs_mode(limits: RequestLimits) -> str:
 async def _nothing() -> AsyncIterator[pb.PutTensorsRequest]:
     return
     yield
-
-
-async def _body(request: Request) -> dict[str, Any]:
-    """The JSON object of a body; empty if there is none."""
-    data = await request.body()
-    try:
-        found = json.loads(data or b"{}")
-    except ValueError:
-        raise InvalidRequestError("the body is not valid JSON", field="body") from None
-    if not isinstance(found, dict):
-        raise InvalidRequestError("the body must be a JSON object", field="body")
-    return found
 
 
 def _part(body: dict[str, Any], name: str) -> dict[str, Any]:
@@ -273,12 +267,6 @@ def _boolean(value: str, name: str) -> bool:
 def _number(value: object, name: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 63:
         raise InvalidRequestError(f"{name} is {str(value)[:64]!r}; must be a number of 0 or more", field=name)
-    return value
-
-
-def _text(value: object, name: str) -> str:
-    if not isinstance(value, str):
-        raise InvalidRequestError(f"{name} must be a text", field=name)
     return value
 
 

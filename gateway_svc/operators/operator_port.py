@@ -130,26 +130,23 @@ def _status_only(status: Callable[[], Awaitable[pb.GetStatusResponse]]) -> grpc.
     return grpc.method_handlers_generic_handler("quire.v1.InferenceService", {"GetStatus": handler})
 
 
+def _refusal(service: str) -> Any:
+    async def refuse(self: Any, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> NoReturn:
+        raise PermissionDeniedError(
+            f"{service} is not served on the port for inference; use the address of the gateway's --admin-listen"
+        )
+
+    return refuse
+
+
 class Elsewhere(AdminServiceServicer):
     """Refuses the calls of AdminService on the port for inference."""
 
-    async def DrainWorker(self, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> NoReturn:
-        raise PermissionDeniedError(
-            "AdminService is not served on the port for inference; use the address of the gateway's --admin-listen"
-        )
-
-    Inspect = LoadAdapter = UnloadAdapter = ListAdapters = DrainWorker
+    Inspect = LoadAdapter = UnloadAdapter = ListAdapters = DrainWorker = _refusal("AdminService")
 
 
 class RolloutsElsewhere(RolloutServiceServicer):
     """Refuses the calls of RolloutService on the port for inference."""
 
-    async def Pause(self, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> NoReturn:
-        raise PermissionDeniedError(
-            "RolloutService is not served on the port for inference; use the address of the gateway's --admin-listen"
-        )
-
-    Unpause = Sleep = Wake = ResetPrefixCache = BeginUpdate = CommitUpdate = AbortUpdate = GetWeights = Pause
-
-    async def PutTensors(self, request_iterator: Any, context: grpc.aio.ServicerContext[Any, Any]) -> NoReturn:
-        await self.Pause(request_iterator, context)
+    Pause = Unpause = Sleep = Wake = ResetPrefixCache = _refusal("RolloutService")
+    BeginUpdate = PutTensors = CommitUpdate = AbortUpdate = GetWeights = Pause

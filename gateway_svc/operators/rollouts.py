@@ -14,6 +14,7 @@ from quire.v1.rollouts_pb2_grpc import RolloutServiceServicer
 from gateway_svc.operators.audit.entry import record_target
 from gateway_svc.schedulers.directory import ModelDirectory
 from gateway_svc.schedulers.scheduler_client import SchedulerClient
+from svc_common.calls import first_of
 from svc_common.errors import InvalidRequestError, QuireError, error_of_call
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -23,7 +24,7 @@ CALL_TIMEOUT_S = 3600.0  # of calls that wait for requests to end
 MAX_PIECE_BYTES = 1 << 19
 
 
-class Rollouts:
+class RolloutCalls:
     """The calls of RolloutService, over gRPC and HTTP. All raise QuireError."""
 
     def __init__(self, directory: ModelDirectory) -> None:
@@ -167,7 +168,7 @@ def _checked(request: pb.PutTensorsRequest) -> pb.PutTensorsRequest:
 class RolloutServicer(RolloutServiceServicer):
     """The service over gRPC."""
 
-    def __init__(self, rollouts: Rollouts) -> None:
+    def __init__(self, rollouts: RolloutCalls) -> None:
         self._rollouts = rollouts
 
     async def BeginUpdate(self, request: pb.BeginUpdateRequest, context: Context) -> pb.BeginUpdateResponse:
@@ -177,10 +178,7 @@ class RolloutServicer(RolloutServiceServicer):
         self, request_iterator: AsyncIterator[pb.PutTensorsRequest], context: Context
     ) -> pb.PutTensorsResponse:
         stream = aiter(request_iterator)
-        first = await anext(stream, None)
-        if first is None:
-            raise InvalidRequestError("the stream has no message", field="update_id")
-        return await self._rollouts.put(first, stream)
+        return await self._rollouts.put(await first_of(stream, "update_id"), stream)
 
     async def CommitUpdate(self, request: pb.CommitUpdateRequest, context: Context) -> pb.CommitUpdateResponse:
         return await self._rollouts.commit(request)

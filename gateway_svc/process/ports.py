@@ -22,7 +22,7 @@ from gateway_svc.operators.admin import AdminServicer
 from gateway_svc.operators.audit.audit_log import AuditLog
 from gateway_svc.operators.console_state import ConsoleState
 from gateway_svc.operators.operator_port import add_admin_service, operators_of, operators_over_http
-from gateway_svc.operators.rollouts import Rollouts, RolloutServicer
+from gateway_svc.operators.rollouts import RolloutCalls, RolloutServicer
 from gateway_svc.process.schedulers import Schedulers
 from gateway_svc.request.threads import Lane
 from gateway_svc.schedulers.directory import ModelDirectory
@@ -101,7 +101,7 @@ class Ports:
         )
         self._admin = make_admin(args, server, read)
         inspector = Inspector("gateway", self._gateway_id, args.shown_settings, self._admin.metrics_text)
-        operations = AdminServicer(directory, inspector), Rollouts(directory)
+        operations = AdminServicer(directory, inspector), RolloutCalls(directory)
         make_app = make_http_apps(
             args, servicer, directory, lane, server, self._admin, self._audit, self._intake, operations
         )
@@ -161,7 +161,7 @@ def make_http_apps(
     admin: AdminServer,
     audit: AuditLog | None,
     intake: Intake,
-    operations: tuple[AdminServicer, Rollouts],
+    operations: tuple[AdminServicer, RolloutCalls],
 ) -> MakeApp | None:
     """Makes the HTTP API for the callers of an authenticator; None if no port serves it. Its packages are imported
     only if one does.
@@ -170,14 +170,11 @@ def make_http_apps(
         return None
     from gateway_svc.http.app import HttpApp, with_cors
     from gateway_svc.http.handlers import Handlers
-    from gateway_svc.http.rollouts import RolloutHandlers
     from gateway_svc.http.status import StatusHandlers
 
     status = StatusHandlers(lambda: server.is_serving, servicer.generation.streams, admin.metrics_text)
-    admin_calls, rollouts = operations
-    controls = RolloutHandlers(rollouts, admin_calls, directory, servicer.generation.limits)
-    routes = Handlers(servicer, directory, lane, status, controls).routes()
-    operators, operator_paths = operators_over_http(args), frozenset(route.path for route in controls.routes())
+    handlers = Handlers(servicer, directory, lane, status, *operations)
+    routes, operators, operator_paths = handlers.routes(), operators_over_http(args), handlers.operator_paths
     is_traced = args.trace_endpoint is not None
 
     def make_app(authenticator: Authenticator | None) -> ASGIApp:

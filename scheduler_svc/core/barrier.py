@@ -101,12 +101,7 @@ class Barrier:
 
     def retract(self, reason: MigrationReason) -> int:
         """Queue all running sequences again. Returns their number."""
-        num_rows = 0
-        for worker in self._workers.values():
-            while worker.rows.num_used:
-                self._requests.requeue(worker.preempt(int(worker.rows.active()[0])), reason)
-                num_rows += 1
-        return num_rows
+        return sum(self._requests.requeue_all(worker, reason) for worker in self._workers.values())
 
     def forget_prefixes(self) -> None:
         """No prefix stays cached."""

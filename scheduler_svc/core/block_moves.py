@@ -240,8 +240,7 @@ class BlockMoves:
 
     def _send_ahead(self, seq: Sequence, worker: WorkerState, takers: Seq[WorkerState], now: float) -> BlockMove | None:
         row, bs = seq.row, worker.capacity.block_size
-        features = seq.group.features
-        if row is None or features.is_gang or features.num_head_tokens or worker.rows.is_private[row]:
+        if row is None or not can_send(worker, row):
             return None
         digests = worker.rows.digests[row]
         able = [taker for taker in takers if can_exchange(taker, worker) and taker.could_run(seq.group)]
@@ -376,6 +375,12 @@ def can_exchange(worker: WorkerState, other: WorkerState) -> bool:
     if mine is None or theirs is None:
         return False
     return mine.can_transfer and theirs.can_transfer and mine.layout == theirs.layout
+
+
+def can_send(worker: WorkerState, row: int) -> bool:
+    """Whether the blocks of a running row mean something on another worker."""
+    features = worker.rows.sequence(row).group.features
+    return not (features.is_gang or features.num_head_tokens or worker.rows.is_private[row])
 
 
 def _source_of(worker: WorkerState, block_ids: I64) -> BlockSource:

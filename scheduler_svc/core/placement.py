@@ -181,7 +181,7 @@ class Placement:
         self.changed.add(name)
 
     def change_root(self, root_salt: bytes) -> None:
-        """The digests of all sequences begin anew. They are looked up again."""
+        """The digests of all sequences start from this salt, and are looked up again."""
         self._digests = PromptDigests(root_salt)
         self._set(self._workers, self._written)
 

@@ -228,6 +228,14 @@ class Requests:
             self._counts.migrations[migration] += 1
         self._enqueue(seq)
 
+    def requeue_all(self, worker: WorkerState, migration: MigrationReason) -> int:
+        """Queue all sequences of a worker again. Returns how many rows, or gangs, it had."""
+        num_requeued = 0
+        while worker.rows.num_used:
+            self.requeue(worker.preempt(int(worker.rows.active()[0])), migration)
+            num_requeued += 1
+        return num_requeued
+
     def preempt_one(self, worker: WorkerState) -> None:
         """Preempt the least urgent row of a worker, or the gang that it belongs to."""
         victim = max(worker.rows.active().tolist(), key=lambda row: worker.rows.sequence(row).order)
@@ -266,17 +274,18 @@ class Requests:
                 self._update_schedulable(seq)
 
     def _update_schedulable(self, seq: Sequence) -> None:
-        is_admitted = self.admits_new or not seq.is_new
-        could_run = is_admitted and self._placement.could_run(seq.group, seq.failed_on)
-        if could_run == (seq in self.waiting.unschedulable):
+        if self._is_schedulable(seq) == (seq in self.waiting.unschedulable):
             self.waiting.remove(seq)
             self._join_queue(seq)
+
+    def _is_schedulable(self, seq: Sequence) -> bool:
+        is_admitted = self.admits_new or not seq.is_new
+        return is_admitted and self._placement.could_run(seq.group, seq.failed_on)
 
     def _join_queue(self, seq: Sequence) -> None:
         remaining, num_samples = seq.group.stop.max_tokens - len(seq.data.output), 1 + len(seq.forks)
         num_tokens = expected_tokens(seq.data.num_tokens, remaining, num_samples, self._throughput.mean_output)
-        is_admitted = self.admits_new or not seq.is_new
-        if not (is_admitted and self._placement.could_run(seq.group, seq.failed_on)):
+        if not self._is_schedulable(seq):
             self.waiting.add_unschedulable(seq, num_tokens)
             return
         entry = QueueEntry(seq, num_tokens)

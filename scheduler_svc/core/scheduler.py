@@ -147,8 +147,7 @@ class Scheduler:
         self._ready.pop(worker_id, None)
         self._changes_due.pop(worker_id, None)
         self._requests.update_schedulable()
-        while worker.rows.num_used:
-            self._requests.requeue(worker.preempt(int(worker.rows.active()[0])), MigrationReason.LOST)
+        self._requests.requeue_all(worker, MigrationReason.LOST)
         self._touched.pop(worker_id, None)
         self._evicted += worker.leave_index()
 

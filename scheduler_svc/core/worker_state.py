@@ -432,7 +432,7 @@ class WorkerState:
         extend_digests(seq.digests, self._root(seq), seq.data.token_ids(), bs, seq.group.features.block_keys(bs))
 
     def change_root(self, root_salt: bytes) -> None:
-        """The digests of all sequences begin anew. The pool has none."""
+        """The digests of all sequences start from this salt. The pool has no digest."""
         self._root_salt = root_salt
 
     def make_private(self) -> int:

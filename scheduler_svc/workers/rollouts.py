@@ -11,7 +11,7 @@ from quire.v1 import rollouts_pb2
 from scheduler_svc.core.barrier import HeldSample
 from scheduler_svc.step_loop import HoldMode, StepLoop
 from scheduler_svc.workers.weights import Weights, check_name
-from svc_common.calls import read_rest
+from svc_common.calls import first_of, read_rest
 from svc_common.errors import InvalidRequestError, QuireError
 
 Request = scheduler_pb2.ControlRolloutsRequest
@@ -72,9 +72,7 @@ class Rollouts:
     ) -> rollouts_pb2.PutTensorsResponse:
         """Add a file of tensors to an update: one that the workers have, or one that arrives."""
         stream = aiter(requests)
-        first = await anext(stream, None)
-        if first is None:
-            raise InvalidRequestError("the stream has no message", field="update_id")
+        first = await first_of(stream, "update_id")
         if first.path:
             return rollouts_pb2.PutTensorsResponse(tensors=await self.weights.put(first.update_id, first.path))
 

@@ -66,7 +66,7 @@ class Chains:
         return xxh3_128_digest(head + self.root_salt + root_key)
 
     def change_root(self, root_salt: bytes) -> None:
-        """All chains begin anew."""
+        """All chains start from another root."""
         self.root_salt = root_salt
         self.by_prefix.clear()
         self.parent.clear()

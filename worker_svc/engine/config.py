@@ -234,7 +234,7 @@ class PoolingInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class CacheGroup:
+class CacheGroupInfo:
     """Layers with blocks of their own, because they attend to a window only."""
 
     attention_window: int
@@ -274,7 +274,7 @@ class EngineInfo:
     snapshot_tokens: int = 0  # tokens whose keys and values have as many bytes as a snapshot
     weight_version: int = 0  # of the last update of the weights; 0: they are those of the folder
     weights_revision: str = ""  # what `revision` would be after a start with the updated weights; empty: `revision`
-    groups: tuple[CacheGroup, ...] = ()  # beside the layers whose blocks `num_blocks` counts
+    groups: tuple[CacheGroupInfo, ...] = ()  # beside the layers whose blocks `num_blocks` counts
 
     @property
     def num_all_blocks(self) -> int:

@@ -20,7 +20,7 @@ from worker_svc.engine.backend import Backend, ForwardBatch, KVLayout
 from worker_svc.engine.checkpoint.features import check_features
 from worker_svc.engine.checkpoint.tensors import Checkpoint
 from worker_svc.engine.checkpoint.vocabulary import check_same_vocabulary
-from worker_svc.engine.config import CacheGroup, ComputeDtype, EncoderInfo, EngineConfig, EngineInfo, PoolingInfo
+from worker_svc.engine.config import CacheGroupInfo, ComputeDtype, EncoderInfo, EngineConfig, EngineInfo, PoolingInfo
 from worker_svc.engine.cpu.backends import make_backend
 from worker_svc.engine.decoder.cache_groups import divide_pool
 from worker_svc.engine.decoder.config import ModelConfig, parse_config
@@ -101,7 +101,7 @@ class Loaded:
     attention_window: int | None = None  # as in EngineInfo
     images: ImageEncoder | None = None  # None: the model takes no images
     image_shape: ImageShape | None = None
-    groups: tuple[CacheGroup, ...] = ()  # as in EngineInfo
+    groups: tuple[CacheGroupInfo, ...] = ()  # as in EngineInfo
     num_snapshots: int | None = None  # as in EngineInfo
     snapshot_tokens: int = 0
 

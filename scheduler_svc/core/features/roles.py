@@ -21,7 +21,7 @@ from collections.abc import Sequence as Seq
 
 import numpy as np
 
-from scheduler_svc.core.block_moves import BlockMoves, can_exchange
+from scheduler_svc.core.block_moves import BlockMoves, can_exchange, can_send
 from scheduler_svc.core.messages import MigrationReason, WorkerRole
 from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.core.worker_state import WorkerState
@@ -55,9 +55,10 @@ class Roles:
     def hand_overs(self, now: float) -> Iterator[tuple[WorkerState, Sequence]]:
         """The sequences that leave now: their blocks are on the other worker, or cost less than a move."""
         for worker in [one for one in self._workers.values() if one.capacity.role is WorkerRole.PREFILL]:
-            for seq in self._past_prompt(worker):
-                takers = self._takers(worker, seq)
-                if takers and self._moves.leave(seq, worker, takers, now):
+            takers = self._takers(worker)
+            for seq in self._past_prompt(worker) if takers else ():
+                able = [taker for taker in takers if self._has_room(taker, seq)]
+                if able and self._moves.leave(seq, worker, able, now):
                     yield worker, seq
 
     def _past_prompt(self, worker: WorkerState) -> list[Sequence]:
@@ -65,20 +66,16 @@ class Roles:
         rows = table.active()
         has_output = table.num_tokens[rows] > table.prompt_len[rows]
         is_long = table.limit[rows] - table.num_tokens[rows] >= MIN_REMAINING
-        moves = has_output & is_long & ~table.is_private[rows] & ~table.is_awaiting[rows]
-        sequences = [table.sequence(row) for row in rows[moves].tolist()]
-        return [seq for seq in sequences if not seq.group.features.is_gang and not seq.group.features.num_head_tokens]
+        rows = rows[has_output & is_long & ~table.is_awaiting[rows]]
+        return [table.sequence(row) for row in rows.tolist() if can_send(worker, row)]
 
-    def _takers(self, worker: WorkerState, seq: Sequence) -> list[WorkerState]:
-        """The workers with room for the sequence: decode workers if there are any."""
-        num_blocks = seq.data.num_tokens // worker.capacity.block_size + ROOM_BLOCKS
+    def _takers(self, worker: WorkerState) -> list[WorkerState]:
+        """The workers to which sequences of a worker may leave: decode workers if there are any."""
         others = [one for one in self._workers.values() if one.capacity.role is not WorkerRole.PREFILL]
         others = [one for one in others if not one.is_draining and can_exchange(one, worker)]
-        able = [one for one in others if one.capacity.role is WorkerRole.DECODE] or others
-        return [
-            one
-            for one in able
-            if one.num_free_rows > self._moves.num_leaving_to(one)
-            and one.pool.num_free >= num_blocks
-            and one.could_run(seq.group)
-        ]
+        return [one for one in others if one.capacity.role is WorkerRole.DECODE] or others
+
+    def _has_room(self, taker: WorkerState, seq: Sequence) -> bool:
+        num_blocks = seq.data.num_tokens // taker.capacity.block_size + ROOM_BLOCKS
+        has_rows = taker.num_free_rows > self._moves.num_leaving_to(taker)
+        return has_rows and taker.pool.num_free >= num_blocks and taker.could_run(seq.group)

@@ -24,12 +24,11 @@ from gateway_svc.http import app as http_app
 from gateway_svc.http.app import HttpApp, with_cors
 from gateway_svc.http.fields import ENDPOINTS
 from gateway_svc.http.handlers import Handlers
-from gateway_svc.http.rollouts import RolloutHandlers
 from gateway_svc.http.server import MAX_CONNECTIONS, HttpServer
 from gateway_svc.http.status import StatusHandlers
 from gateway_svc.operators.admin import AdminServicer
 from gateway_svc.operators.operator_port import NoOperators
-from gateway_svc.operators.rollouts import Rollouts
+from gateway_svc.operators.rollouts import RolloutCalls
 from svc_common import memory
 from svc_common.calls import RpcStats
 from svc_common.serve import BindError
@@ -58,11 +57,11 @@ class HttpGateway:
         self.stats = RpcStats()
         streams = gateway.servicer.generation.streams
         status = StatusHandlers(lambda: self.is_serving, streams, lambda: b"quire_up 1\n")
-        directory, limits = gateway.directory, gateway.servicer.generation.limits
+        directory = gateway.directory
         inspector: Any = None  # no endpoint inspects
-        controls = RolloutHandlers(Rollouts(directory), AdminServicer(directory, inspector), directory, limits)
-        handlers = Handlers(gateway.servicer, directory, gateway.threads.requests, status, controls)
-        self.operator_paths = sorted(route.path for route in controls.routes())
+        admin, rollouts = AdminServicer(directory, inspector), RolloutCalls(directory)
+        handlers = Handlers(gateway.servicer, directory, gateway.threads.requests, status, admin, rollouts)
+        self.operator_paths = sorted(handlers.operator_paths)
         app = HttpApp(
             handlers.routes(),
             authenticator=authenticator,
@@ -518,6 +517,13 @@ async def test_only_operators_control_weights_and_pauses(gateway: TestGateway, t
         assert not await statuses(http, "operator") & {401, 403}
     async with HttpGateway(gateway, clients, operators=NoOperators()) as http:
         assert await statuses(http, "secret") == {403}
+
+
+@pytest.mark.parametrize("path", ["/start_weight_update", "/update_weights", "/v1/load_lora_adapter"])
+async def test_a_nested_body_of_an_operator_is_refused(gateway: TestGateway, path: str) -> None:
+    async with HttpGateway(gateway) as http:
+        status, _, answer = await http.post(path, data=b'{"a":' + b"[" * 5_000)
+    assert (status, answer["error"]["message"][:20]) == (400, "the body is not JSON")
 
 
 @pytest.mark.parametrize("prompts", [["a"], ["a", "b"]])

@@ -12,31 +12,16 @@ pool is small or the window wide, the layers stay in the first group.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
 from request_fields.sizes import blocks_of_row, largest_pool
-from worker_svc.engine.config import CacheGroup, EngineConfig
+from worker_svc.engine.config import CacheGroupInfo, EngineConfig
 from worker_svc.engine.decoder.config import ModelConfig
-from worker_svc.engine.decoder.kv_cache import KVCachePool
+from worker_svc.engine.decoder.kv_cache import KVCachePool, LayerGroups
 
 CACHED_SHARE = 8  # a group has a block for cached prefixes per so many blocks of the first group
 DEPTH = 2  # messages in flight, and steps whose chunks hold blocks
-
-
-@dataclass(frozen=True, slots=True)
-class LayerGroups:
-    """The groups of a model's layers, with their numbers of blocks."""
-
-    of_layer: tuple[int, ...]  # the group of each layer; 0: the first one
-    num_blocks: int  # of the first group
-    groups: tuple[CacheGroup, ...]  # the others
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """The blocks of each group."""
-        return (self.num_blocks, *(group.num_blocks for group in self.groups))
 
 
 def divide_pool(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, memory: int) -> LayerGroups | None:
@@ -49,7 +34,7 @@ def divide_pool(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, me
         sizes = [_bytes_of(window, windows, per_layer) for window in (None, *kinds)]
         num_blocks = config.num_blocks or min(_first_blocks(memory, sizes, needs), largest_pool(config.block_size))
         groups = tuple(
-            CacheGroup(window, need + num_blocks // CACHED_SHARE) for window, need in zip(kinds, needs, strict=True)
+            CacheGroupInfo(window, need + num_blocks // CACHED_SHARE) for window, need in zip(kinds, needs, strict=True)
         )
         wide = {group.attention_window for group in groups if group.num_blocks >= num_blocks}
         if not wide:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Protocol
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from step_protocol.columns import I64
 from worker_svc.engine.backend import Backend, KVLayout
+from worker_svc.engine.config import CacheGroupInfo
 from worker_svc.engine.decoder.block_contents import BlockContents
 from worker_svc.engine.decoder.block_payload import BlockPart
 from worker_svc.engine.kernels.memory import lazy_zeros
@@ -20,14 +21,18 @@ GIB = 1 << 30
 DEFAULT_MEMORY = GIB
 
 
-class LayerGroups(Protocol):
-    """The cache groups of a model's layers; see cache_groups.py."""
+@dataclass(frozen=True, slots=True)
+class LayerGroups:
+    """The groups of a model's layers, with their numbers of blocks."""
+
+    of_layer: tuple[int, ...]  # the group of each layer; 0: the first one
+    num_blocks: int  # of the first group
+    groups: tuple[CacheGroupInfo, ...]  # the others
 
     @property
-    def of_layer(self) -> tuple[int, ...]: ...
-
-    @property
-    def sizes(self) -> tuple[int, ...]: ...
+    def sizes(self) -> tuple[int, ...]:
+        """The blocks of each group."""
+        return (self.num_blocks, *(group.num_blocks for group in self.groups))
 
 
 class KVCachePool(BlockContents):

@@ -8,7 +8,7 @@ import numpy as np
 
 from step_protocol.columns import I32, I64, U32, Bools
 from step_protocol.messages import RowOpen
-from worker_svc.engine.config import CacheGroup
+from worker_svc.engine.config import CacheGroupInfo
 
 
 class GroupTables:
@@ -17,7 +17,7 @@ class GroupTables:
     """
 
     def __init__(
-        self, groups: Sequence[CacheGroup], num_blocks: int, max_num_seqs: int, max_blocks: int, block_size: int
+        self, groups: Sequence[CacheGroupInfo], num_blocks: int, max_num_seqs: int, max_blocks: int, block_size: int
     ) -> None:
         """`num_blocks`: of the first group."""
         ends = np.cumsum([num_blocks, *(group.num_blocks for group in groups)])

@@ -20,7 +20,7 @@ from step_protocol.columns import I32, I64, U32, Bools
 from step_protocol.messages import RowOpen, StepBatch
 from worker_svc.engine.adapters.rows import RowAdapters
 from worker_svc.engine.backend import SamplingColumns
-from worker_svc.engine.config import CacheGroup, EncoderInfo
+from worker_svc.engine.config import CacheGroupInfo, EncoderInfo
 from worker_svc.engine.pooling.pooling import PoolingTable
 from worker_svc.engine.row_part import RowPart
 from worker_svc.engine.rows.encoder_rows import EncoderTable
@@ -66,7 +66,7 @@ class OpenRows:
         adapters: RowAdapters[Any] | None = None,
         encoder: EncoderInfo | None = None,
         states: StatePool | None = None,
-        groups: Sequence[CacheGroup] = (),
+        groups: Sequence[CacheGroupInfo] = (),
         are_logprobs_raw: bool = False,
     ) -> None:
         """Without `compiled`, rows with a grammar are rejected; without `hidden_size`, rows with inputs are; without
