@@ -384,9 +384,12 @@ def _set_grammar(body: Mapping[str, Any], request: pb.GenerateRequest) -> dict[s
     by field path in GenerateRequest. Raises InvalidRequestError, also if the body asks for several grammars.
     """
     asked = [*_of_response_format(body), *_of_structured_outputs(body)]
-    names = [row.name for row in GUIDED if body.get(row.name) not in (None, False)] + [row.name for row, _ in asked]
+    guided = [(row, body[row.name]) for row in GUIDED if body.get(row.name) not in (None, False)]
+    names = [row.name for row, _ in [*guided, *asked]]
     if len(names) > 1:
         raise invalid(names[1], f"is set together with {names[0]}; set only one of them")
+    if any(value in ([], "") for _, value in [*guided, *asked]):
+        raise invalid(names[0], "is empty; give it a value, or leave it out")
     for row, value in asked:
         set_parameter(row, value, request)
     return {row.path: row.name for row, _ in asked}

@@ -382,6 +382,12 @@ def test_streaming() -> None:
     assert refusal(stream=1)[0] == "stream"
 
 
+def test_an_empty_grammar_is_not_no_grammar() -> None:
+    assert refusal(structured_outputs={"choice": []})[0] == "structured_outputs.choice"
+    assert refusal(guided_choice=[])[0] == "guided_choice"
+    assert refusal(guided_regex="")[0] == "guided_regex"
+
+
 def test_timeout() -> None:
     assert (chat().timeout_s, chat(timeout=1.5).timeout_s) == (None, 1.5)
     for wrong in (0, -1, 86401, "one", True):

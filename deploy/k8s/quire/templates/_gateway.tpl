@@ -6,6 +6,17 @@
 {{- include "quire.redisEnv" . }}
 {{- end -}}
 
+{{- define "quire.chunkIntervalMs" -}}
+{{- $milliseconds := .Values.gateway.chunkIntervalMs | int -}}
+{{- if lt $milliseconds 0 -}}
+{{- $milliseconds = 0 -}}
+{{- range include "quire.pools" . | fromJsonArray -}}
+{{- $milliseconds = ternary 20 $milliseconds (gt (int .gpuCount) 0) -}}
+{{- end -}}
+{{- end -}}
+{{ $milliseconds }}
+{{- end -}}
+
 {{/* The ConfigMap with the limits of owners; empty if there are none. */}}
 {{- define "quire.keyLimits" -}}
 {{- $own := ternary (printf "%s-gateway-key-limits" (include "quire.fullname" .)) "" (not (empty .Values.gateway.keyLimits.toml)) -}}
