@@ -53,7 +53,7 @@ def fuzz(url: str, folder: Path, *flags: str) -> None:
 
 
 def test_schemathesis(url: str, tmp_path: Path) -> None:
-    fuzz(url, tmp_path, "--phases", "coverage,fuzzing", "--max-examples", "15")
+    fuzz(url, tmp_path, "--phases", "coverage,fuzzing", "--max-examples", "8")
 
 
 @pytest.mark.deep

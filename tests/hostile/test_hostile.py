@@ -19,8 +19,8 @@ from tests.hostile.suite import Suite, all_attacks, as_stranger, good_streams, o
 from tests.hostile.target import Target
 from tests.hostile.watch import Watch
 
-SIZE = attacks.Size(frames=2_000, connections=200, open_calls=400, slow_s=1.0, bomb_bytes=4 << 20)
-COUNT = 150
+SIZE = attacks.Size(frames=1_000, connections=100, open_calls=200, slow_s=1.0, bomb_bytes=4 << 20)
+COUNT = 60
 # Without credentials, these end before the code that they are for. Other attacks alternate between both callers.
 FOR_INSIDERS = (
     attacks.http_bombs, attacks.bombs, attacks.stream_bombs, attacks.framing_lies, attacks.unread_answers,

@@ -74,7 +74,7 @@ def num_open(schedulers: tuple[SchedulerStatus, ...]) -> int:
 
 @pytest.mark.parametrize(
     "shape",
-    [pytest.param(shape, marks=pytest.mark.deep if i in (1, 3) else ()) for i, shape in enumerate(SHAPES)],
+    [pytest.param(shape, marks=pytest.mark.deep if i in (1, 3, 5, 7) else ()) for i, shape in enumerate(SHAPES)],
     ids=lambda shape: shape.name,
 )
 async def test_greedy_tokens_equal_transformers(shape: Shape, tmp_path: Path) -> None:

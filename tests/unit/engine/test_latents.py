@@ -117,21 +117,22 @@ def formula(shape, sequence):
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_a_token_does_not_depend_on_its_batch(kernel_build, shape, dtype):
     backend, other_threads = make_backend("cpu", 1, "exact"), make_backend("cpu", 2, "exact")
-    sequence, broken = Sequence(shape, LENGTH, dtype), Sequence(shape, 60, dtype, 1, float("nan"))
-    (whole,) = attend(backend, shape, [(sequence, 0, LENGTH)])
+    length = LENGTH if kernel_build == "native" or shape.num_heads < 10 else 135  # other builds are not optimized
+    sequence, broken = Sequence(shape, length, dtype), Sequence(shape, 60, dtype, 1, float("nan"))
+    (whole,) = attend(backend, shape, [(sequence, 0, length)])
     worst = (whole.double() - formula(shape, sequence)).abs().max()
     assert worst < (2e-5 if dtype is torch.float32 else 6e-2)
-    cuts = [0, 1, 7, 100, 128, 129, 256, LENGTH]
+    cuts = [cut for cut in (0, 1, 7, 100, 128, 129, 256) if cut < length] + [length]
     for first, end in pairwise(cuts):
         (found,) = attend(backend, shape, [(sequence, first, end)])
         assert torch.equal(found, whole[first:end]), (first, end)
-    last = (sequence, LENGTH - 1, LENGTH)
+    last = (sequence, length - 1, length)
     for block_size in (1, 8, 64):
         assert torch.equal(attend(backend, shape, [last], block_size)[0], whole[-1:]), block_size
-    crowd = [(broken, 0, 60), last, (broken, 59, 60), (sequence, 200, 241)]
+    crowd = [(broken, 0, 60), last, (broken, 59, 60), (sequence, 90, 131)]
     found = attend(other_threads, shape, crowd)
     assert torch.equal(found[1], whole[-1:])
-    assert torch.equal(found[3], whole[200:241])
+    assert torch.equal(found[3], whole[90:131])
 
 
 @pytest.mark.parametrize("shape", [SHAPES["odd"], SHAPES["halves"]], ids=["odd", "halves"])
