@@ -54,7 +54,7 @@ from worker_svc.engine.decoder.block_contents import BlockContents
 from worker_svc.engine.decoder.block_payload import BlockPart, MovableBlocks
 from worker_svc.kv_store.block_store import BlockStore
 from worker_svc.kv_store.disk_tier import DiskTier
-from worker_svc.kv_store.record import Origin, WantedBlock, pack_record
+from worker_svc.kv_store.record import Origin, RecordFormat, WantedBlock
 
 BLOCK_SIZE, BLOCK_BYTES, LAYERS, NUM_BLOCKS = 16, 7 << 18, 28, 64
 DIGESTS = [number.to_bytes(16, "little") for number in range(NUM_BLOCKS)]
@@ -147,15 +147,16 @@ async def transport(folder: Path) -> dict[str, float]:
     """GB/s of a plain copy, of records to and from files, and between two processes."""
     source, target = payload_blocks(is_source=True), payload_blocks(is_source=False)
     layout = layout_digest("r", "n", source.layout)
-    tier = DiskTier(folder, 1 << 40, layout)
-    store = BlockStore(target, layout, tier)
+    tier, records = DiskTier(folder, 1 << 40, layout), RecordFormat(layout, source)
+    store = BlockStore(records, [tier])
     store.start()
     wanted = [WantedBlock(digest, np.zeros(BLOCK_SIZE, np.uint32)) for digest in DIGESTS]
 
     def write() -> None:
+        record = np.empty(records.num_bytes, np.uint8)
         for block, digest in enumerate(DIGESTS):
-            tokens, payload = source.read(block, digest) or (wanted[0].tokens, np.empty(0, np.uint8))
-            tier.put(digest, pack_record(digest, layout, tokens, payload, Origin(1, 1)))
+            records.pack(digest, Origin(1, block), record)
+            tier.put(digest, record)
 
     def read() -> None:
         for block, found in enumerate(store.read_all(wanted)):

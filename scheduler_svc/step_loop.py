@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
@@ -25,6 +25,7 @@ from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.errors import SchedulerError, UnexpectedStepError, WorkerMismatchError
 from scheduler_svc.core.features.adapters import AdapterSwap
 from scheduler_svc.core.messages import CachedBlock, Deltas, MigrationReason, WorkerCapacity, split_deltas
+from scheduler_svc.core.policy import TierKind
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishReason, SequenceGroup
 from scheduler_svc.metrics import SchedulerTimes
@@ -200,9 +201,9 @@ class StepLoop:
         """Report the end of a move: this many of its leading blocks have their content."""
         self._post(partial(self._apply_move_ended, link, move_id, num_moved, took_s))
 
-    def tier_changed(self, link: WorkerLink, added: Sequence[bytes], removed: Sequence[bytes]) -> None:
-        """Report digests of blocks that a worker's tier holds now, and of others that it holds no longer."""
-        self._post(partial(self._apply_tier_changed, link, added, removed))
+    def tier_changed(self, link: WorkerLink, tiers: Mapping[bytes, TierKind | None]) -> None:
+        """Report which tier of a worker holds each of these blocks now."""
+        self._post(partial(self._apply_tier_changed, link, tiers))
 
     # -- weights, pauses ----------------------------------------------------------------------------------------------
 
@@ -489,9 +490,9 @@ class StepLoop:
         if self._workers.get(link.worker_id) is link:
             self.core.end_move(move_id, num_moved, took_s, self._now)
 
-    def _apply_tier_changed(self, link: WorkerLink, added: Sequence[bytes], removed: Sequence[bytes]) -> None:
+    def _apply_tier_changed(self, link: WorkerLink, tiers: Mapping[bytes, TierKind | None]) -> None:
         if self._workers.get(link.worker_id) is link:
-            self.core.moves.change_tier(link.worker_id, added, removed)
+            self.core.moves.change_tiers(link.worker_id, tiers)
 
     def _apply_hold(self, holder: str, mode: HoldMode, reached: asyncio.Future[list[HeldSample]]) -> None:
         self.core.barrier.hold(holder, finishes=mode is HoldMode.FINISH)

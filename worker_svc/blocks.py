@@ -17,9 +17,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -37,19 +38,12 @@ from worker_svc.engine.decoder.block_payload import MovableBlocks
 from worker_svc.executor import StepExecutor
 from worker_svc.kv_store.block_store import BlockStore, Committed
 from worker_svc.kv_store.disk_tier import DiskTier
-from worker_svc.kv_store.record import (
-    CHECKSUM_BYTES,
-    BadRecordError,
-    Found,
-    Origin,
-    WantedBlock,
-    pack_record,
-    record_bytes,
-    unpack_record,
-)
+from worker_svc.kv_store.memory_tier import MemoryTier
+from worker_svc.kv_store.record import BadRecordError, Found, Origin, RecordFormat, WantedBlock
 from worker_svc.kv_store.shared_memory import SharedMemory, find_shared_memory
+from worker_svc.kv_store.tier import Tier
 from worker_svc.lease import Lease
-from worker_svc.seals import TAG_BYTES, make_seal
+from worker_svc.seals import Seals
 from worker_svc.wire import pieces
 
 log = logging.getLogger(__name__)
@@ -74,14 +68,19 @@ OpenWorker = Callable[[str, str], grpc.aio.Channel]  # from address and worker i
 class MovementSettings:
     """As the flags of the same names."""
 
+    kv_host_memory: int | None = None  # bytes
     kv_disk: Path | None = None
     kv_disk_size: int = 0  # bytes
     kv_transfer: bool = False
     role: str = "both"
 
     @property
+    def has_tier(self) -> bool:
+        return bool(self.kv_host_memory) or self.kv_disk is not None
+
+    @property
     def is_on(self) -> bool:
-        return self.kv_disk is not None or self.kv_transfer
+        return self.has_tier or self.kv_transfer
 
 
 class FetchEndedError(Exception):
@@ -120,9 +119,8 @@ class WorkerBlocks:
         self._executor = executor
         self._settings = settings
         self._open_worker = open_worker
-        self._blocks: MovableBlocks | None = None
-        self._layout = b""
-        self._record_bytes = 1
+        self._records: RecordFormat | None = None
+        self._seals = Seals()  # written and read by the model thread
         self._memory: SharedMemory | None = None  # of the last call, for the next one
         self._senders = ThreadPoolExecutor(1, thread_name_prefix="block-sender")
         self._receivers = ThreadPoolExecutor(1, thread_name_prefix="block-receiver")
@@ -137,42 +135,44 @@ class WorkerBlocks:
         if not self._settings.is_on:
             return None
         if self.store is not None:
-            store, self.store, self._executor.on_commit = self.store, None, None
-            await asyncio.get_running_loop().run_in_executor(self._senders, store.close)
+            store, self.store, self._executor.on_step = self.store, None, None
+            await asyncio.get_running_loop().run_in_executor(self._senders, partial(store.close, is_last=False))
         blocks = self._executor.movable_blocks()
         if blocks is None or info.attention_window is not None or info.num_snapshots is not None:
             log.warning(
-                "--kv-disk, --kv-transfer and --role have no effect: blocks of this model or backend cannot move yet"
+                "--kv-host-memory, --kv-disk, --kv-transfer and --role have no effect: blocks of this model or backend "
+                "cannot move yet"
             )
             return None
         revision = info.weights_revision or info.revision
-        self._blocks, self._layout = blocks, layout_digest(revision, info.numerics, blocks.layout)
-        self._record_bytes = record_bytes(blocks.block_size, blocks.payload_bytes)
-        if self._settings.kv_disk is not None:
-            await self._open_tier(blocks)
+        self._records = RecordFormat(layout_digest(revision, info.numerics, blocks.layout), blocks)
+        if self._settings.has_tier:
+            await self._open_tiers(self._records)
         return scheduler_pb2.BlockMovement(
-            layout=self._layout,
+            layout=self._records.layout,
             block_bytes=blocks.payload_bytes,
             has_tier=self.store is not None,
             can_transfer=self._settings.kv_transfer,
             role=ROLES[self._settings.role],
         )
 
-    async def _open_tier(self, blocks: MovableBlocks) -> None:
-        folder, size = self._settings.kv_disk, self._settings.kv_disk_size
-        if folder is None:
-            return
-        tier = DiskTier(folder, size, self._layout, lambda digest, is_held: store.report(digest, is_held))
-        store = BlockStore(blocks, self._layout, tier)
+    async def _open_tiers(self, records: RecordFormat) -> None:
+        settings, tiers = self._settings, list[Tier]()
+        if settings.kv_disk is not None:
+            tiers.append(DiskTier(settings.kv_disk, settings.kv_disk_size, records.layout, lambda d: store.report(d)))
+        if settings.kv_host_memory:
+            below = tiers[0] if tiers else None
+            tiers.insert(0, MemoryTier(settings.kv_host_memory, below, lambda d: store.report(d)))
+        store = BlockStore(records, tiers)
         await asyncio.get_running_loop().run_in_executor(self._senders, store.start)
-        self.store, self._executor.on_commit = store, self._offer
-        log.info(
-            "--kv-disk %s: %d blocks of this model, %.1f GiB used", folder, len(tier.digests()), tier.num_bytes / 2**30
-        )
+        self.store, self._executor.on_step = store, self._offer
+        for tier in tiers:
+            num_blocks, used = len(tier.digests()), tier.num_bytes / 2**30
+            log.info("%s tier: %d blocks of this model, %.1f GiB used", tier.name, num_blocks, used)
 
     def close(self) -> None:
         """Stop all threads."""
-        self._executor.on_commit = None
+        self._executor.on_step = None
         self._senders.shutdown(wait=False, cancel_futures=True)
         self._receivers.shutdown(wait=False, cancel_futures=True)
         if self._memory is not None:
@@ -181,38 +181,47 @@ class WorkerBlocks:
             self.store.close()
 
     def _offer(self, batch: StepBatch, scheduler_epoch: int, tags: bytes) -> None:
-        """Called in the model thread for each step that commits blocks."""
-        if self.store is None:
+        """Called in the model thread for each step that commits blocks or opens rows."""
+        store, records = self.store, self._records
+        if store is None or records is None:
             return
-        committed = []
-        for index, (block, digest) in enumerate(zip(batch.commit_blocks.tolist(), batch.commit_digests, strict=True)):
-            seal = make_seal(scheduler_epoch, tags[index * TAG_BYTES : (index + 1) * TAG_BYTES])
-            committed.append(Committed(digest, Origin(self._executor.worker_epoch, block, seal)))
-        self.store.offer(committed)
+        epoch, block_size = self._executor.worker_epoch, records.blocks.block_size
+        self._seals.note(scheduler_epoch, batch.commit_blocks, tags)
+        if len(batch.commit_blocks):
+            seals = self._seals.of(batch.commit_blocks)
+            store.offer(Committed(epoch, batch.commit_blocks, batch.commit_digests, seals))
+        for opened in batch.opens:
+            hits = opened.block_table[: opened.num_computed_tokens // block_size]
+            used, digests = records.blocks.digests_of(hits[::-1])  # so that the tail of a prefix leaves first
+            if len(used):
+                store.offer(Committed(epoch, used, digests, self._seals.of(used)))
 
-    def _movable(self) -> MovableBlocks:
-        if self._blocks is None:
-            raise UnavailableError("this worker moves no blocks; start it with --kv-disk or --kv-transfer")
-        return self._blocks
+    def _movable(self) -> RecordFormat:
+        if self._records is None:
+            raise UnavailableError(
+                "this worker moves no blocks; start it with --kv-host-memory, --kv-disk or --kv-transfer"
+            )
+        return self._records
 
     def metrics(self) -> Iterator[Row]:
         """The current values of the metrics of tiers and transfers."""
-        if self._blocks is None:
+        if self._records is None:
             return
         transfers, store = self.counts, self.store
         if store is not None:
-            counts = store.tier.counts
-            yield "worker_kv_tier_bytes", (), store.tier.num_bytes
-            yield "worker_kv_tier_writable", (), float(store.tier.is_writer)
             yield "worker_kv_tier_queued_blocks", (), store.num_queued
-            yield "worker_kv_tier_reads_total", ("hit",), counts.num_hits
-            yield "worker_kv_tier_reads_total", ("miss",), counts.num_misses
-            yield "worker_kv_tier_reads_total", ("corrupt",), counts.num_corrupt
-            yield "worker_kv_tier_read_seconds_total", (), counts.read_s
-            yield "worker_kv_tier_read_bytes_total", (), counts.bytes_read
-            yield "worker_kv_tier_written_bytes_total", (), counts.bytes_written
-            yield "worker_kv_tier_dropped_blocks_total", (), counts.num_dropped
-            yield "worker_kv_tier_errors_total", (), counts.num_errors
+            for tier in store.tiers:
+                counts, name = tier.counts, tier.name
+                yield "worker_kv_tier_bytes", (name,), tier.num_bytes
+                yield "worker_kv_tier_writable", (name,), float(tier.is_writer)
+                yield "worker_kv_tier_reads_total", (name, "hit"), counts.num_hits
+                yield "worker_kv_tier_reads_total", (name, "miss"), counts.num_misses
+                yield "worker_kv_tier_reads_total", (name, "corrupt"), counts.num_corrupt
+                yield "worker_kv_tier_read_seconds_total", (name,), counts.read_s
+                yield "worker_kv_tier_read_bytes_total", (name,), counts.bytes_read
+                yield "worker_kv_tier_written_bytes_total", (name,), counts.bytes_written
+                yield "worker_kv_tier_dropped_blocks_total", (name,), counts.num_dropped
+                yield "worker_kv_tier_errors_total", (name,), counts.num_errors
         yield "worker_kv_transfer_bytes_total", ("in",), transfers.bytes_in
         yield "worker_kv_transfer_bytes_total", ("out",), transfers.bytes_out
         yield "worker_kv_transfer_refused_blocks_total", (), transfers.num_refused
@@ -221,11 +230,11 @@ class WorkerBlocks:
 
     async def fetch(self, request: worker_pb2.FetchBlocksRequest) -> worker_pb2.FetchBlocksResponse:
         """Fill blocks of the pool. Whatever fails, the blocks before it count."""
-        blocks, lease = self._movable(), self._executor.check_fence(request.fence)
-        order, message = self._order(request, blocks), ""
+        records, lease = self._movable(), self._executor.check_fence(request.fence)
+        order, message = self._order(request, records.blocks), ""
         try:
             async with asyncio.timeout(FETCH_TIMEOUT_S):
-                await self._fetch(order, lease, blocks)
+                await self._fetch(order, lease, records)
         except FetchEndedError as error:
             message = str(error)
         except TimeoutError:
@@ -259,11 +268,12 @@ class WorkerBlocks:
         source = request.source if request.HasField("source") else None
         return Order(ids.tolist(), wanted, request.after_step_id, source)
 
-    async def _fetch(self, order: Order, lease: Lease, blocks: MovableBlocks) -> None:
-        found = self._from_tier(order) if order.source is None else self._from_worker(order, order.source, blocks)
+    async def _fetch(self, order: Order, lease: Lease, records: RecordFormat) -> None:
+        source = order.source
+        found = self._from_tier(order, records) if source is None else self._from_worker(order, source, records)
         async with contextlib.aclosing(found):
             async for batch in found:  # each is written before the next one is read
-                await self._write(order, batch, lease, blocks)
+                await self._write(order, batch, lease, records.blocks)
 
     async def _write(self, order: Order, batch: list[Found], lease: Lease, blocks: MovableBlocks) -> None:
         """Write blocks that follow those that are written to the pool."""
@@ -277,11 +287,11 @@ class WorkerBlocks:
         await self._executor.write_blocks(lease, order.after_step_id, write)
         order.written += batch
 
-    async def _from_tier(self, order: Order) -> AsyncGenerator[list[Found], None]:
+    async def _from_tier(self, order: Order, records: RecordFormat) -> AsyncGenerator[list[Found], None]:
         if self.store is None:
             raise FetchEndedError("this worker has no tier")
         loop, store = asyncio.get_running_loop(), self.store
-        at_once = max(1, READ_BYTES // self._record_bytes)
+        at_once = max(1, READ_BYTES // records.num_bytes)
         parts = [order.wanted[start : start + at_once] for start in range(0, len(order.wanted), at_once)]
         reads = [loop.run_in_executor(store.readers, store.read_all, part) for part in parts]
         try:
@@ -295,9 +305,9 @@ class WorkerBlocks:
                 read.cancel()
 
     async def _from_worker(
-        self, order: Order, source: worker_pb2.BlockSource, blocks: MovableBlocks
+        self, order: Order, source: worker_pb2.BlockSource, records: RecordFormat
     ) -> AsyncGenerator[list[Found], None]:
-        at_once, num_found = max(1, CALL_BYTES // self._record_bytes), 0
+        at_once, num_found = max(1, CALL_BYTES // records.num_bytes), 0
         try:
             async with self._open_worker(source.address, source.worker_id) as channel:
                 stub = worker_pb2_grpc.WorkerServiceStub(channel)
@@ -305,11 +315,11 @@ class WorkerBlocks:
                     part = order.wanted[start : start + at_once]
                     request = worker_pb2.ReadBlocksRequest(
                         worker_epoch=source.worker_epoch,
-                        layout=self._layout,
+                        layout=records.layout,
                         block_ids=source.block_ids[4 * start : 4 * (start + len(part))],
                         hashes=b"".join(wanted.digest for wanted in part),
                     )
-                    async with contextlib.aclosing(self._read_part(stub, request, part, blocks)) as batches:
+                    async with contextlib.aclosing(self._read_part(stub, request, part, records)) as batches:
                         async for found in batches:
                             yield found
                             num_found += len(found)
@@ -323,22 +333,22 @@ class WorkerBlocks:
         stub: worker_pb2_grpc.WorkerServiceAsyncStub,
         request: worker_pb2.ReadBlocksRequest,
         part: Sequence[WantedBlock],
-        blocks: MovableBlocks,
+        records: RecordFormat,
     ) -> AsyncGenerator[list[Found], None]:
         """The blocks of one call: from memory that a source on this host shares, else from its messages."""
-        loop, rest, start, size = asyncio.get_running_loop(), bytearray(), 0, self._record_bytes
+        loop, rest, start, size = asyncio.get_running_loop(), bytearray(), 0, records.num_bytes
         with self._shared_with(request, len(part) * size) as memory:
             async for message in stub.ReadBlocks(request, timeout=FETCH_TIMEOUT_S):
                 rest += message.data
-                records: memoryview | bytearray = rest
+                data: memoryview | bytearray = rest
                 if message.num_shared and memory is not None:
-                    records = memory[start * size : (start + message.num_shared) * size]
-                if len(records) < size:
+                    data = memory[start * size : (start + message.num_shared) * size]
+                if len(data) < size:
                     continue
-                wanted = part[start : start + len(records) // size]
+                wanted = part[start : start + len(data) // size]
                 if not wanted:
                     raise FetchEndedError("the source sent more blocks than were wanted")
-                unpacked, error = await loop.run_in_executor(self._receivers, self._unpack_all, records, wanted, blocks)
+                unpacked, error = await loop.run_in_executor(self._receivers, self._unpack_all, records, data, wanted)
                 yield unpacked
                 if error is not None:
                     raise error
@@ -368,20 +378,20 @@ class WorkerBlocks:
             memory.close()
 
     def _unpack_all(
-        self, records: bytearray | memoryview, wanted: Sequence[WantedBlock], blocks: MovableBlocks
+        self, records: RecordFormat, data: bytearray | memoryview, wanted: Sequence[WantedBlock]
     ) -> tuple[list[Found], FetchEndedError | None]:
         """The blocks of some records, up to one that is not the wanted block."""
-        found, size = list[Found](), self._record_bytes
-        for start, one in zip(range(0, len(records), size), wanted, strict=False):
+        found, size = list[Found](), records.num_bytes
+        for start, one in zip(range(0, len(data), size), wanted, strict=False):
             try:
-                found.append(self._unpack(memoryview(records)[start : start + size], one, blocks))
+                found.append(self._unpack(records, memoryview(data)[start : start + size], one))
             except FetchEndedError as error:
                 return found, error
         return found, None
 
-    def _unpack(self, record: memoryview, wanted: WantedBlock, blocks: MovableBlocks) -> Found:
+    def _unpack(self, records: RecordFormat, record: memoryview, wanted: WantedBlock) -> Found:
         try:
-            found = unpack_record(record, wanted, self._layout, blocks.payload_bytes)
+            found = records.unpack(record, wanted)
         except BadRecordError as error:
             self.counts.num_refused += 1
             raise FetchEndedError(f"a block from another worker is not used: {error}") from None
@@ -393,81 +403,54 @@ class WorkerBlocks:
 
     async def read(self, request: worker_pb2.ReadBlocksRequest) -> AsyncIterator[worker_pb2.ReadBlocksResponse]:
         """The records of committed blocks, for another worker."""
-        blocks = self._movable()
+        records = self._movable()
         if not self._settings.kv_transfer:
             raise UnavailableError("this worker serves no blocks; start it with --kv-transfer")
         if request.worker_epoch != self._executor.worker_epoch:
             raise StaleEpochError("worker_epoch is not that of this process", field="worker_epoch")
-        if request.layout != self._layout:
+        if request.layout != records.layout:
             raise StaleEpochError("layout is not that of this worker's blocks", field="layout")
         ids, digests = _block_ids(request), split(request.hashes)
         if len(digests) != len(ids):
             raise InvalidRequestError(f"{len(ids)} block_ids with {len(digests)} hashes", field="hashes")
         wanted, named = list(zip(ids.tolist(), digests, strict=True)), request.memory
-        size = len(wanted) * self._record_bytes
+        size = len(wanted) * records.num_bytes
         memory = find_shared_memory(named.pid, named.descriptor, named.name, size) if named.pid and size else None
         self.num_reads += 1
         try:
-            async for response in self._send(blocks, wanted, memory):
+            async for response in self._send(records, wanted, memory):
                 yield response
         finally:
             self.num_reads -= 1
 
     async def _send(
-        self, blocks: MovableBlocks, wanted: Sequence[tuple[int, bytes]], memory: memoryview | None
+        self, records: RecordFormat, wanted: Sequence[tuple[int, bytes]], memory: memoryview | None
     ) -> AsyncIterator[worker_pb2.ReadBlocksResponse]:
-        loop, at_once = asyncio.get_running_loop(), max(1, MESSAGE_BYTES // self._record_bytes)
-        parts = [wanted[start : start + at_once] for start in range(0, len(wanted), at_once)]
-        for number, part in enumerate(parts):
+        loop, size = asyncio.get_running_loop(), records.num_bytes
+        at_once = max(1, MESSAGE_BYTES // size)
+        for start in range(0, len(wanted), at_once):
+            part = wanted[start : start + at_once]
+            place = bytearray(len(part) * size) if memory is None else memory[start * size :]
+            count = await loop.run_in_executor(self._senders, self._pack_all, records, part, place)
+            self.counts.blocks_out += count
+            self.counts.bytes_out += count * size
             if memory is not None:
-                place = memory[number * at_once * self._record_bytes :]
-                count = await loop.run_in_executor(self._senders, self._share, blocks, part, place)
-                self.counts.blocks_out += count
-                self.counts.bytes_out += count * self._record_bytes
                 yield worker_pb2.ReadBlocksResponse(num_shared=count)
-                if count < len(part):
-                    return
-                continue
-            records = await loop.run_in_executor(self._senders, self._records_of, blocks, part)
-            self.counts.blocks_out += len(records)
-            self.counts.bytes_out += len(records) * self._record_bytes
-            for data in pieces(records[0] if len(records) == 1 else b"".join(records), MESSAGE_BYTES):
-                yield worker_pb2.ReadBlocksResponse(data=data)
-            if len(records) < len(part):
+            else:
+                for data in pieces(bytes(place[: count * size]), MESSAGE_BYTES):
+                    yield worker_pb2.ReadBlocksResponse(data=data)
+            if count < len(part):
                 return
 
-    def _records_of(self, blocks: MovableBlocks, wanted: Sequence[tuple[int, bytes]]) -> list[bytes]:
-        """The records of these blocks, up to one that is not there."""
-        records = []
-        for block, digest in wanted:
-            record = self._record_of(blocks, block, digest)
-            if record is None:
-                break
-            records.append(record)
-        return records
-
-    def _share(self, blocks: MovableBlocks, wanted: Sequence[tuple[int, bytes]], memory: memoryview) -> int:
-        """Write the records of these blocks to shared memory. Returns how many, up to one that is not there."""
-        size, count = self._record_bytes, 0
-        for block, digest in wanted:
-            place = memory[count * size : (count + 1) * size] if block < blocks.num_blocks else memory[:0]
-            start = size - CHECKSUM_BYTES - blocks.payload_bytes
-            found = blocks.read(block, digest, np.frombuffer(place[start:-CHECKSUM_BYTES], np.uint8)) if place else None
-            if found is None:
-                break
-            head, tokens, _, checksum = pack_record(
-                digest, self._layout, *found, Origin(self._executor.worker_epoch, block)
-            )
-            place[:start], place[-CHECKSUM_BYTES:] = b"".join((head, tokens)), checksum
-            count += 1
-        return count
-
-    def _record_of(self, blocks: MovableBlocks, block: int, digest: bytes) -> bytes | None:
-        found = blocks.read(block, digest) if block < blocks.num_blocks else None
-        if found is None:
-            return None
-        origin = Origin(self._executor.worker_epoch, block)
-        return b"".join(pack_record(digest, self._layout, *found, origin))
+    def _pack_all(
+        self, records: RecordFormat, wanted: Sequence[tuple[int, bytes]], into: bytearray | memoryview
+    ) -> int:
+        """Write the records of these blocks, one after the other. Returns how many, up to one that is not there."""
+        places = np.frombuffer(into, np.uint8)[: len(wanted) * records.num_bytes].reshape(len(wanted), -1)
+        for count, ((block, digest), place) in enumerate(zip(wanted, places, strict=True)):
+            if not records.pack(digest, Origin(self._executor.worker_epoch, block), place):
+                return count
+        return len(wanted)
 
     # -- announcing ---------------------------------------------------------------------------------------------------
 
@@ -475,33 +458,35 @@ class WorkerBlocks:
         """What the tier holds, then each change."""
         lease, store = self._executor.check_fence(request.fence), self.store
         if store is None:
-            raise UnavailableError("this worker has no tier; start it with --kv-disk")
-        loop, has_changed, changes = asyncio.get_running_loop(), asyncio.Event(), dict[bytes, bool]()
+            raise UnavailableError("this worker has no tier; start it with --kv-host-memory or --kv-disk")
+        loop, has_changed, changes = asyncio.get_running_loop(), asyncio.Event(), dict[bytes, str | None]()
         end: list[QuireError] = []
 
-        def change(digest: bytes, is_held: bool) -> None:
-            changes[digest] = is_held
+        def change(digest: bytes, tier: str | None) -> None:
+            changes[digest] = tier
             has_changed.set()
 
         def end_watch(error: QuireError) -> None:
             end.append(error)
             has_changed.set()
 
-        def on_change(digest: bytes, is_held: bool) -> None:
+        def on_change(digest: bytes, tier: str | None) -> None:
             with contextlib.suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(change, digest, is_held)
+                loop.call_soon_threadsafe(change, digest, tier)
 
         held = store.watch(on_change)
         unwatch = lease.watch(end_watch)
         try:
-            for start in range(0, len(held) or 1, MAX_LISTED):
-                part, is_last = held[start : start + MAX_LISTED], start + MAX_LISTED >= len(held)
-                yield worker_pb2.WatchTierResponse(added=b"".join(part), is_listed=is_last)
+            for message in _tiers_to_proto(held):
+                yield message
+            yield worker_pb2.WatchTierResponse(is_listed=True)
             while not end:
                 await has_changed.wait()
                 await asyncio.sleep(WATCH_PAUSE_S)
                 has_changed.clear()
-                for message in _changes_to_proto(changes):
+                news = changes.copy()
+                changes.clear()
+                for message in _tiers_to_proto(news):
                     yield message
             raise end[0]
         finally:
@@ -509,17 +494,15 @@ class WorkerBlocks:
             unwatch()
 
 
-def _changes_to_proto(changes: dict[bytes, bool]) -> list[worker_pb2.WatchTierResponse]:
-    """Takes all changes."""
-    found = list(changes.items())
-    changes.clear()
-    return [
-        worker_pb2.WatchTierResponse(
-            added=b"".join(digest for digest, is_held in part if is_held),
-            removed=b"".join(digest for digest, is_held in part if not is_held),
-        )
-        for part in (found[start : start + MAX_LISTED] for start in range(0, len(found), MAX_LISTED))
-    ]
+def _tiers_to_proto(tiers: Mapping[bytes, str | None]) -> Iterator[worker_pb2.WatchTierResponse]:
+    """The tier of each of these digests."""
+    found = list(tiers.items())
+    for start in range(0, len(found), MAX_LISTED):
+        columns: dict[str | None, bytearray] = {tier: bytearray() for tier in (MemoryTier.name, DiskTier.name, None)}
+        for digest, tier in found[start : start + MAX_LISTED]:
+            columns[tier] += digest
+        in_memory, on_disk, removed = map(bytes, columns.values())
+        yield worker_pb2.WatchTierResponse(added=on_disk, removed=removed, added_to_memory=in_memory)
 
 
 def _block_ids(request: worker_pb2.ReadBlocksRequest) -> U32:

@@ -80,7 +80,7 @@ from worker_svc.wire import blocks_to_proto, commit_tags, step_batch_from_proto
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 Outcome = worker_pb2.StepOutput | Exception
-OnCommit = Callable[[StepBatch, int, bytes], None]  # a step that commits blocks, scheduler_epoch, tags of the blocks
+OnStep = Callable[[StepBatch, int, bytes], None]  # a step that ran, scheduler_epoch, tags of the blocks that it commits
 
 IDLE_S = 0.5  # without a step; then the runner's other work begins
 EXIT_CORRUPT = 70  # EX_SOFTWARE: the pool may be corrupt
@@ -127,7 +127,7 @@ class StepExecutor:
         self.num_orders = 0  # leases and steps so far
         self.num_leases = 0
         self.meter = StepMeter()
-        self.on_commit: OnCommit | None = None  # called in the model thread
+        self.on_step: OnStep | None = None  # called in the model thread
         self._row_log = RowLog()
         self._row_traces = row_traces
         self._seals = Seals()
@@ -304,8 +304,8 @@ class StepExecutor:
             self._check_turn(lease, step.batch)
             output = self._measured(step, lambda: runner.execute(step.batch))
             self._record_run(runner, lease)
-            if self.on_commit is not None and len(step.batch.commit_blocks):
-                self.on_commit(step.batch, lease.epoch, step.commit_tags)
+            if self.on_step is not None:
+                self.on_step(step.batch, lease.epoch, step.commit_tags)
         except Exception as error:
             return error
         return self._to_response(output, step)

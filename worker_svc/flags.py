@@ -131,6 +131,10 @@ FLAGS = (
         Flag("--max-num-batched-tokens", _AT_LEAST_1, f"tokens per step; {_unset('max_num_batched_tokens')}"),
     )),
     FlagGroup("KV blocks outside the pool", (
+        Flag("--kv-host-memory", size_bytes,
+            "memory for copies of cached blocks: a prefix that the pool has evicted is read instead of computed. With "
+            "--kv-disk, what it evicts goes there; unset: no tier in memory",
+        ),
         Flag("--kv-disk", path,
             "folder for copies of cached blocks: a prefix that the pool has evicted, or that a restart has emptied, is "
             "read instead of computed. One worker per folder; unset: no disk tier", metavar="DIR",
@@ -287,7 +291,9 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         "model_name": args.model_name or args.model.resolve().name,
         "adapters": tuple(args.adapter or ()),
         "max_adapters": args.max_adapters if args.adapter or args.adapter_dir else 0,
-        "has_groups": not (args.speculate or args.kv_disk or args.kv_transfer),  # these need all blocks of a row
+        "has_groups": not (
+            args.speculate or args.kv_host_memory or args.kv_disk or args.kv_transfer
+        ),  # these need all blocks of a row
     } | {name: getattr(args, name) or size for name, size in sizes.items()}
     names = {field.name for field in fields(EngineConfig)} - own.keys()  # these flags have the names of settings
     return EngineConfig(**own, **{name: getattr(args, name) for name in names})

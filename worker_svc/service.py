@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import logging
 import os
 import secrets
@@ -77,7 +78,8 @@ class WorkerProcess:
         row_traces = None if self._tracer is None else RowTraces(self._tracer, args.worker_id)
         self._executor = StepExecutor(worker_epoch=secrets.randbits(64), row_traces=row_traces)
         self._adapters = WorkerAdapters(lambda: self._executor.adapters, self._lifecycle, args.adapter_dir)
-        movement = MovementSettings(args.kv_disk, args.kv_disk_size, args.kv_transfer, args.role)
+        names = [field.name for field in dataclasses.fields(MovementSettings)]
+        movement = MovementSettings(**{name: getattr(args, name) for name in names})
         self._blocks = WorkerBlocks(self._executor, movement, trust.open_worker)
         self._weights = WorkerWeights(self._executor, self._lifecycle, args.weights_dir, self._announce)
         self._servicer = WorkerServicer(

@@ -1,4 +1,4 @@
-"""Moves of cached blocks into a worker's pool: from its own tier, or from the pool of another worker.
+"""Moves of cached blocks into a worker's pool: from its own tiers, or from the pool of another worker.
 
 A move fills blocks of the target with the blocks that continue what it has cached of a sequence. When it has ended,
 they are cached prefixes like any others, and the sequence hits them when it is admitted. So a move is a matter of the
@@ -24,15 +24,17 @@ Waiting
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from itertools import groupby
 
 import numpy as np
 
 from scheduler_svc.core.block_manager import NO_BLOCKS
 from scheduler_svc.core.messages import Counts
-from scheduler_svc.core.policy import MoveSpeed, Throughput, moved_tokens_gain
+from scheduler_svc.core.policy import MoveSpeed, Throughput, TierKind, moved_tokens_gain
 from scheduler_svc.core.sequence import QueueEntry, Refusal, Sequence
 from scheduler_svc.core.worker_state import WorkerState
 from step_protocol.columns import I64, U32
@@ -61,7 +63,7 @@ class BlockMove:
     block_ids: I64  # [N]
     digests: list[bytes]  # [N]
     token_blocks: U32  # [N, block_size]
-    source: BlockSource | None  # None: the worker's own tier
+    source: BlockSource | None  # None: the worker's own tiers
     is_ended: bool = False
     give_up_at: float = 0.0  # no sequence waits longer
 
@@ -75,17 +77,27 @@ class _Open:
     prefix: I64  # blocks of the target that the moved ones continue
     source: WorkerState | None
     pinned: I64  # blocks of the source
-    speed: MoveSpeed
+    speeds: list[MoveSpeed]  # of the place of each block
 
 
 @dataclass(slots=True)
 class _Mover:
     """What the scheduler knows of a worker whose blocks move."""
 
-    tier_speed: MoveSpeed
+    tier_speeds: dict[TierKind, MoveSpeed]
     transfer_speed: MoveSpeed
-    tier: set[bytes] = field(default_factory=set)  # digests of the blocks in its tier
+    tiers: dict[bytes, TierKind] = field(default_factory=dict)  # the fastest tier of each block
     arriving: dict[bytes, BlockMove] = field(default_factory=dict)
+
+    def reads(self, digests: Seq[bytes]) -> Iterator[tuple[int, float]]:
+        """How many of these blocks its tiers hold, up to each change of tier, and the time to read them."""
+        counts = dict.fromkeys(TierKind, 0)
+        for kind, run in groupby(map(self.tiers.get, digests)):
+            if kind is None:
+                return
+            counts[kind] += len(list(run))
+            times = (self.tier_speeds[kind].seconds(count) for kind, count in counts.items() if count)
+            yield sum(counts.values()), sum(times)
 
 
 class BlockMoves:
@@ -115,8 +127,11 @@ class BlockMoves:
         """A worker joins."""
         movement = worker.capacity.movement
         if movement is not None:
-            speeds = MoveSpeed(movement.block_bytes), MoveSpeed(movement.block_bytes)
-            self._movers[worker.capacity.worker_id] = _Mover(*speeds)
+            size = movement.block_bytes
+            tiers = {
+                TierKind.MEMORY: MoveSpeed(size, MoveSpeed.GUESS_MEMORY_BYTES_PER_S), TierKind.DISK: MoveSpeed(size)
+            }  # fmt: skip
+            self._movers[worker.capacity.worker_id] = _Mover(tiers, MoveSpeed(size))
 
     def forget(self, worker: WorkerState) -> None:
         """A worker has left, with the moves into it."""
@@ -125,16 +140,20 @@ class BlockMoves:
             self.end_move(move_id, 0)
         self._new = [move for move in self._new if not move.is_ended]
 
-    def change_tier(self, worker_id: str, added: Iterable[bytes], removed: Iterable[bytes]) -> None:
-        """The tier of a worker holds other blocks."""
+    def change_tiers(self, worker_id: str, tiers: Mapping[bytes, TierKind | None]) -> None:
+        """The fastest tier of a worker that holds each of these blocks has changed."""
         mover = self._movers.get(worker_id)
-        if mover is not None:
-            mover.tier.update(added)
-            mover.tier.difference_update(removed)
+        if mover is None:
+            return
+        for digest, kind in tiers.items():
+            if kind is None:
+                mover.tiers.pop(digest, None)
+            else:
+                mover.tiers[digest] = kind
 
-    def num_in_tier(self, worker_id: str) -> int:
-        """Number of blocks in the tier of a worker."""
-        return len(self._movers[worker_id].tier) if worker_id in self._movers else 0
+    def num_in_tiers(self, worker_id: str) -> int:
+        """Number of blocks in the tiers of a worker."""
+        return len(self._movers[worker_id].tiers) if worker_id in self._movers else 0
 
     def is_source(self, worker_id: str) -> bool:
         """Whether blocks of this worker are being read."""
@@ -157,23 +176,22 @@ class BlockMoves:
     def _best(
         self, worker: WorkerState, seq: Sequence, workers: Iterable[WorkerState]
     ) -> tuple[int, int, int, WorkerState | None] | None:
-        """The best move for a waiting sequence: gain in tokens, first block, number of blocks, source (None: tier)."""
+        """The best move for a waiting sequence: gain in tokens, first block, number of blocks, source (None: tiers)."""
         mover = self._movers.get(worker.capacity.worker_id)
         if mover is None:
             return None
         bs, digests = worker.capacity.block_size, seq.digests
         end = min(seq.max_cached_tokens // bs, len(digests))
         first = worker.pool.match_len(digests, end)
+        reads: list[tuple[int, float, WorkerState | None]] = []
+        if mover.tiers:
+            reads += [(count, seconds, None) for count, seconds in mover.reads(digests[first:end])]
+        source, last = self._holder(worker, digests, end, workers)
+        if last > first:
+            reads.append((last - first, mover.transfer_speed.seconds(last - first), source))
         options: list[tuple[int, int, int, WorkerState | None]] = []
-        in_tier = first
-        while in_tier < end and digests[in_tier] in mover.tier:
-            in_tier += 1
-        for source, last in ((None, in_tier), self._holder(worker, digests, end, workers)):
-            speed = mover.tier_speed if source is None else mover.transfer_speed
-            count = last - first
-            if count < 1:
-                continue
-            gain = moved_tokens_gain(count * bs, speed.seconds(count), self._throughput.prefill.early_per_s)
+        for count, seconds, source in reads:
+            gain = moved_tokens_gain(count * bs, seconds, self._throughput.prefill.early_per_s)
             if gain > 0:
                 options.append((gain, first, count, source))
         return max(options, key=lambda option: option[0], default=None)
@@ -208,8 +226,8 @@ class BlockMoves:
             return now < coming.give_up_at
         found = self._best(worker, seq, self._workers.values())
         if found is None:
-            mover.tier_speed.add_unmoved()
-            mover.transfer_speed.add_unmoved()
+            for speed in (*mover.tier_speeds.values(), mover.transfer_speed):
+                speed.add_unmoved()
             return False
         if isinstance(worker.try_admit(entry, self._watermark, self._throughput.mean_output), Refusal):
             return False
@@ -308,8 +326,10 @@ class BlockMoves:
             source=None if source is None else _source_of(source, pinned[first:]),
             give_up_at=now + max(MIN_PATIENCE_S, PATIENCE * count * bs / pace),
         )
-        speed = mover.tier_speed if source is None else mover.transfer_speed
-        self._open[move.move_id] = _Open(move, target, prefix, source, pinned, speed)
+        speeds = [mover.transfer_speed] * count
+        if source is None:
+            speeds = [mover.tier_speeds[mover.tiers[digest]] for digest in move.digests]
+        self._open[move.move_id] = _Open(move, target, prefix, source, pinned, speeds)
         mover.arriving.update(dict.fromkeys(move.digests, move))
         self._new.append(move)
         return move
@@ -347,7 +367,7 @@ class BlockMoves:
             if mover.arriving.get(digest) is move:
                 del mover.arriving[digest]
         if move.source is None and num_moved < len(move.digests):
-            mover.tier.discard(move.digests[num_moved])  # it is not there, or damaged
+            mover.tiers.pop(move.digests[num_moved], None)  # it is not there, or damaged
         pool.cache(move.block_ids[:num_moved], move.digests[:num_moved], move.token_blocks[:num_moved])
         pool.free(np.concatenate((one.prefix, move.block_ids))[::-1])
         one.target.room_version += 1
@@ -361,7 +381,10 @@ class BlockMoves:
             counts.tier_hit_tokens += num_tokens
         else:
             counts.transferred_tokens += num_tokens
-        one.speed.add(num_moved, took_s)
+        speeds = Counter(one.speeds[:num_moved])
+        expected_s = sum(speed.seconds(count) for speed, count in speeds.items())
+        for speed, count in speeds.items():
+            speed.add(count, took_s * speed.seconds(count) / expected_s)
         if capacity.movement is not None:
             counts.moved_bytes += num_moved * capacity.movement.block_bytes
         pace = self._throughput.prefill.early_per_s

@@ -7,6 +7,7 @@ grown; on which worker it should run; when it is its turn; which requests are re
 from __future__ import annotations
 
 import math
+from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -366,6 +367,13 @@ class Throughput:
         self._waited_since = now if is_served else None
 
 
+class TierKind(Enum):
+    """Where a worker keeps blocks outside its pool."""
+
+    MEMORY = "memory"
+    DISK = "disk"
+
+
 class MoveSpeed:
     """How fast blocks come from one place to one worker: a time per move and a time per block, as measured.
 
@@ -377,11 +385,12 @@ class MoveSpeed:
     GUESS_MOVE_S = 0.005  # two messages and the start of a read
     GUESS_BLOCK_S = 0.0002  # besides its bytes
     GUESS_BYTES_PER_S = 500e6
+    GUESS_MEMORY_BYTES_PER_S = 4e9
     WEIGHT = 0.3  # of the newest move
     RETURN = 0.002  # of the distance to the guess
 
-    def __init__(self, block_bytes: int) -> None:
-        self._guess = self.GUESS_MOVE_S, self.GUESS_BLOCK_S + block_bytes / self.GUESS_BYTES_PER_S
+    def __init__(self, block_bytes: int, bytes_per_s: float = GUESS_BYTES_PER_S) -> None:
+        self._guess = self.GUESS_MOVE_S, self.GUESS_BLOCK_S + block_bytes / bytes_per_s
         self.move_s, self.block_s = self._guess
 
     def seconds(self, num_blocks: int) -> float:

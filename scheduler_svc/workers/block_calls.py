@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 import grpc
 from quire.internal.v1 import worker_pb2, worker_pb2_grpc
 
 from scheduler_svc.core.block_moves import BlockMove
+from scheduler_svc.core.policy import TierKind
 from scheduler_svc.workers.seals import BlockKeys
 from scheduler_svc.workers.wire import DIGEST_BYTES, fetch_to_proto, num_fetched
 from step_protocol.columns import WireError
@@ -23,11 +24,11 @@ LIST_TIMEOUT_S = 60.0
 
 TierCall = grpc.aio.UnaryStreamCall[worker_pb2.WatchTierRequest, worker_pb2.WatchTierResponse]
 OnMoved = Callable[[int, int, float], None]  # move id, leading blocks that arrived, seconds
-OnTier = Callable[[Sequence[bytes], Sequence[bytes]], None]  # digests added and removed
+OnTier = Callable[[Mapping[bytes, TierKind | None]], None]  # which tier holds each of these blocks now
 
 
 class BlockCalls:
-    """Moves blocks under one lease. `on_moved` reports the end of each move, `on_tier` the content of the tier.
+    """Moves blocks under one lease. `on_moved` reports the end of each move, `on_tier` the content of the tiers.
 
     A fetch has no deadline here, because its blocks must not be used again before the worker has answered: the worker
     limits it. If the answer cannot arrive, `on_broken` must end the lease; later writes of the worker are refused then.
@@ -46,9 +47,9 @@ class BlockCalls:
         self._keys = keys
         self._tasks: set[asyncio.Task[None]] = set()
         self._tier: TierCall | None = None
-        self._listed: list[bytes] = []
+        self._listed: dict[bytes, TierKind | None] = {}
         self.on_moved: OnMoved = lambda move_id, num_moved, took_s: None
-        self.on_tier: OnTier = lambda added, removed: None
+        self.on_tier: OnTier = lambda tiers: None
         self.on_broken: Callable[[str], None] = lambda reason: None
 
     def fetch(self, move: BlockMove, source_address: str) -> None:
@@ -60,14 +61,14 @@ class BlockCalls:
         self._tier = self._stub.WatchTier(worker_pb2.WatchTierRequest(fence=self._fence))
         async with asyncio.timeout(LIST_TIMEOUT_S):
             while isinstance(message := await self._tier.read(), worker_pb2.WatchTierResponse):
-                self._listed += _split(message.added)
+                self._listed |= _tiers(message)
                 if message.is_listed:
                     return
 
     def follow_tier(self) -> None:
         """Report the content of the tier, and each change."""
-        self.on_tier(self._listed, ())
-        self._listed = []
+        self.on_tier(self._listed)
+        self._listed = {}
         self._start(self._follow())
 
     def close(self) -> None:
@@ -110,10 +111,15 @@ class BlockCalls:
             return
         try:
             while isinstance(message := await self._tier.read(), worker_pb2.WatchTierResponse):
-                self.on_tier(_split(message.added), _split(message.removed))
+                self.on_tier(_tiers(message))
         except grpc.aio.AioRpcError as error:
             log.info("worker %s: changes of its tier end: %s", self._worker_id, error.details())
 
 
-def _split(digests: bytes) -> list[bytes]:
-    return [digests[start : start + DIGEST_BYTES] for start in range(0, len(digests), DIGEST_BYTES)]
+def _tiers(message: worker_pb2.WatchTierResponse) -> dict[bytes, TierKind | None]:
+    columns = (message.added, TierKind.DISK), (message.added_to_memory, TierKind.MEMORY), (message.removed, None)
+    return {
+        digests[start : start + DIGEST_BYTES]: kind
+        for digests, kind in columns
+        for start in range(0, len(digests), DIGEST_BYTES)
+    }

@@ -25,6 +25,7 @@ from worker_svc.bundle import Bundle
 from worker_svc.engine.config import EngineConfig
 from worker_svc.executor import StepExecutor
 from worker_svc.kv_store import record
+from worker_svc.kv_store.record import Origin, RecordFormat
 from worker_svc.kv_store.shared_memory import SharedMemory, find_shared_memory
 from worker_svc.lifecycle import Lifecycle
 from worker_svc.servicer import WorkerServicer
@@ -155,7 +156,7 @@ async def test_records_that_are_larger_than_a_message_arrive_in_pieces(
     pair: tuple[Served, Served], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, target = pair
-    monkeypatch.setattr(worker_blocks, "MESSAGE_BYTES", source.blocks._record_bytes - 1)
+    monkeypatch.setattr(worker_blocks, "MESSAGE_BYTES", source.blocks._records.num_bytes - 1)
     response = await target.stub.FetchBlocks(order(target, source))
     assert (response.num_fetched, response.message) == (NUM_MOVED, "")
     assert num_equal(target, source) == NUM_MOVED
@@ -174,7 +175,7 @@ async def test_an_earlier_process_or_another_layout_serves_nothing(pair: tuple[S
     response = await target.stub.FetchBlocks(order(target, source, epoch=7))
     assert response.num_fetched == 0
     assert "FAILED_PRECONDITION" in response.message
-    target.blocks._layout = bytes(16)
+    target.blocks._records.layout = bytes(16)
     response = await target.stub.FetchBlocks(order(target, source))
     assert response.num_fetched == 0
     assert "layout" in response.message
@@ -184,21 +185,14 @@ async def test_bits_that_flip_on_the_way_are_found(
     pair: tuple[Served, Served], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, target = pair
-    record_of = WorkerBlocks._record_of
+    pack = RecordFormat.pack
 
-    def flipped(blocks: WorkerBlocks, pool: Any, block: int, digest: bytes) -> bytes | None:
-        data = record_of(blocks, pool, block, digest)
-        return data if data is None or block != 6 else data[:-30] + bytes([data[-30] ^ 4]) + data[-29:]
+    def flipped(records: RecordFormat, digest: bytes, origin: Origin, into: Any) -> bool:
+        is_there = pack(records, digest, origin, into)
+        into[-30] ^= 4 if origin.block_id == 6 else 0
+        return is_there
 
-    share = WorkerBlocks._share
-
-    def flipped_in_memory(blocks: WorkerBlocks, pool: Any, wanted: Any, memory: memoryview) -> int:
-        count = share(blocks, pool, wanted, memory)
-        memory[7 * blocks._record_bytes - 30] ^= 4
-        return count
-
-    monkeypatch.setattr(WorkerBlocks, "_record_of", flipped)
-    monkeypatch.setattr(WorkerBlocks, "_share", flipped_in_memory)
+    monkeypatch.setattr(RecordFormat, "pack", flipped)
     response = await target.stub.FetchBlocks(order(target, source))
     assert response.num_fetched == num_equal(target, source) == 6
     assert "checksum" in response.message
@@ -209,23 +203,15 @@ async def test_a_source_that_dies_in_the_middle_leaves_the_blocks_before(
     pair: tuple[Served, Served], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, target = pair
-    record_of = WorkerBlocks._record_of
-    monkeypatch.setattr(worker_blocks, "MESSAGE_BYTES", source.blocks._record_bytes)
+    pack = RecordFormat.pack
+    monkeypatch.setattr(worker_blocks, "MESSAGE_BYTES", source.blocks._records.num_bytes)
 
-    def dying(blocks: WorkerBlocks, pool: Any, block: int, digest: bytes) -> bytes | None:
-        if block == 3:
+    def dying(records: RecordFormat, digest: bytes, origin: Origin, into: Any) -> bool:
+        if origin.block_id == 3:
             raise RuntimeError("the process ends")
-        return record_of(blocks, pool, block, digest)
+        return pack(records, digest, origin, into)
 
-    share = WorkerBlocks._share
-
-    def dying_before_memory(blocks: WorkerBlocks, pool: Any, wanted: Any, memory: memoryview) -> int:
-        if wanted[0][0] == 3:
-            raise RuntimeError("the process ends")
-        return share(blocks, pool, wanted, memory)
-
-    monkeypatch.setattr(WorkerBlocks, "_record_of", dying)
-    monkeypatch.setattr(WorkerBlocks, "_share", dying_before_memory)
+    monkeypatch.setattr(RecordFormat, "pack", dying)
     response = await target.stub.FetchBlocks(order(target, source))
     assert response.num_fetched == num_equal(target, source) == 3
     response = await target.stub.FetchBlocks(_unreachable(target, source))
@@ -287,7 +273,7 @@ async def test_a_worker_without_the_flags_moves_nothing(tmp_path: Path) -> None:
         listing = target.stub.WatchTier(worker_pb2.WatchTierRequest(fence=target.fence))
         first = await listing.read()
         assert first.is_listed
-        assert not first.added
+        assert not first.added + first.added_to_memory
         listing.cancel()
 
 

@@ -9,6 +9,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+import pytest
 from quire_client import AsyncClient
 from quire_client.demo import demo_model_dir
 
@@ -63,6 +64,35 @@ async def test_a_worker_that_was_killed_is_warm_again(tmp_path: Path) -> None:
             other = await answer(client, cache_salt="another tenant")
             assert other == (expected, 0)
             await wait_idle(stack, client)
+
+
+@pytest.mark.parametrize("flags", [(), ("--kv-disk",)], ids=["memory", "memory and disk"])
+async def test_a_prefix_that_the_pool_evicted_is_read_from_memory_or_below(
+    tmp_path: Path, flags: tuple[str, ...]
+) -> None:
+    """With --kv-disk, memory has room for some of the blocks only."""
+    prompts = [[number, *PROMPT, *PROMPT] for number in range(4)]
+    size = "20K" if flags else "16M"
+    flags = (*flags, str(tmp_path / "tier")) if flags else ()
+    with Stack(tmp_path) as stack:
+        scheduler, page = stack.start_scheduler(), free_port()
+        model = make_checkpoint(tmp_path / "model")
+        own = ("--num-blocks", "48", "--kv-host-memory", size, "--metrics-listen", f"127.0.0.1:{page}")
+        stack.start_worker(scheduler, model, *FLAGS, *own, *flags)
+        async with await stack.connect(stack.start_gateway(scheduler)) as client:
+            expected = [await answer(client, prompt) for prompt in prompts]
+            assert [num_cached for _, num_cached in expected] == [0] * 4
+            again = [await answer(client, prompt) for prompt in prompts]
+            assert again == [(tokens, len(prompts[0]) // BLOCK_SIZE * BLOCK_SIZE) for tokens, _ in expected]
+            assert await answer(client, prompts[0], cache_salt="another tenant") == (expected[0][0], 0)
+            await wait_idle(stack, client)
+        metrics = await asyncio.to_thread(read_page, page)
+    for tier in ("memory", *(["disk"] if flags else [])):
+        hits = re.search(
+            rf'^quire_worker_kv_tier_reads_total{{tier="{tier}",result="hit"}} (\S+)$', metrics, re.MULTILINE
+        )
+        assert hits is not None, metrics
+        assert float(hits[1]) > 0, metrics
 
 
 async def test_streams_of_a_drained_worker_take_their_blocks_along(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ from tests.sim.inputs import SimInput, inputs_of
 from tests.sim.oracle import Expected, expected_beams, expected_output
 from tests.sim.symbolic_model import pooled_number
 from tests.sim.symbolic_worker import Chains, SymbolicWorker, Violation
-from tests.sim.tiers import Tier, fetch, record_of
+from tests.sim.tiers import Tier, fetch, record_of, tier_kinds
 
 ROOT_SALT = b"sim"
 
@@ -340,7 +340,7 @@ class Cluster:
             held = [(block, digest) for block, digest in news if worker.committed.get(block) == digest]
             tier = self.tiers.setdefault(worker_id, {})
             tier.update({digest: record_of(worker, block, digest) for block, digest in held})
-            self.scheduler.moves.change_tier(worker_id, [digest for _, digest in held], ())
+            self.scheduler.moves.change_tiers(worker_id, tier_kinds(digest for _, digest in held))
         for move in self.scheduler.moves.take_moves():
             self.trace.append(("move", move))
             self.moves.append(move)
@@ -483,7 +483,7 @@ class Cluster:
         self.scheduler.add_worker(c, blocks, next_step_id=worker.next_step_id)
         self.scheduler.adapters.set_loaded(c.worker_id, ADAPTERS if c.max_adapters else ())
         if c.movement is not None and c.movement.has_tier:
-            self.scheduler.moves.change_tier(c.worker_id, self.tiers.get(c.worker_id, ()), ())
+            self.scheduler.moves.change_tiers(c.worker_id, tier_kinds(self.tiers.get(c.worker_id, ())))
         self._follow_prefixes()
 
     def lose(self, worker: SymbolicWorker) -> None:

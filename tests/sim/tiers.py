@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from scheduler_svc.core.block_moves import BlockMove, BlockSource
+from scheduler_svc.core.policy import TierKind
 from tests.sim.symbolic_worker import SymbolicWorker, Violation
 
 
@@ -22,6 +23,11 @@ class Record:
 
 
 Tier = dict[bytes, Record]
+
+
+def tier_kinds(digests: Iterable[bytes]) -> dict[bytes, TierKind | None]:
+    """In which tier each block is: the price does not change what a record holds."""
+    return {digest: TierKind.MEMORY if digest[0] % 2 else TierKind.DISK for digest in digests}
 
 
 def record_of(worker: SymbolicWorker, block: int, digest: bytes) -> Record:

@@ -17,42 +17,25 @@ import os
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from prefix_index.hashing import block_key
+from worker_svc.engine.decoder.block_payload import Bytes
+from worker_svc.kv_store.tier import OnChange, TierCounts
 
 log = logging.getLogger(__name__)
 
 LAYOUT_BYTES = 16
 RETRY_S = 10.0  # after a failed write, or without the lock
 
-OnChange = Callable[[bytes, bool], None]  # digest, and whether it is held now
-
-
-@dataclass(slots=True)
-class TierCounts:
-    """What a tier has done. Written by its threads, read by metrics."""
-
-    num_written: int = 0
-    num_dropped: int = 0  # blocks that were not written: the writer was behind, or the disk failed
-    num_errors: int = 0  # of the file system
-    num_hits: int = 0
-    num_misses: int = 0
-    num_corrupt: int = 0
-    bytes_written: int = 0
-    bytes_read: int = 0
-    read_s: float = 0.0
-
 
 class DiskTier:
-    """Records of blocks in files, at most `max_bytes` of them. The least recently used ones are removed first.
+    """A tier (tier.py) of records in files."""
 
-    Any thread may read; one thread writes. Errors of the file system are counted and logged, never raised.
-    """
+    name = "disk"
 
-    def __init__(self, folder: Path, max_bytes: int, layout: bytes, on_change: OnChange = lambda *_: None) -> None:
+    def __init__(self, folder: Path, max_bytes: int, layout: bytes, on_change: OnChange = lambda digest: None) -> None:
         self.counts = TierCounts()
         self.num_bytes = 0
         self._folder = folder
@@ -77,7 +60,7 @@ class DiskTier:
             self.num_bytes = sum(self._sizes.values())
             after = set(self._own_digests())
         for digest in before ^ after:
-            self._on_change(digest, digest in after)
+            self._on_change(digest)
 
     def close(self) -> None:
         """Release the lock."""
@@ -128,15 +111,16 @@ class DiskTier:
     # -- records ------------------------------------------------------------------------------------------------------
 
     def digests(self) -> list[bytes]:
-        """The blocks of this layout that the tier holds."""
         with self._guard:
             return self._own_digests()
 
     def _own_digests(self) -> list[bytes]:
         return [key[LAYOUT_BYTES:] for key in self._sizes if key[:LAYOUT_BYTES] == self._layout]
 
+    def holds(self, digest: bytes) -> bool:
+        return block_key(digest, self._layout) in self._sizes
+
     def touch(self, digest: bytes) -> bool:
-        """Mark a record as used now. Returns whether there is one."""
         key = block_key(digest, self._layout)
         with self._guard:
             if key not in self._sizes:
@@ -145,8 +129,7 @@ class DiskTier:
             return True
 
     def read(self, digest: bytes) -> bytes | None:
-        """The bytes of a record, not checked; None if there is none."""
-        key, started = block_key(digest, self._layout), time.perf_counter()
+        key = block_key(digest, self._layout)
         try:
             data = self._path(key).read_bytes()
         except FileNotFoundError:
@@ -155,7 +138,6 @@ class DiskTier:
         except OSError as error:
             self._fail(str(error.strerror), "misses")
             return None
-        self.counts.read_s += time.perf_counter() - started
         self.counts.bytes_read += len(data)
         self.touch(digest)
         if self.is_writer:
@@ -170,26 +152,24 @@ class DiskTier:
             self._fail(str(error.strerror), "does not record uses")
 
     def forget(self, digest: bytes) -> None:
-        """Remove a record, because it is damaged or its file is gone."""
         key = block_key(digest, self._layout)
         with self._guard:
             is_held = key in self._sizes
         if is_held:
             self._remove([key])
 
-    def put(self, digest: bytes, pieces: Sequence[bytes | memoryview]) -> bool:
-        """Write a record. Returns whether the tier has it. Only the writing thread calls this."""
+    def put(self, digest: bytes, record: Bytes) -> bool:
         now = time.monotonic()
         if now < self._retry_at or not (self.is_writer or self._became_writer()):
             self.counts.num_dropped += 1
             return False
-        key, size = block_key(digest, self._layout), sum(map(len, pieces))
+        key, size = block_key(digest, self._layout), len(record)
         if size > self._max_bytes:
             self.counts.num_dropped += 1
             return False
         self._make_room(size)
         try:
-            self._write(self._path(key), pieces)
+            self._write(self._path(key), record)
         except OSError as error:
             self._retry_at = now + RETRY_S
             self.counts.num_dropped += 1
@@ -201,7 +181,7 @@ class DiskTier:
         with self._guard:
             self.num_bytes += size - self._sizes.pop(key, 0)
             self._sizes[key] = size
-        self._on_change(digest, True)
+        self._on_change(digest)
         return True
 
     def _became_writer(self) -> bool:
@@ -211,14 +191,12 @@ class DiskTier:
             self._retry_at = time.monotonic() + RETRY_S
         return self.is_writer
 
-    def _write(self, path: Path, pieces: Sequence[bytes | memoryview]) -> None:
-        temporary = self._folder / "tmp" / path.name
+    def _write(self, path: Path, record: Bytes) -> None:
+        temporary, view = self._folder / "tmp" / path.name, record.data
         try:
             with temporary.open("wb", buffering=0) as file:
-                for piece in pieces:
-                    view = memoryview(piece)
-                    while len(view):
-                        view = view[file.write(view) or 0 :]
+                while len(view):
+                    view = view[file.write(view) or 0 :]
             path.parent.mkdir(parents=True, exist_ok=True)
             temporary.rename(path)
         except OSError:
@@ -241,7 +219,7 @@ class DiskTier:
             with self._guard:
                 self.num_bytes -= self._sizes.pop(key, 0)
             if key[:LAYOUT_BYTES] == self._layout:
-                self._on_change(key[LAYOUT_BYTES:], False)
+                self._on_change(key[LAYOUT_BYTES:])
             if not self.is_writer:
                 continue
             try:

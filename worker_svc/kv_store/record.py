@@ -8,16 +8,15 @@ A reader says which block it wants. Whatever is not exactly that block, bit by b
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
-from xxhash import xxh3_128
+from xxhash import xxh3_128_digest
 
 from prefix_index.hashing import block_key
 from step_protocol.columns import U32, u32_to_bytes
+from worker_svc.engine.decoder.block_payload import Bytes, MovableBlocks
 from worker_svc.seals import SEAL_BYTES
 
 MAGIC = b"QKV1"
@@ -55,46 +54,43 @@ class Found:
     """The block that a record holds."""
 
     origin: bytes  # packed
-    payload: npt.NDArray[np.uint8]
+    payload: Bytes
 
 
-def record_bytes(block_size: int, payload_bytes: int) -> int:
-    """The size of a record, which is the same for all blocks of a layout."""
-    return HEADER.size + 4 * block_size + payload_bytes + CHECKSUM_BYTES
+class RecordFormat:
+    """Makes and checks the records of the blocks of a pool, which all have the same size."""
 
+    def __init__(self, layout: bytes, blocks: MovableBlocks) -> None:
+        self.layout = layout
+        self.blocks = blocks
+        self._payload_at = HEADER.size + 4 * blocks.block_size
+        self._end = self._payload_at + blocks.payload_bytes
+        self.num_bytes = self._end + CHECKSUM_BYTES
 
-def pack_record(
-    digest: bytes, layout: bytes, tokens: U32, payload: npt.NDArray[np.uint8], origin: Origin
-) -> list[bytes | memoryview]:
-    """The record of a block, in pieces, so that the payload is not copied."""
-    head = HEADER.pack(MAGIC, len(tokens), len(payload), block_key(digest, layout), origin.pack())
-    pieces: list[bytes | memoryview] = [head, u32_to_bytes(tokens), payload.data]
-    return [*pieces, _checksum(pieces)]
+    def pack(self, digest: bytes, origin: Origin, into: Bytes) -> bool:
+        """Write the record of a block to `into`. False if the pool does not hold the block; `into` has any content."""
+        found = self.blocks.read(origin.block_id, digest, into[self._payload_at : self._end])
+        if found is None:
+            return False
+        tokens, payload = found
+        view, key = into.data, block_key(digest, self.layout)
+        HEADER.pack_into(view, 0, MAGIC, len(tokens), len(payload), key, origin.pack())
+        view[HEADER.size : self._payload_at] = u32_to_bytes(tokens)
+        view[self._end :] = xxh3_128_digest(view[: self._end])
+        return True
 
-
-def unpack_record(
-    data: bytes | bytearray | memoryview, wanted: WantedBlock, layout: bytes, payload_bytes: int
-) -> Found:
-    """The wanted block. Raises BadRecordError if the record is damaged, or is that of another block or layout."""
-    start = HEADER.size + 4 * len(wanted.tokens)
-    end = start + payload_bytes
-    view = memoryview(data)
-    if len(view) != end + CHECKSUM_BYTES:
-        raise BadRecordError(f"it has {len(view)} bytes, expected {end + CHECKSUM_BYTES}")
-    if _checksum([view[:end]]) != view[end:]:
-        raise BadRecordError("its checksum is wrong")
-    magic, block_size, num_bytes, key, origin = HEADER.unpack_from(view)
-    if (magic, block_size, num_bytes) != (MAGIC, len(wanted.tokens), payload_bytes):
-        raise BadRecordError("its header is that of another format")
-    if key != block_key(wanted.digest, layout):
-        raise BadRecordError("it is the record of another block")
-    if view[HEADER.size : start] != u32_to_bytes(wanted.tokens):
-        raise BadRecordError("its tokens differ from those of the wanted block")
-    return Found(origin, np.frombuffer(view[start:end], np.uint8))
-
-
-def _checksum(pieces: Sequence[bytes | memoryview]) -> bytes:
-    hasher = xxh3_128()
-    for piece in pieces:
-        hasher.update(piece)
-    return hasher.digest()
+    def unpack(self, data: bytes | bytearray | memoryview, wanted: WantedBlock) -> Found:
+        """The wanted block. Raises BadRecordError if the record is damaged, or is that of another block or layout."""
+        view, end = memoryview(data), self._end
+        if len(view) != self.num_bytes:
+            raise BadRecordError(f"it has {len(view)} bytes, expected {self.num_bytes}")
+        if xxh3_128_digest(view[:end]) != view[end:]:
+            raise BadRecordError("its checksum is wrong")
+        magic, block_size, num_bytes, key, origin = HEADER.unpack_from(view)
+        if (magic, block_size, num_bytes) != (MAGIC, len(wanted.tokens), self.blocks.payload_bytes):
+            raise BadRecordError("its header is that of another format")
+        if key != block_key(wanted.digest, self.layout):
+            raise BadRecordError("it is the record of another block")
+        if view[HEADER.size : self._payload_at] != u32_to_bytes(wanted.tokens):
+            raise BadRecordError("its tokens differ from those of the wanted block")
+        return Found(origin, np.frombuffer(view[self._payload_at : end], np.uint8))

@@ -9,7 +9,7 @@ import pytest
 
 from scheduler_svc.core.block_moves import BlockMove
 from scheduler_svc.core.messages import BlockMovement, WorkerCapacity
-from scheduler_svc.core.policy import MoveSpeed, moved_tokens_gain
+from scheduler_svc.core.policy import MoveSpeed, TierKind, moved_tokens_gain
 from scheduler_svc.core.scheduler import Scheduler
 from step_protocol.messages import StepBatch, StepOutput
 from tests.builders import make_capacity, make_group, make_scheduler, run_to_end
@@ -96,7 +96,7 @@ def test_a_restarted_worker_reads_its_tier_and_the_sequence_hits_it() -> None:
     held = digests_of(scheduler, "w0")
     scheduler.remove_worker("w0")
     scheduler.add_worker(capacity("w0", worker_epoch=2))
-    scheduler.moves.change_tier("w0", held, ())
+    scheduler.moves.change_tiers("w0", dict.fromkeys(held, TierKind.DISK))
     scheduler.add_group(make_group([*PROMPT, 7], "again", max_tokens=1), 1.0)
     (move,) = moves_of(scheduler)
     assert (move.source, len(move.digests), move.after_step_id) == (None, 10, 0)
@@ -108,20 +108,45 @@ def test_a_restarted_worker_reads_its_tier_and_the_sequence_hits_it() -> None:
     assert sorted(batch.commit_digests) == sorted(held)
 
 
+def test_a_read_ends_where_the_next_tier_costs_more_than_computing() -> None:
+    """Each tier has its price, and what a move measures counts for the tiers that it read."""
+    scheduler = make_scheduler(capacity("w0"))
+    warm(scheduler)
+    held = digests_of(scheduler, "w0")
+    scheduler.remove_worker("w0")
+    scheduler.add_worker(capacity("w0", worker_epoch=2))
+    moves = scheduler.moves
+    moves.change_tiers("w0", dict.fromkeys(held[:6], TierKind.MEMORY) | dict.fromkeys(held[6:], TierKind.DISK))
+    speeds = moves._movers["w0"].tier_speeds
+    for _ in range(30):
+        speeds[TierKind.DISK].add(4, 60.0)
+    rate = moves._throughput.prefill
+    rate._amount, rate._busy_s = 2000.0, 1.0
+    before = {kind: speed.seconds(6) for kind, speed in speeds.items()}
+    scheduler.add_group(make_group([*PROMPT, 7], "again", max_tokens=1), 1.0)
+    (move,) = moves_of(scheduler)
+    assert move.digests == held[:6]
+    scheduler.end_move(move.move_id, 6, 2 * before[TierKind.MEMORY], 1.1)
+    assert speeds[TierKind.MEMORY].seconds(6) > 1.1 * before[TierKind.MEMORY]
+    assert speeds[TierKind.DISK].seconds(6) == pytest.approx(before[TierKind.DISK], rel=0.01)
+    moves.change_tiers("w0", dict.fromkeys(held[:2]))
+    assert moves.num_in_tiers("w0") == 8
+
+
 def test_blocks_that_do_not_arrive_are_computed_and_no_second_move_begins() -> None:
     scheduler = make_scheduler(capacity("w0"))
     warm(scheduler)
     held = digests_of(scheduler, "w0")
     scheduler.remove_worker("w0")
     scheduler.add_worker(capacity("w0", worker_epoch=2))
-    scheduler.moves.change_tier("w0", held, ())
+    scheduler.moves.change_tiers("w0", dict.fromkeys(held, TierKind.DISK))
     scheduler.add_group(make_group([*PROMPT, 7], "again", max_tokens=1), 1.0)
     (move,) = moves_of(scheduler)
     scheduler.end_move(move.move_id, 3, 0.01, 1.1)
     (batch,) = scheduler.schedule(1.1)
     assert batch.context_lens.tolist() == [12]
     assert scheduler.moves.take_moves() == []
-    assert scheduler.moves.num_in_tier("w0") == 9, "the block that was not there is forgotten"
+    assert scheduler.moves.num_in_tiers("w0") == 9, "the block that was not there is forgotten"
     check_scheduler(scheduler)
 
 
@@ -131,7 +156,7 @@ def test_a_sequence_stops_to_wait_and_the_late_blocks_are_a_cache() -> None:
     held = digests_of(scheduler, "w0")
     scheduler.remove_worker("w0")
     scheduler.add_worker(capacity("w0", worker_epoch=2))
-    scheduler.moves.change_tier("w0", held, ())
+    scheduler.moves.change_tiers("w0", dict.fromkeys(held, TierKind.DISK))
     scheduler.add_group(make_group([*PROMPT, 7], "again", max_tokens=1), 1.0)
     (move,) = moves_of(scheduler)
     assert scheduler.moves.next_end_of_patience(1.0) == move.give_up_at
@@ -150,7 +175,7 @@ def test_others_pass_a_sequence_that_waits_for_blocks_and_its_twin_waits_with_it
     held = digests_of(scheduler, "w0")
     scheduler.remove_worker("w0")
     scheduler.add_worker(capacity("w0", worker_epoch=2))
-    scheduler.moves.change_tier("w0", held, ())
+    scheduler.moves.change_tiers("w0", dict.fromkeys(held, TierKind.DISK))
     scheduler.add_group(make_group([*PROMPT, 7], "again", max_tokens=1), 1.0)
     scheduler.add_group(make_group([*PROMPT, 8], "twin", max_tokens=1), 1.0)
     scheduler.add_group(make_group([50, 51, 52], "other", max_tokens=1), 1.0)

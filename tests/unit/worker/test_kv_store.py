@@ -1,4 +1,4 @@
-"""The disk tier under an injector: what it serves is exactly the wanted block, whatever happens to its files."""
+"""The tiers, and the disk tier under an injector: what they serve is exactly the wanted block, whatever happens."""
 
 from __future__ import annotations
 
@@ -6,17 +6,19 @@ import errno
 import logging
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
+from xxhash import xxh3_128_digest
 
 from prefix_index.hashing import block_key, chained, extra_keys, layout_digest, model_salt, root_digest, root_key
 from worker_svc.engine.decoder.block_payload import MovableBlocks
 from worker_svc.kv_store.block_store import BlockStore, Committed
 from worker_svc.kv_store.disk_tier import DiskTier
-from worker_svc.kv_store.record import Origin, WantedBlock, pack_record
+from worker_svc.kv_store.memory_tier import MemoryTier
+from worker_svc.kv_store.record import HEADER, MAGIC, Origin, RecordFormat, WantedBlock
 from worker_svc.simulator.pool import SimPool
 
 BLOCK_SIZE, NUM_BLOCKS = 4, 24
@@ -36,25 +38,43 @@ def make_block(pool: SimPool, block: int, salt: bytes = b"") -> bytes:
 
 
 class Tier:
-    """A store over a simulated pool whose blocks are all committed and written to `folder`."""
+    """A store over a simulated pool whose blocks are all committed and written: to files below `folder` if it is given,
+    and before that to `memory` records.
+    """
 
-    def __init__(self, folder: Path, max_bytes: int = 1 << 30, *, salt: bytes = b"", layout: bytes = LAYOUT) -> None:
+    def __init__(
+        self,
+        folder: Path | None,
+        max_bytes: int = 1 << 30,
+        *,
+        memory: int = 0,
+        salt: bytes = b"",
+        layout: bytes = LAYOUT,
+    ) -> None:
         self.pool = SimPool(NUM_BLOCKS, BLOCK_SIZE)
         self.blocks = MovableBlocks(self.pool, self.pool.block_parts())
         self.digests = [make_block(self.pool, block, salt) for block in range(NUM_BLOCKS)]
-        self.changes: dict[bytes, bool] = {}
-        tier = DiskTier(folder, max_bytes, layout, lambda digest, is_held: self.store.report(digest, is_held))
-        self.store = BlockStore(self.blocks, layout, tier)
+        self.changes: dict[bytes, str | None] = {}
+        records = RecordFormat(layout, self.blocks)
+        report: Callable[[bytes], None] = lambda digest: self.store.report(digest)  # noqa: E731
+        self.disk = None if folder is None else DiskTier(folder, max_bytes, layout, report)
+        self.memory = MemoryTier(memory * records.num_bytes, self.disk, report) if memory else None
+        self.store = BlockStore(records, [tier for tier in (self.memory, self.disk) if tier is not None])
         self.store.watch(self.changes.__setitem__)
         self.store.start()
 
-    def write(self) -> None:
-        """Write all blocks and wait for that."""
-        self.store.offer([Committed(digest, Origin(1, block)) for block, digest in enumerate(self.digests)])
-        counts, deadline = self.store.tier.counts, time.monotonic() + DEADLINE_S
-        while counts.num_written + counts.num_dropped < NUM_BLOCKS:
-            assert time.monotonic() < deadline, counts
+    def offer(self, blocks: Sequence[int]) -> None:
+        """Write these blocks, in this order, and wait for that."""
+        digests = [self.digests[block] for block in blocks]
+        self.store.offer(Committed(1, np.array(blocks, np.uint32), digests, b""))
+        deadline = time.monotonic() + DEADLINE_S
+        while self.store.num_queued:
+            assert time.monotonic() < deadline, [tier.counts for tier in self.store.tiers]
             time.sleep(0.001)
+
+    def write(self) -> None:
+        """Write all blocks."""
+        self.offer(range(NUM_BLOCKS))
 
     def wanted(self, block: int) -> WantedBlock:
         return WantedBlock(self.digests[block], self.pool.tokens_of(block))
@@ -67,7 +87,7 @@ class Tier:
         return None if found is None else found.payload.tobytes() == expected[1].tobytes()
 
     def files(self) -> list[Path]:
-        return sorted(self.store.tier._folder.glob("*/*/*"))
+        return [] if self.disk is None else sorted(self.disk._folder.glob("*/*/*"))
 
 
 @pytest.fixture
@@ -122,9 +142,9 @@ def test_blocks_are_read_as_they_were_and_by_the_next_process(tier: Tier, tmp_pa
     assert [tier.is_right(block) for block in range(NUM_BLOCKS)] == [True] * NUM_BLOCKS
     tier.store.close()
     after = Tier(tmp_path / "tier")
-    assert sorted(after.store.tier.digests()) == sorted(tier.digests)
+    assert sorted(after.disk.digests()) == sorted(tier.digests)
     assert [after.is_right(block) for block in range(NUM_BLOCKS)] == [True] * NUM_BLOCKS
-    assert after.store.tier.num_bytes == sum(file.stat().st_size for file in after.files())
+    assert after.disk.num_bytes == sum(file.stat().st_size for file in after.files())
     after.store.close()
 
 
@@ -135,9 +155,9 @@ def test_a_tier_keeps_the_blocks_that_were_used_last(tmp_path: Path) -> None:
     tier.store.close()
     small = Tier(tmp_path / "small", max_bytes=10 * size)
     small.write()
-    assert sorted(small.store.tier.digests()) == sorted(small.digests[-10:])
+    assert sorted(small.disk.digests()) == sorted(small.digests[-10:])
     assert len(small.files()) == 10
-    assert {digest for digest, is_held in small.changes.items() if is_held} == set(small.digests[-10:])
+    assert {digest for digest, held_by in small.changes.items() if held_by == "disk"} == set(small.digests[-10:])
     small.store.close()
 
 
@@ -157,6 +177,79 @@ def test_a_block_that_is_written_during_its_read_is_no_record(tmp_path: Path) ->
     assert blocks.read(3, digest) is None
     pool.tokens_of = tokens_of  # type: ignore[method-assign]
     assert blocks.read(3, b"x" * 16) is None
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+def held_by(tier: Tier) -> list[str | None]:
+    """Which tier holds each block, as watchers know it."""
+    return [tier.changes.get(digest) for digest in tier.digests]
+
+
+def test_memory_keeps_the_blocks_that_were_used_last() -> None:
+    tier = Tier(None, memory=10)
+    tier.offer(range(10))
+    tier.offer(range(5))  # a row was opened with them
+    tier.offer(range(10, 13))
+    assert held_by(tier) == ["memory"] * 5 + [None] * 3 + ["memory"] * 5 + [None] * 11
+    assert [tier.is_right(block) for block in range(NUM_BLOCKS)] == [held and True for held in held_by(tier)]
+    assert tier.memory.num_bytes == 10 * tier.store._format.num_bytes
+    counts = tier.memory.counts
+    assert (counts.num_written, counts.num_hits, counts.num_misses) == (13, 10, 14)
+    tier.store.close()
+
+
+def test_what_memory_evicts_goes_to_files_and_the_rest_when_the_process_ends(tmp_path: Path) -> None:
+    tier = Tier(tmp_path / "tier", memory=10)
+    tier.write()
+    assert held_by(tier) == ["disk"] * (NUM_BLOCKS - 10) + ["memory"] * 10
+    assert len(tier.files()) == NUM_BLOCKS - 10
+    assert [tier.is_right(block) for block in range(NUM_BLOCKS)] == [True] * NUM_BLOCKS
+    tier.offer([0])  # it was read into the pool, and evicts a block
+    assert held_by(tier)[0] == "memory"
+    assert len(tier.files()) == NUM_BLOCKS - 9
+    tier.store.close()
+    after = Tier(tmp_path / "tier")
+    assert len(after.files()) == NUM_BLOCKS
+    assert [after.is_right(block) for block in range(NUM_BLOCKS)] == [True] * NUM_BLOCKS
+    after.store.close()
+
+
+def test_a_record_of_memory_that_is_read_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = Tier(None, memory=1)
+    tier.offer([0])
+    found = tier.store.read(tier.wanted(0))
+    expected = tier.blocks.read(0, tier.digests[0])
+    tier.offer(range(1, NUM_BLOCKS))
+    assert held_by(tier)[0] is None
+    assert found.payload.tobytes() == expected[1].tobytes()
+    tier.store.close()
+
+
+@pytest.mark.parametrize("has_disk", [False, True])
+def test_memory_that_flips_or_holds_another_block_serves_nothing_wrong(tmp_path: Path, has_disk: bool) -> None:
+    """Other salts and layouts cannot be in the same memory; here they are as if a digest had been mistaken."""
+    tier = Tier(tmp_path / "tier" if has_disk else None, memory=NUM_BLOCKS)
+    tier.write()
+    records, rng = tier.memory._records, random.Random(1)
+    if has_disk:
+        for digest in tier.digests:
+            tier.memory._spill(digest, records[digest])
+    for block in range(0, NUM_BLOCKS, 4):
+        digest, other = tier.digests[block], tier.digests[block + 1]
+        records[digest] = records[digest].copy()
+        records[digest][rng.randrange(len(records[digest]))] ^= 1 << rng.randrange(8)
+        records[other] = records[tier.digests[block + 2]]
+    salted = Tier(None, memory=NUM_BLOCKS, salt=b"tenant")
+    salted.write()
+    for block in range(3, NUM_BLOCKS, 4):
+        records[tier.digests[block]] = salted.memory._records[salted.digests[block]]
+    expected = [True] * NUM_BLOCKS if has_disk else [block % 4 == 2 or None for block in range(NUM_BLOCKS)]
+    assert [tier.is_right(block) for block in range(NUM_BLOCKS)] == expected
+    assert tier.memory.counts.num_corrupt == 3 * NUM_BLOCKS // 4
+    for other in (tier, salted):
+        other.store.close()
 
 
 # -- faults ------------------------------------------------------------------------------------------------------------
@@ -213,7 +306,9 @@ def forge(rng: random.Random, file: Path, others: list[Path]) -> None:
     tokens, payload = np.zeros(BLOCK_SIZE, np.uint32), np.frombuffer(rng.randbytes(40), np.uint8)
     layout = rng.randbytes(16) if kind == 0 else LAYOUT
     named = rng.randbytes(16) if kind == 1 else bytes.fromhex(rng.choice(others).name) if kind == 2 else digest
-    file.write_bytes(b"".join(pack_record(named, layout, tokens, payload, Origin(rng.getrandbits(64), 1))))
+    head = HEADER.pack(MAGIC, BLOCK_SIZE, 40, block_key(named, layout), Origin(rng.getrandbits(64), 1).pack())
+    data = head + tokens.tobytes() + payload.tobytes()
+    file.write_bytes(data + xxh3_128_digest(data))
 
 
 FAULTS = [flip_a_bit, truncate, extend, swap, zero_a_page, delete, put_a_folder, write_garbage, forge]
@@ -255,7 +350,7 @@ def test_no_injected_fault_makes_a_wrong_block(
 
 def test_the_injector_finds_a_tier_that_does_not_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the checksum and the key, the same faults give wrong blocks."""
-    monkeypatch.setattr("worker_svc.kv_store.record._checksum", lambda pieces: bytes(16))
+    monkeypatch.setattr("worker_svc.kv_store.record.xxh3_128_digest", lambda data: bytes(16))
     monkeypatch.setattr("worker_svc.kv_store.record.block_key", lambda digest, layout: bytes(32))
     monkeypatch.setattr(
         "worker_svc.kv_store.record.u32_to_bytes", lambda column: bytes(4 * BLOCK_SIZE)
@@ -279,16 +374,16 @@ def test_the_second_process_on_a_folder_reads_only(
     tier: Tier, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     second = Tier(tmp_path / "tier", salt=b"second")
-    assert not second.store.tier.is_writer
+    assert not second.disk.is_writer
     assert "another process writes to it" in caplog.text
     second.write()
-    assert second.store.tier.counts.num_written == 0
+    assert second.disk.counts.num_written == 0
     assert len(tier.files()) == NUM_BLOCKS
     tier.store.close()
-    second.store.tier._retry_at = 0.0
-    second.store.tier.counts.num_dropped = 0
+    second.disk._retry_at = 0.0
+    second.disk.counts.num_dropped = 0
     second.write()
-    assert second.store.tier.is_writer, "it becomes the writer when the first process has ended"
+    assert second.disk.is_writer, "it becomes the writer when the first process has ended"
     assert len(second.files()) == 2 * NUM_BLOCKS
     second.store.close()
 
@@ -297,18 +392,18 @@ def test_the_second_process_on_a_folder_reads_only(
 def test_a_disk_that_refuses_writes_is_a_warning_and_a_count(
     tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def refuse(tier: DiskTier, path: Path, pieces: object) -> None:
+    def refuse(tier: DiskTier, path: Path, record: object) -> None:
         raise OSError(number, "refused")
 
     with monkeypatch.context() as patch:
         patch.setattr(DiskTier, "_write", refuse)
         tier = Tier(tmp_path / "tier")
         tier.write()
-    counts = tier.store.tier.counts
+    counts = tier.disk.counts
     assert (counts.num_written, counts.num_dropped, counts.num_errors) == (0, NUM_BLOCKS, 1)
     assert len([record for record in caplog.records if "writes nothing" in record.message]) == 1
     assert [tier.is_right(block) for block in range(NUM_BLOCKS)] == [None] * NUM_BLOCKS
-    tier.store.tier._retry_at = 0.0
+    tier.disk._retry_at = 0.0
     counts.num_dropped = 0
     tier.write()
     assert tier.is_right(0), "it writes again when the disk allows it"
@@ -320,7 +415,7 @@ def test_a_read_only_folder_is_read(tier: Tier, tmp_path: Path, monkeypatch: pyt
     refused: Callable[..., int] = lambda *_: (_ for _ in ()).throw(OSError(errno.EROFS, "Read-only file system"))  # noqa: E731
     monkeypatch.setattr("worker_svc.kv_store.disk_tier.os.open", refused)
     after = Tier(tmp_path / "tier")
-    assert not after.store.tier.is_writer
+    assert not after.disk.is_writer
     assert [after.is_right(block) for block in range(NUM_BLOCKS)] == [True] * NUM_BLOCKS
     after.store.close()
 
@@ -331,5 +426,5 @@ def test_leftovers_of_a_killed_writer_are_removed(tier: Tier, tmp_path: Path) ->
     torn.write_bytes(b"half of a record")
     after = Tier(tmp_path / "tier")
     assert not torn.exists()
-    assert len(after.store.tier.digests()) == NUM_BLOCKS
+    assert len(after.disk.digests()) == NUM_BLOCKS
     after.store.close()

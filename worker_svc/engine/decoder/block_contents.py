@@ -42,6 +42,12 @@ class BlockContents:
         is_same = self._is_committed[block] and self._hashes[block].tobytes() == digest
         return version if is_same else None
 
+    def digests_of(self, block_ids: U32) -> tuple[U32, list[bytes]]:
+        """Those of the blocks that are committed, and their digests."""
+        committed = block_ids[self._is_committed[block_ids]]
+        hashes = self._hashes[committed].tobytes()
+        return committed, [hashes[start : start + HASH_BYTES] for start in range(0, len(hashes), HASH_BYTES)]
+
     def tokens_of(self, block: int) -> U32:
         """A copy of the tokens of a block."""
         return self._slot_tokens[block * self.block_size : (block + 1) * self.block_size].copy()

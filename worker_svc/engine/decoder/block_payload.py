@@ -41,11 +41,15 @@ class MovableBlocks:
         """Number type and shape of each part of a payload."""
         return [(part.dtype, [len(part.array), *part.shape]) for part in self._parts]
 
+    def digests_of(self, block_ids: U32) -> tuple[U32, list[bytes]]:
+        """Those of the blocks that are committed, and their digests. Called in the model thread."""
+        return self._contents.digests_of(block_ids)
+
     def read(self, block: int, digest: bytes, into: Bytes | None = None) -> tuple[U32, Bytes] | None:
         """The tokens and the payload of a block, which may be written to `into`. None if it is not committed with this
         digest, or was written during the read.
         """
-        version = self._contents.version(block, digest)
+        version = self._contents.version(block, digest) if block < self.num_blocks else None
         if version is None:
             return None
         tokens = self._contents.tokens_of(block)
