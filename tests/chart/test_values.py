@@ -877,6 +877,7 @@ POOLS = [
     Case("workerDefaults.quantize", "int8", WORKER, "arg --quantize", "int8"),
     Case("workerDefaults.adapters", [{"name": "sql", "path": "/a/sql"}], WORKER, "arg --adapter", "sql=/a/sql"),
     Case("workerDefaults.imageCacheMemory", "64M", WORKER, "arg --image-cache-memory", "64M"),
+    Case("workerDefaults.kvHostMemory", "32G", WORKER, "arg --kv-host-memory", "32G"),
     Case("workerDefaults.kvDisk", "/tier", WORKER, "arg --kv-disk", "/tier"),
     Case(
         "workerDefaults.kvDiskSize", "5G", WORKER, "arg --kv-disk-size", "5G", {"workerDefaults": {"kvDisk": "/tier"}}

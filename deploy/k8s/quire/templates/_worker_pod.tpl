@@ -90,6 +90,9 @@ spec:
         {{- with .imageCacheMemory }}
         - --image-cache-memory={{ . }}
         {{- end }}
+        {{- with .kvHostMemory }}
+        - --kv-host-memory={{ . }}
+        {{- end }}
         {{- with .kvDisk }}
         - --kv-disk={{ . }}
         - --kv-disk-size={{ $.pool.kvDiskSize }}
