@@ -121,7 +121,9 @@ def main() -> None:
             runner._drafts._times = NoTimes()
             proposer = runner._drafts._proposer
             if isinstance(proposer, DraftModel):
-                proposer.kind.is_greedy = {"draft": None, "greedy drafts": True, "drafts with noise": False}[name]
+                proposer._sampler.kind.is_greedy = {"draft": None, "greedy drafts": True, "drafts with noise": False}[
+                    name
+                ]
         for kind, texts in make_prompts(folder).items():
             prompts = [(np.array(ids(text), np.uint32), len(ids(answer))) for text, answer in texts]
             for temperature in (0.0, 1.0):

@@ -83,7 +83,7 @@ class ForwardBatch:
     tables: I32  # [max_num_seqs, max_blocks] block tables of all rows
     head_tokens: I64  # [S] tokens that need logits, ascending
     encoders: EncoderColumns | None = None  # of an encoder-decoder model
-    hidden_tokens: I64 | None = None  # [H] tokens whose hidden states are returned, ascending; none is a head token
+    hidden_tokens: I64 | None = None  # [H] tokens whose hidden states are returned, ascending
     token_types: I64 | None = None  # [T] for models with token types. None: all 0
     key_lens: I32 | None = None  # [B] if not causal: keys that each row sees. None: those of its tokens
     embedded: Embedded | None = None
@@ -99,12 +99,12 @@ class ForwardBatch:
             return self
         return replace(self, slots=self.groups.slots[group - 1], tables=self.groups.tables[group - 1])
 
-    def merged_heads(self) -> tuple[I64, Bools]:
-        """Head tokens and hidden tokens together, ascending, and which of them are hidden tokens."""
+    def merged_heads(self) -> tuple[I64, I64, I64]:
+        """Head tokens and hidden tokens together, ascending; the lines of the head tokens and of the hidden tokens."""
         if self.hidden_tokens is None:
-            return self.head_tokens, np.zeros(len(self.head_tokens), np.bool_)
-        heads: I64 = np.union1d(self.head_tokens, self.hidden_tokens)
-        return heads, np.isin(heads, self.hidden_tokens)
+            return self.head_tokens, np.arange(len(self.head_tokens)), self.head_tokens[:0]
+        merged: I64 = np.union1d(self.head_tokens, self.hidden_tokens)
+        return merged, np.searchsorted(merged, self.head_tokens), np.searchsorted(merged, self.hidden_tokens)
 
 
 @dataclass(frozen=True, slots=True)

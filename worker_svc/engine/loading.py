@@ -187,7 +187,7 @@ def load_decoder_weights(
     loader.check()
     settings = read_pooling(checkpoint.folder, checkpoint.config, PoolingKind.LAST)
     checkpoint.start_digest(report.threads)
-    decoder = DecoderModel(loader, model, backend, max_model_len, report.progress)
+    decoder = DecoderModel.load(loader, model, backend, max_model_len, report.progress)
     images = _load_images(checkpoint, config, model, dtype, report)
     head = model.classes(settings.num_classes)
     sizes, generates = (model.hidden_size, model.vocab_size), model.head == "tokens"

@@ -17,7 +17,8 @@ from tests.unit.engine.models import make_model
 from tests.unit.engine.test_speculation import answers_of, make_runner, prompts
 from worker_svc.engine.config import EngineConfig
 from worker_svc.engine.model_runner import ModelRunner
-from worker_svc.engine.speculation.draft_model import DraftKind, DraftModel
+from worker_svc.engine.speculation.draft_model import DraftModel
+from worker_svc.engine.speculation.sampler import DraftKind
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +94,7 @@ def test_noise_agrees_more_often_than_the_most_likely_token(model_dir, near_dir)
     shares, answers = [], []
     for is_greedy in (False, True, None):
         runner = make_drafting(model_dir, near_dir)
-        proposer_of(runner).kind.is_greedy = is_greedy
+        proposer_of(runner)._sampler.kind.is_greedy = is_greedy
         system = System(runner)
         for seed in range(8):
             system.add(prompts()[seed], StopCondition(40, ignore_eos=True), seed=seed, temperature=1.0)

@@ -276,7 +276,7 @@ from pathlib import Path
 for dtype in ("float32", "bfloat16"):
     config = EngineConfig(Path({str(folder)!r}), dtype, num_blocks=16, backend="reference", determinism="best_effort")
     runner = ModelRunner(config)
-    assert isinstance(runner._model._parts.head, PackedLinear)
+    assert isinstance(runner._model.parts.head, PackedLinear)
     driver = Driver(runner)
     driver.open(0, list(range(30)))
     driver.prefill(0)

@@ -166,7 +166,7 @@ def test_a_checkpoint_keeps_its_4_bits(tmp_path):
     folder = make_model(tmp_path / "model", "qwen3_moe", intermediate_size=96)
     plain = load(quantize_model(folder, awq(32)))
     runner = load(folder)
-    parts = runner._model.parts if hasattr(runner._model, "parts") else runner._model._parts
+    parts = runner._model.parts
     layer = parts.layers[0]
     assert layer.qkv.kind == layer.o.kind == INT4
     assert {linear.kind for linear in layer.feed_forward.experts.gate_up} == {INT4}

@@ -127,7 +127,7 @@ def test_a_row_with_nan_fails_alone(tmp_path):
     folder = make_model(tmp_path)
     driver = Driver(load(folder))
     good, bad = prompts([20, 20])
-    driver.runner._model._parts.embedding[bad[3]] = torch.nan
+    driver.runner._model.parts.embedding[bad[3]] = torch.nan
     good = [token if token != bad[3] else 5 for token in good]
     driver.open(0, good, logprobs=1, prompt_logprobs=1)
     driver.open(1, bad, logprobs=1, prompt_logprobs=1)

@@ -230,7 +230,7 @@ def test_an_encoder_with_heads_of_an_odd_size_matches_transformers(tmp_path, dty
 
 
 def wrong_rotation(driver):
-    table = driver.runner._model._parts.rotaries[0]
+    table = driver.runner._model.parts.rotaries[0]
     table.cos.copy_(table.cos.roll(1, 0))
     table.sin.copy_(table.sin.roll(-1, 0))
 
@@ -241,7 +241,7 @@ def page_read_twice(driver):
 
 
 def swapped_norms(driver):
-    q_norm, k_norm = (norm.weight for norm in driver.runner._model._parts.layers[0].qk_norms)
+    q_norm, k_norm = (norm.weight for norm in driver.runner._model.parts.layers[0].qk_norms)
     kept = q_norm.clone()
     q_norm.copy_(k_norm)
     k_norm.copy_(kept)

@@ -191,9 +191,9 @@ def test_too_many_tokens_refuse_the_batch(folder):
 
 def test_nan_fails_its_row_only(folder):
     runner = load(folder)
-    embedding = runner._model._parts.embedding.clone()
+    embedding = runner._model.parts.embedding.clone()
     embedding[77] = float("nan")
-    runner._model._parts = replace(runner._model._parts, embedding=embedding)
+    runner._model.parts = replace(runner._model.parts, embedding=embedding)
     runner._model.fuse(runner._pool)
     driver = Driver(runner)
     first, second = prompts([20, 20])

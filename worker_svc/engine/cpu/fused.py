@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from step_protocol.columns import I64
 from worker_svc.engine.adapters.kernel_adapter import adapter_structs
 from worker_svc.engine.backend import ForwardBatch, LatentShape, Linear, Norm, RotaryTable
 from worker_svc.engine.cpu.recurrent import RecurrenceStruct, recurrence_struct
@@ -301,16 +302,15 @@ class FusedModel:
     def in_slices(self, batch: ForwardBatch, size: int) -> Iterator[torch.Tensor]:
         """The same logits, `size` rows at a time. Each slice overwrites the previous one."""
         self._make_room(size)
-        heads, is_hidden = batch.merged_heads()
-        self._compute(replace(batch, head_tokens=heads), None)
+        merged, heads, hidden = batch.merged_heads()
+        self._compute(replace(batch, head_tokens=merged), None)
         if batch.hidden_tokens is not None:
-            self.hidden = torch.empty(len(batch.hidden_tokens), self.hidden.shape[1])
+            self.hidden = torch.empty(len(hidden), self.hidden.shape[1])
         num_hidden, num_tokens = 0, len(batch.token_ids)
-        for start, end in pairwise((0, *(np.flatnonzero(np.diff(is_hidden)) + 1).tolist(), len(heads))):
-            if start < end and is_hidden[start]:
-                self._run_part(self._run_hidden, num_tokens, start, end - start, self.hidden[num_hidden:])
-                num_hidden += end - start
-                continue
+        for start, end in _runs(hidden):
+            self._run_part(self._run_hidden, num_tokens, start, end - start, self.hidden[num_hidden:])
+            num_hidden += end - start
+        for start, end in _runs(heads):
             for first in range(start, end, size):
                 count = min(size, end - first)
                 self._run_part(self._run_logits, num_tokens, first, count, self._logits)
@@ -355,6 +355,14 @@ class FusedModel:
         sizes = *counts, batch.tables.shape[1], len(adapters), *deep_sizes, batch.tables.size
         struct = _BatchStruct(*addresses, ctypes.addressof(adapters), *images, *snapshots, *of_groups, *sizes)
         self._run(ctypes.byref(self._model), ctypes.byref(struct), logits, self._workspace.data_ptr())
+
+
+def _runs(lines: I64) -> Iterator[tuple[int, int]]:
+    """The runs of successive numbers: the first one and the end of each."""
+    ends = (np.flatnonzero(np.diff(lines) != 1) + 1).tolist()
+    for start, end in pairwise((0, *ends, len(lines))):
+        if start < end:
+            yield int(lines[start]), int(lines[end - 1]) + 1
 
 
 def _widest(parts: DecoderParts) -> tuple[int, int, int, int]:

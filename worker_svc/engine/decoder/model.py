@@ -72,16 +72,21 @@ class Fuser(Protocol):
 class DecoderModel:
     """A loaded decoder. `forward` computes a step; `forward_in_slices` does the same for many rows of logits."""
 
-    def __init__(
-        self,
+    def __init__(self, parts: DecoderParts, backend: Backend) -> None:
+        self.parts, self._config, self._backend = parts, parts.config, backend
+        self._fused: FusedForward | None = None
+        self._hidden_states = torch.empty(0)
+
+    @classmethod
+    def load(
+        cls,
         loader: WeightLoader,
         config: ModelConfig,
         backend: Backend,
         max_model_len: int,
         progress: Progress | None = None,
-    ) -> None:
-        self._config = config
-        self._backend = backend
+    ) -> DecoderModel:
+        """Reads all tensors. Raises CheckpointError."""
         rotaries = [rotary.table(max_model_len) for rotary in config.rotaries]
         total = config.num_layers + 1
         report = progress or (lambda fraction: None)
@@ -92,10 +97,9 @@ class DecoderModel:
             layers.append(loader.layer(index))
             report((index + 1) / total)
         per_layer = loader.per_layer_table()
-        self._parts = DecoderParts(config, *tables, layers, final_norm, loader.head(), rotaries, per_layer)
-        self._fused: FusedForward | None = None
-        self._hidden_states = torch.empty(0)
+        parts = DecoderParts(config, *tables, layers, final_norm, loader.head(), rotaries, per_layer)
         report(1.0)
+        return cls(parts, backend)
 
     @property
     def vocab_size(self) -> int:
@@ -110,12 +114,12 @@ class DecoderModel:
         """Makes each forward pass one call, if the backend supports it. `forward` must then be called with this pool,
         and its result is overwritten by the next call."""
         if isinstance(self._backend, Fuser):
-            self._fused = self._backend.fuse(self._parts, pool)
+            self._fused = self._backend.fuse(self.parts, pool)
 
     def at(self, batch: ForwardBatch, positions: I64) -> ForwardBatch:
         """The same batch with tokens at these positions [3, T] on three axes."""
         rows = np.arange(positions.shape[1], dtype=np.int32)
-        return replace(batch, positions=rows, rotary=rotary_at(self._parts.rotaries[0], positions))
+        return replace(batch, positions=rows, rotary=rotary_at(self.parts.rotaries[0], positions))
 
     def forward(self, batch: ForwardBatch, pool: KVCachePool) -> torch.Tensor:
         """Stores keys and values of all tokens; returns logits [S, vocab] of the head tokens."""
@@ -137,26 +141,26 @@ class DecoderModel:
         """`_hidden` of the head tokens. Keeps the states of the hidden tokens."""
         if batch.hidden_tokens is None:
             return self._hidden(batch, pool)
-        heads, is_hidden = batch.merged_heads()
-        x, residual = self._hidden(replace(batch, head_tokens=heads), pool)
-        hidden, others = torch.from_numpy(is_hidden), torch.from_numpy(~is_hidden)
+        merged, *lines = batch.merged_heads()
+        x, residual = self._hidden(replace(batch, head_tokens=merged), pool)
+        heads, hidden = map(torch.from_numpy, lines)
         self._hidden_states = self._final(x[hidden], None if residual is None else residual[hidden]).float()
-        return x[others], None if residual is None else residual[others]
+        return x[heads], None if residual is None else residual[heads]
 
     def _final(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         normed = torch.empty_like(x)
-        self._backend.add_norm(x, residual, self._parts.final_norm, normed)
+        self._backend.add_norm(x, residual, self.parts.final_norm, normed)
         return normed
 
     def _hidden(self, batch: ForwardBatch, pool: KVCachePool) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Stores keys and values of all tokens; returns the output of the last layer for the head tokens, [S, hidden],
         as two terms of a sum."""
-        return compute_layers(_BackendOperations(self._parts, self._backend, batch, pool), self._parts.layers)
+        return compute_layers(_BackendOperations(self.parts, self._backend, batch, pool), self.parts.layers)
 
     def _logits(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
-        if not len(x) or self._parts.head is None:
+        if not len(x) or self.parts.head is None:
             return x.new_empty(0, self._config.vocab_size)
-        logits = self._parts.head(self._final(x, residual))
+        logits = self.parts.head(self._final(x, residual))
         if self._config.logit_scale != 1.0:
             logits *= self._config.logit_scale
         if self._config.logit_soft_cap is not None:

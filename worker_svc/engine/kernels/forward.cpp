@@ -356,14 +356,17 @@ void quire_forward_logits(const void* model, int64_t num_tokens, int64_t first, 
   head(pass, m, p.x + offset, p.residual + offset, logits, count);
 }
 
-// As quire_forward_logits, but writes the states [count, hidden] after the final norm, as float.
+// Writes the states [count, hidden] after the final norm, as float. Logits of the same tokens may follow: their rows of the
+// workspace have the sum of both terms then, and no residual.
 void quire_forward_hidden(const void* model, int64_t num_tokens, int64_t first, int64_t count, float* out,
                           void* workspace) {
   const Model& m = *(const Model*)model;
   const Parts p(m, num_tokens, (char*)workspace);
-  const int64_t offset = first * m.hidden * (m.is_bf16 ? 2 : 4);
+  const int64_t row = m.hidden * (m.is_bf16 ? 2 : 4), offset = first * row;
   Pass pass(int(m.threads));
-  add_norm(pass, int(m.is_bf16), m.norm(p.x + offset, p.residual + offset, m.final_norm), p.x + offset, count, m.hidden);
-  widen(pass, int(m.is_bf16), p.x + offset, count, m.hidden, out);
+  char* normed = AdaptedRows::at_least(adapted_rows.normed, count * row);
+  add_norm(pass, int(m.is_bf16), m.norm(p.x + offset, p.residual + offset, m.final_norm), normed, count, m.hidden);
+  widen(pass, int(m.is_bf16), normed, count, m.hidden, out);
+  memset(p.residual + offset, 0, count * row);
 }
 }

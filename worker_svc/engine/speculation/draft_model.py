@@ -3,7 +3,7 @@
 A token has the largest sum of logit and noise, and the noise is a function of (seed, sample, position). So a draft that
 is sampled with the noise of its position is what the row samples there if both models nearly agree. If the large model
 is surer than the draft model, the most likely token is right more often. Which of them is proposed follows from the
-first drafts of all rows (`DraftKind`).
+first drafts of all rows (sampler.py).
 
 The keys and values of the draft model lie beside those of the row: its pool has the blocks of the row's pool, and it
 reads the row's block table. Each slot has a mark of the tokens up to it:
@@ -21,51 +21,18 @@ import time
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from step_protocol.columns import I64, U32, Bools
 from worker_svc.engine.backend import Backend, ForwardBatch
 from worker_svc.engine.decoder.kv_cache import KVCachePool
 from worker_svc.engine.decoder.model import DecoderModel
 from worker_svc.engine.rows.open_rows import OpenRows
+from worker_svc.engine.speculation.sampler import NO_TOKENS, DraftSampler, Sampled
 
 U64 = npt.NDArray[np.uint64]
-Sampled = tuple[U32, Bools]  # tokens, and which of them are of bad logits
-NO_TOKENS: Sampled = np.empty(0, np.uint32), np.empty(0, np.bool_)
 
 FACTOR = np.uint64(0x9E3779B97F4A7C15)  # odd, so that a product loses no bits
 TIME_WEIGHT = 0.1  # of the newest pass in the running mean
-KIND_WEIGHT = 0.05  # of the newest draft that tells the two kinds apart
-
-
-class DraftKind:
-    """Whether drafts are most likely tokens, or sampled with the noise of the row: what was right more often where both
-    differ.
-    """
-
-    def __init__(self) -> None:
-        self.is_greedy: bool | None = None  # fixed, by measurements of either
-        self._gain = 0.0  # mean of 1 where the most likely token was right, -1 where the sampled one was
-        self._firsts: dict[int, tuple[int, int, int]] = {}  # row -> position, sampled token, most likely token
-
-    def choose(self, sampled: U32, likely: U32) -> U32:
-        is_greedy = self._gain > 0 if self.is_greedy is None else self.is_greedy
-        return likely if is_greedy else sampled
-
-    def note(self, rows: I64, positions: I64, sampled: U32, likely: U32) -> None:
-        """The first drafts of rows."""
-        for i in np.flatnonzero(sampled != likely).tolist():
-            self._firsts[int(rows[i])] = int(positions[i]), int(sampled[i]), int(likely[i])
-
-    def learn(self, row: int, tokens: U32) -> None:
-        """A row has tokens behind its first draft."""
-        if (first := self._firsts.pop(row, None)) is not None:
-            position, sampled, likely = first
-            token = int(tokens[position])
-            self._gain += KIND_WEIGHT * ((token == likely) - (token == sampled) - self._gain)
-
-    def forget(self, row: int) -> None:
-        self._firsts.pop(row, None)
 
 
 class DraftModel:
@@ -84,8 +51,8 @@ class DraftModel:
         max_len: int,
     ) -> None:
         """`max_tokens` of one pass; `max_len` of a row, with drafts."""
-        self._model, self._pool, self._backend, self._rows = model, pool, backend, rows
-        self._max_tokens, self._max_len, self.kind = max_tokens, max_len, DraftKind()
+        self._model, self._pool, self._rows = model, pool, rows
+        self._max_tokens, self._max_len, self._sampler = max_tokens, max_len, DraftSampler(backend, rows)
         self._marks: U64 = np.zeros(pool.num_blocks * pool.block_size, np.uint64)
         num_rows = len(rows.is_open)
         self._chains: U64 = np.zeros((num_rows, max_len), np.uint64)
@@ -96,24 +63,14 @@ class DraftModel:
 
     def close(self, row: int) -> None:
         self._num_chained[row] = self._num_computed[row] = 0
-        self.kind.forget(row)
+        self._sampler.kind.forget(row)
 
     def propose(self, rows: I64, counts: I64) -> list[list[int]]:
-        for row in rows.tolist():
-            self.kind.learn(row, self._rows.tokens_of(row))
+        self._sampler.learn(rows)
         counts = self._possible(rows, counts)
-        drafts: list[list[int]] = [[] for _ in rows]
-        lines, (token_ids, is_bad) = self._catch_up(rows, np.flatnonzero(counts))
-        nth = 0
-        while len(lines):
-            lines, token_ids = lines[~is_bad], token_ids[~is_bad]
-            self._rows.add_draft(rows[lines], self._rows.num_tokens[rows[lines]] + nth, token_ids)
-            for line, token in zip(lines.tolist(), token_ids.tolist(), strict=True):
-                drafts[line].append(token)
-            nth += 1
-            lines = lines[counts[lines] > nth]
-            token_ids, is_bad = self._compute_drafts(rows[lines], nth)
-        return drafts
+        lines, first = self._catch_up(rows, np.flatnonzero(counts))
+        drafts = self._sampler.extend(rows[lines], counts[lines], first, self._compute_drafts)
+        return [drafts.get(row, []) for row in rows.tolist()]
 
     def _possible(self, rows: I64, counts: I64) -> I64:
         """How many drafts the model can compute: it reads the tokens up to the one before the last draft."""
@@ -201,7 +158,7 @@ class DraftModel:
         )
         logits = self._model.forward(forward, self._pool)
         self._num_computed[rows] = context_lens + query_lens
-        sampled = self._sample(logits, rows[is_done], (context_lens + query_lens)[is_done])
+        sampled = self._sampler.sample(logits, rows[is_done], (context_lens + query_lens)[is_done])
         if len(token_ids) <= 2 * len(rows):
             self.draft_s += TIME_WEIGHT * ((time.perf_counter() - started) / len(rows) - self.draft_s)
         return sampled
@@ -214,27 +171,3 @@ class DraftModel:
             if start + count > self._num_chained[row]:  # a draft
                 self._chains[row, start : start + count] = self._chained(row, start, token_ids[end - count : end])
             self._marks[slots[end - count : end]] = self._chains[row, start : start + count]
-
-    def _sample(self, logits: torch.Tensor, rows: I64, positions: I64) -> Sampled:
-        """What the row samples at these positions if these are its logits."""
-        if not len(rows):
-            return NO_TOKENS
-        logits = self._in_vocabulary(logits)
-        processed = self._rows.processed_rows(rows, positions)
-        if processed is not None:
-            logits = logits.float()
-            self._backend.process_logits(logits, processed)
-        sampled, is_bad = self._backend.sample(logits, self._rows.sampling_columns(rows, positions))
-        likely: U32 = logits.argmax(1).numpy().astype(np.uint32)
-        is_first = positions == self._rows.num_tokens[rows]
-        self.kind.note(rows[is_first], positions[is_first], sampled[is_first], likely[is_first])
-        return self.kind.choose(sampled, likely), is_bad
-
-    def _in_vocabulary(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits of the row's vocabulary: one of the two is padded further."""
-        size, own = self._rows.vocab_size, logits.shape[1]
-        if own == size:
-            return logits
-        if own > size:
-            return logits[:, :size].contiguous()
-        return torch.nn.functional.pad(logits, (0, size - own), value=-torch.inf)
