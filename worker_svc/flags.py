@@ -20,6 +20,7 @@ from worker_svc.engine.config import (
     KERNELS,
     KV_CACHE_DTYPES,
     MAX_DRAFTS,
+    SPECULATE,
     QUANTIZING_BACKENDS,
     EngineConfig,
     Speculate,
@@ -53,7 +54,7 @@ def _adapter(text: str) -> tuple[str, Path]:
     return name, Path(folder)
 
 
-_PROPOSER = config.FlagKind(_speculate, "suffix or draft:DIR")
+_PROPOSER = config.FlagKind(_speculate, SPECULATE)
 _ADAPTER = config.FlagKind(_adapter, "NAME=DIR")
 _ADDRESSES = config.FlagKind(_addresses, config.scheduler_address.allowed)
 
@@ -176,7 +177,8 @@ FLAGS = (
         ),
         Flag("--speculate", _PROPOSER,
             "compute drafts of the next tokens with each token, which are kept if they are right: the output is the "
-            "same. suffix: from earlier text of the request; draft:DIR: a smaller model with the same tokenizer; "
+            "same. suffix: from earlier text of the request; mtp: from the layer of the checkpoint that predicts further "
+            "tokens; draft:DIR: a smaller model with the same tokenizer; "
             "unset: none. Only on CPUs (docs/speculation.md)", metavar="PROPOSER",
         ),
         Flag("--max-drafts", in_range(int, 1, MAX_DRAFTS), "drafts of a sequence in one step, at most", default=8),

@@ -27,13 +27,14 @@ ATTENTION = ("auto", "triton", "flash", "flash3", "flashinfer", "torch")
 CUDA_GRAPHS = ("start", "lazy", "off")
 KERNELS = ("auto", "triton", "torch")
 ALL_REDUCE = ("auto", "nccl")
-PROPOSERS = ("suffix", "draft")
+PROPOSERS = {"suffix": False, "mtp": False, "draft": True}  # whether a folder is named
 MAX_DRAFTS = 16  # of one row in one step
+SPECULATE = "suffix, mtp or draft:DIR"
 QUANTIZING_BACKENDS: Mapping[Quantization, tuple[str, ...]] = {"int8": ("cpu", "reference"), "fp8": ("cuda",)}
 
 
 class Speculate(NamedTuple):
-    """How drafts are proposed: `suffix`, or `draft:DIR` with the folder of a model."""
+    """How drafts are proposed: `suffix`, `mtp`, or `draft:DIR` with the folder of a model."""
 
     proposer: str
     folder: Path | None
@@ -42,8 +43,8 @@ class Speculate(NamedTuple):
     def parse(cls, text: str) -> Speculate:
         """Raises ValueError."""
         proposer, colon, folder = text.partition(":")
-        if proposer not in PROPOSERS or (proposer == "draft") != bool(colon and folder):
-            raise ValueError(f"speculate must be suffix or draft:DIR, got {text!r}")
+        if PROPOSERS.get(proposer) != bool(colon) or bool(colon) != bool(folder):
+            raise ValueError(f"speculate must be {SPECULATE}, got {text!r}")
         return cls(proposer, Path(folder) if folder else None)
 
 
@@ -178,8 +179,13 @@ class EngineConfig:
             _check_choice(f"backend with nnodes={self.nnodes}", self.backend, ("cuda",))
 
     @property
+    def proposer(self) -> str | None:
+        """What proposes drafts; None: nothing does."""
+        return None if self.speculate is None else Speculate.parse(self.speculate).proposer
+
+    @property
     def draft_dir(self) -> Path | None:
-        """The folder of the model that proposes drafts."""
+        """The folder of what proposes drafts."""
         return None if self.speculate is None else Speculate.parse(self.speculate).folder
 
     @property

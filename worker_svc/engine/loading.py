@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -41,6 +41,7 @@ from worker_svc.engine.rows.embedder import InputEmbedder, StepInputReader
 from worker_svc.engine.rows.images import ImageEncoder, image_shape
 from worker_svc.engine.rows.open_rows import OpenRows
 from worker_svc.engine.speculation.draft_model import DraftModel
+from worker_svc.engine.speculation.heads import Head, MtpHead, mtp_layout, predicting_layer
 from worker_svc.engine.vision.tower import VisionTower
 
 logger = logging.getLogger(__name__)
@@ -79,6 +80,7 @@ class DecoderWeights:
     model: DecoderModel
     images: ImageEncoder | None
     pooling: PoolingWeights
+    head: Head | None  # None: none proposes drafts
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +103,7 @@ class Loaded:
     attention_window: int | None = None  # as in EngineInfo
     images: ImageEncoder | None = None  # None: the model takes no images
     image_shape: ImageShape | None = None
+    head: Head | None = None
     groups: tuple[CacheGroupInfo, ...] = ()  # as in EngineInfo
     num_snapshots: int | None = None  # as in EngineInfo
     snapshot_tokens: int = 0
@@ -136,8 +139,9 @@ def _load_decoder(
     num_snapshots = config.snapshot_memory // state_bytes if state_bytes else 0
     reserved += (config.max_num_seqs + num_snapshots) * state_bytes
     groups = divide_pool(config, model, dtype, _pool_memory(config, reserved)) if config.has_groups else None
+    layouts = model.kv_layouts() + _head_layouts(checkpoint, config, model)
     if groups is None:
-        num_blocks = config.num_blocks or _fitting_blocks(config, model, dtype, reserved, _draft_block_bytes(config))
+        num_blocks = config.num_blocks or _fitting_blocks(config, layouts, dtype, reserved, _draft_block_bytes(config))
     else:
         num_blocks = groups.num_blocks
     block_bytes = max(1, KVCachePool.bytes_per_block(model.kv_layouts(), config.block_size, dtype))
@@ -147,7 +151,7 @@ def _load_decoder(
     weights = load_decoder_weights(checkpoint, config, backend, dtype, max_model_len, report)
     settings = read_pooling(checkpoint.folder, checkpoint.config, PoolingKind.LAST)
     states = StatePool(model.recurrences, config.max_num_seqs, num_snapshots) if model.is_recurrent else None
-    pool = KVCachePool(model.kv_layouts(), num_blocks, config.block_size, dtype, states, groups)
+    pool = KVCachePool(layouts, num_blocks, config.block_size, dtype, states, groups)
     adapters = make_store(
         config, modules, model.names, dtype, lambda adapter: backend.pack_adapter(adapter, model.num_layers)
     )
@@ -167,6 +171,7 @@ def _load_decoder(
         max_num_batched_tokens=config.max_num_batched_tokens,
         images=weights.images,
         image_shape=image_shape(model),
+        head=weights.head,
         groups=() if groups is None else groups.groups,
         num_snapshots=num_snapshots if model.is_recurrent else None,
         snapshot_tokens=state_bytes * config.block_size // block_bytes,
@@ -192,7 +197,22 @@ def load_decoder_weights(
     head = model.classes(settings.num_classes)
     sizes, generates = (model.hidden_size, model.vocab_size), model.head == "tokens"
     pooling = load_pooling(checkpoint, settings, head, backend, sizes=sizes, generates=generates)
-    return DecoderWeights(decoder, images, pooling)
+    head = _load_head(checkpoint, config, decoder, backend, dtype)
+    return DecoderWeights(decoder, images, pooling, head)
+
+
+def _head_layouts(checkpoint: Checkpoint, config: EngineConfig, model: ModelConfig) -> list[KVLayout]:
+    """What a head that proposes drafts keeps of a token, in a layer of the pool after those of the model."""
+    return [mtp_layout(checkpoint, model)] if config.proposer == "mtp" else []
+
+
+def _load_head(
+    checkpoint: Checkpoint, config: EngineConfig, target: DecoderModel, backend: Backend, dtype: torch.dtype
+) -> Head | None:
+    if config.proposer != "mtp":
+        return None
+    layer = predicting_layer(checkpoint, target.parts.config)
+    return MtpHead(WeightLoader(checkpoint, layer, backend, dtype), layer, target, backend)
 
 
 def _load_images(
@@ -242,7 +262,7 @@ def _load_encoder_decoder(
     report: Report,
 ) -> Loaded:
     model = parse_encoder_decoder(checkpoint.config)
-    num_blocks = config.num_blocks or _fitting_blocks(config, model, dtype, 0)
+    num_blocks = config.num_blocks or _fitting_blocks(config, model.kv_layouts(), dtype, 0)
     check_features(model.features() | ({"adapters"} if config.max_adapters else set()), backend.name)
     encoder = load_encoder_decoder(config, checkpoint, model, backend, dtype, report.progress)
     pool = KVCachePool(model.kv_layouts(), num_blocks, config.block_size, dtype)
@@ -333,7 +353,7 @@ def _draft_config(checkpoint: Checkpoint, folder: Path) -> ModelConfig:
 
 def _draft_block_bytes(config: EngineConfig) -> int:
     """What each block of the pool takes in the pool of the model that proposes drafts."""
-    if config.draft_dir is None:
+    if config.proposer != "draft" or config.draft_dir is None:
         return 0
     checkpoint = Checkpoint(config.draft_dir)
     model, dtype = _draft_config(checkpoint, config.draft_dir), DTYPES[choose_dtype(config, checkpoint)]
@@ -347,14 +367,14 @@ def _pool_memory(config: EngineConfig, reserved: int) -> int:
 
 def _fitting_blocks(
     config: EngineConfig,
-    model: ModelConfig | EncoderDecoderConfig,
+    layouts: Sequence[KVLayout],
     dtype: torch.dtype,
     reserved: int,
     beside: int = 0,
 ) -> int:
     """The blocks of a pool in which a block holds all layers. `beside`: bytes that each block takes in another pool."""
     memory = _pool_memory(config, reserved)
-    per_block = max(1, KVCachePool.bytes_per_block(model.kv_layouts(), config.block_size, dtype) + beside)
+    per_block = max(1, KVCachePool.bytes_per_block(layouts, config.block_size, dtype) + beside)
     if memory < per_block:
         raise ValueError(
             f"kv_cache_memory of {memory} bytes is below one block of {per_block} bytes; raise kv_cache_memory"

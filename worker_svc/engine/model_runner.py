@@ -67,6 +67,9 @@ from worker_svc.engine.rows.step_checker import CheckedStep
 from worker_svc.engine.sampling.beams import best_candidates, take_log_softmax
 from worker_svc.engine.sampling.grammars import PendingMasks, compiled_grammars
 from worker_svc.engine.sampling.masking import apply_masks
+from worker_svc.engine.speculation.drafts import Proposer, SuffixProposer
+from worker_svc.engine.speculation.head_drafts import HeadDrafts
+from worker_svc.engine.speculation.heads import Head
 from worker_svc.engine.step_runner import NOTHING_TO_SAMPLE, StepRunner
 
 logger = logging.getLogger(__name__)
@@ -135,11 +138,21 @@ class ModelRunner(StepRunner):
             groups=loaded.groups,
         )
         self._serve(rows, info)
-        if config.draft_dir is None:
-            self._speculate(config)
-        else:
-            self._speculate(config, load_draft_model(config, config.draft_dir, info, self._threads))
+        self._heads: HeadDrafts | None = None
+        self._speculate(config, self._proposer(config, loaded.head))
+        if loaded.head is not None:
+            loaded.head.fuse(self._pool)
         self._backend.end_load()
+
+    def _proposer(self, config: EngineConfig, head: Head | None) -> Callable[[OpenRows], Proposer]:
+        """Makes what proposes drafts, if something does."""
+        if config.proposer == "draft" and config.draft_dir is not None:
+            return load_draft_model(config, config.draft_dir, self.info, self._threads)
+        if head is None:
+            return SuffixProposer
+        dtype, max_len = DTYPES[self.info.dtype], self.info.max_model_len
+        self._heads = HeadDrafts(str(config.proposer), head, self._backend, self._rows, dtype=dtype, max_len=max_len)
+        return lambda rows: self._heads
 
     # -- weights ------------------------------------------------------------------------------------------------------
 
@@ -171,6 +184,9 @@ class ModelRunner(StepRunner):
         backend, weights = staged.weights
         self._backend, self._model, self.images = backend, weights.model, weights.images
         self._model.fuse(self._pool)
+        if self._heads is not None:
+            self._heads.head = weights.head
+            weights.head.fuse(self._pool)
         self._pooler = Pooler(weights.pooling)
         self._inputs = InputEmbedder(self.info.hidden_size, DTYPES[self.info.dtype], weights.images)
         self._pool.uncommit(np.arange(self._pool.num_blocks))
@@ -184,6 +200,8 @@ class ModelRunner(StepRunner):
         if "weights" in tags:
             self._is_asleep = True
             self._model, self._pooler, self.images = None, Pooler(None), None
+            if self._heads is not None:
+                self._heads.head = None
             self._inputs = InputEmbedder(self.info.hidden_size, DTYPES[self.info.dtype])
         if "kv_cache" in tags:
             self._pool.uncommit(np.arange(self._pool.num_blocks))
@@ -245,6 +263,7 @@ class ModelRunner(StepRunner):
         if inputs.embedded is not None:
             token_ids[inputs.embedded.tokens] = 0  # in place of content ids, which the vocabulary does not have
         chunks = self._rows.pooling.chunks(plan.rows, plan.starts, plan.context_lens, plan.ends, self._rows.prompt_lens)
+        pooled = hidden_tokens(chunks) if chunks else None
         forward = ForwardBatch(
             token_ids=token_ids,
             positions=self._rows.positions.shifted(plan.token_rows, plan.positions).astype(np.int32),
@@ -256,7 +275,7 @@ class ModelRunner(StepRunner):
             head_tokens=np.union1d(samplers, logit_tokens(chunks)) if chunks else samplers,
             embedded=inputs.embedded,
             encoders=inputs.encoders,
-            hidden_tokens=hidden_tokens(chunks) if chunks else None,
+            hidden_tokens=pooled if self._heads is None else np.arange(len(token_ids)),
             token_types=token_types(chunks, plan.positions),
             deep=inputs.deep,
             snapshots=None if self._rows.states is None else self._rows.states.begin(batch, plan),
@@ -271,11 +290,14 @@ class ModelRunner(StepRunner):
         prompts = None if targets is None else self._score_prompts(forward, plan.token_rows, targets, errors)
         logits = self._model.forward(forward, self._pool) if prompts is None else prompts.logits
         self._rows.mark_computed(plan.rows, plan.ends)
+        if self._heads is not None:
+            self._heads.see(plan, self._model)
         if self._rows.states is not None:
             self._rows.states.end(batch, plan, errors)
         output = StepOutput(batch.step_id, EMPTY, EMPTY)
         if chunks:
-            output.pooled, bad_rows = self._pooler.numbers(chunks, self._model.hidden, logits, forward.head_tokens)
+            hidden = self._model.hidden if self._heads is None else self._model.hidden[pooled]
+            output.pooled, bad_rows = self._pooler.numbers(chunks, hidden, logits, forward.head_tokens)
             for row in bad_rows:
                 errors.add(row, NOT_FINITE, RowErrorCode.NAN)
             logits = logits[torch.from_numpy(np.searchsorted(forward.head_tokens, samplers))]

@@ -108,8 +108,8 @@ class SimRunner(StepRunner):
             hidden_size=info.hidden_size, adapters=self._row_adapters, images=info.images,
         )  # fmt: skip
         self._serve(rows, info)
-        if config.draft_dir is not None:
-            raise ValueError("speculate=draft:DIR needs a model that computes; a simulated worker has suffix only")
+        if config.proposer not in (None, "suffix"):
+            raise ValueError(f"speculate={config.speculate} needs a model that computes; a simulated worker has suffix")
         self._speculate(config)
         self._pool = SimPool(info.num_blocks, info.block_size)
         self._histories = Histories(info.max_num_seqs, info.max_model_len, info.block_size)

@@ -217,6 +217,17 @@ class ExpertFamily:
 
 
 @dataclass(frozen=True, slots=True)
+class MtpNames:
+    """The tensors of a layer that predicts a further token; `{}` is the number of layers before it."""
+
+    layer: str = "model.layers.{}."
+    embedding_norm: str = "model.layers.{}.enorm"
+    state_norm: str = "model.layers.{}.hnorm"
+    projection: str = "model.layers.{}.eh_proj"
+    final_norm: str = "model.layers.{}.shared_head.norm"
+
+
+@dataclass(frozen=True, slots=True)
 class Architecture:
     """The differences of one family from the common decoder. None: config.json decides."""
 
@@ -253,6 +264,7 @@ class Architecture:
     fields: Mapping[str, str] = field(default_factory=dict)  # other names of fields of config.json
     unread: tuple[str, ...] = ()  # beginnings of names of tensors that are not read
     names: Names = LLAMA_NAMES
+    mtp: MtpNames | None = None  # of the layer with which `--speculate mtp` proposes drafts. None: it is not computed
 
 
 WINDOWS = frozenset({"sliding_window"})
@@ -358,6 +370,7 @@ DEEPSEEK_V3 = Architecture(
     has_latents=True,
     windows="none",
     experts=DEEPSEEK_EXPERTS,
+    mtp=MtpNames(),
     defaults={
         **LATENT_SIZES,
         "q_lora_rank": 1536,
@@ -576,6 +589,7 @@ ARCHITECTURES = {
         has_o_bias=False,
         windows="none",
         experts=DEEPSEEK_EXPERTS,
+        mtp=MtpNames(),
         defaults={
             "use_qk_norm": False,
             "rms_norm_eps": 1e-5,

@@ -216,6 +216,16 @@ class ModelConfig:
         unread = [f"{prefix}self_attn.{part}" for prefix in shared for part in ("k_", "v_")]
         return [*self.architecture.unread, *map(self.names.layer.format, more), *unread]
 
+    def predicting_layer(self) -> ModelConfig | None:
+        """The layer that predicts a further token, as a decoder of one layer: like the last one that attends. None: the
+        architecture has none that is computed."""
+        mtp, before = self.architecture.mtp, self.num_layers
+        if mtp is None:
+            return None
+        spec = next(layer for layer in reversed(self.layers) if layer.attends)
+        names = replace(self.names, layer=mtp.layer.format(before), final_norm=mtp.final_norm.format(before))
+        return replace(self, layers=(spec,), architecture=replace(self.architecture, names=names))
+
     @property
     def recurrences(self) -> list[Recurrence | None]:
         """The recurrence of each layer; None: it has none."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 
 import numpy as np
@@ -80,6 +81,12 @@ class KVCachePool(BlockContents):
     def bytes_per_block(layouts: Sequence[KVLayout], block_size: int, dtype: torch.dtype) -> int:
         shapes = [shape for layout in layouts if layout.owner is None for shape in layout.shapes(block_size)]
         return sum(map(math.prod, shapes)) * dtype.itemsize
+
+    def layers_from(self, first: int) -> KVCachePool:
+        """The same pool for a model whose layers are those from `first` on."""
+        pool = copy(self)
+        pool._layers, pool.group_of, pool.states = self._layers[first:], self.group_of[first:], None
+        return pool
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys [num_blocks, kv_heads, head_dim, block_size] and values [num_blocks, kv_heads, block_size, head_dim]."""

@@ -375,6 +375,15 @@ class WeightLoader:
     def _latent_norm(self, name: str, size: int) -> Norm:
         return replace(self._norm(name, size), eps=latents.NORM_EPS)
 
+    def norm(self, name: str) -> Norm:
+        """A norm of hidden states."""
+        return self._norm(name, self._config.hidden_size)
+
+    def projection(self, name: str, num_parts: int) -> Linear:
+        """A linear layer from several hidden states, side by side, to one."""
+        hidden = self._config.hidden_size
+        return self._linear(Stored((name,), (("o", hidden),), num_parts * hidden, has_bias=False))
+
     def modules(self) -> dict[str, Module]:
         """The linear layers that adapters may change, by name."""
         stored = [self._stored(index) for index in range(self._config.num_layers)]

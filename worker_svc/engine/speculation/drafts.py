@@ -43,7 +43,8 @@ class Proposer(Protocol):
     draft_s: float  # seconds that one more draft of one row takes; 0: too few to count
 
     def propose(self, rows: I64, counts: I64) -> list[list[int]]:
-        """For each row, up to so many tokens that may follow its known tokens. Rows have their newest token."""
+        """After each step: for each row, up to so many tokens that may follow its known tokens. Rows have their newest
+        token."""
 
     def close(self, row: int) -> None:
         """The row is closed, or opened with other tokens."""
@@ -201,9 +202,17 @@ class RowDrafts:
 
     def propose(self, batch: StepBatch, output: StepOutput, seconds: float) -> None:
         """Propose drafts for the rows that have sampled, and ask for room for them in the answer."""
-        num_rows = len(output.rows)
+        rows, pause = self._choose(batch, output, seconds)
+        self._propose(rows, pause)
+        wanted = self._wanted[output.rows] * (self._speculates & (self._num_missed < PATIENCE))[output.rows]
+        if len(rows) and wanted.any():
+            output.draft_lens = wanted.astype(np.uint32)
+
+    def _choose(self, batch: StepBatch, output: StepOutput, seconds: float) -> tuple[I64, int]:
+        """The rows that may have drafts in the next step, and how long those whose drafts do not pay wait for one."""
+        num_rows, none = len(output.rows), np.empty(0, np.int64)
         if not num_rows:
-            return
+            return none, 0
         self._outputs_per_row += 0.1 * (len(output.token_ids) / num_rows - self._outputs_per_row)
         num_tokens = len(batch.slot_mapping)
         num_drafts = 0 if batch.draft_lens is None else int(batch.draft_lens.sum())
@@ -213,14 +222,11 @@ class RowDrafts:
         num_outputs, token_cost = self._outputs_per_row * num_rows, self._times.token_cost(num_rows)
         if num_outputs * token_cost > LEAST_USE or self._times.is_stale(num_rows) or not len(speculating):
             self._drafts.clear()
-            return
+            return none, 0
         self._learn_from_others(speculating)
         draft_cost = self._proposer.draft_s / (self._times.of_rows(num_rows) or seconds)
         self._count_drafts(speculating, num_outputs, token_cost + draft_cost)
-        self._propose(speculating, probe_pause(draft_cost))
-        wanted = self._wanted[output.rows] * (self._speculates & (self._num_missed < PATIENCE))[output.rows]
-        if wanted.any():
-            output.draft_lens = wanted.astype(np.uint32)
+        return speculating, probe_pause(draft_cost)
 
     def _learn_from_others(self, rows: I64) -> None:
         """Learn from drafts that were not computed. All drafts are before the newest token now."""
