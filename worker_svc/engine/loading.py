@@ -30,7 +30,7 @@ from worker_svc.engine.decoder.weights import WeightLoader
 from worker_svc.engine.encoder.config import EncoderConfig, parse_encoder
 from worker_svc.engine.encoder.families import encoder_of
 from worker_svc.engine.encoder.model import EncoderModel
-from worker_svc.engine.encoder_decoder.config import EncoderDecoderConfig, is_encoder_decoder, parse_encoder_decoder
+from worker_svc.engine.encoder_decoder.config import is_encoder_decoder, parse_encoder_decoder
 from worker_svc.engine.encoder_decoder.load import load_encoder_decoder
 from worker_svc.engine.engine_info import choose_max_model_len
 from worker_svc.engine.kernels.machine import available_memory
@@ -197,8 +197,7 @@ def load_decoder_weights(
     head = model.classes(settings.num_classes)
     sizes, generates = (model.hidden_size, model.vocab_size), model.head == "tokens"
     pooling = load_pooling(checkpoint, settings, head, backend, sizes=sizes, generates=generates)
-    head = _load_head(checkpoint, config, decoder, backend, dtype)
-    return DecoderWeights(decoder, images, pooling, head)
+    return DecoderWeights(decoder, images, pooling, _load_head(checkpoint, config, decoder, backend, dtype))
 
 
 def _head_layouts(checkpoint: Checkpoint, config: EngineConfig, model: ModelConfig) -> list[KVLayout]:

@@ -151,8 +151,9 @@ class ModelRunner(StepRunner):
         if head is None:
             return SuffixProposer
         dtype, max_len = DTYPES[self.info.dtype], self.info.max_model_len
-        self._heads = HeadDrafts(str(config.proposer), head, self._backend, self._rows, dtype=dtype, max_len=max_len)
-        return lambda rows: self._heads
+        heads = HeadDrafts(str(config.proposer), head, self._backend, self._rows, dtype=dtype, max_len=max_len)
+        self._heads = heads
+        return lambda rows: heads
 
     # -- weights ------------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from tests.unit.engine.models import make_model
 
 
 def add_mtp(folder: Path, *, agrees: bool = False, seed: int = 5) -> Path:
-    """Adds a random layer that predicts a further token, as GLM-4.5 and DeepSeek V3 name it; transformers leaves it out.
+    """Adds a random layer that predicts a further token, as GLM-4.5 and DeepSeek V3 name it.
 
     With `agrees` the output of a token depends mostly on its own embedding, in the model and in this layer.
     """
@@ -36,9 +36,7 @@ def add_mtp(folder: Path, *, agrees: bool = False, seed: int = 5) -> Path:
             if name.endswith(("o_proj.weight", "down_proj.weight")):
                 tensors[name] = tensors[name] * 0.03
     tensors[f"{own}eh_proj.weight"] = projection
-    dtype = tensors["model.norm.weight"].dtype
-    dtype = next(tensor.dtype for name, tensor in tensors.items() if name.endswith("o_proj.weight"))
-    save_file({name: x if x.dtype is torch.float32 and "correction" in name else x.to(dtype) for name, x in tensors.items()}, file, {"format": "pt"})
+    save_file(tensors, file, {"format": "pt"})
     return folder
 
 

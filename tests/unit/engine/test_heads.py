@@ -4,7 +4,6 @@ them. transformers itself leaves these layers out, so the formula stands here.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +97,9 @@ def recorded_drafts(runner: ModelRunner) -> list[tuple[int, int, torch.Tensor]]:
     return found
 
 
-@pytest.mark.parametrize("architecture", ["glm4_moe", "deepseek_v3", pytest.param("glm4_moe_lite", marks=pytest.mark.deep)])
+@pytest.mark.parametrize(
+    "architecture", ["glm4_moe", "deepseek_v3", pytest.param("glm4_moe_lite", marks=pytest.mark.deep)]
+)
 @pytest.mark.parametrize("backend", ["cpu", pytest.param("reference", marks=pytest.mark.deep)])
 def test_a_predicting_layer_computes_its_formula(tmp_path: Path, architecture: str, backend: str) -> None:
     """Prompts in chunks, drafts that follow drafts, and a second step, whose entries replace those of drafts."""
@@ -157,7 +158,7 @@ def test_the_layer_of_the_head_is_in_the_pool(mtp_dir: Path) -> None:
 
 
 def test_models_without_predicting_layer_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="speculate=mtp: .* is not supported; use suffix"):
+    with pytest.raises(CheckpointError, match=r"speculate=mtp: .* is not supported; use suffix"):
         make_runner(make_model(tmp_path / "qwen3", "qwen3"), speculate="mtp")
     folder = make_model(tmp_path / "glm", "glm4_moe")
     with pytest.raises(CheckpointError, match=r"eh_proj\.weight is missing"):

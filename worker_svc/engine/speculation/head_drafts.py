@@ -103,9 +103,7 @@ class HeadDrafts:
         self.draft_s += TIME_WEIGHT * ((time.perf_counter() - started) / len(rows) - self.draft_s)
         return sampled
 
-    def _compute(
-        self, rows: I64, context_lens: I64, query_lens: I64, before: torch.Tensor, drafting: Bools
-    ) -> Sampled:
+    def _compute(self, rows: I64, context_lens: I64, query_lens: I64, before: torch.Tensor, drafting: Bools) -> Sampled:
         """Make entries of rows, and sample what follows the last ones of the rows that want a draft."""
         rows_of, starts = np.repeat(rows, query_lens), np.append(0, np.cumsum(query_lens))
         positions = np.arange(starts[-1]) + np.repeat(context_lens - starts[:-1], query_lens)

@@ -83,9 +83,7 @@ class MtpHead:
             self._backend.add_norm(part, None, norm, part)
         rows = self._projection(torch.cat(joined, 1))
         embedded = Embedded(np.arange(len(rows)), rows)
-        return self._decoder.forward(
-            replace(batch, embedded=embedded, hidden_tokens=batch.head_tokens), self._pool
-        )
+        return self._decoder.forward(replace(batch, embedded=embedded, hidden_tokens=batch.head_tokens), self._pool)
 
     @property
     def states(self) -> torch.Tensor:
