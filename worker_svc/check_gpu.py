@@ -12,8 +12,7 @@ from worker_svc.engine.checkpoint.features import check_features
 from worker_svc.engine.checkpoint.model_folder import CheckpointError, decoder_config, read_object
 from worker_svc.engine.config import EngineConfig
 from worker_svc.engine.decoder.config import parse_config
-from worker_svc.engine.encoder.families import encoder_of
-from worker_svc.engine.encoder_decoder.config import is_encoder_decoder
+from worker_svc.engine.engines import is_decoder
 
 
 def check_gpu(folder: Path) -> None:
@@ -21,13 +20,8 @@ def check_gpu(folder: Path) -> None:
     from worker_svc.engine.gpu.start.setup import find_device
 
     find_device(EngineConfig(folder, backend="cuda"))
-    config = read_object(folder / "config.json")
-    if is_encoder_decoder(config):
-        check_features({"cross_attention"}, "cuda")
-    config = decoder_config(config)
-    if encoder_of(config) is not None:
-        check_features({"encoder"}, "cuda")
-    check_features(parse_config(config).features(), "cuda")
+    if is_decoder(folder):
+        check_features(parse_config(decoder_config(read_object(folder / "config.json"))).features(), "cuda")
 
 
 def main(argv: list[str]) -> int:

@@ -244,6 +244,11 @@ class RotaryTable:
     is_interleaved: bool = False  # neighbours are rotated together. False: the same places of two halves
     is_first: bool = False  # heads are rotated before their norms. False: after them
 
+    def to(self, device: torch.device) -> RotaryTable:
+        """The same table on a device."""
+        q_scales = None if self.q_scales is None else self.q_scales.to(device)
+        return replace(self, cos=self.cos.to(device), sin=self.sin.to(device), q_scales=q_scales)
+
 
 class Linear(Protocol):
     """A loaded weight. Maps [n, in] to [n, out]."""
@@ -309,8 +314,9 @@ class LinearMaker(Protocol):
         ...
 
 
-class Backend(LinearMaker, Protocol):
-    """Operations of the decoder. Tensors are contiguous and have the engine's dtype unless stated otherwise.
+class LayerBackend(LinearMaker, Protocol):
+    """Operations of the layers of encoders, encoder-decoders and towers. Tensors are contiguous and have the engine's
+    dtype unless stated otherwise. The columns of batches are in host memory.
 
     k_cache is [num_blocks, kv_heads, head_dim, block_size], v_cache [num_blocks, kv_heads, block_size, head_dim]. A
     backend may order the numbers within a block differently.
@@ -318,23 +324,8 @@ class Backend(LinearMaker, Protocol):
 
     name: str
     arithmetic: str  # identifies everything its rounding depends on; part of `numerics`
-    features: frozenset[str]  # see checkpoint/features.py
-    formats: set[str]  # of weights that are multiplied in 4 bits; part of `numerics`
-
-    def end_load(self) -> None:
-        """The weights of the model are complete. Work on their memory that serving needs not wait for begins."""
-        ...
-
-    def pack_adapter(self, adapter: Adapter, num_layers: int) -> PackedAdapter:
-        """Prepares an adapter. May be called by any thread."""
-        ...
-
-    def add_adapters(
-        self, layer: int, site: int, rows: Sequence[tuple[PackedAdapter, I32]], x: torch.Tensor, y: torch.Tensor
-    ) -> None:
-        """y [n, out] += what each adapter adds to its rows of x [n, in] at one site: b(a(x)), rounded after a, and once
-        more with y. No row has two adapters."""
-        ...
+    device: torch.device  # of weights and results
+    is_batched: bool  # False: rows, and the tokens of a decoder, must be computed one by one to be independent
 
     def add_norm(self, x: torch.Tensor, residual: torch.Tensor | None, norm: Norm | None, out: torch.Tensor) -> None:
         """x [n, dim] += residual (if any), out = norm of x, or x if there is no norm. `out` may be x."""
@@ -363,6 +354,40 @@ class Backend(LinearMaker, Protocol):
         shape: AttentionShape,
     ) -> None:
         """Attention of q [T, q_heads, dim] over each row's table, into out of the same shape."""
+        ...
+
+    def gated_activation(self, gate_up: torch.Tensor, out: torch.Tensor, activation: str) -> None:
+        """out [n, dim] = activation(gate) * up, for gate_up [n, 2 * dim]. `clamped_swiglu`: that of GPT-OSS."""
+        ...
+
+    def activation(self, x: torch.Tensor, activation: str) -> None:
+        """x [n, dim] = activation(x)."""
+        ...
+
+    def copy_blocks(self, pool: torch.Tensor, src: I64, dst: I64) -> None:
+        """Copies blocks of pool [layers, num_blocks, ...] in all layers, in the given order."""
+        ...
+
+
+class Backend(LayerBackend, Protocol):
+    """Operations of the decoder, in host memory."""
+
+    features: frozenset[str]  # see checkpoint/features.py
+    formats: set[str]  # of weights that are multiplied in 4 bits; part of `numerics`
+
+    def end_load(self) -> None:
+        """The weights of the model are complete. Work on their memory that serving needs not wait for begins."""
+        ...
+
+    def pack_adapter(self, adapter: Adapter, num_layers: int) -> PackedAdapter:
+        """Prepares an adapter. May be called by any thread."""
+        ...
+
+    def add_adapters(
+        self, layer: int, site: int, rows: Sequence[tuple[PackedAdapter, I32]], x: torch.Tensor, y: torch.Tensor
+    ) -> None:
+        """y [n, out] += what each adapter adds to its rows of x [n, in] at one site: b(a(x)), rounded after a, and once
+        more with y. No row has two adapters."""
         ...
 
     def gate_outputs(self, out: torch.Tensor, gate: torch.Tensor) -> None:
@@ -404,14 +429,6 @@ class Backend(LinearMaker, Protocol):
         """Causal attention of q [T, heads, width] over each row's latents, into out [T, heads, rank]."""
         ...
 
-    def gated_activation(self, gate_up: torch.Tensor, out: torch.Tensor, activation: str) -> None:
-        """out [n, dim] = activation(gate) * up, for gate_up [n, 2 * dim]. `clamped_swiglu`: that of GPT-OSS."""
-        ...
-
-    def activation(self, x: torch.Tensor, activation: str) -> None:
-        """x [n, dim] = activation(x)."""
-        ...
-
     def experts(
         self, x: torch.Tensor, router_logits: torch.Tensor, experts: ExpertLinears, activation: str, out: torch.Tensor
     ) -> None:
@@ -421,10 +438,6 @@ class Backend(LinearMaker, Protocol):
 
     def soft_cap(self, x: torch.Tensor, cap: float) -> None:
         """x = cap * tanh(x / cap)."""
-        ...
-
-    def copy_blocks(self, pool: torch.Tensor, src: I64, dst: I64) -> None:
-        """Copies blocks of pool [layers, num_blocks, ...] in all layers, in the given order."""
         ...
 
     def process_logits(self, logits: torch.Tensor, selected: ProcessedRows) -> None:

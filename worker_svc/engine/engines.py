@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from worker_svc.engine.backend import BackendUnavailableError
+from worker_svc.engine.checkpoint.model_folder import decoder_config, read_object
 from worker_svc.engine.config import EngineConfig
+from worker_svc.engine.encoder.families import encoder_of
+from worker_svc.engine.encoder_decoder.config import is_encoder_decoder
 from worker_svc.engine.nodes import Facts, Leader, Nodes
 
 if TYPE_CHECKING:
@@ -19,10 +23,14 @@ def load_runner(
 ) -> ModelRunner | DeviceRunner:
     """The loaded model. `nodes`: the links to other hosts, if nnodes is 2 or more. Raises BackendUnavailableError for a
     backend that cannot run here."""
-    if config.backend != "cuda":
-        from worker_svc.engine.model_runner import ModelRunner
+    from worker_svc.engine.model_runner import ModelRunner
 
+    if config.backend != "cuda":
         return ModelRunner(config, progress)
+    if not is_decoder(config.model_dir):
+        from worker_svc.engine.gpu.torch_layers import layers_for
+
+        return ModelRunner(config, progress, layers_for(config))
     try:
         from worker_svc.engine.gpu.ranks.parallel_runner import ParallelRunner
         from worker_svc.engine.gpu.runner import DeviceRunner
@@ -41,6 +49,12 @@ def follow(config: EngineConfig, connect: Callable[[Facts], Leader]) -> None:
     except ModuleNotFoundError as error:
         raise _not_installed(error) from error
     run_node(config, connect)
+
+
+def is_decoder(folder: Path) -> bool:
+    """Whether the model of a folder is neither an encoder nor an encoder-decoder. Raises CheckpointError."""
+    config = decoder_config(read_object(folder / "config.json"))
+    return encoder_of(config) is None and not is_encoder_decoder(config)
 
 
 def _not_installed(error: ModuleNotFoundError) -> BackendUnavailableError:

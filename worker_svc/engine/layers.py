@@ -7,12 +7,13 @@ sum: the first operation of a part adds the output of the part before it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
-from worker_svc.engine.backend import AttentionShape, Backend, ForwardBatch, Linear, LinearMaker, Norm, RotaryTable
+from worker_svc.engine.backend import AttentionShape, ForwardBatch, LayerBackend, Linear, Norm, RotaryTable
 from worker_svc.engine.checkpoint.families import NormKind
 from worker_svc.engine.checkpoint.tensors import Checkpoint
 
@@ -47,7 +48,7 @@ class LayerReader:
     """Reads the tensors of a model that is not quantized, in one number type. `read`: their names so far."""
 
     def __init__(
-        self, checkpoint: Checkpoint, maker: LinearMaker, dtype: torch.dtype, norm: NormKind, norm_eps: float
+        self, checkpoint: Checkpoint, maker: LayerBackend, dtype: torch.dtype, norm: NormKind, norm_eps: float
     ) -> None:
         self._checkpoint = checkpoint
         self._maker = maker
@@ -58,7 +59,7 @@ class LayerReader:
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         self.read.add(name)
-        return self._checkpoint.tensor(name, shape, self._dtype)
+        return self._checkpoint.tensor(name, shape, self._dtype).to(self._maker.device)
 
     def linear(self, names: Sequence[str], outputs: int, inputs: int, has_bias: bool | Sequence[bool]) -> Linear:
         """Layers of `outputs` each as one. `has_bias`: of all, or of each; a bias that one of several lacks is 0."""
@@ -67,7 +68,7 @@ class LayerReader:
         if not any(has_biases):
             return self._maker.make_linear(weight, None)
         biases = (
-            self.tensor(f"{name}.bias", (outputs,)) if has else torch.zeros(outputs, dtype=self._dtype)
+            self.tensor(f"{name}.bias", (outputs,)) if has else self._zeros(outputs)
             for name, has in zip(names, has_biases, strict=True)
         )
         return self._maker.make_linear(weight, torch.cat(list(biases)))
@@ -75,8 +76,11 @@ class LayerReader:
     def norm(self, name: str, size: int, *, has_bias: bool = True) -> Norm:
         weight, bias = self.tensor(f"{name}.weight", (size,)), None
         if self._norm == "layer":  # the kernels read a bias
-            bias = self.tensor(f"{name}.bias", (size,)) if has_bias else torch.zeros(size, dtype=self._dtype)
+            bias = self.tensor(f"{name}.bias", (size,)) if has_bias else self._zeros(size)
         return Norm(weight, bias, self._norm_eps, self._norm)
+
+    def _zeros(self, size: int) -> torch.Tensor:
+        return torch.zeros(size, dtype=self._dtype, device=self._maker.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +97,7 @@ class AttentionInput:
 class LayerRunner:
     """Computes layers of one form."""
 
-    backend: Backend
+    backend: LayerBackend
     activation: str
     is_gated: bool
     is_pre_norm: bool
@@ -157,3 +161,21 @@ class LayerRunner:
             return (wide / QUICK_GELU).to(hidden.dtype)
         self.backend.activation(hidden, self.activation)
         return hidden
+
+
+def pieces(batch: ForwardBatch, size: int | None = None) -> Iterator[ForwardBatch]:
+    """The rows of a batch one after the other, as batches of up to `size` tokens. None: of all tokens of a row."""
+    for i, (start, end) in enumerate(zip(batch.query_starts[:-1].tolist(), batch.query_starts[1:].tolist(), strict=True)):
+        for first in range(start, end, size or end - start):
+            tokens = slice(first, min(first + (size or end), end))
+            yield replace(
+                batch,
+                token_ids=batch.token_ids[tokens],
+                positions=batch.positions[tokens],
+                slots=batch.slots[tokens],
+                rows=batch.rows[i : i + 1],
+                query_starts=np.array([0, tokens.stop - first], np.int32),
+                context_lens=batch.context_lens[i : i + 1] + (first - start),
+                key_lens=None if batch.key_lens is None else batch.key_lens[i : i + 1],
+                token_types=None if batch.token_types is None else batch.token_types[tokens],
+            )

@@ -16,7 +16,7 @@ from step_protocol.messages import PoolingKind
 from worker_svc.engine.adapters.adapter import Adapter, make_store
 from worker_svc.engine.adapters.packed import PackedAdapter, reserved_bytes
 from worker_svc.engine.adapters.store import AdapterStore
-from worker_svc.engine.backend import Backend, ForwardBatch, KVLayout
+from worker_svc.engine.backend import Backend, ForwardBatch, KVLayout, LayerBackend
 from worker_svc.engine.checkpoint.features import check_features
 from worker_svc.engine.checkpoint.tensors import Checkpoint
 from worker_svc.engine.checkpoint.vocabulary import check_same_vocabulary
@@ -42,13 +42,14 @@ from worker_svc.engine.rows.images import ImageEncoder, image_shape
 from worker_svc.engine.rows.open_rows import OpenRows
 from worker_svc.engine.speculation.draft_model import DraftModel
 from worker_svc.engine.speculation.heads import Head, MtpHead, mtp_layout, predicting_layer
+from worker_svc.engine.vision.config import VisionConfig
 from worker_svc.engine.vision.tower import VisionTower
 
 logger = logging.getLogger(__name__)
 
 Adapters = AdapterStore[Adapter, PackedAdapter]
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 STEPS_IN_FLIGHT = 3  # whose texts have blocks at the same time
 
 
@@ -70,7 +71,7 @@ class Report:
     """How loading reports its progress, and the threads that compute the digest of the weights meanwhile."""
 
     threads: int
-    progress: Progress | None
+    progress: Progress | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,13 +116,15 @@ def load_model(
     backend: Backend,
     dtype: torch.dtype,
     report: Report,
+    layers: LayerBackend | None = None,
 ) -> Loaded:
-    """Raises CheckpointError for a folder that cannot be served, ValueError for settings that contradict the model."""
+    """`layers`: computes the layers of models that are no decoders, in place of the backend. Raises CheckpointError for
+    a folder that cannot be served, ValueError for settings that contradict the model."""
     if is_encoder_decoder(checkpoint.config):
-        return _load_encoder_decoder(checkpoint, config, backend, dtype, report)
-    family = encoder_of(checkpoint.config)
-    load = _load_decoder if family is None else _load_encoder
-    return load(checkpoint, config, backend, dtype, report)
+        return _load_encoder_decoder(checkpoint, config, layers or backend, dtype, report)
+    if encoder_of(checkpoint.config) is not None:
+        return _load_encoder(checkpoint, config, backend, dtype, report, layers or backend)
+    return _load_decoder(checkpoint, config, backend, dtype, report)
 
 
 def _load_decoder(
@@ -193,7 +196,10 @@ def load_decoder_weights(
     settings = read_pooling(checkpoint.folder, checkpoint.config, PoolingKind.LAST)
     checkpoint.start_digest(report.threads)
     decoder = DecoderModel.load(loader, model, backend, max_model_len, report.progress)
-    images = _load_images(checkpoint, config, model, dtype, report)
+    images = None
+    if model.vision is not None:
+        unquantized = make_backend(config.backend, report.threads, config.determinism)
+        images = load_images(checkpoint, config, model.vision, unquantized, dtype)
     head = model.classes(settings.num_classes)
     sizes, generates = (model.hidden_size, model.vocab_size), model.head == "tokens"
     pooling = load_pooling(checkpoint, settings, head, backend, sizes=sizes, generates=generates)
@@ -214,14 +220,11 @@ def _load_head(
     return MtpHead(WeightLoader(checkpoint, layer, backend, dtype), layer, target, backend)
 
 
-def _load_images(
-    checkpoint: Checkpoint, config: EngineConfig, model: ModelConfig, dtype: torch.dtype, report: Report
-) -> ImageEncoder | None:
-    """None if the model takes no images. The tower is never quantized."""
-    if model.vision is None:
-        return None
-    backend = make_backend(config.backend, report.threads, config.determinism)
-    return ImageEncoder(VisionTower(checkpoint, model.vision, backend, dtype), config.image_cache_memory)
+def load_images(
+    checkpoint: Checkpoint, config: EngineConfig, vision: VisionConfig, backend: LayerBackend, dtype: torch.dtype
+) -> ImageEncoder:
+    """The tower of a model. It is never quantized."""
+    return ImageEncoder(VisionTower(checkpoint, vision, backend, dtype), config.image_cache_memory)
 
 
 def _load_encoder(
@@ -230,10 +233,11 @@ def _load_encoder(
     backend: Backend,
     dtype: torch.dtype,
     report: Report,
+    layers: LayerBackend,
 ) -> Loaded:
     family = encoder_of(checkpoint.config)
     assert family is not None
-    check_features({"encoder"}, backend.name)
+    check_features({"encoder"}, layers.name)
     if config.max_adapters:
         raise ValueError(f"max_adapters is {config.max_adapters}, but encoders take no adapters; set it to 0")
     settings = read_pooling(checkpoint.folder, checkpoint.config, PoolingKind.MEAN)
@@ -241,10 +245,10 @@ def _load_encoder(
     max_length = _longest_text(config, model, settings)
     num_blocks = config.num_blocks or _blocks_of_texts(config, max_length)
     checkpoint.start_digest(report.threads)
-    encoder = EncoderModel(checkpoint, model, backend, dtype, max_length, report.progress)
+    encoder = EncoderModel(checkpoint, model, layers, dtype, max_length, report.progress)
     sizes = (model.hidden_size, model.vocab_size)
     pooling = load_pooling(checkpoint, settings, model.head, backend, sizes=sizes, generates=False)
-    pool = KVCachePool([KVLayout.of(model.heads)], num_blocks, config.block_size, dtype)
+    pool = KVCachePool([KVLayout.of(model.heads)], num_blocks, config.block_size, dtype, device=layers.device)
     info = pooling_info(settings, pooling, max_length)
     return Loaded(
         encoder, pool, num_blocks, max_length, model.vocab_size, pooling, info, is_encoder=True,
@@ -256,7 +260,7 @@ def _load_encoder(
 def _load_encoder_decoder(
     checkpoint: Checkpoint,
     config: EngineConfig,
-    backend: Backend,
+    backend: LayerBackend,
     dtype: torch.dtype,
     report: Report,
 ) -> Loaded:
@@ -264,7 +268,7 @@ def _load_encoder_decoder(
     num_blocks = config.num_blocks or _fitting_blocks(config, model.kv_layouts(), dtype, 0)
     check_features(model.features() | ({"adapters"} if config.max_adapters else set()), backend.name)
     encoder = load_encoder_decoder(config, checkpoint, model, backend, dtype, report.progress)
-    pool = KVCachePool(model.kv_layouts(), num_blocks, config.block_size, dtype)
+    pool = KVCachePool(model.kv_layouts(), num_blocks, config.block_size, dtype, device=backend.device)
     return Loaded(
         encoder.model, pool, num_blocks, encoder.max_model_len, model.vocab_size, None, None,
         is_encoder=False, adapters=_no_adapters(), input_size=model.hidden_size if encoder.max_samples else 0,

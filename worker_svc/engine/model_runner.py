@@ -24,7 +24,7 @@ from step_protocol.messages import (
 )
 from worker_svc.engine.adapters.packed import rows_of_step
 from worker_svc.engine.adapters.rows import RowAdapters
-from worker_svc.engine.backend import ForwardBatch, GroupColumns, SamplingColumns
+from worker_svc.engine.backend import ForwardBatch, GroupColumns, LayerBackend, SamplingColumns
 from worker_svc.engine.checkpoint.model_folder import TensorSum, eos_token_ids, tensor_sums
 from worker_svc.engine.checkpoint.tensors import Checkpoint
 from worker_svc.engine.config import EngineConfig, StagedWeights
@@ -80,10 +80,15 @@ class ModelRunner(StepRunner):
 
     Raises CheckpointError for a model folder that cannot be served, BackendUnavailableError for a backend that this
     build or machine cannot run, ValueError for settings that contradict the model. `progress` gets fractions up to 1.0
-    while weights load.
+    while weights load. `layers` computes the layers of a model that is no decoder; the CPU backend samples then.
     """
 
-    def __init__(self, config: EngineConfig, progress: Callable[[float], None] | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        progress: Callable[[float], None] | None = None,
+        layers: LayerBackend | None = None,
+    ) -> None:
         self._config = config
         self._is_asleep = False
         self._threads = config.threads or available_cores()
@@ -92,9 +97,11 @@ class ModelRunner(StepRunner):
         checkpoint = Checkpoint(config.model_dir)
         eos_ids = eos_token_ids(checkpoint.generation_config, checkpoint.config)
         sampling = default_sampling(checkpoint.generation_config)
-        self._backend = make_backend(config.backend, self._threads, config.determinism, config.quantize)
+        name = config.backend if layers is None else "cpu"
+        self._backend = make_backend(name, self._threads, config.determinism, config.quantize)
+        self._layers = layers or self._backend
         dtype = choose_dtype(config, checkpoint)
-        loaded = load_model(checkpoint, config, self._backend, DTYPES[dtype], Report(self._threads, progress))
+        loaded = load_model(checkpoint, config, self._backend, DTYPES[dtype], Report(self._threads, progress), layers)
         self._pool, self._inputs = loaded.pool, loaded.inputs
         self._model: Any = loaded.model  # a Model; None while the weights sleep
         self._model.fuse(self._pool)
@@ -115,12 +122,13 @@ class ModelRunner(StepRunner):
             states=loaded.pool.states,
             groups=loaded.groups,
         )  # fmt: skip
+        of_host = cpu_numerics(self._backend.name, self._backend.arithmetic, formats=self._backend.formats)
         info = make_engine_info(
             config,
             checkpoint,
             dtype,
-            self._backend.name,
-            cpu_numerics(self._backend.name, self._backend.arithmetic, formats=self._backend.formats),
+            self._backend.name if layers is None else layers.arithmetic.partition(",")[0],
+            ", ".join((*(() if layers is None else (layers.arithmetic,)), of_host)),
             max_model_len=loaded.max_model_len,
             vocab_size=loaded.vocab_size,
             num_blocks=loaded.num_blocks,
@@ -184,6 +192,7 @@ class ModelRunner(StepRunner):
         committed: it was computed by other weights."""
         backend, weights = staged.weights
         self._backend, self._model, self.images = backend, weights.model, weights.images
+        self._layers = backend
         self._model.fuse(self._pool)
         if self._heads is not None:
             self._heads.head = weights.head
@@ -207,7 +216,8 @@ class ModelRunner(StepRunner):
         if "kv_cache" in tags:
             self._pool.uncommit(np.arange(self._pool.num_blocks))
             for tensor in self._pool.tensors:
-                release(tensor)
+                if tensor.is_cpu:
+                    release(tensor)
 
     @property
     def num_encoder_runs(self) -> int:
@@ -223,7 +233,9 @@ class ModelRunner(StepRunner):
         return self._pool.committed_blocks()
 
     def movable_blocks(self) -> MovableBlocks | None:
-        return None if self.info.is_encoder or self.info.groups else MovableBlocks(self._pool, self._pool.block_parts())
+        if self.info.is_encoder or self.info.groups or self._layers is not self._backend:
+            return None
+        return MovableBlocks(self._pool, self._pool.block_parts())
 
     def _bind_thread(self) -> None:
         """torch keeps thread counts per calling thread, so they are set in the thread that runs steps."""
@@ -232,7 +244,7 @@ class ModelRunner(StepRunner):
             self._bound_thread = threading.get_ident()
 
     def _copy_blocks(self, sources: I64, targets: I64) -> None:
-        self._pool.copy(self._backend, sources, targets)
+        self._pool.copy(self._layers, sources, targets)
 
     def _commit_blocks(self, blocks: I64, digests: list[bytes]) -> None:
         self._pool.commit(blocks, digests)

@@ -24,7 +24,7 @@ from worker_svc.engine.checkpoint.families import ENCODER_DECODER_NAMES, archite
 from worker_svc.engine.checkpoint.model_folder import CheckpointError
 from worker_svc.engine.config import EngineConfig
 from worker_svc.engine.encoder_decoder.config import ENCODER_DECODERS, parse_encoder_decoder
-from worker_svc.engine.model_runner import ModelRunner
+from worker_svc.engine.engines import load_runner
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 64
@@ -34,13 +34,12 @@ Chunks = tuple[int, ...]
 class Steps:
     """Runs steps of one engine with rows of an encoder input and a decoder prompt, and keeps all logits."""
 
-    def __init__(self, folder: Path, backend: str, threads: int = 1) -> None:
-        self.runner = ModelRunner(
-            EngineConfig(
-                folder, dtype="float32", block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS, max_num_seqs=4,
-                max_num_batched_tokens=2 * MAX_LEN, backend=backend, threads=threads,
-            )
+    def __init__(self, folder: Path, backend: str, threads: int = 1, **settings: Any) -> None:
+        config = EngineConfig(
+            folder, dtype="float32", block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS, max_num_seqs=4,
+            max_num_batched_tokens=2 * MAX_LEN, backend=backend, threads=threads, kernels="torch", **settings,
         )  # fmt: skip
+        self.runner: Any = load_runner(config, lambda _: None)
         self.logits: list[torch.Tensor] = []
         self._record()
         self._step_id = 0
@@ -181,7 +180,7 @@ def test_a_checkpoint_with_other_tensors_is_refused(tmp_path: Path) -> None:
 ODD_HEADS = replace(TEXT_SHAPES[2], name="bart-odd-heads", extra=TEXT_SHAPES[2].extra | {"d_model": 60})
 
 
-@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("backend", ["cpu", "reference", "cuda"])
 @pytest.mark.parametrize("shape", [*TEXT_SHAPES, ODD_HEADS], ids=lambda shape: shape.name)
 def test_logits_equal_transformers(shape: Any, backend: str, tmp_path: Path) -> None:
     folder = make_text_checkpoint(tmp_path, shape)
@@ -190,13 +189,17 @@ def test_logits_equal_transformers(shape: Any, backend: str, tmp_path: Path) -> 
     torch.testing.assert_close(found, reference_logits(folder, encoder, decoder), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("backend", ["cpu", "cuda"])
 @pytest.mark.parametrize("shape", TEXT_SHAPES[1:3], ids=lambda shape: shape.name)
-def test_bits_depend_neither_on_the_batch_nor_on_chunks_nor_on_threads(shape: Any, tmp_path: Path) -> None:
+def test_bits_depend_neither_on_the_batch_nor_on_chunks_nor_on_threads(
+    shape: Any, backend: str, tmp_path: Path
+) -> None:
     folder = make_text_checkpoint(tmp_path, shape)
     encoder, decoder, other, more = inputs(2, 70, 20, 130, 9)
-    alone = last_logits(Steps(folder, "cpu"), encoder, decoder, (20,))
-    in_chunks = last_logits(Steps(folder, "cpu", threads=2), encoder, decoder, (1, 7, 12))
-    steps = Steps(folder, "cpu")
+    alone = last_logits(Steps(folder, backend), encoder, decoder, (20,))
+    threads = 2 if backend == "cpu" else 1  # torch on a CPU stands for a device
+    in_chunks = last_logits(Steps(folder, backend, threads=threads), encoder, decoder, (1, 7, 12))
+    steps = Steps(folder, backend)
     opens = [steps.open(0, encoder, decoder), steps.open(2, other, more), steps.open(1, other[:5], more)]
     steps.run(opens, {2: (0, 144, False), 0: (0, 80, False), 1: (0, 16, False)})
     steps.run([], {1: (16, 25, True), 0: (80, 100, True), 2: (144, 153, True)})

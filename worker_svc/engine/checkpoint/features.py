@@ -53,8 +53,11 @@ CUDA = frozenset(
     {
         "adapters",
         "attention_scale",
+        "cross_attention",
         "embedding_scale",
+        "encoder",
         "experts",
+        "images",
         "interleaved_rotary",
         "layer_norm",
         "learned_positions",

@@ -132,6 +132,8 @@ class CpuBackend:
 
     name = "cpu"
     copies_weights = True
+    device = torch.device("cpu")
+    is_batched = True
     features = features.CPU
 
     def __init__(self, threads: int, quantize: Quantization | None = None) -> None:

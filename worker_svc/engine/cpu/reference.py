@@ -47,6 +47,8 @@ class ReferenceBackend:
 
     name = "reference"
     copies_weights = False
+    device = torch.device("cpu")
+    is_batched = True
     arithmetic = "fixed point"
     features = features.REFERENCE
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from step_protocol.columns import I64
-from worker_svc.engine.backend import Backend, KVLayout
+from worker_svc.engine.backend import KVLayout, LayerBackend
 from worker_svc.engine.config import CacheGroupInfo
 from worker_svc.engine.decoder.block_contents import BlockContents
 from worker_svc.engine.decoder.block_payload import BlockPart
@@ -52,8 +52,10 @@ class KVCachePool(BlockContents):
         dtype: torch.dtype,
         states: StatePool | None = None,
         groups: LayerGroups | None = None,
+        device: torch.device | None = None,
     ) -> None:
-        """`groups`: with `num_blocks` of the first one. None: all layers have the same blocks."""
+        """`groups`: with `num_blocks` of the first one. None: all layers have the same blocks. `device` None: the pool
+        is in host memory."""
         self.states = states
         sizes, self.group_of = (
             ((num_blocks,), (0,) * len(layouts)) if groups is None else (groups.sizes, groups.of_layer)
@@ -70,7 +72,7 @@ class KVCachePool(BlockContents):
         for layout, group in dict.fromkeys(kind for kind in kinds if kind[0].owner is None):
             layers = [index for index, other in enumerate(kinds) if other == (layout, group)]
             shapes = ((len(layers), sizes[group], *shape) for shape in layout.shapes(block_size))
-            tensors = [_lazy_zeros(shape, dtype, size) for shape in shapes]
+            tensors = [_zeros(shape, dtype, size, device) for shape in shapes]
             self.tensors += tensors
             self._groups += [group] * len(tensors)
             owned |= zip(layers, zip(*tensors, strict=True), strict=True)
@@ -102,7 +104,7 @@ class KVCachePool(BlockContents):
         (latents,) = self._layers[index]
         return latents
 
-    def copy(self, backend: Backend, src: I64, dst: I64) -> None:
+    def copy(self, backend: LayerBackend, src: I64, dst: I64) -> None:
         """Copies blocks with their tokens, in the given order. The copies are not committed."""
         self.uncommit(dst)
         of_src, of_dst = (np.searchsorted(self._ends, blocks, side="right") for blocks in (src, dst))
@@ -120,8 +122,10 @@ class KVCachePool(BlockContents):
         ]
 
 
-def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, pool_size: int) -> torch.Tensor:
-    """Zeros that take memory when they are first written: blocks are used one by one. Raises ValueError."""
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, pool_size: int, device: torch.device | None) -> torch.Tensor:
+    """In host memory they take memory when they are first written: blocks are used one by one. Raises ValueError."""
+    if device is not None and device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
     try:
         return lazy_zeros(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
     except OSError as error:

@@ -10,12 +10,12 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from worker_svc.engine.backend import Backend, ForwardBatch, Norm, RotaryTable
+from worker_svc.engine.backend import ForwardBatch, LayerBackend, Norm, RotaryTable
 from worker_svc.engine.checkpoint.tensors import Checkpoint
 from worker_svc.engine.decoder.kv_cache import KVCachePool
 from worker_svc.engine.decoder.model import Progress
 from worker_svc.engine.encoder.config import EncoderConfig
-from worker_svc.engine.layers import AttentionInput, LayerReader, LayerRunner, StackLayer
+from worker_svc.engine.layers import AttentionInput, LayerReader, LayerRunner, StackLayer, pieces
 
 # of heads that are not computed, and of buffers
 IGNORED_ENDINGS = (
@@ -35,7 +35,7 @@ class EncoderModel:
         self,
         checkpoint: Checkpoint,
         config: EncoderConfig,
-        backend: Backend,
+        backend: LayerBackend,
         dtype: torch.dtype,
         max_length: int,
         progress: Progress | None = None,
@@ -47,7 +47,7 @@ class EncoderModel:
         self._runner = LayerRunner(backend, config.activation, config.family.is_gated, config.family.norms_precede)
         self._reader = LayerReader(checkpoint, backend, dtype, "layer", config.norm_eps)
         self._read_tables()
-        self._rotaries = [rotary.table(max_length) for rotary in config.rotaries]
+        self._rotaries = [rotary.table(max_length).to(backend.device) for rotary in config.rotaries]
         self._layers = []
         for index in range(len(config.layers)):
             self._layers.append(self._layer(index))
@@ -90,9 +90,10 @@ class EncoderModel:
 
     def forward(self, batch: ForwardBatch, pool: KVCachePool) -> torch.Tensor:
         """Computes the states of the hidden tokens. There are no logits: [0, 0]."""
-        x = self._encode(batch, pool)
+        parts = [batch] if self._backend.is_batched else pieces(batch)
+        x = torch.cat([self._encode(part, pool) for part in parts])
         if batch.hidden_tokens is not None:
-            self.hidden = x[torch.from_numpy(batch.hidden_tokens)].float()
+            self.hidden = x[torch.from_numpy(batch.hidden_tokens)].float().cpu()
         return x.new_empty(0, 0)
 
     def forward_in_slices(self, batch: ForwardBatch, pool: KVCachePool, size: int) -> Iterator[torch.Tensor]:

@@ -12,7 +12,7 @@ import torch
 
 from step_protocol.columns import F32, I64
 from step_protocol.messages import CarriedInput
-from worker_svc.engine.backend import Backend, EncoderColumns
+from worker_svc.engine.backend import EncoderColumns, LayerBackend
 from worker_svc.engine.checkpoint.model_folder import CheckpointError
 from worker_svc.engine.checkpoint.tensors import Checkpoint
 from worker_svc.engine.config import AudioInfo, EncoderInfo, EngineConfig
@@ -73,7 +73,7 @@ def load_encoder_decoder(
     config: EngineConfig,
     checkpoint: Checkpoint,
     model: EncoderDecoderConfig,
-    backend: Backend,
+    backend: LayerBackend,
     dtype: torch.dtype,
     progress: Callable[[float], None] | None,
 ) -> EncoderDecoder:

@@ -14,11 +14,11 @@ import numpy as np
 import torch
 
 from step_protocol.columns import I32, I64
-from worker_svc.engine.backend import AttentionShape, Backend, ForwardBatch, KVLayout
+from worker_svc.engine.backend import AttentionShape, ForwardBatch, KVLayout, LayerBackend
 from worker_svc.engine.decoder.kv_cache import KVCachePool
 from worker_svc.engine.encoder_decoder.config import CONV_STRIDE, EncoderDecoderConfig
 from worker_svc.engine.encoder_decoder.weights import KERNEL, EncoderDecoderLoader, LayerStack
-from worker_svc.engine.layers import AttentionInput, LayerRunner
+from worker_svc.engine.layers import AttentionInput, LayerRunner, pieces
 
 NO_HEADS: I64 = np.empty(0, np.int64)
 
@@ -32,7 +32,7 @@ class EncoderDecoderModel:
         self,
         loader: EncoderDecoderLoader,
         config: EncoderDecoderConfig,
-        backend: Backend,
+        backend: LayerBackend,
         max_encoder: int,
         max_decoder: int,
         progress: Callable[[float], None] | None = None,
@@ -70,16 +70,24 @@ class EncoderDecoderModel:
         own, cross = decoder_batches(batch, pool.block_size)
         if not len(own.rows):
             return torch.empty(0, self._config.hidden_size, dtype=self._parts.embedding.dtype)
+        if self._backend.is_batched:
+            return self._decode(own, cross, pool)[torch.from_numpy(own.head_tokens)]
+        pairs = zip(pieces(own, 1), pieces(cross, 1), strict=True)
+        return torch.cat([self._decode(*pair, pool) for pair in pairs])[torch.from_numpy(own.head_tokens)]
+
+    def _decode(self, own: ForwardBatch, cross: ForwardBatch, pool: KVCachePool) -> torch.Tensor:
+        """The decoder's output for all tokens, [T, hidden]."""
         x = self._embed(torch.from_numpy(own.token_ids), self._parts.decoder, own.positions)
-        x = self._run(x, self._parts.decoder, own, pool, cross)
-        return x[torch.from_numpy(own.head_tokens)]
+        return self._run(x, self._parts.decoder, own, pool, cross)
 
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
         if not len(x):
-            return x.new_empty(0, self._config.vocab_size)
+            return torch.empty(0, self._config.vocab_size, dtype=x.dtype)
         if self._config.head_scale != 1.0:
             x = x * torch.tensor(self._config.head_scale, dtype=x.dtype)
-        return self._parts.head(x)
+        if self._backend.is_batched:
+            return self._parts.head(x).cpu()
+        return torch.cat([self._parts.head(row) for row in x.split(1)]).cpu()
 
     # -- the encoder --------------------------------------------------------------------------------------------------
 
@@ -92,7 +100,7 @@ class EncoderDecoderModel:
         x = self._encoder_input(batch.token_ids[start : start + num], columns.inputs.get(int(batch.rows[index])))
         own = whole_batch(num, pool.block_size)
         layout = KVLayout.of(self._config.heads)
-        scratch = KVCachePool([layout], own.tables.shape[1], pool.block_size, x.dtype)
+        scratch = KVCachePool([layout], own.tables.shape[1], pool.block_size, x.dtype, device=x.device)
         x = self._run(x, self._parts.encoder, own, scratch, None)
         self._store_cross(x, replace(own, slots=batch.slots[start : start + num]), pool)
         self.num_encoder_runs += 1
@@ -103,7 +111,7 @@ class EncoderDecoderModel:
             return self._embed(torch.from_numpy(token_ids), self._parts.encoder, positions)
         if features is None:
             raise RuntimeError("a row of an audio model has no audio: a bug in the worker")
-        frames = features.to(self._parts.embedding.dtype)
+        frames = features.to(self._parts.embedding)
         for linear, stride in ((self._parts.convolutions.first, 1), (self._parts.convolutions.second, CONV_STRIDE)):
             x = linear(_windows(frames, stride))
             self._backend.activation(x, "gelu")

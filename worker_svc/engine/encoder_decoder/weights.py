@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from worker_svc.engine.backend import Linear, LinearMaker, Norm, PositionBias
+from worker_svc.engine.backend import LayerBackend, Linear, Norm, PositionBias
 from worker_svc.engine.checkpoint.model_folder import CheckpointError
 from worker_svc.engine.checkpoint.tensors import Checkpoint
 from worker_svc.engine.encoder_decoder.config import (
@@ -58,7 +58,7 @@ class EncoderDecoderLoader:
     """Reads the tensors of a model."""
 
     def __init__(
-        self, checkpoint: Checkpoint, config: EncoderDecoderConfig, backend: LinearMaker, dtype: torch.dtype
+        self, checkpoint: Checkpoint, config: EncoderDecoderConfig, backend: LayerBackend, dtype: torch.dtype
     ) -> None:
         self._checkpoint = checkpoint
         self._config = config

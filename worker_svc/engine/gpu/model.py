@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -43,7 +42,7 @@ class DeviceDecoder:
         self.config = config
         self.group = group
         tables = (rotary.table(max_positions) for rotary in config.rotaries)
-        self._rotaries = [_on_device(table, device) for table in tables]
+        self._rotaries = [table.to(device) for table in tables]
         self._vocab = group.vocab_part(config.vocab_size)
         self._embedding = loader.embedding()
         self._position_embedding = loader.position_embedding()
@@ -216,11 +215,6 @@ class _DeviceOperations:
 
     def end_layer(self, x: torch.Tensor, residual: torch.Tensor, index: int) -> None:
         """Nothing is added: features.py refuses models with images."""
-
-
-def _on_device(table: RotaryTable, device: torch.device) -> RotaryTable:
-    q_scales = None if table.q_scales is None else table.q_scales.to(device)
-    return replace(table, cos=table.cos.to(device), sin=table.sin.to(device), q_scales=q_scales)
 
 
 def _normed(x: torch.Tensor, residual: torch.Tensor | None, norm: Norm | None) -> torch.Tensor:

@@ -64,6 +64,14 @@ def device_numerics(
     return ", ".join((backend, kind, *compiled, ranks, *weights, *replaced))
 
 
+def torch_numerics(device: torch.device) -> str:
+    """What fixes the order of torch's own operations on a device."""
+    kind = "cpu"
+    if device.type == "cuda":
+        kind = "sm_{}{}".format(*torch.cuda.get_device_capability(device))
+    return f"cuda/torch, {kind}, torch {torch.__version__}"
+
+
 @cache
 def gpu_compiler(capability: int) -> str:
     """What fixes the order of a GPU kernel's operations: the compilers, and the sources of kernels and tile sizes.

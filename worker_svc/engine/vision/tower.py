@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from worker_svc.engine.backend import AttentionShape, Backend, ForwardBatch, Linear, Norm, RotaryTable
+from worker_svc.engine.backend import AttentionShape, ForwardBatch, LayerBackend, Linear, Norm, RotaryTable
 from worker_svc.engine.checkpoint.tensors import Checkpoint
 from worker_svc.engine.kernels.exact_ops import cos_sin
 from worker_svc.engine.layers import AttentionInput, LayerReader, LayerRunner, StackLayer
@@ -45,8 +45,11 @@ class Merger:
 class VisionTower:
     """A loaded tower."""
 
-    def __init__(self, checkpoint: Checkpoint, config: VisionConfig, backend: Backend, dtype: torch.dtype) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, config: VisionConfig, backend: LayerBackend, dtype: torch.dtype
+    ) -> None:
         self.config = config
+        self.device = backend.device
         self.dtype = dtype
         self._backend = backend
         self._runner = LayerRunner(backend, config.activation, config.family.is_gated, is_pre_norm=True)
@@ -59,11 +62,11 @@ class VisionTower:
 
     def start(self, pixels: Pixels) -> TowerRun:
         """Begins to compute an image."""
-        patches = torch.from_numpy(self._normalized(pixels)).to(self.dtype)
+        patches = torch.from_numpy(self._normalized(pixels)).to(self.device, self.dtype)
         x = self._patch(patches)
         if self._positions is not None:
             x += _interpolated(self._positions, pixels, self.config).to(self.dtype)
-        return TowerRun(self, x, _Layout(pixels, self.config))
+        return TowerRun(self, x, _Layout(pixels, self.config, self.device))
 
     def _normalized(self, pixels: Pixels) -> npt.NDArray[np.float32]:
         """Inputs of the first layer [num_patches, channels * frames * patch_size^2]."""
@@ -147,7 +150,7 @@ class TowerRun:
 class _Layout:
     """Where the patches of one image are: their order, positions and slots."""
 
-    def __init__(self, pixels: Pixels, config: VisionConfig) -> None:
+    def __init__(self, pixels: Pixels, config: VisionConfig, device: torch.device) -> None:
         self._config = config
         merge, height, width = config.merge_size, pixels.height, pixels.width
         rows, columns = _squares(height, width, merge)
@@ -161,7 +164,7 @@ class _Layout:
             self.order = torch.from_numpy(order)
             rows, columns = rows[order], columns[order]
             self.windows = _batch(lengths * merge**2)
-        self.rotary = _rotary(rows, columns, config.heads.head_dim)
+        self.rotary = _rotary(rows, columns, config.heads.head_dim).to(device)
         self._num_blocks = 1 + max(int(batch.tables.max()) for batch in (self.whole, self.windows))
         self._cache: tuple[torch.Tensor, torch.Tensor] | None = None
 
@@ -170,7 +173,8 @@ class _Layout:
         if self._cache is None:
             heads = self._config.heads
             shape = self._num_blocks, heads.num_kv_heads, heads.head_dim, BLOCK_SIZE
-            self._cache = torch.zeros(shape, dtype=dtype), torch.zeros(*shape[:2], *shape[:1:-1], dtype=dtype)
+            zeros = self.rotary.cos.new_zeros
+            self._cache = zeros(shape, dtype=dtype), zeros(*shape[:2], *shape[:1:-1], dtype=dtype)
         return self._cache
 
 
@@ -219,10 +223,10 @@ def _interpolated(table: torch.Tensor, pixels: Pixels, config: VisionConfig) -> 
     side = config.num_positions_per_side
     rows, columns = _squares(pixels.height, pixels.width, config.merge_size)
     row_taps, column_taps = _taps(rows, pixels.height, side), _taps(columns, pixels.width, side)
-    x = torch.zeros(len(rows), table.shape[1])
+    x = torch.zeros(len(rows), table.shape[1], device=table.device)
     for row, row_weight in row_taps:
         for column, column_weight in column_taps:
-            weight = torch.from_numpy(row_weight * column_weight)
+            weight = torch.from_numpy(row_weight * column_weight).to(table.device)
             x = x + table[torch.from_numpy(row * side + column)].float() * weight[:, None]
     return x
 
@@ -243,7 +247,9 @@ def _taps(
 class _Reader(LayerReader):
     """Reads the tensors of a tower."""
 
-    def __init__(self, checkpoint: Checkpoint, config: VisionConfig, backend: Backend, dtype: torch.dtype) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, config: VisionConfig, backend: LayerBackend, dtype: torch.dtype
+    ) -> None:
         super().__init__(checkpoint, backend, dtype, config.family.norm, NORM_EPS)
         self._config = config
 
