@@ -244,6 +244,7 @@ def test_prepare(num_rows, padding):
         ("position = context + token - first", "position = context + token"),
         ("tl.where(known < 0,", "tl.where(known <= -2,"),
         ("block * PAGE + position % PAGE", "block * PAGE + token % PAGE"),
+        ("position + delta, mask", "position, mask"),
         ("token * 0 - 1, mask=is_token)", "token * 0, mask=is_token)"),
         ("TABLE + position // PAGE", "TABLE + (position + 1) // PAGE"),
     ],

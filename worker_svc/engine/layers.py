@@ -165,7 +165,9 @@ class LayerRunner:
 
 def pieces(batch: ForwardBatch, size: int | None = None) -> Iterator[ForwardBatch]:
     """The rows of a batch one after the other, as batches of up to `size` tokens. None: of all tokens of a row."""
-    for i, (start, end) in enumerate(zip(batch.query_starts[:-1].tolist(), batch.query_starts[1:].tolist(), strict=True)):
+    for i, (start, end) in enumerate(
+        zip(batch.query_starts[:-1].tolist(), batch.query_starts[1:].tolist(), strict=True)
+    ):
         for first in range(start, end, size or end - start):
             tokens = slice(first, min(first + (size or end), end))
             yield replace(

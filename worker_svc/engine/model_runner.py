@@ -256,13 +256,6 @@ class ModelRunner(StepRunner):
         plan = self._checker.check(batch, errors)
         return self._run(batch, plan, errors) if len(plan.rows) else None
 
-    def _advance_images(self, batch: StepBatch) -> None:
-        """Does the work on images that this step has. A row that is closed, or that failed, has none."""
-        for work in batch.images:
-            item = self._rows.inputs.find(work.row, work.start)
-            if self.images is not None and item is not None and item.kind == "image":
-                self.images.advance(item, work.done / work.total)
-
     def _run(self, batch: StepBatch, plan: CheckedStep, errors: RowErrors) -> StepOutput:
         """Runs the forward pass, then samples and scores."""
         samplers, logits_index = plan.sampled_tokens, None

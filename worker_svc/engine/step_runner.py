@@ -15,6 +15,7 @@ from step_protocol.messages import EMPTY, BadBatchError, RowErrorCode, RowOpen, 
 from worker_svc.engine.config import EngineConfig, EngineInfo
 from worker_svc.engine.decoder.block_payload import MovableBlocks
 from worker_svc.engine.rows.errors import RowErrors
+from worker_svc.engine.rows.images import ImageEncoder
 from worker_svc.engine.rows.open_rows import OpenRows
 from worker_svc.engine.rows.step_checker import CheckedStep, StepChecker
 from worker_svc.engine.speculation.drafts import DraftCounts, Proposer, RowDrafts, SuffixProposer
@@ -43,6 +44,7 @@ class StepRunner(ABC):
     """
 
     info: EngineInfo
+    images: ImageEncoder | None = None  # None: the model takes none
     _rows: OpenRows
 
     def _serve(self, rows: OpenRows, info: EngineInfo) -> None:
@@ -91,6 +93,13 @@ class StepRunner(ABC):
             self._drafts.propose(step, output, time.perf_counter() - started)
         output.forward_us = int((time.perf_counter() - started) * 1e6)
         return output
+
+    def _advance_images(self, batch: StepBatch) -> None:
+        """Does the work on images that this step has. A row that is closed, or that failed, has none."""
+        for work in batch.images:
+            item = self._rows.inputs.find(work.row, work.start)
+            if self.images is not None and item is not None and item.kind == "image":
+                self.images.advance(item, work.done / work.total)
 
     def _with_drafts(self, batch: StepBatch, errors: RowErrors) -> StepBatch:
         if self._drafts is not None:

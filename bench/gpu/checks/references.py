@@ -24,7 +24,7 @@ def prepared(
             position = contexts[i] + token - starts[i]
             value = known[token] if known[token] >= 0 else int(state[row, WORDS["last_token"]])
             slot = int(state[row, TABLE + position // block_size]) * block_size + position % block_size
-            result.append((value, position, slot))
+            result.append((value, position + int(state[row, WORDS["position_delta"]]), slot))
     return result
 
 

@@ -256,13 +256,18 @@ def test_chunks_that_no_scheduler_sends_fail_their_row(tmp_path: Path) -> None:
     assert not steps.run([], {0: (32, 32 + MAX_LEN, False)}).errors
 
 
-@pytest.mark.parametrize("change", ["no audio", "other length", "fork without audio"])
-def test_rows_of_speech_without_a_whole_input_are_refused(change: str, tmp_path: Path) -> None:
-    steps = Steps(make_speech_checkpoint(tmp_path), "cpu")
+def spoken() -> tuple[list[int], CarriedInput]:
+    """Half a second of audio, and the ids of its positions."""
     samples = tone(0, 0.5).tobytes()
     digest = input_digest("audio", "float32", (8000,), samples)
     ids = np.frombuffer(content_ids(digest, 100), np.uint32).tolist()
-    carried = CarriedInput("audio", digest, 0, 100, "float32", (8000,), samples)
+    return ids, CarriedInput("audio", digest, 0, 100, "float32", (8000,), samples)
+
+
+@pytest.mark.parametrize("change", ["no audio", "other length", "fork without audio"])
+def test_rows_of_speech_without_a_whole_input_are_refused(change: str, tmp_path: Path) -> None:
+    steps = Steps(make_speech_checkpoint(tmp_path), "cpu")
+    ids, carried = spoken()
     good = steps.open(0, ids, [3, 20], inputs=(carried,))
     assert not steps.run([good], {0: (0, 112, False)}).errors
     assert not steps.run([], {0: (112, 114, True)}).errors

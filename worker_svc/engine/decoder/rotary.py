@@ -74,7 +74,7 @@ def length_choice(config: dict[str, Any], max_model_len: int) -> str:
 
 def rotary_at(table: RotaryTable, positions: I64) -> RotaryTable:
     """A table with a row for each of the positions [3, n] on three axes. Every number of it is one of `table`."""
-    rows = torch.from_numpy(positions[table.axes].T.copy())
+    rows = torch.from_numpy(positions[table.axes].T.copy()).to(table.cos.device)
     return RotaryTable(table.cos.gather(0, rows), table.sin.gather(0, rows))
 
 

@@ -87,7 +87,7 @@ class EncoderDecoderModel:
             x = x * torch.tensor(self._config.head_scale, dtype=x.dtype)
         if self._backend.is_batched:
             return self._parts.head(x).cpu()
-        return torch.cat([self._parts.head(row) for row in x.split(1)]).cpu()
+        return torch.cat([self._parts.head(row[None]) for row in x]).cpu()
 
     # -- the encoder --------------------------------------------------------------------------------------------------
 

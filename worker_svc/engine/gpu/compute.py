@@ -110,6 +110,7 @@ class StepCompute:
         self._is_eager = False
         self._cache = torch.empty(0)
         self._graph_logits: dict[Bucket, torch.Tensor | None] = {}  # results of graphs that end at logits
+        self.rotary_at = model.rotary_at
         self.processing = DeviceProcessing(state, vocab)
         self._scorer = Scorer(vocab, group, device)
         self._pooling = DevicePooling(pooling, model.final_norm, model.max_positions, max_rows, self._scorer)
@@ -273,7 +274,7 @@ class StepCompute:
         """`finish` gets the logits of a step that ends at them."""
         self._attention.plan(bucket, host)
         graphs = None if self._is_eager else self._graphs
-        is_replayed = graphs is not None and host.inputs is None and graphs.replay(bucket)
+        is_replayed = graphs is not None and host.fits_graph and graphs.replay(bucket)
         logits = self._graph_logits.get(bucket) if is_replayed else self._compute(bucket, host)
         if bucket.ends_at_logits and logits is not None:
             finish(logits)

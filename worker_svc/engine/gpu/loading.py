@@ -33,11 +33,14 @@ from worker_svc.engine.gpu.step.device_rows import make_state
 from worker_svc.engine.gpu.step.graphs import GraphError, make_recorder
 from worker_svc.engine.gpu.step.pooling import load_device_pooling
 from worker_svc.engine.gpu.step.step_buffer import StepBuffer
+from worker_svc.engine.gpu.torch_layers import TorchLayers
 from worker_svc.engine.kernels.machine import available_cores
-from worker_svc.engine.kernels.numerics import device_numerics
+from worker_svc.engine.kernels.numerics import device_numerics, torch_numerics
+from worker_svc.engine.loading import load_images
 from worker_svc.engine.pooling.config import PoolingConfig, read_pooling
 from worker_svc.engine.pooling.pooling import PoolingTable
 from worker_svc.engine.pooling.weights import PoolingWeights, pooling_info
+from worker_svc.engine.rows.images import ImageEncoder, image_shape
 from worker_svc.engine.rows.open_rows import OpenRows
 from worker_svc.engine.sampling.grammars import CompiledGrammars, compiled_grammars
 
@@ -59,6 +62,7 @@ class LoadedModel:
     adapters: DeviceAdapters | None  # None: the worker was started without any
     attention: Attention
     other_attentions: Iterator[Attention]  # that may replace it
+    images: ImageEncoder | None  # None: the model takes none
 
     @cached_property
     def grammars(self) -> CompiledGrammars | None:
@@ -80,6 +84,7 @@ class LoadedModel:
             hidden_size=whole.hidden_size,
             pooling=PoolingTable(self.pooling),
             adapters=None if self.adapters is None else self.adapters.rows,
+            images=image_shape(whole),
             are_logprobs_raw=True,
         )
 
@@ -87,7 +92,7 @@ class LoadedModel:
         """The facts about the engine with a pool. `replaced` names the kernels that run in torch."""
         setup, whole = self.setup, self.setup.whole
         backend = f"cuda/{attention}"
-        num_ranks = setup.group.size
+        num_ranks, tower = setup.group.size, "" if self.images is None else f", tower {torch_numerics(setup.device)}"
         return make_engine_info(
             setup.config,
             self.checkpoint,
@@ -95,7 +100,8 @@ class LoadedModel:
             backend,
             device_numerics(
                 backend, setup.device, num_ranks, self.loader.formats, replaced, is_compiled=forms.ALL not in replaced
-            ),
+            )
+            + tower,
             max_model_len=max_model_len,
             vocab_size=whole.vocab_size,
             num_blocks=num_blocks,
@@ -104,6 +110,7 @@ class LoadedModel:
             default_sampling=default_sampling(self.checkpoint.generation_config),
             attention_window=whole.within(max_model_len).attention_window,
             pooling=pooling_info(self.pooling_config, self.pooling, max_model_len),
+            images=image_shape(whole),
         )
 
 
@@ -131,6 +138,11 @@ def load_model(
         decoder = DeviceDecoder(
             loader, setup.model, group, setup.max_model_len, device, progress, has_scaled_cache=setup.has_scaled_cache
         )
+    images = None
+    if whole.vision is not None:
+        layers = TorchLayers(device, config.determinism)
+        with fitting("the vision tower", "use a smaller dtype or model"):
+            images = load_images(checkpoint, config, whole.vision, layers, setup.dtype)
     with fitting("the slots of adapters", "lower max_adapters or max_adapter_rank"):
         adapters = DeviceAdapters(config, loader, whole.names, device) if config.max_adapters else None
     state = make_state(config.max_num_seqs, -(-setup.max_model_len // config.block_size), device)
@@ -141,7 +153,7 @@ def load_model(
             min(config.cuda_graph_tokens, setup.max_tokens), pooling, None if adapters is None else adapters.slots,
         )  # fmt: skip
     return LoadedModel(
-        setup, checkpoint, loader, pooling_config, pooling, compute, buffer, state, adapters, attention, choices
+        setup, checkpoint, loader, pooling_config, pooling, compute, buffer, state, adapters, attention, choices, images
     )
 
 

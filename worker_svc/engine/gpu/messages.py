@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import is_dataclass
 from enum import Enum, IntEnum
 from typing import Any
 
@@ -27,6 +26,7 @@ from step_protocol.messages import (
     CarriedInput,
     EncoderInput,
     ImageSpan,
+    ImageWork,
     Pooling,
     PoolingKind,
     PoolingTask,
@@ -42,7 +42,7 @@ CLASSES: dict[str, Any] = {
     cls.__name__: cls
     for cls in (
         StepBatch, RowOpen, SamplingParams, TokenRules, Grammar, GrammarKind, Pooling, PoolingTask, PoolingKind,
-        CarriedInput, EncoderInput, ImageSpan,
+        CarriedInput, EncoderInput, ImageSpan, ImageWork,
     )
 }  # fmt: skip
 ARRAY, BYTES, ITEMS, MAP = "array", "bytes", "items", "map"  # the other names in a head are those of classes
@@ -127,7 +127,7 @@ def _described(value: Any, parts: list[bytes]) -> Any:
         return [BYTES, len(value)]
     if isinstance(value, Enum):
         return [type(value).__name__, value.value]
-    if is_dataclass(value):
+    if type(value).__name__ in CLASSES:
         cls: Any = type(value)
         return [cls.__name__, *(_described(getattr(value, name), parts) for name in cls.__match_args__)]
     if isinstance(value, dict):

@@ -7,10 +7,12 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
+from step_protocol.columns import I64
 from worker_svc.engine.backend import Linear, Norm, RotaryTable
 from worker_svc.engine.decoder.config import ModelConfig
 from worker_svc.engine.decoder.forward import compute_layers
 from worker_svc.engine.decoder.latents import LatentAttention
+from worker_svc.engine.decoder.rotary import rotary_at
 from worker_svc.engine.decoder.weights import Layer, RoutedExperts, WeightLoader
 from worker_svc.engine.gpu.attention.paged import Attention, LayerCache
 from worker_svc.engine.gpu.collectives.group import Group
@@ -59,6 +61,10 @@ class DeviceDecoder:
             progress((index + 1) / (config.num_layers + 1))
         self._head = loader.head()
         progress(1.0)
+
+    def rotary_at(self, positions: I64) -> RotaryTable:
+        """The rotation of tokens at these positions [3, T] on three axes."""
+        return rotary_at(self._rotaries[0], positions)
 
     def rotary(self, index: int) -> RotaryTable | None:
         """The rotation of a layer."""
@@ -167,9 +173,12 @@ class _DeviceOperations:
         heads, columns = self._config.heads, self._columns
         q = qkv.new_empty(len(qkv), heads.num_q_heads, heads.head_dim)
         cache = LayerCache(self._cache[index, 0], self._cache[index, 1], self._model.kv_scales[index])
+        rotary, positions = self._model.rotary(index), columns.positions
+        if columns.host is not None and columns.host.rotary is not None:
+            rotary, positions = columns.host.rotary, torch.arange(len(q), dtype=torch.int32, device=q.device)
         rope_store(
-            qkv, self._model.layers[index].qk_norms, self._model.rotary(index), columns.positions, columns.slots,
-            cache.pools, q, heads, cache.scales,
+            qkv, self._model.layers[index].qk_norms, rotary, positions, columns.slots, cache.pools, q, heads,
+            cache.scales,
         )  # fmt: skip
         attended = torch.empty_like(q)
         self._attention.attend(q, cache, columns, self._config.attention(index), attended)
@@ -214,7 +223,15 @@ class _DeviceOperations:
         return summed
 
     def end_layer(self, x: torch.Tensor, residual: torch.Tensor, index: int) -> None:
-        """Nothing is added: features.py refuses models with images."""
+        """Adds the rows of DeepStack to x."""
+        host = self._columns.host
+        if host is None or (deep := host.deep) is None or index >= len(deep.rows):
+            return
+        if index < self._config.num_layers - 1:
+            x.index_add_(0, deep.tokens, deep.rows[index])
+            return
+        added = x.new_zeros(len(self._columns.token_ids), x.shape[1])  # only the rows of self._tokens are left
+        x += added.index_copy_(0, deep.tokens, deep.rows[index]).index_select(0, self._tokens)
 
 
 def _normed(x: torch.Tensor, residual: torch.Tensor | None, norm: Norm | None) -> torch.Tensor:

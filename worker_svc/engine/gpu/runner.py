@@ -45,7 +45,7 @@ from worker_svc.engine.gpu.start.setup import Stages, find_device, usable_kernel
 from worker_svc.engine.gpu.step.device_rows import changed_words
 from worker_svc.engine.gpu.step.extras import StepExtras, Wanted
 from worker_svc.engine.gpu.step.pending_step import NO_IDS, PendingStep, Writes
-from worker_svc.engine.gpu.step.step_buffer import HostStep, PlacedInputs, Staging
+from worker_svc.engine.gpu.step.step_buffer import Bucket, HostStep, PlacedInputs, Staging
 from worker_svc.engine.rows.embedder import InputEmbedder
 from worker_svc.engine.rows.errors import RowErrors
 from worker_svc.engine.rows.step_checker import CheckedStep
@@ -76,7 +76,8 @@ class DeviceRunner(StepRunner):
         self._adapters = loaded.adapters
         self._attention = loaded.attention
         self.adapters = None if self._adapters is None else self._adapters.store
-        self._embedder = InputEmbedder(loaded.setup.whole.hidden_size, loaded.setup.dtype)
+        self.images = loaded.images
+        self._embedder = InputEmbedder(loaded.setup.whole.hidden_size, loaded.setup.dtype, loaded.images)
         self._last_tokens = np.zeros(config.max_num_seqs, np.int64)
         self._in_flight: deque[PendingStep] = deque()
         if loaded.setup.is_compiled and config.kernels != "torch":
@@ -209,6 +210,7 @@ class DeviceRunner(StepRunner):
         self, batch: StepBatch, plan: CheckedStep, staging: Staging, copies: tuple[I64, I64], errors: RowErrors
     ) -> Writes:
         """Launches a step whose changes are applied."""
+        self._advance_images(batch)
         token_ids = self._rows.token_ids(plan.token_rows, plan.positions)
         extras = self._start(batch, plan, token_ids, staging, errors)
         self._contents.uncommit(plan.slots // self.info.block_size)
@@ -233,7 +235,7 @@ class DeviceRunner(StepRunner):
             plan, is_filtered=is_filtered, ends_at_logits=ends_at_logits, has_adapters=slots is not None
         )
         known = np.where(token_ids == PENDING, -1, token_ids)
-        host = HostStep(plan.starts, plan.context_lens, self._inputs(plan, known))
+        host = self._host_step(plan, known, bucket)
         deltas = self._buffer.upload(
             staging,
             plan,
@@ -252,14 +254,19 @@ class DeviceRunner(StepRunner):
         staging.down.copy_(self._compute.results.view(-1), non_blocking=True)
         return extras
 
-    def _inputs(self, plan: CheckedStep, known: I64) -> PlacedInputs | None:
-        """The embeddings of the step's inputs. Replaces their content ids in `known`, which the vocabulary lacks."""
+    def _host_step(self, plan: CheckedStep, known: I64, bucket: Bucket) -> HostStep:
+        """Replaces the content ids of inputs in `known`, which the vocabulary lacks."""
         spans = self._rows.inputs.spans(plan.rows, plan.context_lens, plan.ends, plan.starts)
-        embedded, _ = self._embedder.embed(spans)
-        if embedded is None:
-            return None
-        known[embedded.tokens] = 0
-        return PlacedInputs.of(embedded, self._device)
+        embedded, deep = self._embedder.embed(spans)
+        if embedded is not None:
+            known[embedded.tokens] = 0
+        inputs, deep_inputs = (PlacedInputs.of(given, self._device) for given in (embedded, deep))
+        host = HostStep(plan.starts, plan.context_lens, inputs, deep_inputs)
+        on_axes = self._rows.positions.on_axes(plan.rows, plan.starts, plan.positions)
+        if on_axes is None:
+            return host
+        padded = np.pad(on_axes, ((0, 0), (0, bucket.tokens - on_axes.shape[1])))
+        return replace(host, rotary=self._compute.rotary_at(padded))
 
     def _mask(self, plan: CheckedStep, errors: RowErrors, logits: torch.Tensor) -> None:
         """Applies grammars while the device computes the forward pass. It needs the tokens of all earlier steps."""

@@ -17,7 +17,7 @@ NUM_BUFFERS = 2
 def to_device(values: npt.NDArray[Any] | torch.Tensor, device: torch.device) -> torch.Tensor:
     """The values on the device, for work that is launched later."""
     host = values if isinstance(values, torch.Tensor) else torch.from_numpy(np.ascontiguousarray(values))
-    return host if device.type != "cuda" else host.pin_memory().to(device, non_blocking=True)
+    return host if host.device == device or device.type != "cuda" else host.pin_memory().to(device, non_blocking=True)
 
 
 def to_host(values: torch.Tensor) -> torch.Tensor:

@@ -53,6 +53,7 @@ class InputEmbedder:
         self._hidden_size = hidden_size
         self._dtype = dtype
         self._images = images
+        self._device = torch.device("cpu") if images is None else images.device
 
     def of_step(self, rows: OpenRows, plan: CheckedStep, spans: list[InputSpan]) -> StepInputs:
         return StepInputs(*self.embed(spans))
@@ -73,7 +74,7 @@ class InputEmbedder:
     def _outputs(self, span: InputSpan) -> torch.Tensor:
         """[num_outputs, count, hidden] The embeddings of a span, then what is added to it after layers."""
         if span.item.kind != "image" or self._images is None:
-            return self._rows(span.item, span.first, span.count)[None]
+            return self._rows(span.item, span.first, span.count)[None].to(self._device)
         outputs = self._images.outputs(span.item, is_begin=span.first == 0)
         return outputs[:, span.first : span.first + span.count]
 

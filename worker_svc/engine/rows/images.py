@@ -29,6 +29,7 @@ class ImageEncoder:
 
     def __init__(self, tower: VisionTower, max_bytes: int) -> None:
         self._tower = tower
+        self.device = tower.device
         self._max_bytes = max_bytes
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
         self.num_bytes = 0  # of the entries

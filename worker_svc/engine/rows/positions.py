@@ -63,6 +63,10 @@ class RowPositions(SomeRows[MropePositions]):
         self._deltas[item.row] = 0 if found is None else found.delta
         return found
 
+    def delta(self, row: int) -> int:
+        """Position minus index of the tokens after the images of a row."""
+        return int(self._deltas[row])
+
     def shifted(self, rows: I64, indices: I64) -> I64:
         """The positions of tokens after the images of their rows."""
         return indices + self._deltas[rows] if self._rows else indices

@@ -45,9 +45,7 @@ class Merger:
 class VisionTower:
     """A loaded tower."""
 
-    def __init__(
-        self, checkpoint: Checkpoint, config: VisionConfig, backend: LayerBackend, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, checkpoint: Checkpoint, config: VisionConfig, backend: LayerBackend, dtype: torch.dtype) -> None:
         self.config = config
         self.device = backend.device
         self.dtype = dtype
@@ -247,9 +245,7 @@ def _taps(
 class _Reader(LayerReader):
     """Reads the tensors of a tower."""
 
-    def __init__(
-        self, checkpoint: Checkpoint, config: VisionConfig, backend: LayerBackend, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, checkpoint: Checkpoint, config: VisionConfig, backend: LayerBackend, dtype: torch.dtype) -> None:
         super().__init__(checkpoint, backend, dtype, config.family.norm, NORM_EPS)
         self._config = config
 

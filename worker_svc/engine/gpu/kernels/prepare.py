@@ -9,6 +9,7 @@ from worker_svc.engine.gpu.kernels.language import tl, triton
 from worker_svc.engine.gpu.kernels.record import LAST_TOKEN, TABLE, WORDS
 
 BLOCK = 128
+POSITION_DELTA = tl.constexpr(WORDS["position_delta"])
 
 
 @triton.jit(do_not_specialize=["num_tokens_padded"])
@@ -33,6 +34,7 @@ def prepare_kernel(
         context = tl.load(context_ptr + batch_row)
         state = state_ptr + tl.load(row_ptr + batch_row).to(tl.int64) * state_stride
         sampled_last = tl.load(state + LAST_TOKEN)
+        delta = tl.load(state + POSITION_DELTA)
         for begin in range(first, last, BLOCK):
             token = begin + tl.arange(0, BLOCK)
             is_token = token < last
@@ -40,7 +42,7 @@ def prepare_kernel(
             position = context + token - first
             block = tl.load(state + TABLE + position // PAGE, mask=is_token, other=0)
             tl.store(token_ptr + token, tl.where(known < 0, sampled_last, known), mask=is_token)
-            tl.store(position_ptr + token, position, mask=is_token)
+            tl.store(position_ptr + token, position + delta, mask=is_token)
             tl.store(slot_ptr + token, block * PAGE + position % PAGE, mask=is_token)
 
 
@@ -61,7 +63,8 @@ def torch_prepare(
     records, positions = rows[lines].long(), contexts[lines] + tokens - starts[lines]
     blocks = state[records, TABLE + positions // block_size]
     ids = torch.where(known[: len(lines)] < 0, state[records, WORDS["last_token"]], known[: len(lines)])
-    found = (ids, positions, blocks * block_size + positions % block_size)
+    slots = blocks * block_size + positions % block_size
+    found = (ids, positions + state[records, WORDS["position_delta"]], slots)
     for column, values, fill in zip(out, found, (0, 0, -1), strict=True):
         column.fill_(fill)[: len(lines)] = values
 
@@ -77,7 +80,8 @@ def prepare(
     out: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     block_size: int,
 ) -> None:
-    """Writes token ids, positions and slots (all int32 [T]) of a batch to `out`.
+    """Writes token ids, positions and slots (all int32 [T]) of a batch to `out`. Rows with images have other positions
+    than indices.
 
     `known` [T] are the token ids that the host knows; a negative id stands for the row's last sampled token. Padding
     tokens get slot -1.

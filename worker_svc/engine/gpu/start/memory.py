@@ -73,7 +73,8 @@ def divide_memory(
         peak, graph_bytes = _measure(config, compute, device)
     if config.num_blocks is not None:
         return Shares(config.num_blocks, graph_bytes)
-    memory = config.kv_cache_memory or _left(config, peak + graph_bytes, device)
+    images = 0 if model.vision is None else config.image_cache_memory
+    memory = config.kv_cache_memory or _left(config, peak + graph_bytes + images, device)
     per_block = KVCachePool.bytes_per_block(model.kv_layouts(), config.block_size, dtype)
     if memory < per_block:
         raise ValueError(

@@ -67,6 +67,7 @@ def _opened_words(batch: StepBatch, rows: OpenRows, stride: int) -> tuple[list[I
         head[WORDS["num_banned"]] = len(item.banned_ids)
         head[WORDS["banned_before"]] = min(item.banned_before, MAX_INT32)
         head[WORDS["is_processed"]] = rows.is_always_processed(item.row)
+        head[WORDS["position_delta"]] = rows.positions.delta(item.row)
         record = np.concatenate((head, table))
         words.append(item.row * stride + np.arange(len(record), dtype=np.int64))
         values.append(record.astype(np.int32))

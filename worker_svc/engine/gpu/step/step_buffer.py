@@ -15,7 +15,7 @@ import torch
 
 from request_fields.fields import MAX_BANNED_IDS
 from step_protocol.columns import I32, I64
-from worker_svc.engine.backend import Embedded
+from worker_svc.engine.backend import DeepRows, Embedded, RotaryTable
 from worker_svc.engine.gpu.kernels.attention import Queries
 from worker_svc.engine.gpu.layers.device_slots import NO_ADAPTER, StepAdapters
 from worker_svc.engine.gpu.step.device_rows import HEAD_WORDS
@@ -41,24 +41,31 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class PlacedInputs:
-    """Embeddings of tokens of a step, on the device."""
+    """Embeddings of tokens of a step, on the device, or what is added to tokens after each of the first layers."""
 
     tokens: torch.Tensor  # int64 [n]
-    rows: torch.Tensor  # [n, hidden_size]
+    rows: torch.Tensor  # [n, hidden_size], or [layers, n, hidden_size]
 
     @classmethod
-    def of(cls, embedded: Embedded, device: torch.device) -> PlacedInputs:
-        return cls(to_device(embedded.tokens, device), to_device(embedded.rows, device))
+    def of(cls, given: Embedded | DeepRows | None, device: torch.device) -> PlacedInputs | None:
+        return None if given is None else cls(to_device(given.tokens, device), to_device(given.rows, device))
 
 
 @dataclass(frozen=True, slots=True)
 class HostStep:
-    """What a step has beside its columns: its lengths on the host, for attention that needs them, and the embeddings of
-    its inputs. Not available in graphs."""
+    """What a step has beside its columns: its lengths on the host, for attention that needs them, and what its inputs
+    add. Not available in graphs."""
 
     starts: I64  # [B + 1]
     contexts: I64  # [B]
     inputs: PlacedInputs | None = None  # None: all tokens are of the vocabulary
+    deep: PlacedInputs | None = None
+    rotary: RotaryTable | None = None  # with a row for each token, in place of that of the layers
+
+    @property
+    def fits_graph(self) -> bool:
+        """Whether a graph computes the step."""
+        return self.inputs is None and self.rotary is None
 
 
 @dataclass(frozen=True, slots=True)
