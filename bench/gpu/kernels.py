@@ -113,6 +113,12 @@ class Case:
         columns = _columns(tables, self.contexts[index : index + 1], 1, self.q.device)
         return Case(self.q[index : index + 1].clone(), self.cache, columns, self.layer)
 
+    def last(self, count: int) -> Case:
+        """The last queries of the only row, over the same pool."""
+        context = self.contexts[0] + len(self.q) - count
+        columns = _columns(self.columns.queries.tables.clone(), [context], count, self.q.device)
+        return Case(self.q[-count:].clone(), self.cache, columns, self.layer)
+
     @property
     def num_rows(self) -> int:
         return len(self.contexts)

@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import save_file
 
 from bench.gpu.report import Report
+from bench.gpu.toolchain import use_peers
 from bench.workloads import COMMON, QWEN3_06B, Model, weight_shapes
 from request_fields.fields import SamplingParams
 from step_protocol.messages import RowOpen, StepBatch
@@ -53,9 +54,11 @@ OTHER_SETTINGS: dict[str, dict[str, Any]] = {
     "flash-attn 3": {"attention": "flash3"},
     "FlashInfer": {"attention": "flashinfer"},
 }
+EXACT_SETTINGS: dict[str, Any] = {"determinism": "exact", "cuda_graphs": "lazy", "max_model_len": 33_280}
+EXACT_SIZES = [(1, 512), (256, 512), (1, 4096), (1, 32_768), (32, 512), (256, 4096)]
 Runner = TypeVar("Runner", bound=DeviceRunner)
 TARGET_B1_MS = 1.0
-LONG_CONTEXTS = [(1, 32_768), (8, 32_768), (32, 32_768), (1, 131_072), (8, 131_072)]
+LONG_CONTEXTS = [(1, 32_768), (8, 32_768), (1, 131_072), (8, 131_072), (32, 32_768)]
 TINY: Model = QWEN3_06B | {
     "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
     "intermediate_size": 64, "vocab_size": 199, "max_position_embeddings": 4096,
@@ -198,7 +201,9 @@ def decode_steps(report: Report) -> None:
 
 
 def other_settings(report: Report) -> None:
-    """Decode steps of engines with other settings, relative to the section decode_steps."""
+    """Decode steps of engines with other settings, relative to the section decode_steps. `--attention flash` and its
+    like run if the library is installed, or was built by part 5."""
+    use_peers(report.scratch)
     for name, settings in OTHER_SETTINGS.items():
         try:
             runner = load(make_checkpoint(report), report, cuda_graphs="lazy", **settings)
@@ -310,7 +315,7 @@ def time_mixed(runner: DeviceRunner, report: Report, num_rows: int, chunk: int) 
 
 def exact_cost(report: Report) -> None:
     """Exact mode: its cost, and a check that the tokens of a row do not depend on other rows."""
-    runner = load(make_checkpoint(report), report, determinism="exact", cuda_graphs="lazy")
+    runner = load(make_checkpoint(report), report, **EXACT_SETTINGS)
     alone, crowded = ([], [])
     prompts = _prompts(runner, report)
     for chosen, found, chunk in ((prompts[:1], alone, 10**6), (prompts, crowded, 33)):
@@ -323,7 +328,7 @@ def exact_cost(report: Report) -> None:
             output = rows.launch(dict.fromkeys(range(len(chosen)), 1)).result()
             found += output.token_ids[output.rows == 0].tolist()
     report.row("exact_cost", f"tokens alone = among {len(prompts)}, in chunks", ok=alone == crowded)
-    for num_rows, context in [(3, 30)] if report.is_smoke else [(1, 512), (256, 512), (32, 512), (256, 4096)]:
+    for num_rows, context in [(3, 30)] if report.is_smoke else EXACT_SIZES:
         ms = time_decode(runner, report, num_rows, context)
         if ms is None:
             continue

@@ -1,14 +1,20 @@
 """The sections of the benchmark in the order in which they run, the most informative first.
 
-Part 1 compiles, checks results, measures the engine as it is committed, and chooses tiles. Part 2 measures the goals
-with these tiles. Part 3 measures other settings, part 4 other libraries and models.
+Part 1 compiles, checks results and bits, measures the engine as it is committed, and chooses tiles. Part 2 measures the
+goals with these tiles. Part 3 measures other settings, part 4 other models and uses, part 5 other libraries. Speed is
+measured only with kernels that pass their checks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from bench.gpu.sections import Section
+
+
+def _speed(name: str, limit_s: float, function: str) -> Section:
+    return Section(name, limit_s, function, "right")
+
 
 PARTS: dict[int, tuple[Section, ...]] = {
     1: (
@@ -16,53 +22,65 @@ PARTS: dict[int, tuple[Section, ...]] = {
         Section("environment", 15.0, "bench.gpu.machine:environment"),
         Section("ceilings", 15.0, "bench.gpu.kernels:ceilings"),
         Section("self_checks", 45.0, "bench.gpu.self_checks:self_checks"),
-        Section("baseline", 75.0, "bench.gpu.serving:baseline"),
-        Section("tile_sweep", 40.0, "bench.gpu.tile_sweep:tile_sweep"),
-        Section("decode_attention", 45.0, "bench.gpu.kernels:decode_attention"),
-        Section("prefill_attention", 25.0, "bench.gpu.kernels:prefill_attention"),
-        Section("small_kernels", 25.0, "bench.gpu.small_kernels:small_kernels"),
+        Section("first_answer", 30.0, "bench.gpu.serving:first_answer"),
+        Section("exact_bits", 25.0, "bench.gpu.exact_bits:exact_bits"),
+        _speed("baseline", 75.0, "bench.gpu.serving:baseline"),
+        _speed("tile_sweep", 40.0, "bench.gpu.tile_sweep:tile_sweep"),
+        _speed("decode_attention", 45.0, "bench.gpu.kernels:decode_attention"),
+        _speed("prefill_attention", 25.0, "bench.gpu.kernels:prefill_attention"),
         Section("logits", 100.0, "bench.gpu.logits:logits"),
+        Section("checks_without_early_starts", 45.0, "bench.gpu.self_checks:without_early_starts", "wrong"),
+        Section("wrong_kernels", 120.0, "bench.gpu.sanitize:few_kernels", "wrong"),
     ),
     2: (
-        Section("decode_steps", 60.0, "bench.gpu.model:decode_steps"),
-        Section("in_process", 100.0, "bench.gpu.serving:in_process"),
-        Section("through_grpc", 120.0, "bench.gpu.serving:through_grpc"),
-        Section("filtered_through_grpc", 110.0, "bench.gpu.serving:filtered_through_grpc"),
-        Section("profile", 60.0, "bench.gpu.kernel_times:profile"),
+        _speed("decode_steps", 60.0, "bench.gpu.model:decode_steps"),
+        _speed("in_process", 140.0, "bench.gpu.serving:in_process"),
+        _speed("through_grpc", 120.0, "bench.gpu.serving:through_grpc"),
+        _speed("profile", 60.0, "bench.gpu.kernel_times:profile"),
+        Section("races", 120.0, "bench.gpu.sanitize:few_kernels"),
     ),
     3: (
-        Section("other_settings", 60.0, "bench.gpu.model:other_settings"),
-        Section("without_early_starts", 25.0, "bench.gpu.model:without_early_starts"),
-        Section("exact_cost", 45.0, "bench.gpu.model:exact_cost"),
-        Section("in_process_exact", 80.0, "bench.gpu.serving:in_process_exact"),
-        Section("in_process_fp8", 60.0, "bench.gpu.serving:in_process_fp8"),
-        Section("mixed_steps", 50.0, "bench.gpu.model:mixed_steps"),
-        Section("long_contexts", 40.0, "bench.gpu.model:long_contexts"),
-        Section("other_caches", 35.0, "bench.gpu.kernels:other_caches"),
-        Section("extras", 45.0, "bench.gpu.extras:extras"),
-        Section("invariance", 25.0, "bench.gpu.small_kernels:invariance"),
+        _speed("counters", 120.0, "bench.gpu.counters:counters"),
+        _speed("other_settings", 60.0, "bench.gpu.model:other_settings"),
+        _speed("without_early_starts", 25.0, "bench.gpu.model:without_early_starts"),
+        _speed("exact_cost", 60.0, "bench.gpu.model:exact_cost"),
+        _speed("in_process_exact", 80.0, "bench.gpu.serving:in_process_exact"),
+        _speed("in_process_fp8", 60.0, "bench.gpu.serving:in_process_fp8"),
+        _speed("mixed_steps", 50.0, "bench.gpu.model:mixed_steps"),
+        _speed("long_contexts", 45.0, "bench.gpu.model:long_contexts"),
     ),
     4: (
-        Section("libraries", 40.0, "bench.gpu.libraries:libraries"),
-        Section("products", 25.0, "bench.gpu.products:products"),
-        Section("experts", 60.0, "bench.gpu.other_models:experts"),
-        Section("int4_weights", 50.0, "bench.gpu.other_models:int4_weights"),
-        Section("adapters", 60.0, "bench.gpu.adapters:adapters"),
-        Section("ranks", 90.0, "bench.gpu.other_models:ranks"),
-        Section("vllm", 150.0, "bench.gpu.libraries:vllm_workload"),
+        _speed("filtered_through_grpc", 110.0, "bench.gpu.serving:filtered_through_grpc"),
+        _speed("other_caches", 35.0, "bench.gpu.kernels:other_caches"),
+        Section("extras", 45.0, "bench.gpu.extras:extras"),
+        Section("invariance", 25.0, "bench.gpu.small_kernels:invariance"),
+        _speed("small_kernels", 25.0, "bench.gpu.small_kernels:small_kernels"),
+        _speed("products", 25.0, "bench.gpu.products:products"),
+        _speed("experts", 60.0, "bench.gpu.other_models:experts"),
+        _speed("int4_weights", 50.0, "bench.gpu.other_models:int4_weights"),
+        _speed("adapters", 60.0, "bench.gpu.adapters:adapters"),
+    ),
+    5: (
+        Section("peers", 170.0, "bench.gpu.peers:build"),
+        _speed("libraries", 40.0, "bench.gpu.libraries:libraries"),
+        _speed("nano_vllm", 80.0, "bench.gpu.peers:nano_vllm_workload"),
+        _speed("vllm", 130.0, "bench.gpu.peers:vllm_workload"),
+        _speed("ranks", 90.0, "bench.gpu.other_models:ranks"),
     ),
 }
 SECTIONS = [section for part in PARTS.values() for section in part]
 
 
 NEEDED = ("compile", "ceilings")  # by every part: fractions of limits, and time
+MOST_CUTS = 2
 UNTUNED = ("tile_sweep", "baseline")  # left out if all sections use the engine's own tiles
 
 
 def chosen_sections(
-    part: int | None, only: str, *, is_baseline: bool = False, done: Collection[str] = ()
+    part: int | None, only: str, *, is_baseline: bool = False, done: Collection[str] = (), cuts: Sequence[str] = ()
 ) -> list[Section]:
-    """The requested sections by name, or those of a part that are not done. Raises ValueError for an unknown name."""
+    """The requested sections by name, or those of a part that are not done. Those that ran out of time come last, and
+    not a third time. Raises ValueError for an unknown name."""
     names = set(filter(None, only.split(",")))
     if unknown := names - {section.name for section in SECTIONS}:
         known = ", ".join(section.name for section in SECTIONS)
@@ -70,5 +88,6 @@ def chosen_sections(
     if names:
         return [section for section in SECTIONS if section.name in names]
     chosen = [section for section in SECTIONS if part is None or section in PARTS[part] or section.name in NEEDED]
-    left_out = {*done, *(UNTUNED if is_baseline else ())}
-    return [section for section in chosen if section.name not in left_out]
+    left_out = {*done, *(UNTUNED if is_baseline else ()), *(name for name in cuts if cuts.count(name) >= MOST_CUTS)}
+    left = [section for section in chosen if section.name not in left_out]
+    return sorted(left, key=lambda section: section.name in cuts and section.name not in NEEDED)

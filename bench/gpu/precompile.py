@@ -43,6 +43,7 @@ ENGINES: list[dict[str, Any]] = [
     model.NANO_SETTINGS | {"kv_cache_dtype": "fp8"},
     model.NANO_SETTINGS | {"determinism": "exact"},
     {"determinism": "exact"},
+    model.EXACT_SETTINGS,
     {"dtype": "float16"},
     {"kv_cache_dtype": "fp8"},
     {"quantize": "fp8"},

@@ -46,6 +46,7 @@ class Report:
         self.rows: list[dict[str, Any]] = []
         self.figures: dict[str, Any] = {}
         self.done: list[str] = []  # sections that need not run again
+        self.cuts: list[str] = []  # sections that ran out of time, once for each time
         self.section = ""
         self.was_cut = False  # whether the section left out rows for lack of time
         self.bandwidth = self.tflops = float("nan")  # bytes/s and FLOP/s, of this run
@@ -152,7 +153,7 @@ class Report:
         """Writes NAME.json with everything and NAME.md with the table. A file is never seen half-written."""
         folder.mkdir(parents=True, exist_ok=True)
         state = {"summary": self.summary(), "rows": self.rows, "figures": self.figures, "done": self.done,
-                 "bandwidth": self.bandwidth, "tflops": self.tflops}  # fmt: skip
+                 "cuts": self.cuts, "bandwidth": self.bandwidth, "tflops": self.tflops}  # fmt: skip
         lines = ["| section | what | | ms | GB/s | of copy | TFLOP/s | of matmul | note |", "|" + " --- |" * 9]
         for row in self.rows:
             cells = [row["section"], row["name"], {None: "", True: "ok", False: "**FAIL**"}[row["ok"]]]
@@ -168,7 +169,8 @@ class Report:
         if not file.exists():
             return
         state = json.loads(file.read_text())
-        self.rows, self.figures, self.done = state["rows"], state["figures"], state["done"]
+        self.rows, self.figures = state["rows"], state["figures"]
+        self.done, self.cuts = state["done"], state["cuts"]
         self.bandwidth, self.tflops = state["bandwidth"], state["tflops"]
         self.seconds = state["summary"]["seconds"]
 

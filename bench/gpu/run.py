@@ -4,7 +4,8 @@
     bench/gpu/start 1             # compile, check results, measure the engine as it is, choose tiles
     bench/gpu/start 2             # the goals: decode steps, 256 requests in-process and through gRPC
     bench/gpu/start 3             # exact mode, fp8, mixed steps, long contexts
-    bench/gpu/start 4             # flash-attn, FlashInfer and vLLM, if they are there; experts
+    bench/gpu/start 4             # Qwen3's sampling through gRPC, other caches, experts, int4, adapters
+    bench/gpu/start 5             # flash-attn, FlashInfer, nano-vllm and vLLM, if they are there or can be built
     bench/gpu/start               # all sections that are not measured yet, within the budget
     bench/gpu/start sanitize      # compute-sanitizer over all kernels
     bench/gpu/start predict       # the model of a step, for several GPUs; needs no GPU
@@ -24,6 +25,7 @@ import json
 import os
 import signal
 import sys
+import tarfile
 import tempfile
 import time
 from dataclasses import replace
@@ -32,13 +34,13 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 SMOKE_SLOWER = 5  # time limits of the interpreter relative to a GPU
-CHOICES = ("all", "1", "2", "3", "4", "sanitize", "predict", "report")
+CHOICES = ("all", "1", "2", "3", "4", "5", "sanitize", "predict", "report")
 END_S = 15.0  # of the budget: for ending the last section and for the summary
 # Without this file's folder, whose modules would hide others of the same name.
 sys.path[:] = [str(ROOT), *(place for place in sys.path if Path(place or ".").resolve() != ROOT / "bench/gpu")]
 
 from bench.gpu.stand_ins import install_stand_ins  # noqa: E402
-from bench.gpu.toolchain import prepare_toolchain  # noqa: E402
+from bench.gpu.toolchain import VENDOR, prepare_toolchain  # noqa: E402
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -74,6 +76,7 @@ def main() -> None:
         else:
             os.environ.setdefault("TRITON_CACHE_DIR", str(args.state / "triton"))
             print(f"C compiler: {prepare_toolchain()}", flush=True)
+            unpack_kernels(args.state)
         if missing := install_stand_ins():
             print(f"missing packages, replaced for the engine's sections: {', '.join(missing)}", flush=True)
         if args.what == "sanitize":
@@ -104,8 +107,8 @@ def measure(args: argparse.Namespace, started: float) -> list[str]:
 
     try:
         part = int(args.what) if args.what.isdigit() else None
-        done = () if args.again else report.done
-        sections = chosen_sections(part, args.only, is_baseline=args.baseline, done=done)
+        done, cuts = ((), ()) if args.again else (report.done, report.cuts)
+        sections = chosen_sections(part, args.only, is_baseline=args.baseline, done=done, cuts=cuts)
     except ValueError as error:
         sys.exit(str(error))
     if args.smoke:
@@ -117,6 +120,15 @@ def measure(args: argparse.Namespace, started: float) -> list[str]:
     save()
     finish(report)
     return report.failed
+
+
+def unpack_kernels(state: Path, vendor: Path = VENDOR) -> None:
+    """Kernels that `pack --kernels` compiled are used on a machine that has none. Those for another Triton are not
+    found in the cache, and so are compiled as usual."""
+    packed = vendor / "kernels.tar.xz"
+    if packed.exists() and not (state / "triton").exists():
+        with tarfile.open(packed) as file:
+            file.extractall(state, filter="data")
 
 
 def show(state: Path) -> None:

@@ -19,8 +19,11 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from bench.gpu.report import Report
+
 ROOT = Path(__file__).resolve().parents[2]
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+FEW_TOOLS = ("memcheck", "racecheck")  # within a section, over the kernels that pass results between their programs
 PLACES = ("/usr/local/cuda/bin", "/usr/local/cuda/compute-sanitizer", "/opt/nvidia/compute-sanitizer")
 SHARE = {"memcheck": 0.3, "racecheck": 0.4, "initcheck": 0.5}  # of the time that is left; the last tool gets the rest
 MIN_S = 20.0
@@ -61,6 +64,21 @@ def run(out: Path, budget_s: float) -> int:
     for finding in findings:
         print(f"| {finding.tool} | {finding.verdict} | {finding.num_errors} | {finding.seconds:.0f} |")
     return 0 if all(finding.verdict == "clean" for finding in findings) else 1
+
+
+def few_kernels(report: Report) -> None:
+    """Two tools over attention, its work lists and the sampler, as a section."""
+    sanitizer = find_sanitizer()
+    if sanitizer is None:
+        report.row(report.section, "compute-sanitizer", note="was not found; it is part of the CUDA toolkit")
+        return
+    command = [sys.executable, "-m", "bench.gpu.sanitized", "--few"]
+    for tool, share in zip(FEW_TOOLS, (0.5, 1.0), strict=True):
+        limit = share * min(report.seconds_left(), 600.0)
+        found = _run(tool, [*tool_command(sanitizer, tool), *command], limit)
+        ok = None if found.verdict in ("out of time", "skipped") else found.verdict == "clean"
+        note = f"{found.verdict}, {found.num_errors} errors: {found.messages[-200:]}"
+        report.row(report.section, tool, ok=ok, ms=found.seconds * 1e3, note=note)
 
 
 def find_sanitizer() -> str | None:

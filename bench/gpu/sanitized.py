@@ -1,6 +1,7 @@
 """The program that compute-sanitizer checks: every kernel once on small inputs, then steps of a tiny model.
 
 It launches everything eagerly, because CUDA graphs need memory of torch's cache. A wrong result is an error too.
+`--few`: attention with its work lists, and the sampler, alone.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
@@ -23,6 +25,7 @@ from worker_svc.engine.config import EngineConfig
 from worker_svc.engine.gpu.runner import DeviceRunner
 from worker_svc.engine.gpu.start.compilation import compile_first
 
+FEW = ("attention", "greedy", "noise", "filtered")
 KINDS = [
     {"determinism": "best_effort"},
     {"determinism": "exact"},
@@ -38,6 +41,10 @@ def main() -> None:
     report.dtype = torch.float32 if interprets else torch.bfloat16
     with tempfile.TemporaryDirectory() as scratch:
         report.scratch = Path(scratch)
+        if "--few" in sys.argv:
+            check_kernels(report, "best_effort", FEW)
+            check_kernels(report, "exact", FEW)
+            return
         folder = make_checkpoint(report)
         for fields in KINDS[: 1 if "--short" in sys.argv else None]:
             check_kernels(report, fields["determinism"])
@@ -47,13 +54,15 @@ def main() -> None:
             print(f"{fields}: steps done", flush=True)
 
 
-def check_kernels(report: Report, determinism: str) -> None:
-    """The start-up checks of a tiny model, with every kind of quantized weights, and of one with experts."""
+def check_kernels(report: Report, determinism: str, names: Collection[str] = ()) -> None:
+    """The start-up checks of a tiny model, with every kind of quantized weights, and of one with experts. `names`: of
+    checks; none: all of them."""
     for fields in ({"formats": FORMATS}, {"model": FEW_EXPERTS}):
         setup = make_setup(report, {"dtype": report.dtype, "determinism": determinism} | fields)
-        compile_first(launches(setup), setup.group)
-        for _, cases in checks_of(setup):
-            for case in cases:
+        if not names:
+            compile_first(launches(setup), setup.group)
+        for name, cases in checks_of(setup):
+            for case in cases if not names or name in names else ():
                 verify(case, is_exact=setup.is_exact)
     print(f"{determinism}: checks done", flush=True)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -23,6 +24,7 @@ from bench.workloads import COMMON
 from worker_svc.engine.decoder.config import parse_config
 from worker_svc.engine.gpu.attention.paged import TritonAttention
 from worker_svc.engine.gpu.collectives.group import Group
+from worker_svc.engine.gpu.kernels import launch
 from worker_svc.engine.gpu.layers.linears import WeightFormat
 
 CHECKS = (
@@ -30,6 +32,7 @@ CHECKS = (
     soft_cap_cases, deltas_cases, prepare_cases, banned_cases, processed_cases, greedy_cases, noise_cases,
     filtered_cases,
 )  # fmt: skip
+SERVING = ("attention", "linear")  # without which no speed is worth measuring
 FORMATS = frozenset(get_args(WeightFormat))  # every kind of quantized weights
 SETTINGS: list[dict[str, Any]] = [
     {"dtype": torch.bfloat16, "determinism": "best_effort", "formats": FORMATS},
@@ -48,7 +51,20 @@ SMOKE_SETTINGS: list[dict[str, Any]] = [
 
 
 def self_checks(report: Report) -> None:
-    """A check that cannot run counts as failed; the others still run."""
+    """A check that cannot run counts as failed; the others still run. Sets the figure `wrong_kernels`."""
+    wrong = _check(report, "self_checks")
+    report.figures["wrong_kernels"] = sorted(wrong.intersection(SERVING))
+
+
+def without_early_starts(report: Report) -> None:
+    """The same, with kernels that start after their predecessor has ended."""
+    os.environ[launch.DISABLE] = "1"  # it is read at the first launch of a process, which runs only this section
+    _check(report, "checks_without_early_starts")
+
+
+def _check(report: Report, section: str) -> set[str]:
+    """The kernels that failed."""
+    wrong = set()
     for fields in SMOKE_SETTINGS if report.is_smoke else SETTINGS:
         setup = make_setup(report, fields)
         name = f"{setup.dtype} {setup.determinism} block {setup.block_size}".removeprefix("torch.")
@@ -65,11 +81,14 @@ def self_checks(report: Report) -> None:
                 raise
             except Exception as error:  # the table should be complete
                 fault = str(error)
-            if not count:
+            if not count and fault is None:
                 continue  # the settings do not use this kernel
             ms = (time.perf_counter() - started) * 1e3
             note = f"{count} cases" if fault is None else fault[:300]
-            report.row("self_checks", f"{kernel}, {name}", ok=fault is None, ms=ms, note=note)
+            if fault is not None:
+                wrong.add(kernel)
+            report.row(section, f"{kernel}, {name}", ok=fault is None, ms=ms, note=note)
+    return wrong
 
 
 def launches(setup: checks.Setup) -> list[Callable[[], object]]:

@@ -30,6 +30,11 @@ ROOT = Path(__file__).resolve().parents[2]
 NANO = SamplingParams(0.6, 0, 1.0, 0.0, 0)  # nano-vllm's benchmark
 QWEN3 = SamplingParams(0.6, 20, 0.95, 0.0, 0)  # generation_config.json of every Qwen3 checkpoint
 DEFAULTS = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95}
+SAMPLINGS = {
+    "in_process_tok_s": ("nano-vllm's sampling", NANO),
+    "in_process_greedy_tok_s": ("greedy", GREEDY),
+    "in_process_qwen3_tok_s": ("Qwen3's sampling", QWEN3),
+}
 DEPTH = 2
 NO_GPU = "-1"  # names a device, as `quire up` requires, that does not exist
 TARGET_TOK_S = 25_000
@@ -54,12 +59,13 @@ def baseline(report: Report) -> None:
 
 def in_process(report: Report) -> None:
     """Steps as a scheduler would send them, two in flight, without scheduler and RPCs: greedy, with nano-vllm's
-    sampling, and with the defaults of every Qwen3 checkpoint."""
+    sampling, and with the defaults of every Qwen3 checkpoint. First one run of each, then more."""
     loop = _loop(report)
     figures = report.figures
-    figures["in_process_tok_s"] = _measure(report, "in_process", "nano-vllm's sampling", loop, NANO)
-    figures["in_process_greedy_tok_s"] = _measure(report, "in_process", "greedy", loop, GREEDY, runs=2)
-    figures["in_process_qwen3_tok_s"] = _measure(report, "in_process", "Qwen3's sampling", loop, QWEN3, runs=2)
+    for runs in (1, 2):
+        for key, (name, sampling) in SAMPLINGS.items():
+            tok_s = _measure(report, "in_process", name, loop, sampling, runs=runs, warms_up=runs == 1)
+            figures[key] = max(tok_s, figures.get(key, 0.0) if runs > 1 else 0.0)
     ratio = figures["in_process_qwen3_tok_s"] / figures["in_process_greedy_tok_s"]
     figures["qwen3_of_greedy"] = round(ratio, 3)
     ok = None if report.is_smoke else ratio >= TARGET_FILTERED
@@ -82,10 +88,20 @@ def _loop(report: Report, **fields: Any) -> Loop:
     return Loop(load(make_checkpoint(report), report, **(NANO_SETTINGS | fields)), workload_of(report))
 
 
-def _measure(report: Report, section: str, name: str, loop: Loop, sampling: SamplingParams, runs: int = 3) -> float:
+def _measure(
+    report: Report,
+    section: str,
+    name: str,
+    loop: Loop,
+    sampling: SamplingParams,
+    *,
+    runs: int,
+    warms_up: bool = True,
+) -> float:
     """Tokens per second of the best run, after one that is not counted."""
     loop.sampling = sampling
-    loop.run()
+    if warms_up:
+        loop.run()
     seconds = min(loop.run() for _ in range(1 if report.is_smoke else runs))
     tok_s = loop.num_output / seconds
     report.figures[f"{section}_steps"] = loop.num_steps
@@ -167,6 +183,19 @@ class Loop:
             raise RuntimeError(f"a step failed: {output.errors[0]}")
 
 
+def first_answer(report: Report) -> None:
+    """`quire up` with its defaults, exact mode among them, and one request of it."""
+    prompt = [5] * (9 if report.is_smoke else 3000)
+    with tempfile.TemporaryDirectory() as scratch:
+        requests = Path(scratch) / "requests.jsonl"
+        requests.write_text(json.dumps({"token_ids": prompt, "max_tokens": 8}))
+        started = time.perf_counter()
+        with running_stack(make_checkpoint(report), Path(scratch), report, has_defaults=True) as target:
+            report.row("first_answer", "quire up", ok=True, ms=1e3 * (time.perf_counter() - started))
+            found = ask(requests, target, "first", report)
+    report.row("first_answer", f"a prompt of {len(prompt)} tokens", ok=True, note=f"TTFT {found['ttft_ms']} ms")
+
+
 def through_grpc(report: Report) -> None:
     """`quire up` (gateway, scheduler, worker) and `quire bench` on this machine over loopback, with nano-vllm's
     sampling."""
@@ -242,11 +271,14 @@ def _grpc_row(report: Report, section: str, name: str, result: dict[str, Any], o
 
 
 @contextmanager
-def running_stack(folder: Path, scratch: Path, report: Report) -> Iterator[str]:
-    """Yields the address of the gateway when all services are ready."""
+def running_stack(folder: Path, scratch: Path, report: Report, *, has_defaults: bool = False) -> Iterator[str]:
+    """Yields the address of the gateway when all services are ready. `has_defaults`: without settings for speed."""
     ready, log = scratch / "ready.json", scratch / "up.log"
-    flags = ["--model", folder, "--port", 0, "--ready-file", ready, "--backend", "cuda", "--determinism", "best_effort"]
-    if report.is_smoke:
+    flags = ["--model", folder, "--port", 0, "--ready-file", ready, "--backend", "cuda"]
+    flags += [] if has_defaults else ["--determinism", "best_effort"]
+    if has_defaults and not report.is_smoke:
+        flags += ["--max-model-len", NANO_SETTINGS["max_model_len"], "--cuda-graphs", "lazy"]
+    elif report.is_smoke:
         flags += ["--dtype", "float32", "--num-blocks", 40, "--max-num-seqs", 8, "--max-model-len", 256]
     else:
         flags += ["--block-size", 256, "--max-num-seqs", 256]

@@ -12,6 +12,7 @@ import tempfile
 from pathlib import Path
 
 VENDOR = Path(__file__).resolve().parent / "vendor"  # filled by bench/gpu/pack
+PEERS, BUILT = "peers", "built"  # a folder of the state; a file that names where a package is imported from
 SOURCE = "#include <Python.h>\nint quire_has_headers(void) { return PY_VERSION_HEX != 0; }\n"
 
 
@@ -39,6 +40,14 @@ def prepare_toolchain(vendor: Path = VENDOR) -> str:
                  f"{headers}. Install python{version}-dev, or run bench/gpu/pack where it is installed. "
                  f"Its error: {complaint}")  # fmt: skip
     return compiler
+
+
+def use_peers(state: Path) -> None:
+    """Libraries and engines that the section `peers` has built are imported from now on, also by processes that this
+    one starts."""
+    found = [file.read_text() for file in sorted((state / PEERS).glob(f"*/{BUILT}"))]
+    sys.path[:0] = found
+    os.environ["PYTHONPATH"] = os.pathsep.join([*found, os.environ.get("PYTHONPATH", "")])
 
 
 def _complaint(compiler: str, headers: Path) -> str:

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import importlib
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import triton
 
-from bench.gpu import kernel_times
+from bench.gpu import counters, exact_bits, kernel_times, model, peers, self_checks, toolchain
 from bench.gpu.extras import extras
 from bench.gpu.libraries import libraries
 from bench.gpu.parts import PARTS, chosen_sections
 from bench.gpu.products import products
 from bench.gpu.report import Report
-from bench.gpu.run import END_S, make_parser
+from bench.gpu.run import END_S, make_parser, unpack_kernels
 from bench.gpu.sections import TILES_VARIABLE, Section, run_all
 from tests.cpu_limit import limited
 from tests.gpu import fake_flash3, fake_flash_attn, fake_flashinfer
@@ -83,8 +87,8 @@ def test_a_failing_section_does_not_affect_the_others(tmp_path):
         ("late", "skipped", None), ("fine", "a row", True),
     ]  # fmt: skip
     assert report.rows[1]["note"] == "RuntimeError: no device, but 7"
-    # A section that had too little time may run again, one that used all of its own time may not.
-    assert report.done == ["fine", "fails", "dies", "takes_long", "hangs", "again"]
+    assert report.done == ["fine", "fails", "dies", "again"]
+    assert report.cuts == ["takes_long", "hangs"]
 
 
 def test_a_later_command_continues(tmp_path):
@@ -95,6 +99,7 @@ def test_a_later_command_continues(tmp_path):
     second.restore(tmp_path / "gpu.json")
     assert second.done == ["fine"]
     assert second.figures["found"] == 7
+    assert second.cuts == ["hangs"]
     assert [row["name"] for row in second.rows] == ["a row", "before", "killed"]
     assert run(second, [section(fine, name="hangs")])[-1] == ("fine", "a row", True)
     assert len(second.rows) == 2  # the rows of the earlier attempt are gone
@@ -112,7 +117,9 @@ def test_later_sections_use_the_chosen_tiles(is_baseline, expected):
 def test_the_sections_of_a_part_fit_its_budget(part):
     starting = 10.0  # imports
     budget = make_parser().get_default("budget")
-    assert sum(section.limit_s for section in PARTS[part]) + starting + END_S <= budget <= 600 - 30
+    for left_out in ("wrong", "right"):
+        limits = [section.limit_s for section in PARTS[part] if section.when != left_out]
+        assert sum(limits) + starting + END_S <= budget <= 600 - 30
 
 
 @pytest.mark.deep
@@ -144,6 +151,182 @@ def test_every_part_compiles_and_measures_the_limits_first():
     assert names(2, "", done=done)[:1] == ["through_grpc"]
     assert names(None, "", done=done)[:1] == ["environment"]
     assert {*names(None, "")} - {*names(None, "", is_baseline=True)} == {"tile_sweep", "baseline"}
+
+
+def test_a_section_that_was_cut_runs_again_behind_the_others_but_not_a_third_time():
+    done = ["compile", "ceilings"]
+    assert names(2, "", done=done, cuts=["in_process"])[-1] == "in_process"
+    assert "in_process" not in names(2, "", done=done, cuts=["in_process"] * 2)
+    assert "in_process" in names(2, "in_process", done=done, cuts=["in_process"] * 2)
+
+
+def finds_a_wrong_kernel(report):
+    report.figures["wrong_kernels"] = ["linear"]
+    report.row("finds", "linear", ok=False)
+
+
+def test_no_speed_is_measured_with_wrong_kernels():
+    sections = [
+        Section("reason", 60.0, f"{__name__}:fine", "wrong"), section(finds_a_wrong_kernel),
+        Section("speed", 60.0, f"{__name__}:fine", "right"), section(fine, name="other"),
+        Section("why", 60.0, f"{__name__}:fine", "wrong"),
+    ]  # fmt: skip
+    report = Report(is_smoke=True)
+    report.figures["found"] = 0
+    run(report, sections)
+    assert [(row["by"], row["name"]) for row in report.rows] == [
+        ("finds_a_wrong_kernel", "linear"), ("speed", "skipped"), ("other", "a row"), ("why", "a row"),
+    ]  # fmt: skip
+    assert report.rows[1]["note"] == "linear failed the self_checks"
+    assert report.done == ["finds_a_wrong_kernel", "other", "why"]
+
+
+def test_a_check_that_fails_names_its_kernel(monkeypatch):
+    def checks_of(setup):
+        def wrong():
+            raise RuntimeError("a wrong result")
+            yield
+
+        yield from (("attention", iter(())), ("linear", wrong()), ("norm", wrong()))
+
+    monkeypatch.setattr(self_checks, "checks_of", checks_of)
+    monkeypatch.setattr(self_checks, "SMOKE_SETTINGS", self_checks.SMOKE_SETTINGS[:1])
+    report = Report(is_smoke=True)
+    self_checks.self_checks(report)
+    assert report.figures["wrong_kernels"] == ["linear"]
+    assert len(report.failed) == 2
+
+
+def test_bits_are_compared(tmp_path, monkeypatch):
+    """All rows with a verdict hold, in torch; a runner that samples other tokens without graphs is found."""
+    monkeypatch.setattr(model, "SMOKE_SETTINGS", model.SMOKE_SETTINGS | {"kernels": "torch"})
+    report = Report(is_smoke=True, scratch=tmp_path)
+    exact_bits.exact_bits(report)
+    verdicts = {row["name"]: row["ok"] for row in report.rows if row["ok"] is not None}
+    assert verdicts == dict.fromkeys(
+        ["linear: a row at every line", "attention: a query at every line", "graph = eager",
+         "early starts = without", "prompt = decode at 40 tokens"], True,
+    )  # fmt: skip
+    exact_bits._compare(report, "other", ([1, 2], [np.ones(2), np.ones(2)]), ([1, 2], [np.ones(2), np.zeros(2)]))
+    assert (report.rows[-1]["ok"], report.rows[-1]["note"]) == (False, "tokens whose log probabilities differ: [1]")
+
+
+NCU = """==PROF== Connected
+"ID","Process ID","Kernel Name","Metric Name","Metric Unit","Metric Value"
+"0","7","paged_attention_kernel","dram__bytes.sum","Mbyte","1.0"
+"0","7","paged_attention_kernel","gpu__time_duration.sum","us","9.0"
+"1","7","paged_attention_kernel","dram__bytes.sum","Mbyte","1,200.5"
+"1","7","paged_attention_kernel","gpu__time_duration.sum","us","400.0"
+"1","7","paged_attention_kernel","smsp__average_warps_issue_stalled_barrier_per_issue_active.ratio","inst","0.5"
+"1","7","paged_attention_kernel","smsp__average_warps_issue_stalled_wait_per_issue_active.ratio","inst","2.5"
+"""
+
+
+def with_program(tmp_path, monkeypatch, name: str, script: str) -> None:
+    """A program of this name on PATH."""
+    (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
+    (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+
+
+def test_counters_are_read_from_the_table_of_ncu(tmp_path, monkeypatch):
+    report = Report(is_smoke=True)
+    monkeypatch.setattr(counters, "PLACES", ())
+    monkeypatch.setenv("PATH", "/nowhere")
+    counters.counters(report)
+    assert report.rows[0]["note"] == "was not found; it is part of the CUDA toolkit"
+    monkeypatch.undo()
+    (tmp_path / "table").write_text(NCU)
+    with_program(tmp_path, monkeypatch, "ncu", f"cat {tmp_path}/table")
+    counters.counters(report)
+    row = report.rows[1]
+    assert (row["name"], row["ms"], row["note"]) == ("attention nano exact", 0.4, "wait 2.5, barrier 0.5")
+    assert row["gb_s"] == pytest.approx(3001.25)
+    with_program(tmp_path, monkeypatch, "ncu", "echo ERR_NVGPUCTRPERM; exit 1")
+    counters.counters(report)
+    assert "exit code 1: ERR_NVGPUCTRPERM" in report.rows[2]["note"]
+
+
+def pack_source(folder: Path, name: str, files: dict[str, str]) -> None:
+    folder.mkdir(exist_ok=True)
+    with tarfile.open(folder / f"{name}.tar.gz", "w:gz") as file:
+        for path, text in files.items():
+            info = tarfile.TarInfo(f"{name}/{path}")
+            info.size = len(text)
+            file.addfile(info, io.BytesIO(text.encode()))
+
+
+SLOW_SETUP = """
+import pathlib, time
+first = pathlib.Path("first.o")
+if not first.exists():
+    first.touch()
+    time.sleep(600)
+pathlib.Path("built_peer.py").write_text("DONE = True")
+"""
+
+
+def test_peers_are_built_where_nvcc_is_and_continue_where_they_stopped(tmp_path, monkeypatch):
+    monkeypatch.setattr(peers, "PLACES", ())
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("PYTHONPATH", "")
+    sources = tmp_path / "sources"
+    pack_source(sources, "plain_peer", {"plain_peer.py": ""})
+    pack_source(sources, "built_peer", {"csrc/a.cu": "", "setup.py": SLOW_SETUP})
+    report = Report(is_smoke=True, scratch=tmp_path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", "/nowhere")
+        peers.build(report, sources)
+    with_program(tmp_path, monkeypatch, "nvcc", "")
+    report.ends_at = time.monotonic() + peers.MARGIN_S + 3.0
+    peers.build(report, sources)
+    assert report.was_cut
+    report.ends_at = float("inf")
+    peers.build(report, sources)
+    peers.build(report, sources)
+    found = [(row["name"], row["ok"], row["note"][:12]) for row in report.rows]
+    assert found == [
+        ("built_peer", None, "nvcc was not"), ("plain_peer", True, ""), ("built_peer", None, "out of time;"),
+        *[("plain_peer", True, ""), ("built_peer", True, ""), ("plain_peer", True, "")],
+        *[("built_peer", True, ""), ("plain_peer", True, "")],
+    ]  # fmt: skip
+    toolchain.use_peers(tmp_path)
+    assert importlib.import_module("built_peer").DONE
+    assert "plain_peer" in os.environ["PYTHONPATH"]
+
+
+def test_nano_vllm_runs_the_workload(tmp_path, monkeypatch):
+    """With the names of its package; it asks for a tokenizer that the checkpoint lacks."""
+    taken = []
+
+    class LLM:
+        def __init__(self, folder, **settings):
+            assert settings["max_model_len"] == 4096
+            assert engine.AutoTokenizer.from_pretrained(folder, use_fast=True).eos_token_id == -1
+
+        def generate(self, prompts, sampling, use_tqdm):
+            taken.append((len(prompts), [one["max_tokens"] for one in sampling]))
+
+    engine = SimpleNamespace(AutoTokenizer=None)
+    monkeypatch.setitem(sys.modules, "nanovllm", SimpleNamespace(LLM=LLM, SamplingParams=lambda **given: given))
+    monkeypatch.setitem(sys.modules, "nanovllm.engine.llm_engine", engine)
+    report = Report(is_smoke=True, scratch=tmp_path)
+    report.figures["in_process_tok_s"] = 1e9
+    peers.nano_vllm_workload(report)
+    assert taken == [(4, [4, 5, 6, 7])] * 3
+    assert [row["name"] for row in report.rows] == ["nano-vllm", "ours in-process / nano-vllm"]
+
+
+def test_packed_kernels_are_used_on_a_machine_that_has_none(tmp_path):
+    (tmp_path / "triton").mkdir()
+    (tmp_path / "triton/kernel.cubin").write_text("bits")
+    with tarfile.open(tmp_path / "kernels.tar.xz", "w:xz") as file:
+        file.add(tmp_path / "triton", "triton")
+    unpack_kernels(tmp_path / "state", tmp_path)
+    assert (tmp_path / "state/triton/kernel.cubin").read_text() == "bits"
+    (tmp_path / "state/triton/kernel.cubin").write_text("newer")
+    unpack_kernels(tmp_path / "state", tmp_path)
+    assert (tmp_path / "state/triton/kernel.cubin").read_text() == "newer"
 
 
 def test_all_sections_exist():
