@@ -18,6 +18,7 @@ from worker_svc.engine.config import EncoderInfo, EngineInfo
 from worker_svc.seals import TAG_BYTES, Seals
 
 KIND_NUMBERS = {kind: types_pb2.PoolingKind.ValueType(number) for number, kind in POOLING_KINDS.items()}
+MAX_REASON = 500  # characters of a degradation
 DETERMINISM = {"exact": types_pb2.DETERMINISM_EXACT, "best_effort": types_pb2.DETERMINISM_BEST_EFFORT}
 
 
@@ -115,6 +116,7 @@ def capacity_to_proto(
         snapshot_tokens=info.snapshot_tokens,
         blocks=blocks,
         groups=[scheduler_pb2.CacheGroup(**asdict(group)) for group in info.groups],
+        degradations=[reason[:MAX_REASON] for reason in info.degradations],
     )
 
 

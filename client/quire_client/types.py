@@ -383,6 +383,7 @@ class WorkerStatus(Result):
     adapters_resident: int = 0  # adapters that rows can use without a swap
     adapter_swaps: int = 0
     role: str = "both"  # the work that it prefers: prefill, decode or both
+    degradations: tuple[str, ...] = ()  # why it serves slower than it could
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,6 +68,7 @@ class WorkerRecord:
     lease_task: asyncio.Task[None] | None = None
     info: types_pb2.ModelInfo | None = None
     role: types_pb2.WorkerRole.ValueType = types_pb2.WORKER_ROLE_UNSPECIFIED
+    degradations: tuple[str, ...] = ()  # why it serves slower than it could
     lost_at: float | None = None
     adapters: tuple[worker_pb2.WorkerAdapter, ...] = ()  # in its memory, as of its last heartbeat
     weights: worker_pb2.UpdatedWeights = field(default_factory=worker_pb2.UpdatedWeights)
@@ -317,6 +318,7 @@ class WorkerPool:
         worker.info.max_num_blocks = capacity.num_blocks
         worker.info.max_num_seqs = capacity.max_num_seqs
         worker.role = request.capacity.blocks.role
+        worker.degradations = tuple(request.capacity.degradations)
         replaces = request.replaces_revision
         worker.lease_task = asyncio.create_task(self._keep_lease(worker, capacity, worker.info, replaces))
 
@@ -514,6 +516,7 @@ def _describe(worker: WorkerRecord, occupancy: WorkerStats | None) -> inference_
         worker_epoch=worker.worker_epoch,
         steps=worker.link.num_answered if worker.link is not None else 0,
         role=worker.role,
+        degradations=worker.degradations,
     )
     if occupancy is not None and worker.link is not None:
         info.rows_used, info.rows_total = occupancy.rows_used, occupancy.rows_total

@@ -19,7 +19,7 @@ from tests.unit.engine.test_engine_models import check_against
 from worker_svc.engine.backend import BackendUnavailableError
 from worker_svc.engine.config import EngineConfig
 from worker_svc.engine.gpu.kernels import language
-from worker_svc.engine.gpu.start.setup import usable_kernels
+from worker_svc.engine.gpu.start.setup import Degradations, usable_kernels
 
 
 @pytest.fixture(autouse=True)
@@ -80,6 +80,8 @@ def test_a_worker_without_triton_serves(tmp_path, caplog):
         driver = DeviceDriver(load(folder, DeviceRunner))
     assert "plain torch replaces all kernels, which is slower: triton cannot be imported" in caplog.text
     assert driver.runner.info.numerics.endswith("torch for all kernels")
+    (reason,) = driver.runner.info.degradations
+    assert reason.startswith("plain torch replaces all kernels, which is slower: triton cannot be imported")
     run_mixed(driver)
     check_against(load_reference(folder), driver, [0, 1, 2])
 
@@ -98,13 +100,15 @@ def test_a_gpu_that_cannot_launch_kernels_of_triton_serves_in_torch(monkeypatch,
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     device = torch.device("cuda", 0)
     config = EngineConfig(Path("model"), backend="cuda")
-    assert usable_kernels(config, device) == "torch"
+    assert usable_kernels(config, device, degradations := Degradations()) == "torch"
+    assert degradations == [f"plain torch replaces all kernels, which is slower: {reason}"]
     assert f"plain torch replaces all kernels, which is slower: {reason}" in caplog.text
     with pytest.raises(BackendUnavailableError, match=f"{reason}; use --kernels auto"):
-        usable_kernels(replace(config, kernels="triton"), device)
+        usable_kernels(replace(config, kernels="triton"), device, Degradations())
 
 
 def test_a_gpu_that_launches_kernels_of_triton_uses_them(monkeypatch):
     monkeypatch.setattr(language, "target", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    assert usable_kernels(EngineConfig(Path("model"), backend="cuda"), torch.device("cuda", 0)) == "auto"
+    config = EngineConfig(Path("model"), backend="cuda")
+    assert usable_kernels(config, torch.device("cuda", 0), Degradations()) == "auto"

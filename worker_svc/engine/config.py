@@ -281,6 +281,7 @@ class EngineInfo:
     weight_version: int = 0  # of the last update of the weights; 0: they are those of the folder
     weights_revision: str = ""  # what `revision` would be after a start with the updated weights; empty: `revision`
     groups: tuple[CacheGroupInfo, ...] = ()  # beside the layers whose blocks `num_blocks` counts
+    degradations: tuple[str, ...] = ()  # why it serves slower than it could
 
     @property
     def num_all_blocks(self) -> int:

@@ -74,6 +74,8 @@ from worker_svc.engine.step_runner import NOTHING_TO_SAMPLE, StepRunner
 
 logger = logging.getLogger(__name__)
 
+NO_KERNELS = "the CPU kernels could not be compiled; plain torch is used, about 8 times slower"
+
 
 class ModelRunner(StepRunner):
     """Computes a step when it is called.
@@ -144,6 +146,7 @@ class ModelRunner(StepRunner):
             num_snapshots=loaded.num_snapshots,
             snapshot_tokens=loaded.snapshot_tokens,
             groups=loaded.groups,
+            degradations=(NO_KERNELS,) if name == "cpu" and self._backend.name == "reference" else (),
         )
         self._serve(rows, info)
         self._heads: HeadDrafts | None = None

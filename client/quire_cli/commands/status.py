@@ -134,8 +134,9 @@ def scheduler_text(scheduler: SchedulerStatus) -> str:
     has_roles = any(worker.role != "both" for worker in scheduler.workers)
     headers += ["role"] if has_roles else []
     rows = [_worker_row(worker, has_adapters) + ((worker.role,) if has_roles else ()) for worker in scheduler.workers]
-    workers = table(headers, rows)
-    return "\n".join([*lines, *(f"  {line}" for line in workers.splitlines())])
+    lines += [f"  {line}" for line in table(headers, rows).splitlines()]
+    slower = ((worker.worker_id, reason) for worker in scheduler.workers for reason in worker.degradations)
+    return "\n".join([*lines, *(f"  {worker_id} serves slower: {reason}" for worker_id, reason in slower)])
 
 
 def _pending(scheduler: SchedulerStatus) -> str:

@@ -225,6 +225,13 @@ def test_status_of_a_lost_scheduler():
     assert "scheduler host:1: NOT CONNECTED" in show.scheduler_text(scheduler)
 
 
+def test_status_shows_why_a_worker_serves_slower():
+    worker = show.WorkerStatus("w0", "h:1", "ready", 3, 8, 9, 0, 0, 5, 1, degradations=("no graphs", "no Triton"))
+    scheduler = show.SchedulerStatus("host:1", "m", True, 0, 0, 0, 0, 0, 0, "", 0, (worker,))
+    lines = show.scheduler_text(scheduler).splitlines()
+    assert lines[-2:] == ["  w0 serves slower: no graphs", "  w0 serves slower: no Triton"]
+
+
 def test_status_of_a_gateway_that_shows_a_summary():
     replica = show.SchedulerStatus("", "m", True, 0, 0, 0, 0, 0, 0, "", 0, ())
     lost = show.SchedulerStatus("", "", False, 0, 0, 0, 0, 0, 0, "", 0, ())

@@ -597,6 +597,8 @@ async def test_status_shows_model_queue_and_workers(make_stack: MakeStack) -> No
     worker.gate.set()
     await finished(gateway, 1)
     await until(lambda: stack.parts.pool.describe(stack.parts.step_loop.core.stats())[0].steps >= 4)
+    (described,) = stack.parts.pool.describe(stack.parts.step_loop.core.stats())
+    assert list(described.degradations) == ["toys are slow"]
 
 
 async def test_a_stale_epoch_counter_in_redis_does_not_lock_out_a_worker(make_stack: MakeStack) -> None:

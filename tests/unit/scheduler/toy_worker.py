@@ -153,6 +153,7 @@ class ToyWorker(worker_pb2_grpc.WorkerServiceServicer):
 
     def registration(self) -> scheduler_pb2.RegisterRequest:
         capacity = scheduler_pb2.WorkerCapacity(
+            degradations=["toys are slow"],
             info=self.info,
             num_blocks=self.num_blocks,
             block_size=self.info.block_size,

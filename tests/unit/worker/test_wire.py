@@ -191,6 +191,8 @@ def test_capacity_has_the_facts_of_the_engine() -> None:
     assert (info.quantization, info.attention_window) == ("", 0)
     other = capacity_to_proto(make_info(quantize="int8", attention_window=9), bundle_digest=b"", pipeline_depth=1)
     assert (other.info.quantization, other.info.attention_window) == ("int8", 9)
+    slower = capacity_to_proto(make_info(degradations=("no graphs", "x" * 900)), bundle_digest=b"", pipeline_depth=1)
+    assert list(slower.degradations) == ["no graphs", "x" * 500]
     sampling = info.default_sampling
     assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (0.5, 20, 0.75, 0.0)
     assert not sampling.HasField("seed")

@@ -9,7 +9,6 @@ have the same bits alone and together.
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
@@ -27,8 +26,6 @@ from worker_svc.engine.gpu.kernels import forms
 from worker_svc.engine.gpu.kernels.forms import Forms, Kernel
 from worker_svc.engine.gpu.loading import LoadedModel
 from worker_svc.engine.gpu.step.pending_step import PendingStep
-
-logger = logging.getLogger(__name__)
 
 # Allowed difference per element, as a fraction of the sum of its magnitude and the root mean square of its last
 # dimension. A value in the wrong place differs by about 1, roundings of 16-bit numbers by less than 2 of their steps
@@ -198,21 +195,23 @@ class StartCheck:
             apart = replace(chosen, may_overlap=False)
             remaining = self._faults(apart)
             if len(remaining) < len(faults):
-                logger.warning("kernels are launched without overlap, because some fail with it: %s", faults)
+                setup.degradations.note(f"kernels are launched without overlap, because some fail with it: {faults}")
                 chosen, faults = apart, remaining
         while faults:
             for name, fault in faults.items():
                 if name != "attention":
                     chosen = replace(chosen, in_torch=(*chosen.in_torch, name))
-                    logger.warning("plain torch replaces %s, which is slower: %s", name, fault)
+                    setup.degradations.note(f"plain torch replaces {name}, which is slower: {fault}")
                     continue
                 self._use(next(self._loaded.other_attentions))
-                logger.warning("attention %s is used instead: %s", self._attention.name, fault)
+                setup.degradations.note(f"attention {self._attention.name} is used instead: {fault}")
             faults = self._faults(chosen)
         if setup.is_exact and self._depends_on_other_rows(chosen):
             if setup.config.kernels == "triton":
                 raise BackendUnavailableError("rows depend on the number of rows; use --determinism best_effort")
-            logger.warning("plain torch replaces all kernels, which is slower: rows depend on the number of rows")
+            setup.degradations.note(
+                "plain torch replaces all kernels, which is slower: rows depend on the number of rows"
+            )
             chosen = forms.TORCH
             self._use(TorchAttention(is_exact=True))
         return chosen, self._attention

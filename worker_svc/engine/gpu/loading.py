@@ -28,7 +28,7 @@ from worker_svc.engine.gpu.layers.weights import ShardLoader
 from worker_svc.engine.gpu.model import DeviceDecoder
 from worker_svc.engine.gpu.start.attention_choice import attentions
 from worker_svc.engine.gpu.start.memory import divide_memory, fitting, make_pool
-from worker_svc.engine.gpu.start.setup import Setup, Stages, make_setup
+from worker_svc.engine.gpu.start.setup import Degradations, Setup, Stages, make_setup
 from worker_svc.engine.gpu.step.device_rows import make_state
 from worker_svc.engine.gpu.step.graphs import GraphError, make_recorder
 from worker_svc.engine.gpu.step.pooling import load_device_pooling
@@ -111,11 +111,16 @@ class LoadedModel:
             attention_window=whole.within(max_model_len).attention_window,
             pooling=pooling_info(self.pooling_config, self.pooling, max_model_len),
             images=image_shape(whole),
+            degradations=tuple(setup.degradations),
         )
 
 
 def load_model(
-    config: EngineConfig, group: Group, device: torch.device, progress: Callable[[float], None]
+    config: EngineConfig,
+    group: Group,
+    device: torch.device,
+    progress: Callable[[float], None],
+    degradations: Degradations,
 ) -> LoadedModel:
     """Raises CheckpointError for an unsupported model folder, BackendUnavailableError for settings or a machine that
     cannot serve it, ValueError for settings that contradict the model."""
@@ -124,7 +129,7 @@ def load_model(
     whole = whole.within(config.max_model_len or whole.max_position_embeddings)
     default_sampling(checkpoint.generation_config)  # raises before the weights are read
     check_features(whole.features() | ({"adapters"} if config.max_adapters else set()), "cuda")
-    setup = make_setup(config, checkpoint, whole, device, group)
+    setup = make_setup(config, checkpoint, whole, device, group, degradations)
     linears = DeviceLinears(config.determinism, setup.dtype)
     loader = ShardLoader(checkpoint, whole, linears, setup.dtype, device, group, config.quantize)
     loader.check()
@@ -172,10 +177,10 @@ def fill_memory(loaded: LoadedModel, stages: Stages) -> torch.Tensor:
         except GraphError as error:
             if config.kernels == "triton":
                 raise BackendUnavailableError(f"{error}; use --cuda-graphs off") from error
-            logger.warning(
-                "%s; %d CUDA graphs are recorded, and steps of other sizes launch their kernels one by one, which is "
-                "slower", error, compute.num_graphs,
-            )  # fmt: skip
+            setup.degradations.note(
+                f"{error}; {compute.num_graphs} CUDA graphs are recorded, and steps of other sizes launch their "
+                "kernels one by one, which is slower"
+            )
     stages.end()
     logger.info("%d CUDA graphs, %d blocks", compute.num_graphs, num_blocks)
     return pool

@@ -41,7 +41,7 @@ from worker_svc.engine.gpu.messages import (
     step_to_bytes,
 )
 from worker_svc.engine.gpu.start.memory import make_pool
-from worker_svc.engine.gpu.start.setup import Stages, find_device, usable_kernels
+from worker_svc.engine.gpu.start.setup import Degradations, Stages, find_device, usable_kernels
 from worker_svc.engine.gpu.step.device_rows import changed_words
 from worker_svc.engine.gpu.step.extras import StepExtras, Wanted
 from worker_svc.engine.gpu.step.pending_step import NO_IDS, PendingStep, Writes
@@ -67,11 +67,12 @@ class DeviceRunner(StepRunner):
     ) -> None:
         self._group = group or Group()
         self._device = find_device(config, self._group.local_rank)
-        config = replace(config, kernels=usable_kernels(config, self._device))
+        degradations = Degradations()
+        config = replace(config, kernels=usable_kernels(config, self._device, degradations))
         stages = Stages(progress, has_graphs=self._device.type == "cuda" and config.cuda_graphs != "off")
         self._forms = forms.TORCH if config.kernels == "torch" else forms.TRITON
         with torch.inference_mode(), forms.using(self._forms):
-            loaded = self._loaded = load_model(config, self._group, self._device, stages.weights)
+            loaded = self._loaded = load_model(config, self._group, self._device, stages.weights, degradations)
         self._compute, self._buffer, self._state = loaded.compute, loaded.buffer, loaded.state
         self._adapters = loaded.adapters
         self._attention = loaded.attention

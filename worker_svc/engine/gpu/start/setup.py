@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -26,6 +26,15 @@ STORED = {dtype: name for name, dtype in DTYPES.items()}
 HEAD_DIMS = (16, 256)  # lower limit: tensor cores; upper limit: registers and shared memory
 
 
+class Degradations(list[str]):
+    """Why this worker serves slower than it could."""
+
+    def note(self, reason: str) -> None:
+        """Adds a reason, and logs it."""
+        logger.warning("%s", reason)
+        self.append(reason)
+
+
 @dataclass(frozen=True, slots=True)
 class Setup:
     """The shapes and settings of this rank."""
@@ -36,6 +45,7 @@ class Setup:
     dtype_name: ComputeDtype
     device: torch.device
     group: Group
+    degradations: Degradations = field(default_factory=Degradations)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -79,7 +89,12 @@ class Setup:
 
 
 def make_setup(
-    config: EngineConfig, checkpoint: Checkpoint, whole: ModelConfig, device: torch.device, group: Group
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    whole: ModelConfig,
+    device: torch.device,
+    group: Group,
+    degradations: Degradations,
 ) -> Setup:
     """Raises BackendUnavailableError for a model or settings that the device cannot serve."""
     model = shard_config(whole, group)
@@ -92,7 +107,7 @@ def make_setup(
         _check_fp8(device, "kv_cache_dtype fp8", "use --kv-cache-dtype auto")
     if config.quantize == "fp8":
         _check_fp8(device, "quantize fp8", "start the worker without --quantize")
-    return Setup(config, whole, model, choose_dtype(config, checkpoint, device), device, group)
+    return Setup(config, whole, model, choose_dtype(config, checkpoint, device), device, group, degradations)
 
 
 def find_device(config: EngineConfig, rank: int = 0) -> torch.device:
@@ -111,14 +126,14 @@ def find_device(config: EngineConfig, rank: int = 0) -> torch.device:
     raise BackendUnavailableError(f"no CUDA device was found: {_why_no_device()}; use --backend cpu")
 
 
-def usable_kernels(config: EngineConfig, device: torch.device) -> Kernels:
-    """`--kernels`, or torch where no kernel of Triton can be launched, with a warning. Raises BackendUnavailableError
-    if Triton is required there."""
+def usable_kernels(config: EngineConfig, device: torch.device, degradations: Degradations) -> Kernels:
+    """`--kernels`, or torch where no kernel of Triton can be launched. Raises BackendUnavailableError if Triton is
+    required there."""
     if config.kernels == "torch" or (reason := why_not_launched(device)) is None:
         return config.kernels
     if config.kernels == "triton":
         raise BackendUnavailableError(f"{reason}; use --kernels auto, or --backend cpu")
-    logger.warning("plain torch replaces all kernels, which is slower: %s", reason)
+    degradations.note(f"plain torch replaces all kernels, which is slower: {reason}")
     return "torch"
 
 
