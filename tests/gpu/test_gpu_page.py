@@ -26,7 +26,7 @@ PAGE = (ROOT / "docs/gpu.md").read_text()
 FENCES = re.findall(r"^```(\w*)\n(.*?)^```$", PAGE, re.M | re.S)
 COMMANDS = [line for language, block in FENCES if not language for line in block.splitlines()]
 # docker build, quire-scheduler, bench/gpu/pack, bench.gpu.sums
-FOREIGN_FLAGS = {"--target", "--step-timeout-s", "--compiler", "--ranks"}
+FOREIGN_FLAGS = {"--target", "--step-timeout-s", "--compiler", "--kernels", "--peers", "--ranks"}
 
 
 def of(*words: str) -> list[str]:
