@@ -3,7 +3,7 @@
 
     python bench/cluster.py [--seconds 60] [--speed 1] [--workloads chat,templates,agents] [--trace FILE]
 
-Eight workers (`sessions`: three) with a linear service model (seconds per step = base + per prefill token + per row)
+Eight workers (`sessions`, `mixed`: three) with a linear service model (seconds per step = base + per prefill token + per row)
 serve generated workloads under several policies. Requests arrive at the times of their workload, even if the cluster is
 behind. A trace is JSON lines in the Mooncake format: timestamp (ms), input_length, output_length, hash_ids of the
 prompt's blocks of 512 tokens. The last line is one JSON object:
@@ -57,6 +57,7 @@ class Arrival:
     at_s: float
     prompt: U32
     output: U32
+    is_of_session: bool = False  # its client says that more turns will follow
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +147,7 @@ def agents(seconds: float) -> Workload:
     return Workload(in_order(arrivals, seconds), num_blocks=4000)
 
 
-def sessions(seconds: float) -> Workload:
+def sessions(seconds: float, per_s: float = 0.8) -> Workload:
     """Coding agents as in published traces, with an eighth of their lengths: a median of 43 turns, 55 tokens each,
     contexts up to 30,000 tokens; 86 % of the turns follow within a second, 5 % after 10 s to minutes; in 44 % of the
     sessions a subagent with its own context does a part.
@@ -154,7 +155,7 @@ def sessions(seconds: float) -> Workload:
     rng = np.random.default_rng(5)
     systems = [tokens(rng, 2500) for _ in range(3)]
     arrivals: list[Arrival] = []
-    for at in starts(rng, 0.8, seconds):
+    for at in starts(rng, per_s, seconds):
         context = np.concatenate((systems[int(rng.integers(3))], tokens(rng, rng.lognormal(np.log(300), 0.8))))
         turns = list(agent(rng, at, context, int(rng.lognormal(np.log(43), 0.6))))
         if rng.random() < 0.44:
@@ -164,11 +165,18 @@ def sessions(seconds: float) -> Workload:
     return Workload(in_order(arrivals, seconds), num_blocks=6000, num_workers=3)
 
 
+def mixed(seconds: float) -> Workload:
+    """Half as many such agents beside documents of 4,000 tokens that are read once, and smaller pools."""
+    rng, agents_ = np.random.default_rng(6), sessions(seconds, 0.4)
+    documents = [Arrival(at, tokens(rng, 4000), tokens(rng, 40)) for at in starts(rng, 8.0, seconds)]
+    return replace(agents_, arrivals=in_order(agents_.arrivals + documents, seconds), num_blocks=3000)
+
+
 def agent(rng: Rng, at_s: float, context: U32, num_turns: int) -> Iterator[Arrival]:
     """The turns of one agent. Results of tools are long now and then."""
     for _ in range(max(1, num_turns)):
         output = tokens(rng, 1 + rng.exponential(55))
-        yield Arrival(at_s, context, output)
+        yield Arrival(at_s, context, output, is_of_session=True)
         context = np.concatenate((context, output, tokens(rng, min(4000, rng.lognormal(np.log(180), 1.2)))))
         kind = rng.random()
         pause = rng.uniform(0.05, 1.0) if kind < 0.86 else rng.uniform(1, 10) if kind < 0.95 else rng.uniform(10, 120)
@@ -201,6 +209,7 @@ WORKLOADS: dict[str, Callable[[float], Workload]] = {
     "agents": agents,
     "conversations": conversations,
     "sessions": sessions,
+    "mixed": mixed,
 }
 
 
@@ -271,6 +280,7 @@ class Policy:
     """A placement policy: makes its scheduler. `is_pooled`: runs on one pooled worker."""
 
     is_pooled = False
+    knows_sessions = True
 
     def make(self, config: SchedulerConfig) -> Scheduler:
         return Scheduler(config)
@@ -279,14 +289,21 @@ class Policy:
         """A request has ended."""
 
 
+class WithoutSessions(Policy):
+    knows_sessions = False
+
+
 class Pooled(Policy):
     is_pooled = True
+    knows_sessions = False
 
     def make(self, config: SchedulerConfig) -> Scheduler:
         return Scheduler(replace(config, **PLAIN))
 
 
 class Router(Policy):
+    knows_sessions = False
+
     def __init__(self, pick: Callable[[list[int]], int]) -> None:
         self._pick = pick
 
@@ -300,6 +317,8 @@ class Router(Policy):
 
 
 class Backlog(Policy):
+    knows_sessions = False
+
     def make(self, config: SchedulerConfig) -> Scheduler:
         return Scheduler(config, LeastBacklog(config))
 
@@ -316,6 +335,7 @@ def least_requests(num_open: list[int]) -> int:
 def policies() -> dict[str, Policy]:
     return {
         "ours": Policy(),
+        "without_sessions": WithoutSessions(),
         "least_backlog": Backlog(),
         "least_requests": Router(least_requests),
         "round_robin": Router(round_robin()),
@@ -424,7 +444,9 @@ class Cluster:
 
     def _add(self, handle: int, arrival: Arrival) -> None:
         stop = StopCondition(len(arrival.output), ignore_eos=True)
-        self._scheduler.add_group(SequenceGroup(str(handle), arrival.prompt, stop, handle=handle), arrival.at_s)
+        keeps = arrival.is_of_session and self._policy.knows_sessions
+        group = SequenceGroup(str(handle), arrival.prompt, stop, handle=handle, keep_cached=keeps)
+        self._scheduler.add_group(group, arrival.at_s)
 
     def _send(self, batch: StepBatch, now: float) -> None:
         self.num_steps += 1
