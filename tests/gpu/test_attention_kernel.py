@@ -46,7 +46,7 @@ def run(case, *passes, num_programs=3, splits=SHORT):
 
 
 def fast(case, **options):
-    return run(case, (DECODE, 1), (PREFILL, 2), **options)
+    return run(case, (DECODE, 1), (PREFILL, DECODE.queries(case.shape) + 1), **options)
 
 
 def error_of(case, out):
@@ -151,7 +151,7 @@ def test_work_list(min_split, fixed_split, splits, min_queries, window):
 
 @pytest.mark.parametrize("splits", [Splits(0.0, 1), Splits(0.0, 4), Splits(1.5, 100), SHORT])
 def test_any_number_of_splits(splits):
-    rows = [(90, 1), (200, 1), (9, 1), (31, 1), (32, 1), (0, 1), (12, 3)]
+    rows = [(90, 1), (200, 4), (9, 1), (31, 2), (32, 1), (0, 1), (12, 3), (60, 8)]
     case = AttentionCase.make(PAIRS, rows, dtype=torch.float32, block_size=16)
     assert error_of(case, fast(case, splits=splits)) < TOLERANCE[torch.float32]
 
@@ -197,7 +197,7 @@ def test_merge_of_any_number_of_splits(count):
 @triton.jit
 def merge_kernel(part_ptr, log_sum_ptr, out_ptr, count, HQ: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr):
     attention._merge_splits(
-        part_ptr, log_sum_ptr, out_ptr, count * 0, count, 0, count * 0 + 1, 0.5, HQ, HQ, GROUP, D, D
+        part_ptr, log_sum_ptr, out_ptr, count * 0, count, 1, 0, count * 0 + 1, 0.5, HQ, HQ, GROUP, D, D
     )
 
 
@@ -286,13 +286,14 @@ def part_of(whole, context, count):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_exact_rows_do_not_depend_on_chunks_other_rows_or_whether_they_are_divided(dtype):
     """The same query over the same keys gives the same bits alone, in a chunk and in a batch, divided and whole."""
-    whole = AttentionCase.make(PAIRS, [(0, 77), (9, 3), (20, 1), (95, 1), (96, 1)], dtype=dtype, block_size=16)
+    whole = AttentionCase.make(PAIRS, [(0, 77), (9, 3), (62, 4), (95, 1), (96, 1)], dtype=dtype, block_size=16)
     expected = run(whole, (EXACT, 1), splits=WHOLE_ROWS)
     for splits in (SHORT, Splits(0.0, 3)):
         assert torch.equal(run(whole, (EXACT, 1), splits=splits), expected)
-    for context, count in [(76, 1), (63, 1), (64, 1), (36, 1), (30, 7), (16, 21), (5, 20), (60, 17)]:
+    for context, count in [(76, 1), (63, 1), (64, 2), (36, 1), (30, 7), (16, 21), (5, 20), (60, 17), (70, 4)]:
         part = part_of(whole, context, count)
-        assert torch.equal(run(part, (EXACT, 1)), expected[context : context + count])
+        for splits in (SHORT, WHOLE_ROWS):
+            assert torch.equal(run(part, (EXACT, 1), splits=splits), expected[context : context + count])
 
 
 def masked(shape, window=None, soft_cap=None, scale=0.5):

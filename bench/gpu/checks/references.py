@@ -59,18 +59,21 @@ def work_items(
         part = 0
         for row, count in divided.items():
             items += [(row, 0, index, part) for index in range(count)]
-            part += count
+            part += count * counts[row]
         return items, fixed_split
-    rows = [row for row in keys if counts[row] == 1]
+    rows = [row for row in keys if min_queries <= counts[row] <= queries_per_tile]
     if window is not None:
-        keys = {row: count - max(count - window, 0) // min_split * min_split for row, count in keys.items()}
-    split = splits.keys(sum(keys[row] for row in rows), max((keys[row] for row in rows), default=0), min_split)
+        keys = {row: n - max(n - counts[row] + 1 - window, 0) // min_split * min_split for row, n in keys.items()}
+    split = splits.keys(
+        sum(keys[row] for row in rows), max((keys[row] for row in rows), default=0), min_split,
+        sum(keys[row] * counts[row] for row in rows),
+    )  # fmt: skip
     full, tails, part = [], [], 0
     for row in rows:
         num_full, tail = divmod(keys[row], split)
         full += [(row, 0, index, part) for index in range(num_full)]
         tails += [(-tail, (row, 0, num_full, part))] if tail else []
-        part += num_full + bool(tail)
+        part += (num_full + bool(tail)) * counts[row]
     return full + [item for _, item in sorted(tails)], split
 
 
@@ -89,9 +92,9 @@ def _divided(
     work = sum(-(-counts[row] // queries_per_tile) * lengths[row] for row in rows)
     found, total = {}, 0
     for row in sorted(rows):
-        if counts[row] != 1 or lengths[row] <= size or lengths[row] <= work * splits.factor:
+        if counts[row] > queries_per_tile or lengths[row] <= size or lengths[row] <= work * splits.factor:
             continue
-        total += -(-lengths[row] // size)
+        total += -(-lengths[row] // size) * counts[row]
         if total <= splits.most:
             found[row] = -(-lengths[row] // size)
     return found

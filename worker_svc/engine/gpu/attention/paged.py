@@ -88,7 +88,7 @@ def _attend(
 
 
 class TritonAttention:
-    """The Triton kernel: one launch for any batch, two if it mixes prompts and single queries."""
+    """The Triton kernel: one launch for any batch, two if it mixes prompts and rows with few queries."""
 
     name = "triton"
 
@@ -114,13 +114,15 @@ class TritonAttention:
         self._single = sized(DECODE_TILES)
         self._splits = (fixed_splits_for if self._is_exact else splits_for)(shape, self._processors)
         num_splits = self._splits.most + max_rows
+        self._most_divided = self._single.queries(shape)  # of a row
+        num_parts = self._splits.most + min(max_rows * self._most_divided, max_tokens)
         num_tiles = -(-max_tokens // many.queries(shape)) + max_rows
         if self._is_exact:  # one list of both
             self._work = {window: WorkList.empty(num_tiles + num_splits, device, num_layers) for window in set(windows)}
         else:
             self._work = {window: WorkList.empty(num_splits, device, num_layers) for window in set(windows)}
             self._many_work = WorkList.empty(num_tiles, device, num_layers)
-        self._parts = Parts.empty(num_splits, max_rows, shape, device)
+        self._parts = Parts.empty(num_parts, max_rows, shape, device)
         self._num_attended = 0  # layers of the step
 
     def can_capture(self, *, is_decode: bool) -> bool:
@@ -133,8 +135,8 @@ class TritonAttention:
         self._num_attended = 0
         for window, work in self._work.items():
             self._list(columns, work, self._many if self._is_exact else self._single, 1, window)
-        if not self._is_exact and not columns.bucket.is_decode:
-            self._list(columns, self._many_work, self._many, 2)
+        if not self._is_exact and columns.bucket.has_prompts:
+            self._list(columns, self._many_work, self._many, self._most_divided + 1)
 
     @kernel("attention", torch_attend, writes="out")
     def attend(
@@ -142,7 +144,7 @@ class TritonAttention:
     ) -> None:
         work = self._work[shape.window]
         self._attend(q, cache, columns, shape, work, self._many if self._is_exact else self._single, out)
-        if not self._is_exact and not columns.bucket.is_decode:
+        if not self._is_exact and columns.bucket.has_prompts:
             self._attend(q, cache, columns, shape, self._many_work, self._many, out)
         self._num_attended += 1
 

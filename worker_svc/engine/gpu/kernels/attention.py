@@ -8,8 +8,9 @@ m // GROUP, head m % GROUP of the group.
 A head_dim that is not a power of two is padded with zeros to the next one. Keys and values in fp8 are converted to the
 model's dtype as they are read; `scales` [2, kv_heads] float32 are the divisors with which they were stored.
 
-Only rows with a single query are divided among programs (flash-decoding). The program that ends last with a split of a
-row and KV head merges their results in order. There are two kinds of splits:
+Only rows whose queries fit one tile are divided among programs (flash-decoding): rows with one query, and those that
+verify drafts. The program that ends last with a split of a row and KV head merges their results in order. There are two
+kinds of splits:
 
 - MIN_SPLIT: all splits of a step have the same number of keys, which the work list chooses.
 - FIXED: split i of a row always has the keys [i * FIXED, (i + 1) * FIXED). A tile of several queries, or of a row that
@@ -100,13 +101,13 @@ class Queries:
 class Parts:
     """Results of splits until they are merged. A row with one split has none."""
 
-    out: torch.Tensor  # float32 [n, q_heads, dim]
+    out: torch.Tensor  # float32 [n, q_heads, dim]; one part per split and query, those of a split side by side
     log_sum: torch.Tensor  # float32 [n, q_heads]
     arrived: torch.Tensor  # int32 [rows, kv_heads], zeros: splits whose result is there. The last one resets it.
 
     @classmethod
     def empty(cls, num_parts: int, max_rows: int, shape: HeadShape, device: torch.device) -> Parts:
-        """Room for that many splits."""
+        """Room for that many parts."""
         out = torch.zeros(num_parts, shape.num_q_heads, shape.head_dim, device=device)
         arrived = torch.zeros(max_rows, shape.num_kv_heads, dtype=torch.int32, device=device)
         return cls(out, torch.zeros(num_parts, shape.num_q_heads, device=device), arrived)
@@ -184,10 +185,10 @@ def _add_split(best, total, acc, log_sum, found):
 
 @triton.jit
 def _merge_splits(
-    part_ptr, log_sum_ptr, out_ptr, first_part, num_splits, first_head, token, scale,
+    part_ptr, log_sum_ptr, out_ptr, first_part, num_splits, stride, first_head, token, scale,
     HQ: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Writes the output of a row and KV head whose splits are all stored."""
+    """Writes the output of a query and KV head whose splits are all stored, `stride` parts apart."""
     line = tl.arange(0, GROUP)
     column = tl.arange(0, BLOCK_D)
     head = first_head + line
@@ -196,7 +197,7 @@ def _merge_splits(
     total = tl.zeros([GROUP], tl.float32)
     acc = tl.zeros([GROUP, BLOCK_D], tl.float32)
     for split in tl.range(0, num_splits, num_stages=MERGE_STAGES):
-        part = (first_part + split).to(tl.int64) * HQ + head
+        part = (first_part + split * stride).to(tl.int64) * HQ + head
         # From the L2 cache: other programs have stored them.
         log_sum = tl.load(log_sum_ptr + part, mask=line < G, other=0.0, cache_modifier=".cg")
         found = tl.load(part_ptr + part[:, None] * D + column[None, :], mask=is_there, other=0.0, cache_modifier=".cg")
@@ -219,6 +220,7 @@ def paged_attention_kernel(
     if PDL:
         after_predecessor()
     G: tl.constexpr = HQ // HKV
+    SEES_NONE: tl.constexpr = WINDOW or MIN_SPLIT > 0  # the last split may begin behind a query
     line = tl.arange(0, BLOCK_M)
     column = tl.arange(0, BLOCK_D)
     num_units = tl.load(size_ptr) * HKV
@@ -288,12 +290,12 @@ def paged_attention_kernel(
             for start in range(begin, unmasked, BLOCK_N):
                 best, total, acc = _attend_tile(
                     q, best, total, acc, table, k_ptr, v_ptr, start, lowest, end, context + query, kv_head, scale_log2,
-                    window, soft_cap, False, WINDOW, CAPPED, WINDOW, HKV, D, PAGE, BLOCK_N, BLOCK_D,
+                    window, soft_cap, False, WINDOW, CAPPED, SEES_NONE, HKV, D, PAGE, BLOCK_N, BLOCK_D,
                 )  # fmt: skip
             for start in range(unmasked, end, BLOCK_N):
                 best, total, acc = _attend_tile(
                     q, best, total, acc, table, k_ptr, v_ptr, start, lowest, end, context + query, kv_head, scale_log2,
-                    window, soft_cap, True, WINDOW, CAPPED, WINDOW, HKV, D, PAGE, BLOCK_N, BLOCK_D,
+                    window, soft_cap, True, WINDOW, CAPPED, SEES_NONE, HKV, D, PAGE, BLOCK_N, BLOCK_D,
                 )  # fmt: skip
 
         value_scale = 1.0
@@ -302,22 +304,26 @@ def paged_attention_kernel(
         num_splits = 1
         if MIN_SPLIT + FIXED > 0:  # noqa: SIM102 (known to the compiler, so the rest has no splits)
             if first_part != WHOLE:
-                num_splits = (context - first_key + split_keys) // split_keys  # of context + 1 - first_key keys
+                num_splits = (context + num_queries - 1 - first_key + split_keys) // split_keys
         if num_splits > 1:
-            part = (first_part + tl.load(item + 2)).to(tl.int64) * HQ + head
+            part = (first_part + tl.load(item + 2) * num_queries + query).to(tl.int64) * HQ + head
             found, log_sum = acc, best  # one split was merged into none: its result, bit for bit
             if FIXED == 0:
-                found, log_sum = acc / total[:, None], best + tl.log2(total)
+                sees_any = total > 0
+                divisor = tl.where(sees_any, total, 1.0)
+                found = acc / divisor[:, None]
+                log_sum = tl.where(sees_any, best + tl.log2(divisor), -float("inf"))
             tl.store(part_ptr + part[:, None] * D + column[None, :], found, mask=is_there)
             tl.store(log_sum_ptr + part, log_sum, mask=is_line)
             tl.debug_barrier()  # all threads have stored before one of them announces it
             counter = arrived_ptr + batch_row * HKV + kv_head
             if tl.atomic_add(counter, 1, sem="acq_rel") == num_splits - 1:
                 tl.store(counter, 0)
-                _merge_splits(
-                    part_ptr, log_sum_ptr, out_ptr, first_part, num_splits, kv_head * G, first_token, value_scale,
-                    HQ, G, GROUP, D, BLOCK_D,
-                )  # fmt: skip
+                for nth in range(num_queries):
+                    _merge_splits(
+                        part_ptr, log_sum_ptr, out_ptr, first_part + nth, num_splits, num_queries, kv_head * G,
+                        first_token + nth, value_scale, HQ, G, GROUP, D, BLOCK_D,
+                    )  # fmt: skip
         else:
             result = acc / total[:, None] * value_scale
             tl.store(out_ptr + q_offsets, result.to(out_ptr.dtype.element_ty), mask=is_there)

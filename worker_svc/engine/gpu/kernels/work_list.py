@@ -19,7 +19,7 @@ MIN_ROWS = 256  # rows that each program reads: few distinct sizes mean few kern
 @dataclass(frozen=True, slots=True)
 class Splits:
     """How a step divides keys: a split has sqrt(keys of all rows x factor) keys, or more if there would be more than
-    `most` splits beside one per row, or more than MOST_OF_ROW of a row, which one program merges.
+    `most` parts (splits x queries) beside one per query, or more than MOST_OF_ROW of a row, which one program merges.
 
     With fixed splits, a row with more keys than `factor` x those of all tiles is divided, if its splits are among the
     first `most`.
@@ -28,10 +28,10 @@ class Splits:
     factor: float
     most: int
 
-    def keys(self, total: int, longest: int, min_split: int) -> int:
-        """Keys of a split, a multiple of min_split."""
+    def keys(self, total: int, longest: int, min_split: int, of_queries: int | None = None) -> int:
+        """Keys of a split, a multiple of min_split. `of_queries`: those of all queries, if rows have several."""
         wanted = int(np.ceil(np.sqrt(np.float32(total) * np.float32(self.factor))))
-        least = max(-(-total // self.most), -(-longest // MOST_OF_ROW))
+        least = max(-(-(of_queries or total) // self.most), -(-longest // MOST_OF_ROW))
         return -(-max(wanted, least, 1) // min_split) * min_split
 
 
@@ -73,9 +73,9 @@ def work_list_kernel(
             first_key = tl.maximum(context + 1 - window, 0) // FIXED * FIXED
             length = tl.where(is_row, num_keys - first_key, 0)
             work = tl.sum(num_tiles.to(tl.float32) * length.to(tl.float32), 0)
-            is_long = (num_queries == 1) & (length > FIXED) & (length.to(tl.float32) > work * factor)
+            is_long = (num_queries <= QUERIES) & (length > FIXED) & (length.to(tl.float32) > work * factor)
             num_splits = tl.where(is_long, (length + FIXED - 1) // FIXED, 0)
-            num_splits = tl.where(tl.cumsum(num_splits, 0) <= most_splits, num_splits, 0)
+            num_splits = tl.where(tl.cumsum(num_splits * num_queries, 0) <= most_splits, num_splits, 0)
             num_tiles = tl.where(num_splits > 0, 0, num_tiles)
         own_tiles = tl.sum(tl.where(is_own, num_tiles, 0), 0)
         own_keys = tl.sum(tl.where(is_own, num_keys, 0), 0)
@@ -91,8 +91,9 @@ def work_list_kernel(
             tl.store(first_item + item * 4 + 3, item * 0 + WHOLE, mask=is_item)
         if FIXED > 0:  # splits are shorter: after all others
             own_splits = tl.sum(tl.where(is_own, num_splits, 0), 0)
-            first_part = tl.sum(tl.where(row < batch_row, num_splits, 0), 0)
-            first_item = item_ptr + (tl.sum(num_tiles, 0) + first_part) * 4
+            earlier_splits = tl.where(row < batch_row, num_splits, 0)
+            first_part = tl.sum(earlier_splits * num_queries, 0)
+            first_item = item_ptr + (tl.sum(num_tiles, 0) + tl.sum(earlier_splits, 0)) * 4
             for begin in range(0, own_splits, BLOCK):
                 item = begin + tl.arange(0, BLOCK)
                 is_item = item < own_splits
@@ -108,7 +109,7 @@ def work_list_kernel(
         first_key = tl.maximum(context + 1 - window, 0) // MIN_SPLIT * MIN_SPLIT
         num_keys = tl.where(is_row, num_keys - first_key, 0)
         total = tl.sum(num_keys, 0)
-        least = (total + most_splits - 1) // most_splits
+        least = (tl.sum(num_keys * num_queries, 0) + most_splits - 1) // most_splits
         least = tl.maximum(least, (tl.max(num_keys, 0) + most_of_row - 1) // most_of_row)
         wanted = tl.ceil(tl.sqrt_rn(total.to(tl.float32) * factor)).to(tl.int32)
         split = (tl.maximum(tl.maximum(wanted, least), 1) + MIN_SPLIT - 1) // MIN_SPLIT * MIN_SPLIT
@@ -117,7 +118,7 @@ def work_list_kernel(
         own_full = tl.sum(tl.where(is_own, num_full, 0), 0)
         own_tail = tl.sum(tl.where(is_own, tail, 0), 0)
         is_earlier = row < batch_row
-        first_part = tl.sum(tl.where(is_earlier, num_full + (tail > 0).to(tl.int32), 0), 0)
+        first_part = tl.sum(tl.where(is_earlier, (num_full + (tail > 0).to(tl.int32)) * num_queries, 0), 0)
         first_item = item_ptr + tl.sum(tl.where(is_earlier, num_full, 0), 0) * 4
         for begin in range(0, own_full, BLOCK):
             item = begin + tl.arange(0, BLOCK)
@@ -152,11 +153,11 @@ def make_work_list(
 ) -> None:
     """Fills `work` with the tiles of the rows that have at least min_queries queries.
 
-    If tiles.min_split is set: with the splits of the rows that have one query, without keys before `window`. Their
-    number of keys is a multiple of min_split. If tiles.fixed_split is set: also with those splits, of long rows.
+    If tiles.min_split is set: with the splits of the rows whose queries fit one tile, without keys before `window`.
+    Their number of keys is a multiple of min_split. If tiles.fixed_split is set: also with those splits, of long rows.
     """
     bound = len(queries.rows)
-    max_queries = 1 if tiles.min_split else MAX_QUERIES
+    max_queries = queries_per_tile if tiles.min_split else MAX_QUERIES
     work_list_kernel[(bound,)](
         num_rows, queries.starts, queries.contexts, work.items, work.sizes, work.tickets, min_queries, max_queries,
         splits.most, MOST_OF_ROW, splits.factor, window or NO_WINDOW, len(work.tickets),

@@ -37,6 +37,12 @@ class Bucket:
     is_filtered: bool  # some row has a filter or banned token ids
     ends_at_logits: bool = False  # processing and sampling are launched separately, behind the graph
     has_adapters: bool = False  # some token has an adapter
+    has_drafts: bool = False  # some row computes drafts behind its newest token
+    is_verify: bool = False  # every token is sampled, and the queries of a row fit a tile of decoding rows
+
+    @property
+    def has_prompts(self) -> bool:
+        return not (self.is_decode or self.is_verify)
 
 
 @dataclass(frozen=True, slots=True)
