@@ -37,6 +37,7 @@ from worker_svc.engine.gpu.kernels import (
     activation,
     attention,
     deltas,
+    drafts,
     linear,
     norm,
     pack_tables,
@@ -147,8 +148,18 @@ def variants(
     yield _linear("linear float32", f, linear.WIDE_BLOCK_K, linear.WIDE_WARPS, linear.WIDE_STAGES)
     yield from weight_variants(t)
     yield Variant("deltas", deltas.deltas_kernel, f"{i} {i} i32", {"BLOCK": deltas.BLOCK})
-    constants = {"TABLE": record.TABLE, "PAGE": 256, "BLOCK": prepare.BLOCK}
-    yield Variant("prepare", prepare.prepare_kernel, f"{i} i32 {i} {i} {i} {i} {i} {i} {i} {i} i32", constants)
+    for most in (0, 8):
+        constants = {"TABLE": record.TABLE, "PAGE": 256, "BLOCK": prepare.BLOCK, "DRAFTS": most, "HISTORY": 8192}
+        types = f"{i} i32 {i} {i} {i} {i} {i} {i} {i} {i} i32 {i} {i}"
+        yield Variant(f"prepare drafts={most}", prepare.prepare_kernel, types, constants)
+    yield Variant("output_positions", drafts.output_positions_kernel, f"{i} {i} {i} {i} i32 {i} i32", {"BLOCK": 128})
+    constants = {"MOST": 8, "HISTORY": drafts.HISTORY}
+    yield Variant("accept", drafts.accept_kernel, f"{i} {i} {i} {i} {i} {i} {i} {i} i32 {i} {i} i32", constants, 1)
+    constants |= {
+        "MOST_PADDED": 8, "LEAST_MATCH": drafts.LEAST_MATCH, "MOST_MATCH": drafts.MOST_MATCH,
+        "POSITION_BITS": drafts.POSITION_BITS, "BLOCK": drafts.BLOCK,
+    }  # fmt: skip
+    yield Variant("suffix", drafts.suffix_kernel, f"{i} {i} {i} i32 {i} {i}", constants)
     constants = {"PAGE": 64, "ROWS": pack_tables.MIN_ROWS, "BLOCK": pack_tables.BLOCK}
     yield Variant("pack_tables", pack_tables.pack_tables_kernel, f"{i} {i} {i} {i} {i} i32 {i} i32", constants)
     for model in models:
@@ -237,9 +248,16 @@ def _sampling_variants(t: str, i: str, f: str) -> Iterator[Variant]:
             {"KIND": kind, "CHUNKS": constants["CHUNKS"]}, 1,
         )  # fmt: skip
     yield Variant("banned", banned.banned_kernel, f"{source} {i} i32 i32", {"BLOCK": banned.BLOCK}, 2)
-    yield Variant("process", process.process_kernel, f"{source} {f} {i} {f}", {"CHUNK": process.CHUNK})
-    constants = {"RECENT": process.RECENT, "WORDS_AT_ONCE": process.WORDS_AT_ONCE, "BLOCK": process.BLOCK}
-    yield Variant("bad_words", process.bad_words_kernel, f"{f} i32 {i} {i} {i} {i} {i} {i} i32", constants, 1)
+    for has_drafts in (False, True):
+        constants = {"CHUNK": process.CHUNK, "DRAFTS": has_drafts}
+        types = f"{source} {f} {i} {f} {i} {i} {i} i32"
+        yield Variant(f"process drafts={has_drafts}", process.process_kernel, types, constants)
+        constants = {
+            "RECENT": process.RECENT, "WORDS_AT_ONCE": process.WORDS_AT_ONCE, "BLOCK": process.BLOCK,
+            "DRAFTS": has_drafts,
+        }  # fmt: skip
+        types = f"{f} i32 {i} {i} {i} {i} {i} {i} i32 {i} {i} {i}"
+        yield Variant(f"bad_words drafts={has_drafts}", process.bad_words_kernel, types, constants, 1)
     constants = {"RECENT": process.RECENT, "BLOCK": process.ROWS_AT_ONCE}
     yield Variant("record_tokens", process.record_tokens_kernel, f"{i} {i} {i} {i} {i} i32 i32 i32", constants)
     chunks = triton.next_power_of_2(triton.cdiv(151_936, sample.CHUNK))

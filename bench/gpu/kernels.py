@@ -226,8 +226,8 @@ def _columns(tables: torch.Tensor, contexts: Sequence[int], num_queries: int, de
     unused = torch.zeros(1, **ints)
     return StepColumns(
         bucket=bucket, num_rows=torch.tensor([num_rows], **ints), queries=queries, sample_rows=unused,
-        sample_tokens=unused, output_positions=unused, known=unused, token_ids=unused, positions=unused, slots=unused,
-        host=host,
+        sample_tokens=unused, nth=unused, output_positions=unused, known=unused, token_ids=unused, positions=unused,
+        slots=unused, host=host,
     )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,6 +18,7 @@ import torch
 from safetensors.torch import save_file
 
 from bench.gpu.report import Report
+from bench.gpu.step_model import NUM_DRAFTS, VERIFY_SIZES
 from bench.gpu.toolchain import use_peers
 from bench.workloads import COMMON, QWEN3_06B, Model, weight_shapes
 from request_fields.fields import SamplingParams
@@ -53,6 +55,7 @@ OTHER_SETTINGS: dict[str, dict[str, Any]] = {
     "flash-attn 2": {"attention": "flash"},
     "flash-attn 3": {"attention": "flash3"},
     "FlashInfer": {"attention": "flashinfer"},
+    "drafts": {"speculate": "suffix", "max_drafts": NUM_DRAFTS},
 }
 EXACT_SETTINGS: dict[str, Any] = {"determinism": "exact", "cuda_graphs": "lazy", "max_model_len": 33_280}
 EXACT_SIZES = [(1, 512), (256, 512), (1, 4096), (1, 32_768), (32, 512), (256, 4096)]
@@ -145,6 +148,20 @@ class Rows:
         table = np.arange(self._firsts[i], self._ends[i]).astype(np.uint32)
         return RowOpen(i, ids, len(ids), table, int(self.computed[i]), sampling, 0)
 
+    def verify(self, num_drafts: int):
+        """Launches a step that computes so many drafts of each row. Positions count the most that is possible."""
+        self.step_id += 1
+        rows, ends = np.arange(len(self.prompts)), self.computed + num_drafts
+        ones = np.ones(len(rows), np.uint32)
+        batch = StepBatch(
+            self.step_id, rows.astype(np.uint32), ones, self.computed.astype(np.uint32), ones > 0,
+            (self._firsts * self.size + ends).astype(np.uint32), opens=self._opens,
+            max_query_lens=ones * np.uint32(1 + num_drafts),
+        )  # fmt: skip
+        self._opens = []
+        self.computed = ends + 1
+        return self.runner.launch(batch)
+
     def launch(self, counts: dict[int, int]):
         """Launches a step with the given number of tokens per row."""
         self.step_id += 1
@@ -225,6 +242,13 @@ def time_beside_default(report: Report, runner: DeviceRunner, section: str, name
         note = f"{ms / plain:.2f} of the default's time" if plain else ""
         report.row(section, f"{name}: B {num_rows} ctx {context}", ms=ms, note=note)
         report.figures[f"{name.replace(' ', '_')}_ms_b{num_rows}_ctx{context}"] = ms
+    if runner.draft_counts is None:
+        return
+    for num_rows, context in [(3, 30)] if report.is_smoke else VERIFY_SIZES:
+        ms = time_decode(runner, report, num_rows, context, num_drafts=NUM_DRAFTS)
+        if ms is not None:
+            report.row(section, f"{name}: B {num_rows} ctx {context}, {NUM_DRAFTS} drafts per row", ms=ms)
+            report.figures[f"verify_ms_b{num_rows}_ctx{context}"] = ms
 
 
 def without_early_starts(report: Report) -> None:
@@ -351,24 +375,31 @@ def decode_tokens(runner: DeviceRunner, report: Report) -> list[list[int]]:
 
 
 def time_decode(
-    runner: DeviceRunner, report: Report, num_rows: int, context: int, fields: Sequence[dict[str, Any]] = ()
+    runner: DeviceRunner,
+    report: Report,
+    num_rows: int,
+    context: int,
+    fields: Sequence[dict[str, Any]] = (),
+    num_drafts: int = 0,
 ) -> float | None:
     """Milliseconds per step, two in flight; None if the pool is too small. Block contents do not affect the time."""
     steps = 3 if report.is_smoke else 40
+    room = (steps + 8) * (1 + num_drafts)
     rng = np.random.default_rng(0)
-    if num_rows * -(-(context + steps + 8) // runner.info.block_size) > runner.info.num_blocks:
+    if num_rows * -(-(context + room) // runner.info.block_size) > runner.info.num_blocks:
         report.row(report.section, f"B {num_rows} ctx {context}", note="skipped: the pool is too small")
         return None
     prompts = [rng.integers(3, runner.info.vocab_size, context).tolist() for _ in range(num_rows)]
-    rows = Rows(runner, prompts, room=steps + 8, computed=context - 1, fields=fields)
+    rows = Rows(runner, prompts, room=room, computed=context - 1, fields=fields)
     counts = dict.fromkeys(range(num_rows), 1)
+    launch_step = partial(rows.verify, num_drafts) if num_drafts else partial(rows.launch, counts)
     for _ in range(4):
-        if errors := rows.launch(counts).result().errors:
+        if errors := launch_step().result().errors:
             raise RuntimeError(str(errors[0]))
     started = time.perf_counter()
-    before = rows.launch(counts)
+    before = launch_step()
     for _ in range(steps - 1):
-        following = rows.launch(counts)
+        following = launch_step()
         before.result()
         before = following
     before.result()

@@ -32,6 +32,7 @@ STEP_LAUNCHES = {
 FILTER_LAUNCHES = (
     "banned_kernel", "chunk_top_kernel", "chunk_weight_kernel", "limits_kernel", "collect_kernel", "select_kernel",
 )  # fmt: skip
+DRAFT_LAUNCHES = ("output_positions_kernel", "accept_kernel", "suffix_kernel")
 MAX_GRAPH_TOKENS = 8192  # larger steps are launched kernel by kernel
 NANO_BUDGET = 16_384  # tokens of a step in nano-vllm's benchmark
 SAMPLED_STEPS = 24  # decode steps whose distribution is computed; the others are interpolated
@@ -95,6 +96,7 @@ class Step:
     cache_bytes: int = NUMBER_BYTES  # of a number in the KV pool
     is_exact: bool = False
     ranks: int = 1
+    verifies: bool = False  # the rows decode, and their queries after the first are drafts
 
     @property
     def num_tokens(self) -> int:
@@ -102,7 +104,11 @@ class Step:
 
     @property
     def is_decode(self) -> bool:
-        return max(self.queries) == 1
+        return self.verifies or max(self.queries) == 1
+
+    @property
+    def launches_of_drafts(self) -> tuple[str, ...]:
+        return DRAFT_LAUNCHES if self.verifies else ()
 
 
 def launches(shape: Shape, *, is_decode: bool, is_filtered: bool) -> dict[str, int]:
@@ -139,8 +145,9 @@ def parts_ms(
     shape: Shape, step: Step, gpu: Gpu, *, has_pdl: bool = False, overhead: float | None = None
 ) -> dict[str, float]:
     """What the device does in a step, in milliseconds."""
-    tokens, samples = step.num_tokens, len(step.queries)
+    tokens, samples = step.num_tokens, step.num_tokens if step.verifies else len(step.queries)
     counts = launches(shape, is_decode=step.is_decode, is_filtered=step.sampling == "filtered")
+    counts |= dict.fromkeys(step.launches_of_drafts, 1)
     multiply = _exact_product_s if step.is_exact else _product_s
     linears = sum(multiply(gpu, tokens, *size) for size in shape.layer_linears().values()) * shape.layers
     passes, operations = gpu.sampler[step.sampling]
@@ -184,8 +191,9 @@ def _serial_s(shape: Shape, step: Step, gpu: Gpu) -> float:
 
 
 def _single_rows(step: Step) -> list[int]:
-    """Keys of the rows with one query."""
-    return [context + 1 for context, queries in zip(step.contexts, step.queries, strict=True) if queries == 1]
+    """Keys of the rows whose queries fit a tile."""
+    rows = zip(step.contexts, step.queries, strict=True)
+    return [context + queries for context, queries in rows if queries == 1 or step.verifies]
 
 
 def _programs(step: Step) -> dict[str, int]:
@@ -203,7 +211,7 @@ def _attention_s(shape: Shape, step: Step, gpu: Gpu, overhead: float | None) -> 
     pairs = sum(
         queries * context + queries**2 / 2
         for context, queries in zip(step.contexts, step.queries, strict=True)
-        if queries > 1
+        if queries > 1 and not step.verifies
     )
     flop = 4 * shape.heads.num_q_heads * shape.heads.head_dim * pairs * shape.layers
     return seconds + flop / (gpu.flops * gpu.prefill_of_matmul)
@@ -257,6 +265,9 @@ def predictions(gpu: Gpu, *, has_pdl: bool = False) -> dict[str, float]:
     for rows, context in SIZES:
         step = Step((context - 1,) * rows, (1,) * rows, "greedy")
         found[f"step_ms_b{rows}_ctx{context}"] = step_ms(shape, step, gpu, has_pdl=has_pdl)
+    for rows, context in VERIFY_SIZES:
+        step = Step((context - 1,) * rows, (1 + NUM_DRAFTS,) * rows, "greedy", verifies=True)
+        found[f"verify_ms_b{rows}_ctx{context}"] = step_ms(shape, step, gpu, has_pdl=has_pdl)
     for length in (32_768, 131_072):
         chunks = [Step((first,), (8192,), "greedy") for first in range(0, length, 8192)]
         found[f"prompt_ms_{length}"] = sum(step_ms(shape, step, gpu, has_pdl=has_pdl) for step in chunks)
@@ -270,6 +281,8 @@ SIZES = [
     (1, 512), (1, 4096), (8, 512), (32, 512), (32, 4096), (64, 512), (256, 512), (256, 4096),
     (1, 32_768), (8, 32_768), (32, 32_768), (1, 131_072), (8, 131_072),
 ]  # fmt: skip
+NUM_DRAFTS = 3  # of each row
+VERIFY_SIZES = [(1, 512), (8, 512), (32, 512), (1, 32_768)]
 WORKLOADS: dict[str, dict[str, Any]] = {
     "in_process_tok_s": {},
     "in_process_greedy_tok_s": {"sampling": "greedy"},
@@ -319,7 +332,7 @@ def one_row_table(gpu: Gpu) -> list[str]:
 def comparison(figures: dict[str, Any]) -> list[str]:
     """Lines with predicted and measured figures, and predictions with the constants that were measured."""
     gpu = next((gpu for name, gpu in GPUS.items() if name in str(figures.get("device", ""))), None)
-    names = [name for name in figures if name.startswith(("step_ms_", "prompt_ms_")) or name in WORKLOADS]
+    names = [name for name in figures if name.startswith(("step_ms_", "prompt_ms_", "verify_ms_")) or name in WORKLOADS]
     if gpu is None or not names:
         return []
     before = predictions(gpu, has_pdl=gpu.has_pdl)

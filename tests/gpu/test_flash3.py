@@ -70,7 +70,7 @@ def step_columns(case, rows, *, has_lengths=True):
     starts, contexts = (column.cpu().long().numpy() for column in (case.queries.starts, case.queries.contexts))
     host = HostStep(starts[: len(rows) + 1], contexts[: len(rows)]) if has_lengths else None
     none = torch.empty(0, dtype=torch.int32, device=DEVICE)
-    return StepColumns(bucket, case.num_rows, case.queries, *[none] * 7, host=host)
+    return StepColumns(bucket, case.num_rows, case.queries, *[none] * 8, host=host)
 
 
 def compute(made, case, columns):

@@ -107,6 +107,8 @@ def test_fewer_bytes_and_early_starts_take_less_time():
     assert step_ms(shape, step, H200, has_pdl=True) < plain
     assert step_ms(shape, Step(step.contexts, step.queries, cache_bytes=1), H200) < plain
     assert step_ms(shape, Step(step.contexts, step.queries, "filtered"), H200) > plain
+    verified = step_ms(shape, Step((1024,) * 16, (4,) * 16, verifies=True), H200)
+    assert step_ms(shape, Step((1024,) * 16, (1,) * 16), H200) < verified < plain
     assert step_ms(shape, step, GPUS["L40S"]) > step_ms(shape, step, GPUS["H100"]) > plain
 
 

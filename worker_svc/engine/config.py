@@ -147,8 +147,9 @@ class EngineConfig:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.speculate is not None:
-            Speculate.parse(self.speculate)
-            _check_choice(f"backend with speculate={self.speculate}", self.backend, ("cpu", "reference"))
+            proposer = Speculate.parse(self.speculate).proposer
+            backends = ("cpu", "reference", "cuda") if proposer == "suffix" else ("cpu", "reference")
+            _check_choice(f"backend with speculate={self.speculate}", self.backend, backends)
         if not 1 <= self.max_drafts <= MAX_DRAFTS:
             raise ValueError(f"max_drafts must be from 1 to {MAX_DRAFTS}, got {self.max_drafts}")
         self._check_nodes()

@@ -68,7 +68,10 @@ class StepRunner(ABC):
                 f"speculate cannot be set for {self.info.model}: its recurrent layers do not keep the state before a "
                 "draft; leave --speculate out"
             )
-        self._drafts = RowDrafts(self._rows, config.max_drafts, make_proposer)
+        self._drafts = self._make_drafts(config, make_proposer)
+
+    def _make_drafts(self, config: EngineConfig, make_proposer: Callable[[OpenRows], Proposer]) -> RowDrafts:
+        return RowDrafts(self._rows, config.max_drafts, make_proposer)
 
     @property
     def draft_counts(self) -> DraftCounts | None:
@@ -115,9 +118,7 @@ class StepRunner(ABC):
             self._rows.append(rows, positions, token_ids)
             return
         self._rows.append_accepted(rows, positions, token_ids)
-        starts = np.flatnonzero(np.append(True, rows[1:] != rows[:-1])[: len(rows)])
-        output.rows = output.rows[starts]
-        output.token_lens = np.diff(starts, append=len(rows)).astype(np.uint32)
+        output.rows, output.token_lens = rows_with_lens(output.rows)
 
     def _is_token(self, plan: CheckedStep, token_ids: U32, is_bad: Bools) -> Bools:
         """Which samples become tokens, or fail their row: all of them, except behind a wrong draft."""
@@ -192,6 +193,12 @@ class StepRunner(ABC):
         for row in np.concatenate((batch.rows, batch.fork_rows)).tolist():
             errors.add(row, "the worker ran out of memory in this step", RowErrorCode.INTERNAL)
         return None
+
+
+def rows_with_lens(rows: U32) -> tuple[U32, U32]:
+    """The different rows among those of tokens, whose tokens follow each other, and the number of tokens of each."""
+    starts = np.flatnonzero(np.append(True, rows[1:] != rows[:-1])[: len(rows)])
+    return rows[starts], np.diff(starts, append=len(rows)).astype(np.uint32)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

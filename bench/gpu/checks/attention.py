@@ -119,7 +119,7 @@ def _columns(rows: list[tuple[int, int]], records: torch.Tensor) -> StepColumns:
     return StepColumns(
         bucket=Bucket(int(queries.starts[-1]), len(rows), 0, is_decode=is_decode, is_filtered=False),
         num_rows=torch.tensor([len(rows)], dtype=torch.int32, device=records.device),
-        queries=queries, sample_rows=none, sample_tokens=none, output_positions=none, known=none, token_ids=none,
-        positions=none, slots=none,
+        queries=queries, sample_rows=none, sample_tokens=none, nth=none, output_positions=none, known=none,
+        token_ids=none, positions=none, slots=none,
         host=HostStep(queries.starts.cpu().long().numpy(), queries.contexts.cpu().long().numpy()),
     )  # fmt: skip

@@ -127,6 +127,8 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 def _copied(value: Any) -> Any:
     """As well aligned as the original, because kernels are compiled for alignments."""
+    if value is None:
+        return None
     if isinstance(value, tuple):
         return tuple(map(_copied, value))
     first = value.data_ptr() % ALIGNMENT // value.element_size()

@@ -17,6 +17,7 @@ import torch
 from worker_svc.engine.gpu.attention.paged import Attention
 from worker_svc.engine.gpu.collectives.group import Group
 from worker_svc.engine.gpu.kernels.deltas import apply_deltas
+from worker_svc.engine.gpu.kernels.drafts import DraftTables, SampleLines, accept, output_positions, suffix
 from worker_svc.engine.gpu.kernels.low_rank import FEW
 from worker_svc.engine.gpu.kernels.prepare import prepare
 from worker_svc.engine.gpu.kernels.sampler import sample
@@ -76,7 +77,7 @@ def _largest_first(sizes: list[int]) -> list[int]:
 
 
 class StepCompute:
-    """Runs the step in a step buffer. `results` int32 [2, max_rows] are its tokens and statuses in sampling order."""
+    """Runs the step in a step buffer. `results` int32 [2, max_samples] are its tokens and their statuses."""
 
     def __init__(
         self,
@@ -90,8 +91,10 @@ class StepCompute:
         graph_tokens: int,
         pooling: PoolingWeights,
         adapters: DeviceSlots | None = None,
+        drafts: DraftTables | None = None,
     ) -> None:
-        """`graph_tokens`: the token limit of steps with prompts that are captured as CUDA graphs."""
+        """`graph_tokens`: the token limit of steps with prompts that are captured as CUDA graphs. `drafts`: None: the
+        worker computes none."""
         max_rows, device = len(state), state.device
         self._model = model
         self._buffer = buffer
@@ -100,10 +103,13 @@ class StepCompute:
         self._max_rows = max_rows
         self._group = group
         self._adapters = adapters
+        self.drafts = drafts
+        self._max_samples = max_samples = buffer.max_samples
         self._sizes = decode_sizes(max_rows)
+        self._verify_sizes = [] if drafts is None else rare_sizes(decode_sizes(max_samples))[1:]
         self._vocab = vocab
-        self._thresholds = Thresholds(max_rows, len(vocab), device, group)
-        self._scores, self._faults = sample.scratch_for(max_rows, len(vocab), device)
+        self._thresholds = Thresholds(max_samples, len(vocab), device, group)
+        self._scores, self._faults = sample.scratch_for(max_samples, len(vocab), device)
         self._graph_tokens = graph_tokens
         self.use_attention(attention)
         self._graphs: Graphs | None = None
@@ -114,7 +120,8 @@ class StepCompute:
         self.processing = DeviceProcessing(state, vocab)
         self._scorer = Scorer(vocab, group, device)
         self._pooling = DevicePooling(pooling, model.final_norm, model.max_positions, max_rows, self._scorer)
-        self.results = torch.zeros(2, max_rows, dtype=torch.int32, device=device)
+        self.results = torch.zeros(2, max_samples, dtype=torch.int32, device=device)
+        self._kept = torch.zeros(max_samples, dtype=torch.int32, device=device)  # rows of samples that are tokens
 
     def use_attention(self, attention: Attention) -> None:
         """Sets the attention of all later steps."""
@@ -137,13 +144,17 @@ class StepCompute:
         if self._attention.can_capture(is_decode=True):
             found += [self._decode_bucket(size, is_filtered=False) for size in _largest_first(self._sizes)]
         found += [self._mixed_bucket(size, is_filtered=False) for size in _largest_first(self._mixed_sizes)]
+        found += [self._verify_bucket(size, is_filtered=False) for size in _largest_first(self._verify_sizes)]
         return [replace(bucket, is_filtered=is_filtered) for bucket in found for is_filtered in (False, True)]
 
     def _rare_buckets(self) -> list[Bucket]:
-        """Of steps that end at their logits, or have adapters."""
-        sizes = {*rare_sizes(self._sizes), *rare_sizes(self._mixed_sizes)}
+        """Of steps that end at their logits, have adapters, or have drafts beside prompts."""
+        sizes = {*rare_sizes(self._sizes), *rare_sizes(self._mixed_sizes), *self._verify_sizes}
         chosen = [bucket for bucket in self.buckets() if bucket.tokens in sizes]
+        if self.drafts is not None:
+            chosen += [self._with_drafts(bucket) for bucket in chosen if bucket.has_prompts]
         found = [replace(bucket, ends_at_logits=True) for bucket in chosen if not bucket.is_filtered]
+        found += [bucket for bucket in chosen if bucket.has_drafts and not bucket.is_verify]
         if self._adapters is None:
             return found
         return found + [replace(bucket, has_adapters=True) for bucket in (*chosen, *found)]
@@ -186,21 +197,42 @@ class StepCompute:
         """The bucket that a step is padded to. A step with prompts is not padded if it has no graph."""
         num_rows, num_tokens, num_samples = len(plan.rows), int(plan.starts[-1]), len(plan.sampling_rows)
         is_filtered, is_rare = is_filtered and not ends_at_logits, ends_at_logits or has_adapters
-        if num_tokens == num_rows:
+        has_drafts = plan.num_after is not None
+        if num_tokens == num_rows and not has_drafts:
             bucket = self._decode_bucket(max(num_rows, num_samples), is_filtered=is_filtered, is_rare=is_rare)
             return replace(bucket, ends_at_logits=ends_at_logits, has_adapters=has_adapters)
+        if has_drafts and self._is_verify(plan):
+            bucket = self._verify_bucket(num_tokens, is_filtered=is_filtered)
+            return replace(bucket, ends_at_logits=ends_at_logits, has_adapters=has_adapters)
+        is_rare |= has_drafts
         size = max(num_tokens, num_samples)
         if self._graphs is not None and size <= max(self._mixed_sizes, default=0):
             bucket = replace(
                 self._mixed_bucket(size, is_filtered=is_filtered, is_rare=is_rare), ends_at_logits=ends_at_logits,
                 has_adapters=has_adapters,
             )  # fmt: skip
+            bucket = self._with_drafts(bucket) if has_drafts else bucket
             if self._graphs.serves(bucket):
                 return bucket
         return Bucket(
             num_tokens, self._max_rows, num_samples, is_decode=False, is_filtered=is_filtered,
-            ends_at_logits=ends_at_logits, has_adapters=has_adapters,
+            ends_at_logits=ends_at_logits, has_adapters=has_adapters, has_drafts=has_drafts,
         )  # fmt: skip
+
+    def _is_verify(self, plan: CheckedStep) -> bool:
+        """Whether all rows of a step decode, some with drafts."""
+        num_queries = int((plan.starts[1:] - plan.starts[:-1]).max())
+        num_tokens = int(plan.starts[-1])
+        return len(plan.sampling_rows) == num_tokens and num_queries <= self._attention.most_queries
+
+    def _verify_bucket(self, num_tokens: int, *, is_filtered: bool) -> Bucket:
+        """One per number of tokens: few graphs for any mix of rows and drafts."""
+        size = self._verify_sizes[bisect.bisect_left(self._verify_sizes, num_tokens)]
+        rows = min(size, self._max_rows)
+        return Bucket(size, rows, size, is_decode=False, is_filtered=is_filtered, has_drafts=True, is_verify=True)
+
+    def _with_drafts(self, bucket: Bucket) -> Bucket:
+        return replace(bucket, samples=min(bucket.tokens, self._max_samples), has_drafts=True)
 
     def _decode_bucket(self, num_rows: int, *, is_filtered: bool, is_rare: bool = False) -> Bucket:
         sizes = rare_sizes(self._sizes) if is_rare else self._sizes
@@ -301,8 +333,10 @@ class StepCompute:
         made = (columns.token_ids, columns.positions, columns.slots)
         prepare(
             self._state, columns.num_rows, queries.rows, queries.starts, queries.contexts, columns.known, made,
-            self._block_size,
+            self._block_size, self.drafts,
         )  # fmt: skip
+        if bucket.has_drafts:
+            output_positions(_lines(columns), self._state, columns.output_positions)
         if self._adapters is None or not bucket.has_adapters:
             return columns
         return replace(columns, adapters=StepAdapters(self._adapters, self._buffer.adapter_slots(bucket)))
@@ -313,11 +347,13 @@ class StepCompute:
         """Launches the kernels behind the logits one by one. Returns the processed logits."""
         columns = self._buffer.columns(bucket)
         rows, positions = columns.sample_rows, columns.output_positions
-        logits = self.processing.process(logits, rows, positions)
+        drafts = (columns.nth, columns.sample_tokens, columns.token_ids) if bucket.has_drafts else None
+        logits = self.processing.process(logits, rows, positions, drafts)
         if mask is not None:
             mask(logits)
         self._sample(columns, logits, is_filtered=is_filtered)
-        self.processing.note(self.results[0, : bucket.samples], rows, positions)
+        kept = rows if self.drafts is None else self._kept[: bucket.samples]
+        self.processing.note(self.results[0, : bucket.samples], kept, positions)
         return logits
 
     def _sample(self, columns: StepColumns, logits: torch.Tensor, *, is_filtered: bool) -> None:
@@ -328,6 +364,9 @@ class StepCompute:
             logits, self._state, columns.sample_rows, columns.output_positions, lowest,
             (self._scores, self._faults), (self.results[0], self.results[1]), self._vocab.start, self._group,
         )  # fmt: skip
+        if self.drafts is not None:
+            accept(_lines(columns), self._state, (self.results[0], self.results[1]), self.drafts, self._kept)
+            suffix(_lines(columns), self._state, self.drafts)
 
     def warm_up(self, max_tokens: int) -> None:
         """Runs steps without rows, the largest and some shorter ones: this compiles all kernels, whose tiles depend on
@@ -339,6 +378,8 @@ class StepCompute:
         for is_filtered in (False, True):
             rows = self._max_rows
             bucket = Bucket(max_tokens, rows, rows, is_decode=False, is_filtered=is_filtered)
+            if self.drafts is not None:
+                bucket = self._with_drafts(bucket)
             self.run_empty(bucket)
             self.run_empty(replace(bucket, ends_at_logits=True))
         self.run_empty(replace(bucket, is_filtered=False, ends_at_logits=True), Wanted(beams=ONE_BEAM))
@@ -368,3 +409,7 @@ class StepCompute:
         """Runs a step of this bucket without rows."""
         with self.eager():
             self.run(bucket, NO_ROWS, is_filtered=bucket.is_filtered, wanted=wanted)
+
+
+def _lines(columns: StepColumns) -> SampleLines:
+    return SampleLines(columns.sample_rows, columns.nth, columns.sample_tokens, columns.token_ids, columns.positions)

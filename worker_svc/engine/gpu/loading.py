@@ -23,6 +23,7 @@ from worker_svc.engine.gpu.attention.paged import Attention
 from worker_svc.engine.gpu.collectives.group import Group
 from worker_svc.engine.gpu.compute import StepCompute
 from worker_svc.engine.gpu.kernels import forms
+from worker_svc.engine.gpu.kernels.drafts import empty_tables
 from worker_svc.engine.gpu.layers.linears import DeviceLinears
 from worker_svc.engine.gpu.layers.weights import ShardLoader
 from worker_svc.engine.gpu.model import DeviceDecoder
@@ -45,6 +46,8 @@ from worker_svc.engine.rows.open_rows import OpenRows
 from worker_svc.engine.sampling.grammars import CompiledGrammars, compiled_grammars
 
 logger = logging.getLogger(__name__)
+
+MOST_DRAFTS = 256  # of a step: beyond it, further tokens take time
 
 
 @dataclass(frozen=True)
@@ -151,11 +154,16 @@ def load_model(
     with fitting("the slots of adapters", "lower max_adapters or max_adapter_rank"):
         adapters = DeviceAdapters(config, loader, whole.names, device) if config.max_adapters else None
     state = make_state(config.max_num_seqs, -(-setup.max_model_len // config.block_size), device)
-    buffer = StepBuffer(config.max_num_seqs, setup.max_tokens, state, device)
+    max_rows, drafts, num_drafts = config.max_num_seqs, None, 0
+    if config.speculate is not None:
+        drafts = empty_tables(max_rows, config.max_drafts, device)
+        num_drafts = min(max_rows * config.max_drafts, MOST_DRAFTS)
+    buffer = StepBuffer(max_rows, max_rows + num_drafts, setup.max_tokens, state, device)
     with fitting("the tables of all rows", "lower max_num_seqs"):
         compute = StepCompute(
             decoder, attention, buffer, state, config.block_size, setup.vocab, group,
             min(config.cuda_graph_tokens, setup.max_tokens), pooling, None if adapters is None else adapters.slots,
+            drafts,
         )  # fmt: skip
     return LoadedModel(
         setup, checkpoint, loader, pooling_config, pooling, compute, buffer, state, adapters, attention, choices, images

@@ -18,7 +18,6 @@ from functools import partial
 import numpy as np
 import torch
 
-from prefix_index.content_ids import FIRST_CONTENT_ID
 from step_protocol.columns import I64, U32
 from step_protocol.messages import RowOpen, StepBatch, StepOutput
 from worker_svc.engine.config import EngineConfig
@@ -43,16 +42,17 @@ from worker_svc.engine.gpu.messages import (
 from worker_svc.engine.gpu.start.memory import make_pool
 from worker_svc.engine.gpu.start.setup import Degradations, Stages, find_device, usable_kernels
 from worker_svc.engine.gpu.step.device_rows import changed_words
+from worker_svc.engine.gpu.step.drafts import PENDING, DeviceDrafts, StepDrafts
 from worker_svc.engine.gpu.step.extras import StepExtras, Wanted
 from worker_svc.engine.gpu.step.pending_step import NO_IDS, PendingStep, Writes
 from worker_svc.engine.gpu.step.step_buffer import Bucket, HostStep, PlacedInputs, Staging
 from worker_svc.engine.rows.embedder import InputEmbedder
 from worker_svc.engine.rows.errors import RowErrors
+from worker_svc.engine.rows.open_rows import OpenRows
 from worker_svc.engine.rows.step_checker import CheckedStep
 from worker_svc.engine.sampling.masking import apply_masks
+from worker_svc.engine.speculation.drafts import Proposer, RowDrafts
 from worker_svc.engine.step_runner import StepRunner
-
-PENDING = FIRST_CONTENT_ID - 1  # in the history: a sampled token that the host does not know yet
 
 
 class DeviceRunner(StepRunner):
@@ -81,14 +81,25 @@ class DeviceRunner(StepRunner):
         self._embedder = InputEmbedder(loaded.setup.whole.hidden_size, loaded.setup.dtype, loaded.images)
         self._last_tokens = np.zeros(config.max_num_seqs, np.int64)
         self._in_flight: deque[PendingStep] = deque()
+        self._device_drafts: DeviceDrafts | None = None  # `_drafts` of this runner
         if loaded.setup.is_compiled and config.kernels != "torch":
             self._choose_forms()
         with torch.inference_mode(), forms.using(self._forms):
             pool = fill_memory(loaded, stages)
             self._serve_pool(pool, choose_max_model_len(config, loaded.setup.whole, pool.shape[2]))
+        self._speculate(config)
         if self.adapters is not None and self._group.rank == 0:  # the others receive them
             for name, folder in config.adapters:
                 self.adapters.load(name, folder)
+
+    def _make_drafts(self, config: EngineConfig, make_proposer: Callable[[OpenRows], Proposer]) -> RowDrafts:
+        tables = self._compute.drafts
+        if tables is None or self._group.size > 1:
+            raise ValueError("speculate cannot be set together with tensor_parallel_size; leave --speculate out")
+        most_tokens = self.info.max_num_batched_tokens
+        drafts = DeviceDrafts(self._rows, config.max_drafts, self._buffer.max_samples, most_tokens, tables)
+        self._device_drafts = drafts
+        return drafts
 
     def _choose_forms(self) -> None:
         """Replaces kernels that fail the start-up check, which runs on a small pool."""
@@ -135,6 +146,9 @@ class DeviceRunner(StepRunner):
         with torch.inference_mode():
             errors = RowErrors()
             copies = self._apply_changes(batch, errors)
+            if self._device_drafts is not None and self.images is not None and (batch.query_lens > 1).any():
+                self._settle_all()  # the positions of images, and those of rows beside them, are made on the host
+            batch = self._with_drafts(batch, errors)
             plan = self._checker.check(batch, errors)
             staging = self._buffer.take_staging()
             writes = self._compute_or_fail(
@@ -212,20 +226,37 @@ class DeviceRunner(StepRunner):
     ) -> Writes:
         """Launches a step whose changes are applied."""
         self._advance_images(batch)
-        token_ids = self._rows.token_ids(plan.token_rows, plan.positions)
-        extras = self._start(batch, plan, token_ids, staging, errors)
+        token_ids, rows = self._rows.token_ids(plan.token_rows, plan.positions), plan.sampling_rows
+        generations = self._rows.generations(rows)
+        drafts = None if self._device_drafts is None else self._device_drafts.begin_step(batch, plan)
         self._contents.uncommit(plan.slots // self.info.block_size)
+        if drafts is not None:
+            self._contents.uncommit(drafts.verified.slots.reshape(-1) // self.info.block_size)
+        extras = self._start(batch, plan, token_ids, drafts, staging, errors)
+        return Writes(
+            copies, plan.slots, plan.token_rows, token_ids, rows, generations, plan.sampled_positions, extras, drafts
+        )
+
+    def _append(self, plan: CheckedStep, drafts: StepDrafts | None) -> None:
+        """The history after a step, whose tokens are known when it settles."""
+        positions = plan.sampled_positions
         self._rows.mark_computed(plan.rows, plan.ends)
-        sampling_rows, positions = plan.sampling_rows, plan.sampled_positions
-        self._rows.append(sampling_rows, positions, np.full(len(positions), PENDING, np.uint32))
-        generations = self._rows.generations(sampling_rows)
-        return Writes(copies, plan.slots, plan.token_rows, token_ids, sampling_rows, generations, positions, extras)
+        self._rows.append(plan.sampling_rows, positions, np.full(len(positions), PENDING, np.uint32))
+        if drafts is not None and self._device_drafts is not None:
+            self._device_drafts.reserve(drafts.verified)
 
     def _start(
-        self, batch: StepBatch, plan: CheckedStep, token_ids: I64, staging: Staging, errors: RowErrors
+        self,
+        batch: StepBatch,
+        plan: CheckedStep,
+        token_ids: I64,
+        drafts: StepDrafts | None,
+        staging: Staging,
+        errors: RowErrors,
     ) -> StepExtras | None:
         columns = self._rows.sampling_columns(plan.sampling_rows, plan.sampled_positions)
-        processed = self._rows.processed_rows(plan.sampling_rows, plan.sampled_positions)
+        least = plan.sampled_positions if drafts is None else drafts.least_positions
+        processed = self._rows.processed_rows(plan.sampling_rows, least)
         is_filtered = processed is not None or filters.is_needed(columns)
         mask = partial(self._mask, plan, errors) if self._rows.has_grammars(plan.sampling_rows) else None
         wanted = Wanted.of(plan, self._rows)
@@ -235,11 +266,14 @@ class DeviceRunner(StepRunner):
         bucket = self._compute.bucket_of(
             plan, is_filtered=is_filtered, ends_at_logits=ends_at_logits, has_adapters=slots is not None
         )
-        known = np.where(token_ids == PENDING, -1, token_ids)
+        known, contexts = np.where(token_ids == PENDING, -1, token_ids), plan.context_lens
+        if drafts is not None:
+            contexts, known = drafts.on_device(plan, known)
         host = self._host_step(plan, known, bucket)
         deltas = self._buffer.upload(
             staging,
             plan,
+            contexts,
             known,
             columns.positions.astype(np.int64),
             bucket,
@@ -249,6 +283,7 @@ class DeviceRunner(StepRunner):
             self._buffer.upload_adapters(staging, slots, bucket)
         if len(deltas):
             apply_deltas(self._state, deltas)
+        self._append(plan, drafts)  # before what may settle earlier steps
         if not len(plan.rows):
             return None
         extras = self._compute.run(bucket, host, is_filtered=is_filtered, mask=mask, wanted=wanted)
@@ -299,7 +334,27 @@ class DeviceRunner(StepRunner):
         writes, tokens = pending.writes, pending.sampled()
         token_ids = np.where(writes.token_ids == PENDING, self._last_tokens[writes.token_rows], writes.token_ids)
         self._contents.copy_tokens(*writes.copies)
-        self._contents.fill_tokens(writes.slots, token_ids)
-        self._last_tokens[writes.sampling_rows] = tokens
-        self._rows.fill(writes.sampling_rows, writes.generations, writes.positions, tokens)
+        if writes.drafts is not None:
+            self._settle_drafts(pending, writes.drafts, token_ids)
+        else:
+            self._contents.fill_tokens(writes.slots, token_ids)
+            self._last_tokens[writes.sampling_rows] = tokens
+            self._rows.fill(writes.sampling_rows, writes.generations, writes.positions, tokens)
         self._buffer.give_back(pending.staging)
+
+    def _settle_drafts(self, pending: PendingStep, of: StepDrafts, token_ids: I64) -> None:
+        """The same for a step of a worker that computes drafts."""
+        if self._device_drafts is None:
+            return
+        writes, tokens, rows = pending.writes, pending.sampled(), pending.writes.sampling_rows
+        is_same = self._rows.generations(rows) == writes.generations
+        found = self._device_drafts.settle(
+            of, rows, is_same, tokens, pending.statuses(), (pending.started, pending.ended)
+        )
+        is_plain = ~np.isin(writes.token_rows, of.verified.rows)
+        self._contents.fill_tokens(writes.slots[is_plain], token_ids[is_plain])
+        self._contents.fill_tokens(found.slots, found.token_ids)
+        positions = np.where(found.is_verified, found.positions, writes.positions)
+        lines = np.flatnonzero(found.is_token)
+        self._last_tokens[rows[lines]] = tokens[lines]  # of equal rows the last one counts
+        self._rows.fill(rows[lines], writes.generations[lines], positions[lines], tokens[lines])

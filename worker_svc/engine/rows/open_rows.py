@@ -514,6 +514,11 @@ class OpenRows:
         self.append(rows, positions, token_ids)  # of equal rows the last one counts
         self._num_computed[rows] = self.num_tokens[rows] - 1
 
+    def take_back(self, rows: I64, counts: I64) -> None:
+        """So many of the newest tokens of each row are not tokens: its drafts were wrong."""
+        self.num_tokens[rows] -= counts
+        self._num_computed[rows] -= counts
+
     def generations(self, rows: I64) -> I64:
         """The generation of each row: it changes when the row is opened, or moved as a beam."""
         return self._generations[rows]

@@ -42,6 +42,13 @@ class CheckedStep:
         last = self.starts[self.sources + 1] - 1
         return last if self.num_after is None else last - self.num_after
 
+    @property
+    def nth(self) -> I64:
+        """[S] numbers of the samples in their rows, above 0 behind drafts."""
+        lines = np.arange(len(self.sampling_rows))
+        is_first = np.append(True, self.sampling_rows[1:] != self.sampling_rows[:-1])[: len(lines)]
+        return lines - np.maximum.accumulate(np.where(is_first, lines, 0))
+
 
 class StepChecker:
     """Checks batches against one row table and one pool."""

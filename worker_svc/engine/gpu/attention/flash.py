@@ -19,6 +19,7 @@ class FlashAttention:
     """flash-attn 2. The block size must be a multiple of 256 tokens, tables int32."""
 
     name = "flash"
+    most_queries = 1
 
     def __init__(self, package: ModuleType) -> None:
         self._varlen = package.flash_attn_varlen_func

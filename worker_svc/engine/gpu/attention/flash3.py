@@ -29,6 +29,7 @@ class Flash3Attention:
     """flash-attn 3. `shapes` are the different attentions of the layers."""
 
     name = "flash3"
+    most_queries = 1
 
     def __init__(self, package: ModuleType, shapes: list[AttentionShape], block_size: int, dtype: torch.dtype) -> None:
         self._with_kvcache = package.flash_attn_with_kvcache

@@ -62,6 +62,7 @@ class FlashInferAttention:
     """FlashInfer, in the layout NHD. `shapes` are the different attentions of the layers."""
 
     name = "flashinfer"
+    most_queries = 1
 
     def __init__(
         self,

@@ -44,6 +44,7 @@ class Attention(Protocol):
     """Call `plan` and `begin` once per step, then `attend` once per layer."""
 
     name: str
+    most_queries: int  # of a row, in a step without prompts. 1: the device cannot choose the lengths of rows
 
     def can_capture(self, *, is_decode: bool) -> bool:
         """Whether a step of this kind can be a CUDA graph: its launches must not depend on lengths."""
@@ -114,7 +115,8 @@ class TritonAttention:
         self._single = sized(DECODE_TILES)
         self._splits = (fixed_splits_for if self._is_exact else splits_for)(shape, self._processors)
         num_splits = self._splits.most + max_rows
-        self._most_divided = self._single.queries(shape)  # of a row
+        self._most_divided = self._single.queries(shape)
+        self.most_queries = MAX_QUERIES if self._is_exact else self._most_divided
         num_parts = self._splits.most + min(max_rows * self._most_divided, max_tokens)
         num_tiles = -(-max_tokens // many.queries(shape)) + max_rows
         if self._is_exact:  # one list of both
@@ -188,6 +190,7 @@ class TorchAttention:
     """Slow: it replaces a kernel that fails. With `is_exact` it computes each query alone."""
 
     name = "torch"
+    most_queries = MAX_QUERIES
 
     def __init__(self, *, is_exact: bool = False) -> None:
         self._most_queries = 1 if is_exact else MAX_QUERIES

@@ -1,6 +1,7 @@
 """Layout of a row record on the device, in int32 words. Floats are stored as their bits.
 
-    last sampled token | sampling parameters, in the order of SamplingParams | sample index | number of banned ids |
+    last sampled token | known tokens, after a sample | length of the prompt |
+    sampling parameters, in the order of SamplingParams | sample index | number of banned ids |
     first output position without them | whether the row is processed (process.py) | what is added to the index of a
     token after the row's images for its position | block table |
     banned ids (MAX_BANNED_IDS words)
@@ -20,7 +21,8 @@ from request_fields.fields import SAMPLER_FIELDS, Kind, SamplingParams, sampling
 from worker_svc.engine.gpu.kernels.language import tl
 
 ALIGNMENT = 8  # words: kernels are compiled for aligned block tables
-_SIZES = {"last_token": 1, **{name: 1 + (field.kind is Kind.UINT64) for name, field in SAMPLER_FIELDS.items()}}
+_SIZES = {"last_token": 1, "num_tokens": 1, "prompt_len": 1}
+_SIZES |= {name: 1 + (field.kind is Kind.UINT64) for name, field in SAMPLER_FIELDS.items()}
 _SIZES |= {"sample_index": 1, "num_banned": 1, "banned_before": 1, "is_processed": 1, "position_delta": 1}
 
 WORDS = dict(zip(_SIZES, accumulate(_SIZES.values(), initial=0), strict=False))  # first word of each field
@@ -28,6 +30,9 @@ TABLE = -(-sum(_SIZES.values()) // ALIGNMENT) * ALIGNMENT
 
 # Words that several kernels read.
 LAST_TOKEN = tl.constexpr(WORDS["last_token"])
+NUM_TOKENS = tl.constexpr(WORDS["num_tokens"])  # the worker computes drafts, else it is not kept
+PROMPT_LEN = tl.constexpr(WORDS["prompt_len"])
+POSITION_DELTA = tl.constexpr(WORDS["position_delta"])
 TEMPERATURE = tl.constexpr(WORDS["temperature"])
 
 

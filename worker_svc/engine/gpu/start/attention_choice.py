@@ -30,6 +30,8 @@ def attentions(setup: Setup) -> Iterator[Attention]:
             f"attention {name} cannot be exact: its results depend on the batch; "
             "use --attention triton or --determinism best_effort"
         )
+    if name in LIBRARIES and setup.config.speculate is not None:
+        raise BackendUnavailableError(f"attention {name} cannot verify drafts; use --attention triton")
     if name in LIBRARIES:
         yield LIBRARIES[name](setup)
     library = preferred_library(setup) if name == "auto" and not setup.is_exact else None
@@ -51,7 +53,7 @@ def preferred_library(setup: Setup) -> str | None:
 
     flash-attn 3 is not preferred for an fp8 cache, because it also rounds queries and softmax weights to fp8.
     """
-    if setup.device.type != "cuda" or setup.config.kernels == "torch":
+    if setup.device.type != "cuda" or setup.config.kernels == "torch" or setup.config.speculate is not None:
         return None
     capability = torch.cuda.get_device_capability(setup.device)
     if capability < HOPPER:

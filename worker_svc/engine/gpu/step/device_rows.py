@@ -66,6 +66,7 @@ def _opened_words(batch: StepBatch, rows: OpenRows, stride: int) -> tuple[list[I
         head = sampling_words(item.sampling, item.sample_index)
         head[WORDS["num_banned"]] = len(item.banned_ids)
         head[WORDS["banned_before"]] = min(item.banned_before, MAX_INT32)
+        head[WORDS["num_tokens"]], head[WORDS["prompt_len"]] = rows.num_tokens[item.row], rows.prompt_lens[item.row]
         head[WORDS["is_processed"]] = rows.is_always_processed(item.row)
         head[WORDS["position_delta"]] = rows.positions.delta(item.row)
         record = np.concatenate((head, table))

@@ -8,12 +8,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from step_protocol.columns import I64, U32
+from step_protocol.columns import I64, U32, Bools
 from step_protocol.messages import NO_CANDIDATES, RowError, RowErrorCode, StepOutput
+from worker_svc.engine.gpu.kernels.drafts import BAD, NO_TOKEN
+from worker_svc.engine.gpu.step.drafts import StepDrafts
 from worker_svc.engine.gpu.step.extras import StepExtras
 from worker_svc.engine.gpu.step.step_buffer import Staging
 from worker_svc.engine.pooling.pooling import NOT_FINITE
-from worker_svc.engine.step_runner import NOTHING_TO_SAMPLE
+from worker_svc.engine.step_runner import NOTHING_TO_SAMPLE, rows_with_lens
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,7 @@ class Writes:
     generations: I64  # [S]
     positions: I64  # [S] of the sampled tokens
     extras: StepExtras | None = None  # None: the step computes nothing but tokens
+    drafts: StepDrafts | None = None  # None: the worker computes no drafts
 
 
 NO_IDS: I64 = np.empty(0, np.int64)
@@ -44,6 +47,7 @@ class PendingStep:
         self.started = started
         self._reading = threading.Lock()
         self._output: StepOutput | None = None
+        self.ended = started
 
     def is_done(self) -> bool:
         return self.staging.event is None or bool(self.staging.event.query())
@@ -55,6 +59,7 @@ class PendingStep:
             if self._output is None:
                 if self.staging.event is not None:
                     self.staging.event.synchronize()
+                self.ended = time.perf_counter()
                 self._output = self._read()
             return self._output
 
@@ -62,10 +67,16 @@ class PendingStep:
         """Tokens [S] of all sampling rows, including failed ones."""
         return self.staging.down.numpy()[: len(self.writes.sampling_rows)].astype(np.uint32)
 
-    def _read(self) -> StepOutput:
-        rows, down = self.writes.sampling_rows, self.staging.down.numpy()
+    def statuses(self) -> I64:
+        """Of all samples [S], as in kernels/drafts.py."""
+        down = self.staging.down.numpy()
         half = len(down) // 2
-        is_bad = down[half : half + len(rows)] != 0
+        return down[half : half + len(self.writes.sampling_rows)].astype(np.int64)
+
+    def _read(self) -> StepOutput:
+        rows, statuses = self.writes.sampling_rows, self.statuses()
+        is_token = (statuses & NO_TOKEN) == 0
+        is_bad = ((statuses & BAD) != 0) & is_token
         logprobs, prompt_logprobs, pooled, bad_rows = None, None, None, rows[is_bad]
         bad_pooled: list[int] = []
         candidates = NO_CANDIDATES
@@ -73,7 +84,7 @@ class PendingStep:
             prompt_logprobs, bad_prompts = extras.prompt_logprobs()
             is_bad |= np.isin(rows, bad_prompts)
             bad_rows = np.union1d(rows[is_bad], bad_prompts)
-            logprobs = extras.logprobs(~is_bad)
+            logprobs = extras.logprobs(is_token & ~is_bad)
             pooled, bad_pooled = extras.pooled_rows()
             candidates = extras.candidates(bad_rows)
         failed = {error.row for error in self._errors}
@@ -81,8 +92,18 @@ class PendingStep:
         errors = self._errors + [RowError(row, NOTHING_TO_SAMPLE, RowErrorCode.NAN) for row in bad]
         errors += [RowError(row, NOT_FINITE, RowErrorCode.NAN) for row in bad_pooled]
         elapsed_us = int((time.perf_counter() - self.started) * 1e6)
-        good_rows = rows[~is_bad].astype(np.uint32)
-        return StepOutput(
-            self._step_id, good_rows, self.sampled()[~is_bad], errors, elapsed_us, logprobs, prompt_logprobs,
-            candidates, pooled,
+        is_good = is_token & ~is_bad
+        output = StepOutput(
+            self._step_id, rows[is_good].astype(np.uint32), self.sampled()[is_good], errors, elapsed_us, logprobs,
+            prompt_logprobs, candidates, pooled,
         )  # fmt: skip
+        if self.writes.drafts is not None:
+            self._add_drafts(output, self.writes.drafts, is_good)
+        return output
+
+    def _add_drafts(self, output: StepOutput, drafts: StepDrafts, is_good: Bools) -> None:
+        """Tokens by row, and what the rows want next."""
+        if drafts.has_more.any():
+            output.rows, output.token_lens = rows_with_lens(output.rows)
+        wanted = drafts.wanted[is_good & (drafts.nth == 0)]
+        output.draft_lens = wanted if wanted.any() else None

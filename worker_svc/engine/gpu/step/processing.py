@@ -9,7 +9,14 @@ import torch
 from step_protocol.columns import F32, I64, U32
 from step_protocol.messages import RowOpen
 from worker_svc.engine.gpu.kernels.sampler.banned import mask_banned
-from worker_svc.engine.gpu.kernels.sampler.process import IN_PROMPT, RECENT, ban_bad_words, process, record_tokens
+from worker_svc.engine.gpu.kernels.sampler.process import (
+    IN_PROMPT,
+    RECENT,
+    Drafts,
+    ban_bad_words,
+    process,
+    record_tokens,
+)
 from worker_svc.engine.gpu.uploads import to_device
 from worker_svc.engine.rows.open_rows import OpenRows
 
@@ -74,10 +81,12 @@ class DeviceProcessing:
         recent = self._upload(output[last].astype(np.int32))
         self._recent[row].index_copy_(0, self._upload(last % RECENT), recent)
 
-    def process(self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def process(
+        self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, drafts: Drafts = None
+    ) -> torch.Tensor:
         """float32 logits of rows (-1: padding) that sample at these output positions, with all processing."""
-        logits = process(logits, self._state, rows, self._added, self._counts)
-        ban_bad_words(logits, rows, positions, self._words, self._recent, self._vocab.start)
+        logits = process(logits, self._state, rows, self._added, self._counts, self._vocab.start, drafts)
+        ban_bad_words(logits, rows, positions, self._words, self._recent, self._vocab.start, drafts)
         mask_banned(logits, self._state, rows, positions, self._vocab.start)
         return logits
 

@@ -1,6 +1,7 @@
 """The upload of a step, in one pinned buffer and one copy: its columns, padded to a bucket, and deltas of row records.
 
-    header (number of rows) | rows | starts | contexts | sampling rows, tokens, positions | tokens | deltas | adapters
+    header (number of rows) | rows | starts | contexts | sampling rows, tokens, numbers, positions | tokens | deltas |
+    adapters
 
 Columns are at fixed offsets, as CUDA graphs require. The deltas follow the tokens of this step. The adapters of tokens
 are a second copy, of steps that have some.
@@ -11,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from request_fields.fields import MAX_BANNED_IDS
@@ -24,6 +26,7 @@ from worker_svc.engine.rows.step_checker import CheckedStep
 
 HEADER_WORDS = 4
 NO_ROW = -1
+NO_IDS: I64 = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +86,7 @@ class StepColumns:
     queries: Queries
     sample_rows: torch.Tensor  # [S]
     sample_tokens: torch.Tensor  # [S]
+    nth: torch.Tensor  # [S] of the samples of a row with drafts; 0 for other rows
     output_positions: torch.Tensor  # [S]
     known: torch.Tensor  # [T] token ids; negative: the row's last token
     token_ids: torch.Tensor  # [T] this and the next two are written by the prepare kernel
@@ -102,18 +106,21 @@ class Staging:
 
 
 class StepBuffer:
-    """Device memory of uploads, and their layout on both sides."""
+    """Device memory of uploads, and their layout on both sides. A row with drafts has several samples."""
 
-    def __init__(self, max_rows: int, max_tokens: int, state: torch.Tensor, device: torch.device) -> None:
+    def __init__(
+        self, max_rows: int, max_samples: int, max_tokens: int, state: torch.Tensor, device: torch.device
+    ) -> None:
         self._state = state
         self._tables = state[:, HEAD_WORDS : state.shape[1] - MAX_BANNED_IDS]
         self._places: dict[str, int] = {}
         place = HEADER_WORDS
         sizes = {"rows": max_rows, "starts": max_rows + 1, "contexts": max_rows}
         sizes |= {
-            "sample_rows": max_rows,
-            "sample_tokens": max_rows,
-            "output_positions": max_rows,
+            "sample_rows": max_samples,
+            "sample_tokens": max_samples,
+            "nth": max_samples,
+            "output_positions": max_samples,
             "tokens": max_tokens,
         }
         for name, size in sizes.items():
@@ -124,7 +131,7 @@ class StepBuffer:
         self._device = torch.zeros(self._size, dtype=torch.int32, device=device)
         self._prepared = torch.zeros(3, _aligned(max_tokens), dtype=torch.int32, device=device)
         self._is_cuda = device.type == "cuda"
-        self._max_rows = max_rows
+        self.max_samples = max_samples
         self._free: list[Staging] = []
         self.clear()
 
@@ -133,7 +140,7 @@ class StepBuffer:
         self._device.zero_()
         self._device[self._places["adapters"] :] = NO_ADAPTER
         place = self._places["sample_rows"]
-        self._device[place : place + self._max_rows] = NO_ROW
+        self._device[place : place + self.max_samples] = NO_ROW
 
     def take_staging(self) -> Staging:
         """Memory for one step. Give it back when the step has finished."""
@@ -141,7 +148,7 @@ class StepBuffer:
             return self._free.pop()
         event: Any = torch.cuda.Event() if self._is_cuda else None  # type: ignore[no-untyped-call]
         up, down = (
-            torch.zeros(n, dtype=torch.int32, pin_memory=self._is_cuda) for n in (self._size, 2 * self._max_rows)
+            torch.zeros(n, dtype=torch.int32, pin_memory=self._is_cuda) for n in (self._size, 2 * self.max_samples)
         )
         return Staging(up, down, event)
 
@@ -149,9 +156,11 @@ class StepBuffer:
         self._free.append(staging)
 
     def upload(
-        self, staging: Staging, plan: CheckedStep, known: I64, output_positions: I64, bucket: Bucket, deltas: I32
-    ) -> torch.Tensor:
-        """Writes a step to `staging` and starts its copy. Returns its deltas on the device."""
+        self, staging: Staging, plan: CheckedStep, contexts: I64, known: I64, output_positions: I64, bucket: Bucket,
+        deltas: I32,
+    ) -> torch.Tensor:  # fmt: skip
+        """Writes a step to `staging` and starts its copy. Returns its deltas on the device. `contexts` and `known` are
+        those that `prepare` reads."""
         place, host = self._places, staging.up.numpy()
         num_rows, num_samples = len(plan.rows), len(plan.sampling_rows)
         host[0] = num_rows
@@ -163,9 +172,10 @@ class StepBuffer:
 
         write("rows", plan.rows, bucket.rows)
         write("starts", plan.starts, bucket.rows + 1, int(plan.starts[-1]))
-        write("contexts", plan.context_lens, bucket.rows)
+        write("contexts", contexts, bucket.rows)
         write("sample_rows", plan.sampling_rows, bucket.samples, NO_ROW)
-        write("sample_tokens", plan.starts[plan.sources + 1] - 1 if num_samples else plan.sources, bucket.samples)
+        write("sample_tokens", plan.sampled_tokens if num_samples else plan.sources, bucket.samples)
+        write("nth", NO_IDS if plan.num_after is None else plan.nth, bucket.samples)
         write("output_positions", output_positions, bucket.samples)
         write("tokens", known, bucket.tokens)
         begin = place["tokens"] + _aligned(bucket.tokens)
@@ -203,6 +213,7 @@ class StepBuffer:
             ),
             sample_rows=read("sample_rows", bucket.samples),
             sample_tokens=read("sample_tokens", bucket.samples),
+            nth=read("nth", bucket.samples),
             output_positions=read("output_positions", bucket.samples),
             known=read("tokens", bucket.tokens),
             token_ids=token_ids,
