@@ -11,6 +11,7 @@ from scheduler_svc.core.features.snapshots import Snapshots
 from scheduler_svc.core.messages import WorkerCapacity
 from scheduler_svc.core.sequence import StopCondition
 from tests.sim.cluster import ROOT_SALT, Cluster, Request
+from tests.sim.inputs import IDS
 
 VOCAB = 1000
 BLOCK = 16
@@ -71,6 +72,15 @@ def test_the_third_prompt_starts_where_two_differ():
     assert server.run(shared + tokens(40, 2)) == [0]
     assert 64 in server.positions()
     assert server.run(shared + tokens(40, 3)) == [64]
+
+
+def test_a_state_after_another_image_is_no_hit():
+    server = Server(8)
+    first, other = ([*tokens(20), *IDS[content][:40], *tokens(60, 1)] for content in (0, 1))
+    assert server.run(first) == [0]
+    assert server.run(other) == [0]
+    assert server.run(other[:70] + tokens(20, 2)) == [16]  # where the two differ; 64 is after the image
+    assert server.run(first) == server.run(other) == [112]
 
 
 def test_a_turn_starts_from_the_newest_block_of_the_output():

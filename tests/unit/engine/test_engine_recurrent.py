@@ -8,8 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 
 from step_protocol.messages import NO_RULES, BadBatchError
 from tests.unit.engine.driver import Driver, seeded, u32
@@ -197,27 +195,6 @@ def test_snapshots_can_be_stored_and_are_checked(model_dir):
     ):
         assert not states(other.runner).restore(1, wrong, "r")
     assert states(other.runner).export(1, "r") is None
-
-
-def test_qwen3_5_checkpoints_of_the_hub_have_a_prefix_and_more_tensors(tmp_path):
-    folder = make_model(tmp_path, "qwen3_5")
-    config = json.loads((folder / "config.json").read_text())
-    text = {name: value for name, value in config.items() if name != "architectures"}
-    outer = {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5", "text_config": text}
-    (folder / "config.json").write_text(json.dumps(outer | {"tie_word_embeddings": False, "image_token_id": 5}))
-    tensors = load_file(folder / "model.safetensors")
-    moved = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in tensors.items()}
-    extra = {"mtp.fc.weight": torch.zeros(2, 2), "model.visual.pos_embed.weight": torch.zeros(2, 2)}
-    save_file(moved | extra, folder / "model.safetensors")
-    driver = Driver(load(folder))
-    driver.open(0, prompts([20])[0])
-    driver.prefill(0)
-    driver.decode([0], 3)
-    plain = Driver(load(make_model(tmp_path / "plain", "qwen3_5")))
-    plain.open(0, prompts([20])[0])
-    plain.prefill(0)
-    plain.decode([0], 3)
-    assert driver.rows[0].tokens == plain.rows[0].tokens
 
 
 @pytest.mark.parametrize(

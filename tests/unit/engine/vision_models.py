@@ -9,14 +9,16 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from prefix_index.content_ids import input_digest
 from step_protocol.messages import CarriedInput, ImageSpan
 from tests.carried import with_content_ids
-from tests.unit.engine.models import DEFAULTS, randomize
+from tests.unit.engine.models import DEFAULTS, FIELDS, qwen3_5, randomize
 from worker_svc.engine.vision.tower import Pixels
 
 VOCAB = 211
+WEIGHTS = "model.safetensors"
 IMAGE, VIDEO, VISION_START, VISION_END = 200, 201, 202, 203
 MEAN, DEVIATION = (0.48, 0.45, 0.4), (0.27, 0.26, 0.28)
 
@@ -24,6 +26,7 @@ CLASSES = {
     "qwen2_vl": (transformers.Qwen2VLConfig, transformers.Qwen2VLForConditionalGeneration),
     "qwen2_5_vl": (transformers.Qwen2_5_VLConfig, transformers.Qwen2_5_VLForConditionalGeneration),
     "qwen3_vl": (transformers.Qwen3VLConfig, transformers.Qwen3VLForConditionalGeneration),
+    "qwen3_5": (transformers.Qwen3_5Config, transformers.Qwen3_5ForConditionalGeneration),
 }
 # Heads of 24 dimensions, windows of 2 x 2 tokens and a grid of 5 x 5 learned positions: no size divides another one.
 TOWERS: dict[str, dict[str, Any]] = {
@@ -32,8 +35,15 @@ TOWERS: dict[str, dict[str, Any]] = {
                    "patch_size": 6, "window_size": 24, "fullatt_block_indexes": [1, 3]},
     "qwen3_vl": {"depth": 4, "hidden_size": 72, "out_hidden_size": 64, "num_heads": 3, "intermediate_size": 100,
                  "patch_size": 6, "num_position_embeddings": 25, "deepstack_visual_indexes": [0, 2]},
+    "qwen3_5": {"depth": 3, "hidden_size": 72, "out_hidden_size": 64, "num_heads": 3, "intermediate_size": 100,
+                "patch_size": 6, "num_position_embeddings": 25},
 }  # fmt: skip
-SECTIONS = {"qwen2_vl": [2, 3, 3], "qwen2_5_vl": [2, 3, 3], "qwen3_vl": [4, 2, 2]}  # of 8 frequencies
+# Of 8 frequencies; of 5 in Qwen3.5, which rotates a part of each head.
+SECTIONS = {"qwen2_vl": [2, 3, 3], "qwen2_5_vl": [2, 3, 3], "qwen3_vl": [4, 2, 2], "qwen3_5": [2, 2, 1]}
+TEXTS: dict[str, dict[str, Any]] = {
+    "qwen3_vl": {"head_dim": 16},
+    "qwen3_5": FIELDS["qwen3_5"] | {"head_dim": 40, "layer_types": ["linear_attention", "full_attention"] * 2},
+}
 
 
 def make_vision_model(
@@ -42,20 +52,23 @@ def make_vision_model(
     """Writes a checkpoint to `folder` and returns it. `overrides` are fields of its decoder."""
     config_class, model_class = CLASSES[architecture]
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": SECTIONS[architecture]}
-    fields = DEFAULTS | {"vocab_size": VOCAB, "num_hidden_layers": 3, "rope_parameters": rope} | overrides
-    if architecture == "qwen3_vl":
-        fields |= {"head_dim": 16}
+    fields = DEFAULTS | {"vocab_size": VOCAB, "num_hidden_layers": 3} | TEXTS.get(architecture, {}) | overrides
+    fields["rope_parameters"] = fields.get("rope_parameters", {}) | rope
     ids = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": VISION_START,
            "vision_end_token_id": VISION_END}  # fmt: skip
     torch.manual_seed(seed)
     model = model_class(config_class(text_config=fields, vision_config=TOWERS[architecture], **ids))
     randomize(model, torch.Generator().manual_seed(seed))
     model.to(dtype).save_pretrained(folder)
+    if architecture == "qwen3_5":  # the models of the Hub have layers that predict further tokens
+        stored = load_file(folder / WEIGHTS) | {"mtp.fc.weight": torch.zeros(2, 2)}
+        save_file(stored, folder / WEIGHTS, {"format": "pt"})
     return folder
 
 
 def load_vision_reference(folder: Path) -> Any:
-    """The checkpoint as transformers runs it, in float32."""
+    """The checkpoint as transformers runs it, in float32; states token by token (`load_reference`)."""
+    qwen3_5.torch_chunk_gated_delta_rule = qwen3_5.torch_recurrent_gated_delta_rule
     found = transformers.AutoModelForImageTextToText.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
     )

@@ -362,7 +362,7 @@ QWEN2_VL = Architecture(
     has_o_bias=False,
     tower="qwen2_vl",
     mrope="sections",
-    defaults={"rms_norm_eps": 1e-5, "rope_theta": 1e6, "max_window_layers": 80},
+    defaults={"rms_norm_eps": 1e-5, "rope_theta": 1e6, "max_window_layers": 80, "mrope_section": [16, 24, 24]},
 )
 LATENT_SIZES = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "v_head_dim": 128, "qk_nope_head_dim": 128}
 DEEPSEEK_V3 = Architecture(
@@ -446,7 +446,7 @@ LFM2 = Architecture(
     names=LFM2_NAMES,
 )
 QWEN3_5 = Architecture(
-    "Qwen3.5 and Qwen3.6 dense, text only",
+    "Qwen3.5 and Qwen3.6 dense",
     frozenset({"partial_rotary"}),
     qk_norm="head",
     norm="rms_offset",
@@ -464,13 +464,14 @@ QWEN3_5 = Architecture(
         "linear_value_head_dim": 128,
         "linear_num_key_heads": 16,
         "linear_num_value_heads": 32,
+        "mrope_section": [11, 11, 10],
     },
-    unread=("mtp.", "visual."),
+    unread=("mtp.",),
     names=QWEN3_5_NAMES,
 )
 QWEN3_5_MOE = replace(
     QWEN3_5,
-    models="Qwen3.5 and Qwen3.6 with experts, text only",
+    models="Qwen3.5 and Qwen3.6 with experts",
     experts=ExpertFamily(shared="gated", is_normalized=True),
     defaults={
         **QWEN3_5.defaults,
@@ -544,7 +545,7 @@ ARCHITECTURES = {
         windows="none",
         tower="qwen3_vl",
         mrope="interleaved",
-        defaults={"head_dim": 128, "rope_theta": 5e5},
+        defaults={"head_dim": 128, "rope_theta": 5e5, "mrope_section": [24, 20, 20]},
     ),
     "MixtralForCausalLM": Architecture(
         "Mixtral",
@@ -632,9 +633,9 @@ ARCHITECTURES = {
         names=replace(MIXTRAL_NAMES, correction="block_sparse_moe.e_score_correction_bias"),
     ),
     "Qwen3_5ForCausalLM": QWEN3_5,
-    "Qwen3_5ForConditionalGeneration": QWEN3_5,
+    "Qwen3_5ForConditionalGeneration": replace(QWEN3_5, tower="qwen3_vl", mrope="interleaved"),
     "Qwen3_5MoeForCausalLM": QWEN3_5_MOE,
-    "Qwen3_5MoeForConditionalGeneration": QWEN3_5_MOE,
+    "Qwen3_5MoeForConditionalGeneration": replace(QWEN3_5_MOE, tower="qwen3_vl", mrope="interleaved"),
     "Qwen3NextForCausalLM": replace(
         QWEN3_5_MOE,
         models="Qwen3-Next",

@@ -491,7 +491,8 @@ def _rotaries(
         rope[ORIGINAL_LENGTH] = config[ORIGINAL_LENGTH]
     whole = parse_rotary(config, rope, head_dim)
     if architecture.mrope is not None:
-        whole = replace(whole, axes=mrope_axes(rope, architecture.mrope, len(whole.inv_freq)))
+        sections = rope.get("mrope_section", config["mrope_section"])
+        whole = replace(whole, axes=mrope_axes(sections, architecture.mrope, len(whole.inv_freq)))
     if "rope_local_base_freq" not in config:
         return (whole,), {FULL: 0, SLIDING: 0, CHUNKED: 0}
     local = parse_rotary(config, {"rope_theta": positive(config, "rope_local_base_freq")}, head_dim)

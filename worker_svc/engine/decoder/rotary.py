@@ -18,10 +18,6 @@ from worker_svc.engine.kernels.exact_ops import cos_sin
 
 ORIGINAL_LENGTH = "original_max_position_embeddings"
 LONG_ROPES = ("longrope", "su")  # `su`: its name in the first checkpoints of Phi-3
-MROPE_SECTIONS: dict[MropeKind, list[int]] = {
-    "sections": [16, 24, 24],
-    "interleaved": [24, 20, 20],
-}  # as in transformers
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +96,8 @@ def parse_rotary(config: dict[str, Any], rope: dict[str, Any], head_dim: int) ->
     return ROPE_SCALINGS[kind](theta**exponents, {"max_position_embeddings": 0, **config, **rope, "rope_theta": theta})
 
 
-def mrope_axes(rope: dict[str, Any], kind: MropeKind, count: int) -> I64:
+def mrope_axes(sections: object, kind: MropeKind, count: int) -> I64:
     """The axis (time, height, width) of each of `count` frequencies. Raises CheckpointError."""
-    sections = rope.get("mrope_section", MROPE_SECTIONS[kind])
     if not isinstance(sections, list) or len(sections) != 3 or not all(isinstance(size, int) for size in sections):
         raise CheckpointError(f"mrope_section: config.json must hold three integers, found {sections!r}")
     if sum(sections) != count or min(sections) < 0:
