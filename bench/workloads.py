@@ -13,7 +13,10 @@ import json
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
 
 Model = dict[str, Any]
 
@@ -49,6 +52,19 @@ COMMON: Model = {
     "eos_token_id": 2,
     "bos_token_id": 0,
     "pad_token_id": 0,
+}
+
+INT4_GROUP = 128
+PACK_QUANTIZED = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "ignore": ["lm_head"],
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": INT4_GROUP},
+        }
+    },
 }
 
 
@@ -104,8 +120,9 @@ def nano(model: Model = QWEN3_06B) -> Workload:
 WORKLOADS: dict[str, Callable[[], Workload]] = {"w1": w1, "w2": w2, "w3": w3}
 
 
-def make_model(folder: Path, model: Model, dtype: str = "bfloat16") -> Path:
-    """Write a random Hugging Face checkpoint of that shape in `dtype`; returns its folder.
+def make_model(folder: Path, model: Model, dtype: str = "bfloat16", *, is_int4: bool = False) -> Path:
+    """Write a random Hugging Face checkpoint of that shape in `dtype`; returns its folder. `is_int4`: its linear layers
+    are `pack-quantized`.
 
     It has no tokenizer: requests contain token ids. Requires torch but not transformers.
     """
@@ -116,13 +133,29 @@ def make_model(folder: Path, model: Model, dtype: str = "bfloat16") -> Path:
     torch_dtype = getattr(torch, dtype)
     tensors = {}
     for name, shape in weight_shapes(model).items():
+        if is_int4 and name.endswith("_proj"):
+            tensors |= {f"model.{name}.{part}": tensor for part, tensor in _int4_parts(shape, generator).items()}
+            continue
         is_norm = len(shape) == 1
         weight = torch.ones(shape) if is_norm else torch.empty(shape).normal_(0, 0.02, generator=generator)
         tensors[f"model.{name}.weight"] = weight.to(torch_dtype)
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(COMMON | model | {"dtype": dtype, "torch_dtype": dtype}))
+    fields = COMMON | model | {"dtype": dtype, "torch_dtype": dtype}
+    if is_int4:
+        fields["quantization_config"] = PACK_QUANTIZED
+    (folder / "config.json").write_text(json.dumps(fields))
     return folder
+
+
+def _int4_parts(shape: tuple[int, int], generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """Random weights in 4 bits with a standard deviation of about 0.02."""
+    import torch
+
+    outputs, inputs = shape
+    words = torch.randint(-(1 << 31), 1 << 31, (outputs, inputs // 8), dtype=torch.int32, generator=generator)
+    scales = torch.full((outputs, inputs // INT4_GROUP), 0.02 / 4.6, dtype=torch.bfloat16)
+    return {"weight_packed": words, "weight_scale": scales, "weight_shape": torch.tensor(shape)}
 
 
 def weight_shapes(model: Model) -> dict[str, tuple[int, ...]]:

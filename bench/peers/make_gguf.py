@@ -1,6 +1,6 @@
 """A checkpoint of bench/workloads.py (Qwen3, bf16, tied embeddings) as GGUF for llama.cpp. Runs in the peers' venv.
 
-    $PEERS_VENV/bin/python bench/peers/make_gguf.py MODEL_DIR OUT.gguf [bf16|q8_0]
+    $PEERS_VENV/bin/python bench/peers/make_gguf.py MODEL_DIR OUT.gguf [bf16|q8_0|q4_0]
 
 The checkpoint has no tokenizer but llama.cpp requires one: every id gets a made-up word.
 """
@@ -76,15 +76,15 @@ def byte_alphabet() -> str:
 
 
 def add_tensor(writer: gguf.GGUFWriter, name: str, tensor: torch.Tensor, weights: str) -> None:
-    """Norms in float32 as llama.cpp requires, matrices in bf16 or in 8 bits."""
+    """Norms in float32 as llama.cpp requires, matrices in bf16, or in 8 or 4 bits."""
     _, _, in_layer = name.partition("layers.")
     number, _, part = in_layer.partition(".")
     target = f"blk.{number}.{NAMES[part]}.weight" if in_layer else f"{NAMES[name]}.weight"
     if tensor.dim() == 1:
         writer.add_tensor(target, tensor.float().numpy())
         return
-    if weights == "q8_0":
-        kind = gguf.GGMLQuantizationType.Q8_0
+    if weights != "bf16":
+        kind = gguf.GGMLQuantizationType[weights.upper()]
         writer.add_tensor(target, gguf.quants.quantize(tensor.float().numpy(), kind), raw_dtype=kind)
         return
     data = tensor.to(torch.bfloat16).contiguous().view(torch.uint8).numpy()
