@@ -4,7 +4,7 @@
     python bench/worker.py --quick            # fewer requests and layers, under a minute
     python bench/worker.py --workloads w1 --numbers bfloat16 --profile
     python bench/worker.py --numbers bfloat16 --speculation    # drafts of which a share is right
-    python bench/worker.py --recurrent --threads 2             # shapes of Qwen3.5-0.8B, beside a dense model
+    python bench/worker.py --recurrent --numbers bfloat16,float32    # Qwen3.5-0.8B's shapes, a dense model, transformers
 
 The same run measures a padded PyTorch loop (bench/padded.py), the speed of one large product per number type, and the
 speed of reading memory. `of_limit` is the least possible time for the linear layers of the workload's steps (for each
@@ -32,7 +32,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as quire-worker does; Ope
 import numpy as np
 import torch
 
-from bench.machine import Figures, describe, quiet
+from bench.machine import Figures, StealMeter, describe, quiet
 from bench.padded import PaddedLoop
 from bench.speculation import GREEDY, measure_speculation
 from bench.workloads import QWEN3_06B, WORKLOADS, Request, Workload, make_model
@@ -48,7 +48,7 @@ from worker_svc.engine.model_runner import ModelRunner
 NUMBERS = {"float32": ("float32", None), "bfloat16": ("bfloat16", None), "int8": ("bfloat16", "int8")}
 BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
 LIMIT_SHAPE = (512, 4096, 1024)  # rows, outputs, inputs of the product whose speed is the limit
-RECURRENT_PROMPT, RECURRENT_OUTPUT = 512, 32
+RECURRENT_PROMPT, RECURRENT_OUTPUT = 256, 32
 TRANSFORMERS_PROMPT, TRANSFORMERS_OUTPUT = 64, 8  # it is slower
 RECURRENT_SHAPES: dict[str, Any] = {  # of Qwen3.5-0.8B, with a smaller vocabulary
     "vocab_size": 32768, "hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 24, "head_dim": 256,
@@ -313,45 +313,62 @@ def measure_drafts(number: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure_recurrent(args: argparse.Namespace) -> dict[str, Any]:
-    """Tokens per second of one row in bfloat16: of a prompt, and of the output after a short one. Of Qwen3.5-0.8B's
-    shapes, of a dense model with as many active parameters, and of the first in transformers, there in float32, which
-    is faster on processors that do not multiply bfloat16."""
+    """Tokens per second of one row: of a prompt, and of the output after a short one. Of Qwen3.5-0.8B's shapes, of a
+    dense model with as many active parameters, and of the first in transformers. All engines take turns; best of the
+    repeats."""
     import transformers
 
-    figures, rng = dict[str, Any](), np.random.default_rng(0)
-    prompt = rng.integers(3, RECURRENT_SHAPES["vocab_size"], RECURRENT_PROMPT).tolist()
+    prompt = np.random.default_rng(0).integers(3, RECURRENT_SHAPES["vocab_size"], RECURRENT_PROMPT).tolist()
+    meter, runs = StealMeter(), dict[str, Callable[[], tuple[float, float]]]()
     with tempfile.TemporaryDirectory() as scratch:
         torch.manual_seed(0)
         model = transformers.Qwen3_5ForCausalLM(transformers.Qwen3_5TextConfig(**RECURRENT_SHAPES)).bfloat16().eval()
         model.save_pretrained(Path(scratch, "recurrent"))
         folders = {"recurrent": Path(scratch, "recurrent"), "dense": make_model(Path(scratch, "dense"), DENSE_SHAPES)}
         sizes = {"num_blocks": 64, "max_num_seqs": 2, "max_model_len": 1024, "snapshot_memory": 0}
-        for name, folder in folders.items():
-            runner = ModelRunner(EngineConfig(folder, "bfloat16", threads=args.threads, **sizes))
-            loops = [
-                Loop(runner, Workload([Request(prompt[:length], count)], DENSE_SHAPES, 0))
-                for length, count in ((RECURRENT_PROMPT, 1), (16, 1), (16, 1 + RECURRENT_OUTPUT))
-            ]
-            whole, short, long = (fastest(lambda loop=loop: loop.run(GREEDY), args.repeats) for loop in loops)
-            figures[name] = {
-                "prompt_tok_s": round(RECURRENT_PROMPT / whole, 1),
-                "decode_tok_s": round(RECURRENT_OUTPUT / (long - short), 1),
-            }
-            print(f"{name}: {figures[name]}", flush=True)
+        for number in args.numbers:
+            for name, folder in folders.items():
+                dtype, quantize = NUMBERS[number]
+                runner = ModelRunner(EngineConfig(folder, dtype, quantize=quantize, threads=args.threads, **sizes))
+                runs[f"{name} {number}"] = partial(_speeds, runner, prompt)
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
+    for _ in range(args.repeats):
+        for name, run in runs.items():
+            found[name].append(run())
     torch.set_num_threads(args.threads)
-    model.float()
-    with torch.inference_mode():
-        start = time.perf_counter()
-        output = model(torch.tensor([prompt[:TRANSFORMERS_PROMPT]]), use_cache=True)
-        seconds = time.perf_counter() - start
-        start = time.perf_counter()
-        for _ in range(TRANSFORMERS_OUTPUT):
-            token = output.logits[:, -1:].argmax(-1)
-            output = model(token, past_key_values=output.past_key_values, use_cache=True)
-        decode = TRANSFORMERS_OUTPUT / (time.perf_counter() - start)
-    prompt_speed = TRANSFORMERS_PROMPT / seconds
-    figures["transformers"] = {"prompt_tok_s": round(prompt_speed, 1), "decode_tok_s": round(decode, 1)}
-    return figures
+    for number in {"float32", "bfloat16"} & set(args.numbers):
+        found[f"transformers {number}"] = [_speeds_of_transformers(model.to(getattr(torch, number)), prompt)]
+    return {
+        **{
+            name: dict(zip(("prompt", "decode"), map(_best, zip(*all_, strict=True)), strict=True))
+            for name, all_ in found.items()
+        },
+        "steal_pct": meter.pct(),
+    }
+
+
+def _best(speeds: tuple[float, ...]) -> float:
+    return round(max(speeds), 1)
+
+
+def _speeds(runner: ModelRunner, prompt: list[int]) -> tuple[float, float]:
+    """Tokens per second of a prompt, and of the output after a short one."""
+    wanted = ((RECURRENT_PROMPT, 1), (16, 1), (16, 1 + RECURRENT_OUTPUT))
+    loops = [Loop(runner, Workload([Request(prompt[:length], count)], DENSE_SHAPES, 0)) for length, count in wanted]
+    whole, short, long = (loop.run(GREEDY) for loop in loops)
+    return RECURRENT_PROMPT / whole, RECURRENT_OUTPUT / (long - short)
+
+
+@torch.inference_mode()
+def _speeds_of_transformers(model: Any, prompt: list[int]) -> tuple[float, float]:
+    started = time.perf_counter()
+    output = model(torch.tensor([prompt[:TRANSFORMERS_PROMPT]]), use_cache=True)
+    prompt_s = time.perf_counter() - started
+    started = time.perf_counter()
+    for _ in range(TRANSFORMERS_OUTPUT):
+        token = output.logits[:, -1:].argmax(-1)
+        output = model(token, past_key_values=output.past_key_values, use_cache=True)
+    return TRANSFORMERS_PROMPT / prompt_s, TRANSFORMERS_OUTPUT / (time.perf_counter() - started)
 
 
 def _choices(allowed: Any) -> Callable[[str], list[str]]:

@@ -79,6 +79,7 @@ _SIGNATURES = {
     "quire_linear_4bit_pack": [_INT, *[_POINTER] * 3, *[_LONG] * 3, _POINTER, _INT],
     "quire_linear": [_INT, _INT, *[_POINTER] * 5, *[_LONG] * 4, _POINTER, _INT],
     "quire_recurrent": [_INT, *[_POINTER] * 4, _LONG, _INT],
+    "quire_gate_outputs": [_INT, *[_POINTER] * 2, *[_LONG] * 2, _INT],
     "quire_forward": [_POINTER] * 4,
     "quire_forward_logits": [_POINTER, _LONG, _LONG, _LONG, *[_POINTER] * 2],
     "quire_add_adapters": [_INT, _POINTER, _LONG, _POINTER, _POINTER, _LONG, _INT],
@@ -290,7 +291,7 @@ class CpuBackend:
         )
 
     def gate_outputs(self, out: torch.Tensor, gate: torch.Tensor) -> None:
-        torch_ops.gate_outputs(out, gate)
+        self._kernels.quire_gate_outputs(_is_bf16(out), out.data_ptr(), gate.data_ptr(), *out.shape, self._threads)
 
     def recurrent(
         self, weights: RecurrentWeights, states: StatePool, index: int, batch: ForwardBatch, projected: torch.Tensor

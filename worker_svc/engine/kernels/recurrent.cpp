@@ -191,16 +191,13 @@ template <typename T> struct Recurrent {
     for (int p = 0; p < parts; p++) change[p] = read[p] = splat(0.f);
     if (is_delta)
       for (int64_t d = 0; d < r.key_dim; d++)
-        for (int p = 0; p < parts; p++) {
-          const v16 s = load16(state + d * stride + p * kLanes) * decay;
-          store16(state + d * stride + p * kLanes, s);
-          change[p] = fma16(s, splat(k[d]), change[p]);
-        }
+        for (int p = 0; p < parts; p++)
+          change[p] = fma16(load16(state + d * stride + p * kLanes) * decay, splat(k[d]), change[p]);
     for (int p = 0; p < parts; p++) change[p] = (value[p] - change[p]) * share;
     for (int64_t d = 0; d < r.key_dim; d++)
       for (int p = 0; p < parts; p++) {
         float* at = state + d * stride + p * kLanes;
-        const v16 s = fma16(splat(k[d]), change[p], is_delta ? load16(at) : load16(at) * decay);
+        const v16 s = fma16(splat(k[d]), change[p], load16(at) * decay);
         store16(at, s);
         read[p] = fma16(s, splat(q[d]), read[p]);
       }
@@ -294,4 +291,9 @@ extern "C" void quire_recurrent(int is_bf16, const void* recurrence, const void*
                                 int64_t n, int threads) {
   Pass pass(threads);
   recurrent(pass, is_bf16, *(const Recurrence*)recurrence, *(const StateRows*)rows, projected, out, n);
+}
+
+extern "C" void quire_gate_outputs(int is_bf16, void* out, const void* gate, int64_t n, int64_t width, int threads) {
+  Pass pass(threads);
+  gate_outputs(pass, is_bf16, out, gate, n, width, width);
 }
