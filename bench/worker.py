@@ -4,7 +4,7 @@
     python bench/worker.py --quick            # fewer requests and layers, under a minute
     python bench/worker.py --workloads w1 --numbers bfloat16 --profile
     python bench/worker.py --numbers bfloat16 --speculation    # drafts of which a share is right
-    python bench/worker.py --recurrent --numbers bfloat16,float32    # Qwen3.5-0.8B's shapes, a dense model, transformers
+    python bench/worker.py --recurrent --numbers bfloat16,float32   # Qwen3.5-0.8B beside a dense model, transformers
 
 The same run measures a padded PyTorch loop (bench/padded.py), the speed of one large product per number type, and the
 speed of reading memory. `of_limit` is the least possible time for the linear layers of the workload's steps (for each

@@ -21,7 +21,7 @@ from worker_svc.engine.decoder.config import parse_config
 from worker_svc.engine.decoder.kv_cache import KVCachePool
 from worker_svc.engine.decoder.rotary import Rotary
 
-LENGTH = 270
+LENGTH, LONG = 270, 1100  # the second one is more than threads read in one turn
 SHAPES = {
     "DeepSeek V2 Lite": LatentShape(16, 512, 64, 128, 128, is_interleaved=True),
     "odd": LatentShape(5, 27, 10, 14, 18, is_interleaved=True),
@@ -50,7 +50,7 @@ def norm_of(shape, dtype):
 
 
 def rotary_of(shape):
-    return Rotary(1.0 / 1e4 ** (torch.arange(0, shape.rope_dim, 2).float() / shape.rope_dim)).table(LENGTH)
+    return Rotary(1.0 / 1e4 ** (torch.arange(0, shape.rope_dim, 2).float() / shape.rope_dim)).table(LONG)
 
 
 def attend(backend, shape, chunks, block_size=16):
@@ -133,6 +133,15 @@ def test_a_token_does_not_depend_on_its_batch(kernel_build, shape, dtype):
     found = attend(other_threads, shape, crowd)
     assert torch.equal(found[1], whole[-1:])
     assert torch.equal(found[3], whole[90:131])
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_heads_that_read_in_turns_give_the_same_bits(threads):
+    shape, backend = SHAPES["many heads"], make_backend("cpu", threads, "exact")
+    sequence = Sequence(shape, LONG, torch.bfloat16)
+    (several,) = attend(backend, shape, [(sequence, LONG - 5, LONG)])  # spans that go through all keys
+    (last,) = attend(backend, shape, [(sequence, LONG - 1, LONG)])
+    assert torch.equal(last, several[-1:])
 
 
 @pytest.mark.parametrize("shape", [SHAPES["odd"], SHAPES["halves"]], ids=["odd", "halves"])

@@ -47,6 +47,20 @@ template <typename T> void attend(Pass& pass, const AttentionArgs<T>& a, const A
   });
 }
 
+// Spans that are the heads of few tokens, with a scratch each. They go through their keys in turns, so that the cache
+// that all threads share has what the first of them reads.
+template <typename T> void attend_in_turns(Pass& pass, const LatentArgs<T>& a, const std::vector<Span>& spans) {
+  thread_local std::map<int64_t, std::vector<LatentScratch<T>>> of_width;
+  std::vector<LatentScratch<T>>& scratch = of_width[a.width];
+  while (scratch.size() < spans.size()) scratch.emplace_back(a.width, a.width);
+  int64_t most = 0;
+  for (const Span& span : spans) most = std::max(most, span.num_keys);
+  for (int64_t key = 0; key < most; key += kTurnKeys)
+    pass.run(spans.size(), 1, [&](int64_t first, int64_t last) {
+      for (int64_t i = first; i < last; i++) attend_latents(a, spans[i], key, key + kTurnKeys, scratch[i]);
+    });
+}
+
 }  // namespace
 
 void paged_attention(Pass& pass, int is_bf16, const AttentionPlan& plan, const AttentionRows& rows,
@@ -68,9 +82,11 @@ void latent_attention(Pass& pass, int is_bf16, const AttentionPlan& plan, const 
     typedef decltype(type) T;
     const LatentArgs<T> args{(const T*)q, (const T*)cache, (T*)out, rows, shape.heads, shape.rank, shape.width,
                              __builtin_ctzll(uint64_t(block_size)), scale};
-    pass.run(plan.spans.size(), 1, [&](int64_t first, int64_t last) {
+    const int64_t count = plan.spans.size();
+    if (count > 1 && count <= 2 * pass.threads) return attend_in_turns(pass, args, plan.spans);
+    pass.run(count, 1, [&](int64_t first, int64_t last) {
       auto& scratch = scratch_of_thread<LatentScratch<T>>(shape.width, shape.width, shape.width);
-      for (int64_t i = first; i < last; i++) attend_latents(args, plan.spans[i], scratch);
+      for (int64_t i = first; i < last; i++) attend_latents(args, plan.spans[i], 0, kEveryKey, scratch);
     });
   };
   is_bf16 ? run(uint16_t()) : run(float());

@@ -2,10 +2,14 @@
 // is the key of all heads, and whose first numbers are their value: it is read once, in place, for both. A vector holds 16
 // numbers of a row. The score of a key is the fixed tree of 16 sums, so neither blocks nor batch mates change it.
 #pragma once
+#include <limits>
+
 #include "attention_lanes.h"
 
 namespace {
 
+constexpr int64_t kTurnKeys = 8 * kKeyTile;  // of 1 MiB: what threads that read the same latents read before they wait
+constexpr int64_t kEveryKey = std::numeric_limits<int64_t>::max();
 constexpr int kMostLatentQueries = 128;  // query vectors of a span: all heads of a decoding token read a tile once
 
 template <typename T> struct LatentArgs {
@@ -19,6 +23,7 @@ template <typename T> struct LatentArgs {
     const int64_t offset = position & ((int64_t(1) << block_shift) - 1);
     return cache + ((int64_t(table[position >> block_shift]) << block_shift) + offset) * width;
   }
+  int64_t padded_rank() const { return (rank + kLanes - 1) / kLanes * kLanes; }
   // Query vector `i` of a row.
   int64_t vector(int64_t row, int64_t i) const { return rows.query_starts[row] * heads + i; }
 };
@@ -91,38 +96,48 @@ template <typename T> int64_t end_of(const LatentArgs<T>& a, const Span& span, i
   return a.rows.num_keys(span.row, (span.first + i) / a.heads);
 }
 
-template <typename T> void attend_latents(const LatentArgs<T>& a, const Span& span, LatentScratch<T>& s) {
-  const int64_t width = a.width, padded_rank = (a.rank + kLanes - 1) / kLanes * kLanes;
+// Query vectors, and the softmax of no keys.
+template <typename T> void begin_latents(const LatentArgs<T>& a, const Span& span, LatentScratch<T>& s) {
+  const T* from = a.q + a.vector(span.row, span.first) * a.width;
+  for (int64_t i = 0; i < span.queries * a.width; i++) s.q[i] = to_float(from[i]) * a.scale;
+  std::fill_n(s.row_max, span.queries, kNegInf);
+  std::fill_n(s.row_sum, span.queries, 0.f);
+  std::fill_n(s.acc.data(), span.queries * a.padded_rank(), 0.f);
+}
+
+template <typename T> void finish_latents(const LatentArgs<T>& a, const Span& span, const LatentScratch<T>& s) {
+  for (int r = 0; r < span.queries; r++) {
+    T* out = a.out + a.vector(span.row, span.first + r) * a.rank;
+    const float scale = 1.f / s.row_sum[r];
+    for (int64_t d = 0; d < a.rank; d++) out[d] = from_float<T>(s.acc[r * a.padded_rank() + d] * scale);
+  }
+}
+
+// Keys from `first`, a multiple of kKeyTile, to `last`, or to the last one that the span sees. A span's keys come in order.
+template <typename T>
+void attend_latents(const LatentArgs<T>& a, const Span& span, int64_t first, int64_t last, LatentScratch<T>& s) {
+  if (first == 0) begin_latents(a, span, s);
   const int32_t* table = a.rows.table(span.row);
   const int queries = span.queries;
-  float *q = s.q.data(), *scores = s.scores.data(), *acc = s.acc.data();
-  const T* from = a.q + a.vector(span.row, span.first) * width;
-  for (int64_t i = 0; i < queries * width; i++) q[i] = to_float(from[i]) * a.scale;
-  std::fill_n(s.row_max, queries, kNegInf);
-  std::fill_n(s.row_sum, queries, 0.f);
-  std::fill_n(acc, queries * padded_rank, 0.f);
-  const int64_t end = end_of(a, span, queries - 1);
+  float *scores = s.scores.data(), *acc = s.acc.data();
+  const int64_t end = end_of(a, span, queries - 1), padded_rank = a.padded_rank();
   const bool is_ahead = a.block_shift >= 4;
   auto gather = [&](int64_t key) {
     return gather_latents(a, table, key, int(std::min<int64_t>(kKeyTile, end - key)), s.packed.data());
   };
-  for (int64_t key = 0; key < end; key += kKeyTile) {
+  for (int64_t key = first; key < std::min(last, end); key += kKeyTile) {
     const int count = int(std::min<int64_t>(kKeyTile, end - key)), groups = (count + kLanes - 1) / kLanes;
     const KeyTile<T> tile = gather(key);
     KeyTile<T> next;
     const bool has_next = is_ahead && key + kKeyTile < end;
     if (has_next) next = gather(key + kKeyTile);
-    dot_tile(q, queries, width, tile, has_next ? &next : nullptr, count, scores);
+    dot_tile(s.q.data(), queries, a.width, tile, has_next ? &next : nullptr, count, scores);
     for (int r = 0; r < queries; r++)
       softmax_lanes(scores + r * kKeyTile, {0, end_of(a, span, r) - key}, 0.f, groups, s.row_max[r], s.row_sum[r],
                     acc + r * padded_rank, padded_rank);
     value_tile<T>(scores, queries, tile, nullptr, {0, count}, padded_rank, acc);
   }
-  for (int r = 0; r < queries; r++) {
-    T* out = a.out + a.vector(span.row, span.first + r) * a.rank;
-    const float scale = 1.f / s.row_sum[r];
-    for (int64_t d = 0; d < a.rank; d++) out[d] = from_float<T>(acc[r * padded_rank + d] * scale);
-  }
+  if (first < end && end <= last) finish_latents(a, span, s);
 }
 
 }  // namespace
