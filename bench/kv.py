@@ -46,7 +46,8 @@ import worker_svc.blocks
 from bench.machine import describe
 from prefix_index.hashing import layout_digest
 from step_protocol.columns import u32_to_bytes
-from svc_common.serve import SERVER_OPTIONS, open_channel
+from svc_common.channels import BULK_OPTIONS
+from svc_common.serve import CHANNEL_OPTIONS, SERVER_OPTIONS
 from tests.processes.ports import free_port
 from tests.processes.stack import Stack, is_ready
 from worker_svc.blocks import MovementSettings, WorkerBlocks
@@ -79,10 +80,15 @@ class PoolOnly(SimpleNamespace):
         write()
 
 
+def open_bulk(address: str, worker_id: str) -> grpc.aio.Channel:
+    """As the channels between workers."""
+    return grpc.aio.insecure_channel(address, options=[*CHANNEL_OPTIONS, *BULK_OPTIONS.items()])
+
+
 async def worker_blocks(epoch: int, *, is_source: bool) -> WorkerBlocks:
     executor: Any = PoolOnly(worker_epoch=epoch, on_commit=None, check_fence=lambda fence: None)
     executor.movable_blocks = lambda: payload_blocks(is_source=is_source)
-    found = WorkerBlocks(executor, MovementSettings(kv_transfer=True), lambda address, worker_id: open_channel(address))
+    found = WorkerBlocks(executor, MovementSettings(kv_transfer=True), open_bulk)
     info: Any = SimpleNamespace(
         attention_window=None, num_snapshots=None, revision="r", numerics="n", weights_revision=""
     )

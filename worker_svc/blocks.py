@@ -49,8 +49,9 @@ from worker_svc.wire import pieces
 log = logging.getLogger(__name__)
 
 DIGEST_BYTES = 16
-MESSAGE_BYTES = 1 << 20  # of a message between workers: some records, or a piece of one
-CALL_BYTES = 32 << 20  # of records between workers of one call, so of their shared memory
+MESSAGE_BYTES = 4 << 20  # of a message between workers: some records, or a piece of one
+CALL_BYTES = 64 << 20  # of records between workers of one call, so of their shared memory
+MAX_MAPPED = 4  # memories of other workers
 READ_BYTES = 4 << 20  # of records that are read from the tier by one thread at once
 WATCH_PAUSE_S = 0.1  # changes of the tier are sent together
 MAX_LISTED = 1 << 14  # digests in one message
@@ -122,6 +123,9 @@ class WorkerBlocks:
         self._records: RecordFormat | None = None
         self._seals = Seals()  # written and read by the model thread
         self._memory: SharedMemory | None = None  # of the last call, for the next one
+        self._mapped: dict[
+            str, memoryview
+        ] = {}  # memory of readers by its name, which is drawn at random; last used last
         self._senders = ThreadPoolExecutor(1, thread_name_prefix="block-sender")
         self._receivers = ThreadPoolExecutor(1, thread_name_prefix="block-receiver")
         self.num_reads = 0  # other workers that read blocks now
@@ -336,15 +340,16 @@ class WorkerBlocks:
         records: RecordFormat,
     ) -> AsyncGenerator[list[Found], None]:
         """The blocks of one call: from memory that a source on this host shares, else from its messages."""
-        loop, rest, start, size = asyncio.get_running_loop(), bytearray(), 0, records.num_bytes
+        loop, sent, start, size = asyncio.get_running_loop(), list[bytes](), 0, records.num_bytes
         with self._shared_with(request, len(part) * size) as memory:
             async for message in stub.ReadBlocks(request, timeout=FETCH_TIMEOUT_S):
-                rest += message.data
-                data: memoryview | bytearray = rest
                 if message.num_shared and memory is not None:
                     data = memory[start * size : (start + message.num_shared) * size]
-                if len(data) < size:
-                    continue
+                else:
+                    sent.append(message.data)
+                    if sum(map(len, sent)) < size:
+                        continue
+                    data = memoryview(sent[0] if len(sent) == 1 else b"".join(sent))
                 wanted = part[start : start + len(data) // size]
                 if not wanted:
                     raise FetchEndedError("the source sent more blocks than were wanted")
@@ -352,7 +357,7 @@ class WorkerBlocks:
                 yield unpacked
                 if error is not None:
                     raise error
-                rest, start = bytearray(), start + len(unpacked)
+                sent, start = [], start + len(unpacked)
 
     @contextlib.contextmanager
     def _shared_with(self, request: worker_pb2.ReadBlocksRequest, num_bytes: int) -> Iterator[memoryview | None]:
@@ -378,13 +383,13 @@ class WorkerBlocks:
             memory.close()
 
     def _unpack_all(
-        self, records: RecordFormat, data: bytearray | memoryview, wanted: Sequence[WantedBlock]
+        self, records: RecordFormat, data: memoryview, wanted: Sequence[WantedBlock]
     ) -> tuple[list[Found], FetchEndedError | None]:
         """The blocks of some records, up to one that is not the wanted block."""
         found, size = list[Found](), records.num_bytes
         for start, one in zip(range(0, len(data), size), wanted, strict=False):
             try:
-                found.append(self._unpack(records, memoryview(data)[start : start + size], one))
+                found.append(self._unpack(records, data[start : start + size], one))
             except FetchEndedError as error:
                 return found, error
         return found, None
@@ -415,13 +420,27 @@ class WorkerBlocks:
             raise InvalidRequestError(f"{len(ids)} block_ids with {len(digests)} hashes", field="hashes")
         wanted, named = list(zip(ids.tolist(), digests, strict=True)), request.memory
         size = len(wanted) * records.num_bytes
-        memory = find_shared_memory(named.pid, named.descriptor, named.name, size) if named.pid and size else None
+        memory = self._find(named, size) if named.pid and size else None
         self.num_reads += 1
         try:
             async for response in self._send(records, wanted, memory):
                 yield response
         finally:
             self.num_reads -= 1
+
+    def _find(self, named: worker_pb2.SharedMemory, size: int) -> memoryview | None:
+        """The memory of a reader. It stays mapped for the next calls, because a new mapping costs more than the copies:
+        each page of it is found at its first use.
+        """
+        found = self._mapped.pop(named.name, None)
+        if found is None or len(found) < size:
+            found = find_shared_memory(named.pid, named.descriptor, named.name, size)
+        if found is None:
+            return None
+        self._mapped[named.name] = found
+        if len(self._mapped) > MAX_MAPPED:
+            del self._mapped[next(iter(self._mapped))]
+        return found
 
     async def _send(
         self, records: RecordFormat, wanted: Sequence[tuple[int, bytes]], memory: memoryview | None
@@ -430,7 +449,7 @@ class WorkerBlocks:
         at_once = max(1, MESSAGE_BYTES // size)
         for start in range(0, len(wanted), at_once):
             part = wanted[start : start + at_once]
-            place = bytearray(len(part) * size) if memory is None else memory[start * size :]
+            place = np.empty(len(part) * size, np.uint8).data if memory is None else memory[start * size :]
             count = await loop.run_in_executor(self._senders, self._pack_all, records, part, place)
             self.counts.blocks_out += count
             self.counts.bytes_out += count * size
@@ -442,9 +461,7 @@ class WorkerBlocks:
             if count < len(part):
                 return
 
-    def _pack_all(
-        self, records: RecordFormat, wanted: Sequence[tuple[int, bytes]], into: bytearray | memoryview
-    ) -> int:
+    def _pack_all(self, records: RecordFormat, wanted: Sequence[tuple[int, bytes]], into: memoryview) -> int:
         """Write the records of these blocks, one after the other. Returns how many, up to one that is not there."""
         places = np.frombuffer(into, np.uint8)[: len(wanted) * records.num_bytes].reshape(len(wanted), -1)
         for count, ((block, digest), place) in enumerate(zip(wanted, places, strict=True)):

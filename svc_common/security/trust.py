@@ -28,9 +28,9 @@ from typing import Any
 import grpc
 
 from svc_common.calls import PROBES, Admit, Context
-from svc_common.channels import OpenChannel, ServiceChannel
+from svc_common.channels import BULK_OPTIONS, OpenChannel, ServiceChannel
 from svc_common.config import Flag, FlagGroup, SettingError, path, switch, text
-from svc_common.connections import SCHEDULER_PINGS, WORKER_PINGS, Pings
+from svc_common.connections import SCHEDULER_PINGS, WORKER_PINGS
 from svc_common.errors import PermissionDeniedError, UnauthenticatedError
 from svc_common.security.own_certificate import OwnCertificate
 from svc_common.security.reread import Reread
@@ -211,16 +211,15 @@ class Trust:
     def open_channel(self, target: str, role: str) -> grpc.aio.Channel:
         """A channel to a service of this role. With certificates, a server of another role fails the handshake."""
         pings = WORKER_PINGS if role == "worker" else SCHEDULER_PINGS
-        return self._open(target, self.name.format(role=role), pings)
+        return self._open(target, self.name.format(role=role), pings.options())
 
     def open_worker(self, target: str, worker_id: str) -> grpc.aio.Channel:
         """A channel to a worker. If certificates name ids, a server with another id fails the handshake."""
-        if self.worker_name is None:
-            return self.open_channel(target, "worker")
-        return self._open(target, self.worker_name.format(id=worker_id), WORKER_PINGS)
+        name = self.name.format(role="worker") if self.worker_name is None else self.worker_name.format(id=worker_id)
+        return self._open(target, name, WORKER_PINGS.options() | BULK_OPTIONS)
 
-    def _open(self, target: str, name: str, pings: Pings) -> grpc.aio.Channel:
-        tokens, options = self.tokens, list((dict(CHANNEL_OPTIONS) | pings.options()).items())
+    def _open(self, target: str, name: str, own: Mapping[str, Any]) -> grpc.aio.Channel:
+        tokens, options = self.tokens, list((dict(CHANNEL_OPTIONS) | own).items())
         authorization = None if tokens is None else lambda: f"{SCHEME}{tokens.own(self.role)}"
         if self.reader is None:
             channel = grpc.aio.insecure_channel(target, options=options)
