@@ -12,9 +12,11 @@ gRPC over loopback and by shared memory, all copies and xxh3 checksums included.
     restart        seconds to the first token of a prompt of 2,000 tokens after kill -9 of its only worker
     small_pool     prompts of 16 prefixes in turn, with a pool that holds a quarter: cached fraction of tokens, seconds
     pull           seconds to the first token of a prefix of 8,000 tokens that another, busy worker holds
+    drain          the longest pause of 20 streams with 2,000 tokens of context whose worker drains, in ms
     roles          time between tokens of 24 chats while a prompt of 6,000 tokens arrives each 2 s: three workers that
                    are alike, and one that prefills beside two that decode
-    moves          of all runs: their number, and by how much they took longer than computing, together
+    moves          of all runs: their number, and by how much they took longer than computing: together, and a bound of
+                   the 99th percentile
 
 The last line is one JSON object. Run it on an idle machine.
 """
@@ -25,9 +27,11 @@ import argparse
 import asyncio
 import json
 import multiprocessing
+import re
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -145,7 +149,7 @@ async def fetch_speed(*, shares: bool) -> float:
             raise RuntimeError(response.message)
     mine.send(None)
     process.join(10)
-    target.close()
+    await target.close()
     return round(NUM_BLOCKS * BLOCK_BYTES / best / 1e9, 2)
 
 
@@ -190,17 +194,24 @@ def _speed(run: Callable[[], None]) -> float:
 
 
 class Lost:
-    """What moves of all runs took longer than computing, together, and their number."""
+    """The time by which moves of all runs took longer than computing, by the upper bound of its bucket."""
 
     def __init__(self) -> None:
-        self.moves, self.lost_ms = 0, 0
+        self.up_to: Counter[float] = Counter()  # cumulative, by bound in seconds
+        self.lost_s = 0.0
 
     async def add(self, page: str) -> None:
         """Read the metrics of a scheduler."""
         text = await asyncio.to_thread(lambda: urlopen(f"http://{page}/metrics", timeout=10).read().decode())
-        values = {line.split("{")[0]: line.rsplit(" ", 1)[1] for line in text.splitlines()}
-        self.moves += int(float(values["quire_block_moves_total"]))
-        self.lost_ms += int(float(values["quire_block_move_lost_ms_total"]))
+        for bound, count in re.findall(r'^quire_block_move_lost_seconds_bucket{\S*le="([^"]+)"\S* (\S+)$', text, re.M):
+            self.up_to[float(bound)] += int(float(count))
+        self.lost_s += float(re.findall(r"^quire_block_move_lost_seconds_sum\S* (\S+)$", text, re.M)[0])
+
+    def summary(self) -> dict[str, float]:
+        """The number of moves, what they lost together, and a bound of the 99th percentile."""
+        number = max(self.up_to.values(), default=0)
+        p99 = min((bound for bound, count in self.up_to.items() if count >= 0.99 * number), default=0.0)
+        return {"number": number, "lost_ms": round(1e3 * self.lost_s, 2), "lost_p99_ms_at_most": 1e3 * p99}
 
 
 def prompt_of(number: int, length: int) -> list[int]:
@@ -265,6 +276,49 @@ async def pull(folder: Path, sim: Sequence[str], lost: Lost, *flags: str) -> flo
             return round(took, 3)
 
 
+async def drain(folder: Path, sim: Sequence[str], lost: Lost, *flags: str) -> float:
+    """The longest pause of streams, in ms, whose worker drains."""
+    page, num_streams = f"127.0.0.1:{free_port()}", 20
+    sim = (*sim, "--num-blocks", "32768", "--max-num-seqs", "64", *flags)
+    with Stack(folder) as stack:
+        scheduler = stack.start_scheduler("--metrics-listen", page)
+        first = stack.start_worker(scheduler, demo_model_dir(), *sim)
+        async with await stack.connect(stack.start_gateway(scheduler)) as client:
+            begun, gone, pauses = asyncio.Semaphore(0), asyncio.Event(), list[float]()
+            streams = [
+                asyncio.create_task(_drained(client, number, begun, gone, pauses)) for number in range(num_streams)
+            ]
+            for _ in streams:
+                await begun.acquire()
+            other = stack.start_worker(scheduler, demo_model_dir(), *sim)
+            await stack.until(client, lambda schedulers: is_ready(schedulers, other))
+            pauses.clear()
+            await asyncio.to_thread(first.terminate)
+            gone.set()
+            await asyncio.gather(*streams)
+            await lost.add(page)
+            return round(1e3 * max(pauses), 1)
+
+
+async def _drained(
+    client: AsyncClient, number: int, begun: asyncio.Semaphore, gone: asyncio.Event, pauses: list[float]
+) -> None:
+    """Reads a stream until it has got tokens from its next worker."""
+    num_more, before = 50, None
+    prompt = prompt_of(number, 2000)
+    async with client.stream(token_ids=prompt, max_tokens=20_000, ignore_eos=True) as stream:
+        async for _ in stream:
+            now = time.perf_counter()
+            if before is None:
+                begun.release()
+            else:
+                pauses.append(now - before)
+            before = now
+            num_more -= gone.is_set()
+            if not num_more:
+                return
+
+
 async def roles(folder: Path, sim: Sequence[str], *names: str) -> dict[str, float]:
     with Stack(folder) as stack:
         scheduler = stack.start_scheduler()
@@ -325,6 +379,7 @@ async def measure(pace: float) -> dict[str, Any]:
             "restart_s": {"none": await restart(new(), sim), "disk": await restart(new(), sim, *disk)},
             "small_pool": {
                 "none": await small_pool(new(), sim, lost, quarter),
+                "memory": await small_pool(new(), sim, lost, quarter, "--kv-host-memory", "1G"),
                 "disk": await small_pool(new(), sim, lost, quarter, *other),
                 "unlimited": await small_pool(new(), sim, lost, 8 * quarter),
             },
@@ -332,12 +387,16 @@ async def measure(pace: float) -> dict[str, Any]:
                 "recompute": await pull(new(), sim, lost),
                 "transfer": await pull(new(), sim, lost, "--kv-transfer"),
             },
+            "drain_ms": {
+                "recompute": await drain(new(), sim, lost),
+                "transfer": await drain(new(), sim, lost, "--kv-transfer"),
+            },
             "roles": {
                 "colocated": await roles(new(), slow, "both", "both", "both"),
                 "split": await roles(new(), slow, "prefill", "decode", "decode"),
             },
         }
-        return {**found, "moves": {"number": lost.moves, "lost_ms": lost.lost_ms}}
+        return {**found, "moves": lost.summary()}
 
 
 def main() -> None:

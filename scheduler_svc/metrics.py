@@ -156,6 +156,12 @@ SPECS = (
     Spec("scheduler_step_bytes", "histogram", "size of one step and its answer on the wire", "bytes", MODEL),
     Spec("scheduler_step_rows_total", "counter", "rows computed by answered steps", "", MODEL),
     Spec("scheduler_turn_seconds", "histogram", "time of one turn of the step loop", "seconds"),
+    Spec(
+        "block_move_lost_seconds",
+        "histogram",
+        "time by which a move took longer than computing its tokens would have; 0 for the others",
+        "seconds",
+    ),
     Spec("scheduler_idle_seconds_total", "counter", "time between turns of the step loop", "seconds"),
     Spec("scheduler_output_tokens_total", "counter", "output tokens that workers returned", "tokens", MODEL),
     Spec("scheduler_sequences_ended_total", "counter", "sequences that ended, for any reason", "", MODEL),
@@ -216,6 +222,7 @@ class SchedulerTimes:
 
     def __init__(self) -> None:
         self.turn = Buckets(SHORT_TIMES_S)
+        self.move_lost = Buckets(SHORT_TIMES_S)
         self.steps = RoundTripMeter()
         self.queue = Buckets(LATENCIES_S)
         self.prefill = Buckets(LATENCIES_S)
@@ -345,6 +352,7 @@ class SchedulerReader:
     def _time_rows(self, model: str) -> Iterator[Row]:
         times = self._loop.times
         yield "scheduler_turn_seconds", (), times.turn
+        yield "block_move_lost_seconds", (), times.move_lost
         yield "scheduler_idle_seconds_total", (), times.idle_s
         yield "step_round_trip_seconds", (model,), times.steps.round_trip
         yield "scheduler_step_bytes", (model,), times.steps.num_bytes

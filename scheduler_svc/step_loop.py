@@ -489,6 +489,8 @@ class StepLoop:
     def _apply_move_ended(self, link: WorkerLink, move_id: int, num_moved: int, took_s: float) -> None:
         if self._workers.get(link.worker_id) is link:
             self.core.end_move(move_id, num_moved, took_s, self._now)
+            for lost_s in self.core.moves.take_losses():
+                self.times.move_lost.observe(lost_s)
 
     def _apply_tier_changed(self, link: WorkerLink, tiers: Mapping[bytes, TierKind | None]) -> None:
         if self._workers.get(link.worker_id) is link:

@@ -52,6 +52,7 @@ DIGEST_BYTES = 16
 MESSAGE_BYTES = 4 << 20  # of a message between workers: some records, or a piece of one
 CALL_BYTES = 64 << 20  # of records between workers of one call, so of their shared memory
 MAX_MAPPED = 4  # memories of other workers
+MAX_CHANNELS = 16  # to other workers that are kept
 READ_BYTES = 4 << 20  # of records that are read from the tier by one thread at once
 WATCH_PAUSE_S = 0.1  # changes of the tier are sent together
 MAX_LISTED = 1 << 14  # digests in one message
@@ -111,6 +112,14 @@ class Order:
     written: list[Found] = field(default_factory=list)
 
 
+@dataclass(slots=True)
+class OpenChannel:
+    """A connection to another worker."""
+
+    channel: grpc.aio.Channel
+    num_calls: int = 0
+
+
 class WorkerBlocks:
     """Owns the tier of this worker and its exchange of blocks with other workers. Does nothing unless a flag asks."""
 
@@ -126,6 +135,7 @@ class WorkerBlocks:
         self._mapped: dict[
             str, memoryview
         ] = {}  # memory of readers by its name, which is drawn at random; last used last
+        self._channels: dict[tuple[str, str], OpenChannel] = {}  # last used last
         self._senders = ThreadPoolExecutor(1, thread_name_prefix="block-sender")
         self._receivers = ThreadPoolExecutor(1, thread_name_prefix="block-receiver")
         self.num_reads = 0  # other workers that read blocks now
@@ -174,15 +184,17 @@ class WorkerBlocks:
             num_blocks, used = len(tier.digests()), tier.num_bytes / 2**30
             log.info("%s tier: %d blocks of this model, %.1f GiB used", tier.name, num_blocks, used)
 
-    def close(self) -> None:
-        """Stop all threads."""
+    async def close(self) -> None:
+        """Stop all threads and calls."""
         self._executor.on_step = None
+        for used in self._channels.values():
+            await used.channel.close()
         self._senders.shutdown(wait=False, cancel_futures=True)
         self._receivers.shutdown(wait=False, cancel_futures=True)
         if self._memory is not None:
             self._memory.close()
         if self.store is not None:
-            self.store.close()
+            await asyncio.to_thread(self.store.close)
 
     def _offer(self, batch: StepBatch, scheduler_epoch: int, tags: bytes) -> None:
         """Called in the model thread for each step that commits blocks or opens rows."""
@@ -313,8 +325,7 @@ class WorkerBlocks:
     ) -> AsyncGenerator[list[Found], None]:
         at_once, num_found = max(1, CALL_BYTES // records.num_bytes), 0
         try:
-            async with self._open_worker(source.address, source.worker_id) as channel:
-                stub = worker_pb2_grpc.WorkerServiceStub(channel)
+            async with self._connected(source.address, source.worker_id) as stub:
                 for start in range(0, len(order.wanted), at_once):
                     part = order.wanted[start : start + at_once]
                     request = worker_pb2.ReadBlocksRequest(
@@ -331,6 +342,29 @@ class WorkerBlocks:
                         return
         except grpc.aio.AioRpcError as error:
             raise FetchEndedError(f"worker {source.worker_id}: {error.code().name}: {error.details()}") from None
+
+    @contextlib.asynccontextmanager
+    async def _connected(
+        self, address: str, worker_id: str
+    ) -> AsyncGenerator[worker_pb2_grpc.WorkerServiceAsyncStub, None]:
+        """Keeps channels for the next fetches: a drain makes many, and a handshake takes longer than most of them. A
+        channel is closed only while no call uses it, because the calls would be cancelled.
+        """
+        key, channels = (address, worker_id), self._channels
+        used = channels.pop(key, None) or OpenChannel(self._open_worker(address, worker_id))
+        channels[key] = used
+        used.num_calls += 1
+        try:
+            yield worker_pb2_grpc.WorkerServiceStub(used.channel)
+        except grpc.aio.AioRpcError:  # the next fetch does not wait until this channel connects again
+            channels.pop(key, None)
+            raise
+        finally:
+            used.num_calls -= 1
+            if len(channels) > MAX_CHANNELS and channels.get(key) is used:
+                del channels[key]
+            if not used.num_calls and channels.get(key) is not used:
+                await used.channel.close()
 
     async def _read_part(
         self,

@@ -131,7 +131,7 @@ class WorkerProcess:
             closing.callback(self._adapters.close)
             closing.callback(self._weights.close)
             closing.callback(self._executor.close)
-            closing.callback(self._blocks.close)
+            closing.push_async_callback(self._blocks.close)
             await asyncio.wait([serving])
         if self._exit_code:
             await self._server.grpc.stop(0)

@@ -114,6 +114,7 @@ class BlockMoves:
         self._open: dict[int, _Open] = {}
         self._new: list[BlockMove] = []
         self._leaving: dict[Sequence, BlockMove] = {}  # running sequences whose blocks go ahead of them
+        self._losses_s: list[float] = []
         self._num_moves = 0
 
     @property
@@ -339,6 +340,11 @@ class BlockMoves:
         new, self._new = self._new, []
         return new
 
+    def take_losses(self) -> list[float]:
+        """By how many seconds each move that has ended since the last call took longer than computing its tokens."""
+        losses, self._losses_s = self._losses_s, []
+        return losses
+
     def end_move(self, move_id: int, num_moved: int, took_s: float = 0.0) -> list[WorkerState]:
         """A move has ended: this many of its leading blocks have their content. Returns the workers that changed."""
         one = self._open.pop(move_id, None)
@@ -388,8 +394,8 @@ class BlockMoves:
         if capacity.movement is not None:
             counts.moved_bytes += num_moved * capacity.movement.block_bytes
         pace = self._throughput.prefill.early_per_s
-        if pace:
-            counts.block_move_lost_ms += int(1e3 * max(0.0, took_s - num_tokens / pace))
+        if pace and move not in self._leaving.values():  # no sequence waits for those
+            self._losses_s.append(max(0.0, took_s - num_tokens / pace))
 
 
 def can_exchange(worker: WorkerState, other: WorkerState) -> bool:

@@ -159,7 +159,6 @@ class Counts:
     tier_hit_tokens: int = counted("tokens whose KV was read from a tier", "tokens")
     transferred_tokens: int = counted("tokens whose KV came from another worker", "tokens")
     moved_bytes: int = counted("bytes of KV that moves brought", "bytes")
-    block_move_lost_ms: int = counted("time by which moves took longer than computing the tokens would have", "ms")
     snapshots_taken: int = counted("snapshots of recurrent states from which rows could start")
     snapshot_hits: int = counted("rows that started from a snapshot of a recurrent state")
     snapshots_evicted: int = counted("snapshots of recurrent states that made room for others")

@@ -69,7 +69,7 @@ async def serve(epoch: int, **settings: Any) -> AsyncIterator[Served]:
     address = await server.start()
     async with AsyncExitStack() as closing:
         closing.callback(executor.close)
-        closing.callback(blocks.close)
+        closing.push_async_callback(blocks.close)
         closing.push_async_callback(server.grpc.stop, 0)
         channel = await closing.enter_async_context(open_channel(address))
         stub = worker_pb2_grpc.WorkerServiceStub(channel)
