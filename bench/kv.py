@@ -103,7 +103,7 @@ async def worker_blocks(epoch: int, *, is_source: bool) -> WorkerBlocks:
 def serve_blocks(pipe: Connection, *, shares: bool) -> None:
     """The process of the source. Ends with the pipe."""
     if not shares:
-        worker_svc.blocks.find_shared_memory = lambda *_: None
+        setattr(worker_svc.blocks, "find_shared_memory", lambda *_: None)  # noqa: B010
 
     async def serve() -> None:
         blocks, server = await worker_blocks(1, is_source=True), grpc.aio.server(options=SERVER_OPTIONS)
@@ -358,7 +358,7 @@ async def _chat(client: AsyncClient, number: int, gaps: list[float]) -> None:
 
 
 async def measure(pace: float) -> dict[str, Any]:
-    sim = ("--executor", "sim", "--sim-step-ms", "2", "--sim-prefill-tokens-per-s", str(pace))
+    sim: tuple[str, ...] = ("--executor", "sim", "--sim-step-ms", "2", "--sim-prefill-tokens-per-s", str(pace))
     sim += ("--max-model-len", "24000", "--block-size", str(BLOCK_SIZE))
     slow = (*sim, "--sim-step-ms", "20")
     with tempfile.TemporaryDirectory() as name:

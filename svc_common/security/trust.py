@@ -218,7 +218,7 @@ class Trust:
         name = self.name.format(role="worker") if self.worker_name is None else self.worker_name.format(id=worker_id)
         return self._open(target, name, WORKER_PINGS.options() | BULK_OPTIONS)
 
-    def _open(self, target: str, name: str, own: Mapping[str, Any]) -> grpc.aio.Channel:
+    def _open(self, target: str, name: str, own: dict[str, Any]) -> grpc.aio.Channel:
         tokens, options = self.tokens, list((dict(CHANNEL_OPTIONS) | own).items())
         authorization = None if tokens is None else lambda: f"{SCHEME}{tokens.own(self.role)}"
         if self.reader is None:
