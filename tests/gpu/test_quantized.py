@@ -19,8 +19,10 @@ from worker_svc.engine.checkpoint.quantized import order_of
 from worker_svc.engine.checkpoint.tensors import Checkpoint
 from worker_svc.engine.decoder.config import parse_config
 from worker_svc.engine.gpu.collectives.group import Group
+from worker_svc.engine.gpu.kernels import forms
 from worker_svc.engine.gpu.kernels.scaled_linear import reference_rows
 from worker_svc.engine.gpu.layers import weights
+from worker_svc.engine.gpu.layers.experts import compute_experts
 from worker_svc.engine.gpu.layers.linears import DeviceLinears, Int4Linear, has_int4
 from worker_svc.engine.gpu.start import setup
 
@@ -223,6 +225,23 @@ def test_ranks_hold_the_parts_of_experts(tmp_path):
         joined = torch.cat([part.experts.down[number].widened() for part in parts], 1)
         assert torch.allclose(joined, down.weight, atol=1e-6)
     assert torch.equal(parts[0].router.weight, parts[1].router.weight)
+
+
+@pytest.mark.parametrize("form", [forms.TRITON, forms.TORCH], ids=["triton", "torch"])
+def test_ranks_hold_whole_experts_if_each_gets_equally_many(tmp_path, form):
+    """The sum of what the ranks compute is what one rank computes; an odd intermediate size needs not be divided."""
+    sizes = SIZES | {"num_hidden_layers": 1, "num_local_experts": 4, "intermediate_size": 49}
+    folder = make_model(tmp_path / "model", "mixtral", **sizes)
+    x = torch.randn(9, sizes["hidden_size"], generator=torch.Generator().manual_seed(3))
+    outputs = []
+    for rank, size in ((0, 1), (0, 2), (1, 2), (2, 4)):
+        part = shard(folder, rank, size)[0].feed_forward
+        with forms.using(form):
+            outputs.append(compute_experts(x, part.logits(x), part.experts, "silu"))
+        assert len(part.experts.down) == 4 // size
+        assert {linear.weight.shape[1] for linear in part.experts.down} == {49}
+    torch.testing.assert_close(outputs[1] + outputs[2], outputs[0])
+    assert not torch.equal(outputs[3], outputs[2])
 
 
 def test_inputs_are_sorted_only_by_equal_groups_of_one_size():

@@ -18,11 +18,20 @@ from worker_svc.engine.gpu.kernels.scaled_linear import ScaledRows, quantize_row
 @dataclass(frozen=True, slots=True)
 class StackedExperts(ExpertLinears):
     """Experts whose weights are stacked, so that one launch multiplies by all of them. The linear layers of the base
-    class are views of the stacked weights."""
+    class are views of the stacked weights. `first`: the number of the first one; a rank may hold some whole experts."""
 
     gate_up_weights: ExpertWeights
     down_weights: ExpertWeights
     is_exact: bool
+    first: int = 0
+
+    def numbered_here(self, experts: torch.Tensor) -> torch.Tensor:
+        """Numbers of experts among those of this rank; others are below 0, or beyond the last one."""
+        return experts - self.first if self.first else experts
+
+    @property
+    def are_all_here(self) -> bool:
+        return len(self.gate_up) == self.routing.num_experts
 
 
 def torch_experts(
@@ -31,8 +40,9 @@ def torch_experts(
     routing = experts.routing
     routes = route_in_torch(router_logits, routing.top_k, is_normalized=routing.is_normalized)
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    for number in sorted(set(routes.experts.flatten().tolist())):
-        tokens, ranks = (routes.experts == number).nonzero(as_tuple=True)
+    chosen = experts.numbered_here(routes.experts)
+    for number in sorted(set(chosen.flatten().tolist()).intersection(range(len(experts.gate_up)))):
+        tokens, ranks = (chosen == number).nonzero(as_tuple=True)
         inner = activated(experts.gate_up[number](x[tokens]), activation)
         total[tokens] += experts.down[number](inner).float() * routes.shares[tokens, ranks, None]
     return total.to(x.dtype)
@@ -44,14 +54,17 @@ def compute_experts(
 ) -> torch.Tensor:
     """The sum of the outputs of each token's experts, for x [n, hidden] and logits [n, num_experts]. Of a rank's shard,
     the sum over ranks is still missing."""
-    routing, num_experts = experts.routing, len(experts.gate_up_weights.steps)
+    routing, num_here = experts.routing, len(experts.gate_up_weights.steps)
     routes = route(router_logits, routing.top_k, is_normalized=routing.is_normalized)
-    shape = shape_for(routes.experts.numel(), num_experts, x.dtype, x.device, is_exact=experts.is_exact)
-    tiles = group(routes.experts, num_experts, shape.rows)
+    chosen = experts.numbered_here(routes.experts)
+    shape = shape_for(chosen.numel(), routing.num_experts, x.dtype, x.device, is_exact=experts.is_exact)
+    tiles = group(chosen, num_here, shape.rows)
     inner = expert_linear(
         _inputs(x, experts.gate_up_weights), experts.gate_up_weights, tiles, shape, x.dtype, activation
     )
     terms = expert_linear(_inputs(inner, experts.down_weights), experts.down_weights, tiles, shape, x.dtype, None)
+    if not experts.are_all_here:  # nothing was written for the others
+        terms.masked_fill_(((chosen < 0) | (chosen >= num_here)).view(-1, 1), 0.0)
     return add_experts(terms, routes)
 
 

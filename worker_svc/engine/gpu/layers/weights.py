@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import replace
 from functools import cached_property
 
@@ -16,7 +17,7 @@ from worker_svc.engine.checkpoint.tensors import Checkpoint
 from worker_svc.engine.config import Quantization
 from worker_svc.engine.decoder.config import LayerSpec, ModelConfig
 from worker_svc.engine.decoder.weights import FeedForward, Layer, RoutedExperts, Stored, WeightLoader
-from worker_svc.engine.gpu.collectives.group import Group
+from worker_svc.engine.gpu.collectives.group import ALONE, Group
 from worker_svc.engine.gpu.kernels import int4_linear
 from worker_svc.engine.gpu.kernels.expert_linear import ExpertWeights
 from worker_svc.engine.gpu.kernels.fp8 import scale_for
@@ -79,6 +80,12 @@ def formats_of(
     return frozenset(found)
 
 
+def whole_experts(num_experts: int, group: Group) -> range | None:
+    """The experts of one rank, if each rank can hold equally many. None: it holds a part of every expert."""
+    count, rest = divmod(num_experts, group.size)
+    return None if rest or group.size == 1 else range(group.rank * count, (group.rank + 1) * count)
+
+
 def shard_config(config: ModelConfig, group: Group) -> ModelConfig:
     """The shape of one rank's shard. Raises BackendUnavailableError if the model cannot be divided evenly.
 
@@ -91,7 +98,7 @@ def shard_config(config: ModelConfig, group: Group) -> ModelConfig:
         )
     for name, value in (
         ("num_attention_heads", heads.num_q_heads),
-        *{("intermediate_size", layer.inner) for layer in config.layers},
+        *{("intermediate_size", layer.inner) for layer in config.layers if _is_inner_divided(layer, group)},
     ):
         if value % size:
             raise BackendUnavailableError(
@@ -106,9 +113,13 @@ def shard_config(config: ModelConfig, group: Group) -> ModelConfig:
             f"vocab_size {config.vocab_size} is too small for tensor_parallel_size {size}; lower tensor_parallel_size"
         )
     shape = HeadShape(heads.num_q_heads // size, max(heads.num_kv_heads // size, 1), heads.head_dim)
-    return replace(
-        config, layers=tuple(replace(layer, heads=shape, inner=layer.inner // size) for layer in config.layers)
-    )
+    inners = [layer.inner // size if _is_inner_divided(layer, group) else layer.inner for layer in config.layers]
+    pairs = zip(config.layers, inners, strict=True)
+    return replace(config, layers=tuple(replace(layer, heads=shape, inner=inner) for layer, inner in pairs))
+
+
+def _is_inner_divided(layer: LayerSpec, group: Group) -> bool:
+    return layer.experts is None or whole_experts(layer.experts.routing.num_experts, group) is None
 
 
 def _range_of(indices: torch.Tensor) -> range:
@@ -186,14 +197,24 @@ class ShardLoader(WeightLoader):
     def _feed_forward(self, spec: LayerSpec, stored: dict[str, Stored], prefix: str) -> FeedForward | RoutedExperts:
         if spec.experts is None:
             return super()._feed_forward(spec, stored, prefix)
-        numbers = range(spec.experts.routing.num_experts)
-        gate_up = self._stack([stored[f"gate_up{number}"] for number in numbers])
-        down = self._stack([stored[f"down{number}"] for number in numbers])
+        routing = spec.experts.routing
+        numbers = whole_experts(routing.num_experts, self._group)
+        reader = self if numbers is None else self._undivided
+        numbers = numbers or range(routing.num_experts)
+        gate_up = reader._stack([stored[f"gate_up{number}"] for number in numbers])
+        down = reader._stack([stored[f"down{number}"] for number in numbers])
         experts = StackedExperts(
-            *(self._views(gate_up), self._views(down), spec.experts.routing, None, self._config.is_gated),
-            *(gate_up, down, self._linears.is_exact),
+            *(self._views(gate_up), self._views(down), routing, None, self._config.is_gated),
+            *(gate_up, down, self._linears.is_exact, numbers.start),
         )
         return RoutedExperts(self._linear(stored["router"]), experts)
+
+    @cached_property
+    def _undivided(self) -> ShardLoader:
+        """A loader of whole tensors, with the same `formats`."""
+        loader = copy(self)
+        loader._group = ALONE
+        return loader
 
     def _stack(self, experts: list[Stored]) -> ExpertWeights:
         """One weight of all experts. It is in fp8 only if all are, with equal groups."""
