@@ -76,7 +76,8 @@ def _check(report: Report, section: str) -> set[str]:
             try:
                 for case in cases:
                     count += 1
-                    checks.verify(case, is_exact=setup.is_exact)
+                    # The interpreter multiplies with numpy, whose rows depend on their number.
+                    checks.verify(case, is_exact=setup.is_exact and not report.is_smoke)
             except OutOfTimeError:
                 raise
             except Exception as error:  # the table should be complete

@@ -193,7 +193,8 @@ def first_answer(report: Report) -> None:
         with running_stack(make_checkpoint(report), Path(scratch), report, has_defaults=True) as target:
             report.row("first_answer", "quire up", ok=True, ms=1e3 * (time.perf_counter() - started))
             found = ask(requests, target, "first", report)
-    report.row("first_answer", f"a prompt of {len(prompt)} tokens", ok=True, note=f"TTFT {found['ttft_ms']} ms")
+    note = f"TTFT {found['ttft_ms']['p50']:.0f} ms"
+    report.row("first_answer", f"a prompt of {len(prompt)} tokens", ok=True, note=note)
 
 
 def through_grpc(report: Report) -> None:

@@ -25,7 +25,7 @@ from bench.gpu.libraries import libraries
 from bench.gpu.parts import PARTS, chosen_sections
 from bench.gpu.products import products
 from bench.gpu.report import Report
-from bench.gpu.run import END_S, make_parser, unpack_kernels
+from bench.gpu.run import END_S, make_parser, show, unpack_kernels
 from bench.gpu.sections import TILES_VARIABLE, Section, run_all
 from tests.cpu_limit import limited
 from tests.gpu import fake_flash3, fake_flash_attn, fake_flashinfer
@@ -403,20 +403,19 @@ def test_kernel_times_are_per_step():
     ]
 
 
-def test_the_report_compares_with_the_baseline(tmp_path):
+def test_the_report_compares_with_the_baseline(tmp_path, capsys):
     for name, ms in (("gpu", 1.5), ("gpu-baseline", 2.0)):
         report = Report(is_smoke=True)
         report.figures |= {"device": "NVIDIA H200", "step_ms_b1_ctx512": ms}
         report.row("decode_steps", "B 1", ok=False, ms=ms)
         report.write(tmp_path, name)
-    command = [sys.executable, ROOT / "bench/gpu/run.py", "report", "--state", tmp_path]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert "FAIL decode_steps: B 1" in done.stdout
-    assert "baseline        2.000   now        1.500" in done.stdout
-    assert "measured/predicted" in done.stdout
-    empty = subprocess.run([*command[:-1], tmp_path / "none"], capture_output=True, text=True, timeout=60)
-    assert "has no results; run bench/gpu/start 1" in empty.stderr
+    show(tmp_path)
+    text = capsys.readouterr().out
+    assert "FAIL decode_steps: B 1" in text
+    assert "baseline        2.000   now        1.500" in text
+    assert "measured/predicted" in text
+    with pytest.raises(SystemExit, match="has no results; run bench/gpu/start 1"):
+        show(tmp_path / "none")
 
 
 def test_libraries_are_called_as_by_workers(monkeypatch):
