@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import importlib.util
 import inspect
 import itertools
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -54,6 +57,11 @@ def _a_faster_interpreter():
         patch.setattr(interpreter, "_patch_builtin", patch_builtin)
         patch.setattr(interpreter, "_get_np_dtype", _numpy_dtypes(interpreter._get_np_dtype))
         patch.setattr(interpreter.GridExecutor, "__call__", launch)
+        # Checks of each addition for overflow, which no GPU makes.
+        options = dataclasses.replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
+        patch.setattr(interpreter.interpreter_builder, "options", options)
+        patch.setattr(tl.block_type, "__init__", _block_types(tl.block_type.__init__))
+        patch.setattr(tl.tensor, "__init__", _tensors())
         patch.setattr(interpreter, "np", _numpy_of_rows())
         yield
 
@@ -71,6 +79,39 @@ def _numpy_dtypes(find: Callable[[tl.dtype], np.dtype]) -> Callable[[tl.dtype], 
         return found
 
     return get
+
+
+def _block_types(make: Callable[..., None]) -> Callable[..., None]:
+    """`make` with a cache of what it sets, for blocks of numbers."""
+    known: dict[tuple[int, ...], dict[str, Any]] = {}
+
+    def init(self: tl.block_type, element_ty: tl.dtype, shape: Any) -> None:
+        if isinstance(element_ty, tl.pointer_type):
+            make(self, element_ty, shape)
+            return
+        key = (id(element_ty), *[size.value if isinstance(size, tl.constexpr) else size for size in shape])
+        if (found := known.get(key)) is None:
+            make(self, element_ty, shape)
+            known[key] = dict(vars(self))  # it holds element_ty, so that its id stays its own
+        else:
+            vars(self).update(found)
+
+    return init
+
+
+def _tensors() -> Callable[..., None]:
+    """The constructor of tensors with a cache of their shapes, which are made of many small objects."""
+    known: dict[tuple[int, ...], tuple[Any, Any]] = {}
+
+    def init(self: tl.tensor, handle: Any, type: tl.dtype) -> None:
+        sizes = tuple(type.shape) if type.is_block() else ()
+        if (found := known.get(sizes)) is None:
+            shape = tl.tuple([tl.constexpr(size) for size in sizes])
+            found = known[sizes] = (tl.constexpr(math.prod(sizes)), shape)
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.numel, self.shape = found
+
+    return init
 
 
 def _numpy_of_rows() -> ModuleType:
