@@ -283,9 +283,11 @@ def test_processed_rows_get_the_same_tokens_at_any_position(tmp_path, name):
         assert tokens_of(driver, CASES[name], whole[:position]) == whole
 
 
-def test_processed_rows_do_not_affect_each_other(tmp_path):
+# In torch: rows of the kernels are compared in test_process_kernels.py.
+@pytest.mark.parametrize("kernels", ["torch", pytest.param("triton", marks=pytest.mark.deep)])
+def test_processed_rows_do_not_affect_each_other(tmp_path, kernels):
     folder = make_model(tmp_path, "qwen3", **SMALL | HEADS_4_2 | {"num_hidden_layers": 1})
-    driver = DeviceDriver(load(folder))
+    driver = DeviceDriver(load(folder, kernels=kernels))
     check_batch(driver, [CASES["all"], CASES["none"], CASES["min_tokens"], seeded_case("frequency_penalty")])
     check_fork(driver, "repetition_penalty")
     check_all_tokens_excluded(driver)
@@ -293,7 +295,7 @@ def test_processed_rows_do_not_affect_each_other(tmp_path):
 
 # The interpreter needs several seconds for each, and all use the same masking kernel. One layer is enough.
 @pytest.mark.parametrize(
-    "name", ["greedy", "top_k", *(pytest.param(n, marks=pytest.mark.deep) for n in ("seeded", "top_p"))]
+    "name", ["top_k", *(pytest.param(n, marks=pytest.mark.deep) for n in ("greedy", "seeded", "top_p"))]
 )
 def test_banned_ids_are_not_sampled_before_their_position(tmp_path, name):
     folder = make_model(tmp_path, "qwen3", **SMALL | HEADS_4_2 | {"num_hidden_layers": 1})

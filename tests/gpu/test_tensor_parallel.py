@@ -40,7 +40,8 @@ VOCAB = 98  # 52 ids of the first rank, 46 of the second
 def folder(tmp_path_factory):
     # Biases everywhere, a vocabulary in two parts, and one KV head that both ranks hold.
     heads = {"num_attention_heads": 4, "num_key_value_heads": 1}
-    overrides = SMALL | heads | {"vocab_size": VOCAB, "attention_bias": True, "mlp_bias": True}
+    one = {"num_hidden_layers": 1}
+    overrides = SMALL | heads | one | {"vocab_size": VOCAB, "attention_bias": True, "mlp_bias": True}
     return make_model(tmp_path_factory.mktemp("model"), "llama", **overrides)
 
 

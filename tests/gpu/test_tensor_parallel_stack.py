@@ -66,6 +66,7 @@ def follower_of(worker: Service) -> int:
     return follower
 
 
+@pytest.mark.deep  # test_tensor_parallel.py and test_nodes.py kill ranks; streams of lost workers are tests/processes'
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks children up in /proc")
 async def test_ranks_may_die_under_load(tmp_path: Path) -> None:
     """A worker with both ranks on this host, and one whose second rank is a node of its own: each loses a rank while
