@@ -6,7 +6,7 @@ A backend computes and makes no decisions. Every operation works on all tokens o
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -299,6 +299,8 @@ class ExpertLinears:
     routing: Routing
     correction: torch.Tensor | None  # float32 [num_experts], added to scores for the choice alone
     is_gated: bool
+    # float32 [num_experts] of the shares, after that of `Routing`
+    scales: torch.Tensor | None = field(default=None, kw_only=True)
 
 
 class LinearMaker(Protocol):

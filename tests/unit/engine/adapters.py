@@ -15,7 +15,8 @@ ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 FEED_FORWARD = ["gate_proj", "up_proj", "down_proj"]
 ALL: dict[str, list[str] | str] = {
     "phi3": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"],
-    "gemma4": ["o_proj", *FEED_FORWARD],  # keys of some layers are their values, or those of another layer
+    # Keys of some layers are their values, or those of another layer
+    **{name: ["o_proj", *FEED_FORWARD] for name in ("gemma3n", "gemma4", "gemma4_moe")},
     "gpt2": ["c_attn", "c_proj", "c_fc"],
     "mistral3": r".*\.language_model\..*_proj",  # the image tower has modules of the same names
     # Adapters of experts, of shared ones and of latents are not computed.

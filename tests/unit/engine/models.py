@@ -19,11 +19,11 @@ from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 from worker_svc.engine.checkpoint.model_folder import decoder_config
 
 ARCHITECTURES = (
-    "qwen3", "qwen2", "llama", "mistral", "phi3", "gemma2", "gemma3", "gemma4", "qwen3_moe", "mixtral", "olmo2", "gpt2",
-    "qwen2_moe", "glm4_moe", "dots1", "minimax_m2", "glm4", "olmo3", "smollm3", "granite", "granite4", "ernie4_5",
-    "ernie4_5_moe", "hunyuan", "seed_oss", "exaone4", "ministral3", "mistral3", "cohere2", "starcoder2", "arcee",
-    "llama4", "gpt_oss",
-    "deepseek_v2", "deepseek_v3", "glm4_moe_lite",
+    "qwen3", "qwen2", "llama", "mistral", "phi3", "gemma2", "gemma3", "gemma3n", "gemma4", "gemma4_moe",
+    "qwen3_moe", "mixtral", "olmo2", "gpt2", "qwen2_moe", "glm4_moe", "dots1", "minimax_m2", "glm4", "olmo3",
+    "smollm3", "granite", "granite4", "ernie4_5", "ernie4_5_moe", "hunyuan", "seed_oss", "exaone4", "ministral3",
+    "mistral3", "cohere2", "starcoder2", "arcee", "llama4", "gpt_oss", "deepseek_v2", "deepseek_v3",
+    "glm4_moe_lite",
 )  # fmt: skip
 
 CLASSES = {
@@ -33,7 +33,9 @@ CLASSES = {
     "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
     "phi3": (transformers.Phi3Config, transformers.Phi3ForCausalLM),
     "gemma2": (transformers.Gemma2Config, transformers.Gemma2ForCausalLM),
+    "gemma3n": (transformers.Gemma3nTextConfig, transformers.Gemma3nForCausalLM),
     "gemma4": (transformers.Gemma4TextConfig, transformers.Gemma4ForCausalLM),
+    "gemma4_moe": (transformers.Gemma4TextConfig, transformers.Gemma4ForCausalLM),
     "gemma3": (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM),
     "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
     "mixtral": (transformers.MixtralConfig, transformers.MixtralForCausalLM),
@@ -187,6 +189,20 @@ FIELDS["gemma4"] = {
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention",
                     "full_attention", "sliding_attention", "full_attention"],
 }  # fmt: skip
+FIELDS["gemma4_moe"] = FIELDS["gemma4"] | {
+    "enable_moe_block": True, "num_experts": 5, "top_k_experts": 2, "moe_intermediate_size": 40, "hidden_size": 60,
+    "num_attention_heads": 6, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0, "num_hidden_layers": 3,
+    "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+}  # fmt: skip
+FIELDS["gemma3n"] = {
+    "num_hidden_layers": 6, "sliding_window": 24, "head_dim": 20, "hidden_size": 60, "num_attention_heads": 6,
+    "num_key_value_heads": 3, "intermediate_size": [70, 90, 70, 80, 70, 66], "hidden_size_per_layer_input": 18,
+    "vocab_size_per_layer_input": 200, "num_kv_shared_layers": 2, "altup_num_inputs": 3, "altup_active_idx": 1,
+    "laurel_rank": 14, "activation_sparsity_pattern": [0.6, 0.0, 0.3, 0.0, 0.8, 0.0], "tie_word_embeddings": True,
+    "final_logit_softcapping": 3.0, "rope_parameters": None,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention",
+                    "full_attention", "sliding_attention"],
+}  # fmt: skip
 YARN = {
     "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 32,
     "beta_slow": 1, "mscale": 0.7, "mscale_all_dim": 1.3,
@@ -289,7 +305,7 @@ def randomize(model: torch.nn.Module, generator: torch.Generator) -> None:
     for name, parameter in model.named_parameters():
         if name.endswith(("q_norm.weight", "k_norm.weight")):
             parameter.uniform_(1.0, 2.0, generator=generator)
-            if model.config.model_type == "gemma4_text":  # whose attention has no other scale
+            if model.config.model_type in ("gemma3n_text", "gemma4_text"):  # whose attention has no other scale
                 parameter.mul_(parameter.shape[0] ** -0.25)
         elif "norm" in name or ".ln_" in name:
             parameter.uniform_(0.5, 1.5, generator=generator)

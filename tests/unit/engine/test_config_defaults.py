@@ -26,6 +26,7 @@ CONFIGS = {
     "Phi3ForCausalLM": transformers.Phi3Config,
     "Gemma2ForCausalLM": transformers.Gemma2Config,
     "Gemma3ForCausalLM": transformers.Gemma3TextConfig,
+    "Gemma3nForCausalLM": transformers.Gemma3nTextConfig,
     "Gemma4ForCausalLM": transformers.Gemma4TextConfig,
     "Qwen3MoeForCausalLM": transformers.Qwen3MoeConfig,
     "MixtralForCausalLM": transformers.MixtralConfig,
@@ -79,6 +80,7 @@ WITH_TOWERS = {
     "Qwen3_5MoeForConditionalGeneration": transformers.Qwen3_5MoeTextConfig,
     "Llama4ForConditionalGeneration": transformers.Llama4TextConfig,
     "Mistral3ForConditionalGeneration": transformers.MistralConfig,
+    "Gemma3nForConditionalGeneration": transformers.Gemma3nTextConfig,
     "Gemma4ForConditionalGeneration": transformers.Gemma4TextConfig,
 }
 

@@ -96,14 +96,16 @@ def test_other_rows_change_nothing(runner_factory, threads):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("architecture", ["phi3", "gemma2", "gemma4", "qwen3_moe", "mixtral", "olmo2", "gpt2"])
+@pytest.mark.parametrize(
+    "architecture", ["phi3", "gemma2", "gemma3n", "gemma4", "qwen3_moe", "mixtral", "olmo2", "gpt2"]
+)
 def test_each_architecture_is_exact(tmp_path, architecture, dtype):
     """Other rows, chunks and threads change no bit of a row, in one call for all layers where the model allows it."""
     folder = make_model(tmp_path, architecture)
     runners = [
         ModelRunner(EngineConfig(folder, dtype, num_blocks=256, max_num_seqs=40, threads=threads)) for threads in (1, 2)
     ]
-    assert all((runner._model._fused is None) == (architecture == "gemma4") for runner in runners)
+    assert all((runner._model._fused is None) == architecture.startswith(("gemma3n", "gemma4")) for runner in runners)
     wanted, *others = prompts([50, 3, 70, 20])
     expected = alone(runners[0], wanted, 4, GREEDY)
     driver = Driver(runners[1])

@@ -76,6 +76,7 @@ class Names:
     q_norm: str = "self_attn.q_norm"  # empty: it has no weights
     k_norm: str = "self_attn.k_norm"
     sinks: str = ""  # the tensor itself
+    layer_scale: str = ""  # of the layer's output; the tensor itself
     router: str = "mlp.gate"
     correction: str = "mlp.gate.e_score_correction_bias"  # the tensor itself
     shared_gate: str = "mlp.shared_expert_gate"
@@ -214,6 +215,7 @@ class ExpertFamily:
     shared: SharedKind = "none"  # if config.json gives its width
     scales_inputs: bool = False
     has_float32_router: bool = False
+    is_beside: bool = False  # layers with experts also have a dense part, as Gemma 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,6 +255,7 @@ class Architecture:
     recurrence: RecurrenceName | None = None  # of the layers that keep a state
     layers: LayerRule = "mixer"
     has_layer_shapes: bool = False  # as Gemma 4 (decoder/per_layer.py)
+    has_streams: bool = False  # as Gemma 3n (decoder/streams.py)
     has_factors: bool = False  # config.json has factors of the outputs of linear layers, as Falcon-H1
     adjusts_inner: bool = False  # config.json has a rule for the width of the feed-forward part, as LFM2
     has_output_gate: bool = False  # q_proj also has a gate for each attention output
@@ -388,10 +391,11 @@ DEEPSEEK_V3 = Architecture(
     fields={"num_experts": "n_routed_experts"},
 )
 GEMMA4 = Architecture(
-    "Gemma 4, dense, text only",
-    frozenset({"attention_scale", "sliding_window", "soft_caps", "kv_layouts"}),
+    "Gemma 4, text only",
+    frozenset({"attention_scale", "sliding_window", "soft_caps", "kv_layouts", "experts", "experts_beside"}),
     qk_norm="head",
     windows="pattern",
+    experts=ExpertFamily(is_normalized=True, is_beside=True),
     scales_embedding=True,
     has_layer_shapes=True,
     defaults={
@@ -404,15 +408,53 @@ GEMMA4 = Architecture(
         "attention_multiplier": 1.0,
         "vocab_size_per_layer_input": 262144,
         "hidden_size_per_layer_input": 256,
+        "enable_moe_block": False,
         "rope_parameters": {
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
             "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
         },
     },
-    fixed={"use_bidirectional_attention": None, "enable_moe_block": False, "attention_bias": False},
+    fixed={"use_bidirectional_attention": None, "attention_bias": False},
+    fields={"hidden_act": "hidden_activation", "num_experts_per_tok": "top_k_experts"},
+    names=replace(
+        GEMMA_NAMES,
+        layer_scale="layer_scalar",
+        router="router.proj",
+        experts="experts.",
+        expert_linears=("gate_up_proj", "down_proj"),
+        stacked_experts="outputs_first",
+    ),
+    unread=("model.vision_tower.", "model.embed_vision.", "model.audio_tower.", "model.embed_audio."),
+)
+GEMMA3N = replace(
+    GEMMA4,
+    models="Gemma 3n, text only",
+    may_need=frozenset({"attention_scale", "sliding_window", "soft_caps", "kv_layouts"}),
+    experts=None,
+    has_streams=True,
+    defaults={
+        "hidden_act": "gelu_pytorch_tanh",
+        "tie_word_embeddings": True,
+        "sliding_window": 512,
+        "sliding_window_pattern": 5,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "attention_multiplier": 1.0,
+        "final_logit_softcapping": 30.0,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4,
+        "per_layer_config": {},
+        "num_kv_shared_layers": 15,
+        "vocab_size_per_layer_input": 262144,
+        "hidden_size_per_layer_input": 256,
+        "altup_num_inputs": 4,
+        "altup_active_idx": 0,
+        "altup_correct_scale": True,
+        "laurel_rank": 64,
+    },
+    fixed={"attention_bias": False},
     fields={"hidden_act": "hidden_activation"},
     names=GEMMA_NAMES,
-    unread=("model.vision_tower.", "model.embed_vision.", "model.audio_tower.", "model.embed_audio."),
 )
 GPT2_FIELDS = {
     "hidden_size": "n_embd",
@@ -527,6 +569,8 @@ ARCHITECTURES = {
         },
         ignored=frozenset({"attn_logit_softcapping"}),
     ),
+    "Gemma3nForCausalLM": GEMMA3N,
+    "Gemma3nForConditionalGeneration": GEMMA3N,
     "Gemma4ForCausalLM": GEMMA4,
     "Gemma4ForConditionalGeneration": GEMMA4,
     "Qwen3MoeForCausalLM": Architecture(

@@ -10,6 +10,7 @@ from worker_svc.engine.checkpoint.model_folder import CheckpointError
 
 FEATURES = {
     "experts": "experts",
+    "experts_beside": "experts beside a dense feed-forward part",
     "expert_scores": "experts chosen by corrected or sigmoid scores",
     "shared_experts": "shared experts",
     "layer_norm": "LayerNorm",
@@ -24,6 +25,7 @@ FEATURES = {
     "kv_layouts": "heads of other sizes in some layers, or layers that share keys and values",
     "layer_inputs": "an embedding per token and layer",
     "latents": "latent attention (MLA)",
+    "streams": "several residual streams (AltUp)",
     "soft_caps": "soft caps of attention scores or logits",
     "embedding_scale": "scaled embeddings",
     "query_scales": "scales of queries that grow with the position",
@@ -98,6 +100,7 @@ def features_of(architecture: Architecture) -> set[str]:
         "output_norms": bool(names.post_attention_layernorm),
         "latents": architecture.has_latents,
         "layer_inputs": architecture.has_layer_shapes,
+        "streams": architecture.has_streams,
         "wide_qk_norm": architecture.qk_norm == "projection",
         "learned_positions": bool(names.position_embedding),
         "plain_feed_forward": not architecture.is_gated,

@@ -191,7 +191,7 @@ class _Recorder:
         self._record(KEEP_HEADS)
         return list(rows)
 
-    def activated(self, gate_up: torch.Tensor) -> torch.Tensor:
+    def activated(self, gate_up: torch.Tensor, index: int) -> torch.Tensor:
         return gate_up  # the kernel of gate_up computes its activation
 
     def experts(
@@ -221,6 +221,12 @@ class _Recorder:
 
     def output(self, x: torch.Tensor, norm: Norm | None) -> torch.Tensor:
         return x if norm is None and self._residual_scale == 1.0 else self._record(OUTPUT, norm=norm)
+
+    def add(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return PLACE
+
+    def end_attention(self, x: torch.Tensor, output: torch.Tensor, index: int) -> None:
+        """`fuse` refuses models with a part here."""
 
     def end_layer(self, x: torch.Tensor, residual: torch.Tensor, index: int) -> None:
         self._record(END_LAYER, index)

@@ -42,6 +42,8 @@ def experts(
     """`Backend.experts`, expert by expert."""
     routing = experts.routing
     shares, chosen = route(router_logits, routing, experts.correction)
+    if experts.scales is not None:
+        shares = shares * experts.scales[chosen]
     terms = x.new_empty(*chosen.shape, out.shape[1])
     for expert in sorted(set(chosen.flatten().tolist())):
         rows, ranks = (chosen == expert).nonzero(as_tuple=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from statistics import NormalDist
 from typing import Any
 
 import torch
@@ -28,8 +29,10 @@ from worker_svc.engine.checkpoint.model_folder import CheckpointError, choice_of
 from worker_svc.engine.checkpoint.quantization_config import QuantizationConfig, quantization_of
 from worker_svc.engine.decoder.heads import HeadPart, HeadSpec
 from worker_svc.engine.decoder.latents import LatentSpec, latent_scale, parse_latents
-from worker_svc.engine.decoder.per_layer import kv_owners, layer_heads
+from worker_svc.engine.decoder.per_layer import PerLayerTable, PerLayerWeights, kv_owners, layer_heads
+from worker_svc.engine.decoder.plain_part import PlainPart
 from worker_svc.engine.decoder.rotary import ORIGINAL_LENGTH, QueryScaling, Rotary, mrope_axes, parse_rotary, positive
+from worker_svc.engine.decoder.streams import Laurel, StreamSpec, StreamTable, StreamWeights
 from worker_svc.engine.recurrent import Recurrence, gated_delta, mamba2, short_conv
 from worker_svc.engine.vision.config import VisionConfig, parse_vision
 
@@ -94,6 +97,8 @@ class LayerSpec:
     has_value_norm: bool = False  # a norm of the values of each head, without weights
     has_one_key_value: bool = False  # one projection makes keys and values, before their norms
     latents: LatentSpec | None = None  # `heads` are those of its attention then: keys of latents and rotated parts
+    dense_inner: int = 0  # width of a dense feed-forward part beside the experts; 0: there is none
+    gate_cutoff: float | None = None  # see `sparse_gates` of streams.py; None: all gates count
 
     @property
     def has_mixer(self) -> bool:
@@ -140,9 +145,9 @@ class LayerSpec:
 
     def used_inner(self) -> int:
         """The width that one token uses."""
-        return (
-            self.inner if self.experts is None else self.inner * self.experts.routing.top_k + self.experts.shared_inner
-        )
+        if self.experts is None:
+            return self.inner
+        return self.inner * self.experts.routing.top_k + self.experts.shared_inner + self.dense_inner
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +179,7 @@ class ModelConfig:
     num_predicting_layers: int = 0  # layers of the checkpoint that are not used
     layer_input_vocab: int = 0  # of that embedding
     layer_input_width: int = 0  # of the embedding per token and layer; 0: none
+    streams: StreamSpec | None = None  # None: one residual stream
     factors: Mapping[str, tuple[float, ...]] | None = None  # of linear layers by name, see `Stored`
     head: HeadKind = "tokens"
 
@@ -258,7 +264,7 @@ class ModelConfig:
     @property
     def widest_inner(self) -> int:
         """Width of the widest feed-forward part."""
-        return max(layer.inner for layer in self.layers)
+        return max(max(layer.inner, layer.dense_inner) for layer in self.layers)
 
     def num_linear_parameters(self) -> int:
         """Weights that a token is multiplied with, without the head."""
@@ -282,6 +288,38 @@ class ModelConfig:
             return self
         return replace(self, architecture=replace(self.architecture, names=without_prefix(names, prefix)))
 
+    def per_layer_table(self) -> PlainPart[PerLayerTable] | None:
+        """What makes the inputs of all layers."""
+        if not self.layer_input_width:
+            return None
+        return PerLayerTable.part(self.layer_input_vocab, self.num_layers, self.layer_input_width, self.hidden_size)
+
+    def per_layer_weights(self, index: int) -> PlainPart[PerLayerWeights] | None:
+        """What a layer makes of its input."""
+        if not self.layer_input_width:
+            return None
+        return PerLayerWeights.part(self.names.layer.format(index), self.layer_input_width, self.hidden_size)
+
+    def stream_table(self) -> PlainPart[StreamTable] | None:
+        return None if self.streams is None else StreamTable.part(self.streams, self.hidden_size)
+
+    def stream_weights(self, index: int) -> PlainPart[StreamWeights] | None:
+        prefix = self.names.layer.format(index)
+        return None if self.streams is None else StreamWeights.part(self.streams, prefix, self.hidden_size)
+
+    def laurel(self, index: int) -> PlainPart[Laurel] | None:
+        prefix = self.names.layer.format(index)
+        return None if self.streams is None else Laurel.part(self.streams, prefix, self.hidden_size)
+
+    def plain_tables(self) -> list[PlainPart[Any]]:
+        """The parts of the model that are not in a layer and are read by fixed names."""
+        return [part for part in (self.per_layer_table(), self.stream_table()) if part is not None]
+
+    def plain_parts(self, index: int) -> list[PlainPart[Any]]:
+        """The parts of a layer that are read by fixed names."""
+        parts = self.per_layer_weights(index), self.stream_weights(index), self.laurel(index)
+        return [part for part in parts if part is not None]
+
     def classes(self, num_classes: int) -> HeadSpec | None:
         """The classification head; None if the model has none."""
         if self.head != "classes":
@@ -304,6 +342,7 @@ class ModelConfig:
             "partial_rotary": bool(dims) and bool(rotary_dims - dims),
             "recurrent": self.is_recurrent,
             "experts": any(layer.experts is not None for layer in self.layers),
+            "experts_beside": any(layer.dense_inner for layer in self.layers),
             "shared_experts": any(layer.experts is not None and layer.experts.shared_inner for layer in self.layers),
             "kv_layouts": len({*self.kv_layouts()} - {NO_KV}) > 1,
             "query_scales": any(rotary.q_scaling is not None for rotary in self.rotaries),
@@ -366,6 +405,7 @@ def parse_config(config: dict[str, Any]) -> ModelConfig:
         factors=_factors(config) if architecture.has_factors else None,
         layer_input_vocab=int(config.get("vocab_size_per_layer_input") or 0),
         layer_input_width=_layer_input_width(config, architecture),
+        streams=_streams(config) if architecture.has_streams else None,
         head=head_of(config),
     )
 
@@ -518,7 +558,8 @@ def _in_shape(config: dict[str, Any], layers: list[LayerSpec]) -> list[LayerSpec
             layer,
             heads=heads[index],
             kv_owner=owners[index],
-            inner=layer.inner * (2 if is_wide and owners[index] is not None else 1),
+            inner=layer.inner * (2 if is_wide and owners[index] is not None and layer.experts is None else 1),
+            dense_inner=layer.dense_inner * (2 if is_wide and owners[index] is not None else 1),
             has_value_norm=True,
             has_one_key_value=is_one and is_full[index],
         )
@@ -529,12 +570,51 @@ def _in_shape(config: dict[str, Any], layers: list[LayerSpec]) -> list[LayerSpec
 def _layer_input_width(config: dict[str, Any], architecture: Architecture) -> int:
     if not architecture.has_layer_shapes or not config.get("hidden_size_per_layer_input"):
         return 0
-    if size_of(config, "vocab_size_per_layer_input") < size_of(config, "vocab_size"):
+    # Gemma 3n has more tokens, which stand for images and sound
+    if not architecture.has_streams and size_of(config, "vocab_size_per_layer_input") < size_of(config, "vocab_size"):
         raise CheckpointError(
             f"vocab_size_per_layer_input: {config['vocab_size_per_layer_input']} is below vocab_size, "
             f"{config['vocab_size']}; every token needs an embedding per layer"
         )
     return size_of(config, "hidden_size_per_layer_input")
+
+
+def _streams(config: dict[str, Any]) -> StreamSpec:
+    count, active = size_of(config, "altup_num_inputs"), config["altup_active_idx"]
+    if active not in range(count):
+        raise CheckpointError(f"altup_active_idx: {active!r} is not one of the {count} streams of altup_num_inputs")
+    return StreamSpec(count, active, bool(config["altup_correct_scale"]), size_of(config, "laurel_rank"))
+
+
+def _gate_cutoffs(config: dict[str, Any], count: int) -> list[float | None]:
+    """The deviations from the mean above which the wanted share of normally distributed gates is dropped."""
+    given = config.get("activation_sparsity_pattern")
+    if given is None:
+        sparse = 10 if count > 10 else 0
+        given = [0.95] * sparse + [0.0] * (count - sparse)
+    if not isinstance(given, list) or len(given) != count or not all(0.0 <= share < 1.0 for share in given):
+        raise CheckpointError(
+            f"activation_sparsity_pattern: config.json must hold a share from 0 to below 1 for each of {count} layers, "
+            f"found {given!r}"
+        )
+    return [NormalDist().inv_cdf(share) if share else None for share in given]
+
+
+def _inners(config: dict[str, Any], architecture: Architecture, count: int, *, is_all_experts: bool) -> list[int]:
+    """The width of the dense feed-forward part of each layer, or of experts without a width of their own."""
+    given = config.get("intermediate_size")
+    if isinstance(given, list):
+        if len(given) != count:
+            raise CheckpointError(
+                f"intermediate_size: {len(given)} entries for {count} layers; config.json must hold one each"
+            )
+        return [size_of({"intermediate_size": width}, "intermediate_size") for width in given]
+    inner = 4 * size_of(config, "hidden_size")  # GPT-2's, if n_inner is null
+    if given is not None or (architecture.is_gated and not is_all_experts):
+        inner = size_of(config, "intermediate_size")
+    if architecture.adjusts_inner and config["block_auto_adjust_ff_dim"]:
+        inner = _adjusted_inner(config, inner)
+    return [inner] * count
 
 
 def _layers(
@@ -543,12 +623,12 @@ def _layers(
     count = size_of(config, "num_hidden_layers")
     window, kinds = _windows(config, architecture, count)
     has_experts = _has_experts(config, architecture)
-    inner = 4 * size_of(config, "hidden_size")  # GPT-2's, if n_inner is null
-    is_all_experts = architecture.experts and all(map(has_experts, range(count))) and "moe_intermediate_size" in config
-    if config.get("intermediate_size") is not None or (architecture.is_gated and not is_all_experts):
-        inner = size_of(config, "intermediate_size")
-    if architecture.adjusts_inner and config["block_auto_adjust_ff_dim"]:
-        inner = _adjusted_inner(config, inner)
+    family = architecture.experts
+    is_beside = family is not None and family.is_beside
+    is_all_experts = family is not None and not is_beside and all(map(has_experts, range(count)))
+    has_own_width = "moe_intermediate_size" in config
+    inners = _inners(config, architecture, count, is_all_experts=is_all_experts and has_own_width)
+    cutoffs = _gate_cutoffs(config, count) if architecture.has_streams else [None] * count
     layers = []
     for index, kind in enumerate(kinds):
         if kind not in rotary_of and kind not in (RECURRENT, DENSE, EXPERTS):
@@ -557,7 +637,8 @@ def _layers(
         if architecture.recurrence is not None and (kind == RECURRENT or has_both):
             recurrence = RECURRENCES[architecture.recurrence](config)
         is_fed = architecture.layers != "single" or kind in (DENSE, EXPERTS)
-        experts = _experts(config, architecture.experts) if architecture.experts and has_experts(index) else None
+        experts = _experts(config, family) if family and has_experts(index) else None
+        inner = inners[index]
         expert_inner = config.get("moe_intermediate_size", inner) if experts else inner
         layers.append(
             LayerSpec(
@@ -570,6 +651,8 @@ def _layers(
                 has_output_gate=architecture.has_output_gate and recurrence is None,
                 recurrence=recurrence,
                 chunk=size_of(config, "attention_chunk_size") if kind == CHUNKED else None,
+                dense_inner=inner if experts and is_beside else 0,
+                gate_cutoff=cutoffs[index],
             )
         )
     if architecture.has_layer_shapes:
@@ -694,7 +777,9 @@ def _adjusted_inner(config: dict[str, Any], inner: int) -> int:
 
 def _has_experts(config: dict[str, Any], architecture: Architecture) -> Callable[[int], bool]:
     """Which layers have experts. Some configurations list the layers, others have rules, which apply together."""
-    if architecture.experts is None or not config.get("num_experts", config.get("num_local_experts", 1)):
+    if architecture.experts is None or not config.get("enable_moe_block", True):
+        return lambda index: False
+    if not config.get("num_experts", config.get("num_local_experts", 1)) and not architecture.experts.is_beside:
         return lambda index: False
     if architecture.layers == "single":
         return lambda index: bool(config["layer_types"][index] == EXPERTS)

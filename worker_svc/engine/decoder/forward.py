@@ -76,7 +76,7 @@ class StepOperations(Protocol):
         """Of tensors [T, ..], the rows of the tokens whose states are needed after the last layer."""
         ...
 
-    def activated(self, gate_up: torch.Tensor) -> torch.Tensor:
+    def activated(self, gate_up: torch.Tensor, index: int) -> torch.Tensor:
         """The activation of [gate | up], or of up alone."""
         ...
 
@@ -88,6 +88,14 @@ class StepOperations(Protocol):
 
     def output(self, x: torch.Tensor, norm: Norm | None) -> torch.Tensor:
         """The norm of a part's output x times `residual_scale`, in place. With several ranks x is summed before."""
+        ...
+
+    def add(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        """x += other."""
+        ...
+
+    def end_attention(self, x: torch.Tensor, output: torch.Tensor, index: int) -> None:
+        """May add to what attention leaves, x + output, in place."""
         ...
 
     def end_layer(self, x: torch.Tensor, residual: torch.Tensor, index: int) -> None:
@@ -135,7 +143,11 @@ def _mixed(
     if layer.latents is not None:
         attended = operations.expand_latents(layer.latents, attended)
     output = operations.linear(layer.o, attended, index, OUT)
-    return x, output if layer.is_parallel else operations.output(output, layer.post_attention_layernorm)
+    if layer.is_parallel:
+        return x, output
+    output = operations.output(output, layer.post_attention_layernorm)
+    operations.end_attention(x, output, index)
+    return x, output
 
 
 def _attended(
@@ -184,5 +196,8 @@ def _fed(
     if not isinstance(part, FeedForward):
         return operations.output(operations.experts(part, x, added, norm), layer.post_feedforward_layernorm)
     gate_up = operations.linear_of_norm(part.gate_up, x, added, norm, index, GATE_UP)
-    output = operations.linear(part.down, operations.activated(gate_up), index, DOWN, onto)
+    output = operations.linear(part.down, operations.activated(gate_up, index), index, DOWN, onto)
+    if (beside := layer.experts_beside) is not None:
+        routed = operations.output(operations.experts(beside.experts, x, None, beside.norm), beside.output_norm)
+        output = operations.add(operations.output(output, beside.dense_output_norm), routed)
     return operations.output(output, layer.post_feedforward_layernorm)

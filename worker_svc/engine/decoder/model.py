@@ -16,8 +16,9 @@ from worker_svc.engine.decoder.config import ModelConfig
 from worker_svc.engine.decoder.forward import compute_layers
 from worker_svc.engine.decoder.kv_cache import KVCachePool
 from worker_svc.engine.decoder.latents import LatentAttention
-from worker_svc.engine.decoder.per_layer import PerLayerTable
+from worker_svc.engine.decoder.per_layer import PerLayerTable, PerLayerWeights
 from worker_svc.engine.decoder.rotary import rotary_at
+from worker_svc.engine.decoder.streams import Streams, StreamTable, sparse_gates
 from worker_svc.engine.decoder.weights import Layer, RoutedExperts, WeightLoader
 from worker_svc.engine.recurrent import RecurrentWeights
 
@@ -36,6 +37,7 @@ class DecoderParts:
     head: Linear | None  # None: the model has no logits
     rotaries: list[RotaryTable]
     per_layer: PerLayerTable | None = None
+    streams: StreamTable | None = None
 
     def rotary(self, index: int) -> RotaryTable | None:
         """The rotation of a layer."""
@@ -96,8 +98,8 @@ class DecoderModel:
         for index in range(config.num_layers):
             layers.append(loader.layer(index))
             report((index + 1) / total)
-        per_layer = loader.per_layer_table()
-        parts = DecoderParts(config, *tables, layers, final_norm, loader.head(), rotaries, per_layer)
+        of_layers = loader.plain(config.per_layer_table()), loader.plain(config.stream_table())
+        parts = DecoderParts(config, *tables, layers, final_norm, loader.head(), rotaries, *of_layers)
         report(1.0)
         return cls(parts, backend)
 
@@ -179,6 +181,7 @@ class _BackendOperations:
         self._pool = pool
         self._adapters = [(part.adapter, part.tokens) for part in batch.adapters]
         self._layer_inputs = torch.empty(0)  # [tokens, layers, width], if layers have inputs
+        self._streams: Streams | None = None
 
     def embed(self) -> torch.Tensor:
         batch = self._batch
@@ -191,13 +194,16 @@ class _BackendOperations:
             x += self._parts.position_embedding[torch.from_numpy(batch.positions).long()]
         if self._parts.per_layer is not None:
             self._layer_inputs = self._inputs_of_layers(self._parts.per_layer, x)
-        return x
+        if self._parts.streams is None:
+            return x
+        self._streams = Streams(self._backend, self._parts.streams, x)
+        return self._predicted(self._streams, 0)
 
     def _inputs_of_layers(self, part: PerLayerTable, x: torch.Tensor) -> torch.Tensor:
         width, hidden = self._config.layer_input_width, self._config.hidden_size
         projected = (part.projection(x) * hidden**-0.5).view(-1, width)
         self._backend.add_norm(projected, None, part.norm, projected)
-        embedded = part.embedding[torch.from_numpy(self._batch.token_ids)] * torch.tensor(width**0.5, dtype=x.dtype)
+        embedded = part.embedded(torch.from_numpy(self._batch.token_ids)) * torch.tensor(width**0.5, dtype=x.dtype)
         inputs: torch.Tensor = (projected.view(embedded.shape) + embedded) * 2.0**-0.5
         return inputs.view(len(x), -1, width)
 
@@ -281,12 +287,16 @@ class _BackendOperations:
         heads = torch.from_numpy(self._batch.head_tokens)
         if len(self._layer_inputs):
             self._layer_inputs = self._layer_inputs[heads]
+        if self._streams is not None:
+            self._streams.keep(heads)
         return [part[heads] for part in rows] if len(heads) < len(rows[0]) else list(rows)
 
-    def activated(self, gate_up: torch.Tensor) -> torch.Tensor:
+    def activated(self, gate_up: torch.Tensor, index: int) -> torch.Tensor:
         if not self._config.is_gated:
             self._backend.activation(gate_up, self._config.activation)
             return gate_up
+        if (cutoff := self._config.layers[index].gate_cutoff) is not None:
+            gate_up = sparse_gates(gate_up, cutoff)
         activated = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
         self._backend.gated_activation(gate_up, activated, self._config.activation)
         return activated
@@ -295,7 +305,8 @@ class _BackendOperations:
         self, part: RoutedExperts, x: torch.Tensor, residual: torch.Tensor | None, norm: Norm | None
     ) -> torch.Tensor:
         normed, out = self._normed(x, residual, norm), torch.empty_like(x)
-        self._backend.experts(normed, part.logits(normed), part.experts, self._config.activation, out)
+        routed = normed if part.router_norm is None else self._normed(x, None, part.router_norm)
+        self._backend.experts(normed, part.logits(routed), part.experts, self._config.activation, out)
         return out
 
     def output(self, x: torch.Tensor, norm: Norm | None) -> torch.Tensor:
@@ -305,6 +316,30 @@ class _BackendOperations:
             x *= self._config.residual_scale
         return x
 
+    def add(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        x += other
+        return x
+
+    def end_attention(self, x: torch.Tensor, output: torch.Tensor, index: int) -> None:
+        layer = self._parts.layers[index]
+        if layer.laurel is not None:
+            layer.laurel.add(self._backend, x, output, layer.input_layernorm)
+
+    def _predicted(self, streams: Streams, index: int) -> torch.Tensor:
+        """The input of a layer, or after the last one the output of all."""
+        if index == len(self._parts.layers):
+            return streams.merged()
+        part = self._parts.layers[index].streams
+        if part is None:
+            raise RuntimeError(f"layer {index} has no streams, but the model has: a bug in config.py")
+        return streams.predict(part)
+
+    def _of_input(self, part: PerLayerWeights, x: torch.Tensor, index: int) -> torch.Tensor:
+        """What a layer's own input adds, gated with x [n, hidden]."""
+        gate = part.gate(x)
+        self._backend.activation(gate, self._config.activation)
+        return self._normed(part.projection(gate * self._layer_inputs[:, index]), None, part.norm)
+
     def end_layer(self, x: torch.Tensor, residual: torch.Tensor, index: int) -> None:
         """Adds the residual, what the layer's own input says, and the rows of DeepStack to x: the residual of changed
         tokens is 0 then."""
@@ -312,11 +347,13 @@ class _BackendOperations:
         if layer.per_layer is not None or layer.scale != 1.0:
             x += residual
             residual.zero_()
-        if layer.per_layer is not None:
-            gate = layer.per_layer.gate(x)
-            self._backend.activation(gate, self._config.activation)
-            added = layer.per_layer.projection(gate * self._layer_inputs[:, index])
-            x += self._normed(added, None, layer.per_layer.norm)
+        if self._streams is not None and layer.streams is not None:
+            corrected = self._streams.correct(layer.streams, x)
+            if layer.per_layer is not None:
+                self._streams.add(self._of_input(layer.per_layer, corrected, index))
+            x.copy_(self._predicted(self._streams, index + 1))
+        elif layer.per_layer is not None:
+            x += self._of_input(layer.per_layer, x, index)
         if layer.scale != 1.0:
             x *= layer.scale
         deep = self._batch.deep

@@ -1,4 +1,5 @@
-"""Gemma 4: layers with heads of their own shapes that may share keys and values, and embeddings per token and layer."""
+"""Gemma 3n and 4: layers with heads of their own shapes that may share keys and values, and embeddings per token and
+layer."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import torch
 
 from worker_svc.engine.backend import HeadShape, Linear, Norm
 from worker_svc.engine.checkpoint.model_folder import CheckpointError, size_of
+from worker_svc.engine.decoder.plain_part import PlainPart
 
 OVERRIDES = {"head_dim", "num_key_value_heads"}  # fields of `per_layer_config` that are computed
 
@@ -18,9 +20,23 @@ OVERRIDES = {"head_dim", "num_key_value_heads"}  # fields of `per_layer_config` 
 class PerLayerTable:
     """What makes the inputs [tokens, layers, width] of all layers from token ids and input embeddings."""
 
-    embedding: torch.Tensor  # [vocab, layers * width]
+    embedding: torch.Tensor  # [vocab, layers * width]; tokens above have row 0
     projection: Linear
     norm: Norm  # of `width` numbers
+
+    @classmethod
+    def part(cls, vocab: int, num_layers: int, width: int, hidden: int) -> PlainPart[PerLayerTable]:
+        return PlainPart(
+            cls,
+            linears={"projection": ("model.per_layer_model_projection", num_layers * width, hidden)},
+            norms={"norm": ("model.per_layer_projection_norm", width)},
+            tensors={"embedding": ("model.embed_tokens_per_layer.weight", (vocab, num_layers * width), None)},
+        )
+
+    def embedded(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """The rows of the tokens, [tokens, layers * width]."""
+        rows: torch.Tensor = self.embedding[token_ids.where(token_ids < len(self.embedding), 0)]
+        return rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +46,17 @@ class PerLayerWeights:
     gate: Linear
     projection: Linear
     norm: Norm
+
+    @classmethod
+    def part(cls, prefix: str, width: int, hidden: int) -> PlainPart[PerLayerWeights]:
+        return PlainPart(
+            cls,
+            linears={
+                "gate": (f"{prefix}per_layer_input_gate", width, hidden),
+                "projection": (f"{prefix}per_layer_projection", hidden, width),
+            },
+            norms={"norm": (f"{prefix}post_per_layer_input_norm", hidden)},
+        )
 
 
 def layer_heads(config: Mapping[str, Any], heads: HeadShape, is_full: Sequence[bool]) -> list[HeadShape]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -26,7 +26,9 @@ from worker_svc.engine.checkpoint.tensors import Checkpoint
 from worker_svc.engine.decoder import latents
 from worker_svc.engine.decoder.config import Experts, LayerSpec, ModelConfig
 from worker_svc.engine.decoder.latents import LatentAttention, LatentSpec
-from worker_svc.engine.decoder.per_layer import PerLayerTable, PerLayerWeights
+from worker_svc.engine.decoder.per_layer import PerLayerWeights
+from worker_svc.engine.decoder.plain_part import Part, PlainPart
+from worker_svc.engine.decoder.streams import Laurel, StreamWeights
 from worker_svc.engine.kernels import exact_ops
 from worker_svc.engine.kernels.four_bits import FourBitRows
 from worker_svc.engine.kernels.torch_linear import MAX_INT8_INPUTS, Int8Rows
@@ -34,9 +36,7 @@ from worker_svc.engine.recurrent import Recurrence, RecurrentWeights
 from worker_svc.engine.vision.config import tower_tensors
 
 FOUR_BITS = 4
-LAYER_EMBEDDING = "model.embed_tokens_per_layer"
-LAYER_INPUT_PROJECTION, LAYER_INPUT_NORM = "model.per_layer_model_projection", "model.per_layer_projection_norm"
-PER_LAYER_NORM = "post_per_layer_input_norm"
+BESIDE_NORMS = ("pre_feedforward_layernorm_2", "post_feedforward_layernorm_2", "post_feedforward_layernorm_1")
 IGNORED_ENDINGS = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 
 
@@ -54,10 +54,22 @@ class RoutedExperts:
 
     router: Linear
     experts: ExpertLinears
+    router_norm: Norm | None = None  # of the layer's state. None: the router reads what the experts read
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """Router logits [n, num_logits] of x [n, hidden]."""
         return self.router(x.float() if self.experts.routing.is_float32 else x)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsBeside:
+    """Experts beside a dense feed-forward part: both read the state of the layer through a norm of their own, and their
+    outputs are added after another one."""
+
+    experts: RoutedExperts
+    norm: Norm
+    output_norm: Norm
+    dense_output_norm: Norm
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +100,9 @@ class Layer:
     recurrent: RecurrentWeights | None = None  # then `qkv` makes the projections of a recurrent layer
     beside: Beside | None = None
     per_layer: PerLayerWeights | None = None
+    streams: StreamWeights | None = None
+    laurel: Laurel | None = None
+    experts_beside: ExpertsBeside | None = None
     value_norm: Norm | None = None
     scale: float = 1.0  # of the output
 
@@ -130,6 +145,10 @@ class Stored:
             yield self.names[0], self.roles
         else:
             yield from ((name, (role,)) for name, role in zip(self.names, self.roles, strict=True))
+
+
+def _stored_plain(name: str, outputs: int, inputs: int) -> Stored:
+    return Stored((name,), (("o", outputs),), inputs, has_bias=False)
 
 
 def _gates_last(heads: HeadShape) -> torch.Tensor:
@@ -281,42 +300,35 @@ class WeightLoader:
             feed_forward=self._feed_forward(spec, stored, prefix) if spec.inner else None,
             recurrent=recurrent if beside is None else None,
             beside=beside,
-            per_layer=self._per_layer(index) if self._config.layer_input_width else None,
+            per_layer=self.plain(self._config.per_layer_weights(index)),
+            streams=self.plain(self._config.stream_weights(index)),
+            laurel=self.plain(self._config.laurel(index)),
+            experts_beside=self._experts_beside(spec, stored, prefix),
             value_norm=self._norm("", spec.heads.head_dim) if spec.has_value_norm else None,
-            scale=self._scale(prefix) if self._config.architecture.has_layer_shapes else 1.0,
+            scale=self._scale(prefix) if names.layer_scale else 1.0,
             **norms,
         )
 
     def _scale(self, prefix: str) -> float:
-        return float(self._checkpoint.tensor(f"{prefix}layer_scalar", (1,), torch.float32))
+        return float(self._checkpoint.tensor(prefix + self._names.layer_scale, (1,), torch.float32))
 
-    def _per_layer(self, index: int) -> PerLayerWeights:
-        gate, projection = self._stored_per_layer(index)
-        norm = self._norm(self._names.layer.format(index) + PER_LAYER_NORM, self._config.hidden_size)
-        return PerLayerWeights(self._linear(gate), self._linear(projection), norm)
-
-    def _stored_per_layer(self, index: int) -> tuple[Stored, Stored]:
-        prefix, width, hidden = (
-            self._names.layer.format(index),
-            self._config.layer_input_width,
-            self._config.hidden_size,
-        )
-        gate = Stored((prefix + "per_layer_input_gate",), (("gate", width),), hidden, has_bias=False)
-        return gate, Stored((prefix + "per_layer_projection",), (("down", hidden),), width, has_bias=False)
-
-    def _stored_layer_inputs(self) -> Stored:
-        outputs = self._config.num_layers * self._config.layer_input_width
-        return Stored((LAYER_INPUT_PROJECTION,), (("up", outputs),), self._config.hidden_size, has_bias=False)
-
-    def per_layer_table(self) -> PerLayerTable | None:
-        """What makes the inputs of all layers; None: they have none."""
-        width = self._config.layer_input_width
-        if not width:
+    def plain(self, part: PlainPart[Part] | None) -> Part | None:
+        """A part of the model; None: it has none."""
+        if part is None:
             return None
-        shape = self._config.layer_input_vocab, self._config.num_layers * width
-        embedding = self._join([self._checkpoint.tensor(f"{LAYER_EMBEDDING}.weight", shape, None)])
-        projection = self._linear(self._stored_layer_inputs())
-        return PerLayerTable(embedding, projection, self._norm(LAYER_INPUT_NORM, width))
+        linears = {field: self._linear(_stored_plain(*linear)) for field, linear in part.linears.items()}
+        norms = {field: self._norm(*norm) for field, norm in part.norms.items()}
+        tensors = {
+            field: self._checkpoint.tensor(name, shape, dtype or self._dtype)
+            for field, (name, shape, dtype) in part.tensors.items()
+        }
+        return part.make(**linears, **norms, **tensors)
+
+    def _plain_names(self, part: PlainPart[Any]) -> list[str]:
+        """The tensors of a part."""
+        linears = [name for linear in part.linears.values() for name in self._weight_names(_stored_plain(*linear))]
+        norms = [f"{name}.weight" for name, _ in part.norms.values()]
+        return [*linears, *norms, *(name for name, _, _ in part.tensors.values())]
 
     def _layer_norms(self, spec: LayerSpec) -> dict[str, str]:
         """The names of a layer's norms."""
@@ -395,15 +407,37 @@ class WeightLoader:
         return modules_of(stored)
 
     def _feed_forward(self, spec: LayerSpec, stored: dict[str, Stored], prefix: str) -> FeedForward | RoutedExperts:
-        if spec.experts is None:
+        if spec.experts is None or spec.dense_inner:
             return FeedForward(self._linear(stored["gate_up"]), self._linear(stored["down"]))
+        return self._routed(spec, spec.experts, stored, prefix)
+
+    def _routed(self, spec: LayerSpec, experts: Experts, stored: dict[str, Stored], prefix: str) -> RoutedExperts:
         gate_up, down = [], []
         for expert in range(len(spec.expert_widths())):
             gate_up.append(self._linear(stored[f"gate_up{expert}"]))
             down.append(self._linear(stored[f"down{expert}"]))
-        routing, correction = spec.experts.routing, self._correction(spec.experts, prefix)
+        routing, correction = experts.routing, self._correction(experts, prefix)
         linears = ExpertLinears(gate_up, down, routing, correction, is_gated=self._config.is_gated)
-        return RoutedExperts(self._router(spec.experts.routing, stored["router"]), linears)
+        return RoutedExperts(self._router(routing, stored["router"]), linears)
+
+    def _experts_beside(self, spec: LayerSpec, stored: dict[str, Stored], prefix: str) -> ExpertsBeside | None:
+        if spec.experts is None or not spec.dense_inner:
+            return None
+        routed, hidden = self._routed(spec, spec.experts, stored, prefix), self._config.hidden_size
+        scale, scales = (self._checkpoint.tensor(*tensor) for tensor in self._scales(spec.experts, prefix))
+        norm, output_norm, dense_output_norm = (self._norm(prefix + name, hidden) for name in BESIDE_NORMS)
+        # The router's norm has no weights, but a scale
+        router_norm = Norm(scale * hidden**-0.5, None, self._config.norm_eps, self._config.norm)
+        experts = replace(routed, experts=replace(routed.experts, scales=scales), router_norm=router_norm)
+        return ExpertsBeside(experts, norm, output_norm, dense_output_norm)
+
+    def _scales(self, experts: Experts, prefix: str) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
+        """Names, shapes and types: of the state that a router beside a dense part reads, and of shares."""
+        sizes = (self._config.hidden_size,), (experts.routing.num_experts,)
+        return [
+            (f"{prefix}router.scale", sizes[0], self._dtype),
+            (f"{prefix}router.per_expert_scale", sizes[1], torch.float32),
+        ]
 
     def _sinks(self, index: int) -> torch.Tensor | None:
         if not self._names.sinks:
@@ -453,15 +487,13 @@ class WeightLoader:
             if (experts := self._config.layers[index].experts) is not None and experts.has_correction:
                 linears.append(prefix + names.correction)
             linears += [prefix + names.sinks] if names.sinks else []
-            if self._config.layer_input_width:
-                norms.append(prefix + PER_LAYER_NORM)
-                linears += [name for linear in self._stored_per_layer(index) for name in self._weight_names(linear)]
-            linears += [f"{prefix}layer_scalar"] if self._config.architecture.has_layer_shapes else []
+            if layer.experts is not None and layer.dense_inner:
+                norms += [prefix + name for name in BESIDE_NORMS]
+                linears += [name for name, _, _ in self._scales(layer.experts, prefix)]
+            linears += [prefix + names.layer_scale] if names.layer_scale else []
+            linears += [name for part in self._config.plain_parts(index) for name in self._plain_names(part)]
         tables = [names.embedding, names.position_embedding]
-        if self._config.layer_input_width:
-            tables.append(LAYER_EMBEDDING)
-            norms.append(LAYER_INPUT_NORM)
-            linears += self._weight_names(self._stored_layer_inputs())
+        linears += [name for part in self._config.plain_tables() for name in self._plain_names(part)]
         expected = [f"{name}.weight" for name in (*tables, *norms) if name] + linears
         has_bias = self._config.norm == "layer" and self._config.architecture.has_norm_bias
         return expected + [f"{name}.bias" for name in norms if has_bias]
@@ -483,9 +515,10 @@ class WeightLoader:
         if spec.recurrence is not None:
             sides = _recurrent_linears(prefix, _present(names.recurrent), spec.recurrence, hidden)
             found |= {f"beside_{side}": linear for side, linear in sides.items()} if spec.attends else sides
-        if spec.inner and spec.experts is None:
-            found["gate_up"] = stored(names.gate_up, gates(spec.inner), hidden, has_bias=config.has_mlp_bias)
-            found["down"] = stored(names.down, (("down", hidden),), spec.inner, has_bias=config.has_mlp_bias)
+        inner = spec.inner if spec.experts is None else spec.dense_inner
+        if inner:
+            found["gate_up"] = stored(names.gate_up, gates(inner), hidden, has_bias=config.has_mlp_bias)
+            found["down"] = stored(names.down, (("down", hidden),), inner, has_bias=config.has_mlp_bias)
         for name, factors in (config.factors or {}).items():
             found[name] = replace(found[name], factors=factors)
         if spec.experts is None:

@@ -198,7 +198,7 @@ class _DeviceOperations:
             self._adapters = self._adapters.at(self._tokens)
         return [part.index_select(0, self._tokens) for part in rows]
 
-    def activated(self, gate_up: torch.Tensor) -> torch.Tensor:
+    def activated(self, gate_up: torch.Tensor, index: int) -> torch.Tensor:
         if not self._config.is_gated:
             activate(gate_up, self._config.activation)
             return gate_up
@@ -221,6 +221,12 @@ class _DeviceOperations:
         if self._config.residual_scale != 1.0:
             summed *= self._config.residual_scale
         return summed
+
+    def add(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return x.add_(other)
+
+    def end_attention(self, x: torch.Tensor, output: torch.Tensor, index: int) -> None:
+        """Nothing is added: features.py refuses models with streams."""
 
     def end_layer(self, x: torch.Tensor, residual: torch.Tensor, index: int) -> None:
         """Adds the rows of DeepStack to x."""
