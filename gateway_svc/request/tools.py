@@ -151,16 +151,12 @@ def answer_grammar(
     if not (must_call(chat) or tools.strict or (tools.given and content and content.kind is not GrammarKind.LARK)):
         return _framed(request, model, prompt_ids, content)
     format = model.chat_format(chat.chat_template, has_tools=True)
-    can_force = format.tools is not None and format.tools.has_grammar
-    if not can_force and not (must_call(chat) or tools.strict):
-        return _framed(request, model, prompt_ids, content)  # calls cannot be parsed, or not be constrained
-    name = "tool_choice" if must_call(chat) else "tools_json"
+    if format.tools is None and not (must_call(chat) or tools.strict):
+        return _framed(request, model, prompt_ids, content)  # calls cannot be parsed
     if format.tools is None:
+        name = "tool_choice" if must_call(chat) else "tools_json"
         words = "needs a grammar for the calls, but their format is not known for this model"
         raise refused(name, f"{words}; set --tool-parser of the gateway")
-    if not can_force:
-        words = f"needs a grammar for the calls, but there is none for the format {format.tools.name!r}"
-        raise refused(name, f"{words}; use tool_choice auto and tools that are not strict")
     constrained = _constrained(chat, tools)
     is_parallel = _is_parallel(chat) and not chat.tool_name
     rules = CallRules(constrained, must_call(chat), is_parallel, None if must_call(chat) else _rule(content))
@@ -169,7 +165,10 @@ def answer_grammar(
     _check_schemas(schemas)
     tokenizer = model.require_tokenizer(CHAT)
     is_begun = _is_reasoning_begun(chat, format, tokenizer, prompt_ids)
-    text = tool_grammar(format, rules, tokenizer.token_id, is_reasoning_begun=is_begun)
+    try:
+        text = tool_grammar(format, rules, tokenizer.token_id, is_reasoning_begun=is_begun)
+    except GrammarError as error:
+        raise refused("tools_json", f"cannot be used: {error}") from None
     size = len(text.encode())
     if size > MAX_GRAMMAR_BYTES:
         raise refused("tools_json", f"needs a grammar of {size} bytes; at most {MAX_GRAMMAR_BYTES} are allowed")

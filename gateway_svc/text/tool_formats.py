@@ -42,10 +42,9 @@ class ToolFormat:
     markers: tuple[str, ...]
     words: tuple[tuple[str, ...], ...]
     read: Callable[[AnswerReader, Schemas], Steps]
-    layout: XmlCalls | MarkedCalls | None = None
+    layout: XmlCalls | MarkedCalls | GemmaCalls | None = None
     aliases: tuple[str, ...] = ()
     ids: CallIds = CallIds.OPAQUE
-    has_grammar: bool = True  # calls can be forced
     ends_reasoning: tuple[str, ...] = ()  # markers that end reasoning whose end is missing
 
 
@@ -156,7 +155,7 @@ ROWS = (
         (GEMMA4.start, GEMMA4.end, GEMMA4.quote),
         ((GEMMA4.start, GEMMA4.end),),
         GEMMA4.read,
-        has_grammar=False,
+        GEMMA4,
     ),
     ToolFormat(
         "functiongemma",
@@ -165,7 +164,7 @@ ROWS = (
         (FUNCTIONGEMMA.start, FUNCTIONGEMMA.end, FUNCTIONGEMMA.quote),
         ((FUNCTIONGEMMA.start,),),
         FUNCTIONGEMMA.read,
-        has_grammar=False,
+        FUNCTIONGEMMA,
     ),
     ToolFormat(
         "qwen3_coder",

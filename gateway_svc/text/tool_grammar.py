@@ -11,26 +11,24 @@ the vocabulary is written as this token: text cannot contain it. The reasoning i
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 from gateway_svc.text.chat_output import ChatFormat
+from gateway_svc.text.gemma_grammar import GemmaValues
+from gateway_svc.text.lark import Lark, TokenId
 from gateway_svc.text.reasoning import HarmonyReasoning, ReasoningFormat
 from gateway_svc.text.tool_formats import OPENAI, TOOL_FORMATS, ToolFormat
+from gateway_svc.text.tool_gemma import GemmaCalls
 from gateway_svc.text.tool_json import END_TOOL_CALL, TOOL_CALL, TOOL_CALLS
 from gateway_svc.text.tool_marked import MarkedCalls
 from gateway_svc.text.tool_xml import XmlCalls
-from grammars.schemas import SHARED, with_known_formats
-from request_fields.grammar import JSON_WHITESPACE, GrammarKind
-
-TokenId: TypeAlias = Callable[[str], int | None]
-"""The id of a text that is one token of the vocabulary, else None."""
+from grammars.schemas import SHARED
+from request_fields.grammar import GrammarKind
 
 CLOSED_OBJECT: Mapping[str, Any] = {"type": "object", "additionalProperties": False}
 GAP = r"/[ \t\r\n]{0,4}/"
-IN_SLASHES = re.compile(r"\\.|/|\n", re.DOTALL)  # parts of a regular expression that may change between slashes
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +42,9 @@ class CallRules:
 
 
 def tool_grammar(format: ChatFormat, rules: CallRules, token_id: TokenId, *, is_reasoning_begun: bool = False) -> str:
-    """The grammar of an answer in this format. `format.tools` must be set if the rules have calls."""
-    lark = _Lark(token_id, format.markers)
+    """The grammar of an answer in this format. `format.tools` must be set if the rules have calls. Raises GrammarError
+    for a schema that the format has no grammar for."""
+    lark = Lark(token_id, format.markers)
     writer = _writer(lark, format)
     body = writer.body if rules.content is None else writer.body_beside_content
     bodies = [lark.add("call", body(name, schema)) for name, schema in rules.schemas.items()]
@@ -62,71 +61,18 @@ def tool_grammar(format: ChatFormat, rules: CallRules, token_id: TokenId, *, is_
     return lark.text(f"{_reasoning(lark, format.reasoning, is_begun=is_reasoning_begun)} {answer}")
 
 
-def _writer(lark: _Lark, format: ChatFormat) -> _Hermes:
+def _writer(lark: Lark, format: ChatFormat) -> _Hermes:
     if isinstance(format.reasoning, HarmonyReasoning):
         return _Harmony(lark, TOOL_FORMATS[OPENAI])
     tools = format.tools or TOOL_FORMATS["hermes"]  # without calls, all formats write content alike
     return WRITERS[tools.name if tools.layout is None else type(tools.layout)](lark, tools)
 
 
-def _reasoning(lark: _Lark, format: ReasoningFormat | None, *, is_begun: bool) -> str:
+def _reasoning(lark: Lark, format: ReasoningFormat | None, *, is_begun: bool) -> str:
     if format is None:
         return ""
     rest = f"{lark.until(format.end)} {lark.literal(format.after) if format.after else GAP}"
     return rest if is_begun else f"({lark.literal(format.start)} {rest})?"
-
-
-class _Lark:
-    """The rules of one grammar."""
-
-    def __init__(self, token_id: TokenId, markers: Iterable[str]) -> None:
-        self.token_id = token_id
-        self._tokens = re.compile("|".join(f"({re.escape(one)})" for one in markers if token_id(one) is not None))
-        self._rules: list[str] = []
-
-    def add(self, name: str, body: str) -> str:
-        """Add a rule. Returns its name, made unique."""
-        name = f"{name}_{len(self._rules)}"
-        self._rules.append(f"{name}: {body}")
-        return name
-
-    def add_json(self, schema: Mapping[str, Any]) -> str:
-        """Add a JSON value of this schema."""
-        schema = {**with_known_formats(schema), "x-guidance": {"whitespace_pattern": JSON_WHITESPACE}}
-        return self.add("json", f"%json {json.dumps(schema)}")
-
-    def add_content(self, kind: GrammarKind, text: str) -> str:
-        """Add text that matches a JSON Schema or a regular expression. Raises ValueError for text that is not JSON."""
-        if kind is GrammarKind.JSON_SCHEMA:
-            return self.add_json(json.loads(text))
-        return self.add("regex", f"/{IN_SLASHES.sub(_in_slashes, text)}/")
-
-    def add_text(self, marker: str) -> str:
-        """Add text that is not empty and does not contain the marker; without a marker, it does not begin with `{`."""
-        name = f"TEXT_{len(self._rules)}"
-        other = rf"~/(?s:.*){_escaped(marker)}(?s:.*)/" if marker else r"~/[ \t\r\n]*\{(?s:.*)/"
-        self._rules.append(f"{name}: /(?s:.+)/ & {other}")
-        return name
-
-    def until(self, marker: str) -> str:
-        """Add any text up to and including the first occurrence of the marker."""
-        if self.token_id(marker) is None:
-            name = f"until_{len(self._rules)}"
-            self._rules.append(f"{name}[suffix={json.dumps(marker)}]: /(?s:.*)/")
-            return name
-        return f"{self.add_text(marker)}? {self.literal(marker)}"
-
-    def literal(self, text: str) -> str:
-        """A text; markers in it that are one token are written as this token."""
-        parts = self._tokens.split(text) if self._tokens.pattern else [text]
-        return " ".join(self._token(one) if self._tokens.fullmatch(one) else json.dumps(one) for one in parts if one)
-
-    def _token(self, marker: str) -> str:
-        return f"<[{self.token_id(marker)}]>"
-
-    def text(self, start: str) -> str:
-        """The grammar."""
-        return "\n".join([f"start: {start}", *self._rules]) + "\n"
 
 
 class _Hermes:
@@ -135,7 +81,7 @@ class _Hermes:
     start = TOOL_CALL  # the marker before the first call; "": none
     separator = '"\\n"'
 
-    def __init__(self, lark: _Lark, format: ToolFormat) -> None:
+    def __init__(self, lark: Lark, format: ToolFormat) -> None:
         self._lark = lark
 
     @property
@@ -167,7 +113,7 @@ class _Hermes:
 class _Xml(_Hermes):
     """Required parameters, then the optional ones, each in the order of the schema."""
 
-    def __init__(self, lark: _Lark, format: ToolFormat) -> None:
+    def __init__(self, lark: Lark, format: ToolFormat) -> None:
         super().__init__(lark, format)
         if not isinstance(format.layout, XmlCalls):
             raise RuntimeError(f"the layout of {format.name} is no XmlCalls: a bug in its row")
@@ -210,7 +156,7 @@ class _Xml(_Hermes):
 class _Marked(_Hermes):
     """A name and JSON arguments between markers."""
 
-    def __init__(self, lark: _Lark, format: ToolFormat) -> None:
+    def __init__(self, lark: Lark, format: ToolFormat) -> None:
         super().__init__(lark, format)
         if not isinstance(format.layout, MarkedCalls):
             raise RuntimeError(f"the layout of {format.name} is no MarkedCalls: a bug in its row")
@@ -228,6 +174,23 @@ class _Marked(_Hermes):
     def calls(self, body: str, *, is_parallel: bool) -> str:
         more = f"({self._lark.literal(self._marked.separator)} {body})*" if is_parallel else ""
         return f"{body} {more} {self._lark.literal(self._marked.section[1])}"
+
+
+class _Gemma(_Hermes):
+    """A name and arguments in Gemma's own notation."""
+
+    separator = ""
+
+    def __init__(self, lark: Lark, format: ToolFormat) -> None:
+        super().__init__(lark, format)
+        if not isinstance(format.layout, GemmaCalls):
+            raise RuntimeError(f"the layout of {format.name} is no GemmaCalls: a bug in its row")
+        self._gemma = format.layout
+        self.start = self._gemma.start
+
+    def body(self, name: str, schema: Mapping[str, Any]) -> str:
+        values = GemmaValues(self._lark, self._gemma.quote, _arguments(schema), f"tool {name!r}")
+        return f"{self._lark.literal(f'call:{name}')} {values.root} {self._lark.literal(self._gemma.end)}"
 
 
 class _Harmony(_Hermes):
@@ -274,7 +237,7 @@ class _Mistral(_Hermes):
     start = TOOL_CALLS
     separator = ""
 
-    def __init__(self, lark: _Lark, format: ToolFormat) -> None:
+    def __init__(self, lark: Lark, format: ToolFormat) -> None:
         super().__init__(lark, format)
         self._is_list = lark.token_id("[ARGS]") is None
 
@@ -296,12 +259,13 @@ WRITERS: Mapping[str | type, type[_Hermes]] = {
     "llama3": _Llama3,
     "mistral": _Mistral,
     OPENAI: _Harmony,
+    GemmaCalls: _Gemma,
     XmlCalls: _Xml,
     MarkedCalls: _Marked,
 }
 
 
-def _object(lark: _Lark, name: str, key: str, schema: Mapping[str, Any]) -> str:
+def _object(lark: Lark, name: str, key: str, schema: Mapping[str, Any]) -> str:
     """The object of a call. The schema stays a separate document, because its references start at its root."""
     head = json.dumps(f'{{"name": {json.dumps(name)}, "{key}": ')
     return f'{head} {lark.add_json(_arguments(schema))} "}}"'
@@ -317,13 +281,3 @@ def _properties(schema: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     given = schema.get("properties")
     given = given if isinstance(given, dict) else {}
     return {key: value if isinstance(value, dict) else {} for key, value in given.items()}
-
-
-def _escaped(text: str) -> str:
-    """Text as part of a regular expression between slashes."""
-    return "".join(char if char.isalnum() or char == "_" else f"\\x{{{ord(char):x}}}" for char in text)
-
-
-def _in_slashes(found: re.Match[str]) -> str:
-    """A part of a regular expression as it is written between slashes."""
-    return found[0].replace("\n", "n" if found[0].startswith("\\") else "\\n") if found[0] != "/" else r"\/"

@@ -154,6 +154,12 @@ SAMPLES = {
     "deepseek_v3": DEEPSEEK_V3,
     "deepseek_v31": DEEPSEEK_V31,
     "gemma4": GEMMA4,
+    "functiongemma": tuple(
+        text.replace("<|tool_call>", "<start_function_call>")
+        .replace("<tool_call|>", "<end_function_call>")
+        .replace('<|"|>', "<escape>")
+        for text in GEMMA4
+    ),
     "glm45": GLM45,
     "kimi_k2": KIMI_K2,
     "openai": HARMONY,

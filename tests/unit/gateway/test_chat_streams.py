@@ -306,11 +306,13 @@ async def test_a_required_call_needs_a_known_format() -> None:
     assert "set --tool-parser of the gateway" in (error.details() or "")
 
 
-async def test_a_required_call_needs_a_format_with_a_grammar() -> None:
+async def test_a_required_call_needs_a_schema_that_its_format_can_enforce() -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"x": {"not": {}}}}}}
     async with serving("{{ tools }}<|tool_call><tool_call|>") as (gateway, _):
-        prompt = chat_of(tools_json=TOOLS, tool_choice=pb.TOOL_CHOICE_REQUIRED)
+        prompt = chat_of(tools_json=json.dumps([tool]), tool_choice=pb.TOOL_CHOICE_REQUIRED)
         error = await refused(gateway.generate(prompt=prompt, output=parsed()))
-    assert "there is none for the format 'gemma4'" in (error.details() or "")
+    words = "tools_json cannot be used: tool 'f'.properties.x: the keyword 'not' cannot be enforced"
+    assert words in (error.details() or "")
 
 
 STRICT = {"type": "function", "function": {**WEATHER["function"], "strict": True}}  # type: ignore[dict-item]

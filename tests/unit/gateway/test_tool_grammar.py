@@ -7,6 +7,7 @@ import json
 import re
 from typing import Any
 
+import jsonschema
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
@@ -14,8 +15,10 @@ from gateway_svc.text.answer import Item, ItemKind
 from gateway_svc.text.chat_output import ChatFormat, parse
 from gateway_svc.text.reasoning import GPT_OSS, THINK
 from gateway_svc.text.tool_formats import TOOL_FORMATS
+from gateway_svc.text.tool_gemma import GemmaCalls
 from gateway_svc.text.tool_grammar import CallRules, tool_grammar
 from grammars.compiler import GrammarCompiler
+from grammars.schemas import GrammarError
 from request_fields.grammar import GrammarKind
 from tests.chat_templates import CLOCK, WEATHER
 from tests.unit.gateway.tokenizer_kinds import byte_level
@@ -101,6 +104,16 @@ VALID = {
         "</minimax:tool_call>",
         '<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">Paris</parameter>\n</invoke>\n'
         '<invoke name="clock">\n</invoke>\n</minimax:tool_call>',
+    ],
+    "gemma4": [
+        '<|tool_call>call:weather{city:<|"|>Paris<|"|>}<tool_call|>',
+        '<|tool_call>call:weather{city:<|"|>a < b<|"|>,days:3}<tool_call|><|tool_call>call:clock{}<tool_call|>',
+        '<|tool_call>call:go{to:{x:1},note:<|"|><|"|>,unit:<|"|>f<|"|>}<tool_call|>',
+        '<|tool_call>call:go{to:{},unit:<|"|>c<|"|>}<tool_call|>'.replace("{}", "{x:-2}"),
+    ],
+    "functiongemma": [
+        "<start_function_call>call:weather{city:<escape>Paris<escape>,days:3}<end_function_call>",
+        "<start_function_call>call:go{to:{x:1}}<end_function_call><start_function_call>call:clock{}<end_function_call>",
     ],
     "deepseek_v31": [
         f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{PARIS}<｜tool▁call▁end｜>"
@@ -237,3 +250,74 @@ def test_messages_of_harmony(has_tokens: bool) -> None:
         assert schema.accepts(thought + '<|channel|>final<|message|>{"x": 1}')
         assert not schema.accepts('{"x": 1}')
         assert schema.accepts(call) == (not rules)
+
+
+PLACE = {
+    "type": "object",
+    "properties": {
+        "kind": {"enum": ["city", 3, None, [1, "b"]]},
+        "near": {"type": "array", "items": {"$ref": "#"}, "maxItems": 2},
+        "size": {"type": ["integer", "null"], "minimum": 10},
+        "code": {"type": "string", "pattern": "^[A-Z]{2}$"},
+        "tags": {"type": "object", "additionalProperties": {"type": "boolean"}},
+        "odd key:": {"anyOf": [{"type": "number"}, {"type": "string", "maxLength": 3}]},
+        "free": {},
+    },
+}
+FIT = (
+    "{}",
+    "{kind:<q>city<q>}", "{kind:3,size:12}", "{kind:null}", "{kind:[1,<q>b<q>]}",
+    "{size:null,free:{a:[1,{b:<q>c<q>}]}}",
+    "{near:[]}", "{near:[{near:[{}]},{size:10}],code:<q>AB<q>}", "{tags:{}}", "{tags:{a:true,b_2:false}}",
+    "{<q>odd key:<q>:1.5}", "{<q>odd key:<q>:<q>abc<q>}", "{<q>odd key:<q>:<q><q>}", "{free:<q>any {text}, [here]<q>}",
+)  # fmt: skip
+DO_NOT_FIT = (
+    "{kind:city}", "{kind:4}", "{size:9}", "{size:12,kind:3}", "{near:[{},{},{}]}", "{near:{}}", "{code:<q>ABC<q>}",
+    "{code:<q><q>}", "{tags:{a:1}}", "{odd key::1}", "{<q>odd key:<q>:<q>abcd<q>}", "{free:word}", "{other:1}", "{,}",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("has_tokens", [True, False])
+@pytest.mark.parametrize("name", ["gemma4", "functiongemma"])
+def test_values_of_gemma_match_their_schema(name: str, has_tokens: bool) -> None:
+    case = Case(name, has_tokens=has_tokens, schemas={"f": PLACE})
+    calls = TOOL_FORMATS[name].layout
+    assert isinstance(calls, GemmaCalls)
+
+    def call(arguments: str) -> str:
+        return f"{calls.start}call:f{arguments.replace('<q>', calls.quote)}{calls.end}"
+
+    for arguments in FIT:
+        assert case.accepts(call(arguments)), arguments
+        (item,) = parse(case.format, call(arguments), tools={"f": PLACE})
+        jsonschema.validate(json.loads(item.text), PLACE)
+    for arguments in DO_NOT_FIT:
+        assert not case.accepts(call(arguments)), arguments
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ({"properties": {"a": {"not": {"type": "string"}}}}, "tool 'f'.properties.a: the keyword 'not' cannot be"),
+        ({"properties": {"a": {"type": "array", "uniqueItems": True}}}, "the keyword 'uniqueItems' cannot be enforced"),
+        ({"properties": {"a": {"type": "text"}}}, "tool 'f'.properties.a.type: \"text\" is no type"),
+        ({"properties": {"a": {"$ref": "#/$defs/b"}}}, "'#/$defs/b' is not in this schema"),
+        ({"properties": {"a": {"type": "string", "pattern": "("}}}, "tool 'f'.properties.a.pattern: "),
+        ({"properties": {"a": {"type": "string", "minLength": "1"}}}, "minLength: is a JSON str; it must be a int"),
+        ({"properties": {"a": {"enum": ['<|"|>']}}}, 'a value contains <|"|>, which ends a string'),
+        ({"properties": {"a": False}}, "tool 'f'.properties.a: false is no schema that a value can match"),
+        ({"properties": [], "required": ["a"]}, "properties: is a JSON list; it must be a dict"),
+        ({"properties": {}, "required": ["a"]}, "required: \"a\" is not in properties"),
+        ({"properties": {"a": {"type": "array", "minItems": 3, "maxItems": 2}}}, "maxItems: 2 is below minItems, 3"),
+        (
+            {
+                "properties": {"a": {"$ref": "#/$defs/0"}},
+                "$defs": {str(i): {"$ref": f"#/$defs/{i + 1}"} for i in range(2000)},
+            },
+            "tool 'f': a chain of references is too long",
+        ),
+    ],
+)  # fmt: skip
+def test_a_schema_without_a_grammar_for_gemma_is_refused_by_its_part(schema: dict[str, Any], message: str) -> None:
+    with pytest.raises(GrammarError, match=re.escape(message)):
+        Case("gemma4", has_tokens=True, schemas={"f": schema})

@@ -1,0 +1,107 @@
+"""Rules of a grammar in Lark, as llguidance reads it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from grammars.schemas import with_known_formats
+from request_fields.grammar import JSON_WHITESPACE, GrammarKind
+
+TokenId: TypeAlias = Callable[[str], int | None]
+"""The id of a text that is one token of the vocabulary, else None."""
+
+IN_SLASHES = re.compile(r"\\.|/|\n", re.DOTALL)  # parts of a regular expression that may change between slashes
+
+
+class Lark:
+    """The rules of one grammar."""
+
+    def __init__(self, token_id: TokenId, markers: Iterable[str]) -> None:
+        self.token_id = token_id
+        self._tokens = re.compile("|".join(f"({re.escape(one)})" for one in markers if token_id(one) is not None))
+        self._rules: list[str] = []
+
+    def add(self, name: str, body: str) -> str:
+        """Add a rule. Returns its name, made unique."""
+        name = f"{name}_{len(self._rules)}"
+        self._rules.append(f"{name}: {body}")
+        return name
+
+    def reserve(self, name: str) -> str:
+        """The unique name of a rule that `define` adds later, because it may contain itself."""
+        return self.add(name, "")
+
+    def define(self, name: str, body: str) -> None:
+        """Add the rule of a reserved name."""
+        self._rules[int(name.rpartition("_")[2])] = f"{name}: {body}"
+
+    def add_json(self, schema: Mapping[str, Any]) -> str:
+        """Add a JSON value of this schema."""
+        schema = {**with_known_formats(schema), "x-guidance": {"whitespace_pattern": JSON_WHITESPACE}}
+        return self.add("json", f"%json {json.dumps(schema)}")
+
+    def add_content(self, kind: GrammarKind, text: str) -> str:
+        """Add text that matches a JSON Schema or a regular expression. Raises ValueError for text that is not JSON."""
+        if kind is GrammarKind.JSON_SCHEMA:
+            return self.add_json(json.loads(text))
+        return self.add("regex", _regex(text))
+
+    def add_text(self, marker: str) -> str:
+        """Add text that is not empty and does not contain the marker; without a marker, it does not begin with `{`."""
+        name = f"TEXT_{len(self._rules)}"
+        other = _without(marker) if marker else r"~/[ \t\r\n]*\{(?s:.*)/"
+        self._rules.append(f"{name}: /(?s:.+)/ & {other}")
+        return name
+
+    def until(self, marker: str) -> str:
+        """Add any text up to and including the first occurrence of the marker."""
+        if self.token_id(marker) is None:
+            return self._add_before(marker, "/(?s:.*)/")
+        return f"{self.add_text(marker)}? {self.literal(marker)}"
+
+    def matching_until(self, marker: str, regexes: Sequence[str], *, may_be_empty: bool) -> str:
+        """Add text that all regular expressions match, up to and including the marker."""
+        if self.token_id(marker) is None:
+            return self._add_before(marker, " & ".join(map(_regex, regexes)))
+        name = f"TEXT_{len(self._rules)}"
+        self._rules.append(f"{name}: {' & '.join(map(_regex, ('(?s:.+)', *regexes)))} & {_without(marker)}")
+        return f"{name}{'?' if may_be_empty else ''} {self.literal(marker)}"
+
+    def _add_before(self, marker: str, body: str) -> str:
+        name = f"until_{len(self._rules)}"
+        self._rules.append(f"{name}[suffix={json.dumps(marker)}]: {body}")
+        return name
+
+    def literal(self, text: str) -> str:
+        """A text; markers in it that are one token are written as this token."""
+        parts = self._tokens.split(text) if self._tokens.pattern else [text]
+        return " ".join(self._token(one) if self._tokens.fullmatch(one) else json.dumps(one) for one in parts if one)
+
+    def _token(self, marker: str) -> str:
+        return f"<[{self.token_id(marker)}]>"
+
+    def text(self, start: str) -> str:
+        """The grammar."""
+        return "\n".join([f"start: {start}", *self._rules]) + "\n"
+
+
+def _without(marker: str) -> str:
+    """Text that does not contain the marker."""
+    return rf"~/(?s:.*){_escaped(marker)}(?s:.*)/"
+
+
+def _regex(text: str) -> str:
+    return f"/{IN_SLASHES.sub(_in_slashes, text)}/"
+
+
+def _escaped(text: str) -> str:
+    """Text as part of a regular expression between slashes."""
+    return "".join(char if char.isalnum() or char == "_" else f"\\x{{{ord(char):x}}}" for char in text)
+
+
+def _in_slashes(found: re.Match[str]) -> str:
+    """A part of a regular expression as it is written between slashes."""
+    return found[0].replace("\n", "n" if found[0].startswith("\\") else "\\n") if found[0] != "/" else r"\/"
