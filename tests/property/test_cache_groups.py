@@ -69,7 +69,9 @@ class Worker:
 
     def __init__(self, folder: Path, name: str, epoch: int, rng: Random, backend: str) -> None:
         self.name = name
-        sizes = {"num_blocks": rng.choice((34, 40, 70)), "max_num_batched_tokens": rng.choice((5, 40, 90))}
+        num_blocks, num_tokens = rng.choice((34, 40, 70)), rng.choice((5, 40, 90))
+        num_blocks = max(num_blocks, 40) if num_tokens == 90 else num_blocks  # a smaller pool has one group
+        sizes = {"num_blocks": num_blocks, "max_num_batched_tokens": num_tokens}
         self.runner = load(folder, has_groups=True, backend=backend, **sizes)
         assert len(self.runner.info.groups) == 1
         self.depth = rng.choice((1, 2))
