@@ -52,6 +52,7 @@ MODELS = {
     # whole panels, so that one native call computes the pass
     "llama4-in-one-call": ("llama4", 16, {"intermediate_size": 64, "intermediate_size_mlp": 96}),
     "ernie4-moe-in-one-call": ("ernie4_5_moe", 8, {"moe_intermediate_size": 32}),
+    "gemma4-moe-in-one-call": ("gemma4_moe", 16, {"moe_intermediate_size": 64}),
     "gpt-oss-in-one-call": ("gpt_oss", 16, {"intermediate_size": 64}),
     "falcon-h1-in-one-call": ("falcon_h1", 16, {"intermediate_size": 96}),
     "granite-hybrid-in-one-call": (

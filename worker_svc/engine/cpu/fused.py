@@ -21,7 +21,7 @@ from worker_svc.engine.adapters.kernel_adapter import adapter_structs
 from worker_svc.engine.backend import ForwardBatch, LatentShape, Linear, Norm, RotaryTable
 from worker_svc.engine.cpu.recurrent import RecurrenceStruct, recurrence_struct
 from worker_svc.engine.decoder.config import LayerSpec
-from worker_svc.engine.decoder.forward import compute_layers
+from worker_svc.engine.decoder.forward import BESIDE_OUT, compute_layers
 from worker_svc.engine.decoder.latents import LatentAttention
 from worker_svc.engine.decoder.weights import FeedForward, Layer, RoutedExperts
 from worker_svc.engine.kernels.linear import PANEL, KernelLinear, LinearStruct, address_of
@@ -57,7 +57,7 @@ class _RotaryStruct(ctypes.Structure):
 class _ExpertsStruct(ctypes.Structure):
     _fields_ = (
         ("router", LinearStruct),
-        *((name, _POINTER) for name in ("gate_up", "down", "correction")),
+        *((name, _POINTER) for name in ("gate_up", "down", "correction", "scales")),
         *((name, _LONG) for name in ("num_experts", "top_k", "is_normalized", "is_sigmoid", "num_groups")),
         *((name, _LONG) for name in ("top_groups", "group_best", "shared", "scales_inputs", "is_float32")),
         ("is_gated", _LONG),
@@ -82,12 +82,12 @@ class _LatentsStruct(ctypes.Structure):
 
 class _LayerStruct(ctypes.Structure):
     _fields_ = (
-        *((name, _POINTER) for name in ("q_norm", "k_norm")),
+        *((name, _POINTER) for name in ("q_norm", "k_norm", "v_norm")),
         *((name, _LONG) for name in ("q_width", "k_width")),
         ("rotary", _RotaryStruct),
         *((name, _LONG) for name in ("window", "chunk")),
         *((name, _POINTER) for name in ("sinks", "k_cache", "v_cache")),
-        *((name, _LONG) for name in ("q_heads", "kv_heads", "head_dim")),
+        *((name, _LONG) for name in ("q_heads", "kv_heads", "head_dim", "stores_kv")),
         ("recurrence", _POINTER),
         *((name, _LONG) for name in ("mixed_width", "has_gate", "group")),
     )
@@ -100,15 +100,22 @@ class _OpStruct(ctypes.Structure):
         ("linear", LinearStruct),
         ("experts", _ExpertsStruct),
         ("latents", _LatentsStruct),
+        ("router_norm", _NormStruct),
+        ("is_beside", _LONG),
+        ("scale", ctypes.c_float),
     )
 
 
 class _ModelStruct(ctypes.Structure):
     _fields_ = (
-        *((name, _POINTER) for name in ("layers", "ops", "embedding", "position_embedding")),
+        *((name, _POINTER) for name in ("layers", "ops", "embedding", "position_embedding", "layer_embedding")),
+        *((name, _LONG) for name in ("layer_vocab", "layer_width")),
         ("final_norm", _NormStruct),
         ("head", LinearStruct),
-        *((name, _LONG) for name in ("num_layers", "num_ops", "hidden", "inner", "qkv", "q", "mixed", "queries")),
+        *(
+            (name, _LONG)
+            for name in ("num_layers", "num_ops", "hidden", "inner", "qkv", "q", "mixed", "beside", "queries")
+        ),
         *((name, _LONG) for name in ("block_size", "norm_kind", "activation", "is_gated", "is_bf16", "threads")),
         *((name, ctypes.c_float) for name in ("eps", "scale", "embedding_scale", "residual_scale", "logit_scale")),
         *((name, ctypes.c_float) for name in ("attention_cap", "logit_cap")),
@@ -129,15 +136,17 @@ class _BatchStruct(ctypes.Structure):
 
 # In the order of `OpKind` in forward.cpp.
 EMBED, LINEAR, LINEAR_OF_NORM, ATTEND, RECUR, KEEP_HEADS, EXPERTS, OUTPUT, END_LAYER = range(9)
-ATTEND_LATENTS, EXPAND_LATENTS = 9, 10
+ATTEND_LATENTS, EXPAND_LATENTS, ADD, LAYER_INPUTS, GATE_INPUT, SUM = range(9, 15)
+INPUT = BESIDE_OUT + 1  # the site of the linear layers around a layer's own input
 PLACE = torch.empty(1)  # stands for a tensor that is in the workspace
+BESIDE = torch.empty(1)  # the same for the output of experts beside a dense part
 
 
 class _Recorder:
     """Records the operations of a pass instead of computing them; see `StepOperations`."""
 
-    def __init__(self, residual_scale: float) -> None:
-        self._residual_scale = residual_scale
+    def __init__(self, parts: DecoderParts) -> None:
+        self._parts = parts
         self.ops: list[_OpStruct] = []
         self.experts_kept: list[tuple[Structs, Structs]] = []  # keeps alive the memory that the operations point to
         self.heads_kept: list[tuple[Structs, Structs]] = []  # the same of latent attention
@@ -149,7 +158,11 @@ class _Recorder:
         return PLACE
 
     def embed(self) -> torch.Tensor:
-        return self._record(EMBED)
+        self._record(EMBED)
+        if (part := self._parts.per_layer) is not None:
+            scale = self._parts.config.hidden_size**-0.5
+            self._record(LAYER_INPUTS, site=INPUT, norm=part.norm, linear=_linear_struct(part.projection), scale=scale)
+        return PLACE
 
     def linear(
         self, linear: Linear, x: torch.Tensor, index: int, site: int, onto: torch.Tensor | None = None
@@ -204,6 +217,7 @@ class _Recorder:
             _linear_struct(part.router),
             *map(ctypes.addressof, sides),
             pointer(experts.correction),
+            pointer(experts.scales),
             routing.num_experts,
             routing.top_k,
             int(routing.is_normalized),
@@ -217,18 +231,33 @@ class _Recorder:
             int(experts.is_gated),
             routing.scale,
         )
-        return self._record(EXPERTS, norm=norm, adds_residual=int(residual is not None), experts=struct)
+        is_beside, router_norm = part.router_norm is not None, _norm_struct(part.router_norm)
+        adds = int(residual is not None)
+        self._record(
+            EXPERTS, norm=norm, adds_residual=adds, experts=struct, router_norm=router_norm, is_beside=int(is_beside)
+        )
+        return BESIDE if is_beside else PLACE
 
     def output(self, x: torch.Tensor, norm: Norm | None) -> torch.Tensor:
-        return x if norm is None and self._residual_scale == 1.0 else self._record(OUTPUT, norm=norm)
+        if norm is not None or self._parts.config.residual_scale != 1.0:
+            self._record(OUTPUT, norm=norm, is_beside=int(x is BESIDE))
+        return x
 
     def add(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        return PLACE
+        return self._record(ADD)
 
     def end_attention(self, x: torch.Tensor, output: torch.Tensor, index: int) -> None:
         """`fuse` refuses models with a part here."""
 
     def end_layer(self, x: torch.Tensor, residual: torch.Tensor, index: int) -> None:
+        layer = self._parts.layers[index]
+        if (part := layer.per_layer) is not None:
+            self._record(SUM, scale=1.0)
+            self._record(GATE_INPUT, index, INPUT, linear=_linear_struct(part.gate))
+            self._record(LINEAR, index, INPUT, linear=_linear_struct(part.projection))
+            self._record(OUTPUT, norm=part.norm)
+        if part is not None or layer.scale != 1.0:
+            self._record(SUM, scale=layer.scale)
         self._record(END_LAYER, index)
 
 
@@ -240,7 +269,7 @@ class FusedModel:
         self._run = kernels.quire_forward
         self._run_logits = kernels.quire_forward_logits
         self._run_hidden = kernels.quire_forward_hidden
-        recorder = _Recorder(config.residual_scale)
+        recorder = _Recorder(parts)
         compute_layers(recorder, parts.layers)
         recurrences = [_recurrence(layer, pool, index) for index, layer in enumerate(parts.layers)]
         self._kept = (
@@ -269,12 +298,15 @@ class FusedModel:
             ctypes.addressof(self._ops),
             parts.embedding.data_ptr(),
             pointer(parts.position_embedding),
+            None if parts.per_layer is None else parts.per_layer.embedding.data_ptr(),
+            config.layer_input_vocab,
+            config.layer_input_width,
             _norm_struct(parts.final_norm),
             LinearStruct() if parts.head is None else _linear_struct(parts.head),
             len(parts.layers),
             len(self._ops),
             config.hidden_size,
-            max(config.widest_inner, config.hidden_size if recorder.experts_kept else 0),
+            max(config.widest_inner, config.layer_input_width, config.hidden_size if recorder.experts_kept else 0),
             *_widest(parts),
             pool.block_size,
             NORM_KINDS[config.norm],
@@ -371,7 +403,7 @@ def _runs(lines: I64) -> Iterator[tuple[int, int]]:
             yield int(lines[start]), int(lines[end - 1]) + 1
 
 
-def _widest(parts: DecoderParts) -> tuple[int, int, int, int]:
+def _widest(parts: DecoderParts) -> tuple[int, int, int, int, int]:
     """The widest numbers of a token around attention: see `Model` of forward.cpp."""
     specs = parts.config.layers
     latents = [spec.latents.shape for spec in specs if spec.latents is not None]
@@ -384,28 +416,32 @@ def _widest(parts: DecoderParts) -> tuple[int, int, int, int]:
         max(_outputs(linear) for linear in inputs if linear is not None),
         max(*attended, *(shape.num_heads * shape.width for shape in latents), 0),
         max(*(spec.mixed_width for spec in specs), *attended, queries),
+        parts.config.hidden_size if any(spec.dense_inner for spec in specs) else 0,
         queries,
     )
 
 
 def fuse(kernels: ctypes.CDLL, parts: DecoderParts, pool: KVCachePool, threads: int) -> FusedModel | None:
     """None unless all linear layers are KernelLinear, the experts of each layer have the same number type, and gates
-    fill whole panels; or if layers have own shapes, as Gemma 4."""
-    if parts.config.architecture.has_layer_shapes:
+    fill whole panels; or if there are several residual streams."""
+    if parts.streams is not None:
         return None
     widths = [width for layer in parts.config.layers for width in (layer.expert_widths() or [layer.inner])]
+    widths += [layer.dense_inner for layer in parts.config.layers]
     has_panels = not parts.config.is_gated or not any(width % PANEL for width in widths)
     if not has_panels:
         return None
     linears = [linear for layer in parts.layers for linear in _linears(layer)]
+    linears += [] if parts.per_layer is None else [parts.per_layer.projection]
     if not all(linear is None or isinstance(linear, KernelLinear) for linear in (*linears, parts.head)):
         return None
-    if not all(_have_one_kind(layer.feed_forward) for layer in parts.layers):
+    feeds = [part for layer in parts.layers for part in _feed_forward_parts(layer)]
+    if not all(map(_have_one_kind, feeds)):
         return None
     return FusedModel(kernels, parts, pool, threads)
 
 
-def _have_one_kind(part: FeedForward | RoutedExperts | None) -> bool:
+def _have_one_kind(part: FeedForward | RoutedExperts) -> bool:
     """Whether the experts can be multiplied together: a checkpoint may quantize only some of them."""
     if not isinstance(part, RoutedExperts):
         return True
@@ -418,16 +454,22 @@ def pointer(x: torch.Tensor | None) -> int | None:
     return None if x is None else x.data_ptr()
 
 
-def _linears(layer: Layer) -> tuple[Linear | None, ...]:
-    part, latents, beside = layer.feed_forward, layer.latents, layer.beside
-    attention = layer.qkv, layer.o, *(() if latents is None else latents.linears())
-    if beside is not None:
-        attention = *attention, beside.qkv, beside.o
-    if part is None:
-        return attention
-    if isinstance(part, FeedForward):
-        return *attention, part.gate_up, part.down
-    return *attention, part.router, *part.experts.gate_up, *part.experts.down
+def _linears(layer: Layer) -> list[Linear | None]:
+    latents, beside, of_input = layer.latents, layer.beside, layer.per_layer
+    found = [layer.qkv, layer.o, *(() if latents is None else latents.linears())]
+    found += [] if beside is None else [beside.qkv, beside.o]
+    found += [] if of_input is None else [of_input.gate, of_input.projection]
+    for part in _feed_forward_parts(layer):
+        if isinstance(part, FeedForward):
+            found += [part.gate_up, part.down]
+        else:
+            found += [part.router, *part.experts.gate_up, *part.experts.down]
+    return found
+
+
+def _feed_forward_parts(layer: Layer) -> list[FeedForward | RoutedExperts]:
+    parts = [] if layer.feed_forward is None else [layer.feed_forward]
+    return parts if layer.experts_beside is None else [*parts, layer.experts_beside.experts]
 
 
 def _recurrence(layer: Layer, pool: KVCachePool, index: int) -> RecurrenceStruct | None:
@@ -451,7 +493,7 @@ def _describe(
 ) -> _LayerStruct:
     qk_norms, heads = layer.qk_norms or (None, None), spec.heads
     return _LayerStruct(
-        *(None if norm is None else norm.weight.data_ptr() for norm in qk_norms),
+        *(None if norm is None else norm.weight.data_ptr() for norm in (*qk_norms, layer.value_norm)),
         *(0 if norm is None else len(norm.weight) for norm in qk_norms),
         _RotaryStruct() if rotary is None else _rotary_struct(rotary),
         spec.window or 0,
@@ -462,6 +504,7 @@ def _describe(
         heads.num_q_heads,
         heads.num_kv_heads,
         heads.head_dim,
+        int(spec.kv_owner is None),
         None if recurrence is None else ctypes.addressof(recurrence),
         spec.mixed_width,
         int(spec.has_output_gate),

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 SOURCES = tuple(sorted(Path(__file__).parent.glob("*.cpp")))
 HEADERS = tuple(sorted(Path(__file__).parent.glob("*.h")))
-ABI_VERSION = 30
+ABI_VERSION = 31
 COMPILE_TIMEOUT_S = 300
 
 # Sums keep their order, and a multiply-add is fused only where the source says so: results must not depend on how a

@@ -140,7 +140,8 @@ template <typename T> struct Qkv {
   QkvShape shape;
 };
 
-template <typename T> void store_token(const Qkv<T>& a, int64_t i, T* key) {
+// `key` and `normed` are memory for one head each.
+template <typename T> void store_token(const Qkv<T>& a, int64_t i, T* key, T* normed) {
   const QkvShape& s = a.shape;
   const int64_t dim = s.head_dim, half = a.rotary.dims / 2, stride = s.qkv_stride();
   const T *x = a.qkv + i * stride, *q_norm = (const T*)a.norms.q, *k_norm = (const T*)a.norms.k;
@@ -165,6 +166,10 @@ template <typename T> void store_token(const Qkv<T>& a, int64_t i, T* key) {
   for (int64_t h = 0; h < s.kv_heads; h++) {
     norm_rope(x + s.q_heads * dim, h, k_norm, a.norms.k_width, k_scale, key);
     const T* value = x + (s.q_heads + s.kv_heads + h) * dim;
+    if (a.norms.v) {
+      norm_rope_head(value, (const T*)a.norms.v, norm_scale(value, dim, a.norms), a.norms, cos, sin, 0, dim, normed);
+      value = normed;
+    }
     const int64_t plane = (block * s.kv_heads + h) * dim * s.block_size;
     if (is_paired<T>(s.block_size, dim)) {
       store_key<T, 2>(key, dim, s.block_size, a.k_cache + plane + 2 * offset);
@@ -178,8 +183,8 @@ template <typename T> void store_token(const Qkv<T>& a, int64_t i, T* key) {
 
 template <typename T> void store_tokens(Pass& pass, const Qkv<T>& a, int64_t n) {
   pass.run(n, 4, [&](int64_t first, int64_t last) {
-    std::vector<T> key(a.shape.head_dim);
-    for (int64_t i = first; i < last; i++) store_token(a, i, key.data());
+    std::vector<T> key(a.shape.head_dim), normed(a.shape.head_dim);
+    for (int64_t i = first; i < last; i++) store_token(a, i, key.data(), normed.data());
   });
 }
 
@@ -256,7 +261,7 @@ void qk_norm_rope_store(Pass& pass, int is_bf16, const void* qkv, const QkNorms&
 
 extern "C" {
 
-int quire_abi_version() { return 30; }
+int quire_abi_version() { return 31; }
 
 // The instructions that this build computes with, as words. The last one, the width of vectors, affects no result.
 const char* quire_arithmetic() {

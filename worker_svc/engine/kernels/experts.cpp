@@ -112,6 +112,7 @@ void route(const float* logits, const Experts& e, float* scores, float* keys, in
   }
   for (int64_t k = 0; k < e.top_k; k++)
     shares[k] = shares[k] / (e.is_normalized ? sum + kSmallestSum : total) * float(e.scale);
+  for (int64_t k = 0; k < e.top_k && e.scales; k++) shares[k] *= e.scales[chosen[k]];
   if (e.shared == kNoShared) return;
   chosen[e.top_k] = int32_t(e.num_experts);
   shares[e.top_k] = e.shared == kGatedShared ? sigmoid16(splat(logits[e.num_experts]))[0] : 1.f;
@@ -172,14 +173,15 @@ template <typename T> void combine(const T* terms, const Experts& e, const Scrat
 }
 
 template <typename T>
-void run_experts(Pass& pass, int is_bf16, const Experts& e, const T* x, Activation activation, T* out, int64_t n) {
+void run_experts(Pass& pass, int is_bf16, const Experts& e, const T* x, const T* routed, Activation activation, T* out,
+                 int64_t n) {
   thread_local Scratch memory;
   Scratch& s = memory;  // a thread_local name would be the helper's own in its tasks
   const int64_t choices = n * e.num_used(), inner = e.down[0].in, dim = e.down[0].out;
   const int64_t widest = std::max(inner, e.down[e.total() - 1].in);
   s.chosen.resize(choices), s.tokens.resize(choices), s.places.resize(choices), s.shares.resize(choices);
   s.activated.resize((n * e.top_k * inner + n * widest) * sizeof(T)), s.terms.resize(choices * dim * sizeof(T));
-  route_all(router_logits(pass, is_bf16, e, x, n, s), e, n, s);
+  route_all(router_logits(pass, is_bf16, e, routed, n, s), e, n, s);
   const std::vector<int64_t> starts = sort_by_expert(e, n, s);
   const T* scaled = e.scales_inputs ? scale_inputs(pass, e, x, n, dim, s) : nullptr;
   std::vector<LinearRows> up, down;
@@ -210,10 +212,11 @@ void run_experts(Pass& pass, int is_bf16, const Experts& e, const T* x, Activati
 
 }  // namespace
 
-void experts(Pass& pass, int is_bf16, const Experts& e, const void* x, Activation activation, void* out, int64_t n) {
+void experts(Pass& pass, int is_bf16, const Experts& e, const void* x, const void* routed, Activation activation, void* out,
+             int64_t n) {
   auto run = [&](auto type) {
     typedef decltype(type) T;
-    run_experts(pass, is_bf16, e, (const T*)x, activation, (T*)out, n);
+    run_experts(pass, is_bf16, e, (const T*)x, (const T*)routed, activation, (T*)out, n);
   };
   is_bf16 ? run(uint16_t()) : run(float());
 }

@@ -13,25 +13,30 @@ namespace {
 
 // The structs are those of cpu/fused.py.
 struct Layer {
-  const void *q_norm, *k_norm;  // null: none
+  const void *q_norm, *k_norm, *v_norm;  // null: none
   int64_t q_width, k_width;     // numbers that one of these norms spans
   Rotary rotary;
   int64_t window, chunk;  // 0: none
   const float* sinks;     // null: none
   void *k_cache, *v_cache;
   int64_t q_heads, kv_heads, head_dim;
+  int64_t stores_kv;             // 0: keys and values are those of another layer, and qkv is q alone
   const Recurrence* recurrence;  // null: the layer attends
   int64_t mixed_width;           // of the outputs of attention or recurrence, the later one
   int64_t has_gate;              // qkv is [q | k | v | gate]: attention outputs are multiplied by its sigmoid
   int64_t group;                 // the cache group whose slots and tables it uses; 0: the first one
 };
 
-// The linear layers that an adapter may change, of each layer of the model; then those of a recurrence beside attention.
-enum Site { kSiteQkv = 0, kSiteO = 1, kSiteGateUp = 2, kSiteDown = 3, kNumSites = 4, kSiteBesideQkv = 4, kSiteBesideO = 5 };
+// The linear layers that an adapter may change, of each layer of the model; then those of a recurrence beside attention,
+// and those of the input of a layer.
+enum Site {
+  kSiteQkv = 0, kSiteO = 1, kSiteGateUp = 2, kSiteDown = 3, kNumSites = 4, kSiteBesideQkv = 4, kSiteBesideO = 5, kSiteInput = 6
+};
 
 // Operations of StepOperations (decoder/forward.py).
 enum OpKind {
-  kEmbed, kLinear, kLinearOfNorm, kAttend, kRecur, kKeepHeads, kExperts, kOutput, kEndLayer, kAttendLatents, kExpandLatents
+  kEmbed, kLinear, kLinearOfNorm, kAttend, kRecur, kKeepHeads, kExperts, kOutput, kEndLayer, kAttendLatents, kExpandLatents,
+  kAdd, kLayerInputs, kGateInput, kSum
 };
 
 struct Op {
@@ -42,18 +47,24 @@ struct Op {
   Linear linear;  // [gate | up] with its activation at kSiteGateUp, or `up` alone if there is no gate
   Experts experts;
   Latents latents;
+  NormWeights router_norm;  // of x; without weights: the router reads what the experts read
+  int64_t is_beside;        // the output of experts beside a dense part
+  float scale;              // of the sum of x and residual
 };
 
 struct Model {
   const Layer* layers;
   const Op* ops;
   const void *embedding, *position_embedding;  // positions are learned, or null
+  const void* layer_embedding;                 // [layer_vocab, num_layers * layer_width]; tokens above have row 0
+  int64_t layer_vocab, layer_width;            // width 0: layers have no inputs
   NormWeights final_norm;
   Linear head;
   int64_t num_layers, num_ops, hidden;
   int64_t inner;    // the widest feed-forward part; with experts at least `hidden`
   int64_t qkv, q;   // the widest projection before attention or recurrence, and the widest queries
   int64_t mixed;    // the widest output of attention or recurrence
+  int64_t beside;   // `hidden` if experts are beside a dense part, else 0
   int64_t queries;  // the widest queries before their heads absorb, or values of latent attention; 0: none
   int64_t block_size, norm_kind, activation;
   int64_t is_gated, is_bf16, threads;
@@ -101,7 +112,7 @@ struct Batch {
 
 // The workspace of a step: contiguous parts, each with num_tokens rows.
 struct Parts {
-  char *x, *residual, *qkv, *q, *attended, *queries, *activated;
+  char *x, *residual, *qkv, *q, *attended, *queries, *activated, *beside, *inputs;
 
   Parts(const Model& m, int64_t num_tokens, char* workspace) {
     const int64_t row = num_tokens * (m.is_bf16 ? 2 : 4);
@@ -117,6 +128,8 @@ struct Parts {
     attended = take(m.mixed);
     queries = take(m.queries);
     activated = take(m.inner);
+    beside = take(m.beside);
+    inputs = take(m.num_layers * m.layer_width);
   }
 };
 
@@ -176,6 +189,56 @@ struct Forward {
       add_positions(pass, int(m.is_bf16), p.x, m.position_embedding, b.positions, b.num_tokens, m.hidden);
   }
 
+  // The inputs of all layers, of input embeddings and token ids.
+  void layer_inputs(const Op& op) {
+    linear_op(op, p.x, p.inputs);
+    scale_rows(pass, int(m.is_bf16), p.inputs, n, op.linear.out, op.scale);
+    add_norm(pass, int(m.is_bf16), m.norm(p.inputs, nullptr, op.norm), p.inputs, n * m.num_layers, m.layer_width);
+    m.is_bf16 ? add_layer_embeddings<uint16_t>() : add_layer_embeddings<float>();
+  }
+
+  template <typename T> void add_layer_embeddings() {
+    const int64_t width = m.num_layers * m.layer_width;
+    const float scale = round_to<T>(std::sqrt(float(m.layer_width)));
+    pass.run(n, 4, [&](int64_t first, int64_t last) {
+      for (int64_t t = first; t < last; t++) {
+        const int64_t id = b.token_ids[t] < m.layer_vocab ? b.token_ids[t] : 0;
+        const T* row = (const T*)m.layer_embedding + id * width;
+        T* input = (T*)p.inputs + t * width;
+        for (int64_t d = 0; d < width; d++) {
+          const float sum = round_to<T>(to_float(input[d]) + round_to<T>(to_float(row[d]) * scale));
+          input[d] = from_float<T>(sum * 0.70710678118654752f);
+        }
+      }
+    });
+  }
+
+  // The gate of a layer's input for x, times the input.
+  template <typename T> void gate_input(const Op& op) {
+    linear_op(op, p.x, p.activated);
+    activate(pass, int(m.is_bf16), p.activated, n, m.layer_width, Activation(m.activation));
+    pass.run(n, 4, [&](int64_t first, int64_t last) {
+      for (int64_t t = first; t < last; t++) {
+        const T* input = (const T*)p.inputs + (t * m.num_layers + op.layer) * m.layer_width;
+        T* gate = (T*)p.activated + t * m.layer_width;
+        for (int64_t d = 0; d < m.layer_width; d++) gate[d] = from_float<T>(to_float(gate[d]) * to_float(input[d]));
+      }
+    });
+  }
+
+  // x = (x + residual) * scale; the residual is 0 then.
+  template <typename T> void sum(float scale) {
+    add<T>(p.x, p.residual);
+    memset(p.residual, 0, n * m.hidden * sizeof(T));
+    if (scale != 1.f) scale_rows(pass, int(m.is_bf16), p.x, n, m.hidden, scale);
+  }
+
+  template <typename T> void add(char* x, const char* other) {
+    pass.run(n, 4, [&](int64_t first, int64_t last) {
+      add_row((T*)x + first * m.hidden, (const T*)other + first * m.hidden, (last - first) * m.hidden);
+    });
+  }
+
   // The adapters that change a site of a layer, with their rows of x.
   std::vector<LowRankRows> adapters_of(const Op& op) const {
     std::vector<LowRankRows> found;
@@ -221,10 +284,11 @@ struct Forward {
     const Layer& layer = m.layers[index];
     const QkvShape shape{layer.q_heads, layer.kv_heads, layer.head_dim, m.block_size};
     const Rotary rotary = b.cos ? layer.rotary.with(b.cos, b.sin) : layer.rotary;
-    const QkNorms norms{layer.q_norm, layer.k_norm, layer.q_width, layer.k_width, NormKind(m.norm_kind), m.eps};
+    const QkNorms norms{layer.q_norm, layer.k_norm, layer.q_width, layer.k_width, NormKind(m.norm_kind), m.eps, layer.v_norm};
     const int64_t q_size = shape.q_heads * shape.head_dim, gate = q_size + 2 * shape.kv_heads * shape.head_dim;
     QkvShape of_qkv = shape;
     if (layer.has_gate) of_qkv.stride = gate + q_size;
+    if (!layer.stores_kv) of_qkv.kv_heads = 0;
     qk_norm_rope_store(pass, is_bf16, p.qkv, norms, rotary, b.positions, b.slots_of(layer), layer.k_cache, layer.v_cache, p.q,
                        b.num_tokens, of_qkv);
     const AttentionPlan& all = plan(index, shape.q_heads, shape.kv_heads, shape, plan_attention);
@@ -267,12 +331,16 @@ struct Forward {
   void experts_op(const Op& op, const Norm& norm) {
     const int is_bf16 = int(m.is_bf16);
     add_norm(pass, is_bf16, norm, p.activated, n, m.hidden);
-    experts(pass, is_bf16, op.experts, p.activated, Activation(m.activation), p.residual, n);
+    const void* routed = op.router_norm.weight ? normed_rows(m.norm(p.x, nullptr, op.router_norm)) : p.activated;
+    experts(pass, is_bf16, op.experts, p.activated, routed, Activation(m.activation), output_of(op), n);
   }
 
+  char* output_of(const Op& op) const { return op.is_beside ? p.beside : p.residual; }
+
   void output_op(const Op& op) {
-    if (op.norm.weight) add_norm(pass, int(m.is_bf16), m.norm(p.residual, nullptr, op.norm), p.residual, n, m.hidden);
-    if (m.residual_scale != 1.f) scale_rows(pass, int(m.is_bf16), p.residual, n, m.hidden, m.residual_scale);
+    char* x = output_of(op);
+    if (op.norm.weight) add_norm(pass, int(m.is_bf16), m.norm(x, nullptr, op.norm), x, n, m.hidden);
+    if (m.residual_scale != 1.f) scale_rows(pass, int(m.is_bf16), x, n, m.hidden, m.residual_scale);
   }
 
   bool is_last(int64_t index) const { return index == m.num_layers - 1; }
@@ -281,7 +349,8 @@ struct Forward {
     const Norm norm = m.norm(p.x, op.adds_residual ? p.residual : nullptr, op.norm);
     switch (op.kind) {
       case kEmbed: return embed();
-      case kLinear: return linear_op(op, op.site == kSiteDown ? p.activated : p.attended, p.residual);
+      case kLinear:
+        return linear_op(op, op.site == kSiteDown || op.site == kSiteInput ? p.activated : p.attended, p.residual);
       case kLinearOfNorm: return linear_of_norm_op(op, norm);
       case kAttend: return attend(op.layer);
       case kRecur: return recur(op.layer);
@@ -293,6 +362,10 @@ struct Forward {
         return;
       case kAttendLatents: return attend_latents(op);
       case kExpandLatents: return expand_latents(op.latents);
+      case kAdd: return m.is_bf16 ? add<uint16_t>(p.residual, p.beside) : add<float>(p.residual, p.beside);
+      case kLayerInputs: return layer_inputs(op);
+      case kGateInput: return m.is_bf16 ? gate_input<uint16_t>(op) : gate_input<float>(op);
+      case kSum: return m.is_bf16 ? sum<uint16_t>(op.scale) : sum<float>(op.scale);
     }
   }
 
@@ -322,8 +395,9 @@ struct Forward {
   // Moves the rows of the head tokens to the front.
   void keep_heads() {
     const int64_t element = m.is_bf16 ? 2 : 4;
-    const int64_t mixed = m.layers[m.num_layers - 1].mixed_width;
-    for (auto [rows, width] : {std::pair(p.x, m.hidden), std::pair(p.residual, m.hidden), std::pair(p.attended, mixed)})
+    const int64_t mixed = m.layers[m.num_layers - 1].mixed_width, inputs = m.num_layers * m.layer_width;
+    for (auto [rows, width] : {std::pair(p.x, m.hidden), std::pair(p.residual, m.hidden), std::pair(p.attended, mixed),
+                               std::pair(p.inputs, inputs)})
       for (int64_t i = 0; i < b.num_heads; i++)
         memmove(rows + i * width * element, rows + b.heads[i] * width * element, width * element);
     n = b.num_heads, of_heads = true;
@@ -337,7 +411,8 @@ extern "C" {
 // Bytes of workspace per token.
 int64_t quire_forward_workspace(const void* model) {
   const Model& m = *(const Model*)model;
-  return (2 * m.hidden + m.qkv + m.q + m.mixed + m.queries + m.inner) * (m.is_bf16 ? 2 : 4);
+  const int64_t inputs = m.num_layers * m.layer_width;
+  return (2 * m.hidden + m.qkv + m.q + m.mixed + m.queries + m.inner + m.beside + inputs) * (m.is_bf16 ? 2 : 4);
 }
 
 // Stores keys and values of all tokens; writes logits [num_heads, vocab]. Null: none, and quire_forward_logits follows.

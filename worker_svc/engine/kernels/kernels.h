@@ -41,6 +41,7 @@ struct QkNorms {
   int64_t q_width, k_width;
   NormKind kind;
   float eps;
+  const void* v = nullptr;  // of the values of each head
 };
 
 // Rotates the first `dims` dimensions of each head. cos and sin are [positions, dims / 2].
@@ -148,7 +149,7 @@ enum SharedKind { kNoShared = 0, kWholeShared = 1, kGatedShared = 2 };
 struct Experts {
   Linear router;
   const Linear *gate_up, *down;  // of all experts, the shared one last
-  const float* correction;       // null: none
+  const float *correction, *scales;  // of the shares; null: none
   int64_t num_experts, top_k, is_normalized, is_sigmoid, num_groups, top_groups, group_best, shared, scales_inputs;
   int64_t is_float32;  // the router has float32 inputs and outputs
   int64_t is_gated;    // else `gate_up` is up alone
@@ -158,8 +159,10 @@ struct Experts {
   int64_t num_used() const { return top_k + (shared != kNoShared); }
 };
 
-// out [n, hidden] = the outputs of each token's experts for x [n, hidden], times their shares.
-void experts(Pass& pass, int is_bf16, const Experts& e, const void* x, Activation activation, void* out, int64_t n);
+// out [n, hidden] = the outputs of each token's experts for x [n, hidden], times their shares, which the router finds for
+// `routed` [n, hidden].
+void experts(Pass& pass, int is_bf16, const Experts& e, const void* x, const void* routed, Activation activation, void* out,
+             int64_t n);
 
 // out = norm of rows x [n, dim]; `out` may be x.
 void add_norm(Pass& pass, int is_bf16, const Norm& norm, void* out, int64_t n, int64_t dim);
