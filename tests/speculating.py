@@ -91,7 +91,8 @@ class System:
         self.scheduler.add_worker(
             WorkerCapacity(
                 "w", 1, info.num_blocks, info.block_size, info.max_num_seqs, info.max_num_batched_tokens,
-                info.max_model_len, pipeline_depth=depth, vocab_size=info.vocab_size,
+                info.max_model_len, pipeline_depth=depth, vocab_size=info.vocab_size, num_snapshots=info.num_snapshots,
+                snapshot_tokens=info.snapshot_tokens,
             )
         )  # fmt: skip
         runner.reset_rows()

@@ -2,7 +2,7 @@
 a run that nothing disturbed.
 
 Prompts share prefixes and arrive at random; chunks, batch mates, samples, small pools that preempt, few snapshots,
-hits, and workers that are killed, so that their sequences move.
+hits, drafts on one of two workers, and workers that are killed, so that their sequences move.
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ from scheduler_svc.core.sequence import SequenceGroup, StopCondition
 from scheduler_svc.workers.wire import step_batch_to_proto
 from step_protocol.messages import StepBatch, StepOutput
 from step_protocol.proto import batch_from_proto
+from tests.speculating import GivenDrafts, NoTimes
 from tests.unit.engine.driver import Driver, seeded, u32
 from tests.unit.engine.models import RECURRENT, make_model
 from tests.unit.engine.test_engine_recurrent import BLOCK, load_small, state_of
+from worker_svc.engine.rows.states import RowStates
 
 MAX_TOKENS = 20
 NUM_REQUESTS = 7
@@ -54,10 +56,15 @@ def undisturbed(folder: Path, prompt: tuple[int, ...], seed: int, sample: int) -
 class Worker:
     """One engine. It computes a step when its answer is read."""
 
-    def __init__(self, folder: Path, name: str, epoch: int, rng: Random) -> None:
+    def __init__(self, folder: Path, name: str, epoch: int, rng: Random, expected: dict[bytes, list[int]]) -> None:
+        """The worker b has drafts, of which some are right."""
         self.folder, self.name = folder, name
         sizes = {"num_blocks": rng.choice((9, 14, 40)), "max_num_batched_tokens": rng.choice((5, 16, 60))}
-        self.runner = load_small(folder, max_model_len=9 * BLOCK, **sizes)
+        drafts = {"speculate": "suffix", "max_drafts": 3} if name == "b" else {}
+        self.runner = load_small(folder, max_model_len=9 * BLOCK, **sizes, **drafts)
+        if self.runner._drafts is not None:
+            self.runner._drafts._proposer = GivenDrafts(self.runner._rows, expected, 0.7)
+            self.runner._drafts._times = NoTimes()
         info = self.runner.info
         self.capacity = WorkerCapacity(
             name, epoch, info.num_blocks, BLOCK, info.max_num_seqs, info.max_num_batched_tokens, info.max_model_len,
@@ -72,8 +79,8 @@ class Worker:
         output.worker_id = self.name
         assert output.errors == []
         self.sample_of |= {opened.row: (opened.group, opened.sample_index) for opened in step.opens}
-        ends = (step.context_lens + step.query_lens).tolist()
-        for row, end in zip(step.rows.tolist(), ends, strict=True):
+        for row in step.rows.tolist():
+            end = int(self.runner._rows.states.positions[row])
             group, sample = self.sample_of[row]
             _, states = undisturbed(self.folder, tuple(group.prompt.tolist()), group.sampling.seed, sample)
             found = self.runner._pool.states.slots[row].numpy().tobytes()
@@ -90,6 +97,7 @@ class Run:
         self.workers: dict[str, Worker] = {}
         self.groups: list[SequenceGroup] = []
         self.outputs: dict[tuple[int, int], list[int]] = {}
+        self.expected: dict[bytes, list[int]] = {}  # outputs of first samples, by their prompt
         self.num_open = self.num_started = 0
         prefix = [self.rng.randrange(3, 200) for _ in range(4 * BLOCK)]
         self.prefixes = [prefix, prefix[: 2 * BLOCK + 3], []]
@@ -98,7 +106,7 @@ class Run:
 
     def start(self, name: str) -> None:
         self.num_started += 1
-        self.workers[name] = worker = Worker(self.folder, name, self.num_started, self.rng)
+        self.workers[name] = worker = Worker(self.folder, name, self.num_started, self.rng, self.expected)
         self.scheduler.add_worker(worker.capacity)
 
     def kill(self, name: str) -> None:
@@ -115,6 +123,7 @@ class Run:
             sampling=types_pb2.SamplingParams(temperature=1.0, seed=number),
         )  # fmt: skip
         self.groups.append(group)
+        self.expected[group.prompt.tobytes()] = undisturbed(self.folder, tuple(prompt), number, 0)[0]
         self.num_open += 1
         self.take(self.scheduler.add_group(group, self.now))
 
@@ -153,6 +162,20 @@ def test_states_are_those_of_undisturbed_runs(model_dir):
     assert counts.snapshot_hits
     assert counts.snapshots_evicted
     assert counts.num_preemptions
+    assert run.workers["b"].runner.draft_counts.accepted.sum() > 5
+
+
+def test_a_state_that_keeps_wrong_drafts_is_found(model_dir, monkeypatch):
+    settle = RowStates.settle_drafts
+
+    def keep(self, plan, is_token):
+        with monkeypatch.context() as patch:
+            patch.setattr(self._pool, "copy", lambda sources, targets: None)
+            settle(self, plan, is_token)
+
+    monkeypatch.setattr(RowStates, "settle_drafts", keep)
+    with pytest.raises(AssertionError, match=r"row \d+ after"):
+        Run(model_dir, 0).run()
 
 
 @pytest.mark.deep

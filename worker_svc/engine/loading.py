@@ -50,6 +50,7 @@ logger = logging.getLogger(__name__)
 Adapters = AdapterStore[Adapter, PackedAdapter]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+ROWS_WITH_DRAFTS = 2  # whose states within drafts are kept in a step, if all drafts are computed
 STEPS_IN_FLIGHT = 3  # whose texts have blocks at the same time
 
 
@@ -140,7 +141,8 @@ def _load_decoder(
     reserved += 0 if model.vision is None else config.image_cache_memory
     state_bytes = StatePool.bytes_per_slot(model.recurrences)
     num_snapshots = config.snapshot_memory // state_bytes if state_bytes else 0
-    reserved += (config.max_num_seqs + num_snapshots) * state_bytes
+    num_drafts = 0 if config.speculate is None else ROWS_WITH_DRAFTS * config.max_drafts
+    reserved += (config.max_num_seqs + num_snapshots + num_drafts) * state_bytes
     groups = divide_pool(config, model, dtype, _pool_memory(config, reserved)) if config.has_groups else None
     layouts = model.kv_layouts() + _head_layouts(checkpoint, config, model)
     if groups is None:
@@ -153,7 +155,9 @@ def _load_decoder(
     check_features(model.features() | ({"adapters"} if config.max_adapters else set()), backend.name)
     weights = load_decoder_weights(checkpoint, config, backend, dtype, max_model_len, report)
     settings = read_pooling(checkpoint.folder, checkpoint.config, PoolingKind.LAST)
-    states = StatePool(model.recurrences, config.max_num_seqs, num_snapshots) if model.is_recurrent else None
+    states = None
+    if model.is_recurrent:
+        states = StatePool(model.recurrences, config.max_num_seqs, num_snapshots, num_drafts)
     pool = KVCachePool(layouts, num_blocks, config.block_size, dtype, states, groups)
     adapters = make_store(
         config, modules, model.names, dtype, lambda adapter: backend.pack_adapter(adapter, model.num_layers)

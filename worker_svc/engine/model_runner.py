@@ -393,6 +393,8 @@ class ModelRunner(StepRunner):
         candidates = NO_CANDIDATES if beams is None else best_candidates(logits, beams)
         token_ids, is_bad = self._backend.sample(logits, columns)
         is_token = self._is_token(plan, token_ids, is_bad)
+        if self._rows.states is not None and plan.num_after is not None:
+            self._rows.states.settle_drafts(plan, is_token)
         rows, positions = plan.sampling_rows, plan.sampled_positions
         for row in rows[is_bad & is_token]:
             errors.add(int(row), NOTHING_TO_SAMPLE, RowErrorCode.NAN)

@@ -157,20 +157,23 @@ def _step_limits(limits: Any) -> tuple[float, float]:
 
 
 class StatePool:
-    """The states of all rows, and snapshots of them: `num_rows` + `num_snapshots` slots, the rows first.
+    """The states of all rows, snapshots of them, and states within the drafts of a step: `num_rows` + `num_snapshots` +
+    `num_drafts` slots, in this order.
 
     A slot is contiguous over all layers, so that a copy or a snapshot is one piece of memory.
     """
 
-    def __init__(self, layers: Sequence[Recurrence | None], num_rows: int, num_snapshots: int) -> None:
-        self.num_rows, self.num_snapshots = num_rows, num_snapshots
+    def __init__(
+        self, layers: Sequence[Recurrence | None], num_rows: int, num_snapshots: int, num_drafts: int = 0
+    ) -> None:
+        self.num_rows, self.num_snapshots, self.num_drafts = num_rows, num_snapshots, num_drafts
         self.layers = list(layers)
         self._starts: list[int] = []
         size = 0
         for layer in layers:
             self._starts.append(size)
             size += 0 if layer is None else layer.num_floats
-        self.slots = _lazy_floats(num_rows + num_snapshots, size)  # [slots, floats]
+        self.slots = _lazy_floats(num_rows + num_snapshots + num_drafts, size)  # [slots, floats]
 
     @staticmethod
     def bytes_per_slot(layers: Sequence[Recurrence | None]) -> int:

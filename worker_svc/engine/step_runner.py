@@ -63,11 +63,6 @@ class StepRunner(ABC):
                 "speculate cannot be set for a model whose layers all have an attention window: its rows free blocks "
                 "behind known positions; leave --speculate out"
             )
-        if self.info.num_snapshots is not None:
-            raise ValueError(
-                f"speculate cannot be set for {self.info.model}: its recurrent layers do not keep the state before a "
-                "draft; leave --speculate out"
-            )
         self._drafts = self._make_drafts(config, make_proposer)
 
     def _make_drafts(self, config: EngineConfig, make_proposer: Callable[[OpenRows], Proposer]) -> RowDrafts:

@@ -14,6 +14,7 @@ Where
     - in long prompts each time that the tokens since the last snapshot have as much KV as the snapshot has bytes, so
       that snapshots take at most as much memory as the blocks that they make useful;
     - at each block boundary of an output, in place of the previous one of the row: the next turn starts at the last.
+      Not while a row speculates: which positions a step of it computes is known when the step is answered.
     All are at block boundaries, because blocks are the unit of hits.
 
 When
@@ -134,6 +135,8 @@ class Snapshots(WorkerPart):
     def fill(self, batch: StepBatch) -> None:
         contexts, ends = batch.context_lens, batch.context_lens + batch.query_lens
         crosses = ends // self._block_size > contexts // self._block_size
+        if batch.max_query_lens is not None:
+            crosses &= batch.max_query_lens == 0
         if not np.count_nonzero(crosses):
             return
         taken: list[Taken] = []

@@ -11,7 +11,7 @@ from quire_client.demo import demo_model_dir
 
 from request_fields.fields import StopCondition
 from scheduler_svc.core.sequence import RowOptions
-from tests.speculating import Answer, System, speculate
+from tests.speculating import Answer, GivenDrafts, NoTimes, System, speculate
 from tests.unit.engine.models import make_model
 from worker_svc.engine.config import EngineConfig
 from worker_svc.engine.model_runner import ModelRunner
@@ -87,6 +87,18 @@ def test_suffixes_chunks_and_preemption_give_the_same_answers(model_dir):
     system_answers = answers_of(runner, burst_s=0.02)
     assert system_answers == plain
     assert runner.draft_counts.accepted.sum() > 0
+
+
+@pytest.mark.parametrize("backend", ["cpu", pytest.param("reference", marks=pytest.mark.deep)])
+@pytest.mark.parametrize("family", ["qwen3_5", "bamba"])
+def test_recurrent_layers_give_the_same_answers(tmp_path, family, backend):
+    folder = make_model(tmp_path, family)
+    plain = answers_of(make_runner(folder, backend=backend))
+    runner = make_runner(folder, backend=backend, speculate="suffix", max_drafts=5, max_num_batched_tokens=24)
+    runner._drafts._proposer = GivenDrafts(runner._rows, expected_of(plain), 0.7)
+    runner._drafts._times = NoTimes()
+    assert answers_of(runner, 3) == plain
+    assert runner.draft_counts.accepted.sum() > 10  # few, because each keeps a state
 
 
 def test_a_row_that_refuses_speculation_has_no_drafts(model_dir):

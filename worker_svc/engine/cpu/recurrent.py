@@ -76,7 +76,8 @@ def recurrent(
             out[first:stop] = _advance(spec, weights, state, projected[first:stop])
             states[int(taken.slots[snapshot])] = state
             first = stop
-        out[first:end] = _advance(spec, weights, state, projected[first:end])
+        if first < end:  # else a snapshot was taken at the end
+            out[first:end] = _advance(spec, weights, state, projected[first:end])
         states[row] = state
     return out
 

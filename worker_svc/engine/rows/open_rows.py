@@ -98,6 +98,7 @@ class OpenRows:
         self.positions = RowPositions(max_num_seqs)
         self.states = None if states is None else RowStates(states, self._tokens)
         self.groups = GroupTables(groups, num_blocks, max_num_seqs, max_blocks, block_size)
+        self.most_drafts = max_num_seqs * max_model_len if states is None else states.num_drafts  # of a step
         self._generations: I64 = np.zeros(max_num_seqs, np.int64)  # changes with each new history of a row
         self._nth_in_batch: I64 = np.zeros(max_num_seqs, np.int64)  # valid for rows that were just written
         self._indices: I64 = np.arange(max_num_seqs)

@@ -2,6 +2,10 @@
 
 A row's state has no meaning without its position: the number of tokens that it includes. A step must continue there.
 A snapshot is used only for a row with exactly its tokens and its adapter; both are compared when the row opens.
+
+A step with drafts leaves the states before each of them in further slots. When it is known which drafts are right, a
+row continues from the state after its last token. There is one arithmetic: the bytes are those of a run without drafts.
+To compute the tokens again from the old state would read and write a state as often.
 """
 
 from __future__ import annotations
@@ -65,6 +69,10 @@ class StepRows(Protocol):
     def ends(self) -> I64: ...
     @property
     def has_forks(self) -> bool: ...
+    @property
+    def sources(self) -> I64: ...
+    @property
+    def num_after(self) -> I64 | None: ...
 
 
 class RowStates:
@@ -77,6 +85,7 @@ class RowStates:
         self.positions: I64 = np.full(pool.num_rows, UNKNOWN, np.int64)
         self._adapters: list[bytes] = [b""] * pool.num_rows
         self._kept: list[tuple[int, bytes] | None] = [None] * pool.num_snapshots  # position, chain
+        self._drafts: I64 = np.empty(0, np.int64)  # of each row of the step
 
     # -- rows ---------------------------------------------------------------------------------------------------------
 
@@ -132,23 +141,43 @@ class RowStates:
     def begin(self, batch: StepBatch, plan: StepRows) -> SnapshotColumns:
         """The snapshots of a step. Its rows have no known state until `end`, in case the step fails."""
         self.positions[plan.rows] = UNKNOWN
-        empty: I32 = np.zeros(1, np.int32)  # the kernels need an address
         starts = np.zeros(len(plan.rows) + 1, np.int32)
-        if not len(batch.snapshot_rows):
-            return SnapshotColumns(starts, empty, empty)
-        slots, places = batch.snapshot_slots.astype(np.int64), self._places(batch, plan)
-        for slot in slots.tolist():
-            self._kept[slot] = None
+        slots, places, positions = self._of_drafts(plan)
+        if len(batch.snapshot_rows):
+            taken = batch.snapshot_slots.astype(np.int64)
+            for slot in taken.tolist():
+                self._kept[slot] = None
+            slots = np.append(slots, taken + self._pool.num_rows)
+            places = np.append(places, self._places(batch, plan))
+            positions = np.append(positions, batch.snapshot_positions)
         keep = np.flatnonzero(places >= 0)
-        keep = keep[np.lexsort((batch.snapshot_positions[keep], places[keep]))]
-        places, positions = places[keep], batch.snapshot_positions[keep].astype(np.int64)
+        if not len(keep):
+            empty: I32 = np.zeros(1, np.int32)  # the kernels need an address
+            return SnapshotColumns(starts, empty, empty)
+        keep = keep[np.lexsort((positions[keep], places[keep]))]
+        places, positions = places[keep], positions[keep]
         np.cumsum(np.bincount(places, minlength=len(plan.rows)), out=starts[1:])
         ends = (positions - plan.context_lens[places]).astype(np.int32)
-        return (
-            SnapshotColumns(starts, ends, (slots[keep] + self._pool.num_rows).astype(np.int32))
-            if len(keep)
-            else (SnapshotColumns(starts, empty, empty))
-        )
+        return SnapshotColumns(starts, ends, slots[keep].astype(np.int32))
+
+    def _of_drafts(self, plan: StepRows) -> tuple[I64, I64, I64]:
+        """The states within the drafts of a step: slots, indices of their rows, and positions."""
+        self._drafts = np.zeros(len(plan.rows), np.int64)
+        if plan.num_after is not None:
+            np.maximum.at(self._drafts, plan.sources, plan.num_after)
+        places = np.repeat(np.arange(len(plan.rows)), self._drafts)
+        behind = np.cumsum(self._drafts)[places] - np.arange(len(places))  # drafts from there on
+        slots = self._pool.num_rows + self._pool.num_snapshots + np.arange(len(places))
+        return slots, places, plan.ends[places] - behind
+
+    def settle_drafts(self, plan: StepRows, is_token: Bools) -> None:
+        """After a step, of whose samples these are tokens: a row gets the state before its first wrong draft."""
+        counts = np.bincount(plan.sources[is_token], minlength=len(plan.rows))
+        first = self._pool.num_rows + self._pool.num_snapshots + np.cumsum(self._drafts) - self._drafts
+        for i in np.flatnonzero((self._drafts > 0) & (counts <= self._drafts)).tolist():
+            row, count = int(plan.rows[i]), max(int(counts[i]), 1)  # a row without a token fails
+            self._pool.copy([int(first[i]) + count - 1], [row])
+            self.positions[row] = plan.ends[i] - self._drafts[i] + count - 1
 
     def _places(self, batch: StepBatch, plan: StepRows) -> I64:
         """For each snapshot of a step, the index of its row among the rows that compute; -1: none of them does."""

@@ -101,6 +101,7 @@ class RowDrafts:
         self._wanted: I64 = np.zeros(num_rows, np.int64)
         self._drafts: dict[int, list[int]] = {}
         self._computed: dict[int, list[int]] = {}  # of the running step
+        self._room = 0  # drafts that the step may still have
         self._times = StepTimes()
         self._outputs_per_row = 1.0
         rows.add_part(self)
@@ -131,7 +132,7 @@ class RowDrafts:
 
     def begin(self, batch: StepBatch, errors: RowErrors) -> StepBatch:
         """The step with the positions and slots of the rows that speculate. Their drafts follow their tokens."""
-        self._computed = {}
+        self._computed, self._room = {}, self._rows.most_drafts
         if batch.max_query_lens is None:
             return batch
         context_lens, query_lens = batch.context_lens.copy(), batch.query_lens.copy()
@@ -173,8 +174,10 @@ class RowDrafts:
         return None
 
     def _drafts_of(self, row: int, most: int) -> list[int]:
-        drafts = self._drafts.get(row, [])[: min(most, int(self._wanted[row]))]
-        return self._rows.valid_drafts(row, drafts) if drafts else []
+        drafts = self._drafts.get(row, [])[: min(most, int(self._wanted[row]), self._room)]
+        drafts = self._rows.valid_drafts(row, drafts) if drafts else []
+        self._room -= len(drafts)
+        return drafts
 
     def accept(self, plan: CheckedStep, num_after: I64, token_ids: U32, is_bad: Bools) -> Bools:
         """Which of the samples are tokens: of each row those up to its first wrong draft, and before a sample of bad
