@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 import numpy.typing as npt
@@ -57,7 +58,7 @@ class Arrival:
     at_s: float
     prompt: U32
     output: U32
-    is_of_session: bool = False  # its client says that more turns will follow
+    conversation: int = 0  # its client says of which conversation it is a turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,9 +175,10 @@ def mixed(seconds: float) -> Workload:
 
 def agent(rng: Rng, at_s: float, context: U32, num_turns: int) -> Iterator[Arrival]:
     """The turns of one agent. Results of tools are long now and then."""
+    conversation = crc32(context.tobytes())
     for _ in range(max(1, num_turns)):
         output = tokens(rng, 1 + rng.exponential(55))
-        yield Arrival(at_s, context, output, is_of_session=True)
+        yield Arrival(at_s, context, output, conversation=conversation)
         context = np.concatenate((context, output, tokens(rng, min(4000, rng.lognormal(np.log(180), 1.2)))))
         kind = rng.random()
         pause = rng.uniform(0.05, 1.0) if kind < 0.86 else rng.uniform(1, 10) if kind < 0.95 else rng.uniform(10, 120)
@@ -444,8 +446,8 @@ class Cluster:
 
     def _add(self, handle: int, arrival: Arrival) -> None:
         stop = StopCondition(len(arrival.output), ignore_eos=True)
-        keeps = arrival.is_of_session and self._policy.knows_sessions
-        group = SequenceGroup(str(handle), arrival.prompt, stop, handle=handle, keep_cached=keeps)
+        conversation = arrival.conversation if self._policy.knows_sessions else 0
+        group = SequenceGroup(str(handle), arrival.prompt, stop, handle=handle, conversation=conversation)
         self._scheduler.add_group(group, arrival.at_s)
 
     def _send(self, batch: StepBatch, now: float) -> None:

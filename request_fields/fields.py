@@ -373,9 +373,10 @@ FIELDS = (
         Side.SCHEDULER, default="", max_bytes=128, http=None,
     ),
     Field(
-        "scheduling.keep_cached", Kind.BOOL, "The prompt and its answer will be continued: their cached blocks are "
-        "evicted as late as blocks that were used twice.",
-        Side.SCHEDULER, default=False, http=None,
+        "scheduling.conversation", Kind.STRING, "A name of the conversation that the request is a turn of. Its cached "
+        "blocks are evicted as late as blocks that were used twice; those of an earlier turn that a later turn no "
+        "longer has, as those of other requests.",
+        Side.SCHEDULER, default="", max_bytes=128, http=Http("prompt_cache_key"),
     ),
     Field(
         "truncate_prompt_tokens", Kind.UINT32, "Keep only the last k tokens of the prompt. Unset: all.",

@@ -58,7 +58,7 @@ OWN_TESTS: Mapping[str, str] = {
     "GenerateRequest.resumable": FIELDS + "test_a_resumable_request_has_a_record",
     "SamplingParams.speculative": SPECULATION + "test_answers_are_those_without_drafts_also_after_a_kill",
     "SchedulingParams.priority": FIELDS + "test_priority_and_tenant_order_the_queue",
-    "SchedulingParams.keep_cached": SESSIONS + "test_blocks_of_conversations_outlive_those_of_single_prompts",
+    "SchedulingParams.conversation": SESSIONS + "test_blocks_of_conversations_outlive_those_of_single_prompts",
     "SchedulingParams.tenant_id": FIELDS + "test_priority_and_tenant_order_the_queue",
     "SchedulingParams.cache_salt": FIELDS + "test_requests_with_different_salts_share_no_blocks",
     "Prompt.audio": SPEECH + "test_outputs_equal_transformers_also_after_a_kill",

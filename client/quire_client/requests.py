@@ -114,9 +114,10 @@ class GenerateOptions(ChatOptions, total=False):
     # The tenant whose share of the workers the request uses; requests without one have a common share. Where requests
     # have owners, it is the owner (docs/keys.md); else it is not verified. At most 128 bytes.
     tenant_id: str
-    # The prompt and its answer will be continued: their cached blocks are evicted as late as blocks that were used
-    # twice. Default false.
-    keep_cached: bool
+    # A name of the conversation that the request is a turn of. Its cached blocks are evicted as late as blocks that
+    # were used twice; those of an earlier turn that a later turn no longer has, as those of other requests. At most 128
+    # bytes.
+    conversation: str
     truncate_prompt_tokens: int  # Keep only the last k tokens of the prompt. Unset: all. At least 1.
     # Keep a record of the request in Redis, so that a client can continue it by its id (docs/resume.md). Refused with
     # FAILED_PRECONDITION if the gateways keep no records. Default false.

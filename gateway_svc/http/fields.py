@@ -264,7 +264,6 @@ RESPONSES = (
     BodyField("metadata", doc="Returned unchanged. At most 16 strings."),
     BodyField("user", doc="Returned."),
     BodyField("safety_identifier", doc="Returned."),
-    BodyField("prompt_cache_key", doc="Returned. If it is set, the cached blocks of the response are evicted later."),
     BodyField("service_tier", doc="No effect."),
     BodyField(
         "truncation", doc="`auto`: leave out the oldest turns of a conversation that is too long. Default: `disabled`."

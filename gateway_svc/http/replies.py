@@ -32,14 +32,16 @@ Read = Callable[[Request, Callable[[bytes], Any]], Any]
 
 
 # What agents send with each request of a conversation (docs/http.md).
+MAX_NAME_BYTES = 128  # of a conversation
 SESSION_HEADERS = ("x-session-id", "session-id", "session_id", "x-litellm-session-id", "x-claude-code-session-id")
 
 
 def mark_conversation(request: Request, asked: Iterable[pb.GenerateRequest]) -> None:
     """Keep the blocks of requests longer that are part of a conversation, by their headers."""
-    if any(request.headers.get(name) for name in SESSION_HEADERS):
-        for one in asked:
-            one.scheduling.keep_cached = True
+    name = next(filter(None, map(request.headers.get, SESSION_HEADERS)), "")
+    for one in asked:
+        if name and not one.scheduling.conversation:
+            one.scheduling.conversation = name.encode()[:MAX_NAME_BYTES].decode(errors="ignore")
 
 
 class StreamedAnswer(Protocol):

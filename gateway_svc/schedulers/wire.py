@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from quire.internal.v1 import scheduler_pb2 as pb
 from quire.v1 import types_pb2 as types
+from xxhash import xxh3_64_intdigest
 
 from gateway_svc.callers.caller import current_caller
 from gateway_svc.columns import u32_to_bytes
@@ -31,13 +32,19 @@ def submit_from_plan(plan: GenerationPlan, *, request_id: str) -> pb.Submit:
         bad_words_ids=[types.TokenIds(ids=ids) for ids in plan.sampling.bad_words_ids],
         stop=_without_strings(plan.sampling.stop),
         priority=plan.scheduling.priority,
-        keep_cached=plan.scheduling.keep_cached,
+        conversation=_conversation_of(plan),
         cache_salt=plan.prompt.cache_salt,
         adapter_digest=plan.model.adapter_digest,
         tenant_id=current_caller.get().owner or plan.scheduling.tenant_id,
         logprobs=0 if plan.output.logprobs is None and plan.resume.best_of is not None else plan.output.logprobs,
         prompt_logprobs=plan.output.prompt_logprobs,
     )
+
+
+def _conversation_of(plan: GenerationPlan) -> int:
+    """A hint: equal numbers of different conversations cost time only."""
+    name, owner = plan.scheduling.conversation, current_caller.get().owner
+    return xxh3_64_intdigest("\0".join((owner, plan.scheduling.cache_salt, name)).encode()) if name else 0
 
 
 def _without_strings(stop: types.StopParams) -> types.StopParams:

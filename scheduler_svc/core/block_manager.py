@@ -177,6 +177,8 @@ class BlockManager:
         self._bonus = int(reuse_bonus * num_blocks)
         self._eviction_batch = int(EVICTED_FRACTION * num_blocks)  # blocks evicted at once, or all cached ones if fewer
         self._was_hit = np.zeros(num_blocks, dtype=np.bool_)
+        self._kept_by = np.zeros(num_blocks, dtype=np.uint64)  # conversation whose turn used a block last; 0: none
+        self._kept_depth = np.zeros(num_blocks, dtype=np.int64)  # its place in that turn's prompt
         self._tokens = np.full(
             (num_blocks, block_size), 0, dtype=np.uint32
         )  # written at once, so that page faults do not delay steps
@@ -309,6 +311,7 @@ class BlockManager:
                 committed[block] = 0
                 self._events.append((digest, False))
         self._was_hit[blocks] = False
+        self._kept_by[blocks] = 0
         self._has_lost_commits = bool(self.commits)
 
     def forget_all(self) -> None:
@@ -363,6 +366,24 @@ class BlockManager:
     def mark_hit(self, blocks: I64) -> None:
         """Evict these blocks as late as blocks that were hit, as long as they hold their prefix."""
         self._was_hit[blocks] = True
+
+    def keep(self, blocks: I64, conversation: int, *, supersedes: bool) -> None:
+        """Evict these blocks of a turn, tail first, as late as blocks that were hit. A turn may supersede an earlier
+        one of which it has most blocks: the others of that one are evicted as if they had not been hit.
+        """
+        earlier = (self._kept_by == conversation).nonzero()[0]
+        self.mark_hit(blocks)
+        self._kept_by[blocks] = conversation
+        self._kept_depth[blocks] = np.arange(len(blocks))[::-1]
+        left = np.setdiff1d(earlier, blocks)
+        if not supersedes or not len(left) or 2 * len(left) > len(earlier):
+            return
+        self._was_hit[left] = False
+        self._kept_by[left] = 0
+        unused = left[self._put_back_at[left] > 0]
+        self._put_back_at[unused] = self._clock
+        self._cached.append(self._clock, unused[np.argsort(-self._kept_depth[unused])])
+        self._clock += len(unused)
 
     def allocate(self, count: int) -> I64:
         """Returns `count` blocks without content and with ref count 1. The caller has checked `num_free`."""

@@ -242,8 +242,8 @@ class SequenceGroup:
     sample already has.
     `takes_over`: the request was accepted before and its stream was lost. It replaces a live group with the same
     request_id, unless the live group also took over and has another origin; then this request belongs to an older,
-    delayed stream. `tenant_id`: the tenant whose share of the work the request counts against. `keep_cached`: it will
-    be continued, so its blocks are evicted like those that were hit.
+    delayed stream. `tenant_id`: the tenant whose share of the work the request counts against. `conversation`:
+    it is a turn of this one, and will be continued, so its blocks are evicted like those that were hit.
     """
 
     request_id: str
@@ -253,7 +253,7 @@ class SequenceGroup:
     handle: int = 0
     n: int = 1
     priority: int = 0
-    keep_cached: bool = False
+    conversation: int = 0  # 0: none
     root_key: bytes = b""
     sampling: Any = None
     options: RowOptions = NO_OPTIONS

@@ -655,8 +655,9 @@ class WorkerState:
         for step in self.in_flight:
             step.closed.add(row)
         blocks = self.rows.held_blocks(row)[::-1]
-        if seq.group.keep_cached:
-            self.pool.mark_hit(blocks)
+        if seq.group.conversation:
+            is_turn = status is SequenceStatus.FINISHED and seq.group.n == 1 and len(seq.data.output) > 0
+            self.pool.keep(blocks, seq.group.conversation, supersedes=is_turn)
             for part in self.parts_of_all:
                 part.keep_cached(row)
         if self.windows is not None and self.rows.first_block[row]:

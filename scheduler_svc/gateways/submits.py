@@ -74,7 +74,7 @@ class SubmitReader:
             handle=submit.handle,
             n=given.n,
             priority=submit.priority,
-            keep_cached=submit.keep_cached,
+            conversation=submit.conversation,
             root_key=_root_key(submit, prompt),
             sampling=submit.sampling,
             options=_options(submit, given.options),

@@ -75,7 +75,7 @@ PARAMETERS = (
 NOT_DRAWN = {
     "session_id": "tests/processes/test_sessions.py kills workers between turns",
     "session_sample": "of a request with session_id",
-    "keep_cached": "changes no token",
+    "conversation": "changes no token",
     "adapter": "tests/processes/test_adapters.py kills processes that serve adapters",
     "temperature": "drawn for every request by workload.py",
     "seed": "drawn for every sampled request by workload.py",

@@ -225,7 +225,7 @@ async def test_grammars_penalties_and_adapters_of_a_session_stay(tmp_path: Path)
 
 
 async def test_blocks_of_conversations_outlive_those_of_single_prompts(tmp_path: Path) -> None:
-    """Single prompts fill the pool between two turns. The next turn is cached with `keep_cached`, a session header or
+    """Single prompts fill the pool between two turns. The next turn is cached with `conversation`, a session header or
     a prompt_cache_key only.
     """
     address = f"127.0.0.1:{free_port()}"
@@ -246,9 +246,9 @@ async def test_blocks_of_conversations_outlive_those_of_single_prompts(tmp_path:
                     await client.generate(token_ids=prompt, max_tokens=1)
                 return (await client.generate(token_ids=prompts[kept], max_tokens=1)).usage.cached_tokens
 
-            for kept, keep_cached in (0, False), (20, True):
-                await client.generate(token_ids=prompts[kept], max_tokens=1, keep_cached=keep_cached)
-                assert (await num_cached(kept) > 100) == keep_cached
+            for kept, name in (0, ""), (20, "mine"):
+                await client.generate(token_ids=prompts[kept], max_tokens=1, conversation=name)
+                assert (await num_cached(kept) > 100) == bool(name)
             await post("/v1/completions", {"prompt": prompts[30], "max_tokens": 1}, **{"x-session-id": "s"})
             assert await num_cached(30) > 100
             text = " ".join(["word"] * 60)

@@ -50,6 +50,7 @@ class AsyncSession:
         self._client = client
         self._id = session_id
         self._options = options
+        self._conversation = f"session-{uuid.uuid4().hex}"
         self._last: AsyncGenerateStream | None = None  # the last turn
 
     @property
@@ -85,7 +86,7 @@ class AsyncSession:
     ) -> AsyncGenerateStream:
         """Continue, and receive the output as it is produced. The next turn may begin when the stream has ended."""
         given = {**self._options, "request_id": f"turn-{uuid.uuid4().hex}", **cast(dict[str, Any], options)}
-        given |= {"resumable": True, "session_id": self.id, "keep_cached": True}
+        given |= {"resumable": True, "session_id": self.id, "conversation": self._conversation}
         self._last = self._client.stream(prompt, token_ids=token_ids, messages=messages, **cast(GenerateOptions, given))
         return self._last
 

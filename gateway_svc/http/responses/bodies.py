@@ -55,7 +55,6 @@ def response_request(data: bytes) -> ResponseBody:
     items = items_of(body.get("input"))
     request.output.parse_chat = True
     _set_logprobs(request, body.get("include"))
-    request.scheduling.keep_cached = bool(body.get("prompt_cache_key"))
     chat = request.prompt.chat
     chat.messages.extend(messages_of(items))
     ignored, names = _set_tools(chat, body)

@@ -140,6 +140,34 @@ def test_a_block_that_was_hit_is_cached_longer_but_not_for_ever() -> None:
     check_pool(pool)
 
 
+def keep(pool: BlockManager, digests: list[bytes], conversation: int = 7) -> None:
+    """A turn with these blocks ends."""
+    held = [digest for digest in digests if digest in pool.held]
+    pool.share(np.array([pool.held[digest] for digest in held], np.int64))
+    new = [digest for digest in digests if digest not in held]
+    blocks = pool.allocate(len(new))
+    pool.cache(blocks, new, np.zeros((len(new), 2), np.uint32))
+    table = np.array([pool.held[digest] for digest in digests])[::-1]
+    pool.keep(table, conversation, supersedes=True)
+    pool.free(table)
+    check_pool(pool)
+
+
+@pytest.mark.parametrize("num_shared", [1, 3, 5], ids=["subagent", "turn", "repeated"])
+def test_a_later_turn_supersedes_the_blocks_that_it_no_longer_has(num_shared: int) -> None:
+    """Only if it has most of the earlier one: subagents share a system prompt."""
+    names = [bytes([i] * 16) for i in range(1, 40)]
+    pool = BlockManager(16, 2, reuse_bonus=4.0)
+    keep(pool, names[:5])
+    keep(pool, names[:num_shared] + names[5 : 10 - num_shared])
+    keep(pool, names[10:12], conversation=8)
+    for name in names[20:32]:
+        cache(pool, name)
+    left = [index for index in range(5) if names[index] in pool.held]
+    assert left == ([0, 1, 2] if num_shared == 3 else [0, 1, 2, 3, 4])
+    check_pool(pool)
+
+
 def test_the_queue_has_room_for_any_number_of_hits() -> None:
     pool = BlockManager(2, 2)
     (hot,) = cache(pool, A)

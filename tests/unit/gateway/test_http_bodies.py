@@ -55,7 +55,6 @@ WITHOUT_BODY_FIELD = {
     "resumable",
     "session_id",  # `previous_response_id` names it
     "session_sample",
-    "scheduling.keep_cached",  # `prompt_cache_key` and headers of sessions set it
     "output.text",
     "output.token_ids",
     "output.parse_chat",
