@@ -256,7 +256,7 @@ async def small_pool(folder: Path, sim: Sequence[str], lost: Lost, num_blocks: i
 
 
 async def pull(folder: Path, sim: Sequence[str], lost: Lost, *flags: str) -> float:
-    """The only worker that has the prefix is busy with a long prompt when another one is ready."""
+    """The only worker that has the prefix is busy with long prompts when another one is ready."""
     page = f"127.0.0.1:{free_port()}"
     with Stack(folder) as stack:
         scheduler = stack.start_scheduler("--metrics-listen", page)
@@ -264,8 +264,8 @@ async def pull(folder: Path, sim: Sequence[str], lost: Lost, *flags: str) -> flo
         async with await stack.connect(stack.start_gateway(scheduler)) as client:
             prefix = prompt_of(1, 8000)
             await first_token_s(client, prefix)
-            busy = asyncio.create_task(first_token_s(client, prompt_of(2, 23_500)))
-            await stack.until(client, lambda schedulers: schedulers[0].num_running > 0)
+            busy = asyncio.gather(*(first_token_s(client, prompt_of(number, 23_500)) for number in (2, 3)))
+            await stack.until(client, lambda schedulers: schedulers[0].num_running > 1)
             other = stack.start_worker(scheduler, demo_model_dir(), *sim, "--num-blocks", "8192", *flags)
             await stack.until(client, lambda schedulers: is_ready(schedulers, other))
             if busy.done():
