@@ -17,6 +17,7 @@ from typing import Protocol
 from xxhash import xxh3_128_digest
 
 NO_KEYS: Mapping[int, bytes] = {}
+STATE_ID_BYTES = 20
 
 
 class HashedInput(Protocol):
@@ -33,6 +34,9 @@ class HashedInput(Protocol):
 
 class U32Column(Protocol):
     """Token ids as uint32 in the machine's byte order: array("I") or a numpy array."""
+
+    def __len__(self) -> int:
+        """The number of ids."""
 
     def tobytes(self) -> bytes:
         """The memory of the column."""
@@ -81,6 +85,18 @@ def layout_digest(revision: str, numerics: str, parts: Iterable[tuple[str, Itera
     """
     words = [revision, numerics, *(f"{dtype}{list(shape)}" for dtype, shape in parts)]
     return xxh3_128_digest(b"".join(b"%d:%s|" % (len(word), word.encode()) for word in words))
+
+
+def snapshot_digest(digest: bytes) -> bytes:
+    """The digest of a snapshot of recurrent states, from that of the block that ends where it was taken."""
+    return xxh3_128_digest(b"snapshot|" + digest)
+
+
+def state_id(token_ids: U32Column, adapter: bytes) -> bytes:
+    """Identifies the recurrent state after these tokens, of rows with this adapter: the number of tokens (u32), and a
+    digest of tokens and adapter, its *chain*.
+    """
+    return len(token_ids).to_bytes(4, "little") + xxh3_128_digest(adapter + token_bytes(token_ids))
 
 
 def block_key(digest: bytes, layout: bytes) -> bytes:

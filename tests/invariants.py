@@ -9,6 +9,7 @@ import numpy as np
 from scheduler_svc.core.block_manager import BlockManager
 from scheduler_svc.core.block_moves import BlockMoves
 from scheduler_svc.core.features.cache_groups import WindowGroup
+from scheduler_svc.core.features.snapshots import Snapshots
 from scheduler_svc.core.placement import Placement
 from scheduler_svc.core.requests import Requests
 from scheduler_svc.core.scheduler import Scheduler
@@ -59,8 +60,19 @@ def check_worker(worker: WorkerState, moves: BlockMoves | None = None) -> None:
     for part in worker.parts_of_all:
         if isinstance(part, WindowGroup):
             check_group(worker, part)
+        if isinstance(part, Snapshots):
+            check_snapshots(part)
     reserved = sum(len(r.sequence(row).forks) for row in rows.tolist())
     assert reserved == worker.num_reserved_rows, "reserved rows disagree with samples to fork"
+
+
+def check_snapshots(part: Snapshots) -> None:
+    """Raise AssertionError unless each slot is free, kept, being taken or being fetched."""
+    taken = [one.slot for step in part._in_flight.values() for one in step]
+    slots = [*part._free, *(kept.slot for kept in part.kept.values()), *taken, *part._arriving]
+    assert sorted(slots) == list(range(part.worker.capacity.num_snapshots or 0)), (
+        "a snapshot is in two slots or in none"
+    )
 
 
 def check_group(worker: WorkerState, group: WindowGroup) -> None:

@@ -34,7 +34,6 @@ from step_protocol.messages import StepBatch
 from svc_common.errors import InvalidRequestError, QuireError, StaleEpochError, UnavailableError
 from svc_common.observe.metrics import Row
 from worker_svc.engine.config import EngineInfo
-from worker_svc.engine.decoder.block_payload import MovableBlocks
 from worker_svc.executor import StepExecutor
 from worker_svc.kv_store.block_store import BlockStore, Committed
 from worker_svc.kv_store.disk_tier import DiskTier
@@ -152,7 +151,7 @@ class WorkerBlocks:
             store, self.store, self._executor.on_step = self.store, None, None
             await asyncio.get_running_loop().run_in_executor(self._senders, partial(store.close, is_last=False))
         blocks = self._executor.movable_blocks()
-        if blocks is None or info.attention_window is not None or info.num_snapshots is not None:
+        if blocks is None or info.attention_window is not None or info.num_snapshots == 0:
             log.warning(
                 "--kv-host-memory, --kv-disk, --kv-transfer and --role have no effect: blocks of this model or backend "
                 "cannot move yet"
@@ -164,7 +163,7 @@ class WorkerBlocks:
             await self._open_tiers(self._records)
         return scheduler_pb2.BlockMovement(
             layout=self._records.layout,
-            block_bytes=blocks.payload_bytes,
+            block_bytes=max(1, blocks.payload_bytes),
             has_tier=self.store is not None,
             can_transfer=self._settings.kv_transfer,
             role=ROLES[self._settings.role],
@@ -209,6 +208,9 @@ class WorkerBlocks:
         for opened in batch.opens:
             hits = opened.block_table[: opened.num_computed_tokens // block_size]
             used, digests = records.blocks.digests_of(hits[::-1])  # so that the tail of a prefix leaves first
+            if opened.snapshot is not None and records.snapshots is not None:
+                slots, more = records.snapshots.blocks.digests_of(np.array([opened.snapshot], np.uint32))
+                used, digests = np.append(used, slots + np.uint32(records.snapshots.first_id)), digests + more
             if len(used):
                 store.offer(Committed(epoch, used, digests, self._seals.of(used)))
 
@@ -247,7 +249,7 @@ class WorkerBlocks:
     async def fetch(self, request: worker_pb2.FetchBlocksRequest) -> worker_pb2.FetchBlocksResponse:
         """Fill blocks of the pool. Whatever fails, the blocks before it count."""
         records, lease = self._movable(), self._executor.check_fence(request.fence)
-        order, message = self._order(request, records.blocks), ""
+        order, message = self._order(request, records), ""
         try:
             async with asyncio.timeout(FETCH_TIMEOUT_S):
                 await self._fetch(order, lease, records)
@@ -260,26 +262,28 @@ class WorkerBlocks:
         origins = b"" if order.source is not None else b"".join(found.origin for found in order.written)
         return worker_pb2.FetchBlocksResponse(num_fetched=len(order.written), origins=origins, message=message)
 
-    def _order(self, request: worker_pb2.FetchBlocksRequest, blocks: MovableBlocks) -> Order:
+    def _order(self, request: worker_pb2.FetchBlocksRequest, records: RecordFormat) -> Order:
         """Raises InvalidRequestError for columns that contradict each other or the pool."""
         try:
             ids, tokens = u32_from_bytes(request.block_ids, "block_ids"), u32_from_bytes(request.token_ids, "token_ids")
         except WireError as error:
             raise InvalidRequestError(str(error), field=error.field) from None
         count = len(ids)
-        if len(request.hashes) != count * DIGEST_BYTES or len(tokens) != count * blocks.block_size:
+        if len(set(ids.tolist())) < count or (count and int(ids.max()) >= records.end_id):
+            raise InvalidRequestError(
+                f"block_ids must be distinct and below {records.end_id}, got {ids.tolist()[:16]}", field="block_ids"
+            )
+        ends = np.cumsum([records.of(block).blocks.block_size for block in ids.tolist()], dtype=np.int64)
+        if len(request.hashes) != count * DIGEST_BYTES or len(tokens) != ends[-1:].sum():
             raise InvalidRequestError(
                 f"{count} block_ids with {len(request.hashes)} bytes of hashes and {len(tokens)} token_ids; "
-                f"a block has {DIGEST_BYTES} bytes and {blocks.block_size} tokens",
+                f"a block has {DIGEST_BYTES} bytes and {records.blocks.block_size} tokens",
                 field="block_ids",
             )
-        if len(set(ids.tolist())) < count or (count and int(ids.max()) >= blocks.num_blocks):
-            raise InvalidRequestError(
-                f"block_ids must be distinct and below {blocks.num_blocks}, got {ids.tolist()[:16]}", field="block_ids"
-            )
+        rows = np.split(tokens, ends[:-1])  # of no tokens: one row
         wanted = [
-            WantedBlock(digest, row)
-            for digest, row in zip(split(request.hashes), tokens.reshape(count, blocks.block_size), strict=True)
+            WantedBlock(digest, row, block)
+            for digest, row, block in zip(split(request.hashes), rows, ids.tolist(), strict=False)
         ]
         source = request.source if request.HasField("source") else None
         return Order(ids.tolist(), wanted, request.after_step_id, source)
@@ -289,16 +293,17 @@ class WorkerBlocks:
         found = self._from_tier(order, records) if source is None else self._from_worker(order, source, records)
         async with contextlib.aclosing(found):
             async for batch in found:  # each is written before the next one is read
-                await self._write(order, batch, lease, records.blocks)
+                await self._write(order, batch, lease, records)
 
-    async def _write(self, order: Order, batch: list[Found], lease: Lease, blocks: MovableBlocks) -> None:
+    async def _write(self, order: Order, batch: list[Found], lease: Lease, records: RecordFormat) -> None:
         """Write blocks that follow those that are written to the pool."""
         start = len(order.written)
-        targets = list(zip(order.block_ids[start:], order.wanted[start:], batch, strict=False))
+        targets = list(zip(order.wanted[start:], batch, strict=False))
 
         def write() -> None:
-            for block, wanted, found in targets:
-                blocks.write(block, wanted.tokens, found.payload)
+            for wanted, found in targets:
+                target = records.of(wanted.block_id)
+                target.blocks.write(wanted.block_id - target.first_id, wanted.tokens, found.payload)
 
         await self._executor.write_blocks(lease, order.after_step_id, write)
         order.written += batch
@@ -307,8 +312,7 @@ class WorkerBlocks:
         if self.store is None:
             raise FetchEndedError("this worker has no tier")
         loop, store = asyncio.get_running_loop(), self.store
-        at_once = max(1, READ_BYTES // records.num_bytes)
-        parts = [order.wanted[start : start + at_once] for start in range(0, len(order.wanted), at_once)]
+        parts = [order.wanted[place] for _, place in _parts(records, order.block_ids, READ_BYTES)]
         reads = [loop.run_in_executor(store.readers, store.read_all, part) for part in parts]
         try:
             for part, read in zip(parts, reads, strict=True):
@@ -323,22 +327,22 @@ class WorkerBlocks:
     async def _from_worker(
         self, order: Order, source: worker_pb2.BlockSource, records: RecordFormat
     ) -> AsyncGenerator[list[Found], None]:
-        at_once, num_found = max(1, CALL_BYTES // records.num_bytes), 0
+        num_found = 0
         try:
             async with self._connected(source.address, source.worker_id) as stub:
-                for start in range(0, len(order.wanted), at_once):
-                    part = order.wanted[start : start + at_once]
+                for of_part, place in _parts(records, order.block_ids, CALL_BYTES):
+                    part = order.wanted[place]
                     request = worker_pb2.ReadBlocksRequest(
                         worker_epoch=source.worker_epoch,
                         layout=records.layout,
-                        block_ids=source.block_ids[4 * start : 4 * (start + len(part))],
+                        block_ids=source.block_ids[4 * place.start : 4 * place.stop],
                         hashes=b"".join(wanted.digest for wanted in part),
                     )
-                    async with contextlib.aclosing(self._read_part(stub, request, part, records)) as batches:
+                    async with contextlib.aclosing(self._read_part(stub, request, part, of_part)) as batches:
                         async for found in batches:
                             yield found
                             num_found += len(found)
-                    if num_found < start + len(part):
+                    if num_found < place.stop:
                         return
         except grpc.aio.AioRpcError as error:
             raise FetchEndedError(f"worker {source.worker_id}: {error.code().name}: {error.details()}") from None
@@ -453,7 +457,7 @@ class WorkerBlocks:
         if len(digests) != len(ids):
             raise InvalidRequestError(f"{len(ids)} block_ids with {len(digests)} hashes", field="hashes")
         wanted, named = list(zip(ids.tolist(), digests, strict=True)), request.memory
-        size = len(wanted) * records.num_bytes
+        size = sum(records.of(block).num_bytes for block, _ in wanted)
         memory = self._find(named, size) if named.pid and size else None
         self.num_reads += 1
         try:
@@ -479,15 +483,15 @@ class WorkerBlocks:
     async def _send(
         self, records: RecordFormat, wanted: Sequence[tuple[int, bytes]], memory: memoryview | None
     ) -> AsyncIterator[worker_pb2.ReadBlocksResponse]:
-        loop, size = asyncio.get_running_loop(), records.num_bytes
-        at_once = max(1, MESSAGE_BYTES // size)
-        for start in range(0, len(wanted), at_once):
-            part = wanted[start : start + at_once]
-            place = np.empty(len(part) * size, np.uint8).data if memory is None else memory[start * size :]
-            count = await loop.run_in_executor(self._senders, self._pack_all, records, part, place)
+        loop = asyncio.get_running_loop()
+        for of_part, found in _parts(records, [block for block, _ in wanted], MESSAGE_BYTES):
+            part, size = wanted[found], of_part.num_bytes
+            place = np.empty(len(part) * size, np.uint8).data if memory is None else memory
+            count = await loop.run_in_executor(self._senders, self._pack_all, of_part, part, place)
             self.counts.blocks_out += count
             self.counts.bytes_out += count * size
             if memory is not None:
+                memory = memory[count * size :]
                 yield worker_pb2.ReadBlocksResponse(num_shared=count)
             else:
                 for data in pieces(bytes(place[: count * size]), MESSAGE_BYTES):
@@ -554,6 +558,17 @@ def _tiers_to_proto(tiers: Mapping[bytes, str | None]) -> Iterator[worker_pb2.Wa
             columns[tier] += digest
         in_memory, on_disk, removed = map(bytes, columns.values())
         yield worker_pb2.WatchTierResponse(added=on_disk, removed=removed, added_to_memory=in_memory)
+
+
+def _parts(records: RecordFormat, ids: Sequence[int], max_bytes: int) -> Iterator[tuple[RecordFormat, slice]]:
+    """What has these ids, in parts of one format, of at most `max_bytes` each if one record is not larger."""
+    start = 0
+    for end in range(1, len(ids) + 1):
+        part = records.of(ids[start])
+        is_full = (end + 1 - start) * part.num_bytes > max_bytes
+        if end == len(ids) or is_full or records.of(ids[end]) is not part:
+            yield part, slice(start, end)
+            start = end
 
 
 def _block_ids(request: worker_pb2.ReadBlocksRequest) -> U32:

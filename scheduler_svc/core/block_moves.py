@@ -9,6 +9,12 @@ cache alone: whatever becomes of it, the tokens are the same, and what did not a
     taken        by `take_moves`; the caller has the target fetch the blocks
     ended        `end_move`, with the number of leading blocks that arrived
 
+Extras
+    Rows of some models start only where a part of the worker holds something besides the blocks: a snapshot. A move of
+    such a model ends at the deepest block for which the target, or the source, holds all extras, and brings those that
+    the target lacks, after the blocks. Its price counts their bytes, and what it gains is from where the target could
+    start before.
+
 Ownership of blocks
     The target's blocks have a reference of the move, so that no row gets them. They are written only after the steps
     that were in flight when the move took them (`after_step_id`): such a step may carry a commit of their old content.
@@ -29,14 +35,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from itertools import groupby
+from typing import NamedTuple
 
 import numpy as np
 
 from scheduler_svc.core.block_manager import NO_BLOCKS
-from scheduler_svc.core.messages import Counts
+from scheduler_svc.core.messages import Counts, Extra
 from scheduler_svc.core.policy import MoveSpeed, Throughput, TierKind, moved_tokens_gain
 from scheduler_svc.core.sequence import QueueEntry, Refusal, Sequence
-from scheduler_svc.core.worker_state import WorkerState
+from scheduler_svc.core.worker_state import WorkerPart, WorkerState
 from step_protocol.columns import I64, U32
 
 PATIENCE = 2.0  # a sequence waits for its blocks at most this many times as long as computing them would take
@@ -55,7 +62,7 @@ class BlockSource:
 
 @dataclass(eq=False, slots=True)
 class BlockMove:
-    """The order for a worker: which blocks of its pool get what content. They continue each other."""
+    """The order for a worker: which blocks of its pool get what content. They continue each other. N may be 0."""
 
     move_id: int
     worker_id: str
@@ -64,8 +71,35 @@ class BlockMove:
     digests: list[bytes]  # [N]
     token_blocks: U32  # [N, block_size]
     source: BlockSource | None  # None: the worker's own tiers
+    extras: list[Extra] = field(default_factory=list)  # they follow the blocks
+    num_saved_tokens: int = 0
     is_ended: bool = False
     give_up_at: float = 0.0  # no sequence waits longer
+
+    @property
+    def num_items(self) -> int:
+        """Blocks and extras."""
+        return len(self.digests) + len(self.extras)
+
+
+class _Option(NamedTuple):
+    """What a move could bring."""
+
+    gain: int  # in tokens
+    start: int  # the number of blocks after which a row could start without it
+    first: int  # the first block that moves
+    end: int  # the number of blocks after which a row can start with it
+    source: WorkerState | None  # None: the tiers
+    missing: list[list[int]]  # of each part for all rows, the blocks whose extras move
+
+
+@dataclass(slots=True)
+class _PartExtras:
+    """The extras of one part, on their way."""
+
+    part: WorkerPart
+    source: WorkerPart | None
+    extras: list[Extra]
 
 
 @dataclass(slots=True)
@@ -77,7 +111,8 @@ class _Open:
     prefix: I64  # blocks of the target that the moved ones continue
     source: WorkerState | None
     pinned: I64  # blocks of the source
-    speeds: list[MoveSpeed]  # of the place of each block
+    extras: list[_PartExtras]
+    speeds: list[tuple[MoveSpeed, int]]  # of each block and extra: of its place, and as how many blocks it counts
 
 
 @dataclass(slots=True)
@@ -86,18 +121,17 @@ class _Mover:
 
     tier_speeds: dict[TierKind, MoveSpeed]
     transfer_speed: MoveSpeed
-    tiers: dict[bytes, TierKind] = field(default_factory=dict)  # the fastest tier of each block
+    tiers: dict[bytes, TierKind] = field(default_factory=dict)  # the fastest tier of each block and extra
     arriving: dict[bytes, BlockMove] = field(default_factory=dict)
 
-    def reads(self, digests: Seq[bytes]) -> Iterator[tuple[int, float]]:
-        """How many of these blocks its tiers hold, up to each change of tier, and the time to read them."""
-        counts = dict.fromkeys(TierKind, 0)
+    def reads(self, digests: Seq[bytes]) -> Iterator[int]:
+        """How many of these blocks its tiers hold, up to each change of tier."""
+        count = 0
         for kind, run in groupby(map(self.tiers.get, digests)):
             if kind is None:
                 return
-            counts[kind] += len(list(run))
-            times = (self.tier_speeds[kind].seconds(count) for kind, count in counts.items() if count)
-            yield sum(counts.values()), sum(times)
+            count += len(list(run))
+            yield count
 
 
 class BlockMoves:
@@ -170,44 +204,82 @@ class BlockMoves:
         move = entry.move
         if move is not None:
             is_coming = not move.is_ended and move.worker_id == worker.capacity.worker_id
-            return len(move.digests) * worker.capacity.block_size if is_coming else 0
+            return int(move.num_saved_tokens) if is_coming else 0
         found = self._best(worker, entry.seq, workers)
-        return 0 if found is None else found[0]
+        return 0 if found is None else found.gain
 
-    def _best(
-        self, worker: WorkerState, seq: Sequence, workers: Iterable[WorkerState]
-    ) -> tuple[int, int, int, WorkerState | None] | None:
-        """The best move for a waiting sequence: gain in tokens, first block, number of blocks, source (None: tiers)."""
+    def _best(self, worker: WorkerState, seq: Sequence, workers: Iterable[WorkerState]) -> _Option | None:
+        """The best move for a waiting sequence."""
         mover = self._movers.get(worker.capacity.worker_id)
         if mover is None:
             return None
-        bs, digests = worker.capacity.block_size, seq.digests
-        end = min(seq.max_cached_tokens // bs, len(digests))
+        digests = seq.digests
+        end = min(seq.max_cached_tokens // worker.capacity.block_size, len(digests))
         first = worker.pool.match_len(digests, end)
-        reads: list[tuple[int, float, WorkerState | None]] = []
+        found: list[_Option | None] = []
         if mover.tiers:
-            reads += [(count, seconds, None) for count, seconds in mover.reads(digests[first:end])]
-        source, last = self._holder(worker, digests, end, workers)
-        if last > first:
-            reads.append((last - first, mover.transfer_speed.seconds(last - first), source))
-        options: list[tuple[int, int, int, WorkerState | None]] = []
-        for count, seconds, source in reads:
-            gain = moved_tokens_gain(count * bs, seconds, self._throughput.prefill.early_per_s)
-            if gain > 0:
-                options.append((gain, first, count, source))
-        return max(options, key=lambda option: option[0], default=None)
-
-    def _holder(
-        self, worker: WorkerState, digests: Seq[bytes], end: int, workers: Iterable[WorkerState]
-    ) -> tuple[WorkerState | None, int]:
-        """The other worker that holds most of these blocks and can send them, and how many."""
-        best: tuple[WorkerState | None, int] = None, 0
+            counts = list(mover.reads(digests[first:end])) or [0]  # 0: extras alone
+            found += [self._option(worker, None, digests, first, first + count) for count in counts]
         for other in workers:
             if other is not worker and can_exchange(worker, other):
-                count = other.pool.match_len(digests, end)
-                if count > best[1]:
-                    best = other, count
-        return best
+                found.append(self._option(worker, other, digests, first, other.pool.match_len(digests, end)))
+        return max((one for one in found if one is not None), key=lambda one: one.gain, default=None)
+
+    def _option(
+        self, target: WorkerState, source: WorkerState | None, digests: Seq[bytes], first: int, end: int
+    ) -> _Option | None:
+        """The move of blocks from `first` to `end`, or of fewer if extras are missing; None if it gains nothing."""
+        start = target.usable_hits(digests, first)
+        end, missing = self._reach(target, source, digests, start, end)
+        if end <= start:
+            return None
+        first = min(first, end)
+        seconds = _seconds(self._speeds(target, source, digests, (first, end), missing))
+        num_tokens = (end - start) * target.capacity.block_size
+        gain = moved_tokens_gain(num_tokens, seconds, self._throughput.prefill.early_per_s)
+        return _Option(gain, start, first, end, source, missing) if gain > 0 else None
+
+    def _speeds(
+        self,
+        target: WorkerState,
+        source: WorkerState | None,
+        digests: Seq[bytes],
+        span: tuple[int, int],
+        missing: Seq[Seq[int]],
+    ) -> list[tuple[MoveSpeed, int]]:
+        """As in `_Open`."""
+        mover = self._movers[target.capacity.worker_id]
+        found = [(digest, 1) for digest in digests[slice(*span)]]
+        for part, indices in zip(target.parts_of_all, missing, strict=False):
+            found += [(part.name_in_tier(digests[index]), part.blocks_worth(1)) for index in indices]
+        if source is not None:
+            return [(mover.transfer_speed, worth) for _, worth in found]
+        return [(mover.tier_speeds[mover.tiers[name]], worth) for name, worth in found]
+
+    def _reach(
+        self, target: WorkerState, source: WorkerState | None, digests: Seq[bytes], start: int, end: int
+    ) -> tuple[int, list[list[int]]]:
+        """The last block up to `end` after which rows of the target could start if it got what the source has, and the
+        blocks whose extras it lacks there, for each part. `start` if there is none.
+        """
+        while end > start:
+            missing = [
+                [index for index in part.extras_at(end) if not part.holds(digests[index])]
+                for part in target.parts_of_all
+            ]
+            if all(
+                self._has_extra(target, source, number, digests[index])
+                for number, indices in enumerate(missing)
+                for index in indices
+            ):
+                return end, missing
+            end -= 1
+        return start, []
+
+    def _has_extra(self, target: WorkerState, source: WorkerState | None, number: int, digest: bytes) -> bool:
+        if source is not None:
+            return source.parts_of_all[number].holds(digest)
+        return target.parts_of_all[number].name_in_tier(digest) in self._movers[target.capacity.worker_id].tiers
 
     def wait_for(self, worker: WorkerState, entry: QueueEntry, now: float) -> bool:
         """Whether a sequence that has room on this worker should wait for blocks. Begins the move if needed."""
@@ -232,8 +304,13 @@ class BlockMoves:
             return False
         if isinstance(worker.try_admit(entry, self._watermark, self._throughput.mean_output), Refusal):
             return False
-        _, first, count, source = found
-        entry.move = self._begin(worker, seq.digests, seq.data.token_ids(), (first, first + count), source, now)
+        parts = zip(worker.parts_of_all, found.missing, strict=False)
+        names = [part.name_in_tier(seq.digests[index]) for part, indices in parts for index in indices]
+        coming = next((mover.arriving[name] for name in names if name in mover.arriving), None)
+        if found.first == found.end and coming is not None:
+            entry.move = coming
+            return now < coming.give_up_at
+        entry.move = self._begin(worker, seq, seq.digests, seq.data.token_ids(), found, now)
         return entry.move is not None
 
     # -- running sequences --------------------------------------------------------------------------------------------
@@ -258,7 +335,7 @@ class BlockMoves:
         return sum(move.worker_id == worker.capacity.worker_id for move in self._leaving.values())
 
     def _send_ahead(self, seq: Sequence, worker: WorkerState, takers: Seq[WorkerState], now: float) -> BlockMove | None:
-        row, bs = seq.row, worker.capacity.block_size
+        row = seq.row
         if row is None or not can_send(worker, row):
             return None
         digests = worker.rows.digests[row]
@@ -268,12 +345,8 @@ class BlockMoves:
         tokens = worker.rows.token_blocks[row, : len(digests)].reshape(-1)
         firsts = {taker: self._first_missing(taker, digests) for taker in able}
         taker = max(able, key=lambda taker: taker.pool.num_free + firsts[taker])
-        first = firsts[taker]
-        count = len(digests) - first
-        move_s = self._movers[taker.capacity.worker_id].transfer_speed.seconds(count)
-        if count < 1 or moved_tokens_gain(count * bs, move_s, self._throughput.prefill.early_per_s) < 1:
-            return None
-        return self._begin(taker, digests, tokens, (first, len(digests)), worker, now)
+        found = self._option(taker, worker, digests, firsts[taker], len(digests))
+        return None if found is None else self._begin(taker, seq, digests, tokens, found, now)
 
     def _first_missing(self, worker: WorkerState, digests: Seq[bytes]) -> int:
         arriving = self._movers[worker.capacity.worker_id].arriving
@@ -290,50 +363,81 @@ class BlockMoves:
     # -- a move -------------------------------------------------------------------------------------------------------
 
     def _begin(
-        self,
-        target: WorkerState,
-        digests: Seq[bytes],
-        token_ids: U32,
-        span: tuple[int, int],
-        source: WorkerState | None,
-        now: float,
+        self, target: WorkerState, seq: Sequence, digests: Seq[bytes], token_ids: U32, found: _Option, now: float
     ) -> BlockMove | None:
-        """Take the blocks of a move. None if the target has too few, or the source no longer holds them."""
-        (first, end), bs, pool = span, target.capacity.block_size, target.pool
+        """Take what a move needs. None if the target has too little room, or the source no longer holds the blocks."""
+        bs, pool, source, end = target.capacity.block_size, target.pool, found.source, found.end
         pinned = NO_BLOCKS
         if source is not None:
             held = source.pool.match(digests, token_ids, end)
             committed = source.pool.are_committed(held)
             pinned = held if committed.all() else held[: int(committed.argmin())]
-            end = len(pinned)
-        if end <= first:
+        missing = found.missing
+        if source is not None and len(pinned) < end:
+            end, missing = self._reach(target, source, digests, found.start, len(pinned))
+            pinned = pinned[:end]
+        first = min(found.first, end)
+        if end <= found.start:
             return None
         prefix = pool.match(digests, token_ids, first)
         if end - first + pool.num_unused(prefix) > pool.num_free:
+            return None
+        num_tokens = (end - found.start) * bs
+        extras = self._take_extras(target, seq, source, digests, token_ids, missing, num_tokens)
+        if extras is None:
             return None
         pool.share(prefix)
         if source is not None:
             source.pool.share(pinned)
         self._num_moves += 1
-        count, mover = end - first, self._movers[target.capacity.worker_id]
+        mover = self._movers[target.capacity.worker_id]
         pace = self._throughput.prefill.early_per_s or UNKNOWN_PACE
         move = BlockMove(
             move_id=self._num_moves,
             worker_id=target.capacity.worker_id,
             after_step_id=target.in_flight[-1].step_id if target.in_flight else 0,
-            block_ids=pool.allocate(count),
+            block_ids=pool.allocate(end - first),
             digests=list(digests[first:end]),
-            token_blocks=token_ids[first * bs : end * bs].reshape(count, bs).copy(),
+            token_blocks=token_ids[first * bs : end * bs].reshape(end - first, bs).copy(),
             source=None if source is None else _source_of(source, pinned[first:]),
-            give_up_at=now + max(MIN_PATIENCE_S, PATIENCE * count * bs / pace),
+            extras=[extra for one in extras for extra in one.extras],
+            num_saved_tokens=num_tokens,
+            give_up_at=now + max(MIN_PATIENCE_S, PATIENCE * num_tokens / pace),
         )
-        speeds = [mover.transfer_speed] * count
-        if source is None:
-            speeds = [mover.tier_speeds[mover.tiers[digest]] for digest in move.digests]
-        self._open[move.move_id] = _Open(move, target, prefix, source, pinned, speeds)
-        mover.arriving.update(dict.fromkeys(move.digests, move))
+        speeds = self._speeds(target, source, digests, (first, end), missing)
+        self._open[move.move_id] = _Open(move, target, prefix, source, pinned, extras, speeds)
+        mover.arriving.update(dict.fromkeys(_names(move, extras), move))
         self._new.append(move)
         return move
+
+    def _take_extras(
+        self,
+        target: WorkerState,
+        seq: Sequence,
+        source: WorkerState | None,
+        digests: Seq[bytes],
+        token_ids: U32,
+        missing: list[list[int]],
+        num_tokens: int,
+    ) -> list[_PartExtras] | None:
+        """Room for the extras on the target, and the extras of the source, which keeps them. None: there is no room."""
+        bs, taken = target.capacity.block_size, list[_PartExtras]()
+        for number, indices in enumerate(missing):
+            part = target.parts_of_all[number]
+            ids = part.reserve(len(indices), num_tokens)
+            wanted = [digests[index] for index in indices[: len(ids)]]
+            lender = None if source is None else source.parts_of_all[number]
+            lent: Seq[int | None] = [None] * len(ids) if lender is None else lender.lend(wanted)
+            extras = []
+            for index, block_id, source_id in zip(indices, ids, lent, strict=False):
+                digest, words = part.name_extra(seq, token_ids[: (index + 1) * bs], digests[index])
+                name = digest if lender is not None else part.name_in_tier(digests[index])
+                extras.append(Extra(digests[index], name, words, block_id, source_id))
+            taken.append(_PartExtras(part, lender, extras))
+            if len(ids) < len(indices):
+                _give_back(taken, 0)
+                return None
+        return taken
 
     def take_moves(self) -> list[BlockMove]:
         """The moves that have begun since the last call. The caller reports the end of each with `end_move`."""
@@ -358,6 +462,7 @@ class BlockMoves:
             changed.append(one.target)
             self._settle(one, num_moved)
             self._measure(one, num_moved, took_s)
+        _give_back(one.extras, max(0, num_moved - len(move.digests)))
         source = one.source
         if source is not None and self._workers.get(source.capacity.worker_id) is source:
             changed.append(source)
@@ -369,33 +474,59 @@ class BlockMoves:
         """The moved blocks become cached prefixes; the others are empty."""
         move, pool = one.move, one.target.pool
         mover = self._movers[move.worker_id]
-        for digest in move.digests:
-            if mover.arriving.get(digest) is move:
-                del mover.arriving[digest]
-        if move.source is None and num_moved < len(move.digests):
-            mover.tiers.pop(move.digests[num_moved], None)  # it is not there, or damaged
+        names = _names(move, one.extras)
+        for name in names:
+            if mover.arriving.get(name) is move:
+                del mover.arriving[name]
+        if move.source is None and num_moved < len(names):
+            mover.tiers.pop(names[num_moved], None)  # it is not there, or damaged
         pool.cache(move.block_ids[:num_moved], move.digests[:num_moved], move.token_blocks[:num_moved])
         pool.free(np.concatenate((one.prefix, move.block_ids))[::-1])
         one.target.room_version += 1
 
     def _measure(self, one: _Open, num_moved: int, took_s: float) -> None:
         move, capacity, counts = one.move, one.target.capacity, self._counts
-        num_tokens = num_moved * capacity.block_size
+        is_whole = num_moved == move.num_items
+        num_tokens = move.num_saved_tokens if is_whole else min(num_moved, len(move.digests)) * capacity.block_size
         counts.block_moves += 1
-        counts.failed_block_moves += num_moved < len(move.digests)
+        counts.failed_block_moves += not is_whole
         if move.source is None:
             counts.tier_hit_tokens += num_tokens
         else:
             counts.transferred_tokens += num_tokens
-        speeds = Counter(one.speeds[:num_moved])
+        speeds = Counter[MoveSpeed]()
+        for speed, worth in one.speeds[:num_moved]:
+            speeds[speed] += worth
         expected_s = sum(speed.seconds(count) for speed, count in speeds.items())
         for speed, count in speeds.items():
             speed.add(count, took_s * speed.seconds(count) / expected_s)
         if capacity.movement is not None:
-            counts.moved_bytes += num_moved * capacity.movement.block_bytes
+            counts.moved_bytes += speeds.total() * capacity.movement.block_bytes
         pace = self._throughput.prefill.early_per_s
         if pace and move not in self._leaving.values():  # no sequence waits for those
             self._losses_s.append(max(0.0, took_s - num_tokens / pace))
+
+
+def _seconds(speeds: Iterable[tuple[MoveSpeed, int]]) -> float:
+    """Expected duration of a move, from the places and sizes of what moves."""
+    counts = Counter[MoveSpeed]()
+    for speed, worth in speeds:
+        counts[speed] += worth
+    return sum(speed.seconds(count) for speed, count in counts.items())
+
+
+def _names(move: BlockMove, extras: Iterable[_PartExtras]) -> list[bytes]:
+    """The digests of what moves, as in a tier."""
+    return move.digests + [one.part.name_in_tier(extra.block_digest) for one in extras for extra in one.extras]
+
+
+def _give_back(taken: Iterable[_PartExtras], num_arrived: int) -> None:
+    """The source need not keep these extras any more, and the target has got so many of them."""
+    for one in taken:
+        one.part.receive(one.extras, num_arrived)
+        if one.source is not None:
+            one.source.take_back([extra.source_id for extra in one.extras if extra.source_id is not None])
+        num_arrived = max(0, num_arrived - len(one.extras))
 
 
 def can_exchange(worker: WorkerState, other: WorkerState) -> bool:

@@ -41,6 +41,17 @@ class BlockMovement:
 
 
 @dataclass(frozen=True, slots=True)
+class Extra:
+    """What a part of a worker holds of a prefix besides its blocks, on its way to another worker or from a tier."""
+
+    block_digest: bytes  # of the block at whose end it is
+    digest: bytes  # that names it where it comes from
+    words: U32  # what it is, in place of the tokens of a block
+    block_id: int  # where it goes; ids follow those of the blocks
+    source_id: int | None  # where it comes from; None: the worker's tier
+
+
+@dataclass(frozen=True, slots=True)
 class CacheGroup:
     """Layers with blocks of their own, because they attend to a window only."""
 

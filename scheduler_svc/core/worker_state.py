@@ -55,7 +55,7 @@ from prefix_index.changes import Holder, PrefixChanges
 from prefix_index.hashing import NO_KEYS, block_bytes, chained, extend_digests, root_digest, token_bytes
 from request_fields.inputs import MAX_INPUT_BYTES
 from scheduler_svc.core.block_manager import BlockManager, Fill
-from scheduler_svc.core.messages import CachedBlock, Deltas, RowAssignment, WorkerCapacity
+from scheduler_svc.core.messages import CachedBlock, Deltas, Extra, RowAssignment, WorkerCapacity
 from scheduler_svc.core.policy import excess_blocks, steps_to_retry
 from scheduler_svc.core.rows import Members, RowTable
 from scheduler_svc.core.sequence import NEVER, Completion, QueueEntry, Refusal, Sequence, SequenceGroup, SequenceStatus
@@ -205,6 +205,45 @@ class WorkerPart:
 
     def forget_all(self) -> None:
         """Nothing that is cached can be hit any more. No step is in flight."""
+
+    # A part whose rows start only where it holds something besides the blocks, an *extra*, has the following hooks, by
+    # which extras move with blocks (block_moves.py).
+
+    def extras_at(self, num_blocks: int) -> range:
+        """The blocks, by index, whose extras a row needs to start after `num_blocks`."""
+        return range(0)
+
+    def holds(self, digest: bytes) -> bool:
+        """Whether it holds the extra of the block with this digest."""
+        return False
+
+    def name_in_tier(self, digest: bytes) -> bytes:
+        """The digest of the extra of a block in a tier."""
+        return digest
+
+    def name_extra(self, seq: Sequence, token_ids: U32, digest: bytes) -> tuple[bytes, U32]:
+        """Of the extra after these tokens of a sequence, which end with the block of `digest`: the digest by which a
+        worker finds it, and its words.
+        """
+        return digest, token_ids
+
+    def blocks_worth(self, num_extras: int) -> int:
+        """The number of blocks with as many bytes."""
+        return num_extras
+
+    def reserve(self, num_extras: int, num_tokens: int) -> list[int]:
+        """Ids for extras that are on their way, which save the computing of `num_tokens`; none if there is no room."""
+        return []
+
+    def receive(self, extras: Seq[Extra], num_arrived: int) -> None:
+        """The leading ones of these extras, whose ids are from `reserve`, have arrived; the others have not."""
+
+    def lend(self, digests: Seq[bytes]) -> list[int]:
+        """The ids of these extras, which it holds and keeps until `take_back`."""
+        return []
+
+    def take_back(self, ids: Seq[int]) -> None:
+        """These extras are not read any more."""
 
     def take_over(self, rows: I64, parents: I64) -> None:
         """Beams take over the computed tokens of other beams. No step in flight computes these rows."""

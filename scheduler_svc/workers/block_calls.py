@@ -93,7 +93,7 @@ class BlockCalls:
                     "worker %s: fetched %d of %d blocks: %s",
                     self._worker_id,
                     count,
-                    len(move.digests),
+                    move.num_items,
                     response.message,
                 )
         except grpc.aio.AioRpcError as error:

@@ -6,7 +6,7 @@ Frequent messages are columns, so steady decode does no work per sequence.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -31,7 +31,7 @@ from scheduler_svc.core.messages import (
 )
 from scheduler_svc.core.sequence import Feature
 from scheduler_svc.workers.seals import SEAL_BYTES, BlockKeys, LeaseIds
-from step_protocol.columns import WireError, u32_from_bytes, u32_to_bytes
+from step_protocol.columns import I64, WireError, u32_from_bytes, u32_to_bytes
 from step_protocol.messages import BeamCandidates, PooledRows, RowError, StepBatch, StepOutput
 from step_protocol.proto import batch_to_proto, output_from_proto
 from svc_common.errors import InvalidRequestError
@@ -277,33 +277,39 @@ def _movement_from_proto(blocks: scheduler_pb2.BlockMovement) -> BlockMovement:
 
 def fetch_to_proto(move: BlockMove, fence: worker_pb2.Fence, source_address: str) -> worker_pb2.FetchBlocksRequest:
     """The order to fill blocks of a worker's pool."""
+    extras = move.extras
     request = worker_pb2.FetchBlocksRequest(
         fence=fence,
         after_step_id=move.after_step_id,
-        block_ids=u32_to_bytes(move.block_ids.astype(np.uint32)),
-        hashes=b"".join(move.digests),
-        token_ids=u32_to_bytes(move.token_blocks.reshape(-1)),
+        block_ids=_ids_to_bytes(move.block_ids, [extra.block_id for extra in extras]),
+        hashes=b"".join((*move.digests, *(extra.digest for extra in extras))),
+        token_ids=u32_to_bytes(np.concatenate((move.token_blocks.reshape(-1), *(extra.words for extra in extras)))),
     )
     if move.source is not None:
         request.source.worker_id, request.source.address = move.source.worker_id, source_address
         request.source.worker_epoch = move.source.worker_epoch
-        request.source.block_ids = u32_to_bytes(move.source.block_ids.astype(np.uint32))
+        ids = [extra.source_id for extra in extras if extra.source_id is not None]
+        request.source.block_ids = _ids_to_bytes(move.source.block_ids, ids)
     return request
 
 
+def _ids_to_bytes(blocks: I64, more: Sequence[int]) -> bytes:
+    return u32_to_bytes(np.array([*blocks.tolist(), *more], np.uint32))
+
+
 def num_fetched(response: worker_pb2.FetchBlocksResponse, move: BlockMove, keys: BlockKeys | None) -> int:
-    """The number of leading blocks of a move that may be committed. With `keys`, a block from a tier counts only if a
-    scheduler with one of the keys committed it.
+    """The number of leading blocks and extras of a move that may be committed. With `keys`, one from a tier counts only
+    if a scheduler with one of the keys committed it.
     """
-    count = response.num_fetched
-    if count > len(move.digests):
-        raise WireError(f"num_fetched is {count}, but the move has {len(move.digests)} blocks")
+    count, digests = response.num_fetched, [*move.digests, *(extra.digest for extra in move.extras)]
+    if count > len(digests):
+        raise WireError(f"num_fetched is {count}, but the move has {len(digests)} blocks and extras")
     if keys is None or move.source is not None:
         return count
     if len(response.origins) != count * ORIGIN.size:
         raise WireError(f"{len(response.origins)} bytes of origins for {count} blocks")
     for index, (epoch, block_id, seal) in enumerate(ORIGIN.iter_unpack(response.origins)):
-        if not keys.is_valid(epoch, block_id, move.digests[index], seal):
+        if not keys.is_valid(epoch, block_id, digests[index], seal):
             return index
     return count
 

@@ -16,6 +16,7 @@ from quire_client.demo import demo_model_dir
 from tests.processes.models import make_checkpoint
 from tests.processes.ports import free_port
 from tests.processes.stack import Stack, is_ready, wait_idle, worker_status
+from tests.unit.engine.models import make_model
 
 FLAGS = ("--dtype", "bfloat16", "--num-blocks", "64", "--max-num-seqs", "6", "--max-num-batched-tokens", "48")
 PROMPT = [3 + i * 7 % 90 for i in range(150)]
@@ -48,15 +49,27 @@ def wait_for_records(folder: Path, count: int) -> None:
         time.sleep(0.02)
 
 
-async def test_a_worker_that_was_killed_is_warm_again(tmp_path: Path) -> None:
+def write_model(folder: Path, name: str) -> Path:
+    """A model whose rows start from blocks, or one whose rows start from snapshots too."""
+    folder.mkdir()
+    return make_checkpoint(folder) if name == "attention" else make_model(folder, name)
+
+
+MODELS = pytest.mark.parametrize("name", ["attention", "qwen3_5", pytest.param("bamba", marks=pytest.mark.deep)])
+
+
+@MODELS
+async def test_a_worker_that_was_killed_is_warm_again(tmp_path: Path, name: str) -> None:
     disk = tmp_path / "tier"
     with Stack(tmp_path) as stack:
         scheduler = stack.start_scheduler()
-        worker = stack.start_worker(scheduler, make_checkpoint(tmp_path / "model"), *FLAGS, "--kv-disk", str(disk))
+        model = write_model(tmp_path / "model", name)
+        worker = stack.start_worker(scheduler, model, *FLAGS, "--kv-disk", str(disk))
         async with await stack.connect(stack.start_gateway(scheduler)) as client:
             expected, num_cached = await answer(client)
             assert num_cached == 0
-            wait_for_records(disk, (len(PROMPT) + 23) // BLOCK_SIZE)
+            num_snapshots = 0 if name == "attention" else 4
+            wait_for_records(disk, (len(PROMPT) + 23) // BLOCK_SIZE + num_snapshots)
             worker.kill()
             worker.start()
             await stack.until(client, lambda schedulers: is_ready(schedulers, worker))
@@ -121,11 +134,12 @@ async def test_streams_of_a_drained_worker_take_their_blocks_along(tmp_path: Pat
         assert float(moved[1]) >= 300 // BLOCK_SIZE * BLOCK_SIZE, stack.logs()
 
 
-async def test_streams_leave_a_prefill_worker_for_a_decode_worker_that_is_killed(tmp_path: Path) -> None:
+@MODELS
+async def test_streams_leave_a_prefill_worker_for_a_decode_worker_that_is_killed(tmp_path: Path, name: str) -> None:
     flags = (*FLAGS, "--kv-transfer", "--role")
     prompts = [[number, *PROMPT] for number in range(4)]
     with Stack(tmp_path) as stack:
-        model = make_checkpoint(tmp_path / "model")
+        model = write_model(tmp_path / "model", name)
         scheduler = stack.start_scheduler("--metrics-listen", f"127.0.0.1:{(port := free_port())}")
         stack.start_worker(scheduler, model, *flags, "prefill")
         decode = stack.start_worker(scheduler, model, *flags, "decode")
@@ -140,3 +154,6 @@ async def test_streams_leave_a_prefill_worker_for_a_decode_worker_that_is_killed
         left = re.search(r'^quire_migrations_total{\S*reason="handover"\S* (\S+)$', page, re.MULTILINE)
         assert left is not None, page
         assert float(left[1]) > 0, stack.logs()
+        moved = re.search(r"^quire_transferred_tokens_total\S* (\S+)$", page, re.MULTILINE)
+        assert moved is not None
+        assert float(moved[1]) >= len(PROMPT) // BLOCK_SIZE * BLOCK_SIZE, stack.logs()

@@ -2,7 +2,8 @@
 a run that nothing disturbed.
 
 Prompts share prefixes and arrive at random; chunks, batch mates, samples, small pools that preempt, few snapshots,
-hits, drafts on one of two workers, and workers that are killed, so that their sequences move.
+hits, drafts on one of two workers, and workers that are killed or drained, so that their sequences move. In some runs
+blocks and snapshots move too, as records, from tiers that survive their workers and from other workers.
 """
 
 from __future__ import annotations
@@ -12,12 +13,16 @@ from functools import cache
 from pathlib import Path
 from random import Random
 
+import numpy as np
 import pytest
 from quire.internal.v1 import worker_pb2
 from quire.v1 import types_pb2
 
+from prefix_index.hashing import layout_digest
+from scheduler_svc.core.block_moves import BlockMove
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.messages import Deltas, WorkerCapacity
+from scheduler_svc.core.messages import BlockMovement, Deltas, WorkerCapacity
+from scheduler_svc.core.policy import TierKind
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import SequenceGroup, StopCondition
 from scheduler_svc.workers.wire import step_batch_to_proto
@@ -28,6 +33,7 @@ from tests.unit.engine.driver import Driver, seeded, u32
 from tests.unit.engine.models import RECURRENT, make_model
 from tests.unit.engine.test_engine_recurrent import BLOCK, load_small, state_of
 from worker_svc.engine.rows.states import RowStates
+from worker_svc.kv_store.record import Origin, RecordFormat, WantedBlock
 
 MAX_TOKENS = 20
 NUM_REQUESTS = 7
@@ -56,20 +62,33 @@ def undisturbed(folder: Path, prompt: tuple[int, ...], seed: int, sample: int) -
 class Worker:
     """One engine. It computes a step when its answer is read."""
 
-    def __init__(self, folder: Path, name: str, epoch: int, rng: Random, expected: dict[bytes, list[int]]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        epoch: int,
+        rng: Random,
+        expected: dict[bytes, list[int]],
+        tier: dict[bytes, bytes] | None,
+    ) -> None:
         """The worker b has drafts, of which some are right."""
-        self.folder, self.name = folder, name
+        self.folder, self.name, self.tier = folder, name, tier
         sizes = {"num_blocks": rng.choice((9, 14, 40)), "max_num_batched_tokens": rng.choice((5, 16, 60))}
         drafts = {"speculate": "suffix", "max_drafts": 3} if name == "b" else {}
         self.runner = load_small(folder, max_model_len=9 * BLOCK, **sizes, **drafts)
         if self.runner._drafts is not None:
             self.runner._drafts._proposer = GivenDrafts(self.runner._rows, expected, 0.7)
             self.runner._drafts._times = NoTimes()
-        info = self.runner.info
+        info, found = self.runner.info, self.runner.movable_blocks()
+        assert found is not None
+        self.records = RecordFormat(layout_digest(info.revision, info.numerics, found.layout), found)
+        movement = BlockMovement(self.records.layout, found.payload_bytes, has_tier=True, can_transfer=True)
         self.capacity = WorkerCapacity(
             name, epoch, info.num_blocks, BLOCK, info.max_num_seqs, info.max_num_batched_tokens, info.max_model_len,
             vocab_size=info.vocab_size, num_snapshots=info.num_snapshots, snapshot_tokens=rng.choice((1, 1000)),
+            movement=None if tier is None else movement,
         )  # fmt: skip
+        self.num_steps = 0
         self.queue: deque[StepBatch] = deque()
         self.sample_of: dict[int, tuple[SequenceGroup, int]] = {}  # by row
 
@@ -78,6 +97,7 @@ class Worker:
         output = self.runner.execute(batch_from_proto(message))
         output.worker_id = self.name
         assert output.errors == []
+        self.num_steps = step.step_id
         self.sample_of |= {opened.row: (opened.group, opened.sample_index) for opened in step.opens}
         for row in step.rows.tolist():
             end = int(self.runner._rows.states.positions[row])
@@ -87,11 +107,43 @@ class Worker:
             assert found == states[end], f"row {row} after {end} tokens of {group.request_id}"
         return output
 
+    def record(self, block: int, digest: bytes) -> bytes | None:
+        """A committed block or a snapshot, as it leaves the worker."""
+        records = self.records.of(block)
+        found = np.empty(records.num_bytes, np.uint8)
+        return found.tobytes() if records.pack(digest, Origin(1, block), found) else None
+
+    def store(self, step: StepBatch) -> list[bytes]:
+        """Write what a step has committed to the tier. Returns the digests."""
+        stored = []
+        for block, digest in zip(step.commit_blocks.tolist(), step.commit_digests, strict=True):
+            if self.tier is not None and (record := self.record(block, digest)) is not None:
+                self.tier[digest] = record
+                stored.append(digest)
+        return stored
+
+    def fetch(self, move: BlockMove, source: Worker | None) -> int:
+        """Returns how many blocks and snapshots have arrived."""
+        items = list(zip(move.block_ids.tolist(), move.digests, list(move.token_blocks), strict=True))
+        items += [(extra.block_id, extra.digest, extra.words) for extra in move.extras]
+        ids = [] if move.source is None else move.source.block_ids.tolist()
+        ids += [extra.source_id for extra in move.extras]
+        for index, (block, digest, words) in enumerate(items):
+            if move.source is None:
+                record = (self.tier or {}).get(digest)
+            else:
+                record = None if source is None else source.record(ids[index], digest)
+            if record is None:
+                return index
+            records, wanted = self.records.of(block), WantedBlock(digest, np.asarray(words), block)
+            records.blocks.write(block - records.first_id, wanted.tokens, records.unpack(record, wanted).payload)
+        return len(items)
+
 
 class Run:
     """One random run."""
 
-    def __init__(self, folder: Path, seed: int) -> None:
+    def __init__(self, folder: Path, seed: int, *, has_moves: bool = False) -> None:
         self.folder, self.rng, self.now = folder, Random(seed), 0.0
         self.scheduler = Scheduler(SchedulerConfig(aging_s=0.1, root_salt=b"states"))
         self.workers: dict[str, Worker] = {}
@@ -99,6 +151,10 @@ class Run:
         self.outputs: dict[tuple[int, int], list[int]] = {}
         self.expected: dict[bytes, list[int]] = {}  # outputs of first samples, by their prompt
         self.num_open = self.num_started = 0
+        self.has_moves = has_moves
+        self.tiers: dict[str, dict[bytes, bytes]] = {}
+        self.moves: list[BlockMove] = []
+        self.num_moved = {True: 0, False: 0}  # snapshots from tiers, and from other workers
         prefix = [self.rng.randrange(3, 200) for _ in range(4 * BLOCK)]
         self.prefixes = [prefix, prefix[: 2 * BLOCK + 3], []]
         for name in ("a", "b"):
@@ -106,8 +162,10 @@ class Run:
 
     def start(self, name: str) -> None:
         self.num_started += 1
-        self.workers[name] = worker = Worker(self.folder, name, self.num_started, self.rng, self.expected)
+        tier = self.tiers.setdefault(name, {}) if self.has_moves else None
+        self.workers[name] = worker = Worker(self.folder, name, self.num_started, self.rng, self.expected, tier)
         self.scheduler.add_worker(worker.capacity)
+        self.scheduler.moves.change_tiers(name, dict.fromkeys(tier or (), TierKind.DISK))
 
     def kill(self, name: str) -> None:
         self.scheduler.remove_worker(name)
@@ -139,12 +197,35 @@ class Run:
             self.submit()
         if rng.random() < 0.01:
             self.kill(rng.choice(list(self.workers)))
+        if self.has_moves and rng.random() < 0.01:
+            self.scheduler.drain_worker(rng.choice(list(self.workers)))
         for batch in self.scheduler.schedule(self.now):
             self.workers[batch.worker_id].queue.append(batch)
+        self.moves += self.scheduler.moves.take_moves()
+        if self.moves and rng.random() < 0.3:
+            self.end_move()
         busy = [worker for worker in self.workers.values() if worker.queue]
         if busy:
             worker = rng.choice(busy)
-            self.take(self.scheduler.update(worker.answer(worker.queue.popleft()), self.now))
+            step = worker.queue.popleft()
+            self.take(self.scheduler.update(worker.answer(step), self.now))
+            self.scheduler.moves.change_tiers(worker.name, dict.fromkeys(worker.store(step), TierKind.DISK))
+        elif self.has_moves and all(worker.is_draining for worker in self.scheduler._workers.values()):
+            self.kill(rng.choice(list(self.workers)))
+
+    def end_move(self) -> None:
+        """The oldest move, if the steps that were in flight have run."""
+        move = self.moves[0]
+        target = self.workers[move.worker_id]
+        if target.num_steps < move.after_step_id:
+            return
+        del self.moves[0]
+        source = None if move.source is None else self.workers[move.source.worker_id]
+        if source is not None and move.source is not None and source.capacity.worker_epoch != move.source.worker_epoch:
+            source = None
+        count = target.fetch(move, source)
+        self.num_moved[move.source is None] += count == move.num_items and bool(move.extras)
+        self.scheduler.end_move(move.move_id, count, 0.001, self.now)
 
     def run(self) -> None:
         while len(self.groups) < NUM_REQUESTS or self.scheduler.has_work:
@@ -178,7 +259,16 @@ def test_a_state_that_keeps_wrong_drafts_is_found(model_dir, monkeypatch):
         Run(model_dir, 0).run()
 
 
+def test_states_that_moved_are_those_of_undisturbed_runs(model_dir):
+    num_moved = {True: 0, False: 0}
+    for seed in range(2):
+        run = Run(model_dir, seed, has_moves=True)
+        run.run()
+        num_moved = {is_tier: count + run.num_moved[is_tier] for is_tier, count in num_moved.items()}
+    assert all(num_moved.values()), num_moved
+
+
 @pytest.mark.deep
 @pytest.mark.parametrize("seed", range(100, 130))
 def test_states_are_those_of_undisturbed_runs_with_more_seeds(model_dir, seed):
-    Run(model_dir, seed).run()
+    Run(model_dir, seed, has_moves=bool(seed % 2)).run()

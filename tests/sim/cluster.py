@@ -42,7 +42,7 @@ from tests.sim.inputs import SimInput, inputs_of
 from tests.sim.oracle import Expected, expected_beams, expected_output
 from tests.sim.symbolic_model import pooled_number
 from tests.sim.symbolic_worker import Chains, SymbolicWorker, Violation
-from tests.sim.tiers import Tier, fetch, record_of, tier_kinds
+from tests.sim.tiers import Tier, fetch, is_snapshot_of, record_of, snapshot_record, tier_kinds
 
 ROOT_SALT = b"sim"
 
@@ -337,9 +337,15 @@ class Cluster:
             movement = worker.capacity.movement
             if movement is None or not movement.has_tier:
                 continue
+            first = worker.capacity.num_all_blocks
             held = [(block, digest) for block, digest in news if worker.committed.get(block) == digest]
+            kept = [
+                (i - first, digest) for i, digest in news if i >= first and is_snapshot_of(worker, i - first, digest)
+            ]
             tier = self.tiers.setdefault(worker_id, {})
             tier.update({digest: record_of(worker, block, digest) for block, digest in held})
+            tier.update({digest: snapshot_record(worker, slot, digest) for slot, digest in kept})
+            held += kept
             self.scheduler.moves.change_tiers(worker_id, tier_kinds(digest for _, digest in held))
         for move in self.scheduler.moves.take_moves():
             self.trace.append(("move", move))

@@ -34,6 +34,7 @@ from tests.sim.transcript import describe
 
 WORKER_IDS = ("w0", "w1", "w2")
 NUM_OWNERS = 3
+NUM_SNAPSHOTS = (0, 1, 2, 4, 9)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +96,8 @@ class Simulation:
             self._encoder_rate = self._draft_rate = 0.0
         if self.setup.has_moves:
             self._encoder_rate = self._tight_rate = 0.0
-            self._has_states = False
+            self._has_states = Random(f"moved states {seed}").random() < 0.4
+            self._draft_rate *= not self._has_states
             own = {"num_requests": 24, "fault_rate": 0.04, "arrival_rate": 0.3, "abort_rate": 0.01}
             self.setup = replace(self.setup, **own)
         block_size = rng.choice((1, 2, 2, 3, 4, 4, 4, 8, 16))
@@ -166,14 +168,14 @@ class Simulation:
         if self._encoder_rate:
             budget = max(budget, self._encoder_rng.choice((0, max_len)))
         self._next_epoch += 1
-        depth = rng.randint(1, 6)
+        depth, num_snapshots = rng.randint(1, 6), NUM_SNAPSHOTS[2 * self.setup.has_moves :]
         return WorkerCapacity(
             worker_id, self._next_epoch, num_blocks, bs, max_num_seqs, budget, max_len,
             pipeline_depth=depth, vocab_size=self.cluster.vocab_size, attention_window=self.window,
             groups=self._choose_groups(depth, max_num_seqs),
             max_adapters=self._adapter_rng.randint(1, 3), movement=self._choose_movement(),
-            num_snapshots=self._state_rng.choice((0, 1, 2, 4, 9)) if self._has_states else None,
-            snapshot_tokens=self._state_rng.choice((1, bs, 3 * bs, 1000)),
+            num_snapshots=self._state_rng.choice(num_snapshots) if self._has_states else None,
+            snapshot_tokens=self._state_rng.choice((1, bs, 3 * bs, 1000)[: 4 - self.setup.has_moves]),
         )  # fmt: skip
 
     def _choose_groups(self, depth: int, max_num_seqs: int) -> tuple[CacheGroup, ...]:
@@ -193,7 +195,7 @@ class Simulation:
         if not self.setup.has_moves or rng.random() < 0.1:
             return None
         layout = b"other" if rng.random() < 0.1 else b"layout"
-        has_tier, can_transfer = rng.random() < 0.7, rng.random() < 0.8
+        has_tier, can_transfer = rng.random() < (0.3 if self._has_states else 0.7), rng.random() < 0.8
         role = self._role_rng.choice(list(WorkerRole)) if self._has_roles else WorkerRole.BOTH
         return BlockMovement(layout, 1, has_tier, can_transfer or self._has_roles, role)
 
@@ -385,7 +387,7 @@ class Simulation:
     def _end_move(self) -> None:
         if ready := self.cluster.ready_moves():
             move = self._move_rng.choice(ready)
-            whole = len(move.digests)
+            whole = move.num_items
             limit = self._move_rng.randint(0, whole) if self._move_rng.random() < 0.3 else whole
             self.cluster.end_move(move, limit)
 

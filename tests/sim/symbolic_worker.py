@@ -456,7 +456,11 @@ class SymbolicWorker:
             self.fill_step[dst] = batch.step_id
 
     def _commit(self, batch: StepBatch, num_acked: int) -> None:
+        first_id = self.capacity.num_all_blocks
         for block, digest in zip(batch.commit_blocks.tolist(), batch.commit_digests, strict=True):
+            if block >= first_id:
+                self.newly_committed.append((block, digest))
+                continue
             if self.content[block] is None:
                 raise Violation(f"commits block {block}, which is not full")
             if self.content[block] != digest:

@@ -1006,6 +1006,30 @@ def a_failed_move_is_waited_for_without_end(patch: Patch) -> None:
     wrap(patch, BlockMoves, "end_move", end)
 
 
+@bug("was given away while it is read|sample from a state", has_moves=True)
+def snapshot_of_another_position_moved(patch: Patch) -> None:
+    def lend(original: Any, self: Snapshots, digests: Any) -> list[int]:
+        return list(original(self, [next(iter(self.kept))]))
+
+    wrap(patch, Snapshots, "lend", lend)
+
+
+@bug("sample from a state", has_moves=True)
+def tier_serves_a_snapshot_of_another_salt(patch: Patch) -> None:
+    """One after as many tokens, in another chain."""
+
+    def find(original: Any, tier: Tier, extra: Any) -> Any:
+        same = (one for one in tier.values() if len(one.tokens) == len(one.kv) == 1 and one.tokens[0] == extra.words[0])
+        return next((record for record in same if is_sound(record)), None)
+
+    wrap(patch, tiers, "find_snapshot", find)
+
+
+@bug("starts after .* tokens from the snapshot|sample from a state|was given away", has_moves=True)
+def snapshot_kept_that_did_not_arrive(patch: Patch) -> None:
+    wrap(patch, Snapshots, "receive", lambda original, self, extras, num_arrived: original(self, extras, len(extras)))
+
+
 # -- the tests ---------------------------------------------------------------------------------------------------------
 
 

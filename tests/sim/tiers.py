@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from prefix_index.hashing import snapshot_digest
 from scheduler_svc.core.block_moves import BlockMove, BlockSource
+from scheduler_svc.core.messages import Extra
 from scheduler_svc.core.policy import TierKind
 from tests.sim.symbolic_worker import SymbolicWorker, Violation
 
@@ -69,10 +71,57 @@ def read_source(source: BlockSource, worker: SymbolicWorker, index: int, digest:
     return record_of(worker, block, digest)
 
 
+def snapshot_record(worker: SymbolicWorker, slot: int, digest: bytes, words: np.ndarray | None = None) -> Record | None:
+    """The snapshot in a slot now; None if it is not of so many tokens."""
+    kept = worker.snapshots.get(slot)
+    if kept is None or (words is not None and kept[0] != words[0]):
+        return None
+    return Record(digest, np.array(kept[:1], np.uint32), np.array(kept[1:], np.uint64))
+
+
+def find_snapshot(tier: Tier, extra: Extra) -> Record | None:
+    """The snapshot of exactly these tokens."""
+    found = tier.get(extra.digest)
+    return found if found is not None and found.tokens[0] == extra.words[0] and is_sound(found) else None
+
+
+def read_snapshot(source: BlockSource, worker: SymbolicWorker, extra: Extra) -> Record | None:
+    """A snapshot of another worker, which the scheduler keeps there until the move ends."""
+    if not is_same_process(source, worker):
+        return None
+    record = snapshot_record(worker, extra.source_id - worker.capacity.num_all_blocks, extra.digest, extra.words)
+    if record is None:
+        raise Violation(f"snapshot {extra.source_id} of {source.worker_id} was given away while it is read")
+    return record
+
+
+def is_snapshot_of(worker: SymbolicWorker, slot: int, digest: bytes) -> bool:
+    """Whether a slot holds the snapshot that is committed with this digest."""
+    kept = worker.snapshots.get(slot)
+    block = None if kept is None else worker.chains.by_prefix.get(kept[1])
+    return block is not None and snapshot_digest(block) == digest
+
+
+def fetch_extras(
+    move: BlockMove, target: SymbolicWorker, workers: Mapping[str, SymbolicWorker], tier: Tier, limit: int
+) -> int:
+    """As `fetch`, for what follows the blocks."""
+    for index, extra in enumerate(move.extras[:limit]):
+        source = None if move.source is None else workers.get(move.source.worker_id)
+        if move.source is None:
+            record = find_snapshot(tier, extra)
+        else:
+            record = None if source is None else read_snapshot(move.source, source, extra)
+        if record is None:
+            return index
+        target.snapshots[extra.block_id - target.capacity.num_all_blocks] = int(record.tokens[0]), int(record.kv[0])
+    return min(limit, len(move.extras))
+
+
 def fetch(
     move: BlockMove, target: SymbolicWorker, workers: Mapping[str, SymbolicWorker], tier: Tier, limit: int
 ) -> int:
-    """What the target does with the order; it gets at most `limit` blocks. Returns the leading blocks that arrived."""
+    """What the target does with the order; it gets at most `limit` blocks and extras. Returns how many arrived."""
     for index, (block, digest) in enumerate(zip(move.block_ids.tolist(), move.digests, strict=True)):
         if index >= limit:
             return index
@@ -84,4 +133,4 @@ def fetch(
         if record is None:
             return index
         target.deposit(block, record.tokens, record.kv, digest)
-    return len(move.digests)
+    return len(move.digests) + fetch_extras(move, target, workers, tier, max(0, limit - len(move.digests)))

@@ -238,7 +238,8 @@ class ModelRunner(StepRunner):
     def movable_blocks(self) -> MovableBlocks | None:
         if self.info.is_encoder or self.info.groups or self._layers is not self._backend:
             return None
-        return MovableBlocks(self._pool, self._pool.block_parts())
+        snapshots = None if self._rows.states is None else self._rows.states.movable()
+        return MovableBlocks(self._pool, self._pool.block_parts(), snapshots)
 
     def _bind_thread(self) -> None:
         """torch keeps thread counts per calling thread, so they are set in the thread that runs steps."""

@@ -151,9 +151,20 @@ class StepRunner(ABC):
         if len(copies[0]):
             self._copy_blocks(*copies)
         if len(batch.commit_blocks):
-            self._commit_blocks(batch.commit_blocks.astype(np.int64), batch.commit_digests)
+            self._commit(batch.commit_blocks.astype(np.int64), batch.commit_digests)
         self._after_moves(self._rows.move_beams(batch.beam_rows, batch.beam_parents, batch.beam_tokens, errors))
         return copies
+
+    def _commit(self, blocks: I64, digests: list[bytes]) -> None:
+        """Snapshots follow the blocks."""
+        end = self.info.num_all_blocks
+        if self._rows.states is not None and int(blocks.max()) >= end:
+            kept = np.flatnonzero(blocks >= end).tolist()
+            self._rows.states.commit((blocks[kept] - end).tolist(), [digests[i] for i in kept])
+            own = np.flatnonzero(blocks < end).tolist()
+            blocks, digests = blocks[own], [digests[i] for i in own]
+        if len(blocks):
+            self._commit_blocks(blocks, digests)
 
     def _after_opens(self, opens: list[RowOpen]) -> None:
         """For what a backend keeps of an opened row besides its entry in the table."""

@@ -128,8 +128,9 @@ class BlockStore:
         first = self.tiers[0]
         if first.touch(digest):
             return
-        record = np.empty(self._format.num_bytes, np.uint8)
-        if self._format.pack(digest, origin, record):
+        record_format = self._format.of(origin.block_id)
+        record = np.empty(record_format.num_bytes, np.uint8)
+        if record_format.pack(digest, origin, record):
             first.put(digest, record)
         else:  # it is evicted already
             first.counts.num_dropped += 1
@@ -162,7 +163,7 @@ class BlockStore:
         if data is None:
             return None
         try:
-            return self._format.unpack(data, wanted)
+            return self._format.of(wanted.block_id).unpack(data, wanted)
         except BadRecordError as error:
             log.warning("%s tier: the record of block %s is not used: %s", tier.name, wanted.digest.hex(), error)
             tier.counts.num_corrupt += 1

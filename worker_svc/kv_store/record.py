@@ -1,4 +1,5 @@
 """A block outside the pool, in a file or on its way to another worker: its key, its tokens, its payload, a checksum.
+A snapshot is the same, with the words of its `state_id` in place of tokens.
 
     magic, sizes, layout, digest, origin | tokens u32[block_size] | payload | xxh3_128 of everything before
 
@@ -16,7 +17,7 @@ from xxhash import xxh3_128_digest
 
 from prefix_index.hashing import block_key
 from step_protocol.columns import U32, u32_to_bytes
-from worker_svc.engine.decoder.block_payload import Bytes, MovableBlocks
+from worker_svc.engine.decoder.block_payload import Bytes, Movable, MovableBlocks
 from worker_svc.seals import SEAL_BYTES
 
 MAGIC = b"QKV1"
@@ -47,6 +48,7 @@ class WantedBlock:
 
     digest: bytes
     tokens: U32  # [block_size]
+    block_id: int = 0  # where it goes
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,18 +60,30 @@ class Found:
 
 
 class RecordFormat:
-    """Makes and checks the records of the blocks of a pool, which all have the same size."""
+    """Makes and checks the records of the blocks of a pool, which all have the same size. Those of its snapshots have
+    another one, and ids that follow those of the blocks: see `of`.
+    """
 
-    def __init__(self, layout: bytes, blocks: MovableBlocks) -> None:
+    def __init__(self, layout: bytes, blocks: Movable, first_id: int = 0) -> None:
         self.layout = layout
         self.blocks = blocks
+        self.first_id = first_id
+        self.end_id = first_id + blocks.num_blocks
+        self.snapshots: RecordFormat | None = None
+        if isinstance(blocks, MovableBlocks) and blocks.snapshots is not None:
+            self.snapshots = RecordFormat(layout, blocks.snapshots, self.end_id)
+            self.end_id = self.snapshots.end_id
         self._payload_at = HEADER.size + 4 * blocks.block_size
         self._end = self._payload_at + blocks.payload_bytes
         self.num_bytes = self._end + CHECKSUM_BYTES
 
+    def of(self, block_id: int) -> RecordFormat:
+        """The format of what has this id."""
+        return self if self.snapshots is None or block_id < self.snapshots.first_id else self.snapshots
+
     def pack(self, digest: bytes, origin: Origin, into: Bytes) -> bool:
         """Write the record of a block to `into`. False if the pool does not hold the block; `into` has any content."""
-        found = self.blocks.read(origin.block_id, digest, into[self._payload_at : self._end])
+        found = self.blocks.read(origin.block_id - self.first_id, digest, into[self._payload_at : self._end])
         if found is None:
             return False
         tokens, payload = found

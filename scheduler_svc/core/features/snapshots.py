@@ -23,6 +23,10 @@ When
     closed before. A slot may be overwritten at any time, because rows that start from it are opened, and copy it,
     before anything in a later step writes to it.
 
+Moves
+    A snapshot moves with the blocks before it (block_moves.py), and is kept while another worker reads it. Those of
+    prompts, and the last one of an output when its row ends, are committed like blocks, so that a tier keeps them.
+
 Price (GreedyDual)
     A snapshot is worth the tokens that would be computed without it: since the previous snapshot of its row. The slot
     with the lowest `clock + tokens` is evicted, and the clock becomes that number, so that old snapshots lose to new
@@ -32,12 +36,15 @@ Price (GreedyDual)
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 import numpy as np
 
-from scheduler_svc.core.messages import Counts, Deltas, RowAssignment
+from prefix_index.hashing import snapshot_digest, state_id
+from scheduler_svc.core.features.adapters import adapter_of
+from scheduler_svc.core.messages import Counts, Deltas, Extra, RowAssignment
 from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.core.worker_state import Advance, InFlightStep, StepPlan, WorkerPart, WorkerState
 from step_protocol.columns import U32, Bools
@@ -52,6 +59,7 @@ class Kept:
     tokens: int  # that are computed again without it
     value: float
     was_hit: bool = False
+    is_committed: bool = False
 
 
 @dataclass(slots=True)
@@ -91,6 +99,11 @@ class Snapshots(WorkerPart):
         self._rows: dict[int, RowPlan] = {}
         self._in_flight: dict[int, list[Taken]] = {}  # by step id
         self._answered: list[Taken] = []  # of the step whose answer is being applied
+        self._lent: Counter[int] = Counter()  # slot -> moves that read it
+        self._arriving: dict[int, int] = {}  # slot -> tokens that its snapshot will save
+        self._first_id = capacity.num_all_blocks
+        self._has_tier = capacity.movement is not None and capacity.movement.has_tier
+        self._commits: list[bytes] = []  # digests of the blocks of snapshots that the next message commits
         self._clock = 0.0
 
     @property
@@ -133,6 +146,8 @@ class Snapshots(WorkerPart):
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def fill(self, batch: StepBatch) -> None:
+        if self._commits:
+            self._send_commits(batch)
         contexts, ends = batch.context_lens, batch.context_lens + batch.query_lens
         crosses = ends // self._block_size > contexts // self._block_size
         if batch.max_query_lens is not None:
@@ -149,6 +164,22 @@ class Snapshots(WorkerPart):
         self._in_flight[batch.step_id] = taken
         columns = [(one.row, one.position, one.slot) for one in taken]
         batch.snapshot_rows, batch.snapshot_positions, batch.snapshot_slots = np.array(columns, np.uint32).T.copy()
+
+    @property
+    def has_changes(self) -> bool:
+        return bool(self._commits)
+
+    def _send_commits(self, batch: StepBatch) -> None:
+        commits, self._commits = [digest for digest in self._commits if digest in self.kept], []
+        ids = np.array([self._first_id + self.kept[digest].slot for digest in commits], dtype=np.uint32)
+        batch.commit_blocks = np.concatenate((batch.commit_blocks, ids))
+        batch.commit_digests = batch.commit_digests + [snapshot_digest(digest) for digest in commits]
+
+    def _commit(self, digest: bytes) -> None:
+        kept = self.kept.get(digest)
+        if self._has_tier and kept is not None and not kept.is_committed:
+            kept.is_committed = True
+            self._commits.append(digest)
 
     def _take(self, row: int, plan: RowPlan, context: int, end: int) -> list[Taken]:
         """The snapshots of a row whose tokens from `context` to `end` a step computes."""
@@ -171,12 +202,13 @@ class Snapshots(WorkerPart):
 
     def _take_slot(self, tokens: int, replacing: RowPlan | None) -> int | None:
         """A slot for a snapshot that saves so many tokens; None if all slots hold snapshots that are worth more."""
-        if replacing is not None and (last := self.kept.get(replacing.last)) is not None and not last.was_hit:
+        if replacing is not None and self._is_replaceable(replacing.last):
             return self._drop(replacing.last)
         if self._free:
             return self._free.pop()
         held = self.worker.pool.held
-        lowest = min(self.kept, key=lambda digest: self.kept[digest].value if digest in held else 0.0, default=None)
+        free = [digest for digest, kept in self.kept.items() if kept.slot not in self._lent]
+        lowest = min(free, key=lambda digest: self.kept[digest].value if digest in held else 0.0, default=None)
         if lowest is None:
             return None
         value = self.kept[lowest].value if lowest in held else 0.0
@@ -185,6 +217,10 @@ class Snapshots(WorkerPart):
         self._clock = max(self._clock, value)
         self.counts.snapshots_evicted += 1
         return self._drop(lowest)
+
+    def _is_replaceable(self, digest: bytes) -> bool:
+        kept = self.kept.get(digest)
+        return kept is not None and not kept.was_hit and kept.slot not in self._lent
 
     def _drop(self, digest: bytes) -> int:
         return self.kept.pop(digest).slot
@@ -214,17 +250,63 @@ class Snapshots(WorkerPart):
         self.kept[digest] = Kept(taken.slot, taken.tokens, self._clock + taken.tokens)
         self.counts.snapshots_taken += 1
         plan = self._rows.get(taken.row)
+        if not taken.is_last:
+            self._commit(digest)
         if not taken.is_last or plan is None or plan.digests is not digests:
             return
-        if (before := self.kept.get(plan.last)) is not None and not before.was_hit and plan.last != digest:
+        if plan.last != digest and self._is_replaceable(plan.last):
             self._free.append(self._drop(plan.last))
         plan.last = digest
 
     def close(self, row: int) -> None:
-        self._rows.pop(row, None)
+        plan = self._rows.pop(row, None)
+        if plan is not None:
+            self._commit(plan.last)
+
+    # -- moves --------------------------------------------------------------------------------------------------------
+
+    def extras_at(self, num_blocks: int) -> range:
+        return range(max(0, num_blocks - 1), num_blocks)
+
+    def holds(self, digest: bytes) -> bool:
+        return digest in self.kept
+
+    def name_in_tier(self, digest: bytes) -> bytes:
+        return snapshot_digest(digest)
+
+    def name_extra(self, seq: Sequence, token_ids: U32, digest: bytes) -> tuple[bytes, U32]:
+        found = state_id(token_ids, adapter_of(seq.group))
+        return found[4:], np.frombuffer(found, np.uint32)
+
+    def blocks_worth(self, num_extras: int) -> int:
+        return num_extras * self._spacing // self._block_size
+
+    def reserve(self, num_extras: int, num_tokens: int) -> list[int]:
+        slots = [slot for _ in range(num_extras) if (slot := self._take_slot(num_tokens, None)) is not None]
+        self._arriving.update(dict.fromkeys(slots, num_tokens))
+        return [self._first_id + slot for slot in slots]
+
+    def receive(self, extras: Seq[Extra], num_arrived: int) -> None:
+        for number, extra in enumerate(extras):
+            slot, digest = extra.block_id - self._first_id, extra.block_digest
+            tokens = self._arriving.pop(slot)
+            if number >= num_arrived or digest in self.kept:
+                self._free.append(slot)
+                continue
+            self.kept[digest] = Kept(slot, tokens, self._clock + tokens)
+            self._commit(digest)
+
+    def lend(self, digests: Seq[bytes]) -> list[int]:
+        slots = [self.kept[digest].slot for digest in digests]
+        self._lent.update(slots)
+        return [self._first_id + slot for slot in slots]
+
+    def take_back(self, ids: Seq[int]) -> None:
+        self._lent -= Counter(block_id - self._first_id for block_id in ids)
 
     def forget_all(self) -> None:
         """No row starts from a snapshot that was taken so far. No step is in flight."""
         self._free += [kept.slot for kept in self.kept.values()]
         self.kept.clear()
+        self._commits.clear()
         self._rows.clear()

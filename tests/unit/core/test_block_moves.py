@@ -7,7 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from prefix_index.hashing import snapshot_digest, state_id
 from scheduler_svc.core.block_moves import BlockMove
+from scheduler_svc.core.features.snapshots import Snapshots
 from scheduler_svc.core.messages import BlockMovement, WorkerCapacity
 from scheduler_svc.core.policy import MoveSpeed, TierKind, moved_tokens_gain
 from scheduler_svc.core.scheduler import Scheduler
@@ -226,3 +228,93 @@ def test_workers_that_cannot_exchange_blocks_do_not(other: BlockMovement | None)
     scheduler.drain_worker(source.capacity.worker_id)
     assert scheduler.moves.take_moves() == []
     assert not source.rows.num_used, "it leaves at once, as without moves"
+
+
+def recurrent(name: str, num_snapshots: int = 2, snapshot_tokens: int = 8, **sizes: int) -> WorkerCapacity:
+    """A worker whose rows start from snapshots; one is worth two blocks."""
+    return replace(capacity(name, **sizes), num_snapshots=num_snapshots, snapshot_tokens=snapshot_tokens)
+
+
+def snapshots_of(scheduler: Scheduler, worker_id: str = "w0") -> Snapshots:
+    (part,) = scheduler._workers[worker_id].parts_of_all
+    assert isinstance(part, Snapshots)
+    return part
+
+
+def test_a_restarted_worker_reads_the_deepest_snapshot_and_the_blocks_before_it() -> None:
+    scheduler = make_scheduler(recurrent("w0", snapshot_tokens=40))
+    warm(scheduler)
+    (step,) = scheduler.schedule(1.0)
+    held = digests_of(scheduler, "w0")
+    at = [digest for digest in held if snapshot_digest(digest) in step.commit_digests]
+    assert len(at) == 1
+    answer(scheduler, step, 1.0)
+    scheduler.remove_worker("w0")
+    scheduler.add_worker(recurrent("w0", snapshot_tokens=40, worker_epoch=2))
+    scheduler.moves.change_tiers("w0", dict.fromkeys((*held, snapshot_digest(at[0])), TierKind.DISK))
+    scheduler.add_group(make_group([*PROMPT, 7], "again", max_tokens=1), 1.0)
+    (move,) = moves_of(scheduler)
+    assert (len(move.digests), move.digests[-1]) == (9, at[0]), "the last block of the prompt is after the snapshot"
+    (extra,) = move.extras
+    assert (extra.digest, extra.block_id) == (snapshot_digest(at[0]), scheduler._workers["w0"].capacity.num_blocks)
+    assert extra.words.tobytes() == state_id(np.array(PROMPT[:36], np.uint32), b"")
+    check_scheduler(scheduler)
+    scheduler.end_move(move.move_id, move.num_items, 0.01, 1.1)
+    check_scheduler(scheduler)
+    (batch,) = scheduler.schedule(1.1)
+    assert batch.context_lens.tolist() == [36]
+    assert [opened.snapshot for opened in batch.opens] == [0]
+
+
+def test_without_its_snapshot_no_block_moves_and_a_dear_one_is_computed() -> None:
+    scheduler = make_scheduler(recurrent("w0", snapshot_tokens=4_000_000))
+    warm(scheduler)
+    held = digests_of(scheduler, "w0")
+    scheduler.remove_worker("w0")
+    scheduler.add_worker(recurrent("w0", worker_epoch=2, snapshot_tokens=4_000_000))
+    scheduler._throughput.prefill.add(1000, 0.1)
+    names = [snapshot_digest(digest) for digest in held]
+    for tier in (held, [*held, *names]):
+        scheduler.moves.change_tiers("w0", dict.fromkeys(tier, TierKind.DISK))
+        scheduler.add_group(make_group([*PROMPT, len(tier)], str(len(tier)), max_tokens=1), 1.0)
+        (batch,) = scheduler.schedule(1.0)
+        assert scheduler.moves.take_moves() == []
+        answer(scheduler, batch, 1.0)
+        scheduler.forget_prefixes()
+
+
+def test_a_snapshot_is_kept_while_another_worker_reads_it() -> None:
+    scheduler = make_scheduler(recurrent("w0", num_snapshots=1))
+    warm(scheduler)
+    part = snapshots_of(scheduler)
+    (digest,) = part.kept
+    ids = part.lend([digest])
+    for start in (100, 200):
+        scheduler.add_group(make_group(list(range(start, start + 45)), str(start), max_tokens=1), 0.0)
+        run_to_end(scheduler)
+        assert (digest in part.kept) == (start == 100)
+        check_scheduler(scheduler)
+        part.take_back(ids)
+
+
+def test_a_row_of_a_draining_worker_sends_its_snapshot_ahead() -> None:
+    scheduler = make_scheduler(recurrent("w0"), recurrent("w1"))
+    scheduler._throughput.prefill.add(1000, 0.5)
+    scheduler.add_group(make_group(PROMPT, "stream", max_tokens=100), 0.0)
+    for _ in range(7):
+        for batch in scheduler.schedule(0.0):
+            answer(scheduler, batch, 0.0)
+    source = next(w for w in scheduler._workers.values() if w.rows.num_used)
+    scheduler.drain_worker(source.capacity.worker_id)
+    (move,) = scheduler.moves.take_moves()
+    (extra,) = move.extras
+    assert extra.digest == extra.words[1:].tobytes(), "the source finds it by its chain"
+    assert (len(move.digests), int(extra.words[0])) == (11, 44)
+    for _ in range(9):
+        for batch in scheduler.schedule(0.0):
+            answer(scheduler, batch, 0.0)
+            check_scheduler(scheduler)
+    scheduler.end_move(move.move_id, move.num_items, 0.01, 0.2)
+    opens = [opened for batch in scheduler.schedule(0.3) for opened in batch.opens]
+    assert [opened.num_computed_tokens for opened in opens] == [44]
+    check_scheduler(scheduler)

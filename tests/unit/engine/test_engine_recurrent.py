@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from prefix_index.hashing import state_id
 from step_protocol.messages import NO_RULES, BadBatchError
 from tests.unit.engine.driver import Driver, seeded, u32
 from tests.unit.engine.models import RECURRENT, load_reference, make_model
@@ -170,31 +170,31 @@ def test_a_reused_row_starts_from_nothing(model_dir):
     assert state_of(driver, 0) == state_of(fresh, 0)
 
 
-def test_snapshots_can_be_stored_and_are_checked(model_dir):
+def test_snapshots_are_read_and_written_as_bytes(model_dir):
     driver = Driver(load_small(model_dir))
     (prompt,) = prompts([BLOCK + 1])
     driver.open(0, prompt)
     take(driver, (0, BLOCK, 0))
     driver.step({0: BLOCK + 1})
-    kept = states(driver.runner).export(0, "r")
-    assert kept is not None
-    assert kept.position == BLOCK
-    assert kept.is_intact
-    assert states(driver.runner).export(1, "r") is None
-    other = Driver(load_small(model_dir))
-    assert states(other.runner).restore(2, kept, "r")
-    assert states(other.runner).export(2, "r") == kept
-    flipped = bytes([kept.data[0] ^ 1]) + kept.data[1:]
-    for wrong in (
-        replace(kept, data=flipped),
-        replace(kept, data=kept.data[:-4]),
-        replace(kept, position=2 * BLOCK),
-        replace(kept, chain=bytes(16)),
-        replace(kept, layout="other"),
-        replace(kept, revision="other"),
-    ):
-        assert not states(other.runner).restore(1, wrong, "r")
-    assert states(other.runner).export(1, "r") is None
+    snapshots, found = driver.runner.movable_blocks().snapshots, state_id(u32(*prompt[:BLOCK]), b"")
+    words, payload = snapshots.read(0, found[4:])
+    assert words.tobytes() == found
+    assert snapshots.read(0, b"digest of a tier") is None
+    states(driver.runner).commit([0, 1], [b"digest of a tier"] * 2)
+    assert snapshots.read(0, b"digest of a tier")[1].tobytes() == payload.tobytes()
+    assert snapshots.read(1, b"digest of a tier") is None
+    assert snapshots.read(0, state_id(u32(*prompt[: BLOCK - 1]), b"")[4:]) is None
+    assert snapshots.read(0, state_id(u32(*prompt[:BLOCK]), b"adapter")[4:]) is None
+    driver.add(commit_blocks=u32(driver.rows[0].blocks[0]), commit_digests=[b"digest of a block"[:16]])
+    driver.step({0: 1})
+    other, last = Driver(load_small(model_dir)), 199
+    blocks = other.runner.movable_blocks()
+    blocks.write(last, *driver.runner.movable_blocks().read(driver.rows[0].blocks[0], b"digest of a block"[:16]))
+    blocks.snapshots.write(2, words, payload)
+    other.open(0, driver.rows[0].tokens[: BLOCK + 2], shared=[last], snapshot=2)
+    other.step({0: 2})
+    assert other.errors == []
+    assert state_of(other, 0) == state_of(driver, 0)
 
 
 @pytest.mark.parametrize(

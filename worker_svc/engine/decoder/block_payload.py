@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -22,13 +22,47 @@ class BlockPart(NamedTuple):
     array: Bytes
 
 
+class Movable(Protocol):
+    """What can leave a worker and enter another one, as numbered payloads of equal size."""
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of each, or words that say what it is."""
+        ...
+
+    @property
+    def num_blocks(self) -> int: ...
+    @property
+    def payload_bytes(self) -> int: ...
+    @property
+    def layout(self) -> list[tuple[str, list[int]]]:
+        """Number type and shape of each part of a payload."""
+        ...
+
+    def digests_of(self, block_ids: U32) -> tuple[U32, list[bytes]]:
+        """Those of the blocks that are committed, and their digests. Called in the model thread."""
+        ...
+
+    def read(self, block: int, digest: bytes, into: Bytes | None = None) -> tuple[U32, Bytes] | None:
+        """The tokens and the payload of a block, which may be written to `into`. None if it is not committed with this
+        digest, or was written during the read.
+        """
+        ...
+
+    def write(self, block: int, tokens: U32, payload: Bytes) -> None:
+        """Fills a block. It is not committed."""
+        ...
+
+
 class MovableBlocks:
     """Reads committed blocks in any thread while steps run, and writes blocks in the model thread.
 
     The payload of a block is the concatenation of its parts, in the order of the parts and of the layers.
+    `snapshots`: of recurrent states, which move like blocks of another size.
     """
 
-    def __init__(self, contents: BlockContents, parts: Sequence[BlockPart]) -> None:
+    def __init__(self, contents: BlockContents, parts: Sequence[BlockPart], snapshots: Movable | None = None) -> None:
+        self.snapshots = snapshots
         self._contents = contents
         self._parts = parts
         contents.count_writes()
@@ -38,17 +72,13 @@ class MovableBlocks:
 
     @property
     def layout(self) -> list[tuple[str, list[int]]]:
-        """Number type and shape of each part of a payload."""
-        return [(part.dtype, [len(part.array), *part.shape]) for part in self._parts]
+        own = [(part.dtype, [len(part.array), *part.shape]) for part in self._parts]
+        return own + ([] if self.snapshots is None else self.snapshots.layout)
 
     def digests_of(self, block_ids: U32) -> tuple[U32, list[bytes]]:
-        """Those of the blocks that are committed, and their digests. Called in the model thread."""
         return self._contents.digests_of(block_ids)
 
     def read(self, block: int, digest: bytes, into: Bytes | None = None) -> tuple[U32, Bytes] | None:
-        """The tokens and the payload of a block, which may be written to `into`. None if it is not committed with this
-        digest, or was written during the read.
-        """
         version = self._contents.version(block, digest) if block < self.num_blocks else None
         if version is None:
             return None
@@ -59,7 +89,6 @@ class MovableBlocks:
         return (tokens, payload) if self._contents.version(block, digest) == version else None
 
     def write(self, block: int, tokens: U32, payload: Bytes) -> None:
-        """Fills a block. It is not committed."""
         slots: I64 = np.arange(block * self.block_size, (block + 1) * self.block_size)
         self._contents.write_tokens(slots, tokens.astype(np.int64))
         for part, place in self._places(payload):

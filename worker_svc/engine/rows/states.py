@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
-from xxhash import xxh3_64_digest, xxh3_128_digest
 
+from prefix_index.hashing import STATE_ID_BYTES, state_id
 from step_protocol.columns import I32, I64, U32, Bools
 from step_protocol.messages import RowOpen, StepBatch
 from worker_svc.engine.backend import SnapshotColumns
+from worker_svc.engine.decoder.block_payload import Bytes
 from worker_svc.engine.rows.errors import RowErrors
 
 if TYPE_CHECKING:
@@ -28,34 +29,12 @@ if TYPE_CHECKING:
 UNKNOWN = -1
 
 
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """The state of a sequence after `position` tokens, bit for bit, with what it depends on. It can be stored and sent.
+@dataclass(eq=False, slots=True)
+class Kept:
+    """What a slot holds. Each write of a slot makes a new one."""
 
-    `chain`: digest of the tokens and of what else rows with the same tokens may differ in. `revision`: of the model.
-    `layout`: the order of the numbers in `data`.
-    """
-
-    position: int
-    chain: bytes
-    revision: str
-    layout: str
-    data: bytes
-    checksum: bytes
-
-    @classmethod
-    def of(cls, position: int, chain: bytes, revision: str, layout: str, data: bytes) -> Snapshot:
-        return cls(position, chain, revision, layout, data, _checksum(position, chain, revision, layout, data))
-
-    @property
-    def is_intact(self) -> bool:
-        """Whether nothing has changed since it was made."""
-        return self.checksum == _checksum(self.position, self.chain, self.revision, self.layout, self.data)
-
-
-def _checksum(position: int, chain: bytes, revision: str, layout: str, data: bytes) -> bytes:
-    head = f"{position}|{chain.hex()}|{revision}|{layout}|".encode()
-    return xxh3_64_digest(head + xxh3_128_digest(data))
+    state_id: bytes
+    digest: bytes = b""  # under which it is committed
 
 
 class StepRows(Protocol):
@@ -84,7 +63,7 @@ class RowStates:
         self._tokens = tokens
         self.positions: I64 = np.full(pool.num_rows, UNKNOWN, np.int64)
         self._adapters: list[bytes] = [b""] * pool.num_rows
-        self._kept: list[tuple[int, bytes] | None] = [None] * pool.num_snapshots  # position, chain
+        self._kept: list[Kept | None] = [None] * pool.num_snapshots
         self._drafts: I64 = np.empty(0, np.int64)  # of each row of the step
 
     # -- rows ---------------------------------------------------------------------------------------------------------
@@ -99,8 +78,8 @@ class RowStates:
             return f"num_computed_tokens is {item.num_computed_tokens}, but the row starts from no snapshot"
         if item.snapshot >= self._pool.num_snapshots:
             return f"snapshot {item.snapshot} is beyond the {self._pool.num_snapshots} snapshots of this worker"
-        expected = item.num_computed_tokens, _chain(item.token_ids[: item.num_computed_tokens], item.adapter)
-        if self._kept[item.snapshot] != expected:
+        kept = self._kept[item.snapshot]
+        if kept is None or kept.state_id != state_id(item.token_ids[: item.num_computed_tokens], item.adapter):
             return f"snapshot {item.snapshot} is not of the first {item.num_computed_tokens} tokens of the row"
         return None
 
@@ -124,7 +103,7 @@ class RowStates:
 
     def forget_snapshots(self) -> None:
         """No row starts from a snapshot that was taken so far."""
-        self._kept = [None] * self._pool.num_snapshots
+        self._kept[:] = [None] * self._pool.num_snapshots
 
     def are_elsewhere(self, rows: U32 | I64, context_lens: U32 | I64) -> Bools:
         """Rows whose state is not at the position where their tokens of this step begin."""
@@ -200,29 +179,52 @@ class RowStates:
         places = self._places(batch, plan)
         for i in np.flatnonzero(places >= 0).tolist():
             row, position = int(batch.snapshot_rows[i]), int(batch.snapshot_positions[i])
-            chain = _chain(self._tokens[row, :position], self._adapters[row])
-            self._kept[int(batch.snapshot_slots[i])] = position, chain
+            kept = Kept(state_id(self._tokens[row, :position], self._adapters[row]))
+            self._kept[int(batch.snapshot_slots[i])] = kept
 
-    # -- snapshots as objects -----------------------------------------------------------------------------------------
+    def commit(self, slots: Sequence[int], digests: Sequence[bytes]) -> None:
+        """The snapshots in these slots may be kept elsewhere under these digests."""
+        for slot, digest in zip(slots, digests, strict=True):
+            if (kept := self._kept[slot]) is not None:
+                kept.digest = digest
 
-    def export(self, slot: int, revision: str) -> Snapshot | None:
-        """The snapshot in a slot; None if it holds none."""
-        kept = self._kept[slot]
-        if kept is None:
+    def movable(self) -> MovableSnapshots:
+        """The snapshots as bytes."""
+        return MovableSnapshots(self._pool, self._kept)
+
+
+class MovableSnapshots:
+    """Snapshots as `MovableBlocks` are blocks: read in any thread while steps run, written in the model thread.
+
+    In place of the tokens of a block they have the words of their `state_id`. A reader names a snapshot by the digest
+    under which it is committed, or by the chain of its `state_id`, which it has from the step on that took it.
+    """
+
+    block_size = STATE_ID_BYTES // 4
+
+    def __init__(self, pool: StatePool, kept: list[Kept | None]) -> None:
+        self._slots = pool.slots[pool.num_rows : pool.num_rows + pool.num_snapshots].numpy().view(np.uint8)
+        self._kept = kept
+        self.layout = [(f"state {pool.layout}", [self._slots.shape[1]])]
+        self.num_blocks, self.payload_bytes = self._slots.shape
+
+    def digests_of(self, slots: U32) -> tuple[U32, list[bytes]]:
+        found = [
+            (slot, kept.digest) for slot in slots.tolist() if (kept := self._kept[slot]) is not None and kept.digest
+        ]
+        return np.array([slot for slot, _ in found], np.uint32), [digest for _, digest in found]
+
+    def read(self, slot: int, digest: bytes, into: Bytes | None = None) -> tuple[U32, Bytes] | None:
+        """The words and the bytes of a snapshot; None if the slot holds another one, or was written meanwhile."""
+        kept = self._kept[slot] if slot < self.num_blocks else None
+        if kept is None or digest not in (kept.digest, kept.state_id[-len(digest) :]):
             return None
-        data = self._pool.slots[self._pool.num_rows + slot].numpy().tobytes()
-        return Snapshot.of(*kept, revision, self._pool.layout, data)
+        payload = np.empty(self.payload_bytes, np.uint8) if into is None else into
+        payload[:] = self._slots[slot]
+        return (np.frombuffer(kept.state_id, np.uint32), payload) if self._kept[slot] is kept else None
 
-    def restore(self, slot: int, snapshot: Snapshot, revision: str) -> bool:
-        """Puts a snapshot into a slot. False, and nothing is changed, if it is not intact or of another model."""
-        target = self._pool.slots[self._pool.num_rows + slot].numpy()
-        is_ours = snapshot.revision == revision and snapshot.layout == self._pool.layout
-        if not is_ours or not snapshot.is_intact or len(snapshot.data) != target.nbytes:
-            return False
-        target[:] = np.frombuffer(snapshot.data, np.float32)
-        self._kept[slot] = snapshot.position, snapshot.chain
-        return True
-
-
-def _chain(token_ids: U32, adapter: bytes) -> bytes:
-    return xxh3_128_digest(adapter + np.ascontiguousarray(token_ids, "<u4").tobytes())
+    def write(self, slot: int, words: U32, payload: Bytes) -> None:
+        """Fills a slot."""
+        self._kept[slot] = None
+        self._slots[slot] = payload
+        self._kept[slot] = Kept(words.tobytes())

@@ -64,10 +64,11 @@ class StepChecker:
         num_tokens = len(batch.slot_mapping)
         if num_tokens > info.max_num_batched_tokens:
             raise BadBatchError(f"{num_tokens} tokens exceed max_num_batched_tokens {info.max_num_batched_tokens}")
-        for name in ("copy_src", "copy_dst", "commit_blocks"):
+        num_blocks, num_snapshots = info.num_all_blocks, info.num_snapshots or 0
+        for name, end in (("copy_src", 0), ("copy_dst", 0), ("commit_blocks", num_snapshots)):
             blocks = getattr(batch, name)
-            if len(blocks) and (block := int(blocks.max())) >= info.num_all_blocks:
-                raise BadBatchError(f"{name} names block {block}, but the pool has {info.num_all_blocks} blocks")
+            if len(blocks) and (block := int(blocks.max())) >= num_blocks + end:
+                raise BadBatchError(f"{name} names block {block}, but the pool has {num_blocks} blocks")
         if info.groups:
             ends = np.cumsum([info.num_blocks, *(group.num_blocks for group in info.groups)])
             of_src, of_dst = (
@@ -76,7 +77,7 @@ class StepChecker:
             )
             if not np.array_equal(of_src, of_dst):
                 raise BadBatchError("copy_src and copy_dst name blocks of different cache groups")
-        slots, num_snapshots = batch.snapshot_slots, info.num_snapshots or 0
+        slots = batch.snapshot_slots
         if len(slots) and (int(slots.max()) >= num_snapshots or len(np.unique(slots)) < len(slots)):
             raise BadBatchError(
                 f"snapshot_slots names slot {int(slots.max())}, or one slot twice; this worker has {num_snapshots}"
