@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from bench.gpu import sanitize
+from bench.gpu.report import Report
 from tests.cpu_limit import limited
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -21,7 +22,7 @@ if "--help" in flags:
     sys.exit(print("  --kernel-name arg   kernels to check"))
 tool, command = flags[flags.index("--tool") + 1], flags[flags.index("application-only") + 3:]
 assert flags[flags.index("--kernel-name") + 1] == "kernel_substring=_kernel", flags
-assert command[1:] == ["-m", "bench.gpu.sanitized"], command
+assert command[1:3] == ["-m", "bench.gpu.sanitized"], command
 print("========= COMPUTE-SANITIZER")
 if tool == "racecheck":
     print("========= Error: Race reported between Read access at paged_attention_kernel and Write access")
@@ -72,6 +73,18 @@ def test_each_tool_has_a_verdict(quick, capsys):
     assert "| racecheck | errors | 2 |" in output
 
 
+def test_a_section_runs_two_tools(quick, monkeypatch):
+    report = Report(is_smoke=True)
+    report.section = "races"
+    sanitize.few_kernels(report)
+    assert [(row["name"], row["ok"]) for row in report.rows] == [("memcheck", True), ("racecheck", False)]
+    assert "Race reported" in report.rows[1]["note"]
+    monkeypatch.setenv("PATH", "/nonexistent")
+    monkeypatch.setattr(sanitize, "PLACES", ("/nonexistent",))
+    sanitize.few_kernels(report)
+    assert report.rows[2]["note"].startswith("was not found")
+
+
 def test_a_missing_tool_is_reported(quick, monkeypatch, capsys):
     monkeypatch.setenv("PATH", "/nonexistent")
     monkeypatch.setattr(sanitize, "PLACES", ("/nonexistent",))
@@ -86,10 +99,11 @@ def test_tools_without_time_are_skipped(quick):
 
 
 @pytest.mark.deep
-def test_the_program_runs_all_kernels():
+@pytest.mark.parametrize("flags", [["--short"], ["--short", "--few"]], ids=" ".join)
+def test_the_program_runs_the_kernels(flags):
     environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = limited([sys.executable, "-m", "bench.gpu.sanitized", "--short"], cpu_s=150)
+    command = limited([sys.executable, "-m", "bench.gpu.sanitized", *flags], cpu_s=150)
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "best_effort: checks done" in done.stdout
-    assert "steps done" in done.stdout
+    assert ("steps done" in done.stdout) == ("--few" not in flags)
