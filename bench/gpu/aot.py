@@ -82,11 +82,11 @@ LEFT_OUT = (
     "fp8 exact", "fp8 rows", "fp8 norm 4096", "fp8 linear few", "fp8 linear many", "experts many", "experts fp8 few",
     "int4 linear few", "group 32", "experts count", "experts group", "experts add", "gated=False",
     "adapters expand few",
-    "mistral exact", "gemma2 exact", "store mistral", "store gemma2", "without gate",
+    "mistral exact", "gemma2 exact", "store mistral", "store gemma2", "without gate", "gemma2 prefill",
+    "mistral decode", "many gated=True group 0", "linear exact group 0", "drafts=False",
 )  # fmt: skip
 LEFT_OUT_PAGES = (
-    "prefill page 16", "exact page 16", "dim 96 decode page 256", "fp8 decode page 16", "mistral decode page 16",
-    "gemma2 decode page 16", "page 64 cap",
+    "prefill page 16", "exact page 16", "decode page 16", "dim 96 decode page 256", "page 64 cap",
 )  # fmt: skip
 
 SHAPES = {"0.6b": HeadShape(16, 8, 128), "8b": HeadShape(32, 8, 128), "0.5b": HeadShape(14, 2, 64)}

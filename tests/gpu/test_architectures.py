@@ -51,10 +51,17 @@ def run(driver):
     run_mixed(driver, longest=22)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_mixed_batches_match_transformers(tmp_path, name):
+# The others run in torch: windows, norms and rotations of the kernels are compared with it in tests of each kernel.
+INTERPRETED = ("gemma3", "cohere2", "gpt2")
+
+
+@pytest.mark.parametrize(("name", "kernels"), [
+    *((name, "triton" if name in INTERPRETED else "torch") for name in MODELS),
+    *(pytest.param(name, "triton", marks=pytest.mark.deep) for name in MODELS if name not in INTERPRETED),
+])  # fmt: skip
+def test_mixed_batches_match_transformers(tmp_path, name, kernels):
     folder = make(tmp_path, name)
-    driver = DeviceDriver(load(folder, block_size=4))
+    driver = DeviceDriver(load(folder, block_size=4, kernels=kernels))
     run(driver)
     check_against(load_reference(folder), driver, [0, 1, 2])
 
@@ -91,7 +98,9 @@ def test_windows_that_no_sequence_leaves_are_dropped(tmp_path):
     assert runner._compute._model.config.window is None
 
 
-@pytest.mark.parametrize(("attention", "block_size"), [("torch", 4), ("flash", 256), ("flash3", 4), ("flashinfer", 4)])
+@pytest.mark.parametrize(("attention", "block_size"), [
+    ("flash", 256), ("flash3", 4), ("flashinfer", 4), pytest.param("torch", 4, marks=pytest.mark.deep),
+])  # fmt: skip
 def test_other_attention_matches_transformers(tmp_path, monkeypatch, attention, block_size):
     """Gemma 2 has a scale, a soft cap, and layers with and without a window."""
     monkeypatch.setitem(sys.modules, "flash_attn", fake_flash_attn)

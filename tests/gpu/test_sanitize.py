@@ -61,8 +61,9 @@ def verdicts(folder: Path) -> dict[str, tuple[str, int]]:
     return {finding["tool"]: (finding["verdict"], finding["num_errors"]) for finding in found}
 
 
-def test_each_tool_has_a_verdict(quick, capsys):
-    assert sanitize.run(quick, 3.5) == 1
+def test_each_tool_has_a_verdict(quick, monkeypatch, capsys):
+    monkeypatch.setitem(sanitize.SHARE, "synccheck", 0.01)  # the others have enough time on a busy machine
+    assert sanitize.run(quick, 100.0) == 1
     assert verdicts(quick) == {
         "without a tool": ("clean", 0), "memcheck": ("clean", 0), "racecheck": ("errors", 2),
         "initcheck": ("failed", 0), "synccheck": ("out of time", 0),
