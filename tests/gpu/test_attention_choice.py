@@ -15,6 +15,7 @@ from tests.unit.engine.models import load_reference, make_model
 from tests.unit.engine.test_engine_models import check_against
 from worker_svc.engine.backend import BackendUnavailableError
 from worker_svc.engine.config import EngineConfig
+from worker_svc.engine.gpu import check
 from worker_svc.engine.gpu.start import attention_choice as choice
 from worker_svc.engine.gpu.start.setup import Setup
 
@@ -91,6 +92,7 @@ def test_flash_attention_is_checked_at_start_up(folder, monkeypatch, caplog, nam
     vars(broken_package).update(vars(fake_flash_attn), **{name: broken})
     monkeypatch.setitem(sys.modules, "flash_attn", broken_package)
     monkeypatch.setattr(Setup, "is_compiled", True)
+    monkeypatch.setattr(check, "PROMPTS", (5, 1, 20, 9))
     assert load(folder, attention="flash", block_size=256, num_blocks=8).info.backend == "cuda/triton"
     assert "attention triton is used instead: attention failed" in caplog.text
     assert message in caplog.text

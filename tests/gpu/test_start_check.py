@@ -14,6 +14,7 @@ from tests.gpu.test_runner import HEADS_4_2, SMALL, run_mixed
 from tests.unit.engine.models import load_reference, make_model
 from tests.unit.engine.test_engine_models import check_against
 from worker_svc.engine.backend import BackendUnavailableError
+from worker_svc.engine.gpu import check
 from worker_svc.engine.gpu.check import Comparison, _tensors
 from worker_svc.engine.gpu.kernels import attention, norm, rope_store, scaled_linear
 from worker_svc.engine.gpu.kernels.forms import Forms
@@ -26,11 +27,12 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.fixture(autouse=True)
 def _as_where_kernels_are_compiled(monkeypatch):
     monkeypatch.setattr(Setup, "is_compiled", True)
+    monkeypatch.setattr(check, "PROMPTS", (5, 1, 20, 9))
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return make_model(tmp_path_factory.mktemp("model"), "qwen3", **SMALL, **HEADS_4_2)
+    return make_model(tmp_path_factory.mktemp("model"), "qwen3", **SMALL | HEADS_4_2 | {"num_hidden_layers": 1})
 
 
 @pytest.mark.parametrize("settings", [
