@@ -26,13 +26,13 @@ from worker_svc.engine.sampling.beams import BeamLines, best_candidates, take_lo
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
-WIDTH, NUM_TOKENS = 3, 6
+WIDTH, NUM_TOKENS = 3, 4
 BEAMS = range(WIDTH)
 
 
 @pytest.fixture(scope="module")
 def qwen3(tmp_path_factory):
-    return make_model(tmp_path_factory.mktemp("qwen3"), "qwen3", **SMALL, **HEADS_4_2)
+    return make_model(tmp_path_factory.mktemp("qwen3"), "qwen3", **SMALL | HEADS_4_2 | {"num_hidden_layers": 1})
 
 
 def open_beams(driver, prompt, **fields):

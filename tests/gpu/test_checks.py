@@ -187,7 +187,7 @@ ONE_WRONG_ELEMENT = [
     (sampling.banned_cases, EXACT, banned, "(id < vocab_size)", "(id < vocab_size - 1)"),
     (sampling.processed_cases, EXACT, process, "(x - frequency * num_output.to(", "(x + frequency * num_output.to("),
     (sampling.processed_cases, EXACT, process, "tl.div_rn(x, repetition)", "x * repetition"),
-    (sampling.processed_cases, FP8, process, "other=0) + 1, mask", "other=0) + 2, mask"),
+    (sampling.processed_cases, FP8, process, "tl.atomic_add(count, 1,", "tl.atomic_add(count, 2,"),
     (sampling.processed_cases, EXACT, process, "before + item) % RECENT", "before + item + 1) % RECENT"),
     (
         sampling.greedy_cases, EXACT, sample, "tl.store(token_ptr + sample, token)",

@@ -22,7 +22,7 @@ def folder(tmp_path_factory):
     return make_model(tmp_path_factory.mktemp("model"), "qwen3", **overrides)
 
 
-@pytest.fixture(scope="module", params=["triton", "torch", "torch bfloat16"])
+@pytest.fixture(scope="module", params=["triton", "torch bfloat16", pytest.param("torch", marks=pytest.mark.deep)])
 def runner(folder, request):
     """In torch also in bfloat16, which the interpreter cannot multiply."""
     kernels, _, dtype = request.param.partition(" ")

@@ -19,8 +19,8 @@ from tests.gpu.test_runner import HEADS_4_2, SMALL, run_forced, run_mixed, worst
 from tests.unit.engine.models import load_reference, make_model
 from tests.unit.engine.test_engine_models import check_against
 from worker_svc.engine.backend import AttentionShape, BackendUnavailableError, HeadShape
+from worker_svc.engine.gpu import check, loading
 from worker_svc.engine.gpu import compute as compute_module
-from worker_svc.engine.gpu import loading
 from worker_svc.engine.gpu.attention.flash3 import MODULE, Flash3Attention
 from worker_svc.engine.gpu.attention.paged import LayerCache
 from worker_svc.engine.gpu.compute import NO_ROWS
@@ -203,6 +203,7 @@ def test_flash3_is_checked_at_start_up(folder, monkeypatch, caplog, broken, mess
     vars(broken_package).update(vars(fake_flash3), flash_attn_with_kvcache=broken)
     monkeypatch.setitem(sys.modules, MODULE, broken_package)
     monkeypatch.setattr(Setup, "is_compiled", True)
+    monkeypatch.setattr(check, "PROMPTS", (5, 1, 20, 9))
     monkeypatch.setattr(choice, "preferred_library", lambda setup: "flash3")
     assert load(folder, attention="auto").info.backend == "cuda/triton"
     assert "attention triton is used instead: attention failed" in caplog.text
