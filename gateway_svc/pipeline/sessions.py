@@ -34,7 +34,7 @@ from svc_common.errors import OverloadedError, UnavailableError
 MAX_FORKS = 64
 MAX_PINS = 1000  # of one owner
 MAX_PIN_S = 604_800.0
-POLL_S = 0.02  # while the end of a session's output is being stored
+POLL_S = 0.02  # of the lease, while the end of a session's output is being stored
 ID_BYTES = 12
 
 
@@ -75,9 +75,12 @@ class Sessions:
         """The record of a session whose output is not computed now. The end of an output is stored a little later than
         its client gets it, possibly by another gateway.
         """
+        record = await self._load(session_id)
+        if not record.has_run or record.is_finished:
+            return record
         loop = asyncio.get_running_loop()
         give_up_at = loop.time() + LEASE_S
-        while (record := await self._load(session_id)).has_run and not record.is_finished:
+        while await self._records().has_run(record.record_id):
             if loop.time() > give_up_at:
                 raise UnavailableError(
                     f"session {session_id!r} is being computed; wait for its end, or continue a checkpoint of it",
@@ -85,7 +88,7 @@ class Sessions:
                     retry_after_s=LEASE_S,
                 )
             await asyncio.sleep(POLL_S)
-        return record
+        return await self._load(session_id)
 
     async def _load(self, session_id: str) -> StoredRecord:
         check_id("session_id", session_id)
@@ -154,9 +157,9 @@ class Sessions:
     async def _copy(self, record: StoredRecord, source_id: str) -> session_pb2.Session:
         session_id = f"sess_{secrets.token_hex(ID_BYTES)}"
         content, records = content_of_copy(record, source_id, session_id), self._records()
-        await records.copy(record, scoped(session_id), content)
+        copied = await records.copy(record, scoped(session_id), content)
         await enlist(records, scoped(session_id))
-        return await self._describe(await self._load(session_id), session_id)
+        return await self._describe(copied, session_id)
 
     async def _describe(self, record: StoredRecord, session_id: str) -> session_pb2.Session:
         (end,) = await self._records().lifetimes([record.record_id])

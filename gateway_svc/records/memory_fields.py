@@ -104,6 +104,10 @@ class MemoryFields:
         record = self._find(record_id)
         return ({}, False) if record is None else (dict(record.fields), record.lease_until > self._clock())
 
+    async def has_run(self, record_id: str) -> bool:
+        record = self._find(record_id)
+        return record is not None and record.lease_until > self._clock()
+
     async def pin(self, owner: str, record_id: str, ttl_s: float, limit: int) -> bool:
         record, now = self._find(record_id), self._clock()
         if record is None:

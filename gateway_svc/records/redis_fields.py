@@ -152,9 +152,16 @@ class RedisFields:
         pipeline = self._redis.pipeline(transaction=True)
         pipeline.hgetall(self._key(record_id))
         pipeline.time()
-        found, (seconds, micros) = await self._call(pipeline.execute())
-        has_run = int(found.get(b"lease", b"0")) > seconds * 1000 + micros // 1000
+        found, now = await self._call(pipeline.execute())
+        has_run = int(found.get(b"lease", b"0")) > _ms(now)
         return {name.decode(): value for name, value in found.items() if name not in OWN}, has_run
+
+    async def has_run(self, record_id: str) -> bool:
+        pipeline = self._redis.pipeline(transaction=True)
+        pipeline.hget(self._key(record_id), "lease")
+        pipeline.time()
+        lease, now = await self._call(pipeline.execute())
+        return int(lease or b"0") > _ms(now)
 
     async def pin(self, owner: str, record_id: str, ttl_s: float, limit: int) -> bool:
         keys = self._key(record_id), self._pins + owner
@@ -167,10 +174,9 @@ class RedisFields:
         for record_id in record_ids:
             pipeline.pttl(self._key(record_id))
             pipeline.hget(self._key(record_id), "keep")
-        (seconds, micros), *found = await self._call(pipeline.execute())
-        now_ms = seconds * 1000 + micros // 1000
+        now, *found = await self._call(pipeline.execute())
         return [
-            None if ttl_ms < 0 else Lifetime(ttl_ms / 1000, max(0, int(keep or b"0") - now_ms) / 1000)
+            None if ttl_ms < 0 else Lifetime(ttl_ms / 1000, max(0, int(keep or b"0") - _ms(now)) / 1000)
             for ttl_ms, keep in zip(found[::2], found[1::2], strict=True)
         ]
 
@@ -198,3 +204,9 @@ class RedisFields:
             ) from None
         self._server.came_up()
         return answer
+
+
+def _ms(time: tuple[int, int]) -> int:
+    """The server's clock, from its answer to TIME."""
+    seconds, micros = time
+    return seconds * 1000 + micros // 1000

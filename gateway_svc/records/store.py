@@ -15,7 +15,7 @@ import logging
 import secrets
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 from google.protobuf.message import DecodeError
@@ -112,6 +112,9 @@ class RecordFields(Protocol):
     async def load(self, record_id: str) -> tuple[Mapping[str, bytes], bool]:
         """The fields of a record, and whether a run has a lease. No fields if there is no record."""
 
+    async def has_run(self, record_id: str) -> bool:
+        """Whether a run has a lease of the record. Reads nothing else."""
+
     async def pin(self, owner: str, record_id: str, ttl_s: float, limit: int) -> bool:
         """Keep a record for at least this time. False if the owner has `limit` other pinned records."""
 
@@ -135,7 +138,7 @@ class RecordStore:
         self._cipher = cipher or NoCipher()
         self.answers, self.claim = fields.answers, fields.claim
         self.delete, self.close = fields.delete, fields.close
-        self.pin, self.lifetimes = fields.pin, fields.lifetimes
+        self.has_run, self.pin, self.lifetimes = fields.has_run, fields.pin, fields.lifetimes
         self.enlist, self.listed = fields.enlist, fields.listed
 
     async def create(self, record_id: str, content: pb.RequestRecord, run: str) -> None:
@@ -152,13 +155,14 @@ class RecordStore:
             )
         await self._fields.create(record_id, value, run)
 
-    async def copy(self, record: StoredRecord, record_id: str, content: pb.RequestRecord) -> None:
+    async def copy(self, record: StoredRecord, record_id: str, content: pb.RequestRecord) -> StoredRecord:
         """A new record with this content and the output of another one."""
         run = secrets.token_hex(8)
         await self.create(record_id, content, run)
         columns = {(i, 0): u32_to_bytes(output) for i, output in enumerate(record.outputs) if output}
         ends = {i: end.SerializeToString() for i, end in enumerate(record.ends) if end is not None}
         await self.write([Update(record_id, run, columns, ends, releases=True)])
+        return replace(record, record_id=record_id, content=content, stored_object=b"", has_run=False)
 
     async def write(self, updates: Sequence[Update]) -> list[bool]:
         """Store output and renew leases. False for a run that has lost its record."""

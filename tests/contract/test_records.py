@@ -317,9 +317,11 @@ async def test_a_copy_has_the_output_and_the_ends_but_no_run(make_store: MakeSto
     record = await store.load("a")
     assert record is not None
     content = pb.RequestRecord(request=REQUEST, origin_id="a")
-    await store.copy(record, "b", content)
+    copied = await store.copy(record, "b", content)
     copy = await store.load("b")
     assert copy is not None
+    assert copied == copy
+    assert [await store.has_run(name) for name in ("a", "b", "c")] == [True, False, False]
     assert (copy.outputs, copy.ends, copy.content, copy.has_run) == (record.outputs, record.ends, content, False)
     await store.delete("a")
     assert await outputs(store, "b") == [[1, 2], [3]]

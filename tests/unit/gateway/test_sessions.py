@@ -23,7 +23,7 @@ from gateway_svc.callers.caller import Caller, current_caller
 from gateway_svc.pipeline import sessions
 from gateway_svc.records.memory_fields import MemoryFields
 from gateway_svc.records.recorder import OutputRecorder
-from gateway_svc.records.store import RecordStore, Update
+from gateway_svc.records.store import RecordStore, StoredRecord, Update
 from tests.unit.gateway.fakes import (
     EOS,
     STOP,
@@ -290,9 +290,17 @@ async def test_a_new_turn_waits_for_the_end_of_the_one_before(served: Served, mo
     served.schedulers[0].stops_at = 2
     call = served.first.generate(request_id="a", resumable=True, stop=types.StopParams(max_tokens=9))
     await until(lambda: served.schedulers[0].submits)
+    load, loads = RecordStore.load, list[str]()
+
+    async def counted(self: RecordStore, record_id: str) -> StoredRecord | None:
+        loads.append(record_id)
+        return await load(self, record_id)
+
+    monkeypatch.setattr(RecordStore, "load", counted)
     error = await refused(served.second.generate(session_id="a", prompt=tokens(5)))
     assert error.code() is grpc.StatusCode.UNAVAILABLE
     assert "is being computed" in str(error.details())
+    assert len(loads) == 1, "while it waits, it reads the lease only"
     call.cancel()
 
 
