@@ -11,7 +11,7 @@ from worker_svc.engine.backend import BackendUnavailableError
 from worker_svc.engine.checkpoint.features import check_features
 from worker_svc.engine.checkpoint.model_folder import CheckpointError, decoder_config, read_object
 from worker_svc.engine.config import EngineConfig
-from worker_svc.engine.decoder.config import parse_config
+from worker_svc.engine.decoder.parse import parse_config
 from worker_svc.engine.engines import is_decoder
 
 

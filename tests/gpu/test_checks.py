@@ -14,7 +14,7 @@ from bench.gpu.checks.case import Case, CheckError, Setup, verify
 from bench.gpu.self_checks import CHECKS
 from tests.gpu.builders import DEVICE
 from tests.gpu.ranks import Meeting, Rank
-from worker_svc.engine.decoder.config import parse_config
+from worker_svc.engine.decoder.parse import parse_config
 from worker_svc.engine.gpu.attention.paged import TritonAttention
 from worker_svc.engine.gpu.collectives.group import Group
 from worker_svc.engine.gpu.kernels import (

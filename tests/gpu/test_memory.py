@@ -13,7 +13,7 @@ from tests.gpu.test_runner import HEADS_4_2, SMALL
 from tests.unit.engine.models import make_model
 from worker_svc.engine.checkpoint.tensors import Checkpoint
 from worker_svc.engine.config import EngineConfig
-from worker_svc.engine.decoder.config import parse_config
+from worker_svc.engine.decoder.parse import parse_config
 from worker_svc.engine.gpu import loading
 from worker_svc.engine.gpu.start import memory
 

@@ -17,7 +17,7 @@ from tests.unit.engine.test_engine_models import check_against
 from worker_svc.engine.backend import BackendUnavailableError
 from worker_svc.engine.checkpoint.quantized import order_of
 from worker_svc.engine.checkpoint.tensors import Checkpoint
-from worker_svc.engine.decoder.config import parse_config
+from worker_svc.engine.decoder.parse import parse_config
 from worker_svc.engine.gpu.collectives.group import Group
 from worker_svc.engine.gpu.kernels import forms
 from worker_svc.engine.gpu.kernels.scaled_linear import reference_rows

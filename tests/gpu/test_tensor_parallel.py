@@ -225,7 +225,7 @@ def test_exact_sums_have_one_order(monkeypatch):
 
 def test_models_that_cannot_be_sharded_are_refused(folder):
     from worker_svc.engine.checkpoint.tensors import Checkpoint
-    from worker_svc.engine.decoder.config import parse_config
+    from worker_svc.engine.decoder.parse import parse_config
 
     config = parse_config(Checkpoint(folder).config)
     with pytest.raises(

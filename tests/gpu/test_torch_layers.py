@@ -23,7 +23,7 @@ from worker_svc.check_gpu import check_gpu
 from worker_svc.engine.backend import BackendUnavailableError
 from worker_svc.engine.checkpoint.tensors import Checkpoint
 from worker_svc.engine.config import EngineConfig
-from worker_svc.engine.decoder.config import parse_config
+from worker_svc.engine.decoder.parse import parse_config
 from worker_svc.engine.engines import load_runner
 from worker_svc.engine.gpu import loading, torch_layers
 from worker_svc.engine.gpu.start import setup

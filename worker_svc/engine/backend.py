@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from worker_svc.engine.adapters.adapter import Adapter
     from worker_svc.engine.adapters.packed import AdapterRows, PackedAdapter
-    from worker_svc.engine.checkpoint.families import NormKind, SharedKind
+    from worker_svc.engine.checkpoint.architecture import NormKind, SharedKind
     from worker_svc.engine.recurrent import RecurrentWeights, StatePool
     from worker_svc.engine.sampling.processors import ProcessedRows
 

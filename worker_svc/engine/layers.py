@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from worker_svc.engine.backend import AttentionShape, ForwardBatch, LayerBackend, Linear, Norm, RotaryTable
-from worker_svc.engine.checkpoint.families import NormKind
+from worker_svc.engine.checkpoint.architecture import NormKind
 from worker_svc.engine.checkpoint.tensors import Checkpoint
 
 Cache = tuple[torch.Tensor, torch.Tensor]  # keys and values of one layer

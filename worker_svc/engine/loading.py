@@ -23,9 +23,10 @@ from worker_svc.engine.checkpoint.vocabulary import check_same_vocabulary
 from worker_svc.engine.config import CacheGroupInfo, ComputeDtype, EncoderInfo, EngineConfig, EngineInfo, PoolingInfo
 from worker_svc.engine.cpu.backends import make_backend
 from worker_svc.engine.decoder.cache_groups import divide_pool
-from worker_svc.engine.decoder.config import ModelConfig, parse_config
+from worker_svc.engine.decoder.config import ModelConfig
 from worker_svc.engine.decoder.kv_cache import DEFAULT_MEMORY, KVCachePool
 from worker_svc.engine.decoder.model import DecoderModel, Progress
+from worker_svc.engine.decoder.parse import parse_config
 from worker_svc.engine.decoder.weights import WeightLoader
 from worker_svc.engine.encoder.config import EncoderConfig, parse_encoder
 from worker_svc.engine.encoder.families import encoder_of

@@ -58,7 +58,7 @@ def _attention_window(model: dict[str, Any]) -> int | None:
     """The window of a decoder whose layers all have one. None for other models, also those that no backend serves."""
     if not model.get("sliding_window"):
         return None
-    from worker_svc.engine.decoder.config import parse_config  # it imports torch, which other models do not need
+    from worker_svc.engine.decoder.parse import parse_config  # it imports torch, which other models do not need
 
     try:
         return parse_config(model).attention_window

@@ -12,7 +12,8 @@ import transformers
 
 from worker_svc.engine.checkpoint.families import ARCHITECTURES
 from worker_svc.engine.checkpoint.model_folder import CheckpointError
-from worker_svc.engine.decoder.config import ModelConfig, parse_config
+from worker_svc.engine.decoder.config import ModelConfig
+from worker_svc.engine.decoder.parse import parse_config
 from worker_svc.engine.decoder.rotary import length_choice
 from worker_svc.engine.encoder.config import EncoderConfig, parse_encoder
 from worker_svc.engine.encoder.families import ENCODERS, encoder_of

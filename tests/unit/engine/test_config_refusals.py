@@ -7,7 +7,7 @@ import pytest
 from tests.unit.engine.models import ARCHITECTURES, make_config
 from worker_svc.engine.checkpoint.features import check_features
 from worker_svc.engine.checkpoint.model_folder import CheckpointError
-from worker_svc.engine.decoder.config import parse_config
+from worker_svc.engine.decoder.parse import parse_config
 
 UNKNOWN = {
     "hidden_act": "mish",

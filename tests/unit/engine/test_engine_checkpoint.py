@@ -17,7 +17,7 @@ from worker_svc.engine.backend import BackendUnavailableError
 from worker_svc.engine.checkpoint.model_folder import CheckpointError
 from worker_svc.engine.checkpoint.tensors import Checkpoint, WeightsDigest
 from worker_svc.engine.config import EngineConfig
-from worker_svc.engine.decoder.config import parse_config
+from worker_svc.engine.decoder.parse import parse_config
 from worker_svc.engine.engine_info import choose_max_model_len
 from worker_svc.engine.kernels.build import ABI_VERSION, SOURCES, load_kernels
 from worker_svc.engine.model_runner import ModelRunner

@@ -35,7 +35,7 @@ from worker_svc.engine.checkpoint.quantization_config import Packed, Scaled, par
 from worker_svc.engine.checkpoint.quantized import read_weight
 from worker_svc.engine.checkpoint.tensors import Checkpoint
 from worker_svc.engine.cpu.backends import make_backend
-from worker_svc.engine.decoder.config import parse_config
+from worker_svc.engine.decoder.parse import parse_config
 from worker_svc.engine.kernels.torch_linear import Int8Linear, Int8Rows
 
 SHAPES = [(72, 104), (8, 40), (40, 200)]

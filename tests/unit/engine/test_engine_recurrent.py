@@ -15,7 +15,7 @@ from tests.unit.engine.models import RECURRENT, load_reference, make_model
 from tests.unit.engine.test_engine_models import check_against, load, prompts
 from worker_svc.engine.checkpoint.model_folder import CheckpointError
 from worker_svc.engine.config import EngineConfig
-from worker_svc.engine.decoder.config import parse_config
+from worker_svc.engine.decoder.parse import parse_config
 from worker_svc.engine.model_runner import ModelRunner
 from worker_svc.engine.recurrent import StatePool
 from worker_svc.engine.rows.states import RowStates

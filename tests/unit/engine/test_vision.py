@@ -19,7 +19,7 @@ from tests.unit.engine.vision_models import (
 from worker_svc.engine.checkpoint.model_folder import CheckpointError
 from worker_svc.engine.checkpoint.tensors import Checkpoint
 from worker_svc.engine.cpu.backends import make_backend
-from worker_svc.engine.decoder.config import parse_config
+from worker_svc.engine.decoder.parse import parse_config
 from worker_svc.engine.vision.tower import VisionTower
 
 SIZES = [(2, 2), (4, 6), (10, 4), (6, 22)]  # in patches

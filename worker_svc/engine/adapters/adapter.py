@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from worker_svc.engine.adapters.config import WEIGHTS_FILE, AdapterError, read_adapter_config
 from worker_svc.engine.adapters.store import AdapterStore
 from worker_svc.engine.adapters.targets import AdaptedModule, Module, find_targets
-from worker_svc.engine.checkpoint.families import Names
+from worker_svc.engine.checkpoint.architecture import Names
 from worker_svc.engine.config import EngineConfig
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from worker_svc.engine.adapters.config import AdapterConfig, AdapterError
-from worker_svc.engine.checkpoint.families import Names, Role
+from worker_svc.engine.checkpoint.architecture import Names, Role
 
 SITES = ("qkv", "o", "gate_up", "down")  # the linear layers of a layer; the order of `Site` in forward.cpp
 PREFIX_WORDS = frozenset({"base_model", "model", "language_model", "text_model", "transformer", "module", "_orig_mod"})

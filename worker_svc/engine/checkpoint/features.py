@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Set
 
-from worker_svc.engine.checkpoint.families import Architecture
+from worker_svc.engine.checkpoint.architecture import Architecture
 from worker_svc.engine.checkpoint.model_folder import CheckpointError
 
 FEATURES = {

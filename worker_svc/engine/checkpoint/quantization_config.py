@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from worker_svc.engine.checkpoint.families import Architecture
+from worker_svc.engine.checkpoint.architecture import Architecture
 from worker_svc.engine.checkpoint.model_folder import CheckpointError
 
 FLOATS = ("float32", "bfloat16", "float16")

@@ -23,7 +23,7 @@ from worker_svc.engine.cpu.recurrent import RecurrenceStruct, recurrence_struct
 from worker_svc.engine.decoder.config import LayerSpec
 from worker_svc.engine.decoder.forward import BESIDE_OUT, compute_layers
 from worker_svc.engine.decoder.latents import LatentAttention
-from worker_svc.engine.decoder.weights import FeedForward, Layer, RoutedExperts
+from worker_svc.engine.decoder.layer import FeedForward, Layer, RoutedExperts
 from worker_svc.engine.kernels.linear import PANEL, KernelLinear, LinearStruct, address_of
 from worker_svc.engine.recurrent import RecurrentWeights
 

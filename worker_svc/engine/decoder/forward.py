@@ -28,7 +28,7 @@ import torch
 from worker_svc.engine.adapters.targets import SITES
 from worker_svc.engine.backend import Linear, Norm
 from worker_svc.engine.decoder.latents import LatentAttention
-from worker_svc.engine.decoder.weights import Beside, FeedForward, Layer, RoutedExperts
+from worker_svc.engine.decoder.layer import Beside, FeedForward, Layer, RoutedExperts
 from worker_svc.engine.recurrent import RecurrentWeights
 
 QKV, OUT, GATE_UP, DOWN = range(len(SITES))

@@ -16,10 +16,11 @@ from worker_svc.engine.decoder.config import ModelConfig
 from worker_svc.engine.decoder.forward import compute_layers
 from worker_svc.engine.decoder.kv_cache import KVCachePool
 from worker_svc.engine.decoder.latents import LatentAttention
+from worker_svc.engine.decoder.layer import Layer, RoutedExperts
 from worker_svc.engine.decoder.per_layer import PerLayerTable, PerLayerWeights
 from worker_svc.engine.decoder.rotary import rotary_at
 from worker_svc.engine.decoder.streams import Streams, StreamTable, sparse_gates
-from worker_svc.engine.decoder.weights import Layer, RoutedExperts, WeightLoader
+from worker_svc.engine.decoder.weights import WeightLoader
 from worker_svc.engine.recurrent import RecurrentWeights
 
 Progress = Callable[[float], None]

@@ -12,7 +12,7 @@ import torch
 
 from step_protocol.columns import I64
 from worker_svc.engine.backend import RotaryTable
-from worker_svc.engine.checkpoint.families import MropeKind
+from worker_svc.engine.checkpoint.architecture import MropeKind
 from worker_svc.engine.checkpoint.model_folder import CheckpointError
 from worker_svc.engine.kernels.exact_ops import cos_sin
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from worker_svc.engine.adapters.targets import Module, modules_of
-from worker_svc.engine.backend import ExpertLinears, HeadShape, Linear, LinearMaker, Norm, Routing
-from worker_svc.engine.checkpoint.families import LAYER_NORMS, RecurrentNames, Role
+from worker_svc.engine.backend import ExpertLinears, Linear, LinearMaker, Norm, Routing
+from worker_svc.engine.checkpoint.architecture import LAYER_NORMS, Role
 from worker_svc.engine.checkpoint.model_folder import CheckpointError
 from worker_svc.engine.checkpoint.quantization_config import Mxfp4, Packed, Scaled, Scheme
 from worker_svc.engine.checkpoint.quantized import (
@@ -25,10 +24,10 @@ from worker_svc.engine.checkpoint.quantized import (
 from worker_svc.engine.checkpoint.tensors import Checkpoint
 from worker_svc.engine.decoder import latents
 from worker_svc.engine.decoder.config import Experts, LayerSpec, ModelConfig
-from worker_svc.engine.decoder.latents import LatentAttention, LatentSpec
-from worker_svc.engine.decoder.per_layer import PerLayerWeights
+from worker_svc.engine.decoder.latents import LatentAttention
+from worker_svc.engine.decoder.layer import Beside, ExpertsBeside, FeedForward, Layer, RoutedExperts
 from worker_svc.engine.decoder.plain_part import Part, PlainPart
-from worker_svc.engine.decoder.streams import Laurel, StreamWeights
+from worker_svc.engine.decoder.stored import Stored, StoredLayers, conv_order, present, stored_plain
 from worker_svc.engine.kernels import exact_ops
 from worker_svc.engine.kernels.four_bits import FourBitRows
 from worker_svc.engine.kernels.torch_linear import MAX_INT8_INPUTS, Int8Rows
@@ -38,73 +37,6 @@ from worker_svc.engine.vision.config import tower_tensors
 FOUR_BITS = 4
 BESIDE_NORMS = ("pre_feedforward_layernorm_2", "post_feedforward_layernorm_2", "post_feedforward_layernorm_1")
 IGNORED_ENDINGS = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
-
-
-@dataclass(frozen=True, slots=True)
-class FeedForward:
-    """A dense feed-forward part. gate_up is [gate | up], or up alone if there is no gate."""
-
-    gate_up: Linear
-    down: Linear
-
-
-@dataclass(frozen=True, slots=True)
-class RoutedExperts:
-    """A feed-forward part of experts."""
-
-    router: Linear
-    experts: ExpertLinears
-    router_norm: Norm | None = None  # of the layer's state. None: the router reads what the experts read
-
-    def logits(self, x: torch.Tensor) -> torch.Tensor:
-        """Router logits [n, num_logits] of x [n, hidden]."""
-        return self.router(x.float() if self.experts.routing.is_float32 else x)
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertsBeside:
-    """Experts beside a dense feed-forward part: both read the state of the layer through a norm of their own, and their
-    outputs are added after another one."""
-
-    experts: RoutedExperts
-    norm: Norm
-    output_norm: Norm
-    dense_output_norm: Norm
-
-
-@dataclass(frozen=True, slots=True)
-class Beside:
-    """A recurrence that reads the same input as attention, to whose output its own is added."""
-
-    qkv: Linear
-    recurrent: RecurrentWeights
-    o: Linear
-
-
-@dataclass(frozen=True, slots=True)
-class Layer:
-    """Weights of one layer in the order of the forward pass. qkv is [q | k | v] of all heads. The norms are those of
-    LAYER_NORMS; None: the decoder has none there."""
-
-    input_layernorm: Norm | None
-    qkv: Linear | None  # None: the layer has a feed-forward part only
-    qk_norms: tuple[Norm, Norm] | None
-    sinks: torch.Tensor | None  # float32 [q_heads]
-    latents: LatentAttention | None  # with it, qkv is [source of queries | latent]
-    o: Linear | None
-    post_attention_layernorm: Norm | None
-    pre_feedforward_layernorm: Norm | None
-    feed_forward: FeedForward | RoutedExperts | None  # None: the layer has attention or recurrence only
-    post_feedforward_layernorm: Norm | None
-    is_parallel: bool  # the feed-forward part reads the input of the layer, as attention does
-    recurrent: RecurrentWeights | None = None  # then `qkv` makes the projections of a recurrent layer
-    beside: Beside | None = None
-    per_layer: PerLayerWeights | None = None
-    streams: StreamWeights | None = None
-    laurel: Laurel | None = None
-    experts_beside: ExpertsBeside | None = None
-    value_norm: Norm | None = None
-    scale: float = 1.0  # of the output
 
 
 @runtime_checkable
@@ -123,96 +55,12 @@ class FourBitLinearMaker(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """The tensors of one linear layer in a checkpoint: each has the outputs of one role, or a single one of all."""
-
-    names: tuple[str, ...]
-    roles: tuple[tuple[Role, int], ...]  # with the number of outputs
-    in_features: int
-    has_bias: bool
-    order: torch.Tensor | None = None  # of the outputs, if the forward pass has another one
-    expert: int | None = None  # the tensors hold the layers of all experts, and this is one of them
-    factors: tuple[float, ...] = ()  # of the outputs of each role, multiplied into weights
-
-    def shape(self, roles: tuple[tuple[Role, int], ...]) -> tuple[int, int]:
-        """The shape [out, in] of a tensor with the outputs of `roles`."""
-        return sum(size for _, size in roles), self.in_features
-
-    def tensors(self) -> Iterator[tuple[str, tuple[tuple[Role, int], ...]]]:
-        """Names, each with its roles."""
-        if len(self.names) == 1:
-            yield self.names[0], self.roles
-        else:
-            yield from ((name, (role,)) for name, role in zip(self.names, self.roles, strict=True))
-
-
-def _stored_plain(name: str, outputs: int, inputs: int) -> Stored:
-    return Stored((name,), (("o", outputs),), inputs, has_bias=False)
-
-
-def _gates_last(heads: HeadShape) -> torch.Tensor:
-    """[q | gate] of each head, k, v become q, k, v, gate."""
-    q_size, kv_size = heads.num_q_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
-    q, gate = torch.arange(2 * q_size).view(-1, 2, heads.head_dim).unbind(1)
-    return torch.cat((q.flatten(), torch.arange(2 * q_size, 2 * q_size + 2 * kv_size), gate.flatten()))
-
-
-def _present(names: RecurrentNames | None) -> RecurrentNames:
-    if names is None:
-        raise RuntimeError("an architecture with recurrent layers does not name their tensors: a bug in its row")
-    return names
-
-
-def _recurrent_linears(prefix: str, names: RecurrentNames, spec: Recurrence, hidden: int) -> dict[str, Stored]:
-    """The projections of a recurrent layer, and the layer of its outputs."""
-    sizes, order = _projections(names, spec)
-    roles: tuple[tuple[Role, int], ...] = tuple(("state", size) for size in sizes)
-    has_bias = spec.has_projection_bias
-    inputs = Stored(tuple(prefix + name for name in names.inputs), roles, hidden, has_bias=has_bias, order=order)
-    out = Stored((prefix + names.out,), (("o", hidden),), spec.num_values, has_bias=has_bias)
-    return {"qkv": inputs, "o": out}
-
-
 def _in_factors(stored: Stored, weight: torch.Tensor) -> torch.Tensor:
     """A weight [out, in] of all roles, times their factors."""
     if not stored.factors:
         return weight
     sizes = torch.tensor([size for _, size in stored.roles])
     return weight * torch.tensor(stored.factors).repeat_interleave(sizes)[:, None].to(weight.dtype)
-
-
-def _projections(names: RecurrentNames, spec: Recurrence) -> tuple[tuple[int, ...], torch.Tensor | None]:
-    """The widths of the stored projections, and their order if it is not [q | k | v | z | b | a]."""
-    if spec.kind == "short_conv":
-        return (spec.width,), None
-    if names.layout == "mamba":
-        z, rest = torch.arange(spec.num_values), spec.num_values + _conv_order(names, spec)
-        steps, keys = torch.arange(spec.width - spec.num_heads, spec.width), spec.num_key_heads * spec.key_dim
-        return (spec.num_values, spec.num_values, keys, keys, spec.num_heads), torch.cat((rest, z, steps))
-    if names.layout == "by_key_head":
-        groups = spec.num_key_heads
-        parts = [spec.num_key_heads * spec.key_dim] * 2 + [spec.num_values] * 2, [spec.num_heads] * 2
-        first = sum(parts[0])
-        orders = [*_ungrouped(parts[0], groups, 0), *_ungrouped(parts[1], groups, first)]
-        return (first, sum(parts[1])), torch.cat(orders)
-    return (spec.channels, spec.num_values, spec.num_heads, spec.num_heads), None
-
-
-def _conv_order(names: RecurrentNames, spec: Recurrence) -> torch.Tensor:
-    """The channels [q | k | v] of the convolution, as they are stored."""
-    channels = torch.arange(spec.channels)
-    if names.layout != "mamba":
-        return channels
-    keys = spec.num_key_heads * spec.key_dim
-    v, k, q = torch.split(channels, [spec.num_values, keys, keys])
-    return torch.cat((q, k, v))
-
-
-def _ungrouped(sizes: list[int], num_groups: int, first: int) -> list[torch.Tensor]:
-    """The indices of parts, of which each group has an equal share."""
-    indices = torch.arange(first, first + sum(sizes)).view(num_groups, -1)
-    return [part.flatten() for part in torch.split(indices, [size // num_groups for size in sizes], dim=1)]
 
 
 class WeightLoader:
@@ -223,6 +71,7 @@ class WeightLoader:
         self._checkpoint = checkpoint
         self._config = config
         self._names = config.names
+        self._stored = StoredLayers(config)
         self._backend = backend
         self._dtype = dtype
         self._scratch = torch.empty(0, dtype=dtype)  # joined matrices, if the backend copies them
@@ -266,17 +115,12 @@ class WeightLoader:
         if self._config.head != "tokens":
             return None
         if not self._config.is_tied and self._scheme(self._names.head) is not None:
-            return self._linear(self._stored_head())
+            return self._linear(self._stored.head())
         name = self._names.embedding if self._config.is_tied else self._names.head
         return self._backend.make_linear(self._vocabulary(name), None)
 
-    def _stored_head(self) -> Stored:
-        return Stored(
-            (self._names.head,), (("head", self._config.vocab_size),), self._config.hidden_size, has_bias=False
-        )
-
     def layer(self, index: int) -> Layer:
-        names, stored, widths = self._names, self._stored(index), self._config.qk_norm_widths(index)
+        names, stored, widths = self._names, self._stored.layer(index), self._config.qk_norm_widths(index)
         prefix = names.layer.format(index)
         spec, qk_norms = self._config.layers[index], None
         recurrent = None if spec.recurrence is None else self._recurrent(prefix, spec.recurrence)
@@ -316,7 +160,7 @@ class WeightLoader:
         """A part of the model; None: it has none."""
         if part is None:
             return None
-        linears = {field: self._linear(_stored_plain(*linear)) for field, linear in part.linears.items()}
+        linears = {field: self._linear(stored_plain(*linear)) for field, linear in part.linears.items()}
         norms = {field: self._norm(*norm) for field, norm in part.norms.items()}
         tensors = {
             field: self._checkpoint.tensor(name, shape, dtype or self._dtype)
@@ -326,7 +170,7 @@ class WeightLoader:
 
     def _plain_names(self, part: PlainPart[Any]) -> list[str]:
         """The tensors of a part."""
-        linears = [name for linear in part.linears.values() for name in self._weight_names(_stored_plain(*linear))]
+        linears = [name for linear in part.linears.values() for name in self._weight_names(stored_plain(*linear))]
         norms = [f"{name}.weight" for name, _ in part.norms.values()]
         return [*linears, *norms, *(name for name, _, _ in part.tensors.values())]
 
@@ -337,7 +181,7 @@ class WeightLoader:
         return {norm: name for norm, name in self._names.layer_norms().items() if norm not in lacking}
 
     def _recurrent(self, prefix: str, spec: Recurrence) -> RecurrentWeights:
-        names = _present(self._names.recurrent)
+        names = present(self._names.recurrent)
 
         def floats(name: str, *shape: int) -> torch.Tensor | None:
             return self._checkpoint.tensor(prefix + name, shape, torch.float32) if name else None
@@ -346,7 +190,7 @@ class WeightLoader:
         is_shared = spec.kind == "gated_delta"
         has_norm = names.norm and spec.has_norm
         norm = floats(f"{names.norm}.weight" if has_norm else "", spec.norm_width if is_shared else spec.num_values)
-        decay, order = floats(names.decay, spec.num_heads), _conv_order(names, spec)
+        decay, order = floats(names.decay, spec.num_heads), conv_order(names, spec)
         bias = floats(f"{names.conv}.bias" if spec.has_conv_bias else "", spec.channels)
         return RecurrentWeights(
             conv[order, 0].T.contiguous(),
@@ -359,7 +203,7 @@ class WeightLoader:
 
     def _recurrent_names(self, prefix: str, spec: Recurrence) -> list[str]:
         """The tensors of a recurrent layer besides its linear layers."""
-        names = _present(self._names.recurrent)
+        names = present(self._names.recurrent)
         found = [f"{names.conv}.weight", names.step_bias, names.decay, names.skip]
         found += [f"{names.conv}.bias"] if spec.has_conv_bias else []
         found += [f"{names.norm}.weight"] if names.norm and spec.has_norm else []
@@ -398,7 +242,7 @@ class WeightLoader:
 
     def modules(self) -> dict[str, Module]:
         """The linear layers that adapters may change, by name."""
-        stored = [self._stored(index) for index in range(self._config.num_layers)]
+        stored = [self._stored.layer(index) for index in range(self._config.num_layers)]
         for sites, spec in zip(stored, self._config.layers, strict=True):
             if spec.recurrence is not None and not spec.attends:  # adapters of recurrent layers are not computed
                 del sites["qkv"], sites["o"]
@@ -467,7 +311,7 @@ class WeightLoader:
         names, linears = self._names, []
         norms = [names.final_norm]
         if not self._config.is_tied and self._config.head == "tokens":
-            linears += self._weight_names(self._stored_head())
+            linears += self._weight_names(self._stored.head())
         if self._config.head == "classes":
             linears.append("score.weight")
         for index in range(self._config.num_layers):
@@ -481,7 +325,7 @@ class WeightLoader:
                 norms += [prefix + latents.NORM, *([prefix + latents.QUERY_NORM] if latent.query_rank else [])]
             if self._config.qk_norm_widths(index) is not None and layer.attends and names.q_norm:
                 norms += [prefix + names.q_norm, *([] if layer.kv_owner is not None else [prefix + names.k_norm])]
-            for stored in self._stored(index).values():
+            for stored in self._stored.layer(index).values():
                 linears += self._weight_names(stored)
                 linears += [self._bias_name(name, stored) for name in stored.names if stored.has_bias]
             if (experts := self._config.layers[index].experts) is not None and experts.has_correction:
@@ -497,85 +341,6 @@ class WeightLoader:
         expected = [f"{name}.weight" for name in (*tables, *norms) if name] + linears
         has_bias = self._config.norm == "layer" and self._config.architecture.has_norm_bias
         return expected + [f"{name}.bias" for name in norms if has_bias]
-
-    def _stored(self, index: int) -> dict[str, Stored]:
-        """The linear layers of a layer by name."""
-        config, names, spec = self._config, self._names, self._config.layers[index]
-        hidden, prefix = config.hidden_size, names.layer.format(index)
-
-        def stored(
-            parts: tuple[str, ...], roles: tuple[tuple[Role, int], ...], in_features: int, *, has_bias: bool
-        ) -> Stored:
-            return Stored(tuple(prefix + part for part in parts), roles, in_features, has_bias)
-
-        def gates(width: int) -> tuple[tuple[Role, int], ...]:
-            return (("gate", width), ("up", width)) if config.is_gated else (("up", width),)
-
-        found = self._stored_attention(spec, prefix, stored) if spec.attends else {}
-        if spec.recurrence is not None:
-            sides = _recurrent_linears(prefix, _present(names.recurrent), spec.recurrence, hidden)
-            found |= {f"beside_{side}": linear for side, linear in sides.items()} if spec.attends else sides
-        inner = spec.inner if spec.experts is None else spec.dense_inner
-        if inner:
-            found["gate_up"] = stored(names.gate_up, gates(inner), hidden, has_bias=config.has_mlp_bias)
-            found["down"] = stored(names.down, (("down", hidden),), inner, has_bias=config.has_mlp_bias)
-        for name, factors in (config.factors or {}).items():
-            found[name] = replace(found[name], factors=factors)
-        if spec.experts is None:
-            return found
-        routing = spec.experts.routing
-        routers: tuple[tuple[Role, int], ...] = (("router", routing.num_experts), ("router", 1))
-        count = 2 if routing.shared == "gated" else 1
-        has_bias = config.architecture.has_expert_bias
-        found["router"] = stored((names.router, names.shared_gate)[:count], routers[:count], hidden, has_bias=has_bias)
-        for expert, width in enumerate(spec.expert_widths()):
-            is_shared = expert == routing.num_experts
-            of_expert = names.shared if is_shared else names.experts.format(expert)
-            *gate_up, down = names.shared_linears if is_shared else names.expert_linears
-            sides = {
-                "gate_up": stored(
-                    tuple(of_expert + name for name in gate_up), gates(width), hidden, has_bias=has_bias
-                ),
-                "down": stored((of_expert + down,), (("down", hidden),), width, has_bias=has_bias),
-            }  # fmt: skip
-            index_in_stack = expert if names.stacked_experts and not is_shared else None
-            found |= {f"{side}{expert}": replace(linear, expert=index_in_stack) for side, linear in sides.items()}
-        return found
-
-    def _stored_attention(self, spec: LayerSpec, prefix: str, stored: Callable[..., Stored]) -> dict[str, Stored]:
-        """The linear layers of attention."""
-        config, names, heads, hidden = self._config, self._names, spec.heads, self._config.hidden_size
-        q_size, kv_size = heads.num_q_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
-        heads_of: tuple[tuple[Role, int], ...] = (("q", q_size), ("k", kv_size), ("v", kv_size))
-        if spec.has_output_gate:
-            heads_of = (("q", 2 * q_size), *heads_of[1:])
-        order = _gates_last(heads) if spec.has_output_gate else None
-        if spec.kv_owner is not None:
-            heads_of = heads_of[:1]
-        elif spec.has_one_key_value:
-            heads_of, keys = heads_of[:2], torch.arange(q_size, q_size + kv_size)
-            order = torch.cat((torch.arange(q_size), keys, keys))
-        if spec.latents is not None:
-            found = self._stored_latents(spec.latents, prefix)
-            q_size = spec.latents.shape.num_heads * spec.latents.shape.value_dim
-        else:
-            qkv_names = names.qkv if len(names.qkv) == 1 else names.qkv[: len(heads_of)]
-            found = {"qkv": replace(stored(qkv_names, heads_of, hidden, has_bias=config.has_qkv_bias), order=order)}
-        return found | {"o": stored(names.o, (("o", hidden),), q_size, has_bias=config.has_o_bias)}
-
-    def _stored_latents(self, spec: LatentSpec, prefix: str) -> dict[str, Stored]:
-        """The linear layers of latent attention up to the heads."""
-        shape, hidden = spec.shape, self._config.hidden_size
-        first = latents.QUERY if spec.query_rank is None else latents.QUERY_DOWN
-        joined: tuple[tuple[Role, int], ...] = (("q", spec.first_outputs), ("latent", shape.rank + shape.rope_dim))
-        names = prefix + first, prefix + latents.DOWN
-        found = {"qkv": Stored(names, joined, hidden, self._config.has_qkv_bias)}
-        up: tuple[tuple[Role, int], ...] = (("latent", shape.num_heads * (shape.key_dim + shape.value_dim)),)
-        found["latent_up"] = Stored((prefix + latents.UP,), up, shape.rank, has_bias=False)
-        if spec.query_rank is not None:
-            queries: tuple[tuple[Role, int], ...] = (("q", shape.num_heads * shape.query_dim),)
-            found["query_up"] = Stored((prefix + latents.QUERY_UP,), queries, spec.query_rank, has_bias=False)
-        return found
 
     def _linear(self, stored: Stored) -> Linear:
         rows, bias = self._int8_rows(stored), self._bias(stored)

@@ -9,8 +9,9 @@ from typing import Any
 from step_protocol.messages import PoolingKind
 from worker_svc.engine.backend import AttentionShape, HeadShape
 from worker_svc.engine.checkpoint.model_folder import CheckpointError, choice_of, size_of
-from worker_svc.engine.decoder.config import ACTIVATIONS, SLIDING
 from worker_svc.engine.decoder.heads import HeadPart, HeadSpec
+from worker_svc.engine.decoder.layer_kinds import SLIDING
+from worker_svc.engine.decoder.parse import ACTIVATIONS
 from worker_svc.engine.decoder.rotary import Rotary, parse_rotary
 from worker_svc.engine.encoder.families import EncoderFamily, EncoderNames, check_encoder
 

@@ -14,7 +14,7 @@ from worker_svc.engine.backend import HeadShape, KVLayout
 from worker_svc.engine.checkpoint.model_folder import CheckpointError, choice_of, size_of
 
 if TYPE_CHECKING:
-    from worker_svc.engine.checkpoint.families import NormKind
+    from worker_svc.engine.checkpoint.architecture import NormKind
 
 ACTIVATIONS = {
     "relu": "relu",

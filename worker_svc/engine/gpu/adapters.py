@@ -19,7 +19,7 @@ from step_protocol.messages import RowOpen
 from worker_svc.engine.adapters.adapter import Adapter, make_store
 from worker_svc.engine.adapters.rows import RowAdapters
 from worker_svc.engine.adapters.store import AdapterStore
-from worker_svc.engine.checkpoint.families import Names
+from worker_svc.engine.checkpoint.architecture import Names
 from worker_svc.engine.config import EngineConfig
 from worker_svc.engine.gpu.layers.adapter_shapes import DeviceAdapter
 from worker_svc.engine.gpu.layers.device_slots import NO_ADAPTER, DeviceSlots

@@ -16,7 +16,7 @@ from worker_svc.engine.checkpoint.features import check_features
 from worker_svc.engine.checkpoint.model_folder import eos_token_ids
 from worker_svc.engine.checkpoint.tensors import Checkpoint
 from worker_svc.engine.config import EngineConfig, EngineInfo
-from worker_svc.engine.decoder.config import parse_config
+from worker_svc.engine.decoder.parse import parse_config
 from worker_svc.engine.engine_info import make_engine_info
 from worker_svc.engine.gpu.adapters import DeviceAdapters
 from worker_svc.engine.gpu.attention.paged import Attention

@@ -12,8 +12,9 @@ from worker_svc.engine.backend import Linear, Norm, RotaryTable
 from worker_svc.engine.decoder.config import ModelConfig
 from worker_svc.engine.decoder.forward import compute_layers
 from worker_svc.engine.decoder.latents import LatentAttention
+from worker_svc.engine.decoder.layer import Layer, RoutedExperts
 from worker_svc.engine.decoder.rotary import rotary_at
-from worker_svc.engine.decoder.weights import Layer, RoutedExperts, WeightLoader
+from worker_svc.engine.decoder.weights import WeightLoader
 from worker_svc.engine.gpu.attention.paged import Attention, LayerCache
 from worker_svc.engine.gpu.collectives.group import Group
 from worker_svc.engine.gpu.kernels import norm_rows

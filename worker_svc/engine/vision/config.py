@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from worker_svc.engine.backend import HeadShape
-from worker_svc.engine.checkpoint.families import NormKind, TowerKind
+from worker_svc.engine.checkpoint.architecture import NormKind, TowerKind
 from worker_svc.engine.checkpoint.model_folder import CheckpointError, choice_of, size_of
 
 ACTIVATIONS = {

@@ -10,13 +10,15 @@ import torch
 
 from worker_svc.engine.adapters.targets import SITES, Module
 from worker_svc.engine.backend import BackendUnavailableError, HeadShape, Linear, Norm
-from worker_svc.engine.checkpoint.families import Role
+from worker_svc.engine.checkpoint.architecture import Role
 from worker_svc.engine.checkpoint.quantization_config import Packed, Scaled
 from worker_svc.engine.checkpoint.quantized import order_of, read_fp8_rows, read_int4_rows
 from worker_svc.engine.checkpoint.tensors import Checkpoint
 from worker_svc.engine.config import Quantization
 from worker_svc.engine.decoder.config import LayerSpec, ModelConfig
-from worker_svc.engine.decoder.weights import FeedForward, Layer, RoutedExperts, Stored, WeightLoader
+from worker_svc.engine.decoder.layer import FeedForward, Layer, RoutedExperts
+from worker_svc.engine.decoder.stored import Stored
+from worker_svc.engine.decoder.weights import WeightLoader
 from worker_svc.engine.gpu.collectives.group import ALONE, Group
 from worker_svc.engine.gpu.kernels import int4_linear
 from worker_svc.engine.gpu.kernels.expert_linear import ExpertWeights
@@ -158,7 +160,7 @@ class ShardLoader(WeightLoader):
     def adapter_shapes(self, max_rank: int) -> AdapterShapes:
         """This rank's part of the linear layers that adapters may change."""
         count = self._config.num_layers
-        stored = [self._stored(index) for index in range(count)]
+        stored = [self._stored.layer(index) for index in range(count)]
         found: list[dict[Module, ModuleShard]] = [{} for _ in range(count * len(SITES))]
         for name, module in self.modules().items():
             roles = dict(stored[module.layer][SITES[module.site]].tensors())[name]

@@ -23,7 +23,7 @@ from step_protocol.messages import StepBatch
 from worker_svc.engine.backend import BackendUnavailableError
 from worker_svc.engine.checkpoint.tensors import Checkpoint
 from worker_svc.engine.config import EngineConfig, EngineInfo
-from worker_svc.engine.decoder.config import parse_config
+from worker_svc.engine.decoder.parse import parse_config
 from worker_svc.engine.gpu.collectives.group import Group
 from worker_svc.engine.gpu.collectives.rendezvous import join, leave, make_store
 from worker_svc.engine.gpu.layers.weights import shard_config
