@@ -20,7 +20,7 @@ from tests.gpu.test_runner import HEADS_4_2, SMALL, run_forced, run_mixed, worst
 from tests.unit.engine.models import load_reference, make_model
 from tests.unit.engine.test_engine_models import check_against
 from worker_svc.engine.backend import AttentionShape, BackendUnavailableError, HeadShape
-from worker_svc.engine.gpu import compute, loading
+from worker_svc.engine.gpu import check, compute, loading
 from worker_svc.engine.gpu.attention.flashinfer import DECODE as DECODE_WRAPPER
 from worker_svc.engine.gpu.attention.flashinfer import PREFILL, FlashInferAttention, workspace_bytes
 from worker_svc.engine.gpu.kernels import pack_tables
@@ -181,6 +181,7 @@ def test_flashinfer_is_checked_at_start_up(folder, monkeypatch, caplog):
     vars(broken).update(vars(fake_flashinfer), BatchDecodeWithPagedKVCacheWrapper=without_tensor_cores)
     monkeypatch.setitem(sys.modules, "flashinfer", broken)
     monkeypatch.setattr(Setup, "is_compiled", True)
+    monkeypatch.setattr(check, "PROMPTS", (5, 1, 20, 9))
     assert load(folder, attention="flashinfer").info.backend == "cuda/triton"
     assert "attention failed in the start-up check: Unsupported head dim 24" in caplog.text
 
