@@ -272,13 +272,8 @@ class FusedModel:
         recorder = _Recorder(parts)
         compute_layers(recorder, parts.layers)
         recurrences = [_recurrence(layer, pool, index) for index, layer in enumerate(parts.layers)]
-        self._kept = (
-            parts,
-            pool,
-            recorder.experts_kept,
-            recurrences,
-            recorder.heads_kept,
-        )  # keeps alive the memory that the structs point to
+        # Keeps alive the memory that the structs point to
+        self._kept = (parts, pool, recorder.experts_kept, recurrences, recorder.heads_kept)
         self._ops = (_OpStruct * len(recorder.ops))(*recorder.ops)
         self._layers = (_LayerStruct * len(parts.layers))(
             *(

@@ -19,7 +19,7 @@ from worker_svc.engine.decoder.latents import LatentAttention
 from worker_svc.engine.decoder.layer import Layer, RoutedExperts
 from worker_svc.engine.decoder.per_layer import PerLayerTable, PerLayerWeights
 from worker_svc.engine.decoder.rotary import rotary_at
-from worker_svc.engine.decoder.streams import Streams, StreamTable, sparse_gates
+from worker_svc.engine.decoder.streams import ResidualStreams, StreamTable, sparse_gates
 from worker_svc.engine.decoder.weights import WeightLoader
 from worker_svc.engine.recurrent import RecurrentWeights
 
@@ -182,7 +182,7 @@ class _BackendOperations:
         self._pool = pool
         self._adapters = [(part.adapter, part.tokens) for part in batch.adapters]
         self._layer_inputs = torch.empty(0)  # [tokens, layers, width], if layers have inputs
-        self._streams: Streams | None = None
+        self._streams: ResidualStreams | None = None
 
     def embed(self) -> torch.Tensor:
         batch = self._batch
@@ -197,7 +197,7 @@ class _BackendOperations:
             self._layer_inputs = self._inputs_of_layers(self._parts.per_layer, x)
         if self._parts.streams is None:
             return x
-        self._streams = Streams(self._backend, self._parts.streams, x)
+        self._streams = ResidualStreams(self._backend, self._parts.streams, x)
         return self._predicted(self._streams, 0)
 
     def _inputs_of_layers(self, part: PerLayerTable, x: torch.Tensor) -> torch.Tensor:
@@ -326,7 +326,7 @@ class _BackendOperations:
         if layer.laurel is not None:
             layer.laurel.add(self._backend, x, output, layer.input_layernorm)
 
-    def _predicted(self, streams: Streams, index: int) -> torch.Tensor:
+    def _predicted(self, streams: ResidualStreams, index: int) -> torch.Tensor:
         """The input of a layer, or after the last one the output of all."""
         if index == len(self._parts.layers):
             return streams.merged()

@@ -99,7 +99,7 @@ class Laurel:
         output.zero_()
 
 
-class Streams:
+class ResidualStreams:
     """The streams of the tokens of one step."""
 
     def __init__(self, backend: Backend, table: StreamTable, embedded: torch.Tensor) -> None:
