@@ -154,8 +154,12 @@ class InferenceServicer(InferenceServiceServicer):
 
     async def full_status(self) -> pb.GetStatusResponse:
         """The current state of every scheduler. A scheduler that does not answer is reported as not connected."""
-        schedulers = await asyncio.gather(*(client.get_status() for client in self._directory.clients))
-        return pb.GetStatusResponse(schedulers=schedulers, open_streams=len(self.generation.streams))
+        *schedulers, num_pinned = await asyncio.gather(
+            *(client.get_status() for client in self._directory.clients), self.generation.sessions.num_pinned()
+        )
+        return pb.GetStatusResponse(
+            schedulers=schedulers, open_streams=len(self.generation.streams), pinned_sessions=num_pinned
+        )
 
 
 class SessionServicer(SessionServiceServicer):

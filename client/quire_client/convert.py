@@ -160,7 +160,9 @@ def models(response: pb.ListModelsResponse) -> tuple[ModelInfo, ...]:
 
 
 def status(response: pb.GetStatusResponse) -> Status:
-    return Status(tuple(scheduler_status(s) for s in response.schedulers), response.open_streams, response.is_summary)
+    pinned = response.pinned_sessions if response.HasField("pinned_sessions") else None
+    schedulers = tuple(scheduler_status(s) for s in response.schedulers)
+    return Status(schedulers, response.open_streams, response.is_summary, pinned)
 
 
 def scheduler_status(message: pb.SchedulerStatus) -> SchedulerStatus:

@@ -440,6 +440,7 @@ class Status(Result):
     schedulers: tuple[SchedulerStatus, ...]
     open_streams: int
     is_summary: bool = False  # only `model` and `connected` of each scheduler are known
+    pinned_sessions: int | None = None  # of all owners; None: the gateway keeps no records, or cannot read them now
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,6 +53,7 @@ class ConsoleState:
             "version": quire_version(),
             "time": time.time(),
             "open_streams": status.open_streams,
+            "pinned_sessions": status.pinned_sessions if status.HasField("pinned_sessions") else None,
             "schedulers": schedulers,
         }
         return json.dumps(state, separators=(",", ":")).encode()

@@ -29,7 +29,7 @@ from gateway_svc.request.models import ServedModel
 from gateway_svc.request.prompts.reader import PromptInput
 from gateway_svc.request.prompts.readers import PromptReaders
 from gateway_svc.request.validation import check_id
-from svc_common.errors import OverloadedError, UnavailableError
+from svc_common.errors import NotConfiguredError, OverloadedError, UnavailableError
 
 MAX_FORKS = 64
 MAX_PINS = 1000  # of one owner
@@ -132,6 +132,13 @@ class Sessions:
                     field="session_id",
                 )
             return await self._describe(record, session_id)
+
+    async def num_pinned(self) -> int | None:
+        """Pinned sessions of all owners; None if it is not known. Raises nothing."""
+        try:
+            return await self._records().num_pinned()
+        except (NotConfiguredError, UnavailableError):
+            return None
 
     async def get(self, session_id: str) -> session_pb2.Session:
         """A session."""

@@ -120,6 +120,10 @@ class MemoryFields:
         self._touch(record_id, record, record.lease_until - now)
         return True
 
+    async def num_pinned(self) -> int:
+        now = self._clock()
+        return sum(one.pinned_until > now for one in self._records.values())
+
     async def lifetimes(self, record_ids: Sequence[str]) -> list[Lifetime | None]:
         now, found = self._clock(), [self._find(record_id) for record_id in record_ids]
         return [

@@ -118,6 +118,9 @@ class RecordFields(Protocol):
     async def pin(self, owner: str, record_id: str, ttl_s: float, limit: int) -> bool:
         """Keep a record for at least this time. False if the owner has `limit` other pinned records."""
 
+    async def num_pinned(self) -> int:
+        """Pinned records of all owners."""
+
     async def lifetimes(self, record_ids: Sequence[str]) -> list[Lifetime | None]:
         """When each record ends; None for one that does not exist."""
 
@@ -138,7 +141,8 @@ class RecordStore:
         self._cipher = cipher or NoCipher()
         self.answers, self.claim = fields.answers, fields.claim
         self.delete, self.close = fields.delete, fields.close
-        self.has_run, self.pin, self.lifetimes = fields.has_run, fields.pin, fields.lifetimes
+        self.has_run, self.pin = fields.has_run, fields.pin
+        self.num_pinned, self.lifetimes = fields.num_pinned, fields.lifetimes
         self.enlist, self.listed = fields.enlist, fields.listed
 
     async def create(self, record_id: str, content: pb.RequestRecord, run: str) -> None:

@@ -299,7 +299,9 @@ async def test_a_pin_outlives_the_time_to_live_also_after_later_writes(make_stor
     await store.write([Update("mine/a", "run", {(0, 0): column(1)}, releases=True)])
     assert not await store.pin("mine", "mine/a", 100.0, 1), "mine/b is pinned"
     assert await store.pin("other", "mine/a", 100.0, 1), "another owner's pins do not count"
+    assert await store.num_pinned() == 2
     assert await store.pin("mine", "mine/b", 0.0, 1)
+    assert await store.num_pinned() == 1
     async with asyncio.timeout(TIMEOUT_S):
         while await store.load("mine/b") is not None:  # noqa: ASYNC110  (it expires without an event)
             await asyncio.sleep(0.05)
@@ -308,6 +310,8 @@ async def test_a_pin_outlives_the_time_to_live_also_after_later_writes(make_stor
     assert a is not None
     assert a.expires_in_s >= a.pinned_for_s > 90
     assert await outputs(store, "mine/a") == [[1], []]
+    assert await store.delete("mine/a")
+    assert await store.num_pinned() == 0
 
 
 async def test_a_copy_has_the_output_and_the_ends_but_no_run(make_store: MakeStore) -> None:

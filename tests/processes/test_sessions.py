@@ -103,6 +103,7 @@ async def test_the_command_lists_shows_and_deletes_sessions(tmp_path: Path, caps
             await session.chat("And then?")
             (fork,) = await session.fork()
             await fork.pin(5000)
+            assert (await client.status()).pinned_sessions == 1
             shown = json.loads(await quire("session", "list", "--json"))["sessions"]
             assert [one["session_id"] for one in shown] == [fork.id, session.id]
             assert shown[0]["pinned_for_s"] > 4000

@@ -92,7 +92,8 @@ def status_text(status: Status) -> str:
     if status.is_summary:
         return summary_text(status)
     parts = [scheduler_text(scheduler) for scheduler in status.schedulers] or ["no scheduler is configured"]
-    return "\n\n".join([*parts, f"open streams: {status.open_streams}"])
+    pinned = "" if status.pinned_sessions is None else f", pinned sessions: {status.pinned_sessions}"
+    return "\n\n".join([*parts, f"open streams: {status.open_streams}{pinned}"])
 
 
 def rates_text(rates: Rates) -> str:

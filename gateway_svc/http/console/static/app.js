@@ -80,6 +80,7 @@ function showNumbers(state) {
   field("drafts").textContent = kept ? `${Math.round((100 * kept) / tokens)} % of tokens` : "–";
   field("preemptions").textContent = total(schedulers, "preemptions");
   field("streams").textContent = state.open_streams;
+  field("pinned").textContent = state.pinned_sessions ?? "–";
 }
 
 function drawCharts() {
