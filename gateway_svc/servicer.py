@@ -154,9 +154,8 @@ class InferenceServicer(InferenceServiceServicer):
 
     async def full_status(self) -> pb.GetStatusResponse:
         """The current state of every scheduler. A scheduler that does not answer is reported as not connected."""
-        *schedulers, num_pinned = await asyncio.gather(
-            *(client.get_status() for client in self._directory.clients), self.generation.sessions.num_pinned()
-        )
+        asked = asyncio.gather(*(client.get_status() for client in self._directory.clients))
+        schedulers, num_pinned = await asyncio.gather(asked, self.generation.sessions.num_pinned())
         return pb.GetStatusResponse(
             schedulers=schedulers, open_streams=len(self.generation.streams), pinned_sessions=num_pinned
         )
