@@ -27,14 +27,14 @@ ATTENTION = ("auto", "triton", "flash", "flash3", "flashinfer", "torch")
 CUDA_GRAPHS = ("start", "lazy", "off")
 KERNELS = ("auto", "triton", "torch")
 ALL_REDUCE = ("auto", "nccl")
-PROPOSERS = {"suffix": False, "mtp": False, "draft": True}  # whether a folder is named
+PROPOSERS = {"suffix": False, "mtp": False, "draft": True, "eagle": True}  # whether a folder is named
 MAX_DRAFTS = 16  # of one row in one step
-SPECULATE = "suffix, mtp or draft:DIR"
+SPECULATE = "suffix, mtp, draft:DIR or eagle:DIR"
 QUANTIZING_BACKENDS: Mapping[Quantization, tuple[str, ...]] = {"int8": ("cpu", "reference"), "fp8": ("cuda",)}
 
 
 class Speculate(NamedTuple):
-    """How drafts are proposed: `suffix`, `mtp`, or `draft:DIR` with the folder of a model."""
+    """How drafts are proposed: `suffix`, `mtp`, or `draft:DIR` and `eagle:DIR` with the folder of a model."""
 
     proposer: str
     folder: Path | None

@@ -42,6 +42,7 @@ from worker_svc.engine.rows.embedder import InputEmbedder, StepInputReader
 from worker_svc.engine.rows.images import ImageEncoder, image_shape
 from worker_svc.engine.rows.open_rows import OpenRows
 from worker_svc.engine.speculation.draft_model import DraftModel
+from worker_svc.engine.speculation.eagle import EagleFolder, EagleHead
 from worker_svc.engine.speculation.heads import Head, MtpHead, mtp_layout, predicting_layer
 from worker_svc.engine.vision.config import VisionConfig
 from worker_svc.engine.vision.tower import VisionTower
@@ -208,21 +209,26 @@ def load_decoder_weights(
     head = model.classes(settings.num_classes)
     sizes, generates = (model.hidden_size, model.vocab_size), model.head == "tokens"
     pooling = load_pooling(checkpoint, settings, head, backend, sizes=sizes, generates=generates)
-    return DecoderWeights(decoder, images, pooling, _load_head(checkpoint, config, decoder, backend, dtype))
+    return DecoderWeights(decoder, images, pooling, _load_head(checkpoint, config, decoder, backend, max_model_len))
 
 
 def _head_layouts(checkpoint: Checkpoint, config: EngineConfig, model: ModelConfig) -> list[KVLayout]:
     """What a head that proposes drafts keeps of a token, in a layer of the pool after those of the model."""
+    if config.proposer == "eagle" and config.draft_dir is not None:
+        return [EagleFolder(config.draft_dir, model).kv_layout()]
     return [mtp_layout(checkpoint, model)] if config.proposer == "mtp" else []
 
 
 def _load_head(
-    checkpoint: Checkpoint, config: EngineConfig, target: DecoderModel, backend: Backend, dtype: torch.dtype
+    checkpoint: Checkpoint, config: EngineConfig, target: DecoderModel, backend: Backend, max_len: int
 ) -> Head | None:
+    if config.proposer == "eagle" and config.draft_dir is not None:
+        return EagleHead(EagleFolder(config.draft_dir, target.parts.config), target, backend, max_len)
     if config.proposer != "mtp":
         return None
     layer = predicting_layer(checkpoint, target.parts.config)
-    return MtpHead(WeightLoader(checkpoint, layer, backend, dtype), layer, target, backend)
+    loader = WeightLoader(checkpoint, layer, backend, target.parts.embedding.dtype)
+    return MtpHead(loader, layer, target, backend)
 
 
 def load_images(

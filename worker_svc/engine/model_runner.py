@@ -285,7 +285,7 @@ class ModelRunner(StepRunner):
             head_tokens=np.union1d(samplers, logit_tokens(chunks)) if chunks else samplers,
             embedded=inputs.embedded,
             encoders=inputs.encoders,
-            hidden_tokens=pooled if self._heads is None else np.arange(len(token_ids)),
+            hidden_tokens=np.arange(len(token_ids)) if self._reads_hidden else pooled,
             token_types=token_types(chunks, plan.positions),
             deep=inputs.deep,
             snapshots=None if self._rows.states is None else self._rows.states.begin(batch, plan),
@@ -306,7 +306,7 @@ class ModelRunner(StepRunner):
             self._rows.states.end(batch, plan, errors)
         output = StepOutput(batch.step_id, EMPTY, EMPTY)
         if chunks:
-            hidden = self._model.hidden if self._heads is None else self._model.hidden[pooled]
+            hidden = self._model.hidden[pooled] if self._reads_hidden else self._model.hidden
             output.pooled, bad_rows = self._pooler.numbers(chunks, hidden, logits, forward.head_tokens)
             for row in bad_rows:
                 errors.add(row, NOT_FINITE, RowErrorCode.NAN)
@@ -318,6 +318,11 @@ class ModelRunner(StepRunner):
         if prompts is not None:
             output.prompt_logprobs = prompts.prompt_logprobs
         return output
+
+    @property
+    def _reads_hidden(self) -> bool:
+        """Whether something reads the states of all tokens of a step."""
+        return self._heads is not None and self._heads.head.reads_hidden
 
     def _of_groups(self, plan: CheckedStep, token_ids: I64) -> GroupColumns | None:
         """The slots and tables of the cache groups after the first one, whose blocks get their tokens too."""

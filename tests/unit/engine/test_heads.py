@@ -4,6 +4,7 @@ them. transformers itself leaves these layers out, so the formula stands here.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from safetensors.torch import load_file
 
 from request_fields.fields import StopCondition
 from tests.speculating import NoTimes, System
-from tests.unit.engine.heads import make_mtp_model
+from tests.unit.engine.heads import make_eagle, make_mtp_model
 from tests.unit.engine.models import load_reference, make_model
 from tests.unit.engine.test_speculation import answers_of, make_runner
 from worker_svc.engine.checkpoint.model_folder import CheckpointError
@@ -104,9 +105,14 @@ def recorded_drafts(runner: ModelRunner) -> list[tuple[int, int, torch.Tensor]]:
 def test_a_predicting_layer_computes_its_formula(tmp_path: Path, architecture: str, backend: str) -> None:
     """Prompts in chunks, drafts that follow drafts, and a second step, whose entries replace those of drafts."""
     folder = make_mtp_model(tmp_path / "model", architecture)
-    runner = make_speculating(folder, backend=backend, max_num_seqs=4, max_num_batched_tokens=4, max_drafts=3)
+    check_formula(folder, "mtp", MtpFormula(folder), backend)
+
+
+def check_formula(folder: Path, speculate: str, formula: Any, backend: str) -> None:
+    sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 4, "max_drafts": 3}
+    runner = make_speculating(folder, speculate, backend=backend, **sizes)
     runner._drafts._shared_acceptance, runner._drafts._learn = 1.0, lambda row, is_right: None
-    recorded, formula = recorded_drafts(runner), MtpFormula(folder)
+    recorded = recorded_drafts(runner)
     system = System(runner, depth=1)
     system.add(PROMPT, StopCondition(6, ignore_eos=True), temperature=0.0)
     (answer,) = system.run().values()
@@ -120,6 +126,57 @@ def test_a_predicting_layer_computes_its_formula(tmp_path: Path, architecture: s
     assert len({known for known, _, _ in recorded}) >= 3
 
 
+class EagleFormula:
+    """x = fc(states of three layers); attention of [norm(embedding) | norm(x)]; feed-forward part; norm; lm_head."""
+
+    def __init__(self, folder: Path, target: Path) -> None:
+        self.model, self.tensors = load_reference(target), load_file(folder / "model.safetensors")
+        self.config = json.loads((folder / "config.json").read_text())
+        self.heads = self.config["num_attention_heads"]
+
+    @torch.no_grad()
+    def __call__(self, token_ids: list[int], own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `MtpFormula`, with logits of the whole vocabulary."""
+        known, eps = len(token_ids) - len(own), self.config["rms_norm_eps"]
+        ids = torch.tensor([token_ids])
+        outputs = self.model.model(ids[:, : known - 1], output_hidden_states=True).hidden_states
+        layers = [layer + 1 for layer in self.config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]]
+        target = torch.cat([outputs[layer][0] for layer in layers], 1) @ self._weight("fc").T
+        x = torch.cat((torch.zeros(1, target.shape[1]), target, own))
+        embedded = rms(self.model.model.embed_tokens(ids[0]), self._weight("midlayer.input_layernorm"), eps)
+        joined = torch.cat((embedded, rms(x, self._weight("midlayer.hidden_norm"), eps)), 1)
+        x = x + self._attention(joined) @ self._weight("midlayer.self_attn.o_proj").T
+        normed = rms(x, self._weight("midlayer.post_attention_layernorm"), eps)
+        gate, up = (normed @ self._weight(f"midlayer.mlp.{name}_proj").T for name in ("gate", "up"))
+        x = x + (torch.nn.functional.silu(gate) * up) @ self._weight("midlayer.mlp.down_proj").T
+        logits = torch.full((self.config["vocab_size"],), -torch.inf)
+        places = torch.arange(self.config["draft_vocab_size"]) + self.tensors["d2t"]
+        logits[places] = self._weight("lm_head") @ rms(x[-1], self._weight("norm"), eps)
+        return logits, x[-1:]
+
+    def _attention(self, joined: torch.Tensor) -> torch.Tensor:
+        count, dim = len(joined), self.config["hidden_size"] // self.heads
+        q, k, v = (
+            (joined @ self._weight(f"midlayer.self_attn.{name}_proj").T).view(count, self.heads, dim).transpose(0, 1)
+            for name in "qkv"
+        )
+        angles = torch.arange(count)[:, None] * 10000.0 ** (-torch.arange(0, dim, 2) / dim)
+        cos, sin = (torch.cat((part, part), 1) for part in (angles.cos(), angles.sin()))
+        q, k = (x * cos + torch.cat((-x[..., dim // 2 :], x[..., : dim // 2]), -1) * sin for x in (q, k))
+        scores = q @ k.transpose(1, 2) * dim**-0.5 + torch.full((count, count), -torch.inf).triu(1)
+        return (scores.softmax(-1) @ v).transpose(0, 1).reshape(count, -1)
+
+    def _weight(self, name: str) -> torch.Tensor:
+        return self.tensors[f"{name}.weight"]
+
+
+@pytest.mark.parametrize("backend", ["cpu", pytest.param("reference", marks=pytest.mark.deep)])
+def test_an_eagle_head_computes_its_formula(tmp_path: Path, backend: str) -> None:
+    target = make_model(tmp_path / "model", "qwen3", num_hidden_layers=3)
+    folder = make_eagle(tmp_path / "eagle", target, eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 0, 1]})
+    check_formula(target, f"eagle:{folder}", EagleFormula(folder, target), backend)
+
+
 @pytest.mark.parametrize("architecture", ["glm4_moe", pytest.param("deepseek_v3", marks=pytest.mark.deep)])
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.deep)])
 def test_drafts_of_a_predicting_layer_change_nothing(tmp_path: Path, architecture: str, dtype: str) -> None:
@@ -131,6 +188,37 @@ def test_drafts_of_a_predicting_layer_change_nothing(tmp_path: Path, architectur
         assert answers_of(runner, depth, burst_s=0.02) == plain
     counts = runner.draft_counts
     assert counts.accepted[0] > 0.6 * counts.drafted[0] > 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.deep)])
+def test_drafts_of_an_eagle_head_change_nothing(mtp_dir: Path, tmp_path: Path, dtype: str) -> None:
+    folder = make_eagle(tmp_path / "eagle", mtp_dir, agrees=True)
+    plain = answers_of(make_runner(mtp_dir, dtype))
+    runner = make_speculating(mtp_dir, f"eagle:{folder}", dtype=dtype, num_blocks=40, max_num_batched_tokens=24)
+    for depth in (2, 3):
+        assert answers_of(runner, depth, burst_s=0.02) == plain
+    counts = runner.draft_counts
+    assert counts.accepted[0] > 0.3 * counts.drafted[0] > 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"architectures": ["LlamaForCausalLM"]}, "LlamaForCausalLM is no EAGLE-3 head"),
+        ({"num_hidden_layers": 2}, "num_hidden_layers: 2 is not supported"),
+        ({"norm_before_residual": True}, "norm_before_residual: true is not supported"),
+        ({"vocab_size": 999}, "vocab_size: 999 .* is above the 211 of the model"),
+        ({"eagle_config": {}}, r"layer_ids: \[2, 1, 0\] must be 3 layers"),
+        ({"hidden_size": 32}, "tensor .* has shape"),
+        ({"draft_vocab_size": 100}, "tensor .* has shape"),
+    ],
+)
+def test_folders_that_are_no_head_of_the_model_are_refused(
+    mtp_dir: Path, tmp_path: Path, fields: dict[str, Any], message: str
+) -> None:
+    folder = make_eagle(tmp_path / "eagle", mtp_dir, **fields)
+    with pytest.raises(CheckpointError, match=message):
+        make_runner(mtp_dir, speculate=f"eagle:{folder}")
 
 
 def test_a_cached_prefix_has_the_entries_of_the_head(mtp_dir: Path) -> None:
@@ -161,7 +249,7 @@ def test_models_without_predicting_layer_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"speculate=mtp: .* is not supported; use suffix"):
         make_runner(make_model(tmp_path / "qwen3", "qwen3"), speculate="mtp")
     folder = make_model(tmp_path / "glm", "glm4_moe")
-    with pytest.raises(CheckpointError, match=r"eh_proj\.weight is missing"):
+    with pytest.raises(CheckpointError, match=r"enorm\.weight is missing"):
         make_runner(folder, speculate="mtp")
     for text in ("mtp:", "mtp:x"):
         with pytest.raises(ValueError, match="speculate must be"):

@@ -128,9 +128,10 @@ class _BatchStruct(ctypes.Structure):
         *((name, _POINTER) for name in ("query_starts", "context_lens", "heads", "embedded_tokens", "embedded")),
         *((name, _POINTER) for name in ("adapters", "cos", "sin", "deep_tokens", "deep")),
         *((name, _POINTER) for name in ("snapshot_starts", "snapshot_ends", "snapshot_slots")),
-        *((name, _POINTER) for name in ("group_slots", "group_tables")),
+        *((name, _POINTER) for name in ("group_slots", "group_tables", "captures", "captured")),
         *((name, _LONG) for name in ("num_tokens", "num_rows", "num_heads", "num_embedded", "table_stride")),
         *((name, _LONG) for name in ("num_adapters", "num_deep_tokens", "num_deep_layers", "group_stride")),
+        ("num_captures", _LONG),
     )
 
 
@@ -317,6 +318,8 @@ class FusedModel:
             config.attention_soft_cap or 0.0,
             config.logit_soft_cap or 0.0,
         )
+        self._captures = np.array(parts.captures, np.int64)
+        self.captured = parts.embedding.new_empty(0)  # outputs [captures, T, hidden] of layers in the last step
         self._workspace_bytes = kernels.quire_forward_workspace(ctypes.byref(self._model))
         # Kept between steps: allocating would release the interpreter lock and fault in fresh pages.
         self._workspace = torch.empty(0, dtype=torch.uint8)
@@ -385,8 +388,13 @@ class FusedModel:
         deep_sizes = (0, 0) if deep is None else (len(deep.tokens), len(deep.rows))
         groups = batch.groups
         of_groups = (None, None) if groups is None else (address_of(groups.slots), address_of(groups.tables))
-        sizes = *counts, batch.tables.shape[1], len(adapters), *deep_sizes, batch.tables.size
-        struct = _BatchStruct(*addresses, ctypes.addressof(adapters), *images, *snapshots, *of_groups, *sizes)
+        if len(self._captures):
+            self.captured = self._logits.new_empty(len(self._captures), num_tokens, self.hidden.shape[1])
+        captures = address_of(self._captures), self.captured.data_ptr()
+        sizes = *counts, batch.tables.shape[1], len(adapters), *deep_sizes, batch.tables.size, len(self._captures)
+        struct = _BatchStruct(
+            *addresses, ctypes.addressof(adapters), *images, *snapshots, *of_groups, *captures, *sizes
+        )
         self._run(ctypes.byref(self._model), ctypes.byref(struct), logits, self._workspace.data_ptr())
 
 

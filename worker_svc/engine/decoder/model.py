@@ -34,11 +34,12 @@ class DecoderParts:
     embedding: torch.Tensor
     position_embedding: torch.Tensor | None
     layers: list[Layer]
-    final_norm: Norm
+    final_norm: Norm | None
     head: Linear | None  # None: the model has no logits
     rotaries: list[RotaryTable]
     per_layer: PerLayerTable | None = None
     streams: StreamTable | None = None
+    captures: tuple[int, ...] = ()  # layers whose outputs are kept
 
     def rotary(self, index: int) -> RotaryTable | None:
         """The rotation of a layer."""
@@ -56,6 +57,11 @@ class FusedForward(Protocol):
     @property
     def hidden(self) -> torch.Tensor:
         """See `DecoderModel.hidden`."""
+        ...
+
+    @property
+    def captured(self) -> torch.Tensor:
+        """See `DecoderModel.captured`."""
         ...
 
     def in_slices(self, batch: ForwardBatch, size: int) -> Iterator[torch.Tensor]:
@@ -78,7 +84,7 @@ class DecoderModel:
     def __init__(self, parts: DecoderParts, backend: Backend) -> None:
         self.parts, self._config, self._backend = parts, parts.config, backend
         self._fused: FusedForward | None = None
-        self._hidden_states = torch.empty(0)
+        self._hidden_states = self._captured = torch.empty(0)
 
     @classmethod
     def load(
@@ -112,6 +118,15 @@ class DecoderModel:
     def hidden(self) -> torch.Tensor:
         """The float32 states [H, hidden] of the hidden tokens of the last step, after the final norm."""
         return self._hidden_states if self._fused is None else self._fused.hidden
+
+    def capture(self, layers: tuple[int, ...]) -> None:
+        """Keep the outputs of these layers, none of which is the last one. `fuse` follows."""
+        self.parts = replace(self.parts, captures=layers)
+
+    @property
+    def captured(self) -> torch.Tensor:
+        """The outputs [layers, T, hidden] of the captured layers in the last step."""
+        return self._captured if self._fused is None else self._fused.captured
 
     def fuse(self, pool: KVCachePool) -> None:
         """Makes each forward pass one call, if the backend supports it. `forward` must then be called with this pool,
@@ -158,7 +173,11 @@ class DecoderModel:
     def _hidden(self, batch: ForwardBatch, pool: KVCachePool) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Stores keys and values of all tokens; returns the output of the last layer for the head tokens, [S, hidden],
         as two terms of a sum."""
-        return compute_layers(_BackendOperations(self.parts, self._backend, batch, pool), self.parts.layers)
+        operations = _BackendOperations(self.parts, self._backend, batch, pool)
+        found = compute_layers(operations, self.parts.layers)
+        if self.parts.captures:
+            self._captured = torch.stack([operations.captured[layer] for layer in self.parts.captures])
+        return found
 
     def _logits(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         if not len(x) or self.parts.head is None:
@@ -183,6 +202,7 @@ class _BackendOperations:
         self._adapters = [(part.adapter, part.tokens) for part in batch.adapters]
         self._layer_inputs = torch.empty(0)  # [tokens, layers, width], if layers have inputs
         self._streams: ResidualStreams | None = None
+        self.captured: dict[int, torch.Tensor] = {}  # by layer
 
     def embed(self) -> torch.Tensor:
         batch = self._batch
@@ -357,6 +377,11 @@ class _BackendOperations:
             x += self._of_input(layer.per_layer, x, index)
         if layer.scale != 1.0:
             x *= layer.scale
+        self._add_deep(x, residual, index)
+        if index in self._parts.captures:
+            self.captured[index] = x + residual
+
+    def _add_deep(self, x: torch.Tensor, residual: torch.Tensor, index: int) -> None:
         deep = self._batch.deep
         if deep is None or index >= len(deep.rows):
             return

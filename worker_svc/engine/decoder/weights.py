@@ -235,10 +235,9 @@ class WeightLoader:
         """A norm of hidden states."""
         return self._norm(name, self._config.hidden_size)
 
-    def projection(self, name: str, num_parts: int) -> Linear:
-        """A linear layer from several hidden states, side by side, to one."""
-        hidden = self._config.hidden_size
-        return self._linear(Stored((name,), (("o", hidden),), num_parts * hidden, has_bias=False))
+    def projection(self, name: str, num_inputs: int) -> Linear:
+        """A linear layer to hidden states."""
+        return self._linear(Stored((name,), (("o", self._config.hidden_size),), num_inputs, has_bias=False))
 
     def modules(self) -> dict[str, Module]:
         """The linear layers that adapters may change, by name."""

@@ -97,8 +97,10 @@ struct Batch {
   const int32_t *snapshot_starts, *snapshot_ends, *snapshot_slots;  // of a model with recurrent layers
   const int64_t* group_slots;   // [groups, num_tokens] as `slots`, in the groups after the first one
   const int32_t* group_tables;  // [groups, group_stride] as `tables`
+  const int64_t* captures;      // layers whose outputs are kept; none is the last one
+  void* captured;               // [num_captures, num_tokens, hidden]
   int64_t num_tokens, num_rows, num_heads, num_embedded, table_stride, num_adapters, num_deep_tokens, num_deep_layers;
-  int64_t group_stride;
+  int64_t group_stride, num_captures;
 
   const int64_t* slots_of(const Layer& layer) const {
     return layer.group ? group_slots + (layer.group - 1) * num_tokens : slots;
@@ -359,7 +361,7 @@ struct Forward {
       case kOutput: return output_op(op);
       case kEndLayer:
         if (op.layer < b.num_deep_layers) m.is_bf16 ? add_deep<uint16_t>(op.layer) : add_deep<float>(op.layer);
-        return;
+        return m.is_bf16 ? capture<uint16_t>(op.layer) : capture<float>(op.layer);
       case kAttendLatents: return attend_latents(op);
       case kExpandLatents: return expand_latents(op.latents);
       case kAdd: return m.is_bf16 ? add<uint16_t>(p.residual, p.beside) : add<float>(p.residual, p.beside);
@@ -389,6 +391,16 @@ struct Forward {
       add_row(x, residual, m.hidden);
       add_row(x, (const T*)b.deep + (index * b.num_deep_tokens + i) * m.hidden, m.hidden);
       std::fill_n(residual, m.hidden, T(0));
+    }
+  }
+
+  // Keeps the output of layer `index`, if it is asked for.
+  template <typename T> void capture(int64_t index) {
+    for (int64_t i = 0; i < b.num_captures; i++) {
+      if (b.captures[i] != index) continue;
+      T* out = (T*)b.captured + i * n * m.hidden;
+      memcpy(out, p.x, n * m.hidden * sizeof(T));
+      for (int64_t row = 0; row < n; row++) add_row(out + row * m.hidden, (const T*)p.residual + row * m.hidden, m.hidden);
     }
   }
 

@@ -26,6 +26,7 @@ class Head(Protocol):
     """A loaded head."""
 
     state_width: int
+    reads_hidden: bool  # it reads the states of all tokens after the final norm of the target
 
     def fuse(self, pool: KVCachePool) -> None:
         """Use the last layer of this pool."""
@@ -50,6 +51,8 @@ class MtpHead:
     Embedding and head are the target's. A state is the output of the last norm, of the target or of this layer.
     """
 
+    reads_hidden = True
+
     def __init__(self, loader: WeightLoader, layer: ModelConfig, target: DecoderModel, backend: Backend) -> None:
         """`layer`: see `ModelConfig.predicting_layer`."""
         names, before = layer.architecture.mtp, target.parts.config.num_layers
@@ -58,7 +61,7 @@ class MtpHead:
         self.state_width = layer.hidden_size
         self._backend, self._embedding = backend, target.parts.embedding
         self._norms = [loader.norm(name.format(before)) for name in (names.embedding_norm, names.state_norm)]
-        self._projection = loader.projection(names.projection.format(before), 2)
+        self._projection = loader.projection(names.projection.format(before), 2 * layer.hidden_size)
         parts = DecoderParts(
             layer,
             target.parts.embedding,
@@ -97,7 +100,7 @@ def predicting_layer(checkpoint: Checkpoint, model: ModelConfig) -> ModelConfig:
         raise CheckpointError(
             f"speculate=mtp: {model.architecture.models} is not supported; use suffix, draft:DIR or eagle:DIR"
         )
-    name = f"{layer.architecture.mtp.projection.format(model.num_layers)}.weight"
+    name = f"{layer.architecture.mtp.embedding_norm.format(model.num_layers)}.weight"
     if not checkpoint.has(name):
         raise CheckpointError(
             f"speculate=mtp: {checkpoint.folder} has no layer that predicts a further token (tensor {name} is "
