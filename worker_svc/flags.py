@@ -178,7 +178,7 @@ FLAGS = (
         Flag("--speculate", _PROPOSER,
             "compute drafts of the next tokens with each token, which are kept if they are right: the output is the "
             "same. suffix: from earlier text of the request; mtp: from the layer of the checkpoint that predicts "
-            "further tokens; draft:DIR: a smaller model with the same tokenizer; unset: none. "
+            "further tokens; draft:DIR: a smaller model; eagle:DIR: an EAGLE-3 head; unset: none. "
             "cuda: suffix only (docs/speculation.md)", metavar="PROPOSER",
         ),
         Flag("--max-drafts", in_range(int, 1, MAX_DRAFTS), "drafts of a sequence in one step, at most", default=8),
