@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import shutil
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,9 @@ from quire_client import AsyncClient
 from tests.processes.models import VOCAB_SIZE, make_checkpoint
 from tests.processes.ports import free_port
 from tests.processes.stack import Stack, is_ready, wait_idle
+from tests.unit.engine.adapters import ATTENTION, make_adapter
+from tests.unit.engine.heads import add_mtp, make_eagle
+from tests.unit.engine.models import make_model
 
 METRICS = free_port()
 FLAGS = (
@@ -29,6 +33,7 @@ REQUESTS: list[dict[str, Any]] = [
     {"seed": 1, "allowed_token_ids": FEW, "logit_bias": {5: 4.0}},
     {"seed": 2, "allowed_token_ids": FEW, "frequency_penalty": 0.1, "logprobs": 2},
     {"seed": 3, "allowed_token_ids": FEW, "n": 3, "top_p": 0.9},
+    {"seed": 5, "allowed_token_ids": FEW, "adapter": "lora"},
     {"seed": 4, "allowed_token_ids": FEW, "logit_bias": {5: 4.0, 6: -2.0}, "stop_token_ids": [6], "min_tokens": 30},
 ]
 
@@ -45,14 +50,30 @@ def num_drafts() -> float:
     return sum(map(float, found))
 
 
-@pytest.mark.parametrize("proposer", ["suffix", pytest.param("draft", marks=pytest.mark.deep)])
+def make_folders(folder: Path, proposer: str) -> tuple[Path, str]:
+    """A model, and how its drafts are proposed."""
+    if proposer in ("suffix", "draft"):
+        model_dir = make_checkpoint(folder / "model")
+        return model_dir, "suffix" if proposer == "suffix" else f"draft:{model_dir}"
+    model_dir = make_checkpoint(folder / "tokenizer")
+    target = add_mtp(make_model(folder / "model", "glm4_moe", vocab_size=VOCAB_SIZE), agrees=True)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        if (model_dir / name).exists():
+            shutil.copy(model_dir / name, target)
+    return target, "mtp" if proposer == "mtp" else f"eagle:{make_eagle(folder / 'eagle', target, agrees=True)}"
+
+
+@pytest.mark.parametrize(
+    "proposer", ["suffix", *(pytest.param(name, marks=pytest.mark.deep) for name in ("draft", "mtp", "eagle"))]
+)
 async def test_answers_are_those_without_drafts_also_after_a_kill(tmp_path: Path, proposer: str) -> None:
     torch.set_num_threads(1)
-    model_dir = make_checkpoint(tmp_path / "model")
-    speculate = "suffix" if proposer == "suffix" else f"draft:{model_dir}"
+    model_dir, speculate = make_folders(tmp_path, proposer)
+    adapter = make_adapter(model_dir, tmp_path / "lora", target_modules=ATTENTION)
+    flags = *FLAGS, "--speculate", speculate, "--adapter-dir", str(tmp_path), "--adapter", f"lora={adapter}"
     with Stack(tmp_path) as stack:
         scheduler = stack.start_scheduler()
-        worker = stack.start_worker(scheduler, model_dir, *FLAGS, "--speculate", speculate)
+        worker = stack.start_worker(scheduler, model_dir, *flags)
         gateway = stack.start_gateway(scheduler)
         async with await stack.connect(gateway) as client:
             plain = [await answer(client, fields, speculative=False) for fields in REQUESTS]
@@ -68,5 +89,5 @@ async def test_answers_are_those_without_drafts_also_after_a_kill(tmp_path: Path
                         await stack.until(client, lambda schedulers: is_ready(schedulers, worker))
             assert await asyncio.wait_for(asyncio.gather(*running), 60) == plain
             drafted.append(num_drafts())
-            assert proposer == "draft" or all(drafted)  # a draft model as large as the model may not pay
+            assert proposer != "suffix" or all(drafted)  # models of the size of this one may not pay
             await wait_idle(stack, client)

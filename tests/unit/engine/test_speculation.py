@@ -84,6 +84,7 @@ def test_every_draft_gives_the_same_answers(model_dir, dtype):
 def test_suffixes_chunks_and_preemption_give_the_same_answers(model_dir):
     plain = answers_of(make_runner(model_dir))
     runner = make_runner(model_dir, speculate="suffix", num_blocks=40, max_num_batched_tokens=24)
+    runner._drafts._times = NoTimes()
     system_answers = answers_of(runner, burst_s=0.02)
     assert system_answers == plain
     assert runner.draft_counts.accepted.sum() > 0
@@ -103,6 +104,7 @@ def test_recurrent_layers_give_the_same_answers(tmp_path, family, backend):
 
 def test_a_row_that_refuses_speculation_has_no_drafts(model_dir):
     runner = make_runner(model_dir, speculate="suffix")
+    runner._drafts._times = NoTimes()
     answers = []
     for speculative, has_drafts in ((False, False), (True, True)):
         system = System(runner)
