@@ -10,18 +10,19 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.unit.engine.models import make_model
+from worker_svc.engine.checkpoint.families import architecture_of
 
 
 def weaken(tensors: dict[str, torch.Tensor]) -> None:
     """Lets the output of a token depend mostly on its own embedding."""
     tensors["model.norm.weight"] = torch.ones_like(tensors["model.norm.weight"])
     for name in tensors:
-        if name.endswith(("o_proj.weight", "down_proj.weight")):
+        if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")):
             tensors[name] = tensors[name] * 0.03
 
 
 def add_mtp(folder: Path, *, agrees: bool = False, seed: int = 5) -> Path:
-    """Adds a random layer that predicts a further token, as GLM-4.5 and DeepSeek V3 name it.
+    """Adds a random layer that predicts a further token, as the architecture of the checkpoint names it.
 
     With `agrees` the output of a token depends mostly on its own embedding, in the model and in this layer.
     """
@@ -29,19 +30,24 @@ def add_mtp(folder: Path, *, agrees: bool = False, seed: int = 5) -> Path:
     layers, hidden = config["num_hidden_layers"], config["hidden_size"]
     (file,) = folder.glob("*.safetensors")
     tensors, random = load_file(file), torch.Generator().manual_seed(seed)
-    last, own = f"model.layers.{layers - 1}.", f"model.layers.{layers}."
+    mtp = architecture_of(config).mtp
+    last = next(name for name in sorted(tensors, reverse=True) if name.endswith("self_attn.q_proj.weight"))
+    last, own = last.removesuffix("self_attn.q_proj.weight"), mtp.layer.format(layers)
+    embedding_norm, state_norm, fc, final_norm = (
+        f"{name.format(layers)}.weight" for name in (mtp.embedding_norm, mtp.state_norm, mtp.projection, mtp.final_norm)
+    )
     for name in [name for name in tensors if name.startswith(last)]:
         tensor = tensors[name]
         order = torch.randperm(tensor.shape[-1], generator=random)
         tensors[own + name.removeprefix(last)] = tensor[..., order].contiguous()
-    norms = {"enorm", "hnorm", "shared_head.norm"}
-    tensors |= {f"{own}{name}.weight": torch.rand(hidden, generator=random) + 0.5 for name in norms}
+    norms = embedding_norm, state_norm, final_norm
+    tensors |= {name: torch.rand(hidden, generator=random) + 0.5 for name in norms}
     projection = torch.randn(hidden, 2 * hidden, generator=random) * (2 * hidden) ** -0.5
     if agrees:
         projection = torch.cat((torch.eye(hidden), torch.zeros(hidden, hidden)), 1)
-        tensors |= {f"{own}{name}.weight": torch.ones(hidden) for name in norms}
+        tensors |= {name: torch.ones(hidden) for name in norms}
         weaken(tensors)
-    tensors[f"{own}eh_proj.weight"] = projection
+    tensors[fc] = projection
     save_file(tensors, file, {"format": "pt"})
     return folder
 

@@ -177,7 +177,7 @@ def test_an_eagle_head_computes_its_formula(tmp_path: Path, backend: str) -> Non
     check_formula(target, f"eagle:{folder}", EagleFormula(folder, target), backend)
 
 
-@pytest.mark.parametrize("architecture", ["glm4_moe", pytest.param("deepseek_v3", marks=pytest.mark.deep)])
+@pytest.mark.parametrize("architecture", ["glm4_moe", "qwen3_5", pytest.param("deepseek_v3", marks=pytest.mark.deep)])
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.deep)])
 def test_drafts_of_a_predicting_layer_change_nothing(tmp_path: Path, architecture: str, dtype: str) -> None:
     """With penalties, seeds and forks, in a small pool that preempts."""

@@ -371,6 +371,7 @@ QWEN3_5 = Architecture(
     },
     unread=("mtp.",),
     names=QWEN3_5_NAMES,
+    mtp=MtpNames("mtp.layers.0.", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm"),
 )
 QWEN3_5_MOE = replace(
     QWEN3_5,
