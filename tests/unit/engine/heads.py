@@ -31,8 +31,8 @@ def add_mtp(folder: Path, *, agrees: bool = False, seed: int = 5) -> Path:
     (file,) = folder.glob("*.safetensors")
     tensors, random = load_file(file), torch.Generator().manual_seed(seed)
     mtp = architecture_of(config).mtp
-    last = next(name for name in sorted(tensors, reverse=True) if name.endswith("self_attn.q_proj.weight"))
-    last, own = last.removesuffix("self_attn.q_proj.weight"), mtp.layer.format(layers)
+    last = next(name for name in sorted(tensors, reverse=True) if name.endswith("self_attn.o_proj.weight"))
+    last, own = last.removesuffix("self_attn.o_proj.weight"), mtp.layer.format(layers)
     embedding_norm, state_norm, fc, final_norm = (
         f"{name.format(layers)}.weight" for name in (mtp.embedding_norm, mtp.state_norm, mtp.projection, mtp.final_norm)
     )

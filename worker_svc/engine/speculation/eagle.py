@@ -10,13 +10,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from worker_svc.engine.backend import Backend, Embedded, ForwardBatch, KVLayout, Linear
+from worker_svc.engine.backend import Backend, Embedded, ForwardBatch, KVLayout, Linear, LinearMaker
 from worker_svc.engine.checkpoint.model_folder import CheckpointError, size_of
 from worker_svc.engine.checkpoint.tensors import Checkpoint
-from worker_svc.engine.decoder.config import ModelConfig, parse_config
+from worker_svc.engine.decoder.config import ModelConfig
 from worker_svc.engine.decoder.kv_cache import KVCachePool
 from worker_svc.engine.decoder.model import DecoderModel, DecoderParts
-from worker_svc.engine.decoder.weights import Stored, WeightLoader
+from worker_svc.engine.decoder.parse import parse_config
+from worker_svc.engine.decoder.stored import Stored, StoredLayers
+from worker_svc.engine.decoder.weights import WeightLoader
 
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
@@ -34,12 +36,18 @@ class _BesideEmbedding:
         return self._linear(torch.cat((self.embedded, x), 1))
 
 
-class _EagleLoader(WeightLoader):
+class _EagleLayers(StoredLayers):
     """Attention reads an embedding beside a state."""
 
-    def _stored(self, index: int) -> dict[str, Stored]:
-        found = super()._stored(index)
+    def layer(self, index: int) -> dict[str, Stored]:
+        found = super().layer(index)
         return found | {"qkv": replace(found["qkv"], in_features=2 * self._config.hidden_size)}
+
+
+class _EagleLoader(WeightLoader):
+    def __init__(self, checkpoint: Checkpoint, config: ModelConfig, backend: LinearMaker, dtype: torch.dtype) -> None:
+        super().__init__(checkpoint, config, backend, dtype)
+        self._stored = _EagleLayers(config)
 
 
 class EagleFolder:
