@@ -13,7 +13,7 @@ from quire.v1 import types_pb2
 
 from request_fields.fields import StopCondition
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.messages import WorkerCapacity
+from scheduler_svc.core.messages import CacheGroup, WorkerCapacity
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import RowOptions, SequenceGroup
 from scheduler_svc.workers.wire import step_batch_to_proto
@@ -93,6 +93,7 @@ class System:
                 "w", 1, info.num_blocks, info.block_size, info.max_num_seqs, info.max_num_batched_tokens,
                 info.max_model_len, pipeline_depth=depth, vocab_size=info.vocab_size, num_snapshots=info.num_snapshots,
                 snapshot_tokens=info.snapshot_tokens,
+                groups=tuple(CacheGroup(one.attention_window, one.num_blocks) for one in info.groups),
             )
         )  # fmt: skip
         runner.reset_rows()

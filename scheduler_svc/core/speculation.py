@@ -23,12 +23,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from request_fields.sizes import MAX_BURST
 from scheduler_svc.core.block_manager import BlockManager
 from scheduler_svc.core.rows import RowTable
 from step_protocol.columns import I64, U32, Bools
 from step_protocol.messages import StepOutput
 
-MAX_DRAFTS = 16  # of one row in one step; a worker that wants more gets these
+MAX_DRAFTS = MAX_BURST - 1  # of one row in one step, at most: it has no more tokens than a burst
 
 
 class Accepted(NamedTuple):

@@ -291,7 +291,7 @@ class WorkerState:
             keeps_events=keeps_events,
         )
         self.rows = RowTable(capacity)
-        self.speculation = Speculation(self.rows, self.pool, is_possible=not capacity.frees_blocks)
+        self.speculation = Speculation(self.rows, self.pool, is_possible=capacity.attention_window is None)
         self.in_flight: deque[InFlightStep] = deque()
         self._answered: InFlightStep | None = None  # the newest one; its answer is being applied
         self.num_messages = 0  # in flight; each carries one step, or a burst of steps

@@ -2,7 +2,8 @@
 those of transformers, and of a run alone in a pool whose blocks hold all layers.
 
 Prompts of several windows share prefixes and arrive at random; chunks of several windows, batch mates, samples, small
-pools that preempt, hits, and workers that are killed or whose pools a new scheduler adopts.
+pools that preempt, hits, drafts on one of two workers, and workers that are killed or whose pools a new scheduler
+adopts.
 """
 
 from __future__ import annotations
@@ -26,10 +27,12 @@ from scheduler_svc.workers.wire import capacity_from_proto, step_batch_to_proto
 from step_protocol.messages import StepBatch, StepOutput
 from step_protocol.proto import batch_from_proto
 from tests.invariants import check_scheduler
+from tests.speculating import GivenDrafts, NoTimes
 from tests.unit.engine.driver import Driver, seeded, u32
 from tests.unit.engine.models import load_reference, make_model
 from worker_svc.engine.config import EngineConfig
 from worker_svc.engine.model_runner import ModelRunner
+from worker_svc.engine.speculation.drafts import RowDrafts
 from worker_svc.wire import capacity_to_proto
 
 BLOCK, MAX_LEN, MAX_TOKENS, NUM_REQUESTS = 16, 320, 20, 6
@@ -67,12 +70,19 @@ def alone(folder: Path, prompt: tuple[int, ...], seed: int | None, sample: int) 
 class Worker:
     """One engine. It computes a step when its answer is read."""
 
-    def __init__(self, folder: Path, name: str, epoch: int, rng: Random, backend: str) -> None:
+    def __init__(
+        self, folder: Path, name: str, epoch: int, rng: Random, backend: str, expected: dict[bytes, list[int]]
+    ) -> None:
+        """The worker b has drafts, of which some are right."""
         self.name = name
         num_blocks, num_tokens = rng.choice((34, 40, 70)), rng.choice((5, 40, 90))
         num_blocks = max(num_blocks, 40) if num_tokens == 90 else num_blocks  # a smaller pool has one group
         sizes = {"num_blocks": num_blocks, "max_num_batched_tokens": num_tokens}
-        self.runner = load(folder, has_groups=True, backend=backend, **sizes)
+        drafts = {"speculate": "suffix"} if name == "b" else {}
+        self.runner = load(folder, has_groups=True, backend=backend, **sizes, **drafts)
+        if self.runner._drafts is not None:
+            self.runner._drafts._proposer = GivenDrafts(self.runner._rows, expected, 0.7)
+            self.runner._drafts._times = NoTimes()
         assert len(self.runner.info.groups) == 1
         self.depth = rng.choice((1, 2))
         self.capacity = capacity_from_proto(
@@ -109,6 +119,8 @@ class Run:
         self.workers: dict[str, Worker] = {}
         self.groups: list[SequenceGroup] = []
         self.outputs: dict[tuple[int, int], list[int]] = {}
+        self.drafts: list[RowDrafts] = []
+        self.expected: dict[bytes, list[int]] = {}  # outputs of first samples, by their prompt
         self.num_started = self.num_cached = self.num_preemptions = 0
         prefix = [self.rng.randrange(3, 200) for _ in range(14 * BLOCK)]
         self.prefixes = [prefix, prefix[: 9 * BLOCK + 3], []]
@@ -120,8 +132,9 @@ class Run:
 
     def start(self, name: str) -> None:
         self.num_started += 1
-        self.workers[name] = worker = Worker(self.folder, name, self.num_started, self.rng, self.backend)
+        self.workers[name] = worker = Worker(self.folder, name, self.num_started, self.rng, self.backend, self.expected)
         self.scheduler.add_worker(worker.capacity)
+        self.drafts += [] if worker.runner._drafts is None else [worker.runner._drafts]
 
     def kill(self, name: str) -> None:
         self.scheduler.remove_worker(name)
@@ -148,6 +161,7 @@ class Run:
         rng, number = self.rng, len(self.groups)
         prompt = rng.choice(self.prefixes) + [rng.randrange(3, 200) for _ in range(rng.randint(1, 60))]
         sampling = types_pb2.SamplingParams(temperature=1.0, seed=number)
+        self.expected[u32(*prompt).tobytes()] = alone(self.folder, tuple(prompt), number, 0)
         self.groups.append(self.submit_group(u32(*prompt), number, rng.choice((1, 1, 2)), sampling, ()))
 
     def submit_group(self, prompt, number, n, sampling, outputs) -> SequenceGroup:
@@ -198,6 +212,7 @@ def test_tokens_are_those_of_undisturbed_runs(model_dir):
     run.run()
     assert run.num_preemptions
     assert run.num_cached
+    assert sum(drafts.counts.accepted.sum() for drafts in run.drafts) > 5
 
 
 @pytest.mark.deep

@@ -18,6 +18,10 @@ Hits
     each other group. A group's blocks can be hit once the step that fills them is answered: rows that a failed row
     affects are closed before, so nothing that they wrote is ever shared.
 
+Drafts
+    Where a row that speculates really is, is known when its steps are answered. So it takes blocks up to the largest
+    position that it may write to, and frees those behind the window of the smallest.
+
 When
     Blocks for a chunk are taken when it is planned; those of decodes, and copies of shared blocks, when the message of
     the step is made, at the same block boundaries and for the same rows as in the first group.
@@ -161,7 +165,7 @@ class WindowGroup(WorkerPart):
     def plan_chunk(self, row: int, count: int, plan: StepPlan) -> int:
         """Give the row blocks for its next `count` tokens, or for as many as the other rows leave."""
         tables, bs = self.tables, self._block_size
-        self._leave_windows(self.worker.rows.num_computed_tokens)
+        self._leave_windows(self.worker.rows.num_computed_tokens - self.worker.rows.num_unknown)
         start, num_blocks = self.worker.rows.num_computed_tokens.item(row), tables.num_blocks.item(row)
         num_missing = ceil_div(start + count, bs) - num_blocks
         if num_missing < 1:
@@ -207,27 +211,33 @@ class WindowGroup(WorkerPart):
 
     def fill(self, batch: StepBatch) -> None:
         rows, contexts = batch.rows.astype(np.int64), batch.context_lens.astype(np.int64)
+        least, lasts = contexts, contexts
+        if batch.max_query_lens is not None:
+            num_more = np.maximum(batch.max_query_lens, 1).astype(np.int64) - 1
+            least, lasts = contexts + num_more - self.worker.rows.num_unknown[rows], contexts + num_more
         if self._ahead:
-            num_computed = self.worker.rows.num_computed_tokens.copy()
-            num_computed[rows] = contexts
+            num_computed = self.worker.rows.num_computed_tokens - self.worker.rows.num_unknown
+            num_computed[rows] = least
             self._leave_windows(num_computed)
         self._ahead, self._planned = self._planned, set()
         if len(rows):
-            self._give_blocks(rows, contexts)
+            self._give_blocks(rows, least, lasts)
         for opened in self._forks:
             self._fork(opened, opened.fork_of_row or 0)
         self._forks = []
         self._send(batch)
 
-    def _give_blocks(self, rows: I64, contexts: I64) -> None:
-        """Append a block to the tables of decoding rows that need one, and replace shared blocks by copies."""
-        tables, indices = self.tables, contexts // self._block_size
-        opens = indices >= tables.num_blocks[rows]
-        if np.count_nonzero(opens):
+    def _give_blocks(self, rows: I64, least: I64, lasts: I64) -> None:
+        """Append a block to the tables of decoding rows that need one, and replace shared blocks by copies. The newest
+        token of a row is at one of the positions from `least` on, and it may have drafts up to `lasts`."""
+        tables, indices = self.tables, least // self._block_size
+        missing = lasts // self._block_size + 1 - tables.num_blocks[rows]
+        while np.count_nonzero(opens := missing > 0):
             taking = rows[opens]
-            self._free_behind(taking, contexts[opens])
-            self._append(taking, indices[opens])
+            self._free_behind(taking, least[opens])
+            self._append(taking, tables.num_blocks[taking])
             tables.num_blocks[taking] += 1
+            missing -= 1
         is_shared = self.pool.refs[tables.table[rows, indices]] > 1
         for row, index in zip(rows[is_shared].tolist(), indices[is_shared].tolist(), strict=True):
             self._copy(row, index)
@@ -271,12 +281,17 @@ class WindowGroup(WorkerPart):
         r, bs, rows = self.worker.rows, self._block_size, step.rows.astype(np.int64)
         firsts, ends = step.context_lens // bs, (step.context_lens + step.query_lens) // bs
         fills = (ends > firsts) & ~r.is_private[rows]
+        if step.max_query_lens is not None:
+            fills &= step.max_query_lens == 0
         if is_open is not None:
             fills &= is_open[rows]
         places: list[tuple[int, int]] = []
         for i in np.flatnonzero(fills).tolist():
             row = rows.item(i)
             places += [(row, index) for index in range(firsts[i], min(ends[i], len(r.digests[row])))]
+        for row, start, end in zip(*(column.tolist() for column in step.accepted or ()), strict=True):
+            if not r.is_private[row]:
+                places += [(row, index) for index in range((start - 1) // bs, (end - 1) // bs)]
         if places:
             filled, indices = np.array(places).T
             digests = [r.digests[row][index] for row, index in places]

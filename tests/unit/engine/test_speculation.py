@@ -102,6 +102,20 @@ def test_recurrent_layers_give_the_same_answers(tmp_path, family, backend):
     assert runner.draft_counts.accepted.sum() > 10  # few, because each keeps a state
 
 
+@pytest.mark.parametrize(("right", "depth"), [(0.7, 2), pytest.param(0.0, 2, marks=pytest.mark.deep)])
+def test_cache_groups_give_the_same_answers(tmp_path, right, depth):
+    """Rows free blocks behind windows that they have left for sure, and preempt."""
+    folder = make_model(tmp_path, "gpt_oss", sliding_window=6)
+    plain = answers_of(make_runner(folder))
+    settings = {"speculate": "suffix", "max_drafts": 5, "has_groups": True, "num_blocks": 90, "max_num_seqs": 4}
+    runner = make_runner(folder, max_num_batched_tokens=24, **settings)
+    assert [group.attention_window for group in runner.info.groups] == [6]
+    runner._drafts._proposer = GivenDrafts(runner._rows, expected_of(plain), right)
+    runner._drafts._times = NoTimes()
+    assert answers_of(runner, depth) == plain
+    assert runner.draft_counts.drafted.sum() > 50
+
+
 def test_a_row_that_refuses_speculation_has_no_drafts(model_dir):
     runner = make_runner(model_dir, speculate="suffix")
     runner._drafts._times = NoTimes()
