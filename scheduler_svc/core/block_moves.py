@@ -40,7 +40,7 @@ from typing import NamedTuple
 import numpy as np
 
 from scheduler_svc.core.block_manager import NO_BLOCKS
-from scheduler_svc.core.messages import Counts, Extra
+from scheduler_svc.core.messages import Counts, MovedExtra
 from scheduler_svc.core.policy import MoveSpeed, Throughput, TierKind, moved_tokens_gain
 from scheduler_svc.core.sequence import QueueEntry, Refusal, Sequence
 from scheduler_svc.core.worker_state import WorkerPart, WorkerState
@@ -71,7 +71,7 @@ class BlockMove:
     digests: list[bytes]  # [N]
     token_blocks: U32  # [N, block_size]
     source: BlockSource | None  # None: the worker's own tiers
-    extras: list[Extra] = field(default_factory=list)  # they follow the blocks
+    extras: list[MovedExtra] = field(default_factory=list)  # they follow the blocks
     num_saved_tokens: int = 0
     is_ended: bool = False
     give_up_at: float = 0.0  # no sequence waits longer
@@ -99,7 +99,7 @@ class _PartExtras:
 
     part: WorkerPart
     source: WorkerPart | None
-    extras: list[Extra]
+    extras: list[MovedExtra]
 
 
 @dataclass(slots=True)
@@ -432,7 +432,7 @@ class BlockMoves:
             for index, block_id, source_id in zip(indices, ids, lent, strict=False):
                 digest, words = part.name_extra(seq, token_ids[: (index + 1) * bs], digests[index])
                 name = digest if lender is not None else part.name_in_tier(digests[index])
-                extras.append(Extra(digests[index], name, words, block_id, source_id))
+                extras.append(MovedExtra(digests[index], name, words, block_id, source_id))
             taken.append(_PartExtras(part, lender, extras))
             if len(ids) < len(indices):
                 _give_back(taken, 0)

@@ -41,7 +41,7 @@ class BlockMovement:
 
 
 @dataclass(frozen=True, slots=True)
-class Extra:
+class MovedExtra:
     """What a part of a worker holds of a prefix besides its blocks, on its way to another worker or from a tier."""
 
     block_digest: bytes  # of the block at whose end it is

@@ -55,7 +55,7 @@ from prefix_index.changes import Holder, PrefixChanges
 from prefix_index.hashing import NO_KEYS, block_bytes, chained, extend_digests, root_digest, token_bytes
 from request_fields.inputs import MAX_INPUT_BYTES
 from scheduler_svc.core.block_manager import BlockManager, Fill
-from scheduler_svc.core.messages import CachedBlock, Deltas, Extra, RowAssignment, WorkerCapacity
+from scheduler_svc.core.messages import CachedBlock, Deltas, MovedExtra, RowAssignment, WorkerCapacity
 from scheduler_svc.core.policy import excess_blocks, steps_to_retry
 from scheduler_svc.core.rows import Members, RowTable
 from scheduler_svc.core.sequence import NEVER, Completion, QueueEntry, Refusal, Sequence, SequenceGroup, SequenceStatus
@@ -235,7 +235,7 @@ class WorkerPart:
         """Ids for extras that are on their way, which save the computing of `num_tokens`; none if there is no room."""
         return []
 
-    def receive(self, extras: Seq[Extra], num_arrived: int) -> None:
+    def receive(self, extras: Seq[MovedExtra], num_arrived: int) -> None:
         """The leading ones of these extras, whose ids are from `reserve`, have arrived; the others have not."""
 
     def lend(self, digests: Seq[bytes]) -> list[int]:

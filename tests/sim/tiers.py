@@ -9,7 +9,7 @@ import numpy as np
 
 from prefix_index.hashing import snapshot_digest
 from scheduler_svc.core.block_moves import BlockMove, BlockSource
-from scheduler_svc.core.messages import Extra
+from scheduler_svc.core.messages import MovedExtra
 from scheduler_svc.core.policy import TierKind
 from tests.sim.symbolic_worker import SymbolicWorker, Violation
 
@@ -79,13 +79,13 @@ def snapshot_record(worker: SymbolicWorker, slot: int, digest: bytes, words: np.
     return Record(digest, np.array(kept[:1], np.uint32), np.array(kept[1:], np.uint64))
 
 
-def find_snapshot(tier: Tier, extra: Extra) -> Record | None:
+def find_snapshot(tier: Tier, extra: MovedExtra) -> Record | None:
     """The snapshot of exactly these tokens."""
     found = tier.get(extra.digest)
     return found if found is not None and found.tokens[0] == extra.words[0] and is_sound(found) else None
 
 
-def read_snapshot(source: BlockSource, worker: SymbolicWorker, extra: Extra) -> Record | None:
+def read_snapshot(source: BlockSource, worker: SymbolicWorker, extra: MovedExtra) -> Record | None:
     """A snapshot of another worker, which the scheduler keeps there until the move ends."""
     if not is_same_process(source, worker):
         return None

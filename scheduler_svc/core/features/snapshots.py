@@ -44,7 +44,7 @@ import numpy as np
 
 from prefix_index.hashing import snapshot_digest, state_id
 from scheduler_svc.core.features.adapters import adapter_of
-from scheduler_svc.core.messages import Counts, Deltas, Extra, RowAssignment
+from scheduler_svc.core.messages import Counts, Deltas, MovedExtra, RowAssignment
 from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.core.worker_state import Advance, InFlightStep, StepPlan, WorkerPart, WorkerState
 from step_protocol.columns import U32, Bools
@@ -286,7 +286,7 @@ class Snapshots(WorkerPart):
         self._arriving.update(dict.fromkeys(slots, num_tokens))
         return [self._first_id + slot for slot in slots]
 
-    def receive(self, extras: Seq[Extra], num_arrived: int) -> None:
+    def receive(self, extras: Seq[MovedExtra], num_arrived: int) -> None:
         for number, extra in enumerate(extras):
             slot, digest = extra.block_id - self._first_id, extra.block_digest
             tokens = self._arriving.pop(slot)

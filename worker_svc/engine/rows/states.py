@@ -30,7 +30,7 @@ UNKNOWN = -1
 
 
 @dataclass(eq=False, slots=True)
-class Kept:
+class KeptState:
     """What a slot holds. Each write of a slot makes a new one."""
 
     state_id: bytes
@@ -63,7 +63,7 @@ class RowStates:
         self._tokens = tokens
         self.positions: I64 = np.full(pool.num_rows, UNKNOWN, np.int64)
         self._adapters: list[bytes] = [b""] * pool.num_rows
-        self._kept: list[Kept | None] = [None] * pool.num_snapshots
+        self._kept: list[KeptState | None] = [None] * pool.num_snapshots
         self._drafts: I64 = np.empty(0, np.int64)  # of each row of the step
 
     # -- rows ---------------------------------------------------------------------------------------------------------
@@ -179,7 +179,7 @@ class RowStates:
         places = self._places(batch, plan)
         for i in np.flatnonzero(places >= 0).tolist():
             row, position = int(batch.snapshot_rows[i]), int(batch.snapshot_positions[i])
-            kept = Kept(state_id(self._tokens[row, :position], self._adapters[row]))
+            kept = KeptState(state_id(self._tokens[row, :position], self._adapters[row]))
             self._kept[int(batch.snapshot_slots[i])] = kept
 
     def commit(self, slots: Sequence[int], digests: Sequence[bytes]) -> None:
@@ -202,7 +202,7 @@ class MovableSnapshots:
 
     block_size = STATE_ID_BYTES // 4
 
-    def __init__(self, pool: StatePool, kept: list[Kept | None]) -> None:
+    def __init__(self, pool: StatePool, kept: list[KeptState | None]) -> None:
         self._slots = pool.slots[pool.num_rows : pool.num_rows + pool.num_snapshots].numpy().view(np.uint8)
         self._kept = kept
         self.layout = [(f"state {pool.layout}", [self._slots.shape[1]])]
@@ -227,4 +227,4 @@ class MovableSnapshots:
         """Fills a slot."""
         self._kept[slot] = None
         self._slots[slot] = payload
-        self._kept[slot] = Kept(words.tobytes())
+        self._kept[slot] = KeptState(words.tobytes())
