@@ -131,9 +131,7 @@ class WorkerBlocks:
         self._records: RecordFormat | None = None
         self._seals = Seals()  # written and read by the model thread
         self._memory: SharedMemory | None = None  # of the last call, for the next one
-        self._mapped: dict[
-            str, memoryview
-        ] = {}  # memory of readers by its name, which is drawn at random; last used last
+        self._mapped: dict[str, memoryview] = {}  # memory of readers by its name, a random one; last used last
         self._channels: dict[tuple[str, str], OpenChannel] = {}  # last used last
         self._senders = ThreadPoolExecutor(1, thread_name_prefix="block-sender")
         self._receivers = ThreadPoolExecutor(1, thread_name_prefix="block-receiver")

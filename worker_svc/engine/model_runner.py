@@ -37,6 +37,7 @@ from worker_svc.engine.kernels.memory import release
 from worker_svc.engine.kernels.numerics import cpu_numerics
 from worker_svc.engine.loading import (
     DTYPES,
+    Loaded,
     Report,
     choose_dtype,
     load_decoder_weights,
@@ -108,22 +109,11 @@ class ModelRunner(StepRunner):
         self._model: Any = loaded.model  # a Model; None while the weights sleep
         self._model.fuse(self._pool)
         self._pooler = Pooler(loaded.pooling)
-        generates = loaded.pooling is None or loaded.pooling.generates
-        grammars = compiled_grammars(config.model_dir, loaded.vocab_size, eos_ids) if generates else None
         self.adapters, self.images = loaded.adapters, loaded.images
         for name, folder in config.adapters:
             self.adapters.load(name, folder)
         self._row_adapters = RowAdapters(config.max_num_seqs, self.adapters.find)
-        rows = OpenRows(
-            config.max_num_seqs, loaded.max_model_len, config.block_size, loaded.num_blocks, loaded.vocab_size,
-            grammars, adapters=self._row_adapters,
-            hidden_size=loaded.input_size,
-            encoder=loaded.encoder,
-            pooling=PoolingTable(loaded.pooling),
-            images=loaded.image_shape,
-            states=loaded.pool.states,
-            groups=loaded.groups,
-        )  # fmt: skip
+        rows = self._make_rows(config, loaded, eos_ids)
         of_host = cpu_numerics(self._backend.name, self._backend.arithmetic, formats=self._backend.formats)
         info = make_engine_info(
             config,
@@ -154,6 +144,20 @@ class ModelRunner(StepRunner):
         if loaded.head is not None:
             loaded.head.fuse(self._pool)
         self._backend.end_load()
+
+    def _make_rows(self, config: EngineConfig, loaded: Loaded, eos_ids: tuple[int, ...]) -> OpenRows:
+        generates = loaded.pooling is None or loaded.pooling.generates
+        grammars = compiled_grammars(config.model_dir, loaded.vocab_size, eos_ids) if generates else None
+        return OpenRows(
+            config.max_num_seqs, loaded.max_model_len, config.block_size, loaded.num_blocks, loaded.vocab_size,
+            grammars, adapters=self._row_adapters,
+            hidden_size=loaded.input_size,
+            encoder=loaded.encoder,
+            pooling=PoolingTable(loaded.pooling),
+            images=loaded.image_shape,
+            states=loaded.pool.states,
+            groups=loaded.groups,
+        )  # fmt: skip
 
     def _proposer(self, config: EngineConfig, head: Head | None) -> Callable[[OpenRows], Proposer]:
         """Makes what proposes drafts, if something does."""

@@ -72,8 +72,7 @@ class OpenRows:
         """Without `compiled`, rows with a grammar are rejected; without `hidden_size`, rows with inputs are; without
         `adapters`, rows with an adapter are; with `are_logprobs_raw`, rows that ask for processed log probabilities."""
         self.adapters = adapters
-        self._max_num_seqs = max_num_seqs
-        self._max_model_len = max_model_len
+        self._max_num_seqs, self._max_model_len = max_num_seqs, max_model_len
         self.block_size = self._block_size = block_size
         self._num_blocks = num_blocks
         self.vocab_size = self._vocab_size = vocab_size
