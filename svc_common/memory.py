@@ -26,6 +26,7 @@ STATM = Path("/proc/self/statm")
 DEFAULT_FRACTION = 0.85  # of the container's limit; the rest is for requests that are open
 READ_INTERVAL_S = 0.05
 TRIM_INTERVAL_S = 5.0
+MALLOC_OPTIONS = {-1: 256 << 20, -2: 16 << 20, -3: 32 << 20, -8: 2}  # of glibc: trim, pad, mmap threshold, arenas
 MAX_RECEIVING = 64  # requests that arrive at the same time; with 16 MiB each they have 1 GiB
 SENDER_FRACTION = 0.25  # of MAX_RECEIVING for one sender
 MAX_OF_STRANGERS = 48  # a stranger holds a window of 64 KiB until it is read
@@ -55,6 +56,17 @@ def _limit_in(path: Path) -> int | None:
     except OSError:
         return None
     return int(text) if text.isdigit() and int(text) < 1 << 60 else None  # version 1 has a huge number for "no limit"
+
+
+def keep_freed_memory() -> None:
+    """Let this process keep large buffers that it frees for the next ones, some hundred MB: a page that comes back from
+    the kernel costs more than copying it.
+    """
+    if sys.platform == "linux":
+        with suppress(OSError, AttributeError):  # another C library
+            mallopt = ctypes.CDLL(None).mallopt
+            for parameter, value in MALLOC_OPTIONS.items():
+                mallopt(parameter, value)
 
 
 def resident_bytes() -> int:

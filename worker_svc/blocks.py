@@ -32,6 +32,7 @@ from prefix_index.hashing import layout_digest
 from step_protocol.columns import U32, WireError, u32_from_bytes
 from step_protocol.messages import StepBatch
 from svc_common.errors import InvalidRequestError, QuireError, StaleEpochError, UnavailableError
+from svc_common.memory import keep_freed_memory
 from svc_common.observe.metrics import Row
 from worker_svc.engine.config import EngineInfo
 from worker_svc.executor import StepExecutor
@@ -155,6 +156,8 @@ class WorkerBlocks:
                 "cannot move yet"
             )
             return None
+        if self._settings.kv_transfer:
+            keep_freed_memory()
         revision = info.weights_revision or info.revision
         self._records = RecordFormat(layout_digest(revision, info.numerics, blocks.layout), blocks)
         if self._settings.has_tier:
