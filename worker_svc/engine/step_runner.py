@@ -6,7 +6,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -15,10 +15,12 @@ from step_protocol.messages import EMPTY, BadBatchError, RowErrorCode, RowOpen, 
 from worker_svc.engine.config import EngineConfig, EngineInfo
 from worker_svc.engine.decoder.block_payload import MovableBlocks
 from worker_svc.engine.rows.errors import RowErrors
-from worker_svc.engine.rows.images import ImageEncoder
 from worker_svc.engine.rows.open_rows import OpenRows
 from worker_svc.engine.rows.step_checker import CheckedStep, StepChecker
 from worker_svc.engine.speculation.drafts import DraftCounts, Proposer, RowDrafts, SuffixProposer
+
+if TYPE_CHECKING:
+    from worker_svc.engine.rows.images import ImageEncoder
 
 logger = logging.getLogger(__name__)
 
