@@ -32,7 +32,7 @@ def submit_from_plan(plan: GenerationPlan, *, request_id: str) -> pb.Submit:
         bad_words_ids=[types.TokenIds(ids=ids) for ids in plan.sampling.bad_words_ids],
         stop=_without_strings(plan.sampling.stop),
         priority=plan.scheduling.priority,
-        conversation=_conversation_of(plan),
+        conversation=_conversation_of(plan) if plan.scheduling.conversation else 0,
         cache_salt=plan.prompt.cache_salt,
         adapter_digest=plan.model.adapter_digest,
         tenant_id=current_caller.get().owner or plan.scheduling.tenant_id,
@@ -43,8 +43,9 @@ def submit_from_plan(plan: GenerationPlan, *, request_id: str) -> pb.Submit:
 
 def _conversation_of(plan: GenerationPlan) -> int:
     """A hint: equal numbers of different conversations cost time only."""
-    name, owner = plan.scheduling.conversation, current_caller.get().owner
-    return xxh3_64_intdigest("\0".join((owner, plan.scheduling.cache_salt, name)).encode()) if name else 0
+    scheduling = plan.scheduling
+    names = current_caller.get().owner, scheduling.cache_salt, scheduling.conversation
+    return xxh3_64_intdigest("\0".join(names).encode())
 
 
 def _without_strings(stop: types.StopParams) -> types.StopParams:

@@ -166,7 +166,8 @@ def test_errors_of_an_fp8_cache(folder, installed):
 
 
 def setup_of(device, *, has_scaled_cache=False):
-    return SimpleNamespace(config=SimpleNamespace(kernels="auto"), device=device, has_scaled_cache=has_scaled_cache)
+    config = SimpleNamespace(kernels="auto", speculate=None)
+    return SimpleNamespace(config=config, device=device, has_scaled_cache=has_scaled_cache)
 
 
 def test_auto_prefers_flash3_on_hopper_unless_the_cache_is_fp8(monkeypatch):

@@ -227,7 +227,7 @@ def test_tokens_are_those_of_undisturbed_runs_with_more_seeds(model_dir, seed, b
 def test_several_windows_match_transformers(tmp_path, name, backend):
     """One long prompt, then a hit on its first windows, greedily."""
     folder = make_model(tmp_path, name, **MODELS[name])
-    worker, reference = Worker(folder, "a", 1, Random(2), backend), load_reference(folder)
+    worker, reference = Worker(folder, "a", 1, Random(2), backend, {}), load_reference(folder)
     scheduler = Scheduler(SchedulerConfig(root_salt=b"groups"))
     scheduler.add_worker(worker.capacity)
     rng = Random(1)
