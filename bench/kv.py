@@ -90,7 +90,7 @@ def open_bulk(address: str, worker_id: str) -> grpc.aio.Channel:
 
 
 async def worker_blocks(epoch: int, *, is_source: bool) -> WorkerBlocks:
-    executor: Any = PoolOnly(worker_epoch=epoch, on_commit=None, check_fence=lambda fence: None)
+    executor: Any = PoolOnly(worker_epoch=epoch, on_step=None, check_fence=lambda fence: None)
     executor.movable_blocks = lambda: payload_blocks(is_source=is_source)
     found = WorkerBlocks(executor, MovementSettings(kv_transfer=True), open_bulk)
     info: Any = SimpleNamespace(

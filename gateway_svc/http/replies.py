@@ -17,6 +17,7 @@ from gateway_svc.http.bodies import ignored_header
 from gateway_svc.http.json_text import encode
 from gateway_svc.http.merge import Numbered
 from gateway_svc.operators.audit.entry import annotate
+from request_fields.fields import BY_PATH
 from svc_common.errors import QuireError, shown_error
 
 SSE_HEADERS = {
@@ -31,8 +32,8 @@ Read = Callable[[Request, Callable[[bytes], Any]], Any]
 """Reads the body of a request and parses it, in a thread if it is large."""
 
 
+CONVERSATION = BY_PATH["scheduling.conversation"]
 # What agents send with each request of a conversation (docs/http.md).
-MAX_NAME_BYTES = 128  # of a conversation
 SESSION_HEADERS = ("x-session-id", "session-id", "session_id", "x-litellm-session-id", "x-claude-code-session-id")
 
 
@@ -41,7 +42,7 @@ def mark_conversation(request: Request, asked: Iterable[pb.GenerateRequest]) -> 
     name = next(filter(None, map(request.headers.get, SESSION_HEADERS)), "")
     for one in asked:
         if name and not one.scheduling.conversation:
-            one.scheduling.conversation = name.encode()[:MAX_NAME_BYTES].decode(errors="ignore")
+            one.scheduling.conversation = name.encode()[: CONVERSATION.max_bytes].decode(errors="ignore")
 
 
 class StreamedAnswer(Protocol):

@@ -151,9 +151,9 @@ def answer_grammar(
     if not (must_call(chat) or tools.strict or (tools.given and content and content.kind is not GrammarKind.LARK)):
         return _framed(request, model, prompt_ids, content)
     format = model.chat_format(chat.chat_template, has_tools=True)
-    if format.tools is None and not (must_call(chat) or tools.strict):
-        return _framed(request, model, prompt_ids, content)  # calls cannot be parsed
     if format.tools is None:
+        if not (must_call(chat) or tools.strict):
+            return _framed(request, model, prompt_ids, content)  # calls cannot be parsed
         name = "tool_choice" if must_call(chat) else "tools_json"
         words = "needs a grammar for the calls, but their format is not known for this model"
         raise refused(name, f"{words}; set --tool-parser of the gateway")

@@ -234,7 +234,7 @@ class BlockMoves:
         if end <= start:
             return None
         first = min(first, end)
-        seconds = _seconds(self._speeds(target, source, digests, (first, end), missing))
+        seconds = _seconds(_num_blocks(self._speeds(target, source, digests, (first, end), missing)))
         num_tokens = (end - start) * target.capacity.block_size
         gain = moved_tokens_gain(num_tokens, seconds, self._throughput.prefill.early_per_s)
         return _Option(gain, start, first, end, source, missing) if gain > 0 else None
@@ -494,10 +494,8 @@ class BlockMoves:
             counts.tier_hit_tokens += num_tokens
         else:
             counts.transferred_tokens += num_tokens
-        speeds = Counter[MoveSpeed]()
-        for speed, worth in one.speeds[:num_moved]:
-            speeds[speed] += worth
-        expected_s = sum(speed.seconds(count) for speed, count in speeds.items())
+        speeds = _num_blocks(one.speeds[:num_moved])
+        expected_s = _seconds(speeds)
         for speed, count in speeds.items():
             speed.add(count, took_s * speed.seconds(count) / expected_s)
         if capacity.movement is not None:
@@ -507,12 +505,17 @@ class BlockMoves:
             self._losses_s.append(max(0.0, took_s - num_tokens / pace))
 
 
-def _seconds(speeds: Iterable[tuple[MoveSpeed, int]]) -> float:
-    """Expected duration of a move, from the places and sizes of what moves."""
+def _num_blocks(speeds: Iterable[tuple[MoveSpeed, int]]) -> Counter[MoveSpeed]:
+    """As how many blocks all that moves counts, by its place."""
     counts = Counter[MoveSpeed]()
     for speed, worth in speeds:
         counts[speed] += worth
-    return sum(speed.seconds(count) for speed, count in counts.items())
+    return counts
+
+
+def _seconds(num_blocks: Counter[MoveSpeed]) -> float:
+    """Expected duration of a move of so many blocks."""
+    return sum(speed.seconds(count) for speed, count in num_blocks.items())
 
 
 def _names(move: BlockMove, extras: Iterable[_PartExtras]) -> list[bytes]:

@@ -17,8 +17,17 @@ from tests.gpu.fake_graphs import FakeRecorder
 from tests.processes.encoder_models import TEXT_SHAPES, make_speech_checkpoint, make_text_checkpoint
 from tests.unit.engine.driver import Driver
 from tests.unit.engine.test_encoder_decoder import Steps, spoken
-from tests.unit.engine.test_engine_images import NONE, ONE, SCENES, TWO, check, open_row, run_scenes
-from tests.unit.engine.vision_models import TOWERS, load_vision_reference, make_vision_model, scene
+from tests.unit.engine.test_engine_images import (
+    NONE,
+    ONE,
+    SCENES,
+    TWO,
+    check,
+    check_deepstack_after_the_last_layers,
+    open_row,
+    run_scenes,
+)
+from tests.unit.engine.vision_models import TOWERS, load_vision_reference, make_vision_model
 from worker_svc.check_gpu import check_gpu
 from worker_svc.engine.backend import BackendUnavailableError
 from worker_svc.engine.checkpoint.model_folder import CheckpointError
@@ -81,15 +90,8 @@ def test_decoders_that_the_device_lacks_are_refused_by_name(tmp_path, name):
 
 
 def test_deepstack_after_the_last_layers_matches_transformers(tmp_path):
-    """A prompt that ends with an image samples from one of its tokens."""
-    folder, ends = make_vision_model(tmp_path, "qwen3_vl", num_hidden_layers=2), scene(5, (3, 5), seed=2)
-    driver = DeviceDriver(load(folder))
-    for row, found in ((0, ends), (1, ONE)):
-        open_row(driver, row, found)
-    driver.step({0: 8, 1: 13})
-    driver.step({0: len(ends.tokens) - 8, 1: len(ONE.tokens) - 13})
-    driver.decode([0, 1], 2)
-    check(load_vision_reference(folder), driver, {0: ends, 1: ONE})
+    folder = make_vision_model(tmp_path, "qwen3_vl", num_hidden_layers=2)
+    check_deepstack_after_the_last_layers(folder, DeviceDriver(load(folder)))
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")

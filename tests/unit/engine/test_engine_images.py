@@ -141,17 +141,21 @@ def test_a_state_after_another_image_is_refused(tmp_path):
     ]
 
 
-def test_deepstack_after_the_last_layers_matches_transformers(tmp_path):
+def check_deepstack_after_the_last_layers(folder, driver):
     """A prompt that ends with an image samples from one of its tokens."""
-    folder, ends = make_vision_model(tmp_path, "qwen3_vl", num_hidden_layers=2), scene(5, (3, 5), seed=2)
+    ends = scene(5, (3, 5), seed=2)
+    for row, found in ((0, ends), (1, ONE)):
+        open_row(driver, row, found)
+    driver.step({0: 8, 1: 13})
+    driver.step({0: len(ends.tokens) - 8, 1: len(ONE.tokens) - 13})
+    driver.decode([0, 1], 2)
+    check(load_vision_reference(folder), driver, {0: ends, 1: ONE})
+
+
+def test_deepstack_after_the_last_layers_matches_transformers(tmp_path):
+    folder = make_vision_model(tmp_path, "qwen3_vl", num_hidden_layers=2)
     for backend in ("cpu", "reference"):
-        driver = Driver(load(folder, backend=backend))
-        for row, found in ((0, ends), (1, ONE)):
-            open_row(driver, row, found)
-        driver.step({0: 8, 1: 13})
-        driver.step({0: len(ends.tokens) - 8, 1: len(ONE.tokens) - 13})
-        driver.decode([0, 1], 2)
-        check(load_vision_reference(folder), driver, {0: ends, 1: ONE})
+        check_deepstack_after_the_last_layers(folder, Driver(load(folder, backend=backend)))
 
 
 def test_a_row_returns_with_its_output(folder):
