@@ -23,16 +23,15 @@ import numpy as np
 import numpy.typing as npt
 
 from step_protocol.columns import I64, U32, Bools
-from worker_svc.engine.backend import Backend, ForwardBatch
+from worker_svc.engine.backend import Backend
 from worker_svc.engine.decoder.kv_cache import KVCachePool
 from worker_svc.engine.decoder.model import DecoderModel
 from worker_svc.engine.rows.open_rows import OpenRows
-from worker_svc.engine.speculation.sampler import NO_TOKENS, DraftSampler, Sampled
+from worker_svc.engine.speculation.sampler import NO_TOKENS, DraftSampler, Sampled, mean_draft_s
 
 U64 = npt.NDArray[np.uint64]
 
 FACTOR = np.uint64(0x9E3779B97F4A7C15)  # odd, so that a product loses no bits
-TIME_WEIGHT = 0.1  # of the newest pass in the running mean
 
 
 class DraftModel:
@@ -141,26 +140,13 @@ class DraftModel:
         """Compute tokens of rows, and sample what follows those of the rows that are done."""
         if not len(rows):
             return NO_TOKENS
-        started, rows_of = time.perf_counter(), np.repeat(rows, query_lens)
-        starts = np.append(0, np.cumsum(query_lens))
-        positions = np.arange(starts[-1]) + np.repeat(context_lens - starts[:-1], query_lens)
-        token_ids, slots = self._rows.token_ids(rows_of, positions), self._rows.expected_slots(rows_of, positions)
-        self._mark(rows, context_lens, query_lens, slots, token_ids.astype(np.uint32))
-        forward = ForwardBatch(
-            token_ids=token_ids,
-            positions=positions.astype(np.int32),
-            slots=slots,
-            rows=rows.astype(np.int32),
-            query_starts=starts.astype(np.int32),
-            context_lens=context_lens.astype(np.int32),
-            tables=self._rows.tables,
-            head_tokens=starts[1:][is_done] - 1,
-        )
+        started, forward = time.perf_counter(), self._sampler.batch(rows, context_lens, query_lens, is_done)
+        self._mark(rows, context_lens, query_lens, forward.slots, forward.token_ids.astype(np.uint32))
         logits = self._model.forward(forward, self._pool)
         self._num_computed[rows] = context_lens + query_lens
         sampled = self._sampler.sample(logits, rows[is_done], (context_lens + query_lens)[is_done])
-        if len(token_ids) <= 2 * len(rows):
-            self.draft_s += TIME_WEIGHT * ((time.perf_counter() - started) / len(rows) - self.draft_s)
+        if len(forward.token_ids) <= 2 * len(rows):
+            self.draft_s = mean_draft_s(self.draft_s, started, len(rows))
         return sampled
 
     def _mark(self, rows: I64, context_lens: I64, query_lens: I64, slots: I64, token_ids: U32) -> None:

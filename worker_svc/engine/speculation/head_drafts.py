@@ -16,20 +16,19 @@ of many, and drafts only.
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from step_protocol.columns import I64, Bools
-from worker_svc.engine.backend import Backend, ForwardBatch
+from worker_svc.engine.backend import Backend
 from worker_svc.engine.decoder.model import DecoderModel
 from worker_svc.engine.rows.open_rows import OpenRows
 from worker_svc.engine.rows.step_checker import CheckedStep
 from worker_svc.engine.speculation.heads import Head
-from worker_svc.engine.speculation.sampler import NO_TOKENS, DraftSampler, Sampled
-
-TIME_WEIGHT = 0.1  # of the newest pass in the running mean
+from worker_svc.engine.speculation.sampler import NO_TOKENS, DraftSampler, Sampled, mean_draft_s
 
 
 class HeadDrafts:
@@ -100,25 +99,14 @@ class HeadDrafts:
         started, ones = time.perf_counter(), np.ones_like(rows)
         before = self._drafted[torch.from_numpy(rows)]
         sampled = self._compute(rows, self._rows.num_tokens[rows] + nth - 1, ones, before, ones > 0)
-        self.draft_s += TIME_WEIGHT * ((time.perf_counter() - started) / len(rows) - self.draft_s)
+        self.draft_s = mean_draft_s(self.draft_s, started, len(rows))
         return sampled
 
     def _compute(self, rows: I64, context_lens: I64, query_lens: I64, before: torch.Tensor, drafting: Bools) -> Sampled:
         """Make entries of rows, and sample what follows the last ones of the rows that want a draft."""
-        rows_of, starts = np.repeat(rows, query_lens), np.append(0, np.cumsum(query_lens))
-        positions = np.arange(starts[-1]) + np.repeat(context_lens - starts[:-1], query_lens)
-        token_ids = self._rows.token_ids(rows_of, positions)
-        batch = ForwardBatch(
-            token_ids=np.where(token_ids < self._rows.vocab_size, token_ids, 0),  # content ids have no embedding
-            positions=positions.astype(np.int32),
-            slots=self._rows.expected_slots(rows_of, positions),
-            rows=rows.astype(np.int32),
-            query_starts=starts.astype(np.int32),
-            context_lens=context_lens.astype(np.int32),
-            tables=self._rows.tables,
-            head_tokens=starts[1:][drafting] - 1,
-        )
-        logits = self.head.forward(batch, before)
+        batch = self._sampler.batch(rows, context_lens, query_lens, drafting)
+        has_embedding = batch.token_ids < self._rows.vocab_size  # content ids have none
+        logits = self.head.forward(replace(batch, token_ids=np.where(has_embedding, batch.token_ids, 0)), before)
         rows, ends = rows[drafting], (context_lens + query_lens)[drafting]
         self._drafted[torch.from_numpy(rows)] = self.head.states
         return self._sampler.sample(logits, rows, ends)

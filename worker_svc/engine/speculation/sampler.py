@@ -1,18 +1,21 @@
-"""From logits of something that proposes drafts to tokens, with the noise of the rows. No I/O."""
+"""What models that propose drafts have in common: passes over tokens of rows, and tokens from logits with the noise of
+the rows. No I/O."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import numpy as np
 import torch
 
 from step_protocol.columns import I64, U32, Bools
-from worker_svc.engine.backend import Backend
+from worker_svc.engine.backend import Backend, ForwardBatch
 from worker_svc.engine.rows.open_rows import OpenRows
 
 Sampled = tuple[U32, Bools]  # tokens, and which of them are of bad logits
 NO_TOKENS: Sampled = np.empty(0, np.uint32), np.empty(0, np.bool_)
+TIME_WEIGHT = 0.1  # of the newest pass in the running mean
 KIND_WEIGHT = 0.05  # of the newest draft that tells the two kinds apart
 
 
@@ -57,6 +60,21 @@ class DraftSampler:
         for row in rows.tolist():
             self.kind.learn(row, self._rows.tokens_of(row))
 
+    def batch(self, rows: I64, context_lens: I64, query_lens: I64, samples: Bools) -> ForwardBatch:
+        """A pass over tokens of rows, with logits of the last one of those rows that sample."""
+        rows_of, starts = np.repeat(rows, query_lens), np.append(0, np.cumsum(query_lens))
+        positions = np.arange(starts[-1]) + np.repeat(context_lens - starts[:-1], query_lens)
+        return ForwardBatch(
+            token_ids=self._rows.token_ids(rows_of, positions),
+            positions=positions.astype(np.int32),
+            slots=self._rows.expected_slots(rows_of, positions),
+            rows=rows.astype(np.int32),
+            query_starts=starts.astype(np.int32),
+            context_lens=context_lens.astype(np.int32),
+            tables=self._rows.tables,
+            head_tokens=starts[1:][samples] - 1,
+        )
+
     def sample(self, logits: torch.Tensor, rows: I64, positions: I64) -> Sampled:
         """What the rows sample at these positions if these are their logits."""
         if not len(rows):
@@ -97,3 +115,8 @@ class DraftSampler:
             rows, counts = rows[counts > nth], counts[counts > nth]
             token_ids, is_bad = compute(rows, nth)
         return drafts
+
+
+def mean_draft_s(before_s: float, started: float, num_rows: int) -> float:
+    """The mean time of a draft, with a pass of these rows that began at `started`."""
+    return before_s + TIME_WEIGHT * ((time.perf_counter() - started) / num_rows - before_s)
