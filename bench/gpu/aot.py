@@ -47,7 +47,7 @@ from worker_svc.engine.gpu.kernels import (
     work_list,
 )
 from worker_svc.engine.gpu.kernels.launch import FIRST_ARCHITECTURE
-from worker_svc.engine.gpu.kernels.sampler import banned, candidates, digits, filters, noise, process, sample
+from worker_svc.engine.gpu.kernels.sampler import banned, candidates, filters, noise, process, sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,30 +223,14 @@ def _head_variants(
 
 def _sampling_variants(t: str, i: str, f: str) -> Iterator[Variant]:
     source = f"{t} i32 i32 {i} i32 {i}"
-    for name, chunk, num_warps in (("", candidates.CHUNK, 4), (" of ranks", digits.CHUNK, 8)):
-        constants = {"CHUNK": chunk, "CHUNKS": triton.next_power_of_2(triton.cdiv(151_936, chunk))}
-        yield Variant(f"chunk_top{name}", filters.chunk_top_kernel, f"{source} {f} i32", {"CHUNK": chunk}, num_warps)
-        yield Variant(
-            f"chunk_weight{name}", filters.chunk_weight_kernel, f"{source} {f} *i64 i32", constants, num_warps
-        )
-        yield Variant(
-            f"limits{name}", filters.limits_kernel, f"{i} i32 {i} {f} *i64 {f} {f} {i} *i64 i32 i32",
-            {"CHUNKS": constants["CHUNKS"]}, 1,
-        )  # fmt: skip
+    chunk = {"CHUNK": candidates.CHUNK}
+    lines = {"CHUNKS": triton.next_power_of_2(triton.cdiv(151_936, candidates.CHUNK))}
+    yield Variant("chunk_top", filters.chunk_top_kernel, f"{source} {f} i32", chunk)
+    yield Variant("chunk_weight", filters.chunk_weight_kernel, f"{source} {f} *i64 i32", chunk | lines)
+    yield Variant("limits", filters.limits_kernel, f"{i} i32 {i} {f} *i64 {f} {f} {i} *i64 i32 i32", lines, 1)
     room = {"ROOM": candidates.MAX_CANDIDATES}
-    yield Variant(
-        "collect", candidates.collect_kernel, f"{source} {f} {f} {i} {f} i32", room | {"CHUNK": candidates.CHUNK}
-    )
+    yield Variant("collect", candidates.collect_kernel, f"{source} {f} {f} {i} {f} i32", room | chunk)
     yield Variant("select", candidates.select_kernel, f"{source} {f} {f} {f} {i} *i64 {f} i32", room)
-    for kind in (digits.COUNT, digits.WEIGH):
-        yield Variant(
-            f"digit_sums {kind}", digits.digit_sums_kernel, f"{source} {f} {f} *i64 *i64 i32 i32",
-            {"KIND": kind, "CHUNK": digits.CHUNK}, 8,
-        )  # fmt: skip
-        yield Variant(
-            f"descend {kind}", digits.descend_kernel, f"{i} i32 {i} {f} *i64 *i64 *i64 i32 i32",
-            {"KIND": kind, "CHUNKS": constants["CHUNKS"]}, 1,
-        )  # fmt: skip
     yield Variant("banned", banned.banned_kernel, f"{source} {i} i32 i32", {"BLOCK": banned.BLOCK}, 2)
     for has_drafts in (False, True):
         constants = {"CHUNK": process.CHUNK, "DRAFTS": has_drafts}

@@ -16,7 +16,8 @@ from tests.gpu.builders import DEVICE, ints
 from tests.gpu.ranks import Meeting, Rank
 from worker_svc.engine.gpu.collectives.group import Group
 from worker_svc.engine.gpu.kernels import record
-from worker_svc.engine.gpu.kernels.sampler import banned, candidates, digits, filters, noise, sample
+from worker_svc.engine.gpu.kernels.forms import TORCH, TRITON, using
+from worker_svc.engine.gpu.kernels.sampler import banned, candidates, filters, noise, sample
 from worker_svc.engine.gpu.kernels.sampler.thresholds import Thresholds
 from worker_svc.engine.gpu.step.device_rows import HEAD_WORDS, sampling_words
 from worker_svc.engine.sampling.noise import gumbel_noise
@@ -87,25 +88,11 @@ def test_tokens_match_the_specification(dtype):
     assert not any(statuses)
 
 
-class OneOfMany(Group):
-    """A rank that has the whole vocabulary, so its sums are those of all ranks."""
-
-    def __init__(self):
-        super().__init__(0, 2)
-
-    def all_reduce(self, x):
-        return x
-
-    def all_reduce_max(self, x):
-        return x
+def found_thresholds(logits, state, rows):
+    return Thresholds(len(logits), logits.shape[1], DEVICE).find(logits, state, rows)
 
 
-def found_thresholds(kind, logits, state, rows):
-    group = OneOfMany() if kind == "digits" else Group()
-    return Thresholds(len(logits), logits.shape[1], DEVICE, group).find(logits, state, rows)
-
-
-@pytest.mark.parametrize("kind", ["digits", "candidates", "too many candidates"])
+@pytest.mark.parametrize("kind", ["candidates", "too many candidates"])
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
 def test_thresholds(kind, filters, monkeypatch):
     if kind == "too many candidates":
@@ -115,7 +102,7 @@ def test_thresholds(kind, filters, monkeypatch):
     logits = randn(2, seed=3)
     logits[1] = (logits[1] * 2).round() / 2  # many equal values
     state, rows = state_of(params, [0, 0])
-    found = found_thresholds(kind, logits, state, rows).tolist()
+    found = found_thresholds(logits, state, rows).tolist()
     assert found == [float(threshold_of(row, p)) for row, p in zip(logits.cpu(), params, strict=True)]
 
 
@@ -206,23 +193,49 @@ def test_padding_is_not_written():
     assert torch.equal(state[2], before[2])
 
 
-def run_in_parts(size, logits, params, positions):
-    """The results of each rank, which has only its part of the vocabulary."""
+def on_each_rank(size, logits, work):
+    """What `work(group, logits)` returns on each rank, which has only its part of the vocabulary."""
     meeting = Meeting(size)
 
     def run_one(rank):
         group = Rank(rank, meeting)
-        part, count = group.vocab_part(logits.shape[1]), len(params)
+        part = group.vocab_part(logits.shape[1])
         with meeting.turn:
-            state, rows = state_of(params, [0] * count)
-            mine = logits[:, part.start : part.stop].contiguous()
-            lowest = Thresholds(count, len(part), DEVICE, group).find(mine, state, rows)
-            out, scratch = (ints(*[-5] * count), ints(*[-5] * count)), sample.scratch_for(count, len(part), DEVICE)
-            sample.sample(mine, state, rows, ints(*positions), lowest, scratch, out, part.start, group)
-            return out[0].tolist(), out[1].tolist(), state[rows.long(), 0].tolist()
+            return work(group, logits[:, part.start : part.stop].contiguous())
 
     with ThreadPoolExecutor(size) as ranks:
         return list(ranks.map(run_one, range(size)))
+
+
+def run_in_parts(size, logits, params, positions):
+    def run_one(group, mine):
+        count, vocab_size = mine.shape
+        state, rows = state_of(params, [0] * count)
+        lowest = Thresholds(count, logits.shape[1], DEVICE, group).find(mine, state, rows)
+        out, scratch = (ints(*[-5] * count), ints(*[-5] * count)), sample.scratch_for(count, vocab_size, DEVICE)
+        first_id = group.vocab_part(logits.shape[1]).start
+        sample.sample(mine, state, rows, ints(*positions), lowest, scratch, out, first_id, group)
+        return out[0].tolist(), out[1].tolist(), state[rows.long(), 0].tolist()
+
+    return on_each_rank(size, logits, run_one)
+
+
+@pytest.mark.parametrize("forms", [TRITON, TORCH], ids=["triton", "torch"])
+def test_ranks_find_the_thresholds_of_the_whole_vocabulary(forms):
+    """Three ranks, the last with fewer ids, rows that are no multiple of ranks, and a row of padding."""
+    params = [params_of(1, temperature, **filters) for filters in FILTERS for temperature in (0.7, 1.3)] + [GREEDY] * 2
+    logits = randn(len(params), vocab=1030, seed=4, dtype=torch.bfloat16)
+    logits[::2, 700:] += 5  # all ids that are kept are in the last part
+    state, rows = state_of(params, [0] * len(params))
+    rows[-1] = -1
+    wanted = [float(threshold_of(row, p)) for row, p in zip(logits.cpu(), params[:-2], strict=False)]
+
+    def find(group, mine):
+        with using(forms):
+            return Thresholds(len(params) + 5, 1030, DEVICE, group).find(mine, state, rows).tolist()
+
+    for found in on_each_rank(3, logits, find):
+        assert found[:-2] == wanted
 
 
 def test_ranks_find_the_tokens_of_the_whole_vocabulary():
@@ -320,20 +333,17 @@ def test_the_error_bound_holds_with_the_largest_error_of_the_instruction(signs):
         (filters, ".to(tl.int32), 0) >= k:", ".to(tl.int32), 0) < k:"),
         (filters, "is_kept = (id < vocab_size) &", "is_kept = (id < vocab_size // 2) &"),
         (filters, "bound = tl.maximum(bound, largest(", "bound = tl.maximum(bound, 9 + largest("),
-        (digits, "(order >> (shift + 4)) == prefix", "(order >> (shift + 4)) >= prefix"),
-        (digits, "tl.where(from_here >= need,", "tl.where(from_here > need,"),
-        (digits, "tl.where(value > digit, sums", "tl.where(value >= digit, sums"),
     ],
 )  # fmt: skip
 def test_mutants_are_caught(plant_mutant, module, old, new):
-    params = [params_of(0), params_of(1, top_k=50 if module is digits else 3), params_of(2, top_p=0.9)]
+    params = [params_of(0), params_of(1, top_k=3), params_of(2, top_p=0.9)]
     logits = randn(3, seed=5)
     logits[:, 2048:] += 4  # the sampled ids are not in the first chunk
     wanted = expected(logits, params, [3] * 3)
     thresholds = [float(threshold_of(row, p)) for row, p in zip(logits.cpu(), params, strict=True)]
     plant_mutant(module, old, new)
     state, rows = state_of(params, [0] * 3)
-    lowest = found_thresholds("digits" if module is digits else "candidates", logits, state, rows)
+    lowest = found_thresholds(logits, state, rows)
     out, scratch = (ints(*[-5] * 3), ints(*[-5] * 3)), sample.scratch_for(3, VOCAB, DEVICE)
     sample.sample(logits, state, rows, ints(3, 3, 3), lowest, scratch, out)
     assert lowest.tolist() != thresholds or out[0].tolist() != wanted

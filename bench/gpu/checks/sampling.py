@@ -171,7 +171,7 @@ def _sample(
     positions = setup.ints(*(position(first + i) for i in range(count)))
     lowest = None
     if is_filtered:
-        lowest = Thresholds(count, size, setup.device, setup.group).find(logits, state, rows)
+        lowest = Thresholds(count, setup.vocab_size, setup.device, setup.group).find(logits, state, rows)
     out = setup.ints(*[-1] * count), setup.ints(*[-1] * count)
     first_id = setup.group.vocab_part(setup.vocab_size).start
     sample.sample(

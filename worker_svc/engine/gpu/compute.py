@@ -108,7 +108,7 @@ class StepCompute:
         self._sizes = decode_sizes(max_rows)
         self._verify_sizes = [] if drafts is None else rare_sizes(decode_sizes(max_samples))[1:]
         self._vocab = vocab
-        self._thresholds = Thresholds(max_samples, len(vocab), device, group)
+        self._thresholds = Thresholds(max_samples, model.config.vocab_size, device, group)
         self._scores, self._faults = sample.scratch_for(max_samples, len(vocab), device)
         self._graph_tokens = graph_tokens
         self.use_attention(attention)

@@ -1,7 +1,7 @@
 """Collectives of a tensor-parallel worker. Each rank holds a shard of every matrix.
 
 Ranks receive the same messages in the same order. Each finds the best token in its own part of the vocabulary, and a
-maximum over ranks decides; logits are not gathered.
+maximum over ranks decides. Logits are exchanged only in steps with filters, for their thresholds.
 """
 
 from __future__ import annotations
@@ -85,9 +85,20 @@ class Group:
         dist.all_gather_into_tensor(parts, x.contiguous())
         return parts.view(self.size, *x.shape)
 
+    def exchange_rows(self, x: torch.Tensor) -> torch.Tensor:
+        """Of the rows of x [rows, columns of this rank], this rank's share with the columns of all ranks:
+        [rows / size, size * columns]. The number of rows is a multiple of `size`."""
+        parts = torch.empty_like(x, memory_format=torch.contiguous_format)  # [sender, row, column]
+        dist.all_to_all_single(parts, x.contiguous())
+        return parts.view(self.size, -1, x.shape[1]).movedim(0, 1).flatten(1)
+
+    def part_size(self, vocab_size: int) -> int:
+        """The number of token ids of a rank that is not the last, in multiples of NOISE_IDS."""
+        return -(-vocab_size // (self.size * NOISE_IDS)) * NOISE_IDS
+
     def vocab_part(self, vocab_size: int) -> range:
-        """The token ids of this rank: equal parts, except the last, in multiples of NOISE_IDS."""
-        part = -(-vocab_size // (self.size * NOISE_IDS)) * NOISE_IDS
+        """The token ids of this rank: equal parts, except the last."""
+        part = self.part_size(vocab_size)
         return range(vocab_size)[self.rank * part : (self.rank + 1) * part]
 
     def send(self, message: bytes) -> None:

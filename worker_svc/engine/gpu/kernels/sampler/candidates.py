@@ -1,4 +1,4 @@
-"""The search for a threshold in one rank: the few ids that can pass are collected, the threshold is found among them.
+"""The search for a threshold: the few ids that can pass are collected, the threshold is found among them.
 
 `filters.py` gives a bound below which no id passes: for top_k the k-th largest maximum of a chunk; for top_p, an id
 that weighs less than total * (1 - top_p) / vocab_size does not matter. One program per row then finds the threshold

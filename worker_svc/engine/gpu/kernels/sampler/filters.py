@@ -2,11 +2,11 @@
 
 A filter that compares probabilities with a limit (min_p, top_a) is a number that z = logits / temperature must reach:
 `limit_of_min_p`, `limit_of_top_a`. A filter that keeps ids up to a count (top_k) or a weight (top_p) is a search for
-the largest threshold whose ids reach it: `count_to_reach`, `weight_to_reach`. `candidates.py` searches in one rank,
-`digits.py` over several. The specification is in `worker_svc/engine/sampling/noise.py`.
+the largest threshold whose ids reach it: `count_to_reach`, `weight_to_reach`. `candidates.py` searches. The
+specification is in `worker_svc/engine/sampling/noise.py`.
 
 Three kernels come before the search: maxima of chunks of the vocabulary, the weights of chunks for rows whose filters
-need their sum, and one program per row that makes limits of both. With several ranks maxima and sums are all-reduced.
+need their sum, and one program per row that makes limits of both.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import torch
 
 from request_fields.fields import FILTERS
 from worker_svc.engine.backend import SamplingColumns
-from worker_svc.engine.gpu.collectives.group import Group
 from worker_svc.engine.gpu.kernels.language import tl, triton
 from worker_svc.engine.gpu.kernels.launch import after_predecessor, dependent
 from worker_svc.engine.gpu.kernels.record import TEMPERATURE, WORDS
@@ -37,7 +36,7 @@ MARGIN = tl.constexpr(1.0)  # the ids below the bound weigh at most 1/e of what 
 
 @dataclass(frozen=True, slots=True)
 class StepLogits:
-    """The logits [S, this rank's ids] of a step and its rows: records of `state`, -1 is padding."""
+    """The logits [S, vocab] of some rows of a step: records of `state`, -1 is padding."""
 
     logits: torch.Tensor
     state: torch.Tensor
@@ -54,12 +53,12 @@ class StepLogits:
 
 @dataclass(frozen=True, slots=True)
 class RowLimits:
-    """Buffers for S rows and the chunks of this rank's ids."""
+    """Buffers for S rows and the chunks of the vocabulary."""
 
     lowest: torch.Tensor  # float32 [S]: no smaller z passes; after the search, the smallest z that passes
     top: torch.Tensor  # float32 [S, chunks]: maximum of z per chunk; later of the row in column 0
     weight: torch.Tensor  # int64 [S, chunks]: of the ids that min_p keeps, if the row needs the sum
-    bound: torch.Tensor  # float32 [S]: no smaller z of this rank passes
+    bound: torch.Tensor  # float32 [S]: no smaller z passes
     count: torch.Tensor  # int32 [S]: candidates
     total: torch.Tensor  # int64 [S]: sum of the weights
 
@@ -250,25 +249,17 @@ def limits_kernel(
     tl.store(total_ptr + sample, total)
 
 
-def find_limits(source: StepLogits, limits: RowLimits, chunk: int, group: Group) -> None:
+def find_limits(source: StepLogits, limits: RowLimits, chunk: int) -> None:
     """Everything but the search. `chunk`: ids of a chunk of `limits`."""
     num_samples, vocab_size = source.logits.shape
     chunks = limits.top.shape[1]
-    lines, num_warps = triton.next_power_of_2(chunks), max(chunk // 512, 4)
+    lines = triton.next_power_of_2(chunks)
     grid = (num_samples, chunks)
-    chunk_top_kernel[grid](*source.arguments(), limits.top, chunks, CHUNK=chunk, num_warps=num_warps, **dependent())
-    if group.size > 1:
-        top = limits.top[:num_samples]
-        top[:, 0] = group.all_reduce_max(top.amax(1))
+    chunk_top_kernel[grid](*source.arguments(), limits.top, chunks, CHUNK=chunk, num_warps=4, **dependent())
     chunk_weight_kernel[grid](
         *source.arguments(), limits.top, limits.weight, chunks, CHUNK=chunk, CHUNKS=lines,
-        num_warps=num_warps, **dependent(),
+        num_warps=4, **dependent(),
     )  # fmt: skip
-    if group.size > 1:
-        weight = limits.weight[:num_samples]
-        total = group.all_reduce(weight.sum(1))
-        weight.zero_()
-        weight[:, 0] = total
     limits_kernel[(num_samples,)](
         *source.row_arguments(), limits.top, limits.weight, limits.lowest, limits.bound, limits.count,
         limits.total, chunks, vocab_size, CHUNKS=lines, num_warps=1, **dependent(),
