@@ -14,10 +14,12 @@ import triton
 import worker_svc.engine
 from tests.gpu.driver import DeviceDriver, load
 from tests.gpu.test_runner import HEADS_4_2, MODELS, SMALL, run_forced, run_mixed, worst_error
+from tests.unit.engine.driver import Driver
 from tests.unit.engine.models import load_reference, make_model
 from tests.unit.engine.test_engine_models import check_against
-from worker_svc.engine.backend import BackendUnavailableError
+from worker_svc.engine.backend import BackendUnavailableError, NoDeviceError
 from worker_svc.engine.config import EngineConfig
+from worker_svc.engine.engines import load_runner
 from worker_svc.engine.gpu.kernels import language
 from worker_svc.engine.gpu.start.setup import Degradations, usable_kernels
 
@@ -112,3 +114,55 @@ def test_a_gpu_that_launches_kernels_of_triton_uses_them(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     config = EngineConfig(Path("model"), backend="cuda")
     assert usable_kernels(config, torch.device("cuda", 0), Degradations()) == "auto"
+
+
+def plant_old_driver(patch):
+    """A driver that this torch cannot use."""
+    patch.setattr(torch.version, "cuda", "13.0")
+    error = RuntimeError("The NVIDIA driver on your system is too old (found version 11040).\nPlease update it")
+    patch.setattr(torch.cuda, "init", lambda: (_ for _ in ()).throw(error))
+    return "no CUDA device was found: The NVIDIA driver on your system is too old (found version 11040). (torch "
+
+
+def plant_unusable_gpu(patch):
+    """A GPU for which this torch was not compiled."""
+    patch.setattr(torch.cuda, "is_available", lambda: True)
+    patch.setattr(torch.cuda, "device_count", lambda: 1)
+    error = RuntimeError("CUDA error: no kernel image is available for execution on the device\nmore")
+    patch.setattr(torch.cuda, "set_device", lambda device: (_ for _ in ()).throw(error))
+    return "cuda:0 cannot be used: CUDA error: no kernel image is available for execution on the device"
+
+
+@pytest.mark.parametrize("plant", [plant_old_driver, plant_unusable_gpu])
+def test_a_machine_without_a_usable_gpu_serves_on_the_cpu(tmp_path, caplog, plant):
+    """The settings are those of a GPU; tokens are those of the CPU engine in exact mode."""
+    folder = make_model(tmp_path, "qwen3", **SMALL, **HEADS_4_2)
+    fields = {"num_blocks": 16, "max_num_seqs": 5, "max_num_batched_tokens": 8192}
+    config = EngineConfig(
+        folder, backend="cuda", dtype="float16", kv_cache_dtype="fp8", block_size=64, tensor_parallel_size=2, **fields
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton.knobs.runtime, "interpret", False)
+        reason = plant(patch)
+        driver = Driver(load_runner(config, lambda _: None))
+        for refused in (replace(config, kernels="triton"), replace(config, nnodes=2)):
+            with pytest.raises(NoDeviceError) as error:
+                load_runner(refused, lambda _: None)
+            assert str(error.value).startswith(reason)
+            assert str(error.value).endswith("; use --backend cpu")
+    info = driver.runner.info
+    assert (info.backend, info.dtype, info.kv_cache_dtype, info.max_num_batched_tokens) == (
+        "cpu",
+        "bfloat16",
+        "auto",
+        1024,
+    )
+    assert info.numerics.startswith("cpu, ")
+    (found,) = info.degradations
+    unused = "without dtype float16, without kv_cache_dtype fp8"
+    assert found.startswith(f"the CPU engine serves, {unused}, which is much slower: {reason}")
+    assert found in caplog.text
+    run_mixed(driver)
+    expected = Driver(load_runner(EngineConfig(folder, dtype="bfloat16", block_size=64, **fields), lambda _: None))
+    run_mixed(expected)
+    assert [row.tokens for row in driver.rows.values()] == [row.tokens for row in expected.rows.values()]

@@ -28,6 +28,14 @@ class BackendUnavailableError(RuntimeError):
     """The requested backend cannot run here; the message says which one can."""
 
 
+class NoDeviceError(BackendUnavailableError):
+    """No GPU can be used, whatever the model. `reason` says why."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"{reason}; use --backend cpu")
+        self.reason = reason
+
+
 @dataclass(frozen=True, slots=True)
 class Embedded:
     """Input embeddings of some tokens of a step that are not those of the vocabulary."""

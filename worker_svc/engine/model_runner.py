@@ -84,6 +84,7 @@ class ModelRunner(StepRunner):
     Raises CheckpointError for a model folder that cannot be served, BackendUnavailableError for a backend that this
     build or machine cannot run, ValueError for settings that contradict the model. `progress` gets fractions up to 1.0
     while weights load. `layers` computes the layers of a model that is no decoder; the CPU backend samples then.
+    `degradations`: why another runner would be faster.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class ModelRunner(StepRunner):
         config: EngineConfig,
         progress: Callable[[float], None] | None = None,
         layers: LayerBackend | None = None,
+        degradations: tuple[str, ...] = (),
     ) -> None:
         self._config = config
         self._is_asleep = False
@@ -136,7 +138,7 @@ class ModelRunner(StepRunner):
             num_snapshots=loaded.num_snapshots,
             snapshot_tokens=loaded.snapshot_tokens,
             groups=loaded.groups,
-            degradations=(NO_KERNELS,) if name == "cpu" and self._backend.name == "reference" else (),
+            degradations=(*degradations, NO_KERNELS) if name != self._backend.name else degradations,
         )
         self._serve(rows, info)
         self._heads: HeadDrafts | None = None

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from worker_svc.engine.backend import AttentionShape, BackendUnavailableError
+from worker_svc.engine.backend import AttentionShape, BackendUnavailableError, NoDeviceError
 from worker_svc.engine.checkpoint.tensors import Checkpoint
 from worker_svc.engine.config import ComputeDtype, EngineConfig, Kernels
 from worker_svc.engine.decoder.config import ModelConfig
@@ -111,19 +111,25 @@ def make_setup(
 
 
 def find_device(config: EngineConfig, rank: int = 0) -> torch.device:
-    """This rank's GPU, or the CPU for torch forms and for Triton's interpreter. Raises BackendUnavailableError if there
-    is neither."""
+    """This rank's GPU, or the CPU for torch forms and for Triton's interpreter. Raises NoDeviceError if there is
+    neither, BackendUnavailableError if only this rank has none."""
     if torch.cuda.is_available():
         if rank >= torch.cuda.device_count():
             raise BackendUnavailableError(
                 f"rank {rank} of this host has no GPU: {torch.cuda.device_count()} are visible; lower "
                 "tensor_parallel_size"
             )
-        torch.cuda.set_device(rank)
-        return torch.device("cuda", rank)
+        device = torch.device("cuda", rank)
+        try:
+            torch.cuda.set_device(device)
+            torch.ones(1, device=device).add_(1)
+            torch.cuda.synchronize(device)
+        except RuntimeError as error:  # for example: in use by another process, or too old for this torch
+            raise NoDeviceError(f"{device} cannot be used: {_first_line(error)}") from error
+        return device
     if config.kernels == "torch" or triton.knobs.runtime.interpret:
         return torch.device("cpu")
-    raise BackendUnavailableError(f"no CUDA device was found: {_why_no_device()}; use --backend cpu")
+    raise NoDeviceError(f"no CUDA device was found: {_why_no_device()}")
 
 
 def usable_kernels(config: EngineConfig, device: torch.device, degradations: Degradations) -> Kernels:
@@ -145,8 +151,12 @@ def _why_no_device() -> str:
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call]
     except (RuntimeError, AssertionError) as error:
-        return f"{str(error).strip().splitlines()[0]} (torch {torch.__version__} is built for CUDA {built_for})"
+        return f"{_first_line(error)} (torch {torch.__version__} is built for CUDA {built_for})"
     return f"torch {torch.__version__}, built for CUDA {built_for}, sees no GPU; check CUDA_VISIBLE_DEVICES"
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]
 
 
 def _check_fp8(device: torch.device, setting: str, advice: str) -> None:
