@@ -59,6 +59,7 @@ from worker_svc.engine.decoder.block_contents import BlockContents
 from worker_svc.engine.decoder.block_payload import BlockPart, MovableBlocks
 from worker_svc.kv_store.block_store import BlockStore
 from worker_svc.kv_store.disk_tier import DiskTier
+from worker_svc.kv_store.nixl_memory import has_nixl
 from worker_svc.kv_store.record import Origin, RecordFormat, WantedBlock
 
 BLOCK_SIZE, BLOCK_BYTES, LAYERS, NUM_BLOCKS = 16, 7 << 18, 28, 64
@@ -89,10 +90,10 @@ def open_bulk(address: str, worker_id: str) -> grpc.aio.Channel:
     return grpc.aio.insecure_channel(address, options=[*CHANNEL_OPTIONS, *BULK_OPTIONS.items()])
 
 
-async def worker_blocks(epoch: int, *, is_source: bool) -> WorkerBlocks:
+async def worker_blocks(epoch: int, *, is_source: bool, nixl: bool) -> WorkerBlocks:
     executor: Any = PoolOnly(worker_epoch=epoch, on_step=None, check_fence=lambda fence: None)
     executor.movable_blocks = lambda: payload_blocks(is_source=is_source)
-    found = WorkerBlocks(executor, MovementSettings(kv_transfer=True), open_bulk)
+    found = WorkerBlocks(executor, MovementSettings(kv_transfer=True, kv_nixl=nixl), open_bulk)
     info: Any = SimpleNamespace(
         attention_window=None, num_snapshots=None, revision="r", numerics="n", weights_revision=""
     )
@@ -100,13 +101,13 @@ async def worker_blocks(epoch: int, *, is_source: bool) -> WorkerBlocks:
     return found
 
 
-def serve_blocks(pipe: Connection, *, shares: bool) -> None:
+def serve_blocks(pipe: Connection, *, shares: bool, nixl: bool) -> None:
     """The process of the source. Ends with the pipe."""
     if not shares:
         setattr(worker_svc.blocks, "find_shared_memory", lambda *_: None)  # noqa: B010
 
     async def serve() -> None:
-        blocks, server = await worker_blocks(1, is_source=True), grpc.aio.server(options=SERVER_OPTIONS)
+        blocks, server = await worker_blocks(1, is_source=True, nixl=nixl), grpc.aio.server(options=SERVER_OPTIONS)
 
         async def read(request: worker_pb2.ReadBlocksRequest, context: object) -> AsyncIterator[Any]:
             async for response in blocks.read(request):
@@ -127,14 +128,14 @@ def serve_blocks(pipe: Connection, *, shares: bool) -> None:
     asyncio.run(serve())
 
 
-async def fetch_speed(*, shares: bool) -> float:
+async def fetch_speed(*, shares: bool = False, nixl: bool = False) -> float:
     """GB/s from a pool of one process to that of another."""
     context = multiprocessing.get_context("spawn")
     mine, theirs = context.Pipe()
-    process = context.Process(target=serve_blocks, args=(theirs,), kwargs={"shares": shares}, daemon=True)
+    process = context.Process(target=serve_blocks, args=(theirs,), kwargs={"shares": shares, "nixl": nixl}, daemon=True)
     process.start()
     port = await asyncio.get_running_loop().run_in_executor(None, mine.recv)
-    target = await worker_blocks(2, is_source=False)
+    target = await worker_blocks(2, is_source=False, nixl=nixl)
     ids = u32_to_bytes(np.arange(NUM_BLOCKS, dtype=np.uint32))
     request = worker_pb2.FetchBlocksRequest(block_ids=ids, hashes=b"".join(DIGESTS))
     request.token_ids = bytes(4 * BLOCK_SIZE * NUM_BLOCKS)
@@ -177,9 +178,11 @@ async def transport(folder: Path) -> dict[str, float]:
         "copy": _speed(lambda: np.copyto(pools[0], pools[1])),
         "disk_write": _speed(write),
         "disk_read": _speed(read),
-        "grpc": await fetch_speed(shares=False),
+        "grpc": await fetch_speed(),
         "shared_memory": await fetch_speed(shares=True),
     }
+    if has_nixl():
+        found["nixl"] = await fetch_speed(nixl=True)
     store.close()
     return found
 

@@ -34,26 +34,28 @@ from step_protocol.messages import StepBatch
 from svc_common.errors import InvalidRequestError, QuireError, StaleEpochError, UnavailableError
 from svc_common.memory import keep_freed_memory
 from svc_common.observe.metrics import Row
+from svc_common.tasks import cancel
 from worker_svc.engine.config import EngineInfo
 from worker_svc.executor import StepExecutor
 from worker_svc.kv_store.block_store import BlockStore, Committed
 from worker_svc.kv_store.disk_tier import DiskTier
 from worker_svc.kv_store.memory_tier import MemoryTier
+from worker_svc.kv_store.nixl_memory import REST_S, NixlAgent, NixlError
+from worker_svc.kv_store.outlets import MESSAGE_BYTES, Messages, Outlet, OverNixl, Shared
 from worker_svc.kv_store.record import BadRecordError, Found, Origin, RecordFormat, WantedBlock
 from worker_svc.kv_store.shared_memory import SharedMemory, find_shared_memory
 from worker_svc.kv_store.tier import Tier
 from worker_svc.lease import Lease
 from worker_svc.seals import Seals
-from worker_svc.wire import pieces
 
 log = logging.getLogger(__name__)
 
 DIGEST_BYTES = 16
-MESSAGE_BYTES = 4 << 20  # of a message between workers: some records, or a piece of one
 CALL_BYTES = 64 << 20  # of records between workers of one call, so of their shared memory
 MAX_MAPPED = 4  # memories of other workers
 MAX_CHANNELS = 16  # to other workers that are kept
 READ_BYTES = 4 << 20  # of records that are read from the tier by one thread at once
+PROGRESS_S = 0.001  # between looks at what NIXL receives
 WATCH_PAUSE_S = 0.1  # changes of the tier are sent together
 MAX_LISTED = 1 << 14  # digests in one message
 FETCH_TIMEOUT_S = 60.0
@@ -74,6 +76,7 @@ class MovementSettings:
     kv_disk: Path | None = None
     kv_disk_size: int = 0  # bytes
     kv_transfer: bool = False
+    kv_nixl: bool = False
     role: str = "both"
 
     @property
@@ -132,6 +135,7 @@ class WorkerBlocks:
         self._records: RecordFormat | None = None
         self._seals = Seals()  # written and read by the model thread
         self._memory: SharedMemory | None = None  # of the last call, for the next one
+        self._nixl: NixlAgent | None = None
         self._mapped: dict[str, memoryview] = {}  # memory of readers by its name, a random one; last used last
         self._channels: dict[tuple[str, str], OpenChannel] = {}  # last used last
         self._senders = ThreadPoolExecutor(1, thread_name_prefix="block-sender")
@@ -158,6 +162,8 @@ class WorkerBlocks:
             return None
         if self._settings.kv_transfer:
             keep_freed_memory()
+        if self._settings.kv_nixl and self._nixl is None:
+            self._nixl = await asyncio.get_running_loop().run_in_executor(self._senders, _nixl_agent)
         revision = info.weights_revision or info.revision
         self._records = RecordFormat(layout_digest(revision, info.numerics, blocks.layout), blocks)
         if self._settings.has_tier:
@@ -380,7 +386,7 @@ class WorkerBlocks:
     ) -> AsyncGenerator[list[Found], None]:
         """The blocks of one call: from memory that a source on this host shares, else from its messages."""
         loop, sent, start, size = asyncio.get_running_loop(), list[bytes](), 0, records.num_bytes
-        with self._shared_with(request, len(part) * size) as memory:
+        async with self._memory_for(request, len(part) * size) as memory:
             async for message in stub.ReadBlocks(request, timeout=FETCH_TIMEOUT_S):
                 if message.num_shared and memory is not None:
                     data = memory[start * size : (start + message.num_shared) * size]
@@ -398,8 +404,10 @@ class WorkerBlocks:
                     raise error
                 sent, start = [], start + len(unpacked)
 
-    @contextlib.contextmanager
-    def _shared_with(self, request: worker_pb2.ReadBlocksRequest, num_bytes: int) -> Iterator[memoryview | None]:
+    @contextlib.asynccontextmanager
+    async def _memory_for(
+        self, request: worker_pb2.ReadBlocksRequest, num_bytes: int
+    ) -> AsyncGenerator[memoryview | None, None]:
         """Memory for the answer to a request, which gets its name; None if this system has none. After a call that has
         not ended as it should, the source may still write to it.
         """
@@ -412,14 +420,35 @@ class WorkerBlocks:
             return
         request.memory.pid, request.memory.descriptor, request.memory.name = memory.pid, memory.descriptor, memory.name
         try:
-            yield memory.view
+            async with self._open_for_nixl(memory, request):
+                yield memory.view
         except BaseException:
-            memory.close()
+            self._close_memory(memory)
             raise
         if self._memory is None:
             self._memory = memory
         else:
-            memory.close()
+            self._close_memory(memory)
+
+    @contextlib.asynccontextmanager
+    async def _open_for_nixl(
+        self, memory: SharedMemory, request: worker_pb2.ReadBlocksRequest
+    ) -> AsyncGenerator[None, None]:
+        if self._nixl is None:
+            yield
+            return
+        with contextlib.suppress(NixlError):
+            request.nixl_memory.CopyFrom(self._nixl.register(memory.view))
+        task = asyncio.create_task(_progress(self._nixl))
+        try:
+            yield
+        finally:
+            await cancel(task)
+
+    def _close_memory(self, memory: SharedMemory) -> None:
+        memory.close()
+        if self._nixl is not None:
+            self._nixl.forget(memory.view)
 
     def _unpack_all(
         self, records: RecordFormat, data: memoryview, wanted: Sequence[WantedBlock]
@@ -457,15 +486,23 @@ class WorkerBlocks:
         ids, digests = _block_ids(request), split(request.hashes)
         if len(digests) != len(ids):
             raise InvalidRequestError(f"{len(ids)} block_ids with {len(digests)} hashes", field="hashes")
-        wanted, named = list(zip(ids.tolist(), digests, strict=True)), request.memory
-        size = sum(records.of(block).num_bytes for block, _ in wanted)
-        memory = self._find(named, size) if named.pid and size else None
         self.num_reads += 1
         try:
-            async for response in self._send(records, wanted, memory):
+            async for response in self._send(records, list(zip(ids.tolist(), digests, strict=True)), request):
                 yield response
+        except NixlError as error:
+            log.warning("%s; blocks go by gRPC for %g s", error, REST_S)
+            raise UnavailableError(str(error)) from None
         finally:
             self.num_reads -= 1
+
+    def _outlet(self, request: worker_pb2.ReadBlocksRequest, num_bytes: int) -> Outlet:
+        memory = self._find(request.memory, num_bytes) if request.memory.pid and num_bytes else None
+        if memory is not None:
+            return Shared(memory)
+        if self._nixl is not None and request.HasField("nixl_memory") and not self._nixl.is_resting:
+            return OverNixl(self._nixl, request.nixl_memory)
+        return Messages()
 
     def _find(self, named: worker_pb2.SharedMemory, size: int) -> memoryview | None:
         """The memory of a reader. It stays mapped for the next calls, because a new mapping costs more than the copies:
@@ -482,21 +519,18 @@ class WorkerBlocks:
         return found
 
     async def _send(
-        self, records: RecordFormat, wanted: Sequence[tuple[int, bytes]], memory: memoryview | None
+        self, records: RecordFormat, wanted: Sequence[tuple[int, bytes]], request: worker_pb2.ReadBlocksRequest
     ) -> AsyncIterator[worker_pb2.ReadBlocksResponse]:
         loop = asyncio.get_running_loop()
+        outlet = self._outlet(request, sum(records.of(block).num_bytes for block, _ in wanted))
         for of_part, found in _parts(records, [block for block, _ in wanted], MESSAGE_BYTES):
             part, size = wanted[found], of_part.num_bytes
-            place = np.empty(len(part) * size, np.uint8).data if memory is None else memory
-            count = await loop.run_in_executor(self._senders, self._pack_all, of_part, part, place)
+            pack = partial(self._pack_all, of_part, part)
+            count, responses = await loop.run_in_executor(self._senders, outlet.send, pack, len(part), size)
             self.counts.blocks_out += count
             self.counts.bytes_out += count * size
-            if memory is not None:
-                memory = memory[count * size :]
-                yield worker_pb2.ReadBlocksResponse(num_shared=count)
-            else:
-                for data in pieces(bytes(place[: count * size]), MESSAGE_BYTES):
-                    yield worker_pb2.ReadBlocksResponse(data=data)
+            for response in responses:
+                yield response
             if count < len(part):
                 return
 
@@ -548,6 +582,20 @@ class WorkerBlocks:
         finally:
             store.unwatch(on_change)
             unwatch()
+
+
+def _nixl_agent() -> NixlAgent | None:
+    try:
+        return NixlAgent()
+    except NixlError as error:
+        log.warning("--kv-nixl has no effect, blocks go by gRPC: %s", error)
+        return None
+
+
+async def _progress(agent: NixlAgent) -> None:
+    while True:
+        agent.progress()
+        await asyncio.sleep(PROGRESS_S)
 
 
 def _tiers_to_proto(tiers: Mapping[bytes, str | None]) -> Iterator[worker_pb2.WatchTierResponse]:

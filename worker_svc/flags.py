@@ -26,6 +26,7 @@ from worker_svc.engine.config import (
     Speculate,
 )
 from worker_svc.engine.kernels.machine import total_memory
+from worker_svc.kv_store.nixl_memory import has_nixl
 from worker_svc.simulator.runner import SimConfig
 
 GIB = 1 << 30
@@ -145,6 +146,10 @@ FLAGS = (
             "exchange cached blocks with the other workers of the scheduler: a sequence that moves takes its blocks "
             "along; workers call each other at the addresses that they registered",
         ),
+        Flag("--kv-nixl", switch,
+            "exchange blocks between hosts over NIXL (RDMA where the network has it) instead of gRPC. Needs "
+            "--kv-transfer and the package nixl; its connections are neither authenticated nor encrypted",
+        ),
         Flag("--role", one_of("both", "prefill", "decode"),
             "which work placement prefers for this worker: prompts, whose streams then leave for a decode worker with "
             "their blocks (prefill), streams (decode), or both. Needs --kv-transfer", default="both",
@@ -262,10 +267,14 @@ def check_node_flags(args: argparse.Namespace) -> None:
         raise ValueError(f"--nnodes {args.nnodes} needs --executor model: the simulation has one process")
 
 
-def check_role(args: argparse.Namespace) -> None:
-    """Raises ValueError if streams could not leave or reach a worker of this role."""
+def check_transfer(args: argparse.Namespace) -> None:
+    """Raises ValueError if streams could not leave or reach a worker of this role, or NIXL could not be used."""
     if args.role != "both" and not args.kv_transfer:
         raise ValueError(f"--role {args.role} needs --kv-transfer: streams take their blocks along")
+    if args.kv_nixl and not args.kv_transfer:
+        raise ValueError("--kv-nixl needs --kv-transfer: it is a way to exchange blocks")
+    if args.kv_nixl and not has_nixl():
+        raise ValueError("--kv-nixl needs the package nixl: pip install 'quire[nixl]'")
 
 
 def check_memory(args: argparse.Namespace) -> None:

@@ -34,7 +34,14 @@ from worker_svc.bundle import Bundle, ModelFolderError, read_bundle
 from worker_svc.check_model import check_model, resolve_model
 from worker_svc.engine.config import EngineConfig, EngineInfo
 from worker_svc.executor import StepExecutor
-from worker_svc.flags import check_memory, check_node_flags, check_role, engine_config, make_parser, scheduler_addresses
+from worker_svc.flags import (
+    check_memory,
+    check_node_flags,
+    check_transfer,
+    engine_config,
+    make_parser,
+    scheduler_addresses,
+)
 from worker_svc.lifecycle import DRAINING, Lifecycle
 from worker_svc.metrics import WorkerReader
 from worker_svc.node_links.leader_link import run_node
@@ -347,7 +354,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         trust = make_trust(args, "worker")
         check_node_flags(args)
         check_memory(args)
-        check_role(args)
+        check_transfer(args)
         check_reach(args, trust, *(address for address in (args.listen, args.node_listen) if address))
         resolve_model(args)
         settings, bundle = engine_config(args), read_bundle(args.model)

@@ -24,7 +24,9 @@ from worker_svc.blocks import MovementSettings, WorkerBlocks
 from worker_svc.bundle import Bundle
 from worker_svc.engine.config import EngineConfig
 from worker_svc.executor import StepExecutor
-from worker_svc.kv_store import record
+from worker_svc.kv_store import nixl_memory, record
+from worker_svc.kv_store.nixl_memory import NixlAgent, has_nixl
+from worker_svc.kv_store.outlets import Messages
 from worker_svc.kv_store.record import Origin, RecordFormat
 from worker_svc.kv_store.shared_memory import SharedMemory, find_shared_memory
 from worker_svc.lifecycle import Lifecycle
@@ -106,12 +108,17 @@ def num_equal(target: Served, source: Served) -> int:
     return equal.index(False) if False in equal else NUM_MOVED
 
 
-@pytest.fixture(params=["shared", "sent"])
+@pytest.fixture(params=["shared", "sent", "nixl"])
 async def pair(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Served, Served]]:
     """With records in shared memory, and as if the workers were on two hosts."""
-    if request.param == "sent":
+    if request.param != "shared":
         monkeypatch.setattr(worker_blocks, "find_shared_memory", lambda *_: None)
-    async with serve(1, kv_transfer=True) as source, serve(2, kv_transfer=True) as target:
+    settings = {"kv_transfer": True, "kv_nixl": request.param == "nixl"}
+    if settings["kv_nixl"] and not has_nixl():
+        pytest.skip("the package nixl is missing: pip install nixl")
+    if settings["kv_nixl"]:
+        monkeypatch.setattr(worker_blocks, "Messages", None)  # not used
+    async with serve(1, **settings) as source, serve(2, **settings) as target:
         yield source, target
 
 
@@ -122,6 +129,20 @@ async def test_blocks_arrive_as_they_were(pair: tuple[Served, Served]) -> None:
     assert num_equal(target, source) == NUM_MOVED
     assert target.runner._pool.tokens_of(12).tolist() == source.runner._pool.tokens_of(2).tolist()
     assert list(target.runner.committed_blocks()) == [], "only the scheduler commits"
+
+
+@pytest.mark.parametrize("pair", ["nixl"], indirect=True)
+async def test_what_nixl_cannot_write_is_sent_the_next_time(
+    pair: tuple[Served, Served], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = pair
+    monkeypatch.setattr(nixl_memory, "WRITE_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(NixlAgent, "progress", lambda self: None)
+    refused = await target.stub.FetchBlocks(order(target, source))
+    assert refused.num_fetched == 0
+    assert "UNAVAILABLE: NIXL does not write to the memory of the caller: the time is over" in refused.message
+    monkeypatch.setattr(worker_blocks, "Messages", Messages)
+    assert (await target.stub.FetchBlocks(order(target, source))).num_fetched == NUM_MOVED
 
 
 async def test_memory_is_shared_again_and_by_its_name_only(pair: tuple[Served, Served]) -> None:

@@ -1,0 +1,62 @@
+"""Where the records of a ReadBlocks call go: into memory of the caller, or into messages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from quire.internal.v1.worker_pb2 import NixlMemory, ReadBlocksResponse
+
+from worker_svc.kv_store.nixl_memory import NixlAgent
+from worker_svc.wire import pieces
+
+MESSAGE_BYTES = 4 << 20  # some records, or a piece of one
+
+Pack = Callable[[memoryview], int]  # writes records, and returns how many
+
+
+class Outlet(Protocol):
+    def send(self, pack: Pack, most: int, size: int) -> tuple[int, list[ReadBlocksResponse]]:
+        """Take what `pack` writes: at most `most` records of `size` bytes. Returns how many, and the answer for them.
+        Called by one thread.
+        """
+
+
+class Messages:
+    """For a caller whose memory this process cannot write to."""
+
+    def send(self, pack: Pack, most: int, size: int) -> tuple[int, list[ReadBlocksResponse]]:
+        place = np.empty(most * size, np.uint8).data
+        count = pack(place)
+        return count, [ReadBlocksResponse(data=data) for data in pieces(bytes(place[: count * size]), MESSAGE_BYTES)]
+
+
+@dataclass(slots=True)
+class Shared:
+    """For a caller on this host."""
+
+    memory: memoryview  # what is left of it
+
+    def send(self, pack: Pack, most: int, size: int) -> tuple[int, list[ReadBlocksResponse]]:
+        count = pack(self.memory)
+        self.memory = self.memory[count * size :]
+        return count, [ReadBlocksResponse(num_shared=count)]
+
+
+@dataclass(slots=True)
+class OverNixl:
+    """For a caller on another host that NIXL reaches. Raises NixlError."""
+
+    agent: NixlAgent
+    memory: NixlMemory
+    num_written: int = 0  # bytes
+
+    def send(self, pack: Pack, most: int, size: int) -> tuple[int, list[ReadBlocksResponse]]:
+        place = self.agent.staging(most * size)
+        count = pack(place)
+        if count:
+            self.agent.write(self.memory, self.num_written, place[: count * size])
+        self.num_written += count * size
+        return count, [ReadBlocksResponse(num_shared=count)]
