@@ -82,7 +82,7 @@ FLAGS = (
             default="auto",
         ),
         Flag("--quantize", one_of(*QUANTIZING_BACKENDS),
-            "round weights and the inputs of linear layers to 8 bits: int8 on CPUs, fp8 on GPUs (cuda); faster, "
+            "round weights and the inputs of linear layers to 8 bits: int8, or fp8 on GPUs (cuda); faster, "
             "less accurate; all workers of a model must agree; unset: no rounding",
         ),
         Flag("--determinism", one_of("exact", "best_effort"),

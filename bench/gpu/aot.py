@@ -77,11 +77,11 @@ MAX_LOOP_SPILLS = 2
 SPILL = re.compile(r"\b(?:LDL|STL)\b")
 # --short omits small kernels (bench/gpu/dry_run.py compiles them) and variants that differ little from a kept variant.
 LEFT_OUT = (
-    "norm 4096", "soft_cap", "silu", "deltas", "prepare", "of ranks", "descend", "work_list", "gelu", "bias=True",
-    "norm=False", "sums 0", "filter=False part=True", "float32", "dim 80", "dim 112", "dim 256", "dim 96 exact",
+    "norm 4096", "soft_cap", "silu", "deltas", "prepare", "work_list", "gelu", "bias=True",
+    "norm=False", "filter=False part=True", "float32", "dim 80", "dim 112", "dim 256", "dim 96 exact",
     "fp8 exact", "fp8 rows", "fp8 norm 4096", "fp8 linear few", "fp8 linear many", "experts many", "experts fp8 few",
-    "int4 linear few", "group 32", "experts count", "experts group", "experts add", "gated=False",
-    "adapters expand few",
+    "int8 rows", "int8 linear many", "int4 linear few", "group 32", "experts count", "experts group", "experts add",
+    "gated=False", "adapters expand few",
     "mistral exact", "gemma2 exact", "store mistral", "store gemma2", "without gate", "gemma2 prefill",
     "mistral decode", "many gated=True group 0", "linear exact group 0", "drafts=False",
 )  # fmt: skip

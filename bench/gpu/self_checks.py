@@ -17,7 +17,7 @@ from bench.gpu.checks.experts import expert_cases
 from bench.gpu.checks.layers import activation_cases, linear_cases, norm_cases, rope_store_cases, soft_cap_cases
 from bench.gpu.checks.sampling import banned_cases, filtered_cases, greedy_cases, noise_cases, processed_cases
 from bench.gpu.checks.steps import deltas_cases, prepare_cases
-from bench.gpu.checks.weights import fp8_cases, int4_cases
+from bench.gpu.checks.weights import fp8_cases, int4_cases, int8_cases
 from bench.gpu.model import EXPERTS, FEW_EXPERTS, model_of
 from bench.gpu.report import OutOfTimeError, Report
 from bench.workloads import COMMON
@@ -28,9 +28,9 @@ from worker_svc.engine.gpu.kernels import launch
 from worker_svc.engine.gpu.layers.linears import WeightFormat
 
 CHECKS = (
-    linear_cases, fp8_cases, int4_cases, expert_cases, adapter_cases, norm_cases, rope_store_cases, activation_cases,
-    soft_cap_cases, deltas_cases, prepare_cases, banned_cases, processed_cases, greedy_cases, noise_cases,
-    filtered_cases,
+    linear_cases, fp8_cases, int8_cases, int4_cases, expert_cases, adapter_cases, norm_cases, rope_store_cases,
+    activation_cases, soft_cap_cases, deltas_cases, prepare_cases, banned_cases, processed_cases, greedy_cases,
+    noise_cases, filtered_cases,
 )  # fmt: skip
 SERVING = ("attention", "linear")  # without which no speed is worth measuring
 FORMATS = frozenset(get_args(WeightFormat))  # every kind of quantized weights

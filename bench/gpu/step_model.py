@@ -97,6 +97,7 @@ class Step:
     is_exact: bool = False
     ranks: int = 1
     verifies: bool = False  # the rows decode, and their queries after the first are drafts
+    has_int8: bool = False  # weights of linear layers
 
     @property
     def num_tokens(self) -> int:
@@ -109,6 +110,10 @@ class Step:
     @property
     def launches_of_drafts(self) -> tuple[str, ...]:
         return DRAFT_LAUNCHES if self.verifies else ()
+
+    def launches_of_weights(self, shape: Shape) -> dict[str, int]:
+        """Those that round the inputs of linear layers."""
+        return {"int8_rows_kernel": len(shape.layer_linears()) * shape.layers} if self.has_int8 else {}
 
 
 def launches(shape: Shape, *, is_decode: bool, is_filtered: bool) -> dict[str, int]:
@@ -147,9 +152,10 @@ def parts_ms(
     """What the device does in a step, in milliseconds."""
     tokens, samples = step.num_tokens, step.num_tokens if step.verifies else len(step.queries)
     counts = launches(shape, is_decode=step.is_decode, is_filtered=step.sampling == "filtered")
-    counts |= dict.fromkeys(step.launches_of_drafts, 1)
+    counts |= dict.fromkeys(step.launches_of_drafts, 1) | step.launches_of_weights(shape)
     multiply = _exact_product_s if step.is_exact else _product_s
-    linears = sum(multiply(gpu, tokens, *size) for size in shape.layer_linears().values()) * shape.layers
+    of_layer = _int8_product_s if step.has_int8 else multiply
+    linears = sum(of_layer(gpu, tokens, *size) for size in shape.layer_linears().values()) * shape.layers
     passes, operations = gpu.sampler[step.sampling]
     logit_bytes = samples * shape.vocab * NUMBER_BYTES
     numbers_per_s = gpu.processors * gpu.clock_hz * gpu.lanes
@@ -170,6 +176,11 @@ def _product_s(gpu: Gpu, rows: int, outputs: int, inputs: int) -> float:
     """Seconds of a matrix product: its weights or its arithmetic, in whole tiles of 64 rows."""
     flop = 2 * -(-rows // 64) * 64 * outputs * inputs
     return max(NUMBER_BYTES * outputs * inputs / (gpu.bandwidth * gpu.gemm_bandwidth), flop / gpu.flops)
+
+
+def _int8_product_s(gpu: Gpu, rows: int, outputs: int, inputs: int) -> float:
+    """As `_product_s`: half the bytes, twice the operations per second."""
+    return _product_s(gpu, rows, outputs, inputs) / 2
 
 
 def _exact_product_s(gpu: Gpu, rows: int, outputs: int, inputs: int) -> float:
@@ -309,18 +320,23 @@ FORMER: dict[tuple[str, int, str], str] = {
 }  # fmt: skip
 
 
-def one_row_ms(model: str, context: int, gpu: Gpu, *, is_exact: bool) -> dict[str, float]:
+MODES: dict[str, dict[str, bool]] = {
+    "best_effort": {}, "exact": {"is_exact": True}, "exact, int8": {"is_exact": True, "has_int8": True},
+}  # fmt: skip
+
+
+def one_row_ms(model: str, context: int, gpu: Gpu, mode: str) -> dict[str, float]:
     """The parts of a step of one row."""
     shape, ranks = MODELS[model]
-    step = Step((context - 1,), (1,), "greedy", is_exact=is_exact, ranks=ranks)
+    step = Step((context - 1,), (1,), "greedy", ranks=ranks, **MODES[mode])
     return parts_ms(shape.of_rank(ranks), step, gpu, has_pdl=gpu.has_pdl)
 
 
 def one_row_table(gpu: Gpu) -> list[str]:
     """Lines of a table: milliseconds of a step of one row, with its serial part, beside the former expectation."""
     lines = ["| one row, ms | context | mode | step | attention in series | former |", "|" + " --- |" * 6]
-    for (model, context), mode in product(product(MODELS, CONTEXTS), ("best_effort", "exact")):
-        parts = one_row_ms(model, context, gpu, is_exact=mode == "exact")
+    for (model, context), mode in product(product(MODELS, CONTEXTS), MODES):
+        parts = one_row_ms(model, context, gpu, mode)
         former = FORMER.get((model, context, mode), "")
         lines.append(
             f"| {model} | {context:,} | {mode} | {sum(parts.values()):.2f} | {parts['attention in series']:.2f} | "

@@ -8,7 +8,15 @@ from typing import Any
 import triton
 
 from bench.gpu.variant import Variant
-from worker_svc.engine.gpu.kernels import expert_linear, int4_linear, low_rank, norm_rows, route, scaled_linear
+from worker_svc.engine.gpu.kernels import (
+    expert_linear,
+    int4_linear,
+    int8_linear,
+    low_rank,
+    norm_rows,
+    route,
+    scaled_linear,
+)
 
 VALUES = "*fp8e4nv"
 NUM_EXPERTS, TOP_K = 128, 8  # of Qwen3-30B-A3B
@@ -19,6 +27,7 @@ def weight_variants(t: str) -> Iterator[Variant]:
     yield from _row_variants(t)
     yield from _norm_variants(t)
     yield from _fp8_variants(t)
+    yield from _int8_variants(t)
     yield from _int4_variants(t)
     yield from _route_variants(t)
     yield from _expert_variants(t)
@@ -62,6 +71,19 @@ def _fp8_variants(t: str) -> Iterator[Variant]:
                 f"{VALUES} *fp32 {VALUES} *fp32 {t} {t} i32 i32 i32 i32 i32", constants,
                 tile.num_warps, tile.num_stages, ("N", "K"),
             )  # fmt: skip
+
+
+def _int8_variants(t: str) -> Iterator[Variant]:
+    constants = {"BLOCK": 4096, "SMALLEST": int8_linear.INT8_SMALLEST}
+    yield Variant("int8 rows", int8_linear.int8_rows_kernel, f"{t} *i8 *fp32 i32", constants, 8)
+    for use, tile in {"few rows": scaled_linear.FEW_ROWS, "many rows": scaled_linear.MANY_ROWS}.items():
+        constants = {
+            "BIAS": False, "BLOCK_M": tile.rows, "BLOCK_N": tile.columns, "BLOCK_K": scaled_linear.WIDEST_K
+        }  # fmt: skip
+        yield Variant(
+            f"int8 linear {use}", int8_linear.int8_linear_kernel, f"*i8 *fp32 *i8 *fp32 {t} {t} i32 i32 i32 i32",
+            constants, tile.num_warps, tile.num_stages, ("N", "K"),
+        )  # fmt: skip
 
 
 def _int4_variants(t: str) -> Iterator[Variant]:

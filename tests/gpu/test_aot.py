@@ -47,7 +47,10 @@ def test_workers_of_other_decoders_compile_all_kernels_at_start_up():
         assert worker["by_launches"] == worker["while_recording"] == worker["by_requests"] == []
 
 
-PRODUCTS = ("attention", "fp8 linear", "int4 linear", "experts exact", "experts few", "experts fp8", "adapters shrink")
+PRODUCTS = (
+    "attention", "fp8 linear", "int8 linear", "int4 linear", "experts exact", "experts few", "experts fp8",
+    "adapters shrink",
+)  # fmt: skip
 
 
 def test_kernels_compile_within_bounds():
@@ -89,7 +92,7 @@ def check_early_reads(kernels: dict[str, Any]) -> None:
     assert rounding
     assert all(early[name] == ["weight_ptr"] for name in {"norm", *rounding})
     assert early["norm layer"] == ["bias_ptr", "weight_ptr"]
-    linears = {name for name in early if name.startswith(("linear", "fp8 linear"))}
+    linears = {name for name in early if name.startswith(("linear", "fp8 linear", "int8 linear"))}
     assert "linear bias=False" in linears
     assert all(early[name] == ["weight_ptr"] for name in linears)
     others = early.keys() - norms - linears - rounding - {"norm", "norm layer"}

@@ -23,6 +23,7 @@ from worker_svc.engine.gpu.kernels import (
     deltas,
     expert_linear,
     int4_linear,
+    int8_linear,
     linear,
     low_rank,
     norm,
@@ -43,7 +44,7 @@ CONFIG = {
 }  # fmt: skip
 EXACT = Setup(
     parse_config(CONFIG), 97, torch.float32, 16, 700, DEVICE, Group(), "exact", has_scaled_cache=False,
-    formats=frozenset({"fp8", "int4"}), max_adapter_rank=64,
+    formats=frozenset({"fp8", "int4", "int8"}), max_adapter_rank=64,
 )  # fmt: skip
 MOE = CONFIG | {
     "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
@@ -164,6 +165,8 @@ ONE_WRONG_ELEMENT = [
         "round_e4m3(groups * inverse[:, None] * tl.where(tl.arange(0, BLOCK // GROUPS) == 71, 0.5, 1.0)[None, :])",
     ),
     (weights.fp8_cases, FP8, scaled_linear, "if BIAS:", "total = tl.where(column == 131, 0.0, total)\n    if BIAS:"),
+    (weights.int8_cases, EXACT, int8_linear, "- 12582912.0", "- tl.where(column == 71, 12582911.0, 12582912.0)"),
+    (weights.int8_cases, EXACT, int8_linear, "if BIAS:", "result = tl.where(column == 131, 0.0, result)\n    if BIAS:"),
     (weights.int4_cases, EXACT, int4_linear, "if BIAS:", "total = tl.where(column == 79, 0.0, total)\n    if BIAS:"),
     (weights.int4_cases, FP8, int4_linear, "weight.to(out_ptr", "(weight * (tile < 2)).to(out_ptr"),
     (weights.int4_cases, EXACT, int4_linear, "(words >> 20) & 15", "(words >> 20) & 7"),

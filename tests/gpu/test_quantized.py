@@ -11,12 +11,15 @@ import torch.nn.functional as F
 from tests.gpu.builders import relative_error
 from tests.gpu.driver import DeviceDriver, load
 from tests.gpu.test_runner import HEADS_4_2, SMALL, run_forced, run_mixed, worst_error
+from tests.unit.engine.driver import Driver
 from tests.unit.engine.models import load_reference, make_model
 from tests.unit.engine.quantized import FORMATS, awq, compressed_packed, fp8, gptq, quantize_model
 from tests.unit.engine.test_engine_models import check_against
+from tests.unit.engine.test_engine_quantized import W8A8
 from worker_svc.engine.backend import BackendUnavailableError
 from worker_svc.engine.checkpoint.quantized import order_of
 from worker_svc.engine.checkpoint.tensors import Checkpoint
+from worker_svc.engine.config import EngineConfig
 from worker_svc.engine.decoder.parse import parse_config
 from worker_svc.engine.gpu.collectives.group import Group
 from worker_svc.engine.gpu.kernels import forms
@@ -25,6 +28,7 @@ from worker_svc.engine.gpu.layers import weights
 from worker_svc.engine.gpu.layers.experts import compute_experts
 from worker_svc.engine.gpu.layers.linears import DeviceLinears, Int4Linear, has_int4
 from worker_svc.engine.gpu.start import setup
+from worker_svc.engine.model_runner import ModelRunner
 
 # Padding rows hold uninitialized memory; numpy warns about it where a device does not.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -127,6 +131,34 @@ def test_devices_without_fp8(tmp_path, monkeypatch):
     assert "fp8" not in loaded.info.numerics
 
 
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_int8_weights_are_multiplied_as_they_are_stored(tmp_path, kernels):
+    """As on the CPU, whose int8 layers have the same inputs up to the rounding of other layers."""
+    folder = make_model(tmp_path / "model", "llama", **SMALL, **HEADS_4_2)
+    quantize_model(folder, W8A8)
+    driver = DeviceDriver(load(folder, determinism="exact", kernels=kernels))
+    layer = driver.runner._compute._model.layers[0]
+    assert layer.qkv.weight.steps.dtype is layer.feed_forward.down.weight.steps.dtype is torch.int8
+    assert "int8 weights" in driver.runner.info.numerics
+    run_forced(driver)
+    on_cpu = Driver(ModelRunner(EngineConfig(folder, backend="reference", num_blocks=64, max_num_seqs=5)))
+    run_forced(on_cpu)
+    assert worst_error(driver, on_cpu) < FLIPPED
+
+
+def test_weights_rounded_to_int8_at_load(tmp_path):
+    folder = make_model(tmp_path / "model", "qwen2", **SMALL, **HEADS_4_2)
+    rounded, whole = forced(folder, quantize="int8"), forced(folder)
+    assert (rounded.runner.info.quantize, "int8 weights" in rounded.runner.info.numerics) == ("int8", True)
+    assert rounded.runner.info.revision != whole.runner.info.revision
+    layers = [driver.runner._compute._model.layers[1].feed_forward.down for driver in (rounded, whole)]
+    assert relative_error(layers[0].widened(), layers[1].weight) < 0.01
+    assert 0 < worst_error(rounded, whole) < 0.05
+    experts = make_model(tmp_path / "experts", "mixtral", **SMALL, **HEADS_4_2)
+    with pytest.raises(BackendUnavailableError, match="quantize int8 does not serve experts on a GPU; use --quantize"):
+        load(experts, quantize="int8")
+
+
 INT4 = {
     "gptq": gptq(4, 32), "gptq act-order": gptq(4, 64, order=True), "gptq one group": gptq(4, -1, symmetric=True),
     "awq": awq(64), "compressed": compressed_packed(4, 128),
@@ -177,6 +209,7 @@ def test_what_an_int4_kernel_does_not_serve_is_converted(tmp_path, monkeypatch):
 
 
 SHARDED = {
+    "int8 channel": W8A8,
     "fp8 tensor": fp8(None), "fp8 channel": FORMATS["compressed-fp8-channel"], "fp8 blocks": fp8(24), "int4": awq(64),
     "int4 one group": gptq(4, -1), "int4 act-order": gptq(4, 64, order=True),
 }  # fmt: skip

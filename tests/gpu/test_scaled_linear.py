@@ -1,4 +1,4 @@
-"""Products with fp8 weights: the kernels against torch, the library's product, and rows that depend on no others."""
+"""Products with weights in 8 bits: the kernels against torch, the library's product, rows that depend on no others."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 
 from tests.gpu.builders import DEVICE, relative_error
 from worker_svc.engine.backend import Norm
-from worker_svc.engine.gpu.kernels import norm_rows, scaled_linear
+from worker_svc.engine.gpu.kernels import forms, int8_linear, norm_rows, scaled_linear
 from worker_svc.engine.gpu.kernels.norm import add_norm
 from worker_svc.engine.gpu.kernels.scaled_linear import (
     Fp8Weight,
@@ -17,6 +17,7 @@ from worker_svc.engine.gpu.kernels.scaled_linear import (
     reference_rows,
 )
 from worker_svc.engine.gpu.layers.linears import DeviceLinears, library_product, library_serves
+from worker_svc.engine.kernels.torch_linear import Int8Linear
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -119,6 +120,25 @@ def test_one_scale_for_the_library_and_the_kernel():
         assert torch.equal(layer.widened(), weight.widened())
     odd = DeviceLinears("best_effort", torch.float32).make_fp8_linear(weight_of(40, 72, 72), None)
     assert odd.product is not library_product
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("num_rows", [1, 67])
+def test_int8_layers_give_the_bits_of_the_cpu(monkeypatch, dtype, num_rows):
+    """Few and many rows, rows that are read in two parts, without size, or with numbers that are not finite."""
+    monkeypatch.setattr(int8_linear, "WIDEST", 128)
+    x, weight, bias = random(num_rows, 200, dtype=dtype), random(130, 200, seed=1, dtype=dtype), random(130, seed=2)
+    if num_rows > 1:
+        x[1] = 0
+        x[2] *= 1e4
+        x[3, 150], x[4, 0] = torch.nan, torch.inf
+    expected = Int8Linear(weight.cpu(), bias.cpu())(x.cpu()).to(DEVICE)
+    finite = [row for row in range(num_rows) if row not in (3, 4)]
+    for form in (forms.TRITON, forms.TORCH):
+        with forms.using(form):
+            found = EXACT.make_int8_linear(int8_linear.torch_int8_rows(weight), bias)(x)
+        assert torch.equal(found[finite], expected[finite])
+        assert found[3:5].isnan().all()
 
 
 @pytest.mark.parametrize("fault", [RuntimeError("not implemented"), None])

@@ -13,6 +13,7 @@ from bench.gpu.report import Report
 from bench.gpu.step_model import (
     FORMER,
     MODELS,
+    MODES,
     Shape,
     Step,
     calibrated,
@@ -132,13 +133,20 @@ def test_measured_figures_are_compared_with_predictions():
 
 def test_long_contexts_of_one_row_are_not_bound_by_what_runs_in_series():
     for model in MODELS:
-        for is_exact in (False, True):
-            parts = one_row_ms(model, 131_072, H200, is_exact=is_exact)
-            assert 0 < parts["attention in series"] < 0.3 * sum(parts.values()), (model, is_exact)
-    assert sum(one_row_ms("0.6B", 32_768, H200, is_exact=True).values()) < 4.0
+        for mode in MODES:
+            parts = one_row_ms(model, 131_072, H200, mode)
+            assert 0 < parts["attention in series"] < 0.3 * sum(parts.values()), (model, mode)
+    assert sum(one_row_ms("0.6B", 32_768, H200, "exact").values()) < 4.0
+
+
+def test_int8_weights_are_read_in_half_the_time():
+    plain, int8 = (one_row_ms("8B", 512, H200, mode) for mode in ("best_effort", "exact, int8"))
+    assert int8["linear layers"] == plain["linear layers"] / 2
+    assert int8["head"] >= plain["head"]
+    assert plain["launches"] < int8["launches"] < 1.6 * plain["launches"]
 
 
 def test_every_expectation_of_the_former_reading_is_printed_beside_its_prediction():
     text = "\n".join(one_row_table(H200))
-    assert text.count("\n") == 1 + len(MODELS) * 4 * 2
+    assert text.count("\n") == 1 + len(MODELS) * 4 * len(MODES)
     assert all(f"| {former} |" in text for former in FORMER.values())

@@ -30,7 +30,9 @@ ALL_REDUCE = ("auto", "nccl")
 PROPOSERS = {"suffix": False, "mtp": False, "draft": True, "eagle": True}  # whether a folder is named
 MAX_DRAFTS = 16  # of one row in one step
 SPECULATE = "suffix, mtp, draft:DIR or eagle:DIR"
-QUANTIZING_BACKENDS: Mapping[Quantization, tuple[str, ...]] = {"int8": ("cpu", "reference"), "fp8": ("cuda",)}
+QUANTIZING_BACKENDS: Mapping[Quantization, tuple[str, ...]] = {
+    "int8": ("cpu", "reference", "cuda"), "fp8": ("cuda",),
+}  # fmt: skip
 
 
 class Speculate(NamedTuple):
@@ -77,7 +79,7 @@ class EngineConfig:
     max_adapter_rank: their largest rank. Their memory is reserved for this rank.
     max_loaded_adapters: adapters in host memory.
     has_groups: layers with attention windows may have blocks of their own (decoder/cache_groups.py).
-    quantize: weights and inputs of linear layers are rounded to int8 (CPUs, docs/adr/0003-cpu-kernels.md) or to fp8
+    quantize: weights and inputs of linear layers are rounded to int8 (docs/adr/0003-cpu-kernels.md) or to fp8
     (backend cuda, docs/adr/0043-a-checkpoint-becomes-data.md). None: they are not.
 
     Only backend cuda (docs/adr/0013-gpu-engine.md) uses attention, tensor_parallel_size, dtype float16, and:

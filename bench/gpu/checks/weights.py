@@ -9,9 +9,10 @@ import torch
 
 from bench.gpu.checks.case import TOLERANCES, Case, Outputs, Setup
 from worker_svc.engine.backend import Norm
-from worker_svc.engine.gpu.kernels import int4_linear, norm, norm_rows, scaled_linear
+from worker_svc.engine.gpu.kernels import int4_linear, int8_linear, norm, norm_rows, scaled_linear
 from worker_svc.engine.gpu.kernels.int4_linear import DEPTH, Int4Weight
 from worker_svc.engine.gpu.kernels.scaled_linear import FP8, Fp8Weight, ScaledRows
+from worker_svc.engine.kernels.torch_linear import Int8Rows
 
 NUM_ROWS = scaled_linear.EXACT.rows + 1  # two tiles; the second has one row
 NUM_OUTPUTS = scaled_linear.EXACT.columns + 16
@@ -95,6 +96,30 @@ def _product_case(setup: Setup, group: int, num_rows: int) -> Case:
         {"output": scaled_linear.reference(rows, stored, bias)},
         {"output": max(TOLERANCES[setup.dtype], FP8_SUM)},
     )
+
+
+def int8_cases(setup: Setup) -> Iterator[Case]:
+    """The rounding of rows, and the product for few and for many rows."""
+    if "int8" not in setup.formats:
+        return
+    in_size = setup.model.hidden_size
+    x, weight = setup.random(NUM_ROWS, in_size), int8_linear.torch_int8_rows(setup.random(NUM_OUTPUTS, in_size, seed=1))
+    rounded, bias = int8_linear.torch_int8_rows(x), setup.random(NUM_OUTPUTS, seed=2)
+
+    def rows(first: int, last: int) -> Outputs:
+        found = int8_linear.int8_rows(x[first:last].clone())
+        return {"steps": found.steps, "scales": found.scales}
+
+    def product(first: int, last: int) -> Outputs:
+        part = Int8Rows(rounded.steps[first:last].clone(), rounded.scales[first:last].clone())
+        return {"output": int8_linear.int8_linear(part, weight, bias, setup.dtype)}
+
+    sizes, all_rows = f"[{NUM_ROWS}, {in_size}], {setup.dtype}", range(NUM_ROWS + 1)
+    yield Case("int8_rows", sizes, all_rows, rows, {"steps": rounded.steps, "scales": rounded.scales})
+    for num_rows in (1, NUM_ROWS):
+        part = Int8Rows(rounded.steps[:num_rows], rounded.scales[:num_rows])
+        expected = {"output": int8_linear.torch_int8_linear(part, weight, bias, setup.dtype)}
+        yield Case("int8_linear", f"{num_rows} of {sizes}", range(num_rows + 1), product, expected)
 
 
 def int4_cases(setup: Setup) -> Iterator[Case]:

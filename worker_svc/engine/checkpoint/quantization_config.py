@@ -18,6 +18,7 @@ LINEAR = "Linear"  # the target that stands for all linear layers
 UNLIMITED = -1  # group_size of one group for all inputs
 
 IN_DTYPE = "weights are converted to `--dtype` at load"
+INT8_STORED = "int8 kernel with the stored values and scales"
 FP8_STORED = "fp8 kernels with the stored values and scales"
 INT4_STORED = "int4 kernels with the stored values and scales; 8 bits are converted at load"
 INT4_ON_CPU = "`cpu`: int4 kernels with the stored values and scales; `reference`, and 8 bits: converted at load"
@@ -27,8 +28,8 @@ FORMATS = (
     (
         "compressed-tensors",
         "`int-quantized`: int8 per output or tensor, inputs in int8 with dynamic scales per token",
-        "int8 kernel with the stored values and scales",
-        IN_DTYPE,
+        INT8_STORED,
+        f"{INT8_STORED}; experts are converted",
     ),
     ("compressed-tensors", "`int-quantized`: int8 per output, tensor or group, other inputs", IN_DTYPE, IN_DTYPE),
     ("compressed-tensors", "`float-quantized`: fp8 (e4m3) per output, tensor or block", IN_DTYPE, FP8_STORED),

@@ -75,13 +75,13 @@ class Int8Linear:
     def __init__(self, weight: torch.Tensor | Int8Rows, bias: torch.Tensor | None) -> None:
         if isinstance(weight, torch.Tensor):
             check_int8_width(weight.shape[1])
-            steps, scales = _quantize_rows(weight)
+            steps, scales = int8_steps(weight)
             weight = Int8Rows(steps.to(torch.int8), scales)
         self._weight, self._scales = weight.steps, weight.scales
         self._bias = None if bias is None else bias.float()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        q, scales = _quantize_rows(x)
+        q, scales = int8_steps(x)
         sums = (q.double() @ self._weight.double().T).float()  # exact: integers below 2^53
         y = sums * (scales[:, None] * self._scales)
         return (y if self._bias is None else y + self._bias).to(x.dtype)
@@ -96,8 +96,8 @@ def check_int8_width(in_features: int) -> None:
         )
 
 
-def _quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each row of [n, dim] in steps of its own scale: steps [n, dim] from -127 to 127, scales [n]."""
+def int8_steps(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each row of [n, dim] in steps of its own scale: steps [n, dim] from -127 to 127 as float32, scales [n]."""
     wide = x.float()
     top = wide.abs().amax(dim=1)
     inverse = torch.where(top > INT8_SMALLEST, torch.div(torch.tensor(INT8_MAX), top), 0.0)

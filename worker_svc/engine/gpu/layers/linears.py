@@ -1,6 +1,7 @@
 """Linear layers on the device, by how their weights are stored.
 
 float   cuBLAS, or in exact mode the Triton kernel of kernels/linear.py
+int8    the Triton kernel of kernels/int8_linear.py, whose sums are integers, in every mode
 fp8     torch._scaled_mm (cuBLAS, CUTLASS) with one scale per row, or the Triton kernel of kernels/scaled_linear.py:
         in exact mode, for scales of groups of inputs, and for shapes and dtypes that the library refuses
 int4    torch._weight_int4pack_mm (tinygemm) in bfloat16, or the Triton kernel of kernels/int4_linear.py: in exact mode
@@ -22,6 +23,7 @@ from worker_svc.engine.backend import Linear
 from worker_svc.engine.config import Determinism
 from worker_svc.engine.gpu.kernels import int4_linear, linear
 from worker_svc.engine.gpu.kernels.int4_linear import Int4Weight
+from worker_svc.engine.gpu.kernels.int8_linear import int8_linear, int8_rows
 from worker_svc.engine.gpu.kernels.scaled_linear import (
     Fp8Weight,
     ScaledRows,
@@ -31,10 +33,11 @@ from worker_svc.engine.gpu.kernels.scaled_linear import (
     reference_rows,
     scaled_linear,
 )
+from worker_svc.engine.kernels.torch_linear import Int8Rows
 
 logger = logging.getLogger(__name__)
 
-WeightFormat = Literal["fp8", "int4"]
+WeightFormat = Literal["fp8", "int4", "int8"]
 FP8_CAPABILITY = (8, 9)  # first compute capability with e4m3
 LIBRARY_MULTIPLE = 16  # sizes of a product that torch._scaled_mm accepts on a GPU
 FEW_ROWS = 64  # up to here int4 is multiplied; beyond it a copy in a float type costs less (not measured)
@@ -85,6 +88,9 @@ class DeviceLinears:
             return Fp8Linear(weight, bias, library_product)
         return Fp8Linear(weight, bias, partial(scaled_linear, is_exact=self.is_exact))
 
+    def make_int8_linear(self, rows: Int8Rows, bias: torch.Tensor | None) -> Linear:
+        return DeviceInt8Linear(rows, bias)
+
     def make_int4_linear(self, weight: Int4Weight, bias: torch.Tensor | None) -> Linear:
         may_use_library = self._dtype is torch.bfloat16 and not self.is_exact and weight.group in int4_linear.GROUPS
         if may_use_library and library_serves_int4(weight.words.device):
@@ -124,6 +130,20 @@ class Fp8Linear:
 
     def widened(self) -> torch.Tensor:
         return self.weight.widened()
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceInt8Linear:
+    """A weight in int8. Inputs are rounded, each row with its own scale."""
+
+    weight: Int8Rows
+    bias: torch.Tensor | None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return int8_linear(int8_rows(x), self.weight, self.bias, x.dtype)
+
+    def widened(self) -> torch.Tensor:
+        return self.weight.steps.float() * self.weight.scales[:, None]
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,11 +24,13 @@ from worker_svc.engine.gpu.kernels import int4_linear
 from worker_svc.engine.gpu.kernels.expert_linear import ExpertWeights
 from worker_svc.engine.gpu.kernels.fp8 import scale_for
 from worker_svc.engine.gpu.kernels.int4_linear import Int4Weight
+from worker_svc.engine.gpu.kernels.int8_linear import torch_int8_rows
 from worker_svc.engine.gpu.kernels.scaled_linear import FP8, SMALLEST_GROUP, Fp8Weight, quantized
 from worker_svc.engine.gpu.layers.adapter_shapes import AdapterShapes, ModuleShard, SiteShard
 from worker_svc.engine.gpu.layers.experts import StackedExperts
 from worker_svc.engine.gpu.layers.linears import DeviceLinears, StoredWeight, WeightFormat, has_fp8, has_int4
 from worker_svc.engine.gpu.uploads import Uploader
+from worker_svc.engine.kernels.torch_linear import Int8Rows, check_int8_width
 
 COLUMN_PARALLEL = ("q", "gate", "up")  # each rank computes a shard of the output
 KEY_VALUE = ("k", "v")  # the same, but several ranks may hold the same head
@@ -79,6 +81,9 @@ def formats_of(
     is_int4 = any(isinstance(scheme, Packed) and scheme.bits == INT4_BITS for _, scheme in schemes)
     if is_int4 and quantize is None and has_int4(dtype, device):
         found.add("int4")
+    is_int8 = any(isinstance(scheme, Scaled) and scheme.dtype == "int8" for _, scheme in schemes)
+    if quantize == "int8" or (is_int8 and quantize is None):
+        found.add("int8")
     return frozenset(found)
 
 
@@ -282,6 +287,21 @@ class ShardLoader(WeightLoader):
         whole = self._join(steps, self._bytes_uploader, torch.uint8).view(FP8)
         placed = torch.cat(scales)[:, : None if columns else 1].T.contiguous().to(self._device)
         return Fp8Weight(whole, placed, columns or whole.shape[1])
+
+    def _int8_rows(self, stored: Stored) -> Int8Rows | None:
+        if self._quantize == "int8" and stored.roles[0][0] not in KEPT:
+            weight = self._float_weight(stored)
+            check_int8_width(weight.shape[1])
+            self.formats.add("int8")
+            return torch_int8_rows(weight)
+        whole = super()._int8_rows(stored) if stored.order is None else None
+        if whole is None:
+            return None
+        self.formats.add("int8")
+        spread = whole.scales[:, None].expand(-1, self._group.size)  # so that each rank finds its part
+        steps = self._join(self._parts(stored.roles, whole.steps.view(torch.uint8)), self._bytes_uploader, torch.uint8)
+        scales = torch.cat(self._parts(stored.roles, spread))[:, 0].contiguous()
+        return Int8Rows(steps.view(torch.int8), scales.to(self._device))
 
     def _int4_weight(self, stored: Stored) -> Int4Weight | None:
         """The weight in int4 as it is stored. None: it is converted."""

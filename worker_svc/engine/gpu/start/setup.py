@@ -107,6 +107,10 @@ def make_setup(
         _check_fp8(device, "kv_cache_dtype fp8", "use --kv-cache-dtype auto")
     if config.quantize == "fp8":
         _check_fp8(device, "quantize fp8", "start the worker without --quantize")
+    if config.quantize == "int8" and any(layer.experts is not None for layer in whole.layers):
+        raise BackendUnavailableError(
+            "quantize int8 does not serve experts on a GPU; use --quantize fp8, or --backend cpu"
+        )
     return Setup(config, whole, model, choose_dtype(config, checkpoint, device), device, group, degradations)
 
 
