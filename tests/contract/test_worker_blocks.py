@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from svc_common.observe.inspection import Inspector
 from svc_common.serve import GrpcServer, open_channel
 from tests.unit.worker.test_kv_store import make_block
 from worker_svc import blocks as worker_blocks
+from worker_svc import flags as worker_flags
 from worker_svc.blocks import MovementSettings, WorkerBlocks
 from worker_svc.bundle import Bundle
 from worker_svc.engine.config import EngineConfig
@@ -296,6 +298,22 @@ async def test_a_worker_without_the_flags_moves_nothing(tmp_path: Path) -> None:
         assert first.is_listed
         assert not first.added + first.added_to_memory
         listing.cancel()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--role", "decode"), "--role decode needs --kv-transfer"),
+        (("--kv-nixl",), "--kv-nixl needs --kv-transfer"),
+        (("--kv-transfer", "--kv-nixl"), "needs the package nixl: pip install 'quire[nixl]'"),
+    ],
+)
+def test_ways_of_blocks_need_what_they_go_over(
+    flags: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_flags, "has_nixl", lambda: False)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        worker_flags.check_transfer(worker_flags.make_parser().parse_args(["--model", "m", *flags]))
 
 
 def test_a_record_names_where_its_block_was_committed() -> None:
