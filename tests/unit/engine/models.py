@@ -23,7 +23,7 @@ ARCHITECTURES = (
     "qwen3_moe", "mixtral", "olmo2", "gpt2", "qwen2_moe", "glm4_moe", "dots1", "minimax_m2", "glm4", "olmo3",
     "smollm3", "granite", "granite4", "ernie4_5", "ernie4_5_moe", "hunyuan", "seed_oss", "exaone4", "ministral3",
     "mistral3", "cohere2", "starcoder2", "arcee", "llama4", "gpt_oss", "deepseek_v2", "deepseek_v3",
-    "glm4_moe_lite",
+    "glm4_moe_lite", "gemma", "gemma3_vl", "olmoe", "granite_moe", "granite_moe_shared", "cohere", "glm",
 )  # fmt: skip
 
 CLASSES = {
@@ -73,11 +73,18 @@ CLASSES = {
     "deepseek_v2": (transformers.DeepseekV2Config, transformers.DeepseekV2ForCausalLM),
     "deepseek_v3": (transformers.DeepseekV3Config, transformers.DeepseekV3ForCausalLM),
     "glm4_moe_lite": (transformers.Glm4MoeLiteConfig, transformers.Glm4MoeLiteForCausalLM),
+    "gemma": (transformers.GemmaConfig, transformers.GemmaForCausalLM),
+    "olmoe": (transformers.OlmoeConfig, transformers.OlmoeForCausalLM),
+    "granite_moe": (transformers.GraniteMoeConfig, transformers.GraniteMoeForCausalLM),
+    "granite_moe_shared": (transformers.GraniteMoeSharedConfig, transformers.GraniteMoeSharedForCausalLM),
+    "cohere": (transformers.CohereConfig, transformers.CohereForCausalLM),
+    "glm": (transformers.GlmConfig, transformers.GlmForCausalLM),
+    "lfm2_moe": (transformers.Lfm2MoeConfig, transformers.Lfm2MoeForCausalLM),
 }
 
 RECURRENT = (
     "qwen3_5", "qwen3_5_moe", "qwen3_next", "lfm2", "bamba", "granite_hybrid", "granite_hybrid_moe", "falcon_h1",
-    "nemotron_h",
+    "nemotron_h", "lfm2_moe",
 )  # fmt: skip
 GATED_DELTA = {
     "num_hidden_layers": 4,
@@ -110,6 +117,16 @@ FIELDS: dict[str, dict[str, Any]] = {
     "qwen3_next": GATED_DELTA | GATED_EXPERTS,
     "lfm2": {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "conv"],
              "block_multiple_of": 40},
+    "lfm2_moe": {"num_hidden_layers": 5, "layer_types": ["conv", "full_attention", "conv", "conv", "full_attention"],
+                 "num_dense_layers": 1, "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 40,
+                 "routed_scaling_factor": 1.4},
+    "gemma": {"head_dim": 20, "hidden_size": 60, "num_attention_heads": 6, "num_key_value_heads": 3},
+    "olmoe": {"num_experts": 7, "num_experts_per_tok": 3, "hidden_size": 72, "num_attention_heads": 6,
+              "num_key_value_heads": 2},
+    "granite_moe": {"embedding_multiplier": 3.0, "residual_multiplier": 0.22, "attention_multiplier": 0.4,
+                    "logits_scaling": 1.3, "num_local_experts": 5, "num_experts_per_tok": 3},
+    "cohere": {"hidden_size": 60, "num_attention_heads": 6, "num_key_value_heads": 3, "logit_scale": 0.3},
+    "glm": {"head_dim": 20, "num_attention_heads": 6, "num_key_value_heads": 3, "attention_bias": True},
     "bamba": {"num_hidden_layers": 4, "attn_layer_indices": [1], "mamba_n_heads": 6, "mamba_d_head": 24,
               "mamba_n_groups": 3, "mamba_d_state": 10, "hidden_size": 72, "mamba_conv_bias": True,
               "num_attention_heads": 6, "num_key_value_heads": 3, "time_step_limit": (0.01, 0.9)},
@@ -168,6 +185,8 @@ FIELDS["granite_hybrid_moe"] = FIELDS["granite_hybrid"] | {
     "intermediate_size": 40,
     "position_embedding_type": "rope",
 }
+FIELDS["granite_moe_shared"] = FIELDS["granite_moe"] | {"shared_intermediate_size": 70}
+FIELDS["gemma3_vl"] = FIELDS["gemma3"]
 FIELDS["falcon_h1"] = {
     "hidden_size": 60, "num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 70,
     "mamba_d_ssm": 96, "mamba_n_heads": 6, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 10,
@@ -276,6 +295,17 @@ def _mistral3_config(**fields: Any) -> transformers.Mistral3Config:
     )
 
 
+def _gemma3_config(**fields: Any) -> transformers.Gemma3Config:
+    tower = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return transformers.Gemma3Config(
+        text_config=fields,
+        vision_config={"image_size": 28, "patch_size": 14, **tower},
+        mm_tokens_per_image=4,
+        tie_word_embeddings=fields["tie_word_embeddings"],
+    )
+
+
+CLASSES["gemma3_vl"] = (_gemma3_config, transformers.Gemma3ForConditionalGeneration)
 CLASSES["mistral3"] = (_mistral3_config, transformers.Mistral3ForConditionalGeneration)
 
 
@@ -320,7 +350,7 @@ def randomize(model: torch.nn.Module, generator: torch.Generator) -> None:
     for name, buffer in model.named_buffers():
         if name.endswith("layer_scalar"):
             buffer.uniform_(0.5, 1.5, generator=generator)
-        if name.endswith("correction_bias"):  # as wide as the scores, so that it changes the choice
+        if name.endswith(("correction_bias", "expert_bias")):  # as wide as the scores, so that it changes the choice
             buffer.normal_(0.0, 0.3, generator=generator)
     if model.config.tie_word_embeddings:  # the head has unit gain too
         embedding = model.get_input_embeddings().weight

@@ -26,7 +26,14 @@ CONFIGS = {
     "MistralForCausalLM": transformers.MistralConfig,
     "Phi3ForCausalLM": transformers.Phi3Config,
     "Gemma2ForCausalLM": transformers.Gemma2Config,
+    "GemmaForCausalLM": transformers.GemmaConfig,
     "Gemma3ForCausalLM": transformers.Gemma3TextConfig,
+    "OlmoeForCausalLM": transformers.OlmoeConfig,
+    "GraniteMoeForCausalLM": transformers.GraniteMoeConfig,
+    "GraniteMoeSharedForCausalLM": transformers.GraniteMoeSharedConfig,
+    "CohereForCausalLM": transformers.CohereConfig,
+    "GlmForCausalLM": transformers.GlmConfig,
+    "Lfm2MoeForCausalLM": transformers.Lfm2MoeConfig,
     "Gemma3nForCausalLM": transformers.Gemma3nTextConfig,
     "Gemma4ForCausalLM": transformers.Gemma4TextConfig,
     "Qwen3MoeForCausalLM": transformers.Qwen3MoeConfig,
@@ -71,6 +78,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "Glm4MoeForCausalLM": {"num_attention_heads": 32},
     "Dots1ForCausalLM": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "GraniteMoeHybridForCausalLM": {"layer_types": ["attention"] * 32},
+    "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention"] * 16},
 }
 # Their towers describe other classes; the text part has the defaults of these.
 WITH_TOWERS = {
@@ -81,6 +89,7 @@ WITH_TOWERS = {
     "Qwen3_5MoeForConditionalGeneration": transformers.Qwen3_5MoeTextConfig,
     "Llama4ForConditionalGeneration": transformers.Llama4TextConfig,
     "Mistral3ForConditionalGeneration": transformers.MistralConfig,
+    "Gemma3ForConditionalGeneration": transformers.Gemma3TextConfig,
     "Gemma3nForConditionalGeneration": transformers.Gemma3nTextConfig,
     "Gemma4ForConditionalGeneration": transformers.Gemma4TextConfig,
 }
@@ -196,6 +205,11 @@ def test_qwen3_moe_has_windows_in_all_layers() -> None:
     config = transformers.Qwen3MoeConfig(use_sliding_window=True, sliding_window=16).to_dict()
     parsed = parse_config(config | {"architectures": ["Qwen3MoeForCausalLM"], "max_window_layers": 4})
     assert {layer.window for layer in parsed.layers} == {16}
+
+
+def test_gemma_has_the_tanh_form_of_gelu_under_either_name() -> None:
+    folders = [transformers.GemmaConfig().to_dict() | {"hidden_act": name} for name in ("gelu", "gelu_pytorch_tanh")]
+    assert parse("GemmaForCausalLM", folders[0]) == parse("GemmaForCausalLM", folders[1])
 
 
 def test_gemma3_has_no_cap_of_scores() -> None:

@@ -153,7 +153,9 @@ class Architecture:
     tower: TowerKind | None = None  # of images; their tokens have positions on three axes (rows/positions.py)
     mrope: MropeKind | None = None  # how the frequencies of a head are divided among the axes
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of fields that config.json lacks, as in transformers
-    fixed: Mapping[str, Any] = field(default_factory=dict)  # fields with the only value that is computed
+    fixed: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # fields with the only value that is computed; a tuple: also spelled so
     ignored: frozenset[str] = frozenset()  # fields that transformers does not read for this architecture
     fields: Mapping[str, str] = field(default_factory=dict)  # other names of fields of config.json
     unread: tuple[str, ...] = ()  # beginnings of names of tensors that are not read

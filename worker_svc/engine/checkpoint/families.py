@@ -153,8 +153,39 @@ GEMMA2 = Architecture(
     fields={"hidden_act": "hidden_activation"},
     names=GEMMA_NAMES,
 )
+GEMMA3 = replace(
+    GEMMA2,
+    models="Gemma 3, text only",
+    qk_norm="head",
+    windows="pattern",
+    defaults={
+        **GEMMA2.defaults,
+        "final_logit_softcapping": None,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4,
+        "sliding_window_pattern": 6,
+    },
+    ignored=frozenset({"attn_logit_softcapping"}),
+)
 MULTIPLIERS = dict.fromkeys(
     ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"), 1.0
+)
+GRANITE_NAMES = replace(
+    LLAMA_NAMES,
+    router="block_sparse_moe.router.layer",
+    experts="block_sparse_moe.",
+    expert_linears=("input_linear.weight", "output_linear.weight"),
+    stacked_experts="outputs_first",
+    shared="shared_mlp.",
+    shared_linears=("input_linear", "output_linear"),
+)
+GRANITE_MOE = Architecture(
+    "Granite 3 with experts",
+    windows="none",
+    experts=ExpertFamily(is_normalized=True),
+    defaults={**MULTIPLIERS, "num_experts": 8, "num_experts_per_tok": 2},
+    fields={"num_experts": "num_local_experts"},
+    names=GRANITE_NAMES,
 )
 MISTRAL = Architecture(
     "Mistral",
@@ -163,6 +194,18 @@ MISTRAL = Architecture(
     has_o_bias=False,
     windows="all",
     defaults={"sliding_window": 4096, "num_key_value_heads": 8},
+)
+COHERE = Architecture(
+    "Command R",
+    norm="layer",
+    has_norm_bias=False,
+    windows="none",
+    is_interleaved=True,
+    is_parallel=True,
+    defaults={"norm_eps": 1e-5, "rope_theta": 5e5, "logit_scale": 0.0625, "tie_word_embeddings": True},
+    fixed={"use_qk_norm": False},
+    fields={"norm_eps": "layer_norm_eps"},
+    names=replace(LLAMA_NAMES, pre_feedforward_layernorm="input_layernorm"),
 )
 ERNIE = Architecture(
     "ERNIE 4.5",
@@ -227,6 +270,21 @@ QWEN2_VL = Architecture(
     tower="qwen2_vl",
     mrope="sections",
     defaults={"rms_norm_eps": 1e-5, "rope_theta": 1e6, "max_window_layers": 80, "mrope_section": [16, 24, 24]},
+)
+GLM = Architecture(
+    "GLM-4 (2024)",
+    frozenset({"partial_rotary"}),
+    has_o_bias=False,
+    windows="none",
+    is_interleaved=True,
+    defaults={
+        "attention_bias": True,
+        "rms_norm_eps": 1.5625e-7,
+        "partial_rotary_factor": 0.5,
+        "head_dim": 128,
+        "num_key_value_heads": 2,
+    },
+    names=replace(FUSED_NAMES, qkv=LLAMA_NAMES.qkv),
 )
 LATENT_SIZES = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "v_head_dim": 128, "qk_nope_head_dim": 128}
 DEEPSEEK_V3 = Architecture(
@@ -417,20 +475,22 @@ ARCHITECTURES = {
         names=FUSED_NAMES,
     ),
     "Gemma2ForCausalLM": GEMMA2,
-    "Gemma3ForCausalLM": replace(
-        GEMMA2,
-        models="Gemma 3, text only",
-        qk_norm="head",
-        windows="pattern",
+    "GemmaForCausalLM": Architecture(
+        "Gemma",
+        norm="rms_offset",
+        windows="none",
+        scales_embedding=True,
+        activation="gelu_tanh",
         defaults={
-            **GEMMA2.defaults,
-            "final_logit_softcapping": None,
-            "rope_theta": 1e6,
-            "rope_local_base_freq": 1e4,
-            "sliding_window_pattern": 6,
+            "hidden_act": "gelu_pytorch_tanh",
+            "tie_word_embeddings": True,
+            "num_key_value_heads": 16,
+            "head_dim": 256,
         },
-        ignored=frozenset({"attn_logit_softcapping"}),
+        fixed={"use_bidirectional_attention": None, "hidden_act": ("gelu_pytorch_tanh", "gelu")},
     ),
+    "Gemma3ForCausalLM": GEMMA3,
+    "Gemma3ForConditionalGeneration": replace(GEMMA3, unread=("vision_tower.", "multi_modal_projector.")),
     "Gemma3nForCausalLM": GEMMA3N,
     "Gemma3nForConditionalGeneration": GEMMA3N,
     "Gemma4ForCausalLM": GEMMA4,
@@ -471,6 +531,14 @@ ARCHITECTURES = {
         windows="none",
         defaults={"rms_norm_eps": 1e-5},
         names=OLMO2_NAMES,
+    ),
+    "OlmoeForCausalLM": Architecture(
+        "OLMoE",
+        qk_norm="projection",
+        windows="none",
+        experts=ExpertFamily(),
+        defaults={"rms_norm_eps": 1e-5, "num_experts": 64, "num_experts_per_tok": 8, "intermediate_size": 2048},
+        fixed={"clip_qkv": None},
     ),
     "Qwen2MoeForCausalLM": Architecture(
         "Qwen1.5-MoE, Qwen2-MoE",
@@ -555,6 +623,33 @@ ARCHITECTURES = {
         names=QWEN3_NEXT_NAMES,
     ),
     "Lfm2ForCausalLM": LFM2,
+    "Lfm2MoeForCausalLM": replace(
+        LFM2,
+        models="LFM2 with experts",
+        adjusts_inner=False,
+        experts=ExpertFamily(scores="sigmoid", has_correction=True),
+        defaults={
+            "norm_eps": 1e-5,
+            "rope_theta": 1e6,
+            "num_key_value_heads": 8,
+            "tie_word_embeddings": True,
+            "conv_L_cache": 3,
+            "first_k_dense_replace": 2,
+            "num_experts": 32,
+            "num_experts_per_tok": 4,
+            "norm_topk_prob": True,
+            "moe_intermediate_size": 1792,
+        },
+        fixed={"use_expert_bias": True},
+        fields={"first_k_dense_replace": "num_dense_layers"},
+        names=replace(
+            LFM2_NAMES,
+            router="feed_forward.gate",
+            correction="feed_forward.expert_bias",
+            experts="feed_forward.experts.{}.",
+            expert_linears=("w1", "w3", "w2"),
+        ),
+    ),
     "BambaForCausalLM": Architecture(
         "Bamba",
         frozenset({"partial_rotary"}),
@@ -565,22 +660,12 @@ ARCHITECTURES = {
         fields={"full_attn_idxs": "attn_layer_indices"},
         names=BAMBA_NAMES,
     ),
-    "Glm4ForCausalLM": Architecture(
-        "GLM-4 (0414)",
-        frozenset({"partial_rotary"}),
-        has_o_bias=False,
-        windows="none",
-        is_interleaved=True,
-        defaults={
-            "attention_bias": True,
-            "rms_norm_eps": 1.5625e-7,
-            "partial_rotary_factor": 0.5,
-            "head_dim": 128,
-            "num_key_value_heads": 2,
-        },
+    "GlmForCausalLM": GLM,
+    "Glm4ForCausalLM": replace(
+        GLM,
+        models="GLM-4 (0414)",
         names=replace(
-            FUSED_NAMES,
-            qkv=LLAMA_NAMES.qkv,
+            GLM.names,
             post_attention_layernorm="post_self_attn_layernorm",
             post_feedforward_layernorm="post_mlp_layernorm",
         ),
@@ -608,6 +693,14 @@ ARCHITECTURES = {
         defaults={"rope_theta": 2e6, "num_key_value_heads": 4, "tie_word_embeddings": True},
     ),
     "GraniteForCausalLM": Architecture("Granite 3", has_mlp_bias=None, windows="none", defaults=MULTIPLIERS),
+    "GraniteMoeForCausalLM": GRANITE_MOE,
+    "GraniteMoeSharedForCausalLM": replace(
+        GRANITE_MOE,
+        models="Granite 3 with experts, one of them shared",
+        experts=ExpertFamily(is_normalized=True, shared="whole"),
+        defaults={**GRANITE_MOE.defaults, "shared_expert_intermediate_size": 0},
+        fields={**GRANITE_MOE.fields, "shared_expert_intermediate_size": "shared_intermediate_size"},
+    ),
     "GraniteMoeHybridForCausalLM": Architecture(
         "Granite 4",
         frozenset({"recurrent", "experts", "shared_experts"}),
@@ -632,15 +725,9 @@ ARCHITECTURES = {
             "intermediate_size": "shared_intermediate_size",
         },
         names=replace(
-            LLAMA_NAMES,
+            GRANITE_NAMES,
             gate_up=("shared_mlp.input_linear",),
             down=("shared_mlp.output_linear",),
-            router="block_sparse_moe.router.layer",
-            experts="block_sparse_moe.",
-            expert_linears=("input_linear.weight", "output_linear.weight"),
-            stacked_experts="outputs_first",
-            shared="shared_mlp.",
-            shared_linears=("input_linear", "output_linear"),
             recurrent=MAMBA,
         ),
     ),
@@ -795,24 +882,20 @@ ARCHITECTURES = {
         defaults={"rms_norm_eps": 1e-5, "head_dim": 128, "num_key_value_heads": 8},
         unread=("vision_tower.", "multi_modal_projector."),
     ),
-    "Cohere2ForCausalLM": Architecture(
-        "Command R7B, Command A",
-        WINDOWS,
-        norm="layer",
-        has_norm_bias=False,
+    "CohereForCausalLM": COHERE,
+    "Cohere2ForCausalLM": replace(
+        COHERE,
+        models="Command R7B, Command A",
+        may_need=WINDOWS,
         windows="pattern",
         rotated="windows",
-        is_interleaved=True,
-        is_parallel=True,
         defaults={
-            "norm_eps": 1e-5,
-            "logit_scale": 0.0625,
+            **COHERE.defaults,
+            "rope_theta": 1e4,
             "sliding_window": 4096,
             "sliding_window_pattern": 4,
-            "tie_word_embeddings": True,
         },
-        fields={"norm_eps": "layer_norm_eps"},
-        names=replace(LLAMA_NAMES, pre_feedforward_layernorm="input_layernorm"),
+        fixed={},
     ),
     "Starcoder2ForCausalLM": Architecture(
         "StarCoder2",

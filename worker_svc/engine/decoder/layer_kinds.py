@@ -83,7 +83,8 @@ def layer_kinds(config: dict[str, Any], architecture: Architecture, count: int) 
     if architecture.recurrence is not None:
         attends = config.get("full_attn_idxs")
         if attends is None and "full_attention_interval" not in config:
-            raise CheckpointError("full_attn_idxs: config.json must list the layers with attention, or layer_types")
+            field = "full_attn_idxs" if "full_attn_idxs" in architecture.fields else "layer_types"
+            raise CheckpointError(f"{field}: config.json must list the layers with attention")
         if attends is None:
             every = size_of(config, "full_attention_interval")
             attends = range(every - 1, count, every)

@@ -128,8 +128,9 @@ def _completed(config: dict[str, Any], architecture: Architecture) -> dict[str, 
     """config.json with our names of fields, the architecture's defaults, and without fields that it ignores."""
     for field, value in architecture.fixed.items():
         found = config.get(field, architecture.defaults.get(field, value))
-        if (bool(found) if isinstance(value, bool) else found) != value:
-            raise CheckpointError(f"{field}: {found!r} is not supported; only {value} is computed")
+        known = value if isinstance(value, tuple) else (value,)
+        if (bool(found) if isinstance(value, bool) else found) not in known:
+            raise CheckpointError(f"{field}: {found!r} is not supported; only {known[0]} is computed")
     defaults = architecture.defaults
     renamed = {ours: config[theirs] for ours, theirs in architecture.fields.items() if theirs in config}
     # A field of our name stands for something else then, e.g. the width of experts
@@ -431,7 +432,7 @@ def _groups(config: dict[str, Any], num_experts: int, top_k: int) -> tuple[int, 
 
 def _shared_inner(config: dict[str, Any]) -> int:
     """The width of the shared expert; 0: there is none."""
-    if config.get("shared_expert_intermediate_size") is not None:
+    if config.get("shared_expert_intermediate_size"):
         return size_of(config, "shared_expert_intermediate_size")
     count = config.get("n_shared_experts") or 0
     return size_of(config, "n_shared_experts") * size_of(config, "moe_intermediate_size") if count else 0
