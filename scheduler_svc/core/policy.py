@@ -336,7 +336,7 @@ class Rate:
     @property
     def early_per_s(self) -> float | None:
         """The rate as soon as there is one, where a wrong estimate refuses nothing."""
-        return self._amount / self._busy_s if self._amount > 0 else None
+        return self._amount / self._busy_s if self._amount > 0 and self._busy_s > 0 else None
 
 
 class Throughput:

@@ -106,6 +106,14 @@ def test_a_pace_is_unknown_until_it_was_busy_and_follows_what_changes() -> None:
     assert idle.per_s is None
 
 
+def test_work_that_took_no_time_gives_no_rate() -> None:
+    pace = Rate()
+    pace.add(8, 0.0)  # steps within one tick of the clock
+    assert pace.early_per_s is None
+    pace.add(8, 2.0)
+    assert pace.early_per_s == pytest.approx(16 / 2.0, rel=0.2)
+
+
 def best_place(load: list[int], uncached: list[int], pressure: list[float], alpha: float = 3.0, **options: Any) -> int:
     loads, scores = np.array(load), placement_scores(np.array(load), np.array(uncached), alpha)
     allowed = np.array(options.get("allowed", [True] * len(load)))
