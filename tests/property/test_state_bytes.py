@@ -153,7 +153,7 @@ class Run:
         self.num_open = self.num_started = 0
         self.has_moves = has_moves
         self.tiers: dict[str, dict[bytes, bytes]] = {}
-        self.moves: list[BlockMove] = []
+        self.moves: list[tuple[BlockMove, Worker]] = []
         self.num_moved = {True: 0, False: 0}  # snapshots from tiers, and from other workers
         prefix = [self.rng.randrange(3, 200) for _ in range(4 * BLOCK)]
         self.prefixes = [prefix, prefix[: 2 * BLOCK + 3], []]
@@ -201,7 +201,7 @@ class Run:
             self.scheduler.drain_worker(rng.choice(list(self.workers)))
         for batch in self.scheduler.schedule(self.now):
             self.workers[batch.worker_id].queue.append(batch)
-        self.moves += self.scheduler.moves.take_moves()
+        self.moves += [(move, self.workers[move.worker_id]) for move in self.scheduler.moves.take_moves()]
         if self.moves and rng.random() < 0.3:
             self.end_move()
         busy = [worker for worker in self.workers.values() if worker.queue]
@@ -214,16 +214,16 @@ class Run:
             self.kill(rng.choice(list(self.workers)))
 
     def end_move(self) -> None:
-        """The oldest move, if the steps that were in flight have run."""
-        move = self.moves[0]
-        target = self.workers[move.worker_id]
-        if target.num_steps < move.after_step_id:
+        """The oldest move, if the steps that were in flight have run. A process that was killed gets nothing."""
+        move, target = self.moves[0]
+        is_dead = target is not self.workers[move.worker_id]
+        if target.num_steps < move.after_step_id and not is_dead:
             return
         del self.moves[0]
         source = None if move.source is None else self.workers[move.source.worker_id]
         if source is not None and move.source is not None and source.capacity.worker_epoch != move.source.worker_epoch:
             source = None
-        count = target.fetch(move, source)
+        count = 0 if is_dead else target.fetch(move, source)
         self.num_moved[move.source is None] += count == move.num_items and bool(move.extras)
         self.scheduler.end_move(move.move_id, count, 0.001, self.now)
 
