@@ -25,7 +25,7 @@ WORKER_FLAGS = (
 PATIENT_TOKENS, URGENT_TOKENS = 100, 12
 PATIENT_LENGTHS, URGENT_LENGTHS = (60, 33, 97), (300, 5, 90)
 SHARED_PREFIX = 48
-HAVE_GROUPS = ("gemma3", "gemma3_vl", "gpt_oss", "llama4", "olmo3")  # with two rows the pool is divided among cache groups
+HAVE_GROUPS = ("gemma3", "gemma3_vl", "gpt_oss", "llama4", "olmo3")  # two rows: the pool has cache groups
 QUANTIZED = ("gptq-int4-act-order", "awq", "fp8-block", "compressed-int8-channel", "compressed-int4")
 NOT_DEEP = ("gemma3", "gpt_oss", "nemotron_h", "awq")  # each takes several seconds; test_architectures.py has others
 
