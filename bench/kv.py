@@ -116,7 +116,7 @@ def serve_blocks(pipe: Connection, *, shares: bool, nixl: bool) -> None:
         handler = grpc.unary_stream_rpc_method_handler(
             read,
             worker_pb2.ReadBlocksRequest.FromString,
-            worker_pb2.ReadBlocksResponse.SerializeToString,
+            lambda answer: answer if isinstance(answer, bytes) else answer.SerializeToString(),
         )
         name = "quire.internal.v1.WorkerService"
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, {"ReadBlocks": handler}),))

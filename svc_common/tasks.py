@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 REPEAT_S = 5.0  # longer than tasks need to clean up
 SLICE_S = 0.005  # far below the least pause of a stream that its client notices
@@ -36,3 +40,19 @@ async def cancel(*tasks: asyncio.Future[Any]) -> None:
     for task in tasks:
         if not task.cancelled():
             task.exception()  # else asyncio logs that it was never read
+
+
+async def one_ahead(items: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
+    """The same items, none of them None. The next one is made while the caller uses one."""
+
+    async def make() -> T | None:
+        return await anext(items, None)
+
+    async with aclosing(items):
+        coming = asyncio.create_task(make())
+        try:
+            while (item := await coming) is not None:
+                coming = asyncio.create_task(make())
+                yield item
+        finally:
+            await cancel(coming)

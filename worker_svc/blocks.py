@@ -17,15 +17,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import TypeAlias
 
 import grpc
 import numpy as np
-from quire.internal.v1 import scheduler_pb2, worker_pb2, worker_pb2_grpc
+from quire.internal.v1 import scheduler_pb2, worker_pb2
 from quire.v1 import types_pb2
 
 from prefix_index.hashing import layout_digest
@@ -34,24 +35,26 @@ from step_protocol.messages import StepBatch
 from svc_common.errors import InvalidRequestError, QuireError, StaleEpochError, UnavailableError
 from svc_common.memory import keep_freed_memory
 from svc_common.observe.metrics import Row
-from svc_common.tasks import cancel
+from svc_common.tasks import cancel, one_ahead
 from worker_svc.engine.config import EngineInfo
 from worker_svc.executor import StepExecutor
 from worker_svc.kv_store.block_store import BlockStore, Committed
 from worker_svc.kv_store.disk_tier import DiskTier
 from worker_svc.kv_store.memory_tier import MemoryTier
 from worker_svc.kv_store.nixl_memory import REST_S, NixlAgent, NixlError
-from worker_svc.kv_store.outlets import MESSAGE_BYTES, Messages, Outlet, OverNixl, Shared
+from worker_svc.kv_store.outlets import MESSAGE_BYTES, Answer, Messages, Outlet, OverNixl, Shared
 from worker_svc.kv_store.record import BadRecordError, Found, Origin, RecordFormat, WantedBlock
 from worker_svc.kv_store.shared_memory import SharedMemory, find_shared_memory
 from worker_svc.kv_store.tier import Tier
 from worker_svc.lease import Lease
 from worker_svc.seals import Seals
+from worker_svc.wire import SentRecords, records_from_wire
 
 log = logging.getLogger(__name__)
 
 DIGEST_BYTES = 16
-CALL_BYTES = 64 << 20  # of records between workers of one call, so of their shared memory
+READ_BLOCKS = "/quire.internal.v1.WorkerService/ReadBlocks"
+CALL_BYTES = 128 << 20  # of records between workers of one call, so of their shared memory
 MAX_MAPPED = 4  # memories of other workers
 MAX_CHANNELS = 16  # to other workers that are kept
 READ_BYTES = 4 << 20  # of records that are read from the tier by one thread at once
@@ -90,6 +93,9 @@ class MovementSettings:
 
 class FetchEndedError(Exception):
     """A block cannot be had; the message says why. It and the blocks after it are computed again."""
+
+
+Checked: TypeAlias = tuple[list[Found], FetchEndedError | None]  # leading blocks, and what is wrong with the next one
 
 
 @dataclass(slots=True)
@@ -336,7 +342,7 @@ class WorkerBlocks:
     ) -> AsyncGenerator[list[Found], None]:
         num_found = 0
         try:
-            async with self._connected(source.address, source.worker_id) as stub:
+            async with self._connected(source.address, source.worker_id) as channel:
                 for of_part, place in _parts(records, order.block_ids, CALL_BYTES):
                     part = order.wanted[place]
                     request = worker_pb2.ReadBlocksRequest(
@@ -345,7 +351,7 @@ class WorkerBlocks:
                         block_ids=source.block_ids[4 * place.start : 4 * place.stop],
                         hashes=b"".join(wanted.digest for wanted in part),
                     )
-                    async with contextlib.aclosing(self._read_part(stub, request, part, of_part)) as batches:
+                    async with contextlib.aclosing(self._read_part(channel, request, part, of_part)) as batches:
                         async for found in batches:
                             yield found
                             num_found += len(found)
@@ -355,9 +361,7 @@ class WorkerBlocks:
             raise FetchEndedError(f"worker {source.worker_id}: {error.code().name}: {error.details()}") from None
 
     @contextlib.asynccontextmanager
-    async def _connected(
-        self, address: str, worker_id: str
-    ) -> AsyncGenerator[worker_pb2_grpc.WorkerServiceAsyncStub, None]:
+    async def _connected(self, address: str, worker_id: str) -> AsyncGenerator[grpc.aio.Channel, None]:
         """Keeps channels for the next fetches: a drain makes many, and a handshake takes longer than most of them. A
         channel is closed only while no call uses it, because the calls would be cancelled.
         """
@@ -366,7 +370,7 @@ class WorkerBlocks:
         channels[key] = used
         used.num_calls += 1
         try:
-            yield worker_pb2_grpc.WorkerServiceStub(used.channel)
+            yield used.channel
         except grpc.aio.AioRpcError:  # the next fetch does not wait until this channel connects again
             channels.pop(key, None)
             raise
@@ -379,30 +383,52 @@ class WorkerBlocks:
 
     async def _read_part(
         self,
-        stub: worker_pb2_grpc.WorkerServiceAsyncStub,
+        channel: grpc.aio.Channel,
         request: worker_pb2.ReadBlocksRequest,
         part: Sequence[WantedBlock],
         records: RecordFormat,
     ) -> AsyncGenerator[list[Found], None]:
-        """The blocks of one call: from memory that a source on this host shares, else from its messages."""
-        loop, sent, start, size = asyncio.get_running_loop(), list[bytes](), 0, records.num_bytes
-        async with self._memory_for(request, len(part) * size) as memory:
-            async for message in stub.ReadBlocks(request, timeout=FETCH_TIMEOUT_S):
-                if message.num_shared and memory is not None:
-                    data = memory[start * size : (start + message.num_shared) * size]
-                else:
-                    sent.append(message.data)
-                    if sum(map(len, sent)) < size:
-                        continue
-                    data = memoryview(sent[0] if len(sent) == 1 else b"".join(sent))
-                wanted = part[start : start + len(data) // size]
-                if not wanted:
-                    raise FetchEndedError("the source sent more blocks than were wanted")
-                unpacked, error = await loop.run_in_executor(self._receivers, self._unpack_all, records, data, wanted)
-                yield unpacked
-                if error is not None:
-                    raise error
-                sent, start = [], start + len(unpacked)
+        """The blocks of one call: from memory that a source on this host shares, else from its messages. Some arrive
+        and are checked while those before them are written. The last ones are written when the memory is given back.
+        """
+        async with self._memory_for(request, len(part) * records.num_bytes) as memory:
+            read = channel.unary_stream(
+                READ_BLOCKS,
+                request_serializer=worker_pb2.ReadBlocksRequest.SerializeToString,
+                response_deserializer=records_from_wire,
+            )
+            messages = read(request, timeout=FETCH_TIMEOUT_S)
+            async with contextlib.aclosing(one_ahead(self._received(messages, memory, part, records))) as batches:
+                async for checked in batches:
+                    found, error = await checked
+                    yield found
+                    if error is not None:
+                        raise error
+
+    async def _received(
+        self,
+        messages: AsyncIterable[SentRecords | None],
+        memory: memoryview | None,
+        part: Sequence[WantedBlock],
+        records: RecordFormat,
+    ) -> AsyncGenerator[asyncio.Future[Checked], None]:
+        """The blocks of each message. They are checked in the order in which they arrive."""
+        loop, sent, start, size = asyncio.get_running_loop(), list[memoryview](), 0, records.num_bytes
+        async for message in messages:
+            if message is None:
+                raise FetchEndedError("the source sent a message that cannot be decoded")
+            if message.num_shared and memory is not None:
+                data = memory[start * size : (start + message.num_shared) * size]
+            else:
+                sent.append(message.data)
+                if sum(map(len, sent)) < size:
+                    continue
+                data = sent[0] if len(sent) == 1 else memoryview(b"".join(sent))
+            wanted = part[start : start + len(data) // size]
+            if not wanted:
+                raise FetchEndedError("the source sent more blocks than were wanted")
+            yield loop.run_in_executor(self._receivers, self._unpack_all, records, data, wanted)
+            sent, start = [], start + len(wanted)
 
     @contextlib.asynccontextmanager
     async def _memory_for(
@@ -450,9 +476,7 @@ class WorkerBlocks:
         if self._nixl is not None:
             self._nixl.forget(memory.view)
 
-    def _unpack_all(
-        self, records: RecordFormat, data: memoryview, wanted: Sequence[WantedBlock]
-    ) -> tuple[list[Found], FetchEndedError | None]:
+    def _unpack_all(self, records: RecordFormat, data: memoryview, wanted: Sequence[WantedBlock]) -> Checked:
         """The blocks of some records, up to one that is not the wanted block."""
         found, size = list[Found](), records.num_bytes
         for start, one in zip(range(0, len(data), size), wanted, strict=False):
@@ -474,7 +498,7 @@ class WorkerBlocks:
 
     # -- serving ------------------------------------------------------------------------------------------------------
 
-    async def read(self, request: worker_pb2.ReadBlocksRequest) -> AsyncIterator[worker_pb2.ReadBlocksResponse]:
+    async def read(self, request: worker_pb2.ReadBlocksRequest) -> AsyncIterator[Answer]:
         """The records of committed blocks, for another worker."""
         records = self._movable()
         if not self._settings.kv_transfer:
@@ -488,8 +512,11 @@ class WorkerBlocks:
             raise InvalidRequestError(f"{len(ids)} block_ids with {len(digests)} hashes", field="hashes")
         self.num_reads += 1
         try:
-            async for response in self._send(records, list(zip(ids.tolist(), digests, strict=True)), request):
-                yield response
+            wanted = list(zip(ids.tolist(), digests, strict=True))
+            async with contextlib.aclosing(one_ahead(self._packed(records, wanted, request))) as parts:
+                async for packed in parts:
+                    for answer in await packed:
+                        yield answer
         except NixlError as error:
             log.warning("%s; blocks go by gRPC for %g s", error, REST_S)
             raise UnavailableError(str(error)) from None
@@ -518,21 +545,25 @@ class WorkerBlocks:
             del self._mapped[next(iter(self._mapped))]
         return found
 
-    async def _send(
+    async def _packed(
         self, records: RecordFormat, wanted: Sequence[tuple[int, bytes]], request: worker_pb2.ReadBlocksRequest
-    ) -> AsyncIterator[worker_pb2.ReadBlocksResponse]:
+    ) -> AsyncGenerator[asyncio.Future[list[Answer]], None]:
+        """The answers for each part of the wanted blocks, which one thread makes one after the other."""
         loop = asyncio.get_running_loop()
         outlet = self._outlet(request, sum(records.of(block).num_bytes for block, _ in wanted))
         for of_part, found in _parts(records, [block for block, _ in wanted], MESSAGE_BYTES):
-            part, size = wanted[found], of_part.num_bytes
-            pack = partial(self._pack_all, of_part, part)
-            count, responses = await loop.run_in_executor(self._senders, outlet.send, pack, len(part), size)
-            self.counts.blocks_out += count
-            self.counts.bytes_out += count * size
-            for response in responses:
-                yield response
-            if count < len(part):
-                return
+            yield loop.run_in_executor(self._senders, self._pack_part, outlet, of_part, wanted[found])
+
+    def _pack_part(self, outlet: Outlet, records: RecordFormat, wanted: Sequence[tuple[int, bytes]]) -> list[Answer]:
+        """The answers for these blocks: none after a block that was not there, because the call may have ended."""
+        if outlet.has_ended:
+            return []
+        size = records.num_bytes
+        count, answers = outlet.send(partial(self._pack_all, records, wanted), len(wanted), size)
+        self.counts.blocks_out += count
+        self.counts.bytes_out += count * size
+        outlet.has_ended = count < len(wanted)
+        return answers
 
     def _pack_all(self, records: RecordFormat, wanted: Sequence[tuple[int, bytes]], into: memoryview) -> int:
         """Write the records of these blocks, one after the other. Returns how many, up to one that is not there."""

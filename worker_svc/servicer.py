@@ -169,9 +169,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         async for response in self._blocks.watch(request):
             yield response
 
-    async def ReadBlocks(
-        self, request: worker_pb2.ReadBlocksRequest, context: Context
-    ) -> AsyncIterator[worker_pb2.ReadBlocksResponse]:
+    async def ReadBlocks(self, request: worker_pb2.ReadBlocksRequest, context: Context) -> AsyncIterator[Any]:
         async for response in self._blocks.read(request):
             yield response
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from typing import NamedTuple
 
 from quire.internal.v1 import scheduler_pb2, worker_pb2
 from quire.v1 import types_pb2
@@ -18,6 +19,8 @@ from worker_svc.engine.config import EncoderInfo, EngineInfo
 from worker_svc.seals import TAG_BYTES, Seals
 
 KIND_NUMBERS = {kind: types_pb2.PoolingKind.ValueType(number) for number, kind in POOLING_KINDS.items()}
+DATA_TAG = worker_pb2.ReadBlocksResponse.DATA_FIELD_NUMBER << 3 | 2  # a field of bytes
+DATA_HEAD_BYTES = 5
 MAX_REASON = 500  # characters of a degradation
 DETERMINISM = {"exact": types_pb2.DETERMINISM_EXACT, "best_effort": types_pb2.DETERMINISM_BEST_EFFORT}
 
@@ -128,3 +131,31 @@ def adapters_to_proto(entries: Sequence[AdapterEntry]) -> list[worker_pb2.Worker
 def pieces(data: bytes, size: int) -> Iterator[bytes]:
     """`data` in pieces of at most `size` bytes; one empty piece if there is none."""
     yield from (data[start : start + size] for start in range(0, max(len(data), 1), size))
+
+
+# -- records of blocks -----------------------------------------------------------------------------------------------
+
+
+class SentRecords(NamedTuple):
+    """A ReadBlocksResponse."""
+
+    data: memoryview
+    num_shared: int = 0
+
+
+def records_to_wire(data: memoryview) -> bytes:
+    """A ReadBlocksResponse with this data, with one copy of it: protobuf makes two, and two where it is read."""
+    return b"".join((_data_head(len(data)), data))
+
+
+def records_from_wire(message: bytes) -> SentRecords:
+    """Raises DecodeError."""
+    if message[:DATA_HEAD_BYTES] == _data_head(len(message) - DATA_HEAD_BYTES):
+        return SentRecords(memoryview(message)[DATA_HEAD_BYTES:])
+    found = worker_pb2.ReadBlocksResponse.FromString(message)
+    return SentRecords(memoryview(found.data), found.num_shared)
+
+
+def _data_head(num_bytes: int) -> bytes:
+    """What stands before the bytes of `data`: its tag, and its length as a number of four bytes."""
+    return bytes([DATA_TAG, *(num_bytes >> shift & 0x7F | 0x80 for shift in (0, 7, 14)), num_bytes >> 21 & 0x7F])

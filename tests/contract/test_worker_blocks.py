@@ -185,12 +185,36 @@ async def test_records_that_are_larger_than_a_message_arrive_in_pieces(
     assert num_equal(target, source) == NUM_MOVED
 
 
-async def test_a_block_that_the_source_has_given_away_ends_the_fetch(pair: tuple[Served, Served]) -> None:
+async def test_several_calls_write_to_the_same_memory(
+    pair: tuple[Served, Served], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = pair
+    num_bytes = source.blocks._records.num_bytes
+    monkeypatch.setattr(worker_blocks, "CALL_BYTES", 3 * num_bytes)
+    monkeypatch.setattr(worker_blocks, "MESSAGE_BYTES", num_bytes)
+    assert (await target.stub.FetchBlocks(order(target, source))).num_fetched == NUM_MOVED
+    assert num_equal(target, source) == NUM_MOVED
+
+
+@pytest.mark.parametrize("is_part", [False, True], ids=["one message", "a message each"])
+async def test_a_block_that_the_source_has_given_away_ends_the_fetch(
+    pair: tuple[Served, Served], monkeypatch: pytest.MonkeyPatch, is_part: bool
+) -> None:
     source, target = pair
     request = order(target, source)
     make_block(source.runner._pool, 4, b"other tenant")
+    pack, packed = RecordFormat.pack, list[int]()
+
+    def noted(records: RecordFormat, digest: bytes, origin: Origin, into: Any) -> bool:
+        packed.append(origin.block_id)
+        return pack(records, digest, origin, into)
+
+    monkeypatch.setattr(RecordFormat, "pack", noted)
+    if is_part:
+        monkeypatch.setattr(worker_blocks, "MESSAGE_BYTES", source.blocks._records.num_bytes)
     response = await target.stub.FetchBlocks(request)
     assert response.num_fetched == num_equal(target, source) == 4
+    assert packed == [0, 1, 2, 3, 4], "what follows would be written to memory that may have been given back"
 
 
 async def test_an_earlier_process_or_another_layout_serves_nothing(pair: tuple[Served, Served]) -> None:

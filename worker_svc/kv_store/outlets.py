@@ -4,33 +4,42 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import numpy as np
 from quire.internal.v1.worker_pb2 import NixlMemory, ReadBlocksResponse
 
 from worker_svc.kv_store.nixl_memory import NixlAgent
-from worker_svc.wire import pieces
+from worker_svc.wire import records_to_wire
 
-MESSAGE_BYTES = 4 << 20  # some records, or a piece of one
+MESSAGE_BYTES = 8 << 20  # some records, or a piece of one
 
 Pack = Callable[[memoryview], int]  # writes records, and returns how many
+Answer: TypeAlias = "ReadBlocksResponse | bytes"  # bytes: serialized
 
 
 class Outlet(Protocol):
-    def send(self, pack: Pack, most: int, size: int) -> tuple[int, list[ReadBlocksResponse]]:
+    """For one call."""
+
+    has_ended: bool  # a wanted block was not there
+
+    def send(self, pack: Pack, most: int, size: int) -> tuple[int, list[Answer]]:
         """Take what `pack` writes: at most `most` records of `size` bytes. Returns how many, and the answer for them.
         Called by one thread.
         """
 
 
+@dataclass(slots=True)
 class Messages:
     """For a caller whose memory this process cannot write to."""
 
-    def send(self, pack: Pack, most: int, size: int) -> tuple[int, list[ReadBlocksResponse]]:
+    has_ended: bool = False
+
+    def send(self, pack: Pack, most: int, size: int) -> tuple[int, list[Answer]]:
         place = np.empty(most * size, np.uint8).data
         count = pack(place)
-        return count, [ReadBlocksResponse(data=data) for data in pieces(bytes(place[: count * size]), MESSAGE_BYTES)]
+        starts = range(0, count * size, MESSAGE_BYTES)
+        return count, [records_to_wire(place[start : min(start + MESSAGE_BYTES, count * size)]) for start in starts]
 
 
 @dataclass(slots=True)
@@ -38,8 +47,9 @@ class Shared:
     """For a caller on this host."""
 
     memory: memoryview  # what is left of it
+    has_ended: bool = False
 
-    def send(self, pack: Pack, most: int, size: int) -> tuple[int, list[ReadBlocksResponse]]:
+    def send(self, pack: Pack, most: int, size: int) -> tuple[int, list[Answer]]:
         count = pack(self.memory)
         self.memory = self.memory[count * size :]
         return count, [ReadBlocksResponse(num_shared=count)]
@@ -52,8 +62,9 @@ class OverNixl:
     agent: NixlAgent
     memory: NixlMemory
     num_written: int = 0  # bytes
+    has_ended: bool = False
 
-    def send(self, pack: Pack, most: int, size: int) -> tuple[int, list[ReadBlocksResponse]]:
+    def send(self, pack: Pack, most: int, size: int) -> tuple[int, list[Answer]]:
         place = self.agent.staging(most * size)
         count = pack(place)
         if count:

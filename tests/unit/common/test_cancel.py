@@ -1,8 +1,11 @@
-"""Tasks end when they are cancelled."""
+"""Tasks end when they are cancelled, and make the next item before it is wanted."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator
+
+import pytest
 
 from svc_common import tasks
 
@@ -25,3 +28,31 @@ async def test_a_lost_cancellation_is_repeated(monkeypatch):
     await tasks.cancel(task)
     assert task.cancelled()
     assert len(seen) == 2
+
+
+async def test_the_next_item_is_made_while_one_is_used():
+    made, wanted = [], asyncio.Semaphore(0)
+
+    async def items() -> AsyncGenerator[int, None]:
+        try:
+            for number in range(1, 4):
+                made.append(number)
+                wanted.release()
+                yield number
+            raise ValueError("after the last one")
+        finally:
+            made.append(0)
+
+    taken = tasks.one_ahead(items())
+    assert await anext(taken) == 1
+    await wanted.acquire()
+    await wanted.acquire()
+    assert made == [1, 2]
+    assert [await anext(taken), await anext(taken)] == [2, 3]
+    with pytest.raises(ValueError, match="after the last one"):
+        await anext(taken)
+    made.clear()
+    taken = tasks.one_ahead(items())
+    await anext(taken)
+    await taken.aclose()
+    assert made[-1] == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from google.protobuf.message import DecodeError
 from quire.internal.v1 import worker_pb2
 from quire.v1 import types_pb2
 
@@ -18,6 +19,8 @@ from worker_svc.wire import (
     blocks_to_proto,
     capacity_to_proto,
     pieces,
+    records_from_wire,
+    records_to_wire,
     step_batch_from_proto,
 )
 
@@ -201,3 +204,15 @@ def test_capacity_has_the_facts_of_the_engine() -> None:
 def test_pieces() -> None:
     assert list(pieces(b"abcde", 2)) == [b"ab", b"cd", b"e"]
     assert list(pieces(b"", 2)) == [b""]
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, 127, 128, 1 << 14, (1 << 21) + 3])
+def test_records_are_read_as_protobuf_reads_them(num_bytes):
+    data = np.random.default_rng(num_bytes).bytes(num_bytes)
+    sent = records_to_wire(memoryview(data))
+    assert worker_pb2.ReadBlocksResponse.FromString(sent) == worker_pb2.ReadBlocksResponse(data=data)
+    assert records_from_wire(sent) == (data, 0)
+    message = worker_pb2.ReadBlocksResponse(data=data, num_shared=num_bytes)
+    assert records_from_wire(message.SerializeToString()) == (data, num_bytes)
+    with pytest.raises(DecodeError):
+        records_from_wire(sent + b"\x0a")
