@@ -26,7 +26,7 @@ from worker_svc.blocks import MovementSettings, WorkerBlocks
 from worker_svc.bundle import Bundle
 from worker_svc.engine.config import EngineConfig
 from worker_svc.executor import StepExecutor
-from worker_svc.kv_store import nixl_memory, record
+from worker_svc.kv_store import nixl_memory, outlets, record
 from worker_svc.kv_store.nixl_memory import NixlAgent, has_nixl
 from worker_svc.kv_store.outlets import Messages
 from worker_svc.kv_store.record import Origin, RecordFormat
@@ -179,7 +179,8 @@ async def test_records_that_are_larger_than_a_message_arrive_in_pieces(
     pair: tuple[Served, Served], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, target = pair
-    monkeypatch.setattr(worker_blocks, "MESSAGE_BYTES", source.blocks._records.num_bytes - 1)
+    for module in (worker_blocks, outlets):
+        monkeypatch.setattr(module, "MESSAGE_BYTES", source.blocks._records.num_bytes - 1)
     response = await target.stub.FetchBlocks(order(target, source))
     assert (response.num_fetched, response.message) == (NUM_MOVED, "")
     assert num_equal(target, source) == NUM_MOVED
