@@ -24,6 +24,8 @@ from tests.gpu.test_runner import SMALL, small_prompts
 from tests.unit.engine.driver import GREEDY, seeded, u32
 from tests.unit.engine.models import make_model
 from tests.unit.engine.processor_cases import f32
+from tests.unit.engine.test_engine_images import run_scenes
+from tests.unit.engine.vision_models import make_vision_model
 from worker_svc.engine.backend import BackendUnavailableError, HeadShape
 from worker_svc.engine.gpu.collectives.group import Group
 from worker_svc.engine.gpu.collectives.rendezvous import make_store, open_store
@@ -243,3 +245,22 @@ def test_models_that_cannot_be_sharded_are_refused(folder):
         shard_config(wide, Group(0, 2))
     with pytest.raises(BackendUnavailableError, match="vocab_size 9 is too small for tensor_parallel_size 4"):
         shard_config(replace(config, vocab_size=9), Group(0, 4))
+
+
+@pytest.mark.deep
+def test_two_ranks_read_images_as_one_does(tmp_path):
+    """Each rank has the whole tower. Chunks that begin in an image, and rows with and without images in a step."""
+    folder = make_vision_model(tmp_path, "qwen3_vl")
+    settings = {"kernels": "torch", "determinism": "exact", "block_size": 8, "num_blocks": 80, "max_num_seqs": 6}
+    alone = DeviceDriver(load(folder, **settings))
+    run_scenes(alone)
+    runner = load(folder, tensor_parallel_size=2, make=ParallelRunner, **settings)
+    try:
+        driver = DeviceDriver(runner)
+        run_scenes(driver)
+    finally:
+        runner.close()
+    assert [row.tokens for row in driver.rows.values()] == [row.tokens for row in alone.rows.values()]
+    assert (runner.images.num_encoded, runner.images.num_hits) == (3, 0)
+    for place, row in alone.logits.items():
+        assert torch.allclose(driver.logits[place], row[: len(driver.logits[place])], atol=1e-5)
