@@ -40,6 +40,7 @@ from typing import NamedTuple
 import numpy as np
 
 from scheduler_svc.core.block_manager import NO_BLOCKS
+from scheduler_svc.core.block_sources import BlockSource, OwnSource, Source
 from scheduler_svc.core.messages import Counts, MovedExtra
 from scheduler_svc.core.policy import MoveSpeed, Throughput, TierKind, moved_tokens_gain
 from scheduler_svc.core.sequence import QueueEntry, Refusal, Sequence
@@ -49,15 +50,6 @@ from step_protocol.columns import I64, U32
 PATIENCE = 2.0  # a sequence waits for its blocks at most this many times as long as computing them would take
 MIN_PATIENCE_S = 0.5
 UNKNOWN_PACE = 1000.0  # tokens per second, to limit the wait while the pace of prefill is unknown
-
-
-@dataclass(frozen=True, slots=True)
-class BlockSource:
-    """The worker process to read blocks from."""
-
-    worker_id: str
-    worker_epoch: int
-    block_ids: I64
 
 
 @dataclass(eq=False, slots=True)
@@ -89,7 +81,7 @@ class _Option(NamedTuple):
     start: int  # the number of blocks after which a row could start without it
     first: int  # the first block that moves
     end: int  # the number of blocks after which a row can start with it
-    source: WorkerState | None  # None: the tiers
+    source: Source | None  # None: the tiers
     missing: list[list[int]]  # of each part for all rows, the blocks whose extras move
 
 
@@ -109,7 +101,7 @@ class _Open:
     move: BlockMove
     target: WorkerState
     prefix: I64  # blocks of the target that the moved ones continue
-    source: WorkerState | None
+    source: Source | None
     pinned: I64  # blocks of the source
     extras: list[_PartExtras]
     speeds: list[tuple[MoveSpeed, int]]  # of each block and extra: of its place, and as how many blocks it counts
@@ -192,7 +184,7 @@ class BlockMoves:
 
     def is_source(self, worker_id: str) -> bool:
         """Whether blocks of this worker are being read."""
-        return any(one.source is not None and one.source.capacity.worker_id == worker_id for one in self._open.values())
+        return any(one.source is not None and one.source.worker_id == worker_id for one in self._open.values())
 
     # -- waiting sequences --------------------------------------------------------------------------------------------
 
@@ -222,11 +214,12 @@ class BlockMoves:
             found += [self._option(worker, None, digests, first, first + count) for count in counts]
         for other in workers:
             if other is not worker and can_exchange(worker, other):
-                found.append(self._option(worker, other, digests, first, other.pool.match_len(digests, end)))
+                count = other.pool.match_len(digests, end)
+                found.append(self._option(worker, OwnSource(other), digests, first, count))
         return max((one for one in found if one is not None), key=lambda one: one.gain, default=None)
 
     def _option(
-        self, target: WorkerState, source: WorkerState | None, digests: Seq[bytes], first: int, end: int
+        self, target: WorkerState, source: Source | None, digests: Seq[bytes], first: int, end: int
     ) -> _Option | None:
         """The move of blocks from `first` to `end`, or of fewer if extras are missing; None if it gains nothing."""
         start = target.usable_hits(digests, first)
@@ -242,7 +235,7 @@ class BlockMoves:
     def _speeds(
         self,
         target: WorkerState,
-        source: WorkerState | None,
+        source: Source | None,
         digests: Seq[bytes],
         span: tuple[int, int],
         missing: Seq[Seq[int]],
@@ -257,7 +250,7 @@ class BlockMoves:
         return [(mover.tier_speeds[mover.tiers[name]], worth) for name, worth in found]
 
     def _reach(
-        self, target: WorkerState, source: WorkerState | None, digests: Seq[bytes], start: int, end: int
+        self, target: WorkerState, source: Source | None, digests: Seq[bytes], start: int, end: int
     ) -> tuple[int, list[list[int]]]:
         """The last block up to `end` after which rows of the target could start if it got what the source has, and the
         blocks whose extras it lacks there, for each part. `start` if there is none.
@@ -276,9 +269,10 @@ class BlockMoves:
             end -= 1
         return start, []
 
-    def _has_extra(self, target: WorkerState, source: WorkerState | None, number: int, digest: bytes) -> bool:
+    def _has_extra(self, target: WorkerState, source: Source | None, number: int, digest: bytes) -> bool:
         if source is not None:
-            return source.parts_of_all[number].holds(digest)
+            part = source.part(number)
+            return part is not None and part.holds(digest)
         return target.parts_of_all[number].name_in_tier(digest) in self._movers[target.capacity.worker_id].tiers
 
     def wait_for(self, worker: WorkerState, entry: QueueEntry, now: float) -> bool:
@@ -345,7 +339,7 @@ class BlockMoves:
         tokens = worker.rows.token_blocks[row, : len(digests)].reshape(-1)
         firsts = {taker: self._first_missing(taker, digests) for taker in able}
         taker = max(able, key=lambda taker: taker.pool.num_free + firsts[taker])
-        found = self._option(taker, worker, digests, firsts[taker], len(digests))
+        found = self._option(taker, OwnSource(worker), digests, firsts[taker], len(digests))
         return None if found is None else self._begin(taker, seq, digests, tokens, found, now)
 
     def _first_missing(self, worker: WorkerState, digests: Seq[bytes]) -> int:
@@ -369,9 +363,7 @@ class BlockMoves:
         bs, pool, source, end = target.capacity.block_size, target.pool, found.source, found.end
         pinned = NO_BLOCKS
         if source is not None:
-            held = source.pool.match(digests, token_ids, end)
-            committed = source.pool.are_committed(held)
-            pinned = held if committed.all() else held[: int(committed.argmin())]
+            pinned = source.committed(digests, token_ids, end)
         missing = found.missing
         if source is not None and len(pinned) < end:
             end, missing = self._reach(target, source, digests, found.start, len(pinned))
@@ -388,7 +380,7 @@ class BlockMoves:
             return None
         pool.share(prefix)
         if source is not None:
-            source.pool.share(pinned)
+            source.share(pinned)
         self._num_moves += 1
         mover = self._movers[target.capacity.worker_id]
         pace = self._throughput.prefill.early_per_s or UNKNOWN_PACE
@@ -399,7 +391,7 @@ class BlockMoves:
             block_ids=pool.allocate(end - first),
             digests=list(digests[first:end]),
             token_blocks=token_ids[first * bs : end * bs].reshape(end - first, bs).copy(),
-            source=None if source is None else _source_of(source, pinned[first:]),
+            source=None if source is None else source.describe(pinned[first:]),
             extras=[extra for one in extras for extra in one.extras],
             num_saved_tokens=num_tokens,
             give_up_at=now + max(MIN_PATIENCE_S, PATIENCE * num_tokens / pace),
@@ -414,7 +406,7 @@ class BlockMoves:
         self,
         target: WorkerState,
         seq: Sequence,
-        source: WorkerState | None,
+        source: Source | None,
         digests: Seq[bytes],
         token_ids: U32,
         missing: list[list[int]],
@@ -426,7 +418,7 @@ class BlockMoves:
             part = target.parts_of_all[number]
             ids = part.reserve(len(indices), num_tokens)
             wanted = [digests[index] for index in indices[: len(ids)]]
-            lender = None if source is None else source.parts_of_all[number]
+            lender = None if source is None else source.part(number)
             lent: Seq[int | None] = [None] * len(ids) if lender is None else lender.lend(wanted)
             extras = []
             for index, block_id, source_id in zip(indices, ids, lent, strict=False):
@@ -464,10 +456,9 @@ class BlockMoves:
             self._measure(one, num_moved, took_s)
         _give_back(one.extras, max(0, num_moved - len(move.digests)))
         source = one.source
-        if source is not None and self._workers.get(source.capacity.worker_id) is source:
-            changed.append(source)
-            source.pool.free(one.pinned[::-1])
-            source.room_version += 1
+        if isinstance(source, OwnSource) and self._workers.get(source.worker_id) is source.worker:
+            changed.append(source.worker)
+            source.free(one.pinned)
         return changed
 
     def _settle(self, one: _Open, num_moved: int) -> None:
@@ -544,7 +535,3 @@ def can_send(worker: WorkerState, row: int) -> bool:
     """Whether the blocks of a running row mean something on another worker."""
     features = worker.rows.sequence(row).group.features
     return not (features.is_gang or features.num_head_tokens or worker.rows.is_private[row])
-
-
-def _source_of(worker: WorkerState, block_ids: I64) -> BlockSource:
-    return BlockSource(worker.capacity.worker_id, worker.capacity.worker_epoch, block_ids)

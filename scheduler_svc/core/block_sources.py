@@ -1,0 +1,70 @@
+"""Where a move reads its blocks, if not in a tier: a worker of this scheduler, or blocks that another one has lent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from scheduler_svc.core.worker_state import WorkerPart, WorkerState
+from step_protocol.columns import I64, U32
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSource:
+    """The worker process to read blocks from."""
+
+    worker_id: str
+    worker_epoch: int
+    block_ids: I64
+    address: str = ""  # empty: it is a worker of this scheduler
+
+
+class Source(Protocol):
+    """A worker that holds leading blocks of a prefix."""
+
+    @property
+    def worker_id(self) -> str: ...
+
+    def committed(self, digests: Sequence[bytes], token_ids: U32, end: int) -> I64:
+        """Its leading committed blocks, at most `end`."""
+
+    def part(self, number: int) -> WorkerPart | None:
+        """What it holds besides the blocks, by position in `parts_of_all`; None: nothing that it gives away."""
+
+    def share(self, block_ids: I64) -> None:
+        """Keep these blocks while they are read."""
+
+    def describe(self, block_ids: I64) -> BlockSource:
+        """For the worker that reads these blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class OwnSource:
+    """A worker of this scheduler."""
+
+    worker: WorkerState
+
+    @property
+    def worker_id(self) -> str:
+        return self.worker.capacity.worker_id
+
+    def committed(self, digests: Sequence[bytes], token_ids: U32, end: int) -> I64:
+        pool = self.worker.pool
+        held = pool.match(digests, token_ids, end)
+        committed = pool.are_committed(held)
+        return held if committed.all() else held[: int(committed.argmin())]
+
+    def part(self, number: int) -> WorkerPart | None:
+        return self.worker.parts_of_all[number]
+
+    def share(self, block_ids: I64) -> None:
+        self.worker.pool.share(block_ids)
+
+    def free(self, block_ids: I64) -> None:
+        """The blocks are read."""
+        self.worker.pool.free(block_ids[::-1])
+        self.worker.room_version += 1
+
+    def describe(self, block_ids: I64) -> BlockSource:
+        return BlockSource(self.worker_id, self.worker.capacity.worker_epoch, block_ids)
